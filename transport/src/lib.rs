@@ -1,1 +1,2 @@
-//! The boundary.
+//! The boundary between guest and host: what is said ([`ir`]), and how it crosses.
+pub mod ir;

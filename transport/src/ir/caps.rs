@@ -1,0 +1,157 @@
+//! What an engine can run: a list of rules, sent once in the handshake.
+
+use super::check::{Refusal, check};
+use super::graph::Shape;
+use super::ops::{Op, OpKind};
+use super::types::TypeSet;
+use super::words::{DecodeError, Reader, Word, Writer};
+
+/// One way in which an engine runs an operator. An operator without a rule is not supported.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rule {
+    /// The operator.
+    pub op: OpKind,
+    /// The variants it covers ([`Op::variant`]), one bit each; `!0` for all.
+    pub variants: u32,
+    /// Types the destination may have.
+    pub dst: TypeSet,
+    /// Types of the first sources. Sources beyond the list may have any type that the operator's
+    /// own rules ([`check`]) accept; so may absent ones.
+    pub src: Vec<TypeSet>,
+    /// The listed sources and the destination must all have one type.
+    pub same_type: bool,
+    /// The sources, one bit each, whose rows must be dense ([`Shape::has_dense_rows`]).
+    pub dense_rows: u32,
+}
+
+impl Rule {
+    /// Any variant of `op`, destination and first sources of the given types.
+    pub fn new(op: OpKind, dst: TypeSet, src: &[TypeSet]) -> Rule {
+        Rule {
+            op,
+            variants: !0,
+            dst,
+            src: src.to_vec(),
+            same_type: false,
+            dense_rows: 0,
+        }
+    }
+
+    /// The same, all of one type out of `types`.
+    pub fn uniform(op: OpKind, types: TypeSet, sources: usize) -> Rule {
+        Rule {
+            same_type: true,
+            ..Rule::new(op, types, &vec![types; sources])
+        }
+    }
+
+    /// The same with sources that must have dense rows, one bit each.
+    pub fn dense(self, sources: u32) -> Rule {
+        Rule {
+            dense_rows: sources,
+            ..self
+        }
+    }
+
+    fn covers(&self, op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> bool {
+        let listed = || {
+            src.iter()
+                .zip(&self.src)
+                .filter_map(|(s, set)| s.map(|s| (s, set)))
+        };
+        self.op == op.kind()
+            && self.variants >> op.variant() & 1 == 1
+            && self.dst.contains(dst.ty)
+            && listed().all(|(s, set)| set.contains(s.ty))
+            && (!self.same_type || listed().all(|(s, _)| s.ty == dst.ty))
+            && src
+                .iter()
+                .enumerate()
+                .all(|(i, s)| self.dense_rows >> i & 1 == 0 || s.is_none_or(Shape::has_dense_rows))
+    }
+}
+
+/// Everything an engine can run.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Capabilities {
+    rules: Vec<Rule>,
+}
+
+impl Capabilities {
+    /// Exactly what the rules say.
+    pub fn new(mut rules: Vec<Rule>) -> Capabilities {
+        rules.sort_by_key(|rule| rule.op); // stable: an operator's rules stay in order
+        Capabilities { rules }
+    }
+
+    /// The rules, by operator.
+    pub fn rules(&self) -> &[Rule] {
+        &self.rules
+    }
+
+    /// Whether an engine with these capabilities runs the operation: it is well-formed and a rule
+    /// covers it. The guest answers ggml's `supports_op` with this, the host validates with it.
+    pub fn accept(&self, op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal> {
+        check(op, dst, src)?;
+        let first = self.rules.partition_point(|rule| rule.op < op.kind());
+        let covered = self.rules[first..]
+            .iter()
+            .take_while(|rule| rule.op == op.kind())
+            .any(|rule| rule.covers(op, dst, src));
+        if covered {
+            Ok(())
+        } else {
+            Err(Refusal::NotCapable { op: op.kind() })
+        }
+    }
+
+    /// The encoding of the handshake, in words.
+    pub fn encode(&self) -> Vec<u32> {
+        let mut out = Writer::default();
+        out.u32(self.rules.len() as u32);
+        for rule in &self.rules {
+            out.u32(
+                rule.op as u32 | (rule.src.len() as u32) << 16 | u32::from(rule.same_type) << 24,
+            );
+            out.u32(rule.variants);
+            out.u32(rule.dense_rows);
+            rule.dst.bits().put(&mut out);
+            for set in &rule.src {
+                set.bits().put(&mut out);
+            }
+        }
+        out.words
+    }
+
+    /// Reads the encoding. Rules for operators that this build does not know are skipped: a newer
+    /// host may be able to run more than an older guest can ask for.
+    pub fn decode(words: &[u32]) -> Result<Capabilities, DecodeError> {
+        let mut words = Reader::new(words);
+        let count = words.u32()?;
+        let mut rules = Vec::new();
+        for _ in 0..count {
+            let head = words.u32()?;
+            let variants = words.u32()?;
+            let dense_rows = words.u32()?;
+            let dst = TypeSet::from_bits(u64::get(&mut words)?);
+            let mut src = Vec::new();
+            for _ in 0..head >> 16 & 0xff {
+                src.push(TypeSet::from_bits(u64::get(&mut words)?));
+            }
+            if let Some(op) = OpKind::from_id(head as u16) {
+                rules.push(Rule {
+                    op,
+                    variants,
+                    dst,
+                    src,
+                    same_type: head >> 24 & 1 == 1,
+                    dense_rows,
+                });
+            }
+        }
+        match words.remaining() {
+            0 => Ok(Capabilities::new(rules)),
+            extra => Err(DecodeError::Trailing { extra }),
+        }
+    }
+}

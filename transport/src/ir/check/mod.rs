@@ -1,0 +1,228 @@
+//! The shape rules of every operator: types where ggml fixes them, extents, strides, parameters.
+//!
+//! A kernel may rely on what is checked here and on the extents checked by
+//! [`validate`](super::validate::validate), and on nothing else: the graph comes from a hostile guest. The
+//! rules restate the assertions of ggml's constructors (`ggml.c`) and of its CPU kernels.
+//!
+//! Which *types* an engine computes is its own affair ([`Capabilities`](super::Capabilities)); here only types that an
+//! operator's definition fixes (row ids are integers, masks are F16 or F32) are looked at.
+
+mod attention;
+mod elementwise;
+mod matmul;
+mod movement;
+mod normalise;
+mod reduce;
+
+use super::graph::Shape;
+use super::ops::{Op, OpKind};
+use super::types::Type;
+
+/// Why an operation cannot run.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The operation breaks a rule of its operator: the guest's fault.
+    #[error("{} is malformed: {why}", op.ggml_name())]
+    Malformed {
+        /// The operator.
+        op: OpKind,
+        /// The broken rule.
+        why: &'static str,
+    },
+    /// The operation is well-formed, but the engine does not run it in this form.
+    #[error("the engine does not run {} with these types and layouts", op.ggml_name())]
+    NotCapable {
+        /// The operator.
+        op: OpKind,
+    },
+}
+
+/// An operation under check.
+struct Operation<'a> {
+    kind: OpKind,
+    dst: &'a Shape,
+    src: &'a [Option<&'a Shape>],
+}
+
+impl<'a> Operation<'a> {
+    fn ensure(&self, holds: bool, why: &'static str) -> Result<(), Refusal> {
+        if holds {
+            Ok(())
+        } else {
+            Err(Refusal::Malformed { op: self.kind, why })
+        }
+    }
+
+    /// Source `i`, which must be there.
+    fn src(&self, i: usize) -> Result<&'a Shape, Refusal> {
+        self.optional(i).ok_or(Refusal::Malformed {
+            op: self.kind,
+            why: "a source is missing",
+        })
+    }
+
+    fn optional(&self, i: usize) -> Option<&'a Shape> {
+        self.src.get(i).copied().flatten()
+    }
+
+    fn not_capable(&self) -> Result<(), Refusal> {
+        Err(Refusal::NotCapable { op: self.kind })
+    }
+}
+
+/// Checks one operation against the rules of its operator.
+pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal> {
+    let o = Operation {
+        kind: op.kind(),
+        dst,
+        src,
+    };
+    let (min, max) = o.kind.sources();
+    o.ensure(src.len() <= max, "too many sources")?;
+    for i in 0..min {
+        o.src(i)?;
+    }
+    for shape in src.iter().flatten().copied().chain([dst]) {
+        layout(&o, shape)?;
+    }
+    match *op {
+        Op::Copy {} => movement::copy(&o),
+        Op::Repeat {} => movement::repeat(&o),
+        Op::RepeatBack {} => movement::repeat_back(&o),
+        Op::Concat { dim } => movement::concat(&o, dim),
+        Op::GetRows {} => movement::get_rows(&o),
+        Op::GetRowsBack {} => movement::get_rows_back(&o),
+        Op::SetRows {} => movement::set_rows(&o),
+        Op::Set {
+            nb1,
+            nb2,
+            nb3,
+            offset,
+        }
+        | Op::Acc {
+            nb1,
+            nb2,
+            nb3,
+            offset,
+        } => movement::set(&o, [nb1, nb2, nb3], offset),
+        Op::Diag {} => movement::diag(&o),
+        Op::DiagMaskInf { n_past } | Op::DiagMaskZero { n_past } => movement::diag_mask(&o, n_past),
+        Op::Pad {
+            left,
+            right,
+            circular,
+        } => movement::pad(&o, left, right, circular),
+        Op::PadReflect1d { p0, p1 } => movement::pad_reflect_1d(&o, p0, p1),
+        Op::Roll { .. } | Op::Tri { .. } => elementwise::same_extents(&o),
+        Op::Fill { .. } => Ok(()),
+        Op::Arange { start, stop, step } => movement::arange(&o, start, stop, step),
+
+        Op::Add {} | Op::Sub {} | Op::Mul {} | Op::Div {} => elementwise::broadcast(&o),
+        Op::AddId {} => elementwise::add_id(&o),
+        Op::Add1 {} => elementwise::add1(&o),
+        Op::Glu { .. } => elementwise::glu(&o),
+        Op::Scale { .. }
+        | Op::Clamp { .. }
+        | Op::Sqr {}
+        | Op::Sqrt {}
+        | Op::Log {}
+        | Op::Sin {}
+        | Op::Cos {}
+        | Op::LeakyRelu { .. }
+        | Op::Unary { .. }
+        | Op::Xielu { .. } => elementwise::same_extents(&o),
+        Op::SiluBack {} => elementwise::same_extents(&o),
+
+        Op::Sum {} => reduce::sum(&o),
+        Op::SumRows {} | Op::Mean {} => reduce::rows_to_one(&o),
+        Op::Cumsum {} => elementwise::same_extents(&o),
+        Op::Argmax {} => reduce::argmax(&o),
+        Op::CountEqual {} => reduce::count_equal(&o),
+        Op::Argsort { .. } => reduce::argsort(&o),
+        Op::TopK {} => reduce::top_k(&o),
+
+        Op::Norm { .. } | Op::RmsNorm { .. } | Op::L2Norm { .. } => elementwise::same_extents(&o),
+        Op::RmsNormBack { .. } => elementwise::same_extents(&o),
+        Op::GroupNorm { n_groups, .. } => normalise::group_norm(&o, n_groups),
+        Op::SoftMax { max_bias, .. } => normalise::soft_max(&o, max_bias),
+        Op::SoftMaxBack { .. } => elementwise::same_extents(&o),
+
+        Op::MulMat { hadamard, .. } => matmul::mul_mat(&o, hadamard),
+        Op::MulMatId { .. } => matmul::mul_mat_id(&o),
+        Op::OutProd {} => matmul::out_prod(&o),
+
+        Op::Rope {
+            mode,
+            n_dims,
+            n_offs,
+            ..
+        } => attention::rope(&o, mode, n_dims, n_offs),
+        Op::FlashAttnExt { max_bias, .. } => attention::flash_attn_ext(&o, max_bias),
+
+        // No rules, no kernel: an engine's claim alone never lets an operation through.
+        Op::SolveTri {}
+        | Op::FlashAttnBack { .. }
+        | Op::LightningIndexer {}
+        | Op::SsmConv {}
+        | Op::SsmScan { .. }
+        | Op::RwkvWkv6 {}
+        | Op::RwkvWkv7 {}
+        | Op::GatedLinearAttn { .. }
+        | Op::GatedDeltaNet { .. }
+        | Op::Dsv4HcComb { .. }
+        | Op::Dsv4HcPre { .. }
+        | Op::Dsv4HcPost {}
+        | Op::Im2col { .. }
+        | Op::Im2colBack { .. }
+        | Op::Im2col3d { .. }
+        | Op::Col2im1d { .. }
+        | Op::Conv2d { .. }
+        | Op::Conv2dDw { .. }
+        | Op::Conv3d { .. }
+        | Op::ConvTranspose1d { .. }
+        | Op::ConvTranspose2d { .. }
+        | Op::Pool1d { .. }
+        | Op::Pool2d { .. }
+        | Op::Pool2dBack { .. }
+        | Op::Upscale { .. }
+        | Op::TimestepEmbedding { .. }
+        | Op::WinPart { .. }
+        | Op::WinUnpart { .. }
+        | Op::GetRelPos {}
+        | Op::AddRelPos {}
+        | Op::CrossEntropyLoss {}
+        | Op::CrossEntropyLossBack {}
+        | Op::OptStepAdamw {}
+        | Op::OptStepSgd {} => o.not_capable(),
+    }
+}
+
+/// What holds for every tensor of every operation: whole blocks, blocks of quantised rows adjacent,
+/// strides that keep plain elements aligned, sizes that fit.
+fn layout(o: &Operation<'_>, shape: &Shape) -> Result<(), Refusal> {
+    let block = shape.ty.block_bytes();
+    if shape.ty.is_quantized() {
+        o.ensure(
+            shape.ne[0].is_multiple_of(shape.ty.block_elements()),
+            "a row ends within a block",
+        )?;
+        o.ensure(
+            shape.nb[0] == block || shape.ne[0] <= shape.ty.block_elements(),
+            "the blocks of a quantised row are not adjacent",
+        )?;
+    } else {
+        o.ensure(
+            shape.nb.iter().all(|nb| nb.is_multiple_of(block)),
+            "a stride is not a multiple of the element size",
+        )?;
+    }
+    o.ensure(
+        shape.elements().is_some_and(|n| n <= i64::MAX as u64) && shape.extent().is_some(),
+        "the tensor's size does not fit 64 bits",
+    )
+}
+
+/// Types of integers that ggml uses as indices.
+fn is_index(ty: Type) -> bool {
+    matches!(ty, Type::I32 | Type::I64)
+}

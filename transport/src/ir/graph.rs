@@ -1,0 +1,351 @@
+//! Tensors, nodes, graphs, and the image of a graph in words.
+
+use super::ops::{MAX_SOURCES, Op, OpKind};
+use super::types::Type;
+use super::words::{DecodeError, Reader, Word, Writer};
+
+/// First word of every graph image: `VGIR`.
+const MAGIC: u32 = u32::from_le_bytes(*b"VGIR");
+
+/// Version of the image. A host refuses every other.
+pub const IR_VERSION: u32 = 1;
+
+/// Words of one tensor in the image.
+const TENSOR_WORDS: usize = 20;
+
+/// Words of the smallest node in the image: id and source count, destination, no source.
+const NODE_WORDS_MIN: usize = 2;
+
+/// A buffer of a session. Chosen by the guest, never reused within a session, never 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BufferId(pub u64);
+
+/// Shape of a tensor: what an operator needs to know to accept it.
+///
+/// As in ggml, `ne[0]` is the fastest dimension. `nb[0]` is the stride from one *block* to the next
+/// for quantised types, from one element to the next for all others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Element type.
+    pub ty: Type,
+    /// Elements in each dimension.
+    pub ne: [u64; 4],
+    /// Strides in bytes.
+    pub nb: [u64; 4],
+}
+
+impl Shape {
+    /// A dense tensor of the given extents. `None` when rows do not fill whole blocks or the size
+    /// does not fit 64 bits.
+    pub fn contiguous(ty: Type, ne: [u64; 4]) -> Option<Shape> {
+        let mut nb = [ty.block_bytes(); 4];
+        nb[1] = ty.row_bytes(ne[0])?;
+        nb[2] = nb[1].checked_mul(ne[1])?;
+        nb[3] = nb[2].checked_mul(ne[2])?;
+        nb[3].checked_mul(ne[3])?;
+        Some(Shape { ty, ne, nb })
+    }
+
+    /// Number of elements, `None` when it does not fit 64 bits.
+    pub fn elements(&self) -> Option<u64> {
+        self.ne.iter().try_fold(1u64, |n, &e| n.checked_mul(e))
+    }
+
+    /// Whether the tensor has no element.
+    pub fn is_empty(&self) -> bool {
+        self.ne.contains(&0)
+    }
+
+    /// Number of rows, `ne[1] * ne[2] * ne[3]`. Exact for validated tensors.
+    pub fn rows(&self) -> u64 {
+        self.ne[1]
+            .saturating_mul(self.ne[2])
+            .saturating_mul(self.ne[3])
+    }
+
+    /// Bytes from the first to one past the last byte the tensor touches; 0 for an empty tensor,
+    /// `None` when that does not fit 64 bits or a row does not fill whole blocks. (`ggml_nbytes`)
+    pub fn extent(&self) -> Option<u64> {
+        if self.is_empty() {
+            return Some(0);
+        }
+        if !self.ne[0].is_multiple_of(self.ty.block_elements()) {
+            return None;
+        }
+        let steps = [
+            self.ne[0] / self.ty.block_elements(),
+            self.ne[1],
+            self.ne[2],
+            self.ne[3],
+        ];
+        let mut last = self.ty.block_bytes();
+        for (step, nb) in steps.into_iter().zip(self.nb) {
+            last = last.checked_add((step - 1).checked_mul(nb)?)?;
+        }
+        Some(last)
+    }
+
+    /// Bytes of one row when its blocks are adjacent.
+    pub fn row_bytes(&self) -> u64 {
+        self.ne[0] / self.ty.block_elements() * self.ty.block_bytes()
+    }
+
+    /// Whether the blocks of each row are adjacent (`ggml_is_contiguous_rows` without the trivial
+    /// case of one element).
+    pub fn has_dense_rows(&self) -> bool {
+        self.nb[0] == self.ty.block_bytes() || self.ne[0] <= self.ty.block_elements()
+    }
+
+    /// Whether all elements lie adjacent in memory in order (`ggml_is_contiguous`): strides of
+    /// dimensions with a single index do not matter.
+    pub fn is_contiguous(&self) -> bool {
+        let mut expected = self.ty.block_bytes();
+        if self.ne[0] != self.ty.block_elements() && self.nb[0] != expected {
+            return false;
+        }
+        expected = match self.ty.row_bytes(self.ne[0]) {
+            Some(bytes) => bytes,
+            None => return false,
+        };
+        for i in 1..4 {
+            if self.ne[i] != 1 {
+                if self.nb[i] != expected {
+                    return false;
+                }
+                expected = expected.saturating_mul(self.ne[i]);
+            }
+        }
+        true
+    }
+
+    /// Whether both have the same extents.
+    pub fn same_extents(&self, other: &Shape) -> bool {
+        self.ne == other.ne
+    }
+
+    /// Whether `self`, repeated whole times in each dimension, gives the extents of `whole`
+    /// (`ggml_can_repeat`).
+    pub fn repeats_into(&self, whole: &Shape) -> bool {
+        if self.is_empty() {
+            return whole.is_empty();
+        }
+        self.ne
+            .iter()
+            .zip(whole.ne)
+            .all(|(&part, whole)| whole.is_multiple_of(part))
+    }
+}
+
+/// A tensor: a shape at a place in a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tensor {
+    /// Type, extents and strides.
+    pub shape: Shape,
+    /// Index into [`Graph::buffers`].
+    pub buffer: u32,
+    /// Byte offset of the first element in the buffer.
+    pub offset: u64,
+}
+
+/// One operation: reads its sources, writes its destination.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Node {
+    /// What to do.
+    pub op: Op,
+    /// Index of the destination in [`Graph::tensors`].
+    pub dst: u32,
+    /// Indices of the sources in [`Graph::tensors`]; `None` where an optional source is absent.
+    pub src: Sources,
+}
+
+/// The sources of a node, at most [`MAX_SOURCES`], without a heap allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Sources {
+    len: u8,
+    items: [Option<u32>; MAX_SOURCES],
+}
+
+impl Sources {
+    /// The sources of the iterator, trailing absent ones dropped. More than [`MAX_SOURCES`] are
+    /// ignored: ggml's own array holds no more.
+    pub fn new(sources: impl IntoIterator<Item = Option<u32>>) -> Sources {
+        let mut all = Sources::default();
+        for (i, source) in sources.into_iter().take(MAX_SOURCES).enumerate() {
+            all.items[i] = source;
+            if source.is_some() {
+                all.len = i as u8 + 1;
+            }
+        }
+        all
+    }
+
+    /// The sources as a slice.
+    pub fn as_slice(&self) -> &[Option<u32>] {
+        &self.items[..usize::from(self.len)]
+    }
+}
+
+/// A graph: nodes in the order they run, over a table of tensors over a table of buffers.
+///
+/// Nodes run in sequence; a node sees all that earlier nodes wrote. An engine may run them in any
+/// other way with the same result.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Graph {
+    /// The buffers that tensors lie in.
+    pub buffers: Vec<BufferId>,
+    /// The tensors that nodes name.
+    pub tensors: Vec<Tensor>,
+    /// The operations.
+    pub nodes: Vec<Node>,
+}
+
+impl Graph {
+    /// The destination of a node of this graph.
+    pub fn dst(&self, node: &Node) -> &Tensor {
+        &self.tensors[node.dst as usize]
+    }
+
+    /// Source `i` of a node of this graph, if present.
+    pub fn src(&self, node: &Node, i: usize) -> Option<&Tensor> {
+        node.src
+            .as_slice()
+            .get(i)
+            .copied()
+            .flatten()
+            .map(|t| &self.tensors[t as usize])
+    }
+
+    /// The image: what goes over the wire.
+    pub fn encode(&self) -> Vec<u32> {
+        let mut out = Writer::default();
+        out.words.reserve(
+            6 + 2 * self.buffers.len() + TENSOR_WORDS * self.tensors.len() + 6 * self.nodes.len(),
+        );
+        out.u32(MAGIC);
+        out.u32(IR_VERSION);
+        out.u32(self.buffers.len() as u32);
+        out.u32(self.tensors.len() as u32);
+        out.u32(self.nodes.len() as u32);
+        for buffer in &self.buffers {
+            buffer.0.put(&mut out);
+        }
+        for tensor in &self.tensors {
+            out.u32(tensor.shape.ty as u32);
+            out.u32(tensor.buffer);
+            tensor.offset.put(&mut out);
+            tensor.shape.ne.put(&mut out);
+            tensor.shape.nb.put(&mut out);
+        }
+        for node in &self.nodes {
+            let sources = node.src.as_slice();
+            out.u32(node.op.kind() as u32 | (sources.len() as u32) << 16);
+            out.u32(node.dst);
+            for source in sources {
+                // 0 is "absent", so that index i travels as i + 1.
+                out.u32(source.map_or(0, |i| i + 1));
+            }
+            node.op.put_params(&mut out);
+        }
+        out.words
+    }
+
+    /// Reads an image. The result names only tensors and buffers that exist; shapes and extents are
+    /// not yet checked ([`check`](super::check)).
+    pub fn decode(words: &[u32]) -> Result<Graph, DecodeError> {
+        let len = words.len();
+        let mut words = Reader::new(words);
+        let magic = words.u32()?;
+        if magic != MAGIC {
+            return Err(DecodeError::Magic {
+                magic,
+                expected: MAGIC,
+            });
+        }
+        let version = words.u32()?;
+        if version != IR_VERSION {
+            return Err(DecodeError::Version {
+                version,
+                expected: IR_VERSION,
+            });
+        }
+        let [n_buffers, n_tensors, n_nodes] = <[u32; 3]>::get(&mut words)?;
+        // Counts are bounded by the words behind them before anything is reserved for them.
+        for (what, count, each) in [
+            ("buffers", n_buffers, 2),
+            ("tensors", n_tensors, TENSOR_WORDS),
+            ("nodes", n_nodes, NODE_WORDS_MIN),
+        ] {
+            if count as usize > words.remaining() / each {
+                return Err(DecodeError::Count { what, count, len });
+            }
+        }
+        let index = |what, index: u32, count: usize| {
+            if (index as usize) < count {
+                Ok(index)
+            } else {
+                Err(DecodeError::Index { what, index, count })
+            }
+        };
+
+        let mut graph = Graph {
+            buffers: Vec::with_capacity(n_buffers as usize),
+            tensors: Vec::with_capacity(n_tensors as usize),
+            nodes: Vec::with_capacity(n_nodes as usize),
+        };
+        for _ in 0..n_buffers {
+            graph.buffers.push(BufferId(u64::get(&mut words)?));
+        }
+        for _ in 0..n_tensors {
+            let id = words.u32()?;
+            let ty = u8::try_from(id).ok().and_then(Type::from_id);
+            graph.tensors.push(Tensor {
+                buffer: index("buffer", words.u32()?, graph.buffers.len())?,
+                offset: u64::get(&mut words)?,
+                shape: Shape {
+                    ty: ty.ok_or(DecodeError::UnknownKind {
+                        of: "tensor type",
+                        id,
+                    })?,
+                    ne: <[u64; 4]>::get(&mut words)?,
+                    nb: <[u64; 4]>::get(&mut words)?,
+                },
+            });
+        }
+        for node in 0..n_nodes as usize {
+            let head = words.u32()?;
+            let kind = OpKind::from_id(head as u16).ok_or(DecodeError::UnknownKind {
+                of: "operator",
+                id: head & 0xffff,
+            })?;
+            let sources = (head >> 16) as usize;
+            let (min, max) = kind.sources();
+            if sources < min || sources > max {
+                return Err(DecodeError::Sources {
+                    node,
+                    op: kind.ggml_name(),
+                    sources,
+                    min,
+                    max,
+                });
+            }
+            let dst = index("tensor", words.u32()?, graph.tensors.len())?;
+            let mut src = [None; MAX_SOURCES];
+            for source in src.iter_mut().take(sources) {
+                *source = match words.u32()? {
+                    0 => None,
+                    i => Some(index("tensor", i - 1, graph.tensors.len())?),
+                };
+            }
+            let op = Op::get_params(kind, &mut words)?;
+            graph.nodes.push(Node {
+                op,
+                dst,
+                src: Sources::new(src),
+            });
+        }
+        match words.remaining() {
+            0 => Ok(graph),
+            extra => Err(DecodeError::Trailing { extra }),
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! A decoded graph against the session it came from: operations an engine can run, tensors that lie
+//! inside their buffers.
+
+use super::caps::Capabilities;
+use super::check::Refusal;
+use super::graph::{BufferId, Graph, Node, Tensor};
+
+/// How much one graph may ask for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Most nodes in a graph.
+    pub nodes: usize,
+    /// How many times the bytes of its buffer a tensor may visit. Strides smaller than a row let a
+    /// few bytes of memory stand for any amount of work; ggml itself never needs more than a small factor.
+    pub revisits: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            nodes: 1 << 20,
+            revisits: 64,
+        }
+    }
+}
+
+/// Why a graph is refused. Always the guest's fault.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum Invalid {
+    #[error("graph has {nodes} nodes, more than the {limit} allowed")]
+    TooManyNodes { nodes: usize, limit: usize },
+    #[error("graph names buffer {0:?}, which the session does not have")]
+    UnknownBuffer(BufferId),
+    #[error("tensor {tensor} ends at byte {end} of buffer {buffer:?}, which has {size}")]
+    OutOfBounds {
+        tensor: usize,
+        buffer: BufferId,
+        end: u64,
+        size: u64,
+    },
+    #[error("tensor {tensor} has a size that does not fit 64 bits")]
+    Overflow { tensor: usize },
+    #[error(
+        "tensor {tensor} lies at offset {offset}, not a multiple of its {element}-byte elements"
+    )]
+    Misaligned {
+        tensor: usize,
+        offset: u64,
+        element: u64,
+    },
+    #[error("tensor {tensor} visits {visits} bytes of a buffer of {size}")]
+    Amplified {
+        tensor: usize,
+        visits: u64,
+        size: u64,
+    },
+    #[error("node {node}: {refusal}; dst {dst:?}, sources {src:?}")]
+    Node {
+        node: usize,
+        refusal: Refusal,
+        dst: Box<Tensor>,
+        src: Vec<Option<Tensor>>,
+    },
+}
+
+/// A graph that may run: the only kind an engine is handed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ValidGraph(Graph);
+
+impl ValidGraph {
+    /// The graph.
+    pub fn graph(&self) -> &Graph {
+        &self.0
+    }
+}
+
+/// Checks everything a kernel relies on. `size_of` gives the size of a buffer of the session, or
+/// `None` when it has no such buffer.
+pub fn validate(
+    graph: Graph,
+    caps: &Capabilities,
+    limits: &Limits,
+    size_of: impl Fn(BufferId) -> Option<u64>,
+) -> Result<ValidGraph, Invalid> {
+    if graph.nodes.len() > limits.nodes {
+        return Err(Invalid::TooManyNodes {
+            nodes: graph.nodes.len(),
+            limit: limits.nodes,
+        });
+    }
+    let sizes = graph
+        .buffers
+        .iter()
+        .map(|&id| size_of(id).ok_or(Invalid::UnknownBuffer(id)))
+        .collect::<Result<Vec<u64>, Invalid>>()?;
+    for (i, tensor) in graph.tensors.iter().enumerate() {
+        let buffer = tensor.buffer as usize;
+        place(i, tensor, graph.buffers[buffer], sizes[buffer], limits)?;
+    }
+    for (i, node) in graph.nodes.iter().enumerate() {
+        operation(&graph, node, caps).map_err(|refusal| Invalid::Node {
+            node: i,
+            refusal,
+            dst: Box::new(*graph.dst(node)),
+            src: (0..node.src.as_slice().len())
+                .map(|s| graph.src(node, s).copied())
+                .collect(),
+        })?;
+    }
+    Ok(ValidGraph(graph))
+}
+
+fn operation(graph: &Graph, node: &Node, caps: &Capabilities) -> Result<(), Refusal> {
+    let mut src = [None; super::MAX_SOURCES];
+    let count = node.src.as_slice().len();
+    for (i, shape) in src.iter_mut().take(count).enumerate() {
+        *shape = graph.src(node, i).map(|t| &t.shape);
+    }
+    caps.accept(&node.op, &graph.dst(node).shape, &src[..count])
+}
+
+fn place(
+    i: usize,
+    tensor: &Tensor,
+    id: BufferId,
+    size: u64,
+    limits: &Limits,
+) -> Result<(), Invalid> {
+    let overflow = Invalid::Overflow { tensor: i };
+    let shape = &tensor.shape;
+    let extent = shape.extent().ok_or(overflow.clone())?;
+    let end = tensor.offset.checked_add(extent).ok_or(overflow.clone())?;
+    if end > size {
+        return Err(Invalid::OutOfBounds {
+            tensor: i,
+            buffer: id,
+            end,
+            size,
+        });
+    }
+    let element = if shape.ty.is_quantized() {
+        1
+    } else {
+        shape.ty.block_bytes()
+    };
+    if !tensor.offset.is_multiple_of(element) {
+        return Err(Invalid::Misaligned {
+            tensor: i,
+            offset: tensor.offset,
+            element,
+        });
+    }
+    let blocks = shape.elements().ok_or(overflow.clone())? / shape.ty.block_elements();
+    let visits = blocks.checked_mul(shape.ty.block_bytes()).ok_or(overflow)?;
+    if visits > size.saturating_mul(limits.revisits) {
+        return Err(Invalid::Amplified {
+            tensor: i,
+            visits,
+            size,
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,159 @@
+//! The alphabet of the graph image: little-endian 32-bit words.
+//!
+//! A graph is an array of words so that a later change to it is a list of (position, words) and needs
+//! no schema of its own.
+
+/// Why an image is not a graph. Always the sender's fault.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum DecodeError {
+    #[error("graph image ends at word {len} where word {wanted} was expected")]
+    Truncated { len: usize, wanted: usize },
+    #[error("graph image has {extra} words behind its end")]
+    Trailing { extra: usize },
+    #[error("graph image starts with {magic:#010x}, not {expected:#010x}")]
+    Magic { magic: u32, expected: u32 },
+    #[error("graph image has IR version {version}; this host speaks {expected}")]
+    Version { version: u32, expected: u32 },
+    #[error("graph image announces {count} {what}, more than its {len} words can hold")]
+    Count {
+        what: &'static str,
+        count: u32,
+        len: usize,
+    },
+    #[error("unknown {of} id {id}")]
+    UnknownKind { of: &'static str, id: u32 },
+    #[error("node {node}: {sources} sources, but {op} takes {min} to {max}")]
+    Sources {
+        node: usize,
+        op: &'static str,
+        sources: usize,
+        min: usize,
+        max: usize,
+    },
+    #[error("{what} index {index} is out of range, there are {count}")]
+    Index {
+        what: &'static str,
+        index: u32,
+        count: usize,
+    },
+    #[error("flag word holds {value}, not 0 or 1")]
+    Flag { value: u32 },
+}
+
+/// A value with an encoding in words.
+pub(super) trait Word: Sized {
+    fn put(&self, out: &mut Writer);
+    fn get(words: &mut Reader<'_>) -> Result<Self, DecodeError>;
+}
+
+/// Appends words.
+#[derive(Debug, Default)]
+pub(super) struct Writer {
+    pub(super) words: Vec<u32>,
+}
+
+impl Writer {
+    pub(super) fn u32(&mut self, value: u32) {
+        self.words.push(value);
+    }
+}
+
+/// Reads words, never past the end.
+#[derive(Debug)]
+pub(super) struct Reader<'a> {
+    words: &'a [u32],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(words: &'a [u32]) -> Reader<'a> {
+        Reader { words, at: 0 }
+    }
+
+    pub(super) fn u32(&mut self) -> Result<u32, DecodeError> {
+        let word = self.words.get(self.at).ok_or(DecodeError::Truncated {
+            len: self.words.len(),
+            wanted: self.at + 1,
+        })?;
+        self.at += 1;
+        Ok(*word)
+    }
+
+    pub(super) fn remaining(&self) -> usize {
+        self.words.len() - self.at
+    }
+}
+
+impl Word for u32 {
+    fn put(&self, out: &mut Writer) {
+        out.u32(*self);
+    }
+
+    fn get(words: &mut Reader<'_>) -> Result<u32, DecodeError> {
+        words.u32()
+    }
+}
+
+impl Word for i32 {
+    fn put(&self, out: &mut Writer) {
+        out.u32(self.cast_unsigned());
+    }
+
+    fn get(words: &mut Reader<'_>) -> Result<i32, DecodeError> {
+        Ok(words.u32()?.cast_signed())
+    }
+}
+
+impl Word for f32 {
+    fn put(&self, out: &mut Writer) {
+        out.u32(self.to_bits());
+    }
+
+    fn get(words: &mut Reader<'_>) -> Result<f32, DecodeError> {
+        Ok(f32::from_bits(words.u32()?))
+    }
+}
+
+impl Word for bool {
+    fn put(&self, out: &mut Writer) {
+        out.u32(u32::from(*self));
+    }
+
+    fn get(words: &mut Reader<'_>) -> Result<bool, DecodeError> {
+        match words.u32()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            value => Err(DecodeError::Flag { value }),
+        }
+    }
+}
+
+impl Word for u64 {
+    fn put(&self, out: &mut Writer) {
+        out.u32(*self as u32);
+        out.u32((*self >> 32) as u32);
+    }
+
+    fn get(words: &mut Reader<'_>) -> Result<u64, DecodeError> {
+        let low = words.u32()?;
+        let high = words.u32()?;
+        Ok(u64::from(high) << 32 | u64::from(low))
+    }
+}
+
+impl<T: Word + Copy + Default, const N: usize> Word for [T; N] {
+    fn put(&self, out: &mut Writer) {
+        for value in self {
+            value.put(out);
+        }
+    }
+
+    fn get(words: &mut Reader<'_>) -> Result<[T; N], DecodeError> {
+        let mut values = [T::default(); N];
+        for value in &mut values {
+            *value = T::get(words)?;
+        }
+        Ok(values)
+    }
+}
