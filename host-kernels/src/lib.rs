@@ -1,1 +1,8 @@
-//! The arithmetic.
+//! The arithmetic of the host: one contract ([`Engine`]) and the engines that fulfil it.
+//!
+//! - [`cpu`]: every op it claims, on the processors of the host. Always there.
+
+pub mod cpu;
+mod engine;
+
+pub use engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError};

@@ -1,0 +1,134 @@
+//! Block formats: how ggml stores a row of numbers, and how to read and write it.
+//!
+//! Every quantised format belongs to one of two families, named after the activations it is
+//! multiplied with:
+//!
+//! - [`GroupBlock`]: activations in groups of 32 ([`BlockQ8_0`], [`BlockQ8_1`]);
+//!   `value = d * (q - OFFSET) + m`.
+//! - [`SuperBlock`]: activations in super-blocks of 256 ([`BlockQ8K`]);
+//!   `value = (d * scale[j]) * (q - OFFSET) - dmin * min[j]`, `j` being the sub-block.
+//!
+//! A format's file says only how one block becomes unsigned small integers and scales (and back);
+//! dequantisation, dot products and matrix tiles are written once per family on top of that.
+//! To add a format: one file with the block and its trait, one line in [`Format::of`] and one in
+//! [`crate::cpu::gemm`].
+//!
+//! Blocks are `repr(C, packed)`: a view of a tensor may begin at any block, so nothing may be assumed
+//! about alignment.
+
+mod float;
+mod groups;
+mod q4_0;
+mod q4_1;
+mod q4_k;
+mod q5_0;
+mod q5_1;
+mod q5_k;
+mod q6_k;
+mod q8_0;
+mod q8_1;
+mod q8_k;
+mod search;
+mod supers;
+
+pub use float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub use groups::{Group, GroupBlock};
+pub use q4_0::BlockQ4_0;
+pub use q4_1::BlockQ4_1;
+pub use q4_k::BlockQ4K;
+pub use q5_0::BlockQ5_0;
+pub use q5_1::BlockQ5_1;
+pub use q5_k::BlockQ5K;
+pub use q6_k::BlockQ6K;
+pub use q8_0::BlockQ8_0;
+pub use q8_1::BlockQ8_1;
+pub use q8_k::BlockQ8K;
+pub use supers::{Super, SuperBlock};
+
+pub use vgpu_transport::ir::Type;
+
+/// Reads `n` elements of a format into `f32`.
+///
+/// # Safety
+/// `n` is a multiple of the format's block; `src` is readable for `n` elements of the format and
+/// `dst` writable for `n` floats; the two do not overlap.
+pub type DequantizeRow = unsafe fn(src: *const u8, dst: *mut f32, n: usize);
+
+/// Writes `n` floats as elements of a format.
+///
+/// # Safety
+/// `n` is a multiple of the format's block; `src` is readable for `n` floats and `dst` writable for
+/// `n` elements of the format; the two do not overlap.
+pub type QuantizeRow = unsafe fn(src: *const f32, dst: *mut u8, n: usize);
+
+/// What can be done with rows of one element type.
+#[derive(Debug, Clone, Copy)]
+pub struct Format {
+    /// The type this describes.
+    pub ty: Type,
+    /// Elements in a block.
+    pub block: usize,
+    /// Bytes of a block.
+    pub bytes: usize,
+    /// Reads a row.
+    pub dequantize_row: DequantizeRow,
+    /// Writes a row with the very bytes ggml-cpu's `from_float` writes on x86; `None` for types that
+    /// ggml only writes with an importance matrix.
+    pub quantize_row: Option<QuantizeRow>,
+}
+
+impl Format {
+    /// The format of `ty`; `None` for integers and `F64`, which are no format of real numbers.
+    pub const fn of(ty: Type) -> Option<&'static Format> {
+        macro_rules! format {
+            ($dequantize:expr, $quantize:expr) => {
+                Some(
+                    const {
+                        &Format {
+                            ty: TY,
+                            block: TY.block_elements() as usize,
+                            bytes: TY.block_bytes() as usize,
+                            dequantize_row: $dequantize,
+                            quantize_row: $quantize,
+                        }
+                    },
+                )
+            };
+        }
+        macro_rules! formats {
+            ($($ty:ident: $dequantize:expr, $quantize:expr;)*) => {
+                match ty {
+                    $(Type::$ty => {
+                        const TY: Type = Type::$ty;
+                        format!($dequantize, $quantize)
+                    })*
+                    _ => None,
+                }
+            };
+        }
+        formats! {
+            F32: float::copy_f32, Some(float::write_f32);
+            F16: float::read_f16, Some(float::write_f16);
+            Bf16: float::read_bf16, Some(float::write_bf16);
+            Q4_0: groups::dequantize::<BlockQ4_0>, Some(groups::quantize::<BlockQ4_0>);
+            Q4_1: groups::dequantize::<BlockQ4_1>, Some(groups::quantize::<BlockQ4_1>);
+            Q5_0: groups::dequantize::<BlockQ5_0>, Some(groups::quantize::<BlockQ5_0>);
+            Q5_1: groups::dequantize::<BlockQ5_1>, Some(groups::quantize::<BlockQ5_1>);
+            Q8_0: groups::dequantize::<BlockQ8_0>, Some(groups::quantize::<BlockQ8_0>);
+            Q8_1: groups::dequantize::<BlockQ8_1>, Some(groups::quantize::<BlockQ8_1>);
+            Q4K: supers::dequantize::<BlockQ4K>, Some(supers::quantize::<BlockQ4K>);
+            Q5K: supers::dequantize::<BlockQ5K>, Some(supers::quantize::<BlockQ5K>);
+            Q6K: supers::dequantize::<BlockQ6K>, Some(supers::quantize::<BlockQ6K>);
+            Q8K: supers::dequantize::<BlockQ8K>, Some(supers::quantize::<BlockQ8K>);
+        }
+    }
+
+    /// Bytes of `n` consecutive elements, which must fill whole blocks.
+    pub const fn row_bytes(&self, n: usize) -> usize {
+        debug_assert!(n.is_multiple_of(self.block));
+        n / self.block * self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests;

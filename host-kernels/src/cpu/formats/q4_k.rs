@@ -1,0 +1,60 @@
+//! Q4_K: 8 sub-blocks of 32 unsigned 4-bit quants, each with a 6-bit scale and minimum.
+
+use super::search::{fit_scales_and_mins, nearest_int};
+use super::supers::{QuantizeSuper, pack_scales, unpack_scales};
+use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+
+/// ggml's `block_q4_K`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockQ4K {
+    /// Scale of the scales, a half.
+    pub d: u16,
+    /// Scale of the minimums, a half.
+    pub dmin: u16,
+    /// Scales and minimums, six bits each.
+    pub scales: [u8; 12],
+    /// 32 bytes hold two sub-blocks: the even one in the low nibbles, the odd one in the high.
+    pub qs: [u8; 128],
+}
+
+const _: () = assert!(size_of::<BlockQ4K>() == 144);
+
+impl SuperBlock for BlockQ4K {
+    const SUB: usize = 32;
+    const OFFSET: i32 = 0;
+    const HAS_MIN: bool = true;
+
+    #[inline(always)]
+    fn decode(&self) -> Super {
+        let (scales, mins) = unpack_scales(&self.scales);
+        let mut q = [0; 256];
+        for (q, qs) in q.chunks_exact_mut(64).zip(self.qs.chunks_exact(32)) {
+            for j in 0..32 {
+                q[j] = qs[j] & 15;
+                q[j + 32] = qs[j] >> 4;
+            }
+        }
+        Super { q, scales, mins, d: f16_to_f32(self.d), dmin: f16_to_f32(self.dmin) }
+    }
+}
+
+impl QuantizeSuper for BlockQ4K {
+    fn quantize(x: &[f32; 256]) -> Self {
+        let fit = fit_scales_and_mins(x, 15, -1.0, 20);
+        let (d, dmin) = (f32_to_f16(fit.d), f32_to_f16(fit.dmin));
+        let mut qs = [0; 128];
+        for (j, x) in x.chunks_exact(32).enumerate() {
+            let scale = f16_to_f32(d) * f32::from(fit.scales[j]);
+            let min = f16_to_f32(dmin) * f32::from(fit.mins[j]);
+            for (i, &x) in x.iter().enumerate() {
+                let q = match scale {
+                    0.0 => fit.q[32 * j + i],
+                    _ => nearest_int((x + min) / scale).clamp(0, 15) as u8,
+                };
+                qs[j / 2 * 32 + i] |= q << (4 * (j % 2));
+            }
+        }
+        BlockQ4K { d, dmin, scales: pack_scales(&fit.scales, &fit.mins), qs }
+    }
+}

@@ -1,0 +1,37 @@
+//! Q8_1: Q8_0 with the sum of its values: the activations of the group formats with a minimum.
+
+use super::groups::QuantizeGroup;
+use super::q8_0::quantize_bytes;
+use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
+
+/// ggml's `block_q8_1`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockQ8_1 {
+    /// Scale, a half.
+    pub d: u16,
+    /// `d` times the sum of the quants, a half.
+    pub s: u16,
+    /// The quants.
+    pub qs: [i8; 32],
+}
+
+const _: () = assert!(size_of::<BlockQ8_1>() == 36);
+
+impl GroupBlock for BlockQ8_1 {
+    const ELEMENTS: usize = 32;
+    const OFFSET: i32 = 128;
+
+    #[inline(always)]
+    fn group(&self, _: usize) -> Group {
+        Group { q: self.qs.map(|q| q as u8 ^ 0x80), d: [f16_to_f32(self.d); 2], m: 0.0 }
+    }
+}
+
+impl QuantizeGroup<32> for BlockQ8_1 {
+    fn quantize(x: &[f32; 32]) -> Self {
+        let (d, qs) = quantize_bytes(x);
+        let sum: i32 = qs.iter().map(|&q| i32::from(q)).sum();
+        BlockQ8_1 { d: f32_to_f16(d), s: f32_to_f16(d * sum as f32), qs }
+    }
+}

@@ -1,0 +1,194 @@
+//! Searches for the scales of a block, shared by several formats.
+//!
+//! They repeat ggml's reference floating-point operation by operation, in single precision and in its
+//! order, because a model quantised here must be byte for byte the model quantised there.
+
+/// Below this magnitude a sub-block counts as all zeros.
+pub(super) const GROUP_MAX_EPS: f32 = 1e-15;
+
+/// Rounds to nearest, ties to even, by letting the addition of 1.5 * 2^23 drop the fraction.
+#[inline(always)]
+pub(super) fn nearest_int(x: f32) -> i32 {
+    let bits = (x + 12_582_912.0).to_bits() as i32;
+    (bits & 0x007f_ffff) - 0x0040_0000
+}
+
+/// Scales and minimums of the eight sub-blocks of Q4_K and Q5_K.
+pub(super) struct ScaleFit {
+    /// Scale of the scales, before rounding to a half.
+    pub(super) d: f32,
+    /// Scale of the minimums, before rounding to a half.
+    pub(super) dmin: f32,
+    /// Six-bit scales.
+    pub(super) scales: [u8; 8],
+    /// Six-bit minimums.
+    pub(super) mins: [u8; 8],
+    /// The quants the search ended with; they stand where the rounded scale is 0.
+    pub(super) q: [u8; 256],
+}
+
+/// Fits `x ~ scale * q - min`, `q` in `0..=qmax`, in each sub-block of 32.
+pub(super) fn fit_scales_and_mins(x: &[f32; 256], qmax: u8, start: f32, steps: i32) -> ScaleFit {
+    let mut q = [0; 256];
+    let (mut scales, mut mins) = ([0.0f32; 8], [0.0f32; 8]);
+    let (mut max_scale, mut max_min) = (0.0f32, 0.0f32);
+    for (j, (x, q)) in x.chunks_exact(32).zip(q.chunks_exact_mut(32)).enumerate() {
+        let mut sum = 0.0f32;
+        for &x in x {
+            sum += x * x;
+        }
+        let mean = (sum / 32.0).sqrt();
+        let mut weights = [0.0f32; 32];
+        for (w, &x) in weights.iter_mut().zip(x) {
+            *w = mean + x.abs();
+        }
+        (scales[j], mins[j]) = fit_affine(x, &weights, qmax, q, start, 0.1, steps, Error::Square);
+        if scales[j] > max_scale {
+            max_scale = scales[j];
+        }
+        if mins[j] > max_min {
+            max_min = mins[j];
+        }
+    }
+    let to_six_bits = |max: f32| {
+        let inverse = if max > 0.0 { 63.0 / max } else { 0.0 };
+        move |x: f32| (nearest_int(inverse * x) as u8).min(63)
+    };
+    ScaleFit {
+        d: max_scale / 63.0,
+        dmin: max_min / 63.0,
+        scales: scales.map(to_six_bits(max_scale)),
+        mins: mins.map(to_six_bits(max_min)),
+        q,
+    }
+}
+
+/// How a fit measures its error.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Error {
+    /// Weighted mean square.
+    Square,
+}
+
+/// The weighted best `x ~ scale * q - min` with `min >= 0` and `q` in `0..=qmax`, tried over a range
+/// of scales around `qmax / (max - min)`. Returns `(scale, min)`.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn fit_affine(
+    x: &[f32],
+    weights: &[f32],
+    qmax: u8,
+    q: &mut [u8],
+    start: f32,
+    delta: f32,
+    steps: i32,
+    error: Error,
+) -> (f32, f32) {
+    let measure = |diff: f32| match error {
+        Error::Square => diff * diff,
+    };
+    let qmax_f = f32::from(qmax);
+    let (mut min, mut max) = (x[0], x[0]);
+    let mut sum_w = weights[0];
+    let mut sum_x = sum_w * x[0];
+    for (&x, &w) in x.iter().zip(weights).skip(1) {
+        if x < min {
+            min = x;
+        }
+        if x > max {
+            max = x;
+        }
+        sum_w += w;
+        sum_x += w * x;
+    }
+    if min > 0.0 {
+        min = 0.0;
+    }
+    if max == min {
+        q.fill(0);
+        return (0.0, -min);
+    }
+    let quant = |inverse: f32, x: f32, min: f32| {
+        nearest_int(inverse * (x - min)).clamp(0, i32::from(qmax)) as u8
+    };
+    let inverse = qmax_f / (max - min);
+    let mut scale = 1.0 / inverse;
+    let mut best_error = 0.0f32;
+    for ((&x, &w), q) in x.iter().zip(weights).zip(q.iter_mut()) {
+        *q = quant(inverse, x, min);
+        best_error += w * measure(scale * f32::from(*q) + min - x);
+    }
+    let mut candidate = [0u8; 32];
+    for step in 0..=steps {
+        // `min` follows the best fit so far, and with it the range the next candidates divide.
+        let inverse = (start + delta * step as f32 + qmax_f) / (max - min);
+        let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0f32, 0.0f32, 0.0f32);
+        for ((&x, &w), q) in x.iter().zip(weights).zip(&mut candidate) {
+            *q = quant(inverse, x, min);
+            let l = f32::from(*q);
+            sum_l += w * l;
+            sum_l2 += w * l * l;
+            sum_xl += w * l * x;
+        }
+        let determinant = sum_w * sum_l2 - sum_l * sum_l;
+        if determinant <= 0.0 || determinant.is_nan() {
+            continue;
+        }
+        let mut this_scale = (sum_w * sum_xl - sum_x * sum_l) / determinant;
+        let mut this_min = (sum_l2 * sum_x - sum_l * sum_xl) / determinant;
+        if this_min > 0.0 {
+            this_min = 0.0;
+            this_scale = sum_xl / sum_l2;
+        }
+        let mut this_error = 0.0f32;
+        for ((&x, &w), &q) in x.iter().zip(weights).zip(&candidate) {
+            this_error += w * measure(this_scale * f32::from(q) + this_min - x);
+        }
+        if this_error < best_error {
+            q.copy_from_slice(&candidate[..q.len()]);
+            best_error = this_error;
+            scale = this_scale;
+            min = this_min;
+        }
+    }
+    (scale, -min)
+}
+
+/// The best `x ~ scale * (q - qmax)` with `q` in `0..2 * qmax`, weighted by `x * x`. Returns the scale.
+pub(super) fn fit_signed_scale(x: &[f32], qmax: i32, q: &mut [u8]) -> f32 {
+    let max = super::groups::signed_max(x);
+    if max.abs() < GROUP_MAX_EPS {
+        q.fill(0);
+        return 0.0;
+    }
+    let quant = |inverse: f32, x: f32| nearest_int(inverse * x).clamp(-qmax, qmax - 1);
+    let sums = |inverse: f32| {
+        let (mut sum_lx, mut sum_l2) = (0.0f32, 0.0f32);
+        for &x in x {
+            let l = quant(inverse, x) as f32;
+            let w = x * x;
+            sum_lx += w * x * l;
+            sum_l2 += w * l * l;
+        }
+        (sum_lx, sum_l2)
+    };
+    let mut write = |inverse: f32| {
+        for (&x, q) in x.iter().zip(q.iter_mut()) {
+            *q = (quant(inverse, x) + qmax) as u8;
+        }
+    };
+    let inverse = -(qmax as f32) / max;
+    write(inverse);
+    let (sum_lx, sum_l2) = sums(inverse);
+    let mut scale = if sum_l2 != 0.0 { sum_lx / sum_l2 } else { 0.0 };
+    let mut best = scale * sum_lx;
+    for step in (-9..=9).filter(|&step| step != 0) {
+        let inverse = -(qmax as f32 + 0.1 * step as f32) / max;
+        let (sum_lx, sum_l2) = sums(inverse);
+        if sum_l2 > 0.0 && sum_lx * sum_lx > best * sum_l2 {
+            write(inverse);
+            scale = sum_lx / sum_l2;
+            best = scale * sum_lx;
+        }
+    }
+    scale
+}

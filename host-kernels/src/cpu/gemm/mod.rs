@@ -1,0 +1,83 @@
+//! Matrix multiplication with weights in any block format.
+//!
+//! The activations are first converted to the format ggml pairs with the weights' (its
+//! `vec_dot_type`), so that the integer part of every dot product is the same integer ggml computes and
+//! only the order of the floating-point sums differs.
+//!
+//! A [`MatmulKernel`] is chosen once per weight type by what the processor can do ([`Level`]). Kernels
+//! are single-threaded and touch nothing but their arguments and a thread-local scratch buffer: the
+//! engine cuts rows into pieces, one call per piece.
+//!
+//! **What a result depends on.** `dst[c][r]` is a function of weight row `r`, activation column `c`, `k`,
+//! the level, and whether the call has fewer than [`MatmulKernel::panel_cols`] columns; never of the
+//! other rows or columns, of the piece the row came in, or of addresses. So an engine that cuts by rows
+//! gets the same bits for every number of threads.
+
+mod level;
+mod scalar;
+
+pub use level::Level;
+
+use super::formats::{self, Type};
+
+/// Multiplies rows of weights with columns of activations.
+///
+/// `dst[c * dst_col_stride + r] = dot(row r of w, column c of x)` for `r` in `0..rows`, `c` in
+/// `0..cols`. Strides of `w` and `x` are in bytes, that of `dst` in floats.
+///
+/// # Safety
+/// - `k` is a multiple of the blocks of the weight and the activation type;
+/// - `w` is readable for `rows` rows of `k` weights, `w_row_stride` bytes apart;
+/// - `x` is readable for `cols` columns of `k` activations, `x_col_stride` bytes apart;
+/// - `dst` is writable for `cols` columns of `rows` floats, `dst_col_stride` floats apart, no two of
+///   which overlap, and overlaps neither `w` nor `x`;
+/// - the processor supports the level the kernel was made for.
+pub type Gemm = unsafe fn(
+    k: usize,
+    w: *const u8,
+    w_row_stride: usize,
+    rows: usize,
+    x: *const u8,
+    x_col_stride: usize,
+    cols: usize,
+    dst: *mut f32,
+    dst_col_stride: usize,
+);
+
+/// How to multiply with one type of weights.
+#[derive(Debug, Clone, Copy)]
+pub struct MatmulKernel {
+    /// The type of the weights.
+    pub weight: Type,
+    /// The type the activations are converted to.
+    pub activation: Type,
+    /// Converts a column of `k` activations.
+    pub quantize_activation: formats::QuantizeRow,
+    /// Multiplies.
+    pub gemm: Gemm,
+    /// From this many columns on, `gemm` unpacks weights into panels and is fastest per column.
+    pub panel_cols: usize,
+    /// Rows are best cut into multiples of this.
+    pub row_tile: usize,
+}
+
+impl MatmulKernel {
+    /// The kernel for `weight` on this machine; `None` for types that are no weights (integers, `F64`,
+    /// the activation-only Q8_1 and Q8_K).
+    pub fn of(weight: Type) -> Option<MatmulKernel> {
+        MatmulKernel::at(weight, Level::best())
+    }
+
+    /// The kernel for `weight` at a given level, for tests and comparisons.
+    ///
+    /// # Panics
+    /// If this machine does not support `level`: that is a mistake of the caller, and the kernel would
+    /// die of an illegal instruction.
+    pub fn at(weight: Type, level: Level) -> Option<MatmulKernel> {
+        assert!(level.is_supported(), "this processor does not support {level:?}");
+        scalar::kernel(weight)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,278 @@
+//! Memory of the CPU engine: anonymous mappings, counted against a budget.
+
+use std::any::Any;
+use std::fs;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use vgpu_transport::bytes::{Bytes, BytesMut};
+
+use crate::engine::{EngineError, Memory, MemoryInfo};
+
+/// How much the engine may hand out, and how much it has.
+pub(super) struct Budget {
+    total: u64,
+    used: AtomicU64,
+}
+
+impl Budget {
+    /// A budget of `limit` bytes, or of what the machine and its control group have.
+    pub(super) fn new(limit: Option<u64>) -> Budget {
+        let total = limit.unwrap_or_else(|| physical_memory().min(cgroup_limit()));
+        Budget {
+            total,
+            used: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn info(&self) -> MemoryInfo {
+        let left = self.total.saturating_sub(self.used.load(Ordering::Relaxed));
+        MemoryInfo {
+            total: self.total,
+            free: left.min(available_memory()),
+        }
+    }
+
+    fn take(&self, size: u64) -> Result<(), EngineError> {
+        let MemoryInfo { total, free } = self.info();
+        let fits = |used: u64| {
+            used.checked_add(size)
+                .filter(|&used| used <= total && size <= free)
+        };
+        match self
+            .used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
+        {
+            Ok(_) => Ok(()),
+            Err(_) => Err(EngineError::OutOfMemory {
+                wanted: size,
+                free,
+                total,
+            }),
+        }
+    }
+
+    fn give_back(&self, size: u64) {
+        self.used.fetch_sub(size, Ordering::Relaxed);
+    }
+}
+
+/// One zeroed allocation. Page-aligned, so that any alignment a kernel wants holds.
+pub(super) struct CpuMemory {
+    ptr: NonNull<u8>,
+    size: usize,
+    budget: Arc<Budget>,
+}
+
+// SAFETY: the mapping belongs to this value alone and may be used from any thread; the order of
+// accesses is the caller's contract (see `Memory`).
+unsafe impl Send for CpuMemory {}
+// SAFETY: as above.
+unsafe impl Sync for CpuMemory {}
+
+impl CpuMemory {
+    pub(super) fn new(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
+        budget.take(size)?;
+        let refused = || {
+            let MemoryInfo { total, free } = budget.info();
+            budget.give_back(size);
+            EngineError::OutOfMemory {
+                wanted: size,
+                free,
+                total,
+            }
+        };
+        let len = usize::try_from(size).map_err(|_| refused())?;
+        if len == 0 {
+            return Ok(CpuMemory {
+                ptr: NonNull::dangling(),
+                size: 0,
+                budget: Arc::clone(budget),
+            });
+        }
+        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that exists.
+        let mapping = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        };
+        let ptr = mapping
+            .ok()
+            .and_then(|ptr| NonNull::new(ptr.cast::<u8>()))
+            .ok_or_else(refused)?;
+        // Large pages save most TLB misses of a weight matrix; without them everything still works.
+        // SAFETY: the range is the mapping just made; the advice does not change its contents.
+        let _ = unsafe { madvise(ptr.as_ptr().cast(), len, Advice::LinuxHugepage) };
+        Ok(CpuMemory {
+            ptr,
+            size: len,
+            budget: Arc::clone(budget),
+        })
+    }
+
+    /// The first byte. Dangling when the size is 0.
+    pub(super) fn as_ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// The address of `len` bytes from `offset`, if they lie inside.
+    fn range(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.size as u64 => Ok(self.as_ptr().wrapping_add(offset as usize)),
+            _ => Err(EngineError::OutOfBounds {
+                offset,
+                len,
+                size: self.size as u64,
+            }),
+        }
+    }
+}
+
+impl Drop for CpuMemory {
+    fn drop(&mut self) {
+        if self.size > 0 {
+            // SAFETY: the mapping was made in `new` with this size; nothing uses it after its owner.
+            let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), self.size) };
+            debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
+        }
+        self.budget.give_back(self.size as u64);
+    }
+}
+
+impl Memory for CpuMemory {
+    fn size(&self) -> u64 {
+        self.size as u64
+    }
+
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        let to = self.range(offset, data.len() as u64)?;
+        // SAFETY: `range` keeps the bytes inside our mapping, of which no reference exists.
+        unsafe { BytesMut::from_raw(to, data.len()) }.copy_from(data);
+        Ok(())
+    }
+
+    fn read(&self, offset: u64, mut out: BytesMut<'_>) -> Result<(), EngineError> {
+        let from = self.range(offset, out.len() as u64)?;
+        // SAFETY: `range` keeps the bytes inside our mapping.
+        out.copy_from(unsafe { Bytes::from_raw(from, out.len()) });
+        Ok(())
+    }
+
+    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
+        let to = self.range(offset, len)?;
+        // SAFETY: `range` keeps the bytes inside our mapping, of which no reference exists.
+        unsafe { to.write_bytes(value, len as usize) };
+        Ok(())
+    }
+
+    fn copy_from(
+        &self,
+        offset: u64,
+        source: &dyn Memory,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<(), EngineError> {
+        let source = source
+            .as_any()
+            .downcast_ref::<CpuMemory>()
+            .ok_or(EngineError::ForeignMemory)?;
+        let from = source.range(source_offset, len)?;
+        let to = self.range(offset, len)?;
+        // SAFETY: both ranges lie inside their mappings; they may overlap, which `copy` allows.
+        unsafe { std::ptr::copy(from, to, len as usize) };
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The processor's name as the kernel gives it, with the vector extensions the kernels can use.
+pub(super) fn processor_name() -> String {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    model.map_or("CPU", |(_, name)| name).trim().to_owned()
+}
+
+/// Bytes of a `/proc/meminfo` line, which counts KiB.
+fn meminfo(key: &str) -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    line.trim()
+        .strip_suffix(" kB")?
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(1024)
+}
+
+fn physical_memory() -> u64 {
+    meminfo("MemTotal").unwrap_or(0)
+}
+
+fn available_memory() -> u64 {
+    meminfo("MemAvailable").unwrap_or(u64::MAX)
+}
+
+/// The memory limit of our control group (version 2), if it has one.
+fn cgroup_limit() -> u64 {
+    let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let path = group
+        .lines()
+        .find_map(|line| line.strip_prefix("0::"))
+        .unwrap_or("/");
+    fs::read_to_string(format!("/sys/fs/cgroup{path}/memory.max"))
+        .ok()
+        .and_then(|limit| limit.trim().parse().ok())
+        .unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeroed_counted_and_given_back() {
+        let budget = Arc::new(Budget::new(Some(1 << 20)));
+        let memory = CpuMemory::new(1 << 19, &budget).unwrap();
+        assert_eq!(memory.as_ptr() as usize % 256, 0);
+        let mut bytes = vec![1u8; 1 << 19];
+        memory.read(0, bytes.as_mut_slice().into()).unwrap();
+        assert!(bytes.iter().all(|&b| b == 0));
+        assert!(matches!(
+            CpuMemory::new((1 << 19) + 1, &budget),
+            Err(EngineError::OutOfMemory {
+                wanted: 524_289,
+                ..
+            })
+        ));
+        drop(memory);
+        assert_eq!(budget.used.load(Ordering::Relaxed), 0);
+        assert!(CpuMemory::new(1 << 20, &budget).is_ok());
+        assert!(CpuMemory::new(u64::MAX, &budget).is_err());
+    }
+
+    #[test]
+    fn accesses_stay_inside() {
+        let budget = Arc::new(Budget::new(Some(1 << 20)));
+        let memory = CpuMemory::new(100, &budget).unwrap();
+        memory.write(90, (&[7u8; 10][..]).into()).unwrap();
+        assert!(memory.write(91, (&[7u8; 10][..]).into()).is_err());
+        assert!(memory.fill(u64::MAX, 2, 0).is_err());
+        memory.copy_from(85, &memory, 90, 10).unwrap();
+        let mut tail = [0u8; 15];
+        memory.read(85, (&mut tail[..]).into()).unwrap();
+        assert_eq!(tail, [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
+        let empty = CpuMemory::new(0, &budget).unwrap();
+        empty.write(0, (&[][..]).into()).unwrap();
+    }
+}

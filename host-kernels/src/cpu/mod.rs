@@ -1,0 +1,81 @@
+//! The CPU engine: SIMD kernels on a pool of threads.
+//!
+//! - [`formats`]: block formats, to and from f32.
+//! - [`gemm`]: dot products and matrix products on rows of blocks.
+//! - `ops`: one file for each family of operators, from a node to steps.
+//! - `plan`, `pool`: a graph is a list of steps; threads enter once per graph and meet at a barrier
+//!   after each step.
+
+mod memory;
+mod ops;
+mod plan;
+mod pool;
+mod view;
+
+use std::sync::Arc;
+
+use vgpu_transport::ir::{Capabilities, ValidGraph};
+
+use crate::engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
+use memory::{Budget, CpuMemory};
+use pool::Pool;
+
+/// The engine that runs on the processors of the host.
+pub struct CpuEngine {
+    description: String,
+    capabilities: Capabilities,
+    budget: Arc<Budget>,
+    pool: Arc<Pool>,
+}
+
+impl CpuEngine {
+    /// An engine with `threads` threads (0: one for each core this process may use) that hands out at
+    /// most `memory_limit` bytes (`None`: what the machine or the control group has).
+    pub fn new(threads: usize, memory_limit: Option<u64>) -> Result<CpuEngine, EngineError> {
+        let threads = match threads {
+            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+            n => n,
+        };
+        let pool = Pool::new(threads)?;
+        Ok(CpuEngine {
+            description: format!("{}, {threads} threads", memory::processor_name()),
+            capabilities: Capabilities::new(ops::rules()),
+            budget: Arc::new(Budget::new(memory_limit)),
+            pool: Arc::new(pool),
+        })
+    }
+}
+
+impl Engine for CpuEngine {
+    fn name(&self) -> &str {
+        "cpu"
+    }
+
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        self.budget.info()
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
+        Ok(Arc::new(CpuMemory::new(size, &self.budget)?))
+    }
+
+    fn compile(
+        &self,
+        graph: &ValidGraph,
+        buffers: &[Arc<dyn Memory>],
+    ) -> Result<Box<dyn Plan>, EngineError> {
+        Ok(Box::new(plan::CpuPlan::compile(
+            graph.graph(),
+            buffers,
+            &self.pool,
+        )?))
+    }
+}

@@ -1,0 +1,200 @@
+//! From a graph to steps.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use vgpu_transport::ir::{Graph, Node, Op};
+
+use super::memory::CpuMemory;
+use super::ops;
+use super::pool::{Pool, Worker};
+use super::view::View;
+use crate::engine::{EngineError, Memory, Plan, RunError};
+
+/// A graph, compiled: steps over pointers into buffers that are kept alive.
+pub(super) struct CpuPlan {
+    steps: Vec<Step>,
+    scratch_bytes: usize,
+    pool: Arc<Pool>,
+    /// What the pointers in the steps point into.
+    _buffers: Vec<Arc<dyn Memory>>,
+}
+
+impl CpuPlan {
+    pub(super) fn compile(
+        graph: &Graph,
+        buffers: &[Arc<dyn Memory>],
+        pool: &Arc<Pool>,
+    ) -> Result<CpuPlan, EngineError> {
+        let bases = buffers
+            .iter()
+            .map(|memory| {
+                memory
+                    .as_any()
+                    .downcast_ref::<CpuMemory>()
+                    .map(CpuMemory::as_ptr)
+            })
+            .collect::<Option<Vec<*mut u8>>>()
+            .ok_or(EngineError::ForeignMemory)?;
+        let views: Vec<View> = graph
+            .tensors
+            .iter()
+            .map(|t| {
+                View::new(
+                    bases[t.buffer as usize].wrapping_add(t.offset as usize),
+                    &t.shape,
+                )
+            })
+            .collect();
+        let mut plan = CpuPlan {
+            steps: Vec::new(),
+            scratch_bytes: 0,
+            pool: Arc::clone(pool),
+            _buffers: buffers.to_vec(),
+        };
+        for (i, node) in graph.nodes.iter().enumerate() {
+            let operands = Operands {
+                views: &views,
+                node,
+                workers: pool.workers(),
+            };
+            let compiled = ops::compile(&node.op, &operands)?;
+            plan.scratch_bytes = plan.scratch_bytes.max(compiled.scratch_bytes);
+            let op = node.op.kind().ggml_name();
+            plan.steps
+                .extend(compiled.kernels.into_iter().map(|kernel| Step {
+                    kernel,
+                    node: i,
+                    op,
+                }));
+        }
+        Ok(plan)
+    }
+}
+
+impl Plan for CpuPlan {
+    fn run(&mut self) -> Result<(), RunError> {
+        self.pool.run(&self.steps, self.scratch_bytes)
+    }
+}
+
+/// What an operator's file sees of a node.
+pub(crate) struct Operands<'a> {
+    views: &'a [View],
+    node: &'a Node,
+    workers: usize,
+}
+
+impl Operands<'_> {
+    /// The operator with its parameters.
+    pub(crate) fn op(&self) -> &Op {
+        &self.node.op
+    }
+
+    /// The destination.
+    pub(crate) fn dst(&self) -> View {
+        self.views[self.node.dst as usize]
+    }
+
+    /// Source `i`, which the operator's rules demand.
+    pub(crate) fn src(&self, i: usize) -> View {
+        self.optional(i)
+            .expect("validation refuses operations without a source they need")
+    }
+
+    /// Source `i`, if there is one.
+    pub(crate) fn optional(&self, i: usize) -> Option<View> {
+        let index = self.node.src.as_slice().get(i).copied().flatten()?;
+        Some(self.views[index as usize])
+    }
+
+    /// How many threads will run each kernel.
+    pub(crate) fn workers(&self) -> usize {
+        self.workers
+    }
+}
+
+/// What every thread runs between two barriers.
+pub(crate) type Kernel = Box<dyn Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync>;
+
+/// A node, compiled: kernels that run one after the other.
+pub(crate) struct Compiled {
+    /// The kernels, with a barrier after each.
+    pub(crate) kernels: Vec<Kernel>,
+    /// Shared working memory they need, in bytes.
+    pub(crate) scratch_bytes: usize,
+}
+
+impl Compiled {
+    /// A single kernel that needs no working memory.
+    pub(crate) fn one(
+        kernel: impl Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync + 'static,
+    ) -> Compiled {
+        Compiled {
+            kernels: vec![Box::new(kernel)],
+            scratch_bytes: 0,
+        }
+    }
+}
+
+/// A kernel of the plan, and the node it came from.
+pub(super) struct Step {
+    pub(super) kernel: Kernel,
+    pub(super) node: usize,
+    pub(super) op: &'static str,
+}
+
+impl Step {
+    /// The fault with its place.
+    pub(super) fn error(&self, fault: Fault) -> RunError {
+        let (node, op) = (self.node, self.op);
+        match fault {
+            Fault::Index { index, count } => RunError::Index {
+                node,
+                op,
+                index,
+                count,
+            },
+            Fault::Panic { message } => RunError::Kernel { node, op, message },
+        }
+    }
+}
+
+/// Why a kernel stopped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// An index in tensor data points nowhere.
+    Index {
+        /// The index.
+        index: i64,
+        /// How many there are.
+        count: u64,
+    },
+    /// The kernel panicked: a bug of ours.
+    Panic {
+        /// What it said.
+        message: String,
+    },
+}
+
+impl Fault {
+    pub(super) fn panic(payload: &(dyn Any + Send)) -> Fault {
+        let message = payload
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| payload.downcast_ref::<&str>().map(|&s| s.to_owned()))
+            .unwrap_or_else(|| "a panic without a message".to_owned());
+        Fault::Panic { message }
+    }
+}
+
+/// Checks an index read from tensor data.
+pub(crate) fn check_index(index: i64, count: usize) -> Result<usize, Fault> {
+    usize::try_from(index)
+        .ok()
+        .filter(|&i| i < count)
+        .ok_or(Fault::Index {
+            index,
+            count: count as u64,
+        })
+}

@@ -1,0 +1,81 @@
+//! A tensor as kernels see it: a pointer, extents and strides.
+
+use vgpu_transport::ir::{Shape, Type};
+
+/// A tensor in memory.
+///
+/// Views are made by the plan from a validated graph, so that every element lies inside a buffer that
+/// the plan keeps alive, and plain elements are aligned. Two views may overlap in any way (operations in
+/// place, or a hostile graph), and so a kernel never makes a `&mut [T]` of one while it reads another:
+/// where source and destination can be the same memory it goes through raw pointers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct View {
+    ptr: *mut u8,
+    pub(crate) ty: Type,
+    pub(crate) ne: [usize; 4],
+    pub(crate) nb: [usize; 4],
+}
+
+// SAFETY: a view is a place, not access to it; what happens there is the kernel's to argue.
+unsafe impl Send for View {}
+// SAFETY: as above.
+unsafe impl Sync for View {}
+
+impl View {
+    /// The view of a tensor whose first element lies at `ptr`.
+    pub(super) fn new(ptr: *mut u8, shape: &Shape) -> View {
+        View {
+            ptr,
+            ty: shape.ty,
+            ne: shape.ne.map(|n| n as usize),
+            nb: shape.nb.map(|n| n as usize),
+        }
+    }
+
+    /// Number of elements.
+    pub(crate) fn elements(&self) -> usize {
+        self.ne.iter().product()
+    }
+
+    /// Number of rows.
+    pub(crate) fn rows(&self) -> usize {
+        self.ne[1..].iter().product()
+    }
+
+    /// The indices (i1, i2, i3) of row `row`, counted with i1 fastest.
+    pub(crate) fn row_index(&self, row: usize) -> [usize; 3] {
+        let (ne1, ne2) = (self.ne[1].max(1), self.ne[2].max(1));
+        [row % ne1, row / ne1 % ne2, row / (ne1 * ne2)]
+    }
+
+    /// Where the row with these indices begins. The indices must be inside the extents; the pointer is
+    /// then inside the buffer.
+    pub(crate) fn row_ptr(&self, [i1, i2, i3]: [usize; 3]) -> *mut u8 {
+        debug_assert!(i1 < self.ne[1] && i2 < self.ne[2] && i3 < self.ne[3]);
+        self.ptr
+            .wrapping_add(i1 * self.nb[1] + i2 * self.nb[2] + i3 * self.nb[3])
+    }
+
+    /// Where the tensor begins.
+    pub(crate) fn ptr(&self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// Whether the blocks of each row are adjacent.
+    pub(crate) fn dense_rows(&self) -> bool {
+        self.shape().has_dense_rows()
+    }
+
+    /// Whether all elements are adjacent in order.
+    pub(crate) fn contiguous(&self) -> bool {
+        self.shape().is_contiguous()
+    }
+
+    fn shape(&self) -> Shape {
+        Shape {
+            ty: self.ty,
+            ne: self.ne.map(|n| n as u64),
+            nb: self.nb.map(|n| n as u64),
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! The contract that every engine fulfils.
+//!
+//! An engine owns memory, compiles validated graphs into plans, and runs them. It knows nothing of
+//! guests, sessions or wires.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::{Capabilities, ValidGraph};
+
+/// A device that does the arithmetic.
+pub trait Engine: Send + Sync + 'static {
+    /// A short name, `cpu` or `cuda:0`.
+    fn name(&self) -> &str;
+
+    /// One line for people: the model of the device.
+    fn description(&self) -> &str;
+
+    /// Memory of the device, in bytes, as it is now.
+    fn memory(&self) -> MemoryInfo;
+
+    /// What the engine can run. Does not change while the engine lives.
+    fn capabilities(&self) -> &Capabilities;
+
+    /// `size` bytes, all zero, at least 256-byte aligned. `size` 0 is allowed.
+    fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError>;
+
+    /// Prepares a graph to run many times. `buffers[i]` is the memory of the graph's buffer `i`, of at
+    /// least the size it was validated against; the plan keeps it alive.
+    fn compile(
+        &self,
+        graph: &ValidGraph,
+        buffers: &[Arc<dyn Memory>],
+    ) -> Result<Box<dyn Plan>, EngineError>;
+}
+
+/// Total and free memory of a device, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryInfo {
+    /// All of it.
+    pub total: u64,
+    /// What an allocation could still get.
+    pub free: u64,
+}
+
+/// Memory of an engine. Freed when dropped.
+///
+/// Accesses are ordered with the plans of the same engine by the caller: none overlaps a plan that uses
+/// the memory.
+pub trait Memory: Send + Sync + Any {
+    /// Size in bytes.
+    fn size(&self) -> u64;
+
+    /// Writes `data` at `offset`.
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError>;
+
+    /// Reads into `out` from `offset`.
+    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError>;
+
+    /// Sets `len` bytes from `offset` to `value`.
+    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError>;
+
+    /// Copies `len` bytes from `source`, memory of the same engine, possibly this very one, as if through
+    /// a temporary.
+    fn copy_from(
+        &self,
+        offset: u64,
+        source: &dyn Memory,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<(), EngineError>;
+
+    /// For engines to get back their own type.
+    fn as_any(&self) -> &dyn Any;
+}
+
+impl fmt::Debug for dyn Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memory({} bytes)", self.size())
+    }
+}
+
+/// A compiled graph.
+pub trait Plan: Send {
+    /// Runs the graph once and returns when all its results are in memory.
+    fn run(&mut self) -> Result<(), RunError>;
+}
+
+/// Why an engine could not do something. The session that asked goes on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum EngineError {
+    #[error("out of memory: {wanted} bytes wanted, {free} of {total} free")]
+    OutOfMemory { wanted: u64, free: u64, total: u64 },
+    #[error("access to bytes {offset}..+{len} of a buffer of {size}")]
+    OutOfBounds { offset: u64, len: u64, size: u64 },
+    #[error("a buffer belongs to another engine")]
+    ForeignMemory,
+    #[error("the engine cannot compile {op}: {why}")]
+    Unsupported { op: &'static str, why: String },
+}
+
+/// Why a graph failed while it ran. Its results are undefined; memory outside its destinations is
+/// untouched.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum RunError {
+    /// An index that lies in tensor data is out of range: the guest's fault.
+    #[error("node {node} ({op}): index {index} is out of range, there are {count}")]
+    Index {
+        node: usize,
+        op: &'static str,
+        index: i64,
+        count: u64,
+    },
+    /// The engine's own fault: a kernel panicked.
+    #[error("node {node} ({op}): the kernel failed: {message}")]
+    Kernel {
+        node: usize,
+        op: &'static str,
+        message: String,
+    },
+}
