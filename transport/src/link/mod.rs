@@ -1,0 +1,117 @@
+//! Links: how messages cross.
+//!
+//! A link is a pair of ends, [`GuestEnd`] and [`HostEnd`], that carry messages with payloads in order,
+//! both ways. What the messages mean is not its business ([`wire`](crate::wire)); that they arrive whole, that waiting
+//! is cheap and ends when the peer dies, is.
+
+use std::time::Duration;
+
+use crate::bytes::{Bytes, BytesMut};
+
+/// The guest's end.
+///
+/// Requests are numbered from 1 in the order they are sent.
+pub trait GuestEnd: Send {
+    /// Sends a request and returns its number. Waits only while the link is full.
+    fn send(&mut self, message: &[u8], payload: Bytes<'_>) -> Result<u64, LinkError>;
+
+    /// Waits for the host's next message, which is appended to `message`; its payload goes into the
+    /// beginning of `payload`. Returns the number of payload bytes.
+    fn receive(&mut self, message: &mut Vec<u8>, payload: BytesMut<'_>)
+    -> Result<usize, LinkError>;
+
+    /// Like [`receive`](GuestEnd::receive) without a payload, but returns `false` at once when there is no message.
+    fn try_receive(&mut self, message: &mut Vec<u8>) -> Result<bool, LinkError>;
+
+    /// The number of the last request that the host has finished with: its effects are in memory.
+    /// Does not wait, and needs no message.
+    fn retired(&self) -> u64;
+
+    /// Waits until [`retired`](GuestEnd::retired) reaches `request`.
+    fn wait_retired(&mut self, request: u64) -> Result<(), LinkError>;
+
+    /// Whether the host is known to be gone. Does not wait.
+    fn is_closed(&mut self) -> bool;
+
+    /// What crossed so far.
+    fn counters(&self) -> Counters;
+}
+
+/// The host's end.
+pub trait HostEnd: Send {
+    /// Waits up to `timeout` for the guest's next request and appends it to `message`. `None` when none
+    /// came. A request is finished with by [`retire`](HostEnd::retire) before the next is received.
+    fn receive(
+        &mut self,
+        message: &mut Vec<u8>,
+        timeout: Duration,
+    ) -> Result<Option<Incoming>, LinkError>;
+
+    /// The payload of the request received last. The guest may be writing to it.
+    fn payload(&self) -> Bytes<'_>;
+
+    /// Sends a message with `payload_len` bytes of payload, which `fill` writes in place.
+    fn send(
+        &mut self,
+        message: &[u8],
+        payload_len: usize,
+        fill: &mut dyn FnMut(BytesMut<'_>),
+    ) -> Result<(), LinkError>;
+
+    /// Tells the guest that the request received last is finished with, without waking it for a message.
+    fn retire(&mut self);
+
+    /// What crossed so far.
+    fn counters(&self) -> Counters;
+}
+
+/// A request that has arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Incoming {
+    /// Its number.
+    pub request: u64,
+    /// Bytes of payload.
+    pub payload_len: usize,
+}
+
+/// What crossed a link, from the point of view of the end that counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counters {
+    /// Messages sent.
+    pub messages_out: u64,
+    /// Messages received.
+    pub messages_in: u64,
+    /// Bytes sent: messages and payloads.
+    pub bytes_out: u64,
+    /// Bytes received.
+    pub bytes_in: u64,
+    /// Times this end had to wait for the peer to answer or finish (not: for space).
+    pub round_trips: u64,
+    /// Waits that ended while spinning.
+    pub spins: u64,
+    /// Waits that went to sleep.
+    pub sleeps: u64,
+    /// Times the peer was asleep and had to be woken.
+    pub kicks: u64,
+}
+
+/// Why a link does not work. Final: a link never recovers.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum LinkError {
+    #[error("the peer closed the link")]
+    Closed,
+    #[error("the peer has not moved for {seconds} s")]
+    Stalled { seconds: u64 },
+    #[error("the peer broke the link's rules: {0}")]
+    PeerMisbehaved(String),
+    #[error("{what}: {error}")]
+    System {
+        what: &'static str,
+        error: rustix::io::Errno,
+    },
+    #[error(
+        "a message of {len} bytes with {payload} bytes of payload exceeds the limits of the link"
+    )]
+    TooLarge { len: usize, payload: usize },
+}
