@@ -47,7 +47,10 @@ pub(super) unsafe fn copy_f32(src: *const u8, dst: *mut f32, n: usize) {
 /// As [`super::QuantizeRow`].
 pub(super) unsafe fn write_f32(src: *const f32, dst: *mut u8, n: usize) {
     // SAFETY: the caller gives `n` writable floats, possibly unaligned, hence the copy by bytes.
-    unsafe { src.cast::<u8>().copy_to_nonoverlapping(dst, n * size_of::<f32>()) }
+    unsafe {
+        src.cast::<u8>()
+            .copy_to_nonoverlapping(dst, n * size_of::<f32>())
+    }
 }
 
 /// Elements handled at once on the stack, so that unaligned rows reach the vectorised slice functions.
@@ -62,7 +65,8 @@ pub(super) unsafe fn read_f16(src: *const u8, dst: *mut f32, n: usize) {
         // SAFETY: `start + len <= n`, for which the caller vouches; the stack array is aligned and the
         // destination of f32 is, too.
         let out = unsafe {
-            src.add(start * 2).copy_to_nonoverlapping(halves.as_mut_ptr().cast(), len * 2);
+            src.add(start * 2)
+                .copy_to_nonoverlapping(halves.as_mut_ptr().cast(), len * 2);
             std::slice::from_raw_parts_mut(dst.add(start), len)
         };
         halves[..len].convert_to_f32_slice(out);
@@ -80,7 +84,10 @@ pub(super) unsafe fn write_f16(src: *const f32, dst: *mut u8, n: usize) {
         halves[..len].convert_from_f32_slice(values);
         // SAFETY: as above; the destination may be unaligned, hence the copy by bytes.
         unsafe {
-            halves.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst.add(start * 2), len * 2);
+            halves
+                .as_ptr()
+                .cast::<u8>()
+                .copy_to_nonoverlapping(dst.add(start * 2), len * 2);
         }
     }
 }
@@ -99,7 +106,11 @@ pub(super) unsafe fn read_bf16(src: *const u8, dst: *mut f32, n: usize) {
 pub(super) unsafe fn write_bf16(src: *const f32, dst: *mut u8, n: usize) {
     for i in 0..n {
         // SAFETY: `i < n`, for which the caller vouches.
-        unsafe { dst.cast::<u16>().add(i).write_unaligned(f32_to_bf16(*src.add(i))) }
+        unsafe {
+            dst.cast::<u16>()
+                .add(i)
+                .write_unaligned(f32_to_bf16(*src.add(i)))
+        }
     }
 }
 

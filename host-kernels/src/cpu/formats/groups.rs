@@ -27,7 +27,7 @@ pub trait GroupBlock: Copy + 'static {
 }
 
 /// A group format that ggml can write without an importance matrix.
-pub trait QuantizeGroup<const N: usize>: GroupBlock {
+pub(super) trait QuantizeGroup<const N: usize>: GroupBlock {
     /// The block nearest to `x` by ggml's rule.
     fn quantize(x: &[f32; N]) -> Self;
 }
@@ -41,7 +41,10 @@ pub(super) unsafe fn dequantize<B: GroupBlock>(src: *const u8, dst: *mut f32, n:
         // a valid B because it consists of integers.
         let (block, out) = unsafe {
             let out = dst.add(b * B::ELEMENTS);
-            (&*src.cast::<B>().add(b), std::slice::from_raw_parts_mut(out, B::ELEMENTS))
+            (
+                &*src.cast::<B>().add(b),
+                std::slice::from_raw_parts_mut(out, B::ELEMENTS),
+            )
         };
         for (i, out) in out.chunks_exact_mut(32).enumerate() {
             let group = block.group(i);

@@ -110,12 +110,12 @@ impl Format {
             F32: float::copy_f32, Some(float::write_f32);
             F16: float::read_f16, Some(float::write_f16);
             Bf16: float::read_bf16, Some(float::write_bf16);
-            Q4_0: groups::dequantize::<BlockQ4_0>, Some(groups::quantize::<BlockQ4_0>);
-            Q4_1: groups::dequantize::<BlockQ4_1>, Some(groups::quantize::<BlockQ4_1>);
-            Q5_0: groups::dequantize::<BlockQ5_0>, Some(groups::quantize::<BlockQ5_0>);
-            Q5_1: groups::dequantize::<BlockQ5_1>, Some(groups::quantize::<BlockQ5_1>);
-            Q8_0: groups::dequantize::<BlockQ8_0>, Some(groups::quantize::<BlockQ8_0>);
-            Q8_1: groups::dequantize::<BlockQ8_1>, Some(groups::quantize::<BlockQ8_1>);
+            Q4_0: groups::dequantize::<BlockQ4_0>, Some(groups::quantize::<32, BlockQ4_0>);
+            Q4_1: groups::dequantize::<BlockQ4_1>, Some(groups::quantize::<32, BlockQ4_1>);
+            Q5_0: groups::dequantize::<BlockQ5_0>, Some(groups::quantize::<32, BlockQ5_0>);
+            Q5_1: groups::dequantize::<BlockQ5_1>, Some(groups::quantize::<32, BlockQ5_1>);
+            Q8_0: groups::dequantize::<BlockQ8_0>, Some(groups::quantize::<32, BlockQ8_0>);
+            Q8_1: groups::dequantize::<BlockQ8_1>, Some(groups::quantize::<32, BlockQ8_1>);
             Q4K: supers::dequantize::<BlockQ4K>, Some(supers::quantize::<BlockQ4K>);
             Q5K: supers::dequantize::<BlockQ5K>, Some(supers::quantize::<BlockQ5K>);
             Q6K: supers::dequantize::<BlockQ6K>, Some(supers::quantize::<BlockQ6K>);

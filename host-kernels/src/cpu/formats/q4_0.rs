@@ -21,7 +21,11 @@ impl GroupBlock for BlockQ4_0 {
 
     #[inline(always)]
     fn group(&self, _: usize) -> Group {
-        Group { q: nibbles(&self.qs), d: [f16_to_f32(self.d); 2], m: 0.0 }
+        Group {
+            q: nibbles(&self.qs),
+            d: [f16_to_f32(self.d); 2],
+            m: 0.0,
+        }
     }
 }
 
@@ -30,6 +34,9 @@ impl QuantizeGroup<32> for BlockQ4_0 {
         let d = signed_max(x) / -8.0;
         let id = inverse(d);
         let (qs, _) = pack_nibbles(&x.map(|x| round_quant(x * id + 8.5, 15)));
-        BlockQ4_0 { d: f32_to_f16(d), qs }
+        BlockQ4_0 {
+            d: f32_to_f16(d),
+            qs,
+        }
     }
 }

@@ -24,7 +24,11 @@ impl GroupBlock for BlockQ4_1 {
 
     #[inline(always)]
     fn group(&self, _: usize) -> Group {
-        Group { q: nibbles(&self.qs), d: [f16_to_f32(self.d); 2], m: f16_to_f32(self.m) }
+        Group {
+            q: nibbles(&self.qs),
+            d: [f16_to_f32(self.d); 2],
+            m: f16_to_f32(self.m),
+        }
     }
 }
 
@@ -34,6 +38,10 @@ impl QuantizeGroup<32> for BlockQ4_1 {
         let d = (max - min) / 15.0;
         let id = inverse(d);
         let (qs, _) = pack_nibbles(&x.map(|x| round_quant((x - min) * id + 0.5, 15)));
-        BlockQ4_1 { d: f32_to_f16(d), m: f32_to_f16(min), qs }
+        BlockQ4_1 {
+            d: f32_to_f16(d),
+            m: f32_to_f16(min),
+            qs,
+        }
     }
 }

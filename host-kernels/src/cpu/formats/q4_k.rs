@@ -35,7 +35,13 @@ impl SuperBlock for BlockQ4K {
                 q[j + 32] = qs[j] >> 4;
             }
         }
-        Super { q, scales, mins, d: f16_to_f32(self.d), dmin: f16_to_f32(self.dmin) }
+        Super {
+            q,
+            scales,
+            mins,
+            d: f16_to_f32(self.d),
+            dmin: f16_to_f32(self.dmin),
+        }
     }
 }
 
@@ -55,6 +61,11 @@ impl QuantizeSuper for BlockQ4K {
                 qs[j / 2 * 32 + i] |= q << (4 * (j % 2));
             }
         }
-        BlockQ4K { d, dmin, scales: pack_scales(&fit.scales, &fit.mins), qs }
+        BlockQ4K {
+            d,
+            dmin,
+            scales: pack_scales(&fit.scales, &fit.mins),
+            qs,
+        }
     }
 }

@@ -27,7 +27,11 @@ impl GroupBlock for BlockQ5_0 {
     fn group(&self, _: usize) -> Group {
         let mut q = nibbles(&self.qs);
         add_fifth_bits(&mut q, u32::from_le_bytes(self.qh));
-        Group { q, d: [f16_to_f32(self.d); 2], m: 0.0 }
+        Group {
+            q,
+            d: [f16_to_f32(self.d); 2],
+            m: 0.0,
+        }
     }
 }
 
@@ -36,6 +40,10 @@ impl QuantizeGroup<32> for BlockQ5_0 {
         let d = signed_max(x) / -16.0;
         let id = inverse(d);
         let (qs, qh) = pack_nibbles(&x.map(|x| round_quant(x * id + 16.5, 31)));
-        BlockQ5_0 { d: f32_to_f16(d), qh: qh.to_le_bytes(), qs }
+        BlockQ5_0 {
+            d: f32_to_f16(d),
+            qh: qh.to_le_bytes(),
+            qs,
+        }
     }
 }

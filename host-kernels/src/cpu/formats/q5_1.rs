@@ -1,8 +1,6 @@
 //! Q5_1: 32 unsigned 5-bit quants, a scale and a minimum.
 
-use super::groups::{
-    QuantizeGroup, add_fifth_bits, inverse, nibbles, pack_nibbles, range,
-};
+use super::groups::{QuantizeGroup, add_fifth_bits, inverse, nibbles, pack_nibbles, range};
 use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q5_1`.
@@ -30,7 +28,11 @@ impl GroupBlock for BlockQ5_1 {
     fn group(&self, _: usize) -> Group {
         let mut q = nibbles(&self.qs);
         add_fifth_bits(&mut q, u32::from_le_bytes(self.qh));
-        Group { q, d: [f16_to_f32(self.d); 2], m: f16_to_f32(self.m) }
+        Group {
+            q,
+            d: [f16_to_f32(self.d); 2],
+            m: f16_to_f32(self.m),
+        }
     }
 }
 
@@ -40,6 +42,11 @@ impl QuantizeGroup<32> for BlockQ5_1 {
         let d = (max - min) / 31.0;
         let id = inverse(d);
         let (qs, qh) = pack_nibbles(&x.map(|x| ((x - min) * id + 0.5) as u8));
-        BlockQ5_1 { d: f32_to_f16(d), m: f32_to_f16(min), qh: qh.to_le_bytes(), qs }
+        BlockQ5_1 {
+            d: f32_to_f16(d),
+            m: f32_to_f16(min),
+            qh: qh.to_le_bytes(),
+            qs,
+        }
     }
 }

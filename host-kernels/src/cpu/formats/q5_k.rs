@@ -31,15 +31,23 @@ impl SuperBlock for BlockQ5K {
     fn decode(&self) -> Super {
         let (scales, mins) = unpack_scales(&self.scales);
         let mut q = [0; 256];
-        for (pair, (q, qs)) in
-            q.chunks_exact_mut(64).zip(self.qs.chunks_exact(32)).enumerate()
+        for (pair, (q, qs)) in q
+            .chunks_exact_mut(64)
+            .zip(self.qs.chunks_exact(32))
+            .enumerate()
         {
             for j in 0..32 {
                 q[j] = qs[j] & 15 | (self.qh[j] >> (2 * pair) & 1) << 4;
                 q[j + 32] = qs[j] >> 4 | (self.qh[j] >> (2 * pair + 1) & 1) << 4;
             }
         }
-        Super { q, scales, mins, d: f16_to_f32(self.d), dmin: f16_to_f32(self.dmin) }
+        Super {
+            q,
+            scales,
+            mins,
+            d: f16_to_f32(self.d),
+            dmin: f16_to_f32(self.dmin),
+        }
     }
 }
 
@@ -60,6 +68,12 @@ impl QuantizeSuper for BlockQ5K {
                 qh[i] |= (q >> 4) << j;
             }
         }
-        BlockQ5K { d, dmin, scales: pack_scales(&fit.scales, &fit.mins), qh, qs }
+        BlockQ5K {
+            d,
+            dmin,
+            scales: pack_scales(&fit.scales, &fit.mins),
+            qh,
+            qs,
+        }
     }
 }

@@ -38,13 +38,24 @@ impl SuperBlock for BlockQ6K {
             }
         }
         let scales = self.scales.map(i16::from);
-        Super { q, scales, mins: [0; 16], d: f16_to_f32(self.d), dmin: 0.0 }
+        Super {
+            q,
+            scales,
+            mins: [0; 16],
+            d: f16_to_f32(self.d),
+            dmin: 0.0,
+        }
     }
 }
 
 impl QuantizeSuper for BlockQ6K {
     fn quantize(x: &[f32; 256]) -> Self {
-        let mut block = BlockQ6K { ql: [0; 128], qh: [0; 64], scales: [0; 16], d: 0 };
+        let mut block = BlockQ6K {
+            ql: [0; 128],
+            qh: [0; 64],
+            scales: [0; 16],
+            d: 0,
+        };
         let mut q = [0u8; 256];
         let mut scales = [0.0f32; 16];
         let mut max_scale = 0.0f32;

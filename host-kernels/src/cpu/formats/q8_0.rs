@@ -21,14 +21,21 @@ impl GroupBlock for BlockQ8_0 {
 
     #[inline(always)]
     fn group(&self, _: usize) -> Group {
-        Group { q: self.qs.map(|q| q as u8 ^ 0x80), d: [f16_to_f32(self.d); 2], m: 0.0 }
+        Group {
+            q: self.qs.map(|q| q as u8 ^ 0x80),
+            d: [f16_to_f32(self.d); 2],
+            m: 0.0,
+        }
     }
 }
 
 impl QuantizeGroup<32> for BlockQ8_0 {
     fn quantize(x: &[f32; 32]) -> Self {
         let (d, qs) = quantize_bytes(x);
-        BlockQ8_0 { d: f32_to_f16(d), qs }
+        BlockQ8_0 {
+            d: f32_to_f16(d),
+            qs,
+        }
     }
 }
 
@@ -41,5 +48,8 @@ pub(super) fn quantize_bytes(x: &[f32; 32]) -> (f32, [i8; 32]) {
         amax = amax.max(x.abs());
     }
     let inverse = if amax != 0.0 { 127.0 / amax } else { 0.0 };
-    (amax / 127.0, x.map(|x| (x * inverse).round_ties_even() as i8))
+    (
+        amax / 127.0,
+        x.map(|x| (x * inverse).round_ties_even() as i8),
+    )
 }

@@ -24,7 +24,11 @@ impl GroupBlock for BlockQ8_1 {
 
     #[inline(always)]
     fn group(&self, _: usize) -> Group {
-        Group { q: self.qs.map(|q| q as u8 ^ 0x80), d: [f16_to_f32(self.d); 2], m: 0.0 }
+        Group {
+            q: self.qs.map(|q| q as u8 ^ 0x80),
+            d: [f16_to_f32(self.d); 2],
+            m: 0.0,
+        }
     }
 }
 
@@ -32,6 +36,10 @@ impl QuantizeGroup<32> for BlockQ8_1 {
     fn quantize(x: &[f32; 32]) -> Self {
         let (d, qs) = quantize_bytes(x);
         let sum: i32 = qs.iter().map(|&q| i32::from(q)).sum();
-        BlockQ8_1 { d: f32_to_f16(d), s: f32_to_f16(d * sum as f32), qs }
+        BlockQ8_1 {
+            d: f32_to_f16(d),
+            s: f32_to_f16(d * sum as f32),
+            qs,
+        }
     }
 }

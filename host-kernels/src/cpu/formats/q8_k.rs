@@ -1,9 +1,9 @@
 //! Q8_K: 256 signed bytes, a scale, and the sums of every 16: the activations of the super-block formats.
 
+use super::groups::signed_max;
 use super::search::nearest_int;
 use super::supers::QuantizeSuper;
 use super::{Super, SuperBlock};
-use super::groups::signed_max;
 
 /// ggml's `block_q8_K`.
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +26,13 @@ impl SuperBlock for BlockQ8K {
     #[inline(always)]
     fn decode(&self) -> Super {
         let q = self.qs.map(|q| q as u8 ^ 0x80);
-        Super { q, scales: [1; 16], mins: [0; 16], d: self.d, dmin: 0.0 }
+        Super {
+            q,
+            scales: [1; 16],
+            mins: [0; 16],
+            d: self.d,
+            dmin: 0.0,
+        }
     }
 }
 
@@ -34,7 +40,11 @@ impl QuantizeSuper for BlockQ8K {
     fn quantize(x: &[f32; 256]) -> Self {
         let max = signed_max(x);
         if max == 0.0 {
-            return BlockQ8K { d: 0.0, qs: [0; 256], bsums: [0; 16] };
+            return BlockQ8K {
+                d: 0.0,
+                qs: [0; 256],
+                bsums: [0; 16],
+            };
         }
         let inverse = -127.0 / max;
         let qs = x.map(|x| nearest_int(inverse * x).min(127) as i8);
@@ -42,6 +52,10 @@ impl QuantizeSuper for BlockQ8K {
         for (sum, q) in bsums.iter_mut().zip(qs.chunks_exact(16)) {
             *sum = q.iter().map(|&q| i16::from(q)).sum();
         }
-        BlockQ8K { d: 1.0 / inverse, qs, bsums }
+        BlockQ8K {
+            d: 1.0 / inverse,
+            qs,
+            bsums,
+        }
     }
 }

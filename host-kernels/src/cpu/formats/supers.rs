@@ -30,7 +30,7 @@ pub trait SuperBlock: Copy + 'static {
 }
 
 /// A super-block format that ggml can write without an importance matrix.
-pub trait QuantizeSuper: SuperBlock {
+pub(super) trait QuantizeSuper: SuperBlock {
     /// The block nearest to `x` by ggml's rule.
     fn quantize(x: &[f32; 256]) -> Self;
 }
@@ -43,11 +43,16 @@ pub(super) unsafe fn dequantize<B: SuperBlock>(src: *const u8, dst: *mut f32, n:
         // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any bytes are
         // a valid B because it consists of integers and floats.
         let (block, out) = unsafe {
-            (&*src.cast::<B>().add(b), std::slice::from_raw_parts_mut(dst.add(b * 256), 256))
+            (
+                &*src.cast::<B>().add(b),
+                std::slice::from_raw_parts_mut(dst.add(b * 256), 256),
+            )
         };
         let block = block.decode();
-        for (j, (out, q)) in
-            out.chunks_exact_mut(B::SUB).zip(block.q.chunks_exact(B::SUB)).enumerate()
+        for (j, (out, q)) in out
+            .chunks_exact_mut(B::SUB)
+            .zip(block.q.chunks_exact(B::SUB))
+            .enumerate()
         {
             let d = block.d * f32::from(block.scales[j]);
             let m = block.dmin * f32::from(block.mins[j]);

@@ -74,7 +74,10 @@ impl MatmulKernel {
     /// If this machine does not support `level`: that is a mistake of the caller, and the kernel would
     /// die of an illegal instruction.
     pub fn at(weight: Type, level: Level) -> Option<MatmulKernel> {
-        assert!(level.is_supported(), "this processor does not support {level:?}");
+        assert!(
+            level.is_supported(),
+            "this processor does not support {level:?}"
+        );
         scalar::kernel(weight)
     }
 }

@@ -26,7 +26,14 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
         _ => return None,
     };
     let quantize_activation: formats::QuantizeRow = Format::of(activation)?.quantize_row?;
-    Some(MatmulKernel { weight, activation, quantize_activation, gemm, panel_cols: 1, row_tile: 1 })
+    Some(MatmulKernel {
+        weight,
+        activation,
+        quantize_activation,
+        gemm,
+        panel_cols: 1,
+        row_tile: 1,
+    })
 }
 
 /// A plain float as it lies in memory.
@@ -189,9 +196,8 @@ unsafe fn groups_of<B: GroupBlock, X>(
         for g in 0..k / 32 {
             // SAFETY: group `g` of row `r` is within the row; B and X are packed, and any bytes are
             // valid ones because they consist of integers.
-            let group = unsafe {
-                (*w.add(r * w_row_stride).cast::<B>().add(g / groups)).group(g % groups)
-            };
+            let group =
+                unsafe { (*w.add(r * w_row_stride).cast::<B>().add(g / groups)).group(g % groups) };
             for c in 0..cols {
                 // SAFETY: as above, for block `g` of column `c`.
                 let (x, dst) = unsafe {
@@ -250,8 +256,11 @@ unsafe fn supers<B: SuperBlock>(
                     )
                 };
                 let (mut sum, mut min_sum) = (0, 0);
-                for (j, (q, x)) in
-                    block.q.chunks_exact(B::SUB).zip(x.qs.chunks_exact(B::SUB)).enumerate()
+                for (j, (q, x)) in block
+                    .q
+                    .chunks_exact(B::SUB)
+                    .zip(x.qs.chunks_exact(B::SUB))
+                    .enumerate()
                 {
                     let mut dot = 0;
                     for (&q, &x) in q.iter().zip(x) {

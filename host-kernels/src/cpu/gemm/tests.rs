@@ -1,0 +1,335 @@
+use super::*;
+use crate::cpu::formats::Format;
+use proptest::prelude::*;
+
+/// Every type that can be a weight.
+fn weights() -> impl Iterator<Item = Type> {
+    Type::ALL
+        .iter()
+        .copied()
+        .filter(|&ty| MatmulKernel::at(ty, Level::Scalar).is_some())
+}
+
+fn levels() -> impl Iterator<Item = Level> {
+    Level::ALL.into_iter().filter(|level| level.is_supported())
+}
+
+/// A reproducible stream of numbers.
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Roughly normal: the sum of four uniform numbers, so that a block has small and large values.
+    fn float(&mut self) -> f32 {
+        (0..4)
+            .map(|_| (self.bits() >> 40) as f32 / (1 << 24) as f32 - 0.5)
+            .sum()
+    }
+}
+
+/// Weights and activations of one multiplication, each row and column padded by a few bytes so that
+/// no stride is the natural one and blocks are unaligned.
+struct Case {
+    ty: Type,
+    k: usize,
+    rows: usize,
+    cols: usize,
+    w: Vec<u8>,
+    w_stride: usize,
+    x: Vec<u8>,
+    x_stride: usize,
+    /// The exact results, from the quantised values, and the sum of the magnitudes added up.
+    exact: Vec<(f64, f64)>,
+}
+
+impl Case {
+    fn new(ty: Type, k: usize, rows: usize, cols: usize, random: &mut Random) -> Case {
+        let kernel = MatmulKernel::at(ty, Level::Scalar).unwrap();
+        let weight = Format::of(ty).unwrap();
+        let activation = Format::of(kernel.activation).unwrap();
+        let (w_stride, x_stride) = (weight.row_bytes(k) + 3, activation.row_bytes(k) + 5);
+        let mut w = vec![0xa5; rows * w_stride];
+        let mut x = vec![0x5a; cols * x_stride];
+        let (mut w_values, mut x_values) = (vec![0.0; rows * k], vec![0.0; cols * k]);
+        for r in 0..rows {
+            let row = &mut w[r * w_stride..];
+            fill_weights(weight, row, k, random);
+            // SAFETY: both hold a row of `k`.
+            unsafe { (weight.dequantize_row)(row.as_ptr(), w_values[r * k..].as_mut_ptr(), k) };
+        }
+        for c in 0..cols {
+            let column = &mut x[c * x_stride..];
+            let values: Vec<f32> = (0..k).map(|_| random.float()).collect();
+            // SAFETY: both hold a row of `k`.
+            unsafe {
+                (kernel.quantize_activation)(values.as_ptr(), column.as_mut_ptr(), k);
+                (activation.dequantize_row)(column.as_ptr(), x_values[c * k..].as_mut_ptr(), k);
+            };
+        }
+        let mut exact = Vec::new();
+        for c in 0..cols {
+            for r in 0..rows {
+                let pairs = w_values[r * k..][..k].iter().zip(&x_values[c * k..][..k]);
+                let products = pairs.map(|(&w, &x)| f64::from(w) * f64::from(x));
+                exact.push(products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs())));
+            }
+        }
+        Case {
+            ty,
+            k,
+            rows,
+            cols,
+            w,
+            w_stride,
+            x,
+            x_stride,
+            exact,
+        }
+    }
+
+    /// `cols` columns of `rows` results from rows `rows.start..` and columns `cols.start..`.
+    fn run(
+        &self,
+        level: Level,
+        rows: std::ops::Range<usize>,
+        cols: std::ops::Range<usize>,
+    ) -> Vec<f32> {
+        const GUARD: f32 = -12345.0;
+        let stride = rows.len() + 7;
+        let mut dst = vec![GUARD; cols.len() * stride];
+        // SAFETY: the ranges lie within the case, and `dst` has a column of `stride` for each.
+        unsafe {
+            (MatmulKernel::at(self.ty, level).unwrap().gemm)(
+                self.k,
+                self.w.as_ptr().add(rows.start * self.w_stride),
+                self.w_stride,
+                rows.len(),
+                self.x.as_ptr().add(cols.start * self.x_stride),
+                self.x_stride,
+                cols.len(),
+                dst.as_mut_ptr(),
+                stride,
+            );
+        }
+        let mut results = Vec::new();
+        for column in dst.chunks(stride) {
+            results.extend_from_slice(&column[..rows.len()]);
+            assert!(
+                column[rows.len()..].iter().all(|&x| x == GUARD),
+                "{:?} at {level:?} wrote past the last row",
+                self.ty
+            );
+        }
+        results
+    }
+
+    /// Floating-point sums of `k` terms differ from the exact one by a few roundings of the magnitudes
+    /// summed; Q8_1 carries its sums as halves, which is a format's error, not a kernel's.
+    fn check(&self, level: Level) {
+        let relative = match MatmulKernel::at(self.ty, level).unwrap().activation {
+            Type::Q8_1 => 2e-3,
+            // The dot product of bfloat16 pairs may flush subnormals and round once per pair.
+            _ => 4e-6,
+        };
+        let results = self.run(level, 0..self.rows, 0..self.cols);
+        for (i, (&got, &(exact, size))) in results.iter().zip(&self.exact).enumerate() {
+            assert!(
+                (f64::from(got) - exact).abs() <= relative * size + 1e-30,
+                "{:?} at {level:?}, k {}, {} x {}: result {i} is {got}, should be {exact} (sum of magnitudes {size})",
+                self.ty,
+                self.k,
+                self.rows,
+                self.cols,
+            );
+        }
+    }
+}
+
+/// A row of weights: quantised numbers where the format has a quantiser, otherwise any bytes at all with
+/// the half-precision fields kept finite by trial.
+fn fill_weights(format: &Format, row: &mut [u8], k: usize, random: &mut Random) {
+    let values: Vec<f32> = (0..k).map(|_| random.float()).collect();
+    let quantize = format
+        .quantize_row
+        .unwrap_or_else(|| panic!("{:?}", format.ty));
+    // SAFETY: the row is long enough for `k` elements.
+    unsafe { quantize(values.as_ptr(), row.as_mut_ptr(), k) };
+}
+
+/// `k` in units of the longer of the two blocks.
+fn unit(ty: Type) -> usize {
+    let kernel = MatmulKernel::at(ty, Level::Scalar).unwrap();
+    let activation = Format::of(kernel.activation).unwrap();
+    Format::of(ty).unwrap().block.max(activation.block)
+}
+
+#[test]
+fn every_level_is_right_at_the_edges_of_its_tiles() {
+    let mut random = Random(42);
+    for ty in weights() {
+        for (blocks, rows, cols) in [
+            (1, 1, 1),
+            (3, 5, 1),
+            (9, 33, 3),
+            (2, 17, 8),
+            (5, 64, 9),
+            (1, 31, 33),
+            (17, 3, 12),
+        ] {
+            let case = Case::new(ty, blocks * unit(ty), rows, cols, &mut random);
+            levels().for_each(|level| case.check(level));
+        }
+    }
+}
+
+#[test]
+fn plain_floats_need_no_multiple_of_anything() {
+    let mut random = Random(43);
+    for ty in [Type::F32, Type::F16, Type::Bf16] {
+        for k in [1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 65, 100, 257, 1023] {
+            for cols in [1, 2, 19] {
+                let case = Case::new(ty, k, 19, cols, &mut random);
+                levels().for_each(|level| case.check(level));
+            }
+        }
+    }
+}
+
+#[test]
+fn no_columns_no_rows_and_no_elements_are_fine() {
+    let mut random = Random(44);
+    for ty in weights() {
+        let case = Case::new(ty, unit(ty), 2, 2, &mut random);
+        for level in levels() {
+            assert!(case.run(level, 0..0, 0..2).is_empty());
+            assert!(case.run(level, 0..2, 0..0).is_empty());
+        }
+        let empty = Case::new(ty, 0, 3, 9, &mut random);
+        for level in levels() {
+            assert_eq!(empty.run(level, 0..3, 0..9), vec![0.0; 27]);
+            assert_eq!(empty.run(level, 0..3, 0..1), vec![0.0; 3]);
+        }
+    }
+}
+
+#[test]
+fn a_result_depends_on_its_row_and_column_only() {
+    let mut random = Random(45);
+    for ty in weights() {
+        for level in levels() {
+            let panel = MatmulKernel::at(ty, level).unwrap().panel_cols;
+            for cols in [1, 2, 3, panel.max(4), 2 * panel + 5] {
+                let case = Case::new(ty, 3 * unit(ty), 71, cols, &mut random);
+                let whole = case.run(level, 0..71, 0..cols);
+                for rows in [0..1, 0..71, 5..38, 40..71, 70..71] {
+                    let part = case.run(level, rows.clone(), 0..cols);
+                    for (c, part) in part.chunks(rows.len()).enumerate() {
+                        assert_eq!(part, &whole[c * 71..][rows.clone()], "{ty:?} at {level:?}");
+                    }
+                }
+                // Cutting by columns is exact as long as a piece stays on its side of the threshold.
+                let cut = cols / 2;
+                let same_side = |n: usize| n > 0 && (n < panel) == (cols < panel);
+                if same_side(cut) && same_side(cols - cut) {
+                    let mut pieces = case.run(level, 0..71, 0..cut);
+                    pieces.extend(case.run(level, 0..71, cut..cols));
+                    assert_eq!(pieces, whole, "{ty:?} at {level:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn floats_propagate_infinity_and_nan() {
+    for (ty, one, infinity) in [
+        (
+            Type::F16,
+            0x3c00u16.to_le_bytes().to_vec(),
+            0x7c00u16.to_le_bytes().to_vec(),
+        ),
+        (
+            Type::Bf16,
+            0x3f80u16.to_le_bytes().to_vec(),
+            0x7f80u16.to_le_bytes().to_vec(),
+        ),
+        (
+            Type::F32,
+            1f32.to_le_bytes().to_vec(),
+            f32::INFINITY.to_le_bytes().to_vec(),
+        ),
+    ] {
+        let bytes = one.len();
+        for level in levels() {
+            for cols in [1, 40] {
+                let w = one.repeat(33 * 40);
+                let mut x = one.repeat(33 * cols);
+                x[7 * bytes..8 * bytes].copy_from_slice(&infinity);
+                x[32 * bytes..33 * bytes].copy_from_slice(&infinity);
+                let mut dst = vec![0.0; 40 * cols];
+                let kernel = MatmulKernel::at(ty, level).unwrap();
+                let mut run = |w: &[u8]| {
+                    // SAFETY: the buffers hold 40 rows and `cols` columns of 33.
+                    unsafe {
+                        (kernel.gemm)(
+                            33,
+                            w.as_ptr(),
+                            33 * bytes,
+                            40,
+                            x.as_ptr(),
+                            33 * bytes,
+                            cols,
+                            dst.as_mut_ptr(),
+                            40,
+                        );
+                    }
+                    dst.clone()
+                };
+                assert!(
+                    run(&w)[..40].iter().all(|&y| y == f32::INFINITY),
+                    "{ty:?} {level:?}"
+                );
+                if cols > 1 {
+                    assert!(run(&w)[40..].iter().all(|&y| y == 33.0), "{ty:?} {level:?}");
+                }
+                let mut w = w;
+                w[39 * 33 * bytes..][7 * bytes..8 * bytes].fill(0);
+                let results = run(&w);
+                assert!(
+                    results[39].is_nan(),
+                    "infinity times zero, {ty:?} {level:?}"
+                );
+                assert!(
+                    results[..39].iter().all(|&y| y == f32::INFINITY),
+                    "{ty:?} {level:?}"
+                );
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn random_shapes(
+        which in any::<prop::sample::Index>(),
+        blocks in 1usize..8,
+        rows in 1usize..80,
+        cols in 1usize..40,
+        seed in 1u64..,
+    ) {
+        let types: Vec<Type> = weights().collect();
+        let ty = types[which.index(types.len())];
+        let case = Case::new(ty, blocks * unit(ty), rows, cols, &mut Random(seed));
+        for level in levels() {
+            case.check(level);
+        }
+    }
+}
