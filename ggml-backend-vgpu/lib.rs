@@ -1,1 +1,4 @@
 //! The plugin.
+
+pub mod abi;
+pub mod host;

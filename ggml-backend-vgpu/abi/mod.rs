@@ -1,0 +1,85 @@
+//! ggml's C interface for backend plugins: structures, constants and function types.
+//!
+//! The names are C's, so that whoever knows ggml knows them. They are described where they are
+//! declared, in `vendor/ggml-abi-*.h`; `build.rs` translates the headers and asserts every size and
+//! offset at compile time, and `tests/abi.rs` compares the headers with those of real ggml releases.
+//!
+//! Exactly one structure depends on the version of the interface, [`BufferType`].
+
+mod stamp;
+
+pub use bindings::*;
+pub use stamp::stamp;
+
+/// The translated headers.
+#[allow(missing_docs, non_camel_case_types, unreachable_pub)] // C's names, documented in C
+mod bindings {
+    include!(concat!(env!("OUT_DIR"), "/ggml_abi.rs"));
+}
+
+/// `GGML_BACKEND_API_VERSION` of a host, as far as this plugin speaks it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(i32)]
+pub enum ApiVersion {
+    /// ggml 0.21 to 0.25.
+    V2 = GGML_BACKEND_API_VERSION_V2 as i32,
+    /// ggml 0.26.
+    V3 = GGML_BACKEND_API_VERSION_V3 as i32,
+}
+
+impl ApiVersion {
+    /// The number for `ggml_backend_reg.api_version`.
+    pub const fn number(self) -> i32 {
+        self as i32
+    }
+}
+
+/// A buffer type object in the layout of one API version.
+///
+/// `device` and `context` sit behind a table of callbacks whose length depends on the version. A
+/// callback that is handed a `ggml_backend_buffer_type_t` therefore cannot read its context without
+/// knowing the version; it is simpler to put this object first in a `repr(C)` structure of ours and
+/// to cast the pointer.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub union BufferType {
+    v2: ggml_backend_buffer_type_v2,
+    v3: ggml_backend_buffer_type_v3,
+}
+
+impl BufferType {
+    /// Lays `newest` out for a host of version `api`. Callbacks that the version lacks are dropped;
+    /// they are optional wherever they exist.
+    pub fn new(api: ApiVersion, newest: ggml_backend_buffer_type_v3) -> Self {
+        match api {
+            ApiVersion::V2 => Self { v2: newest.into() },
+            ApiVersion::V3 => Self { v3: newest },
+        }
+    }
+}
+
+impl From<ggml_backend_buffer_type_v3> for ggml_backend_buffer_type_v2 {
+    fn from(newest: ggml_backend_buffer_type_v3) -> Self {
+        let ggml_backend_buffer_type_v3 {
+            iface,
+            device,
+            context,
+        } = newest;
+        let iface = ggml_backend_buffer_type_i_v2 {
+            get_name: iface.get_name,
+            alloc_buffer: iface.alloc_buffer,
+            get_alignment: iface.get_alignment,
+            get_max_size: iface.get_max_size,
+            get_alloc_size: iface.get_alloc_size,
+            is_host: iface.is_host,
+        };
+        Self {
+            iface,
+            device,
+            context,
+        }
+    }
+}
+
+// An id of the running ggml fits the `int` that stands for its enum.
+const _: () = assert!(size_of::<std::ffi::c_int>() == size_of::<i32>());

@@ -1,0 +1,168 @@
+//! Which ggml releases the plugin works with, and which API version each speaks.
+//!
+//! This is the one place to touch when ggml moves on: add a series here, after the layout test
+//! (`tests/abi.rs`) has seen its headers.
+
+use std::fmt;
+
+use thiserror::Error;
+
+use crate::abi::ApiVersion;
+
+/// The supported releases, in words. A macro so that it can be part of the stamp, which has to be a
+/// literal.
+macro_rules! supported {
+    () => {
+        "0.21-0.25 (API 2), 0.26 (API 3)"
+    };
+}
+pub(crate) use supported;
+
+/// The supported releases: the first of each series, oldest series first.
+const SERIES: &[(Version, ApiVersion)] = &[
+    (Version::new(0, 21), ApiVersion::V2),
+    (Version::new(0, 26), ApiVersion::V3),
+];
+
+/// The first release that nobody has checked.
+const END: Version = Version::new(0, 27);
+
+/// Major and minor number of a ggml release. Patch releases keep the interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    major: u32,
+    minor: u32,
+}
+
+/// Why a ggml release cannot be served.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum UnsupportedVersion {
+    /// Not a version number at all.
+    #[error("`{0}` is not a ggml version (this plugin works with {known})", known = supported!())]
+    Unreadable(String),
+    /// From before the first release we know.
+    #[error("ggml {0} is too old for this plugin, which works with {known}", known = supported!())]
+    TooOld(String),
+    /// Newer than the plugin.
+    #[error(
+        "ggml {0} is newer than this plugin, which works with {known}: update the plugin",
+        known = supported!()
+    )]
+    TooNew(String),
+}
+
+impl Version {
+    const fn new(major: u32, minor: u32) -> Self {
+        Self { major, minor }
+    }
+
+    /// Reads what `ggml_version()` says, for example `0.25.3` or `0.25.3-dirty`.
+    fn parse(text: &str) -> Option<Self> {
+        let mut numbers = text.split('.').map_while(|part| {
+            let digits = part
+                .find(|c: char| !c.is_ascii_digit())
+                .unwrap_or(part.len());
+            part[..digits].parse().ok()
+        });
+        Some(Self::new(numbers.next()?, numbers.next()?))
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// The release that `ggml_version()` names, and the API version that it speaks.
+///
+/// # Errors
+/// When the release is outside the supported series: its structures may have other layouts.
+pub(super) fn api_of(text: &str) -> Result<(Version, ApiVersion), UnsupportedVersion> {
+    let version =
+        Version::parse(text).ok_or_else(|| UnsupportedVersion::Unreadable(text.to_owned()))?;
+    if version >= END {
+        return Err(UnsupportedVersion::TooNew(text.to_owned()));
+    }
+    let (_, api) = SERIES
+        .iter()
+        .rfind(|(first, _)| *first <= version)
+        .ok_or_else(|| UnsupportedVersion::TooOld(text.to_owned()))?;
+    Ok((version, *api))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn api(text: &str) -> Result<ApiVersion, UnsupportedVersion> {
+        api_of(text).map(|(_, api)| api)
+    }
+
+    #[test]
+    fn releases_map_to_their_api_version() {
+        for text in [
+            "0.21.0", "0.22.1", "0.23", "0.24.0", "0.25.1", "0.25.3", "0.25.99",
+        ] {
+            assert_eq!(api(text), Ok(ApiVersion::V2), "{text}");
+        }
+        for text in ["0.26.0", "0.26.7"] {
+            assert_eq!(api(text), Ok(ApiVersion::V3), "{text}");
+        }
+    }
+
+    #[test]
+    fn suffixes_do_not_matter() {
+        for text in [
+            "0.25.3-dirty",
+            "0.25.3+abc.1",
+            "0.25-rc1",
+            "0.25.",
+            "0.25.x",
+        ] {
+            assert_eq!(api(text), Ok(ApiVersion::V2), "{text}");
+        }
+    }
+
+    #[test]
+    fn other_releases_are_refused_and_named() {
+        assert_eq!(
+            api("0.20.9"),
+            Err(UnsupportedVersion::TooOld("0.20.9".into()))
+        );
+        assert_eq!(
+            api("0.27.0"),
+            Err(UnsupportedVersion::TooNew("0.27.0".into()))
+        );
+        assert_eq!(
+            api("1.0.0"),
+            Err(UnsupportedVersion::TooNew("1.0.0".into()))
+        );
+        for text in ["", "0", "unknown", "v", ".25", "0.x", "99999999999.1"] {
+            assert_eq!(
+                api(text),
+                Err(UnsupportedVersion::Unreadable(text.into())),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_words_say_what_the_table_says() {
+        let mut firsts = SERIES.iter().map(|(first, _)| *first).skip(1).chain([END]);
+        let words: Vec<String> = SERIES
+            .iter()
+            .map(|(first, api)| {
+                let next = firsts.next().expect("one end for each series");
+                let last = Version::new(next.major, next.minor - 1);
+                let range = if last == *first {
+                    first.to_string()
+                } else {
+                    format!("{first}-{last}")
+                };
+                format!("{range} (API {})", api.number())
+            })
+            .collect();
+        assert_eq!(words.join(", "), supported!());
+    }
+}

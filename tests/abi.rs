@@ -1,0 +1,553 @@
+//! The plugin against real ggml: layouts compared with real headers, symbols found in real libraries.
+//!
+//! The ggml releases come from package registries; `cargo xtask test` puts them into the cache folder.
+
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+use ggml_vgpu::abi::{self, ApiVersion};
+use ggml_vgpu::host::{Host, HostError, UnsupportedVersion};
+
+/// ggml 0.25.3, which speaks API version 2: headers, and a build with dynamic backends.
+const GGML_0_25: &str = "llama-cpp-python-0.3.36/vendor/llama.cpp/ggml";
+const GGML_0_25_BUILD: &str = "build-llama-0.3.36/bin";
+/// ggml 0.26.0, which speaks API version 3: headers.
+const GGML_0_26: &str = "llama-cpp-sys-2-0.1.161/llama.cpp/ggml";
+
+// ---- layouts ----
+
+#[test]
+fn layouts_and_types_are_those_of_ggml_0_25() {
+    compare_with_ggml(ApiVersion::V2, &cached(GGML_0_25));
+}
+
+#[test]
+fn layouts_and_types_are_those_of_ggml_0_26() {
+    compare_with_ggml(ApiVersion::V3, &cached(GGML_0_26));
+}
+
+/// Compiles one program with our headers and with ggml's, and compares what they print: the size of
+/// every structure, offset, size and type of every field, every constant, every function's type.
+fn compare_with_ggml(api: ApiVersion, ggml: &Path) {
+    let number = api.number();
+    let folder = scratch(&format!("layout-v{number}"));
+    fs::write(folder.join("items.inc"), items(api)).expect("the scratch folder is writable");
+    let describe = |name: &str, arguments: &[String]| {
+        let program = folder.join(name);
+        let mut compile = Command::new(env::var_os("CXX").unwrap_or("c++".into()));
+        // -O1 drops ggml's unused inline functions, which would have to be linked.
+        compile
+            .args(["-std=c++17", "-O1", "-w", "-I"])
+            .arg(&folder)
+            .args(arguments);
+        compile.arg("-o").arg(&program).arg(source("layout.cpp"));
+        output(&mut compile);
+        output(&mut Command::new(program))
+            .lines()
+            .map(with_plain_ids)
+            .collect::<Vec<_>>()
+    };
+    // In ggml's own headers, names do not say the version.
+    let versioned = ["ggml_backend_buffer_type_i", "ggml_backend_buffer_type"];
+    let mut arguments = vec![
+        format!(
+            "-DOURS=\"{}/vendor/ggml-abi-v{number}.h\"",
+            env!("CARGO_MANIFEST_DIR")
+        ),
+        format!("-DGGML_BACKEND_API_VERSION=GGML_BACKEND_API_VERSION_V{number}"),
+    ];
+    arguments.extend(versioned.map(|name| format!("-D{name}_v{number}={name}")));
+    let ours = describe("ours", &arguments);
+    let theirs = describe(
+        "theirs",
+        &["include", "src"].map(|i| format!("-I{}/{i}", ggml.display())),
+    );
+
+    assert_eq!(ours.len(), theirs.len(), "both print a line for each item");
+    let differences: Vec<String> = ours
+        .iter()
+        .zip(&theirs)
+        .filter(|(ours, theirs)| ours != theirs)
+        .map(|(ours, theirs)| format!("  vendor/  {ours}\n  ggml     {theirs}\n"))
+        .collect();
+    assert!(
+        differences.is_empty(),
+        "{} of {} declarations differ from {}:\n{}",
+        differences.len(),
+        ours.len(),
+        ggml.display(),
+        differences.concat()
+    );
+}
+
+/// Everything the plugin knows of ggml, as the macro calls that layout.cpp defines.
+///
+/// Taken from the translated headers, so that nothing the plugin uses can be forgotten here.
+fn items(api: ApiVersion) -> String {
+    let bindings = include_str!(concat!(env!("OUT_DIR"), "/ggml_abi.rs"));
+    let mut items = Vec::new();
+    let mut structs = BTreeSet::new();
+    for line in bindings.lines().map(str::trim) {
+        // bindgen appends `_` to a name that is a keyword of Rust.
+        let name = |start, end| {
+            line.strip_prefix(start)?
+                .split_once(end)
+                .map(|(name, _)| name)
+        };
+        if let Some(name) = name("[\"Size of ", "\"]") {
+            structs.insert(name);
+            items.push(format!("STRUCT({name})"));
+        } else if let Some((owner, field)) =
+            name("[\"Offset of field: ", "\"]").and_then(|field| field.split_once("::"))
+        {
+            items.push(format!("FIELD({owner}, {})", field.trim_end_matches('_')));
+        } else if let Some(name) = name("pub const ", ":") {
+            items.push(format!("VALUE({name})"));
+        } else if let Some(name) = name("pub type ", "_fn =") {
+            items.push(format!("FUNCTION({name})"));
+        }
+    }
+    for header in ["ggml-abi-common.h", "ggml-abi-v2.h", "ggml-abi-v3.h"] {
+        let header = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("vendor")
+            .join(header);
+        let text = fs::read_to_string(&header).expect("our own header");
+        for line in text.lines() {
+            if let Some(name) = line
+                .strip_prefix("struct ")
+                .and_then(|l| l.strip_suffix(" {"))
+            {
+                assert!(
+                    structs.contains(name),
+                    "bindgen did not describe struct {name}"
+                );
+            }
+        }
+    }
+    let (own, other) = match api {
+        ApiVersion::V2 => (["_v2", "_V2"], ["_v3", "_V3"]),
+        ApiVersion::V3 => (["_v3", "_V3"], ["_v2", "_V2"]),
+    };
+    items.retain(|item| !other.iter().any(|suffix| item.contains(suffix)));
+    own.iter()
+        .fold(items.join("\n"), |items, suffix| items.replace(suffix, ""))
+}
+
+/// Our headers declare ids as `int` and leave the enums out, on purpose.
+fn with_plain_ids(line: &str) -> String {
+    let enums = [
+        "ggml_type",
+        "ggml_op",
+        "ggml_unary_op",
+        "ggml_glu_op",
+        "ggml_cgraph_eval_order",
+    ];
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    line.split_inclusive(|c| !is_name(c))
+        .map(|piece| {
+            let word = piece.trim_end_matches(|c| !is_name(c));
+            if enums.contains(&word) {
+                piece.replace(word, "int")
+            } else {
+                piece.to_owned()
+            }
+        })
+        .collect()
+}
+
+// ---- the host's symbols ----
+
+#[test]
+fn without_ggml_the_error_says_where_we_looked() {
+    alone("without_ggml_the_error_says_where_we_looked", || {
+        let error = Host::find().expect_err("this process has no ggml");
+        let HostError::NoGgml { searched } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!(searched[0], "the executable");
+        assert!(
+            searched.iter().any(|object| object.contains("libc.so")),
+            "{searched:?}"
+        );
+        let message = error.to_string();
+        assert!(message.contains("ggml_backend_buffer_init"), "{message}");
+        assert!(message.contains("libc.so"), "{message}");
+    });
+}
+
+#[test]
+fn a_real_ggml_is_found_in_a_private_scope() {
+    alone("a_real_ggml_is_found_in_a_private_scope", || {
+        check_ggml_0_25(libc::RTLD_LOCAL)
+    });
+}
+
+#[test]
+fn a_real_ggml_is_found_in_the_global_scope() {
+    alone("a_real_ggml_is_found_in_the_global_scope", || {
+        check_ggml_0_25(libc::RTLD_GLOBAL)
+    });
+}
+
+fn check_ggml_0_25(scope: c_int) {
+    let library = cached(GGML_0_25_BUILD).join("libggml-base.so.0");
+    load(&library, scope);
+    let host = Host::find().expect("it has just been loaded");
+    assert_eq!(host.object(), library.to_str().expect("a plain path"));
+    assert_eq!(host.release(), "0.25.3");
+    assert_eq!(host.version().to_string(), "0.25");
+    assert_eq!(host.api(), ApiVersion::V2);
+    assert!(host.commit().is_some_and(|commit| !commit.is_empty()));
+
+    fn keep(name: &str) -> Option<&'static str> {
+        Some(name.to_owned().leak())
+    }
+    // The lengths of the arrays of names, which only a test of one release can know.
+    let names = |ids: ggml_vgpu::host::Ids<&'static str>, count| -> Vec<&'static str> {
+        // SAFETY: 0 to `count` are the values of the enum in this release.
+        (0..count).filter_map(|id| unsafe { ids.get(id) }).collect()
+    };
+    let ops = names(host.ops(keep), 101);
+    let unary = names(host.unary_ops(keep), 22);
+    let glu = names(host.glu_ops(keep), 7);
+    let types = names(host.types(keep), 43);
+    for (kind, names, count, first, last, other) in [
+        ("op", &ops, 101, "NONE", "GLU", "MUL_MAT"),
+        ("unary op", &unary, 22, "ABS", "TRUNC", "SILU"),
+        ("glu op", &glu, 7, "REGLU", "SWIGLU_CLAMP", "SWIGLU"),
+    ] {
+        assert_eq!(names.len(), count, "{kind}");
+        assert_eq!(
+            BTreeSet::from_iter(names).len(),
+            count,
+            "{kind} names are unique"
+        );
+        assert_eq!((names[0], names[count - 1]), (first, last), "{kind}");
+        assert!(names.contains(&other), "{kind} {other}");
+    }
+    for name in [
+        "f32", "f16", "bf16", "q4_0", "q4_K", "iq4_nl", "mxfp4", "i64",
+    ] {
+        assert!(types.contains(&name), "type {name}: {types:?}");
+    }
+}
+
+#[test]
+fn a_buffer_is_made_by_the_real_ggml() {
+    alone("a_buffer_is_made_by_the_real_ggml", || {
+        load(
+            &cached(GGML_0_25_BUILD).join("libggml-base.so.0"),
+            libc::RTLD_LOCAL,
+        );
+        let host = Host::find().expect("it has just been loaded");
+        unsafe extern "C" fn base(buffer: abi::ggml_backend_buffer_t) -> *mut c_void {
+            // SAFETY: ggml hands back the buffer that it made.
+            unsafe { (*buffer).context }
+        }
+        // SAFETY: null is a value of every callback.
+        let mut iface: abi::ggml_backend_buffer_i = unsafe { std::mem::zeroed() };
+        iface.get_base = Some(base);
+        let context = std::ptr::without_provenance_mut(0x5ca1_ab1e);
+        let buft = std::ptr::without_provenance_mut(0x7e57);
+        // SAFETY: ggml stores the pointers; the one callback does not follow them.
+        let buffer = unsafe { &*host.buffer(buft, iface, context, 4096) };
+        assert_eq!(
+            (buffer.buft, buffer.context, buffer.size),
+            (buft, context, 4096)
+        );
+        assert_eq!(buffer.usage, abi::GGML_BACKEND_BUFFER_USAGE_ANY);
+        let stored = buffer.iface.get_base.expect("it was given");
+        assert!(std::ptr::fn_addr_eq(
+            stored,
+            base as unsafe extern "C" fn(_) -> _
+        ));
+        assert!(buffer.iface.free_buffer.is_none());
+    });
+}
+
+#[test]
+fn the_version_decides_the_interface() {
+    let fakes = [
+        ("0.21.0", None, Ok(ApiVersion::V2)),
+        ("0.26.1-dirty", Some("-DAPI_3"), Ok(ApiVersion::V3)),
+        // Built from sources on the way from 0.25.3 to 0.26.0.
+        ("0.25.3", Some("-DAPI_3"), Ok(ApiVersion::V3)),
+        (
+            "0.20.5",
+            None,
+            Err(UnsupportedVersion::TooOld("0.20.5".into())),
+        ),
+        (
+            "0.27.0",
+            Some("-DAPI_3"),
+            Err(UnsupportedVersion::TooNew("0.27.0".into())),
+        ),
+        (
+            "custom",
+            None,
+            Err(UnsupportedVersion::Unreadable("custom".into())),
+        ),
+    ];
+    for (release, option, expected) in fakes {
+        // A process for each, because a ggml that was found is never unloaded.
+        let case = format!("{release} {option:?}");
+        alone_in_case("the_version_decides_the_interface", &case, || {
+            let library = fake("version", release, option);
+            load(&library, libc::RTLD_LOCAL);
+            match (Host::find(), &expected) {
+                (Ok(host), Ok(api)) => assert_eq!(host.api(), *api, "{release}"),
+                (Err(HostError::Unsupported { object, reason }), Err(expected)) => {
+                    assert_eq!(&reason, expected);
+                    assert_eq!(Path::new(&object), library);
+                }
+                (found, expected) => panic!("{release}: expected {expected:?}, found {found:?}"),
+            }
+        });
+    }
+}
+
+#[test]
+fn an_incomplete_ggml_is_named_with_what_it_lacks() {
+    alone("an_incomplete_ggml_is_named_with_what_it_lacks", || {
+        let library = fake("incomplete", "0.25.3", Some("-DINCOMPLETE"));
+        load(&library, libc::RTLD_GLOBAL);
+        match Host::find() {
+            Err(HostError::MissingSymbol { object, symbol }) => {
+                assert_eq!(
+                    (Path::new(&object), &*symbol),
+                    (&*library, "ggml_glu_op_name")
+                );
+            }
+            found => panic!("{found:?}"),
+        }
+    });
+}
+
+#[test]
+fn of_two_ggml_the_callers_is_ours() {
+    alone("of_two_ggml_the_callers_is_ours", || {
+        let stranger = fake("two/stranger", "0.24.0", None);
+        let own = fake("two/own", "0.25.3", None);
+        let registry = own.with_file_name("registry.so");
+        let mut link = Command::new(env::var_os("CC").unwrap_or("cc".into()));
+        link.args(["-shared", "-fPIC", "-o"])
+            .arg(&registry)
+            .arg(source("fake_registry.c"))
+            .arg(&own);
+        output(&mut link);
+        let stranger_library = load(&stranger, libc::RTLD_LOCAL);
+        let registry = load(&registry, libc::RTLD_LOCAL);
+
+        // Called by nobody with a ggml of its own: the first one loaded, and a word about the other.
+        let host = Host::find().expect("there are two");
+        assert_eq!(Path::new(host.object()), stranger);
+        let logged = symbol(stranger_library, c"fake_logged");
+        // SAFETY: fake_ggml.c defines it so.
+        let logged = unsafe {
+            let logged: unsafe extern "C" fn() -> *const c_char = std::mem::transmute(logged);
+            CStr::from_ptr(logged()).to_str().expect("plain text")
+        };
+        assert!(
+            logged.starts_with(&format!("{} ", abi::GGML_LOG_LEVEL_WARN)),
+            "{logged}"
+        );
+        assert!(
+            logged.contains(own.to_str().expect("a plain path")),
+            "{logged}"
+        );
+
+        // Called by the registry: the one that the registry depends on.
+        extern "C" fn find() -> c_int {
+            Host::find()
+                .is_ok_and(|host| host.release() == "0.25.3")
+                .into()
+        }
+        let call = symbol(registry, c"fake_registry_call");
+        // SAFETY: fake_registry.c defines it so.
+        let found = unsafe {
+            let call: unsafe extern "C" fn(extern "C" fn() -> c_int) -> c_int =
+                std::mem::transmute(call);
+            call(find)
+        };
+        assert_eq!(found, 1);
+    });
+}
+
+#[test]
+fn a_message_reaches_the_log_as_it_is() {
+    alone("a_message_reaches_the_log_as_it_is", || {
+        let library = load(&fake("log", "0.25.3", None), libc::RTLD_LOCAL);
+        let host = Host::find().expect("it has just been loaded");
+        let logged = symbol(library, c"fake_logged");
+        // SAFETY: fake_ggml.c defines it so.
+        let logged: unsafe extern "C" fn() -> *const c_char =
+            unsafe { std::mem::transmute(logged) };
+        for (message, expected) in [
+            ("100%s %n of it\n", "4 100%s %n of it\n"),
+            ("cut\0off", "4 cut"),
+        ] {
+            host.log(abi::GGML_LOG_LEVEL_ERROR, message);
+            // SAFETY: returns a C string that stays until the next message.
+            assert_eq!(unsafe { CStr::from_ptr(logged()) }.to_str(), Ok(expected));
+        }
+    });
+}
+
+// ---- the library file ----
+
+#[test]
+fn the_library_has_its_name_its_stamp_and_no_other_exports() {
+    let library = env::current_exe()
+        .expect("a path")
+        .with_file_name("libggml_vgpu.so");
+    let dynamic = output(
+        Command::new("readelf")
+            .args(["--dynamic", "--wide"])
+            .arg(&library),
+    );
+    assert!(dynamic.contains("[libggml-vgpu.so]"), "SONAME:\n{dynamic}");
+    assert!(
+        !dynamic.contains("[libggml-base"),
+        "the plugin must not need a ggml:\n{dynamic}"
+    );
+
+    let symbols = output(
+        Command::new("nm")
+            .args(["-D", "--defined-only"])
+            .arg(&library),
+    );
+    for symbol in symbols
+        .lines()
+        .filter_map(|line| line.split_whitespace().last())
+    {
+        assert!(
+            ["ggml_backend_init", "ggml_backend_score"].contains(&symbol),
+            "exports {symbol}"
+        );
+    }
+
+    let bytes = fs::read(&library).expect("cargo has built it");
+    let stamp = format!("ggml-vgpu-stamp: {}\0", abi::stamp());
+    assert!(stamp.contains(env!("CARGO_PKG_VERSION")), "{stamp}");
+    let found = bytes
+        .windows(stamp.len())
+        .any(|window| window == stamp.as_bytes());
+    assert!(found, "no `{stamp}` in {}", library.display());
+}
+
+// ---- helpers ----
+
+/// An entry of the cache folder.
+fn cached(entry: &str) -> PathBuf {
+    let folder = |name| {
+        env::var_os(name)
+            .filter(|path| !path.is_empty())
+            .map(PathBuf::from)
+    };
+    let cache = folder("VGPU_CACHE")
+        .or_else(|| folder("XDG_CACHE_HOME").map(|cache| cache.join("ggml-vgpu")))
+        .or_else(|| folder("HOME").map(|home| home.join(".cache/ggml-vgpu")))
+        .expect("VGPU_CACHE or HOME is set");
+    let path = cache.join(entry);
+    assert!(
+        path.exists(),
+        "{} is missing: `cargo xtask test` fetches it",
+        path.display()
+    );
+    path
+}
+
+/// A file beside this one.
+fn source(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/abi")
+        .join(name)
+}
+
+/// An empty folder of this process.
+fn scratch(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"))
+        .join("abi")
+        .join(name);
+    fs::create_dir_all(&folder).expect("cargo's scratch folder is writable");
+    folder
+}
+
+/// Runs a command and returns what it prints.
+fn output(command: &mut Command) -> String {
+    let output = command
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success(),
+        "{command:?}: {}\n{errors}",
+        output.status
+    );
+    String::from_utf8(output.stdout).expect("plain text")
+}
+
+/// Compiles a ggml that calls itself `release`, under a name that does not tell.
+fn fake(name: &str, release: &str, option: Option<&str>) -> PathBuf {
+    let library = scratch(name).join(format!(
+        "renamed-{release}{}.so",
+        option.unwrap_or_default()
+    ));
+    let mut compile = Command::new(env::var_os("CC").unwrap_or("cc".into()));
+    compile
+        .args(["-shared", "-fPIC"])
+        .arg(format!("-DVERSION=\"{release}\""))
+        .args(option);
+    compile.arg("-o").arg(&library).arg(source("fake_ggml.c"));
+    output(&mut compile);
+    library
+}
+
+/// Loads a library for the rest of the process.
+fn load(library: &Path, scope: c_int) -> *mut c_void {
+    let name = CString::new(library.to_str().expect("a plain path")).expect("no zero byte");
+    // SAFETY: `name` is a C string; ggml's and our fakes' initialisers do nothing of note.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | scope) };
+    assert!(!handle.is_null(), "cannot load {}", library.display());
+    handle
+}
+
+fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
+    // SAFETY: the handle is from `load`, `name` is a C string.
+    let symbol = unsafe { libc::dlsym(library, name.as_ptr()) };
+    assert!(!symbol.is_null(), "{name:?}");
+    symbol
+}
+
+/// Runs `body` in a process of its own, in which nothing else loads a ggml.
+fn alone(test: &str, body: impl FnOnce()) {
+    alone_in_case(test, "", body);
+}
+
+/// [`alone`], for one of several cases of `test`.
+fn alone_in_case(test: &str, case: &str, body: impl FnOnce()) {
+    const RUNNING: &str = "VGPU_TEST_RUNNING";
+    let name = format!("{test} {case}");
+    let done = format!("{name}: done");
+    match env::var(RUNNING) {
+        Ok(running) if running == name => {
+            body();
+            println!("{done}");
+        }
+        Ok(_) => {} // this is the process of another case
+        Err(_) => {
+            let mut child = Command::new(env::current_exe().expect("a path"));
+            child
+                .args([test, "--exact", "--nocapture"])
+                .env(RUNNING, name);
+            let printed = output(&mut child);
+            assert!(
+                printed.contains(&done),
+                "{child:?} did not run the test:\n{printed}"
+            );
+        }
+    }
+}
