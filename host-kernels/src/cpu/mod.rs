@@ -2,14 +2,19 @@
 //!
 //! - [`formats`]: block formats, to and from f32.
 //! - [`gemm`]: dot products and matrix products on rows of blocks.
+//! - `simd`, `math`: vectors of f32 at every level, and elementary functions of them.
 //! - `ops`: one file for each family of operators, from a node to steps.
 //! - `plan`, `pool`: a graph is a list of steps; threads enter once per graph and meet at a barrier
 //!   after each step.
 
+pub mod formats;
+pub mod gemm;
+mod math;
 mod memory;
 mod ops;
 mod plan;
 mod pool;
+mod simd;
 mod view;
 
 use std::sync::Arc;
