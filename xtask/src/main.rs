@@ -1,2 +1,81 @@
-//! Developer commands.
-fn main() {}
+//! Developer commands: `cargo xtask setup | build | demo | test`.
+//!
+//! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and shows
+//! what it is doing. See [`cache`] for where that is.
+
+mod blocks;
+mod cache;
+mod compare;
+mod demo;
+mod dist;
+mod elf;
+mod executor;
+mod gguf;
+mod host;
+mod llama;
+mod model;
+mod node;
+mod packages;
+mod process;
+mod progress;
+mod sched;
+mod scratch;
+mod stats;
+mod workspace;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser;
+
+use cache::Cache;
+use progress::heading;
+
+/// Builds ggml-vgpu and tries it in real host programs.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask")]
+enum Arguments {
+    /// Fetch and build everything the other commands need
+    Setup,
+    /// Build libggml-vgpu.so and vgpu into target/dist
+    Build,
+    /// Generate text in a real host through the plugin, and compare with its CPU
+    Demo(demo::Options),
+}
+
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("\nerror: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> Result<()> {
+    let cache = Cache::open()?;
+    match arguments {
+        Arguments::Setup => setup(&cache),
+        Arguments::Build => {
+            let built = dist::build(&cache)?;
+            println!("{}\n{}", built.plugin.display(), built.vgpu.display());
+            Ok(())
+        }
+        Arguments::Demo(options) => demo::run(&cache, options),
+    }
+}
+
+fn setup(cache: &Cache) -> Result<()> {
+    heading("setup");
+    packages::libclang(cache)?;
+    node::Node::ensure(cache)?;
+    let vocabulary = llama::source(cache)?.join(demo::VOCABULARY);
+    llama::newest_source(cache)?;
+    for weights in [model::Weights::F16, model::Weights::Q4KM] {
+        model::ensure(cache, &model::DEMO, weights, &vocabulary, demo::SEED)?;
+    }
+    let built = llama::build(cache, llama::Stage::Tools)?;
+    println!("{}", built.display());
+    Ok(())
+}

@@ -1,0 +1,208 @@
+//! `cargo xtask demo`: a real host generates text on `VGPU0`, then on its own CPU.
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::cache::Cache;
+use crate::compare::{self, Comparison};
+use crate::dist;
+use crate::executor::Executor;
+use crate::host::{self, Backend, Generation, Task};
+use crate::llama;
+use crate::model::{self, Weights};
+use crate::node::Node;
+use crate::progress::{Step, heading};
+use crate::sched;
+use crate::scratch::Scratch;
+use crate::stats::{Stats, Traffic, median};
+use crate::workspace;
+
+/// The vocabulary-only file whose tokenizer the models get.
+pub(crate) const VOCABULARY: &str = "models/ggml-vocab-llama-spm.gguf";
+/// Any number; the same one gives the same model, and the same text.
+pub(crate) const SEED: u64 = 1;
+
+/// Options of the demo.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Run the executor inside the host's process, with no `vgpu serve`
+    #[arg(long)]
+    inproc: bool,
+    /// How the model's weights are stored
+    #[arg(long = "type", value_enum, default_value = "f16")]
+    weights: Weights,
+    /// Tokens to generate
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..=1024))]
+    tokens: u32,
+    /// What the text starts with
+    #[arg(
+        long,
+        default_value = "A virtual machine asks its host for a graphics processor, and"
+    )]
+    prompt: String,
+    /// Threads of the executor, and of ggml's CPU backend [default: one per core]
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+/// Runs the demo; an error if the plugin was not used or does not compute what the CPU computes.
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
+    heading("what is needed");
+    let node = Node::ensure(cache)?;
+    let vocabulary = llama::source(cache)?.join(VOCABULARY);
+    let dist = dist::build(cache)?;
+    let model = model::ensure(cache, &model::DEMO, options.weights, &vocabulary, SEED)?;
+
+    let dir = workspace::root().join("target/demo");
+    std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    let threads = options.threads.unwrap_or_else(workspace::cores);
+    let tokens = options.tokens as usize;
+    let task = Task {
+        model,
+        prompt: options.prompt.clone(),
+        tokens,
+        threads,
+    };
+
+    heading("the model on VGPU0");
+    let scratch = Scratch::new()?;
+    let executor = if options.inproc {
+        None
+    } else {
+        let step = Step::new("starting vgpu serve");
+        let socket = scratch.path().join("vgpu.sock");
+        let executor = Executor::start(&dist, &socket, threads, &dir.join("vgpu-serve.log"))?;
+        step.done(&executor.endpoint());
+        Some(executor)
+    };
+    let endpoint = executor
+        .as_ref()
+        .map_or_else(|| "inproc".to_owned(), Executor::endpoint);
+    let backend = Backend::Plugin {
+        dist: &dist,
+        endpoint: &endpoint,
+    };
+    let step = Step::new(&format!("generating {tokens} tokens in node-llama-cpp"));
+    let vgpu = host::generate(&node, &task, &backend, &step, &dir)?;
+    step.done(&speed(&vgpu));
+    if let Some(executor) = executor {
+        executor.stop().context("stopping the executor")?;
+    }
+
+    heading("the same on ggml's CPU backend");
+    let step = Step::new(&format!("generating {tokens} tokens in node-llama-cpp"));
+    let cpu = host::generate(&node, &task, &Backend::Cpu, &step, &dir)?;
+    step.done(&speed(&cpu));
+
+    println!("\n{}{}\n", task.prompt, vgpu.text);
+    let used = report_use(&vgpu, tokens);
+    println!();
+    println!(
+        "{:<44} {:>12.1}",
+        "tokens per second on VGPU0",
+        vgpu.speed()
+    );
+    println!(
+        "{:<44} {:>12.1}",
+        "tokens per second on ggml's CPU backend",
+        cpu.speed()
+    );
+    let comparison = compare::compare(&cpu.choices, &vgpu.choices);
+    let verdict = report_comparison(&comparison, compare::tolerance(options.weights));
+    eprintln!("\nlogs and raw figures: {}", dir.display());
+    used.and(verdict)
+}
+
+/// Prints where the nodes ran and what crossed the boundary; an error if VGPU0 was not used fully.
+fn report_use(vgpu: &Generation, tokens: usize) -> Result<()> {
+    let nodes = sched::last_graph(&vgpu.log);
+    let counts = sched::count_by_device(&nodes);
+    let on = |device| counts.get(device).copied().unwrap_or(0);
+    println!("{:<44} {:>12}", "graph nodes on VGPU0", on("VGPU0"));
+    println!(
+        "{:<44} {:>12}",
+        "graph nodes on ggml's CPU backend",
+        on("CPU")
+    );
+    for node in nodes.iter().filter(|node| node.device == "CPU") {
+        println!("    {} {}", node.op, node.name);
+    }
+
+    let stats = Stats::read(&vgpu.stats)?;
+    // The host generates twice, for speed and for the probabilities: the last submissions are the
+    // decode steps of the second time.
+    let decode = stats.last(tokens - 1);
+    let row = |label: &str, figure: fn(&Traffic) -> u64| {
+        println!("{label:<44} {:>12}", median(decode, figure));
+    };
+    row("bytes to the executor per token", |t| t.bytes_to_host);
+    row("bytes from the executor per token", |t| t.bytes_from_host);
+    row("messages per token", |t| t.messages);
+    row("blocking round trips per token", |t| t.round_trips);
+    println!("{:<44} {:>12}", "graphs submitted in all", stats.graphs);
+    println!(
+        "{:<44} {:>12}",
+        "of these sent whole, not as a patch", stats.full_graphs
+    );
+
+    ensure!(
+        on("VGPU0") > 0,
+        "no node ran on VGPU0: the host did not use the plugin"
+    );
+    ensure!(
+        stats.device == "VGPU0",
+        "the statistics are those of {}",
+        stats.device
+    );
+    ensure!(
+        stats.graphs >= 2 * tokens as u64,
+        "{} graphs reached the plugin for two generations of {tokens} tokens",
+        stats.graphs
+    );
+    let strays = sched::strays(&nodes);
+    ensure!(
+        strays.is_empty(),
+        "{} nodes ran on the CPU, first {:?}",
+        strays.len(),
+        strays[0]
+    );
+    Ok(())
+}
+
+/// Prints how the two sides agree; an error if they do not.
+fn report_comparison(comparison: &Comparison, tolerance: f64) -> Result<()> {
+    let difference = comparison.largest_difference;
+    println!("{:<44} {difference:>12.4}", "largest difference of a logit");
+    if difference > tolerance {
+        bail!("a logit differs by {difference:.4}; rounding explains at most {tolerance}");
+    }
+    match comparison.parting {
+        None => {
+            println!("{:<44} {:>12}", "equal tokens", comparison.tokens);
+            Ok(())
+        }
+        // Both sides found both tokens equally good: neither is wrong.
+        Some(parting)
+            if parting
+                .margin
+                .is_some_and(|margin| margin <= 2.0 * tolerance) =>
+        {
+            let margin = parting.margin.unwrap_or_default();
+            println!("{:<44} {:>12}", "equal tokens until a tie", parting.at);
+            println!("    there the two best tokens are {margin:.4} apart on the CPU");
+            Ok(())
+        }
+        Some(parting) => bail!(
+            "token {} differs, and it was no tie: the CPU preferred its own by {:?}",
+            parting.at,
+            parting.margin
+        ),
+    }
+}
+
+fn speed(generation: &Generation) -> String {
+    format!(
+        "loaded in {:.1} s, {:.1} tokens/s",
+        generation.load,
+        generation.speed()
+    )
+}

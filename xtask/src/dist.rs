@@ -1,0 +1,147 @@
+//! The release build: the two files a user needs.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+use serde_json::Value;
+
+use crate::cache::Cache;
+use crate::elf::Library;
+use crate::packages;
+use crate::process;
+use crate::progress::Step;
+use crate::workspace;
+
+/// The plugin's file: the name hosts look for, in the folder they look in.
+const PLUGIN: &str = "libggml-vgpu.so";
+/// The host's command.
+const COMMAND: &str = "vgpu";
+
+/// What [`build`] made.
+#[derive(Clone, Debug)]
+pub(crate) struct Dist {
+    pub(crate) plugin: PathBuf,
+    pub(crate) vgpu: PathBuf,
+}
+
+/// Builds the plugin and `vgpu` into `target/dist`.
+pub(crate) fn build(cache: &Cache) -> Result<Dist> {
+    let environment = packages::libclang(cache)?;
+    let dist = workspace::dist();
+    std::fs::create_dir_all(&dist).with_context(|| format!("creating {}", dist.display()))?;
+
+    let step = Step::new("building libggml-vgpu.so and vgpu");
+    let mut cargo = workspace::cargo();
+    cargo
+        .args([
+            "build",
+            "--release",
+            "--message-format=json-render-diagnostics",
+        ])
+        .args(["--package", "ggml-vgpu", "--package", "vgpu-executor"])
+        .envs(environment);
+    let log = cache.log("cargo-build");
+    let (mut library, mut command) = (None, None);
+    let status = process::run_lines(&mut cargo, &log, |line| {
+        // Cargo writes one JSON object per line to stdout, and what it does to stderr.
+        if !line.starts_with('{') {
+            step.note(line);
+        } else if let Ok(message) = serde_json::from_str::<Value>(line) {
+            library = artifact(&message, "cdylib", "ggml_vgpu").or(library.take());
+            command = artifact(&message, "bin", COMMAND).or(command.take());
+        }
+    })?;
+    anyhow::ensure!(
+        status.success(),
+        "cargo ended with {status}\n{}",
+        readable_tail(&log)
+    );
+
+    let plugin = place(
+        &library.context("cargo built no plugin")?,
+        &dist.join(PLUGIN),
+    )?;
+    let vgpu = place(
+        &command.context("cargo built no vgpu")?,
+        &dist.join(COMMAND),
+    )?;
+    Library::read(&plugin)?
+        .check_plugin()
+        .with_context(|| format!("{} is not as a host needs it", plugin.display()))?;
+    step.done(&format!("{} KiB and {} KiB", kib(&plugin), kib(&vgpu)));
+    Ok(Dist { plugin, vgpu })
+}
+
+/// The file of an artifact message for the target `name` of kind `kind`.
+fn artifact(message: &Value, kind: &str, name: &str) -> Option<PathBuf> {
+    let target = message.get("target")?;
+    let kinds = target.get("kind")?.as_array()?;
+    if message.get("reason")? != "compiler-artifact"
+        || target.get("name")? != name
+        || !kinds.iter().any(|k| k == kind)
+    {
+        return None;
+    }
+    let files = message
+        .get("filenames")?
+        .as_array()?
+        .iter()
+        .filter_map(Value::as_str);
+    files
+        .map(PathBuf::from)
+        .find(|file| kind == "bin" || file.extension() == Some("so".as_ref()))
+}
+
+/// Copies a built file, without what only a debugger reads. A program that runs the old one keeps it.
+fn place(built: &Path, target: &Path) -> Result<PathBuf> {
+    let fresh = target.with_extension("fresh");
+    let mut strip = Command::new("strip");
+    process::output(strip.arg("--strip-all").arg("-o").arg(&fresh).arg(built))?;
+    std::fs::rename(&fresh, target).with_context(|| format!("placing {}", target.display()))?;
+    Ok(target.to_owned())
+}
+
+fn kib(path: &Path) -> u64 {
+    path.metadata().map_or(0, |m| m.len() / 1024)
+}
+
+/// The end of a cargo log without its JSON.
+fn readable_tail(log: &Path) -> String {
+    let text = std::fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<_> = text.lines().filter(|line| !line.starts_with('{')).collect();
+    lines[lines.len().saturating_sub(60)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_right_artifact_is_taken() {
+        let message = |reason: &str, name: &str, kind: &str| {
+            json!({
+                "reason": reason,
+                "target": {"name": name, "kind": [kind, "rlib"]},
+                "filenames": ["/t/libggml_vgpu.rlib", "/t/libggml_vgpu.so"],
+            })
+        };
+        let found = |m: &Value| artifact(m, "cdylib", "ggml_vgpu");
+        let plugin = message("compiler-artifact", "ggml_vgpu", "cdylib");
+        assert_eq!(found(&plugin), Some("/t/libggml_vgpu.so".into()));
+        assert_eq!(
+            found(&message("compiler-artifact", "ggml_vgpu", "bin")),
+            None
+        );
+        assert_eq!(
+            found(&message("compiler-artifact", "other", "cdylib")),
+            None
+        );
+        assert_eq!(
+            found(&message("build-script-executed", "ggml_vgpu", "cdylib")),
+            None
+        );
+        assert_eq!(found(&json!({"reason": "build-finished"})), None);
+    }
+}

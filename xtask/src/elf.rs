@@ -1,0 +1,176 @@
+//! What a shared library says about itself to the dynamic linker.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use object::elf;
+use object::read::elf::{ElfFile64, Sym as _};
+
+/// The parts of a library's dynamic section a loader acts on.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Library {
+    pub(crate) soname: Option<String>,
+    pub(crate) needed: Vec<String>,
+    /// Names of the symbols others can bind to, sorted.
+    pub(crate) exports: Vec<String>,
+    /// Whether the symbol table for debuggers is still there.
+    pub(crate) has_symbol_table: bool,
+}
+
+impl Library {
+    pub(crate) fn read(path: &Path) -> Result<Library> {
+        let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+        Library::parse(&data).with_context(|| format!("reading {} as ELF", path.display()))
+    }
+
+    fn parse(data: &[u8]) -> Result<Library> {
+        let file = ElfFile64::<object::Endianness>::parse(data)?;
+        let endian = file.endian();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+
+        let dynamic = file.elf_dynamic_table()?;
+        ensure!(!dynamic.is_empty(), "it has no dynamic section");
+        let (mut soname, mut needed) = (None, Vec::new());
+        for entry in &dynamic {
+            match entry.tag {
+                elf::DT_SONAME => soname = Some(text(dynamic.string(entry)?)),
+                elf::DT_NEEDED => needed.push(text(dynamic.string(entry)?)),
+                _ => {}
+            }
+        }
+
+        let symbols = file.elf_dynamic_symbol_table();
+        let mut exports = Vec::new();
+        for symbol in symbols.iter() {
+            let visible = matches!(
+                symbol.st_visibility(),
+                elf::STV_DEFAULT | elf::STV_PROTECTED
+            );
+            // Absolute ones are the names of symbol versions.
+            let defined = !symbol.is_undefined(endian) && !symbol.is_absolute(endian);
+            if defined && !symbol.is_local() && visible {
+                exports.push(text(symbol.name(endian, symbols.strings())?));
+            }
+        }
+        exports.sort();
+        let has_symbol_table = !file.elf_symbol_table().is_empty();
+        Ok(Library {
+            soname,
+            needed,
+            exports,
+            has_symbol_table,
+        })
+    }
+
+    /// Checks that this is the plugin as a host expects it.
+    pub(crate) fn check_plugin(&self) -> Result<()> {
+        ensure!(
+            self.soname.as_deref() == Some("libggml-vgpu.so"),
+            "its SONAME is {:?}, not libggml-vgpu.so",
+            self.soname
+        );
+        ensure!(
+            self.exports == ["ggml_backend_init", "ggml_backend_score"],
+            "it exports {:?}, not exactly ggml_backend_init and ggml_backend_score",
+            self.exports
+        );
+        // The host's ggml is the one to use, whatever its file is called.
+        let ggml: Vec<_> = self
+            .needed
+            .iter()
+            .filter(|name| name.contains("ggml"))
+            .collect();
+        ensure!(
+            ggml.is_empty(),
+            "it needs {ggml:?}, which a host may not have under that name"
+        );
+        ensure!(!self.has_symbol_table, "it is not stripped");
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plugin() -> Library {
+        Library {
+            soname: Some("libggml-vgpu.so".into()),
+            needed: vec!["libc.so.6".into()],
+            exports: vec!["ggml_backend_init".into(), "ggml_backend_score".into()],
+            has_symbol_table: false,
+        }
+    }
+
+    #[test]
+    fn the_plugins_face_is_exact() {
+        plugin().check_plugin().unwrap();
+        let wrong = [
+            Library {
+                soname: Some("libggml_vgpu.so".into()),
+                ..plugin()
+            },
+            Library {
+                soname: None,
+                ..plugin()
+            },
+            Library {
+                needed: vec!["libggml-base.so.0".into()],
+                ..plugin()
+            },
+            Library {
+                exports: vec!["ggml_backend_init".into()],
+                ..plugin()
+            },
+            Library {
+                exports: [
+                    "ggml_backend_init",
+                    "ggml_backend_score",
+                    "rust_eh_personality",
+                ]
+                .map(String::from)
+                .into(),
+                ..plugin()
+            },
+            Library {
+                has_symbol_table: true,
+                ..plugin()
+            },
+        ];
+        for library in wrong {
+            assert!(library.check_plugin().is_err(), "accepted {library:?}");
+        }
+    }
+
+    #[test]
+    fn a_real_library_is_read() {
+        // The C library is mapped into this very process; its path is in the kernel's list.
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let libc = maps
+            .lines()
+            .filter_map(|line| line.split_whitespace().last())
+            .find(|path| path.contains("/libc.so") || path.contains("/libc-"))
+            .expect("the test program is linked to libc");
+        let library = Library::read(Path::new(libc)).unwrap();
+        assert_eq!(library.soname.as_deref(), Some("libc.so.6"));
+        assert!(
+            library
+                .needed
+                .iter()
+                .any(|name| name.starts_with("ld-linux")),
+            "{library:?}"
+        );
+        assert!(library.exports.iter().any(|name| name == "malloc"));
+        assert!(
+            !library
+                .exports
+                .iter()
+                .any(|name| name == "__libc_early_init_hidden")
+        );
+    }
+
+    #[test]
+    fn something_else_is_an_error() {
+        assert!(Library::parse(b"#!/bin/sh\n").is_err());
+    }
+}

