@@ -217,10 +217,17 @@ impl Graph {
 
     /// The image: what goes over the wire.
     pub fn encode(&self) -> Vec<u32> {
-        let mut out = Writer::default();
-        out.words.reserve(
-            6 + 2 * self.buffers.len() + TENSOR_WORDS * self.tensors.len() + 6 * self.nodes.len(),
-        );
+        let mut words = Vec::new();
+        self.encode_into(&mut words);
+        words
+    }
+
+    /// The image, in place of what `words` holds.
+    pub fn encode_into(&self, words: &mut Vec<u32>) {
+        words.clear();
+        let mut out = Writer { words: std::mem::take(words) };
+        out.words
+            .reserve(5 + 2 * self.buffers.len() + TENSOR_WORDS * self.tensors.len() + 6 * self.nodes.len());
         out.u32(MAGIC);
         out.u32(IR_VERSION);
         out.u32(self.buffers.len() as u32);
@@ -246,7 +253,7 @@ impl Graph {
             }
             node.op.put_params(&mut out);
         }
-        out.words
+        *words = out.words;
     }
 
     /// Reads an image. The result names only tensors and buffers that exist; shapes and extents are

@@ -1,0 +1,359 @@
+//! Buffers: memory on the host that ggml places tensors in.
+//!
+//! ggml wants an address. Ours are made up: they point at nothing, no two buffers share one, and each
+//! is a multiple of [`ALIGNMENT`]. They lie where no x86-64 or AArch64 process can have memory, so that a
+//! program that follows one faults at once.
+
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::BufferId;
+
+use crate::abi::{
+    GGML_STATUS_SUCCESS, ggml_backend_buffer_i, ggml_backend_buffer_t, ggml_backend_buffer_type_t,
+    ggml_status, ggml_tensor,
+};
+use crate::device::Device;
+use crate::ffi::{guard, object};
+use crate::session::{Session, SessionError};
+
+/// Every tensor starts at a multiple of this.
+pub(crate) const ALIGNMENT: usize = 256;
+
+/// The next made-up address. Bit 56 is set: user addresses end below it, with or without five-level
+/// page tables.
+static NEXT_BASE: AtomicU64 = AtomicU64::new(1 << 56);
+
+/// A buffer of a session.
+pub(crate) struct Buffer {
+    session: Arc<Session>,
+    id: BufferId,
+    base: usize,
+    size: usize,
+}
+
+impl Buffer {
+    /// A buffer of `size` bytes, in ggml's form. Null, with a log line, when the host has no room.
+    pub(crate) fn alloc(
+        device: &Device,
+        buft: ggml_backend_buffer_type_t,
+        size: usize,
+    ) -> ggml_backend_buffer_t {
+        let allocated = device.session().and_then(|session| {
+            let id = session.alloc(size as u64)?;
+            Ok((session, id))
+        });
+        let (session, id) = match allocated {
+            Ok(allocated) => allocated,
+            Err(error) => {
+                tracing::error!("{}: cannot allocate {size} bytes: {error}", device.name());
+                return ptr::null_mut();
+            }
+        };
+        let step = (size as u64)
+            .saturating_add(ALIGNMENT as u64)
+            .next_multiple_of(ALIGNMENT as u64);
+        let base = NEXT_BASE.fetch_add(step, Ordering::Relaxed) as usize;
+        let context = Box::into_raw(Box::new(Buffer {
+            session,
+            id,
+            base,
+            size,
+        }));
+        // SAFETY: the buffer type lives as long as the process, the context until `free_buffer`.
+        let buffer = unsafe { device.host().buffer(buft, CALLBACKS, context.cast(), size) };
+        if buffer.is_null() {
+            // SAFETY: nobody has taken the context, so it is still ours alone.
+            drop(unsafe { Box::from_raw(context) });
+        }
+        buffer
+    }
+
+    /// The buffer of a tensor, or of the tensor it is a view of; `None` when that is not one of ours.
+    ///
+    /// # Safety
+    ///
+    /// `tensor` must be a tensor of the host, with a buffer that is alive or none.
+    pub(crate) unsafe fn of_tensor<'a>(
+        device: &Device,
+        tensor: &'a ggml_tensor,
+    ) -> Option<&'a Buffer> {
+        // SAFETY: null or the tensor that this one is a view of.
+        let viewed = unsafe { tensor.view_src.as_ref() };
+        let buffer = if tensor.buffer.is_null() {
+            viewed?.buffer
+        } else {
+            tensor.buffer
+        };
+        // SAFETY: null or a live buffer object of the host (the caller's promise).
+        let buffer = unsafe { buffer.as_ref() }?;
+        if buffer.buft != device.buffer_type() {
+            return None;
+        }
+        // SAFETY: buffers of our type are made by `alloc` alone, with a `Buffer` as context.
+        unsafe { object(buffer.context.cast::<Buffer>()) }
+    }
+
+    /// The session it lives in.
+    pub(crate) fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// Its name there.
+    pub(crate) fn id(&self) -> BufferId {
+        self.id
+    }
+
+    /// The offset that a made-up address stands for.
+    pub(crate) fn offset_of(&self, address: usize) -> Option<u64> {
+        address
+            .checked_sub(self.base)
+            .filter(|&offset| offset <= self.size)
+            .map(|offset| offset as u64)
+    }
+
+    /// Where byte `offset` of a tensor lies.
+    fn place(&self, tensor: &ggml_tensor, offset: usize) -> Result<u64, SessionError> {
+        self.offset_of(tensor.data as usize)
+            .and_then(|start| start.checked_add(offset as u64))
+            .ok_or_else(|| {
+                SessionError::Refused(format!(
+                    "address {:p} is not in buffer {}",
+                    tensor.data, self.id.0
+                ))
+            })
+    }
+
+    /// Writes a part of a tensor.
+    pub(crate) fn set(&self, tensor: &ggml_tensor, offset: usize, data: Bytes<'_>) {
+        let done = self
+            .place(tensor, offset)
+            .and_then(|at| self.session.write(self.id, at, data));
+        self.log("write to", done);
+    }
+
+    /// Reads a part of a tensor.
+    ///
+    /// ggml has no way to hear that this failed. The bytes are then set so that nobody takes them for a
+    /// result: not-a-number where the tensor holds floating-point numbers, 0 elsewhere, which is in range
+    /// as an index. The next graph computation fails.
+    pub(crate) fn get(
+        &self,
+        device: &Device,
+        tensor: &ggml_tensor,
+        offset: usize,
+        mut out: BytesMut<'_>,
+    ) {
+        let read = self
+            .place(tensor, offset)
+            .and_then(|at| self.session.read(self.id, at, out.reborrow()));
+        if read.is_err() {
+            // SAFETY: a tensor that the host has handed us.
+            let shape = unsafe { device.translator().shape(tensor) };
+            let poison = if shape.is_some_and(|shape| is_float(shape.ty)) {
+                0xff
+            } else {
+                0
+            };
+            // SAFETY: BytesMut vouches for its bytes.
+            unsafe { out.as_mut_ptr().write_bytes(poison, out.len()) };
+        }
+        self.log("read from", read);
+    }
+
+    fn log(&self, what: &str, done: Result<(), SessionError>) {
+        match done {
+            // Said once, when it was lost.
+            Ok(()) | Err(SessionError::Lost(_)) => {}
+            Err(error) => tracing::error!("cannot {what} buffer {}: {error}", self.id.0),
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let freed = self.session.free(self.id);
+        self.log("free", freed);
+    }
+}
+
+/// Types in which all bits set is not a number.
+fn is_float(ty: vgpu_transport::ir::Type) -> bool {
+    use vgpu_transport::ir::Type;
+    matches!(ty, Type::F32 | Type::F16 | Type::Bf16 | Type::F64)
+}
+
+const CALLBACKS: ggml_backend_buffer_i = ggml_backend_buffer_i {
+    free_buffer: Some(free_buffer),
+    get_base: Some(get_base),
+    init_tensor: Some(init_tensor),
+    memset_tensor: Some(memset_tensor),
+    set_tensor: Some(set_tensor),
+    get_tensor: Some(get_tensor),
+    set_tensor_2d: None, // ggml falls back to one call for each piece
+    get_tensor_2d: None,
+    cpy_tensor: Some(cpy_tensor),
+    clear: Some(clear),
+    reset: None, // nothing is attached to tensors
+};
+
+/// The context of a buffer object, with its device.
+///
+/// # Safety
+///
+/// `buffer` must be a buffer object that [`Buffer::alloc`] has made and ggml has not freed.
+unsafe fn context<'a>(buffer: ggml_backend_buffer_t) -> Option<(&'a Buffer, &'static Device)> {
+    // SAFETY: the caller's promise; the context was set by `alloc`, and the type of the buffer is the
+    // device's, which lives for ever.
+    unsafe {
+        let abi = object(buffer.cast_const())?;
+        Some((
+            object(abi.context.cast::<Buffer>().cast_const())?,
+            Device::of_buffer_type(abi.buft)?,
+        ))
+    }
+}
+
+/// Called once, as the last call for this buffer; ggml deletes the object itself.
+unsafe extern "C" fn free_buffer(buffer: ggml_backend_buffer_t) {
+    guard("free_buffer", (), || {
+        // SAFETY: ggml hands back the object made in `alloc`; its context is a box that nobody uses after
+        // this call.
+        unsafe {
+            if let Some(abi) = buffer.as_mut() {
+                let context = std::mem::replace(&mut abi.context, ptr::null_mut()).cast::<Buffer>();
+                if !context.is_null() {
+                    drop(Box::from_raw(context));
+                }
+            }
+        }
+    });
+}
+
+/// The address tensors are placed from. ggml computes with it and never follows it.
+unsafe extern "C" fn get_base(buffer: ggml_backend_buffer_t) -> *mut c_void {
+    guard("get_base", ptr::null_mut(), || {
+        // SAFETY: ggml hands back a live buffer of ours.
+        let context = unsafe { context(buffer) };
+        context.map_or(ptr::null_mut(), |(buffer, _)| {
+            ptr::without_provenance_mut(buffer.base)
+        })
+    })
+}
+
+/// Nothing is attached to a tensor, so nothing can fail.
+unsafe extern "C" fn init_tensor(_: ggml_backend_buffer_t, _: *mut ggml_tensor) -> ggml_status {
+    GGML_STATUS_SUCCESS
+}
+
+/// Fills part of a tensor. A failure is logged; the next graph computation reports it.
+unsafe extern "C" fn memset_tensor(
+    buffer: ggml_backend_buffer_t,
+    tensor: *mut ggml_tensor,
+    value: u8,
+    offset: usize,
+    size: usize,
+) {
+    guard("memset_tensor", (), || {
+        // SAFETY: ggml hands back a live buffer of ours, and a tensor placed in it.
+        if let (Some((buffer, _)), Some(tensor)) = unsafe { (context(buffer), object(tensor)) } {
+            let filled = buffer
+                .place(tensor, offset)
+                .and_then(|at| buffer.session.fill(buffer.id, at, size as u64, value));
+            buffer.log("fill", filled);
+        }
+    });
+}
+
+/// Writes part of a tensor; `data` is free again on return.
+unsafe extern "C" fn set_tensor(
+    buffer: ggml_backend_buffer_t,
+    tensor: *mut ggml_tensor,
+    data: *const c_void,
+    offset: usize,
+    size: usize,
+) {
+    guard("set_tensor", (), || {
+        // SAFETY: ggml hands back a live buffer of ours, a tensor placed in it, and `size` readable bytes.
+        unsafe {
+            if let (Some((buffer, _)), Some(tensor)) = (context(buffer), object(tensor)) {
+                buffer.set(tensor, offset, Bytes::from_raw(data.cast(), size));
+            }
+        }
+    });
+}
+
+/// Reads part of a tensor, after everything that was asked for before.
+unsafe extern "C" fn get_tensor(
+    buffer: ggml_backend_buffer_t,
+    tensor: *const ggml_tensor,
+    data: *mut c_void,
+    offset: usize,
+    size: usize,
+) {
+    guard("get_tensor", (), || {
+        // SAFETY: ggml hands back a live buffer of ours, a tensor placed in it, and `size` writable bytes.
+        unsafe {
+            if let (Some((buffer, device)), Some(tensor)) = (context(buffer), object(tensor)) {
+                buffer.get(
+                    device,
+                    tensor,
+                    offset,
+                    BytesMut::from_raw(data.cast(), size),
+                );
+            }
+        }
+    });
+}
+
+/// Copies a tensor into this buffer on the host, if the source is in the same session; otherwise ggml
+/// takes the bytes through its own memory.
+unsafe extern "C" fn cpy_tensor(
+    buffer: ggml_backend_buffer_t,
+    src: *const ggml_tensor,
+    dst: *mut ggml_tensor,
+) -> bool {
+    guard("cpy_tensor", false, || {
+        // SAFETY: ggml hands back a live buffer of ours, and two tensors of its own with live buffers.
+        unsafe {
+            let (Some((to, device)), Some(src), Some(dst)) =
+                (context(buffer), object(src), object(dst))
+            else {
+                return false;
+            };
+            let Some(from) = Buffer::of_tensor(device, src) else {
+                return false;
+            };
+            if !Arc::ptr_eq(&from.session, &to.session) {
+                return false;
+            }
+            let len = device
+                .translator()
+                .shape(src)
+                .and_then(|shape| shape.extent());
+            let (Some(len), Ok(from_at), Ok(to_at)) = (len, from.place(src, 0), to.place(dst, 0))
+            else {
+                return false;
+            };
+            to.session
+                .copy((to.id, to_at), (from.id, from_at), len)
+                .is_ok()
+        }
+    })
+}
+
+/// Fills the whole buffer.
+unsafe extern "C" fn clear(buffer: ggml_backend_buffer_t, value: u8) {
+    guard("clear", (), || {
+        // SAFETY: ggml hands back a live buffer of ours.
+        if let Some((buffer, _)) = unsafe { context(buffer) } {
+            buffer.log(
+                "clear",
+                buffer.session.fill(buffer.id, 0, buffer.size as u64, value),
+            );
+        }
+    });
+}
