@@ -11,6 +11,7 @@ pub mod formats;
 pub mod gemm;
 mod math;
 mod memory;
+mod mix;
 mod ops;
 mod plan;
 mod pool;

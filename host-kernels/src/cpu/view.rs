@@ -1,5 +1,7 @@
 //! A tensor as kernels see it: a pointer, extents and strides.
 
+use std::ops::Range;
+
 use vgpu_transport::ir::{Shape, Type};
 
 /// A tensor in memory.
@@ -69,6 +71,35 @@ impl View {
     /// Whether all elements are adjacent in order.
     pub(crate) fn contiguous(&self) -> bool {
         self.shape().is_contiguous()
+    }
+
+    /// The addresses from the first byte of the tensor to one past its last.
+    pub(crate) fn span(&self) -> Range<usize> {
+        let start = self.ptr.addr();
+        let extent = self.shape().extent().unwrap_or(0) as usize; // validated: there is one
+        start..start + extent
+    }
+
+    /// Whether the two may share memory.
+    pub(crate) fn overlaps(&self, other: &View) -> bool {
+        let (a, b) = (self.span(), other.span());
+        a.start < b.end && b.start < a.end
+    }
+
+    /// Whether no two rows can share memory: each dimension's stride reaches over all of the smaller
+    /// ones. (Rows interleaved in other ways count as shared.)
+    pub(crate) fn distinct_rows(&self) -> bool {
+        let mut outer: Vec<(usize, usize)> = (1..4)
+            .filter(|&d| self.ne[d] != 1)
+            .map(|d| (self.nb[d], self.ne[d]))
+            .collect();
+        outer.sort_unstable();
+        let mut reach = self.shape().row_bytes() as usize;
+        outer.into_iter().all(|(stride, extent)| {
+            let fits = stride >= reach;
+            reach = stride.saturating_mul(extent);
+            fits
+        })
     }
 
     fn shape(&self) -> Shape {

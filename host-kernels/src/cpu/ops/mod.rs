@@ -3,6 +3,9 @@
 //! A family's file has `rules()`, the type combinations it runs, and `compile()`, which turns a node
 //! into kernels. What shapes a node can have by then is written in the IR's `check` module.
 
+mod gather;
+mod matmul;
+
 use vgpu_transport::ir::{Op, Rule};
 
 use super::plan::{Compiled, Operands};
@@ -10,13 +13,18 @@ use crate::engine::EngineError;
 
 /// Everything the engine runs.
 pub(super) fn rules() -> Vec<Rule> {
-    Vec::new()
+    [matmul::rules()].concat()
 }
 
 /// Turns a node into kernels.
-pub(super) fn compile(op: &Op, _operands: &Operands<'_>) -> Result<Compiled, EngineError> {
-    Err(EngineError::Unsupported {
-        op: op.kind().ggml_name(),
-        why: "the engine has no kernel for it".into(),
-    })
+pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    match op {
+        Op::MulMat { .. } => matmul::mul_mat(operands),
+        Op::MulMatId { .. } => matmul::mul_mat_id(operands),
+        Op::OutProd {} => matmul::out_prod(operands),
+        _ => Err(EngineError::Unsupported {
+            op: op.kind().ggml_name(),
+            why: "the engine has no kernel for it".into(),
+        }),
+    }
 }
