@@ -4,6 +4,13 @@
 //! both ways. What the messages mean is not its business ([`wire`](crate::wire)); that they arrive whole, that waiting
 //! is cheap and ends when the peer dies, is.
 
+mod credentials;
+pub mod endpoint;
+pub mod unix;
+pub mod window;
+
+pub use endpoint::{Endpoint, EndpointError};
+
 use std::time::Duration;
 
 use crate::bytes::{Bytes, BytesMut};

@@ -1,0 +1,266 @@
+//! The mapping of a window, and the only way to touch it.
+//!
+//! The peer can change any byte at any time, so there is never a reference into a window:
+//!
+//! - words and messages are read and written as whole atomic words, so a value that was checked is the value
+//!   that is used: the compiler cannot read it a second time;
+//! - payloads are copied by pointer through [`Bytes`] and [`BytesMut`] and mean nothing to the code that
+//!   copies them.
+//!
+//! Only plain loads, plain stores and fences are used, nothing that locks the bus: the window may be
+//! device memory, where a locked instruction is an error or does not work across the PCI bus.
+//!
+//! With [`bytes`](crate::bytes), this is the only module of the crate with unsafe code (and one call that
+//! asks the kernel who a peer is).
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::bytes::{Bytes, BytesMut};
+
+/// Shared memory, as the rings see it. Offsets are in bytes from the window's beginning.
+///
+/// A trait, so that the rings can be run against memory that checks every interleaving.
+pub trait Memory {
+    /// Loads a word (acquire).
+    fn load(&self, offset: usize) -> u64;
+
+    /// Stores a word (release).
+    fn store(&self, offset: usize, value: u64);
+
+    /// Copies bytes out, each read once. `offset` is a multiple of 8.
+    fn read(&self, offset: usize, out: &mut [u8]);
+
+    /// Copies bytes in, filling up with zeroes to a multiple of 8. `offset` is a multiple of 8.
+    fn write(&self, offset: usize, data: &[u8]);
+
+    /// Makes everything written so far, by whatever kind of store, visible before any later
+    /// [`store`](Memory::store).
+    fn drain_writes(&self);
+
+    /// Orders every earlier access before every later one, for all who do the same (sequentially consistent).
+    fn full_fence(&self);
+}
+
+/// The seals of a window's memfd: nobody can shrink it under a mapping, which would kill the reader.
+const SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
+
+/// Why there is no mapping.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum MapError {
+    #[error("{what}: {error}")]
+    System { what: &'static str, error: Errno },
+    #[error("the window's file is not sealed against resizing (seals {seals:#x})")]
+    NotSealed { seals: u32 },
+    #[error("the window's file has {found} bytes, not the {said} that were announced")]
+    OtherSize { found: u64, said: u64 },
+}
+
+impl MapError {
+    fn system(what: &'static str) -> impl FnOnce(Errno) -> MapError {
+        move |error| MapError::System { what, error }
+    }
+}
+
+/// Mapped shared memory. Unmapped when dropped.
+#[derive(Debug)]
+pub struct Window {
+    base: NonNull<u8>,
+    size: usize,
+}
+
+// SAFETY: a Window owns a mapping, which belongs to the process and not to a thread.
+unsafe impl Send for Window {}
+// SAFETY: the mapping is only accessed by atomic words and by raw copies, both of which other
+// processes do concurrently anyway; no method hands out a reference into it.
+unsafe impl Sync for Window {}
+
+impl Window {
+    /// Zeroed memory of this process, for both ends of a link inside it.
+    pub fn anonymous(size: usize) -> Result<Window, MapError> {
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: no address is given, so the kernel picks one where nothing is mapped.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                size,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            )
+        };
+        Window::from_mapping(base, size)
+    }
+
+    /// Maps a file that [`sealed_file`] made: the host's side.
+    pub fn map(file: BorrowedFd<'_>, size: usize) -> Result<Window, MapError> {
+        // SAFETY: no address is given, so the kernel picks one where nothing is mapped. The file is sealed
+        // (by us, or checked in `map_foreign`), so it stays as long as the mapping and no access faults.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                size,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                file,
+                0,
+            )
+        };
+        Window::from_mapping(base, size)
+    }
+
+    /// Maps a file that the peer sent and says has `said` bytes: the guest's side. Trusts neither.
+    pub fn map_foreign(file: BorrowedFd<'_>, said: u64) -> Result<Window, MapError> {
+        let seals = rustix::fs::fcntl_get_seals(file)
+            .map_err(MapError::system("asking for the window's seals"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(MapError::NotSealed {
+                seals: seals.bits(),
+            });
+        }
+        // Looked at after the seals: from there on it cannot shrink.
+        let found = rustix::fs::fstat(file)
+            .map_err(MapError::system("asking for the window's size"))?
+            .st_size as u64;
+        match usize::try_from(said) {
+            Ok(size) if found == said && size > 0 => Window::map(file, size),
+            _ => Err(MapError::OtherSize { found, said }),
+        }
+    }
+
+    fn from_mapping(
+        base: Result<*mut std::ffi::c_void, Errno>,
+        size: usize,
+    ) -> Result<Window, MapError> {
+        let base = base.map_err(MapError::system("mapping the window"))?;
+        let base = NonNull::new(base.cast()).ok_or(MapError::System {
+            what: "mapping the window",
+            error: Errno::FAULT,
+        })?;
+        Ok(Window { base, size })
+    }
+
+    /// Bytes mapped.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// A part of the window, to copy a payload from.
+    ///
+    /// # Panics
+    ///
+    /// If the range does not lie in the window. Ranges named by a peer are checked before they come here.
+    pub fn bytes(&self, range: Range<usize>) -> Bytes<'_> {
+        let ptr = self.at(range.start, range.len());
+        // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as `self`.
+        unsafe { Bytes::from_raw(ptr, range.len()) }
+    }
+
+    /// A part of the window, to copy a payload to.
+    ///
+    /// # Panics
+    ///
+    /// If the range does not lie in the window.
+    pub fn bytes_mut(&self, range: Range<usize>) -> BytesMut<'_> {
+        let ptr = self.at(range.start, range.len());
+        // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as `self`. There
+        // is no Rust reference to any of it.
+        unsafe { BytesMut::from_raw(ptr, range.len()) }
+    }
+
+    fn at(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(
+            offset <= self.size && len <= self.size - offset,
+            "{len} bytes at {offset} are outside a window of {} bytes",
+            self.size
+        );
+        // SAFETY: the offset has just been checked to lie in the mapping (or at its end).
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    fn words(&self, offset: usize, count: usize) -> impl Iterator<Item = &AtomicU64> {
+        assert!(offset.is_multiple_of(8), "word at {offset}");
+        let first = self.at(offset, count * 8).cast::<AtomicU64>();
+        // SAFETY: `at` has checked that `count` words lie in the mapping, which is page-aligned, so each word is
+        // aligned. An AtomicU64 may be changed by others at any time, and whoever accesses words of the
+        // window, here or in another process, does so by such atomics.
+        (0..count).map(move |i| unsafe { &*first.add(i) })
+    }
+
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8), "word at {offset}");
+        let word = self.at(offset, 8).cast::<AtomicU64>();
+        // SAFETY: as in `words`.
+        unsafe { &*word }
+    }
+}
+
+impl Memory for Window {
+    fn load(&self, offset: usize) -> u64 {
+        u64::from_le(self.word(offset).load(Ordering::Acquire))
+    }
+
+    fn store(&self, offset: usize, value: u64) {
+        self.word(offset).store(value.to_le(), Ordering::Release);
+    }
+
+    fn read(&self, offset: usize, out: &mut [u8]) {
+        let words = self.words(offset, out.len().div_ceil(8));
+        for (word, out) in words.zip(out.chunks_mut(8)) {
+            let value = word.load(Ordering::Relaxed).to_ne_bytes();
+            out.copy_from_slice(&value[..out.len()]);
+        }
+    }
+
+    fn write(&self, offset: usize, data: &[u8]) {
+        let words = self.words(offset, data.len().div_ceil(8));
+        for (word, data) in words.zip(data.chunks(8)) {
+            let mut value = [0; 8];
+            value[..data.len()].copy_from_slice(data);
+            word.store(u64::from_ne_bytes(value), Ordering::Relaxed);
+        }
+    }
+
+    fn drain_writes(&self) {
+        // On x86 a release store does not wait for write-combined or non-temporal stores; this does.
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: sfence belongs to SSE, which every x86-64 processor has.
+        unsafe {
+            std::arch::x86_64::_mm_sfence();
+        }
+        fence(Ordering::Release);
+    }
+
+    fn full_fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `size` are what mmap gave and took; nothing borrowed from the window outlives
+        // it, by the lifetimes of what it hands out.
+        // A failure would leave the memory mapped, which harms nobody.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.size) };
+    }
+}
+
+/// Makes the file behind a window: all zero, of `size` bytes for ever.
+pub fn sealed_file(size: usize) -> Result<OwnedFd, MapError> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("vgpu-window", flags)
+        .map_err(MapError::system("making the window's file"))?;
+    rustix::fs::ftruncate(&file, size as u64)
+        .map_err(MapError::system("sizing the window's file"))?;
+    rustix::fs::fcntl_add_seals(file.as_fd(), SEALS)
+        .map_err(MapError::system("sealing the window's file"))?;
+    Ok(file)
+}

@@ -1,0 +1,299 @@
+//! What every link promises, tried on each of them.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
+use vgpu_transport::link::window::{WindowGuest, WindowHost, inproc_pair};
+use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
+use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
+
+const WAIT: Duration = Duration::from_secs(20);
+
+/// A directory for sockets that goes away.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new(name: &str) -> Dir {
+        let path = std::env::temp_dir().join(format!("vgpu-{}-{name}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        Dir(path)
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+fn unix_pair(name: &str) -> (WindowGuest, WindowHost) {
+    let dir = Dir::new(name);
+    let path = dir.0.join("s");
+    let listener = Listener::bind(&path, ListenOptions::default()).unwrap();
+    let guest = thread::spawn(move || connect(&path, WAIT).unwrap());
+    let arrival = listener.accept(WAIT).unwrap().unwrap();
+    assert_eq!(arrival.peer().pid, std::process::id() as i32);
+    let host = arrival.handshake().unwrap();
+    (guest.join().unwrap(), host)
+}
+
+/// Runs a test body on each kind of link.
+macro_rules! on_each_link {
+    ($($name:ident)*) => {
+        mod inproc { $(#[test] fn $name() { super::$name(super::inproc_pair().unwrap()); })* }
+        mod unix { $(#[test] fn $name() { super::$name(super::unix_pair(stringify!($name))); })* }
+    };
+}
+
+on_each_link! {
+    messages_cross_both_ways
+    a_flood_arrives_whole
+    replies_do_not_block_a_guest_that_floods
+    the_last_words_of_a_host_arrive
+    a_guest_that_leaves_is_noticed
+    limits_are_kept
+    payloads_in_place
+}
+
+/// Bytes that tell where they are from.
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64)
+        .map(|i| (seed.wrapping_mul(0x9e37_79b9).wrapping_add(i * 7) >> 3) as u8)
+        .collect()
+}
+
+/// A host that answers each request with its message and payload turned round.
+fn mirror(mut host: WindowHost) -> thread::JoinHandle<Result<(), LinkError>> {
+    thread::spawn(move || {
+        let mut message = Vec::new();
+        loop {
+            message.clear();
+            let Some(incoming) = host.receive(&mut message, WAIT)? else {
+                continue;
+            };
+            let mut payload = vec![0; incoming.payload_len];
+            host.payload().copy_to(&mut payload);
+            message.reverse();
+            payload.reverse();
+            host.send(&message, payload.len(), &mut |mut room: BytesMut<'_>| {
+                room.copy_from(Bytes::from(&payload[..]));
+            })?;
+            host.retire();
+        }
+    })
+}
+
+fn messages_cross_both_ways((mut guest, host): (WindowGuest, WindowHost)) {
+    let host = mirror(host);
+    let mut room = vec![0; MAX_PAYLOAD];
+    let sizes = [
+        0,
+        1,
+        7,
+        64,
+        100,
+        4096,
+        4097,
+        65536,
+        MAX_PAYLOAD - 1,
+        MAX_PAYLOAD,
+    ];
+    let mut requests = 0;
+    for round in 0..30 {
+        for (i, &len) in sizes.iter().enumerate() {
+            let message = pattern(round, 12 + i * 31);
+            let payload = pattern(round + 1, len);
+            requests += 1;
+            assert_eq!(
+                guest.send(&message, Bytes::from(&payload[..])),
+                Ok(requests)
+            );
+            let mut reply = Vec::new();
+            let got = guest
+                .receive(&mut reply, BytesMut::from(&mut room[..]))
+                .unwrap();
+            assert_eq!(got, len);
+            assert!(reply.iter().eq(message.iter().rev()));
+            assert!(room[..got].iter().eq(payload.iter().rev()));
+        }
+    }
+    guest.wait_retired(requests).unwrap();
+    assert_eq!(guest.retired(), requests);
+    assert_eq!(guest.counters().messages_in, requests);
+    assert_eq!(guest.counters().messages_out, requests);
+    assert_eq!(guest.counters().bytes_in, guest.counters().bytes_out);
+    drop(guest);
+    assert_eq!(host.join().unwrap(), Err(LinkError::Closed));
+}
+
+/// One-way requests of many sizes, many more than fit at once.
+fn a_flood_arrives_whole((mut guest, mut host): (WindowGuest, WindowHost)) {
+    const REQUESTS: u64 = 3000;
+    let len = |request: u64| match request % 50 {
+        0 => MAX_PAYLOAD,
+        i => (i as usize * 577) % 20000,
+    };
+    let host = thread::spawn(move || {
+        let (mut message, mut payload) = (Vec::new(), Vec::new());
+        for request in 1..=REQUESTS {
+            message.clear();
+            let incoming = host.receive(&mut message, WAIT).unwrap().unwrap();
+            assert_eq!(incoming.request, request);
+            assert_eq!(message, pattern(request, 20));
+            payload.resize(incoming.payload_len, 0);
+            host.payload().copy_to(&mut payload);
+            assert!(payload == pattern(request, len(request)), "{request}");
+            host.retire();
+        }
+        host
+    });
+    for request in 1..=REQUESTS {
+        let payload = pattern(request, len(request));
+        guest
+            .send(&pattern(request, 20), Bytes::from(&payload[..]))
+            .unwrap();
+    }
+    guest.wait_retired(REQUESTS).unwrap();
+    assert_eq!(guest.retired(), REQUESTS);
+    assert!(guest.counters().round_trips <= 1);
+    drop(host.join().unwrap());
+    assert!(guest.is_closed());
+}
+
+/// The host answers everything at once with large payloads, the guest sends on without looking.
+fn replies_do_not_block_a_guest_that_floods((mut guest, host): (WindowGuest, WindowHost)) {
+    let _host = mirror(host);
+    let payload = pattern(5, MAX_PAYLOAD / 2);
+    for request in 1..=60 {
+        assert_eq!(guest.send(b"flood", Bytes::from(&payload[..])), Ok(request));
+    }
+    guest.wait_retired(60).unwrap();
+    let mut room = vec![0; payload.len()];
+    for _ in 0..60 {
+        let mut reply = Vec::new();
+        let got = guest.receive(&mut reply, BytesMut::from(&mut room[..]));
+        assert_eq!((got, &reply[..]), (Ok(payload.len()), &b"doolf"[..]));
+        assert!(room.iter().eq(payload.iter().rev()));
+    }
+}
+
+fn the_last_words_of_a_host_arrive((mut guest, mut host): (WindowGuest, WindowHost)) {
+    host.send(b"first", 3, &mut |mut room: BytesMut<'_>| {
+        room.copy_from(Bytes::from(&b"abc"[..]));
+    })
+    .unwrap();
+    host.send(b"last", 0, &mut |_| {}).unwrap();
+    drop(host);
+    assert!(guest.is_closed());
+    assert_eq!(
+        guest.send(b"x", Bytes::from(&[][..])),
+        Err(LinkError::Closed)
+    );
+    let (mut message, mut room) = (Vec::new(), [0; 3]);
+    // A reply with a payload is not for try_receive, and stays.
+    assert_eq!(guest.try_receive(&mut message), Ok(false));
+    assert_eq!(
+        guest.receive(&mut message, BytesMut::from(&mut room[..])),
+        Ok(3)
+    );
+    assert_eq!((&message[..], &room), (&b"first"[..], b"abc"));
+    assert_eq!(guest.try_receive(&mut message), Ok(true));
+    assert_eq!(message, b"firstlast");
+    assert_eq!(guest.try_receive(&mut message), Err(LinkError::Closed));
+    assert_eq!(
+        guest.receive(&mut message, BytesMut::from(&mut room[..])),
+        Err(LinkError::Closed)
+    );
+    assert_eq!(guest.wait_retired(1), Ok(()), "nothing was sent");
+}
+
+fn a_guest_that_leaves_is_noticed((guest, mut host): (WindowGuest, WindowHost)) {
+    let host = thread::spawn(move || {
+        loop {
+            match host.receive(&mut Vec::new(), WAIT) {
+                Ok(None) => {}
+                other => return other,
+            }
+        }
+    });
+    thread::sleep(Duration::from_millis(20));
+    drop(guest);
+    assert_eq!(host.join().unwrap(), Err(LinkError::Closed));
+}
+
+fn limits_are_kept((mut guest, mut host): (WindowGuest, WindowHost)) {
+    let (long, large) = (vec![1; MAX_MESSAGE + 1], vec![2; MAX_PAYLOAD + 1]);
+    let too_large = |len, payload| LinkError::TooLarge { len, payload };
+    let nothing = || Bytes::from(&[][..]);
+    assert_eq!(
+        guest.send(&long, nothing()),
+        Err(too_large(MAX_MESSAGE + 1, 0))
+    );
+    assert_eq!(
+        guest.send(b"x", Bytes::from(&large[..])),
+        Err(too_large(1, MAX_PAYLOAD + 1))
+    );
+    assert_eq!(
+        host.send(b"x", MAX_PAYLOAD + 1, &mut |_| {}),
+        Err(too_large(1, MAX_PAYLOAD + 1))
+    );
+    assert_eq!(guest.send(&long[..MAX_MESSAGE], nothing()), Ok(1));
+    let mut message = Vec::new();
+    assert!(host.receive(&mut message, WAIT).unwrap().is_some());
+    assert_eq!(message, &long[..MAX_MESSAGE]);
+    host.retire();
+    assert_eq!(host.receive(&mut message, Duration::ZERO), Ok(None));
+    // A reply that does not fit where the guest wants it breaks the link.
+    host.send(b"x", 2, &mut |_| {}).unwrap();
+    let misbehaved = guest.receive(&mut Vec::new(), BytesMut::from(&mut [0u8][..]));
+    assert!(matches!(misbehaved, Err(LinkError::PeerMisbehaved(_))));
+    assert_eq!(guest.send(b"x", nothing()), misbehaved.map(|_| 0));
+}
+
+/// Payloads that lie in the window are taken from there.
+fn payloads_in_place((mut guest, mut host): (WindowGuest, WindowHost)) {
+    let shared = guest.take_shared(100_000).unwrap();
+    assert!(shared.len() >= 100_000);
+    let data = pattern(3, 5000);
+    let part = shared.start + 64..shared.start + 64 + data.len();
+    guest
+        .window()
+        .bytes_mut(part.clone())
+        .copy_from(Bytes::from(&data[..]));
+    assert_eq!(guest.send_in_place(b"here", part), Ok(1));
+    let mut message = Vec::new();
+    let incoming = host.receive(&mut message, WAIT).unwrap().unwrap();
+    assert_eq!(
+        (&message[..], incoming.payload_len),
+        (&b"here"[..], data.len())
+    );
+    let mut seen = vec![0; data.len()];
+    host.payload().copy_to(&mut seen);
+    assert_eq!(seen, data);
+    host.retire();
+    guest.wait_retired(1).unwrap();
+    guest.give_back_shared(shared);
+    // A place outside the area for payloads is refused by the host.
+    assert_eq!(guest.send_in_place(b"there", 0..100), Ok(2));
+    let refused = host.receive(&mut message, WAIT);
+    assert!(
+        matches!(refused, Err(LinkError::PeerMisbehaved(_))),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn a_socket_is_for_its_owner_and_group_and_goes_away() {
+    let dir = Dir::new("mode");
+    let path = dir.0.join("s");
+    let listener = Listener::bind(&path, ListenOptions::default()).unwrap();
+    let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o660);
+    assert_eq!(listener.accept(Duration::ZERO).unwrap().map(|_| ()), None);
+    drop(listener);
+    assert!(!path.exists());
+}
