@@ -9,6 +9,7 @@ pub(super) fn rope(
     mode: RopeMode,
     n_dims: u32,
     n_offs: u32,
+    sections: [i32; 4],
 ) -> Result<(), Refusal> {
     let (a, positions) = (o.src(0)?, o.src(1)?);
     let (n_dims, n_offs) = (u64::from(n_dims), u64::from(n_offs));
@@ -36,15 +37,25 @@ pub(super) fn rope(
         n_offs + n_dims <= a.ne[0],
         "more dimensions are rotated than a row has",
     )?;
-    if mode == RopeMode::Vision {
+    let pairs = if mode == RopeMode::Vision {
         o.ensure(
             n_dims * 2 == a.ne[0] && n_offs == 0,
             "vision positions rotate whole rows",
         )?;
+        n_dims
+    } else {
+        n_dims / 2
+    };
+    if ids_per_token == 4 {
+        let dims: i64 = sections.iter().copied().map(i64::from).sum();
+        o.ensure(
+            sections.iter().all(|&s| s >= 0) && dims > 0 && dims as u64 <= a.ne[0],
+            "the sections are not a part of a row",
+        )?;
     }
     if let Some(factors) = o.optional(2) {
         o.ensure(
-            factors.ty == Type::F32 && factors.nb[0] == 4 && factors.ne[0] >= n_dims / 2,
+            factors.ty == Type::F32 && factors.nb[0] == 4 && factors.ne[0] >= pairs,
             "frequency factors are not an f32 for each pair",
         )?;
     }

@@ -155,8 +155,9 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
             mode,
             n_dims,
             n_offs,
+            sections,
             ..
-        } => attention::rope(&o, mode, n_dims, n_offs),
+        } => attention::rope(&o, mode, n_dims, n_offs, sections),
         Op::FlashAttnExt { max_bias, .. } => attention::flash_attn_ext(&o, max_bias),
 
         // No rules, no kernel: an engine's claim alone never lets an operation through.

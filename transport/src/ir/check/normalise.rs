@@ -15,6 +15,10 @@ pub(super) fn soft_max(o: &Operation<'_>, max_bias: f32) -> Result<(), Refusal> 
         a.same_extents(o.dst),
         "extents of source 0 and destination differ",
     )?;
+    o.ensure(
+        a.has_dense_rows() && o.dst.has_dense_rows(),
+        "rows of source 0 or the destination are not dense",
+    )?;
     match o.optional(1) {
         Some(mask) => {
             o.ensure(
