@@ -119,8 +119,22 @@ impl Cache {
         Ok(entry)
     }
 
+    /// Makes the entry `name` a link to `target`, whatever it led to before.
+    pub(crate) fn link(&self, name: &str, target: &Path) -> Result<()> {
+        let entry = self.root.join(name);
+        if fs::read_link(&entry).is_ok_and(|old| old == target) {
+            return Ok(());
+        }
+        let _lock = self.lock(name)?;
+        let unfinished = entry.with_extension("unfinished");
+        remove(&unfinished)?;
+        std::os::unix::fs::symlink(target, &unfinished)
+            .and_then(|()| fs::rename(&unfinished, &entry))
+            .with_context(|| format!("linking {}", entry.display()))
+    }
+
     fn lock(&self, name: &str) -> Result<Lock> {
-        let path = self.root.join("locks").join(name);
+        let path = self.root.join("locks").join(name.replace('/', "-"));
         let file = File::create(&path).with_context(|| format!("opening {}", path.display()))?;
         match file.try_lock() {
             Ok(()) => {}
@@ -197,6 +211,17 @@ mod tests {
             })
             .unwrap();
         assert!(second && entry.join("object").exists());
+    }
+
+    #[test]
+    fn a_link_is_replaced() {
+        let scratch = Scratch::new().unwrap();
+        let cache = Cache::at(scratch.path().join("cache")).unwrap();
+        for target in ["one", "two", "two"] {
+            cache.link("current", Path::new(target)).unwrap();
+            let led_to = fs::read_link(cache.root.join("current")).unwrap();
+            assert_eq!(led_to, Path::new(target));
+        }
     }
 
     #[test]

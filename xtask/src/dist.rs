@@ -27,7 +27,7 @@ pub(crate) struct Dist {
 
 /// Builds the plugin and `vgpu` into `target/dist`.
 pub(crate) fn build(cache: &Cache) -> Result<Dist> {
-    let environment = packages::libclang(cache)?;
+    packages::libclang(cache)?;
     let dist = workspace::dist();
     std::fs::create_dir_all(&dist).with_context(|| format!("creating {}", dist.display()))?;
 
@@ -39,8 +39,7 @@ pub(crate) fn build(cache: &Cache) -> Result<Dist> {
             "--release",
             "--message-format=json-render-diagnostics",
         ])
-        .args(["--package", "ggml-vgpu", "--package", "vgpu-executor"])
-        .envs(environment);
+        .args(["--package", "ggml-vgpu", "--package", "vgpu-executor"]);
     let log = cache.log("cargo-build");
     let (mut library, mut command) = (None, None);
     let status = process::run_lines(&mut cargo, &log, |line| {

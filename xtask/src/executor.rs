@@ -46,7 +46,7 @@ impl Executor {
         format!("unix:{}", self.socket.display())
     }
 
-    /// Ends it with SIGKILL.
+    /// Ends it with SIGKILL: it gets no chance to say goodbye.
     pub(crate) fn kill(self) -> Result<()> {
         self.daemon.kill()
     }

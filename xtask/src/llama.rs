@@ -142,13 +142,14 @@ pub(crate) fn newest_source(cache: &Cache) -> Result<PathBuf> {
 pub(crate) fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
     let source = source(cache)?;
     let instructions = Instructions::of_this_machine();
-    let name = format!("build-llama-{PYTHON_VERSION}-{}", instructions.name);
+    let builds = format!("build-llama-{PYTHON_VERSION}");
+    let name = format!("{builds}/{}", instructions.name);
     if stage == Stage::Tools {
         build(cache, Stage::Ops)?;
     }
     let root = cache.staged(&name, stage.name(), |dir| {
         let tools = packages::build_tools(cache)?;
-        let log = cache.log(&format!("{name}-{}", stage.name()));
+        let log = cache.log(&format!("{builds}-{}", stage.name()));
         if stage == Stage::Ops {
             let step = Step::new("configuring ggml and llama.cpp");
             configure(&tools, &source, dir, &instructions, &step, &log)?;
@@ -169,6 +170,11 @@ pub(crate) fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
         step.done("");
         Ok(())
     })?;
+    // The build for this machine, for programs that know nothing of instruction sets.
+    cache.link(
+        &format!("{builds}/bin"),
+        &Path::new(&instructions.name).join("bin"),
+    )?;
     Ok(root.join("bin"))
 }
 

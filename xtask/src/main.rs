@@ -20,7 +20,9 @@ mod process;
 mod progress;
 mod sched;
 mod scratch;
+mod server;
 mod stats;
+mod test;
 mod workspace;
 
 use std::process::ExitCode;
@@ -41,6 +43,8 @@ enum Arguments {
     Build,
     /// Generate text in a real host through the plugin, and compare with its CPU
     Demo(demo::Options),
+    /// Run all tests, in the end with real hosts
+    Test(test::Options),
 }
 
 fn main() -> ExitCode {
@@ -63,6 +67,7 @@ fn run(arguments: &Arguments) -> Result<()> {
             Ok(())
         }
         Arguments::Demo(options) => demo::run(&cache, options),
+        Arguments::Test(options) => test::run(&cache, options),
     }
 }
 

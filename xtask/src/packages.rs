@@ -32,13 +32,7 @@ pub(crate) fn compiler(cache: &Cache) -> Result<()> {
 
 /// A virtual environment that holds `packages`; returns its `bin`.
 fn python(cache: &Cache, purpose: &str, packages: &[&str]) -> Result<PathBuf> {
-    if !runs("python3", &["-c", "import ensurepip, venv"]) {
-        apt(
-            cache,
-            &["python3", "python3-venv"],
-            "Python with virtual environments",
-        )?;
-    }
+    need_python(cache)?;
     let version = process::output(
         Command::new("python3").args(["-c", "import sys; print('%d.%d' % sys.version_info[:2])"]),
     )?;
@@ -48,13 +42,7 @@ fn python(cache: &Cache, purpose: &str, packages: &[&str]) -> Result<PathBuf> {
     let root = cache.staged(&name, &stage, |dir| {
         let step = Step::new(&format!("installing {} for Python", packages.join(", ")));
         let log = cache.log(&name);
-        process::run(
-            Command::new("python3")
-                .args(["-m", "venv", "--clear"])
-                .arg(dir),
-            &step,
-            &log,
-        )?;
+        let python = new_environment(cache, dir, &step, &log)?;
         let pip = [
             "-m",
             "pip",
@@ -63,12 +51,31 @@ fn python(cache: &Cache, purpose: &str, packages: &[&str]) -> Result<PathBuf> {
             "--only-binary",
             ":all:",
         ];
-        let mut install = Command::new(dir.join("bin/python"));
-        process::run(install.args(pip).args(packages), &step, &log)?;
+        process::run(Command::new(python).args(pip).args(packages), &step, &log)?;
         step.done("");
         Ok(())
     })?;
     Ok(root.join("bin"))
+}
+
+/// Makes a virtual environment in `dir` and returns its interpreter.
+fn new_environment(cache: &Cache, dir: &Path, step: &Step, log: &Path) -> Result<PathBuf> {
+    need_python(cache)?;
+    let mut venv = Command::new("python3");
+    process::run(venv.args(["-m", "venv", "--clear"]).arg(dir), step, log)?;
+    Ok(dir.join("bin/python"))
+}
+
+/// The system's Python, with what makes virtual environments.
+fn need_python(cache: &Cache) -> Result<()> {
+    if runs("python3", &["-c", "import ensurepip, venv"]) {
+        return Ok(());
+    }
+    apt(
+        cache,
+        &["python3", "python3-venv"],
+        "Python with virtual environments",
+    )
 }
 
 /// A folder with `cmake`, `ninja` and a `python` that can unpack source distributions.
@@ -97,55 +104,56 @@ pub(crate) fn node(cache: &Cache) -> Result<OsString> {
     Ok(prepend(&bin, &path))
 }
 
-/// The variables under which bindgen finds a libclang, for the cargo commands that build the plugin;
-/// none where the system has one.
-pub(crate) fn libclang(cache: &Cache) -> Result<Vec<(&'static str, OsString)>> {
+/// A libclang for bindgen, in the cache folder where the plugin's build script looks for it.
+///
+/// The headers it reads include nothing, so the library alone will do.
+pub(crate) fn libclang(cache: &Cache) -> Result<()> {
     compiler(cache)?;
-    if std::env::var_os("LIBCLANG_PATH").is_some() || system_libclang() {
-        return Ok(Vec::new());
+    if std::env::var_os("LIBCLANG_PATH").is_some() {
+        return Ok(());
     }
-    let bin = python(cache, "libclang", &[LIBCLANG])?;
-    let clang = process::output(Command::new(bin.join("python")).args([
-        "-c",
-        "import clang, os; print(os.path.join(os.path.dirname(clang.__file__), 'native'))",
-    ]))?;
-    // The wheel has the library alone; the compiler's own headers (stddef.h) are the C compiler's.
-    let headers = process::output(Command::new("cc").arg("-print-file-name=include"))?;
-    Ok(vec![
-        ("LIBCLANG_PATH", clang.trim().into()),
-        (
-            "BINDGEN_EXTRA_CLANG_ARGS",
-            format!("-isystem {}", headers.trim()).into(),
-        ),
-    ])
-}
-
-/// Whether a libclang lies where clang-sys looks for it.
-fn system_libclang() -> bool {
-    let is_libclang = |path: &Path| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        // Not libclang-cpp.so, which has a C++ interface.
-        name == "libclang.so"
-            || name.starts_with("libclang.so.")
-            || (name.starts_with("libclang-") && !name.starts_with("libclang-cpp"))
-                && name.contains(".so")
-    };
-    let entries = |dir: &Path| {
-        std::fs::read_dir(dir)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .map(|e| e.path())
-            .collect::<Vec<_>>()
-    };
-    let llvm = entries(Path::new("/usr/lib")).into_iter().filter(|path| {
-        path.file_name()
-            .is_some_and(|name| name.to_string_lossy().starts_with("llvm"))
-    });
-    let multiarch = format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
-    llvm.map(|path| path.join("lib"))
-        .chain([multiarch, "/usr/lib64".into(), "/usr/local/lib".into()].map(PathBuf::from))
-        .any(|dir| entries(&dir).iter().any(|path| is_libclang(path)))
+    cache.folder("libclang", |dir| {
+        let step = Step::new(&format!("fetching {LIBCLANG}"));
+        let log = cache.log("libclang");
+        let python = new_environment(cache, &dir.join("python"), &step, &log)?;
+        let pip = [
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ];
+        let mut download = Command::new(&python);
+        download
+            .args(pip)
+            .args(["--only-binary", ":all:", LIBCLANG, "-d"])
+            .arg(dir);
+        process::run(&mut download, &step, &log)?;
+        let wheel = std::fs::read_dir(dir)
+            .context("listing what pip fetched")?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .find(|path| path.extension().is_some_and(|extension| extension == "whl"))
+            .context("pip fetched no wheel")?;
+        let unpacked = dir.join("wheel");
+        let mut unzip = Command::new(&python);
+        unzip
+            .args(["-m", "zipfile", "-e"])
+            .arg(&wheel)
+            .arg(&unpacked);
+        process::run(&mut unzip, &step, &log)?;
+        std::fs::rename(
+            unpacked.join("clang/native/libclang.so"),
+            dir.join("libclang.so"),
+        )
+        .context("taking libclang.so out of its wheel")?;
+        std::fs::remove_file(&wheel).context("removing the wheel")?;
+        for rest in [unpacked, dir.join("python")] {
+            std::fs::remove_dir_all(rest).context("removing what else was fetched")?;
+        }
+        step.done("");
+        Ok(())
+    })?;
+    Ok(())
 }
 
 /// `dir` in front of a search path.

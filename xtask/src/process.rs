@@ -5,6 +5,7 @@ use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail};
@@ -127,6 +128,7 @@ impl Owned {
         Ok(Owned(child))
     }
 
+    /// The child has not been waited for yet, or its id might be somebody else's by now.
     fn signal(&self, signal: Signal) -> Result<()> {
         let pid = Pid::from_child(&self.0);
         rustix::process::kill_process(pid, signal).context("sending a signal")
@@ -206,13 +208,8 @@ impl Daemon {
     }
 
     /// Ends it with SIGKILL: it gets no chance to say goodbye.
-    pub(crate) fn kill(mut self) -> Result<()> {
-        self.child.signal(Signal::KILL)?;
-        self.child
-            .0
-            .wait()
-            .with_context(|| format!("waiting for {}", self.name))?;
-        Ok(())
+    pub(crate) fn kill(&self) -> Result<()> {
+        self.child.signal(Signal::KILL)
     }
 
     /// Asks it to end with SIGTERM and expects that it does so well.
@@ -239,5 +236,72 @@ impl Daemon {
             self.name,
             tail(&self.log)
         );
+    }
+}
+
+/// A program that is talked with: a line each way at a time. Its stderr goes to a log.
+#[derive(Debug)]
+pub(crate) struct Dialogue {
+    child: Owned,
+    name: String,
+    log: PathBuf,
+    lines: Receiver<String>,
+}
+
+impl Dialogue {
+    pub(crate) fn start(command: &mut Command, log: &Path) -> Result<Dialogue> {
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(create(log)?);
+        let mut child = Owned::spawn(command)?;
+        let stdout = child.0.stdout.take().expect("stdout was piped");
+        let (sender, lines) = std::sync::mpsc::channel();
+        // Ends with the program, or with the last one who would listen.
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Dialogue {
+            child,
+            name: name(command),
+            log: log.to_owned(),
+            lines,
+        })
+    }
+
+    /// The next line it writes.
+    pub(crate) fn hear(&mut self, patience: Duration) -> Result<String> {
+        self.lines.recv_timeout(patience).map_err(|reason| {
+            let what = match reason {
+                RecvTimeoutError::Timeout => "says nothing",
+                RecvTimeoutError::Disconnected => "has ended",
+            };
+            anyhow!("{} {what}\n{}", self.name, tail(&self.log))
+        })
+    }
+
+    /// Writes it a line.
+    pub(crate) fn say(&mut self, line: &str) -> Result<()> {
+        let stdin = self.child.0.stdin.as_mut().expect("stdin was piped");
+        writeln!(stdin, "{line}").with_context(|| format!("talking to {}", self.name))
+    }
+
+    /// Waits for its end, which has to be a good one.
+    pub(crate) fn finish(mut self, patience: Duration) -> Result<()> {
+        let started = Instant::now();
+        while started.elapsed() < patience {
+            if let Some(status) = self.child.0.try_wait().context("looking after a program")? {
+                if status.success() {
+                    return Ok(());
+                }
+                bail!("{} ended with {status}\n{}", self.name, tail(&self.log));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        bail!("{} does not end\n{}", self.name, tail(&self.log));
     }
 }

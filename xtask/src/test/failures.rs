@@ -1,0 +1,252 @@
+//! Executors that are not there or die, and guests that die: nobody else may be harmed.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::dist::Dist;
+use crate::executor::Executor;
+use crate::host::{self, Backend};
+use crate::llama;
+use crate::model::Weights;
+use crate::node::Node;
+use crate::process::Dialogue;
+use crate::progress::heading;
+use crate::scratch::Scratch;
+use crate::server::Server;
+use crate::workspace;
+
+use super::generation::PROMPT;
+use super::{Bench, Served};
+
+/// What the plugin promises: a dead executor is an error this soon, not a host that hangs.
+const NOTICED_WITHIN: Duration = Duration::from_secs(2);
+/// Not a measure of speed: how long to wait before something must be wrong.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(super) fn run(bench: &mut Bench<'_>) {
+    heading("failures");
+    let Some(dist) = bench.dist() else { return };
+    let hosts = bench.prepare("real hosts", |bench| {
+        let bin = llama::build(bench.cache, llama::Stage::Tools)?;
+        Ok((bin, Node::ensure(bench.cache)?, bench.model(Weights::Q4KM)?))
+    });
+    let Some((bin, node, model)) = hosts else {
+        return;
+    };
+
+    bench.check("no executor: the host runs on its CPU", |bench, _| {
+        no_executor(bench, &bin, &dist, &model)
+    });
+    bench.check(
+        "executor killed while generating: llama-server answers an error",
+        |bench, _| executor_killed(bench, &bin, &dist, &model),
+    );
+    bench.check(
+        "executor killed and restarted: the same process loads again",
+        |bench, _| executor_restarted(bench, &node, &dist, &model),
+    );
+    bench.check(
+        "guest killed while generating: the others go on",
+        |bench, _| guest_killed(bench, &bin, &dist, &model),
+    );
+}
+
+fn no_executor(bench: &Bench<'_>, bin: &Path, dist: &Dist, model: &Path) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let socket = scratch.path().join("nobody.sock");
+    let endpoint = format!("unix:{}", socket.display());
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let stats = workspace::reports().join("unused.stats.json");
+    let server = Server::start(bin, model, &backend, &stats, &bench.log("no-executor"))?;
+    let choices = server.complete(PROMPT, 4)?;
+    let log = server.log();
+    server.stop()?;
+
+    ensure!(
+        choices.len() == 4,
+        "the host generated {} tokens of 4",
+        choices.len()
+    );
+    let said: Vec<_> = log
+        .lines()
+        .filter(|line| line.contains(&endpoint))
+        .collect();
+    ensure!(
+        said.len() == 1,
+        "{} log lines name {endpoint}, not one: {said:#?}",
+        said.len()
+    );
+    ensure!(
+        said[0].contains("vgpu serve"),
+        "the log does not say what to start: {}",
+        said[0]
+    );
+    // ggml itself says so of a backend whose score is 0.
+    let refused = log.lines().any(|line| {
+        line.contains("libggml-vgpu.so") && line.contains("not supported on this system")
+    });
+    ensure!(refused, "ggml_backend_score() was not 0");
+    Ok(String::new())
+}
+
+fn executor_killed(bench: &Bench<'_>, bin: &Path, dist: &Dist, model: &Path) -> Result<String> {
+    let served = Served::start(dist, &bench.log("killed-vgpu-serve"))?;
+    let endpoint = served.executor.endpoint();
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let stats = workspace::reports().join("unused.stats.json");
+    let server = Server::start(bin, model, &backend, &stats, &bench.log("killed"))?;
+
+    let (mut tokens, mut executor, mut error) = (0, Some(served.executor), None);
+    let mut killed = None;
+    server.stream(PROMPT, |line| {
+        tokens += u32::from(line.starts_with("data: ") && killed.is_none());
+        if line.contains("error") {
+            error = Some((Instant::now(), line.to_owned()));
+        }
+        if tokens >= 8
+            && let Some(executor) = executor.take()
+        {
+            killed = Some((Instant::now(), executor.kill()));
+        }
+    })?;
+    let (killed, outcome) = killed.context("the answer ended before the executor was killed")?;
+    outcome?;
+    let (noticed, error) = error.context("llama-server ended its answer without an error")?;
+    let took = noticed.saturating_duration_since(killed);
+    ensure!(
+        took <= NOTICED_WITHIN,
+        "the error came after {took:?}: {error}"
+    );
+    ensure!(server.is_healthy(), "llama-server does not answer any more");
+    server.stop().context("llama-server did not survive")?;
+    Ok(format!("after {} ms", took.as_millis()))
+}
+
+fn executor_restarted(bench: &Bench<'_>, node: &Node, dist: &Dist, model: &Path) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let socket = scratch.path().join("vgpu.sock");
+    let start = |log: &str| Executor::start(dist, &socket, workspace::cores(), &bench.log(log));
+    let executor = start("restarted-vgpu-serve-1")?;
+
+    let endpoint = executor.endpoint();
+    let task = json!({
+        "model": model, "prompt": PROMPT, "tokens": 16, "gpuLayers": "max",
+        "contextSize": 2048, "threads": workspace::cores(),
+    });
+    let mut command = node.script(&workspace::root().join("tests/hosts/reload.mjs"));
+    command.arg(task.to_string());
+    let stats = workspace::reports().join("restarted.stats.json");
+    host::set_backend(
+        &mut command,
+        &Backend::Plugin {
+            dist,
+            endpoint: &endpoint,
+        },
+        &stats,
+    );
+    let mut host = Dialogue::start(&mut command, &bench.log("restarted"))?;
+    let expect = |host: &mut Dialogue, event: &str| -> Result<Value> {
+        let line = host
+            .hear(PATIENCE)
+            .with_context(|| format!("waiting for {event:?}"))?;
+        let said: Value = serde_json::from_str(&line).with_context(|| format!("reading {line}"))?;
+        ensure!(
+            said["event"] == event,
+            "the host said {line} instead of {event:?}"
+        );
+        Ok(said)
+    };
+
+    let first = expect(&mut host, "generated")?;
+    ensure!(
+        first["devices"].as_array().is_some_and(|d| !d.is_empty()),
+        "no VGPU0: {first}"
+    );
+    expect(&mut host, "generating")?;
+    executor.kill()?;
+    let killed = Instant::now();
+    let failed = expect(&mut host, "failed")?;
+    let took = killed.elapsed();
+    ensure!(
+        took <= NOTICED_WITHIN,
+        "the error came after {took:?}: {failed}"
+    );
+
+    let executor = start("restarted-vgpu-serve-2")?;
+    host.say("again")?;
+    let second = expect(&mut host, "generated")?;
+    ensure!(
+        first["tokens"] == second["tokens"],
+        "first {first}, then {second}"
+    );
+    host.finish(PATIENCE)?;
+    executor.stop().context("stopping the second executor")?;
+    Ok(format!(
+        "error after {} ms, same text afterwards",
+        took.as_millis()
+    ))
+}
+
+fn guest_killed(bench: &Bench<'_>, bin: &Path, dist: &Dist, model: &Path) -> Result<String> {
+    let serve_log = bench.log("guest-killed-vgpu-serve");
+    let served = Served::start(dist, &serve_log)?;
+    let endpoint = served.executor.endpoint();
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let stats = workspace::reports().join("unused.stats.json");
+    let start = |log: &str| Server::start(bin, model, &backend, &stats, &bench.log(log));
+
+    let survivor = start("guest-survivor")?;
+    let before = survivor.complete(PROMPT, 16)?;
+    let victim = start("guest-victim")?;
+    std::thread::scope(|scope| -> Result<()> {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let victim = &victim;
+        // Ends when the victim does: its connection breaks.
+        scope.spawn(move || {
+            let _ = victim.stream(PROMPT, |_| {
+                let _ = sender.send(()); // nobody listens any more: we have seen enough
+            });
+        });
+        for _ in 0..8 {
+            receiver
+                .recv_timeout(PATIENCE)
+                .context("the victim generates nothing")?;
+        }
+        victim.kill()
+    })?;
+    let after = survivor.complete(PROMPT, 16)?;
+    ensure!(
+        before == after,
+        "the survivor's text changed: {before:?}, then {after:?}"
+    );
+    survivor.stop()?;
+    served
+        .executor
+        .stop()
+        .context("the executor did not end cleanly")?;
+
+    let log = BufReader::new(std::fs::File::open(&serve_log).context("opening a log")?);
+    let ends = log
+        .lines()
+        .map_while(Result::ok)
+        .filter(|l| l.contains("session ended"))
+        .count();
+    ensure!(
+        ends >= 2,
+        "the executor logged {ends} ended sessions of two"
+    );
+    Ok(String::new())
+}

@@ -1,0 +1,144 @@
+//! Text from `llama-server`: through the plugin the same as from ggml's CPU backend.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::compare::{self, Choice};
+use crate::dist::Dist;
+use crate::host::Backend;
+use crate::llama;
+use crate::model::Weights;
+use crate::progress::heading;
+use crate::sched;
+use crate::server::Server;
+use crate::stats::{Stats, median};
+use crate::workspace;
+
+use super::{Bench, Served};
+
+const TOKENS: usize = 64;
+/// Several tens of tokens: a batch for the prompt, one token at a time behind it.
+pub(super) const PROMPT: &str = "A virtual machine has no graphics processor of its own. It asks its \
+    host for one, sends the work in a single message, and reads the answer back. What it needs for \
+    that is";
+
+pub(super) fn run(bench: &mut Bench<'_>) {
+    heading("generation in llama-server");
+    let Some(dist) = bench.dist() else { return };
+    let built = bench.prepare("build of llama-server", |b| {
+        llama::build(b.cache, llama::Stage::Tools)
+    });
+    let Some(bin) = built else { return };
+
+    for weights in [Weights::F16, Weights::Q4KM] {
+        let reference = bench.prepare("text from ggml's CPU backend", |bench| {
+            let none = workspace::reports().join("unused.stats.json");
+            let log = bench.log(&format!("llama-server-{}-cpu", weights.name()));
+            let server = Server::start(&bin, &bench.model(weights)?, &Backend::Cpu, &none, &log)?;
+            let choices = server.complete(PROMPT, TOKENS)?;
+            server.stop()?;
+            Ok(choices)
+        });
+        let Some(reference) = reference else { continue };
+        for link in ["unix", "inproc"] {
+            let name = format!("{TOKENS} tokens, {}, over {link}", weights.name());
+            bench.check(&name, |bench, _| {
+                compare_over(bench, &bin, &dist, weights, link, &reference)
+            });
+        }
+    }
+}
+
+fn compare_over(
+    bench: &Bench<'_>,
+    bin: &Path,
+    dist: &Dist,
+    weights: Weights,
+    link: &str,
+    reference: &[Choice],
+) -> Result<String> {
+    let name = format!("llama-server-{}-{link}", weights.name());
+    let served = match link {
+        "unix" => Some(Served::start(
+            dist,
+            &bench.log(&format!("{name}-vgpu-serve")),
+        )?),
+        _ => None,
+    };
+    let endpoint = served
+        .as_ref()
+        .map_or_else(|| link.to_owned(), |s| s.executor.endpoint());
+    let stats = workspace::reports().join(format!("{name}.stats.json"));
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let model = bench.model(weights)?;
+    let server = Server::start(bin, &model, &backend, &stats, &bench.log(&name))?;
+    let choices = server.complete(PROMPT, TOKENS)?;
+    let log = server.log();
+    server.stop()?;
+    if let Some(served) = served {
+        served.executor.stop().context("stopping the executor")?;
+    }
+
+    let nodes = sched::last_graph(&log);
+    let strays = sched::strays(&nodes);
+    let on_device = nodes.iter().filter(|node| node.device == "VGPU0").count();
+    ensure!(on_device > 0, "no node ran on VGPU0");
+    ensure!(
+        strays.is_empty(),
+        "{} nodes ran on the CPU, first {:?}",
+        strays.len(),
+        strays[0]
+    );
+
+    let comparison = compare::compare(reference, &choices);
+    let (largest, bound) = (comparison.largest_difference, compare::tolerance(weights));
+    ensure!(
+        comparison.tokens == TOKENS,
+        "{} tokens instead of {TOKENS}",
+        comparison.tokens
+    );
+    ensure!(
+        comparison.parting.is_none(),
+        "the text parts from the CPU's: {:?}; largest difference of a logit {largest:.4}",
+        comparison.parting
+    );
+    ensure!(
+        largest <= bound,
+        "a logit differs by {largest:.4}; rounding explains {bound}"
+    );
+
+    // Nothing was computed behind the last token, so the last submissions are its decode steps.
+    let stats = Stats::read(&stats)?;
+    let decode = stats.last(TOKENS - 1);
+    ensure!(
+        decode.len() == TOKENS - 1,
+        "only {} graphs reached the plugin",
+        decode.len()
+    );
+    let most = decode
+        .iter()
+        .map(|step| step.round_trips)
+        .max()
+        .unwrap_or(0);
+    ensure!(
+        most <= 1,
+        "a decoded token took {most} blocking round trips"
+    );
+    // Were one token two submissions, some of the last ones would be much smaller than the others.
+    let nodes = median(decode, |step| step.nodes);
+    ensure!(
+        decode.iter().all(|step| step.nodes == nodes),
+        "decode steps differ in their number of nodes: a token takes several submissions"
+    );
+    Ok(format!(
+        "equal, logits within {largest:.4}; per token {} messages, {} B there, {} B back, {most} \
+         round trip",
+        median(decode, |step| step.messages),
+        median(decode, |step| step.bytes_to_host),
+        median(decode, |step| step.bytes_from_host),
+    ))
+}

@@ -1,0 +1,86 @@
+//! `cargo test` over the whole workspace.
+
+use anyhow::bail;
+
+use crate::llama;
+use crate::packages;
+use crate::process;
+use crate::progress::heading;
+use crate::workspace;
+
+use super::Bench;
+
+pub(super) fn run(bench: &mut Bench<'_>) {
+    heading("unit, property and ABI tests");
+    // Some compare with the real headers of both ggml releases, and with a real ggml.
+    let ready = bench.prepare("sources and build of ggml", |bench| {
+        packages::libclang(bench.cache)?;
+        llama::newest_source(bench.cache)?;
+        llama::build(bench.cache, llama::Stage::Ops)
+    });
+    if ready.is_none() {
+        return;
+    }
+
+    let mut counted = Counted::default();
+    bench.check("cargo test", |bench, step| {
+        let mut cargo = workspace::cargo();
+        cargo.args(["test", "--workspace", "--no-fail-fast"]);
+        let log = bench.log("cargo-test");
+        let status = process::run_lines(&mut cargo, &log, |line| {
+            counted.line(line);
+            step.note(line);
+        })?;
+        if !status.success() {
+            bail!("cargo ended with {status}\n{}", process::tail(&log));
+        }
+        Ok(format!("{} tests", counted.passed))
+    });
+    bench.passed += counted.passed;
+    bench.failed.append(&mut counted.failed);
+}
+
+/// What the test harness said.
+#[derive(Debug, Default)]
+struct Counted {
+    passed: u64,
+    failed: Vec<String>,
+}
+
+impl Counted {
+    fn line(&mut self, line: &str) {
+        let Some((name, outcome)) = line
+            .strip_prefix("test ")
+            .and_then(|rest| rest.rsplit_once(" ... "))
+        else {
+            return;
+        };
+        match outcome {
+            "ok" => self.passed += 1,
+            "FAILED" => self.failed.push(name.to_owned()),
+            _ => {} // ignored, or compiled only
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outcomes_are_counted() {
+        let mut counted = Counted::default();
+        for line in [
+            "running 3 tests",
+            "test cache::tests::a ... ok",
+            "test src/lib.rs - f (line 3) ... ok",
+            "test src/lib.rs - g (line 9) - compile ... ok",
+            "test gguf::tests::b ... FAILED",
+            "test result: FAILED. 3 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out",
+        ] {
+            counted.line(line);
+        }
+        assert_eq!(counted.passed, 3);
+        assert_eq!(counted.failed, ["gguf::tests::b"]);
+    }
+}
