@@ -70,7 +70,8 @@ fn inproc() -> Result<Box<dyn GuestEnd>, String> {
         }
     };
     let engine: Arc<dyn Engine> = engine;
-    vgpu_executor::inproc::start(engine).map_err(|e| e.to_string())
+    let end = vgpu_executor::inproc::start(engine).map_err(|e| e.to_string())?;
+    Ok(Box::new(end))
 }
 
 #[cfg(not(feature = "inproc"))]

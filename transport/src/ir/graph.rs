@@ -225,9 +225,12 @@ impl Graph {
     /// The image, in place of what `words` holds.
     pub fn encode_into(&self, words: &mut Vec<u32>) {
         words.clear();
-        let mut out = Writer { words: std::mem::take(words) };
-        out.words
-            .reserve(5 + 2 * self.buffers.len() + TENSOR_WORDS * self.tensors.len() + 6 * self.nodes.len());
+        let mut out = Writer {
+            words: std::mem::take(words),
+        };
+        out.words.reserve(
+            5 + 2 * self.buffers.len() + TENSOR_WORDS * self.tensors.len() + 6 * self.nodes.len(),
+        );
         out.u32(MAGIC);
         out.u32(IR_VERSION);
         out.u32(self.buffers.len() as u32);
