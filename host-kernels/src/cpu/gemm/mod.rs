@@ -15,6 +15,8 @@
 
 mod level;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 pub use level::Level;
 
@@ -78,6 +80,9 @@ impl MatmulKernel {
             level.is_supported(),
             "this processor does not support {level:?}"
         );
+        #[cfg(target_arch = "x86_64")]
+        return x86::kernel(weight, level);
+        #[cfg(not(target_arch = "x86_64"))]
         scalar::kernel(weight)
     }
 }

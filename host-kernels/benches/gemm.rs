@@ -1,0 +1,214 @@
+//! Matrix products of one thread: decode (one column) in GB/s beside the read bandwidth, prefill (many
+//! columns) in GFLOPS, and the same products through ggml-cpu, interleaved in the same run.
+//!
+//! `cargo bench -p vgpu-kernels --bench gemm -- [--level LEVEL] [--cols N,N,..] [TYPE ..]`
+//!
+//! ggml is taken from `$VGPU_GGML_BIN`, a folder with `libggml-base.so` and `libggml-cpu.so`; without
+//! the variable only our side is measured. It is measured twice, with the weights as they are in the
+//! file and, where it has a layout of its own for the type, repacked.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use vgpu_kernels::cpu::formats::{Format, Type};
+use vgpu_kernels::cpu::gemm::{Level, MatmulKernel};
+
+mod ggml;
+
+/// Weights of decode: more than any cache holds.
+const DECODE_BYTES: usize = 160 << 20;
+/// Length of a row, as in an 8B model.
+const K: usize = 4096;
+/// Rows of prefill: a quarter of such a model's matrix.
+const PREFILL_ROWS: usize = 1024;
+const TYPES: [Type; 11] = [
+    Type::F32,
+    Type::F16,
+    Type::Bf16,
+    Type::Q8_0,
+    Type::Q4_0,
+    Type::Q4_1,
+    Type::Q5_0,
+    Type::Q5_1,
+    Type::Q4K,
+    Type::Q5K,
+    Type::Q6K,
+];
+
+fn main() {
+    let mut level = Level::best();
+    let mut columns = vec![1, 4, 16, 128, 512];
+    let mut types = Vec::new();
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().unwrap_or_else(|| panic!("{arg} needs a value"));
+        match arg.as_str() {
+            // What `cargo bench` adds.
+            "--bench" => {}
+            "--level" => {
+                let name = value();
+                level = Level::ALL
+                    .into_iter()
+                    .find(|level| level.name() == name)
+                    .unwrap();
+            }
+            "--cols" => columns = value().split(',').map(|n| n.parse().unwrap()).collect(),
+            name => types.push(Type::from_ggml_name(name).unwrap_or_else(|| panic!("{name}?"))),
+        }
+    }
+    if types.is_empty() {
+        types = TYPES.to_vec();
+    }
+    let ggml = ggml::Ggml::load();
+    println!(
+        "level {}, read bandwidth of one thread {:.1} GB/s",
+        level.name(),
+        read_bandwidth()
+    );
+    println!(
+        "{:>8} {:>5} {:>10} {:>12} {:>12}",
+        "type", "cols", "ours", "vs ggml", "vs repacked"
+    );
+    for ty in types {
+        for &cols in &columns {
+            measure(ty, level, cols, ggml.as_ref());
+        }
+    }
+}
+
+/// One line of the table.
+fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) {
+    let format = Format::of(ty).unwrap();
+    let row_bytes = format.row_bytes(K);
+    let rows = if cols == 1 {
+        DECODE_BYTES / row_bytes / 32 * 32
+    } else {
+        PREFILL_ROWS
+    };
+    let kernel = MatmulKernel::at(ty, level).unwrap();
+    let weights = random_weights(format, rows);
+    let x: Vec<f32> = random(K * cols, 5).collect();
+    let column_bytes = Format::of(kernel.activation).unwrap().row_bytes(K);
+    let mut columns = vec![0u8; column_bytes * cols];
+    let mut y = vec![0f32; rows * cols];
+    let mut ours = || {
+        for c in 0..cols {
+            // SAFETY: `x` and `columns` hold `cols` columns of `K`.
+            unsafe {
+                (kernel.quantize_activation)(
+                    x[c * K..].as_ptr(),
+                    columns[c * column_bytes..].as_mut_ptr(),
+                    K,
+                );
+            }
+        }
+        // SAFETY: the vectors hold `rows` rows, `cols` columns and their products.
+        unsafe {
+            (kernel.gemm)(
+                K,
+                weights.as_ptr(),
+                row_bytes,
+                rows,
+                columns.as_ptr(),
+                column_bytes,
+                cols,
+                y.as_mut_ptr(),
+                rows,
+            );
+        }
+        black_box(&y);
+    };
+    let product =
+        |repacked| ggml.and_then(|ggml| ggml.product(ty, K, rows, cols, &weights, &x, repacked));
+    let (plain, repacked) = (product(false), product(true));
+    let (mut best, mut best_plain, mut best_repacked) = (f64::MAX, f64::MAX, f64::MAX);
+    let start = Instant::now();
+    let mut rounds = 0;
+    while rounds < 5 || rounds < 200 && start.elapsed().as_secs_f64() < 2.0 {
+        best = best.min(seconds(&mut ours));
+        if let Some(product) = &plain {
+            best_plain = best_plain.min(seconds(|| product.compute()));
+        }
+        if let Some(product) = &repacked {
+            best_repacked = best_repacked.min(seconds(|| product.compute()));
+        }
+        rounds += 1;
+    }
+    if let Some(product) = &plain {
+        let theirs = product.result();
+        drop(plain);
+        let square = |x: f32| f64::from(x) * f64::from(x);
+        let error: f64 = y.iter().zip(&theirs).map(|(a, b)| square(a - b)).sum();
+        let size: f64 = theirs.iter().map(|&b| square(b)).sum();
+        assert!(
+            error <= 1e-6 * size,
+            "{ty:?}: our product is not ggml's, NMSE {}",
+            error / size
+        );
+    }
+    let rate = if cols == 1 {
+        format!("{:.1} GB/s", (rows * row_bytes) as f64 / best / 1e9)
+    } else {
+        format!("{:.0} GF", 2.0 * (rows * cols * K) as f64 / best / 1e9)
+    };
+    let ratio = |theirs: f64| match theirs {
+        f64::MAX => "-".into(),
+        theirs => format!("{:.2}x", theirs / best),
+    };
+    println!(
+        "{:>8} {cols:>5} {rate:>10} {:>12} {:>12}",
+        ty.ggml_name(),
+        ratio(best_plain),
+        ratio(best_repacked)
+    );
+}
+
+fn seconds(mut work: impl FnMut()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_secs_f64()
+}
+
+fn random(n: usize, seed: u64) -> impl Iterator<Item = f32> {
+    let mut state = seed;
+    (0..n).map(move |_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+    })
+}
+
+/// `rows` rows of weights. Quantising is slow, so a few rows are repeated.
+fn random_weights(format: &Format, rows: usize) -> Vec<u8> {
+    const DISTINCT: usize = 32;
+    let mut distinct = vec![0u8; DISTINCT * format.row_bytes(K)];
+    let values: Vec<f32> = random(DISTINCT * K, 3).collect();
+    let quantize = format
+        .quantize_row
+        .expect("the benchmark's types have quantisers");
+    // SAFETY: the vectors hold `DISTINCT` rows of `K`.
+    unsafe { quantize(values.as_ptr(), distinct.as_mut_ptr(), values.len()) };
+    distinct
+        .iter()
+        .copied()
+        .cycle()
+        .take(rows * format.row_bytes(K))
+        .collect()
+}
+
+/// Bytes per second of summing memory, in GB/s.
+fn read_bandwidth() -> f64 {
+    let memory = vec![1u64; DECODE_BYTES / 8];
+    let sum = || {
+        let mut sums = [0u64; 64];
+        for chunk in memory.chunks_exact(64) {
+            for (sum, x) in sums.iter_mut().zip(chunk) {
+                *sum = sum.wrapping_add(*x);
+            }
+        }
+        black_box(sums);
+    };
+    let best = (0..5).map(|_| seconds(sum)).fold(f64::MAX, f64::min);
+    DECODE_BYTES as f64 / best / 1e9
+}

@@ -1,0 +1,510 @@
+//! Blocks as vectors of unsigned quants. A format without lines of its own here is decoded by its
+//! portable code; that is the way of the rare ones.
+//!
+//! # Safety
+//! As in [`super::simd`]: functions on `__m256i` need AVX2 and F16C, those on `__m512i` AVX-512. `row`
+//! and `block` point to whole blocks of the format, at least up to the group asked for.
+
+use std::arch::x86_64::*;
+
+use crate::cpu::formats::{
+    BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
+    GroupBlock, SuperBlock,
+};
+
+/// A group format as vectors.
+pub(super) trait Groups: GroupBlock {
+    /// Whether quants go beyond 127.
+    const WIDE: bool = Self::OFFSET > 64;
+
+    /// The quants of group `g` of a row.
+    #[inline(always)]
+    unsafe fn single(row: *const u8, g: usize) -> __m256i {
+        // SAFETY: the module's contract; any bytes are a block.
+        unsafe { _mm256_loadu_si256(group::<Self>(row, g).q.as_ptr().cast()) }
+    }
+
+    /// The quants of groups `g` and `h` of a row.
+    #[inline(always)]
+    unsafe fn pair(row: *const u8, g: usize, h: usize) -> __m512i {
+        // SAFETY: the module's contract.
+        unsafe { join(Self::single(row, g), Self::single(row, h)) }
+    }
+
+    /// The scales and minimums of the `n <= 8` groups from `g` on, the rest 0.
+    #[inline(always)]
+    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        let (mut d, mut m) = ([0.0f32; 8], [0.0f32; 8]);
+        for i in 0..n {
+            // SAFETY: the module's contract.
+            let group = unsafe { group::<Self>(row, g + i) };
+            (d[i], m[i]) = (group.d[0], group.m);
+        }
+        // SAFETY: the module's contract.
+        unsafe { (_mm256_loadu_ps(d.as_ptr()), _mm256_loadu_ps(m.as_ptr())) }
+    }
+}
+
+/// A super-block format as vectors.
+pub(super) trait Supers: SuperBlock {
+    /// Whether quants go beyond 127.
+    const WIDE: bool = Self::OFFSET > 64;
+
+    /// The piece of 32 elements in each half of [`Supers::quants_512`].
+    const ORDER_512: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
+
+    /// For each 16-bit lane of vector `v`, the index of its scale.
+    const SPREAD_512: [[i16; 32]; 4] = {
+        let mut spread = [[0; 32]; 4];
+        let mut i = 0;
+        while i < 128 {
+            // 16-bit lane `i` has elements `2 i` and `2 i + 1` of the reordered block.
+            let element = Self::ORDER_512[i / 16] * 32 + 2 * (i % 16);
+            spread[i / 32][i % 32] = (element / Self::SUB) as i16;
+            i += 1;
+        }
+        spread
+    };
+
+    /// The quants in element order.
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; any bytes are a block.
+        unsafe {
+            let q = (*block.cast::<Self>()).decode().q;
+            let mut vectors = [_mm256_setzero_si256(); 8];
+            for (v, q) in vectors.iter_mut().zip(q.chunks_exact(32)) {
+                *v = _mm256_loadu_si256(q.as_ptr().cast());
+            }
+            vectors
+        }
+    }
+
+    /// The quants, halves in the order of `ORDER_512`.
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; any bytes are a block.
+        unsafe {
+            let q = (*block.cast::<Self>()).decode().q;
+            let mut vectors = [_mm512_setzero_si512(); 4];
+            for (v, q) in vectors.iter_mut().zip(q.chunks_exact(64)) {
+                *v = _mm512_loadu_si512(q.as_ptr().cast());
+            }
+            vectors
+        }
+    }
+
+    /// The scales and the minimums of the sub-blocks, 16 bits each.
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; any bytes are a block.
+        unsafe {
+            let block = (*block.cast::<Self>()).decode();
+            let scales = _mm256_loadu_si256(block.scales.as_ptr().cast());
+            (scales, _mm256_loadu_si256(block.mins.as_ptr().cast()))
+        }
+    }
+
+    /// The scale of the scales and the scale of the minimums.
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; any bytes are a block.
+        let block = unsafe { (*block.cast::<Self>()).decode() };
+        (block.d, block.dmin)
+    }
+}
+
+/// Group `g` of a row, decoded portably.
+///
+/// # Safety
+/// The group is readable.
+#[inline(always)]
+unsafe fn group<B: GroupBlock>(row: *const u8, g: usize) -> crate::cpu::formats::Group {
+    let groups = B::ELEMENTS / 32;
+    // SAFETY: the caller's promise; B is packed, and any bytes are a valid one.
+    unsafe { (*row.cast::<B>().add(g / groups)).group(g % groups) }
+}
+
+/// Two halves as one vector.
+#[inline(always)]
+unsafe fn join(low: __m256i, high: __m256i) -> __m512i {
+    // SAFETY: the module's contract.
+    unsafe { _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1) }
+}
+
+/// The value of one half.
+#[inline(always)]
+pub(super) unsafe fn half(bits: u16) -> f32 {
+    // SAFETY: the module's contract.
+    unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits)))) }
+}
+
+/// The halves at `p`, `p + stride`, ...: `n` of eight, the rest 0.
+#[inline(always)]
+unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
+    // SAFETY: the module's contract, for the `n` halves.
+    unsafe {
+        let mut h = [0i16; 8];
+        for (i, h) in h.iter_mut().enumerate().take(n) {
+            *h = p.add(i * stride).cast::<i16>().read_unaligned();
+        }
+        // Not through memory: eight narrow stores followed by a wide load would stall.
+        let h = _mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]);
+        _mm256_cvtph_ps(h)
+    }
+}
+
+/// The low nibbles of 16 bytes, then the high ones.
+#[inline(always)]
+unsafe fn nibbles(qs: *const u8) -> __m256i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(qs.cast()));
+        let shifted = _mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 0, 4, 4));
+        _mm256_and_si256(shifted, _mm256_set1_epi8(15))
+    }
+}
+
+/// [`nibbles`] at two places.
+#[inline(always)]
+unsafe fn nibble_pair(a: *const u8, b: *const u8) -> __m512i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let twice = join(
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(a.cast())),
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(b.cast())),
+        );
+        let shifts = _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4);
+        _mm512_and_si512(_mm512_srlv_epi64(twice, shifts), _mm512_set1_epi8(15))
+    }
+}
+
+/// `(a & a_mask) | (b & b_mask)`
+#[inline(always)]
+unsafe fn merge(a: __m512i, a_mask: __m512i, b: __m512i, b_mask: __m512i) -> __m512i {
+    // SAFETY: the module's contract.
+    unsafe { _mm512_or_si512(_mm512_and_si512(a, a_mask), _mm512_and_si512(b, b_mask)) }
+}
+
+/// 16 in each byte whose bit is set.
+#[inline(always)]
+unsafe fn fifth_bits(qh: u32) -> __m256i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let byte_of = _mm256_setr_epi64x(
+            0,
+            0x0101_0101_0101_0101,
+            0x0202_0202_0202_0202,
+            0x0303_0303_0303_0303,
+        );
+        let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(qh as i32), byte_of);
+        let bit_of = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
+        let set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of);
+        _mm256_and_si256(set, _mm256_set1_epi8(16))
+    }
+}
+
+/// A 32-bit field of bits.
+#[inline(always)]
+unsafe fn bits(p: *const u8) -> u32 {
+    // SAFETY: the module's contract.
+    unsafe { p.cast::<u32>().read_unaligned() }
+}
+
+macro_rules! nibble_groups {
+    ($($block:ty, $bytes:literal: d at 0, m at $m:expr, qh at $qh:expr, qs at $qs:literal;)*) => {
+        $(
+            // SAFETY (of the blocks below): the module's contract; the offsets are those of the fields.
+            impl Groups for $block {
+                #[inline(always)]
+                unsafe fn single(row: *const u8, g: usize) -> __m256i {
+                    // SAFETY: as above.
+                    unsafe {
+                        let block = row.add(g * $bytes);
+                        let q = nibbles(block.add($qs));
+                        match $qh {
+                            Some(qh) => _mm256_or_si256(q, fifth_bits(bits(block.add(qh)))),
+                            None => q,
+                        }
+                    }
+                }
+
+                #[inline(always)]
+                unsafe fn pair(row: *const u8, g: usize, h: usize) -> __m512i {
+                    // SAFETY: as above.
+                    unsafe {
+                        let (a, b) = (row.add(g * $bytes), row.add(h * $bytes));
+                        let q = nibble_pair(a.add($qs), b.add($qs));
+                        match $qh {
+                            Some(qh) => {
+                                let high = u64::from(bits(b.add(qh))) << 32;
+                                let set = high | u64::from(bits(a.add(qh)));
+                                _mm512_mask_add_epi8(q, set, q, _mm512_set1_epi8(16))
+                            }
+                            None => q,
+                        }
+                    }
+                }
+
+                #[inline(always)]
+                unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+                    // SAFETY: as above.
+                    unsafe {
+                        let block = row.add(g * $bytes);
+                        let d = halves(block, $bytes, n);
+                        match $m {
+                            Some(m) => (d, halves(block.add(m), $bytes, n)),
+                            None => (d, _mm256_setzero_ps()),
+                        }
+                    }
+                }
+            }
+            const _: () = assert!(size_of::<$block>() == $bytes);
+        )*
+    };
+}
+
+nibble_groups! {
+    BlockQ4_0, 18: d at 0, m at None::<usize>, qh at None::<usize>, qs at 2;
+    BlockQ4_1, 20: d at 0, m at Some(2), qh at None::<usize>, qs at 4;
+    BlockQ5_0, 22: d at 0, m at None::<usize>, qh at Some(2), qs at 6;
+    BlockQ5_1, 24: d at 0, m at Some(2), qh at Some(4), qs at 8;
+}
+
+impl Groups for BlockQ8_0 {
+    #[inline(always)]
+    unsafe fn single(row: *const u8, g: usize) -> __m256i {
+        // SAFETY: the module's contract.
+        unsafe {
+            let q = _mm256_loadu_si256(row.add(g * size_of::<Self>() + 2).cast());
+            _mm256_xor_si256(q, _mm256_set1_epi8(-128))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        // SAFETY: the module's contract.
+        unsafe {
+            let d = halves(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
+            (d, _mm256_setzero_ps())
+        }
+    }
+}
+
+/// The eight 6-bit scales and minimums of Q4_K and Q5_K; see `unpack_scales` of the formats.
+#[inline(always)]
+unsafe fn six_bit_scales(packed: *const u8) -> (__m256i, __m256i) {
+    // SAFETY: the module's contract, for 12 bytes.
+    unsafe {
+        let (a, b, c) = (bits(packed), bits(packed.add(4)), bits(packed.add(8)));
+        const SIX: u32 = 0x3f3f_3f3f;
+        const FOUR: u32 = 0x0f0f_0f0f;
+        const TOP: u32 = 0x3030_3030;
+        let scales = widen(a & SIX, c & FOUR | a >> 2 & TOP);
+        let mins = widen(b & SIX, c >> 4 & FOUR | b >> 2 & TOP);
+        (scales, mins)
+    }
+}
+
+/// Eight bytes as 16-bit lanes; the upper eight lanes are 0.
+#[inline(always)]
+unsafe fn widen(low: u32, high: u32) -> __m256i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let bytes = u64::from(high) << 32 | u64::from(low);
+        _mm256_zextsi128_si256(_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bytes as i64)))
+    }
+}
+
+/// The two halves at the start of a block.
+#[inline(always)]
+unsafe fn two_halves(block: *const u8) -> (f32, f32) {
+    // SAFETY: the module's contract.
+    unsafe {
+        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits(block) as i32));
+        (_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both)))
+    }
+}
+
+/// Where 64 bytes of nibbles of Q4_K and Q5_K, low ones before high ones, put pieces of 32.
+const NIBBLE_ORDER: [usize; 8] = [0, 2, 1, 3, 4, 6, 5, 7];
+
+impl Supers for BlockQ4K {
+    const ORDER_512: [usize; 8] = NIBBLE_ORDER;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; 128 bytes of nibbles begin at 16.
+        unsafe {
+            let low = _mm256_set1_epi8(15);
+            let mut q = [low; 8];
+            for i in 0..4 {
+                let nibbles = _mm256_loadu_si256(block.add(16 + 32 * i).cast());
+                q[2 * i] = _mm256_and_si256(nibbles, low);
+                q[2 * i + 1] = _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low);
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; 128 bytes of nibbles begin at 16.
+        unsafe {
+            let low = _mm512_set1_epi8(15);
+            let a = _mm512_loadu_si512(block.add(16).cast());
+            let b = _mm512_loadu_si512(block.add(80).cast());
+            [
+                _mm512_and_si512(a, low),
+                _mm512_and_si512(_mm512_srli_epi16(a, 4), low),
+                _mm512_and_si512(b, low),
+                _mm512_and_si512(_mm512_srli_epi16(b, 4), low),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; the packed scales begin at 4.
+        unsafe { six_bit_scales(block.add(4)) }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract.
+        unsafe { two_halves(block) }
+    }
+}
+
+impl Supers for BlockQ5K {
+    const ORDER_512: [usize; 8] = NIBBLE_ORDER;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the fifth bits begin at 16, the nibbles at 48.
+        unsafe {
+            let (low, fifth) = (_mm256_set1_epi8(15), _mm256_set1_epi8(16));
+            let qh = _mm256_loadu_si256(block.add(16).cast());
+            // Bit `j` of a byte belongs to piece `j`; shifted to bit 4, whatever else a 16-bit shift
+            // drags along is masked off.
+            let fifths = [
+                _mm256_slli_epi16(qh, 4),
+                _mm256_slli_epi16(qh, 3),
+                _mm256_slli_epi16(qh, 2),
+                _mm256_slli_epi16(qh, 1),
+                qh,
+                _mm256_srli_epi16(qh, 1),
+                _mm256_srli_epi16(qh, 2),
+                _mm256_srli_epi16(qh, 3),
+            ];
+            let mut q = [low; 8];
+            for i in 0..4 {
+                let nibbles = _mm256_loadu_si256(block.add(48 + 32 * i).cast());
+                let pair = [
+                    _mm256_and_si256(nibbles, low),
+                    _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low),
+                ];
+                for j in 0..2 {
+                    let bit = _mm256_and_si256(fifths[2 * i + j], fifth);
+                    q[2 * i + j] = _mm256_or_si256(pair[j], bit);
+                }
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the fifth bits begin at 16, the nibbles at 48.
+        unsafe {
+            let (low, fifth) = (_mm512_set1_epi8(15), _mm512_set1_epi8(16));
+            let qh = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(16).cast()));
+            let a = _mm512_loadu_si512(block.add(48).cast());
+            let b = _mm512_loadu_si512(block.add(112).cast());
+            // Left by 4 and 2 puts bits 0 and 2 at bit 4; the other pieces follow by shifting right.
+            let first = _mm512_sllv_epi64(qh, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2));
+            let second = _mm512_sllv_epi64(qh, _mm512_setr_epi64(3, 3, 3, 3, 1, 1, 1, 1));
+            let third = _mm512_srlv_epi64(qh, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));
+            let fourth = _mm512_srlv_epi64(qh, _mm512_setr_epi64(1, 1, 1, 1, 3, 3, 3, 3));
+            [
+                merge(a, low, first, fifth),
+                merge(_mm512_srli_epi16(a, 4), low, second, fifth),
+                merge(b, low, third, fifth),
+                merge(_mm512_srli_epi16(b, 4), low, fourth, fifth),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; the packed scales begin at 4.
+        unsafe { six_bit_scales(block.add(4)) }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract.
+        unsafe { two_halves(block) }
+    }
+}
+
+impl Supers for BlockQ6K {
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the low bits begin at 0, the high ones at 128.
+        unsafe {
+            let (low, high) = (_mm256_set1_epi8(15), _mm256_set1_epi8(0x30));
+            let mut q = [low; 8];
+            for half in 0..2 {
+                let a = _mm256_loadu_si256(block.add(64 * half).cast());
+                let b = _mm256_loadu_si256(block.add(64 * half + 32).cast());
+                let h = _mm256_loadu_si256(block.add(128 + 32 * half).cast());
+                let pieces = [
+                    (a, _mm256_slli_epi16(h, 4)),
+                    (b, _mm256_slli_epi16(h, 2)),
+                    (_mm256_srli_epi16(a, 4), h),
+                    (_mm256_srli_epi16(b, 4), _mm256_srli_epi16(h, 2)),
+                ];
+                for (i, (l, h)) in pieces.into_iter().enumerate() {
+                    q[4 * half + i] =
+                        _mm256_or_si256(_mm256_and_si256(l, low), _mm256_and_si256(h, high));
+                }
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the low bits begin at 0, the high ones at 128.
+        unsafe {
+            let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(0x30));
+            let mut q = [low; 4];
+            for half in 0..2 {
+                let l = _mm512_loadu_si512(block.add(64 * half).cast());
+                let h = _mm256_loadu_si256(block.add(128 + 32 * half).cast());
+                let h = _mm512_broadcast_i64x4(h);
+                let first = _mm512_sllv_epi64(h, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2));
+                let second = _mm512_srlv_epi64(h, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));
+                q[2 * half] = merge(l, low, first, high);
+                q[2 * half + 1] = merge(_mm512_srli_epi16(l, 4), low, second, high);
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; 16 bytes of scales begin at 192.
+        unsafe {
+            let scales = _mm256_cvtepi8_epi16(_mm_loadu_si128(block.add(192).cast()));
+            (scales, _mm256_setzero_si256())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scale is at 208.
+        unsafe { (half(block.add(208).cast::<u16>().read_unaligned()), 0.0) }
+    }
+}

@@ -1,0 +1,557 @@
+//! The few vector operations the kernels are written in, for AVX2 and for AVX-512.
+//!
+//! The kernels are generic over [`Simd`] and `#[inline(always)]`; only their outermost functions carry
+//! `#[target_feature]`, into which everything is inlined and so compiled for the right instructions.
+//!
+//! # Safety
+//! Every function here requires the instructions of its level and, where it takes pointers, memory of
+//! one vector behind them; no alignment. Callers run inside a function with the level's
+//! `#[target_feature]`, which the table of kernels hands out only where [`super::Level::is_supported`].
+
+use std::arch::x86_64::*;
+
+use super::blocks::{Groups, Supers};
+
+/// Vectors of one level.
+pub(super) trait Simd: Copy + 'static {
+    /// 32-bit lanes of a vector.
+    const LANES: usize;
+    /// Groups of 32 bytes in a vector.
+    const GROUPS: usize = Self::LANES / 8;
+    /// Vectors of bytes in a super-block of 256.
+    const SUPER: usize = 64 / Self::LANES;
+    /// Vectors of rows in a panel of integers; with the columns of a tile they fill the registers.
+    const PANEL: usize;
+    /// Whether [`Simd::dot_wide`] takes the offset of 128 out itself.
+    const WIDE_IS_SIGNED: bool;
+
+    /// Integers.
+    type I: Copy;
+    /// Floats.
+    type F: Copy;
+
+    unsafe fn zero() -> Self::I;
+    unsafe fn load(p: *const u8) -> Self::I;
+    unsafe fn store(p: *mut u8, v: Self::I);
+    /// Every lane the same 32 bits.
+    unsafe fn splat(bits: u32) -> Self::I;
+    unsafe fn add(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn sub(a: Self::I, b: Self::I) -> Self::I;
+    /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes.
+    unsafe fn dot(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
+    /// The same for quants up to 255, which stand for quants less 128 if `WIDE_IS_SIGNED`.
+    unsafe fn dot_wide(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
+    /// Each lane of `acc` plus the dot product of two signed 16-bit pairs.
+    unsafe fn dot_pairs(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes, the
+    /// first two times the first 16-bit scale of the lane, the others times the second.
+    unsafe fn dot_scaled(acc: Self::I, quants: Self::I, x: Self::I, scales: Self::I) -> Self::I;
+    /// The same for quants up to 255, which stand for quants less 128.
+    unsafe fn dot_scaled_wide(
+        acc: Self::I,
+        quants: Self::I,
+        x: Self::I,
+        scales: Self::I,
+    ) -> Self::I;
+
+    /// The low 256 bits from `v`, the rest 0.
+    unsafe fn widen(v: __m256i) -> Self::I;
+
+    /// The groups of 32 bytes; the second is 0 where a vector has but one.
+    unsafe fn halves(v: Self::I) -> [__m256i; 2];
+
+    unsafe fn to_floats(v: Self::I) -> Self::F;
+    unsafe fn zero_floats() -> Self::F;
+    unsafe fn load_floats(p: *const f32) -> Self::F;
+    unsafe fn splat_float(x: f32) -> Self::F;
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn add_floats(a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once.
+    unsafe fn mul_add(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `c - a * b`, rounded once.
+    unsafe fn neg_mul_add(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// The sum of the lanes.
+    unsafe fn sum(v: Self::F) -> f32;
+    /// The first `n` floats (all if `n >= LANES`), the rest 0.
+    unsafe fn load_first(p: *const f32, n: usize) -> Self::F;
+    /// Writes the first `n` floats (all if `n >= LANES`).
+    unsafe fn store_first(p: *mut f32, n: usize, v: Self::F);
+    /// `LANES` halves as floats.
+    unsafe fn load_halves(p: *const u8) -> Self::F;
+    /// `LANES` bfloat16 as floats.
+    unsafe fn load_bf16(p: *const u8) -> Self::F;
+
+    /// Of the eight scales of eight groups, those of the groups of vector `v`, over their lanes.
+    unsafe fn spread_groups(scales: __m256, v: usize) -> Self::F;
+    /// Transposes `LANES` rows of `LANES` 32-bit words: word `i` of row `r` goes to word `r` of row
+    /// `i`; rows are `src_stride` and `dst_stride` bytes apart.
+    unsafe fn transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize);
+
+    /// The quants of a vector's worth of groups, from group `g` of a row on; past group `last` the
+    /// contents do not matter, but are not read.
+    unsafe fn groups<B: Groups>(row: *const u8, g: usize, last: usize) -> Self::I;
+    /// Vector `v` of a super-block's quants, in the order of [`Simd::order`].
+    unsafe fn quants<B: Supers>(block: *const u8) -> [Self::I; 8];
+    /// Which piece of 32 elements lies in half `i` of the vectors of [`Simd::quants`].
+    fn order<B: Supers>(i: usize) -> usize;
+    /// Of a super-block's 16-bit scales, those of vector `v`, over their 16-bit lanes.
+    unsafe fn spread_supers<B: Supers>(scales: __m256i, v: usize) -> Self::I;
+}
+
+/// AVX2, FMA, F16C: 256 bits.
+#[derive(Clone, Copy)]
+pub(super) struct Avx2;
+
+/// AVX-512 F, BW, DQ, VL, VNNI: 512 bits.
+#[derive(Clone, Copy)]
+pub(super) struct Avx512;
+
+// SAFETY (of every block below): see the module's contract.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Avx512 {
+    const LANES: usize = 16;
+    const PANEL: usize = 2;
+    const WIDE_IS_SIGNED: bool = false;
+
+    type I = __m512i;
+    type F = __m512;
+
+    #[inline(always)]
+    unsafe fn zero() -> __m512i {
+        unsafe { _mm512_setzero_si512() }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut u8, v: __m512i) {
+        unsafe { _mm512_storeu_si512(p.cast(), v) }
+    }
+    #[inline(always)]
+    unsafe fn splat(bits: u32) -> __m512i {
+        unsafe { _mm512_set1_epi32(bits as i32) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_sub_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn dot(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
+        unsafe { _mm512_dpbusd_epi32(acc, quants, x) }
+    }
+    #[inline(always)]
+    unsafe fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
+        unsafe { _mm512_dpbusd_epi32(acc, quants, x) }
+    }
+    #[inline(always)]
+    unsafe fn dot_pairs(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_dpwssd_epi32(acc, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn dot_scaled(acc: __m512i, quants: __m512i, x: __m512i, scales: __m512i) -> __m512i {
+        unsafe { _mm512_dpwssd_epi32(acc, _mm512_maddubs_epi16(quants, x), scales) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_scaled_wide(
+        acc: __m512i,
+        quants: __m512i,
+        x: __m512i,
+        scales: __m512i,
+    ) -> __m512i {
+        // The sign of a quant moves to `x`, so that pairs of products fit 16 bits.
+        unsafe {
+            let signed = _mm512_xor_si512(quants, _mm512_set1_epi8(-128));
+            let negative = _mm512_movepi8_mask(signed);
+            let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
+            Self::dot_scaled(acc, _mm512_abs_epi8(signed), x, scales)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen(v: __m256i) -> __m512i {
+        unsafe { _mm512_zextsi256_si512(v) }
+    }
+    #[inline(always)]
+    unsafe fn halves(v: __m512i) -> [__m256i; 2] {
+        unsafe { [_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)] }
+    }
+
+    #[inline(always)]
+    unsafe fn to_floats(v: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn zero_floats() -> __m512 {
+        unsafe { _mm512_setzero_ps() }
+    }
+    #[inline(always)]
+    unsafe fn load_floats(p: *const f32) -> __m512 {
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn splat_float(x: f32) -> __m512 {
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn add_floats(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn neg_mul_add(a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe { _mm512_fnmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn sum(v: __m512) -> f32 {
+        unsafe {
+            let high = _mm512_extractf32x8_ps(v, 1);
+            Avx2::sum(_mm256_add_ps(_mm512_castps512_ps256(v), high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_first(p: *const f32, n: usize) -> __m512 {
+        unsafe { _mm512_maskz_loadu_ps(first_lanes(n), p) }
+    }
+    #[inline(always)]
+    unsafe fn store_first(p: *mut f32, n: usize, v: __m512) {
+        unsafe { _mm512_mask_storeu_ps(p, first_lanes(n), v) }
+    }
+    #[inline(always)]
+    unsafe fn load_halves(p: *const u8) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> __m512 {
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn spread_groups(scales: __m256, v: usize) -> __m512 {
+        const fn lanes(v: i32) -> [i32; 16] {
+            let (a, b) = (2 * v, 2 * v + 1);
+            [a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b]
+        }
+        const LANES: [[i32; 16]; 4] = [lanes(0), lanes(1), lanes(2), lanes(3)];
+        unsafe {
+            let lanes = _mm512_loadu_si512(LANES[v].as_ptr().cast());
+            _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(scales))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize) {
+        unsafe {
+            // Words of two rows side by side, then of four: a vector holds, in each 128-bit lane `l`,
+            // word `4 l + j` of rows `4 i .. 4 i + 4`.
+            let mut quads = [_mm512_setzero_si512(); 16];
+            for i in 0..4 {
+                let row = src.add(4 * i * src_stride);
+                let (a, b) = (Self::load(row), Self::load(row.add(src_stride)));
+                let row = row.add(2 * src_stride);
+                let (c, d) = (Self::load(row), Self::load(row.add(src_stride)));
+                let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+                let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+                quads[4 * i] = _mm512_unpacklo_epi64(ab_low, cd_low);
+                quads[4 * i + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+                quads[4 * i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+                quads[4 * i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+            }
+            // What is left is a 4 x 4 transposition of 128-bit lanes for each `j`.
+            for j in 0..4 {
+                let (a, b, c, d) = (quads[j], quads[4 + j], quads[8 + j], quads[12 + j]);
+                let even_low = _mm512_shuffle_i32x4(a, b, 0b10_00_10_00);
+                let odd_low = _mm512_shuffle_i32x4(a, b, 0b11_01_11_01);
+                let even_high = _mm512_shuffle_i32x4(c, d, 0b10_00_10_00);
+                let odd_high = _mm512_shuffle_i32x4(c, d, 0b11_01_11_01);
+                let out = dst.add(j * dst_stride);
+                let four = 4 * dst_stride;
+                Self::store(
+                    out,
+                    _mm512_shuffle_i32x4(even_low, even_high, 0b10_00_10_00),
+                );
+                Self::store(
+                    out.add(four),
+                    _mm512_shuffle_i32x4(odd_low, odd_high, 0b10_00_10_00),
+                );
+                let out = out.add(2 * four);
+                Self::store(
+                    out,
+                    _mm512_shuffle_i32x4(even_low, even_high, 0b11_01_11_01),
+                );
+                Self::store(
+                    out.add(four),
+                    _mm512_shuffle_i32x4(odd_low, odd_high, 0b11_01_11_01),
+                );
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn groups<B: Groups>(row: *const u8, g: usize, last: usize) -> __m512i {
+        unsafe { B::pair(row, g, (g + 1).min(last)) }
+    }
+    #[inline(always)]
+    unsafe fn quants<B: Supers>(block: *const u8) -> [__m512i; 8] {
+        unsafe {
+            let [a, b, c, d] = B::quants_512(block);
+            let zero = _mm512_setzero_si512();
+            [a, b, c, d, zero, zero, zero, zero]
+        }
+    }
+    #[inline(always)]
+    fn order<B: Supers>(i: usize) -> usize {
+        B::ORDER_512[i]
+    }
+    #[inline(always)]
+    unsafe fn spread_supers<B: Supers>(scales: __m256i, v: usize) -> __m512i {
+        unsafe {
+            let lanes = _mm512_loadu_si512(B::SPREAD_512[v].as_ptr().cast());
+            _mm512_permutexvar_epi16(lanes, _mm512_castsi256_si512(scales))
+        }
+    }
+}
+
+/// A mask of the first `n` of 16 lanes.
+#[inline(always)]
+fn first_lanes(n: usize) -> __mmask16 {
+    if n >= 16 { 0xffff } else { (1 << n) - 1 }
+}
+
+// SAFETY (of every block below): see the module's contract.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    const PANEL: usize = 1;
+    const WIDE_IS_SIGNED: bool = true;
+
+    type I = __m256i;
+    type F = __m256;
+
+    #[inline(always)]
+    unsafe fn zero() -> __m256i {
+        unsafe { _mm256_setzero_si256() }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut u8, v: __m256i) {
+        unsafe { _mm256_storeu_si256(p.cast(), v) }
+    }
+    #[inline(always)]
+    unsafe fn splat(bits: u32) -> __m256i {
+        unsafe { _mm256_set1_epi32(bits as i32) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_sub_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+        // A pair of products is at most 2 * 127 * 127, which 16 bits hold.
+        unsafe {
+            let pairs = _mm256_maddubs_epi16(quants, x);
+            _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+        // The magnitude of a quant less 128 is at most 128; the sign moves to `x`.
+        unsafe {
+            let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
+            Self::dot(acc, _mm256_abs_epi8(signed), _mm256_sign_epi8(x, signed))
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_pairs(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn dot_scaled(acc: __m256i, quants: __m256i, x: __m256i, scales: __m256i) -> __m256i {
+        unsafe { Self::dot_pairs(acc, _mm256_maddubs_epi16(quants, x), scales) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_scaled_wide(
+        acc: __m256i,
+        quants: __m256i,
+        x: __m256i,
+        scales: __m256i,
+    ) -> __m256i {
+        unsafe {
+            let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
+            let x = _mm256_sign_epi8(x, signed);
+            Self::dot_scaled(acc, _mm256_abs_epi8(signed), x, scales)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen(v: __m256i) -> __m256i {
+        v
+    }
+    #[inline(always)]
+    unsafe fn halves(v: __m256i) -> [__m256i; 2] {
+        unsafe { [v, _mm256_setzero_si256()] }
+    }
+
+    #[inline(always)]
+    unsafe fn to_floats(v: __m256i) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn zero_floats() -> __m256 {
+        unsafe { _mm256_setzero_ps() }
+    }
+    #[inline(always)]
+    unsafe fn load_floats(p: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn splat_float(x: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn add_floats(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn neg_mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fnmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn sum(v: __m256) -> f32 {
+        unsafe {
+            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_first(p: *const f32, n: usize) -> __m256 {
+        unsafe { _mm256_maskload_ps(p, first_lanes_mask(n)) }
+    }
+    #[inline(always)]
+    unsafe fn store_first(p: *mut f32, n: usize, v: __m256) {
+        unsafe { _mm256_maskstore_ps(p, first_lanes_mask(n), v) }
+    }
+    #[inline(always)]
+    unsafe fn load_halves(p: *const u8) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> __m256 {
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn spread_groups(scales: __m256, v: usize) -> __m256 {
+        unsafe { _mm256_permutevar8x32_ps(scales, _mm256_set1_epi32(v as i32)) }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize) {
+        unsafe {
+            let mut quads = [_mm256_setzero_si256(); 8];
+            for i in 0..2 {
+                let row = src.add(4 * i * src_stride);
+                let (a, b) = (Self::load(row), Self::load(row.add(src_stride)));
+                let row = row.add(2 * src_stride);
+                let (c, d) = (Self::load(row), Self::load(row.add(src_stride)));
+                let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+                let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+                quads[4 * i] = _mm256_unpacklo_epi64(ab_low, cd_low);
+                quads[4 * i + 1] = _mm256_unpackhi_epi64(ab_low, cd_low);
+                quads[4 * i + 2] = _mm256_unpacklo_epi64(ab_high, cd_high);
+                quads[4 * i + 3] = _mm256_unpackhi_epi64(ab_high, cd_high);
+            }
+            for j in 0..4 {
+                let (low, high) = (quads[j], quads[4 + j]);
+                let out = dst.add(j * dst_stride);
+                Self::store(out, _mm256_permute2x128_si256(low, high, 0x20));
+                Self::store(
+                    out.add(4 * dst_stride),
+                    _mm256_permute2x128_si256(low, high, 0x31),
+                );
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn groups<B: Groups>(row: *const u8, g: usize, _: usize) -> __m256i {
+        unsafe { B::single(row, g) }
+    }
+    #[inline(always)]
+    unsafe fn quants<B: Supers>(block: *const u8) -> [__m256i; 8] {
+        unsafe { B::quants_256(block) }
+    }
+    #[inline(always)]
+    fn order<B: Supers>(i: usize) -> usize {
+        i
+    }
+    #[inline(always)]
+    unsafe fn spread_supers<B: Supers>(scales: __m256i, v: usize) -> __m256i {
+        // Vector `v` is sub-block `v` of 32 elements, or sub-blocks `2 v` and `2 v + 1` of 16.
+        unsafe {
+            if B::SUB == 32 {
+                let both = _mm256_permute4x64_epi64(scales, 0b01_00_01_00);
+                let lane = _mm256_set1_epi16((2 * v + 256 * (2 * v + 1)) as i16);
+                _mm256_shuffle_epi8(both, lane)
+            } else {
+                let both = if v < 4 {
+                    _mm256_permute4x64_epi64(scales, 0b01_00_01_00)
+                } else {
+                    _mm256_permute4x64_epi64(scales, 0b11_10_11_10)
+                };
+                let first = 4 * (v % 4);
+                let low = _mm_set1_epi16((first + 256 * (first + 1)) as i16);
+                let high = _mm_set1_epi16((first + 2 + 256 * (first + 3)) as i16);
+                _mm256_shuffle_epi8(both, _mm256_set_m128i(high, low))
+            }
+        }
+    }
+}
+
+/// A mask of the first `n` of 8 lanes.
+///
+/// # Safety
+/// AVX2.
+#[inline(always)]
+unsafe fn first_lanes_mask(n: usize) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(n.min(8) as i32), lanes)
+    }
+}
