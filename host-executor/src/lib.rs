@@ -1,1 +1,19 @@
-//! The host.
+//! The host: it serves guests on an engine.
+//!
+//! - [`session`]: one guest, its memory, its graphs; where hostile requests end.
+//! - [`Server`]: listeners, a thread for each session, shutdown.
+//! - [`inproc`]: a session inside the guest's own process.
+//!
+//! The `vgpu` command is a shell around these.
+
+pub mod inproc;
+mod limits;
+mod server;
+pub mod session;
+mod stats;
+mod unix;
+
+pub use limits::Limits;
+pub use server::{Door, Guest, Open, Peer, Process, Server, SessionInfo};
+pub use session::{Ending, Session, Stop, Violation};
+pub use stats::Stats;

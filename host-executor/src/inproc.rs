@@ -1,0 +1,93 @@
+//! An executor inside the guest's own process.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use tracing::{error, info_span};
+use vgpu_kernels::Engine;
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::link::window::{WindowGuest, inproc_pair};
+use vgpu_transport::link::{Counters, GuestEnd, LinkError};
+
+use crate::limits::Limits;
+use crate::session::{Session, Stop};
+
+/// Starts an executor for one guest in this process and returns the guest's end of the link to it. When
+/// that is dropped, the executor finishes what it runs, frees everything, and is gone on return.
+pub fn start(engine: Arc<dyn Engine>) -> io::Result<Inproc> {
+    let (guest, mut host) = inproc_pair().map_err(io::Error::other)?;
+    let thread = thread::Builder::new()
+        .name("vgpu-inproc".into())
+        .spawn(move || {
+            let _span = info_span!("session", id = 1, peer = "inproc").entered();
+            // Nobody asks it to stop: the guest's end closes.
+            Session::new(1, engine, Limits::default()).run(&mut host, &Stop::new());
+        })?;
+    Ok(Inproc {
+        guest,
+        _executor: Executor {
+            thread: Some(thread),
+            process: std::process::id(),
+        },
+    })
+}
+
+/// The guest's end of a link to an executor in this process.
+pub struct Inproc {
+    // Dropped in this order: the end of the guest is what makes the executor stop.
+    guest: WindowGuest,
+    _executor: Executor,
+}
+
+impl GuestEnd for Inproc {
+    fn send(&mut self, message: &[u8], payload: Bytes<'_>) -> Result<u64, LinkError> {
+        self.guest.send(message, payload)
+    }
+
+    fn receive(
+        &mut self,
+        message: &mut Vec<u8>,
+        payload: BytesMut<'_>,
+    ) -> Result<usize, LinkError> {
+        self.guest.receive(message, payload)
+    }
+
+    fn try_receive(&mut self, message: &mut Vec<u8>) -> Result<bool, LinkError> {
+        self.guest.try_receive(message)
+    }
+
+    fn retired(&self) -> u64 {
+        self.guest.retired()
+    }
+
+    fn wait_retired(&mut self, request: u64) -> Result<(), LinkError> {
+        self.guest.wait_retired(request)
+    }
+
+    fn is_closed(&mut self) -> bool {
+        self.guest.is_closed()
+    }
+
+    fn counters(&self) -> Counters {
+        self.guest.counters()
+    }
+}
+
+/// The thread of the session. Waits for its end when dropped.
+struct Executor {
+    thread: Option<JoinHandle<()>>,
+    process: u32,
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        // In the child of a fork there is no such thread, and waiting for it would be for ever.
+        if std::process::id() == self.process && thread.join().is_err() {
+            error!("the executor in this process has panicked, a bug of vgpu");
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! `vgpu serve`.
+
+use std::io::{IsTerminal, Write, stderr, stdout};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow, bail};
+use clap::{Parser, ValueEnum};
+use rustix::io::Errno;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tracing::{info, warn};
+use tracing_subscriber::EnvFilter;
+use vgpu_executor::{Limits, Server};
+use vgpu_kernels::Engine;
+use vgpu_kernels::cpu::CpuEngine;
+use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::unix::{ListenError, ListenOptions, Listener};
+
+use crate::size;
+
+/// Signals this close together are one: `timeout` and some service managers signal a process and its group.
+const SAME_SIGNAL: Duration = Duration::from_millis(500);
+
+/// Serves guests until SIGTERM or SIGINT.
+///
+/// Guests are programs that load libggml-vgpu.so (llama.cpp, Ollama and others); they see this executor as a
+/// GPU. When it accepts guests, one line "ready ENDPOINT..." is printed on standard output; logs go to
+/// standard error. At the first signal no more guests are accepted, running graphs are finished, and the
+/// exit status is 0; a second signal ends it at once.
+#[derive(Parser)]
+pub(crate) struct Args {
+    /// Where to listen: unix:/path/to/socket. May be given several times. [default: unix:/run/vgpu/vgpu.sock]
+    ///
+    /// Guests find the default by themselves; for any other, set VGPU_ENDPOINT to the same text in the
+    /// guest. Who may open the socket may use the executor: it is made for its owner and group (mode 660).
+    #[arg(long, value_name = "ENDPOINT", num_args = 1..)]
+    listen: Vec<Endpoint>,
+
+    /// What does the arithmetic.
+    #[arg(long, value_enum, default_value_t = EngineKind::Cpu)]
+    engine: EngineKind,
+
+    /// Threads of the cpu engine; 0 for one on each core this process may use.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    threads: usize,
+
+    /// Memory that guests may use in all, such as 512M or 8G. [default: what the machine or its control
+    /// group has]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory: Option<u64>,
+
+    /// Guests served at once; more are turned away.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    max_guests: usize,
+
+    /// What to log: error, warn, info, debug, trace, off, or for parts of the program, as in
+    /// info,vgpu_executor=debug. [default: the environment variable VGPU_LOG, or info]
+    #[arg(long, value_name = "FILTER")]
+    log: Option<String>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum EngineKind {
+    /// The processors of this machine. Always there.
+    Cpu,
+}
+
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    start_logging(args.log)?;
+    // Before anything is there to be cleaned up, so that no signal finds us unprepared.
+    let stop = catch_signals()?;
+
+    let engine = engine(args.engine, args.threads, args.memory)?;
+    let mut endpoints = args.listen;
+    if endpoints.is_empty() {
+        endpoints = Endpoint::defaults();
+    }
+    let listeners = endpoints
+        .iter()
+        .map(listen)
+        .collect::<anyhow::Result<Vec<Listener>>>()?;
+
+    let memory = engine.memory();
+    info!(
+        version = env!("CARGO_PKG_VERSION"),
+        engine = engine.name(),
+        device = engine.description(),
+        memory = memory.total,
+        free = memory.free,
+        "vgpu starts"
+    );
+    let mut server = Server::new(engine, Limits::default(), args.max_guests);
+    for listener in listeners {
+        info!("listening on unix:{}", listener.path().display());
+        server.open(listener).context("no thread for a listener")?;
+    }
+    announce(&endpoints);
+
+    let signal = stop.recv().context("the thread for signals has ended")?;
+    info!("{signal} received: ending the sessions; a second signal ends the process at once");
+    server.shutdown();
+    info!("vgpu ends");
+    Ok(())
+}
+
+fn start_logging(filter: Option<String>) -> anyhow::Result<()> {
+    let (source, filter) = match filter {
+        Some(filter) => ("--log", filter),
+        None => (
+            "VGPU_LOG",
+            std::env::var("VGPU_LOG").unwrap_or_else(|_| "info".into()),
+        ),
+    };
+    let filter = EnvFilter::try_new(&filter).map_err(|error| {
+        anyhow!(
+            "{source}: {filter:?} is not a filter ({error}); try info, debug or vgpu_executor=trace"
+        )
+    })?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(stderr)
+        .with_ansi(stderr().is_terminal())
+        .init();
+    Ok(())
+}
+
+/// The name of the first SIGTERM or SIGINT arrives in the channel; a second one ends the process there and
+/// then.
+fn catch_signals() -> anyhow::Result<Receiver<&'static str>> {
+    let mut signals = Signals::new([SIGTERM, SIGINT]).context("signals cannot be caught")?;
+    let (sender, receiver) = mpsc::channel();
+    std::thread::Builder::new()
+        .name("vgpu-signals".into())
+        .spawn(move || {
+            let mut first: Option<Instant> = None;
+            for signal in signals.forever() {
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                match first {
+                    None => {
+                        first = Some(Instant::now());
+                        // Nobody receives it when the start has failed already.
+                        let _ = sender.send(name);
+                    }
+                    Some(first) if first.elapsed() < SAME_SIGNAL => {}
+                    Some(_) => {
+                        warn!("{name} received again: ending at once");
+                        std::process::exit(1);
+                    }
+                }
+            }
+        })
+        .context("no thread for signals")?;
+    Ok(receiver)
+}
+
+fn engine(
+    kind: EngineKind,
+    threads: usize,
+    memory: Option<u64>,
+) -> anyhow::Result<Arc<dyn Engine>> {
+    match kind {
+        EngineKind::Cpu => {
+            let engine = CpuEngine::new(threads, memory)
+                .with_context(|| format!("the cpu engine does not start with {threads} threads"))?;
+            Ok(Arc::new(engine))
+        }
+    }
+}
+
+fn listen(endpoint: &Endpoint) -> anyhow::Result<Listener> {
+    let Endpoint::Unix(path) = endpoint else {
+        bail!("--listen {endpoint}: an executor cannot listen there; use unix:/path/to/socket");
+    };
+    Listener::bind(path, ListenOptions::default()).map_err(|error| {
+        let hint = hint(path, &error);
+        anyhow!("cannot listen on {endpoint}: {error}{hint}")
+    })
+}
+
+/// What the user can do about it.
+fn hint(path: &Path, error: &ListenError) -> String {
+    let directory = path.parent().unwrap_or(path).display();
+    match error {
+        ListenError::InUse { .. } => {
+            "; stop it, or listen elsewhere with --listen unix:/path/to/socket".into()
+        }
+        ListenError::NotASocket { .. } => "; remove it, or listen elsewhere with --listen".into(),
+        ListenError::NoDirectory { .. } => {
+            format!("; create it (mkdir -p {directory}), or listen elsewhere with --listen")
+        }
+        ListenError::System {
+            error: Errno::ACCESS | Errno::PERM | Errno::ROFS,
+            ..
+        } => format!(
+            "; this user may not write to {directory}: start vgpu as its owner, or listen in a directory of \
+             your own, such as --listen unix:$XDG_RUNTIME_DIR/vgpu.sock, and set VGPU_ENDPOINT to the same \
+             for guests"
+        ),
+        _ => String::new(),
+    }
+}
+
+/// Tells whoever started us that guests can come.
+fn announce(endpoints: &[Endpoint]) {
+    let list: Vec<String> = endpoints.iter().map(Endpoint::to_string).collect();
+    let mut out = stdout().lock();
+    // Nobody has to listen.
+    let _ = writeln!(out, "ready {}", list.join(" ")).and_then(|()| out.flush());
+}

@@ -1,0 +1,291 @@
+//! The server: guests come in through doors, each gets a thread and a session.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fmt;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use tracing::{error, info, info_span, warn};
+use vgpu_kernels::Engine;
+use vgpu_transport::link::HostEnd;
+
+use crate::limits::Limits;
+use crate::session::{Ending, Session, Stop, dismiss};
+use crate::stats::{Counters, Stats};
+
+/// How often a door with nobody at it looks whether the server should stop.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// How long to leave a door alone after it failed, so that a lasting failure (no descriptors left) does
+/// not fill the log.
+const BACK_OFF: Duration = Duration::from_secs(1);
+
+/// Guests beyond the limit that are told so at once. More are turned away without a word.
+const DISMISSALS: usize = 16;
+
+/// How often a shutdown that waits for running graphs says so.
+const REMINDER: Duration = Duration::from_secs(5);
+
+/// Where guests come in: a listener of some link.
+pub trait Door: Send + 'static {
+    /// Waits up to `timeout` for a guest. Nothing the guest does may hold this up.
+    fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>>;
+}
+
+/// A guest that has connected.
+pub struct Guest {
+    /// Who it is, as far as the host can know without asking.
+    pub peer: Peer,
+    /// Brings the link up, on the guest's own thread: this may wait for the guest.
+    pub open: Open,
+}
+
+/// Brings a link up.
+pub type Open = Box<dyn FnOnce() -> Result<Box<dyn HostEnd>, Box<dyn Error>> + Send>;
+
+/// Who a guest is, by the word of the host's kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Peer {
+    /// The endpoint it came in through.
+    pub endpoint: String,
+    /// Its process and user, where the link tells.
+    pub process: Option<Process>,
+}
+
+/// A process of this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Process {
+    /// Its process id; 0 when it is in a namespace that the host cannot see into.
+    pub pid: i32,
+    /// Its user id.
+    pub uid: u32,
+    /// The name of its program, where that could be found out.
+    pub program: Option<String>,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.endpoint)?;
+        if let Some(Process { pid, uid, program }) = &self.process {
+            let program = program.as_deref().unwrap_or("?");
+            write!(f, " {program} pid {pid} uid {uid}")?;
+        }
+        Ok(())
+    }
+}
+
+/// A running session, for people and for metrics.
+#[derive(Debug, Clone)]
+pub struct SessionInfo {
+    /// Its number.
+    pub id: u64,
+    /// Who the guest is.
+    pub peer: Peer,
+    /// What the guest calls itself; `None` until it has said hello.
+    pub guest: Option<String>,
+    /// How long it has been there.
+    pub age: Duration,
+    /// What it has done.
+    pub stats: Stats,
+}
+
+/// Serves guests on one engine until it is shut down.
+pub struct Server {
+    shared: Arc<Shared>,
+    doors: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    engine: Arc<dyn Engine>,
+    limits: Limits,
+    /// Guests served at once.
+    max_sessions: usize,
+    stop: Stop,
+    last_id: AtomicU64,
+    sessions: Mutex<BTreeMap<u64, Entry>>,
+    /// A session has ended.
+    ended: Condvar,
+}
+
+struct Entry {
+    peer: Peer,
+    since: Instant,
+    counters: Arc<Counters>,
+}
+
+impl Server {
+    /// A server with no door yet, for at most `max_sessions` guests at once.
+    pub fn new(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Server {
+        Server {
+            shared: Arc::new(Shared {
+                engine,
+                limits,
+                max_sessions,
+                stop: Stop::new(),
+                last_id: AtomicU64::new(0),
+                sessions: Mutex::default(),
+                ended: Condvar::new(),
+            }),
+            doors: Vec::new(),
+        }
+    }
+
+    /// Lets guests in through `door` from now on.
+    pub fn open(&mut self, mut door: impl Door) -> io::Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let thread = thread::Builder::new()
+            .name(format!("vgpu-door-{}", self.doors.len()))
+            .spawn(move || {
+                while !shared.stop.is_asked() {
+                    match door.knock(PATIENCE) {
+                        Ok(Some(guest)) => shared.admit(guest),
+                        Ok(None) => {}
+                        Err(error) => {
+                            error!("no guest can come in for {BACK_OFF:?}: {error}");
+                            thread::sleep(BACK_OFF);
+                        }
+                    }
+                }
+            })?;
+        self.doors.push(thread);
+        Ok(())
+    }
+
+    /// The sessions that are open.
+    pub fn sessions(&self) -> Vec<SessionInfo> {
+        let sessions = self.shared.sessions();
+        sessions
+            .iter()
+            .map(|(&id, entry)| SessionInfo {
+                id,
+                peer: entry.peer.clone(),
+                guest: entry.counters.guest.get().cloned(),
+                age: entry.since.elapsed(),
+                stats: entry.counters.snapshot(),
+            })
+            .collect()
+    }
+
+    /// Closes the doors, lets each session finish the request it executes and tell its guest, and
+    /// returns when all have ended.
+    pub fn shutdown(mut self) {
+        self.stop();
+    }
+
+    fn stop(&mut self) {
+        self.shared.stop.ask();
+        for door in self.doors.drain(..) {
+            if door.join().is_err() {
+                error!("a listener has panicked, a bug of the host");
+            }
+        }
+        let mut sessions = self.shared.sessions();
+        while !sessions.is_empty() {
+            let (guard, wait) = self
+                .shared
+                .ended
+                .wait_timeout(sessions, REMINDER)
+                .unwrap_or_else(PoisonError::into_inner);
+            sessions = guard;
+            if wait.timed_out() {
+                info!("waiting for {} sessions to end", sessions.len());
+            }
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn sessions(&self) -> MutexGuard<'_, BTreeMap<u64, Entry>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives a guest its thread.
+    fn admit(self: &Arc<Shared>, guest: Guest) {
+        let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
+        let Guest { peer, open } = guest;
+        let counters = Arc::new(Counters::default());
+        let open_sessions = {
+            let mut sessions = self.sessions();
+            let count = sessions.len();
+            if count >= self.max_sessions + DISMISSALS {
+                warn!(%peer, "turned away: {count} guests are here already");
+                return;
+            }
+            sessions.insert(
+                id,
+                Entry {
+                    peer: peer.clone(),
+                    since: Instant::now(),
+                    counters: Arc::clone(&counters),
+                },
+            );
+            count
+        };
+        let registration = Registration {
+            id,
+            shared: Arc::clone(self),
+        };
+        let spawned = thread::Builder::new()
+            .name(format!("vgpu-guest-{id}"))
+            .spawn(move || {
+                let shared = &registration.shared;
+                let _span = info_span!("session", id, %peer).entered();
+                // Links are code too. A panic in one must not pass unnoticed; the thread is the guest's
+                // own, so nobody else is touched.
+                let outcome = catch_unwind(AssertUnwindSafe(|| {
+                    shared.serve(id, open, counters, open_sessions);
+                }));
+                if outcome.is_err() {
+                    error!("the session's thread has panicked, a bug of the host");
+                }
+            });
+        if let Err(error) = spawned {
+            error!("no thread for session {id}, its guest is turned away: {error}");
+        }
+    }
+
+    fn serve(&self, id: u64, open: Open, counters: Arc<Counters>, open_sessions: usize) {
+        let mut link = match open() {
+            Ok(link) => link,
+            Err(error) => {
+                warn!("the guest got no session: {error}");
+                return;
+            }
+        };
+        if open_sessions >= self.max_sessions {
+            let full = Ending::Full {
+                sessions: open_sessions,
+                limit: self.max_sessions,
+            };
+            warn!("turned away: {full}");
+            dismiss(link.as_mut(), &full);
+            return;
+        }
+        Session::counted(id, Arc::clone(&self.engine), self.limits, counters)
+            .run(link.as_mut(), &self.stop);
+    }
+}
+
+/// A session's place in the list. Given up however its thread ends.
+struct Registration {
+    id: u64,
+    shared: Arc<Shared>,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.shared.sessions().remove(&self.id);
+        self.shared.ended.notify_all();
+    }
+}

@@ -1,0 +1,164 @@
+//! What a session has done, readable while it goes on.
+
+use std::fmt;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use vgpu_transport::wire::Request;
+
+/// Names of the kinds of request, in the order of their numbers on the wire.
+const KINDS: [&str; 12] = [
+    "HELLO", "ALLOC", "FREE", "WRITE", "READ", "FILL", "COPY", "GRAPH", "SUBMIT", "FORGET",
+    "MEMORY", "FENCE",
+];
+
+/// The kind of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Kind(usize);
+
+impl Kind {
+    pub(crate) fn of(request: &Request) -> Kind {
+        Kind(match request {
+            Request::Hello { .. } => 0,
+            Request::Alloc { .. } => 1,
+            Request::Free { .. } => 2,
+            Request::Write { .. } => 3,
+            Request::Read { .. } => 4,
+            Request::Fill { .. } => 5,
+            Request::Copy { .. } => 6,
+            Request::Graph { .. } => 7,
+            Request::Submit { .. } => 8,
+            Request::Forget { .. } => 9,
+            Request::Memory { .. } => 10,
+            Request::Fence { .. } => 11,
+        })
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        KINDS[self.0]
+    }
+}
+
+/// A number that one thread counts up and any thread reads.
+#[derive(Debug, Default)]
+pub(crate) struct Counter(AtomicU64);
+
+impl Counter {
+    /// Adds, without the bus lock that several writers would need.
+    pub(crate) fn add(&self, count: u64) {
+        let now = self.0.load(Ordering::Relaxed);
+        self.set(now.wrapping_add(count));
+    }
+
+    pub(crate) fn set(&self, value: u64) {
+        self.0.store(value, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Counters of a session. Written by its thread alone.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    /// What the guest calls itself, once it has said so.
+    pub(crate) guest: OnceLock<String>,
+    requests: [Counter; KINDS.len()],
+    pub(crate) bytes_in: Counter,
+    pub(crate) bytes_out: Counter,
+    pub(crate) failures: Counter,
+    pub(crate) graphs_run: Counter,
+    pub(crate) nodes_run: Counter,
+    pub(crate) busy_nanoseconds: Counter,
+    pub(crate) buffers: Counter,
+    pub(crate) buffer_bytes: Counter,
+    pub(crate) graphs: Counter,
+}
+
+impl Counters {
+    pub(crate) fn request(&self, kind: Kind) {
+        self.requests[kind.0].add(1);
+    }
+
+    pub(crate) fn snapshot(&self) -> Stats {
+        Stats {
+            requests: std::array::from_fn(|i| self.requests[i].get()),
+            bytes_in: self.bytes_in.get(),
+            bytes_out: self.bytes_out.get(),
+            failures: self.failures.get(),
+            graphs_run: self.graphs_run.get(),
+            nodes_run: self.nodes_run.get(),
+            busy: Duration::from_nanos(self.busy_nanoseconds.get()),
+            buffers: self.buffers.get(),
+            buffer_bytes: self.buffer_bytes.get(),
+            graphs: self.graphs.get(),
+        }
+    }
+}
+
+/// What a session has done so far. Read without stopping it, so figures may be a request apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stats {
+    requests: [u64; KINDS.len()],
+    /// Bytes of messages and payloads that came.
+    pub bytes_in: u64,
+    /// Bytes of messages and payloads that went.
+    pub bytes_out: u64,
+    /// Requests that were refused or failed.
+    pub failures: u64,
+    /// Graphs run.
+    pub graphs_run: u64,
+    /// Nodes of all graphs run.
+    pub nodes_run: u64,
+    /// Time spent running graphs, waiting for the engine included.
+    pub busy: Duration,
+    /// Buffers alive.
+    pub buffers: u64,
+    /// Bytes of the buffers alive.
+    pub buffer_bytes: u64,
+    /// Graphs kept.
+    pub graphs: u64,
+}
+
+impl Stats {
+    /// Requests of all kinds.
+    pub fn requests(&self) -> u64 {
+        self.requests.iter().sum()
+    }
+
+    /// Every kind of request with how many there were.
+    pub fn requests_by_kind(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        KINDS.into_iter().zip(self.requests)
+    }
+}
+
+impl fmt::Display for Stats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut gap = "";
+        for (kind, count) in self.requests_by_kind().filter(|&(_, count)| count > 0) {
+            write!(f, "{gap}{kind} {count}")?;
+            gap = ", ";
+        }
+        if gap.is_empty() {
+            f.write_str("none")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_are_in_the_order_of_the_wire() {
+        let fence = Request::Fence {};
+        let mut bytes = Vec::new();
+        fence.encode(&mut bytes);
+        assert_eq!(bytes, 12u32.to_le_bytes());
+        assert_eq!(Kind::of(&fence), Kind(11));
+        assert_eq!(Kind::of(&fence).name(), "FENCE");
+    }
+}
