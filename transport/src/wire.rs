@@ -22,6 +22,9 @@ pub const MAX_MESSAGE: usize = 1 << 16;
 /// The largest graph image a host assembles, in bytes.
 pub const MAX_GRAPH: u64 = 64 << 20;
 
+/// Most graphs a host keeps for a session. A guest forgets one before it sends one more.
+pub const MAX_GRAPHS: usize = 1024;
+
 /// A graph of a session. Chosen by the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GraphId(pub u64);
