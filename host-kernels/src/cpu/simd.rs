@@ -67,12 +67,11 @@ pub(crate) fn dispatch_at<T: Task>(level: Level, task: T) -> T::Output {
 #[inline(always)]
 pub(crate) fn chunks<S: Simd>(n: usize, mut body: impl FnMut(usize, usize)) {
     let mut start = 0;
-    while start + S::LANES <= n {
-        body(start, S::LANES);
+    while start < n {
+        // The only call: a closure that is called twice might not be inlined, and would then be compiled
+        // without the instructions of `S`.
+        body(start, S::LANES.min(n - start));
         start += S::LANES;
-    }
-    if start < n {
-        body(start, n - start);
     }
 }
 
@@ -318,6 +317,12 @@ impl<S: Simd> Lanes<S> {
         let mut lanes = self.to_array();
         lanes[..S::LANES].iter_mut().for_each(|x| *x = f(*x));
         self.simd.load(&lanes[..S::LANES])
+    }
+
+    /// The first `n` lanes, 0 in the others.
+    #[inline(always)]
+    pub(crate) fn first(self, n: usize) -> Lanes<S> {
+        self.simd.load(&self.to_array()[..n])
     }
 
     /// The sum of the lanes.

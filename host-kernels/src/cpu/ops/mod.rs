@@ -3,8 +3,15 @@
 //! A family's file has `rules()`, the type combinations it runs, and `compile()`, which turns a node
 //! into kernels. What shapes a node can have by then is written in the IR's `check` module.
 
+mod elementwise;
 mod gather;
+mod glu;
+mod lines;
 mod matmul;
+mod rope;
+mod softmax;
+mod unary;
+mod walk;
 
 use vgpu_transport::ir::{Op, Rule};
 
@@ -13,7 +20,14 @@ use crate::engine::EngineError;
 
 /// Everything the engine runs.
 pub(super) fn rules() -> Vec<Rule> {
-    [matmul::rules()].concat()
+    [
+        elementwise::rules(),
+        glu::rules(),
+        matmul::rules(),
+        rope::rules(),
+        unary::rules(),
+    ]
+    .concat()
 }
 
 /// Turns a node into kernels.
@@ -22,9 +36,13 @@ pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, Engi
         Op::MulMat { .. } => matmul::mul_mat(operands),
         Op::MulMatId { .. } => matmul::mul_mat_id(operands),
         Op::OutProd {} => matmul::out_prod(operands),
-        _ => Err(EngineError::Unsupported {
-            op: op.kind().ggml_name(),
-            why: "the engine has no kernel for it".into(),
-        }),
+        Op::Rope { .. } => rope::rope(operands),
+        _ => elementwise::compile(op, operands)
+            .or_else(|| unary::compile(op, operands))
+            .or_else(|| glu::compile(op, operands))
+            .ok_or_else(|| EngineError::Unsupported {
+                op: op.kind().ggml_name(),
+                why: "the engine has no kernel for it".into(),
+            }),
     }
 }

@@ -1,0 +1,41 @@
+//! Every operator against a slow reference, on every engine.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod elementwise;
+mod glu;
+mod unary;
+
+/// Instantiates test bodies for an engine.
+macro_rules! for_engine {
+    ($engine:ident: $($family:ident { $($test:ident)* })*) => {$(
+        mod $family {
+            $(
+                #[test]
+                fn $test() {
+                    crate::$family::$test(super::$engine());
+                }
+            )*
+        }
+    )*};
+}
+
+mod cpu {
+    use std::sync::OnceLock;
+
+    use vgpu_kernels::Engine;
+    use vgpu_kernels::cpu::CpuEngine;
+
+    /// Three threads: shares that do not divide evenly, on any machine.
+    fn engine() -> &'static dyn Engine {
+        static ENGINE: OnceLock<CpuEngine> = OnceLock::new();
+        ENGINE.get_or_init(|| CpuEngine::new(3, None).expect("an engine"))
+    }
+
+    for_engine! {
+        engine:
+        elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp }
+        glu { two_sources halves }
+        unary { every_kind in_place parameters special_values }
+    }
+}
