@@ -10,6 +10,7 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
 use super::gather::{RowReader, real_types};
+use super::staging::{Layout, Output};
 use crate::cpu::formats::Format;
 use crate::cpu::gemm::MatmulKernel;
 use crate::cpu::mix::Mix;
@@ -46,25 +47,6 @@ pub(super) fn rules() -> Vec<Rule> {
         Rule::new(OpKind::MulMatId, f32, &[weights, real_types()]),
         Rule::new(OpKind::OutProd, f32, &[real_types(), plain]),
     ]
-}
-
-/// Numbers of bytes laid out one after the other, each at a multiple of 64.
-#[derive(Default)]
-struct Layout {
-    bytes: usize,
-}
-
-impl Layout {
-    /// Room for `count` things of `size` bytes; the offset it begins at.
-    fn room(&mut self, count: usize, size: usize) -> usize {
-        let offset = self.bytes;
-        self.bytes = count
-            .checked_mul(size)
-            .and_then(|bytes| bytes.checked_next_multiple_of(64))
-            .and_then(|bytes| bytes.checked_add(offset))
-            .expect("working memory is not larger than 64 bits can count: operands are validated");
-        offset
-    }
 }
 
 /// Columns of activations in the type that a weight is multiplied with.
@@ -244,65 +226,6 @@ impl Nest {
     }
 }
 
-/// Where a product is written: to its destination, or to scratch first where that is not safe.
-///
-/// A product reads its sources while it writes. If a graph lets them overlap (no sane one does) the
-/// results are brought to the destination after all of them have been computed, by one thread.
-#[derive(Clone, Copy)]
-struct Output {
-    dst: View,
-    /// Where the results lie in scratch, contiguous; `None` if they are written to `dst`.
-    staged: Option<usize>,
-}
-
-impl Output {
-    fn new(dst: View, sources: &[View], scratch: &mut Layout) -> Output {
-        let safe = dst.distinct_rows() && !sources.iter().any(|s| s.overlaps(&dst));
-        Output {
-            dst,
-            staged: (!safe).then(|| scratch.room(dst.elements(), size_of::<f32>())),
-        }
-    }
-
-    fn base(&self, w: &Worker<'_>) -> *mut u8 {
-        match self.staged {
-            None => self.dst.ptr(),
-            Some(offset) => w.scratch().wrapping_add(offset),
-        }
-    }
-
-    /// Strides of dimensions 1 to 3, in bytes.
-    fn strides(&self) -> [usize; 3] {
-        let View { ne, nb, .. } = self.dst;
-        match self.staged {
-            None => [nb[1], nb[2], nb[3]],
-            Some(_) => {
-                let row = ne[0] * size_of::<f32>();
-                [row, row * ne[1], row * ne[1] * ne[2]]
-            }
-        }
-    }
-
-    /// Adds the step that brings staged results to the destination.
-    fn finish(self, kernels: &mut Vec<Kernel>) {
-        if self.staged.is_none() {
-            return;
-        }
-        kernels.push(Box::new(move |w| {
-            let row_bytes = self.dst.ne[0] * size_of::<f32>();
-            let rows = if w.index() == 0 { self.dst.rows() } else { 0 };
-            for row in 0..rows {
-                let from = self.base(w).wrapping_add(row * row_bytes);
-                let to = self.dst.row_ptr(self.dst.row_index(row));
-                // SAFETY: the row lies in scratch and in the destination, whose rows are dense; all
-                // threads have finished the product, and only this one copies.
-                unsafe { from.copy_to_nonoverlapping(to, row_bytes) };
-            }
-            Ok(())
-        }));
-    }
-}
-
 /// MUL_MAT: `dst[m, n] = weights[m] . x[n]`, batch by batch.
 pub(super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     let (weight, x, dst) = (operands.src(0), operands.src(1), operands.dst());
@@ -354,7 +277,7 @@ pub(super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> 
                     nest.columns.x,
                     grain_columns.min(columns - column),
                     output
-                        .base(w)
+                        .base(w.scratch())
                         .add(at.dst + column * nest.columns.dst)
                         .cast::<f32>()
                         .add(row),
@@ -367,7 +290,7 @@ pub(super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> 
     output.finish(&mut kernels);
     Ok(Compiled {
         kernels,
-        scratch_bytes: scratch.bytes,
+        scratch_bytes: scratch.bytes(),
     })
 }
 
@@ -396,7 +319,7 @@ fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
             }
             Ok(())
         })],
-        scratch_bytes: scratch.bytes,
+        scratch_bytes: scratch.bytes(),
     }
 }
 
@@ -654,7 +577,7 @@ pub(super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, EngineErro
                 for column in 0..tile.columns {
                     let pair = order[tile.first + column];
                     let to = pair % used * slot_stride + pair / used * token_stride;
-                    let to = output.base(w).add(to).cast::<f32>().add(row);
+                    let to = output.base(w.scratch()).add(to).cast::<f32>().add(row);
                     to.copy_from_nonoverlapping(result.add(column * grain_rows), height);
                 }
             }
@@ -664,7 +587,7 @@ pub(super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, EngineErro
     output.finish(&mut kernels);
     Ok(Compiled {
         kernels,
-        scratch_bytes: scratch.bytes,
+        scratch_bytes: scratch.bytes(),
     })
 }
 
@@ -749,7 +672,7 @@ pub(super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, EngineError>
                 }
                 for i in 0..height {
                     let to = (row + i) * strides[0] + i2 * strides[1] + i3 * strides[2];
-                    let to = output.base(w).add(to).cast::<f32>().add(column);
+                    let to = output.base(w.scratch()).add(to).cast::<f32>().add(column);
                     to.copy_from_nonoverlapping(sums.add(i * OUTER_COLUMNS), width);
                 }
             }
@@ -759,6 +682,6 @@ pub(super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, EngineError>
     output.finish(&mut kernels);
     Ok(Compiled {
         kernels,
-        scratch_bytes: scratch.bytes,
+        scratch_bytes: scratch.bytes(),
     })
 }

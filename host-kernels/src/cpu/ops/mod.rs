@@ -3,6 +3,7 @@
 //! A family's file has `rules()`, the type combinations it runs, and `compile()`, which turns a node
 //! into kernels. What shapes a node can have by then is written in the IR's `check` module.
 
+mod attention;
 mod elementwise;
 mod gather;
 mod glu;
@@ -10,6 +11,7 @@ mod lines;
 mod matmul;
 mod rope;
 mod softmax;
+mod staging;
 mod unary;
 mod walk;
 
@@ -21,10 +23,12 @@ use crate::engine::EngineError;
 /// Everything the engine runs.
 pub(super) fn rules() -> Vec<Rule> {
     [
+        attention::rules(),
         elementwise::rules(),
         glu::rules(),
         matmul::rules(),
         rope::rules(),
+        softmax::rules(),
         unary::rules(),
     ]
     .concat()
@@ -37,6 +41,8 @@ pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, Engi
         Op::MulMatId { .. } => matmul::mul_mat_id(operands),
         Op::OutProd {} => matmul::out_prod(operands),
         Op::Rope { .. } => rope::rope(operands),
+        Op::SoftMax { .. } => softmax::soft_max(operands),
+        Op::FlashAttnExt { .. } => attention::flash_attn_ext(operands),
         _ => elementwise::compile(op, operands)
             .or_else(|| unary::compile(op, operands))
             .or_else(|| glu::compile(op, operands))

@@ -1,0 +1,296 @@
+//! ROPE: rotary position embedding, and its gradient.
+//!
+//! Each row is one head of one token. Pairs of its elements are points in the plane, turned by an angle
+//! that is the token's position times a frequency, which falls from pair to pair.
+
+use vgpu_transport::ir::{Op, OpKind, RopeMode, Rule, Type, TypeSet};
+
+use super::gather::RowReader;
+use crate::cpu::formats::Format;
+use crate::cpu::plan::{Compiled, Operands};
+use crate::cpu::simd::{Simd, Task, chunks, dispatch};
+use crate::cpu::view::View;
+use crate::engine::EngineError;
+
+/// What this file runs.
+pub(super) fn rules() -> Vec<Rule> {
+    let types = TypeSet::of(&[Type::F32, Type::F16, Type::Bf16]);
+    vec![Rule::uniform(OpKind::Rope, types, 1)]
+}
+
+/// ROPE and ROPE_BACK.
+pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    let (x, positions, dst) = (operands.src(0), operands.src(1), operands.dst());
+    let angles = Angles::new(operands.op(), operands.optional(2));
+    let (start, n) = (angles.start, 2 * angles.pairs);
+    let tokens = x.ne[2];
+    let reader = RowReader::new(&x);
+    let writer = RowWriter::new(&dst);
+
+    // Each thread has a row, and the cosines and sines of a token.
+    let sizes = [x.ne[0], angles.pairs, angles.pairs].map(|n| n.next_multiple_of(16));
+    let each = sizes.iter().sum::<usize>();
+    Ok(Compiled {
+        kernels: vec![Box::new(move |w| {
+            // SAFETY: the parts are this thread's own, inside what is asked for below.
+            let (row, cos, sin) = unsafe {
+                let own = w.scratch().cast::<f32>().add(w.index() * each);
+                own.write_bytes(0, each);
+                let part = |at, n| std::slice::from_raw_parts_mut(own.add(at), n);
+                (
+                    part(0, x.ne[0]),
+                    part(sizes[0], angles.pairs),
+                    part(sizes[0] + sizes[1], angles.pairs),
+                )
+            };
+            let mut turned_for = None;
+            for index in w.share(x.rows()).map(|row| x.row_index(row)) {
+                let token = index[1];
+                if turned_for.replace(token) != Some(token) {
+                    let position = |axis: usize| {
+                        let at = positions.ptr().cast::<i32>();
+                        // SAFETY: positions are contiguous; there is one for each token, or one for
+                        // each token and axis.
+                        unsafe { at.add(axis * tokens + token).read() as f32 }
+                    };
+                    angles.fill(position, cos, sin);
+                }
+                // SAFETY: the rows lie in source and destination; `row` has room for one.
+                unsafe { reader.read(x.row_ptr(index), 0, row.len(), row.as_mut_ptr()) };
+                dispatch(Rotate {
+                    x: &mut row[start..start + n],
+                    cos,
+                    sin,
+                    neighbours: angles.mode == RopeMode::Normal,
+                });
+                // SAFETY: as above.
+                unsafe { writer.write(row, dst.row_ptr(index)) };
+            }
+            Ok(())
+        })],
+        scratch_bytes: operands.workers() * each * size_of::<f32>(),
+    })
+}
+
+/// Writes rows of a plain type.
+#[derive(Clone, Copy)]
+struct RowWriter {
+    format: &'static Format,
+    stride: usize,
+    dense: bool,
+}
+
+impl RowWriter {
+    fn new(view: &View) -> RowWriter {
+        RowWriter {
+            format: Format::of(view.ty).expect("the rules claim no other types"),
+            stride: view.nb[0],
+            dense: view.dense_rows(),
+        }
+    }
+
+    /// # Safety
+    /// `to` is a row of the view, of as many elements as `row`.
+    unsafe fn write(&self, row: &[f32], to: *mut u8) {
+        let write = self
+            .format
+            .quantize_row
+            .expect("plain types can be written");
+        if self.dense {
+            // SAFETY: the row's elements are adjacent; `row` is scratch, and no part of a tensor.
+            return unsafe { write(row.as_ptr(), to, row.len()) };
+        }
+        for (i, value) in row.iter().enumerate() {
+            // SAFETY: element `i` of the row.
+            unsafe { write(value, to.add(i * self.stride), 1) };
+        }
+    }
+}
+
+/// By how much each pair of a row is turned.
+#[derive(Clone, Copy)]
+struct Angles {
+    mode: RopeMode,
+    /// The first element that is turned.
+    start: usize,
+    pairs: usize,
+    /// What a pair's frequency is of the one before it.
+    step: f32,
+    /// Divisors of the frequencies, an f32 for each pair.
+    factors: Option<View>,
+    sections: [i64; 4],
+    /// -1 for the gradient, which turns back.
+    sign: f32,
+    freq_scale: f32,
+    ext_factor: f32,
+    /// The length of the turned vectors, in units of theirs.
+    magnitude: f32,
+    /// The pairs between which YaRN goes from extrapolated to interpolated frequencies.
+    ramp: [f32; 2],
+}
+
+impl Angles {
+    fn new(op: &Op, factors: Option<View>) -> Angles {
+        let &Op::Rope {
+            mode,
+            backward,
+            n_dims,
+            n_offs,
+            n_ctx_orig,
+            freq_base,
+            freq_scale,
+            ext_factor,
+            attn_factor,
+            beta_fast,
+            beta_slow,
+            sections,
+        } = op
+        else {
+            unreachable!("this family has one operator")
+        };
+        // The pair that turns `rotations` times over the context the model was trained with.
+        let pair_of = |rotations: f32| {
+            let turns = n_ctx_orig as f32 / (rotations * 2.0 * std::f32::consts::PI);
+            n_dims as f32 * turns.ln() / (2.0 * freq_base.ln())
+        };
+        let (first, last) = (pair_of(beta_fast).floor(), pair_of(beta_slow).ceil());
+        let end = n_dims as f32 - 1.0;
+        let magnitude = if ext_factor == 0.0 {
+            attn_factor
+        } else {
+            attn_factor * (1.0 + 0.1 * (1.0 / freq_scale).ln())
+        };
+        Angles {
+            mode,
+            start: n_offs as usize,
+            // Vision positions turn each element of the rotated half with one of the other half.
+            pairs: if mode == RopeMode::Vision {
+                n_dims
+            } else {
+                n_dims / 2
+            } as usize,
+            step: freq_base.powf(-2.0 / n_dims as f32),
+            factors,
+            sections: sections.map(i64::from),
+            sign: if backward { -1.0 } else { 1.0 },
+            freq_scale,
+            ext_factor,
+            magnitude,
+            ramp: [greater(0.0, first), less(end, last)],
+        }
+    }
+
+    /// The cosine and sine of every pair's angle. `position` gives the token's position on an axis.
+    fn fill(&self, position: impl Fn(usize) -> f32, cos: &mut [f32], sin: &mut [f32]) {
+        let axes = match self.mode {
+            RopeMode::Normal | RopeMode::Neox => 1,
+            RopeMode::Mrope | RopeMode::Imrope | RopeMode::Vision => 4,
+        };
+        let mut origin = [0.0; 4];
+        (0..axes).for_each(|axis| origin[axis] = position(axis));
+        let mut theta = origin;
+        for (i, (cos, sin)) in cos.iter_mut().zip(sin).enumerate() {
+            let axis = if axes == 1 {
+                0
+            } else {
+                self.axis(i, &origin, &mut theta)
+            };
+            let factor = self.factors.map_or(1.0, |factors| {
+                // SAFETY: there is a factor for each pair, and they are adjacent floats.
+                unsafe { factors.ptr().cast::<f32>().add(i).read() }
+            });
+            let (c, s) = self.turn(i, theta[axis] / factor);
+            *cos = c;
+            *sin = s * self.sign;
+            theta.iter_mut().for_each(|theta| *theta *= self.step);
+        }
+    }
+
+    /// The axis of whose position pair `i` tells. In vision mode frequencies begin anew in each
+    /// section.
+    fn axis(&self, i: usize, origin: &[f32; 4], theta: &mut [f32; 4]) -> usize {
+        let [t, h, w, e] = self.sections;
+        let ends = [t, t + h, t + h + w];
+        let sector = i as i64 % (t + h + w + e);
+        if self.mode == RopeMode::Vision {
+            // Sections without pairs begin where the next does; the first of them is meant.
+            let begins = [0, ends[0], ends[1], ends[2]];
+            if let Some(axis) = begins.iter().position(|&begin| begin == sector) {
+                theta[axis] = origin[axis];
+            }
+        }
+        if self.mode == RopeMode::Imrope {
+            match sector % 3 {
+                1 if sector < 3 * h => 1,
+                2 if sector < 3 * w => 2,
+                0 if sector < 3 * t => 0,
+                _ => 3,
+            }
+        } else {
+            ends.iter().position(|&end| sector < end).unwrap_or(3)
+        }
+    }
+
+    /// The cosine and sine for pair `i` at `theta`, as YaRN corrects both.
+    fn turn(&self, i: usize, theta: f32) -> (f32, f32) {
+        let mut angle = self.freq_scale * theta;
+        if self.ext_factor != 0.0 {
+            let [low, high] = self.ramp;
+            let along = (i as f32 - low) / greater(0.001, high - low);
+            let mix = (1.0 - less(1.0, greater(0.0, along))) * self.ext_factor;
+            angle = angle * (1.0 - mix) + theta * mix;
+        }
+        (angle.cos() * self.magnitude, angle.sin() * self.magnitude)
+    }
+}
+
+/// The greater; `b` if it is NaN.
+fn greater(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
+/// The less; `b` if it is NaN.
+fn less(a: f32, b: f32) -> f32 {
+    if a < b { a } else { b }
+}
+
+/// Turns the pairs of `x`, two for each cosine: neighbours, or one of each half.
+struct Rotate<'a> {
+    x: &'a mut [f32],
+    cos: &'a [f32],
+    sin: &'a [f32],
+    neighbours: bool,
+}
+
+impl Task for Rotate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Rotate {
+            x,
+            cos,
+            sin,
+            neighbours,
+        } = self;
+        if neighbours {
+            for ((pair, &cos), &sin) in x.chunks_exact_mut(2).zip(cos).zip(sin) {
+                let (a, b) = (pair[0], pair[1]);
+                pair[0] = a * cos - b * sin;
+                pair[1] = a * sin + b * cos;
+            }
+            return;
+        }
+        let (first, second) = x.split_at_mut(cos.len());
+        chunks::<S>(cos.len(), |i, n| {
+            let at = i..i + n;
+            let (a, b) = (
+                simd.load(&first[at.clone()]),
+                simd.load(&second[at.clone()]),
+            );
+            let (cos, sin) = (simd.load(&cos[at.clone()]), simd.load(&sin[at.clone()]));
+            (a * cos - b * sin).store(&mut first[at.clone()]);
+            (a * sin + b * cos).store(&mut second[at]);
+        });
+    }
+}
