@@ -60,7 +60,7 @@ impl<'a> Bytes<'a> {
         assert_eq!(self.len, out.len(), "copy between different lengths");
         // SAFETY: from_raw's caller (or the slice in From) vouches for `len` readable bytes; `out` is
         // ours alone and has as many. A concurrent change of the source yields arbitrary bytes.
-        unsafe { std::ptr::copy_nonoverlapping(self.ptr, out.as_mut_ptr(), self.len) }
+        unsafe { copy_once(self.ptr, out.as_mut_ptr(), self.len) }
     }
 
     /// The first `mid` bytes and the rest.
@@ -124,9 +124,8 @@ impl<'a> BytesMut<'a> {
     /// If `data` has another length.
     pub fn copy_from(&mut self, data: Bytes<'_>) {
         assert_eq!(self.len, data.len(), "copy between different lengths");
-        // SAFETY: both sides vouch for `len` accessible bytes. They may overlap only where a caller
-        // hands out the same memory twice, so the overlapping form of the copy is used.
-        unsafe { std::ptr::copy(data.as_ptr(), self.ptr, self.len) }
+        // SAFETY: both sides vouch for `len` accessible bytes.
+        unsafe { copy_once(data.as_ptr(), self.ptr, self.len) }
     }
 
     /// The same bytes for a shorter time.
@@ -160,4 +159,17 @@ impl<'a> From<&'a mut [u8]> for BytesMut<'a> {
         // SAFETY: a unique slice is writable for its lifetime, and borrowed for as long.
         unsafe { BytesMut::from_raw(slice.as_mut_ptr(), slice.len()) }
     }
+}
+
+/// Copies bytes that may be changing. Never inlined, so that the compiler cannot see where the copy came from and
+/// read the original a second time in place of it.
+///
+/// # Safety
+///
+/// `len` bytes must be readable at `from` and writable at `to`. They may overlap (where a caller has handed out the
+/// same memory twice), and others may access them.
+#[inline(never)]
+unsafe fn copy_once(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy(from, to, len) }
 }

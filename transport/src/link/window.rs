@@ -16,8 +16,9 @@ use crate::window::ring::{Consumer, Limits, Payload, Place, Producer};
 use crate::window::sleep::{MAX_SLEEP, SleepWords, Sleeper, SpinBudget, Waker};
 use crate::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 
-/// Payloads up to this size go through the ring itself: one page, as the bulk area is given out in pages.
-const INLINE_PAYLOAD: usize = 4096;
+/// Payloads up to this size go through the ring itself, message and payload in one piece. (Larger ones would be as fast
+/// there, but would leave it room for fewer messages.)
+const INLINE_PAYLOAD: usize = 16384;
 
 /// Bytes of the bulk area that payloads stream through. Several of the largest are in it at once, and it stays
 /// in the caches.
@@ -264,13 +265,14 @@ impl GuestEnd for WindowGuest {
             return Err(too_large(message, len));
         }
         let range = loop {
-            self.stream.retire(self.retired());
             if let Some(range) = self.stream.reserve(len, self.sent + 1) {
                 break range;
             }
+            // Looked at only now: the host writes that cache line all the time.
             if let Some(oldest) = self.stream.oldest() {
                 self.wait_progress(oldest)?;
             }
+            self.stream.retire(self.retired());
         };
         self.line.window.bytes_mut(range.clone()).copy_from(payload);
         let bulk = Payload::Bulk {
@@ -623,6 +625,7 @@ impl Line {
         Ok(found)
     }
 
+    /// Looks again and again for as long as `budget` says.
     fn spin<T>(
         &mut self,
         began: Instant,
@@ -630,8 +633,11 @@ impl Line {
         ready: &mut impl FnMut() -> Result<Option<T>, LinkError>,
     ) -> Result<Option<T>, LinkError> {
         /// From here on others who want the processor go first: one of them may be the peer.
-        const POLITE: Duration = Duration::from_micros(10);
+        const POLITE: Duration = Duration::from_micros(2);
+        /// Giving way takes a fraction of this when nobody wants the processor.
+        const CROWDED: Duration = Duration::from_micros(5);
         let mut spun = Duration::ZERO;
+        let mut is_crowded = false;
         while spun < budget {
             for _ in 0..16 {
                 if let Some(found) = ready().map_err(|e| self.fail(e))? {
@@ -639,10 +645,16 @@ impl Line {
                 }
                 std::hint::spin_loop();
             }
-            if spun > POLITE {
+            if is_crowded {
+                // Who spins gets the processor back after the others' time slices; who is woken, at once.
+                break;
+            }
+            let before = began.elapsed();
+            if before > POLITE {
                 std::thread::yield_now();
             }
             spun = began.elapsed();
+            is_crowded = spun - before > CROWDED;
         }
         Ok(None)
     }

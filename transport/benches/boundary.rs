@@ -1,0 +1,261 @@
+//! What crossing the boundary costs: `cargo bench -p vgpu-transport`.
+//!
+//! The host is a process of its own behind a unix socket, or a thread behind an inproc link; it copies uploads into a
+//! buffer and downloads out of one, as an engine would. Bandwidth is shown beside one thread's memcpy of the same bytes
+//! in the same run, interleaved. Every figure is a median.
+
+use std::env;
+use std::hint::black_box;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
+use vgpu_transport::link::window::{WindowGuest, WindowHost, inproc_pair};
+use vgpu_transport::link::{GuestEnd, HostEnd, LinkError, piece_len};
+
+/// The largest transfer.
+const BUFFER: usize = 256 << 20;
+
+/// Alignment of the engine's buffer.
+const ALIGN: usize = 256;
+
+/// Names the socket in the process that plays the host.
+const HOST_VARIABLE: &str = "VGPU_BENCH_HOST";
+
+const WAIT: Duration = Duration::from_secs(20);
+
+fn main() {
+    if let Some(path) = env::var_os(HOST_VARIABLE) {
+        let listener = Listener::bind(Path::new(&path), ListenOptions::default()).unwrap();
+        let arrival = listener.accept(WAIT).unwrap().unwrap();
+        return serve(arrival.handshake().unwrap());
+    }
+    let (guest, host) = inproc_pair().unwrap();
+    let thread = thread::spawn(move || serve(host));
+    measure("inproc", guest);
+    thread.join().unwrap();
+
+    let mut process = HostProcess::start();
+    let guest = connect_when_there(&process.path);
+    measure("unix", guest);
+    process.child.wait().unwrap();
+}
+
+/// What the host is asked to do: the first byte of a message; an offset follows.
+const EMPTY: u8 = 0;
+const WRITE: u8 = 1;
+const READ: u8 = 2;
+
+fn serve(mut host: WindowHost) {
+    // Aligned, as the buffers of an engine are: copies across cache lines are a third slower.
+    let mut memory = vec![1u8; BUFFER + ALIGN];
+    let begin = memory.as_ptr().align_offset(ALIGN);
+    let buffer = &mut memory[begin..begin + BUFFER];
+    let mut message = Vec::new();
+    loop {
+        message.clear();
+        let incoming = match host.receive(&mut message, WAIT) {
+            Ok(Some(incoming)) => incoming,
+            Ok(None) => continue,
+            Err(LinkError::Closed) => return,
+            Err(error) => panic!("{error}"),
+        };
+        let field = |i: usize| u64::from_le_bytes(message[i..i + 8].try_into().unwrap()) as usize;
+        match message[0] {
+            WRITE => {
+                let offset = field(1);
+                host.payload()
+                    .copy_to(&mut buffer[offset..offset + incoming.payload_len]);
+            }
+            READ => {
+                let (offset, len) = (field(1), field(9));
+                let from = Bytes::from(&buffer[offset..offset + len]);
+                host.send(b"data", len, &mut |mut room: BytesMut<'_>| {
+                    room.copy_from(from)
+                })
+                .unwrap();
+            }
+            _ => host.send(b"done", 0, &mut |_| {}).unwrap(),
+        }
+        host.retire();
+    }
+}
+
+fn measure(name: &str, mut guest: WindowGuest) {
+    let mut message = Vec::new();
+    let mut empty = |guest: &mut WindowGuest| {
+        let began = Instant::now();
+        guest.send(&[EMPTY], Bytes::from(&[][..])).unwrap();
+        message.clear();
+        guest
+            .receive(&mut message, BytesMut::from(&mut [][..]))
+            .unwrap();
+        began.elapsed()
+    };
+    for _ in 0..1000 {
+        empty(&mut guest);
+    }
+    let awake: Vec<Duration> = (0..20_000).map(|_| empty(&mut guest)).collect();
+    let asleep: Vec<Duration> = (0..500)
+        .map(|_| {
+            thread::sleep(Duration::from_millis(2));
+            empty(&mut guest)
+        })
+        .collect();
+    println!("{name}: empty round trip");
+    show("  awake", awake);
+    show("  from sleep", asleep);
+
+    let source = vec![3u8; BUFFER];
+    let mut target = vec![4u8; BUFFER];
+    println!("{name}: GB/s   memcpy   upload          download");
+    for size in [64 << 10, 1 << 20, 16 << 20, BUFFER] {
+        // Small transfers come in trains, as the tensors of a model do: one waits at the end.
+        let train = size.max(16 << 20);
+        let (mut memcpy, mut upload, mut download) = (vec![], vec![], vec![]);
+        for i in 0..((1 << 30) / train).max(5) {
+            let at = i * train % (BUFFER - train + 1);
+            let (source, target) = (&source[at..at + train], &mut target[at..at + train]);
+            memcpy.push(timed(|| {
+                for (to, from) in target.chunks_mut(size).zip(source.chunks(size)) {
+                    black_box(to).copy_from_slice(black_box(from));
+                }
+            }));
+            upload.push(timed(|| {
+                let last = put(&mut guest, at, source, piece_len(size));
+                guest.wait_retired(last).unwrap();
+            }));
+            download.push(timed(|| get(&mut guest, at, target, piece_len(size))));
+        }
+        compare(
+            &format!("{} KiB", size >> 10),
+            train,
+            memcpy,
+            upload,
+            download,
+        );
+    }
+    let size = 64 << 10;
+    let (mut memcpy, mut upload, mut download) = (vec![], vec![], vec![]);
+    for i in 0..1000 {
+        let at = i * size;
+        let (source, target) = (&source[at..at + size], &mut target[at..at + size]);
+        memcpy.push(timed(|| {
+            black_box(&mut *target).copy_from_slice(black_box(source))
+        }));
+        upload.push(timed(|| {
+            let last = put(&mut guest, at, source, piece_len(size));
+            guest.wait_retired(last).unwrap();
+        }));
+        download.push(timed(|| get(&mut guest, at, target, piece_len(size))));
+    }
+    compare("64, alone", size, memcpy, upload, download);
+    println!("  {:?}", guest.counters());
+}
+
+fn compare(
+    what: &str,
+    bytes: usize,
+    memcpy: Vec<Duration>,
+    upload: Vec<Duration>,
+    download: Vec<Duration>,
+) {
+    let rate = |times| bytes as f64 / median(times).as_secs_f64() / 1e9;
+    let (memcpy, upload, download) = (rate(memcpy), rate(upload), rate(download));
+    println!(
+        "  {what:>10} {memcpy:8.2} {upload:8.2} ({:3.0} %) {download:8.2} ({:3.0} %)",
+        upload / memcpy * 100.0,
+        download / memcpy * 100.0
+    );
+}
+
+/// Uploads in pieces. Returns the last request.
+fn put(guest: &mut WindowGuest, at: usize, data: &[u8], piece: usize) -> u64 {
+    let mut last = 0;
+    for (i, part) in data.chunks(piece).enumerate() {
+        let mut message = [0; 9];
+        message[0] = WRITE;
+        message[1..].copy_from_slice(&((at + i * piece) as u64).to_le_bytes());
+        last = guest.send(&message, Bytes::from(part)).unwrap();
+    }
+    last
+}
+
+/// Downloads in pieces, asking for some ahead.
+fn get(guest: &mut WindowGuest, at: usize, data: &mut [u8], piece: usize) {
+    const AHEAD: usize = 4;
+    let len = data.len();
+    let mut ask = (0..len).step_by(piece).map(|start| {
+        let mut message = [0; 17];
+        message[0] = READ;
+        message[1..9].copy_from_slice(&((at + start) as u64).to_le_bytes());
+        message[9..].copy_from_slice(&(piece.min(len - start) as u64).to_le_bytes());
+        message
+    });
+    for message in ask.by_ref().take(AHEAD) {
+        guest.send(&message, Bytes::from(&[][..])).unwrap();
+    }
+    let mut reply = Vec::new();
+    for part in data.chunks_mut(piece) {
+        reply.clear();
+        let part_len = part.len();
+        let got = guest.receive(&mut reply, BytesMut::from(part)).unwrap();
+        assert_eq!(got, part_len);
+        if let Some(message) = ask.next() {
+            guest.send(&message, Bytes::from(&[][..])).unwrap();
+        }
+    }
+}
+
+fn timed(work: impl FnOnce()) -> Duration {
+    let began = Instant::now();
+    work();
+    began.elapsed()
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort();
+    times[times.len() / 2]
+}
+
+fn show(what: &str, mut times: Vec<Duration>) {
+    times.sort();
+    let at = |percent: usize| times[(times.len() - 1) * percent / 100].as_nanos() as f64 / 1e3;
+    println!(
+        "{what:12} p50 {:7.2} us   p90 {:7.2}   p99 {:7.2}",
+        at(50),
+        at(90),
+        at(99)
+    );
+}
+
+/// The process that plays the host.
+struct HostProcess {
+    child: Child,
+    path: PathBuf,
+}
+
+impl HostProcess {
+    fn start() -> HostProcess {
+        let path = env::temp_dir().join(format!("vgpu-bench-{}.sock", std::process::id()));
+        let child = Command::new(env::current_exe().unwrap())
+            .env(HOST_VARIABLE, &path)
+            .spawn()
+            .unwrap();
+        HostProcess { child, path }
+    }
+}
+
+fn connect_when_there(path: &Path) -> WindowGuest {
+    let began = Instant::now();
+    loop {
+        match connect(path, WAIT) {
+            Ok(guest) => return guest,
+            Err(error) if began.elapsed() > WAIT => panic!("{error}"),
+            Err(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
