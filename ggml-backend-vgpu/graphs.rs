@@ -1,6 +1,7 @@
 //! The graphs that the host has: each is sent once.
 
 use std::hash::{BuildHasher, BuildHasherDefault};
+use std::sync::Arc;
 
 use rustc_hash::FxHasher;
 use vgpu_transport::ir::{BufferId, Graph};
@@ -26,16 +27,18 @@ struct Entry {
     key: Option<u64>,
     hash: u64,
     image: Vec<u32>,
-    buffers: Vec<BufferId>,
+    buffers: Arc<[BufferId]>,
     nodes: usize,
     used: u64,
 }
 
 /// A graph that is ready to be submitted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Known {
     /// Its name on the host.
     pub(crate) graph: GraphId,
+    /// The buffers it reads and writes.
+    pub(crate) buffers: Arc<[BufferId]>,
     /// Nodes it computes.
     pub(crate) nodes: usize,
     /// Whether the host does not have it yet.
@@ -70,7 +73,7 @@ impl Graphs {
             key,
             hash,
             image: std::mem::take(&mut self.blank),
-            buffers: graph.buffers.clone(),
+            buffers: graph.buffers.as_slice().into(),
             nodes: graph.nodes.len(),
             used: 0,
         });
@@ -108,6 +111,7 @@ impl Graphs {
         entry.used = self.clock;
         Known {
             graph: entry.graph,
+            buffers: Arc::clone(&entry.buffers),
             nodes: entry.nodes,
             is_new: false,
             evicted: None,
@@ -146,6 +150,7 @@ mod tests {
         assert!(first.is_new);
         assert!(image(&mut graphs, 2).is_new);
         let again = image(&mut graphs, 1);
+        let graph = first.graph;
         assert_eq!(
             again,
             Known {
@@ -154,7 +159,7 @@ mod tests {
             }
         );
         assert_eq!(
-            Graph::decode(graphs.image(first.graph)).unwrap().buffers,
+            Graph::decode(graphs.image(graph)).unwrap().buffers,
             [BufferId(1)]
         );
     }

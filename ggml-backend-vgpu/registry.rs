@@ -6,7 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use vgpu_transport::link::Endpoint;
 
-use crate::abi::{ggml_backend_dev_t, ggml_backend_reg, ggml_backend_reg_i, ggml_backend_reg_t};
+use crate::abi::{
+    GGML_LOG_LEVEL_WARN, ggml_backend_dev_t, ggml_backend_reg, ggml_backend_reg_i,
+    ggml_backend_reg_t,
+};
 use crate::connect::connect;
 use crate::device::Device;
 use crate::ffi::{guard, object};
@@ -22,6 +25,7 @@ const SCORE: i32 = 100;
 #[repr(C)]
 struct Registry {
     object: ggml_backend_reg,
+    host: Arc<Host>,
     devices: Vec<&'static Device>,
 }
 
@@ -48,21 +52,37 @@ pub(crate) fn init() -> ggml_backend_reg_t {
 
 /// The registry; made by the first call that finds an executor.
 fn find() -> Option<RegistryPtr> {
-    let mut found = REGISTRY.lock().unwrap_or_else(PoisonError::into_inner);
-    if found.is_none() {
-        *found = make();
-    }
-    *found
-}
-
-fn make() -> Option<RegistryPtr> {
     let host = match Host::find() {
-        Ok(host) => Arc::new(host),
+        Ok(host) => host,
         Err(error) => {
             logging::without_host(&error);
             return None;
         }
     };
+    let mut found = REGISTRY.lock().unwrap_or_else(PoisonError::into_inner);
+    match *found {
+        None => *found = make(Arc::new(host)),
+        // SAFETY: registries are never freed.
+        Some(registry) => {
+            let served = unsafe { &*registry.0 }.host.object();
+            if served != host.object() {
+                // The dynamic linker gives both the same copy of us, and objects of one ggml mean nothing
+                // to the other.
+                host.log(
+                    GGML_LOG_LEVEL_WARN,
+                    &format!(
+                        "ggml-vgpu: no vGPU for {}: {served} in this process has it\n",
+                        host.object()
+                    ),
+                );
+                return None;
+            }
+        }
+    }
+    *found
+}
+
+fn make(host: Arc<Host>) -> Option<RegistryPtr> {
     logging::start(Arc::clone(&host));
     let endpoints = match endpoints() {
         Ok(endpoints) => endpoints,
@@ -78,6 +98,7 @@ fn make() -> Option<RegistryPtr> {
             iface: CALLBACKS,
             context: ptr::null_mut(),
         },
+        host: Arc::clone(&host),
         devices: Vec::new(),
     }));
     let mut devices = Vec::new();

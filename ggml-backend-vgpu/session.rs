@@ -3,6 +3,7 @@
 //! Everything that ggml asks of us ends here. A session that has lost its host stays lost: every call
 //! fails at once, and the device opens a new session the next time somebody allocates memory.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -59,10 +60,46 @@ struct Connection {
     end: Box<dyn GuestEnd>,
     message: Vec<u8>,
     next_buffer: u64,
+    next_stream: u64,
     graphs: Graphs,
-    /// What went wrong in a one-way request, until a graph computation reports it.
-    failure: Option<String>,
+    /// Graphs on their way, oldest first.
+    submissions: VecDeque<Submission>,
+    /// What has failed and is not yet reported.
+    failures: Vec<Failure>,
     stats: Stats,
+}
+
+/// An ordered queue of work of one session, as ggml knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StreamId(u64);
+
+/// A graph on its way.
+struct Submission {
+    request: u64,
+    stream: StreamId,
+    buffers: Arc<[BufferId]>,
+}
+
+/// A one-way request that has failed. The next graph of its stream reports it; until then, what is read
+/// from the buffers it may have written is not a result.
+struct Failure {
+    /// The graph's stream and buffers; `None` when it was not a graph: then all are concerned.
+    submission: Option<(StreamId, Arc<[BufferId]>)>,
+    reason: String,
+}
+
+impl Failure {
+    fn concerns_stream(&self, stream: StreamId) -> bool {
+        self.submission
+            .as_ref()
+            .is_none_or(|(failed, _)| *failed == stream)
+    }
+
+    fn concerns_buffer(&self, buffer: BufferId) -> bool {
+        self.submission
+            .as_ref()
+            .is_none_or(|(_, buffers)| buffers.contains(&buffer))
+    }
 }
 
 impl Session {
@@ -115,8 +152,10 @@ impl Session {
             end,
             message,
             next_buffer: 1,
+            next_stream: 1,
             graphs: Graphs::default(),
-            failure: None,
+            submissions: VecDeque::new(),
+            failures: Vec::new(),
             stats: Stats::default(),
         };
         Ok(Arc::new(Session {
@@ -197,7 +236,7 @@ impl Session {
         self.talk(|c| {
             let total = out.len();
             let part_len = |from: usize| MAX_PAYLOAD.min(total - from);
-            let (mut out, mut asked, mut waiting) = (out, 0, std::collections::VecDeque::new());
+            let (mut out, mut asked, mut waiting) = (out, 0, VecDeque::new());
             while asked < total || !waiting.is_empty() {
                 while asked < total && waiting.len() < READS_IN_FLIGHT {
                     let len = part_len(asked);
@@ -218,10 +257,15 @@ impl Session {
                     }
                 }
             }
-            // The failure stays for the next graph computation to report: this call cannot, to ggml.
-            c.failure
-                .clone()
-                .map_or(Ok(()), |failure| Err(SessionError::Failed(failure)))
+            // The failure stays for the next graph to report: to ggml, a read cannot fail.
+            match c
+                .failures
+                .iter()
+                .find(|failure| failure.concerns_buffer(buffer))
+            {
+                Some(failure) => Err(SessionError::Failed(failure.reason.clone())),
+                None => Ok(()),
+            }
         })
     }
 
@@ -280,12 +324,34 @@ impl Session {
         })
     }
 
+    /// A new stream.
+    pub(crate) fn open_stream(&self) -> StreamId {
+        let mut connection = self
+            .connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        connection.next_stream += 1;
+        StreamId(connection.next_stream)
+    }
+
+    /// Nobody will ask what has become of the graphs of this stream.
+    pub(crate) fn close_stream(&self, stream: StreamId) {
+        let mut connection = self
+            .connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        connection
+            .failures
+            .retain(|failure| !failure.concerns_stream(stream));
+    }
+
     /// Runs a graph; returns when it is on its way. `key` identifies the graph where the program in front
     /// of us says so; `encode` is called only when the graph may be new.
     ///
-    /// Fails if an earlier request has failed, and forgets that failure.
+    /// Fails if an earlier graph of the stream has failed, and forgets that failure.
     pub(crate) fn submit<'g, E: From<SessionError>>(
         &self,
+        stream: StreamId,
         key: Option<u64>,
         host_nodes: usize,
         encode: impl FnOnce() -> Result<&'g Graph, E>,
@@ -293,14 +359,21 @@ impl Session {
         let mut connection = self.locked()?;
         let c = &mut *connection;
         self.note(c.drain())?;
-        if let Some(failure) = c.failure.take() {
-            return Err(SessionError::Failed(failure).into());
+        if let Some(failure) = c
+            .failures
+            .iter()
+            .find(|failure| failure.concerns_stream(stream))
+        {
+            let error = SessionError::Failed(failure.reason.clone());
+            c.failures
+                .retain(|failure| !failure.concerns_stream(stream));
+            return Err(error.into());
         }
         let known = match key.and_then(|key| c.graphs.by_key(key)) {
             Some(known) => known,
             None => c.graphs.by_content(key, encode()?),
         };
-        self.note(c.run(known, host_nodes)).map_err(E::from)
+        self.note(c.run(stream, known, host_nodes)).map_err(E::from)
     }
 
     /// Returns when everything sent so far is done.
@@ -410,9 +483,13 @@ impl Connection {
 
     /// Takes in what the host has said without being asked.
     fn drain(&mut self) -> Result<(), SessionError> {
+        // The host says that a graph has failed before it says that it is done.
+        let done = self.end.retired();
         loop {
             self.message.clear();
             if !self.end.try_receive(&mut self.message).map_err(lost)? {
+                self.submissions
+                    .retain(|submission| submission.request > done);
                 return Ok(());
             }
             let reply = Reply::decode(&self.message).map_err(broken)?;
@@ -425,7 +502,12 @@ impl Connection {
         match reply {
             Reply::Failed { request, reason } => {
                 tracing::error!("request {request} failed in the executor: {reason}");
-                self.failure.get_or_insert(reason);
+                let submission = self
+                    .submissions
+                    .iter()
+                    .find(|submission| submission.request == request);
+                let submission = submission.map(|s| (s.stream, Arc::clone(&s.buffers)));
+                self.failures.push(Failure { submission, reason });
                 Ok(())
             }
             Reply::Ended { reason } => Err(SessionError::Lost(reason)),
@@ -434,7 +516,12 @@ impl Connection {
     }
 
     /// Sends the graph, unless the host has it, and the order to run it.
-    fn run(&mut self, known: Known, host_nodes: usize) -> Result<(), SessionError> {
+    fn run(
+        &mut self,
+        stream: StreamId,
+        known: Known,
+        host_nodes: usize,
+    ) -> Result<(), SessionError> {
         let counters = self.end.counters();
         self.stats
             .begin_step(counters, known.nodes, host_nodes, known.is_new);
@@ -444,8 +531,13 @@ impl Connection {
         if known.is_new {
             self.send_graph(known.graph)?;
         }
-        self.send(&Request::Submit { graph: known.graph }, (&[][..]).into())
-            .map(drop)
+        let request = self.send(&Request::Submit { graph: known.graph }, (&[][..]).into())?;
+        self.submissions.push_back(Submission {
+            request,
+            stream,
+            buffers: known.buffers,
+        });
+        Ok(())
     }
 
     fn send_graph(&mut self, graph: GraphId) -> Result<(), SessionError> {

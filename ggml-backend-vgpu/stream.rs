@@ -18,7 +18,7 @@ use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::encode::{EncodeError, Encoder};
 use crate::ffi::{guard, object};
-use crate::session::{Session, SessionError};
+use crate::session::{Session, SessionError, StreamId};
 
 /// Tells our streams from those of other backends. 16 bytes chosen once.
 static GUID: Guid = Guid([
@@ -31,6 +31,7 @@ struct Guid(ggml_guid);
 pub(crate) struct Stream {
     device: &'static Device,
     session: Arc<Session>,
+    id: StreamId,
     name: CString,
     encoder: Mutex<Encoder>,
 }
@@ -47,6 +48,7 @@ impl Stream {
         };
         let stream = Stream {
             device,
+            id: session.open_stream(),
             session,
             name: CString::new(device.name()).unwrap_or_default(),
             encoder: Mutex::default(),
@@ -70,7 +72,7 @@ impl Stream {
         let key = (cgraph.uid != 0).then_some(cgraph.uid);
         let host_nodes = usize::try_from(cgraph.n_nodes).unwrap_or(0);
         let mut encoder = self.encoder.lock().unwrap_or_else(PoisonError::into_inner);
-        self.session.submit(key, host_nodes, || {
+        self.session.submit(self.id, key, host_nodes, || {
             // SAFETY: ggml hands over a valid graph and leaves it alone during the call.
             unsafe { encoder.encode(self.device, &self.session, cgraph) }
         })
@@ -136,6 +138,7 @@ unsafe extern "C" fn free(backend: ggml_backend_t) {
         }
         // SAFETY: both boxes were made in `init`; ggml does not use the stream after this call.
         let stream = unsafe { Box::from_raw(Box::from_raw(backend).context.cast::<Stream>()) };
+        stream.session.close_stream(stream.id);
         stream.write_stats();
     });
 }

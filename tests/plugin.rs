@@ -1,0 +1,386 @@
+//! The plugin as ggml sees it: its objects, driven through ggml's own functions, with the executor inside.
+//!
+//! ggml comes from the build that `cargo xtask test` keeps in the cache folder.
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::{env, ptr};
+
+use ggml_vgpu::abi::{
+    self, ggml_backend_buffer_t, ggml_backend_dev_t, ggml_backend_t, ggml_tensor,
+};
+
+/// `enum ggml_type` of the ggml we test with.
+const F32: c_int = 0;
+const I32: c_int = 26;
+
+#[test]
+fn the_device_says_what_hosts_rely_on() {
+    let ggml = Ggml::get();
+    let mut props = std::mem::MaybeUninit::<abi::ggml_backend_dev_props>::zeroed();
+    // SAFETY: ggml fills the structure in, and returns strings that stay.
+    let props = unsafe {
+        (ggml.dev_get_props)(ggml.device, props.as_mut_ptr());
+        props.assume_init()
+    };
+    assert_eq!(text(props.name), "VGPU0");
+    assert_eq!(props.type_, abi::GGML_BACKEND_DEVICE_TYPE_GPU);
+    assert!(props.memory_total >= props.memory_free && props.memory_free > 0);
+    let description = text(props.description).to_lowercase();
+    for word in ["cuda", "rocm", "hip", "metal", "apple", "vulkan"] {
+        assert!(
+            !description.contains(word),
+            "`{description}` makes Ollama think of {word}"
+        );
+    }
+}
+
+#[test]
+fn buffers_are_aligned_disjoint_and_zero() {
+    let ggml = Ggml::get();
+    let buffers: Vec<Buffer> = [1, 255, 256, 4096, 100_000]
+        .map(|size| ggml.alloc(size).expect("there is room"))
+        .into();
+    let mut ranges: Vec<(usize, usize)> = buffers
+        .iter()
+        .map(|b| (b.base(), b.base() + b.size()))
+        .collect();
+    ranges.sort_unstable();
+    assert!(
+        ranges.iter().all(|(base, _)| base % 256 == 0 && *base != 0),
+        "{ranges:x?}"
+    );
+    assert!(
+        ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0),
+        "{ranges:x?}"
+    );
+
+    let graph = Graph::new();
+    let tensor = graph.tensor(F32, [1000, 1]);
+    let buffer = graph.place();
+    assert!(
+        graph.get::<f32>(tensor).iter().all(|&x| x.to_bits() == 0),
+        "memory is zero at first"
+    );
+    drop(buffer);
+}
+
+#[test]
+fn allocations_that_cannot_be_met_give_null_and_leave_the_device_working() {
+    let ggml = Ggml::get();
+    for size in [1 << 50, usize::MAX / 2, usize::MAX - 4096] {
+        assert!(ggml.alloc(size).is_none(), "{size} bytes were handed out");
+    }
+    // ggml itself answers for size 0, with a buffer that nobody has allocated.
+    drop(ggml.alloc(0).expect("an empty buffer is a buffer"));
+    drop(ggml.alloc(1 << 20).expect("the device goes on"));
+}
+
+#[test]
+fn bytes_written_filled_and_copied_are_the_bytes_read() {
+    let ggml = Ggml::get();
+    let graph = Graph::new();
+    // More than one message's payload, and not a multiple of it.
+    let (a, b) = (
+        graph.tensor(I32, [777_777, 1]),
+        graph.tensor(I32, [777_777, 1]),
+    );
+    let _buffer = graph.place();
+    let values: Vec<i32> = (0..777_777i32).map(|i| i.wrapping_mul(2_654_435)).collect();
+    graph.set(a, &values);
+    assert_eq!(graph.get::<i32>(a), values);
+    // SAFETY: two placed tensors of the same shape.
+    unsafe { (ggml.tensor_copy)(a, b) };
+    assert_eq!(graph.get::<i32>(b), values);
+    // SAFETY: 8 bytes from byte 4 on lie inside the tensor.
+    unsafe { (ggml.tensor_memset)(a, 0xff, 4, 8) };
+    assert_eq!(graph.get::<i32>(a)[..4], [0, -1, -1, values[3]]);
+}
+
+#[test]
+fn a_graph_is_computed_and_computed_again_with_other_inputs() {
+    let graph = Graph::new();
+    let (a, b) = (graph.tensor(F32, [8, 3]), graph.tensor(F32, [8, 1]));
+    let sum = graph.add(a, b);
+    let _buffer = graph.place();
+    let stream = Stream::new();
+    for round in 0..3 {
+        let x: Vec<f32> = (0..24).map(|i| (i * round) as f32).collect();
+        let y: Vec<f32> = (0..8).map(|i| 0.5 * i as f32).collect();
+        graph.set(a, &x);
+        graph.set(b, &y);
+        assert_eq!(stream.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
+        let expected: Vec<f32> = (0..24).map(|i| x[i] + y[i % 8]).collect();
+        assert_eq!(graph.get::<f32>(sum), expected);
+    }
+}
+
+#[test]
+fn an_index_out_of_range_fails_the_graph_and_poisons_what_is_read_then_is_over() {
+    let graph = Graph::new();
+    let (table, ids) = (graph.tensor(F32, [4, 5]), graph.tensor(I32, [2, 1]));
+    let rows = graph.get_rows(table, ids);
+    let _buffer = graph.place();
+    graph.set(table, &(0..20).map(|i| i as f32).collect::<Vec<f32>>());
+    let stream = Stream::new();
+
+    graph.set(ids, &[1, 5]);
+    assert_eq!(
+        stream.compute(&graph, rows),
+        abi::GGML_STATUS_SUCCESS,
+        "it is on its way"
+    );
+    assert!(
+        graph.get::<f32>(rows).iter().all(|x| x.is_nan()),
+        "nobody can take this for a result"
+    );
+    assert_eq!(
+        stream.compute(&graph, rows),
+        abi::GGML_STATUS_FAILED,
+        "the failure is reported once"
+    );
+
+    graph.set(ids, &[4, 0]);
+    assert_eq!(stream.compute(&graph, rows), abi::GGML_STATUS_SUCCESS);
+    assert_eq!(
+        graph.get::<f32>(rows),
+        [16.0, 17.0, 18.0, 19.0, 0.0, 1.0, 2.0, 3.0]
+    );
+}
+
+/// The functions of a real ggml, and our device registered with it.
+struct Ggml {
+    device: ggml_backend_dev_t,
+    init: extern "C" fn(InitParams) -> *mut c_void,
+    free: extern "C" fn(*mut c_void),
+    new_tensor_2d: extern "C" fn(*mut c_void, c_int, i64, i64) -> *mut ggml_tensor,
+    add: extern "C" fn(*mut c_void, *mut ggml_tensor, *mut ggml_tensor) -> *mut ggml_tensor,
+    get_rows: extern "C" fn(*mut c_void, *mut ggml_tensor, *mut ggml_tensor) -> *mut ggml_tensor,
+    new_graph: extern "C" fn(*mut c_void) -> *mut abi::ggml_cgraph,
+    build_forward_expand: extern "C" fn(*mut abi::ggml_cgraph, *mut ggml_tensor),
+    nbytes: extern "C" fn(*const ggml_tensor) -> usize,
+    alloc_ctx_tensors:
+        extern "C" fn(*mut c_void, abi::ggml_backend_buffer_type_t) -> ggml_backend_buffer_t,
+    buft_alloc_buffer:
+        extern "C" fn(abi::ggml_backend_buffer_type_t, usize) -> ggml_backend_buffer_t,
+    buffer_free: extern "C" fn(ggml_backend_buffer_t),
+    buffer_get_base: extern "C" fn(ggml_backend_buffer_t) -> *mut c_void,
+    buffer_get_size: extern "C" fn(ggml_backend_buffer_t) -> usize,
+    tensor_set: extern "C" fn(*mut ggml_tensor, *const c_void, usize, usize),
+    tensor_get: extern "C" fn(*const ggml_tensor, *mut c_void, usize, usize),
+    tensor_copy: unsafe extern "C" fn(*mut ggml_tensor, *mut ggml_tensor),
+    tensor_memset: unsafe extern "C" fn(*mut ggml_tensor, u8, usize, usize),
+    dev_get_props: unsafe extern "C" fn(ggml_backend_dev_t, *mut abi::ggml_backend_dev_props),
+    dev_buffer_type: extern "C" fn(ggml_backend_dev_t) -> abi::ggml_backend_buffer_type_t,
+    dev_init: extern "C" fn(ggml_backend_dev_t, *const c_char) -> ggml_backend_t,
+    backend_free: extern "C" fn(ggml_backend_t),
+    graph_compute: extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
+}
+
+/// `struct ggml_init_params`.
+#[repr(C)]
+struct InitParams {
+    mem_size: usize,
+    mem_buffer: *mut c_void,
+    no_alloc: bool,
+}
+
+// SAFETY: functions, and a device that ggml allows any thread to use.
+unsafe impl Send for Ggml {}
+// SAFETY: as above.
+unsafe impl Sync for Ggml {}
+
+impl Ggml {
+    fn get() -> &'static Ggml {
+        static GGML: OnceLock<Ggml> = OnceLock::new();
+        GGML.get_or_init(Ggml::load)
+    }
+
+    fn load() -> Ggml {
+        let library = cached("build-llama-0.3.36/bin/libggml-base.so");
+        let path = CString::new(library.to_str().expect("the cache has a UTF-8 path"))
+            .expect("no NUL in a path");
+        // SAFETY: loading ggml runs its constructors, which have no preconditions.
+        let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+        assert!(!handle.is_null(), "{} cannot be loaded", library.display());
+        // SAFETY: the test's own threads come here one at a time (OnceLock), before anything reads it.
+        unsafe { env::set_var("VGPU_ENDPOINT", "inproc") };
+        assert!(
+            ggml_vgpu::ggml_backend_score() > 0,
+            "the executor inside the plugin is always there"
+        );
+        let registry = ggml_vgpu::ggml_backend_init();
+        // SAFETY: the registry was just made, and has the functions that its interface demands.
+        let device = unsafe {
+            assert_eq!((*registry).api_version, 2, "ggml 0.25 speaks API version 2");
+            let iface = &(*registry).iface;
+            assert_eq!(iface.get_device_count.map(|count| count(registry)), Some(1));
+            assert_eq!(
+                iface.get_device.map(|get| get(registry, 1)),
+                Some(ptr::null_mut())
+            );
+            iface
+                .get_device
+                .map(|get| get(registry, 0))
+                .expect("get_device is not optional")
+        };
+        macro_rules! symbol {
+            ($name:literal) => {{
+                // SAFETY: the types in `Ggml` are those of ggml's headers.
+                unsafe {
+                    let symbol = libc::dlsym(handle, concat!($name, "\0").as_ptr().cast());
+                    assert!(!symbol.is_null(), "ggml has no {}", $name);
+                    std::mem::transmute(symbol)
+                }
+            }};
+        }
+        Ggml {
+            device,
+            init: symbol!("ggml_init"),
+            free: symbol!("ggml_free"),
+            new_tensor_2d: symbol!("ggml_new_tensor_2d"),
+            add: symbol!("ggml_add"),
+            get_rows: symbol!("ggml_get_rows"),
+            new_graph: symbol!("ggml_new_graph"),
+            build_forward_expand: symbol!("ggml_build_forward_expand"),
+            nbytes: symbol!("ggml_nbytes"),
+            alloc_ctx_tensors: symbol!("ggml_backend_alloc_ctx_tensors_from_buft"),
+            buft_alloc_buffer: symbol!("ggml_backend_buft_alloc_buffer"),
+            buffer_free: symbol!("ggml_backend_buffer_free"),
+            buffer_get_base: symbol!("ggml_backend_buffer_get_base"),
+            buffer_get_size: symbol!("ggml_backend_buffer_get_size"),
+            tensor_set: symbol!("ggml_backend_tensor_set"),
+            tensor_get: symbol!("ggml_backend_tensor_get"),
+            tensor_copy: symbol!("ggml_backend_tensor_copy"),
+            tensor_memset: symbol!("ggml_backend_tensor_memset"),
+            dev_get_props: symbol!("ggml_backend_dev_get_props"),
+            dev_buffer_type: symbol!("ggml_backend_dev_buffer_type"),
+            dev_init: symbol!("ggml_backend_dev_init"),
+            backend_free: symbol!("ggml_backend_free"),
+            graph_compute: symbol!("ggml_backend_graph_compute"),
+        }
+    }
+
+    fn alloc(&self, size: usize) -> Option<Buffer> {
+        let buffer = (self.buft_alloc_buffer)((self.dev_buffer_type)(self.device), size);
+        (!buffer.is_null()).then_some(Buffer(buffer))
+    }
+}
+
+struct Buffer(ggml_backend_buffer_t);
+
+impl Buffer {
+    fn base(&self) -> usize {
+        (Ggml::get().buffer_get_base)(self.0) as usize
+    }
+
+    fn size(&self) -> usize {
+        (Ggml::get().buffer_get_size)(self.0)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        (Ggml::get().buffer_free)(self.0);
+    }
+}
+
+/// A ggml context with a graph in it.
+struct Graph(*mut c_void);
+
+impl Graph {
+    fn new() -> Graph {
+        let params = InitParams {
+            mem_size: 1 << 20,
+            mem_buffer: ptr::null_mut(),
+            no_alloc: true,
+        };
+        Graph((Ggml::get().init)(params))
+    }
+
+    fn tensor(&self, ty: c_int, ne: [i64; 2]) -> *mut ggml_tensor {
+        (Ggml::get().new_tensor_2d)(self.0, ty, ne[0], ne[1])
+    }
+
+    fn add(&self, a: *mut ggml_tensor, b: *mut ggml_tensor) -> *mut ggml_tensor {
+        (Ggml::get().add)(self.0, a, b)
+    }
+
+    fn get_rows(&self, a: *mut ggml_tensor, ids: *mut ggml_tensor) -> *mut ggml_tensor {
+        (Ggml::get().get_rows)(self.0, a, ids)
+    }
+
+    /// Gives every tensor its place on the device.
+    fn place(&self) -> Buffer {
+        let ggml = Ggml::get();
+        let buffer = (ggml.alloc_ctx_tensors)(self.0, (ggml.dev_buffer_type)(ggml.device));
+        assert!(!buffer.is_null());
+        Buffer(buffer)
+    }
+
+    fn set<T: Copy>(&self, tensor: *mut ggml_tensor, values: &[T]) {
+        let bytes = size_of_val(values);
+        assert_eq!((Ggml::get().nbytes)(tensor), bytes);
+        (Ggml::get().tensor_set)(tensor, values.as_ptr().cast(), 0, bytes);
+    }
+
+    fn get<T: Copy + Default>(&self, tensor: *mut ggml_tensor) -> Vec<T> {
+        let bytes = (Ggml::get().nbytes)(tensor);
+        let mut values = vec![T::default(); bytes / size_of::<T>()];
+        (Ggml::get().tensor_get)(tensor, values.as_mut_ptr().cast(), 0, bytes);
+        values
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        (Ggml::get().free)(self.0);
+    }
+}
+
+struct Stream(ggml_backend_t);
+
+impl Stream {
+    fn new() -> Stream {
+        let stream = (Ggml::get().dev_init)(Ggml::get().device, ptr::null());
+        assert!(!stream.is_null());
+        Stream(stream)
+    }
+
+    fn compute(&self, graph: &Graph, result: *mut ggml_tensor) -> abi::ggml_status {
+        let ggml = Ggml::get();
+        let cgraph = (ggml.new_graph)(graph.0);
+        (ggml.build_forward_expand)(cgraph, result);
+        (ggml.graph_compute)(self.0, cgraph)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        (Ggml::get().backend_free)(self.0);
+    }
+}
+
+fn text(string: *const c_char) -> String {
+    // SAFETY: only called with strings of the device, which stay.
+    unsafe { std::ffi::CStr::from_ptr(string) }
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// A file in the cache of `cargo xtask`.
+fn cached(path: &str) -> PathBuf {
+    let folder = |variable| env::var_os(variable).map(PathBuf::from);
+    let cache = folder("VGPU_CACHE")
+        .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("ggml-vgpu")))
+        .or_else(|| Some(folder("HOME")?.join(".cache/ggml-vgpu")))
+        .expect("VGPU_CACHE, XDG_CACHE_HOME or HOME is set");
+    let path = cache.join(path);
+    assert!(
+        path.exists(),
+        "{} is missing; `cargo xtask test` makes it",
+        path.display()
+    );
+    path
+}
