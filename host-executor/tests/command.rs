@@ -1,0 +1,284 @@
+//! The `vgpu` command, as users and service managers meet it.
+
+mod common;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{Guest, PATIENCE, add, bytes};
+use rustix::process::{Pid, Signal, kill_process};
+use vgpu_transport::link::unix::connect;
+use vgpu_transport::wire::{GraphId, Reply, Request};
+
+/// A directory of one test.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(test: &str) -> Scratch {
+        let path = std::env::temp_dir().join(format!("vgpu-{test}-{}", std::process::id()));
+        fs::create_dir(&path).expect("a new directory");
+        Scratch(path)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0.join("vgpu.sock")
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn vgpu(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    command
+        .args(arguments)
+        .env_remove("VGPU_LOG")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// A running `vgpu serve`.
+struct Serve {
+    child: Child,
+    ready: String,
+}
+
+impl Serve {
+    fn start(socket: &Path, more: &[&str]) -> Serve {
+        let endpoint = format!("unix:{}", socket.display());
+        let mut arguments = vec!["serve", "--listen", &endpoint, "--threads", "1", "--memory", "64M"];
+        arguments.extend(more);
+        let mut child = vgpu(&arguments).spawn().expect("the command starts");
+        let mut ready = String::new();
+        let stdout = child.stdout.as_mut().expect("piped");
+        BufReader::new(stdout).read_line(&mut ready).expect("a line");
+        Serve { child, ready }
+    }
+
+    fn guest(&self, socket: &Path) -> Guest {
+        let mut guest = Guest::new(Box::new(connect(socket, PATIENCE).expect("a connection")));
+        guest.hello();
+        guest
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, signal).expect("the process is there");
+    }
+
+    /// Its exit status and its log.
+    fn wait(mut self) -> (ExitStatus, String) {
+        let start = Instant::now();
+        let status = loop {
+            match self.child.try_wait().expect("it can be waited for") {
+                Some(status) => break status,
+                None if start.elapsed() > PATIENCE => {
+                    let _ = self.child.kill();
+                    panic!("it does not end");
+                }
+                None => thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let mut log = String::new();
+        self.child
+            .stderr
+            .take()
+            .expect("piped")
+            .read_to_string(&mut log)
+            .expect("a log");
+        (status, log)
+    }
+}
+
+/// Runs a command that must fail, and returns what it says.
+fn fails(command: &mut Command) -> String {
+    let output = command.output().expect("the command starts");
+    let text = String::from_utf8(output.stderr).expect("text");
+    assert!(!output.status.success(), "{text}");
+    assert!(output.stdout.is_empty());
+    text
+}
+
+#[test]
+fn serves_guests_until_sigterm() {
+    let scratch = Scratch::new("sigterm");
+    let socket = scratch.socket();
+    let serve = Serve::start(&socket, &["--log", "debug"]);
+    assert_eq!(serve.ready, format!("ready unix:{}\n", socket.display()));
+    let file = fs::metadata(&socket).expect("a socket");
+    assert!(file.file_type().is_socket());
+    assert_eq!(file.permissions().mode() & 0o777, 0o660);
+
+    let mut guest = serve.guest(&socket);
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0, 3.0]));
+    guest.graph(GraphId(1), &add(3, a, a, a));
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(a, 3), [2.0, 4.0, 6.0]);
+    let mut second = serve.guest(&socket);
+    second.send(&Request::Free { buffer: a });
+    assert!(second.ended().contains("buffer 1, which the session does not have"));
+
+    serve.signal(Signal::TERM);
+    assert_eq!(guest.ended(), "the host is shutting down");
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert!(!socket.exists(), "the socket is left behind");
+    let pid = format!("pid {}", std::process::id());
+    for words in [
+        "vgpu starts",
+        "session{id=1",
+        pid.as_str(),
+        "session opened guest=test",
+        "graph compiled",
+        "session closed: the guest broke the protocol: FREE names buffer 1",
+        "SIGTERM received",
+        "session closed: the host is shutting down",
+        "SUBMIT 1",
+        "graphs_run=1",
+        "vgpu ends",
+    ] {
+        assert!(log.contains(words), "{words:?} is not in the log:\n{log}");
+    }
+}
+
+#[test]
+fn ends_on_sigint_with_nobody_there() {
+    let scratch = Scratch::new("sigint");
+    let serve = Serve::start(&scratch.socket(), &["--log", "off"]);
+    serve.signal(Signal::INT);
+    let (status, log) = serve.wait();
+    assert_eq!((status.code(), log.as_str()), (Some(0), ""));
+    assert!(!scratch.socket().exists());
+}
+
+#[test]
+fn an_executor_that_was_killed_is_noticed_and_replaced() {
+    let scratch = Scratch::new("killed");
+    let socket = scratch.socket();
+    let mut serve = Serve::start(&socket, &[]);
+    let mut guest = serve.guest(&socket);
+    let buffer = guest.alloc(8);
+    serve.child.kill().expect("it is there");
+    serve.wait();
+    // Requests may still fit the window; an answer will not come.
+    let mut message = Vec::new();
+    Request::Read { buffer, offset: 0, len: 8 }.encode(&mut message);
+    let answer = guest
+        .end
+        .send(&message, (&[][..]).into())
+        .and_then(|_| guest.end.receive(&mut Vec::new(), (&mut [0; 8][..]).into()));
+    assert!(answer.is_err(), "{answer:?}");
+    assert!(guest.end.is_closed());
+
+    assert!(socket.exists(), "nobody could remove it");
+    let serve = Serve::start(&socket, &[]);
+    serve.guest(&socket).alloc(8);
+    serve.signal(Signal::TERM);
+    assert_eq!(serve.wait().0.code(), Some(0));
+}
+
+#[test]
+fn several_endpoints_and_a_limit_of_guests() {
+    let scratch = Scratch::new("several");
+    let (one, two) = (scratch.0.join("one.sock"), scratch.0.join("two.sock"));
+    let endpoint = format!("unix:{}", two.display());
+    let serve = Serve::start(&one, &["--listen", &endpoint, "--max-guests", "2"]);
+    assert_eq!(serve.ready, format!("ready unix:{} {endpoint}\n", one.display()));
+    let first = serve.guest(&one);
+    let second = serve.guest(&two);
+    let third = Guest::new(Box::new(connect(&one, PATIENCE).expect("a connection")));
+    assert!(third.ended().contains("serves 2 guests"));
+    drop((first, second));
+    serve.signal(Signal::TERM);
+    assert_eq!(serve.wait().0.code(), Some(0));
+    assert!(!one.exists() && !two.exists());
+}
+
+#[test]
+fn the_memory_limit_is_what_guests_see() {
+    let scratch = Scratch::new("memory");
+    let serve = Serve::start(&scratch.socket(), &[]);
+    let mut guest = serve.guest(&scratch.socket());
+    let reply = guest.ask(&Request::Memory {});
+    assert!(
+        matches!(reply, Reply::Memory { total, .. } if total == 64 << 20),
+        "{reply:?}"
+    );
+    serve.signal(Signal::TERM);
+    serve.wait();
+}
+
+#[test]
+fn help_and_version() {
+    let help = vgpu(&["serve", "--help"]).output().expect("the command starts");
+    let help = String::from_utf8(help.stdout).expect("text");
+    for words in ["--listen", "--engine", "--threads", "--memory", "--log", "unix:/run/vgpu/vgpu.sock"] {
+        assert!(help.contains(words), "{words:?} is not in the help:\n{help}");
+    }
+    let version = vgpu(&["--version"]).output().expect("the command starts");
+    let expected = format!("vgpu {}\n", env!("CARGO_PKG_VERSION"));
+    assert_eq!(String::from_utf8(version.stdout).expect("text"), expected);
+}
+
+#[test]
+fn errors_say_what_to_do() {
+    let scratch = Scratch::new("errors");
+    let socket = scratch.socket();
+    let serve = Serve::start(&socket, &[]);
+    let in_use = format!("unix:{}", socket.display());
+    let text = fails(&mut vgpu(&["serve", "--listen", &in_use]));
+    assert!(text.contains("an executor already listens here; stop it"), "{text}");
+    serve.signal(Signal::TERM);
+    serve.wait();
+
+    let nowhere = format!("unix:{}/no/such/vgpu.sock", scratch.0.display());
+    let text = fails(&mut vgpu(&["serve", "--listen", &nowhere]));
+    assert!(text.contains(&format!("mkdir -p {}/no/such", scratch.0.display())), "{text}");
+
+    let file = scratch.0.join("file");
+    fs::write(&file, "precious").expect("a file");
+    let text = fails(&mut vgpu(&["serve", "--listen", &format!("unix:{}", file.display())]));
+    assert!(text.contains("not a socket; remove it"), "{text}");
+    assert_eq!(fs::read_to_string(&file).expect("the file"), "precious");
+
+    let text = fails(&mut vgpu(&["serve", "--listen", "inproc"]));
+    assert!(text.contains("cannot listen there; use unix:/path/to/socket"), "{text}");
+    let text = fails(&mut vgpu(&["serve", "--listen", "tcp:1.2.3.4:5"]));
+    assert!(text.contains("no link of the kind `tcp`"), "{text}");
+    let text = fails(&mut vgpu(&["serve", "--memory", "lots"]));
+    assert!(text.contains("unknown unit \"LOTS\": use K, M, G or T"), "{text}");
+    let text = fails(&mut vgpu(&["serve", "--log", "a=b=c"]));
+    assert!(text.contains("--log") && text.contains("is not a filter"), "{text}");
+    let text = fails(vgpu(&["serve"]).env("VGPU_LOG", "a=b=c"));
+    assert!(text.contains("VGPU_LOG") && text.contains("is not a filter"), "{text}");
+}
+
+#[test]
+fn a_directory_without_permission_is_explained() {
+    // The superuser may write anywhere, so the command runs as somebody else, who may not be able to
+    // reach the build folder.
+    let scratch = Scratch::new("permission");
+    let copy = scratch.0.join("vgpu");
+    fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");
+    fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o555)).expect("ours");
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let mut command = Command::new(copy);
+    command.args(["serve", "--listen", &endpoint]).env_remove("VGPU_LOG");
+    if rustix::process::geteuid().is_root() {
+        std::os::unix::process::CommandExt::uid(&mut command, 65534);
+    }
+    let text = fails(&mut command);
+    fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o755)).expect("ours");
+    assert!(text.contains("Permission denied"), "{text}");
+    assert!(text.contains("may not write to") && text.contains("VGPU_ENDPOINT"), "{text}");
+}

@@ -1,0 +1,315 @@
+//! What the tests share: a guest that says what it is told to, and engines that misbehave.
+#![allow(dead_code)] // each test binary uses its part
+
+pub mod puppet;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use vgpu_executor::{Door, Guest as Arriving, Limits, Peer, Server};
+use vgpu_kernels::Engine;
+use vgpu_kernels::cpu::CpuEngine;
+use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Sources, Tensor, Type};
+use vgpu_transport::link::{GuestEnd, HostEnd};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+
+/// Memory of the engine that most tests run on.
+pub const MEMORY: u64 = 64 << 20;
+
+/// How long a test waits for what must happen, before it fails instead of hanging.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub fn cpu() -> Arc<dyn Engine> {
+    Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("a thread and 64 MiB"))
+}
+
+/// A server that guests of this process walk into.
+pub struct Host {
+    pub server: Server,
+    door: Sender<Arriving>,
+    pub engine: Arc<dyn Engine>,
+}
+
+impl Host {
+    pub fn new(engine: Arc<dyn Engine>) -> Host {
+        Host::limited(engine, Limits::default(), 64)
+    }
+
+    pub fn limited(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Host {
+        let mut server = Server::new(Arc::clone(&engine), limits, max_sessions);
+        let (door, arrivals) = mpsc::channel();
+        server.open(Hall(arrivals)).expect("a thread for the door");
+        Host {
+            server,
+            door,
+            engine,
+        }
+    }
+
+    /// A guest that has not said anything yet.
+    pub fn connect(&self) -> Guest {
+        let (guest, host) = pair();
+        let arriving = Arriving {
+            peer: Peer {
+                endpoint: "test".into(),
+                process: None,
+            },
+            open: Box::new(move || Ok(host)),
+        };
+        self.door.send(arriving).expect("the door is open");
+        Guest::new(guest)
+    }
+
+    /// A guest that has said hello.
+    pub fn guest(&self) -> Guest {
+        let mut guest = self.connect();
+        guest.hello();
+        guest
+    }
+
+    /// Waits until no session is left, so that everything they held is free.
+    pub fn wait_until_empty(&self) {
+        let start = std::time::Instant::now();
+        while !self.server.sessions().is_empty() {
+            assert!(start.elapsed() < PATIENCE, "{:?}", self.server.sessions());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+struct Hall(Receiver<Arriving>);
+
+impl Door for Hall {
+    fn knock(&mut self, timeout: Duration) -> io::Result<Option<Arriving>> {
+        match self.0.recv_timeout(timeout) {
+            Ok(arriving) => Ok(Some(arriving)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => {
+                std::thread::sleep(timeout);
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// The two ends of a link inside this process.
+pub fn pair() -> (Box<dyn GuestEnd>, Box<dyn HostEnd>) {
+    let (guest, host) = vgpu_transport::link::window::inproc_pair().expect("memory for a window");
+    (Box::new(guest), Box::new(host))
+}
+
+/// A guest at the level of messages.
+pub struct Guest {
+    pub end: Box<dyn GuestEnd>,
+    last_buffer: u64,
+}
+
+impl Guest {
+    pub fn new(end: Box<dyn GuestEnd>) -> Guest {
+        Guest {
+            end,
+            last_buffer: 0,
+        }
+    }
+
+    pub fn send_raw(&mut self, message: &[u8], payload: &[u8]) -> u64 {
+        self.end
+            .send(message, payload.into())
+            .expect("the link is up")
+    }
+
+    pub fn send_with(&mut self, request: &Request, payload: &[u8]) -> u64 {
+        let mut message = Vec::new();
+        request.encode(&mut message);
+        self.send_raw(&message, payload)
+    }
+
+    pub fn send(&mut self, request: &Request) -> u64 {
+        self.send_with(request, &[])
+    }
+
+    /// The next reply, with its payload.
+    pub fn receive(&mut self) -> (Reply, Vec<u8>) {
+        let mut message = Vec::new();
+        let mut payload = vec![0; MAX_PAYLOAD];
+        let len = self
+            .end
+            .receive(&mut message, payload.as_mut_slice().into())
+            .expect("a reply");
+        payload.truncate(len);
+        (Reply::decode(&message).expect("a reply"), payload)
+    }
+
+    /// Sends a request and returns what is said to it, which must be its own answer.
+    pub fn ask(&mut self, request: &Request) -> Reply {
+        self.send(request);
+        self.receive().0
+    }
+
+    pub fn hello(&mut self) -> Reply {
+        let welcome = self.ask(&Request::Hello {
+            protocol: PROTOCOL_VERSION,
+            ir: IR_VERSION,
+            name: "test".into(),
+        });
+        assert!(matches!(welcome, Reply::Welcome { .. }), "{welcome:?}");
+        welcome
+    }
+
+    /// A name for a buffer that was not used before.
+    pub fn new_buffer(&mut self) -> BufferId {
+        self.last_buffer += 1;
+        BufferId(self.last_buffer)
+    }
+
+    pub fn alloc(&mut self, size: u64) -> BufferId {
+        let buffer = self.new_buffer();
+        let request = self.send(&Request::Alloc { buffer, size });
+        assert_eq!(self.receive().0, Reply::Done { request });
+        buffer
+    }
+
+    /// A buffer that holds `data`.
+    pub fn alloc_with(&mut self, data: &[u8]) -> BufferId {
+        let buffer = self.alloc(data.len() as u64);
+        self.write(buffer, 0, data);
+        buffer
+    }
+
+    pub fn write(&mut self, buffer: BufferId, offset: u64, data: &[u8]) {
+        self.send_with(&Request::Write { buffer, offset }, data);
+    }
+
+    pub fn read(&mut self, buffer: BufferId, offset: u64, len: u64) -> Vec<u8> {
+        let request = self.send(&Request::Read {
+            buffer,
+            offset,
+            len,
+        });
+        let (reply, payload) = self.receive();
+        assert_eq!(reply, Reply::Data { request });
+        assert_eq!(payload.len() as u64, len);
+        payload
+    }
+
+    pub fn read_f32(&mut self, buffer: BufferId, count: u64) -> Vec<f32> {
+        floats(&self.read(buffer, 0, 4 * count))
+    }
+
+    /// Sends a graph in as many parts as it takes.
+    pub fn graph(&mut self, graph: GraphId, content: &Graph) {
+        self.image(graph, &image(content));
+    }
+
+    /// Sends bytes that may be a graph.
+    pub fn image(&mut self, graph: GraphId, image: &[u8]) {
+        for (i, part) in image.chunks(MAX_PAYLOAD).enumerate() {
+            let request = Request::Graph {
+                graph,
+                offset: (i * MAX_PAYLOAD) as u64,
+                total: image.len() as u64,
+            };
+            self.send_with(&request, part);
+        }
+    }
+
+    pub fn submit(&mut self, graph: GraphId) -> u64 {
+        self.send(&Request::Submit { graph })
+    }
+
+    /// Waits until everything sent so far is done; nothing of it may have failed.
+    pub fn fence(&mut self) {
+        let request = self.send(&Request::Fence {});
+        assert_eq!(self.receive().0, Reply::Done { request });
+    }
+
+    /// The reason with which the host ends the session, as its next message, after which nothing comes.
+    pub fn ended(mut self) -> String {
+        let (reply, _) = self.receive();
+        let Reply::Ended { reason } = reply else {
+            panic!("the session should have ended, but {reply:?} came");
+        };
+        let after = self.end.receive(&mut Vec::new(), (&mut [][..]).into());
+        assert!(after.is_err(), "a message after the last: {after:?}");
+        reason
+    }
+}
+
+/// The image of a graph as it travels.
+pub fn image(graph: &Graph) -> Vec<u8> {
+    graph
+        .encode()
+        .iter()
+        .flat_map(|word| word.to_le_bytes())
+        .collect()
+}
+
+pub fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+pub fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        .collect()
+}
+
+/// Builds graphs tensor by tensor.
+#[derive(Default)]
+pub struct Build(pub Graph);
+
+impl Build {
+    /// A dense tensor at the start of `buffer`.
+    pub fn tensor(&mut self, ty: Type, ne: [u64; 4], buffer: BufferId) -> u32 {
+        let shape = Shape::contiguous(ty, ne).expect("a dense tensor");
+        self.place(shape, buffer, 0)
+    }
+
+    pub fn place(&mut self, shape: Shape, buffer: BufferId, offset: u64) -> u32 {
+        let known = self.0.buffers.iter().position(|&b| b == buffer);
+        let buffer = known.unwrap_or_else(|| {
+            self.0.buffers.push(buffer);
+            self.0.buffers.len() - 1
+        });
+        self.0.tensors.push(Tensor {
+            shape,
+            buffer: buffer as u32,
+            offset,
+        });
+        self.0.tensors.len() as u32 - 1
+    }
+
+    pub fn node(&mut self, op: Op, dst: u32, src: &[u32]) {
+        self.0.nodes.push(Node {
+            op,
+            dst,
+            src: Sources::new(src.iter().map(|&s| Some(s))),
+        });
+    }
+}
+
+/// `dst = a + b` on vectors of `count` f32.
+pub fn add(count: u64, dst: BufferId, a: BufferId, b: BufferId) -> Graph {
+    let mut build = Build::default();
+    let [dst, a, b] = [dst, a, b].map(|buffer| build.tensor(Type::F32, [count, 1, 1, 1], buffer));
+    build.node(Op::Add {}, dst, &[a, b]);
+    build.0
+}
+
+/// `dst = table[ids]` on rows of `width` f32.
+pub fn get_rows(
+    width: u64,
+    dst: BufferId,
+    (table, rows): (BufferId, u64),
+    (ids, count): (BufferId, u64),
+) -> Graph {
+    let mut build = Build::default();
+    let dst = build.tensor(Type::F32, [width, count, 1, 1], dst);
+    let table = build.tensor(Type::F32, [width, rows, 1, 1], table);
+    let ids = build.tensor(Type::I32, [count, 1, 1, 1], ids);
+    build.node(Op::GetRows {}, dst, &[table, ids]);
+    build.0
+}

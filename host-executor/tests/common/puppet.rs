@@ -1,0 +1,154 @@
+//! An engine that fails on command, around the real one.
+
+use std::any::Any;
+use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Mutex};
+
+use vgpu_kernels::cpu::CpuEngine;
+use vgpu_kernels::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError};
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::{Capabilities, OpKind, Rule, Type, TypeSet, ValidGraph};
+
+/// What the next graph does when it is compiled or run.
+#[derive(Default)]
+pub enum Act {
+    /// Runs, without doing anything.
+    #[default]
+    Run,
+    /// Panics while it is compiled.
+    CompilePanics,
+    /// Cannot be compiled.
+    CompileFails,
+    /// Panics while it runs, in the session's own thread.
+    RunPanics,
+    /// Fails as if a kernel had panicked.
+    KernelPanics,
+    /// Says that it runs, and goes on when it is told to.
+    Waits(Sender<()>, Receiver<()>),
+}
+
+/// An engine whose only operator is ADD on f32.
+pub struct Puppet {
+    cpu: CpuEngine,
+    capabilities: Capabilities,
+    act: Mutex<Act>,
+}
+
+/// A size with which an allocation panics.
+pub const PANIC_SIZE: u64 = 6666;
+
+/// A size with which an allocation gives memory that cannot be read.
+pub const UNREADABLE_SIZE: u64 = 4444;
+
+impl Puppet {
+    pub fn new() -> Arc<Puppet> {
+        let f32s = TypeSet::of(&[Type::F32]);
+        Arc::new(Puppet {
+            cpu: CpuEngine::new(1, Some(super::MEMORY)).expect("a thread and 64 MiB"),
+            capabilities: Capabilities::new(vec![Rule::uniform(OpKind::Add, f32s, 2)]),
+            act: Mutex::default(),
+        })
+    }
+
+    /// Decides what the next graph will do.
+    pub fn next(&self, act: Act) {
+        *self.act.lock().unwrap() = act;
+    }
+}
+
+impl Engine for Puppet {
+    fn name(&self) -> &str {
+        "puppet"
+    }
+
+    fn description(&self) -> &str {
+        "an engine for tests"
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        self.cpu.memory()
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
+        assert_ne!(size, PANIC_SIZE, "told to panic");
+        let memory = self.cpu.alloc(size)?;
+        if size == UNREADABLE_SIZE {
+            return Ok(Arc::new(Unreadable(memory)));
+        }
+        Ok(memory)
+    }
+
+    fn compile(
+        &self,
+        graph: &ValidGraph,
+        buffers: &[Arc<dyn Memory>],
+    ) -> Result<Box<dyn Plan>, EngineError> {
+        assert_eq!(graph.graph().buffers.len(), buffers.len());
+        match std::mem::take(&mut *self.act.lock().unwrap()) {
+            Act::CompilePanics => panic!("told to panic"),
+            Act::CompileFails => Err(EngineError::Unsupported {
+                op: "ADD",
+                why: "told to fail".into(),
+            }),
+            act => Ok(Box::new(PuppetPlan(act))),
+        }
+    }
+}
+
+struct PuppetPlan(Act);
+
+impl Plan for PuppetPlan {
+    fn run(&mut self) -> Result<(), RunError> {
+        match &self.0 {
+            Act::RunPanics => panic!("told to panic"),
+            Act::KernelPanics => Err(RunError::Kernel {
+                node: 0,
+                op: "ADD",
+                message: "told to fail".into(),
+            }),
+            Act::Waits(running, go_on) => {
+                running.send(()).expect("the test listens");
+                go_on.recv().expect("the test says go on");
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Memory of a device that is lost.
+struct Unreadable(Arc<dyn Memory>);
+
+impl Memory for Unreadable {
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        self.0.write(offset, data)
+    }
+
+    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        Err(EngineError::OutOfBounds {
+            offset,
+            len: out.len() as u64,
+            size: 0,
+        })
+    }
+
+    fn fill(&self, _: u64, _: u64, _: u8) -> Result<(), EngineError> {
+        Err(EngineError::ForeignMemory)
+    }
+
+    fn copy_from(&self, _: u64, _: &dyn Memory, _: u64, _: u64) -> Result<(), EngineError> {
+        Err(EngineError::ForeignMemory)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

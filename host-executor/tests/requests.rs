@@ -1,0 +1,345 @@
+//! Every request, done right.
+
+mod common;
+
+use std::time::Duration;
+
+use common::puppet::{Act, Puppet, UNREADABLE_SIZE};
+use common::{Host, MEMORY, add, bytes, cpu, floats, get_rows, image};
+use vgpu_executor::Limits;
+use vgpu_transport::ir::{BufferId, IR_VERSION, OpKind};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+
+const GRAPH: GraphId = GraphId(7);
+
+#[test]
+fn hello_says_who_the_host_is_and_what_it_can() {
+    let host = Host::new(cpu());
+    let Reply::Welcome {
+        protocol,
+        session,
+        engine,
+        description,
+        memory_total,
+        memory_free,
+        capabilities,
+    } = host.connect().hello()
+    else {
+        unreachable!("hello() has checked it")
+    };
+    assert_eq!(protocol, PROTOCOL_VERSION);
+    assert_eq!(session, 1);
+    assert_eq!(engine, "cpu");
+    assert_eq!(description, host.engine.description());
+    assert_eq!((memory_total, memory_free), (MEMORY, MEMORY));
+    assert_eq!(&capabilities, host.engine.capabilities());
+    assert!(capabilities.rules().iter().any(|r| r.op == OpKind::MulMat));
+
+    let Reply::Welcome { session, .. } = host.connect().hello() else {
+        unreachable!("hello() has checked it")
+    };
+    assert_eq!(session, 2);
+}
+
+#[test]
+fn memory_is_zero_written_read_filled_copied_and_given_back() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let a = guest.alloc(1 << 20);
+    let b = guest.alloc(64);
+    assert_eq!(guest.read(a, 0, 1 << 20), vec![0; 1 << 20]);
+
+    guest.write(a, 100, b"tensor");
+    guest.send(&Request::Fill {
+        buffer: a,
+        offset: 106,
+        len: 4,
+        value: b'!',
+    });
+    guest.send(&Request::Copy {
+        dst: b,
+        dst_offset: 1,
+        src: a,
+        src_offset: 99,
+        len: 12,
+    });
+    assert_eq!(guest.read(b, 0, 14), b"\0\0tensor!!!!\0\0");
+    // Within one buffer, overlapping, as if through a temporary.
+    guest.send(&Request::Copy {
+        dst: b,
+        dst_offset: 4,
+        src: b,
+        src_offset: 2,
+        len: 10,
+    });
+    assert_eq!(guest.read(b, 0, 14), b"\0\0tetensor!!!!");
+
+    let memory = |guest: &mut common::Guest| match guest.ask(&Request::Memory {}) {
+        Reply::Memory { total, free, .. } => (total, free),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(memory(&mut guest), (MEMORY, MEMORY - (1 << 20) - 64));
+    guest.send(&Request::Free { buffer: a });
+    assert_eq!(memory(&mut guest), (MEMORY, MEMORY - 64));
+}
+
+#[test]
+fn nothing_is_a_size_like_any_other() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let empty = guest.alloc(0);
+    guest.write(empty, 0, &[]);
+    assert_eq!(guest.read(empty, 0, 0), []);
+    guest.send(&Request::Fill {
+        buffer: empty,
+        offset: 0,
+        len: 0,
+        value: 1,
+    });
+    guest.send(&Request::Copy {
+        dst: empty,
+        dst_offset: 0,
+        src: empty,
+        src_offset: 0,
+        len: 0,
+    });
+    guest.send(&Request::Free { buffer: empty });
+    guest.fence();
+}
+
+#[test]
+fn the_largest_payload_travels_both_ways() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let data: Vec<u8> = (0..MAX_PAYLOAD).map(|i| (i * 7 + i / 256) as u8).collect();
+    let buffer = guest.alloc_with(&data);
+    assert_eq!(guest.read(buffer, 0, MAX_PAYLOAD as u64), data);
+}
+
+#[test]
+fn a_graph_is_sent_once_and_runs_as_often_as_submitted() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0, 3.0, 4.0]));
+    let b = guest.alloc_with(&bytes(&[0.5; 4]));
+    guest.graph(GRAPH, &add(4, a, a, b));
+    for _ in 0..3 {
+        guest.submit(GRAPH);
+    }
+    assert_eq!(guest.read_f32(a, 4), [2.5, 3.5, 4.5, 5.5]);
+
+    let session = &host.server.sessions()[0];
+    assert_eq!(session.guest.as_deref(), Some("test"));
+    assert_eq!(session.stats.graphs_run, 3);
+    assert_eq!(session.stats.nodes_run, 3);
+    assert_eq!((session.stats.buffers, session.stats.graphs), (2, 1));
+    assert_eq!(session.stats.buffer_bytes, 32);
+    assert!(session.stats.busy > Duration::ZERO);
+    let submits = session
+        .stats
+        .requests_by_kind()
+        .find(|(k, _)| *k == "SUBMIT");
+    assert_eq!(submits, Some(("SUBMIT", 3)));
+}
+
+#[test]
+fn a_graph_may_come_in_parts_of_any_size_with_other_requests_between() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    let b = guest.alloc_with(&bytes(&[10.0, 20.0]));
+    let image = image(&add(2, a, a, b));
+    let mut offset = 0;
+    for part in image.chunks(13) {
+        let total = image.len() as u64;
+        guest.send_with(
+            &Request::Graph {
+                graph: GRAPH,
+                offset,
+                total,
+            },
+            part,
+        );
+        offset += part.len() as u64;
+        guest.fence();
+    }
+    guest.submit(GRAPH);
+    assert_eq!(guest.read_f32(a, 2), [11.0, 22.0]);
+}
+
+#[test]
+fn a_graph_is_replaced_by_one_of_the_same_name_and_forgotten_on_request() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let a = guest.alloc_with(&bytes(&[1.0]));
+    let b = guest.alloc_with(&bytes(&[10.0]));
+    guest.graph(GRAPH, &add(1, a, a, a));
+    guest.graph(GRAPH, &add(1, a, a, b));
+    guest.submit(GRAPH);
+    assert_eq!(guest.read_f32(a, 1), [11.0]);
+    assert_eq!(host.server.sessions()[0].stats.graphs, 1);
+    guest.send(&Request::Forget { graph: GRAPH });
+    // A guest that has freed a buffer cannot know which of its graphs the host still had.
+    guest.send(&Request::Forget { graph: GRAPH });
+    guest.fence();
+    assert_eq!(host.server.sessions()[0].stats.graphs, 0);
+    guest.submit(GRAPH);
+    assert!(
+        guest
+            .ended()
+            .contains("graph 7, which was never sent, was forgotten")
+    );
+}
+
+#[test]
+fn requests_retire_in_order_without_a_message() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let a = guest.alloc_with(&bytes(&[1.0]));
+    guest.graph(GRAPH, &add(1, a, a, a));
+    let last = (0..50).map(|_| guest.submit(GRAPH)).last().unwrap();
+    guest.end.wait_retired(last).unwrap();
+    assert!(guest.end.retired() >= last);
+    assert_eq!(guest.end.try_receive(&mut Vec::new()), Ok(false));
+}
+
+#[test]
+fn an_allocation_over_the_budget_is_refused_and_the_session_goes_on() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    for size in [MEMORY + 1, u64::MAX] {
+        let buffer = guest.new_buffer();
+        let reply = guest.ask(&Request::Alloc { buffer, size });
+        let Reply::Refused { reason, .. } = reply else {
+            panic!("{reply:?}")
+        };
+        assert!(reason.contains(&format!("{size} bytes wanted")), "{reason}");
+    }
+    let buffer = guest.alloc(MEMORY / 2);
+    assert_eq!(guest.read(buffer, MEMORY / 2 - 4, 4), [0; 4]);
+}
+
+#[test]
+fn one_buffer_too_many_is_refused_and_the_session_goes_on() {
+    let limits = Limits {
+        buffers: 3,
+        ..Limits::default()
+    };
+    let host = Host::limited(cpu(), limits, 1);
+    let mut guest = host.guest();
+    let first = guest.alloc(8);
+    guest.alloc(8);
+    guest.alloc(8);
+    let buffer = BufferId(100);
+    let reply = guest.ask(&Request::Alloc { buffer, size: 8 });
+    let Reply::Refused { reason, .. } = reply else {
+        panic!("{reply:?}")
+    };
+    assert!(reason.contains("3 buffers"), "{reason}");
+    guest.send(&Request::Free { buffer: first });
+    // The refused name was not used.
+    let request = guest.send(&Request::Alloc { buffer, size: 8 });
+    assert_eq!(guest.receive().0, Reply::Done { request });
+}
+
+#[test]
+fn an_index_out_of_range_fails_the_graph_and_the_session_goes_on() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let table = guest.alloc_with(&bytes(&[1.0, 2.0, 3.0, 4.0]));
+    let ids = guest.alloc(8);
+    let dst = guest.alloc(16);
+    guest.graph(GRAPH, &get_rows(2, dst, (table, 2), (ids, 2)));
+    for bad in [2i32, -1, i32::MIN, i32::MAX] {
+        guest.write(ids, 4, &bad.to_le_bytes());
+        let request = guest.submit(GRAPH);
+        let (reply, _) = guest.receive();
+        let Reply::Failed {
+            request: of,
+            reason,
+        } = reply
+        else {
+            panic!("{reply:?}")
+        };
+        assert_eq!(of, request);
+        assert!(
+            reason.contains("GET_ROWS") && reason.contains(&format!("index {bad} ")),
+            "{reason}"
+        );
+    }
+    guest.write(ids, 0, &[1, 0, 0, 0, 0, 0, 0, 0]);
+    guest.submit(GRAPH);
+    assert_eq!(floats(&guest.read(dst, 0, 16)), [3.0, 4.0, 1.0, 2.0]);
+}
+
+#[test]
+fn a_failure_arrives_before_its_request_retires() {
+    let engine = Puppet::new();
+    let host = Host::new(engine.clone());
+    let mut guest = host.guest();
+    let a = guest.alloc(4);
+    engine.next(Act::KernelPanics);
+    guest.graph(GRAPH, &add(1, a, a, a));
+    let request = guest.submit(GRAPH);
+    guest.end.wait_retired(request).unwrap();
+    let mut message = Vec::new();
+    assert_eq!(guest.end.try_receive(&mut message), Ok(true));
+    let reply = Reply::decode(&message).unwrap();
+    let Reply::Failed {
+        request: of,
+        reason,
+    } = reply
+    else {
+        panic!("{reply:?}")
+    };
+    assert_eq!(of, request);
+    assert!(reason.contains("told to fail"), "{reason}");
+    guest.fence();
+}
+
+#[test]
+fn a_graph_that_the_engine_cannot_compile_fails_each_time_and_the_session_goes_on() {
+    let engine = Puppet::new();
+    let host = Host::new(engine.clone());
+    let mut guest = host.guest();
+    let a = guest.alloc(4);
+    engine.next(Act::CompileFails);
+    guest.graph(GRAPH, &add(1, a, a, a));
+    guest.submit(GRAPH);
+    for kind in ["GRAPH", "SUBMIT"] {
+        let (reply, _) = guest.receive();
+        let Reply::Failed { reason, .. } = reply else {
+            panic!("{reply:?}")
+        };
+        assert!(reason.starts_with(&format!("{kind} 7 failed")), "{reason}");
+    }
+    guest.fence();
+}
+
+#[test]
+fn operations_that_a_device_cannot_do_fail_and_the_session_goes_on() {
+    let host = Host::new(Puppet::new());
+    let mut guest = host.guest();
+    let buffer = guest.alloc(UNREADABLE_SIZE);
+    guest.send(&Request::Fill {
+        buffer,
+        offset: 0,
+        len: 1,
+        value: 1,
+    });
+    guest.send(&Request::Copy {
+        dst: buffer,
+        dst_offset: 0,
+        src: buffer,
+        src_offset: 0,
+        len: 1,
+    });
+    for kind in ["FILL", "COPY"] {
+        let (reply, _) = guest.receive();
+        let Reply::Failed { reason, .. } = reply else {
+            panic!("{reply:?}")
+        };
+        assert!(reason.starts_with(&format!("{kind} 1 failed")), "{reason}");
+    }
+    guest.fence();
+}

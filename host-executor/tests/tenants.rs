@@ -1,0 +1,271 @@
+//! Guests who do not know each other, on one host.
+
+mod common;
+
+use std::thread;
+use std::time::Duration;
+
+use common::puppet::{Act, Puppet};
+use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
+use vgpu_executor::{Limits, inproc};
+use vgpu_transport::ir::{BufferId, IR_VERSION};
+use vgpu_transport::link::GuestEnd;
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+
+const GRAPH: GraphId = GraphId(1);
+
+/// What a good guest does: adds 1 to its own numbers, over and over, and finds them right each time.
+fn work(host: &Host, tenant: usize, rounds: usize) {
+    const COUNT: u64 = 1000;
+    let mut guest = host.guest();
+    let first: Vec<f32> = (0..COUNT).map(|i| (tenant * 10_000) as f32 + i as f32).collect();
+    let numbers = guest.alloc_with(&bytes(&first));
+    let ones = guest.alloc_with(&bytes(&[1.0; COUNT as usize]));
+    guest.graph(GRAPH, &add(COUNT, numbers, numbers, ones));
+    for round in 1..=rounds {
+        guest.submit(GRAPH);
+        let expected: Vec<f32> = first.iter().map(|n| n + round as f32).collect();
+        assert_eq!(guest.read_f32(numbers, COUNT), expected, "tenant {tenant}, round {round}");
+    }
+}
+
+/// What a bad guest does: something wrong, until it is thrown out, again and again.
+fn misbehave(host: &Host, round: usize) {
+    let mut guest = host.connect();
+    match round % 6 {
+        0 => drop(guest.send_raw(&[0xab; 100], &[])),
+        1 => drop(guest.send(&Request::Fence {})),
+        2 => {
+            guest.hello();
+            guest.send_raw(&[round as u8; 1000], &[round as u8; MAX_PAYLOAD]);
+        }
+        3 => {
+            guest.hello();
+            guest.send(&Request::Free {
+                buffer: BufferId(round as u64),
+            });
+        }
+        4 => {
+            guest.hello();
+            let buffer = guest.alloc(4096);
+            guest.image(GRAPH, &vec![round as u8; 4096]);
+            guest.submit(GRAPH);
+            guest.send(&Request::Free { buffer });
+        }
+        // Leaves in the middle of a graph.
+        _ => {
+            guest.hello();
+            guest.alloc(1 << 20);
+            let request = Request::Graph {
+                graph: GRAPH,
+                offset: 0,
+                total: 1 << 20,
+            };
+            guest.send_with(&request, &[0; 4096]);
+            return;
+        }
+    }
+    let reason = guest.ended();
+    assert!(reason.contains("broke the protocol"), "{reason}");
+}
+
+#[test]
+fn good_guests_compute_beside_bad_ones() {
+    let host = Host::new(cpu());
+    thread::scope(|scope| {
+        for tenant in 0..4 {
+            let host = &host;
+            scope.spawn(move || work(host, tenant, 200));
+        }
+        scope.spawn(|| (0..60).for_each(|round| misbehave(&host, round)));
+    });
+    host.wait_until_empty();
+    assert_eq!(host.engine.memory().free, MEMORY, "a session has left memory behind");
+}
+
+#[test]
+fn memory_of_one_tenant_is_zero_for_the_next() {
+    let host = Host::new(cpu());
+    // More than half of all there is, so that the next tenant gets the same memory again.
+    let size = MEMORY / 4 * 3;
+    let mut first = host.guest();
+    let secret = first.alloc(size);
+    first.send(&Request::Fill {
+        buffer: secret,
+        offset: 0,
+        len: size,
+        value: 0x5e,
+    });
+    assert_eq!(first.read(secret, size - 4, 4), [0x5e; 4]);
+    drop(first);
+    host.wait_until_empty();
+
+    let mut second = host.guest();
+    let buffer = second.alloc(size);
+    for offset in (0..size).step_by(MAX_PAYLOAD) {
+        let part = second.read(buffer, offset, MAX_PAYLOAD as u64);
+        assert!(part.iter().all(|&b| b == 0), "a byte of another tenant");
+    }
+}
+
+#[test]
+fn memory_freed_within_a_session_is_zero_again_too() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    for _ in 0..10 {
+        let buffer = guest.alloc_with(&[0x5e; 8192]);
+        guest.send(&Request::Free { buffer });
+        let buffer = guest.alloc(8192);
+        assert_eq!(guest.read(buffer, 0, 8192), [0; 8192]);
+        guest.send(&Request::Free { buffer });
+    }
+}
+
+#[test]
+fn a_guest_that_takes_all_memory_takes_it_from_nobody_who_has_some() {
+    let host = Host::new(cpu());
+    let mut modest = host.guest();
+    let kept = modest.alloc_with(b"mine");
+    let mut greedy = host.guest();
+    greedy.alloc(MEMORY - 4);
+    let buffer = modest.new_buffer();
+    let reply = modest.ask(&Request::Alloc { buffer, size: 1 });
+    let Reply::Refused { reason, .. } = reply else {
+        panic!("{reply:?}")
+    };
+    assert!(reason.contains("out of memory: 1 bytes wanted, 0 of 67108864 free"), "{reason}");
+    assert_eq!(modest.read(kept, 0, 4), b"mine");
+}
+
+#[test]
+fn a_guest_that_goes_in_the_middle_of_anything_leaves_nothing_behind() {
+    let host = Host::new(cpu());
+    let mut bystander = host.guest();
+    let kept = bystander.alloc_with(b"mine");
+    // Without a word, after hello, in the middle of a graph, with graphs and replies on their way.
+    for stage in 0..4 {
+        let mut guest = host.connect();
+        if stage > 0 {
+            guest.hello();
+            let a = guest.alloc_with(&bytes(&[1.0; 1 << 16]));
+            guest.graph(GRAPH, &add(1 << 16, a, a, a));
+        }
+        if stage > 1 {
+            let request = Request::Graph {
+                graph: GraphId(2),
+                offset: 0,
+                total: 100,
+            };
+            guest.send_with(&request, &[0; 50]);
+        }
+        if stage > 2 {
+            (0..100).for_each(|_| drop(guest.submit(GRAPH)));
+            let read = Request::Read {
+                buffer: BufferId(1),
+                offset: 0,
+                len: 1 << 18,
+            };
+            (0..8).for_each(|_| drop(guest.send(&read)));
+        }
+        drop(guest);
+        let start = std::time::Instant::now();
+        while host.server.sessions().len() > 1 {
+            assert!(start.elapsed() < PATIENCE, "the session of stage {stage} goes on");
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(host.engine.memory().free, MEMORY - 4, "stage {stage}");
+        assert_eq!(bystander.read(kept, 0, 4), b"mine");
+    }
+}
+
+#[test]
+fn guests_beyond_the_limit_are_told_and_places_become_free() {
+    let host = Host::limited(cpu(), Limits::default(), 2);
+    let first = host.guest();
+    let second = host.guest();
+    let reason = host.connect().ended();
+    assert!(reason.contains("already serves 2 guests, its limit is 2"), "{reason}");
+    drop(first);
+    let start = std::time::Instant::now();
+    while host.server.sessions().len() > 1 {
+        assert!(start.elapsed() < PATIENCE);
+        thread::sleep(Duration::from_millis(1));
+    }
+    host.guest().fence();
+    drop(second);
+}
+
+#[test]
+fn shutdown_finishes_the_running_graph_and_tells_every_guest() {
+    let engine = Puppet::new();
+    let host = Host::new(engine.clone());
+    let idle = host.guest();
+    let silent = host.connect();
+    let mut busy = host.guest();
+    let a = busy.alloc(4);
+    let (running, is_running) = std::sync::mpsc::channel();
+    let (go_on, goes_on) = std::sync::mpsc::channel();
+    engine.next(Act::Waits(running, goes_on));
+    busy.graph(GRAPH, &add(1, a, a, a));
+    let submitted = busy.submit(GRAPH);
+    let next = busy.submit(GRAPH);
+    is_running.recv().expect("the graph runs");
+
+    let Host { server, engine, .. } = host;
+    let shutdown = thread::spawn(move || server.shutdown());
+    for guest in [idle, silent] {
+        assert_eq!(guest.ended(), "the host is shutting down");
+    }
+    assert!(!shutdown.is_finished(), "the graph still runs");
+    assert!(busy.end.retired() < submitted);
+    go_on.send(()).expect("the graph waits");
+    busy.end.wait_retired(submitted).expect("the graph is finished");
+    shutdown.join().expect("no panic");
+    assert!(busy.end.retired() < next, "a graph that was not running was begun");
+    assert_eq!(busy.ended(), "the host is shutting down");
+    assert_eq!(engine.memory().free, MEMORY);
+}
+
+#[test]
+fn names_of_guests_come_without_control_characters() {
+    let host = Host::new(cpu());
+    let mut guest = host.connect();
+    let welcome = guest.ask(&Request::Hello {
+        protocol: PROTOCOL_VERSION,
+        ir: IR_VERSION,
+        name: format!("\x1b[2Jllama\r\n{}", "x".repeat(1000)),
+    });
+    assert!(matches!(welcome, Reply::Welcome { .. }));
+    let name = host.server.sessions()[0].guest.clone().expect("it said hello");
+    assert!(name.starts_with("[2Jllamaxxx") && name.len() == 200, "{name:?}");
+}
+
+#[test]
+fn an_executor_in_the_process_serves_and_is_gone_when_its_guest_is() {
+    let engine = cpu();
+    for round in 0..3 {
+        let end = inproc::start(engine.clone()).expect("a thread and a window");
+        let mut guest = Guest::new(Box::new(end));
+        guest.hello();
+        let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+        guest.graph(GRAPH, &add(2, a, a, a));
+        guest.submit(GRAPH);
+        assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+        if round == 2 {
+            // With work on its way.
+            (0..100).for_each(|_| drop(guest.submit(GRAPH)));
+        }
+        drop(guest);
+        assert_eq!(engine.memory().free, MEMORY, "the executor is still there");
+    }
+}
+
+#[test]
+fn an_executor_in_the_process_that_ends_a_session_can_still_be_dropped() {
+    let mut end = inproc::start(cpu()).expect("a thread and a window");
+    end.send(&[1, 2, 3], (&[][..]).into()).expect("the link is up");
+    let mut guest = Guest::new(Box::new(end));
+    let (reply, _) = guest.receive();
+    assert!(matches!(reply, Reply::Ended { .. }), "{reply:?}");
+    drop(guest);
+}

@@ -1,0 +1,950 @@
+//! Every way to break the protocol ends the session that does it, with the reason, and no other.
+//!
+//! The second half goes through the weaknesses that peers of this project were found to have (remote
+//! execution of ggml graphs), each under its name.
+
+mod common;
+
+use std::time::Duration;
+
+use common::puppet::{Act, PANIC_SIZE, Puppet, UNREADABLE_SIZE};
+use common::{Build, Guest, Host, add, bytes, cpu, get_rows, image};
+use vgpu_executor::Limits;
+use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Op, Shape, Type};
+use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+
+const GRAPH: GraphId = GraphId(7);
+
+/// What `crime` does ends its session with a reason that has every word of `words`. Another guest, with
+/// data and a graph from before, notices nothing, and the memory of the ended session comes back.
+fn ends_only_its_session(words: &[&str], crime: impl FnOnce(&mut Guest)) {
+    ends_only_its_session_on(Host::new(cpu()), words, crime);
+}
+
+fn ends_only_its_session_on(host: Host, words: &[&str], crime: impl FnOnce(&mut Guest)) {
+    let mut bystander = host.guest();
+    let a = bystander.alloc_with(&bytes(&[1.0, 2.0]));
+    bystander.graph(GRAPH, &add(2, a, a, a));
+    bystander.fence();
+    let free = host.engine.memory().free;
+
+    let mut guest = host.connect();
+    crime(&mut guest);
+    let reason = guest.ended();
+    for word in words {
+        assert!(reason.contains(word), "{word:?} is not in {reason:?}");
+    }
+
+    bystander.submit(GRAPH);
+    assert_eq!(bystander.read_f32(a, 2), [2.0, 4.0]);
+    drop(bystander);
+    host.wait_until_empty();
+    assert_eq!(host.engine.memory().free, free + 8);
+    let mut newcomer = host.guest();
+    newcomer.alloc(1 << 20);
+}
+
+// The handshake.
+
+#[test]
+fn hello_missing() {
+    ends_only_its_session(&["first request is MEMORY, not HELLO"], |guest| {
+        guest.send(&Request::Memory {});
+    });
+}
+
+#[test]
+fn hello_twice() {
+    ends_only_its_session(&["HELLO came twice"], |guest| {
+        guest.hello();
+        guest.send(&Request::Hello {
+            protocol: PROTOCOL_VERSION,
+            ir: IR_VERSION,
+            name: "again".into(),
+        });
+    });
+}
+
+#[test]
+fn hello_of_another_protocol() {
+    let words = [
+        "version 9999 of the protocol",
+        "this host speaks 1",
+        "update the older",
+    ];
+    ends_only_its_session(&words, |guest| {
+        guest.send(&Request::Hello {
+            protocol: 9999,
+            ir: IR_VERSION,
+            name: "from the future".into(),
+        });
+    });
+}
+
+#[test]
+fn hello_of_another_graph_ir() {
+    let words = [
+        "version 0 of the graph IR",
+        "this host speaks 1",
+        "update the older",
+    ];
+    ends_only_its_session(&words, |guest| {
+        guest.send(&Request::Hello {
+            protocol: PROTOCOL_VERSION,
+            ir: 0,
+            name: "from the past".into(),
+        });
+    });
+}
+
+#[test]
+fn hello_that_never_comes() {
+    let limits = Limits {
+        hello: Duration::from_millis(200),
+        ..Limits::default()
+    };
+    let host = Host::limited(cpu(), limits, 64);
+    let reason = host.connect().ended();
+    assert!(reason.contains("not said hello within 200ms"), "{reason}");
+    host.guest().fence();
+}
+
+// Messages.
+
+#[test]
+fn message_of_unknown_kind() {
+    ends_only_its_session(
+        &["(4 bytes) cannot be read", "unknown message kind 77"],
+        |guest| {
+            guest.hello();
+            guest.send_raw(&77u32.to_le_bytes(), &[]);
+        },
+    );
+}
+
+#[test]
+fn message_cut_short() {
+    ends_only_its_session(
+        &["cannot be read", "message of 9 bytes ends where byte 12"],
+        |guest| {
+            guest.hello();
+            let mut message = Vec::new();
+            Request::Alloc {
+                buffer: BufferId(1),
+                size: 8,
+            }
+            .encode(&mut message);
+            guest.send_raw(&message[..9], &[]);
+        },
+    );
+}
+
+#[test]
+fn message_with_more_than_it_says() {
+    ends_only_its_session(&["cannot be read", "1 bytes behind its end"], |guest| {
+        guest.hello();
+        let mut message = Vec::new();
+        Request::Fence {}.encode(&mut message);
+        message.push(0);
+        guest.send_raw(&message, &[]);
+    });
+}
+
+#[test]
+fn message_empty() {
+    ends_only_its_session(&["(0 bytes) cannot be read"], |guest| {
+        guest.send_raw(&[], &[]);
+    });
+}
+
+#[test]
+fn message_with_text_that_is_none() {
+    ends_only_its_session(&["not UTF-8"], |guest| {
+        let mut message = Vec::new();
+        Request::Hello {
+            protocol: PROTOCOL_VERSION,
+            ir: IR_VERSION,
+            name: "x".into(),
+        }
+        .encode(&mut message);
+        *message.last_mut().unwrap() = 0xff;
+        guest.send_raw(&message, &[]);
+    });
+}
+
+#[test]
+fn payload_where_none_belongs() {
+    ends_only_its_session(&["FENCE carries a payload of 3 bytes"], |guest| {
+        guest.hello();
+        guest.send_with(&Request::Fence {}, b"abc");
+    });
+}
+
+// Buffers.
+
+#[test]
+fn buffer_named_again_while_it_lives() {
+    ends_only_its_session(
+        &["buffer 1, a name that the session has used before"],
+        |guest| {
+            guest.hello();
+            let buffer = guest.alloc(8);
+            guest.send(&Request::Alloc { buffer, size: 8 });
+        },
+    );
+}
+
+#[test]
+fn buffer_named_again_after_it_was_freed() {
+    ends_only_its_session(
+        &["buffer 1, a name that the session has used before"],
+        |guest| {
+            guest.hello();
+            let buffer = guest.alloc(8);
+            guest.send(&Request::Free { buffer });
+            guest.send(&Request::Alloc { buffer, size: 8 });
+        },
+    );
+}
+
+#[test]
+fn buffers_named_at_random() {
+    let limits = Limits {
+        buffers: 10,
+        ..Limits::default()
+    };
+    let host = Host::limited(cpu(), limits, 64);
+    ends_only_its_session_on(host, &["11 separate ranges"], |guest| {
+        guest.hello();
+        for i in 1..=11 {
+            let buffer = BufferId(1000 * i);
+            guest.send(&Request::Alloc { buffer, size: 8 });
+            if i < 11 {
+                assert!(matches!(guest.receive().0, Reply::Done { .. }));
+                guest.send(&Request::Free { buffer });
+            }
+        }
+    });
+}
+
+#[test]
+fn buffer_unknown_to_every_request_that_names_one() {
+    let ghost = BufferId(99);
+    let (offset, len, size, value) = (0, 4, 8, 1);
+    let real = BufferId(1);
+    let requests = [
+        ("FREE", Request::Free { buffer: ghost }),
+        (
+            "WRITE",
+            Request::Write {
+                buffer: ghost,
+                offset,
+            },
+        ),
+        (
+            "READ",
+            Request::Read {
+                buffer: ghost,
+                offset,
+                len,
+            },
+        ),
+        (
+            "FILL",
+            Request::Fill {
+                buffer: ghost,
+                offset,
+                len,
+                value,
+            },
+        ),
+        (
+            "COPY",
+            Request::Copy {
+                dst: ghost,
+                dst_offset: 0,
+                src: real,
+                src_offset: 0,
+                len,
+            },
+        ),
+        (
+            "COPY",
+            Request::Copy {
+                dst: real,
+                dst_offset: 0,
+                src: ghost,
+                src_offset: 0,
+                len,
+            },
+        ),
+    ];
+    for (kind, request) in requests {
+        let words = format!("{kind} names buffer 99, which the session does not have");
+        ends_only_its_session(&[&words], |guest| {
+            guest.hello();
+            assert_eq!(guest.alloc(size), real);
+            guest.send(&request);
+        });
+    }
+}
+
+#[test]
+fn buffer_freed_twice() {
+    ends_only_its_session(&["FREE names buffer 1, which"], |guest| {
+        guest.hello();
+        let buffer = guest.alloc(8);
+        guest.send(&Request::Free { buffer });
+        guest.send(&Request::Free { buffer });
+    });
+}
+
+#[test]
+fn buffer_of_another_guest() {
+    let host = Host::new(cpu());
+    let mut owner = host.guest();
+    let secret = BufferId(5000);
+    let request = owner.send(&Request::Alloc {
+        buffer: secret,
+        size: 8,
+    });
+    assert_eq!(owner.receive().0, Reply::Done { request });
+    owner.write(secret, 0, b"a secret");
+    owner.fence();
+    let mut thief = host.guest();
+    thief.send(&Request::Read {
+        buffer: secret,
+        offset: 0,
+        len: 8,
+    });
+    let reason = thief.ended();
+    assert!(
+        reason.contains("buffer 5000, which the session does not have"),
+        "{reason}"
+    );
+    assert_eq!(owner.read(secret, 0, 8), b"a secret");
+}
+
+#[test]
+fn read_longer_than_a_payload() {
+    ends_only_its_session(&["1048577 bytes at once, at most 1048576"], |guest| {
+        guest.hello();
+        let buffer = guest.alloc(2 << 20);
+        let len = MAX_PAYLOAD as u64 + 1;
+        guest.send(&Request::Read {
+            buffer,
+            offset: 0,
+            len,
+        });
+    });
+}
+
+// Graphs.
+
+#[test]
+fn graph_submitted_but_never_sent() {
+    ends_only_its_session(&["SUBMIT names graph 7, which was never sent"], |guest| {
+        guest.hello();
+        guest.submit(GRAPH);
+    });
+}
+
+#[test]
+fn graph_submitted_before_its_last_part() {
+    ends_only_its_session(&["SUBMIT names graph 7"], |guest| {
+        guest.hello();
+        guest.send_with(
+            &Request::Graph {
+                graph: GRAPH,
+                offset: 0,
+                total: 100,
+            },
+            &[0; 96],
+        );
+        guest.submit(GRAPH);
+    });
+}
+
+#[test]
+fn graph_of_impossible_size() {
+    for total in [0, 3, MAX_GRAPH + 4, u64::MAX] {
+        let words = format!("image of {total} bytes");
+        ends_only_its_session(&[&words], |guest| {
+            guest.hello();
+            guest.send_with(
+                &Request::Graph {
+                    graph: GRAPH,
+                    offset: 0,
+                    total,
+                },
+                &[0; 4],
+            );
+        });
+    }
+}
+
+#[test]
+fn graph_parts_out_of_order() {
+    let part = |graph, offset, total| Request::Graph {
+        graph: GraphId(graph),
+        offset,
+        total,
+    };
+    let crimes = [
+        ("begins in the middle", vec![(part(7, 4, 100), 4)]),
+        (
+            "leaves a gap",
+            vec![(part(7, 0, 100), 4), (part(7, 8, 100), 4)],
+        ),
+        ("repeats", vec![(part(7, 0, 100), 4), (part(7, 0, 100), 4)]),
+        (
+            "changes its total",
+            vec![(part(7, 0, 100), 4), (part(7, 4, 104), 4)],
+        ),
+        (
+            "changes its graph",
+            vec![(part(7, 0, 100), 4), (part(8, 4, 100), 4)],
+        ),
+        (
+            "starts another",
+            vec![(part(7, 0, 100), 4), (part(8, 0, 100), 4)],
+        ),
+        ("is longer than it said", vec![(part(7, 0, 100), 104)]),
+        (
+            "ends longer than it said",
+            vec![(part(7, 0, 100), 96), (part(7, 96, 100), 8)],
+        ),
+        ("is empty", vec![(part(7, 0, 100), 0)]),
+        (
+            "wraps around",
+            vec![(part(7, 0, 100), 4), (part(7, u64::MAX, 100), 8)],
+        ),
+    ];
+    for (what, parts) in crimes {
+        println!("an image that {what}");
+        ends_only_its_session(&["a part of graph", "come next"], |guest| {
+            guest.hello();
+            for (part, len) in parts {
+                guest.send_with(&part, &vec![0; len]);
+            }
+        });
+    }
+}
+
+#[test]
+fn graph_that_is_noise() {
+    ends_only_its_session(
+        &["graph 7 cannot be read", "starts with 0x2a2a2a2a"],
+        |guest| {
+            guest.hello();
+            guest.image(GRAPH, &[42; 400]);
+        },
+    );
+}
+
+#[test]
+fn graph_that_announces_more_than_it_has() {
+    ends_only_its_session(&["graph 7 cannot be read", "4294967295 tensors"], |guest| {
+        guest.hello();
+        let a = guest.alloc(8);
+        let mut image = image(&add(2, a, a, a));
+        image[12..16].copy_from_slice(&u32::MAX.to_le_bytes());
+        guest.image(GRAPH, &image);
+    });
+}
+
+#[test]
+fn graph_with_more_names_than_the_session_has_buffers() {
+    ends_only_its_session(&["graph 7 names 2 buffers, the session has 1"], |guest| {
+        guest.hello();
+        let a = guest.alloc(8);
+        let mut graph = add(2, a, a, a);
+        graph.buffers.push(a);
+        guest.graph(GRAPH, &graph);
+    });
+}
+
+#[test]
+fn graph_on_an_unknown_buffer() {
+    ends_only_its_session(&["graph 7 is invalid", "BufferId(99)"], |guest| {
+        guest.hello();
+        let a = guest.alloc(8);
+        guest.alloc(8);
+        guest.graph(GRAPH, &add(2, a, a, BufferId(99)));
+    });
+}
+
+#[test]
+fn graph_of_more_nodes_than_allowed() {
+    let mut limits = Limits::default();
+    limits.graph.nodes = 10;
+    let host = Host::limited(cpu(), limits, 64);
+    ends_only_its_session_on(host, &["11 nodes, more than the 10 allowed"], |guest| {
+        guest.hello();
+        let a = guest.alloc(8);
+        let mut graph = add(2, a, a, a);
+        graph.nodes = vec![graph.nodes[0].clone(); 11];
+        guest.graph(GRAPH, &graph);
+    });
+}
+
+#[test]
+fn graphs_more_than_are_kept() {
+    let graphs = Limits {
+        graphs: 4,
+        ..Limits::default()
+    };
+    let graph_bytes = Limits {
+        graph_bytes: 1000,
+        ..Limits::default()
+    };
+    let graph_nodes = Limits {
+        graph_nodes: 4,
+        ..Limits::default()
+    };
+    for (limits, words) in [
+        (graphs, "graph 5 makes 5 graphs in all"),
+        (
+            graph_bytes,
+            "bytes of graphs in all that the session wants kept, at most 1000 are",
+        ),
+        (graph_nodes, "graph 5 makes 5 nodes in all"),
+    ] {
+        ends_only_its_session_on(Host::limited(cpu(), limits, 64), &[words], |guest| {
+            guest.hello();
+            let a = guest.alloc(8);
+            for i in 1..=5 {
+                // Replaced and forgotten graphs do not count.
+                if i < 4 {
+                    guest.graph(GraphId(100), &add(2, a, a, a));
+                    guest.send(&Request::Forget {
+                        graph: GraphId(100),
+                    });
+                    guest.graph(GraphId(i), &add(2, a, a, a));
+                }
+                guest.graph(GraphId(i), &add(2, a, a, a));
+            }
+        });
+    }
+}
+
+// The host's own failures end a session too, and only that one.
+
+#[test]
+fn panics_of_the_host_while_it_serves_a_guest() {
+    for what in ["alloc", "compile", "run"] {
+        let engine = Puppet::new();
+        let host = Host::new(engine.clone());
+        let mut bystander = host.guest();
+        let a = bystander.alloc_with(b"untouched");
+        let mut guest = host.guest();
+        let buffer = guest.alloc(4);
+        match what {
+            "alloc" => {
+                let buffer = guest.new_buffer();
+                guest.send(&Request::Alloc {
+                    buffer,
+                    size: PANIC_SIZE,
+                });
+            }
+            "compile" => engine.next(Act::CompilePanics),
+            _ => engine.next(Act::RunPanics),
+        }
+        if what != "alloc" {
+            guest.graph(GRAPH, &add(1, buffer, buffer, buffer));
+            guest.submit(GRAPH);
+        }
+        // What panicked stays in the host's log.
+        assert_eq!(guest.ended(), "the host failed while it executed a request");
+        assert_eq!(bystander.read(a, 0, 9), b"untouched");
+    }
+}
+
+#[test]
+fn memory_that_the_engine_cannot_read() {
+    let host = Host::new(Puppet::new());
+    let mut guest = host.guest();
+    let buffer = guest.alloc(UNREADABLE_SIZE);
+    guest.send(&Request::Read {
+        buffer,
+        offset: 0,
+        len: 16,
+    });
+    let (reply, payload) = guest.receive();
+    assert!(matches!(reply, Reply::Data { .. }), "{reply:?}");
+    assert_eq!(payload, [0; 16]);
+    let reason = guest.ended();
+    assert!(reason.contains("the engine failed"), "{reason}");
+}
+
+// Weaknesses that peers were found to have.
+
+#[test]
+fn cve_class_write_what_where() {
+    for (offset, len) in [
+        (8, 1),
+        (5, 4),
+        (u64::MAX, 1),
+        (u64::MAX - 3, 8),
+        (1 << 63, 4),
+    ] {
+        let words = format!("WRITE touches bytes {offset}..+{len} of buffer 1, which has 8");
+        ends_only_its_session(&[&words], |guest| {
+            guest.hello();
+            let buffer = guest.alloc(8);
+            guest.write(buffer, offset, &vec![0x41; len]);
+        });
+    }
+    ends_only_its_session(&["FILL touches bytes 4..+18446744073709551612"], |guest| {
+        guest.hello();
+        let buffer = guest.alloc(8);
+        guest.send(&Request::Fill {
+            buffer,
+            offset: 4,
+            len: u64::MAX - 3,
+            value: 0x41,
+        });
+    });
+    ends_only_its_session(
+        &["tensor 0 ends at byte 12 of buffer BufferId(1), which has 8"],
+        |guest| {
+            guest.hello();
+            let small = guest.alloc(8);
+            let large = guest.alloc(64);
+            let mut build = Build::default();
+            let shape = Shape::contiguous(Type::F32, [2, 1, 1, 1]).unwrap();
+            let dst = build.place(shape, small, 4);
+            let src = build.place(shape, large, 0);
+            build.node(Op::Add {}, dst, &[src, src]);
+            guest.graph(GRAPH, &build.0);
+        },
+    );
+}
+
+#[test]
+fn cve_class_arbitrary_read() {
+    for (offset, len) in [(8, 1), (0, 9), (u64::MAX, 1), (u64::MAX - 7, 16)] {
+        let words = format!("READ touches bytes {offset}..+{len} of buffer 1, which has 8");
+        ends_only_its_session(&[&words], |guest| {
+            guest.hello();
+            let buffer = guest.alloc(8);
+            guest.send(&Request::Read {
+                buffer,
+                offset,
+                len,
+            });
+        });
+    }
+    ends_only_its_session(&["tensor 1", "which has 8"], |guest| {
+        guest.hello();
+        let dst = guest.alloc(1 << 12);
+        let src = guest.alloc(8);
+        guest.graph(GRAPH, &add(1 << 10, dst, src, src));
+    });
+}
+
+#[test]
+fn cve_class_unvalidated_type() {
+    for ty in [4u32, 5, 200, 0x8000_0000, u32::MAX] {
+        let words = format!("unknown tensor type id {ty}");
+        ends_only_its_session(&[&words], |guest| {
+            guest.hello();
+            let a = guest.alloc(8);
+            let mut image = image(&add(2, a, a, a));
+            // Header of 5 words, one buffer of 2, then the first tensor, whose type comes first.
+            image[28..32].copy_from_slice(&ty.to_le_bytes());
+            guest.image(GRAPH, &image);
+        });
+    }
+    // A type that exists, of which the engine has no such operation.
+    ends_only_its_session(&["does not run ADD with these types"], |guest| {
+        guest.hello();
+        let a = guest.alloc(1 << 10);
+        let mut build = Build::default();
+        let t = build.tensor(Type::Iq1S, [256, 1, 1, 1], a);
+        build.node(Op::Add {}, t, &[t, t]);
+        guest.graph(GRAPH, &build.0);
+    });
+}
+
+#[test]
+fn cve_class_copy_tensor_overflow() {
+    let copy = |dst_offset, src_offset, len| Request::Copy {
+        dst: BufferId(2),
+        dst_offset,
+        src: BufferId(1),
+        src_offset,
+        len,
+    };
+    for (request, words) in [
+        (
+            copy(0, 0, 16),
+            "COPY touches bytes 0..+16 of buffer 2, which has 8",
+        ),
+        (
+            copy(4, 0, 8),
+            "COPY touches bytes 4..+8 of buffer 2, which has 8",
+        ),
+        (
+            copy(0, 60, 8),
+            "COPY touches bytes 60..+8 of buffer 1, which has 64",
+        ),
+        (
+            copy(u64::MAX, 0, 2),
+            "COPY touches bytes 18446744073709551615..+2 of buffer 2",
+        ),
+        (
+            copy(0, u64::MAX - 1, 4),
+            "COPY touches bytes 18446744073709551614..+4 of buffer 1",
+        ),
+    ] {
+        ends_only_its_session(&[words], |guest| {
+            guest.hello();
+            guest.alloc(64);
+            guest.alloc(8);
+            guest.send(&request);
+        });
+    }
+    // The same as an operation: more elements in than out.
+    ends_only_its_session(
+        &["CPY is malformed", "different numbers of elements"],
+        |guest| {
+            guest.hello();
+            let src = guest.alloc(64);
+            let dst = guest.alloc(8);
+            let mut build = Build::default();
+            let dst = build.tensor(Type::F32, [2, 1, 1, 1], dst);
+            let src = build.tensor(Type::F32, [16, 1, 1, 1], src);
+            build.node(Op::Copy {}, dst, &[src]);
+            guest.graph(GRAPH, &build.0);
+        },
+    );
+}
+
+#[test]
+fn cve_class_buffer_0_bypass() {
+    let none = BufferId(0);
+    ends_only_its_session(&["buffer 0, which is not a name"], |guest| {
+        guest.hello();
+        guest.send(&Request::Alloc {
+            buffer: none,
+            size: 8,
+        });
+    });
+    for request in [
+        Request::Write {
+            buffer: none,
+            offset: 0x7fff_0000_0000,
+        },
+        Request::Read {
+            buffer: none,
+            offset: 0x7fff_0000_0000,
+            len: 8,
+        },
+        Request::Fill {
+            buffer: none,
+            offset: 0,
+            len: 0,
+            value: 0,
+        },
+        Request::Free { buffer: none },
+    ] {
+        ends_only_its_session(
+            &["names buffer 0, which the session does not have"],
+            |guest| {
+                guest.hello();
+                guest.send(&request);
+            },
+        );
+    }
+    ends_only_its_session(&["graph names buffer BufferId(0)"], |guest| {
+        guest.hello();
+        let a = guest.alloc(8);
+        guest.alloc(8);
+        guest.graph(GRAPH, &add(2, a, none, a));
+    });
+}
+
+#[test]
+fn cve_class_use_after_free_by_free_and_submit() {
+    ends_only_its_session(
+        &["SUBMIT names graph 7", "used a buffer that was freed"],
+        |guest| {
+            guest.hello();
+            let a = guest.alloc(8);
+            let b = guest.alloc(8);
+            guest.graph(GRAPH, &add(2, a, a, b));
+            guest.submit(GRAPH);
+            guest.send(&Request::Free { buffer: b });
+            // New memory where the old one may have been.
+            guest.alloc(8);
+            guest.submit(GRAPH);
+        },
+    );
+}
+
+#[test]
+fn a_freed_buffer_takes_only_the_graphs_that_use_it() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let a = guest.alloc_with(&bytes(&[1.0]));
+    let b = guest.alloc(4);
+    guest.graph(GraphId(1), &add(1, a, a, a));
+    guest.graph(GraphId(2), &add(1, b, a, b));
+    let free = host.engine.memory().free;
+    guest.send(&Request::Free { buffer: b });
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(a, 1), [2.0]);
+    assert_eq!(
+        host.engine.memory().free,
+        free + 4,
+        "a plan kept the memory"
+    );
+    guest.submit(GraphId(2));
+    assert!(guest.ended().contains("graph 2"));
+}
+
+#[test]
+fn cve_class_custom_operator_with_a_function_pointer() {
+    // The IR has no operator that carries code; an id that is not in the table is the nearest to it.
+    for id in [0u16, 19, 200, u16::MAX] {
+        let words = format!("unknown operator id {id}");
+        ends_only_its_session(&[&words], |guest| {
+            guest.hello();
+            let a = guest.alloc(8);
+            let graph = add(2, a, a, a);
+            let mut image = image(&graph);
+            // The last node of this graph: head, destination, two sources.
+            let head = image.len() - 16;
+            image[head..head + 2].copy_from_slice(&id.to_le_bytes());
+            guest.image(GRAPH, &image);
+        });
+    }
+}
+
+#[test]
+fn cve_class_shape_driven_abort() {
+    let cases: [(&str, Shape); 7] = [
+        (
+            "extents whose product wraps",
+            shape([1 << 32, 1 << 32, 1, 1], [4, 0, 0, 0]),
+        ),
+        (
+            "an extent of all ones",
+            shape([u64::MAX, 1, 1, 1], [4, 4, 4, 4]),
+        ),
+        (
+            "strides whose product wraps",
+            shape([2, 2, 2, 2], [4, 8, 1 << 63, 1 << 63]),
+        ),
+        (
+            "a stride that is not whole elements",
+            shape([2, 1, 1, 1], [3, 8, 8, 8]),
+        ),
+        (
+            "a negative stride",
+            shape([2, 2, 1, 1], [4, (-8i64).cast_unsigned(), 8, 8]),
+        ),
+        (
+            "strides of zero that multiply the work",
+            shape([1, 1 << 40, 1, 1], [4, 0, 0, 0]),
+        ),
+        (
+            "extents that do not match",
+            shape([3, 1, 1, 1], [4, 12, 12, 12]),
+        ),
+    ];
+    for (what, bad) in cases {
+        println!("a tensor with {what}");
+        ends_only_its_session(&["graph 7 is invalid"], |guest| {
+            guest.hello();
+            let a = guest.alloc(1 << 10);
+            let mut build = Build::default();
+            let good = build.tensor(Type::F32, [2, 1, 1, 1], a);
+            let bad = build.place(bad, a, 0);
+            build.node(Op::Add {}, good, &[bad, good]);
+            guest.graph(GRAPH, &build.0);
+        });
+    }
+    // A division by an extent of zero.
+    ends_only_its_session(&["graph 7 is invalid", "does not repeat"], |guest| {
+        guest.hello();
+        let a = guest.alloc(1 << 10);
+        let mut build = Build::default();
+        let good = build.tensor(Type::F32, [2, 1, 1, 1], a);
+        let empty = build.tensor(Type::F32, [0, 1, 1, 1], a);
+        build.node(Op::Add {}, good, &[good, empty]);
+        guest.graph(GRAPH, &build.0);
+    });
+}
+
+#[test]
+fn cve_class_out_of_bounds_get_rows() {
+    // Ids are data, so the session goes on; what must not happen is a read outside of the table.
+    let host = Host::new(cpu());
+    let mut bystander = host.guest();
+    let secret = bystander.alloc_with(&[0x5a; 4096]);
+    let mut guest = host.guest();
+    let table = guest.alloc_with(&bytes(&[1.0; 4]));
+    let ids = guest.alloc(4);
+    let dst = guest.alloc(8);
+    guest.graph(GRAPH, &get_rows(2, dst, (table, 2), (ids, 1)));
+    for id in [2i32, 3, 512, 1024, -1, -512, i32::MAX, i32::MIN] {
+        guest.write(ids, 0, &id.to_le_bytes());
+        guest.submit(GRAPH);
+        let (reply, _) = guest.receive();
+        assert!(
+            matches!(reply, Reply::Failed { .. }),
+            "row {id} of 2: {reply:?}"
+        );
+        assert_eq!(guest.read(dst, 0, 8), [0; 8], "row {id} of 2");
+    }
+    assert_eq!(bystander.read(secret, 0, 4096), [0x5a; 4096]);
+}
+
+#[test]
+fn cve_class_strides_over_4_gib() {
+    // Strides that are small, or zero, when cut to 32 bits.
+    for stride in [1u64 << 32, (1 << 32) + 8, 1 << 40, (1 << 33) | 4] {
+        ends_only_its_session(&["tensor 1 ends at byte", "which has 64"], |guest| {
+            guest.hello();
+            let a = guest.alloc(64);
+            let mut build = Build::default();
+            let good = build.tensor(Type::F32, [2, 2, 1, 1], a);
+            let far = build.place(
+                shape([2, 2, 1, 1], [4, stride, 2 * stride, 2 * stride]),
+                a,
+                0,
+            );
+            build.node(Op::Add {}, good, &[far, good]);
+            guest.graph(GRAPH, &build.0);
+        });
+    }
+    // In a dimension with one index a stride is never used, whatever its size.
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    let mut build = Build::default();
+    let t = build.place(shape([2, 1, 1, 1], [4, 1 << 40, 1 << 41, 1 << 42]), a, 0);
+    build.node(Op::Add {}, t, &[t, t]);
+    guest.graph(GRAPH, &build.0);
+    guest.submit(GRAPH);
+    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+}
+
+fn shape(ne: [u64; 4], nb: [u64; 4]) -> Shape {
+    Shape {
+        ty: Type::F32,
+        ne,
+        nb,
+    }
+}
+
+#[test]
+fn an_empty_graph_is_a_graph() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    guest.graph(GRAPH, &Graph::default());
+    guest.submit(GRAPH);
+    guest.fence();
+}

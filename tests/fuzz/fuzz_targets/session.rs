@@ -1,0 +1,7 @@
+//! A session of the executor under libFuzzer: `cargo +nightly fuzz run session`, in `tests/fuzz`.
+#![no_main]
+
+#[path = "../session/mod.rs"]
+mod session;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| session::run(data));

@@ -1,0 +1,450 @@
+//! A fuzzed session: input bytes become requests, the real session with the real CPU engine executes
+//! them, and a model of what a guest may expect checks every answer.
+//!
+//! Checked, beyond "no crash, no panic, no bad access":
+//! - a request that breaks a rule ends the session, and no other does (graphs excepted: the rules of
+//!   graphs are not modelled twice);
+//! - memory is zero when it is new, and afterwards holds exactly what was written, filled and copied;
+//! - a graph changes no byte outside the elements of its destinations;
+//! - what validation lets through can be compiled and run: kernels never panic, and fail for nothing
+//!   but an index in the data;
+//! - every reply is well-formed and belongs to the request before it; nothing follows the last one;
+//! - when the session is over, all its memory is free.
+
+mod graphs;
+mod input;
+mod model;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use vgpu_executor::{Ending, Limits, Session, Stop};
+use vgpu_kernels::Engine;
+use vgpu_kernels::cpu::CpuEngine;
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::{self, BufferId, IR_VERSION};
+use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};
+use vgpu_transport::wire::{GraphId, PROTOCOL_VERSION, Reply, Request};
+
+use input::Input;
+use model::{Expect, Model, Setup};
+
+const SETUP: Setup = Setup {
+    memory: 256 << 10,
+    buffers: 8,
+};
+
+/// Most requests in one session, reads after graphs not counted.
+const MAX_REQUESTS: usize = 200;
+
+/// Most graphs run in one session.
+const MAX_RUNS: usize = 16;
+
+fn limits() -> Limits {
+    Limits {
+        buffers: SETUP.buffers,
+        graphs: 4,
+        graph_bytes: 1 << 16,
+        graph_nodes: 64,
+        graph: ir::Limits {
+            nodes: 16,
+            revisits: 8,
+        },
+        hello: Duration::from_secs(60),
+    }
+}
+
+/// Runs a session as `data` says. Panics if anything is not as it should be.
+pub fn run(data: &[u8]) {
+    static ENGINE: OnceLock<Mutex<Arc<CpuEngine>>> = OnceLock::new();
+    let engine = ENGINE.get_or_init(|| {
+        let engine = CpuEngine::new(1, Some(SETUP.memory)).expect("a thread");
+        Mutex::new(Arc::new(engine))
+    });
+    // One session at a time, so that memory can be accounted for.
+    let engine = engine.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut script = Script::new(data, Arc::clone(&engine) as Arc<dyn Engine>);
+    let session = Session::new(1, Arc::clone(&engine) as Arc<dyn Engine>, limits());
+    let ending = session.run(&mut script, &Stop::new());
+    script.finish(&ending);
+    assert_eq!(
+        engine.memory().free,
+        SETUP.memory,
+        "the session has left memory behind"
+    );
+}
+
+/// The guest and the link in one: hands out requests, takes replies.
+struct Script<'a> {
+    input: Input<'a>,
+    engine: Arc<dyn Engine>,
+    model: Model,
+    /// Requests that follow from an earlier one.
+    queue: VecDeque<Request>,
+    /// The number of the last request, what it was, and what should come of it.
+    number: u64,
+    message: Vec<u8>,
+    payload: Vec<u8>,
+    expect: Option<Expect>,
+    replies: Vec<(Reply, Vec<u8>)>,
+    retired: bool,
+    /// Bytes that the last graph may have changed, of buffers not read since.
+    changed: BTreeMap<u64, Vec<bool>>,
+    requests: usize,
+    runs: usize,
+}
+
+impl<'a> Script<'a> {
+    fn new(data: &'a [u8], engine: Arc<dyn Engine>) -> Script<'a> {
+        Script {
+            input: Input::new(data),
+            engine,
+            model: Model::default(),
+            queue: VecDeque::new(),
+            number: 0,
+            message: Vec::new(),
+            payload: Vec::new(),
+            expect: None,
+            replies: Vec::new(),
+            retired: true,
+            changed: BTreeMap::new(),
+            requests: 0,
+            runs: 0,
+        }
+    }
+
+    /// The session has ended by itself or because nothing more came.
+    fn finish(mut self, ending: &Ending) {
+        match ending {
+            Ending::Closed => assert!(self.expect.is_none(), "it did not wait for the end"),
+            Ending::Violation(violation) => {
+                let last = self.replies.pop();
+                let Some((Reply::Ended { reason }, _)) = last else {
+                    panic!("{violation}, but the last reply is {last:?}");
+                };
+                assert!(self.replies.is_empty(), "{reason}, after {:?}", self.replies);
+                assert!(!reason.is_empty() && reason.len() < 16 << 10, "{reason}");
+                assert!(
+                    matches!(self.expect, Some(Expect::End | Expect::Part(_))),
+                    "{reason}, but {:?} was expected of {:?}",
+                    self.expect,
+                    Request::decode(&self.message)
+                );
+            }
+            other => panic!("{other}"),
+        }
+    }
+
+    /// Compares what came of the last request with what should have.
+    fn settle(&mut self) {
+        let Some(expect) = self.expect.take() else {
+            return;
+        };
+        assert!(self.retired, "the request was not retired");
+        let number = self.number;
+        let replies = std::mem::take(&mut self.replies);
+        let replies: Vec<(&Reply, &[u8])> = replies.iter().map(|(r, p)| (r, &p[..])).collect();
+        match (&expect, replies.as_slice()) {
+            (Expect::Welcome, [(Reply::Welcome { capabilities, .. }, [])]) => {
+                assert_eq!(capabilities, self.engine.capabilities());
+            }
+            (Expect::Done, [(Reply::Done { request }, [])])
+            | (Expect::Refused, [(Reply::Refused { request, .. }, [])]) => {
+                assert_eq!(*request, number);
+            }
+            (Expect::Nothing | Expect::Part(None), []) => {}
+            (Expect::Part(Some((graph, image))), []) => self.model.took_graph(*graph, image),
+            (&Expect::Data { buffer, offset, len }, [(Reply::Data { request }, bytes)]) => {
+                assert_eq!(*request, number);
+                self.compare(buffer, offset, len, bytes);
+            }
+            (Expect::Memory, [(Reply::Memory { request, total, free }, [])]) => {
+                assert_eq!(*request, number);
+                assert_eq!((*total, *free), (SETUP.memory, SETUP.memory - self.model.used()));
+            }
+            (&Expect::Run(graph), outcome) => {
+                match outcome {
+                    [] => {}
+                    [(Reply::Failed { request, reason }, [])] if *request == number => {
+                        assert!(reason.contains("is out of range"), "{reason}");
+                    }
+                    other => panic!("a graph led to {other:?}"),
+                }
+                self.changed = self.model.may_change(graph);
+                self.read_everything();
+            }
+            (expect, replies) => panic!(
+                "{:?} led to {replies:?}, not {expect:?}",
+                Request::decode(&self.message)
+            ),
+        }
+    }
+
+    fn read_everything(&mut self) {
+        for (&buffer, bytes) in &self.model.buffers {
+            self.queue.push_back(Request::Read {
+                buffer: BufferId(buffer),
+                offset: 0,
+                len: bytes.len() as u64,
+            });
+        }
+    }
+
+    /// Compares bytes that were read with those that should be there.
+    fn compare(&mut self, buffer: u64, offset: u64, len: u64, read: &[u8]) {
+        assert_eq!(read.len() as u64, len);
+        let known = self.model.buffers.get_mut(&buffer).expect("it could be read");
+        let known = &mut known[offset as usize..][..read.len()];
+        // Right after a graph whole buffers are read, so masks and bytes go together.
+        match self.changed.remove(&buffer) {
+            None => assert!(known == read, "buffer {buffer} does not hold what was written"),
+            Some(mask) => {
+                let untouched = mask.iter().zip(known.iter().zip(read)).all(|(&may, (a, b))| may || a == b);
+                assert!(untouched, "a graph has changed bytes of buffer {buffer} beside its destinations");
+                known.copy_from_slice(read);
+            }
+        }
+    }
+
+    /// Chooses the next request. `None` at the end of the input.
+    fn next(&mut self) -> Option<(Vec<u8>, Vec<u8>)> {
+        let mut payload = Vec::new();
+        let mut message = Vec::new();
+        if let Some(request) = self.queue.pop_front() {
+            request.encode(&mut message);
+            return Some((message, payload));
+        }
+        self.requests += 1;
+        if self.input.is_empty() || self.requests > MAX_REQUESTS {
+            return None;
+        }
+        // Nearly always a greeting comes first.
+        if self.requests == 1 && !self.input.chance(64) {
+            hello().encode(&mut message);
+            return Some((message, payload));
+        }
+        match self.request(&mut payload) {
+            Some(request) => request.encode(&mut message),
+            None => message = self.input.take(40).to_vec(),
+        }
+        if self.input.chance(32) && !message.is_empty() {
+            let at = self.input.below(message.len());
+            message[at] ^= 1 << self.input.below(8);
+        }
+        if self.input.chance(128) {
+            message.truncate(self.input.below(message.len() + 1));
+        }
+        if self.input.chance(128) {
+            let len = self.input.below(64);
+            payload = self.input.take(len).to_vec();
+        }
+        Some((message, payload))
+    }
+
+    /// A request that is mostly in order. `None` for noise.
+    fn request(&mut self, payload: &mut Vec<u8>) -> Option<Request> {
+        let choice = self.input.below(32);
+        Some(match choice {
+            0..=5 => Request::Alloc {
+                buffer: self.new_buffer(),
+                size: self.size(),
+            },
+            6 => Request::Free {
+                buffer: self.buffer(),
+            },
+            7..=9 => {
+                let (buffer, offset, len) = self.range();
+                *payload = self.input.take(len.min(64) as usize).to_vec();
+                Request::Write { buffer, offset }
+            }
+            // Small indices: what operators that look up rows need to get anywhere.
+            10 | 11 => {
+                let (buffer, offset, len) = self.range();
+                let ids = 0..(len / 4).min(16);
+                *payload = ids.flat_map(|_| u32::from(self.input.byte() % 4).to_le_bytes()).collect();
+                Request::Write { buffer, offset }
+            }
+            // Numbers that are ordinary: half floats of about 1 wherever one looks.
+            12 => {
+                let (buffer, offset, len) = self.range();
+                *payload = [0x00, 0x3c].repeat(len.min(2048) as usize / 2);
+                Request::Write { buffer, offset }
+            }
+            13 => {
+                let (buffer, offset, len) = self.range();
+                Request::Read { buffer, offset, len }
+            }
+            14 => {
+                let (buffer, offset, len) = self.range();
+                let value = self.input.byte();
+                Request::Fill { buffer, offset, len, value }
+            }
+            15 | 16 => {
+                let (dst, dst_offset, len) = self.range();
+                let (src, src_offset, other) = self.range();
+                let len = len.min(other);
+                Request::Copy { dst, dst_offset, src, src_offset, len }
+            }
+            17..=23 => return Some(self.graph(payload)),
+            24..=26 => return Some(self.submit()),
+            27 => Request::Forget {
+                graph: GraphId(self.input.below(6) as u64),
+            },
+            28 => Request::Memory {},
+            29 => Request::Fence {},
+            30 if self.input.chance(4) => Request::Hello {
+                protocol: self.input.odd_number() as u32,
+                ir: IR_VERSION,
+                name: String::new(),
+            },
+            30 => hello(),
+            _ if self.input.chance(4) => return None,
+            _ => Request::Fence {},
+        })
+    }
+
+    /// Counted up, mostly.
+    fn new_buffer(&mut self) -> BufferId {
+        BufferId(match self.input.chance(32) {
+            true => self.input.odd_number(),
+            false => (1..).find(|name| !self.model.is_used(*name)).unwrap_or(1),
+        })
+    }
+
+    /// A buffer that exists, mostly.
+    fn buffer(&mut self) -> BufferId {
+        let known: Vec<u64> = self.model.buffers.keys().copied().collect();
+        BufferId(match known.is_empty() || self.input.chance(64) {
+            true => self.input.odd_number(),
+            false => self.input.pick(&known),
+        })
+    }
+
+    fn size(&mut self) -> u64 {
+        match self.input.below(16) {
+            0 => self.input.odd_number(),
+            1 => 0,
+            2..=7 => u64::from(self.input.byte()) * 4,
+            _ => u64::from(self.input.byte()) * 64,
+        }
+    }
+
+    /// A range inside a buffer, mostly.
+    fn range(&mut self) -> (BufferId, u64, u64) {
+        let buffer = self.buffer();
+        if self.input.chance(64) {
+            return (buffer, self.input.odd_number(), self.input.odd_number());
+        }
+        let size = self.model.buffers.get(&buffer.0).map_or(0, Vec::len) as u64;
+        let offset = u64::from(self.input.byte()) * 4 % (size + 1);
+        let len = match self.input.below(4) {
+            0 => u64::from(self.input.byte()),
+            1 => u64::MAX,
+            _ => u64::from(self.input.byte()) * 16,
+        };
+        (buffer, offset, len.min(size - offset))
+    }
+
+    /// A part of a graph. If it is not the last, the rest follows.
+    fn graph(&mut self, payload: &mut Vec<u8>) -> Request {
+        let places: Vec<graphs::Place> = self
+            .model
+            .buffers
+            .iter()
+            .map(|(&buffer, bytes)| (BufferId(buffer), bytes.len() as u64))
+            .collect();
+        let graph = graphs::graph(&mut self.input, self.engine.capabilities(), &places);
+        *payload = graphs::image(&mut self.input, &graph);
+        let id = GraphId(self.input.below(5) as u64);
+        let mut total = payload.len() as u64;
+        let mut offset = 0;
+        if self.input.chance(64) {
+            total = self.input.odd_number();
+        }
+        if self.input.chance(64) {
+            offset = self.input.odd_number();
+        }
+        if self.input.chance(64) {
+            payload.truncate(self.input.below(payload.len() + 1));
+        } else {
+            self.queue.push_back(Request::Submit { graph: id });
+        }
+        Request::Graph { graph: id, offset, total }
+    }
+
+    fn submit(&mut self) -> Request {
+        let known = self.model.graphs();
+        let graph = match known.is_empty() || self.input.chance(64) {
+            true => GraphId(self.input.below(6) as u64),
+            false => self.input.pick(&known),
+        };
+        Request::Submit { graph }
+    }
+}
+
+fn hello() -> Request {
+    Request::Hello {
+        protocol: PROTOCOL_VERSION,
+        ir: IR_VERSION,
+        name: "fuzz".into(),
+    }
+}
+
+impl HostEnd for Script<'_> {
+    fn receive(
+        &mut self,
+        message: &mut Vec<u8>,
+        _timeout: Duration,
+    ) -> Result<Option<Incoming>, LinkError> {
+        self.settle();
+        let Some((next, payload)) = self.next() else {
+            return Err(LinkError::Closed);
+        };
+        message.extend_from_slice(&next);
+        let expect = self.model.request(&next, &payload, &SETUP);
+        if matches!(expect, Expect::Run(_)) {
+            self.runs += 1;
+            if self.runs > MAX_RUNS {
+                return Err(LinkError::Closed);
+            }
+        }
+        self.number += 1;
+        self.expect = Some(expect);
+        self.message = next;
+        self.payload = payload;
+        self.retired = false;
+        Ok(Some(Incoming {
+            request: self.number,
+            payload_len: self.payload.len(),
+        }))
+    }
+
+    fn payload(&self) -> Bytes<'_> {
+        Bytes::from(&self.payload[..])
+    }
+
+    fn send(
+        &mut self,
+        message: &[u8],
+        payload_len: usize,
+        fill: &mut dyn FnMut(BytesMut<'_>),
+    ) -> Result<(), LinkError> {
+        let reply = Reply::decode(message).expect("a reply that can be read");
+        let is_over = matches!(self.replies.last(), Some((Reply::Ended { .. }, _)));
+        assert!(!is_over, "{reply:?} after the end");
+        let mut payload = vec![0; payload_len];
+        fill(BytesMut::from(&mut payload[..]));
+        self.replies.push((reply, payload));
+        Ok(())
+    }
+
+    fn retire(&mut self) {
+        assert!(!self.retired, "retired twice");
+        self.retired = true;
+    }
+
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
+}

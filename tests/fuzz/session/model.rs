@@ -1,0 +1,212 @@
+//! What a guest may expect of its session: the memory it should see, the requests that should end it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use vgpu_transport::ir::{Graph, IR_VERSION, Tensor};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Request};
+
+/// What should come of a request.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Expect {
+    Welcome,
+    Done,
+    Refused,
+    Nothing,
+    /// The bytes of this range of a buffer.
+    Data { buffer: u64, offset: u64, len: u64 },
+    Memory,
+    /// The session ends.
+    End,
+    /// A part of a graph, and the graph if this was the last part: the session ends or goes on, as the
+    /// graph is.
+    Part(Option<(GraphId, Vec<u8>)>),
+    /// A graph runs, or fails because of an index in its data.
+    Run(GraphId),
+}
+
+/// The guest's idea of its session.
+#[derive(Default)]
+pub(crate) struct Model {
+    greeted: bool,
+    /// Buffers and what they hold.
+    pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
+    names: BTreeSet<u64>,
+    graphs: BTreeMap<u64, Graph>,
+    image: Vec<u8>,
+}
+
+/// What the session was set up with.
+pub(crate) struct Setup {
+    pub(crate) memory: u64,
+    pub(crate) buffers: usize,
+}
+
+impl Model {
+    /// Bytes of all buffers.
+    pub(crate) fn used(&self) -> u64 {
+        self.buffers.values().map(|bytes| bytes.len() as u64).sum()
+    }
+
+    /// Whether a buffer has had this name.
+    pub(crate) fn is_used(&self, name: u64) -> bool {
+        self.names.contains(&name)
+    }
+
+    /// Graphs that can be submitted.
+    pub(crate) fn graphs(&self) -> Vec<GraphId> {
+        self.graphs.keys().copied().map(GraphId).collect()
+    }
+
+    /// Foresees what comes of a request, and takes it as done.
+    pub(crate) fn request(&mut self, message: &[u8], payload: &[u8], setup: &Setup) -> Expect {
+        let Ok(request) = Request::decode(message) else {
+            return Expect::End;
+        };
+        let takes_payload = matches!(request, Request::Write { .. } | Request::Graph { .. });
+        let is_hello = matches!(request, Request::Hello { .. });
+        if is_hello == self.greeted || !takes_payload && !payload.is_empty() {
+            return Expect::End;
+        }
+        match request {
+            Request::Hello { protocol, ir, .. } => {
+                self.greeted = true;
+                match (protocol, ir) {
+                    (PROTOCOL_VERSION, IR_VERSION) => Expect::Welcome,
+                    _ => Expect::End,
+                }
+            }
+            Request::Alloc { buffer, size } => self.alloc(buffer.0, size, setup),
+            Request::Free { buffer } => match self.buffers.remove(&buffer.0) {
+                Some(_) => {
+                    self.graphs.retain(|_, graph| !graph.buffers.contains(&buffer));
+                    Expect::Nothing
+                }
+                None => Expect::End,
+            },
+            Request::Write { buffer, offset } => {
+                match self.range(buffer.0, offset, payload.len() as u64) {
+                    Some(bytes) => {
+                        bytes.copy_from_slice(payload);
+                        Expect::Nothing
+                    }
+                    None => Expect::End,
+                }
+            }
+            Request::Read { buffer, offset, len } => {
+                match self.range(buffer.0, offset, len) {
+                    Some(_) if len <= MAX_PAYLOAD as u64 => Expect::Data {
+                        buffer: buffer.0,
+                        offset,
+                        len,
+                    },
+                    _ => Expect::End,
+                }
+            }
+            Request::Fill { buffer, offset, len, value } => {
+                match self.range(buffer.0, offset, len) {
+                    Some(bytes) => {
+                        bytes.fill(value);
+                        Expect::Nothing
+                    }
+                    None => Expect::End,
+                }
+            }
+            Request::Copy { dst, dst_offset, src, src_offset, len } => {
+                let from = self.range(src.0, src_offset, len).map(|bytes| bytes.to_vec());
+                match (from, self.range(dst.0, dst_offset, len)) {
+                    (Some(from), Some(to)) => {
+                        to.copy_from_slice(&from);
+                        Expect::Nothing
+                    }
+                    _ => Expect::End,
+                }
+            }
+            Request::Graph { graph, offset, total } => {
+                // Parts out of order end the session, so what goes on is in order.
+                if offset == 0 {
+                    self.image.clear();
+                }
+                self.image.extend_from_slice(payload);
+                let is_whole = self.image.len() as u64 == total;
+                Expect::Part(is_whole.then(|| (graph, std::mem::take(&mut self.image))))
+            }
+            Request::Submit { graph } => match self.graphs.contains_key(&graph.0) {
+                true => Expect::Run(graph),
+                false => Expect::End,
+            },
+            Request::Forget { graph } => {
+                self.graphs.remove(&graph.0);
+                Expect::Nothing
+            }
+            Request::Memory {} => Expect::Memory,
+            Request::Fence {} => Expect::Done,
+        }
+    }
+
+    fn alloc(&mut self, buffer: u64, size: u64, setup: &Setup) -> Expect {
+        if buffer == 0 || self.names.contains(&buffer) {
+            return Expect::End;
+        }
+        if self.buffers.len() >= setup.buffers || size > setup.memory - self.used() {
+            return Expect::Refused;
+        }
+        self.buffers.insert(buffer, vec![0; size as usize]);
+        self.names.insert(buffer);
+        let starts = |&&name: &&u64| !self.names.contains(&(name - 1));
+        match self.names.iter().filter(starts).count() {
+            ranges if ranges > setup.buffers => Expect::End,
+            _ => Expect::Done,
+        }
+    }
+
+    fn range(&mut self, buffer: u64, offset: u64, len: u64) -> Option<&mut [u8]> {
+        let bytes = self.buffers.get_mut(&buffer)?;
+        let end = offset.checked_add(len)?;
+        bytes.get_mut(usize::try_from(offset).ok()?..usize::try_from(end).ok()?)
+    }
+
+    /// The session has taken a graph.
+    pub(crate) fn took_graph(&mut self, id: GraphId, image: &[u8]) {
+        let words: Vec<u32> = image
+            .chunks_exact(4)
+            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+            .collect();
+        let graph = Graph::decode(&words).expect("the session has read it");
+        self.graphs.insert(id.0, graph);
+    }
+
+    /// Which bytes of which buffers a run of a graph may have changed: the elements of destinations, and
+    /// nothing between or beside them.
+    pub(crate) fn may_change(&self, id: GraphId) -> BTreeMap<u64, Vec<bool>> {
+        let mut masks: BTreeMap<u64, Vec<bool>> = self
+            .buffers
+            .iter()
+            .map(|(&buffer, bytes)| (buffer, vec![false; bytes.len()]))
+            .collect();
+        let graph = &self.graphs[&id.0];
+        for node in &graph.nodes {
+            let dst = graph.dst(node);
+            let buffer = graph.buffers[dst.buffer as usize].0;
+            let mask = masks.get_mut(&buffer).expect("a graph on buffers of the session");
+            for_each_block(dst, |start, end| mask[start..end].fill(true));
+        }
+        masks
+    }
+}
+
+fn for_each_block(tensor: &Tensor, mut block: impl FnMut(usize, usize)) {
+    let shape = &tensor.shape;
+    let bytes = shape.ty.block_bytes() as usize;
+    let blocks = shape.ne[0] / shape.ty.block_elements();
+    for i3 in 0..shape.ne[3] {
+        for i2 in 0..shape.ne[2] {
+            for i1 in 0..shape.ne[1] {
+                for i0 in 0..blocks {
+                    let [nb0, nb1, nb2, nb3] = shape.nb;
+                    let at = tensor.offset + i0 * nb0 + i1 * nb1 + i2 * nb2 + i3 * nb3;
+                    block(at as usize, at as usize + bytes);
+                }
+            }
+        }
+    }
+}
