@@ -8,7 +8,7 @@ use super::simd::{Lanes, Simd};
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// `LN2_HI + LN2_LO` is ln 2; the first part has so few bits that its product with a whole number of
 /// up to 15 bits is exact.
-const LN2_HI: f32 = 0.693_359_375;
+const LN2_HI: f32 = 355.0 / 512.0;
 const LN2_LO: f32 = -2.121_944_4e-4;
 
 impl<S: Simd> Lanes<S> {
@@ -91,7 +91,7 @@ impl<S: Simd> Lanes<S> {
             -0.166_437_66,
             0.144_674,
             -0.131_864_22,
-            0.105_835_265,
+            0.105_835_27,
             -0.046_180_804,
         ]);
         let square = t * t;
@@ -130,15 +130,15 @@ impl<S: Simd> Lanes<S> {
             -0.376_126_27,
             0.112_836,
             -0.026_854_445,
-            0.005_189_535_3,
+            0.005_189_535,
             -0.000_802_084_1,
-            7.889_117_6e-5,
+            7.889_118e-5,
         ]);
         // -ln(1 - erf(a)), for 1 <= a < 3.95, where erf rounds to 1.
         let far = a.at_most(3.95).polynomial([
             0.000_341_554_85,
             1.127_089,
-            0.638_145_05,
+            0.638_145,
             0.103_106_57,
             -0.021_837_976,
             0.002_947_636_6,

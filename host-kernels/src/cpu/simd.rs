@@ -138,10 +138,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     unsafe fn load_ptr(self, ptr: *const f32, n: usize) -> Lanes<Self> {
         // SAFETY: handed on.
-        Lanes {
-            simd: self,
-            v: unsafe { self.v_load(ptr, n) },
-        }
+        let v = unsafe { self.v_load(ptr, n) };
+        Lanes { simd: self, v }
     }
 }
 
@@ -168,12 +166,6 @@ impl<S: Simd> Mask<S> {
 }
 
 impl<S: Simd> Lanes<S> {
-    /// The instruction set.
-    #[inline(always)]
-    pub(crate) fn simd(self) -> S {
-        self.simd
-    }
-
     #[inline(always)]
     fn with(self, v: S::Vector) -> Lanes<S> {
         Lanes { v, ..self }
@@ -410,12 +402,11 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     unsafe fn v_load(self, ptr: *const f32, n: usize) -> f32 {
-        // SAFETY: the caller vouches for `n` floats.
         if n == 0 {
-            0.0
-        } else {
-            unsafe { ptr.read_unaligned() }
+            return 0.0;
         }
+        // SAFETY: the caller vouches for `n` floats.
+        unsafe { ptr.read_unaligned() }
     }
     #[inline(always)]
     unsafe fn v_store(self, x: f32, ptr: *mut f32, n: usize) {

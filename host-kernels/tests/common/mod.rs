@@ -162,6 +162,30 @@ impl Data {
         self
     }
 
+    /// Fills the tensor with any bits whatsoever.
+    pub(crate) fn scribble(&mut self, random: &mut Random) {
+        let covered = self.covered();
+        for (byte, covered) in self.memory.iter_mut().zip(covered) {
+            if covered {
+                *byte = random.bits() as u8;
+            }
+        }
+    }
+
+    /// One row as a tensor of its own.
+    pub(crate) fn row(&self, [i1, i2, i3]: [u64; 3]) -> Data {
+        let Shape { ty, ne, nb } = self.shape;
+        Data {
+            shape: Shape {
+                ty,
+                ne: [ne[0], 1, 1, 1],
+                nb,
+            },
+            offset: self.offset + i1 * nb[1] + i2 * nb[2] + i3 * nb[3],
+            memory: self.memory.clone(),
+        }
+    }
+
     /// Sets a single element of a plain type.
     pub(crate) fn set(&mut self, index: Index, value: f64) {
         let bytes = encode(self.shape.ty, &[value]);

@@ -1,7 +1,7 @@
 //! ADD, SUB, MUL, DIV, ADD1, ADD_ID, SCALE, CLAMP.
 
 use vgpu_kernels::{Engine, RunError};
-use vgpu_transport::ir::{Op, Type};
+use vgpu_transport::ir::{Invalid, Op, OpKind, Refusal, Type};
 
 use crate::common::*;
 
@@ -138,4 +138,27 @@ pub(crate) fn scale_and_clamp(engine: &dyn Engine) {
             x.get(i).clamp(min.into(), max.into())
         });
     });
+}
+
+/// What the engine does not claim, and what no engine can run, is refused before it runs.
+pub(crate) fn refusals(engine: &dyn Engine) {
+    let refusal = |a: &Data, b: &Data| match try_run(engine, Op::Add {}, a, &[Some(a), Some(b)]) {
+        Err(Failure::Invalid(Invalid::Node { refusal, .. })) => refusal,
+        Err(other) => panic!("{other:?}"),
+        Ok(_) => panic!("it ran"),
+    };
+    let integers = Data::dense(Type::I32, [4, 3, 2, 1]).fill(|| 1.0);
+    assert_eq!(
+        refusal(&integers, &integers),
+        Refusal::NotCapable { op: OpKind::Add }
+    );
+    let a = Data::dense(Type::F32, [4, 3, 2, 1]).fill(|| 1.0);
+    let b = Data::dense(Type::F32, [4, 2, 2, 1]).fill(|| 1.0);
+    assert!(matches!(
+        refusal(&a, &b),
+        Refusal::Malformed {
+            op: OpKind::Add,
+            ..
+        }
+    ));
 }

@@ -2,8 +2,13 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod copy;
 mod elementwise;
 mod glu;
+mod movement;
+mod norm;
+mod reduce;
+mod rows;
 mod unary;
 
 /// Instantiates test bodies for an engine.
@@ -34,8 +39,15 @@ mod cpu {
 
     for_engine! {
         engine:
-        elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp }
+        copy { same_type conversions integers }
+        elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals }
         glu { two_sources halves }
+        movement {
+            repeat repeat_back concat set_and_acc diagonals padding reflection roll constants
+        }
+        norm { of_rows of_groups gradients }
+        reduce { sums argmax count_equal argsort special_values }
+        rows { get get_back set ids_are_checked }
         unary { every_kind in_place parameters special_values }
     }
 }

@@ -119,32 +119,6 @@ impl Access {
             }
         }
     }
-
-    /// Calls `body` with the elements of a line as floats, in order, part by part: the index of the
-    /// first, where they are, how many.
-    ///
-    /// # Safety
-    /// As [`Access::load`].
-    pub(super) unsafe fn parts(
-        &self,
-        line: *const u8,
-        n: usize,
-        mut body: impl FnMut(usize, *const f32, usize),
-    ) {
-        let mut stage = [0.0; STAGE];
-        let part = if self.is_direct() { SUM_BLOCK } else { STAGE };
-        for start in (0..n).step_by(part) {
-            let len = part.min(n - start);
-            let place = self.at(line, start);
-            if self.is_direct() {
-                body(start, place.cast(), len);
-            } else {
-                // SAFETY: the caller vouches for the line; the stage has room for a part.
-                unsafe { self.load(place, len, stage.as_mut_ptr()) };
-                body(start, stage.as_ptr(), len);
-            }
-        }
-    }
 }
 
 /// Reads `n` elements `step` bytes apart.
@@ -240,6 +214,31 @@ impl<const N: usize, M: Map<N>> Task for Apply<N, M> {
     }
 }
 
+/// Where the elements `start..start + n` of lines are as dense floats: in place, or in the stages.
+///
+/// # Safety
+/// Every line has these elements as [`Access::load`] wants them. Unless all lines are direct, `n` is at
+/// most [`STAGE`].
+unsafe fn floats<const N: usize>(
+    src: [(Access, *const u8); N],
+    start: usize,
+    n: usize,
+    stages: &mut [[f32; STAGE]; N],
+) -> [*const f32; N] {
+    let mut places = [std::ptr::null(); N];
+    for ((place, stage), (access, line)) in places.iter_mut().zip(stages).zip(src) {
+        let line = access.at(line, start);
+        *place = if access.is_direct() {
+            line.cast()
+        } else {
+            // SAFETY: the caller vouches for the line; a stage has room for `n` floats.
+            unsafe { access.load(line, n, stage.as_mut_ptr()) };
+            stage.as_ptr()
+        };
+    }
+    places
+}
+
 /// `dst[i] = f(src[0][i], ...)` on lines of any types.
 ///
 /// # Safety
@@ -302,20 +301,17 @@ pub(super) fn map<const N: usize, M: Map<N>>(dst: View, src: [View; N], f: M) ->
     })
 }
 
-/// What a reduction adds up.
-pub(super) trait Term<const N: usize>: Copy {
-    /// The term. Implementations are `#[inline(always)]`.
-    fn term<S: Simd>(self, x: [Lanes<S>; N]) -> Lanes<S>;
+/// The sum of `term(src[0][i], ...)` over dense floats.
+struct Sum<const N: usize, M> {
+    term: M,
+    src: [*const f32; N],
+    n: usize,
 }
 
-/// The sum of terms over dense floats.
-pub(super) struct Sum<const N: usize, T> {
-    pub(super) term: T,
-    pub(super) src: [*const f32; N],
-    pub(super) n: usize,
-}
+/// Sums kept side by side: an addition takes a few cycles before its result can be added to.
+const SUMS: usize = 4;
 
-impl<const N: usize, T: Term<N>> Task for Sum<N, T> {
+impl<const N: usize, M: Map<N>> Task for Sum<N, M> {
     type Output = f32;
 
     #[inline(always)]
@@ -329,23 +325,49 @@ impl<const N: usize, T: Term<N>> Task for Sum<N, T> {
             }
             x
         };
-        // Several sums: an addition takes a few cycles before its result can be added to.
         let mut sums = [simd.splat(0.0); SUMS];
         let mut i = 0;
         while i + SUMS * S::LANES <= n {
             for sum in &mut sums {
-                *sum = *sum + term.term(load(i, S::LANES));
+                *sum = *sum + term.map(load(i, S::LANES));
                 i += S::LANES;
             }
         }
         while i < n {
             let len = S::LANES.min(n - i);
-            sums[0] = sums[0] + term.term(load(i, len)).first(len);
+            sums[0] = sums[0] + term.map(load(i, len)).first(len);
             i += len;
         }
         ((sums[0] + sums[1]) + (sums[2] + sums[3])).sum()
     }
 }
 
-/// Sums kept side by side.
-const SUMS: usize = 4;
+/// The sum of `term(src[0][i], ...)` over lines of any types.
+///
+/// # Safety
+/// Every line has `n` elements as [`Access::load`] wants them.
+pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
+    term: M,
+    src: [(Access, *const u8); N],
+    n: usize,
+) -> f64 {
+    let part = if src.iter().all(|(access, _)| access.is_direct()) {
+        SUM_BLOCK
+    } else {
+        STAGE
+    };
+    let mut stages = [[0.0; STAGE]; N];
+    let mut total = 0.0;
+    for start in (0..n).step_by(part) {
+        let n = part.min(n - start);
+        // SAFETY: the caller vouches for the lines; a stage is used for parts of its size only.
+        let src = unsafe { floats(src, start, n, &mut stages) };
+        total += f64::from(dispatch(Sum { term, src, n }));
+    }
+    total
+}
+
+maps! {
+    /// The value itself, for sums.
+    Identity |x| x;
+}

@@ -4,12 +4,19 @@
 //! into kernels. What shapes a node can have by then is written in the IR's `check` module.
 
 mod attention;
+mod copy;
+mod elements;
 mod elementwise;
 mod gather;
 mod glu;
 mod lines;
 mod matmul;
+mod movement;
+mod norm;
+mod reduce;
 mod rope;
+mod rows;
+mod sequence;
 mod softmax;
 mod staging;
 mod unary;
@@ -24,10 +31,15 @@ use crate::engine::EngineError;
 pub(super) fn rules() -> Vec<Rule> {
     [
         attention::rules(),
+        copy::rules(),
         elementwise::rules(),
         glu::rules(),
         matmul::rules(),
+        movement::rules(),
+        norm::rules(),
+        reduce::rules(),
         rope::rules(),
+        rows::rules(),
         softmax::rules(),
         unary::rules(),
     ]
@@ -46,6 +58,11 @@ pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, Engi
         _ => elementwise::compile(op, operands)
             .or_else(|| unary::compile(op, operands))
             .or_else(|| glu::compile(op, operands))
+            .or_else(|| copy::compile(op, operands))
+            .or_else(|| rows::compile(op, operands))
+            .or_else(|| movement::compile(op, operands))
+            .or_else(|| reduce::compile(op, operands))
+            .or_else(|| norm::compile(op, operands))
             .ok_or_else(|| EngineError::Unsupported {
                 op: op.kind().ggml_name(),
                 why: "the engine has no kernel for it".into(),

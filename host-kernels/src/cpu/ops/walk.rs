@@ -196,10 +196,15 @@ pub(super) fn window(view: View, start: [usize; 4], ne: [usize; 4]) -> View {
     let blocks = start[0] / view.ty.block_elements() as usize;
     let steps = [blocks, start[1], start[2], start[3]];
     let offset: usize = steps.iter().zip(view.nb).map(|(n, nb)| n * nb).sum();
+    laid_out(view, offset, ne, view.nb)
+}
+
+/// Other extents and strides in the memory of `view`, from a byte `offset` on.
+pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]) -> View {
     let shape = Shape {
         ty: view.ty,
         ne: ne.map(|n| n as u64),
-        nb: view.nb.map(|n| n as u64),
+        nb: nb.map(|n| n as u64),
     };
     View::new(view.ptr().wrapping_add(offset), &shape)
 }
