@@ -56,12 +56,22 @@ struct Serve {
 impl Serve {
     fn start(socket: &Path, more: &[&str]) -> Serve {
         let endpoint = format!("unix:{}", socket.display());
-        let mut arguments = vec!["serve", "--listen", &endpoint, "--threads", "1", "--memory", "64M"];
+        let mut arguments = vec![
+            "serve",
+            "--listen",
+            &endpoint,
+            "--threads",
+            "1",
+            "--memory",
+            "64M",
+        ];
         arguments.extend(more);
         let mut child = vgpu(&arguments).spawn().expect("the command starts");
         let mut ready = String::new();
         let stdout = child.stdout.as_mut().expect("piped");
-        BufReader::new(stdout).read_line(&mut ready).expect("a line");
+        BufReader::new(stdout)
+            .read_line(&mut ready)
+            .expect("a line");
         Serve { child, ready }
     }
 
@@ -126,7 +136,11 @@ fn serves_guests_until_sigterm() {
     assert_eq!(guest.read_f32(a, 3), [2.0, 4.0, 6.0]);
     let mut second = serve.guest(&socket);
     second.send(&Request::Free { buffer: a });
-    assert!(second.ended().contains("buffer 1, which the session does not have"));
+    assert!(
+        second
+            .ended()
+            .contains("buffer 1, which the session does not have")
+    );
 
     serve.signal(Signal::TERM);
     assert_eq!(guest.ended(), "the host is shutting down");
@@ -172,7 +186,12 @@ fn an_executor_that_was_killed_is_noticed_and_replaced() {
     serve.wait();
     // Requests may still fit the window; an answer will not come.
     let mut message = Vec::new();
-    Request::Read { buffer, offset: 0, len: 8 }.encode(&mut message);
+    Request::Read {
+        buffer,
+        offset: 0,
+        len: 8,
+    }
+    .encode(&mut message);
     let answer = guest
         .end
         .send(&message, (&[][..]).into())
@@ -193,7 +212,10 @@ fn several_endpoints_and_a_limit_of_guests() {
     let (one, two) = (scratch.0.join("one.sock"), scratch.0.join("two.sock"));
     let endpoint = format!("unix:{}", two.display());
     let serve = Serve::start(&one, &["--listen", &endpoint, "--max-guests", "2"]);
-    assert_eq!(serve.ready, format!("ready unix:{} {endpoint}\n", one.display()));
+    assert_eq!(
+        serve.ready,
+        format!("ready unix:{} {endpoint}\n", one.display())
+    );
     let first = serve.guest(&one);
     let second = serve.guest(&two);
     let third = Guest::new(Box::new(connect(&one, PATIENCE).expect("a connection")));
@@ -220,10 +242,22 @@ fn the_memory_limit_is_what_guests_see() {
 
 #[test]
 fn help_and_version() {
-    let help = vgpu(&["serve", "--help"]).output().expect("the command starts");
+    let help = vgpu(&["serve", "--help"])
+        .output()
+        .expect("the command starts");
     let help = String::from_utf8(help.stdout).expect("text");
-    for words in ["--listen", "--engine", "--threads", "--memory", "--log", "unix:/run/vgpu/vgpu.sock"] {
-        assert!(help.contains(words), "{words:?} is not in the help:\n{help}");
+    for words in [
+        "--listen",
+        "--engine",
+        "--threads",
+        "--memory",
+        "--log",
+        "unix:/run/vgpu/vgpu.sock",
+    ] {
+        assert!(
+            help.contains(words),
+            "{words:?} is not in the help:\n{help}"
+        );
     }
     let version = vgpu(&["--version"]).output().expect("the command starts");
     let expected = format!("vgpu {}\n", env!("CARGO_PKG_VERSION"));
@@ -237,30 +271,52 @@ fn errors_say_what_to_do() {
     let serve = Serve::start(&socket, &[]);
     let in_use = format!("unix:{}", socket.display());
     let text = fails(&mut vgpu(&["serve", "--listen", &in_use]));
-    assert!(text.contains("an executor already listens here; stop it"), "{text}");
+    assert!(
+        text.contains("an executor already listens here; stop it"),
+        "{text}"
+    );
     serve.signal(Signal::TERM);
     serve.wait();
 
     let nowhere = format!("unix:{}/no/such/vgpu.sock", scratch.0.display());
     let text = fails(&mut vgpu(&["serve", "--listen", &nowhere]));
-    assert!(text.contains(&format!("mkdir -p {}/no/such", scratch.0.display())), "{text}");
+    assert!(
+        text.contains(&format!("mkdir -p {}/no/such", scratch.0.display())),
+        "{text}"
+    );
 
     let file = scratch.0.join("file");
     fs::write(&file, "precious").expect("a file");
-    let text = fails(&mut vgpu(&["serve", "--listen", &format!("unix:{}", file.display())]));
+    let text = fails(&mut vgpu(&[
+        "serve",
+        "--listen",
+        &format!("unix:{}", file.display()),
+    ]));
     assert!(text.contains("not a socket; remove it"), "{text}");
     assert_eq!(fs::read_to_string(&file).expect("the file"), "precious");
 
     let text = fails(&mut vgpu(&["serve", "--listen", "inproc"]));
-    assert!(text.contains("cannot listen there; use unix:/path/to/socket"), "{text}");
+    assert!(
+        text.contains("cannot listen there; use unix:/path/to/socket"),
+        "{text}"
+    );
     let text = fails(&mut vgpu(&["serve", "--listen", "tcp:1.2.3.4:5"]));
     assert!(text.contains("no link of the kind `tcp`"), "{text}");
     let text = fails(&mut vgpu(&["serve", "--memory", "lots"]));
-    assert!(text.contains("unknown unit \"LOTS\": use K, M, G or T"), "{text}");
+    assert!(
+        text.contains("unknown unit \"LOTS\": use K, M, G or T"),
+        "{text}"
+    );
     let text = fails(&mut vgpu(&["serve", "--log", "a=b=c"]));
-    assert!(text.contains("--log") && text.contains("is not a filter"), "{text}");
+    assert!(
+        text.contains("--log") && text.contains("is not a filter"),
+        "{text}"
+    );
     let text = fails(vgpu(&["serve"]).env("VGPU_LOG", "a=b=c"));
-    assert!(text.contains("VGPU_LOG") && text.contains("is not a filter"), "{text}");
+    assert!(
+        text.contains("VGPU_LOG") && text.contains("is not a filter"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -273,12 +329,17 @@ fn a_directory_without_permission_is_explained() {
     fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o555)).expect("ours");
     let endpoint = format!("unix:{}", scratch.socket().display());
     let mut command = Command::new(copy);
-    command.args(["serve", "--listen", &endpoint]).env_remove("VGPU_LOG");
+    command
+        .args(["serve", "--listen", &endpoint])
+        .env_remove("VGPU_LOG");
     if rustix::process::geteuid().is_root() {
         std::os::unix::process::CommandExt::uid(&mut command, 65534);
     }
     let text = fails(&mut command);
     fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o755)).expect("ours");
     assert!(text.contains("Permission denied"), "{text}");
-    assert!(text.contains("may not write to") && text.contains("VGPU_ENDPOINT"), "{text}");
+    assert!(
+        text.contains("may not write to") && text.contains("VGPU_ENDPOINT"),
+        "{text}"
+    );
 }

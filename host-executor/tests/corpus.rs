@@ -15,7 +15,12 @@ fn sessions_of_the_corpus() {
         .map(|entry| entry.expect("a file").path())
         .collect();
     files.sort();
-    assert!(files.len() >= 20, "{} files in {}", files.len(), corpus.display());
+    assert!(
+        files.len() >= 20,
+        "{} files in {}",
+        files.len(),
+        corpus.display()
+    );
     for file in files {
         // Shown when the test fails: the last line names the culprit.
         println!("{}", file.display());

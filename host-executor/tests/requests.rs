@@ -7,7 +7,7 @@ use std::time::Duration;
 use common::puppet::{Act, Puppet, UNREADABLE_SIZE};
 use common::{Host, MEMORY, add, bytes, cpu, floats, get_rows, image};
 use vgpu_executor::Limits;
-use vgpu_transport::ir::{BufferId, IR_VERSION, OpKind};
+use vgpu_transport::ir::{BufferId, OpKind};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 const GRAPH: GraphId = GraphId(7);

@@ -18,14 +18,20 @@ const GRAPH: GraphId = GraphId(1);
 fn work(host: &Host, tenant: usize, rounds: usize) {
     const COUNT: u64 = 1000;
     let mut guest = host.guest();
-    let first: Vec<f32> = (0..COUNT).map(|i| (tenant * 10_000) as f32 + i as f32).collect();
+    let first: Vec<f32> = (0..COUNT)
+        .map(|i| (tenant * 10_000) as f32 + i as f32)
+        .collect();
     let numbers = guest.alloc_with(&bytes(&first));
     let ones = guest.alloc_with(&bytes(&[1.0; COUNT as usize]));
     guest.graph(GRAPH, &add(COUNT, numbers, numbers, ones));
     for round in 1..=rounds {
         guest.submit(GRAPH);
         let expected: Vec<f32> = first.iter().map(|n| n + round as f32).collect();
-        assert_eq!(guest.read_f32(numbers, COUNT), expected, "tenant {tenant}, round {round}");
+        assert_eq!(
+            guest.read_f32(numbers, COUNT),
+            expected,
+            "tenant {tenant}, round {round}"
+        );
     }
 }
 
@@ -33,8 +39,12 @@ fn work(host: &Host, tenant: usize, rounds: usize) {
 fn misbehave(host: &Host, round: usize) {
     let mut guest = host.connect();
     match round % 6 {
-        0 => drop(guest.send_raw(&[0xab; 100], &[])),
-        1 => drop(guest.send(&Request::Fence {})),
+        0 => {
+            guest.send_raw(&[0xab; 100], &[]);
+        }
+        1 => {
+            guest.send(&Request::Fence {});
+        }
         2 => {
             guest.hello();
             guest.send_raw(&[round as u8; 1000], &[round as u8; MAX_PAYLOAD]);
@@ -80,7 +90,11 @@ fn good_guests_compute_beside_bad_ones() {
         scope.spawn(|| (0..60).for_each(|round| misbehave(&host, round)));
     });
     host.wait_until_empty();
-    assert_eq!(host.engine.memory().free, MEMORY, "a session has left memory behind");
+    assert_eq!(
+        host.engine.memory().free,
+        MEMORY,
+        "a session has left memory behind"
+    );
 }
 
 #[test]
@@ -133,7 +147,10 @@ fn a_guest_that_takes_all_memory_takes_it_from_nobody_who_has_some() {
     let Reply::Refused { reason, .. } = reply else {
         panic!("{reply:?}")
     };
-    assert!(reason.contains("out of memory: 1 bytes wanted, 0 of 67108864 free"), "{reason}");
+    assert!(
+        reason.contains("out of memory: 1 bytes wanted, 0 of 67108864 free"),
+        "{reason}"
+    );
     assert_eq!(modest.read(kept, 0, 4), b"mine");
 }
 
@@ -159,18 +176,25 @@ fn a_guest_that_goes_in_the_middle_of_anything_leaves_nothing_behind() {
             guest.send_with(&request, &[0; 50]);
         }
         if stage > 2 {
-            (0..100).for_each(|_| drop(guest.submit(GRAPH)));
+            for _ in 0..100 {
+                guest.submit(GRAPH);
+            }
             let read = Request::Read {
                 buffer: BufferId(1),
                 offset: 0,
                 len: 1 << 18,
             };
-            (0..8).for_each(|_| drop(guest.send(&read)));
+            for _ in 0..8 {
+                guest.send(&read);
+            }
         }
         drop(guest);
         let start = std::time::Instant::now();
         while host.server.sessions().len() > 1 {
-            assert!(start.elapsed() < PATIENCE, "the session of stage {stage} goes on");
+            assert!(
+                start.elapsed() < PATIENCE,
+                "the session of stage {stage} goes on"
+            );
             thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(host.engine.memory().free, MEMORY - 4, "stage {stage}");
@@ -184,7 +208,10 @@ fn guests_beyond_the_limit_are_told_and_places_become_free() {
     let first = host.guest();
     let second = host.guest();
     let reason = host.connect().ended();
-    assert!(reason.contains("already serves 2 guests, its limit is 2"), "{reason}");
+    assert!(
+        reason.contains("already serves 2 guests, its limit is 2"),
+        "{reason}"
+    );
     drop(first);
     let start = std::time::Instant::now();
     while host.server.sessions().len() > 1 {
@@ -219,9 +246,14 @@ fn shutdown_finishes_the_running_graph_and_tells_every_guest() {
     assert!(!shutdown.is_finished(), "the graph still runs");
     assert!(busy.end.retired() < submitted);
     go_on.send(()).expect("the graph waits");
-    busy.end.wait_retired(submitted).expect("the graph is finished");
+    busy.end
+        .wait_retired(submitted)
+        .expect("the graph is finished");
     shutdown.join().expect("no panic");
-    assert!(busy.end.retired() < next, "a graph that was not running was begun");
+    assert!(
+        busy.end.retired() < next,
+        "a graph that was not running was begun"
+    );
     assert_eq!(busy.ended(), "the host is shutting down");
     assert_eq!(engine.memory().free, MEMORY);
 }
@@ -236,8 +268,14 @@ fn names_of_guests_come_without_control_characters() {
         name: format!("\x1b[2Jllama\r\n{}", "x".repeat(1000)),
     });
     assert!(matches!(welcome, Reply::Welcome { .. }));
-    let name = host.server.sessions()[0].guest.clone().expect("it said hello");
-    assert!(name.starts_with("[2Jllamaxxx") && name.len() == 200, "{name:?}");
+    let name = host.server.sessions()[0]
+        .guest
+        .clone()
+        .expect("it said hello");
+    assert!(
+        name.starts_with("[2Jllamaxxx") && name.len() == 200,
+        "{name:?}"
+    );
 }
 
 #[test]
@@ -253,7 +291,9 @@ fn an_executor_in_the_process_serves_and_is_gone_when_its_guest_is() {
         assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
         if round == 2 {
             // With work on its way.
-            (0..100).for_each(|_| drop(guest.submit(GRAPH)));
+            for _ in 0..100 {
+                guest.submit(GRAPH);
+            }
         }
         drop(guest);
         assert_eq!(engine.memory().free, MEMORY, "the executor is still there");
@@ -263,7 +303,8 @@ fn an_executor_in_the_process_serves_and_is_gone_when_its_guest_is() {
 #[test]
 fn an_executor_in_the_process_that_ends_a_session_can_still_be_dropped() {
     let mut end = inproc::start(cpu()).expect("a thread and a window");
-    end.send(&[1, 2, 3], (&[][..]).into()).expect("the link is up");
+    end.send(&[1, 2, 3], (&[][..]).into())
+        .expect("the link is up");
     let mut guest = Guest::new(Box::new(end));
     let (reply, _) = guest.receive();
     assert!(matches!(reply, Reply::Ended { .. }), "{reply:?}");

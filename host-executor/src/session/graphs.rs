@@ -35,13 +35,13 @@ struct Assembly {
 }
 
 /// A graph that can be submitted.
-struct Kept {
+pub(super) struct Kept {
     /// An engine that cannot compile a graph fails each run of it.
-    plan: Result<Box<dyn Plan>, EngineError>,
+    pub(super) plan: Result<Box<dyn Plan>, EngineError>,
+    pub(super) nodes: usize,
+    bytes: u64,
     /// Sorted.
     buffers: Vec<BufferId>,
-    bytes: u64,
-    nodes: usize,
 }
 
 /// What a part of a graph led to.
@@ -141,16 +141,11 @@ impl Graphs {
         Ok(progress)
     }
 
-    /// The plan of a graph, or why the engine has none, and its number of nodes.
-    pub(super) fn plan(
-        &mut self,
-        graph: GraphId,
-    ) -> Result<(&mut Result<Box<dyn Plan>, EngineError>, usize), Violation> {
-        let kept = self
-            .kept
+    /// A graph to run.
+    pub(super) fn get(&mut self, graph: GraphId) -> Result<&mut Kept, Violation> {
+        self.kept
             .get_mut(&graph)
-            .ok_or(Violation::UnknownGraph(graph))?;
-        Ok((&mut kept.plan, kept.nodes))
+            .ok_or(Violation::UnknownGraph(graph))
     }
 
     /// Drops a graph. Unknown ones are fine: a guest may not know that freeing a buffer has taken them.

@@ -439,8 +439,9 @@ impl Session {
     }
 
     fn submit(&mut self, request: u64, graph: GraphId) -> Result<Answer, Ending> {
-        let (plan, nodes) = self.graphs.plan(graph)?;
-        let plan = match plan {
+        let kept = self.graphs.get(graph)?;
+        let nodes = kept.nodes;
+        let plan = match &mut kept.plan {
             Ok(plan) => plan,
             Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
         };

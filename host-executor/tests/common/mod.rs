@@ -1,7 +1,7 @@
 //! What the tests share: a guest that says what it is told to, and engines that misbehave.
 #![allow(dead_code)] // each test binary uses its part
 
-pub mod puppet;
+pub(crate) mod puppet;
 
 use std::io;
 use std::sync::Arc;
@@ -16,28 +16,28 @@ use vgpu_transport::link::{GuestEnd, HostEnd};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 /// Memory of the engine that most tests run on.
-pub const MEMORY: u64 = 64 << 20;
+pub(crate) const MEMORY: u64 = 64 << 20;
 
 /// How long a test waits for what must happen, before it fails instead of hanging.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-pub fn cpu() -> Arc<dyn Engine> {
+pub(crate) fn cpu() -> Arc<dyn Engine> {
     Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("a thread and 64 MiB"))
 }
 
 /// A server that guests of this process walk into.
-pub struct Host {
-    pub server: Server,
+pub(crate) struct Host {
+    pub(crate) server: Server,
     door: Sender<Arriving>,
-    pub engine: Arc<dyn Engine>,
+    pub(crate) engine: Arc<dyn Engine>,
 }
 
 impl Host {
-    pub fn new(engine: Arc<dyn Engine>) -> Host {
+    pub(crate) fn new(engine: Arc<dyn Engine>) -> Host {
         Host::limited(engine, Limits::default(), 64)
     }
 
-    pub fn limited(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Host {
+    pub(crate) fn limited(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Host {
         let mut server = Server::new(Arc::clone(&engine), limits, max_sessions);
         let (door, arrivals) = mpsc::channel();
         server.open(Hall(arrivals)).expect("a thread for the door");
@@ -49,7 +49,7 @@ impl Host {
     }
 
     /// A guest that has not said anything yet.
-    pub fn connect(&self) -> Guest {
+    pub(crate) fn connect(&self) -> Guest {
         let (guest, host) = pair();
         let arriving = Arriving {
             peer: Peer {
@@ -63,14 +63,14 @@ impl Host {
     }
 
     /// A guest that has said hello.
-    pub fn guest(&self) -> Guest {
+    pub(crate) fn guest(&self) -> Guest {
         let mut guest = self.connect();
         guest.hello();
         guest
     }
 
     /// Waits until no session is left, so that everything they held is free.
-    pub fn wait_until_empty(&self) {
+    pub(crate) fn wait_until_empty(&self) {
         let start = std::time::Instant::now();
         while !self.server.sessions().is_empty() {
             assert!(start.elapsed() < PATIENCE, "{:?}", self.server.sessions());
@@ -95,43 +95,43 @@ impl Door for Hall {
 }
 
 /// The two ends of a link inside this process.
-pub fn pair() -> (Box<dyn GuestEnd>, Box<dyn HostEnd>) {
+pub(crate) fn pair() -> (Box<dyn GuestEnd>, Box<dyn HostEnd>) {
     let (guest, host) = vgpu_transport::link::window::inproc_pair().expect("memory for a window");
     (Box::new(guest), Box::new(host))
 }
 
 /// A guest at the level of messages.
-pub struct Guest {
-    pub end: Box<dyn GuestEnd>,
+pub(crate) struct Guest {
+    pub(crate) end: Box<dyn GuestEnd>,
     last_buffer: u64,
 }
 
 impl Guest {
-    pub fn new(end: Box<dyn GuestEnd>) -> Guest {
+    pub(crate) fn new(end: Box<dyn GuestEnd>) -> Guest {
         Guest {
             end,
             last_buffer: 0,
         }
     }
 
-    pub fn send_raw(&mut self, message: &[u8], payload: &[u8]) -> u64 {
+    pub(crate) fn send_raw(&mut self, message: &[u8], payload: &[u8]) -> u64 {
         self.end
             .send(message, payload.into())
             .expect("the link is up")
     }
 
-    pub fn send_with(&mut self, request: &Request, payload: &[u8]) -> u64 {
+    pub(crate) fn send_with(&mut self, request: &Request, payload: &[u8]) -> u64 {
         let mut message = Vec::new();
         request.encode(&mut message);
         self.send_raw(&message, payload)
     }
 
-    pub fn send(&mut self, request: &Request) -> u64 {
+    pub(crate) fn send(&mut self, request: &Request) -> u64 {
         self.send_with(request, &[])
     }
 
     /// The next reply, with its payload.
-    pub fn receive(&mut self) -> (Reply, Vec<u8>) {
+    pub(crate) fn receive(&mut self) -> (Reply, Vec<u8>) {
         let mut message = Vec::new();
         let mut payload = vec![0; MAX_PAYLOAD];
         let len = self
@@ -143,12 +143,12 @@ impl Guest {
     }
 
     /// Sends a request and returns what is said to it, which must be its own answer.
-    pub fn ask(&mut self, request: &Request) -> Reply {
+    pub(crate) fn ask(&mut self, request: &Request) -> Reply {
         self.send(request);
         self.receive().0
     }
 
-    pub fn hello(&mut self) -> Reply {
+    pub(crate) fn hello(&mut self) -> Reply {
         let welcome = self.ask(&Request::Hello {
             protocol: PROTOCOL_VERSION,
             ir: IR_VERSION,
@@ -159,12 +159,12 @@ impl Guest {
     }
 
     /// A name for a buffer that was not used before.
-    pub fn new_buffer(&mut self) -> BufferId {
+    pub(crate) fn new_buffer(&mut self) -> BufferId {
         self.last_buffer += 1;
         BufferId(self.last_buffer)
     }
 
-    pub fn alloc(&mut self, size: u64) -> BufferId {
+    pub(crate) fn alloc(&mut self, size: u64) -> BufferId {
         let buffer = self.new_buffer();
         let request = self.send(&Request::Alloc { buffer, size });
         assert_eq!(self.receive().0, Reply::Done { request });
@@ -172,17 +172,17 @@ impl Guest {
     }
 
     /// A buffer that holds `data`.
-    pub fn alloc_with(&mut self, data: &[u8]) -> BufferId {
+    pub(crate) fn alloc_with(&mut self, data: &[u8]) -> BufferId {
         let buffer = self.alloc(data.len() as u64);
         self.write(buffer, 0, data);
         buffer
     }
 
-    pub fn write(&mut self, buffer: BufferId, offset: u64, data: &[u8]) {
+    pub(crate) fn write(&mut self, buffer: BufferId, offset: u64, data: &[u8]) {
         self.send_with(&Request::Write { buffer, offset }, data);
     }
 
-    pub fn read(&mut self, buffer: BufferId, offset: u64, len: u64) -> Vec<u8> {
+    pub(crate) fn read(&mut self, buffer: BufferId, offset: u64, len: u64) -> Vec<u8> {
         let request = self.send(&Request::Read {
             buffer,
             offset,
@@ -194,17 +194,17 @@ impl Guest {
         payload
     }
 
-    pub fn read_f32(&mut self, buffer: BufferId, count: u64) -> Vec<f32> {
+    pub(crate) fn read_f32(&mut self, buffer: BufferId, count: u64) -> Vec<f32> {
         floats(&self.read(buffer, 0, 4 * count))
     }
 
     /// Sends a graph in as many parts as it takes.
-    pub fn graph(&mut self, graph: GraphId, content: &Graph) {
+    pub(crate) fn graph(&mut self, graph: GraphId, content: &Graph) {
         self.image(graph, &image(content));
     }
 
     /// Sends bytes that may be a graph.
-    pub fn image(&mut self, graph: GraphId, image: &[u8]) {
+    pub(crate) fn image(&mut self, graph: GraphId, image: &[u8]) {
         for (i, part) in image.chunks(MAX_PAYLOAD).enumerate() {
             let request = Request::Graph {
                 graph,
@@ -215,18 +215,18 @@ impl Guest {
         }
     }
 
-    pub fn submit(&mut self, graph: GraphId) -> u64 {
+    pub(crate) fn submit(&mut self, graph: GraphId) -> u64 {
         self.send(&Request::Submit { graph })
     }
 
     /// Waits until everything sent so far is done; nothing of it may have failed.
-    pub fn fence(&mut self) {
+    pub(crate) fn fence(&mut self) {
         let request = self.send(&Request::Fence {});
         assert_eq!(self.receive().0, Reply::Done { request });
     }
 
     /// The reason with which the host ends the session, as its next message, after which nothing comes.
-    pub fn ended(mut self) -> String {
+    pub(crate) fn ended(mut self) -> String {
         let (reply, _) = self.receive();
         let Reply::Ended { reason } = reply else {
             panic!("the session should have ended, but {reply:?} came");
@@ -238,7 +238,7 @@ impl Guest {
 }
 
 /// The image of a graph as it travels.
-pub fn image(graph: &Graph) -> Vec<u8> {
+pub(crate) fn image(graph: &Graph) -> Vec<u8> {
     graph
         .encode()
         .iter()
@@ -246,11 +246,11 @@ pub fn image(graph: &Graph) -> Vec<u8> {
         .collect()
 }
 
-pub fn bytes(values: &[f32]) -> Vec<u8> {
+pub(crate) fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
-pub fn floats(bytes: &[u8]) -> Vec<f32> {
+pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes
         .chunks_exact(4)
         .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
@@ -259,16 +259,16 @@ pub fn floats(bytes: &[u8]) -> Vec<f32> {
 
 /// Builds graphs tensor by tensor.
 #[derive(Default)]
-pub struct Build(pub Graph);
+pub(crate) struct Build(pub(crate) Graph);
 
 impl Build {
     /// A dense tensor at the start of `buffer`.
-    pub fn tensor(&mut self, ty: Type, ne: [u64; 4], buffer: BufferId) -> u32 {
+    pub(crate) fn tensor(&mut self, ty: Type, ne: [u64; 4], buffer: BufferId) -> u32 {
         let shape = Shape::contiguous(ty, ne).expect("a dense tensor");
         self.place(shape, buffer, 0)
     }
 
-    pub fn place(&mut self, shape: Shape, buffer: BufferId, offset: u64) -> u32 {
+    pub(crate) fn place(&mut self, shape: Shape, buffer: BufferId, offset: u64) -> u32 {
         let known = self.0.buffers.iter().position(|&b| b == buffer);
         let buffer = known.unwrap_or_else(|| {
             self.0.buffers.push(buffer);
@@ -282,7 +282,7 @@ impl Build {
         self.0.tensors.len() as u32 - 1
     }
 
-    pub fn node(&mut self, op: Op, dst: u32, src: &[u32]) {
+    pub(crate) fn node(&mut self, op: Op, dst: u32, src: &[u32]) {
         self.0.nodes.push(Node {
             op,
             dst,
@@ -292,7 +292,7 @@ impl Build {
 }
 
 /// `dst = a + b` on vectors of `count` f32.
-pub fn add(count: u64, dst: BufferId, a: BufferId, b: BufferId) -> Graph {
+pub(crate) fn add(count: u64, dst: BufferId, a: BufferId, b: BufferId) -> Graph {
     let mut build = Build::default();
     let [dst, a, b] = [dst, a, b].map(|buffer| build.tensor(Type::F32, [count, 1, 1, 1], buffer));
     build.node(Op::Add {}, dst, &[a, b]);
@@ -300,7 +300,7 @@ pub fn add(count: u64, dst: BufferId, a: BufferId, b: BufferId) -> Graph {
 }
 
 /// `dst = table[ids]` on rows of `width` f32.
-pub fn get_rows(
+pub(crate) fn get_rows(
     width: u64,
     dst: BufferId,
     (table, rows): (BufferId, u64),

@@ -11,7 +11,7 @@ use vgpu_transport::ir::{Capabilities, OpKind, Rule, Type, TypeSet, ValidGraph};
 
 /// What the next graph does when it is compiled or run.
 #[derive(Default)]
-pub enum Act {
+pub(crate) enum Act {
     /// Runs, without doing anything.
     #[default]
     Run,
@@ -28,20 +28,20 @@ pub enum Act {
 }
 
 /// An engine whose only operator is ADD on f32.
-pub struct Puppet {
+pub(crate) struct Puppet {
     cpu: CpuEngine,
     capabilities: Capabilities,
     act: Mutex<Act>,
 }
 
 /// A size with which an allocation panics.
-pub const PANIC_SIZE: u64 = 6666;
+pub(crate) const PANIC_SIZE: u64 = 6666;
 
 /// A size with which an allocation gives memory that cannot be read.
-pub const UNREADABLE_SIZE: u64 = 4444;
+pub(crate) const UNREADABLE_SIZE: u64 = 4444;
 
 impl Puppet {
-    pub fn new() -> Arc<Puppet> {
+    pub(crate) fn new() -> Arc<Puppet> {
         let f32s = TypeSet::of(&[Type::F32]);
         Arc::new(Puppet {
             cpu: CpuEngine::new(1, Some(super::MEMORY)).expect("a thread and 64 MiB"),
@@ -51,7 +51,7 @@ impl Puppet {
     }
 
     /// Decides what the next graph will do.
-    pub fn next(&self, act: Act) {
+    pub(crate) fn next(&self, act: Act) {
         *self.act.lock().unwrap() = act;
     }
 }

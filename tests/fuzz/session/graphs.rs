@@ -33,7 +33,7 @@ pub(crate) fn graph(input: &mut Input<'_>, caps: &Capabilities, places: &[Place]
 /// The image of a graph, sometimes with words changed.
 pub(crate) fn image(input: &mut Input<'_>, graph: &Graph) -> Vec<u8> {
     let mut words = graph.encode();
-    if input.chance(6) {
+    if input.chance(24) {
         for _ in 0..=input.below(3) {
             let at = input.u64() as usize % words.len();
             words[at] = match input.below(4) {
@@ -44,7 +44,7 @@ pub(crate) fn image(input: &mut Input<'_>, graph: &Graph) -> Vec<u8> {
             };
         }
     }
-    if input.chance(16) {
+    if input.chance(100) {
         words.truncate(input.u64() as usize % words.len());
     }
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
@@ -61,6 +61,21 @@ struct Recipe {
     op: Op,
     dst: [u64; 4],
     src: Vec<Option<Operand>>,
+}
+
+impl Recipe {
+    /// Leaves out ALiBi where there is no mask.
+    fn heed_masks(&mut self) {
+        let has_source = |i: usize| self.src.get(i).is_some_and(Option::is_some);
+        let (has_mask, max_bias) = match &mut self.op {
+            Op::SoftMax { max_bias, .. } => (has_source(1), max_bias),
+            Op::FlashAttnExt { max_bias, .. } => (has_source(3), max_bias),
+            _ => return,
+        };
+        if !has_mask {
+            *max_bias = 0.0;
+        }
+    }
 }
 
 /// Type (`None`: what the engine's rule says) and extents.
@@ -92,15 +107,23 @@ impl Maker<'_, '_> {
             .map(|ty| ty.block_elements())
             .max()
             .unwrap_or(1);
-        let Some(recipe) = self.recipe(rule, block) else {
+        let Some(mut recipe) = self.recipe(rule, block) else {
             return;
         };
-        let dst = self.operand(dst_type, recipe.dst);
+        if !self.input.chance(16) {
+            recipe.heed_masks();
+        }
+        let Some(dst) = self.operand(dst_type, recipe.dst) else {
+            return;
+        };
         let mut src = [None; 10];
         for (i, operand) in recipe.src.iter().enumerate() {
             if let Some((ty, ne)) = *operand {
                 let ty = ty.or(types.get(i).copied()).unwrap_or(Type::F32);
-                src[i] = Some(self.operand(ty, ne));
+                src[i] = self.operand(ty, ne);
+                if src[i].is_none() {
+                    return;
+                }
             }
         }
         // Operations in place, as ggml has them.
@@ -172,9 +195,7 @@ impl Maker<'_, '_> {
             }
             OpKind::Glu if self.input.chance(2) => same(2),
             OpKind::Glu => (ne, vec![some([2 * n0, n1, n2, n3])]),
-            OpKind::SiluBack
-            | OpKind::RmsNormBack
-            | OpKind::SoftMaxBack => same(2),
+            OpKind::SiluBack | OpKind::RmsNormBack | OpKind::SoftMaxBack => same(2),
             OpKind::CountEqual => ([1; 4], vec![some(ne); 2]),
             OpKind::Sum => ([1; 4], vec![some(ne)]),
             OpKind::SumRows | OpKind::Mean => ([1, n1, n2, n3], vec![some(ne)]),
@@ -331,9 +352,19 @@ impl Maker<'_, '_> {
                 let [nb1, nb2, nb3] = [0; 3].map(|_: u64| 4 * u64::from(input.byte()));
                 let offset = 4 * u64::from(input.byte() % 8);
                 if kind == OpKind::Set {
-                    Op::Set { nb1, nb2, nb3, offset }
+                    Op::Set {
+                        nb1,
+                        nb2,
+                        nb3,
+                        offset,
+                    }
                 } else {
-                    Op::Acc { nb1, nb2, nb3, offset }
+                    Op::Acc {
+                        nb1,
+                        nb2,
+                        nb3,
+                        offset,
+                    }
                 }
             }
             OpKind::Diag => Op::Diag {},
@@ -469,12 +500,22 @@ impl Maker<'_, '_> {
         })
     }
 
-    /// A tensor of these extents in some layout, somewhere it fits (if anywhere).
-    fn operand(&mut self, ty: Type, ne: [u64; 4]) -> u32 {
+    /// A tensor of these extents in some layout, somewhere it fits. `None` when it fits nowhere.
+    fn operand(&mut self, ty: Type, ne: [u64; 4]) -> Option<u32> {
         let shape = self.layout(ty, ne);
-        // A few buffers of few bytes, so tensors overlap often enough by themselves.
-        let (buffer, size) = self.input.pick(self.places);
-        let free = size.saturating_sub(shape.extent().unwrap_or(u64::MAX));
+        // There are few bytes, so tensors overlap often enough by themselves.
+        let extent = shape.extent().unwrap_or(u64::MAX);
+        let fitting: Vec<Place> = self
+            .places
+            .iter()
+            .copied()
+            .filter(|p| p.1 >= extent)
+            .collect();
+        if fitting.is_empty() {
+            return None;
+        }
+        let (buffer, size) = self.input.pick(&fitting);
+        let free = size - extent;
         let element = match ty.is_quantized() {
             true => 1,
             false => ty.block_bytes(),
@@ -498,7 +539,7 @@ impl Maker<'_, '_> {
             buffer: buffer as u32,
             offset,
         });
-        self.graph.tensors.len() as u32 - 1
+        Some(self.graph.tensors.len() as u32 - 1)
     }
 
     fn layout(&mut self, ty: Type, ne: [u64; 4]) -> Shape {
@@ -518,7 +559,11 @@ impl Maker<'_, '_> {
         let mut step = block;
         for d in order {
             nb[d] = step;
-            let units = if d == 0 { ne[0].div_ceil(ty.block_elements()) } else { ne[d] };
+            let units = if d == 0 {
+                ne[0].div_ceil(ty.block_elements())
+            } else {
+                ne[d]
+            };
             step = step.saturating_mul(units + gaps[d]);
         }
         Shape { ty, ne, nb }
@@ -526,7 +571,7 @@ impl Maker<'_, '_> {
 
     /// Sometimes makes one number of the graph wrong.
     fn break_something(&mut self) {
-        if !self.input.chance(5) || self.graph.tensors.is_empty() {
+        if !self.input.chance(12) || self.graph.tensors.is_empty() {
             return;
         }
         let at = self.input.below(self.graph.tensors.len());

@@ -56,7 +56,7 @@ fn limits() -> Limits {
 }
 
 /// Runs a session as `data` says. Panics if anything is not as it should be.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     static ENGINE: OnceLock<Mutex<Arc<CpuEngine>>> = OnceLock::new();
     let engine = ENGINE.get_or_init(|| {
         let engine = CpuEngine::new(1, Some(SETUP.memory)).expect("a thread");
@@ -123,7 +123,11 @@ impl<'a> Script<'a> {
                 let Some((Reply::Ended { reason }, _)) = last else {
                     panic!("{violation}, but the last reply is {last:?}");
                 };
-                assert!(self.replies.is_empty(), "{reason}, after {:?}", self.replies);
+                assert!(
+                    self.replies.is_empty(),
+                    "{reason}, after {:?}",
+                    self.replies
+                );
                 assert!(!reason.is_empty() && reason.len() < 16 << 10, "{reason}");
                 assert!(
                     matches!(self.expect, Some(Expect::End | Expect::Part(_))),
@@ -155,13 +159,35 @@ impl<'a> Script<'a> {
             }
             (Expect::Nothing | Expect::Part(None), []) => {}
             (Expect::Part(Some((graph, image))), []) => self.model.took_graph(*graph, image),
-            (&Expect::Data { buffer, offset, len }, [(Reply::Data { request }, bytes)]) => {
+            (
+                &Expect::Data {
+                    buffer,
+                    offset,
+                    len,
+                },
+                [(Reply::Data { request }, bytes)],
+            ) => {
                 assert_eq!(*request, number);
                 self.compare(buffer, offset, len, bytes);
             }
-            (Expect::Memory, [(Reply::Memory { request, total, free }, [])]) => {
+            (
+                Expect::Memory,
+                [
+                    (
+                        Reply::Memory {
+                            request,
+                            total,
+                            free,
+                        },
+                        [],
+                    ),
+                ],
+            ) => {
                 assert_eq!(*request, number);
-                assert_eq!((*total, *free), (SETUP.memory, SETUP.memory - self.model.used()));
+                assert_eq!(
+                    (*total, *free),
+                    (SETUP.memory, SETUP.memory - self.model.used())
+                );
             }
             (&Expect::Run(graph), outcome) => {
                 match outcome {
@@ -194,14 +220,27 @@ impl<'a> Script<'a> {
     /// Compares bytes that were read with those that should be there.
     fn compare(&mut self, buffer: u64, offset: u64, len: u64, read: &[u8]) {
         assert_eq!(read.len() as u64, len);
-        let known = self.model.buffers.get_mut(&buffer).expect("it could be read");
+        let known = self
+            .model
+            .buffers
+            .get_mut(&buffer)
+            .expect("it could be read");
         let known = &mut known[offset as usize..][..read.len()];
         // Right after a graph whole buffers are read, so masks and bytes go together.
         match self.changed.remove(&buffer) {
-            None => assert!(known == read, "buffer {buffer} does not hold what was written"),
+            None => assert!(
+                known == read,
+                "buffer {buffer} does not hold what was written"
+            ),
             Some(mask) => {
-                let untouched = mask.iter().zip(known.iter().zip(read)).all(|(&may, (a, b))| may || a == b);
-                assert!(untouched, "a graph has changed bytes of buffer {buffer} beside its destinations");
+                let untouched = mask
+                    .iter()
+                    .zip(known.iter().zip(read))
+                    .all(|(&may, (a, b))| may || a == b);
+                assert!(
+                    untouched,
+                    "a graph has changed bytes of buffer {buffer} beside its destinations"
+                );
                 known.copy_from_slice(read);
             }
         }
@@ -220,37 +259,58 @@ impl<'a> Script<'a> {
             return None;
         }
         // Nearly always a greeting comes first.
-        if self.requests == 1 && !self.input.chance(64) {
+        if self.requests == 1 && !self.input.chance(100) {
             hello().encode(&mut message);
+            if !self.input.chance(8) {
+                self.furnish();
+            }
             return Some((message, payload));
         }
         match self.request(&mut payload) {
             Some(request) => request.encode(&mut message),
             None => message = self.input.take(40).to_vec(),
         }
-        if self.input.chance(32) && !message.is_empty() {
+        if self.input.chance(200) && !message.is_empty() {
             let at = self.input.below(message.len());
             message[at] ^= 1 << self.input.below(8);
         }
-        if self.input.chance(128) {
+        if self.input.chance(250) {
             message.truncate(self.input.below(message.len() + 1));
         }
-        if self.input.chance(128) {
+        if self.input.chance(250) {
             let len = self.input.below(64);
             payload = self.input.take(len).to_vec();
         }
         Some((message, payload))
     }
 
+    /// A few buffers to begin with: zeros (which are good indices, too), and numbers near 1 (0.97 as f32,
+    /// 1.87 as f16).
+    fn furnish(&mut self) {
+        for (buffer, size, value) in [(1, 16 << 10, 0), (2, 16 << 10, 0x3f), (3, 1 << 10, 0)] {
+            let buffer = BufferId(buffer);
+            self.queue.push_back(Request::Alloc { buffer, size });
+            self.queue.push_back(Request::Fill {
+                buffer,
+                offset: 0,
+                len: size,
+                value: value + self.input.byte() % 2,
+            });
+        }
+    }
+
     /// A request that is mostly in order. `None` for noise.
     fn request(&mut self, payload: &mut Vec<u8>) -> Option<Request> {
-        let choice = self.input.below(32);
+        let choice = match self.input.below(32) {
+            5..=27 if self.model.buffers.is_empty() && !self.input.chance(200) => 0,
+            choice => choice,
+        };
         Some(match choice {
-            0..=5 => Request::Alloc {
+            0..=4 => Request::Alloc {
                 buffer: self.new_buffer(),
                 size: self.size(),
             },
-            6 => Request::Free {
+            5 | 6 => Request::Free {
                 buffer: self.buffer(),
             },
             7..=9 => {
@@ -262,7 +322,9 @@ impl<'a> Script<'a> {
             10 | 11 => {
                 let (buffer, offset, len) = self.range();
                 let ids = 0..(len / 4).min(16);
-                *payload = ids.flat_map(|_| u32::from(self.input.byte() % 4).to_le_bytes()).collect();
+                *payload = ids
+                    .flat_map(|_| u32::from(self.input.byte() % 4).to_le_bytes())
+                    .collect();
                 Request::Write { buffer, offset }
             }
             // Numbers that are ordinary: half floats of about 1 wherever one looks.
@@ -273,34 +335,51 @@ impl<'a> Script<'a> {
             }
             13 => {
                 let (buffer, offset, len) = self.range();
-                Request::Read { buffer, offset, len }
+                Request::Read {
+                    buffer,
+                    offset,
+                    len,
+                }
             }
             14 => {
                 let (buffer, offset, len) = self.range();
                 let value = self.input.byte();
-                Request::Fill { buffer, offset, len, value }
+                Request::Fill {
+                    buffer,
+                    offset,
+                    len,
+                    value,
+                }
             }
             15 | 16 => {
                 let (dst, dst_offset, len) = self.range();
                 let (src, src_offset, other) = self.range();
                 let len = len.min(other);
-                Request::Copy { dst, dst_offset, src, src_offset, len }
+                Request::Copy {
+                    dst,
+                    dst_offset,
+                    src,
+                    src_offset,
+                    len,
+                }
             }
             17..=23 => return Some(self.graph(payload)),
-            24..=26 => return Some(self.submit()),
+            24..=26 if !self.model.graphs().is_empty() => return Some(self.submit()),
+            24 if self.input.chance(200) => return Some(self.submit()),
+            24..=26 => return Some(self.graph(payload)),
             27 => Request::Forget {
                 graph: GraphId(self.input.below(6) as u64),
             },
             28 => Request::Memory {},
             29 => Request::Fence {},
-            30 if self.input.chance(4) => Request::Hello {
+            30 if self.input.chance(32) => Request::Hello {
                 protocol: self.input.odd_number() as u32,
                 ir: IR_VERSION,
                 name: String::new(),
             },
-            30 => hello(),
-            _ if self.input.chance(4) => return None,
-            _ => Request::Fence {},
+            30 if self.input.chance(32) => hello(),
+            31 if self.input.chance(32) => return None,
+            _ => return Some(self.graph(payload)),
         })
     }
 
@@ -315,7 +394,7 @@ impl<'a> Script<'a> {
     /// A buffer that exists, mostly.
     fn buffer(&mut self) -> BufferId {
         let known: Vec<u64> = self.model.buffers.keys().copied().collect();
-        BufferId(match known.is_empty() || self.input.chance(64) {
+        BufferId(match known.is_empty() || self.input.chance(200) {
             true => self.input.odd_number(),
             false => self.input.pick(&known),
         })
@@ -333,7 +412,7 @@ impl<'a> Script<'a> {
     /// A range inside a buffer, mostly.
     fn range(&mut self) -> (BufferId, u64, u64) {
         let buffer = self.buffer();
-        if self.input.chance(64) {
+        if self.input.chance(200) {
             return (buffer, self.input.odd_number(), self.input.odd_number());
         }
         let size = self.model.buffers.get(&buffer.0).map_or(0, Vec::len) as u64;
@@ -346,7 +425,7 @@ impl<'a> Script<'a> {
         (buffer, offset, len.min(size - offset))
     }
 
-    /// A part of a graph. If it is not the last, the rest follows.
+    /// A graph, mostly whole. It is run right away, mostly.
     fn graph(&mut self, payload: &mut Vec<u8>) -> Request {
         let places: Vec<graphs::Place> = self
             .model
@@ -359,23 +438,27 @@ impl<'a> Script<'a> {
         let id = GraphId(self.input.below(5) as u64);
         let mut total = payload.len() as u64;
         let mut offset = 0;
-        if self.input.chance(64) {
+        if self.input.chance(200) {
             total = self.input.odd_number();
         }
-        if self.input.chance(64) {
+        if self.input.chance(200) {
             offset = self.input.odd_number();
         }
-        if self.input.chance(64) {
+        if self.input.chance(200) {
             payload.truncate(self.input.below(payload.len() + 1));
-        } else {
+        } else if !self.input.chance(8) {
             self.queue.push_back(Request::Submit { graph: id });
         }
-        Request::Graph { graph: id, offset, total }
+        Request::Graph {
+            graph: id,
+            offset,
+            total,
+        }
     }
 
     fn submit(&mut self) -> Request {
         let known = self.model.graphs();
-        let graph = match known.is_empty() || self.input.chance(64) {
+        let graph = match known.is_empty() || self.input.chance(200) {
             true => GraphId(self.input.below(6) as u64),
             false => self.input.pick(&known),
         };

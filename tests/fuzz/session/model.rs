@@ -13,7 +13,11 @@ pub(crate) enum Expect {
     Refused,
     Nothing,
     /// The bytes of this range of a buffer.
-    Data { buffer: u64, offset: u64, len: u64 },
+    Data {
+        buffer: u64,
+        offset: u64,
+        len: u64,
+    },
     Memory,
     /// The session ends.
     End,
@@ -78,7 +82,8 @@ impl Model {
             Request::Alloc { buffer, size } => self.alloc(buffer.0, size, setup),
             Request::Free { buffer } => match self.buffers.remove(&buffer.0) {
                 Some(_) => {
-                    self.graphs.retain(|_, graph| !graph.buffers.contains(&buffer));
+                    self.graphs
+                        .retain(|_, graph| !graph.buffers.contains(&buffer));
                     Expect::Nothing
                 }
                 None => Expect::End,
@@ -92,27 +97,40 @@ impl Model {
                     None => Expect::End,
                 }
             }
-            Request::Read { buffer, offset, len } => {
-                match self.range(buffer.0, offset, len) {
-                    Some(_) if len <= MAX_PAYLOAD as u64 => Expect::Data {
-                        buffer: buffer.0,
-                        offset,
-                        len,
-                    },
-                    _ => Expect::End,
+            Request::Read {
+                buffer,
+                offset,
+                len,
+            } => match self.range(buffer.0, offset, len) {
+                Some(_) if len <= MAX_PAYLOAD as u64 => Expect::Data {
+                    buffer: buffer.0,
+                    offset,
+                    len,
+                },
+                _ => Expect::End,
+            },
+            Request::Fill {
+                buffer,
+                offset,
+                len,
+                value,
+            } => match self.range(buffer.0, offset, len) {
+                Some(bytes) => {
+                    bytes.fill(value);
+                    Expect::Nothing
                 }
-            }
-            Request::Fill { buffer, offset, len, value } => {
-                match self.range(buffer.0, offset, len) {
-                    Some(bytes) => {
-                        bytes.fill(value);
-                        Expect::Nothing
-                    }
-                    None => Expect::End,
-                }
-            }
-            Request::Copy { dst, dst_offset, src, src_offset, len } => {
-                let from = self.range(src.0, src_offset, len).map(|bytes| bytes.to_vec());
+                None => Expect::End,
+            },
+            Request::Copy {
+                dst,
+                dst_offset,
+                src,
+                src_offset,
+                len,
+            } => {
+                let from = self
+                    .range(src.0, src_offset, len)
+                    .map(|bytes| bytes.to_vec());
                 match (from, self.range(dst.0, dst_offset, len)) {
                     (Some(from), Some(to)) => {
                         to.copy_from_slice(&from);
@@ -121,7 +139,11 @@ impl Model {
                     _ => Expect::End,
                 }
             }
-            Request::Graph { graph, offset, total } => {
+            Request::Graph {
+                graph,
+                offset,
+                total,
+            } => {
                 // Parts out of order end the session, so what goes on is in order.
                 if offset == 0 {
                     self.image.clear();
@@ -187,7 +209,9 @@ impl Model {
         for node in &graph.nodes {
             let dst = graph.dst(node);
             let buffer = graph.buffers[dst.buffer as usize].0;
-            let mask = masks.get_mut(&buffer).expect("a graph on buffers of the session");
+            let mask = masks
+                .get_mut(&buffer)
+                .expect("a graph on buffers of the session");
             for_each_block(dst, |start, end| mask[start..end].fill(true));
         }
         masks
