@@ -36,12 +36,20 @@ pub(crate) struct Product<'a> {
 /// The function `name` of a library as a function of the given type.
 macro_rules! function {
     ($library:expr, $name:literal, fn($($arg:ty),*) $(-> $result:ty)?) => {
-        // SAFETY: the signature is the one in ggml's headers.
-        *unsafe {
-            $library.get::<unsafe extern "C" fn($($arg),*) $(-> $result)?>($name.as_bytes())
-        }
-        .unwrap_or_else(|error| panic!("{}: {error}", $name))
+        function($library, $name, |library, name| {
+            // SAFETY: the signature is the one in ggml's headers.
+            unsafe { library.get::<unsafe extern "C" fn($($arg),*) $(-> $result)?>(name) }
+                .map(|symbol| *symbol)
+        })
     };
+}
+
+fn function<F>(
+    library: &'static Library,
+    name: &str,
+    get: impl FnOnce(&'static Library, &[u8]) -> Result<F, libloading::Error>,
+) -> F {
+    get(library, name.as_bytes()).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
 impl Ggml {

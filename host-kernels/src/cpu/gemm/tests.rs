@@ -247,6 +247,55 @@ fn a_result_depends_on_its_row_and_column_only() {
 }
 
 #[test]
+fn activations_are_the_same_bytes_at_every_level() {
+    let mut random = Random(46);
+    for ty in weights() {
+        let scalar = MatmulKernel::at(ty, Level::Scalar).unwrap();
+        let activation = Format::of(scalar.activation).unwrap();
+        for round in 0..300 {
+            let k = activation.block * (1 + round % 5);
+            let mut x: Vec<f32> = (0..k).map(|_| random.float() * 2f32.powi(round as i32 % 90 - 45)).collect();
+            match round % 6 {
+                0 => x.fill(0.0),
+                // Equal magnitudes of both signs: the first decides.
+                1 => x.iter_mut().enumerate().for_each(|(i, x)| *x = if i % 3 == 1 { 1.5 } else { -1.5 }),
+                2 => x.iter_mut().for_each(|x| *x = (*x * 8.0).round() / 8.0),
+                _ => {}
+            }
+            let run = |level| {
+                let mut bytes = vec![0u8; activation.row_bytes(k)];
+                let quantize = MatmulKernel::at(ty, level).unwrap().quantize_activation;
+                // SAFETY: the vectors hold the row.
+                unsafe { quantize(x.as_ptr(), bytes.as_mut_ptr(), k) };
+                bytes
+            };
+            let expected = run(Level::Scalar);
+            for level in levels() {
+                assert!(run(level) == expected, "{ty:?} at {level:?}: {x:?}");
+            }
+        }
+    }
+    // Plain floats, of any number.
+    for ty in [Type::F32, Type::F16, Type::Bf16] {
+        for k in 0..40 {
+            let mut x: Vec<f32> = (0..k).map(|_| random.float()).collect();
+            if k > 3 {
+                x[..4].copy_from_slice(&[f32::INFINITY, f32::NAN, 1e-40, -3e38]);
+            }
+            let run = |level| {
+                let mut bytes = vec![0u8; Format::of(ty).unwrap().row_bytes(k)];
+                let quantize = MatmulKernel::at(ty, level).unwrap().quantize_activation;
+                // SAFETY: the vectors hold the row.
+                unsafe { quantize(x.as_ptr(), bytes.as_mut_ptr(), k) };
+                bytes
+            };
+            let expected = run(Level::Scalar);
+            assert!(levels().all(|level| run(level) == expected), "{ty:?}, {k} elements");
+        }
+    }
+}
+
+#[test]
 fn floats_propagate_infinity_and_nan() {
     for (ty, one, infinity) in [
         (

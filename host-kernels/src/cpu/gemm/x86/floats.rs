@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::panel::{self, Out, Panel};
+use super::panel::{self, Panel, Sums};
 use super::simd::Simd;
 use super::{Call, scratch};
 
@@ -249,16 +249,16 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
         _: *const u8,
         _: usize,
         columns: *const [f32; CHUNK],
-        start: usize,
+        _: usize,
         len: usize,
-        out: Out,
+        sums: Sums,
     ) {
         // SAFETY: the caller's promise; the panel has `len` elements.
         unsafe {
             let mut acc = [[S::zero_floats(); C]; P];
             for p in 0..P {
                 for c in 0..C {
-                    acc[p][c] = out.load::<S>(p, c, start);
+                    acc[p][c] = sums.load::<S, P>(p, c);
                 }
             }
             let mut panel = self.elements.as_ptr().cast::<f32>();
@@ -277,7 +277,7 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
             }
             for p in 0..P {
                 for c in 0..C {
-                    out.store::<S>(p, c, acc[p][c]);
+                    sums.store::<S, P>(p, c, acc[p][c]);
                 }
             }
         }
@@ -439,16 +439,16 @@ pub(super) mod bf16_pairs {
             _: *const u8,
             _: usize,
             columns: *const [u32; PAIRS],
-            start: usize,
+            _: usize,
             len: usize,
-            out: Out,
+            sums: Sums,
         ) {
             // SAFETY: the caller's promise; the panel has `len` elements.
             unsafe {
                 let mut acc = [[_mm512_setzero_ps(); C]; P];
                 for p in 0..P {
                     for c in 0..C {
-                        acc[p][c] = out.load::<Avx512>(p, c, start);
+                        acc[p][c] = sums.load::<Avx512, P>(p, c);
                     }
                 }
                 for i in 0..len.div_ceil(2) {
@@ -466,7 +466,7 @@ pub(super) mod bf16_pairs {
                 }
                 for p in 0..P {
                     for c in 0..C {
-                        out.store::<Avx512>(p, c, acc[p][c]);
+                        sums.store::<Avx512, P>(p, c, acc[p][c]);
                     }
                 }
             }

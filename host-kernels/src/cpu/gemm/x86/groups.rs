@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::blocks::{Groups, half};
-use super::panel::{self, Out, Panel};
+use super::panel::{self, Panel, Sums};
 use super::simd::Simd;
 use super::{Call, scratch};
 use crate::cpu::formats::{BlockQ8_0, BlockQ8_1};
@@ -366,7 +366,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
         columns: *const GroupColumn,
         start: usize,
         len: usize,
-        out: Out,
+        sums: Sums,
     ) {
         let (bytes, quants) = activation::<B>();
         // SAFETY: the caller's promise; the panel has as many groups as `len` says.
@@ -375,7 +375,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
             let mut acc = [[S::zero_floats(); C]; P];
             for p in 0..P {
                 for c in 0..C {
-                    acc[p][c] = out.load::<S>(p, c, start);
+                    acc[p][c] = sums.load::<S, P>(p, c);
                 }
             }
             let mut panel = self.quants.as_ptr().cast::<u8>();
@@ -421,7 +421,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
             }
             for p in 0..P {
                 for c in 0..C {
-                    out.store::<S>(p, c, acc[p][c]);
+                    sums.store::<S, P>(p, c, acc[p][c]);
                 }
             }
         }

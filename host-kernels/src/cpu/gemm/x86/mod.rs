@@ -7,6 +7,7 @@
 //! - [`panel`]: the loops around a panel.
 //! - [`activations`]: f32 to the activation formats.
 
+mod activations;
 mod blocks;
 mod floats;
 mod groups;
@@ -34,19 +35,6 @@ struct Call {
     cols: usize,
     dst: *mut f32,
     dst_stride: usize,
-}
-
-impl Call {
-    /// Writes zeros: the products of rows without elements.
-    ///
-    /// # Safety
-    /// As [`super::Gemm`].
-    unsafe fn clear(&self) {
-        for c in 0..self.cols {
-            // SAFETY: the caller's promise.
-            unsafe { self.dst.add(c * self.dst_stride).write_bytes(0, self.rows) }
-        }
-    }
 }
 
 /// Defines entry points with the instructions of a level: everything below is inlined into them.
@@ -149,11 +137,13 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         (Level::Avx2, _) => at_level!(avx2),
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
     };
-    let row_tile = if level == Level::Avx2 { 16 } else { 32 };
+    let wide = level != Level::Avx2;
     Some(MatmulKernel {
         gemm,
+        quantize_activation: activations::quantizer(portable.activation, wide)
+            .unwrap_or(portable.quantize_activation),
         panel_cols: PANEL_COLS,
-        row_tile,
+        row_tile: if wide { 32 } else { 16 },
         ..portable
     })
 }

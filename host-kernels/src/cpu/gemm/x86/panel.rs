@@ -2,16 +2,17 @@
 //! the same few elements of every row, and multiplied with all columns. Nothing is summed across lanes,
 //! and unpacking costs a few columns' worth of multiplying.
 //!
-//! Order of loops: blocks of columns whose activations stay in the second-level cache, blocks of rows
-//! whose results do, chunks of `k`, panels, tiles of columns. Each result is a running sum in `dst` over
-//! the chunks of `k` in order, whatever the blocks are.
+//! Order of loops: blocks of columns and of rows whose running sums stay in the second-level cache,
+//! chunks of `k`, panels, tiles of columns. The sums are kept apart from `dst`, whose columns are often
+//! a power of two apart and would fight for a few lines of the cache. Each result is a sum over the
+//! chunks of `k` in order, whatever the blocks are.
 
 use super::simd::Simd;
 use super::{Call, scratch};
 
-/// Columns whose activations are prepared at once.
-const COLUMNS: usize = 512;
-/// Rows whose results are revisited for each chunk.
+/// Columns of a block.
+const COLUMNS: usize = 256;
+/// Rows of a block.
 const ROWS: usize = 256;
 
 /// How one family of formats fills and uses a panel.
@@ -33,7 +34,7 @@ pub(super) trait Panel<S: Simd>: Sized {
     /// Unpacks a chunk of the rows `row..`, repeating the last one where there are fewer than
     /// `VECTORS * S::LANES`.
     unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, len: usize);
-    /// Adds the products with `C` columns to `out`, or writes them if `start` is 0.
+    /// Adds the products with `C` columns to their sums.
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
         x: *const u8,
@@ -41,44 +42,33 @@ pub(super) trait Panel<S: Simd>: Sized {
         columns: *const Self::Column,
         start: usize,
         len: usize,
-        out: Out,
+        sums: Sums,
     );
 }
 
-/// A tile of results: `rows` floats in each column.
+/// The running sums of a tile: for each column, the rows of a panel.
 #[derive(Clone, Copy)]
-pub(super) struct Out {
-    pub(super) dst: *mut f32,
-    pub(super) stride: usize,
-    pub(super) rows: usize,
-}
+pub(super) struct Sums(*mut f32);
 
-impl Out {
-    /// What has been summed so far in vector `p` of column `c`.
+impl Sums {
+    /// Vector `p` of `P` of column `c`.
+    ///
+    /// # Safety
+    /// The tile has the column, and the panel `P` vectors.
     #[inline(always)]
-    pub(super) unsafe fn load<S: Simd>(self, p: usize, c: usize, start: usize) -> S::F {
-        // SAFETY: the tile lies within the caller's `dst`; rows past its end are neither read nor
-        // written, as `load_first` promises.
-        unsafe {
-            if start == 0 {
-                return S::zero_floats();
-            }
-            let first = p * S::LANES;
-            if first >= self.rows {
-                return S::zero_floats();
-            }
-            S::load_first(self.dst.add(c * self.stride + first), self.rows - first)
-        }
+    pub(super) unsafe fn load<S: Simd, const P: usize>(self, p: usize, c: usize) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { S::load_floats(self.0.add((c * P + p) * S::LANES)) }
     }
 
-    /// Writes vector `p` of column `c`.
+    /// Writes vector `p` of `P` of column `c`.
+    ///
+    /// # Safety
+    /// As [`Sums::load`].
     #[inline(always)]
-    pub(super) unsafe fn store<S: Simd>(self, p: usize, c: usize, v: S::F) {
-        let first = p * S::LANES;
-        if first < self.rows {
-            // SAFETY: as in `load`.
-            unsafe { S::store_first(self.dst.add(c * self.stride + first), self.rows - first, v) }
-        }
+    pub(super) unsafe fn store<S: Simd, const P: usize>(self, p: usize, c: usize, v: S::F) {
+        // SAFETY: the caller's promise; a whole vector is asked for.
+        unsafe { S::store_first(self.0.add((c * P + p) * S::LANES), S::LANES, v) }
     }
 }
 
@@ -88,73 +78,115 @@ impl Out {
 /// As [`super::super::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: Simd, T: Panel<S>>(call: &Call) {
-    if call.k == 0 {
-        // SAFETY: the caller's promise.
-        return unsafe { call.clear() };
-    }
-    let mut panel = T::new();
     let height = T::VECTORS * S::LANES;
-    let mut columns = scratch::take(call.cols.min(COLUMNS) * size_of::<T::Column>());
-    let prepared = columns.as_mut_ptr().cast::<T::Column>();
+    let (block_cols, block_rows) = (call.cols.min(COLUMNS), call.rows.min(ROWS));
+    let sum_bytes = block_cols * block_rows.next_multiple_of(height) * size_of::<f32>();
+    let mut memory = scratch::take(sum_bytes + block_cols * size_of::<T::Column>());
+    let sums = memory.as_mut_ptr().cast::<f32>();
+    // SAFETY: the memory has room for the sums, whole lines, and the columns behind them.
+    let columns = unsafe { memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>() };
+    let mut panel = T::new();
     for first_col in (0..call.cols).step_by(COLUMNS) {
-        let cols = COLUMNS.min(call.cols - first_col);
-        // SAFETY: all offsets below are those of rows, columns and elements of the call.
-        let x = unsafe { call.x.add(first_col * call.x_stride) };
         for first_row in (0..call.rows).step_by(ROWS) {
-            let rows = ROWS.min(call.rows - first_row);
-            for start in (0..call.k).step_by(T::CHUNK) {
-                let len = T::CHUNK.min(call.k - start);
-                for c in 0..cols {
-                    // SAFETY: as above; the scratch holds `cols` columns.
-                    unsafe { T::prepare(x.add(c * call.x_stride), start, len, prepared.add(c)) }
-                }
-                for row in (first_row..first_row + rows).step_by(height) {
-                    // SAFETY: as above.
-                    unsafe {
-                        panel.unpack(call, row, start, len);
-                        let tile = |c: usize| Out {
-                            dst: call.dst.add((first_col + c) * call.dst_stride + row),
-                            stride: call.dst_stride,
-                            rows: call.rows - row,
+            let block = Block {
+                first_row,
+                rows: ROWS.min(call.rows - first_row),
+                first_col,
+                cols: COLUMNS.min(call.cols - first_col),
+            };
+            // SAFETY: the caller's promise, for a part of the rows and columns.
+            unsafe { multiply_block::<S, T>(call, &mut panel, block, sums, columns, height) }
+        }
+    }
+    scratch::give_back(memory);
+}
+
+/// A part of the results.
+#[derive(Clone, Copy)]
+struct Block {
+    first_row: usize,
+    rows: usize,
+    first_col: usize,
+    cols: usize,
+}
+
+/// One block of [`gemm`].
+///
+/// # Safety
+/// As [`super::super::Gemm`]; `sums` and `columns` have room for the block.
+#[inline(always)]
+unsafe fn multiply_block<S: Simd, T: Panel<S>>(
+    call: &Call,
+    panel: &mut T,
+    block: Block,
+    sums: *mut f32,
+    columns: *mut T::Column,
+    height: usize,
+) {
+    let panels = block.rows.div_ceil(height);
+    // SAFETY: the offsets are those of rows, columns and elements of the call, or of sums of the block.
+    unsafe {
+        sums.write_bytes(0, panels * block.cols * height);
+        let x = call.x.add(block.first_col * call.x_stride);
+        for start in (0..call.k).step_by(T::CHUNK) {
+            let len = T::CHUNK.min(call.k - start);
+            for c in 0..block.cols {
+                T::prepare(x.add(c * call.x_stride), start, len, columns.add(c));
+            }
+            for i in 0..panels {
+                panel.unpack(call, block.first_row + i * height, start, len);
+                let sums = sums.add(i * block.cols * height);
+                let mut c = 0;
+                while c < block.cols {
+                    let (x, columns) = (x.add(c * call.x_stride), columns.add(c));
+                    let (sums, stride) = (Sums(sums.add(c * height)), call.x_stride);
+                    let left = block.cols - c;
+                    if T::VECTORS == 2 {
+                        c += match left {
+                            4.. => {
+                                panel.multiply::<2, 4>(x, stride, columns, start, len, sums);
+                                4
+                            }
+                            2.. => {
+                                panel.multiply::<2, 2>(x, stride, columns, start, len, sums);
+                                2
+                            }
+                            _ => {
+                                panel.multiply::<2, 1>(x, stride, columns, start, len, sums);
+                                1
+                            }
                         };
-                        let mut c = 0;
-                        while c < cols {
-                            let (x, prepared, out) =
-                                (x.add(c * call.x_stride), prepared.add(c), tile(c));
-                            let stride = call.x_stride;
-                            c += match (T::VECTORS, cols - c) {
-                                (2, 4..) => {
-                                    panel.multiply::<2, 4>(x, stride, prepared, start, len, out);
-                                    4
-                                }
-                                (2, 2..) => {
-                                    panel.multiply::<2, 2>(x, stride, prepared, start, len, out);
-                                    2
-                                }
-                                (2, _) => {
-                                    panel.multiply::<2, 1>(x, stride, prepared, start, len, out);
-                                    1
-                                }
-                                (_, 4..) => {
-                                    panel.multiply::<1, 4>(x, stride, prepared, start, len, out);
-                                    4
-                                }
-                                (_, 2..) => {
-                                    panel.multiply::<1, 2>(x, stride, prepared, start, len, out);
-                                    2
-                                }
-                                (_, _) => {
-                                    panel.multiply::<1, 1>(x, stride, prepared, start, len, out);
-                                    1
-                                }
-                            };
-                        }
+                    } else {
+                        c += match left {
+                            4.. => {
+                                panel.multiply::<1, 4>(x, stride, columns, start, len, sums);
+                                4
+                            }
+                            2.. => {
+                                panel.multiply::<1, 2>(x, stride, columns, start, len, sums);
+                                2
+                            }
+                            _ => {
+                                panel.multiply::<1, 1>(x, stride, columns, start, len, sums);
+                                1
+                            }
+                        };
                     }
                 }
             }
         }
+        for i in 0..panels {
+            let row = block.first_row + i * height;
+            for c in 0..block.cols {
+                let dst = call.dst.add((block.first_col + c) * call.dst_stride + row);
+                let sums = sums.add((i * block.cols + c) * height);
+                for v in (0..height.min(call.rows - row)).step_by(S::LANES) {
+                    let left = call.rows - row - v;
+                    S::store_first(dst.add(v), left, S::load_floats(sums.add(v)));
+                }
+            }
+        }
     }
-    scratch::give_back(columns);
 }
 
 /// Interleaves the words of `vectors * S::LANES` rows: word `i` of row `r` goes to `dst + (i * rows + r) * 4`.

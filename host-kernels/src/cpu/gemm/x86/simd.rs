@@ -35,7 +35,6 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn store(p: *mut u8, v: Self::I);
     /// Every lane the same 32 bits.
     unsafe fn splat(bits: u32) -> Self::I;
-    unsafe fn add(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn sub(a: Self::I, b: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes.
     unsafe fn dot(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
@@ -131,10 +130,6 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn splat(bits: u32) -> __m512i {
         unsafe { _mm512_set1_epi32(bits as i32) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_add_epi32(a, b) }
     }
     #[inline(always)]
     unsafe fn sub(a: __m512i, b: __m512i) -> __m512i {
@@ -358,10 +353,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn splat(bits: u32) -> __m256i {
         unsafe { _mm256_set1_epi32(bits as i32) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_add_epi32(a, b) }
     }
     #[inline(always)]
     unsafe fn sub(a: __m256i, b: __m256i) -> __m256i {

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::blocks::Supers;
-use super::panel::{self, Out, Panel};
+use super::panel::{self, Panel, Sums};
 use super::simd::{Avx2, Simd};
 use super::{Call, scratch};
 use crate::cpu::formats::BlockQ8K;
@@ -299,12 +299,12 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
         _: *const (),
         start: usize,
         _: usize,
-        out: Out,
+        sums: Sums,
     ) {
         // SAFETY: the caller's promise.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
-            let mut sums = [[S::zero_floats(); C]; P];
+            let mut scaled = [[S::zero_floats(); C]; P];
             let mut panel = self.quants.as_ptr().cast::<u8>();
             let mut scales = self.scales.as_ptr().cast::<f32>();
             let height = P * S::LANES;
@@ -332,7 +332,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
                 for p in 0..P {
                     let scale = S::load_floats(scales.add(p * S::LANES));
                     for c in 0..C {
-                        sums[p][c] = S::mul_add(S::to_floats(dots[p][c]), scale, sums[p][c]);
+                        scaled[p][c] = S::mul_add(S::to_floats(dots[p][c]), scale, scaled[p][c]);
                     }
                 }
                 scales = scales.add(height);
@@ -357,13 +357,13 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
                 let dmin = S::load_floats(self.dmin.as_ptr().add(p * S::LANES));
                 for c in 0..C {
                     let d_x = S::splat_float(x.add(c * x_stride).cast::<f32>().read_unaligned());
-                    let mut acc = out.load::<S>(p, c, start);
-                    acc = S::mul_add(sums[p][c], S::mul(d, d_x), acc);
+                    let mut acc = sums.load::<S, P>(p, c);
+                    acc = S::mul_add(scaled[p][c], S::mul(d, d_x), acc);
                     if Self::MINS {
                         let excess = S::to_floats(min_sums[p][c]);
                         acc = S::neg_mul_add(excess, S::mul(dmin, d_x), acc);
                     }
-                    out.store::<S>(p, c, acc);
+                    sums.store::<S, P>(p, c, acc);
                 }
             }
         }
