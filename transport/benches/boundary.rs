@@ -46,6 +46,7 @@ fn main() {
 
 /// What the host is asked to do: the first byte of a message; an offset follows.
 const EMPTY: u8 = 0;
+const NOTHING: u8 = 3;
 const WRITE: u8 = 1;
 const READ: u8 = 2;
 
@@ -78,6 +79,7 @@ fn serve(mut host: WindowHost) {
                 })
                 .unwrap();
             }
+            NOTHING => {}
             _ => host.send(b"done", 0, &mut |_| {}).unwrap(),
         }
         host.retire();
@@ -108,6 +110,18 @@ fn measure(name: &str, mut guest: WindowGuest) {
     println!("{name}: empty round trip");
     show("  awake", awake);
     show("  from sleep", asleep);
+
+    const FLOOD: u32 = 1_000_000;
+    let began = Instant::now();
+    let mut last = 0;
+    for _ in 0..FLOOD {
+        last = guest.send(&[NOTHING], Bytes::from(&[][..])).unwrap();
+    }
+    guest.wait_retired(last).unwrap();
+    println!(
+        "  one-way    mean {:6.2} us each",
+        began.elapsed().as_secs_f64() * 1e6 / f64::from(FLOOD)
+    );
 
     let source = vec![3u8; BUFFER];
     let mut target = vec![4u8; BUFFER];

@@ -36,7 +36,7 @@ use rustix::net::{
 use super::LinkError;
 use super::window::{WindowGuest, WindowHost};
 use crate::window::doorbell::{EventDoorbell, is_eventfd, new_eventfd, poll, system};
-use crate::window::heartbeat::{self, Pulse};
+use crate::window::heartbeat::{self, Pulse, STALL};
 use crate::window::layout::{self, DEFAULT_SIZE, Layout, LayoutError, MAX_SIZE, MIN_SIZE};
 use crate::window::memory::{MapError, Window, sealed_file};
 
@@ -150,7 +150,7 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
     };
     send(&socket, &[MAGIC, words[4]], &[], deadline).map_err(failed)?;
     let doorbell = EventDoorbell::new(guest_bell, host_bell, Some(socket));
-    let pulse = Pulse::new(&window);
+    let pulse = Pulse::new(&window, STALL);
     WindowGuest::new(window, Box::new(doorbell), Some(pulse))
         .map_err(|error| garbage(&error.to_string()))
 }

@@ -9,7 +9,7 @@ use super::{Counters, GuestEnd, HostEnd, Incoming, LinkError};
 use crate::bytes::{Bytes, BytesMut};
 use crate::window::bulk::{Pool, Stream};
 use crate::window::doorbell::{Doorbell, EventDoorbell, Wake};
-use crate::window::heartbeat::{Pulse, STALL};
+use crate::window::heartbeat::Pulse;
 use crate::window::layout::{DEFAULT_SIZE, Layout, LayoutError, STATE_CLOSED, STATE_OPEN, word};
 use crate::window::memory::{MapError, Memory, Window};
 use crate::window::ring::{Consumer, Limits, Payload, Place, Producer};
@@ -150,19 +150,24 @@ impl WindowGuest {
         }
         let request = self.sent + 1;
         let window = Arc::clone(&self.line.window);
-        let mut room = self
-            .submissions
-            .reserve(&*window, request, message.len(), payload)
-            .map_err(|e| self.line.fail(e))?;
-        while room.is_none() {
-            // Any progress of the host may free enough.
-            self.wait_progress(self.retired() + 1)?;
-            room = self
+        let room = loop {
+            // In this order: what has retired was taken out of the ring before.
+            let retired = self.retired();
+            let room = self
                 .submissions
                 .reserve(&*window, request, message.len(), payload)
                 .map_err(|e| self.line.fail(e))?;
-        }
-        let Some(room) = room else { unreachable!() };
+            if let Some(room) = room {
+                break room;
+            }
+            if retired == self.sent {
+                return Err(self.line.fail(LinkError::PeerMisbehaved(format!(
+                    "all {retired} requests have retired, and the ring is full"
+                ))));
+            }
+            // Any progress of the host may free enough.
+            self.wait_progress(retired + 1)?;
+        };
         if inline_len > 0 {
             window.bytes_mut(room.payload.clone()).copy_from(inline);
         }
@@ -577,14 +582,14 @@ impl Line {
         if self.window.load(word::EPOCH) != self.epoch {
             return Err(self.fail(LinkError::Closed));
         }
-        let Some(pulse) = pulse else { return Ok(()) };
-        let still = pulse.still_for(&self.window);
-        if still < STALL {
-            return Ok(());
-        }
-        Err(self.fail(LinkError::Stalled {
-            seconds: still.as_secs(),
-        }))
+        let stopped = pulse
+            .as_mut()
+            .and_then(|pulse| pulse.has_stopped(&self.window));
+        stopped.map_or(Ok(()), |still| {
+            Err(self.fail(LinkError::Stalled {
+                seconds: still.as_secs(),
+            }))
+        })
     }
 
     /// After publishing: wakes the peer if it sleeps for what was published.

@@ -128,3 +128,79 @@ impl Pool {
         self.free.insert(start, end - start);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const AREA: Range<usize> = 3 * BULK_ALIGN..19 * BULK_ALIGN;
+
+    fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+        a.start < b.end && b.start < a.end
+    }
+
+    proptest! {
+        /// Payloads on their way never overlap; what is retired can be used again, to the last page.
+        #[test]
+        fn a_stream_gives_out_what_is_free(
+            steps in prop::collection::vec((1..=AREA.len(), 0..3u64), 1..100)
+        ) {
+            let mut stream = Stream::new(AREA);
+            let mut live: VecDeque<(u64, Range<usize>)> = VecDeque::new();
+            let (mut sent, mut retired) = (0, 0);
+            for (len, retire) in steps {
+                if let Some(range) = stream.reserve(len, sent + 1) {
+                    sent += 1;
+                    prop_assert_eq!(range.len(), len);
+                    prop_assert!(range.start >= AREA.start && range.end <= AREA.end);
+                    prop_assert!(range.start.is_multiple_of(BULK_ALIGN));
+                    prop_assert!(!live.iter().any(|(_, other)| overlap(&range, other)));
+                    live.push_back((sent, range));
+                } else {
+                    prop_assert_eq!(stream.oldest(), live.front().map(|(request, _)| *request));
+                    prop_assert!(!live.is_empty(), "an empty stream refused {} bytes", len);
+                }
+                retired = sent.min(retired + retire);
+                stream.retire(retired);
+                live.retain(|(request, _)| *request > retired);
+            }
+            stream.retire(sent);
+            prop_assert_eq!(stream.reserve(AREA.len(), sent + 1), Some(AREA));
+        }
+
+        /// Memory given out for longer never overlaps, and is one piece again when all of it is back.
+        #[test]
+        fn a_pool_becomes_whole_again(
+            steps in prop::collection::vec((0..6 * BULK_ALIGN, any::<prop::sample::Index>()), 1..60)
+        ) {
+            let mut pool = Pool::new(AREA);
+            let mut out: Vec<Range<usize>> = Vec::new();
+            for (len, which) in steps {
+                match pool.take(len) {
+                    Some(range) => {
+                        prop_assert!(range.len() >= len && range.start.is_multiple_of(BULK_ALIGN));
+                        prop_assert!(range.start >= AREA.start && range.end <= AREA.end);
+                        prop_assert!(!out.iter().any(|other| overlap(&range, other)));
+                        out.push(range);
+                    }
+                    None => {
+                        prop_assert!(!out.is_empty());
+                        pool.give_back(out.swap_remove(which.index(out.len())));
+                    }
+                }
+            }
+            for range in out {
+                pool.give_back(range);
+            }
+            prop_assert_eq!(pool.take(AREA.len()), Some(AREA));
+            prop_assert_eq!(pool.take(0), None);
+        }
+    }
+
+    #[test]
+    fn a_pool_of_nothing_gives_nothing() {
+        assert_eq!(Pool::new(0..0).take(1), None);
+        assert_eq!(Pool::new(AREA).take(usize::MAX), None);
+    }
+}

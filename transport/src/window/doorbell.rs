@@ -135,3 +135,50 @@ pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> Result<usize, E
 pub(crate) fn system(what: &'static str) -> impl FnOnce(Errno) -> LinkError {
     move |error| LinkError::System { what, error }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Option<Duration> = Some(Duration::from_secs(60));
+
+    #[test]
+    fn rings_are_kept_until_cleared() {
+        let (a, b) = EventDoorbell::pair().unwrap();
+        for _ in 0..3 {
+            a.ring().unwrap();
+        }
+        assert_eq!(b.wait(LONG), Ok(Wake::Look));
+        assert_eq!(b.wait(LONG), Ok(Wake::Look), "not cleared");
+        b.clear().unwrap();
+        b.clear().unwrap();
+        b.ring().unwrap();
+        assert_eq!(a.wait(LONG), Ok(Wake::Look));
+    }
+
+    #[test]
+    fn a_peer_that_has_gone_ends_every_wait() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let doorbell = EventDoorbell::new(
+            new_eventfd().unwrap(),
+            new_eventfd().unwrap(),
+            Some(ours.into()),
+        );
+        assert_eq!(doorbell.wait(None), Ok(Wake::Look));
+        drop(theirs);
+        assert_eq!(doorbell.wait(None), Ok(Wake::PeerGone));
+        assert_eq!(doorbell.wait(LONG), Ok(Wake::PeerGone));
+    }
+
+    #[test]
+    fn only_eventfds_are_eventfds() {
+        assert!(is_eventfd(new_eventfd().unwrap().as_fd()));
+        let blocking = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        assert!(!is_eventfd(blocking.as_fd()));
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(!is_eventfd(file.as_fd()));
+        let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
+        socket.set_nonblocking(true).unwrap();
+        assert!(!is_eventfd(socket.as_fd()));
+    }
+}

@@ -59,23 +59,30 @@ fn beat() {
 /// The guest's view of a heart.
 #[derive(Debug)]
 pub struct Pulse {
+    limit: Duration,
     last: u64,
     looked: Instant,
     still: Duration,
 }
 
 impl Pulse {
-    /// A heart that beats now.
-    pub fn new(window: &Window) -> Pulse {
+    /// A heart that beats now, and may be still for up to `limit` ([`STALL`], unless there is a reason).
+    pub fn new(window: &Window, limit: Duration) -> Pulse {
         Pulse {
+            limit,
             last: window.load(word::HEARTBEAT),
             looked: Instant::now(),
             still: Duration::ZERO,
         }
     }
 
-    /// How long the heart has been still, as far as we were awake to see.
-    pub fn still_for(&mut self, window: &Window) -> Duration {
+    /// How long the heart has been still, as far as we were awake to see, if that is too long.
+    pub fn has_stopped(&mut self, window: &Window) -> Option<Duration> {
+        let still = self.still_for(window);
+        (still >= self.limit).then_some(still)
+    }
+
+    fn still_for(&mut self, window: &Window) -> Duration {
         let (now, beat) = (Instant::now(), window.load(word::HEARTBEAT));
         if beat != self.last {
             self.last = beat;
@@ -87,5 +94,46 @@ impl Pulse {
         }
         self.looked = now;
         self.still
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_heart_beats_until_its_window_goes() {
+        let window = Arc::new(Window::anonymous(4096).unwrap());
+        start(&window).unwrap();
+        let other = Arc::new(Window::anonymous(4096).unwrap());
+        start(&other).unwrap();
+        for window in [&window, &other] {
+            let before = window.load(word::HEARTBEAT);
+            while window.load(word::HEARTBEAT) == before {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        drop(other);
+        let gone = Arc::downgrade(&window);
+        drop(window);
+        while gone.upgrade().is_some() || BEATING.lock().unwrap().is_some() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn stillness_counts_by_looks() {
+        let window = Window::anonymous(4096).unwrap();
+        let mut pulse = Pulse::new(&window, STALL);
+        // We were stopped for an hour: that is one look.
+        pulse.looked -= Duration::from_secs(3600);
+        assert_eq!(pulse.still_for(&window), PERIOD);
+        pulse.looked -= Duration::from_secs(3600);
+        assert_eq!(pulse.still_for(&window), 2 * PERIOD);
+        window.store(word::HEARTBEAT, 9);
+        assert_eq!(pulse.still_for(&window), Duration::ZERO);
+        pulse.looked -= Duration::from_millis(300);
+        let still = pulse.still_for(&window);
+        assert!(still >= Duration::from_millis(300) && still <= PERIOD);
     }
 }

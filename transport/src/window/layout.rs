@@ -360,3 +360,113 @@ impl Layout {
         self.bulk.clone()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::window::memory::Window;
+    use proptest::prelude::*;
+
+    fn window() -> Window {
+        let window = Window::anonymous(MIN_SIZE).unwrap();
+        Layout::new(MIN_SIZE, 77).unwrap().write(&window);
+        window
+    }
+
+    #[test]
+    fn what_a_host_writes_a_guest_reads() {
+        for size in [MIN_SIZE, DEFAULT_SIZE] {
+            let window = Window::anonymous(size).unwrap();
+            let layout = Layout::new(size, 77).unwrap();
+            layout.write(&window);
+            assert_eq!(Layout::read(&window, size), Ok(layout.clone()));
+            assert_eq!(layout.bulk().end, size);
+            assert!(layout.bulk().len() >= 3 * MAX_PAYLOAD);
+        }
+        assert_eq!(Layout::new(MAX_SIZE, 77).unwrap().size(), MAX_SIZE);
+        for size in [0, MIN_SIZE / 2, MIN_SIZE + 4096, MAX_SIZE * 2] {
+            assert_eq!(Layout::new(size, 77), Err(LayoutError::Size { size }));
+        }
+    }
+
+    #[test]
+    fn a_guest_believes_no_nonsense() {
+        let place = |what, offset: usize, size: usize| LayoutError::Place {
+            what,
+            offset: offset as u64,
+            size: size as u64,
+        };
+        let (submission, completion) = (PAGE, PAGE + SUBMISSION_SIZE);
+        let cases = [
+            (word::MAGIC, 0, LayoutError::Magic { found: 0 }),
+            (word::MAGIC, !0, LayoutError::Magic { found: !0 }),
+            (word::VERSION, 2, LayoutError::Version { found: 2 }),
+            (
+                word::SIZE,
+                2 * MIN_SIZE as u64,
+                LayoutError::OtherSize {
+                    said: 2 * MIN_SIZE as u64,
+                    mapped: MIN_SIZE,
+                },
+            ),
+            // Over page 0.
+            (
+                word::SUBMISSION_OFFSET,
+                0,
+                place("submission ring", 0, SUBMISSION_SIZE),
+            ),
+            // No power of two.
+            (
+                word::COMPLETION_SIZE,
+                (COMPLETION_SIZE + PAGE) as u64,
+                place("completion ring", completion, COMPLETION_SIZE + PAGE),
+            ),
+            // Over the ring before.
+            (
+                word::COMPLETION_OFFSET,
+                submission as u64,
+                place("completion ring", submission, COMPLETION_SIZE),
+            ),
+            // Beyond the window.
+            (
+                word::BULK_SIZE,
+                MIN_SIZE as u64,
+                place("bulk area", BULK_OFFSET, MIN_SIZE),
+            ),
+            // Beyond all numbers.
+            (
+                word::BULK_OFFSET,
+                !0xfff,
+                place("bulk area", !0xfff, MIN_SIZE - BULK_OFFSET),
+            ),
+        ];
+        for (offset, value, error) in cases {
+            let window = window();
+            window.store(offset, value);
+            assert_eq!(Layout::read(&window, MIN_SIZE), Err(error));
+        }
+    }
+
+    proptest! {
+        /// Whatever the facts say: if they are taken, the parts lie in the window and apart.
+        #[test]
+        fn parts_lie_in_the_window(changes in prop::collection::vec(
+            (0..11usize, prop_oneof![(0..5000u64).prop_map(|page| page << 12), any::<u64>()]),
+            1..4,
+        )) {
+            let window = window();
+            for (which, value) in changes {
+                window.store(which * 8, value);
+            }
+            if let Ok(layout) = Layout::read(&window, MIN_SIZE) {
+                prop_assert!(PAGE <= layout.submission().start);
+                prop_assert!(layout.submission().end <= layout.completion().start);
+                prop_assert!(layout.completion().end <= layout.bulk().start);
+                prop_assert!(layout.bulk().end <= MIN_SIZE);
+                prop_assert!(layout.submission().len().is_power_of_two());
+                prop_assert!(layout.completion().len().is_power_of_two());
+                prop_assert!(layout.bulk().len() >= MAX_PAYLOAD);
+            }
+        }
+    }
+}

@@ -264,3 +264,75 @@ pub fn sealed_file(size: usize) -> Result<OwnedFd, MapError> {
         .map_err(MapError::system("sealing the window's file"))?;
     Ok(file)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn words_and_bytes_come_back() {
+        let window = Window::anonymous(8192).unwrap();
+        window.store(16, 0x0102_0304_0506_0708);
+        assert_eq!(window.load(16), 0x0102_0304_0506_0708);
+        window.write(64, b"eleven byte");
+        let mut out = [0xff; 11];
+        window.read(64, &mut out);
+        assert_eq!(&out, b"eleven byte");
+        window.read(16, &mut out[..3]);
+        assert_eq!(out[..3], [8, 7, 6]);
+        let mut payload = [0; 4];
+        window.bytes(64..68).copy_to(&mut payload);
+        assert_eq!(&payload, b"elev");
+        window
+            .bytes_mut(8188..8192)
+            .copy_from(Bytes::from(&payload[..]));
+        window.bytes(8188..8192).copy_to(&mut payload);
+        assert_eq!(&payload, b"elev");
+        assert!(window.bytes(8192..8192).is_empty());
+    }
+
+    #[test]
+    fn nothing_outside_is_touched() {
+        let window = Window::anonymous(4096).unwrap();
+        let outside: [&(dyn Fn() + std::panic::RefUnwindSafe); 6] = [
+            &|| assert_eq!(window.load(4096), 0),
+            &|| window.store(4092, 1),
+            &|| window.read(4088, &mut [0; 9]),
+            &|| window.write(usize::MAX & !7, &[0; 8]),
+            &|| assert_eq!(window.bytes(4000..4097).len(), 97),
+            &|| assert!(window.bytes_mut(5000..5000).is_empty()),
+        ];
+        for access in outside {
+            std::panic::catch_unwind(access).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_foreign_file_is_not_trusted() {
+        let file = sealed_file(8192).unwrap();
+        assert_eq!(
+            Window::map_foreign(file.as_fd(), 8192).unwrap().size(),
+            8192
+        );
+        for said in [0, 4096, 16384, u64::MAX] {
+            assert_eq!(
+                Window::map_foreign(file.as_fd(), said).unwrap_err(),
+                MapError::OtherSize { found: 8192, said }
+            );
+        }
+        assert!(rustix::fs::ftruncate(&file, 4096).is_err(), "sealed");
+
+        let unsealed = rustix::fs::memfd_create("t", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&unsealed, 8192).unwrap();
+        assert_eq!(
+            Window::map_foreign(unsealed.as_fd(), 8192).unwrap_err(),
+            MapError::NotSealed { seals: 0 }
+        );
+        let other = std::fs::File::open("/dev/null").unwrap();
+        assert!(matches!(
+            Window::map_foreign(other.as_fd(), 8192),
+            Err(MapError::System { .. })
+        ));
+    }
+}

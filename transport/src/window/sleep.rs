@@ -135,3 +135,34 @@ impl Default for SpinBudget {
         SpinBudget::new()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_follows_what_pays_off() {
+        let mut budget = SpinBudget {
+            budget: SpinBudget::WORTH,
+            max: SpinBudget::WORTH,
+        };
+        for _ in 0..20 {
+            budget.learn(Duration::from_millis(5));
+        }
+        assert_eq!(budget.get(), SpinBudget::LEAST);
+        budget.learn(Duration::from_micros(60));
+        assert_eq!(budget.get(), SpinBudget::LEAST * 4);
+        for _ in 0..20 {
+            budget.learn(Duration::from_micros(60));
+        }
+        assert_eq!(budget.get(), SpinBudget::WORTH);
+        // On one processor it stays zero.
+        let mut none = SpinBudget {
+            budget: Duration::ZERO,
+            max: Duration::ZERO,
+        };
+        none.learn(Duration::ZERO);
+        none.learn(Duration::from_secs(1));
+        assert_eq!(none.get(), Duration::ZERO);
+    }
+}

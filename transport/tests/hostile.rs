@@ -1,0 +1,202 @@
+//! Ends whose peer writes anything into its words and rings while they run. What must come out: valid
+//! data or an error, in the end always an error; never a wait without end, never an access outside the window.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::link::window::{WindowGuest, WindowHost};
+use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
+use vgpu_transport::window::doorbell::EventDoorbell;
+use vgpu_transport::window::heartbeat::Pulse;
+use vgpu_transport::window::layout::{Layout, MIN_SIZE, STATE_CLOSED, word};
+use vgpu_transport::window::memory::{Memory, Window};
+use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
+
+/// Sessions tried per test.
+const SESSIONS: u64 = 50;
+
+/// A small generator of numbers (xorshift), so that a failure can be repeated.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    /// Something that might pass for a cursor, a length or a place.
+    fn plausible(&mut self) -> u64 {
+        match self.below(5) {
+            0 => self.below(1 << 12) * 64,
+            1 => self.below(1 << 18),
+            2 => self.below(200) | self.below(200) << 32,
+            3 => self.next(),
+            _ => 0,
+        }
+    }
+}
+
+fn window() -> (Arc<Window>, Layout) {
+    let window = Arc::new(Window::anonymous(MIN_SIZE).unwrap());
+    let layout = Layout::new(MIN_SIZE, 5).unwrap();
+    layout.write(&*window);
+    (window, layout)
+}
+
+/// Writes nonsense over some words of page 0 and over headers in a ring until told to stop.
+fn vandal(
+    window: Arc<Window>,
+    words: &'static [usize],
+    ring: std::ops::Range<usize>,
+    mut numbers: Numbers,
+    stop: Arc<AtomicBool>,
+) -> thread::JoinHandle<()> {
+    thread::spawn(move || {
+        while !stop.load(Ordering::Relaxed) {
+            for _ in 0..numbers.below(20) {
+                // The beginning of the ring: where the records are.
+                let line = numbers.below(64) as usize;
+                let at = ring.start + line * 64 + 8 * numbers.below(5) as usize;
+                let word = numbers.plausible();
+                window.write(at, &word.to_le_bytes());
+            }
+            let which = words[numbers.below(words.len() as u64) as usize];
+            let value = numbers.plausible();
+            window.store(which, value);
+            thread::yield_now();
+        }
+    })
+}
+
+#[test]
+fn a_host_survives_any_guest() {
+    for session in 1..=SESSIONS {
+        let (window, layout) = window();
+        let (host_bell, _guest_bell) = EventDoorbell::pair().unwrap();
+        let mut host = WindowHost::new(Arc::clone(&window), layout.clone(), Box::new(host_bell));
+        let stop = Arc::new(AtomicBool::new(false));
+        let vandal = vandal(
+            Arc::clone(&window),
+            &[
+                word::SUBMISSION_TAIL,
+                word::COMPLETION_HEAD,
+                word::GUEST_SLEEPING,
+                word::GUEST_WAKE_ON,
+            ],
+            layout.submission(),
+            Numbers(session),
+            Arc::clone(&stop),
+        );
+        let mut message = Vec::new();
+        let error = loop {
+            message.clear();
+            let received = host.receive(&mut message, Duration::from_millis(1));
+            match received {
+                Ok(None) => {}
+                Ok(Some(incoming)) => {
+                    assert!(message.len() <= MAX_MESSAGE && incoming.payload_len <= MAX_PAYLOAD);
+                    let mut payload = vec![0; incoming.payload_len];
+                    host.payload().copy_to(&mut payload);
+                    if let Err(error) = host.send(b"reply", 100, &mut |mut room: BytesMut<'_>| {
+                        room.copy_from(Bytes::from(&[1u8; 100][..]));
+                    }) {
+                        break error;
+                    }
+                    host.retire();
+                }
+                Err(error) => break error,
+            }
+        };
+        stop.store(true, Ordering::Relaxed);
+        vandal.join().unwrap();
+        assert!(matches!(error, LinkError::PeerMisbehaved(_)), "{error}");
+        assert_eq!(host.receive(&mut message, Duration::ZERO), Err(error));
+    }
+}
+
+#[test]
+fn a_guest_survives_any_host() {
+    for session in 1..=SESSIONS {
+        let (window, layout) = window();
+        let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
+        let mut guest = WindowGuest::new(Arc::clone(&window), Box::new(guest_bell), None).unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let vandal = vandal(
+            Arc::clone(&window),
+            &[
+                word::COMPLETION_TAIL,
+                word::SUBMISSION_HEAD,
+                word::RETIRED,
+                word::HOST_SLEEPING,
+                word::HOST_WAKE_ON,
+            ],
+            layout.completion(),
+            Numbers(session),
+            Arc::clone(&stop),
+        );
+        let payload = vec![3; MAX_PAYLOAD / 4];
+        let mut room = vec![0; 1000];
+        let error = loop {
+            let mut message = Vec::new();
+            let sent = guest.send(b"request", Bytes::from(&payload[..session as usize * 100]));
+            let got = sent.and_then(|request| {
+                assert!(guest.retired() <= request);
+                guest.wait_retired(request)?;
+                guest.receive(&mut message, BytesMut::from(&mut room[..]))
+            });
+            match got {
+                Ok(len) => assert!(len <= room.len() && message.len() <= MAX_MESSAGE),
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, LinkError::PeerMisbehaved(_)), "{error}");
+        assert!(guest.is_closed());
+        stop.store(true, Ordering::Relaxed);
+        vandal.join().unwrap();
+    }
+}
+
+/// A device that has gone away reads as all ones; a session that was replaced has another epoch.
+#[test]
+fn a_guest_notices_that_its_window_is_gone() {
+    for (offset, value) in [
+        (word::HOST_STATE, u64::MAX),
+        (word::HOST_STATE, STATE_CLOSED),
+        (word::EPOCH, 6),
+    ] {
+        let (window, _) = window();
+        let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
+        let mut guest = WindowGuest::new(Arc::clone(&window), Box::new(guest_bell), None).unwrap();
+        assert_eq!(guest.send(b"request", Bytes::from(&[][..])), Ok(1));
+        let breaker = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(20));
+            window.store(offset, value);
+        });
+        assert_eq!(guest.wait_retired(1), Err(LinkError::Closed));
+        breaker.join().unwrap();
+        let sent = guest.send(b"request", Bytes::from(&[][..]));
+        assert_eq!(sent, Err(LinkError::Closed));
+    }
+}
+
+/// A host whose process has stopped: nothing closes, nothing moves.
+#[test]
+fn a_guest_gives_up_a_host_without_a_heart() {
+    let (window, _) = window();
+    let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
+    let pulse = Pulse::new(&window, Duration::from_millis(1200));
+    let mut guest = WindowGuest::new(window, Box::new(guest_bell), Some(pulse)).unwrap();
+    assert_eq!(guest.send(b"request", Bytes::from(&[][..])), Ok(1));
+    let stalled = Err(LinkError::Stalled { seconds: 1 });
+    assert_eq!(guest.wait_retired(1), stalled);
+    assert_eq!(guest.try_receive(&mut Vec::new()).map(|_| ()), stalled);
+}

@@ -1,0 +1,365 @@
+//! Rings with every mixture of records, and against peers that break the rules.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use proptest::prelude::*;
+
+use vgpu_transport::link::LinkError;
+use vgpu_transport::window::memory::Memory;
+use vgpu_transport::window::ring::{
+    Arrived, Consumer, HEADER, Limits, Payload, Place, Producer, RECORD_ALIGN,
+};
+
+const TAIL: usize = 0;
+const HEAD: usize = 8;
+const DATA: Range<usize> = 64..64 + 4096;
+const BULK: Range<usize> = DATA.end..DATA.end + 10_000;
+
+/// Memory of one thread. An access outside the ring and its words fails the test.
+struct Plain(RefCell<Vec<u8>>);
+
+impl Plain {
+    fn new() -> Plain {
+        Plain(RefCell::new(vec![0; DATA.end]))
+    }
+
+    fn bytes(&self, range: Range<usize>) -> Vec<u8> {
+        self.0.borrow()[range].to_vec()
+    }
+
+    fn fill(&self, range: Range<usize>, value: u8) {
+        self.0.borrow_mut()[range].fill(value);
+    }
+}
+
+impl Memory for Plain {
+    fn load(&self, offset: usize) -> u64 {
+        assert!(offset == TAIL || offset == HEAD);
+        u64::from_le_bytes(self.bytes(offset..offset + 8).try_into().unwrap())
+    }
+
+    fn store(&self, offset: usize, value: u64) {
+        assert!(offset == TAIL || offset == HEAD);
+        self.0.borrow_mut()[offset..offset + 8].copy_from_slice(&value.to_le_bytes());
+    }
+
+    fn read(&self, offset: usize, out: &mut [u8]) {
+        assert!(offset >= DATA.start && offset.is_multiple_of(8));
+        out.copy_from_slice(&self.0.borrow()[offset..offset + out.len()]);
+    }
+
+    fn write(&self, offset: usize, data: &[u8]) {
+        assert!(offset >= DATA.start && offset.is_multiple_of(8));
+        let padded = data.len().next_multiple_of(8);
+        let mut bytes = self.0.borrow_mut();
+        bytes[offset..offset + padded].fill(0);
+        bytes[offset..offset + data.len()].copy_from_slice(data);
+    }
+
+    fn drain_writes(&self) {}
+
+    fn full_fence(&self) {}
+}
+
+fn place() -> Place {
+    Place {
+        data: DATA,
+        tail: TAIL,
+        head: HEAD,
+    }
+}
+
+fn limits() -> Limits {
+    Limits {
+        message: 512,
+        payload: 8192,
+        bulk: BULK,
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Put { message: usize, payload: Payload },
+    Take,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let inline = prop_oneof![Just(0), 0..64usize, 0..1400usize].prop_map(Payload::Inline);
+    let bulk = (0..BULK.len()).prop_flat_map(|start| {
+        (0..=8192.min(BULK.len() - start)).prop_map(move |len| Payload::Bulk {
+            offset: BULK.start + start,
+            len,
+        })
+    });
+    let put = (0..=500usize, prop_oneof![3 => inline, 1 => bulk])
+        .prop_map(|(message, payload)| Step::Put { message, payload });
+    prop::collection::vec(prop_oneof![4 => put, 3 => Just(Step::Take)], 1..120)
+}
+
+/// Puts a record whose bytes are all `request`, if there is room.
+fn put(
+    memory: &Plain,
+    producer: &mut Producer,
+    request: u64,
+    message: usize,
+    payload: Payload,
+) -> Result<bool, LinkError> {
+    let Some(room) = producer.reserve(memory, request, message, payload)? else {
+        return Ok(false);
+    };
+    assert!(room.payload.start >= DATA.start && room.payload.end <= DATA.end);
+    memory.fill(room.payload.clone(), request as u8);
+    producer.publish(memory, room, &vec![request as u8; message]);
+    Ok(true)
+}
+
+proptest! {
+    /// What goes in comes out, in order and unchanged; a ring is only full when it is.
+    #[test]
+    fn records_come_out_as_they_went_in(steps in steps()) {
+        let memory = Plain::new();
+        let mut producer = Producer::new(place());
+        let mut consumer = Consumer::new(place(), limits());
+        let mut inside = VecDeque::new();
+        let mut request = 0;
+        for step in steps {
+            match step {
+                Step::Put { message, payload } => {
+                    if put(&memory, &mut producer, request + 1, message, payload).unwrap() {
+                        request += 1;
+                        inside.push_back((request, message, payload));
+                    } else {
+                        prop_assert!(!inside.is_empty(), "an empty ring refused a record");
+                    }
+                }
+                Step::Take => {
+                    let arrived = consumer.peek(&memory).unwrap();
+                    prop_assert_eq!(consumer.peek(&memory).unwrap(), arrived.clone());
+                    let Some((request, message, payload)) = inside.pop_front() else {
+                        prop_assert_eq!(arrived, None);
+                        continue;
+                    };
+                    let arrived = arrived.unwrap();
+                    prop_assert_eq!(arrived.request, request);
+                    prop_assert_eq!(memory.bytes(arrived.message.clone()), vec![request as u8; message]);
+                    match payload {
+                        Payload::Inline(len) => prop_assert_eq!(
+                            memory.bytes(arrived.payload.clone()),
+                            vec![request as u8; len]
+                        ),
+                        Payload::Bulk { offset, len } => {
+                            prop_assert_eq!(arrived.payload.clone(), offset..offset + len);
+                        }
+                    }
+                    consumer.release(&memory, &arrived);
+                }
+            }
+        }
+    }
+
+    /// A producer that writes anything anywhere in its ring and its tail, at any time: the consumer gets
+    /// records that lie where they may, or an error, and comes to an end.
+    #[test]
+    fn a_hostile_producer_is_survived(
+        steps in steps(),
+        blows in prop::collection::vec((0..120usize, blow()), 1..8),
+    ) {
+        let memory = Plain::new();
+        let mut producer = Producer::new(place());
+        let mut consumer = Consumer::new(place(), limits());
+        for (i, step) in steps.into_iter().enumerate() {
+            for (_, blow) in blows.iter().filter(|(when, _)| *when == i) {
+                strike(&memory, blow);
+            }
+            match step {
+                Step::Put { message, payload } => {
+                    put(&memory, &mut producer, 1, message, payload).unwrap();
+                }
+                Step::Take => {
+                    if drain(&memory, &mut consumer).is_err() {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    /// A consumer that writes anything into its head: the producer writes where it may, or reports it.
+    #[test]
+    fn a_hostile_consumer_is_survived(
+        steps in steps(),
+        heads in prop::collection::vec(cursor(), 1..60),
+    ) {
+        let memory = Plain::new();
+        let mut producer = Producer::new(place());
+        let mut heads = heads.into_iter().cycle();
+        for step in steps {
+            match step {
+                Step::Put { message, payload } => {
+                    match put(&memory, &mut producer, 1, message, payload) {
+                        Ok(_) => {}
+                        Err(LinkError::PeerMisbehaved(_)) => return Ok(()),
+                        Err(other) => panic!("{other}"),
+                    }
+                }
+                Step::Take => memory.store(HEAD, heads.next().unwrap_or(0)),
+            }
+        }
+    }
+}
+
+/// What a hostile producer does.
+#[derive(Debug, Clone)]
+enum Blow {
+    Tail(u64),
+    /// A header's word somewhere.
+    Word {
+        line: usize,
+        word: usize,
+        value: u64,
+    },
+    Garbage(Vec<u8>),
+}
+
+fn cursor() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        3 => (0..200u64).prop_map(|line| line * RECORD_ALIGN as u64),
+        1 => 0..10_000u64,
+        1 => any::<u64>(),
+    ]
+}
+
+fn blow() -> impl Strategy<Value = Blow> {
+    // Fields of 32 bits that are nearly right.
+    let field = prop_oneof![
+        0..3u32,
+        (0..70u32).prop_map(|line| line * RECORD_ALIGN as u32),
+        0..10_000u32,
+        any::<u32>()
+    ];
+    let value = prop_oneof![
+        2 => (field.clone(), field).prop_map(|(low, high)| u64::from(low) | u64::from(high) << 32),
+        1 => any::<u64>()
+    ];
+    prop_oneof![
+        2 => cursor().prop_map(Blow::Tail),
+        4 => (0..DATA.len() / RECORD_ALIGN, 0..HEADER / 8, value)
+            .prop_map(|(line, word, value)| Blow::Word { line, word, value }),
+        1 => prop::collection::vec(any::<u8>(), DATA.len()).prop_map(Blow::Garbage),
+    ]
+}
+
+fn strike(memory: &Plain, blow: &Blow) {
+    match blow {
+        Blow::Tail(tail) => memory.store(TAIL, *tail),
+        Blow::Word { line, word, value } => memory.write(
+            DATA.start + line * RECORD_ALIGN + word * 8,
+            &value.to_le_bytes(),
+        ),
+        Blow::Garbage(bytes) => memory.write(DATA.start, bytes),
+    }
+}
+
+/// Takes whatever there is. With a tail that stays, that is at most one record for each line of the ring.
+fn drain(memory: &Plain, consumer: &mut Consumer) -> Result<(), LinkError> {
+    for _ in 0..=DATA.len() / RECORD_ALIGN {
+        let Some(arrived) = consumer.peek(memory)? else {
+            return Ok(());
+        };
+        assert_allowed(&arrived);
+        consumer.release(memory, &arrived);
+    }
+    panic!("more records than the ring has lines");
+}
+
+fn assert_allowed(arrived: &Arrived) {
+    let Arrived {
+        message, payload, ..
+    } = arrived;
+    assert!(message.start >= DATA.start + HEADER && message.end <= DATA.end);
+    assert!(message.len() <= limits().message && payload.len() <= limits().payload);
+    let is_inline = payload.start >= message.end && payload.end <= DATA.end;
+    let is_bulk = payload.start >= BULK.start && payload.end <= BULK.end;
+    assert!(is_inline || is_bulk, "{arrived:?}");
+}
+
+/// The rules of a ring, one broken at a time: what is said of whom.
+#[test]
+fn broken_rules_are_named() {
+    let header = |size: u32, kind: u32, message: u32, payload: u32, place: u64| {
+        [
+            u64::from(size) | u64::from(kind) << 32,
+            7,
+            u64::from(message) | u64::from(payload) << 32,
+            place,
+        ]
+    };
+    const INLINE: u32 = 1;
+    const IN_BULK: u32 = 2;
+    let bulk = BULK.start as u64;
+    let cases: [(&str, u64, [u64; 4]); 17] = [
+        ("tail 4160 ", 4160, header(64, INLINE, 0, 0, 32)),
+        ("tail 65 ", 65, header(64, INLINE, 0, 0, 32)),
+        ("record of 0 bytes", 64, header(0, INLINE, 0, 0, 32)),
+        ("record of 65 bytes", 128, header(65, INLINE, 0, 0, 32)),
+        ("record of 128 bytes", 64, header(128, INLINE, 0, 0, 32)),
+        ("unknown kind: kind 3", 64, header(64, 3, 0, 0, 32)),
+        ("too long a message", 64, header(64, INLINE, 33, 0, 65)),
+        ("too long a message", 640, header(640, INLINE, 513, 0, 545)),
+        ("too long a payload", 64, header(64, IN_BULK, 0, 8193, bulk)),
+        ("payload out of place", 64, header(64, INLINE, 8, 1, 32)),
+        ("payload out of place", 64, header(64, INLINE, 8, 25, 40)),
+        (
+            "payload out of place",
+            64,
+            header(64, INLINE, 8, 8, u64::MAX),
+        ),
+        (
+            "payload out of place",
+            64,
+            header(64, IN_BULK, 0, 8, bulk - 1),
+        ),
+        (
+            "payload out of place",
+            64,
+            header(64, IN_BULK, 0, 8, bulk + 9_993),
+        ),
+        (
+            "payload out of place",
+            64,
+            header(64, IN_BULK, 0, 8, u64::MAX),
+        ),
+        ("a pad of 64 bytes", 128, header(64, 0, 0, 0, 0)),
+        ("a pad of 4096 bytes", 4096, header(4096, 0, 0, 0, 0)),
+    ];
+    for (said, tail, header) in cases {
+        let memory = Plain::new();
+        let words: Vec<u8> = header.iter().flat_map(|word| word.to_le_bytes()).collect();
+        memory.write(DATA.start, &words);
+        memory.store(TAIL, tail);
+        match Consumer::new(place(), limits()).peek(&memory) {
+            Err(LinkError::PeerMisbehaved(why)) => assert!(why.contains(said), "{why} / {said}"),
+            other => panic!("{said}: {other:?}"),
+        }
+    }
+
+    let memory = Plain::new();
+    let mut producer = Producer::new(place());
+    for _ in 0..2 {
+        assert_eq!(
+            put(&memory, &mut producer, 1, 8, Payload::Inline(1900)),
+            Ok(true)
+        );
+    }
+    for head in [1, 64 * 65, u64::MAX - 63] {
+        memory.store(HEAD, head);
+        match put(&memory, &mut producer, 1, 8, Payload::Inline(1900)) {
+            Err(LinkError::PeerMisbehaved(why)) => {
+                assert!(why.contains(&format!("ring head {head} ")), "{why}");
+            }
+            other => panic!("{head}: {other:?}"),
+        }
+    }
+}
