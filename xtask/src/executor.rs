@@ -1,6 +1,5 @@
 //! A `vgpu serve` of our own.
 
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -34,7 +33,10 @@ impl Executor {
             .arg(format!("unix:{}", socket.display()))
             .args(["--threads", &threads.to_string()]);
         let mut daemon = Daemon::start(&mut serve, log)?;
-        daemon.wait_until(PATIENCE, || UnixStream::connect(socket).is_ok())?;
+        // One line on stdout, the first it writes there.
+        daemon.wait_until(PATIENCE, |daemon| {
+            daemon.log().lines().any(|line| line.starts_with("ready "))
+        })?;
         Ok(Executor {
             daemon,
             socket: socket.to_owned(),

@@ -119,36 +119,24 @@ pub(crate) fn libclang(cache: &Cache) -> Result<()> {
         let pip = [
             "-m",
             "pip",
-            "download",
+            "install",
             "--disable-pip-version-check",
             "--no-deps",
         ];
-        let mut download = Command::new(&python);
-        download
+        let unpacked = dir.join("unpacked");
+        let mut install = Command::new(&python);
+        install
             .args(pip)
-            .args(["--only-binary", ":all:", LIBCLANG, "-d"])
-            .arg(dir);
-        process::run(&mut download, &step, &log)?;
-        let wheel = std::fs::read_dir(dir)
-            .context("listing what pip fetched")?
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .find(|path| path.extension().is_some_and(|extension| extension == "whl"))
-            .context("pip fetched no wheel")?;
-        let unpacked = dir.join("wheel");
-        let mut unzip = Command::new(&python);
-        unzip
-            .args(["-m", "zipfile", "-e"])
-            .arg(&wheel)
+            .args(["--only-binary", ":all:", LIBCLANG, "--target"])
             .arg(&unpacked);
-        process::run(&mut unzip, &step, &log)?;
+        process::run(&mut install, &step, &log)?;
         std::fs::rename(
             unpacked.join("clang/native/libclang.so"),
             dir.join("libclang.so"),
         )
-        .context("taking libclang.so out of its wheel")?;
-        std::fs::remove_file(&wheel).context("removing the wheel")?;
+        .context("taking libclang.so out of its package")?;
         for rest in [unpacked, dir.join("python")] {
-            std::fs::remove_dir_all(rest).context("removing what else was fetched")?;
+            std::fs::remove_dir_all(rest).context("removing what else was installed")?;
         }
         step.done("");
         Ok(())

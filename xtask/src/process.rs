@@ -174,11 +174,11 @@ impl Daemon {
     pub(crate) fn wait_until(
         &mut self,
         patience: Duration,
-        mut ready: impl FnMut() -> bool,
+        ready: impl Fn(&Daemon) -> bool,
     ) -> Result<()> {
         let started = Instant::now();
         loop {
-            if ready() {
+            if ready(self) {
                 return Ok(());
             }
             if let Some(status) = self.exited()? {

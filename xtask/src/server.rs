@@ -62,7 +62,7 @@ impl Server {
             agent,
         };
         let (agent, health) = (server.agent.clone(), format!("{}/health", server.address));
-        server.daemon.wait_until(PATIENCE, || {
+        server.daemon.wait_until(PATIENCE, |_| {
             agent
                 .get(&health)
                 .call()

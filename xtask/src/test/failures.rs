@@ -110,7 +110,7 @@ fn executor_killed(bench: &Bench<'_>, bin: &Path, dist: &Dist, model: &Path) -> 
     let mut killed = None;
     server.stream(PROMPT, |line| {
         tokens += u32::from(line.starts_with("data: ") && killed.is_none());
-        if line.contains("error") {
+        if line.starts_with("error:") || line.contains("\"error\":") {
             error = Some((Instant::now(), line.to_owned()));
         }
         if tokens >= 8
@@ -242,11 +242,11 @@ fn guest_killed(bench: &Bench<'_>, bin: &Path, dist: &Dist, model: &Path) -> Res
     let ends = log
         .lines()
         .map_while(Result::ok)
-        .filter(|l| l.contains("session ended"))
+        .filter(|l| l.contains("session closed"))
         .count();
     ensure!(
         ends >= 2,
-        "the executor logged {ends} ended sessions of two"
+        "the executor logged {ends} closed sessions of two"
     );
     Ok(String::new())
 }
