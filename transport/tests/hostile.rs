@@ -82,7 +82,7 @@ fn a_host_survives_any_guest() {
     for session in 1..=SESSIONS {
         let (window, layout) = window();
         let (host_bell, _guest_bell) = EventDoorbell::pair().unwrap();
-        let mut host = WindowHost::new(Arc::clone(&window), layout.clone(), Box::new(host_bell));
+        let mut host = WindowHost::new(Arc::clone(&window), &layout, Box::new(host_bell));
         let stop = Arc::new(AtomicBool::new(false));
         let vandal = vandal(
             Arc::clone(&window),
@@ -128,7 +128,7 @@ fn a_guest_survives_any_host() {
     for session in 1..=SESSIONS {
         let (window, layout) = window();
         let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
-        let mut guest = WindowGuest::new(Arc::clone(&window), Box::new(guest_bell), None).unwrap();
+        let mut guest = WindowGuest::new(Arc::clone(&window), &layout, Box::new(guest_bell), None);
         let stop = Arc::new(AtomicBool::new(false));
         let vandal = vandal(
             Arc::clone(&window),
@@ -173,9 +173,9 @@ fn a_guest_notices_that_its_window_is_gone() {
         (word::HOST_STATE, STATE_CLOSED),
         (word::EPOCH, 6),
     ] {
-        let (window, _) = window();
+        let (window, layout) = window();
         let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
-        let mut guest = WindowGuest::new(Arc::clone(&window), Box::new(guest_bell), None).unwrap();
+        let mut guest = WindowGuest::new(Arc::clone(&window), &layout, Box::new(guest_bell), None);
         assert_eq!(guest.send(b"request", Bytes::from(&[][..])), Ok(1));
         let breaker = thread::spawn(move || {
             thread::sleep(Duration::from_millis(20));
@@ -191,10 +191,10 @@ fn a_guest_notices_that_its_window_is_gone() {
 /// A host whose process has stopped: nothing closes, nothing moves.
 #[test]
 fn a_guest_gives_up_a_host_without_a_heart() {
-    let (window, _) = window();
+    let (window, layout) = window();
     let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
     let pulse = Pulse::new(&window, Duration::from_millis(1200));
-    let mut guest = WindowGuest::new(window, Box::new(guest_bell), Some(pulse)).unwrap();
+    let mut guest = WindowGuest::new(window, &layout, Box::new(guest_bell), Some(pulse));
     assert_eq!(guest.send(b"request", Bytes::from(&[][..])), Ok(1));
     let stalled = Err(LinkError::Stalled { seconds: 1 });
     assert_eq!(guest.wait_retired(1), stalled);

@@ -4,9 +4,9 @@
 //!  guest                                        host
 //!  connect            ------------------------> accept, credentials from the kernel
 //!  hello: layouts, window size wanted --------> choose
-//!                     <------------------------ welcome: size, epoch; memfd, two eventfds
+//!                     <------------------------ welcome: size; memfd, two eventfds
 //!  check seals and size, map
-//!  opened             ------------------------> the session begins
+//!  opened: epoch      ------------------------> the session begins
 //! ```
 //!
 //! The socket is of packets (`SOCK_SEQPACKET`), so each of these is one whole message, and something else that
@@ -48,8 +48,8 @@ const FDS: usize = 3;
 
 /// Words of a hello: magic, lowest and highest layout spoken, window size wanted (0: as the host likes).
 const HELLO: usize = 4;
-/// Words of a welcome: magic, verdict, layout chosen, window size, epoch.
-const WELCOME: usize = 5;
+/// Words of a welcome: magic, verdict, layout chosen, window size.
+const WELCOME: usize = 4;
 /// Words of an opened: magic, epoch.
 const OPENED: usize = 2;
 
@@ -148,11 +148,16 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
         }
         Err(error) => return Err(garbage(&error.to_string())),
     };
-    send(&socket, &[MAGIC, words[4]], &[], deadline).map_err(failed)?;
-    let doorbell = EventDoorbell::new(guest_bell, host_bell, Some(socket));
+    let layout = Layout::read(&*window, window.size()).map_err(|e| garbage(&e.to_string()))?;
+    send(&socket, &[MAGIC, layout.epoch()], &[], deadline).map_err(failed)?;
     let pulse = Pulse::new(&window, STALL);
-    WindowGuest::new(window, Box::new(doorbell), Some(pulse))
-        .map_err(|error| garbage(&error.to_string()))
+    let doorbell = EventDoorbell::new(guest_bell, host_bell, Some(socket));
+    Ok(WindowGuest::new(
+        window,
+        &layout,
+        Box::new(doorbell),
+        Some(pulse),
+    ))
 }
 
 /// How a host listens.
@@ -339,7 +344,7 @@ impl Arrival {
         let (words, _) = receive(&self.socket, HELLO, 0, deadline).map_err(failed)?;
         let (from, to) = (words[1], words[2]);
         if !(from..=to).contains(&layout::VERSION) {
-            let verdict = [MAGIC, VERDICT_OTHER_LAYOUT, layout::VERSION, 0, 0];
+            let verdict = [MAGIC, VERDICT_OTHER_LAYOUT, layout::VERSION, 0];
             send(&self.socket, &verdict, &[], deadline).map_err(failed)?;
             return Err(HandshakeError::OtherLayout { from, to });
         }
@@ -358,7 +363,7 @@ impl Arrival {
         let window = Arc::new(Window::map(file.as_fd(), size).map_err(unmapped)?);
         layout.write(&*window);
         let (guest_bell, host_bell) = (new_eventfd()?, new_eventfd()?);
-        let welcome = [MAGIC, VERDICT_COME_IN, layout::VERSION, size as u64, epoch];
+        let welcome = [MAGIC, VERDICT_COME_IN, layout::VERSION, size as u64];
         let fds = [file.as_fd(), guest_bell.as_fd(), host_bell.as_fd()];
         send(&self.socket, &welcome, &fds, deadline).map_err(failed)?;
         let (words, _) = receive(&self.socket, OPENED, 0, deadline).map_err(failed)?;
@@ -373,7 +378,7 @@ impl Arrival {
             error: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
         })?;
         let doorbell = EventDoorbell::new(host_bell, guest_bell, Some(self.socket));
-        Ok(WindowHost::new(window, layout, Box::new(doorbell)))
+        Ok(WindowHost::new(window, &layout, Box::new(doorbell)))
     }
 }
 

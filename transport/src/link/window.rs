@@ -52,8 +52,8 @@ pub fn inproc_pair() -> Result<(WindowGuest, WindowHost), LinkError> {
     let window = Arc::new(Window::anonymous(layout.size()).map_err(unmapped)?);
     layout.write(&*window);
     let (guest_bell, host_bell) = EventDoorbell::pair()?;
-    let guest = WindowGuest::new(Arc::clone(&window), Box::new(guest_bell), None)?;
-    let host = WindowHost::new(window, layout, Box::new(host_bell));
+    let guest = WindowGuest::new(Arc::clone(&window), &layout, Box::new(guest_bell), None);
+    let host = WindowHost::new(window, &layout, Box::new(host_bell));
     Ok((guest, host))
 }
 
@@ -74,13 +74,14 @@ pub struct WindowGuest {
 }
 
 impl WindowGuest {
-    /// The guest's end of a window that a host has written. With a `pulse`, a host whose heart stops is given up.
+    /// The guest's end of a window from which `layout` has been read. With a `pulse`, a host whose heart stops is
+    /// given up.
     pub fn new(
         window: Arc<Window>,
+        layout: &Layout,
         doorbell: Box<dyn Doorbell>,
         pulse: Option<Pulse>,
-    ) -> Result<WindowGuest, LinkError> {
-        let layout = Layout::read(&*window, window.size()).map_err(broken_window)?;
+    ) -> WindowGuest {
         let bulk = layout.bulk();
         let cut = bulk.start + STREAM_SIZE.min(bulk.len());
         window.store(word::GUEST_STATE, STATE_OPEN);
@@ -89,9 +90,9 @@ impl WindowGuest {
             payload: MAX_PAYLOAD,
             bulk: 0..0,
         };
-        Ok(WindowGuest {
-            submissions: Producer::new(submission_ring(&layout)),
-            completions: Consumer::new(completion_ring(&layout), limits),
+        WindowGuest {
+            submissions: Producer::new(submission_ring(layout)),
+            completions: Consumer::new(completion_ring(layout), limits),
             stream: Stream::new(bulk.start..cut),
             pool: Pool::new(cut..bulk.end),
             line: Line::new(window, layout.epoch(), doorbell, Side::Guest),
@@ -100,7 +101,7 @@ impl WindowGuest {
             stash: VecDeque::new(),
             stashed: 0,
             looked: Instant::now(),
-        })
+        }
     }
 
     /// Takes memory of the window for a buffer whose bytes can be sent from where they lie, with
@@ -371,15 +372,15 @@ pub struct WindowHost {
 
 impl WindowHost {
     /// The host's end of a window to which `layout` has been written.
-    pub fn new(window: Arc<Window>, layout: Layout, doorbell: Box<dyn Doorbell>) -> WindowHost {
+    pub fn new(window: Arc<Window>, layout: &Layout, doorbell: Box<dyn Doorbell>) -> WindowHost {
         let limits = Limits {
             message: MAX_MESSAGE,
             payload: MAX_PAYLOAD,
             bulk: layout.bulk(),
         };
         WindowHost {
-            submissions: Consumer::new(submission_ring(&layout), limits),
-            completions: Producer::new(completion_ring(&layout)),
+            submissions: Consumer::new(submission_ring(layout), limits),
+            completions: Producer::new(completion_ring(layout)),
             line: Line::new(window, layout.epoch(), doorbell, Side::Host),
             current: None,
             received: 0,

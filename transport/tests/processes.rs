@@ -1,0 +1,634 @@
+//! The unix link between processes: death, garbage, leaks, and what users are told.
+//!
+//! This program is both sides: without a role it runs the checks, one after another, and starts itself with a role
+//! where a second process is needed.
+
+use std::env;
+use std::io::{IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType,
+};
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::link::unix::{
+    ConnectError, HandshakeError, ListenError, ListenOptions, Listener, connect,
+};
+use vgpu_transport::link::window::WindowGuest;
+use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
+use vgpu_transport::window::layout::{DEFAULT_SIZE, MIN_SIZE};
+
+const WAIT: Duration = Duration::from_secs(20);
+
+/// How long the death of a peer may stay unnoticed. (It is noticed at once; this tells that from a hang.)
+const NOTICED: Duration = Duration::from_secs(2);
+
+/// What a second process does, and on which socket.
+const ROLE: &str = "VGPU_TEST_ROLE";
+const SOCKET: &str = "VGPU_TEST_SOCKET";
+
+fn main() {
+    if let Ok(role) = env::var(ROLE) {
+        let path = PathBuf::from(env::var_os(SOCKET).unwrap());
+        return match role.as_str() {
+            "host" => play_host(&path),
+            "guest" => play_guest(&path),
+            other => panic!("no role {other}"),
+        };
+    }
+    macro_rules! checks {
+        ($($name:ident)*) => { [$((stringify!($name), $name as fn(&Dir))),*] };
+    }
+    let checks = checks! {
+        a_killed_host_is_noticed
+        a_killed_guest_is_noticed
+        a_host_that_waits_for_room_notices_too
+        a_dead_hosts_socket_is_replaced
+        nothing_is_left_open_or_mapped
+        garbage_gets_no_session
+        a_silent_guest_holds_up_nobody
+        users_are_told_why
+        hosts_are_told_why
+    };
+    let filter = env::args().skip(1).find(|arg| !arg.starts_with('-'));
+    for (name, check) in checks {
+        if filter.as_ref().is_none_or(|filter| name.contains(filter)) {
+            check(&Dir::new(name));
+            println!("test {name} ... ok");
+        }
+    }
+}
+
+/// A directory for sockets that goes away.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new(name: &str) -> Dir {
+        let path = env::temp_dir().join(format!("vgpu-{}-{name}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        Dir(path)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0.join("s")
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+/// This program in a role; killed when dropped.
+struct Process(Child);
+
+impl Process {
+    fn start(role: &str, socket: &Path) -> Process {
+        let child = Command::new(env::current_exe().unwrap())
+            .env(ROLE, role)
+            .env(SOCKET, socket)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Process(child)
+    }
+
+    /// Waits until it says something.
+    fn wait_ready(&mut self) {
+        let mut byte = [0];
+        self.0
+            .stdout
+            .as_mut()
+            .unwrap()
+            .read_exact(&mut byte)
+            .unwrap();
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn say_ready() {
+    println!("ready");
+}
+
+/// Answers each request with its own payload; says when there is a request "hold", and does nothing more then.
+fn play_host(path: &Path) {
+    let listener = Listener::bind(path, ListenOptions::default()).unwrap();
+    say_ready();
+    loop {
+        let Some(arrival) = listener.accept(WAIT).unwrap() else {
+            return;
+        };
+        let Ok(mut host) = arrival.handshake() else {
+            continue; // It only wanted to know whether somebody listens.
+        };
+        let mut message = Vec::new();
+        loop {
+            message.clear();
+            match host.receive(&mut message, WAIT) {
+                Ok(Some(_)) if message == b"hold" => {
+                    say_ready();
+                    thread::sleep(WAIT);
+                }
+                Ok(Some(incoming)) => {
+                    let mut payload = vec![0; incoming.payload_len];
+                    host.payload().copy_to(&mut payload);
+                    host.send(&message, payload.len(), &mut |mut room: BytesMut<'_>| {
+                        room.copy_from(Bytes::from(&payload[..]));
+                    })
+                    .unwrap();
+                }
+                Ok(None) => return,
+                Err(error) => {
+                    assert_eq!(error, LinkError::Closed);
+                    break;
+                }
+            }
+            host.retire();
+        }
+    }
+}
+
+/// Sends a request and then does nothing.
+fn play_guest(path: &Path) {
+    let mut guest = connect(path, WAIT).unwrap();
+    guest.send(b"hello", Bytes::from(&[][..])).unwrap();
+    say_ready();
+    thread::sleep(WAIT);
+}
+
+fn echo(guest: &mut WindowGuest, len: usize) {
+    let payload = vec![len as u8; len];
+    let mut room = vec![0; len];
+    let mut reply = Vec::new();
+    guest.send(b"echo", Bytes::from(&payload[..])).unwrap();
+    let got = guest.receive(&mut reply, BytesMut::from(&mut room[..]));
+    assert_eq!((got, &reply[..]), (Ok(len), &b"echo"[..]));
+    assert!(room == payload);
+}
+
+fn a_killed_host_is_noticed(dir: &Dir) {
+    type Wait = fn(&mut WindowGuest) -> LinkError;
+    let waits: [Wait; 3] = [
+        |guest| {
+            let room = BytesMut::from(&mut [][..]);
+            guest.receive(&mut Vec::new(), room).unwrap_err()
+        },
+        |guest| guest.wait_retired(u64::MAX).unwrap_err(),
+        |guest| loop {
+            // More than there is room for.
+            if let Err(error) = guest.send(b"hold", Bytes::from(&[0; 100_000][..])) {
+                return error;
+            }
+        },
+    ];
+    for wait in waits {
+        let mut host = Process::start("host", &dir.socket());
+        host.wait_ready();
+        let mut guest = connect(&dir.socket(), WAIT).unwrap();
+        echo(&mut guest, 1_000_000);
+        guest.send(b"hold", Bytes::from(&[][..])).unwrap();
+        host.wait_ready();
+        let waiter = thread::spawn(move || {
+            let error = wait(&mut guest);
+            (guest, error, Instant::now())
+        });
+        // Let it fall asleep.
+        thread::sleep(Duration::from_millis(100));
+        let killed = Instant::now();
+        host.kill();
+        let (mut guest, error, noticed) = waiter.join().unwrap();
+        assert_eq!(error, LinkError::Closed);
+        assert!(noticed.saturating_duration_since(killed) < NOTICED);
+        assert!(guest.is_closed());
+        assert_eq!(
+            guest.send(b"more", Bytes::from(&[][..])),
+            Err(LinkError::Closed)
+        );
+    }
+
+    // Without waiting for anything.
+    let mut host = Process::start("host", &dir.socket());
+    host.wait_ready();
+    let mut guest = connect(&dir.socket(), WAIT).unwrap();
+    assert!(!guest.is_closed());
+    host.kill();
+    let killed = Instant::now();
+    while !guest.is_closed() {
+        assert!(killed.elapsed() < NOTICED);
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn a_killed_guest_is_noticed(dir: &Dir) {
+    let listener = Listener::bind(&dir.socket(), ListenOptions::default()).unwrap();
+    let mut guest = Process::start("guest", &dir.socket());
+    let arrival = listener.accept(WAIT).unwrap().unwrap();
+    assert_eq!(arrival.peer().pid, guest.0.id() as i32);
+    assert_eq!(arrival.peer().uid, rustix::process::getuid().as_raw());
+    let mut host = arrival.handshake().unwrap();
+    guest.wait_ready();
+    let mut message = Vec::new();
+    assert!(host.receive(&mut message, WAIT).unwrap().is_some());
+    host.retire();
+    assert_eq!(
+        host.receive(&mut message, Duration::from_millis(100)),
+        Ok(None)
+    );
+    let waiter = thread::spawn(move || {
+        let received = host.receive(&mut message, WAIT);
+        (received, Instant::now())
+    });
+    thread::sleep(Duration::from_millis(100));
+    let killed = Instant::now();
+    guest.kill();
+    let (received, noticed) = waiter.join().unwrap();
+    assert_eq!(received, Err(LinkError::Closed));
+    assert!(noticed.saturating_duration_since(killed) < NOTICED);
+}
+
+fn a_host_that_waits_for_room_notices_too(dir: &Dir) {
+    let listener = Listener::bind(&dir.socket(), ListenOptions::default()).unwrap();
+    let mut guest = Process::start("guest", &dir.socket());
+    let mut host = listener.accept(WAIT).unwrap().unwrap().handshake().unwrap();
+    guest.wait_ready();
+    let sender = thread::spawn(move || {
+        // It takes no replies.
+        loop {
+            if let Err(error) = host.send(b"reply", 100_000, &mut |_| {}) {
+                return (error, Instant::now());
+            }
+        }
+    });
+    thread::sleep(Duration::from_millis(100));
+    let killed = Instant::now();
+    guest.kill();
+    let (error, noticed) = sender.join().unwrap();
+    assert_eq!(error, LinkError::Closed);
+    assert!(noticed.saturating_duration_since(killed) < NOTICED);
+}
+
+fn a_dead_hosts_socket_is_replaced(dir: &Dir) {
+    let path = dir.socket();
+    let mut host = Process::start("host", &path);
+    host.wait_ready();
+    let in_use = Listener::bind(&path, ListenOptions::default()).map(|_| ());
+    assert_eq!(in_use, Err(ListenError::InUse { path: path.clone() }));
+    host.kill();
+    assert!(path.exists(), "SIGKILL leaves the file");
+    let refused = connect(&path, WAIT).map(|_| ());
+    assert_eq!(refused, Err(ConnectError::Refused { path: path.clone() }));
+    let mut host = Process::start("host", &path);
+    host.wait_ready();
+    let mut guest = connect(&path, WAIT).unwrap();
+    echo(&mut guest, 10);
+}
+
+fn nothing_is_left_open_or_mapped(dir: &Dir) {
+    let mut host = Process::start("host", &dir.socket());
+    host.wait_ready();
+    let before = open_files();
+    assert_eq!(mapped_windows(), 0);
+    for round in 0..50 {
+        let mut guest = connect(&dir.socket(), WAIT).unwrap();
+        echo(&mut guest, 100 << (round % 13));
+        assert_eq!(mapped_windows(), 1);
+    }
+    assert_eq!(open_files(), before);
+    assert_eq!(mapped_windows(), 0);
+
+    // The host's side, in this process.
+    let listener = Listener::bind(&dir.0.join("own"), ListenOptions::default()).unwrap();
+    let before = open_files();
+    for _ in 0..20 {
+        let path = listener.path().to_path_buf();
+        let guest = thread::spawn(move || connect(&path, WAIT).unwrap());
+        let host = listener.accept(WAIT).unwrap().unwrap().handshake().unwrap();
+        drop((guest.join().unwrap(), host));
+    }
+    assert_eq!(open_files(), before);
+    // A heartbeat may be under way.
+    let began = Instant::now();
+    while mapped_windows() > 0 {
+        assert!(began.elapsed() < WAIT);
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn open_files() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn mapped_windows() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines()
+        .filter(|line| line.contains("vgpu-window"))
+        .count()
+}
+
+/// A client that speaks to the socket as it likes.
+fn raw_client(path: &Path) -> OwnedFd {
+    let kind = SocketType::SEQPACKET;
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    socket
+}
+
+fn raw_send(socket: &OwnedFd, words: &[u64], fds: &[BorrowedFd<'_>]) {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(10))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let parts = [IoSlice::new(&bytes)];
+    rustix::net::sendmsg(socket, &parts, &mut control, SendFlags::empty()).unwrap();
+}
+
+const MAGIC: u64 = u64::from_le_bytes(*b"VGPULINK");
+
+fn garbage_gets_no_session(dir: &Dir) {
+    let options = ListenOptions {
+        window_size: MIN_SIZE,
+        handshake_timeout: Duration::from_millis(50),
+        ..ListenOptions::default()
+    };
+    let listener = Listener::bind(&dir.socket(), options).unwrap();
+    let before = open_files();
+    let try_with = |talk: &dyn Fn(&OwnedFd)| {
+        let client = raw_client(listener.path());
+        talk(&client);
+        let arrival = listener.accept(WAIT).unwrap().unwrap();
+        arrival.handshake().map(|_| ()).unwrap_err()
+    };
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let is_garbage = |error: HandshakeError| match error {
+        HandshakeError::Garbage(why) => why,
+        other => panic!("{other}"),
+    };
+
+    assert!(
+        is_garbage(try_with(&|socket| raw_send(socket, &[7, 1, 1, 0], &[])))
+            .contains("0x0000000000000007")
+    );
+    assert!(is_garbage(try_with(&|socket| raw_send(socket, &[MAGIC], &[]))).contains("8 bytes"));
+    let long = [MAGIC; 100];
+    assert!(is_garbage(try_with(&|socket| raw_send(socket, &long, &[]))).contains("33 bytes"));
+    for count in [1, 10] {
+        let fds = vec![null.as_fd(); count];
+        let why = is_garbage(try_with(&|socket| {
+            raw_send(socket, &[MAGIC, 1, 1, 0], &fds)
+        }));
+        assert!(why.contains("files"), "{why}");
+    }
+    assert_eq!(
+        try_with(&|socket| raw_send(socket, &[MAGIC, 2, 9, 0], &[])),
+        HandshakeError::OtherLayout { from: 2, to: 9 }
+    );
+    assert_eq!(
+        try_with(&|socket| raw_send(socket, &[MAGIC, 9, 0, 0], &[])),
+        HandshakeError::OtherLayout { from: 9, to: 0 }
+    );
+    assert_eq!(try_with(&|_| {}), HandshakeError::Timeout { ms: 50 });
+    // A good beginning, then silence, or the wrong end.
+    let hello = [MAGIC, 1, 1, u64::MAX];
+    assert_eq!(
+        try_with(&|socket| raw_send(socket, &hello, &[])),
+        HandshakeError::Timeout { ms: 50 }
+    );
+    let why = is_garbage(try_with(&|socket| {
+        raw_send(socket, &hello, &[]);
+        raw_send(socket, &[MAGIC, 0], &[]);
+    }));
+    assert!(why.contains("session 0x0"), "{why}");
+    // Gone before it was spoken to.
+    drop(raw_client(listener.path()));
+    let gone = listener
+        .accept(WAIT)
+        .unwrap()
+        .unwrap()
+        .handshake()
+        .map(|_| ());
+    assert_eq!(gone, Err(HandshakeError::Link(LinkError::Closed)));
+    drop(null);
+
+    // None of it is left, and a guest that knows how is served.
+    assert_eq!(open_files(), before);
+    let path = dir.socket();
+    let guest = thread::spawn(move || connect(&path, WAIT).unwrap());
+    let mut host = listener.accept(WAIT).unwrap().unwrap().handshake().unwrap();
+    let mut guest = guest.join().unwrap();
+    assert_eq!(guest.window().size(), MIN_SIZE);
+    guest.send(b"hello", Bytes::from(&[][..])).unwrap();
+    assert!(host.receive(&mut Vec::new(), WAIT).unwrap().is_some());
+}
+
+fn a_silent_guest_holds_up_nobody(dir: &Dir) {
+    let listener = Listener::bind(&dir.socket(), ListenOptions::default()).unwrap();
+    let silent: Vec<OwnedFd> = (0..5).map(|_| raw_client(&dir.socket())).collect();
+    let path = dir.socket();
+    let guest = thread::spawn(move || connect(&path, WAIT).unwrap());
+    let mut waiting = Vec::new();
+    let mut host = loop {
+        let arrival = listener.accept(WAIT).unwrap().unwrap();
+        // Each on a thread of its own, as a host does it.
+        let handshake = thread::spawn(move || arrival.handshake());
+        if waiting.len() == silent.len() {
+            break handshake.join().unwrap().unwrap();
+        }
+        waiting.push(handshake);
+    };
+    let mut guest = guest.join().unwrap();
+    assert_eq!(guest.window().size(), DEFAULT_SIZE);
+    guest.send(b"hello", Bytes::from(&[][..])).unwrap();
+    assert!(host.receive(&mut Vec::new(), WAIT).unwrap().is_some());
+    drop(silent);
+    for handshake in waiting {
+        let ended = handshake.join().unwrap().map(|_| ());
+        assert_eq!(ended, Err(HandshakeError::Link(LinkError::Closed)));
+    }
+}
+
+fn users_are_told_why(dir: &Dir) {
+    let path = dir.socket();
+    let short = Duration::from_millis(60);
+    let try_connect = || connect(&path, short).map(|_| ()).unwrap_err();
+    let not_vgpu = |why: &str| ConnectError::NotVgpu {
+        path: path.clone(),
+        why: why.into(),
+    };
+
+    assert_eq!(
+        try_connect(),
+        ConnectError::NoSuchFile { path: path.clone() }
+    );
+    std::fs::write(&path, "text").unwrap();
+    assert_eq!(try_connect(), not_vgpu("it is no socket"));
+    std::fs::remove_file(&path).unwrap();
+    let other = UnixListener::bind(&path).unwrap();
+    assert_eq!(try_connect(), not_vgpu("it is a socket of another type"));
+    drop(other);
+    std::fs::remove_file(&path).unwrap();
+
+    // It listens, and never answers.
+    let silent = Listener::bind(&path, ListenOptions::default()).unwrap();
+    assert_eq!(
+        try_connect(),
+        ConnectError::Timeout {
+            path: path.clone(),
+            ms: 60
+        }
+    );
+    // It has not even time to accept: the queue is full.
+    let queue: Vec<OwnedFd> = (0..).map_while(|_| raw_client_if_room(&path)).collect();
+    assert!(queue.len() >= 10);
+    assert!(matches!(try_connect(), ConnectError::Timeout { .. }));
+    drop((queue, silent));
+
+    // It answers something else.
+    let words: [&[u64]; 5] = [
+        &[1, 2],
+        &[1, 2, 3, 4],
+        &[MAGIC, 0, 1, 4096],
+        &[MAGIC, 9, 1, 4096],
+        &[MAGIC, 0, 7, 4096],
+    ];
+    for words in words {
+        let error = with_false_host(&path, |client| raw_send(client, words, &[]));
+        assert!(matches!(error, ConnectError::NotVgpu { .. }), "{error}");
+    }
+    assert_eq!(
+        with_false_host(&path, |client| raw_send(client, &[MAGIC, 1, 3, 0], &[])),
+        ConnectError::OtherLayout {
+            path: path.clone(),
+            ours: 1,
+            theirs: 3
+        }
+    );
+    assert_eq!(with_false_host(&path, |_| {}), not_vgpu("it hung up"));
+    // Files that are not what they should be.
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let welcome = [MAGIC, 0, 1, MIN_SIZE as u64];
+    for count in [1, 3, 4] {
+        let error = with_false_host(&path, |client| {
+            raw_send(client, &welcome, &vec![null.as_fd(); count]);
+        });
+        assert!(matches!(error, ConnectError::NotVgpu { .. }), "{error}");
+    }
+    let flags = rustix::event::EventfdFlags::NONBLOCK;
+    let bell = rustix::event::eventfd(0, flags).unwrap();
+    let empty = rustix::fs::memfd_create("t", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&empty, MIN_SIZE as u64).unwrap();
+    for (seals, said) in [
+        (rustix::fs::SealFlags::empty(), "not sealed"),
+        (rustix::fs::SealFlags::SHRINK, "no window here"),
+    ] {
+        rustix::fs::fcntl_add_seals(&empty, seals).unwrap();
+        let fds = [empty.as_fd(), bell.as_fd(), bell.as_fd()];
+        let error = with_false_host(&path, |client| raw_send(client, &welcome, &fds));
+        assert!(error.to_string().contains(said), "{error}");
+    }
+
+    // Not for us to open. (Root may open anything, so the check runs as somebody else then.)
+    let private = ListenOptions {
+        mode: 0o000,
+        ..ListenOptions::default()
+    };
+    let _listener = Listener::bind(&path, private).unwrap();
+    let refused = {
+        let path = path.clone();
+        thread::spawn(move || {
+            if rustix::process::getuid().is_root() {
+                let nobody = rustix::fs::Uid::from_raw(65534);
+                rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+            }
+            connect(&path, WAIT).map(|_| ()).unwrap_err()
+        })
+    };
+    assert_eq!(refused.join().unwrap(), ConnectError::Permission { path });
+}
+
+/// Another client for a listener, unless its queue is full.
+fn raw_client_if_room(path: &Path) -> Option<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let kind = SocketType::SEQPACKET;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).ok()?;
+    Some(socket)
+}
+
+/// What a guest makes of a host that answers its hello as `answer` does.
+fn with_false_host(path: &Path, answer: impl Fn(&OwnedFd)) -> ConnectError {
+    let kind = SocketType::SEQPACKET;
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    rustix::net::listen(&socket, 1).unwrap();
+    let guest = {
+        let path = path.to_path_buf();
+        thread::spawn(move || connect(&path, WAIT).map(|_| ()).unwrap_err())
+    };
+    let client = rustix::net::accept(&socket).unwrap();
+    let mut hello = [0; 32];
+    rustix::net::recv(&client, &mut hello[..], RecvFlags::empty()).unwrap();
+    answer(&client);
+    drop(client);
+    std::fs::remove_file(path).unwrap();
+    guest.join().unwrap()
+}
+
+fn hosts_are_told_why(dir: &Dir) {
+    let bind = |path: &Path| Listener::bind(path, ListenOptions::default()).map(|_| ());
+    let path = dir.0.join("file");
+    std::fs::write(&path, "text").unwrap();
+    assert_eq!(
+        bind(&path),
+        Err(ListenError::NotASocket { path: path.clone() })
+    );
+    assert_eq!(std::fs::read(&path).unwrap(), b"text");
+    let path = dir.0.join("missing/s");
+    assert_eq!(
+        bind(&path),
+        Err(ListenError::NoDirectory { path: path.clone() })
+    );
+    let path = dir.socket();
+    let other = UnixListener::bind(&path).unwrap();
+    assert_eq!(bind(&path), Err(ListenError::InUse { path: path.clone() }));
+    // A dead socket of another type stands for nobody.
+    drop(other);
+    assert_eq!(bind(&path), Ok(()));
+    let options = ListenOptions {
+        window_size: MIN_SIZE + 1,
+        ..ListenOptions::default()
+    };
+    let odd = Listener::bind(&path, options).map(|_| ());
+    assert!(matches!(odd, Err(ListenError::Window(_))), "{odd:?}");
+    // A listener removes its own socket and no other.
+    let first = Listener::bind(&path, ListenOptions::default()).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let second = Listener::bind(&path, ListenOptions::default()).unwrap();
+    drop(first);
+    assert!(path.exists());
+    drop(second);
+    assert!(!path.exists());
+}
