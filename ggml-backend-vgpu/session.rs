@@ -371,17 +371,23 @@ impl Session {
         }
         let known = match key.and_then(|key| c.graphs.by_key(key)) {
             Some(known) => known,
-            None => c.graphs.by_content(key, encode()?),
+            None => {
+                let graph = encode()?;
+                if graph.nodes.is_empty() {
+                    return Ok(()); // only views
+                }
+                c.graphs.by_content(key, graph)
+            }
         };
         self.note(c.run(stream, known, host_nodes)).map_err(E::from)
     }
 
-    /// Returns when everything sent so far is done.
+    /// Returns when every graph sent so far is done. Writes behind the last graph are not waited for: their
+    /// data is already out of the caller's hands, and whatever could see their effect comes after them.
     pub(crate) fn synchronize(&self) -> Result<(), SessionError> {
         self.talk(|c| {
-            let last = c.stats.last_request;
-            if c.end.retired() < last {
-                c.end.wait_retired(last).map_err(lost)?;
+            if let Some(last) = c.submissions.back() {
+                c.end.wait_retired(last.request).map_err(lost)?;
             }
             c.drain()
         })
@@ -438,9 +444,7 @@ impl Connection {
     fn send(&mut self, request: &Request, payload: Bytes<'_>) -> Result<u64, SessionError> {
         self.message.clear();
         request.encode(&mut self.message);
-        let number = self.end.send(&self.message, payload).map_err(lost)?;
-        self.stats.last_request = number;
-        Ok(number)
+        self.end.send(&self.message, payload).map_err(lost)
     }
 
     /// The answer to `request`; failures of one-way requests that arrive before it are kept.

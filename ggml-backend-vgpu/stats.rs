@@ -15,8 +15,6 @@ const STEPS: usize = 1024;
 /// Statistics of one session.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Stats {
-    /// The number of the request sent last.
-    pub(crate) last_request: u64,
     graphs: u64,
     nodes: u64,
     full_graphs: u64,
