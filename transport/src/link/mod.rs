@@ -6,6 +6,7 @@
 
 mod credentials;
 pub mod endpoint;
+mod line;
 pub mod unix;
 pub mod window;
 

@@ -5,7 +5,7 @@
 //! are one. A wait may end for no reason.
 #![forbid(unsafe_code)]
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
@@ -21,8 +21,8 @@ pub trait Doorbell: Send {
     /// Forgets rings that have already come.
     fn clear(&self) -> Result<(), LinkError>;
 
-    /// Sleeps until the peer rings, is gone, or `timeout` has passed. `None` looks at the peer without sleeping.
-    fn wait(&self, timeout: Option<Duration>) -> Result<Wake, LinkError>;
+    /// Sleeps until the peer rings, is gone, or `timeout` has passed. With no time it only looks.
+    fn wait(&self, timeout: Duration) -> Result<Wake, LinkError>;
 }
 
 /// Why a wait ended.
@@ -88,17 +88,18 @@ impl Doorbell for EventDoorbell {
         }
     }
 
-    fn wait(&self, timeout: Option<Duration>) -> Result<Wake, LinkError> {
-        let timeout = timeout.unwrap_or(Duration::ZERO);
-        let mut fds = Vec::with_capacity(2);
-        fds.push(PollFd::from_borrowed_fd(self.own.as_fd(), PollFlags::IN));
-        if let Some(lifeline) = &self.lifeline {
-            fds.push(PollFd::from_borrowed_fd(lifeline.as_fd(), PollFlags::RDHUP));
-        }
-        poll(&mut fds, timeout).map_err(system("waiting for the peer"))?;
+    fn wait(&self, timeout: Duration) -> Result<Wake, LinkError> {
+        let waiting = system("waiting for the peer");
+        let rung = PollFd::new(&self.own, PollFlags::IN);
+        let Some(lifeline) = &self.lifeline else {
+            poll(&mut [rung], timeout).map_err(waiting)?;
+            return Ok(Wake::Look);
+        };
+        let mut fds = [rung, PollFd::new(lifeline, PollFlags::RDHUP)];
+        poll(&mut fds, timeout).map_err(waiting)?;
         // Hang-ups and errors are reported without being asked for.
-        let gone = fds.get(1).is_some_and(|fd| !fd.revents().is_empty());
-        Ok(if gone { Wake::PeerGone } else { Wake::Look })
+        let is_gone = !fds[1].revents().is_empty();
+        Ok(if is_gone { Wake::PeerGone } else { Wake::Look })
     }
 }
 
@@ -139,8 +140,9 @@ pub(crate) fn system(what: &'static str) -> impl FnOnce(Errno) -> LinkError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsFd;
 
-    const LONG: Option<Duration> = Some(Duration::from_secs(60));
+    const LONG: Duration = Duration::from_secs(60);
 
     #[test]
     fn rings_are_kept_until_cleared() {
@@ -164,9 +166,9 @@ mod tests {
             new_eventfd().unwrap(),
             Some(ours.into()),
         );
-        assert_eq!(doorbell.wait(None), Ok(Wake::Look));
+        assert_eq!(doorbell.wait(Duration::ZERO), Ok(Wake::Look));
         drop(theirs);
-        assert_eq!(doorbell.wait(None), Ok(Wake::PeerGone));
+        assert_eq!(doorbell.wait(Duration::ZERO), Ok(Wake::PeerGone));
         assert_eq!(doorbell.wait(LONG), Ok(Wake::PeerGone));
     }
 
