@@ -54,6 +54,8 @@ impl Server {
         host::set_backend(&mut command, backend, stats);
         let agent = ureq::Agent::config_builder()
             .http_status_as_error(false)
+            // llama-server closes connections when it likes: each request gets its own.
+            .max_idle_connections(0)
             .build()
             .into();
         let mut server = Server {

@@ -2,9 +2,10 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use crate::dist::Dist;
@@ -13,7 +14,7 @@ use crate::host::{self, Backend};
 use crate::llama;
 use crate::model::Weights;
 use crate::node::Node;
-use crate::process::Dialogue;
+use crate::process::{self, Dialogue};
 use crate::progress::heading;
 use crate::scratch::Scratch;
 use crate::server::Server;
@@ -88,12 +89,34 @@ fn no_executor(bench: &Bench<'_>, bin: &Path, dist: &Dist, model: &Path) -> Resu
         "the log does not say what to start: {}",
         said[0]
     );
-    // ggml itself says so of a backend whose score is 0.
-    let refused = log.lines().any(|line| {
-        line.contains("libggml-vgpu.so") && line.contains("not supported on this system")
-    });
-    ensure!(refused, "ggml_backend_score() was not 0");
+    // What ggml asked before it left the plugin alone.
+    let answers = answers(bin, &scratch, &backend, &stats)?;
+    ensure!(
+        answers == "0 no",
+        "score and registry are {answers:?} instead of 0 and none"
+    );
     Ok(String::new())
+}
+
+/// What the plugin's two symbols answer to a C program.
+fn answers(bin: &Path, scratch: &Scratch, backend: &Backend<'_>, stats: &Path) -> Result<String> {
+    let source = workspace::root().join("tests/hosts/score.c");
+    let program = scratch.path().join("score");
+    let mut cc = Command::new("cc");
+    process::output(
+        cc.arg("-Wall")
+            .arg("-o")
+            .arg(&program)
+            .arg(source)
+            .arg("-ldl"),
+    )?;
+    let Backend::Plugin { dist, .. } = backend else {
+        bail!("no plugin to ask")
+    };
+    let mut score = Command::new(&program);
+    score.arg(bin.join("libggml-base.so")).arg(&dist.plugin);
+    host::set_backend(&mut score, backend, stats);
+    Ok(process::output(&mut score)?.trim().to_owned())
 }
 
 fn executor_killed(bench: &Bench<'_>, bin: &Path, dist: &Dist, model: &Path) -> Result<String> {
