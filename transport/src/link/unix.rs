@@ -15,6 +15,7 @@
 //!
 //! Whoever may open the socket may use the executor; beyond that a guest is trusted with nothing. Each step has
 //! a time limit, and [`Listener::accept`] does none of the talking, so a silent guest holds up only itself.
+#![forbid(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

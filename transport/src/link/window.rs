@@ -1,4 +1,5 @@
 //! The ends of a link that crosses through a [window](crate::window).
+#![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::ops::Range;

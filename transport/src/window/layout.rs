@@ -30,7 +30,7 @@
 //!
 //! | word | invariant | pairs with |
 //! |---|---|---|
-//! | submission tail | bytes ever put into the submission ring; grows; `head <= tail <= head + size`; a multiple of [`RECORD_ALIGN`](super::ring::RECORD_ALIGN) | stored (release, after the write buffers are drained) by the guest when a record is complete; loaded (acquire) by the host before it reads the record |
+//! | submission tail | bytes ever put into the submission ring; grows; `head <= tail <= head + size`; a multiple of [`RECORD_ALIGN`] | stored (release, after the write buffers are drained) by the guest when a record is complete; loaded (acquire) by the host before it reads the record |
 //! | submission head | bytes ever taken out; grows; `head <= tail` | stored (release) by the host when it has finished with a record and its payload; loaded (acquire) by the guest before it overwrites them |
 //! | completion tail, completion head | the same with guest and host exchanged | the same |
 //! | retired | the number of the last request the host has finished with; grows; at most the last number sent | stored (release) after the effects of the request; loaded (acquire) by the guest before it reuses the request's bulk range |
