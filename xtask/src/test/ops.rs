@@ -71,7 +71,11 @@ fn test(
     let log = bench.log(&name);
     let status = process::run_lines(&mut program, &log, |line| {
         if report.line(line) {
-            step.note(&format!("{}, {line}", report.summary()));
+            step.note(&format!(
+                "{}; {}",
+                report.summary(),
+                without_colours(line).trim()
+            ));
         }
     })?;
     let path = workspace::reports().join(format!("{name}.json"));
