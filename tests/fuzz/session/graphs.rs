@@ -19,6 +19,7 @@ pub(crate) fn graph(input: &mut Input<'_>, caps: &Capabilities, places: &[Place]
         input,
         places,
         graph: Graph::default(),
+        is_dense: false,
     };
     for _ in 0..=maker.input.below(4) {
         if places.is_empty() || maker.input.is_empty() {
@@ -54,6 +55,8 @@ struct Maker<'a, 'i> {
     input: &'a mut Input<'i>,
     places: &'a [Place],
     graph: Graph,
+    /// The next tensors are laid out in the plain way.
+    is_dense: bool,
 }
 
 /// Types and extents of the operands of a node to be, sources without some optional ones.
@@ -64,16 +67,37 @@ struct Recipe {
 }
 
 impl Recipe {
-    /// Leaves out ALiBi where there is no mask.
-    fn heed_masks(&mut self) {
+    /// Makes parameters fit that rules connect with each other or with the operands.
+    fn mend(&mut self, dst_type: Type) {
         let has_source = |i: usize| self.src.get(i).is_some_and(Option::is_some);
-        let (has_mask, max_bias) = match &mut self.op {
-            Op::SoftMax { max_bias, .. } => (has_source(1), max_bias),
-            Op::FlashAttnExt { max_bias, .. } => (has_source(3), max_bias),
-            _ => return,
+        let no_mask = match &self.op {
+            Op::SoftMax { .. } => !has_source(1),
+            Op::FlashAttnExt { .. } => !has_source(3),
+            _ => false,
         };
-        if !has_mask {
-            *max_bias = 0.0;
+        match &mut self.op {
+            Op::SoftMax { max_bias, .. } | Op::FlashAttnExt { max_bias, .. } if no_mask => {
+                *max_bias = 0.0;
+            }
+            Op::GroupNorm { n_groups, .. } => *n_groups = (*n_groups).max(1),
+            Op::DiagMaskInf { n_past } | Op::DiagMaskZero { n_past } => *n_past = (*n_past).max(0),
+            Op::Set {
+                nb1,
+                nb2,
+                nb3,
+                offset,
+            }
+            | Op::Acc {
+                nb1,
+                nb2,
+                nb3,
+                offset,
+            } => {
+                let whole = Shape::contiguous(dst_type, self.dst);
+                [_, *nb1, *nb2, *nb3] = whole.map_or([0; 4], |shape| shape.nb);
+                *offset = 0;
+            }
+            _ => {}
         }
     }
 }
@@ -111,8 +135,9 @@ impl Maker<'_, '_> {
             return;
         };
         if !self.input.chance(16) {
-            recipe.heed_masks();
+            recipe.mend(dst_type);
         }
+        self.is_dense = self.input.chance(2) || matches!(rule.op, OpKind::Set | OpKind::Acc);
         let Some(dst) = self.operand(dst_type, recipe.dst) else {
             return;
         };
@@ -127,7 +152,9 @@ impl Maker<'_, '_> {
             }
         }
         // Operations in place, as ggml has them.
-        if self.input.chance(5) && recipe.src.first() == Some(&some(recipe.dst)) {
+        let can_be_in_place =
+            recipe.src.first() == Some(&some(recipe.dst)) && types.first() == Some(&dst_type);
+        if self.input.chance(5) && can_be_in_place {
             src[0] = Some(dst);
         }
         self.graph.nodes.push(Node {
@@ -547,6 +574,7 @@ impl Maker<'_, '_> {
         let mut order = [0, 1, 2, 3];
         let mut gaps = [0; 4];
         match self.input.below(8) {
+            _ if self.is_dense => {}
             0 => order.swap(1, 2),
             1 => order.swap(2, 3),
             2 if !ty.is_quantized() => order.swap(0, 1),

@@ -220,6 +220,10 @@ impl Model {
 
 fn for_each_block(tensor: &Tensor, mut block: impl FnMut(usize, usize)) {
     let shape = &tensor.shape;
+    // The other extents of an empty tensor may be anything.
+    if shape.is_empty() {
+        return;
+    }
     let bytes = shape.ty.block_bytes() as usize;
     let blocks = shape.ne[0] / shape.ty.block_elements();
     for i3 in 0..shape.ne[3] {
