@@ -9,14 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{BufferId, Capabilities, Graph, IR_VERSION};
-use vgpu_transport::link::{Counters, GuestEnd, LinkError};
+use vgpu_transport::link::{Counters, GuestEnd, LinkError, piece_len};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request, WireError};
 
 use crate::graphs::{Graphs, Known};
 use crate::stats::Stats;
 
 /// Read requests that are on their way before the first answer is awaited.
-const READS_IN_FLIGHT: usize = 8;
+const READS_IN_FLIGHT: usize = 4;
 
 /// An open connection to an executor.
 pub(crate) struct Session {
@@ -66,6 +66,8 @@ struct Connection {
     submissions: VecDeque<Submission>,
     /// What has failed and is not yet reported.
     failures: Vec<Failure>,
+    /// Times that a caller had to wait for the host before it could go on.
+    round_trips: u64,
     stats: Stats,
 }
 
@@ -156,6 +158,7 @@ impl Session {
             graphs: Graphs::default(),
             submissions: VecDeque::new(),
             failures: Vec::new(),
+            round_trips: 1, // the greeting
             stats: Stats::default(),
         };
         Ok(Arc::new(Session {
@@ -187,8 +190,7 @@ impl Session {
         self.talk(|c| {
             let buffer = BufferId(c.next_buffer);
             c.next_buffer += 1;
-            let request = c.send(&Request::Alloc { buffer, size }, (&[][..]).into())?;
-            match c.reply_to(request, (&mut [][..]).into())? {
+            match c.ask(&Request::Alloc { buffer, size })? {
                 Reply::Done { .. } => Ok(buffer),
                 other => Err(unexpected(&other)),
             }
@@ -215,8 +217,9 @@ impl Session {
     ) -> Result<(), SessionError> {
         self.talk(|c| {
             let (mut data, mut offset) = (data, offset);
+            let piece = piece_len(data.len());
             while !data.is_empty() {
-                let (part, rest) = data.split_at(data.len().min(MAX_PAYLOAD));
+                let (part, rest) = data.split_at(data.len().min(piece));
                 c.send(&Request::Write { buffer, offset }, part)?;
                 offset += part.len() as u64;
                 data = rest;
@@ -235,11 +238,12 @@ impl Session {
     ) -> Result<(), SessionError> {
         self.talk(|c| {
             let total = out.len();
-            let part_len = |from: usize| MAX_PAYLOAD.min(total - from);
+            let piece = piece_len(total);
+            c.round_trips += 1; // one, for all the pieces: they are asked for ahead
             let (mut out, mut asked, mut waiting) = (out, 0, VecDeque::new());
             while asked < total || !waiting.is_empty() {
                 while asked < total && waiting.len() < READS_IN_FLIGHT {
-                    let len = part_len(asked);
+                    let len = piece.min(total - asked);
                     let request = Request::Read {
                         buffer,
                         offset: offset + asked as u64,
@@ -315,12 +319,9 @@ impl Session {
 
     /// Total and free memory of the device, as it is now.
     pub(crate) fn memory(&self) -> Result<(u64, u64), SessionError> {
-        self.talk(|c| {
-            let request = c.send(&Request::Memory {}, (&[][..]).into())?;
-            match c.reply_to(request, (&mut [][..]).into())? {
-                Reply::Memory { total, free, .. } => Ok((total, free)),
-                other => Err(unexpected(&other)),
-            }
+        self.talk(|c| match c.ask(&Request::Memory {})? {
+            Reply::Memory { total, free, .. } => Ok((total, free)),
+            other => Err(unexpected(&other)),
         })
     }
 
@@ -387,7 +388,11 @@ impl Session {
     pub(crate) fn synchronize(&self) -> Result<(), SessionError> {
         self.talk(|c| {
             if let Some(last) = c.submissions.back() {
-                c.end.wait_retired(last.request).map_err(lost)?;
+                let last = last.request;
+                if c.end.retired() < last {
+                    c.round_trips += 1;
+                    c.end.wait_retired(last).map_err(lost)?;
+                }
             }
             c.drain()
         })
@@ -399,7 +404,7 @@ impl Session {
             .connection
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let counters = connection.end.counters();
+        let counters = connection.counters();
         connection.stats.finish_step(counters);
         connection.stats.clone()
     }
@@ -445,6 +450,21 @@ impl Connection {
         self.message.clear();
         request.encode(&mut self.message);
         self.end.send(&self.message, payload).map_err(lost)
+    }
+
+    /// What crossed so far, with round trips as a caller feels them.
+    fn counters(&self) -> Counters {
+        Counters {
+            round_trips: self.round_trips,
+            ..self.end.counters()
+        }
+    }
+
+    /// Sends a request without a payload and waits for its answer.
+    fn ask(&mut self, request: &Request) -> Result<Reply, SessionError> {
+        self.round_trips += 1;
+        let request = self.send(request, (&[][..]).into())?;
+        self.reply_to(request, (&mut [][..]).into())
     }
 
     /// The answer to `request`; failures of one-way requests that arrive before it are kept.
