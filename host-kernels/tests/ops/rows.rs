@@ -43,7 +43,7 @@ pub(crate) fn get(engine: &dyn Engine) {
 }
 
 pub(crate) fn get_back(engine: &dyn Engine) {
-    for ty in types() {
+    for ty in types().chain([Type::I32]) {
         property(20, |random| {
             let (n, rows) = (row_length(ty, random), 1 + random.below(5));
             let (grads, used) = (random.below(9), random.below(9));

@@ -14,7 +14,9 @@ const PIECE: usize = 1 << 14;
 pub(super) fn rules() -> Vec<Rule> {
     let (i32s, i64s) = (TypeSet::of(&[Type::I32]), TypeSet::of(&[Type::I64]));
     vec![
-        Rule::new(OpKind::Sum, FLOATS, &[FLOATS]),
+        // ggml defines SUM for dense rows: of others, its CPU backend adds up the memory after the first
+        // element of each row.
+        Rule::new(OpKind::Sum, FLOATS, &[FLOATS]).dense(1),
         Rule::new(OpKind::SumRows, FLOATS, &[FLOATS]),
         Rule::new(OpKind::Mean, FLOATS, &[FLOATS]),
         Rule::new(OpKind::Cumsum, FLOATS, &[FLOATS]),

@@ -15,7 +15,7 @@ pub(super) fn rules() -> Vec<Rule> {
     vec![
         Rule::new(OpKind::GetRows, F32, &[readable()]),
         Rule::new(OpKind::GetRows, I32, &[I32]),
-        Rule::new(OpKind::GetRowsBack, F32, &[readable()]),
+        Rule::new(OpKind::GetRowsBack, F32, &[readable().union(I32)]),
         Rule::new(OpKind::SetRows, writable(), &[FLOATS]),
     ]
 }
