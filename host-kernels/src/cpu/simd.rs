@@ -25,6 +25,7 @@
 
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
+use super::formats::{bf16_to_f32, f16_to_f32, f32_to_f16};
 use super::gemm::Level;
 
 /// A kernel, generic over the instruction set.
@@ -91,6 +92,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `ptr` is writable for `n <= LANES` floats; no alignment is needed.
     unsafe fn v_store(self, x: Self::Vector, ptr: *mut f32, n: usize);
+    /// # Safety
+    /// `ptr` is readable for `n <= LANES` halves; no alignment is needed.
+    unsafe fn v_load_f16(self, ptr: *const u16, n: usize) -> Self::Vector;
+    /// # Safety
+    /// `ptr` is writable for `n <= LANES` halves; no alignment is needed.
+    unsafe fn v_store_f16(self, x: Self::Vector, ptr: *mut u16, n: usize);
+    /// # Safety
+    /// `ptr` is readable for `n <= LANES` bfloat16; no alignment is needed.
+    unsafe fn v_load_bf16(self, ptr: *const u16, n: usize) -> Self::Vector;
 
     fn v_add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
     fn v_sub(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
@@ -139,6 +149,28 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_ptr(self, ptr: *const f32, n: usize) -> Lanes<Self> {
         // SAFETY: handed on.
         let v = unsafe { self.v_load(ptr, n) };
+        Lanes { simd: self, v }
+    }
+
+    /// `n <= LANES` halves from `ptr`; 0 in lanes beyond them.
+    ///
+    /// # Safety
+    /// `ptr` is readable for `n <= LANES` halves; no alignment is needed.
+    #[inline(always)]
+    unsafe fn load_f16_ptr(self, ptr: *const u16, n: usize) -> Lanes<Self> {
+        // SAFETY: handed on.
+        let v = unsafe { self.v_load_f16(ptr, n) };
+        Lanes { simd: self, v }
+    }
+
+    /// `n <= LANES` bfloat16 from `ptr`; 0 in lanes beyond them.
+    ///
+    /// # Safety
+    /// `ptr` is readable for `n <= LANES` bfloat16; no alignment is needed.
+    #[inline(always)]
+    unsafe fn load_bf16_ptr(self, ptr: *const u16, n: usize) -> Lanes<Self> {
+        // SAFETY: handed on.
+        let v = unsafe { self.v_load_bf16(ptr, n) };
         Lanes { simd: self, v }
     }
 }
@@ -192,6 +224,16 @@ impl<S: Simd> Lanes<S> {
     pub(crate) unsafe fn store_ptr(self, ptr: *mut f32, n: usize) {
         // SAFETY: handed on.
         unsafe { self.simd.v_store(self.v, ptr, n) }
+    }
+
+    /// Writes the first `n` lanes to `ptr` as halves, to nearest, ties to even.
+    ///
+    /// # Safety
+    /// `ptr` is writable for `n <= LANES` halves; no alignment is needed.
+    #[inline(always)]
+    pub(crate) unsafe fn store_f16_ptr(self, ptr: *mut u16, n: usize) {
+        // SAFETY: handed on.
+        unsafe { self.simd.v_store_f16(self.v, ptr, n) }
     }
 
     /// `self * b + c`, rounded once where the machine can.
@@ -416,6 +458,29 @@ impl Simd for Scalar {
         }
     }
     #[inline(always)]
+    unsafe fn v_load_f16(self, ptr: *const u16, n: usize) -> f32 {
+        if n == 0 {
+            return 0.0;
+        }
+        // SAFETY: the caller vouches for `n` halves.
+        f16_to_f32(unsafe { ptr.read_unaligned() })
+    }
+    #[inline(always)]
+    unsafe fn v_store_f16(self, x: f32, ptr: *mut u16, n: usize) {
+        if n > 0 {
+            // SAFETY: the caller vouches for `n` halves.
+            unsafe { ptr.write_unaligned(f32_to_f16(x)) }
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_load_bf16(self, ptr: *const u16, n: usize) -> f32 {
+        if n == 0 {
+            return 0.0;
+        }
+        // SAFETY: the caller vouches for `n` bfloat16.
+        bf16_to_f32(unsafe { ptr.read_unaligned() })
+    }
+    #[inline(always)]
     fn v_add(self, a: f32, b: f32) -> f32 {
         a + b
     }
@@ -573,6 +638,33 @@ mod x86 {
                 }
             }
         }
+        #[inline(always)]
+        unsafe fn v_load_f16(self, ptr: *const u16, n: usize) -> __m256 {
+            // SAFETY: the caller vouches for `n` halves; `self` for the instructions.
+            unsafe { _mm256_cvtph_ps(load_words(ptr, n)) }
+        }
+        #[inline(always)]
+        unsafe fn v_store_f16(self, x: __m256, ptr: *mut u16, n: usize) {
+            // SAFETY: the caller vouches for `n` halves; `self` for the instructions.
+            unsafe {
+                let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+                if n == 8 {
+                    _mm_storeu_si128(ptr.cast(), halves);
+                } else {
+                    let mut stage = [0u16; 8];
+                    _mm_storeu_si128(stage.as_mut_ptr().cast(), halves);
+                    ptr.copy_from_nonoverlapping(stage.as_ptr(), n);
+                }
+            }
+        }
+        #[inline(always)]
+        unsafe fn v_load_bf16(self, ptr: *const u16, n: usize) -> __m256 {
+            // SAFETY: the caller vouches for `n` bfloat16; `self` for the instructions.
+            unsafe {
+                let words = _mm256_cvtepu16_epi32(load_words(ptr, n));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+            }
+        }
         intrinsics! {
             v_add(a, b) = _mm256_add_ps;
             v_sub(a, b) = _mm256_sub_ps;
@@ -643,6 +735,23 @@ mod x86 {
         }
     }
 
+    /// `n` of 8 words, 0 beyond them.
+    ///
+    /// # Safety
+    /// `ptr` is readable for `n <= 8` words; the processor has AVX2.
+    #[inline(always)]
+    unsafe fn load_words(ptr: *const u16, n: usize) -> __m128i {
+        // SAFETY: the caller vouches for the words and the instructions.
+        unsafe {
+            if n == 8 {
+                return _mm_loadu_si128(ptr.cast());
+            }
+            let mut stage = [0u16; 8];
+            stage.as_mut_ptr().copy_from_nonoverlapping(ptr, n);
+            _mm_loadu_si128(stage.as_ptr().cast())
+        }
+    }
+
     /// A mask of the first `n` of 8 lanes.
     ///
     /// # Safety
@@ -653,6 +762,22 @@ mod x86 {
         unsafe {
             let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lane)
+        }
+    }
+
+    /// `n` of 16 words, 0 beyond them.
+    ///
+    /// # Safety
+    /// `ptr` is readable for `n <= 16` words; the processor has AVX-512 BW and VL.
+    #[inline(always)]
+    unsafe fn load_wide_words(ptr: *const u16, n: usize) -> __m256i {
+        // SAFETY: the caller vouches for the words and the instructions; masked ones are not touched.
+        unsafe {
+            if n == 16 {
+                _mm256_loadu_si256(ptr.cast())
+            } else {
+                _mm256_maskz_loadu_epi16(((1u32 << n) - 1) as u16, ptr.cast())
+            }
         }
     }
 
@@ -686,6 +811,31 @@ mod x86 {
                 } else {
                     _mm512_mask_storeu_ps(ptr, ((1u32 << n) - 1) as u16, x)
                 }
+            }
+        }
+        #[inline(always)]
+        unsafe fn v_load_f16(self, ptr: *const u16, n: usize) -> __m512 {
+            // SAFETY: the caller vouches for `n` halves; masked lanes are not touched.
+            unsafe { _mm512_cvtph_ps(load_wide_words(ptr, n)) }
+        }
+        #[inline(always)]
+        unsafe fn v_store_f16(self, x: __m512, ptr: *mut u16, n: usize) {
+            // SAFETY: the caller vouches for `n` halves; masked lanes are not touched.
+            unsafe {
+                let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+                if n == 16 {
+                    _mm256_storeu_si256(ptr.cast(), halves)
+                } else {
+                    _mm256_mask_storeu_epi16(ptr.cast(), ((1u32 << n) - 1) as u16, halves)
+                }
+            }
+        }
+        #[inline(always)]
+        unsafe fn v_load_bf16(self, ptr: *const u16, n: usize) -> __m512 {
+            // SAFETY: the caller vouches for `n` bfloat16; masked lanes are not touched.
+            unsafe {
+                let words = _mm512_cvtepu16_epi32(load_wide_words(ptr, n));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
             }
         }
         intrinsics! {

@@ -1,7 +1,8 @@
 //! Plain floating-point rows: F32, F16, BF16.
 
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
+use half::f16;
+
+use crate::cpu::simd::{Simd, Task, chunks, dispatch};
 
 /// The value of an IEEE half given by its bits.
 #[inline(always)]
@@ -53,51 +54,78 @@ pub(super) unsafe fn write_f32(src: *const f32, dst: *mut u8, n: usize) {
     }
 }
 
-/// Elements handled at once on the stack, so that unaligned rows reach the vectorised slice functions.
-const CHUNK: usize = 256;
-
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn read_f16(src: *const u8, dst: *mut f32, n: usize) {
-    let mut halves = [f16::ZERO; CHUNK];
-    for start in (0..n).step_by(CHUNK) {
-        let len = CHUNK.min(n - start);
-        // SAFETY: `start + len <= n`, for which the caller vouches; the stack array is aligned and the
-        // destination of f32 is, too.
-        let out = unsafe {
-            src.add(start * 2)
-                .copy_to_nonoverlapping(halves.as_mut_ptr().cast(), len * 2);
-            std::slice::from_raw_parts_mut(dst.add(start), len)
-        };
-        halves[..len].convert_to_f32_slice(out);
-    }
+    dispatch(ReadF16(src.cast(), dst, n));
 }
 
 /// # Safety
 /// As [`super::QuantizeRow`].
 pub(super) unsafe fn write_f16(src: *const f32, dst: *mut u8, n: usize) {
-    let mut halves = [f16::ZERO; CHUNK];
-    for start in (0..n).step_by(CHUNK) {
-        let len = CHUNK.min(n - start);
-        // SAFETY: `start + len <= n`, for which the caller vouches.
-        let values = unsafe { std::slice::from_raw_parts(src.add(start), len) };
-        halves[..len].convert_from_f32_slice(values);
-        // SAFETY: as above; the destination may be unaligned, hence the copy by bytes.
-        unsafe {
-            halves
-                .as_ptr()
-                .cast::<u8>()
-                .copy_to_nonoverlapping(dst.add(start * 2), len * 2);
-        }
-    }
+    dispatch(WriteF16(src, dst.cast(), n));
 }
 
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn read_bf16(src: *const u8, dst: *mut f32, n: usize) {
-    for i in 0..n {
-        // SAFETY: `i < n`, for which the caller vouches.
-        unsafe { *dst.add(i) = bf16_to_f32(src.cast::<u16>().add(i).read_unaligned()) }
+    dispatch(ReadBf16(src.cast(), dst, n));
+}
+
+/// A row of so many halves, and where it is read to.
+struct ReadF16(*const u16, *mut f32, usize);
+
+impl Task for ReadF16 {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let ReadF16(src, dst, n) = self;
+        chunks::<S>(n, |i, lanes| {
+            // SAFETY: `i + lanes <= n`, for which the caller of `read_f16` vouches.
+            unsafe {
+                simd.load_f16_ptr(src.add(i), lanes)
+                    .store_ptr(dst.add(i), lanes)
+            }
+        });
+    }
+}
+
+/// A row of so many floats, and where it is written to.
+struct WriteF16(*const f32, *mut u16, usize);
+
+impl Task for WriteF16 {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let WriteF16(src, dst, n) = self;
+        chunks::<S>(n, |i, lanes| {
+            // SAFETY: `i + lanes <= n`, for which the caller of `write_f16` vouches.
+            unsafe {
+                simd.load_ptr(src.add(i), lanes)
+                    .store_f16_ptr(dst.add(i), lanes)
+            }
+        });
+    }
+}
+
+/// A row of so many bfloat16, and where it is read to.
+struct ReadBf16(*const u16, *mut f32, usize);
+
+impl Task for ReadBf16 {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let ReadBf16(src, dst, n) = self;
+        chunks::<S>(n, |i, lanes| {
+            // SAFETY: `i + lanes <= n`, for which the caller of `read_bf16` vouches.
+            unsafe {
+                simd.load_bf16_ptr(src.add(i), lanes)
+                    .store_ptr(dst.add(i), lanes)
+            }
+        });
     }
 }
 
@@ -113,5 +141,3 @@ pub(super) unsafe fn write_bf16(src: *const f32, dst: *mut u8, n: usize) {
         }
     }
 }
-
-const _: () = assert!(size_of::<f16>() == 2 && size_of::<bf16>() == 2);
