@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
 /// Traffic of a number of graph submissions.
@@ -73,10 +73,31 @@ impl Stats {
         })
     }
 
-    /// The last `tokens` submissions. At the end of a generation these are its decode steps, if every
-    /// token took one submission.
-    pub(crate) fn last(&self, tokens: usize) -> &[Traffic] {
-        &self.steps[self.steps.len().saturating_sub(tokens)..]
+    /// The decode steps of a generation of `tokens` tokens, if that was the last thing to happen: an
+    /// error if a token took more than one submission, or more than one blocking round trip.
+    ///
+    /// The first token came with the prompt. The last entry also counts what the host asks for while it
+    /// closes down, and is left out.
+    pub(crate) fn decode_steps(&self, tokens: usize) -> Result<&[Traffic]> {
+        let len = self.steps.len();
+        ensure!(
+            len >= tokens,
+            "{len} graphs reached the plugin for {tokens} tokens"
+        );
+        let steps = &self.steps[len + 1 - tokens..len - 1];
+        let nodes = median(steps, |step| step.nodes);
+        // Were a token split up, its parts would be of different sizes.
+        let odd = steps.iter().find(|step| step.nodes != nodes);
+        ensure!(
+            odd.is_none(),
+            "a token takes several submissions: one of {nodes} nodes, one as {odd:?}"
+        );
+        let most = steps.iter().map(|step| step.round_trips).max().unwrap_or(0);
+        ensure!(
+            most <= 1,
+            "a decoded token took {most} blocking round trips"
+        );
+        Ok(steps)
     }
 }
 
@@ -101,25 +122,20 @@ mod tests {
 
     #[test]
     fn a_file_is_read_and_an_incomplete_one_refused() {
-        let step = |n: u64| {
-            json!({
-                "nodes": 200, "host_nodes": 300, "messages": n, "bytes_to_host": 10 * n,
-                "bytes_from_host": 128_000, "round_trips": 1, "full_graph": false,
-            })
-        };
-        let value = json!({
-            "device": "VGPU0",
-            "endpoint": "inproc",
-            "totals": {"graphs": 9, "nodes": 1800, "messages": 36, "bytes_to_host": 1,
-                       "bytes_from_host": 1, "round_trips": 9, "full_graphs": 2},
-            "steps": [step(40), step(4), step(6), step(2)],
-        });
+        let value = file(&[
+            (200, 40, 3),
+            (200, 6, 1),
+            (200, 4, 1),
+            (200, 2, 1),
+            (200, 9, 2),
+        ]);
         let stats = Stats::parse(&value).unwrap();
         assert_eq!((stats.graphs, stats.full_graphs), (9, 2));
-        assert_eq!(stats.last(3).len(), 3);
-        assert_eq!(median(stats.last(3), |t| t.messages), 4);
-        assert_eq!(median(stats.last(3), |t| t.bytes_to_host), 40);
-        assert_eq!(stats.last(100).len(), 4);
+        let decode = stats.decode_steps(5).unwrap();
+        assert_eq!(decode.len(), 3);
+        assert_eq!(median(decode, |t| t.messages), 4);
+        assert_eq!(median(decode, |t| t.bytes_to_host), 40);
+        assert!(stats.decode_steps(6).is_err(), "there are not that many");
 
         let mut broken = value;
         broken["steps"][2]
@@ -128,5 +144,41 @@ mod tests {
             .remove("round_trips");
         let error = Stats::parse(&broken).unwrap_err().to_string();
         assert!(error.contains("round_trips"), "{error}");
+    }
+
+    #[test]
+    fn more_than_one_round_trip_or_submission_per_token_is_an_error() {
+        let decode = |steps| {
+            Stats::parse(&file(steps))
+                .unwrap()
+                .decode_steps(4)
+                .map(<[_]>::len)
+        };
+        assert_eq!(
+            decode(&[(9, 1, 9), (9, 1, 1), (9, 1, 0), (9, 1, 9)]).unwrap(),
+            2
+        );
+        let error = decode(&[(9, 1, 1), (9, 1, 2), (9, 1, 1), (9, 1, 1)]).unwrap_err();
+        assert!(error.to_string().contains("2 blocking"), "{error}");
+        let error = decode(&[(9, 1, 1), (9, 1, 1), (3, 1, 1), (9, 1, 1)]).unwrap_err();
+        assert!(error.to_string().contains("several submissions"), "{error}");
+    }
+
+    /// A file with steps of these nodes, messages and round trips.
+    fn file(steps: &[(u64, u64, u64)]) -> Value {
+        let step = |&(nodes, messages, round_trips): &(u64, u64, u64)| {
+            json!({
+                "nodes": nodes, "host_nodes": 300, "messages": messages,
+                "bytes_to_host": 10 * messages, "bytes_from_host": 128_000,
+                "round_trips": round_trips, "full_graph": false,
+            })
+        };
+        json!({
+            "device": "VGPU0",
+            "endpoint": "inproc",
+            "totals": {"graphs": 9, "nodes": 1800, "messages": 36, "bytes_to_host": 1,
+                       "bytes_from_host": 1, "round_trips": 9, "full_graphs": 2},
+            "steps": steps.iter().map(step).collect::<Vec<_>>(),
+        })
     }
 }

@@ -111,34 +111,14 @@ fn compare_over(
         "a logit differs by {largest:.4}; rounding explains {bound}"
     );
 
-    // Nothing was computed behind the last token, so the last submissions are its decode steps.
     let stats = Stats::read(&stats)?;
-    let decode = stats.last(TOKENS - 1);
-    ensure!(
-        decode.len() == TOKENS - 1,
-        "only {} graphs reached the plugin",
-        decode.len()
-    );
-    let most = decode
-        .iter()
-        .map(|step| step.round_trips)
-        .max()
-        .unwrap_or(0);
-    ensure!(
-        most <= 1,
-        "a decoded token took {most} blocking round trips"
-    );
-    // Were one token two submissions, some of the last ones would be much smaller than the others.
-    let nodes = median(decode, |step| step.nodes);
-    ensure!(
-        decode.iter().all(|step| step.nodes == nodes),
-        "decode steps differ in their number of nodes: a token takes several submissions"
-    );
+    let decode = stats.decode_steps(TOKENS)?;
     Ok(format!(
-        "equal, logits within {largest:.4}; per token {} messages, {} B there, {} B back, {most} \
+        "equal, logits within {largest:.4}; per token {} messages, {} B there, {} B back, {} \
          round trip",
         median(decode, |step| step.messages),
         median(decode, |step| step.bytes_to_host),
         median(decode, |step| step.bytes_from_host),
+        median(decode, |step| step.round_trips),
     ))
 }

@@ -50,16 +50,19 @@ enum Part {
     Ops,
     /// Text from llama-server through the plugin, compared with its CPU
     Generation,
+    /// The demo: node-llama-cpp, over both links
+    Demo,
     /// Executors and guests that are not there, or die
     Failures,
 }
 
-const PARTS: [Part; 6] = [
+const PARTS: [Part; 7] = [
     Part::Lints,
     Part::Dependencies,
     Part::Unit,
     Part::Ops,
     Part::Generation,
+    Part::Demo,
     Part::Failures,
 ];
 
@@ -82,6 +85,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Unit => unit::run(&mut bench),
             Part::Ops => ops::run(&mut bench),
             Part::Generation => generation::run(&mut bench),
+            Part::Demo => demos(&mut bench),
             Part::Failures => failures::run(&mut bench),
         }
     }
@@ -96,6 +100,19 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         Ok(())
     } else {
         Err(anyhow!("logs and reports: {}", reports.display()))
+    }
+}
+
+fn demos(bench: &mut Bench<'_>) {
+    for (weights, inproc) in [(Weights::F16, false), (Weights::Q4KM, true)] {
+        let name = format!(
+            "demo, {}{}",
+            weights.name(),
+            if inproc { ", inproc" } else { "" }
+        );
+        let run = |bench: &Bench<'_>| demo::run(bench.cache, &demo::Options::new(weights, inproc));
+        let done = bench.prepare(&name, run);
+        bench.passed += u64::from(done.is_some());
     }
 }
 
