@@ -1,4 +1,4 @@
-//! A session of the executor under libFuzzer: `cargo +nightly fuzz run session`, in `tests/fuzz`.
+//! A session of the executor under libFuzzer: `cargo +nightly fuzz run --fuzz-dir tests/fuzz session`.
 #![no_main]
 
 #[path = "../session/mod.rs"]
