@@ -3,45 +3,108 @@
 //! The product of two matrices that both lie in rows. Attention mixes values by probabilities with it,
 //! OUT_PROD mixes the rows of one matrix by the other.
 
-use super::simd::{Simd, Task, dispatch};
+use half::{bf16, f16};
 
-/// Sums kept in registers at once: this many rows of one, two or four vectors.
-const TILE_ROWS: usize = 6;
+use super::simd::{Lanes, Simd, Task, dispatch};
 
-/// The operands; strides are in floats. Each sum runs over its terms in order, whatever the extents.
+/// The most rows of results for which each row that is summed up is read once.
+pub(crate) const TILE_RESULTS: usize = 6;
+
+/// The operands; strides are in elements. Each sum runs over its terms in order, whatever the extents.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Mix {
+pub(crate) struct Mix<T> {
     /// Rows of results.
     pub(crate) results: usize,
     /// Rows that are summed up.
     pub(crate) terms: usize,
-    /// Floats in each row.
+    /// Elements in each row.
     pub(crate) n: usize,
     pub(crate) weights: *const f32,
     pub(crate) weights_stride: usize,
-    pub(crate) rows: *const f32,
+    pub(crate) rows: *const T,
     pub(crate) rows_stride: usize,
     pub(crate) out: *mut f32,
     pub(crate) out_stride: usize,
 }
 
-impl Mix {
+/// What rows may consist of.
+pub(crate) trait Element: Copy {
+    /// # Safety
+    /// `ptr` is readable for `n <= S::LANES` elements.
+    unsafe fn load<S: Simd>(simd: S, ptr: *const Self, n: usize) -> Lanes<S>;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, ptr: *const f32, n: usize) -> Lanes<S> {
+        // SAFETY: handed on.
+        unsafe { simd.load_ptr(ptr, n) }
+    }
+}
+
+impl Element for f16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, ptr: *const f16, n: usize) -> Lanes<S> {
+        // SAFETY: handed on.
+        unsafe { simd.load_f16_ptr(ptr.cast(), n) }
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, ptr: *const bf16, n: usize) -> Lanes<S> {
+        // SAFETY: handed on.
+        unsafe { simd.load_bf16_ptr(ptr.cast(), n) }
+    }
+}
+
+impl<T: Element> Mix<T> {
     /// Adds the sums to `out`.
     ///
     /// # Safety
     /// - `weights` is readable for `results` rows of `terms` floats;
-    /// - `rows` is readable for `terms` rows of `n` floats;
+    /// - `rows` is readable for `terms` rows of `n` elements;
     /// - `out` is readable and writable for `results` rows of `n` floats, which overlap neither each
     ///   other nor the operands.
     pub(crate) unsafe fn add(self) {
         dispatch(Add(self));
     }
+
+    /// The same with other rows, of `U`, at `rows` and so many bytes apart.
+    ///
+    /// # Safety
+    /// As [`Mix::add`]; the stride is a multiple of the size of `U`.
+    pub(crate) unsafe fn add_rows<U: Element>(self, rows: *const u8, stride: usize) {
+        let Mix {
+            results,
+            terms,
+            n,
+            weights,
+            weights_stride,
+            out,
+            out_stride,
+            ..
+        } = self;
+        let mix = Mix {
+            results,
+            terms,
+            n,
+            weights,
+            weights_stride,
+            rows: rows.cast::<U>(),
+            rows_stride: stride / size_of::<U>(),
+            out,
+            out_stride,
+        };
+        // SAFETY: handed on.
+        unsafe { mix.add() }
+    }
 }
 
 /// A [`Mix`] whose operands are as [`Mix::add`] demands.
-struct Add(Mix);
+struct Add<T>(Mix<T>);
 
-impl Task for Add {
+impl<T: Element> Task for Add<T> {
     type Output = ();
 
     #[inline(always)]
@@ -51,7 +114,11 @@ impl Task for Add {
         // SAFETY: `Mix::add` had the operands vouched for; every strip begins before `n`, and only
         // the last of a single vector may be cut short.
         unsafe {
-            // A wider strip needs more registers than the smaller instruction sets have.
+            // Wider strips need the registers of AVX-512, the widest all of them for few results.
+            while S::LANES == 16 && mix.results <= 3 && column + 8 * S::LANES <= mix.n {
+                mix.strip::<S, 8>(simd, column, S::LANES);
+                column += 8 * S::LANES;
+            }
             while S::LANES == 16 && column + 4 * S::LANES <= mix.n {
                 mix.strip::<S, 4>(simd, column, S::LANES);
                 column += 4 * S::LANES;
@@ -68,7 +135,7 @@ impl Task for Add {
     }
 }
 
-impl Mix {
+impl<T: Element> Mix<T> {
     /// All rows of the columns from `column` on, as many as `W` vectors hold; the last vector has
     /// `last` floats.
     ///
@@ -79,9 +146,9 @@ impl Mix {
         let mut row = 0;
         // SAFETY: each tile ends at or before `results`.
         unsafe {
-            while row + TILE_ROWS <= self.results {
-                self.tile::<S, TILE_ROWS, W>(simd, row, column, last);
-                row += TILE_ROWS;
+            while row + TILE_RESULTS <= self.results {
+                self.tile::<S, TILE_RESULTS, W>(simd, row, column, last);
+                row += TILE_RESULTS;
             }
             match self.results - row {
                 5 => self.tile::<S, 5, W>(simd, row, column, last),
@@ -121,7 +188,7 @@ impl Mix {
                 let values = self.rows.add(j * self.rows_stride + column);
                 let mut term = [simd.splat(0.0); W];
                 for (c, term) in term.iter_mut().enumerate() {
-                    *term = simd.load_ptr(values.add(c * S::LANES), len(c));
+                    *term = T::load(simd, values.add(c * S::LANES), len(c));
                 }
                 for (i, sums) in sums.iter_mut().enumerate() {
                     let weight = simd.splat(*weights.add(i * self.weights_stride + j));
@@ -146,56 +213,66 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Mixes rows of elements that were rounded to `T`, at every level.
+    fn check<T: Element + Into<f64>>(
+        [results, terms, n, pad]: [usize; 4],
+        seed: u32,
+        round: impl Fn(f32) -> T,
+    ) {
+        let mut state = seed | 1;
+        let mut floats = |count: usize| -> Vec<f32> {
+            let next = || {
+                state = state.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
+                (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+            };
+            std::iter::repeat_with(next).take(count).collect()
+        };
+        let (weights_stride, rows_stride, out_stride) = (terms + pad, n + 2 * pad, n + 3 * pad);
+        let weights = floats(results * weights_stride);
+        let rows: Vec<T> = floats(terms * rows_stride).into_iter().map(round).collect();
+        let before = floats(results * out_stride);
+        for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
+            let mut out = before.clone();
+            let mix = Mix {
+                results,
+                terms,
+                n,
+                weights: weights.as_ptr(),
+                weights_stride,
+                rows: rows.as_ptr(),
+                rows_stride,
+                out: out.as_mut_ptr(),
+                out_stride,
+            };
+            dispatch_at(level, Add(mix));
+            for (at, (&out, &before)) in out.iter().zip(&before).enumerate() {
+                let (i, c) = (at / out_stride, at % out_stride);
+                if c >= n {
+                    assert_eq!(out, before);
+                    continue;
+                }
+                let term = |j: usize| -> f64 {
+                    let value: f64 = rows[j * rows_stride + c].into();
+                    f64::from(weights[i * weights_stride + j]) * value
+                };
+                let exact = (0..terms).map(term).sum::<f64>() + f64::from(before);
+                assert!(
+                    (f64::from(out) - exact).abs() < 1e-5,
+                    "{level:?} {out} {exact}"
+                );
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn every_level_gives_the_sums_and_leaves_the_rest(
-            results in 0usize..15,
-            terms in 0usize..20,
-            n in 0usize..150,
-            pad in 0usize..5,
+            extents in [0usize..15, 0usize..20, 0usize..150, 0usize..5],
             seed in any::<u32>(),
         ) {
-            let mut state = seed | 1;
-            let mut floats = |count: usize| -> Vec<f32> {
-                let next = || {
-                    state = state.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
-                    (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-                };
-                std::iter::repeat_with(next).take(count).collect()
-            };
-            let (weights_stride, rows_stride, out_stride) = (terms + pad, n + 2 * pad, n + 3 * pad);
-            let weights = floats(results * weights_stride);
-            let rows = floats(terms * rows_stride);
-            let before = floats(results * out_stride);
-            for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
-                let mut out = before.clone();
-                let mix = Mix {
-                    results,
-                    terms,
-                    n,
-                    weights: weights.as_ptr(),
-                    weights_stride,
-                    rows: rows.as_ptr(),
-                    rows_stride,
-                    out: out.as_mut_ptr(),
-                    out_stride,
-                };
-                dispatch_at(level, Add(mix));
-                for (at, (&out, &before)) in out.iter().zip(&before).enumerate() {
-                    let (i, c) = (at / out_stride, at % out_stride);
-                    if c >= n {
-                        prop_assert_eq!(out, before);
-                        continue;
-                    }
-                    let exact: f64 = (0..terms)
-                        .map(|j| {
-                            let weight = f64::from(weights[i * weights_stride + j]);
-                            weight * f64::from(rows[j * rows_stride + c])
-                        })
-                        .sum::<f64>() + f64::from(before);
-                    prop_assert!((f64::from(out) - exact).abs() < 1e-5, "{level:?} {out} {exact}");
-                }
-            }
+            check(extents, seed, |x| x);
+            check(extents, seed, f16::from_f32);
+            check(extents, seed, bf16::from_f32);
         }
     }
 }

@@ -58,6 +58,23 @@ impl View {
             .wrapping_add(i1 * self.nb[1] + i2 * self.nb[2] + i3 * self.nb[3])
     }
 
+    /// Asks for `count` dense rows, neighbours in dimension 1, to be brought to the level-2 cache.
+    pub(crate) fn prefetch_rows(&self, [i1, i2, i3]: [usize; 3], count: usize) {
+        let bytes = self.shape().row_bytes() as usize;
+        for row in (i1..i1 + count).map(|i1| self.row_ptr([i1, i2, i3])) {
+            for line in (0..bytes).step_by(64) {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: every x86-64 processor has the instruction, and it accesses no memory.
+                unsafe {
+                    use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+                    _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(line).cast());
+                }
+                #[cfg(not(target_arch = "x86_64"))]
+                let _ = (row, line);
+            }
+        }
+    }
+
     /// Where the tensor begins.
     pub(crate) fn ptr(&self) -> *mut u8 {
         self.ptr

@@ -1,5 +1,7 @@
 //! The family of formats multiplied with activations in groups of 32.
 
+use crate::cpu::simd::{Simd, Task, dispatch};
+
 /// 32 weights of one block: `value = d * (q - OFFSET) + m`.
 #[derive(Debug, Clone, Copy)]
 pub struct Group {
@@ -35,22 +37,36 @@ pub(super) trait QuantizeGroup<const N: usize>: GroupBlock {
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn dequantize<B: GroupBlock>(src: *const u8, dst: *mut f32, n: usize) {
-    debug_assert!(n.is_multiple_of(B::ELEMENTS));
-    for b in 0..n / B::ELEMENTS {
-        // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any bytes are
-        // a valid B because it consists of integers.
-        let (block, out) = unsafe {
-            let out = dst.add(b * B::ELEMENTS);
-            (
-                &*src.cast::<B>().add(b),
-                std::slice::from_raw_parts_mut(out, B::ELEMENTS),
-            )
-        };
-        for (i, out) in out.chunks_exact_mut(32).enumerate() {
-            let group = block.group(i);
-            for (j, y) in out.iter_mut().enumerate() {
-                let scaled = (i32::from(group.q[j]) - B::OFFSET) as f32 * group.d[j / 16];
-                *y = if B::HAS_MIN { scaled + group.m } else { scaled };
+    dispatch(Dequantize::<B>(src.cast(), dst, n));
+}
+
+/// A row of blocks of so many elements, and where it is read to; a task, so that the compiler uses all
+/// the instructions there are.
+struct Dequantize<B>(*const B, *mut f32, usize);
+
+impl<B: GroupBlock> Task for Dequantize<B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _simd: S) {
+        let Dequantize(src, dst, n) = self;
+        debug_assert!(n.is_multiple_of(B::ELEMENTS));
+        for b in 0..n / B::ELEMENTS {
+            // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any bytes are
+            // a valid B because it consists of integers.
+            let (block, out) = unsafe {
+                let out = dst.add(b * B::ELEMENTS);
+                (
+                    &*src.add(b),
+                    std::slice::from_raw_parts_mut(out, B::ELEMENTS),
+                )
+            };
+            for (i, out) in out.chunks_exact_mut(32).enumerate() {
+                let group = block.group(i);
+                for (j, y) in out.iter_mut().enumerate() {
+                    let scaled = (i32::from(group.q[j]) - B::OFFSET) as f32 * group.d[j / 16];
+                    *y = if B::HAS_MIN { scaled + group.m } else { scaled };
+                }
             }
         }
     }

@@ -1,5 +1,7 @@
 //! The family of formats multiplied with activations in super-blocks of 256.
 
+use crate::cpu::simd::{Simd, Task, dispatch};
+
 /// One super-block: `value = (d * scales[j]) * (q - OFFSET) - dmin * mins[j]`, where `j` is the
 /// element's sub-block.
 #[derive(Debug, Clone, Copy)]
@@ -38,27 +40,41 @@ pub(super) trait QuantizeSuper: SuperBlock {
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn dequantize<B: SuperBlock>(src: *const u8, dst: *mut f32, n: usize) {
-    debug_assert!(n.is_multiple_of(256));
-    for b in 0..n / 256 {
-        // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any bytes are
-        // a valid B because it consists of integers and floats.
-        let (block, out) = unsafe {
-            (
-                &*src.cast::<B>().add(b),
-                std::slice::from_raw_parts_mut(dst.add(b * 256), 256),
-            )
-        };
-        let block = block.decode();
-        for (j, (out, q)) in out
-            .chunks_exact_mut(B::SUB)
-            .zip(block.q.chunks_exact(B::SUB))
-            .enumerate()
-        {
-            let d = block.d * f32::from(block.scales[j]);
-            let m = block.dmin * f32::from(block.mins[j]);
-            for (y, &q) in out.iter_mut().zip(q) {
-                let scaled = d * (i32::from(q) - B::OFFSET) as f32;
-                *y = if B::HAS_MIN { scaled - m } else { scaled };
+    dispatch(Dequantize::<B>(src.cast(), dst, n));
+}
+
+/// A row of blocks of so many elements, and where it is read to; a task, so that the compiler uses all
+/// the instructions there are.
+struct Dequantize<B>(*const B, *mut f32, usize);
+
+impl<B: SuperBlock> Task for Dequantize<B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _simd: S) {
+        let Dequantize(src, dst, n) = self;
+        debug_assert!(n.is_multiple_of(256));
+        for b in 0..n / 256 {
+            // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any bytes are
+            // a valid B because it consists of integers and floats.
+            let (block, out) = unsafe {
+                (
+                    &*src.add(b),
+                    std::slice::from_raw_parts_mut(dst.add(b * 256), 256),
+                )
+            };
+            let block = block.decode();
+            for (j, (out, q)) in out
+                .chunks_exact_mut(B::SUB)
+                .zip(block.q.chunks_exact(B::SUB))
+                .enumerate()
+            {
+                let d = block.d * f32::from(block.scales[j]);
+                let m = block.dmin * f32::from(block.mins[j]);
+                for (y, &q) in out.iter_mut().zip(q) {
+                    let scaled = d * (i32::from(q) - B::OFFSET) as f32;
+                    *y = if B::HAS_MIN { scaled - m } else { scaled };
+                }
             }
         }
     }

@@ -9,6 +9,7 @@
 //! Few blocks (a decode step) are cut along the keys, too, into *spans*, whose sums are merged in a
 //! second step. How depends on the shapes alone: results are the same for any number of threads.
 
+use half::{bf16, f16};
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
 use super::gather::{RowReader, real_types};
@@ -16,7 +17,7 @@ use super::softmax::Slopes;
 use super::staging::{Layout, Output};
 use crate::cpu::formats::Format;
 use crate::cpu::gemm::MatmulKernel;
-use crate::cpu::mix::Mix;
+use crate::cpu::mix::{Mix, TILE_RESULTS};
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::simd::{Simd, Task, chunks, dispatch};
 use crate::cpu::view::View;
@@ -305,6 +306,11 @@ impl Attention {
                 let Some(live) = self.mask(block, first, keys, masks) else {
                     continue; // nobody sees any of them
                 };
+                // What is read only once must be on its way before it is needed.
+                let streaming = block.rows <= TILE_RESULTS;
+                if streaming {
+                    self.v.prefetch_rows([first, v2, v3], keys);
+                }
                 (self.kernel.gemm)(
                     self.k.ne[0],
                     self.k.row_ptr([first, k2, k3]),
@@ -324,9 +330,32 @@ impl Attention {
                     masks,
                     sums: &mut sums,
                 });
-                let (values, stride) = match self.values.in_place(self.v.row_ptr([first, v2, v3])) {
-                    Some(values) if live == u64::MAX >> (64 - keys) => {
-                        (values, self.v.nb[1] / size_of::<f32>())
+                let mix = Mix {
+                    results: block.rows,
+                    terms: keys,
+                    n: self.v.ne[0],
+                    weights: scores,
+                    weights_stride: TILE_KEYS,
+                    rows: tile.cast_const(),
+                    rows_stride: self.width,
+                    out: sums.values.as_mut_ptr(),
+                    out_stride: self.width,
+                };
+                if streaming && first + TILE_KEYS < end {
+                    let next = first + TILE_KEYS;
+                    self.k
+                        .prefetch_rows([next, k2, k3], TILE_KEYS.min(end - next));
+                }
+                let all_live = live == u64::MAX >> (64 - keys);
+                let values = self.v.row_ptr([first, v2, v3]).cast_const();
+                match self.v.ty {
+                    Type::F32 if all_live => mix.add_rows::<f32>(values, self.v.nb[1]),
+                    // Values that are mixed once need not be converted first.
+                    Type::F16 if all_live && streaming => {
+                        mix.add_rows::<f16>(values, self.v.nb[1]);
+                    }
+                    Type::Bf16 if all_live && streaming => {
+                        mix.add_rows::<bf16>(values, self.v.nb[1]);
                     }
                     _ => {
                         for i in 0..keys {
@@ -339,21 +368,9 @@ impl Attention {
                                 to.write_bytes(0, self.v.ne[0]);
                             }
                         }
-                        (tile.cast_const(), self.width)
+                        mix.add();
                     }
-                };
-                let mix = Mix {
-                    results: block.rows,
-                    terms: keys,
-                    n: self.v.ne[0],
-                    weights: scores,
-                    weights_stride: TILE_KEYS,
-                    rows: values,
-                    rows_stride: stride,
-                    out: sums.values.as_mut_ptr(),
-                    out_stride: self.width,
-                };
-                mix.add();
+                }
             }
         }
         if self.spans == 1 {
