@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-
 use vgpu_kernels::cpu::formats::{Format, Type};
 use vgpu_kernels::cpu::gemm::{Level, MatmulKernel};
 

@@ -9,8 +9,8 @@
 //! engine cuts rows into pieces, one call per piece.
 //!
 //! **What a result depends on.** `dst[c][r]` is a function of weight row `r`, activation column `c`, `k`,
-//! the level, and whether the call has fewer than [`MatmulKernel::panel_cols`] columns; never of the
-//! other rows or columns, of the piece the row came in, or of addresses. So an engine that cuts by rows
+//! the level, and whether the call has one column, more, or at least [`MatmulKernel::panel_cols`]; never
+//! of the other rows or columns, of the piece the row came in, or of addresses. So an engine that cuts by rows
 //! gets the same bits for every number of threads.
 
 mod level;

@@ -32,11 +32,14 @@ unsafe fn to_f16(src: *const f32, dst: *mut u8, n: usize) {
             _mm_storeu_si128(dst.add(2 * i).cast(), halves);
         }
         let mut tail = [0.0f32; 8];
-        src.add(whole).copy_to_nonoverlapping(tail.as_mut_ptr(), n - whole);
+        src.add(whole)
+            .copy_to_nonoverlapping(tail.as_mut_ptr(), n - whole);
         let halves = _mm256_cvtps_ph::<NEAREST>(_mm256_loadu_ps(tail.as_ptr()));
         let mut bytes = [0u8; 16];
         _mm_storeu_si128(bytes.as_mut_ptr().cast(), halves);
-        bytes.as_ptr().copy_to_nonoverlapping(dst.add(2 * whole), 2 * (n - whole));
+        bytes
+            .as_ptr()
+            .copy_to_nonoverlapping(dst.add(2 * whole), 2 * (n - whole));
     }
 }
 
@@ -46,7 +49,11 @@ unsafe fn to_f16(src: *const f32, dst: *mut u8, n: usize) {
 unsafe fn to_bf16(src: *const f32, dst: *mut u8, n: usize) {
     for i in 0..n {
         // SAFETY: `i < n`, for which the caller vouches. The compiler makes vectors of this.
-        unsafe { dst.cast::<u16>().add(i).write_unaligned(f32_to_bf16(*src.add(i))) }
+        unsafe {
+            dst.cast::<u16>()
+                .add(i)
+                .write_unaligned(f32_to_bf16(*src.add(i)))
+        }
     }
 }
 
@@ -74,7 +81,10 @@ unsafe fn to_q8_1(src: *const f32, dst: *mut u8, n: usize) {
             let block = dst.add(g * size_of::<BlockQ8_1>());
             let (d, sum) = quantize_group(src.add(32 * g), block.add(4));
             block.cast::<u16>().write_unaligned(half_bits(d));
-            block.cast::<u16>().add(1).write_unaligned(half_bits(d * sum as f32));
+            block
+                .cast::<u16>()
+                .add(1)
+                .write_unaligned(half_bits(d * sum as f32));
         }
     }
 }
@@ -104,7 +114,10 @@ unsafe fn to_q8_1_wide(src: *const f32, dst: *mut u8, n: usize) {
             let (d, quants) = quantize_group_wide(src.add(32 * g), block.add(4));
             let sum = _mm512_reduce_add_epi32(quants);
             block.cast::<u16>().write_unaligned(half_bits(d));
-            block.cast::<u16>().add(1).write_unaligned(half_bits(d * sum as f32));
+            block
+                .cast::<u16>()
+                .add(1)
+                .write_unaligned(half_bits(d * sum as f32));
         }
     }
 }
@@ -224,17 +237,19 @@ unsafe fn to_q8_k(src: *const f32, dst: *mut u8, n: usize) {
             }
             let amax = max_of_lanes(largest);
             if amax == 0.0 {
-                *block = BlockQ8K { d: 0.0, qs: [0; 256], bsums: [0; 16] };
+                *block = BlockQ8K {
+                    d: 0.0,
+                    qs: [0; 256],
+                    bsums: [0; 16],
+                };
                 continue;
             }
             // The first of the largest gives the sign.
             let mut max = amax;
             for i in (0..256).step_by(8) {
                 let x = _mm256_loadu_ps(src.add(i));
-                let is = _mm256_cmp_ps::<_CMP_EQ_OQ>(
-                    _mm256_andnot_ps(sign, x),
-                    _mm256_set1_ps(amax),
-                );
+                let is =
+                    _mm256_cmp_ps::<_CMP_EQ_OQ>(_mm256_andnot_ps(sign, x), _mm256_set1_ps(amax));
                 let is = _mm256_movemask_ps(is);
                 if is != 0 {
                     max = *src.add(i + is.trailing_zeros() as usize);
@@ -254,7 +269,8 @@ unsafe fn to_q8_k(src: *const f32, dst: *mut u8, n: usize) {
                     _mm256_min_epi32(q, _mm256_set1_epi32(127))
                 });
                 sums[i] = sum_of_lanes(_mm256_add_epi32(q[0], q[1])) as i16;
-                let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(q[0], q[1]));
+                let words =
+                    _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(q[0], q[1]));
                 let bytes = _mm_packs_epi16(
                     _mm256_castsi256_si128(words),
                     _mm256_extracti128_si256::<1>(words),
@@ -285,7 +301,11 @@ unsafe fn to_q8_k_wide(src: *const f32, dst: *mut u8, n: usize) {
             let high = _mm512_extractf32x8_ps::<1>(largest);
             let amax = max_of_lanes(_mm256_max_ps(_mm512_castps512_ps256(largest), high));
             if amax == 0.0 {
-                *block = BlockQ8K { d: 0.0, qs: [0; 256], bsums: [0; 16] };
+                *block = BlockQ8K {
+                    d: 0.0,
+                    qs: [0; 256],
+                    bsums: [0; 16],
+                };
                 continue;
             }
             // The first of the largest gives the sign.
@@ -315,10 +335,14 @@ unsafe fn to_q8_k_wide(src: *const f32, dst: *mut u8, n: usize) {
                 _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), q)
             };
             let (s0, s1, s2, s3) = (fours(0), fours(1), fours(2), fours(3));
-            let s01 = _mm512_add_epi32(_mm512_unpacklo_epi32(s0, s1), _mm512_unpackhi_epi32(s0, s1));
-            let s23 = _mm512_add_epi32(_mm512_unpacklo_epi32(s2, s3), _mm512_unpackhi_epi32(s2, s3));
-            let sums =
-                _mm512_add_epi32(_mm512_unpacklo_epi64(s01, s23), _mm512_unpackhi_epi64(s01, s23));
+            let s01 =
+                _mm512_add_epi32(_mm512_unpacklo_epi32(s0, s1), _mm512_unpackhi_epi32(s0, s1));
+            let s23 =
+                _mm512_add_epi32(_mm512_unpacklo_epi32(s2, s3), _mm512_unpackhi_epi32(s2, s3));
+            let sums = _mm512_add_epi32(
+                _mm512_unpacklo_epi64(s01, s23),
+                _mm512_unpackhi_epi64(s01, s23),
+            );
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             let sums = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, sums));
             let mut bsums = [0i16; 16];

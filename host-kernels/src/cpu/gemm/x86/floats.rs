@@ -7,10 +7,10 @@ use super::panel::{self, Panel, Sums};
 use super::simd::Simd;
 use super::{Call, scratch};
 
-/// Elements of `k` in a panel, which then takes half of a 32 KiB cache.
-const CHUNK: usize = 128;
-/// Running sums of a row, so that one multiplication need not wait for the last.
-const UNROLL: usize = 4;
+/// Elements of `k` in a panel.
+const CHUNK: usize = 256;
+/// From this many columns on, interleaving a panel pays.
+pub(super) const PANEL_COLS: usize = 32;
 
 /// A float format as vectors of `f32`.
 ///
@@ -68,6 +68,38 @@ impl Float for Bf16 {
     }
 }
 
+/// Covers a call with tiles: the rows outermost, so that each is read from memory once.
+macro_rules! row_tiles {
+    ($call:ident, $tile:ident $(, $generic:ident)*; $($arg:expr),*) => {
+        let mut r = 0;
+        while r < $call.rows {
+            let rows = if $call.rows - r >= 4 { 4 } else { 1 };
+            let mut c = 0;
+            while c < $call.cols {
+                c += match (rows, $call.cols - c) {
+                    (4, 4..) => {
+                        $tile::<$($generic,)* 4, 4>($call, r, c, $($arg),*);
+                        4
+                    }
+                    (4, 2..) => {
+                        $tile::<$($generic,)* 4, 2>($call, r, c, $($arg),*);
+                        2
+                    }
+                    (4, _) => {
+                        $tile::<$($generic,)* 4, 1>($call, r, c, $($arg),*);
+                        1
+                    }
+                    (_, _) => {
+                        $tile::<$($generic,)* 1, 1>($call, r, c, $($arg),*);
+                        1
+                    }
+                };
+            }
+            r += rows;
+        }
+    };
+}
+
 /// Multiplies, choosing between rows and panels.
 ///
 /// # Safety
@@ -76,7 +108,7 @@ impl Float for Bf16 {
 pub(super) unsafe fn gemm<S: Simd, T: Float>(call: &Call) {
     // SAFETY: the caller's promise.
     unsafe {
-        if call.cols >= super::PANEL_COLS {
+        if call.cols >= PANEL_COLS {
             panel::gemm::<S, FloatPanel<S, T>>(call);
         } else {
             rows::<S, T>(call);
@@ -105,7 +137,8 @@ unsafe fn widen<S: Simd, T: Float>(x: *const u8, n: usize, padded: usize, to: *m
     }
 }
 
-/// Few columns: each row once through the registers.
+/// Fewer columns than pay for a panel: tiles of rows and columns, each product summed in a vector of its
+/// own.
 ///
 /// # Safety
 /// As [`super::super::Gemm`], with the features of `S`.
@@ -114,62 +147,45 @@ unsafe fn rows<S: Simd, T: Float>(call: &Call) {
     let padded = call.k.next_multiple_of(S::LANES);
     let mut memory = scratch::take(call.cols * padded * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: all offsets are those of rows, columns and elements of the call.
+    // SAFETY: all offsets are those of rows, columns and elements of the call; the columns are padded
+    // with zeros to whole vectors.
     unsafe {
         for c in 0..call.cols {
             let x = call.x.add(c * call.x_stride);
             widen::<S, T>(x, call.k, padded, columns.add(c * padded));
         }
-        for r in 0..call.rows {
-            let row = call.w.add(r * call.w_stride);
-            let mut c = 0;
-            while c < call.cols {
-                let x = columns.add(c * padded);
-                let dst = call.dst.add(c * call.dst_stride + r);
-                c += match call.cols - c {
-                    4.. => {
-                        row_times::<S, T, 4>(row, call.k, x, padded, dst, call.dst_stride);
-                        4
-                    }
-                    2.. => {
-                        row_times::<S, T, 2>(row, call.k, x, padded, dst, call.dst_stride);
-                        2
-                    }
-                    _ => {
-                        row_times::<S, T, 1>(row, call.k, x, padded, dst, call.dst_stride);
-                        1
-                    }
-                };
+        if call.cols == 1 {
+            for r in 0..call.rows {
+                let row = call.w.add(r * call.w_stride);
+                *call.dst.add(r) = dot::<S, T>(row, columns, call.k);
             }
+        } else {
+            let x = Widened { columns, padded };
+            row_tiles!(call, tile, S, T; x);
         }
     }
     scratch::give_back(memory);
 }
 
-/// One row times `C` columns.
+/// Running sums of a single product, so that one multiplication need not wait for the last.
+const UNROLL: usize = 4;
+
+/// One row times one column: weights in one stream, which is what the memory is fastest at.
 ///
 /// # Safety
-/// The row has `k` elements, the columns are padded to whole vectors, and `dst` has `C` floats.
+/// `k` elements at `row`; at `x`, padded with zeros to whole vectors.
 #[inline(always)]
-unsafe fn row_times<S: Simd, T: Float, const C: usize>(
-    row: *const u8,
-    k: usize,
-    x: *const f32,
-    padded: usize,
-    dst: *mut f32,
-    dst_stride: usize,
-) {
-    // SAFETY: the caller's promise.
+unsafe fn dot<S: Simd, T: Float>(row: *const u8, x: *const f32, k: usize) -> f32 {
+    // SAFETY: the caller's promise; prefetching reads nothing.
     unsafe {
-        let mut acc = [[S::zero_floats(); UNROLL]; C];
+        let mut acc = [S::zero_floats(); UNROLL];
         let mut i = 0;
         while i + UNROLL * S::LANES <= k {
+            S::prefetch(row.add(i * T::BYTES), UNROLL * S::LANES * T::BYTES);
             for u in 0..UNROLL {
                 let at = i + u * S::LANES;
                 let w = T::load::<S>(row.add(at * T::BYTES));
-                for c in 0..C {
-                    acc[c][u] = S::mul_add(w, S::load_floats(x.add(c * padded + at)), acc[c][u]);
-                }
+                acc[u] = S::mul_add(w, S::load_floats(x.add(at)), acc[u]);
             }
             i += UNROLL * S::LANES;
         }
@@ -178,15 +194,67 @@ unsafe fn row_times<S: Simd, T: Float, const C: usize>(
                 left if left < S::LANES => T::load_first::<S>(row.add(i * T::BYTES), left),
                 _ => T::load::<S>(row.add(i * T::BYTES)),
             };
+            acc[0] = S::mul_add(w, S::load_floats(x.add(i)), acc[0]);
+            i += S::LANES;
+        }
+        let (low, high) = (S::add_floats(acc[0], acc[1]), S::add_floats(acc[2], acc[3]));
+        S::sum(S::add_floats(low, high))
+    }
+}
+
+/// Columns of a call as `f32`.
+#[derive(Clone, Copy)]
+struct Widened {
+    columns: *const f32,
+    padded: usize,
+}
+
+/// `R` rows from `r` on times `C` columns from `c` on.
+///
+/// # Safety
+/// The call has the rows and columns.
+#[inline(always)]
+unsafe fn tile<S: Simd, T: Float, const R: usize, const C: usize>(
+    call: &Call,
+    r: usize,
+    c: usize,
+    x: Widened,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let w = call.w.add(r * call.w_stride);
+        let x_first = x.columns.add(c * x.padded);
+        let mut acc = [[S::zero_floats(); C]; R];
+        let whole = call.k / S::LANES * S::LANES;
+        let mut i = 0;
+        while i < whole {
+            let mut x_now = [S::zero_floats(); C];
             for c in 0..C {
-                acc[c][0] = S::mul_add(w, S::load_floats(x.add(c * padded + i)), acc[c][0]);
+                x_now[c] = S::load_floats(x_first.add(c * x.padded + i));
+            }
+            for r in 0..R {
+                let w = T::load::<S>(w.add(r * call.w_stride + i * T::BYTES));
+                for c in 0..C {
+                    acc[r][c] = S::mul_add(w, x_now[c], acc[r][c]);
+                }
             }
             i += S::LANES;
         }
-        for c in 0..C {
-            let low = S::add_floats(acc[c][0], acc[c][1]);
-            let high = S::add_floats(acc[c][2], acc[c][3]);
-            *dst.add(c * dst_stride) = S::sum(S::add_floats(low, high));
+        if whole < call.k {
+            for r in 0..R {
+                let w = w.add(r * call.w_stride + whole * T::BYTES);
+                let w = T::load_first::<S>(w, call.k - whole);
+                for c in 0..C {
+                    let x = S::load_floats(x_first.add(c * x.padded + whole));
+                    acc[r][c] = S::mul_add(w, x, acc[r][c]);
+                }
+            }
+        }
+        for r_tile in 0..R {
+            for c_tile in 0..C {
+                let dst = call.dst.add((c + c_tile) * call.dst_stride + r + r_tile);
+                *dst = S::sum(acc[r_tile][c_tile]);
+            }
         }
     }
 }
@@ -203,6 +271,7 @@ struct FloatPanel<S, T> {
 impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
     const CHUNK: usize = CHUNK;
     const VECTORS: usize = 2;
+    const COLS: usize = if S::LANES == 16 { 8 } else { 4 };
     type Column = [f32; CHUNK];
 
     #[inline(always)]
@@ -300,30 +369,14 @@ pub(super) mod bf16_pairs {
     pub(in super::super) unsafe fn gemm(call: &Call) {
         // SAFETY: the caller's promise.
         unsafe {
-            if call.cols >= super::super::PANEL_COLS {
+            if call.cols >= PANEL_COLS {
                 panel::gemm::<Avx512, PairPanel>(call);
-                return;
-            }
-            for r in 0..call.rows {
-                let row = call.w.add(r * call.w_stride);
-                let mut c = 0;
-                while c < call.cols {
-                    let x = call.x.add(c * call.x_stride);
-                    let dst = call.dst.add(c * call.dst_stride + r);
-                    c += match call.cols - c {
-                        4.. => {
-                            row_times::<4>(row, call.k, x, call.x_stride, dst, call.dst_stride);
-                            4
-                        }
-                        2.. => {
-                            row_times::<2>(row, call.k, x, call.x_stride, dst, call.dst_stride);
-                            2
-                        }
-                        _ => {
-                            row_times::<1>(row, call.k, x, call.x_stride, dst, call.dst_stride);
-                            1
-                        }
-                    };
+            } else if call.cols > 1 {
+                row_tiles!(call, tile;);
+            } else if call.cols == 1 {
+                for r in 0..call.rows {
+                    let row = call.w.add(r * call.w_stride);
+                    *call.dst.add(r) = row_dot(row, call.x, call.k);
                 }
             }
         }
@@ -337,30 +390,21 @@ pub(super) mod bf16_pairs {
         unsafe { _mm512_dpbf16_ps(acc, std::mem::transmute(a), std::mem::transmute(b)) }
     }
 
-    /// One row times `C` columns.
+    /// One row times one column.
     ///
     /// # Safety
-    /// The row and the columns have `k` elements, and `dst` has `C` floats.
+    /// Both have `k` elements.
     #[inline(always)]
-    unsafe fn row_times<const C: usize>(
-        row: *const u8,
-        k: usize,
-        x: *const u8,
-        x_stride: usize,
-        dst: *mut f32,
-        dst_stride: usize,
-    ) {
-        // SAFETY: the caller's promise; the masks keep the tail's loads within `k`.
+    unsafe fn row_dot(row: *const u8, x: *const u8, k: usize) -> f32 {
+        // SAFETY: the caller's promise; the mask keeps the tail's loads within `k`.
         unsafe {
-            let mut acc = [[_mm512_setzero_ps(); UNROLL]; C];
+            let mut acc = [_mm512_setzero_ps(); UNROLL];
             let mut i = 0;
             while i + UNROLL * 32 <= k {
+                Avx512::prefetch(row.add(2 * i), UNROLL * 64);
                 for u in 0..UNROLL {
                     let at = 2 * (i + 32 * u);
-                    let w = Avx512::load(row.add(at));
-                    for c in 0..C {
-                        acc[c][u] = dot(acc[c][u], w, Avx512::load(x.add(c * x_stride + at)));
-                    }
+                    acc[u] = dot(acc[u], Avx512::load(row.add(at)), Avx512::load(x.add(at)));
                 }
                 i += UNROLL * 32;
             }
@@ -371,16 +415,56 @@ pub(super) mod bf16_pairs {
                     (1 << (k - i)) - 1
                 };
                 let w = _mm512_maskz_loadu_epi16(mask, row.add(2 * i).cast());
+                let x = _mm512_maskz_loadu_epi16(mask, x.add(2 * i).cast());
+                acc[0] = dot(acc[0], w, x);
+                i += 32;
+            }
+            let (low, high) = (_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3]));
+            Avx512::sum(_mm512_add_ps(low, high))
+        }
+    }
+
+    /// `R` rows from `r` on times `C` columns from `c` on.
+    ///
+    /// # Safety
+    /// The call has the rows and columns.
+    #[inline(always)]
+    unsafe fn tile<const R: usize, const C: usize>(call: &Call, r: usize, c: usize) {
+        // SAFETY: the caller's promise; the mask keeps the tail's loads within `k`.
+        unsafe {
+            let w = call.w.add(r * call.w_stride);
+            let x = call.x.add(c * call.x_stride);
+            let mut acc = [[_mm512_setzero_ps(); C]; R];
+            let mut i = 0;
+            while i + 32 <= call.k {
+                let mut x_now = [_mm512_setzero_si512(); C];
                 for c in 0..C {
-                    let x = _mm512_maskz_loadu_epi16(mask, x.add(c * x_stride + 2 * i).cast());
-                    acc[c][0] = dot(acc[c][0], w, x);
+                    x_now[c] = Avx512::load(x.add(c * call.x_stride + 2 * i));
+                }
+                for r in 0..R {
+                    let w = Avx512::load(w.add(r * call.w_stride + 2 * i));
+                    for c in 0..C {
+                        acc[r][c] = dot(acc[r][c], w, x_now[c]);
+                    }
                 }
                 i += 32;
             }
-            for c in 0..C {
-                let low = _mm512_add_ps(acc[c][0], acc[c][1]);
-                let high = _mm512_add_ps(acc[c][2], acc[c][3]);
-                *dst.add(c * dst_stride) = Avx512::sum(_mm512_add_ps(low, high));
+            if i < call.k {
+                let mask = (1 << (call.k - i)) - 1;
+                for r in 0..R {
+                    let w = w.add(r * call.w_stride + 2 * i);
+                    let w = _mm512_maskz_loadu_epi16(mask, w.cast());
+                    for c in 0..C {
+                        let x = x.add(c * call.x_stride + 2 * i);
+                        acc[r][c] = dot(acc[r][c], w, _mm512_maskz_loadu_epi16(mask, x.cast()));
+                    }
+                }
+            }
+            for r_tile in 0..R {
+                for c_tile in 0..C {
+                    let dst = call.dst.add((c + c_tile) * call.dst_stride + r + r_tile);
+                    *dst = Avx512::sum(acc[r_tile][c_tile]);
+                }
             }
         }
     }
@@ -395,6 +479,7 @@ pub(super) mod bf16_pairs {
     impl Panel<Avx512> for PairPanel {
         const CHUNK: usize = CHUNK;
         const VECTORS: usize = 2;
+        const COLS: usize = 8;
         /// Pairs, the last of an odd chunk with a zero.
         type Column = [u32; PAIRS];
 

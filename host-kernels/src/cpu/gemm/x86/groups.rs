@@ -44,6 +44,9 @@ const fn activation<B: Groups>() -> (usize, usize) {
     }
 }
 
+/// From this many columns on, interleaving a panel pays.
+pub(super) const PANEL_COLS: usize = 8;
+
 /// Multiplies, choosing between rows and panels.
 ///
 /// # Safety
@@ -52,7 +55,7 @@ const fn activation<B: Groups>() -> (usize, usize) {
 pub(super) unsafe fn gemm<S: Simd, B: Groups>(call: &Call) {
     // SAFETY: the caller's promise.
     unsafe {
-        if call.cols >= super::PANEL_COLS {
+        if call.cols >= PANEL_COLS {
             panel::gemm::<S, GroupPanel<S, B>>(call);
         } else {
             rows::<S, B>(call);
@@ -227,6 +230,10 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
+        if C == 1 {
+            let bytes = size_of::<B>() * 32 / B::ELEMENTS;
+            S::prefetch(row.add(first * bytes), GROUPS * bytes);
+        }
         let (d, m) = B::scales(row, first, n);
         let mut scales = [_mm256_setzero_ps(); C];
         for c in 0..C {
@@ -284,6 +291,7 @@ struct GroupColumn {
 impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
     const CHUNK: usize = CHUNK;
     const VECTORS: usize = S::PANEL;
+    const COLS: usize = 4;
     type Column = GroupColumn;
 
     #[inline(always)]

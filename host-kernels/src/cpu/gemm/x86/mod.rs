@@ -21,9 +21,6 @@ use crate::cpu::formats::{
     BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, Type,
 };
 
-/// From this many columns on, interleaving a panel pays.
-const PANEL_COLS: usize = 8;
-
 /// The arguments of a [`super::Gemm`].
 struct Call {
     k: usize,
@@ -137,12 +134,17 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         (Level::Avx2, _) => at_level!(avx2),
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
     };
+    let panel_cols = match portable.activation {
+        Type::F32 | Type::F16 | Type::Bf16 => floats::PANEL_COLS,
+        Type::Q8K => supers::PANEL_COLS,
+        _ => groups::PANEL_COLS,
+    };
     let wide = level != Level::Avx2;
     Some(MatmulKernel {
         gemm,
         quantize_activation: activations::quantizer(portable.activation, wide)
             .unwrap_or(portable.quantize_activation),
-        panel_cols: PANEL_COLS,
+        panel_cols,
         row_tile: if wide { 32 } else { 16 },
         ..portable
     })

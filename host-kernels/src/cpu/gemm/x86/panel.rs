@@ -24,6 +24,8 @@ pub(super) trait Panel<S: Simd>: Sized {
     const CHUNK: usize;
     /// Vectors of rows in a panel: 1 or 2.
     const VECTORS: usize;
+    /// Columns of a tile, as many as the registers have room for: 4 or 8.
+    const COLS: usize;
     /// What is precomputed of a column's chunk.
     type Column: Copy;
 
@@ -141,7 +143,10 @@ unsafe fn multiply_block<S: Simd, T: Panel<S>>(
                     let (x, columns) = (x.add(c * call.x_stride), columns.add(c));
                     let (sums, stride) = (Sums(sums.add(c * height)), call.x_stride);
                     let left = block.cols - c;
-                    if T::VECTORS == 2 {
+                    if T::VECTORS == 2 && T::COLS == 8 && left >= 8 {
+                        panel.multiply::<2, 8>(x, stride, columns, start, len, sums);
+                        c += 8;
+                    } else if T::VECTORS == 2 {
                         c += match left {
                             4.. => {
                                 panel.multiply::<2, 4>(x, stride, columns, start, len, sums);
@@ -175,9 +180,10 @@ unsafe fn multiply_block<S: Simd, T: Panel<S>>(
                 }
             }
         }
-        for i in 0..panels {
-            let row = block.first_row + i * height;
-            for c in 0..block.cols {
+        // Whole columns: a column of `dst` is contiguous.
+        for c in 0..block.cols {
+            for i in 0..panels {
+                let row = block.first_row + i * height;
                 let dst = call.dst.add((block.first_col + c) * call.dst_stride + row);
                 let sums = sums.add((i * block.cols + c) * height);
                 for v in (0..height.min(call.rows - row)).step_by(S::LANES) {

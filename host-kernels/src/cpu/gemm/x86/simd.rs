@@ -12,6 +12,10 @@ use std::arch::x86_64::*;
 
 use super::blocks::{Groups, Supers};
 
+/// How far ahead of its use a stream of weights is asked for: across the end of a page, where the
+/// processor's own prefetching stops.
+const AHEAD: usize = 2048;
+
 /// Vectors of one level.
 pub(super) trait Simd: Copy + 'static {
     /// 32-bit lanes of a vector.
@@ -29,6 +33,15 @@ pub(super) trait Simd: Copy + 'static {
     type I: Copy;
     /// Floats.
     type F: Copy;
+
+    /// Asks for the `bytes` that lie some way ahead of `p` in a stream.
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8, bytes: usize) {
+        for i in (0..bytes).step_by(64) {
+            // SAFETY: a hint; the address need not be valid.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(AHEAD + i).cast()) }
+        }
+    }
 
     unsafe fn zero() -> Self::I;
     unsafe fn load(p: *const u8) -> Self::I;
@@ -71,8 +84,6 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn neg_mul_add(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The sum of the lanes.
     unsafe fn sum(v: Self::F) -> f32;
-    /// The first `n` floats (all if `n >= LANES`), the rest 0.
-    unsafe fn load_first(p: *const f32, n: usize) -> Self::F;
     /// Writes the first `n` floats (all if `n >= LANES`).
     unsafe fn store_first(p: *mut f32, n: usize, v: Self::F);
     /// `LANES` halves as floats.
@@ -215,10 +226,6 @@ impl Simd for Avx512 {
             let high = _mm512_extractf32x8_ps(v, 1);
             Avx2::sum(_mm256_add_ps(_mm512_castps512_ps256(v), high))
         }
-    }
-    #[inline(always)]
-    unsafe fn load_first(p: *const f32, n: usize) -> __m512 {
-        unsafe { _mm512_maskz_loadu_ps(first_lanes(n), p) }
     }
     #[inline(always)]
     unsafe fn store_first(p: *mut f32, n: usize, v: __m512) {
@@ -445,10 +452,6 @@ impl Simd for Avx2 {
             let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
             _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
         }
-    }
-    #[inline(always)]
-    unsafe fn load_first(p: *const f32, n: usize) -> __m256 {
-        unsafe { _mm256_maskload_ps(p, first_lanes_mask(n)) }
     }
     #[inline(always)]
     unsafe fn store_first(p: *mut f32, n: usize, v: __m256) {

@@ -18,6 +18,9 @@ const X_BYTES: usize = size_of::<BlockQ8K>();
 const X_QUANTS: usize = 4;
 const X_SUMS: usize = 4 + 256;
 
+/// From this many columns on, interleaving a panel pays.
+pub(super) const PANEL_COLS: usize = 8;
+
 /// Multiplies, choosing between rows and panels.
 ///
 /// # Safety
@@ -26,7 +29,7 @@ const X_SUMS: usize = 4 + 256;
 pub(super) unsafe fn gemm<S: Simd, B: Supers>(call: &Call) {
     // SAFETY: the caller's promise.
     unsafe {
-        if call.cols >= super::PANEL_COLS {
+        if call.cols >= PANEL_COLS {
             panel::gemm::<S, SuperPanel<S, B>>(call);
         } else {
             rows::<S, B>(call);
@@ -132,6 +135,9 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
         let mut acc_mins = [_mm256_setzero_ps(); C];
         for b in 0..blocks {
             let block = row.add(b * size_of::<B>());
+            if C == 1 {
+                S::prefetch(block, size_of::<B>());
+            }
             let q = S::quants::<B>(block);
             let (scales, mins) = B::scales(block);
             let (d, dmin) = B::d(block);
@@ -178,6 +184,15 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
     }
 }
 
+/// A super-block of a column, prepared for a panel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SuperColumn {
+    /// Pairs of 16-bit sums of the sub-blocks.
+    sums: [u32; 8],
+    d: f32,
+}
+
 /// Up to 32 rows of a super-block, interleaved.
 #[repr(C, align(64))]
 struct SuperPanel<S, B> {
@@ -185,7 +200,7 @@ struct SuperPanel<S, B> {
     quants: [[u8; 128]; CHUNK / 4],
     /// For each sub-block, the scale of each row.
     scales: [[f32; 32]; 16],
-    /// For each two sums of 16 activations, two minimums of each row.
+    /// For each two sub-blocks, two minimums of each row.
     mins: [[[i16; 2]; 32]; 16],
     d: [f32; 32],
     dmin: [f32; 32],
@@ -204,7 +219,8 @@ impl<S: Simd, B: Supers> SuperPanel<S, B> {
 impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
     const CHUNK: usize = CHUNK;
     const VECTORS: usize = S::PANEL;
-    type Column = ();
+    const COLS: usize = 4;
+    type Column = SuperColumn;
 
     #[inline(always)]
     fn new() -> Self {
@@ -222,7 +238,26 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
     }
 
     #[inline(always)]
-    unsafe fn prepare(_: *const u8, _: usize, _: usize, _: *mut ()) {}
+    unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut SuperColumn) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = x.add(start / 256 * X_BYTES);
+            (*column).d = x.cast::<f32>().read_unaligned();
+            if Self::MINS {
+                let mut sums = _mm256_loadu_si256(x.add(X_SUMS).cast());
+                if B::SUB == 32 {
+                    // Sums of two sums fit 16 bits: 32 times 127.
+                    let pairs = _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+                    let (low, high) = (
+                        _mm256_castsi256_si128(pairs),
+                        _mm256_extracti128_si256(pairs, 1),
+                    );
+                    sums = _mm256_zextsi128_si256(_mm_packs_epi32(low, high));
+                }
+                _mm256_storeu_si256((*column).sums.as_mut_ptr().cast(), sums);
+            }
+        }
+    }
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, _: usize) {
@@ -263,18 +298,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
                         )
                     };
                     self.dmin[r] = dmin;
-                    let pairs = if B::SUB == 32 {
-                        // One minimum for both sums of a sub-block.
-                        let mins = _mm256_castsi256_si128(mins);
-                        let (a, b) = (
-                            _mm_unpacklo_epi16(mins, mins),
-                            _mm_unpackhi_epi16(mins, mins),
-                        );
-                        _mm256_set_m128i(b, a)
-                    } else {
-                        mins
-                    };
-                    _mm256_storeu_si256(self.row_mins[r].as_mut_ptr().cast(), pairs);
+                    _mm256_storeu_si256(self.row_mins[r].as_mut_ptr().cast(), mins);
                 }
             }
             let rows = self.rows.as_ptr().cast();
@@ -286,7 +310,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
             if Self::MINS {
                 let rows = self.row_mins.as_ptr().cast();
                 let mins = self.mins.as_mut_ptr().cast();
-                panel::interleave::<S>(rows, 64, 8, S::PANEL, mins);
+                panel::interleave::<S>(rows, 64, CHUNK / B::SUB / 2, S::PANEL, mins);
             }
         }
     }
@@ -296,7 +320,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
         &self,
         x: *const u8,
         x_stride: usize,
-        _: *const (),
+        columns: *const SuperColumn,
         start: usize,
         _: usize,
         sums: Sums,
@@ -340,13 +364,12 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
             let mut min_sums = [[S::zero(); C]; P];
             if Self::MINS {
                 let mut mins = self.mins.as_ptr().cast::<u8>();
-                for i in 0..8 {
+                for i in 0..CHUNK / B::SUB / 2 {
                     for c in 0..C {
-                        let bsums = x.add(c * x_stride + X_SUMS + 4 * i);
-                        let bsums = S::splat(bsums.cast::<u32>().read_unaligned());
+                        let pair = S::splat((*columns.add(c)).sums[i]);
                         for p in 0..P {
                             let m = S::load(mins.add(p * S::LANES * 4));
-                            min_sums[p][c] = S::dot_pairs(min_sums[p][c], m, bsums);
+                            min_sums[p][c] = S::dot_pairs(min_sums[p][c], m, pair);
                         }
                     }
                     mins = mins.add(height * 4);
@@ -356,7 +379,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
                 let d = S::load_floats(self.d.as_ptr().add(p * S::LANES));
                 let dmin = S::load_floats(self.dmin.as_ptr().add(p * S::LANES));
                 for c in 0..C {
-                    let d_x = S::splat_float(x.add(c * x_stride).cast::<f32>().read_unaligned());
+                    let d_x = S::splat_float((*columns.add(c)).d);
                     let mut acc = sums.load::<S, P>(p, c);
                     acc = S::mul_add(scaled[p][c], S::mul(d, d_x), acc);
                     if Self::MINS {
