@@ -158,7 +158,14 @@ impl<'a> Script<'a> {
                 assert_eq!(*request, number);
             }
             (Expect::Nothing | Expect::Part(None), []) => {}
-            (Expect::Part(Some((graph, image))), []) => self.model.took_graph(*graph, image),
+            (Expect::Part(Some((graph, image))), []) => {
+                self.model.took_graph(*graph, image, true);
+            }
+            (Expect::Part(Some((graph, image))), [(failed, [])]) => {
+                assert_failed(failed, number, "out of memory");
+                self.model.took_graph(*graph, image, false);
+            }
+            (Expect::Fail, [(failed, [])]) => assert_failed(failed, number, "out of memory"),
             (
                 &Expect::Data {
                     buffer,
@@ -192,9 +199,7 @@ impl<'a> Script<'a> {
             (&Expect::Run(graph), outcome) => {
                 match outcome {
                     [] => {}
-                    [(Reply::Failed { request, reason }, [])] if *request == number => {
-                        assert!(reason.contains("is out of range"), "{reason}");
-                    }
+                    [(failed, [])] => assert_failed(failed, number, "is out of range"),
                     other => panic!("a graph led to {other:?}"),
                 }
                 self.changed = self.model.may_change(graph);
@@ -463,6 +468,19 @@ impl<'a> Script<'a> {
             false => self.input.pick(&known),
         };
         Request::Submit { graph }
+    }
+}
+
+/// The only failures that a guest can cause are those that it can read about.
+fn assert_failed(reply: &Reply, request: u64, why: &str) {
+    match reply {
+        Reply::Failed {
+            request: of,
+            reason,
+        } if *of == request => {
+            assert!(reason.contains(why), "{reason}");
+        }
+        other => panic!("{other:?}"),
     }
 }
 

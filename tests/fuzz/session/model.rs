@@ -26,6 +26,8 @@ pub(crate) enum Expect {
     Part(Option<(GraphId, Vec<u8>)>),
     /// A graph runs, or fails because of an index in its data.
     Run(GraphId),
+    /// A graph fails each time: the engine has not the memory to run it.
+    Fail,
 }
 
 /// The guest's idea of its session.
@@ -36,6 +38,8 @@ pub(crate) struct Model {
     pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
     names: BTreeSet<u64>,
     graphs: BTreeMap<u64, Graph>,
+    /// Those of the graphs that the engine has no memory for.
+    failing: BTreeSet<u64>,
     image: Vec<u8>,
 }
 
@@ -152,10 +156,9 @@ impl Model {
                 let is_whole = self.image.len() as u64 == total;
                 Expect::Part(is_whole.then(|| (graph, std::mem::take(&mut self.image))))
             }
-            Request::Submit { graph } => match self.graphs.contains_key(&graph.0) {
-                true => Expect::Run(graph),
-                false => Expect::End,
-            },
+            Request::Submit { graph } if !self.graphs.contains_key(&graph.0) => Expect::End,
+            Request::Submit { graph } if self.failing.contains(&graph.0) => Expect::Fail,
+            Request::Submit { graph } => Expect::Run(graph),
             Request::Forget { graph } => {
                 self.graphs.remove(&graph.0);
                 Expect::Nothing
@@ -187,8 +190,12 @@ impl Model {
         bytes.get_mut(usize::try_from(offset).ok()?..usize::try_from(end).ok()?)
     }
 
-    /// The session has taken a graph.
-    pub(crate) fn took_graph(&mut self, id: GraphId, image: &[u8]) {
+    /// The session has taken a graph; the engine can run it, or it has not the memory.
+    pub(crate) fn took_graph(&mut self, id: GraphId, image: &[u8], can_run: bool) {
+        match can_run {
+            true => self.failing.remove(&id.0),
+            false => self.failing.insert(id.0),
+        };
         let words: Vec<u32> = image
             .chunks_exact(4)
             .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
