@@ -2,9 +2,11 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod conv;
 mod copy;
 mod elementwise;
 mod glu;
+mod image;
 mod movement;
 mod norm;
 mod reduce;
@@ -39,9 +41,11 @@ mod cpu {
 
     for_engine! {
         engine:
+        conv { conv_2d conv_3d depthwise transposed im2col im2col_3d col2im_1d }
         copy { same_type conversions integers }
         elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals }
         glu { two_sources halves }
+        image { pooling upscale shrink timestep_embedding windows relative_positions }
         movement {
             repeat repeat_back concat set_and_acc diagonals padding reflection roll constants
         }

@@ -4,15 +4,19 @@
 //! into kernels. What shapes a node can have by then is written in the IR's `check` module.
 
 mod attention;
+mod conv;
 mod copy;
 mod elements;
 mod elementwise;
 mod gather;
 mod glu;
+mod im2col;
+mod image;
 mod lines;
 mod matmul;
 mod movement;
 mod norm;
+mod pool;
 mod reduce;
 mod rope;
 mod rows;
@@ -31,12 +35,16 @@ use crate::engine::EngineError;
 pub(super) fn rules() -> Vec<Rule> {
     [
         attention::rules(),
+        conv::rules(),
         copy::rules(),
         elementwise::rules(),
         glu::rules(),
+        im2col::rules(),
+        image::rules(),
         matmul::rules(),
         movement::rules(),
         norm::rules(),
+        pool::rules(),
         reduce::rules(),
         rope::rules(),
         rows::rules(),
@@ -63,6 +71,10 @@ pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, Engi
             .or_else(|| movement::compile(op, operands))
             .or_else(|| reduce::compile(op, operands))
             .or_else(|| norm::compile(op, operands))
+            .or_else(|| im2col::compile(op, operands))
+            .or_else(|| conv::compile(op, operands))
+            .or_else(|| pool::compile(op, operands))
+            .or_else(|| image::compile(op, operands))
             .ok_or_else(|| EngineError::Unsupported {
                 op: op.kind().ggml_name(),
                 why: "the engine has no kernel for it".into(),

@@ -212,15 +212,18 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
     let x = Access::rows(&src);
     let (n, wanted) = (src.ne[0], dst.ne[0]);
     let kernel: Kernel = Box::new(move |w| {
-        // SAFETY: the scratch memory, aligned for anything, has `n` places for each worker; each uses
-        // its own.
+        let rows = w.share(if wanted == 0 { 0 } else { dst.rows() });
+        if rows.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the scratch memory, aligned for anything, has `n` places for each worker with rows; each
+        // uses its own.
         let keys = unsafe {
             let first = w.scratch().cast::<u64>().add(w.index() * n);
             first.write_bytes(0, n);
             std::slice::from_raw_parts_mut(first, n)
         };
-        let rows = if wanted == 0 { 0 } else { dst.rows() };
-        for row in w.share(rows) {
+        for row in rows {
             let index = dst.row_index(row);
             // SAFETY: the row has `ne[0]` elements.
             unsafe {
@@ -251,6 +254,6 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
     });
     Compiled {
         kernels: vec![kernel],
-        scratch_bytes: workers * n * size_of::<u64>(),
+        scratch_bytes: workers.min(dst.rows()) * n * size_of::<u64>(),
     }
 }

@@ -8,11 +8,14 @@
 //! operator's definition fixes (row ids are integers, masks are F16 or F32) are looked at.
 
 mod attention;
+mod conv;
 mod elementwise;
 mod matmul;
 mod movement;
 mod normalise;
 mod reduce;
+
+use conv::Steps;
 
 use super::graph::Shape;
 use super::ops::{Op, OpKind};
@@ -160,6 +163,41 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
         } => attention::rope(&o, mode, n_dims, n_offs, sections),
         Op::FlashAttnExt { max_bias, .. } => attention::flash_attn_ext(&o, max_bias),
 
+        Op::Im2col { s0, s1, p0, p1, d0, d1, is_2d } => {
+            conv::im2col(&o, Steps { s: [s0, s1], p: [p0, p1], d: [d0, d1] }, is_2d)
+        }
+        Op::Im2colBack { s0, s1, p0, p1, d0, d1, is_2d } => {
+            conv::im2col_back(&o, Steps { s: [s0, s1], p: [p0, p1], d: [d0, d1] }, is_2d)
+        }
+        Op::Im2col3d { s0, s1, s2, p0, p1, p2, d0, d1, d2, ic } => {
+            conv::im2col_3d(&o, [s0, s1, s2], [p0, p1, p2], [d0, d1, d2], ic)
+        }
+        Op::Col2im1d { s0, oc, p0 } => conv::col2im_1d(&o, s0, oc, p0),
+        Op::Conv2d { s0, s1, p0, p1, d0, d1 } => {
+            conv::conv_2d(&o, Steps { s: [s0, s1], p: [p0, p1], d: [d0, d1] })
+        }
+        Op::Conv2dDw { s0, s1, p0, p1, d0, d1 } => {
+            conv::conv_2d_dw(&o, Steps { s: [s0, s1], p: [p0, p1], d: [d0, d1] })
+        }
+        Op::Conv3d { s0, s1, s2, p0, p1, p2, d0, d1, d2, c, n, oc } => {
+            conv::conv_3d(&o, [s0, s1, s2], [p0, p1, p2], [d0, d1, d2], [c, n, oc])
+        }
+        Op::ConvTranspose1d { s0, p0, d0 } => conv::conv_transpose_1d(&o, s0, p0, d0),
+        Op::ConvTranspose2d { stride } => conv::conv_transpose_2d(&o, stride),
+        Op::Pool1d { k0, s0, p0, .. } => conv::pool_1d(&o, k0, s0, p0),
+        Op::Pool2d { k0, k1, s0, s1, p0, p1, .. } => {
+            conv::pool_2d(&o, [(k0, s0, p0), (k1, s1, p1)])
+        }
+        Op::Pool2dBack { k0, k1, s0, s1, p0, p1, .. } => {
+            conv::pool_2d_back(&o, [(k0, s0, p0), (k1, s1, p1)])
+        }
+        Op::Upscale { .. } => conv::upscale(&o),
+        Op::TimestepEmbedding { dim, max_period } => conv::timestep_embedding(&o, dim, max_period),
+        Op::WinPart { npx, npy, w } => conv::win_part(&o, npx, npy, w),
+        Op::WinUnpart { w } => conv::win_unpart(&o, w),
+        Op::GetRelPos {} => conv::get_rel_pos(&o),
+        Op::AddRelPos {} => conv::add_rel_pos(&o),
+
         // No rules, no kernel: an engine's claim alone never lets an operation through.
         Op::SolveTri {}
         | Op::FlashAttnBack { .. }
@@ -173,24 +211,6 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
         | Op::Dsv4HcComb { .. }
         | Op::Dsv4HcPre { .. }
         | Op::Dsv4HcPost {}
-        | Op::Im2col { .. }
-        | Op::Im2colBack { .. }
-        | Op::Im2col3d { .. }
-        | Op::Col2im1d { .. }
-        | Op::Conv2d { .. }
-        | Op::Conv2dDw { .. }
-        | Op::Conv3d { .. }
-        | Op::ConvTranspose1d { .. }
-        | Op::ConvTranspose2d { .. }
-        | Op::Pool1d { .. }
-        | Op::Pool2d { .. }
-        | Op::Pool2dBack { .. }
-        | Op::Upscale { .. }
-        | Op::TimestepEmbedding { .. }
-        | Op::WinPart { .. }
-        | Op::WinUnpart { .. }
-        | Op::GetRelPos {}
-        | Op::AddRelPos {}
         | Op::CrossEntropyLoss {}
         | Op::CrossEntropyLossBack {}
         | Op::OptStepAdamw {}

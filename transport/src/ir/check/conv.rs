@@ -1,0 +1,392 @@
+//! Convolution, pooling, resampling, and the operators around images.
+
+use super::{Operation, Refusal};
+use crate::ir::{Shape, Type};
+
+/// How many places a kernel of `kernel` elements has on a padded line of `input`.
+fn places(input: u64, kernel: u64, stride: i32, padding: i32, dilation: i32) -> Option<u64> {
+    let (stride, padding) = (u64::try_from(stride).ok()?, u64::try_from(padding).ok()?);
+    let span = u64::try_from(dilation)
+        .ok()?
+        .checked_mul(kernel.checked_sub(1)?)?
+        .checked_add(1)?;
+    let room = input
+        .checked_add(padding.checked_mul(2)?)?
+        .checked_sub(span)?;
+    room.checked_div(stride)?.checked_add(1)
+}
+
+/// The dimensions of a kernel's movement: input, kernel, stride, padding, dilation of each.
+type Movement<const N: usize> = [(u64, u64, i32, i32, i32); N];
+
+fn all_places<const N: usize>(
+    o: &Operation<'_>,
+    movement: Movement<N>,
+) -> Result<[u64; N], Refusal> {
+    let mut out = [0; N];
+    for (out, (input, kernel, stride, padding, dilation)) in out.iter_mut().zip(movement) {
+        match places(input, kernel, stride, padding, dilation) {
+            Some(n) if dilation > 0 => *out = n,
+            _ => o.ensure(false, "the kernel has no place on the input")?,
+        }
+    }
+    Ok(out)
+}
+
+/// Strides, paddings and dilations in two dimensions.
+#[derive(Clone, Copy)]
+pub(super) struct Steps {
+    pub(super) s: [i32; 2],
+    pub(super) p: [i32; 2],
+    pub(super) d: [i32; 2],
+}
+
+impl Steps {
+    fn movement(&self, input: &Shape, kernel: &Shape) -> Movement<2> {
+        std::array::from_fn(|i| (input.ne[i], kernel.ne[i], self.s[i], self.p[i], self.d[i]))
+    }
+}
+
+/// What IM2COL makes of an image: a row of kernel-sized patches for each place.
+fn columns(
+    o: &Operation<'_>,
+    kernel: &Shape,
+    image: &Shape,
+    steps: Steps,
+    is_2d: bool,
+) -> Result<[u64; 4], Refusal> {
+    let row: Option<u64>;
+    let places = if is_2d {
+        o.ensure(
+            kernel.ne[2] == image.ne[2],
+            "kernel and image differ in channels",
+        )?;
+        row = kernel.ne[0]
+            .checked_mul(kernel.ne[1])
+            .and_then(|n| n.checked_mul(kernel.ne[2]));
+        let [ow, oh] = all_places(o, steps.movement(image, kernel))?;
+        [ow, oh, image.ne[3]]
+    } else {
+        o.ensure(
+            kernel.ne[1] == image.ne[1] && image.ne[3] == 1,
+            "kernel and image differ in channels",
+        )?;
+        row = kernel.ne[0].checked_mul(kernel.ne[1]);
+        let [line, _] = steps.movement(image, kernel);
+        let [ow] = all_places(o, [line])?;
+        [ow, image.ne[2], 1]
+    };
+    o.ensure(row.is_some(), "the kernel's size does not fit 64 bits")?;
+    Ok([row.unwrap_or(0), places[0], places[1], places[2]])
+}
+
+/// `dst[:, x, y, n]` is the patch of image `n` that the kernel covers at (x, y).
+pub(super) fn im2col(o: &Operation<'_>, steps: Steps, is_2d: bool) -> Result<(), Refusal> {
+    let columns = columns(o, o.src(0)?, o.src(1)?, steps, is_2d)?;
+    o.ensure(o.dst.ne == columns, "the destination has other extents")
+}
+
+/// The gradient of [`im2col`]: sums what went to several patches.
+pub(super) fn im2col_back(o: &Operation<'_>, steps: Steps, is_2d: bool) -> Result<(), Refusal> {
+    let columns = columns(o, o.src(1)?, o.dst, steps, is_2d)?;
+    o.ensure(
+        o.src(0)?.ne == columns,
+        "source 0 has other extents than patches of the destination",
+    )
+}
+
+/// [`im2col`] with three dimensions of the image; its channels and images share the fourth.
+pub(super) fn im2col_3d(
+    o: &Operation<'_>,
+    s: [i32; 3],
+    p: [i32; 3],
+    d: [i32; 3],
+    channels: i32,
+) -> Result<(), Refusal> {
+    let (kernel, image) = (o.src(0)?, o.src(1)?);
+    let channels = u64::try_from(channels).unwrap_or(0);
+    o.ensure(
+        channels > 0 && image.ne[3].is_multiple_of(channels),
+        "the image does not consist of whole channels",
+    )?;
+    let movement = std::array::from_fn(|i| (image.ne[i], kernel.ne[i], s[i], p[i], d[i]));
+    let [ow, oh, od] = all_places(o, movement)?;
+    let patch = kernel.ne[..3]
+        .iter()
+        .try_fold(channels, |n, &k| n.checked_mul(k));
+    let depth = od.checked_mul(image.ne[3] / channels);
+    let columns = patch
+        .zip(depth)
+        .map(|(patch, depth)| [patch, ow, oh, depth]);
+    o.ensure(
+        columns == Some(o.dst.ne),
+        "the destination has other extents",
+    )
+}
+
+/// `dst[t, c]` is the sum of all `src0[c * k + i, j]` with `j * s0 + i == t + p0`.
+pub(super) fn col2im_1d(o: &Operation<'_>, s0: i32, oc: i32, p0: i32) -> Result<(), Refusal> {
+    let a = o.src(0)?;
+    let (Ok(s0), Ok(oc), Ok(p0)) = (u64::try_from(s0), u64::try_from(oc), u64::try_from(p0)) else {
+        return o.ensure(false, "a parameter is negative");
+    };
+    o.ensure(s0 > 0 && oc > 0, "stride or channels are 0")?;
+    o.ensure(a.ne[2..] == [1, 1], "source 0 is not a matrix")?;
+    o.ensure(
+        a.ne[0].is_multiple_of(oc),
+        "columns are not whole kernels for each channel",
+    )?;
+    let length = || {
+        let last = a.ne[1].checked_sub(1)?.checked_mul(s0)?;
+        last.checked_add(a.ne[0] / oc)?
+            .checked_sub(p0.checked_mul(2)?)
+    };
+    o.ensure(
+        length().is_some_and(|n| n > 0 && o.dst.ne == [n, oc, 1, 1]),
+        "the destination has other extents",
+    )
+}
+
+/// src0: kernel [kw, kh, channels, results], src1: [w, h, channels, n].
+pub(super) fn conv_2d(o: &Operation<'_>, steps: Steps) -> Result<(), Refusal> {
+    let (kernel, image) = (o.src(0)?, o.src(1)?);
+    o.ensure(
+        kernel.ne[2] == image.ne[2],
+        "kernel and image differ in channels",
+    )?;
+    let [ow, oh] = all_places(o, steps.movement(image, kernel))?;
+    o.ensure(
+        o.dst.ne == [ow, oh, kernel.ne[3], image.ne[3]],
+        "the destination has other extents",
+    )
+}
+
+/// A kernel for each channel. src0: kernel [kw, kh, 1, channels], src1: [w, h, channels, n].
+pub(super) fn conv_2d_dw(o: &Operation<'_>, steps: Steps) -> Result<(), Refusal> {
+    let (kernel, image) = (o.src(0)?, o.src(1)?);
+    o.ensure(
+        kernel.ne[2] == 1 && kernel.ne[3] == image.ne[2],
+        "there is not one kernel for each channel",
+    )?;
+    let [ow, oh] = all_places(o, steps.movement(image, kernel))?;
+    o.ensure(
+        o.dst.ne == [ow, oh, image.ne[2], image.ne[3]],
+        "the destination has other extents",
+    )
+}
+
+/// src0: kernel [kw, kh, kd, channels * results], src1: [w, h, d, channels * n].
+pub(super) fn conv_3d(
+    o: &Operation<'_>,
+    s: [i32; 3],
+    p: [i32; 3],
+    d: [i32; 3],
+    [c, n, oc]: [i32; 3],
+) -> Result<(), Refusal> {
+    let (kernel, image) = (o.src(0)?, o.src(1)?);
+    let product = |a: i32, b: i32| u64::try_from(i64::from(a) * i64::from(b)).ok();
+    o.ensure(
+        c > 0 && n >= 0 && oc >= 0,
+        "a number of channels or images is negative",
+    )?;
+    o.ensure(
+        product(c, oc) == Some(kernel.ne[3]) && product(c, n) == Some(image.ne[3]),
+        "kernel or image do not consist of whole channels",
+    )?;
+    let movement = std::array::from_fn(|i| (image.ne[i], kernel.ne[i], s[i], p[i], d[i]));
+    let [ow, oh, od] = all_places(o, movement)?;
+    o.ensure(
+        product(oc, n).is_some_and(|m| o.dst.ne == [ow, oh, od, m]),
+        "the destination has other extents",
+    )
+}
+
+/// The length of a line on which each of `input` elements lays down a kernel, `stride` apart.
+fn spread(input: u64, kernel: u64, stride: i32) -> Option<u64> {
+    let stride = u64::try_from(stride).ok().filter(|&s| s > 0)?;
+    let last = input.checked_sub(1)?.checked_mul(stride)?;
+    last.checked_add(kernel).filter(|_| kernel > 0)
+}
+
+/// src0: kernel [k, results, channels], src1: [l, channels].
+pub(super) fn conv_transpose_1d(
+    o: &Operation<'_>,
+    s0: i32,
+    p0: i32,
+    d0: i32,
+) -> Result<(), Refusal> {
+    let (kernel, a) = (o.src(0)?, o.src(1)?);
+    o.ensure(
+        p0 == 0 && d0 == 1,
+        "padding or dilation of a transposed convolution",
+    )?;
+    o.ensure(
+        kernel.ne[2] == a.ne[1] && kernel.ne[3] == 1 && a.ne[2..] == [1, 1],
+        "kernel and source 1 differ in channels, or have too many dimensions",
+    )?;
+    o.ensure(
+        spread(a.ne[0], kernel.ne[0], s0).is_some_and(|n| o.dst.ne == [n, kernel.ne[1], 1, 1]),
+        "the destination has other extents",
+    )
+}
+
+/// src0: kernel [kw, kh, results, channels], src1: [w, h, channels, n].
+pub(super) fn conv_transpose_2d(o: &Operation<'_>, stride: i32) -> Result<(), Refusal> {
+    let (kernel, image) = (o.src(0)?, o.src(1)?);
+    o.ensure(
+        kernel.ne[3] == image.ne[2],
+        "kernel and image differ in channels",
+    )?;
+    let extents = || {
+        Some([
+            spread(image.ne[0], kernel.ne[0], stride)?,
+            spread(image.ne[1], kernel.ne[1], stride)?,
+            kernel.ne[2],
+            image.ne[3],
+        ])
+    };
+    o.ensure(
+        extents() == Some(o.dst.ne),
+        "the destination has other extents",
+    )
+}
+
+/// A window of `N` dimensions over `whole` gives `pooled`: kernel, stride and padding of each.
+fn pooled<const N: usize>(
+    o: &Operation<'_>,
+    whole: &Shape,
+    pooled: &Shape,
+    windows: [(i32, i32, i32); N],
+) -> Result<(), Refusal> {
+    let kernels = windows.map(|(k, ..)| u64::try_from(k).unwrap_or(0));
+    let movement =
+        std::array::from_fn(|i| (whole.ne[i], kernels[i], windows[i].1, windows[i].2, 1));
+    let places: [u64; N] = all_places(o, movement)?;
+    o.ensure(
+        pooled.ne[..N] == places && pooled.ne[N..] == whole.ne[N..],
+        "source and destination do not fit the window",
+    )
+}
+
+pub(super) fn pool_1d(o: &Operation<'_>, k0: i32, s0: i32, p0: i32) -> Result<(), Refusal> {
+    pooled(o, o.src(0)?, o.dst, [(k0, s0, p0)])
+}
+
+pub(super) fn pool_2d(o: &Operation<'_>, windows: [(i32, i32, i32); 2]) -> Result<(), Refusal> {
+    pooled(o, o.src(0)?, o.dst, windows)
+}
+
+/// The gradient of [`pool_2d`] of src1, for the gradient src0 behind it.
+pub(super) fn pool_2d_back(
+    o: &Operation<'_>,
+    windows: [(i32, i32, i32); 2],
+) -> Result<(), Refusal> {
+    let (gradient, forward) = (o.src(0)?, o.src(1)?);
+    o.ensure(
+        forward.same_extents(o.dst),
+        "extents of source 1 and destination differ",
+    )?;
+    pooled(o, o.dst, gradient, windows)
+}
+
+/// Any extents from any others, except from none.
+pub(super) fn upscale(o: &Operation<'_>) -> Result<(), Refusal> {
+    let a = o.src(0)?;
+    o.ensure(
+        !a.is_empty() || o.dst.is_empty(),
+        "an empty source cannot be resampled",
+    )
+}
+
+/// `dst[:, i]` is the embedding of src0[i], of `dim` elements.
+pub(super) fn timestep_embedding(
+    o: &Operation<'_>,
+    dim: i32,
+    max_period: i32,
+) -> Result<(), Refusal> {
+    let a = o.src(0)?;
+    o.ensure(
+        dim >= 0 && max_period > 0,
+        "dimension or period is negative",
+    )?;
+    o.ensure(
+        a.ne[1..] == [1, 1, 1] && o.dst.ne == [dim as u64, a.ne[0], 1, 1],
+        "the destination is not one embedding for each step",
+    )
+}
+
+/// How many windows of `w` cover `extent`.
+fn windows(extent: u64, w: i32) -> Option<u64> {
+    u64::try_from(w)
+        .ok()
+        .filter(|&w| w > 0)
+        .map(|w| extent.div_ceil(w))
+}
+
+/// Cuts the matrix of rows of src0 into windows, padded with zeros.
+pub(super) fn win_part(o: &Operation<'_>, npx: i32, npy: i32, w: i32) -> Result<(), Refusal> {
+    let a = o.src(0)?;
+    let counts = (u64::try_from(npx).ok(), u64::try_from(npy).ok());
+    o.ensure(
+        a.ne[3] == 1 && (windows(a.ne[1], w), windows(a.ne[2], w)) == counts,
+        "the windows do not cover source 0",
+    )?;
+    let [npx, npy, w] = [npx, npy, w].map(|n| n as u64);
+    o.ensure(
+        npx.checked_mul(npy)
+            .is_some_and(|n| o.dst.ne == [a.ne[0], w, w, n]),
+        "the destination has other extents",
+    )
+}
+
+/// The reverse of [`win_part`].
+pub(super) fn win_unpart(o: &Operation<'_>, w: i32) -> Result<(), Refusal> {
+    let (a, dst) = (o.src(0)?, o.dst);
+    let count = || windows(dst.ne[1], w)?.checked_mul(windows(dst.ne[2], w)?);
+    o.ensure(
+        dst.ne[3] == 1 && count().is_some_and(|n| a.ne == [dst.ne[0], w as u64, w as u64, n]),
+        "the windows do not cover the destination",
+    )
+}
+
+/// `dst[:, k, q] = src0[:, q - k + n - 1]`, n being the extent of both.
+pub(super) fn get_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
+    let (a, dst) = (o.src(0)?, o.dst);
+    o.ensure(
+        dst.ne[1] == dst.ne[2] && dst.ne[3] == 1 && dst.ne[0] == a.ne[0] && a.ne[2..] == [1, 1],
+        "the destination is not a square of rows",
+    )?;
+    let positions = dst.ne[1].checked_mul(2).and_then(|n| n.checked_sub(1));
+    o.ensure(
+        positions == Some(a.ne[1]) || dst.is_empty(),
+        "source 0 does not have a row for each distance",
+    )
+}
+
+/// `dst = src0`, to whose element (w, h) of each row src1[w] and src2[h] are added.
+pub(super) fn add_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
+    let (a, pw, ph) = (o.src(0)?, o.src(1)?, o.src(2)?);
+    o.ensure(
+        a.same_extents(o.dst),
+        "extents of source 0 and destination differ",
+    )?;
+    o.ensure(
+        pw.same_extents(ph),
+        "positions of width and height differ in extents",
+    )?;
+    o.ensure(
+        [a, pw, ph, o.dst].iter().all(|t| t.is_contiguous()),
+        "a tensor is not contiguous",
+    )?;
+    o.ensure(
+        pw.ne[0].checked_mul(pw.ne[0]) == Some(a.ne[0])
+            && pw.ne[1].checked_mul(pw.ne[2]) == Some(a.ne[1])
+            && pw.ne[3] == a.ne[2]
+            && a.ne[3] == 1,
+        "positions do not fit source 0",
+    )?;
+    o.ensure(
+        pw.ty == Type::F32 && ph.ty == Type::F32,
+        "positions are not f32",
+    )
+}
