@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use crate::cache::Cache;
 use crate::packages;
@@ -26,11 +26,7 @@ pub(crate) struct Node {
 impl Node {
     pub(crate) fn ensure(cache: &Cache) -> Result<Node> {
         let path = packages::node(cache)?;
-        let machine = match std::env::consts::ARCH {
-            "x86_64" => "linux-x64",
-            "aarch64" => "linux-arm64",
-            other => bail!("node-llama-cpp has no prebuilt program for {other}"),
-        };
+        let machine = packages::machine()?;
         let name = format!("node-llama-cpp-{VERSION}");
         let modules = cache.folder(&name, |dir| {
             let step = Step::new(&format!("installing {name} and its prebuilt llama.cpp"));

