@@ -45,7 +45,7 @@ const fn activation<B: Groups>() -> (usize, usize) {
 }
 
 /// From this many columns on, interleaving a panel pays.
-pub(super) const PANEL_COLS: usize = 8;
+pub(super) const PANEL_COLS: usize = 5;
 
 /// Multiplies, choosing between rows and panels.
 ///
@@ -230,10 +230,6 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        if C == 1 {
-            let bytes = size_of::<B>() * 32 / B::ELEMENTS;
-            S::prefetch(row.add(first * bytes), GROUPS * bytes);
-        }
         let (d, m) = B::scales(row, first, n);
         let mut scales = [_mm256_setzero_ps(); C];
         for c in 0..C {

@@ -19,7 +19,7 @@ const X_QUANTS: usize = 4;
 const X_SUMS: usize = 4 + 256;
 
 /// From this many columns on, interleaving a panel pays.
-pub(super) const PANEL_COLS: usize = 8;
+pub(super) const PANEL_COLS: usize = 6;
 
 /// Multiplies, choosing between rows and panels.
 ///
@@ -135,9 +135,6 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
         let mut acc_mins = [_mm256_setzero_ps(); C];
         for b in 0..blocks {
             let block = row.add(b * size_of::<B>());
-            if C == 1 {
-                S::prefetch(block, size_of::<B>());
-            }
             let q = S::quants::<B>(block);
             let (scales, mins) = B::scales(block);
             let (d, dmin) = B::d(block);
