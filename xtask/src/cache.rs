@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
+use crate::progress;
+
 #[derive(Debug)]
 pub(crate) struct Cache {
     root: PathBuf,
@@ -139,7 +141,7 @@ impl Cache {
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                eprintln!("  .. waiting: another command is making {name}");
+                progress::say(&format!("  .. waiting: another command is making {name}"));
                 file.lock()
                     .with_context(|| format!("locking {}", path.display()))?;
             }

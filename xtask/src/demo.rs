@@ -12,7 +12,7 @@ use crate::host::{self, Backend, Generation, Task};
 use crate::llama;
 use crate::model::{self, Weights};
 use crate::node::Node;
-use crate::progress::{Step, heading};
+use crate::progress::{self, Step, heading};
 use crate::sched;
 use crate::scratch::Scratch;
 use crate::stats::{Stats, median};
@@ -120,7 +120,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     );
     let comparison = compare::compare(&cpu.choices, &vgpu.choices);
     let verdict = report_comparison(&comparison, compare::tolerance(options.weights));
-    eprintln!("\nlogs and raw figures: {}", dir.display());
+    progress::say(&format!("\nlogs and raw figures: {}", dir.display()));
     used.and(verdict)
 }
 

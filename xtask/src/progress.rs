@@ -5,13 +5,16 @@
 //! results.
 
 use std::io::IsTerminal as _;
-use std::sync::Mutex;
+use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 /// How often a step that is not shown on a terminal says that it is alive.
 const STILL_ALIVE: Duration = Duration::from_secs(30);
+
+/// All moving lines: one step may be part of another.
+static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
 /// One long piece of work. Dropped without [`Step::done`], it counts as failed.
 #[derive(Debug)]
@@ -54,14 +57,14 @@ impl Step {
                     "{spinner} {prefix} {elapsed} {wide_msg:.dim}",
                 ),
             };
-            bar.set_draw_target(ProgressDrawTarget::stderr());
+            let bar = BARS.add(bar);
             bar.set_style(ProgressStyle::with_template(template).expect("a constant template"));
             bar.set_prefix(label.to_owned());
             bar.enable_steady_tick(Duration::from_millis(120));
             bar
         });
         if bar.is_none() {
-            eprintln!("  .. {label}");
+            say(&format!("  .. {label}"));
         }
         let started = Instant::now();
         let plain = Mutex::new(Plain {
@@ -105,9 +108,12 @@ impl Step {
         match plain.total {
             Some(total) => {
                 let percent = 100.0 * plain.position as f64 / total.max(1) as f64;
-                eprintln!("     {} ({seconds} s, {percent:.0} %)", self.label);
+                say(&format!(
+                    "     {} ({seconds} s, {percent:.0} %)",
+                    self.label
+                ));
             }
-            None => eprintln!("     {} ({seconds} s): {}", self.label, message()),
+            None => say(&format!("     {} ({seconds} s): {}", self.label, message())),
         }
     }
 
@@ -128,7 +134,10 @@ impl Step {
         }
         let seconds = self.started.elapsed().as_secs_f32();
         let colon = if result.is_empty() { "" } else { ": " };
-        eprintln!("  {outcome} {}{colon}{result} ({seconds:.1} s)", self.label);
+        say(&format!(
+            "  {outcome} {}{colon}{result} ({seconds:.1} s)",
+            self.label
+        ));
     }
 }
 
@@ -142,5 +151,10 @@ impl Drop for Step {
 
 /// A heading between groups of steps.
 pub(crate) fn heading(text: &str) {
-    eprintln!("\n== {text}");
+    say(&format!("\n== {text}"));
+}
+
+/// Writes a line above what moves.
+pub(crate) fn say(line: &str) {
+    BARS.suspend(|| eprintln!("{line}"));
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::packages;
 use crate::process;
-use crate::progress::heading;
+use crate::progress::{self, heading};
 use crate::workspace;
 
 use super::Bench;
@@ -43,7 +43,9 @@ pub(super) fn run(bench: &mut Bench<'_>) {
             Ok(String::new())
         });
     } else {
-        eprintln!("  -- cargo-deny is not installed: duplicates and advisories are not checked");
+        progress::say(
+            "  -- cargo-deny is not installed: duplicates and advisories are not checked",
+        );
     }
 }
 

@@ -18,7 +18,7 @@ use crate::dist::{self, Dist};
 use crate::executor::Executor;
 use crate::llama;
 use crate::model::{self, Weights};
-use crate::progress::Step;
+use crate::progress::{self, Step};
 use crate::scratch::Scratch;
 use crate::workspace;
 
@@ -146,7 +146,7 @@ impl Bench<'_> {
         match make(self) {
             Ok(made) => Some(made),
             Err(error) => {
-                eprintln!("  FAILED {what}: {error:#}");
+                progress::say(&format!("  FAILED {what}: {error:#}"));
                 self.failed.push(what.to_owned());
                 None
             }
