@@ -140,11 +140,6 @@ impl Worker<'_> {
         self.index
     }
 
-    /// How many threads work on the step.
-    pub(crate) fn count(&self) -> usize {
-        self.count
-    }
-
     /// This thread's part of `units` of equal work: one run of neighbours.
     pub(crate) fn share(&self, units: usize) -> std::ops::Range<usize> {
         let part = units / self.count;

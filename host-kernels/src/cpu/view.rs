@@ -85,11 +85,6 @@ impl View {
         self.shape().has_dense_rows()
     }
 
-    /// Whether all elements are adjacent in order.
-    pub(crate) fn contiguous(&self) -> bool {
-        self.shape().is_contiguous()
-    }
-
     /// The addresses from the first byte of the tensor to one past its last.
     pub(crate) fn span(&self) -> Range<usize> {
         let start = self.ptr.addr();
