@@ -200,6 +200,32 @@ impl Data {
         decode(ty, bytes)[(index[0] % ty.block_elements()) as usize]
     }
 
+    /// The elements of a row.
+    pub(crate) fn row_values(&self, [i1, i2, i3]: [u64; 3]) -> Vec<f64> {
+        let ty = self.shape.ty;
+        let blocks = (0..self.shape.ne[0]).step_by(ty.block_elements() as usize);
+        blocks
+            .flat_map(|i0| {
+                let place = self.place([i0, i1, i2, i3]);
+                decode(ty, &self.memory[place..][..ty.block_bytes() as usize])
+            })
+            .collect()
+    }
+
+    /// The elements of all rows, read once.
+    pub(crate) fn decoded(&self) -> Decoded {
+        Decoded {
+            ne: self.shape.ne,
+            rows: self.row_indices().map(|row| self.row_values(row)).collect(),
+        }
+    }
+
+    /// The indices of all rows, in order.
+    pub(crate) fn row_indices(&self) -> impl Iterator<Item = [u64; 3]> + use<> {
+        let [_, n1, n2, n3] = self.shape.ne;
+        (0..n3).flat_map(move |i3| (0..n2).flat_map(move |i2| (0..n1).map(move |i1| [i1, i2, i3])))
+    }
+
     /// All elements, in order.
     pub(crate) fn values(&self) -> Vec<f64> {
         self.indices().map(|i| self.get(i)).collect()
@@ -227,6 +253,20 @@ impl Data {
             covered[self.place(index)..][..ty.block_bytes() as usize].fill(true);
         }
         covered
+    }
+}
+
+/// The elements of a tensor, in rows.
+pub(crate) struct Decoded {
+    ne: [u64; 4],
+    rows: Vec<Vec<f64>>,
+}
+
+impl Decoded {
+    /// A row by its indices.
+    pub(crate) fn row(&self, [i1, i2, i3]: [u64; 3]) -> &[f64] {
+        let [_, n1, n2, _] = self.ne;
+        &self.rows[((i3 * n2 + i2) * n1 + i1) as usize]
     }
 }
 
@@ -331,6 +371,16 @@ pub(crate) fn run_in_place(engine: &dyn Engine, op: Op, src: &[Option<&Data>]) -
     execute(engine, &operands, node)
         .unwrap_or_else(|error| panic!("{op:?} in place: {error:?}"))
         .swap_remove(0)
+}
+
+/// Runs an operation that changes its sources, too, with its first as destination; returns them all.
+pub(crate) fn run_changing(engine: &dyn Engine, op: Op, src: &[&Data]) -> Vec<Data> {
+    let node = Node {
+        op,
+        dst: 0,
+        src: Sources::new((0..src.len() as u32).map(Some)),
+    };
+    execute(engine, src, node).unwrap_or_else(|error| panic!("{op:?}: {error:?}"))
 }
 
 /// Runs one node over tensors that lie in a buffer each; returns them as they are afterwards.

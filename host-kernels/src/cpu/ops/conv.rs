@@ -361,7 +361,7 @@ maps! {
 fn depthwise(dst: View, kernel: View, image: View, moves: [Move; 2]) -> Compiled {
     let [kw, kh, ..] = kernel.ne;
     let [iw, ih, ..] = image.ne;
-    let direct = Access::new(Type::F32, size_of::<f32>());
+    let direct = Access::direct();
     // Lanes go along the dimension in which the image is dense: channels, or places of a row.
     let by_channel = image.nb[2] < image.nb[0];
     let (lanes, others) = if by_channel {

@@ -59,6 +59,11 @@ impl Access {
         Access::new(view.ty, if view.dense_rows() { dense } else { view.nb[0] })
     }
 
+    /// Adjacent `f32`, as they are on the stack.
+    pub(super) fn direct() -> Access {
+        Access::new(Type::F32, size_of::<f32>())
+    }
+
     /// Whether the line is plain adjacent `f32`.
     pub(super) fn is_direct(&self) -> bool {
         self.ty == Type::F32 && self.step == size_of::<f32>()
@@ -367,7 +372,50 @@ pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
     total
 }
 
+/// The largest of dense floats.
+struct Largest {
+    src: *const f32,
+    n: usize,
+}
+
+impl Task for Largest {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) -> f32 {
+        let Largest { src, n } = self;
+        let mut largest = simd.splat(f32::NEG_INFINITY);
+        let whole = n / S::LANES * S::LANES;
+        // SAFETY: whoever makes a `Largest` vouches for `n` floats.
+        unsafe {
+            chunks::<S>(whole, |i, len| {
+                largest = simd.load_ptr(src.add(i), len).max(largest);
+            });
+            let rest = simd.load_ptr(src.add(whole), n - whole).largest(n - whole);
+            largest.largest(S::LANES).max(rest)
+        }
+    }
+}
+
+/// The largest element of a line; `-inf` if there is none. NaN is passed over.
+///
+/// # Safety
+/// The line has `n` elements as [`Access::load`] wants them.
+pub(super) unsafe fn largest(line: (Access, *const u8), n: usize) -> f32 {
+    let mut stages = [[0.0; STAGE]];
+    let mut result = f32::NEG_INFINITY;
+    for start in (0..n).step_by(STAGE) {
+        let n = STAGE.min(n - start);
+        // SAFETY: the caller vouches for the line.
+        let [src] = unsafe { floats([line], start, n, &mut stages) };
+        result = result.max(dispatch(Largest { src, n }));
+    }
+    result
+}
+
 maps! {
     /// The value itself, for sums.
     Identity |x| x;
+    /// `sum + weight * x`
+    Weighted { weight } |x, sum| x.mul_add(x.splat(weight), sum);
 }

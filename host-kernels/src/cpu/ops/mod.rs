@@ -6,6 +6,7 @@
 mod attention;
 mod conv;
 mod copy;
+mod deepseek;
 mod elements;
 mod elementwise;
 mod gather;
@@ -17,12 +18,14 @@ mod matmul;
 mod movement;
 mod norm;
 mod pool;
+mod recurrent;
 mod reduce;
 mod rope;
 mod rows;
 mod sequence;
 mod softmax;
 mod staging;
+mod training;
 mod unary;
 mod walk;
 
@@ -37,6 +40,7 @@ pub(super) fn rules() -> Vec<Rule> {
         attention::rules(),
         conv::rules(),
         copy::rules(),
+        deepseek::rules(),
         elementwise::rules(),
         glu::rules(),
         im2col::rules(),
@@ -45,10 +49,12 @@ pub(super) fn rules() -> Vec<Rule> {
         movement::rules(),
         norm::rules(),
         pool::rules(),
+        recurrent::rules(),
         reduce::rules(),
         rope::rules(),
         rows::rules(),
         softmax::rules(),
+        training::rules(),
         unary::rules(),
     ]
     .concat()
@@ -75,6 +81,9 @@ pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, Engi
             .or_else(|| conv::compile(op, operands))
             .or_else(|| pool::compile(op, operands))
             .or_else(|| image::compile(op, operands))
+            .or_else(|| recurrent::compile(op, operands))
+            .or_else(|| deepseek::compile(op, operands))
+            .or_else(|| training::compile(op, operands))
             .ok_or_else(|| EngineError::Unsupported {
                 op: op.kind().ggml_name(),
                 why: "the engine has no kernel for it".into(),

@@ -46,21 +46,22 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// A reduction of a whole tensor to one value: partial results of `PIECE` elements each, whose number
-/// does not depend on that of the threads, and then their sum in order.
-fn total<T: Copy + std::iter::Sum<T> + 'static>(
+/// A reduction of a whole tensor to one value: partial results of `piece` elements (or rows) each, whose
+/// number does not depend on that of the threads, and then their sum in order.
+pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     elements: usize,
+    piece: usize,
     partial: impl Fn(usize, usize) -> T + Send + Sync + 'static,
     finish: impl Fn(T) + Send + Sync + 'static,
 ) -> Compiled {
-    let pieces = elements.div_ceil(PIECE);
+    let pieces = elements.div_ceil(piece);
     let partials: Kernel = Box::new(move |w| {
-        for piece in w.share(pieces) {
-            let start = piece * PIECE;
-            let value = partial(start, PIECE.min(elements - start));
+        for i in w.share(pieces) {
+            let start = i * piece;
+            let value = partial(start, piece.min(elements - start));
             // SAFETY: the scratch memory, aligned for anything, has a place for each piece; only this
             // thread writes to this one.
-            unsafe { w.scratch().cast::<T>().add(piece).write(value) };
+            unsafe { w.scratch().cast::<T>().add(i).write(value) };
         }
         Ok(())
     });
@@ -68,11 +69,7 @@ fn total<T: Copy + std::iter::Sum<T> + 'static>(
         if w.index() == 0 {
             let scratch = w.scratch().cast::<T>();
             // SAFETY: all pieces were written before the barrier.
-            finish(
-                (0..pieces)
-                    .map(|piece| unsafe { scratch.add(piece).read() })
-                    .sum(),
-            );
+            finish((0..pieces).map(|i| unsafe { scratch.add(i).read() }).sum());
         }
         Ok(())
     });
@@ -96,7 +93,7 @@ fn sum_all(dst: View, src: View) -> Compiled {
     };
     // SAFETY: the destination is a single element.
     let finish = move |total: f64| unsafe { out.store(&(total as f32), 1, dst.ptr()) };
-    total(src.elements(), partial, finish)
+    total(src.elements(), PIECE, partial, finish)
 }
 
 fn count_equal(dst: View, a: View, b: View) -> Compiled {
@@ -119,7 +116,7 @@ fn count_equal(dst: View, a: View, b: View) -> Compiled {
         count
     };
     // SAFETY: the destination is a single i64.
-    total(elements, partial, move |count| unsafe {
+    total(elements, PIECE, partial, move |count| unsafe {
         dst.ptr().cast::<i64>().write(count)
     })
 }

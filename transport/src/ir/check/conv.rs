@@ -3,17 +3,16 @@
 use super::{Operation, Refusal};
 use crate::ir::{Shape, Type};
 
-/// How many places a kernel of `kernel` elements has on a padded line of `input`.
+/// How many places a kernel of `kernel` elements has on a padded line of `input`, as ggml counts them: with
+/// a division that rounds towards zero, so that a kernel that is a little too long still has one.
 fn places(input: u64, kernel: u64, stride: i32, padding: i32, dilation: i32) -> Option<u64> {
-    let (stride, padding) = (u64::try_from(stride).ok()?, u64::try_from(padding).ok()?);
-    let span = u64::try_from(dilation)
-        .ok()?
-        .checked_mul(kernel.checked_sub(1)?)?
-        .checked_add(1)?;
-    let room = input
-        .checked_add(padding.checked_mul(2)?)?
-        .checked_sub(span)?;
-    room.checked_div(stride)?.checked_add(1)
+    if stride <= 0 || padding < 0 || dilation <= 0 {
+        return None;
+    }
+    let room = i128::from(input) + 2 * i128::from(padding)
+        - i128::from(dilation) * (i128::from(kernel) - 1)
+        - 1;
+    u64::try_from(room / i128::from(stride) + 1).ok()
 }
 
 /// The dimensions of a kernel's movement: input, kernel, stride, padding, dilation of each.
@@ -26,8 +25,8 @@ fn all_places<const N: usize>(
     let mut out = [0; N];
     for (out, (input, kernel, stride, padding, dilation)) in out.iter_mut().zip(movement) {
         match places(input, kernel, stride, padding, dilation) {
-            Some(n) if dilation > 0 => *out = n,
-            _ => o.ensure(false, "the kernel has no place on the input")?,
+            Some(n) => *out = n,
+            None => o.ensure(false, "the kernel has no place on the input")?,
         }
     }
     Ok(out)
@@ -105,10 +104,7 @@ pub(super) fn im2col_3d(
 ) -> Result<(), Refusal> {
     let (kernel, image) = (o.src(0)?, o.src(1)?);
     let channels = u64::try_from(channels).unwrap_or(0);
-    o.ensure(
-        channels > 0 && image.ne[3].is_multiple_of(channels),
-        "the image does not consist of whole channels",
-    )?;
+    o.ensure(channels > 0, "an image has no channels")?;
     let movement = std::array::from_fn(|i| (image.ne[i], kernel.ne[i], s[i], p[i], d[i]));
     let [ow, oh, od] = all_places(o, movement)?;
     let patch = kernel.ne[..3]
@@ -258,13 +254,20 @@ fn pooled<const N: usize>(
     pooled: &Shape,
     windows: [(i32, i32, i32); N],
 ) -> Result<(), Refusal> {
-    let kernels = windows.map(|(k, ..)| u64::try_from(k).unwrap_or(0));
-    let movement =
-        std::array::from_fn(|i| (whole.ne[i], kernels[i], windows[i].1, windows[i].2, 1));
-    let places: [u64; N] = all_places(o, movement)?;
+    for (d, (kernel, stride, padding)) in windows.into_iter().enumerate() {
+        let kernel = u64::try_from(kernel).unwrap_or(0);
+        o.ensure(
+            kernel > 0 && u64::try_from(padding).is_ok_and(|p| kernel <= whole.ne[d] + 2 * p),
+            "the window is empty or larger than the padded source",
+        )?;
+        o.ensure(
+            places(whole.ne[d], kernel, stride, padding, 1) == Some(pooled.ne[d]),
+            "source and destination do not fit the window",
+        )?;
+    }
     o.ensure(
-        pooled.ne[..N] == places && pooled.ne[N..] == whole.ne[N..],
-        "source and destination do not fit the window",
+        pooled.ne[N..] == whole.ne[N..],
+        "source and destination differ in outer extents",
     )
 }
 

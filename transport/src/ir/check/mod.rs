@@ -13,7 +13,9 @@ mod elementwise;
 mod matmul;
 mod movement;
 mod normalise;
+mod recurrent;
 mod reduce;
+mod training;
 
 use conv::Steps;
 
@@ -198,23 +200,26 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
         Op::GetRelPos {} => conv::get_rel_pos(&o),
         Op::AddRelPos {} => conv::add_rel_pos(&o),
 
-        // No rules, no kernel: an engine's claim alone never lets an operation through.
-        Op::SolveTri {}
-        | Op::FlashAttnBack { .. }
-        | Op::LightningIndexer {}
-        | Op::SsmConv {}
-        | Op::SsmScan { .. }
-        | Op::RwkvWkv6 {}
-        | Op::RwkvWkv7 {}
-        | Op::GatedLinearAttn { .. }
-        | Op::GatedDeltaNet { .. }
-        | Op::Dsv4HcComb { .. }
-        | Op::Dsv4HcPre { .. }
-        | Op::Dsv4HcPost {}
-        | Op::CrossEntropyLoss {}
-        | Op::CrossEntropyLossBack {}
-        | Op::OptStepAdamw {}
-        | Op::OptStepSgd {} => o.not_capable(),
+        Op::SolveTri {} => recurrent::solve_tri(&o),
+        Op::LightningIndexer {} => recurrent::lightning_indexer(&o),
+        Op::SsmConv {} => recurrent::ssm_conv(&o),
+        Op::SsmScan { snapshots } => recurrent::ssm_scan(&o, snapshots),
+        Op::RwkvWkv6 {} => recurrent::rwkv_wkv6(&o),
+        Op::RwkvWkv7 {} => recurrent::linear_attention(&o, &[0, 1, 2, 3, 4, 5], 6),
+        Op::GatedLinearAttn { .. } => recurrent::linear_attention(&o, &[0, 1, 2, 3], 4),
+        Op::GatedDeltaNet { snapshots } => recurrent::gated_delta_net(&o, snapshots),
+        Op::Dsv4HcComb { n_iter, .. } => recurrent::dsv4_hc_comb(&o, n_iter),
+        Op::Dsv4HcPre { gated, .. } => recurrent::dsv4_hc_pre(&o, gated),
+        Op::Dsv4HcPost {} => recurrent::dsv4_hc_post(&o),
+
+        Op::CrossEntropyLoss {} => training::cross_entropy_loss(&o),
+        Op::CrossEntropyLossBack {} => training::cross_entropy_loss_back(&o),
+        Op::OptStepAdamw {} => training::opt_step(&o, 7),
+        Op::OptStepSgd {} => training::opt_step(&o, 2),
+
+        // No rules, no kernel: an engine's claim alone never lets an operation through. (ggml itself can
+        // no longer make one.)
+        Op::FlashAttnBack { .. } => o.not_capable(),
     }
 }
 
