@@ -1,11 +1,9 @@
 //! `cargo test` over the whole workspace.
 
-use anyhow::bail;
-
 use crate::llama;
 use crate::packages;
 use crate::process;
-use crate::progress::heading;
+use crate::progress::{Step, heading};
 use crate::workspace;
 
 use super::Bench;
@@ -23,19 +21,33 @@ pub(super) fn run(bench: &mut Bench<'_>) {
     }
 
     let mut counted = Counted::default();
-    bench.check("cargo test", |bench, step| {
-        let mut cargo = workspace::cargo();
-        cargo.args(["test", "--workspace", "--no-fail-fast"]);
-        let log = bench.log("cargo-test");
-        let status = process::run_lines(&mut cargo, &log, |line| {
-            counted.line(line);
-            step.note(line);
-        })?;
-        if !status.success() {
-            bail!("cargo ended with {status}\n{}", process::tail(&log));
-        }
-        Ok(format!("{} tests", counted.passed))
+    let step = Step::new("cargo test");
+    let log = bench.log("cargo-test");
+    let mut cargo = workspace::cargo();
+    cargo.args(["test", "--workspace", "--no-fail-fast"]);
+    let ended = process::run_lines(&mut cargo, &log, |line| {
+        counted.line(line);
+        step.note(line);
     });
+    match ended {
+        Ok(status) if status.success() => step.done(&format!("{} tests", counted.passed)),
+        Ok(_) if !counted.failed.is_empty() => {
+            let failed = counted.failed.len();
+            step.failed(&format!("{failed} tests, see {}", log.display()));
+        }
+        // It did not come to the tests, or they did not come to their end.
+        Ok(status) => {
+            step.failed(&format!(
+                "cargo ended with {status}\n{}",
+                process::tail(&log)
+            ));
+            counted.failed.push("cargo test".to_owned());
+        }
+        Err(error) => {
+            step.failed(&format!("{error:#}"));
+            counted.failed.push("cargo test".to_owned());
+        }
+    }
     bench.passed += counted.passed;
     bench.failed.append(&mut counted.failed);
 }
