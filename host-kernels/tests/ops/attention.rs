@@ -1,0 +1,282 @@
+//! FLASH_ATTN_EXT.
+
+use vgpu_kernels::Engine;
+use vgpu_transport::ir::{Op, Precision, Type};
+
+use super::matmul::{as_activation, dot, reals, tolerance, weights};
+use super::softmax::{mask_value, slope};
+use crate::common::*;
+
+/// Of the largest value: scores are sums of some hundred products in f32, and their exponentials
+/// multiply what they are off.
+const TOLERANCE: f64 = 1e-4;
+
+/// The operands of attention and its parameters.
+struct Attention {
+    q: Data,
+    k: Data,
+    v: Data,
+    mask: Option<Data>,
+    sinks: Option<Data>,
+    scale: f32,
+    max_bias: f32,
+    cap: f32,
+}
+
+impl Attention {
+    fn run(&self, engine: &dyn Engine) -> Data {
+        let op = Op::FlashAttnExt {
+            scale: self.scale,
+            max_bias: self.max_bias,
+            logit_softcap: self.cap,
+            accumulator: Precision::Default,
+            n_kv_max: 0,
+        };
+        let [_, tokens, heads, sequences] = self.q.shape.ne;
+        let dst = Data::dense(Type::F32, [self.v.shape.ne[0], heads, tokens, sequences]);
+        let Attention {
+            q,
+            k,
+            v,
+            mask,
+            sinks,
+            ..
+        } = self;
+        let src = [Some(q), Some(k), Some(v), mask.as_ref(), sinks.as_ref()];
+        run(engine, op, &dst, &src)
+    }
+
+    /// The result for one query: the values weighted by the soft-max of the scores.
+    fn query(
+        &self,
+        keys: &Decoded,
+        values: &Decoded,
+        [head, token, sequence]: [u64; 3],
+    ) -> Vec<f64> {
+        let Attention { q, k, v, .. } = self;
+        let [_, _, heads, sequences] = q.shape.ne;
+        let shared = |x: &Data| {
+            let [_, _, n2, n3] = x.shape.ne;
+            [head / (heads / n2), sequence / (sequences / n3)]
+        };
+        let ([k2, k3], [v2, v3]) = (shared(k), shared(v));
+        let query = as_activation(k.shape.ty, &q.row_values([token, head, sequence]));
+        let bias = self.mask.as_ref().map(|mask| {
+            let [_, _, n2, n3] = mask.shape.ne;
+            mask.row_values([token, head % n2, sequence % n3])
+        });
+        let slope = slope(f64::from(self.max_bias), heads, head);
+        let (scale, cap) = (f64::from(self.scale), f64::from(self.cap));
+        let score = |i: u64| {
+            let bias = bias.as_ref().map_or(0.0, |bias| bias[i as usize]);
+            if bias == f64::NEG_INFINITY {
+                return bias;
+            }
+            let (dot, _) = dot(keys.row([i, k2, k3]), &query);
+            let score = if cap == 0.0 {
+                dot * scale
+            } else {
+                cap * (dot * scale / cap).tanh()
+            };
+            score + slope * bias
+        };
+        let scores: Vec<f64> = (0..k.shape.ne[1]).map(score).collect();
+        let sink = self.sinks.as_ref().map(|sinks| sinks.get([head, 0, 0, 0]));
+        let all = || scores.iter().copied().chain(sink);
+        let largest = all().fold(f64::NEG_INFINITY, f64::max);
+        let mut out = vec![0.0; v.shape.ne[0] as usize];
+        if largest == f64::NEG_INFINITY {
+            return out;
+        }
+        let sum: f64 = all().map(|score| (score - largest).exp()).sum();
+        for (i, score) in scores.into_iter().enumerate() {
+            for (out, value) in out.iter_mut().zip(values.row([i as u64, v2, v3])) {
+                *out += (score - largest).exp() / sum * value;
+            }
+        }
+        out
+    }
+
+    fn check(&self, engine: &dyn Engine) {
+        let got = self.run(engine);
+        // What scores are off counts as much as what is made of them.
+        let tolerance = TOLERANCE.max(5.0 * tolerance(self.k.shape.ty));
+        let (keys, values) = (self.k.decoded(), self.v.decoded());
+        for row in got.row_indices() {
+            let want = self.query(&keys, &values, row);
+            let size = want.iter().fold(1.0, |size: f64, x| size.max(x.abs()));
+            for (i, (got, want)) in got.row_values(row).into_iter().zip(want).enumerate() {
+                assert!(
+                    (got - want).abs() <= tolerance * size,
+                    "k {:?} v {:?} q {:?} cap {} bias {}: {i} of {row:?} is {got:e}, not {want:e}",
+                    self.k.shape,
+                    self.v.shape,
+                    self.q.shape,
+                    self.cap,
+                    self.max_bias
+                );
+            }
+        }
+    }
+}
+
+/// Sizes of an attention.
+struct Sizes {
+    k: Type,
+    v: Type,
+    dk: u64,
+    dv: u64,
+    keys: u64,
+    tokens: u64,
+    /// Heads of keys, of values, and how often their product those of queries.
+    heads: [u64; 3],
+    /// The same of sequences.
+    sequences: [u64; 3],
+}
+
+impl Sizes {
+    /// Random operands without a mask.
+    fn fill(&self, random: &mut Random) -> Attention {
+        let whole = |n: u64, ty: Type| n.next_multiple_of(ty.block_elements());
+        let (dk, dv) = (whole(self.dk, self.k), whole(self.dv, self.v));
+        let mut rows = |ty, n, i: usize| {
+            let ne = [n, self.keys, self.heads[i], self.sequences[i]];
+            Data::random_rows(ty, ne, true, random).fill(|| random.between(-1.0, 1.0))
+        };
+        let (k, v) = (rows(self.k, dk, 0), rows(self.v, dv, 1));
+        let [heads, sequences] = [self.heads, self.sequences].map(|n| n.iter().product());
+        let q = Data::random_rows(Type::F32, [dk, self.tokens, heads, sequences], true, random);
+        Attention {
+            q: q.fill(|| random.between(-3.0, 3.0)),
+            k,
+            v,
+            mask: None,
+            sinks: None,
+            scale: 1.0 / (dk as f32).sqrt(),
+            max_bias: 0.0,
+            cap: 0.0,
+        }
+    }
+}
+
+/// A mask with long runs that nobody sees, and single keys.
+fn mask(ne: [u64; 4], random: &mut Random) -> Data {
+    let mut hidden = 0;
+    Data::random_rows(Type::F16, ne, true, random).fill(|| {
+        if hidden == 0 && random.chance(40) {
+            hidden = random.below(200);
+        }
+        if hidden > 0 {
+            hidden -= 1;
+            return f64::NEG_INFINITY;
+        }
+        mask_value(random)
+    })
+}
+
+pub(crate) fn types_shapes_and_options(engine: &dyn Engine) {
+    property(150, |random| {
+        let sizes = Sizes {
+            k: random.pick(&weights()),
+            v: random.pick(&reals()),
+            dk: 1 + random.below(150),
+            dv: 1 + random.below(150),
+            keys: random.pick(&[70, 700]),
+            tokens: random.pick(&[1, 20]),
+            heads: [1, 1, 1].map(|n| n + random.below(3)),
+            sequences: [1, 1, 1 + random.below(2)],
+        };
+        let sizes = Sizes {
+            keys: random.below(sizes.keys),
+            tokens: 1 + random.below(sizes.tokens),
+            ..sizes
+        };
+        let mut attention = sizes.fill(random);
+        let [_, tokens, heads, _] = attention.q.shape.ne;
+        if random.chance(2) {
+            let masks = random.pick(&[1, heads]);
+            let ne = [
+                sizes.keys + random.below(3),
+                tokens + random.below(3),
+                masks,
+                1,
+            ];
+            attention.mask = Some(mask(ne, random));
+            attention.max_bias = random.pick(&[0.0, 8.0]);
+        }
+        if random.chance(2) {
+            let sinks = Data::dense(Type::F32, [heads, 1, 1, 1]);
+            attention.sinks = Some(sinks.fill(|| random.between(-3.0, 3.0)));
+        }
+        attention.cap = random.pick(&[0.0, 5.0]);
+        attention.check(engine);
+    });
+}
+
+pub(crate) fn many_tokens_and_long_contexts(engine: &dyn Engine) {
+    for (k, v, dk, dv, keys, tokens) in [
+        (Type::F16, Type::F16, 128, 128, 300, 70),
+        (Type::F16, Type::F16, 64, 64, 3000, 1),
+        (Type::Q8_0, Type::Q4_0, 64, 96, 1500, 3),
+        (Type::F32, Type::F32, 40, 72, 200, 65),
+        (Type::Bf16, Type::Bf16, 65, 67, 700, 2),
+    ] {
+        let random = &mut Random::new(keys);
+        let sizes = Sizes {
+            k,
+            v,
+            dk,
+            dv,
+            keys,
+            tokens,
+            heads: [2, 1, 3],
+            sequences: [1; 3],
+        };
+        let mut attention = sizes.fill(random);
+        attention.check(engine);
+        attention.mask = Some(mask([keys, tokens, 1, 1], random));
+        attention.check(engine);
+    }
+}
+
+pub(crate) fn what_is_hidden_does_not_count(engine: &dyn Engine) {
+    for (ty, tokens) in [
+        (Type::F16, 2),
+        (Type::F32, 2),
+        (Type::F16, 40),
+        (Type::F32, 40),
+    ] {
+        let random = &mut Random::new(tokens);
+        let sizes = Sizes {
+            k: ty,
+            v: ty,
+            dk: 32,
+            dv: 32,
+            keys: 150,
+            tokens,
+            heads: [1; 3],
+            sequences: [1; 3],
+        };
+        let mut attention = sizes.fill(random);
+        // Every third key and value is not a number, and hidden.
+        for x in [&mut attention.k, &mut attention.v] {
+            for index in x.indices().filter(|i| i[1] % 3 == 0).collect::<Vec<_>>() {
+                x.set(index, f64::NAN);
+            }
+        }
+        let mut i = 0;
+        let mask = Data::dense(Type::F16, [150, tokens, 1, 1]).fill(|| {
+            i += 1;
+            if (i - 1) % 3 == 0 {
+                f64::NEG_INFINITY
+            } else {
+                0.0
+            }
+        });
+        let without = attention.run(engine);
+        assert!(without.values().iter().all(|x| x.is_nan()));
+        attention.mask = Some(mask);
+        let with = attention.run(engine);
+        assert!(with.values().iter().all(|x| x.is_finite()));
+    }
+}

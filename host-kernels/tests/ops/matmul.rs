@@ -1,0 +1,297 @@
+//! MUL_MAT, MUL_MAT_ID, OUT_PROD.
+
+use std::sync::Arc;
+
+use vgpu_kernels::cpu::formats::Format;
+use vgpu_kernels::cpu::gemm::MatmulKernel;
+use vgpu_kernels::{Engine, RunError};
+use vgpu_transport::ir::{
+    BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
+};
+
+use crate::common::*;
+
+/// Of the sum of the magnitudes that are added up in f32.
+const TOLERANCE: f64 = 1e-5;
+
+/// The same where a block of activations carries its sum as a half.
+const TOLERANCE_OF_HALF_SUMS: f64 = 2e-3;
+
+pub(crate) const MUL_MAT: Op = Op::MulMat {
+    accumulator: Precision::Default,
+    activation: Precision::Default,
+    hadamard: false,
+};
+
+const MUL_MAT_ID: Op = Op::MulMatId {
+    accumulator: Precision::Default,
+    activation: Precision::Default,
+};
+
+/// The types that can be weights.
+pub(crate) fn weights() -> Vec<Type> {
+    let is_weight = |ty: &Type| MatmulKernel::of(*ty).is_some();
+    Type::ALL.iter().copied().filter(is_weight).collect()
+}
+
+/// The types of real numbers.
+pub(crate) fn reals() -> Vec<Type> {
+    let is_real = |ty: &Type| Format::of(*ty).is_some();
+    Type::ALL.iter().copied().filter(is_real).collect()
+}
+
+/// A row of activations as ggml has them multiplied with `weight`: rounded to the type it pairs with
+/// the weight's.
+pub(crate) fn as_activation(weight: Type, row: &[f64]) -> Vec<f64> {
+    let kernel = MatmulKernel::of(weight).expect("a type of weights");
+    let format = Format::of(kernel.activation).expect("a type of real numbers");
+    let mut values: Vec<f32> = row.iter().map(|&x| x as f32).collect();
+    let mut bytes = vec![0; format.row_bytes(row.len())];
+    // SAFETY: all hold a row.
+    unsafe {
+        (kernel.quantize_activation)(values.as_ptr(), bytes.as_mut_ptr(), row.len());
+        (format.dequantize_row)(bytes.as_ptr(), values.as_mut_ptr(), row.len());
+    }
+    values.into_iter().map(f64::from).collect()
+}
+
+/// What a product of activations with `weight` may be off, of the sum of magnitudes.
+pub(crate) fn tolerance(weight: Type) -> f64 {
+    match MatmulKernel::of(weight).map(|kernel| kernel.activation) {
+        Some(Type::Q8_1) => TOLERANCE_OF_HALF_SUMS,
+        _ => TOLERANCE,
+    }
+}
+
+/// The dot product, and the sum of the magnitudes of its terms.
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> (f64, f64) {
+    let products = a.iter().zip(b).map(|(a, b)| a * b);
+    products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()))
+}
+
+/// Compares a row of products with weights of type `weight`.
+#[track_caller]
+fn compare_products(weight: Type, got: &[f64], exact: impl Fn(u64) -> (f64, f64)) {
+    for (i, &got) in got.iter().enumerate() {
+        let (exact, size) = exact(i as u64);
+        assert!(
+            (got - exact).abs() <= tolerance(weight) * size + 1e-30,
+            "{weight:?}: {i} is {got:e}, not {exact:e}; magnitudes add up to {size:e}"
+        );
+    }
+}
+
+/// A length that is whole in blocks of both types.
+fn length(blocks: u64, types: [Type; 2]) -> u64 {
+    match types.map(Type::block_elements).into_iter().max() {
+        Some(1) | None => blocks * 37,
+        Some(block) => blocks * block,
+    }
+}
+
+/// A product of random operands, checked.
+fn check_mul_mat(
+    engine: &dyn Engine,
+    random: &mut Random,
+    types: [Type; 2],
+    [k, m, n]: [u64; 3],
+    [w2, w3, r2, r3]: [u64; 4],
+) {
+    let w = Data::random_rows(types[0], [k, m, w2, w3], true, random);
+    let w = w.fill(|| random.between(-1.0, 1.0));
+    let x = Data::random(types[1], [k, n, w2 * r2, w3 * r3], random);
+    let x = x.fill(|| random.between(-1.0, 1.0));
+    let dst = Data::random_rows(Type::F32, [m, n, w2 * r2, w3 * r3], true, random);
+    let got = run(engine, MUL_MAT, &dst, &[Some(&w), Some(&x)]);
+    let w = w.decoded();
+    for row in got.row_indices() {
+        let [_, i2, i3] = row;
+        let activation = as_activation(types[0], &x.row_values(row));
+        compare_products(types[0], &got.row_values(row), |i| {
+            dot(w.row([i, i2 / r2, i3 / r3]), &activation)
+        });
+    }
+}
+
+pub(crate) fn mul_mat(engine: &dyn Engine) {
+    property(150, |random| {
+        let types = [random.pick(&weights()), random.pick(&reals())];
+        let k = length(random.below(4), types);
+        let extents = [k, random.below(70), random.below(40)];
+        let batch = [random.below(3), 1, 1, 1].map(|n| n + random.below(3));
+        check_mul_mat(engine, random, types, extents, batch);
+    });
+}
+
+pub(crate) fn mul_mat_of_many_tiles(engine: &dyn Engine) {
+    for (weight, extents) in [
+        (Type::F32, [4100, 150, 70]),
+        (Type::F16, [2500, 300, 1]),
+        (Type::Q4K, [4096, 70, 200]),
+        (Type::Q8_0, [8192, 1, 130]),
+    ] {
+        let random = &mut Random::new(7);
+        check_mul_mat(engine, random, [weight, Type::F32], extents, [1; 4]);
+    }
+}
+
+pub(crate) fn mul_mat_over_its_own_sources(engine: &dyn Engine) {
+    // The destination lies over the weights: every thread would change what the others read.
+    const FLOATS: usize = 1 << 14;
+    const N: usize = 64;
+    const AT: usize = 64;
+    let random = &mut Random::new(5);
+    let before: Vec<f32> = (0..FLOATS)
+        .map(|_| random.between(-1.0, 1.0) as f32)
+        .collect();
+    let bytes: Vec<u8> = before.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let memory = engine.alloc(bytes.len() as u64).expect("64 KiB");
+    memory.write(0, bytes.as_slice().into()).unwrap();
+    let shape = Shape::contiguous(Type::F32, [N as u64, N as u64, 1, 1]).unwrap();
+    let tensor = |float: usize| Tensor {
+        shape,
+        buffer: 0,
+        offset: 4 * float as u64,
+    };
+    let graph = Graph {
+        buffers: vec![BufferId(1)],
+        tensors: vec![tensor(0), tensor(N * N), tensor(AT)],
+        nodes: vec![Node {
+            op: MUL_MAT,
+            dst: 2,
+            src: Sources::new([Some(0), Some(1)]),
+        }],
+    };
+    let size = |_| Some(bytes.len() as u64);
+    let graph = validate(graph, engine.capabilities(), &Limits::default(), size).unwrap();
+    let mut plan = engine.compile(&graph, &[Arc::clone(&memory)]).unwrap();
+    plan.run().unwrap();
+    let mut after = vec![0; bytes.len()];
+    memory.read(0, after.as_mut_slice().into()).unwrap();
+    let after: Vec<f32> = after
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+        .collect();
+    assert_eq!(after[..AT], before[..AT]);
+    assert_eq!(after[AT + N * N..], before[AT + N * N..]);
+    let row =
+        |i: usize| -> Vec<f64> { before[N * i..][..N].iter().map(|&x| f64::from(x)).collect() };
+    for j in 0..N {
+        let got: Vec<f64> = after[AT + N * j..][..N]
+            .iter()
+            .map(|&x| f64::from(x))
+            .collect();
+        compare_products(Type::F32, &got, |i| dot(&row(i as usize), &row(N + j)));
+    }
+}
+
+pub(crate) fn hadamard(engine: &dyn Engine) {
+    let op = Op::MulMat {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+        hadamard: true,
+    };
+    for (k, ty) in [
+        (1, Type::F32),
+        (2, Type::F16),
+        (32, Type::F32),
+        (256, Type::F16),
+    ] {
+        let random = &mut Random::new(k);
+        let mut w = Data::dense(Type::F32, [k, k, 1, 1]);
+        for index in w.indices().collect::<Vec<_>>() {
+            let sign = 1 - 2 * ((index[0] & index[1]).count_ones() as i32 % 2);
+            w.set(index, f64::from(sign) / (k as f64).sqrt());
+        }
+        let x = Data::random(ty, [k, 5, 2, 3], random).fill(|| random.between(-1.0, 1.0));
+        let dst = Data::random_rows(Type::F32, [k, 5, 2, 3], true, random);
+        let got = run(engine, op, &dst, &[Some(&w), Some(&x)]);
+        for row in got.row_indices() {
+            let x = x.row_values(row);
+            compare_products(Type::F32, &got.row_values(row), |i| {
+                dot(&w.row_values([i, 0, 0]), &x)
+            });
+        }
+    }
+}
+
+pub(crate) fn mul_mat_id(engine: &dyn Engine) {
+    property(150, |random| {
+        let types = [random.pick(&weights()), random.pick(&reals())];
+        let k = length(random.below(4), types);
+        let (m, experts) = (random.below(70), 1 + random.below(6));
+        let (used, tokens) = (1 + random.below(4), random.below(30));
+        let columns = random.pick(&[1, used]);
+        let w = Data::random_rows(types[0], [k, m, experts, 1], true, random);
+        let w = w.fill(|| random.between(-1.0, 1.0));
+        let x = Data::random(types[1], [k, columns, tokens, 1], random);
+        let x = x.fill(|| random.between(-1.0, 1.0));
+        let ids = Data::random(Type::I32, [used, tokens, 1, 1], random)
+            .fill(|| random.below(experts) as f64);
+        let dst = Data::random_rows(Type::F32, [m, used, tokens, 1], true, random);
+        let got = run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
+        let w = w.decoded();
+        for row in got.row_indices() {
+            let [slot, token, _] = row;
+            let expert = ids.get([slot, token, 0, 0]) as u64;
+            let activation = as_activation(types[0], &x.row_values([slot % columns, token, 0]));
+            compare_products(types[0], &got.row_values(row), |i| {
+                dot(w.row([i, expert, 0]), &activation)
+            });
+        }
+    });
+}
+
+pub(crate) fn experts_are_checked(engine: &dyn Engine) {
+    let w = Data::dense(Type::F32, [8, 4, 3, 1]).fill(|| 1.0);
+    let x = Data::dense(Type::F32, [8, 1, 2, 1]).fill(|| 1.0);
+    let dst = Data::dense(Type::F32, [4, 2, 2, 1]);
+    for id in [-1, 3, i32::MIN, i32::MAX] {
+        let mut ids = Data::dense(Type::I32, [2, 2, 1, 1]).fill(|| 2.0);
+        ids.set([1, 1, 0, 0], f64::from(id));
+        let outcome = try_run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
+        let Err(Failure::Run(error)) = outcome.map(|_| ()) else {
+            panic!("expert {id} was used");
+        };
+        let expected = RunError::Index {
+            node: 0,
+            op: "MUL_MAT_ID",
+            index: i64::from(id),
+            count: 3,
+        };
+        assert_eq!(error, expected);
+    }
+}
+
+pub(crate) fn out_prod(engine: &dyn Engine) {
+    property(150, |random| {
+        let a = random.pick(&reals());
+        let b = random.pick(&[Type::F32, Type::F16, Type::Bf16]);
+        let m = random.below(4)
+            * if a.is_quantized() {
+                a.block_elements()
+            } else {
+                237
+            };
+        let (n, terms) = (random.below(40), random.below(140));
+        let [a2, a3, r2, r3] = [random.below(3), 1, 1, 1].map(|n| n + random.below(3));
+        let a = Data::random(a, [m, terms, a2, a3], random).fill(|| random.between(-1.0, 1.0));
+        let b = Data::random(b, [n, terms, a2 * r2, a3 * r3], random);
+        let b = b.fill(|| random.between(-1.0, 1.0));
+        let dst = Data::random_rows(Type::F32, [m, n, a2 * r2, a3 * r3], true, random);
+        let got = run(engine, Op::OutProd {}, &dst, &[Some(&a), Some(&b)]);
+        let (a, b) = (a.decoded(), b.decoded());
+        for row in got.row_indices() {
+            let [j, i2, i3] = row;
+            let mut sums = vec![(0.0, 0.0); m as usize];
+            for t in 0..terms {
+                let weight = b.row([t, i2, i3])[j as usize];
+                for (sum, value) in sums.iter_mut().zip(a.row([t, i2 / r2, i3 / r3])) {
+                    sum.0 += value * weight;
+                    sum.1 += (value * weight).abs();
+                }
+            }
+            compare_products(Type::F32, &got.row_values(row), |i| sums[i as usize]);
+        }
+    });
+}
