@@ -242,8 +242,15 @@ fn layout(o: &Operation<'_>, shape: &Shape) -> Result<(), Refusal> {
             "a stride is not a multiple of the element size",
         )?;
     }
+    // Each extent too: those of an empty tensor are in no product, and ggml's are signed.
     o.ensure(
-        shape.elements().is_some_and(|n| n <= i64::MAX as u64) && shape.extent().is_some(),
+        shape.ne.iter().all(|&n| n <= i64::MAX as u64),
+        "an extent does not fit a signed integer",
+    )?;
+    // Without the extents that are 0, so that no product of some extents overflows.
+    let elements = shape.ne.iter().filter(|&&n| n > 0).try_fold(1u64, |all, &n| all.checked_mul(n));
+    o.ensure(
+        elements.is_some_and(|n| n <= i64::MAX as u64) && shape.extent().is_some(),
         "the tensor's size does not fit 64 bits",
     )
 }

@@ -281,7 +281,9 @@ pub(super) fn lightning_indexer(o: &Operation<'_>) -> Result<(), Refusal> {
     let (q, k, w, mask) = (o.src(0)?, o.src(1)?, o.src(2)?, o.src(3)?);
     let [n, heads, tokens, streams] = q.ne;
     o.ensure(mask.ty == Type::F16, "the mask is not f16")?;
+    o.ensure(n > 0 && heads > 0, "queries are empty")?;
     dense_rows(o, &[q])?;
+    o.ensure(heads > 0, "queries have no heads")?;
     o.ensure(k.has_dense_rows(), "rows of keys are not dense")?;
     o.ensure(
         k.ne[0] == n && k.ne[1] == 1 && k.ne[3] == streams,
