@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use vgpu_transport::ir::{Graph, IR_VERSION, Tensor};
+use vgpu_transport::ir::{Graph, IR_VERSION, Node, Op, Shape, Tensor};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Request};
 
 /// What should come of a request.
@@ -41,6 +41,7 @@ pub(crate) struct Model {
     /// Those of the graphs that the engine has no memory for.
     failing: BTreeSet<u64>,
     image: Vec<u8>,
+    last_run: Option<GraphId>,
 }
 
 /// What the session was set up with.
@@ -158,7 +159,10 @@ impl Model {
             }
             Request::Submit { graph } if !self.graphs.contains_key(&graph.0) => Expect::End,
             Request::Submit { graph } if self.failing.contains(&graph.0) => Expect::Fail,
-            Request::Submit { graph } => Expect::Run(graph),
+            Request::Submit { graph } => {
+                self.last_run = Some(graph);
+                Expect::Run(graph)
+            }
             Request::Forget { graph } => {
                 self.graphs.remove(&graph.0);
                 Expect::Nothing
@@ -190,6 +194,31 @@ impl Model {
         bytes.get_mut(usize::try_from(offset).ok()?..usize::try_from(end).ok()?)
     }
 
+    /// The graph that was run last, a node on each line.
+    pub(crate) fn describe_last_run(&self) -> String {
+        let Some(graph) = self.last_run.and_then(|id| self.graphs.get(&id.0)) else {
+            return "no graph".into();
+        };
+        let describe = |node: &Node| {
+            let sources = (0..node.src.as_slice().len()).map(|i| graph.src(node, i));
+            let operands = std::iter::once(Some(graph.dst(node))).chain(sources);
+            operands.fold(format!("{:?}", node.op), |text, operand| match operand {
+                Some(Tensor {
+                    shape,
+                    buffer,
+                    offset,
+                }) => {
+                    let buffer = graph.buffers[*buffer as usize].0;
+                    let Shape { ty, ne, nb } = shape;
+                    format!("{text} | {ty:?} {ne:?} by {nb:?} at {buffer}+{offset}")
+                }
+                None => text + " | none",
+            })
+        };
+        let lines: Vec<String> = graph.nodes.iter().map(describe).collect();
+        lines.join("\n")
+    }
+
     /// The session has taken a graph; the engine can run it, or it has not the memory.
     pub(crate) fn took_graph(&mut self, id: GraphId, image: &[u8], can_run: bool) {
         match can_run {
@@ -213,16 +242,26 @@ impl Model {
             .map(|(&buffer, bytes)| (buffer, vec![false; bytes.len()]))
             .collect();
         let graph = &self.graphs[&id.0];
-        for node in &graph.nodes {
-            let dst = graph.dst(node);
-            let buffer = graph.buffers[dst.buffer as usize].0;
+        for tensor in graph.nodes.iter().flat_map(|node| written(graph, node)) {
+            let buffer = graph.buffers[tensor.buffer as usize].0;
             let mask = masks
                 .get_mut(&buffer)
                 .expect("a graph on buffers of the session");
-            for_each_block(dst, |start, end| mask[start..end].fill(true));
+            for_each_block(tensor, |start, end| mask[start..end].fill(true));
         }
         masks
     }
+}
+
+/// What a node writes: its destination, and what optimisers keep in their sources.
+fn written<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = &'g Tensor> {
+    let sources: &[usize] = match node.op {
+        Op::OptStepAdamw {} => &[0, 2, 3],
+        Op::OptStepSgd {} => &[0],
+        _ => &[],
+    };
+    let sources = sources.iter().filter_map(|&i| graph.src(node, i));
+    sources.chain([graph.dst(node)])
 }
 
 fn for_each_block(tensor: &Tensor, mut block: impl FnMut(usize, usize)) {
