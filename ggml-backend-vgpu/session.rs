@@ -546,7 +546,7 @@ impl Connection {
         known: Known,
         host_nodes: usize,
     ) -> Result<(), SessionError> {
-        let counters = self.end.counters();
+        let counters = self.counters();
         self.stats
             .begin_step(counters, known.nodes, host_nodes, known.is_new);
         if let Some(graph) = known.evicted {

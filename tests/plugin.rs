@@ -117,6 +117,36 @@ fn a_graph_is_computed_and_computed_again_with_other_inputs() {
 }
 
 #[test]
+fn a_step_costs_one_round_trip_however_large_its_result() {
+    let graph = Graph::new();
+    let (a, b) = (
+        graph.tensor(F32, [600_000, 1]),
+        graph.tensor(F32, [600_000, 1]),
+    );
+    let sum = graph.add(a, b);
+    let _buffer = graph.place();
+    let stream = Stream::new();
+    for _ in 0..20 {
+        assert_eq!(stream.submit(&graph, sum), abi::GGML_STATUS_SUCCESS);
+        assert_eq!(graph.get::<f32>(sum).len(), 600_000);
+    }
+    drop(stream); // writes the statistics
+    let stats = std::fs::read(stats_path()).expect("VGPU_STATS names a file");
+    let stats: serde_json::Value = serde_json::from_slice(&stats).expect("it is JSON");
+    let steps = stats["steps"].as_array().expect("steps are a list");
+    let ours = steps
+        .iter()
+        .filter(|step| step["bytes_from_host"].as_u64() >= Some(2_400_000));
+    let trips: Vec<u64> = ours
+        .map(|step| step["round_trips"].as_u64().expect("a count"))
+        .collect();
+    assert!(trips.len() >= 20, "{stats}");
+    // The other tests share the session: their waits may fall into a step of ours, but not into each.
+    assert_eq!(trips.iter().min(), Some(&1), "{trips:?}");
+    assert!(trips.iter().all(|&n| n < 100), "{trips:?}");
+}
+
+#[test]
 fn an_index_out_of_range_fails_the_graph_and_poisons_what_is_read_then_is_over() {
     let graph = Graph::new();
     let (table, ids) = (graph.tensor(F32, [4, 5]), graph.tensor(I32, [2, 1]));
@@ -176,6 +206,7 @@ struct Ggml {
     dev_init: extern "C" fn(ggml_backend_dev_t, *const c_char) -> ggml_backend_t,
     backend_free: extern "C" fn(ggml_backend_t),
     graph_compute: extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
+    graph_compute_async: extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
 }
 
 /// `struct ggml_init_params`.
@@ -205,7 +236,10 @@ impl Ggml {
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         assert!(!handle.is_null(), "{} cannot be loaded", library.display());
         // SAFETY: the test's own threads come here one at a time (OnceLock), before anything reads it.
-        unsafe { env::set_var("VGPU_ENDPOINT", "inproc") };
+        unsafe {
+            env::set_var("VGPU_ENDPOINT", "inproc");
+            env::set_var("VGPU_STATS", stats_path());
+        }
         assert!(
             ggml_vgpu::ggml_backend_score() > 0,
             "the executor inside the plugin is always there"
@@ -259,6 +293,7 @@ impl Ggml {
             dev_init: symbol!("ggml_backend_dev_init"),
             backend_free: symbol!("ggml_backend_free"),
             graph_compute: symbol!("ggml_backend_graph_compute"),
+            graph_compute_async: symbol!("ggml_backend_graph_compute_async"),
         }
     }
 
@@ -292,7 +327,7 @@ struct Graph(*mut c_void);
 impl Graph {
     fn new() -> Graph {
         let params = InitParams {
-            mem_size: 1 << 20,
+            mem_size: 4 << 20,
             mem_buffer: ptr::null_mut(),
             no_alloc: true,
         };
@@ -309,6 +344,13 @@ impl Graph {
 
     fn get_rows(&self, a: *mut ggml_tensor, ids: *mut ggml_tensor) -> *mut ggml_tensor {
         (Ggml::get().get_rows)(self.0, a, ids)
+    }
+
+    /// What has to be computed for `result`.
+    fn towards(&self, result: *mut ggml_tensor) -> *mut abi::ggml_cgraph {
+        let cgraph = (Ggml::get().new_graph)(self.0);
+        (Ggml::get().build_forward_expand)(cgraph, result);
+        cgraph
     }
 
     /// Gives every tensor its place on the device.
@@ -348,11 +390,14 @@ impl Stream {
         Stream(stream)
     }
 
+    /// Computes, and waits until it is done.
     fn compute(&self, graph: &Graph, result: *mut ggml_tensor) -> abi::ggml_status {
-        let ggml = Ggml::get();
-        let cgraph = (ggml.new_graph)(graph.0);
-        (ggml.build_forward_expand)(cgraph, result);
-        (ggml.graph_compute)(self.0, cgraph)
+        (Ggml::get().graph_compute)(self.0, graph.towards(result))
+    }
+
+    /// Sends the graph on its way.
+    fn submit(&self, graph: &Graph, result: *mut ggml_tensor) -> abi::ggml_status {
+        (Ggml::get().graph_compute_async)(self.0, graph.towards(result))
     }
 }
 
@@ -367,6 +412,10 @@ fn text(string: *const c_char) -> String {
     unsafe { std::ffi::CStr::from_ptr(string) }
         .to_string_lossy()
         .into_owned()
+}
+
+fn stats_path() -> PathBuf {
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("plugin-stats.json")
 }
 
 /// A file in the cache of `cargo xtask`.
