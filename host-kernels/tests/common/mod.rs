@@ -443,24 +443,40 @@ pub(crate) fn run_in_one_buffer(
     buffer: &[u8],
     tensors: &[(Shape, u64)],
 ) -> Result<Vec<u8>, Failure> {
-    let memory = engine.alloc(buffer.len() as u64).expect("test buffers are small");
-    memory.write(0, buffer.into()).expect("the buffer has this size");
+    let memory = engine
+        .alloc(buffer.len() as u64)
+        .expect("test buffers are small");
+    memory
+        .write(0, buffer.into())
+        .expect("the buffer has this size");
     let sources = (1..tensors.len() as u32).map(Some);
     let graph = Graph {
         buffers: vec![BufferId(1)],
         tensors: tensors
             .iter()
-            .map(|&(shape, offset)| Tensor { shape, buffer: 0, offset })
+            .map(|&(shape, offset)| Tensor {
+                shape,
+                buffer: 0,
+                offset,
+            })
             .collect(),
-        nodes: vec![Node { op, dst: 0, src: Sources::new(sources) }],
+        nodes: vec![Node {
+            op,
+            dst: 0,
+            src: Sources::new(sources),
+        }],
     };
     let size = |_| Some(buffer.len() as u64);
     let graph = validate(graph, engine.capabilities(), &Limits::default(), size)
         .map_err(Failure::Invalid)?;
-    let mut plan = engine.compile(&graph, &[Arc::clone(&memory)]).expect("what is claimed compiles");
+    let mut plan = engine
+        .compile(&graph, &[Arc::clone(&memory)])
+        .expect("what is claimed compiles");
     plan.run().map_err(Failure::Run)?;
     let mut after = vec![0; buffer.len()];
-    memory.read(0, after.as_mut_slice().into()).expect("the buffer has this size");
+    memory
+        .read(0, after.as_mut_slice().into())
+        .expect("the buffer has this size");
     Ok(after)
 }
 

@@ -141,15 +141,13 @@ pub(super) fn fill(dst: View, element: Element) -> Kernel {
     })
 }
 
-/// Calls `body` with the indices of each row of `dst` in this worker's share, and with its place. Rows
-/// without elements are left out.
+/// Calls `body` with the indices of each row of `dst` in this worker's share, and with its place.
 pub(super) fn each_row(
     dst: View,
     body: impl Fn([usize; 3], *mut u8) + Send + Sync + 'static,
 ) -> Kernel {
     Box::new(move |w| {
-        let rows = if dst.ne[0] == 0 { 0 } else { dst.rows() };
-        for row in w.share(rows) {
+        for row in w.share(dst.rows()) {
             let index = dst.row_index(row);
             body(index, dst.row_ptr(index));
         }

@@ -2,7 +2,7 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::elements::{ANY, each_row};
+use super::elements::{self, ANY, Element, each_row};
 use super::lines::{Access, F32, FLOATS};
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::view::View;
@@ -276,7 +276,7 @@ fn im2col(
 ) -> Compiled {
     let out = Access::rows(&dst);
     let n = patches.len();
-    let rows = if n == 0 { 0 } else { dst.rows() };
+    let rows = dst.rows();
     let direct = out.is_direct();
     let kernel: Kernel = Box::new(move |w| {
         // There is room for a patch for each worker that has rows.
@@ -306,6 +306,14 @@ fn im2col(
 
 /// Each element of `dst` is the sum of its copies in the patches of `grad`.
 fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: bool) -> Compiled {
+    if grad.elements() == 0 {
+        // The sums of nothing. The extents of the kernel are bounded by the patches alone.
+        let zero = Element::zero(dst.ty);
+        return Compiled {
+            kernels: vec![elements::fill(dst, zero)],
+            scratch_bytes: 0,
+        };
+    }
     let [kw, kh, _] = patches.kernel;
     let [iw, ih, _] = patches.size;
     let (ow, oh) = (grad.ne[1], if is_2d { grad.ne[2] } else { 1 });

@@ -1,7 +1,34 @@
 //! The operators, one file for each family.
 //!
+//! | file | operators |
+//! |---|---|
+//! | `attention` | FLASH_ATTN_EXT |
+//! | `conv` | CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D |
+//! | `copy` | COPY (DUP, CPY, CONT) |
+//! | `deepseek` | DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER |
+//! | `elementwise` | ADD, SUB, MUL, DIV, ADD1, ADD_ID, SCALE, CLAMP |
+//! | `glu` | GLU |
+//! | `im2col` | IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D |
+//! | `image` | UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS |
+//! | `matmul` | MUL_MAT, MUL_MAT_ID, OUT_PROD |
+//! | `movement` | REPEAT, REPEAT_BACK, CONCAT, SET, ACC, DIAG, DIAG_MASK_INF, DIAG_MASK_ZERO, PAD, PAD_REFLECT_1D, ROLL, TRI, FILL, ARANGE |
+//! | `norm` | NORM, RMS_NORM, RMS_NORM_BACK, L2_NORM, GROUP_NORM, SOFT_MAX_BACK |
+//! | `pool` | POOL_1D, POOL_2D, POOL_2D_BACK |
+//! | `recurrent` | SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET, SOLVE_TRI |
+//! | `reduce` | SUM, SUM_ROWS, MEAN, CUMSUM, ARGMAX, COUNT_EQUAL, ARGSORT, TOP_K |
+//! | `rope` | ROPE |
+//! | `rows` | GET_ROWS, GET_ROWS_BACK, SET_ROWS |
+//! | `softmax` | SOFT_MAX |
+//! | `training` | CROSS_ENTROPY_LOSS, CROSS_ENTROPY_LOSS_BACK, OPT_STEP_ADAMW, OPT_STEP_SGD |
+//! | `unary` | UNARY, SQR, SQRT, LOG, SIN, COS, LEAKY_RELU, XIELU, SILU_BACK |
+//!
+//! They are written in a small vocabulary: `walk` and `sequence` go through elements, `lines` computes with
+//! lines of them as `f32`, `elements` moves them as they are, `gather` reads rows, `staging` divides scratch
+//! memory.
+//!
 //! A family's file has `rules()`, the type combinations it runs, and `compile()`, which turns a node
-//! into kernels. What shapes a node can have by then is written in the IR's `check` module.
+//! into kernels, if it is one of its own. What shapes a node can have by then is written in the IR's
+//! `check` module.
 
 mod attention;
 mod conv;
@@ -60,8 +87,33 @@ pub(super) fn rules() -> Vec<Rule> {
     .concat()
 }
 
+/// Turns a node into kernels, if it belongs to the family.
+type Family = fn(&Op, &Operands<'_>) -> Option<Compiled>;
+
+const FAMILIES: [Family; 15] = [
+    conv::compile,
+    copy::compile,
+    deepseek::compile,
+    elementwise::compile,
+    glu::compile,
+    im2col::compile,
+    image::compile,
+    movement::compile,
+    norm::compile,
+    pool::compile,
+    recurrent::compile,
+    reduce::compile,
+    rows::compile,
+    training::compile,
+    unary::compile,
+];
+
 /// Turns a node into kernels.
 pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    // Nothing to compute. Kernels need not think of extents that are large beside one that is 0.
+    if operands.dst().elements() == 0 {
+        return Ok(Compiled { kernels: Vec::new(), scratch_bytes: 0 });
+    }
     match op {
         Op::MulMat { .. } => matmul::mul_mat(operands),
         Op::MulMatId { .. } => matmul::mul_mat_id(operands),
@@ -69,21 +121,9 @@ pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, Engi
         Op::Rope { .. } => rope::rope(operands),
         Op::SoftMax { .. } => softmax::soft_max(operands),
         Op::FlashAttnExt { .. } => attention::flash_attn_ext(operands),
-        _ => elementwise::compile(op, operands)
-            .or_else(|| unary::compile(op, operands))
-            .or_else(|| glu::compile(op, operands))
-            .or_else(|| copy::compile(op, operands))
-            .or_else(|| rows::compile(op, operands))
-            .or_else(|| movement::compile(op, operands))
-            .or_else(|| reduce::compile(op, operands))
-            .or_else(|| norm::compile(op, operands))
-            .or_else(|| im2col::compile(op, operands))
-            .or_else(|| conv::compile(op, operands))
-            .or_else(|| pool::compile(op, operands))
-            .or_else(|| image::compile(op, operands))
-            .or_else(|| recurrent::compile(op, operands))
-            .or_else(|| deepseek::compile(op, operands))
-            .or_else(|| training::compile(op, operands))
+        _ => FAMILIES
+            .iter()
+            .find_map(|compile| compile(op, operands))
             .ok_or_else(|| EngineError::Unsupported {
                 op: op.kind().ggml_name(),
                 why: "the engine has no kernel for it".into(),

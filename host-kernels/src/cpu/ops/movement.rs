@@ -124,7 +124,10 @@ fn placed(dst: View, part: View, nb: [u64; 3], offset: u64) -> View {
 /// Sums up what REPEAT repeated.
 fn repeat_back(dst: View, src: View) -> Kernel {
     let (out, values) = (Access::rows(&dst), Access::rows(&src));
-    let times: [usize; 4] = std::array::from_fn(|d| src.ne[d].checked_div(dst.ne[d]).unwrap_or(0));
+    let mut times: [usize; 4] = std::array::from_fn(|d| src.ne[d] / dst.ne[d]);
+    if times.contains(&0) {
+        times = [0; 4]; // the sums of nothing
+    }
     each_row(dst, move |index, row| {
         let mut sums = [0.0; STAGE];
         let mut stage = [0.0; STAGE];

@@ -209,7 +209,7 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
     let x = Access::rows(&src);
     let (n, wanted) = (src.ne[0], dst.ne[0]);
     let kernel: Kernel = Box::new(move |w| {
-        let rows = w.share(if wanted == 0 { 0 } else { dst.rows() });
+        let rows = w.share(dst.rows());
         if rows.is_empty() {
             return Ok(());
         }

@@ -64,7 +64,7 @@ unsafe fn log_sum_exp(line: (Access, *const u8), n: usize) -> f32 {
 fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
     let (logits, labels) = (Access::rows(&a), Access::rows(&b));
     let n = a.ne[0];
-    let rows = a.rows();
+    let rows = if n == 0 { 0 } else { a.rows() };
     let partial = move |start: usize, count: usize| {
         let mut total = 0.0;
         for row in start..start + count {

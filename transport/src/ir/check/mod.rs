@@ -165,34 +165,118 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
         } => attention::rope(&o, mode, n_dims, n_offs, sections),
         Op::FlashAttnExt { max_bias, .. } => attention::flash_attn_ext(&o, max_bias),
 
-        Op::Im2col { s0, s1, p0, p1, d0, d1, is_2d } => {
-            conv::im2col(&o, Steps { s: [s0, s1], p: [p0, p1], d: [d0, d1] }, is_2d)
-        }
-        Op::Im2colBack { s0, s1, p0, p1, d0, d1, is_2d } => {
-            conv::im2col_back(&o, Steps { s: [s0, s1], p: [p0, p1], d: [d0, d1] }, is_2d)
-        }
-        Op::Im2col3d { s0, s1, s2, p0, p1, p2, d0, d1, d2, ic } => {
-            conv::im2col_3d(&o, [s0, s1, s2], [p0, p1, p2], [d0, d1, d2], ic)
-        }
+        Op::Im2col {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+            is_2d,
+        } => conv::im2col(
+            &o,
+            Steps {
+                s: [s0, s1],
+                p: [p0, p1],
+                d: [d0, d1],
+            },
+            is_2d,
+        ),
+        Op::Im2colBack {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+            is_2d,
+        } => conv::im2col_back(
+            &o,
+            Steps {
+                s: [s0, s1],
+                p: [p0, p1],
+                d: [d0, d1],
+            },
+            is_2d,
+        ),
+        Op::Im2col3d {
+            s0,
+            s1,
+            s2,
+            p0,
+            p1,
+            p2,
+            d0,
+            d1,
+            d2,
+            ic,
+        } => conv::im2col_3d(&o, [s0, s1, s2], [p0, p1, p2], [d0, d1, d2], ic),
         Op::Col2im1d { s0, oc, p0 } => conv::col2im_1d(&o, s0, oc, p0),
-        Op::Conv2d { s0, s1, p0, p1, d0, d1 } => {
-            conv::conv_2d(&o, Steps { s: [s0, s1], p: [p0, p1], d: [d0, d1] })
-        }
-        Op::Conv2dDw { s0, s1, p0, p1, d0, d1 } => {
-            conv::conv_2d_dw(&o, Steps { s: [s0, s1], p: [p0, p1], d: [d0, d1] })
-        }
-        Op::Conv3d { s0, s1, s2, p0, p1, p2, d0, d1, d2, c, n, oc } => {
-            conv::conv_3d(&o, [s0, s1, s2], [p0, p1, p2], [d0, d1, d2], [c, n, oc])
-        }
+        Op::Conv2d {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+        } => conv::conv_2d(
+            &o,
+            Steps {
+                s: [s0, s1],
+                p: [p0, p1],
+                d: [d0, d1],
+            },
+        ),
+        Op::Conv2dDw {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+        } => conv::conv_2d_dw(
+            &o,
+            Steps {
+                s: [s0, s1],
+                p: [p0, p1],
+                d: [d0, d1],
+            },
+        ),
+        Op::Conv3d {
+            s0,
+            s1,
+            s2,
+            p0,
+            p1,
+            p2,
+            d0,
+            d1,
+            d2,
+            c,
+            n,
+            oc,
+        } => conv::conv_3d(&o, [s0, s1, s2], [p0, p1, p2], [d0, d1, d2], [c, n, oc]),
         Op::ConvTranspose1d { s0, p0, d0 } => conv::conv_transpose_1d(&o, s0, p0, d0),
         Op::ConvTranspose2d { stride } => conv::conv_transpose_2d(&o, stride),
         Op::Pool1d { k0, s0, p0, .. } => conv::pool_1d(&o, k0, s0, p0),
-        Op::Pool2d { k0, k1, s0, s1, p0, p1, .. } => {
-            conv::pool_2d(&o, [(k0, s0, p0), (k1, s1, p1)])
-        }
-        Op::Pool2dBack { k0, k1, s0, s1, p0, p1, .. } => {
-            conv::pool_2d_back(&o, [(k0, s0, p0), (k1, s1, p1)])
-        }
+        Op::Pool2d {
+            k0,
+            k1,
+            s0,
+            s1,
+            p0,
+            p1,
+            ..
+        } => conv::pool_2d(&o, [(k0, s0, p0), (k1, s1, p1)]),
+        Op::Pool2dBack {
+            k0,
+            k1,
+            s0,
+            s1,
+            p0,
+            p1,
+            ..
+        } => conv::pool_2d_back(&o, [(k0, s0, p0), (k1, s1, p1)]),
         Op::Upscale { .. } => conv::upscale(&o),
         Op::TimestepEmbedding { dim, max_period } => conv::timestep_embedding(&o, dim, max_period),
         Op::WinPart { npx, npy, w } => conv::win_part(&o, npx, npy, w),
@@ -248,7 +332,11 @@ fn layout(o: &Operation<'_>, shape: &Shape) -> Result<(), Refusal> {
         "an extent does not fit a signed integer",
     )?;
     // Without the extents that are 0, so that no product of some extents overflows.
-    let elements = shape.ne.iter().filter(|&&n| n > 0).try_fold(1u64, |all, &n| all.checked_mul(n));
+    let elements = shape
+        .ne
+        .iter()
+        .filter(|&&n| n > 0)
+        .try_fold(1u64, |all, &n| all.checked_mul(n));
     o.ensure(
         elements.is_some_and(|n| n <= i64::MAX as u64) && shape.extent().is_some(),
         "the tensor's size does not fit 64 bits",

@@ -1,0 +1,210 @@
+//! Graphs that no ggml makes, but a guest may send.
+
+use vgpu_kernels::Engine;
+use vgpu_transport::ir::{
+    GluKind, Op, PoolKind, ScaleMode, Shape, SortOrder, TriKind, Type, UnaryKind,
+};
+
+use crate::common::*;
+
+/// Operators with how many sources they take when all tensors have the same extents.
+fn same_extents() -> Vec<(Op, usize)> {
+    vec![
+        (Op::Copy {}, 1),
+        (Op::Repeat {}, 1),
+        (Op::RepeatBack {}, 1),
+        (Op::Add {}, 2),
+        (Op::Div {}, 2),
+        (
+            Op::Scale {
+                scale: 2.0,
+                bias: 1.0,
+            },
+            1,
+        ),
+        (
+            Op::Clamp {
+                min: -1.0,
+                max: 1.0,
+            },
+            1,
+        ),
+        (
+            Op::Unary {
+                kind: UnaryKind::Gelu,
+            },
+            1,
+        ),
+        (
+            Op::Glu {
+                kind: GluKind::Swiglu,
+                swapped: false,
+                alpha: 0.0,
+                limit: 0.0,
+            },
+            2,
+        ),
+        (Op::SiluBack {}, 2),
+        (Op::Norm { eps: 1e-5 }, 1),
+        (Op::RmsNorm { eps: 1e-5 }, 1),
+        (Op::RmsNormBack { eps: 1e-5 }, 2),
+        (Op::L2Norm { eps: 1e-5 }, 1),
+        (
+            Op::GroupNorm {
+                n_groups: 2,
+                eps: 1e-5,
+            },
+            1,
+        ),
+        (
+            Op::SoftMax {
+                scale: 1.0,
+                max_bias: 0.0,
+            },
+            1,
+        ),
+        (
+            Op::SoftMaxBack {
+                scale: 1.0,
+                max_bias: 0.0,
+            },
+            2,
+        ),
+        (Op::Cumsum {}, 1),
+        (
+            Op::Roll {
+                shift: [1, -1, 2, 3],
+            },
+            1,
+        ),
+        (
+            Op::Tri {
+                kind: TriKind::Lower,
+            },
+            1,
+        ),
+        (Op::DiagMaskInf { n_past: 1 }, 1),
+        (
+            Op::Pad {
+                left: [0; 4],
+                right: [0; 4],
+                circular: false,
+            },
+            1,
+        ),
+        (
+            Op::Pad {
+                left: [0; 4],
+                right: [0; 4],
+                circular: true,
+            },
+            1,
+        ),
+        (
+            Op::Upscale {
+                mode: ScaleMode::Bicubic,
+                align_corners: false,
+                antialias: false,
+            },
+            1,
+        ),
+        (
+            Op::Pool1d {
+                kind: PoolKind::Max,
+                k0: 1,
+                s0: 1,
+                p0: 0,
+            },
+            1,
+        ),
+    ]
+}
+
+fn shape(ty: Type, ne: [u64; 4]) -> Shape {
+    Shape::contiguous(ty, ne).unwrap_or(Shape {
+        ty,
+        ne,
+        nb: [ty.block_bytes(); 4],
+    })
+}
+
+/// A tensor with one extent of 0 takes no memory, whatever the others are: it must take no time either.
+pub(crate) fn huge_extents_of_nothing(engine: &dyn Engine) {
+    const HUGE: u64 = 1 << 31;
+    for ne in [
+        [0, HUGE, 1 << 30, 1],
+        [HUGE, 0, 1 << 30, 1],
+        [HUGE, 1 << 30, 0, 1],
+        [1, HUGE, 1 << 30, 0],
+    ] {
+        for (op, sources) in same_extents() {
+            let tensors = vec![(shape(Type::F32, ne), 0); sources + 1];
+            match run_in_one_buffer(engine, op, &[1; 64], &tensors) {
+                Ok(after) => assert_eq!(after, [1; 64], "{op:?}"),
+                Err(Failure::Invalid(_)) => {}
+                Err(Failure::Run(error)) => panic!("{op:?}: {error}"),
+            }
+        }
+        // A destination that is not empty.
+        let one = (shape(Type::F32, [1; 4]), 0);
+        let empty = (shape(Type::F32, ne), 0);
+        let scalar = [
+            (Op::Sum {}, vec![one, empty]),
+            (Op::RepeatBack {}, vec![one, empty]),
+            (Op::CrossEntropyLoss {}, vec![one, empty, empty]),
+        ];
+        for (op, tensors) in scalar {
+            let outcome = run_in_one_buffer(engine, op, &[1; 64], &tensors);
+            assert!(
+                !matches!(outcome, Err(Failure::Run(_))),
+                "{op:?}: {outcome:?}"
+            );
+        }
+    }
+    let indices = shape(Type::I32, [0, HUGE, HUGE, 1]);
+    for op in [
+        Op::Argsort {
+            order: SortOrder::Ascending,
+        },
+        Op::TopK {},
+    ] {
+        let tensors = [(indices, 0), (shape(Type::F32, indices.ne), 0)];
+        assert!(
+            run_in_one_buffer(engine, op, &[1; 64], &tensors).is_ok(),
+            "{op:?}"
+        );
+    }
+}
+
+/// Sources that overlap the destination in any way give any result, but nothing outside the destination
+/// changes.
+pub(crate) fn overlapping_memory(engine: &dyn Engine) {
+    property(150, |random| {
+        let ne = std::array::from_fn(|_| 1 + random.below(7));
+        let place = |random: &mut Random| {
+            let data = Data::random(Type::F32, ne, random);
+            (data.shape, 4 * random.below(64))
+        };
+        let mut buffer: Vec<u8> = (0..16_384).map(|_| random.bits() as u8).collect();
+        for (op, sources) in same_extents() {
+            let tensors: Vec<_> = (0..=sources).map(|_| place(random)).collect();
+            let extent = |&(shape, offset): &(Shape, u64)| shape.extent().unwrap() + offset;
+            let needed = tensors.iter().map(extent).max().unwrap() as usize;
+            buffer.resize(buffer.len().max(needed), 0x5a);
+            let after = match run_in_one_buffer(engine, op, &buffer, &tensors) {
+                Ok(after) => after,
+                Err(Failure::Invalid(_)) => continue,
+                Err(Failure::Run(error)) => panic!("{op:?}: {error}"),
+            };
+            let (dst, offset) = tensors[0];
+            let mut inside = vec![false; buffer.len()];
+            for [i0, i1, i2, i3] in Data::dense(Type::I8, ne).indices() {
+                let steps = i0 * dst.nb[0] + i1 * dst.nb[1] + i2 * dst.nb[2] + i3 * dst.nb[3];
+                inside[(offset + steps) as usize..][..4].fill(true);
+            }
+            for (i, inside) in inside.into_iter().enumerate() {
+                assert!(inside || buffer[i] == after[i], "{op:?} changed byte {i}");
+            }
+        }
+    });
+}
