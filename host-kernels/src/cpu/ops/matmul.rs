@@ -20,10 +20,12 @@ use crate::cpu::simd::{Simd, Task, chunks, dispatch};
 use crate::cpu::view::View;
 use crate::engine::EngineError;
 
-/// Bytes of activations in a tile: they stay in a core's level-2 cache while weights stream by.
-const TILE_ACTIVATION_BYTES: usize = 384 << 10;
+/// Most columns in a tile, and most rows where the weights are unpacked for all columns of a tile: what
+/// [`crate::cpu::gemm`] takes at once.
+const TILE_COLUMNS: usize = 256;
+const TILE_ROWS: usize = 256;
 
-/// Bytes of weights in a tile: enough to make the dealing of tiles cheap.
+/// Bytes of weights in a tile of few columns: enough to make the dealing of tiles cheap.
 const TILE_WEIGHT_BYTES: usize = 128 << 10;
 
 /// Rows are cut into multiples of a cache line of results, so that no two threads write to the same.
@@ -123,22 +125,32 @@ impl Activations {
     }
 }
 
-/// The most columns whose activations fit a tile: a multiple of 16, and fewer if that makes the tiles
-/// of `columns` equally large.
-fn tile_columns(columns: usize, column_bytes: usize) -> usize {
-    let most = (TILE_ACTIVATION_BYTES / column_bytes.max(1)).max(32);
-    let tiles = columns.div_ceil(most).max(1);
-    columns.div_ceil(tiles).next_multiple_of(16).max(1)
+/// How many of `columns` make a tile: as equal parts as whole cache lines of results allow.
+fn tile_columns(columns: usize) -> usize {
+    let tiles = columns.div_ceil(TILE_COLUMNS).max(1);
+    columns.div_ceil(tiles).max(1).next_multiple_of(LINE_FLOATS)
 }
 
-/// How many rows of weights make a tile, if there are `others` tiles beside each other already.
-fn tile_rows(kernel: &MatmulKernel, k: usize, rows: usize, others: usize, workers: usize) -> usize {
+/// How many rows of weights make a tile of `columns`, beside `others` tiles of the same rows.
+fn tile_rows(
+    kernel: &MatmulKernel,
+    k: usize,
+    rows: usize,
+    columns: usize,
+    others: usize,
+    workers: usize,
+) -> usize {
     let format = Format::of(kernel.weight).expect("every weight type is a format");
-    let unit = LINE_FLOATS.next_multiple_of(kernel.row_tile.max(1));
-    let large = TILE_WEIGHT_BYTES / format.row_bytes(k).max(1);
+    let most = if columns < kernel.panel_cols {
+        TILE_WEIGHT_BYTES / format.row_bytes(k).max(1)
+    } else {
+        TILE_ROWS
+    };
     // At least four tiles for each thread, if there are rows enough.
     let cuts = (4 * workers).div_ceil(others.max(1));
-    large.min(rows.div_ceil(cuts)).max(1).next_multiple_of(unit)
+    most.min(rows.div_ceil(cuts))
+        .max(1)
+        .next_multiple_of(LINE_FLOATS.next_multiple_of(kernel.row_tile.max(1)))
 }
 
 /// One level of the loops over tiles: how often, and the bytes to step in each operand.
@@ -247,10 +259,11 @@ pub(super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> 
 
     let (k, rows) = (weight.ne[0], weight.ne[1]);
     let columns = nest.columns.count;
-    let grain_columns = tile_columns(columns, activations.column_bytes);
+    let grain_columns = tile_columns(columns);
     let column_tiles = columns.div_ceil(grain_columns);
     let others = column_tiles * nest.batches();
-    let grain_rows = tile_rows(&kernel, k, rows, others, operands.workers());
+    let at_once = grain_columns.min(columns);
+    let grain_rows = tile_rows(&kernel, k, rows, at_once, others, operands.workers());
     let row_tiles = rows.div_ceil(grain_rows);
 
     if activations.scratch.is_some() {
@@ -493,14 +506,11 @@ pub(super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, EngineErro
 
     // A single token has (nearly) one column for each expert: nothing to bring together.
     let together = tokens > 1;
-    let grain_columns = if together {
-        tile_columns(pairs, activations.column_bytes)
-    } else {
-        1
-    };
+    let grain_columns = if together { tile_columns(pairs) } else { 1 };
     let grouping = Grouping::new(ids, experts, grain_columns, &mut scratch);
-    let others = pairs.div_ceil(grain_columns);
-    let grain_rows = tile_rows(&kernel, k, rows, others, operands.workers());
+    let others = pairs.min(experts).max(pairs.div_ceil(grain_columns));
+    let at_once = pairs.div_ceil(others);
+    let grain_rows = tile_rows(&kernel, k, rows, at_once, others, operands.workers());
     let row_tiles = rows.div_ceil(grain_rows);
     let gathered = scratch.room(if together { pairs } else { 0 }, activations.column_bytes);
     let tile_floats = (grain_rows * grain_columns).next_multiple_of(LINE_FLOATS);
