@@ -23,7 +23,7 @@ const DECODE_BYTES: usize = 160 << 20;
 const K: usize = 4096;
 /// Rows of prefill: a quarter of such a model's matrix.
 const PREFILL_ROWS: usize = 1024;
-const TYPES: [Type; 11] = [
+const TYPES: [Type; 28] = [
     Type::F32,
     Type::F16,
     Type::Bf16,
@@ -32,9 +32,26 @@ const TYPES: [Type; 11] = [
     Type::Q4_1,
     Type::Q5_0,
     Type::Q5_1,
+    Type::Iq4Nl,
+    Type::Mxfp4,
+    Type::Nvfp4,
+    Type::Q1_0,
+    Type::Q2_0,
+    Type::Q2K,
+    Type::Q3K,
     Type::Q4K,
     Type::Q5K,
     Type::Q6K,
+    Type::Iq4Xs,
+    Type::Iq1S,
+    Type::Iq1M,
+    Type::Iq2Xxs,
+    Type::Iq2Xs,
+    Type::Iq2S,
+    Type::Iq3Xxs,
+    Type::Iq3S,
+    Type::Tq1_0,
+    Type::Tq2_0,
 ];
 
 fn main() {
@@ -192,17 +209,35 @@ fn random_weights(format: &Format, rows: usize) -> Vec<u8> {
     const DISTINCT: usize = 32;
     let mut distinct = vec![0u8; DISTINCT * format.row_bytes(K)];
     let values: Vec<f32> = random(DISTINCT * K, 3).collect();
-    let quantize = format
-        .quantize_row
-        .expect("the benchmark's types have quantisers");
-    // SAFETY: the vectors hold `DISTINCT` rows of `K`.
-    unsafe { quantize(values.as_ptr(), distinct.as_mut_ptr(), values.len()) };
-    distinct
-        .iter()
-        .copied()
-        .cycle()
-        .take(rows * format.row_bytes(K))
-        .collect()
+    match format.quantize_row {
+        // SAFETY: the vectors hold `DISTINCT` rows of `K`.
+        Some(quantize) => unsafe { quantize(values.as_ptr(), distinct.as_mut_ptr(), values.len()) },
+        None => random_blocks(format, &mut distinct),
+    }
+    let mut weights = vec![0u8; rows * format.row_bytes(K)];
+    for to in weights.chunks_mut(distinct.len()) {
+        to.copy_from_slice(&distinct[..to.len()]);
+    }
+    weights
+}
+
+/// Blocks of random bytes whose values happen to be of a usual size, for formats without a quantiser.
+fn random_blocks(format: &Format, blocks: &mut [u8]) {
+    let mut bytes = random(usize::MAX, 7).map(|x| (x * 1e7) as i32 as u8);
+    let mut values = vec![0.0; format.block];
+    for block in blocks.chunks_mut(format.bytes) {
+        loop {
+            block.fill_with(|| bytes.next().expect("it has no end"));
+            // SAFETY: both hold a block.
+            unsafe {
+                (format.dequantize_row)(block.as_ptr(), values.as_mut_ptr(), format.block);
+            }
+            let largest = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+            if (0.01..100.0).contains(&largest) && values.iter().all(|x| x.is_finite()) {
+                break;
+            }
+        }
+    }
 }
 
 /// Bytes per second of summing memory, in GB/s.

@@ -1,9 +1,9 @@
 //! ggml-cpu, loaded at run time: just enough of its C API to multiply two matrices.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use libloading::Library;
 use vgpu_kernels::cpu::formats::Type;
 
 /// ggml's `struct ggml_init_params`.
@@ -18,8 +18,8 @@ type Object = *mut c_void;
 
 /// A loaded ggml with one CPU backend of one thread.
 pub(crate) struct Ggml {
-    base: &'static Library,
-    cpu: &'static Library,
+    base: Object,
+    cpu: Object,
     backend: Object,
 }
 
@@ -33,33 +33,36 @@ pub(crate) struct Product<'a> {
     buffers: [Object; 2],
 }
 
-/// The function `name` of a library as a function of the given type.
+/// The function `name` of a library as a function of the given type, which is that in ggml's headers.
 macro_rules! function {
     ($library:expr, $name:literal, fn($($arg:ty),*) $(-> $result:ty)?) => {
-        function($library, $name, |library, name| {
-            // SAFETY: the signature is the one in ggml's headers.
-            unsafe { library.get::<unsafe extern "C" fn($($arg),*) $(-> $result)?>(name) }
-                .map(|symbol| *symbol)
-        })
+        std::mem::transmute::<Object, unsafe extern "C" fn($($arg),*) $(-> $result)?>(
+            symbol($library, $name),
+        )
     };
 }
 
-fn function<F>(
-    library: &'static Library,
-    name: &str,
-    get: impl FnOnce(&'static Library, &[u8]) -> Result<F, libloading::Error>,
-) -> F {
-    get(library, name.as_bytes()).unwrap_or_else(|error| panic!("{name}: {error}"))
+fn symbol(library: Object, name: &str) -> Object {
+    let c_name = CString::new(name).unwrap();
+    // SAFETY: the library was opened and is never closed.
+    let symbol = unsafe { libc::dlsym(library, c_name.as_ptr()) };
+    assert!(!symbol.is_null(), "ggml has no {name}");
+    symbol
 }
 
 impl Ggml {
     /// The ggml in `$VGPU_GGML_BIN`; `None` if the variable is not set.
     pub(crate) fn load() -> Option<Ggml> {
         let folder = PathBuf::from(std::env::var_os("VGPU_GGML_BIN")?);
-        let open = |name: &str| -> &'static Library {
-            // SAFETY: the initialisers of ggml's libraries only register things.
-            let library = unsafe { Library::new(folder.join(name)) };
-            Box::leak(Box::new(library.unwrap_or_else(|error| panic!("{error}"))))
+        let open = |name: &str| {
+            let path = CString::new(folder.join(name).as_os_str().as_bytes()).unwrap();
+            // SAFETY: the initialisers of ggml's libraries only register things; `dlerror` returns a
+            // string.
+            unsafe {
+                let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
+                assert!(!library.is_null(), "{:?}", CStr::from_ptr(libc::dlerror()));
+                library
+            }
         };
         let (base, cpu) = (open("libggml-base.so"), open("libggml-cpu.so"));
         // SAFETY: both take what they are given here and no more.
@@ -84,43 +87,38 @@ impl Ggml {
         x: &[f32],
         repacked: bool,
     ) -> Option<Product<'_>> {
-        let init = function!(self.base, "ggml_init", fn(InitParams) -> Object);
-        let tensor = function!(
-            self.base,
-            "ggml_new_tensor_2d",
-            fn(Object, c_int, i64, i64) -> Object
-        );
-        let mul_mat = function!(
-            self.base,
-            "ggml_mul_mat",
-            fn(Object, Object, Object) -> Object
-        );
-        let new_graph = function!(self.base, "ggml_new_graph", fn(Object) -> Object);
-        let expand = function!(self.base, "ggml_build_forward_expand", fn(Object, Object));
-        let plain_memory = function!(self.base, "ggml_backend_cpu_buffer_type", fn() -> Object);
-        let allocate = function!(
-            self.base,
-            "ggml_backend_alloc_ctx_tensors_from_buft",
-            fn(Object, Object) -> Object
-        );
-        let alloc_size = function!(
-            self.base,
-            "ggml_backend_buft_get_alloc_size",
-            fn(Object, Object) -> usize
-        );
-        let set = function!(
-            self.base,
-            "ggml_backend_tensor_set",
-            fn(Object, *const c_void, usize, usize)
-        );
-        let repacked_memory = function!(
-            self.cpu,
-            "_Z35ggml_backend_cpu_repack_buffer_typev",
-            fn() -> Object
-        );
         // SAFETY: ggml is called as its own examples call it; the sizes of `weights` and `x` are those
         // of the tensors they are copied to.
         unsafe {
+            let init = function!(self.base, "ggml_init", fn(InitParams) -> Object);
+            let tensor = function!(
+                self.base,
+                "ggml_new_tensor_2d",
+                fn(Object, c_int, i64, i64) -> Object
+            );
+            let mul_mat = function!(
+                self.base,
+                "ggml_mul_mat",
+                fn(Object, Object, Object) -> Object
+            );
+            let new_graph = function!(self.base, "ggml_new_graph", fn(Object) -> Object);
+            let expand = function!(self.base, "ggml_build_forward_expand", fn(Object, Object));
+            let plain_memory = function!(self.base, "ggml_backend_cpu_buffer_type", fn() -> Object);
+            let allocate = function!(
+                self.base,
+                "ggml_backend_alloc_ctx_tensors_from_buft",
+                fn(Object, Object) -> Object
+            );
+            let set = function!(
+                self.base,
+                "ggml_backend_tensor_set",
+                fn(Object, *const c_void, usize, usize)
+            );
+            let repacked_memory = function!(
+                self.cpu,
+                "_Z35ggml_backend_cpu_repack_buffer_typev",
+                fn() -> Object
+            );
             let context = || {
                 init(InitParams {
                     size: 1 << 20,
@@ -136,7 +134,6 @@ impl Ggml {
             } else {
                 plain_memory()
             };
-            let _ = alloc_size(memory, w);
             let w_buffer = allocate(contexts[0], memory);
             if repacked && !has_traits(w) {
                 free(self, contexts, [w_buffer, std::ptr::null_mut()]);
@@ -182,41 +179,44 @@ unsafe fn has_traits(tensor: Object) -> bool {
 /// # Safety
 /// The objects are ggml's and not used afterwards; null buffers are skipped.
 unsafe fn free(ggml: &Ggml, contexts: [Object; 2], buffers: [Object; 2]) {
-    let free_buffer = function!(ggml.base, "ggml_backend_buffer_free", fn(Object));
-    let free_context = function!(ggml.base, "ggml_free", fn(Object));
-    for buffer in buffers {
-        // SAFETY: the caller's promise; ggml accepts null.
-        unsafe { free_buffer(buffer) };
-    }
-    for context in contexts {
-        // SAFETY: the caller's promise.
-        unsafe { free_context(context) };
+    // SAFETY: the caller's promise; ggml accepts null.
+    unsafe {
+        let free_buffer = function!(ggml.base, "ggml_backend_buffer_free", fn(Object));
+        let free_context = function!(ggml.base, "ggml_free", fn(Object));
+        buffers.into_iter().for_each(|buffer| free_buffer(buffer));
+        contexts
+            .into_iter()
+            .for_each(|context| free_context(context));
     }
 }
 
 impl Product<'_> {
     /// Computes it.
     pub(crate) fn compute(&self) {
-        let compute = function!(
-            self.ggml.base,
-            "ggml_backend_graph_compute",
-            fn(Object, Object) -> c_int
-        );
         // SAFETY: the graph and the backend live.
-        let status = unsafe { compute(self.ggml.backend, self.graph) };
+        let status = unsafe {
+            let compute = function!(
+                self.ggml.base,
+                "ggml_backend_graph_compute",
+                fn(Object, Object) -> c_int
+            );
+            compute(self.ggml.backend, self.graph)
+        };
         assert_eq!(status, 0, "ggml failed to compute");
     }
 
     /// The results of the last computation.
     pub(crate) fn result(&self) -> Vec<f32> {
-        let get = function!(
-            self.ggml.base,
-            "ggml_backend_tensor_get",
-            fn(Object, *mut c_void, usize, usize)
-        );
         let mut y = vec![0f32; self.results];
         // SAFETY: the vector is as large as the tensor.
-        unsafe { get(self.y, y.as_mut_ptr().cast(), 0, size_of_val(&y[..])) };
+        unsafe {
+            let get = function!(
+                self.ggml.base,
+                "ggml_backend_tensor_get",
+                fn(Object, *mut c_void, usize, usize)
+            );
+            get(self.y, y.as_mut_ptr().cast(), 0, size_of_val(&y[..]));
+        }
         y
     }
 }

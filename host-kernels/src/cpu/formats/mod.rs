@@ -17,7 +17,23 @@
 //! about alignment.
 
 mod float;
+mod grids;
 mod groups;
+mod iq1_m;
+mod iq1_s;
+mod iq2_s;
+mod iq2_xs;
+mod iq2_xxs;
+mod iq3_s;
+mod iq3_xxs;
+mod iq4_nl;
+mod iq4_xs;
+mod mxfp4;
+mod nvfp4;
+mod q1_0;
+mod q2_0;
+mod q2_k;
+mod q3_k;
 mod q4_0;
 mod q4_1;
 mod q4_k;
@@ -30,9 +46,27 @@ mod q8_1;
 mod q8_k;
 mod search;
 mod supers;
+mod tq1_0;
+mod tq2_0;
 
 pub use float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub(in crate::cpu) use grids::{FP4_VALUES, IQ4_VALUES};
 pub use groups::{Group, GroupBlock};
+pub use iq1_m::BlockIq1M;
+pub use iq1_s::BlockIq1S;
+pub use iq2_s::BlockIq2S;
+pub use iq2_xs::BlockIq2Xs;
+pub use iq2_xxs::BlockIq2Xxs;
+pub use iq3_s::BlockIq3S;
+pub use iq3_xxs::BlockIq3Xxs;
+pub use iq4_nl::BlockIq4Nl;
+pub use iq4_xs::BlockIq4Xs;
+pub use mxfp4::BlockMxfp4;
+pub use nvfp4::BlockNvfp4;
+pub use q1_0::BlockQ1_0;
+pub use q2_0::BlockQ2_0;
+pub use q2_k::BlockQ2K;
+pub use q3_k::BlockQ3K;
 pub use q4_0::BlockQ4_0;
 pub use q4_1::BlockQ4_1;
 pub use q4_k::BlockQ4K;
@@ -44,6 +78,8 @@ pub use q8_0::BlockQ8_0;
 pub use q8_1::BlockQ8_1;
 pub use q8_k::BlockQ8K;
 pub use supers::{Super, SuperBlock};
+pub use tq1_0::BlockTq1_0;
+pub use tq2_0::BlockTq2_0;
 
 pub use vgpu_transport::ir::Type;
 
@@ -116,10 +152,27 @@ impl Format {
             Q5_1: groups::dequantize::<BlockQ5_1>, Some(groups::quantize::<32, BlockQ5_1>);
             Q8_0: groups::dequantize::<BlockQ8_0>, Some(groups::quantize::<32, BlockQ8_0>);
             Q8_1: groups::dequantize::<BlockQ8_1>, Some(groups::quantize::<32, BlockQ8_1>);
+            Q1_0: groups::dequantize::<BlockQ1_0>, Some(groups::quantize::<128, BlockQ1_0>);
+            Q2_0: groups::dequantize::<BlockQ2_0>, Some(groups::quantize::<64, BlockQ2_0>);
+            Iq4Nl: groups::dequantize::<BlockIq4Nl>, Some(groups::quantize::<32, BlockIq4Nl>);
+            Mxfp4: groups::dequantize::<BlockMxfp4>, Some(groups::quantize::<32, BlockMxfp4>);
+            Nvfp4: groups::dequantize::<BlockNvfp4>, Some(groups::quantize::<64, BlockNvfp4>);
+            Q2K: supers::dequantize::<BlockQ2K>, Some(supers::quantize::<BlockQ2K>);
+            Q3K: supers::dequantize::<BlockQ3K>, Some(supers::quantize::<BlockQ3K>);
             Q4K: supers::dequantize::<BlockQ4K>, Some(supers::quantize::<BlockQ4K>);
             Q5K: supers::dequantize::<BlockQ5K>, Some(supers::quantize::<BlockQ5K>);
             Q6K: supers::dequantize::<BlockQ6K>, Some(supers::quantize::<BlockQ6K>);
             Q8K: supers::dequantize::<BlockQ8K>, Some(supers::quantize::<BlockQ8K>);
+            Iq1S: supers::dequantize::<BlockIq1S>, None;
+            Iq1M: supers::dequantize::<BlockIq1M>, None;
+            Iq2Xxs: supers::dequantize::<BlockIq2Xxs>, None;
+            Iq2Xs: supers::dequantize::<BlockIq2Xs>, None;
+            Iq2S: supers::dequantize::<BlockIq2S>, None;
+            Iq3Xxs: supers::dequantize::<BlockIq3Xxs>, None;
+            Iq3S: supers::dequantize::<BlockIq3S>, None;
+            Iq4Xs: supers::dequantize::<BlockIq4Xs>, Some(supers::quantize::<BlockIq4Xs>);
+            Tq1_0: supers::dequantize::<BlockTq1_0>, Some(supers::quantize::<BlockTq1_0>);
+            Tq2_0: supers::dequantize::<BlockTq2_0>, Some(supers::quantize::<BlockTq2_0>);
         }
     }
 

@@ -3,6 +3,8 @@
 //! They repeat ggml's reference floating-point operation by operation, in single precision and in its
 //! order, because a model quantised here must be byte for byte the model quantised there.
 
+use super::grids::{FP4_VALUES, IQ4_VALUES};
+
 /// Below this magnitude a sub-block counts as all zeros.
 pub(super) const GROUP_MAX_EPS: f32 = 1e-15;
 
@@ -66,8 +68,10 @@ pub(super) fn fit_scales_and_mins(x: &[f32; 256], qmax: u8, start: f32, steps: i
 /// How a fit measures its error.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Error {
-    /// Weighted mean square.
+    /// Weighted sum of squares.
     Square,
+    /// Weighted sum of magnitudes.
+    Magnitude,
 }
 
 /// The weighted best `x ~ scale * q - min` with `min >= 0` and `q` in `0..=qmax`, tried over a range
@@ -85,6 +89,7 @@ pub(super) fn fit_affine(
 ) -> (f32, f32) {
     let measure = |diff: f32| match error {
         Error::Square => diff * diff,
+        Error::Magnitude => diff.abs(),
     };
     let qmax_f = f32::from(qmax);
     let (mut min, mut max) = (x[0], x[0]);
@@ -191,4 +196,144 @@ pub(super) fn fit_signed_scale(x: &[f32], qmax: i32, q: &mut [u8]) -> f32 {
         }
     }
     scale
+}
+
+/// As [`fit_signed_scale`], improving one quant at a time instead of trying scales. `qmax` is added to
+/// the quants, except where all of `x` is about zero.
+pub(super) fn fit_signed_scale_stepwise(x: &[f32; 16], qmax: i32, q: &mut [u8]) -> f32 {
+    let max = super::groups::signed_max(x);
+    if max.abs() < GROUP_MAX_EPS {
+        q.fill(0);
+        return 0.0;
+    }
+    let inverse = -(qmax as f32) / max;
+    let (mut sum_lx, mut sum_l2) = (0.0f32, 0.0f32);
+    let mut l = [0i32; 16];
+    for (l, &x) in l.iter_mut().zip(x) {
+        *l = nearest_int(inverse * x).clamp(-qmax, qmax - 1);
+        let w = x * x;
+        sum_lx += w * x * *l as f32;
+        sum_l2 += w * *l as f32 * *l as f32;
+    }
+    for _ in 0..5 {
+        let mut changed = false;
+        for (l, &x) in l.iter_mut().zip(x) {
+            let w = x * x;
+            let mut others_lx = sum_lx - w * x * *l as f32;
+            if others_lx <= 0.0 || others_lx.is_nan() {
+                continue;
+            }
+            let mut others_l2 = sum_l2 - w * *l as f32 * *l as f32;
+            let new = nearest_int(x * others_l2 / others_lx).clamp(-qmax, qmax - 1);
+            if new == *l {
+                continue;
+            }
+            others_lx += w * x * new as f32;
+            others_l2 += w * new as f32 * new as f32;
+            if others_l2 > 0.0 && others_lx * others_lx * sum_l2 > sum_lx * sum_lx * others_l2 {
+                (*l, sum_lx, sum_l2) = (new, others_lx, others_l2);
+                changed = true;
+            }
+        }
+        if !changed {
+            break;
+        }
+    }
+    for (q, l) in q.iter_mut().zip(l) {
+        *q = (l + qmax) as u8;
+    }
+    if sum_l2 > 0.0 { sum_lx / sum_l2 } else { 0.0 }
+}
+
+/// The index of the value of IQ4 nearest to `x`, the upper one in the middle.
+pub(super) fn nearest_uneven(x: f32) -> u8 {
+    let value = |i: usize| f32::from(IQ4_VALUES[i]);
+    if x <= value(0) {
+        return 0;
+    }
+    if x >= value(15) {
+        return 15;
+    }
+    // `value(low) <= x < value(high)`
+    let (mut low, mut high) = (0, 15);
+    while high - low > 1 {
+        let middle = (low + high) / 2;
+        if x < value(middle) {
+            high = middle;
+        } else {
+            low = middle;
+        }
+    }
+    (if x - value(high - 1) < value(high) - x {
+        high - 1
+    } else {
+        high
+    }) as u8
+}
+
+/// A scale for 32 values with the quants of IQ4, weighted by `x * x`.
+pub(super) struct UnevenFit {
+    /// The value of largest magnitude.
+    max: f32,
+    /// The inverse of the scale guessed from it.
+    pub(super) inverse: f32,
+    /// The best scale for the quants of the guess.
+    pub(super) scale: f32,
+    best: f32,
+}
+
+impl UnevenFit {
+    /// The guess that maps the largest value to the first quant, or with `flip` to its opposite; `None`
+    /// if all values are about zero.
+    pub(super) fn start(x: &[f32; 32], flip: bool) -> Option<UnevenFit> {
+        let max = super::groups::signed_max(x);
+        if max.abs() < GROUP_MAX_EPS {
+            return None;
+        }
+        let first = f32::from(IQ4_VALUES[0]);
+        let inverse = 1.0 / (if flip { -max / first } else { max / first });
+        let (sum_qx, sum_q2) = Self::sums(x, inverse);
+        let scale = if sum_q2 > 0.0 { sum_qx / sum_q2 } else { 0.0 };
+        Some(UnevenFit {
+            max,
+            inverse,
+            scale,
+            best: scale * sum_qx,
+        })
+    }
+
+    /// Tries scales around the one that maps the largest value to the first quant.
+    pub(super) fn refine(&mut self, x: &[f32; 32], tries: i32) {
+        for step in -tries..=tries {
+            let inverse = (step as f32 + f32::from(IQ4_VALUES[0])) / self.max;
+            let (sum_qx, sum_q2) = Self::sums(x, inverse);
+            if sum_q2 > 0.0 && sum_qx * sum_qx > self.best * sum_q2 {
+                self.scale = sum_qx / sum_q2;
+                self.best = self.scale * sum_qx;
+            }
+        }
+    }
+
+    fn sums(x: &[f32; 32], inverse: f32) -> (f32, f32) {
+        let (mut sum_qx, mut sum_q2) = (0.0f32, 0.0f32);
+        for &x in x {
+            let q = f32::from(IQ4_VALUES[usize::from(nearest_uneven(inverse * x))]);
+            let w = x * x;
+            sum_qx += w * q * x;
+            sum_q2 += w * q * q;
+        }
+        (sum_qx, sum_q2)
+    }
+}
+
+/// The quant of MXFP4 and NVFP4 whose value times `d` is nearest to `x`, the first of them.
+pub(super) fn nearest_fp4(x: f32, d: f32) -> u8 {
+    let error = |i: usize| (f32::from(FP4_VALUES[i]) * d - x).abs();
+    let mut best = 0;
+    for i in 1..16 {
+        if error(i) < error(best) {
+            best = i;
+        }
+    }
+    best as u8
 }

@@ -115,3 +115,37 @@ pub(super) fn pack_scales(scales: &[u8; 8], mins: &[u8; 8]) -> [u8; 12] {
     }
     packed
 }
+
+/// The two-bit quants of Q2_K, Q3_K and TQ2_0: in each half of the block, element `32 * i + j` in bits
+/// `2 * i` of byte `j`.
+#[inline(always)]
+pub(super) fn unpack_two_bits(qs: &[u8; 64]) -> [u8; 256] {
+    let mut q = [0; 256];
+    for (q, qs) in q.chunks_exact_mut(128).zip(qs.chunks_exact(32)) {
+        for (j, q) in q.iter_mut().enumerate() {
+            *q = qs[j % 32] >> (2 * (j / 32)) & 3;
+        }
+    }
+    q
+}
+
+/// The inverse of [`unpack_two_bits`].
+pub(super) fn pack_two_bits(q: &[u8; 256]) -> [u8; 64] {
+    let mut qs = [0; 64];
+    for (qs, q) in qs.chunks_exact_mut(32).zip(q.chunks_exact(128)) {
+        for (j, q) in q.iter().enumerate() {
+            qs[j % 32] |= q << (2 * (j / 32));
+        }
+    }
+    qs
+}
+
+/// The largest magnitude, and values as -1, 0 or 1 times it, plus one.
+pub(super) fn quantize_ternary(x: &[f32; 256]) -> (f32, [u8; 256]) {
+    let mut d = 0.0f32;
+    for &x in x {
+        d = d.max(x.abs());
+    }
+    let inverse = super::groups::inverse(d);
+    (d, x.map(|x| ((x * inverse).round() as i32 + 1) as u8))
+}

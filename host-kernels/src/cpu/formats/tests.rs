@@ -17,6 +17,16 @@ const ROUND_TRIPS: &[(Type, f32)] = &[
     (Type::Q5K, 1.0 / 20.0),
     (Type::Q6K, 1.0 / 20.0),
     (Type::Q8K, 1.0 / 250.0),
+    (Type::Q2K, 0.3),
+    (Type::Q3K, 0.2),
+    (Type::Iq4Nl, 0.11),
+    (Type::Iq4Xs, 0.11),
+    (Type::Mxfp4, 0.25),
+    (Type::Nvfp4, 0.25),
+    (Type::Q1_0, 1.0),
+    (Type::Q2_0, 0.51),
+    (Type::Tq1_0, 0.51),
+    (Type::Tq2_0, 0.51),
 ];
 
 fn quantize(ty: Type, x: &[f32]) -> Vec<u8> {
@@ -94,6 +104,14 @@ fn halves_convert_as_the_half_crate_does_and_keep_nan() {
             assert_eq!(f32_to_bf16(value), bits);
         }
     }
+}
+
+#[test]
+fn both_ternary_formats_hold_the_same_values() {
+    let x: Vec<f32> = (0..512).map(|i| (0.3 * i as f32).sin()).collect();
+    let [a, b] = [Type::Tq1_0, Type::Tq2_0].map(|ty| dequantize(ty, &quantize(ty, &x), 512));
+    assert_eq!(a, b);
+    assert!(a.contains(&0.0) && a.iter().any(|&x| x > 0.9) && a.iter().any(|&x| x < -0.9));
 }
 
 #[test]

@@ -5,8 +5,11 @@
 
 use super::MatmulKernel;
 use crate::cpu::formats::{
-    self, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
-    BlockQ8_1, BlockQ8K, Format, GroupBlock, SuperBlock, Type, bf16_to_f32, f16_to_f32,
+    self, BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs,
+    BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K,
+    BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, BlockQ8_1,
+    BlockQ8K, BlockTq1_0, BlockTq2_0, Format, GroupBlock, SuperBlock, Type, bf16_to_f32,
+    f16_to_f32,
 };
 
 /// The scalar kernel for `weight`.
@@ -20,9 +23,26 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
         Type::Q5_0 => (Type::Q8_0, groups::<BlockQ5_0>),
         Type::Q5_1 => (Type::Q8_1, groups_with_min::<BlockQ5_1>),
         Type::Q8_0 => (Type::Q8_0, groups::<BlockQ8_0>),
+        Type::Q1_0 => (Type::Q8_0, groups::<BlockQ1_0>),
+        Type::Q2_0 => (Type::Q8_0, groups::<BlockQ2_0>),
+        Type::Iq4Nl => (Type::Q8_0, groups::<BlockIq4Nl>),
+        Type::Mxfp4 => (Type::Q8_0, groups::<BlockMxfp4>),
+        Type::Nvfp4 => (Type::Q8_0, groups::<BlockNvfp4>),
+        Type::Q2K => (Type::Q8K, supers::<BlockQ2K>),
+        Type::Q3K => (Type::Q8K, supers::<BlockQ3K>),
         Type::Q4K => (Type::Q8K, supers::<BlockQ4K>),
         Type::Q5K => (Type::Q8K, supers::<BlockQ5K>),
         Type::Q6K => (Type::Q8K, supers::<BlockQ6K>),
+        Type::Iq1S => (Type::Q8K, supers::<BlockIq1S>),
+        Type::Iq1M => (Type::Q8K, supers::<BlockIq1M>),
+        Type::Iq2Xxs => (Type::Q8K, supers::<BlockIq2Xxs>),
+        Type::Iq2Xs => (Type::Q8K, supers::<BlockIq2Xs>),
+        Type::Iq2S => (Type::Q8K, supers::<BlockIq2S>),
+        Type::Iq3Xxs => (Type::Q8K, supers::<BlockIq3Xxs>),
+        Type::Iq3S => (Type::Q8K, supers::<BlockIq3S>),
+        Type::Iq4Xs => (Type::Q8K, supers::<BlockIq4Xs>),
+        Type::Tq1_0 => (Type::Q8K, supers::<BlockTq1_0>),
+        Type::Tq2_0 => (Type::Q8K, supers::<BlockTq2_0>),
         _ => return None,
     };
     let quantize_activation: formats::QuantizeRow = Format::of(activation)?.quantize_row?;
@@ -207,13 +227,18 @@ unsafe fn groups_of<B: GroupBlock, X>(
                     )
                 };
                 let (d, s, qs) = parts(x);
-                for half in 0..2 {
-                    let span = 16 * half..16 * half + 16;
+                let span = if B::HALF_SCALES { 16 } else { 32 };
+                let scaled = group
+                    .q
+                    .chunks_exact(span)
+                    .zip(qs.chunks_exact(span))
+                    .zip(group.d);
+                for ((q, x), scale) in scaled {
                     let mut sum = 0;
-                    for (&q, &x) in group.q[span.clone()].iter().zip(&qs[span]) {
+                    for (&q, &x) in q.iter().zip(x) {
                         sum += (i32::from(q) - B::OFFSET) * i32::from(x);
                     }
-                    *dst += group.d[half] * d * sum as f32;
+                    *dst += scale * d * sum as f32;
                 }
                 if B::HAS_MIN {
                     *dst += group.m * s;

@@ -151,15 +151,30 @@ impl Case {
     }
 }
 
-/// A row of weights: quantised numbers where the format has a quantiser, otherwise any bytes at all with
-/// the half-precision fields kept finite by trial.
+/// A row of weights: quantised numbers where the format has a quantiser, otherwise blocks of random
+/// bytes whose values happen to be of a usual size.
 fn fill_weights(format: &Format, row: &mut [u8], k: usize, random: &mut Random) {
-    let values: Vec<f32> = (0..k).map(|_| random.float()).collect();
-    let quantize = format
-        .quantize_row
-        .unwrap_or_else(|| panic!("{:?}", format.ty));
-    // SAFETY: the row is long enough for `k` elements.
-    unsafe { quantize(values.as_ptr(), row.as_mut_ptr(), k) };
+    if let Some(quantize) = format.quantize_row {
+        let values: Vec<f32> = (0..k).map(|_| random.float()).collect();
+        // SAFETY: the row is long enough for `k` elements.
+        return unsafe { quantize(values.as_ptr(), row.as_mut_ptr(), k) };
+    }
+    let mut values = vec![0.0; format.block];
+    for block in row[..format.row_bytes(k)].chunks_mut(format.bytes) {
+        loop {
+            block
+                .iter_mut()
+                .for_each(|byte| *byte = random.bits() as u8);
+            // SAFETY: both hold a block.
+            unsafe {
+                (format.dequantize_row)(block.as_ptr(), values.as_mut_ptr(), format.block);
+            }
+            let largest = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+            if (0.01..100.0).contains(&largest) && values.iter().all(|x| x.is_finite()) {
+                break;
+            }
+        }
+    }
 }
 
 /// `k` in units of the longer of the two blocks.

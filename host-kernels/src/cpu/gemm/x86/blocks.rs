@@ -1,5 +1,4 @@
-//! Blocks as vectors of unsigned quants. A format without lines of its own here is decoded by its
-//! portable code; that is the way of the rare ones.
+//! Blocks as vectors of unsigned quants.
 //!
 //! # Safety
 //! As in [`super::simd`]: functions on `__m256i` need AVX2 and F16C, those on `__m512i` AVX-512. `row`
@@ -8,8 +7,9 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::formats::{
-    BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
-    GroupBlock, SuperBlock,
+    BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K,
+    BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, FP4_VALUES, GroupBlock, IQ4_VALUES,
+    SuperBlock,
 };
 
 /// A group format as vectors.
@@ -18,11 +18,7 @@ pub(super) trait Groups: GroupBlock {
     const WIDE: bool = Self::OFFSET > 64;
 
     /// The quants of group `g` of a row.
-    #[inline(always)]
-    unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: the module's contract; any bytes are a block.
-        unsafe { _mm256_loadu_si256(group::<Self>(row, g).q.as_ptr().cast()) }
-    }
+    unsafe fn single(row: *const u8, g: usize) -> __m256i;
 
     /// The quants of groups `g` and `h` of a row.
     #[inline(always)]
@@ -31,18 +27,9 @@ pub(super) trait Groups: GroupBlock {
         unsafe { join(Self::single(row, g), Self::single(row, h)) }
     }
 
-    /// The scales and minimums of the `n <= 8` groups from `g` on, the rest 0.
-    #[inline(always)]
-    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        let (mut d, mut m) = ([0.0f32; 8], [0.0f32; 8]);
-        for i in 0..n {
-            // SAFETY: the module's contract.
-            let group = unsafe { group::<Self>(row, g + i) };
-            (d[i], m[i]) = (group.d[0], group.m);
-        }
-        // SAFETY: the module's contract.
-        unsafe { (_mm256_loadu_ps(d.as_ptr()), _mm256_loadu_ps(m.as_ptr())) }
-    }
+    /// The scales and minimums of the `n <= 8` groups from `g` on, the rest 0. A format with scales of
+    /// half groups has those of the second halves in place of minimums.
+    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
 }
 
 /// A super-block format as vectors.
@@ -67,62 +54,16 @@ pub(super) trait Supers: SuperBlock {
     };
 
     /// The quants in element order.
-    #[inline(always)]
-    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the module's contract; any bytes are a block.
-        unsafe {
-            let q = (*block.cast::<Self>()).decode().q;
-            let mut vectors = [_mm256_setzero_si256(); 8];
-            for (v, q) in vectors.iter_mut().zip(q.chunks_exact(32)) {
-                *v = _mm256_loadu_si256(q.as_ptr().cast());
-            }
-            vectors
-        }
-    }
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8];
 
     /// The quants, halves in the order of `ORDER_512`.
-    #[inline(always)]
-    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the module's contract; any bytes are a block.
-        unsafe {
-            let q = (*block.cast::<Self>()).decode().q;
-            let mut vectors = [_mm512_setzero_si512(); 4];
-            for (v, q) in vectors.iter_mut().zip(q.chunks_exact(64)) {
-                *v = _mm512_loadu_si512(q.as_ptr().cast());
-            }
-            vectors
-        }
-    }
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4];
 
     /// The scales and the minimums of the sub-blocks, 16 bits each.
-    #[inline(always)]
-    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the module's contract; any bytes are a block.
-        unsafe {
-            let block = (*block.cast::<Self>()).decode();
-            let scales = _mm256_loadu_si256(block.scales.as_ptr().cast());
-            (scales, _mm256_loadu_si256(block.mins.as_ptr().cast()))
-        }
-    }
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i);
 
     /// The scale of the scales and the scale of the minimums.
-    #[inline(always)]
-    unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the module's contract; any bytes are a block.
-        let block = unsafe { (*block.cast::<Self>()).decode() };
-        (block.d, block.dmin)
-    }
-}
-
-/// Group `g` of a row, decoded portably.
-///
-/// # Safety
-/// The group is readable.
-#[inline(always)]
-unsafe fn group<B: GroupBlock>(row: *const u8, g: usize) -> crate::cpu::formats::Group {
-    let groups = B::ELEMENTS / 32;
-    // SAFETY: the caller's promise; B is packed, and any bytes are a valid one.
-    unsafe { (*row.cast::<B>().add(g / groups)).group(g % groups) }
+    unsafe fn d(block: *const u8) -> (f32, f32);
 }
 
 /// Two halves as one vector.
@@ -203,6 +144,40 @@ unsafe fn fifth_bits(qh: u32) -> __m256i {
         _mm256_and_si256(set, _mm256_set1_epi8(16))
     }
 }
+
+/// Nibbles through a table of bytes.
+#[inline(always)]
+unsafe fn look_up(table: [u8; 16], nibbles: __m256i) -> __m256i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let table = _mm_loadu_si128(table.as_ptr().cast());
+        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles)
+    }
+}
+
+/// [`look_up`] of two groups.
+#[inline(always)]
+unsafe fn look_up_pair(table: [u8; 16], nibbles: __m512i) -> __m512i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let table = _mm_loadu_si128(table.as_ptr().cast());
+        _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles)
+    }
+}
+
+/// `values + offset`, to look nibbles up in.
+const fn unsigned(values: &[i8; 16], offset: i32) -> [u8; 16] {
+    let mut table = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        table[i] = (values[i] as i32 + offset) as u8;
+        i += 1;
+    }
+    table
+}
+
+const IQ4_TABLE: [u8; 16] = unsigned(&IQ4_VALUES, 128);
+const FP4_TABLE: [u8; 16] = unsigned(&FP4_VALUES, 12);
 
 /// A 32-bit field of bits.
 #[inline(always)]
@@ -287,6 +262,79 @@ impl Groups for BlockQ8_0 {
         unsafe {
             let d = halves(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
             (d, _mm256_setzero_ps())
+        }
+    }
+}
+
+impl Groups for BlockIq4Nl {
+    #[inline(always)]
+    unsafe fn single(row: *const u8, g: usize) -> __m256i {
+        // SAFETY: the module's contract.
+        unsafe { look_up(IQ4_TABLE, nibbles(row.add(g * size_of::<Self>() + 2))) }
+    }
+
+    #[inline(always)]
+    unsafe fn pair(row: *const u8, g: usize, h: usize) -> __m512i {
+        // SAFETY: the module's contract.
+        unsafe {
+            let (a, b) = (
+                row.add(g * size_of::<Self>() + 2),
+                row.add(h * size_of::<Self>() + 2),
+            );
+            look_up_pair(IQ4_TABLE, nibble_pair(a, b))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        // SAFETY: the module's contract.
+        unsafe {
+            let d = halves(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
+            (d, _mm256_setzero_ps())
+        }
+    }
+}
+
+impl Groups for BlockMxfp4 {
+    #[inline(always)]
+    unsafe fn single(row: *const u8, g: usize) -> __m256i {
+        // SAFETY: the module's contract.
+        unsafe { look_up(FP4_TABLE, nibbles(row.add(g * size_of::<Self>() + 1))) }
+    }
+
+    #[inline(always)]
+    unsafe fn pair(row: *const u8, g: usize, h: usize) -> __m512i {
+        // SAFETY: the module's contract.
+        unsafe {
+            let (a, b) = (
+                row.add(g * size_of::<Self>() + 1),
+                row.add(h * size_of::<Self>() + 1),
+            );
+            look_up_pair(FP4_TABLE, nibble_pair(a, b))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        // SAFETY: the module's contract.
+        unsafe {
+            let mut exponents = 0u64;
+            for i in 0..n {
+                exponents |= u64::from(*row.add((g + i) * size_of::<Self>())) << (8 * i);
+            }
+            let e = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(exponents as i64));
+            let normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+            // Exponents 0 and 1 are subnormal.
+            let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x0020_0000), e);
+            let is_normal = _mm256_cmpgt_epi32(e, _mm256_set1_epi32(1));
+            let d = _mm256_blendv_epi8(small, normal, is_normal);
+            // What is missing has exponent 0, but is to be 0.
+            let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let present = _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lanes);
+            (
+                _mm256_castsi256_ps(_mm256_and_si256(d, present)),
+                _mm256_setzero_ps(),
+            )
         }
     }
 }
@@ -506,5 +554,219 @@ impl Supers for BlockQ6K {
     unsafe fn d(block: *const u8) -> (f32, f32) {
         // SAFETY: the module's contract; the scale is at 208.
         unsafe { (half(block.add(208).cast::<u16>().read_unaligned()), 0.0) }
+    }
+}
+
+/// The two-bit quants of 256 elements.
+#[inline(always)]
+unsafe fn two_bits_256(qs: *const u8) -> [__m256i; 8] {
+    // SAFETY: the module's contract, for 64 bytes.
+    unsafe {
+        let mask = _mm256_set1_epi8(3);
+        let mut q = [mask; 8];
+        for half in 0..2 {
+            let bits = _mm256_loadu_si256(qs.add(32 * half).cast());
+            q[4 * half] = _mm256_and_si256(bits, mask);
+            q[4 * half + 1] = _mm256_and_si256(_mm256_srli_epi16(bits, 2), mask);
+            q[4 * half + 2] = _mm256_and_si256(_mm256_srli_epi16(bits, 4), mask);
+            q[4 * half + 3] = _mm256_and_si256(_mm256_srli_epi16(bits, 6), mask);
+        }
+        q
+    }
+}
+
+/// The two-bit quants of 256 elements.
+#[inline(always)]
+unsafe fn two_bits_512(qs: *const u8) -> [__m512i; 4] {
+    // SAFETY: the module's contract, for 64 bytes.
+    unsafe {
+        let mask = _mm512_set1_epi8(3);
+        let mut q = [mask; 4];
+        for half in 0..2 {
+            let bits = _mm256_loadu_si256(qs.add(32 * half).cast());
+            let bits = _mm512_broadcast_i64x4(bits);
+            let low = _mm512_srlv_epi64(bits, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));
+            let high = _mm512_srlv_epi64(bits, _mm512_setr_epi64(4, 4, 4, 4, 6, 6, 6, 6));
+            q[2 * half] = _mm512_and_si512(low, mask);
+            q[2 * half + 1] = _mm512_and_si512(high, mask);
+        }
+        q
+    }
+}
+
+impl Supers for BlockQ2K {
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the quants begin at 16.
+        unsafe { two_bits_256(block.add(16)) }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the quants begin at 16.
+        unsafe { two_bits_512(block.add(16)) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; 16 bytes of scales begin at 0.
+        unsafe {
+            let (both, low) = (_mm_loadu_si128(block.cast()), _mm_set1_epi8(15));
+            let scales = _mm_and_si128(both, low);
+            let mins = _mm_and_si128(_mm_srli_epi16(both, 4), low);
+            (_mm256_cvtepu8_epi16(scales), _mm256_cvtepu8_epi16(mins))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scales are at 80.
+        unsafe { two_halves(block.add(80)) }
+    }
+}
+
+impl Supers for BlockQ3K {
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the third bits begin at 0, the others at 32.
+        unsafe {
+            let third = _mm256_set1_epi8(4);
+            let mask = _mm256_loadu_si256(block.cast());
+            // Bit `i` of a byte belongs to piece `i`; shifted to bit 2.
+            let thirds = [
+                _mm256_slli_epi16(mask, 2),
+                _mm256_slli_epi16(mask, 1),
+                mask,
+                _mm256_srli_epi16(mask, 1),
+                _mm256_srli_epi16(mask, 2),
+                _mm256_srli_epi16(mask, 3),
+                _mm256_srli_epi16(mask, 4),
+                _mm256_srli_epi16(mask, 5),
+            ];
+            let mut q = two_bits_256(block.add(32));
+            for (q, bits) in q.iter_mut().zip(thirds) {
+                *q = _mm256_or_si256(*q, _mm256_and_si256(bits, third));
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the third bits begin at 0, the others at 32.
+        unsafe {
+            let (low, third) = (_mm512_set1_epi8(3), _mm512_set1_epi8(4));
+            let mask = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.cast()));
+            let q = two_bits_512(block.add(32));
+            [
+                merge(
+                    q[0],
+                    low,
+                    _mm512_sllv_epi64(mask, _mm512_setr_epi64(2, 2, 2, 2, 1, 1, 1, 1)),
+                    third,
+                ),
+                merge(
+                    q[1],
+                    low,
+                    _mm512_srlv_epi64(mask, _mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1)),
+                    third,
+                ),
+                merge(
+                    q[2],
+                    low,
+                    _mm512_srlv_epi64(mask, _mm512_setr_epi64(2, 2, 2, 2, 3, 3, 3, 3)),
+                    third,
+                ),
+                merge(
+                    q[3],
+                    low,
+                    _mm512_srlv_epi64(mask, _mm512_setr_epi64(4, 4, 4, 4, 5, 5, 5, 5)),
+                    third,
+                ),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; 12 bytes of scales begin at 96.
+        unsafe {
+            const LOW: u32 = 0x0f0f_0f0f;
+            const HIGH: u32 = 0x3030_3030;
+            let (a, b, c) = (
+                bits(block.add(96)),
+                bits(block.add(100)),
+                bits(block.add(104)),
+            );
+            // Two high bits of each, shifted to bits 4 and 5.
+            let bytes = _mm_setr_epi32(
+                (a & LOW | c << 4 & HIGH) as i32,
+                (b & LOW | c << 2 & HIGH) as i32,
+                (a >> 4 & LOW | c & HIGH) as i32,
+                (b >> 4 & LOW | c >> 2 & HIGH) as i32,
+            );
+            let scales = _mm256_cvtepi8_epi16(_mm_sub_epi8(bytes, _mm_set1_epi8(32)));
+            (scales, _mm256_setzero_si256())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scale is at 108.
+        unsafe { (half(block.add(108).cast::<u16>().read_unaligned()), 0.0) }
+    }
+}
+
+impl Supers for BlockIq4Xs {
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; 16 bytes of nibbles for each piece begin at 8.
+        unsafe {
+            let mut q = [_mm256_setzero_si256(); 8];
+            for (i, q) in q.iter_mut().enumerate() {
+                *q = look_up(IQ4_TABLE, nibbles(block.add(8 + 16 * i)));
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; 16 bytes of nibbles for each piece begin at 8.
+        unsafe {
+            let mut q = [_mm512_setzero_si512(); 4];
+            for (i, q) in q.iter_mut().enumerate() {
+                let qs = block.add(8 + 32 * i);
+                *q = look_up_pair(IQ4_TABLE, nibble_pair(qs, qs.add(16)));
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; 16 high bits are at 2, 4 bytes of nibbles at 4.
+        unsafe {
+            let nibbles = _mm_cvtsi32_si128(bits(block.add(4)) as i32);
+            let low = _mm_set1_epi8(15);
+            let low = _mm_unpacklo_epi8(
+                _mm_and_si128(nibbles, low),
+                _mm_and_si128(_mm_srli_epi16(nibbles, 4), low),
+            );
+            // Bits `2 j` and `2 j + 1` to the top of lane `j`, then to bits 4 and 5.
+            let high = _mm_set1_epi16(block.add(2).cast::<i16>().read_unaligned());
+            let to_top =
+                _mm_setr_epi16(1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6, 1 << 4, 1 << 2, 1);
+            let high = _mm_slli_epi16(_mm_srli_epi16(_mm_mullo_epi16(high, to_top), 14), 4);
+            let scales = _mm_or_si128(_mm_cvtepu8_epi16(low), high);
+            let scales = _mm_sub_epi16(scales, _mm_set1_epi16(32));
+            (_mm256_zextsi128_si256(scales), _mm256_setzero_si256())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scale is at 0.
+        unsafe { (half(block.cast::<u16>().read_unaligned()), 0.0) }
     }
 }

@@ -3,9 +3,10 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
+use super::Call;
 use super::panel::{self, Panel, Sums};
+use super::scratch::PREPARED;
 use super::simd::Simd;
-use super::{Call, scratch};
 
 /// Elements of `k` in a panel.
 const CHUNK: usize = 256;
@@ -145,7 +146,7 @@ unsafe fn widen<S: Simd, T: Float>(x: *const u8, n: usize, padded: usize, to: *m
 #[inline(always)]
 unsafe fn rows<S: Simd, T: Float>(call: &Call) {
     let padded = call.k.next_multiple_of(S::LANES);
-    let mut memory = scratch::take(call.cols * padded * size_of::<f32>());
+    let mut memory = PREPARED.take(call.cols * padded * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: all offsets are those of rows, columns and elements of the call; the columns are padded
     // with zeros to whole vectors.
@@ -164,7 +165,7 @@ unsafe fn rows<S: Simd, T: Float>(call: &Call) {
             row_tiles!(call, tile, S, T; x);
         }
     }
-    scratch::give_back(memory);
+    PREPARED.give_back(memory);
 }
 
 /// Running sums of a single product, so that one multiplication need not wait for the last.
@@ -387,7 +388,11 @@ pub(super) mod bf16_pairs {
     unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
         // SAFETY: AVX-512 BF16, of which the caller of `gemm` is sure; the types have the same size, and
         // every pattern of bits is valid.
-        unsafe { _mm512_dpbf16_ps(acc, std::mem::transmute(a), std::mem::transmute(b)) }
+        unsafe {
+            let a = std::mem::transmute::<__m512i, __m512bh>(a);
+            let b = std::mem::transmute::<__m512i, __m512bh>(b);
+            _mm512_dpbf16_ps(acc, a, b)
+        }
     }
 
     /// One row times one column.

@@ -2,10 +2,11 @@
 
 use std::marker::PhantomData;
 
+use super::Call;
 use super::blocks::{Groups, half};
 use super::panel::{self, Panel, Sums};
+use super::scratch::PREPARED;
 use super::simd::Simd;
-use super::{Call, scratch};
 use crate::cpu::formats::{BlockQ8_0, BlockQ8_1};
 use std::arch::x86_64::*;
 
@@ -91,7 +92,7 @@ unsafe fn rows<S: Simd, B: Groups>(call: &Call) {
         scales: padded * 2,
         sums: padded * 2 + padded / 8,
     };
-    let mut memory = scratch::take(call.cols * layout.stride);
+    let mut memory = PREPARED.take(call.cols * layout.stride);
     let columns = memory.as_mut_ptr().cast::<u8>();
     // SAFETY: all offsets are those of rows, columns and groups of the call, or of the layout.
     unsafe {
@@ -127,7 +128,7 @@ unsafe fn rows<S: Simd, B: Groups>(call: &Call) {
             }
         }
     }
-    scratch::give_back(memory);
+    PREPARED.give_back(memory);
 }
 
 /// Lays out one column.
@@ -232,10 +233,14 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize>(
     unsafe {
         let (d, m) = B::scales(row, first, n);
         let mut scales = [_mm256_setzero_ps(); C];
+        let mut second_scales = [_mm256_setzero_ps(); C];
         for c in 0..C {
             let column = x.add(c * layout.stride);
             let d_x = _mm256_loadu_ps(column.add(layout.scales).cast::<f32>().add(first));
             scales[c] = _mm256_mul_ps(d, d_x);
+            if B::HALF_SCALES {
+                second_scales[c] = _mm256_mul_ps(m, d_x);
+            }
             if B::HAS_MIN {
                 let s_x = _mm256_loadu_ps(column.add(layout.sums).cast::<f32>().add(first));
                 mins[c] = _mm256_fmadd_ps(m, s_x, mins[c]);
@@ -251,7 +256,10 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize>(
                     _ => S::load(column.add(layout.corrections)),
                 };
                 let dot = dot::<S, B>(start, q, S::load(column));
-                let scale = S::spread_groups(scales[c], v);
+                let mut scale = S::spread_groups(scales[c], v);
+                if B::HALF_SCALES {
+                    scale = S::second_halves(scale, S::spread_groups(second_scales[c], v));
+                }
                 acc[c] = S::mul_add(S::to_floats(dot), scale, acc[c]);
             }
         }
@@ -265,7 +273,7 @@ struct GroupPanel<S, B> {
     quants: [[u8; 128]; CHUNK / 4],
     /// For each group, the scale of each row.
     scales: [[f32; 32]; GROUPS],
-    /// For each group, the minimum of each row.
+    /// For each group, the minimum of each row, or the scale of its second half.
     mins: [[f32; 32]; GROUPS],
     rows: [[u8; CHUNK]; 32],
     row_scales: [[f32; 16]; 32],
@@ -280,8 +288,9 @@ struct GroupColumn {
     scales: [f32; GROUPS],
     /// `scale * sum` of each group.
     sums: [f32; GROUPS],
-    /// What the offset of the weights adds to each integer dot product, negated.
-    corrections: [i32; GROUPS],
+    /// What the offset of the weights adds to each integer dot product, negated: to that of the group,
+    /// or to those of its halves if they have scales of their own.
+    corrections: [[i32; 2]; GROUPS],
 }
 
 impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
@@ -318,11 +327,19 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                     let x = _mm256_loadu_si256(block.add(quants).cast());
                     // Bytes plus 128 are unsigned: summed by eights, less 32 * 128.
                     let x = _mm256_xor_si256(x, _mm256_set1_epi8(-128));
-                    let sums = _mm256_sad_epu8(x, _mm256_setzero_si256());
-                    let high = _mm256_extracti128_si256(sums, 1);
-                    let sums = _mm_add_epi64(_mm256_castsi256_si128(sums), high);
-                    let sum = _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 32 * 128;
-                    column.corrections[g] = -offset::<S, B>() * sum;
+                    let eights = _mm256_sad_epu8(x, _mm256_setzero_si256());
+                    let high = _mm256_extracti128_si256(eights, 1);
+                    let sums = _mm_add_epi64(_mm256_castsi256_si128(eights), high);
+                    if B::HALF_SCALES {
+                        let low = _mm256_castsi256_si128(eights);
+                        for (half, sums) in [low, high].into_iter().enumerate() {
+                            let sum = _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2);
+                            column.corrections[g][half] = -offset::<S, B>() * (sum - 16 * 128);
+                        }
+                    } else {
+                        let sum = _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 32 * 128;
+                        column.corrections[g][0] = -offset::<S, B>() * sum;
+                    }
                 }
             }
         }
@@ -354,7 +371,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
             for r in 0..height {
                 for g in 0..groups {
                     self.scales[g][r] = self.row_scales[r][g];
-                    if B::HAS_MIN {
+                    if B::HAS_MIN || B::HALF_SCALES {
                         self.mins[g][r] = self.row_scales[r][8 + g];
                     }
                 }
@@ -383,32 +400,41 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                 }
             }
             let mut panel = self.quants.as_ptr().cast::<u8>();
-            for g in 0..len / 32 {
+            // A scale covers a group, or half of one.
+            let parts = if B::HALF_SCALES { 2 } else { 1 };
+            for unit in 0..len / 32 * parts {
+                let (g, part) = (unit / parts, unit % parts);
                 let mut dots = [[S::zero(); C]; P];
                 if offset::<S, B>() != 0 {
                     for c in 0..C {
-                        let correction = S::splat((*columns.add(c)).corrections[g] as u32);
+                        let correction = S::splat((*columns.add(c)).corrections[g][part] as u32);
                         for p in 0..P {
                             dots[p][c] = correction;
                         }
                     }
                 }
-                for i in 0..8 {
+                let words = 8 / parts;
+                for i in 0..words {
                     let mut w = [S::zero(); P];
                     for p in 0..P {
                         w[p] = S::load(panel.add(p * S::LANES * 4));
                     }
                     panel = panel.add(P * S::LANES * 4);
                     for c in 0..C {
-                        let x = x.add(c * x_stride + g * bytes + 4 * i);
+                        let x = x.add(c * x_stride + g * bytes + 4 * (part * words + i));
                         let x = S::splat(x.cast::<u32>().read_unaligned());
                         for p in 0..P {
                             dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);
                         }
                     }
                 }
+                let scales = if part == 0 {
+                    &self.scales[g]
+                } else {
+                    &self.mins[g]
+                };
                 for p in 0..P {
-                    let d = S::load_floats(self.scales[g].as_ptr().add(p * S::LANES));
+                    let d = S::load_floats(scales.as_ptr().add(p * S::LANES));
                     for c in 0..C {
                         let d_x = S::splat_float((*columns.add(c)).scales[g]);
                         let dot = S::to_floats(dots[p][c]);

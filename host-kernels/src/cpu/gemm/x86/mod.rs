@@ -5,23 +5,32 @@
 //! - [`groups`], [`supers`], [`floats`]: the products of the three families, for few columns by rows,
 //!   for many through panels.
 //! - [`panel`]: the loops around a panel.
+//! - [`plain`]: the rare formats, decoded first.
 //! - [`activations`]: f32 to the activation formats.
+
+// Tiles index several arrays by the same row and column.
+#![allow(clippy::needless_range_loop)]
 
 mod activations;
 mod blocks;
 mod floats;
 mod groups;
 mod panel;
+mod plain;
 mod scratch;
 mod simd;
 mod supers;
 
 use super::{Level, MatmulKernel};
 use crate::cpu::formats::{
-    BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, Type,
+    BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs, BlockIq4Nl,
+    BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K, BlockQ4_0,
+    BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, BlockTq1_0,
+    BlockTq2_0, Type,
 };
 
 /// The arguments of a [`super::Gemm`].
+#[derive(Clone, Copy)]
 struct Call {
     k: usize,
     w: *const u8,
@@ -34,25 +43,14 @@ struct Call {
     dst_stride: usize,
 }
 
-/// Defines entry points with the instructions of a level: everything below is inlined into them.
-macro_rules! entry_points {
-    ($module:ident, $simd:ty, $features:literal) => {
-        mod $module {
-            use super::blocks::{Groups, Supers};
-            use super::floats::Float;
-            use super::{Call, floats, groups, supers};
-
-            entry_points!(@entry groups, Groups, $simd, $features);
-            entry_points!(@entry supers, Supers, $simd, $features);
-            entry_points!(@entry floats, Float, $simd, $features);
-        }
-    };
-    (@entry $family:ident, $format:ident, $simd:ty, $features:literal) => {
+/// A function of the type [`super::Gemm`] around one that takes a [`Call`].
+macro_rules! gemm {
+    ($(#[$attribute:meta])* $name:ident $(<$format:ident: $bound:ident>)?, $body:expr) => {
         /// # Safety
         /// As [`crate::cpu::gemm::Gemm`].
-        #[target_feature(enable = $features)]
+        $(#[$attribute])*
         #[allow(clippy::too_many_arguments)]
-        pub(super) unsafe fn $family<B: $format>(
+        pub(super) unsafe fn $name $(<$format: $bound>)? (
             k: usize,
             w: *const u8,
             w_stride: usize,
@@ -64,8 +62,56 @@ macro_rules! entry_points {
             dst_stride: usize,
         ) {
             let call = Call { k, w, w_stride, rows, x, x_stride, cols, dst, dst_stride };
-            // SAFETY: the caller's promise; this function has the instructions of the level.
-            unsafe { $family::gemm::<$simd, B>(&call) }
+            // SAFETY: the caller's promise; the function has the instructions of the level.
+            unsafe { $body(&call) }
+        }
+    };
+}
+
+/// Defines the entry points of a level: what they call is inlined into them and so compiled for its
+/// instructions.
+macro_rules! entry_points {
+    ($module:ident, $simd:ty, $features:literal) => {
+        mod $module {
+            use super::blocks::{Groups, Supers};
+            use super::floats::{self as float_kernels, Float};
+            use super::plain::{self, PlainGroup, PlainSuper};
+            use super::{Call, groups as group_kernels, supers as super_kernels};
+            use crate::cpu::formats::{GroupBlock, SuperBlock};
+
+            gemm!(
+                #[target_feature(enable = $features)]
+                groups<B: Groups>,
+                group_kernels::gemm::<$simd, B>
+            );
+            gemm!(
+                #[target_feature(enable = $features)]
+                supers<B: Supers>,
+                super_kernels::gemm::<$simd, B>
+            );
+            gemm!(
+                #[target_feature(enable = $features)]
+                floats<B: Float>,
+                float_kernels::gemm::<$simd, B>
+            );
+            gemm!(rare_groups<B: GroupBlock>, |call| plain::groups::<B>(call, plain_groups));
+            gemm!(rare_supers<B: SuperBlock>, |call| plain::supers::<B>(call, plain_supers));
+
+            /// # Safety
+            /// As [`crate::cpu::gemm::Gemm`].
+            #[target_feature(enable = $features)]
+            unsafe fn plain_groups(call: &Call) {
+                // SAFETY: the caller's promise; the function has the instructions of the level.
+                unsafe { group_kernels::gemm::<$simd, PlainGroup>(call) }
+            }
+
+            /// # Safety
+            /// As [`crate::cpu::gemm::Gemm`].
+            #[target_feature(enable = $features)]
+            unsafe fn plain_supers(call: &Call) {
+                // SAFETY: the caller's promise; the function has the instructions of the level.
+                unsafe { super_kernels::gemm::<$simd, PlainSuper>(call) }
+            }
         }
     };
 }
@@ -76,36 +122,13 @@ entry_points!(
     super::simd::Avx512,
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
 );
-
-/// # Safety
-/// As [`super::Gemm`].
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")]
-#[allow(clippy::too_many_arguments)]
-unsafe fn bf16_pairs(
-    k: usize,
-    w: *const u8,
-    w_stride: usize,
-    rows: usize,
-    x: *const u8,
-    x_stride: usize,
-    cols: usize,
-    dst: *mut f32,
-    dst_stride: usize,
-) {
-    let call = Call {
-        k,
-        w,
-        w_stride,
-        rows,
-        x,
-        x_stride,
-        cols,
-        dst,
-        dst_stride,
-    };
-    // SAFETY: the caller's promise; this function has the instructions.
-    unsafe { floats::bf16_pairs::gemm(&call) }
-}
+gemm!(
+    #[target_feature(
+        enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
+    )]
+    bf16_pairs,
+    floats::bf16_pairs::gemm
+);
 
 /// The kernel for `weight` at `level`, above [`Level::Scalar`].
 pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
@@ -121,9 +144,26 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
                 Type::Q5_0 => $module::groups::<BlockQ5_0>,
                 Type::Q5_1 => $module::groups::<BlockQ5_1>,
                 Type::Q8_0 => $module::groups::<BlockQ8_0>,
+                Type::Q1_0 => $module::rare_groups::<BlockQ1_0>,
+                Type::Q2_0 => $module::rare_groups::<BlockQ2_0>,
+                Type::Iq4Nl => $module::groups::<BlockIq4Nl>,
+                Type::Mxfp4 => $module::groups::<BlockMxfp4>,
+                Type::Nvfp4 => $module::rare_groups::<BlockNvfp4>,
+                Type::Q2K => $module::supers::<BlockQ2K>,
+                Type::Q3K => $module::supers::<BlockQ3K>,
                 Type::Q4K => $module::supers::<BlockQ4K>,
                 Type::Q5K => $module::supers::<BlockQ5K>,
                 Type::Q6K => $module::supers::<BlockQ6K>,
+                Type::Iq1S => $module::rare_supers::<BlockIq1S>,
+                Type::Iq1M => $module::rare_supers::<BlockIq1M>,
+                Type::Iq2Xxs => $module::rare_supers::<BlockIq2Xxs>,
+                Type::Iq2Xs => $module::rare_supers::<BlockIq2Xs>,
+                Type::Iq2S => $module::rare_supers::<BlockIq2S>,
+                Type::Iq3Xxs => $module::rare_supers::<BlockIq3Xxs>,
+                Type::Iq3S => $module::rare_supers::<BlockIq3S>,
+                Type::Iq4Xs => $module::supers::<BlockIq4Xs>,
+                Type::Tq1_0 => $module::rare_supers::<BlockTq1_0>,
+                Type::Tq2_0 => $module::rare_supers::<BlockTq2_0>,
                 _ => return Some(portable),
             }
         };

@@ -7,8 +7,9 @@
 //! a power of two apart and would fight for a few lines of the cache. Each result is a sum over the
 //! chunks of `k` in order, whatever the blocks are.
 
+use super::Call;
+use super::scratch::PREPARED;
 use super::simd::Simd;
-use super::{Call, scratch};
 
 /// Columns of a block.
 const COLUMNS: usize = 256;
@@ -83,7 +84,7 @@ pub(super) unsafe fn gemm<S: Simd, T: Panel<S>>(call: &Call) {
     let height = T::VECTORS * S::LANES;
     let (block_cols, block_rows) = (call.cols.min(COLUMNS), call.rows.min(ROWS));
     let sum_bytes = block_cols * block_rows.next_multiple_of(height) * size_of::<f32>();
-    let mut memory = scratch::take(sum_bytes + block_cols * size_of::<T::Column>());
+    let mut memory = PREPARED.take(sum_bytes + block_cols * size_of::<T::Column>());
     let sums = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: the memory has room for the sums, whole lines, and the columns behind them.
     let columns = unsafe { memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>() };
@@ -100,7 +101,7 @@ pub(super) unsafe fn gemm<S: Simd, T: Panel<S>>(call: &Call) {
             unsafe { multiply_block::<S, T>(call, &mut panel, block, sums, columns, height) }
         }
     }
-    scratch::give_back(memory);
+    PREPARED.give_back(memory);
 }
 
 /// A part of the results.

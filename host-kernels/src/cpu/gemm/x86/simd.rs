@@ -93,6 +93,8 @@ pub(super) trait Simd: Copy + 'static {
 
     /// Of the eight scales of eight groups, those of the groups of vector `v`, over their lanes.
     unsafe fn spread_groups(scales: __m256, v: usize) -> Self::F;
+    /// `first`, with the second half of each group's lanes from `second`.
+    unsafe fn second_halves(first: Self::F, second: Self::F) -> Self::F;
     /// Transposes `LANES` rows of `LANES` 32-bit words: word `i` of row `r` goes to word `r` of row
     /// `i`; rows are `src_stride` and `dst_stride` bytes apart.
     unsafe fn transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize);
@@ -254,6 +256,11 @@ impl Simd for Avx512 {
             let lanes = _mm512_loadu_si512(LANES[v].as_ptr().cast());
             _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(scales))
         }
+    }
+
+    #[inline(always)]
+    unsafe fn second_halves(first: __m512, second: __m512) -> __m512 {
+        unsafe { _mm512_mask_mov_ps(first, 0xf0f0, second) }
     }
 
     #[inline(always)]
@@ -472,6 +479,11 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn spread_groups(scales: __m256, v: usize) -> __m256 {
         unsafe { _mm256_permutevar8x32_ps(scales, _mm256_set1_epi32(v as i32)) }
+    }
+
+    #[inline(always)]
+    unsafe fn second_halves(first: __m256, second: __m256) -> __m256 {
+        unsafe { _mm256_blend_ps(first, second, 0xf0) }
     }
 
     #[inline(always)]

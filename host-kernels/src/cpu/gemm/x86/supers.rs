@@ -4,10 +4,11 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
+use super::Call;
 use super::blocks::Supers;
 use super::panel::{self, Panel, Sums};
+use super::scratch::PREPARED;
 use super::simd::{Avx2, Simd};
-use super::{Call, scratch};
 use crate::cpu::formats::BlockQ8K;
 
 /// Elements of a block.
@@ -55,7 +56,7 @@ struct Column {
 #[inline(always)]
 unsafe fn rows<S: Simd, B: Supers>(call: &Call) {
     let blocks = call.k / 256;
-    let mut memory = scratch::take(call.cols * blocks * size_of::<Column>());
+    let mut memory = PREPARED.take(call.cols * blocks * size_of::<Column>());
     let columns = memory.as_mut_ptr().cast::<Column>();
     // SAFETY: all offsets are those of rows, columns and blocks of the call.
     unsafe {
@@ -88,7 +89,7 @@ unsafe fn rows<S: Simd, B: Supers>(call: &Call) {
             }
         }
     }
-    scratch::give_back(memory);
+    PREPARED.give_back(memory);
 }
 
 /// Lays out one block of a column.

@@ -1,0 +1,48 @@
+//! IQ1_M: 16 sub-blocks of 16 quants, eight at a time from a codebook of -1, 0 and 1, each eight shifted
+//! by an eighth up or down.
+
+use super::grids::{IQ1, shifted};
+use super::{Super, SuperBlock, f16_to_f32};
+
+/// ggml's `block_iq1_m`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockIq1M {
+    /// For each eight elements the low eight bits of an index.
+    pub qs: [u8; 32],
+    /// For each eight elements a nibble: the high three bits of the index, and whether they are shifted
+    /// down.
+    pub qh: [u8; 16],
+    /// Four times three bits of scale in the low bits of each; the high four bits are, in order, the
+    /// nibbles of the scale of the scales, a half.
+    pub scales: [u16; 4],
+}
+
+const _: () = assert!(size_of::<BlockIq1M>() == 56);
+
+impl SuperBlock for BlockIq1M {
+    const SUB: usize = 16;
+    const OFFSET: i32 = 16;
+
+    #[inline(always)]
+    fn decode(&self) -> Super {
+        let (mut q, mut scales) = ([0; 256], [0; 16]);
+        for (i, q) in q.chunks_exact_mut(8).enumerate() {
+            let nibble = self.qh[i / 2] >> (4 * (i % 2)) & 15;
+            let index = usize::from(self.qs[i]) | usize::from(nibble & 7) << 8;
+            shifted(&IQ1[index], nibble >> 3 == 1, q);
+        }
+        let packed = self.scales;
+        for (j, scale) in scales.iter_mut().enumerate() {
+            *scale = 2 * (packed[j / 4] >> (3 * (j % 4)) & 7) as i16 + 1;
+        }
+        let d = (0..4).fold(0, |d, i| d | (packed[i] >> 12) << (4 * i));
+        Super {
+            q,
+            scales,
+            mins: [0; 16],
+            d: f16_to_f32(d) * 0.125,
+            dmin: 0.0,
+        }
+    }
+}

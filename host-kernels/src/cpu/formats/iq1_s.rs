@@ -1,0 +1,44 @@
+//! IQ1_S: 8 sub-blocks of 32 quants, eight at a time from a codebook of -1, 0 and 1, each sub-block
+//! shifted by an eighth up or down.
+
+use super::grids::{IQ1, shifted};
+use super::{Super, SuperBlock, f16_to_f32};
+
+/// ggml's `block_iq1_s`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockIq1S {
+    /// Scale, a half.
+    pub d: u16,
+    /// For each eight elements the low eight bits of an index.
+    pub qs: [u8; 32],
+    /// For each sub-block four times the high three bits of an index, the scale, and whether it is shifted
+    /// down.
+    pub qh: [u16; 8],
+}
+
+const _: () = assert!(size_of::<BlockIq1S>() == 50);
+
+impl SuperBlock for BlockIq1S {
+    const SUB: usize = 32;
+    const OFFSET: i32 = 16;
+
+    #[inline(always)]
+    fn decode(&self) -> Super {
+        let (mut q, mut scales) = ([0; 256], [0; 16]);
+        for (j, (q, qh)) in q.chunks_exact_mut(32).zip(self.qh).enumerate() {
+            scales[j] = 2 * (qh >> 12 & 7) as i16 + 1;
+            for (i, q) in q.chunks_exact_mut(8).enumerate() {
+                let index = u16::from(self.qs[4 * j + i]) | (qh >> (3 * i) & 7) << 8;
+                shifted(&IQ1[usize::from(index)], qh >> 15 == 1, q);
+            }
+        }
+        Super {
+            q,
+            scales,
+            mins: [0; 16],
+            d: f16_to_f32(self.d) * 0.125,
+            dmin: 0.0,
+        }
+    }
+}

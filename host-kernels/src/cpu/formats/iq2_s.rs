@@ -1,0 +1,48 @@
+//! IQ2_S: 16 sub-blocks of 16 quants, eight at a time from a codebook of magnitudes.
+
+use super::grids::{IQ2_S, signed};
+use super::{Super, SuperBlock, f16_to_f32};
+
+/// ggml's `block_iq2_s`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockIq2S {
+    /// Scale, a half.
+    pub d: u16,
+    /// For each eight elements the low eight bits of an index.
+    pub qs: [u8; 32],
+    /// For each eight elements their signs.
+    pub signs: [u8; 32],
+    /// For each eight elements the high two bits of the index, four in a byte.
+    pub qh: [u8; 8],
+    /// Two scales in a byte.
+    pub scales: [u8; 8],
+}
+
+const _: () = assert!(size_of::<BlockIq2S>() == 82);
+
+impl SuperBlock for BlockIq2S {
+    const SUB: usize = 16;
+    const OFFSET: i32 = 64;
+
+    #[inline(always)]
+    fn decode(&self) -> Super {
+        let (mut q, mut scales) = ([0; 256], [0; 16]);
+        for (i, q) in q.chunks_exact_mut(8).enumerate() {
+            let high = self.qh[i / 4] >> (2 * (i % 4)) & 3;
+            let index = usize::from(self.qs[i]) | usize::from(high) << 8;
+            signed(&IQ2_S[index], self.signs[i], 64, q);
+        }
+        for (j, scale) in scales.iter_mut().enumerate() {
+            *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;
+        }
+        // Scales are `(s + 1/2) / 4`, here `(2 s + 1) / 8`.
+        Super {
+            q,
+            scales,
+            mins: [0; 16],
+            d: f16_to_f32(self.d) * 0.125,
+            dmin: 0.0,
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! IQ2_XS: 16 sub-blocks of 16 quants, eight at a time from a codebook of magnitudes.
+
+use super::grids::{IQ2_XS, even_signs, signed};
+use super::{Super, SuperBlock, f16_to_f32};
+
+/// ggml's `block_iq2_xs`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockIq2Xs {
+    /// Scale, a half.
+    pub d: u16,
+    /// For each eight elements nine bits of index and seven signs.
+    pub qs: [u16; 32],
+    /// Two scales in a byte.
+    pub scales: [u8; 8],
+}
+
+const _: () = assert!(size_of::<BlockIq2Xs>() == 74);
+
+impl SuperBlock for BlockIq2Xs {
+    const SUB: usize = 16;
+    const OFFSET: i32 = 64;
+
+    #[inline(always)]
+    fn decode(&self) -> Super {
+        let (mut q, mut scales) = ([0; 256], [0; 16]);
+        for (q, code) in q.chunks_exact_mut(8).zip(self.qs) {
+            let magnitudes = &IQ2_XS[usize::from(code & 511)];
+            signed(magnitudes, even_signs(u32::from(code >> 9)), 64, q);
+        }
+        for (j, scale) in scales.iter_mut().enumerate() {
+            *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;
+        }
+        // Scales are `(s + 1/2) / 4`, here `(2 s + 1) / 8`.
+        Super {
+            q,
+            scales,
+            mins: [0; 16],
+            d: f16_to_f32(self.d) * 0.125,
+            dmin: 0.0,
+        }
+    }
+}

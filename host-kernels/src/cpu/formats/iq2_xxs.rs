@@ -1,0 +1,51 @@
+//! IQ2_XXS: 8 sub-blocks of 32 quants, eight at a time from a codebook of magnitudes.
+
+use super::grids::{IQ2_XXS, even_signs, signed};
+use super::{Super, SuperBlock, f16_to_f32};
+
+/// ggml's `block_iq2_xxs`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockIq2Xxs {
+    /// Scale, a half.
+    pub d: u16,
+    /// Eight bytes for each sub-block: four indices; then, little endian, four times seven signs and the
+    /// scale.
+    pub qs: [u8; 64],
+}
+
+const _: () = assert!(size_of::<BlockIq2Xxs>() == 66);
+
+impl SuperBlock for BlockIq2Xxs {
+    const SUB: usize = 32;
+    const OFFSET: i32 = 64;
+
+    #[inline(always)]
+    fn decode(&self) -> Super {
+        let (mut q, mut scales) = ([0; 256], [0; 16]);
+        for (j, (q, qs)) in q
+            .chunks_exact_mut(32)
+            .zip(self.qs.as_chunks::<8>().0)
+            .enumerate()
+        {
+            let signs = u32::from_le_bytes([qs[4], qs[5], qs[6], qs[7]]);
+            scales[j] = 2 * (signs >> 28) as i16 + 1;
+            for (i, q) in q.chunks_exact_mut(8).enumerate() {
+                signed(
+                    &IQ2_XXS[usize::from(qs[i])],
+                    even_signs(signs >> (7 * i)),
+                    64,
+                    q,
+                );
+            }
+        }
+        // Scales are `(s + 1/2) / 4`, here `(2 s + 1) / 8`.
+        Super {
+            q,
+            scales,
+            mins: [0; 16],
+            d: f16_to_f32(self.d) * 0.125,
+            dmin: 0.0,
+        }
+    }
+}

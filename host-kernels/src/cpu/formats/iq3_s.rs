@@ -1,0 +1,47 @@
+//! IQ3_S: 8 sub-blocks of 32 quants, four at a time from a codebook of magnitudes.
+
+use super::grids::{IQ3_S, signed};
+use super::{Super, SuperBlock, f16_to_f32};
+
+/// ggml's `block_iq3_s`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockIq3S {
+    /// Scale, a half.
+    pub d: u16,
+    /// For each four elements the low eight bits of an index.
+    pub qs: [u8; 64],
+    /// For each four elements the ninth bit of the index.
+    pub qh: [u8; 8],
+    /// For each eight elements their signs.
+    pub signs: [u8; 32],
+    /// Two scales in a byte.
+    pub scales: [u8; 4],
+}
+
+const _: () = assert!(size_of::<BlockIq3S>() == 110);
+
+impl SuperBlock for BlockIq3S {
+    const SUB: usize = 32;
+    const OFFSET: i32 = 64;
+
+    #[inline(always)]
+    fn decode(&self) -> Super {
+        let (mut q, mut scales) = ([0; 256], [0; 16]);
+        for (i, q) in q.chunks_exact_mut(4).enumerate() {
+            let high = self.qh[i / 8] >> (i % 8) & 1;
+            let index = usize::from(self.qs[i]) | usize::from(high) << 8;
+            signed(&IQ3_S[index], self.signs[i / 2] >> (4 * (i % 2)), 64, q);
+        }
+        for (j, scale) in scales.iter_mut().enumerate().take(8) {
+            *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;
+        }
+        Super {
+            q,
+            scales,
+            mins: [0; 16],
+            d: f16_to_f32(self.d),
+            dmin: 0.0,
+        }
+    }
+}

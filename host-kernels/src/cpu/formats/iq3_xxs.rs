@@ -1,0 +1,45 @@
+//! IQ3_XXS: 8 sub-blocks of 32 quants, four at a time from a codebook of magnitudes.
+
+use super::grids::{IQ3_XXS, even_signs, signed};
+use super::{Super, SuperBlock, f16_to_f32};
+
+/// ggml's `block_iq3_xxs`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub struct BlockIq3Xxs {
+    /// Scale, a half.
+    pub d: u16,
+    /// For each four elements an index.
+    pub qs: [u8; 64],
+    /// For each sub-block, little endian, four times seven signs and the scale.
+    pub signs: [[u8; 4]; 8],
+}
+
+const _: () = assert!(size_of::<BlockIq3Xxs>() == 98);
+
+impl SuperBlock for BlockIq3Xxs {
+    const SUB: usize = 32;
+    const OFFSET: i32 = 64;
+
+    #[inline(always)]
+    fn decode(&self) -> Super {
+        let (mut q, mut scales) = ([0; 256], [0; 16]);
+        for (j, q) in q.chunks_exact_mut(32).enumerate() {
+            let signs = u32::from_le_bytes(self.signs[j]);
+            scales[j] = 2 * (signs >> 28) as i16 + 1;
+            for (i, q) in q.chunks_exact_mut(4).enumerate() {
+                let eight = even_signs(signs >> (7 * (i / 2)));
+                let magnitudes = &IQ3_XXS[usize::from(self.qs[8 * j + i])];
+                signed(magnitudes, eight >> (4 * (i % 2)), 64, q);
+            }
+        }
+        // Scales are `(s + 1/2) / 2`, here `(2 s + 1) / 4`.
+        Super {
+            q,
+            scales,
+            mins: [0; 16],
+            d: f16_to_f32(self.d) * 0.25,
+            dmin: 0.0,
+        }
+    }
+}

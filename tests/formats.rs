@@ -1,0 +1,340 @@
+//! Our block formats and dot products against a real ggml: `libggml-base` and `libggml-cpu` of the
+//! build that `cargo xtask test` keeps in the cache folder, called through `dlopen`.
+#![cfg(feature = "inproc")]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+
+use vgpu_kernels::cpu::formats::{Format, Type};
+use vgpu_kernels::cpu::gemm::{Level, MatmulKernel};
+
+type ToFloat = unsafe extern "C" fn(src: *const c_void, dst: *mut f32, n: i64);
+type FromFloat = unsafe extern "C" fn(src: *const f32, dst: *mut c_void, n: i64);
+type VecDot = unsafe extern "C" fn(
+    n: c_int,
+    result: *mut f32,
+    result_stride: usize,
+    w: *const c_void,
+    w_stride: usize,
+    x: *const c_void,
+    x_stride: usize,
+    rows: c_int,
+);
+
+/// ggml's `struct ggml_type_traits`.
+#[repr(C)]
+struct Traits {
+    name: *const c_char,
+    block: i64,
+    interleave: i64,
+    bytes: usize,
+    quantized: bool,
+    to_float: Option<ToFloat>,
+    from_float_ref: Option<FromFloat>,
+}
+
+/// ggml's `struct ggml_type_traits_cpu`.
+#[repr(C)]
+struct CpuTraits {
+    from_float: Option<FromFloat>,
+    vec_dot: Option<VecDot>,
+    vec_dot_type: c_int,
+    rows: i64,
+}
+
+/// A loaded ggml. Never unloaded: it starts threads of its own.
+struct Ggml {
+    traits: unsafe extern "C" fn(c_int) -> *const Traits,
+    cpu_traits: unsafe extern "C" fn(c_int) -> *const CpuTraits,
+}
+
+impl Ggml {
+    fn load() -> Ggml {
+        let variable = |name| {
+            std::env::var_os(name)
+                .filter(|v| !v.is_empty())
+                .map(PathBuf::from)
+        };
+        let cache = variable("VGPU_CACHE")
+            .or_else(|| variable("XDG_CACHE_HOME").map(|dir| dir.join("ggml-vgpu")))
+            .or_else(|| variable("HOME").map(|dir| dir.join(".cache/ggml-vgpu")))
+            .expect("VGPU_CACHE, XDG_CACHE_HOME or HOME is set");
+        let bin = cache.join("build-llama-0.3.36/bin");
+        let (base, cpu) = (
+            open(&bin.join("libggml-base.so")),
+            open(&bin.join("libggml-cpu.so")),
+        );
+        // SAFETY: the signatures are those of ggml.h and ggml-cpu.h; `ggml_cpu_init` fills the tables
+        // that the functions in the traits read, and may be called at any time.
+        unsafe {
+            let init: unsafe extern "C" fn() = std::mem::transmute(symbol(cpu, "ggml_cpu_init"));
+            init();
+            Ggml {
+                traits: std::mem::transmute::<*mut c_void, _>(symbol(base, "ggml_get_type_traits")),
+                cpu_traits: std::mem::transmute::<*mut c_void, _>(symbol(
+                    cpu,
+                    "ggml_get_type_traits_cpu",
+                )),
+            }
+        }
+    }
+
+    /// The traits of `ty`; wire ids of types equal ggml's values in the release this test builds.
+    fn traits(&self, ty: Type) -> (&'static Traits, &'static CpuTraits) {
+        // SAFETY: ggml returns entries of constant tables.
+        let (traits, cpu) = unsafe {
+            (
+                &*(self.traits)(ty as c_int),
+                &*(self.cpu_traits)(ty as c_int),
+            )
+        };
+        // SAFETY: names are constant C strings.
+        let name = unsafe { CStr::from_ptr(traits.name) };
+        assert_eq!(name.to_str(), Ok(ty.ggml_name()));
+        (traits, cpu)
+    }
+}
+
+/// Loads a library for good.
+fn open(path: &Path) -> *mut c_void {
+    let name = CString::new(path.to_str().expect("the cache has a printable path")).unwrap();
+    // SAFETY: the library is the ggml we built, whose initialisers only register things; `dlerror`
+    // returns a string.
+    unsafe {
+        let library = libc::dlopen(name.as_ptr(), libc::RTLD_NOW);
+        assert!(
+            !library.is_null(),
+            "no ggml to compare with: run `cargo xtask test`, which builds it, or point VGPU_CACHE to \
+             the folder that has it ({})",
+            CStr::from_ptr(libc::dlerror()).to_string_lossy()
+        );
+        library
+    }
+}
+
+/// A function of a library.
+fn symbol(library: *mut c_void, name: &str) -> *mut c_void {
+    let c_name = CString::new(name).unwrap();
+    // SAFETY: the library was opened and is never closed.
+    let symbol = unsafe { libc::dlsym(library, c_name.as_ptr()) };
+    assert!(!symbol.is_null(), "ggml has no {name}");
+    symbol
+}
+
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn float(&mut self) -> f32 {
+        (0..4)
+            .map(|_| (self.bits() >> 40) as f32 / (1 << 24) as f32 - 0.5)
+            .sum()
+    }
+}
+
+/// Rows that tell quantisers apart: of several sizes, one-sided, sparse, flat, with ties.
+fn rows(random: &mut Random) -> Vec<Vec<f32>> {
+    const N: usize = 1024;
+    let mut rows = vec![
+        vec![0.0; N],
+        vec![-0.75; N],
+        (0..N).map(|i| i as f32 / N as f32).collect(),
+        (0..N).map(|i| (i % 256) as f32 - 127.0).collect(),
+        (0..N)
+            .map(|i| if i % 37 == 0 { 5.0 } else { 0.0 })
+            .collect(),
+        (0..N)
+            .map(|i| if i < 32 { 1e-3 } else { 1e3 } * (0.1 * i as f32).sin())
+            .collect(),
+    ];
+    for scale in [1e-20, 1e-6, 0.02, 1.0, 300.0] {
+        for _ in 0..40 {
+            rows.push((0..N).map(|_| scale * random.float()).collect());
+        }
+        rows.push((0..N).map(|_| scale * (random.float() + 1.5)).collect());
+        rows.push((0..N).map(|_| scale * random.float().powi(5)).collect());
+    }
+    rows
+}
+
+fn formats() -> impl Iterator<Item = &'static Format> {
+    Type::ALL.iter().filter_map(|&ty| Format::of(ty))
+}
+
+#[test]
+fn quantisers_write_the_bytes_that_ggml_writes() {
+    let ggml = Ggml::load();
+    let mut compared = 0;
+    for format in formats() {
+        let (traits, cpu) = ggml.traits(format.ty);
+        let (Some(ours), Some(theirs)) = (
+            format.quantize_row,
+            cpu.from_float.or(traits.from_float_ref),
+        ) else {
+            continue;
+        };
+        compared += 1;
+        for x in rows(&mut Random(7)) {
+            let mut expected = vec![0; format.row_bytes(x.len())];
+            let mut got = expected.clone();
+            // SAFETY: the vectors hold the row.
+            unsafe {
+                theirs(x.as_ptr(), expected.as_mut_ptr().cast(), x.len() as i64);
+                ours(x.as_ptr(), got.as_mut_ptr(), x.len());
+            }
+            for (block, (got, expected)) in got
+                .chunks(format.bytes)
+                .zip(expected.chunks(format.bytes))
+                .enumerate()
+            {
+                let x = &x[block * format.block..][..format.block];
+                if format.ty == Type::Iq4Nl && x.iter().all(|x| x.abs() < 1e-15) {
+                    // A block of about zeros: ggml leaves the quants of the block before.
+                    assert_eq!(got[..2], expected[..2]);
+                    continue;
+                }
+                assert_eq!(got, expected, "{:?}, block {block}: {x:?}", format.ty);
+            }
+        }
+    }
+    assert!(
+        compared >= 23,
+        "only {compared} formats have quantisers on both sides"
+    );
+}
+
+#[test]
+fn dequantised_values_are_those_of_ggml() {
+    let ggml = Ggml::load();
+    let mut random = Random(11);
+    for format in formats() {
+        let (traits, _) = ggml.traits(format.ty);
+        // F32 needs no conversion there.
+        let Some(theirs) = traits.to_float else {
+            continue;
+        };
+        let n = 16 * format.block;
+        for _ in 0..200 {
+            // Any bytes are a block; scales that are infinite or NaN must agree, too.
+            let bytes: Vec<u8> = (0..format.row_bytes(n))
+                .map(|_| random.bits() as u8)
+                .collect();
+            let (mut got, mut expected) = (vec![0.0f32; n], vec![0.0f32; n]);
+            // SAFETY: the vectors hold the row.
+            unsafe {
+                theirs(bytes.as_ptr().cast(), expected.as_mut_ptr(), n as i64);
+                (format.dequantize_row)(bytes.as_ptr(), got.as_mut_ptr(), n);
+            }
+            for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
+                assert!(
+                    got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(),
+                    "{:?}, element {i}: {got:?} instead of {expected:?}",
+                    format.ty
+                );
+            }
+        }
+    }
+}
+
+/// A row of weights: quantised where the format has a quantiser, otherwise blocks of random bytes whose
+/// values happen to be of a usual size.
+fn weights(format: &Format, k: usize, random: &mut Random) -> Vec<u8> {
+    let mut row = vec![0u8; format.row_bytes(k)];
+    if let Some(quantize) = format.quantize_row {
+        let values: Vec<f32> = (0..k).map(|_| random.float()).collect();
+        // SAFETY: the vectors hold the row.
+        unsafe { quantize(values.as_ptr(), row.as_mut_ptr(), k) };
+        return row;
+    }
+    let mut values = vec![0.0; format.block];
+    for block in row.chunks_mut(format.bytes) {
+        loop {
+            block
+                .iter_mut()
+                .for_each(|byte| *byte = random.bits() as u8);
+            // SAFETY: both hold a block.
+            unsafe { (format.dequantize_row)(block.as_ptr(), values.as_mut_ptr(), format.block) };
+            let largest = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+            if (0.01..100.0).contains(&largest) && values.iter().all(|x| x.is_finite()) {
+                break;
+            }
+        }
+    }
+    row
+}
+
+#[test]
+fn dot_products_agree_with_ggml_up_to_the_order_of_sums() {
+    let ggml = Ggml::load();
+    const K: usize = 4096;
+    let mut random = Random(13);
+    for format in formats() {
+        let Some(scalar) = MatmulKernel::at(format.ty, Level::Scalar) else {
+            continue;
+        };
+        let (_, cpu) = ggml.traits(format.ty);
+        let dot = cpu
+            .vec_dot
+            .expect("ggml multiplies with every type we multiply with");
+        assert_eq!(
+            cpu.vec_dot_type, scalar.activation as c_int,
+            "{:?}",
+            format.ty
+        );
+        let activation = Format::of(scalar.activation).unwrap();
+        let w = weights(format, K, &mut random);
+        let x_values: Vec<f32> = (0..K).map(|_| random.float()).collect();
+        let mut x = vec![0; activation.row_bytes(K)];
+        let mut w_values = vec![0.0; K];
+        let mut expected = 0.0;
+        // SAFETY: the vectors hold the rows.
+        unsafe {
+            (format.dequantize_row)(w.as_ptr(), w_values.as_mut_ptr(), K);
+            (scalar.quantize_activation)(x_values.as_ptr(), x.as_mut_ptr(), K);
+            dot(
+                K as c_int,
+                &mut expected,
+                0,
+                w.as_ptr().cast(),
+                0,
+                x.as_ptr().cast(),
+                0,
+                1,
+            );
+        }
+        let size: f32 = w_values
+            .iter()
+            .zip(&x_values)
+            .map(|(w, x)| (w * x).abs())
+            .sum();
+        for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
+            let kernel = MatmulKernel::at(format.ty, level).unwrap();
+            let mut got = f32::NAN;
+            // SAFETY: one row, one column, one result.
+            unsafe {
+                (kernel.gemm)(
+                    K,
+                    w.as_ptr(),
+                    w.len(),
+                    1,
+                    x.as_ptr(),
+                    x.len(),
+                    1,
+                    &mut got,
+                    1,
+                );
+            }
+            assert!(
+                (got - expected).abs() <= 2e-6 * size,
+                "{:?} at {level:?}: {got} instead of {expected}, magnitudes add up to {size}",
+                format.ty
+            );
+        }
+    }
+}
