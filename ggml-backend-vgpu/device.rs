@@ -262,8 +262,8 @@ unsafe fn context(dev: ggml_backend_dev_t) -> Option<&'static Device> {
 
 /// `VGPU0`. The string stays.
 unsafe extern "C" fn get_name(dev: ggml_backend_dev_t) -> *const c_char {
-    // SAFETY: ggml hands back a device of ours.
     guard("get_name", c"VGPU".as_ptr(), || {
+        // SAFETY: ggml hands back a device of ours.
         unsafe { context(dev) }.map_or(c"VGPU".as_ptr(), |d| d.name.as_ptr())
     })
 }

@@ -62,8 +62,8 @@ fn find() -> Option<RegistryPtr> {
     let mut found = REGISTRY.lock().unwrap_or_else(PoisonError::into_inner);
     match *found {
         None => *found = make(Arc::new(host)),
-        // SAFETY: registries are never freed.
         Some(registry) => {
+            // SAFETY: registries are never freed.
             let served = unsafe { &*registry.0 }.host.object();
             if served != host.object() {
                 // The dynamic linker gives both the same copy of us, and objects of one ggml mean nothing
@@ -186,8 +186,8 @@ unsafe extern "C" fn get_name(_: ggml_backend_reg_t) -> *const c_char {
 }
 
 unsafe extern "C" fn get_device_count(reg: ggml_backend_reg_t) -> usize {
-    // SAFETY: ggml hands back the registry, whose first field is its object.
     guard("get_device_count", 0, || {
+        // SAFETY: ggml hands back the registry, whose first field is its object.
         unsafe { object(reg.cast::<Registry>()) }.map_or(0, |r| r.devices.len())
     })
 }

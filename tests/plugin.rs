@@ -259,14 +259,18 @@ impl Ggml {
                 .map(|get| get(registry, 0))
                 .expect("get_device is not optional")
         };
+        // The type of each symbol is that of the field it is stored in.
+        fn cast<F: Copy>(symbol: *mut c_void) -> F {
+            assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
+            // SAFETY: every caller below asks for the type that ggml's headers give the symbol.
+            unsafe { std::mem::transmute_copy(&symbol) }
+        }
         macro_rules! symbol {
             ($name:literal) => {{
-                // SAFETY: the types in `Ggml` are those of ggml's headers.
-                unsafe {
-                    let symbol = libc::dlsym(handle, concat!($name, "\0").as_ptr().cast());
-                    assert!(!symbol.is_null(), "ggml has no {}", $name);
-                    std::mem::transmute(symbol)
-                }
+                // SAFETY: a loaded library and a terminated name.
+                let symbol = unsafe { libc::dlsym(handle, concat!($name, "\0").as_ptr().cast()) };
+                assert!(!symbol.is_null(), "ggml has no {}", $name);
+                cast(symbol)
             }};
         }
         Ggml {

@@ -260,7 +260,7 @@ impl Graph {
     }
 
     /// Reads an image. The result names only tensors and buffers that exist; shapes and extents are
-    /// not yet checked ([`check`](super::check)).
+    /// not yet checked ([`validate()`](super::validate())).
     pub fn decode(words: &[u32]) -> Result<Graph, DecodeError> {
         let len = words.len();
         let mut words = Reader::new(words);

@@ -2,10 +2,10 @@
 //!
 //! - [`Type`], [`Op`]: stable ids with ggml's names; guests translate by name.
 //! - [`Graph`]: nodes over tensors over buffers, and its image in 32-bit words.
-//! - [`check`]: the shape rules of every operator. Kernels rely on them and on nothing else.
+//! - [`check()`]: the shape rules of every operator. Kernels rely on them and on nothing else.
 //! - [`Capabilities`]: what an engine runs, as data; the same function answers `supports_op` in the
 //!   guest and validates in the host.
-//! - [`validate`]: a decoded graph against the buffers of its session.
+//! - [`validate()`]: a decoded graph against the buffers of its session.
 //!
 //! Everything here reads hostile input. Nothing here is unsafe.
 #![forbid(unsafe_code)]

@@ -1,6 +1,6 @@
 //! Operators: stable ids, typed parameters, and how both go on the wire.
 //!
-//! One table ([`ops!`]) is the only place an operator is declared. It generates the [`Op`] enum, the
+//! One table (`ops!`) is the only place an operator is declared. It generates the [`Op`] enum, the
 //! plain [`OpKind`] ids, the names that ggml uses, and the encoding. Parameters are decoded from
 //! ggml's untyped `op_params` in the guest, so a change of their layout in ggml never reaches a host.
 

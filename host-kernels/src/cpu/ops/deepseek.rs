@@ -57,7 +57,7 @@ unsafe fn float(view: &View, [i0, i1, i2, i3]: [usize; 4]) -> f32 {
 /// Streams that are mixed.
 const STREAMS: usize = 4;
 
-/// A matrix [to][from] of mixing factors: soft-max of each row, then columns and rows in turn divided by
+/// A matrix `[to][from]` of mixing factors: soft-max of each row, then columns and rows in turn divided by
 /// their sums (Sinkhorn and Knopp).
 fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u32) -> Compiled {
     Compiled::one(move |w| {

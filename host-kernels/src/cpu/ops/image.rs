@@ -279,7 +279,7 @@ fn get_rel_pos(dst: View, src: View) -> Kernel {
     })
 }
 
-/// A row of `a` is a matrix [w, h], to whose element (i, j) the row's pw[i] and ph[j] are added.
+/// A row of `a` is a matrix of `w` by `h`, to whose element (i, j) the row's `pw[i]` and `ph[j]` are added.
 fn add_rel_pos(dst: View, a: View, pw: View, ph: View) -> Vec<Kernel> {
     let mut kernels = Vec::new();
     if dst.ptr() != a.ptr() {

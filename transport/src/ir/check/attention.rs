@@ -64,8 +64,8 @@ pub(super) fn rope(
 
 /// `dst[:, h, q, s] = softmax(scale * K Q + slope * mask) V` for each head and sequence.
 ///
-/// q: [dk, n_q, n_head, n_seq], k: [dk, n_kv, n_head_kv, n_seq_kv], v: [dv, n_kv, n_head_kv, n_seq_kv],
-/// mask: [n_kv, n_q, ...], sinks: [n_head], dst: [dv, n_head, n_q, n_seq].
+/// q: `[dk, n_q, n_head, n_seq]`, k: `[dk, n_kv, n_head_kv, n_seq_kv]`, v: `[dv, n_kv, n_head_kv, n_seq_kv]`,
+/// mask: `[n_kv, n_q, ...]`, sinks: `[n_head]`, dst: `[dv, n_head, n_q, n_seq]`.
 pub(super) fn flash_attn_ext(o: &Operation<'_>, max_bias: f32) -> Result<(), Refusal> {
     let (q, k, v) = (o.src(0)?, o.src(1)?, o.src(2)?);
     o.ensure(q.ty == Type::F32, "queries are not f32")?;

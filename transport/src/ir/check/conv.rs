@@ -301,7 +301,7 @@ pub(super) fn upscale(o: &Operation<'_>) -> Result<(), Refusal> {
     )
 }
 
-/// `dst[:, i]` is the embedding of src0[i], of `dim` elements.
+/// `dst[:, i]` is the embedding of `src0[i]`, of `dim` elements.
 pub(super) fn timestep_embedding(
     o: &Operation<'_>,
     dim: i32,
@@ -366,7 +366,7 @@ pub(super) fn get_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
     )
 }
 
-/// `dst = src0`, to whose element (w, h) of each row src1[w] and src2[h] are added.
+/// `dst = src0`, to whose element (w, h) of each row `src1[w]` and `src2[h]` are added.
 pub(super) fn add_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, pw, ph) = (o.src(0)?, o.src(1)?, o.src(2)?);
     o.ensure(

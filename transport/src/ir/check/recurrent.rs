@@ -48,7 +48,7 @@ pub(super) fn ssm_conv(o: &Operation<'_>) -> Result<(), Refusal> {
 
 /// A selective scan. s: [d_state, dim, n_head, ...], x: [dim, n_head, n_tokens, n_seqs],
 /// dt: [n_head, n_tokens, n_seqs], A: [d_state or 1, n_head], B, C: [d_state, n_group, n_tokens, n_seqs],
-/// ids: [n_seqs]. dst: results like x, then the states after the last `snapshots` tokens.
+/// ids: `[n_seqs]`. dst: results like x, then the states after the last `snapshots` tokens.
 pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal> {
     let (s, x, dt, a) = (o.src(0)?, o.src(1)?, o.src(2)?, o.src(3)?);
     let (b, c, ids) = (o.src(4)?, o.src(5)?, o.src(6)?);
@@ -205,7 +205,7 @@ pub(super) fn solve_tri(o: &Operation<'_>) -> Result<(), Refusal> {
 /// Streams that DSV4_HC_COMB mixes.
 const STREAMS: u64 = 4;
 
-/// mixes: [24, n_tokens], scale: at least 3, base: [24], dst: [4, 4, n_tokens].
+/// mixes: `[24, n_tokens]`, scale: at least 3, base: `[24]`, dst: `[4, 4, n_tokens]`.
 pub(super) fn dsv4_hc_comb(o: &Operation<'_>, n_iter: u32) -> Result<(), Refusal> {
     let (mixes, scale, base) = (o.src(0)?, o.src(1)?, o.src(2)?);
     let factors = (2 + STREAMS) * STREAMS;
