@@ -62,6 +62,31 @@ pub(crate) fn same_type(engine: &dyn Engine) {
     }
 }
 
+/// Matrices of many tiles, with any two dimensions exchanged.
+pub(crate) fn transpositions(engine: &dyn Engine) {
+    property(40, |random| {
+        let ty = random.pick(&[Type::I8, Type::F16, Type::F32, Type::I64]);
+        let ne = std::array::from_fn(|d| {
+            if d < 2 {
+                30 + random.below(60)
+            } else {
+                1 + random.below(3)
+            }
+        });
+        let mut order = [0, 1, 2, 3];
+        order.swap(random.below(4) as usize, random.below(4) as usize);
+        let mut src = Data::strided(ty, ne, order, [0; 4]);
+        src.scribble(random);
+        let dst = if random.chance(2) {
+            Data::dense(ty, ne)
+        } else {
+            Data::strided(ty, ne, [1, 0, 2, 3], [0, 1, 0, 0])
+        };
+        let got = run(engine, Op::Copy {}, &dst, &[Some(&src)]);
+        assert!(got.bytes() == src.bytes(), "{ty:?} {ne:?} {order:?}");
+    });
+}
+
 /// Between all types that hold real numbers.
 pub(crate) fn conversions(engine: &dyn Engine) {
     let all = [FLOATS.to_vec(), quantised()].concat();

@@ -53,7 +53,7 @@ mod cpu {
             types_shapes_and_options many_tokens_and_long_contexts what_is_hidden_does_not_count
         }
         conv { conv_2d conv_3d depthwise transposed im2col im2col_3d col2im_1d }
-        copy { same_type conversions integers }
+        copy { same_type transpositions conversions integers }
         deepseek { mixing_factors mixing indexer }
         elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals }
         glu { two_sources halves }

@@ -2,7 +2,7 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::elements::{ANY, copy_line};
+use super::elements::{self, ANY, copy_line};
 use super::lines::{Access, FLOATS};
 use super::sequence::Sequence;
 use crate::cpu::formats::Format;
@@ -54,6 +54,12 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 }
 
 fn same_type(dst: View, src: View) -> Compiled {
+    if dst.ne == src.ne {
+        return Compiled {
+            kernels: vec![elements::copy(dst, src)],
+            scratch_bytes: 0,
+        };
+    }
     let (to, from) = (Sequence::new(dst), Sequence::new(src));
     let size = dst.ty.block_bytes() as usize;
     let total = dst.elements() / dst.ty.block_elements() as usize;

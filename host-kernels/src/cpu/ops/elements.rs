@@ -25,6 +25,9 @@ pub(super) const ANY: TypeSet = TypeSet::of(Type::ALL);
 /// Bytes that one piece of work moves.
 const GRAIN_BYTES: usize = 1 << 15;
 
+/// Elements on a side of the tiles in which matrices are transposed: a few cache lines.
+const TILE_SIDE: usize = 32;
+
 /// Copies `n` elements (of quantised types: blocks) of `size` bytes that lie `dst_step` and `src_step`
 /// bytes apart.
 ///
@@ -119,6 +122,20 @@ pub(super) fn copy(dst: View, src: View) -> Kernel {
     let walk = Walk::new(dst, [src]);
     let line = *walk.line();
     let size = dst.ty.block_bytes() as usize;
+    if let Some(across) = walk.dense_elsewhere(0) {
+        // A transposition: in tiles, so that every cache line of the source is read once.
+        let other = *walk.outer(across);
+        return Box::new(move |w| {
+            walk.tiles(w, across, TILE_SIDE, |dst, [src], n, m| {
+                for i in 0..m {
+                    let (to, from) = (dst.wrapping_add(i * other.dst), src.wrapping_add(i * size));
+                    // SAFETY: the walk stays inside both tensors.
+                    unsafe { copy_line(to, line.dst, from, line.src[0], n, size) };
+                }
+            });
+            Ok(())
+        });
+    }
     Box::new(move |w| {
         walk.pieces(w, GRAIN_BYTES / size, |dst, [src], n| {
             // SAFETY: the walk stays inside both tensors.

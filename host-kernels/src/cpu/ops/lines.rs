@@ -9,6 +9,8 @@
 //! makes references to tensor memory: elements are loaded through raw pointers before those at the same
 //! place are stored.
 
+use std::mem::MaybeUninit;
+
 use vgpu_transport::ir::{Type, TypeSet};
 
 use super::walk::Walk;
@@ -219,6 +221,13 @@ impl<const N: usize, M: Map<N>> Task for Apply<N, M> {
     }
 }
 
+/// Rooms for floats, not cleared: most lines do not need them.
+type Stages<const N: usize> = [MaybeUninit<[f32; STAGE]>; N];
+
+fn empty_stages<const N: usize>() -> Stages<N> {
+    [const { MaybeUninit::uninit() }; N]
+}
+
 /// Where the elements `start..start + n` of lines are as dense floats: in place, or in the stages.
 ///
 /// # Safety
@@ -228,7 +237,7 @@ unsafe fn floats<const N: usize>(
     src: [(Access, *const u8); N],
     start: usize,
     n: usize,
-    stages: &mut [[f32; STAGE]; N],
+    stages: &mut Stages<N>,
 ) -> [*const f32; N] {
     let mut places = [std::ptr::null(); N];
     for ((place, stage), (access, line)) in places.iter_mut().zip(stages).zip(src) {
@@ -237,8 +246,8 @@ unsafe fn floats<const N: usize>(
             line.cast()
         } else {
             // SAFETY: the caller vouches for the line; a stage has room for `n` floats.
-            unsafe { access.load(line, n, stage.as_mut_ptr()) };
-            stage.as_ptr()
+            unsafe { access.load(line, n, stage.as_mut_ptr().cast()) };
+            stage.as_ptr().cast()
         };
     }
     places
@@ -264,29 +273,23 @@ pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
         });
         return;
     }
-    let mut stages = [[0.0; STAGE]; N];
-    let mut result = [0.0; STAGE];
+    let mut stages = empty_stages();
+    let [result] = &mut empty_stages::<1>();
+    let result = result.as_mut_ptr().cast::<f32>();
     for start in (0..n).step_by(STAGE) {
         let n = STAGE.min(n - start);
-        let mut places = [std::ptr::null(); N];
-        for ((place, stage), (access, line)) in places.iter_mut().zip(&mut stages).zip(src) {
-            let line = access.at(line, start);
-            *place = if access.is_direct() {
-                line.cast()
-            } else {
-                // SAFETY: the caller vouches for the line; a stage has room for `n` floats.
-                unsafe { access.load(line, n, stage.as_mut_ptr()) };
-                stage.as_ptr()
-            };
+        // SAFETY: the caller vouches for the lines; `n` is at most a stage, and the task writes as many
+        // results.
+        unsafe {
+            let src = floats(src, start, n, &mut stages);
+            dispatch(Apply {
+                f,
+                dst: result,
+                src,
+                n,
+            });
+            out.store(result, n, out.at(dst, start).cast_mut());
         }
-        dispatch(Apply {
-            f,
-            dst: result.as_mut_ptr(),
-            src: places,
-            n,
-        });
-        // SAFETY: the caller vouches for the line; the result holds `n` floats.
-        unsafe { out.store(result.as_ptr(), n, out.at(dst, start).cast_mut()) };
     }
 }
 
@@ -361,7 +364,7 @@ pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
     } else {
         STAGE
     };
-    let mut stages = [[0.0; STAGE]; N];
+    let mut stages = empty_stages();
     let mut total = 0.0;
     for start in (0..n).step_by(part) {
         let n = part.min(n - start);
@@ -402,7 +405,7 @@ impl Task for Largest {
 /// # Safety
 /// The line has `n` elements as [`Access::load`] wants them.
 pub(super) unsafe fn largest(line: (Access, *const u8), n: usize) -> f32 {
-    let mut stages = [[0.0; STAGE]];
+    let mut stages = empty_stages();
     let mut result = f32::NEG_INFINITY;
     for start in (0..n).step_by(STAGE) {
         let n = STAGE.min(n - start);

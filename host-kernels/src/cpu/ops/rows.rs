@@ -1,5 +1,7 @@
 //! GET_ROWS, GET_ROWS_BACK, SET_ROWS: rows that are named by indices in a tensor.
 
+use std::mem::MaybeUninit;
+
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
 use super::copy::{readable, writable};
@@ -59,11 +61,12 @@ unsafe fn convert_row(
     // direct access is tensor memory, which the input overlaps in a hostile graph at worst: `load` and
     // `store` go through raw pointers.
     unsafe {
-        let mut stage = [0.0; STAGE];
+        let mut stage = MaybeUninit::<[f32; STAGE]>::uninit(); // rows can be short, and many
+        let stage = stage.as_mut_ptr().cast::<f32>();
         for start in (0..n).step_by(STAGE) {
             let len = STAGE.min(n - start);
-            reader.load(reader.at(from, start), len, stage.as_mut_ptr());
-            writer.store(stage.as_ptr(), len, writer.at(to, start).cast_mut());
+            reader.load(reader.at(from, start), len, stage);
+            writer.store(stage, len, writer.at(to, start).cast_mut());
         }
     }
 }

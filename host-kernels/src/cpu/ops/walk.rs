@@ -103,6 +103,62 @@ impl<const N: usize> Walk<N> {
         &self.line
     }
 
+    /// The innermost loop in which this source is dense, if the line is not it.
+    pub(super) fn dense_elsewhere(&self, source: usize) -> Option<usize> {
+        let size = self.src[source].ty.block_bytes() as usize;
+        let dense = |l: &Loop<N>| l.src[source] == size;
+        if dense(&self.line) {
+            None
+        } else {
+            self.outer.iter().position(dense)
+        }
+    }
+
+    /// One of the loops around the line.
+    pub(super) fn outer(&self, i: usize) -> &Loop<N> {
+        &self.outer[i]
+    }
+
+    /// Calls `body` with the places of tiles, for this worker's share of all elements: neighbours of the line,
+    /// at most `side`, times neighbours of the loop `across`, as many at most.
+    pub(super) fn tiles(
+        &self,
+        w: &Worker<'_>,
+        across: usize,
+        side: usize,
+        mut body: impl FnMut(*mut u8, [*const u8; N], usize, usize),
+    ) {
+        let (line, other) = (&self.line, &self.outer[across]);
+        let (along, beside) = (line.count.div_ceil(side), other.count.div_ceil(side));
+        let planes = if other.count == 0 {
+            0
+        } else {
+            self.lines / other.count
+        };
+        for unit in w.share(along * beside * planes) {
+            let start = unit % along * side;
+            let first = unit / along % beside * side;
+            let mut plane = unit / (along * beside);
+            let mut dst = self
+                .dst
+                .ptr()
+                .wrapping_add(start * line.dst + first * other.dst);
+            let mut src = self.src.map(|s| s.ptr().cast_const());
+            src = advance(advance(src, line.src, start), other.src, first);
+            for (_, l) in self.outer.iter().enumerate().filter(|(i, _)| *i != across) {
+                dst = dst.wrapping_add(plane % l.count * l.dst);
+                src = advance(src, l.src, plane % l.count);
+                plane /= l.count;
+            }
+            body(
+                dst,
+                src,
+                side.min(line.count - start),
+                side.min(other.count - first),
+            );
+        }
+    }
+
     /// Calls `body` with the places of neighbouring elements, and their number, at most `grain`, for
     /// this worker's share of all elements.
     pub(super) fn pieces(
