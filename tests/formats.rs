@@ -70,11 +70,14 @@ impl Ggml {
             let init: unsafe extern "C" fn() = std::mem::transmute(symbol(cpu, "ggml_cpu_init"));
             init();
             Ggml {
-                traits: std::mem::transmute::<*mut c_void, _>(symbol(base, "ggml_get_type_traits")),
-                cpu_traits: std::mem::transmute::<*mut c_void, _>(symbol(
-                    cpu,
-                    "ggml_get_type_traits_cpu",
-                )),
+                traits: std::mem::transmute::<
+                    *mut c_void,
+                    unsafe extern "C" fn(c_int) -> *const Traits,
+                >(symbol(base, "ggml_get_type_traits")),
+                cpu_traits: std::mem::transmute::<
+                    *mut c_void,
+                    unsafe extern "C" fn(c_int) -> *const CpuTraits,
+                >(symbol(cpu, "ggml_get_type_traits_cpu")),
             }
         }
     }
