@@ -112,7 +112,10 @@ const FAMILIES: [Family; 15] = [
 pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     // Nothing to compute. Kernels need not think of extents that are large beside one that is 0.
     if operands.dst().elements() == 0 {
-        return Ok(Compiled { kernels: Vec::new(), scratch_bytes: 0 });
+        return Ok(Compiled {
+            kernels: Vec::new(),
+            scratch_bytes: 0,
+        });
     }
     match op {
         Op::MulMat { .. } => matmul::mul_mat(operands),

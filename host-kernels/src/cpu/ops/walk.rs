@@ -130,11 +130,7 @@ impl<const N: usize> Walk<N> {
     ) {
         let (line, other) = (&self.line, &self.outer[across]);
         let (along, beside) = (line.count.div_ceil(side), other.count.div_ceil(side));
-        let planes = if other.count == 0 {
-            0
-        } else {
-            self.lines / other.count
-        };
+        let planes = self.lines.checked_div(other.count).unwrap_or(0);
         for unit in w.share(along * beside * planes) {
             let start = unit % along * side;
             let first = unit / along % beside * side;
