@@ -175,7 +175,10 @@ proptest! {
             }
             match step {
                 Step::Put { message, payload } => {
-                    put(&memory, &mut producer, 1, message, payload).unwrap();
+                    // The consumer may have followed a tail that was never the producer's.
+                    if put(&memory, &mut producer, 1, message, payload).is_err() {
+                        return Ok(());
+                    }
                 }
                 Step::Take => {
                     if drain(&memory, &mut consumer).is_err() {
