@@ -44,7 +44,7 @@ impl QuantizeGroup<64> for BlockQ2_0 {
         let id = inverse(d);
         let mut qs = [0; 16];
         for (j, &x) in x.iter().enumerate() {
-            let q = ((x * id).round() as i32 + 1).clamp(0, 3) as u8;
+            let q = ((x * id).round().clamp(-1.0, 2.0) + 1.0) as u8;
             qs[j / 4] |= q << (2 * (j % 4));
         }
         BlockQ2_0 {

@@ -147,5 +147,8 @@ pub(super) fn quantize_ternary(x: &[f32; 256]) -> (f32, [u8; 256]) {
         d = d.max(x.abs());
     }
     let inverse = super::groups::inverse(d);
-    (d, x.map(|x| ((x * inverse).round() as i32 + 1) as u8))
+    (
+        d,
+        x.map(|x| ((x * inverse).round().clamp(-1.0, 1.0) + 1.0) as u8),
+    )
 }
