@@ -20,7 +20,10 @@ pub(crate) struct Mix<T> {
     /// Elements in each row.
     pub(crate) n: usize,
     pub(crate) weights: *const f32,
+    /// From a result's weights to the next one's.
     pub(crate) weights_stride: usize,
+    /// From a weight to that of the next term.
+    pub(crate) weights_step: usize,
     pub(crate) rows: *const T,
     pub(crate) rows_stride: usize,
     pub(crate) out: *mut f32,
@@ -62,7 +65,7 @@ impl<T: Element> Mix<T> {
     /// Adds the sums to `out`.
     ///
     /// # Safety
-    /// - `weights` is readable for `results` rows of `terms` floats;
+    /// - `weights` is readable for `results` times `terms` floats;
     /// - `rows` is readable for `terms` rows of `n` elements;
     /// - `out` is readable and writable for `results` rows of `n` floats, which overlap neither each
     ///   other nor the operands.
@@ -81,6 +84,7 @@ impl<T: Element> Mix<T> {
             n,
             weights,
             weights_stride,
+            weights_step,
             out,
             out_stride,
             ..
@@ -91,6 +95,7 @@ impl<T: Element> Mix<T> {
             n,
             weights,
             weights_stride,
+            weights_step,
             rows: rows.cast::<U>(),
             rows_stride: stride / size_of::<U>(),
             out,
@@ -191,7 +196,8 @@ impl<T: Element> Mix<T> {
                     *term = T::load(simd, values.add(c * S::LANES), len(c));
                 }
                 for (i, sums) in sums.iter_mut().enumerate() {
-                    let weight = simd.splat(*weights.add(i * self.weights_stride + j));
+                    let weight =
+                        simd.splat(*weights.add(i * self.weights_stride + j * self.weights_step));
                     for (sum, term) in sums.iter_mut().zip(term) {
                         *sum = term.mul_add(weight, *sum);
                     }
@@ -216,6 +222,7 @@ mod tests {
     /// Mixes rows of elements that were rounded to `T`, at every level.
     fn check<T: Element + Into<f64>>(
         [results, terms, n, pad]: [usize; 4],
+        transposed: bool,
         seed: u32,
         round: impl Fn(f32) -> T,
     ) {
@@ -227,8 +234,12 @@ mod tests {
             };
             std::iter::repeat_with(next).take(count).collect()
         };
-        let (weights_stride, rows_stride, out_stride) = (terms + pad, n + 2 * pad, n + 3 * pad);
-        let weights = floats(results * weights_stride);
+        let (rows_stride, out_stride) = (n + 2 * pad, n + 3 * pad);
+        let (weights_stride, weights_step) = match transposed {
+            false => (terms + pad, 1),
+            true => (1, results + pad),
+        };
+        let weights = floats(results.max(terms) * (results.max(terms) + pad));
         let rows: Vec<T> = floats(terms * rows_stride).into_iter().map(round).collect();
         let before = floats(results * out_stride);
         for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
@@ -239,6 +250,7 @@ mod tests {
                 n,
                 weights: weights.as_ptr(),
                 weights_stride,
+                weights_step,
                 rows: rows.as_ptr(),
                 rows_stride,
                 out: out.as_mut_ptr(),
@@ -253,7 +265,7 @@ mod tests {
                 }
                 let term = |j: usize| -> f64 {
                     let value: f64 = rows[j * rows_stride + c].into();
-                    f64::from(weights[i * weights_stride + j]) * value
+                    f64::from(weights[i * weights_stride + j * weights_step]) * value
                 };
                 let exact = (0..terms).map(term).sum::<f64>() + f64::from(before);
                 assert!(
@@ -268,11 +280,12 @@ mod tests {
         #[test]
         fn every_level_gives_the_sums_and_leaves_the_rest(
             extents in [0usize..15, 0usize..20, 0usize..150, 0usize..5],
+            transposed in any::<bool>(),
             seed in any::<u32>(),
         ) {
-            check(extents, seed, |x| x);
-            check(extents, seed, f16::from_f32);
-            check(extents, seed, bf16::from_f32);
+            check(extents, transposed, seed, |x| x);
+            check(extents, transposed, seed, f16::from_f32);
+            check(extents, transposed, seed, bf16::from_f32);
         }
     }
 }

@@ -6,6 +6,10 @@
 //! queries, their exponentials the weights of the values. The exponentials are relative to the largest
 //! score so far; when it grows, what has been summed up shrinks.
 //!
+//! Scores lie *by row* where there are few rows: keys are multiplied in the type they have. Plain keys
+//! and many rows make scores that lie *by key*: a vector holds one key's scores of as many rows, so that
+//! nothing is summed or compared across the lanes of a vector.
+//!
 //! Few blocks (a decode step) are cut along the keys, too, into *spans*, whose sums are merged in a
 //! second step. How depends on the shapes alone: results are the same for any number of threads.
 
@@ -32,6 +36,12 @@ const _: () = assert!(
     TILE_KEYS == u64::BITS as usize,
     "the keys of a tile are bits of a word"
 );
+
+/// From this many rows on, scores of plain keys lie by key.
+const MANY_ROWS: usize = 16;
+
+/// Floats of a cache line, a multiple of those of a vector.
+const LINE_FLOATS: usize = 16;
 
 /// Keys are cut into spans until there is this much work to deal out, however many threads there are.
 const UNITS: usize = 64;
@@ -97,8 +107,9 @@ struct Attention {
     mask: Option<View>,
     sinks: Option<View>,
     output: Output,
-    /// Multiplies keys with queries.
+    /// Multiplies keys with queries, if scores lie by row.
     kernel: MatmulKernel,
+    keys: RowReader,
     values: RowReader,
     /// Scores are multiplied with this, then, if `cap` is not 0, brought between -cap and cap.
     scale: f32,
@@ -109,16 +120,20 @@ struct Attention {
     /// Spans of the keys, and keys in each.
     spans: usize,
     span_keys: usize,
-    /// Bytes of a query in the type that keys are multiplied with.
+    /// Whether scores lie by key.
+    by_key: bool,
+    /// Bytes from one query to the next in the type that keys are multiplied with.
     query_bytes: usize,
     /// Floats of a row of values or results, padded to a cache line.
     width: usize,
-    /// Offsets in scratch: each thread's converted queries, scores, mask and values; and the sums of
-    /// each thread, or of each unit if they are to be merged.
+    /// Offsets in scratch of each thread's working memory.
     queries: usize,
     scores: usize,
     masks: usize,
-    tiles: usize,
+    biases: usize,
+    key_tile: usize,
+    value_tile: usize,
+    /// Offset in scratch of the sums: of each thread, or of each unit if they are to be merged.
     sums: usize,
 }
 
@@ -129,6 +144,30 @@ struct Block {
     rows: usize,
     first_head: usize,
     sequence: usize,
+}
+
+/// What a thread works in.
+struct Workspace {
+    /// By row: a query after the other. By key: floats, an element of all rows after the other.
+    queries: *mut u8,
+    /// By row: a tile of keys for each row. By key: all rows for each key.
+    scores: *mut f32,
+    /// The mask of the tile as floats, each distinct row once.
+    masks: *mut f32,
+    /// By key: what is added to the scores.
+    biases: *mut f32,
+    /// Keys and values of the tile as floats.
+    key_tile: *mut f32,
+    value_tile: *mut f32,
+}
+
+/// What a mask says of a tile of keys.
+#[derive(Clone, Copy)]
+struct Visible {
+    /// The keys that any row sees, one bit each.
+    live: u64,
+    /// All rows see all keys as they are.
+    plain: bool,
 }
 
 impl Attention {
@@ -150,6 +189,7 @@ impl Attention {
             .into_iter()
             .flatten()
             .collect();
+        let group = greatest_common_divisor(q.ne[2] / k.ne[2], q.ne[2] / v.ne[2]);
         let mut attention = Attention {
             q,
             k,
@@ -158,19 +198,23 @@ impl Attention {
             sinks,
             output: Output::new(operands.dst(), &sources, scratch),
             kernel,
+            keys: RowReader::new(&k),
             values: RowReader::new(&v),
             scale: if cap == 0.0 { scale } else { scale / cap },
             cap,
             slopes: Slopes::new(max_bias, q.ne[2]),
-            group: greatest_common_divisor(q.ne[2] / k.ne[2], q.ne[2] / v.ne[2]),
+            group,
             spans: 1,
             span_keys: k.ne[1],
-            query_bytes: activation.row_bytes(k.ne[0]),
-            width: v.ne[0].next_multiple_of(16),
+            by_key: !k.ty.is_quantized() && q.ne[1] * group >= MANY_ROWS,
+            query_bytes: activation.row_bytes(k.ne[0]).next_multiple_of(64),
+            width: v.ne[0].next_multiple_of(LINE_FLOATS),
             queries: 0,
             scores: 0,
             masks: 0,
-            tiles: 0,
+            biases: 0,
+            key_tile: 0,
+            value_tile: 0,
             sums: 0,
         };
         let blocks = attention.blocks();
@@ -179,26 +223,28 @@ impl Attention {
             attention.span_keys = keys.next_multiple_of(TILE_KEYS);
             attention.spans = k.ne[1].div_ceil(attention.span_keys).max(1);
         }
-        let workers = operands.workers();
+        let (workers, by_key) = (operands.workers(), attention.by_key);
+        let mut room = |count: usize, floats: usize| scratch.room(count, floats * size_of::<f32>());
         let rows = attention.block_rows();
-        let floats = size_of::<f32>();
-        attention.queries =
-            scratch.room(workers, rows * attention.query_bytes.next_multiple_of(64));
-        attention.scores = scratch.room(workers, rows * TILE_KEYS * floats);
-        attention.masks = scratch.room(workers, rows * TILE_KEYS * floats);
-        attention.tiles = scratch.room(workers, TILE_KEYS * attention.width * floats);
-        let states = if attention.spans == 1 {
-            workers
-        } else {
-            blocks * attention.spans
+        attention.queries = room(workers, attention.query_floats());
+        attention.scores = room(workers, rows * TILE_KEYS);
+        attention.masks = room(workers, rows * TILE_KEYS);
+        attention.biases = room(if by_key { workers } else { 0 }, rows * TILE_KEYS);
+        attention.key_tile = room(if by_key { workers } else { 0 }, TILE_KEYS * k.ne[0]);
+        attention.value_tile = room(workers, TILE_KEYS * attention.width);
+        let states = match attention.spans {
+            1 => workers,
+            spans => blocks * spans,
         };
-        attention.sums = scratch.room(states, attention.state_floats() * floats);
+        attention.sums = room(states, attention.state_floats());
         attention
     }
 
-    /// Rows of the largest block.
+    /// Rows there is room for in a block: whole cache lines of floats.
     fn block_rows(&self) -> usize {
-        (self.q.ne[1] * self.group).min(BLOCK_ROWS)
+        (self.q.ne[1] * self.group)
+            .min(BLOCK_ROWS)
+            .next_multiple_of(LINE_FLOATS)
     }
 
     fn blocks_in_group(&self) -> usize {
@@ -222,10 +268,43 @@ impl Attention {
         }
     }
 
+    /// Floats of the queries of a block.
+    fn query_floats(&self) -> usize {
+        self.block_rows()
+            * match self.by_key {
+                true => self.k.ne[0],
+                false => self.query_bytes / size_of::<f32>(),
+            }
+    }
+
     /// Floats of the sums of a block: the rows, then the largest score of each and the sum of its
     /// weights.
     fn state_floats(&self) -> usize {
-        (self.block_rows() * (self.width + 2)).next_multiple_of(16)
+        self.block_rows() * (self.width + 2)
+    }
+
+    /// The working memory of a thread.
+    ///
+    /// # Safety
+    /// The scratch is that of this operation.
+    unsafe fn workspace(&self, scratch: *mut u8, worker: usize) -> Workspace {
+        let rows = self.block_rows();
+        // SAFETY: `new` has asked for as much for each thread; what scores by row have no need of is
+        // not used.
+        let part = |offset, floats| unsafe {
+            scratch
+                .add(offset)
+                .cast::<f32>()
+                .wrapping_add(worker * floats)
+        };
+        Workspace {
+            queries: part(self.queries, self.query_floats()).cast(),
+            scores: part(self.scores, rows * TILE_KEYS),
+            masks: part(self.masks, rows * TILE_KEYS),
+            biases: part(self.biases, rows * TILE_KEYS),
+            key_tile: part(self.key_tile, TILE_KEYS * self.k.ne[0]),
+            value_tile: part(self.value_tile, TILE_KEYS * self.width),
+        }
     }
 
     /// The sums in state `index`.
@@ -237,10 +316,8 @@ impl Attention {
         let rows = self.block_rows();
         // SAFETY: `new` has asked for as many states; they hold floats, for which any bytes are valid.
         unsafe {
-            let start = scratch
-                .add(self.sums)
-                .cast::<f32>()
-                .add(index * self.state_floats());
+            let start = scratch.add(self.sums).cast::<f32>();
+            let start = start.add(index * self.state_floats());
             let part = |at, n| std::slice::from_raw_parts_mut(start.add(at), n);
             Sums {
                 width: self.width,
@@ -257,6 +334,14 @@ impl Attention {
         (row / self.group, block.first_head + row % self.group)
     }
 
+    /// The indices in dimensions 2 and 3 of the keys (or values) that a block sees.
+    fn shared(&self, block: Block, x: &View) -> [usize; 2] {
+        [
+            block.first_head / (self.q.ne[2] / x.ne[2]),
+            block.sequence / (self.q.ne[3] / x.ne[3]),
+        ]
+    }
+
     /// Runs a unit: a span of a block.
     ///
     /// # Safety
@@ -269,108 +354,36 @@ impl Attention {
         // SAFETY: the state is this thread's, by index or by unit.
         let mut sums = unsafe { self.sums(scratch, state) };
         sums.clear();
-
-        let rows = self.block_rows();
-        let query_stride = self.query_bytes.next_multiple_of(64);
-        // SAFETY: the parts of scratch that are this thread's.
-        let (queries, scores, masks, tile) = unsafe {
-            let floats = |offset, n| scratch.add(offset).cast::<f32>().add(worker * n);
-            (
-                scratch.add(self.queries + worker * rows * query_stride),
-                floats(self.scores, rows * TILE_KEYS),
-                floats(self.masks, rows * TILE_KEYS),
-                floats(self.tiles, TILE_KEYS * self.width),
-            )
-        };
-        for r in 0..block.rows {
-            let (token, head) = self.row(block, r);
-            let query = self.q.row_ptr([token, head, block.sequence]);
-            // SAFETY: a row of queries, which are dense f32; the blocks of the keys divide it.
-            unsafe {
-                let to = queries.add(r * query_stride);
-                (self.kernel.quantize_activation)(query.cast(), to, self.k.ne[0]);
-            }
-        }
-        let shared = |x: &View| {
-            let head = block.first_head / (self.q.ne[2] / x.ne[2]);
-            [head, block.sequence / (self.q.ne[3] / x.ne[3])]
-        };
-        let ([k2, k3], [v2, v3]) = (shared(&self.k), shared(&self.v));
+        // SAFETY: the caller's promise.
+        let space = unsafe { self.workspace(scratch, worker) };
+        // SAFETY: the workspace is this thread's.
+        unsafe { self.read_queries(block, &space) };
         let end = self.k.ne[1].min((span + 1) * self.span_keys);
         for first in (span * self.span_keys..end).step_by(TILE_KEYS) {
             let keys = TILE_KEYS.min(end - first);
-            // SAFETY: keys, values and mask have `keys` rows or elements from `first` on; the buffers
-            // have room for as many.
+            // SAFETY: there are `keys` keys from `first` on; the workspace is this thread's.
             unsafe {
-                let masks = std::slice::from_raw_parts_mut(masks, rows * TILE_KEYS);
-                let Some(live) = self.mask(block, first, keys, masks) else {
-                    continue; // nobody sees any of them
-                };
+                let visible = self.read_mask(block, first, keys, &space);
+                if visible.live == 0 {
+                    continue;
+                }
                 // What is read only once must be on its way before it is needed.
                 let streaming = block.rows <= TILE_RESULTS;
+                let [v2, v3] = self.shared(block, &self.v);
                 if streaming {
                     self.v.prefetch_rows([first, v2, v3], keys);
                 }
-                (self.kernel.gemm)(
-                    self.k.ne[0],
-                    self.k.row_ptr([first, k2, k3]),
-                    self.k.nb[1],
-                    keys,
-                    queries,
-                    query_stride,
-                    block.rows,
-                    scores,
-                    TILE_KEYS,
-                );
-                dispatch(Weigh {
-                    attention: self,
-                    block,
-                    keys,
-                    scores: std::slice::from_raw_parts_mut(scores, rows * TILE_KEYS),
-                    masks,
-                    sums: &mut sums,
-                });
-                let mix = Mix {
-                    results: block.rows,
-                    terms: keys,
-                    n: self.v.ne[0],
-                    weights: scores,
-                    weights_stride: TILE_KEYS,
-                    rows: tile.cast_const(),
-                    rows_stride: self.width,
-                    out: sums.values.as_mut_ptr(),
-                    out_stride: self.width,
-                };
+                if self.by_key {
+                    self.weigh_by_key(block, first, keys, visible, &space, &mut sums);
+                } else {
+                    self.weigh_by_row(block, first, keys, visible, &space, &mut sums);
+                }
                 if streaming && first + TILE_KEYS < end {
-                    let next = first + TILE_KEYS;
-                    self.k
-                        .prefetch_rows([next, k2, k3], TILE_KEYS.min(end - next));
+                    let (next, [k2, k3]) = (first + TILE_KEYS, self.shared(block, &self.k));
+                    let keys = TILE_KEYS.min(end - next);
+                    self.k.prefetch_rows([next, k2, k3], keys);
                 }
-                let all_live = live == u64::MAX >> (64 - keys);
-                let values = self.v.row_ptr([first, v2, v3]).cast_const();
-                match self.v.ty {
-                    Type::F32 if all_live => mix.add_rows::<f32>(values, self.v.nb[1]),
-                    // Values that are mixed once need not be converted first.
-                    Type::F16 if all_live && streaming => {
-                        mix.add_rows::<f16>(values, self.v.nb[1]);
-                    }
-                    Type::Bf16 if all_live && streaming => {
-                        mix.add_rows::<bf16>(values, self.v.nb[1]);
-                    }
-                    _ => {
-                        for i in 0..keys {
-                            let to = tile.add(i * self.width);
-                            if live >> i & 1 == 1 {
-                                let row = self.v.row_ptr([first + i, v2, v3]);
-                                self.values.read(row, 0, self.v.ne[0], to);
-                            } else {
-                                // What nobody sees may hold anything, and 0 times NaN is NaN.
-                                to.write_bytes(0, self.v.ne[0]);
-                            }
-                        }
-                        mix.add();
-                    }
-                }
+                self.mix(block, first, keys, visible.live, &space, &mut sums);
             }
         }
         if self.spans == 1 {
@@ -378,36 +391,76 @@ impl Attention {
         }
     }
 
-    /// Reads the mask for `keys` keys from `first` on, as floats, one row for each distinct one (see
-    /// [`Attention::mask_row`]). Returns which keys any row of the block sees, one bit each; `None` if
-    /// that is none of them.
+    /// Brings the queries of a block to the form that keys are multiplied with.
     ///
     /// # Safety
-    /// The mask has as many elements.
-    unsafe fn mask(&self, block: Block, first: usize, keys: usize, out: &mut [f32]) -> Option<u64> {
+    /// The workspace is of this operation and this thread.
+    unsafe fn read_queries(&self, block: Block, space: &Workspace) {
+        let (n, rows) = (self.k.ne[0], self.block_rows());
+        for r in 0..rows {
+            let query = (r < block.rows).then(|| {
+                let (token, head) = self.row(block, r);
+                self.q
+                    .row_ptr([token, head, block.sequence])
+                    .cast::<f32>()
+                    .cast_const()
+            });
+            // SAFETY: a query is a dense row of `n` floats, which the blocks of the keys divide; the
+            // workspace has room for as many in either form.
+            unsafe {
+                if self.by_key {
+                    let to = space.queries.cast::<f32>().add(r);
+                    for i in 0..n {
+                        let element = query.map_or(0.0, |query| query.add(i).read() * self.scale);
+                        to.add(i * rows).write(element);
+                    }
+                } else if let Some(query) = query {
+                    let to = space.queries.add(r * self.query_bytes);
+                    (self.kernel.quantize_activation)(query, to, n);
+                }
+            }
+        }
+    }
+
+    /// Reads the mask for `keys` keys from `first` on, as floats, one row for each distinct one (see
+    /// [`Attention::mask_row`]).
+    ///
+    /// # Safety
+    /// There are so many keys; the workspace is of this operation and this thread.
+    unsafe fn read_mask(
+        &self,
+        block: Block,
+        first: usize,
+        keys: usize,
+        space: &Workspace,
+    ) -> Visible {
         let all = u64::MAX >> (64 - keys);
         let Some(mask) = self.mask else {
-            return Some(all);
+            return Visible {
+                live: all,
+                plain: true,
+            };
         };
         let halves_to_floats = Format::of(Type::F16)
             .expect("halves are a format")
             .dequantize_row;
-        let mut live = 0;
+        let (mut live, mut any) = (0, 0);
         let mut row = 0;
         while row < block.rows {
             let (token, head) = self.row(block, row);
             let from = mask.row_ptr([token, head % mask.ne[2], block.sequence % mask.ne[3]]);
             let mut halves = [0u16; TILE_KEYS];
-            // SAFETY: the caller's promise; the rows of a mask are dense halves.
+            // SAFETY: the rows of a mask are dense halves, one for each key; the workspace has room for
+            // a tile of floats for each row.
             unsafe {
                 let from = from.cast::<u16>().add(first);
                 halves.as_mut_ptr().copy_from_nonoverlapping(from, keys);
+                let to = space.masks.add(self.mask_row(block, row) * TILE_KEYS);
+                (halves_to_floats)(halves.as_ptr().cast(), to, TILE_KEYS);
             }
-            let out = &mut out[self.mask_row(block, row) * TILE_KEYS..][..TILE_KEYS];
-            // SAFETY: both hold a tile's keys.
-            unsafe { (halves_to_floats)(halves.as_ptr().cast(), out.as_mut_ptr(), TILE_KEYS) };
             for (i, half) in halves.into_iter().enumerate() {
                 live |= u64::from(half != MINUS_INFINITY) << i;
+                any |= half << 1; // minus zero is zero
             }
             // The heads of a token share its row if they share all.
             row += if mask.ne[2] == 1 {
@@ -416,7 +469,10 @@ impl Attention {
                 1
             };
         }
-        Some(live & all).filter(|&live| live != 0)
+        Visible {
+            live: live & all,
+            plain: any == 0,
+        }
     }
 
     /// Which row of the converted mask is that of a row of a block.
@@ -424,6 +480,185 @@ impl Attention {
         match self.mask {
             Some(mask) if mask.ne[2] == 1 => self.row(block, row).0 - self.row(block, 0).0,
             _ => row,
+        }
+    }
+
+    /// Computes the weights of a tile of keys, by row.
+    ///
+    /// # Safety
+    /// There are so many keys; the workspace is of this operation and this thread, with queries and
+    /// mask.
+    unsafe fn weigh_by_row(
+        &self,
+        block: Block,
+        first: usize,
+        keys: usize,
+        visible: Visible,
+        space: &Workspace,
+        sums: &mut Sums<'_>,
+    ) {
+        let [k2, k3] = self.shared(block, &self.k);
+        let floats = block.rows * TILE_KEYS;
+        // SAFETY: the caller's promise; the workspace has room for a tile of scores for each row.
+        unsafe {
+            (self.kernel.gemm)(
+                self.k.ne[0],
+                self.k.row_ptr([first, k2, k3]),
+                self.k.nb[1],
+                keys,
+                space.queries,
+                self.query_bytes,
+                block.rows,
+                space.scores,
+                TILE_KEYS,
+            );
+            dispatch(WeighByRow {
+                attention: self,
+                block,
+                keys,
+                plain: visible.plain,
+                scores: std::slice::from_raw_parts_mut(space.scores, floats),
+                masks: std::slice::from_raw_parts(space.masks, floats),
+                sums,
+            });
+        }
+    }
+
+    /// Computes the weights of a tile of keys, by key.
+    ///
+    /// # Safety
+    /// As [`Attention::weigh_by_row`].
+    unsafe fn weigh_by_key(
+        &self,
+        block: Block,
+        first: usize,
+        keys: usize,
+        visible: Visible,
+        space: &Workspace,
+        sums: &mut Sums<'_>,
+    ) {
+        let (n, rows) = (self.k.ne[0], self.block_rows());
+        let [k2, k3] = self.shared(block, &self.k);
+        // SAFETY: the caller's promise; the workspace has room for a tile of keys and of scores.
+        unsafe {
+            let (tile, stride) = match self.keys.in_place(self.k.row_ptr([first, k2, k3])) {
+                Some(keys) => (keys, self.k.nb[1] / size_of::<f32>()),
+                None => {
+                    for i in 0..keys {
+                        let key = self.k.row_ptr([first + i, k2, k3]);
+                        self.keys.read(key, 0, n, space.key_tile.add(i * n));
+                    }
+                    (space.key_tile.cast_const(), n)
+                }
+            };
+            space.scores.write_bytes(0, keys * rows);
+            let scores = Mix {
+                results: keys,
+                terms: n,
+                n: rows,
+                weights: tile,
+                weights_stride: stride,
+                weights_step: 1,
+                rows: space.queries.cast::<f32>().cast_const(),
+                rows_stride: rows,
+                out: space.scores,
+                out_stride: rows,
+            };
+            scores.add();
+            if !visible.plain {
+                self.biases(block, keys, space);
+            }
+            let floats = keys * rows;
+            dispatch(WeighByKey {
+                attention: self,
+                block,
+                keys,
+                scores: std::slice::from_raw_parts_mut(space.scores, floats),
+                biases: (!visible.plain)
+                    .then(|| std::slice::from_raw_parts(space.biases.cast_const(), floats)),
+                sums,
+            });
+        }
+    }
+
+    /// Turns the mask of a tile by key, multiplied with the slopes of the heads.
+    ///
+    /// # Safety
+    /// The workspace is of this operation and this thread, with the mask.
+    unsafe fn biases(&self, block: Block, keys: usize, space: &Workspace) {
+        let rows = self.block_rows();
+        for r in 0..block.rows {
+            let slope = self.slopes.of(self.row(block, r).1);
+            // SAFETY: the workspace has room for a tile for each row.
+            unsafe {
+                let from = space.masks.add(self.mask_row(block, r) * TILE_KEYS);
+                for i in 0..keys {
+                    let mask = from.add(i).read();
+                    // What is hidden is hidden, however small the slope.
+                    let hidden = mask == f32::NEG_INFINITY;
+                    let bias = if hidden { mask } else { mask * slope };
+                    space.biases.add(i * rows + r).write(bias);
+                }
+            }
+        }
+    }
+
+    /// Adds the weighted values of a tile of keys to the sums.
+    ///
+    /// # Safety
+    /// There are so many keys; the workspace is of this operation and this thread, with the weights.
+    unsafe fn mix(
+        &self,
+        block: Block,
+        first: usize,
+        keys: usize,
+        live: u64,
+        space: &Workspace,
+        sums: &mut Sums<'_>,
+    ) {
+        let [v2, v3] = self.shared(block, &self.v);
+        let (stride, step) = match self.by_key {
+            true => (1, self.block_rows()),
+            false => (TILE_KEYS, 1),
+        };
+        let mix = Mix {
+            results: block.rows,
+            terms: keys,
+            n: self.v.ne[0],
+            weights: space.scores.cast_const(),
+            weights_stride: stride,
+            weights_step: step,
+            rows: space.value_tile.cast_const(),
+            rows_stride: self.width,
+            out: sums.values.as_mut_ptr(),
+            out_stride: self.width,
+        };
+        let all_live = live == u64::MAX >> (64 - keys);
+        // Values that are mixed once need not be converted first.
+        let once = block.rows <= TILE_RESULTS;
+        let values = self.v.row_ptr([first, v2, v3]).cast_const();
+        let stride = self.v.nb[1];
+        // SAFETY: the caller's promise; rows of values are dense, their strides whole elements; the
+        // workspace has room for a tile of them.
+        unsafe {
+            match self.v.ty {
+                Type::F32 if all_live => mix.add_rows::<f32>(values, stride),
+                Type::F16 if all_live && once => mix.add_rows::<f16>(values, stride),
+                Type::Bf16 if all_live && once => mix.add_rows::<bf16>(values, stride),
+                _ => {
+                    for i in 0..keys {
+                        let to = space.value_tile.add(i * self.width);
+                        if live >> i & 1 == 1 {
+                            let row = self.v.row_ptr([first + i, v2, v3]);
+                            self.values.read(row, 0, self.v.ne[0], to);
+                        } else {
+                            // What nobody sees may hold anything, and 0 times NaN is NaN.
+                            to.write_bytes(0, self.v.ne[0]);
+                        }
+                    }
+                    mix.add();
+                }
+            }
         }
     }
 
@@ -527,22 +762,23 @@ impl Sums<'_> {
     }
 }
 
-/// Turns the scores of a tile into weights.
-struct Weigh<'a, 'b> {
+/// Turns the scores of a tile, by row, into weights.
+struct WeighByRow<'a, 'b> {
     attention: &'a Attention,
     block: Block,
     keys: usize,
+    plain: bool,
     scores: &'a mut [f32],
     masks: &'a [f32],
     sums: &'a mut Sums<'b>,
 }
 
-impl Task for Weigh<'_, '_> {
+impl Task for WeighByRow<'_, '_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Weigh {
+        let WeighByRow {
             attention,
             block,
             keys,
@@ -552,7 +788,7 @@ impl Task for Weigh<'_, '_> {
         let minus_infinity = simd.splat(f32::NEG_INFINITY);
         for r in 0..block.rows {
             let scores = &mut self.scores[r * TILE_KEYS..][..keys];
-            let mask = attention.mask.map(|_| {
+            let mask = (!self.plain).then(|| {
                 let (_, head) = attention.row(block, r);
                 let row = &self.masks[attention.mask_row(block, r) * TILE_KEYS..][..keys];
                 (row, simd.splat(attention.slopes.of(head)))
@@ -595,6 +831,77 @@ impl Task for Weigh<'_, '_> {
                 sum = sum + simd.load(&scores[i..i + n]); // lanes beyond the keys are 0
             });
             self.sums.weights[r] += sum.sum();
+        }
+    }
+}
+
+/// Turns the scores of a tile, by key and already scaled, into weights.
+struct WeighByKey<'a, 'b> {
+    attention: &'a Attention,
+    block: Block,
+    keys: usize,
+    scores: &'a mut [f32],
+    biases: Option<&'a [f32]>,
+    sums: &'a mut Sums<'b>,
+}
+
+impl Task for WeighByKey<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let WeighByKey {
+            attention,
+            block,
+            keys,
+            scores,
+            biases,
+            sums,
+        } = self;
+        let (cap, rows) = (attention.cap, attention.block_rows());
+        let minus_infinity = simd.splat(f32::NEG_INFINITY);
+        // Rows are whole vectors: `LINE_FLOATS` divides their number, and `LANES` that.
+        for first in (0..block.rows).step_by(S::LANES) {
+            let old = simd.load(&sums.largest[first..]);
+            let mut largest = old;
+            for key in 0..keys {
+                let at = key * rows + first;
+                let mut score = simd.load(&scores[at..]);
+                if cap != 0.0 {
+                    score = score.tanh() * cap;
+                }
+                if let Some(biases) = biases {
+                    let bias = simd.load(&biases[at..]);
+                    let hidden = bias.le(minus_infinity);
+                    score = hidden.select(minus_infinity, score + bias);
+                }
+                score.store(&mut scores[at..at + S::LANES]);
+                largest = score.max(largest);
+            }
+            // Rows that see nothing yet: e^(-inf - 0) is 0, e^(-inf - -inf) would not be.
+            let blind = largest.le(minus_infinity);
+            let base = blind.select(simd.splat(0.0), largest);
+            let mut sum = simd.splat(0.0);
+            for key in 0..keys {
+                let at = key * rows + first;
+                let weight = (simd.load(&scores[at..]) - base).exp();
+                weight.store(&mut scores[at..at + S::LANES]);
+                sum = sum + weight;
+            }
+            let shrink = (old - base).exp();
+            let weights = simd.load(&sums.weights[first..]);
+            weights
+                .mul_add(shrink, sum)
+                .store(&mut sums.weights[first..first + S::LANES]);
+            largest.store(&mut sums.largest[first..first + S::LANES]);
+            let mut shrinks = [1.0; LINE_FLOATS];
+            shrink.store(&mut shrinks[..S::LANES]);
+            for (row, &shrink) in (first..block.rows).zip(&shrinks[..S::LANES]) {
+                if shrink != 1.0 {
+                    let values = &mut sums.values[row * sums.width..][..sums.width];
+                    values.iter_mut().for_each(|value| *value *= shrink);
+                }
+            }
         }
     }
 }

@@ -673,6 +673,7 @@ pub(super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, EngineError>
                         n: width,
                         weights,
                         weights_stride: OUTER_TERMS,
+                        weights_step: 1,
                         rows,
                         rows_stride: OUTER_COLUMNS,
                         out: sums,
