@@ -125,7 +125,7 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) {
         unsafe {
             (kernel.gemm)(
                 K,
-                weights.as_ptr(),
+                weights.bytes().as_ptr(),
                 row_bytes,
                 rows,
                 columns.as_ptr(),
@@ -137,8 +137,9 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) {
         }
         black_box(&y);
     };
-    let product =
-        |repacked| ggml.and_then(|ggml| ggml.product(ty, K, rows, cols, &weights, &x, repacked));
+    let product = |repacked| {
+        ggml.and_then(|ggml| ggml.product(ty, K, rows, cols, weights.bytes(), &x, repacked))
+    };
     let (plain, repacked) = (product(false), product(true));
     let (mut best, mut best_plain, mut best_repacked) = (f64::MAX, f64::MAX, f64::MAX);
     let start = Instant::now();
@@ -205,7 +206,7 @@ fn random(n: usize, seed: u64) -> impl Iterator<Item = f32> {
 }
 
 /// `rows` rows of weights. Quantising is slow, so a few rows are repeated.
-fn random_weights(format: &Format, rows: usize) -> Vec<u8> {
+fn random_weights(format: &Format, rows: usize) -> Lines {
     const DISTINCT: usize = 32;
     let mut distinct = vec![0u8; DISTINCT * format.row_bytes(K)];
     let values: Vec<f32> = random(DISTINCT * K, 3).collect();
@@ -214,11 +215,36 @@ fn random_weights(format: &Format, rows: usize) -> Vec<u8> {
         Some(quantize) => unsafe { quantize(values.as_ptr(), distinct.as_mut_ptr(), values.len()) },
         None => random_blocks(format, &mut distinct),
     }
-    let mut weights = vec![0u8; rows * format.row_bytes(K)];
-    for to in weights.chunks_mut(distinct.len()) {
+    let mut weights = Lines::new(rows * format.row_bytes(K));
+    for to in weights.bytes_mut().chunks_mut(distinct.len()) {
         to.copy_from_slice(&distinct[..to.len()]);
     }
     weights
+}
+
+/// Memory aligned to cache lines, as that of engines is.
+struct Lines {
+    memory: Vec<u8>,
+    bytes: std::ops::Range<usize>,
+}
+
+impl Lines {
+    fn new(bytes: usize) -> Lines {
+        let memory = vec![0; bytes + 63];
+        let start = memory.as_ptr().align_offset(64);
+        Lines {
+            memory,
+            bytes: start..start + bytes,
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.memory[self.bytes.clone()]
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.bytes.clone()]
+    }
 }
 
 /// Blocks of random bytes whose values happen to be of a usual size, for formats without a quantiser.

@@ -1,22 +1,25 @@
 //! The codebooks of the IQ formats: which combinations of magnitudes an index stands for, as ggml
 //! publishes them. Kept as small level numbers, spelled out at compile time.
 
-/// Magnitudes of IQ2_XXS by index.
-pub(super) static IQ2_XXS: [[u8; 8]; 256] = expand(&IQ2_XXS_CODES, 2, &IQ2_LEVELS);
-/// Magnitudes of IQ2_XS by index.
-pub(super) static IQ2_XS: [[u8; 8]; 512] = expand(&IQ2_XS_CODES, 2, &IQ2_LEVELS);
-/// Magnitudes of IQ2_S by index.
-pub(super) static IQ2_S: [[u8; 8]; 1024] = expand(&IQ2_S_CODES, 2, &IQ2_LEVELS);
-/// Magnitudes of IQ3_XXS by index.
-pub(super) static IQ3_XXS: [[u8; 4]; 256] = expand(&IQ3_XXS_CODES, 3, &IQ3_XXS_LEVELS);
-/// Magnitudes of IQ3_S by index.
-pub(super) static IQ3_S: [[u8; 4]; 512] = expand(&IQ3_S_CODES, 3, &IQ3_S_LEVELS);
-/// Values of IQ1_S and IQ1_M by index, plus one.
-pub(super) static IQ1: [[u8; 8]; 2048] = expand(&IQ1_CODES, 2, &[0, 1, 2]);
+/// Magnitudes of IQ2_XXS by index, plus [`SIGN_OFFSET`].
+pub(super) static IQ2_XXS: [u64; 256] = expand(&IQ2_XXS_CODES, 2, &IQ2_LEVELS);
+/// Magnitudes of IQ2_XS by index, plus [`SIGN_OFFSET`].
+pub(super) static IQ2_XS: [u64; 512] = expand(&IQ2_XS_CODES, 2, &IQ2_LEVELS);
+/// Magnitudes of IQ2_S by index, plus [`SIGN_OFFSET`].
+pub(super) static IQ2_S: [u64; 1024] = expand(&IQ2_S_CODES, 2, &IQ2_LEVELS);
+/// Magnitudes of IQ3_XXS by index, plus [`SIGN_OFFSET`], in the low four bytes.
+pub(super) static IQ3_XXS: [u64; 256] = expand(&IQ3_XXS_CODES, 3, &IQ3_XXS_LEVELS);
+/// Magnitudes of IQ3_S by index, plus [`SIGN_OFFSET`], in the low four bytes.
+pub(super) static IQ3_S: [u64; 512] = expand(&IQ3_S_CODES, 3, &IQ3_S_LEVELS);
+/// Values of IQ1_S and IQ1_M by index, eight times and plus 15: shifted down by an eighth.
+pub(super) static IQ1: [u64; 2048] = expand(&IQ1_CODES, 2, &[15 - 8, 15, 15 + 8]);
 
-const IQ2_LEVELS: [u8; 3] = [8, 25, 43];
-const IQ3_XXS_LEVELS: [u8; 8] = [4, 12, 20, 28, 36, 44, 52, 62];
-const IQ3_S_LEVELS: [u8; 8] = [1, 3, 5, 7, 9, 11, 13, 15];
+/// What is added to quants with signs to make them unsigned.
+pub(super) const SIGN_OFFSET: u8 = 64;
+
+const IQ2_LEVELS: [u8; 3] = with_offset([8, 25, 43]);
+const IQ3_XXS_LEVELS: [u8; 8] = with_offset([4, 12, 20, 28, 36, 44, 52, 62]);
+const IQ3_S_LEVELS: [u8; 8] = with_offset([1, 3, 5, 7, 9, 11, 13, 15]);
 
 /// Quants of 4 bits that are not evenly spaced: IQ4_NL and IQ4_XS.
 pub(in crate::cpu) const IQ4_VALUES: [i8; 16] = [
@@ -27,44 +30,72 @@ pub(in crate::cpu) const IQ4_VALUES: [i8; 16] = [
 pub(in crate::cpu) const FP4_VALUES: [i8; 16] =
     [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// Eight signs from seven bits: the number of minus signs is even.
+/// Eight magnitudes, given plus [`SIGN_OFFSET`], with signs, plus the same.
 #[inline(always)]
-pub(super) const fn even_signs(bits: u32) -> u8 {
-    let bits = (bits & 127) as u8;
-    bits | ((bits.count_ones() as u8 & 1) << 7)
+pub(super) fn signed(magnitudes: u64, signs: u8) -> [u8; 8] {
+    // 64 - m is 128 - (64 + m): complemented within seven bits, plus one; no byte overflows.
+    let flip = FLIP[usize::from(signs)];
+    ((magnitudes ^ flip) + (flip & 0x0101_0101_0101_0101)).to_le_bytes()
 }
 
-/// Magnitudes with signs, made unsigned by adding `offset`.
+/// [`signed`] with the low seven bits of `signs`; the eighth makes the number of minus signs even.
 #[inline(always)]
-pub(super) fn signed(magnitudes: &[u8], signs: u8, offset: u8, q: &mut [u8]) {
-    for (j, (q, &m)) in q.iter_mut().zip(magnitudes).enumerate() {
-        *q = if signs >> j & 1 == 0 {
-            offset + m
-        } else {
-            offset - m
-        };
+pub(super) fn signed_evenly(magnitudes: u64, signs: u32) -> [u8; 8] {
+    static EVEN: [u8; 128] = {
+        let mut even = [0; 128];
+        let mut i = 0;
+        while i < 128 {
+            even[i] = i as u8 | (i.count_ones() as u8 & 1) << 7;
+            i += 1;
+        }
+        even
+    };
+    signed(magnitudes, EVEN[(signs & 127) as usize])
+}
+
+/// For eight signs, seven ones in each byte that is to be negative.
+static FLIP: [u64; 256] = {
+    let mut flip = [0; 256];
+    let mut i = 0;
+    while i < 256 {
+        let mut j = 0;
+        while j < 8 {
+            if i >> j & 1 == 1 {
+                flip[i] |= 0x7f << (8 * j);
+            }
+            j += 1;
+        }
+        i += 1;
     }
-}
+    flip
+};
 
-/// Eight values of IQ1, given plus one, shifted by an eighth: eight times them, plus 16.
+/// Eight values of [`IQ1`], shifted up or down by an eighth: eight times them, plus 16.
 #[inline(always)]
-pub(super) fn shifted(values: &[u8; 8], down: bool, q: &mut [u8]) {
-    for (q, &v) in q.iter_mut().zip(values) {
-        *q = 8 + 8 * v + if down { 0 } else { 2 } - 1;
-    }
+pub(super) fn shifted(values: u64, down: bool) -> [u8; 8] {
+    let up = if down { 0 } else { 0x0202_0202_0202_0202 };
+    (values + up).to_le_bytes()
 }
 
-const fn expand<const N: usize, const W: usize>(
-    codes: &[u16; N],
-    bits: usize,
-    levels: &[u8],
-) -> [[u8; W]; N] {
-    let mut values = [[0; W]; N];
+const fn with_offset<const N: usize>(mut levels: [u8; N]) -> [u8; N] {
+    let mut i = 0;
+    while i < N {
+        levels[i] += SIGN_OFFSET;
+        i += 1;
+    }
+    levels
+}
+
+/// The bytes that codes stand for, each a level number of so many bits; as many as fit.
+const fn expand<const N: usize>(codes: &[u16; N], bits: usize, levels: &[u8]) -> [u64; N] {
+    let bytes = if bits == 2 { 8 } else { 4 };
+    let mut values = [0; N];
     let mut i = 0;
     while i < N {
         let mut j = 0;
-        while j < W {
-            values[i][j] = levels[codes[i] as usize >> (bits * j) & ((1 << bits) - 1)];
+        while j < bytes {
+            let level = codes[i] as usize >> (bits * j) & ((1 << bits) - 1);
+            values[i] |= (levels[level] as u64) << (8 * j);
             j += 1;
         }
         i += 1;

@@ -27,10 +27,10 @@ impl SuperBlock for BlockIq1M {
     #[inline(always)]
     fn decode(&self) -> Super {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
-        for (i, q) in q.chunks_exact_mut(8).enumerate() {
+        for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             let nibble = self.qh[i / 2] >> (4 * (i % 2)) & 15;
             let index = usize::from(self.qs[i]) | usize::from(nibble & 7) << 8;
-            shifted(&IQ1[index], nibble >> 3 == 1, q);
+            *q = shifted(IQ1[index], nibble >> 3 == 1);
         }
         let packed = self.scales;
         for (j, scale) in scales.iter_mut().enumerate() {

@@ -28,9 +28,9 @@ impl SuperBlock for BlockIq1S {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
         for (j, (q, qh)) in q.chunks_exact_mut(32).zip(self.qh).enumerate() {
             scales[j] = 2 * (qh >> 12 & 7) as i16 + 1;
-            for (i, q) in q.chunks_exact_mut(8).enumerate() {
+            for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
                 let index = u16::from(self.qs[4 * j + i]) | (qh >> (3 * i) & 7) << 8;
-                shifted(&IQ1[usize::from(index)], qh >> 15 == 1, q);
+                *q = shifted(IQ1[usize::from(index)], qh >> 15 == 1);
             }
         }
         Super {

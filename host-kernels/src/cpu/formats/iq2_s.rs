@@ -1,6 +1,6 @@
 //! IQ2_S: 16 sub-blocks of 16 quants, eight at a time from a codebook of magnitudes.
 
-use super::grids::{IQ2_S, signed};
+use super::grids::{IQ2_S, SIGN_OFFSET, signed};
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq2_s`.
@@ -23,15 +23,15 @@ const _: () = assert!(size_of::<BlockIq2S>() == 82);
 
 impl SuperBlock for BlockIq2S {
     const SUB: usize = 16;
-    const OFFSET: i32 = 64;
+    const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
     fn decode(&self) -> Super {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
-        for (i, q) in q.chunks_exact_mut(8).enumerate() {
+        for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             let high = self.qh[i / 4] >> (2 * (i % 4)) & 3;
             let index = usize::from(self.qs[i]) | usize::from(high) << 8;
-            signed(&IQ2_S[index], self.signs[i], 64, q);
+            *q = signed(IQ2_S[index], self.signs[i]);
         }
         for (j, scale) in scales.iter_mut().enumerate() {
             *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;

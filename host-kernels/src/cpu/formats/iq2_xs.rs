@@ -1,6 +1,6 @@
 //! IQ2_XS: 16 sub-blocks of 16 quants, eight at a time from a codebook of magnitudes.
 
-use super::grids::{IQ2_XS, even_signs, signed};
+use super::grids::{IQ2_XS, SIGN_OFFSET, signed_evenly};
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq2_xs`.
@@ -19,14 +19,14 @@ const _: () = assert!(size_of::<BlockIq2Xs>() == 74);
 
 impl SuperBlock for BlockIq2Xs {
     const SUB: usize = 16;
-    const OFFSET: i32 = 64;
+    const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
     fn decode(&self) -> Super {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
-        for (q, code) in q.chunks_exact_mut(8).zip(self.qs) {
-            let magnitudes = &IQ2_XS[usize::from(code & 511)];
-            signed(magnitudes, even_signs(u32::from(code >> 9)), 64, q);
+        for (q, code) in q.as_chunks_mut::<8>().0.iter_mut().zip(self.qs) {
+            let magnitudes = IQ2_XS[usize::from(code & 511)];
+            *q = signed_evenly(magnitudes, u32::from(code >> 9));
         }
         for (j, scale) in scales.iter_mut().enumerate() {
             *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;

@@ -1,6 +1,6 @@
 //! IQ2_XXS: 8 sub-blocks of 32 quants, eight at a time from a codebook of magnitudes.
 
-use super::grids::{IQ2_XXS, even_signs, signed};
+use super::grids::{IQ2_XXS, SIGN_OFFSET, signed_evenly};
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq2_xxs`.
@@ -18,7 +18,7 @@ const _: () = assert!(size_of::<BlockIq2Xxs>() == 66);
 
 impl SuperBlock for BlockIq2Xxs {
     const SUB: usize = 32;
-    const OFFSET: i32 = 64;
+    const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
     fn decode(&self) -> Super {
@@ -30,13 +30,8 @@ impl SuperBlock for BlockIq2Xxs {
         {
             let signs = u32::from_le_bytes([qs[4], qs[5], qs[6], qs[7]]);
             scales[j] = 2 * (signs >> 28) as i16 + 1;
-            for (i, q) in q.chunks_exact_mut(8).enumerate() {
-                signed(
-                    &IQ2_XXS[usize::from(qs[i])],
-                    even_signs(signs >> (7 * i)),
-                    64,
-                    q,
-                );
+            for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+                *q = signed_evenly(IQ2_XXS[usize::from(qs[i])], signs >> (7 * i));
             }
         }
         // Scales are `(s + 1/2) / 4`, here `(2 s + 1) / 8`.

@@ -1,6 +1,6 @@
 //! IQ3_S: 8 sub-blocks of 32 quants, four at a time from a codebook of magnitudes.
 
-use super::grids::{IQ3_S, signed};
+use super::grids::{IQ3_S, SIGN_OFFSET, signed};
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq3_s`.
@@ -23,15 +23,16 @@ const _: () = assert!(size_of::<BlockIq3S>() == 110);
 
 impl SuperBlock for BlockIq3S {
     const SUB: usize = 32;
-    const OFFSET: i32 = 64;
+    const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
     fn decode(&self) -> Super {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
-        for (i, q) in q.chunks_exact_mut(4).enumerate() {
-            let high = self.qh[i / 8] >> (i % 8) & 1;
-            let index = usize::from(self.qs[i]) | usize::from(high) << 8;
-            signed(&IQ3_S[index], self.signs[i / 2] >> (4 * (i % 2)), 64, q);
+        for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            let ninth = usize::from(self.qh[i / 4]) >> (2 * (i % 4));
+            let low = IQ3_S[usize::from(self.qs[2 * i]) | (ninth & 1) << 8];
+            let high = IQ3_S[usize::from(self.qs[2 * i + 1]) | (ninth >> 1 & 1) << 8];
+            *q = signed(low | high << 32, self.signs[i]);
         }
         for (j, scale) in scales.iter_mut().enumerate().take(8) {
             *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;

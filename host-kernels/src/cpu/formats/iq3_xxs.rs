@@ -1,6 +1,6 @@
 //! IQ3_XXS: 8 sub-blocks of 32 quants, four at a time from a codebook of magnitudes.
 
-use super::grids::{IQ3_XXS, even_signs, signed};
+use super::grids::{IQ3_XXS, SIGN_OFFSET, signed_evenly};
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq3_xxs`.
@@ -19,7 +19,7 @@ const _: () = assert!(size_of::<BlockIq3Xxs>() == 98);
 
 impl SuperBlock for BlockIq3Xxs {
     const SUB: usize = 32;
-    const OFFSET: i32 = 64;
+    const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
     fn decode(&self) -> Super {
@@ -27,10 +27,10 @@ impl SuperBlock for BlockIq3Xxs {
         for (j, q) in q.chunks_exact_mut(32).enumerate() {
             let signs = u32::from_le_bytes(self.signs[j]);
             scales[j] = 2 * (signs >> 28) as i16 + 1;
-            for (i, q) in q.chunks_exact_mut(4).enumerate() {
-                let eight = even_signs(signs >> (7 * (i / 2)));
-                let magnitudes = &IQ3_XXS[usize::from(self.qs[8 * j + i])];
-                signed(magnitudes, eight >> (4 * (i % 2)), 64, q);
+            for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+                let low = IQ3_XXS[usize::from(self.qs[8 * j + 2 * i])];
+                let high = IQ3_XXS[usize::from(self.qs[8 * j + 2 * i + 1])];
+                *q = signed_evenly(low | high << 32, signs >> (7 * i));
             }
         }
         // Scales are `(s + 1/2) / 2`, here `(2 s + 1) / 4`.

@@ -63,6 +63,7 @@ pub use iq4_nl::BlockIq4Nl;
 pub use iq4_xs::BlockIq4Xs;
 pub use mxfp4::BlockMxfp4;
 pub use nvfp4::BlockNvfp4;
+pub(in crate::cpu) use nvfp4::SCALES as NVFP4_SCALES;
 pub use q1_0::BlockQ1_0;
 pub use q2_0::BlockQ2_0;
 pub use q2_k::BlockQ2K;

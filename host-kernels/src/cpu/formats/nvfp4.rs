@@ -17,18 +17,26 @@ pub struct BlockNvfp4 {
 
 const _: () = assert!(size_of::<BlockNvfp4>() == 36);
 
-/// Half the value of a scale, as the quants are twice the values.
+/// Half the value of every scale, as the quants are twice the values.
+pub(in crate::cpu) static SCALES: [f32; 256] = {
+    let mut scales = [0.0; 256];
+    let mut bits = 0;
+    while bits < 256 {
+        let (exponent, mantissa) = (bits as u32 >> 3 & 15, (bits & 7) as f32);
+        scales[bits] = match exponent {
+            0 => mantissa * (0.5 / 512.0),
+            _ => (1.0 + mantissa / 8.0) * f32::from_bits((exponent + 127 - 8) << 23),
+        };
+        bits += 1;
+    }
+    // A NaN, which ggml reads as zero.
+    scales[0x7f] = 0.0;
+    scales
+};
+
 #[inline(always)]
-pub(crate) fn scale_to_f32(bits: u8) -> f32 {
-    // 0x7f is a NaN, which ggml reads as zero.
-    if bits == 0x7f {
-        return 0.0;
-    }
-    let (exponent, mantissa) = (u32::from(bits >> 3 & 15), f32::from(bits & 7));
-    match exponent {
-        0 => mantissa * (0.5 / 512.0),
-        _ => (1.0 + mantissa / 8.0) * f32::from_bits((exponent + 127 - 8) << 23),
-    }
+fn scale_to_f32(bits: u8) -> f32 {
+    SCALES[usize::from(bits)]
 }
 
 /// The scale nearest to `x`, a half rounded up; negative numbers and NaN become zero.

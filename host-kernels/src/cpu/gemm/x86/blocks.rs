@@ -7,9 +7,9 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::formats::{
-    BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K,
-    BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, FP4_VALUES, GroupBlock, IQ4_VALUES,
-    SuperBlock,
+    BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K,
+    BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
+    BlockTq2_0, FP4_VALUES, GroupBlock, IQ4_VALUES, NVFP4_SCALES, SuperBlock,
 };
 
 /// A group format as vectors.
@@ -336,6 +336,97 @@ impl Groups for BlockMxfp4 {
                 _mm256_setzero_ps(),
             )
         }
+    }
+}
+
+impl Groups for BlockNvfp4 {
+    #[inline(always)]
+    unsafe fn single(row: *const u8, g: usize) -> __m256i {
+        // SAFETY: the module's contract; 16 bytes for each group begin at 4.
+        unsafe {
+            let qs = row.add(g / 2 * size_of::<Self>() + 4 + g % 2 * 16);
+            let (both, low) = (_mm_loadu_si128(qs.cast()), _mm_set1_epi8(15));
+            let high = _mm_and_si128(_mm_srli_epi16(both, 4), low);
+            let low = _mm_and_si128(both, low);
+            // Eight low nibbles and the eight high ones of the same bytes make 16 elements.
+            let halves =
+                _mm256_set_m128i(_mm_unpackhi_epi64(low, high), _mm_unpacklo_epi64(low, high));
+            look_up(FP4_TABLE, halves)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        let (mut first, mut second) = ([0.0f32; 8], [0.0f32; 8]);
+        for i in 0..n {
+            let g = g + i;
+            // SAFETY: the module's contract; the scales begin at 0.
+            let [a, b] = unsafe {
+                let scales = row.add(g / 2 * size_of::<Self>() + g % 2 * 2);
+                scales.cast::<[u8; 2]>().read()
+            };
+            first[i] = NVFP4_SCALES[usize::from(a)];
+            second[i] = NVFP4_SCALES[usize::from(b)];
+        }
+        // SAFETY: the module's contract.
+        unsafe {
+            (
+                _mm256_loadu_ps(first.as_ptr()),
+                _mm256_loadu_ps(second.as_ptr()),
+            )
+        }
+    }
+}
+
+/// The scale of the block of each of `n <= 8` groups from `g` on, blocks beginning with it.
+#[inline(always)]
+unsafe fn scales_of_blocks<B: GroupBlock>(row: *const u8, g: usize, n: usize) -> __m256 {
+    let groups = B::ELEMENTS / 32;
+    let mut bits = [0u16; 8];
+    for (i, bits) in bits.iter_mut().enumerate().take(n) {
+        let block = (g + i) / groups * size_of::<B>();
+        // SAFETY: the module's contract.
+        *bits = unsafe { row.add(block).cast::<u16>().read_unaligned() };
+    }
+    // SAFETY: the module's contract.
+    unsafe { _mm256_cvtph_ps(_mm_loadu_si128(bits.as_ptr().cast())) }
+}
+
+impl Groups for BlockQ1_0 {
+    #[inline(always)]
+    unsafe fn single(row: *const u8, g: usize) -> __m256i {
+        // SAFETY: the module's contract; 4 bytes of signs for each group begin at 2.
+        unsafe {
+            let signs = bits(row.add(g / 4 * size_of::<Self>() + 2 + g % 4 * 4));
+            _mm256_srli_epi16(fifth_bits(signs), 3)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        // SAFETY: the module's contract.
+        unsafe { (scales_of_blocks::<Self>(row, g, n), _mm256_setzero_ps()) }
+    }
+}
+
+impl Groups for BlockQ2_0 {
+    #[inline(always)]
+    unsafe fn single(row: *const u8, g: usize) -> __m256i {
+        // SAFETY: the module's contract; 8 bytes for each group begin at 2.
+        unsafe {
+            let qs = row.add(g / 2 * size_of::<Self>() + 2 + g % 2 * 8);
+            // The four quants of a byte to the four bytes of a word.
+            let words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(qs.cast()));
+            let two = _mm256_or_si256(words, _mm256_slli_epi32(words, 6));
+            let four = _mm256_or_si256(two, _mm256_slli_epi32(two, 12));
+            _mm256_and_si256(four, _mm256_set1_epi8(3))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        // SAFETY: the module's contract.
+        unsafe { (scales_of_blocks::<Self>(row, g, n), _mm256_setzero_ps()) }
     }
 }
 
@@ -768,5 +859,31 @@ impl Supers for BlockIq4Xs {
     unsafe fn d(block: *const u8) -> (f32, f32) {
         // SAFETY: the module's contract; the scale is at 0.
         unsafe { (half(block.cast::<u16>().read_unaligned()), 0.0) }
+    }
+}
+
+impl Supers for BlockTq2_0 {
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the quants begin at 0.
+        unsafe { two_bits_256(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the quants begin at 0.
+        unsafe { two_bits_512(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(_: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract.
+        unsafe { (_mm256_set1_epi16(1), _mm256_setzero_si256()) }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scale is at 64.
+        unsafe { (half(block.add(64).cast::<u16>().read_unaligned()), 0.0) }
     }
 }

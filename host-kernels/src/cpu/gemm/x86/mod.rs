@@ -75,9 +75,8 @@ macro_rules! entry_points {
         mod $module {
             use super::blocks::{Groups, Supers};
             use super::floats::{self as float_kernels, Float};
-            use super::plain::{self, PlainGroup, PlainSuper};
-            use super::{Call, groups as group_kernels, supers as super_kernels};
-            use crate::cpu::formats::{GroupBlock, SuperBlock};
+            use super::{Call, groups as group_kernels, plain, supers as super_kernels};
+            use crate::cpu::formats::SuperBlock;
 
             gemm!(
                 #[target_feature(enable = $features)]
@@ -94,23 +93,18 @@ macro_rules! entry_points {
                 floats<B: Float>,
                 float_kernels::gemm::<$simd, B>
             );
-            gemm!(rare_groups<B: GroupBlock>, |call| plain::groups::<B>(call, plain_groups));
-            gemm!(rare_supers<B: SuperBlock>, |call| plain::supers::<B>(call, plain_supers));
+            gemm!(
+                #[target_feature(enable = $features)]
+                rare<B: SuperBlock>,
+                |call| plain::gemm::<B>(call, multiply_plain)
+            );
 
             /// # Safety
-            /// As [`crate::cpu::gemm::Gemm`].
+            /// As [`plain::multiply`].
             #[target_feature(enable = $features)]
-            unsafe fn plain_groups(call: &Call) {
+            unsafe fn multiply_plain(call: &Call) {
                 // SAFETY: the caller's promise; the function has the instructions of the level.
-                unsafe { group_kernels::gemm::<$simd, PlainGroup>(call) }
-            }
-
-            /// # Safety
-            /// As [`crate::cpu::gemm::Gemm`].
-            #[target_feature(enable = $features)]
-            unsafe fn plain_supers(call: &Call) {
-                // SAFETY: the caller's promise; the function has the instructions of the level.
-                unsafe { super_kernels::gemm::<$simd, PlainSuper>(call) }
+                unsafe { plain::multiply::<$simd>(call) }
             }
         }
     };
@@ -144,26 +138,26 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
                 Type::Q5_0 => $module::groups::<BlockQ5_0>,
                 Type::Q5_1 => $module::groups::<BlockQ5_1>,
                 Type::Q8_0 => $module::groups::<BlockQ8_0>,
-                Type::Q1_0 => $module::rare_groups::<BlockQ1_0>,
-                Type::Q2_0 => $module::rare_groups::<BlockQ2_0>,
+                Type::Q1_0 => $module::groups::<BlockQ1_0>,
+                Type::Q2_0 => $module::groups::<BlockQ2_0>,
                 Type::Iq4Nl => $module::groups::<BlockIq4Nl>,
                 Type::Mxfp4 => $module::groups::<BlockMxfp4>,
-                Type::Nvfp4 => $module::rare_groups::<BlockNvfp4>,
+                Type::Nvfp4 => $module::groups::<BlockNvfp4>,
                 Type::Q2K => $module::supers::<BlockQ2K>,
                 Type::Q3K => $module::supers::<BlockQ3K>,
                 Type::Q4K => $module::supers::<BlockQ4K>,
                 Type::Q5K => $module::supers::<BlockQ5K>,
                 Type::Q6K => $module::supers::<BlockQ6K>,
-                Type::Iq1S => $module::rare_supers::<BlockIq1S>,
-                Type::Iq1M => $module::rare_supers::<BlockIq1M>,
-                Type::Iq2Xxs => $module::rare_supers::<BlockIq2Xxs>,
-                Type::Iq2Xs => $module::rare_supers::<BlockIq2Xs>,
-                Type::Iq2S => $module::rare_supers::<BlockIq2S>,
-                Type::Iq3Xxs => $module::rare_supers::<BlockIq3Xxs>,
-                Type::Iq3S => $module::rare_supers::<BlockIq3S>,
+                Type::Iq1S => $module::rare::<BlockIq1S>,
+                Type::Iq1M => $module::rare::<BlockIq1M>,
+                Type::Iq2Xxs => $module::rare::<BlockIq2Xxs>,
+                Type::Iq2Xs => $module::rare::<BlockIq2Xs>,
+                Type::Iq2S => $module::rare::<BlockIq2S>,
+                Type::Iq3Xxs => $module::rare::<BlockIq3Xxs>,
+                Type::Iq3S => $module::rare::<BlockIq3S>,
                 Type::Iq4Xs => $module::supers::<BlockIq4Xs>,
-                Type::Tq1_0 => $module::rare_supers::<BlockTq1_0>,
-                Type::Tq2_0 => $module::rare_supers::<BlockTq2_0>,
+                Type::Tq1_0 => $module::rare::<BlockTq1_0>,
+                Type::Tq2_0 => $module::supers::<BlockTq2_0>,
                 _ => return Some(portable),
             }
         };

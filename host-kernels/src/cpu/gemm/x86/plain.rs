@@ -1,31 +1,23 @@
-//! The rare formats: decoded by their portable code into one plain format for each family, which is then
+//! The rare super-block formats: decoded by their portable code into one plain format, which is then
 //! multiplied like any other. Looking codebooks up takes most of the time however it is done.
 
 use std::arch::x86_64::*;
 
-use super::blocks::{Groups, Supers};
-use super::{Call, scratch};
-use crate::cpu::formats::{Group, GroupBlock, Super, SuperBlock};
-
-/// Multiplies with a plain format.
-pub(super) type Multiply = unsafe fn(&Call);
+use super::Call;
+use super::blocks::Supers;
+use super::scratch::DECODED;
+use super::simd::Simd;
+use super::supers::{self, PANEL_COLS};
+use crate::cpu::formats::{Super, SuperBlock};
 
 /// Rows decoded at once for a panel, and for few columns.
 const PANEL_ROWS: usize = 32;
 const ROWS: usize = 4;
 
-/// A decoded group of 32: quants plus 16, and the scale of each half.
-#[derive(Clone, Copy)]
-#[repr(C, packed)]
-pub(super) struct PlainGroup {
-    q: [u8; 32],
-    d: [f32; 2],
-}
-
 /// A decoded super-block.
 #[derive(Clone, Copy)]
 #[repr(C, packed)]
-pub(super) struct PlainSuper {
+struct PlainSuper {
     q: [u8; 256],
     /// Scales of every 16.
     scales: [i16; 16],
@@ -33,21 +25,6 @@ pub(super) struct PlainSuper {
     mins: [i16; 16],
     d: f32,
     dmin: f32,
-}
-
-impl GroupBlock for PlainGroup {
-    const ELEMENTS: usize = 32;
-    const OFFSET: i32 = 16;
-    const HALF_SCALES: bool = true;
-
-    #[inline(always)]
-    fn group(&self, _: usize) -> Group {
-        Group {
-            q: self.q,
-            d: self.d,
-            m: 0.0,
-        }
-    }
 }
 
 impl SuperBlock for PlainSuper {
@@ -67,30 +44,6 @@ impl SuperBlock for PlainSuper {
     }
 }
 
-impl Groups for PlainGroup {
-    #[inline(always)]
-    unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: the contract of `blocks`.
-        unsafe { _mm256_loadu_si256((&raw const (*row.cast::<Self>().add(g)).q).cast()) }
-    }
-
-    #[inline(always)]
-    unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        let (mut first, mut second) = ([0.0f32; 8], [0.0f32; 8]);
-        for i in 0..n {
-            // SAFETY: the contract of `blocks`.
-            [first[i], second[i]] = unsafe { (*row.cast::<Self>().add(g + i)).d };
-        }
-        // SAFETY: the contract of `blocks`.
-        unsafe {
-            (
-                _mm256_loadu_ps(first.as_ptr()),
-                _mm256_loadu_ps(second.as_ptr()),
-            )
-        }
-    }
-}
-
 impl Supers for PlainSuper {
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
@@ -106,93 +59,46 @@ impl Supers for PlainSuper {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the contract of `blocks`; the scales follow the quants.
+        // SAFETY: the contract of `blocks`; the scales and minimums follow the quants.
         unsafe { block.add(256).cast::<(__m256i, __m256i)>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the contract of `blocks`; the scales are the last fields.
+        // SAFETY: the contract of `blocks`; the scales of both are the last fields.
         unsafe { block.add(320).cast::<(f32, f32)>().read_unaligned() }
     }
 }
 
-/// Multiplies with a rare group format.
+/// Decodes a few rows of `B` at a time and hands them to `multiply`.
 ///
 /// # Safety
-/// As [`super::super::Gemm`] with blocks `B`; `multiply` does it for [`PlainGroup`].
-pub(super) unsafe fn groups<B: GroupBlock>(call: &Call, multiply: Multiply) {
-    let decode = |row: *const u8, g: usize| {
-        let groups = B::ELEMENTS / 32;
-        // SAFETY: the group is one of the row's; B is packed, and any bytes are a valid one.
-        let group = unsafe { (*row.cast::<B>().add(g / groups)).group(g % groups) };
-        let q = group
-            .q
-            .map(|q| (i32::from(q) - B::OFFSET + PlainGroup::OFFSET) as u8);
-        PlainGroup { q, d: group.d }
-    };
-    // SAFETY: the caller's promise.
-    unsafe { decoded(call, 32, decode, multiply) }
-}
-
-/// Multiplies with a rare super-block format.
-///
-/// # Safety
-/// As [`super::super::Gemm`] with blocks `B`; `multiply` does it for [`PlainSuper`].
-pub(super) unsafe fn supers<B: SuperBlock>(call: &Call, multiply: Multiply) {
-    let decode = |row: *const u8, b: usize| {
-        // SAFETY: the block is one of the row's; B is packed, and any bytes are a valid one.
-        let block = unsafe { (*row.cast::<B>().add(b)).decode() };
-        let (mut scales, mut mins, mut dmin) = ([0; 16], [0; 16], block.dmin);
-        for i in 0..16 {
-            scales[i] = block.scales[i * 16 / B::SUB];
-            mins[i] = block.mins[i * 16 / B::SUB];
-        }
-        if !B::HAS_MIN {
-            (mins, dmin) = (scales.map(|scale| scale * B::OFFSET as i16), block.d);
-        }
-        PlainSuper {
-            q: block.q,
-            scales,
-            mins,
-            d: block.d,
-            dmin,
-        }
-    };
-    // SAFETY: the caller's promise.
-    unsafe { decoded(call, 256, decode, multiply) }
-}
-
-/// Decodes a few rows at a time into blocks `P` of `elements` and multiplies those.
-///
-/// # Safety
-/// As [`super::super::Gemm`], if `decode` makes blocks of the rows; `multiply` does it for `P`.
-unsafe fn decoded<P>(
-    call: &Call,
-    elements: usize,
-    decode: impl Fn(*const u8, usize) -> P,
-    multiply: Multiply,
-) {
-    let blocks = call.k / elements;
-    let w_stride = blocks * size_of::<P>();
-    let step = if call.cols < super::supers::PANEL_COLS {
+/// As [`super::super::Gemm`], with blocks `B`; `multiply` is [`multiply`] in a function with instructions
+/// that the processor has.
+#[inline(always)]
+pub(super) unsafe fn gemm<B: SuperBlock>(call: &Call, multiply: unsafe fn(&Call)) {
+    let blocks = call.k / 256;
+    let w_stride = blocks * size_of::<PlainSuper>();
+    let step = if call.cols < PANEL_COLS {
         ROWS
     } else {
         PANEL_ROWS
     };
-    let mut memory = scratch::DECODED.take(step * w_stride);
-    let rows = memory.as_mut_ptr().cast::<P>();
+    let mut memory = DECODED.take(step * w_stride);
+    let rows = memory.as_mut_ptr().cast::<PlainSuper>();
     for first in (0..call.rows).step_by(step) {
         let n = step.min(call.rows - first);
         for r in 0..n {
-            // SAFETY: the row is one of the call's.
-            let row = unsafe { call.w.add((first + r) * call.w_stride) };
             for b in 0..blocks {
-                // SAFETY: the memory has room for `step` rows; P is packed.
-                unsafe { rows.add(r * blocks + b).write_unaligned(decode(row, b)) };
+                // SAFETY: the block is one of the call's, and any bytes are a valid one; the memory has
+                // room for `step` rows; both are packed.
+                unsafe {
+                    let row = call.w.add((first + r) * call.w_stride);
+                    decode(&*row.cast::<B>().add(b), &mut *rows.add(r * blocks + b));
+                }
             }
         }
-        // SAFETY: the caller's promise for these rows, now in blocks `P`.
+        // SAFETY: the caller's promise for these rows, now decoded.
         unsafe {
             let dst = call.dst.add(first);
             multiply(&Call {
@@ -204,5 +110,37 @@ unsafe fn decoded<P>(
             });
         }
     }
-    scratch::DECODED.give_back(memory);
+    DECODED.give_back(memory);
+}
+
+/// Multiplies with decoded rows: the second half of [`gemm`], the same for every format.
+///
+/// # Safety
+/// As [`super::super::Gemm`], with the features of `S`; the weights are decoded.
+#[inline(always)]
+pub(super) unsafe fn multiply<S: Simd>(call: &Call) {
+    // SAFETY: the caller's promise.
+    unsafe { supers::gemm::<S, PlainSuper>(call) }
+}
+
+#[inline(always)]
+fn decode<B: SuperBlock>(block: &B, plain: &mut PlainSuper) {
+    let block = block.decode();
+    let (mut scales, mut mins) = ([0; 16], [0; 16]);
+    for i in 0..16 {
+        scales[i] = block.scales[i * 16 / B::SUB];
+        mins[i] = if B::HAS_MIN {
+            block.mins[i * 16 / B::SUB]
+        } else {
+            scales[i] * B::OFFSET as i16
+        };
+    }
+    let dmin = if B::HAS_MIN { block.dmin } else { block.d };
+    *plain = PlainSuper {
+        q: block.q,
+        scales,
+        mins,
+        d: block.d,
+        dmin,
+    };
 }
