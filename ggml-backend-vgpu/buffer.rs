@@ -18,7 +18,8 @@ use crate::abi::{
 };
 use crate::device::Device;
 use crate::ffi::{guard, object};
-use crate::session::{Session, SessionError};
+use crate::progress::Progress;
+use crate::session::{Allocation, Session, SessionError};
 
 /// Every tensor starts at a multiple of this.
 pub(crate) const ALIGNMENT: usize = 256;
@@ -30,9 +31,11 @@ static NEXT_BASE: AtomicU64 = AtomicU64::new(1 << 56);
 /// A buffer of a session.
 pub(crate) struct Buffer {
     session: Arc<Session>,
-    id: BufferId,
+    allocation: Allocation,
     base: usize,
     size: usize,
+    /// Of a buffer that may hold a model.
+    progress: Option<Progress>,
 }
 
 impl Buffer {
@@ -43,10 +46,10 @@ impl Buffer {
         size: usize,
     ) -> ggml_backend_buffer_t {
         let allocated = device.session().and_then(|session| {
-            let id = session.alloc(size as u64)?;
-            Ok((session, id))
+            let allocation = session.alloc(size as u64)?;
+            Ok((session, allocation))
         });
-        let (session, id) = match allocated {
+        let (session, allocation) = match allocated {
             Ok(allocated) => allocated,
             Err(error) => {
                 tracing::error!("{}: cannot allocate {size} bytes: {error}", device.name());
@@ -59,9 +62,10 @@ impl Buffer {
         let base = NEXT_BASE.fetch_add(step, Ordering::Relaxed) as usize;
         let context = Box::into_raw(Box::new(Buffer {
             session,
-            id,
+            allocation,
             base,
             size,
+            progress: Progress::of(device.name(), size as u64),
         }));
         // SAFETY: the buffer type lives as long as the process, the context until `free_buffer`.
         let buffer = unsafe { device.host().buffer(buft, CALLBACKS, context.cast(), size) };
@@ -98,13 +102,13 @@ impl Buffer {
     }
 
     /// The session it lives in.
-    pub(crate) fn session(&self) -> &Session {
+    pub(crate) fn session(&self) -> &Arc<Session> {
         &self.session
     }
 
     /// Its name there.
     pub(crate) fn id(&self) -> BufferId {
-        self.id
+        self.allocation.id
     }
 
     /// The offset that a made-up address stands for.
@@ -122,7 +126,8 @@ impl Buffer {
             .ok_or_else(|| {
                 SessionError::Refused(format!(
                     "address {:p} is not in buffer {}",
-                    tensor.data, self.id.0
+                    tensor.data,
+                    self.id().0
                 ))
             })
     }
@@ -131,8 +136,24 @@ impl Buffer {
     pub(crate) fn set(&self, tensor: &ggml_tensor, offset: usize, data: Bytes<'_>) {
         let done = self
             .place(tensor, offset)
-            .and_then(|at| self.session.write(self.id, at, data));
+            .and_then(|at| self.session.write(&self.allocation, at, data));
+        self.count(data.len());
         self.log("write to", done);
+    }
+
+    /// The same; the data stays as it is until the next synchronisation.
+    pub(crate) fn set_later(&self, tensor: &ggml_tensor, offset: usize, data: Bytes<'_>) {
+        let done = self
+            .place(tensor, offset)
+            .and_then(|at| self.session.write_later(&self.allocation, at, data));
+        self.count(data.len());
+        self.log("write to", done);
+    }
+
+    fn count(&self, bytes: usize) {
+        if let Some(progress) = &self.progress {
+            progress.advance(bytes as u64);
+        }
     }
 
     /// Reads a part of a tensor.
@@ -149,34 +170,107 @@ impl Buffer {
     ) {
         let read = self
             .place(tensor, offset)
-            .and_then(|at| self.session.read(self.id, at, out.reborrow()));
+            .and_then(|at| self.session.read(&self.allocation, at, out.reborrow()));
         if read.is_err() {
             // SAFETY: a tensor that the host has handed us.
-            let shape = unsafe { device.translator().shape(tensor) };
-            let poison = if shape.is_some_and(|shape| is_float(shape.ty)) {
-                0xff
-            } else {
-                0
-            };
+            let poison = unsafe { poison(device, tensor) };
             // SAFETY: BytesMut vouches for its bytes.
             unsafe { out.as_mut_ptr().write_bytes(poison, out.len()) };
         }
         self.log("read from", read);
     }
 
+    /// The same, but the bytes need not be there before the next synchronisation.
+    ///
+    /// # Safety
+    ///
+    /// The tensor must be one that the host has handed us, and `len` bytes at `to` writable until the next
+    /// synchronisation.
+    pub(crate) unsafe fn get_later(
+        &self,
+        device: &Device,
+        tensor: &ggml_tensor,
+        offset: usize,
+        (to, len): (*mut u8, usize),
+    ) {
+        // SAFETY: the caller's promise.
+        let poison = unsafe { poison(device, tensor) };
+        let asked = self.place(tensor, offset).and_then(|at| {
+            // SAFETY: the caller's promise.
+            unsafe {
+                self.session
+                    .read_later(&self.allocation, at, (to, len), poison)
+            }
+        });
+        match asked {
+            Ok(true) => {}
+            // Too much, or to memory that may go away meanwhile. What fails, fails again, and says so.
+            // SAFETY: the caller's promise.
+            _ => self.get(device, tensor, offset, unsafe {
+                BytesMut::from_raw(to, len)
+            }),
+        }
+    }
+
+    /// Copies a tensor of this session into this buffer, in order with everything else. `false` when it is not of
+    /// this session.
+    ///
+    /// # Safety
+    ///
+    /// Both must be tensors of the host with live buffers, `dst` in this one.
+    pub(crate) unsafe fn copy_from(
+        &self,
+        device: &Device,
+        src: &ggml_tensor,
+        dst: &ggml_tensor,
+    ) -> bool {
+        // SAFETY: the caller's promise.
+        let (from, shape) = unsafe {
+            (
+                Buffer::of_tensor(device, src),
+                device.translator().shape(src),
+            )
+        };
+        let Some(from) = from.filter(|from| Arc::ptr_eq(&from.session, &self.session)) else {
+            return false;
+        };
+        let len = shape.and_then(|shape| shape.extent());
+        let (Some(len), Ok(from_at), Ok(to_at)) = (len, from.place(src, 0), self.place(dst, 0))
+        else {
+            return false;
+        };
+        self.session
+            .copy((self.id(), to_at), (from.id(), from_at), len)
+            .is_ok()
+    }
+
     fn log(&self, what: &str, done: Result<(), SessionError>) {
         match done {
             // Said once, when it was lost.
             Ok(()) | Err(SessionError::Lost(_)) => {}
-            Err(error) => tracing::error!("cannot {what} buffer {}: {error}", self.id.0),
+            Err(error) => tracing::error!("cannot {what} buffer {}: {error}", self.id().0),
         }
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let freed = self.session.free(self.id);
+        let freed = self.session.free(self.id());
         self.log("free", freed);
+    }
+}
+
+/// What the bytes of a tensor are set to when they could not be read.
+///
+/// # Safety
+///
+/// The tensor must be one that the host has handed us.
+unsafe fn poison(device: &Device, tensor: &ggml_tensor) -> u8 {
+    // SAFETY: the caller's promise.
+    let shape = unsafe { device.translator().shape(tensor) };
+    match shape.is_some_and(|shape| is_float(shape.ty)) {
+        true => 0xff,
+        false => 0,
     }
 }
 
@@ -193,8 +287,8 @@ const CALLBACKS: ggml_backend_buffer_i = ggml_backend_buffer_i {
     memset_tensor: Some(memset_tensor),
     set_tensor: Some(set_tensor),
     get_tensor: Some(get_tensor),
-    set_tensor_2d: None, // ggml falls back to one call for each piece
-    get_tensor_2d: None,
+    set_tensor_2d: Some(set_tensor_2d),
+    get_tensor_2d: Some(get_tensor_2d),
     cpy_tensor: Some(cpy_tensor),
     clear: Some(clear),
     reset: None, // nothing is attached to tensors
@@ -262,7 +356,7 @@ unsafe extern "C" fn memset_tensor(
         if let (Some((buffer, _)), Some(tensor)) = unsafe { (context(buffer), object(tensor)) } {
             let filled = buffer
                 .place(tensor, offset)
-                .and_then(|at| buffer.session.fill(buffer.id, at, size as u64, value));
+                .and_then(|at| buffer.session.fill(buffer.id(), at, size as u64, value));
             buffer.log("fill", filled);
         }
     });
@@ -319,30 +413,48 @@ unsafe extern "C" fn cpy_tensor(
     guard("cpy_tensor", false, || {
         // SAFETY: ggml hands back a live buffer of ours, and two tensors of its own with live buffers.
         unsafe {
-            let (Some((to, device)), Some(src), Some(dst)) =
-                (context(buffer), object(src), object(dst))
-            else {
-                return false;
-            };
-            let Some(from) = Buffer::of_tensor(device, src) else {
-                return false;
-            };
-            if !Arc::ptr_eq(&from.session, &to.session) {
-                return false;
+            match (context(buffer), object(src), object(dst)) {
+                (Some((to, device)), Some(src), Some(dst)) => to.copy_from(device, src, dst),
+                _ => false,
             }
-            let len = device
-                .translator()
-                .shape(src)
-                .and_then(|shape| shape.extent());
-            let (Some(len), Ok(from_at), Ok(to_at)) = (len, from.place(src, 0), to.place(dst, 0))
-            else {
-                return false;
-            };
-            to.session
-                .copy((to.id, to_at), (from.id, from_at), len)
-                .is_ok()
         }
     })
+}
+
+/// Writes pieces of a tensor, as many as `copies`, each `size` bytes; the data is free again on return.
+unsafe extern "C" fn set_tensor_2d(
+    buffer: ggml_backend_buffer_t,
+    tensor: *mut ggml_tensor,
+    data: *const c_void,
+    offset: usize,
+    size: usize,
+    copies: usize,
+    stride_tensor: usize,
+    stride_data: usize,
+) {
+    for i in 0..copies {
+        let piece = data.wrapping_byte_add(i * stride_data);
+        // SAFETY: ggml vouches for every piece as for the whole of a `set_tensor`.
+        unsafe { set_tensor(buffer, tensor, piece, offset + i * stride_tensor, size) };
+    }
+}
+
+/// Reads pieces of a tensor, as many as `copies`, each `size` bytes.
+unsafe extern "C" fn get_tensor_2d(
+    buffer: ggml_backend_buffer_t,
+    tensor: *const ggml_tensor,
+    data: *mut c_void,
+    offset: usize,
+    size: usize,
+    copies: usize,
+    stride_tensor: usize,
+    stride_data: usize,
+) {
+    for i in 0..copies {
+        let piece = data.wrapping_byte_add(i * stride_data);
+        // SAFETY: ggml vouches for every piece as for the whole of a `get_tensor`.
+        unsafe { get_tensor(buffer, tensor, piece, offset + i * stride_tensor, size) };
+    }
 }
 
 /// Fills the whole buffer.
@@ -352,7 +464,9 @@ unsafe extern "C" fn clear(buffer: ggml_backend_buffer_t, value: u8) {
         if let Some((buffer, _)) = unsafe { context(buffer) } {
             buffer.log(
                 "clear",
-                buffer.session.fill(buffer.id, 0, buffer.size as u64, value),
+                buffer
+                    .session
+                    .fill(buffer.id(), 0, buffer.size as u64, value),
             );
         }
     });

@@ -13,13 +13,15 @@ use crate::abi::{
     BufferType, GGML_BACKEND_DEVICE_TYPE_GPU, ggml_backend_buffer_t, ggml_backend_buffer_type_i_v3,
     ggml_backend_buffer_type_t, ggml_backend_buffer_type_v3, ggml_backend_dev_caps,
     ggml_backend_dev_props, ggml_backend_dev_t, ggml_backend_dev_type, ggml_backend_device,
-    ggml_backend_device_i, ggml_backend_reg_t, ggml_backend_t, ggml_tensor,
+    ggml_backend_device_i, ggml_backend_event_t, ggml_backend_reg_t, ggml_backend_t, ggml_tensor,
 };
 use crate::buffer::{ALIGNMENT, Buffer};
 use crate::connect::{ConnectError, connect};
 use crate::encode::supports;
+use crate::event::Event;
 use crate::ffi::{guard, object};
 use crate::host::Host;
+use crate::host_buffer::{self, HostBuffer};
 use crate::session::{Session, SessionError, Welcome};
 use crate::stream::Stream;
 use crate::translate::Translator;
@@ -36,6 +38,7 @@ pub(crate) struct Device {
     translator: Arc<Translator>,
     endpoint: Endpoint,
     name: CString,
+    host_buffer_name: CString,
     description: CString,
     connection: Mutex<Connection>,
     object: Object,
@@ -51,9 +54,10 @@ struct Connection {
 struct Object {
     device: std::cell::UnsafeCell<ggml_backend_device>,
     buffer_type: std::cell::UnsafeCell<DeviceBufferType>,
+    host_buffer_type: std::cell::UnsafeCell<DeviceBufferType>,
 }
 
-// SAFETY: both structures are filled in before the device is handed to ggml and never written by us
+// SAFETY: the structures are filled in before the device is handed to ggml and never written by us
 // again; ggml only reads them.
 unsafe impl Sync for Object {}
 // SAFETY: the pointers inside go to objects that live as long as the process.
@@ -78,12 +82,16 @@ impl Device {
         registry: ggml_backend_reg_t,
     ) -> &'static Device {
         let description = describe(&session.welcome);
-        let no_buffer_type = BufferType::new(host.api(), buffer_type(ptr::null_mut()));
+        let no_buffer_type = || DeviceBufferType {
+            abi: BufferType::new(host.api(), buffer_type(ptr::null_mut())),
+            device: ptr::null(),
+        };
         let device = Box::leak(Box::new(Device {
             host: Arc::clone(host),
             translator: Arc::clone(translator),
             endpoint,
             name: CString::new(format!("VGPU{index}")).unwrap_or_default(),
+            host_buffer_name: CString::new(format!("VGPU{index}_Host")).unwrap_or_default(),
             description: CString::new(description).unwrap_or_default(),
             connection: Mutex::new(Connection {
                 session,
@@ -96,18 +104,20 @@ impl Device {
                     context: ptr::null_mut(),
                 }
                 .into(),
-                buffer_type: DeviceBufferType {
-                    abi: no_buffer_type,
-                    device: ptr::null(),
-                }
-                .into(),
+                buffer_type: no_buffer_type().into(),
+                host_buffer_type: no_buffer_type().into(),
             },
         }));
         // The objects point at the device, which has its address only now.
         let this: *const Device = device;
         device.object.device.get_mut().context = this.cast_mut().cast();
+        let (api, object) = (device.host.api(), device.object.device.get());
         *device.object.buffer_type.get_mut() = DeviceBufferType {
-            abi: BufferType::new(device.host.api(), buffer_type(device.object.device.get())),
+            abi: BufferType::new(api, buffer_type(object)),
+            device: this,
+        };
+        *device.object.host_buffer_type.get_mut() = DeviceBufferType {
+            abi: BufferType::new(api, host_buffer_type(object)),
             device: this,
         };
         device
@@ -141,6 +151,11 @@ impl Device {
     /// Its buffer type in ggml's form.
     pub(crate) fn buffer_type(&self) -> ggml_backend_buffer_type_t {
         self.object.buffer_type.get().cast()
+    }
+
+    /// Its type of host buffers in ggml's form.
+    fn host_buffer_type(&self) -> ggml_backend_buffer_type_t {
+        self.object.host_buffer_type.get().cast()
     }
 
     /// The device of a buffer type.
@@ -232,6 +247,15 @@ fn buffer_type(device: ggml_backend_dev_t) -> ggml_backend_buffer_type_v3 {
     }
 }
 
+fn host_buffer_type(device: ggml_backend_dev_t) -> ggml_backend_buffer_type_v3 {
+    let mut buft = buffer_type(device);
+    buft.iface.get_name = Some(host_buft_name);
+    buft.iface.alloc_buffer = Some(host_buft_alloc);
+    buft.iface.get_alignment = Some(host_buft_alignment);
+    buft.iface.is_host = Some(host_buft_is_host);
+    buft
+}
+
 const CALLBACKS: ggml_backend_device_i = ggml_backend_device_i {
     get_name: Some(get_name),
     get_description: Some(get_description),
@@ -240,14 +264,14 @@ const CALLBACKS: ggml_backend_device_i = ggml_backend_device_i {
     get_props: Some(get_props),
     init_backend: Some(init_backend),
     get_buffer_type: Some(get_buffer_type),
-    get_host_buffer_type: None,
+    get_host_buffer_type: Some(get_host_buffer_type),
     buffer_from_host_ptr: None,
     supports_op: Some(supports_op),
     supports_buft: Some(supports_buft),
     offload_op: None,
-    event_new: None,
-    event_free: None,
-    event_synchronize: None,
+    event_new: Some(event_new),
+    event_free: Some(event_free),
+    event_synchronize: Some(event_synchronize),
 };
 
 /// The device behind ggml's object.
@@ -314,9 +338,9 @@ unsafe extern "C" fn get_props(dev: ggml_backend_dev_t, props: *mut ggml_backend
                 device_id: ptr::null(),
                 caps: ggml_backend_dev_caps {
                     async_: true,
-                    host_buffer: false,
+                    host_buffer: true,
                     buffer_from_host_ptr: false,
-                    events: false,
+                    events: true,
                     mmap_support: true,
                 },
             });
@@ -332,12 +356,41 @@ unsafe extern "C" fn init_backend(dev: ggml_backend_dev_t, _: *const c_char) -> 
     })
 }
 
-/// The device's only buffer type; it stays.
+/// The type of the device's own buffers; it stays.
 unsafe extern "C" fn get_buffer_type(dev: ggml_backend_dev_t) -> ggml_backend_buffer_type_t {
     guard("get_buffer_type", ptr::null_mut(), || {
         // SAFETY: ggml hands back a device of ours.
         unsafe { context(dev) }.map_or(ptr::null_mut(), Device::buffer_type)
     })
+}
+
+/// The type of memory that uploads are taken from where they lie; it stays.
+unsafe extern "C" fn get_host_buffer_type(dev: ggml_backend_dev_t) -> ggml_backend_buffer_type_t {
+    guard("get_host_buffer_type", ptr::null_mut(), || {
+        // SAFETY: ggml hands back a device of ours.
+        unsafe { context(dev) }.map_or(ptr::null_mut(), Device::host_buffer_type)
+    })
+}
+
+/// An event that has passed; ggml gives it back to `event_free`.
+unsafe extern "C" fn event_new(dev: ggml_backend_dev_t) -> ggml_backend_event_t {
+    guard("event_new", ptr::null_mut(), || Event::init(dev))
+}
+
+/// Called once, as the last call for this event. The object is ours to free.
+unsafe extern "C" fn event_free(_: ggml_backend_dev_t, event: ggml_backend_event_t) {
+    // SAFETY: ggml hands back an event made by `event_new` and does not use it after this call.
+    guard("event_free", (), || unsafe { Event::free(event) });
+}
+
+/// Returns when what was asked for before the event was recorded is done.
+unsafe extern "C" fn event_synchronize(_: ggml_backend_dev_t, event: ggml_backend_event_t) {
+    guard("event_synchronize", (), || {
+        // SAFETY: ggml hands back a live event of ours.
+        if let Some(event) = unsafe { Event::of(event) } {
+            event.synchronize();
+        }
+    });
 }
 
 /// Answered from the capabilities of the handshake, without the host.
@@ -391,4 +444,34 @@ unsafe extern "C" fn buft_alignment(_: ggml_backend_buffer_type_t) -> usize {
 /// The program cannot reach the memory itself.
 unsafe extern "C" fn buft_is_host(_: ggml_backend_buffer_type_t) -> bool {
     false
+}
+
+/// By this name programs tell where their memory is.
+unsafe extern "C" fn host_buft_name(buft: ggml_backend_buffer_type_t) -> *const c_char {
+    guard("host_buft_name", c"VGPU_Host".as_ptr(), || {
+        // SAFETY: ggml hands back a buffer type of ours.
+        unsafe { Device::of_buffer_type(buft) }
+            .map_or(c"VGPU_Host".as_ptr(), |d| d.host_buffer_name.as_ptr())
+    })
+}
+
+/// Null, with a log line, when there is no memory.
+unsafe extern "C" fn host_buft_alloc(
+    buft: ggml_backend_buffer_type_t,
+    size: usize,
+) -> ggml_backend_buffer_t {
+    guard("host_buft_alloc", ptr::null_mut(), || {
+        // SAFETY: ggml hands back a buffer type of ours.
+        unsafe { Device::of_buffer_type(buft) }
+            .map_or(ptr::null_mut(), |d| HostBuffer::alloc(d, buft, size))
+    })
+}
+
+unsafe extern "C" fn host_buft_alignment(_: ggml_backend_buffer_type_t) -> usize {
+    host_buffer::ALIGNMENT
+}
+
+/// The program's own processor can work there.
+unsafe extern "C" fn host_buft_is_host(_: ggml_backend_buffer_type_t) -> bool {
+    true
 }

@@ -133,7 +133,7 @@ impl Encoder {
         // SAFETY: the buffer of a tensor of the graph is alive.
         let place = unsafe { Buffer::of_tensor(device, tensor) };
         let (id, offset) = place
-            .filter(|buffer| ptr::eq(buffer.session(), session))
+            .filter(|buffer| ptr::eq(&**buffer.session(), session))
             .and_then(|buffer| Some((buffer.id(), buffer.offset_of(tensor.data as usize)?)))
             .ok_or_else(|| EncodeError::Foreign { name: name(tensor) })?;
         let index = self.graph.tensors.len() as u32;

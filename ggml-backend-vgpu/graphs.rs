@@ -1,11 +1,11 @@
-//! The graphs that the host has: each is sent once.
+//! The graphs that the host has: each is sent once, as a patch of another one where that is less.
 
 use std::hash::{BuildHasher, BuildHasherDefault};
 use std::sync::Arc;
 
 use rustc_hash::FxHasher;
-use vgpu_transport::ir::{BufferId, Graph};
-use vgpu_transport::wire::GraphId;
+use vgpu_transport::ir::{BufferId, Graph, patch};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD};
 
 /// Graphs kept on the host. llama.cpp alternates between a few for each context: prefill, decode, and
 /// either with other cache sizes.
@@ -41,10 +41,26 @@ pub(crate) struct Known {
     pub(crate) buffers: Arc<[BufferId]>,
     /// Nodes it computes.
     pub(crate) nodes: usize,
-    /// Whether the host does not have it yet.
-    pub(crate) is_new: bool,
+    /// What the host needs before it can run it.
+    pub(crate) news: News,
     /// A graph that the host must forget for it.
     pub(crate) evicted: Option<GraphId>,
+}
+
+/// How the host gets to know a graph.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum News {
+    /// It has it.
+    Nothing,
+    /// By the words that differ from those of another graph that it has.
+    Patch {
+        /// The other graph.
+        base: GraphId,
+        /// The words, in the form of [`vgpu_transport::ir::patch`].
+        patch: Vec<u32>,
+    },
+    /// By its whole image.
+    Whole,
 }
 
 impl Graphs {
@@ -67,6 +83,7 @@ impl Graphs {
             return self.touch(at);
         }
         let evicted = self.make_room();
+        let news = self.news();
         self.last_id += 1;
         self.entries.push(Entry {
             graph: GraphId(self.last_id),
@@ -78,7 +95,7 @@ impl Graphs {
             used: 0,
         });
         Known {
-            is_new: true,
+            news,
             evicted,
             ..self.touch(self.entries.len() - 1)
         }
@@ -113,9 +130,23 @@ impl Graphs {
             graph: entry.graph,
             buffers: Arc::clone(&entry.buffers),
             nodes: entry.nodes,
-            is_new: false,
+            news: News::Nothing,
             evicted: None,
         }
+    }
+
+    /// How to tell the host of the image in `blank`: as a patch of the graph of the same length that was used
+    /// last, unless most of it differs.
+    fn news(&self) -> News {
+        let alike = |entry: &&Entry| entry.image.len() == self.blank.len();
+        let base = self.entries.iter().filter(alike).max_by_key(|e| e.used);
+        let limit = (self.blank.len() / 2).min(MAX_PAYLOAD / 4);
+        base.and_then(|base| {
+            let patch = patch::diff(&base.image, &self.blank, limit)?;
+            let base = base.graph;
+            Some(News::Patch { base, patch })
+        })
+        .unwrap_or(News::Whole)
     }
 
     fn make_room(&mut self) -> Option<GraphId> {
@@ -147,14 +178,14 @@ mod tests {
     fn an_image_is_new_once() {
         let mut graphs = Graphs::default();
         let first = image(&mut graphs, 1);
-        assert!(first.is_new);
-        assert!(image(&mut graphs, 2).is_new);
+        assert_eq!(first.news, News::Whole);
+        assert_ne!(image(&mut graphs, 2).news, News::Nothing);
         let again = image(&mut graphs, 1);
         let graph = first.graph;
         assert_eq!(
             again,
             Known {
-                is_new: false,
+                news: News::Nothing,
                 ..first
             }
         );
@@ -172,7 +203,7 @@ mod tests {
         assert_eq!(
             graphs.by_key(9),
             Some(Known {
-                is_new: false,
+                news: News::Nothing,
                 ..known
             })
         );
@@ -188,6 +219,27 @@ mod tests {
         let over = image(&mut graphs, CAPACITY as u64);
         assert_eq!(over.evicted, Some(all[1].graph));
         assert_eq!(graphs.remove_users(BufferId(0)), [all[0].graph]);
-        assert!(image(&mut graphs, 0).is_new);
+        assert_ne!(image(&mut graphs, 0).news, News::Nothing);
+    }
+
+    #[test]
+    fn a_graph_like_another_is_a_patch_of_the_one_used_last() {
+        let mut graphs = Graphs::default();
+        image(&mut graphs, 1);
+        let second = image(&mut graphs, 2);
+        let third = image(&mut graphs, 3);
+        let News::Patch { base, patch } = third.news else {
+            panic!("{third:?}");
+        };
+        assert_eq!(base, second.graph);
+        let patched = patch::apply(graphs.image(base), &patch).unwrap();
+        assert_eq!(patched, graphs.image(third.graph));
+        assert_eq!(patch.len(), 3, "position, count, the buffer's name");
+        // One more buffer: another length.
+        let other = Graph {
+            buffers: vec![BufferId(1), BufferId(2)],
+            ..Graph::default()
+        };
+        assert_eq!(graphs.by_content(None, &other).news, News::Whole);
     }
 }

@@ -4,11 +4,11 @@
 //!
 //! - `ggml_backend_score` and `ggml_backend_init`, the two symbols that ggml looks for.
 //! - [`abi`]: ggml's C interface. [`host`]: the ggml that has loaded us.
-//! - `registry`, `device`, `buffer`, `stream`: the objects that ggml sees, one module each.
+//! - `registry`, `device`, `buffer`, `host_buffer`, `stream`, `event`: the objects that ggml sees, one module each.
 //! - `ffi`: the mechanism of every function that ggml calls.
 //! - `translate`, `encode`: from ggml's tensors and graphs to the IR.
 //! - `connect`, `session`, `graphs`: the guest's side of the wire.
-//! - `logging`, `stats`: what people get to read.
+//! - `logging`, `progress`, `stats`: what people get to read.
 //!
 //! The plugin lives in somebody else's process: it never aborts, never lets a panic out, never prints to
 //! standard output, and never waits for an executor that is gone.
@@ -18,10 +18,13 @@ mod buffer;
 mod connect;
 mod device;
 mod encode;
+mod event;
 mod ffi;
 mod graphs;
 pub mod host;
+mod host_buffer;
 mod logging;
+mod progress;
 mod registry;
 mod session;
 mod stats;

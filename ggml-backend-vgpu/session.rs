@@ -3,17 +3,34 @@
 //! Everything that ggml asks of us ends here. A session that has lost its host stays lost: every call
 //! fails at once, and the device opens a new session the next time somebody allocates memory.
 
+mod connection;
+
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{BufferId, Capabilities, Graph, IR_VERSION};
-use vgpu_transport::link::{Counters, GuestEnd, LinkError, piece_len};
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request, WireError};
+use vgpu_transport::link::{GuestEnd, Lent, LinkError, piece_len};
+use vgpu_transport::window::memory::Window;
+use vgpu_transport::wire::{MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
-use crate::graphs::{Graphs, Known};
-use crate::stats::Stats;
+use crate::graphs::News;
+use crate::stats::{Sent, Stats, SubmittedGraph};
+use connection::{Connection, HostMemory, Landing, broken, lost, unexpected};
+
+/// Writes from this size on wait for what is under way and go straight into memory that both sides have mapped,
+/// rather than being copied twice.
+const WORTH_WAITING: usize = 256 << 10;
+
+/// Writes from this size on are taken from where they lie. Smaller ones are copied for less than it costs to find
+/// room for them.
+const WORTH_LENDING: usize = 16 << 10;
+
+/// The largest host buffer whose memory is the link's. There is little of that, and it is best used for what goes to
+/// the host again and again.
+const MOST_LENT: usize = 16 << 20;
 
 /// Read requests that are on their way before the first answer is awaited.
 const READS_IN_FLIGHT: usize = 4;
@@ -56,53 +73,9 @@ pub(crate) enum SessionError {
     Failed(String),
 }
 
-struct Connection {
-    end: Box<dyn GuestEnd>,
-    message: Vec<u8>,
-    next_buffer: u64,
-    next_stream: u64,
-    graphs: Graphs,
-    /// Graphs on their way, oldest first.
-    submissions: VecDeque<Submission>,
-    /// What has failed and is not yet reported.
-    failures: Vec<Failure>,
-    /// Times that a caller had to wait for the host before it could go on.
-    round_trips: u64,
-    stats: Stats,
-}
-
 /// An ordered queue of work of one session, as ggml knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StreamId(u64);
-
-/// A graph on its way.
-struct Submission {
-    request: u64,
-    stream: StreamId,
-    buffers: Arc<[BufferId]>,
-}
-
-/// A one-way request that has failed. The next graph of its stream reports it; until then, what is read
-/// from the buffers it may have written is not a result.
-struct Failure {
-    /// The graph's stream and buffers; `None` when it was not a graph: then all are concerned.
-    submission: Option<(StreamId, Arc<[BufferId]>)>,
-    reason: String,
-}
-
-impl Failure {
-    fn concerns_stream(&self, stream: StreamId) -> bool {
-        self.submission
-            .as_ref()
-            .is_none_or(|(failed, _)| *failed == stream)
-    }
-
-    fn concerns_buffer(&self, buffer: BufferId) -> bool {
-        self.submission
-            .as_ref()
-            .is_none_or(|(_, buffers)| buffers.contains(&buffer))
-    }
-}
 
 impl Session {
     /// Introduces us over a fresh link and waits for the host's answer.
@@ -150,22 +123,11 @@ impl Session {
                 )));
             }
         };
-        let connection = Connection {
-            end,
-            message,
-            next_buffer: 1,
-            next_stream: 1,
-            graphs: Graphs::default(),
-            submissions: VecDeque::new(),
-            failures: Vec::new(),
-            round_trips: 1, // the greeting
-            stats: Stats::default(),
-        };
         Ok(Arc::new(Session {
             welcome,
             lost: OnceLock::new(),
             warned: AtomicBool::new(false),
-            connection: Mutex::new(connection),
+            connection: Mutex::new(Connection::new(end)),
         }))
     }
 
@@ -186,14 +148,30 @@ impl Session {
     }
 
     /// A new buffer of zero bytes.
-    pub(crate) fn alloc(&self, size: u64) -> Result<BufferId, SessionError> {
+    pub(crate) fn alloc(&self, size: u64) -> Result<Allocation, SessionError> {
         self.talk(|c| {
             let buffer = BufferId(c.next_buffer);
             c.next_buffer += 1;
-            match c.ask(&Request::Alloc { buffer, size })? {
-                Reply::Done { .. } => Ok(buffer),
-                other => Err(unexpected(&other)),
-            }
+            let mapping = match c.ask(&Request::Alloc { buffer, size })? {
+                Reply::Done { .. } => None,
+                Reply::Shared { size: mapped, .. } => match c.end.receive_shared(mapped) {
+                    Ok(mapping) if mapped >= size => Some(mapping),
+                    Ok(_) => return Err(too_small(buffer, size, mapped)),
+                    Err(error) => {
+                        tracing::warn!(
+                            "buffer {} is used by messages, it cannot be mapped: {error}",
+                            buffer.0
+                        );
+                        None
+                    }
+                },
+                other => return Err(unexpected(&other)),
+            };
+            Ok(Allocation {
+                id: buffer,
+                size,
+                mapping,
+            })
         })
     }
 
@@ -211,13 +189,32 @@ impl Session {
     /// Writes into a buffer. Returns when the data may change again.
     pub(crate) fn write(
         &self,
-        buffer: BufferId,
+        to: &Allocation,
         offset: u64,
         data: Bytes<'_>,
     ) -> Result<(), SessionError> {
+        let len = data.len();
+        if let Some(mut mapped) = to.mapped(offset, len)? {
+            let is_ours = self.talk(|c| {
+                if !c.is_quiet() && len >= WORTH_WAITING {
+                    c.wait(c.sent)?;
+                }
+                let is_quiet = c.is_quiet();
+                if is_quiet {
+                    c.copied.to_host += len as u64;
+                }
+                Ok(is_quiet)
+            })?;
+            // What is under way was sent before and must not see these bytes; what is sent later shall. So they go
+            // straight into the memory if nothing is under way, and in order with the rest by a message otherwise.
+            if is_ours {
+                mapped.copy_from(data);
+                return Ok(());
+            }
+        }
         self.talk(|c| {
             let (mut data, mut offset) = (data, offset);
-            let piece = piece_len(data.len());
+            let (buffer, piece) = (to.id, piece_len(data.len()));
             while !data.is_empty() {
                 let (part, rest) = data.split_at(data.len().min(piece));
                 c.send(&Request::Write { buffer, offset }, part)?;
@@ -228,14 +225,59 @@ impl Session {
         })
     }
 
+    /// Writes into a buffer. The data must not change before the next synchronisation.
+    pub(crate) fn write_later(
+        &self,
+        to: &Allocation,
+        offset: u64,
+        data: Bytes<'_>,
+    ) -> Result<(), SessionError> {
+        let lent = self.talk(|c| {
+            let memory = c.host_memory_of(data.as_ptr(), data.len());
+            let Some((base, lent)) = memory.and_then(|memory| Some((memory.base, memory.lent?)))
+            else {
+                return Ok(false);
+            };
+            if data.len() < WORTH_LENDING {
+                return Ok(false);
+            }
+            let (start, mut done) = (lent + (data.as_ptr().addr() - base), 0);
+            while done < data.len() {
+                let len = MAX_PAYLOAD.min(data.len() - done);
+                let request = Request::Write {
+                    buffer: to.id,
+                    offset: offset + done as u64,
+                };
+                c.send_lent(&request, start + done..start + done + len)?;
+                done += len;
+            }
+            Ok(true)
+        })?;
+        match lent {
+            true => Ok(()),
+            false => self.write(to, offset, data),
+        }
+    }
+
     /// Reads from a buffer, after everything sent before. An error says that the bytes are not the
     /// result of what was asked for.
     pub(crate) fn read(
         &self,
-        buffer: BufferId,
+        from: &Allocation,
         offset: u64,
-        out: BytesMut<'_>,
+        mut out: BytesMut<'_>,
     ) -> Result<(), SessionError> {
+        let buffer = from.id;
+        if let Some(mapped) = from.mapped(offset, out.len())? {
+            self.talk(|c| {
+                c.wait(c.sent)?;
+                c.drain()?;
+                c.copied.from_host += out.len() as u64;
+                c.check(buffer)
+            })?;
+            out.copy_from(mapped.into());
+            return Ok(());
+        }
         self.talk(|c| {
             let total = out.len();
             let piece = piece_len(total);
@@ -261,16 +303,70 @@ impl Session {
                     }
                 }
             }
-            // The failure stays for the next graph to report: to ggml, a read cannot fail.
-            match c
-                .failures
-                .iter()
-                .find(|failure| failure.concerns_buffer(buffer))
-            {
-                Some(failure) => Err(SessionError::Failed(failure.reason.clone())),
-                None => Ok(()),
-            }
+            c.check(buffer)
         })
+    }
+
+    /// Asks for bytes of a buffer that are there after the next synchronisation, or set to `poison` if they are not the
+    /// result of what was asked for. `false`, and nothing asked for, if they would have to be waited for: the memory
+    /// is not [host memory](Session::host_memory) of this session, or too much is on its way.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes at `to` must be writable until the next synchronisation. (If the program breaks this, what it
+    /// reads into is still memory of a host buffer, which lands what is under way before it goes.)
+    pub(crate) unsafe fn read_later(
+        &self,
+        from: &Allocation,
+        offset: u64,
+        (to, len): (*mut u8, usize),
+        poison: u8,
+    ) -> Result<bool, SessionError> {
+        self.talk(|c| {
+            if c.host_memory_of(to, len).is_none() {
+                return Ok(false);
+            }
+            let landing = Landing {
+                request: 0, // not sent yet
+                buffer: from.id,
+                to,
+                len,
+                poison,
+            };
+            c.read_later(offset, landing)
+        })
+    }
+
+    /// Memory in this process for a host buffer: the link's, from which the host can take what is written later
+    /// without a copy of ours, as long as there is some; `None` then.
+    pub(crate) fn lend(&self, size: usize) -> Option<Lent> {
+        if size > MOST_LENT {
+            return None;
+        }
+        self.talk(|c| Ok(c.end.lend(size))).ok().flatten()
+    }
+
+    /// From now on, `size` bytes at `base` are a host buffer's.
+    pub(crate) fn host_memory(&self, base: usize, size: usize, lent: Option<&Lent>) {
+        let lent = lent.map(|lent| lent.range.start);
+        let memory = HostMemory { base, size, lent };
+        self.connection().host_memory.push(memory);
+    }
+
+    /// The opposite. Waits for what is under way to or from there.
+    pub(crate) fn forget_host_memory(&self, base: usize, lent: Option<Lent>) {
+        let landed = self.talk(|c| {
+            c.wait(c.last_to_wait_for())?;
+            c.land(u64::MAX)
+        });
+        let mut connection = self.connection();
+        connection.host_memory.retain(|memory| memory.base != base);
+        if landed.is_err() {
+            connection.abandon();
+        }
+        if let Some(lent) = lent {
+            connection.end.take_back(lent);
+        }
     }
 
     /// Sets bytes of a buffer.
@@ -327,20 +423,14 @@ impl Session {
 
     /// A new stream.
     pub(crate) fn open_stream(&self) -> StreamId {
-        let mut connection = self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut connection = self.connection();
         connection.next_stream += 1;
         StreamId(connection.next_stream)
     }
 
     /// Nobody will ask what has become of the graphs of this stream.
     pub(crate) fn close_stream(&self, stream: StreamId) {
-        let mut connection = self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut connection = self.connection();
         connection
             .failures
             .retain(|failure| !failure.concerns_stream(stream));
@@ -370,6 +460,8 @@ impl Session {
                 .retain(|failure| !failure.concerns_stream(stream));
             return Err(error.into());
         }
+        let crossed = c.crossed();
+        let began = Instant::now();
         let known = match key.and_then(|key| c.graphs.by_key(key)) {
             Some(known) => known,
             None => {
@@ -380,32 +472,52 @@ impl Session {
                 c.graphs.by_content(key, graph)
             }
         };
-        self.note(c.run(stream, known, host_nodes)).map_err(E::from)
+        let graph = SubmittedGraph {
+            nodes: known.nodes,
+            host_nodes,
+            sent: match known.news {
+                News::Nothing => Sent::Before,
+                News::Patch { .. } => Sent::Patch,
+                News::Whole => Sent::Whole,
+            },
+            encoding: began.elapsed(),
+        };
+        c.stats.begin_step(crossed, graph);
+        self.note(c.run(stream, known)).map_err(E::from)
     }
 
-    /// Returns when every graph sent so far is done. Writes behind the last graph are not waited for: their
-    /// data is already out of the caller's hands, and whatever could see their effect comes after them.
+    /// Returns when every graph sent so far is done, everything read later has landed, and everything to be written
+    /// later may change.
     pub(crate) fn synchronize(&self) -> Result<(), SessionError> {
         self.talk(|c| {
-            if let Some(last) = c.submissions.back() {
-                let last = last.request;
-                if c.end.retired() < last {
-                    c.round_trips += 1;
-                    c.end.wait_retired(last).map_err(lost)?;
-                }
+            if c.is_landing() {
+                // Often the answer to the last of them is the only thing to wait for.
+                c.round_trips += 1;
+                c.land(u64::MAX)?;
             }
+            c.wait(c.last_to_wait_for())?;
+            c.drain()
+        })
+    }
+
+    /// The number that stands for everything sent so far.
+    pub(crate) fn mark(&self) -> u64 {
+        self.connection().sent
+    }
+
+    /// Returns when everything up to a mark is done.
+    pub(crate) fn wait_for(&self, mark: u64) -> Result<(), SessionError> {
+        self.talk(|c| {
+            c.wait(mark)?;
             c.drain()
         })
     }
 
     /// Statistics of the session so far.
     pub(crate) fn stats(&self) -> Stats {
-        let mut connection = self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let counters = connection.counters();
-        connection.stats.finish_step(counters);
+        let mut connection = self.connection();
+        let crossed = connection.crossed();
+        connection.stats.finish_step(crossed);
         connection.stats.clone()
     }
 
@@ -413,11 +525,14 @@ impl Session {
         if let Some(reason) = self.lost.get() {
             return Err(SessionError::Lost(reason.clone()));
         }
+        Ok(self.connection())
+    }
+
+    fn connection(&self) -> MutexGuard<'_, Connection> {
         // A panic between two messages leaves nothing half-done that matters: each message is whole.
-        Ok(self
-            .connection
+        self.connection
             .lock()
-            .unwrap_or_else(PoisonError::into_inner))
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `exchange` with the connection; a lost link is remembered and logged once.
@@ -426,7 +541,11 @@ impl Session {
         exchange: impl FnOnce(&mut Connection) -> Result<T, SessionError>,
     ) -> Result<T, SessionError> {
         let mut connection = self.locked()?;
-        self.note(exchange(&mut connection))
+        let outcome = exchange(&mut connection);
+        if let Err(SessionError::Lost(_)) = outcome {
+            connection.abandon();
+        }
+        self.note(outcome)
     }
 
     fn note<T>(&self, result: Result<T, SessionError>) -> Result<T, SessionError> {
@@ -445,171 +564,38 @@ impl Session {
     }
 }
 
-impl Connection {
-    fn send(&mut self, request: &Request, payload: Bytes<'_>) -> Result<u64, SessionError> {
-        self.message.clear();
-        request.encode(&mut self.message);
-        self.end.send(&self.message, payload).map_err(lost)
-    }
+/// A buffer of a session.
+#[derive(Debug)]
+pub(crate) struct Allocation {
+    /// Its name.
+    pub(crate) id: BufferId,
+    size: u64,
+    /// Its memory, if the host lets us map it.
+    mapping: Option<Window>,
+}
 
-    /// What crossed so far, with round trips as a caller feels them.
-    fn counters(&self) -> Counters {
-        Counters {
-            round_trips: self.round_trips,
-            ..self.end.counters()
-        }
-    }
-
-    /// Sends a request without a payload and waits for its answer.
-    fn ask(&mut self, request: &Request) -> Result<Reply, SessionError> {
-        self.round_trips += 1;
-        let request = self.send(request, (&[][..]).into())?;
-        self.reply_to(request, (&mut [][..]).into())
-    }
-
-    /// The answer to `request`; failures of one-way requests that arrive before it are kept.
-    fn reply_to(&mut self, request: u64, mut payload: BytesMut<'_>) -> Result<Reply, SessionError> {
-        loop {
-            self.message.clear();
-            let expected = payload.len();
-            let received = self
-                .end
-                .receive(&mut self.message, payload.reborrow())
-                .map_err(lost)?;
-            let reply = Reply::decode(&self.message).map_err(broken)?;
-            let number = match &reply {
-                Reply::Failed { .. } | Reply::Ended { .. } => {
-                    self.aside(reply)?;
-                    continue;
-                }
-                Reply::Refused { request, .. }
-                | Reply::Done { request }
-                | Reply::Data { request }
-                | Reply::Memory { request, .. } => *request,
-                Reply::Welcome { .. } => return Err(unexpected(&reply)),
-            };
-            if number != request {
-                return Err(SessionError::Lost(format!(
-                    "it answered request {number} instead of {request}"
-                )));
+impl Allocation {
+    /// Bytes of the mapping, if there is one.
+    fn mapped(&self, offset: u64, len: usize) -> Result<Option<BytesMut<'_>>, SessionError> {
+        let Some(mapping) = &self.mapping else {
+            return Ok(None);
+        };
+        match offset.checked_add(len as u64) {
+            // `alloc` has seen to it that the mapping is no smaller than the buffer.
+            Some(end) if end <= self.size => {
+                Ok(Some(mapping.bytes_mut(offset as usize..end as usize)))
             }
-            if let Reply::Refused { reason, .. } = reply {
-                return Err(SessionError::Refused(reason));
-            }
-            if received != expected {
-                return Err(SessionError::Lost(format!(
-                    "it sent {received} bytes instead of {expected}"
-                )));
-            }
-            return Ok(reply);
+            _ => Err(SessionError::Refused(format!(
+                "access to bytes {offset}..+{len} of buffer {}, which has {}",
+                self.id.0, self.size
+            ))),
         }
-    }
-
-    /// Takes in what the host has said without being asked.
-    fn drain(&mut self) -> Result<(), SessionError> {
-        // The host says that a graph has failed before it says that it is done.
-        let done = self.end.retired();
-        loop {
-            self.message.clear();
-            if !self.end.try_receive(&mut self.message).map_err(lost)? {
-                self.submissions
-                    .retain(|submission| submission.request > done);
-                return Ok(());
-            }
-            let reply = Reply::decode(&self.message).map_err(broken)?;
-            self.aside(reply)?;
-        }
-    }
-
-    /// A message that answers no question of ours.
-    fn aside(&mut self, reply: Reply) -> Result<(), SessionError> {
-        match reply {
-            Reply::Failed { request, reason } => {
-                tracing::error!("request {request} failed in the executor: {reason}");
-                let submission = self
-                    .submissions
-                    .iter()
-                    .find(|submission| submission.request == request);
-                let submission = submission.map(|s| (s.stream, Arc::clone(&s.buffers)));
-                self.failures.push(Failure { submission, reason });
-                Ok(())
-            }
-            Reply::Ended { reason } => Err(SessionError::Lost(reason)),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// Sends the graph, unless the host has it, and the order to run it.
-    fn run(
-        &mut self,
-        stream: StreamId,
-        known: Known,
-        host_nodes: usize,
-    ) -> Result<(), SessionError> {
-        let counters = self.counters();
-        self.stats
-            .begin_step(counters, known.nodes, host_nodes, known.is_new);
-        if let Some(graph) = known.evicted {
-            self.send(&Request::Forget { graph }, (&[][..]).into())?;
-        }
-        if known.is_new {
-            self.send_graph(known.graph)?;
-        }
-        let request = self.send(&Request::Submit { graph: known.graph }, (&[][..]).into())?;
-        self.submissions.push_back(Submission {
-            request,
-            stream,
-            buffers: known.buffers,
-        });
-        Ok(())
-    }
-
-    fn send_graph(&mut self, graph: GraphId) -> Result<(), SessionError> {
-        let image: Vec<u8> = self
-            .graphs
-            .image(graph)
-            .iter()
-            .flat_map(|word| word.to_le_bytes())
-            .collect();
-        let total = image.len() as u64;
-        let mut offset = 0;
-        for part in image.chunks(MAX_PAYLOAD) {
-            self.send(
-                &Request::Graph {
-                    graph,
-                    offset,
-                    total,
-                },
-                part.into(),
-            )?;
-            offset += part.len() as u64;
-        }
-        Ok(())
     }
 }
 
-fn lost(error: LinkError) -> SessionError {
-    SessionError::Lost(error.to_string())
-}
-
-fn broken(error: WireError) -> SessionError {
-    SessionError::Lost(format!("it sent a broken message: {error}"))
-}
-
-fn unexpected(reply: &Reply) -> SessionError {
-    SessionError::Lost(format!("it sent {reply:?} out of turn"))
-}
-
-/// The counters that a session's statistics start from.
-pub(crate) fn since(now: Counters, then: Counters) -> Counters {
-    Counters {
-        messages_out: now.messages_out - then.messages_out,
-        messages_in: now.messages_in - then.messages_in,
-        bytes_out: now.bytes_out - then.bytes_out,
-        bytes_in: now.bytes_in - then.bytes_in,
-        round_trips: now.round_trips - then.round_trips,
-        spins: now.spins - then.spins,
-        sleeps: now.sleeps - then.sleeps,
-        kicks: now.kicks - then.kicks,
-    }
+fn too_small(buffer: BufferId, size: u64, mapped: u64) -> SessionError {
+    SessionError::Lost(format!(
+        "it shares {mapped} bytes as buffer {}, which has {size}",
+        buffer.0
+    ))
 }

@@ -1,22 +1,23 @@
 //! Streams: ordered queues of graphs and copies. ggml calls them backends.
 //!
-//! A session executes in order, so that every call but a read is one-way: a graph is on its way when
-//! `graph_compute` returns, and whoever reads a result waits for it.
+//! A session executes in order, so that every call is one-way: a graph is on its way when `graph_compute` returns, and
+//! whoever reads or synchronises waits for it.
 
 use std::ffi::{CString, c_char, c_void};
 use std::path::PathBuf;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::bytes::Bytes;
 
 use crate::abi::{
-    GGML_STATUS_FAILED, GGML_STATUS_SUCCESS, ggml_backend, ggml_backend_i, ggml_backend_t,
-    ggml_cgraph, ggml_guid, ggml_status, ggml_tensor,
+    GGML_STATUS_FAILED, GGML_STATUS_SUCCESS, ggml_backend, ggml_backend_event_t, ggml_backend_i,
+    ggml_backend_t, ggml_cgraph, ggml_guid, ggml_status, ggml_tensor,
 };
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::encode::{EncodeError, Encoder};
+use crate::event::Event;
 use crate::ffi::{guard, object};
 use crate::session::{Session, SessionError, StreamId};
 
@@ -98,17 +99,17 @@ const CALLBACKS: ggml_backend_i = ggml_backend_i {
     free: Some(free),
     set_tensor_async: Some(set_tensor_async),
     get_tensor_async: Some(get_tensor_async),
-    set_tensor_2d_async: None,
-    get_tensor_2d_async: None,
-    cpy_tensor_async: None,
+    set_tensor_2d_async: Some(set_tensor_2d_async),
+    get_tensor_2d_async: Some(get_tensor_2d_async),
+    cpy_tensor_async: Some(cpy_tensor_async),
     synchronize: Some(synchronize),
     graph_plan_create: None,
     graph_plan_free: None,
     graph_plan_update: None,
     graph_plan_compute: None,
     graph_compute: Some(graph_compute),
-    event_record: None,
-    event_wait: None,
+    event_record: Some(event_record),
+    event_wait: Some(event_wait),
     graph_optimize: None,
 };
 
@@ -143,7 +144,8 @@ unsafe extern "C" fn free(backend: ggml_backend_t) {
     });
 }
 
-/// In order with the stream. `data` is copied before this returns, which is more than ggml asks for.
+/// In order with the stream. Data in a host buffer of ours is taken from where it lies until the stream is synchronised;
+/// other data is copied before this returns, which is more than ggml asks for.
 unsafe extern "C" fn set_tensor_async(
     backend: ggml_backend_t,
     tensor: *mut ggml_tensor,
@@ -159,7 +161,9 @@ unsafe extern "C" fn set_tensor_async(
                 return;
             };
             match Buffer::of_tensor(stream.device, tensor) {
-                Some(buffer) => buffer.set(tensor, offset, Bytes::from_raw(data.cast(), size)),
+                Some(buffer) => {
+                    buffer.set_later(tensor, offset, Bytes::from_raw(data.cast(), size));
+                }
                 None => tracing::error!(
                     "a tensor to be written is not in a buffer of {}",
                     stream.device.name()
@@ -169,8 +173,8 @@ unsafe extern "C" fn set_tensor_async(
     });
 }
 
-/// In order with the stream. Waits for the data, which is more than ggml asks for, and saves the round
-/// trip that a `synchronize` before it would cost.
+/// In order with the stream. Bytes that go into a host buffer of ours are there when the stream is synchronised; others
+/// are waited for, since nobody tells us when their memory goes away.
 unsafe extern "C" fn get_tensor_async(
     backend: ggml_backend_t,
     tensor: *const ggml_tensor,
@@ -179,26 +183,100 @@ unsafe extern "C" fn get_tensor_async(
     size: usize,
 ) {
     guard("get_tensor_async", (), || {
-        // SAFETY: ggml hands back a live stream of ours, a tensor with a live buffer, and `size` writable
-        // bytes.
+        // SAFETY: ggml hands back a live stream of ours, a tensor with a live buffer, and `size` bytes that are
+        // writable until the stream is synchronised.
         unsafe {
             let (Some(stream), Some(tensor)) = (context(backend), object(tensor)) else {
                 return;
             };
             match Buffer::of_tensor(stream.device, tensor) {
                 Some(buffer) => {
-                    buffer.get(
-                        stream.device,
-                        tensor,
-                        offset,
-                        BytesMut::from_raw(data.cast(), size),
-                    );
+                    buffer.get_later(stream.device, tensor, offset, (data.cast(), size));
                 }
                 None => tracing::error!(
                     "a tensor to be read is not in a buffer of {}",
                     stream.device.name()
                 ),
             }
+        }
+    });
+}
+
+/// `copies` pieces of `size` bytes, each like a `set_tensor_async`.
+unsafe extern "C" fn set_tensor_2d_async(
+    backend: ggml_backend_t,
+    tensor: *mut ggml_tensor,
+    data: *const c_void,
+    offset: usize,
+    size: usize,
+    copies: usize,
+    stride_tensor: usize,
+    stride_data: usize,
+) {
+    for i in 0..copies {
+        let piece = data.wrapping_byte_add(i * stride_data);
+        // SAFETY: ggml vouches for every piece as for the whole of a `set_tensor_async`.
+        unsafe { set_tensor_async(backend, tensor, piece, offset + i * stride_tensor, size) };
+    }
+}
+
+/// `copies` pieces of `size` bytes, each like a `get_tensor_async`.
+unsafe extern "C" fn get_tensor_2d_async(
+    backend: ggml_backend_t,
+    tensor: *const ggml_tensor,
+    data: *mut c_void,
+    offset: usize,
+    size: usize,
+    copies: usize,
+    stride_tensor: usize,
+    stride_data: usize,
+) {
+    for i in 0..copies {
+        let piece = data.wrapping_byte_add(i * stride_data);
+        // SAFETY: ggml vouches for every piece as for the whole of a `get_tensor_async`.
+        unsafe { get_tensor_async(backend, tensor, piece, offset + i * stride_tensor, size) };
+    }
+}
+
+/// Copies a tensor on the host, in order with both streams, if both are of one session; otherwise ggml takes the bytes
+/// through its own memory.
+unsafe extern "C" fn cpy_tensor_async(
+    _from: ggml_backend_t,
+    to: ggml_backend_t,
+    src: *const ggml_tensor,
+    dst: *mut ggml_tensor,
+) -> bool {
+    guard("cpy_tensor_async", false, || {
+        // SAFETY: ggml asks the destination's stream, which is a live one of ours, and hands over two tensors of
+        // its own with live buffers.
+        unsafe {
+            let (Some(to), Some(src), Some(dst)) = (context(to), object(src), object(dst)) else {
+                return false;
+            };
+            // The session executes in order, whichever stream a request comes through.
+            Buffer::of_tensor(to.device, dst)
+                .is_some_and(|buffer| buffer.copy_from(to.device, src, dst))
+        }
+    })
+}
+
+/// Notes how far the stream has come.
+unsafe extern "C" fn event_record(backend: ggml_backend_t, event: ggml_backend_event_t) {
+    guard("event_record", (), || {
+        // SAFETY: ggml hands back a live stream and a live event of ours.
+        if let (Some(stream), Some(event)) = unsafe { (context(backend), Event::of(event)) } {
+            event.record(&stream.session);
+        }
+    });
+}
+
+/// Lets the stream go on only behind the event.
+unsafe extern "C" fn event_wait(backend: ggml_backend_t, event: ggml_backend_event_t) {
+    guard("event_wait", (), || {
+        // SAFETY: ggml hands back a live stream of ours, and a live event, which is ours or another backend's; ggml
+        // itself compares the devices before it mixes them.
+        if let (Some(stream), Some(event)) = unsafe { (context(backend), Event::of(event)) } {
+            event.hold(&stream.session);
         }
     });
 }

@@ -34,6 +34,8 @@ fn the_device_says_what_hosts_rely_on() {
     assert_eq!(text(props.name), "VGPU0");
     assert_eq!(props.type_, abi::GGML_BACKEND_DEVICE_TYPE_GPU);
     assert!(props.memory_total >= props.memory_free && props.memory_free > 0);
+    let caps = props.caps;
+    assert!(caps.async_ && caps.host_buffer && caps.events);
     let description = text(props.description).to_lowercase();
     for word in ["cuda", "rocm", "hip", "metal", "apple", "vulkan"] {
         assert!(
@@ -153,9 +155,13 @@ fn a_step_costs_one_round_trip_however_large_its_result() {
             .collect()
     };
     assert_eq!(counts("round_trips"), [1; 19], "{stats}");
+    // The result is copied out of memory that both sides have mapped, or comes with a message.
+    let (sent, copied) = (counts("bytes_from_host"), counts("copied_from_host"));
+    let all = sent.iter().zip(&copied).map(|(sent, copied)| sent + copied);
+    assert!(all.into_iter().all(|n| n >= 2_400_000), "{stats}");
     assert!(
-        counts("bytes_from_host").iter().all(|&n| n >= 2_400_000),
-        "{stats}"
+        counts("bytes_to_host").iter().all(|&n| n < 100),
+        "only the order to run the graph: {stats}"
     );
 }
 
@@ -193,6 +199,165 @@ fn an_index_out_of_range_fails_the_graph_and_poisons_what_is_read_then_is_over()
     );
 }
 
+#[test]
+fn what_is_written_and_read_asynchronously_is_there_after_synchronising() {
+    let _turn = turn();
+    let ggml = Ggml::get();
+    let graph = Graph::new();
+    let (a, b) = (
+        graph.tensor(F32, [300_000, 1]),
+        graph.tensor(F32, [300_000, 1]),
+    );
+    let sum = graph.add(a, b);
+    let _buffer = graph.place();
+    let stream = Stream::new();
+    graph.set(b, &vec![1.0f32; 300_000]);
+    // Large enough to be taken from where it lies, and to be read later; then in ordinary memory.
+    let host = HostBuffer::new(2 * 1_200_000);
+    let mut own = vec![0f32; 600_000];
+    for memory in [host.floats(), &mut own[..]] {
+        let (input, output) = memory.split_at_mut(300_000);
+        for round in 0..5 {
+            let expected: Vec<f32> = (0..300_000).map(|i| (i + round + 1) as f32).collect();
+            for (i, x) in input.iter_mut().enumerate() {
+                *x = (i + round) as f32;
+            }
+            output.fill(-1.0);
+            (ggml.tensor_set_async)(stream.0, a, input.as_ptr().cast(), 0, 1_200_000);
+            assert_eq!(stream.submit(&graph, sum), abi::GGML_STATUS_SUCCESS);
+            (ggml.tensor_get_async)(stream.0, sum, output.as_mut_ptr().cast(), 0, 1_200_000);
+            // Behind the read in the stream: must not be seen by it.
+            // SAFETY: a placed tensor.
+            unsafe { (ggml.tensor_memset)(sum, 0xff, 0, 1_200_000) };
+            (ggml.synchronize)(stream.0);
+            assert!(output == expected, "round {round}");
+        }
+    }
+}
+
+#[test]
+fn pieces_of_a_tensor_are_written_and_read_in_one_call() {
+    let _turn = turn();
+    let ggml = Ggml::get();
+    let graph = Graph::new();
+    let a = graph.tensor(I32, [6, 4]);
+    let _buffer = graph.place();
+    let stream = Stream::new();
+    let data: Vec<i32> = (0..12).collect();
+    let mut back = vec![0i32; 12];
+    // Columns 1 to 3 of each row, from and to rows of three.
+    let (from, to) = (data.as_ptr().cast(), back.as_mut_ptr().cast());
+    let expected = |i: i32| {
+        if (1..4).contains(&(i % 6)) {
+            3 * (i / 6) + i % 6 - 1
+        } else {
+            0
+        }
+    };
+    (ggml.tensor_set_2d_async)(stream.0, a, from, 4, 12, 4, 24, 12);
+    (ggml.synchronize)(stream.0);
+    assert_eq!(
+        graph.get::<i32>(a),
+        (0..24).map(expected).collect::<Vec<_>>()
+    );
+    (ggml.tensor_get_2d_async)(stream.0, a, to, 4, 12, 4, 24, 12);
+    (ggml.synchronize)(stream.0);
+    assert_eq!(back, data);
+
+    let twice: Vec<i32> = data.iter().map(|x| 2 * x).collect();
+    (ggml.tensor_set_2d)(a, twice.as_ptr().cast(), 4, 12, 4, 24, 12);
+    (ggml.tensor_get_2d)(a, to, 4, 12, 4, 24, 12);
+    assert_eq!(back, twice);
+}
+
+#[test]
+fn events_and_asynchronous_copies_keep_the_order_of_streams() {
+    let _turn = turn();
+    let ggml = Ggml::get();
+    let graph = Graph::new();
+    let (a, b) = (graph.tensor(F32, [1000, 1]), graph.tensor(F32, [1000, 1]));
+    let (sum, copy) = (graph.add(a, b), graph.tensor(F32, [1000, 1]));
+    let _buffer = graph.place();
+    graph.set(a, &[1.0f32; 1000]);
+    graph.set(b, &[2.0f32; 1000]);
+    let (first, second) = (Stream::new(), Stream::new());
+    let event = (ggml.event_new)(ggml.device);
+    assert!(!event.is_null());
+    (ggml.event_synchronize)(event); // never recorded: passed
+    assert_eq!(first.submit(&graph, sum), abi::GGML_STATUS_SUCCESS);
+    (ggml.event_record)(event, first.0);
+    (ggml.event_wait)(second.0, event);
+    (ggml.tensor_copy_async)(first.0, second.0, sum, copy);
+    (ggml.event_record)(event, second.0);
+    (ggml.event_synchronize)(event);
+    assert_eq!(graph.get::<f32>(copy), [3.0; 1000]);
+    (ggml.event_free)(event);
+}
+
+#[test]
+fn a_failed_graph_poisons_what_was_asked_for_later() {
+    let _turn = turn();
+    let ggml = Ggml::get();
+    let graph = Graph::new();
+    let (table, ids) = (graph.tensor(F32, [4, 5]), graph.tensor(I32, [2, 1]));
+    let rows = graph.get_rows(table, ids);
+    let _buffer = graph.place();
+    let stream = Stream::new();
+    graph.set(ids, &[1, 5]);
+    let host = HostBuffer::new(32);
+    host.floats().fill(1.0);
+    assert_eq!(stream.submit(&graph, rows), abi::GGML_STATUS_SUCCESS);
+    (ggml.tensor_get_async)(stream.0, rows, host.floats().as_mut_ptr().cast(), 0, 32);
+    (ggml.synchronize)(stream.0);
+    assert!(host.floats().iter().all(|x| x.is_nan()));
+    assert_eq!(stream.submit(&graph, rows), abi::GGML_STATUS_FAILED);
+}
+
+#[test]
+fn host_buffers_are_memory_of_the_program() {
+    let _turn = turn();
+    let ggml = Ggml::get();
+    let buft = (ggml.dev_host_buffer_type)(ggml.device);
+    assert_eq!(text((ggml.buft_name)(buft)), "VGPU0_Host");
+    assert!((ggml.buft_is_host)(buft) && !(ggml.buft_is_host)((ggml.dev_buffer_type)(ggml.device)));
+    let graph = Graph::new();
+    let a = graph.tensor(I32, [1000, 1]);
+    let buffer = Buffer((ggml.alloc_ctx_tensors)(graph.0, buft));
+    let values: Vec<i32> = (0..1000).collect();
+    graph.set(a, &values);
+    // SAFETY: a placed tensor in memory of this process.
+    let seen = unsafe { std::slice::from_raw_parts((*a).data.cast::<i32>(), 1000) };
+    assert_eq!(seen, values);
+    assert_eq!(graph.get::<i32>(a), values);
+    drop(buffer);
+    // More than the link can lend, and nothing: both are buffers.
+    for size in [
+        0,
+        1,
+        100 << 20,
+        12 << 20,
+        12 << 20,
+        12 << 20,
+        12 << 20,
+        12 << 20,
+    ] {
+        let buffer = HostBuffer::new(size);
+        assert!(buffer.0.base().is_multiple_of(64));
+    }
+    let many: Vec<HostBuffer> = (0..8).map(|_| HostBuffer::new(12 << 20)).collect();
+    let stream = Stream::new();
+    let graph = Graph::new();
+    let b = graph.tensor(I32, [3 << 20, 1]);
+    let _buffer = graph.place();
+    for (i, buffer) in many.iter().enumerate() {
+        buffer.floats().fill(i as f32);
+        let data = buffer.floats().as_ptr().cast();
+        (ggml.tensor_set_async)(stream.0, b, data, 0, 12 << 20);
+        (ggml.synchronize)(stream.0);
+        assert!(graph.get::<f32>(b).iter().all(|&x| x == i as f32));
+    }
+}
+
 /// The functions of a real ggml, and our device registered with it.
 struct Ggml {
     device: ggml_backend_dev_t,
@@ -219,9 +384,50 @@ struct Ggml {
     dev_buffer_type: extern "C" fn(ggml_backend_dev_t) -> abi::ggml_backend_buffer_type_t,
     dev_init: extern "C" fn(ggml_backend_dev_t, *const c_char) -> ggml_backend_t,
     backend_free: extern "C" fn(ggml_backend_t),
+    dev_host_buffer_type: extern "C" fn(ggml_backend_dev_t) -> abi::ggml_backend_buffer_type_t,
+    buft_name: extern "C" fn(abi::ggml_backend_buffer_type_t) -> *const c_char,
+    buft_is_host: extern "C" fn(abi::ggml_backend_buffer_type_t) -> bool,
+    tensor_set_async: extern "C" fn(ggml_backend_t, *mut ggml_tensor, *const c_void, usize, usize),
+    tensor_get_async: extern "C" fn(ggml_backend_t, *const ggml_tensor, *mut c_void, usize, usize),
+    tensor_copy_async:
+        extern "C" fn(ggml_backend_t, ggml_backend_t, *const ggml_tensor, *mut ggml_tensor),
+    tensor_set_2d: Set2d,
+    tensor_get_2d: Get2d,
+    tensor_set_2d_async: Set2dAsync,
+    tensor_get_2d_async: Get2dAsync,
+    synchronize: extern "C" fn(ggml_backend_t),
+    event_new: extern "C" fn(ggml_backend_dev_t) -> abi::ggml_backend_event_t,
+    event_free: extern "C" fn(abi::ggml_backend_event_t),
+    event_record: extern "C" fn(abi::ggml_backend_event_t, ggml_backend_t),
+    event_wait: extern "C" fn(ggml_backend_t, abi::ggml_backend_event_t),
+    event_synchronize: extern "C" fn(abi::ggml_backend_event_t),
     graph_compute: extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
     graph_compute_async: extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
 }
+
+/// Offset, size, number of pieces, stride in the tensor, stride in the data.
+type Set2d = extern "C" fn(*mut ggml_tensor, *const c_void, usize, usize, usize, usize, usize);
+type Get2d = extern "C" fn(*const ggml_tensor, *mut c_void, usize, usize, usize, usize, usize);
+type Set2dAsync = extern "C" fn(
+    ggml_backend_t,
+    *mut ggml_tensor,
+    *const c_void,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+);
+type Get2dAsync = extern "C" fn(
+    ggml_backend_t,
+    *const ggml_tensor,
+    *mut c_void,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+);
 
 /// `struct ggml_init_params`.
 #[repr(C)]
@@ -310,6 +516,22 @@ impl Ggml {
             dev_buffer_type: symbol!("ggml_backend_dev_buffer_type"),
             dev_init: symbol!("ggml_backend_dev_init"),
             backend_free: symbol!("ggml_backend_free"),
+            dev_host_buffer_type: symbol!("ggml_backend_dev_host_buffer_type"),
+            buft_name: symbol!("ggml_backend_buft_name"),
+            buft_is_host: symbol!("ggml_backend_buft_is_host"),
+            tensor_set_async: symbol!("ggml_backend_tensor_set_async"),
+            tensor_get_async: symbol!("ggml_backend_tensor_get_async"),
+            tensor_copy_async: symbol!("ggml_backend_tensor_copy_async"),
+            tensor_set_2d: symbol!("ggml_backend_tensor_set_2d"),
+            tensor_get_2d: symbol!("ggml_backend_tensor_get_2d"),
+            tensor_set_2d_async: symbol!("ggml_backend_tensor_set_2d_async"),
+            tensor_get_2d_async: symbol!("ggml_backend_tensor_get_2d_async"),
+            synchronize: symbol!("ggml_backend_synchronize"),
+            event_new: symbol!("ggml_backend_event_new"),
+            event_free: symbol!("ggml_backend_event_free"),
+            event_record: symbol!("ggml_backend_event_record"),
+            event_wait: symbol!("ggml_backend_event_wait"),
+            event_synchronize: symbol!("ggml_backend_event_synchronize"),
             graph_compute: symbol!("ggml_backend_graph_compute"),
             graph_compute_async: symbol!("ggml_backend_graph_compute_async"),
         }
@@ -336,6 +558,27 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         (Ggml::get().buffer_free)(self.0);
+    }
+}
+
+/// A buffer in memory of this process, as the device hands them out.
+struct HostBuffer(Buffer);
+
+impl HostBuffer {
+    fn new(size: usize) -> HostBuffer {
+        let ggml = Ggml::get();
+        let buft = (ggml.dev_host_buffer_type)(ggml.device);
+        let buffer = (ggml.buft_alloc_buffer)(buft, size);
+        assert!(!buffer.is_null(), "{size} bytes");
+        HostBuffer(Buffer(buffer))
+    }
+
+    #[allow(clippy::mut_from_ref)] // as raw as memory is
+    fn floats(&self) -> &mut [f32] {
+        let len = self.0.size() / 4;
+        // SAFETY: the buffer has so many bytes, aligned to 64; the tests use one slice at a time, and let nothing be
+        // under way while they look at it.
+        unsafe { std::slice::from_raw_parts_mut(self.0.base() as *mut f32, len) }
     }
 }
 

@@ -1,6 +1,7 @@
 //! An executor inside the guest's own process.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
@@ -8,7 +9,8 @@ use tracing::{error, info_span};
 use vgpu_kernels::Engine;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::window::{WindowGuest, inproc_pair};
-use vgpu_transport::link::{Counters, GuestEnd, LinkError};
+use vgpu_transport::link::{Counters, GuestEnd, Lent, LinkError};
+use vgpu_transport::window::memory::Window;
 
 use crate::limits::Limits;
 use crate::session::{Session, Stop};
@@ -63,6 +65,22 @@ impl GuestEnd for Inproc {
 
     fn wait_retired(&mut self, request: u64) -> Result<(), LinkError> {
         self.guest.wait_retired(request)
+    }
+
+    fn lend(&mut self, len: usize) -> Option<Lent> {
+        self.guest.lend(len)
+    }
+
+    fn take_back(&mut self, lent: Lent) {
+        self.guest.take_back(lent);
+    }
+
+    fn send_lent(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
+        self.guest.send_lent(message, payload)
+    }
+
+    fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
+        self.guest.receive_shared(size)
     }
 
     fn is_closed(&mut self) -> bool {

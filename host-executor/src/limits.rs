@@ -21,6 +21,8 @@ pub struct Limits {
     pub graph: ir::Limits,
     /// How long a guest may take to say hello.
     pub hello: Duration,
+    /// Whether guests may map buffers of an engine whose memory is memory of this machine.
+    pub share: bool,
 }
 
 impl Default for Limits {
@@ -34,6 +36,7 @@ impl Default for Limits {
             graph_nodes: 4 << 20,
             graph: ir::Limits::default(),
             hello: Duration::from_secs(10),
+            share: true,
         }
     }
 }

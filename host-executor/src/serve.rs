@@ -56,6 +56,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_guests: usize,
 
+    /// Keep the memory of guests' buffers to this process: no guest on this machine maps it, every byte goes through a
+    /// message.
+    ///
+    /// Without this option a guest maps its own buffers, and nobody else's, and copies into them itself.
+    #[arg(long)]
+    no_shared_buffers: bool,
+
     /// What to log: error, warn, info, debug, trace, off, or for parts of the program, as in
     /// info,vgpu_executor=debug. [default: the environment variable VGPU_LOG, or info]
     #[arg(long, value_name = "FILTER")]
@@ -92,7 +99,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         free = memory.free,
         "vgpu starts"
     );
-    let mut server = Server::new(engine, Limits::default(), args.max_guests);
+    let limits = Limits {
+        share: !args.no_shared_buffers,
+        ..Limits::default()
+    };
+    let mut server = Server::new(engine, limits, args.max_guests);
     for listener in listeners {
         info!("listening on unix:{}", listener.path().display());
         server.open(listener).context("no thread for a listener")?;

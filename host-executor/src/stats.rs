@@ -8,9 +8,9 @@ use std::time::Duration;
 use vgpu_transport::wire::Request;
 
 /// Names of the kinds of request, in the order of their numbers on the wire.
-const KINDS: [&str; 12] = [
+const KINDS: [&str; 13] = [
     "HELLO", "ALLOC", "FREE", "WRITE", "READ", "FILL", "COPY", "GRAPH", "SUBMIT", "FORGET",
-    "MEMORY", "FENCE",
+    "MEMORY", "FENCE", "PATCH",
 ];
 
 /// The kind of a request.
@@ -32,6 +32,7 @@ impl Kind {
             Request::Forget { .. } => 9,
             Request::Memory { .. } => 10,
             Request::Fence { .. } => 11,
+            Request::Patch { .. } => 12,
         })
     }
 
@@ -69,6 +70,9 @@ pub(crate) struct Counters {
     pub(crate) bytes_in: Counter,
     pub(crate) bytes_out: Counter,
     pub(crate) failures: Counter,
+    pub(crate) round_trips: Counter,
+    pub(crate) full_graphs: Counter,
+    pub(crate) patches: Counter,
     pub(crate) graphs_run: Counter,
     pub(crate) nodes_run: Counter,
     pub(crate) busy_nanoseconds: Counter,
@@ -88,6 +92,9 @@ impl Counters {
             bytes_in: self.bytes_in.get(),
             bytes_out: self.bytes_out.get(),
             failures: self.failures.get(),
+            round_trips: self.round_trips.get(),
+            full_graphs: self.full_graphs.get(),
+            patches: self.patches.get(),
             graphs_run: self.graphs_run.get(),
             nodes_run: self.nodes_run.get(),
             busy: Duration::from_nanos(self.busy_nanoseconds.get()),
@@ -108,6 +115,12 @@ pub struct Stats {
     pub bytes_out: u64,
     /// Requests that were refused or failed.
     pub failures: u64,
+    /// Requests that the guest waited for the answer of.
+    pub round_trips: u64,
+    /// Graphs that came whole.
+    pub full_graphs: u64,
+    /// Graphs that came as what differs from an earlier one.
+    pub patches: u64,
     /// Graphs run.
     pub graphs_run: u64,
     /// Nodes of all graphs run.

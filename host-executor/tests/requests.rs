@@ -7,7 +7,7 @@ use std::time::Duration;
 use common::puppet::{Act, Puppet, UNREADABLE_SIZE};
 use common::{Host, MEMORY, add, bytes, cpu, floats, get_rows, image};
 use vgpu_executor::Limits;
-use vgpu_transport::ir::{BufferId, OpKind};
+use vgpu_transport::ir::{BufferId, OpKind, patch};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 const GRAPH: GraphId = GraphId(7);
@@ -238,8 +238,7 @@ fn one_buffer_too_many_is_refused_and_the_session_goes_on() {
     assert!(reason.contains("3 buffers"), "{reason}");
     guest.send(&Request::Free { buffer: first });
     // The refused name was not used.
-    let request = guest.send(&Request::Alloc { buffer, size: 8 });
-    assert_eq!(guest.receive().0, Reply::Done { request });
+    guest.alloc_mapped(buffer, 8);
 }
 
 #[test]
@@ -342,4 +341,114 @@ fn operations_that_a_device_cannot_do_fail_and_the_session_goes_on() {
         assert!(reason.starts_with(&format!("{kind} 1 failed")), "{reason}");
     }
     guest.fence();
+}
+
+#[test]
+fn a_patched_graph_is_another_one_and_the_base_stays() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let [a, b, sum] = [1.0f32, 10.0, 0.0].map(|x| guest.alloc_with(&bytes(&[x; 8])));
+    let (small, large) = (add(4, sum, a, b), add(8, sum, a, b));
+    guest.graph(GraphId(1), &small);
+    let patch = patch::diff(&small.encode(), &large.encode(), 1000).expect("equal lengths");
+    let patch: Vec<u8> = patch.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let request = Request::Patch {
+        graph: GraphId(2),
+        base: GraphId(1),
+    };
+    guest.send_with(&request, &patch);
+    guest.submit(GraphId(1));
+    assert_eq!(
+        guest.read_f32(sum, 8),
+        [11.0, 11.0, 11.0, 11.0, 0.0, 0.0, 0.0, 0.0]
+    );
+    guest.submit(GraphId(2));
+    assert_eq!(guest.read_f32(sum, 8), [11.0; 8]);
+    // What freeing a buffer takes along can be patched no more; what is patched stands alone.
+    guest.send(&Request::Forget { graph: GraphId(1) });
+    guest.submit(GraphId(2));
+    guest.fence();
+    let stats = host.server.sessions()[0].stats;
+    assert_eq!((stats.full_graphs, stats.patches), (1, 1));
+}
+
+#[test]
+fn a_shared_buffer_is_written_and_read_without_a_message() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let [a, b, sum] = [1, 2, 3].map(BufferId);
+    let maps = [a, b, sum].map(|buffer| {
+        let map = guest.alloc_mapped(buffer, 5000);
+        map.expect("the CPU's memory can be mapped")
+    });
+    for (map, values) in maps.iter().zip([[1.0f32, 2.0], [10.0, 20.0]]) {
+        map.bytes_mut(0..8).copy_from(bytes(&values)[..].into());
+    }
+    guest.graph(GRAPH, &add(2, sum, a, b));
+    let request = guest.submit(GRAPH);
+    guest.end.wait_retired(request).expect("it runs");
+    let mut seen = [0; 8];
+    maps[2].bytes(0..8).copy_to(&mut seen);
+    assert_eq!(floats(&seen), [11.0, 22.0]);
+    // Messages see the same memory.
+    assert_eq!(guest.read_f32(sum, 2), [11.0, 22.0]);
+    // What a guest keeps mapped is not what somebody else gets.
+    drop(guest);
+    host.wait_until_empty();
+    maps[2].bytes_mut(0..8).copy_from((&[7; 8][..]).into());
+    let mut other = host.guest();
+    let map = other.alloc_mapped(BufferId(1), 5000).expect("as before");
+    map.bytes(0..8).copy_to(&mut seen);
+    assert_eq!(seen, [0; 8]);
+}
+
+#[test]
+fn buffers_are_shared_only_if_the_host_wants_it() {
+    let limits = Limits {
+        share: false,
+        ..Limits::default()
+    };
+    let host = Host::limited(cpu(), limits, 1);
+    let mut guest = host.guest();
+    assert!(guest.alloc_mapped(BufferId(1), 5000).is_none());
+}
+
+/// Indices that a guest changes while the kernel reads them: each one is either in range, or fails the graph.
+#[test]
+fn a_guest_that_writes_while_its_graph_runs_harms_nobody() {
+    const ROWS: u64 = 64;
+    const COUNT: u64 = 50_000;
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    let (table, dst, ids) = (guest.alloc(ROWS * 16), guest.alloc(COUNT * 16), BufferId(3));
+    let map = guest.alloc_mapped(ids, COUNT * 4).expect("as before");
+    guest.graph(GRAPH, &get_rows(4, dst, (table, ROWS), (ids, COUNT)));
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let mut failed = 0;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let wild = [0u32, 63, 64, u32::MAX, 1 << 31, 12_345];
+            let mut at = 0;
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                at = (at + 7919) % COUNT as usize;
+                let id = wild[at % wild.len()].to_le_bytes();
+                map.bytes_mut(4 * at..4 * at + 4).copy_from(id[..].into());
+            }
+        });
+        for _ in 0..50 {
+            let submitted = guest.submit(GRAPH);
+            let fence = guest.send(&Request::Fence {});
+            match guest.receive().0 {
+                Reply::Failed { request, reason } => {
+                    assert_eq!(request, submitted);
+                    assert!(reason.contains("out of range"), "{reason}");
+                    assert_eq!(guest.receive().0, Reply::Done { request: fence });
+                    failed += 1;
+                }
+                reply => assert_eq!(reply, Reply::Done { request: fence }),
+            }
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert!(failed > 0, "the indices were never wrong");
 }

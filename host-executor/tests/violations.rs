@@ -69,7 +69,7 @@ fn hello_twice() {
 fn hello_of_another_protocol() {
     let words = [
         "version 9999 of the protocol",
-        "this host speaks 1",
+        "this host speaks 2",
         "update the older",
     ];
     ends_only_its_session(&words, |guest| {
@@ -218,10 +218,11 @@ fn buffers_named_at_random() {
         guest.hello();
         for i in 1..=11 {
             let buffer = BufferId(1000 * i);
-            guest.send(&Request::Alloc { buffer, size: 8 });
             if i < 11 {
-                assert!(matches!(guest.receive().0, Reply::Done { .. }));
+                guest.alloc_mapped(buffer, 8);
                 guest.send(&Request::Free { buffer });
+            } else {
+                guest.send(&Request::Alloc { buffer, size: 8 });
             }
         }
     });
@@ -304,11 +305,7 @@ fn buffer_of_another_guest() {
     let host = Host::new(cpu());
     let mut owner = host.guest();
     let secret = BufferId(5000);
-    let request = owner.send(&Request::Alloc {
-        buffer: secret,
-        size: 8,
-    });
-    assert_eq!(owner.receive().0, Reply::Done { request });
+    owner.alloc_mapped(secret, 8);
     owner.write(secret, 0, b"a secret");
     owner.fence();
     let mut thief = host.guest();
@@ -363,6 +360,40 @@ fn graph_submitted_before_its_last_part() {
         );
         guest.submit(GRAPH);
     });
+}
+
+#[test]
+fn patch_of_nothing_and_patches_out_of_place() {
+    ends_only_its_session(
+        &["PATCH of 12 bytes starts from graph 7, which was never sent"],
+        |guest| {
+            guest.hello();
+            let patch = Request::Patch {
+                graph: GraphId(8),
+                base: GRAPH,
+            };
+            guest.send_with(&patch, &[0; 12]);
+        },
+    );
+    let patches: [(&[u32], &str); 4] = [
+        (&[1 << 20, 1, 0], "puts 1 words at 1048576"),
+        (&[0, 2, 0], "puts 2 words at 0"),
+        (&[0, 1, 0], "starts with 0x00000000"),
+        (&[0], "1 words behind its end"),
+    ];
+    for (words, reason) in patches {
+        ends_only_its_session(&["graph 8 cannot be read", reason], |guest| {
+            guest.hello();
+            let buffer = guest.alloc(16);
+            guest.graph(GRAPH, &add(4, buffer, buffer, buffer));
+            let patch = Request::Patch {
+                graph: GraphId(8),
+                base: GRAPH,
+            };
+            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            guest.send_with(&patch, &bytes);
+        });
+    }
 }
 
 #[test]

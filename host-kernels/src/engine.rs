@@ -5,6 +5,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
@@ -27,6 +28,13 @@ pub trait Engine: Send + Sync + 'static {
     /// `size` bytes, all zero, at least 256-byte aligned. `size` 0 is allowed.
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError>;
 
+    /// The same in memory that a guest may map: it writes and reads there while nothing of its session runs, and,
+    /// if it breaks that rule, at any time. `None` when the engine's memory is not memory of this machine.
+    fn alloc_shared(&self, size: u64) -> Result<Option<SharedMemory>, EngineError> {
+        let _ = size;
+        Ok(None)
+    }
+
     /// Prepares a graph to run many times. `buffers[i]` is the memory of the graph's buffer `i`, of at
     /// least the size it was validated against; the plan keeps it alive.
     fn compile(
@@ -34,6 +42,17 @@ pub trait Engine: Send + Sync + 'static {
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
     ) -> Result<Box<dyn Plan>, EngineError>;
+}
+
+/// Memory that another process can map.
+#[derive(Debug)]
+pub struct SharedMemory {
+    /// The memory. When it is dropped its pages are given back, whoever still maps the file.
+    pub memory: Arc<dyn Memory>,
+    /// The file behind it, sealed so that nobody can shrink or grow it.
+    pub file: OwnedFd,
+    /// Bytes of the file.
+    pub size: u64,
 }
 
 /// Total and free memory of a device, in bytes.

@@ -5,4 +5,4 @@
 pub mod cpu;
 mod engine;
 
-pub use engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError};
+pub use engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, SharedMemory};

@@ -154,6 +154,13 @@ impl<'a> BytesMut<'a> {
     }
 }
 
+impl<'a> From<BytesMut<'a>> for Bytes<'a> {
+    fn from(bytes: BytesMut<'a>) -> Bytes<'a> {
+        // SAFETY: what is writable for 'a is readable for 'a.
+        unsafe { Bytes::from_raw(bytes.ptr, bytes.len) }
+    }
+}
+
 impl<'a> From<&'a mut [u8]> for BytesMut<'a> {
     fn from(slice: &'a mut [u8]) -> BytesMut<'a> {
         // SAFETY: a unique slice is writable for its lifetime, and borrowed for as long.

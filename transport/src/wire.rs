@@ -11,7 +11,7 @@
 use crate::ir::{BufferId, Capabilities, DecodeError};
 
 /// Version of the messages. Both sides must speak the same.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// Most bytes of payload with one message.
 pub const MAX_PAYLOAD: usize = 1 << 20;
@@ -98,7 +98,7 @@ messages! {
             /// Who it is, for logs: program, process id, ggml version.
             name: String,
         },
-        /// Makes a buffer of zero bytes. Answered by [`Reply::Done`] or [`Reply::Refused`].
+        /// Makes a buffer of zero bytes. Answered by [`Reply::Done`], [`Reply::Shared`] or [`Reply::Refused`].
         2 Alloc {
             /// A name not used before in this session.
             buffer: BufferId,
@@ -174,6 +174,14 @@ messages! {
         11 Memory {},
         /// Answered by [`Reply::Done`] when everything before it is done.
         12 Fence {},
+        /// A graph that differs from an earlier one in the words that the payload says
+        /// ([`patch`](crate::ir::patch)); it is validated and compiled. One-way.
+        13 Patch {
+            /// The name of the graph; an earlier graph of this name is replaced.
+            graph: GraphId,
+            /// The graph it differs from, which stays.
+            base: GraphId,
+        },
     }
 }
 
@@ -234,6 +242,14 @@ messages! {
         7 Ended {
             /// Why, for people.
             reason: String,
+        },
+        /// The buffer is there, and the link has brought a file to map it by: the guest may read and write it
+        /// itself whenever no request of its session is under way. Requests on it work all the same.
+        8 Shared {
+            /// The request.
+            request: u64,
+            /// Bytes of the file: those of the buffer, rounded up to whole pages.
+            size: u64,
         },
     }
 }

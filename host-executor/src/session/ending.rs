@@ -98,6 +98,10 @@ pub enum Violation {
         "SUBMIT names graph {}, which was never sent, was forgotten, or used a buffer that was freed", .0.0
     )]
     UnknownGraph(GraphId),
+    #[error(
+        "PATCH of {bytes} bytes starts from graph {}, which was never sent, was forgotten, or used a buffer that was freed", .base.0
+    )]
+    UnknownBase { base: GraphId, bytes: usize },
     #[error("graph {} has an image of {total} bytes, not a multiple of 4 from 4 to {limit}", .graph.0)]
     ImageSize {
         graph: GraphId,

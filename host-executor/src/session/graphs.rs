@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vgpu_kernels::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::ir::{BufferId, Graph, validate};
+use vgpu_transport::ir::{BufferId, Graph, patch, validate};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 
 use super::buffers::Buffers;
@@ -36,10 +36,11 @@ struct Assembly {
 
 /// A graph that can be submitted.
 pub(super) struct Kept {
+    /// The words it came in, for later graphs that differ from it in a few.
+    image: Box<[u32]>,
     /// An engine that cannot compile a graph fails each run of it.
     pub(super) plan: Result<Box<dyn Plan>, EngineError>,
     pub(super) nodes: usize,
-    bytes: u64,
     /// Sorted.
     buffers: Vec<BufferId>,
 }
@@ -102,20 +103,42 @@ impl Graphs {
         }
 
         self.assembly = None;
-        let words: Vec<u32> = self
-            .image
-            .chunks_exact(4)
-            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-            .collect();
+        let words = words(&self.image);
         self.image.clear();
         self.image.shrink_to(KEEP_ASSEMBLY);
-        let kept = compile(graph, &words, host)?;
-        drop(words);
+        let kept = compile(graph, words, host)?;
+        self.keep(graph, kept, host.limits)
+    }
+
+    /// Takes a graph that differs from another by `patch`.
+    pub(super) fn patch(
+        &mut self,
+        graph: GraphId,
+        base: GraphId,
+        patch: Bytes<'_>,
+        host: &Host<'_>,
+    ) -> Result<Progress, Violation> {
+        let Some(kept) = self.kept.get(&base) else {
+            let bytes = patch.len();
+            return Err(Violation::UnknownBase { base, bytes });
+        };
+        if !patch.len().is_multiple_of(4) {
+            return Err(Violation::ImageSize {
+                graph,
+                total: patch.len() as u64,
+                limit: MAX_GRAPH,
+            });
+        }
+        let mut bytes = vec![0; patch.len()];
+        patch.copy_to(&mut bytes);
+        let words = patch::apply(&kept.image, &words(&bytes))
+            .map_err(|error| Violation::Image { graph, error })?;
+        let kept = compile(graph, words, host)?;
         self.keep(graph, kept, host.limits)
     }
 
     fn keep(&mut self, graph: GraphId, kept: Kept, limits: &Limits) -> Result<Progress, Violation> {
-        let (bytes, nodes) = (kept.bytes, kept.nodes);
+        let (bytes, nodes) = (kept.bytes(), kept.nodes);
         let progress = match &kept.plan {
             Ok(_) => Progress::Compiled { bytes, nodes },
             Err(error) => Progress::Failed(error.clone()),
@@ -151,7 +174,7 @@ impl Graphs {
     /// Drops a graph. Unknown ones are fine: a guest may not know that freeing a buffer has taken them.
     pub(super) fn forget(&mut self, graph: GraphId) {
         if let Some(kept) = self.kept.remove(&graph) {
-            self.bytes -= kept.bytes;
+            self.bytes -= kept.bytes();
             self.nodes -= kept.nodes;
         }
     }
@@ -162,7 +185,7 @@ impl Graphs {
         self.kept.retain(|_, kept| {
             let uses = kept.buffers.binary_search(&buffer).is_ok();
             if uses {
-                *bytes -= kept.bytes;
+                *bytes -= kept.bytes();
                 *nodes -= kept.nodes;
             }
             !uses
@@ -181,8 +204,22 @@ pub(super) struct Host<'a> {
     pub(super) limits: &'a Limits,
 }
 
-fn compile(id: GraphId, words: &[u32], host: &Host<'_>) -> Result<Kept, Violation> {
-    let graph = Graph::decode(words).map_err(|error| Violation::Image { graph: id, error })?;
+impl Kept {
+    /// Bytes of its image.
+    fn bytes(&self) -> u64 {
+        4 * self.image.len() as u64
+    }
+}
+
+fn words(bytes: &[u8]) -> Vec<u32> {
+    bytes
+        .chunks_exact(4)
+        .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        .collect()
+}
+
+fn compile(id: GraphId, words: Vec<u32>, host: &Host<'_>) -> Result<Kept, Violation> {
+    let graph = Graph::decode(&words).map_err(|error| Violation::Image { graph: id, error })?;
     // More names than buffers means repeated names; there is no use for them, and the tables that
     // engines make of them would be larger than the image.
     if graph.buffers.len() > host.buffers.len() {
@@ -212,7 +249,7 @@ fn compile(id: GraphId, words: &[u32], host: &Host<'_>) -> Result<Kept, Violatio
     Ok(Kept {
         plan: host.engine.compile(&graph, &memory),
         buffers,
-        bytes: 4 * words.len() as u64,
         nodes: graph.graph().nodes.len(),
+        image: words.into(),
     })
 }

@@ -10,13 +10,14 @@ mod ending;
 mod graphs;
 
 use std::any::Any;
+use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tracing::{debug, error, info, trace, warn};
-use vgpu_kernels::{Engine, EngineError, Memory};
+use vgpu_kernels::{Engine, EngineError, Memory, SharedMemory};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{BufferId, IR_VERSION};
 use vgpu_transport::link::{HostEnd, LinkError};
@@ -71,6 +72,8 @@ pub struct Session {
     buffers: Buffers,
     graphs: Graphs,
     loud_events: u32,
+    /// Whether the link can share memory with the guest.
+    can_share: bool,
 }
 
 /// What a request calls for, besides being retired.
@@ -86,6 +89,11 @@ enum Answer {
         memory: Arc<dyn Memory>,
         offset: u64,
         len: usize,
+    },
+    /// A buffer whose memory the guest may map.
+    Shared {
+        file: OwnedFd,
+        size: u64,
     },
 }
 
@@ -110,6 +118,7 @@ impl Session {
             buffers: Buffers::default(),
             graphs: Graphs::default(),
             loud_events: 0,
+            can_share: false,
         }
     }
 
@@ -128,6 +137,7 @@ impl Session {
             dismiss(link, &ending);
         }
         let stats = self.stats();
+        let link = link.counters();
         let guest = self.guest().unwrap_or("unknown, no HELLO came");
         macro_rules! closed {
             ($level:ident) => {
@@ -135,9 +145,16 @@ impl Session {
                     guest,
                     requests = stats.requests(),
                     kinds = %stats,
+                    replies = link.messages_out,
                     bytes_in = stats.bytes_in,
                     bytes_out = stats.bytes_out,
+                    round_trips = stats.round_trips,
+                    spins = link.spins,
+                    sleeps = link.sleeps,
+                    kicks = link.kicks,
                     failures = stats.failures,
+                    full_graphs = stats.full_graphs,
+                    patches = stats.patches,
                     graphs_run = stats.graphs_run,
                     nodes_run = stats.nodes_run,
                     busy = ?stats.busy,
@@ -157,6 +174,7 @@ impl Session {
 
     fn serve(&mut self, link: &mut dyn HostEnd, stop: &Stop) -> Ending {
         let connected = Instant::now();
+        self.can_share = self.limits.share && link.can_share();
         let mut incoming = Vec::new();
         let mut outgoing = Vec::new();
         loop {
@@ -199,6 +217,18 @@ impl Session {
         let payload_len = match answer {
             Answer::Nothing => return Ok(()),
             Answer::Message(reply) => {
+                self.counters.round_trips.add(1);
+                reply.encode(outgoing);
+                link.send(outgoing, 0, &mut |_| {})?;
+                0
+            }
+            Answer::Shared { file, size } => {
+                self.counters.round_trips.add(1);
+                // A guest that does not take the file reads and writes by messages.
+                let reply = match link.share(file.as_fd()) {
+                    true => Reply::Shared { request, size },
+                    false => Reply::Done { request },
+                };
                 reply.encode(outgoing);
                 link.send(outgoing, 0, &mut |_| {})?;
                 0
@@ -219,6 +249,7 @@ impl Session {
                 offset,
                 len,
             } => {
+                self.counters.round_trips.add(1);
                 Reply::Data { request }.encode(outgoing);
                 link.send(outgoing, len, &mut |out| {
                     broken = memory.read(offset, out).err();
@@ -273,7 +304,7 @@ impl Session {
             _ => {}
         }
         match message {
-            Request::Write { .. } | Request::Graph { .. } => {}
+            Request::Write { .. } | Request::Graph { .. } | Request::Patch { .. } => {}
             _ if payload.is_empty() => {}
             _ => {
                 let payload = payload.len();
@@ -338,6 +369,7 @@ impl Session {
                 offset,
                 total,
             } => self.graph(request, graph, offset, total, payload),
+            Request::Patch { graph, base } => self.patch(request, graph, base, payload),
             Request::Submit { graph } => self.submit(request, graph),
             Request::Forget { graph } => {
                 self.graphs.forget(graph);
@@ -394,8 +426,16 @@ impl Session {
             let reason = format!("the session has {limit} buffers already, as many as it may");
             return Ok(refused(request, buffer, reason));
         }
-        match self.engine.alloc(size) {
-            Ok(memory) => {
+        let shared = match self.can_share && size > 0 {
+            true => self.engine.alloc_shared(size),
+            false => Ok(None),
+        };
+        let allocated = shared.and_then(|shared| match shared {
+            Some(SharedMemory { memory, file, size }) => Ok((memory, Some((file, size)))),
+            None => Ok((self.engine.alloc(size)?, None)),
+        });
+        match allocated {
+            Ok((memory, shared)) => {
                 self.buffers.insert(buffer, memory, limit)?;
                 self.count_holdings();
                 if size >= MODEL_SCALE && self.is_loud() {
@@ -404,7 +444,10 @@ impl Session {
                 } else {
                     debug!(buffer = buffer.0, size, "allocated");
                 }
-                Ok(Answer::Message(Reply::Done { request }))
+                Ok(match shared {
+                    Some((file, size)) => Answer::Shared { file, size },
+                    None => Answer::Message(Reply::Done { request }),
+                })
             }
             Err(error) => Ok(refused(request, buffer, error.to_string())),
         }
@@ -425,17 +468,48 @@ impl Session {
             limits: &self.limits,
         };
         let progress = self.graphs.part(graph, offset, total, part, &host)?;
+        if !matches!(progress, Progress::Incomplete) {
+            self.counters.full_graphs.add(1);
+        }
+        Ok(self.took_graph(request, ("GRAPH", graph), progress, start))
+    }
+
+    fn patch(
+        &mut self,
+        request: u64,
+        graph: GraphId,
+        base: GraphId,
+        patch: Bytes<'_>,
+    ) -> Result<Answer, Ending> {
+        let start = Instant::now();
+        let host = Host {
+            engine: self.engine.as_ref(),
+            buffers: &self.buffers,
+            limits: &self.limits,
+        };
+        let progress = self.graphs.patch(graph, base, patch, &host)?;
+        self.counters.patches.add(1);
+        Ok(self.took_graph(request, ("PATCH", graph), progress, start))
+    }
+
+    fn took_graph(
+        &mut self,
+        request: u64,
+        (kind, graph): (&'static str, GraphId),
+        progress: Progress,
+        start: Instant,
+    ) -> Answer {
         let answer = match progress {
-            Progress::Incomplete => return Ok(Answer::Nothing),
+            Progress::Incomplete => return Answer::Nothing,
             Progress::Compiled { bytes, nodes } => {
                 let took = start.elapsed();
-                debug!(graph = graph.0, nodes, bytes, ?took, "graph compiled");
+                debug!(kind, graph = graph.0, nodes, bytes, ?took, "graph compiled");
                 Answer::Nothing
             }
-            Progress::Failed(error) => failed(request, "GRAPH", graph.0, &error),
+            Progress::Failed(error) => failed(request, kind, graph.0, &error),
         };
         self.count_holdings();
-        Ok(answer)
+        answer
     }
 
     fn submit(&mut self, request: u64, graph: GraphId) -> Result<Answer, Ending> {

@@ -13,6 +13,7 @@ use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
+use vgpu_transport::window::memory::Window;
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 /// Memory of the engine that most tests run on.
@@ -169,9 +170,27 @@ impl Guest {
 
     pub(crate) fn alloc(&mut self, size: u64) -> BufferId {
         let buffer = self.new_buffer();
-        let request = self.send(&Request::Alloc { buffer, size });
-        assert_eq!(self.receive().0, Reply::Done { request });
+        self.alloc_mapped(buffer, size);
         buffer
+    }
+
+    /// Makes a buffer; its memory, if the host lets it be mapped.
+    pub(crate) fn alloc_mapped(&mut self, buffer: BufferId, size: u64) -> Option<Window> {
+        let sent = self.send(&Request::Alloc { buffer, size });
+        match self.receive().0 {
+            Reply::Done { request } if request == sent => None,
+            Reply::Shared {
+                request,
+                size: mapped,
+            } if request == sent => {
+                assert!(
+                    mapped >= size && mapped - size < 4096,
+                    "{mapped} for {size}"
+                );
+                Some(self.end.receive_shared(mapped).expect("a file to map"))
+            }
+            other => panic!("{other:?} to request {sent}"),
+        }
     }
 
     /// A buffer that holds `data`.

@@ -1,15 +1,24 @@
-//! Memory of the CPU engine: anonymous mappings, counted against a budget.
+//! Memory of the CPU engine: mappings, counted against a budget.
+//!
+//! A mapping is anonymous, or of a file that a guest maps too. In the second case any byte can change at any time,
+//! and nothing here or in the kernels relies on what memory holds: see "Memory that the guest maps" in
+//! `docs/ARCHITECTURE.md`.
 
 use std::any::Any;
+use std::ffi::c_void;
 use std::fs;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::window::memory::sealed_file_named;
 
-use crate::engine::{EngineError, Memory, MemoryInfo};
+use crate::engine::{EngineError, Memory, MemoryInfo, SharedMemory};
+
+/// Files have whole pages. (Of the smallest size there is; larger ones are multiples.)
+const PAGE: usize = 4096;
 
 /// How much the engine may hand out, and how much it has.
 pub(super) struct Budget {
@@ -64,16 +73,79 @@ pub(super) struct CpuMemory {
     ptr: NonNull<u8>,
     size: usize,
     budget: Arc<Budget>,
+    /// Whether another process may map it.
+    is_shared: bool,
 }
 
 // SAFETY: the mapping belongs to this value alone and may be used from any thread; the order of
-// accesses is the caller's contract (see `Memory`).
+// accesses is the caller's contract (see `Memory`). A guest that maps the same file may break it; its accesses
+// are another process's, to memory of which no reference exists.
 unsafe impl Send for CpuMemory {}
 // SAFETY: as above.
 unsafe impl Sync for CpuMemory {}
 
 impl CpuMemory {
+    /// Memory of this process alone.
     pub(super) fn new(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
+        if size == 0 {
+            return Ok(CpuMemory {
+                ptr: NonNull::dangling(),
+                size: 0,
+                budget: Arc::clone(budget),
+                is_shared: false,
+            });
+        }
+        CpuMemory::mapped(size, budget, false, |len| {
+            // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that exists.
+            let mapping = unsafe {
+                mmap_anonymous(
+                    std::ptr::null_mut(),
+                    len,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    MapFlags::PRIVATE,
+                )
+            };
+            mapping.ok()
+        })
+    }
+
+    /// Memory that a guest may map too. `size` is not 0.
+    pub(super) fn shared(size: u64, budget: &Arc<Budget>) -> Result<SharedMemory, EngineError> {
+        let mut sealed = None;
+        let memory = CpuMemory::mapped(size, budget, true, |len| {
+            let pages = len.checked_next_multiple_of(PAGE)?;
+            let file = sealed_file_named("vgpu-buffer", pages).ok()?;
+            // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists. The file is
+            // sealed: no access to its pages can fault because somebody has shrunk it.
+            let mapping = unsafe {
+                mmap(
+                    std::ptr::null_mut(),
+                    len,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    MapFlags::SHARED,
+                    &file,
+                    0,
+                )
+            };
+            sealed = Some((file, pages as u64));
+            mapping.ok()
+        })?;
+        let Some((file, size)) = sealed else {
+            unreachable!("`mapped` has called the closure, or failed");
+        };
+        Ok(SharedMemory {
+            memory: Arc::new(memory),
+            file,
+            size,
+        })
+    }
+
+    fn mapped(
+        size: u64,
+        budget: &Arc<Budget>,
+        is_shared: bool,
+        map: impl FnOnce(usize) -> Option<*mut c_void>,
+    ) -> Result<CpuMemory, EngineError> {
         budget.take(size)?;
         let refused = || {
             let MemoryInfo { total, free } = budget.info();
@@ -85,24 +157,7 @@ impl CpuMemory {
             }
         };
         let len = usize::try_from(size).map_err(|_| refused())?;
-        if len == 0 {
-            return Ok(CpuMemory {
-                ptr: NonNull::dangling(),
-                size: 0,
-                budget: Arc::clone(budget),
-            });
-        }
-        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that exists.
-        let mapping = unsafe {
-            mmap_anonymous(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
-        };
-        let ptr = mapping
-            .ok()
+        let ptr = map(len)
             .and_then(|ptr| NonNull::new(ptr.cast::<u8>()))
             .ok_or_else(refused)?;
         // Large pages save most TLB misses of a weight matrix; without them everything still works.
@@ -112,6 +167,7 @@ impl CpuMemory {
             ptr,
             size: len,
             budget: Arc::clone(budget),
+            is_shared,
         })
     }
 
@@ -135,8 +191,15 @@ impl CpuMemory {
 
 impl Drop for CpuMemory {
     fn drop(&mut self) {
+        if self.is_shared {
+            // A guest may keep the file: what this process has counted must not stay in it.
+            // SAFETY: our own mapping, of which no reference exists; its pages become zero.
+            let removed =
+                unsafe { madvise(self.ptr.as_ptr().cast(), self.size, Advice::LinuxRemove) };
+            debug_assert!(removed.is_ok(), "giving back shared pages: {removed:?}");
+        }
         if self.size > 0 {
-            // SAFETY: the mapping was made in `new` with this size; nothing uses it after its owner.
+            // SAFETY: the mapping was made in `mapped` with this size; nothing uses it after its owner.
             let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), self.size) };
             debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
         }
@@ -259,6 +322,33 @@ mod tests {
         assert_eq!(budget.used.load(Ordering::Relaxed), 0);
         assert!(CpuMemory::new(1 << 20, &budget).is_ok());
         assert!(CpuMemory::new(u64::MAX, &budget).is_err());
+    }
+
+    #[test]
+    fn shared_memory_is_the_same_for_both_and_gone_when_it_is_freed() {
+        use std::os::fd::AsFd;
+        use vgpu_transport::window::memory::Window;
+        let budget = Arc::new(Budget::new(Some(1 << 20)));
+        let SharedMemory { memory, file, size } = CpuMemory::shared(5000, &budget).unwrap();
+        assert_eq!((memory.size(), size), (5000, 8192));
+        let guest = Window::map_foreign(file.as_fd(), size).unwrap();
+        guest.bytes_mut(4990..5000).copy_from((&[7; 10][..]).into());
+        let mut seen = [0; 10];
+        memory.read(4990, (&mut seen[..]).into()).unwrap();
+        assert_eq!(seen, [7; 10]);
+        assert!(memory.read(4991, (&mut seen[..]).into()).is_err());
+        // What is freed is not kept alive by a guest that holds on to it.
+        assert_eq!(budget.used.load(Ordering::Relaxed), 5000);
+        drop(memory);
+        assert_eq!(budget.used.load(Ordering::Relaxed), 0);
+        guest.bytes(4990..5000).copy_to(&mut seen);
+        assert_eq!(seen, [0; 10]);
+        let blocks = rustix::fs::fstat(&file).unwrap().st_blocks;
+        assert!(blocks <= 8, "{blocks} blocks: only the page just read");
+        // Nobody can take pages away under the executor.
+        for size in [0, 4096, 12288] {
+            rustix::fs::ftruncate(&file, size).unwrap_err();
+        }
     }
 
     #[test]

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use vgpu_transport::ir::{Capabilities, ValidGraph};
 
-use crate::engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
+use crate::engine::{Engine, EngineError, Memory, MemoryInfo, Plan, SharedMemory};
 use memory::{Budget, CpuMemory};
 use pool::Pool;
 
@@ -71,6 +71,10 @@ impl Engine for CpuEngine {
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
         Ok(Arc::new(CpuMemory::new(size, &self.budget)?))
+    }
+
+    fn alloc_shared(&self, size: u64) -> Result<Option<SharedMemory>, EngineError> {
+        CpuMemory::shared(size, &self.budget).map(Some)
     }
 
     fn compile(

@@ -52,6 +52,7 @@ fn limits() -> Limits {
             nodes: 16,
             revisits: 8,
         },
+        share: false,
         hello: Duration::from_secs(60),
     }
 }
@@ -377,6 +378,7 @@ impl<'a> Script<'a> {
             27 => Request::Forget {
                 graph: GraphId(self.input.below(6) as u64),
             },
+            28 if self.input.chance(128) => return Some(self.patch(payload)),
             28 => Request::Memory {},
             29 => Request::Fence {},
             30 if self.input.chance(32) => Request::Hello {
@@ -461,6 +463,23 @@ impl<'a> Script<'a> {
             offset,
             total,
         }
+    }
+
+    /// A graph that differs from another in a word or two.
+    fn patch(&mut self, payload: &mut Vec<u8>) -> Request {
+        let Request::Submit { graph: base } = self.submit() else {
+            unreachable!("submit makes that request");
+        };
+        for _ in 0..self.input.below(3) {
+            let at = self.input.byte();
+            let word = u32::from(self.input.byte());
+            for field in [u32::from(at), 1, word] {
+                payload.extend(field.to_le_bytes());
+            }
+        }
+        let graph = GraphId(self.input.below(5) as u64);
+        self.queue.push_back(Request::Submit { graph });
+        Request::Patch { graph, base }
     }
 
     fn submit(&mut self) -> Request {

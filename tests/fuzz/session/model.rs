@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use vgpu_transport::ir::{Graph, IR_VERSION, Node, Op, Shape, Tensor};
+use vgpu_transport::ir::{Graph, IR_VERSION, Node, Op, Shape, Tensor, patch};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Request};
 
 /// What should come of a request.
@@ -38,6 +38,8 @@ pub(crate) struct Model {
     pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
     names: BTreeSet<u64>,
     graphs: BTreeMap<u64, Graph>,
+    /// The words that each graph came in. May have some of graphs that are gone.
+    images: BTreeMap<u64, Vec<u32>>,
     /// Those of the graphs that the engine has no memory for.
     failing: BTreeSet<u64>,
     image: Vec<u8>,
@@ -71,7 +73,10 @@ impl Model {
         let Ok(request) = Request::decode(message) else {
             return Expect::End;
         };
-        let takes_payload = matches!(request, Request::Write { .. } | Request::Graph { .. });
+        let takes_payload = matches!(
+            request,
+            Request::Write { .. } | Request::Graph { .. } | Request::Patch { .. }
+        );
         let is_hello = matches!(request, Request::Hello { .. });
         if is_hello == self.greeted || !takes_payload && !payload.is_empty() {
             return Expect::End;
@@ -157,6 +162,18 @@ impl Model {
                 let is_whole = self.image.len() as u64 == total;
                 Expect::Part(is_whole.then(|| (graph, std::mem::take(&mut self.image))))
             }
+            Request::Patch { graph, base } => {
+                if !self.graphs.contains_key(&base.0) || !payload.len().is_multiple_of(4) {
+                    return Expect::End;
+                }
+                match patch::apply(&self.images[&base.0], &words(payload)) {
+                    Ok(image) => {
+                        let image = image.iter().flat_map(|word| word.to_le_bytes()).collect();
+                        Expect::Part(Some((graph, image)))
+                    }
+                    Err(_) => Expect::End,
+                }
+            }
             Request::Submit { graph } if !self.graphs.contains_key(&graph.0) => Expect::End,
             Request::Submit { graph } if self.failing.contains(&graph.0) => Expect::Fail,
             Request::Submit { graph } => {
@@ -225,12 +242,10 @@ impl Model {
             true => self.failing.remove(&id.0),
             false => self.failing.insert(id.0),
         };
-        let words: Vec<u32> = image
-            .chunks_exact(4)
-            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-            .collect();
+        let words = words(image);
         let graph = Graph::decode(&words).expect("the session has read it");
         self.graphs.insert(id.0, graph);
+        self.images.insert(id.0, words);
     }
 
     /// Which bytes of which buffers a run of a graph may have changed: the elements of destinations, and
@@ -251,6 +266,13 @@ impl Model {
         }
         masks
     }
+}
+
+fn words(bytes: &[u8]) -> Vec<u32> {
+    bytes
+        .chunks_exact(4)
+        .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        .collect()
 }
 
 /// What a node writes: its destination, and what optimisers keep in their sources.

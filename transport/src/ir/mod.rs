@@ -1,7 +1,7 @@
 //! The graph IR: what a guest asks to be computed, independent of any ggml version.
 //!
 //! - [`Type`], [`Op`]: stable ids with ggml's names; guests translate by name.
-//! - [`Graph`]: nodes over tensors over buffers, and its image in 32-bit words.
+//! - [`Graph`]: nodes over tensors over buffers, and its image in 32-bit words; [`patch`]: from one image to the next.
 //! - [`check()`]: the shape rules of every operator. Kernels rely on them and on nothing else.
 //! - [`Capabilities`]: what an engine runs, as data; the same function answers `supports_op` in the
 //!   guest and validates in the host.
@@ -14,6 +14,7 @@ mod caps;
 mod check;
 mod graph;
 mod ops;
+pub mod patch;
 mod types;
 mod validate;
 mod words;

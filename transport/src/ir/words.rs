@@ -39,6 +39,15 @@ pub enum DecodeError {
     },
     #[error("flag word holds {value}, not 0 or 1")]
     Flag { value: u32 },
+    #[error(
+        "a patch puts {count} words at {position} of an image of {len}, and has {words} words left"
+    )]
+    Patch {
+        position: usize,
+        count: usize,
+        words: usize,
+        len: usize,
+    },
 }
 
 /// A value with an encoding in words.

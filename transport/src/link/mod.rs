@@ -6,15 +6,20 @@
 
 mod credentials;
 pub mod endpoint;
+mod files;
 mod line;
 pub mod unix;
 pub mod window;
 
 pub use endpoint::{Endpoint, EndpointError};
 
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bytes::{Bytes, BytesMut};
+use crate::window::memory::Window;
 
 /// Into pieces of how many bytes to cut a transfer of `len`, so that one side copies a piece while the other copies the
 /// next. Measured: smaller ones cost messages; larger ones overlap less and fall out of the processors' own caches.
@@ -46,6 +51,33 @@ pub trait GuestEnd: Send {
     /// Waits until [`retired`](GuestEnd::retired) reaches `request`.
     fn wait_retired(&mut self, request: u64) -> Result<(), LinkError>;
 
+    /// Memory that the host can take payloads from where they lie. `None` when the link has none (left).
+    fn lend(&mut self, len: usize) -> Option<Lent> {
+        let _ = len;
+        None
+    }
+
+    /// Takes lent memory back. Requests that name it must have retired.
+    fn take_back(&mut self, lent: Lent) {
+        let _ = lent;
+    }
+
+    /// Sends a request whose payload lies in lent memory, at these bytes of its window: it is not copied, and must
+    /// stay as it is until the request has retired.
+    fn send_lent(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
+        Err(LinkError::TooLarge {
+            len: message.len(),
+            payload: payload.len(),
+        })
+    }
+
+    /// Maps the memory of `size` bytes that the host has [shared](HostEnd::share) with the reply received last.
+    fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
+        Err(LinkError::PeerMisbehaved(format!(
+            "it shares {size} bytes over a link that cannot"
+        )))
+    }
+
     /// Whether the host is known to be gone. Does not wait.
     fn is_closed(&mut self) -> bool;
 
@@ -74,11 +106,32 @@ pub trait HostEnd: Send {
         fill: &mut dyn FnMut(BytesMut<'_>),
     ) -> Result<(), LinkError>;
 
+    /// Whether memory of this machine can be shared with the guest.
+    fn can_share(&self) -> bool {
+        false
+    }
+
+    /// Sends the guest a sealed file to map, ahead of the message that says so. `false` when the guest does not
+    /// take it; that is no error. Does not wait.
+    fn share(&mut self, file: BorrowedFd<'_>) -> bool {
+        let _ = file;
+        false
+    }
+
     /// Tells the guest that the request received last is finished with, without waking it for a message.
     fn retire(&mut self);
 
     /// What crossed so far.
     fn counters(&self) -> Counters;
+}
+
+/// A part of a window that is lent to somebody in the guest. Given back with [`GuestEnd::take_back`].
+#[derive(Debug, Clone)]
+pub struct Lent {
+    /// The window.
+    pub window: Arc<Window>,
+    /// Which bytes of it.
+    pub range: Range<usize>,
 }
 
 /// A request that has arrived.

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! The socket is of packets (`SOCK_SEQPACKET`), so each of these is one whole message, and something else that
-//! listens at the path is noticed when connecting. Afterwards nothing is sent on it: it stays open as the
-//! lifeline, which the kernel cuts when either process dies.
+//! listens at the path is noticed when connecting. Afterwards it carries memory that the host shares, and stays
+//! open as the lifeline, which the kernel cuts when either process dies.
 //!
 //! Whoever may open the socket may use the executor; beyond that a guest is trusted with nothing. Each step has
 //! a time limit, and [`Listener::accept`] does none of the talking, so a silent guest holds up only itself.
@@ -35,6 +35,7 @@ use rustix::net::{
 };
 
 use super::LinkError;
+use super::files::Files;
 use super::window::{WindowGuest, WindowHost};
 use crate::window::doorbell::{EventDoorbell, is_eventfd, new_eventfd, poll, system};
 use crate::window::heartbeat::{self, Pulse, STALL};
@@ -42,7 +43,7 @@ use crate::window::layout::{self, DEFAULT_SIZE, Layout, LayoutError, MAX_SIZE, M
 use crate::window::memory::{MapError, Window, sealed_file};
 
 /// What both sides begin with: `VGPULINK`.
-const MAGIC: u64 = u64::from_le_bytes(*b"VGPULINK");
+pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"VGPULINK");
 
 /// File descriptors of a welcome: the window, the guest's eventfd, the host's.
 const FDS: usize = 3;
@@ -120,8 +121,8 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
     };
 
     let hello = [MAGIC, layout::VERSION, layout::VERSION, 0];
-    send(&socket, &hello, &[], deadline).map_err(failed)?;
-    let (words, mut fds) = receive(&socket, WELCOME, FDS, deadline).map_err(failed)?;
+    send_packet(&socket, &hello, &[], deadline).map_err(failed)?;
+    let (words, mut fds) = receive_packet(&socket, WELCOME, FDS, deadline).map_err(failed)?;
     if words[1] == VERDICT_OTHER_LAYOUT {
         return Err(ConnectError::OtherLayout {
             path,
@@ -150,15 +151,13 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
         Err(error) => return Err(garbage(&error.to_string())),
     };
     let layout = Layout::read(&*window, window.size()).map_err(|e| garbage(&e.to_string()))?;
-    send(&socket, &[MAGIC, layout.epoch()], &[], deadline).map_err(failed)?;
+    send_packet(&socket, &[MAGIC, layout.epoch()], &[], deadline).map_err(failed)?;
     let pulse = Pulse::new(&window, STALL);
+    let files = files(&socket);
     let doorbell = EventDoorbell::new(guest_bell, host_bell, Some(socket));
-    Ok(WindowGuest::new(
-        window,
-        &layout,
-        Box::new(doorbell),
-        Some(pulse),
-    ))
+    let mut guest = WindowGuest::new(window, &layout, Box::new(doorbell), Some(pulse));
+    guest.files = files;
+    Ok(guest)
 }
 
 /// How a host listens.
@@ -342,11 +341,11 @@ impl Arrival {
             StepError::Garbage(why) => HandshakeError::Garbage(why),
             StepError::Link(error) => HandshakeError::Link(error),
         };
-        let (words, _) = receive(&self.socket, HELLO, 0, deadline).map_err(failed)?;
+        let (words, _) = receive_packet(&self.socket, HELLO, 0, deadline).map_err(failed)?;
         let (from, to) = (words[1], words[2]);
         if !(from..=to).contains(&layout::VERSION) {
             let verdict = [MAGIC, VERDICT_OTHER_LAYOUT, layout::VERSION, 0];
-            send(&self.socket, &verdict, &[], deadline).map_err(failed)?;
+            send_packet(&self.socket, &verdict, &[], deadline).map_err(failed)?;
             return Err(HandshakeError::OtherLayout { from, to });
         }
         let size = match usize::try_from(words[3]) {
@@ -366,8 +365,8 @@ impl Arrival {
         let (guest_bell, host_bell) = (new_eventfd()?, new_eventfd()?);
         let welcome = [MAGIC, VERDICT_COME_IN, layout::VERSION, size as u64];
         let fds = [file.as_fd(), guest_bell.as_fd(), host_bell.as_fd()];
-        send(&self.socket, &welcome, &fds, deadline).map_err(failed)?;
-        let (words, _) = receive(&self.socket, OPENED, 0, deadline).map_err(failed)?;
+        send_packet(&self.socket, &welcome, &fds, deadline).map_err(failed)?;
+        let (words, _) = receive_packet(&self.socket, OPENED, 0, deadline).map_err(failed)?;
         if words[1] != epoch {
             return Err(HandshakeError::Garbage(format!(
                 "it opened session {:#x} instead of {epoch:#x}",
@@ -378,13 +377,21 @@ impl Arrival {
             what: "starting the heartbeat's thread",
             error: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
         })?;
+        let files = files(&self.socket);
         let doorbell = EventDoorbell::new(host_bell, guest_bell, Some(self.socket));
-        Ok(WindowHost::new(window, &layout, Box::new(doorbell)))
+        let mut host = WindowHost::new(window, &layout, Box::new(doorbell));
+        host.files = files;
+        Ok(host)
     }
 }
 
+/// The way of files over a connected socket. `None` when no file can be opened any more: then nothing is shared.
+fn files(socket: &OwnedFd) -> Option<Files> {
+    socket.try_clone().ok().map(Files::Socket)
+}
+
 /// What can go wrong in one step of a handshake.
-enum StepError {
+pub(super) enum StepError {
     Late,
     Garbage(String),
     Link(LinkError),
@@ -459,7 +466,7 @@ fn is_socket(file: &std::fs::Metadata) -> bool {
 }
 
 /// Sends one packet of words, with files.
-fn send(
+pub(super) fn send_packet(
     socket: &OwnedFd,
     words: &[u64],
     fds: &[BorrowedFd<'_>],
@@ -486,7 +493,7 @@ fn send(
 }
 
 /// Receives one packet of exactly `count` words that begins with the magic, with at most `max_fds` files.
-fn receive(
+pub(super) fn receive_packet(
     socket: &OwnedFd,
     count: usize,
     max_fds: usize,

@@ -3,11 +3,13 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::files::Files;
 use super::line::{Line, Side, Waiting};
-use super::{Counters, GuestEnd, HostEnd, Incoming, LinkError};
+use super::{Counters, GuestEnd, HostEnd, Incoming, Lent, LinkError};
 use crate::bytes::{Bytes, BytesMut};
 use crate::window::bulk::{Pool, Stream};
 use crate::window::doorbell::{Doorbell, EventDoorbell};
@@ -41,8 +43,11 @@ pub fn inproc_pair() -> Result<(WindowGuest, WindowHost), LinkError> {
     let window = Arc::new(Window::anonymous(layout.size()).map_err(unmapped)?);
     layout.write(&*window);
     let (guest_bell, host_bell) = EventDoorbell::pair()?;
-    let guest = WindowGuest::new(Arc::clone(&window), &layout, Box::new(guest_bell), None);
-    let host = WindowHost::new(window, &layout, Box::new(host_bell));
+    let (guest_files, host_files) = Files::pair();
+    let mut guest = WindowGuest::new(Arc::clone(&window), &layout, Box::new(guest_bell), None);
+    guest.files = Some(guest_files);
+    let mut host = WindowHost::new(window, &layout, Box::new(host_bell));
+    host.files = Some(host_files);
     Ok((guest, host))
 }
 
@@ -60,6 +65,8 @@ pub struct WindowGuest {
     stash: VecDeque<(Vec<u8>, Vec<u8>)>,
     /// Bytes in the stash.
     stashed: usize,
+    /// Where memory that the host shares comes from, if the link can do that.
+    pub(super) files: Option<Files>,
 }
 
 impl WindowGuest {
@@ -95,6 +102,7 @@ impl WindowGuest {
             sent: 0,
             stash: VecDeque::new(),
             stashed: 0,
+            files: None,
         }
     }
 
@@ -347,6 +355,34 @@ impl GuestEnd for WindowGuest {
         Ok(())
     }
 
+    fn lend(&mut self, len: usize) -> Option<Lent> {
+        let range = self.pool.take(len)?;
+        Some(Lent {
+            window: Arc::clone(&self.window),
+            range,
+        })
+    }
+
+    fn take_back(&mut self, lent: Lent) {
+        debug_assert!(Arc::ptr_eq(&lent.window, &self.window), "of another link");
+        self.pool.give_back(lent.range);
+    }
+
+    fn send_lent(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
+        self.send_in_place(message, payload)
+    }
+
+    fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
+        let Some(files) = &self.files else {
+            return Err(LinkError::PeerMisbehaved(format!(
+                "it shares {size} bytes over a link that cannot"
+            )));
+        };
+        // The reply is not what is wrong when this fails, and messages still come and go: no error of the link.
+        let file = files.receive()?;
+        Window::map_foreign(file.as_fd(), size).map_err(unmapped)
+    }
+
     fn is_closed(&mut self) -> bool {
         self.line.check_well().is_err()
     }
@@ -374,6 +410,8 @@ pub struct WindowHost {
     received: u64,
     /// Number of the last message sent.
     sent: u64,
+    /// The way of memory to be shared, if the link has one.
+    pub(super) files: Option<Files>,
 }
 
 impl WindowHost {
@@ -398,6 +436,7 @@ impl WindowHost {
             current: None,
             received: 0,
             sent: 0,
+            files: None,
         }
     }
 }
@@ -478,6 +517,14 @@ impl HostEnd for WindowHost {
         self.line.counters.messages_out += 1;
         self.line.counters.bytes_out += (message.len() + payload_len) as u64;
         self.line.wake(|_| true)
+    }
+
+    fn can_share(&self) -> bool {
+        self.files.is_some()
+    }
+
+    fn share(&mut self, file: BorrowedFd<'_>) -> bool {
+        self.files.as_ref().is_some_and(|files| files.send(file))
     }
 
     fn retire(&mut self) {

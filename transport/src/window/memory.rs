@@ -148,6 +148,11 @@ impl Window {
         Ok(Window { base, size })
     }
 
+    /// Where it is mapped, for those who are lent a part of it.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
     /// Bytes mapped.
     pub fn size(&self) -> usize {
         self.size
@@ -255,8 +260,13 @@ impl Drop for Window {
 
 /// Makes the file behind a window: all zero, of `size` bytes for ever.
 pub fn sealed_file(size: usize) -> Result<OwnedFd, MapError> {
+    sealed_file_named("vgpu-window", size)
+}
+
+/// The same under another name, which is what `/proc/*/maps` shows.
+pub fn sealed_file_named(name: &str, size: usize) -> Result<OwnedFd, MapError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let file = rustix::fs::memfd_create("vgpu-window", flags)
+    let file = rustix::fs::memfd_create(name, flags)
         .map_err(MapError::system("making the window's file"))?;
     rustix::fs::ftruncate(&file, size as u64)
         .map_err(MapError::system("sizing the window's file"))?;

@@ -436,8 +436,9 @@ impl Grouping {
                 .ids
                 .row_ptr([token, 0, 0])
                 .wrapping_add(slot * self.ids.nb[0]);
+            // Read once: what is checked is what is used, whoever changes the memory meanwhile.
             // SAFETY: an element of the ids, which are aligned i32.
-            let id = unsafe { id.cast::<i32>().read() };
+            let id = unsafe { id.cast::<i32>().read_volatile() };
             let expert = check_index(i64::from(id), self.experts)?;
             *chosen = expert as u32;
             starts[expert + 1] += 1;
