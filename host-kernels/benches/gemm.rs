@@ -210,11 +210,8 @@ fn random_weights(format: &Format, rows: usize) -> Lines {
     const DISTINCT: usize = 32;
     let mut distinct = vec![0u8; DISTINCT * format.row_bytes(K)];
     let values: Vec<f32> = random(DISTINCT * K, 3).collect();
-    match format.quantize_row {
-        // SAFETY: the vectors hold `DISTINCT` rows of `K`.
-        Some(quantize) => unsafe { quantize(values.as_ptr(), distinct.as_mut_ptr(), values.len()) },
-        None => random_blocks(format, &mut distinct),
-    }
+    // SAFETY: the vectors hold `DISTINCT` rows of `K`.
+    unsafe { (format.quantize_row)(values.as_ptr(), distinct.as_mut_ptr(), values.len()) };
     let mut weights = Lines::new(rows * format.row_bytes(K));
     for to in weights.bytes_mut().chunks_mut(distinct.len()) {
         to.copy_from_slice(&distinct[..to.len()]);
@@ -244,25 +241,6 @@ impl Lines {
 
     fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.memory[self.bytes.clone()]
-    }
-}
-
-/// Blocks of random bytes whose values happen to be of a usual size, for formats without a quantiser.
-fn random_blocks(format: &Format, blocks: &mut [u8]) {
-    let mut bytes = random(usize::MAX, 7).map(|x| (x * 1e7) as i32 as u8);
-    let mut values = vec![0.0; format.block];
-    for block in blocks.chunks_mut(format.bytes) {
-        loop {
-            block.fill_with(|| bytes.next().expect("it has no end"));
-            // SAFETY: both hold a block.
-            unsafe {
-                (format.dequantize_row)(block.as_ptr(), values.as_mut_ptr(), format.block);
-            }
-            let largest = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
-            if (0.01..100.0).contains(&largest) && values.iter().all(|x| x.is_finite()) {
-                break;
-            }
-        }
     }
 }
 

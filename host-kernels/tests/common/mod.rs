@@ -270,7 +270,7 @@ impl Decoded {
     }
 }
 
-/// One block in the bytes of a type. Of types that need more than the values to be written, any block.
+/// One block in the bytes of a type.
 fn encode(ty: Type, values: &[f64]) -> Vec<u8> {
     match ty {
         Type::I8 => return (values[0] as i8).to_le_bytes().to_vec(),
@@ -282,19 +282,10 @@ fn encode(ty: Type, values: &[f64]) -> Vec<u8> {
     }
     let format = Format::of(ty).expect("a type of real numbers");
     let mut bytes = vec![0; format.bytes];
-    if let Some(quantize) = format.quantize_row {
-        let values: Vec<f32> = values.iter().map(|&v| v as f32).collect();
-        // SAFETY: both hold a block.
-        unsafe { quantize(values.as_ptr(), bytes.as_mut_ptr(), values.len()) };
-        return bytes;
-    }
-    let mut random = Random::new(values[0].to_bits());
-    loop {
-        bytes.iter_mut().for_each(|b| *b = random.bits() as u8);
-        if decode(ty, &bytes).iter().all(|v| v.abs() < 10.0) {
-            return bytes;
-        }
-    }
+    let values: Vec<f32> = values.iter().map(|&v| v as f32).collect();
+    // SAFETY: both hold a block.
+    unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len()) };
+    bytes
 }
 
 /// The elements of a block.

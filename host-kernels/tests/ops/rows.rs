@@ -67,7 +67,7 @@ pub(crate) fn get_back(engine: &dyn Engine) {
 }
 
 pub(crate) fn set(engine: &dyn Engine) {
-    for ty in types().filter(|&ty| Format::of(ty).unwrap().quantize_row.is_some()) {
+    for ty in types() {
         // Quantising by search takes long.
         property(if ty.is_quantized() { 5 } else { 30 }, |random| {
             let [rows, new, j, k] = extents(random);

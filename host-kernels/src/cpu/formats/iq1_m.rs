@@ -1,7 +1,9 @@
 //! IQ1_M: 16 sub-blocks of 16 quants, eight at a time from a codebook of -1, 0 and 1, each eight shifted
 //! by an eighth up or down.
 
+use super::codebook::{Room, fit, shifted_either_way};
 use super::grids::{IQ1, shifted};
+use super::supers::QuantizeSuper;
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq1_m`.
@@ -43,6 +45,32 @@ impl SuperBlock for BlockIq1M {
             mins: [0; 16],
             d: f16_to_f32(d) * 0.125,
             dmin: 0.0,
+        }
+    }
+}
+
+impl QuantizeSuper for BlockIq1M {
+    fn quantize(x: &[f32; 256]) -> Self {
+        let room = Room {
+            sub: 16,
+            scales: 8,
+            unit: 0.125,
+            largest: 9.0,
+        };
+        let fit = fit(x, room, &[shifted_either_way]);
+        let mut qh = [0; 16];
+        for (i, octet) in fit.octets.iter().enumerate() {
+            let nibble = (octet.index[0] >> 8) as u8 | u8::from(octet.down) << 3;
+            qh[i / 2] |= nibble << (4 * (i % 2));
+        }
+        let mut scales = std::array::from_fn(|i| (fit.d >> (4 * i) & 15) << 12);
+        for (j, &scale) in fit.scales.iter().enumerate() {
+            scales[j / 4] |= u16::from(scale) << (3 * (j % 4));
+        }
+        BlockIq1M {
+            qs: fit.octets.map(|octet| octet.index[0] as u8),
+            qh,
+            scales,
         }
     }
 }

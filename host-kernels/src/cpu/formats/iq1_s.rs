@@ -1,7 +1,9 @@
 //! IQ1_S: 8 sub-blocks of 32 quants, eight at a time from a codebook of -1, 0 and 1, each sub-block
 //! shifted by an eighth up or down.
 
+use super::codebook::{self, Room, fit};
 use super::grids::{IQ1, shifted};
+use super::supers::QuantizeSuper;
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq1_s`.
@@ -39,6 +41,31 @@ impl SuperBlock for BlockIq1S {
             mins: [0; 16],
             d: f16_to_f32(self.d) * 0.125,
             dmin: 0.0,
+        }
+    }
+}
+
+impl QuantizeSuper for BlockIq1S {
+    fn quantize(x: &[f32; 256]) -> Self {
+        let room = Room {
+            sub: 32,
+            scales: 8,
+            unit: 0.125,
+            largest: 9.0,
+        };
+        let ways = [false, true].map(|down| move |x: &_| codebook::shifted(x, down));
+        let fit = fit(x, room, &ways);
+        let mut qh = [0; 8];
+        for (j, (qh, octets)) in qh.iter_mut().zip(fit.octets.as_chunks::<4>().0).enumerate() {
+            *qh = u16::from(fit.scales[j]) << 12 | u16::from(octets[0].down) << 15;
+            for (i, octet) in octets.iter().enumerate() {
+                *qh |= octet.index[0] >> 8 << (3 * i);
+            }
+        }
+        BlockIq1S {
+            d: fit.d,
+            qs: fit.octets.map(|octet| octet.index[0] as u8),
+            qh,
         }
     }
 }

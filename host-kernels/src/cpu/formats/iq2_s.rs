@@ -1,6 +1,8 @@
 //! IQ2_S: 16 sub-blocks of 16 quants, eight at a time from a codebook of magnitudes.
 
+use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ2_S, SIGN_OFFSET, signed};
+use super::supers::{QuantizeSuper, pack_scale_nibbles};
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq2_s`.
@@ -43,6 +45,29 @@ impl SuperBlock for BlockIq2S {
             mins: [0; 16],
             d: f16_to_f32(self.d) * 0.125,
             dmin: 0.0,
+        }
+    }
+}
+
+impl QuantizeSuper for BlockIq2S {
+    fn quantize(x: &[f32; 256]) -> Self {
+        let room = Room {
+            sub: 16,
+            scales: 16,
+            unit: 0.125,
+            largest: 43.0,
+        };
+        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ2_S, x, false)]);
+        let mut qh = [0; 8];
+        for (i, octet) in fit.octets.iter().enumerate() {
+            qh[i / 4] |= ((octet.index[0] >> 8) as u8) << (2 * (i % 4));
+        }
+        BlockIq2S {
+            d: fit.d,
+            qs: fit.octets.map(|octet| octet.index[0] as u8),
+            signs: fit.octets.map(|octet| octet.signs),
+            qh,
+            scales: pack_scale_nibbles(&fit.scales),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! IQ2_XS: 16 sub-blocks of 16 quants, eight at a time from a codebook of magnitudes.
 
+use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ2_XS, SIGN_OFFSET, signed_evenly};
+use super::supers::{QuantizeSuper, pack_scale_nibbles};
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq2_xs`.
@@ -38,6 +40,25 @@ impl SuperBlock for BlockIq2Xs {
             mins: [0; 16],
             d: f16_to_f32(self.d) * 0.125,
             dmin: 0.0,
+        }
+    }
+}
+
+impl QuantizeSuper for BlockIq2Xs {
+    fn quantize(x: &[f32; 256]) -> Self {
+        let room = Room {
+            sub: 16,
+            scales: 16,
+            unit: 0.125,
+            largest: 43.0,
+        };
+        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ2_XS, x, true)]);
+        BlockIq2Xs {
+            d: fit.d,
+            qs: fit
+                .octets
+                .map(|octet| octet.index[0] | u16::from(octet.signs & 127) << 9),
+            scales: pack_scale_nibbles(&fit.scales),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! IQ2_XXS: 8 sub-blocks of 32 quants, eight at a time from a codebook of magnitudes.
 
+use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ2_XXS, SIGN_OFFSET, signed_evenly};
+use super::supers::QuantizeSuper;
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq2_xxs`.
@@ -42,5 +44,33 @@ impl SuperBlock for BlockIq2Xxs {
             d: f16_to_f32(self.d) * 0.125,
             dmin: 0.0,
         }
+    }
+}
+
+impl QuantizeSuper for BlockIq2Xxs {
+    fn quantize(x: &[f32; 256]) -> Self {
+        let room = Room {
+            sub: 32,
+            scales: 16,
+            unit: 0.125,
+            largest: 43.0,
+        };
+        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ2_XXS, x, true)]);
+        let mut qs = [0; 64];
+        for (j, (qs, octets)) in qs
+            .as_chunks_mut::<8>()
+            .0
+            .iter_mut()
+            .zip(fit.octets.as_chunks::<4>().0)
+            .enumerate()
+        {
+            let mut signs = u32::from(fit.scales[j]) << 28;
+            for (i, octet) in octets.iter().enumerate() {
+                qs[i] = octet.index[0] as u8;
+                signs |= u32::from(octet.signs & 127) << (7 * i);
+            }
+            qs[4..].copy_from_slice(&signs.to_le_bytes());
+        }
+        BlockIq2Xxs { d: fit.d, qs }
     }
 }

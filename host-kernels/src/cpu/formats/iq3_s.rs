@@ -1,6 +1,8 @@
 //! IQ3_S: 8 sub-blocks of 32 quants, four at a time from a codebook of magnitudes.
 
+use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ3_S, SIGN_OFFSET, signed};
+use super::supers::{QuantizeSuper, pack_scale_nibbles};
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq3_s`.
@@ -43,6 +45,32 @@ impl SuperBlock for BlockIq3S {
             mins: [0; 16],
             d: f16_to_f32(self.d),
             dmin: 0.0,
+        }
+    }
+}
+
+impl QuantizeSuper for BlockIq3S {
+    fn quantize(x: &[f32; 256]) -> Self {
+        let room = Room {
+            sub: 32,
+            scales: 16,
+            unit: 1.0,
+            largest: 15.0,
+        };
+        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ3_S, x, false)]);
+        let (mut qs, mut qh) = ([0; 64], [0; 8]);
+        for (i, octet) in fit.octets.iter().enumerate() {
+            for (half, index) in octet.index.into_iter().enumerate() {
+                qs[2 * i + half] = index as u8;
+                qh[i / 4] |= ((index >> 8) as u8) << (2 * (i % 4) + half);
+            }
+        }
+        BlockIq3S {
+            d: fit.d,
+            qs,
+            qh,
+            signs: fit.octets.map(|octet| octet.signs),
+            scales: pack_scale_nibbles(&fit.scales),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! IQ3_XXS: 8 sub-blocks of 32 quants, four at a time from a codebook of magnitudes.
 
+use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ3_XXS, SIGN_OFFSET, signed_evenly};
+use super::supers::QuantizeSuper;
 use super::{Super, SuperBlock, f16_to_f32};
 
 /// ggml's `block_iq3_xxs`.
@@ -40,6 +42,35 @@ impl SuperBlock for BlockIq3Xxs {
             mins: [0; 16],
             d: f16_to_f32(self.d) * 0.25,
             dmin: 0.0,
+        }
+    }
+}
+
+impl QuantizeSuper for BlockIq3Xxs {
+    fn quantize(x: &[f32; 256]) -> Self {
+        let room = Room {
+            sub: 32,
+            scales: 16,
+            unit: 0.25,
+            largest: 62.0,
+        };
+        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ3_XXS, x, true)]);
+        let mut qs = [0; 64];
+        for (qs, octet) in qs.as_chunks_mut::<2>().0.iter_mut().zip(&fit.octets) {
+            *qs = octet.index.map(|index| index as u8);
+        }
+        let mut signs = [[0; 4]; 8];
+        for (j, octets) in fit.octets.as_chunks::<4>().0.iter().enumerate() {
+            let mut packed = u32::from(fit.scales[j]) << 28;
+            for (i, octet) in octets.iter().enumerate() {
+                packed |= u32::from(octet.signs & 127) << (7 * i);
+            }
+            signs[j] = packed.to_le_bytes();
+        }
+        BlockIq3Xxs {
+            d: fit.d,
+            qs,
+            signs,
         }
     }
 }

@@ -16,6 +16,7 @@
 //! Blocks are `repr(C, packed)`: a view of a tensor may begin at any block, so nothing may be assumed
 //! about alignment.
 
+mod codebook;
 mod float;
 mod grids;
 mod groups;
@@ -109,9 +110,9 @@ pub struct Format {
     pub bytes: usize,
     /// Reads a row.
     pub dequantize_row: DequantizeRow,
-    /// Writes a row with the very bytes ggml-cpu's `from_float` writes on x86; `None` for types that
-    /// ggml only writes with an importance matrix.
-    pub quantize_row: Option<QuantizeRow>,
+    /// Writes a row: with the very bytes ggml-cpu's `from_float` writes on x86, or, of types with
+    /// codebooks, which ggml-cpu does not write, with less error than ggml's quantising tool leaves.
+    pub quantize_row: QuantizeRow,
 }
 
 impl Format {
@@ -144,36 +145,36 @@ impl Format {
             };
         }
         formats! {
-            F32: float::copy_f32, Some(float::write_f32);
-            F16: float::read_f16, Some(float::write_f16);
-            Bf16: float::read_bf16, Some(float::write_bf16);
-            Q4_0: groups::dequantize::<BlockQ4_0>, Some(groups::quantize::<32, BlockQ4_0>);
-            Q4_1: groups::dequantize::<BlockQ4_1>, Some(groups::quantize::<32, BlockQ4_1>);
-            Q5_0: groups::dequantize::<BlockQ5_0>, Some(groups::quantize::<32, BlockQ5_0>);
-            Q5_1: groups::dequantize::<BlockQ5_1>, Some(groups::quantize::<32, BlockQ5_1>);
-            Q8_0: groups::dequantize::<BlockQ8_0>, Some(groups::quantize::<32, BlockQ8_0>);
-            Q8_1: groups::dequantize::<BlockQ8_1>, Some(groups::quantize::<32, BlockQ8_1>);
-            Q1_0: groups::dequantize::<BlockQ1_0>, Some(groups::quantize::<128, BlockQ1_0>);
-            Q2_0: groups::dequantize::<BlockQ2_0>, Some(groups::quantize::<64, BlockQ2_0>);
-            Iq4Nl: groups::dequantize::<BlockIq4Nl>, Some(groups::quantize::<32, BlockIq4Nl>);
-            Mxfp4: groups::dequantize::<BlockMxfp4>, Some(groups::quantize::<32, BlockMxfp4>);
-            Nvfp4: groups::dequantize::<BlockNvfp4>, Some(groups::quantize::<64, BlockNvfp4>);
-            Q2K: supers::dequantize::<BlockQ2K>, Some(supers::quantize::<BlockQ2K>);
-            Q3K: supers::dequantize::<BlockQ3K>, Some(supers::quantize::<BlockQ3K>);
-            Q4K: supers::dequantize::<BlockQ4K>, Some(supers::quantize::<BlockQ4K>);
-            Q5K: supers::dequantize::<BlockQ5K>, Some(supers::quantize::<BlockQ5K>);
-            Q6K: supers::dequantize::<BlockQ6K>, Some(supers::quantize::<BlockQ6K>);
-            Q8K: supers::dequantize::<BlockQ8K>, Some(supers::quantize::<BlockQ8K>);
-            Iq1S: supers::dequantize::<BlockIq1S>, None;
-            Iq1M: supers::dequantize::<BlockIq1M>, None;
-            Iq2Xxs: supers::dequantize::<BlockIq2Xxs>, None;
-            Iq2Xs: supers::dequantize::<BlockIq2Xs>, None;
-            Iq2S: supers::dequantize::<BlockIq2S>, None;
-            Iq3Xxs: supers::dequantize::<BlockIq3Xxs>, None;
-            Iq3S: supers::dequantize::<BlockIq3S>, None;
-            Iq4Xs: supers::dequantize::<BlockIq4Xs>, Some(supers::quantize::<BlockIq4Xs>);
-            Tq1_0: supers::dequantize::<BlockTq1_0>, Some(supers::quantize::<BlockTq1_0>);
-            Tq2_0: supers::dequantize::<BlockTq2_0>, Some(supers::quantize::<BlockTq2_0>);
+            F32: float::copy_f32, float::write_f32;
+            F16: float::read_f16, float::write_f16;
+            Bf16: float::read_bf16, float::write_bf16;
+            Q4_0: groups::dequantize::<BlockQ4_0>, groups::quantize::<32, BlockQ4_0>;
+            Q4_1: groups::dequantize::<BlockQ4_1>, groups::quantize::<32, BlockQ4_1>;
+            Q5_0: groups::dequantize::<BlockQ5_0>, groups::quantize::<32, BlockQ5_0>;
+            Q5_1: groups::dequantize::<BlockQ5_1>, groups::quantize::<32, BlockQ5_1>;
+            Q8_0: groups::dequantize::<BlockQ8_0>, groups::quantize::<32, BlockQ8_0>;
+            Q8_1: groups::dequantize::<BlockQ8_1>, groups::quantize::<32, BlockQ8_1>;
+            Q1_0: groups::dequantize::<BlockQ1_0>, groups::quantize::<128, BlockQ1_0>;
+            Q2_0: groups::dequantize::<BlockQ2_0>, groups::quantize::<64, BlockQ2_0>;
+            Iq4Nl: groups::dequantize::<BlockIq4Nl>, groups::quantize::<32, BlockIq4Nl>;
+            Mxfp4: groups::dequantize::<BlockMxfp4>, groups::quantize::<32, BlockMxfp4>;
+            Nvfp4: groups::dequantize::<BlockNvfp4>, groups::quantize::<64, BlockNvfp4>;
+            Q2K: supers::dequantize::<BlockQ2K>, supers::quantize::<BlockQ2K>;
+            Q3K: supers::dequantize::<BlockQ3K>, supers::quantize::<BlockQ3K>;
+            Q4K: supers::dequantize::<BlockQ4K>, supers::quantize::<BlockQ4K>;
+            Q5K: supers::dequantize::<BlockQ5K>, supers::quantize::<BlockQ5K>;
+            Q6K: supers::dequantize::<BlockQ6K>, supers::quantize::<BlockQ6K>;
+            Q8K: supers::dequantize::<BlockQ8K>, supers::quantize::<BlockQ8K>;
+            Iq1S: supers::dequantize::<BlockIq1S>, supers::quantize::<BlockIq1S>;
+            Iq1M: supers::dequantize::<BlockIq1M>, supers::quantize::<BlockIq1M>;
+            Iq2Xxs: supers::dequantize::<BlockIq2Xxs>, supers::quantize::<BlockIq2Xxs>;
+            Iq2Xs: supers::dequantize::<BlockIq2Xs>, supers::quantize::<BlockIq2Xs>;
+            Iq2S: supers::dequantize::<BlockIq2S>, supers::quantize::<BlockIq2S>;
+            Iq3Xxs: supers::dequantize::<BlockIq3Xxs>, supers::quantize::<BlockIq3Xxs>;
+            Iq3S: supers::dequantize::<BlockIq3S>, supers::quantize::<BlockIq3S>;
+            Iq4Xs: supers::dequantize::<BlockIq4Xs>, supers::quantize::<BlockIq4Xs>;
+            Tq1_0: supers::dequantize::<BlockTq1_0>, supers::quantize::<BlockTq1_0>;
+            Tq2_0: supers::dequantize::<BlockTq2_0>, supers::quantize::<BlockTq2_0>;
         }
     }
 

@@ -31,9 +31,9 @@ pub trait SuperBlock: Copy + 'static {
     fn decode(&self) -> Super;
 }
 
-/// A super-block format that ggml can write without an importance matrix.
+/// A super-block format that can be written without an importance matrix.
 pub(super) trait QuantizeSuper: SuperBlock {
-    /// The block nearest to `x` by ggml's rule.
+    /// The block nearest to `x`: by ggml's rule where it has one.
     fn quantize(x: &[f32; 256]) -> Self;
 }
 
@@ -151,4 +151,9 @@ pub(super) fn quantize_ternary(x: &[f32; 256]) -> (f32, [u8; 256]) {
         d,
         x.map(|x| ((x * inverse).round().clamp(-1.0, 1.0) + 1.0) as u8),
     )
+}
+
+/// Two scales of four bits in a byte, the first in the low bits; as many as there is room for.
+pub(super) fn pack_scale_nibbles<const N: usize>(scales: &[u8; 16]) -> [u8; N] {
+    std::array::from_fn(|i| scales[2 * i] | scales[2 * i + 1] << 4)
 }

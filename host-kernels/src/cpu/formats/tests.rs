@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-/// Every format with a quantiser, and the largest error of a round trip relative to the largest
+/// Every format, and the largest error of a round trip relative to the largest
 /// magnitude in a block of smooth data: half a quantisation step, and the rounding of the scales.
 const ROUND_TRIPS: &[(Type, f32)] = &[
     (Type::F32, 0.0),
@@ -27,13 +27,20 @@ const ROUND_TRIPS: &[(Type, f32)] = &[
     (Type::Q2_0, 0.51),
     (Type::Tq1_0, 0.51),
     (Type::Tq2_0, 0.51),
+    (Type::Iq1S, 1.0),
+    (Type::Iq1M, 1.0),
+    (Type::Iq2Xxs, 0.8),
+    (Type::Iq2Xs, 0.7),
+    (Type::Iq2S, 0.7),
+    (Type::Iq3Xxs, 0.4),
+    (Type::Iq3S, 0.4),
 ];
 
 fn quantize(ty: Type, x: &[f32]) -> Vec<u8> {
     let format = Format::of(ty).unwrap();
     let mut bytes = vec![0; format.row_bytes(x.len())];
     // SAFETY: the vector holds the row; the tests use whole blocks.
-    unsafe { format.quantize_row.unwrap()(x.as_ptr(), bytes.as_mut_ptr(), x.len()) };
+    unsafe { (format.quantize_row)(x.as_ptr(), bytes.as_mut_ptr(), x.len()) };
     bytes
 }
 

@@ -45,7 +45,7 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
         Type::Tq2_0 => (Type::Q8K, supers::<BlockTq2_0>),
         _ => return None,
     };
-    let quantize_activation: formats::QuantizeRow = Format::of(activation)?.quantize_row?;
+    let quantize_activation: formats::QuantizeRow = Format::of(activation)?.quantize_row;
     Some(MatmulKernel {
         weight,
         activation,

@@ -151,30 +151,11 @@ impl Case {
     }
 }
 
-/// A row of weights: quantised numbers where the format has a quantiser, otherwise blocks of random
-/// bytes whose values happen to be of a usual size.
+/// A row of quantised numbers.
 fn fill_weights(format: &Format, row: &mut [u8], k: usize, random: &mut Random) {
-    if let Some(quantize) = format.quantize_row {
-        let values: Vec<f32> = (0..k).map(|_| random.float()).collect();
-        // SAFETY: the row is long enough for `k` elements.
-        return unsafe { quantize(values.as_ptr(), row.as_mut_ptr(), k) };
-    }
-    let mut values = vec![0.0; format.block];
-    for block in row[..format.row_bytes(k)].chunks_mut(format.bytes) {
-        loop {
-            block
-                .iter_mut()
-                .for_each(|byte| *byte = random.bits() as u8);
-            // SAFETY: both hold a block.
-            unsafe {
-                (format.dequantize_row)(block.as_ptr(), values.as_mut_ptr(), format.block);
-            }
-            let largest = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
-            if (0.01..100.0).contains(&largest) && values.iter().all(|x| x.is_finite()) {
-                break;
-            }
-        }
-    }
+    let values: Vec<f32> = (0..k).map(|_| random.float()).collect();
+    // SAFETY: the row is long enough for `k` elements.
+    unsafe { (format.quantize_row)(values.as_ptr(), row.as_mut_ptr(), k) };
 }
 
 /// `k` in units of the longer of the two blocks.

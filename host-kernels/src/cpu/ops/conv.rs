@@ -243,10 +243,7 @@ impl Prepared {
         for piece in w.share(self.elements.div_ceil(STAGE)) {
             let start = piece * STAGE;
             let n = STAGE.min(self.elements - start);
-            let quantize = self
-                .format
-                .quantize_row
-                .expect("products are of types that can be written");
+            let quantize = self.format.quantize_row;
             // SAFETY: the sequence stays inside the tensor; the scratch memory has room for all its
             // elements, and this piece is written by this worker alone.
             unsafe {
@@ -325,8 +322,7 @@ fn convolution(
                         patches.write(images.at(image), place, row.cast());
                     } else {
                         patches.write(images.at(image), place, patch);
-                        let convert = weight.quantize_row.expect("floats can be written");
-                        convert(patch, row, k);
+                        (weight.quantize_row)(patch, row, k);
                     }
                 }
                 (product.gemm)(

@@ -3,9 +3,9 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
 use super::elements::{self, ANY, copy_line};
+use super::gather::real_types;
 use super::lines::{Access, FLOATS};
 use super::sequence::Sequence;
-use crate::cpu::formats::Format;
 use crate::cpu::plan::{Compiled, Operands};
 use crate::cpu::view::View;
 
@@ -13,29 +13,11 @@ use crate::cpu::view::View;
 /// block.
 const PIECE: usize = 1024;
 
-/// The types that can be read as real numbers.
-pub(super) fn readable() -> TypeSet {
-    formats(|_| true)
-}
-
-/// The types that real numbers can be written to.
-pub(super) fn writable() -> TypeSet {
-    formats(|format| format.quantize_row.is_some())
-}
-
-fn formats(which: impl Fn(&Format) -> bool) -> TypeSet {
-    let types = Type::ALL.iter().copied();
-    let types: Vec<Type> = types
-        .filter(|&ty| Format::of(ty).is_some_and(&which))
-        .collect();
-    TypeSet::of(&types)
-}
-
 pub(super) fn rules() -> Vec<Rule> {
     let integers = TypeSet::of(&[Type::I32]);
     vec![
         Rule::uniform(OpKind::Copy, ANY, 1),
-        Rule::new(OpKind::Copy, writable(), &[readable()]),
+        Rule::new(OpKind::Copy, real_types(), &[real_types()]),
         Rule::new(OpKind::Copy, integers, &[FLOATS]),
         Rule::new(OpKind::Copy, FLOATS, &[integers]),
     ]

@@ -2,8 +2,8 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::copy::readable;
 use super::elementwise::{Add, Scale};
+use super::gather::real_types;
 use super::lines::{Access, F32, FLOATS, Map, STAGE, Weighted, apply, maps};
 use super::staging::Layout;
 use crate::cpu::gemm::MatmulKernel;
@@ -19,7 +19,7 @@ pub(super) fn rules() -> Vec<Rule> {
         Rule::new(
             OpKind::LightningIndexer,
             F32,
-            &[F32, readable(), F32, FLOATS],
+            &[F32, real_types(), F32, FLOATS],
         ),
     ]
 }

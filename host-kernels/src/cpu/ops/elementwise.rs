@@ -25,7 +25,7 @@ pub(super) fn rules() -> Vec<Rule> {
     }
     // What is added to a quantised tensor is quantised again.
     for &ty in Type::ALL {
-        if ty.is_quantized() && Format::of(ty).is_some_and(|f| f.quantize_row.is_some()) {
+        if ty.is_quantized() && Format::of(ty).is_some() {
             let set = TypeSet::of(&[ty]);
             rules.push(Rule::new(OpKind::Add, set, &[set, FLOATS]));
             rules.push(Rule::new(OpKind::Add1, set, &[set, FLOATS]));

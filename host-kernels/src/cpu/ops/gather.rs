@@ -8,7 +8,7 @@ use crate::cpu::view::View;
 /// Elements brought together at once when they are not adjacent.
 const STAGE: usize = 256;
 
-/// Types that hold real numbers, and can be read here.
+/// Types that hold real numbers: all of them can be read and written.
 pub(super) fn real_types() -> TypeSet {
     let types: Vec<Type> = Type::ALL
         .iter()

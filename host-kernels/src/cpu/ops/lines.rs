@@ -106,17 +106,14 @@ impl Access {
     /// Writes `n` elements, rounded to the type.
     ///
     /// # Safety
-    /// As [`Access::load`], the other way round; the type can be written.
+    /// As [`Access::load`], the other way round.
     pub(super) unsafe fn store(&self, x: *const f32, n: usize, line: *mut u8) {
         // SAFETY: the caller vouches for `n` floats, and as many elements of room `step` apart.
         unsafe {
             let step = self.step;
             match (self.ty, self.format) {
                 (ty, Some(format)) if step == ty.block_bytes() as usize => {
-                    let quantize = format
-                        .quantize_row
-                        .expect("the rules claim no unwritable type");
-                    quantize(x, line, n);
+                    (format.quantize_row)(x, line, n);
                 }
                 (Type::F32, _) => scatter(x, n, line, step, |x| x),
                 (Type::F16, _) => scatter(x, n, line, step, f32_to_f16),

@@ -14,9 +14,7 @@ const PIECE: usize = 1 << 14;
 pub(super) fn rules() -> Vec<Rule> {
     let (i32s, i64s) = (TypeSet::of(&[Type::I32]), TypeSet::of(&[Type::I64]));
     vec![
-        // ggml defines SUM for dense rows: of others, its CPU backend adds up the memory after the first
-        // element of each row.
-        Rule::new(OpKind::Sum, FLOATS, &[FLOATS]).dense(1),
+        Rule::new(OpKind::Sum, FLOATS, &[FLOATS]),
         Rule::new(OpKind::SumRows, FLOATS, &[FLOATS]),
         Rule::new(OpKind::Mean, FLOATS, &[FLOATS]),
         Rule::new(OpKind::Cumsum, FLOATS, &[FLOATS]),
@@ -79,7 +77,10 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     }
 }
 
-fn sum_all(dst: View, src: View) -> Compiled {
+/// The sum of all elements. ggml defines SUM for dense rows. Of others, its CPU backend adds up the memory
+/// from the first element of each row on, and so must we to give the result that a program gets there.
+fn sum_all(dst: View, mut src: View) -> Compiled {
+    src.nb[0] = src.nb[0].min(src.ty.block_bytes() as usize);
     let sequence = Sequence::new(src);
     let access = Access::new(src.ty, sequence.step());
     let out = Access::rows(&dst);

@@ -92,10 +92,7 @@ impl RowWriter {
     /// # Safety
     /// `to` is a row of the view, of as many elements as `row`.
     unsafe fn write(&self, row: &[f32], to: *mut u8) {
-        let write = self
-            .format
-            .quantize_row
-            .expect("plain types can be written");
+        let write = self.format.quantize_row;
         if self.dense {
             // SAFETY: the row's elements are adjacent; `row` is scratch, and no part of a tensor.
             return unsafe { write(row.as_ptr(), to, row.len()) };

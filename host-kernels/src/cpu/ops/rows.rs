@@ -4,9 +4,9 @@ use std::mem::MaybeUninit;
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::copy::{readable, writable};
 use super::elements::copy_line;
 use super::elementwise::Add;
+use super::gather::real_types;
 use super::lines::{Access, F32, FLOATS, STAGE, apply};
 use crate::cpu::plan::{Compiled, Fault, Operands, check_index};
 use crate::cpu::view::View;
@@ -15,10 +15,10 @@ const I32: TypeSet = TypeSet::of(&[Type::I32]);
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![
-        Rule::new(OpKind::GetRows, F32, &[readable()]),
+        Rule::new(OpKind::GetRows, F32, &[real_types()]),
         Rule::new(OpKind::GetRows, I32, &[I32]),
-        Rule::new(OpKind::GetRowsBack, F32, &[readable().union(I32)]),
-        Rule::new(OpKind::SetRows, writable(), &[FLOATS]),
+        Rule::new(OpKind::GetRowsBack, F32, &[real_types().union(I32)]),
+        Rule::new(OpKind::SetRows, real_types(), &[FLOATS]),
     ]
 }
 
