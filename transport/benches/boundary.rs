@@ -2,7 +2,7 @@
 //!
 //! The host is a process of its own behind a unix socket, or a thread behind an inproc link; it copies uploads into a
 //! buffer and downloads out of one, as an engine would. Bandwidth is shown beside one thread's memcpy of the same bytes
-//! in the same run, interleaved. Every figure is a median.
+//! in the same run, interleaved. Every figure is a median. With `--json`, the round trips alone, a JSON object to a line.
 
 use std::env;
 use std::hint::black_box;
@@ -107,6 +107,13 @@ fn measure(name: &str, mut guest: WindowGuest) {
             empty(&mut guest)
         })
         .collect();
+    if env::args().any(|argument| argument == "--json") {
+        for (times, asleep) in [(awake, false), (asleep, true)] {
+            let p50 = median(times).as_nanos() as f64 / 1e3;
+            println!(r#"{{"link":"{name}","asleep":{asleep},"p50_us":{p50}}}"#);
+        }
+        return;
+    }
     println!("{name}: empty round trip");
     show("  awake", awake);
     show("  from sleep", asleep);

@@ -151,6 +151,10 @@ fn report_use(vgpu: &Generation, tokens: usize) -> Result<()> {
         "bytes from the executor per token",
         median(decode, |t| t.bytes_from_host),
     );
+    row(
+        "bytes copied through shared memory per token",
+        median(decode, |t| t.copied_to_host + t.copied_from_host),
+    );
     row("messages per token", median(decode, |t| t.messages));
     row(
         "blocking round trips per token",

@@ -27,11 +27,23 @@ impl Executor {
         threads: usize,
         log: &Path,
     ) -> Result<Executor> {
+        Executor::start_with(dist, socket, threads, log, &[])
+    }
+
+    /// The same with further arguments.
+    pub(crate) fn start_with(
+        dist: &Dist,
+        socket: &Path,
+        threads: usize,
+        log: &Path,
+        arguments: &[&str],
+    ) -> Result<Executor> {
         let mut serve = Command::new(&dist.vgpu);
         serve
             .args(["serve", "--engine", "cpu", "--listen"])
             .arg(format!("unix:{}", socket.display()))
-            .args(["--threads", &threads.to_string()]);
+            .args(["--threads", &threads.to_string()])
+            .args(arguments);
         let mut daemon = Daemon::start(&mut serve, log)?;
         // One line on stdout, the first it writes there.
         daemon.wait_until(PATIENCE, |daemon| {

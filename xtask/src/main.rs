@@ -1,8 +1,9 @@
-//! Developer commands: `cargo xtask setup | build | demo | test`.
+//! Developer commands: `cargo xtask setup | build | demo | test | bench`.
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and shows
 //! what it is doing. See [`cache`] for where that is.
 
+mod bench;
 mod blocks;
 mod cache;
 mod compare;
@@ -45,6 +46,9 @@ enum Arguments {
     Demo(demo::Options),
     /// Run all tests, in the end with real hosts
     Test(test::Options),
+    /// Measure beside the peers, in the same run
+    #[command(subcommand)]
+    Bench(bench::Options),
 }
 
 fn main() -> ExitCode {
@@ -68,6 +72,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         }
         Arguments::Demo(options) => demo::run(&cache, options),
         Arguments::Test(options) => test::run(&cache, options),
+        Arguments::Bench(options) => bench::run(&cache, options),
     }
 }
 

@@ -137,7 +137,7 @@ impl Server {
 }
 
 /// A port nobody listens on, a moment ago at least.
-fn free_port() -> Result<u16> {
+pub(crate) fn free_port() -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0").context("looking for a free port")?;
     Ok(listener
         .local_addr()

@@ -14,8 +14,17 @@ pub(crate) struct Traffic {
     pub(crate) messages: u64,
     pub(crate) bytes_to_host: u64,
     pub(crate) bytes_from_host: u64,
+    /// Bytes copied into memory that both sides have mapped, without a message.
+    pub(crate) copied_to_host: u64,
+    /// Bytes copied out of it.
+    pub(crate) copied_from_host: u64,
     /// Times the guest stood still until the host had answered.
     pub(crate) round_trips: u64,
+    /// Time to find out which graph it is, or to translate it.
+    pub(crate) encode_ns: u64,
+    /// Whether the graph was sent whole, or as a patch of another.
+    pub(crate) full_graph: bool,
+    pub(crate) patch: bool,
 }
 
 impl Traffic {
@@ -25,7 +34,12 @@ impl Traffic {
             messages: number(value, "messages")?,
             bytes_to_host: number(value, "bytes_to_host")?,
             bytes_from_host: number(value, "bytes_from_host")?,
+            copied_to_host: number(value, "copied_to_host")?,
+            copied_from_host: number(value, "copied_from_host")?,
             round_trips: number(value, "round_trips")?,
+            encode_ns: number(value, "encode_ns")?,
+            full_graph: flag(value, "full_graph")?,
+            patch: flag(value, "patch")?,
         })
     }
 }
@@ -108,6 +122,13 @@ pub(crate) fn median(steps: &[Traffic], figure: impl Fn(&Traffic) -> u64) -> u64
     figures.get(figures.len() / 2).copied().unwrap_or(0)
 }
 
+fn flag(value: &Value, name: &str) -> Result<bool> {
+    value
+        .get(name)
+        .and_then(Value::as_bool)
+        .with_context(|| format!("no flag {name:?}"))
+}
+
 fn number(value: &Value, name: &str) -> Result<u64> {
     value
         .get(name)
@@ -170,7 +191,8 @@ mod tests {
             json!({
                 "nodes": nodes, "host_nodes": 300, "messages": messages,
                 "bytes_to_host": 10 * messages, "bytes_from_host": 128_000,
-                "round_trips": round_trips, "full_graph": false,
+                "copied_to_host": 40, "copied_from_host": 128_000, "encode_ns": 700,
+                "round_trips": round_trips, "full_graph": false, "patch": false,
             })
         };
         json!({

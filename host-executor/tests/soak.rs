@@ -1,0 +1,378 @@
+//! A soak: random commands of several guests at once, over unix sockets, against what each of them should see.
+//!
+//! `VGPU_SOAK=1000000 cargo test --release -p vgpu-executor --test soak` runs as many commands in all; `cargo xtask
+//! bench soak` does the same.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Build, Guest, MEMORY, PATIENCE};
+use vgpu_executor::{Limits, Server};
+use vgpu_kernels::Engine;
+use vgpu_kernels::cpu::CpuEngine;
+use vgpu_transport::ir::{BufferId, Graph, Op, Type, patch};
+use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
+use vgpu_transport::window::memory::Window;
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
+
+const GUESTS: usize = 4;
+
+/// Buffers of a guest at once, and the bytes of the largest: four guests stay within the engine's memory.
+const BUFFERS: usize = 12;
+const LARGEST: u64 = 3 * MAX_PAYLOAD as u64 / 2;
+
+/// Commands of the ordinary test, in all.
+const FEW: usize = 20_000;
+
+#[test]
+fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
+    let commands = std::env::var("VGPU_SOAK").map_or(FEW, |count| count.parse().expect("a number"));
+    let engine: Arc<dyn Engine> = Arc::new(CpuEngine::new(2, Some(MEMORY)).expect("two threads"));
+    let path = std::env::temp_dir().join(format!("vgpu-soak-{}.sock", std::process::id()));
+    let listener = Listener::bind(&path, ListenOptions::default()).expect("a socket");
+    let mut server = Server::new(Arc::clone(&engine), Limits::default(), GUESTS);
+    server.open(listener).expect("a thread for the door");
+
+    // Once to touch everything that is touched once in a process; then for the figures.
+    visit(&server, &path, 1, GUESTS * 500);
+    let before = Holdings::now(engine.as_ref());
+    visit(&server, &path, 2, commands);
+    let after = Holdings::now(engine.as_ref());
+    println!("{commands} commands; before: {before:?}, after: {after:?}");
+    assert_eq!(after.used, before.used, "bytes of the engine");
+    assert_eq!(after.files, before.files, "open files");
+    assert!(
+        after.mappings <= before.mappings + 16,
+        "{after:?} after {before:?}"
+    );
+    // Allocators keep some of what they had.
+    assert!(
+        after.resident <= before.resident + (32 << 20),
+        "{after:?} after {before:?}"
+    );
+    server.shutdown();
+}
+
+/// Lets all guests come, do their share, and go.
+fn visit(server: &Server, path: &Path, seed: u64, commands: usize) {
+    std::thread::scope(|scope| {
+        for guest in 0..GUESTS as u64 {
+            scope.spawn(move || {
+                let end = connect(path, PATIENCE).expect("a session");
+                let mut visitor = Visitor::new(Guest::new(Box::new(end)), seed << 32 | guest);
+                for _ in 0..commands / GUESTS {
+                    visitor.command();
+                }
+                visitor.look_at_everything();
+            });
+        }
+    });
+    let start = std::time::Instant::now();
+    while !server.sessions().is_empty() {
+        assert!(start.elapsed() < PATIENCE, "{:?}", server.sessions());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// What this process holds.
+#[derive(Debug)]
+struct Holdings {
+    /// Bytes that the engine has handed out.
+    used: u64,
+    files: usize,
+    mappings: usize,
+    /// Bytes of real memory.
+    resident: u64,
+}
+
+impl Holdings {
+    fn now(engine: &dyn Engine) -> Holdings {
+        let status = fs::read_to_string("/proc/self/status").expect("Linux");
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let resident = resident.expect("a process has memory").trim();
+        let resident: u64 = resident.trim_end_matches(" kB").parse().expect("a number");
+        let memory = engine.memory();
+        let maps = fs::read_to_string("/proc/self/maps").expect("Linux");
+        Holdings {
+            used: memory.total - memory.free,
+            files: fs::read_dir("/proc/self/fd").expect("Linux").count(),
+            mappings: maps.lines().count(),
+            resident: resident << 10,
+        }
+    }
+}
+
+/// A guest, and what it believes its buffers to hold.
+struct Visitor {
+    guest: Guest,
+    random: u64,
+    buffers: BTreeMap<u64, Held>,
+    next_buffer: u64,
+    /// Graphs that the host has: copies of so many words from one buffer to another.
+    graphs: BTreeMap<u64, Copying>,
+    next_graph: u64,
+}
+
+struct Held {
+    bytes: Vec<u8>,
+    mapping: Option<Window>,
+}
+
+#[derive(Clone, Copy)]
+struct Copying {
+    dst: u64,
+    src: u64,
+    words: u64,
+}
+
+impl Visitor {
+    fn new(mut guest: Guest, seed: u64) -> Visitor {
+        guest.hello();
+        Visitor {
+            guest,
+            random: seed | 1,
+            buffers: BTreeMap::new(),
+            next_buffer: 1,
+            graphs: BTreeMap::new(),
+            next_graph: 1,
+        }
+    }
+
+    /// A number below `count` (xorshift64*).
+    fn below(&mut self, count: u64) -> u64 {
+        self.random ^= self.random >> 12;
+        self.random ^= self.random << 25;
+        self.random ^= self.random >> 27;
+        (self.random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % count.max(1)
+    }
+
+    /// A buffer of the guest.
+    fn any(&mut self) -> u64 {
+        let at = self.below(self.buffers.len() as u64) as usize;
+        *self.buffers.keys().nth(at).expect("there is one")
+    }
+
+    /// A range of a buffer: short mostly, now and then several messages long.
+    fn range(&mut self, buffer: u64) -> (u64, u64) {
+        let size = self.buffers[&buffer].bytes.len() as u64;
+        let offset = self.below(size + 1);
+        let most = [64, 4096, 40_000, MAX_PAYLOAD as u64][self.below(4) as usize];
+        let len = self.below(most + 1).min(size - offset);
+        (offset, len)
+    }
+
+    fn noise(&mut self, len: u64) -> Vec<u8> {
+        let first = self.below(1 << 32);
+        (first..first + len)
+            .map(|i| ((i * 167) >> 3) as u8)
+            .collect()
+    }
+
+    fn command(&mut self) {
+        if self.buffers.is_empty() {
+            return self.alloc();
+        }
+        match self.below(100) {
+            0..=3 if self.buffers.len() < BUFFERS => self.alloc(),
+            0..=3 => self.free(),
+            4 => self.free(),
+            5..=29 => self.write(),
+            30..=39 => self.write_mapped(),
+            40..=49 => self.fill(),
+            50..=59 => self.copy(),
+            60..=69 => self.graph(),
+            70..=84 => self.submit(),
+            85..=93 => {
+                let buffer = self.any();
+                let (offset, len) = self.range(buffer);
+                self.look_at(buffer, offset, len);
+            }
+            94..=97 => self.look_at_mapped(),
+            98 => {
+                let sent = self.guest.send(&Request::Memory {});
+                let (reply, _) = self.guest.receive();
+                assert!(matches!(reply, Reply::Memory { request, .. } if request == sent));
+            }
+            _ => self.guest.fence(),
+        }
+    }
+
+    fn alloc(&mut self) {
+        let size = match self.below(8) {
+            0 => self.below(LARGEST),
+            _ => self.below(20_000),
+        };
+        let buffer = self.next_buffer;
+        self.next_buffer += 1;
+        let mapping = self.guest.alloc_mapped(BufferId(buffer), size);
+        assert_eq!(mapping.is_some(), size > 0, "over unix buffers are shared");
+        let bytes = vec![0; size as usize];
+        self.buffers.insert(buffer, Held { bytes, mapping });
+    }
+
+    fn free(&mut self) {
+        let buffer = self.any();
+        self.guest.send(&Request::Free {
+            buffer: BufferId(buffer),
+        });
+        self.buffers.remove(&buffer);
+        self.graphs
+            .retain(|_, copying| copying.dst != buffer && copying.src != buffer);
+    }
+
+    fn write(&mut self) {
+        let buffer = self.any();
+        let (offset, len) = self.range(buffer);
+        let data = self.noise(len);
+        self.guest.write(BufferId(buffer), offset, &data);
+        self.believe(buffer, offset, &data);
+    }
+
+    /// Writes as a guest that has mapped its buffer does: when nothing is under way.
+    fn write_mapped(&mut self) {
+        let buffer = self.any();
+        let (offset, len) = self.range(buffer);
+        let data = self.noise(len);
+        self.guest.fence();
+        if let Some(mapping) = &self.buffers[&buffer].mapping {
+            let range = offset as usize..(offset + len) as usize;
+            mapping.bytes_mut(range).copy_from(data[..].into());
+            self.believe(buffer, offset, &data);
+        }
+    }
+
+    fn fill(&mut self) {
+        let buffer = self.any();
+        let (offset, len) = self.range(buffer);
+        let value = self.below(256) as u8;
+        self.guest.send(&Request::Fill {
+            buffer: BufferId(buffer),
+            offset,
+            len,
+            value,
+        });
+        self.believe(buffer, offset, &vec![value; len as usize]);
+    }
+
+    fn copy(&mut self) {
+        let (dst, src) = (self.any(), self.any());
+        let ((dst_offset, dst_len), (src_offset, src_len)) = (self.range(dst), self.range(src));
+        let len = dst_len.min(src_len);
+        self.guest.send(&Request::Copy {
+            dst: BufferId(dst),
+            dst_offset,
+            src: BufferId(src),
+            src_offset,
+            len,
+        });
+        let from = src_offset as usize..(src_offset + len) as usize;
+        let data = self.buffers[&src].bytes[from].to_vec();
+        self.believe(dst, dst_offset, &data);
+    }
+
+    /// Sends a graph that copies words, whole or as a patch of another one.
+    fn graph(&mut self) {
+        let (dst, src) = (self.any(), self.any());
+        let room = |buffer: u64| self.buffers[&buffer].bytes.len() as u64 / 4;
+        let most = room(dst).min(room(src));
+        if dst == src || most == 0 {
+            return;
+        }
+        let words = 1 + self.below(most);
+        let copying = Copying { dst, src, words };
+        let id = GraphId(self.next_graph);
+        self.next_graph += 1;
+        let new = copying.graph().encode();
+        let base = self
+            .graphs
+            .iter()
+            .next_back()
+            .map(|(&id, base)| (id, base.graph()));
+        let patch = base.and_then(|(base, graph)| {
+            let patch = patch::diff(&graph.encode(), &new, new.len() / 2)?;
+            Some((GraphId(base), patch))
+        });
+        match patch {
+            Some((base, patch)) => {
+                let bytes: Vec<u8> = patch.iter().flat_map(|word| word.to_le_bytes()).collect();
+                self.guest
+                    .send_with(&Request::Patch { graph: id, base }, &bytes);
+            }
+            None => self.guest.graph(id, &copying.graph()),
+        }
+        self.graphs.insert(id.0, copying);
+        if self.graphs.len() > 32 {
+            let (oldest, _) = self.graphs.pop_first().expect("there are many");
+            self.guest.send(&Request::Forget {
+                graph: GraphId(oldest),
+            });
+        }
+    }
+
+    fn submit(&mut self) {
+        let at = self.below(self.graphs.len() as u64) as usize;
+        let Some((&graph, &Copying { dst, src, words })) = self.graphs.iter().nth(at) else {
+            return;
+        };
+        self.guest.submit(GraphId(graph));
+        let data = self.buffers[&src].bytes[..4 * words as usize].to_vec();
+        self.believe(dst, 0, &data);
+    }
+
+    fn believe(&mut self, buffer: u64, offset: u64, data: &[u8]) {
+        let held = self.buffers.get_mut(&buffer).expect("it is ours");
+        held.bytes[offset as usize..offset as usize + data.len()].copy_from_slice(data);
+    }
+
+    fn look_at(&mut self, buffer: u64, offset: u64, len: u64) {
+        let seen = self.guest.read(BufferId(buffer), offset, len);
+        let range = offset as usize..(offset + len) as usize;
+        let expected = &self.buffers[&buffer].bytes[range];
+        assert!(seen == expected, "buffer {buffer}, {len} bytes at {offset}");
+    }
+
+    fn look_at_mapped(&mut self) {
+        let buffer = self.any();
+        let (offset, len) = self.range(buffer);
+        self.guest.fence();
+        let held = &self.buffers[&buffer];
+        if let Some(mapping) = &held.mapping {
+            let range = offset as usize..(offset + len) as usize;
+            let mut seen = vec![0; len as usize];
+            mapping.bytes(range.clone()).copy_to(&mut seen);
+            assert!(
+                seen == held.bytes[range],
+                "buffer {buffer}, {len} mapped at {offset}"
+            );
+        }
+    }
+
+    fn look_at_everything(&mut self) {
+        let sizes: Vec<(u64, u64)> = self
+            .buffers
+            .iter()
+            .map(|(&buffer, held)| (buffer, held.bytes.len() as u64))
+            .collect();
+        for (buffer, size) in sizes {
+            for offset in (0..size).step_by(MAX_PAYLOAD) {
+                self.look_at(buffer, offset, (size - offset).min(MAX_PAYLOAD as u64));
+            }
+        }
+    }
+}
+
+impl Copying {
+    fn graph(self) -> Graph {
+        let mut build = Build::default();
+        let ne = [self.words, 1, 1, 1];
+        let [dst, src] =
+            [self.dst, self.src].map(|buffer| build.tensor(Type::I32, ne, BufferId(buffer)));
+        build.node(Op::Copy {}, dst, &[src]);
+        build.0
+    }
+}

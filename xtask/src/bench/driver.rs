@@ -1,0 +1,113 @@
+//! The program that measures devices through ggml's own interface: `driver.c`, built against the cached ggml.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+
+use crate::process;
+use crate::progress::Step;
+use crate::workspace;
+
+/// One figure that the driver has written.
+#[derive(Clone, Debug)]
+pub(super) struct Sample {
+    pub(super) what: String,
+    pub(super) device: String,
+    pub(super) asleep: bool,
+    /// Bytes of a single transfer, and of all that took the time.
+    pub(super) size: u64,
+    pub(super) bytes: u64,
+    pub(super) seconds: f64,
+}
+
+/// The built driver, and what it works with.
+pub(super) struct Driver {
+    program: PathBuf,
+    /// The folder of ggml's libraries and backends.
+    bin: PathBuf,
+    plugin: PathBuf,
+    /// For the plugin: one endpoint for each device.
+    endpoints: String,
+    rpc: String,
+    log: PathBuf,
+}
+
+impl Driver {
+    pub(super) fn build(
+        source: &Path,
+        bin: &Path,
+        folder: &Path,
+        plugin: &Path,
+        endpoints: String,
+        rpc: String,
+    ) -> Result<Driver> {
+        let step = Step::new("building the driver");
+        let program = folder.join("driver");
+        let mut cc = Command::new("cc");
+        cc.args(["-O2", "-Wall", "-Wextra", "-Werror", "-o"])
+            .arg(&program)
+            .arg(workspace::root().join("xtask/src/bench/driver.c"))
+            .arg(format!("-I{}", source.join("include").display()))
+            .arg(format!("-I{}", source.join("ggml/include").display()))
+            .arg(format!("-L{}", bin.display()))
+            .args(["-lllama", "-lggml", "-lggml-base"])
+            .arg(format!("-Wl,-rpath,{}", bin.display()));
+        process::output(&mut cc)?;
+        step.done("");
+        Ok(Driver {
+            program,
+            bin: bin.to_owned(),
+            plugin: plugin.to_owned(),
+            endpoints,
+            rpc,
+            log: folder.join("driver.log"),
+        })
+    }
+
+    /// Runs one measurement: `arguments` are those behind the RPC server's address.
+    pub(super) fn run(&self, step: &Step, arguments: &[&str]) -> Result<Vec<Sample>> {
+        let mut command = Command::new(&self.program);
+        command
+            .arg(&self.bin)
+            .arg(&self.rpc)
+            .args(arguments)
+            .env("GGML_BACKEND_PATH", &self.plugin)
+            .env("VGPU_ENDPOINT", &self.endpoints);
+        let mut samples = Vec::new();
+        let mut broken = None;
+        let status = process::run_lines(&mut command, &self.log, |line| {
+            if line.starts_with('{') {
+                match parse(line) {
+                    Ok(sample) => samples.push(sample),
+                    Err(error) => broken = Some(error),
+                }
+                step.note(line);
+            }
+        })?;
+        ensure!(
+            status.success(),
+            "the driver ended with {status}\n{}",
+            process::tail(&self.log)
+        );
+        match broken {
+            Some(error) => Err(error),
+            None => Ok(samples),
+        }
+    }
+}
+
+fn parse(line: &str) -> Result<Sample> {
+    let value: Value = serde_json::from_str(line).context("parsing a line of the driver")?;
+    let text = |name: &str| value[name].as_str().unwrap_or_default().to_owned();
+    let number = |name: &str| value[name].as_u64().unwrap_or(0);
+    Ok(Sample {
+        what: text("what"),
+        device: text("device"),
+        asleep: value["asleep"].as_bool().unwrap_or(false),
+        size: number("size"),
+        bytes: number("bytes"),
+        seconds: value["seconds"].as_f64().context("a line without a time")?,
+    })
+}

@@ -1,0 +1,32 @@
+//! `cargo xtask bench`: what things cost, each figure beside that of a peer in the same run.
+
+mod boundary;
+mod driver;
+mod soak;
+mod table;
+
+use anyhow::Result;
+
+use crate::cache::Cache;
+
+/// What to measure.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Options {
+    /// What crossing from guest to host costs, beside ggml-rpc and ggml's own CPU backend
+    Boundary(boundary::Options),
+    /// A million random commands of four guests at once, and what they leave behind
+    Soak(soak::Options),
+}
+
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
+    match options {
+        Options::Boundary(options) => boundary::run(cache, options),
+        Options::Soak(options) => soak::run(cache, options),
+    }
+}
+
+/// The median of figures, 0 of none.
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_unstable_by(f64::total_cmp);
+    figures.get(figures.len() / 2).copied().unwrap_or(0.0)
+}
