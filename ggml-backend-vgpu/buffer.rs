@@ -433,9 +433,10 @@ unsafe extern "C" fn set_tensor_2d(
     stride_data: usize,
 ) {
     for i in 0..copies {
-        let piece = data.wrapping_byte_add(i * stride_data);
+        let piece = data.wrapping_byte_add(i.wrapping_mul(stride_data));
+        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor)); // in the tensor, as ggml has checked
         // SAFETY: ggml vouches for every piece as for the whole of a `set_tensor`.
-        unsafe { set_tensor(buffer, tensor, piece, offset + i * stride_tensor, size) };
+        unsafe { set_tensor(buffer, tensor, piece, at, size) };
     }
 }
 
@@ -451,9 +452,10 @@ unsafe extern "C" fn get_tensor_2d(
     stride_data: usize,
 ) {
     for i in 0..copies {
-        let piece = data.wrapping_byte_add(i * stride_data);
+        let piece = data.wrapping_byte_add(i.wrapping_mul(stride_data));
+        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor)); // in the tensor, as ggml has checked
         // SAFETY: ggml vouches for every piece as for the whole of a `get_tensor`.
-        unsafe { get_tensor(buffer, tensor, piece, offset + i * stride_tensor, size) };
+        unsafe { get_tensor(buffer, tensor, piece, at, size) };
     }
 }
 

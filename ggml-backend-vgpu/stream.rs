@@ -214,9 +214,10 @@ unsafe extern "C" fn set_tensor_2d_async(
     stride_data: usize,
 ) {
     for i in 0..copies {
-        let piece = data.wrapping_byte_add(i * stride_data);
+        let piece = data.wrapping_byte_add(i.wrapping_mul(stride_data));
+        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor)); // in the tensor, as ggml has checked
         // SAFETY: ggml vouches for every piece as for the whole of a `set_tensor_async`.
-        unsafe { set_tensor_async(backend, tensor, piece, offset + i * stride_tensor, size) };
+        unsafe { set_tensor_async(backend, tensor, piece, at, size) };
     }
 }
 
@@ -232,9 +233,10 @@ unsafe extern "C" fn get_tensor_2d_async(
     stride_data: usize,
 ) {
     for i in 0..copies {
-        let piece = data.wrapping_byte_add(i * stride_data);
+        let piece = data.wrapping_byte_add(i.wrapping_mul(stride_data));
+        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor)); // in the tensor, as ggml has checked
         // SAFETY: ggml vouches for every piece as for the whole of a `get_tensor_async`.
-        unsafe { get_tensor_async(backend, tensor, piece, offset + i * stride_tensor, size) };
+        unsafe { get_tensor_async(backend, tensor, piece, at, size) };
     }
 }
 

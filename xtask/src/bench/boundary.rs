@@ -321,7 +321,7 @@ impl Setting {
             }
             step.done("");
         }
-        let mut row = Row::new("decoding, 255 M parameters, Q4_K_M", "tok/s");
+        let mut row = Row::new("decoding, 256 M parameters, Q4_K_M", "tok/s");
         for (way, speeds) in ways.iter().zip(speeds) {
             row = row.figure(*way, median(speeds));
         }
