@@ -29,7 +29,8 @@ pub trait Engine: Send + Sync + 'static {
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError>;
 
     /// The same in memory that a guest may map: it writes and reads there while nothing of its session runs, and,
-    /// if it breaks that rule, at any time. `None` when the engine's memory is not memory of this machine.
+    /// if it breaks that rule, at any time. `None` when the engine's memory is not memory of this machine, or such
+    /// memory of this size would be slower than it is worth.
     fn alloc_shared(&self, size: u64) -> Result<Option<SharedMemory>, EngineError> {
         let _ = size;
         Ok(None)

@@ -256,6 +256,22 @@ impl Memory for CpuMemory {
     }
 }
 
+/// The largest buffer worth sharing. Linux gives files in memory large pages only if it is told to, and without them
+/// the first touch of a page costs ten times what it costs in large ones: too much for weights, which are written
+/// once. What goes back and forth with every token is smaller.
+pub(super) fn most_shared() -> u64 {
+    const WITHOUT_LARGE_PAGES: u64 = 64 << 20;
+    let setting = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    let setting = setting.unwrap_or_default();
+    let has_large_pages = ["[always]", "[advise]", "[within_size]", "[force]"]
+        .iter()
+        .any(|chosen| setting.contains(chosen));
+    match has_large_pages {
+        true => u64::MAX,
+        false => WITHOUT_LARGE_PAGES,
+    }
+}
+
 /// The processor's name as the kernel gives it, with the vector extensions the kernels can use.
 pub(super) fn processor_name() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

@@ -31,6 +31,8 @@ pub struct CpuEngine {
     description: String,
     capabilities: Capabilities,
     budget: Arc<Budget>,
+    /// The largest buffer that guests may map.
+    most_shared: u64,
     pool: Arc<Pool>,
 }
 
@@ -47,6 +49,7 @@ impl CpuEngine {
             description: format!("{}, {threads} threads", memory::processor_name()),
             capabilities: Capabilities::new(ops::rules()),
             budget: Arc::new(Budget::new(memory_limit)),
+            most_shared: memory::most_shared(),
             pool: Arc::new(pool),
         })
     }
@@ -74,7 +77,10 @@ impl Engine for CpuEngine {
     }
 
     fn alloc_shared(&self, size: u64) -> Result<Option<SharedMemory>, EngineError> {
-        CpuMemory::shared(size, &self.budget).map(Some)
+        match size > self.most_shared {
+            true => Ok(None),
+            false => CpuMemory::shared(size, &self.budget).map(Some),
+        }
     }
 
     fn compile(

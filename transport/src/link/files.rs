@@ -31,6 +31,14 @@ pub(super) enum Files {
 }
 
 impl Files {
+    /// The host's end of a socket. Files that a guest does not take count against what this user may have on the way to
+    /// anybody, so there is room for a few only.
+    pub(super) fn of_host(socket: OwnedFd) -> Files {
+        // The kernel makes the least it allows of this. If it refuses, the guest gets its files all the same.
+        let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, 1);
+        Files::Socket(socket)
+    }
+
     /// Both ends inside this process.
     pub(super) fn pair() -> (Files, Files) {
         let queue = Arc::default();
@@ -91,7 +99,7 @@ mod tests {
     fn sockets() -> (Files, Files) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        (Files::Socket(a), Files::Socket(b))
+        (Files::of_host(a), Files::Socket(b))
     }
 
     #[test]
@@ -118,7 +126,7 @@ mod tests {
         let (host, guest) = sockets();
         let file = sealed_file(4096).unwrap();
         let sent = (0..100_000).take_while(|_| host.send(file.as_fd())).count();
-        assert!(sent > 0 && sent < 100_000, "{sent}");
+        assert!(sent > 0 && sent < 64, "{sent}");
         // What was sent is still there.
         guest.receive().unwrap();
     }

@@ -153,7 +153,8 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
     let layout = Layout::read(&*window, window.size()).map_err(|e| garbage(&e.to_string()))?;
     send_packet(&socket, &[MAGIC, layout.epoch()], &[], deadline).map_err(failed)?;
     let pulse = Pulse::new(&window, STALL);
-    let files = files(&socket);
+    // When no file can be opened any more nothing is shared.
+    let files = socket.try_clone().ok().map(Files::Socket);
     let doorbell = EventDoorbell::new(guest_bell, host_bell, Some(socket));
     let mut guest = WindowGuest::new(window, &layout, Box::new(doorbell), Some(pulse));
     guest.files = files;
@@ -377,17 +378,12 @@ impl Arrival {
             what: "starting the heartbeat's thread",
             error: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
         })?;
-        let files = files(&self.socket);
+        let files = self.socket.try_clone().ok().map(Files::of_host);
         let doorbell = EventDoorbell::new(host_bell, guest_bell, Some(self.socket));
         let mut host = WindowHost::new(window, &layout, Box::new(doorbell));
         host.files = files;
         Ok(host)
     }
-}
-
-/// The way of files over a connected socket. `None` when no file can be opened any more: then nothing is shared.
-fn files(socket: &OwnedFd) -> Option<Files> {
-    socket.try_clone().ok().map(Files::Socket)
 }
 
 /// What can go wrong in one step of a handshake.

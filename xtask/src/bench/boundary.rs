@@ -306,7 +306,17 @@ impl Setting {
             row.ratio(UNIX, RPC, false, Some(2.0))
                 .ratio(MESSAGES, RPC, false, None)
         });
-        Ok(rows.into())
+        let of = |s: &&Sample| s.what == "load-vocabulary";
+        let common = median(samples.iter().filter(of).map(|s| s.seconds).collect());
+        // The same without what has nothing to do with the boundary.
+        let weights = rows.clone().map(|row| {
+            let mut without = Row::new(format!("{}: the weights alone", row.what), row.unit);
+            for (way, seconds) in row.figures {
+                without = without.figure(way, (seconds - common).max(0.0));
+            }
+            without.ratio(UNIX, RPC, false, None)
+        });
+        Ok([rows, weights].concat())
     }
 
     /// llama-bench, over and over, each time another way.

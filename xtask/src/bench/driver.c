@@ -129,26 +129,25 @@ static void report(const char * what, const char * name, size_t size, size_t byt
     fflush(stdout);
 }
 
-static void transfer(int repeats, int count, char ** names) {
+// Transfers of the given sizes, to and from a tensor of `whole` bytes on each device.
+static void transfer_in(size_t whole, const size_t * sizes, size_t n_sizes, int repeats, int count, char ** names) {
     struct target targets[8];
     for (int i = 0; i < count; i++) {
-        targets[i] = place(names[i], LARGEST);
+        targets[i] = place(names[i], whole);
     }
-    char * source = malloc(LARGEST);
-    char * sink = malloc(LARGEST);
-    memset(source, 3, LARGEST);
-    memset(sink, 4, LARGEST);
+    char * source = malloc(whole);
+    char * sink = malloc(whole);
+    memset(source, 3, whole);
+    memset(sink, 4, whole);
     // Every page is there before anything is measured.
     for (int i = 0; i < count; i++) {
-        ggml_backend_tensor_set(targets[i].tensor, source, 0, LARGEST);
-        ggml_backend_tensor_get(targets[i].tensor, sink, 0, LARGEST);
+        ggml_backend_tensor_set(targets[i].tensor, source, 0, whole);
+        ggml_backend_tensor_get(targets[i].tensor, sink, 0, whole);
     }
-    const size_t sizes[] = { 64 << 10, MiB, 16 * MiB, LARGEST };
-    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
+    for (size_t s = 0; s < n_sizes; s++) {
         size_t size = sizes[s], train = size > TRAIN ? size : TRAIN;
-        int rounds = size == LARGEST ? repeats : 4 * repeats;
-        for (int round = 0; round < rounds; round++) {
-            size_t at = (size_t) round * train % (LARGEST - train + 1) / 4096 * 4096;
+        for (int round = 0; round < repeats; round++) {
+            size_t at = (size_t) round * train % (whole - train + 1) / 4096 * 4096;
             double began = now();
             for (size_t p = 0; p < train; p += size) {
                 memcpy(sink + at + p, source + at + p, size);
@@ -173,13 +172,33 @@ static void transfer(int repeats, int count, char ** names) {
             }
         }
     }
-    if (memcmp(source, sink, LARGEST) != 0) {
+    if (memcmp(source, sink, whole) != 0) {
         fail("the bytes read are not those written", "transfer");
     }
+    for (int i = 0; i < count; i++) {
+        ggml_backend_buffer_free(targets[i].buffer);
+        ggml_free(targets[i].context);
+        ggml_backend_free(targets[i].backend);
+    }
+    free(source);
+    free(sink);
+}
+
+// What programs send all the time goes to buffers of moderate size; a model's buffers are large.
+static void transfer(int repeats, int count, char ** names) {
+    const size_t some[] = { 64 << 10, MiB, 16 * MiB }, all[] = { LARGEST };
+    transfer_in(2 * TRAIN, some, 3, 4 * repeats, count, names);
+    transfer_in(LARGEST, all, 1, repeats, count, names);
 }
 
 static void load(int repeats, const char * path, int count, char ** names) {
     for (int round = 0; round <= repeats; round++) {
+        // What every way has to do: everything but the weights.
+        struct llama_model_params params = llama_model_default_params();
+        params.vocab_only = true;
+        double started = now();
+        llama_model_free(llama_model_load_from_file(path, params));
+        report("load-vocabulary", "ggml-cpu", 1, 1, now() - started);
         for (int mapped = 0; mapped < 2; mapped++) {
             for (int i = 0; i < count; i++) {
                 ggml_backend_dev_t devices[] = { device(names[i]), NULL };
