@@ -1,8 +1,13 @@
 //! Build script of the plugin: bindings for ggml's C interface, the SONAME, the version stamp.
 
+#[path = "vendor/libclang.rs"]
+mod libclang;
+
 use std::env;
 use std::path::{Path, PathBuf};
-use std::process::{Command, exit};
+use std::process::Command;
+
+use libclang::fail;
 
 fn main() {
     // The name that a loader knows the plugin by; cargo itself spells the file `libggml_vgpu.so`.
@@ -14,7 +19,7 @@ fn main() {
 /// Translates `vendor/*.h` to Rust, with a compile-time assertion for every size and offset.
 fn bindings() {
     println!("cargo::rerun-if-changed=vendor");
-    load_libclang();
+    libclang::load();
     let bindings = bindgen::Builder::default()
         .header("vendor/ggml-abi-v2.h")
         .header("vendor/ggml-abi-v3.h")
@@ -30,39 +35,6 @@ fn bindings() {
     bindings
         .write_to_file(out.join("ggml_abi.rs"))
         .unwrap_or_else(|error| fail(&format!("{}: {error}", out.display())));
-}
-
-/// Loads libclang for bindgen, which would panic if it had to say that there is none.
-///
-/// `LIBCLANG_PATH` comes first, then the copy that xtask keeps in its cache, then the system's. They all
-/// read the headers alike, so a change of these variables is no reason to run this script again.
-fn load_libclang() {
-    let cached = cache().map(|cache| cache.join("libclang"));
-    if env::var_os("LIBCLANG_PATH").is_none()
-        && let Some(cached) = cached.filter(|dir| dir.join("libclang.so").exists())
-    {
-        // SAFETY: this process has a single thread, so nobody reads the environment meanwhile.
-        unsafe { env::set_var("LIBCLANG_PATH", cached) };
-    }
-    if let Err(reason) = clang_sys::load() {
-        fail(&format!(
-            "libclang, which reads the C headers in vendor/, was not found. \
-             `cargo xtask build` installs it; or set LIBCLANG_PATH to the folder of a libclang.so.\n\
-             {reason}"
-        ));
-    }
-}
-
-/// The folder for everything that xtask downloads.
-fn cache() -> Option<PathBuf> {
-    let folder = |name| {
-        env::var_os(name)
-            .filter(|path| !path.is_empty())
-            .map(PathBuf::from)
-    };
-    folder("VGPU_CACHE")
-        .or_else(|| folder("XDG_CACHE_HOME").map(|cache| cache.join("ggml-vgpu")))
-        .or_else(|| folder("HOME").map(|home| home.join(".cache/ggml-vgpu")))
 }
 
 /// Passes `git describe` on to the stamp that is compiled into the library.
@@ -95,9 +67,4 @@ fn git(arguments: &[&str]) -> Option<String> {
         .ok()
         .filter(|output| output.status.success())?;
     Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
-}
-
-fn fail(reason: &str) -> ! {
-    eprintln!("ggml-vgpu: {reason}");
-    exit(1)
 }

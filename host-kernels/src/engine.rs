@@ -120,6 +120,8 @@ pub enum EngineError {
     ForeignMemory,
     #[error("the engine cannot compile {op}: {why}")]
     Unsupported { op: &'static str, why: String },
+    #[error("the device failed: {message}")]
+    Device { message: String },
 }
 
 /// Why a graph failed while it ran. Its results are undefined; memory outside its destinations is

@@ -1,8 +1,10 @@
 //! The arithmetic of the host: one contract ([`Engine`]) and the engines that fulfil it.
 //!
 //! - [`cpu`]: every op it claims, on the processors of the host. Always there.
+//! - [`cuda`]: the same on an NVIDIA GPU.
 
 pub mod cpu;
+pub mod cuda;
 mod engine;
 
 pub use engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, SharedMemory};

@@ -24,29 +24,15 @@ unsafe impl Send for View {}
 unsafe impl Sync for View {}
 
 impl View {
-    /// The view of a tensor whose first element lies at `ptr`.
-    ///
-    /// The stride of a dimension with less than two elements, which may be anything, becomes that of a
-    /// dense tensor: kernels compute with strides and may rely on them being less than a buffer.
+    /// The view of a tensor whose first element lies at `ptr`. Its strides are plain
+    /// ([`Shape::with_plain_strides`]): kernels may compute with them.
     pub(super) fn new(ptr: *mut u8, shape: &Shape) -> View {
-        let ne = shape.ne.map(|n| n as usize);
-        let mut nb = shape.nb.map(|n| n as usize);
-        let mut dense = shape.ty.block_bytes() as usize;
-        for d in 0..4 {
-            if ne[d] < 2 {
-                nb[d] = dense;
-            }
-            let units = match d {
-                0 => ne[0] / shape.ty.block_elements() as usize,
-                _ => ne[d],
-            };
-            dense = nb[d].wrapping_mul(units); // wraps only if there are no elements
-        }
+        let shape = shape.with_plain_strides();
         View {
             ptr,
             ty: shape.ty,
-            ne,
-            nb,
+            ne: shape.ne.map(|n| n as usize),
+            nb: shape.nb.map(|n| n as usize),
         }
     }
 

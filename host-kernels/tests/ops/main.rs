@@ -17,6 +17,8 @@ mod recurrent;
 mod reduce;
 mod rope;
 mod rows;
+#[path = "../common/shim.rs"]
+mod shim;
 mod softmax;
 mod training;
 mod unary;
@@ -73,6 +75,28 @@ mod cpu {
         rows { get get_back set ids_are_checked }
         softmax { masks_biases_and_sinks special_values_and_in_place }
         training { loss steps }
+        unary { every_kind in_place parameters special_values }
+    }
+}
+
+mod cuda {
+    use std::sync::{Arc, OnceLock};
+
+    use vgpu_kernels::Engine;
+    use vgpu_kernels::cuda::CudaEngine;
+
+    use super::shim::Shim;
+
+    /// The engine with its kernels on the CPU.
+    fn engine() -> &'static dyn Engine {
+        static ENGINE: OnceLock<CudaEngine> = OnceLock::new();
+        ENGINE.get_or_init(|| CudaEngine::new(Arc::new(Shim::default())).expect("an engine"))
+    }
+
+    for_engine! {
+        engine:
+        elementwise { binary in_place add_id ids_are_checked scale_and_clamp }
+        glu { two_sources halves }
         unary { every_kind in_place parameters special_values }
     }
 }

@@ -118,6 +118,22 @@ impl Shape {
         true
     }
 
+    /// The same tensor, with the strides of a dense one in the dimensions that have less than two elements,
+    /// where a stride says nothing and may be anything. Those of a validated tensor are then all less than
+    /// its buffer, and engines may compute with them.
+    pub fn with_plain_strides(&self) -> Shape {
+        let Shape { ty, ne, mut nb } = *self;
+        let mut dense = ty.block_bytes();
+        for d in 0..4 {
+            if ne[d] < 2 {
+                nb[d] = dense;
+            }
+            let units = if d == 0 { ne[0] / ty.block_elements() } else { ne[d] };
+            dense = nb[d].wrapping_mul(units); // wraps only if there are no elements
+        }
+        Shape { ty, ne, nb }
+    }
+
     /// Whether both have the same extents.
     pub fn same_extents(&self, other: &Shape) -> bool {
         self.ne == other.ne

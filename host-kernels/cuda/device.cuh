@@ -1,0 +1,201 @@
+// What every kernel is written in: addresses, element types, reductions, faults.
+//
+// The same source is compiled for GPUs and, with VGPU_SHIM, for the CPU (see `../shim`), where the tests run
+// it. So it has no includes, names no vendor type, and reaches what only a GPU has through this file.
+#pragma once
+
+#ifdef VGPU_SHIM
+#include "shim.h"
+#else
+#define DEVICE __device__ __forceinline__
+// `KERNEL(name, Params, threads) { ... p ... }`: a kernel with its parameters in `p`, in blocks of at most
+// `threads`.
+#define KERNEL(name, Params, threads) \
+    extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p)
+#define DYNAMIC_SHARED(T, name)                              \
+    extern __shared__ __align__(16) unsigned char vg_shared[]; \
+    T* name = reinterpret_cast<T*>(vg_shared)
+#define CONSTANT static __device__ const
+#define INFINITY_F __int_as_float(0x7f800000)
+#define NAN_F __int_as_float(0x7fffffff)
+#endif
+
+#include "params.h"
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef VgView View;
+
+// Threads of a warp.
+constexpr int WARP = 32;
+
+// ---- Halves, without a vendor header.
+
+struct f16 {
+    u16 bits;
+};
+struct bf16 {
+    u16 bits;
+};
+
+DEVICE float to_float(float x) { return x; }
+DEVICE float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+
+#ifdef VGPU_SHIM
+DEVICE float to_float(f16 x) { return shim::half_to_float(x.bits); }
+DEVICE f16 to_f16(float x) { return {shim::float_to_half(x)}; }
+#else
+DEVICE float to_float(f16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+DEVICE f16 to_f16(float x) {
+    f16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+#endif
+
+// To the nearest, ties to even; NaN stays NaN.
+DEVICE bf16 to_bf16(float x) {
+    u32 bits = __float_as_uint(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) {
+        return {static_cast<u16>(bits >> 16 | 64)};
+    }
+    return {static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+// ---- Elements in memory.
+
+DEVICE float load(u32 type, const u8* at) {
+    switch (type) {
+    case VG_F32: return *reinterpret_cast<const float*>(at);
+    case VG_F16: return to_float(*reinterpret_cast<const f16*>(at));
+    case VG_BF16: return to_float(*reinterpret_cast<const bf16*>(at));
+    case VG_I8: return static_cast<float>(*reinterpret_cast<const signed char*>(at));
+    case VG_I16: return static_cast<float>(*reinterpret_cast<const short*>(at));
+    case VG_I32: return static_cast<float>(*reinterpret_cast<const int*>(at));
+    default: return 0.0f; // the host lets no other type through
+    }
+}
+
+DEVICE void store(u32 type, u8* at, float x) {
+    switch (type) {
+    case VG_F32: *reinterpret_cast<float*>(at) = x; break;
+    case VG_F16: *reinterpret_cast<f16*>(at) = to_f16(x); break;
+    case VG_BF16: *reinterpret_cast<bf16*>(at) = to_bf16(x); break;
+    case VG_I32: *reinterpret_cast<int*>(at) = static_cast<int>(x); break;
+    default: break;
+    }
+}
+
+// ---- Indices.
+
+struct Index {
+    i64 i[4];
+};
+
+DEVICE i64 elements(const View& v) { return v.ne[0] * v.ne[1] * v.ne[2] * v.ne[3]; }
+DEVICE i64 rows(const View& v) { return v.ne[1] * v.ne[2] * v.ne[3]; }
+
+// The indices of element `e`, counted with dimension 0 fastest.
+DEVICE Index index_of(const View& v, i64 e) {
+    Index at;
+    // 64-bit divisions cost four times as much, and few tensors need them.
+    if (elements(v) <= 0x7fffffff) {
+        u32 rest = static_cast<u32>(e);
+        for (int d = 0; d < 3; d++) {
+            u32 n = static_cast<u32>(v.ne[d]);
+            u32 whole = rest / n;
+            at.i[d] = rest - whole * n;
+            rest = whole;
+        }
+        at.i[3] = rest;
+    } else {
+        for (int d = 0; d < 3; d++) {
+            at.i[d] = e % v.ne[d];
+            e /= v.ne[d];
+        }
+        at.i[3] = e;
+    }
+    return at;
+}
+
+// The indices of row `r`; index 0 is 0.
+DEVICE Index row_of(const View& v, i64 r) {
+    Index at;
+    at.i[0] = 0;
+    at.i[1] = r % v.ne[1];
+    r /= v.ne[1];
+    at.i[2] = r % v.ne[2];
+    at.i[3] = r / v.ne[2];
+    return at;
+}
+
+DEVICE u8* address(const View& v, const Index& at) {
+    return reinterpret_cast<u8*>(v.data) + at.i[0] * v.nb[0] + at.i[1] * v.nb[1] + at.i[2] * v.nb[2] +
+           at.i[3] * v.nb[3];
+}
+
+// The place in `v`, repeated as often as needed, that belongs to `at`.
+DEVICE u8* repeated(const View& v, Index at) {
+    for (int d = 0; d < 4; d++) {
+        if (at.i[d] >= v.ne[d]) {
+            at.i[d] %= v.ne[d];
+        }
+    }
+    return address(v, at);
+}
+
+DEVICE i64 thread_index() { return static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; }
+DEVICE i64 thread_count() { return static_cast<i64>(gridDim.x) * blockDim.x; }
+
+// ---- Reductions. All threads of the warp, or of the block, take part; all get the result.
+
+struct Sum {
+    static constexpr float ZERO = 0.0f;
+    static DEVICE float of(float a, float b) { return a + b; }
+};
+struct Largest {
+    static DEVICE float of(float a, float b) { return fmaxf(a, b); }
+};
+
+template <class R> DEVICE float warp_reduce(float x) {
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        x = R::of(x, __shfl_xor_sync(0xffffffffu, x, step));
+    }
+    return x;
+}
+
+// `identity` leaves values as they are. Blocks have whole warps, at most 32.
+template <class R> DEVICE float block_reduce(float x, float identity) {
+    __shared__ float parts[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = warp_reduce<R>(x);
+    __syncthreads(); // `parts` may still be read from the time before
+    if (lane == 0) {
+        parts[warp] = x;
+    }
+    __syncthreads();
+    return warp_reduce<R>(lane < warps ? parts[lane] : identity);
+}
+
+// ---- Faults.
+
+// Whether `index` is one of `count`; says so to the host if it is not.
+DEVICE bool check_index(const VgPlace& place, i64 index, i64 count) {
+    if (index >= 0 && index < count) {
+        return true;
+    }
+    VgFault* fault = reinterpret_cast<VgFault*>(place.fault);
+    if (atomicCAS(&fault->taken, 0u, 1u) == 0u) {
+        fault->node = place.node;
+        fault->index = index;
+        fault->count = count;
+    }
+    return false;
+}

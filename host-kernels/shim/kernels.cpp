@@ -1,0 +1,2 @@
+// All kernels, in one unit: they register themselves.
+#include "elementwise.cu"

@@ -1,0 +1,277 @@
+// Runs kernels on the CPU: see `shim.h`.
+#include "shim.h"
+
+#include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <vector>
+
+thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace shim {
+namespace {
+
+constexpr size_t STACK_BYTES = 64 << 10;
+constexpr unsigned MOST_THREADS = 1024;
+constexpr unsigned LANES = 32;
+
+struct Kernel {
+    unsigned threads;
+    size_t params;
+    void (*body)(const void*);
+};
+
+std::map<std::string, Kernel>& kernels() {
+    static std::map<std::string, Kernel> all;
+    return all;
+}
+
+// A warp's exchange: what lanes handed over, twice, so that the next one may begin while some lanes have yet
+// to read.
+struct Warp {
+    uint64_t values[2][LANES];
+    unsigned arrived; // lanes, a bit each
+    unsigned mask;    // of the exchange under way
+    unsigned turn;
+};
+
+enum class State { Fresh, Ready, Done };
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf at;
+    State state;
+    Dim3 index;
+    // What it waits for: the count of barriers or of its warp's exchanges to go beyond this.
+    const unsigned* waits;
+    unsigned seen;
+};
+
+struct Block {
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    char* stacks = nullptr;
+    unsigned threads = 0;
+    unsigned alive = 0;
+    unsigned at_barrier = 0;
+    unsigned barriers = 0;
+    unsigned current = 0;
+    jmp_buf scheduler;
+    ucontext_t back;
+    void (*body)(const void*) = nullptr;
+    const void* params = nullptr;
+    std::unique_ptr<unsigned char[]> shared;
+    std::string error;
+
+    ~Block() {
+        if (stacks != nullptr) {
+            munmap(stacks, STACK_BYTES * MOST_THREADS);
+        }
+    }
+};
+
+thread_local Block block;
+
+[[noreturn]] void leave(const char* error) {
+    if (block.error.empty()) {
+        block.error = error;
+    }
+    _longjmp(block.scheduler, 1);
+}
+
+// Lets others run until `*count` is no longer what it was.
+void wait(const unsigned* count) {
+    Fiber& fiber = block.fibers[block.current];
+    fiber.waits = count;
+    fiber.seen = *count;
+    if (_setjmp(fiber.at) == 0) {
+        _longjmp(block.scheduler, 1);
+    }
+}
+
+void enter() {
+    block.body(block.params);
+    Fiber& fiber = block.fibers[block.current];
+    fiber.state = State::Done;
+    block.alive--;
+    if (block.at_barrier != 0) {
+        leave("a thread ended while others wait at a barrier");
+    }
+    _longjmp(block.scheduler, 1);
+}
+
+void prepare(unsigned threads) {
+    if (block.stacks == nullptr) {
+        void* stacks = mmap(nullptr, STACK_BYTES * MOST_THREADS, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stacks == MAP_FAILED) {
+            std::fprintf(stderr, "no memory for the stacks of a block\n");
+            std::abort();
+        }
+        block.stacks = static_cast<char*>(stacks);
+        block.fibers.resize(MOST_THREADS);
+        block.warps.resize(MOST_THREADS / LANES);
+    }
+    block.threads = block.alive = threads;
+    block.at_barrier = block.barriers = 0;
+    block.error.clear();
+    for (unsigned i = 0; i < threads; i++) {
+        Fiber& fiber = block.fibers[i];
+        fiber.state = State::Fresh;
+        fiber.waits = nullptr;
+        fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
+    }
+    for (Warp& warp : block.warps) {
+        warp.arrived = warp.turn = 0;
+    }
+}
+
+// Runs fiber `i` until it waits or ends.
+void resume(unsigned i) {
+    Fiber& fiber = block.fibers[i];
+    block.current = i;
+    threadIdx = fiber.index;
+    if (_setjmp(block.scheduler) != 0) {
+        return;
+    }
+    if (fiber.state == State::Fresh) {
+        fiber.state = State::Ready;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = block.stacks + i * STACK_BYTES;
+        fiber.start.uc_stack.ss_size = STACK_BYTES;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, enter, 0);
+        setcontext(&fiber.start);
+    }
+    _longjmp(fiber.at, 1);
+}
+
+bool run_block() {
+    while (block.alive != 0) {
+        bool moved = false;
+        for (unsigned i = 0; i < block.threads; i++) {
+            Fiber& fiber = block.fibers[i];
+            bool waiting = fiber.waits != nullptr && *fiber.waits == fiber.seen;
+            if (fiber.state == State::Done || waiting) {
+                continue;
+            }
+            fiber.waits = nullptr;
+            resume(i);
+            moved = true;
+            if (!block.error.empty()) {
+                return false;
+            }
+        }
+        if (!moved) {
+            block.error = "the threads of a block wait for each other for ever";
+            return false;
+        }
+    }
+    return true;
+}
+
+} // namespace
+
+Registered::Registered(const char* name, unsigned threads, size_t params, void (*body)(const void*)) {
+    kernels()[name] = Kernel{threads, params, body};
+}
+
+void* dynamic_shared() { return block.shared.get(); }
+
+void block_barrier() {
+    if (++block.at_barrier == block.threads) {
+        block.at_barrier = 0;
+        block.barriers++;
+        return;
+    }
+    if (block.alive != block.threads) {
+        leave("a barrier that threads which have ended never reach");
+    }
+    wait(&block.barriers);
+}
+
+uint64_t exchange(unsigned mask, uint64_t mine, int from) {
+    Warp& warp = block.warps[block.current / LANES];
+    unsigned lane = block.current % LANES;
+    if (warp.arrived == 0) {
+        warp.mask = mask;
+    }
+    if (warp.mask != mask || (mask >> lane & 1) == 0 || (mask >> from & 1) == 0) {
+        leave("lanes of a warp disagree about who exchanges");
+    }
+    uint64_t* values = warp.values[warp.turn % 2];
+    values[lane] = mine;
+    warp.arrived |= 1u << lane;
+    if (warp.arrived == mask) {
+        warp.arrived = 0;
+        warp.turn++;
+    } else {
+        wait(&warp.turn);
+    }
+    return values[from];
+}
+
+unsigned ballot(unsigned mask, bool predicate) {
+    unsigned lanes = 0;
+    for (unsigned lane = 0; lane < LANES; lane++) {
+        // Every lane asks for every other's in the same order.
+        if (mask >> lane & 1) {
+            lanes |= static_cast<unsigned>(exchange(mask, predicate, static_cast<int>(lane))) << lane;
+        }
+    }
+    return lanes;
+}
+
+float half_to_float(uint16_t bits) {
+    _Float16 half;
+    std::memcpy(&half, &bits, 2);
+    return static_cast<float>(half);
+}
+
+uint16_t float_to_half(float x) {
+    _Float16 half = static_cast<_Float16>(x);
+    uint16_t bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+
+} // namespace shim
+
+// The most threads a block of the kernel may have, and the bytes of its parameters; 0 if there is none.
+extern "C" unsigned vgpu_shim_find(const char* name, size_t* params) {
+    auto found = shim::kernels().find(name);
+    if (found == shim::kernels().end()) {
+        return 0;
+    }
+    *params = found->second.params;
+    return found->second.threads;
+}
+
+// Runs a kernel. Returns null, or what is wrong with it, valid until the next launch of this thread.
+extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3], const unsigned threads[3],
+                                        size_t shared, const void* params) {
+    using shim::block;
+    const shim::Kernel& kernel = shim::kernels().at(name);
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {threads[0], threads[1], threads[2]};
+    block.body = kernel.body;
+    block.params = params;
+    block.shared.reset(new unsigned char[shared + 1]);
+    for (blockIdx.z = 0; blockIdx.z < grid[2]; blockIdx.z++) {
+        for (blockIdx.y = 0; blockIdx.y < grid[1]; blockIdx.y++) {
+            for (blockIdx.x = 0; blockIdx.x < grid[0]; blockIdx.x++) {
+                std::memset(block.shared.get(), 0xff, shared);
+                shim::prepare(threads[0] * threads[1] * threads[2]);
+                if (!shim::run_block()) {
+                    return block.error.c_str();
+                }
+            }
+        }
+    }
+    return nullptr;
+}

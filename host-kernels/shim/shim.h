@@ -1,0 +1,133 @@
+// CUDA C++ as far as the kernels use it, on the CPU. `device.cuh` includes this when VGPU_SHIM is defined.
+//
+// The threads of a block are fibers that one thread of the process runs in turn: each until it waits for
+// others, at a barrier or in a warp's exchange. Blocks run one after the other. Every launch is so the same
+// each time, and what only a wrong kernel does is caught: a barrier that some threads never reach, an exchange
+// that lanes of the mask left out, reading shared memory that nobody wrote (it is filled with NaN).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define DEVICE inline __attribute__((always_inline))
+#define __device__
+#define __forceinline__ inline
+#define __restrict__ __restrict
+#define __shared__ static thread_local
+#define CONSTANT static const
+#define INFINITY_F __builtin_inff()
+#define NAN_F __builtin_nanf("")
+
+#define KERNEL(name, Params, threads)                                            \
+    static void name(const Params& p);                                           \
+    static const shim::Registered name##_registered(                             \
+        #name, threads, sizeof(Params),                                          \
+        [](const void* p) { name(*static_cast<const Params*>(p)); });            \
+    static void name(const Params& p)
+
+#define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::dynamic_shared())
+
+struct Dim3 {
+    unsigned x, y, z;
+};
+
+// Of the running thread; changed whenever another one goes on.
+extern thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace shim {
+
+// A kernel, known by name from before `main`.
+struct Registered {
+    Registered(const char* name, unsigned threads, size_t params, void (*body)(const void*));
+};
+
+void* dynamic_shared();
+
+// Waits for all threads of the block.
+void block_barrier();
+
+// Hands `mine` over to the warp and returns what lane `from` handed over, once all lanes of `mask` have.
+uint64_t exchange(unsigned mask, uint64_t mine, int from);
+
+// The lanes of `mask` whose `predicate` holds.
+unsigned ballot(unsigned mask, bool predicate);
+
+float half_to_float(uint16_t bits);
+uint16_t float_to_half(float x);
+
+template <class T> inline T shuffle(unsigned mask, T mine, int from) {
+    static_assert(sizeof(T) <= 8, "registers are exchanged, not structures");
+    uint64_t bits = 0;
+    std::memcpy(&bits, &mine, sizeof(T));
+    bits = exchange(mask, bits, from);
+    std::memcpy(&mine, &bits, sizeof(T));
+    return mine;
+}
+
+inline int lane() { return static_cast<int>(threadIdx.x % 32); }
+
+} // namespace shim
+
+inline void __syncthreads() { shim::block_barrier(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { shim::exchange(mask, 0, shim::lane()); }
+
+template <class T> inline T __shfl_xor_sync(unsigned mask, T x, int step) {
+    return shim::shuffle(mask, x, shim::lane() ^ step);
+}
+template <class T> inline T __shfl_sync(unsigned mask, T x, int from) {
+    return shim::shuffle(mask, x, from & 31);
+}
+template <class T> inline T __shfl_up_sync(unsigned mask, T x, unsigned step) {
+    int from = shim::lane() - static_cast<int>(step);
+    return shim::shuffle(mask, x, from < 0 ? shim::lane() : from);
+}
+template <class T> inline T __shfl_down_sync(unsigned mask, T x, unsigned step) {
+    int from = shim::lane() + static_cast<int>(step);
+    return shim::shuffle(mask, x, from > 31 ? shim::lane() : from);
+}
+inline unsigned __ballot_sync(unsigned mask, bool predicate) { return shim::ballot(mask, predicate); }
+
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
+inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+
+// Four products of bytes, added up.
+inline int __dp4a(int a, int b, int sum) {
+    for (int i = 0; i < 4; i++) {
+        sum += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
+    }
+    return sum;
+}
+
+// One thread runs at a time: plain code is atomic.
+template <class T> inline T atomicAdd(T* at, T x) {
+    T old = *at;
+    *at = old + x;
+    return old;
+}
+template <class T> inline T atomicMax(T* at, T x) {
+    T old = *at;
+    *at = old > x ? old : x;
+    return old;
+}
+template <class T> inline T atomicCAS(T* at, T expected, T x) {
+    T old = *at;
+    if (old == expected) {
+        *at = x;
+    }
+    return old;
+}
+template <class T> inline T __ldg(const T* at) { return *at; }

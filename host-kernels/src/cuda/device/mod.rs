@@ -1,0 +1,115 @@
+//! What the CUDA engine needs of a device: memory, copies, launches, in order.
+//!
+//! Engine and plans know devices by this trait alone. Besides the GPU itself there are, in tests, a device that
+//! runs the same kernels on the CPU, and one that only writes down what it is asked for.
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+
+use crate::engine::{EngineError, MemoryInfo};
+
+/// An address in device memory.
+pub type Address = u64;
+
+/// A kernel of a device: a number that the device chose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelId(pub u32);
+
+/// A kernel to run, with everything it needs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Launch {
+    /// What to run.
+    pub kernel: KernelId,
+    /// Blocks in each dimension, at least 1.
+    pub grid: [u32; 3],
+    /// Threads of a block in each dimension, at least 1.
+    pub threads: [u32; 3],
+    /// Bytes of shared memory of a block, beyond what the kernel declares.
+    pub shared: u32,
+    /// The structure the kernel takes.
+    pub params: Vec<u8>,
+}
+
+/// Memory that device and host both see: where it is for either.
+#[derive(Debug, Clone, Copy)]
+pub struct SharedMemory {
+    /// For kernels.
+    pub device: Address,
+    /// For the host.
+    pub host: *mut u8,
+}
+
+// SAFETY: a place, not access to it.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for SharedMemory {}
+
+/// A device. All that it is asked for happens in order, as if one after the other; launches and fills may
+/// still be under way when the call returns, until [`Device::synchronize`].
+pub trait Device: Send + Sync + 'static {
+    /// A short name, `cuda:0`.
+    fn name(&self) -> &str;
+
+    /// One line for people: the model.
+    fn description(&self) -> &str;
+
+    /// Memory in bytes, as it is now.
+    fn memory(&self) -> MemoryInfo;
+
+    /// Multiprocessors: so many blocks, or a few times as many, keep the device busy.
+    fn multiprocessors(&self) -> u32;
+
+    /// `size` bytes, all zero, at least 256-byte aligned. `size` is not 0.
+    fn alloc(&self, size: u64) -> Result<Address, EngineError>;
+
+    /// Takes memory back, after all that was asked for before.
+    ///
+    /// # Safety
+    ///
+    /// `address` is from [`Device::alloc`] with this size, and nothing uses it from now on.
+    unsafe fn free(&self, address: Address, size: u64);
+
+    /// `size` zero bytes that both sides see, for as long as the device lives.
+    fn alloc_shared(&self, size: usize) -> Result<SharedMemory, EngineError>;
+
+    /// Writes `from` and returns when it has been read.
+    ///
+    /// # Safety
+    ///
+    /// There is device memory for it at `to`.
+    unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError>;
+
+    /// Reads into `to` what is there after all that was asked for before.
+    ///
+    /// # Safety
+    ///
+    /// There is as much device memory at `from`.
+    unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError>;
+
+    /// Sets `size` bytes to `value`.
+    ///
+    /// # Safety
+    ///
+    /// There is as much device memory at `to`.
+    unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError>;
+
+    /// Copies `size` bytes, which do not overlap.
+    ///
+    /// # Safety
+    ///
+    /// There is as much device memory at both.
+    unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError>;
+
+    /// The kernel called `name`.
+    fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError>;
+
+    /// Runs a kernel.
+    ///
+    /// # Safety
+    ///
+    /// The addresses in its parameters are of device memory that the kernel may use as it does, until the next
+    /// [`Device::synchronize`] has returned.
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError>;
+
+    /// Waits for all that was asked for.
+    fn synchronize(&self) -> Result<(), EngineError>;
+}

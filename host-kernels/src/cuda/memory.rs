@@ -1,0 +1,128 @@
+//! Memory of the CUDA engine.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+
+use super::device::{Address, Device};
+use crate::engine::{EngineError, Memory};
+
+/// An allocation on a device.
+pub(super) struct CudaMemory {
+    device: Arc<dyn Device>,
+    /// Something unmapped when the size is 0.
+    address: Address,
+    size: u64,
+}
+
+impl CudaMemory {
+    /// `size` bytes, all zero.
+    pub(super) fn new(device: &Arc<dyn Device>, size: u64) -> Result<CudaMemory, EngineError> {
+        let address = if size == 0 { 256 } else { device.alloc(size)? };
+        Ok(CudaMemory {
+            device: Arc::clone(device),
+            address,
+            size,
+        })
+    }
+
+    /// Where it is.
+    pub(super) fn address(&self) -> Address {
+        self.address
+    }
+
+    /// Whether it is memory of `device`.
+    pub(super) fn is_of(&self, device: &Arc<dyn Device>) -> bool {
+        Arc::ptr_eq(&self.device, device)
+    }
+
+    /// The address of `len` bytes at `offset`.
+    fn range(&self, offset: u64, len: u64) -> Result<Address, EngineError> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.size);
+        if inside {
+            Ok(self.address + offset)
+        } else {
+            Err(EngineError::OutOfBounds {
+                offset,
+                len,
+                size: self.size,
+            })
+        }
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        if self.size != 0 {
+            // SAFETY: allocated in `new` with this size; plans that use it hold on to it.
+            unsafe { self.device.free(self.address, self.size) };
+        }
+    }
+}
+
+impl Memory for CudaMemory {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        let to = self.range(offset, data.len() as u64)?;
+        if data.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the range is inside.
+        unsafe { self.device.upload(to, data) }
+    }
+
+    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        let from = self.range(offset, out.len() as u64)?;
+        if out.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the range is inside.
+        unsafe { self.device.download(from, out) }
+    }
+
+    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
+        let to = self.range(offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: the range is inside.
+        unsafe { self.device.fill(to, len, value) }
+    }
+
+    fn copy_from(
+        &self,
+        offset: u64,
+        source: &dyn Memory,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<(), EngineError> {
+        let source: &CudaMemory = source
+            .as_any()
+            .downcast_ref()
+            .filter(|source: &&CudaMemory| source.is_of(&self.device))
+            .ok_or(EngineError::ForeignMemory)?;
+        let (to, from) = (self.range(offset, len)?, source.range(source_offset, len)?);
+        if len == 0 || to == from {
+            return Ok(());
+        }
+        if to.abs_diff(from) >= len {
+            // SAFETY: both ranges are inside, and apart.
+            return unsafe { self.device.copy(to, from, len) };
+        }
+        let through = CudaMemory::new(&self.device, len)?;
+        // SAFETY: both ranges are inside; the memory in between is apart from either, and is freed after the
+        // copies.
+        unsafe {
+            self.device.copy(through.address, from, len)?;
+            self.device.copy(to, through.address, len)
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,88 @@
+//! What kernels are given: `cuda/params.h` in Rust.
+
+#[allow(
+    missing_docs,
+    unreachable_pub,
+    dead_code,
+    non_camel_case_types,
+    non_snake_case
+)]
+mod bindings {
+    include!(concat!(env!("OUT_DIR"), "/cuda_params.rs"));
+}
+
+pub(super) use bindings::*;
+
+use vgpu_transport::ir::{Shape, Type};
+
+/// A structure that kernels take as their parameters.
+///
+/// # Safety
+///
+/// The type is a C structure of `params.h` without padding of unknown content that matters: its bytes are
+/// passed on as they are.
+pub(super) unsafe trait Params: Copy {
+    /// The bytes.
+    fn bytes(&self) -> Vec<u8> {
+        let size = size_of::<Self>();
+        let mut bytes = vec![0u8; size];
+        // SAFETY: the structure has this size; padding is copied as raw bytes by a typed-less copy.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                std::ptr::from_ref(self).cast::<u8>(),
+                bytes.as_mut_ptr(),
+                size,
+            );
+        }
+        bytes
+    }
+}
+
+macro_rules! params {
+    ($($name:ident)*) => {$(
+        // SAFETY: a structure of `params.h`, of numbers and structures of numbers.
+        unsafe impl Params for $name {}
+    )*};
+}
+
+params! { VgMapParams VgAddIdParams }
+
+impl VgView {
+    /// The view of a tensor whose first element lies at `address`. Strides of dimensions with less than two
+    /// elements, which may be anything, become those of a dense tensor.
+    pub(super) fn new(address: u64, shape: &Shape) -> VgView {
+        let shape = shape.with_plain_strides();
+        VgView {
+            data: address,
+            ne: shape.ne.map(|n| n as i64),
+            nb: shape.nb.map(|n| n as i64),
+            type_: u32::from(shape.ty as u8),
+            reserved: 0,
+        }
+    }
+
+    /// Number of elements.
+    pub(super) fn elements(&self) -> i64 {
+        self.ne.iter().product()
+    }
+
+    /// Number of rows.
+    pub(super) fn rows(&self) -> i64 {
+        self.ne[1..].iter().product()
+    }
+
+    /// Whether the elements are of type `ty` and lie one after the other.
+    pub(super) fn is_dense(&self, ty: Type) -> bool {
+        let mut step = ty.block_bytes() as i64;
+        for d in 0..4 {
+            if self.nb[d] != step {
+                return false;
+            }
+            step *= match d {
+                0 => self.ne[0] / ty.block_elements() as i64,
+                _ => self.ne[d],
+            };
+        }
+        self.type_ == u32::from(ty as u8)
+    }
+}

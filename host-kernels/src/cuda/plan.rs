@@ -1,0 +1,264 @@
+//! From a graph to launches.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use vgpu_transport::ir::{Graph, Node, Op, Shape};
+
+use super::device::{Address, Device, Launch, SharedMemory};
+use super::memory::CudaMemory;
+use super::ops;
+use super::params::{Params, VgFault, VgPlace, VgView};
+use crate::engine::{EngineError, Memory, Plan, RunError};
+
+/// What plans of an engine share: the device, and where kernels report faults. One plan runs at a time.
+pub(super) struct Stream {
+    pub(super) device: Arc<dyn Device>,
+    fault: SharedMemory,
+    running: Mutex<()>,
+}
+
+impl Stream {
+    pub(super) fn new(device: Arc<dyn Device>) -> Result<Stream, EngineError> {
+        let fault = device.alloc_shared(size_of::<VgFault>())?;
+        Ok(Stream {
+            device,
+            fault,
+            running: Mutex::new(()),
+        })
+    }
+}
+
+/// A graph, compiled: launches in order.
+pub(super) struct CudaPlan {
+    stream: Arc<Stream>,
+    steps: Vec<Step>,
+    /// Names of the nodes' operators, for errors.
+    ops: Vec<&'static str>,
+    /// What the addresses in the launches point into.
+    _memory: Vec<Arc<dyn Memory>>,
+    _scratch: Option<CudaMemory>,
+}
+
+struct Step {
+    launch: Launch,
+    node: usize,
+}
+
+impl CudaPlan {
+    pub(super) fn compile(
+        graph: &Graph,
+        buffers: &[Arc<dyn Memory>],
+        stream: &Arc<Stream>,
+    ) -> Result<CudaPlan, EngineError> {
+        let device = &stream.device;
+        let bases = buffers
+            .iter()
+            .map(|memory| {
+                let memory: &CudaMemory = memory.as_any().downcast_ref()?;
+                memory.is_of(device).then(|| memory.address())
+            })
+            .collect::<Option<Vec<Address>>>()
+            .ok_or(EngineError::ForeignMemory)?;
+        let views: Vec<VgView> = graph
+            .tensors
+            .iter()
+            .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
+            .collect();
+        // Twice: first to learn how much scratch memory is needed, then with its address.
+        let mut scratch: Option<CudaMemory> = None;
+        loop {
+            let mut steps = Vec::new();
+            let mut most = 0;
+            for (i, node) in graph.nodes.iter().enumerate() {
+                let mut builder = Builder {
+                    graph,
+                    views: &views,
+                    node,
+                    index: i,
+                    stream,
+                    scratch: scratch.as_ref().map_or(0, CudaMemory::address),
+                    scratch_bytes: 0,
+                    launches: Vec::new(),
+                };
+                if !graph.tensors[node.dst as usize].shape.is_empty() {
+                    ops::compile(&node.op, &mut builder)?;
+                }
+                most = most.max(builder.scratch_bytes);
+                let launches = builder.launches.into_iter();
+                steps.extend(launches.map(|launch| Step { launch, node: i }));
+            }
+            if most > scratch.as_ref().map_or(0, Memory::size) {
+                scratch = Some(CudaMemory::new(device, most)?);
+                continue;
+            }
+            return Ok(CudaPlan {
+                stream: Arc::clone(stream),
+                steps,
+                ops: graph.nodes.iter().map(|n| n.op.kind().ggml_name()).collect(),
+                _memory: buffers.to_vec(),
+                _scratch: scratch,
+            });
+        }
+    }
+
+    fn failure(&self, node: usize, error: &EngineError) -> RunError {
+        RunError::Kernel {
+            node,
+            op: self.ops[node],
+            message: error.to_string(),
+        }
+    }
+}
+
+impl Plan for CudaPlan {
+    fn run(&mut self) -> Result<(), RunError> {
+        let Some(last) = self.steps.last() else {
+            return Ok(());
+        };
+        let Stream {
+            device,
+            fault,
+            running,
+        } = &*self.stream;
+        let _turn = running.lock().unwrap_or_else(PoisonError::into_inner);
+        let cell = fault.host.cast::<VgFault>();
+        for step in &self.steps {
+            // SAFETY: compiled from a validated graph over memory that this plan holds on to.
+            unsafe { device.launch(&step.launch) }.map_err(|e| self.failure(step.node, &e))?;
+        }
+        device
+            .synchronize()
+            .map_err(|e| self.failure(last.node, &e))?;
+        // SAFETY: the cell belongs to the stream, whose turn is ours, and no kernel runs any more.
+        let found = unsafe { cell.read_volatile() };
+        if found.taken == 0 {
+            return Ok(());
+        }
+        // SAFETY: as above.
+        unsafe { cell.write_volatile(VgFault::default()) };
+        let node = found.node as usize;
+        Err(RunError::Index {
+            node,
+            op: self.ops[node],
+            index: found.index,
+            count: found.count as u64,
+        })
+    }
+}
+
+/// What an operator's file sees of a node, and where it puts launches.
+pub(super) struct Builder<'a> {
+    graph: &'a Graph,
+    views: &'a [VgView],
+    node: &'a Node,
+    index: usize,
+    stream: &'a Stream,
+    scratch: Address,
+    scratch_bytes: u64,
+    launches: Vec<Launch>,
+}
+
+/// Most threads of a block of the kernels that give each element a thread.
+const THREADS: u32 = 256;
+
+impl Builder<'_> {
+    /// The destination.
+    pub(super) fn dst(&self) -> VgView {
+        self.views[self.node.dst as usize]
+    }
+
+    /// The destination's type, extents and strides as the IR has them.
+    pub(super) fn dst_shape(&self) -> &Shape {
+        &self.graph.tensors[self.node.dst as usize].shape
+    }
+
+    /// Source `i`, which the operator's rules demand.
+    pub(super) fn src(&self, i: usize) -> VgView {
+        let index = self.source(i);
+        self.views[index.expect("validation refuses operations without a source they need")]
+    }
+
+    /// The shape of source `i`, which the operator's rules demand.
+    pub(super) fn src_shape(&self, i: usize) -> &Shape {
+        let index = self.source(i);
+        &self.graph.tensors[index.expect("validation refuses operations without a source they need")]
+            .shape
+    }
+
+    /// Source `i`, if there is one; a view of nothing otherwise.
+    pub(super) fn optional(&self, i: usize) -> VgView {
+        self.source(i)
+            .map_or_else(VgView::default, |index| self.views[index])
+    }
+
+    fn source(&self, i: usize) -> Option<usize> {
+        let index = self.node.src.as_slice().get(i).copied().flatten()?;
+        Some(index as usize)
+    }
+
+    /// Where kernels of this node report faults.
+    pub(super) fn place(&self) -> VgPlace {
+        VgPlace {
+            fault: self.stream.fault.device,
+            node: self.index as u32,
+            reserved: 0,
+        }
+    }
+
+    /// Working memory of the node: `bytes` more, aligned to 256 bytes. Nothing is known of its content.
+    pub(super) fn scratch(&mut self, bytes: u64) -> Address {
+        let address = self.scratch + self.scratch_bytes;
+        self.scratch_bytes += bytes.next_multiple_of(256);
+        address
+    }
+
+    /// Multiprocessors of the device.
+    pub(super) fn multiprocessors(&self) -> u32 {
+        self.stream.device.multiprocessors()
+    }
+
+    /// Adds a launch.
+    pub(super) fn launch(
+        &mut self,
+        kernel: &'static str,
+        grid: [u32; 3],
+        threads: u32,
+        shared: u32,
+        params: &impl Params,
+    ) -> Result<(), EngineError> {
+        self.launches.push(Launch {
+            kernel: self.stream.device.kernel(kernel)?,
+            grid,
+            threads: [threads, 1, 1],
+            shared,
+            params: params.bytes(),
+        });
+        Ok(())
+    }
+
+    /// Adds a launch with a thread for each of `n` things, or, where that would be very many, a thread for
+    /// several of them.
+    pub(super) fn for_each(
+        &mut self,
+        kernel: &'static str,
+        n: i64,
+        params: &impl Params,
+    ) -> Result<(), EngineError> {
+        let most = u64::from(self.multiprocessors()) * 64;
+        let blocks = (n as u64).div_ceil(u64::from(THREADS)).clamp(1, most);
+        self.launch(kernel, [blocks as u32, 1, 1], THREADS, 0, params)
+    }
+
+    /// The error for what the engine cannot do after all.
+    pub(super) fn unsupported(&self, why: impl Into<String>) -> EngineError {
+        EngineError::Unsupported {
+            op: self.node.op.kind().ggml_name(),
+            why: why.into(),
+        }
+    }
+
+    /// The operator with its parameters.
+    pub(super) fn op(&self) -> &Op {
+        &self.node.op
+    }
+}
