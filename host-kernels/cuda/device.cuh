@@ -176,6 +176,9 @@ template <class R> DEVICE float block_reduce(float x, float identity) {
     __shared__ float parts[WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_reduce<R>(x);
+    if (warps == 1) {
+        return x;
+    }
     __syncthreads(); // `parts` may still be read from the time before
     if (lane == 0) {
         parts[warp] = x;

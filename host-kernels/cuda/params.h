@@ -51,6 +51,17 @@ struct VgView {
     unsigned reserved;
 };
 
+/* The codebooks of the IQ formats: eight (IQ3: four) magnitudes plus 64 in the bytes of each entry; of IQ1 eight
+ * times the values plus 15. */
+struct VgCodebooks {
+    unsigned long long iq2_xxs[256];
+    unsigned long long iq2_xs[512];
+    unsigned long long iq2_s[1024];
+    unsigned long long iq3_xxs[256];
+    unsigned long long iq3_s[512];
+    unsigned long long iq1[2048];
+};
+
 /* Where a kernel says that an index in tensor data points nowhere. The first one to say so wins. */
 struct VgFault {
     unsigned taken;
@@ -124,4 +135,104 @@ struct VgMapParams {
 struct VgAddIdParams {
     struct VgView dst, a, b, ids;
     struct VgPlace place;
+};
+
+/* vg_copy: all elements of src in order, as elements of dst. */
+struct VgCopyParams {
+    struct VgView dst, src;
+    unsigned long long codebooks; /* VgCodebooks * */
+};
+
+/* vg_move: dst[i] = src[f(i)], elements as they are, of `size` bytes (of quantised types: blocks, which
+ * dimension 0 then counts). */
+enum VgMove {
+    VG_MOVE_REPEAT,   /* i modulo the extents of src */
+    VG_MOVE_PAD,      /* i - shift, 0 where that is outside */
+    VG_MOVE_CIRCULAR, /* i - shift, round and round */
+    VG_MOVE_REFLECT,  /* i - shift, mirrored at the ends of dimension 0 */
+    VG_MOVE_DIAG,     /* src[i1] where i0 = i1, 0 elsewhere */
+    VG_MOVE_KEEP,     /* i where low <= i0 - i1 < high, `other` elsewhere */
+    VG_MOVE_FILL,     /* `other` */
+};
+
+struct VgMoveParams {
+    struct VgView dst, src;
+    long long shift[4];
+    long long low, high;
+    unsigned long long other; /* the bits of an element */
+    unsigned size;
+    unsigned op; /* enum VgMove */
+};
+
+/* vg_repeat_back: sums of what was repeated. */
+struct VgPairParams {
+    struct VgView dst, src;
+};
+
+/* vg_arange */
+struct VgArangeParams {
+    struct VgView dst;
+    float start, step;
+};
+
+/* vg_get_rows, vg_get_rows_back, vg_set_rows */
+struct VgRowsParams {
+    struct VgView dst, src, ids;
+    unsigned long long codebooks;
+    struct VgPlace place;
+};
+
+/* vg_norm: what is done with each row (of GROUP: with the channels of a group). */
+enum VgNorm {
+    VG_NORM_STANDARD, /* (x - mean) / sqrt(variance + eps) */
+    VG_NORM_RMS,      /* x / sqrt(mean of squares + eps) */
+    VG_NORM_L2,       /* x / max(length, eps) */
+    VG_NORM_RMS_BACK, /* a gradient, b input */
+    VG_NORM_SOFT_MAX_BACK, /* a gradient, b result; eps is the scale */
+};
+
+struct VgNormParams {
+    struct VgView dst, a, b;
+    float eps;
+    unsigned op; /* enum VgNorm */
+};
+
+struct VgGroupNormParams {
+    struct VgView dst, src;
+    long long channels; /* of a group */
+    float eps;
+};
+
+/* vg_soft_max */
+struct VgSoftMaxParams {
+    struct VgView dst, src, mask, sinks;
+    float scale, max_bias;
+    unsigned heads_log2; /* the largest power of two of heads */
+};
+
+/* vg_rope */
+struct VgRopeParams {
+    struct VgView dst, src, positions, factors;
+    int sections[4];
+    unsigned mode; /* RopeMode of the IR */
+    unsigned start, pairs;
+    float step, sign, freq_scale, ext_factor, magnitude;
+    float ramp[2];
+};
+
+/* vg_sum_rows, vg_cumsum, vg_argmax, vg_argsort */
+struct VgReduceParams {
+    struct VgView dst, src;
+    double by;
+    unsigned descending;
+    unsigned columns; /* vg_argsort: a power of two, at least src.ne[0] */
+    unsigned long long scratch;
+};
+
+/* vg_sum, vg_count_equal: partial results in scratch, then (`finish`) their sum. */
+struct VgTotalParams {
+    struct VgView dst, a, b;
+    unsigned long long scratch;
+    unsigned parts;
+    unsigned finish;
 };

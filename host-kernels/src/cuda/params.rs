@@ -45,7 +45,10 @@ macro_rules! params {
     )*};
 }
 
-params! { VgMapParams VgAddIdParams }
+params! {
+    VgMapParams VgAddIdParams VgCopyParams VgMoveParams VgPairParams VgArangeParams VgRowsParams VgNormParams
+    VgGroupNormParams VgSoftMaxParams VgRopeParams VgReduceParams VgTotalParams
+}
 
 impl VgView {
     /// The view of a tensor whose first element lies at `address`. Strides of dimensions with less than two

@@ -2,30 +2,42 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vgpu_transport::ir::{Graph, Node, Op, Shape};
+use vgpu_transport::ir::{Graph, Node, Shape};
 
 use super::device::{Address, Device, Launch, SharedMemory};
 use super::memory::CudaMemory;
 use super::ops;
-use super::params::{Params, VgFault, VgPlace, VgView};
+use super::params::{Params, VgCodebooks, VgFault, VgPlace, VgView};
 use crate::engine::{EngineError, Memory, Plan, RunError};
 
 /// What plans of an engine share: the device, and where kernels report faults. One plan runs at a time.
 pub(super) struct Stream {
     pub(super) device: Arc<dyn Device>,
     fault: SharedMemory,
+    codebooks: CudaMemory,
     running: Mutex<()>,
 }
 
 impl Stream {
     pub(super) fn new(device: Arc<dyn Device>) -> Result<Stream, EngineError> {
         let fault = device.alloc_shared(size_of::<VgFault>())?;
+        let codebooks = CudaMemory::new(&device, size_of::<VgCodebooks>() as u64)?;
+        codebooks.write(0, codebooks_of_formats().as_slice().into())?;
         Ok(Stream {
             device,
             fault,
+            codebooks,
             running: Mutex::new(()),
         })
     }
+}
+
+/// The bytes of `VgCodebooks`.
+fn codebooks_of_formats() -> Vec<u8> {
+    use crate::cpu::formats::grids::{IQ1, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
+    let books: [&[u64]; 6] = [&IQ2_XXS, &IQ2_XS, &IQ2_S, &IQ3_XXS, &IQ3_S, &IQ1];
+    let entries = books.into_iter().flatten();
+    entries.flat_map(|entry| entry.to_le_bytes()).collect()
 }
 
 /// A graph, compiled: launches in order.
@@ -94,7 +106,11 @@ impl CudaPlan {
             return Ok(CudaPlan {
                 stream: Arc::clone(stream),
                 steps,
-                ops: graph.nodes.iter().map(|n| n.op.kind().ggml_name()).collect(),
+                ops: graph
+                    .nodes
+                    .iter()
+                    .map(|n| n.op.kind().ggml_name())
+                    .collect(),
                 _memory: buffers.to_vec(),
                 _scratch: scratch,
             });
@@ -119,6 +135,7 @@ impl Plan for CudaPlan {
             device,
             fault,
             running,
+            ..
         } = &*self.stream;
         let _turn = running.lock().unwrap_or_else(PoisonError::into_inner);
         let cell = fault.host.cast::<VgFault>();
@@ -158,8 +175,14 @@ pub(super) struct Builder<'a> {
     launches: Vec<Launch>,
 }
 
-/// Most threads of a block of the kernels that give each element a thread.
+/// Most threads of a block of the kernels that give each element a thread, and of those that give a row a block.
 const THREADS: u32 = 256;
+
+/// Threads of a block for rows of `n` elements: whole warps, with a few elements for each thread.
+pub(super) fn threads_for(n: i64) -> u32 {
+    let threads = (n as u64).div_ceil(4).next_power_of_two();
+    threads.clamp(32, u64::from(THREADS)) as u32
+}
 
 impl Builder<'_> {
     /// The destination.
@@ -176,13 +199,6 @@ impl Builder<'_> {
     pub(super) fn src(&self, i: usize) -> VgView {
         let index = self.source(i);
         self.views[index.expect("validation refuses operations without a source they need")]
-    }
-
-    /// The shape of source `i`, which the operator's rules demand.
-    pub(super) fn src_shape(&self, i: usize) -> &Shape {
-        let index = self.source(i);
-        &self.graph.tensors[index.expect("validation refuses operations without a source they need")]
-            .shape
     }
 
     /// Source `i`, if there is one; a view of nothing otherwise.
@@ -203,6 +219,11 @@ impl Builder<'_> {
             node: self.index as u32,
             reserved: 0,
         }
+    }
+
+    /// The codebooks of the IQ formats (`VgCodebooks`).
+    pub(super) fn codebooks(&self) -> Address {
+        self.stream.codebooks.address()
     }
 
     /// Working memory of the node: `bytes` more, aligned to 256 bytes. Nothing is known of its content.
@@ -249,16 +270,24 @@ impl Builder<'_> {
         self.launch(kernel, [blocks as u32, 1, 1], THREADS, 0, params)
     }
 
+    /// Adds a launch with a block for each of `rows`, or for several of them where there are very many.
+    pub(super) fn for_each_row(
+        &mut self,
+        kernel: &'static str,
+        rows: i64,
+        threads: u32,
+        shared: u32,
+        params: &impl Params,
+    ) -> Result<(), EngineError> {
+        let blocks = rows.clamp(1, 1 << 20) as u32;
+        self.launch(kernel, [blocks, 1, 1], threads, shared, params)
+    }
+
     /// The error for what the engine cannot do after all.
     pub(super) fn unsupported(&self, why: impl Into<String>) -> EngineError {
         EngineError::Unsupported {
             op: self.node.op.kind().ggml_name(),
             why: why.into(),
         }
-    }
-
-    /// The operator with its parameters.
-    pub(super) fn op(&self) -> &Op {
-        &self.node.op
     }
 }

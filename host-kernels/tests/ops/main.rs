@@ -95,8 +95,17 @@ mod cuda {
 
     for_engine! {
         engine:
+        copy { same_type transpositions integers }
         elementwise { binary in_place add_id ids_are_checked scale_and_clamp }
         glu { two_sources halves }
+        movement {
+            repeat repeat_back concat set_and_acc diagonals padding reflection roll constants
+        }
+        norm { of_rows of_groups gradients }
+        reduce { sums argmax count_equal argsort special_values }
+        rope { modes_types_and_strides forth_and_back_in_place }
+        rows { get get_back ids_are_checked }
+        softmax { masks_biases_and_sinks special_values_and_in_place }
         unary { every_kind in_place parameters special_values }
     }
 }

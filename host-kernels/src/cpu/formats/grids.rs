@@ -2,17 +2,17 @@
 //! publishes them. Kept as small level numbers, spelled out at compile time.
 
 /// Magnitudes of IQ2_XXS by index, plus [`SIGN_OFFSET`].
-pub(super) static IQ2_XXS: [u64; 256] = expand(&IQ2_XXS_CODES, 2, &IQ2_LEVELS);
+pub(crate) static IQ2_XXS: [u64; 256] = expand(&IQ2_XXS_CODES, 2, &IQ2_LEVELS);
 /// Magnitudes of IQ2_XS by index, plus [`SIGN_OFFSET`].
-pub(super) static IQ2_XS: [u64; 512] = expand(&IQ2_XS_CODES, 2, &IQ2_LEVELS);
+pub(crate) static IQ2_XS: [u64; 512] = expand(&IQ2_XS_CODES, 2, &IQ2_LEVELS);
 /// Magnitudes of IQ2_S by index, plus [`SIGN_OFFSET`].
-pub(super) static IQ2_S: [u64; 1024] = expand(&IQ2_S_CODES, 2, &IQ2_LEVELS);
+pub(crate) static IQ2_S: [u64; 1024] = expand(&IQ2_S_CODES, 2, &IQ2_LEVELS);
 /// Magnitudes of IQ3_XXS by index, plus [`SIGN_OFFSET`], in the low four bytes.
-pub(super) static IQ3_XXS: [u64; 256] = expand(&IQ3_XXS_CODES, 3, &IQ3_XXS_LEVELS);
+pub(crate) static IQ3_XXS: [u64; 256] = expand(&IQ3_XXS_CODES, 3, &IQ3_XXS_LEVELS);
 /// Magnitudes of IQ3_S by index, plus [`SIGN_OFFSET`], in the low four bytes.
-pub(super) static IQ3_S: [u64; 512] = expand(&IQ3_S_CODES, 3, &IQ3_S_LEVELS);
+pub(crate) static IQ3_S: [u64; 512] = expand(&IQ3_S_CODES, 3, &IQ3_S_LEVELS);
 /// Values of IQ1_S and IQ1_M by index, eight times and plus 15: shifted down by an eighth.
-pub(super) static IQ1: [u64; 2048] = expand(&IQ1_CODES, 2, &[15 - 8, 15, 15 + 8]);
+pub(crate) static IQ1: [u64; 2048] = expand(&IQ1_CODES, 2, &[15 - 8, 15, 15 + 8]);
 
 /// What is added to quants with signs to make them unsigned.
 pub(super) const SIGN_OFFSET: u8 = 64;

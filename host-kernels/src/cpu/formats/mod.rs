@@ -18,7 +18,7 @@
 
 mod codebook;
 mod float;
-mod grids;
+pub(crate) mod grids;
 mod groups;
 mod iq1_m;
 mod iq1_s;

@@ -101,12 +101,7 @@ fn unary(kind: UnaryKind) -> VgMap {
     }
 }
 
-fn glu(
-    b: &mut Builder<'_>,
-    kind: GluKind,
-    swapped: bool,
-    c: [f32; 4],
-) -> Result<(), EngineError> {
+fn glu(b: &mut Builder<'_>, kind: GluKind, swapped: bool, c: [f32; 4]) -> Result<(), EngineError> {
     let code = match kind {
         GluKind::Reglu => VG_MAP_REGLU,
         GluKind::Geglu => VG_MAP_GEGLU,
@@ -137,9 +132,27 @@ fn map(
     b: &mut Builder<'_>,
     op: VgMap,
     c: [f32; 4],
-    [x, y]: [VgView; 2],
+    sources: [VgView; 2],
 ) -> Result<(), EngineError> {
     let dst = b.dst();
+    map_to(b, dst, op, c, sources)
+}
+
+/// Adds `x` to `part` of the destination.
+pub(super) fn add(b: &mut Builder<'_>, part: VgView, x: VgView) -> Result<(), EngineError> {
+    map_to(b, part, VG_MAP_ADD, [0.0; 4], [part, x])
+}
+
+fn map_to(
+    b: &mut Builder<'_>,
+    dst: VgView,
+    op: VgMap,
+    c: [f32; 4],
+    [x, y]: [VgView; 2],
+) -> Result<(), EngineError> {
+    if dst.elements() == 0 {
+        return Ok(());
+    }
     let plain = |v: &VgView| v.data == 0 || v.ne == dst.ne && v.is_dense(Type::F32);
     let params = VgMapParams {
         dst,

@@ -2,6 +2,10 @@
 //! combinations it runs, and `compile()`, which turns a node into launches, if it is one of its own.
 
 mod elementwise;
+mod movement;
+mod norm;
+mod reduce;
+mod rope;
 
 use vgpu_transport::ir::{Op, Rule, Type, TypeSet};
 
@@ -11,16 +15,80 @@ use crate::engine::EngineError;
 /// Types that kernels compute with element by element.
 const FLOATS: TypeSet = TypeSet::of(&[Type::F32, Type::F16, Type::Bf16]);
 const F32: TypeSet = TypeSet::of(&[Type::F32]);
+const I32: TypeSet = TypeSet::of(&[Type::I32]);
+
+/// All types there are.
+const ANY: TypeSet = TypeSet::of(Type::ALL);
+
+/// Types with one element per block.
+const PLAIN: TypeSet = TypeSet::of(&[
+    Type::F32,
+    Type::F16,
+    Type::Bf16,
+    Type::F64,
+    Type::I8,
+    Type::I16,
+    Type::I32,
+    Type::I64,
+]);
+
+/// The types that real numbers can be written to.
+const WRITABLE: TypeSet = FLOATS.union(TypeSet::of(&[
+    Type::Q4_0,
+    Type::Q4_1,
+    Type::Q5_0,
+    Type::Q5_1,
+    Type::Q8_0,
+    Type::Iq4Nl,
+]));
+
+/// The types that can be read as real numbers.
+const READABLE: TypeSet = WRITABLE.union(TypeSet::of(&[
+    Type::Q8_1,
+    Type::Q1_0,
+    Type::Q2_0,
+    Type::Mxfp4,
+    Type::Nvfp4,
+    Type::Q2K,
+    Type::Q3K,
+    Type::Q4K,
+    Type::Q5K,
+    Type::Q6K,
+    Type::Q8K,
+    Type::Iq1S,
+    Type::Iq1M,
+    Type::Iq2Xxs,
+    Type::Iq2Xs,
+    Type::Iq2S,
+    Type::Iq3Xxs,
+    Type::Iq3S,
+    Type::Iq4Xs,
+    Type::Tq1_0,
+    Type::Tq2_0,
+]));
 
 /// Everything the engine runs.
 pub(super) fn rules() -> Vec<Rule> {
-    [elementwise::rules()].concat()
+    [
+        elementwise::rules(),
+        movement::rules(),
+        norm::rules(),
+        reduce::rules(),
+        rope::rules(),
+    ]
+    .concat()
 }
 
 /// Turns a node into launches, if it belongs to the family.
 type Family = fn(&Op, &mut Builder<'_>) -> Option<Result<(), EngineError>>;
 
-const FAMILIES: [Family; 1] = [elementwise::compile];
+const FAMILIES: [Family; 5] = [
+    elementwise::compile,
+    movement::compile,
+    norm::compile,
+    reduce::compile,
+    rope::compile,
+];
 
 /// Turns a node into launches. Its destination is not empty.
 pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Result<(), EngineError> {

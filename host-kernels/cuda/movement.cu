@@ -1,0 +1,229 @@
+// COPY (DUP, CPY, CONT), REPEAT, REPEAT_BACK, CONCAT, SET, PAD, PAD_REFLECT_1D, ROLL, TRI, DIAG, DIAG_MASK_*, FILL,
+// ARANGE; GET_ROWS, GET_ROWS_BACK, SET_ROWS.
+#include "formats.cuh"
+
+namespace {
+
+DEVICE void move_bytes(u8* to, const u8* from, u32 size) {
+    switch (size) {
+    case 1: *to = *from; break;
+    case 2: *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(from); break;
+    case 4: *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from); break;
+    case 8: *reinterpret_cast<u64*>(to) = *reinterpret_cast<const u64*>(from); break;
+    default:
+        for (u32 i = 0; i < size; i++) {
+            to[i] = from[i];
+        }
+    }
+}
+
+DEVICE void put_bits(u8* to, u64 bits, u32 size) {
+    switch (size) {
+    case 1: *to = static_cast<u8>(bits); break;
+    case 2: *reinterpret_cast<u16*>(to) = static_cast<u16>(bits); break;
+    case 4: *reinterpret_cast<u32*>(to) = static_cast<u32>(bits); break;
+    default: *reinterpret_cast<u64*>(to) = bits; break;
+    }
+}
+
+DEVICE i64 modulo(i64 i, i64 n) {
+    i %= n;
+    return i < 0 ? i + n : i;
+}
+
+// Where element `at` comes from; false if it comes from nowhere.
+DEVICE bool source_of(const VgMoveParams& p, Index* at) {
+    switch (p.op) {
+    case VG_MOVE_REPEAT:
+        for (int d = 0; d < 4; d++) {
+            at->i[d] %= p.src.ne[d];
+        }
+        return true;
+    case VG_MOVE_PAD:
+        for (int d = 0; d < 4; d++) {
+            at->i[d] -= p.shift[d];
+            if (at->i[d] < 0 || at->i[d] >= p.src.ne[d]) {
+                return false;
+            }
+        }
+        return true;
+    case VG_MOVE_CIRCULAR:
+        for (int d = 0; d < 4; d++) {
+            at->i[d] = modulo(at->i[d] - p.shift[d], p.src.ne[d]);
+        }
+        return true;
+    case VG_MOVE_REFLECT: {
+        i64 i = at->i[0] - p.shift[0], last = p.src.ne[0] - 1;
+        at->i[0] = i < 0 ? -i : i > last ? 2 * last - i : i;
+        return true;
+    }
+    case VG_MOVE_DIAG: {
+        bool on = at->i[0] == at->i[1];
+        at->i[1] = 0;
+        return on;
+    }
+    case VG_MOVE_KEEP: {
+        i64 beyond = at->i[0] - at->i[1];
+        return beyond >= p.low && beyond < p.high;
+    }
+    default: return false;
+    }
+}
+
+// Elements of `v` in blocks: dimension 0 counts blocks of quantised types.
+DEVICE View in_blocks(View v) {
+    v.ne[0] /= geometry(v.type).elements;
+    return v;
+}
+
+// Makes the 32 elements from `e` on, in order, of `src` a block at `to`.
+template <class Value> DEVICE void quantize_into(u32 type, u8* to, Value value) {
+    float x[32];
+    for (int i = 0; i < 32; i++) {
+        x[i] = value(i);
+    }
+    quantize_block(type, x, to);
+}
+
+DEVICE float element_value(const View& v, const VgCodebooks* books, i64 e) {
+    Index at = index_of(v, e);
+    i64 i0 = at.i[0];
+    at.i[0] = 0;
+    return row_value(v.type, books, address(v, at), v.nb[0], i0);
+}
+
+} // namespace
+
+KERNEL(vg_move, VgMoveParams, 256) {
+    i64 n = elements(p.dst);
+    for (i64 e = thread_index(); e < n; e += thread_count()) {
+        Index at = index_of(p.dst, e);
+        u8* to = address(p.dst, at);
+        if (source_of(p, &at)) {
+            move_bytes(to, address(p.src, at), p.size);
+        } else {
+            put_bits(to, p.other, p.size);
+        }
+    }
+}
+
+// Elements of one type, in order, between tensors of different extents.
+KERNEL(vg_copy_same, VgCopyParams, 256) {
+    View dst = in_blocks(p.dst), src = in_blocks(p.src);
+    u32 size = geometry(dst.type).bytes;
+    i64 n = elements(dst);
+    for (i64 e = thread_index(); e < n; e += thread_count()) {
+        move_bytes(address(dst, index_of(dst, e)), address(src, index_of(src, e)), size);
+    }
+}
+
+KERNEL(vg_copy, VgCopyParams, 256) {
+    View dst = in_blocks(p.dst);
+    const VgCodebooks* books = codebooks(p.codebooks);
+    int block = geometry(dst.type).elements;
+    i64 n = elements(dst);
+    for (i64 e = thread_index(); e < n; e += thread_count()) {
+        u8* to = address(dst, index_of(dst, e));
+        if (block == 1) {
+            store(dst.type, to, element_value(p.src, books, e));
+        } else {
+            quantize_into(dst.type, to, [&](int i) { return element_value(p.src, books, e * 32 + i); });
+        }
+    }
+}
+
+KERNEL(vg_repeat_back, VgPairParams, 256) {
+    i64 n = elements(p.dst);
+    for (i64 e = thread_index(); e < n; e += thread_count()) {
+        Index at = index_of(p.dst, e);
+        float sum = 0.0f;
+        for (i64 i3 = at.i[3]; i3 < p.src.ne[3]; i3 += p.dst.ne[3]) {
+            for (i64 i2 = at.i[2]; i2 < p.src.ne[2]; i2 += p.dst.ne[2]) {
+                for (i64 i1 = at.i[1]; i1 < p.src.ne[1]; i1 += p.dst.ne[1]) {
+                    for (i64 i0 = at.i[0]; i0 < p.src.ne[0]; i0 += p.dst.ne[0]) {
+                        sum += load(p.src.type, address(p.src, Index{{i0, i1, i2, i3}}));
+                    }
+                }
+            }
+        }
+        store(p.dst.type, address(p.dst, at), sum);
+    }
+}
+
+KERNEL(vg_arange, VgArangeParams, 256) {
+    for (i64 e = thread_index(); e < p.dst.ne[0]; e += thread_count()) {
+        float* to = reinterpret_cast<float*>(p.dst.data + e * p.dst.nb[0]);
+        *to = p.start + p.step * static_cast<float>(e);
+    }
+}
+
+namespace {
+
+DEVICE i64 id_at(const View& ids, i64 i0, i64 i1, i64 i2) {
+    const u8* at = address(ids, Index{{i0, i1, i2, 0}});
+    return ids.type == VG_I64 ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const int*>(at);
+}
+
+} // namespace
+
+// dst[:, i, j, k] = src[:, ids[i, j, k], j, k]
+KERNEL(vg_get_rows, VgRowsParams, 256) {
+    const VgCodebooks* books = codebooks(p.codebooks);
+    i64 n = elements(p.dst);
+    for (i64 e = thread_index(); e < n; e += thread_count()) {
+        Index at = index_of(p.dst, e);
+        i64 id = id_at(p.ids, at.i[1], at.i[2], at.i[3]);
+        if (!check_index(p.place, id, p.src.ne[1])) {
+            return;
+        }
+        const u8* row = address(p.src, Index{{0, id, at.i[2], at.i[3]}});
+        u8* to = address(p.dst, at);
+        if (p.dst.type == VG_I32) {
+            move_bytes(to, row + at.i[0] * p.src.nb[0], 4);
+        } else {
+            store(p.dst.type, to, row_value(p.src.type, books, row, p.src.nb[0], at.i[0]));
+        }
+    }
+}
+
+// dst[:, ids[i]] += src[:, i], from zero: a thread for each column, so that sums are in order.
+KERNEL(vg_get_rows_back, VgRowsParams, 256) {
+    const VgCodebooks* books = codebooks(p.codebooks);
+    for (i64 c = thread_index(); c < p.dst.ne[0]; c += thread_count()) {
+        for (i64 r = 0; r < p.dst.ne[1]; r++) {
+            store(p.dst.type, address(p.dst, Index{{c, r, 0, 0}}), 0.0f);
+        }
+        for (i64 i = 0; i < p.ids.ne[0]; i++) {
+            i64 id = id_at(p.ids, i, 0, 0);
+            if (!check_index(p.place, id, p.dst.ne[1])) {
+                return;
+            }
+            u8* to = address(p.dst, Index{{c, id, 0, 0}});
+            const u8* row = address(p.src, Index{{0, i, 0, 0}});
+            store(p.dst.type, to, load(p.dst.type, to) + row_value(p.src.type, books, row, p.src.nb[0], c));
+        }
+    }
+}
+
+// dst[:, ids[i, j, k], j, k] = src[:, i, j, k]; ids repeat over j and k.
+KERNEL(vg_set_rows, VgRowsParams, 256) {
+    View src = p.src;
+    int block = geometry(p.dst.type).elements;
+    src.ne[0] /= block;
+    i64 n = elements(src);
+    for (i64 e = thread_index(); e < n; e += thread_count()) {
+        Index at = index_of(src, e);
+        i64 id = id_at(p.ids, at.i[1], at.i[2] % p.ids.ne[1], at.i[3] % p.ids.ne[2]);
+        if (!check_index(p.place, id, p.dst.ne[1])) {
+            return;
+        }
+        const u8* row = address(p.src, Index{{0, at.i[1], at.i[2], at.i[3]}});
+        u8* to = address(p.dst, Index{{at.i[0], id, at.i[2], at.i[3]}});
+        if (block == 1) {
+            store(p.dst.type, to, load(src.type, row + at.i[0] * src.nb[0]));
+        } else {
+            quantize_into(p.dst.type, to,
+                          [&](int i) { return load(src.type, row + (at.i[0] * 32 + i) * src.nb[0]); });
+        }
+    }
+}
