@@ -16,6 +16,7 @@
     extern __shared__ __align__(16) unsigned char vg_shared[]; \
     T* name = reinterpret_cast<T*>(vg_shared)
 #define CONSTANT static __device__ const
+#define UNROLL _Pragma("unroll")
 #define INFINITY_F __int_as_float(0x7f800000)
 #define NAN_F __int_as_float(0x7fffffff)
 #endif
@@ -201,4 +202,18 @@ DEVICE bool check_index(const VgPlace& place, i64 index, i64 count) {
         fault->count = count;
     }
     return false;
+}
+
+// ---- ALiBi.
+
+// By how much the mask counts for a head; `heads_log2` is the largest power of two of heads.
+DEVICE float alibi_slope(float max_bias, u32 heads_log2, u32 head) {
+    if (max_bias <= 0.0f) {
+        return 1.0f;
+    }
+    float heads = static_cast<float>(heads_log2);
+    if (head < heads_log2) {
+        return powf(exp2f(-max_bias / heads), static_cast<float>(head + 1));
+    }
+    return powf(exp2f(-max_bias / 2.0f / heads), static_cast<float>(2 * (head - heads_log2) + 1));
 }

@@ -3,9 +3,6 @@
 
 namespace {
 
-// Threads of a block.
-constexpr int THREADS = 256;
-
 // The sum of `value(i)` for all i below n, in every thread.
 template <class Value> DEVICE float row_sum(i64 n, Value value) {
     float sum = 0.0f;
@@ -22,20 +19,9 @@ template <class Value> DEVICE void row_write(const View& dst, u8* row, Value val
     }
 }
 
-DEVICE float slope_of(float max_bias, u32 heads_log2, u32 head) {
-    if (max_bias <= 0.0f) {
-        return 1.0f;
-    }
-    float heads = static_cast<float>(heads_log2);
-    if (head < heads_log2) {
-        return powf(exp2f(-max_bias / heads), static_cast<float>(head + 1));
-    }
-    return powf(exp2f(-max_bias / 2.0f / heads), static_cast<float>(2 * (head - heads_log2) + 1));
-}
-
 } // namespace
 
-KERNEL(vg_norm, VgNormParams, THREADS) {
+KERNEL(vg_norm, VgNormParams, 256) {
     i64 n = p.dst.ne[0];
     float count = static_cast<float>(n);
     for (i64 r = blockIdx.x; r < rows(p.dst); r += gridDim.x) {
@@ -83,7 +69,7 @@ KERNEL(vg_norm, VgNormParams, THREADS) {
 }
 
 // A block for each group of channels, which dimension 2 counts.
-KERNEL(vg_group_norm, VgGroupNormParams, THREADS) {
+KERNEL(vg_group_norm, VgGroupNormParams, 256) {
     i64 groups = (p.src.ne[2] + p.channels - 1) / p.channels;
     for (i64 g = blockIdx.x; g < groups * p.src.ne[3]; g += gridDim.x) {
         i64 first = g % groups * p.channels, i3 = g / groups;
@@ -104,7 +90,7 @@ KERNEL(vg_group_norm, VgGroupNormParams, THREADS) {
     }
 }
 
-KERNEL(vg_soft_max, VgSoftMaxParams, THREADS) {
+KERNEL(vg_soft_max, VgSoftMaxParams, 256) {
     i64 n = p.src.ne[0];
     for (i64 r = blockIdx.x; r < rows(p.src); r += gridDim.x) {
         Index at = row_of(p.src, r);
@@ -115,7 +101,7 @@ KERNEL(vg_soft_max, VgSoftMaxParams, THREADS) {
             mask = address(p.mask, Index{{0, at.i[1], at.i[2] % p.mask.ne[2], at.i[3] % p.mask.ne[3]}});
         }
         u32 head = static_cast<u32>(at.i[2]);
-        float slope = slope_of(p.max_bias, p.heads_log2, head);
+        float slope = alibi_slope(p.max_bias, p.heads_log2, head);
         float largest = -INFINITY_F;
         for (i64 i = threadIdx.x; i < n; i += blockDim.x) {
             float logit = x[i] * p.scale;

@@ -236,3 +236,20 @@ struct VgTotalParams {
     unsigned parts;
     unsigned finish;
 };
+
+/* vg_mul_mat, vg_mul_vec: dst[i, j, b] = sum over k of w[k, i, b / r] * x[k, j, b], b counting dimensions 2 and 3.
+ * vg_mul_mat_id: dst[i, u, t] = sum over k of w[k, i, ids[u, t]] * x[k, u modulo its extent, t].
+ * vg_out_prod: dst[i, j, b] = sum over k of w[i, k, b / r] * x[j, k, b]. */
+struct VgMulMatParams {
+    struct VgView dst, w, x, ids;
+    unsigned long long codebooks;
+    struct VgPlace place;
+};
+
+/* vg_attention */
+struct VgAttentionParams {
+    struct VgView dst, q, k, v, mask, sinks;
+    unsigned long long codebooks;
+    float scale, cap, max_bias;
+    unsigned heads_log2; /* the largest power of two of heads */
+};

@@ -1,17 +1,75 @@
 // Runs kernels on the CPU: see `shim.h`.
 #include "shim.h"
 
-#include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <string>
 #include <sys/mman.h>
-#include <ucontext.h>
 #include <vector>
 
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
+
 thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// A context is a place in the program with its stack. `switch_context` leaves one and goes on with another.
+#ifdef __x86_64__
+// The registers that a function must leave as they were lie on the stack, the stack pointer in the context. (The
+// portable functions below ask the kernel about signals each time, which takes ten times as long.)
+using Context = void*;
+extern "C" void vgpu_shim_switch(Context* from, Context to);
+asm(R"(
+    .text
+    .globl vgpu_shim_switch
+    .hidden vgpu_shim_switch
+    .type vgpu_shim_switch, @function
+vgpu_shim_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+    .size vgpu_shim_switch, .-vgpu_shim_switch
+)");
+
+static void switch_context(Context& from, Context& to) { vgpu_shim_switch(&from, to); }
+
+static void make_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
+    // As if `entry` had been called: an address to return to, which is never used, at 8 below a multiple of 16.
+    void** top = reinterpret_cast<void**>(stack + bytes);
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(entry);
+    for (int i = 0; i < 6; i++) {
+        *--top = nullptr;
+    }
+    context = top;
+}
+#else
+using Context = ucontext_t;
+
+static void switch_context(Context& from, Context& to) { swapcontext(&from, &to); }
+
+static void make_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = bytes;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+}
+#endif
 
 namespace shim {
 namespace {
@@ -43,8 +101,7 @@ struct Warp {
 enum class State { Fresh, Ready, Done };
 
 struct Fiber {
-    ucontext_t start;
-    jmp_buf at;
+    Context context;
     State state;
     Dim3 index;
     // What it waits for: the count of barriers or of its warp's exchanges to go beyond this.
@@ -61,8 +118,7 @@ struct Block {
     unsigned at_barrier = 0;
     unsigned barriers = 0;
     unsigned current = 0;
-    jmp_buf scheduler;
-    ucontext_t back;
+    Context scheduler;
     void (*body)(const void*) = nullptr;
     const void* params = nullptr;
     std::unique_ptr<unsigned char[]> shared;
@@ -77,11 +133,17 @@ struct Block {
 
 thread_local Block block;
 
+// Back to the scheduler.
+void yield() { switch_context(block.fibers[block.current].context, block.scheduler); }
+
+// Ends the block; what its threads were doing is forgotten.
 [[noreturn]] void leave(const char* error) {
     if (block.error.empty()) {
         block.error = error;
     }
-    _longjmp(block.scheduler, 1);
+    for (;;) {
+        yield();
+    }
 }
 
 // Lets others run until `*count` is no longer what it was.
@@ -89,9 +151,7 @@ void wait(const unsigned* count) {
     Fiber& fiber = block.fibers[block.current];
     fiber.waits = count;
     fiber.seen = *count;
-    if (_setjmp(fiber.at) == 0) {
-        _longjmp(block.scheduler, 1);
-    }
+    yield();
 }
 
 void enter() {
@@ -102,7 +162,9 @@ void enter() {
     if (block.at_barrier != 0) {
         leave("a thread ended while others wait at a barrier");
     }
-    _longjmp(block.scheduler, 1);
+    for (;;) {
+        yield();
+    }
 }
 
 void prepare(unsigned threads) {
@@ -136,19 +198,11 @@ void resume(unsigned i) {
     Fiber& fiber = block.fibers[i];
     block.current = i;
     threadIdx = fiber.index;
-    if (_setjmp(block.scheduler) != 0) {
-        return;
-    }
     if (fiber.state == State::Fresh) {
         fiber.state = State::Ready;
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = block.stacks + i * STACK_BYTES;
-        fiber.start.uc_stack.ss_size = STACK_BYTES;
-        fiber.start.uc_link = nullptr;
-        makecontext(&fiber.start, enter, 0);
-        setcontext(&fiber.start);
+        make_context(fiber.context, block.stacks + i * STACK_BYTES, STACK_BYTES, enter);
     }
-    _longjmp(fiber.at, 1);
+    switch_context(block.scheduler, fiber.context);
 }
 
 bool run_block() {

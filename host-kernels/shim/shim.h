@@ -16,6 +16,7 @@
 #define __restrict__ __restrict
 #define __shared__ static thread_local
 #define CONSTANT static const
+#define UNROLL
 #define INFINITY_F __builtin_inff()
 #define NAN_F __builtin_nanf("")
 

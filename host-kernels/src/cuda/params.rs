@@ -48,6 +48,7 @@ macro_rules! params {
 params! {
     VgMapParams VgAddIdParams VgCopyParams VgMoveParams VgPairParams VgArangeParams VgRowsParams VgNormParams
     VgGroupNormParams VgSoftMaxParams VgRopeParams VgReduceParams VgTotalParams
+    VgMulMatParams VgAttentionParams
 }
 
 impl VgView {
@@ -87,5 +88,25 @@ impl VgView {
             };
         }
         self.type_ == u32::from(ty as u8)
+    }
+
+    /// The addresses from the first to one past the last byte.
+    fn extent(&self) -> std::ops::Range<u64> {
+        let ty = Type::from_id(self.type_ as u8).expect("views are of tensors, which have types");
+        let shape = Shape {
+            ty,
+            ne: self.ne.map(|n| n as u64),
+            nb: self.nb.map(|n| n as u64),
+        };
+        self.data..self.data + shape.extent().expect("the tensor was validated")
+    }
+
+    /// Whether the two share memory, as far as their extents tell.
+    pub(super) fn overlaps(&self, other: &VgView) -> bool {
+        if self.data == 0 || other.data == 0 {
+            return false;
+        }
+        let (a, b) = (self.extent(), other.extent());
+        a.start < b.end && b.start < a.end
     }
 }

@@ -2,12 +2,12 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vgpu_transport::ir::{Graph, Node, Shape};
+use vgpu_transport::ir::{Graph, Node, Shape, Type};
 
 use super::device::{Address, Device, Launch, SharedMemory};
 use super::memory::CudaMemory;
 use super::ops;
-use super::params::{Params, VgCodebooks, VgFault, VgPlace, VgView};
+use super::params::{Params, VG_MOVE_REPEAT, VgCodebooks, VgFault, VgMoveParams, VgPlace, VgView};
 use crate::engine::{EngineError, Memory, Plan, RunError};
 
 /// What plans of an engine share: the device, and where kernels report faults. One plan runs at a time.
@@ -178,6 +178,9 @@ pub(super) struct Builder<'a> {
 /// Most threads of a block of the kernels that give each element a thread, and of those that give a row a block.
 const THREADS: u32 = 256;
 
+/// Most blocks in dimensions 1 and 2 of a grid.
+const MOST_BLOCKS: i64 = 65535;
+
 /// Threads of a block for rows of `n` elements: whole warps, with a few elements for each thread.
 pub(super) fn threads_for(n: i64) -> u32 {
     let threads = (n as u64).div_ceil(4).next_power_of_two();
@@ -267,7 +270,8 @@ impl Builder<'_> {
     ) -> Result<(), EngineError> {
         let most = u64::from(self.multiprocessors()) * 64;
         let blocks = (n as u64).div_ceil(u64::from(THREADS)).clamp(1, most);
-        self.launch(kernel, [blocks as u32, 1, 1], THREADS, 0, params)
+        let threads = (n as u64).next_multiple_of(32).clamp(32, THREADS.into());
+        self.launch(kernel, [blocks as u32, 1, 1], threads as u32, 0, params)
     }
 
     /// Adds a launch with a block for each of `rows`, or for several of them where there are very many.
@@ -281,6 +285,53 @@ impl Builder<'_> {
     ) -> Result<(), EngineError> {
         let blocks = rows.clamp(1, 1 << 20) as u32;
         self.launch(kernel, [blocks, 1, 1], threads, shared, params)
+    }
+
+    /// Adds a launch with a block for each index below `grid`, or in dimensions 1 and 2 for every so many of them: the
+    /// kernel goes on from its own index by the extent of the grid.
+    pub(super) fn launch_over(
+        &mut self,
+        kernel: &'static str,
+        grid: [i64; 3],
+        threads: u32,
+        shared: u32,
+        params: &impl Params,
+    ) -> Result<(), EngineError> {
+        let most = [i64::from(i32::MAX), MOST_BLOCKS, MOST_BLOCKS];
+        let blocks = std::array::from_fn(|d| grid[d].min(most[d]) as u32);
+        self.launch(kernel, blocks, threads, shared, params)
+    }
+
+    /// Has `body` add launches that write rows of `f32` to the view it is given: the destination, or, if that overlaps a
+    /// source, scratch memory that is copied there in the end. No sane graph lets them overlap, but the result must not
+    /// depend on which block comes first.
+    pub(super) fn staged(
+        &mut self,
+        body: impl FnOnce(&mut Self, VgView) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let dst = self.dst();
+        let sources = (0..self.node.src.as_slice().len()).map(|i| self.optional(i));
+        if !{ sources }.any(|source| source.overlaps(&dst)) {
+            return body(self, dst);
+        }
+        let shape = Shape::contiguous(Type::F32, dst.ne.map(|n| n as u64))
+            .ok_or_else(|| self.unsupported("results beyond any memory"))?;
+        let bytes = shape.extent().unwrap_or(u64::MAX / 2);
+        let staged = VgView::new(self.scratch(bytes), &shape);
+        body(self, staged)?;
+        let copy = VgMoveParams {
+            dst,
+            src: staged,
+            size: size_of::<f32>() as u32,
+            op: VG_MOVE_REPEAT,
+            ..VgMoveParams::default()
+        };
+        self.for_each("vg_move", dst.elements(), &copy)
+    }
+
+    /// Most bytes of shared memory that a launch may ask for.
+    pub(super) fn most_shared(&self) -> u32 {
+        self.stream.device.most_shared()
     }
 
     /// The error for what the engine cannot do after all.

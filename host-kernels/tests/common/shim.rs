@@ -70,6 +70,10 @@ impl Device for Shim {
         1
     }
 
+    fn most_shared(&self) -> u32 {
+        96 << 10 // what GPUs from sm_80 on have at least
+    }
+
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
         Ok(self.map(size))
     }

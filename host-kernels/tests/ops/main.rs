@@ -95,9 +95,16 @@ mod cuda {
 
     for_engine! {
         engine:
+        attention {
+            types_shapes_and_options many_tokens_and_long_contexts what_is_hidden_does_not_count
+        }
         copy { same_type transpositions integers }
         elementwise { binary in_place add_id ids_are_checked scale_and_clamp }
         glu { two_sources halves }
+        matmul {
+            mul_mat mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id
+            experts_are_checked out_prod
+        }
         movement {
             repeat repeat_back concat set_and_acc diagonals padding reflection roll constants
         }

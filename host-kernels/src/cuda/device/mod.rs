@@ -58,6 +58,9 @@ pub trait Device: Send + Sync + 'static {
     /// Multiprocessors: so many blocks, or a few times as many, keep the device busy.
     fn multiprocessors(&self) -> u32;
 
+    /// Most bytes of shared memory that a block can have.
+    fn most_shared(&self) -> u32;
+
     /// `size` bytes, all zero, at least 256-byte aligned. `size` is not 0.
     fn alloc(&self, size: u64) -> Result<Address, EngineError>;
 

@@ -1,7 +1,9 @@
 //! The operators, one file for each family, as in the CPU engine. A family's file has `rules()`, the type
 //! combinations it runs, and `compile()`, which turns a node into launches, if it is one of its own.
 
+mod attention;
 mod elementwise;
+mod matmul;
 mod movement;
 mod norm;
 mod reduce;
@@ -70,7 +72,9 @@ const READABLE: TypeSet = WRITABLE.union(TypeSet::of(&[
 /// Everything the engine runs.
 pub(super) fn rules() -> Vec<Rule> {
     [
+        attention::rules(),
         elementwise::rules(),
+        matmul::rules(),
         movement::rules(),
         norm::rules(),
         reduce::rules(),
@@ -82,8 +86,10 @@ pub(super) fn rules() -> Vec<Rule> {
 /// Turns a node into launches, if it belongs to the family.
 type Family = fn(&Op, &mut Builder<'_>) -> Option<Result<(), EngineError>>;
 
-const FAMILIES: [Family; 5] = [
+const FAMILIES: [Family; 7] = [
+    attention::compile,
     elementwise::compile,
+    matmul::compile,
     movement::compile,
     norm::compile,
     reduce::compile,
