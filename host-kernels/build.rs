@@ -6,6 +6,7 @@ mod libclang;
 use std::env;
 use std::path::PathBuf;
 
+use bindgen::callbacks::{DeriveInfo, ParseCallbacks};
 use libclang::fail;
 
 fn main() {
@@ -18,6 +19,7 @@ fn main() {
         .prepend_enum_name(false)
         .generate_comments(false)
         .derive_default(true)
+        .parse_callbacks(Box::new(AsBytes))
         .layout_tests(true)
         .rust_edition(bindgen::RustEdition::Edition2024)
         .generate()
@@ -26,4 +28,14 @@ fn main() {
     bindings
         .write_to_file(out.join("cuda_params.rs"))
         .unwrap_or_else(|error| fail(&format!("{}: {error}", out.display())));
+}
+
+/// Derives that structures are made of their fields' bytes alone.
+#[derive(Debug)]
+struct AsBytes;
+
+impl ParseCallbacks for AsBytes {
+    fn add_derives(&self, _: &DeriveInfo<'_>) -> Vec<String> {
+        vec!["zerocopy::IntoBytes".into(), "zerocopy::Immutable".into()]
+    }
 }

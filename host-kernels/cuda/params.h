@@ -1,5 +1,6 @@
 /* What the host passes to kernels. Three compilers read this file: NVRTC (or nvcc), the C++ compiler of the
- * CPU build, and bindgen, which gives the host the same structures. Plain C, no includes. */
+ * CPU build, and bindgen, which gives the host the same structures. Plain C, no includes, and no
+ * padding: structures are passed on as bytes. */
 #pragma once
 
 /* Element types: the ids of the wire (transport's `Type`). */
@@ -201,6 +202,7 @@ struct VgGroupNormParams {
     struct VgView dst, src;
     long long channels; /* of a group */
     float eps;
+    unsigned reserved;
 };
 
 /* vg_soft_max */
@@ -208,6 +210,7 @@ struct VgSoftMaxParams {
     struct VgView dst, src, mask, sinks;
     float scale, max_bias;
     unsigned heads_log2; /* the largest power of two of heads */
+    unsigned reserved;
 };
 
 /* vg_rope */

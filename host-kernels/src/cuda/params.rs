@@ -5,7 +5,9 @@
     unreachable_pub,
     dead_code,
     non_camel_case_types,
-    non_snake_case
+    non_snake_case,
+    clippy::all,
+    clippy::undocumented_unsafe_blocks // bindgen's own access to bit fields
 )]
 mod bindings {
     include!(concat!(env!("OUT_DIR"), "/cuda_params.rs"));
@@ -14,42 +16,13 @@ mod bindings {
 pub(super) use bindings::*;
 
 use vgpu_transport::ir::{Shape, Type};
+use zerocopy::{Immutable, IntoBytes};
 
-/// A structure that kernels take as their parameters.
-///
-/// # Safety
-///
-/// The type is a C structure of `params.h` without padding of unknown content that matters: its bytes are
-/// passed on as they are.
-pub(super) unsafe trait Params: Copy {
-    /// The bytes.
-    fn bytes(&self) -> Vec<u8> {
-        let size = size_of::<Self>();
-        let mut bytes = vec![0u8; size];
-        // SAFETY: the structure has this size; padding is copied as raw bytes by a typed-less copy.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                std::ptr::from_ref(self).cast::<u8>(),
-                bytes.as_mut_ptr(),
-                size,
-            );
-        }
-        bytes
-    }
-}
+/// A structure that kernels take as their parameters. All of `params.h` are: the build script derives that they
+/// have no padding.
+pub(super) trait Params: IntoBytes + Immutable {}
 
-macro_rules! params {
-    ($($name:ident)*) => {$(
-        // SAFETY: a structure of `params.h`, of numbers and structures of numbers.
-        unsafe impl Params for $name {}
-    )*};
-}
-
-params! {
-    VgMapParams VgAddIdParams VgCopyParams VgMoveParams VgPairParams VgArangeParams VgRowsParams VgNormParams
-    VgGroupNormParams VgSoftMaxParams VgRopeParams VgReduceParams VgTotalParams
-    VgMulMatParams VgAttentionParams
-}
+impl<T: IntoBytes + Immutable> Params for T {}
 
 impl VgView {
     /// The view of a tensor whose first element lies at `address`. Strides of dimensions with less than two

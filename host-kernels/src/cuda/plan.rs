@@ -255,7 +255,7 @@ impl Builder<'_> {
             grid,
             threads: [threads, 1, 1],
             shared,
-            params: params.bytes(),
+            params: params.as_bytes().to_vec(),
         });
         Ok(())
     }

@@ -128,7 +128,11 @@ impl Shape {
             if ne[d] < 2 {
                 nb[d] = dense;
             }
-            let units = if d == 0 { ne[0] / ty.block_elements() } else { ne[d] };
+            let units = if d == 0 {
+                ne[0] / ty.block_elements()
+            } else {
+                ne[d]
+            };
             dense = nb[d].wrapping_mul(units); // wraps only if there are no elements
         }
         Shape { ty, ne, nb }

@@ -37,6 +37,7 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 src,
                 channels,
                 eps,
+                reserved: 0,
             };
             b.for_each_row(
                 "vg_group_norm",
@@ -56,6 +57,7 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 scale,
                 max_bias,
                 heads_log2: 1 << src.ne[2].ilog2(),
+                reserved: 0,
             };
             b.for_each_row(
                 "vg_soft_max",
