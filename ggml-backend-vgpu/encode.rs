@@ -21,6 +21,12 @@ pub(crate) enum EncodeError {
     /// ggml gave us a node that `supports_op` refuses.
     #[error("node `{name}`: this is not an operation of the vGPU")]
     Unknown { name: String },
+    /// The same: MAP_CUSTOM or CUSTOM.
+    #[error(
+        "node `{name}` calls a function of this program by its address, which cannot run on another machine: \
+         leave it to the CPU backend, as ggml's scheduler does"
+    )]
+    Callback { name: String },
     /// The same, for a reason that the IR knows.
     #[error("node `{name}`: {refusal}")]
     Refused { name: String, refusal: Refusal },
@@ -87,6 +93,10 @@ impl Encoder {
                         src: Sources::new(src),
                     });
                     self.check(session, node)?;
+                }
+                // SAFETY: as above.
+                None if unsafe { translator.calls_back(node) } => {
+                    return Err(EncodeError::Callback { name: name(node) });
                 }
                 None => return Err(EncodeError::Unknown { name: name(node) }),
             }

@@ -27,6 +27,8 @@ enum HostOp {
     View,
     /// The gradient of ROPE, which the IR has as a parameter.
     RopeBack,
+    /// Calls a function of this process by its address: refused by design.
+    Callback,
     /// One of the IR's, with parameters in the layout of ggml's operator.
     Op(OpKind),
 }
@@ -37,6 +39,7 @@ impl HostOp {
             "NONE" | "RESHAPE" | "VIEW" | "PERMUTE" | "TRANSPOSE" => Some(HostOp::View),
             "DUP" | "CPY" | "CONT" => Some(HostOp::Op(OpKind::Copy)),
             "ROPE_BACK" => Some(HostOp::RopeBack),
+            "MAP_CUSTOM1" | "MAP_CUSTOM2" | "MAP_CUSTOM3" | "CUSTOM" => Some(HostOp::Callback),
             name => OpKind::ALL
                 .iter()
                 .copied()
@@ -105,6 +108,16 @@ impl Translator {
         })
     }
 
+    /// Whether the operation calls a function of this process, which no host has.
+    ///
+    /// # Safety
+    ///
+    /// As for [`shape`](Translator::shape).
+    pub(crate) unsafe fn calls_back(&self, tensor: &ggml_tensor) -> bool {
+        // SAFETY: the id is the operator of a tensor that the host made.
+        unsafe { self.ops.get(tensor.op) == Some(HostOp::Callback) }
+    }
+
     /// What the operation that produces `tensor` is; `None` when it has no meaning in the IR.
     ///
     /// # Safety
@@ -115,6 +128,7 @@ impl Translator {
         // SAFETY: the id is the operator of a tensor that the host made.
         let op = match unsafe { self.ops.get(tensor.op) }? {
             HostOp::View => return Some(Meaning::Nothing),
+            HostOp::Callback => return None,
             HostOp::RopeBack => rope(&p, true)?,
             // SAFETY: ggml keeps the kind of both operators in the first parameter.
             HostOp::Op(OpKind::Unary) => match unsafe { self.unary.get(p.i32(0)) }? {

@@ -200,6 +200,31 @@ fn an_index_out_of_range_fails_the_graph_and_poisons_what_is_read_then_is_over()
 }
 
 #[test]
+fn what_calls_back_into_the_program_is_refused_by_name_and_nothing_is_called() {
+    extern "C" fn callback(
+        _: *mut ggml_tensor,
+        _: *const ggml_tensor,
+        _: c_int,
+        _: c_int,
+        _: *mut c_void,
+    ) {
+        std::process::abort(); // a panic could not leave this function
+    }
+    let _turn = turn();
+    let (ggml, graph) = (Ggml::get(), Graph::new());
+    let a = graph.tensor(F32, [8, 3]);
+    let mapped = (ggml.map_custom1)(graph.0, a, callback, 1, ptr::null_mut());
+    let sum = graph.add(a, a);
+    let _buffer = graph.place();
+    assert!((ggml.dev_supports_op)(ggml.device, sum));
+    assert!(!(ggml.dev_supports_op)(ggml.device, mapped));
+    let stream = Stream::new();
+    assert_eq!(stream.compute(&graph, mapped), abi::GGML_STATUS_FAILED);
+    graph.set(a, &[1.0f32; 24]);
+    assert_eq!(stream.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
+}
+
+#[test]
 fn what_is_written_and_read_asynchronously_is_there_after_synchronising() {
     let _turn = turn();
     let ggml = Ggml::get();
@@ -366,6 +391,14 @@ struct Ggml {
     new_tensor_2d: extern "C" fn(*mut c_void, c_int, i64, i64) -> *mut ggml_tensor,
     add: extern "C" fn(*mut c_void, *mut ggml_tensor, *mut ggml_tensor) -> *mut ggml_tensor,
     get_rows: extern "C" fn(*mut c_void, *mut ggml_tensor, *mut ggml_tensor) -> *mut ggml_tensor,
+    map_custom1: extern "C" fn(
+        *mut c_void,
+        *mut ggml_tensor,
+        Callback,
+        c_int,
+        *mut c_void,
+    ) -> *mut ggml_tensor,
+    dev_supports_op: extern "C" fn(ggml_backend_dev_t, *const ggml_tensor) -> bool,
     new_graph: extern "C" fn(*mut c_void) -> *mut abi::ggml_cgraph,
     build_forward_expand: extern "C" fn(*mut abi::ggml_cgraph, *mut ggml_tensor),
     nbytes: extern "C" fn(*const ggml_tensor) -> usize,
@@ -404,6 +437,9 @@ struct Ggml {
     graph_compute: extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
     graph_compute_async: extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
 }
+
+/// `ggml_custom1_op_t`.
+type Callback = extern "C" fn(*mut ggml_tensor, *const ggml_tensor, c_int, c_int, *mut c_void);
 
 /// Offset, size, number of pieces, stride in the tensor, stride in the data.
 type Set2d = extern "C" fn(*mut ggml_tensor, *const c_void, usize, usize, usize, usize, usize);
@@ -500,6 +536,8 @@ impl Ggml {
             new_tensor_2d: symbol!("ggml_new_tensor_2d"),
             add: symbol!("ggml_add"),
             get_rows: symbol!("ggml_get_rows"),
+            map_custom1: symbol!("ggml_map_custom1"),
+            dev_supports_op: symbol!("ggml_backend_dev_supports_op"),
             new_graph: symbol!("ggml_new_graph"),
             build_forward_expand: symbol!("ggml_build_forward_expand"),
             nbytes: symbol!("ggml_nbytes"),
