@@ -429,13 +429,26 @@ fn the_library_has_its_name_its_stamp_and_no_other_exports() {
         );
     }
 
+    // A tool that reads the file finds each line once, whole.
     let bytes = fs::read(&library).expect("cargo has built it");
-    let stamp = format!("ggml-vgpu-stamp: {}\0", abi::stamp());
-    assert!(stamp.contains(env!("CARGO_PKG_VERSION")), "{stamp}");
-    let found = bytes
-        .windows(stamp.len())
-        .any(|window| window == stamp.as_bytes());
-    assert!(found, "no `{stamp}` in {}", library.display());
+    assert!(abi::stamp().contains(env!("CARGO_PKG_VERSION")));
+    assert!(abi::needs().contains("ggml_backend_buffer_init"));
+    for (words, line) in [
+        ("ggml-vgpu-stamp: ", abi::stamp()),
+        ("ggml-vgpu-needs: ", abi::needs()),
+    ] {
+        let found: Vec<&[u8]> = bytes
+            .windows(words.len())
+            .enumerate()
+            .filter(|(_, window)| *window == words.as_bytes())
+            .map(|(at, _)| &bytes[at + words.len()..])
+            .collect();
+        assert_eq!(found.len(), 1, "{words} in {}", library.display());
+        assert!(
+            found[0].starts_with(format!("{line}\0").as_bytes()),
+            "{words}{line}"
+        );
+    }
 }
 
 // ---- helpers ----

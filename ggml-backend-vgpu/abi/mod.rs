@@ -9,7 +9,7 @@
 mod stamp;
 
 pub use bindings::*;
-pub use stamp::stamp;
+pub use stamp::{needs, stamp};
 
 /// The translated headers.
 #[allow(missing_docs, non_camel_case_types, unreachable_pub)] // C's names, documented in C

@@ -25,6 +25,16 @@ pub use names::Ids;
 pub(crate) use versions::supported;
 pub use versions::{UnsupportedVersion, Version};
 
+/// The functions that every ggml has and that we call, in words. A macro so that it can be part of the
+/// stamp, which has to be a literal. [`Ggml::needed`] takes no others.
+macro_rules! needed {
+    () => {
+        "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name ggml_glu_op_name \
+         ggml_type_name"
+    };
+}
+pub(crate) use needed;
+
 /// What makes an object a ggml-base: it makes buffers.
 const LANDMARK: &CStr = c"ggml_backend_buffer_init";
 
@@ -110,13 +120,13 @@ impl Host {
         // SAFETY: every symbol is paired with the type that vendor/ declares for it, which tests/abi.rs
         // compares with ggml's own declaration.
         unsafe {
-            version = ggml.function(c"ggml_version")?;
+            version = ggml.needed(c"ggml_version")?;
             functions = Functions {
-                buffer_init: ggml.function(LANDMARK)?,
-                op_name: ggml.function(c"ggml_op_name")?,
-                unary_op_name: ggml.function(c"ggml_unary_op_name")?,
-                glu_op_name: ggml.function(c"ggml_glu_op_name")?,
-                type_name: ggml.function(c"ggml_type_name")?,
+                buffer_init: ggml.needed(LANDMARK)?,
+                op_name: ggml.needed(c"ggml_op_name")?,
+                unary_op_name: ggml.needed(c"ggml_unary_op_name")?,
+                glu_op_name: ggml.needed(c"ggml_glu_op_name")?,
+                type_name: ggml.needed(c"ggml_type_name")?,
                 log_internal: ggml.function(c"ggml_log_internal").ok(),
                 commit: ggml.function(c"ggml_commit").ok(),
             };
@@ -251,6 +261,21 @@ impl Ggml<'_> {
         self.handle
             .find(name)
             .filter(|symbol| self.object.contains(*symbol))
+    }
+
+    /// The function `name`, which is one of those that the stamp says we need.
+    ///
+    /// # Safety
+    /// As for [`Ggml::function`].
+    unsafe fn needed<F: Copy>(&self, name: &CStr) -> Result<F, HostError> {
+        debug_assert!(
+            needed!()
+                .split(' ')
+                .any(|one| one.as_bytes() == name.to_bytes()),
+            "{name:?} is missing from the list of needed functions"
+        );
+        // SAFETY: our caller's promise.
+        unsafe { self.function(name) }
     }
 
     /// The function `name` of this very object.

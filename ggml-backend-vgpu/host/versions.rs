@@ -164,5 +164,16 @@ mod tests {
             })
             .collect();
         assert_eq!(words.join(", "), supported!());
+        // The guide has a table of its own, with a row for each.
+        let guide = include_str!("../../docs/GUIDE.md");
+        for words in words {
+            let (range, api) = words.split_once(" (").expect("a range and its API");
+            let row = format!(
+                "| {} | {} |",
+                range.replace('-', " to "),
+                api.trim_end_matches(')')
+            );
+            assert!(guide.contains(&row), "{row} is not in docs/GUIDE.md");
+        }
     }
 }
