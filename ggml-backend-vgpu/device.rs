@@ -200,6 +200,12 @@ impl Device {
         Ok(session)
     }
 
+    /// Whether the executor of the present session is gone.
+    pub(crate) fn is_lost(&self) -> bool {
+        let session = Arc::clone(&self.connection().session);
+        session.is_lost()
+    }
+
     /// Total and free memory. A lost executor has none free.
     fn memory(&self) -> (u64, u64) {
         let total = self.connection().session.welcome.memory.0;

@@ -8,10 +8,11 @@
 //! - `ffi`: the mechanism of every function that ggml calls.
 //! - `translate`, `encode`: from ggml's tensors and graphs to the IR.
 //! - `connect`, `session`, `graphs`: the guest's side of the wire.
-//! - `logging`, `progress`, `stats`: what people get to read.
+//! - `logging`, `progress`, `stats`: what people get to read. `required`: what happens to programs that must
+//!   not go on without a vGPU.
 //!
-//! The plugin lives in somebody else's process: it never aborts, never lets a panic out, never prints to
-//! standard output, and never waits for an executor that is gone.
+//! The plugin lives in somebody else's process: unless told to (`VGPU_REQUIRED`), it never ends it; it never
+//! lets a panic out, never prints to standard output, and never waits for an executor that is gone.
 
 pub mod abi;
 mod buffer;
@@ -26,6 +27,7 @@ mod host_buffer;
 mod logging;
 mod progress;
 mod registry;
+mod required;
 mod session;
 mod stats;
 mod stream;

@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::ffi::{guard, object};
 use crate::host::Host;
 use crate::logging;
+use crate::required;
 use crate::translate::Translator;
 
 /// The score of a working vGPU. ggml compares scores among variants of one backend; there is one of us.
@@ -56,6 +57,7 @@ fn find() -> Option<RegistryPtr> {
         Ok(host) => host,
         Err(error) => {
             logging::without_host(&error);
+            required::missing("no vGPU");
             return None;
         }
     };
@@ -88,6 +90,7 @@ fn make(host: Arc<Host>) -> Option<RegistryPtr> {
         Ok(endpoints) => endpoints,
         Err(error) => {
             tracing::warn!("no vGPU: VGPU_ENDPOINT: {error}");
+            required::missing(&format!("no vGPU: VGPU_ENDPOINT: {error}"));
             return None;
         }
     };
@@ -128,10 +131,9 @@ fn make(host: Arc<Host>) -> Option<RegistryPtr> {
         }
     }
     if devices.is_empty() {
-        tracing::warn!(
-            "no vGPU: no executor reached ({}). Start one with `vgpu serve`, or name one in VGPU_ENDPOINT",
-            misses.join("; "),
-        );
+        let reason = format!("no vGPU: no executor reached ({})", misses.join("; "));
+        tracing::warn!("{reason}. Start one with `vgpu serve`, or name one in VGPU_ENDPOINT");
+        required::missing(&reason);
         // SAFETY: made above, and nobody else has seen the address.
         drop(unsafe { Box::from_raw(registry) });
         return None;
@@ -139,6 +141,7 @@ fn make(host: Arc<Host>) -> Option<RegistryPtr> {
     for miss in misses {
         tracing::warn!("a vGPU is missing: {miss}");
     }
+    required::watch(devices.clone());
     // SAFETY: nobody else has the address yet.
     unsafe { (*registry).devices = devices };
     Some(RegistryPtr(registry))

@@ -17,6 +17,7 @@ use vgpu_transport::window::memory::Window;
 use vgpu_transport::wire::{MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 use crate::graphs::News;
+use crate::required;
 use crate::stats::{Sent, Stats, SubmittedGraph};
 use connection::{Connection, HostMemory, Landing, broken, lost, unexpected};
 
@@ -558,6 +559,7 @@ impl Session {
                     self.welcome.session,
                     self.welcome.engine,
                 );
+                required::missing(&format!("the executor is lost: {reason}"));
             }
         }
         result
