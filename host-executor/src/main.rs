@@ -1,5 +1,6 @@
 //! The `vgpu` command.
 
+mod install;
 mod serve;
 mod size;
 
@@ -18,12 +19,16 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Serve(serve::Args),
+    Install(install::InstallArgs),
+    Uninstall(install::UninstallArgs),
 }
 
 fn main() -> ExitCode {
     let Cli { command } = Cli::parse();
     let outcome = match command {
         Command::Serve(args) => serve::run(args),
+        Command::Install(args) => install::install(args),
+        Command::Uninstall(args) => install::uninstall(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

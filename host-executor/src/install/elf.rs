@@ -1,0 +1,254 @@
+//! What a shared library says about itself, read from its file: nothing is loaded, nothing is run.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use object::elf;
+use object::read::elf::{ElfFile64, Sym as _};
+use object::{Endianness, Object as _, ObjectSection as _};
+
+/// The largest library that is read into memory: many times what a ggml takes.
+const LARGEST: u64 = 1 << 30;
+/// How far into a function the instruction that loads its result is looked for.
+const FUNCTION_START: usize = 32;
+
+/// A shared library's file.
+#[derive(Debug)]
+pub(crate) struct Library {
+    path: PathBuf,
+    data: Vec<u8>,
+    machine: elf::Machine,
+    soname: Option<String>,
+    exports: BTreeSet<String>,
+}
+
+impl Library {
+    pub(crate) fn read(path: &Path) -> Result<Library> {
+        let file =
+            std::fs::metadata(path).with_context(|| format!("reading {}", path.display()))?;
+        ensure!(
+            file.is_file() && file.len() <= LARGEST,
+            "{} is not a library: {} bytes, or no file at all",
+            path.display(),
+            file.len()
+        );
+        let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+        Library::parse(path, data)
+            .with_context(|| format!("{} is no shared library", path.display()))
+    }
+
+    fn parse(path: &Path, data: Vec<u8>) -> Result<Library> {
+        let file = ElfFile64::<Endianness>::parse(data.as_slice())?;
+        let endian = file.endian();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let dynamic = file.elf_dynamic_table()?;
+        ensure!(!dynamic.is_empty(), "it has no dynamic section");
+        let mut soname = None;
+        for entry in &dynamic {
+            if entry.tag == elf::DT_SONAME {
+                soname = Some(text(dynamic.string(entry)?));
+            }
+        }
+        let symbols = file.elf_dynamic_symbol_table();
+        let mut exports = BTreeSet::new();
+        for symbol in symbols.iter() {
+            let defined = !symbol.is_undefined(endian) && !symbol.is_absolute(endian);
+            if defined && !symbol.is_local() {
+                exports.insert(text(symbol.name(endian, symbols.strings())?));
+            }
+        }
+        let machine = file.elf_header().e_machine.get(endian);
+        Ok(Library {
+            path: path.to_owned(),
+            machine,
+            soname,
+            exports,
+            data,
+        })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The whole file.
+    pub(crate) fn data(&self) -> &[u8] {
+        &self.data
+    }
+
+    /// The name it is known by to the dynamic linker.
+    pub(crate) fn soname(&self) -> Option<&str> {
+        self.soname.as_deref()
+    }
+
+    /// Whether others can bind to `symbol`.
+    pub(crate) fn exports(&self, symbol: &str) -> bool {
+        self.exports.contains(symbol)
+    }
+
+    /// What kind of processor it is for, as people say it.
+    pub(crate) fn machine(&self) -> String {
+        match self.machine {
+            elf::EM_X86_64 => "x86-64".to_owned(),
+            elf::EM_AARCH64 => "aarch64".to_owned(),
+            other => format!("machine {}", other.0),
+        }
+    }
+
+    /// The line of text that begins with `words`, up to the zero byte behind it.
+    pub(crate) fn line(&self, words: &str) -> Option<&str> {
+        let start = find(&self.data, words.as_bytes())?;
+        let rest = &self.data[start + words.len()..];
+        let end = rest.iter().position(|&byte| byte == 0)?;
+        std::str::from_utf8(&rest[..end]).ok()
+    }
+
+    /// The string that `function` returns, for a function that does nothing but return one.
+    ///
+    /// Compilers turn it into an instruction that computes the string's address and a return.
+    pub(crate) fn returned_string(&self, function: &str) -> Result<String> {
+        let file = ElfFile64::<Endianness>::parse(self.data.as_slice())?;
+        let endian = file.endian();
+        let symbols = file.elf_dynamic_symbol_table();
+        let symbol = symbols.iter().find(|symbol| {
+            !symbol.is_undefined(endian)
+                && symbol
+                    .name(endian, symbols.strings())
+                    .is_ok_and(|name| name == function.as_bytes())
+        });
+        let address = symbol
+            .with_context(|| format!("{} has no {function}", self.path.display()))?
+            .st_value
+            .get(endian);
+        let bytes = |address: u64, at_most: usize| -> Result<&[u8]> {
+            for section in file.sections() {
+                if let Some(offset) = address.checked_sub(section.address())
+                    && offset < section.size()
+                {
+                    let data = section.data()?;
+                    let data = usize::try_from(offset).ok().and_then(|at| data.get(at..));
+                    let data = data.context("a section is shorter than it says")?;
+                    return Ok(&data[..data.len().min(at_most)]);
+                }
+            }
+            bail!("address {address:#x} is in no section")
+        };
+        let code = bytes(address, FUNCTION_START)?;
+        let string = match self.machine {
+            elf::EM_X86_64 => x86_64_address(code, address),
+            elf::EM_AARCH64 => aarch64_address(code, address),
+            _ => None,
+        };
+        let string = string.with_context(|| {
+            format!(
+                "{function} in {} does not simply return a string",
+                self.path.display()
+            )
+        })?;
+        let text = bytes(string, 256)?;
+        let end = text
+            .iter()
+            .position(|&byte| byte == 0)
+            .context("the string has no end")?;
+        Ok(std::str::from_utf8(&text[..end])
+            .context("the string is no text")?
+            .to_owned())
+    }
+}
+
+/// The address computed by `lea DISPLACEMENT(%rip), %rax`.
+fn x86_64_address(code: &[u8], start: u64) -> Option<u64> {
+    let at = find(code, &[0x48, 0x8d, 0x05])?;
+    let displacement = i32::from_le_bytes(code.get(at + 3..at + 7)?.try_into().ok()?);
+    // Relative to the instruction behind.
+    start
+        .checked_add(at as u64 + 7)?
+        .checked_add_signed(displacement.into())
+}
+
+/// The address computed by `adrp x0, PAGE; add x0, x0, #OFFSET`.
+fn aarch64_address(code: &[u8], start: u64) -> Option<u64> {
+    let words: Vec<u32> = code
+        .chunks_exact(4)
+        .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        .collect();
+    let at = words
+        .iter()
+        .position(|word| word & 0x9f00_001f == 0x9000_0000)?;
+    let adrp = words[at];
+    let pages = i64::from(adrp >> 5 & 0x7_ffff) << 2 | i64::from(adrp >> 29 & 3);
+    let pages = pages << 43 >> 43; // 21 bits, signed
+    let page = (start.checked_add(4 * at as u64)? & !0xfff).checked_add_signed(pages << 12)?;
+    let add = words[at + 1..]
+        .iter()
+        .find(|word| *word & 0xffc0_03ff == 0x9100_0000)?;
+    page.checked_add(u64::from(add >> 10 & 0xfff))
+}
+
+fn find(data: &[u8], what: &[u8]) -> Option<usize> {
+    let first = *what.first()?;
+    let mut from = 0;
+    while let Some(at) = data[from..].iter().position(|&byte| byte == first) {
+        let at = from + at;
+        if data[at..].starts_with(what) {
+            return Some(at);
+        }
+        from = at + 1;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instructions_that_load_an_address_are_read() {
+        // endbr64; lea 0x100(%rip), %rax; ret
+        let code = [0xf3, 0x0f, 0x1e, 0xfa, 0x48, 0x8d, 0x05, 0, 1, 0, 0, 0xc3];
+        assert_eq!(x86_64_address(&code, 0x1000), Some(0x1000 + 11 + 0x100));
+        let back = [0x48, 0x8d, 0x05, 0xf0, 0xff, 0xff, 0xff, 0xc3];
+        assert_eq!(x86_64_address(&back, 0x1000), Some(0x1000 + 7 - 16));
+        assert_eq!(x86_64_address(&[0xc3; 16], 0x1000), None);
+        assert_eq!(x86_64_address(&code[..8], 0x1000), None, "cut off");
+
+        let words = |words: &[u32]| {
+            words
+                .iter()
+                .flat_map(|w| w.to_le_bytes())
+                .collect::<Vec<u8>>()
+        };
+        // adrp x0, . + 2 pages; add x0, x0, #0x123; ret
+        let code = words(&[0xd000_0000, 0x9104_8c00, 0xd65f_03c0]);
+        assert_eq!(aarch64_address(&code, 0x5678), Some(0x7123));
+        // adrp x0, . - 1 page
+        let code = words(&[0xd503_245f, 0xf0ff_ffe0, 0x9100_0400]);
+        assert_eq!(aarch64_address(&code, 0x5678), Some(0x4001));
+        assert_eq!(aarch64_address(&words(&[0xd65f_03c0]), 0), None);
+    }
+
+    #[test]
+    fn a_real_library_is_read_and_other_files_are_refused() {
+        let libc = std::fs::read_to_string("/proc/self/maps").expect("our own mappings");
+        let libc = libc
+            .lines()
+            .filter_map(|line| line.split_whitespace().last())
+            .find(|path| path.contains("/libc.so") || path.contains("/libc-"))
+            .expect("the test program is linked to libc");
+        let library = Library::read(Path::new(libc)).expect("a library");
+        assert_eq!(library.soname(), Some("libc.so.6"));
+        assert!(library.exports("malloc") && !library.exports("ggml_version"));
+        let version = library
+            .returned_string("gnu_get_libc_version")
+            .expect("it returns a string");
+        assert!(version.starts_with("2."), "{version}");
+
+        let error = Library::read(Path::new("/proc/self/cmdline")).expect_err("no library");
+        assert!(
+            format!("{error:#}").contains("/proc/self/cmdline"),
+            "{error:#}"
+        );
+        assert!(Library::read(Path::new("/")).is_err());
+    }
+}

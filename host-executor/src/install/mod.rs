@@ -1,0 +1,301 @@
+//! `vgpu install` and `vgpu uninstall`: the plugin in an Ollama installation.
+//!
+//! Ollama finds a backend in a folder of its own below its libraries, and uses it alone when told the
+//! folder's name. So an installation is two files: the plugin, and a drop-in for Ollama's service with
+//! the environment. Nothing of Ollama's is changed.
+
+mod elf;
+mod files;
+mod ollama;
+mod stamp;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use clap::Parser;
+use vgpu_transport::link::Endpoint;
+
+use elf::Library;
+use files::{Change, Lock};
+use ollama::Ollama;
+use stamp::Stamp;
+
+/// The plugin's file name.
+const PLUGIN: &str = "libggml-vgpu.so";
+/// The drop-in's file name, and its first line, by which it is known again.
+const DROP_IN: &str = "vgpu.conf";
+const HEADER: &str = "# Written by `vgpu install`; `vgpu uninstall` removes it.";
+/// Members may use the executor's socket, and the vGPU's window in a virtual machine.
+const GROUP: &str = "vgpu";
+
+/// Gives an Ollama installation the vGPU plugin.
+///
+/// Checks Ollama's ggml (version, interface, functions), places libggml-vgpu.so in a folder of its own
+/// below Ollama's libraries, and writes a systemd drop-in with the environment that makes Ollama use it.
+/// Both or neither: what fails leaves everything as it was.
+#[derive(Parser)]
+pub(crate) struct InstallArgs {
+    #[command(flatten)]
+    place: Place,
+
+    /// The plugin to install. [default: libggml-vgpu.so beside this program, or in ../lib/vgpu]
+    #[arg(long, value_name = "FILE")]
+    plugin: Option<PathBuf>,
+
+    /// Where Ollama shall find its executor, such as unix:/run/vgpu/vgpu.sock. [default: the environment
+    /// variable VGPU_ENDPOINT; without one, the plugin looks for a vGPU itself]
+    #[arg(long, value_name = "ENDPOINT")]
+    endpoint: Option<String>,
+}
+
+/// Takes the vGPU plugin out of an Ollama installation, and removes the drop-in.
+#[derive(Parser)]
+pub(crate) struct UninstallArgs {
+    #[command(flatten)]
+    place: Place,
+}
+
+#[derive(Parser)]
+struct Place {
+    /// Ollama's folder: the one with llama-server, the prefix above it, or a container's root. [default:
+    /// /usr/local/lib/ollama, /usr/lib/ollama, or where the `ollama` on the search path belongs]
+    #[arg(long, value_name = "DIR")]
+    ollama: Option<PathBuf>,
+
+    /// The file system to work in, such as that of a container or an image.
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    root: PathBuf,
+
+    /// Say what would be done, and do nothing.
+    #[arg(long)]
+    dry_run: bool,
+}
+
+pub(crate) fn install(args: InstallArgs) -> Result<()> {
+    let endpoint = endpoint(args.endpoint)?;
+    let file = plugin(args.plugin)?;
+    let plugin = Library::read(&file)?;
+    let stamp = Stamp::of(&plugin)?;
+    let Place {
+        ollama,
+        root,
+        dry_run,
+    } = args.place;
+    let ollama = Ollama::find(&root, ollama.as_deref())?;
+    let ggml = ollama.check_ggml(&plugin, &stamp)?;
+    if let [stranger, ..] = ollama.strangers()?.as_slice() {
+        bail!(
+            "{} is not ours: Ollama would load the first library in that folder. Remove it",
+            stranger.display()
+        );
+    }
+
+    println!("plugin   {} ({stamp})", file.display());
+    println!("ollama   {}", ollama.lib.display());
+    println!(
+        "ggml     {} (API {}), {}",
+        ggml.version,
+        ggml.api,
+        ggml.file.display()
+    );
+
+    let environment = environment(endpoint.as_deref());
+    let drop_in = drop_in(&root, &environment);
+    let mut changes = vec![Change {
+        target: ollama.backend_folder().join(PLUGIN),
+        contents: plugin.data(),
+    }];
+    let service = ollama.drop_ins(&root);
+    if let Some(folder) = &service {
+        let target = folder.join(DROP_IN);
+        ensure_ours(&target)?;
+        changes.push(Change {
+            target,
+            contents: drop_in.as_bytes(),
+        });
+    }
+    changes.retain(|change| {
+        let done = change.is_done();
+        println!(
+            "{}  {}",
+            if done { "keep   " } else { "write  " },
+            change.target.display()
+        );
+        !done
+    });
+    if service.is_some() {
+        drop_in
+            .lines()
+            .for_each(|line| println!("             {line}"));
+    }
+    if !changes.is_empty() {
+        let writable = changes
+            .iter()
+            .try_for_each(|change| files::may_write(&change.target));
+        if dry_run {
+            if let Err(error) = writable {
+                println!("note     {error}");
+            }
+            println!("nothing is changed: this was a dry run");
+            return Ok(());
+        }
+        writable?;
+        let _lock = Lock::take(&ollama.lib)?;
+        files::write(&changes).context("nothing is installed")?;
+    }
+    println!(
+        "{}",
+        next_step(service.is_some(), &environment, changes.is_empty())
+    );
+    Ok(())
+}
+
+pub(crate) fn uninstall(args: UninstallArgs) -> Result<()> {
+    let Place {
+        ollama,
+        root,
+        dry_run,
+    } = args.place;
+    let ollama = Ollama::find(&root, ollama.as_deref())?;
+    let mut targets = Vec::new();
+    // The environment first: with it alone, Ollama would look for a library that is not there.
+    let service = ollama.drop_ins(&root).map(|folder| folder.join(DROP_IN));
+    let drop_in = service.filter(|file| file.exists());
+    if let Some(file) = &drop_in {
+        ensure_ours(file)?;
+        targets.push(file.clone());
+    }
+    let plugin = ollama.backend_folder().join(PLUGIN);
+    if plugin.exists() {
+        Stamp::of(&Library::read(&plugin)?).context("it is left where it is")?;
+        targets.push(plugin);
+    }
+    println!("ollama   {}", ollama.lib.display());
+    for target in &targets {
+        println!("remove   {}", target.display());
+    }
+    if targets.is_empty() {
+        println!("no vGPU plugin is installed there");
+        return Ok(());
+    }
+    let writable = targets
+        .iter()
+        .try_for_each(|target| files::may_write(target));
+    if dry_run {
+        if let Err(error) = writable {
+            println!("note     {error}");
+        }
+        println!("nothing is changed: this was a dry run");
+        return Ok(());
+    }
+    writable?;
+    let _lock = Lock::take(&ollama.lib)?;
+    files::remove(&targets).context("nothing is removed")?;
+    match drop_in {
+        Some(_) => println!("next:    systemctl daemon-reload && systemctl restart ollama"),
+        None => println!("next:    restart Ollama, without OLLAMA_LLM_LIBRARY=vgpu"),
+    }
+    Ok(())
+}
+
+/// The endpoint to write down: checked here, where somebody can still correct it.
+fn endpoint(named: Option<String>) -> Result<Option<String>> {
+    let (source, text) = match named {
+        Some(text) => ("--endpoint", text),
+        None => match std::env::var("VGPU_ENDPOINT") {
+            Ok(text) if !text.is_empty() => ("VGPU_ENDPOINT", text),
+            _ => return Ok(None),
+        },
+    };
+    for one in text.split(',') {
+        one.trim()
+            .parse::<Endpoint>()
+            .map_err(|error| anyhow!("{source}: {error}"))?;
+    }
+    ensure!(
+        !text.contains(['"', '\\', '\n', '%']),
+        "{source}: {text:?} has characters that a systemd unit gives a meaning of its own"
+    );
+    Ok(Some(text))
+}
+
+/// The plugin's file: the one named, or one that was installed or built with this program.
+fn plugin(named: Option<PathBuf>) -> Result<PathBuf> {
+    if let Some(file) = named {
+        return Ok(file);
+    }
+    let program = std::env::current_exe()
+        .and_then(|program| program.canonicalize())
+        .context("finding this program")?;
+    let dir = program.parent().unwrap_or(Path::new("/"));
+    let places = [dir.join(PLUGIN), dir.join("../lib/vgpu").join(PLUGIN)];
+    let found = places.iter().find(|file| file.exists()).with_context(|| {
+        let [beside, lib] = &places;
+        format!(
+            "no {PLUGIN} at {} or {}: name it with --plugin FILE",
+            beside.display(),
+            lib.display()
+        )
+    })?;
+    found
+        .canonicalize()
+        .with_context(|| format!("resolving {}", found.display()))
+}
+
+/// What Ollama has to find in its environment.
+fn environment(endpoint: Option<&str>) -> Vec<String> {
+    let mut environment = vec![
+        // Only the folder of this name is searched for a backend.
+        "OLLAMA_LLM_LIBRARY=vgpu".to_owned(),
+        // Ollama does not ask a backend it does not know whether it can.
+        "OLLAMA_FLASH_ATTENTION=1".to_owned(),
+        // A model whose executor is gone ends with an error, and is loaded anew for the next request,
+        // instead of staying in memory without its weights, or coming back on the CPU.
+        "VGPU_REQUIRED=1".to_owned(),
+    ];
+    environment.extend(endpoint.map(|endpoint| format!("VGPU_ENDPOINT={endpoint}")));
+    environment
+}
+
+fn drop_in(root: &Path, environment: &[String]) -> String {
+    let mut text = format!("{HEADER}\n[Service]\n");
+    for variable in environment {
+        text += &format!("Environment=\"{variable}\"\n");
+    }
+    let groups = fs::read_to_string(root.join("etc/group")).unwrap_or_default();
+    if groups
+        .lines()
+        .any(|line| line.split(':').next() == Some(GROUP))
+    {
+        text += &format!("SupplementaryGroups={GROUP}\n");
+    }
+    text
+}
+
+/// A drop-in of this name that somebody else wrote stays.
+fn ensure_ours(drop_in: &Path) -> Result<()> {
+    match fs::read_to_string(drop_in) {
+        Ok(text) => {
+            ensure!(
+                text.starts_with(HEADER),
+                "{} is not ours: its first line is not {HEADER:?}. Move it away",
+                drop_in.display()
+            );
+            Ok(())
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error).with_context(|| format!("reading {}", drop_in.display())),
+    }
+}
+
+fn next_step(service: bool, environment: &[String], nothing_changed: bool) -> String {
+    match (service, nothing_changed) {
+        (_, true) => "it is installed already".to_owned(),
+        (true, _) => "next:    systemctl daemon-reload && systemctl restart ollama".to_owned(),
+        (false, _) => format!(
+            "next:    no service runs this Ollama: start it with {} ollama serve",
+            environment.join(" ")
+        ),
+    }
+}

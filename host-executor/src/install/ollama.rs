@@ -1,0 +1,201 @@
+//! Where Ollama is, what is in it, and which service runs it.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::elf::Library;
+use super::stamp::Stamp;
+
+/// Where installers put Ollama's libraries.
+const PLACES: [&str; 3] = [
+    "usr/local/lib/ollama",
+    "usr/lib/ollama",
+    "opt/ollama/lib/ollama",
+];
+/// Where units are found; the first is also where an administrator's drop-ins belong.
+const UNITS: [&str; 4] = [
+    "etc/systemd/system",
+    "usr/local/lib/systemd/system",
+    "usr/lib/systemd/system",
+    "lib/systemd/system",
+];
+const UNIT: &str = "ollama.service";
+
+/// An Ollama installation.
+#[derive(Debug)]
+pub(crate) struct Ollama {
+    /// The folder of `llama-server` and ggml.
+    pub(crate) lib: PathBuf,
+}
+
+/// Its ggml.
+#[derive(Debug)]
+pub(crate) struct Ggml {
+    pub(crate) file: PathBuf,
+    pub(crate) version: String,
+    pub(crate) api: u32,
+}
+
+impl Ollama {
+    /// The installation at `named`, or the one in the usual places below `root`.
+    pub(crate) fn find(root: &Path, named: Option<&Path>) -> Result<Ollama> {
+        let candidates = match named {
+            Some(dir) => {
+                let below = PLACES.iter().map(|place| dir.join(place));
+                let mut all = vec![dir.to_owned(), dir.join("lib/ollama")];
+                all.extend(below);
+                all
+            }
+            None => {
+                let below = PLACES.iter().map(|place| root.join(place));
+                let own = if root == Path::new("/") {
+                    of_this_user()
+                } else {
+                    Vec::new()
+                };
+                below.chain(own).collect()
+            }
+        };
+        let found = candidates.iter().find(|dir| is_lib(dir));
+        let Some(lib) = found else {
+            let list: Vec<_> = candidates.iter().map(|c| c.display().to_string()).collect();
+            bail!(
+                "no Ollama found: none of {} holds libggml-base.so. Name its folder with --ollama DIR \
+                 (the one with llama-server, or the prefix above it)",
+                list.join(", ")
+            );
+        };
+        let lib = lib
+            .canonicalize()
+            .with_context(|| format!("resolving {}", lib.display()))?;
+        ensure!(
+            lib.join("llama-server").exists(),
+            "{} has no llama-server: this Ollama is older than 0.30, which loads no other backends; \
+             update Ollama",
+            lib.display()
+        );
+        Ok(Ollama { lib })
+    }
+
+    /// The folder whose name Ollama takes for ours.
+    pub(crate) fn backend_folder(&self) -> PathBuf {
+        self.lib.join("vgpu")
+    }
+
+    /// Ollama's ggml, if the plugin works with it.
+    pub(crate) fn check_ggml(&self, plugin: &Library, stamp: &Stamp) -> Result<Ggml> {
+        let mut checked = None;
+        // Links all lead to one file as a rule. Of several, any may be the one that gets loaded.
+        for file in self.bases()? {
+            let ggml = Library::read(&file)?;
+            let path = file.display();
+            ensure!(
+                ggml.machine() == plugin.machine(),
+                "{path} is for {}, the plugin for {}",
+                ggml.machine(),
+                plugin.machine()
+            );
+            let version = ggml
+                .returned_string("ggml_version")
+                .context("the version of Ollama's ggml cannot be read")?;
+            let api = stamp.api_of(&version).with_context(|| {
+                format!(
+                    "{path} is ggml {version}; {stamp} works with {}. Take a plugin made for it",
+                    stamp.ggml
+                )
+            })?;
+            let missing = stamp.missing_from(&ggml);
+            ensure!(
+                missing.is_empty(),
+                "{path} (ggml {version}) lacks {}, which the plugin calls",
+                missing.join(", ")
+            );
+            checked = Some(Ggml { file, version, api });
+        }
+        checked.with_context(|| format!("{} holds no libggml-base.so", self.lib.display()))
+    }
+
+    /// The files behind all names of libggml-base.
+    fn bases(&self) -> Result<BTreeSet<PathBuf>> {
+        let mut files = BTreeSet::new();
+        for name in names(&self.lib)?
+            .iter()
+            .filter(|name| name.starts_with("libggml-base.so"))
+        {
+            let path = self.lib.join(name);
+            let file = path
+                .canonicalize()
+                .with_context(|| format!("{} leads nowhere", path.display()))?;
+            files.insert(file);
+        }
+        Ok(files)
+    }
+
+    /// Libraries in our folder that are not ours: Ollama would load the first of all by name.
+    pub(crate) fn strangers(&self) -> Result<Vec<PathBuf>> {
+        let folder = self.backend_folder();
+        if !folder.exists() {
+            return Ok(Vec::new());
+        }
+        let names = names(&folder)?;
+        let strangers = names
+            .iter()
+            .filter(|name| name.contains("ggml-") && *name != super::PLUGIN);
+        Ok(strangers.map(|name| folder.join(name)).collect())
+    }
+
+    /// The folder for drop-ins of the service that runs this Ollama, if a service does.
+    pub(crate) fn drop_ins(&self, root: &Path) -> Option<PathBuf> {
+        let unit = UNITS
+            .iter()
+            .map(|dir| root.join(dir).join(UNIT))
+            .find(|unit| unit.exists())?;
+        let text = fs::read_to_string(unit).ok()?;
+        let program = text
+            .lines()
+            .find_map(|line| line.trim().strip_prefix("ExecStart="))?;
+        // Prefixes of systemd's, as in `-/usr/bin/ollama serve`.
+        let program = program.trim_start_matches(['-', '@', ':', '+', '!', '|']);
+        let program = program.split_whitespace().next()?.trim_matches('"');
+        let program = root
+            .join(program.trim_start_matches('/'))
+            .canonicalize()
+            .ok()?;
+        let lib = program
+            .parent()?
+            .join("../lib/ollama")
+            .canonicalize()
+            .ok()?;
+        (lib == self.lib).then(|| root.join(UNITS[0]).join(format!("{UNIT}.d")))
+    }
+}
+
+/// Beside the `ollama` that this user's shell would start, and in the user's own prefix.
+fn of_this_user() -> Vec<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let program = std::env::split_paths(&path)
+        .map(|dir| dir.join("ollama"))
+        .find_map(|program| program.canonicalize().ok());
+    let beside = program.and_then(|program| Some(program.parent()?.parent()?.join("lib/ollama")));
+    let home = std::env::var_os("HOME").map(|home| Path::new(&home).join(".local/lib/ollama"));
+    beside.into_iter().chain(home).collect()
+}
+
+fn is_lib(dir: &Path) -> bool {
+    names(dir).is_ok_and(|names| names.iter().any(|name| name.starts_with("libggml-base.so")))
+}
+
+/// The names of the files in a folder, sorted.
+fn names(dir: &Path) -> Result<Vec<String>> {
+    let reading = || format!("reading the folder {}", dir.display());
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).with_context(reading)? {
+        let name = entry.with_context(reading)?.file_name();
+        names.push(name.to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}

@@ -1,0 +1,166 @@
+//! What a plugin says about itself, read from its file: which plugin it is, and which ggml it works with.
+
+use std::fmt;
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::elf::Library;
+
+/// What the plugin's SONAME has to be.
+const SONAME: &str = "libggml-vgpu.so";
+/// The beginnings of its two lines of text. What follows is written in the plugin's `abi/stamp.rs`.
+const STAMP: &str = "ggml-vgpu-stamp: ";
+const NEEDS: &str = "ggml-vgpu-needs: ";
+
+/// A plugin's stamp.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    /// Version and commit.
+    pub(crate) plugin: String,
+    /// The ggml releases it knows, as written.
+    pub(crate) ggml: String,
+    series: Vec<Series>,
+    /// Functions that a ggml must export.
+    needs: Vec<String>,
+}
+
+/// Releases of ggml with the same interface.
+#[derive(Debug, PartialEq, Eq)]
+struct Series {
+    first: Version,
+    last: Version,
+    api: u32,
+}
+
+/// Major and minor number.
+type Version = (u32, u32);
+
+impl Stamp {
+    /// The stamp of the plugin `library`.
+    pub(crate) fn of(library: &Library) -> Result<Stamp> {
+        let path = library.path().display();
+        ensure!(
+            library.soname() == Some(SONAME),
+            "{path} is not the vGPU plugin: its SONAME is {:?}, not {SONAME}",
+            library.soname().unwrap_or("missing")
+        );
+        for symbol in ["ggml_backend_score", "ggml_backend_init"] {
+            ensure!(
+                library.exports(symbol),
+                "{path} is damaged: it exports no {symbol}"
+            );
+        }
+        let line = |words| {
+            library
+                .line(words)
+                .with_context(|| format!("{path} is a plugin without a stamp ({words:?})"))
+        };
+        Stamp::parse(line(STAMP)?, line(NEEDS)?)
+            .with_context(|| format!("{path} has a stamp that this vgpu cannot read"))
+    }
+
+    /// Reads `plugin 0.1.0 (abc), ggml 0.21-0.25 (API 2), 0.26 (API 3)`.
+    fn parse(stamp: &str, needs: &str) -> Result<Stamp> {
+        let (plugin, ggml) = stamp
+            .strip_prefix("plugin ")
+            .and_then(|rest| rest.split_once(", ggml "))
+            .context("it does not name a plugin and its ggml")?;
+        let series = ggml
+            .split(", ")
+            .map(Series::parse)
+            .collect::<Option<Vec<_>>>();
+        let series = series.with_context(|| format!("{ggml:?} are not releases of ggml"))?;
+        let needs: Vec<String> = needs.split_whitespace().map(str::to_owned).collect();
+        ensure!(!needs.is_empty(), "it needs no function of ggml");
+        Ok(Stamp {
+            plugin: plugin.to_owned(),
+            ggml: ggml.to_owned(),
+            series,
+            needs,
+        })
+    }
+
+    /// The API version of the ggml release `version`, if the plugin knows it.
+    pub(crate) fn api_of(&self, version: &str) -> Option<u32> {
+        let version = parse_version(version)?;
+        let series = self
+            .series
+            .iter()
+            .find(|s| s.first <= version && version <= s.last)?;
+        Some(series.api)
+    }
+
+    /// Which of the functions that the plugin needs are not in `ggml`.
+    pub(crate) fn missing_from<'a>(&'a self, ggml: &Library) -> Vec<&'a str> {
+        let missing = self.needs.iter().filter(|name| !ggml.exports(name));
+        missing.map(String::as_str).collect()
+    }
+}
+
+impl fmt::Display for Stamp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ggml-vgpu {}", self.plugin)
+    }
+}
+
+impl Series {
+    /// Reads `0.21-0.25 (API 2)` or `0.26 (API 3)`.
+    fn parse(text: &str) -> Option<Series> {
+        let (range, api) = text.strip_suffix(')')?.split_once(" (API ")?;
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        Some(Series {
+            first: parse_version(first)?,
+            last: parse_version(last)?,
+            api: api.parse().ok()?,
+        })
+    }
+}
+
+/// Reads `0.25.3` or `0.25.3-dirty`; patch releases keep the interface.
+fn parse_version(text: &str) -> Option<Version> {
+    let mut numbers = text.split('.').map_while(|part| {
+        let digits = part
+            .find(|c: char| !c.is_ascii_digit())
+            .unwrap_or(part.len());
+        part[..digits].parse().ok()
+    });
+    Some((numbers.next()?, numbers.next()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LINE: &str = "plugin 0.1.0 (v1-3-gabc), ggml 0.21-0.25 (API 2), 0.26 (API 3)";
+
+    #[test]
+    fn a_stamp_says_which_ggml_are_known() {
+        let stamp = Stamp::parse(LINE, "ggml_version ggml_op_name").expect("a stamp");
+        assert_eq!(stamp.to_string(), "ggml-vgpu 0.1.0 (v1-3-gabc)");
+        for (version, api) in [
+            ("0.20.9", None),
+            ("0.21.0", Some(2)),
+            ("0.25.3-dirty", Some(2)),
+            ("0.26.0", Some(3)),
+            ("0.27.0", None),
+            ("1.0.0", None),
+            ("unknown", None),
+        ] {
+            assert_eq!(stamp.api_of(version), api, "{version}");
+        }
+    }
+
+    #[test]
+    fn other_lines_are_refused() {
+        for (line, needs) in [
+            ("", "a"),
+            ("plugin 0.1.0", "a"),
+            ("plugin 0.1.0 (x), ggml", "a"),
+            ("plugin 0.1.0 (x), ggml 0.21-0.25", "a"),
+            ("plugin 0.1.0 (x), ggml new (API 2)", "a"),
+            (LINE, ""),
+        ] {
+            assert!(Stamp::parse(line, needs).is_err(), "{line:?}");
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! `vgpu install` and `vgpu uninstall`, on file systems made for the test.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const NEEDED: &str = "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name \
+                      ggml_glu_op_name ggml_type_name";
+const SERIES: &str = "0.21-0.25 (API 2), 0.26 (API 3)";
+
+/// A file system with an Ollama and its service; and a plugin beside it.
+struct Machine {
+    root: PathBuf,
+    plugin: PathBuf,
+}
+
+impl Machine {
+    fn new(test: &str) -> Machine {
+        Machine::with_ggml(test, &["-DVERSION=\"0.21.0\""])
+    }
+
+    fn with_ggml(test: &str, defines: &[&str]) -> Machine {
+        let root = std::env::temp_dir().join(format!("vgpu-install-{test}-{}", std::process::id()));
+        let lib = root.join("usr/local/lib/ollama");
+        fs::create_dir_all(&lib).expect("a new folder");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/abi/fake_ggml.c");
+        let base = lib.join("libggml-base.so.0.21.0");
+        compile(&source, &base, "libggml-base.so.0", defines);
+        symlink("libggml-base.so.0.21.0", lib.join("libggml-base.so.0")).expect("a link");
+        symlink("libggml-base.so.0", lib.join("libggml-base.so")).expect("a link");
+        fs::write(lib.join("llama-server"), "").expect("a file");
+        fs::create_dir_all(root.join("usr/local/bin")).expect("a folder");
+        fs::write(root.join("usr/local/bin/ollama"), "").expect("a file");
+        let units = root.join("etc/systemd/system");
+        fs::create_dir_all(&units).expect("a folder");
+        let unit = "[Service]\nExecStart=/usr/local/bin/ollama serve\n";
+        fs::write(units.join("ollama.service"), unit).expect("a file");
+        let plugin = root.join("libggml-vgpu.so");
+        compile_plugin(&plugin, "1");
+        Machine { root, plugin }
+    }
+
+    fn vgpu(&self, command: &str, more: &[&str]) -> Output {
+        let mut vgpu = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+        vgpu.arg(command)
+            .arg("--root")
+            .arg(&self.root)
+            .env_remove("VGPU_ENDPOINT");
+        if command == "install" {
+            vgpu.arg("--plugin").arg(&self.plugin);
+        }
+        vgpu.args(more).output().expect("the command starts")
+    }
+
+    fn install(&self, more: &[&str]) -> String {
+        succeeded(self.vgpu("install", more))
+    }
+
+    /// Runs a command that must change nothing, and returns why.
+    fn refused(&self, command: &str, more: &[&str]) -> String {
+        let before = self.files();
+        let output = self.vgpu(command, more);
+        let text = String::from_utf8(output.stderr).expect("text");
+        assert!(!output.status.success(), "{text}");
+        assert_eq!(self.files(), before, "{text}");
+        text
+    }
+
+    fn lib(&self, name: &str) -> PathBuf {
+        self.root.join("usr/local/lib/ollama").join(name)
+    }
+
+    fn drop_in(&self) -> PathBuf {
+        self.root
+            .join("etc/systemd/system/ollama.service.d/vgpu.conf")
+    }
+
+    /// Everything there is, with permissions and contents.
+    fn files(&self) -> Vec<(PathBuf, u32, Vec<u8>)> {
+        let mut files = Vec::new();
+        let mut folders = vec![self.root.clone()];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(&folder).expect("a folder") {
+                let path = entry.expect("an entry").path();
+                let mode = fs::symlink_metadata(&path)
+                    .expect("it is there")
+                    .permissions()
+                    .mode();
+                files.push((path.clone(), mode, fs::read(&path).unwrap_or_default()));
+                if path.is_dir() {
+                    folders.push(path);
+                }
+            }
+        }
+        files.sort();
+        files
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.root);
+    }
+}
+
+fn compile(source: &Path, library: &Path, soname: &str, defines: &[&str]) {
+    let status = Command::new("cc")
+        .args(["-shared", "-fPIC", "-O2", "-w"])
+        .arg(format!("-Wl,-soname,{soname}"))
+        .args(defines)
+        .arg("-o")
+        .arg(library)
+        .arg(source)
+        .status()
+        .expect("a C compiler");
+    assert!(status.success());
+}
+
+fn compile_plugin(library: &Path, version: &str) {
+    let source = library.with_extension("c");
+    let text = format!(
+        "const char stamp[] = \"ggml-vgpu-stamp: plugin {version} (test), ggml {SERIES}\";\n\
+         const char needs[] = \"ggml-vgpu-needs: {NEEDED}\";\n\
+         int ggml_backend_score(void) {{ return 1; }}\n\
+         void * ggml_backend_init(void) {{ return 0; }}\n"
+    );
+    fs::write(&source, text).expect("a file");
+    compile(&source, library, "libggml-vgpu.so", &[]);
+}
+
+fn succeeded(output: Output) -> String {
+    let (out, err) = (
+        output.stdout,
+        String::from_utf8_lossy(&output.stderr).into_owned(),
+    );
+    assert!(output.status.success(), "{err}");
+    String::from_utf8(out).expect("text")
+}
+
+#[test]
+fn both_files_come_and_go_and_nothing_else_changes() {
+    let machine = Machine::new("comes");
+    let before = machine.files();
+    let dry = machine.install(&["--dry-run"]);
+    assert_eq!(machine.files(), before, "a dry run changes nothing");
+    assert!(
+        dry.contains("write    ") && dry.contains("dry run"),
+        "{dry}"
+    );
+    assert!(dry.contains("OLLAMA_LLM_LIBRARY=vgpu"), "{dry}");
+
+    let said = machine.install(&["--endpoint", "unix:/run/vgpu/vgpu.sock"]);
+    for words in [
+        "ggml-vgpu 1 (test)",
+        "0.21.0 (API 2)",
+        "libggml-base.so.0.21.0",
+        "systemctl daemon-reload && systemctl restart ollama",
+    ] {
+        assert!(said.contains(words), "{words:?} is not in\n{said}");
+    }
+    let plugin = machine.lib("vgpu/libggml-vgpu.so");
+    assert_eq!(fs::read(&plugin).ok(), fs::read(&machine.plugin).ok());
+    assert_eq!(
+        fs::metadata(&plugin).expect("a file").permissions().mode() & 0o777,
+        0o644
+    );
+    let names: Vec<_> = fs::read_dir(machine.lib("vgpu"))
+        .expect("a folder")
+        .collect();
+    assert_eq!(names.len(), 1, "exactly one file: {names:?}");
+    let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
+    assert_eq!(
+        drop_in,
+        "# Written by `vgpu install`; `vgpu uninstall` removes it.\n[Service]\n\
+         Environment=\"OLLAMA_LLM_LIBRARY=vgpu\"\nEnvironment=\"OLLAMA_FLASH_ATTENTION=1\"\n\
+         Environment=\"VGPU_REQUIRED=1\"\n\
+         Environment=\"VGPU_ENDPOINT=unix:/run/vgpu/vgpu.sock\"\n"
+    );
+
+    let installed = machine.files();
+    let again = machine.install(&["--endpoint", "unix:/run/vgpu/vgpu.sock"]);
+    assert!(again.contains("installed already"), "{again}");
+    assert_eq!(machine.files(), installed);
+
+    let dry = succeeded(machine.vgpu("uninstall", &["--dry-run"]));
+    assert!(dry.contains("remove   "), "{dry}");
+    assert_eq!(machine.files(), installed);
+    succeeded(machine.vgpu("uninstall", &[]));
+    assert_eq!(machine.files(), before, "as if nothing had been");
+    let none = succeeded(machine.vgpu("uninstall", &[]));
+    assert!(none.contains("no vGPU plugin"), "{none}");
+}
+
+#[test]
+fn an_update_replaces_the_plugin_and_a_group_gives_access() {
+    let machine = Machine::new("update");
+    machine.install(&[]);
+    compile_plugin(&machine.plugin, "2");
+    fs::write(machine.root.join("etc/group"), "root:x:0:\nvgpu:x:990:\n").expect("a file");
+    let said = machine.install(&[]);
+    assert!(said.contains("ggml-vgpu 2"), "{said}");
+    let plugin = machine.lib("vgpu/libggml-vgpu.so");
+    assert_eq!(fs::read(plugin).ok(), fs::read(&machine.plugin).ok());
+    let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
+    assert!(drop_in.ends_with("SupplementaryGroups=vgpu\n"), "{drop_in}");
+    assert!(!drop_in.contains("VGPU_ENDPOINT"), "{drop_in}");
+}
+
+#[test]
+fn without_a_service_the_environment_is_said() {
+    let machine = Machine::new("service");
+    fs::remove_file(machine.root.join("etc/systemd/system/ollama.service")).expect("a file");
+    // As named by hand: the prefix above the libraries.
+    let prefix = machine.root.join("usr/local");
+    let said = machine.install(&["--ollama", prefix.to_str().expect("a plain path")]);
+    let environment =
+        "OLLAMA_LLM_LIBRARY=vgpu OLLAMA_FLASH_ATTENTION=1 VGPU_REQUIRED=1 ollama serve";
+    assert!(said.contains(environment), "{said}");
+    assert!(!machine.drop_in().exists());
+
+    // A service that runs another Ollama is not touched.
+    let unit = "[Service]\nExecStart=/opt/other/bin/ollama serve\n";
+    fs::write(machine.root.join("etc/systemd/system/ollama.service"), unit).expect("a file");
+    compile_plugin(&machine.plugin, "2");
+    machine.install(&[]);
+    assert!(!machine.drop_in().exists());
+    succeeded(machine.vgpu("uninstall", &[]));
+    assert!(!machine.lib("vgpu").exists());
+}
+
+#[test]
+fn a_ggml_that_the_plugin_does_not_know_is_refused() {
+    for (name, defines, words) in [
+        (
+            "old",
+            &["-DVERSION=\"0.20.1\""][..],
+            "is ggml 0.20.1; ggml-vgpu 1 (test) works with 0.21-0.25",
+        ),
+        ("new", &["-DVERSION=\"0.27.0\""], "is ggml 0.27.0"),
+        ("odd", &["-DVERSION=\"unknown\""], "is ggml unknown"),
+        (
+            "part",
+            &["-DVERSION=\"0.21.0\"", "-DINCOMPLETE"],
+            "lacks ggml_glu_op_name, which the plugin calls",
+        ),
+    ] {
+        let machine = Machine::with_ggml(name, defines);
+        let text = machine.refused("install", &[]);
+        assert!(text.contains(words), "{text}");
+    }
+}
+
+#[test]
+fn what_is_not_as_it_should_be_is_said_and_nothing_is_done() {
+    let mut machine = Machine::new("refused");
+    let nowhere = machine.root.join("nowhere");
+    let nowhere = nowhere.to_str().expect("a plain path");
+    let text = machine.refused("install", &["--ollama", nowhere]);
+    assert!(
+        text.contains("no Ollama found") && text.contains("--ollama DIR"),
+        "{text}"
+    );
+    let text = machine.refused("install", &["--endpoint", "carrier-pigeon:1"]);
+    assert!(
+        text.contains("--endpoint") && text.contains("carrier-pigeon"),
+        "{text}"
+    );
+    let plugin = std::mem::replace(&mut machine.plugin, "/proc/self/cmdline".into());
+    let text = machine.refused("install", &[]);
+    assert!(text.contains("/proc/self/cmdline"), "{text}");
+    machine.plugin = plugin;
+
+    fs::create_dir(machine.lib("vgpu")).expect("a folder");
+    fs::write(machine.lib("vgpu/libggml-vgpu.so.0"), "").expect("a file");
+    let text = machine.refused("install", &[]);
+    assert!(text.contains("libggml-vgpu.so.0 is not ours"), "{text}");
+    fs::remove_file(machine.lib("vgpu/libggml-vgpu.so.0")).expect("a file");
+
+    // Somebody's own drop-in of that name, and somebody's own library, stay.
+    fs::create_dir_all(machine.drop_in().parent().expect("a folder")).expect("a folder");
+    fs::write(machine.drop_in(), "[Service]\n").expect("a file");
+    for command in ["install", "uninstall"] {
+        let text = machine.refused(command, &[]);
+        assert!(text.contains("vgpu.conf is not ours"), "{text}");
+    }
+    fs::remove_file(machine.drop_in()).expect("a file");
+    fs::copy(
+        machine.lib("libggml-base.so"),
+        machine.lib("vgpu/libggml-vgpu.so"),
+    )
+    .expect("a copy");
+    let text = machine.refused("uninstall", &[]);
+    assert!(text.contains("is not the vGPU plugin"), "{text}");
+
+    fs::remove_file(machine.lib("llama-server")).expect("a file");
+    let text = machine.refused("install", &[]);
+    assert!(text.contains("older than 0.30"), "{text}");
+}
+
+#[test]
+fn a_failure_at_the_second_file_takes_the_first_one_back() {
+    let machine = Machine::new("second");
+    machine.install(&[]);
+    // A folder where the drop-in belongs: found out when the plugin's update is ready.
+    fs::remove_file(machine.drop_in()).expect("a file");
+    fs::create_dir(machine.drop_in()).expect("a folder");
+    compile_plugin(&machine.plugin, "2");
+    let text = machine.refused("install", &[]);
+    assert!(text.contains("vgpu.conf"), "{text}");
+}
+
+#[test]
+fn without_permission_nothing_is_begun() {
+    let machine = Machine::new("permission");
+    // The superuser may write anywhere, so the command runs as somebody else, who may not be able to
+    // reach the build folder.
+    let copy = machine.root.join("vgpu");
+    fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");
+    let before = machine.files();
+    let run = |more: &[&str]| {
+        let mut vgpu = Command::new(&copy);
+        vgpu.arg("install").arg("--root").arg(&machine.root);
+        vgpu.arg("--plugin")
+            .arg(&machine.plugin)
+            .args(more)
+            .env_remove("VGPU_ENDPOINT");
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::process::CommandExt::uid(&mut vgpu, 65534);
+        } else {
+            let folder = fs::Permissions::from_mode(0o555);
+            fs::set_permissions(machine.lib(""), folder).expect("ours");
+        }
+        let output = vgpu.output().expect("the command starts");
+        fs::set_permissions(machine.lib(""), fs::Permissions::from_mode(0o755)).expect("ours");
+        output
+    };
+    let output = run(&[]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success());
+    assert!(
+        text.contains("may not write to") && text.contains("sudo"),
+        "{text}"
+    );
+    let dry = succeeded(run(&["--dry-run"]));
+    assert!(
+        dry.contains("may not write to") && dry.contains("dry run"),
+        "{dry}"
+    );
+    assert_eq!(machine.files(), before);
+}
