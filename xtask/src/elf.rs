@@ -13,6 +13,8 @@ pub(crate) struct Library {
     pub(crate) needed: Vec<String>,
     /// Names of the symbols others can bind to, sorted.
     pub(crate) exports: Vec<String>,
+    /// Versions of other libraries' symbols that it binds to, such as `GLIBC_2.34`.
+    pub(crate) versions: Vec<String>,
     /// Whether the symbol table for debuggers is still there.
     pub(crate) has_symbol_table: bool,
 }
@@ -53,13 +55,33 @@ impl Library {
             }
         }
         exports.sort();
+        let sections = file.elf_section_table();
+        let mut versions = Vec::new();
+        if let Some((mut files, names)) = sections.gnu_verneed(endian, data)? {
+            let names = sections.strings(endian, data, names)?;
+            while let Some((_, mut needed)) = files.next()? {
+                while let Some(version) = needed.next()? {
+                    versions.push(text(version.name(endian, names)?));
+                }
+            }
+        }
         let has_symbol_table = !file.elf_symbol_table().is_empty();
         Ok(Library {
             soname,
             needed,
             exports,
+            versions,
             has_symbol_table,
         })
+    }
+
+    /// The oldest C library that has all it binds to, as major and minor number.
+    pub(crate) fn glibc(&self) -> Option<(u32, u32)> {
+        let numbers = |version: &String| {
+            let mut numbers = version.strip_prefix("GLIBC_")?.split('.').map(str::parse);
+            Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+        };
+        self.versions.iter().filter_map(numbers).max()
     }
 
     /// Checks that this is the plugin as a host expects it.
@@ -98,6 +120,9 @@ mod tests {
             soname: Some("libggml-vgpu.so".into()),
             needed: vec!["libc.so.6".into()],
             exports: vec!["ggml_backend_init".into(), "ggml_backend_score".into()],
+            versions: ["GLIBC_2.4", "GLIBC_2.17", "GCC_3.0", "GLIBC_PRIVATE"]
+                .map(String::from)
+                .into(),
             has_symbol_table: false,
         }
     }
@@ -166,6 +191,16 @@ mod tests {
                 .exports
                 .iter()
                 .any(|name| name == "__libc_early_init_hidden")
+        );
+    }
+
+    #[test]
+    fn the_newest_version_counts() {
+        assert_eq!(plugin().glibc(), Some((2, 17)));
+        let own = Library::read(&std::env::current_exe().unwrap()).unwrap();
+        assert!(
+            own.glibc().is_some_and(|version| version >= (2, 2)),
+            "{own:?}"
         );
     }
 

@@ -178,6 +178,68 @@ pub(crate) fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
     Ok(root.join("bin"))
 }
 
+/// The folder of two builds of ggml 0.26.0: `shared/bin` has ggml with its CPU backend and libllama, and
+/// `static` an archive of ggml-base that can become a part of anything.
+pub(crate) fn build_newest(cache: &Cache) -> Result<PathBuf> {
+    let source = newest_source(cache)?.join("llama.cpp");
+    let instructions = Instructions::of_this_machine();
+    let name = format!("build-{CRATE}-{CRATE_VERSION}/{}", instructions.name);
+    cache.staged(&name, "all", |dir| {
+        let tools = packages::build_tools(cache)?;
+        let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}"));
+        let step = Step::new("building libllama on ggml 0.26.0 (about three minutes on two cores)");
+        let build = |dir: &Path, options: &[String], targets: &[&str]| -> Result<()> {
+            let mut cmake = Command::new(tools.join("cmake"));
+            let ninja = tools.join("ninja");
+            cmake
+                .args([
+                    "-G",
+                    "Ninja",
+                    "-DCMAKE_BUILD_TYPE=Release",
+                    "-DGGML_NATIVE=OFF",
+                ])
+                .arg(format!("-DCMAKE_MAKE_PROGRAM={}", ninja.display()))
+                .args(options)
+                .arg("-S")
+                .arg(&source)
+                .arg("-B")
+                .arg(dir);
+            process::run(&mut cmake, &step, &log)?;
+            let mut make = Command::new(ninja);
+            make.arg("-C")
+                .arg(dir)
+                .arg(format!("-j{}", workspace::cores()))
+                .args(targets);
+            process::run(&mut make, &step, &log)
+        };
+        // What the crate leaves out cannot be configured either.
+        let bare = ["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"];
+        let bare: Vec<_> = bare
+            .iter()
+            .map(|part| format!("-DLLAMA_BUILD_{part}=OFF"))
+            .collect();
+        let shared = ["-DBUILD_SHARED_LIBS=ON", "-DGGML_BACKEND_DL=ON"].map(str::to_owned);
+        let shared = [&shared[..], &bare, &instructions.flags].concat();
+        build(&dir.join("shared"), &shared, &["ggml", "ggml-cpu", "llama"])?;
+        let archive = [
+            "-DBUILD_SHARED_LIBS=OFF".to_owned(),
+            "-DCMAKE_POSITION_INDEPENDENT_CODE=ON".to_owned(),
+            "-DGGML_CPU=OFF".to_owned(),
+            format!(
+                "-DCMAKE_ARCHIVE_OUTPUT_DIRECTORY={}",
+                dir.join("static").display()
+            ),
+        ];
+        build(
+            &dir.join("static"),
+            &[&archive[..], &bare].concat(),
+            &["ggml-base"],
+        )?;
+        step.done("");
+        Ok(())
+    })
+}
+
 fn configure(
     tools: &Path,
     source: &Path,

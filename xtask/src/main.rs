@@ -1,4 +1,4 @@
-//! Developer commands: `cargo xtask setup | build | demo | test | bench`.
+//! Developer commands: `cargo xtask setup | build | demo | ollama | package | test | bench`.
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and shows
 //! what it is doing. See [`cache`] for where that is.
@@ -16,6 +16,8 @@ mod host;
 mod llama;
 mod model;
 mod node;
+mod ollama;
+mod package;
 mod packages;
 mod process;
 mod progress;
@@ -44,6 +46,10 @@ enum Arguments {
     Build,
     /// Generate text in a real host through the plugin, and compare with its CPU
     Demo(demo::Options),
+    /// Build Ollama, install the plugin in it, and use it as a client would
+    Ollama,
+    /// Make Debian packages and an archive in target/package
+    Package,
     /// Run all tests, in the end with real hosts
     Test(test::Options),
     /// Measure beside the peers, in the same run
@@ -71,6 +77,15 @@ fn run(arguments: &Arguments) -> Result<()> {
             Ok(())
         }
         Arguments::Demo(options) => demo::run(&cache, options),
+        Arguments::Package => {
+            let made = package::build(&cache)?;
+            made.all()
+                .iter()
+                .for_each(|file| println!("{}", file.display()));
+            println!("{}", made.checksums.display());
+            Ok(())
+        }
+        Arguments::Ollama => test::run(&cache, &test::Options::only(test::Part::Ollama)),
         Arguments::Test(options) => test::run(&cache, options),
         Arguments::Bench(options) => bench::run(&cache, options),
     }

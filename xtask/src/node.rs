@@ -46,6 +46,37 @@ impl Node {
         Ok(Node { path, modules })
     }
 
+    /// The folder of the libraries that npm carries for release `version`, without the rest of it.
+    pub(crate) fn prebuilt(cache: &Cache, version: &str) -> Result<PathBuf> {
+        let path = packages::node(cache)?;
+        let machine = packages::machine()?;
+        let package = format!("@node-llama-cpp/{machine}");
+        let name = format!("node-llama-cpp-prebuilt-{version}");
+        let folder = cache.folder(&name, |dir| {
+            let step = Step::new(&format!("fetching {name}"));
+            let mut npm = Command::new("npm");
+            npm.env("PATH", &path)
+                .current_dir(dir)
+                .args([
+                    "install",
+                    "--prefix",
+                    ".",
+                    "--no-audit",
+                    "--no-fund",
+                    "--ignore-scripts",
+                ])
+                .arg(format!("{package}@{version}"));
+            process::run(&mut npm, &step, &cache.log(&name))?;
+            step.done("");
+            Ok(())
+        })?;
+        Ok(folder
+            .join("node_modules")
+            .join(package)
+            .join("bins")
+            .join(machine))
+    }
+
     /// A command that runs one of the host scripts in `tests/hosts`.
     pub(crate) fn script(&self, script: &Path) -> Command {
         let mut command = Command::new("node");

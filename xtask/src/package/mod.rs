@@ -1,0 +1,165 @@
+//! `cargo xtask package`: what a server's administrator installs, as Debian packages and as an archive.
+
+mod deb;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::cache::Cache;
+use crate::dist::{self, Dist};
+use crate::elf::Library;
+use crate::process;
+use crate::progress::{Step, heading};
+use crate::scratch::Scratch;
+use crate::workspace;
+
+pub(crate) use deb::{GUEST, HOST};
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The oldest C library that the files have to run with: that of RHEL 9 and its relatives. Ubuntu 22.04
+/// (2.35) and Debian 12 (2.36) have newer ones.
+pub(crate) const GLIBC: (u32, u32) = (2, 34);
+
+/// The files that were made.
+#[derive(Debug)]
+pub(crate) struct Packages {
+    pub(crate) host: PathBuf,
+    pub(crate) guest: PathBuf,
+    pub(crate) archive: PathBuf,
+    pub(crate) checksums: PathBuf,
+}
+
+/// A file of a package: where it goes, what it is, its permissions.
+type Entry<'a> = (&'a str, &'a Path, u32);
+
+/// Makes all packages in `target/package`.
+pub(crate) fn build(cache: &Cache) -> Result<Packages> {
+    heading("packages");
+    let dist = dist::build(cache)?;
+    let step = Step::new("packing");
+    let newest = check_glibc(&dist)?;
+    let folder = workspace::root().join("target/package");
+    if folder.exists() {
+        // A package of another version must not lie beside those that are listed.
+        fs::remove_dir_all(&folder).context("removing the packages of the last time")?;
+    }
+    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    let packages = Packages {
+        host: deb::host(&dist, &folder)?,
+        guest: deb::guest(&dist, &folder)?,
+        archive: archive(&dist, &folder)?,
+        checksums: folder.join("SHA256SUMS"),
+    };
+    checksums(&packages, &folder)?;
+    step.done(&format!("they need glibc {newest} or newer"));
+    Ok(packages)
+}
+
+impl Packages {
+    pub(crate) fn all(&self) -> [&Path; 3] {
+        [&self.host, &self.guest, &self.archive]
+    }
+}
+
+/// The newest version of the C library that a file of ours asks for.
+fn check_glibc(dist: &Dist) -> Result<String> {
+    let mut newest = (0, 0);
+    for file in [&dist.vgpu, &dist.plugin] {
+        let needs = Library::read(file)?
+            .glibc()
+            .context("it needs no C library")?;
+        ensure!(
+            needs <= GLIBC,
+            "{} needs glibc {}.{}; build it on a system with {}.{} or older, or call less of it",
+            file.display(),
+            needs.0,
+            needs.1,
+            GLIBC.0,
+            GLIBC.1
+        );
+        newest = newest.max(needs);
+    }
+    Ok(format!("{}.{}", newest.0, newest.1))
+}
+
+/// An archive that is unpacked anywhere and removed with its folder.
+fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
+    let name = format!("ggml-vgpu-{VERSION}-{}-linux", std::env::consts::ARCH);
+    let scratch = Scratch::new()?;
+    let root = workspace::root();
+    let (deploy, docs) = (root.join("deploy"), root.join("docs"));
+    lay_out(
+        &scratch.path().join(&name),
+        &[
+            ("bin/vgpu", &dist.vgpu, 0o755),
+            ("lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
+            (
+                "share/systemd/vgpu.service",
+                &deploy.join("systemd/vgpu.service"),
+                0o644,
+            ),
+            (
+                "share/udev/70-vgpu.rules",
+                &deploy.join("udev/70-vgpu.rules"),
+                0o644,
+            ),
+            ("README.md", &root.join("README.md"), 0o644),
+            ("GUIDE.md", &docs.join("GUIDE.md"), 0o644),
+            ("LICENSE", &root.join("LICENSE"), 0o644),
+        ],
+    )?;
+    let archive = folder.join(format!("{name}.tar.gz"));
+    let mut tar = Command::new("tar");
+    // The same files give the same archive, whoever packs them.
+    tar.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner"])
+        .arg(format!("--mtime=@{}", epoch()?))
+        .args(["--use-compress-program", "gzip -9n", "-cf"])
+        .arg(&archive)
+        .arg("-C")
+        .arg(scratch.path())
+        .arg(&name);
+    process::output(&mut tar)?;
+    Ok(archive)
+}
+
+/// Copies files below `root`.
+fn lay_out(root: &Path, entries: &[Entry<'_>]) -> Result<()> {
+    for (place, file, mode) in entries {
+        let target = root.join(place);
+        let placing = || format!("placing {} as {place}", file.display());
+        let mut folder = target.parent().with_context(placing)?.to_owned();
+        fs::create_dir_all(&folder).with_context(placing)?;
+        while folder.starts_with(root) {
+            fs::set_permissions(&folder, fs::Permissions::from_mode(0o755))
+                .with_context(placing)?;
+            folder.pop();
+        }
+        fs::copy(file, &target).with_context(placing)?;
+        fs::set_permissions(&target, fs::Permissions::from_mode(*mode)).with_context(placing)?;
+    }
+    Ok(())
+}
+
+fn checksums(packages: &Packages, folder: &Path) -> Result<()> {
+    let mut sha256sum = Command::new("sha256sum");
+    for file in packages.all() {
+        sha256sum.arg(file.file_name().context("a package without a name")?);
+    }
+    let sums = process::output(sha256sum.current_dir(folder))?;
+    fs::write(&packages.checksums, sums).context("writing the checksums")
+}
+
+/// When the sources were last changed, in seconds: what files in a package say of their age.
+fn epoch() -> Result<u64> {
+    let mut git = Command::new("git");
+    git.args(["log", "-1", "--format=%ct"])
+        .current_dir(workspace::root());
+    let text = process::output(&mut git)?;
+    text.trim()
+        .parse()
+        .with_context(|| format!("git says {text:?}"))
+}
