@@ -117,7 +117,7 @@ impl Hosts {
             cc.arg("-Wl,--whole-archive")
                 .arg(&archive)
                 .arg("-Wl,--no-whole-archive");
-            cc.args(["-ldl", "-lpthread", "-lm"]);
+            cc.args(["-fopenmp", "-ldl", "-lpthread", "-lm"]);
         };
         let source = hosts.join("breadth.c");
         let breadth = |cc: &mut Command| {
