@@ -1,6 +1,8 @@
 // A small host on libllama: greedy tokens of one prompt, as a line of numbers.
 //
-// complete MODEL GPU_LAYERS TOKENS PROMPT
+// complete BACKENDS MODEL GPU_LAYERS TOKENS PROMPT
+//
+// BACKENDS is the folder of ggml's own backends; others come in through GGML_BACKEND_PATH.
 
 #include "ggml-backend.h"
 #include "llama.h"
@@ -16,20 +18,20 @@ static int fail(const char * what) {
 }
 
 int main(int argc, char ** argv) {
-    if (argc != 5) {
-        return fail("usage: complete MODEL GPU_LAYERS TOKENS PROMPT");
+    if (argc != 6) {
+        return fail("usage: complete BACKENDS MODEL GPU_LAYERS TOKENS PROMPT");
     }
-    ggml_backend_load_all();
+    ggml_backend_load_all_from_path(argv[1]);
     llama_backend_init();
 
     llama_model_params model_params = llama_model_default_params();
-    model_params.n_gpu_layers = atoi(argv[2]);
-    llama_model * model = llama_model_load_from_file(argv[1], model_params);
+    model_params.n_gpu_layers = atoi(argv[3]);
+    llama_model * model = llama_model_load_from_file(argv[2], model_params);
     if (!model) {
         return fail("no model");
     }
     const llama_vocab * vocab = llama_model_get_vocab(model);
-    const std::string prompt = argv[4];
+    const std::string prompt = argv[5];
     std::vector<llama_token> tokens(prompt.size() + 2);
     const int count = llama_tokenize(vocab, prompt.c_str(), (int) prompt.size(), tokens.data(),
                                      (int) tokens.size(), true, false);
@@ -48,7 +50,7 @@ int main(int argc, char ** argv) {
     llama_sampler * greedy = llama_sampler_init_greedy();
     llama_batch batch = llama_batch_get_one(tokens.data(), (int) tokens.size());
     llama_token next;
-    for (int i = 0; i < atoi(argv[3]); i++) {
+    for (int i = 0; i < atoi(argv[4]); i++) {
         if (llama_decode(context, batch) != 0) {
             return fail("decoding failed");
         }

@@ -65,6 +65,7 @@ pub(super) fn run(bench: &mut Bench<'_>) {
             };
             let mut complete = Command::new(&hosts.complete);
             complete
+                .arg(&hosts.backends)
                 .arg(&model)
                 .args([layers, &TOKENS.to_string(), PROMPT]);
             host::set_backend(&mut complete, backend, &stats);
@@ -97,6 +98,7 @@ struct Hosts {
     breadth_with_ggml: PathBuf,
     /// A program on the libllama of ggml 0.26.0.
     complete: PathBuf,
+    backends: PathBuf,
     _scratch: Scratch,
 }
 
@@ -171,6 +173,7 @@ impl Hosts {
                 whole(cc);
             })?,
             complete,
+            backends: newest.join("shared/bin"),
             _scratch: scratch,
         })
     }
