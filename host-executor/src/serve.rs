@@ -1,13 +1,14 @@
 //! `vgpu serve`.
 
 use std::io::{IsTerminal, Write, stderr, stdout};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use rustix::io::Errno;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -16,6 +17,8 @@ use tracing_subscriber::EnvFilter;
 use vgpu_executor::{Limits, Server};
 use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
+use vgpu_kernels::cuda::CudaEngine;
+use vgpu_kernels::cuda::device::Gpu;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::unix::{ListenError, ListenOptions, Listener};
 
@@ -39,8 +42,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ENDPOINT", num_args = 1..)]
     listen: Vec<Endpoint>,
 
-    /// What does the arithmetic.
-    #[arg(long, value_enum, default_value_t = EngineKind::Cpu)]
+    /// What does the arithmetic: cpu, cuda (the first NVIDIA GPU), cuda:N, or auto (a GPU if there is one that can
+    /// be used, else the processors).
+    #[arg(long, value_name = "ENGINE", default_value = "cpu")]
     engine: EngineKind,
 
     /// Threads of the cpu engine; 0 for one on each core this process may use.
@@ -69,10 +73,28 @@ pub(crate) struct Args {
     log: Option<String>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EngineKind {
-    /// The processors of this machine. Always there.
     Cpu,
+    Cuda(u32),
+    Auto,
+}
+
+impl FromStr for EngineKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<EngineKind, String> {
+        match text {
+            "cpu" => Ok(EngineKind::Cpu),
+            "cuda" => Ok(EngineKind::Cuda(0)),
+            "auto" => Ok(EngineKind::Auto),
+            _ => text
+                .strip_prefix("cuda:")
+                .and_then(|ordinal| ordinal.parse().ok())
+                .map(EngineKind::Cuda)
+                .ok_or_else(|| "expected cpu, cuda, cuda:N or auto".into()),
+        }
+    }
 }
 
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
@@ -178,7 +200,32 @@ fn engine(
                 .with_context(|| format!("the cpu engine does not start with {threads} threads"))?;
             Ok(Arc::new(engine))
         }
+        EngineKind::Cuda(ordinal) => {
+            cuda(ordinal).with_context(|| format!("the engine cuda:{ordinal} does not start"))
+        }
+        EngineKind::Auto => cuda(0).or_else(|error| {
+            info!("no GPU is used: {error:#}");
+            engine(EngineKind::Cpu, threads, memory)
+        }),
     }
+}
+
+fn cuda(ordinal: u32) -> anyhow::Result<Arc<dyn Engine>> {
+    let gpu = Gpu::new(ordinal, kernel_cache())?;
+    Ok(Arc::new(CudaEngine::new(Arc::new(gpu))?))
+}
+
+/// Where compiled kernels are kept, if the user has a place for such things.
+fn kernel_cache() -> Option<PathBuf> {
+    let folder = |name| {
+        std::env::var_os(name)
+            .filter(|path| !path.is_empty())
+            .map(PathBuf::from)
+    };
+    let cache = folder("VGPU_CACHE")
+        .or_else(|| folder("XDG_CACHE_HOME").map(|cache| cache.join("ggml-vgpu")))
+        .or_else(|| folder("HOME").map(|home| home.join(".cache/ggml-vgpu")));
+    cache.map(|cache| cache.join("kernels"))
 }
 
 fn listen(endpoint: &Endpoint) -> anyhow::Result<Listener> {

@@ -241,6 +241,43 @@ fn the_memory_limit_is_what_guests_see() {
 }
 
 #[test]
+fn a_gpu_is_taken_if_there_is_one() {
+    let scratch = Scratch::new("gpu");
+    let socket = scratch.socket();
+    let endpoint = format!("unix:{}", socket.display());
+    let absent = ["serve", "--listen", &endpoint, "--engine", "cuda:4096"];
+    let text = fails(&mut vgpu(&absent));
+    assert!(
+        text.contains("the engine cuda:4096 does not start"),
+        "{text}"
+    );
+    assert!(
+        text.contains("libcuda.so.1) is not installed") || text.contains("there is no GPU 4096"),
+        "{text}"
+    );
+    let text = fails(&mut vgpu(&["serve", "--engine", "abacus"]));
+    assert!(
+        text.contains("expected cpu, cuda, cuda:N or auto"),
+        "{text}"
+    );
+
+    let serve = Serve::start(&socket, &["--engine", "auto"]);
+    assert_eq!(serve.ready, format!("ready {endpoint}\n"));
+    let mut guest = serve.guest(&socket);
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    guest.graph(GraphId(1), &add(2, a, a, a));
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert!(status.success(), "{log}");
+    assert!(
+        log.contains("no GPU is used:") || log.contains("cuda:0"),
+        "{log}"
+    );
+}
+
+#[test]
 fn help_and_version() {
     let help = vgpu(&["serve", "--help"])
         .output()

@@ -1,15 +1,19 @@
 //! The CUDA engine: plans of launches, on any [`Device`] that runs the kernels in `host-kernels/cuda/`.
 //!
 //! - [`device`]: what the engine needs of a device.
+//! - `source`, `nvrtc`, `code`: the kernels' texts, their compiler, and machine code.
 //! - `ops`: one file for each family of operators, from a node to launches.
 //! - `params`: the structures that kernels take.
 //! - `plan`: a graph as launches, and running them.
 
+mod code;
 pub mod device;
 mod memory;
+pub mod nvrtc;
 mod ops;
 mod params;
 mod plan;
+pub mod source;
 
 use std::sync::Arc;
 

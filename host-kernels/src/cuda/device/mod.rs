@@ -3,6 +3,10 @@
 //! Engine and plans know devices by this trait alone. Besides the GPU itself there are, in tests, a device that
 //! runs the same kernels on the CPU, and one that only writes down what it is asked for.
 
+mod gpu;
+
+pub use gpu::{Gpu, GpuError};
+
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
 use crate::engine::{EngineError, MemoryInfo};

@@ -1,0 +1,437 @@
+//! A GPU, through NVIDIA's driver, which is loaded at run time: this builds and starts without one.
+
+use std::ffi::{CStr, CString, c_int, c_uint, c_void};
+use std::path::PathBuf;
+use std::ptr;
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
+use tracing::{error, warn};
+use vgpu_transport::bytes::{Bytes, BytesMut};
+
+use super::{Address, Device, KernelId, Launch, SharedMemory};
+use crate::cuda::code::Code;
+use crate::cuda::nvrtc::CompileError;
+use crate::cuda::source::{SOURCES, architecture};
+use crate::engine::{EngineError, MemoryInfo};
+
+/// The oldest driver: that of CUDA 12.0.
+const OLDEST_DRIVER: c_int = 12000;
+
+/// The oldest compute capability: kernels use what came with A100.
+const OLDEST_CARD: (c_int, c_int) = (8, 0);
+
+/// Bytes of pinned memory through which small uploads go, so that they need not be waited for.
+const STAGING_BYTES: usize = 4 << 20;
+
+/// Uploads of at most so many bytes go through it.
+const SMALL_UPLOAD: usize = 256 << 10;
+
+/// Why a GPU cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum GpuError {
+    #[error("NVIDIA's driver (libcuda.so.1) is not installed")]
+    NoDriver,
+    #[error("NVIDIA's driver is for CUDA {}.{}; CUDA 12.0 or newer is needed", .version / 1000, .version % 1000 / 10)]
+    OldDriver { version: i32 },
+    #[error("there is no GPU {ordinal}: this machine has {count}")]
+    NoDevice { ordinal: u32, count: i32 },
+    #[error("{name} has compute capability {major}.{minor}; 8.0 or newer is needed")]
+    OldCard {
+        name: String,
+        major: i32,
+        minor: i32,
+    },
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    #[error("{call} failed: {reason}")]
+    Driver { call: &'static str, reason: String },
+}
+
+/// A GPU with its context, a stream and all kernels.
+pub struct Gpu {
+    name: String,
+    description: String,
+    multiprocessors: u32,
+    most_shared: u32,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    /// Kernels by number: name and function.
+    kernels: Vec<(&'static str, sys::CUfunction)>,
+    staging: Mutex<Staging>,
+}
+
+// SAFETY: the driver's handles may be used from any thread, with the context made current first, which every
+// method does; the staging memory is behind a lock.
+unsafe impl Send for Gpu {}
+// SAFETY: as above.
+unsafe impl Sync for Gpu {}
+
+/// Pinned memory, used round and round.
+struct Staging {
+    memory: *mut u8,
+    /// Where the next upload begins.
+    next: usize,
+}
+
+impl Gpu {
+    /// GPU number `ordinal`. Kernels that must be compiled are kept in `cache`.
+    pub fn new(ordinal: u32, cache: Option<PathBuf>) -> Result<Gpu, GpuError> {
+        // SAFETY: looks whether the library loads.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(GpuError::NoDriver);
+        }
+        // SAFETY: plain calls of the driver with places for their results; the structures they fill in are ours.
+        unsafe {
+            let mut version = 0;
+            check("cuDriverGetVersion", sys::cuDriverGetVersion(&mut version))?;
+            if version < OLDEST_DRIVER {
+                return Err(GpuError::OldDriver { version });
+            }
+            check("cuInit", sys::cuInit(0))?;
+            let mut count = 0;
+            check("cuDeviceGetCount", sys::cuDeviceGetCount(&mut count))?;
+            let mut device = 0;
+            if i64::from(ordinal) >= i64::from(count) {
+                return Err(GpuError::NoDevice { ordinal, count });
+            }
+            check(
+                "cuDeviceGet",
+                sys::cuDeviceGet(&mut device, ordinal as c_int),
+            )?;
+            let mut text = [0; 128];
+            check(
+                "cuDeviceGetName",
+                sys::cuDeviceGetName(text.as_mut_ptr(), text.len() as c_int, device),
+            )?;
+            let model = CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned();
+            let attribute = |attribute| {
+                let mut value = 0;
+                let code = sys::cuDeviceGetAttribute(&mut value, attribute, device);
+                check("cuDeviceGetAttribute", code).map(|()| value)
+            };
+            let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+            let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+            if (major, minor) < OLDEST_CARD {
+                return Err(GpuError::OldCard {
+                    name: model,
+                    major,
+                    minor,
+                });
+            }
+            let multiprocessors =
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+            let most_shared =
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
+
+            let mut context = ptr::null_mut();
+            check(
+                "cuDevicePrimaryCtxRetain",
+                sys::cuDevicePrimaryCtxRetain(&mut context, device),
+            )?;
+            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
+            let mut stream = ptr::null_mut();
+            let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+            check(
+                "cuStreamCreate",
+                sys::cuStreamCreate(&mut stream, non_blocking),
+            )?;
+            let kernels = load(&architecture(major, minor), cache, most_shared)?;
+            let memory = host_memory(STAGING_BYTES)?.cast();
+            Ok(Gpu {
+                name: format!("cuda:{ordinal}"),
+                description: format!("{model}, {multiprocessors} multiprocessors"),
+                multiprocessors,
+                most_shared,
+                context,
+                stream,
+                kernels,
+                staging: Mutex::new(Staging { memory, next: 0 }),
+            })
+        }
+    }
+
+    /// Makes the context that of this thread.
+    fn enter(&self) -> Result<(), EngineError> {
+        // SAFETY: the context lives as long as the process.
+        done("cuCtxSetCurrent", unsafe {
+            sys::cuCtxSetCurrent(self.context)
+        })
+    }
+}
+
+/// Loads all kernels.
+///
+/// # Safety
+/// A context is current.
+unsafe fn load(
+    arch: &str,
+    cache: Option<PathBuf>,
+    most_shared: u32,
+) -> Result<Vec<(&'static str, sys::CUfunction)>, GpuError> {
+    let mut code = Code::new(arch.into(), cache);
+    let mut kernels = Vec::new();
+    for source in SOURCES {
+        let cubin = code.of(source)?;
+        // SAFETY: machine code of our own, which the driver copies; modules stay as long as the context.
+        unsafe {
+            let mut module = ptr::null_mut();
+            check(
+                "cuModuleLoadData",
+                sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()),
+            )?;
+            for name in source.kernels() {
+                let symbol = CString::new(name).expect("names of kernels have no zero bytes");
+                let mut function = ptr::null_mut();
+                check(
+                    "cuModuleGetFunction",
+                    sys::cuModuleGetFunction(&mut function, module, symbol.as_ptr()),
+                )?;
+                let mut own = 0;
+                use sys::CUfunction_attribute as Function;
+                check(
+                    "cuFuncGetAttribute",
+                    sys::cuFuncGetAttribute(
+                        &mut own,
+                        Function::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+                        function,
+                    ),
+                )?;
+                check(
+                    "cuFuncSetAttribute",
+                    sys::cuFuncSetAttribute(
+                        function,
+                        Function::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        most_shared as c_int - own,
+                    ),
+                )?;
+                kernels.push((name, function));
+            }
+        }
+    }
+    Ok(kernels)
+}
+
+/// `size` bytes of pinned memory that the GPU sees, too; never given back.
+fn host_memory(size: usize) -> Result<*mut c_void, GpuError> {
+    let mut memory = ptr::null_mut();
+    let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+    // SAFETY: a place for the result.
+    check("cuMemHostAlloc", unsafe {
+        sys::cuMemHostAlloc(&mut memory, size, flags)
+    })?;
+    // SAFETY: as many bytes as were asked for.
+    unsafe { memory.cast::<u8>().write_bytes(0, size) };
+    Ok(memory)
+}
+
+impl Device for Gpu {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        let (mut free, mut total) = (0, 0);
+        let outcome = self.enter().and_then(|()| {
+            // SAFETY: places for the results.
+            let code = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) };
+            done("cuMemGetInfo", code)
+        });
+        if let Err(reason) = outcome {
+            warn!("the memory of {} is unknown: {reason}", self.name);
+        }
+        MemoryInfo {
+            total: total as u64,
+            free: free as u64,
+        }
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    fn most_shared(&self) -> u32 {
+        // Some is kept for what kernels declare themselves.
+        self.most_shared - (16 << 10)
+    }
+
+    fn alloc(&self, size: u64) -> Result<Address, EngineError> {
+        self.enter()?;
+        let mut address = 0;
+        // SAFETY: a place for the result.
+        let code = unsafe { sys::cuMemAlloc_v2(&mut address, size as usize) };
+        if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            let MemoryInfo { total, free } = self.memory();
+            return Err(EngineError::OutOfMemory {
+                wanted: size,
+                free,
+                total,
+            });
+        }
+        done("cuMemAlloc", code)?;
+        // SAFETY: memory of this size, just allocated.
+        unsafe { self.fill(address, size, 0) }?;
+        Ok(address)
+    }
+
+    unsafe fn free(&self, address: Address, _: u64) {
+        // SAFETY: the caller has it from `alloc`; the stream has finished with it.
+        let outcome = self
+            .synchronize()
+            .and_then(|()| done("cuMemFree", unsafe { sys::cuMemFree_v2(address) }));
+        if let Err(reason) = outcome {
+            error!("memory of {} is lost: {reason}", self.name);
+        }
+    }
+
+    fn alloc_shared(&self, size: usize) -> Result<SharedMemory, EngineError> {
+        self.enter()?;
+        let failed = |error: GpuError| EngineError::Device {
+            message: error.to_string(),
+        };
+        let host = host_memory(size).map_err(failed)?;
+        let mut device = 0;
+        // SAFETY: memory of the driver, mapped for the device.
+        done("cuMemHostGetDevicePointer", unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut device, host, 0)
+        })?;
+        Ok(SharedMemory {
+            device,
+            host: host.cast(),
+        })
+    }
+
+    unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
+        self.enter()?;
+        let len = from.len();
+        if len > SMALL_UPLOAD {
+            // SAFETY: the caller's memory on both sides, for as long as it takes.
+            done("cuMemcpyHtoDAsync", unsafe {
+                sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), len, self.stream)
+            })?;
+            return self.synchronize();
+        }
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        if staging.next + len > STAGING_BYTES {
+            // What lies there must have been copied.
+            self.synchronize()?;
+            staging.next = 0;
+        }
+        // SAFETY: `len` bytes from `next` on are inside the staging memory, and no copy under way reads them; the
+        // caller has device memory for them.
+        let code = unsafe {
+            let place = staging.memory.add(staging.next);
+            place.copy_from_nonoverlapping(from.as_ptr(), len);
+            sys::cuMemcpyHtoDAsync_v2(to, place.cast(), len, self.stream)
+        };
+        staging.next = (staging.next + len).next_multiple_of(64);
+        done("cuMemcpyHtoDAsync", code)
+    }
+
+    unsafe fn download(&self, from: Address, mut to: BytesMut<'_>) -> Result<(), EngineError> {
+        self.enter()?;
+        let len = to.len();
+        // SAFETY: the caller's memory on both sides, for as long as it takes.
+        done("cuMemcpyDtoHAsync", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, len, self.stream)
+        })?;
+        self.synchronize()
+    }
+
+    unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
+        self.enter()?;
+        // SAFETY: the caller has as much device memory there.
+        done("cuMemsetD8Async", unsafe {
+            sys::cuMemsetD8Async(to, value, size as usize, self.stream)
+        })
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
+        self.enter()?;
+        // SAFETY: the caller has as much device memory at both.
+        done("cuMemcpyDtoDAsync", unsafe {
+            sys::cuMemcpyDtoDAsync_v2(to, from, size as usize, self.stream)
+        })
+    }
+
+    fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
+        let found = self.kernels.iter().position(|(known, _)| *known == name);
+        found
+            .map(|id| KernelId(id as u32))
+            .ok_or_else(|| EngineError::Device {
+                message: format!("there is no kernel {name}"),
+            })
+    }
+
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
+        self.enter()?;
+        let (_, function) = self.kernels[launch.kernel.0 as usize];
+        let ([gx, gy, gz], [tx, ty, tz]) = (launch.grid, launch.threads);
+        let mut size = launch.params.len();
+        let mut extra = [
+            sys::CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT as usize as *mut c_void,
+            launch.params.as_ptr().cast_mut().cast(),
+            sys::CU_LAUNCH_PARAM_BUFFER_SIZE_AS_INT as usize as *mut c_void,
+            ptr::from_mut(&mut size).cast(),
+            ptr::null_mut(), // CU_LAUNCH_PARAM_END,
+        ];
+        // SAFETY: a function of ours with its parameters, which the driver copies; the caller answers for the addresses.
+        done("cuLaunchKernel", unsafe {
+            sys::cuLaunchKernel(
+                function,
+                gx,
+                gy,
+                gz,
+                tx,
+                ty,
+                tz,
+                launch.shared,
+                self.stream,
+                ptr::null_mut(),
+                extra.as_mut_ptr(),
+            )
+        })
+    }
+
+    fn synchronize(&self) -> Result<(), EngineError> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as the device.
+        done("cuStreamSynchronize", unsafe {
+            sys::cuStreamSynchronize(self.stream)
+        })
+    }
+}
+
+/// The driver's words for an error.
+fn reason(code: CUresult) -> String {
+    let mut text = ptr::null();
+    // SAFETY: a place for the result, a string that the driver keeps.
+    let known = unsafe { sys::cuGetErrorString(code, &mut text) } == CUresult::CUDA_SUCCESS;
+    if known && !text.is_null() {
+        // SAFETY: as above.
+        let text = unsafe { CStr::from_ptr(text) };
+        return text.to_string_lossy().into_owned();
+    }
+    format!("{code:?}")
+}
+
+fn check(call: &'static str, code: CUresult) -> Result<(), GpuError> {
+    if code == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    Err(GpuError::Driver {
+        call,
+        reason: reason(code),
+    })
+}
+
+fn done(call: &'static str, code: CUresult) -> Result<(), EngineError> {
+    check(call, code).map_err(|error| EngineError::Device {
+        message: error.to_string(),
+    })
+}

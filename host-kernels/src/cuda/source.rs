@@ -1,0 +1,84 @@
+//! The kernels' sources, and which file a kernel is in.
+
+/// A source file, compiled by itself.
+#[derive(Debug)]
+pub struct Source {
+    /// The name without `.cu`.
+    pub name: &'static str,
+    /// The text.
+    pub text: &'static str,
+}
+
+macro_rules! sources {
+    ($($name:literal)*) => {
+        &[$(Source {
+            name: $name,
+            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/cuda/", $name, ".cu")),
+        },)*]
+    };
+}
+
+macro_rules! headers {
+    ($($name:literal)*) => {
+        &[$(($name, include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/cuda/", $name))),)*]
+    };
+}
+
+/// Every source file.
+pub const SOURCES: &[Source] =
+    sources! { "attention" "elementwise" "matmul" "movement" "norm" "reduce" "rope" };
+
+/// What they include, by name.
+pub const HEADERS: &[(&str, &str)] = headers! { "device.cuh" "formats.cuh" "params.h" };
+
+/// The architectures that machine code is made for ahead of time: A100, L4 and L40, H100 and H200, B200, and
+/// the GeForce and workstation cards of its generation.
+pub const ARCHITECTURES: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
+
+impl Source {
+    /// The names of the kernels in it.
+    pub fn kernels(&self) -> impl Iterator<Item = &'static str> {
+        self.text
+            .lines()
+            .filter_map(|line| line.strip_prefix("KERNEL(")?.split(',').next())
+    }
+}
+
+/// The architecture that code must be made for to run on a GPU of this compute capability as fast as it can.
+pub fn architecture(major: i32, minor: i32) -> String {
+    let suffix = if major >= 9 { "a" } else { "" };
+    format!("sm_{major}{minor}{suffix}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_has_a_name_of_its_own() {
+        let mut names: Vec<_> = SOURCES.iter().flat_map(Source::kernels).collect();
+        assert!(SOURCES.iter().all(|source| source.kernels().count() > 0));
+        names.sort_unstable();
+        let count = names.len();
+        names.dedup();
+        assert_eq!(count, names.len());
+    }
+
+    #[test]
+    fn all_files_are_listed() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda");
+        for entry in std::fs::read_dir(folder).expect("the folder of the kernels") {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            let listed = SOURCES.iter().any(|s| format!("{}.cu", s.name) == name)
+                || HEADERS.iter().any(|(header, _)| *header == name);
+            assert!(listed, "{name}");
+        }
+    }
+
+    #[test]
+    fn architectures_are_those_of_the_cards() {
+        assert_eq!(architecture(8, 0), "sm_80");
+        assert_eq!(architecture(9, 0), "sm_90a");
+        assert_eq!(architecture(12, 0), "sm_120a");
+    }
+}
