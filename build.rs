@@ -12,6 +12,8 @@ use libclang::fail;
 fn main() {
     // The name that a loader knows the plugin by; cargo itself spells the file `libggml_vgpu.so`.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libggml-vgpu.so");
+    // ggml closes a plugin that has scored 0; threads of ours may still be on their way out then.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     stamp();
     bindings();
 }

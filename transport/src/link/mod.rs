@@ -5,9 +5,13 @@
 //! is cheap and ends when the peer dies, is.
 
 mod credentials;
+pub mod dial;
 pub mod endpoint;
 mod files;
 mod line;
+pub mod pci;
+mod socket;
+pub mod stream;
 pub mod unix;
 pub mod window;
 

@@ -563,7 +563,7 @@ fn wait_for(socket: &OwnedFd, ready: PollFlags, deadline: Instant) -> Result<(),
 }
 
 /// A number that no other window of this machine has had.
-fn new_epoch() -> u64 {
+pub(crate) fn new_epoch() -> u64 {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     let nanos = since.map_or(0, |since| since.as_nanos() as u64);

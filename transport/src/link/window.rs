@@ -417,6 +417,16 @@ pub struct WindowHost {
 impl WindowHost {
     /// The host's end of a window to which `layout` has been written.
     pub fn new(window: Arc<Window>, layout: &Layout, doorbell: Box<dyn Doorbell>) -> WindowHost {
+        WindowHost::with_pulse(window, layout, doorbell, None)
+    }
+
+    /// The same; with a `pulse`, a guest whose heart stops is given up.
+    pub fn with_pulse(
+        window: Arc<Window>,
+        layout: &Layout,
+        doorbell: Box<dyn Doorbell>,
+        pulse: Option<Pulse>,
+    ) -> WindowHost {
         let limits = Limits {
             message: MAX_MESSAGE,
             payload: MAX_PAYLOAD,
@@ -427,7 +437,7 @@ impl WindowHost {
                 Arc::clone(&window),
                 layout.epoch(),
                 doorbell,
-                None,
+                pulse,
                 Side::Host,
             ),
             window,

@@ -3,6 +3,9 @@
 //! A session's thread may compute for minutes, so it cannot beat for itself: one thread of the process counts
 //! up the heartbeat word of every window, once a second. A guest that waits and sees no change for
 //! [`STALL`] gives the host up. (A host that died is noticed at once, by other means.)
+//!
+//! A host cannot see a process inside a virtual machine die. There the guest beats too, in a word of its own, and the
+//! host gives up a guest that has been still for as long as its user says.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex, Weak};
@@ -17,19 +20,28 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 /// A heart that does not beat for so long has stopped.
 pub const STALL: Duration = Duration::from_secs(10);
 
-/// The windows with a heart in this process. `None`: there is no beating thread.
-static BEATING: Mutex<Option<Vec<Weak<Window>>>> = Mutex::new(None);
+/// A window with a heart, and which word of it beats.
+type Heart = (Weak<Window>, usize);
 
-/// Lets the window's heart beat for as long as the window lives.
+/// The hearts of this process. `None`: there is no beating thread.
+static BEATING: Mutex<Option<Vec<Heart>>> = Mutex::new(None);
+
+/// Lets the host's heart beat in the window for as long as the window lives.
 pub fn start(window: &Arc<Window>) -> std::io::Result<()> {
+    start_at(window, word::HEARTBEAT)
+}
+
+/// Lets the heart beat in the word at `offset`, for as long as the window lives.
+pub fn start_at(window: &Arc<Window>, offset: usize) -> std::io::Result<()> {
     let mut beating = BEATING.lock().unwrap_or_else(|e| e.into_inner());
+    let heart = (Arc::downgrade(window), offset);
     match &mut *beating {
-        Some(windows) => windows.push(Arc::downgrade(window)),
+        Some(hearts) => hearts.push(heart),
         None => {
             std::thread::Builder::new()
                 .name("vgpu-heartbeat".into())
                 .spawn(beat)?;
-            *beating = Some(vec![Arc::downgrade(window)]);
+            *beating = Some(vec![heart]);
         }
     }
     Ok(())
@@ -39,15 +51,17 @@ fn beat() {
     for count in 1.. {
         {
             let mut beating = BEATING.lock().unwrap_or_else(|e| e.into_inner());
-            let Some(windows) = &mut *beating else { return };
-            windows.retain(|window| match window.upgrade() {
+            let Some(hearts) = &mut *beating else { return };
+            hearts.retain(|(window, offset)| match window.upgrade() {
                 Some(window) => {
-                    window.store(word::HEARTBEAT, count);
+                    window.store(*offset, count);
+                    // In write-combined memory a lone store may otherwise stay in the processor.
+                    window.full_fence();
                     true
                 }
                 None => false,
             });
-            if windows.is_empty() {
+            if hearts.is_empty() {
                 *beating = None;
                 return;
             }
@@ -56,9 +70,10 @@ fn beat() {
     }
 }
 
-/// The guest's view of a heart.
+/// The peer's view of a heart.
 #[derive(Debug)]
 pub struct Pulse {
+    word: usize,
     limit: Duration,
     last: u64,
     looked: Instant,
@@ -66,11 +81,17 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// A heart that beats now, and may be still for up to `limit` ([`STALL`], unless there is a reason).
+    /// The host's heart, which beats now, and may be still for up to `limit` ([`STALL`], unless there is a reason).
     pub fn new(window: &Window, limit: Duration) -> Pulse {
+        Pulse::at(window, word::HEARTBEAT, limit)
+    }
+
+    /// The heart whose word is at `word`.
+    pub fn at(window: &Window, word: usize, limit: Duration) -> Pulse {
         Pulse {
+            word,
             limit,
-            last: window.load(word::HEARTBEAT),
+            last: window.load(word),
             looked: Instant::now(),
             still: Duration::ZERO,
         }
@@ -83,7 +104,7 @@ impl Pulse {
     }
 
     fn still_for(&mut self, window: &Window) -> Duration {
-        let (now, beat) = (Instant::now(), window.load(word::HEARTBEAT));
+        let (now, beat) = (Instant::now(), window.load(self.word));
         if beat != self.last {
             self.last = beat;
             self.still = Duration::ZERO;

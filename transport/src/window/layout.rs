@@ -7,7 +7,7 @@
 //!          |   0x100  guest    submission tail                            | guest
 //!          |   0x140           completion head                            | guest
 //!          |   0x180           sleeping, wake-on                          | guest
-//!          |   0x1c0           state                                      | guest
+//!          |   0x1c0           state, heartbeat                           | guest
 //!          |   0x200  host     completion tail                            | host
 //!          |   0x240           submission head, retired                   | host
 //!          |   0x280           sleeping, wake-on                          | host
@@ -37,7 +37,7 @@
 //! | sleeping | 0 while its owner is awake; otherwise a number not used for an earlier sleep | see [`sleep`](super::sleep) |
 //! | wake-on | what its owner sleeps for; written before sleeping | see [`sleep`](super::sleep) |
 //! | state | [`STATE_NEW`], then [`STATE_OPEN`], then [`STATE_CLOSED`] | closing is stored (release) after the last record; loaded (acquire) before the ring is looked at for the last time |
-//! | heartbeat | changes about every second while the host process runs | relaxed in meaning: only change matters |
+//! | heartbeat | changes about every second while the host process runs (the guest's: on links into virtual machines) | relaxed in meaning: only change matters |
 //!
 //! A word of all ones is what a PCI device that has gone away reads as: no state, so the peer is taken for closed.
 
@@ -114,7 +114,7 @@ struct GuestWords {
     submission_tail: CacheLine<u64>,
     completion_head: CacheLine<u64>,
     sleep: CacheLine<[u64; 2]>,
-    state: CacheLine<u64>,
+    alive: CacheLine<[u64; 2]>,
 }
 
 #[repr(C)]
@@ -165,7 +165,9 @@ pub mod word {
     /// Guest: what it sleeps for.
     pub const GUEST_WAKE_ON: usize = GUEST_SLEEPING + 8;
     /// Guest: its state.
-    pub const GUEST_STATE: usize = GUEST + offset_of!(GuestWords, state);
+    pub const GUEST_STATE: usize = GUEST + offset_of!(GuestWords, alive);
+    /// Guest: changes every second, on links where the host cannot see the guest die.
+    pub const GUEST_HEARTBEAT: usize = GUEST_STATE + 8;
 
     /// Host: bytes ever put into the completion ring.
     pub const COMPLETION_TAIL: usize = HOST + offset_of!(HostWords, completion_tail);
@@ -192,7 +194,7 @@ const _: () = {
     assert!(word::BULK_OFFSET == 0x48 && word::BULK_SIZE == 0x50);
     assert!(word::SUBMISSION_TAIL == 0x100 && word::COMPLETION_HEAD == 0x140);
     assert!(word::GUEST_SLEEPING == 0x180 && word::GUEST_WAKE_ON == 0x188);
-    assert!(word::GUEST_STATE == 0x1c0);
+    assert!(word::GUEST_STATE == 0x1c0 && word::GUEST_HEARTBEAT == 0x1c8);
     assert!(word::COMPLETION_TAIL == 0x200);
     assert!(word::SUBMISSION_HEAD == 0x240 && word::RETIRED == 0x248);
     assert!(word::HOST_SLEEPING == 0x280 && word::HOST_WAKE_ON == 0x288);

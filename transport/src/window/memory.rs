@@ -10,13 +10,25 @@
 //! Only plain loads, plain stores and fences are used, nothing that locks the bus: the window may be
 //! device memory, where a locked instruction is an error or does not work across the PCI bus.
 //!
-//! With [`bytes`](crate::bytes), this is the only module of the crate with unsafe code (and one call that
-//! asks the kernel who a peer is).
+//! # Device memory
+//!
+//! In a virtual machine a window is a PCI memory region, mapped write-combined where that is on offer: stores gather in the
+//! processor and reach memory in any order, loads are not cached. Everything above holds there as it stands, because
+//!
+//! - nothing is published without [`drain_writes`](Memory::drain_writes) before it, which empties the processor's write
+//!   buffers;
+//! - a word that has been stored may linger in such a buffer until the next fence, and every store that a peer may be
+//!   waiting for is followed by the full fence of [`sleep`](super::sleep) (a doorbell is looked at after each
+//!   publication);
+//! - payloads are read once, from front to back, with loads made for such memory (see [`bytes`](crate::bytes)).
+//!
+//! With [`bytes`](crate::bytes), this is the only module of the crate with unsafe code (and a few calls to the kernel
+//! that `rustix` does not have).
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -76,6 +88,8 @@ impl MapError {
 pub struct Window {
     base: NonNull<u8>,
     size: usize,
+    /// Whether the memory may be a device's: not cached.
+    is_device: bool,
 }
 
 // SAFETY: a Window owns a mapping, which belongs to the process and not to a thread.
@@ -117,6 +131,36 @@ impl Window {
         Window::from_mapping(base, size)
     }
 
+    /// Maps a part of a file that [`sealed_file`] made, as a window of its own. `offset` is a multiple of the page size.
+    pub fn map_part(file: BorrowedFd<'_>, offset: u64, size: usize) -> Result<Window, MapError> {
+        // SAFETY: as in `map`; the file is one of ours, sealed, and the caller names a part inside it. (Beyond its end
+        // an access would fault, but no memory of ours would be touched.)
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                size,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                file,
+                offset,
+            )
+        };
+        Window::from_mapping(base, size)
+    }
+
+    /// Maps a part of a PCI device's memory, by its file in sysfs: the side of a guest in a virtual machine. The kernel
+    /// refuses what does not lie in the region. (If the device is unplugged under the mapping, an access ends the
+    /// process; nobody unplugs a device that is in use.)
+    pub fn map_device(
+        resource: BorrowedFd<'_>,
+        offset: u64,
+        size: usize,
+    ) -> Result<Window, MapError> {
+        let mut window = Window::map_part(resource, offset, size)?;
+        window.is_device = true;
+        Ok(window)
+    }
+
     /// Maps a file that the peer sent and says has `said` bytes: the guest's side. Trusts neither.
     pub fn map_foreign(file: BorrowedFd<'_>, said: u64) -> Result<Window, MapError> {
         let seals = rustix::fs::fcntl_get_seals(file)
@@ -145,7 +189,11 @@ impl Window {
             what: "mapping the window",
             error: Errno::FAULT,
         })?;
-        Ok(Window { base, size })
+        Ok(Window {
+            base,
+            size,
+            is_device: false,
+        })
     }
 
     /// Where it is mapped, for those who are lent a part of it.
@@ -166,7 +214,12 @@ impl Window {
     pub fn bytes(&self, range: Range<usize>) -> Bytes<'_> {
         let ptr = self.at(range.start, range.len());
         // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as `self`.
-        unsafe { Bytes::from_raw(ptr, range.len()) }
+        let bytes = unsafe { Bytes::from_raw(ptr, range.len()) };
+        if self.is_device {
+            bytes.from_device()
+        } else {
+            bytes
+        }
     }
 
     /// A part of the window, to copy a payload to.
@@ -205,6 +258,45 @@ impl Window {
         let word = self.at(offset, 8).cast::<AtomicU64>();
         // SAFETY: as in `words`.
         unsafe { &*word }
+    }
+}
+
+/// The registers of a PCI device, mapped: 32-bit words that mean something to who implements the device. Only ever
+/// accessed whole, in program order.
+#[derive(Debug)]
+pub struct Registers(Window);
+
+impl Registers {
+    /// Maps the first page of a PCI device's registers, by their file in sysfs.
+    pub fn map(resource: BorrowedFd<'_>) -> Result<Registers, MapError> {
+        Window::map_device(resource, 0, 4096).map(Registers)
+    }
+
+    /// Reads a register.
+    ///
+    /// # Panics
+    ///
+    /// If there is none at `offset`.
+    pub fn read(&self, offset: usize) -> u32 {
+        u32::from_le(self.register(offset).load(Ordering::Acquire))
+    }
+
+    /// Writes a register.
+    ///
+    /// # Panics
+    ///
+    /// If there is none at `offset`.
+    pub fn write(&self, offset: usize, value: u32) {
+        self.register(offset)
+            .store(value.to_le(), Ordering::Release);
+    }
+
+    fn register(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4), "register at {offset}");
+        let register = self.0.at(offset, 4).cast::<AtomicU32>();
+        // SAFETY: `at` has checked that it lies in the mapping, which is page-aligned, so it is aligned; whoever
+        // accesses it does so by such atomics.
+        unsafe { &*register }
     }
 }
 

@@ -1,0 +1,53 @@
+//! A lock on one byte of a file, held by the open file and not by the process.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+
+/// Takes the lock on byte `at`, which lasts until the file is closed. `false` when somebody else has it.
+///
+/// (`rustix` locks for the process, so that two sessions of one program could not keep each other out.)
+pub(super) fn lock_byte(file: &File, at: usize) -> io::Result<bool> {
+    let range = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: at as libc::off_t,
+        l_len: 1,
+        l_pid: 0,
+    };
+    // SAFETY: the pointer is to a flock that is ours and lives longer than the call, which only reads it.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
+    if result == 0 {
+        return Ok(true);
+    }
+    match io::Error::last_os_error() {
+        error if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        error => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_byte_has_one_holder() {
+        let path = std::env::temp_dir().join(format!("vgpu-lock-{}", std::process::id()));
+        let open = || {
+            File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path)
+                .unwrap()
+        };
+        let (a, b) = (open(), open());
+        assert!(lock_byte(&a, 0).unwrap());
+        assert!(!lock_byte(&b, 0).unwrap());
+        assert!(lock_byte(&b, 1).unwrap());
+        drop(a);
+        assert!(lock_byte(&b, 0).unwrap());
+        std::fs::remove_file(&path).unwrap();
+    }
+}

@@ -1,0 +1,3 @@
+//! Sockets of families that `rustix` does not know.
+
+pub(super) mod vsock;

@@ -1,0 +1,251 @@
+//! TLS 1.3 over a socket, each side with a certificate of one private authority.
+
+use std::fmt;
+use std::io::{self, Read as _, Write as _};
+use std::net::TcpStream;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{
+    ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection,
+};
+
+use super::channel::Channel;
+use crate::window::doorbell::poll;
+
+/// The files of a folder with certificates: who vouches for the others, and who we are.
+pub const AUTHORITY: &str = "ca.pem";
+/// Our own certificate.
+pub const CERTIFICATE: &str = "cert.pem";
+/// Its private key.
+pub const KEY: &str = "key.pem";
+
+/// Why there is no TLS.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum TlsError {
+    #[error("{file}: {why}", file = file.display())]
+    File { file: PathBuf, why: String },
+    #[error("the certificates do not work: {0}")]
+    Configuration(String),
+    #[error("{0:?} is no name that a certificate can have")]
+    Name(String),
+    #[error("TLS: {0}")]
+    Handshake(String),
+    #[error("TLS: no answer in time; does the other side speak TLS?")]
+    Timeout,
+}
+
+/// An authority, and a certificate with its key.
+#[derive(Clone)]
+pub struct Certificates {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+}
+
+impl fmt::Debug for Certificates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Certificates")
+    }
+}
+
+impl Certificates {
+    /// Reads the three files of a folder that `vgpu cert` has made.
+    pub fn load(folder: &Path) -> Result<Certificates, TlsError> {
+        let bad = |name: &str| {
+            let file = folder.join(name);
+            move |why: String| TlsError::File { file, why }
+        };
+        let certificates = |name: &str| -> Result<Vec<CertificateDer<'static>>, TlsError> {
+            let list: Result<Vec<_>, _> = CertificateDer::pem_file_iter(folder.join(name))
+                .map_err(|e| bad(name)(pem(&e)))?
+                .collect();
+            let list = list.map_err(|e| bad(name)(pem(&e)))?;
+            if list.is_empty() {
+                return Err(bad(name)("there is no certificate in it".into()));
+            }
+            Ok(list)
+        };
+        let mut roots = RootCertStore::empty();
+        for authority in certificates(AUTHORITY)? {
+            roots
+                .add(authority)
+                .map_err(|e| bad(AUTHORITY)(e.to_string()))?;
+        }
+        let chain = certificates(CERTIFICATE)?;
+        let key = PrivateKeyDer::from_pem_file(folder.join(KEY)).map_err(|e| bad(KEY)(pem(&e)))?;
+        let wrong = |error: &dyn fmt::Display| TlsError::Configuration(error.to_string());
+
+        let roots = Arc::new(roots);
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let versions = [&rustls::version::TLS13];
+        let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
+            .with_protocol_versions(&versions)
+            .map_err(|e| wrong(&e))?
+            .with_root_certificates(Arc::clone(&roots))
+            .with_client_auth_cert(chain.clone(), key.clone_key())
+            .map_err(|e| wrong(&e))?;
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
+            .build()
+            .map_err(|e| wrong(&e))?;
+        let server = ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&versions)
+            .map_err(|e| wrong(&e))?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(chain, key)
+            .map_err(|e| wrong(&e))?;
+        Ok(Certificates {
+            client: Arc::new(client),
+            server: Arc::new(server),
+        })
+    }
+
+    /// The guest's side of a connection to `host`, which must have a certificate for that name.
+    pub(super) fn connect(
+        &self,
+        host: &str,
+        socket: TcpStream,
+        deadline: Instant,
+    ) -> Result<Secure, TlsError> {
+        let name =
+            ServerName::try_from(host.to_owned()).map_err(|_| TlsError::Name(host.into()))?;
+        let connection = ClientConnection::new(Arc::clone(&self.client), name)
+            .map_err(|e| TlsError::Configuration(e.to_string()))?;
+        Secure::begin(connection.into(), socket, deadline)
+    }
+
+    /// The host's side.
+    pub(super) fn accept(&self, socket: TcpStream, deadline: Instant) -> Result<Secure, TlsError> {
+        let connection = ServerConnection::new(Arc::clone(&self.server))
+            .map_err(|e| TlsError::Configuration(e.to_string()))?;
+        Secure::begin(connection.into(), socket, deadline)
+    }
+}
+
+fn pem(error: &rustls::pki_types::pem::Error) -> String {
+    match error {
+        rustls::pki_types::pem::Error::Io(error) => error.to_string(),
+        error => format!("not a PEM file of the right kind ({error:?})"),
+    }
+}
+
+/// An encrypted socket.
+pub(super) struct Secure {
+    connection: Connection,
+    socket: TcpStream,
+}
+
+impl Secure {
+    fn begin(
+        connection: Connection,
+        socket: TcpStream,
+        deadline: Instant,
+    ) -> Result<Secure, TlsError> {
+        let mut secure = Secure { connection, socket };
+        let failed = |error: io::Error| TlsError::Handshake(error.to_string());
+        loop {
+            let flushed = secure.flush_out().map_err(failed)?;
+            if !secure.connection.is_handshaking() && flushed {
+                return Ok(secure);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(TlsError::Timeout);
+            }
+            let mut events = PollFlags::IN;
+            if !flushed {
+                events |= PollFlags::OUT;
+            }
+            poll(&mut [PollFd::new(&secure.socket, events)], left).map_err(|e| failed(e.into()))?;
+            if secure.connection.is_handshaking() {
+                match secure.take_in() {
+                    Ok(()) => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) => return Err(failed(error)),
+                }
+            }
+        }
+    }
+
+    /// Takes in what has come, encrypted.
+    fn take_in(&mut self) -> io::Result<()> {
+        if self.connection.read_tls(&mut self.socket)? == 0 {
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the other side hung up",
+            ));
+        }
+        match self.connection.process_new_packets() {
+            Ok(_) => Ok(()),
+            Err(error) => {
+                // The peer is told what is wrong, if it still listens.
+                let _ = self.flush_out();
+                Err(io::Error::new(io::ErrorKind::InvalidData, say(&error)))
+            }
+        }
+    }
+
+    /// Whether everything is out.
+    fn flush_out(&mut self) -> io::Result<bool> {
+        while self.connection.wants_write() {
+            match self.connection.write_tls(&mut self.socket) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}
+
+fn say(error: &rustls::Error) -> String {
+    match error {
+        rustls::Error::AlertReceived(_) => {
+            format!("the other side does not accept this side's certificate ({error})")
+        }
+        rustls::Error::InvalidCertificate(_) => {
+            format!("the other side's certificate is not accepted ({error})")
+        }
+        rustls::Error::NoCertificatesPresented => "the other side has shown no certificate".into(),
+        error => error.to_string(),
+    }
+}
+
+impl Channel for Secure {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.connection.reader().read(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.take_in()?,
+                other => return other,
+            }
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.flush_out()?;
+        match self.connection.writer().write(bytes)? {
+            0 => Err(io::ErrorKind::WouldBlock.into()),
+            count => Ok(count),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<bool> {
+        self.flush_out()
+    }
+
+    fn close(&mut self) {
+        self.connection.send_close_notify();
+        let _ = self.flush_out();
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+
+    fn socket(&self) -> io::Result<OwnedFd> {
+        self.socket.as_fd().try_clone_to_owned()
+    }
+}
