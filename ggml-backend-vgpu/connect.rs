@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vgpu_transport::link::{Endpoint, GuestEnd, unix};
+use vgpu_transport::link::dial::dial;
+use vgpu_transport::link::{Endpoint, GuestEnd};
 
 use crate::host::Host;
 use crate::session::{Session, SessionError};
@@ -39,10 +40,8 @@ pub(crate) fn connect(endpoint: &Endpoint, host: &Host) -> Result<Arc<Session>, 
         error,
     };
     let end: Box<dyn GuestEnd> = match endpoint {
-        Endpoint::Unix(path) => {
-            Box::new(unix::connect(path, TIMEOUT).map_err(|e| failed(e.to_string()))?)
-        }
         Endpoint::Inproc => inproc().map_err(failed)?,
+        other => dial(other, TIMEOUT).map_err(failed)?,
     };
     Session::open(end, introduction(host)).map_err(|error| ConnectError::Session {
         endpoint: endpoint.to_string(),

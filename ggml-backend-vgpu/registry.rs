@@ -5,6 +5,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::dial::expand;
 
 use crate::abi::{
     GGML_LOG_LEVEL_WARN, ggml_backend_dev_t, ggml_backend_reg, ggml_backend_reg_i,
@@ -106,28 +107,38 @@ fn make(host: Arc<Host>) -> Option<RegistryPtr> {
     }));
     let mut devices = Vec::new();
     let mut misses = Vec::new();
-    for endpoint in endpoints.candidates {
-        match connect(&endpoint, &host) {
-            Ok(session) => {
-                tracing::info!(
-                    "VGPU{}: {} at {endpoint}, session {}",
-                    devices.len(),
-                    session.welcome.description,
-                    session.welcome.session,
-                );
-                devices.push(Device::new(
-                    &host,
-                    &translator,
-                    devices.len(),
-                    endpoint,
-                    session,
-                    registry.cast(),
-                ));
-                if endpoints.first_only {
-                    break;
-                }
+    for candidate in endpoints.candidates {
+        let here = match expand(&candidate) {
+            Ok(here) => here,
+            Err(miss) => {
+                misses.push(miss);
+                continue;
             }
-            Err(error) => misses.push(error.to_string()),
+        };
+        for endpoint in here {
+            match connect(&endpoint, &host) {
+                Ok(session) => {
+                    tracing::info!(
+                        "VGPU{}: {} at {endpoint}, session {}",
+                        devices.len(),
+                        session.welcome.description,
+                        session.welcome.session,
+                    );
+                    devices.push(Device::new(
+                        &host,
+                        &translator,
+                        devices.len(),
+                        endpoint,
+                        session,
+                        registry.cast(),
+                    ));
+                }
+                Err(error) => misses.push(error.to_string()),
+            }
+        }
+        if endpoints.first_only && !devices.is_empty() {
+            misses.clear(); // places that might have had one, not devices that somebody has named
+            break;
         }
     }
     if devices.is_empty() {

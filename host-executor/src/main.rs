@@ -1,8 +1,10 @@
 //! The `vgpu` command.
 
 mod install;
+mod cert;
+mod doctor;
+mod hold;
 mod serve;
-mod size;
 
 use std::process::ExitCode;
 
@@ -21,6 +23,11 @@ enum Command {
     Serve(serve::Args),
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
+    Doctor(doctor::Args),
+    Cert(cert::Args),
+    Hold(hold::Args),
+    #[command(hide = true)]
+    HoldExec(hold::ExecArgs),
 }
 
 fn main() -> ExitCode {
@@ -29,6 +36,10 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(args),
         Command::Install(args) => install::install(args),
         Command::Uninstall(args) => install::uninstall(args),
+        Command::Doctor(args) => return doctor::run(&args),
+        Command::Cert(args) => cert::run(&args),
+        Command::Hold(args) => hold::run(&args),
+        Command::HoldExec(args) => hold::exec(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,6 +1,8 @@
 //! `vgpu serve`.
 
-use std::io::{IsTerminal, Write, stderr, stdout};
+use std::collections::BTreeMap;
+use std::io::{self, IsTerminal, Write, stderr, stdout};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -14,15 +16,16 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{info, warn};
 use tracing_subscriber::EnvFilter;
-use vgpu_executor::{Limits, Server};
+use vgpu_executor::vm::{IvshmemDoor, VmListenError, VmOptions, listen_stream};
+use vgpu_executor::{Limits, Server, service, size};
 use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_kernels::cuda::CudaEngine;
 use vgpu_kernels::cuda::device::Gpu;
 use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::stream::tls::Certificates;
+use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{ListenError, ListenOptions, Listener};
-
-use crate::size;
 
 /// Signals this close together are one: `timeout` and some service managers signal a process and its group.
 const SAME_SIGNAL: Duration = Duration::from_millis(500);
@@ -35,12 +38,27 @@ const SAME_SIGNAL: Duration = Duration::from_millis(500);
 /// exit status is 0; a second signal ends it at once.
 #[derive(Parser)]
 pub(crate) struct Args {
-    /// Where to listen: unix:/path/to/socket. May be given several times. [default: unix:/run/vgpu/vgpu.sock]
+    /// Where to listen: unix:/path/to/socket, tcp:HOST:PORT, vsock:PORT, or vsock:/path:PORT for Firecracker and its
+    /// relatives. May be given several times. [default: unix:/run/vgpu/vgpu.sock]
     ///
     /// Guests find the default by themselves; for any other, set VGPU_ENDPOINT to the same text in the
     /// guest. Who may open the socket may use the executor: it is made for its owner and group (mode 660).
     #[arg(long, value_name = "ENDPOINT", num_args = 1..)]
     listen: Vec<Endpoint>,
+
+    /// A folder with certificates that `vgpu cert` has made, for tcp. Without one, tcp is for this machine only.
+    #[arg(long, value_name = "FOLDER")]
+    certs: Option<PathBuf>,
+
+    /// A virtual machine to serve: NAME,socket=PATH[,window=SIZE][,silence=SECONDS]. May be given several times.
+    ///
+    /// Its QEMU, of any version, gets the device by
+    /// -chardev socket,id=vgpu0,path=PATH -device ivshmem-doorbell,chardev=vgpu0,vectors=1 and has to be started after
+    /// this. The window (256M, a power of two) is a memory region of the virtual machine, shared by up to 7 programs in it.
+    /// A program that gives no sign of life for so many seconds (60; 0: no limit) has died. With --vm and without
+    /// --listen, only virtual machines are served.
+    #[arg(long, value_name = "VM")]
+    vm: Vec<VmOptions>,
 
     /// What does the arithmetic: cpu, cuda (the first NVIDIA GPU), cuda:N, or auto (a GPU if there is one that can
     /// be used, else the processors).
@@ -104,13 +122,27 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
     let engine = engine(args.engine, args.threads, args.memory)?;
     let mut endpoints = args.listen;
-    if endpoints.is_empty() {
+    if endpoints.is_empty() && args.vm.is_empty() {
         endpoints = Endpoint::defaults();
     }
+    let certificates = args
+        .certs
+        .map(|folder| Certificates::load(&folder).context("--certs"))
+        .transpose()?;
     let listeners = endpoints
         .iter()
-        .map(listen)
-        .collect::<anyhow::Result<Vec<Listener>>>()?;
+        .map(|endpoint| listen(endpoint, certificates.as_ref()))
+        .collect::<anyhow::Result<Vec<Listening>>>()?;
+    let mut kept = service::kept_files();
+    let machines = args
+        .vm
+        .into_iter()
+        .map(|vm| machine(vm, &mut kept))
+        .collect::<anyhow::Result<Vec<IvshmemDoor>>>()?;
+    // Files of virtual machines that are served no more.
+    for (name, _file) in kept {
+        service::forget(&name);
+    }
 
     let memory = engine.memory();
     info!(
@@ -126,14 +158,28 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ..Limits::default()
     };
     let mut server = Server::new(engine, limits, args.max_guests);
-    for listener in listeners {
-        info!("listening on unix:{}", listener.path().display());
-        server.open(listener).context("no thread for a listener")?;
+    for (listener, endpoint) in listeners.into_iter().zip(&endpoints) {
+        info!("listening on {endpoint}");
+        let opened = match listener {
+            Listening::Unix(listener) => server.open(listener),
+            Listening::Tcp(listener) => server.open(listener),
+            Listening::Vsock(listener) => server.open(listener),
+        };
+        opened.context("no thread for a listener")?;
     }
-    announce(&endpoints);
+    let mut places: Vec<String> = endpoints.iter().map(Endpoint::to_string).collect();
+    for machine in machines {
+        let place = format!("vm:{}", machine.path().display());
+        info!("listening on {place}");
+        places.push(place);
+        server.open(machine).context("no thread for a listener")?;
+    }
+    announce(&places);
+    service::ready();
 
     let signal = stop.recv().context("the thread for signals has ended")?;
     info!("{signal} received: ending the sessions; a second signal ends the process at once");
+    service::stopping();
     server.shutdown();
     info!("vgpu ends");
     Ok(())
@@ -228,13 +274,59 @@ fn kernel_cache() -> Option<PathBuf> {
     cache.map(|cache| cache.join("kernels"))
 }
 
-fn listen(endpoint: &Endpoint) -> anyhow::Result<Listener> {
-    let Endpoint::Unix(path) = endpoint else {
-        bail!("--listen {endpoint}: an executor cannot listen there; use unix:/path/to/socket");
-    };
-    Listener::bind(path, ListenOptions::default()).map_err(|error| {
-        let hint = hint(path, &error);
-        anyhow!("cannot listen on {endpoint}: {error}{hint}")
+/// A listener of some kind.
+enum Listening {
+    Unix(Listener),
+    Tcp(tcp::Listener),
+    Vsock(vsock::Listener),
+}
+
+fn listen(endpoint: &Endpoint, certificates: Option<&Certificates>) -> anyhow::Result<Listening> {
+    let failed = |error: &dyn std::fmt::Display| anyhow!("cannot listen on {endpoint}: {error}");
+    match endpoint {
+        Endpoint::Unix(path) => Listener::bind(path, ListenOptions::default())
+            .map(Listening::Unix)
+            .map_err(|error| {
+                let hint = hint(path, &error);
+                anyhow!("cannot listen on {endpoint}: {error}{hint}")
+            }),
+        Endpoint::Tcp { host, port } => {
+            let listener = tcp::Listener::bind(host, *port, certificates.cloned());
+            listener.map(Listening::Tcp).map_err(|e| failed(&e))
+        }
+        Endpoint::Vsock { port, .. } => {
+            let listener = vsock::Listener::kernel(*port);
+            listener.map(Listening::Vsock).map_err(|e| failed(&e))
+        }
+        Endpoint::VsockUnix { path, port } => {
+            let mut name = path.clone().into_os_string();
+            name.push(format!("_{port}"));
+            let path = PathBuf::from(name);
+            let listener = listen_stream(&path).map_err(|e| failed(&e))?;
+            Ok(Listening::Vsock(vsock::Listener::unix(listener, &path)))
+        }
+        Endpoint::Inproc | Endpoint::Pci(_) => bail!(
+            "--listen {endpoint}: an executor cannot listen there; use unix:/path/to/socket, tcp:HOST:PORT or \
+             vsock:PORT, and --vm for virtual machines"
+        ),
+    }
+}
+
+fn machine(
+    options: VmOptions,
+    kept: &mut BTreeMap<String, OwnedFd>,
+) -> anyhow::Result<IvshmemDoor> {
+    let path = options.socket.clone();
+    IvshmemDoor::open(options, kept).map_err(|error| {
+        let directory = path.parent().unwrap_or(&path).display();
+        let hint = match &error {
+            VmListenError::InUse { .. } => "; stop it, or give this virtual machine another socket",
+            VmListenError::System { error, .. } if error.kind() == io::ErrorKind::NotFound => {
+                return anyhow!("--vm: {error}; create it (mkdir -p {directory})");
+            }
+            _ => "",
+        };
+        anyhow!("--vm: {error}{hint}")
     })
 }
 
@@ -262,9 +354,8 @@ fn hint(path: &Path, error: &ListenError) -> String {
 }
 
 /// Tells whoever started us that guests can come.
-fn announce(endpoints: &[Endpoint]) {
-    let list: Vec<String> = endpoints.iter().map(Endpoint::to_string).collect();
+fn announce(places: &[String]) {
     let mut out = stdout().lock();
     // Nobody has to listen.
-    let _ = writeln!(out, "ready {}", list.join(" ")).and_then(|()| out.flush());
+    let _ = writeln!(out, "ready {}", places.join(" ")).and_then(|()| out.flush());
 }

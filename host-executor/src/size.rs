@@ -2,7 +2,7 @@
 
 /// Reads a number of bytes, with an optional unit: `1073741824`, `512M`, `1.5GiB`, `8 G`. Units are
 /// powers of 1024, whether written `G`, `GB` or `GiB`.
-pub(crate) fn parse(text: &str) -> Result<u64, String> {
+pub fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text
         .find(|c: char| !c.is_ascii_digit() && c != '.')

@@ -1,0 +1,77 @@
+//! The PCI devices of this machine.
+
+use std::path::Path;
+use std::time::Duration;
+
+use vgpu_transport::link::pci::Device;
+use vgpu_transport::link::pci::discover::{Kind, SYSFS, all};
+
+use super::Report;
+
+/// An executor's heart beats once a second.
+const BEAT: Duration = Duration::from_secs(3);
+
+pub(super) fn check(report: &mut Report) {
+    let devices = all(Path::new(SYSFS));
+    let mut found = false;
+    for device in &devices {
+        match device.kind {
+            Kind::Other => continue,
+            Kind::RealGpu => {
+                report.note(
+                    "pci",
+                    format!("{device}: a real NVIDIA GPU; not ours, left alone"),
+                );
+                continue;
+            }
+            Kind::Ivshmem | Kind::Vgpu => {}
+        }
+        if let Some(driver) = &device.driver {
+            report.note(
+                "pci",
+                format!("{device}: bound to the driver {driver}, left alone"),
+            );
+            continue;
+        }
+        match Device::open(device) {
+            Ok(open) => {
+                found = true;
+                let directory = open.directory();
+                report.ok(
+                    "pci",
+                    format!(
+                        "{device}: a vGPU, {} MiB, {} sessions at most, by {}",
+                        directory.size >> 20,
+                        directory.slots,
+                        device.window_file().display()
+                    ),
+                );
+                if open.is_alive(BEAT) {
+                    report.ok("pci", format!("{device}: its executor is alive"));
+                } else {
+                    report.fail(
+                        "pci",
+                        format!("{device}: its executor shows no life; start `vgpu serve --vm` on the host again"),
+                    );
+                }
+            }
+            Err(error) if device.kind == Kind::Ivshmem && is_other(&error) => {
+                report.note("pci", format!("{error}: shared memory of something else"));
+            }
+            Err(error) => report.fail("pci", error.to_string()),
+        }
+    }
+    if !found {
+        report.note(
+            "pci",
+            format!(
+                "no vGPU among the {} PCI devices; in a virtual machine, give its QEMU one as `vgpu serve --help` says",
+                devices.len()
+            ),
+        );
+    }
+}
+
+fn is_other(error: &vgpu_transport::link::pci::PciError) -> bool {
+    matches!(error, vgpu_transport::link::pci::PciError::NotVgpu { .. })
+}

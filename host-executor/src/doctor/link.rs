@@ -1,0 +1,134 @@
+//! The way to an executor: a session like a program's, and how long a round trip takes.
+
+use std::time::{Duration, Instant};
+
+use vgpu_transport::ir::IR_VERSION;
+use vgpu_transport::link::dial::{dial, expand};
+use vgpu_transport::link::{Endpoint, GuestEnd};
+use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
+
+use super::Report;
+
+const TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Round trips that are measured.
+const ROUNDS: usize = 32;
+
+pub(super) fn check(given: &[Endpoint], report: &mut Report) {
+    let variable = std::env::var("VGPU_ENDPOINT").unwrap_or_default();
+    let (endpoints, are_named) = if !given.is_empty() {
+        (given.to_vec(), true)
+    } else if !variable.is_empty() {
+        let parsed = variable.split(',').map(|one| one.trim().parse());
+        match parsed.collect() {
+            Ok(endpoints) => (endpoints, true),
+            Err(error) => {
+                let error: vgpu_transport::link::EndpointError = error;
+                report.fail("link", format!("VGPU_ENDPOINT: {error}"));
+                return;
+            }
+        }
+    } else {
+        (Endpoint::defaults(), false)
+    };
+    let mut reached = 0;
+    let mut misses = Vec::new();
+    for candidate in endpoints {
+        if candidate == Endpoint::Inproc {
+            report.ok("link", "inproc: the executor is inside the plugin");
+            reached += 1;
+            continue;
+        }
+        let here = match expand(&candidate) {
+            Ok(here) => here,
+            Err(miss) => {
+                misses.push(miss);
+                continue;
+            }
+        };
+        for endpoint in here {
+            match visit(&endpoint) {
+                Ok(lines) => {
+                    reached += 1;
+                    for line in lines {
+                        report.ok("link", format!("{endpoint}: {line}"));
+                    }
+                }
+                Err(error) => misses.push(format!("{endpoint}: {error}")),
+            }
+        }
+    }
+    for miss in &misses {
+        if are_named {
+            report.fail("link", miss.clone());
+        } else {
+            report.note("link", miss.clone());
+        }
+    }
+    if reached == 0 && !are_named {
+        report.fail(
+            "link",
+            "no executor was reached; start one with `vgpu serve` on the host, or name it in VGPU_ENDPOINT",
+        );
+    }
+}
+
+/// Opens a session and asks what a program would ask.
+fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
+    let mut end = dial(endpoint, TIMEOUT)?;
+    let hello = Request::Hello {
+        protocol: PROTOCOL_VERSION,
+        ir: IR_VERSION,
+        name: format!("vgpu doctor[{}]", std::process::id()),
+    };
+    let welcome = ask(end.as_mut(), &hello)?;
+    let Reply::Welcome {
+        session,
+        engine,
+        description,
+        memory_total,
+        memory_free,
+        ..
+    } = welcome
+    else {
+        return Err(match welcome {
+            Reply::Ended { reason } | Reply::Refused { reason, .. } => {
+                format!("the executor refuses: {reason}")
+            }
+            other => format!("the executor answers a greeting with {other:?}"),
+        });
+    };
+    let mut times = Vec::new();
+    for _ in 0..ROUNDS {
+        let began = Instant::now();
+        match ask(end.as_mut(), &Request::Memory {})? {
+            Reply::Memory { .. } => times.push(began.elapsed()),
+            other => return Err(format!("the executor answers a question with {other:?}")),
+        }
+    }
+    times.sort();
+    Ok(vec![
+        format!("session {session}, protocol {PROTOCOL_VERSION}, graphs {IR_VERSION}"),
+        format!(
+            "engine {engine}, {description}, {} of {} MiB free",
+            memory_free >> 20,
+            memory_total >> 20
+        ),
+        format!(
+            "a round trip takes {:?}, the fastest {:?}",
+            times[ROUNDS / 2],
+            times[0]
+        ),
+    ])
+}
+
+fn ask(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, String> {
+    let mut message = Vec::new();
+    request.encode(&mut message);
+    end.send(&message, (&[][..]).into())
+        .map_err(|e| e.to_string())?;
+    message.clear();
+    end.receive(&mut message, (&mut [][..]).into())
+        .map_err(|e| e.to_string())?;
+    Reply::decode(&message).map_err(|e| e.to_string())
+}

@@ -1,0 +1,44 @@
+//! Guests that come in through a stream: TCP from other machines, vsock out of virtual machines.
+
+use std::io;
+use std::time::Duration;
+
+use vgpu_transport::link::stream::{tcp, vsock};
+
+use crate::server::{Door, Guest, Peer};
+
+/// How long a guest may take to bring encryption up.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+
+impl Door for tcp::Listener {
+    fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>> {
+        let arrival = self.accept(timeout)?;
+        Ok(arrival.map(|arrival| Guest {
+            peer: Peer {
+                endpoint: format!("tcp from {}", arrival.from()),
+                process: None,
+            },
+            open: Box::new(move || Ok(Box::new(arrival.handshake(HANDSHAKE)?) as _)),
+        }))
+    }
+}
+
+impl Door for vsock::Listener {
+    fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>> {
+        let Some((socket, cid)) = self.accept(timeout)? else {
+            return Ok(None);
+        };
+        let endpoint = match (&*self, cid) {
+            (_, Some(cid)) => format!("vsock from machine {cid}"),
+            (vsock::Listener::Unix(_, path), None) => format!("vsock at {}", path.display()),
+            (vsock::Listener::Kernel(_), None) => "vsock".into(),
+        };
+        Ok(Some(Guest {
+            peer: Peer {
+                endpoint,
+                process: None,
+            },
+            open: Box::new(move || Ok(Box::new(vsock::host(socket)?) as _)),
+        }))
+    }
+}

@@ -1,0 +1,173 @@
+//! A hostile driver in a virtual machine: it writes what it likes to every word of its window, while commands run, and rings
+//! without end. Nobody else may notice.
+
+mod common;
+mod machine;
+
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vgpu_transport::link::pci::directory;
+use vgpu_transport::window::layout;
+use vgpu_transport::window::memory::{Memory, Window};
+use vgpu_transport::wire::GraphId;
+
+use common::{Guest, add, bytes, floats};
+use machine::{Dir, Machine, executor, wait_for};
+
+/// How long the attack lasts.
+const ATTACK: Duration = Duration::from_secs(8);
+
+/// Numbers without a pattern, the same each time.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Values that code trips over: small, huge, and near what is there.
+    fn value(&mut self, there: u64) -> u64 {
+        match self.next() % 8 {
+            0 => 0,
+            1 => u64::MAX,
+            2 => self.next() % 4096,
+            3 => there.wrapping_add(64),
+            4 => there.wrapping_sub(64),
+            5 => 1 << (self.next() % 64),
+            6 => there ^ 1 << (self.next() % 64),
+            _ => self.next(),
+        }
+    }
+}
+
+/// Writes at random to the window: most to the words, some to rings and bulk area, some to the directory.
+fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &AtomicU64) {
+    let mut random = Random(seed);
+    let slot_size = size / directory::PARTS;
+    while !stop.load(Ordering::Relaxed) {
+        let slot = (random.next() as usize % directory::SLOTS + 1) * slot_size;
+        let offset = match random.next() % 16 {
+            0 => random.next() as usize % directory::PAGE,
+            1..=9 => slot + random.next() as usize % layout::PAGE,
+            10..=13 => slot + layout::PAGE + random.next() as usize % (300 << 10),
+            _ => slot + random.next() as usize % slot_size,
+        } & !7;
+        let there = memory.load(offset);
+        memory.store(offset, random.value(there));
+        writes.fetch_add(1, Ordering::Relaxed);
+        // Slow enough that commands run in between, now and then for longer.
+        if random.next().is_multiple_of(4) {
+            thread::sleep(Duration::from_micros(random.next() % 300));
+        }
+        if random.next().is_multiple_of(2000) {
+            thread::sleep(Duration::from_millis(random.next() % 50));
+        }
+        if offset < 0x100 {
+            // Without the directory's facts the machine's own programs would not come any more.
+            memory.store(offset, there);
+        }
+    }
+}
+
+/// Steps of a well-behaved guest: what it computes is known.
+fn step(guest: &mut Guest, i: u64) -> Vec<f32> {
+    let values: Vec<f32> = (0..1024).map(|k| (k as u64 + i) as f32).collect();
+    let a = guest.alloc_with(&bytes(&values));
+    let b = guest.alloc_with(&bytes(&values));
+    let c = guest.alloc(4096);
+    guest.graph(GraphId(i), &add(1024, c, a, b));
+    guest.submit(GraphId(i));
+    let sum = floats(&guest.read(c, 0, 4096));
+    guest.send(&vgpu_transport::wire::Request::Forget { graph: GraphId(i) });
+    for buffer in [a, b, c] {
+        guest.send(&vgpu_transport::wire::Request::Free { buffer });
+    }
+    sum
+}
+
+/// A program in the attacked machine: it sends what it can and expects nothing.
+fn victim(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
+    while !stop.load(Ordering::Relaxed) {
+        let Ok(end) = machine.try_connect(Duration::from_millis(200)) else {
+            continue;
+        };
+        sessions.fetch_add(1, Ordering::Relaxed);
+        // Its own end may notice that the window is broken, at any point; that is not what is tested.
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let mut guest = Guest::new(Box::new(end));
+            guest.hello();
+            for i in 1..1000 {
+                step(&mut guest, i);
+            }
+        }));
+    }
+}
+
+#[test]
+fn a_machine_that_attacks_harms_only_itself() {
+    let dir = Dir::new();
+    let server = executor(&dir.0, &["bad", "good"], 0);
+    let bad = Machine::plug(&dir.0.join("bad.sock"));
+    let good = Machine::plug(&dir.0.join("good.sock"));
+    let size = rustix::fs::fstat(&bad.memory).unwrap().st_size as usize;
+    let memory = Window::map(bad.memory.as_fd(), size).unwrap();
+    let untouched = Window::map(good.memory.as_fd(), size).unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let (writes, rings, sessions) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+
+    let mut guest = good.guest();
+    let mut steps = 0;
+    let epoch = untouched.load(directory::word::EPOCH);
+    thread::scope(|scope| {
+        let (memory, bad, stop) = (&memory, &bad, &*stop);
+        let (writes, rings, sessions) = (&writes, &rings, &sessions);
+        for seed in 1..3 {
+            scope.spawn(move || attack(memory, size, stop, seed * 0x9e37_79b9, writes));
+        }
+        scope.spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                // Wild, but the test's own threads need the processors too.
+                let _ = rustix::io::write(&bad.bell, &1u64.to_ne_bytes());
+                if rings.fetch_add(1, Ordering::Relaxed).is_multiple_of(100) {
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+        });
+        scope.spawn(move || victim(bad, stop, sessions));
+        let began = Instant::now();
+        while began.elapsed() < ATTACK {
+            steps += 1;
+            let sum = step(&mut guest, steps);
+            for (k, value) in sum.iter().enumerate() {
+                assert_eq!(*value, 2.0 * (k as u64 + steps) as f32, "step {steps}");
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let [writes, rings, sessions] = [&writes, &rings, &sessions].map(|n| n.load(Ordering::Relaxed));
+    println!(
+        "{writes} writes, {rings} rings, {sessions} sessions of the attacked machine; {steps} good steps"
+    );
+    assert!(writes > 1000 && rings > 100 && steps > 10 && sessions > 2);
+    assert_eq!(untouched.load(directory::word::EPOCH), epoch);
+
+    // The machine hangs up; nothing of it is left, and the other one goes on.
+    bad.line.shutdown(std::net::Shutdown::Both).unwrap();
+    drop(memory);
+    drop(bad);
+    wait_for("the end of the attacked sessions", || {
+        server.sessions().len() == 1
+    });
+    assert_eq!(step(&mut guest, steps + 1)[0], 2.0 * (steps + 1) as f32);
+    // All memory that its sessions had is free again.
+    let again = Machine::plug(&dir.0.join("bad.sock"));
+    let mut guest = again.guest();
+    guest.alloc(common::MEMORY / 2);
+}

@@ -1,0 +1,158 @@
+//! Virtual machines: what their programs, and the executor's own restarts, may expect.
+
+mod common;
+mod machine;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use vgpu_transport::ir::BufferId;
+use vgpu_transport::link::pci::discover::all;
+use vgpu_transport::link::pci::{Device, PciError, directory};
+use vgpu_transport::window::memory::{Memory, Window};
+
+use common::Guest;
+use machine::{Dir, Machine, executor, executor_with, wait_for};
+
+#[test]
+fn programs_of_one_machine_have_sessions_of_their_own() {
+    let dir = Dir::new();
+    let server = executor(&dir.0, &["a"], 0);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let mut guests: Vec<Guest> = (0..directory::SLOTS).map(|_| machine.guest()).collect();
+    for (i, guest) in guests.iter_mut().enumerate() {
+        let buffer = guest.alloc(4096);
+        guest.write(buffer, 0, &[i as u8; 4096]);
+    }
+    for (i, guest) in guests.iter_mut().enumerate() {
+        assert_eq!(guest.read(BufferId(1), 0, 4096), [i as u8; 4096]);
+    }
+    assert!(
+        matches!(machine.connect(), Err(PciError::Full { slots, .. }) if slots == directory::SLOTS)
+    );
+    // One that leaves makes room.
+    guests.remove(3);
+    let mut late = machine.guest();
+    late.alloc(64);
+    assert_eq!(server.sessions().len(), directory::SLOTS);
+    let peer = server.sessions()[0].peer.to_string();
+    assert!(peer.starts_with("vm a slot"), "{peer}");
+}
+
+#[test]
+fn the_end_of_a_machine_ends_its_sessions_and_another_can_come() {
+    let dir = Dir::new();
+    let server = executor(&dir.0, &["a"], 0);
+    let socket = dir.0.join("a.sock");
+    let machine = Machine::plug(&socket);
+    let mut guest = machine.guest();
+    guest.alloc(4096);
+    // A second QEMU on the same socket gets nothing.
+    let second = UnixStream::connect(&socket).unwrap();
+    assert_eq!(std::io::Read::read(&mut &second, &mut [0; 8]).unwrap(), 0);
+    machine.line.shutdown(std::net::Shutdown::Both).unwrap();
+    wait_for("its session ends", || server.sessions().is_empty());
+    drop((guest, machine));
+    let machine = Machine::plug(&socket);
+    machine.guest().alloc(4096);
+}
+
+#[test]
+fn a_silent_program_loses_its_session() {
+    let dir = Dir::new();
+    let server = executor(&dir.0, &["a"], 5);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let lively = machine.guest();
+    // A program that dies without a word: the lock on its slot goes, its window stays as it was. Here: one that asks
+    // for a slot and never opens it.
+    let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
+    page.store(directory::word::request(5), 12345);
+    rustix::io::write(&machine.bell, &1u64.to_ne_bytes()).unwrap();
+    wait_for("a session for the silent one", || {
+        server.sessions().len() == 2
+    });
+    wait_for("the end of the silent one", || server.sessions().len() == 1);
+    assert_eq!(page.load(directory::word::answered(5)), 12345);
+    drop(lively);
+    wait_for("the end of the other", || server.sessions().is_empty());
+}
+
+#[test]
+fn a_slot_that_a_dead_program_held_is_taken_over() {
+    let dir = Dir::new();
+    let server = executor(&dir.0, &["a"], 0);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
+    for k in 0..directory::SLOTS {
+        page.store(directory::word::request(k), 99);
+    }
+    wait_for("sessions for all", || {
+        server.sessions().len() == directory::SLOTS
+    });
+    // Nobody holds a lock, so a living program takes the first slot, and the host lets it.
+    let mut guest = machine.guest();
+    guest.alloc(4096);
+    assert!(
+        server
+            .sessions()
+            .iter()
+            .any(|session| session.guest.is_some())
+    );
+}
+
+#[test]
+fn an_executor_that_comes_back_serves_the_same_machine() {
+    let dir = Dir::new();
+    let first = executor(&dir.0, &["a"], 0);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let mut guest = machine.guest();
+    guest.alloc(4096);
+    // What a service manager keeps, and gives to the next. (The socket: our end of it has seen the first one go.)
+    let (line, _qemu) = UnixStream::pair().unwrap();
+    let mut kept: BTreeMap<String, OwnedFd> = [
+        ("vgpu-a-memory", machine.memory.try_clone().unwrap()),
+        ("vgpu-a-bell", machine.bell.try_clone().unwrap()),
+        ("vgpu-a-line", line.into()),
+    ]
+    .map(|(name, fd)| (name.to_owned(), fd))
+    .into();
+    drop(first);
+    assert!(matches!(machine.connect(), Err(PciError::Ended { .. })));
+    let _second = executor_with(&dir.0, &["a"], 0, &mut kept);
+    assert!(kept.is_empty(), "taken");
+    assert!(
+        guest.end.is_closed(),
+        "the session was with the executor before"
+    );
+    let mut again = machine.guest();
+    let buffer = again.alloc(4096);
+    again.write(buffer, 0, &[7; 64]);
+    assert_eq!(again.read(buffer, 0, 64), [7; 64]);
+}
+
+#[test]
+fn what_is_no_vgpu_is_left_alone() {
+    let dir = Dir::new();
+    let _server = executor(&dir.0, &["a"], 0);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let device = machine.sysfs.0.join("0000:00:05.0");
+    let open = || {
+        Device::open(&all(&machine.sysfs.0)[0])
+            .err()
+            .map(|e| e.to_string())
+    };
+    assert_eq!(open(), None);
+    assert_eq!(fs::read_to_string(device.join("enable")).unwrap(), "1");
+    // Memory of somebody else.
+    let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
+    page.store(0, 0x1234);
+    assert!(open().unwrap().contains("0x0000000000001234"));
+    // A real GPU with our id.
+    fs::write(device.join("vendor"), "0x10de").unwrap();
+    fs::write(device.join("device"), "0x2331").unwrap();
+    fs::write(device.join("subsystem_vendor"), "0x10de").unwrap();
+    fs::write(device.join("subsystem_device"), "0x1626").unwrap();
+    assert!(open().unwrap().contains("left alone"));
+}
