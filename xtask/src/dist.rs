@@ -25,6 +25,16 @@ pub(crate) struct Dist {
     pub(crate) vgpu: PathBuf,
 }
 
+/// What is already in a folder.
+pub(crate) fn at(folder: &Path) -> Dist {
+    // Programs are run from other folders.
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    Dist {
+        plugin: folder.join(PLUGIN),
+        vgpu: folder.join(COMMAND),
+    }
+}
+
 /// Builds the plugin and `vgpu` into `target/dist`.
 pub(crate) fn build(cache: &Cache) -> Result<Dist> {
     packages::libclang(cache)?;

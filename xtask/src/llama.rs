@@ -240,6 +240,31 @@ pub(crate) fn build_newest(cache: &Cache) -> Result<PathBuf> {
     })
 }
 
+/// ggml's CPU backend for the processor that an emulated guest sees (AVX2, no AVX-512). Everything else of a build
+/// runs on any processor.
+pub(crate) fn cpu_for_guests(cache: &Cache) -> Result<PathBuf> {
+    let source = source(cache)?;
+    let instructions = Instructions::of_guests();
+    let name = format!("build-llama-{PYTHON_VERSION}/{}", instructions.name);
+    let root = cache.staged(&name, "cpu", |dir| {
+        let tools = packages::build_tools(cache)?;
+        let log = cache.log(&format!("build-llama-{PYTHON_VERSION}-cpu"));
+        let step =
+            Step::new("building ggml's CPU backend for guests (about a minute on two cores)");
+        configure(&tools, &source, dir, &instructions, &step, &log)?;
+        let mut ninja = Command::new(tools.join("ninja"));
+        ninja
+            .arg("-C")
+            .arg(dir)
+            .arg(format!("-j{}", workspace::cores()))
+            .arg("ggml-cpu");
+        process::run(&mut ninja, &step, &log)?;
+        step.done(&instructions.name);
+        Ok(())
+    })?;
+    Ok(root.join("bin/libggml-cpu.so"))
+}
+
 fn configure(
     tools: &Path,
     source: &Path,
@@ -309,6 +334,16 @@ impl Instructions {
                 }
             }
         }
+        Instructions::of(&groups)
+    }
+
+    /// Of the processor that QEMU emulates.
+    fn of_guests() -> Instructions {
+        let avx2: (&str, &[&str]) = ("avx2", &["SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"]);
+        Instructions::of(&[avx2])
+    }
+
+    fn of(groups: &[(&str, &[&str])]) -> Instructions {
         let names = std::iter::once(std::env::consts::ARCH).chain(groups.iter().map(|g| g.0));
         Instructions {
             name: names.collect::<Vec<_>>().join("-"),

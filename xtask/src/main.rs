@@ -1,4 +1,4 @@
-//! Developer commands: `cargo xtask setup | build | demo | ollama | package | test | bench`.
+//! Developer commands: `cargo xtask setup | build | demo | ollama | package | test | bench | vm`.
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and shows
 //! what it is doing. See [`cache`] for where that is.
@@ -26,6 +26,7 @@ mod scratch;
 mod server;
 mod stats;
 mod test;
+mod vm;
 mod workspace;
 
 use std::process::ExitCode;
@@ -55,6 +56,8 @@ enum Arguments {
     /// Measure beside the peers, in the same run
     #[command(subcommand)]
     Bench(bench::Options),
+    /// Boot a guest under QEMU and run the tests inside
+    Vm(test::VmOptions),
 }
 
 fn main() -> ExitCode {
@@ -88,6 +91,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::Ollama => test::run(&cache, &test::Options::only(test::Part::Ollama)),
         Arguments::Test(options) => test::run(&cache, options),
         Arguments::Bench(options) => bench::run(&cache, options),
+        Arguments::Vm(options) => test::run(&cache, &options.into()),
     }
 }
 

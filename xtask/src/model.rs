@@ -117,6 +117,17 @@ pub(crate) const BENCH: Shape = Shape {
     context: 2048,
 };
 
+/// For an emulated guest: the smallest shape with everything in it.
+pub(crate) const TINY: Shape = Shape {
+    name: "vgpu-llama-tiny",
+    embedding: 256,
+    feed_forward: 512,
+    layers: 4,
+    heads: 4,
+    kv_heads: 2,
+    context: 512,
+};
+
 /// A tensor and what to put into it: row `r` holds the random numbers of (`stream`, `row(r)`).
 #[derive(Clone, Debug)]
 struct Planned {

@@ -253,7 +253,7 @@ pub(crate) fn runs(program: &str, arguments: &[&str]) -> bool {
 }
 
 /// Installs system packages, or says which are missing.
-fn apt(cache: &Cache, packages: &[&str], what: &str) -> Result<()> {
+pub(crate) fn apt(cache: &Cache, packages: &[&str], what: &str) -> Result<()> {
     let list = packages.join(" ");
     if !runs("apt-get", &["--version"]) {
         bail!("{what} is missing: install what your system calls {list}, then run this again");

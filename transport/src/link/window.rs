@@ -356,6 +356,10 @@ impl GuestEnd for WindowGuest {
     }
 
     fn lend(&mut self, len: usize) -> Option<Lent> {
+        if self.window.is_device() {
+            // Programs read what they are lent, too, and may lock it: neither goes well in a device's memory.
+            return None;
+        }
         let range = self.pool.take(len)?;
         Some(Lent {
             window: Arc::clone(&self.window),

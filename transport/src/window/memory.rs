@@ -206,6 +206,11 @@ impl Window {
         self.size
     }
 
+    /// Whether the memory may be a device's: not cached, slow to read.
+    pub fn is_device(&self) -> bool {
+        self.is_device
+    }
+
     /// A part of the window, to copy a payload from.
     ///
     /// # Panics

@@ -1,6 +1,7 @@
 //! `cargo xtask test`: everything that must hold, from formatting to real hosts.
 
 mod dependencies;
+mod deploy;
 mod failures;
 mod generation;
 mod hosts;
@@ -9,6 +10,7 @@ mod ollama;
 mod ops;
 mod packages;
 mod unit;
+mod vm;
 
 use std::cell::OnceCell;
 use std::path::PathBuf;
@@ -38,6 +40,27 @@ pub(crate) struct Options {
     /// checked
     #[arg(long, value_name = "OPS")]
     ops: Option<String>,
+    /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
+}
+
+/// Options of `cargo xtask vm`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct VmOptions {
+    /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
+}
+
+impl From<&VmOptions> for Options {
+    /// Only the part with the virtual machine.
+    fn from(options: &VmOptions) -> Options {
+        Options {
+            dist: options.dist.clone(),
+            ..Options::only(Part::Vm)
+        }
+    }
 }
 
 impl Options {
@@ -73,9 +96,13 @@ pub(crate) enum Part {
     Hosts,
     /// Ollama: the plugin installed in it, and its API used as a client would
     Ollama,
+    /// The files in deploy/, by their own validators
+    Deploy,
+    /// A virtual machine under QEMU
+    Vm,
 }
 
-const PARTS: [Part; 10] = [
+const PARTS: [Part; 12] = [
     Part::Lints,
     Part::Dependencies,
     Part::Unit,
@@ -86,6 +113,8 @@ const PARTS: [Part; 10] = [
     Part::Packages,
     Part::Hosts,
     Part::Ollama,
+    Part::Deploy,
+    Part::Vm,
 ];
 
 /// Runs the tests; an error if one failed.
@@ -112,6 +141,8 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Packages => packages::run(&mut bench),
             Part::Hosts => hosts::run(&mut bench),
             Part::Ollama => ollama::run(&mut bench),
+            Part::Deploy => deploy::run(&mut bench),
+            Part::Vm => vm::run(&mut bench),
         }
     }
 
@@ -180,6 +211,9 @@ impl Bench<'_> {
 
     /// The release build, made once.
     fn dist(&mut self) -> Option<Dist> {
+        if let Some(folder) = &self.options.dist {
+            let _ = self.dist.set(Some(dist::at(folder))); // the same each time
+        }
         if self.dist.get().is_none() {
             let built = self.prepare("release build", |bench| dist::build(bench.cache));
             self.passed += u64::from(built.is_some());

@@ -1,0 +1,145 @@
+//! An initramfs: the archive that a kernel unpacks into its first root (cpio, format "newc").
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+
+const FOLDER: u32 = 0o040_755;
+const REGULAR: u32 = 0o100_000;
+
+/// An archive that is being written.
+pub(super) struct Archive {
+    out: BufWriter<File>,
+    inode: u32,
+    folders: BTreeSet<String>,
+    bytes: u64,
+}
+
+impl Archive {
+    pub(super) fn create(path: &Path) -> Result<Archive> {
+        let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+        Ok(Archive {
+            out: BufWriter::with_capacity(1 << 20, file),
+            inode: 0,
+            folders: BTreeSet::new(),
+            bytes: 0,
+        })
+    }
+
+    /// A folder, and those it lies in. Paths have no leading slash.
+    pub(super) fn folder(&mut self, path: &str) -> Result<()> {
+        for (end, _) in path.match_indices('/').chain([(path.len(), "")]) {
+            let folder = &path[..end];
+            if !folder.is_empty() && self.folders.insert(folder.to_owned()) {
+                self.entry(folder, FOLDER, &[])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A copy of the file at `from`.
+    pub(super) fn file(&mut self, path: &str, from: &Path) -> Result<()> {
+        let read = || -> std::io::Result<(Vec<u8>, u32)> {
+            Ok((std::fs::read(from)?, from.metadata()?.permissions().mode()))
+        };
+        let (content, mode) = read().with_context(|| format!("reading {}", from.display()))?;
+        self.content(path, mode & 0o777, &content)
+    }
+
+    /// A file with this content.
+    pub(super) fn content(&mut self, path: &str, mode: u32, content: &[u8]) -> Result<()> {
+        self.parents(path)?;
+        self.entry(path, REGULAR | mode, content)
+    }
+
+    fn parents(&mut self, path: &str) -> Result<()> {
+        path.rsplit_once('/')
+            .map_or(Ok(()), |(folder, _)| self.folder(folder))
+    }
+
+    fn entry(&mut self, path: &str, mode: u32, content: &[u8]) -> Result<()> {
+        self.inode += 1;
+        let size = u32::try_from(content.len()).with_context(|| format!("{path} has 4 GiB"))?;
+        let links = 1;
+        let fields = [
+            self.inode,
+            mode,
+            0,
+            0,
+            links,
+            0,
+            size,
+            0,
+            0,
+            0,
+            0,
+            path.len() as u32 + 1,
+            0,
+        ];
+        let mut head = String::from("070701");
+        for field in fields {
+            head.push_str(&format!("{field:08x}"));
+        }
+        head.push_str(path);
+        head.push('\0');
+        self.padded(head.as_bytes())?;
+        self.padded(content)
+    }
+
+    fn padded(&mut self, bytes: &[u8]) -> Result<()> {
+        let end = self.bytes + bytes.len() as u64;
+        let padding = (end.next_multiple_of(4) - end) as usize;
+        self.bytes = end + padding as u64;
+        self.out
+            .write_all(bytes)
+            .and_then(|()| self.out.write_all(&[0; 3][..padding]))
+            .context("writing an initramfs")
+    }
+
+    /// Writes the end.
+    pub(super) fn finish(mut self) -> Result<()> {
+        self.entry("TRAILER!!!", 0, &[])?;
+        self.out.flush().context("writing an initramfs")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_archive_has_aligned_entries_and_an_end() {
+        let path = std::env::temp_dir().join(format!("vgpu-cpio-{}", std::process::id()));
+        let mut archive = Archive::create(&path).unwrap();
+        archive.content("a/b/c", 0o755, b"12345").unwrap();
+        archive.content("a/l", 0o644, b"b/c").unwrap();
+        archive.finish().unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(bytes.len() % 4, 0);
+        let (mut at, mut names) = (0, Vec::new());
+        while at < bytes.len() {
+            let field = |i: usize| {
+                let text = std::str::from_utf8(&bytes[at + 6 + i * 8..at + 14 + i * 8]).unwrap();
+                u32::from_str_radix(text, 16).unwrap() as usize
+            };
+            assert_eq!(&bytes[at..at + 6], b"070701");
+            let (size, len) = (field(6), field(11));
+            let name = std::str::from_utf8(&bytes[at + 110..at + 110 + len - 1]).unwrap();
+            names.push((name.to_owned(), size));
+            at = (at + 110 + len).next_multiple_of(4) + size.next_multiple_of(4);
+        }
+        let expected = [
+            ("a", 0),
+            ("a/b", 0),
+            ("a/b/c", 5),
+            ("a/l", 3),
+            ("TRAILER!!!", 0),
+        ];
+        assert_eq!(names, expected.map(|(name, size)| (name.to_owned(), size)));
+    }
+}

@@ -1,0 +1,256 @@
+//! What the guest boots: Debian's cloud kernel, and an initramfs of what is tested.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::cpio::Archive;
+use crate::cache::Cache;
+use crate::dist::Dist;
+use crate::packages;
+use crate::process;
+use crate::progress::Step;
+
+/// The package that depends on the newest kernel made for virtual machines.
+const KERNEL: &str = "linux-image-cloud-amd64";
+
+/// Modules for a network and for vsock, each behind what it needs.
+const MODULES: &[&str] = &[
+    "virtio",
+    "virtio_ring",
+    "virtio_pci_legacy_dev",
+    "virtio_pci_modern_dev",
+    "virtio_pci",
+    "failover",
+    "net_failover",
+    "virtio_net",
+    "vsock",
+    "vmw_vsock_virtio_transport_common",
+    "vmw_vsock_virtio_transport",
+];
+
+/// The first program of the guest: it runs the lines that come through the serial port.
+const INIT: &str = include_str!("init.sh");
+
+/// A kernel and its modules.
+#[derive(Debug)]
+pub(super) struct Kernel {
+    pub(super) image: PathBuf,
+    modules: BTreeMap<String, PathBuf>,
+}
+
+/// Debian packages, fetched by apt from wherever this machine gets its packages, and unpacked.
+fn unpacked(cache: &Cache, name: &str, package: &str) -> Result<PathBuf> {
+    cache.folder(name, |dir| {
+        let step = Step::new(&format!("fetching {package}"));
+        let log = cache.log(name);
+        let mut fetch = Command::new("apt-get");
+        fetch.args(["download", package]).current_dir(dir);
+        process::run(&mut fetch, &step, &log).with_context(|| {
+            format!("fetching {package} (on a machine without apt, `cargo xtask vm` cannot run)")
+        })?;
+        let archives = std::fs::read_dir(dir).context("listing what was fetched")?;
+        for archive in archives {
+            let archive = archive.context("listing what was fetched")?.path();
+            if archive.extension() != Some("deb".as_ref()) {
+                continue;
+            }
+            let mut unpack = Command::new("dpkg-deb");
+            process::run(unpack.arg("-x").arg(&archive).arg(dir), &step, &log)?;
+            std::fs::remove_file(&archive).context("removing a package's archive")?;
+        }
+        step.done("");
+        Ok(())
+    })
+}
+
+/// Debian's kernel for virtual machines.
+pub(super) fn kernel(cache: &Cache) -> Result<Kernel> {
+    let depends = process::output(Command::new("apt-cache").args(["depends", KERNEL]))
+        .context("asking apt for a kernel")?;
+    let package = depends
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("Depends: linux-image-"))
+        .context("apt knows no kernel for virtual machines: run `apt-get update`")?;
+    let package = format!("linux-image-{package}");
+    let root = unpacked(cache, &package, &package)?;
+    let release = package.trim_start_matches("linux-image-");
+    let mut modules = BTreeMap::new();
+    // Debian 13 has them below /usr.
+    for lib in ["lib", "usr/lib"] {
+        collect(&root.join(lib).join("modules").join(release), &mut modules)?;
+    }
+    Ok(Kernel {
+        image: root.join("boot").join(format!("vmlinuz-{release}")),
+        modules,
+    })
+}
+
+fn collect(dir: &Path, modules: &mut BTreeMap<String, PathBuf>) -> Result<()> {
+    let Ok(entries) = std::fs::read_dir(dir) else {
+        return Ok(());
+    };
+    for entry in entries {
+        let path = entry.context("listing kernel modules")?.path();
+        if path.is_dir() && !path.is_symlink() {
+            collect(&path, modules)?;
+        } else if let Some(name) = path.file_name().and_then(|name| name.to_str()) {
+            // Perhaps compressed: `.ko.xz`.
+            if let Some((name, _)) = name.split_once(".ko") {
+                modules.insert(name.replace('-', "_"), path.clone());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What goes into the guest.
+#[derive(Debug)]
+pub(super) struct Content<'a> {
+    pub(super) dist: &'a Dist,
+    /// The folder of llama.cpp's programs.
+    pub(super) bin: &'a Path,
+    /// ggml's CPU backend, for the processor that the guest sees.
+    pub(super) cpu: &'a Path,
+    pub(super) model: &'a Path,
+    /// More files: their paths in the guest.
+    pub(super) more: &'a [(&'a str, &'a Path)],
+}
+
+/// Programs of llama.cpp in the guest.
+const PROGRAMS: &[&str] = &["test-backend-ops", "llama-completion"];
+
+/// Writes the initramfs to `path`.
+pub(super) fn initramfs(
+    cache: &Cache,
+    kernel: &Kernel,
+    content: &Content<'_>,
+    path: &Path,
+) -> Result<()> {
+    let busybox = unpacked(cache, "busybox-static", "busybox-static")?;
+    let busybox = ["bin/busybox", "usr/bin/busybox"]
+        .map(|place| busybox.join(place))
+        .into_iter()
+        .find(|place| place.exists())
+        .context("the package busybox-static holds no busybox")?;
+
+    let mut archive = Archive::create(path)?;
+    for folder in ["dev", "proc", "sys", "tmp", "bin", "run"] {
+        archive.folder(folder)?;
+    }
+    archive.file("bin/busybox", &busybox)?;
+    archive.content("init", 0o755, INIT.as_bytes())?;
+
+    let mut list = String::new();
+    for name in MODULES {
+        // What is not there is built in, or is not needed by this kernel.
+        if let Some(file) = kernel.modules.get(*name) {
+            let target = file
+                .file_name()
+                .and_then(|name| name.to_str())
+                .context("a kernel module without a name")?;
+            archive.file(&format!("modules/{target}"), file)?;
+            list.push_str(&format!("/modules/{target}\n"));
+        }
+    }
+    archive.content("modules/list", 0o644, list.as_bytes())?;
+
+    let mut objects: Vec<PathBuf> = vec![
+        content.dist.plugin.clone(),
+        content.dist.vgpu.clone(),
+        content.cpu.to_owned(),
+    ];
+    archive.file("vgpu/libggml-vgpu.so", &content.dist.plugin)?;
+    archive.file("bin/vgpu", &content.dist.vgpu)?;
+    archive.file("llama/libggml-cpu.so", content.cpu)?;
+    archive.file("vgpu/model.gguf", content.model)?;
+    for (target, file) in content.more {
+        archive.file(target, file)?;
+    }
+    for program in PROGRAMS {
+        let file = content.bin.join(program);
+        archive.file(&format!("llama/{program}"), &file)?;
+        objects.push(file);
+    }
+    for (name, file) in libraries(&objects)? {
+        if name.starts_with("ld-linux") {
+            archive.file(&format!("lib64/{name}"), &file)?;
+        } else if file.starts_with(content.bin) {
+            archive.file(&format!("llama/{name}"), &file)?;
+        } else {
+            archive.file(&format!("lib/x86_64-linux-gnu/{name}"), &file)?;
+        }
+    }
+    archive.finish()
+}
+
+/// The libraries that `objects` are linked with, by their names.
+fn libraries(objects: &[PathBuf]) -> Result<BTreeMap<String, PathBuf>> {
+    let mut found = BTreeMap::new();
+    for object in objects {
+        let listed = process::output(Command::new("ldd").arg(object))
+            .with_context(|| format!("asking what {} needs", object.display()))?;
+        for line in listed.lines() {
+            if line.contains("not found") {
+                bail!("{} needs {}", object.display(), line.trim());
+            }
+            let path = line
+                .split_whitespace()
+                .find(|word| word.starts_with('/'))
+                .map(PathBuf::from);
+            if let Some(path) = path
+                && let Some(name) = path.file_name().and_then(|name| name.to_str())
+            {
+                found.insert(name.to_owned(), path.clone());
+            }
+        }
+    }
+    ensure!(
+        found.keys().any(|name| name.starts_with("ld-linux")),
+        "no dynamic linker among the libraries"
+    );
+    Ok(found)
+}
+
+/// A QEMU of this machine.
+pub(super) fn qemu(cache: &Cache) -> Result<PathBuf> {
+    const QEMU: &str = "qemu-system-x86_64";
+    if !packages::runs(QEMU, &["--version"]) {
+        packages::apt(cache, &["qemu-system-x86"], "QEMU")?;
+    }
+    Ok(QEMU.into())
+}
+
+/// The fastest way to run a guest that works here: KVM, or emulation. (KVM inside a virtual machine may be there and fail.)
+pub(super) fn accelerator(qemu: &Path) -> &'static str {
+    let probe = || -> std::io::Result<bool> {
+        let mut probe = Command::new(qemu)
+            .args([
+                "-accel",
+                "kvm",
+                "-cpu",
+                "max",
+                "-machine",
+                "q35",
+                "-nodefaults",
+            ])
+            .args(["-display", "none", "-monitor", "stdio", "-S"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()?;
+        if let Some(mut monitor) = probe.stdin.take() {
+            // It may have ended already; its status says so.
+            let _ = monitor.write_all(b"quit\n");
+        }
+        Ok(probe.wait()?.success())
+    };
+    if Path::new("/dev/kvm").exists() && probe().unwrap_or(false) {
+        "kvm"
+    } else {
+        "tcg,thread=multi"
+    }
+}
