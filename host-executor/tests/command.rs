@@ -337,8 +337,10 @@ fn errors_say_what_to_do() {
         text.contains("cannot listen there; use unix:/path/to/socket"),
         "{text}"
     );
+    let text = fails(&mut vgpu(&["serve", "--listen", "udp:1.2.3.4:5"]));
+    assert!(text.contains("no link of the kind `udp`"), "{text}");
     let text = fails(&mut vgpu(&["serve", "--listen", "tcp:1.2.3.4:5"]));
-    assert!(text.contains("no link of the kind `tcp`"), "{text}");
+    assert!(text.contains("make some with `vgpu cert`"), "{text}");
     let text = fails(&mut vgpu(&["serve", "--memory", "lots"]));
     assert!(
         text.contains("unknown unit \"LOTS\": use K, M, G or T"),

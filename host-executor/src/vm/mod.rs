@@ -119,7 +119,7 @@ mod tests {
             ("a,socket=s", "absolute"),
             ("a,socket=/s,window=100M", "power of two"),
             ("a,socket=/s,window=1M", "power of two"),
-            ("a,socket=/s,window=x", "size"),
+            ("a,socket=/s,window=x", "unit"),
             ("a,socket=/s,silence=x", "seconds"),
             ("a,socket=/s,colour=red", "colour"),
         ] {
