@@ -1,9 +1,9 @@
 //! The `vgpu` command.
 
-mod install;
 mod cert;
 mod doctor;
 mod hold;
+mod install;
 mod serve;
 
 use std::process::ExitCode;
