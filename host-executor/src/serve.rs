@@ -16,7 +16,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{info, warn};
 use tracing_subscriber::EnvFilter;
-use vgpu_executor::vm::{IvshmemDoor, VmListenError, VmOptions, listen_stream};
+use vgpu_executor::vm::{IvshmemDoor, VfioUserDoor, VmListenError, VmOptions, listen_stream};
 use vgpu_executor::{Limits, Server, service, size};
 use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
@@ -59,6 +59,10 @@ pub(crate) struct Args {
     /// --listen, only virtual machines are served.
     #[arg(long, value_name = "VM")]
     vm: Vec<VmOptions>,
+
+    /// What the virtual machines see.
+    #[arg(long, value_enum, default_value_t = Device::Ivshmem)]
+    device: Device,
 
     /// What does the arithmetic: cpu, cuda (the first NVIDIA GPU), cuda:N, or auto (a GPU if there is one that can
     /// be used, else the processors).
@@ -115,6 +119,16 @@ impl FromStr for EngineKind {
     }
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Device {
+    /// QEMU's own shared-memory device, 1af4:1110. Any QEMU; survives a restart of this program.
+    Ivshmem,
+    /// A PCI function 10de:2331 of class 0302, over vfio-user: QEMU 10.1 or newer (-device
+    /// '{"driver":"vfio-user-pci","socket":{"type":"unix","path":"PATH"}}', the machine's memory shared) and Cloud
+    /// Hypervisor (--user-device socket=PATH).
+    VfioUser,
+}
+
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     start_logging(args.log)?;
     // Before anything is there to be cleaned up, so that no signal finds us unprepared.
@@ -137,8 +151,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let machines = args
         .vm
         .into_iter()
-        .map(|vm| machine(vm, &mut kept))
-        .collect::<anyhow::Result<Vec<IvshmemDoor>>>()?;
+        .map(|vm| machine(vm, args.device, &mut kept))
+        .collect::<anyhow::Result<Vec<Machine>>>()?;
     // Files of virtual machines that are served no more.
     for (name, _file) in kept {
         service::forget(&name);
@@ -172,7 +186,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let place = format!("vm:{}", machine.path().display());
         info!("listening on {place}");
         places.push(place);
-        server.open(machine).context("no thread for a listener")?;
+        let opened = match machine {
+            Machine::Ivshmem(door) => server.open(door),
+            Machine::VfioUser(door) => server.open(door),
+        };
+        opened.context("no thread for a listener")?;
     }
     announce(&places);
     service::ready();
@@ -312,12 +330,32 @@ fn listen(endpoint: &Endpoint, certificates: Option<&Certificates>) -> anyhow::R
     }
 }
 
+/// The door of a virtual machine.
+enum Machine {
+    Ivshmem(IvshmemDoor),
+    VfioUser(VfioUserDoor),
+}
+
+impl Machine {
+    fn path(&self) -> &Path {
+        match self {
+            Machine::Ivshmem(door) => door.path(),
+            Machine::VfioUser(door) => door.path(),
+        }
+    }
+}
+
 fn machine(
     options: VmOptions,
+    device: Device,
     kept: &mut BTreeMap<String, OwnedFd>,
-) -> anyhow::Result<IvshmemDoor> {
+) -> anyhow::Result<Machine> {
     let path = options.socket.clone();
-    IvshmemDoor::open(options, kept).map_err(|error| {
+    let opened = match device {
+        Device::Ivshmem => IvshmemDoor::open(options, kept).map(Machine::Ivshmem),
+        Device::VfioUser => VfioUserDoor::open(options).map(Machine::VfioUser),
+    };
+    opened.map_err(|error| {
         let directory = path.parent().unwrap_or(&path).display();
         let hint = match &error {
             VmListenError::InUse { .. } => "; stop it, or give this virtual machine another socket",

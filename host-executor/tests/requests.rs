@@ -89,7 +89,7 @@ fn nothing_is_a_size_like_any_other() {
     let mut guest = host.guest();
     let empty = guest.alloc(0);
     guest.write(empty, 0, &[]);
-    assert_eq!(guest.read(empty, 0, 0), []);
+    assert_eq!(guest.read(empty, 0, 0), Vec::<u8>::new());
     guest.send(&Request::Fill {
         buffer: empty,
         offset: 0,

@@ -2,6 +2,7 @@
 
 mod ivshmem;
 mod stream;
+mod vfio_user;
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -11,6 +12,7 @@ use vgpu_transport::link::pci::directory::{DEFAULT_SIZE, MAX_SIZE, MIN_SIZE};
 
 pub use ivshmem::IvshmemDoor;
 pub use stream::{VmListenError, listen_stream};
+pub use vfio_user::VfioUserDoor;
 
 /// How long a guest process may be silent before it counts as dead.
 const SILENCE: Duration = Duration::from_secs(60);

@@ -1,0 +1,164 @@
+//! The PCI function: configuration space, registers, the window.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+
+use vfio_user::{DmaMapFlags, DmaUnmapFlags, ServerBackend};
+use vgpu_transport::bytes::Bytes;
+use vgpu_transport::link::pci::DOORBELL;
+use vgpu_transport::link::pci::discover::{VGPU, VGPU_CLASS, VGPU_SUBSYSTEM};
+use vgpu_transport::window::memory::{MapError, Window};
+
+/// Bytes of the region with the registers.
+pub(super) const BAR0_SIZE: usize = 64 << 10;
+
+/// Bytes of the configuration space.
+pub(super) const CONFIG_SIZE: usize = 256;
+
+/// The first register: `VGPU`, in memory order.
+const ID: u32 = u32::from_le_bytes(*b"VGPU");
+/// The second: the version of the registers.
+const VERSION: u32 = 1;
+
+/// Where things lie in the configuration space.
+const COMMAND: usize = 0x04;
+const BAR0: usize = 0x10;
+const BAR1: usize = 0x14;
+const INTERRUPT_LINE: usize = 0x3c;
+
+/// A BAR of 64 bits in memory that may be prefetched.
+const BAR_64_PREFETCH: u32 = 0xc;
+
+/// Memory and bus master: the bits of the command register that a guest may set.
+const COMMAND_MASK: u8 = 0x06;
+
+/// The function of one virtual machine.
+pub(super) struct Function {
+    config: [u8; CONFIG_SIZE],
+    window: Window,
+    size: usize,
+    bell: OwnedFd,
+}
+
+impl Function {
+    pub(super) fn new(memory: OwnedFd, size: usize, bell: OwnedFd) -> Result<Function, MapError> {
+        let mut config = [0; CONFIG_SIZE];
+        let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0x00, &VGPU.0.to_le_bytes());
+        put(0x02, &VGPU.1.to_le_bytes());
+        put(0x09, &VGPU_CLASS.to_le_bytes()[..3]);
+        put(BAR0, &0u32.to_le_bytes());
+        // Two words: BARs 1 and 2 in one.
+        put(BAR1, &BAR_64_PREFETCH.to_le_bytes());
+        put(0x2c, &VGPU_SUBSYSTEM.0.to_le_bytes());
+        put(0x2e, &VGPU_SUBSYSTEM.1.to_le_bytes());
+        Ok(Function {
+            config,
+            window: Window::map(memory.as_fd(), size)?,
+            size,
+            bell,
+        })
+    }
+
+    fn register(&self, offset: u64) -> u32 {
+        match offset {
+            0 => ID,
+            4 => VERSION,
+            8 => (self.size >> 20) as u32,
+            _ => 0,
+        }
+    }
+
+    /// The part of the window that an access is to; the monitor maps the window, and seldom comes this way.
+    fn part(&self, offset: u64, len: usize) -> io::Result<std::ops::Range<usize>> {
+        let start = usize::try_from(offset).ok();
+        start
+            .and_then(|start| Some(start..start.checked_add(len)?))
+            .filter(|part| part.end <= self.size)
+            .ok_or_else(|| io::Error::other(format!("{len} bytes at {offset:#x} of the window")))
+    }
+}
+
+impl ServerBackend for Function {
+    fn region_read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> io::Result<()> {
+        match region {
+            0 => {
+                let at = |i: usize| {
+                    let offset = offset.wrapping_add(i as u64);
+                    self.register(offset & !3).to_le_bytes()[offset as usize & 3]
+                };
+                for (i, byte) in data.iter_mut().enumerate() {
+                    *byte = at(i);
+                }
+            }
+            1 => {
+                let part = self.part(offset, data.len())?;
+                self.window.bytes(part).copy_to(data);
+            }
+            7 => {
+                for (i, byte) in data.iter_mut().enumerate() {
+                    let at = usize::try_from(offset).ok().and_then(|o| o.checked_add(i));
+                    *byte = at.and_then(|at| self.config.get(at)).copied().unwrap_or(0);
+                }
+            }
+            _ => data.fill(0xff),
+        }
+        Ok(())
+    }
+
+    fn region_write(&mut self, region: u32, offset: u64, data: &[u8]) -> io::Result<()> {
+        match region {
+            0 if offset == DOORBELL as u64 => {
+                match rustix::io::write(&self.bell, &1u64.to_ne_bytes()) {
+                    // Full to the brim counts as rung.
+                    Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            1 => {
+                let part = self.part(offset, data.len())?;
+                self.window.bytes_mut(part).copy_from(Bytes::from(data));
+            }
+            7 => {
+                for (i, byte) in data.iter().enumerate() {
+                    match usize::try_from(offset).ok().and_then(|o| o.checked_add(i)) {
+                        Some(COMMAND) => self.config[COMMAND] = byte & COMMAND_MASK,
+                        Some(INTERRUPT_LINE) => self.config[INTERRUPT_LINE] = *byte,
+                        // The monitor places BARs itself; all else cannot be changed.
+                        _ => {}
+                    }
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// The device never reads the machine's memory. The filter has closed the file.
+    fn dma_map(
+        &mut self,
+        _: DmaMapFlags,
+        _: u64,
+        _: u64,
+        _: u64,
+        _: Option<File>,
+    ) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn dma_unmap(&mut self, _: DmaUnmapFlags, _: u64, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// A machine that starts anew asks for its slots anew; there is nothing else to reset.
+    fn reset(&mut self) -> io::Result<()> {
+        self.config[COMMAND] = 0;
+        Ok(())
+    }
+
+    /// There are no interrupts.
+    fn set_irqs(&mut self, _: u32, _: u32, _: u32, _: u32, _: Vec<File>) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,271 @@
+//! Between a monitor and the crate that serves it: whole messages of the right size, and no files.
+//!
+//! The crate reads what a command's structure says, whatever the size in the message's head; it allocates as much as
+//! a message asks for, and unwraps a text. Here each message is read whole, checked, and only then passed on. The files
+//! that a monitor sends (all of its machine's memory) are closed: the device needs none.
+#![forbid(unsafe_code)]
+
+use std::fs::DirBuilder;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+
+/// Bytes of a message's head: id, command, size, flags, error.
+const HEAD: usize = 16;
+
+/// Most bytes of one access to a region.
+const MOST_ACCESS: usize = 4096;
+
+/// Most bytes of the text with a monitor's capabilities.
+const MOST_TEXT: usize = 4096;
+
+/// Most files with one message.
+const MOST_FILES: usize = 16;
+
+/// A listener that nobody else can connect to, and the connection to it.
+pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let name = format!(
+        "vgpu-vfio-{}-{}",
+        std::process::id(),
+        COUNT.fetch_add(1, Ordering::Relaxed) // only has to differ
+    );
+    let folder = std::env::temp_dir().join(name);
+    DirBuilder::new().mode(0o700).create(&folder)?;
+    let path = folder.join("s");
+    let both =
+        UnixListener::bind(&path).and_then(|listener| Ok((UnixStream::connect(&path)?, listener)));
+    let _ = std::fs::remove_dir_all(&folder);
+    both
+}
+
+/// Passes messages on until one side hangs up, or the monitor breaks the rules.
+pub(super) fn run(monitor: &UnixStream, device: &UnixStream) -> io::Result<()> {
+    monitor.set_nonblocking(false)?;
+    let mut has_met = false;
+    loop {
+        let mut fds = [
+            PollFd::new(monitor, PollFlags::IN),
+            PollFd::new(device, PollFlags::IN),
+        ];
+        match rustix::event::poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            other => other?,
+        };
+        let [from_monitor, from_device] = [0, 1].map(|i| !fds[i].revents().is_empty());
+        if from_device && !pass_back(device, monitor)? {
+            return Ok(());
+        }
+        if from_monitor {
+            let Some(message) = receive(monitor)? else {
+                return Ok(());
+            };
+            check(&message, has_met).map_err(io::Error::other)?;
+            has_met = true;
+            (&*device).write_all(&message)?;
+        }
+    }
+}
+
+/// A message of the monitor; files that come with it are closed. `None` when it has hung up.
+fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
+    let mut message = vec![0; HEAD];
+    let mut got = 0;
+    while got < HEAD {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
+        let mut control = RecvAncillaryBuffer::new(&mut space[..]);
+        let mut parts = [IoSliceMut::new(&mut message[got..])];
+        let received =
+            rustix::net::recvmsg(monitor, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        control.drain().for_each(drop);
+        match received.bytes {
+            0 if got == 0 => return Ok(None),
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => got += count,
+        }
+    }
+    let size = word(&message, 4) as usize;
+    let most = HEAD + MOST_ACCESS.max(MOST_TEXT) + 64;
+    if !(HEAD..=most).contains(&size) {
+        return Err(io::Error::other(format!("a message of {size} bytes")));
+    }
+    message.resize(size, 0);
+    (&*monitor).read_exact(&mut message[HEAD..])?;
+    Ok(Some(message))
+}
+
+/// Whether the crate can read the message.
+fn check(message: &[u8], has_met: bool) -> Result<(), String> {
+    let command = u16::from_le_bytes([message[2], message[3]]);
+    let size = message.len();
+    let exactly = |wanted: usize| {
+        if size == wanted {
+            Ok(())
+        } else {
+            Err(format!(
+                "command {command} in {size} bytes instead of {wanted}"
+            ))
+        }
+    };
+    if (command == 1) == has_met {
+        return Err(format!(
+            "command {command} {} the versions were settled",
+            if has_met { "after" } else { "before" }
+        ));
+    }
+    match command {
+        // Versions and a text: one zero, at its end.
+        1 => {
+            let text = message.get(20..).unwrap_or_default();
+            let is_text = !text.is_empty()
+                && text.len() <= MOST_TEXT
+                && text.iter().position(|b| *b == 0) == Some(text.len() - 1);
+            if is_text {
+                Ok(())
+            } else {
+                Err("its capabilities are no text".into())
+            }
+        }
+        2 => exactly(48),     // map memory
+        3 => exactly(40),     // unmap memory
+        4 | 7 => exactly(32), // device, interrupt information
+        5 => exactly(48),     // region information
+        8 => exactly(36),     // set interrupts: no data
+        9 | 10 => {
+            if size < 32 {
+                return exactly(32);
+            }
+            let count = word(message, 28) as usize;
+            if count > MOST_ACCESS {
+                return Err(format!("an access to {count} bytes of a region"));
+            }
+            exactly(32 + if command == 10 { count } else { 0 })
+        }
+        13 => exactly(HEAD), // reset
+        _ => Err(format!("command {command}")),
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    bytes[at..at + 4]
+        .iter()
+        .rev()
+        .fold(0, |word, byte| word << 8 | u32::from(*byte))
+}
+
+/// Passes on what the device says, with its files. `false` when it has hung up.
+fn pass_back(device: &UnixStream, monitor: &UnixStream) -> io::Result<bool> {
+    let mut bytes = [0; 16384];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
+    let mut control = RecvAncillaryBuffer::new(&mut space[..]);
+    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let got = rustix::net::recvmsg(device, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    if got.bytes == 0 {
+        return Ok(false);
+    }
+    let files: Vec<_> = control
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(files) => Some(files),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    let borrowed: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !borrowed.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&borrowed)) {
+        return Err(io::Error::other("more files than a message holds"));
+    }
+    let parts = [IoSlice::new(&bytes[..got.bytes])];
+    let sent = rustix::net::sendmsg(monitor, &parts, &mut control, SendFlags::NOSIGNAL)?;
+    // The files went with the first byte.
+    (&*monitor).write_all(&bytes[sent..got.bytes])?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(command: u16, size: usize) -> Vec<u8> {
+        let mut message = vec![0; size];
+        message[2..4].copy_from_slice(&command.to_le_bytes());
+        message[4..8].copy_from_slice(&(size as u32).to_le_bytes());
+        message
+    }
+
+    #[test]
+    fn what_the_crate_can_read_passes() {
+        let mut version = message(1, 23);
+        version[20..].copy_from_slice(b"{}\0");
+        assert_eq!(check(&version, false), Ok(()));
+        for (command, size) in [
+            (2, 48),
+            (3, 40),
+            (4, 32),
+            (5, 48),
+            (7, 32),
+            (8, 36),
+            (13, 16),
+        ] {
+            assert_eq!(check(&message(command, size), true), Ok(()), "{command}");
+        }
+        let mut write = message(10, 36);
+        write[28] = 4;
+        assert_eq!(check(&write, true), Ok(()));
+        let mut read = message(9, 32);
+        read[28] = 4;
+        assert_eq!(check(&read, true), Ok(()));
+    }
+
+    #[test]
+    fn what_it_cannot_does_not() {
+        // Too early, too late.
+        check(&message(4, 32), false).unwrap_err();
+        let mut version = message(1, 23);
+        version[20..].copy_from_slice(b"{}\0");
+        check(&version, true).unwrap_err();
+        // No text, a text with a hole, one without an end.
+        check(&message(1, 16), false).unwrap_err();
+        check(&message(1, 20), false).unwrap_err();
+        version[20..].copy_from_slice(b"{\0\0");
+        check(&version, false).unwrap_err();
+        version[20..].copy_from_slice(b"{} ");
+        check(&version, false).unwrap_err();
+        // Sizes.
+        for command in 2..20 {
+            check(&message(command, 17), true).unwrap_err();
+        }
+        let mut read = message(9, 32);
+        read[28..32].copy_from_slice(&u32::MAX.to_le_bytes());
+        check(&read, true).unwrap_err();
+        let mut write = message(10, 32);
+        write[28] = 4;
+        check(&write, true).unwrap_err();
+    }
+
+    #[test]
+    fn a_monitor_that_breaks_the_rules_is_hung_up_on() {
+        for bytes in [
+            vec![0xff; 64],
+            vec![0; 64],
+            message(1, 16),
+            b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        ] {
+            let (mut monitor, ours) = UnixStream::pair().unwrap();
+            let (device, _crate) = UnixStream::pair().unwrap();
+            monitor.write_all(&bytes).unwrap();
+            run(&ours, &device).unwrap_err();
+        }
+    }
+}

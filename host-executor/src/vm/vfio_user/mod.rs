@@ -1,0 +1,235 @@
+//! A virtual machine on a monitor that speaks vfio-user (QEMU 10.1 or newer, Cloud Hypervisor): we are its PCI device.
+//!
+//! The function is 10de:2331, class 0302, with a subsystem that no real GPU has. The protocol is the `vfio_user` crate's
+//! business; between the monitor and the crate stands a [filter], because the crate trusts the sizes in what it reads.
+//! A monitor that reaches past that can still only end the threads of its own virtual machine.
+
+mod device;
+mod filter;
+
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use tracing::{info, warn};
+use vfio_user::{IrqInfo, Server, ServerRegion, SparseArea};
+use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow};
+use vgpu_transport::window::doorbell::new_eventfd;
+use vgpu_transport::window::memory::sealed_file;
+
+use super::{VmListenError, VmOptions, listen_stream};
+use crate::server::{Door, Guest, Peer};
+use device::{BAR0_SIZE, CONFIG_SIZE, Function};
+
+/// Regions of a VFIO PCI device: six BARs, ROM, configuration space, VGA.
+const REGIONS: u32 = 9;
+const CONFIG: u32 = 7;
+
+/// Kinds of interrupt of a VFIO PCI device. The function has none of any.
+const INTERRUPTS: u32 = 5;
+
+/// Where a virtual machine's guests come in.
+pub struct VfioUserDoor {
+    options: VmOptions,
+    listener: UnixListener,
+    machine: Option<VmWindow>,
+}
+
+impl VfioUserDoor {
+    /// Listens for the virtual machine's monitor.
+    pub fn open(options: VmOptions) -> Result<VfioUserDoor, VmListenError> {
+        Ok(VfioUserDoor {
+            listener: listen_stream(&options.socket)?,
+            options,
+            machine: None,
+        })
+    }
+
+    /// The socket.
+    pub fn path(&self) -> &PathBuf {
+        &self.options.socket
+    }
+
+    fn accept(&mut self, timeout: Duration) -> io::Result<()> {
+        let mut fds = [rustix::event::PollFd::new(
+            &self.listener,
+            rustix::event::PollFlags::IN,
+        )];
+        let timeout = rustix::event::Timespec::try_from(timeout).map_err(io::Error::other)?;
+        match rustix::event::poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let socket = match self.listener.accept() {
+            Ok((socket, _)) => socket,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        if self.machine.is_some() {
+            warn!(
+                vm = self.options.name,
+                "a second monitor at {}, turned away: each virtual machine needs a --vm of its own",
+                self.options.socket.display()
+            );
+            return Ok(());
+        }
+        match self.serve(socket) {
+            Ok(machine) => {
+                info!(
+                    vm = self.options.name,
+                    "its monitor has connected, window {}", self.options.window
+                );
+                self.machine = Some(machine);
+            }
+            Err(error) => warn!(vm = self.options.name, "it gets no vGPU: {error}"),
+        }
+        Ok(())
+    }
+
+    /// Starts the device's threads.
+    fn serve(&self, monitor: UnixStream) -> io::Result<VmWindow> {
+        let size = self.options.window;
+        let memory = sealed_file(size).map_err(io::Error::other)?;
+        let bell = new_eventfd().map_err(io::Error::other)?;
+        let ringer = bell.try_clone()?;
+        // Ours hangs up when the filter has ended, whatever ended it.
+        let (lifeline, held) = UnixStream::pair()?;
+        let (near, listener) = filter::private_listener()?;
+        let function =
+            Function::new(memory.try_clone()?, size, ringer).map_err(io::Error::other)?;
+        let file = memory.try_clone()?;
+        let name = self.options.name.clone();
+        thread::Builder::new()
+            .name("vgpu-vfio-user".into())
+            .spawn(move || {
+                let mut function = function;
+                let regions = regions(size, file.as_raw_fd());
+                let server = Server::from_owned_fd(listener.into(), true, interrupts(), regions);
+                let served = catch_unwind(AssertUnwindSafe(|| server.run(&mut function)));
+                match served {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => info!(vm = name, "its device has ended: {error}"),
+                    Err(_) => warn!(
+                        vm = name,
+                        "its device has panicked; its monitor broke the protocol"
+                    ),
+                }
+                drop(file); // named by its number until here
+            })?;
+        let name = self.options.name.clone();
+        thread::Builder::new()
+            .name("vgpu-vfio-filter".into())
+            .spawn(move || {
+                if let Err(error) = filter::run(&monitor, &near) {
+                    warn!(vm = name, "its monitor is hung up on: {error}");
+                }
+                drop(held);
+            })?;
+        VmWindow::new(
+            memory,
+            size,
+            Bell::new(bell, Some(lifeline.into())),
+            self.options.silence,
+        )
+        .map_err(io::Error::other)
+    }
+}
+
+impl Door for VfioUserDoor {
+    fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>> {
+        let idle = if self.machine.is_some() {
+            Duration::ZERO
+        } else {
+            timeout
+        };
+        self.accept(idle)?;
+        let Some(machine) = &mut self.machine else {
+            return Ok(None);
+        };
+        match machine.next(timeout).map_err(io::Error::other)? {
+            VmEvent::Nothing => Ok(None),
+            VmEvent::Gone => {
+                info!(vm = self.options.name, "its monitor has ended");
+                self.machine = None;
+                Ok(None)
+            }
+            VmEvent::Arrival(arrival) => Ok(Some(Guest {
+                peer: Peer {
+                    endpoint: format!("vm {} slot {}", self.options.name, arrival.slot()),
+                    process: None,
+                },
+                open: Box::new(move || Ok(Box::new(arrival.handshake()?) as _)),
+            })),
+        }
+    }
+}
+
+impl Drop for VfioUserDoor {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.options.socket);
+    }
+}
+
+/// What the device's regions are. The window is one area, so that the monitor maps all of it.
+fn regions(window: usize, memory: i32) -> Vec<ServerRegion> {
+    use vfio_bindings::bindings::vfio::{
+        VFIO_REGION_INFO_FLAG_MMAP, VFIO_REGION_INFO_FLAG_READ, VFIO_REGION_INFO_FLAG_WRITE,
+        vfio_region_info, vfio_region_sparse_mmap_area,
+    };
+    let both = VFIO_REGION_INFO_FLAG_READ | VFIO_REGION_INFO_FLAG_WRITE;
+    let region = |index| {
+        let (size, flags) = match index {
+            0 => (BAR0_SIZE as u64, both),
+            1 => (window as u64, both | VFIO_REGION_INFO_FLAG_MMAP),
+            CONFIG => (CONFIG_SIZE as u64, both),
+            _ => (0, 0),
+        };
+        let area = SparseArea {
+            area: vfio_region_sparse_mmap_area { offset: 0, size },
+        };
+        let is_window = index == 1;
+        ServerRegion {
+            region_info: vfio_region_info {
+                argsz: size_of::<vfio_region_info>() as u32,
+                flags,
+                index,
+                size,
+                ..Default::default()
+            },
+            sparse_areas: if is_window { vec![area] } else { Vec::new() },
+            mmap_fd: is_window.then_some(memory),
+        }
+    };
+    (0..REGIONS).map(region).collect()
+}
+
+fn interrupts() -> Vec<IrqInfo> {
+    let none = |index| IrqInfo {
+        index,
+        flags: 0,
+        count: 0,
+    };
+    (0..INTERRUPTS).map(none).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_window_is_mapped() {
+        let regions = regions(64 << 20, 9);
+        assert_eq!(regions.len(), REGIONS as usize);
+        let mapped: Vec<_> = regions
+            .iter()
+            .filter(|r| r.mmap_fd.is_some() || !r.sparse_areas.is_empty())
+            .map(|r| (r.region_info.index, r.region_info.size))
+            .collect();
+        assert_eq!(mapped, [(1, 64 << 20)]);
+        assert!(interrupts().iter().all(|i| i.count == 0));
+    }
+}

@@ -1,0 +1,122 @@
+//! The vfio-user device, by the client that comes with the protocol's crate.
+
+mod common;
+mod machine;
+
+use std::io::Write as _;
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use vfio_user::Client;
+use vgpu_executor::vm::VfioUserDoor;
+use vgpu_executor::{Limits, Server};
+use vgpu_transport::link::pci::{DOORBELL, directory};
+use vgpu_transport::window::memory::{Memory as _, Window};
+
+use common::cpu;
+use machine::{Dir, wait_for};
+
+const CONFIG: u32 = 7;
+
+fn executor(socket: &Path) -> Server {
+    let mut server = Server::new(cpu(), Limits::default(), 64);
+    let options = format!("a,socket={},window=64M,silence=0", socket.display());
+    let door = VfioUserDoor::open(options.parse().unwrap()).unwrap();
+    server.open(door).unwrap();
+    server
+}
+
+fn config(client: &mut Client, offset: u64) -> u16 {
+    let mut bytes = [0; 2];
+    client.region_read(CONFIG, offset, &mut bytes).unwrap();
+    u16::from_le_bytes(bytes)
+}
+
+#[test]
+fn a_monitor_finds_the_function_and_a_guest_its_window() {
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let server = executor(&socket);
+    let mut client = Client::new(&socket).unwrap();
+
+    let ids = [0x00, 0x02, 0x2c, 0x2e].map(|at| config(&mut client, at));
+    assert_eq!(ids, [0x10de, 0x2331, 0x1af4, 0x5647]);
+    assert_eq!(config(&mut client, 0x0a), 0x0302);
+    assert_eq!(config(&mut client, 0x14), 0x000c, "64 bits, prefetchable");
+    // A guest may switch memory on, and change nothing else.
+    client.region_write(CONFIG, 0x04, &[0xff, 0xff]).unwrap();
+    client.region_write(CONFIG, 0x00, &[0, 0, 0, 0]).unwrap();
+    assert_eq!(config(&mut client, 0x04), 0x0006);
+    assert_eq!(config(&mut client, 0x00), 0x10de);
+
+    let mut id = [0; 4];
+    client.region_read(0, 0, &mut id).unwrap();
+    assert_eq!(&id, b"VGPU");
+    assert_eq!(client.region(0).unwrap().size, 64 << 10);
+    assert!(client.region(0).unwrap().file_offset.is_none(), "trapped");
+
+    // The window is the monitor's to map.
+    let region = client.region(1).unwrap();
+    assert_eq!(region.size, 64 << 20);
+    assert_eq!(region.sparse_areas.len(), 1);
+    let file = region.file_offset.as_ref().expect("a file to map").file();
+    let page = Window::map_part(file.as_fd(), 0, 4096).unwrap();
+    let found = directory::Directory::read(&page, 64 << 20).unwrap();
+    assert_eq!(found.slots, directory::SLOTS);
+    // Also by messages, as far as it goes.
+    let mut magic = [0; 8];
+    client.region_read(1, 0, &mut magic).unwrap();
+    assert_eq!(u64::from_le_bytes(magic), directory::MAGIC);
+
+    // A guest asks for a slot and rings.
+    page.store(directory::word::request(2), 77);
+    client.region_write(0, DOORBELL as u64, &[0; 4]).unwrap();
+    wait_for("an answer", || {
+        page.load(directory::word::answered(2)) == 77
+    });
+    assert_eq!(
+        page.load(directory::word::verdict(2)),
+        directory::VERDICT_COME_IN
+    );
+    wait_for("a session", || server.sessions().len() == 1);
+
+    // The monitor hangs up.
+    client.shutdown().unwrap();
+    drop(client);
+    wait_for("its end", || server.sessions().is_empty());
+    // And another can come.
+    wait_for("the next", || Client::new(&socket).is_ok());
+}
+
+#[test]
+fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let _server = executor(&socket);
+    // A size that is smaller than its message; an access without a bound; a text without an end; noise.
+    let head = |command: u16, size: u32| {
+        let mut head = vec![0; 16];
+        head[2..4].copy_from_slice(&command.to_le_bytes());
+        head[4..8].copy_from_slice(&size.to_le_bytes());
+        head
+    };
+    for bytes in [head(1, 3), head(9, u32::MAX), head(1, 16), vec![0xff; 4096]] {
+        let mut monitor = UnixStream::connect(&socket).unwrap();
+        let _ = monitor.write_all(&bytes);
+        // It is hung up on.
+        wait_for("its end", || {
+            let _ = monitor.set_read_timeout(Some(std::time::Duration::from_millis(100)));
+            matches!(std::io::Read::read(&mut monitor, &mut [0; 64]), Ok(0))
+                || std::io::Write::write(&mut monitor, &[0; 16]).is_err()
+        });
+    }
+    wait_for("a good one", || {
+        let Ok(mut client) = Client::new(&socket) else {
+            return false;
+        };
+        // An access beyond the window fails, and the device lives on.
+        assert!(client.region_read(1, (64 << 20) - 4, &mut [0; 8]).is_err());
+        config(&mut client, 0) == 0x10de
+    });
+}
