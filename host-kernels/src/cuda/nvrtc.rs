@@ -68,6 +68,9 @@ pub struct Nvrtc {
 impl Nvrtc {
     /// Loads the library from a folder, or from where the system finds it.
     pub fn load(folder: Option<&Path>) -> Result<Nvrtc, CompileError> {
+        if let Some(folder) = folder {
+            builtins(folder);
+        }
         let mut reason = String::new();
         for name in NAMES {
             let path = folder.map_or_else(|| name.into(), |folder| folder.join(name));
@@ -193,6 +196,20 @@ impl Drop for Open<'_> {
         if !self.program.is_null() {
             // SAFETY: created by this library, used no more.
             unsafe { (self.nvrtc.destroy)(&mut self.program) };
+        }
+    }
+}
+
+/// The library that NVRTC itself loads by name when it compiles, and would not find in a folder of ours. Once loaded,
+/// it is found; it stays.
+fn builtins(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        if name.to_string_lossy().starts_with("libnvrtc-builtins.so") {
+            // SAFETY: data and functions of NVIDIA's compiler; nothing runs when it is loaded.
+            if let Ok(library) = unsafe { Library::new(entry.path()) } {
+                std::mem::forget(library);
+            }
         }
     }
 }

@@ -5,6 +5,7 @@ mod deploy;
 mod failures;
 mod generation;
 mod hosts;
+mod kernels;
 mod lints;
 mod ollama;
 mod ops;
@@ -82,6 +83,8 @@ pub(crate) enum Part {
     Dependencies,
     /// cargo test: unit, property and ABI tests
     Unit,
+    /// The CUDA kernels, compiled for every architecture
+    Kernels,
     /// ggml's test-backend-ops on VGPU0, over both links
     Ops,
     /// Text from llama-server through the plugin, compared with its CPU
@@ -102,10 +105,11 @@ pub(crate) enum Part {
     Vm,
 }
 
-const PARTS: [Part; 12] = [
+const PARTS: [Part; 13] = [
     Part::Lints,
     Part::Dependencies,
     Part::Unit,
+    Part::Kernels,
     Part::Ops,
     Part::Generation,
     Part::Demo,
@@ -134,6 +138,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Lints => lints::run(&mut bench),
             Part::Dependencies => dependencies::run(&mut bench),
             Part::Unit => unit::run(&mut bench),
+            Part::Kernels => kernels::run(&mut bench),
             Part::Ops => ops::run(&mut bench),
             Part::Generation => generation::run(&mut bench),
             Part::Demo => demos(&mut bench),

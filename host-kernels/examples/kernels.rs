@@ -1,0 +1,162 @@
+//! Compiles all CUDA kernels to machine code, for every architecture or for those named, and reports what each
+//! kernel uses. Needs NVRTC, but no GPU.
+//!
+//!     cargo run -p vgpu-kernels --example kernels -- <folder of libnvrtc> <output folder> [sm_90a ...]
+//!
+//! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output folder>` compiles into a program, and
+//! `report.json`. Fails if a kernel does not compile, or if a hot one spills registers.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{env, fs, thread};
+
+use vgpu_kernels::cuda::nvrtc::Nvrtc;
+use vgpu_kernels::cuda::source::{ARCHITECTURES, SOURCES};
+
+/// Kernels that must not spill: they run in every step of a model. (Products and attention are not among them yet: they
+/// take operands of any type, and call what reads an element.)
+const HOT: &[&str] = &["vg_map", "vg_norm", "vg_rope", "vg_set_rows", "vg_soft_max"];
+
+/// What the assembler says of a kernel.
+#[derive(Debug, Default, Clone)]
+struct Use {
+    registers: u32,
+    shared: u32,
+    stack: u32,
+    spilled: u32,
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let [nvrtc, out, archs @ ..] = arguments.as_slice() else {
+        eprintln!("usage: kernels <folder of libnvrtc> <output folder> [sm_90a ...]");
+        return ExitCode::FAILURE;
+    };
+    let archs = match archs {
+        [] => ARCHITECTURES.to_vec(),
+        some => some.iter().map(String::as_str).collect(),
+    };
+    match run(Path::new(nvrtc), Path::new(out), &archs) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
+    let nvrtc = Nvrtc::load(Some(nvrtc))?;
+    fs::create_dir_all(out)?;
+    let work: Vec<_> = SOURCES
+        .iter()
+        .flat_map(|source| archs.iter().map(move |arch| (source, *arch)))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().map_or(1, |n| n.get()) {
+            scope.spawn(|| {
+                while let Some((source, arch)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let compiled = nvrtc.compile(source, arch);
+                    println!("{}.cu for {arch}", source.name);
+                    let mut results = results.lock().expect("nobody panics with it");
+                    results.push((source.name, *arch, compiled));
+                }
+            });
+        }
+    });
+
+    let mut rows = Vec::new();
+    let results = results.into_inner().expect("nobody panics with it");
+    for (source, arch, compiled) in results {
+        let compiled = compiled?;
+        fs::write(out.join(format!("{source}.{arch}.cubin")), &compiled.cubin)?;
+        for (kernel, used) in uses(&compiled.log) {
+            rows.push((kernel, arch, used));
+        }
+    }
+    rows.sort_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1)));
+    let kernels: usize = SOURCES.iter().map(|source| source.kernels().count()).sum();
+    if rows.len() != kernels * archs.len() {
+        let reported = rows.len();
+        return Err(
+            format!("{reported} kernels reported, not {kernels} for each of {archs:?}").into(),
+        );
+    }
+    fs::write(out.join("report.json"), json(&rows))?;
+    println!("kernel                    architecture  registers  shared  stack  spilled");
+    for (kernel, arch, used) in &rows {
+        let Use {
+            registers,
+            shared,
+            stack,
+            spilled,
+        } = used;
+        println!("{kernel:25} {arch:12} {registers:10} {shared:7} {stack:6} {spilled:8}");
+    }
+    let spilling = rows
+        .iter()
+        .filter(|(kernel, _, used)| HOT.contains(&kernel.as_str()) && used.spilled > 0)
+        .map(|(kernel, arch, used)| format!("{kernel} ({arch}: {} bytes)", used.spilled))
+        .collect::<Vec<_>>();
+    if spilling.is_empty() {
+        println!("{kernels} kernels for {} architectures", archs.len());
+        Ok(())
+    } else {
+        Err(format!("hot kernels spill registers: {}", spilling.join(", ")).into())
+    }
+}
+
+/// The report of the assembler, by kernel.
+fn uses(log: &str) -> HashMap<String, Use> {
+    let mut all = HashMap::new();
+    let mut kernel = String::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            kernel = rest.split('\'').next().unwrap_or_default().to_owned();
+            continue;
+        }
+        let used: &mut Use = match line {
+            _ if kernel.is_empty() => continue,
+            _ if line.contains("stack frame") || line.contains("Used ") => {
+                all.entry(kernel.clone()).or_default()
+            }
+            _ => continue,
+        };
+        // Numbers come before what they count: "16 bytes stack frame, 24 bytes spill stores".
+        let number = |what: &str| -> u32 {
+            let before = line
+                .split(what)
+                .next()
+                .filter(|before| before.len() < line.len());
+            let last = before.and_then(|before| before.rsplit([' ', ',']).find(|w| !w.is_empty()));
+            last.and_then(|word| word.parse().ok()).unwrap_or(0)
+        };
+        if line.contains("stack frame") {
+            used.stack = number(" bytes stack frame");
+            used.spilled = number(" bytes spill stores").max(number(" bytes spill loads"));
+        } else {
+            used.registers = number(" registers");
+            used.shared = number(" bytes smem");
+        }
+    }
+    all
+}
+
+fn json(rows: &[(String, &str, Use)]) -> String {
+    let objects: Vec<String> = rows
+        .iter()
+        .map(|(kernel, arch, used)| {
+            format!(
+                r#"  {{"kernel": "{kernel}", "arch": "{arch}", "registers": {}, "shared": {}, "stack": {}, "spilled": {}}}"#,
+                used.registers, used.shared, used.stack, used.spilled
+            )
+        })
+        .collect();
+    format!("[\n{}\n]\n", objects.join(",\n"))
+}
