@@ -38,6 +38,13 @@ impl VgView {
         }
     }
 
+    /// The same with the elements of each row adjacent, if they are farther apart.
+    pub(super) fn with_dense_rows(mut self) -> VgView {
+        let size = Type::from_id(self.type_ as u8).map_or(0, Type::block_bytes);
+        self.nb[0] = self.nb[0].min(size as i64);
+        self
+    }
+
     /// Number of elements.
     pub(super) fn elements(&self) -> i64 {
         self.ne.iter().product()

@@ -440,6 +440,22 @@ pub(crate) fn run_in_one_buffer(
     memory
         .write(0, buffer.into())
         .expect("the buffer has this size");
+    run_in(engine, op, &memory, buffer.len() as u64, tensors)?;
+    let mut after = vec![0; buffer.len()];
+    memory
+        .read(0, after.as_mut_slice().into())
+        .expect("the buffer has this size");
+    Ok(after)
+}
+
+/// Runs one node over tensors in memory of `size` bytes.
+pub(crate) fn run_in(
+    engine: &dyn Engine,
+    op: Op,
+    memory: &Arc<dyn Memory>,
+    size: u64,
+    tensors: &[(Shape, u64)],
+) -> Result<(), Failure> {
     let sources = (1..tensors.len() as u32).map(Some);
     let graph = Graph {
         buffers: vec![BufferId(1)],
@@ -457,18 +473,13 @@ pub(crate) fn run_in_one_buffer(
             src: Sources::new(sources),
         }],
     };
-    let size = |_| Some(buffer.len() as u64);
+    let size = |_| Some(size);
     let graph = validate(graph, engine.capabilities(), &Limits::default(), size)
         .map_err(Failure::Invalid)?;
     let mut plan = engine
-        .compile(&graph, &[Arc::clone(&memory)])
+        .compile(&graph, &[Arc::clone(memory)])
         .expect("what is claimed compiles");
-    plan.run().map_err(Failure::Run)?;
-    let mut after = vec![0; buffer.len()];
-    memory
-        .read(0, after.as_mut_slice().into())
-        .expect("the buffer has this size");
-    Ok(after)
+    plan.run().map_err(Failure::Run)
 }
 
 /// Compares a result with its reference: equal within `tolerance * (1 + |reference|)` and the rounding

@@ -176,6 +176,51 @@ pub(crate) fn huge_extents_of_nothing(engine: &dyn Engine) {
     }
 }
 
+/// Rows more than 4 GiB apart, in memory that is never touched in between.
+pub(crate) fn rows_far_apart(engine: &dyn Engine) {
+    const FAR: u64 = (1 << 32) + 64;
+    let Ok(memory) = engine.alloc(FAR + (1 << 16)) else {
+        return; // a machine with so little memory has no such strides
+    };
+    let mut random = Random::new(5);
+    for (op, sources) in same_extents() {
+        let ne = [8, 2, 1, 1];
+        let dense: Vec<Data> = (0..=sources)
+            .map(|_| Data::dense(Type::F32, ne).fill(|| random.between(-1.0, 1.0)))
+            .collect();
+        let src: Vec<Option<&Data>> = dense[1..].iter().map(Some).collect();
+        let expected = match try_run(engine, op, &dense[0], &src) {
+            Ok(expected) => expected,
+            Err(Failure::Invalid(_)) => continue, // the engine does not claim it
+            Err(Failure::Run(error)) => panic!("{op:?}: {error}"),
+        };
+        let far = Shape {
+            ty: Type::F32,
+            ne,
+            nb: [4, FAR, 2 * FAR, 2 * FAR],
+        };
+        let tensors: Vec<_> = (0..=sources as u64).map(|i| (far, 256 * i)).collect();
+        let rows =
+            |data: &Data| -> Vec<Vec<u8>> { data.bytes().chunks(32).map(<[u8]>::to_vec).collect() };
+        for (data, (_, offset)) in dense.iter().zip(&tensors) {
+            for (row, bytes) in rows(data).iter().enumerate() {
+                memory
+                    .write(offset + row as u64 * FAR, bytes.as_slice().into())
+                    .expect("inside the memory");
+            }
+        }
+        run_in(engine, op, &memory, FAR + (1 << 16), &tensors)
+            .unwrap_or_else(|error| panic!("{op:?}: {error:?}"));
+        for (row, expected) in rows(&expected).iter().enumerate() {
+            let mut got = vec![0; 32];
+            memory
+                .read(row as u64 * FAR, got.as_mut_slice().into())
+                .expect("inside the memory");
+            assert!(&got == expected, "{op:?}, row {row}");
+        }
+    }
+}
+
 /// Sources that overlap the destination in any way give any result, but nothing outside the destination
 /// changes.
 pub(crate) fn overlapping_memory(engine: &dyn Engine) {

@@ -59,7 +59,7 @@ mod cpu {
         deepseek { mixing_factors mixing indexer }
         elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals }
         glu { two_sources halves }
-        hostile { huge_extents_of_nothing overlapping_memory }
+        hostile { huge_extents_of_nothing overlapping_memory rows_far_apart }
         image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
             mul_mat mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id

@@ -16,7 +16,7 @@ const SORTING_BLOCKS: u64 = 256;
 pub(super) fn rules() -> Vec<Rule> {
     let i64s = TypeSet::of(&[Type::I64]);
     vec![
-        Rule::new(OpKind::Sum, FLOATS, &[FLOATS]).dense(1),
+        Rule::new(OpKind::Sum, FLOATS, &[FLOATS]),
         Rule::new(OpKind::SumRows, FLOATS, &[FLOATS]),
         Rule::new(OpKind::Mean, FLOATS, &[FLOATS]),
         Rule::new(OpKind::Cumsum, FLOATS, &[FLOATS]),
@@ -36,8 +36,9 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         ..VgReduceParams::default()
     };
     Some(match *op {
-        Op::Sum {} => total(b, "vg_sum"),
-        Op::CountEqual {} => total(b, "vg_count_equal"),
+        // Of rows that are not dense, ggml adds up what follows their first element in memory.
+        Op::Sum {} => total(b, "vg_sum", src.with_dense_rows()),
+        Op::CountEqual {} => total(b, "vg_count_equal", src),
         Op::SumRows {} => b.for_each_row(
             "vg_sum_rows",
             dst.rows(),
@@ -91,8 +92,7 @@ fn sort(
 
 /// A reduction of whole tensors: each block a part, then one block all parts. How many there are depends on the
 /// extents alone.
-fn total(b: &mut Builder<'_>, kernel: &'static str) -> Result<(), EngineError> {
-    let src = b.src(0);
+fn total(b: &mut Builder<'_>, kernel: &'static str, src: VgView) -> Result<(), EngineError> {
     let parts = (src.elements() as u64).div_ceil(1 << 14).clamp(1, 1024) as u32;
     let mut params = VgTotalParams {
         dst: b.dst(),
