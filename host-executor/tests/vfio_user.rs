@@ -115,8 +115,6 @@ fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
         let Ok(mut client) = Client::new(&socket) else {
             return false;
         };
-        // An access beyond the window fails, and the device lives on.
-        assert!(client.region_read(1, (64 << 20) - 4, &mut [0; 8]).is_err());
         config(&mut client, 0) == 0x10de
     });
 }

@@ -38,7 +38,12 @@ pub(super) fn run(bench: &mut Bench<'_>) {
     bench.check("vm/libvirt.xml", |_, _| {
         validate("virt-xml-validate", &[], &at("vm/libvirt.xml"))
     });
-    for script in ["qemu-ivshmem", "qemu-vsock", "cloud-hypervisor"] {
+    for script in [
+        "qemu-ivshmem",
+        "qemu-vfio-user",
+        "qemu-vsock",
+        "cloud-hypervisor",
+    ] {
         let file = format!("vm/{script}.sh");
         bench.check(&file, |_, _| validate("sh", &["-n"], &at(&file)));
     }

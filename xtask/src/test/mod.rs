@@ -44,11 +44,17 @@ pub(crate) struct Options {
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
     #[arg(long, value_name = "FOLDER")]
     dist: Option<PathBuf>,
+    /// Only the virtual machine with this device.
+    #[arg(skip)]
+    device: Option<crate::vm::Device>,
 }
 
 /// Options of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct VmOptions {
+    /// Only the virtual machine with this device [default: both]
+    #[arg(long, value_enum)]
+    device: Option<crate::vm::Device>,
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
     #[arg(long, value_name = "FOLDER")]
     dist: Option<PathBuf>,
@@ -59,6 +65,7 @@ impl From<&VmOptions> for Options {
     fn from(options: &VmOptions) -> Options {
         Options {
             dist: options.dist.clone(),
+            device: options.device,
             ..Options::only(Part::Vm)
         }
     }

@@ -1,7 +1,7 @@
 //! A real guest under QEMU: `cargo xtask vm`.
 
 use crate::progress::heading;
-use crate::vm;
+use crate::vm::{self, Booted, Device, Prepared};
 
 use super::Bench;
 
@@ -11,17 +11,46 @@ pub(super) fn run(bench: &mut Bench<'_>) {
     let Some(prepared) = bench.prepare("a guest to boot", |b| vm::prepare(b.cache, &dist)) else {
         return;
     };
-    let booted = bench.prepare("a booted guest", |bench| {
-        vm::boot(&prepared, &|name| bench.log(name))
+    let only = bench.options.device;
+    if only != Some(Device::VfioUser)
+        && let Some(mut booted) = boot(bench, &prepared, Device::Ivshmem)
+    {
+        bench.check("vgpu doctor in the guest", |_, _| booted.doctor());
+        bench.check("test-backend-ops in the guest", |_, _| booted.ops());
+        bench.check("a generation in the guest", |_, _| booted.generations());
+        bench.check("executors killed in mid-generation", |_, step| {
+            booted.kills(step)
+        });
+        stop(bench, booted);
+    }
+    if only == Some(Device::Ivshmem) {
+        return;
+    }
+    heading("a virtual machine on a QEMU with vfio-user");
+    if let Some(mut booted) = boot(bench, &prepared, Device::VfioUser) {
+        bench.check("the function in the guest", |_, _| {
+            booted.lists("Class 0302: 10de:2331")
+        });
+        bench.check("vgpu doctor in the guest, vfio-user", |_, _| {
+            booted.doctor()
+        });
+        bench.check("a generation in the guest, vfio-user", |_, _| {
+            booted.generations()
+        });
+        stop(bench, booted);
+    }
+}
+
+fn boot(bench: &mut Bench<'_>, prepared: &Prepared, device: Device) -> Option<Booted> {
+    let name = format!("a booted guest, {}", device.name());
+    let booted = bench.prepare(&name, |bench| {
+        vm::boot(bench.cache, prepared, device, &|name| bench.log(name))
     });
-    let Some(mut booted) = booted else { return };
-    bench.passed += 1;
-    bench.check("vgpu doctor in the guest", |_, _| booted.doctor());
-    bench.check("test-backend-ops in the guest", |_, _| booted.ops());
-    bench.check("a generation in the guest", |_, _| booted.generations());
-    bench.check("executors killed in mid-generation", |_, step| {
-        booted.kills(step)
-    });
+    bench.passed += u64::from(booted.is_some());
+    booted
+}
+
+fn stop(bench: &mut Bench<'_>, booted: Booted) {
     bench.check("the executor ends well", |_, _| {
         booted.stop().map(|()| String::new())
     });

@@ -1,11 +1,11 @@
 //! A running virtual machine, and its serial port as a way to run commands in it.
 
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
+use super::qemu::Qemu;
 use crate::process::Dialogue;
 
 /// Not a measure of speed: how long a boot may take before something must be wrong.
@@ -46,7 +46,7 @@ pub(super) fn last(text: &str, lines: usize) -> String {
 
 /// What a virtual machine is made of.
 pub(super) struct Machine<'a> {
-    pub(super) qemu: &'a Path,
+    pub(super) qemu: &'a Qemu,
     /// `kvm`, or what emulates.
     pub(super) accelerator: &'a str,
     pub(super) kernel: &'a Path,
@@ -59,7 +59,7 @@ pub(super) struct Machine<'a> {
 impl Guest {
     /// Boots a machine; what QEMU has to say goes to `log`.
     pub(super) fn boot(machine: &Machine<'_>, log: &Path) -> Result<Guest> {
-        let mut qemu = Command::new(machine.qemu);
+        let mut qemu = machine.qemu.command();
         qemu.args(["-nodefaults", "-no-user-config", "-no-reboot"])
             .args(["-display", "none", "-monitor", "none", "-serial", "stdio"])
             .args(["-accel", machine.accelerator])

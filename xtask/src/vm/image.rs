@@ -1,16 +1,14 @@
 //! What the guest boots: Debian's cloud kernel, and an initramfs of what is tested.
 
 use std::collections::BTreeMap;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
 use super::cpio::Archive;
 use crate::cache::Cache;
 use crate::dist::Dist;
-use crate::packages;
 use crate::process;
 use crate::progress::Step;
 
@@ -213,44 +211,4 @@ fn libraries(objects: &[PathBuf]) -> Result<BTreeMap<String, PathBuf>> {
         "no dynamic linker among the libraries"
     );
     Ok(found)
-}
-
-/// A QEMU of this machine.
-pub(super) fn qemu(cache: &Cache) -> Result<PathBuf> {
-    const QEMU: &str = "qemu-system-x86_64";
-    if !packages::runs(QEMU, &["--version"]) {
-        packages::apt(cache, &["qemu-system-x86"], "QEMU")?;
-    }
-    Ok(QEMU.into())
-}
-
-/// The fastest way to run a guest that works here: KVM, or emulation. (KVM inside a virtual machine may be there and fail.)
-pub(super) fn accelerator(qemu: &Path) -> &'static str {
-    let probe = || -> std::io::Result<bool> {
-        let mut probe = Command::new(qemu)
-            .args([
-                "-accel",
-                "kvm",
-                "-cpu",
-                "max",
-                "-machine",
-                "q35",
-                "-nodefaults",
-            ])
-            .args(["-display", "none", "-monitor", "stdio", "-S"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()?;
-        if let Some(mut monitor) = probe.stdin.take() {
-            // It may have ended already; its status says so.
-            let _ = monitor.write_all(b"quit\n");
-        }
-        Ok(probe.wait()?.success())
-    };
-    if Path::new("/dev/kvm").exists() && probe().unwrap_or(false) {
-        "kvm"
-    } else {
-        "tcg,thread=multi"
-    }
 }

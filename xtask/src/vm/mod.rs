@@ -3,6 +3,7 @@
 mod cpio;
 mod guest;
 mod image;
+mod qemu;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,6 +22,7 @@ use crate::scratch::Scratch;
 use crate::workspace;
 
 use guest::{Guest, Machine};
+use qemu::Qemu;
 
 /// Not a measure of speed: how long to wait before something must be wrong.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -44,8 +46,7 @@ const KILLS: usize = 20;
 
 /// What the tests need, made once.
 pub(crate) struct Prepared {
-    qemu: PathBuf,
-    accelerator: &'static str,
+    qemu: Qemu,
     kernel: image::Kernel,
     initramfs: PathBuf,
     dist: Dist,
@@ -54,7 +55,7 @@ pub(crate) struct Prepared {
 
 /// Fetches and builds it.
 pub(crate) fn prepare(cache: &Cache, dist: &Dist) -> Result<Prepared> {
-    let qemu = image::qemu(cache)?;
+    let qemu = Qemu::stock(cache)?;
     let kernel = image::kernel(cache)?;
     let bin = llama::build(cache, llama::Stage::Tools)?;
     let cpu = llama::cpu_for_guests(cache)?;
@@ -73,10 +74,8 @@ pub(crate) fn prepare(cache: &Cache, dist: &Dist) -> Result<Prepared> {
     image::initramfs(cache, &kernel, &content, &initramfs)?;
     let mib = initramfs.metadata().map_or(0, |m| m.len() >> 20);
     step.done(&format!("{mib} MiB"));
-    let accelerator = image::accelerator(&qemu);
     Ok(Prepared {
         qemu,
-        accelerator,
         kernel,
         initramfs,
         dist: dist.clone(),
@@ -91,14 +90,15 @@ struct Served {
 }
 
 impl Served {
-    fn start(prepared: &Prepared, log: &Path) -> Result<Served> {
+    fn start(prepared: &Prepared, device: Device, log: &Path) -> Result<Served> {
         let socket = prepared.scratch.path().join("vm.sock");
         let mut hold = Command::new(&prepared.dist.vgpu);
         hold.args(["hold", "--"])
             .arg(&prepared.dist.vgpu)
             .args(["serve", "--engine", "cpu", "--vm"])
             .arg(format!("test,socket={},window=64M", socket.display()))
-            .args(["--threads", &workspace::cores().to_string()]);
+            .args(["--threads", &workspace::cores().to_string()])
+            .args(["--device", device.name()]);
         let mut served = Served {
             hold: Daemon::start(&mut hold, log)?,
             socket,
@@ -143,16 +143,49 @@ impl Served {
     }
 }
 
-/// The device of stock QEMU.
-fn ivshmem(socket: &Path) -> Vec<String> {
-    [
-        "-chardev".into(),
-        format!("socket,id=vgpu0,path={}", socket.display()),
-        "-device".into(),
-        "ivshmem-doorbell,chardev=vgpu0,vectors=1".into(),
-    ]
-    .into()
+/// How a virtual machine gets its vGPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Device {
+    /// The device of stock QEMU.
+    Ivshmem,
+    /// Our own function, on a newer QEMU.
+    VfioUser,
 }
+
+impl Device {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Device::Ivshmem => "ivshmem",
+            Device::VfioUser => "vfio-user",
+        }
+    }
+
+    /// What QEMU is told.
+    fn arguments(self, socket: &Path) -> Vec<String> {
+        let socket = socket.display();
+        match self {
+            Device::Ivshmem => vec![
+                "-chardev".into(),
+                format!("socket,id=vgpu0,path={socket}"),
+                "-device".into(),
+                "ivshmem-doorbell,chardev=vgpu0,vectors=1".into(),
+            ],
+            Device::VfioUser => vec![
+                "-object".into(),
+                format!("memory-backend-memfd,id=mem,size={MEMORY},share=on"),
+                "-machine".into(),
+                "q35,memory-backend=mem".into(),
+                "-device".into(),
+                format!(
+                    r#"{{"driver":"vfio-user-pci","id":"vgpu0","socket":{{"type":"unix","path":"{socket}"}}}}"#
+                ),
+            ],
+        }
+    }
+}
+
+/// Memory of the guest.
+const MEMORY: &str = "2G";
 
 /// The environment in which programs of the guest find the plugin.
 const WITH_VGPU: &str =
@@ -164,23 +197,44 @@ pub(crate) struct Booted {
     served: Served,
 }
 
-/// Starts an executor and boots a guest on stock QEMU.
-pub(crate) fn boot(prepared: &Prepared, logs: &dyn Fn(&str) -> PathBuf) -> Result<Booted> {
-    let served = Served::start(prepared, &logs("vm-vgpu-serve"))?;
+/// Starts an executor and boots a guest with this device.
+pub(crate) fn boot(
+    cache: &Cache,
+    prepared: &Prepared,
+    device: Device,
+    logs: &dyn Fn(&str) -> PathBuf,
+) -> Result<Booted> {
+    let newer = match device {
+        Device::Ivshmem => None,
+        Device::VfioUser => Some(Qemu::with_vfio_user(cache)?),
+    };
+    let qemu = newer.as_ref().unwrap_or(&prepared.qemu);
+    let log = |name: &str| logs(&format!("vm-{}-{name}", device.name()));
+    let served = Served::start(prepared, device, &log("vgpu-serve"))?;
     let machine = Machine {
-        qemu: &prepared.qemu,
-        accelerator: prepared.accelerator,
+        qemu,
+        accelerator: qemu.accelerator(),
         kernel: &prepared.kernel.image,
         initramfs: &prepared.initramfs,
-        devices: &ivshmem(&served.socket),
-        memory: "2G",
+        devices: &device.arguments(&served.socket),
+        memory: MEMORY,
     };
-    let mut guest = Guest::boot(&machine, &logs("vm-qemu"))?;
+    let mut guest = Guest::boot(&machine, &log("qemu"))?;
     guest.patience(GUEST_PATIENCE);
     Ok(Booted { guest, served })
 }
 
 impl Booted {
+    /// The guest's kernel sees our function where a program would look for a GPU.
+    pub(crate) fn lists(&mut self, wanted: &str) -> Result<String> {
+        let list = self.guest.run("lspci -n")?.good("lspci")?;
+        ensure!(
+            list.contains(wanted),
+            "no {wanted:?} among the devices of the guest:\n{list}"
+        );
+        Ok(wanted.to_owned())
+    }
+
     /// `vgpu doctor` finds nothing wrong.
     pub(crate) fn doctor(&mut self) -> Result<String> {
         let output = self

@@ -162,3 +162,33 @@ impl ServerBackend for Function {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vgpu_transport::window::doorbell::new_eventfd;
+    use vgpu_transport::window::memory::sealed_file;
+
+    #[test]
+    fn nothing_beyond_the_window_is_touched() {
+        let size = 1 << 20;
+        let memory = sealed_file(size).unwrap();
+        let mut function = Function::new(memory, size, new_eventfd().unwrap()).unwrap();
+        for offset in [size as u64 - 4, size as u64, u64::MAX - 3, u64::MAX] {
+            function.region_read(1, offset, &mut [0; 8]).unwrap_err();
+            function.region_write(1, offset, &[1; 8]).unwrap_err();
+            // Registers and configuration space read as nothing there, and take nothing.
+            for region in [0, 2, CONFIG_REGION, 8, u32::MAX] {
+                function.region_read(region, offset, &mut [0; 8]).unwrap();
+                function.region_write(region, offset, &[1; 8]).unwrap();
+            }
+        }
+        function.region_write(1, size as u64 - 8, &[7; 8]).unwrap();
+        let mut out = [0; 8];
+        function.region_read(1, size as u64 - 8, &mut out).unwrap();
+        assert_eq!(out, [7; 8]);
+    }
+
+    /// Of the configuration space.
+    const CONFIG_REGION: u32 = 7;
+}
