@@ -20,6 +20,14 @@ const PYTHON_SHA256: &str = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a363
 const CRATE: &str = "llama-cpp-sys-2";
 const CRATE_VERSION: &str = "0.1.161";
 
+/// The release of ggml in the first.
+pub(crate) const RELEASE: &str = "0.25.3";
+/// The release of ggml in the second.
+const NEWEST_RELEASE: &str = "0.26.0";
+
+/// The CMake project around it.
+const NEWEST_PROJECT: &str = include_str!("../../tests/hosts/newest-ggml/CMakeLists.txt");
+
 /// A part of the build; the second takes several times as long as the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
@@ -159,14 +167,7 @@ pub(crate) fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
             Stage::Ops => "building ggml and test-backend-ops (about two minutes on two cores)",
             Stage::Tools => "building libllama and its tools (about six minutes on two cores)",
         });
-        let mut ninja = Command::new(tools.join("ninja"));
-        // Ninja's own choice is more jobs than cores, and the largest files need 2 GB each.
-        ninja
-            .arg("-C")
-            .arg(dir)
-            .arg(format!("-j{}", workspace::cores()))
-            .args(stage.targets());
-        process::run(&mut ninja, &step, &log)?;
+        process::run(&mut ninja(&tools, dir, stage.targets()), &step, &log)?;
         step.done("");
         Ok(())
     })?;
@@ -265,6 +266,38 @@ pub(crate) fn cpu_for_guests(cache: &Cache) -> Result<PathBuf> {
     Ok(root.join("bin/libggml-cpu.so"))
 }
 
+/// The folder of `test-backend-ops` and the libraries of the newest ggml, which comes without tests: the
+/// program is that of 0.25.3, whose ops and types are the same.
+pub(crate) fn newest_ops(cache: &Cache) -> Result<PathBuf> {
+    let ggml = newest_source(cache)?.join("llama.cpp/ggml");
+    let program = source(cache)?.join("tests/test-backend-ops.cpp");
+    let instructions = Instructions::of_this_machine();
+    let builds = format!("build-ggml-{NEWEST_RELEASE}");
+    let name = format!("{builds}/{}", instructions.name);
+    let root = cache.staged(&name, "ops", |dir| {
+        let tools = packages::build_tools(cache)?;
+        let step = Step::new(&format!(
+            "building ggml {NEWEST_RELEASE} (about two minutes on two cores)"
+        ));
+        let log = cache.log(&builds);
+        // A copy in the cache: the build outlives this checkout, and remembers where its project lies.
+        let project = dir.join("project");
+        std::fs::create_dir_all(&project).context("creating a folder")?;
+        std::fs::write(project.join("CMakeLists.txt"), NEWEST_PROJECT)
+            .context("writing a CMake project")?;
+        let mut cmake = cmake(&tools, &project, dir, &instructions);
+        cmake.arg(format!("-DGGML_SOURCE={}", ggml.display()));
+        cmake.arg(format!("-DTEST_SOURCE={}", program.display()));
+        process::run(&mut cmake, &step, &log)?;
+        let targets = ["ggml", "ggml-cpu", "test-backend-ops"];
+        process::run(&mut ninja(&tools, dir, &targets), &step, &log)?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(root.join("bin"))
+}
+
+/// Configures llama.cpp.
 fn configure(
     tools: &Path,
     source: &Path,
@@ -273,6 +306,20 @@ fn configure(
     step: &Step,
     log: &Path,
 ) -> Result<()> {
+    let mut cmake = cmake(tools, source, dir, instructions);
+    cmake.args([
+        "-DGGML_RPC=ON",
+        "-DLLAMA_BUILD_TESTS=ON",
+        "-DLLAMA_CURL=OFF",
+        "-DLLAMA_OPENSSL=OFF",
+        "-DLLAMA_BUILD_UI=OFF",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+    ]);
+    process::run(&mut cmake, step, log)
+}
+
+/// A configuration of a shared release build with backends that are loaded.
+fn cmake(tools: &Path, source: &Path, dir: &Path, instructions: &Instructions) -> Command {
     let mut cmake = Command::new(tools.join("cmake"));
     cmake
         .arg("-S")
@@ -291,15 +338,21 @@ fn configure(
         "-DBUILD_SHARED_LIBS=ON",
         "-DGGML_BACKEND_DL=ON",
         "-DGGML_NATIVE=OFF",
-        "-DGGML_RPC=ON",
-        "-DLLAMA_BUILD_TESTS=ON",
-        "-DLLAMA_CURL=OFF",
-        "-DLLAMA_OPENSSL=OFF",
-        "-DLLAMA_BUILD_UI=OFF",
-        "-DLLAMA_USE_PREBUILT_UI=OFF",
     ]);
     cmake.args(&instructions.flags);
-    process::run(&mut cmake, step, log)
+    cmake
+}
+
+/// A build of `targets`.
+fn ninja(tools: &Path, dir: &Path, targets: &[&str]) -> Command {
+    let mut ninja = Command::new(tools.join("ninja"));
+    // Ninja's own choice is more jobs than cores, and the largest files need 2 GB each.
+    ninja
+        .arg("-C")
+        .arg(dir)
+        .arg(format!("-j{}", workspace::cores()))
+        .args(targets);
+    ninja
 }
 
 /// The instruction sets ggml's CPU backend is built for: part of the build's key, because a cache may

@@ -1,4 +1,4 @@
-//! Developer commands: `cargo xtask setup | build | demo | ollama | package | test | bench | vm`.
+//! Developer commands: `cargo xtask setup | build | demo | ollama | package | test | bench | vm | ops-table`.
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and shows
 //! what it is doing. See [`cache`] for where that is.
@@ -17,8 +17,10 @@ mod llama;
 mod model;
 mod node;
 mod ollama;
+mod ops;
 mod package;
 mod packages;
+mod preload;
 mod process;
 mod progress;
 mod sched;
@@ -58,6 +60,8 @@ enum Arguments {
     Bench(bench::Options),
     /// Boot a guest under QEMU and run the tests inside
     Vm(test::VmOptions),
+    /// Run test-backend-ops and write docs/OPS.md
+    OpsTable(ops::table::Options),
 }
 
 fn main() -> ExitCode {
@@ -92,6 +96,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::Test(options) => test::run(&cache, options),
         Arguments::Bench(options) => bench::run(&cache, options),
         Arguments::Vm(options) => test::run(&cache, &options.into()),
+        Arguments::OpsTable(options) => ops::table::write(&cache, options),
     }
 }
 
@@ -105,6 +110,7 @@ fn setup(cache: &Cache) -> Result<()> {
         model::ensure(cache, &model::DEMO, weights, &vocabulary, demo::SEED)?;
     }
     let built = llama::build(cache, llama::Stage::Tools)?;
+    llama::newest_ops(cache)?;
     println!("{}", built.display());
     Ok(())
 }

@@ -9,6 +9,8 @@ pub(crate) struct Node {
     pub(crate) op: String,
     pub(crate) name: String,
     pub(crate) device: String,
+    /// What it reads, as far as it is printed on the same line.
+    reads: String,
 }
 
 /// The nodes of the graph the scheduler printed last.
@@ -29,9 +31,9 @@ pub(crate) fn last_graph(log: &str) -> Vec<Node> {
     graph
 }
 
-/// Reads `node #  3 (   MUL_MAT):   Qcur-0 (   3K) [VGPU0         ] use=1,c=1:`; the op is cut to ten
-/// characters, the name to twenty, the device to five.
-fn parse(text: &str) -> Option<(u32, Node)> {
+/// Reads `node #  3 (   MUL_MAT):   Qcur-0 (   3K) [VGPU0         ] use=1,c=1:`: the index and the node.
+/// The op is cut to ten characters, names to twenty, the device to five.
+pub(crate) fn parse(text: &str) -> Option<(u32, Node)> {
     let line = text.lines().next()?.strip_prefix("node #")?;
     let (index, rest) = line.split_once(" (")?;
     let (op, rest) = rest.split_once("):")?;
@@ -46,6 +48,7 @@ fn parse(text: &str) -> Option<(u32, Node)> {
         op: op.trim().to_owned(),
         name: name.trim().to_owned(),
         device: device.trim_end_matches(']').to_owned(),
+        reads: rest[name_end..].to_owned(),
     };
     Some((index.trim().parse().ok()?, node))
 }
@@ -59,13 +62,19 @@ pub(crate) fn count_by_device(nodes: &[Node]) -> BTreeMap<&str, usize> {
     counts
 }
 
-/// The nodes on ggml's CPU that ought to be on the device. The token embedding is looked up on the CPU
-/// by llama.cpp's own rule, whatever the device can do: that one is in order.
+/// The nodes on ggml's CPU that ought to be on the device. llama.cpp keeps tables of embeddings in the
+/// host's memory, whatever the device can do, and has the CPU compute what reads them: these are in order.
 pub(crate) fn strays(nodes: &[Node]) -> Vec<&Node> {
     let lookup = |node: &Node| node.op == "GET_ROWS" && node.name.contains("embd");
+    let table = [
+        "token_embd.weight",
+        "position_embd.weight",
+        "per_layer_token_embd",
+    ];
+    let reads_table = |node: &Node| table.iter().any(|table| node.reads.contains(table));
     nodes
         .iter()
-        .filter(|node| node.device == "CPU" && !lookup(node))
+        .filter(|node| node.device == "CPU" && !lookup(node) && !reads_table(node))
         .collect()
 }
 
@@ -107,6 +116,21 @@ node # 21 (FLASH_ATTN):              node_21 (   3K) [VGPU0         ] use=1,c=1:
         assert_eq!(
             count_by_device(&nodes),
             BTreeMap::from([("CPU", 2), ("VGPU0", 2)])
+        );
+    }
+
+    #[test]
+    fn what_reads_a_table_of_embeddings_may_stay_on_the_cpu() {
+        let node = |reads: &str| {
+            let line = format!(
+                "node # 89 (   MUL_MAT): result_output (   0K) [  CPU    ] use=0,c=1:{reads}"
+            );
+            vec![parse(&line).unwrap().1]
+        };
+        assert!(strays(&node("  token_embd.weight ( 128K) [  CPU ]")).is_empty());
+        assert_eq!(
+            strays(&node("           inp_embd ( 128K) [  CPU ]")).len(),
+            1
         );
     }
 

@@ -7,6 +7,7 @@ mod generation;
 mod hosts;
 mod kernels;
 mod lints;
+mod models;
 mod ollama;
 mod ops;
 mod packages;
@@ -94,6 +95,8 @@ pub(crate) enum Part {
     Kernels,
     /// ggml's test-backend-ops on VGPU0, over both links
     Ops,
+    /// llama.cpp's own tests of models on VGPU0: every architecture, states, threads
+    Models,
     /// Text from llama-server through the plugin, compared with its CPU
     Generation,
     /// The demo: node-llama-cpp, over both links
@@ -112,12 +115,13 @@ pub(crate) enum Part {
     Vm,
 }
 
-const PARTS: [Part; 13] = [
+const PARTS: [Part; 14] = [
     Part::Lints,
     Part::Dependencies,
     Part::Unit,
     Part::Kernels,
     Part::Ops,
+    Part::Models,
     Part::Generation,
     Part::Demo,
     Part::Failures,
@@ -147,6 +151,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Unit => unit::run(&mut bench),
             Part::Kernels => kernels::run(&mut bench),
             Part::Ops => ops::run(&mut bench),
+            Part::Models => models::run(&mut bench),
             Part::Generation => generation::run(&mut bench),
             Part::Demo => demos(&mut bench),
             Part::Failures => failures::run(&mut bench),
