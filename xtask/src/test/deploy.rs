@@ -1,6 +1,6 @@
 //! The files in `deploy/`, each handed to its own validator where this machine has one.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -22,21 +22,25 @@ pub(super) fn run(bench: &mut Bench<'_>) {
     }
     for file in ["host/vgpu.sysusers", "guest/vgpu.sysusers"] {
         bench.check(file, |_, _| {
-            validate("systemd-sysusers", &["--dry-run"], &at(file))
+            validate("systemd-sysusers", &["--dry-run"], &at(file), &[])
         });
     }
     bench.check("host/vgpu.tmpfiles", |_, _| {
+        // With users that this machine has in place of those that are to be made.
+        let replace = [(" vgpu vgpu ", " root root ")];
+        let copy = Copy::of(&at("host/vgpu.tmpfiles"), &replace)?;
         validate(
             "systemd-tmpfiles",
             &["--dry-run", "--create"],
-            &at("host/vgpu.tmpfiles"),
+            &copy.file,
+            &[],
         )
     });
     bench.check("guest/60-vgpu.rules", |_, _| {
-        validate("udevadm", &["verify"], &at("guest/60-vgpu.rules"))
+        validate("udevadm", &["verify"], &at("guest/60-vgpu.rules"), &[])
     });
     bench.check("vm/libvirt.xml", |_, _| {
-        validate("virt-xml-validate", &[], &at("vm/libvirt.xml"))
+        validate("virt-xml-validate", &[], &at("vm/libvirt.xml"), &["domain"])
     });
     for script in [
         "qemu-ivshmem",
@@ -45,7 +49,7 @@ pub(super) fn run(bench: &mut Bench<'_>) {
         "cloud-hypervisor",
     ] {
         let file = format!("vm/{script}.sh");
-        bench.check(&file, |_, _| validate("sh", &["-n"], &at(&file)));
+        bench.check(&file, |_, _| validate("sh", &["-n"], &at(&file), &[]));
     }
     bench.check("vm/firecracker.json", |_, _| {
         let text = std::fs::read_to_string(at("vm/firecracker.json")).context("reading it")?;
@@ -61,6 +65,7 @@ pub(super) fn run(bench: &mut Bench<'_>) {
                 "kubeconform",
                 &["-strict", "-ignore-missing-schemas"],
                 &at(&file),
+                &[],
             )
         });
     }
@@ -78,19 +83,38 @@ pub(super) fn run(bench: &mut Bench<'_>) {
 
 /// `systemd-analyze verify`, with a program that this machine has in place of the one that is to be installed.
 fn service(unit: &Path) -> Result<String> {
-    let scratch = Scratch::new()?;
-    let text = std::fs::read_to_string(unit).context("reading it")?;
-    ensure!(
-        text.contains("ExecStart=/usr/bin/vgpu serve "),
-        "it does not start /usr/bin/vgpu"
-    );
-    let copy = scratch.path().join(unit.file_name().context("a name")?);
-    std::fs::write(&copy, text.replace("/usr/bin/vgpu", "/bin/true")).context("copying it")?;
-    validate("systemd-analyze", &["verify", "--man=no"], &copy)
+    let copy = Copy::of(
+        unit,
+        &[("ExecStart=/usr/bin/vgpu serve ", "ExecStart=/bin/true ")],
+    )?;
+    validate("systemd-analyze", &["verify", "--man=no"], &copy.file, &[])
+}
+
+/// A file with some of its text replaced. Goes away.
+struct Copy {
+    file: PathBuf,
+    _scratch: Scratch,
+}
+
+impl Copy {
+    fn of(file: &Path, replace: &[(&str, &str)]) -> Result<Copy> {
+        let scratch = Scratch::new()?;
+        let mut text = std::fs::read_to_string(file).context("reading it")?;
+        for (old, new) in replace {
+            ensure!(text.contains(old), "there is no {old:?} in it");
+            text = text.replace(old, new);
+        }
+        let copy = scratch.path().join(file.file_name().context("a name")?);
+        std::fs::write(&copy, text).context("copying it")?;
+        Ok(Copy {
+            file: copy,
+            _scratch: scratch,
+        })
+    }
 }
 
 /// Runs a validator, if there is one; what it says on success is a warning, and warnings are failures.
-fn validate(program: &str, arguments: &[&str], file: &Path) -> Result<String> {
+fn validate(program: &str, arguments: &[&str], file: &Path, behind: &[&str]) -> Result<String> {
     let has = |arguments: &[&str]| packages::runs(program, arguments);
     let can = match program {
         "sh" => true,
@@ -110,13 +134,15 @@ fn validate(program: &str, arguments: &[&str], file: &Path) -> Result<String> {
     let output = Command::new(program)
         .args(arguments)
         .arg(file)
+        .args(behind)
         .output()
         .with_context(|| format!("starting {program}"))?;
     let said = String::from_utf8_lossy(&output.stderr);
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
     let mut said = said
         .lines()
-        // About other files of the machine, or of sysusers's plan.
-        .filter(|line| line.contains(&*file.file_name().unwrap_or_default().to_string_lossy()));
+        // The rest is about other files of the machine, or praise.
+        .filter(|line| line.contains(&*name) && !line.ends_with(" validates"));
     if !output.status.success() {
         bail!(
             "{program} ended with {}\n{}",

@@ -80,7 +80,8 @@ impl Qemu {
         })
     }
 
-    /// The fastest way to run a guest that works here: KVM, or emulation. (KVM inside a virtual machine may be there and fail.)
+    /// The fastest way to run a guest that can be relied on here: KVM, or emulation. (KVM inside a virtual machine may be
+    /// there, start a guest, and never run it.)
     pub(super) fn accelerator(&self) -> &'static str {
         let probe = || -> std::io::Result<bool> {
             let mut probe = self
@@ -97,7 +98,9 @@ impl Qemu {
             }
             Ok(probe.wait()?.success())
         };
-        if Path::new("/dev/kvm").exists() && probe().unwrap_or(false) {
+        let is_nested =
+            std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
+        if !is_nested && Path::new("/dev/kvm").exists() && probe().unwrap_or(false) {
             "kvm"
         } else {
             "tcg,thread=multi"
