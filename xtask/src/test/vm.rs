@@ -29,7 +29,7 @@ pub(super) fn run(bench: &mut Bench<'_>) {
     heading("a virtual machine on a QEMU with vfio-user");
     if let Some(mut booted) = boot(bench, &prepared, Device::VfioUser) {
         bench.check("the function in the guest", |_, _| {
-            booted.lists("Class 0302: 10de:2331")
+            booted.lists("0x030200 0x10de:0x2331")
         });
         bench.check("vgpu doctor in the guest, vfio-user", |_, _| {
             booted.doctor()
