@@ -259,7 +259,8 @@ fn environment(endpoint: Option<&str>) -> Vec<String> {
 }
 
 fn drop_in(root: &Path, environment: &[String]) -> String {
-    let mut text = format!("{HEADER}\n[Service]\n");
+    // Ollama looks for devices once, when it starts: on a host, behind the executor.
+    let mut text = format!("{HEADER}\n[Unit]\nAfter=vgpu.service\n\n[Service]\n");
     for variable in environment {
         text += &format!("Environment=\"{variable}\"\n");
     }
