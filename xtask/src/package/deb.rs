@@ -23,14 +23,12 @@ struct Control<'a> {
     depends: &'a str,
     summary: &'a str,
     description: &'a str,
-    /// Files that an administrator may change.
-    conffiles: &'a str,
     scripts: &'a [&'a str],
 }
 
 /// The command and its service.
 pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
-    let deploy = workspace::root().join("deploy/systemd");
+    let deploy = workspace::root().join("deploy/host");
     pack(
         &Control {
             name: HOST,
@@ -39,7 +37,6 @@ pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
             description: "The vgpu command, and a service that runs tensor work for virtual machines \
                           and\n containers that load libggml-vgpu.so. The service is not started by \
                           itself.",
-            conffiles: "/etc/default/vgpu\n",
             scripts: &["postinst", "prerm", "postrm"],
         },
         &[
@@ -49,7 +46,21 @@ pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
                 &deploy.join("vgpu.service"),
                 0o644,
             ),
-            ("etc/default/vgpu", &deploy.join("vgpu.default"), 0o644),
+            (
+                "usr/lib/systemd/system/vgpu@.service",
+                &deploy.join("vgpu@.service"),
+                0o644,
+            ),
+            (
+                "usr/lib/sysusers.d/vgpu.conf",
+                &deploy.join("vgpu.sysusers"),
+                0o644,
+            ),
+            (
+                "usr/lib/tmpfiles.d/vgpu.conf",
+                &deploy.join("vgpu.tmpfiles"),
+                0o644,
+            ),
         ],
         folder,
     )
@@ -58,7 +69,7 @@ pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
 /// The plugin, and what gives it access to a virtual machine's window. The command comes with the other
 /// package: `vgpu install` is what a guest needs of it.
 pub(super) fn guest(dist: &Dist, folder: &Path) -> Result<PathBuf> {
-    let rules = workspace::root().join("deploy/udev/70-vgpu.rules");
+    let rules = workspace::root().join("deploy/guest/60-vgpu.rules");
     pack(
         &Control {
             name: GUEST,
@@ -66,12 +77,11 @@ pub(super) fn guest(dist: &Dist, folder: &Path) -> Result<PathBuf> {
             summary: "GPU for LLM inference in a guest, as a ggml backend",
             description: "The plugin libggml-vgpu.so for Ollama, llama.cpp and other programs that \
                           compute with\n ggml. `vgpu install` gives it to Ollama.",
-            conffiles: "",
             scripts: &["postinst"],
         },
         &[
             ("usr/lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
-            ("usr/lib/udev/rules.d/70-vgpu.rules", &rules, 0o644),
+            ("usr/lib/udev/rules.d/60-vgpu.rules", &rules, 0o644),
         ],
         folder,
     )
@@ -126,10 +136,6 @@ fn pack(control: &Control<'_>, entries: &[Entry<'_>], folder: &Path) -> Result<P
         .collect();
     lay_out(&debian, &scripts)?;
     fs::write(debian.join("control"), text).context("writing a control file")?;
-    if !control.conffiles.is_empty() {
-        fs::write(debian.join("conffiles"), control.conffiles)
-            .context("writing a list of files")?;
-    }
     let package = folder.join(format!("{name}_{VERSION}_{architecture}.deb"));
     let mut dpkg = Command::new("dpkg-deb");
     dpkg.args(["--build", "--root-owner-group", "-Zxz"])

@@ -99,12 +99,12 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
             ("lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
             (
                 "share/systemd/vgpu.service",
-                &deploy.join("systemd/vgpu.service"),
+                &deploy.join("host/vgpu.service"),
                 0o644,
             ),
             (
-                "share/udev/70-vgpu.rules",
-                &deploy.join("udev/70-vgpu.rules"),
+                "share/udev/60-vgpu.rules",
+                &deploy.join("guest/60-vgpu.rules"),
                 0o644,
             ),
             ("README.md", &root.join("README.md"), 0o644),

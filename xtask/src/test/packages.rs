@@ -119,9 +119,10 @@ fn debian(packages: &Packages) -> Result<String> {
         for file in [
             "usr/bin/vgpu",
             "usr/lib/systemd/system/vgpu.service",
-            "etc/default/vgpu",
+            "usr/lib/systemd/system/vgpu@.service",
+            "usr/lib/sysusers.d/vgpu.conf",
             "usr/lib/vgpu/libggml-vgpu.so",
-            "usr/lib/udev/rules.d/70-vgpu.rules",
+            "usr/lib/udev/rules.d/60-vgpu.rules",
         ] {
             ensure!(machine.has(file), "{round}: no {file}");
         }
@@ -146,14 +147,9 @@ fn debian(packages: &Packages) -> Result<String> {
         .filter(|file| !file.starts_with("etc") && !file.starts_with("usr/local"))
         .collect();
     ensure!(unexpected.is_empty(), "left behind: {unexpected:?}");
-    ensure!(
-        machine.has("etc/default/vgpu"),
-        "a changeable file goes only when purged"
-    );
     machine
         .dpkg(&["--purge", GUEST, HOST], &[])
         .context("purging")?;
-    ensure!(!machine.has("etc/default/vgpu"), "it is left behind");
     let status = process::output(
         Command::new("dpkg-query")
             .arg("--admindir")
