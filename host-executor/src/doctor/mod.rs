@@ -23,7 +23,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ENDPOINT")]
     endpoint: Vec<Endpoint>,
 
-    /// The plugin. [default: GGML_BACKEND_PATH, or libggml-vgpu.so beside this program]
+    /// The plugin. [default: GGML_BACKEND_PATH, or libggml-vgpu.so beside this program or in ../lib/vgpu]
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
 

@@ -16,11 +16,8 @@ pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Rep
     let named = plugin
         .map(Path::to_path_buf)
         .or_else(|| std::env::var_os("GGML_BACKEND_PATH").map(PathBuf::from));
-    let beside = std::env::current_exe()
-        .ok()
-        .and_then(|exe| Some(exe.parent()?.join("libggml-vgpu.so")))
-        .filter(|file| file.exists());
-    let Some(file) = named.or(beside) else {
+    // Where the packages put it.
+    let Some(file) = named.or_else(|| crate::install::plugin(None).ok()) else {
         report.note(
             "plugin",
             "not looked at: name it with --plugin (the host itself needs none)",
@@ -62,6 +59,9 @@ pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Rep
         "plugin",
         format!("{}: loads, and exports what ggml looks for", file.display()),
     );
+    if let Ok(stamp) = crate::install::describe(&file) {
+        report.ok("plugin", stamp);
+    }
     if !has_ggml {
         report.note(
             "plugin",

@@ -220,8 +220,14 @@ fn endpoint(named: Option<String>) -> Result<Option<String>> {
     Ok(Some(text))
 }
 
+/// Which plugin a file is, and which ggml it works with, in words.
+pub(crate) fn describe(plugin: &Path) -> Result<String> {
+    let stamp = Stamp::of(&Library::read(plugin)?)?;
+    Ok(format!("{stamp}, for ggml {}", stamp.ggml))
+}
+
 /// The plugin's file: the one named, or one that was installed or built with this program.
-fn plugin(named: Option<PathBuf>) -> Result<PathBuf> {
+pub(crate) fn plugin(named: Option<PathBuf>) -> Result<PathBuf> {
     if let Some(file) = named {
         return Ok(file);
     }
