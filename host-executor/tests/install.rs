@@ -173,7 +173,8 @@ fn both_files_come_and_go_and_nothing_else_changes() {
     assert_eq!(
         drop_in,
         "# Written by `vgpu install`; `vgpu uninstall` removes it.\n[Unit]\nAfter=vgpu.service\n\n\
-         [Service]\n         Environment=\"OLLAMA_LLM_LIBRARY=vgpu\"\nEnvironment=\"OLLAMA_FLASH_ATTENTION=1\"\n\
+         [Service]\n\
+         Environment=\"OLLAMA_LLM_LIBRARY=vgpu\"\nEnvironment=\"OLLAMA_FLASH_ATTENTION=1\"\n\
          Environment=\"VGPU_REQUIRED=1\"\n\
          Environment=\"VGPU_ENDPOINT=unix:/run/vgpu/vgpu.sock\"\n"
     );

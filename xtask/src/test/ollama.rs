@@ -28,6 +28,8 @@ const LARGE: &str = "large";
 const EMBEDDER: &str = "embedder";
 /// A window small enough to be outgrown.
 const WINDOW: u64 = 256;
+/// What the executor may use: several times what all models take.
+const MEMORY: &str = "3G";
 /// Texts to embed, and how much like the CPU's their vectors have to be.
 const SENTENCES: usize = 100;
 const LIKENESS: f64 = 0.9999;
@@ -163,7 +165,15 @@ impl<'a> Stage<'a> {
             self.executor_logs.len()
         );
         let log = workspace::reports().join(name);
-        let executor = Executor::start(&self.needed.dist, &socket, workspace::cores(), &log)?;
+        // Less than this machine has, so that what other programs use does not show in the figures.
+        let memory = ["--memory", MEMORY];
+        let executor = Executor::start_with(
+            &self.needed.dist,
+            &socket,
+            workspace::cores(),
+            &log,
+            &memory,
+        )?;
         self.executor_logs.push(log);
         self.executor = Some(executor);
         Ok(())
@@ -330,7 +340,7 @@ fn memory(stage: &mut Stage<'_>) -> Result<String> {
         .context("looking at a model")?
         .len()
         >> 20;
-    // The machine's other programs use memory, too; half a model is more than they change meanwhile.
+    // A model takes more than its file; rounding to MiB must not matter.
     let line = format!("{total} MiB: {before} free, {loaded} with a model of {size}");
     ensure!(
         total > 0 && before <= total && before > loaded + size / 2,
