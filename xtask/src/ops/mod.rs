@@ -59,6 +59,8 @@ impl Suite<'_> {
         }
         let stats = workspace::reports().join(format!("test-backend-ops-{}.stats.json", self.name));
         host::set_backend(&mut program, &self.backend, &stats);
+        // What the plugin says of uploads would stand in the middle of the program's lines.
+        program.env("VGPU_LOG", "warn");
         if let Some(library) = &self.preload {
             preload::set(&mut program, library);
         }
