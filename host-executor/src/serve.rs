@@ -50,7 +50,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FOLDER")]
     certs: Option<PathBuf>,
 
-    /// A virtual machine to serve: NAME,socket=PATH[,window=SIZE][,silence=SECONDS]. May be given several times.
+    /// A virtual machine to serve: NAME,socket=PATH and, where the defaults will not do, ",window=SIZE" and
+    /// ",silence=SECONDS". May be given several times.
     ///
     /// Its QEMU, of any version, gets the device by
     /// -chardev socket,id=vgpu0,path=PATH -device ivshmem-doorbell,chardev=vgpu0,vectors=1 and has to be started after
