@@ -17,7 +17,7 @@ use crate::abi::{
     ggml_status, ggml_tensor,
 };
 use crate::device::Device;
-use crate::ffi::{guard, object};
+use crate::ffi::{guard, object, pieces};
 use crate::progress::Progress;
 use crate::session::{Allocation, Session, SessionError};
 
@@ -432,9 +432,8 @@ unsafe extern "C" fn set_tensor_2d(
     stride_tensor: usize,
     stride_data: usize,
 ) {
-    for i in 0..copies {
-        let piece = data.wrapping_byte_add(i.wrapping_mul(stride_data));
-        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor)); // in the tensor, as ggml has checked
+    for (at, from) in pieces(copies, offset, stride_tensor, stride_data) {
+        let piece = data.wrapping_byte_add(from);
         // SAFETY: ggml vouches for every piece as for the whole of a `set_tensor`.
         unsafe { set_tensor(buffer, tensor, piece, at, size) };
     }
@@ -451,9 +450,8 @@ unsafe extern "C" fn get_tensor_2d(
     stride_tensor: usize,
     stride_data: usize,
 ) {
-    for i in 0..copies {
-        let piece = data.wrapping_byte_add(i.wrapping_mul(stride_data));
-        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor)); // in the tensor, as ggml has checked
+    for (at, from) in pieces(copies, offset, stride_tensor, stride_data) {
+        let piece = data.wrapping_byte_add(from);
         // SAFETY: ggml vouches for every piece as for the whole of a `get_tensor`.
         unsafe { get_tensor(buffer, tensor, piece, at, size) };
     }

@@ -37,6 +37,19 @@ pub(crate) unsafe fn object<'a, T>(ptr: *const T) -> Option<&'a T> {
     unsafe { ptr.as_ref() }
 }
 
+/// Where each piece of a 2D copy begins: in its tensor, which ggml has checked, and in the program's memory.
+pub(crate) fn pieces(
+    copies: usize,
+    offset: usize,
+    stride_tensor: usize,
+    stride_data: usize,
+) -> impl Iterator<Item = (usize, usize)> {
+    (0..copies).map(move |i| {
+        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor));
+        (at, i.wrapping_mul(stride_data))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::guard;

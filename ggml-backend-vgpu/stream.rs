@@ -18,7 +18,7 @@ use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::encode::{EncodeError, Encoder};
 use crate::event::Event;
-use crate::ffi::{guard, object};
+use crate::ffi::{guard, object, pieces};
 use crate::session::{Session, SessionError, StreamId};
 
 /// Tells our streams from those of other backends. 16 bytes chosen once.
@@ -213,9 +213,8 @@ unsafe extern "C" fn set_tensor_2d_async(
     stride_tensor: usize,
     stride_data: usize,
 ) {
-    for i in 0..copies {
-        let piece = data.wrapping_byte_add(i.wrapping_mul(stride_data));
-        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor)); // in the tensor, as ggml has checked
+    for (at, from) in pieces(copies, offset, stride_tensor, stride_data) {
+        let piece = data.wrapping_byte_add(from);
         // SAFETY: ggml vouches for every piece as for the whole of a `set_tensor_async`.
         unsafe { set_tensor_async(backend, tensor, piece, at, size) };
     }
@@ -232,9 +231,8 @@ unsafe extern "C" fn get_tensor_2d_async(
     stride_tensor: usize,
     stride_data: usize,
 ) {
-    for i in 0..copies {
-        let piece = data.wrapping_byte_add(i.wrapping_mul(stride_data));
-        let at = offset.wrapping_add(i.wrapping_mul(stride_tensor)); // in the tensor, as ggml has checked
+    for (at, from) in pieces(copies, offset, stride_tensor, stride_data) {
+        let piece = data.wrapping_byte_add(from);
         // SAFETY: ggml vouches for every piece as for the whole of a `get_tensor_async`.
         unsafe { get_tensor_async(backend, tensor, piece, at, size) };
     }

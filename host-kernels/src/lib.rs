@@ -6,5 +6,6 @@
 pub mod cpu;
 pub mod cuda;
 mod engine;
+mod rope;
 
 pub use engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, SharedMemory};

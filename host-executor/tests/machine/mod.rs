@@ -17,11 +17,13 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use vgpu_executor::vm::{IvshmemDoor, VmOptions};
 use vgpu_executor::{Limits, Server};
 use vgpu_transport::link::pci::discover::{Address, all};
-use vgpu_transport::link::pci::{DOORBELL, PciError, connect};
+use vgpu_transport::link::pci::{DOORBELL, PciError, connect, directory};
 use vgpu_transport::link::window::WindowGuest;
-use vgpu_transport::window::memory::{Registers, sealed_file};
+use vgpu_transport::window::memory::{Memory as _, Registers, Window, sealed_file};
 
 use crate::common::{Guest, PATIENCE, cpu};
+
+const PAGE: usize = 4096;
 
 /// A private folder that goes away.
 pub(crate) struct Dir(pub(crate) PathBuf);
@@ -90,7 +92,13 @@ impl Machine {
         let (own, own_bell) = next(&line);
         assert_eq!(own, id);
         assert!(own_bell.is_some());
-        Machine::new(memory.unwrap(), bell.unwrap(), line)
+        // Machines take longer to start than the host to write the first page of the window.
+        let memory = memory.unwrap();
+        let page = Window::map_part(memory.as_fd(), 0, PAGE).unwrap();
+        wait_for("the first page of the window", || {
+            page.load(directory::word::MAGIC) == directory::MAGIC
+        });
+        Machine::new(memory, bell.unwrap(), line)
     }
 
     /// A device at 0000:00:05.0, of the window and of registers that a thread watches, as QEMU watches them.

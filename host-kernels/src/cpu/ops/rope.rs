@@ -3,7 +3,7 @@
 //! Each row is one head of one token. Pairs of its elements are points in the plane, turned by an angle
 //! that is the token's position times a frequency, which falls from pair to pair.
 
-use vgpu_transport::ir::{Op, OpKind, RopeMode, Rule, Type, TypeSet};
+use vgpu_transport::ir::{OpKind, RopeMode, Rule, Type, TypeSet};
 
 use super::gather::RowReader;
 use crate::cpu::formats::Format;
@@ -11,6 +11,7 @@ use crate::cpu::plan::{Compiled, Operands};
 use crate::cpu::simd::{Simd, Task, chunks, dispatch};
 use crate::cpu::view::View;
 use crate::engine::EngineError;
+use crate::rope::{Rotation, greater, less};
 
 /// What this file runs.
 pub(super) fn rules() -> Vec<Rule> {
@@ -21,14 +22,21 @@ pub(super) fn rules() -> Vec<Rule> {
 /// ROPE and ROPE_BACK.
 pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     let (x, positions, dst) = (operands.src(0), operands.src(1), operands.dst());
-    let angles = Angles::new(operands.op(), operands.optional(2));
-    let (start, n) = (angles.start, 2 * angles.pairs);
+    let angles = Angles {
+        rotation: Rotation::of(operands.op()).expect("this family has one operator"),
+        factors: operands.optional(2),
+    };
+    let (start, pairs) = (
+        angles.rotation.start as usize,
+        angles.rotation.pairs as usize,
+    );
+    let n = 2 * pairs;
     let tokens = x.ne[2];
     let reader = RowReader::new(&x);
     let writer = RowWriter::new(&dst);
 
     // Each thread has a row, and the cosines and sines of a token.
-    let sizes = [x.ne[0], angles.pairs, angles.pairs].map(|n| n.next_multiple_of(16));
+    let sizes = [x.ne[0], pairs, pairs].map(|n| n.next_multiple_of(16));
     let each = sizes.iter().sum::<usize>();
     Ok(Compiled {
         kernels: vec![Box::new(move |w| {
@@ -39,8 +47,8 @@ pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
                 let part = |at, n| std::slice::from_raw_parts_mut(own.add(at), n);
                 (
                     part(0, x.ne[0]),
-                    part(sizes[0], angles.pairs),
-                    part(sizes[0] + sizes[1], angles.pairs),
+                    part(sizes[0], pairs),
+                    part(sizes[0] + sizes[1], pairs),
                 )
             };
             let mut turned_for = None;
@@ -61,7 +69,7 @@ pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
                     x: &mut row[start..start + n],
                     cos,
                     sin,
-                    neighbours: angles.mode == RopeMode::Normal,
+                    neighbours: angles.rotation.mode == RopeMode::Normal,
                 });
                 // SAFETY: as above.
                 unsafe { writer.write(row, dst.row_ptr(index)) };
@@ -107,79 +115,15 @@ impl RowWriter {
 /// By how much each pair of a row is turned.
 #[derive(Clone, Copy)]
 struct Angles {
-    mode: RopeMode,
-    /// The first element that is turned.
-    start: usize,
-    pairs: usize,
-    /// What a pair's frequency is of the one before it.
-    step: f32,
+    rotation: Rotation,
     /// Divisors of the frequencies, an f32 for each pair.
     factors: Option<View>,
-    sections: [i64; 4],
-    /// -1 for the gradient, which turns back.
-    sign: f32,
-    freq_scale: f32,
-    ext_factor: f32,
-    /// The length of the turned vectors, in units of theirs.
-    magnitude: f32,
-    /// The pairs between which YaRN goes from extrapolated to interpolated frequencies.
-    ramp: [f32; 2],
 }
 
 impl Angles {
-    fn new(op: &Op, factors: Option<View>) -> Angles {
-        let &Op::Rope {
-            mode,
-            backward,
-            n_dims,
-            n_offs,
-            n_ctx_orig,
-            freq_base,
-            freq_scale,
-            ext_factor,
-            attn_factor,
-            beta_fast,
-            beta_slow,
-            sections,
-        } = op
-        else {
-            unreachable!("this family has one operator")
-        };
-        // The pair that turns `rotations` times over the context the model was trained with.
-        let pair_of = |rotations: f32| {
-            let turns = n_ctx_orig as f32 / (rotations * 2.0 * std::f32::consts::PI);
-            n_dims as f32 * turns.ln() / (2.0 * freq_base.ln())
-        };
-        let (first, last) = (pair_of(beta_fast).floor(), pair_of(beta_slow).ceil());
-        let end = n_dims as f32 - 1.0;
-        let magnitude = if ext_factor == 0.0 {
-            attn_factor
-        } else {
-            attn_factor * (1.0 + 0.1 * (1.0 / freq_scale).ln())
-        };
-        Angles {
-            mode,
-            start: n_offs as usize,
-            // Vision positions turn each element of the rotated half with one of the other half.
-            pairs: if mode == RopeMode::Vision {
-                n_dims
-            } else {
-                n_dims / 2
-            } as usize,
-            step: freq_base.powf(-2.0 / n_dims as f32),
-            factors,
-            sections: sections.map(i64::from),
-            sign: if backward { -1.0 } else { 1.0 },
-            freq_scale,
-            ext_factor,
-            magnitude,
-            ramp: [greater(0.0, first), less(end, last)],
-        }
-    }
-
     /// The cosine and sine of every pair's angle. `position` gives the token's position on an axis.
     fn fill(&self, position: impl Fn(usize) -> f32, cos: &mut [f32], sin: &mut [f32]) {
-        let axes = match self.mode {
+        let axes = match self.rotation.mode {
             RopeMode::Normal | RopeMode::Neox => 1,
             RopeMode::Mrope | RopeMode::Imrope | RopeMode::Vision => 4,
         };
@@ -198,25 +142,27 @@ impl Angles {
             });
             let (c, s) = self.turn(i, theta[axis] / factor);
             *cos = c;
-            *sin = s * self.sign;
-            theta.iter_mut().for_each(|theta| *theta *= self.step);
+            *sin = s * self.rotation.sign;
+            theta
+                .iter_mut()
+                .for_each(|theta| *theta *= self.rotation.step);
         }
     }
 
     /// The axis of whose position pair `i` tells. In vision mode frequencies begin anew in each
     /// section.
     fn axis(&self, i: usize, origin: &[f32; 4], theta: &mut [f32; 4]) -> usize {
-        let [t, h, w, e] = self.sections;
+        let [t, h, w, e] = self.rotation.sections.map(i64::from);
         let ends = [t, t + h, t + h + w];
         let sector = i as i64 % (t + h + w + e);
-        if self.mode == RopeMode::Vision {
+        if self.rotation.mode == RopeMode::Vision {
             // Sections without pairs begin where the next does; the first of them is meant.
             let begins = [0, ends[0], ends[1], ends[2]];
             if let Some(axis) = begins.iter().position(|&begin| begin == sector) {
                 theta[axis] = origin[axis];
             }
         }
-        if self.mode == RopeMode::Imrope {
+        if self.rotation.mode == RopeMode::Imrope {
             match sector % 3 {
                 1 if sector < 3 * h => 1,
                 2 if sector < 3 * w => 2,
@@ -230,25 +176,21 @@ impl Angles {
 
     /// The cosine and sine for pair `i` at `theta`, as YaRN corrects both.
     fn turn(&self, i: usize, theta: f32) -> (f32, f32) {
-        let mut angle = self.freq_scale * theta;
-        if self.ext_factor != 0.0 {
-            let [low, high] = self.ramp;
+        let Rotation {
+            freq_scale,
+            ext_factor,
+            magnitude,
+            ramp: [low, high],
+            ..
+        } = self.rotation;
+        let mut angle = freq_scale * theta;
+        if ext_factor != 0.0 {
             let along = (i as f32 - low) / greater(0.001, high - low);
-            let mix = (1.0 - less(1.0, greater(0.0, along))) * self.ext_factor;
+            let mix = (1.0 - less(1.0, greater(0.0, along))) * ext_factor;
             angle = angle * (1.0 - mix) + theta * mix;
         }
-        (angle.cos() * self.magnitude, angle.sin() * self.magnitude)
+        (angle.cos() * magnitude, angle.sin() * magnitude)
     }
-}
-
-/// The greater; `b` if it is NaN.
-fn greater(a: f32, b: f32) -> f32 {
-    if a > b { a } else { b }
-}
-
-/// The less; `b` if it is NaN.
-fn less(a: f32, b: f32) -> f32 {
-    if a < b { a } else { b }
 }
 
 /// Turns the pairs of `x`, two for each cosine: neighbours, or one of each half.
