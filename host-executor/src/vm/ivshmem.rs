@@ -11,7 +11,7 @@ use tracing::{info, warn};
 use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow, ivshmem};
 
 use super::{VmListenError, VmOptions, listen_stream};
-use crate::server::{Door, Guest, Peer};
+use crate::server::{Door, Guest};
 use crate::service;
 
 /// Where a virtual machine's guests come in.
@@ -127,13 +127,7 @@ impl Door for IvshmemDoor {
                 }
                 Ok(None)
             }
-            VmEvent::Arrival(arrival) => Ok(Some(Guest {
-                peer: Peer {
-                    endpoint: format!("vm {} slot {}", self.options.name, arrival.slot()),
-                    process: None,
-                },
-                open: Box::new(move || Ok(Box::new(arrival.handshake()?) as _)),
-            })),
+            VmEvent::Arrival(arrival) => Ok(Some(self.options.guest(arrival))),
         }
     }
 }

@@ -8,11 +8,14 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use vgpu_transport::link::pci::PciArrival;
 use vgpu_transport::link::pci::directory::{DEFAULT_SIZE, MAX_SIZE, MIN_SIZE};
 
 pub use ivshmem::IvshmemDoor;
 pub use stream::{VmListenError, listen_stream};
 pub use vfio_user::VfioUserDoor;
+
+use crate::server::{Guest, Peer};
 
 /// How long a guest process may be silent before it counts as dead.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -28,6 +31,19 @@ pub struct VmOptions {
     pub window: usize,
     /// How long a program in it may be silent before its session ends. (A host cannot see it die.) `None`: for ever.
     pub silence: Option<Duration>,
+}
+
+impl VmOptions {
+    /// The guest that a program in this virtual machine is.
+    fn guest(&self, arrival: PciArrival) -> Guest {
+        Guest {
+            peer: Peer {
+                endpoint: format!("vm {} slot {}", self.name, arrival.slot()),
+                process: None,
+            },
+            open: Box::new(move || Ok(Box::new(arrival.handshake()?) as _)),
+        }
+    }
 }
 
 impl FromStr for VmOptions {

@@ -22,7 +22,7 @@ use vgpu_transport::window::doorbell::new_eventfd;
 use vgpu_transport::window::memory::sealed_file;
 
 use super::{VmListenError, VmOptions, listen_stream};
-use crate::server::{Door, Guest, Peer};
+use crate::server::{Door, Guest};
 use device::{BAR0_SIZE, CONFIG_SIZE, Function};
 
 /// Regions of a VFIO PCI device: six BARs, ROM, configuration space, VGA.
@@ -157,13 +157,7 @@ impl Door for VfioUserDoor {
                 self.machine = None;
                 Ok(None)
             }
-            VmEvent::Arrival(arrival) => Ok(Some(Guest {
-                peer: Peer {
-                    endpoint: format!("vm {} slot {}", self.options.name, arrival.slot()),
-                    process: None,
-                },
-                open: Box::new(move || Ok(Box::new(arrival.handshake()?) as _)),
-            })),
+            VmEvent::Arrival(arrival) => Ok(Some(self.options.guest(arrival))),
         }
     }
 }
