@@ -158,14 +158,13 @@ DEVICE i64 thread_count() { return static_cast<i64>(gridDim.x) * blockDim.x; }
 // ---- Reductions. All threads of the warp, or of the block, take part; all get the result.
 
 struct Sum {
-    static constexpr float ZERO = 0.0f;
-    static DEVICE float of(float a, float b) { return a + b; }
+    template <class T> static DEVICE T of(T a, T b) { return a + b; }
 };
 struct Largest {
     static DEVICE float of(float a, float b) { return fmaxf(a, b); }
 };
 
-template <class R> DEVICE float warp_reduce(float x) {
+template <class R, class T> DEVICE T warp_reduce(T x) {
     for (int step = WARP / 2; step > 0; step /= 2) {
         x = R::of(x, __shfl_xor_sync(0xffffffffu, x, step));
     }
@@ -173,8 +172,8 @@ template <class R> DEVICE float warp_reduce(float x) {
 }
 
 // `identity` leaves values as they are. Blocks have whole warps, at most 32.
-template <class R> DEVICE float block_reduce(float x, float identity) {
-    __shared__ float parts[WARP];
+template <class R, class T> DEVICE T block_reduce(T x, T identity) {
+    __shared__ T parts[WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_reduce<R>(x);
     if (warps == 1) {

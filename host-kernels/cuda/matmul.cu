@@ -59,22 +59,28 @@ DEVICE float* result(const View& dst, i64 i0, i64 i1, i64 i2, i64 i3) {
     return reinterpret_cast<float*>(address(dst, Index{{i0, i1, i2, i3}}));
 }
 
-} // namespace
-
-// Many columns: a block for each tile; blockIdx.z counts batches.
-KERNEL(vg_mul_mat, VgMulMatParams, 256) {
+// A block for each tile; blockIdx.z counts batches. `OUTER`: the terms of a sum are the rows of both operands, not their
+// elements.
+template <bool OUTER> DEVICE void multiply(const VgMulMatParams& p) {
     const VgCodebooks* books = codebooks(p.codebooks);
+    auto value = [&](const View& v, const u8* matrix, i64 i, i64 k) {
+        return row_value(v.type, books, matrix + (OUTER ? k : i) * v.nb[1], v.nb[0], OUTER ? i : k);
+    };
     for (i64 batch = blockIdx.z; batch < p.dst.ne[2] * p.dst.ne[3]; batch += gridDim.z) {
         i64 i2 = batch % p.dst.ne[2], i3 = batch / p.dst.ne[2];
         const u8* w = weights_of(p, i2, i3);
         const u8* x = address(p.x, Index{{0, 0, i2, i3}});
         multiply_tile(
-            p.dst.ne[0], p.dst.ne[1], p.w.ne[0],
-            [&](i64 r, i64 k) { return row_value(p.w.type, books, w + r * p.w.nb[1], p.w.nb[0], k); },
-            [&](i64 c, i64 k) { return row_value(p.x.type, books, x + c * p.x.nb[1], p.x.nb[0], k); },
+            p.dst.ne[0], p.dst.ne[1], p.w.ne[OUTER ? 1 : 0], [&](i64 r, i64 k) { return value(p.w, w, r, k); },
+            [&](i64 c, i64 k) { return value(p.x, x, c, k); },
             [&](i64 r, i64 c, float sum) { *result(p.dst, r, c, i2, i3) = sum; });
     }
 }
+
+} // namespace
+
+// Many columns.
+KERNEL(vg_mul_mat, VgMulMatParams, 256) { multiply<false>(p); }
 
 // Few columns: a warp for each row of weights, which is read once for up to eight of them. blockIdx.y counts
 // groups of columns, blockIdx.z batches.
@@ -141,16 +147,4 @@ KERNEL(vg_mul_mat_id, VgMulMatParams, 128) {
     }
 }
 
-KERNEL(vg_out_prod, VgMulMatParams, 256) {
-    const VgCodebooks* books = codebooks(p.codebooks);
-    for (i64 batch = blockIdx.z; batch < p.dst.ne[2] * p.dst.ne[3]; batch += gridDim.z) {
-        i64 i2 = batch % p.dst.ne[2], i3 = batch / p.dst.ne[2];
-        const u8* w = weights_of(p, i2, i3);
-        const u8* x = address(p.x, Index{{0, 0, i2, i3}});
-        multiply_tile(
-            p.dst.ne[0], p.dst.ne[1], p.w.ne[1],
-            [&](i64 r, i64 k) { return row_value(p.w.type, books, w + k * p.w.nb[1], p.w.nb[0], r); },
-            [&](i64 c, i64 k) { return row_value(p.x.type, books, x + k * p.x.nb[1], p.x.nb[0], c); },
-            [&](i64 r, i64 c, float sum) { *result(p.dst, r, c, i2, i3) = sum; });
-    }
-}
+KERNEL(vg_out_prod, VgMulMatParams, 256) { multiply<true>(p); }

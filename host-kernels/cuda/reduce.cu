@@ -3,28 +3,6 @@
 
 namespace {
 
-// Sums in double: rows can be long.
-DEVICE double block_sum(double x) {
-    __shared__ double parts[WARP];
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        x += __shfl_xor_sync(0xffffffffu, x, step);
-    }
-    if (warps == 1) {
-        return x;
-    }
-    __syncthreads();
-    if (lane == 0) {
-        parts[warp] = x;
-    }
-    __syncthreads();
-    x = lane < warps ? parts[lane] : 0.0;
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        x += __shfl_xor_sync(0xffffffffu, x, step);
-    }
-    return x;
-}
-
 // A number whose order is that of the floats; the zeros are equal, NaN is the last in either order.
 DEVICE u32 sort_key(float x, u32 descending) {
     if (x != x) {
@@ -41,11 +19,11 @@ KERNEL(vg_sum_rows, VgReduceParams, 256) {
     for (i64 r = blockIdx.x; r < rows(p.dst); r += gridDim.x) {
         Index at = row_of(p.dst, r);
         const u8* from = address(p.src, at);
-        double sum = 0.0;
+        double sum = 0.0; // rows can be long
         for (i64 i = threadIdx.x; i < p.src.ne[0]; i += blockDim.x) {
             sum += load(p.src.type, from + i * p.src.nb[0]);
         }
-        sum = block_sum(sum);
+        sum = block_reduce<Sum>(sum, 0.0);
         if (threadIdx.x == 0) {
             store(p.dst.type, address(p.dst, at), static_cast<float>(sum / p.by));
         }
@@ -159,7 +137,7 @@ KERNEL(vg_sum, VgTotalParams, 256) {
             sum += load(p.a.type, address(p.a, index_of(p.a, e)));
         }
     }
-    sum = block_sum(sum);
+    sum = block_reduce<Sum>(sum, 0.0);
     if (threadIdx.x == 0) {
         if (p.finish) {
             store(p.dst.type, reinterpret_cast<u8*>(p.dst.data), static_cast<float>(sum));
@@ -185,7 +163,7 @@ KERNEL(vg_count_equal, VgTotalParams, 256) {
             count += a == b ? 1.0 : 0.0;
         }
     }
-    count = block_sum(count);
+    count = block_reduce<Sum>(count, 0.0);
     if (threadIdx.x == 0) {
         if (p.finish) {
             *reinterpret_cast<i64*>(p.dst.data) = static_cast<i64>(count);

@@ -145,3 +145,11 @@ pub enum RunError {
         message: String,
     },
 }
+
+/// Refuses an access to memory of `size` bytes that is not all inside.
+pub(crate) fn check_range(offset: u64, len: u64, size: u64) -> Result<(), EngineError> {
+    match offset.checked_add(len) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(EngineError::OutOfBounds { offset, len, size }),
+    }
+}

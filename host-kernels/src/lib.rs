@@ -7,5 +7,6 @@ pub mod cpu;
 pub mod cuda;
 mod engine;
 mod rope;
+mod types;
 
 pub use engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, SharedMemory};

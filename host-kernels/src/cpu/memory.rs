@@ -15,7 +15,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::window::memory::sealed_file_named;
 
-use crate::engine::{EngineError, Memory, MemoryInfo, SharedMemory};
+use crate::engine::{EngineError, Memory, MemoryInfo, SharedMemory, check_range};
 
 /// Files have whole pages. (Of the smallest size there is; larger ones are multiples.)
 const PAGE: usize = 4096;
@@ -178,14 +178,8 @@ impl CpuMemory {
 
     /// The address of `len` bytes from `offset`, if they lie inside.
     fn range(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
-        match offset.checked_add(len) {
-            Some(end) if end <= self.size as u64 => Ok(self.as_ptr().wrapping_add(offset as usize)),
-            _ => Err(EngineError::OutOfBounds {
-                offset,
-                len,
-                size: self.size as u64,
-            }),
-        }
+        check_range(offset, len, self.size as u64)?;
+        Ok(self.as_ptr().wrapping_add(offset as usize))
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
 use super::device::{Address, Device};
-use crate::engine::{EngineError, Memory};
+use crate::engine::{EngineError, Memory, check_range};
 
 /// An allocation on a device.
 pub(super) struct CudaMemory {
@@ -39,16 +39,8 @@ impl CudaMemory {
 
     /// The address of `len` bytes at `offset`.
     fn range(&self, offset: u64, len: u64) -> Result<Address, EngineError> {
-        let inside = offset.checked_add(len).is_some_and(|end| end <= self.size);
-        if inside {
-            Ok(self.address + offset)
-        } else {
-            Err(EngineError::OutOfBounds {
-                offset,
-                len,
-                size: self.size,
-            })
-        }
+        check_range(offset, len, self.size)?;
+        Ok(self.address + offset)
     }
 }
 

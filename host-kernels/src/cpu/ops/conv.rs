@@ -8,7 +8,7 @@ use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
 use super::elements::{self, Element, copy_line};
 use super::im2col::{Images, Move, Patches};
-use super::lines::{Access, F32, FLOATS, Map, STAGE, apply, maps};
+use super::lines::{Access, Map, STAGE, apply, maps};
 use super::sequence::Sequence;
 use super::staging::Layout;
 use crate::cpu::formats::Format;
@@ -17,6 +17,7 @@ use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::pool::Worker;
 use crate::cpu::simd::{Lanes, Simd};
 use crate::cpu::view::View;
+use crate::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     let convolutions = [

@@ -2,12 +2,13 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::elements::{self, ANY, copy_line};
+use super::elements::{self, copy_line};
 use super::gather::real_types;
-use super::lines::{Access, FLOATS};
+use super::lines::Access;
 use super::sequence::Sequence;
 use crate::cpu::plan::{Compiled, Operands};
 use crate::cpu::view::View;
+use crate::types::{ANY, FLOATS};
 
 /// Elements of one piece of work, and floats on the stack while it is converted. A multiple of every
 /// block.

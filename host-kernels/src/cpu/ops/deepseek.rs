@@ -4,12 +4,13 @@ use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
 use super::elementwise::{Add, Scale};
 use super::gather::real_types;
-use super::lines::{Access, F32, FLOATS, Map, STAGE, Weighted, apply, maps};
+use super::lines::{Access, Map, STAGE, Weighted, apply, maps};
 use super::staging::Layout;
 use crate::cpu::gemm::MatmulKernel;
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::simd::{Lanes, Simd};
 use crate::cpu::view::View;
+use crate::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![

@@ -1,26 +1,11 @@
 //! Elements moved as they are: no conversion, no arithmetic, any type.
 
-use vgpu_transport::ir::{Type, TypeSet};
+use vgpu_transport::ir::Type;
 
 use super::walk::Walk;
 use crate::cpu::formats::{f32_to_bf16, f32_to_f16};
 use crate::cpu::plan::Kernel;
 use crate::cpu::view::View;
-
-/// Types with one element per block.
-pub(super) const PLAIN: TypeSet = TypeSet::of(&[
-    Type::F32,
-    Type::F16,
-    Type::Bf16,
-    Type::F64,
-    Type::I8,
-    Type::I16,
-    Type::I32,
-    Type::I64,
-]);
-
-/// All types there are.
-pub(super) const ANY: TypeSet = TypeSet::of(Type::ALL);
 
 /// Bytes that one piece of work moves.
 const GRAIN_BYTES: usize = 1 << 15;

@@ -2,11 +2,12 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::lines::{Access, F32, FLOATS, Map, STAGE, apply, map, maps};
+use super::lines::{Access, Map, STAGE, apply, map, maps};
 use crate::cpu::formats::Format;
 use crate::cpu::plan::{Compiled, Operands, check_index};
 use crate::cpu::simd::{Lanes, Simd};
 use crate::cpu::view::View;
+use crate::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     let mut rules = vec![

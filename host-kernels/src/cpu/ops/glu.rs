@@ -2,11 +2,12 @@
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Rule};
 
-use super::lines::{FLOATS, Map, map, maps};
+use super::lines::{Map, map, maps};
 use super::unary::{Gelu, GeluErf, GeluQuick, Silu};
 use super::walk::window;
 use crate::cpu::plan::{Compiled, Operands};
 use crate::cpu::simd::{Lanes, Simd};
+use crate::types::FLOATS;
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![Rule::new(OpKind::Glu, FLOATS, &[FLOATS, FLOATS])]

@@ -2,10 +2,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::elements::{self, ANY, Element, each_row};
-use super::lines::{Access, F32, FLOATS};
+use super::elements::{self, Element, each_row};
+use super::lines::Access;
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::view::View;
+use crate::types::{ANY, F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![

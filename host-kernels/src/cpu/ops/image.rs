@@ -5,10 +5,11 @@ use vgpu_transport::ir::{Op, OpKind, Rule, ScaleMode, Type, TypeSet};
 
 use super::elements::{self, Element, copy_line, each_row};
 use super::elementwise::Add;
-use super::lines::{F32, FLOATS, map};
+use super::lines::map;
 use super::walk::laid_out;
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::view::View;
+use crate::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     let halves = TypeSet::of(&[Type::F16, Type::Bf16]);

@@ -11,7 +11,7 @@
 
 use std::mem::MaybeUninit;
 
-use vgpu_transport::ir::{Type, TypeSet};
+use vgpu_transport::ir::Type;
 
 use super::walk::Walk;
 use crate::cpu::formats::{Format, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
@@ -27,12 +27,6 @@ const GRAIN: usize = 2048;
 
 /// Elements that are added up in `f32` before the sum goes on in `f64`.
 const SUM_BLOCK: usize = 4096;
-
-/// The types of real numbers with one element per block.
-pub(super) const FLOATS: TypeSet = TypeSet::of(&[Type::F32, Type::F16, Type::Bf16]);
-
-/// F32 alone.
-pub(super) const F32: TypeSet = TypeSet::of(&[Type::F32]);
 
 /// How the elements of a line are read and written.
 #[derive(Debug, Clone, Copy)]

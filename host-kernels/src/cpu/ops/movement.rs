@@ -3,12 +3,13 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, TriKind};
 
-use super::elements::{self, ANY, Element, PLAIN, copy_line, each_row};
+use super::elements::{self, Element, copy_line, each_row};
 use super::elementwise::Add;
-use super::lines::{Access, F32, FLOATS, STAGE, map};
+use super::lines::{Access, STAGE, map};
 use super::walk::{laid_out, window};
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::view::View;
+use crate::types::{ANY, F32, FLOATS, PLAIN};
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![

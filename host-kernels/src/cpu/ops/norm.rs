@@ -4,11 +4,12 @@ use vgpu_transport::ir::{Op, OpKind, Rule};
 
 use super::elements::each_row;
 use super::elementwise::{Mul, Scale};
-use super::lines::{Access, FLOATS, Identity, Map, apply, maps, sum};
+use super::lines::{Access, Identity, Map, apply, maps, sum};
 use super::unary::Sqr;
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::simd::{Lanes, Simd};
 use crate::cpu::view::View;
+use crate::types::FLOATS;
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![

@@ -4,9 +4,10 @@ use vgpu_transport::ir::{Op, OpKind, PoolKind, Rule};
 
 use super::elements::{Element, each_row};
 use super::im2col::Move;
-use super::lines::{Access, F32, FLOATS};
+use super::lines::Access;
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::view::View;
+use crate::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![

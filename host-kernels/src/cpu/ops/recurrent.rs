@@ -6,10 +6,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::lines::{Access, F32, FLOATS, STAGE, Weighted, apply};
+use super::lines::{Access, STAGE, Weighted, apply};
 use crate::cpu::plan::{Compiled, Kernel, Operands, check_index};
 use crate::cpu::simd::{Lanes, Simd, Task, chunks, dispatch};
 use crate::cpu::view::View;
+use crate::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     let all = |op, sources| Rule::new(op, F32, &vec![F32; sources]);

@@ -3,10 +3,11 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, SortOrder, Type, TypeSet};
 
 use super::elements::each_row;
-use super::lines::{Access, FLOATS, Identity, STAGE, sum};
+use super::lines::{Access, Identity, STAGE, sum};
 use super::sequence::Sequence;
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::view::View;
+use crate::types::FLOATS;
 
 /// Elements whose sum is one partial result.
 const PIECE: usize = 1 << 14;

@@ -2,16 +2,15 @@
 
 use std::mem::MaybeUninit;
 
-use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
+use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
 use super::elements::copy_line;
 use super::elementwise::Add;
 use super::gather::real_types;
-use super::lines::{Access, F32, FLOATS, STAGE, apply};
+use super::lines::{Access, STAGE, apply};
 use crate::cpu::plan::{Compiled, Fault, Operands, check_index};
 use crate::cpu::view::View;
-
-const I32: TypeSet = TypeSet::of(&[Type::I32]);
+use crate::types::{F32, FLOATS, I32};
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![

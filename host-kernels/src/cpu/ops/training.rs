@@ -3,11 +3,12 @@
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
 use super::elements::each_row;
-use super::lines::{Access, F32, Map, apply, largest, maps, sum};
+use super::lines::{Access, Map, apply, largest, maps, sum};
 use super::reduce::total;
 use crate::cpu::plan::{Compiled, Operands};
 use crate::cpu::simd::{Lanes, Simd};
 use crate::cpu::view::View;
+use crate::types::F32;
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![

@@ -3,9 +3,10 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, UnaryKind};
 
-use super::lines::{FLOATS, Map, map, maps};
+use super::lines::{Map, map, maps};
 use crate::cpu::plan::{Compiled, Operands};
 use crate::cpu::simd::{Lanes, Simd};
+use crate::types::FLOATS;
 
 pub(super) fn rules() -> Vec<Rule> {
     let unary = [

@@ -2,10 +2,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::{F32, READABLE};
+use super::READABLE;
 use crate::cuda::params::*;
 use crate::cuda::plan::Builder;
 use crate::engine::EngineError;
+use crate::types::F32;
 
 /// Warps of a block, each with sums of its own.
 const WARPS: i64 = 4;

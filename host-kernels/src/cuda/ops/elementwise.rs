@@ -3,10 +3,10 @@
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Rule, Type, UnaryKind};
 
-use super::{F32, FLOATS};
 use crate::cuda::params::*;
 use crate::cuda::plan::Builder;
 use crate::engine::EngineError;
+use crate::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     let mut rules = vec![

@@ -2,10 +2,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::{F32, FLOATS, READABLE};
+use super::{READABLE, div_ceil};
 use crate::cuda::params::*;
 use crate::cuda::plan::Builder;
 use crate::engine::EngineError;
+use crate::types::{F32, FLOATS};
 
 /// Up to this many columns a row of weights is multiplied with each as it is read.
 const FEW_COLUMNS: i64 = 8;
@@ -42,11 +43,11 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         let batches = dst.ne[2] * dst.ne[3];
         match op {
             Op::MulMatId { .. } => {
-                let grid = [m.div_ceil_by(VECTOR_ROWS), n, dst.ne[2]];
+                let grid = [div_ceil(m, VECTOR_ROWS), n, dst.ne[2]];
                 b.launch_over("vg_mul_mat_id", grid, 128, 0, &params)
             }
             Op::MulMat { .. } if n <= FEW_COLUMNS => {
-                let grid = [m.div_ceil_by(VECTOR_ROWS), 1, batches];
+                let grid = [div_ceil(m, VECTOR_ROWS), 1, batches];
                 b.launch_over("vg_mul_vec", grid, 128, 0, &params)
             }
             _ => {
@@ -54,20 +55,9 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                     Op::MulMat { .. } => "vg_mul_mat",
                     _ => "vg_out_prod",
                 };
-                let grid = [m.div_ceil_by(TILE[0]), n.div_ceil_by(TILE[1]), batches];
+                let grid = [div_ceil(m, TILE[0]), div_ceil(n, TILE[1]), batches];
                 b.launch_over(kernel, grid, 256, 0, &params)
             }
         }
     }))
-}
-
-/// Division that rounds up, of numbers that are not negative.
-trait DivCeil {
-    fn div_ceil_by(self, by: Self) -> Self;
-}
-
-impl DivCeil for i64 {
-    fn div_ceil_by(self, by: i64) -> i64 {
-        (self as u64).div_ceil(by as u64) as i64
-    }
 }

@@ -13,26 +13,7 @@ use vgpu_transport::ir::{Op, Rule, Type, TypeSet};
 
 use super::plan::Builder;
 use crate::engine::EngineError;
-
-/// Types that kernels compute with element by element.
-const FLOATS: TypeSet = TypeSet::of(&[Type::F32, Type::F16, Type::Bf16]);
-const F32: TypeSet = TypeSet::of(&[Type::F32]);
-const I32: TypeSet = TypeSet::of(&[Type::I32]);
-
-/// All types there are.
-const ANY: TypeSet = TypeSet::of(Type::ALL);
-
-/// Types with one element per block.
-const PLAIN: TypeSet = TypeSet::of(&[
-    Type::F32,
-    Type::F16,
-    Type::Bf16,
-    Type::F64,
-    Type::I8,
-    Type::I16,
-    Type::I32,
-    Type::I64,
-]);
+use crate::types::FLOATS;
 
 /// The types that real numbers can be written to.
 const WRITABLE: TypeSet = FLOATS.union(TypeSet::of(&[
@@ -102,4 +83,9 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Result<(), EngineError> {
         .iter()
         .find_map(|compile| compile(op, b))
         .unwrap_or_else(|| Err(b.unsupported("the engine has no kernel for it")))
+}
+
+/// `n / by`, rounded up; of extents, which are not negative.
+fn div_ceil(n: i64, by: i64) -> i64 {
+    (n as u64).div_ceil(by as u64) as i64
 }

@@ -4,11 +4,12 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, Shape, TriKind, Type};
 
 use super::elementwise::add;
-use super::{ANY, F32, FLOATS, I32, PLAIN, READABLE, WRITABLE};
+use super::{READABLE, WRITABLE};
 use crate::cpu::formats::{f32_to_bf16, f32_to_f16};
 use crate::cuda::params::*;
 use crate::cuda::plan::Builder;
 use crate::engine::EngineError;
+use crate::types::{ANY, F32, FLOATS, I32, PLAIN};
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![

@@ -2,10 +2,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::{F32, FLOATS};
+use super::div_ceil;
 use crate::cuda::params::*;
 use crate::cuda::plan::{Builder, threads_for};
 use crate::engine::EngineError;
+use crate::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     let masks = TypeSet::of(&[Type::F32, Type::F16]);
@@ -30,8 +31,8 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         Op::SoftMaxBack { scale, .. } => norm(b, VG_NORM_SOFT_MAX_BACK, scale),
         Op::GroupNorm { n_groups, eps } => {
             let (dst, src) = (b.dst(), b.src(0));
-            let channels = (src.ne[2] as u64).div_ceil(n_groups as u64) as i64;
-            let groups = (src.ne[2] as u64).div_ceil(channels as u64) as i64 * src.ne[3];
+            let channels = div_ceil(src.ne[2], n_groups.into());
+            let groups = div_ceil(src.ne[2], channels) * src.ne[3];
             let params = VgGroupNormParams {
                 dst,
                 src,

@@ -2,10 +2,10 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, SortOrder, Type, TypeSet};
 
-use super::{FLOATS, I32};
 use crate::cuda::params::*;
 use crate::cuda::plan::{Builder, threads_for};
 use crate::engine::EngineError;
+use crate::types::{FLOATS, I32};
 
 /// Most keys that are sorted in shared memory: 32 KiB of them.
 const SHARED_KEYS: u32 = 4096;

@@ -2,11 +2,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::FLOATS;
 use crate::cuda::params::*;
 use crate::cuda::plan::Builder;
 use crate::engine::EngineError;
 use crate::rope::Rotation;
+use crate::types::FLOATS;
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![Rule::uniform(OpKind::Rope, FLOATS, 1)]
