@@ -1,7 +1,7 @@
 //! Matrix products of one thread: decode (one column) in GB/s beside the read bandwidth, prefill (many
 //! columns) in GFLOPS, and the same products through ggml-cpu, interleaved in the same run.
 //!
-//! `cargo bench -p vgpu-kernels --bench gemm -- [--level LEVEL] [--cols N,N,..] [TYPE ..]`
+//! `cargo bench -p vgpu-kernels --bench gemm -- [--level LEVEL] [--cols N,N,..] [--json] [TYPE ..]`
 //!
 //! ggml is taken from `$VGPU_GGML_BIN`, a folder with `libggml-base.so` and `libggml-cpu.so`; without
 //! the variable only our side is measured. It is measured twice, with the weights as they are in the
@@ -58,12 +58,15 @@ fn main() {
     let mut level = Level::best();
     let mut columns = vec![1, 4, 16, 128, 512];
     let mut types = Vec::new();
+    let mut json = false;
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         let mut value = || args.next().unwrap_or_else(|| panic!("{arg} needs a value"));
         match arg.as_str() {
             // What `cargo bench` adds.
             "--bench" => {}
+            // One object for each line of the table.
+            "--json" => json = true,
             "--level" => {
                 let name = value();
                 level = Level::ALL
@@ -79,24 +82,89 @@ fn main() {
         types = TYPES.to_vec();
     }
     let ggml = ggml::Ggml::load();
-    println!(
-        "level {}, read bandwidth of one thread {:.1} GB/s",
-        level.name(),
-        read_bandwidth()
-    );
-    println!(
-        "{:>8} {:>5} {:>10} {:>12} {:>12}",
-        "type", "cols", "ours", "vs ggml", "vs repacked"
-    );
+    let bandwidth = read_bandwidth();
+    if !json {
+        println!(
+            "level {}, read bandwidth of one thread {bandwidth:.1} GB/s",
+            level.name()
+        );
+        println!(
+            "{:>8} {:>5} {:>10} {:>12} {:>12}",
+            "type", "cols", "ours", "vs ggml", "vs repacked"
+        );
+    }
     for ty in types {
         for &cols in &columns {
-            measure(ty, level, cols, ggml.as_ref());
+            let line = measure(ty, level, cols, ggml.as_ref());
+            if json {
+                println!("{}", line.json(bandwidth));
+            } else {
+                println!("{}", line.text());
+            }
         }
     }
 }
 
-/// One line of the table.
-fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) {
+/// One line of the table: the shortest time of each side.
+struct Line {
+    ty: Type,
+    cols: usize,
+    /// What the times are divided into: bytes of weights of a single column, operations of more.
+    work: f64,
+    ours: f64,
+    plain: Option<f64>,
+    repacked: Option<f64>,
+}
+
+impl Line {
+    fn rate(&self, seconds: f64) -> f64 {
+        self.work / seconds / 1e9
+    }
+
+    fn text(&self) -> String {
+        let rate = match self.cols {
+            1 => format!("{:.1} GB/s", self.rate(self.ours)),
+            _ => format!("{:.0} GF", self.rate(self.ours)),
+        };
+        let ratio = |theirs: Option<f64>| match theirs {
+            None => "-".into(),
+            Some(theirs) => format!("{:.2}x", theirs / self.ours),
+        };
+        format!(
+            "{:>8} {:>5} {rate:>11} {:>12} {:>12}",
+            self.ty.ggml_name(),
+            self.cols,
+            ratio(self.plain),
+            ratio(self.repacked)
+        )
+    }
+
+    fn json(&self, bandwidth: f64) -> String {
+        let ours = Some(self.ours);
+        let figures = [
+            ("ours", ours),
+            ("ggml", self.plain),
+            ("repacked", self.repacked),
+        ];
+        let mut text = format!(
+            r#"{{"type":"{}","columns":{}"#,
+            self.ty.ggml_name(),
+            self.cols
+        );
+        for (name, seconds) in figures {
+            if let Some(seconds) = seconds {
+                text += &format!(r#","{name}":{}"#, self.rate(seconds));
+            }
+        }
+        if self.cols == 1 {
+            text += &format!(r#","bandwidth":{bandwidth}"#);
+        }
+        text + "}"
+    }
+}
+
+/// Measures one line.
+fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Line {
     let format = Format::of(ty).unwrap();
     let row_bytes = format.row_bytes(K);
     let rows = if cols == 1 {
@@ -166,21 +234,19 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) {
             error / size
         );
     }
-    let rate = if cols == 1 {
-        format!("{:.1} GB/s", (rows * row_bytes) as f64 / best / 1e9)
-    } else {
-        format!("{:.0} GF", 2.0 * (rows * cols * K) as f64 / best / 1e9)
+    let work = match cols {
+        1 => (rows * row_bytes) as f64,
+        _ => 2.0 * (rows * cols * K) as f64,
     };
-    let ratio = |theirs: f64| match theirs {
-        f64::MAX => "-".into(),
-        theirs => format!("{:.2}x", theirs / best),
-    };
-    println!(
-        "{:>8} {cols:>5} {rate:>11} {:>12} {:>12}",
-        ty.ggml_name(),
-        ratio(best_plain),
-        ratio(best_repacked)
-    );
+    let measured = |seconds: f64| (seconds < f64::MAX).then_some(seconds);
+    Line {
+        ty,
+        cols,
+        work,
+        ours: best,
+        plain: measured(best_plain),
+        repacked: measured(best_repacked),
+    }
 }
 
 /// Processor time of this thread, which both sides compute on: unlike the time of day it does not count

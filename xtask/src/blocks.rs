@@ -15,6 +15,14 @@ const QK_K: usize = 256;
 const SD_4BIT: f32 = 4.609_772;
 /// Root mean square of a uniform 6-bit number around 32: `sqrt((64² - 1) / 12 + 1/4)`.
 const RMS_6BIT: f32 = 18.479_717;
+/// Root mean square of a uniform signed byte: `sqrt((256² - 1) / 12 + 1/4)`.
+const RMS_8BIT: f32 = 73.901_96;
+/// Root mean square of a uniform 4-bit number around 8: `sqrt((16² - 1) / 12 + 1/4)`.
+const RMS_4BIT: f32 = 4.636_809;
+/// Root mean square of the values that IQ4_NL's sixteen codes stand for.
+const RMS_IQ4_NL: f32 = 67.438_86;
+/// Mean square of the values of MXFP4's sixteen codes, doubled to be integers (0, 1, 2, 3, 4, 6, 8, 12).
+const MEAN_SQUARE_FP4: f32 = 34.25;
 /// Mean of a 4-bit number: what the block's minimum has to take away again.
 const MEAN_4BIT: f32 = 7.5;
 
@@ -87,6 +95,10 @@ pub(crate) fn fill(kind: TensorType, mean: f32, sd: f32, rng: &mut Rng, out: &mu
                 }
             }
         }
+        TensorType::Q4_0 => fill_groups(18, sd / RMS_4BIT, rng, out),
+        TensorType::Q8_0 => fill_groups(34, sd / RMS_8BIT, rng, out),
+        TensorType::Iq4Nl => fill_groups(18, sd / RMS_IQ4_NL, rng, out),
+        TensorType::Mxfp4 => fill_mxfp4(sd, rng, out),
         TensorType::Q4K => {
             assert_eq!(mean, 0.0, "quantised weights centre on zero");
             out.chunks_exact_mut(144)
@@ -97,6 +109,32 @@ pub(crate) fn fill(kind: TensorType, mean: f32, sd: f32, rng: &mut Rng, out: &mu
             out.chunks_exact_mut(210)
                 .for_each(|block| fill_q6_k(sd, rng, block));
         }
+    }
+}
+
+/// Blocks of an f16 scale and codes of any value. The mean of the codes is not quite zero: scales of random sign
+/// cancel it.
+fn fill_groups(block_bytes: usize, d: f32, rng: &mut Rng, out: &mut [u8]) {
+    for block in out.chunks_exact_mut(block_bytes) {
+        let sign = if rng.next() & 1 == 0 { 1.0 } else { -1.0 };
+        let (scale, codes) = block.split_at_mut(2);
+        scale.copy_from_slice(&f16::from_f32(sign * d).to_le_bytes());
+        rng.fill(codes);
+    }
+}
+
+/// `block_mxfp4`: an exponent e and sixteen bytes of codes. A weight is `2^(e - 128)` times the code's doubled
+/// value. Powers of two reach any deviation only as a mix of two neighbours.
+fn fill_mxfp4(sd: f32, rng: &mut Rng, out: &mut [u8]) {
+    let square = sd * sd / MEAN_SQUARE_FP4;
+    let exponent = (square.log2() / 2.0).floor();
+    let low = (2.0 * exponent).exp2();
+    // The part of the blocks that take the next power, whose square is four times this one's.
+    let larger = (square / low - 1.0) / 3.0;
+    for block in out.chunks_exact_mut(17) {
+        let uniform = (rng.next() >> 40) as f32 / (1 << 24) as f32;
+        block[0] = (exponent + 128.0) as u8 + u8::from(uniform < larger);
+        rng.fill(&mut block[1..]);
     }
 }
 
@@ -163,6 +201,25 @@ mod tests {
                 .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
                 .collect(),
             TensorType::F16 => bytes.chunks_exact(2).map(half).collect(),
+            TensorType::Q4_0 => bytes
+                .chunks_exact(18)
+                .flat_map(|b| nibbles(&b[2..], half(b), |code| f32::from(code) - 8.0))
+                .collect(),
+            TensorType::Iq4Nl => bytes
+                .chunks_exact(18)
+                .flat_map(|b| nibbles(&b[2..], half(b), |code| IQ4_NL[usize::from(code)]))
+                .collect(),
+            TensorType::Mxfp4 => bytes
+                .chunks_exact(17)
+                .flat_map(|b| {
+                    let scale = (f32::from(b[0]) - 128.0).exp2();
+                    nibbles(&b[1..], scale, |code| FP4[usize::from(code)])
+                })
+                .collect(),
+            TensorType::Q8_0 => bytes
+                .chunks_exact(34)
+                .flat_map(|b| b[2..].iter().map(move |&q| half(b) * f32::from(q as i8)))
+                .collect(),
             TensorType::Q4K => bytes
                 .chunks_exact(144)
                 .flat_map(|b| q4_k(b, half))
@@ -172,6 +229,20 @@ mod tests {
                 .flat_map(|b| q6_k(b, half))
                 .collect(),
         }
+    }
+
+    const IQ4_NL: [f32; 16] = [
+        -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0,
+        69.0, 89.0, 113.0,
+    ];
+    const FP4: [f32; 16] = [
+        0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0,
+    ];
+
+    fn nibbles(codes: &[u8], scale: f32, value: impl Fn(u8) -> f32) -> Vec<f32> {
+        let low = codes.iter().map(|byte| byte & 15);
+        let high = codes.iter().map(|byte| byte >> 4);
+        low.chain(high).map(|code| scale * value(code)).collect()
     }
 
     fn q4_k(b: &[u8], half: impl Fn(&[u8]) -> f32) -> Vec<f32> {
@@ -213,6 +284,10 @@ mod tests {
         for kind in [
             TensorType::F32,
             TensorType::F16,
+            TensorType::Q4_0,
+            TensorType::Q8_0,
+            TensorType::Iq4Nl,
+            TensorType::Mxfp4,
             TensorType::Q4K,
             TensorType::Q6K,
         ] {

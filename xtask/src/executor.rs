@@ -39,12 +39,23 @@ impl Executor {
         arguments: &[&str],
     ) -> Result<Executor> {
         let mut serve = Command::new(&dist.vgpu);
+        Executor::start_command(&mut serve, socket, threads, log, arguments)
+    }
+
+    /// The same with `serve` as the command, whose environment the caller may have changed.
+    pub(crate) fn start_command(
+        serve: &mut Command,
+        socket: &Path,
+        threads: usize,
+        log: &Path,
+        arguments: &[&str],
+    ) -> Result<Executor> {
         serve
             .args(["serve", "--engine", "cpu", "--listen"])
             .arg(format!("unix:{}", socket.display()))
             .args(["--threads", &threads.to_string()])
             .args(arguments);
-        let mut daemon = Daemon::start(&mut serve, log)?;
+        let mut daemon = Daemon::start(serve, log)?;
         // One line on stdout, the first it writes there.
         daemon.wait_until(PATIENCE, |daemon| {
             daemon.log().lines().any(|line| line.starts_with("ready "))
@@ -58,6 +69,11 @@ impl Executor {
     /// What a guest's `VGPU_ENDPOINT` has to say.
     pub(crate) fn endpoint(&self) -> String {
         format!("unix:{}", self.socket.display())
+    }
+
+    /// The most memory it ever had, in bytes, including what it shares with guests.
+    pub(crate) fn peak_memory(&self) -> Result<u64> {
+        self.daemon.peak_memory()
     }
 
     /// Ends it with SIGKILL: it gets no chance to say goodbye.

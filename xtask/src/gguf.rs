@@ -208,8 +208,12 @@ impl Metadata {
 pub(crate) enum TensorType {
     F32,
     F16,
+    Q4_0,
+    Q8_0,
     Q4K,
     Q6K,
+    Iq4Nl,
+    Mxfp4,
 }
 
 impl TensorType {
@@ -218,8 +222,12 @@ impl TensorType {
         match self {
             TensorType::F32 => 0,
             TensorType::F16 => 1,
+            TensorType::Q4_0 => 2,
+            TensorType::Q8_0 => 8,
             TensorType::Q4K => 12,
             TensorType::Q6K => 14,
+            TensorType::Iq4Nl => 20,
+            TensorType::Mxfp4 => 39,
         }
     }
 
@@ -227,6 +235,7 @@ impl TensorType {
     pub(crate) const fn block_len(self) -> u64 {
         match self {
             TensorType::F32 | TensorType::F16 => 1,
+            TensorType::Q4_0 | TensorType::Q8_0 | TensorType::Iq4Nl | TensorType::Mxfp4 => 32,
             TensorType::Q4K | TensorType::Q6K => 256,
         }
     }
@@ -236,6 +245,9 @@ impl TensorType {
         match self {
             TensorType::F32 => 4,
             TensorType::F16 => 2,
+            TensorType::Q4_0 | TensorType::Iq4Nl => 2 + 16,
+            TensorType::Q8_0 => 2 + 32,
+            TensorType::Mxfp4 => 1 + 16,
             TensorType::Q4K => 2 + 2 + 12 + 128,
             TensorType::Q6K => 128 + 64 + 16 + 2,
         }

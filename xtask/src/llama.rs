@@ -244,15 +244,25 @@ pub(crate) fn build_newest(cache: &Cache) -> Result<PathBuf> {
 /// ggml's CPU backend for the processor that an emulated guest sees (AVX2, no AVX-512). Everything else of a build
 /// runs on any processor.
 pub(crate) fn cpu_for_guests(cache: &Cache) -> Result<PathBuf> {
+    cpu_built_for(cache, &Instructions::avx2())
+}
+
+/// ggml's CPU backend without any instructions beyond those that every x86-64 has.
+pub(crate) fn cpu_without_simd(cache: &Cache) -> Result<PathBuf> {
+    cpu_built_for(cache, &Instructions::of(&[]))
+}
+
+fn cpu_built_for(cache: &Cache, instructions: &Instructions) -> Result<PathBuf> {
     let source = source(cache)?;
-    let instructions = Instructions::of_guests();
     let name = format!("build-llama-{PYTHON_VERSION}/{}", instructions.name);
     let root = cache.staged(&name, "cpu", |dir| {
         let tools = packages::build_tools(cache)?;
         let log = cache.log(&format!("build-llama-{PYTHON_VERSION}-cpu"));
-        let step =
-            Step::new("building ggml's CPU backend for guests (about a minute on two cores)");
-        configure(&tools, &source, dir, &instructions, &step, &log)?;
+        let step = Step::new(&format!(
+            "building ggml's CPU backend for {} (about a minute on two cores)",
+            instructions.name
+        ));
+        configure(&tools, &source, dir, instructions, &step, &log)?;
         let mut ninja = Command::new(tools.join("ninja"));
         ninja
             .arg("-C")
@@ -390,8 +400,8 @@ impl Instructions {
         Instructions::of(&groups)
     }
 
-    /// Of the processor that QEMU emulates.
-    fn of_guests() -> Instructions {
+    /// AVX2 and no more: the processor that QEMU emulates.
+    fn avx2() -> Instructions {
         let avx2: (&str, &[&str]) = ("avx2", &["SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"]);
         Instructions::of(&[avx2])
     }

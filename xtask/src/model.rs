@@ -33,15 +33,30 @@ const PIECE_BYTES: u64 = 1 << 20;
 pub(crate) enum Weights {
     #[value(name = "f16")]
     F16,
+    #[value(name = "q8_0")]
+    Q8_0,
+    #[value(name = "q4_0")]
+    Q4_0,
     #[value(name = "q4_k_m")]
     Q4KM,
+    #[value(name = "q6_k")]
+    Q6K,
+    #[value(name = "iq4_nl")]
+    Iq4Nl,
+    #[value(name = "mxfp4")]
+    Mxfp4,
 }
 
 impl Weights {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Weights::F16 => "f16",
+            Weights::Q8_0 => "q8_0",
+            Weights::Q4_0 => "q4_0",
             Weights::Q4KM => "q4_k_m",
+            Weights::Q6K => "q6_k",
+            Weights::Iq4Nl => "iq4_nl",
+            Weights::Mxfp4 => "mxfp4",
         }
     }
 
@@ -49,13 +64,18 @@ impl Weights {
     fn file_type(self) -> u32 {
         match self {
             Weights::F16 => 1,
+            Weights::Q4_0 => 2,
+            Weights::Q8_0 => 7,
             Weights::Q4KM => 15,
+            Weights::Q6K => 18,
+            Weights::Iq4Nl => 25,
+            Weights::Mxfp4 => 38,
         }
     }
 
     /// The storage of one matrix. Q4_K_M is a mix: `llama-quantize` gives six bits to the output and to
     /// an embedding that shares its numbers, and to the value and down projections of the layers where
-    /// errors hurt most.
+    /// errors hurt most. With other types of four bits it gives more to the vocabulary alone.
     fn matrix(self, role: Role, layer: u32, layers: u32) -> TensorType {
         let precious = match role {
             Role::Vocabulary => true,
@@ -67,6 +87,13 @@ impl Weights {
         };
         match (self, precious) {
             (Weights::F16, _) => TensorType::F16,
+            (Weights::Q8_0, _) => TensorType::Q8_0,
+            (Weights::Q6K, _) => TensorType::Q6K,
+            (Weights::Q4_0 | Weights::Iq4Nl, _) if role == Role::Vocabulary => TensorType::Q6K,
+            (Weights::Mxfp4, _) if role == Role::Vocabulary => TensorType::Q8_0,
+            (Weights::Q4_0, _) => TensorType::Q4_0,
+            (Weights::Iq4Nl, _) => TensorType::Iq4Nl,
+            (Weights::Mxfp4, _) => TensorType::Mxfp4,
             (Weights::Q4KM, true) => TensorType::Q6K,
             (Weights::Q4KM, false) => TensorType::Q4K,
         }
@@ -113,6 +140,17 @@ pub(crate) const BENCH: Shape = Shape {
     feed_forward: 2304,
     layers: 30,
     heads: 12,
+    kv_heads: 4,
+    context: 2048,
+};
+
+/// The shape of the published llama of 1.1 billion parameters: weights that no cache holds.
+pub(crate) const LARGE: Shape = Shape {
+    name: "vgpu-llama-1b",
+    embedding: 2048,
+    feed_forward: 5632,
+    layers: 22,
+    heads: 32,
     kv_heads: 4,
     context: 2048,
 };
@@ -449,7 +487,7 @@ mod tests {
 
     #[test]
     fn models_are_as_large_as_their_names_say() {
-        for (shape, millions) in [(DEMO, 153.0), (BENCH, 256.0)] {
+        for (shape, millions) in [(DEMO, 153.0), (BENCH, 256.0), (LARGE, 1100.0)] {
             let tensors = shape.tensors(Weights::F16, 32_000, 1);
             let parameters: u64 = tensors.iter().map(|p| p.tensor.elements()).sum();
             assert_eq!((parameters as f64 / 1e6).round(), millions);

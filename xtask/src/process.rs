@@ -207,6 +207,15 @@ impl Daemon {
             .with_context(|| format!("looking after {}", self.name))
     }
 
+    /// The most memory it ever had at once, in bytes, as Linux counts it.
+    pub(crate) fn peak_memory(&self) -> Result<u64> {
+        let path = format!("/proc/{}/status", self.child.0.id());
+        let status = std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        Ok(kilobytes.with_context(|| format!("{path} has no VmHWM"))? << 10)
+    }
+
     /// Ends it with SIGKILL: it gets no chance to say goodbye.
     pub(crate) fn kill(&self) -> Result<()> {
         self.child.signal(Signal::KILL)

@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: what things cost, each figure beside that of a peer in the same run.
 
 mod boundary;
+mod cpu;
 mod driver;
 mod soak;
 mod table;
@@ -14,6 +15,8 @@ use crate::cache::Cache;
 pub(crate) enum Options {
     /// What crossing from guest to host costs, beside ggml-rpc and ggml's own CPU backend
     Boundary(boundary::Options),
+    /// The CPU engine beside ggml's own CPU backend: kernels, prefill and decoding, type by type
+    Cpu(cpu::Options),
     /// A million random commands of four guests at once, and what they leave behind
     Soak(soak::Options),
 }
@@ -21,6 +24,7 @@ pub(crate) enum Options {
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     match options {
         Options::Boundary(options) => boundary::run(cache, options),
+        Options::Cpu(options) => cpu::run(cache, options),
         Options::Soak(options) => soak::run(cache, options),
     }
 }

@@ -1,0 +1,460 @@
+//! `cargo xtask bench cpu`: the CPU engine beside ggml's own CPU backend.
+//!
+//! Both use the same threads and the same instruction sets; ggml's backend is built with its repacked layouts and its
+//! llamafile kernels, and chooses among them itself. Repeats of the ways alternate, so that what else the machine does
+//! hits all of them; every figure is the median of its repeats.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use super::median;
+use super::table::Row;
+use crate::cache::Cache;
+use crate::demo;
+use crate::dist::{self, Dist};
+use crate::executor::Executor;
+use crate::llama;
+use crate::model::{self, Shape, Weights};
+use crate::process;
+use crate::progress::{Step, heading};
+use crate::scratch::Scratch;
+use crate::workspace;
+
+/// The variable that lowers the instruction sets of our engine.
+const LEVEL: &str = "VGPU_CPU_LEVEL";
+
+/// Options of the benchmark.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Repeats of each figure
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    repeats: u32,
+    /// Threads of every engine [default: one per core]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Only these parts
+    #[arg(long, value_enum, num_args = 1..)]
+    only: Vec<Part>,
+    /// Only these types of weights
+    #[arg(long, value_enum, num_args = 1..)]
+    types: Vec<Weights>,
+    /// Only these models
+    #[arg(long, value_enum, num_args = 1..)]
+    models: Vec<Model>,
+    /// The instruction sets of both sides [default: all of this machine's]
+    #[arg(long, value_enum)]
+    isa: Option<Isa>,
+    /// Batch sizes of prefill
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 512])]
+    batches: Vec<u32>,
+    /// Tokens of a prompt
+    #[arg(long, default_value_t = 512)]
+    prompt: u32,
+    /// Tokens to decode
+    #[arg(long, default_value_t = 128)]
+    tokens: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// Matrix products of one thread, beside the memory's bandwidth
+    Kernels,
+    /// Reading a prompt
+    Prefill,
+    /// Writing tokens
+    Decode,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Model {
+    #[value(name = "256m")]
+    Small,
+    #[value(name = "1b")]
+    Large,
+}
+
+impl Model {
+    fn shape(self) -> &'static Shape {
+        match self {
+            Model::Small => &model::BENCH,
+            Model::Large => &model::LARGE,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Isa {
+    /// None beyond what every processor has
+    Scalar,
+    /// AVX2, FMA and F16C
+    Avx2,
+    /// AVX-512
+    Avx512,
+}
+
+impl Isa {
+    /// The name of our engine's level.
+    fn level(self) -> &'static str {
+        match self {
+            Isa::Scalar => "scalar",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512bf16",
+        }
+    }
+}
+
+/// The ways, by the names that the figures have.
+const UNIX: &str = "unix";
+const INPROC: &str = "inproc";
+const NATIVE: &str = "ggml-cpu";
+const WAYS: [&str; 3] = [UNIX, INPROC, NATIVE];
+
+const TYPES: [Weights; 7] = [
+    Weights::F16,
+    Weights::Q8_0,
+    Weights::Q4_0,
+    Weights::Q4KM,
+    Weights::Q6K,
+    Weights::Iq4Nl,
+    Weights::Mxfp4,
+];
+
+/// What prefill and decoding are to reach, and what nothing may fall below.
+const PREFILL_TARGET: f64 = 1.5;
+const DECODE_TARGET: f64 = 1.0;
+
+struct Setting<'a> {
+    cache: &'a Cache,
+    options: &'a Options,
+    /// Where `llama-bench` and ggml's libraries are.
+    bin: PathBuf,
+    /// A folder whose `llama-bench` uses ggml's CPU backend with the wanted instruction sets.
+    native: PathBuf,
+    dist: Dist,
+    folder: PathBuf,
+    vocabulary: PathBuf,
+    threads: usize,
+    scratch: Scratch,
+}
+
+pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
+    heading("what is needed");
+    let setting = Setting::prepare(cache, options)?;
+    heading("cpu");
+    let wanted = |part: Part| options.only.is_empty() || options.only.contains(&part);
+    let mut rows = Vec::new();
+    if wanted(Part::Kernels) {
+        rows.extend(setting.kernels()?);
+    }
+    let chosen = |weights: &Weights| options.types.is_empty() || options.types.contains(weights);
+    for model in [Model::Small, Model::Large] {
+        if !options.models.is_empty() && !options.models.contains(&model) {
+            continue;
+        }
+        if !wanted(Part::Prefill) && !wanted(Part::Decode) {
+            continue;
+        }
+        for weights in TYPES.into_iter().filter(chosen) {
+            let found = setting.model(model.shape(), weights, &wanted)?;
+            found.iter().for_each(|row| println!("{}", row.lines()));
+            rows.extend(found);
+        }
+    }
+
+    let path = setting.folder.join("cpu.json");
+    let all = json!({
+        "threads": setting.threads,
+        "repeats": options.repeats,
+        "isa": options.isa.map(Isa::level),
+        "rows": rows.iter().map(Row::json).collect::<Vec<_>>(),
+    });
+    std::fs::write(&path, format!("{all:#}\n"))
+        .with_context(|| format!("writing {}", path.display()))?;
+    println!("{}", path.display());
+    Ok(())
+}
+
+/// What `llama-bench` is to measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Measure {
+    /// A prompt in batches of so many tokens.
+    Prefill(u32),
+    Decode,
+}
+
+impl Setting<'_> {
+    fn prepare<'a>(cache: &'a Cache, options: &'a Options) -> Result<Setting<'a>> {
+        let vocabulary = llama::source(cache)?.join(demo::VOCABULARY);
+        let bin = llama::build(cache, llama::Stage::Tools)?;
+        let dist = dist::build(cache)?;
+        let folder = workspace::root().join("target/bench");
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("creating {}", folder.display()))?;
+        let scratch = Scratch::new()?;
+        let backend = match options.isa {
+            None | Some(Isa::Avx512) => bin.join("libggml-cpu.so"),
+            Some(Isa::Avx2) => llama::cpu_for_guests(cache)?,
+            Some(Isa::Scalar) => llama::cpu_without_simd(cache)?,
+        };
+        // ggml takes the backends that lie beside the program, whose own path a symbolic link would not change.
+        let native = scratch.path().join("native");
+        std::fs::create_dir_all(&native)
+            .with_context(|| format!("creating {}", native.display()))?;
+        let base = bin.join("libggml-base.so");
+        for file in [bin.join("llama-bench"), base, backend] {
+            let name = file.file_name().context("a file has a name")?;
+            std::fs::copy(&file, native.join(name))
+                .with_context(|| format!("copying {}", file.display()))?;
+        }
+        Ok(Setting {
+            cache,
+            options,
+            bin,
+            native,
+            dist,
+            folder,
+            vocabulary,
+            threads: options.threads.unwrap_or_else(workspace::cores),
+            scratch,
+        })
+    }
+
+    /// One model: every wanted measurement, every way in turn.
+    fn model(
+        &self,
+        shape: &Shape,
+        weights: Weights,
+        wanted: &dyn Fn(Part) -> bool,
+    ) -> Result<Vec<Row>> {
+        let path = model::ensure(self.cache, shape, weights, &self.vocabulary, demo::SEED)?;
+        let mut measures = Vec::new();
+        if wanted(Part::Decode) {
+            measures.push(Measure::Decode);
+        }
+        if wanted(Part::Prefill) {
+            measures.extend(self.options.batches.iter().map(|&n| Measure::Prefill(n)));
+        }
+        let executor = self.executor()?;
+        let mut speeds = vec![[(); WAYS.len()].map(|()| Vec::new()); measures.len()];
+        for round in 1..=self.options.repeats {
+            let step = Step::new(&format!(
+                "{} {}, round {round} of {}",
+                shape.name,
+                weights.name(),
+                self.options.repeats
+            ));
+            for (measure, speeds) in measures.iter().zip(&mut speeds) {
+                for (way, speeds) in WAYS.iter().zip(speeds) {
+                    step.note(&format!("{way}, {measure:?}"));
+                    speeds.push(self.bench(&path, *measure, way, &executor)?);
+                }
+            }
+            step.done("");
+        }
+        let file = std::fs::metadata(&path)
+            .with_context(|| format!("looking at {}", path.display()))?
+            .len() as f64;
+        let peak = executor.peak_memory()? as f64;
+        executor.stop()?;
+
+        let name = shape.name.trim_start_matches("vgpu-llama-");
+        let mut rows: Vec<Row> = measures
+            .iter()
+            .zip(speeds)
+            .map(|(measure, speeds)| {
+                let (what, target) = match measure {
+                    Measure::Decode => (format!("tg{}", self.options.tokens), DECODE_TARGET),
+                    // One token at a time is what decoding is.
+                    Measure::Prefill(1) => {
+                        (format!("pp{} -ub 1", self.options.prompt), DECODE_TARGET)
+                    }
+                    Measure::Prefill(batch) => {
+                        let what = format!("pp{} -ub {batch}", self.options.prompt);
+                        (what, PREFILL_TARGET)
+                    }
+                };
+                let what = format!("{name} {}, {what}", weights.name());
+                let mut row = Row::new(what, "tok/s");
+                for (way, speeds) in WAYS.iter().zip(speeds) {
+                    row = row.figure(*way, median(speeds));
+                }
+                row.ratio(UNIX, NATIVE, true, Some(target))
+                    .ratio(INPROC, NATIVE, true, None)
+            })
+            .collect();
+        let what = format!("{name} {}, memory of the executor", weights.name());
+        let memory = Row::new(what, "MB")
+            .figure("the model's file", file / 1e6)
+            .figure("most at once, with cache and activations", peak / 1e6);
+        rows.push(memory);
+        Ok(rows)
+    }
+
+    /// Serves with the wanted instruction sets.
+    fn executor(&self) -> Result<Executor> {
+        let socket = self.scratch.path().join("cpu.sock");
+        let mut serve = Command::new(&self.dist.vgpu);
+        self.limit(&mut serve);
+        let log = self.folder.join("cpu-serve.log");
+        Executor::start_command(&mut serve, &socket, self.threads, &log, &[])
+    }
+
+    /// Lowers the instruction sets of a program of ours.
+    fn limit(&self, command: &mut Command) {
+        command.env_remove(LEVEL);
+        if let Some(isa) = self.options.isa {
+            command.env(LEVEL, isa.level());
+        }
+    }
+
+    /// Tokens per second.
+    fn bench(&self, model: &Path, measure: Measure, way: &str, executor: &Executor) -> Result<f64> {
+        let folder = if way == NATIVE {
+            &self.native
+        } else {
+            &self.bin
+        };
+        let mut command = Command::new(folder.join("llama-bench"));
+        let (prompt, tokens, batch) = match measure {
+            Measure::Prefill(batch) => (self.options.prompt, 0, batch),
+            Measure::Decode => (0, self.options.tokens, 512),
+        };
+        command
+            .arg("--model")
+            .arg(model)
+            .args(["-r", "1", "-o", "json"]);
+        for (option, value) in [
+            ("-p", prompt),
+            ("-n", tokens),
+            ("-b", batch),
+            ("-ub", batch),
+            ("-t", self.threads as u32),
+        ] {
+            command.args([option, &value.to_string()]);
+        }
+        for variable in ["GGML_BACKEND_PATH", "VGPU_ENDPOINT", "VGPU_STATS"] {
+            command.env_remove(variable);
+        }
+        self.limit(&mut command);
+        if way == NATIVE {
+            command.args(["-ngl", "0"]);
+            command.env("LD_LIBRARY_PATH", &self.bin);
+        } else {
+            let endpoint = match way {
+                UNIX => executor.endpoint(),
+                _ => "inproc".to_owned(),
+            };
+            command
+                .args(["-ngl", "99", "-dev", "VGPU0"])
+                .env("GGML_BACKEND_PATH", &self.dist.plugin)
+                .env("VGPU_THREADS", self.threads.to_string())
+                .env("VGPU_ENDPOINT", endpoint);
+        }
+        let text = process::output(&mut command).with_context(|| format!("llama-bench, {way}"))?;
+        let results: Value =
+            serde_json::from_str(&text).context("parsing llama-bench's figures")?;
+        let result = &results[0];
+        let speed = result["avg_ts"].as_f64().context("no tokens per second")?;
+        // A figure of another device would be worse than none.
+        let backends = result["backends"].as_str().unwrap_or_default();
+        let expected = if way == NATIVE { "CPU" } else { "VGPU" };
+        ensure!(
+            backends.contains(expected),
+            "llama-bench used {backends:?} for {way}"
+        );
+        Ok(speed)
+    }
+
+    /// The benchmark of single products, one thread, beside ggml's.
+    fn kernels(&self) -> Result<Vec<Row>> {
+        let step = Step::new("products of one thread");
+        let mut cargo = workspace::cargo();
+        cargo
+            .args(["bench", "--package", "vgpu-kernels", "--bench", "gemm"])
+            .args(["--", "--json"])
+            .env("VGPU_GGML_BIN", &self.native)
+            .env("LD_LIBRARY_PATH", &self.bin);
+        if let Some(isa) = self.options.isa {
+            cargo.args(["--level", isa.level()]);
+        }
+        let types = if self.options.types.is_empty() {
+            &TYPES[..]
+        } else {
+            &self.options.types
+        };
+        // Q4_K_M is a mix.
+        let single = types.iter().flat_map(|weights| match weights {
+            Weights::Q4KM => vec!["q4_K", "q5_K", "q6_K"],
+            Weights::Q6K if types.contains(&Weights::Q4KM) => vec![],
+            Weights::Q6K => vec!["q6_K"],
+            other => vec![other.name()],
+        });
+        cargo.args(single);
+        let log = self.folder.join("kernels.log");
+        let mut found = Vec::new();
+        let status = process::run_lines(&mut cargo, &log, |line| {
+            step.note(line);
+            found.extend(serde_json::from_str::<Value>(line).ok());
+        })?;
+        ensure!(status.success(), "cargo bench\n{}", process::tail(&log));
+        ensure!(!found.is_empty(), "no figures\n{}", process::tail(&log));
+        step.done("");
+        let rows: Vec<Row> = found.iter().map(kernel_row).collect::<Result<_>>()?;
+        rows.iter().for_each(|row| println!("{}", row.lines()));
+        Ok(rows)
+    }
+}
+
+/// A row of what the benchmark of products says of one type and number of columns.
+fn kernel_row(found: &Value) -> Result<Row> {
+    let number = |name: &str| found[name].as_f64();
+    let kind = found["type"].as_str().context("a product has a type")?;
+    let columns = number("columns").context("a product has columns")?;
+    let (unit, target) = if columns == 1.0 {
+        ("GB/s", DECODE_TARGET)
+    } else {
+        ("GFLOPS", PREFILL_TARGET)
+    };
+    let mut row = Row::new(format!("{kind} times {columns} columns, one thread"), unit);
+    for (figure, name) in [
+        ("ours", "ours"),
+        ("ggml", NATIVE),
+        ("repacked", "ggml-cpu, repacked"),
+        ("bandwidth", "bandwidth of reading"),
+    ] {
+        if let Some(value) = number(figure) {
+            row = row.figure(name, value);
+        }
+    }
+    // ggml takes its repacked layout wherever it has one.
+    let theirs = match number("repacked") {
+        Some(_) => "ggml-cpu, repacked",
+        None => NATIVE,
+    };
+    Ok(row.ratio("ours", theirs, true, Some(target)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_product_is_compared_with_the_layout_that_ggml_would_take() {
+        let found = json!({"type": "q4_0", "columns": 1, "ours": 12.0, "ggml": 6.0, "repacked": 10.0,
+            "bandwidth": 20.0});
+        let row = kernel_row(&found).unwrap();
+        assert_eq!((row.unit, row.figures.len()), ("GB/s", 4));
+        assert!((row.ratios[0].value - 1.2).abs() < 1e-9);
+        let found = json!({"type": "q8_0", "columns": 512, "ours": 90.0, "ggml": 60.0});
+        let row = kernel_row(&found).unwrap();
+        assert_eq!(
+            (row.unit, row.ratios[0].target),
+            ("GFLOPS", Some(PREFILL_TARGET))
+        );
+        assert!((row.ratios[0].value - 1.5).abs() < 1e-9);
+        assert!(kernel_row(&json!({"columns": 1})).is_err());
+    }
+}
