@@ -3,112 +3,14 @@
 mod common;
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::Command;
 
+use common::served::{Scratch, Serve, vgpu};
 use common::{Guest, PATIENCE, add, bytes};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use vgpu_transport::link::unix::connect;
 use vgpu_transport::wire::{GraphId, Reply, Request};
-
-/// A directory of one test.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(test: &str) -> Scratch {
-        let path = std::env::temp_dir().join(format!("vgpu-{test}-{}", std::process::id()));
-        fs::create_dir(&path).expect("a new directory");
-        Scratch(path)
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.0.join("vgpu.sock")
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-fn vgpu(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vgpu"));
-    command
-        .args(arguments)
-        .env_remove("VGPU_LOG")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command
-}
-
-/// A running `vgpu serve`.
-struct Serve {
-    child: Child,
-    ready: String,
-}
-
-impl Serve {
-    fn start(socket: &Path, more: &[&str]) -> Serve {
-        let endpoint = format!("unix:{}", socket.display());
-        let mut arguments = vec![
-            "serve",
-            "--listen",
-            &endpoint,
-            "--threads",
-            "1",
-            "--memory",
-            "64M",
-        ];
-        arguments.extend(more);
-        let mut child = vgpu(&arguments).spawn().expect("the command starts");
-        let mut ready = String::new();
-        let stdout = child.stdout.as_mut().expect("piped");
-        BufReader::new(stdout)
-            .read_line(&mut ready)
-            .expect("a line");
-        Serve { child, ready }
-    }
-
-    fn guest(&self, socket: &Path) -> Guest {
-        let mut guest = Guest::new(Box::new(connect(socket, PATIENCE).expect("a connection")));
-        guest.hello();
-        guest
-    }
-
-    fn signal(&self, signal: Signal) {
-        let pid = Pid::from_child(&self.child);
-        kill_process(pid, signal).expect("the process is there");
-    }
-
-    /// Its exit status and its log.
-    fn wait(mut self) -> (ExitStatus, String) {
-        let start = Instant::now();
-        let status = loop {
-            match self.child.try_wait().expect("it can be waited for") {
-                Some(status) => break status,
-                None if start.elapsed() > PATIENCE => {
-                    let _ = self.child.kill();
-                    panic!("it does not end");
-                }
-                None => thread::sleep(Duration::from_millis(5)),
-            }
-        };
-        let mut log = String::new();
-        self.child
-            .stderr
-            .take()
-            .expect("piped")
-            .read_to_string(&mut log)
-            .expect("a log");
-        (status, log)
-    }
-}
 
 /// Runs a command that must fail, and returns what it says.
 fn fails(command: &mut Command) -> String {

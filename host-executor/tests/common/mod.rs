@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test binary uses its part
 
 pub(crate) mod puppet;
+pub(crate) mod served;
 
 use std::io;
 use std::sync::Arc;

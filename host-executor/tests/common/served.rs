@@ -1,0 +1,114 @@
+//! A `vgpu serve` of a test's own, in a process of its own.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use vgpu_transport::link::unix::connect;
+
+use super::{Guest, PATIENCE};
+
+/// A directory of one test.
+pub(crate) struct Scratch(pub(crate) PathBuf);
+
+impl Scratch {
+    pub(crate) fn new(test: &str) -> Scratch {
+        let path = std::env::temp_dir().join(format!("vgpu-{test}-{}", std::process::id()));
+        fs::create_dir(&path).expect("a new directory");
+        Scratch(path)
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.0.join("vgpu.sock")
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The command under test.
+pub(crate) fn vgpu(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    command
+        .args(arguments)
+        .env_remove("VGPU_LOG")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// A running `vgpu serve`.
+pub(crate) struct Serve {
+    pub(crate) child: Child,
+    pub(crate) ready: String,
+}
+
+impl Serve {
+    pub(crate) fn start(socket: &Path, more: &[&str]) -> Serve {
+        let endpoint = format!("unix:{}", socket.display());
+        let mut arguments = vec![
+            "serve",
+            "--listen",
+            &endpoint,
+            "--threads",
+            "1",
+            "--memory",
+            "64M",
+        ];
+        arguments.extend(more);
+        let mut child = vgpu(&arguments).spawn().expect("the command starts");
+        let mut ready = String::new();
+        let stdout = child.stdout.as_mut().expect("piped");
+        BufReader::new(stdout)
+            .read_line(&mut ready)
+            .expect("a line");
+        Serve { child, ready }
+    }
+
+    /// A guest that has not said anything yet.
+    pub(crate) fn connect(&self, socket: &Path) -> Guest {
+        Guest::new(Box::new(connect(socket, PATIENCE).expect("a connection")))
+    }
+
+    pub(crate) fn guest(&self, socket: &Path) -> Guest {
+        let mut guest = self.connect(socket);
+        guest.hello();
+        guest
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, signal).expect("the process is there");
+    }
+
+    /// Its exit status and its log.
+    pub(crate) fn wait(mut self) -> (ExitStatus, String) {
+        let start = Instant::now();
+        let status = loop {
+            match self.child.try_wait().expect("it can be waited for") {
+                Some(status) => break status,
+                None if start.elapsed() > PATIENCE => {
+                    let _ = self.child.kill();
+                    panic!("it does not end");
+                }
+                None => thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let mut log = String::new();
+        self.child
+            .stderr
+            .take()
+            .expect("piped")
+            .read_to_string(&mut log)
+            .expect("a log");
+        (status, log)
+    }
+}
