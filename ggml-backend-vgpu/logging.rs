@@ -4,6 +4,7 @@
 //! default it is `info`. Nothing is ever written to standard output.
 
 use std::fmt::{self, Write as _};
+use std::io::{Write as _, stderr};
 use std::sync::{Arc, Once};
 
 use tracing::field::{Field, Visit};
@@ -30,7 +31,8 @@ pub(crate) fn start(host: Arc<Host>) {
 
 /// Says that there is no ggml to work for, which leaves only standard error to say it on.
 pub(crate) fn without_host(error: &HostError) {
-    eprintln!("ggml-vgpu: no vGPU: {error}");
+    // `eprintln!` panics when nobody takes the line.
+    let _ = writeln!(stderr(), "ggml-vgpu: no vGPU: {error}");
 }
 
 struct ToHost(Arc<Host>);

@@ -6,7 +6,7 @@
 //! the next one when one has died.
 
 use std::fs::{self, DirBuilder};
-use std::io::IoSliceMut;
+use std::io::{IoSliceMut, Write as _, stderr};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::DirBuilderExt as _;
@@ -69,11 +69,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     loop {
         let started = Instant::now();
         let mut child = start(&args.command, &post, &kept)?;
-        eprintln!(
-            "vgpu hold: pid {} runs {}",
+        say(&format!(
+            "pid {} runs {}",
             child.id(),
             args.command.join(" ")
-        );
+        ));
         let mut told = 0;
         let status = loop {
             post.receive(&mut kept)?;
@@ -99,12 +99,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         } else {
             (pause * 2).min(LONGEST_PAUSE)
         };
-        eprintln!(
-            "vgpu hold: pid {} ended with {status}; {} files are kept, the next starts in {} ms",
+        say(&format!(
+            "pid {} ended with {status}; {} files are kept, the next starts in {} ms",
             child.id(),
             kept.len(),
             pause.as_millis()
-        );
+        ));
         let until = Instant::now() + pause;
         while Instant::now() < until && signal.load(Ordering::Relaxed) == 0 {
             post.receive(&mut kept)?; // its last words
@@ -113,6 +113,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             return Ok(());
         }
     }
+}
+
+/// A line on standard error. It is lost when nobody takes it (a full disk); the files must not be lost with it.
+fn say(line: &str) {
+    let _ = writeln!(stderr(), "vgpu hold: {line}");
 }
 
 fn start(command: &[String], post: &Post, kept: &[(String, OwnedFd)]) -> anyhow::Result<Child> {

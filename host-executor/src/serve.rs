@@ -221,6 +221,8 @@ fn start_logging(filter: Option<String>) -> anyhow::Result<()> {
         .with_env_filter(filter)
         .with_writer(stderr)
         .with_ansi(stderr().is_terminal())
+        // A line that cannot be written (a full disk) is lost. To say so on standard error would be a panic there.
+        .log_internal_errors(false)
         .init();
     Ok(())
 }
