@@ -29,8 +29,13 @@ use crate::translate::Translator;
 /// Words by which Ollama decides that a device is driven by another library, whatever it is.
 const MISLEADING: [&str; 6] = ["cuda", "rocm", "hip", "metal", "apple", "vulkan"];
 
-/// After a failed attempt to reach a lost executor, the next is not made before this.
-const RETRY_AFTER: Duration = Duration::from_millis(500);
+/// After a failed attempt to reach a lost executor, the next is not made before so many times as long as it took, so that a
+/// program that asks for many things does not wait for each. An executor whose socket is not there costs microseconds, and
+/// is found at once when it is back.
+const RETRY_AFTER: u32 = 10;
+
+/// The most of that.
+const LONGEST_RETRY: Duration = Duration::from_millis(500);
 
 /// A device. Lives as long as the process.
 pub(crate) struct Device {
@@ -47,7 +52,8 @@ pub(crate) struct Device {
 /// The session in use, and what is remembered of it when it is gone.
 struct Connection {
     session: Arc<Session>,
-    last_attempt: Option<Instant>,
+    /// No attempt to reach a lost executor before this.
+    next_attempt: Option<Instant>,
 }
 
 /// What ggml holds pointers to.
@@ -95,7 +101,7 @@ impl Device {
             description: CString::new(description).unwrap_or_default(),
             connection: Mutex::new(Connection {
                 session,
-                last_attempt: None,
+                next_attempt: None,
             }),
             object: Object {
                 device: ggml_backend_device {
@@ -178,16 +184,19 @@ impl Device {
             return Ok(Arc::clone(&connection.session));
         }
         if connection
-            .last_attempt
-            .is_some_and(|then| then.elapsed() < RETRY_AFTER)
+            .next_attempt
+            .is_some_and(|then| Instant::now() < then)
         {
             return Err(SessionError::Lost(
                 "it was not there a moment ago".to_owned(),
             ));
         }
-        connection.last_attempt = Some(Instant::now());
-        let session = connect(&self.endpoint, &self.host)
-            .map_err(|error: ConnectError| SessionError::Lost(error.to_string()))?;
+        let started = Instant::now();
+        let session = connect(&self.endpoint, &self.host).map_err(|error: ConnectError| {
+            let pause = (started.elapsed() * RETRY_AFTER).min(LONGEST_RETRY);
+            connection.next_attempt = Some(Instant::now() + pause);
+            SessionError::Lost(error.to_string())
+        })?;
         tracing::info!(
             "{}: connected again, session {}",
             self.name(),
@@ -195,7 +204,7 @@ impl Device {
         );
         *connection = Connection {
             session: Arc::clone(&session),
-            last_attempt: None,
+            next_attempt: None,
         };
         Ok(session)
     }
@@ -211,7 +220,10 @@ impl Device {
         let total = self.connection().session.welcome.memory.0;
         self.session()
             .and_then(|session| session.memory())
-            .unwrap_or((total, 0))
+            .unwrap_or_else(|error| {
+                tracing::warn!("{}: no memory is free: {error}", self.name());
+                (total, 0)
+            })
     }
 
     fn with_capabilities<T>(&self, answer: impl FnOnce(&Capabilities) -> T) -> T {
