@@ -24,7 +24,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::Mode;
@@ -564,10 +564,18 @@ fn wait_for(socket: &OwnedFd, ready: PollFlags, deadline: Instant) -> Result<(),
 
 /// A number that no other window of this machine has had.
 pub(crate) fn new_epoch() -> u64 {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    let nanos = since.map_or(0, |since| since.as_nanos() as u64);
-    (nanos << 8 | COUNT.fetch_add(1, Ordering::Relaxed) & 0xff).max(1)
+    let mut number = [0; 8];
+    match rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::NONBLOCK) {
+        // The wall clock may be set back to a time that was used before; chance is not.
+        Ok(8) => u64::from_le_bytes(number).max(1),
+        // A machine that has just booted, and has no chance yet.
+        _ => {
+            static COUNT: AtomicU64 = AtomicU64::new(0);
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+            let nanos = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
+            (nanos << 8 | COUNT.fetch_add(1, Ordering::Relaxed) & 0xff).max(1)
+        }
+    }
 }
 
 fn unmapped(error: MapError) -> LinkError {
