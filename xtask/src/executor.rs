@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Result;
+use rustix::process::Signal;
 
 use crate::dist::Dist;
 use crate::process::Daemon;
@@ -64,6 +65,31 @@ impl Executor {
             daemon,
             socket: socket.to_owned(),
         })
+    }
+
+    /// One whose log has no room for a single byte.
+    pub(crate) fn start_logless(dist: &Dist, socket: &Path, threads: usize) -> Result<Executor> {
+        let mut serve = Command::new(&dist.vgpu);
+        serve
+            .args(["serve", "--engine", "cpu", "--listen"])
+            .arg(format!("unix:{}", socket.display()))
+            .args(["--threads", &threads.to_string()]);
+        let mut daemon = Daemon::start(&mut serve, Path::new("/dev/full"))?;
+        daemon.wait_until(PATIENCE, |_| socket.exists())?;
+        // Between the file and the listening lie two system calls, of which nothing tells.
+        std::thread::sleep(Duration::from_millis(200));
+        Ok(Executor {
+            daemon,
+            socket: socket.to_owned(),
+        })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.daemon.pid()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
+        self.daemon.signal(signal)
     }
 
     /// What a guest's `VGPU_ENDPOINT` has to say.

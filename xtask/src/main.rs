@@ -11,6 +11,7 @@ mod demo;
 mod dist;
 mod elf;
 mod executor;
+mod faults;
 mod gguf;
 mod host;
 mod llama;

@@ -72,8 +72,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 
 /// The last lines of a log, indented, and where the rest is.
 pub(crate) fn tail(log: &Path) -> String {
-    let text = std::fs::read(log).unwrap_or_default();
-    let text = String::from_utf8_lossy(&text);
+    let text = read(log);
     let lines: Vec<_> = text.lines().collect();
     let shown = &lines[lines.len().saturating_sub(TAIL_LINES)..];
     let mut tail = format!("last {} lines of {}:\n", shown.len(), log.display());
@@ -81,6 +80,16 @@ pub(crate) fn tail(log: &Path) -> String {
         .iter()
         .for_each(|line| tail.extend(["    ", line, "\n"]));
     tail
+}
+
+/// A log as far as it is written. A device (`/dev/full`) has no end, and holds nothing.
+fn read(log: &Path) -> String {
+    let is_file = std::fs::metadata(log).is_ok_and(|log| log.is_file());
+    let bytes = match is_file {
+        true => std::fs::read(log).unwrap_or_default(),
+        false => Vec::new(),
+    };
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 fn create(path: &Path) -> Result<File> {
@@ -166,8 +175,7 @@ impl Daemon {
 
     /// What it has written so far.
     pub(crate) fn log(&self) -> String {
-        let bytes = std::fs::read(&self.log).unwrap_or_default();
-        String::from_utf8_lossy(&bytes).into_owned()
+        read(&self.log)
     }
 
     /// Waits until `ready` says yes, or the server ends, or `patience` does.
@@ -218,7 +226,15 @@ impl Daemon {
 
     /// Ends it with SIGKILL: it gets no chance to say goodbye.
     pub(crate) fn kill(&self) -> Result<()> {
-        self.child.signal(Signal::KILL)
+        self.signal(Signal::KILL)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.0.id()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
+        self.child.signal(signal)
     }
 
     /// Asks it to end with SIGTERM and expects that it does so well.
@@ -299,8 +315,17 @@ impl Dialogue {
         writeln!(stdin, "{line}").with_context(|| format!("talking to {}", self.name))
     }
 
-    /// Waits for its end, which has to be a good one.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.0.id()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
+        self.child.signal(signal)
+    }
+
+    /// Waits for its end, which has to be a good one. It reads the end of what is said to it.
     pub(crate) fn finish(mut self, patience: Duration) -> Result<()> {
+        drop(self.child.0.stdin.take());
         let started = Instant::now();
         while started.elapsed() < patience {
             if let Some(status) = self.child.0.try_wait().context("looking after a program")? {

@@ -3,6 +3,7 @@
 mod boundary;
 mod cpu;
 mod driver;
+mod faults;
 mod soak;
 mod table;
 
@@ -19,6 +20,8 @@ pub(crate) enum Options {
     Cpu(cpu::Options),
     /// A million random commands of four guests at once, and what they leave behind
     Soak(soak::Options),
+    /// Executors and guests killed, stopped and starved, hundreds of times, and what they leave behind
+    Faults(faults::Options),
 }
 
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
@@ -26,6 +29,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         Options::Boundary(options) => boundary::run(cache, options),
         Options::Cpu(options) => cpu::run(cache, options),
         Options::Soak(options) => soak::run(cache, options),
+        Options::Faults(options) => faults::run(cache, options),
     }
 }
 

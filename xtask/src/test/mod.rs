@@ -3,6 +3,7 @@
 mod dependencies;
 mod deploy;
 mod failures;
+mod faults;
 mod generation;
 mod hosts;
 mod kernels;
@@ -103,6 +104,8 @@ pub(crate) enum Part {
     Demo,
     /// Executors and guests that are not there, or die
     Failures,
+    /// Kills, stops, and memory, disk and descriptors that run out, injected
+    Faults,
     /// The Debian packages and the archive: installed, used, removed
     Packages,
     /// One plugin file in ggml 0.23 to 0.26, in every place a ggml can be
@@ -115,7 +118,7 @@ pub(crate) enum Part {
     Vm,
 }
 
-const PARTS: [Part; 14] = [
+const PARTS: [Part; 15] = [
     Part::Lints,
     Part::Dependencies,
     Part::Unit,
@@ -125,6 +128,7 @@ const PARTS: [Part; 14] = [
     Part::Generation,
     Part::Demo,
     Part::Failures,
+    Part::Faults,
     Part::Packages,
     Part::Hosts,
     Part::Ollama,
@@ -155,6 +159,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Generation => generation::run(&mut bench),
             Part::Demo => demos(&mut bench),
             Part::Failures => failures::run(&mut bench),
+            Part::Faults => faults::run(&mut bench),
             Part::Packages => packages::run(&mut bench),
             Part::Hosts => hosts::run(&mut bench),
             Part::Ollama => ollama::run(&mut bench),
