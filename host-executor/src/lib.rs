@@ -3,6 +3,7 @@
 //! - [`session`]: one guest, its memory, its graphs; where hostile requests end.
 //! - [`Server`]: listeners, a thread for each session, shutdown.
 //! - [`inproc`]: a session inside the guest's own process.
+//! - [`sandbox`]: what the process gives up before it serves anybody.
 //! - [`vm`]: doors of virtual machines; [`service`]: the service manager, which keeps their files across a restart.
 //!
 //! The `vgpu` command is a shell around these.
@@ -10,6 +11,7 @@
 pub mod inproc;
 mod limits;
 mod net;
+pub mod sandbox;
 mod server;
 pub mod service;
 pub mod session;

@@ -16,6 +16,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{info, warn};
 use tracing_subscriber::EnvFilter;
+use vgpu_executor::sandbox::{self, Profile};
 use vgpu_executor::vm::{IvshmemDoor, VfioUserDoor, VmListenError, VmOptions, listen_stream};
 use vgpu_executor::{Limits, Server, service, size};
 use vgpu_kernels::Engine;
@@ -90,6 +91,13 @@ pub(crate) struct Args {
     #[arg(long)]
     no_shared_buffers: bool,
 
+    /// Keep privileges and all system calls.
+    ///
+    /// Without this option the process gives up its capabilities once it has started, and the system calls that it does
+    /// not make.
+    #[arg(long)]
+    no_sandbox: bool,
+
     /// What to log: error, warn, info, debug, trace, off, or for parts of the program, as in
     /// info,vgpu_executor=debug. [default: the environment variable VGPU_LOG, or info]
     #[arg(long, value_name = "FILTER")]
@@ -159,6 +167,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         service::forget(&name);
     }
 
+    // What is not ours (drivers) makes calls that nobody has written down.
+    let profile = match engine.name() {
+        "cpu" => Profile::Cpu,
+        _ => Profile::Driver,
+    };
     let memory = engine.memory();
     info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -192,6 +205,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             Machine::VfioUser(door) => server.open(door),
         };
         opened.context("no thread for a listener")?;
+    }
+    if args.no_sandbox {
+        warn!("no sandbox: --no-sandbox");
+    } else {
+        let sandbox =
+            sandbox::enter(profile).context("no sandbox; --no-sandbox starts without one")?;
+        info!("sandboxed: {sandbox}");
     }
     announce(&places);
     service::ready();

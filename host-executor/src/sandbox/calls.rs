@@ -1,0 +1,348 @@
+//! The filters of system calls.
+
+use std::collections::BTreeMap;
+
+use libc::c_long;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule,
+};
+
+use super::{Profile, SandboxError};
+
+/// Conditions on a call's arguments; a call passes (or is refused) if one of its rules holds. None: always.
+type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
+
+/// Puts all threads of the process behind the filters of `profile`.
+pub(super) fn filter(profile: Profile) -> Result<(), SandboxError> {
+    let refuse = SeccompAction::Errno(libc::EPERM as u32);
+    let (rules, listed, others) = match profile {
+        Profile::Cpu => (allowed()?, SeccompAction::Allow, refuse),
+        Profile::Driver => (refused()?, refuse, SeccompAction::Allow),
+    };
+    // The flags of `clone3` lie in memory, where no filter sees them. The C library uses `clone` where there is none.
+    let clone3 = Rules::from([(libc::SYS_clone3, Vec::new())]);
+    let no_clone3 = SeccompAction::Errno(libc::ENOSYS as u32);
+    for (rules, listed, others) in [
+        (clone3, no_clone3, SeccompAction::Allow),
+        (rules, listed, others),
+    ] {
+        let architecture = std::env::consts::ARCH.try_into().map_err(failed)?;
+        let filter = SeccompFilter::new(rules, others, listed, architecture).map_err(failed)?;
+        let program: BpfProgram = filter.try_into().map_err(failed)?;
+        seccompiler::apply_filter_all_threads(&program).map_err(failed)?;
+    }
+    Ok(())
+}
+
+fn failed(error: impl std::fmt::Display) -> SandboxError {
+    SandboxError::Filter(error.to_string())
+}
+
+/// Families of sockets that links use.
+const FAMILIES: [i32; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK];
+
+/// What of `ioctl` is used: whether a file is a terminal, flags of files and sockets, the number of this machine on vsock.
+const IOCTLS: [u64; 6] = [
+    libc::TCGETS,
+    libc::TIOCGWINSZ,
+    libc::FIONREAD,
+    libc::FIONBIO,
+    libc::FIOCLEX,
+    0x7b9, // IOCTL_VM_SOCKETS_GET_LOCAL_CID
+];
+
+/// What of `prctl` is used: names of threads, and of memory by the C library.
+const PRCTLS: [i32; 3] = [libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
+
+/// The calls of an executor with the CPU engine.
+fn allowed() -> Result<Rules, SandboxError> {
+    let plain = [
+        // Memory.
+        libc::SYS_munmap,
+        libc::SYS_mremap,
+        libc::SYS_madvise,
+        libc::SYS_brk,
+        libc::SYS_memfd_create,
+        libc::SYS_mlock,
+        libc::SYS_munlock,
+        libc::SYS_mincore,
+        libc::SYS_msync,
+        libc::SYS_membarrier,
+        // Threads and signals. Processes are made by `clone`, below.
+        libc::SYS_clone3, // answered by the other filter
+        libc::SYS_exit,
+        libc::SYS_exit_group,
+        libc::SYS_futex,
+        libc::SYS_set_robust_list,
+        libc::SYS_rseq,
+        libc::SYS_set_tid_address,
+        libc::SYS_gettid,
+        libc::SYS_getpid,
+        libc::SYS_getppid,
+        libc::SYS_sched_yield,
+        libc::SYS_sched_getaffinity,
+        libc::SYS_sched_setaffinity,
+        libc::SYS_getcpu,
+        libc::SYS_getpriority,
+        libc::SYS_setpriority,
+        libc::SYS_restart_syscall,
+        libc::SYS_rt_sigaction,
+        libc::SYS_rt_sigprocmask,
+        libc::SYS_rt_sigreturn,
+        libc::SYS_rt_sigtimedwait,
+        libc::SYS_sigaltstack,
+        // Time.
+        libc::SYS_nanosleep,
+        libc::SYS_clock_nanosleep,
+        libc::SYS_clock_gettime,
+        libc::SYS_clock_getres,
+        libc::SYS_gettimeofday,
+        libc::SYS_timerfd_create,
+        libc::SYS_timerfd_settime,
+        libc::SYS_timerfd_gettime,
+        // Files.
+        libc::SYS_openat,
+        libc::SYS_read,
+        libc::SYS_write,
+        libc::SYS_readv,
+        libc::SYS_writev,
+        libc::SYS_pread64,
+        libc::SYS_pwrite64,
+        libc::SYS_close,
+        libc::SYS_lseek,
+        libc::SYS_fstat,
+        libc::SYS_newfstatat,
+        libc::SYS_statx,
+        libc::SYS_statfs,
+        libc::SYS_fstatfs,
+        libc::SYS_faccessat,
+        libc::SYS_faccessat2,
+        libc::SYS_readlinkat,
+        libc::SYS_getdents64,
+        libc::SYS_getcwd,
+        libc::SYS_fcntl,
+        libc::SYS_ftruncate,
+        libc::SYS_fallocate,
+        libc::SYS_fadvise64,
+        libc::SYS_fsync,
+        libc::SYS_fdatasync,
+        libc::SYS_copy_file_range,
+        libc::SYS_renameat,
+        libc::SYS_renameat2,
+        libc::SYS_linkat,
+        libc::SYS_unlinkat,
+        libc::SYS_mkdirat,
+        libc::SYS_fchmod,
+        libc::SYS_fchmodat,
+        libc::SYS_utimensat,
+        libc::SYS_umask,
+        libc::SYS_flock,
+        libc::SYS_dup,
+        libc::SYS_dup3,
+        libc::SYS_pipe2,
+        libc::SYS_inotify_init1,
+        libc::SYS_inotify_add_watch,
+        libc::SYS_inotify_rm_watch,
+        // Sockets, and waiting. Their families are below.
+        libc::SYS_bind,
+        libc::SYS_listen,
+        libc::SYS_accept,
+        libc::SYS_accept4,
+        libc::SYS_connect,
+        libc::SYS_getsockname,
+        libc::SYS_getpeername,
+        libc::SYS_getsockopt,
+        libc::SYS_setsockopt,
+        libc::SYS_sendto,
+        libc::SYS_recvfrom,
+        libc::SYS_sendmsg,
+        libc::SYS_recvmsg,
+        libc::SYS_shutdown,
+        libc::SYS_ppoll,
+        libc::SYS_pselect6,
+        libc::SYS_epoll_create1,
+        libc::SYS_epoll_ctl,
+        libc::SYS_epoll_pwait,
+        libc::SYS_epoll_pwait2,
+        libc::SYS_eventfd2,
+        // What the machine and this process are.
+        libc::SYS_getrandom,
+        libc::SYS_uname,
+        libc::SYS_sysinfo,
+        libc::SYS_getrusage,
+        libc::SYS_times,
+        libc::SYS_getuid,
+        libc::SYS_geteuid,
+        libc::SYS_getgid,
+        libc::SYS_getegid,
+        libc::SYS_getgroups,
+    ];
+    // The older forms that one architecture still has.
+    #[cfg(target_arch = "x86_64")]
+    let older = [
+        libc::SYS_open,
+        libc::SYS_stat,
+        libc::SYS_lstat,
+        libc::SYS_access,
+        libc::SYS_readlink,
+        libc::SYS_rename,
+        libc::SYS_link,
+        libc::SYS_unlink,
+        libc::SYS_mkdir,
+        libc::SYS_rmdir,
+        libc::SYS_chmod,
+        libc::SYS_dup2,
+        libc::SYS_pipe,
+        libc::SYS_poll,
+        libc::SYS_select,
+        libc::SYS_epoll_wait,
+        libc::SYS_time,
+        libc::SYS_getrlimit,
+        libc::SYS_alarm,
+    ];
+    #[cfg(not(target_arch = "x86_64"))]
+    let older = [];
+    let mut rules: Rules = plain
+        .into_iter()
+        .chain(older)
+        .map(|call| (call, Vec::new()))
+        .collect();
+
+    // No memory that can be executed: whoever gets in brings no code.
+    let not_executable = vec![rule([masked(2, libc::PROT_EXEC as u64, 0)?])?];
+    rules.insert(libc::SYS_mmap, not_executable.clone());
+    rules.insert(libc::SYS_mprotect, not_executable);
+    // Threads, not processes.
+    let thread = libc::CLONE_THREAD as u64;
+    rules.insert(libc::SYS_clone, vec![rule([masked(0, thread, thread)?])?]);
+    // Signals to this process, as `abort` sends one.
+    let own = equals(0, u64::from(std::process::id()))?;
+    rules.insert(libc::SYS_tgkill, vec![rule([own])?]);
+    // Limits of this process are read.
+    rules.insert(libc::SYS_prlimit64, vec![rule([equals(2, 0)?])?]);
+    let one_of = |values: &[u64], argument| {
+        values
+            .iter()
+            .map(|&value| rule([equals(argument, value)?]))
+            .collect::<Result<Vec<_>, _>>()
+    };
+    let families = FAMILIES.map(|family| family as u64);
+    rules.insert(libc::SYS_socket, one_of(&families, 0)?);
+    rules.insert(libc::SYS_socketpair, one_of(&families[..1], 0)?);
+    rules.insert(libc::SYS_ioctl, one_of(&IOCTLS, 1)?);
+    rules.insert(
+        libc::SYS_prctl,
+        one_of(&PRCTLS.map(|option| option as u64), 0)?,
+    );
+    Ok(rules)
+}
+
+/// The calls that no driver makes once it is loaded, and that start, touch or change something beyond this process.
+fn refused() -> Result<Rules, SandboxError> {
+    let plain = [
+        libc::SYS_execve,
+        libc::SYS_execveat,
+        libc::SYS_ptrace,
+        libc::SYS_process_vm_readv,
+        libc::SYS_process_vm_writev,
+        libc::SYS_pidfd_getfd,
+        libc::SYS_mount,
+        libc::SYS_umount2,
+        libc::SYS_pivot_root,
+        libc::SYS_chroot,
+        libc::SYS_move_mount,
+        libc::SYS_open_tree,
+        libc::SYS_fsopen,
+        libc::SYS_fsmount,
+        libc::SYS_fsconfig,
+        libc::SYS_fspick,
+        libc::SYS_mount_setattr,
+        libc::SYS_unshare,
+        libc::SYS_setns,
+        libc::SYS_bpf,
+        libc::SYS_perf_event_open,
+        libc::SYS_io_uring_setup,
+        libc::SYS_io_uring_enter,
+        libc::SYS_io_uring_register,
+        libc::SYS_keyctl,
+        libc::SYS_add_key,
+        libc::SYS_request_key,
+        libc::SYS_kexec_load,
+        libc::SYS_init_module,
+        libc::SYS_finit_module,
+        libc::SYS_delete_module,
+        libc::SYS_reboot,
+        libc::SYS_swapon,
+        libc::SYS_swapoff,
+        libc::SYS_acct,
+        libc::SYS_quotactl,
+        libc::SYS_settimeofday,
+        libc::SYS_clock_settime,
+        libc::SYS_clock_adjtime,
+        libc::SYS_adjtimex,
+        libc::SYS_setuid,
+        libc::SYS_setgid,
+        libc::SYS_setreuid,
+        libc::SYS_setregid,
+        libc::SYS_setresuid,
+        libc::SYS_setresgid,
+        libc::SYS_setgroups,
+        libc::SYS_capset,
+        libc::SYS_open_by_handle_at,
+        libc::SYS_personality,
+        libc::SYS_syslog,
+        libc::SYS_sethostname,
+        libc::SYS_setdomainname,
+        libc::SYS_fanotify_init,
+    ];
+    #[cfg(target_arch = "x86_64")]
+    let older = [
+        libc::SYS_fork,
+        libc::SYS_vfork,
+        libc::SYS_iopl,
+        libc::SYS_ioperm,
+        libc::SYS_kexec_file_load,
+    ];
+    #[cfg(not(target_arch = "x86_64"))]
+    let older = [];
+    let mut rules: Rules = plain
+        .into_iter()
+        .chain(older)
+        .map(|call| (call, Vec::new()))
+        .collect();
+    rules.insert(
+        libc::SYS_clone,
+        vec![rule([masked(0, libc::CLONE_THREAD as u64, 0)?])?],
+    );
+    let other_families = FAMILIES
+        .into_iter()
+        .map(|family| condition(0, SeccompCmpOp::Ne, family as u64))
+        .collect::<Result<Vec<_>, _>>()?;
+    rules.insert(
+        libc::SYS_socket,
+        vec![SeccompRule::new(other_families).map_err(failed)?],
+    );
+    Ok(rules)
+}
+
+fn rule<const N: usize>(conditions: [SeccompCondition; N]) -> Result<SeccompRule, SandboxError> {
+    SeccompRule::new(conditions.to_vec()).map_err(failed)
+}
+
+/// All bits of an argument: kernels look at more than the 32 that are in use today.
+fn condition(
+    argument: u8,
+    how: SeccompCmpOp,
+    value: u64,
+) -> Result<SeccompCondition, SandboxError> {
+    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, how, value).map_err(failed)
+}
+
+fn equals(argument: u8, value: u64) -> Result<SeccompCondition, SandboxError> {
+    condition(argument, SeccompCmpOp::Eq, value)
+}
+
+fn masked(argument: u8, mask: u64, value: u64) -> Result<SeccompCondition, SandboxError> {
+    condition(argument, SeccompCmpOp::MaskedEq(mask), value)
+}

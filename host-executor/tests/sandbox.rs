@@ -1,0 +1,180 @@
+//! The sandbox: what it lets through is enough to serve guests, and nothing else gets through.
+
+mod common;
+
+use std::io;
+use std::process::Command;
+
+use common::served::{Scratch, Serve};
+use common::{Guest, Host, add, bytes, cpu};
+use rustix::process::Signal;
+use vgpu_executor::sandbox::{self, Profile};
+use vgpu_transport::wire::GraphId;
+
+/// Set in the process that goes into the sandbox: a test runs itself again, since there is no way back.
+const INSIDE: &str = "VGPU_TEST_SANDBOX";
+
+/// Runs `test` of this file again, inside.
+fn run_inside(test: &str, profile: &str) {
+    let output = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", test, "--nocapture", "--test-threads", "1"])
+        .env(INSIDE, profile)
+        .output()
+        .expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{profile}: {text}");
+    assert!(text.contains("1 passed"), "nothing was run: {text}");
+}
+
+/// A system call by number, whose arguments are numbers.
+fn call(number: libc::c_long, arguments: [u64; 3]) -> io::Result<i64> {
+    // SAFETY: the calls below get null pointers or numbers; what they would do if they passed is harmless in a process
+    // that exists for this test.
+    let result = unsafe { libc::syscall(number, arguments[0], arguments[1], arguments[2]) };
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+fn assert_refused(what: &str, outcome: io::Result<i64>) {
+    let error = outcome.expect_err(what);
+    assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{what}: {error}");
+}
+
+fn compute(guest: &mut Guest) {
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0, 3.0]));
+    guest.graph(GraphId(1), &add(3, a, a, a));
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(a, 3), [2.0, 4.0, 6.0]);
+}
+
+#[test]
+fn forbidden_calls_fail_and_guests_are_served() {
+    let profile = match std::env::var(INSIDE).as_deref() {
+        Err(_) => {
+            run_inside("forbidden_calls_fail_and_guests_are_served", "cpu");
+            run_inside("forbidden_calls_fail_and_guests_are_served", "driver");
+            return;
+        }
+        Ok("cpu") => Profile::Cpu,
+        Ok(_) => Profile::Driver,
+    };
+    // A server with guests before and after, so that threads of both kinds are there.
+    let host = Host::new(cpu());
+    let mut before = host.guest();
+    compute(&mut before);
+    let sandbox = sandbox::enter(profile).expect("a sandbox");
+    println!("{sandbox}");
+
+    assert_refused("execve", call(libc::SYS_execve, [0, 0, 0]));
+    assert!(
+        Command::new("/bin/true").spawn().is_err(),
+        "a program was started"
+    );
+    assert_refused(
+        "ptrace",
+        call(libc::SYS_ptrace, [libc::PTRACE_TRACEME as u64, 0, 0]),
+    );
+    assert_refused(
+        "process_vm_readv",
+        call(libc::SYS_process_vm_readv, [1, 0, 0]),
+    );
+    assert_refused("mount", call(libc::SYS_mount, [0, 0, 0]));
+    assert_refused(
+        "unshare",
+        call(libc::SYS_unshare, [libc::CLONE_NEWUSER as u64, 0, 0]),
+    );
+    assert_refused("bpf", call(libc::SYS_bpf, [0, 0, 0]));
+    assert_refused("io_uring", call(libc::SYS_io_uring_setup, [1, 0, 0]));
+    assert_refused("setuid", call(libc::SYS_setuid, [0, 0, 0]));
+    for family in [libc::AF_NETLINK, libc::AF_PACKET, libc::AF_ALG] {
+        let raw = libc::SOCK_RAW as u64;
+        assert_refused("a socket", call(libc::SYS_socket, [family as u64, raw, 0]));
+    }
+    // A process of its own: SIGCHLD is the only flag.
+    assert_refused("clone", call(libc::SYS_clone, [libc::SIGCHLD as u64, 0, 0]));
+    if profile == Profile::Cpu {
+        // SAFETY: a new mapping at no address in use.
+        let code = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                4096,
+                libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        assert_eq!(code, libc::MAP_FAILED, "memory for code");
+        assert_refused(
+            "kill",
+            call(libc::SYS_kill, [u64::from(std::process::id()), 0, 0]),
+        );
+    }
+    // The calls were refused in this thread; other threads are no different.
+    std::thread::spawn(|| assert_refused("in a new thread", call(libc::SYS_execve, [0, 0, 0])))
+        .join()
+        .expect("a thread");
+
+    compute(&mut before);
+    compute(&mut host.guest());
+    everybody_is_inside(std::process::id());
+}
+
+/// By the word of the kernel: no thread has capabilities or can get any, and each is behind the filter.
+fn everybody_is_inside(pid: u32) {
+    let mut threads = 0;
+    for entry in std::fs::read_dir(format!("/proc/{pid}/task")).expect("threads") {
+        let path = entry.expect("a thread").path().join("status");
+        let Ok(status) = std::fs::read_to_string(path) else {
+            continue; // it has ended
+        };
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            line.unwrap_or_else(|| panic!("no {name} in {status}"))
+                .trim()
+                .to_owned()
+        };
+        let name = field("Name:");
+        for set in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
+            assert!(
+                field(set).bytes().all(|b| b == b'0'),
+                "{name} has {set} {}",
+                field(set)
+            );
+        }
+        assert_eq!(field("NoNewPrivs:"), "1", "{name}");
+        assert_eq!(field("Seccomp:"), "2", "{name}");
+        threads += 1;
+    }
+    assert!(threads > 1, "{threads} threads");
+}
+
+#[test]
+fn vgpu_serve_is_sandboxed_unless_told_otherwise() {
+    let scratch = Scratch::new("sandboxed");
+    let socket = scratch.socket();
+    let serve = Serve::start(&socket, &[]);
+    compute(&mut serve.guest(&socket));
+    everybody_is_inside(serve.child.id());
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert!(
+        log.contains("sandboxed: no new privileges, no capabilities"),
+        "{log}"
+    );
+    assert!(!socket.exists(), "the socket is left behind");
+
+    let serve = Serve::start(&socket, &["--no-sandbox"]);
+    compute(&mut serve.guest(&socket));
+    let status =
+        std::fs::read_to_string(format!("/proc/{}/status", serve.child.id())).expect("a status");
+    assert!(status.contains("NoNewPrivs:\t0"), "{status}");
+    serve.signal(Signal::TERM);
+    let (_, log) = serve.wait();
+    assert!(log.contains("no sandbox: --no-sandbox"), "{log}");
+}
