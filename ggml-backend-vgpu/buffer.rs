@@ -7,19 +7,21 @@
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::BufferId;
 
 use crate::abi::{
-    GGML_STATUS_SUCCESS, ggml_backend_buffer_i, ggml_backend_buffer_t, ggml_backend_buffer_type_t,
-    ggml_status, ggml_tensor,
+    GGML_BACKEND_BUFFER_USAGE_WEIGHTS, GGML_STATUS_SUCCESS, ggml_backend_buffer,
+    ggml_backend_buffer_i, ggml_backend_buffer_t, ggml_backend_buffer_type_t, ggml_status,
+    ggml_tensor,
 };
 use crate::device::Device;
 use crate::ffi::{guard, object, pieces};
 use crate::progress::Progress;
 use crate::session::{Allocation, Session, SessionError};
+use crate::weights::Weights;
 
 /// Every tensor starts at a multiple of this.
 pub(crate) const ALIGNMENT: usize = 256;
@@ -36,6 +38,9 @@ pub(crate) struct Buffer {
     size: usize,
     /// Of a buffer that may hold a model.
     progress: Option<Progress>,
+    weights: Weights,
+    /// ggml's object, which knows what the buffer is used for. Null until there is one.
+    object: AtomicPtr<ggml_backend_buffer>,
 }
 
 impl Buffer {
@@ -66,14 +71,42 @@ impl Buffer {
             base,
             size,
             progress: Progress::of(device.name(), size as u64),
+            weights: Weights::new(device.is_slower_than_hashing()),
+            object: AtomicPtr::new(ptr::null_mut()),
         }));
         // SAFETY: the buffer type lives as long as the process, the context until `free_buffer`.
         let buffer = unsafe { device.host().buffer(buft, CALLBACKS, context.cast(), size) };
         if buffer.is_null() {
             // SAFETY: nobody has taken the context, so it is still ours alone.
             drop(unsafe { Box::from_raw(context) });
+        } else {
+            // SAFETY: the context is alive; ggml has the buffer from our return on.
+            unsafe { (*context).object.store(buffer, Ordering::Release) };
         }
         buffer
+    }
+
+    /// Whether ggml has said that the buffer is for weights.
+    fn is_for_weights(&self) -> bool {
+        let object = self.object.load(Ordering::Acquire);
+        // SAFETY: ggml's object lives until after `free_buffer`, with which this one goes. ggml writes the field
+        // when a buffer is made, and does not care who reads it meanwhile.
+        !object.is_null()
+            && unsafe { (&raw const (*object).usage).read_volatile() }
+                == GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+    }
+
+    /// Whether bytes that are to be written are there without that.
+    fn is_there(&self, at: u64, data: Bytes<'_>) -> Result<bool, SessionError> {
+        let is_for_weights = || self.is_for_weights();
+        self.weights
+            .upload(&self.session, &self.allocation, at, data, is_for_weights)
+    }
+
+    /// Its name, for a graph that reads or writes it.
+    pub(crate) fn id_for_graph(&self) -> BufferId {
+        self.weights.are_not();
+        self.id()
     }
 
     /// The buffer of a tensor, or of the tensor it is a view of; `None` when that is not one of ours.
@@ -136,7 +169,10 @@ impl Buffer {
     pub(crate) fn set(&self, tensor: &ggml_tensor, offset: usize, data: Bytes<'_>) {
         let done = self
             .place(tensor, offset)
-            .and_then(|at| self.session.write(&self.allocation, at, data));
+            .and_then(|at| match self.is_there(at, data)? {
+                true => Ok(()),
+                false => self.session.write(&self.allocation, at, data),
+            });
         self.count(data.len());
         self.log("write to", done);
     }
@@ -145,7 +181,10 @@ impl Buffer {
     pub(crate) fn set_later(&self, tensor: &ggml_tensor, offset: usize, data: Bytes<'_>) {
         let done = self
             .place(tensor, offset)
-            .and_then(|at| self.session.write_later(&self.allocation, at, data));
+            .and_then(|at| match self.is_there(at, data)? {
+                true => Ok(()),
+                false => self.session.write_later(&self.allocation, at, data),
+            });
         self.count(data.len());
         self.log("write to", done);
     }
@@ -239,6 +278,7 @@ impl Buffer {
         else {
             return false;
         };
+        self.weights.are_not();
         self.session
             .copy((self.id(), to_at), (from.id(), from_at), len)
             .is_ok()
@@ -354,6 +394,7 @@ unsafe extern "C" fn memset_tensor(
     guard("memset_tensor", (), || {
         // SAFETY: ggml hands back a live buffer of ours, and a tensor placed in it.
         if let (Some((buffer, _)), Some(tensor)) = unsafe { (context(buffer), object(tensor)) } {
+            buffer.weights.are_not();
             let filled = buffer
                 .place(tensor, offset)
                 .and_then(|at| buffer.session.fill(buffer.id(), at, size as u64, value));
@@ -462,6 +503,10 @@ unsafe extern "C" fn clear(buffer: ggml_backend_buffer_t, value: u8) {
     guard("clear", (), || {
         // SAFETY: ggml hands back a live buffer of ours.
         if let Some((buffer, _)) = unsafe { context(buffer) } {
+            // New memory is zero: nothing happens that weights could undo.
+            if value != 0 {
+                buffer.weights.are_not();
+            }
             buffer.log(
                 "clear",
                 buffer

@@ -144,7 +144,12 @@ impl Encoder {
         let place = unsafe { Buffer::of_tensor(device, tensor) };
         let (id, offset) = place
             .filter(|buffer| ptr::eq(&**buffer.session(), session))
-            .and_then(|buffer| Some((buffer.id(), buffer.offset_of(tensor.data as usize)?)))
+            .and_then(|buffer| {
+                Some((
+                    buffer.id_for_graph(),
+                    buffer.offset_of(tensor.data as usize)?,
+                ))
+            })
             .ok_or_else(|| EncodeError::Foreign { name: name(tensor) })?;
         let index = self.graph.tensors.len() as u32;
         let buffer = self.buffer(id);

@@ -7,7 +7,7 @@
 //! - `registry`, `device`, `buffer`, `host_buffer`, `stream`, `event`: the objects that ggml sees, one module each.
 //! - `ffi`: the mechanism of every function that ggml calls.
 //! - `translate`, `encode`: from ggml's tensors and graphs to the IR.
-//! - `connect`, `session`, `graphs`: the guest's side of the wire.
+//! - `connect`, `session`, `graphs`: the guest's side of the wire. `weights`: what need not be sent.
 //! - `logging`, `progress`, `stats`: what people get to read. `required`: what happens to programs that must
 //!   not go on without a vGPU.
 //!
@@ -32,6 +32,7 @@ mod session;
 mod stats;
 mod stream;
 mod translate;
+mod weights;
 
 /// How good this backend is on this machine. 0, after one log line that says why, when no executor can be
 /// reached; ggml then goes on without us.

@@ -4,6 +4,7 @@
 //! fails at once, and the device opens a new session the next time somebody allocates memory.
 
 mod connection;
+mod weights;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -172,6 +173,7 @@ impl Session {
                 id: buffer,
                 size,
                 mapping,
+                is_mapped: AtomicBool::new(true),
             })
         })
     }
@@ -179,9 +181,8 @@ impl Session {
     /// Gives a buffer up, and every graph that uses it.
     pub(crate) fn free(&self, buffer: BufferId) -> Result<(), SessionError> {
         self.talk(|c| {
-            for graph in c.graphs.remove_users(buffer) {
-                c.send(&Request::Forget { graph }, (&[][..]).into())?;
-            }
+            c.forget_users(buffer)?;
+            c.uploads.retain(|(uploaded, _)| *uploaded != buffer);
             c.send(&Request::Free { buffer }, (&[][..]).into())
                 .map(drop)
         })
@@ -461,6 +462,7 @@ impl Session {
                 .retain(|failure| !failure.concerns_stream(stream));
             return Err(error.into());
         }
+        self.note(c.settle_uploads())?;
         let crossed = c.crossed();
         let began = Instant::now();
         let known = match key.and_then(|key| c.graphs.by_key(key)) {
@@ -574,12 +576,24 @@ pub(crate) struct Allocation {
     size: u64,
     /// Its memory, if the host lets us map it.
     mapping: Option<Window>,
+    /// Whether the mapping still shows it.
+    is_mapped: AtomicBool,
 }
 
 impl Allocation {
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// What is mapped is not the buffer any more.
+    fn do_not_map(&self) {
+        self.is_mapped.store(false, Ordering::Release);
+    }
+
     /// Bytes of the mapping, if there is one.
     fn mapped(&self, offset: u64, len: usize) -> Result<Option<BytesMut<'_>>, SessionError> {
-        let Some(mapping) = &self.mapping else {
+        let is_mapped = self.is_mapped.load(Ordering::Acquire);
+        let Some(mapping) = self.mapping.as_ref().filter(|_| is_mapped) else {
             return Ok(None);
         };
         match offset.checked_add(len as u64) {

@@ -119,11 +119,13 @@ pub(crate) struct Crossed {
     pub(crate) copied: Copied,
 }
 
-/// Bytes copied into, or out of, memory that both sides have mapped.
+/// Bytes that went without messages: into, or out of, memory that both sides have mapped, or not at all.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Copied {
     pub(crate) to_host: u64,
     pub(crate) from_host: u64,
+    /// Bytes of weights that the host had.
+    pub(crate) not_sent: u64,
 }
 
 impl Crossed {
@@ -143,6 +145,7 @@ impl Crossed {
             copied: Copied {
                 to_host: self.copied.to_host - then.copied.to_host,
                 from_host: self.copied.from_host - then.copied.from_host,
+                not_sent: self.copied.not_sent - then.copied.not_sent,
             },
         }
     }
@@ -153,6 +156,7 @@ fn crossed(Crossed { link, copied }: &Crossed) -> Value {
     json!({
         "copied_to_host": copied.to_host,
         "copied_from_host": copied.from_host,
+        "weights_not_sent": copied.not_sent,
         "messages": counters.messages_out + counters.messages_in,
         "bytes_to_host": counters.bytes_out,
         "bytes_from_host": counters.bytes_in,

@@ -11,6 +11,7 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request, WireError};
 use super::{SessionError, StreamId};
 use crate::graphs::{Graphs, Known, News};
 use crate::stats::{Copied, Crossed, Stats};
+use crate::weights::Progress;
 
 /// Most bytes of answers to reads that nobody waits for yet. The host must be able to put all of them into its
 /// ring, or it would wait for a program that does something else.
@@ -33,6 +34,8 @@ pub(super) struct Connection {
     submissions: VecDeque<Submission>,
     /// Reads on their way that nobody waits for yet, oldest first.
     landings: VecDeque<Landing>,
+    /// Buffers for weights that are being filled.
+    pub(super) uploads: Vec<(BufferId, Arc<Progress>)>,
     /// What has failed and is not yet reported.
     pub(super) failures: Vec<Failure>,
     /// Times that a caller had to wait for the host before it could go on.
@@ -121,6 +124,7 @@ impl Connection {
             host_memory: Vec::new(),
             submissions: VecDeque::new(),
             landings: VecDeque::new(),
+            uploads: Vec::new(),
             failures: Vec::new(),
             round_trips: 1,
             copied: Copied::default(),
@@ -296,6 +300,9 @@ impl Connection {
                 | Reply::Done { request }
                 | Reply::Shared { request, .. }
                 | Reply::Data { request }
+                | Reply::Held { request, .. }
+                | Reply::Missing { request }
+                | Reply::Prove { request, .. }
                 | Reply::Memory { request, .. } => *request,
                 Reply::Welcome { .. } => return Err(unexpected(&reply)),
             };
@@ -349,6 +356,14 @@ impl Connection {
             Reply::Ended { reason } => Err(SessionError::Lost(reason)),
             other => Err(unexpected(&other)),
         }
+    }
+
+    /// Forgets every graph that uses `buffer`, and so does the host.
+    pub(super) fn forget_users(&mut self, buffer: BufferId) -> Result<(), SessionError> {
+        for graph in self.graphs.remove_users(buffer) {
+            self.send(&Request::Forget { graph }, (&[][..]).into())?;
+        }
+        Ok(())
     }
 
     /// Sends the graph, unless the host has it, and the order to run it.

@@ -19,8 +19,10 @@ pub mod size;
 mod stats;
 mod unix;
 pub mod vm;
+pub mod weights;
 
 pub use limits::Limits;
 pub use server::{Door, Guest, Open, Peer, Process, Server, SessionInfo};
 pub use session::{Ending, Session, Stop, Violation};
 pub use stats::Stats;
+pub use weights::Weights;

@@ -18,7 +18,8 @@ use tracing::{info, warn};
 use tracing_subscriber::EnvFilter;
 use vgpu_executor::sandbox::{self, Profile};
 use vgpu_executor::vm::{IvshmemDoor, VfioUserDoor, VmListenError, VmOptions, listen_stream};
-use vgpu_executor::{Limits, Server, service, size};
+use vgpu_executor::weights::{CacheOptions, Sharing};
+use vgpu_executor::{Limits, Server, Weights, service, size};
 use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_kernels::cuda::CudaEngine;
@@ -97,6 +98,20 @@ pub(crate) struct Args {
     /// not make.
     #[arg(long)]
     no_sandbox: bool,
+
+    /// Whose weights are held once: the same bytes, uploaded by several guests, take memory once, and are not sent by a
+    /// guest that says their hash.
+    ///
+    /// With "all", a guest can find out whether another one has the same content, by asking for it and by the time
+    /// things take. With "tenant" it only can for its own user or virtual machine. What a guest writes is never seen
+    /// by another.
+    #[arg(long, value_enum, value_name = "WHOSE", default_value_t = Sharing::Tenant)]
+    share_weights: Sharing,
+
+    /// Keeps weights on disk, so that a model known from before a restart is not sent again: FOLDER,size=SIZE, such as
+    /// /var/cache/vgpu/weights,size=50G. What was not used for longest goes when the size is reached.
+    #[arg(long, value_name = "CACHE")]
+    weights_cache: Option<CacheOptions>,
 
     /// What to log: error, warn, info, debug, trace, off, or for parts of the program, as in
     /// info,vgpu_executor=debug. [default: the environment variable VGPU_LOG, or info]
@@ -186,6 +201,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ..Limits::default()
     };
     let mut server = Server::new(engine, limits, args.max_guests);
+    let weights =
+        Weights::new(args.share_weights, args.weights_cache).context("--weights-cache")?;
+    server.share_weights(weights);
     for (listener, endpoint) in listeners.into_iter().zip(&endpoints) {
         info!("listening on {endpoint}");
         let opened = match listener {

@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use vgpu_transport::link::HostEnd;
 use crate::limits::Limits;
 use crate::session::{Ending, Session, Stop, dismiss};
 use crate::stats::{Counters, Stats};
+use crate::weights::Weights;
 
 /// How often a door with nobody at it looks whether the server should stop.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -102,6 +103,7 @@ pub struct Server {
 
 struct Shared {
     engine: Arc<dyn Engine>,
+    weights: OnceLock<Weights>,
     limits: Limits,
     /// Guests served at once.
     max_sessions: usize,
@@ -124,6 +126,7 @@ impl Server {
         Server {
             shared: Arc::new(Shared {
                 engine,
+                weights: OnceLock::new(),
                 limits,
                 max_sessions,
                 stop: Stop::new(),
@@ -133,6 +136,11 @@ impl Server {
             }),
             doors: Vec::new(),
         }
+    }
+
+    /// Has guests that come from now on share weights. Can be said once.
+    pub fn share_weights(&self, weights: Weights) {
+        let _ = self.shared.weights.set(weights);
     }
 
     /// Lets guests in through `door` from now on.
@@ -244,7 +252,8 @@ impl Shared {
                 // Links are code too. A panic in one must not pass unnoticed; the thread is the guest's
                 // own, so nobody else is touched.
                 let outcome = catch_unwind(AssertUnwindSafe(|| {
-                    shared.serve(id, open, counters, open_sessions);
+                    let origin = origin(id, &peer);
+                    shared.serve(id, &origin, open, counters, open_sessions);
                 }));
                 if outcome.is_err() {
                     error!("the session's thread has panicked, a bug of the host");
@@ -255,7 +264,14 @@ impl Shared {
         }
     }
 
-    fn serve(&self, id: u64, open: Open, counters: Arc<Counters>, open_sessions: usize) {
+    fn serve(
+        &self,
+        id: u64,
+        origin: &str,
+        open: Open,
+        counters: Arc<Counters>,
+        open_sessions: usize,
+    ) {
         let mut link = match open() {
             Ok(link) => link,
             Err(error) => {
@@ -272,8 +288,24 @@ impl Shared {
             dismiss(link.as_mut(), &full);
             return;
         }
-        Session::counted(id, Arc::clone(&self.engine), self.limits, counters)
-            .run(link.as_mut(), &self.stop);
+        let session = Session::counted(id, Arc::clone(&self.engine), self.limits, counters);
+        let session = match self.weights.get() {
+            Some(weights) => session.sharing(weights, origin),
+            None => session,
+        };
+        session.run(link.as_mut(), &self.stop);
+    }
+}
+
+/// Who shares weights with a guest without further ado: programs of the same user of this machine, or of the same
+/// virtual machine. Who is neither is alone.
+fn origin(id: u64, peer: &Peer) -> String {
+    let machine = peer.endpoint.strip_prefix("vm ");
+    let machine = machine.and_then(|rest| rest.rsplit_once(" slot "));
+    match (&peer.process, machine) {
+        (Some(process), _) => format!("user {}", process.uid),
+        (None, Some((name, _))) => format!("vm {name}"),
+        (None, None) => format!("session {id}"),
     }
 }
 

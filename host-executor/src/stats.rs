@@ -8,9 +8,9 @@ use std::time::Duration;
 use vgpu_transport::wire::Request;
 
 /// Names of the kinds of request, in the order of their numbers on the wire.
-const KINDS: [&str; 13] = [
+const KINDS: [&str; 18] = [
     "HELLO", "ALLOC", "FREE", "WRITE", "READ", "FILL", "COPY", "GRAPH", "SUBMIT", "FORGET",
-    "MEMORY", "FENCE", "PATCH",
+    "MEMORY", "FENCE", "PATCH", "WEIGHTS", "ADOPT", "PROOF", "EXTENT", "SETTLE",
 ];
 
 /// The kind of a request.
@@ -33,6 +33,11 @@ impl Kind {
             Request::Memory { .. } => 10,
             Request::Fence { .. } => 11,
             Request::Patch { .. } => 12,
+            Request::Weights { .. } => 13,
+            Request::Adopt { .. } => 14,
+            Request::Proof { .. } => 15,
+            Request::Extent { .. } => 16,
+            Request::Settle { .. } => 17,
         })
     }
 
@@ -79,6 +84,8 @@ pub(crate) struct Counters {
     pub(crate) buffers: Counter,
     pub(crate) buffer_bytes: Counter,
     pub(crate) graphs: Counter,
+    pub(crate) weights_not_sent: Counter,
+    pub(crate) weights_shared: Counter,
 }
 
 impl Counters {
@@ -101,6 +108,8 @@ impl Counters {
             buffers: self.buffers.get(),
             buffer_bytes: self.buffer_bytes.get(),
             graphs: self.graphs.get(),
+            weights_not_sent: self.weights_not_sent.get(),
+            weights_shared: self.weights_shared.get(),
         }
     }
 }
@@ -133,6 +142,10 @@ pub struct Stats {
     pub buffer_bytes: u64,
     /// Graphs kept.
     pub graphs: u64,
+    /// Bytes of weights that the guest did not have to send.
+    pub weights_not_sent: u64,
+    /// Bytes of the buffers alive that are held once for several buffers, and by another one first.
+    pub weights_shared: u64,
 }
 
 impl Stats {

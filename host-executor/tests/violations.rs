@@ -68,7 +68,7 @@ fn hello_twice() {
 fn hello_of_another_protocol() {
     let words = [
         "version 9999 of the protocol",
-        "this host speaks 2",
+        "this host speaks 3",
         "update the older",
     ];
     ends_only_its_session(&words, |guest| {

@@ -36,6 +36,18 @@ pub trait Engine: Send + Sync + 'static {
         Ok(None)
     }
 
+    /// Whether [`alloc_weights`](Engine::alloc_weights) ever gives memory.
+    fn keeps_weights(&self) -> bool {
+        false
+    }
+
+    /// The same as [`alloc`](Engine::alloc) for weights: memory that can be [frozen](Memory::freeze), and that takes
+    /// [extents](Extent) of other such memory. `None` when the engine has no such memory.
+    fn alloc_weights(&self, size: u64) -> Result<Option<Arc<dyn Memory>>, EngineError> {
+        let _ = size;
+        Ok(None)
+    }
+
     /// Prepares a graph to run many times. `buffers[i]` is the memory of the graph's buffer `i`, of at
     /// least the size it was validated against; the plan keeps it alive.
     fn compile(
@@ -92,8 +104,51 @@ pub trait Memory: Send + Sync + Any {
         len: u64,
     ) -> Result<(), EngineError>;
 
+    /// Keeps what memory for weights holds now for others to have, as extents; from here on, what is written to this
+    /// memory goes into pages of its own. `false` for memory of other kinds.
+    fn freeze(&self) -> Result<bool, EngineError> {
+        Ok(false)
+    }
+
+    /// A part of what was [frozen](Memory::freeze). It does not overlap others of this memory.
+    fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+        let _ = (offset, len);
+        Err(EngineError::ForeignMemory)
+    }
+
+    /// Puts the bytes of `extent` at `offset`, where nothing is held twice that need not be. Returns how many bytes
+    /// are held once. In frozen memory the same bytes must be there already.
+    fn adopt(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
+        let _ = (offset, extent);
+        Err(EngineError::ForeignMemory)
+    }
+
+    /// Whether this is frozen, and nothing was written since.
+    fn is_pristine(&self) -> bool {
+        false
+    }
+
     /// For engines to get back their own type.
     fn as_any(&self) -> &dyn Any;
+}
+
+/// Bytes that never change, in memory of an engine. What was [frozen](Memory::freeze) of them is kept for as long as
+/// there is one.
+pub trait Extent: Send + Sync + Any {
+    /// Size in bytes.
+    fn size(&self) -> u64;
+
+    /// Reads into `out` from `offset`. May run at the same time as anything else.
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), EngineError>;
+
+    /// For engines to get back their own type.
+    fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync>;
+}
+
+impl fmt::Debug for dyn Extent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Extent({} bytes)", self.size())
+    }
 }
 
 impl fmt::Debug for dyn Memory {

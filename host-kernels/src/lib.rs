@@ -9,4 +9,4 @@ mod engine;
 mod rope;
 mod types;
 
-pub use engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, SharedMemory};
+pub use engine::{Engine, EngineError, Extent, Memory, MemoryInfo, Plan, RunError, SharedMemory};

@@ -8,10 +8,12 @@
 //! Bytes are little-endian. A message is decoded from a private copy; nothing here is unsafe.
 #![forbid(unsafe_code)]
 
+use std::fmt;
+
 use crate::ir::{BufferId, Capabilities, DecodeError};
 
 /// Version of the messages. Both sides must speak the same.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// Most bytes of payload with one message.
 pub const MAX_PAYLOAD: usize = 1 << 20;
@@ -24,6 +26,31 @@ pub const MAX_GRAPH: u64 = 64 << 20;
 
 /// Most graphs a host keeps for a session. A guest forgets one before it sends one more.
 pub const MAX_GRAPHS: usize = 1024;
+
+/// The least bytes of an extent of weights. Smaller ones are not worth a question.
+pub const MIN_EXTENT: u64 = 64 << 10;
+
+/// Most extents of one buffer. A guest writes what goes beyond without naming it.
+pub const MAX_EXTENTS: usize = 4096;
+
+/// Most lengths in one [`Reply::Held`].
+pub const MAX_LENGTHS: usize = 4096;
+
+/// The BLAKE3 hash of an extent's bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ContentHash(pub [u8; 32]);
+
+impl fmt::Debug for ContentHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for ContentHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
 
 /// A graph of a session. Chosen by the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -182,6 +209,46 @@ messages! {
             /// The graph it differs from, which stays.
             base: GraphId,
         },
+        /// Turns a buffer into one for weights: memory that is written once, and that the host may hold once for
+        /// several buffers. It is zero again, the graphs that use it are forgotten, and a mapping of it shows
+        /// nothing any more. Answered by [`Reply::Held`], or, when the host keeps no weights, by [`Reply::Refused`],
+        /// and nothing has happened.
+        14 Weights {
+            /// The buffer.
+            buffer: BufferId,
+        },
+        /// Asks for bytes that the host has already. Answered by [`Reply::Done`], and they are in the buffer, by
+        /// [`Reply::Missing`], or by [`Reply::Prove`].
+        15 Adopt {
+            /// A buffer for weights.
+            buffer: BufferId,
+            /// Where in it, in bytes.
+            offset: u64,
+            /// How many bytes, at least [`MIN_EXTENT`].
+            len: u64,
+            /// What they are.
+            hash: ContentHash,
+        },
+        /// The answer to [`Reply::Prove`]. Answered by [`Reply::Done`] or [`Reply::Missing`].
+        16 Proof {
+            /// BLAKE3 of the extent's bytes, keyed with the nonce.
+            proof: ContentHash,
+        },
+        /// Says that these bytes of a buffer for weights are a unit that others may ask for by its hash: at
+        /// least [`MIN_EXTENT`] bytes, at most [`MAX_EXTENTS`] such units in a buffer. One-way.
+        17 Extent {
+            /// The buffer.
+            buffer: BufferId,
+            /// Where in it, in bytes.
+            offset: u64,
+            /// How many bytes.
+            len: u64,
+        },
+        /// The weights of a buffer are complete. It can still be written; that costs the host a copy. One-way.
+        18 Settle {
+            /// The buffer.
+            buffer: BufferId,
+        },
     }
 }
 
@@ -251,8 +318,33 @@ messages! {
             /// Bytes of the file: those of the buffer, rounded up to whole pages.
             size: u64,
         },
+        /// The buffer is for weights now.
+        9 Held {
+            /// The request.
+            request: u64,
+            /// Lengths of extents that the host may have for this guest, at most [`MAX_LENGTHS`]: it need not
+            /// hash others.
+            lengths: Lengths,
+        },
+        /// The host does not have these bytes, or not for this guest.
+        10 Missing {
+            /// The request.
+            request: u64,
+        },
+        /// The host has the bytes from somebody else: this guest is to prove that it has them, too, with
+        /// [`Request::Proof`] as its next request.
+        11 Prove {
+            /// The request.
+            request: u64,
+            /// The key of the proof.
+            nonce: ContentHash,
+        },
     }
 }
+
+/// Lengths of extents.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Lengths(pub Vec<u64>);
 
 /// A value in a message.
 trait Field: Sized {
@@ -327,6 +419,36 @@ impl Field for GraphId {
     }
 }
 
+impl Field for ContentHash {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.0);
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<ContentHash, WireError> {
+        let mut raw = [0; 32];
+        raw.copy_from_slice(bytes.take(32)?);
+        Ok(ContentHash(raw))
+    }
+}
+
+impl Field for Lengths {
+    fn put(&self, out: &mut Vec<u8>) {
+        (self.0.len() as u32).put(out);
+        self.0.iter().for_each(|length| length.put(out));
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<Lengths, WireError> {
+        let count = u32::get(bytes)? as usize;
+        let raw = bytes.take(count.saturating_mul(8))?;
+        let lengths = raw.chunks_exact(8).map(|length| {
+            let mut raw = [0; 8];
+            raw.copy_from_slice(length);
+            u64::from_le_bytes(raw)
+        });
+        Ok(Lengths(lengths.collect()))
+    }
+}
+
 impl Field for Capabilities {
     fn put(&self, out: &mut Vec<u8>) {
         let words = self.encode();
@@ -377,6 +499,30 @@ mod tests {
         }
         bytes.push(0);
         assert_eq!(Reply::decode(&bytes), Err(WireError::Trailing { extra: 1 }));
+    }
+
+    #[test]
+    fn hashes_and_lengths_round_trip() {
+        let hash = ContentHash(std::array::from_fn(|i| i as u8));
+        let request = Request::Adopt {
+            buffer: BufferId(3),
+            offset: 1 << 40,
+            len: MIN_EXTENT,
+            hash,
+        };
+        let mut bytes = Vec::new();
+        request.encode(&mut bytes);
+        assert_eq!(Request::decode(&bytes), Ok(request));
+        assert!(hash.to_string().starts_with("00010203"));
+
+        let held = Reply::Held {
+            request: 1,
+            lengths: Lengths(vec![u64::MAX; MAX_LENGTHS]),
+        };
+        bytes.clear();
+        held.encode(&mut bytes);
+        assert!(bytes.len() <= MAX_MESSAGE, "{} bytes", bytes.len());
+        assert_eq!(Reply::decode(&bytes), Ok(held));
     }
 
     proptest! {

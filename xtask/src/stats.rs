@@ -57,6 +57,15 @@ pub(crate) struct Stats {
 }
 
 impl Stats {
+    /// Bytes that have left the guest by the end of the session, in messages and without.
+    pub(crate) fn moved(path: &Path) -> Result<u64> {
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+        let value: Value = serde_json::from_str(&text).context("parsing the plugin's figures")?;
+        let totals = &value["totals"];
+        Ok(number(totals, "bytes_to_host")? + number(totals, "copied_to_host")?)
+    }
+
     pub(crate) fn read(path: &Path) -> Result<Stats> {
         let text = std::fs::read_to_string(path).with_context(|| {
             format!(

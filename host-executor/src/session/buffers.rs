@@ -82,6 +82,17 @@ impl Buffers {
         self.live.get(&buffer)
     }
 
+    /// Puts other memory of the same size behind a name. Returns what was there.
+    pub(super) fn replace(
+        &mut self,
+        buffer: BufferId,
+        memory: Arc<dyn Memory>,
+    ) -> Option<Arc<dyn Memory>> {
+        let slot = self.live.get_mut(&buffer)?;
+        self.bytes = self.bytes + memory.size() - slot.size();
+        Some(std::mem::replace(slot, memory))
+    }
+
     pub(super) fn remove(&mut self, buffer: BufferId) -> Result<(), Violation> {
         match self.live.remove(&buffer) {
             Some(memory) => {

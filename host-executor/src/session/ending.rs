@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use vgpu_transport::ir::{BufferId, DecodeError, IR_VERSION, Invalid};
 use vgpu_transport::link::LinkError;
-use vgpu_transport::wire::{GraphId, PROTOCOL_VERSION, WireError};
+use vgpu_transport::wire::{GraphId, MAX_EXTENTS, MIN_EXTENT, PROTOCOL_VERSION, WireError};
 
 /// Why a session ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -92,6 +92,17 @@ pub enum Violation {
         len: u64,
         size: u64,
     },
+    #[error("{kind} names buffer {}, which is not for weights", .buffer.0)]
+    NotForWeights {
+        kind: &'static str,
+        buffer: BufferId,
+    },
+    #[error("{kind} names an extent of {len} bytes, the least is {MIN_EXTENT}")]
+    ShortExtent { kind: &'static str, len: u64 },
+    #[error("EXTENT names more than {MAX_EXTENTS} extents in buffer {}", .0.0)]
+    TooManyExtents(BufferId),
+    #[error("PROOF comes although none was asked for by the reply before it")]
+    UnaskedProof,
     #[error("READ asks for {len} bytes at once, at most {limit} are possible")]
     ReadTooLong { len: u64, limit: usize },
     #[error(

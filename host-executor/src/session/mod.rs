@@ -8,6 +8,7 @@
 mod buffers;
 mod ending;
 mod graphs;
+mod weights;
 
 use std::any::Any;
 use std::os::fd::{AsFd, OwnedFd};
@@ -28,6 +29,7 @@ use crate::stats::{Counters, Kind, Stats};
 use buffers::Buffers;
 pub use ending::{Ending, Violation};
 use graphs::{Graphs, Host, Progress};
+use weights::Weights;
 
 /// How often a session with nothing to do looks whether it should stop.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -71,6 +73,7 @@ pub struct Session {
     counters: Arc<Counters>,
     buffers: Buffers,
     graphs: Graphs,
+    weights: Weights,
     loud_events: u32,
     /// Whether the link can share memory with the guest.
     can_share: bool,
@@ -117,9 +120,17 @@ impl Session {
             counters,
             buffers: Buffers::default(),
             graphs: Graphs::default(),
+            weights: Weights::default(),
             loud_events: 0,
             can_share: false,
         }
+    }
+
+    /// The same session, sharing weights with others of `origin`.
+    #[must_use]
+    pub fn sharing(mut self, weights: &crate::Weights, origin: &str) -> Session {
+        self.weights = Weights::new(weights.of(origin));
+        self
     }
 
     /// What the session has done so far.
@@ -160,6 +171,8 @@ impl Session {
                     busy = ?stats.busy,
                     open = ?start.elapsed(),
                     freed = stats.buffer_bytes,
+                    weights_not_sent = stats.weights_not_sent,
+                    weights_shared = stats.weights_shared,
                     "session closed: {ending}"
                 )
             };
@@ -184,6 +197,7 @@ impl Session {
             if self.guest().is_none() && connected.elapsed() > self.limits.hello {
                 return Ending::Silent(self.limits.hello);
             }
+            self.merge_weights();
             incoming.clear();
             let request = match link.receive(&mut incoming, PATIENCE) {
                 Ok(Some(arrived)) => arrived.request,
@@ -303,6 +317,9 @@ impl Session {
             _ if self.guest().is_none() => return Err(Violation::NoHello { kind }.into()),
             _ => {}
         }
+        if !matches!(message, Request::Proof { .. }) {
+            self.weights.forget_challenge();
+        }
         match message {
             Request::Write { .. } | Request::Graph { .. } | Request::Patch { .. } => {}
             _ if payload.is_empty() => {}
@@ -316,6 +333,7 @@ impl Session {
             Request::Alloc { buffer, size } => self.alloc(request, buffer, size),
             Request::Free { buffer } => {
                 self.buffers.remove(buffer)?;
+                self.weights.forget(buffer);
                 self.graphs.forget_users(buffer);
                 debug!(buffer = buffer.0, "freed");
                 self.count_holdings();
@@ -385,6 +403,11 @@ impl Session {
                 }))
             }
             Request::Fence {} => Ok(Answer::Message(Reply::Done { request })),
+            Request::Weights { .. }
+            | Request::Adopt { .. }
+            | Request::Proof { .. }
+            | Request::Extent { .. }
+            | Request::Settle { .. } => self.weights_request(request, kind, &message),
         }
     }
 
@@ -551,6 +574,7 @@ impl Session {
         counters.buffers.set(self.buffers.len() as u64);
         counters.buffer_bytes.set(self.buffers.bytes());
         counters.graphs.set(self.graphs.len() as u64);
+        counters.weights_shared.set(self.weights.shared());
     }
 }
 

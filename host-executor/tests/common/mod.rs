@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use vgpu_executor::{Door, Guest as Arriving, Limits, Peer, Server};
+use vgpu_executor::{Door, Guest as Arriving, Limits, Peer, Process, Server};
 use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Sources, Tensor, Type};
@@ -52,11 +52,16 @@ impl Host {
 
     /// A guest that has not said anything yet.
     pub(crate) fn connect(&self) -> Guest {
+        self.connect_as(None)
+    }
+
+    /// The same, of a process that the host's kernel knows.
+    pub(crate) fn connect_as(&self, process: Option<Process>) -> Guest {
         let (guest, host) = pair();
         let arriving = Arriving {
             peer: Peer {
                 endpoint: "test".into(),
-                process: None,
+                process,
             },
             open: Box::new(move || Ok(host)),
         };

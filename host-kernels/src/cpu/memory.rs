@@ -15,7 +15,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::window::memory::sealed_file_named;
 
-use crate::engine::{EngineError, Memory, MemoryInfo, SharedMemory, check_range};
+use super::extents::{CpuExtent, WeightPages};
+use crate::engine::{EngineError, Extent, Memory, MemoryInfo, SharedMemory, check_range};
 
 /// Files have whole pages. (Of the smallest size there is; larger ones are multiples.)
 const PAGE: usize = 4096;
@@ -24,6 +25,9 @@ const PAGE: usize = 4096;
 pub(super) struct Budget {
     total: u64,
     used: AtomicU64,
+    /// Ranges of files that are mapped into buffers for weights. Linux limits a process's mappings.
+    mappings: AtomicU64,
+    most_mappings: u64,
 }
 
 impl Budget {
@@ -33,7 +37,22 @@ impl Budget {
         Budget {
             total,
             used: AtomicU64::new(0),
+            mappings: AtomicU64::new(0),
+            // Each may cut another in two, and others need some.
+            most_mappings: max_map_count() / 4,
         }
+    }
+
+    /// Counts a range mapped into a buffer. `false` if there are too many.
+    pub(super) fn take_mapping(&self) -> bool {
+        let fits = |count: u64| (count < self.most_mappings).then_some(count + 1);
+        self.mappings
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
+            .is_ok()
+    }
+
+    pub(super) fn give_mapping_back(&self) {
+        self.mappings.fetch_sub(1, Ordering::Relaxed);
     }
 
     pub(super) fn info(&self) -> MemoryInfo {
@@ -73,8 +92,16 @@ pub(super) struct CpuMemory {
     ptr: NonNull<u8>,
     size: usize,
     budget: Arc<Budget>,
-    /// Whether another process may map it.
-    is_shared: bool,
+    kind: Kind,
+}
+
+/// What is behind a mapping.
+enum Kind {
+    Private,
+    /// A file that another process may map.
+    Shared,
+    /// Files that other buffers of this process may map.
+    Weights(WeightPages),
 }
 
 // SAFETY: the mapping belongs to this value alone and may be used from any thread; the order of
@@ -92,10 +119,10 @@ impl CpuMemory {
                 ptr: NonNull::dangling(),
                 size: 0,
                 budget: Arc::clone(budget),
-                is_shared: false,
+                kind: Kind::Private,
             });
         }
-        CpuMemory::mapped(size, budget, false, |len| {
+        CpuMemory::mapped(size, budget, |len| {
             // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that exists.
             let mapping = unsafe {
                 mmap_anonymous(
@@ -105,14 +132,22 @@ impl CpuMemory {
                     MapFlags::PRIVATE,
                 )
             };
-            mapping.ok()
+            Some((mapping.ok()?, Kind::Private))
+        })
+    }
+
+    /// Memory for weights. `size` is not 0.
+    pub(super) fn weights(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
+        CpuMemory::mapped(size, budget, |len| {
+            let (pages, mapping) = WeightPages::create(len)?;
+            Some((mapping, Kind::Weights(pages)))
         })
     }
 
     /// Memory that a guest may map too. `size` is not 0.
     pub(super) fn shared(size: u64, budget: &Arc<Budget>) -> Result<SharedMemory, EngineError> {
         let mut sealed = None;
-        let memory = CpuMemory::mapped(size, budget, true, |len| {
+        let memory = CpuMemory::mapped(size, budget, |len| {
             let pages = len.checked_next_multiple_of(PAGE)?;
             let file = sealed_file_named("vgpu-buffer", pages).ok()?;
             // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists. The file is
@@ -128,7 +163,7 @@ impl CpuMemory {
                 )
             };
             sealed = Some((file, pages as u64));
-            mapping.ok()
+            Some((mapping.ok()?, Kind::Shared))
         })?;
         let Some((file, size)) = sealed else {
             unreachable!("`mapped` has called the closure, or failed");
@@ -143,8 +178,7 @@ impl CpuMemory {
     fn mapped(
         size: u64,
         budget: &Arc<Budget>,
-        is_shared: bool,
-        map: impl FnOnce(usize) -> Option<*mut c_void>,
+        map: impl FnOnce(usize) -> Option<(*mut c_void, Kind)>,
     ) -> Result<CpuMemory, EngineError> {
         budget.take(size)?;
         let refused = || {
@@ -157,8 +191,8 @@ impl CpuMemory {
             }
         };
         let len = usize::try_from(size).map_err(|_| refused())?;
-        let ptr = map(len)
-            .and_then(|ptr| NonNull::new(ptr.cast::<u8>()))
+        let (ptr, kind) = map(len)
+            .and_then(|(ptr, kind)| Some((NonNull::new(ptr.cast::<u8>())?, kind)))
             .ok_or_else(refused)?;
         // Large pages save most TLB misses of a weight matrix; without them everything still works.
         // SAFETY: the range is the mapping just made; the advice does not change its contents.
@@ -167,13 +201,29 @@ impl CpuMemory {
             ptr,
             size: len,
             budget: Arc::clone(budget),
-            is_shared,
+            kind,
         })
     }
 
     /// The first byte. Dangling when the size is 0.
     pub(super) fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
+    }
+
+    /// What is behind it, if it is for weights.
+    pub(super) fn weight_pages(&self) -> Option<&WeightPages> {
+        match &self.kind {
+            Kind::Weights(pages) => Some(pages),
+            Kind::Private | Kind::Shared => None,
+        }
+    }
+
+    /// Somebody is about to write, here or in a plan.
+    pub(super) fn will_be_written(&self) -> Result<(), EngineError> {
+        match self.weight_pages() {
+            Some(pages) => pages.write(|| self.budget.take(self.size as u64)),
+            None => Ok(()),
+        }
     }
 
     /// The address of `len` bytes from `offset`, if they lie inside.
@@ -185,7 +235,7 @@ impl CpuMemory {
 
 impl Drop for CpuMemory {
     fn drop(&mut self) {
-        if self.is_shared {
+        if matches!(self.kind, Kind::Shared) {
             // A guest may keep the file: what this process has counted must not stay in it.
             // SAFETY: our own mapping, of which no reference exists; its pages become zero.
             let removed =
@@ -196,6 +246,12 @@ impl Drop for CpuMemory {
             // SAFETY: the mapping was made in `mapped` with this size; nothing uses it after its owner.
             let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), self.size) };
             debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
+        }
+        if let Kind::Weights(pages) = &self.kind {
+            if pages.has_copies() {
+                self.budget.give_back(self.size as u64);
+            }
+            pages.close(&self.budget);
         }
         self.budget.give_back(self.size as u64);
     }
@@ -208,6 +264,7 @@ impl Memory for CpuMemory {
 
     fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
         let to = self.range(offset, data.len() as u64)?;
+        self.will_be_written()?;
         // SAFETY: `range` keeps the bytes inside our mapping, of which no reference exists.
         unsafe { BytesMut::from_raw(to, data.len()) }.copy_from(data);
         Ok(())
@@ -222,6 +279,7 @@ impl Memory for CpuMemory {
 
     fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
         let to = self.range(offset, len)?;
+        self.will_be_written()?;
         // SAFETY: `range` keeps the bytes inside our mapping, of which no reference exists.
         unsafe { to.write_bytes(value, len as usize) };
         Ok(())
@@ -240,9 +298,39 @@ impl Memory for CpuMemory {
             .ok_or(EngineError::ForeignMemory)?;
         let from = source.range(source_offset, len)?;
         let to = self.range(offset, len)?;
+        self.will_be_written()?;
         // SAFETY: both ranges lie inside their mappings; they may overlap, which `copy` allows.
         unsafe { std::ptr::copy(from, to, len as usize) };
         Ok(())
+    }
+
+    fn freeze(&self) -> Result<bool, EngineError> {
+        let Some(pages) = self.weight_pages() else {
+            return Ok(false);
+        };
+        // SAFETY: our own mapping, of which no reference exists; that nobody writes is the contract of `Memory`.
+        unsafe { pages.freeze(self.as_ptr(), self.size as u64) }?;
+        Ok(true)
+    }
+
+    fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+        check_range(offset, len, self.size as u64)?;
+        let pages = self.weight_pages().ok_or(EngineError::ForeignMemory)?;
+        Ok(pages.extent(offset, len)?)
+    }
+
+    fn adopt(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
+        check_range(offset, extent.size(), self.size as u64)?;
+        let pages = self.weight_pages().ok_or(EngineError::ForeignMemory)?;
+        let extent = Arc::clone(extent).into_any().downcast::<CpuExtent>();
+        let extent = extent.map_err(|_| EngineError::ForeignMemory)?;
+        // SAFETY: our own mapping, of which no reference exists, and the range is inside. That nobody writes, and that
+        // frozen memory holds the extent's bytes, is the contract of `Memory`.
+        unsafe { pages.adopt(self.as_ptr(), offset, &extent, &self.budget) }
+    }
+
+    fn is_pristine(&self) -> bool {
+        self.weight_pages().is_some_and(WeightPages::is_pristine)
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -286,6 +374,14 @@ fn meminfo(key: &str) -> Option<u64> {
         .parse::<u64>()
         .ok()?
         .checked_mul(1024)
+}
+
+/// Mappings that a process may have.
+fn max_map_count() -> u64 {
+    let count = fs::read_to_string("/proc/sys/vm/max_map_count").ok();
+    count
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(65_530)
 }
 
 fn physical_memory() -> u64 {

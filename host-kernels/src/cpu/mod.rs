@@ -7,6 +7,7 @@
 //! - `plan`, `pool`: a graph is a list of steps; threads enter once per graph and meet at a barrier
 //!   after each step.
 
+mod extents;
 pub mod formats;
 pub mod gemm;
 mod math;
@@ -80,6 +81,17 @@ impl Engine for CpuEngine {
         match size > self.most_shared {
             true => Ok(None),
             false => CpuMemory::shared(size, &self.budget).map(Some),
+        }
+    }
+
+    fn keeps_weights(&self) -> bool {
+        true
+    }
+
+    fn alloc_weights(&self, size: u64) -> Result<Option<Arc<dyn Memory>>, EngineError> {
+        match size {
+            0 => Ok(None),
+            size => Ok(Some(Arc::new(CpuMemory::weights(size, &self.budget)?))),
         }
     }
 

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use vgpu_transport::ir::{Graph, Node, Op};
+use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 
 use super::memory::CpuMemory;
 use super::ops;
@@ -26,16 +26,15 @@ impl CpuPlan {
         buffers: &[Arc<dyn Memory>],
         pool: &Arc<Pool>,
     ) -> Result<CpuPlan, EngineError> {
-        let bases = buffers
+        let memories = buffers
             .iter()
-            .map(|memory| {
-                memory
-                    .as_any()
-                    .downcast_ref::<CpuMemory>()
-                    .map(CpuMemory::as_ptr)
-            })
-            .collect::<Option<Vec<*mut u8>>>()
+            .map(|memory| memory.as_any().downcast_ref::<CpuMemory>())
+            .collect::<Option<Vec<&CpuMemory>>>()
             .ok_or(EngineError::ForeignMemory)?;
+        for tensor in graph.nodes.iter().flat_map(|node| written(graph, node)) {
+            memories[tensor.buffer as usize].will_be_written()?;
+        }
+        let bases: Vec<*mut u8> = memories.iter().map(|memory| memory.as_ptr()).collect();
         let views: Vec<View> = graph
             .tensors
             .iter()
@@ -70,6 +69,16 @@ impl CpuPlan {
         }
         Ok(plan)
     }
+}
+
+/// The tensors that a node writes: its destination, and what optimisers keep in their sources.
+fn written<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = &'g Tensor> {
+    let is_optimiser = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
+    let sources = node.src.as_slice().iter().flatten();
+    let sources = sources.filter(move |_| is_optimiser);
+    sources
+        .chain([&node.dst])
+        .map(|&index| &graph.tensors[index as usize])
 }
 
 impl Plan for CpuPlan {

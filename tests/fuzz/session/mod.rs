@@ -20,13 +20,14 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use vgpu_executor::{Ending, Limits, Session, Stop};
+use vgpu_executor::weights::Sharing;
+use vgpu_executor::{Ending, Limits, Session, Stop, Weights};
 use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{self, BufferId, IR_VERSION};
 use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};
-use vgpu_transport::wire::{GraphId, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{ContentHash, GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
 
 use input::Input;
 use model::{Expect, Model, Setup};
@@ -67,7 +68,11 @@ pub(crate) fn run(data: &[u8]) {
     // One session at a time, so that memory can be accounted for.
     let engine = engine.lock().unwrap_or_else(PoisonError::into_inner);
     let mut script = Script::new(data, Arc::clone(&engine) as Arc<dyn Engine>);
+    static WEIGHTS: OnceLock<Weights> = OnceLock::new();
+    let weights =
+        WEIGHTS.get_or_init(|| Weights::new(Sharing::Tenant, None).expect("a thread for weights"));
     let session = Session::new(1, Arc::clone(&engine) as Arc<dyn Engine>, limits());
+    let session = session.sharing(weights, "fuzz");
     let ending = session.run(&mut script, &Stop::new());
     script.finish(&ending);
     assert_eq!(
@@ -161,11 +166,11 @@ impl<'a> Script<'a> {
             }
             (Expect::Nothing | Expect::Part(None), []) => {}
             (Expect::Part(Some((graph, image))), []) => {
-                self.model.took_graph(*graph, image, true);
+                self.model.took_graph(*graph, image, true, &SETUP);
             }
             (Expect::Part(Some((graph, image))), [(failed, [])]) => {
                 assert_failed(failed, number, "out of memory");
-                self.model.took_graph(*graph, image, false);
+                self.model.took_graph(*graph, image, false, &SETUP);
             }
             (Expect::Fail, [(failed, [])]) => assert_failed(failed, number, "out of memory"),
             (
@@ -207,6 +212,23 @@ impl<'a> Script<'a> {
                 }
                 self.changed = self.model.may_change(graph);
                 self.read_everything();
+            }
+            (Expect::Held, [(Reply::Held { request, .. }, [])]) => assert_eq!(*request, number),
+            (Expect::Adopted { .. }, [(Reply::Missing { request }, [])]) => {
+                assert_eq!(*request, number);
+            }
+            (
+                &Expect::Adopted {
+                    buffer,
+                    offset,
+                    len,
+                    content: Some(ref content),
+                },
+                [(Reply::Done { request }, [])],
+            ) => {
+                assert_eq!(*request, number);
+                let bytes = self.model.buffers.get_mut(&buffer).expect("it is there");
+                bytes[offset as usize..][..len as usize].copy_from_slice(content);
             }
             (expect, replies) => panic!(
                 "{:?} led to {replies:?}, not {expect:?}",
@@ -380,6 +402,7 @@ impl<'a> Script<'a> {
             },
             28 if self.input.chance(128) => return Some(self.patch(payload)),
             28 => Request::Memory {},
+            29 if self.input.chance(2) => return Some(self.weights()),
             29 => Request::Fence {},
             30 if self.input.chance(32) => Request::Hello {
                 protocol: self.input.odd_number() as u32,
@@ -390,6 +413,65 @@ impl<'a> Script<'a> {
             31 if self.input.chance(32) => return None,
             _ => return Some(self.graph(payload)),
         })
+    }
+
+    /// Something about weights. Most of the time a buffer that is large enough has to come first.
+    fn weights(&mut self) -> Request {
+        let large = |(_, bytes): &(&u64, &Vec<u8>)| bytes.len() as u64 >= MIN_EXTENT;
+        let candidates: Vec<u64> = self
+            .model
+            .buffers
+            .iter()
+            .filter(large)
+            .map(|(&b, _)| b)
+            .collect();
+        if candidates.is_empty() && !self.input.chance(32) {
+            let extra = u64::from(self.input.byte()) * 16;
+            return Request::Alloc {
+                buffer: self.new_buffer(),
+                size: MIN_EXTENT + extra,
+            };
+        }
+        let buffer = match candidates.is_empty() || self.input.chance(64) {
+            true => self.buffer(),
+            false => BufferId(self.input.pick(&candidates)),
+        };
+        let size = self.model.buffers.get(&buffer.0).map_or(0, Vec::len) as u64;
+        let offset = match self.input.below(3) {
+            0 => 0,
+            _ => u64::from(self.input.byte()) * 4,
+        };
+        let offset = offset.min(size.saturating_sub(MIN_EXTENT));
+        let len = match self.input.chance(32) {
+            true => self.input.odd_number(),
+            false => (size - offset.min(size)).min(MIN_EXTENT + u64::from(self.input.byte()) * 8),
+        };
+        match self.input.below(8) {
+            0 | 1 => Request::Weights { buffer },
+            2 | 3 => Request::Extent {
+                buffer,
+                offset,
+                len,
+            },
+            4 => Request::Settle { buffer },
+            5 if self.input.chance(16) => Request::Proof {
+                proof: ContentHash([self.input.byte(); 32]),
+            },
+            _ => {
+                // What some buffer holds, which may be known, for this one.
+                let from = match candidates.is_empty() {
+                    true => buffer.0,
+                    false => self.input.pick(&candidates),
+                };
+                let hash = self.model.hash_of(from, offset, len);
+                Request::Adopt {
+                    buffer,
+                    offset,
+                    len,
+                    hash,
+                }
+            }
+        }
     }
 
     /// Counted up, mostly.

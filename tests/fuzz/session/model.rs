@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use vgpu_transport::ir::{Graph, IR_VERSION, Node, Op, Shape, Tensor, patch};
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Request};
+use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Tensor, patch};
+use vgpu_transport::wire::{
+    ContentHash, GraphId, MAX_PAYLOAD, MIN_EXTENT, PROTOCOL_VERSION, Request,
+};
 
 /// What should come of a request.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,6 +28,15 @@ pub(crate) enum Expect {
     Part(Option<(GraphId, Vec<u8>)>),
     /// A graph runs, or fails because of an index in its data.
     Run(GraphId),
+    /// The buffer is for weights now.
+    Held,
+    /// The host has these bytes and they are in the buffer now, or it has them not. `None`: nobody has them.
+    Adopted {
+        buffer: u64,
+        offset: u64,
+        len: u64,
+        content: Option<Vec<u8>>,
+    },
     /// A graph fails each time: the engine has not the memory to run it.
     Fail,
 }
@@ -36,6 +47,10 @@ pub(crate) struct Model {
     greeted: bool,
     /// Buffers and what they hold.
     pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
+    /// Those of them that are for weights.
+    weights: BTreeMap<u64, Weights>,
+    /// What hashes the guest has asked for stand for.
+    contents: BTreeMap<[u8; 32], Vec<u8>>,
     names: BTreeSet<u64>,
     graphs: BTreeMap<u64, Graph>,
     /// The words that each graph came in. May have some of graphs that are gone.
@@ -44,6 +59,16 @@ pub(crate) struct Model {
     failing: BTreeSet<u64>,
     image: Vec<u8>,
     last_run: Option<GraphId>,
+}
+
+/// What became of a buffer for weights.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Weights {
+    #[default]
+    Open,
+    Settled,
+    /// Settled and written to: it takes twice its memory.
+    Written,
 }
 
 /// What the session was set up with.
@@ -55,7 +80,38 @@ pub(crate) struct Setup {
 impl Model {
     /// Bytes of all buffers.
     pub(crate) fn used(&self) -> u64 {
-        self.buffers.values().map(|bytes| bytes.len() as u64).sum()
+        let size = |(buffer, bytes): (&u64, &Vec<u8>)| {
+            let is_twice = self.weights.get(buffer) == Some(&Weights::Written);
+            bytes.len() as u64 * if is_twice { 2 } else { 1 }
+        };
+        self.buffers.iter().map(size).sum()
+    }
+
+    /// Somebody is about to write to a buffer. `false` when there is no room for a copy of what is settled.
+    fn will_be_written(&mut self, buffer: u64, setup: &Setup) -> bool {
+        if self.weights.get(&buffer) != Some(&Weights::Settled) {
+            return true;
+        }
+        let fits = self.buffers[&buffer].len() as u64 <= setup.memory - self.used();
+        if fits {
+            self.weights.insert(buffer, Weights::Written);
+        }
+        fits
+    }
+
+    /// A hash to ask for, and what it stands for.
+    pub(crate) fn hash_of(&mut self, buffer: u64, offset: u64, len: u64) -> ContentHash {
+        let Some(bytes) = self.range(buffer, offset, len).map(|bytes| bytes.to_vec()) else {
+            return ContentHash([7; 32]);
+        };
+        let hash = *blake3::hash(&bytes).as_bytes();
+        self.contents.insert(hash, bytes);
+        ContentHash(hash)
+    }
+
+    fn forget_users(&mut self, buffer: BufferId) {
+        self.graphs
+            .retain(|_, graph| !graph.buffers.contains(&buffer));
     }
 
     /// Whether a buffer has had this name.
@@ -92,20 +148,16 @@ impl Model {
             Request::Alloc { buffer, size } => self.alloc(buffer.0, size, setup),
             Request::Free { buffer } => match self.buffers.remove(&buffer.0) {
                 Some(_) => {
-                    self.graphs
-                        .retain(|_, graph| !graph.buffers.contains(&buffer));
+                    self.weights.remove(&buffer.0);
+                    self.forget_users(buffer);
                     Expect::Nothing
                 }
                 None => Expect::End,
             },
             Request::Write { buffer, offset } => {
-                match self.range(buffer.0, offset, payload.len() as u64) {
-                    Some(bytes) => {
-                        bytes.copy_from_slice(payload);
-                        Expect::Nothing
-                    }
-                    None => Expect::End,
-                }
+                self.write(buffer.0, offset, payload.len() as u64, setup, |bytes| {
+                    bytes.copy_from_slice(payload);
+                })
             }
             Request::Read {
                 buffer,
@@ -124,13 +176,7 @@ impl Model {
                 offset,
                 len,
                 value,
-            } => match self.range(buffer.0, offset, len) {
-                Some(bytes) => {
-                    bytes.fill(value);
-                    Expect::Nothing
-                }
-                None => Expect::End,
-            },
+            } => self.write(buffer.0, offset, len, setup, |bytes| bytes.fill(value)),
             Request::Copy {
                 dst,
                 dst_offset,
@@ -141,12 +187,11 @@ impl Model {
                 let from = self
                     .range(src.0, src_offset, len)
                     .map(|bytes| bytes.to_vec());
-                match (from, self.range(dst.0, dst_offset, len)) {
-                    (Some(from), Some(to)) => {
+                match from {
+                    Some(from) => self.write(dst.0, dst_offset, len, setup, |to| {
                         to.copy_from_slice(&from);
-                        Expect::Nothing
-                    }
-                    _ => Expect::End,
+                    }),
+                    None => Expect::End,
                 }
             }
             Request::Graph {
@@ -186,7 +231,83 @@ impl Model {
             }
             Request::Memory {} => Expect::Memory,
             Request::Fence {} => Expect::Done,
+            Request::Weights { buffer } => match self.buffers.get_mut(&buffer.0) {
+                None => Expect::End,
+                Some(bytes) if (bytes.len() as u64) < MIN_EXTENT => Expect::Refused,
+                Some(bytes) => {
+                    bytes.fill(0);
+                    self.weights.insert(buffer.0, Weights::Open);
+                    self.forget_users(buffer);
+                    Expect::Held
+                }
+            },
+            Request::Adopt {
+                buffer,
+                offset,
+                len,
+                hash,
+            } => match self.extent(buffer.0, offset, len) {
+                None => Expect::End,
+                Some(state) => {
+                    let content = self.contents.get(&hash.0).cloned();
+                    let can_be = state == Weights::Open
+                        && content
+                            .as_ref()
+                            .is_some_and(|bytes| bytes.len() as u64 == len);
+                    Expect::Adopted {
+                        buffer: buffer.0,
+                        offset,
+                        len,
+                        content: content.filter(|_| can_be),
+                    }
+                }
+            },
+            // Nobody is asked for one: all is the guest's own.
+            Request::Proof { .. } => Expect::End,
+            Request::Extent {
+                buffer,
+                offset,
+                len,
+            } => match self.extent(buffer.0, offset, len) {
+                None => Expect::End,
+                Some(_) => Expect::Nothing,
+            },
+            Request::Settle { buffer } => match self.weights.get_mut(&buffer.0) {
+                None => Expect::End,
+                Some(state) => {
+                    if *state == Weights::Open {
+                        *state = Weights::Settled;
+                        self.forget_users(buffer);
+                    }
+                    Expect::Nothing
+                }
+            },
         }
+    }
+
+    fn write(
+        &mut self,
+        buffer: u64,
+        offset: u64,
+        len: u64,
+        setup: &Setup,
+        change: impl FnOnce(&mut [u8]),
+    ) -> Expect {
+        if self.range(buffer, offset, len).is_none() {
+            return Expect::End;
+        }
+        if !self.will_be_written(buffer, setup) {
+            return Expect::Fail;
+        }
+        self.range(buffer, offset, len).map(change);
+        Expect::Nothing
+    }
+
+    /// The state of a buffer of which this may be an extent.
+    fn extent(&mut self, buffer: u64, offset: u64, len: u64) -> Option<Weights> {
+        self.range(buffer, offset, len)?;
+        let state = self.weights.get(&buffer).copied();
+        state.filter(|_| len >= MIN_EXTENT)
     }
 
     fn alloc(&mut self, buffer: u64, size: u64, setup: &Setup) -> Expect {
@@ -237,13 +358,23 @@ impl Model {
     }
 
     /// The session has taken a graph; the engine can run it, or it has not the memory.
-    pub(crate) fn took_graph(&mut self, id: GraphId, image: &[u8], can_run: bool) {
+    pub(crate) fn took_graph(&mut self, id: GraphId, image: &[u8], can_run: bool, setup: &Setup) {
         match can_run {
             true => self.failing.remove(&id.0),
             false => self.failing.insert(id.0),
         };
         let words = words(image);
         let graph = Graph::decode(&words).expect("the session has read it");
+        let written: Vec<u64> = graph
+            .nodes
+            .iter()
+            .flat_map(|node| written(&graph, node))
+            .map(|tensor| graph.buffers[tensor.buffer as usize].0)
+            .collect();
+        let fits = written
+            .into_iter()
+            .all(|buffer| self.will_be_written(buffer, setup));
+        assert!(fits || !can_run, "it writes to weights that it cannot copy");
         self.graphs.insert(id.0, graph);
         self.images.insert(id.0, words);
     }

@@ -4,6 +4,7 @@
 //   driver FOLDER RPC-ENDPOINT latency REPEATS DEVICE...
 //   driver FOLDER RPC-ENDPOINT transfer REPEATS DEVICE...
 //   driver FOLDER RPC-ENDPOINT load REPEATS MODEL DEVICE...
+//   driver FOLDER RPC-ENDPOINT guest REPEATS MODEL DEVICE
 //
 // FOLDER has ggml's backends; another one comes by GGML_BACKEND_PATH, as in any program.
 
@@ -223,15 +224,61 @@ static void load(int repeats, const char * path, int count, char ** names) {
     }
 }
 
+// A guest that loads a model, computes a token, and stays until a line comes in.
+static void guest(const char * path, const char * name) {
+    struct llama_model_params params = llama_model_default_params();
+    params.vocab_only = true;
+    double began = now();
+    llama_model_free(llama_model_load_from_file(path, params));
+    report("load-vocabulary", name, 1, 1, now() - began);
+    ggml_backend_dev_t devices[] = { device(name), NULL };
+    params = llama_model_default_params();
+    params.devices = devices;
+    params.n_gpu_layers = 999;
+    began = now();
+    struct llama_model * model = llama_model_load_from_file(path, params);
+    double seconds = now() - began;
+    if (!model) {
+        fail("does not take the model", name);
+    }
+    report("load", name, llama_model_size(model), llama_model_size(model), seconds);
+    struct llama_context_params settings = llama_context_default_params();
+    settings.n_ctx = 64;
+    struct llama_context * context = llama_init_from_model(model, settings);
+    llama_token token = 1;
+    began = now();
+    if (!context || llama_decode(context, llama_batch_get_one(&token, 1)) != 0) {
+        fail("does not compute", name);
+    }
+    // The same weights lead to the same bits.
+    const float * logits = llama_get_logits(context);
+    int count = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    size_t sum = 14695981039346656037u;
+    for (const unsigned char * at = (const unsigned char *) logits; at < (const unsigned char *) (logits + count); at++) {
+        sum = (sum ^ *at) * 1099511628211u;
+    }
+    seconds = now() - began;
+    llama_free(context); // the plugin writes what it has counted
+    report("token", name, sum, 1, seconds);
+    if (getchar() == EOF) {
+        fail("nobody has said goodbye to", name);
+    }
+    llama_model_free(model);
+}
+
 int main(int argc, char ** argv) {
     if (argc < 6) {
-        fail("arguments", "FOLDER RPC-ENDPOINT latency|transfer|load REPEATS [MODEL] DEVICE...");
+        fail("arguments", "FOLDER RPC-ENDPOINT latency|transfer|load|guest REPEATS [MODEL] DEVICE...");
     }
     setvbuf(stdout, NULL, _IOLBF, 0); // whole lines, whatever stderr says in between
     ggml_log_set(quiet, NULL);
     llama_log_set(quiet, NULL);
     ggml_backend_load_all_from_path(argv[1]);
     llama_backend_init();
+    if (strcmp(argv[3], "guest") == 0) {
+        guest(argv[5], argv[6]);
+        return 0;
+    }
     ggml_backend_reg_t rpc = ggml_backend_reg_by_name("RPC");
     if (!rpc) {
         fail("no RPC backend in", argv[1]);

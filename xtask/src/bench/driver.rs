@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
-use crate::process;
+use crate::process::{self, Dialogue};
 use crate::progress::Step;
 use crate::workspace;
 
@@ -95,6 +96,62 @@ impl Driver {
             Some(error) => Err(error),
             None => Ok(samples),
         }
+    }
+}
+
+/// A guest that runs.
+pub(super) struct Guest {
+    program: Dialogue,
+    stats: PathBuf,
+}
+
+impl Driver {
+    /// Starts a guest of an executor. `memory` is its cache folder; what it counts goes to `stats`.
+    pub(super) fn guest(
+        &self,
+        endpoint: &str,
+        model: &str,
+        memory: &Path,
+        stats: PathBuf,
+        log: &Path,
+    ) -> Result<Guest> {
+        let mut command = Command::new(&self.program);
+        command
+            .arg(&self.bin)
+            .arg(&self.rpc)
+            .args(["guest", "1", model, "VGPU0"])
+            .env("GGML_BACKEND_PATH", &self.plugin)
+            .env("VGPU_ENDPOINT", endpoint)
+            .env("VGPU_CACHE", memory)
+            .env("VGPU_STATS", &stats);
+        let program = Dialogue::start(&mut command, log)?;
+        Ok(Guest { program, stats })
+    }
+}
+
+impl Guest {
+    /// Waits for a figure.
+    pub(super) fn hear(&mut self, what: &str, patience: Duration) -> Result<Sample> {
+        loop {
+            let line = self.program.hear(patience)?;
+            if line.starts_with('{') {
+                let sample = parse(&line)?;
+                if sample.what == what {
+                    return Ok(sample);
+                }
+            }
+        }
+    }
+
+    /// Where it has written what it has counted.
+    pub(super) fn stats(&self) -> &Path {
+        &self.stats
+    }
+
+    /// Lets it go.
+    pub(super) fn finish(mut self, patience: Duration) -> Result<()> {
+        self.program.say("goodbye")?;
+        self.program.finish(patience)
     }
 }
 

@@ -6,6 +6,7 @@ mod driver;
 mod faults;
 mod soak;
 mod table;
+mod weights;
 
 use anyhow::Result;
 
@@ -22,6 +23,8 @@ pub(crate) enum Options {
     Soak(soak::Options),
     /// Executors and guests killed, stopped and starved, hundreds of times, and what they leave behind
     Faults(faults::Options),
+    /// The same model in several guests: what the next load costs, what the host holds
+    Weights(weights::Options),
 }
 
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
@@ -30,6 +33,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         Options::Cpu(options) => cpu::run(cache, options),
         Options::Soak(options) => soak::run(cache, options),
         Options::Faults(options) => faults::run(cache, options),
+        Options::Weights(options) => weights::run(cache, options),
     }
 }
 

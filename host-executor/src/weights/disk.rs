@@ -1,0 +1,497 @@
+//! Weights on disk: what is known from before a restart.
+//!
+//! One file for each content, named after its hash, in a folder for each origin. A file is written under another name,
+//! made durable, and renamed, so that a crash leaves either the whole file or one that the next start removes. What
+//! is read is hashed again before anybody gets to see it. The least recently used files go when the cache is full;
+//! when the disk is, nothing is written and the log says so once.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use tracing::{info, warn};
+use vgpu_kernels::Extent;
+use vgpu_transport::wire::ContentHash;
+
+use super::store::Lookup;
+
+/// Bytes read or written at once.
+const PIECE: usize = 256 << 10;
+
+/// The folder of what belongs to all. Others are named after hashes.
+const COMMON: &str = "all";
+
+/// Where weights are kept, and how many of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CacheOptions {
+    /// The folder. Made if it is not there; nothing else may be in it.
+    pub folder: PathBuf,
+    /// Bytes of files, at most.
+    pub size: u64,
+}
+
+/// Why there is no store.
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError {
+    /// The folder cannot be used.
+    #[error("{}: {error}", .path.display())]
+    Folder {
+        /// What failed.
+        path: PathBuf,
+        /// How.
+        error: io::Error,
+    },
+    /// Others could change what is read.
+    #[error(
+        "{}: its owner is {owner} and its mode {mode:o}; weights are kept only where nobody else can write (chown, chmod 700)", .path.display()
+    )]
+    Open {
+        /// The folder.
+        path: PathBuf,
+        /// Its owner.
+        owner: u32,
+        /// Its permissions.
+        mode: u32,
+    },
+    /// No thread.
+    #[error("no thread for weights: {0}")]
+    Thread(io::Error),
+}
+
+/// The cache.
+pub(super) struct Disk {
+    folder: PathBuf,
+    limit: u64,
+    index: Mutex<Index>,
+    has_warned: AtomicBool,
+    temporary: AtomicU64,
+}
+
+#[derive(Default)]
+struct Index {
+    files: HashMap<Name, Place>,
+    /// Sum of the lengths.
+    bytes: u64,
+    /// Counts up with each use.
+    clock: u64,
+}
+
+/// A folder's name and a hash.
+type Name = (Arc<str>, ContentHash);
+
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    len: u64,
+    used: u64,
+}
+
+/// A file whose name says what is in it. It has not been looked into.
+#[derive(Debug)]
+pub(crate) struct Cached {
+    file: File,
+    path: PathBuf,
+    pub(crate) len: u64,
+    hash: ContentHash,
+}
+
+impl Disk {
+    /// Looks at what is there, removes what a crash has left, and what is too much.
+    pub(super) fn open(options: CacheOptions) -> Result<Disk, CacheError> {
+        let CacheOptions { folder, size } = options;
+        make_private(&folder)?;
+        let mut found = Vec::new();
+        for entry in list(&folder)? {
+            let path = entry.path();
+            let name = entry.file_name();
+            let is_ours = name == COMMON || parse(&name).is_some();
+            if !is_ours || !path.is_dir() {
+                continue;
+            }
+            let name: Arc<str> = name.to_string_lossy().into();
+            for entry in list(&path)? {
+                let path = entry.path();
+                let metadata = entry.metadata().ok().filter(fs::Metadata::is_file);
+                match (metadata, parse(&entry.file_name())) {
+                    (Some(metadata), Some(hash)) => {
+                        let used = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+                        found.push((used, (Arc::clone(&name), hash), metadata.len()));
+                    }
+                    (Some(_), None) => remove(&path), // not finished
+                    (None, _) => {}
+                }
+            }
+        }
+        found.sort_by_key(|(used, ..)| *used);
+        let mut index = Index::default();
+        for (_, name, len) in found {
+            index.add(name, len);
+        }
+        let disk = Disk {
+            folder,
+            limit: size,
+            index: Mutex::new(index),
+            has_warned: AtomicBool::new(false),
+            temporary: AtomicU64::new(0),
+        };
+        disk.make_room(0);
+        let files = disk.index().files.len();
+        info!(folder = %disk.folder.display(), files, bytes = disk.bytes(), limit = size, "weights on disk");
+        Ok(disk)
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.index().bytes
+    }
+
+    /// Lengths of what an origin has.
+    pub(super) fn lengths(&self, origin: Option<&str>) -> Vec<u64> {
+        let folder = folder_name(origin);
+        let index = self.index();
+        let of_origin = index
+            .files
+            .iter()
+            .filter(|((name, _), _)| **name == *folder);
+        of_origin.map(|(_, place)| place.len).collect()
+    }
+
+    /// Opens what has this hash and length.
+    pub(super) fn find(&self, origin: Option<&str>, wanted: Lookup) -> Option<Cached> {
+        let name: Name = (folder_name(origin).into(), wanted.hash);
+        {
+            let mut index = self.index();
+            index.clock += 1;
+            let clock = index.clock;
+            let place = index.files.get_mut(&name)?;
+            if place.len != wanted.len {
+                return None;
+            }
+            place.used = clock;
+        }
+        let path = self.path(&name);
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) => {
+                warn!("{}: {error}", path.display());
+                self.index().forget(&name);
+                return None;
+            }
+        };
+        // For the order of the next start. Failing is harmless.
+        let _ = file.set_modified(SystemTime::now());
+        Some(Cached {
+            file,
+            path,
+            len: wanted.len,
+            hash: wanted.hash,
+        })
+    }
+
+    /// Keeps an extent, if there is room. Others make way for it.
+    pub(super) fn put(&self, origin: Option<&str>, hash: ContentHash, extent: &dyn Extent) {
+        let name: Name = (folder_name(origin).into(), hash);
+        let len = extent.size();
+        if len > self.limit || self.index().files.contains_key(&name) {
+            return;
+        }
+        self.make_room(len);
+        match self.write(&name, extent) {
+            Ok(()) => self.index().add(name, len),
+            Err(error) => {
+                if !self.has_warned.swap(true, Ordering::Relaxed) {
+                    let folder = self.folder.display();
+                    warn!("{folder}: {len} bytes of weights are not kept: {error}");
+                }
+            }
+        }
+    }
+
+    fn write(&self, name: &Name, extent: &dyn Extent) -> io::Result<()> {
+        let path = self.path(name);
+        let folder = path.parent().unwrap_or(&self.folder);
+        let mut builder = fs::DirBuilder::new();
+        builder.recursive(true).mode(0o700).create(folder)?;
+        let count = self.temporary.fetch_add(1, Ordering::Relaxed);
+        let temporary = folder.join(format!("new-{}-{count}", std::process::id()));
+        let written = copy_to(&temporary, extent).and_then(|()| fs::rename(&temporary, &path));
+        if written.is_err() {
+            remove(&temporary);
+        }
+        written?;
+        // The name, too. A file system that cannot do that loses the file in a crash, and nothing else.
+        File::open(folder)?.sync_all()
+    }
+
+    /// Removes what was not used for longest until `len` more bytes fit.
+    fn make_room(&self, len: u64) {
+        let mut index = self.index();
+        while index.bytes.saturating_add(len) > self.limit {
+            let oldest = index.files.iter().min_by_key(|(_, place)| place.used);
+            let Some(name) = oldest.map(|(name, _)| name.clone()) else {
+                return;
+            };
+            index.forget(&name);
+            remove(&self.path(&name));
+        }
+    }
+
+    fn path(&self, (folder, hash): &Name) -> PathBuf {
+        self.folder.join(&**folder).join(hash.to_string())
+    }
+
+    fn index(&self) -> MutexGuard<'_, Index> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Index {
+    fn add(&mut self, name: Name, len: u64) {
+        self.clock += 1;
+        let used = self.clock;
+        if self.files.insert(name, Place { len, used }).is_none() {
+            self.bytes += len;
+        }
+    }
+
+    fn forget(&mut self, name: &Name) {
+        if let Some(place) = self.files.remove(name) {
+            self.bytes -= place.len;
+        }
+    }
+}
+
+impl Cached {
+    /// The hash of what is in the file, by another hasher.
+    pub(crate) fn hash(&self, mut hasher: blake3::Hasher) -> io::Result<ContentHash> {
+        self.pieces(|_, piece| {
+            hasher.update(piece);
+        })?;
+        Ok(ContentHash(*hasher.finalize().as_bytes()))
+    }
+
+    /// Reads the file, piece by piece, and says whether it held what its name says. If it did not, it is removed.
+    pub(crate) fn read<E: From<io::Error>>(
+        &self,
+        mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
+    ) -> Result<bool, E> {
+        let mut hasher = blake3::Hasher::new();
+        let mut failed = None;
+        self.pieces(|at, piece| {
+            hasher.update(piece);
+            if failed.is_none() {
+                failed = take(at, piece).err();
+            }
+        })?;
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        let is_right = *hasher.finalize().as_bytes() == self.hash.0;
+        if !is_right {
+            warn!("{}: not what it was, removed", self.path.display());
+            remove(&self.path);
+        }
+        Ok(is_right)
+    }
+
+    fn pieces(&self, mut take: impl FnMut(u64, &[u8])) -> io::Result<()> {
+        use std::os::unix::fs::FileExt;
+        let mut piece = vec![0; PIECE];
+        let mut at = 0;
+        while at < self.len {
+            let len = (self.len - at).min(PIECE as u64) as usize;
+            self.file.read_exact_at(&mut piece[..len], at)?;
+            take(at, &piece[..len]);
+            at += len as u64;
+        }
+        Ok(())
+    }
+}
+
+fn copy_to(path: &Path, extent: &dyn Extent) -> io::Result<()> {
+    let mut file = File::create_new(path)?;
+    let mut piece = vec![0; PIECE];
+    let mut at = 0;
+    while at < extent.size() {
+        let len = (extent.size() - at).min(PIECE as u64) as usize;
+        extent
+            .read(at, &mut piece[..len])
+            .map_err(io::Error::other)?;
+        file.write_all(&piece[..len])?;
+        at += len as u64;
+    }
+    file.sync_all()
+}
+
+fn make_private(folder: &Path) -> Result<(), CacheError> {
+    let failed = |error| CacheError::Folder {
+        path: folder.to_owned(),
+        error,
+    };
+    let mut builder = fs::DirBuilder::new();
+    builder
+        .recursive(true)
+        .mode(0o700)
+        .create(folder)
+        .map_err(failed)?;
+    let metadata = fs::metadata(folder).map_err(failed)?;
+    let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
+    match owner == rustix::process::geteuid().as_raw() && mode & 0o022 == 0 {
+        true => Ok(()),
+        false => Err(CacheError::Open {
+            path: folder.to_owned(),
+            owner,
+            mode,
+        }),
+    }
+}
+
+fn list(folder: &Path) -> Result<Vec<fs::DirEntry>, CacheError> {
+    let entries = fs::read_dir(folder).and_then(Iterator::collect);
+    entries.map_err(|error| CacheError::Folder {
+        path: folder.to_owned(),
+        error,
+    })
+}
+
+fn remove(path: &Path) {
+    match fs::remove_file(path) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => warn!("{}: {error}", path.display()),
+    }
+}
+
+/// The folder of an origin: a hash, since its name may be anything.
+fn folder_name(origin: Option<&str>) -> String {
+    match origin {
+        None => COMMON.to_owned(),
+        Some(origin) => ContentHash(*blake3::hash(origin.as_bytes()).as_bytes()).to_string(),
+    }
+}
+
+/// The hash that a name says.
+fn parse(name: &OsStr) -> Option<ContentHash> {
+    let name = name.to_str().filter(|name| name.len() == 64)?;
+    let mut hash = [0; 32];
+    for (byte, digits) in hash.iter_mut().zip(name.as_bytes().chunks(2)) {
+        let digits = std::str::from_utf8(digits).ok()?;
+        *byte = u8::from_str_radix(digits, 16).ok()?;
+    }
+    let hash = ContentHash(hash);
+    (hash.to_string() == name).then_some(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::any::Any;
+    use std::process::Command;
+    use vgpu_kernels::EngineError;
+
+    /// Tells the test below that it is the process with no room on its disk.
+    const CHILD: &str = "VGPU_TEST_FULL_DISK";
+
+    struct Bytes(Vec<u8>);
+
+    impl Extent for Bytes {
+        fn size(&self) -> u64 {
+            self.0.len() as u64
+        }
+
+        fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), EngineError> {
+            out.copy_from_slice(&self.0[offset as usize..][..out.len()]);
+            Ok(())
+        }
+
+        fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync> {
+            self
+        }
+    }
+
+    fn hash_of(bytes: &Bytes) -> ContentHash {
+        ContentHash(*blake3::hash(&bytes.0).as_bytes())
+    }
+
+    #[test]
+    fn a_full_disk_costs_the_cache_and_nothing_else() {
+        if let Some(folder) = std::env::var_os(CHILD) {
+            return on_a_full_disk(PathBuf::from(folder));
+        }
+        let folder = std::env::temp_dir().join(format!("vgpu-full-{}", std::process::id()));
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args([
+            "--exact",
+            "weights::disk::tests::a_full_disk_costs_the_cache_and_nothing_else",
+        ]);
+        let output = child.env(CHILD, &folder).output().unwrap();
+        let _ = fs::remove_dir_all(&folder);
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stdout)
+        );
+    }
+
+    /// No file grows beyond a mebibyte: the kernel fails the write in the middle, as a full disk does.
+    fn on_a_full_disk(folder: PathBuf) {
+        let limit = libc::rlimit {
+            rlim_cur: 1 << 20,
+            rlim_max: 1 << 20,
+        };
+        // SAFETY: calls without memory of ours but the structure; this process does nothing else.
+        unsafe {
+            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+            assert_eq!(libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit), 0);
+        }
+        let options = CacheOptions {
+            folder,
+            size: 1 << 30,
+        };
+        let disk = Disk::open(options).unwrap();
+        let (large, small) = (Bytes(vec![1; 3 << 20]), Bytes(vec![2; 100_000]));
+        disk.put(None, hash_of(&large), &large);
+        assert_eq!(
+            (disk.bytes(), disk.has_warned.load(Ordering::Relaxed)),
+            (0, true)
+        );
+        let lookup = |bytes: &Bytes| Lookup {
+            hash: hash_of(bytes),
+            len: bytes.size(),
+        };
+        assert!(disk.find(None, lookup(&large)).is_none());
+        let left = fs::read_dir(disk.folder.join(COMMON)).unwrap().count();
+        assert_eq!(left, 0, "nothing half-written is left");
+        // What fits is kept all the same, and read.
+        disk.put(None, hash_of(&small), &small);
+        let cached = disk.find(None, lookup(&small)).unwrap();
+        let mut read = Vec::new();
+        let is_right = cached.read(|_, piece| {
+            read.extend_from_slice(piece);
+            Ok::<(), io::Error>(())
+        });
+        assert!(is_right.unwrap() && read == small.0);
+    }
+
+    #[test]
+    fn names_are_hashes_and_nothing_else() {
+        let hash = ContentHash([0xab; 32]);
+        assert_eq!(parse(OsStr::new(&hash.to_string())), Some(hash));
+        for bad in [
+            "",
+            "new-1-1",
+            &"AB".repeat(32),
+            &"g".repeat(64),
+            &"+1".repeat(32),
+            &"é".repeat(32),
+        ] {
+            assert_eq!(parse(OsStr::new(bad)), None, "{bad}");
+        }
+        assert_eq!(folder_name(Some("user 7")).len(), 64);
+        assert_ne!(folder_name(Some("user 7")), folder_name(Some("user 8")));
+    }
+}

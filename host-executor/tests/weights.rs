@@ -1,0 +1,797 @@
+//! Weights held once: who gets what, who sees whose writes, what is left when somebody goes.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
+use vgpu_executor::weights::{CacheOptions, Sharing};
+use vgpu_executor::{Limits, Process, Weights};
+use vgpu_kernels::cpu::CpuEngine;
+use vgpu_transport::ir::BufferId;
+use vgpu_transport::wire::{
+    ContentHash, GraphId, Lengths, MAX_EXTENTS, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request,
+};
+
+const GRAPH: GraphId = GraphId(1);
+
+/// Bytes of the model that most tests load: two tensors and something small in between.
+const FIRST: u64 = 8 * MIN_EXTENT;
+const SMALL: u64 = 512;
+const SECOND: u64 = 4 * MIN_EXTENT;
+const MODEL: u64 = FIRST + SMALL + SECOND;
+
+/// A model: numbers that are different in every place.
+fn model(seed: u32) -> Vec<u8> {
+    let numbers: Vec<f32> = (0..MODEL as u32 / 4)
+        .map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 9) as f32)
+        .collect();
+    bytes(&numbers)
+}
+
+fn hash(bytes: &[u8]) -> ContentHash {
+    ContentHash(*blake3::hash(bytes).as_bytes())
+}
+
+fn host(sharing: Sharing, cache: Option<CacheOptions>) -> (Host, Weights) {
+    let host = Host::limited(cpu(), Limits::default(), 64);
+    let weights = Weights::new(sharing, cache).expect("a store");
+    host.server.share_weights(weights.clone());
+    (host, weights)
+}
+
+/// A program of a user.
+fn guest(host: &Host, uid: u32) -> Guest {
+    let process = Process {
+        pid: 1,
+        uid,
+        program: None,
+    };
+    let mut guest = host.connect_as(Some(process));
+    guest.hello();
+    guest
+}
+
+/// A buffer for weights, and the lengths that the host knows.
+fn for_weights(guest: &mut Guest, size: u64) -> (BufferId, Vec<u64>) {
+    let buffer = guest.alloc(size);
+    match guest.ask(&Request::Weights { buffer }) {
+        Reply::Held {
+            lengths: Lengths(lengths),
+            ..
+        } => (buffer, lengths),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Asks for an extent. Whether it is there.
+fn adopt(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) -> bool {
+    let answer = guest.ask(&Request::Adopt {
+        buffer,
+        offset,
+        len: content.len() as u64,
+        hash: hash(content),
+    });
+    let answer = match answer {
+        Reply::Prove { nonce, .. } => guest.ask(&Request::Proof {
+            proof: ContentHash(*blake3::keyed_hash(&nonce.0, content).as_bytes()),
+        }),
+        answer => answer,
+    };
+    match answer {
+        Reply::Done { .. } => true,
+        Reply::Missing { .. } => false,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn upload(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) {
+    let len = content.len() as u64;
+    guest.send(&Request::Extent {
+        buffer,
+        offset,
+        len,
+    });
+    write(guest, buffer, offset, content);
+}
+
+fn write(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) {
+    for (i, piece) in content.chunks(MIN_EXTENT as usize).enumerate() {
+        guest.write(buffer, offset + i as u64 * MIN_EXTENT, piece);
+    }
+}
+
+fn parts(model: &[u8]) -> [(u64, &[u8]); 2] {
+    let second = (FIRST + SMALL) as usize;
+    [
+        (0, &model[..FIRST as usize]),
+        (second as u64, &model[second..]),
+    ]
+}
+
+/// What a guest does with a model. Returns its buffer and the bytes that it has not sent.
+fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
+    let (buffer, lengths) = for_weights(guest, model.len() as u64);
+    let mut not_sent = 0;
+    for (offset, part) in parts(model) {
+        if lengths.contains(&(part.len() as u64)) && adopt(guest, buffer, offset, part) {
+            not_sent += part.len() as u64;
+        } else {
+            upload(guest, buffer, offset, part);
+        }
+    }
+    write(
+        guest,
+        buffer,
+        FIRST,
+        &model[FIRST as usize..][..SMALL as usize],
+    );
+    guest.send(&Request::Settle { buffer });
+    guest.fence();
+    (buffer, not_sent)
+}
+
+fn read_all(guest: &mut Guest, buffer: BufferId, len: u64) -> Vec<u8> {
+    let piece = MIN_EXTENT;
+    (0..len)
+        .step_by(piece as usize)
+        .flat_map(|at| guest.read(buffer, at, piece.min(len - at)))
+        .collect()
+}
+
+/// Waits for what the store's thread does.
+fn wait(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A guest with the model, hashed.
+fn first(host: &Host, weights: &Weights, uid: u32, model: &[u8]) -> (Guest, BufferId) {
+    let before = weights.stats().extents;
+    let mut first = guest(host, uid);
+    let (buffer, not_sent) = load(&mut first, model);
+    assert_eq!(not_sent, 0);
+    wait("hashing", || weights.stats().extents == before + 2);
+    (first, buffer)
+}
+
+#[test]
+fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(1);
+    let (mut one, one_has) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (two_has, not_sent) = load(&mut two, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    assert!(read_all(&mut two, two_has, MODEL) == model);
+
+    // By messages: a write, a fill, a copy.
+    one.write(one_has, 10, &[1; 100]);
+    let fill = Request::Fill {
+        buffer: two_has,
+        offset: MIN_EXTENT,
+        len: MIN_EXTENT,
+        value: 2,
+    };
+    two.send(&fill);
+    one.send(&Request::Copy {
+        dst: one_has,
+        dst_offset: 3 * MIN_EXTENT,
+        src: one_has,
+        src_offset: 0,
+        len: 1000,
+    });
+    let mut expected = [model.clone(), model.clone()];
+    expected[0][10..110].fill(1);
+    expected[0].copy_within(..1000, 3 * MIN_EXTENT as usize);
+    expected[1][MIN_EXTENT as usize..][..MIN_EXTENT as usize].fill(2);
+    assert!(read_all(&mut one, one_has, MODEL) == expected[0]);
+    assert!(read_all(&mut two, two_has, MODEL) == expected[1]);
+
+    // A third one gets what was uploaded, not what was written since.
+    let mut three = guest(&host, 7);
+    let (three_has, not_sent) = load(&mut three, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    assert!(read_all(&mut three, three_has, MODEL) == model);
+    assert_eq!(weights.stats().not_sent, 2 * (FIRST + SECOND));
+    let sessions = host.server.sessions();
+    let shared: Vec<u64> = sessions.iter().map(|s| s.stats.weights_shared).collect();
+    assert_eq!(shared[0], 0);
+    assert!(shared[1] > (FIRST + SECOND) * 9 / 10, "{shared:?}");
+}
+
+#[test]
+fn what_a_graph_writes_is_its_guests_alone() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(2);
+    let (mut one, one_has) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (two_has, _) = load(&mut two, &model);
+    const COUNT: u64 = 20_000;
+    let ones = two.alloc_with(&bytes(&[1.0; COUNT as usize]));
+    two.graph(GRAPH, &add(COUNT, two_has, two_has, ones));
+    two.submit(GRAPH);
+    two.submit(GRAPH);
+    let numbers = |bytes: &[u8]| common::floats(&bytes[..4 * COUNT as usize]);
+    let plus = |by: f32| -> Vec<f32> { numbers(&model).iter().map(|n| n + by).collect() };
+    assert_eq!(numbers(&read_all(&mut two, two_has, MODEL)), plus(2.0));
+    assert!(read_all(&mut one, one_has, MODEL) == model);
+
+    // The one who had it first, with a graph.
+    let ones = one.alloc_with(&bytes(&[1.0; COUNT as usize]));
+    one.graph(GRAPH, &add(COUNT, one_has, one_has, ones));
+    one.submit(GRAPH);
+    assert_eq!(numbers(&read_all(&mut one, one_has, MODEL)), plus(1.0));
+    assert_eq!(numbers(&read_all(&mut two, two_has, MODEL)), plus(2.0));
+    let mut three = guest(&host, 7);
+    let (three_has, not_sent) = load(&mut three, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    assert!(read_all(&mut three, three_has, MODEL) == model);
+}
+
+#[test]
+fn graphs_compiled_before_the_weights_were_complete_are_forgotten() {
+    let (host, _weights) = host(Sharing::Tenant, None);
+    let mut guest = guest(&host, 7);
+    let (buffer, _) = for_weights(&mut guest, MODEL);
+    let ones = guest.alloc_with(&bytes(&[1.0; 10]));
+    guest.graph(GRAPH, &add(10, buffer, buffer, ones));
+    guest.submit(GRAPH);
+    guest.send(&Request::Settle { buffer });
+    guest.submit(GRAPH);
+    let reason = guest.ended();
+    assert!(reason.contains("SUBMIT names graph 1"), "{reason}");
+}
+
+#[test]
+fn the_dead_leave_nothing_and_the_living_keep_theirs() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(3);
+    let (one, _) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (two_has, not_sent) = load(&mut two, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    drop(one);
+    wait("the first one's end", || host.server.sessions().len() == 1);
+    assert!(read_all(&mut two, two_has, MODEL) == model);
+    let mut three = guest(&host, 7);
+    let (three_has, not_sent) = load(&mut three, &model);
+    assert_eq!(
+        not_sent,
+        FIRST + SECOND,
+        "the second one keeps it for others"
+    );
+    drop(two);
+    assert!(read_all(&mut three, three_has, MODEL) == model);
+    drop(three);
+    host.wait_until_empty();
+    assert_eq!(host.engine.memory().free, MEMORY);
+    assert_eq!((weights.stats().extents, weights.stats().bytes), (0, 0));
+    let mut four = guest(&host, 7);
+    assert_eq!(load(&mut four, &model).1, 0, "it is gone");
+}
+
+#[test]
+fn what_two_have_sent_is_held_once_after_all() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(4);
+    let mut guests: Vec<Guest> = (0..3).map(|_| guest(&host, 7)).collect();
+    // All at once: nobody can be asked yet.
+    let buffers: Vec<BufferId> = guests
+        .iter_mut()
+        .map(|guest| {
+            let (buffer, lengths) = for_weights(guest, MODEL);
+            assert!(lengths.is_empty(), "{lengths:?}");
+            buffer
+        })
+        .collect();
+    for (guest, &buffer) in guests.iter_mut().zip(&buffers) {
+        write(guest, buffer, 0, &model);
+        for (offset, part) in parts(&model) {
+            let len = part.len() as u64;
+            guest.send(&Request::Extent {
+                buffer,
+                offset,
+                len,
+            });
+        }
+        guest.send(&Request::Settle { buffer });
+        guest.fence();
+    }
+    wait("merging", || {
+        weights.stats().merged > 2 * (FIRST + SECOND) * 9 / 10
+    });
+    for (guest, &buffer) in guests.iter_mut().zip(&buffers) {
+        assert!(read_all(guest, buffer, MODEL) == model);
+    }
+    // Each goes its own way from here.
+    for (i, (guest, &buffer)) in guests.iter_mut().zip(&buffers).enumerate() {
+        guest.write(buffer, 5000, &[i as u8; 10_000]);
+    }
+    for (i, (guest, &buffer)) in guests.iter_mut().zip(&buffers).enumerate() {
+        let mut expected = model.clone();
+        expected[5000..15_000].fill(i as u8);
+        assert!(read_all(guest, buffer, MODEL) == expected);
+    }
+}
+
+#[test]
+fn a_hash_gets_nothing_that_was_not_uploaded_under_it() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(5);
+    let (_one, _) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (buffer, _) = for_weights(&mut two, MODEL);
+    let [(_, part), _] = parts(&model);
+    // Made up, nearly right, right but for the length.
+    let mut near = hash(part);
+    near.0[31] ^= 1;
+    for (hash, len) in [
+        (ContentHash([0; 32]), FIRST),
+        (near, FIRST),
+        (hash(part), FIRST - 1),
+        (hash(part), FIRST + 1),
+    ] {
+        let answer = two.ask(&Request::Adopt {
+            buffer,
+            offset: 0,
+            len,
+            hash,
+        });
+        assert!(matches!(answer, Reply::Missing { .. }), "{answer:?}");
+    }
+    assert!(read_all(&mut two, buffer, MODEL).iter().all(|&b| b == 0));
+    // A flood of claims, each of which is a lookup and no more.
+    for i in 0..20_000u32 {
+        let mut hash = ContentHash([9; 32]);
+        hash.0[..4].copy_from_slice(&i.to_le_bytes());
+        two.send(&Request::Adopt {
+            buffer,
+            offset: 0,
+            len: FIRST,
+            hash,
+        });
+        if i % 64 == 63 {
+            for _ in 0..64 {
+                assert!(matches!(two.receive().0, Reply::Missing { .. }));
+            }
+        }
+    }
+    assert_eq!(weights.stats().extents, 2);
+}
+
+#[test]
+fn a_name_without_the_bytes_is_a_name_for_what_is_there() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(6);
+    // Named and never written, then settled: zeros, under the hash of zeros.
+    let mut liar = guest(&host, 7);
+    let (buffer, _) = for_weights(&mut liar, FIRST);
+    let (offset, len) = (0, FIRST);
+    liar.send(&Request::Extent {
+        buffer,
+        offset,
+        len,
+    });
+    liar.send(&Request::Settle { buffer });
+    liar.fence();
+    wait("hashing", || weights.stats().extents == 1);
+    // Named and written by half, and never settled; one of them goes in between.
+    for is_staying in [false, true] {
+        let mut slow = guest(&host, 7);
+        let (buffer, _) = for_weights(&mut slow, FIRST);
+        upload(&mut slow, buffer, 0, &model[..FIRST as usize]);
+        slow.fence();
+        if is_staying {
+            let mut two = guest(&host, 7);
+            let (buffer, lengths) = for_weights(&mut two, FIRST);
+            assert_eq!(lengths, [FIRST], "of the zeros");
+            assert!(!adopt(&mut two, buffer, 0, &model[..FIRST as usize]));
+            assert!(adopt(&mut two, buffer, 0, &vec![0; FIRST as usize]));
+            assert!(read_all(&mut two, buffer, FIRST).iter().all(|&b| b == 0));
+        }
+    }
+}
+
+#[test]
+fn what_is_interrupted_is_not_offered_and_can_begin_anew() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(7);
+    let mut broken = guest(&host, 7);
+    let (buffer, _) = for_weights(&mut broken, MODEL);
+    upload(&mut broken, buffer, 0, &model[..(FIRST / 2) as usize]);
+    drop(broken);
+    host.wait_until_empty();
+    assert_eq!(weights.stats().extents, 0);
+    assert_eq!(host.engine.memory().free, MEMORY);
+    let (mut one, one_has) = first(&host, &weights, 7, &model);
+    assert!(read_all(&mut one, one_has, MODEL) == model);
+}
+
+#[test]
+fn other_users_get_nothing() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(8);
+    let (_one, _) = first(&host, &weights, 7, &model);
+    let mut other = guest(&host, 8);
+    let (buffer, lengths) = for_weights(&mut other, MODEL);
+    assert!(lengths.is_empty(), "not even the lengths: {lengths:?}");
+    let [(offset, part), _] = parts(&model);
+    assert!(!adopt(&mut other, buffer, offset, part));
+    // Nor does anybody of whom nothing is known, from anybody.
+    let (mut stranger, mut twin) = (host.guest(), host.guest());
+    load(&mut stranger, &model);
+    wait("hashing", || weights.stats().extents == 4);
+    let (buffer, lengths) = for_weights(&mut twin, MODEL);
+    assert!(lengths.is_empty(), "{lengths:?}");
+    assert!(!adopt(&mut twin, buffer, offset, part));
+}
+
+#[test]
+fn among_all_a_proof_is_asked_for() {
+    let (host, weights) = host(Sharing::All, None);
+    let model = model(9);
+    let (_one, _) = first(&host, &weights, 7, &model);
+    let mut other = guest(&host, 8);
+    let (buffer, lengths) = for_weights(&mut other, MODEL);
+    assert_eq!(lengths.len(), 2);
+    let [(offset, part), _] = parts(&model);
+    let len = part.len() as u64;
+    let ask = Request::Adopt {
+        buffer,
+        offset,
+        len,
+        hash: hash(part),
+    };
+    // The hash alone is nothing, nor is an old proof, nor one of most of the bytes.
+    let mut nonces = Vec::new();
+    for wrong in 0..3 {
+        let Reply::Prove { nonce, .. } = other.ask(&ask) else {
+            panic!("no proof was asked for");
+        };
+        assert!(!nonces.contains(&nonce));
+        let mut almost = part.to_vec();
+        almost[part.len() - 1] ^= 1;
+        let proof = match wrong {
+            0 => hash(part).0,
+            1 => *blake3::keyed_hash(&nonce.0, &almost).as_bytes(),
+            _ => *blake3::keyed_hash(&nonces[0].0, part).as_bytes(),
+        };
+        nonces.push(nonce);
+        let answer = other.ask(&Request::Proof {
+            proof: ContentHash(proof),
+        });
+        assert!(matches!(answer, Reply::Missing { .. }), "{answer:?}");
+    }
+    assert!(read_all(&mut other, buffer, len).iter().all(|&b| b == 0));
+    assert!(adopt(&mut other, buffer, offset, part));
+    assert!(read_all(&mut other, buffer, len) == part);
+    // Who has proven it once is asked no more.
+    let mut again = guest(&host, 8);
+    let (buffer, _) = for_weights(&mut again, MODEL);
+    let ask = Request::Adopt {
+        buffer,
+        offset,
+        len,
+        hash: hash(part),
+    };
+    assert!(matches!(again.ask(&ask), Reply::Done { .. }));
+    // A proof belongs to the question before it.
+    let mut late = guest(&host, 9);
+    let (buffer, _) = for_weights(&mut late, MODEL);
+    let ask = Request::Adopt {
+        buffer,
+        offset,
+        len,
+        hash: hash(part),
+    };
+    let Reply::Prove { nonce, .. } = late.ask(&ask) else {
+        panic!("no proof was asked for");
+    };
+    late.fence();
+    late.send(&Request::Proof {
+        proof: ContentHash(*blake3::keyed_hash(&nonce.0, part).as_bytes()),
+    });
+    let reason = late.ended();
+    assert!(reason.contains("PROOF comes although none"), "{reason}");
+}
+
+#[test]
+fn broken_rules_end_the_session() {
+    let (host, _weights) = host(Sharing::Tenant, None);
+    let extent = |buffer, offset, len| Request::Extent {
+        buffer,
+        offset,
+        len,
+    };
+    let adopt = |buffer, offset, len| Request::Adopt {
+        buffer,
+        offset,
+        len,
+        hash: ContentHash([0; 32]),
+    };
+    let cases: [(&str, &dyn Fn(BufferId, BufferId) -> Request); 9] = [
+        ("an extent of 65535 bytes", &|w, _| {
+            extent(w, 0, MIN_EXTENT - 1)
+        }),
+        ("an extent of 0 bytes", &|w, _| adopt(w, 0, 0)),
+        ("touches bytes", &|w, _| extent(w, 1, MODEL)),
+        ("touches bytes", &|w, _| adopt(w, u64::MAX, MODEL)),
+        ("not for weights", &|_, plain| extent(plain, 0, MIN_EXTENT)),
+        ("not for weights", &|_, plain| adopt(plain, 0, MIN_EXTENT)),
+        ("not for weights", &|_, plain| Request::Settle {
+            buffer: plain,
+        }),
+        ("does not have", &|_, _| Request::Weights {
+            buffer: BufferId(77),
+        }),
+        ("PROOF comes although none", &|_, _| Request::Proof {
+            proof: ContentHash([0; 32]),
+        }),
+    ];
+    for (expected, request) in cases {
+        let mut guest = guest(&host, 7);
+        let (weights, _) = for_weights(&mut guest, MODEL);
+        let plain = guest.alloc(MODEL);
+        guest.send(&request(weights, plain));
+        let reason = guest.ended();
+        assert!(reason.contains(expected), "{expected}: {reason}");
+    }
+    host.wait_until_empty();
+}
+
+#[test]
+fn a_buffer_has_so_many_extents_and_no_more() {
+    const MEMORY: u64 = 1 << 30; // never touched
+    let engine = CpuEngine::new(1, Some(MEMORY)).expect("a thread");
+    let host = Host::limited(Arc::new(engine), Limits::default(), 64);
+    let weights = Weights::new(Sharing::Tenant, None).expect("a store");
+    host.server.share_weights(weights);
+    let mut guest = guest(&host, 7);
+    let (buffer, _) = for_weights(&mut guest, (MAX_EXTENTS as u64 + 1) * MIN_EXTENT);
+    let extent = |offset| Request::Extent {
+        buffer,
+        offset,
+        len: MIN_EXTENT,
+    };
+    // Those that overlap replace each other.
+    for i in 0..2 * MAX_EXTENTS as u64 {
+        guest.send(&extent(i % 1000));
+    }
+    guest.fence();
+    for i in 0..=MAX_EXTENTS as u64 {
+        guest.send(&extent(i * MIN_EXTENT));
+    }
+    assert!(guest.ended().contains("more than 4096 extents"));
+}
+
+#[test]
+fn a_host_that_shares_nothing_says_so_and_all_goes_on() {
+    let (host, _weights) = host(Sharing::Off, None);
+    let mut guest = guest(&host, 7);
+    let buffer = guest.alloc_with(&[5; 1000]);
+    let answer = guest.ask(&Request::Weights { buffer });
+    assert!(matches!(answer, Reply::Refused { .. }), "{answer:?}");
+    assert_eq!(guest.read(buffer, 0, 1000), [5; 1000]);
+    assert!(PROTOCOL_VERSION >= 3);
+}
+
+#[test]
+fn copies_of_shared_pages_have_to_fit_the_memory() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(10);
+    let (mut one, one_has) = first(&host, &weights, 7, &model);
+    let rest = host.engine.memory().free;
+    let filler = one.alloc(rest);
+    one.write(one_has, 0, &[1]);
+    let (failed, _) = {
+        one.send(&Request::Fence {});
+        one.receive()
+    };
+    let Reply::Failed { reason, .. } = failed else {
+        panic!("{failed:?}");
+    };
+    assert!(reason.contains("out of memory"), "{reason}");
+    one.receive();
+    assert!(read_all(&mut one, one_has, MODEL) == model);
+    one.send(&Request::Free { buffer: filler });
+    one.write(one_has, 0, &[!model[0]]);
+    assert_eq!(one.read(one_has, 0, 1), [!model[0]]);
+}
+
+/// A folder of a test's own.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("vgpu-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        Folder(path)
+    }
+
+    fn cache(&self, size: u64) -> Option<CacheOptions> {
+        Some(CacheOptions {
+            folder: self.0.clone(),
+            size,
+        })
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        fn walk(path: &Path, found: &mut Vec<PathBuf>) {
+            for entry in fs::read_dir(path).into_iter().flatten().flatten() {
+                match entry.path() {
+                    path if path.is_dir() => walk(&path, found),
+                    path => found.push(path),
+                }
+            }
+        }
+        let mut found = Vec::new();
+        walk(&self.0, &mut found);
+        found
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn a_model_known_from_before_a_restart_is_not_sent_again() {
+    let folder = Folder::new("weights-restart");
+    let model = model(11);
+    {
+        let (host, weights) = host(Sharing::Tenant, folder.cache(1 << 30));
+        let (_one, _) = first(&host, &weights, 7, &model);
+        wait("writing", || weights.stats().disk_bytes == FIRST + SECOND);
+    }
+    // What a crash leaves: a file that is not finished.
+    let [one, _] = &folder.files()[..] else {
+        panic!("{:?}", folder.files());
+    };
+    let unfinished = one.with_file_name("new-1-1");
+    fs::write(&unfinished, &model[..100]).unwrap();
+    let (host, weights) = host(Sharing::Tenant, folder.cache(1 << 30));
+    assert!(!unfinished.exists());
+    let mut two = guest(&host, 7);
+    let (two_has, not_sent) = load(&mut two, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    assert!(read_all(&mut two, two_has, MODEL) == model);
+    assert_eq!(weights.stats().from_disk, FIRST + SECOND);
+    // From here on it is in memory, and shared.
+    wait("hashing", || weights.stats().extents == 2);
+    let mut three = guest(&host, 7);
+    assert_eq!(load(&mut three, &model).1, FIRST + SECOND);
+    assert_eq!(weights.stats().from_disk, FIRST + SECOND);
+    // Another user's is another user's, on disk, too.
+    let mut other = guest(&host, 8);
+    let (buffer, lengths) = for_weights(&mut other, MODEL);
+    assert!(lengths.is_empty(), "{lengths:?}");
+    assert!(!adopt(&mut other, buffer, 0, parts(&model)[0].1));
+}
+
+#[test]
+fn a_file_that_is_not_what_it_was_is_removed() {
+    let folder = Folder::new("weights-damage");
+    let model = model(12);
+    {
+        let (host, weights) = host(Sharing::Tenant, folder.cache(1 << 30));
+        let (_one, _) = first(&host, &weights, 7, &model);
+        wait("writing", || weights.stats().disk_bytes == FIRST + SECOND);
+    }
+    // A bit of one, the end of the other.
+    for path in folder.files() {
+        let mut content = fs::read(&path).unwrap();
+        match content.len() as u64 == FIRST {
+            true => content[777] ^= 4,
+            false => content.truncate(content.len() - 1),
+        }
+        fs::write(&path, content).unwrap();
+    }
+    let (host, weights) = host(Sharing::Tenant, folder.cache(1 << 30));
+    let mut two = guest(&host, 7);
+    let (two_has, not_sent) = load(&mut two, &model);
+    assert_eq!(not_sent, 0);
+    assert!(read_all(&mut two, two_has, MODEL) == model);
+    assert_eq!(weights.stats().from_disk, 0);
+}
+
+#[test]
+fn the_cache_stays_within_its_size_and_keeps_what_was_used_last() {
+    let folder = Folder::new("weights-size");
+    let models: Vec<Vec<u8>> = (20..23).map(model).collect();
+    let both = FIRST + SECOND;
+    let (host, weights) = host(Sharing::Tenant, folder.cache(2 * both));
+    for (i, model) in models.iter().enumerate() {
+        let mut guest = guest(&host, 7);
+        load(&mut guest, model);
+        wait("writing", || {
+            weights.stats().disk_bytes >= both * (i as u64 + 1).min(2)
+        });
+        wait("hashing", || {
+            weights.stats().hashed == both * (i as u64 + 1)
+        });
+        drop(guest);
+        host.wait_until_empty();
+        if i == 1 {
+            // The first one is used again: the second one is older now.
+            let mut guest = self::guest(&host, 7);
+            assert_eq!(load(&mut guest, &models[0]).1, both);
+            wait("hashing", || weights.stats().extents == 2);
+            drop(guest);
+            host.wait_until_empty();
+            // That was hashed, too.
+            wait("hashing", || weights.stats().hashed == both * 3);
+        }
+        assert!(weights.stats().disk_bytes <= 2 * both);
+        if i == 1 {
+            break;
+        }
+    }
+    let before = weights.stats().hashed;
+    let mut third = guest(&host, 7);
+    load(&mut third, &models[2]);
+    wait("hashing", || weights.stats().hashed == before + both);
+    drop(third);
+    host.wait_until_empty();
+    let on_disk: u64 = folder
+        .files()
+        .iter()
+        .map(|f| f.metadata().unwrap().len())
+        .sum();
+    assert_eq!((on_disk, weights.stats().disk_bytes), (2 * both, 2 * both));
+    let mut guest = guest(&host, 7);
+    assert_eq!(load(&mut guest, &models[1]).1, 0, "used longest ago");
+    drop(guest);
+}
+
+#[test]
+fn a_folder_that_others_can_write_to_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = Folder::new("weights-open");
+    fs::create_dir_all(&folder.0).unwrap();
+    fs::set_permissions(&folder.0, fs::Permissions::from_mode(0o777)).unwrap();
+    let error = Weights::new(Sharing::Tenant, folder.cache(1 << 30))
+        .err()
+        .unwrap();
+    assert!(error.to_string().contains("777"), "{error}");
+    let file = folder.0.join("file");
+    fs::write(&file, "").unwrap();
+    let under_a_file = CacheOptions {
+        folder: file.join("x"),
+        size: 1,
+    };
+    assert!(Weights::new(Sharing::Tenant, Some(under_a_file)).is_err());
+}
+
+#[test]
+fn eight_guests_hold_one_copy() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = Arc::new(model(13));
+    let (one, _) = first(&host, &weights, 7, &model);
+    let others: Vec<Guest> = (1..8)
+        .map(|_| {
+            let mut guest = guest(&host, 7);
+            let (buffer, not_sent) = load(&mut guest, &model);
+            assert_eq!(not_sent, FIRST + SECOND);
+            assert!(read_all(&mut guest, buffer, MODEL) == *model);
+            guest
+        })
+        .collect();
+    let sessions = host.server.sessions();
+    let held: u64 = sessions
+        .iter()
+        .map(|s| s.stats.buffer_bytes - s.stats.weights_shared)
+        .sum();
+    assert!(held * 10 <= MODEL * 12, "{held} bytes for {MODEL}");
+    drop((one, others));
+    host.wait_until_empty();
+    assert_eq!(host.engine.memory().free, MEMORY);
+}
