@@ -204,8 +204,84 @@ mod tests {
 
     #[test]
     fn pieces_make_the_same_hash() {
-        let data: Vec<u8> = (0..PIECE * 2 + 7).map(|i| (i * i >> 3) as u8).collect();
+        let data: Vec<u8> = (0..PIECE * 2 + 7).map(|i| ((i * i) >> 3) as u8).collect();
         let expected = *blake3::hash(&data).as_bytes();
         assert_eq!(hash(blake3::Hasher::new(), data[..].into()).0, expected);
+    }
+
+    /// Two programs with the same weights, over links of this process.
+    #[cfg(feature = "inproc")]
+    #[test]
+    fn a_second_session_sends_what_is_not_there_and_reads_all() {
+        use std::sync::Arc;
+        use std::time::{Duration, Instant};
+        use vgpu_executor::weights::Sharing;
+        use vgpu_executor::{Limits, Stop};
+        use vgpu_kernels::Engine;
+        use vgpu_kernels::cpu::CpuEngine;
+        use vgpu_transport::ir::Graph;
+        use vgpu_transport::link::window::inproc_pair;
+
+        let engine: Arc<dyn Engine> = Arc::new(CpuEngine::new(1, Some(64 << 20)).unwrap());
+        let store = vgpu_executor::Weights::new(Sharing::All, None).unwrap();
+        let open = |user: &'static str| {
+            let (guest, mut host) = inproc_pair().unwrap();
+            let (engine, store) = (Arc::clone(&engine), store.clone());
+            std::thread::spawn(move || {
+                let session = vgpu_executor::Session::new(1, engine, Limits::default());
+                session.sharing(&store, user).run(&mut host, &Stop::new())
+            });
+            Session::open(Box::new(guest), "test".into()).unwrap()
+        };
+        let size = 4 * MIN_EXTENT;
+        let data: Vec<u8> = (0..size).map(|i| (i % 251) as u8).collect();
+        let (large, small) = data.split_at(3 * MIN_EXTENT as usize);
+        let (large, small) = (large, &small[..1000]);
+
+        // Another user than the first has to prove that it has the bytes.
+        for (round, user) in ["one", "one", "two"].into_iter().enumerate() {
+            let session = open(user);
+            let to = session.alloc(size).unwrap();
+            let weights = Weights::new(true);
+            let parts = [(0, small), (MIN_EXTENT, large)];
+            let there = parts.map(|(at, data)| {
+                let is_there = weights
+                    .upload(&session, &to, at, data.into(), || true)
+                    .unwrap();
+                if !is_there {
+                    session.write(&to, at, data.into()).unwrap();
+                }
+                is_there
+            });
+            assert_eq!(there, [false, round > 0], "{user}");
+            let nothing = Graph::default();
+            let stream = session.open_stream();
+            session
+                .submit::<SessionError>(stream, None, 0, || Ok(&nothing))
+                .unwrap();
+            for (at, data) in parts {
+                let mut read = vec![0; data.len()];
+                session.read(&to, at, read[..].as_mut().into()).unwrap();
+                assert!(read == data, "round {round}");
+            }
+            if round == 0 {
+                let start = Instant::now();
+                while store.stats().extents == 0 {
+                    assert!(start.elapsed() < Duration::from_secs(60), "not hashed");
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            // The bytes have to stay with somebody.
+            std::mem::forget(session);
+        }
+        assert_eq!(store.stats().not_sent, 2 * large.len() as u64);
+
+        // What was used for something else first stays what it is.
+        let session = open("one");
+        let to = session.alloc(size).unwrap();
+        let weights = Weights::new(true);
+        weights.are_not();
+        let upload = weights.upload(&session, &to, 0, large.into(), || true);
+        assert!(!upload.unwrap());
     }
 }

@@ -175,6 +175,7 @@ impl Setting {
             for load in [alone, one, two, three] {
                 load.guest.finish(PATIENCE)?;
             }
+            wait_until_empty(&executor)?;
             step.done("");
         }
         executor.stop()?;
@@ -234,14 +235,7 @@ impl Setting {
             for load in loads {
                 load.guest.finish(PATIENCE)?;
             }
-            let start = Instant::now();
-            while held_by(&executor)? > 0 && start.elapsed() < PATIENCE {
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            ensure!(
-                held_by(&executor)? == 0,
-                "weights are left of guests that are gone"
-            );
+            wait_until_empty(&executor)?;
             executor.stop()?;
             step.done("");
         }
@@ -354,6 +348,22 @@ fn held_by(executor: &Executor) -> Result<u64> {
         }
     }
     Ok(held)
+}
+
+/// Waits until all guests are gone, and their weights with them.
+fn wait_until_empty(executor: &Executor) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        let held = held_by(executor)?;
+        if held == 0 {
+            return Ok(());
+        }
+        ensure!(
+            start.elapsed() < PATIENCE,
+            "{held} bytes of weights are left of guests that are gone"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Ticks of the processors that it has used.
