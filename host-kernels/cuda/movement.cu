@@ -134,10 +134,12 @@ KERNEL(vg_copy, VgCopyParams, 256) {
 
 KERNEL(vg_repeat_back, VgPairParams, 256) {
     i64 n = elements(p.dst);
+    // Of a source with nothing in it, the other extents are bounded by nothing.
+    bool any = elements(p.src) > 0;
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.dst, e);
         float sum = 0.0f;
-        for (i64 i3 = at.i[3]; i3 < p.src.ne[3]; i3 += p.dst.ne[3]) {
+        for (i64 i3 = at.i[3]; any && i3 < p.src.ne[3]; i3 += p.dst.ne[3]) {
             for (i64 i2 = at.i[2]; i2 < p.src.ne[2]; i2 += p.dst.ne[2]) {
                 for (i64 i1 = at.i[1]; i1 < p.src.ne[1]; i1 += p.dst.ne[1]) {
                     for (i64 i0 = at.i[0]; i0 < p.src.ne[0]; i0 += p.dst.ne[0]) {

@@ -256,3 +256,167 @@ struct VgAttentionParams {
     float scale, cap, max_bias;
     unsigned heads_log2; /* the largest power of two of heads */
 };
+
+/* An image, a kernel or results of a convolution: up to three dimensions, channels (of a kernel, those it sums up),
+ * and images (of a kernel, results), with their distances in bytes. */
+struct VgVolume {
+    unsigned long long data;
+    long long ne[3];
+    long long nb[3];
+    long long channel, image;
+    unsigned type;
+    unsigned reserved;
+};
+
+/* How a kernel moves in each dimension. */
+struct VgMoves {
+    long long stride[3], padding[3], dilation[3];
+};
+
+/* vg_conv, vg_conv_depthwise (of each channel by itself), vg_conv_transposed */
+struct VgConvParams {
+    struct VgVolume dst, kernel, image;
+    struct VgMoves moves;
+    long long channels, results, images;
+};
+
+/* vg_im2col: dst[k, x, y, z + depth * n] is tap k of the patch at (x, y, z) of image n. vg_im2col_back: the image from
+ * the sum of its places in patches. */
+struct VgPatchParams {
+    struct VgView patches;
+    struct VgVolume image;
+    struct VgMoves moves;
+    long long taps[3]; /* extents of the kernel */
+    long long channels, images, depth;
+};
+
+/* vg_col2im_1d */
+struct VgCol2imParams {
+    struct VgView dst, src;
+    long long stride, padding;
+};
+
+/* vg_pool; vg_pool_places and vg_pool_back (src is the gradient, forward what was pooled) */
+struct VgPoolParams {
+    struct VgView dst, src, forward;
+    long long size[2], stride[2], padding[2];
+    unsigned long long places; /* scratch: a long long for each window */
+    unsigned average;
+    unsigned covered; /* the average is over what the window covers, not over the window */
+};
+
+/* vg_upscale */
+enum VgUpscale {
+    VG_UPSCALE_NEAREST,
+    VG_UPSCALE_BILINEAR,
+    VG_UPSCALE_ANTIALIASED,
+    VG_UPSCALE_BICUBIC,
+};
+
+struct VgUpscaleParams {
+    struct VgView dst, src;
+    float factor[4];
+    float middle; /* of a pixel */
+    unsigned op; /* enum VgUpscale */
+};
+
+/* vg_timestep_embedding */
+struct VgTimestepParams {
+    struct VgView dst, steps;
+    long long half;
+    float log_period;
+    unsigned reserved;
+};
+
+/* vg_window: rows of dst are rows of src, or zeros. */
+enum VgWindow {
+    VG_WINDOW_PART,    /* `across` windows of `size` in a line */
+    VG_WINDOW_UNPART,
+    VG_WINDOW_REL_POS, /* row (k, q) is row q - k + n - 1 */
+};
+
+struct VgWindowParams {
+    struct VgView dst, src;
+    long long size, across;
+    unsigned op; /* enum VgWindow */
+    unsigned bytes; /* of an element */
+};
+
+/* vg_add_rel_pos: all dense f32; rows of n * n */
+struct VgRelPosParams {
+    struct VgView dst, a, w, h;
+};
+
+/* vg_ssm_conv */
+struct VgSsmConvParams {
+    struct VgView dst, x, kernel;
+};
+
+/* vg_ssm_scan: see the IR for what the sources are. */
+struct VgSsmScanParams {
+    struct VgView dst, s, x, dt, a, b, c, ids;
+    struct VgPlace place;
+    long long snapshots;
+};
+
+/* vg_linear_attention: RWKV 6 (with bonus) and gated linear attention. Sources are dense. */
+struct VgLinearAttentionParams {
+    struct VgView dst, k, v, r, bonus, decay, state;
+    float scale;
+    unsigned reserved;
+};
+
+/* vg_wkv7. Sources are dense. */
+struct VgWkv7Params {
+    struct VgView dst, r, w, k, v, a, b, state;
+};
+
+/* vg_delta_net */
+struct VgDeltaNetParams {
+    struct VgView dst, q, k, v, gate, beta, state;
+    long long snapshots;
+};
+
+/* vg_solve_tri: a * dst = b, a lower triangular */
+struct VgSolveParams {
+    struct VgView dst, a, b;
+};
+
+/* vg_hc_comb: [to][from] of four streams, from mixes, scale and base. */
+struct VgHcCombParams {
+    struct VgView dst, mixes, scale, base;
+    float eps;
+    unsigned iterations;
+};
+
+/* vg_hc_pre: dst[:, t] = scale * sum of x[:, h, t] * w[h, t], or of x * sigmoid(w) */
+struct VgHcPreParams {
+    struct VgView dst, x, w;
+    float scale;
+    unsigned gated;
+};
+
+/* vg_hc_post: dst[:, d, t] = x[:, t] * post[d, t] + sum of residual[:, s, t] * comb[d, s, t] */
+struct VgHcPostParams {
+    struct VgView dst, x, residual, post, comb;
+};
+
+/* vg_indexer: dst[i, t, s] = sum of max(0, q[:, h, t, s] . k[:, i, s]) * w[h, t, s] + mask[i, t, s] */
+struct VgIndexerParams {
+    struct VgView dst, q, k, w, mask;
+    unsigned long long codebooks;
+};
+
+/* vg_cross_entropy: -mean over rows of sum(log_softmax(a) * b), partial sums in scratch, then (`finish`) their sum.
+ * vg_cross_entropy_back: the gradient, for the gradient behind it. */
+struct VgLossParams {
+    struct VgView dst, a, b, gradient;
+    unsigned long long scratch;
+    unsigned parts;
+    unsigned finish;
+};
+
+/* vg_adamw (w, gradient, m, v), vg_sgd (w, gradient): steps with the settings that lie in a tensor */
+struct VgStepParams {
+    struct VgView dst, w, gradient, m, v, settings;
+};

@@ -1,16 +1,26 @@
-//! Compiles the CUDA kernels for the CPU.
+//! Compiles the CUDA kernels for the CPU, each file by itself, as for a GPU. Kernels register themselves.
+
+use std::fs;
 
 fn main() {
-    for watched in ["../cuda", "shim.h", "shim.cpp", "kernels.cpp"] {
+    for watched in ["../cuda", "shim.h", "shim.cpp"] {
         println!("cargo::rerun-if-changed={watched}");
     }
+    let folder = fs::read_dir("../cuda").expect("the folder of the kernels");
+    let mut kernels: Vec<_> = folder
+        .map(|entry| entry.expect("an entry of the folder").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
+        .collect();
+    kernels.sort();
     cc::Build::new()
         .cpp(true)
         .std("c++17")
         .define("VGPU_SHIM", None)
         .include("../cuda")
         .include(".")
-        .files(["shim.cpp", "kernels.cpp"])
+        .flag("-xc++") // whatever its file is called
+        .file("shim.cpp")
+        .files(kernels)
         .flag("-fno-strict-aliasing")
         .flag("-ffp-contract=off")
         // Kernels jump between stacks, which the checks of a hardened compiler take for an attack.

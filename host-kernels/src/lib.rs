@@ -2,7 +2,9 @@
 //!
 //! - [`cpu`]: every op it claims, on the processors of the host. Always there.
 //! - [`cuda`]: the same on an NVIDIA GPU.
+//! - [`check`]: whether an engine is right, and how fast.
 
+pub mod check;
 pub mod cpu;
 pub mod cuda;
 mod engine;

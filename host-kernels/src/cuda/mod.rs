@@ -3,11 +3,13 @@
 //! - [`device`]: what the engine needs of a device.
 //! - `source`, `nvrtc`, `code`: the kernels' texts, their compiler, and machine code.
 //! - `ops`: one file for each family of operators, from a node to launches.
+//! - `host`: the few nodes that run on the CPU engine instead.
 //! - `params`: the structures that kernels take.
 //! - `plan`: a graph as launches, and running them.
 
 mod code;
 pub mod device;
+mod host;
 mod memory;
 pub mod nvrtc;
 mod ops;

@@ -122,6 +122,8 @@ impl Nvrtc {
             &format!("--gpu-architecture={arch}"),
             "--std=c++17",
             "--ptxas-options=-v",
+            // Lambdas with `auto` take no annotation.
+            "--device-as-default-execution-space",
         ]
         .map(text);
         let names: Vec<CString> = HEADERS.iter().map(|(name, _)| text(name)).collect();

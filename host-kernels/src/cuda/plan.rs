@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vgpu_transport::ir::{Graph, Node, Shape, Type};
 
 use super::device::{Address, Device, Launch, SharedMemory};
+use super::host::{Host, HostNode};
 use super::memory::CudaMemory;
 use super::ops;
 use super::params::{Params, VG_MOVE_REPEAT, VgCodebooks, VgFault, VgMoveParams, VgPlace, VgView};
@@ -15,6 +16,7 @@ pub(super) struct Stream {
     pub(super) device: Arc<dyn Device>,
     fault: SharedMemory,
     codebooks: CudaMemory,
+    host: Host,
     running: Mutex<()>,
 }
 
@@ -27,6 +29,7 @@ impl Stream {
             device,
             fault,
             codebooks,
+            host: Host::default(),
             running: Mutex::new(()),
         })
     }
@@ -40,7 +43,7 @@ fn codebooks_of_formats() -> Vec<u8> {
     entries.flat_map(|entry| entry.to_le_bytes()).collect()
 }
 
-/// A graph, compiled: launches in order.
+/// A graph, compiled: launches in order, and now and then work of the host.
 pub(super) struct CudaPlan {
     stream: Arc<Stream>,
     steps: Vec<Step>,
@@ -52,8 +55,14 @@ pub(super) struct CudaPlan {
 }
 
 struct Step {
-    launch: Launch,
+    work: Work,
     node: usize,
+}
+
+enum Work {
+    Launch(Launch),
+    /// Runs on the host, between launches.
+    Host(HostNode),
 }
 
 impl CudaPlan {
@@ -92,12 +101,18 @@ impl CudaPlan {
                     scratch_bytes: 0,
                     launches: Vec::new(),
                 };
-                if !graph.tensors[node.dst as usize].shape.is_empty() {
-                    ops::compile(&node.op, &mut builder)?;
+                if graph.dst(node).shape.is_empty() {
+                    continue;
                 }
+                if Host::takes(graph, node) {
+                    let work = Work::Host(stream.host.compile(graph, node, &bases)?);
+                    steps.push(Step { work, node: i });
+                    continue;
+                }
+                ops::compile(&node.op, &mut builder)?;
                 most = most.max(builder.scratch_bytes);
-                let launches = builder.launches.into_iter();
-                steps.extend(launches.map(|launch| Step { launch, node: i }));
+                let launches = builder.launches.into_iter().map(Work::Launch);
+                steps.extend(launches.map(|work| Step { work, node: i }));
             }
             if most > scratch.as_ref().map_or(0, Memory::size) {
                 scratch = Some(CudaMemory::new(device, most)?);
@@ -116,19 +131,29 @@ impl CudaPlan {
             });
         }
     }
+}
 
-    fn failure(&self, node: usize, error: &EngineError) -> RunError {
-        RunError::Kernel {
-            node,
-            op: self.ops[node],
-            message: error.to_string(),
+fn failure(ops: &[&'static str], node: usize, error: &EngineError) -> RunError {
+    RunError::Kernel {
+        node,
+        op: ops[node],
+        message: error.to_string(),
+    }
+}
+
+/// An error of a graph that consists of this one node, as one of the whole graph.
+fn at_node(ops: &[&'static str], at: usize, mut error: RunError) -> RunError {
+    match &mut error {
+        RunError::Index { node, op, .. } | RunError::Kernel { node, op, .. } => {
+            (*node, *op) = (at, ops[at]);
         }
     }
+    error
 }
 
 impl Plan for CudaPlan {
     fn run(&mut self) -> Result<(), RunError> {
-        let Some(last) = self.steps.last() else {
+        let Some(last) = self.steps.last().map(|step| step.node) else {
             return Ok(());
         };
         let Stream {
@@ -136,20 +161,33 @@ impl Plan for CudaPlan {
             fault,
             running,
             ..
-        } = &*self.stream;
+        } = &*Arc::clone(&self.stream);
         let _turn = running.lock().unwrap_or_else(PoisonError::into_inner);
         let cell = fault.host.cast::<VgFault>();
-        for step in &self.steps {
-            // SAFETY: compiled from a validated graph over memory that this plan holds on to.
-            unsafe { device.launch(&step.launch) }.map_err(|e| self.failure(step.node, &e))?;
+        let mut host_error = None;
+        for step in &mut self.steps {
+            let (node, ops) = (step.node, &self.ops);
+            match &mut step.work {
+                // SAFETY: compiled from a validated graph over memory that this plan holds on to.
+                Work::Launch(launch) => {
+                    unsafe { device.launch(launch) }.map_err(|error| failure(ops, node, &error))?
+                }
+                Work::Host(work) => {
+                    // SAFETY: as above.
+                    if let Err(error) = unsafe { work.run(&**device) } {
+                        host_error = Some(at_node(ops, node, error));
+                        break;
+                    }
+                }
+            }
         }
         device
             .synchronize()
-            .map_err(|e| self.failure(last.node, &e))?;
+            .map_err(|error| failure(&self.ops, last, &error))?;
         // SAFETY: the cell belongs to the stream, whose turn is ours, and no kernel runs any more.
         let found = unsafe { cell.read_volatile() };
         if found.taken == 0 {
-            return Ok(());
+            return host_error.map_or(Ok(()), Err);
         }
         // SAFETY: as above.
         unsafe { cell.write_volatile(VgFault::default()) };
@@ -179,7 +217,7 @@ pub(super) struct Builder<'a> {
 const THREADS: u32 = 256;
 
 /// Most blocks in dimensions 1 and 2 of a grid.
-const MOST_BLOCKS: i64 = 65535;
+pub(super) const MOST_BLOCKS: i64 = 65535;
 
 /// Threads of a block for rows of `n` elements: whole warps, with a few elements for each thread.
 pub(super) fn threads_for(n: i64) -> u32 {

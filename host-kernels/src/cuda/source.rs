@@ -25,11 +25,13 @@ macro_rules! headers {
 }
 
 /// Every source file.
-pub const SOURCES: &[Source] =
-    sources! { "attention" "elementwise" "matmul" "movement" "norm" "reduce" "rope" };
+pub const SOURCES: &[Source] = sources! {
+    "attention" "conv" "deepseek" "elementwise" "image" "matmul" "movement" "norm" "recurrent" "reduce" "rope"
+    "training"
+};
 
 /// What they include, by name.
-pub const HEADERS: &[(&str, &str)] = headers! { "device.cuh" "formats.cuh" "params.h" };
+pub const HEADERS: &[(&str, &str)] = headers! { "device.cuh" "formats.cuh" "params.h" "tile.cuh" };
 
 /// The architectures that machine code is made for ahead of time: A100, L4 and L40, H100 and H200, B200, and
 /// the GeForce and workstation cards of its generation.

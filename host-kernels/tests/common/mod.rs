@@ -175,14 +175,21 @@ impl Data {
     /// One row as a tensor of its own.
     pub(crate) fn row(&self, [i1, i2, i3]: [u64; 3]) -> Data {
         let Shape { ty, ne, nb } = self.shape;
+        let shape = Shape {
+            ty,
+            ne: [ne[0], 1, 1, 1],
+            nb,
+        };
+        let start = (self.offset + i1 * nb[1] + i2 * nb[2] + i3 * nb[3]) as usize;
+        let extent = shape.extent().expect("a row of a tensor") as usize;
+        let memory = match extent {
+            0 => Vec::new(), // a row of nothing may be anywhere
+            _ => self.memory[start..start + extent].to_vec(),
+        };
         Data {
-            shape: Shape {
-                ty,
-                ne: [ne[0], 1, 1, 1],
-                nb,
-            },
-            offset: self.offset + i1 * nb[1] + i2 * nb[2] + i3 * nb[3],
-            memory: self.memory.clone(),
+            shape,
+            offset: 0,
+            memory,
         }
     }
 

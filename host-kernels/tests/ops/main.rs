@@ -98,9 +98,13 @@ mod cuda {
         attention {
             types_shapes_and_options many_tokens_and_long_contexts what_is_hidden_does_not_count
         }
-        copy { same_type transpositions integers }
-        elementwise { binary in_place add_id ids_are_checked scale_and_clamp }
+        conv { conv_2d conv_3d depthwise transposed im2col im2col_3d col2im_1d }
+        copy { same_type transpositions conversions integers }
+        deepseek { mixing_factors mixing indexer }
+        elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals }
         glu { two_sources halves }
+        hostile { huge_extents_of_nothing overlapping_memory rows_far_apart }
+        image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
             mul_mat mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id
             experts_are_checked out_prod
@@ -109,10 +113,12 @@ mod cuda {
             repeat repeat_back concat set_and_acc diagonals padding reflection roll constants
         }
         norm { of_rows of_groups gradients }
+        recurrent { ssm_conv ssm_scan scan_ids_are_checked rwkv6_and_gated rwkv7 delta_net triangular }
         reduce { sums argmax count_equal argsort special_values }
         rope { modes_types_and_strides forth_and_back_in_place }
-        rows { get get_back ids_are_checked }
+        rows { get get_back set ids_are_checked }
         softmax { masks_biases_and_sinks special_values_and_in_place }
+        training { loss steps }
         unary { every_kind in_place parameters special_values }
     }
 }

@@ -146,6 +146,17 @@ impl TypeSet {
     pub const fn union(self, other: TypeSet) -> TypeSet {
         TypeSet(self.0 | other.0)
     }
+
+    /// Everything in this set that is not in the other.
+    pub const fn without(self, other: TypeSet) -> TypeSet {
+        TypeSet(self.0 & !other.0)
+    }
+
+    /// The types of the set.
+    pub fn iter(self) -> impl Iterator<Item = Type> {
+        let all = Type::ALL.iter().copied();
+        all.filter(move |&ty| self.contains(ty))
+    }
 }
 
 #[cfg(test)]

@@ -2,12 +2,17 @@
 //! combinations it runs, and `compile()`, which turns a node into launches, if it is one of its own.
 
 mod attention;
+mod conv;
+mod deepseek;
 mod elementwise;
+mod image;
 mod matmul;
 mod movement;
 mod norm;
+mod recurrent;
 mod reduce;
 mod rope;
+mod training;
 
 use vgpu_transport::ir::{Op, Rule, Type, TypeSet};
 
@@ -16,7 +21,7 @@ use crate::engine::EngineError;
 use crate::types::FLOATS;
 
 /// The types that real numbers can be written to.
-const WRITABLE: TypeSet = FLOATS.union(TypeSet::of(&[
+pub(super) const WRITABLE: TypeSet = FLOATS.union(TypeSet::of(&[
     Type::Q4_0,
     Type::Q4_1,
     Type::Q5_0,
@@ -26,7 +31,7 @@ const WRITABLE: TypeSet = FLOATS.union(TypeSet::of(&[
 ]));
 
 /// The types that can be read as real numbers.
-const READABLE: TypeSet = WRITABLE.union(TypeSet::of(&[
+pub(super) const READABLE: TypeSet = WRITABLE.union(TypeSet::of(&[
     Type::Q8_1,
     Type::Q1_0,
     Type::Q2_0,
@@ -53,13 +58,19 @@ const READABLE: TypeSet = WRITABLE.union(TypeSet::of(&[
 /// Everything the engine runs.
 pub(super) fn rules() -> Vec<Rule> {
     [
+        super::host::rules(),
         attention::rules(),
+        conv::rules(),
+        deepseek::rules(),
         elementwise::rules(),
+        image::rules(),
         matmul::rules(),
         movement::rules(),
         norm::rules(),
+        recurrent::rules(),
         reduce::rules(),
         rope::rules(),
+        training::rules(),
     ]
     .concat()
 }
@@ -67,14 +78,19 @@ pub(super) fn rules() -> Vec<Rule> {
 /// Turns a node into launches, if it belongs to the family.
 type Family = fn(&Op, &mut Builder<'_>) -> Option<Result<(), EngineError>>;
 
-const FAMILIES: [Family; 7] = [
+const FAMILIES: [Family; 12] = [
     attention::compile,
+    conv::compile,
+    deepseek::compile,
     elementwise::compile,
+    image::compile,
     matmul::compile,
     movement::compile,
     norm::compile,
+    recurrent::compile,
     reduce::compile,
     rope::compile,
+    training::compile,
 ];
 
 /// Turns a node into launches. Its destination is not empty.
@@ -88,4 +104,66 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Result<(), EngineError> {
 /// `n / by`, rounded up; of extents, which are not negative.
 fn div_ceil(n: i64, by: i64) -> i64 {
     (n as u64).div_ceil(by as u64) as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vgpu_transport::ir::{Capabilities, OpKind};
+
+    use crate::cpu::CpuEngine;
+    use crate::engine::Engine as _;
+
+    /// Every combination of types that a rule allows: the operator, its variants, the destination's and the first
+    /// sources' types.
+    fn combinations(capabilities: &Capabilities) -> std::collections::BTreeSet<String> {
+        let mut all = std::collections::BTreeSet::new();
+        for rule in capabilities.rules() {
+            let mut rows = vec![Vec::new()];
+            for set in std::iter::once(&rule.dst).chain(&rule.src) {
+                rows = rows
+                    .iter()
+                    .flat_map(|row| {
+                        set.iter().map(|ty| {
+                            let mut row: Vec<Type> = row.clone();
+                            row.push(ty);
+                            row
+                        })
+                    })
+                    .filter(|row| !rule.same_type || row.iter().all(|ty| *ty == row[0]))
+                    .collect();
+            }
+            let (op, variants, dense) = (rule.op, rule.variants, rule.dense_rows);
+            all.extend(
+                rows.iter()
+                    .map(|row| format!("{op:?} {variants:x} {dense:x} {row:?}")),
+            );
+        }
+        all
+    }
+
+    /// A guest's graph is not split for want of an operator that the CPU engine has, and no operator runs on one engine
+    /// only.
+    #[test]
+    fn the_engine_runs_what_the_cpu_engine_runs() {
+        let cpu = CpuEngine::new(1, None).expect("an engine");
+        let (ours, theirs) = (
+            combinations(&Capabilities::new(rules())),
+            combinations(cpu.capabilities()),
+        );
+        let missing: Vec<_> = theirs.difference(&ours).collect();
+        assert!(missing.is_empty(), "{} missing: {missing:?}", missing.len());
+        // A kernel that reads any element of any type also reads weights of types that ggml quantises activations to;
+        // the CPU engine has no products with those.
+        let readers = [OpKind::MulMat, OpKind::MulMatId, OpKind::FlashAttnExt];
+        let more: Vec<_> = ours
+            .difference(&theirs)
+            .filter(|rule| {
+                !readers
+                    .iter()
+                    .any(|op| rule.starts_with(&format!("{op:?} ")))
+            })
+            .collect();
+        assert!(more.is_empty(), "{} more: {more:?}", more.len());
+    }
 }

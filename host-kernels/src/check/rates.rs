@@ -1,0 +1,262 @@
+//! How fast an engine is: copies, products of each type, attention.
+
+use std::time::{Duration, Instant};
+
+use vgpu_transport::ir::{Op, Precision, Shape, Type};
+
+use super::Options;
+use super::graph::{Builder, Fill, Loaded, Operand, Random};
+use crate::cpu::gemm::MatmulKernel;
+use crate::engine::Engine;
+
+/// What the device's memory can do at most, in bytes a second.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Ceilings {
+    /// Copies within the device, bytes read and written.
+    pub within: f64,
+    /// From the host's memory.
+    pub upload: f64,
+    /// To the host's memory.
+    pub download: f64,
+}
+
+/// What a rate counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// Bytes of weights, keys and values, each read once.
+    Bytes,
+    /// Floating-point operations.
+    Operations,
+}
+
+/// A rate, or why there is none.
+#[derive(Debug, Clone)]
+pub struct Rate {
+    /// What was measured.
+    pub name: String,
+    /// What is counted.
+    pub work: Work,
+    /// So many a second.
+    pub rate: Result<f64, String>,
+    /// Seconds that one takes.
+    pub seconds: f64,
+}
+
+/// The median time of what `run` does, over at least three runs and about `time`.
+fn median(time: Duration, mut run: impl FnMut() -> Result<(), String>) -> Result<f64, String> {
+    run()?; // the first one warms caches up
+    let (begin, mut times) = (Instant::now(), Vec::new());
+    while times.len() < 3 || begin.elapsed() < time {
+        let start = Instant::now();
+        run()?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2].max(1e-9))
+}
+
+pub(super) fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceilings, String> {
+    let text = |error: crate::engine::EngineError| error.to_string();
+    let size = options.weights;
+    let (from, to) = (
+        engine.alloc(size).map_err(text)?,
+        engine.alloc(size).map_err(text)?,
+    );
+    let mut random = Random::new(7);
+    let mut host: Vec<u8> = (0..size.min(64 << 20))
+        .map(|_| random.below(256) as u8)
+        .collect();
+    let chunk = host.len() as u64;
+    let upload = median(options.time, || {
+        from.write(0, host.as_slice().into()).map_err(text)
+    })?;
+    for start in (chunk..size).step_by(chunk as usize) {
+        let len = chunk.min(size - start);
+        to.copy_from(start, &*from, 0, len).map_err(text)?;
+    }
+    // A copy returns when it was asked for: a byte that is read waits for it.
+    let within = median(options.time, || {
+        let mut last = [0];
+        to.copy_from(0, &*from, 0, size).map_err(text)?;
+        to.read(size - 1, last.as_mut_slice().into()).map_err(text)
+    })?;
+    let download = median(options.time, || {
+        from.read(0, host.as_mut_slice().into()).map_err(text)
+    })?;
+    Ok(Ceilings {
+        within: 2.0 * size as f64 / within,
+        upload: chunk as f64 / upload,
+        download: chunk as f64 / download,
+    })
+}
+
+pub(super) fn run(
+    engine: &dyn Engine,
+    options: &Options,
+    mut seen: impl FnMut(&Rate),
+) -> Vec<Rate> {
+    let mut all = Vec::new();
+    let mut add = |name: String, work: Work, measured: Result<(f64, f64), String>| {
+        let rate = Rate {
+            name,
+            work,
+            seconds: measured.as_ref().map_or(0.0, |(_, seconds)| *seconds),
+            rate: measured.map(|(amount, seconds)| amount / seconds),
+        };
+        seen(&rate);
+        all.push(rate);
+    };
+    let weights = Type::ALL.iter().copied();
+    let weights: Vec<Type> = weights
+        .filter(|&ty| MatmulKernel::of(ty).is_some())
+        .collect();
+    for &ty in &weights {
+        for columns in [1, 4, 8] {
+            let name = format!("MUL_MAT {} x {columns}", ty.ggml_name());
+            add(
+                name,
+                Work::Bytes,
+                product(engine, options, ty, columns, Work::Bytes),
+            );
+        }
+    }
+    for &ty in &weights {
+        for columns in [128, 2048] {
+            let name = format!("MUL_MAT {} x {columns}", ty.ggml_name());
+            let measured = product(engine, options, ty, columns, Work::Operations);
+            add(name, Work::Operations, measured);
+        }
+    }
+    for ty in [Type::F16, Type::Q8_0] {
+        let keys = 4 * options.size;
+        let name = format!("FLASH_ATTN_EXT {} 1 of {keys}", ty.ggml_name());
+        add(name, Work::Bytes, attention(engine, options, ty, 1, keys));
+        let name = format!("FLASH_ATTN_EXT {} {1} of {1}", ty.ggml_name(), options.size);
+        add(
+            name,
+            Work::Operations,
+            attention(engine, options, ty, options.size, options.size),
+        );
+    }
+    all
+}
+
+/// Products with different weights, so that none is in a cache: the amount of work of all, and the seconds it takes.
+fn product(
+    engine: &dyn Engine,
+    options: &Options,
+    ty: Type,
+    columns: u64,
+    work: Work,
+) -> Result<(f64, f64), String> {
+    let (n, mut random) = (options.size, Random::new(3));
+    let mut builder = Builder::default();
+    let numbers = |ty, ne| Operand {
+        ty,
+        ne,
+        fill: Fill::Numbers(-1.0, 1.0),
+    };
+    let add = |builder: &mut Builder, random: &mut Random, operand| {
+        let tensor = builder.tensor(operand, random);
+        tensor.ok_or_else(|| "a tensor without a size".to_owned())
+    };
+    let x = add(
+        &mut builder,
+        &mut random,
+        numbers(Type::F32, [n, columns, 1, 1]),
+    )?;
+    let dst = add(
+        &mut builder,
+        &mut random,
+        numbers(Type::F32, [n, columns, 1, 1]),
+    )?;
+    let first = add(&mut builder, &mut random, numbers(ty, [n, n, 1, 1]))?;
+    let (at, shape) = (
+        builder.tensor_at(first).offset,
+        builder.tensor_at(first).shape,
+    );
+    let bytes = shape.extent().ok_or("weights without a size")?;
+    let step = bytes.next_multiple_of(256);
+    // Arithmetic is the same with few weights.
+    let most = match work {
+        Work::Bytes => options.weights,
+        Work::Operations => options.weights.min(2 * step),
+    };
+    let count = (most / step).max(1);
+    for i in 0..count {
+        let w = builder.place(shape, at + i * step);
+        let op = Op::MulMat {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+            hadamard: false,
+        };
+        builder.node(op, dst, &[Some(w), Some(x)]);
+    }
+    let loaded = builder.on(engine, at + count * step)?;
+    repeat(&loaded, at, bytes, step, count)?;
+    let amount = match work {
+        Work::Bytes => (bytes * count) as f64,
+        Work::Operations => 2.0 * (n * n * columns * count) as f64,
+    };
+    measure(loaded, options, amount)
+}
+
+/// Copies the first of `count` blocks of memory to the others.
+fn repeat(loaded: &Loaded, at: u64, bytes: u64, step: u64, count: u64) -> Result<(), String> {
+    for i in 1..count {
+        let memory = &loaded.memory;
+        memory
+            .copy_from(at + i * step, &**memory, at, bytes)
+            .map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
+
+/// Attention of `tokens` to `keys`, as an 8B model has it: 32 heads of 128 over 8 of keys and values. For one token
+/// bytes of the cache count, for many the operations.
+fn attention(
+    engine: &dyn Engine,
+    options: &Options,
+    ty: Type,
+    tokens: u64,
+    keys: u64,
+) -> Result<(f64, f64), String> {
+    let (size, heads, kv, mut random) = (128, 32, 8, Random::new(9));
+    let mut builder = Builder::default();
+    let mut add = |ty, ne, fill| {
+        let tensor = builder.tensor(Operand { ty, ne, fill }, &mut random);
+        tensor.ok_or_else(|| "a tensor without a size".to_owned())
+    };
+    let numbers = Fill::Numbers(-1.0, 1.0);
+    let q = add(Type::F32, [size, tokens, heads, 1], numbers)?;
+    let k = add(ty, [size, keys, kv, 1], numbers)?;
+    let v = add(ty, [size, keys, kv, 1], numbers)?;
+    let mask = add(
+        Type::F16,
+        [keys, tokens, 1, 1],
+        Fill::Mask(keys as i64 - tokens as i64),
+    )?;
+    let dst = add(Type::F32, [size, heads, tokens, 1], numbers)?;
+    let op = Op::FlashAttnExt {
+        scale: 1.0 / (size as f32).sqrt(),
+        max_bias: 0.0,
+        logit_softcap: 0.0,
+        accumulator: Precision::Default,
+        n_kv_max: 0,
+    };
+    builder.node(op, dst, &[Some(q), Some(k), Some(v), Some(mask)]);
+    let cache = Shape::contiguous(ty, [size, keys, kv, 1]).and_then(|shape| shape.extent());
+    let amount = match tokens {
+        1 => 2.0 * cache.ok_or("a cache without a size")? as f64,
+        // Half of the pairs are hidden.
+        _ => 4.0 * (size * heads) as f64 * (tokens * keys) as f64 / 2.0,
+    };
+    measure(builder.on(engine, 0)?, options, amount)
+}
+
+fn measure(mut loaded: Loaded, options: &Options, amount: f64) -> Result<(f64, f64), String> {
+    let seconds = median(options.time, || {
+        loaded.plan.run().map_err(|error| error.to_string())
+    })?;
+    Ok((amount, seconds))
+}

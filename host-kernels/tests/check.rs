@@ -1,0 +1,66 @@
+//! The program that looks at a new GPU, on the engines that are here.
+
+#[path = "common/shim.rs"]
+mod shim;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vgpu_kernels::Engine;
+use vgpu_kernels::check::{self, Options, Outcome, Work};
+use vgpu_kernels::cpu::CpuEngine;
+use vgpu_kernels::cuda::CudaEngine;
+
+fn cpu() -> CpuEngine {
+    CpuEngine::new(2, None).expect("an engine")
+}
+
+/// Sizes for an engine whose threads are fibers.
+const SMALL: Options = Options {
+    weights: 64 << 10,
+    size: 256,
+    time: Duration::ZERO,
+};
+
+#[test]
+fn the_kernels_agree_with_the_cpu_engine() {
+    let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
+    let mut seen = 0;
+    let cases = check::compare(&engine, &cpu(), |_| seen += 1);
+    assert_eq!(seen, cases.len());
+    for case in &cases {
+        assert!(case.is_right(), "{}: {:?}", case.name, case.outcome);
+    }
+    // A case compares something: results that differ are found.
+    let compared = |case: &&check::Case| matches!(case.outcome, Outcome::Compared { error, .. } if error > 0.0);
+    assert!(cases.iter().filter(compared).count() > cases.len() / 4);
+}
+
+#[test]
+fn rates_are_measured() {
+    let engine = cpu();
+    let ceilings = check::ceilings(&engine, &SMALL).expect("copies");
+    assert!(ceilings.within > 0.0 && ceilings.upload > 0.0 && ceilings.download > 0.0);
+    let rates = check::rates(&engine, &SMALL, |_| ());
+    for rate in &rates {
+        let per_second = rate
+            .rate
+            .as_ref()
+            .unwrap_or_else(|e| panic!("{}: {e}", rate.name));
+        assert!(*per_second > 0.0 && rate.seconds > 0.0, "{}", rate.name);
+    }
+    assert!(rates.iter().any(|rate| rate.work == Work::Operations));
+}
+
+#[test]
+fn a_wrong_engine_is_found() {
+    let wrong = check::Case {
+        name: "NaN".into(),
+        outcome: Outcome::Compared {
+            error: f64::NAN,
+            limit: 1.0,
+        },
+    };
+    assert!(!wrong.is_right());
+    assert!(cpu().capabilities().rules().len() > 10);
+}
