@@ -2,6 +2,7 @@
 
 mod cert;
 mod doctor;
+mod gpu_check;
 mod hold;
 mod install;
 mod serve;
@@ -24,6 +25,7 @@ enum Command {
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
+    GpuCheck(gpu_check::Args),
     Cert(cert::Args),
     Hold(hold::Args),
     #[command(hide = true)]
@@ -37,6 +39,10 @@ fn main() -> ExitCode {
         Command::Install(args) => install::install(args),
         Command::Uninstall(args) => install::uninstall(args),
         Command::Doctor(args) => return doctor::run(&args),
+        Command::GpuCheck(args) => match gpu_check::run(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Command::Cert(args) => cert::run(&args),
         Command::Hold(args) => hold::run(&args),
         Command::HoldExec(args) => hold::exec(&args),

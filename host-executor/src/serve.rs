@@ -119,8 +119,9 @@ pub(crate) struct Args {
     log: Option<String>,
 }
 
+/// What does the arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum EngineKind {
+pub(crate) enum EngineKind {
     Cpu,
     Cuda(u32),
     Auto,
@@ -294,7 +295,8 @@ fn catch_signals() -> anyhow::Result<Receiver<&'static str>> {
     Ok(receiver)
 }
 
-fn engine(
+/// Starts an engine.
+pub(crate) fn engine(
     kind: EngineKind,
     threads: usize,
     memory: Option<u64>,

@@ -70,6 +70,30 @@ DEVICE bf16 to_bf16(float x) {
     return {static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+// ---- Copies to shared memory that go on by themselves.
+
+#ifdef VGPU_SHIM
+DEVICE void copy_async(void* to, const void* from) { shim::copy_async(to, from); }
+DEVICE void commit_async() { shim::commit_async(); }
+template <int LATER> DEVICE void wait_async() { shim::wait_async(LATER); }
+// `at` as what lies there, which a GPU wants at a multiple of its size.
+template <class T> DEVICE const T* aligned(const u8* at) {
+    shim::check_aligned(at, sizeof(T));
+    return reinterpret_cast<const T*>(at);
+}
+#else
+// 16 bytes, on either side at a multiple of 16.
+DEVICE void copy_async(void* to, const void* from) {
+    u32 shared = static_cast<u32>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+}
+// What was begun since the last time is a group.
+DEVICE void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all groups of this thread but the `LATER` last ones.
+template <int LATER> DEVICE void wait_async() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
+template <class T> DEVICE const T* aligned(const u8* at) { return reinterpret_cast<const T*>(at); }
+#endif
+
 // ---- Elements in memory.
 
 DEVICE float load(u32 type, const u8* at) {
@@ -162,6 +186,9 @@ struct Sum {
 };
 struct Largest {
     static DEVICE float of(float a, float b) { return fmaxf(a, b); }
+};
+struct LargestOrNan {
+    static DEVICE float of(float a, float b) { return a > b || a != a ? a : b; }
 };
 
 template <class R, class T> DEVICE T warp_reduce(T x) {

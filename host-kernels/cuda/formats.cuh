@@ -9,7 +9,7 @@ struct Geometry {
     int elements, bytes;
 };
 
-DEVICE Geometry geometry(u32 type) {
+DEVICE constexpr Geometry geometry(u32 type) {
     switch (type) {
     case VG_F32: return {1, 4};
     case VG_F16: return {1, 2};
@@ -55,8 +55,8 @@ CONSTANT signed char IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                        1,    13,   25,  38,  53,  69,  89,  113};
 CONSTANT signed char FP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-DEVICE float half_at(const u8* at) { return to_float(*reinterpret_cast<const f16*>(at)); }
-DEVICE u32 u16_at(const u8* at) { return *reinterpret_cast<const u16*>(at); }
+DEVICE float half_at(const u8* at) { return to_float(*aligned<f16>(at)); }
+DEVICE u32 u16_at(const u8* at) { return *aligned<u16>(at); }
 // Blocks begin at multiples of 2.
 DEVICE u32 u32_at(const u8* at) { return u16_at(at) | u16_at(at + 2) << 16; }
 

@@ -249,6 +249,23 @@ struct VgMulMatParams {
     struct VgPlace place;
 };
 
+/* vg_quantize: rows of src as blocks of 32: 32 signed bytes in quants, a factor and the sums of the halves of what they
+ * stand for in scales (four floats). */
+struct VgQuantizeParams {
+    struct VgView src;
+    unsigned long long quants, scales;
+};
+
+/* vg_vector_*, vg_vectors_*: as vg_mul_vec, of at most eight columns, or, with ids, as vg_mul_mat_id; with activations
+ * from vg_quantize. */
+struct VgVectorParams {
+    struct VgView dst, w, ids;
+    unsigned long long quants, scales;
+    unsigned long long codebooks;
+    struct VgPlace place;
+    long long slots; /* of the activations, in dimension 1 */
+};
+
 /* vg_attention */
 struct VgAttentionParams {
     struct VgView dst, q, k, v, mask, sinks;

@@ -100,6 +100,12 @@ struct Warp {
 
 enum class State { Fresh, Ready, Done };
 
+// A copy of 16 bytes to shared memory that has not happened yet.
+struct Copy {
+    void* to;
+    const void* from;
+};
+
 struct Fiber {
     Context context;
     State state;
@@ -107,6 +113,8 @@ struct Fiber {
     // What it waits for: the count of barriers or of its warp's exchanges to go beyond this.
     const unsigned* waits;
     unsigned seen;
+    // Copies under way, in groups; the last group is open.
+    std::vector<std::vector<Copy>> copies;
 };
 
 struct Block {
@@ -186,6 +194,7 @@ void prepare(unsigned threads) {
         Fiber& fiber = block.fibers[i];
         fiber.state = State::Fresh;
         fiber.waits = nullptr;
+        fiber.copies.clear();
         fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
     }
     for (Warp& warp : block.warps) {
@@ -279,6 +288,43 @@ unsigned ballot(unsigned mask, bool predicate) {
         }
     }
     return lanes;
+}
+
+// The bytes arrive when they are waited for and no sooner, so that a kernel that does not wait reads what was there.
+void copy_async(void* to, const void* from) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0) {
+        leave("a copy to shared memory from or to what is no multiple of 16");
+    }
+    auto& groups = block.fibers[block.current].copies;
+    if (groups.empty()) {
+        groups.emplace_back();
+    }
+    groups.back().push_back({to, from});
+}
+
+void commit_async() {
+    auto& groups = block.fibers[block.current].copies;
+    if (groups.empty()) {
+        groups.emplace_back();
+    }
+    groups.emplace_back();
+}
+
+void wait_async(unsigned later) {
+    auto& groups = block.fibers[block.current].copies;
+    // The open group is nobody's yet.
+    while (groups.size() > later + 1) {
+        for (const Copy& copy : groups.front()) {
+            std::memcpy(copy.to, copy.from, 16);
+        }
+        groups.erase(groups.begin());
+    }
+}
+
+void check_aligned(const void* at, size_t size) {
+    if (reinterpret_cast<uintptr_t>(at) % size != 0) {
+        leave("a read at what is no multiple of its size");
+    }
 }
 
 float half_to_float(uint16_t bits) {

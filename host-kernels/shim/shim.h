@@ -15,6 +15,7 @@
 #define __forceinline__ inline
 #define __restrict__ __restrict
 #define __shared__ static thread_local
+#define __align__(n) __attribute__((aligned(n)))
 #define CONSTANT static const
 #define UNROLL
 #define INFINITY_F __builtin_inff()
@@ -28,6 +29,10 @@
     static void name(const Params& p)
 
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::dynamic_shared())
+
+struct int4 {
+    int x, y, z, w;
+};
 
 struct Dim3 {
     unsigned x, y, z;
@@ -56,6 +61,14 @@ unsigned ballot(unsigned mask, bool predicate);
 
 float half_to_float(uint16_t bits);
 uint16_t float_to_half(float x);
+
+// Copies that are under way until they are waited for: each in a group of its thread.
+void copy_async(void* to, const void* from);
+void commit_async();
+void wait_async(unsigned later);
+
+// Ends the kernel if an address is not a multiple of `size`, which a GPU does not read.
+void check_aligned(const void* at, size_t size);
 
 template <class T> inline T shuffle(unsigned mask, T mine, int from) {
     static_assert(sizeof(T) <= 8, "registers are exchanged, not structures");
@@ -104,6 +117,16 @@ inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x))
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+
+// The bytes that the nibbles of `selector` choose of the eight of `a` and `b`.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) {
+        result |= static_cast<unsigned>(bytes >> (selector >> (4 * i) & 7) * 8 & 255) << (8 * i);
+    }
+    return result;
+}
 
 // Four products of bytes, added up.
 inline int __dp4a(int a, int b, int sum) {

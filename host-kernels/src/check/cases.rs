@@ -95,7 +95,7 @@ fn difference(
     for source in &operation.src {
         src.push(source.as_ref().map(&mut add).transpose()?);
     }
-    builder.node(operation.op.clone(), dst, &src);
+    builder.node(operation.op, dst, &src);
     let result = |engine: &dyn Engine| {
         let mut loaded = builder.on(engine, 0)?;
         loaded.plan.run().map_err(|error| error.to_string())?;

@@ -94,7 +94,7 @@ impl Host {
             buffers: (0..regions.len() as u64).map(BufferId).collect(),
             tensors,
             nodes: vec![Node {
-                op: node.op.clone(),
+                op: node.op,
                 dst: 0,
                 src: Sources::new(src),
             }],

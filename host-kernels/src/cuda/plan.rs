@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vgpu_transport::ir::{Graph, Node, Shape, Type};
+use vgpu_transport::ir::{Graph, Node, Shape, Tensor, Type};
 
 use super::device::{Address, Device, Launch, SharedMemory};
 use super::host::{Host, HostNode};
@@ -80,6 +80,17 @@ impl CudaPlan {
             })
             .collect::<Option<Vec<Address>>>()
             .ok_or(EngineError::ForeignMemory)?;
+        if let Some(tensor) = graph.tensors.iter().find(|tensor| !is_aligned(tensor)) {
+            return Err(EngineError::Unsupported {
+                op: "a graph",
+                why: format!(
+                    "{} at offset {} with strides {:?} is not where a GPU reads it",
+                    tensor.shape.ty.ggml_name(),
+                    tensor.offset,
+                    tensor.shape.nb
+                ),
+            });
+        }
         let views: Vec<VgView> = graph
             .tensors
             .iter()
@@ -133,6 +144,22 @@ impl CudaPlan {
     }
 }
 
+/// Whether elements lie at multiples of their size, and blocks at multiples of the 16-bit numbers in them. A GPU ends
+/// everything that runs on it when a kernel reads elsewhere; ggml never puts tensors there.
+fn is_aligned(tensor: &Tensor) -> bool {
+    let Shape { ty, .. } = tensor.shape;
+    let wanted = match ty {
+        Type::Mxfp4 => 1,
+        ty if ty.is_quantized() => 2,
+        ty => ty.block_bytes(),
+    };
+    // Those of dimensions without extent do not count.
+    let strides = tensor.shape.with_plain_strides().nb;
+    std::iter::once(tensor.offset)
+        .chain(strides)
+        .all(|place| place.is_multiple_of(wanted))
+}
+
 fn failure(ops: &[&'static str], node: usize, error: &EngineError) -> RunError {
     RunError::Kernel {
         node,
@@ -168,9 +195,10 @@ impl Plan for CudaPlan {
         for step in &mut self.steps {
             let (node, ops) = (step.node, &self.ops);
             match &mut step.work {
-                // SAFETY: compiled from a validated graph over memory that this plan holds on to.
                 Work::Launch(launch) => {
-                    unsafe { device.launch(launch) }.map_err(|error| failure(ops, node, &error))?
+                    // SAFETY: compiled from a validated graph over memory that this plan holds on to.
+                    let launched = unsafe { device.launch(launch) };
+                    launched.map_err(|error| failure(ops, node, &error))?;
                 }
                 Work::Host(work) => {
                     // SAFETY: as above.

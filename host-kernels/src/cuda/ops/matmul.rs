@@ -1,10 +1,10 @@
 //! MUL_MAT, MUL_MAT_ID, OUT_PROD.
 
-use vgpu_transport::ir::{Op, OpKind, Rule};
+use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
 use super::{READABLE, div_ceil};
 use crate::cuda::params::*;
-use crate::cuda::plan::Builder;
+use crate::cuda::plan::{Builder, MOST_BLOCKS};
 use crate::engine::EngineError;
 use crate::types::{F32, FLOATS};
 
@@ -41,6 +41,13 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         };
         let [m, n, ..] = dst.ne;
         let batches = dst.ne[2] * dst.ne[3];
+        let has_ids = matches!(op, Op::MulMatId { .. });
+        if (has_ids || n <= FEW_COLUMNS)
+            && !matches!(op, Op::OutProd {})
+            && let Some(kernels) = Vector::of(&params)
+        {
+            return kernels.compile(b, &params, has_ids);
+        }
         match op {
             Op::MulMatId { .. } => {
                 let grid = [div_ceil(m, VECTOR_ROWS), n, dst.ne[2]];
@@ -60,4 +67,119 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             }
         }
     }))
+}
+
+/// The kernels that multiply quantised weights with few columns.
+struct Vector {
+    one: &'static str,
+    several: &'static str,
+    /// What the weights' places must be multiples of.
+    alignment: i64,
+}
+
+/// Rows of weights that a block of them works on at a time.
+const VECTOR_BLOCK_ROWS: i64 = 8;
+
+/// Blocks of them on a multiprocessor at a time.
+const VECTOR_BLOCKS: i64 = 8;
+
+impl Vector {
+    /// The kernels for a product, if its operands lie as they want them.
+    fn of(params: &VgMulMatParams) -> Option<Vector> {
+        let (w, x, dst) = (&params.w, &params.x, &params.dst);
+        let ty = Type::from_id(w.type_ as u8)?;
+        let kernels = Vector::for_type(ty)?;
+        let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
+        let fits = w.ne[0] > 0
+            && w.nb[0] == ty.block_bytes() as i64
+            && places.iter().all(|place| place % kernels.alignment == 0)
+            && FLOATS.contains(Type::from_id(x.type_ as u8)?)
+            && dst.ne[1] <= MOST_BLOCKS
+            && dst.ne[2] * dst.ne[3] <= MOST_BLOCKS;
+        fits.then_some(kernels)
+    }
+
+    fn for_type(ty: Type) -> Option<Vector> {
+        macro_rules! vector {
+            ($type:literal, $alignment:literal) => {
+                Some(Vector {
+                    one: concat!("vg_vector_", $type),
+                    several: concat!("vg_vectors_", $type),
+                    alignment: $alignment,
+                })
+            };
+        }
+        match ty {
+            Type::Q4_0 => vector!("q4_0", 2),
+            Type::Q4_1 => vector!("q4_1", 4),
+            Type::Q5_0 => vector!("q5_0", 2),
+            Type::Q5_1 => vector!("q5_1", 4),
+            Type::Q8_0 => vector!("q8_0", 2),
+            Type::Q1_0 => vector!("q1_0", 2),
+            Type::Q2_0 => vector!("q2_0", 2),
+            Type::Mxfp4 => vector!("mxfp4", 1),
+            Type::Nvfp4 => vector!("nvfp4", 4),
+            Type::Iq4Nl => vector!("iq4_nl", 2),
+            Type::Q2K => vector!("q2_k", 4),
+            Type::Q3K => vector!("q3_k", 2),
+            Type::Q4K => vector!("q4_k", 4),
+            Type::Q5K => vector!("q5_k", 4),
+            Type::Q6K => vector!("q6_k", 2),
+            Type::Iq4Xs => vector!("iq4_xs", 2),
+            Type::Tq1_0 => vector!("tq1_0", 2),
+            Type::Tq2_0 => vector!("tq2_0", 2),
+            Type::Iq2Xxs => vector!("iq2_xxs", 2),
+            Type::Iq2Xs => vector!("iq2_xs", 2),
+            Type::Iq2S => vector!("iq2_s", 2),
+            Type::Iq3Xxs => vector!("iq3_xxs", 2),
+            Type::Iq3S => vector!("iq3_s", 2),
+            Type::Iq1S => vector!("iq1_s", 2),
+            Type::Iq1M => vector!("iq1_m", 2),
+            _ => None,
+        }
+    }
+
+    /// Adds the launches: activations to 8 bits, then the product.
+    fn compile(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgMulMatParams,
+        has_ids: bool,
+    ) -> Result<(), EngineError> {
+        let VgMulMatParams { dst, w, x, .. } = *params;
+        let blocks = x.rows() * (x.ne[0] / 32);
+        let rounded = VgQuantizeParams {
+            src: x,
+            quants: b.scratch(blocks as u64 * 32),
+            scales: b.scratch(blocks as u64 * 16),
+        };
+        b.for_each_row("vg_quantize", div_ceil(blocks, 4), 128, 0, &rounded)?;
+        let product = VgVectorParams {
+            dst,
+            w,
+            ids: if has_ids {
+                params.ids
+            } else {
+                VgView::default()
+            },
+            quants: rounded.quants,
+            scales: rounded.scales,
+            codebooks: params.codebooks,
+            place: params.place,
+            slots: x.ne[1],
+        };
+        let kernel = match dst.ne[1] {
+            _ if has_ids => self.one,
+            1 => self.one,
+            _ => self.several,
+        };
+        let (slots, batches) = match has_ids {
+            true => (dst.ne[1], dst.ne[2]),
+            false => (1, dst.ne[2] * dst.ne[3]),
+        };
+        // As many blocks as there is room for, each with its share of the rows.
+        let most = (i64::from(b.multiprocessors()) * VECTOR_BLOCKS).div_euclid(slots * batches);
+        let across = div_ceil(dst.ne[0], VECTOR_BLOCK_ROWS).min(most.max(1));
+        b.launch_over(kernel, [across, slots, batches], 128, 0, &product)
+    }
 }
