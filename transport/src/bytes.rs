@@ -88,6 +88,15 @@ impl<'a> Bytes<'a> {
             // instructions.
             return unsafe { device::copy_streaming(self.ptr, to, self.len) };
         }
+        #[cfg(target_arch = "x86_64")]
+        if wide::WORTH_IT.contains(&self.len)
+            && self.ptr.addr().abs_diff(to.addr()) >= self.len
+            && std::arch::is_x86_feature_detected!("avx")
+        {
+            // SAFETY: from_raw's caller vouches for the source, ours for the target; they do not overlap, and the
+            // processor has the instructions.
+            return unsafe { wide::copy(self.ptr, to, self.len) };
+        }
         // SAFETY: from_raw's caller vouches for the source, ours for the target.
         unsafe { copy_once(self.ptr, to, self.len) }
     }
@@ -212,6 +221,47 @@ unsafe fn copy_once(from: *const u8, to: *mut u8, len: usize) {
     unsafe { std::ptr::copy(from, to, len) }
 }
 
+/// Copies of moderate size by vector instructions.
+///
+/// The C library copies these with `rep movsb` where the processor claims to be good at that. Zen processors are not
+/// when target and source start at nearly the same place in their pages, the target a little later; so it is
+/// between a mapped buffer (which starts with a page) and large memory of `malloc` (which starts 16 bytes into one).
+#[cfg(target_arch = "x86_64")]
+mod wide {
+    use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_storeu_si256};
+    use std::ops::RangeInclusive;
+
+    /// Bytes for which this is the faster way. Larger copies do not fit the caches, and the C library goes around them.
+    pub(super) const WORTH_IT: RangeInclusive<usize> = (4 << 10)..=(4 << 20);
+
+    /// Bytes of a turn.
+    const TURN: usize = 128;
+
+    /// Like `copy_once`.
+    ///
+    /// # Safety
+    ///
+    /// As for `copy_once`, without overlap; the processor must have AVX.
+    #[target_feature(enable = "avx")]
+    #[inline(never)]
+    pub(super) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+        let turns = len / TURN;
+        // SAFETY: all offsets lie in the bytes that the caller vouches for; the instructions need no alignment.
+        unsafe {
+            for at in (0..turns * TURN).step_by(TURN) {
+                let source = from.add(at).cast::<__m256i>();
+                let target = to.add(at).cast::<__m256i>();
+                let parts = [0, 1, 2, 3].map(|i| _mm256_loadu_si256(source.add(i)));
+                for (i, part) in parts.into_iter().enumerate() {
+                    _mm256_storeu_si256(target.add(i), part);
+                }
+            }
+            let done = turns * TURN;
+            std::ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
+        }
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod device {
     use std::arch::x86_64::{__m128i, _mm_mfence, _mm_storeu_si128, _mm_stream_load_si128};
@@ -255,6 +305,35 @@ mod device {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn copies_of_all_sizes_and_places_are_copies() {
+        let source: Vec<u8> = (0..9000u32).map(|i| (i * 31 % 251) as u8).collect();
+        for len in [0, 1, 127, 4095, 4096, 4097, 4223, 4224, 8191] {
+            for (from, to) in [(0, 0), (1, 0), (0, 1), (16, 3), (63, 64)] {
+                let mut out = vec![0xee; len + 128];
+                Bytes::from(&source[from..from + len]).copy_to(&mut out[to..to + len]);
+                assert_eq!(out[to..to + len], source[from..from + len], "{len} bytes");
+                let around = out[..to].iter().chain(&out[to + len..]);
+                assert!(around.copied().all(|byte| byte == 0xee), "{len} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn overlapping_copies_keep_every_byte() {
+        for (from, to) in [(0, 100), (100, 0), (0, 0), (0, 8192)] {
+            let mut memory: Vec<u8> = (0..20_000u32).map(|i| (i * 31 % 251) as u8).collect();
+            let expected = memory[from..from + 8192].to_vec();
+            let base = memory.as_mut_ptr();
+            // SAFETY: both ranges lie in `memory`, which nobody else uses meanwhile.
+            unsafe {
+                let source = Bytes::from_raw(base.add(from), 8192);
+                BytesMut::from_raw(base.add(to), 8192).copy_from(source);
+            }
+            assert_eq!(memory[to..to + 8192], expected, "{from} to {to}");
+        }
+    }
 
     #[test]
     fn a_copy_from_a_device_is_a_copy() {
