@@ -34,6 +34,32 @@ const EMBEDDER_SHA256: &str = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766
 /// What Ollama declares in its `go.mod`.
 const GO_MINOR: u32 = 26;
 
+/// rust-vmm's vsock for virtual machines, for hosts whose kernel has none.
+const VHOST_VSOCK: &str = "vhost-device-vsock";
+const VHOST_VSOCK_VERSION: &str = "0.3.0";
+
+/// A program that gives a virtual machine vsock, and connects it with sockets of this machine.
+pub(crate) fn vhost_vsock(cache: &Cache) -> Result<PathBuf> {
+    let name = format!("{VHOST_VSOCK}-{VHOST_VSOCK_VERSION}");
+    let root = cache.folder(&name, |dir| {
+        let step = Step::new(&format!("building {name}"));
+        let mut install = Command::new("cargo");
+        install
+            .args(["install", "--locked", "--version", VHOST_VSOCK_VERSION])
+            .arg("--root")
+            .arg(dir)
+            .arg(VHOST_VSOCK)
+            // A toolchain or target folder chosen for the workspace is not for this program.
+            .env_remove("CARGO_TARGET_DIR")
+            .env_remove("RUSTFLAGS")
+            .current_dir(dir);
+        process::run(&mut install, &step, &cache.log(&name))?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(root.join("bin").join(VHOST_VSOCK))
+}
+
 /// A C and C++ compiler.
 pub(crate) fn compiler(cache: &Cache) -> Result<()> {
     if runs("c++", &["--version"]) && runs("cc", &["--version"]) {

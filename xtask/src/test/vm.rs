@@ -21,7 +21,11 @@ pub(super) fn run(bench: &mut Bench<'_>) {
         bench.check("executors killed in mid-generation", |_, step| {
             booted.kills(step)
         });
+        bench.check("a user of the group vgpu", |_, _| booted.unprivileged());
         stop(bench, booted);
+    }
+    if only.is_none() {
+        links(bench, &prepared);
     }
     if only == Some(Device::Ivshmem) {
         return;
@@ -39,6 +43,20 @@ pub(super) fn run(bench: &mut Bench<'_>) {
         });
         stop(bench, booted);
     }
+}
+
+fn links(bench: &mut Bench<'_>, prepared: &Prepared) {
+    heading("a virtual machine without the device");
+    let linked = bench.prepare("a booted guest", |bench| {
+        vm::boot_without_device(bench.cache, prepared, &|name| bench.log(name))
+    });
+    let Some(mut linked) = linked else { return };
+    bench.check("vsock from the guest", |_, _| linked.vsock());
+    bench.check("TCP with TLS from the guest", |_, _| linked.tcp());
+    bench.check("guests that may not", |_, _| linked.strangers());
+    bench.check("the executor ends well", |_, _| {
+        linked.stop().map(|()| String::new())
+    });
 }
 
 fn boot(bench: &mut Bench<'_>, prepared: &Prepared, device: Device) -> Option<Booted> {

@@ -11,6 +11,7 @@ use crate::cache::Cache;
 use crate::dist::Dist;
 use crate::process;
 use crate::progress::Step;
+use crate::workspace;
 
 /// The package that depends on the newest kernel made for virtual machines.
 const KERNEL: &str = "linux-image-cloud-amd64";
@@ -30,6 +31,13 @@ const MODULES: &[&str] = &[
     "vmw_vsock_virtio_transport",
 ];
 
+/// udev, and of the libraries that it needs those which a small Debian may lack.
+const UDEV: &[&str] = &["udev", "libkmod2", "libblkid1", "libacl1", "libcap2"];
+
+/// A user who may do nothing but what the group vgpu may.
+const USERS: &str = "root:x:0:0::/tmp:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n";
+const GROUPS: &str = "root:x:0:\nuser:x:1000:\nvgpu:x:990:user\n";
+
 /// The first program of the guest: it runs the lines that come through the serial port.
 const INIT: &str = include_str!("init.sh");
 
@@ -41,14 +49,14 @@ pub(super) struct Kernel {
 }
 
 /// Debian packages, fetched by apt from wherever this machine gets its packages, and unpacked.
-fn unpacked(cache: &Cache, name: &str, package: &str) -> Result<PathBuf> {
+fn unpacked(cache: &Cache, name: &str, packages: &[&str]) -> Result<PathBuf> {
     cache.folder(name, |dir| {
-        let step = Step::new(&format!("fetching {package}"));
+        let step = Step::new(&format!("fetching {name}"));
         let log = cache.log(name);
         let mut fetch = Command::new("apt-get");
-        fetch.args(["download", package]).current_dir(dir);
+        fetch.arg("download").args(packages).current_dir(dir);
         process::run(&mut fetch, &step, &log).with_context(|| {
-            format!("fetching {package} (on a machine without apt, `cargo xtask vm` cannot run)")
+            format!("fetching {name} (on a machine without apt, `cargo xtask vm` cannot run)")
         })?;
         let archives = std::fs::read_dir(dir).context("listing what was fetched")?;
         for archive in archives {
@@ -74,7 +82,7 @@ pub(super) fn kernel(cache: &Cache) -> Result<Kernel> {
         .find_map(|line| line.trim().strip_prefix("Depends: linux-image-"))
         .context("apt knows no kernel for virtual machines: run `apt-get update`")?;
     let package = format!("linux-image-{package}");
-    let root = unpacked(cache, &package, &package)?;
+    let root = unpacked(cache, &package, &[&package])?;
     let release = package.trim_start_matches("linux-image-");
     let mut modules = BTreeMap::new();
     // Debian 13 has them below /usr.
@@ -128,7 +136,7 @@ pub(super) fn initramfs(
     content: &Content<'_>,
     path: &Path,
 ) -> Result<()> {
-    let busybox = unpacked(cache, "busybox-static", "busybox-static")?;
+    let busybox = unpacked(cache, "busybox-static", &["busybox-static"])?;
     let busybox = ["bin/busybox", "usr/bin/busybox"]
         .map(|place| busybox.join(place))
         .into_iter()
@@ -156,7 +164,21 @@ pub(super) fn initramfs(
     }
     archive.content("modules/list", 0o644, list.as_bytes())?;
 
+    archive.content("etc/passwd", 0o644, USERS.as_bytes())?;
+    archive.content("etc/group", 0o644, GROUPS.as_bytes())?;
+    let udev = unpacked(cache, "udev", UDEV)?;
+    let udevadm = [udev.join("bin/udevadm"), udev.join("usr/bin/udevadm")]
+        .into_iter()
+        .find(|place| place.exists())
+        .context("the package udev holds no udevadm")?;
+    // It is what its name says.
+    archive.file("bin/udevadm", &udevadm)?;
+    archive.file("bin/systemd-udevd", &udevadm)?;
+    let rules = "usr/lib/udev/rules.d/60-vgpu.rules";
+    archive.file(rules, &workspace::root().join("deploy/guest/60-vgpu.rules"))?;
+
     let mut objects: Vec<PathBuf> = vec![
+        udevadm,
         content.dist.plugin.clone(),
         content.dist.vgpu.clone(),
         content.cpu.to_owned(),
@@ -173,10 +195,13 @@ pub(super) fn initramfs(
         archive.file(&format!("llama/{program}"), &file)?;
         objects.push(file);
     }
-    for (name, file) in libraries(&objects)? {
+    // The linker says where a library is once links are followed, and so must we.
+    let bin = content.bin.canonicalize();
+    let bin = bin.with_context(|| format!("resolving {}", content.bin.display()))?;
+    for (name, file) in libraries(&objects, &udev)? {
         if name.starts_with("ld-linux") {
             archive.file(&format!("lib64/{name}"), &file)?;
-        } else if file.starts_with(content.bin) {
+        } else if file.canonicalize().is_ok_and(|file| file.starts_with(&bin)) {
             archive.file(&format!("llama/{name}"), &file)?;
         } else {
             archive.file(&format!("lib/x86_64-linux-gnu/{name}"), &file)?;
@@ -185,11 +210,15 @@ pub(super) fn initramfs(
     archive.finish()
 }
 
-/// The libraries that `objects` are linked with, by their names.
-fn libraries(objects: &[PathBuf]) -> Result<BTreeMap<String, PathBuf>> {
+/// The libraries that `objects` are linked with, by their names: this machine's, else those of an unpacked package.
+fn libraries(objects: &[PathBuf], unpacked: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
+    let places =
+        ["lib", "usr/lib"].map(|lib| unpacked.join(lib).join("x86_64-linux-gnu").into_os_string());
     for object in objects {
-        let listed = process::output(Command::new("ldd").arg(object))
+        let mut ldd = Command::new("ldd");
+        ldd.env("LD_LIBRARY_PATH", places.join(":".as_ref()));
+        let listed = process::output(ldd.arg(object))
             .with_context(|| format!("asking what {} needs", object.display()))?;
         for line in listed.lines() {
             if line.contains("not found") {

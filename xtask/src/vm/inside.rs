@@ -1,0 +1,169 @@
+//! What is done in a guest, whatever its way to the executor.
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::guest::Guest;
+
+/// The sample of test-backend-ops: operators of language models whose cases do not take an emulated processor minutes.
+const OPS: &str =
+    "RMS_NORM,NORM,SOFT_MAX,SWIGLU,GEGLU,SCALE,SUM_ROWS,ARGMAX,CLAMP,SQR,SILU,GELU,REPEAT";
+/// And of matrix products, the small ones of the common types.
+const PRODUCTS: &str = "type_a=(f32|f16|bf16|q4_0|q8_0|q4_K|q5_K|q6_K|iq4_xs),type_b=f32,m=16,n=[1-9],k=256,bs=.[12],1.";
+/// Fewer cases than this, and something was not tested.
+const LEAST_CASES: usize = 500;
+
+/// Tokens of a generation that is compared.
+pub(super) const TOKENS: usize = 24;
+/// Without quotation marks of any kind.
+pub(super) const PROMPT: &str =
+    "A virtual machine has no graphics processor of its own. It asks its host for one";
+
+/// Who runs a program in the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum As {
+    Root,
+    /// Somebody who is in the group vgpu and nothing else.
+    User,
+}
+
+/// How a program of the guest finds its executor, and who runs it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Way<'a> {
+    /// `VGPU_ENDPOINT`, and what else its link needs.
+    pub(super) environment: &'a str,
+    /// How the link's name begins.
+    pub(super) link: &'a str,
+    pub(super) who: As,
+}
+
+impl Way<'_> {
+    /// A command, without single quotes, that takes this way.
+    fn command(&self, command: &str) -> String {
+        let environment = self.environment;
+        match self.who {
+            As::Root => format!("{environment} {command}"),
+            As::User => format!("{environment} su -s /bin/sh user -c '{command}'"),
+        }
+    }
+
+    /// Where programs that take this way leave their statistics.
+    fn stats(&self) -> &'static str {
+        match self.who {
+            As::Root => "/tmp/stats",
+            As::User => "/tmp/stats-of-user",
+        }
+    }
+}
+
+impl Guest {
+    /// `vgpu doctor` finds nothing wrong.
+    pub(super) fn doctor(&mut self, way: &Way<'_>) -> Result<String> {
+        let output = self.ask_doctor(way)?.good("vgpu doctor")?;
+        let lines = output
+            .lines()
+            .filter(|line| line.starts_with("ok "))
+            .count();
+        ensure!(lines > 0, "it said nothing:\n{output}");
+        Ok(format!("{lines} checks"))
+    }
+
+    /// `vgpu doctor` finds something wrong, and says what.
+    pub(super) fn doctor_finds(&mut self, way: &Way<'_>, wanted: &str) -> Result<()> {
+        let ran = self.ask_doctor(way)?;
+        ensure!(
+            ran.status != 0 && ran.output.contains(wanted),
+            "`vgpu doctor` ended with {} and did not say {wanted:?}:\n{}",
+            ran.status,
+            ran.output
+        );
+        Ok(())
+    }
+
+    fn ask_doctor(&mut self, way: &Way<'_>) -> Result<super::guest::Ran> {
+        self.run(
+            &way.command(
+                "vgpu doctor --plugin /vgpu/libggml-vgpu.so --ggml /llama/libggml-base.so.0",
+            ),
+        )
+    }
+
+    /// A sample of test-backend-ops on VGPU0.
+    pub(super) fn ops(&mut self, way: &Way<'_>) -> Result<String> {
+        let environment = way.environment;
+        let output = self
+            .run(&format!(
+                "export {PLUGIN} {environment}; (test-backend-ops test -b VGPU0 -o {OPS} && \
+                 test-backend-ops test -b VGPU0 -o MUL_MAT -p '{PRODUCTS}') > /tmp/ops 2>&1; \
+                 echo status $?; grep -c '): .*OK' /tmp/ops; grep -c FAIL /tmp/ops; \
+                 grep -m5 FAIL /tmp/ops; tail -n 3 /tmp/ops"
+            ))?
+            .output;
+        let lines: Vec<&str> = output.lines().map(str::trim).collect();
+        let number = |i: usize| -> Result<usize> {
+            let line = lines.get(i).copied().unwrap_or_default();
+            line.parse()
+                .with_context(|| format!("the guest said:\n{output}"))
+        };
+        ensure!(
+            lines.first() == Some(&"status 0"),
+            "test-backend-ops failed:\n{output}"
+        );
+        let (ran, failed) = (number(1)?, number(2)?);
+        ensure!(failed == 0, "{failed} cases failed:\n{output}");
+        ensure!(ran >= LEAST_CASES, "only {ran} cases ran:\n{output}");
+        Ok(format!("{ran} cases, 0 failed"))
+    }
+
+    /// What the model says on the guest's own processor.
+    pub(super) fn reference(&mut self) -> Result<String> {
+        let text = self.complete(&format!("{} -ngl 0 -n {TOKENS}", completion()))?;
+        ensure!(!text.is_empty(), "the CPU generated nothing");
+        Ok(text)
+    }
+
+    /// A generation through the plugin says what the CPU's says.
+    pub(super) fn generation(&mut self, way: &Way<'_>, reference: &str) -> Result<String> {
+        let stats = way.stats();
+        let ours = way.command(&format!(
+            "{PLUGIN} VGPU_STATS={stats} {} -ngl 99 -n {TOKENS}",
+            completion()
+        ));
+        let ours = self.complete(&ours)?;
+        ensure!(
+            reference == ours,
+            "the text parts from the CPU's:\n  CPU:   {reference:?}\n  VGPU0: {ours:?}"
+        );
+        // The plugin's own account: where its device was, and that graphs went there.
+        let stats = self
+            .run(&format!("cat {stats}; rm {stats}"))?
+            .good("the statistics")?;
+        ensure!(
+            stats.contains(way.link) && stats.contains("VGPU0"),
+            "the generation did not use VGPU0:\n{stats}"
+        );
+        Ok(format!("{TOKENS} tokens equal, {} characters", ours.len()))
+    }
+
+    fn complete(&mut self, command: &str) -> Result<String> {
+        let ran = self.run(&format!(
+            "{command} 2>/tmp/log; s=$?; grep -i 'vgpu\\|error' /tmp/log | tail -n 5 >&2; exit $s"
+        ))?;
+        // Without the serial port's line ends.
+        Ok(ran
+            .good("llama-completion")?
+            .replace('\r', "")
+            .trim()
+            .to_owned())
+    }
+}
+
+/// The environment in which programs of the guest load the plugin.
+pub(super) const PLUGIN: &str = "GGML_BACKEND_PATH=/vgpu/libggml-vgpu.so";
+
+/// A program that generates text, up to the options for the device and the number of tokens.
+fn completion() -> String {
+    format!(
+        "llama-completion -m /vgpu/model.gguf --temp 0 --seed 1 -c 512 -t 2 -no-cnv --no-warmup --ignore-eos \
+         --no-display-prompt -p \"{PROMPT}\""
+    )
+}
