@@ -60,6 +60,40 @@ pub(crate) fn vhost_vsock(cache: &Cache) -> Result<PathBuf> {
     Ok(root.join("bin").join(VHOST_VSOCK))
 }
 
+/// The schemas of Kubernetes, and a program that checks files against them.
+const KUBERNETES_VALIDATE: &str = "kubernetes-validate==1.37.0";
+
+/// A program that checks Kubernetes manifests.
+pub(crate) fn kubernetes_validate(cache: &Cache) -> Result<PathBuf> {
+    Ok(python(cache, "kubernetes", &[KUBERNETES_VALIDATE])?.join("kubernetes-validate"))
+}
+
+/// A program that checks KubeVirt's machines, which Kubernetes itself knows nothing of: KubeVirt's own types, read
+/// strictly. Its source is `folder`.
+pub(crate) fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
+    let name = "kubevirt-validate-1.4.0";
+    let root = cache.folder(name, |dir| {
+        let go = go(cache)?;
+        let step = Step::new(&format!("building {name}"));
+        let mut build = Command::new(go);
+        build
+            .args(["build", "-o"])
+            .arg(dir.join("kubevirt-validate"))
+            .current_dir(folder)
+            .env("GOMODCACHE", dir.join("modules"))
+            .env("GOCACHE", dir.join("objects"))
+            .env("GOFLAGS", "-modcacherw -buildvcs=false -mod=readonly")
+            .env("GOTOOLCHAIN", "local");
+        process::run(&mut build, &step, &cache.log(name))?;
+        for rest in ["modules", "objects"] {
+            std::fs::remove_dir_all(dir.join(rest)).context("removing what else was fetched")?;
+        }
+        step.done("");
+        Ok(())
+    })?;
+    Ok(root.join("kubevirt-validate"))
+}
+
 /// A C and C++ compiler.
 pub(crate) fn compiler(cache: &Cache) -> Result<()> {
     if runs("c++", &["--version"]) && runs("cc", &["--version"]) {

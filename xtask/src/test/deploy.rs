@@ -57,18 +57,21 @@ pub(super) fn run(bench: &mut Bench<'_>) {
         ensure!(config["vsock"]["uds_path"].is_string(), "it has no vsock");
         Ok(String::new())
     });
-    for file in ["executor", "pod", "kubevirt"] {
+    for file in ["executor", "pod"] {
         let file = format!("kubernetes/{file}.yaml");
-        bench.check(&file, |_, _| {
-            // What is no part of Kubernetes itself has no schema there.
-            validate(
-                "kubeconform",
-                &["-strict", "-ignore-missing-schemas"],
-                &at(&file),
-                &[],
-            )
+        bench.check(&file, |bench, _| {
+            let program = packages::kubernetes_validate(bench.cache)?;
+            let mut validate = Command::new(program);
+            process::output(validate.arg("--strict").arg(at(&file)))
+                .map(|_| "kubernetes-validate".into())
         });
     }
+    bench.check("kubernetes/kubevirt.yaml", |bench, _| {
+        let source = workspace::root().join("tests/kubevirt");
+        let program = packages::kubevirt_validate(bench.cache, &source)?;
+        process::output(Command::new(program).arg(at("kubernetes/kubevirt.yaml")))
+            .map(|_| "KubeVirt's types".into())
+    });
     bench.check("the QEMU line is the tested one", |_, _| {
         for file in ["vm/qemu-ivshmem.sh", "vm/proxmox.conf"] {
             let text = std::fs::read_to_string(at(file)).context("reading it")?;
@@ -123,7 +126,6 @@ fn validate(program: &str, arguments: &[&str], file: &Path, behind: &[&str]) -> 
         "systemd-tmpfiles" => process::output(Command::new(program).arg("--help"))
             .is_ok_and(|help| help.contains("--dry-run")),
         "virt-xml-validate" => has(&["--version"]),
-        "kubeconform" => has(&["-v"]),
         _ => has(&["--version"]),
     };
     if !can {
