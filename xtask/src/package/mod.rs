@@ -59,6 +59,11 @@ pub(crate) fn build(cache: &Cache) -> Result<Packages> {
     Ok(packages)
 }
 
+/// The Debian packages alone, in `folder`.
+pub(crate) fn debian(dist: &Dist, folder: &Path) -> Result<Vec<PathBuf>> {
+    Ok(vec![deb::host(dist, folder)?, deb::guest(dist, folder)?])
+}
+
 impl Packages {
     pub(crate) fn all(&self) -> [&Path; 3] {
         [&self.host, &self.guest, &self.archive]

@@ -46,17 +46,17 @@ pub(crate) struct Options {
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
     #[arg(long, value_name = "FOLDER")]
     dist: Option<PathBuf>,
-    /// Only the virtual machine with this device.
+    /// Only the virtual machine of this kind.
     #[arg(skip)]
-    device: Option<crate::vm::Device>,
+    machine: Option<crate::vm::Kind>,
 }
 
 /// Options of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct VmOptions {
-    /// Only the virtual machine with this device [default: both]
+    /// Only the virtual machine of this kind [default: all]
     #[arg(long, value_enum)]
-    device: Option<crate::vm::Device>,
+    only: Option<crate::vm::Kind>,
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
     #[arg(long, value_name = "FOLDER")]
     dist: Option<PathBuf>,
@@ -67,7 +67,7 @@ impl From<&VmOptions> for Options {
     fn from(options: &VmOptions) -> Options {
         Options {
             dist: options.dist.clone(),
-            device: options.device,
+            machine: options.only,
             ..Options::only(Part::Vm)
         }
     }

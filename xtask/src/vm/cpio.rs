@@ -10,6 +10,7 @@ use anyhow::{Context as _, Result};
 
 const FOLDER: u32 = 0o040_755;
 const REGULAR: u32 = 0o100_000;
+const LINK: u32 = 0o120_000;
 
 /// An archive that is being written.
 pub(super) struct Archive {
@@ -54,6 +55,44 @@ impl Archive {
     pub(super) fn content(&mut self, path: &str, mode: u32, content: &[u8]) -> Result<()> {
         self.parents(path)?;
         self.entry(path, REGULAR | mode, content)
+    }
+
+    /// A symbolic link.
+    pub(super) fn link(&mut self, path: &str, target: &str) -> Result<()> {
+        self.parents(path)?;
+        self.entry(path, LINK | 0o777, target.as_bytes())
+    }
+
+    /// Everything below the folder at `from`, but for what lies below `without`.
+    pub(super) fn tree(&mut self, from: &Path, without: &[&str]) -> Result<()> {
+        self.branch(from, "", without)
+    }
+
+    fn branch(&mut self, from: &Path, path: &str, without: &[&str]) -> Result<()> {
+        let reading = || format!("reading {}", from.display());
+        let mut entries = std::fs::read_dir(from)
+            .and_then(Iterator::collect::<std::io::Result<Vec<_>>>)
+            .with_context(reading)?;
+        entries.sort_by_key(std::fs::DirEntry::file_name);
+        for entry in entries {
+            let (name, place) = (entry.file_name(), entry.path());
+            let name = name.to_str().with_context(reading)?;
+            let path = [path, name].join(if path.is_empty() { "" } else { "/" });
+            if without.contains(&path.as_str()) {
+                continue;
+            }
+            let kind = entry.file_type().with_context(reading)?;
+            if kind.is_symlink() {
+                let target = std::fs::read_link(&place).with_context(reading)?;
+                self.link(&path, target.to_str().with_context(reading)?)?;
+            } else if kind.is_dir() {
+                self.folder(&path)?;
+                self.branch(&place, &path, without)?;
+            } else {
+                self.file(&path, &place)?;
+            }
+        }
+        Ok(())
     }
 
     fn parents(&mut self, path: &str) -> Result<()> {
@@ -116,7 +155,7 @@ mod tests {
         let path = std::env::temp_dir().join(format!("vgpu-cpio-{}", std::process::id()));
         let mut archive = Archive::create(&path).unwrap();
         archive.content("a/b/c", 0o755, b"12345").unwrap();
-        archive.content("a/l", 0o644, b"b/c").unwrap();
+        archive.link("a/l", "b/c").unwrap();
         archive.finish().unwrap();
         let bytes = std::fs::read(&path).unwrap();
         std::fs::remove_file(&path).unwrap();

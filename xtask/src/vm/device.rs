@@ -78,7 +78,7 @@ impl Served {
 }
 
 /// How a virtual machine gets its vGPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
     /// The device of stock QEMU.
     Ivshmem,
@@ -150,6 +150,7 @@ pub(crate) fn boot(
         accelerator: qemu.accelerator(),
         kernel: &prepared.kernel.image,
         initramfs: &prepared.initramfs,
+        init: "/init",
         devices: &device.arguments(&served.socket),
         memory: MEMORY,
     };

@@ -51,6 +51,8 @@ pub(super) struct Machine<'a> {
     pub(super) accelerator: &'a str,
     pub(super) kernel: &'a Path,
     pub(super) initramfs: &'a Path,
+    /// What starts first in the initramfs, and words for the kernel that go with it.
+    pub(super) init: &'a str,
     /// Arguments for its devices.
     pub(super) devices: &'a [String],
     pub(super) memory: &'a str,
@@ -68,7 +70,11 @@ impl Guest {
             .arg(machine.kernel)
             .arg("-initrd")
             .arg(machine.initramfs)
-            .args(["-append", "console=ttyS0 quiet panic=-1 rdinit=/init"])
+            .arg("-append")
+            .arg(format!(
+                "console=ttyS0 quiet panic=-1 rdinit={}",
+                machine.init
+            ))
             .args(machine.devices);
         if !machine
             .devices

@@ -18,8 +18,8 @@ const KERNEL: &str = "linux-image-cloud-amd64";
 
 /// Modules for a network and for vsock, each behind what it needs.
 const MODULES: &[&str] = &[
-    "virtio",
     "virtio_ring",
+    "virtio",
     "virtio_pci_legacy_dev",
     "virtio_pci_modern_dev",
     "virtio_pci",
@@ -40,6 +40,13 @@ const GROUPS: &str = "root:x:0:\nuser:x:1000:\nvgpu:x:990:user\n";
 
 /// The first program of the guest: it runs the lines that come through the serial port.
 const INIT: &str = include_str!("init.sh");
+
+/// The same under systemd.
+const SHELL: &str = include_str!("shell.sh");
+const TESTS_UNIT: &str = include_str!("vgpu-tests.service");
+/// A machine that has been set up.
+const MACHINE_ID: &str = "7667707500000000000000000000c0de\n";
+const SYSUSERS: &str = "u user 1000 - /tmp /bin/sh\nm user vgpu\n";
 
 /// A kernel and its modules.
 #[derive(Debug)]
@@ -164,6 +171,7 @@ pub(super) fn initramfs(
     }
     archive.content("modules/list", 0o644, list.as_bytes())?;
 
+    archive.file("bin/vgpu", &content.dist.vgpu)?;
     archive.content("etc/passwd", 0o644, USERS.as_bytes())?;
     archive.content("etc/group", 0o644, GROUPS.as_bytes())?;
     let udev = unpacked(cache, "udev", UDEV)?;
@@ -177,14 +185,65 @@ pub(super) fn initramfs(
     let rules = "usr/lib/udev/rules.d/60-vgpu.rules";
     archive.file(rules, &workspace::root().join("deploy/guest/60-vgpu.rules"))?;
 
+    programs(&mut archive, content, &[udevadm], Some(&udev), None)?;
+    archive.finish()
+}
+
+/// Writes an initramfs to `path` with Debian and its systemd, unpacked at `root`, and with our packages.
+pub(super) fn with_systemd(
+    root: &Path,
+    packages: &[PathBuf],
+    content: &Content<'_>,
+    scratch: &Path,
+    path: &Path,
+) -> Result<()> {
+    let mut archive = Archive::create(path)?;
+    for folder in ["dev", "proc", "sys", "tmp", "run"] {
+        archive.folder(folder)?;
+    }
+    archive.tree(
+        root,
+        &["usr/share/doc", "usr/share/man", "usr/share/locale"],
+    )?;
+    for package in packages {
+        let name = package.file_name().context("a package without a name")?;
+        let unpacked = scratch.join(name).with_extension("unpacked");
+        let mut unpack = Command::new("dpkg-deb");
+        process::output(unpack.arg("-x").arg(package).arg(&unpacked))?;
+        archive.tree(&unpacked, &[])?;
+    }
+    archive.content("etc/machine-id", 0o444, MACHINE_ID.as_bytes())?;
+    let unit = "etc/systemd/system/vgpu-tests.service";
+    archive.content(unit, 0o644, TESTS_UNIT.as_bytes())?;
+    archive.link(
+        "etc/systemd/system/default.target",
+        "/usr/lib/systemd/system/multi-user.target",
+    )?;
+    archive.link(
+        "etc/systemd/system/multi-user.target.wants/vgpu-tests.service",
+        "../vgpu-tests.service",
+    )?;
+    archive.content("vgpu/shell.sh", 0o755, SHELL.as_bytes())?;
+    archive.content("usr/lib/sysusers.d/user.conf", 0o644, SYSUSERS.as_bytes())?;
+    programs(&mut archive, content, &[], None, Some(root))?;
+    archive.finish()
+}
+
+/// What is tested, with the libraries it needs unless the system at `root` has them; those of `more` as well.
+fn programs(
+    archive: &mut Archive,
+    content: &Content<'_>,
+    more: &[PathBuf],
+    unpacked: Option<&Path>,
+    root: Option<&Path>,
+) -> Result<()> {
     let mut objects: Vec<PathBuf> = vec![
-        udevadm,
         content.dist.plugin.clone(),
         content.dist.vgpu.clone(),
         content.cpu.to_owned(),
     ];
+    objects.extend_from_slice(more);
     archive.file("vgpu/libggml-vgpu.so", &content.dist.plugin)?;
-    archive.file("bin/vgpu", &content.dist.vgpu)?;
     archive.file("llama/libggml-cpu.so", content.cpu)?;
     archive.file("vgpu/model.gguf", content.model)?;
     for (target, file) in content.more {
@@ -198,26 +257,36 @@ pub(super) fn initramfs(
     // The linker says where a library is once links are followed, and so must we.
     let bin = content.bin.canonicalize();
     let bin = bin.with_context(|| format!("resolving {}", content.bin.display()))?;
-    for (name, file) in libraries(&objects, &udev)? {
-        if name.starts_with("ld-linux") {
-            archive.file(&format!("lib64/{name}"), &file)?;
-        } else if file.canonicalize().is_ok_and(|file| file.starts_with(&bin)) {
+    for (name, file) in libraries(&objects, unpacked)? {
+        let is_ours = file.canonicalize().is_ok_and(|file| file.starts_with(&bin));
+        let place = |lib: &str| format!("{lib}/x86_64-linux-gnu/{name}");
+        if is_ours {
             archive.file(&format!("llama/{name}"), &file)?;
+        } else if let Some(root) = root {
+            if !name.starts_with("ld-linux") && !root.join(place("usr/lib")).exists() {
+                archive.file(&format!("llama/{name}"), &file)?;
+            }
+        } else if name.starts_with("ld-linux") {
+            archive.file(&format!("lib64/{name}"), &file)?;
         } else {
-            archive.file(&format!("lib/x86_64-linux-gnu/{name}"), &file)?;
+            archive.file(&place("lib"), &file)?;
         }
     }
-    archive.finish()
+    Ok(())
 }
 
 /// The libraries that `objects` are linked with, by their names: this machine's, else those of an unpacked package.
-fn libraries(objects: &[PathBuf], unpacked: &Path) -> Result<BTreeMap<String, PathBuf>> {
+fn libraries(objects: &[PathBuf], unpacked: Option<&Path>) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
-    let places =
-        ["lib", "usr/lib"].map(|lib| unpacked.join(lib).join("x86_64-linux-gnu").into_os_string());
     for object in objects {
         let mut ldd = Command::new("ldd");
-        ldd.env("LD_LIBRARY_PATH", places.join(":".as_ref()));
+        if let Some(unpacked) = unpacked {
+            let places = ["lib", "usr/lib"].map(|lib| {
+                let place = unpacked.join(lib).join("x86_64-linux-gnu");
+                place.into_os_string()
+            });
+            ldd.env("LD_LIBRARY_PATH", places.join(":".as_ref()));
+        }
         let listed = process::output(ldd.arg(object))
             .with_context(|| format!("asking what {} needs", object.display()))?;
         for line in listed.lines() {

@@ -112,6 +112,7 @@ pub(crate) fn boot_without_device(
         accelerator: prepared.qemu.accelerator(),
         kernel: &prepared.kernel.image,
         initramfs: &prepared.initramfs,
+        init: "/init",
         devices: &devices,
         memory: MEMORY,
     };
