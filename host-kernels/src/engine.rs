@@ -7,6 +7,8 @@ use std::any::Any;
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Capabilities, ValidGraph};
@@ -159,8 +161,74 @@ impl fmt::Debug for dyn Memory {
 
 /// A compiled graph.
 pub trait Plan: Send {
-    /// Runs the graph once and returns when all its results are in memory.
+    /// Runs the graph once and returns when all its results are in memory. A run that has begun and yielded is
+    /// brought to its end.
     fn run(&mut self) -> Result<(), RunError>;
+
+    /// The same, but stops in between when `turn` is over: then nothing of the plan runs on the device any more, and
+    /// the next call goes on from there. Every call gets ahead, however short its turn.
+    ///
+    /// An engine that cannot stop in between runs to the end, and other guests wait that long.
+    fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+        let _ = turn;
+        self.run().map(|()| Progress::Done)
+    }
+}
+
+/// How far a plan has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Progress {
+    /// All results are in memory.
+    Done,
+    /// The turn was over. What the graph writes is undefined until the run is done.
+    Yielded,
+}
+
+/// How long a plan may keep the device. Whoever hands out turns can shorten or lengthen this one at any time; an
+/// engine asks between pieces of work of about a millisecond.
+#[derive(Debug)]
+pub struct Turn {
+    epoch: Instant,
+    /// Nanoseconds after `epoch`; `u64::MAX` for no end.
+    end: AtomicU64,
+}
+
+impl Turn {
+    /// A turn without an end, until one is set.
+    pub fn new() -> Turn {
+        Turn {
+            epoch: Instant::now(),
+            end: AtomicU64::new(u64::MAX),
+        }
+    }
+
+    /// What the turn's clock shows: the time since the turn was made.
+    pub fn now(&self) -> Duration {
+        self.epoch.elapsed()
+    }
+
+    /// Sets when the turn ends, by its own clock. `None`: it does not.
+    pub fn set_end(&self, end: Option<Duration>) {
+        let end = end.map_or(u64::MAX, |end| {
+            u64::try_from(end.as_nanos()).unwrap_or(u64::MAX)
+        });
+        // Advice about time: it orders nothing.
+        self.end.store(end, Ordering::Relaxed);
+    }
+
+    /// Whether the plan should stop. Reads no clock while nobody wants the device.
+    pub fn is_over(&self) -> bool {
+        match self.end.load(Ordering::Relaxed) {
+            u64::MAX => false,
+            end => self.now().as_nanos() >= u128::from(end),
+        }
+    }
+}
+
+impl Default for Turn {
+    fn default() -> Turn {
+        Turn::new()
+    }
 }
 
 /// Why an engine could not do something. The session that asked goes on.

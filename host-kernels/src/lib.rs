@@ -11,4 +11,6 @@ mod engine;
 mod rope;
 mod types;
 
-pub use engine::{Engine, EngineError, Extent, Memory, MemoryInfo, Plan, RunError, SharedMemory};
+pub use engine::{
+    Engine, EngineError, Extent, Memory, MemoryInfo, Plan, Progress, RunError, SharedMemory, Turn,
+};

@@ -7,15 +7,17 @@ use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 
 use super::memory::CpuMemory;
 use super::ops;
-use super::pool::{Pool, Worker};
+use super::pool::{Pool, Started, Worker};
 use super::view::View;
-use crate::engine::{EngineError, Memory, Plan, RunError};
+use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Turn};
 
 /// A graph, compiled: steps over pointers into buffers that are kept alive.
 pub(super) struct CpuPlan {
     steps: Vec<Step>,
     scratch_bytes: usize,
     pool: Arc<Pool>,
+    /// A run that has yielded.
+    started: Option<Started>,
     /// What the pointers in the steps point into.
     _buffers: Vec<Arc<dyn Memory>>,
 }
@@ -49,6 +51,7 @@ impl CpuPlan {
             steps: Vec::new(),
             scratch_bytes: 0,
             pool: Arc::clone(pool),
+            started: None,
             _buffers: buffers.to_vec(),
         };
         for (i, node) in graph.nodes.iter().enumerate() {
@@ -83,7 +86,19 @@ fn written<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = &'g Ten
 
 impl Plan for CpuPlan {
     fn run(&mut self) -> Result<(), RunError> {
-        self.pool.run(&self.steps, self.scratch_bytes)
+        let turn = Turn::new();
+        while self.advance(&turn)? == Progress::Yielded {}
+        Ok(())
+    }
+
+    fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+        let started = self.started.take();
+        let started = started.unwrap_or_else(|| self.pool.start(self.scratch_bytes));
+        self.started = self.pool.run(&self.steps, started, turn)?;
+        Ok(match self.started {
+            None => Progress::Done,
+            Some(_) => Progress::Yielded,
+        })
     }
 }
 

@@ -1,19 +1,34 @@
 //! The threads: they enter a graph once and meet at a spinning barrier after each step.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::plan::{Fault, Step};
-use crate::engine::{EngineError, RunError};
+use crate::engine::{EngineError, RunError, Turn};
 
 /// Turns of the barrier's loop before a waiting thread lets others run.
 const SPINS: u32 = 4096;
 
+/// Scratch memories that are kept for the next graphs: as many as are likely to be under way at once.
+const KEPT_SCRATCH: usize = 4;
+
 /// A fixed set of threads and the scratch memory they share. Runs one graph at a time.
 pub(super) struct Pool {
     threads: rayon::ThreadPool,
-    scratch: Mutex<Scratch>,
+    running: Mutex<()>,
+    /// Scratch memories that no run has, the one used last at the end.
+    scratch: Mutex<Vec<Scratch>>,
+}
+
+/// A run between two turns.
+pub(super) struct Started {
+    /// The step that comes next.
+    step: usize,
+    /// How many of its chunks were dealt already.
+    dealt: usize,
+    /// Holds what one step of an operator has left for the next, so it is the run's own until its end.
+    scratch: Scratch,
 }
 
 /// Working memory for the steps of a graph. Grows to the largest that was ever asked for.
@@ -39,6 +54,7 @@ impl Pool {
             })?;
         Ok(Pool {
             threads,
+            running: Mutex::default(),
             scratch: Mutex::default(),
         })
     }
@@ -48,31 +64,72 @@ impl Pool {
         self.threads.current_num_threads()
     }
 
-    /// Runs the steps in order, each on all threads. Stops after the first that fails.
-    pub(super) fn run(&self, steps: &[Step], scratch_bytes: usize) -> Result<(), RunError> {
-        let mut scratch = self
-            .scratch
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+    /// A run that begins with the first step.
+    pub(super) fn start(&self, scratch_bytes: usize) -> Started {
+        let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
         let lines = scratch_bytes.div_ceil(64);
         if scratch.lines.len() < lines {
             scratch.lines.resize(lines, Line([0; 64]));
         }
+        Started {
+            step: 0,
+            dealt: 0,
+            scratch,
+        }
+    }
+
+    /// Runs the steps in order, each on all threads, until the end, the first failure, or the end of the turn; then
+    /// returns what to go on with.
+    pub(super) fn run(
+        &self,
+        steps: &[Step],
+        mut started: Started,
+        turn: &Turn,
+    ) -> Result<Option<Started>, RunError> {
+        let _alone = lock(&self.running);
+        let mut dealt = [0, 0];
+        dealt[started.step % 2] = started.dealt;
         let run = Run {
             steps,
+            first: started.step,
             barrier: Barrier::new(self.workers()),
-            counters: [AtomicUsize::new(0), AtomicUsize::new(0)],
-            failed: AtomicBool::new(false),
+            counters: dealt.map(AtomicUsize::new),
+            turn,
+            leave: Leave::default(),
             failure: Mutex::new(None),
-            scratch: ScratchPtr(scratch.lines.as_mut_ptr().cast()),
+            scratch: ScratchPtr(started.scratch.lines.as_mut_ptr().cast()),
         };
         self.threads
             .broadcast(|context| run.work(context.index(), context.num_threads()));
-        run.failure
-            .into_inner()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
-            .map_or(Ok(()), Err)
+        let failure = run.failure.into_inner();
+        let failure = failure.unwrap_or_else(PoisonError::into_inner);
+        let next = run.leave.next(steps.len());
+        match (failure, next) {
+            (None, Some(step)) => Ok(Some(Started {
+                step,
+                dealt: match step == run.leave.after() {
+                    true => run.counters[step % 2].load(Ordering::Relaxed),
+                    false => 0,
+                },
+                scratch: started.scratch,
+            })),
+            (failure, _) => {
+                self.give_back(started.scratch);
+                failure.map_or(Ok(None), Err)
+            }
+        }
     }
+
+    fn give_back(&self, scratch: Scratch) {
+        let mut kept = lock(&self.scratch);
+        if kept.len() < KEPT_SCRATCH {
+            kept.push(scratch);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 struct ScratchPtr(*mut u8);
@@ -81,26 +138,75 @@ struct ScratchPtr(*mut u8);
 // the steps of one operator.
 unsafe impl Sync for ScratchPtr {}
 
-/// One run of one graph.
+/// One turn of one graph.
 struct Run<'a> {
     steps: &'a [Step],
+    first: usize,
     barrier: Barrier,
     /// Chunk counters of this step and the next, in turns: the one not in use is reset by the step
     /// between, so that no thread can still be counting on it.
     counters: [AtomicUsize; 2],
-    failed: AtomicBool,
+    turn: &'a Turn,
+    leave: Leave,
     failure: Mutex<Option<RunError>>,
     scratch: ScratchPtr,
 }
 
+/// Where the threads leave a graph before its end, all behind the same barrier.
+///
+/// A thread may read this behind the barrier of step `i` while a faster one is in step `i + 1` already and asks to
+/// leave after that. So it is the number of a step, and only who is behind that step's barrier leaves: a mere flag
+/// would send the slow thread away and have the fast one wait for it for ever.
+struct Leave {
+    after: AtomicUsize,
+    /// Chunks of that step are left.
+    in_step: AtomicBool,
+}
+
+impl Default for Leave {
+    fn default() -> Leave {
+        Leave {
+            after: AtomicUsize::new(usize::MAX),
+            in_step: AtomicBool::new(false),
+        }
+    }
+}
+
+impl Leave {
+    /// Has all threads leave when they are done with `step`, in which the caller is.
+    fn ask(&self, step: usize, in_step: bool) {
+        if in_step {
+            self.in_step.store(true, Ordering::Relaxed);
+        }
+        self.after.store(step, Ordering::Relaxed);
+    }
+
+    /// The step that they left after; `usize::MAX` if they did not leave.
+    fn after(&self) -> usize {
+        self.after.load(Ordering::Relaxed)
+    }
+
+    /// The step to go on with, if any of `steps` is left.
+    fn next(&self, steps: usize) -> Option<usize> {
+        let after = self.after();
+        match self.in_step.load(Ordering::Relaxed) {
+            true => Some(after),
+            false => after.checked_add(1).filter(|&next| next < steps),
+        }
+    }
+}
+
 impl Run<'_> {
     fn work(&self, index: usize, count: usize) {
-        for (i, step) in self.steps.iter().enumerate() {
+        for (i, step) in self.steps.iter().enumerate().skip(self.first) {
             let worker = Worker {
                 index,
                 count,
                 counter: &self.counters[i % 2],
                 scratch: self.scratch.0,
+                step: i,
+                turn: self.turn,
+                leave: &self.leave,
             };
             if index == 0 {
                 // Used by step i - 1 and again by step i + 1; the barrier before this step and the one
@@ -110,16 +216,14 @@ impl Run<'_> {
             // A panic must not leave the others waiting at the barrier for ever.
             let outcome = catch_unwind(AssertUnwindSafe(|| (step.kernel)(&worker)));
             if let Err(error) = outcome.unwrap_or_else(|panic| Err(Fault::panic(panic.as_ref()))) {
-                let mut failure = self
-                    .failure
-                    .lock()
-                    .unwrap_or_else(|poisoned| poisoned.into_inner());
-                failure.get_or_insert_with(|| step.error(error));
-                self.failed.store(true, Ordering::Relaxed);
+                lock(&self.failure).get_or_insert_with(|| step.error(error));
+                self.leave.ask(i, false);
+            } else if index == 0 && self.turn.is_over() {
+                self.leave.ask(i, false);
             }
             self.barrier.wait();
-            // The barrier orders the store above before this load: all threads leave together.
-            if self.failed.load(Ordering::Relaxed) {
+            // The barrier orders the stores of this step before this load: all threads leave together.
+            if self.leave.after() == i {
                 return;
             }
         }
@@ -132,6 +236,9 @@ pub(crate) struct Worker<'a> {
     count: usize,
     counter: &'a AtomicUsize,
     scratch: *mut u8,
+    step: usize,
+    turn: &'a Turn,
+    leave: &'a Leave,
 }
 
 impl Worker<'_> {
@@ -150,15 +257,27 @@ impl Worker<'_> {
 
     /// Chunks of up to `grain` out of `units`, dealt to whichever thread comes first. A step uses this
     /// at most once, with the same arguments on every thread.
+    ///
+    /// When the turn of the graph is over, no more are dealt, and the next turn calls the kernel again for the rest. So
+    /// what a kernel does before its chunks it does in each turn, and it has nothing to do behind them.
     pub(crate) fn chunks(
         &self,
         units: usize,
         grain: usize,
     ) -> impl Iterator<Item = std::ops::Range<usize>> {
         let grain = grain.max(1);
-        let counter = self.counter;
+        let mut dealt_any = false;
         std::iter::from_fn(move || {
-            let start = counter.fetch_add(1, Ordering::Relaxed).checked_mul(grain)?;
+            // Not before the first chunk: every turn gets ahead.
+            if dealt_any && self.turn.is_over() {
+                self.leave.ask(self.step, true);
+                return None;
+            }
+            dealt_any = true;
+            let start = self
+                .counter
+                .fetch_add(1, Ordering::Relaxed)
+                .checked_mul(grain)?;
             (start < units).then(|| start..units.min(start + grain))
         })
     }
@@ -223,6 +342,13 @@ mod tests {
         }
     }
 
+    /// Runs to the end without ever yielding.
+    fn run(pool: &Pool, steps: &[Step]) -> Result<(), RunError> {
+        let left = pool.run(steps, pool.start(4096), &Turn::new())?;
+        assert!(left.is_none(), "nobody has ended the turn");
+        Ok(())
+    }
+
     #[test]
     fn every_unit_is_done_once_and_steps_do_not_overlap() {
         let pool = Pool::new(3).unwrap();
@@ -249,7 +375,7 @@ mod tests {
                 })
             })
             .collect();
-        pool.run(&steps, 0).unwrap();
+        run(&pool, &steps).unwrap();
         assert!(done.iter().all(|n| n.load(Ordering::Relaxed) == 50));
     }
 
@@ -267,7 +393,7 @@ mod tests {
                 Ok(())
             }
         });
-        let error = pool.run(&[fault, after], 0).unwrap_err();
+        let error = run(&pool, &[fault, after]).unwrap_err();
         assert_eq!(
             error,
             RunError::Index {
@@ -284,7 +410,7 @@ mod tests {
                 Ok(())
             }
         });
-        let error = pool.run(&[panic], 0).unwrap_err();
+        let error = run(&pool, &[panic]).unwrap_err();
         assert_eq!(
             error,
             RunError::Kernel {
@@ -293,6 +419,71 @@ mod tests {
                 message: "boom 7".into()
             }
         );
-        pool.run(&[step(|_| Ok(()))], 4096).unwrap();
+        run(&pool, &[step(|_| Ok(()))]).unwrap();
+    }
+
+    #[test]
+    fn turns_of_several_graphs_mix_and_each_unit_is_done_once() {
+        const UNITS: usize = 40;
+        const STEPS: usize = 12;
+        let pool = Pool::new(3).unwrap();
+        let turn: &'static Turn = Box::leak(Box::new(Turn::new()));
+        turn.set_end(Some(std::time::Duration::ZERO));
+        // Each step of a graph counts the units of the step before in scratch, which the other graphs must not touch.
+        let graph = |name: usize| -> Vec<Step> {
+            (0..STEPS)
+                .map(|round| {
+                    step(move |w| {
+                        // SAFETY: asked for below; units are dealt once each, and read behind a barrier.
+                        let cells = unsafe {
+                            std::slice::from_raw_parts(w.scratch().cast::<AtomicUsize>(), UNITS)
+                        };
+                        let visit = |range: std::ops::Range<usize>| {
+                            for cell in &cells[range] {
+                                let found = cell.swap(name * 1000 + round, Ordering::Relaxed);
+                                assert!(round == 0 || found == name * 1000 + round - 1);
+                            }
+                        };
+                        match round % 3 {
+                            0 => visit(w.share(UNITS)),
+                            _ => w.chunks(UNITS, 3).for_each(visit),
+                        }
+                        Ok(())
+                    })
+                })
+                .collect()
+        };
+        let graphs = [graph(1), graph(2), graph(3)];
+        let mut started: Vec<_> = graphs.iter().map(|_| Some(pool.start(8 * UNITS))).collect();
+        let mut turns = 0;
+        while started.iter().any(Option::is_some) {
+            for (graph, started) in graphs.iter().zip(&mut started) {
+                if let Some(state) = started.take() {
+                    *started = pool.run(graph, state, turn).unwrap();
+                    turns += 1;
+                }
+            }
+        }
+        assert!(
+            turns > graphs.len() * STEPS,
+            "no step was cut: {turns} turns"
+        );
+        assert!(
+            lock(&pool.scratch).len() == graphs.len(),
+            "scratch memory is lost"
+        );
+    }
+
+    #[test]
+    fn a_failure_behind_a_barrier_that_a_slow_thread_has_not_left_yet_keeps_nobody_waiting() {
+        let pool = Pool::new(4).unwrap();
+        let fault = |w: &Worker<'_>| match w.index() {
+            0 => Ok(()),
+            _ => Err(Fault::Index { index: 9, count: 1 }),
+        };
+        for _ in 0..2000 {
+            let steps = [step(|_| Ok(())), step(fault), step(|_| unreachable!())];
+            run(&pool, &steps).unwrap_err();
+        }
     }
 }
