@@ -11,7 +11,8 @@ use vgpu_kernels::Engine;
 use vgpu_kernels::check::{self, Case, Ceilings, Outcome, Rate, Work};
 use vgpu_kernels::cpu::CpuEngine;
 
-use crate::serve::{self, EngineKind};
+use crate::serve;
+use vgpu_executor::config::EngineKind;
 use vgpu_executor::size;
 
 /// Looks at a GPU: all kernels load, each family of operators gives what the CPU engine gives, and how fast copies,

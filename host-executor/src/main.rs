@@ -1,10 +1,12 @@
 //! The `vgpu` command.
 
 mod cert;
+mod check_config;
 mod doctor;
 mod gpu_check;
 mod hold;
 mod install;
+mod look;
 mod serve;
 
 use std::process::ExitCode;
@@ -22,6 +24,10 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Serve(serve::Args),
+    CheckConfig(check_config::Args),
+    Ps(look::PsArgs),
+    Top(look::TopArgs),
+    Reload(look::ReloadArgs),
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
@@ -36,6 +42,10 @@ fn main() -> ExitCode {
     let Cli { command } = Cli::parse();
     let outcome = match command {
         Command::Serve(args) => serve::run(args),
+        Command::CheckConfig(args) => return check_config::run(&args),
+        Command::Ps(args) => look::ps(&args),
+        Command::Top(args) => look::top(&args),
+        Command::Reload(args) => look::reload(&args),
         Command::Install(args) => install::install(args),
         Command::Uninstall(args) => install::uninstall(args),
         Command::Doctor(args) => return doctor::run(&args),

@@ -6,6 +6,7 @@ use std::time::Duration;
 use vgpu_transport::link::stream::{tcp, vsock};
 
 use crate::server::{Door, Guest, Peer};
+use crate::tenant::LinkKind;
 
 /// How long a guest may take to bring encryption up.
 const HANDSHAKE: Duration = Duration::from_secs(5);
@@ -16,6 +17,8 @@ impl Door for tcp::Listener {
         Ok(arrival.map(|arrival| Guest {
             peer: Peer {
                 endpoint: format!("tcp from {}", arrival.from()),
+                link: LinkKind::Tcp,
+                machine: None,
                 process: None,
             },
             open: Box::new(move || Ok(Box::new(arrival.handshake(HANDSHAKE)?) as _)),
@@ -36,6 +39,8 @@ impl Door for vsock::Listener {
         Ok(Some(Guest {
             peer: Peer {
                 endpoint,
+                link: LinkKind::Vsock,
+                machine: cid,
                 process: None,
             },
             open: Box::new(move || Ok(Box::new(vsock::host(socket)?) as _)),

@@ -5,7 +5,7 @@ use std::error::Error;
 use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -15,8 +15,12 @@ use vgpu_kernels::Engine;
 use vgpu_transport::link::HostEnd;
 
 use crate::limits::Limits;
+use crate::roster::{Roster, Rules, TooMuchPromised};
+use crate::sched::Scheduler;
 use crate::session::{Ending, Session, Stop, dismiss};
 use crate::stats::{Counters, Stats};
+use crate::status::Watch;
+use crate::tenant::{LinkKind, Tenant};
 use crate::weights::Weights;
 
 /// How often a door with nobody at it looks whether the server should stop.
@@ -54,6 +58,10 @@ pub type Open = Box<dyn FnOnce() -> Result<Box<dyn HostEnd>, Box<dyn Error>> + S
 pub struct Peer {
     /// The endpoint it came in through.
     pub endpoint: String,
+    /// The kind of link.
+    pub link: LinkKind,
+    /// Its virtual machine, by vsock number, where the link tells.
+    pub machine: Option<u32>,
     /// Its process and user, where the link tells.
     pub process: Option<Process>,
 }
@@ -87,6 +95,8 @@ pub struct SessionInfo {
     pub id: u64,
     /// Who the guest is.
     pub peer: Peer,
+    /// What the host's configuration calls the guest.
+    pub tenant: String,
     /// What the guest calls itself; `None` until it has said hello.
     pub guest: Option<String>,
     /// How long it has been there.
@@ -98,15 +108,23 @@ pub struct SessionInfo {
 /// Serves guests on one engine until it is shut down.
 pub struct Server {
     shared: Arc<Shared>,
-    doors: Vec<JoinHandle<()>>,
+    doors: BTreeMap<u64, (Stop, JoinHandle<()>)>,
+    last_door: u64,
 }
 
-struct Shared {
-    engine: Arc<dyn Engine>,
-    weights: OnceLock<Weights>,
+/// A door that was opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DoorId(u64);
+
+pub(crate) struct Shared {
+    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) since: Instant,
+    scheduler: Arc<Scheduler>,
+    pub(crate) roster: Roster,
+    pub(crate) weights: OnceLock<Weights>,
     limits: Limits,
     /// Guests served at once.
-    max_sessions: usize,
+    max_sessions: AtomicUsize,
     stop: Stop,
     last_id: AtomicU64,
     sessions: Mutex<BTreeMap<u64, Entry>>,
@@ -114,10 +132,11 @@ struct Shared {
     ended: Condvar,
 }
 
-struct Entry {
-    peer: Peer,
-    since: Instant,
-    counters: Arc<Counters>,
+pub(crate) struct Entry {
+    pub(crate) peer: Peer,
+    pub(crate) since: Instant,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) tenant: Arc<Tenant>,
 }
 
 impl Server {
@@ -125,16 +144,20 @@ impl Server {
     pub fn new(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Server {
         Server {
             shared: Arc::new(Shared {
+                roster: Roster::new(engine.memory().total),
+                since: Instant::now(),
+                scheduler: Arc::default(),
                 engine,
                 weights: OnceLock::new(),
                 limits,
-                max_sessions,
+                max_sessions: AtomicUsize::new(max_sessions),
                 stop: Stop::new(),
                 last_id: AtomicU64::new(0),
                 sessions: Mutex::default(),
                 ended: Condvar::new(),
             }),
-            doors: Vec::new(),
+            doors: BTreeMap::new(),
+            last_door: 0,
         }
     }
 
@@ -143,15 +166,35 @@ impl Server {
         let _ = self.shared.weights.set(weights);
     }
 
+    /// Has these rules hold from now on. Before the first ones, everybody may have everything.
+    pub fn apply(&self, rules: Rules) -> Result<(), TooMuchPromised> {
+        self.shared.roster.apply(rules)
+    }
+
+    /// Serves at most so many guests at once from now on.
+    pub fn set_max_sessions(&self, max_sessions: usize) {
+        self.shared
+            .max_sessions
+            .store(max_sessions, Ordering::Relaxed);
+    }
+
     /// Lets guests in through `door` from now on.
-    pub fn open(&mut self, mut door: impl Door) -> io::Result<()> {
+    pub fn open(&mut self, door: impl Door) -> io::Result<DoorId> {
+        self.open_for(None, door)
+    }
+
+    /// The same; whoever comes in is the guest of this name.
+    pub fn open_for(&mut self, guest: Option<String>, mut door: impl Door) -> io::Result<DoorId> {
         let shared = Arc::clone(&self.shared);
+        let closed = Stop::new();
+        self.last_door += 1;
+        let is_closed = closed.clone();
         let thread = thread::Builder::new()
-            .name(format!("vgpu-door-{}", self.doors.len()))
+            .name(format!("vgpu-door-{}", self.last_door))
             .spawn(move || {
-                while !shared.stop.is_asked() {
+                while !shared.stop.is_asked() && !is_closed.is_asked() {
                     match door.knock(PATIENCE) {
-                        Ok(Some(guest)) => shared.admit(guest),
+                        Ok(Some(arrived)) => shared.admit(guest.as_deref(), arrived),
                         Ok(None) => {}
                         Err(error) => {
                             error!("no guest can come in for {BACK_OFF:?}: {error}");
@@ -160,8 +203,23 @@ impl Server {
                     }
                 }
             })?;
-        self.doors.push(thread);
-        Ok(())
+        self.doors.insert(self.last_door, (closed, thread));
+        Ok(DoorId(self.last_door))
+    }
+
+    /// Lets nobody in through this door any more. Who is in stays.
+    pub fn close(&mut self, door: DoorId) {
+        if let Some((closed, thread)) = self.doors.remove(&door.0) {
+            closed.ask();
+            if thread.join().is_err() {
+                error!("a listener has panicked, a bug of the host");
+            }
+        }
+    }
+
+    /// What the server is doing, for somebody on another thread.
+    pub fn watch(&self) -> Watch {
+        Watch::new(Arc::clone(&self.shared))
     }
 
     /// The sessions that are open.
@@ -172,6 +230,7 @@ impl Server {
             .map(|(&id, entry)| SessionInfo {
                 id,
                 peer: entry.peer.clone(),
+                tenant: entry.tenant.name().to_owned(),
                 guest: entry.counters.guest.get().cloned(),
                 age: entry.since.elapsed(),
                 stats: entry.counters.snapshot(),
@@ -187,7 +246,7 @@ impl Server {
 
     fn stop(&mut self) {
         self.shared.stop.ask();
-        for door in self.doors.drain(..) {
+        for (_, door) in std::mem::take(&mut self.doors).into_values() {
             if door.join().is_err() {
                 error!("a listener has panicked, a bug of the host");
             }
@@ -214,19 +273,24 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn sessions(&self) -> MutexGuard<'_, BTreeMap<u64, Entry>> {
+    pub(crate) fn sessions(&self) -> MutexGuard<'_, BTreeMap<u64, Entry>> {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Gives a guest its thread.
-    fn admit(self: &Arc<Shared>, guest: Guest) {
+    fn admit(self: &Arc<Shared>, guest: Option<&str>, arrived: Guest) {
         let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
-        let Guest { peer, open } = guest;
+        let Guest { peer, open } = arrived;
         let counters = Arc::new(Counters::default());
+        let (tenant, refused) = match self.roster.admit(guest, &peer) {
+            Ok(tenant) => (tenant, None),
+            Err(why) => (self.roster.tenants().1, Some(Ending::Refused { why })),
+        };
+        let max_sessions = self.max_sessions.load(Ordering::Relaxed);
         let open_sessions = {
             let mut sessions = self.sessions();
             let count = sessions.len();
-            if count >= self.max_sessions + DISMISSALS {
+            if count >= max_sessions.saturating_add(DISMISSALS) {
                 warn!(%peer, "turned away: {count} guests are here already");
                 return;
             }
@@ -236,10 +300,17 @@ impl Shared {
                     peer: peer.clone(),
                     since: Instant::now(),
                     counters: Arc::clone(&counters),
+                    tenant: Arc::clone(&tenant),
                 },
             );
             count
         };
+        let refused = refused.or_else(|| {
+            (open_sessions >= max_sessions).then_some(Ending::Full {
+                sessions: open_sessions,
+                limit: max_sessions,
+            })
+        });
         let registration = Registration {
             id,
             shared: Arc::clone(self),
@@ -248,12 +319,15 @@ impl Shared {
             .name(format!("vgpu-guest-{id}"))
             .spawn(move || {
                 let shared = &registration.shared;
-                let _span = info_span!("session", id, %peer).entered();
+                let _span = info_span!("session", id, tenant = tenant.name(), %peer).entered();
                 // Links are code too. A panic in one must not pass unnoticed; the thread is the guest's
                 // own, so nobody else is touched.
                 let outcome = catch_unwind(AssertUnwindSafe(|| {
-                    let origin = origin(id, &peer);
-                    shared.serve(id, &origin, open, counters, open_sessions);
+                    let origin = match tenant.is_named() {
+                        true => format!("guest {}", tenant.name()),
+                        false => origin(id, &peer),
+                    };
+                    shared.serve(id, &origin, open, counters, tenant, refused);
                 }));
                 if outcome.is_err() {
                     error!("the session's thread has panicked, a bug of the host");
@@ -270,7 +344,8 @@ impl Shared {
         origin: &str,
         open: Open,
         counters: Arc<Counters>,
-        open_sessions: usize,
+        tenant: Arc<Tenant>,
+        refused: Option<Ending>,
     ) {
         let mut link = match open() {
             Ok(link) => link,
@@ -279,16 +354,14 @@ impl Shared {
                 return;
             }
         };
-        if open_sessions >= self.max_sessions {
-            let full = Ending::Full {
-                sessions: open_sessions,
-                limit: self.max_sessions,
-            };
-            warn!("turned away: {full}");
-            dismiss(link.as_mut(), &full);
+        if let Some(ending) = refused {
+            warn!("turned away: {ending}");
+            dismiss(link.as_mut(), &ending);
             return;
         }
-        let session = Session::counted(id, Arc::clone(&self.engine), self.limits, counters);
+        let engine = Arc::clone(&self.engine);
+        let scheduler = Arc::clone(&self.scheduler);
+        let session = Session::of_tenant(id, engine, scheduler, tenant, self.limits, counters);
         let session = match self.weights.get() {
             Some(weights) => session.sharing(weights, origin),
             None => session,
@@ -317,7 +390,16 @@ struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        self.shared.sessions().remove(&self.id);
+        let mut sessions = self.shared.sessions();
+        // Under the lock, so that nobody who adds up sees it twice, or not at all.
+        if let Some(entry) = sessions.remove(&self.id) {
+            let stats = entry.counters.snapshot();
+            match entry.tenant.is_named() {
+                true => entry.tenant.add_ended(&stats),
+                false => self.shared.roster.tenants().1.add_ended(&stats),
+            }
+        }
+        drop(sessions);
         self.shared.ended.notify_all();
     }
 }

@@ -81,6 +81,8 @@ pub(crate) struct Counters {
     pub(crate) graphs_run: Counter,
     pub(crate) nodes_run: Counter,
     pub(crate) busy_nanoseconds: Counter,
+    pub(crate) queued_nanoseconds: Counter,
+    pub(crate) turns: Counter,
     pub(crate) buffers: Counter,
     pub(crate) buffer_bytes: Counter,
     pub(crate) graphs: Counter,
@@ -105,6 +107,8 @@ impl Counters {
             graphs_run: self.graphs_run.get(),
             nodes_run: self.nodes_run.get(),
             busy: Duration::from_nanos(self.busy_nanoseconds.get()),
+            queued: Duration::from_nanos(self.queued_nanoseconds.get()),
+            turns: self.turns.get(),
             buffers: self.buffers.get(),
             buffer_bytes: self.buffer_bytes.get(),
             graphs: self.graphs.get(),
@@ -134,8 +138,12 @@ pub struct Stats {
     pub graphs_run: u64,
     /// Nodes of all graphs run.
     pub nodes_run: u64,
-    /// Time spent running graphs, waiting for the engine included.
+    /// Time that graphs had the engine.
     pub busy: Duration,
+    /// Time that graphs waited for the engine, because others had it.
+    pub queued: Duration,
+    /// Turns on the engine that all graphs took: one each, unless they made way for others.
+    pub turns: u64,
     /// Buffers alive.
     pub buffers: u64,
     /// Bytes of the buffers alive.
@@ -152,6 +160,25 @@ impl Stats {
     /// Requests of all kinds.
     pub fn requests(&self) -> u64 {
         self.requests.iter().sum()
+    }
+
+    /// Adds what another session has done in its life; what is held at the moment is not added.
+    pub(crate) fn add(&mut self, other: &Stats) {
+        for (sum, count) in self.requests.iter_mut().zip(other.requests) {
+            *sum += count;
+        }
+        self.bytes_in += other.bytes_in;
+        self.bytes_out += other.bytes_out;
+        self.failures += other.failures;
+        self.round_trips += other.round_trips;
+        self.full_graphs += other.full_graphs;
+        self.patches += other.patches;
+        self.graphs_run += other.graphs_run;
+        self.nodes_run += other.nodes_run;
+        self.busy += other.busy;
+        self.queued += other.queued;
+        self.turns += other.turns;
+        self.weights_not_sent += other.weights_not_sent;
     }
 
     /// Every kind of request with how many there were.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use vgpu_transport::link::unix::{Arrival, Listener};
 
 use crate::server::{Door, Guest, Peer, Process};
+use crate::tenant::LinkKind;
 
 impl Door for Listener {
     fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>> {
@@ -14,6 +15,8 @@ impl Door for Listener {
         Ok(arrival.map(|arrival| {
             let peer = Peer {
                 endpoint: format!("unix:{}", self.path().display()),
+                link: LinkKind::Unix,
+                machine: None,
                 process: Some(process(&arrival)),
             };
             let open = Box::new(move || Ok(Box::new(arrival.handshake()?) as _));

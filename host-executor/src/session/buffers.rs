@@ -7,14 +7,22 @@ use vgpu_kernels::Memory;
 use vgpu_transport::ir::BufferId;
 
 use super::ending::Violation;
+use crate::tenant::Charge;
 
 /// The buffers that a guest has, and the names it can no longer use.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
-    live: HashMap<BufferId, Arc<dyn Memory>>,
+    live: HashMap<BufferId, Buffer>,
     /// Sum of the sizes of `live`.
     bytes: u64,
     used: Names,
+}
+
+#[derive(Debug)]
+struct Buffer {
+    memory: Arc<dyn Memory>,
+    /// Behind the memory: what the guest may use again is free.
+    _charge: Charge,
 }
 
 impl Buffers {
@@ -34,11 +42,13 @@ impl Buffers {
         &mut self,
         buffer: BufferId,
         memory: Arc<dyn Memory>,
+        charge: Charge,
         limit: usize,
     ) -> Result<(), Violation> {
         self.used.insert(buffer.0);
         self.bytes += memory.size();
-        self.live.insert(buffer, memory);
+        let _charge = charge;
+        self.live.insert(buffer, Buffer { memory, _charge });
         match self.used.ranges() {
             ranges if ranges > limit => Err(Violation::ScatteredNames { ranges }),
             _ => Ok(()),
@@ -52,6 +62,7 @@ impl Buffers {
     ) -> Result<&Arc<dyn Memory>, Violation> {
         self.live
             .get(&buffer)
+            .map(|buffer| &buffer.memory)
             .ok_or(Violation::UnknownBuffer { kind, buffer })
     }
 
@@ -79,7 +90,7 @@ impl Buffers {
 
     /// The memory of a buffer, for the validation of graphs.
     pub(super) fn find(&self, buffer: BufferId) -> Option<&Arc<dyn Memory>> {
-        self.live.get(&buffer)
+        self.live.get(&buffer).map(|buffer| &buffer.memory)
     }
 
     /// Puts other memory of the same size behind a name. Returns what was there.
@@ -89,13 +100,14 @@ impl Buffers {
         memory: Arc<dyn Memory>,
     ) -> Option<Arc<dyn Memory>> {
         let slot = self.live.get_mut(&buffer)?;
-        self.bytes = self.bytes + memory.size() - slot.size();
-        Some(std::mem::replace(slot, memory))
+        self.bytes = self.bytes + memory.size() - slot.memory.size();
+        // What the guest is charged for stays the same, however many hold it.
+        Some(std::mem::replace(&mut slot.memory, memory))
     }
 
     pub(super) fn remove(&mut self, buffer: BufferId) -> Result<(), Violation> {
         match self.live.remove(&buffer) {
-            Some(memory) => {
+            Some(Buffer { memory, .. }) => {
                 self.bytes -= memory.size();
                 Ok(())
             }

@@ -24,6 +24,12 @@ pub enum Ending {
     /// The host shuts down.
     #[error("the host is shutting down")]
     Shutdown,
+    /// The configuration of the host does not let this guest in.
+    #[error("the host does not serve this guest: {why}")]
+    Refused {
+        /// What it says.
+        why: String,
+    },
     /// The host serves as many guests as it can.
     #[error("the host already serves {sessions} guests, its limit is {limit}")]
     Full {

@@ -25,7 +25,9 @@ use vgpu_transport::link::{HostEnd, LinkError};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 use crate::limits::Limits;
+use crate::sched::{Scheduler, Times};
 use crate::stats::{Counters, Kind, Stats};
+use crate::tenant::{Ledger, Policy, Tenant};
 use buffers::Buffers;
 pub use ending::{Ending, Violation};
 use graphs::{Graphs, Host, Progress};
@@ -69,6 +71,8 @@ impl Stop {
 pub struct Session {
     id: u64,
     engine: Arc<dyn Engine>,
+    scheduler: Arc<Scheduler>,
+    tenant: Arc<Tenant>,
     limits: Limits,
     counters: Arc<Counters>,
     buffers: Buffers,
@@ -101,21 +105,27 @@ enum Answer {
 }
 
 impl Session {
-    /// A session that has not begun. `id` is for people.
+    /// A session that has not begun, of a guest that has the engine to itself. `id` is for people.
     pub fn new(id: u64, engine: Arc<dyn Engine>, limits: Limits) -> Session {
-        Session::counted(id, engine, limits, Arc::default())
+        let ledger = Ledger::new(engine.memory().total);
+        let tenant = Tenant::unnamed("-".into(), Policy::default(), &ledger, Arc::default());
+        Session::of_tenant(id, engine, Arc::default(), tenant, limits, Arc::default())
     }
 
-    /// The same with counters that somebody else can read.
-    pub(crate) fn counted(
+    /// A session of a guest beside others, with counters that somebody else can read.
+    pub(crate) fn of_tenant(
         id: u64,
         engine: Arc<dyn Engine>,
+        scheduler: Arc<Scheduler>,
+        tenant: Arc<Tenant>,
         limits: Limits,
         counters: Arc<Counters>,
     ) -> Session {
         Session {
             id,
             engine,
+            scheduler,
+            tenant,
             limits,
             counters,
             buffers: Buffers::default(),
@@ -169,6 +179,8 @@ impl Session {
                     graphs_run = stats.graphs_run,
                     nodes_run = stats.nodes_run,
                     busy = ?stats.busy,
+                    queued = ?stats.queued,
+                    turns = stats.turns,
                     open = ?start.elapsed(),
                     freed = stats.buffer_bytes,
                     weights_not_sent = stats.weights_not_sent,
@@ -395,7 +407,7 @@ impl Session {
                 Ok(Answer::Nothing)
             }
             Request::Memory {} => {
-                let memory = self.engine.memory();
+                let memory = self.tenant.memory(self.engine.as_ref());
                 Ok(Answer::Message(Reply::Memory {
                     request,
                     total: memory.total,
@@ -430,7 +442,7 @@ impl Session {
         if ir != IR_VERSION {
             return Err(Violation::Ir { guest: ir }.into());
         }
-        let memory = self.engine.memory();
+        let memory = self.tenant.memory(self.engine.as_ref());
         Ok(Answer::Message(Reply::Welcome {
             protocol: PROTOCOL_VERSION,
             session: self.id,
@@ -449,6 +461,13 @@ impl Session {
             let reason = format!("the session has {limit} buffers already, as many as it may");
             return Ok(refused(request, buffer, reason));
         }
+        let mut charge = match self.tenant.charge(size, self.engine.as_ref()) {
+            Ok(charge) => charge,
+            Err(error) => {
+                let reason = format!("guest {}: {error}", self.tenant.name());
+                return Ok(refused(request, buffer, reason));
+            }
+        };
         let shared = match self.can_share && size > 0 {
             true => self.engine.alloc_shared(size),
             false => Ok(None),
@@ -459,10 +478,11 @@ impl Session {
         });
         match allocated {
             Ok((memory, shared)) => {
-                self.buffers.insert(buffer, memory, limit)?;
+                charge.settle();
+                self.buffers.insert(buffer, memory, charge, limit)?;
                 self.count_holdings();
                 if size >= MODEL_SCALE && self.is_loud() {
-                    let free = self.engine.memory().free;
+                    let free = self.tenant.memory(self.engine.as_ref()).free;
                     info!(buffer = buffer.0, size, free, "allocated");
                 } else {
                     debug!(buffer = buffer.0, size, "allocated");
@@ -542,13 +562,18 @@ impl Session {
             Ok(plan) => plan,
             Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
         };
-        let start = Instant::now();
-        let outcome = plan.run();
-        let took = start.elapsed();
-        self.counters.graphs_run.add(1);
-        self.counters.nodes_run.add(nodes as u64);
-        self.counters.busy_nanoseconds.add(took.as_nanos() as u64);
-        trace!(graph = graph.0, nodes, ?took, "graph run");
+        let (party, terms) = (self.tenant.party(), self.tenant.terms());
+        let (outcome, times) = self.scheduler.run(party, terms, plan.as_mut());
+        let Times { queued, ran, turns } = times;
+        let counters = &self.counters;
+        counters.graphs_run.add(1);
+        counters.nodes_run.add(nodes as u64);
+        counters.busy_nanoseconds.add(ran.as_nanos() as u64);
+        counters.queued_nanoseconds.add(queued.as_nanos() as u64);
+        counters.turns.add(turns);
+        self.tenant.measures.queued.observe(queued);
+        self.tenant.measures.ran.observe(ran);
+        trace!(graph = graph.0, nodes, ?ran, ?queued, turns, "graph run");
         match outcome {
             Ok(()) => Ok(Answer::Nothing),
             Err(error) => Ok(failed(request, "SUBMIT", graph.0, &error)),

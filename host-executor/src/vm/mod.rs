@@ -16,6 +16,7 @@ pub use stream::{VmListenError, listen_stream};
 pub use vfio_user::VfioUserDoor;
 
 use crate::server::{Guest, Peer};
+use crate::tenant::LinkKind;
 
 /// How long a guest process may be silent before it counts as dead.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -39,6 +40,8 @@ impl VmOptions {
         Guest {
             peer: Peer {
                 endpoint: format!("vm {} slot {}", self.name, arrival.slot()),
+                link: LinkKind::Pci,
+                machine: None,
                 process: None,
             },
             open: Box::new(move || Ok(Box::new(arrival.handshake()?) as _)),

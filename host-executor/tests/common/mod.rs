@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use vgpu_executor::{Door, Guest as Arriving, Limits, Peer, Process, Server};
+use vgpu_executor::{Door, Guest as Arriving, Limits, LinkKind, Peer, Process, Server};
 use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Sources, Tensor, Type};
@@ -55,12 +55,30 @@ impl Host {
         self.connect_as(None)
     }
 
+    /// The same, a program of this user.
+    pub(crate) fn connect_of(&self, uid: u32) -> Guest {
+        self.connect_as(Some(Process {
+            pid: 0,
+            uid,
+            program: None,
+        }))
+    }
+
+    /// A guest of this user that has said hello.
+    pub(crate) fn guest_of(&self, uid: u32) -> Guest {
+        let mut guest = self.connect_of(uid);
+        guest.hello();
+        guest
+    }
+
     /// The same, of a process that the host's kernel knows.
     pub(crate) fn connect_as(&self, process: Option<Process>) -> Guest {
         let (guest, host) = pair();
         let arriving = Arriving {
             peer: Peer {
                 endpoint: "test".into(),
+                link: LinkKind::Unix,
+                machine: None,
                 process,
             },
             open: Box::new(move || Ok(host)),

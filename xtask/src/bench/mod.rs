@@ -6,6 +6,7 @@ mod driver;
 mod faults;
 mod soak;
 mod table;
+mod tenants;
 mod weights;
 
 use anyhow::Result;
@@ -21,6 +22,8 @@ pub(crate) enum Options {
     Cpu(cpu::Options),
     /// A million random commands of four guests at once, and what they leave behind
     Soak(soak::Options),
+    /// Several guests on one executor: shares by weight, decoding beside a prefill, eight at once
+    Tenants(tenants::Options),
     /// Executors and guests killed, stopped and starved, hundreds of times, and what they leave behind
     Faults(faults::Options),
     /// The same model in several guests: what the next load costs, what the host holds
@@ -32,6 +35,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         Options::Boundary(options) => boundary::run(cache, options),
         Options::Cpu(options) => cpu::run(cache, options),
         Options::Soak(options) => soak::run(cache, options),
+        Options::Tenants(options) => tenants::run(cache, options),
         Options::Faults(options) => faults::run(cache, options),
         Options::Weights(options) => weights::run(cache, options),
     }

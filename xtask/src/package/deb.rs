@@ -52,6 +52,11 @@ pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
                 0o644,
             ),
             (
+                "usr/share/doc/vgpu/examples/vgpu.toml",
+                &deploy.join("vgpu.toml"),
+                0o644,
+            ),
+            (
                 "usr/lib/sysusers.d/vgpu.conf",
                 &deploy.join("vgpu.sysusers"),
                 0o644,

@@ -107,6 +107,7 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
                 &deploy.join("host/vgpu.service"),
                 0o644,
             ),
+            ("share/vgpu.toml", &deploy.join("host/vgpu.toml"), 0o644),
             (
                 "share/udev/60-vgpu.rules",
                 &deploy.join("guest/60-vgpu.rules"),

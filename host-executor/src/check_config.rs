@@ -1,0 +1,95 @@
+//! `vgpu check-config`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use serde_json::json;
+use vgpu_executor::config::{DEFAULT_PATH, EngineKind, LoadError, Settings};
+use vgpu_kernels::Engine as _;
+use vgpu_kernels::cpu::CpuEngine;
+
+/// Says whether a configuration is good, and if not, where it is wrong.
+///
+/// The exit status is 0 for a good one, 1 for one with a mistake, 2 for one that cannot be read. Nothing is started, and
+/// a running executor does not notice.
+#[derive(Parser)]
+pub(crate) struct Args {
+    /// The file.
+    #[arg(default_value = DEFAULT_PATH)]
+    file: PathBuf,
+
+    /// Answer with one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args) -> ExitCode {
+    let file = args.file.display();
+    let outcome = Settings::load(&args.file);
+    let (status, text, value) = match &outcome {
+        Ok(settings) => match checked(settings) {
+            Ok(memory) => (
+                0,
+                summary(settings, memory),
+                json!({"file": args.file, "ok": true, "guests": settings.guests.len(), "memory_checked": memory.is_some()}),
+            ),
+            Err(reason) => (
+                1,
+                format!("{file}: {reason}"),
+                json!({"file": args.file, "ok": false, "reason": reason}),
+            ),
+        },
+        Err(error @ LoadError::Read { error: cause, .. }) => (
+            2,
+            error.to_string(),
+            json!({"file": args.file, "ok": false, "reason": cause.to_string()}),
+        ),
+        Err(error @ LoadError::Problem { problem, .. }) => (
+            1,
+            error.to_string(),
+            json!({
+                "file": args.file,
+                "ok": false,
+                "line": problem.line,
+                "column": problem.column,
+                "reason": problem.reason,
+            }),
+        ),
+    };
+    match (args.json, status) {
+        (true, _) => println!("{value}"),
+        (false, 0) => println!("{file}: {text}"),
+        (false, _) => eprintln!("vgpu: {text}"),
+    }
+    ExitCode::from(status)
+}
+
+/// Whether the quotas fit the engine, and its memory, where that can be told without starting it.
+fn checked(settings: &Settings) -> Result<Option<u64>, String> {
+    let total = match (settings.memory, settings.engine) {
+        (Some(memory), _) => memory,
+        (None, EngineKind::Cpu) => {
+            let engine = CpuEngine::new(1, None).map_err(|error| error.to_string())?;
+            engine.memory().total
+        }
+        (None, _) => return Ok(None),
+    };
+    let fits = settings.rules().check_memory(total);
+    fits.map(|()| Some(total))
+        .map_err(|error| error.to_string())
+}
+
+fn summary(settings: &Settings, memory: Option<u64>) -> String {
+    let quotas = settings.guests.iter().filter_map(|g| g.rule.policy.memory);
+    let promised: u64 = quotas.sum();
+    let memory = match memory {
+        Some(memory) => format!("of {memory}"),
+        None => "of a GPU's memory, which is not looked at here".into(),
+    };
+    format!(
+        "good: engine {}, {} guests with names, {promised} bytes {memory} set aside",
+        settings.engine,
+        settings.guests.len()
+    )
+}

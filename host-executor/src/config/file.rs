@@ -1,0 +1,434 @@
+//! The file, as it is written.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, Visitor};
+use toml::Spanned;
+use vgpu_transport::link::Endpoint;
+
+use super::{EngineKind, GuestSettings, LogFormat, MetricsAddress, Problem, Settings, VmDevice};
+use crate::size;
+use crate::tenant::{LinkKind, Policy};
+use crate::vm::VmOptions;
+use crate::weights::{CacheOptions, Sharing};
+
+/// The largest configuration that is read: a thousand guests fit many times.
+const MAX_BYTES: usize = 16 << 20;
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct File {
+    engine: Engine,
+    server: Server,
+    metrics: Metrics,
+    control: Control,
+    weights: WeightsTable,
+    unnamed: Unnamed,
+    guest: Vec<Spanned<Guest>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct Engine {
+    kind: Option<Text<EngineKind>>,
+    threads: usize,
+    memory: Option<Size>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct Server {
+    listen: Vec<Spanned<Text<Endpoint>>>,
+    mode: Option<Mode>,
+    certs: Option<PathBuf>,
+    max_guests: Option<usize>,
+    share_buffers: Option<bool>,
+    overcommit: bool,
+    vm_device: Option<Device>,
+    log: Option<String>,
+    log_format: Option<Text<LogFormat>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct Metrics {
+    listen: Option<Text<MetricsAddress>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct Control {
+    socket: Option<PathBuf>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct WeightsTable {
+    share: Option<Share>,
+    cache: Option<Cache>,
+}
+
+#[derive(Deserialize, Clone, Copy)]
+#[serde(rename_all = "kebab-case")]
+enum Share {
+    Off,
+    Tenant,
+    All,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Cache {
+    folder: PathBuf,
+    size: Size,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct Unnamed {
+    accept: Option<bool>,
+    memory: Option<Size>,
+    weight: Option<Weight>,
+    graphs_in_flight: Option<Count>,
+    links: Option<Vec<Text<LinkKind>>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Guest {
+    name: Spanned<String>,
+    memory: Option<Size>,
+    weight: Option<Weight>,
+    graphs_in_flight: Option<Count>,
+    links: Option<Vec<Text<LinkKind>>>,
+    #[serde(default)]
+    listen: Vec<Spanned<Text<Endpoint>>>,
+    mode: Option<Mode>,
+    vm: Option<Spanned<Vm>>,
+    #[serde(default)]
+    uids: Vec<Spanned<u32>>,
+    #[serde(default)]
+    cids: Vec<Spanned<u32>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Vm {
+    socket: PathBuf,
+    window: Option<Size>,
+    silence: Option<u64>,
+}
+
+#[derive(Deserialize, Clone, Copy)]
+#[serde(rename_all = "kebab-case")]
+enum Device {
+    Ivshmem,
+    VfioUser,
+}
+
+/// Reads the text of a file.
+pub(super) fn parse(text: &str) -> Result<Settings, Problem> {
+    let problem = |span: Option<Range<usize>>, reason: String| {
+        let (line, column) = place(text, span.map_or(0, |span| span.start));
+        Problem {
+            line,
+            column,
+            reason,
+        }
+    };
+    if text.len() > MAX_BYTES {
+        let reason = format!("{} bytes; at most {MAX_BYTES} are read", text.len());
+        return Err(problem(None, reason));
+    }
+    let file: File = toml::from_str(text)
+        .map_err(|error| problem(error.span(), error.message().trim().to_owned()))?;
+    settings(file).map_err(|(span, reason)| problem(Some(span), reason))
+}
+
+/// Line and column of a byte, counted from 1, the column in characters.
+fn place(text: &str, byte: usize) -> (usize, usize) {
+    let mut before = byte.min(text.len());
+    while !text.is_char_boundary(before) {
+        before -= 1;
+    }
+    let before = &text[..before];
+    let line = before.matches('\n').count() + 1;
+    let start = before.rfind('\n').map_or(0, |newline| newline + 1);
+    (line, before[start..].chars().count() + 1)
+}
+
+type Misplaced = (Range<usize>, String);
+
+fn settings(file: File) -> Result<Settings, Misplaced> {
+    let defaults = Settings::default();
+    let unnamed = policy(
+        file.unnamed.memory,
+        file.unnamed.weight,
+        file.unnamed.graphs_in_flight,
+        file.unnamed.links,
+    );
+    let mut used = Used::default();
+    let listen = doors(file.server.listen, &mut used)?;
+    let mut guests: Vec<GuestSettings> = Vec::new();
+    for entry in file.guest {
+        guests.push(guest(entry, &mut used)?);
+    }
+    Ok(Settings {
+        listen,
+        mode: file.server.mode.map_or(defaults.mode, |mode| mode.0),
+        certs: file.server.certs,
+        max_guests: file.server.max_guests.unwrap_or(defaults.max_guests),
+        share_buffers: file.server.share_buffers.unwrap_or(true),
+        overcommit: file.server.overcommit,
+        engine: file.engine.kind.map_or(defaults.engine, |kind| kind.0),
+        threads: file.engine.threads,
+        memory: file.engine.memory.map(|size| size.0),
+        device: match file.server.vm_device {
+            Some(Device::VfioUser) => VmDevice::VfioUser,
+            Some(Device::Ivshmem) | None => VmDevice::Ivshmem,
+        },
+        log: file.server.log,
+        log_format: file
+            .server
+            .log_format
+            .map_or(LogFormat::Text, |text| text.0),
+        metrics: file.metrics.listen.map(|text| text.0),
+        control: file.control.socket,
+        share_weights: match file.weights.share {
+            None => Sharing::default(),
+            Some(Share::Off) => Sharing::Off,
+            Some(Share::Tenant) => Sharing::Tenant,
+            Some(Share::All) => Sharing::All,
+        },
+        weights_cache: file.weights.cache.map(|cache| CacheOptions {
+            folder: cache.folder,
+            size: cache.size.0,
+        }),
+        unnamed: file.unnamed.accept.unwrap_or(true).then_some(unnamed),
+        guests,
+    })
+}
+
+/// What belongs to one guest only: where it was said first.
+#[derive(Default)]
+struct Used {
+    names: BTreeMap<String, ()>,
+    places: BTreeMap<String, String>,
+    uids: BTreeMap<u32, String>,
+    cids: BTreeMap<u32, String>,
+}
+
+fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Misplaced> {
+    let whole = entry.span();
+    let entry = entry.into_inner();
+    let (span, name) = (entry.name.span(), entry.name.into_inner());
+    let is_name = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+    if name.is_empty() || name.len() > 64 || !name.bytes().all(is_name) {
+        let reason =
+            format!("the name {name:?}: 1 to 64 letters, digits, `.`, `_` and `-` are possible");
+        return Err((span, reason));
+    }
+    if used.names.insert(name.clone(), ()).is_some() {
+        return Err((span, format!("a second guest is called {name:?}")));
+    }
+    let listen = doors(entry.listen, used)?;
+    let vm = match entry.vm {
+        None => None,
+        Some(vm) => {
+            let span = vm.span();
+            let vm = vm.into_inner();
+            let at = |reason| (span.clone(), reason);
+            let mut options = format!("{name},socket={}", vm.socket.display());
+            if let Some(window) = vm.window {
+                options.push_str(&format!(",window={}", window.0));
+            }
+            if let Some(silence) = vm.silence {
+                options.push_str(&format!(",silence={silence}"));
+            }
+            let options: VmOptions = options.parse().map_err(at)?;
+            take_place(used, &options.socket.display().to_string(), &name).map_err(at)?;
+            Some(options)
+        }
+    };
+    let numbers = |numbers: Vec<Spanned<u32>>, used: &mut BTreeMap<u32, String>, what: &str| {
+        let mut taken = Vec::new();
+        for number in numbers {
+            let (span, number) = (number.span(), number.into_inner());
+            if let Some(other) = used.insert(number, name.clone()) {
+                return Err((span, format!("{what} {number} is guest {other} already")));
+            }
+            taken.push(number);
+        }
+        Ok(taken)
+    };
+    let uids = numbers(entry.uids, &mut used.uids, "user")?;
+    let cids = numbers(entry.cids, &mut used.cids, "machine")?;
+    if listen.is_empty() && vm.is_none() && uids.is_empty() && cids.is_empty() {
+        let reason = format!(
+            "guest {name} cannot be told from others: give it a listen or vm of its own, or uids or cids that are it"
+        );
+        return Err((whole, reason));
+    }
+    let mut settings = GuestSettings::new(&name);
+    settings.rule.uids = uids;
+    settings.rule.cids = cids;
+    settings.rule.policy = policy(
+        entry.memory,
+        entry.weight,
+        entry.graphs_in_flight,
+        entry.links,
+    );
+    settings.listen = listen;
+    settings.vm = vm;
+    if let Some(Mode(mode)) = entry.mode {
+        settings.mode = mode;
+    }
+    Ok(settings)
+}
+
+fn policy(
+    memory: Option<Size>,
+    weight: Option<Weight>,
+    graphs_in_flight: Option<Count>,
+    links: Option<Vec<Text<LinkKind>>>,
+) -> Policy {
+    let defaults = Policy::default();
+    Policy {
+        memory: memory.map(|size| size.0),
+        weight: weight.map_or(defaults.weight, |weight| weight.0),
+        graphs_in_flight: graphs_in_flight.map_or(defaults.graphs_in_flight, |count| count.0),
+        links: links.map_or(defaults.links, |links| {
+            links.into_iter().map(|text| text.0).collect()
+        }),
+    }
+}
+
+fn doors(
+    endpoints: Vec<Spanned<Text<Endpoint>>>,
+    used: &mut Used,
+) -> Result<Vec<Endpoint>, Misplaced> {
+    let mut doors = Vec::new();
+    for endpoint in endpoints {
+        let (span, Text(endpoint)) = (endpoint.span(), endpoint.into_inner());
+        match &endpoint {
+            Endpoint::Inproc | Endpoint::Pci(_) => {
+                let reason = format!(
+                    "nobody can listen on {endpoint}: there are unix:PATH, tcp:HOST:PORT and vsock:PORT, and for \
+                     virtual machines `vm` of a guest"
+                );
+                return Err((span, reason));
+            }
+            Endpoint::Unix(path) => take_place(used, &path.display().to_string(), "another"),
+            _ => take_place(used, &endpoint.to_string(), "another"),
+        }
+        .map_err(|reason| (span, reason))?;
+        doors.push(endpoint);
+    }
+    Ok(doors)
+}
+
+fn take_place(used: &mut Used, place: &str, who: &str) -> Result<(), String> {
+    match used.places.insert(place.into(), who.into()) {
+        None => Ok(()),
+        Some(_) => Err(format!("{place} is listened on already, further up")),
+    }
+}
+
+/// A text with a meaning.
+struct Text<T>(T);
+
+impl<'de, T> Deserialize<'de> for Text<T>
+where
+    T: FromStr,
+    T::Err: std::fmt::Display,
+{
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Text).map_err(D::Error::custom)
+    }
+}
+
+/// A number of bytes: `24GiB`, or a plain number.
+struct Size(u64);
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reads;
+        impl Visitor<'_> for Reads {
+            type Value = Size;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a size, such as \"24GiB\" or a number of bytes")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Size, E> {
+                size::parse(text).map(Size).map_err(E::custom)
+            }
+
+            fn visit_i64<E: serde::de::Error>(self, bytes: i64) -> Result<Size, E> {
+                let bytes = u64::try_from(bytes);
+                bytes
+                    .map(Size)
+                    .map_err(|_| E::custom("a size is not negative"))
+            }
+
+            fn visit_u64<E: serde::de::Error>(self, bytes: u64) -> Result<Size, E> {
+                Ok(Size(bytes))
+            }
+        }
+        deserializer.deserialize_any(Reads)
+    }
+}
+
+/// Permission bits, as `chmod` takes them.
+struct Mode(u32);
+
+impl<'de> Deserialize<'de> for Mode {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let mode = u32::from_str_radix(&text, 8).ok();
+        mode.filter(|mode| mode & !0o777 == 0)
+            .map(Mode)
+            .ok_or_else(|| {
+                D::Error::custom(format!(
+                    "{text:?} are not permissions of a socket, such as \"0660\""
+                ))
+            })
+    }
+}
+
+struct Weight(u32);
+
+impl<'de> Deserialize<'de> for Weight {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let most = Policy::MAX_WEIGHT;
+        let weight = i64::deserialize(deserializer)?;
+        let weight = u32::try_from(weight)
+            .ok()
+            .filter(|w| (1..=most).contains(w));
+        weight
+            .map(Weight)
+            .ok_or_else(|| D::Error::custom(format!("a weight is a whole number from 1 to {most}")))
+    }
+}
+
+struct Count(usize);
+
+impl<'de> Deserialize<'de> for Count {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let count = i64::deserialize(deserializer)?;
+        let count = usize::try_from(count).ok().filter(|&count| count > 0);
+        count
+            .map(Count)
+            .ok_or_else(|| D::Error::custom("at least 1 has to be possible"))
+    }
+}
+
+#[cfg(test)]
+#[path = "file_tests.rs"]
+mod tests;

@@ -1,0 +1,199 @@
+//! What files say, and what is wrong with them.
+
+use super::*;
+
+/// The example that is installed, which a user starts from.
+const EXAMPLE: &str = include_str!("../../../deploy/host/vgpu.toml");
+
+fn refused(text: &str) -> (usize, usize, String) {
+    let problem = parse(text).expect_err(text);
+    (problem.line, problem.column, problem.reason)
+}
+
+#[test]
+fn an_empty_file_says_what_no_file_says() {
+    assert_eq!(parse(""), Ok(Settings::default()));
+    assert_eq!(parse("# nothing\n[server]\n"), Ok(Settings::default()));
+}
+
+#[test]
+fn the_example_means_what_it_says() {
+    let settings = parse(EXAMPLE).expect("the example is good");
+    let names: Vec<&str> = settings
+        .guests
+        .iter()
+        .map(|g| g.rule.name.as_str())
+        .collect();
+    assert_eq!(names, ["alice", "batch", "vm1"]);
+    let [alice, batch, vm1] = settings.guests.as_slice() else {
+        panic!("three guests");
+    };
+    assert_eq!(alice.rule.policy.memory, Some(24 << 30));
+    assert_eq!((alice.rule.policy.weight, batch.rule.policy.weight), (3, 1));
+    assert_eq!(
+        alice.listen,
+        [Endpoint::Unix("/run/vgpu/alice.sock".into())]
+    );
+    assert_eq!(batch.rule.uids, [1001]);
+    assert_eq!(batch.rule.policy.graphs_in_flight, 1);
+    let vm = vm1.vm.as_ref().expect("a virtual machine");
+    assert_eq!((vm.name.as_str(), vm.window), ("vm1", 256 << 20));
+    assert_eq!(vm1.rule.policy.links, [LinkKind::Pci]);
+    assert!(settings.metrics.is_some() && settings.control.is_some());
+    assert!(!settings.overcommit);
+}
+
+/// Every setting that is commented out in the example exists, and has the value that it shows.
+#[test]
+fn the_settings_that_the_example_leaves_out_are_there_too() {
+    let all: String = EXAMPLE
+        .lines()
+        .map(|line| match line.strip_prefix("#") {
+            // A comment begins with `# `, a setting that is left out with `#name = `.
+            Some(setting) if !setting.starts_with(' ') && setting.contains(" = ") => setting,
+            _ => line,
+        })
+        .flat_map(|line| [line, "\n"])
+        .collect();
+    assert_ne!(all, EXAMPLE);
+    let plain = parse(EXAMPLE).unwrap();
+    let settings = parse(&all).expect("every setting of the example is one");
+    assert_eq!(settings.max_guests, plain.max_guests);
+    assert_eq!(settings.mode, plain.mode);
+    assert!(settings.certs.is_some());
+}
+
+#[test]
+fn what_is_wrong_is_said_with_its_place() {
+    let mut wrong = String::new();
+    for (text, place, words) in [
+        ("[engine]\nkind = \"tpu\"\n", (2, 8), "expected cpu, cuda"),
+        ("[engine]\nthreads = -1\n", (2, 11), "-1"),
+        ("[engine]\nmemory = \"8X\"\n", (2, 10), "unknown unit"),
+        ("[engine]\nmemory = true\n", (2, 10), "a size, such as"),
+        ("[engine]\ncolour = 1\n", (2, 1), "unknown field `colour`"),
+        ("[motor]\n", (1, 2), "unknown field `motor`"),
+        (
+            "[server]\nlisten = [\"unix:/a\", \"unix:/a\"]\n",
+            (2, 22),
+            "listened on already",
+        ),
+        (
+            "[server]\nlisten = [\"pci\"]\n",
+            (2, 11),
+            "nobody can listen",
+        ),
+        ("[server]\nmode = \"0999\"\n", (2, 8), "not permissions"),
+        (
+            "[metrics]\nlisten = \"0.0.0.0:9400\"\n",
+            (2, 10),
+            "other machines",
+        ),
+        ("[metrics]\nlisten = \"here\"\n", (2, 10), "not an address"),
+        ("a = \"b\n", (1, 7), "string"),
+        ("[[guest]]\nmemory = 1\n", (1, 1), "missing field `name`"),
+        ("[[guest]]\nname = \"a b\"\n", (2, 8), "letters, digits"),
+        (
+            "\n[[guest]]\nname = \"a\"\n",
+            (2, 1),
+            "cannot be told from others",
+        ),
+        (
+            "[[guest]]\nname = \"a\"\nuids = [1]\n[[guest]]\nname = \"a\"\nuids = [2]\n",
+            (5, 8),
+            "a second guest is called",
+        ),
+        (
+            "[[guest]]\nname = \"a\"\nuids = [1]\n[[guest]]\nname = \"b\"\nuids = [3, 1]\n",
+            (6, 12),
+            "user 1 is guest a already",
+        ),
+        (
+            "[[guest]]\nname = \"a\"\nuids = [1]\nweight = 0\n",
+            (4, 10),
+            "from 1 to 1000",
+        ),
+        (
+            "[[guest]]\nname = \"a\"\nuids = [1]\ngraphs-in-flight = 0\n",
+            (4, 20),
+            "at least 1",
+        ),
+        (
+            "[[guest]]\nname = \"a\"\nlinks = [\"usb\"]\n",
+            (3, 9),
+            "no link is called",
+        ),
+        (
+            "[[guest]]\nname = \"a\"\nvm = { socket = \"s\" }\n",
+            (3, 6),
+            "absolute",
+        ),
+        (
+            "[[guest]]\nname = \"ä\"\nvm = { socket = \"/s\", fenster = 1 }\n",
+            (3, 23),
+            "fenster",
+        ),
+    ] {
+        let (line, column, reason) = refused(text);
+        if !reason.contains(words) || (line, column) != place {
+            wrong.push_str(&format!(
+                "{text}expected {place:?} {words:?}\n{line}:{column}: {reason}\n\n"
+            ));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong}");
+}
+
+#[test]
+fn columns_are_counted_in_characters() {
+    let (line, column, _) = refused("[server]\nlog = \"äöü\"; x\n");
+    assert_eq!((line, column), (2, 12));
+}
+
+#[test]
+fn what_takes_a_restart_is_told_from_what_does_not() {
+    let running = parse("[engine]\nthreads = 2\n[[guest]]\nname = \"a\"\nuids = [1]\n").unwrap();
+    let live =
+        parse("[engine]\nthreads = 2\n[[guest]]\nname = \"a\"\nuids = [2]\nweight = 7\n").unwrap();
+    assert!(live.needs_restart(&running).is_empty());
+    let other = parse("[engine]\nthreads = 3\nkind = \"auto\"\n").unwrap();
+    assert_eq!(
+        other.needs_restart(&running),
+        ["engine.kind", "engine.threads"]
+    );
+}
+
+#[test]
+fn quotas_that_promise_too_much_are_refused_unless_that_is_wanted() {
+    let guests = "[[guest]]\nname = \"a\"\nuids = [1]\nmemory = 60\n[[guest]]\nname = \"b\"\nuids = [2]\nmemory = 60\n";
+    let rules = parse(guests).unwrap().rules();
+    let error = rules.check_memory(100).unwrap_err().to_string();
+    assert!(
+        error.contains("120 bytes in all, the engine has 100"),
+        "{error}"
+    );
+    assert!(rules.check_memory(120).is_ok());
+    let rules = parse(&format!("[server]\novercommit = true\n{guests}"))
+        .unwrap()
+        .rules();
+    assert!(rules.check_memory(100).is_ok());
+}
+
+proptest::proptest! {
+    #[test]
+    fn no_text_is_too_strange(text in "\\PC{0,200}") {
+        let _ = parse(&text);
+    }
+
+    #[test]
+    fn no_half_of_the_example_is_too_strange(cut in 0..EXAMPLE.len(), splice in "[\\]\\[\"=#\n a-z0-9{}]{0,6}") {
+        if EXAMPLE.is_char_boundary(cut) {
+            let text = format!("{}{splice}{}", &EXAMPLE[..cut], &EXAMPLE[cut..]);
+            if let Err(problem) = parse(&text) {
+                let line = text.split('\n').nth(problem.line - 1).expect("a line of the text");
+                assert!(problem.column <= line.chars().count() + 1, "{problem}");
+                assert!(!problem.reason.is_empty());
+            }
+        }
+    }
+}

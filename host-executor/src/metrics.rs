@@ -1,0 +1,295 @@
+//! Metrics in the text format of OpenMetrics, which Prometheus scrapes.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
+use std::thread;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
+use tracing::{debug, error};
+
+use crate::config::MetricsAddress;
+use crate::histogram::Distribution;
+use crate::status::{Status, Waits, Watch, Work};
+use crate::vm::listen_stream;
+
+const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Answers `GET /metrics` at `address` from now on.
+pub fn serve(address: &MetricsAddress, watch: Watch) -> io::Result<()> {
+    let listener: tiny_http::Listener = match address {
+        MetricsAddress::Tcp(address) => TcpListener::bind(address)?.into(),
+        MetricsAddress::Unix(path) => {
+            let listener = listen_stream(path).map_err(io::Error::other)?;
+            fs::set_permissions(path, fs::Permissions::from_mode(0o660))?;
+            listener.set_nonblocking(false)?;
+            listener.into()
+        }
+    };
+    let server = tiny_http::Server::from_listener(listener, None).map_err(io::Error::other)?;
+    thread::Builder::new()
+        .name("vgpu-metrics".into())
+        .spawn(move || {
+            for request in server.incoming_requests() {
+                if let Err(error) = answer(request, &watch) {
+                    debug!("a scrape was not answered: {error}");
+                }
+            }
+        })?;
+    Ok(())
+}
+
+fn answer(request: tiny_http::Request, watch: &Watch) -> io::Result<()> {
+    let path = request.url().split('?').next().unwrap_or_default();
+    if !matches!(request.method(), tiny_http::Method::Get) || path != "/metrics" {
+        let nothing = tiny_http::Response::from_string("metrics are at /metrics\n");
+        return request.respond(nothing.with_status_code(404));
+    }
+    match render(watch) {
+        Ok(text) => {
+            let mut response = tiny_http::Response::from_string(text);
+            if let Ok(header) = tiny_http::Header::from_bytes("Content-Type", CONTENT_TYPE) {
+                response.add_header(header);
+            }
+            request.respond(response)
+        }
+        Err(fmt::Error) => {
+            error!("metrics could not be written, a bug of the host");
+            let broken = tiny_http::Response::from_string("metrics could not be written\n");
+            request.respond(broken.with_status_code(500))
+        }
+    }
+}
+
+/// All metrics, as they are now.
+pub fn render(watch: &Watch) -> Result<String, fmt::Error> {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Snapshot {
+        status: watch.status(),
+        waits: watch.waits(),
+    }));
+    let mut text = String::new();
+    text::encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+struct Snapshot {
+    status: Status,
+    waits: Vec<Waits>,
+}
+
+impl fmt::Debug for Snapshot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.status.fmt(f)
+    }
+}
+
+/// A counter of what guests have done: its name, what it says, and the figure.
+type Count = (&'static str, &'static str, fn(&Work) -> f64);
+
+const COUNTS: [Count; 9] = [
+    (
+        "vgpu_guest_graphs",
+        "Graphs run; a program that decodes runs one a token",
+        |w| w.graphs as f64,
+    ),
+    ("vgpu_guest_nodes", "Nodes of all graphs run", |w| {
+        w.nodes as f64
+    }),
+    (
+        "vgpu_guest_turns",
+        "Turns on the engine that graphs took; more than graphs when they made way for others",
+        |w| w.turns as f64,
+    ),
+    (
+        "vgpu_guest_run_seconds",
+        "Time that graphs had the engine",
+        |w| w.busy,
+    ),
+    (
+        "vgpu_guest_queue_seconds",
+        "Time that graphs waited for the engine",
+        |w| w.queued,
+    ),
+    (
+        "vgpu_guest_received_bytes",
+        "Bytes of messages and payloads from the guest",
+        |w| w.bytes_in as f64,
+    ),
+    (
+        "vgpu_guest_sent_bytes",
+        "Bytes of messages and payloads to the guest",
+        |w| w.bytes_out as f64,
+    ),
+    (
+        "vgpu_guest_failures",
+        "Requests that were refused or failed",
+        |w| w.failures as f64,
+    ),
+    (
+        "vgpu_guest_weights_not_sent_bytes",
+        "Bytes of weights that did not have to be sent, because they were there",
+        |w| w.weights_not_sent as f64,
+    ),
+];
+
+impl Collector for Snapshot {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let Snapshot { status, waits } = self;
+        let engine = [("engine", status.engine.name.as_str())];
+        let mut gauge = |name: &str, help: &str, labels: &[(&str, &str)], value: f64| {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Gauge)?
+                .encode_family(&labels)?
+                .encode_gauge(&value)
+        };
+        let build = [
+            ("version", status.version.as_str()),
+            ("device", status.engine.description.as_str()),
+        ];
+        gauge("vgpu_build", "The executor, 1", &build, 1.0)?;
+        gauge(
+            "vgpu_uptime_seconds",
+            "Time since the executor started",
+            &[],
+            status.uptime,
+        )?;
+        let (total, free) = (status.engine.memory_total, status.engine.memory_free);
+        gauge(
+            "vgpu_engine_memory_bytes",
+            "Memory that guests may use in all",
+            &engine,
+            total as f64,
+        )?;
+        gauge(
+            "vgpu_engine_memory_free_bytes",
+            "Memory that an allocation could still get",
+            &engine,
+            free as f64,
+        )?;
+
+        let weights = &status.engine.weights;
+        for (name, help, value) in [
+            (
+                "vgpu_weights_bytes",
+                "Weights that are held by content",
+                weights.bytes,
+            ),
+            (
+                "vgpu_weights_disk_bytes",
+                "Weights in the cache on disk",
+                weights.disk_bytes,
+            ),
+        ] {
+            gauge(name, help, &engine, value as f64)?;
+        }
+        for (name, help, value) in [
+            (
+                "vgpu_weights_not_sent_bytes",
+                "Bytes of weights that guests did not have to send",
+                weights.not_sent,
+            ),
+            (
+                "vgpu_weights_from_disk_bytes",
+                "Of these, bytes from the cache on disk",
+                weights.from_disk,
+            ),
+            (
+                "vgpu_weights_merged_bytes",
+                "Bytes of weights that were sent and found to be there",
+                weights.merged,
+            ),
+        ] {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Counter)?
+                .encode_family(&engine)?
+                .encode_counter::<[(&str, &str); 0], u64, f64>(&value, None)?;
+        }
+
+        let guests = &status.guests;
+        type Gauge = (
+            &'static str,
+            &'static str,
+            fn(&crate::status::GuestStatus) -> Option<f64>,
+        );
+        let gauges: [Gauge; 5] = [
+            ("vgpu_guest_sessions", "Programs that are connected", |g| {
+                Some(g.sessions as f64)
+            }),
+            (
+                "vgpu_guest_memory_used_bytes",
+                "Memory of the engine that the guest has",
+                |g| Some(g.work.memory as f64),
+            ),
+            (
+                "vgpu_guest_memory_quota_bytes",
+                "Memory that the guest may have; absent without a quota",
+                |g| g.quota.map(|quota| quota as f64),
+            ),
+            (
+                "vgpu_guest_weights_shared_bytes",
+                "Memory of the guest that is held once, and for somebody else first",
+                |g| Some(g.work.weights_shared as f64),
+            ),
+            (
+                "vgpu_guest_weight",
+                "Part of the engine's time, against the other guests",
+                |g| Some(f64::from(g.weight)),
+            ),
+        ];
+        for (name, help, figure) in gauges {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            for guest in guests {
+                if let Some(value) = figure(guest) {
+                    let labels = [("guest", guest.name.as_str())];
+                    family.encode_family(&labels)?.encode_gauge(&value)?;
+                }
+            }
+        }
+        for (name, help, figure) in COUNTS {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            for guest in guests {
+                let labels = [("guest", guest.name.as_str())];
+                let value = figure(&guest.work);
+                family
+                    .encode_family(&labels)?
+                    .encode_counter::<[(&str, &str); 0], f64, f64>(&value, None)?;
+            }
+        }
+        type Durations = (&'static str, &'static str, fn(&Waits) -> &Distribution);
+        let durations: [Durations; 2] = [
+            (
+                "vgpu_graph_queue_seconds",
+                "How long a graph waited for the engine",
+                |w| &w.queued,
+            ),
+            (
+                "vgpu_graph_run_seconds",
+                "How long a graph had the engine",
+                |w| &w.ran,
+            ),
+        ];
+        for (name, help, which) in durations {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
+            for wait in waits {
+                let labels = [("guest", wait.guest.as_str())];
+                histogram(family.encode_family(&labels)?, which(wait))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn histogram(mut encoder: MetricEncoder<'_>, distribution: &Distribution) -> fmt::Result {
+    let Distribution {
+        buckets,
+        sum,
+        count,
+    } = distribution;
+    encoder.encode_histogram::<[(&str, &str); 0]>(*sum, *count, buckets, None)
+}

@@ -1,0 +1,68 @@
+//! What `vgpu serve` writes to standard error.
+
+use std::io::{IsTerminal, stderr};
+
+use anyhow::anyhow;
+use tracing_subscriber::filter::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{Registry, fmt, reload};
+use vgpu_executor::config::{LogFormat, Settings};
+
+/// The log, whose filter can be changed.
+pub(super) struct Logging {
+    filter: reload::Handle<EnvFilter, Registry>,
+}
+
+impl Logging {
+    pub(super) fn start(settings: &Settings) -> anyhow::Result<Logging> {
+        let (layer, filter) = reload::Layer::new(filter(settings)?);
+        // A line that cannot be written (a full disk) is lost. To say so on standard error would be a panic there.
+        let registry = tracing_subscriber::registry().with(layer);
+        match settings.log_format {
+            LogFormat::Text => registry
+                .with(
+                    fmt::layer()
+                        .with_writer(stderr)
+                        .log_internal_errors(false)
+                        .with_ansi(stderr().is_terminal()),
+                )
+                .init(),
+            LogFormat::Json => registry
+                .with(
+                    fmt::layer()
+                        .json()
+                        .with_writer(stderr)
+                        .log_internal_errors(false),
+                )
+                .init(),
+        }
+        Ok(Logging { filter })
+    }
+
+    /// The filter that the settings ask for, if it is one.
+    pub(super) fn check(&self, settings: &Settings) -> anyhow::Result<EnvFilter> {
+        filter(settings)
+    }
+
+    /// Logs by another filter from now on.
+    pub(super) fn change(&mut self, filter: EnvFilter) {
+        // Fails when the subscriber is gone, and then there is no log anyway.
+        let _ = self.filter.reload(filter);
+    }
+}
+
+fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
+    let (source, filter) = match &settings.log {
+        Some(filter) => ("--log", filter.clone()),
+        None => (
+            "VGPU_LOG",
+            std::env::var("VGPU_LOG").unwrap_or_else(|_| "info".into()),
+        ),
+    };
+    EnvFilter::try_new(&filter).map_err(|error| {
+        anyhow!(
+            "{source}: {filter:?} is not a filter ({error}); try info, debug or vgpu_executor=trace"
+        )
+    })
+}

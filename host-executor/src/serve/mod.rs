@@ -1,0 +1,280 @@
+//! `vgpu serve`.
+
+mod args;
+mod doors;
+mod logging;
+
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tracing::{error, info, warn};
+use vgpu_executor::config::{EngineKind, Settings};
+use vgpu_executor::control::{self, Reloaded};
+use vgpu_executor::sandbox::{self, Profile};
+use vgpu_executor::{Limits, Server, Weights, metrics, service};
+use vgpu_kernels::Engine;
+use vgpu_kernels::cpu::CpuEngine;
+use vgpu_kernels::cuda::CudaEngine;
+use vgpu_kernels::cuda::device::Gpu;
+
+pub(crate) use args::Args;
+use doors::Doors;
+use logging::Logging;
+
+/// Signals this close together are one: `timeout` and some service managers signal a process and its group.
+const SAME_SIGNAL: Duration = Duration::from_millis(500);
+
+/// What the main thread waits for.
+enum Event {
+    /// A signal of this name asks for the end.
+    Stop(&'static str),
+    /// The configuration is to be read again; whoever asked by other means than a signal is told what came of it.
+    Reload(Option<Sender<Reloaded>>),
+}
+
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let settings = args.settings()?;
+    let mut logging = Logging::start(&settings)?;
+    // Before anything is there to be cleaned up, so that no signal finds us unprepared.
+    let (sender, events) = mpsc::channel();
+    catch_signals(sender.clone())?;
+
+    let engine = engine(settings.engine, settings.threads, settings.memory)?;
+    let memory = engine.memory();
+    let limits = Limits {
+        share: settings.share_buffers,
+        ..Limits::default()
+    };
+    let mut server = Server::new(Arc::clone(&engine), limits, settings.max_guests);
+    server
+        .apply(settings.rules())
+        .context("memory of the guests")?;
+    let weights = Weights::new(settings.share_weights, settings.weights_cache.clone())
+        .context("the cache of weights")?;
+    server.share_weights(weights);
+    let mut doors = Doors::new(&settings)?;
+    let mut kept = service::kept_files();
+    let prepared = doors.prepare(&settings, &mut kept)?;
+    // Files of virtual machines that are served no more.
+    for (name, _file) in kept {
+        service::forget(&name);
+    }
+
+    info!(
+        version = env!("CARGO_PKG_VERSION"),
+        engine = engine.name(),
+        device = engine.description(),
+        memory = memory.total,
+        free = memory.free,
+        "vgpu starts"
+    );
+    if let Some(file) = args.file() {
+        info!(
+            guests = settings.guests.len(),
+            "configuration {}",
+            file.display()
+        );
+    }
+    observe(&settings, &server, sender)?;
+    doors.switch(&mut server, &settings, prepared)?;
+    if args.no_sandbox {
+        warn!("no sandbox: --no-sandbox");
+    } else {
+        // What is not ours (drivers) makes calls that nobody has written down.
+        let profile = match engine.name() {
+            "cpu" => Profile::Cpu,
+            _ => Profile::Driver,
+        };
+        let sandbox =
+            sandbox::enter(profile).context("no sandbox; --no-sandbox starts without one")?;
+        info!("sandboxed: {sandbox}");
+    }
+    announce(&doors.addresses());
+    service::ready();
+
+    let mut running = settings;
+    serve(
+        &args,
+        &events,
+        &mut server,
+        &mut doors,
+        &mut logging,
+        &mut running,
+    )?;
+    service::stopping();
+    server.shutdown();
+    info!("vgpu ends");
+    Ok(())
+}
+
+/// Lets those look who may.
+fn observe(settings: &Settings, server: &Server, events: Sender<Event>) -> anyhow::Result<()> {
+    if let Some(address) = &settings.metrics {
+        metrics::serve(address, server.watch()).with_context(|| format!("metrics at {address}"))?;
+        info!("metrics at {address}");
+    }
+    if let Some(path) = &settings.control {
+        let reload = move || {
+            let (asker, answer) = mpsc::channel();
+            let asked = events.send(Event::Reload(Some(asker)));
+            let answer = asked.ok().and_then(|()| answer.recv().ok());
+            answer.unwrap_or_else(|| Reloaded {
+                ok: false,
+                message: "the executor is ending".into(),
+            })
+        };
+        control::serve(path, server.watch(), Box::new(reload))
+            .with_context(|| format!("the control socket {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Waits for the end; reads the configuration again as often as somebody asks.
+fn serve(
+    args: &Args,
+    events: &Receiver<Event>,
+    server: &mut Server,
+    doors: &mut Doors,
+    logging: &mut Logging,
+    running: &mut Settings,
+) -> anyhow::Result<()> {
+    loop {
+        match events.recv().context("the thread for signals has ended")? {
+            Event::Stop(signal) => {
+                info!(
+                    "{signal} received: ending the sessions; a second signal ends the process at once"
+                );
+                return Ok(());
+            }
+            Event::Reload(asker) => {
+                let said = match reload(args, server, doors, logging, running) {
+                    Ok(message) => {
+                        info!("{message}");
+                        Reloaded { ok: true, message }
+                    }
+                    Err(error) => {
+                        let message = format!("the configuration stays as it was: {error:#}");
+                        error!("{message}");
+                        Reloaded { ok: false, message }
+                    }
+                };
+                if let Some(asker) = asker {
+                    // Whoever asked may not have waited.
+                    let _ = asker.send(said);
+                }
+            }
+        }
+    }
+}
+
+/// Has the configuration take effect as it is now. On failure nothing has changed.
+fn reload(
+    args: &Args,
+    server: &mut Server,
+    doors: &mut Doors,
+    logging: &mut Logging,
+    running: &mut Settings,
+) -> anyhow::Result<String> {
+    let mut wanted = args.settings()?;
+    let late = wanted.needs_restart(running);
+    let filter = logging.check(&wanted)?;
+    let prepared = doors.prepare(&wanted, &mut Default::default())?;
+    server
+        .apply(wanted.rules())
+        .context("memory of the guests")?;
+    server.set_max_sessions(wanted.max_guests);
+    logging.change(filter);
+    doors.switch(server, &wanted, prepared)?;
+    wanted.keep_until_restart(running);
+    *running = wanted;
+    let guests = running.guests.len();
+    Ok(match late.as_slice() {
+        [] => format!("the configuration was read again: {guests} guests with names"),
+        late => format!(
+            "the configuration was read again: {guests} guests with names; {} will change with the next start",
+            late.join(", ")
+        ),
+    })
+}
+
+/// Sends the first SIGTERM or SIGINT, and each SIGHUP; a second of the former ends the process there and then.
+fn catch_signals(events: Sender<Event>) -> anyhow::Result<()> {
+    let mut signals =
+        Signals::new([SIGTERM, SIGINT, SIGHUP]).context("signals cannot be caught")?;
+    std::thread::Builder::new()
+        .name("vgpu-signals".into())
+        .spawn(move || {
+            let mut first: Option<Instant> = None;
+            for signal in signals.forever() {
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                match first {
+                    // Nobody receives it when the start has failed already.
+                    _ if signal == SIGHUP => drop(events.send(Event::Reload(None))),
+                    None => {
+                        first = Some(Instant::now());
+                        let _ = events.send(Event::Stop(name));
+                    }
+                    Some(first) if first.elapsed() < SAME_SIGNAL => {}
+                    Some(_) => {
+                        warn!("{name} received again: ending at once");
+                        std::process::exit(1);
+                    }
+                }
+            }
+        })
+        .context("no thread for signals")?;
+    Ok(())
+}
+
+/// Starts an engine.
+pub(crate) fn engine(
+    kind: EngineKind,
+    threads: usize,
+    memory: Option<u64>,
+) -> anyhow::Result<Arc<dyn Engine>> {
+    match kind {
+        EngineKind::Cpu => {
+            let engine = CpuEngine::new(threads, memory)
+                .with_context(|| format!("the cpu engine does not start with {threads} threads"))?;
+            Ok(Arc::new(engine))
+        }
+        EngineKind::Cuda(ordinal) => {
+            cuda(ordinal).with_context(|| format!("the engine cuda:{ordinal} does not start"))
+        }
+        EngineKind::Auto => cuda(0).or_else(|error| {
+            info!("no GPU is used: {error:#}");
+            engine(EngineKind::Cpu, threads, memory)
+        }),
+    }
+}
+
+fn cuda(ordinal: u32) -> anyhow::Result<Arc<dyn Engine>> {
+    let gpu = Gpu::new(ordinal, kernel_cache())?;
+    Ok(Arc::new(CudaEngine::new(Arc::new(gpu))?))
+}
+
+/// Where compiled kernels are kept, if the user has a place for such things.
+fn kernel_cache() -> Option<PathBuf> {
+    let folder = |name| {
+        std::env::var_os(name)
+            .filter(|path| !path.is_empty())
+            .map(PathBuf::from)
+    };
+    let cache = folder("VGPU_CACHE")
+        .or_else(|| folder("XDG_CACHE_HOME").map(|cache| cache.join("ggml-vgpu")))
+        .or_else(|| folder("HOME").map(|home| home.join(".cache/ggml-vgpu")));
+    cache.map(|cache| cache.join("kernels"))
+}
+
+/// Tells whoever started us that guests can come.
+fn announce(places: &[String]) {
+    let mut out = stdout().lock();
+    // Nobody has to listen.
+    let _ = writeln!(out, "ready {}", places.join(" ")).and_then(|()| out.flush());
+}

@@ -1,0 +1,618 @@
+//! What the operator of a host does with a running executor: configures it, looks at it, changes it.
+
+mod common;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::served::{Scratch, Serve, vgpu};
+use common::{Guest, PATIENCE, add, bytes};
+use prometheus_parse::{Scrape, Value};
+use rustix::process::Signal;
+use serde_json::Value as Json;
+use vgpu_transport::wire::{GraphId, Reply, Request};
+
+/// An executor with a configuration.
+struct Site {
+    serve: Serve,
+    folder: PathBuf,
+    config: PathBuf,
+    _scratch: Scratch,
+}
+
+impl Site {
+    /// `config` may say `DIR` for a folder of its own; the control socket is there.
+    fn start(test: &str, config: &str) -> Site {
+        let scratch = Scratch::new(test);
+        let folder = scratch.0.clone();
+        let path = folder.join("vgpu.toml");
+        let site_config = Site::text(&folder, config);
+        fs::write(&path, site_config).expect("a file");
+        let file = path.to_str().expect("text");
+        Site {
+            serve: Serve::start(&folder.join("flag.sock"), &["--config", file]),
+            config: path,
+            folder,
+            _scratch: scratch,
+        }
+    }
+
+    fn text(folder: &Path, config: &str) -> String {
+        let text =
+            format!("control.socket = \"DIR/control.sock\"\nserver.log = \"info\"\n{config}");
+        text.replace("DIR", folder.to_str().expect("text"))
+    }
+
+    fn write(&self, config: &str) {
+        fs::write(&self.config, Site::text(&self.folder, config)).expect("a file");
+    }
+
+    /// Runs a command against its control socket.
+    fn run(&self, command: &str, more: &[&str]) -> Command {
+        let control = self.folder.join("control.sock");
+        let mut arguments = vec![command, "--control", control.to_str().expect("text")];
+        arguments.extend(more);
+        vgpu(&arguments)
+    }
+
+    fn reload(&self) -> String {
+        let output = self
+            .run("reload", &[])
+            .output()
+            .expect("the command starts");
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    fn status(&self) -> Json {
+        let output = self
+            .run("ps", &["--json"])
+            .output()
+            .expect("the command starts");
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    }
+
+    fn guest(&self, socket: &str) -> Guest {
+        self.serve.guest(&self.folder.join(socket))
+    }
+
+    fn end(self) -> String {
+        self.serve.signal(Signal::TERM);
+        let (status, log) = self.serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+        log
+    }
+}
+
+/// Runs a command that must fail, and returns what it says.
+fn fails(command: &mut Command) -> String {
+    let output = command.output().expect("the command starts");
+    let text = String::from_utf8(output.stderr).expect("text");
+    assert!(!output.status.success(), "{text}");
+    text
+}
+
+fn figures(guest: &mut Guest) -> (u64, u64) {
+    match guest.ask(&Request::Memory {}) {
+        Reply::Memory { total, free, .. } => (total, free),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Runs one graph.
+fn work(guest: &mut Guest) {
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    guest.graph(GraphId(1), &add(2, a, a, a));
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+}
+
+const ALICE: &str = "[[guest]]\nname = \"alice\"\nlisten = [\"unix:DIR/alice.sock\"]\nmode = \"0600\"\nmemory = \"1MiB\"\nweight = 3\n";
+const BOB: &str = "[[guest]]\nname = \"bob\"\nlisten = [\"unix:DIR/bob.sock\"]\nmemory = \"2M\"\n";
+
+#[test]
+fn a_configuration_changes_under_guests_that_stay() {
+    let site = Site::start("reload", ALICE);
+    let socket = fs::metadata(site.folder.join("alice.sock")).expect("a socket");
+    assert_eq!(socket.permissions().mode() & 0o777, 0o600);
+    let control = fs::metadata(site.folder.join("control.sock")).expect("a socket");
+    assert_eq!(control.permissions().mode() & 0o777, 0o600);
+    let mut alice = site.guest("alice.sock");
+    assert_eq!(figures(&mut alice), (1 << 20, 1 << 20));
+
+    // A quota, another guest with a door of its own, and something that takes a restart.
+    site.write(&format!(
+        "engine.kind = \"auto\"\n{}{BOB}",
+        ALICE.replace("1MiB", "4MiB")
+    ));
+    let said = site.reload();
+    assert!(
+        said.contains("2 guests with names; engine.kind will change"),
+        "{said}"
+    );
+    assert_eq!(figures(&mut alice), (4 << 20, 4 << 20));
+    let mut bob = site.guest("bob.sock");
+    assert_eq!(figures(&mut bob), (2 << 20, 2 << 20));
+    work(&mut bob);
+
+    // Mistakes, of all kinds, change nothing.
+    for (config, words) in [
+        (
+            format!("{ALICE}weight = 4\n"),
+            "vgpu.toml:9:1: duplicate key",
+        ),
+        (
+            format!("{ALICE}{}", BOB.replace("2M", "2Q")),
+            "vgpu.toml:12:10: unknown unit",
+        ),
+        (
+            format!("{ALICE}{}", BOB.replace("2M", "64M")),
+            "the guests' quotas are 68157440 bytes in all, the engine has 67108864",
+        ),
+        (
+            format!("{ALICE}{}", BOB.replace("DIR", "DIR/nowhere")),
+            "does not exist",
+        ),
+    ] {
+        site.write(&config);
+        let said = fails(&mut site.run("reload", &[]));
+        assert!(
+            said.contains("stays as it was") && said.contains(words),
+            "{words}: {said}"
+        );
+        assert_eq!(figures(&mut alice), (4 << 20, 4 << 20));
+        work(&mut site.guest("bob.sock"));
+    }
+
+    // By signal, and bob is gone: not the program that is here, but its door.
+    site.write(ALICE);
+    site.serve.signal(Signal::HUP);
+    let start = Instant::now();
+    while figures(&mut alice).0 != 1 << 20 || site.folder.join("bob.sock").exists() {
+        assert!(start.elapsed() < PATIENCE, "SIGHUP does nothing");
+        thread::sleep(Duration::from_millis(5));
+    }
+    bob.fence();
+    work(&mut alice);
+    let log = site.end();
+    assert!(
+        log.contains("listening on unix:") && log.contains("no longer"),
+        "{log}"
+    );
+}
+
+#[test]
+fn what_everybody_does_is_listed() {
+    let site = Site::start("ps", &format!("{ALICE}{BOB}"));
+    let mut alice = site.guest("alice.sock");
+    work(&mut alice);
+    let refused = alice.new_buffer();
+    alice.send(&Request::Alloc {
+        buffer: refused,
+        size: 2 << 20,
+    });
+    assert!(matches!(alice.receive().0, Reply::Refused { .. }));
+    let mut stranger = site.guest("flag.sock");
+    work(&mut stranger);
+    let ended = site.guest("bob.sock");
+    drop(ended);
+
+    let status = site.status();
+    assert_eq!(status["engine"]["memory_total"], 64 << 20);
+    let guests = status["guests"].as_array().expect("guests");
+    let names: Vec<&str> = guests.iter().filter_map(|g| g["name"].as_str()).collect();
+    assert_eq!(names, ["alice", "bob", "-"]);
+    let alice_says = &guests[0];
+    for (figure, expected) in [
+        ("quota", 1 << 20),
+        ("memory", 8),
+        ("weight", 3),
+        ("sessions", 1),
+        ("graphs", 1),
+        ("turns", 1),
+        ("failures", 1),
+    ] {
+        assert_eq!(alice_says[figure], expected, "{figure}: {status:#}");
+    }
+    assert_eq!(guests[2]["quota"], Json::Null);
+    let sessions = status["sessions"].as_array().expect("sessions");
+    let mine = sessions
+        .iter()
+        .find(|s| s["guest"] == "alice")
+        .expect("alice");
+    assert_eq!(mine["pid"], std::process::id());
+    assert_eq!(mine["program"], "test");
+
+    let output = site.run("ps", &[]).output().expect("the command starts");
+    let text = String::from_utf8(output.stdout).expect("text");
+    for words in [
+        "cpu: ",
+        "of 64.0 MiB used",
+        "alice",
+        "1.0 MiB",
+        "WEIGHT",
+        "test",
+    ] {
+        assert!(text.contains(words), "{words} is not in\n{text}");
+    }
+    let log = site.end();
+    assert!(
+        log.contains("guest alice: out of memory: 2097152 bytes wanted, 1048568 of 1048576 free"),
+        "{log}"
+    );
+}
+
+#[test]
+fn metrics_are_what_prometheus_reads() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("a free port")
+        .port();
+    for address in [format!("127.0.0.1:{port}"), "unix:DIR/metrics.sock".into()] {
+        let config = format!("metrics.listen = \"{address}\"\n{ALICE}");
+        let site = Site::start("metrics", &config);
+        let mut alice = site.guest("alice.sock");
+        for _ in 0..3 {
+            work(&mut site.guest("alice.sock"));
+        }
+        work(&mut alice);
+        alice.fence();
+        let get = |path: &str| match address.strip_prefix("unix:DIR/") {
+            Some(name) => http(
+                UnixStream::connect(site.folder.join(name)).expect("it listens"),
+                path,
+            ),
+            None => http(TcpStream::connect(&address).expect("it listens"), path),
+        };
+        let (head, body) = get("/metrics");
+        assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+        assert!(
+            head.contains("application/openmetrics-text; version=1.0.0"),
+            "{head}"
+        );
+        assert!(body.ends_with("# EOF\n"), "{body}");
+        let lines = body.lines().map(|line| Ok(line.to_owned()));
+        let scrape = Scrape::parse(lines).expect("the text format");
+        let sample = |name: &str, guest: Option<&str>| {
+            let found = scrape.samples.iter().find(|sample| {
+                sample.metric == name
+                    && guest.is_none_or(|guest| sample.labels.get("guest") == Some(guest))
+            });
+            found
+                .unwrap_or_else(|| panic!("{name} of {guest:?} is not in\n{body}"))
+                .value
+                .clone()
+        };
+        let number = |name: &str, guest| match sample(name, guest) {
+            Value::Gauge(value) | Value::Counter(value) | Value::Untyped(value) => value,
+            other => panic!("{name}: {other:?}"),
+        };
+        let alice_has = |name: &str| number(name, Some("alice"));
+        assert_eq!(
+            number("vgpu_engine_memory_bytes", None),
+            (64u64 << 20) as f64
+        );
+        assert_eq!(
+            alice_has("vgpu_guest_memory_quota_bytes"),
+            (1u64 << 20) as f64
+        );
+        assert_eq!(alice_has("vgpu_guest_graphs_total"), 4.0);
+        assert_eq!(alice_has("vgpu_guest_weight"), 3.0);
+        assert_eq!(alice_has("vgpu_guest_weights_not_sent_bytes_total"), 0.0);
+        assert_eq!(number("vgpu_weights_bytes", None), 0.0);
+        assert!(alice_has("vgpu_guest_received_bytes_total") > 0.0);
+        assert!(alice_has("vgpu_guest_run_seconds_total") > 0.0);
+        assert_eq!(alice_has("vgpu_guest_failures_total"), 0.0);
+        assert_eq!(number("vgpu_guest_graphs_total", Some("-")), 0.0);
+        assert_eq!(alice_has("vgpu_graph_run_seconds_count"), 4.0);
+        let Value::Histogram(buckets) = sample("vgpu_graph_run_seconds", Some("alice")) else {
+            panic!("no histogram");
+        };
+        let counts: Vec<f64> = buckets.iter().map(|bucket| bucket.count).collect();
+        assert!(
+            counts.is_sorted() && counts.last() == Some(&4.0),
+            "{counts:?}"
+        );
+        assert!(buckets.last().expect("buckets").less_than.is_infinite());
+        // The parser is lenient about what it does not know; these rules are the format's.
+        for line in body.lines() {
+            assert!(line.is_ascii() && !line.is_empty(), "{line:?}");
+        }
+        let (head, _) = get("/");
+        assert!(head.starts_with("HTTP/1.1 404"), "{head}");
+        site.end();
+    }
+}
+
+/// Head and body of what a server answers.
+fn http(mut socket: impl Read + Write, path: &str) -> (String, String) {
+    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    socket.write_all(request.as_bytes()).expect("it listens");
+    let mut text = String::new();
+    socket.read_to_string(&mut text).expect("an answer");
+    let (head, body) = text.split_once("\r\n\r\n").expect("a head");
+    if !head.to_lowercase().contains("transfer-encoding: chunked") {
+        return (head.into(), body.into());
+    }
+    let (mut rest, mut whole) = (body, String::new());
+    while let Some((size, more)) = rest.split_once("\r\n") {
+        let size = usize::from_str_radix(size.trim(), 16).expect("a size");
+        whole.push_str(&more[..size]);
+        rest = more[size..].trim_start_matches("\r\n");
+    }
+    (head.into(), whole)
+}
+
+/// A terminal, and a program in it.
+struct Terminal {
+    child: Child,
+    keys: fs::File,
+    screen: std::sync::Arc<std::sync::Mutex<vt100::Parser>>,
+}
+
+impl Terminal {
+    fn start(mut command: Command, rows: u16, columns: u16) -> Terminal {
+        let (mut ours, mut its) = (0, 0);
+        let size = libc::winsize {
+            ws_row: rows,
+            ws_col: columns,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
+        let part = |n| std::num::NonZero::new(n).expect("a terminal of some size");
+        // SAFETY: the two places are ours, name and modes may be null, and the size is there for the call.
+        let made = unsafe {
+            libc::openpty(
+                &mut ours,
+                &mut its,
+                std::ptr::null_mut(),
+                std::ptr::null(),
+                &size,
+            )
+        };
+        assert_eq!(made, 0, "a terminal");
+        // SAFETY: two new descriptors that nobody else has.
+        let (ours, its) = unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(its)) };
+        let end = || Stdio::from(its.try_clone().expect("a descriptor"));
+        let child = command
+            .env("TERM", "xterm-256color")
+            .stdin(end())
+            .stdout(end())
+            .stderr(end())
+            .spawn()
+            .expect("the command starts");
+        let keys = fs::File::from(ours);
+        let mut output = keys.try_clone().expect("a descriptor");
+        let screen = std::sync::Arc::new(std::sync::Mutex::new(vt100::Parser::new(
+            part(rows),
+            part(columns),
+            0,
+        )));
+        let shown = std::sync::Arc::clone(&screen);
+        thread::spawn(move || {
+            let mut part = [0; 4096];
+            while let Ok(len @ 1..) = output.read(&mut part) {
+                shown.lock().expect("the screen").process(&part[..len]);
+            }
+        });
+        Terminal {
+            child,
+            keys,
+            screen,
+        }
+    }
+
+    fn shows(&self) -> String {
+        self.screen.lock().expect("the screen").screen().contents()
+    }
+
+    /// Waits until all these words are on the screen at once.
+    fn wait_for(&self, words: &[&str]) -> String {
+        let start = Instant::now();
+        loop {
+            let shows = self.shows();
+            if words.iter().all(|words| shows.contains(words)) {
+                return shows;
+            }
+            assert!(start.elapsed() < PATIENCE, "{words:?} are not in\n{shows}");
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn press(&mut self, keys: &str) {
+        self.keys
+            .write_all(keys.as_bytes())
+            .expect("the program reads");
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn top_shows_guests_in_a_terminal() {
+    let site = Site::start("top", &format!("{ALICE}{BOB}"));
+    let mut alice = site.guest("alice.sock");
+    alice.alloc(512 << 10);
+    let mut top = Terminal::start(site.run("top", &["--interval", "0.1"]), 30, 150);
+    let shows = top.wait_for(&[
+        "vgpu",
+        "cpu: ",
+        "alice",
+        "512.0 KiB / 1.0 MiB",
+        "████████░░░░░░░░",
+    ]);
+    let line = |name: &str| {
+        shows
+            .lines()
+            .find(|l| l.contains(name))
+            .unwrap_or_default()
+            .to_owned()
+    };
+    assert!(line("bob").contains("0 B / 2.0 MiB"), "{shows}");
+    assert!(line("memory").contains("of 64.0 MiB"), "{shows}");
+
+    // It is live: graphs that run are counted, memory that is freed is gone.
+    let a = alice.alloc_with(&bytes(&[1.0, 2.0]));
+    alice.graph(GraphId(1), &add(2, a, a, a));
+    let start = Instant::now();
+    loop {
+        alice.submit(GraphId(1));
+        alice.fence();
+        let shows = top.shows();
+        let rate = shows
+            .lines()
+            .find(|l| l.contains("alice"))
+            .and_then(|line| {
+                line.split("MiB")
+                    .nth(1)?
+                    .split_whitespace()
+                    .next()?
+                    .parse::<f64>()
+                    .ok()
+            });
+        if rate.is_some_and(|rate| rate > 0.0) {
+            break;
+        }
+        assert!(start.elapsed() < PATIENCE, "no graphs a second in\n{shows}");
+    }
+    drop(alice);
+    top.wait_for(&["nobody is connected"]);
+
+    // An executor that is away is said to be; q ends it, and the terminal is as it was.
+    site.end();
+    top.wait_for(&["no answer from"]);
+    top.press("q");
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = top.child.try_wait().expect("it can be waited for") {
+            break status;
+        }
+        assert!(start.elapsed() < PATIENCE, "q does not end it");
+        thread::sleep(Duration::from_millis(10));
+    };
+    assert!(status.success());
+    let screen = top.screen.lock().expect("the screen");
+    assert!(
+        !screen.screen().alternate_screen(),
+        "the screen was not given back"
+    );
+}
+
+#[test]
+fn top_without_a_terminal_or_an_executor_says_so() {
+    let scratch = Scratch::new("no-top");
+    let path = scratch.0.join("control.sock");
+    let control = path.to_str().expect("text");
+    let text = fails(&mut vgpu(&["top", "--control", control]));
+    assert!(text.contains("no terminal"), "{text}");
+    let text = fails(&mut vgpu(&["ps", "--control", control]));
+    assert!(
+        text.contains(control) && text.contains("is an executor running"),
+        "{text}"
+    );
+}
+
+#[test]
+fn strangers_on_the_control_socket_hold_nobody_up() {
+    let site = Site::start("control", "");
+    let path = site.folder.join("control.sock");
+    // Says nothing, says too much, and goes away in the middle.
+    let _silent: Vec<UnixStream> = (0..8)
+        .map(|_| UnixStream::connect(&path).expect("it listens"))
+        .collect();
+    let mut loud = UnixStream::connect(&path).expect("it listens");
+    let _ = loud.write_all(&[b'x'; 100_000]);
+    let mut gone = UnixStream::connect(&path).expect("it listens");
+    gone.write_all(b"sta").expect("it listens");
+    drop(gone);
+    assert_eq!(site.status()["guests"][0]["name"], "-");
+    site.end();
+}
+
+#[test]
+fn logs_can_be_json() {
+    let site = Site::start("json", &format!("server.log-format = \"json\"\n{ALICE}"));
+    work(&mut site.guest("alice.sock"));
+    let log = site.end();
+    let lines: Vec<Json> = log
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}")))
+        .collect();
+    let closed = lines
+        .iter()
+        .find(|line| {
+            line["fields"]["message"]
+                .as_str()
+                .is_some_and(|m| m.starts_with("session closed"))
+        })
+        .expect("the session's end");
+    assert_eq!(closed["fields"]["graphs_run"], 1);
+    assert_eq!(closed["span"]["tenant"], "alice");
+}
+
+#[test]
+fn configurations_are_checked_without_being_used() {
+    let scratch = Scratch::new("check");
+    let path = scratch.0.join("vgpu.toml");
+    let file = path.to_str().expect("text");
+    let check = |text: &str, more: &[&str]| {
+        fs::write(&path, text).expect("a file");
+        let arguments = [&["check-config", file], more].concat();
+        let output = vgpu(&arguments).output().expect("the command starts");
+        let text = [output.stdout, output.stderr].concat();
+        (output.status.code(), String::from_utf8(text).expect("text"))
+    };
+    let example = include_str!("../../deploy/host/vgpu.toml");
+    let (status, said) = check(example, &[]);
+    assert_eq!(status, Some(0), "{said}");
+    assert!(
+        said.contains("good: engine auto, 3 guests with names"),
+        "{said}"
+    );
+
+    let (status, said) = check("[server]\nlisten = [\"usb:1\"]\n", &[]);
+    assert_eq!(status, Some(1));
+    assert!(
+        said.contains(&format!("{file}:2:10: ")) && said.contains("no link of the kind `usb`"),
+        "{said}"
+    );
+    let (status, said) = check("[server]\nmax-guests = \"x\"\n", &["--json"]);
+    assert_eq!(status, Some(1));
+    let value: Json = serde_json::from_str(&said).expect("JSON");
+    assert_eq!(
+        (&value["ok"], &value["line"], &value["column"]),
+        (&false.into(), &2.into(), &14.into())
+    );
+
+    let (status, said) = check(
+        "[engine]\nmemory = 10\n[[guest]]\nname = \"a\"\nuids = [1]\nmemory = 11\n",
+        &[],
+    );
+    assert_eq!(status, Some(1));
+    assert!(
+        said.contains("11 bytes in all, the engine has 10"),
+        "{said}"
+    );
+    fs::remove_file(&path).expect("it is there");
+    let output = vgpu(&["check-config", file])
+        .output()
+        .expect("the command starts");
+    assert_eq!(output.status.code(), Some(2));
+
+    let text = fails(&mut vgpu(&["serve", "--config", file]));
+    assert!(text.contains(file), "{text}");
+}

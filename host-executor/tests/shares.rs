@@ -1,0 +1,329 @@
+//! What guests with names may use: memory, links, the device's time; and that nobody gets at what is another's.
+
+mod common;
+
+use std::thread;
+
+use common::{Guest, Host, MEMORY, add, bytes, cpu};
+use vgpu_executor::{GuestRule, LinkKind, Policy, Rules};
+use vgpu_transport::ir::BufferId;
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
+
+const GRAPH: GraphId = GraphId(1);
+
+fn rule(name: &str, uid: u32, policy: Policy) -> GuestRule {
+    GuestRule {
+        name: name.into(),
+        uids: vec![uid],
+        cids: Vec::new(),
+        policy,
+    }
+}
+
+fn quota(memory: u64) -> Policy {
+    Policy {
+        memory: Some(memory),
+        ..Policy::default()
+    }
+}
+
+fn rules(guests: Vec<GuestRule>) -> Rules {
+    Rules {
+        guests,
+        ..Rules::default()
+    }
+}
+
+/// Total and free memory, as the guest sees them.
+fn figures(guest: &mut Guest) -> (u64, u64) {
+    match guest.ask(&Request::Memory {}) {
+        Reply::Memory { total, free, .. } => (total, free),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn refusal(guest: &mut Guest, size: u64) -> String {
+    let buffer = guest.new_buffer();
+    match guest.ask(&Request::Alloc { buffer, size }) {
+        Reply::Refused { reason, .. } => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_guest_at_its_quota_is_refused_with_numbers_and_nobody_else_notices() {
+    let host = Host::new(cpu());
+    let quotas = rules(vec![
+        rule("alice", 1, quota(10 << 20)),
+        rule("bob", 2, quota(20 << 20)),
+    ]);
+    host.server.apply(quotas).expect("they fit");
+    let mut alice = host.guest_of(1);
+    let mut bob = host.guest_of(2);
+    let mut stranger = host.guest_of(3);
+    let rest = MEMORY - (30 << 20);
+    assert_eq!(figures(&mut alice), (10 << 20, 10 << 20));
+    assert_eq!(figures(&mut bob), (20 << 20, 20 << 20));
+    assert_eq!(figures(&mut stranger), (rest, rest));
+
+    let first = alice.alloc(6 << 20);
+    assert_eq!(figures(&mut alice), (10 << 20, 4 << 20));
+    let reason = refusal(&mut alice, 5 << 20);
+    assert_eq!(
+        reason,
+        "guest alice: out of memory: 5242880 bytes wanted, 4194304 of 10485760 free"
+    );
+    // The same guest with another program has the same quota.
+    let mut again = host.guest_of(1);
+    assert_eq!(figures(&mut again), (10 << 20, 4 << 20));
+    again.alloc(4 << 20);
+    assert_eq!(figures(&mut alice), (10 << 20, 0));
+
+    assert_eq!(figures(&mut bob), (20 << 20, 20 << 20), "bob's have moved");
+    assert_eq!(
+        figures(&mut stranger),
+        (rest, rest),
+        "a stranger's have moved"
+    );
+    bob.alloc(20 << 20);
+    stranger.alloc(rest);
+    alice.send(&Request::Free { buffer: first });
+    assert_eq!(figures(&mut alice), (10 << 20, 6 << 20));
+    drop(again);
+    drop(alice);
+    let mut alice = host.guest_of(1);
+    while figures(&mut alice).1 < 10 << 20 {
+        // The sessions of before are still giving back.
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_refused_allocation_leaves_nothing_behind() {
+    let host = Host::new(cpu());
+    host.server
+        .apply(rules(vec![rule("alice", 1, quota(1 << 20))]))
+        .expect("it fits");
+    let mut alice = host.guest_of(1);
+    for _ in 0..100 {
+        refusal(&mut alice, (1 << 20) + 1);
+        refusal(&mut alice, u64::MAX);
+    }
+    assert_eq!(figures(&mut alice), (1 << 20, 1 << 20));
+    alice.alloc(1 << 20);
+    assert_eq!(host.engine.memory().free, MEMORY - (1 << 20));
+}
+
+#[test]
+fn quotas_beyond_the_memory_are_refused_and_what_held_before_still_does() {
+    let host = Host::new(cpu());
+    host.server
+        .apply(rules(vec![rule("alice", 1, quota(10))]))
+        .expect("it fits");
+    let too_much = rules(vec![
+        rule("alice", 1, quota(MEMORY)),
+        rule("bob", 2, quota(1)),
+    ]);
+    let error = host.server.apply(too_much.clone()).expect_err("one byte");
+    assert_eq!((error.promised, error.total), (MEMORY + 1, MEMORY));
+    assert_eq!(figures(&mut host.guest_of(1)), (10, 10));
+    let overcommitted = Rules {
+        overcommit: true,
+        ..too_much
+    };
+    host.server.apply(overcommitted).expect("it is wanted");
+    assert_eq!(figures(&mut host.guest_of(1)), (MEMORY, MEMORY));
+}
+
+#[test]
+fn quotas_change_under_a_guest_that_stays() {
+    let host = Host::new(cpu());
+    let apply = |memory| {
+        let rules = rules(vec![rule("alice", 1, quota(memory))]);
+        host.server.apply(rules).expect("it fits");
+    };
+    apply(8192);
+    let mut alice = host.guest_of(1);
+    let buffer = alice.alloc_with(&[7; 8192]);
+    apply(4096);
+    assert_eq!(figures(&mut alice), (4096, 0));
+    assert_eq!(alice.read(buffer, 0, 8192), [7; 8192]);
+    apply(16384);
+    assert_eq!(figures(&mut alice), (16384, 8192));
+    alice.alloc(8192);
+    // No longer named: it stays as it is, and the next one is a stranger.
+    host.server.apply(Rules::default()).expect("nothing to fit");
+    assert_eq!(alice.read(buffer, 0, 8192), [7; 8192]);
+    let (total, _) = figures(&mut host.guest_of(1));
+    assert_eq!(total, MEMORY);
+}
+
+#[test]
+fn who_may_not_come_is_told_why() {
+    let host = Host::new(cpu());
+    let alice = Policy {
+        links: vec![LinkKind::Pci, LinkKind::Tcp],
+        ..Policy::default()
+    };
+    host.server
+        .apply(Rules {
+            unnamed: None,
+            ..rules(vec![
+                rule("alice", 1, alice),
+                rule("bob", 2, Policy::default()),
+            ])
+        })
+        .expect("nothing to fit");
+    let reason = host.connect_of(1).ended();
+    assert!(
+        reason.contains("guest alice may not come over unix, only over pci, tcp"),
+        "{reason}"
+    );
+    let reason = host.connect_of(3).ended();
+    assert!(reason.contains("lets in no others"), "{reason}");
+    host.guest_of(2).fence();
+}
+
+/// Everything that one guest can try to see of another's bytes, and of those it has given back itself.
+#[test]
+fn no_byte_of_one_guest_is_ever_another_s() {
+    const SECRET: u8 = 0xa5;
+    const SIZE: u64 = 4 << 20;
+    let host = Host::new(cpu());
+    let mut victim = host.guest_of(1);
+    let secret = victim.alloc(SIZE);
+    victim.send(&Request::Fill {
+        buffer: secret,
+        offset: 0,
+        len: SIZE,
+        value: SECRET,
+    });
+    victim.fence();
+
+    // The victim's buffer by its name: names are a session's own.
+    let read = |buffer, offset, len| Request::Read {
+        buffer,
+        offset,
+        len,
+    };
+    let mut thief = host.guest_of(2);
+    thief.send(&read(secret, 0, 64));
+    assert!(thief.ended().contains("which the session does not have"));
+    // Beyond a buffer of its own, in front of it, around the end of numbers.
+    for (offset, len) in [
+        (4096, 1),
+        (4095, 2),
+        (0, 4097),
+        (u64::MAX, 2),
+        (u64::MAX - 4095, 8192),
+        (1 << 40, 64),
+    ] {
+        let mut thief = host.guest_of(2);
+        let own = thief.alloc(4096);
+        thief.send(&read(own, offset, len));
+        let reason = thief.ended();
+        assert!(
+            reason.contains("which has 4096"),
+            "{offset}+{len}: {reason}"
+        );
+    }
+    // Copied from there into its own.
+    let mut thief = host.guest_of(2);
+    let own = thief.alloc(8192);
+    thief.send(&Request::Copy {
+        dst: own,
+        dst_offset: 0,
+        src: BufferId(77),
+        src_offset: 0,
+        len: 64,
+    });
+    assert!(thief.ended().contains("buffer 77"));
+    // By a graph that reads beyond, or from a buffer that is not its own.
+    for (a, count) in [(BufferId(1), 2048), (BufferId(2), 16)] {
+        let mut thief = host.guest_of(2);
+        let own = thief.alloc(4096);
+        thief.image(GRAPH, &common::image(&add(count, own, a, a)));
+        thief.submit(GRAPH);
+        assert!(thief.ended().contains("broke the protocol"));
+    }
+    // By a name of its own that it has freed, and a graph that was compiled over it.
+    let mut thief = host.guest_of(2);
+    let own = thief.alloc_with(&bytes(&[1.0; 16]));
+    let kept = thief.alloc(64);
+    thief.graph(GRAPH, &add(16, kept, own, own));
+    thief.send(&Request::Free { buffer: own });
+    thief.submit(GRAPH);
+    assert!(thief.ended().contains("used a buffer that was freed"));
+    let mut thief = host.guest_of(2);
+    let own = thief.alloc(64);
+    thief.send(&Request::Free { buffer: own });
+    thief.send(&read(own, 0, 64));
+    assert!(thief.ended().contains("which the session does not have"));
+
+    // What the victim gives back, in new memory, of all sizes, before and after it has gone.
+    let mut thief = host.guest_of(2);
+    let mut look = |round: &str| {
+        for size in [64, 4096, 65_536, SIZE, 2 * SIZE] {
+            let fresh = thief.alloc(size);
+            for offset in (0..size).step_by(MAX_PAYLOAD) {
+                let bytes = thief.read(fresh, offset, (size - offset).min(MAX_PAYLOAD as u64));
+                let found = bytes.iter().filter(|&&byte| byte != 0).count();
+                assert_eq!(found, 0, "{round}, {size} bytes: not all zero");
+            }
+            thief.send(&Request::Free { buffer: fresh });
+        }
+    };
+    look("while the victim is there");
+    victim.send(&Request::Free { buffer: secret });
+    victim.fence();
+    look("after it has freed");
+    drop(victim);
+    look("after it has gone");
+}
+
+/// Heavy and light guests at once, all results right: turns of one do not disturb the other's graphs.
+#[test]
+fn graphs_that_take_turns_compute_what_they_compute_alone() {
+    let host = Host::new(cpu());
+    let weights = |(i, weight)| {
+        let policy = Policy {
+            weight,
+            graphs_in_flight: 1,
+            ..Policy::default()
+        };
+        rule(&format!("guest{i}"), i, policy)
+    };
+    let named = [(1, 1), (2, 3), (3, 10)].map(weights);
+    host.server.apply(rules(named.into())).expect("no quotas");
+    thread::scope(|scope| {
+        for uid in [1, 1, 2, 2, 3] {
+            let host = &host;
+            scope.spawn(move || {
+                let count = 1 << (6 + 4 * uid);
+                let mut guest = host.guest_of(uid);
+                let numbers = guest.alloc_with(&bytes(&vec![uid as f32; count as usize]));
+                let ones = guest.alloc_with(&bytes(&vec![1.0; count as usize]));
+                guest.graph(GRAPH, &add(count, numbers, numbers, ones));
+                for round in 1..=60 {
+                    guest.submit(GRAPH);
+                    let expected = vec![(uid + round) as f32; count as usize];
+                    assert_eq!(
+                        guest.read_f32(numbers, count),
+                        expected,
+                        "uid {uid}, round {round}"
+                    );
+                }
+            });
+        }
+    });
+    let status = host.server.watch().status();
+    let named: Vec<(&str, u64)> = status
+        .guests
+        .iter()
+        .map(|guest| (guest.name.as_str(), guest.work.graphs))
+        .collect();
+    assert_eq!(
+        named,
+        [("guest1", 120), ("guest2", 120), ("guest3", 60), ("-", 0)]
+    );
+}
