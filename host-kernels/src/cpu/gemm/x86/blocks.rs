@@ -6,16 +6,40 @@
 
 use std::arch::x86_64::*;
 
+use super::simd::Simd;
 use crate::cpu::formats::{
     BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K,
     BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
     BlockTq2_0, FP4_VALUES, GroupBlock, IQ4_VALUES, NVFP4_SCALES, SuperBlock,
 };
 
+/// How the quants of a group lie in a block of one group.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Codes {
+    /// 16 bytes from here on: low nibbles, then high ones.
+    Nibbles(usize),
+    /// 32 bytes from here on.
+    Bytes(usize),
+    /// Some other way.
+    Other,
+}
+
 /// A group format as vectors.
 pub(super) trait Groups: GroupBlock {
     /// Whether quants go beyond 127.
     const WIDE: bool = Self::OFFSET > 64;
+
+    /// The largest quant.
+    const MOST: usize;
+
+    /// Where the codes are that [`Groups::decode`] makes quants of.
+    const CODES: Codes = Codes::Other;
+
+    /// The quants that codes stand for.
+    #[inline(always)]
+    unsafe fn decode<S: Simd>(codes: S::I) -> S::I {
+        codes
+    }
 
     /// The quants of group `g` of a row.
     unsafe fn single(row: *const u8, g: usize) -> __m256i;
@@ -36,6 +60,9 @@ pub(super) trait Groups: GroupBlock {
 pub(super) trait Supers: SuperBlock {
     /// Whether quants go beyond 127.
     const WIDE: bool = Self::OFFSET > 64;
+
+    /// The largest quant.
+    const MOST: usize;
 
     /// The piece of 32 elements in each half of [`Supers::quants_512`].
     const ORDER_512: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
@@ -177,6 +204,7 @@ const fn unsigned(values: &[i8; 16], offset: i32) -> [u8; 16] {
 }
 
 const IQ4_TABLE: [u8; 16] = unsigned(&IQ4_VALUES, 128);
+const IQ4_SIGNED_TABLE: [u8; 16] = unsigned(&IQ4_VALUES, 0);
 const FP4_TABLE: [u8; 16] = unsigned(&FP4_VALUES, 12);
 
 /// A 32-bit field of bits.
@@ -191,6 +219,15 @@ macro_rules! nibble_groups {
         $(
             // SAFETY (of the blocks below): the module's contract; the offsets are those of the fields.
             impl Groups for $block {
+                const MOST: usize = match $qh {
+                    Some(_) => 31,
+                    None => 15,
+                };
+                const CODES: Codes = match $qh {
+                    Some(_) => Codes::Other,
+                    None => Codes::Nibbles($qs),
+                };
+
                 #[inline(always)]
                 unsafe fn single(row: *const u8, g: usize) -> __m256i {
                     // SAFETY: as above.
@@ -247,6 +284,15 @@ nibble_groups! {
 }
 
 impl Groups for BlockQ8_0 {
+    const MOST: usize = 255;
+    const CODES: Codes = Codes::Bytes(2);
+
+    #[inline(always)]
+    unsafe fn decode<S: Simd>(codes: S::I) -> S::I {
+        // SAFETY: the module's contract.
+        unsafe { S::flip(codes) }
+    }
+
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
         // SAFETY: the module's contract.
@@ -267,6 +313,22 @@ impl Groups for BlockQ8_0 {
 }
 
 impl Groups for BlockIq4Nl {
+    const MOST: usize = 255;
+    const CODES: Codes = Codes::Nibbles(2);
+
+    #[inline(always)]
+    unsafe fn decode<S: Simd>(codes: S::I) -> S::I {
+        // SAFETY: the module's contract.
+        unsafe {
+            if S::WIDE_IS_SIGNED {
+                // The level turns the bit over at once; twice is nothing.
+                S::flip(S::look_up(IQ4_SIGNED_TABLE, codes))
+            } else {
+                S::look_up(IQ4_TABLE, codes)
+            }
+        }
+    }
+
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
         // SAFETY: the module's contract.
@@ -296,6 +358,15 @@ impl Groups for BlockIq4Nl {
 }
 
 impl Groups for BlockMxfp4 {
+    const MOST: usize = 24;
+    const CODES: Codes = Codes::Nibbles(1);
+
+    #[inline(always)]
+    unsafe fn decode<S: Simd>(codes: S::I) -> S::I {
+        // SAFETY: the module's contract.
+        unsafe { S::look_up(FP4_TABLE, codes) }
+    }
+
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
         // SAFETY: the module's contract.
@@ -340,6 +411,8 @@ impl Groups for BlockMxfp4 {
 }
 
 impl Groups for BlockNvfp4 {
+    const MOST: usize = 24;
+
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
         // SAFETY: the module's contract; 16 bytes for each group begin at 4.
@@ -393,6 +466,8 @@ unsafe fn scales_of_blocks<B: GroupBlock>(row: *const u8, g: usize, n: usize) ->
 }
 
 impl Groups for BlockQ1_0 {
+    const MOST: usize = 2;
+
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
         // SAFETY: the module's contract; 4 bytes of signs for each group begin at 2.
@@ -410,6 +485,8 @@ impl Groups for BlockQ1_0 {
 }
 
 impl Groups for BlockQ2_0 {
+    const MOST: usize = 3;
+
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
         // SAFETY: the module's contract; 8 bytes for each group begin at 2.
@@ -469,6 +546,7 @@ unsafe fn two_halves(block: *const u8) -> (f32, f32) {
 const NIBBLE_ORDER: [usize; 8] = [0, 2, 1, 3, 4, 6, 5, 7];
 
 impl Supers for BlockQ4K {
+    const MOST: usize = 15;
     const ORDER_512: [usize; 8] = NIBBLE_ORDER;
 
     #[inline(always)]
@@ -516,6 +594,7 @@ impl Supers for BlockQ4K {
 }
 
 impl Supers for BlockQ5K {
+    const MOST: usize = 31;
     const ORDER_512: [usize; 8] = NIBBLE_ORDER;
 
     #[inline(always)]
@@ -588,6 +667,8 @@ impl Supers for BlockQ5K {
 }
 
 impl Supers for BlockQ6K {
+    const MOST: usize = 63;
+
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
         // SAFETY: the module's contract; the low bits begin at 0, the high ones at 128.
@@ -686,6 +767,8 @@ unsafe fn two_bits_512(qs: *const u8) -> [__m512i; 4] {
 }
 
 impl Supers for BlockQ2K {
+    const MOST: usize = 3;
+
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
         // SAFETY: the module's contract; the quants begin at 16.
@@ -717,6 +800,8 @@ impl Supers for BlockQ2K {
 }
 
 impl Supers for BlockQ3K {
+    const MOST: usize = 7;
+
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
         // SAFETY: the module's contract; the third bits begin at 0, the others at 32.
@@ -809,6 +894,8 @@ impl Supers for BlockQ3K {
 }
 
 impl Supers for BlockIq4Xs {
+    const MOST: usize = 255;
+
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
         // SAFETY: the module's contract; 16 bytes of nibbles for each piece begin at 8.
@@ -863,6 +950,8 @@ impl Supers for BlockIq4Xs {
 }
 
 impl Supers for BlockTq2_0 {
+    const MOST: usize = 3;
+
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
         // SAFETY: the module's contract; the quants begin at 0.

@@ -5,11 +5,11 @@ use std::marker::PhantomData;
 
 use super::Call;
 use super::panel::{self, Panel, Sums};
-use super::scratch::PREPARED;
+use super::scratch::{DECODED, PREPARED};
 use super::simd::Simd;
 
-/// Elements of `k` in a panel.
-const CHUNK: usize = 256;
+/// Elements of `k` in a panel: with a tile's columns, half of the first-level cache.
+const CHUNK: usize = 128;
 /// From this many columns on, interleaving a panel pays.
 pub(super) const PANEL_COLS: usize = 32;
 
@@ -145,27 +145,178 @@ unsafe fn widen<S: Simd, T: Float>(x: *const u8, n: usize, padded: usize, to: *m
 /// As [`super::super::Gemm`], with the features of `S`.
 #[inline(always)]
 unsafe fn rows<S: Simd, T: Float>(call: &Call) {
+    if call.cols == 1 {
+        for r in 0..call.rows {
+            // SAFETY: a row of the call, its column, and its place in the result.
+            unsafe {
+                let row = call.w.add(r * call.w_stride);
+                *call.dst.add(r) = dot::<S, T>(row, call.x, call.k);
+            }
+        }
+        return;
+    }
     let padded = call.k.next_multiple_of(S::LANES);
     let mut memory = PREPARED.take(call.cols * padded * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: all offsets are those of rows, columns and elements of the call; the columns are padded
-    // with zeros to whole vectors.
+    // SAFETY: all offsets are those of columns and elements of the call; the columns are padded with zeros to whole
+    // vectors.
     unsafe {
         for c in 0..call.cols {
             let x = call.x.add(c * call.x_stride);
             widen::<S, T>(x, call.k, padded, columns.add(c * padded));
         }
-        if call.cols == 1 {
-            for r in 0..call.rows {
-                let row = call.w.add(r * call.w_stride);
-                *call.dst.add(r) = dot::<S, T>(row, columns, call.k);
-            }
-        } else {
-            let x = Widened { columns, padded };
-            row_tiles!(call, tile, S, T; x);
-        }
+        few::<S, T>(call, columns, padded);
     }
     PREPARED.give_back(memory);
+}
+
+/// Rows that are multiplied together, block of `k` by block.
+const FEW_ROWS: usize = 16;
+/// Elements of a block of `k`: few enough that those of all columns stay in the first-level cache.
+const DEPTH: usize = 512;
+
+/// A few columns: for each block of `k`, tiles of rows and columns. The sums wait in memory for the next block, vectors
+/// as they are.
+///
+/// # Safety
+/// As [`super::super::Gemm`], with the features of `S`; at `columns` are those of the call, as `f32`, `padded` apart.
+#[inline(always)]
+unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize) {
+    let mut memory = DECODED.take(FEW_ROWS * call.cols * 4 * S::LANES);
+    let sums = memory.as_mut_ptr().cast::<f32>();
+    for first in (0..call.rows).step_by(FEW_ROWS) {
+        let rows = FEW_ROWS.min(call.rows - first);
+        // SAFETY: the rows, columns and elements are those of the call; there is a vector of sums for each row and
+        // column.
+        unsafe {
+            sums.write_bytes(0, rows * call.cols * S::LANES);
+            for start in (0..call.k).step_by(DEPTH) {
+                let tiles = Tiles {
+                    call,
+                    columns,
+                    padded,
+                    first,
+                    start,
+                    len: DEPTH.min(call.k - start),
+                    sums,
+                };
+                let mut r = 0;
+                while r < rows {
+                    r += match rows - r {
+                        4.. if S::LANES == 16 => tiles.row::<S, T, 4>(r),
+                        3.. => tiles.row::<S, T, 3>(r),
+                        2 => tiles.row::<S, T, 2>(r),
+                        _ => tiles.row::<S, T, 1>(r),
+                    };
+                }
+            }
+            for c in 0..call.cols {
+                for r in 0..rows {
+                    let sum = S::load_floats(sums.add((r * call.cols + c) * S::LANES));
+                    *call.dst.add(c * call.dst_stride + first + r) = S::sum(sum);
+                }
+            }
+        }
+    }
+    DECODED.give_back(memory);
+}
+
+/// A block of `k` of a few rows.
+struct Tiles<'a> {
+    call: &'a Call,
+    columns: *const f32,
+    padded: usize,
+    first: usize,
+    start: usize,
+    len: usize,
+    sums: *mut f32,
+}
+
+impl Tiles<'_> {
+    /// `R` rows from the `r`th on times all columns; returns `R`.
+    ///
+    /// # Safety
+    /// As [`few`]; there are as many rows.
+    #[inline(always)]
+    unsafe fn row<S: Simd, T: Float, const R: usize>(&self, r: usize) -> usize {
+        let mut c = 0;
+        while c < self.call.cols {
+            // SAFETY: the caller's promise.
+            unsafe {
+                c += match self.call.cols - c {
+                    4.. => self.tile::<S, T, R, 4>(r, c),
+                    2.. => self.tile::<S, T, R, 2>(r, c),
+                    _ => self.tile::<S, T, R, 1>(r, c),
+                };
+            }
+        }
+        R
+    }
+
+    /// `R` rows times `C` columns; returns `C`.
+    ///
+    /// # Safety
+    /// As [`few`]; there are as many rows and columns.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, T: Float, const R: usize, const C: usize>(
+        &self,
+        r: usize,
+        c: usize,
+    ) -> usize {
+        let call = self.call;
+        // SAFETY: the caller's promise; the columns are padded with zeros to whole vectors.
+        unsafe {
+            let w = call
+                .w
+                .add((self.first + r) * call.w_stride + self.start * T::BYTES);
+            let x = self.columns.add(c * self.padded + self.start);
+            let sums = self.sums.add((r * call.cols + c) * S::LANES);
+            let mut acc = [[S::zero_floats(); C]; R];
+            for r in 0..R {
+                for c in 0..C {
+                    acc[r][c] = S::load_floats(sums.add((r * call.cols + c) * S::LANES));
+                }
+            }
+            let whole = self.len / S::LANES * S::LANES;
+            for i in (0..whole).step_by(S::LANES) {
+                let mut w_now = [S::zero_floats(); R];
+                for r in 0..R {
+                    let w = w.add(r * call.w_stride + i * T::BYTES);
+                    w_now[r] = T::load::<S>(w);
+                    if c == 0 {
+                        // The next block of the row, which the rows between keep the processor from foreseeing.
+                        _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(DEPTH * T::BYTES).cast());
+                    }
+                }
+                for c in 0..C {
+                    let x = S::load_floats(x.add(c * self.padded + i));
+                    for r in 0..R {
+                        acc[r][c] = S::mul_add(w_now[r], x, acc[r][c]);
+                    }
+                }
+            }
+            if whole < self.len {
+                for r in 0..R {
+                    let w = w.add(r * call.w_stride + whole * T::BYTES);
+                    let w = T::load_first::<S>(w, self.len - whole);
+                    for c in 0..C {
+                        let x = S::load_floats(x.add(c * self.padded + whole));
+                        acc[r][c] = S::mul_add(w, x, acc[r][c]);
+                    }
+                }
+            }
+            for r in 0..R {
+                for c in 0..C {
+                    S::store_first(
+                        sums.add((r * call.cols + c) * S::LANES),
+                        S::LANES,
+                        acc[r][c],
+                    );
+                }
+            }
+        }
+        C
+    }
 }
 
 /// Running sums of a single product, so that one multiplication need not wait for the last.
@@ -174,89 +325,33 @@ const UNROLL: usize = 4;
 /// One row times one column: weights in one stream, which is what the memory is fastest at.
 ///
 /// # Safety
-/// `k` elements at `row`; at `x`, padded with zeros to whole vectors.
+/// Both have `k` elements.
 #[inline(always)]
-unsafe fn dot<S: Simd, T: Float>(row: *const u8, x: *const f32, k: usize) -> f32 {
-    // SAFETY: the caller's promise; prefetching reads nothing.
+unsafe fn dot<S: Simd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 {
+    // SAFETY: the caller's promise.
     unsafe {
         let mut acc = [S::zero_floats(); UNROLL];
         let mut i = 0;
         while i + UNROLL * S::LANES <= k {
-            S::prefetch(row.add(i * T::BYTES), UNROLL * S::LANES * T::BYTES);
             for u in 0..UNROLL {
-                let at = i + u * S::LANES;
-                let w = T::load::<S>(row.add(at * T::BYTES));
-                acc[u] = S::mul_add(w, S::load_floats(x.add(at)), acc[u]);
+                let at = (i + u * S::LANES) * T::BYTES;
+                acc[u] = S::mul_add(T::load::<S>(row.add(at)), T::load::<S>(x.add(at)), acc[u]);
             }
             i += UNROLL * S::LANES;
         }
         while i < k {
-            let w = match k - i {
-                left if left < S::LANES => T::load_first::<S>(row.add(i * T::BYTES), left),
-                _ => T::load::<S>(row.add(i * T::BYTES)),
+            let (w, x) = (row.add(i * T::BYTES), x.add(i * T::BYTES));
+            let (w, x) = match k - i {
+                left if left < S::LANES => {
+                    (T::load_first::<S>(w, left), T::load_first::<S>(x, left))
+                }
+                _ => (T::load::<S>(w), T::load::<S>(x)),
             };
-            acc[0] = S::mul_add(w, S::load_floats(x.add(i)), acc[0]);
+            acc[0] = S::mul_add(w, x, acc[0]);
             i += S::LANES;
         }
         let (low, high) = (S::add_floats(acc[0], acc[1]), S::add_floats(acc[2], acc[3]));
         S::sum(S::add_floats(low, high))
-    }
-}
-
-/// Columns of a call as `f32`.
-#[derive(Clone, Copy)]
-struct Widened {
-    columns: *const f32,
-    padded: usize,
-}
-
-/// `R` rows from `r` on times `C` columns from `c` on.
-///
-/// # Safety
-/// The call has the rows and columns.
-#[inline(always)]
-unsafe fn tile<S: Simd, T: Float, const R: usize, const C: usize>(
-    call: &Call,
-    r: usize,
-    c: usize,
-    x: Widened,
-) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let w = call.w.add(r * call.w_stride);
-        let x_first = x.columns.add(c * x.padded);
-        let mut acc = [[S::zero_floats(); C]; R];
-        let whole = call.k / S::LANES * S::LANES;
-        let mut i = 0;
-        while i < whole {
-            let mut x_now = [S::zero_floats(); C];
-            for c in 0..C {
-                x_now[c] = S::load_floats(x_first.add(c * x.padded + i));
-            }
-            for r in 0..R {
-                let w = T::load::<S>(w.add(r * call.w_stride + i * T::BYTES));
-                for c in 0..C {
-                    acc[r][c] = S::mul_add(w, x_now[c], acc[r][c]);
-                }
-            }
-            i += S::LANES;
-        }
-        if whole < call.k {
-            for r in 0..R {
-                let w = w.add(r * call.w_stride + whole * T::BYTES);
-                let w = T::load_first::<S>(w, call.k - whole);
-                for c in 0..C {
-                    let x = S::load_floats(x_first.add(c * x.padded + whole));
-                    acc[r][c] = S::mul_add(w, x, acc[r][c]);
-                }
-            }
-        }
-        for r_tile in 0..R {
-            for c_tile in 0..C {
-                let dst = call.dst.add((c + c_tile) * call.dst_stride + r + r_tile);
-                *dst = S::sum(acc[r_tile][c_tile]);
-            }
-        }
     }
 }
 
@@ -271,8 +366,9 @@ struct FloatPanel<S, T> {
 
 impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
     const CHUNK: usize = CHUNK;
+    const BYTES: usize = CHUNK * T::BYTES;
     const VECTORS: usize = 2;
-    const COLS: usize = if S::LANES == 16 { 8 } else { 4 };
+    const COLS: usize = if S::LANES == 16 { 12 } else { 6 };
     type Column = [f32; CHUNK];
 
     #[inline(always)]
@@ -483,8 +579,9 @@ pub(super) mod bf16_pairs {
 
     impl Panel<Avx512> for PairPanel {
         const CHUNK: usize = CHUNK;
+        const BYTES: usize = CHUNK * 2;
         const VECTORS: usize = 2;
-        const COLS: usize = 8;
+        const COLS: usize = 12;
         /// Pairs, the last of an odd chunk with a zero.
         type Column = [u32; PAIRS];
 

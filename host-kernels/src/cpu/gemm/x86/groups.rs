@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::Call;
-use super::blocks::{Groups, half};
+use super::blocks::{Codes, Groups, half};
 use super::panel::{self, Panel, Sums};
 use super::scratch::PREPARED;
 use super::simd::Simd;
@@ -33,6 +33,42 @@ unsafe fn dot<S: Simd, B: Groups>(acc: S::I, quants: S::I, x: S::I) -> S::I {
         } else {
             S::dot(acc, quants, x)
         }
+    }
+}
+
+/// Of quants up to `most`, how many products of a lane are summed in 16 bits before they are widened: 1 if the level
+/// has an instruction that sums in 32 bits.
+pub(super) const fn depth<S: Simd>(most: usize, words: usize) -> usize {
+    let mut depth = words;
+    // Two products with signed bytes go to each 16-bit lane.
+    while depth > 1 && (!S::SHORTS || depth * 2 * 128 * most > i16::MAX as usize) {
+        depth /= 2;
+    }
+    depth
+}
+
+/// Whether what the offset adds is taken off each product with the scales of the weights, as a minimum is, rather
+/// than from every integer. A format with scales of half groups has no one scale to do that with.
+const fn folds<S: Simd, B: Groups>() -> bool {
+    offset::<S, B>() != 0 && !B::HALF_SCALES
+}
+
+/// The sums of the halves of a group's quants.
+///
+/// # Safety
+/// AVX2.
+#[inline(always)]
+unsafe fn half_sums(x: __m256i) -> [i32; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // Bytes plus 128 are unsigned: summed by eights, less 16 * 128.
+        let x = _mm256_xor_si256(x, _mm256_set1_epi8(-128));
+        let eights = _mm256_sad_epu8(x, _mm256_setzero_si256());
+        [
+            _mm256_castsi256_si128(eights),
+            _mm256_extracti128_si256(eights, 1),
+        ]
+        .map(|sums| _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128)
     }
 }
 
@@ -69,9 +105,9 @@ pub(super) unsafe fn gemm<S: Simd, B: Groups>(call: &Call) {
 struct Columns {
     /// Bytes from the quants of one column to those of the next.
     stride: usize,
-    /// From a column's quants to its corrections, lane by lane.
+    /// From a column's quants to its corrections, lane by lane, if they are not folded.
     corrections: usize,
-    /// To its scales, then the sums.
+    /// To its scales, then what each group's scale or minimum is multiplied with once.
     scales: usize,
     sums: usize,
 }
@@ -113,15 +149,15 @@ unsafe fn rows<S: Simd, B: Groups>(call: &Call) {
                 let dst = call.dst.add(c * call.dst_stride + r);
                 c += match call.cols - c {
                     4.. => {
-                        row_times::<S, B, 4>(row, groups, x, &layout, dst, call.dst_stride);
+                        row_times::<S, B, 4, 1>(row, groups, x, &layout, dst, call.dst_stride);
                         4
                     }
                     2.. => {
-                        row_times::<S, B, 2>(row, groups, x, &layout, dst, call.dst_stride);
+                        row_times::<S, B, 2, 2>(row, groups, x, &layout, dst, call.dst_stride);
                         2
                     }
                     _ => {
-                        row_times::<S, B, 1>(row, groups, x, &layout, dst, call.dst_stride);
+                        row_times::<S, B, 1, 4>(row, groups, x, &layout, dst, call.dst_stride);
                         1
                     }
                 };
@@ -129,6 +165,19 @@ unsafe fn rows<S: Simd, B: Groups>(call: &Call) {
         }
     }
     PREPARED.give_back(memory);
+}
+
+/// Where the halves of group `g` of a prepared column lie: in the order of [`Simd::load_quads`] where nibbles are taken
+/// apart behind it.
+const fn places<S: Simd, B: Groups>(g: usize) -> (usize, usize) {
+    match B::CODES {
+        Codes::Nibbles(_) => {
+            let quads = S::LANES / 4;
+            let first = g / quads * quads * 32 + g % quads * 16;
+            (first, first + quads * 16)
+        }
+        _ => (g * 32, g * 32 + 16),
+    }
 }
 
 /// Lays out one column.
@@ -149,22 +198,32 @@ unsafe fn prepare<S: Simd, B: Groups>(
         let scales = column.add(layout.scales).cast::<f32>();
         let sums = column.add(layout.sums).cast::<f32>();
         for g in 0..padded / 32 {
-            let to = column.add(g * 32).cast::<__m256i>();
+            let (first, second) = places::<S, B>(g);
+            let store = |x: __m256i| {
+                let (low, high) = (_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+                column.add(first).cast::<__m128i>().write_unaligned(low);
+                column.add(second).cast::<__m128i>().write_unaligned(high);
+            };
             if g < groups {
                 let block = x.add(g * bytes);
-                to.write_unaligned(block.add(quants).cast::<__m256i>().read_unaligned());
-                *scales.add(g) = half(block.cast::<u16>().read_unaligned());
-                if B::HAS_MIN {
+                let x = block.add(quants).cast::<__m256i>().read_unaligned();
+                store(x);
+                let d = half(block.cast::<u16>().read_unaligned());
+                *scales.add(g) = d;
+                if folds::<S, B>() {
+                    let [first, second] = half_sums(x);
+                    *sums.add(g) = -d * (offset::<S, B>() * (first + second)) as f32;
+                } else if B::HAS_MIN {
                     *sums.add(g) = half(block.cast::<u16>().add(1).read_unaligned());
                 }
             } else {
-                to.write_unaligned(_mm256_setzero_si256());
+                store(_mm256_setzero_si256());
                 *scales.add(g) = 0.0;
                 *sums.add(g) = 0.0;
             }
         }
         let offset = offset::<S, B>();
-        if offset != 0 {
+        if offset != 0 && !folds::<S, B>() {
             let offsets = S::splat(u32::from_ne_bytes([offset as u8; 4]));
             for v in 0..padded / (4 * S::LANES) {
                 let x = S::load(column.add(v * 4 * S::LANES));
@@ -176,12 +235,12 @@ unsafe fn prepare<S: Simd, B: Groups>(
     }
 }
 
-/// One row times `C` columns.
+/// One row times `C` columns, each summed in `U` vectors by turns, so that one addition need not wait for the last.
 ///
 /// # Safety
 /// The row has `groups` groups, the columns are prepared, and `dst` has `C` floats.
 #[inline(always)]
-unsafe fn row_times<S: Simd, B: Groups, const C: usize>(
+unsafe fn row_times<S: Simd, B: Groups, const C: usize, const U: usize>(
     row: *const u8,
     groups: usize,
     x: *const u8,
@@ -192,20 +251,24 @@ unsafe fn row_times<S: Simd, B: Groups, const C: usize>(
     // SAFETY: the caller's promise; past the last group the prepared columns are 0 and so are the
     // scales of the weights.
     unsafe {
-        let mut acc = [S::zero_floats(); C];
+        let mut acc = [[S::zero_floats(); U]; C];
         let mut mins = [_mm256_setzero_ps(); C];
         let mut chunk = 0;
         while chunk + GROUPS <= groups {
-            chunk_times::<S, B, C>(row, chunk, GROUPS, groups, x, layout, &mut acc, &mut mins);
+            chunk_times::<S, B, C, U>(row, chunk, GROUPS, groups, x, layout, &mut acc, &mut mins);
             chunk += GROUPS;
         }
         if chunk < groups {
             let n = groups - chunk;
-            chunk_times::<S, B, C>(row, chunk, n, groups, x, layout, &mut acc, &mut mins);
+            chunk_times::<S, B, C, U>(row, chunk, n, groups, x, layout, &mut acc, &mut mins);
         }
         for c in 0..C {
-            let mut sum = S::sum(acc[c]);
-            if B::HAS_MIN {
+            let mut all = acc[c][0];
+            for u in 1..U {
+                all = S::add_floats(all, acc[c][u]);
+            }
+            let mut sum = S::sum(all);
+            if B::HAS_MIN || folds::<S, B>() {
                 sum += super::simd::Avx2::sum(mins[c]);
             }
             *dst.add(c * dst_stride) = sum;
@@ -219,14 +282,14 @@ unsafe fn row_times<S: Simd, B: Groups, const C: usize>(
 /// As [`row_times`].
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-unsafe fn chunk_times<S: Simd, B: Groups, const C: usize>(
+unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
     row: *const u8,
     first: usize,
     n: usize,
     groups: usize,
     x: *const u8,
     layout: &Columns,
-    acc: &mut [S::F; C],
+    acc: &mut [[S::F; U]; C],
     mins: &mut [__m256; C],
 ) {
     // SAFETY: the caller's promise.
@@ -241,26 +304,62 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize>(
             if B::HALF_SCALES {
                 second_scales[c] = _mm256_mul_ps(m, d_x);
             }
-            if B::HAS_MIN {
+            if B::HAS_MIN || folds::<S, B>() {
                 let s_x = _mm256_loadu_ps(column.add(layout.sums).cast::<f32>().add(first));
+                let m = if B::HAS_MIN { m } else { d };
                 mins[c] = _mm256_fmadd_ps(m, s_x, mins[c]);
             }
         }
-        for v in 0..n.div_ceil(S::GROUPS) {
-            let g = first + v * S::GROUPS;
-            let q = S::groups::<B>(row, g, groups - 1);
-            for c in 0..C {
-                let column = x.add(c * layout.stride + g * 32);
-                let start = match offset::<S, B>() {
-                    0 => S::zero(),
-                    _ => S::load(column.add(layout.corrections)),
-                };
-                let dot = dot::<S, B>(start, q, S::load(column));
-                let mut scale = S::spread_groups(scales[c], v);
-                if B::HALF_SCALES {
-                    scale = S::second_halves(scale, S::spread_groups(second_scales[c], v));
+        // Groups whose products are summed in one vector.
+        let at_once = match B::CODES {
+            Codes::Nibbles(_) => S::LANES / 4,
+            _ => S::GROUPS,
+        };
+        let vectors = n.div_ceil(at_once);
+        for first_v in (0..vectors).step_by(U) {
+            for u in 0..U {
+                let v = first_v + u;
+                if v >= vectors {
+                    break;
                 }
-                acc[c] = S::mul_add(S::to_floats(dot), scale, acc[c]);
+                let g = first + v * at_once;
+                let x = x.add(g * 32);
+                if let Codes::Nibbles(offset) = B::CODES {
+                    let codes = row.add(g * size_of::<B>() + offset);
+                    let codes = S::load_quads(codes, size_of::<B>(), groups - 1 - g);
+                    let low = B::decode::<S>(S::low_nibbles(codes));
+                    let high = B::decode::<S>(S::high_nibbles(codes));
+                    for c in 0..C {
+                        let x = x.add(c * layout.stride);
+                        let (x_low, x_high) = (S::load(x), S::load(x.add(4 * S::LANES)));
+                        let dots = if const { depth::<S>(B::MOST, 2) } == 2 {
+                            let low = S::multiply_pairs(low, x_low);
+                            let high = S::multiply_pairs(high, x_high);
+                            S::add_short_pairs(S::zero(), S::add_shorts(low, high))
+                        } else {
+                            let dots = dot::<S, B>(S::zero(), low, x_low);
+                            dot::<S, B>(dots, high, x_high)
+                        };
+                        let scale = S::spread_quads(scales[c], v);
+                        acc[c][u] = S::mul_add(S::to_floats(dots), scale, acc[c][u]);
+                    }
+                    continue;
+                }
+                let q = S::groups::<B>(row, g, groups - 1);
+                for c in 0..C {
+                    let x = x.add(c * layout.stride);
+                    let start = if offset::<S, B>() == 0 || folds::<S, B>() {
+                        S::zero()
+                    } else {
+                        S::load(x.add(layout.corrections))
+                    };
+                    let dots = dot::<S, B>(start, q, S::load(x));
+                    let mut scale = S::spread_groups(scales[c], v);
+                    if B::HALF_SCALES {
+                        scale = S::second_halves(scale, S::spread_groups(second_scales[c], v));
+                    }
+                    acc[c][u] = S::mul_add(S::to_floats(dots), scale, acc[c][u]);
+                }
             }
         }
     }
@@ -271,10 +370,9 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize>(
 struct GroupPanel<S, B> {
     /// For each four elements, four bytes of each row.
     quants: [[u8; 128]; CHUNK / 4],
-    /// For each group, the scale of each row.
-    scales: [[f32; 32]; GROUPS],
-    /// For each group, the minimum of each row, or the scale of its second half.
-    mins: [[f32; 32]; GROUPS],
+    /// For each group, the scale of each row; then for each group, the minimum of each row, or the scale of its second
+    /// half.
+    scales: [[f32; 32]; 2 * GROUPS],
     rows: [[u8; CHUNK]; 32],
     row_scales: [[f32; 16]; 32],
     format: PhantomData<(S, B)>,
@@ -295,6 +393,7 @@ struct GroupColumn {
 
 impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
     const CHUNK: usize = CHUNK;
+    const BYTES: usize = CHUNK / B::ELEMENTS * size_of::<B>();
     const VECTORS: usize = S::PANEL;
     const COLS: usize = 4;
     type Column = GroupColumn;
@@ -303,8 +402,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
     fn new() -> Self {
         GroupPanel {
             quants: [[0; 128]; CHUNK / 4],
-            scales: [[0.0; 32]; GROUPS],
-            mins: [[0.0; 32]; GROUPS],
+            scales: [[0.0; 32]; 2 * GROUPS],
             rows: [[0; CHUNK]; 32],
             row_scales: [[0.0; 16]; 32],
             format: PhantomData,
@@ -325,21 +423,12 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                 }
                 if offset::<S, B>() != 0 {
                     let x = _mm256_loadu_si256(block.add(quants).cast());
-                    // Bytes plus 128 are unsigned: summed by eights, less 32 * 128.
-                    let x = _mm256_xor_si256(x, _mm256_set1_epi8(-128));
-                    let eights = _mm256_sad_epu8(x, _mm256_setzero_si256());
-                    let high = _mm256_extracti128_si256(eights, 1);
-                    let sums = _mm_add_epi64(_mm256_castsi256_si128(eights), high);
-                    if B::HALF_SCALES {
-                        let low = _mm256_castsi256_si128(eights);
-                        for (half, sums) in [low, high].into_iter().enumerate() {
-                            let sum = _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2);
-                            column.corrections[g][half] = -offset::<S, B>() * (sum - 16 * 128);
-                        }
+                    let [first, second] = half_sums(x);
+                    column.corrections[g] = if B::HALF_SCALES {
+                        [first, second].map(|sum| -offset::<S, B>() * sum)
                     } else {
-                        let sum = _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 32 * 128;
-                        column.corrections[g][0] = -offset::<S, B>() * sum;
-                    }
+                        [-offset::<S, B>() * (first + second), 0]
+                    };
                 }
             }
         }
@@ -353,28 +442,65 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
         unsafe {
             let first = start / 32;
             let last = first + groups - 1;
+            let mut from = [call.w; 32];
             for r in 0..height {
-                let from = call.w.add((row + r).min(call.rows - 1) * call.w_stride);
-                let (d, m) = B::scales(from, first, groups);
+                from[r] = call.w.add((row + r).min(call.rows - 1) * call.w_stride);
+                // The usual number as a constant, so that no loop over it is left.
+                let (d, m) = if groups == GROUPS {
+                    B::scales(from[r], first, GROUPS)
+                } else {
+                    B::scales(from[r], first, groups)
+                };
                 _mm256_storeu_ps(self.row_scales[r].as_mut_ptr(), d);
                 _mm256_storeu_ps(self.row_scales[r].as_mut_ptr().add(8), m);
-                let mut g = 0;
-                while g < groups {
-                    let q = S::groups::<B>(from, first + g, last);
-                    S::store(self.rows[r].as_mut_ptr().add(32 * g), q);
-                    g += S::GROUPS;
-                }
             }
-            let rows = self.rows.as_ptr().cast();
-            let quants = self.quants.as_mut_ptr().cast();
-            panel::interleave::<S>(rows, CHUNK, groups * 8, S::PANEL, quants);
-            for r in 0..height {
-                for g in 0..groups {
-                    self.scales[g][r] = self.row_scales[r][g];
-                    if B::HAS_MIN || B::HALF_SCALES {
-                        self.mins[g][r] = self.row_scales[r][8 + g];
+            let rows = self.row_scales.as_ptr().cast();
+            let scales = self.scales.as_mut_ptr().cast();
+            let words = if B::HAS_MIN || B::HALF_SCALES { 16 } else { 8 };
+            panel::interleave::<S>(rows, 64, words, S::PANEL, scales);
+
+            let quants = self.quants.as_mut_ptr().cast::<u8>();
+            let vector = 4 * S::LANES;
+            // Where word `i` of a group's quants in vector `v` of rows goes.
+            let place =
+                |g: usize, i: usize, v: usize| quants.add(((8 * g + i) * S::PANEL + v) * vector);
+            for g in 0..groups {
+                let block = (first + g) * size_of::<B>();
+                for v in 0..S::PANEL {
+                    let from = from.as_ptr().add(v * S::LANES);
+                    match B::CODES {
+                        Codes::Nibbles(offset) => {
+                            let words = S::transpose_words(from, block + offset);
+                            for (i, word) in words.into_iter().enumerate() {
+                                S::store(place(g, i, v), B::decode::<S>(S::low_nibbles(word)));
+                                let high = B::decode::<S>(S::high_nibbles(word));
+                                S::store(place(g, 4 + i, v), high);
+                            }
+                        }
+                        Codes::Bytes(offset) => {
+                            for half in 0..2 {
+                                let at = block + offset + 16 * half;
+                                let words = S::transpose_words(from, at);
+                                for (i, word) in words.into_iter().enumerate() {
+                                    S::store(place(g, 4 * half + i, v), B::decode::<S>(word));
+                                }
+                            }
+                        }
+                        Codes::Other => {}
                     }
                 }
+            }
+            if B::CODES == Codes::Other {
+                for r in 0..height {
+                    let mut g = 0;
+                    while g < groups {
+                        let q = S::groups::<B>(from[r], first + g, last);
+                        S::store(self.rows[r].as_mut_ptr().add(32 * g), q);
+                        g += S::GROUPS;
+                    }
+                }
+                let rows = self.rows.as_ptr().cast();
+                panel::interleave::<S>(rows, CHUNK, groups * 8, S::PANEL, quants);
             }
         }
     }
@@ -414,34 +540,49 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                     }
                 }
                 let words = 8 / parts;
-                for i in 0..words {
-                    let mut w = [S::zero(); P];
-                    for p in 0..P {
-                        w[p] = S::load(panel.add(p * S::LANES * 4));
-                    }
-                    panel = panel.add(P * S::LANES * 4);
-                    for c in 0..C {
-                        let x = x.add(c * x_stride + g * bytes + 4 * (part * words + i));
-                        let x = S::splat(x.cast::<u32>().read_unaligned());
+                let depth = const { depth::<S>(B::MOST, if B::HALF_SCALES { 4 } else { 8 }) };
+                for first in (0..words).step_by(depth) {
+                    let mut shorts = [[S::zero(); C]; P];
+                    for i in first..first + depth {
+                        let mut w = [S::zero(); P];
                         for p in 0..P {
-                            dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);
+                            w[p] = S::load(panel.add(p * S::LANES * 4));
+                        }
+                        panel = panel.add(P * S::LANES * 4);
+                        for c in 0..C {
+                            let x = x.add(c * x_stride + g * bytes + 4 * (part * words + i));
+                            let x = S::splat(x.cast::<u32>().read_unaligned());
+                            for p in 0..P {
+                                if depth == 1 {
+                                    dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);
+                                } else {
+                                    let products = S::multiply_pairs(w[p], x);
+                                    shorts[p][c] = S::add_shorts(shorts[p][c], products);
+                                }
+                            }
+                        }
+                    }
+                    if depth > 1 {
+                        for p in 0..P {
+                            for c in 0..C {
+                                dots[p][c] = S::add_short_pairs(dots[p][c], shorts[p][c]);
+                            }
                         }
                     }
                 }
-                let scales = if part == 0 {
-                    &self.scales[g]
-                } else {
-                    &self.mins[g]
-                };
+                let scales = self.scales.as_ptr().cast::<f32>();
+                let (height, second) = (P * S::LANES, GROUPS * P * S::LANES);
+                let d = scales.add(part * second + g * height);
                 for p in 0..P {
-                    let d = S::load_floats(scales.as_ptr().add(p * S::LANES));
+                    let d = S::load_floats(d.add(p * S::LANES));
                     for c in 0..C {
                         let d_x = S::splat_float((*columns.add(c)).scales[g]);
                         let dot = S::to_floats(dots[p][c]);
                         acc[p][c] = S::mul_add(dot, S::mul(d, d_x), acc[p][c]);
                     }
                     if B::HAS_MIN {
-                        let m = S::load_floats(self.mins[g].as_ptr().add(p * S::LANES));
+                        let m = scales.add(second + g * height + p * S::LANES);
+                        let m = S::load_floats(m);
                         for c in 0..C {
                             let s_x = S::splat_float((*columns.add(c)).sums[g]);
                             acc[p][c] = S::mul_add(m, s_x, acc[p][c]);

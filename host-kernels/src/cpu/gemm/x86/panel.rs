@@ -7,6 +7,8 @@
 //! a power of two apart and would fight for a few lines of the cache. Each result is a sum over the
 //! chunks of `k` in order, whatever the blocks are.
 
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+
 use super::Call;
 use super::scratch::PREPARED;
 use super::simd::Simd;
@@ -23,9 +25,11 @@ const ROWS: usize = 256;
 pub(super) trait Panel<S: Simd>: Sized {
     /// Elements of `k` unpacked at once.
     const CHUNK: usize;
+    /// Bytes of a chunk of a row of weights.
+    const BYTES: usize;
     /// Vectors of rows in a panel: 1 or 2.
     const VECTORS: usize;
-    /// Columns of a tile, as many as the registers have room for: 4 or 8.
+    /// Columns of a tile, as many as the registers have room for: 4, 6 or 12.
     const COLS: usize;
     /// What is precomputed of a column's chunk.
     type Column: Copy;
@@ -138,15 +142,30 @@ unsafe fn multiply_block<S: Simd, T: Panel<S>>(
             }
             for i in 0..panels {
                 panel.unpack(call, block.first_row + i * height, start, len);
+                // Where the next panel begins, its rows far apart: nothing the processor would foresee.
+                let (row, chunk) = if i + 1 < panels {
+                    (block.first_row + (i + 1) * height, start / T::CHUNK)
+                } else {
+                    (block.first_row, start / T::CHUNK + 1)
+                };
+                for r in row..call.rows.min(row + height) {
+                    let from = call.w.wrapping_add(r * call.w_stride + chunk * T::BYTES);
+                    for line in (0..T::BYTES).step_by(64) {
+                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(line).cast());
+                    }
+                }
                 let sums = sums.add(i * block.cols * height);
                 let mut c = 0;
                 while c < block.cols {
                     let (x, columns) = (x.add(c * call.x_stride), columns.add(c));
                     let (sums, stride) = (Sums(sums.add(c * height)), call.x_stride);
                     let left = block.cols - c;
-                    if T::VECTORS == 2 && T::COLS == 8 && left >= 8 {
-                        panel.multiply::<2, 8>(x, stride, columns, start, len, sums);
-                        c += 8;
+                    if T::VECTORS == 2 && T::COLS == 12 && left >= 12 {
+                        panel.multiply::<2, 12>(x, stride, columns, start, len, sums);
+                        c += 12;
+                    } else if T::VECTORS == 2 && T::COLS >= 6 && left >= 6 {
+                        panel.multiply::<2, 6>(x, stride, columns, start, len, sums);
+                        c += 6;
                     } else if T::VECTORS == 2 {
                         c += match left {
                             4.. => {

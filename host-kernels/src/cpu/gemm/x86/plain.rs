@@ -45,6 +45,8 @@ impl SuperBlock for PlainSuper {
 }
 
 impl Supers for PlainSuper {
+    const MOST: usize = 127;
+
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
         // SAFETY: the contract of `blocks`.

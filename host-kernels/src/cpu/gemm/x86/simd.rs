@@ -29,6 +29,10 @@ pub(super) trait Simd: Copy + 'static {
     /// Whether [`Simd::dot_wide`] takes the offset of 128 out itself.
     const WIDE_IS_SIGNED: bool;
 
+    /// Whether [`Simd::dot`] takes several instructions, so that products of small quants are better summed in 16
+    /// bits first: see [`Simd::multiply_pairs`].
+    const SHORTS: bool;
+
     /// Integers.
     type I: Copy;
     /// Floats.
@@ -53,6 +57,12 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn dot(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
     /// The same for quants up to 255, which stand for quants less 128 if `WIDE_IS_SIGNED`.
     unsafe fn dot_wide(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
+    /// For each 16-bit lane, the sum of two products of quants below 128 with signed bytes.
+    unsafe fn multiply_pairs(quants: Self::I, x: Self::I) -> Self::I;
+    /// The sums of 16-bit lanes.
+    unsafe fn add_shorts(a: Self::I, b: Self::I) -> Self::I;
+    /// Each lane of `acc` plus two 16-bit lanes.
+    unsafe fn add_short_pairs(acc: Self::I, shorts: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of two signed 16-bit pairs.
     unsafe fn dot_pairs(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes, the
@@ -93,11 +103,27 @@ pub(super) trait Simd: Copy + 'static {
 
     /// Of the eight scales of eight groups, those of the groups of vector `v`, over their lanes.
     unsafe fn spread_groups(scales: __m256, v: usize) -> Self::F;
+    /// Of the eight scales of eight groups, those of `LANES / 4` groups from `v` times as many on, each over four lanes.
+    unsafe fn spread_quads(scales: __m256, v: usize) -> Self::F;
     /// `first`, with the second half of each group's lanes from `second`.
     unsafe fn second_halves(first: Self::F, second: Self::F) -> Self::F;
     /// Transposes `LANES` rows of `LANES` 32-bit words: word `i` of row `r` goes to word `r` of row
     /// `i`; rows are `src_stride` and `dst_stride` bytes apart.
     unsafe fn transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize);
+
+    /// The low four bits of each byte.
+    unsafe fn low_nibbles(v: Self::I) -> Self::I;
+    /// The high four bits of each byte.
+    unsafe fn high_nibbles(v: Self::I) -> Self::I;
+    /// Bytes below 16 through a table.
+    unsafe fn look_up(table: [u8; 16], v: Self::I) -> Self::I;
+    /// Every byte plus 128.
+    unsafe fn flip(v: Self::I) -> Self::I;
+    /// The four words at `offset` behind each of `LANES` pointers: vector `j` has word `j` of each.
+    unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [Self::I; 4];
+
+    /// 16 bytes at `p` and every `stride` bytes on, a vector of them, the last of them `last` strides on.
+    unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> Self::I;
 
     /// The quants of a vector's worth of groups, from group `g` of a row on; past group `last` the
     /// contents do not matter, but are not read.
@@ -124,6 +150,7 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     const PANEL: usize = 2;
     const WIDE_IS_SIGNED: bool = false;
+    const SHORTS: bool = false;
 
     type I = __m512i;
     type F = __m512;
@@ -155,6 +182,59 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
         unsafe { _mm512_dpbusd_epi32(acc, quants, x) }
+    }
+    #[inline(always)]
+    unsafe fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i {
+        unsafe { _mm512_maddubs_epi16(quants, x) }
+    }
+    #[inline(always)]
+    unsafe fn add_shorts(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_add_epi16(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn add_short_pairs(acc: __m512i, shorts: __m512i) -> __m512i {
+        unsafe { _mm512_add_epi32(acc, _mm512_madd_epi16(shorts, _mm512_set1_epi16(1))) }
+    }
+    #[inline(always)]
+    unsafe fn low_nibbles(v: __m512i) -> __m512i {
+        unsafe { _mm512_and_si512(v, _mm512_set1_epi8(15)) }
+    }
+    #[inline(always)]
+    unsafe fn high_nibbles(v: __m512i) -> __m512i {
+        unsafe { _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)) }
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: [u8; 16], v: __m512i) -> __m512i {
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), v)
+        }
+    }
+    #[inline(always)]
+    unsafe fn flip(v: __m512i) -> __m512i {
+        unsafe { _mm512_xor_si512(v, _mm512_set1_epi8(-128)) }
+    }
+    #[inline(always)]
+    unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [__m512i; 4] {
+        unsafe {
+            let load = |r: usize| _mm_loadu_si128((*rows.add(r)).add(offset).cast());
+            // Lane `l` of 128 bits has row `4 l + r`.
+            let four = |r: usize| {
+                let v = _mm512_castsi128_si512(load(r));
+                let v = _mm512_mask_broadcast_i32x4(v, 0x00f0, load(r + 4));
+                let v = _mm512_mask_broadcast_i32x4(v, 0x0f00, load(r + 8));
+                _mm512_mask_broadcast_i32x4(v, 0xf000, load(r + 12))
+            };
+            let (a, b, c, d) = (four(0), four(1), four(2), four(3));
+            let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+            [
+                _mm512_unpacklo_epi64(ab_low, cd_low),
+                _mm512_unpackhi_epi64(ab_low, cd_low),
+                _mm512_unpacklo_epi64(ab_high, cd_high),
+                _mm512_unpackhi_epi64(ab_high, cd_high),
+            ]
+        }
     }
     #[inline(always)]
     unsafe fn dot_pairs(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
@@ -259,6 +339,30 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn spread_quads(scales: __m256, v: usize) -> __m512 {
+        const fn lanes(v: i32) -> [i32; 16] {
+            let (a, b, c, d) = (4 * v, 4 * v + 1, 4 * v + 2, 4 * v + 3);
+            [a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d]
+        }
+        const LANES: [[i32; 16]; 2] = [lanes(0), lanes(1)];
+        unsafe {
+            let lanes = _mm512_loadu_si512(LANES[v].as_ptr().cast());
+            _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(scales))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m512i {
+        unsafe {
+            let load = |i: usize| _mm_loadu_si128(p.add(stride * i.min(last)).cast());
+            let v = _mm512_castsi128_si512(load(0));
+            let v = _mm512_mask_broadcast_i32x4(v, 0x00f0, load(1));
+            let v = _mm512_mask_broadcast_i32x4(v, 0x0f00, load(2));
+            _mm512_mask_broadcast_i32x4(v, 0xf000, load(3))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn second_halves(first: __m512, second: __m512) -> __m512 {
         unsafe { _mm512_mask_mov_ps(first, 0xf0f0, second) }
     }
@@ -348,6 +452,7 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     const PANEL: usize = 1;
     const WIDE_IS_SIGNED: bool = true;
+    const SHORTS: bool = true;
 
     type I = __m256i;
     type F = __m256;
@@ -386,6 +491,53 @@ impl Simd for Avx2 {
         unsafe {
             let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
             Self::dot(acc, _mm256_abs_epi8(signed), _mm256_sign_epi8(x, signed))
+        }
+    }
+    #[inline(always)]
+    unsafe fn multiply_pairs(quants: __m256i, x: __m256i) -> __m256i {
+        unsafe { _mm256_maddubs_epi16(quants, x) }
+    }
+    #[inline(always)]
+    unsafe fn add_shorts(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi16(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn add_short_pairs(acc: __m256i, shorts: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(shorts, _mm256_set1_epi16(1))) }
+    }
+    #[inline(always)]
+    unsafe fn low_nibbles(v: __m256i) -> __m256i {
+        unsafe { _mm256_and_si256(v, _mm256_set1_epi8(15)) }
+    }
+    #[inline(always)]
+    unsafe fn high_nibbles(v: __m256i) -> __m256i {
+        unsafe { _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)) }
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: [u8; 16], v: __m256i) -> __m256i {
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), v)
+        }
+    }
+    #[inline(always)]
+    unsafe fn flip(v: __m256i) -> __m256i {
+        unsafe { _mm256_xor_si256(v, _mm256_set1_epi8(-128)) }
+    }
+    #[inline(always)]
+    unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [__m256i; 4] {
+        unsafe {
+            let load = |r: usize| _mm_loadu_si128((*rows.add(r)).add(offset).cast());
+            let two = |r: usize| _mm256_set_m128i(load(r + 4), load(r));
+            let (a, b, c, d) = (two(0), two(1), two(2), two(3));
+            let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+            let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+            [
+                _mm256_unpacklo_epi64(ab_low, cd_low),
+                _mm256_unpackhi_epi64(ab_low, cd_low),
+                _mm256_unpacklo_epi64(ab_high, cd_high),
+                _mm256_unpackhi_epi64(ab_high, cd_high),
+            ]
         }
     }
     #[inline(always)]
@@ -479,6 +631,23 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn spread_groups(scales: __m256, v: usize) -> __m256 {
         unsafe { _mm256_permutevar8x32_ps(scales, _mm256_set1_epi32(v as i32)) }
+    }
+
+    #[inline(always)]
+    unsafe fn spread_quads(scales: __m256, v: usize) -> __m256 {
+        unsafe {
+            let lanes = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+            let lanes = _mm256_add_epi32(lanes, _mm256_set1_epi32(2 * v as i32));
+            _mm256_permutevar8x32_ps(scales, lanes)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m256i {
+        unsafe {
+            let load = |i: usize| _mm_loadu_si128(p.add(stride * i.min(last)).cast());
+            _mm256_set_m128i(load(1), load(0))
+        }
     }
 
     #[inline(always)]

@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 
 use super::Call;
 use super::blocks::Supers;
+use super::groups::depth;
 use super::panel::{self, Panel, Sums};
 use super::scratch::PREPARED;
 use super::simd::{Avx2, Simd};
@@ -216,6 +217,7 @@ impl<S: Simd, B: Supers> SuperPanel<S, B> {
 
 impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
     const CHUNK: usize = CHUNK;
+    const BYTES: usize = size_of::<B>();
     const VECTORS: usize = S::PANEL;
     const COLS: usize = 4;
     type Column = SuperColumn;
@@ -332,21 +334,35 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
             let height = P * S::LANES;
             for j in 0..CHUNK / B::SUB {
                 let mut dots = [[S::zero(); C]; P];
-                for i in 0..B::SUB / 4 {
-                    let mut w = [S::zero(); P];
-                    for p in 0..P {
-                        w[p] = S::load(panel.add(p * S::LANES * 4));
-                    }
-                    panel = panel.add(height * 4);
-                    for c in 0..C {
-                        let x = x.add(c * x_stride + X_QUANTS + j * B::SUB + 4 * i);
-                        let x = S::splat(x.cast::<u32>().read_unaligned());
+                let depth = const { depth::<S>(B::MOST, B::SUB / 4) };
+                for first in (0..B::SUB / 4).step_by(depth) {
+                    let mut shorts = [[S::zero(); C]; P];
+                    for i in first..first + depth {
+                        let mut w = [S::zero(); P];
                         for p in 0..P {
-                            dots[p][c] = if B::WIDE {
-                                S::dot_wide(dots[p][c], w[p], x)
-                            } else {
-                                S::dot(dots[p][c], w[p], x)
-                            };
+                            w[p] = S::load(panel.add(p * S::LANES * 4));
+                        }
+                        panel = panel.add(height * 4);
+                        for c in 0..C {
+                            let x = x.add(c * x_stride + X_QUANTS + j * B::SUB + 4 * i);
+                            let x = S::splat(x.cast::<u32>().read_unaligned());
+                            for p in 0..P {
+                                if depth > 1 {
+                                    let products = S::multiply_pairs(w[p], x);
+                                    shorts[p][c] = S::add_shorts(shorts[p][c], products);
+                                } else if B::WIDE {
+                                    dots[p][c] = S::dot_wide(dots[p][c], w[p], x);
+                                } else {
+                                    dots[p][c] = S::dot(dots[p][c], w[p], x);
+                                }
+                            }
+                        }
+                    }
+                    if depth > 1 {
+                        for p in 0..P {
+                            for c in 0..C {
+                                dots[p][c] = S::add_short_pairs(dots[p][c], shorts[p][c]);
+                            }
                         }
                     }
                 }
