@@ -272,30 +272,30 @@ fn random(n: usize, seed: u64) -> impl Iterator<Item = f32> {
 }
 
 /// `rows` rows of weights. Quantising is slow, so a few rows are repeated.
-fn random_weights(format: &Format, rows: usize) -> Lines {
+fn random_weights(format: &Format, rows: usize) -> Pages {
     const DISTINCT: usize = 32;
     let mut distinct = vec![0u8; DISTINCT * format.row_bytes(K)];
     let values: Vec<f32> = random(DISTINCT * K, 3).collect();
     // SAFETY: the vectors hold `DISTINCT` rows of `K`.
     unsafe { (format.quantize_row)(values.as_ptr(), distinct.as_mut_ptr(), values.len()) };
-    let mut weights = Lines::new(rows * format.row_bytes(K));
+    let mut weights = Pages::new(rows * format.row_bytes(K));
     for to in weights.bytes_mut().chunks_mut(distinct.len()) {
         to.copy_from_slice(&distinct[..to.len()]);
     }
     weights
 }
 
-/// Memory aligned to cache lines, as that of engines is.
-struct Lines {
+/// Memory aligned to pages, as that of both engines is: rows that cross pages in other places are read at another speed.
+struct Pages {
     memory: Vec<u8>,
     bytes: std::ops::Range<usize>,
 }
 
-impl Lines {
-    fn new(bytes: usize) -> Lines {
-        let memory = vec![0; bytes + 63];
-        let start = memory.as_ptr().align_offset(64);
-        Lines {
+impl Pages {
+    fn new(bytes: usize) -> Pages {
+        let memory = vec![0; bytes + 4095];
+        let start = memory.as_ptr().align_offset(4096);
+        Pages {
             memory,
             bytes: start..start + bytes,
         }
