@@ -4,9 +4,9 @@ mod common;
 
 use std::thread;
 
-use common::{Guest, Host, MEMORY, add, bytes, cpu};
+use common::{Build, Guest, Host, MEMORY, add, bytes, cpu};
 use vgpu_executor::{GuestRule, LinkKind, Policy, Rules};
-use vgpu_transport::ir::BufferId;
+use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 const GRAPH: GraphId = GraphId(1);
@@ -325,5 +325,89 @@ fn graphs_that_take_turns_compute_what_they_compute_alone() {
     assert_eq!(
         named,
         [("guest1", 120), ("guest2", 120), ("guest3", 60), ("-", 0)]
+    );
+}
+
+/// A chain of matrix products: `b = w * x`, `c = w * b`.
+fn products(side: u64, [w, x, b, c]: [BufferId; 4]) -> Graph {
+    let mut build = Build::default();
+    let [w, x, b, c] =
+        [w, x, b, c].map(|buffer| build.tensor(Type::F32, [side, side, 1, 1], buffer));
+    for (dst, src) in [(b, x), (c, b)] {
+        let op = Op::MulMat {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+            hadamard: false,
+        };
+        build.node(op, dst, &[w, src]);
+    }
+    build.0
+}
+
+/// Products that take many milliseconds, cut in the middle to let others in, give the very bits that they give alone.
+#[test]
+fn products_that_are_cut_in_the_middle_are_the_same_to_the_bit() {
+    const SIDE: u64 = 640;
+    const ROUNDS: u32 = 6;
+    let host = Host::new(cpu());
+    let compute = |uid: u32| {
+        let mut guest = host.guest_of(uid);
+        let values: Vec<f32> = (0..SIDE * SIDE)
+            .map(|i| ((i * 2_654_435_761 + u64::from(uid)) % 1009) as f32 / 1009.0 - 0.5)
+            .collect();
+        let data = bytes(&values);
+        let buffers = [0; 4].map(|_| guest.alloc(4 * SIDE * SIDE));
+        for buffer in &buffers[..2] {
+            for (i, part) in data.chunks(MAX_PAYLOAD).enumerate() {
+                guest.write(*buffer, (i * MAX_PAYLOAD) as u64, part);
+            }
+        }
+        guest.graph(GRAPH, &products(SIDE, buffers));
+        let mut results = Vec::new();
+        for _ in 0..ROUNDS {
+            guest.submit(GRAPH);
+            let size = 4 * SIDE * SIDE;
+            let mut result = Vec::new();
+            for offset in (0..size).step_by(MAX_PAYLOAD) {
+                let len = (size - offset).min(MAX_PAYLOAD as u64);
+                result.extend(guest.read(buffers[3], offset, len));
+            }
+            results.push(result);
+        }
+        results
+    };
+    let alone = [1, 2, 3].map(|uid| compute(uid).swap_remove(0));
+    let turns = || {
+        let status = host.server.watch().status();
+        let sums = status
+            .guests
+            .iter()
+            .map(|guest| (guest.work.turns, guest.work.graphs));
+        sums.fold((0, 0), |(a, b), (turns, graphs)| (a + turns, b + graphs))
+    };
+    host.wait_until_empty();
+    let (turns_alone, graphs_alone) = turns();
+    assert_eq!(
+        turns_alone, graphs_alone,
+        "a guest that was alone was told to stop"
+    );
+    thread::scope(|scope| {
+        for uid in [1, 2, 3] {
+            let (compute, alone) = (&compute, &alone);
+            scope.spawn(move || {
+                for (round, result) in compute(uid).iter().enumerate() {
+                    assert!(
+                        *result == alone[uid as usize - 1],
+                        "uid {uid}, round {round}"
+                    );
+                }
+            });
+        }
+    });
+    host.wait_until_empty();
+    let (turns_together, graphs_together) = turns();
+    assert!(
+        turns_together - turns_alone > graphs_together - graphs_alone,
+        "{turns_together} turns of {graphs_together} graphs: nobody was cut"
     );
 }

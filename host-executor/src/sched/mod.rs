@@ -53,12 +53,13 @@ pub(crate) struct Times {
 }
 
 impl Scheduler {
-    /// Runs a plan to its end, in as many turns as that takes.
+    /// Runs a plan to its end, in as many turns as that takes. `after_turn` is told where the time went so far.
     pub(crate) fn run(
         &self,
         party: Party,
         terms: Terms,
         plan: &mut dyn Plan,
+        mut after_turn: impl FnMut(Times),
     ) -> (Result<(), RunError>, Times) {
         let mut times = Times::default();
         let mut wait_began = self.turn.now();
@@ -75,6 +76,7 @@ impl Scheduler {
             wait_began = end;
             held.is_done = progress != Ok(Progress::Yielded);
             drop(held);
+            after_turn(times);
             match progress {
                 Ok(Progress::Yielded) => {}
                 Ok(Progress::Done) => return (Ok(()), times),

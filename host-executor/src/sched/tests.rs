@@ -63,7 +63,8 @@ fn plans_of_many_threads_take_turns_and_all_get_done() {
                         fails: false,
                     };
                     // Pairs of threads are one guest.
-                    let (outcome, times) = scheduler.run(Party(guest / 2), terms, &mut work);
+                    let (outcome, times) =
+                        scheduler.run(Party(guest / 2), terms, &mut work, |_| {});
                     outcome.expect("the work does not fail");
                     assert_eq!(work.left, 0);
                     graphs.fetch_add(1, Ordering::Relaxed);
@@ -93,7 +94,7 @@ fn a_plan_that_panics_gives_the_device_back() {
                 left: 50,
                 fails: true,
             };
-            let _ = scheduler.run(Party(1), terms, &mut work);
+            let _ = scheduler.run(Party(1), terms, &mut work, |_| {});
         });
         assert!(panics.join().is_err());
     });
@@ -104,7 +105,7 @@ fn a_plan_that_panics_gives_the_device_back() {
             fails: false,
         };
         scheduler
-            .run(Party(party), terms, &mut work)
+            .run(Party(party), terms, &mut work, |_| {})
             .0
             .expect("it is free");
     }
@@ -123,6 +124,6 @@ fn a_lone_plan_takes_one_turn() {
         left: 1_000_000,
         fails: false,
     };
-    let (outcome, times) = scheduler.run(Party(1), terms, &mut work);
+    let (outcome, times) = scheduler.run(Party(1), terms, &mut work, |_| {});
     assert_eq!((outcome, times.turns), (Ok(()), 1));
 }
