@@ -97,8 +97,8 @@ impl Default for Policy {
 /// The memory of an engine, and who may have how much of it.
 ///
 /// What a named guest's quota promises is set aside for it, unless the operator allows overcommitment. Everybody
-/// else shares the rest: what the engine has free beyond the promises. Guests are charged for their buffers in full;
-/// what the engine has free counts shared weights once.
+/// else shares the rest: what the engine has free beyond the promises, by the engine's own figure. Guests are charged for
+/// their buffers in full, weights that they share included.
 #[derive(Debug)]
 pub(crate) struct Ledger {
     books: Mutex<Books>,
@@ -478,19 +478,18 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_held_once_leave_room_for_others() {
+    fn what_is_common_follows_what_the_engine_says_is_free() {
         let ledger = Ledger::new(100);
         let guests: Vec<_> = (0..3).map(|_| stranger(&ledger, None)).collect();
         let mut charges = Vec::new();
         for guest in &guests {
-            // Each has the same 60 bytes, which the engine holds once.
             charges.push(take(guest, 60, if charges.is_empty() { 100 } else { 40 }));
         }
         assert!(charges[0].is_ok() && charges[1].is_err());
         charges.clear();
         let first = take(&guests[0], 30, 100).unwrap();
         let second = take(&guests[1], 30, 70).unwrap();
-        // Merged: 70 are free again, though 60 are charged.
+        // An engine that holds both in one place has 70 left, though 60 are charged.
         assert_eq!(figures(&guests[2], 70), (100, 70));
         drop((first, second));
     }
