@@ -94,6 +94,29 @@ template <int LATER> DEVICE void wait_async() { asm volatile("cp.async.wait_grou
 template <class T> DEVICE const T* aligned(const u8* at) { return reinterpret_cast<const T*>(at); }
 #endif
 
+// ---- Tensor cores.
+
+// Adds the product of 16 rows by 16 and 16 by 8 columns of halves to the lanes' sums. Of the lanes, with g = lane / 4 and
+// t = lane % 4: a are rows g and g + 8, elements 2t and 2t + 1, then the same 8 further; b is column g, elements 2t and
+// 2t + 1, then 8 further; sums are row g, columns 2t and 2t + 1, then row g + 8.
+template <bool BRAIN> DEVICE void multiply_fragments(float* sums, const u32* a, const u32* b) {
+#ifdef VGPU_SHIM
+    shim::multiply_fragments(sums, a, b, BRAIN);
+#else
+    if (BRAIN) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                     "{%0, %1, %2, %3};"
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                     "{%0, %1, %2, %3};"
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+#endif
+}
+
 // ---- Elements in memory.
 
 DEVICE float load(u32 type, const u8* at) {

@@ -266,6 +266,22 @@ struct VgVectorParams {
     long long slots; /* of the activations, in dimension 1 */
 };
 
+/* vg_halves: rows of src as halves (`brain`: bfloat16), each filled up to a multiple of 64, and what each row is to be
+ * multiplied with. */
+struct VgHalvesParams {
+    struct VgView src;
+    unsigned long long halves, factors;
+    unsigned brain;
+    unsigned reserved;
+};
+
+/* vg_gemm_*: as vg_mul_mat, with activations from vg_halves. */
+struct VgGemmParams {
+    struct VgView dst, w;
+    unsigned long long halves, factors;
+    unsigned long long codebooks;
+};
+
 /* vg_attention */
 struct VgAttentionParams {
     struct VgView dst, q, k, v, mask, sinks;

@@ -15,11 +15,26 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
 
 use vgpu_kernels::cuda::nvrtc::Nvrtc;
-use vgpu_kernels::cuda::source::{ARCHITECTURES, SOURCES};
+use vgpu_kernels::cuda::source::{ARCHITECTURES, HEADERS, SOURCES, Source};
 
-/// Kernels that must not spill: they run in every step of a model. (Products and attention are not among them yet: they
-/// take operands of any type, and call what reads an element.)
-const HOT: &[&str] = &["vg_map", "vg_norm", "vg_rope", "vg_set_rows", "vg_soft_max"];
+/// Kernels that must not spill: they run in every step of a model. (Attention is not among them yet, nor the products for
+/// operands that lie in unusual ways: they take any type, and call what reads an element.)
+const HOT: &[&str] = &[
+    "vg_halves",
+    "vg_map",
+    "vg_norm",
+    "vg_quantize",
+    "vg_rope",
+    "vg_set_rows",
+    "vg_soft_max",
+];
+
+/// The same, by how their names begin.
+const HOT_FAMILIES: &[&str] = &["vg_gemm_", "vg_vector_", "vg_vectors_"];
+
+fn is_hot(kernel: &str) -> bool {
+    HOT.contains(&kernel) || HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))
+}
 
 /// What the assembler says of a kernel.
 #[derive(Debug, Default, Clone)]
@@ -62,10 +77,10 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
         for _ in 0..thread::available_parallelism().map_or(1, |n| n.get()) {
             scope.spawn(|| {
                 while let Some((source, arch)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let compiled = nvrtc.compile(source, arch);
+                    let compiled = compile(&nvrtc, source, arch, out);
                     println!("{}.cu for {arch}", source.name);
                     let mut results = results.lock().expect("nobody panics with it");
-                    results.push((source.name, *arch, compiled));
+                    results.push((*arch, compiled));
                 }
             });
         }
@@ -73,10 +88,9 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
 
     let mut rows = Vec::new();
     let results = results.into_inner().expect("nobody panics with it");
-    for (source, arch, compiled) in results {
-        let compiled = compiled?;
-        fs::write(out.join(format!("{source}.{arch}.cubin")), &compiled.cubin)?;
-        for (kernel, used) in uses(&compiled.log) {
+    for (arch, compiled) in results {
+        let log = compiled?;
+        for (kernel, used) in uses(&log) {
             rows.push((kernel, arch, used));
         }
     }
@@ -101,7 +115,7 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
     }
     let spilling = rows
         .iter()
-        .filter(|(kernel, _, used)| HOT.contains(&kernel.as_str()) && used.spilled > 0)
+        .filter(|(kernel, _, used)| is_hot(kernel) && used.spilled > 0)
         .map(|(kernel, arch, used)| format!("{kernel} ({arch}: {} bytes)", used.spilled))
         .collect::<Vec<_>>();
     if spilling.is_empty() {
@@ -110,6 +124,30 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
     } else {
         Err(format!("hot kernels spill registers: {}", spilling.join(", ")).into())
     }
+}
+
+/// Compiles a file into the output folder, unless what is there is made of the same: returns what the compiler said.
+fn compile(nvrtc: &Nvrtc, source: &Source, arch: &str, out: &Path) -> Result<String, String> {
+    let mut hash = blake3::Hasher::new();
+    hash.update(format!("{:?}", nvrtc.version()).as_bytes());
+    hash.update(include_bytes!("../src/cuda/nvrtc.rs")); // it has the options
+    for text in HEADERS.iter().map(|(_, text)| *text).chain([source.text]) {
+        hash.update(text.as_bytes());
+    }
+    let key = hash.finalize().to_hex().to_string();
+    let file = |kind: &str| out.join(format!("{}.{arch}.{kind}", source.name));
+    if fs::read_to_string(file("key")).is_ok_and(|made_of| made_of == key)
+        && file("cubin").exists()
+        && let Ok(log) = fs::read_to_string(file("log"))
+    {
+        return Ok(log);
+    }
+    let compiled = nvrtc.compile(source, arch).map_err(|e| e.to_string())?;
+    fs::write(file("cubin"), &compiled.cubin)
+        .and_then(|()| fs::write(file("log"), &compiled.log))
+        .and_then(|()| fs::write(file("key"), &key))
+        .map_err(|error| format!("{}: {error}", out.display()))?;
+    Ok(compiled.log)
 }
 
 /// The report of the assembler, by kernel.

@@ -96,6 +96,8 @@ struct Warp {
     unsigned arrived; // lanes, a bit each
     unsigned mask;    // of the exchange under way
     unsigned turn;
+    // Operands of a product of fragments, as long as values of an exchange: a, then b of each lane, as numbers.
+    float fragments[2][LANES][12];
 };
 
 enum class State { Fresh, Ready, Done };
@@ -318,6 +320,32 @@ void wait_async(unsigned later) {
             std::memcpy(copy.to, copy.from, 16);
         }
         groups.erase(groups.begin());
+    }
+}
+
+void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool brain) {
+    Warp& warp = block.warps[block.current / LANES];
+    unsigned lane = block.current % LANES;
+    auto& all = warp.fragments[warp.turn % 2];
+    for (int i = 0; i < 12; i++) {
+        unsigned word = i < 8 ? a[i / 2] : b[(i - 8) / 2];
+        uint16_t half = static_cast<uint16_t>(i % 2 == 0 ? word : word >> 16);
+        if (brain) {
+            unsigned bits = static_cast<unsigned>(half) << 16;
+            std::memcpy(&all[lane][i], &bits, 4);
+        } else {
+            all[lane][i] = half_to_float(half);
+        }
+    }
+    exchange(0xffffffffu, 0, static_cast<int>(lane));
+    for (unsigned e = 0; e < 4; e++) {
+        // Row and column of this sum, and which of the lanes has each factor.
+        unsigned row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+        for (unsigned k = 0; k < 16; k++) {
+            const float* left = all[row % 8 * 4 + k % 8 / 2];
+            const float* right = all[column * 4 + k % 8 / 2];
+            sums[e] += left[k / 8 * 4 + row / 8 * 2 + k % 2] * right[8 + k / 8 * 2 + k % 2];
+        }
     }
 }
 

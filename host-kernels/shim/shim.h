@@ -67,6 +67,9 @@ void copy_async(void* to, const void* from);
 void commit_async();
 void wait_async(unsigned later);
 
+// The product of fragments of halves, added to `sums`: see `multiply_fragments` in `device.cuh`.
+void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool brain);
+
 // Ends the kernel if an address is not a multiple of `size`, which a GPU does not read.
 void check_aligned(const void* at, size_t size);
 

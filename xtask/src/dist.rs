@@ -37,6 +37,11 @@ pub(crate) fn at(folder: &Path) -> Dist {
 
 /// Builds the plugin and `vgpu` into `target/dist`.
 pub(crate) fn build(cache: &Cache) -> Result<Dist> {
+    build_with(cache, None)
+}
+
+/// The same with machine code for GPUs from a folder compiled in.
+pub(crate) fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     packages::libclang(cache)?;
     let dist = workspace::dist();
     std::fs::create_dir_all(&dist).with_context(|| format!("creating {}", dist.display()))?;
@@ -50,6 +55,9 @@ pub(crate) fn build(cache: &Cache) -> Result<Dist> {
             "--message-format=json-render-diagnostics",
         ])
         .args(["--package", "ggml-vgpu", "--package", "vgpu-executor"]);
+    if let Some(cubins) = cubins {
+        cargo.env("VGPU_CUBINS", cubins);
+    }
     let log = cache.log("cargo-build");
     let (mut library, mut command) = (None, None);
     let status = process::run_lines(&mut cargo, &log, |line| {

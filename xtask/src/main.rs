@@ -1,4 +1,4 @@
-//! Developer commands: `cargo xtask setup | build | demo | ollama | package | test | bench | vm | ops-table`.
+//! Developer commands: `cargo xtask setup | build | demo | ollama | package | test | bench | gpu-check | vm | ops-table`.
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and shows
 //! what it is doing. See [`cache`] for where that is.
@@ -13,6 +13,7 @@ mod elf;
 mod executor;
 mod faults;
 mod gguf;
+mod gpu_check;
 mod host;
 mod llama;
 mod model;
@@ -59,6 +60,8 @@ enum Arguments {
     /// Measure beside the peers, in the same run
     #[command(subcommand)]
     Bench(bench::Options),
+    /// Gather what looks at a GPU in target/gpu-check, and run it if there is one
+    GpuCheck(gpu_check::Options),
     /// Boot a guest under QEMU and run the tests inside
     Vm(test::VmOptions),
     /// Run test-backend-ops and write docs/OPS.md
@@ -96,6 +99,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::Ollama => test::run(&cache, &test::Options::only(test::Part::Ollama)),
         Arguments::Test(options) => test::run(&cache, options),
         Arguments::Bench(options) => bench::run(&cache, options),
+        Arguments::GpuCheck(options) => gpu_check::run(&cache, options),
         Arguments::Vm(options) => test::run(&cache, &options.into()),
         Arguments::OpsTable(options) => ops::table::write(&cache, options),
     }

@@ -408,3 +408,37 @@ impl Builder<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_gpu_cannot_read_is_found() {
+        let tensor = |ty, offset, stride: u64| {
+            let mut shape = Shape::contiguous(ty, [256, 4, 1, 1]).expect("a small shape");
+            shape.nb[1] += stride;
+            Tensor {
+                shape,
+                buffer: 0,
+                offset,
+            }
+        };
+        for (ty, offset, stride, is_right) in [
+            (Type::Q8_0, 24, 0, true),
+            (Type::Q8_0, 25, 0, false),
+            (Type::Q8_0, 24, 1, false),
+            (Type::Mxfp4, 25, 1, true),
+            (Type::F32, 4, 4, true),
+            (Type::F32, 4, 2, false),
+            (Type::F16, 2, 2, true),
+        ] {
+            let tensor = tensor(ty, offset, stride);
+            assert_eq!(is_aligned(&tensor), is_right, "{tensor:?}");
+        }
+        // A stride over a dimension of one element says nothing.
+        let mut one = tensor(Type::Q8_0, 24, 0);
+        (one.shape.ne[1], one.shape.nb[1]) = (1, 33);
+        assert!(is_aligned(&one));
+    }
+}

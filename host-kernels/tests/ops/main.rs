@@ -62,7 +62,7 @@ mod cpu {
         hostile { huge_extents_of_nothing overlapping_memory rows_far_apart }
         image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
-            mul_mat mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id
+            mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id
             experts_are_checked out_prod
         }
         movement {
@@ -106,7 +106,7 @@ mod cuda {
         hostile { huge_extents_of_nothing overlapping_memory rows_far_apart }
         image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
-            mul_mat mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id
+            mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id
             experts_are_checked out_prod
         }
         movement {

@@ -1,0 +1,162 @@
+// Products of weights of any type with many columns of activations, on tensor cores: both are halves, sums are f32.
+//
+// Activations are made halves first (`vg_halves`), each column times a power of two that lets its largest element be about
+// 1, so that none is beyond what a half can hold. A block of threads has a tile of 128 rows by 128 columns, and goes
+// along the sum 64 elements at a time: while it multiplies one step from shared memory, each thread unpacks 32 weights
+// of the next in its registers, and the next activations are on their way to shared memory.
+#pragma once
+#include "quants.cuh"
+
+namespace {
+
+constexpr int GEMM_ROWS = 128, GEMM_COLUMNS = 128, GEMM_STEP = 64, GEMM_THREADS = 256;
+
+// Halves of a row of a tile in shared memory. What a warp reads of eight rows lies in different banks.
+constexpr int GEMM_STRIDE = GEMM_STEP + 8;
+
+// What a warp has of a tile: 2 times 16 rows, 8 times 8 columns; 4 by 2 warps have all of it.
+constexpr int WARP_ROWS = 2, WARP_COLUMNS = 8;
+
+struct GemmTiles {
+    u16 weights[GEMM_ROWS][GEMM_STRIDE];
+    u16 activations[2][GEMM_COLUMNS][GEMM_STRIDE];
+};
+
+DEVICE u32 two_halves(float a, float b) { return to_f16(a).bits | static_cast<u32>(to_f16(b).bits) << 16; }
+
+// 32 weights of a row as halves, two to a word; `block` counts blocks of 32.
+template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const u8* row, i64 block, u32* halves) {
+    if constexpr (TYPE == VG_F16 || TYPE == VG_BF16) {
+        const int4* from = reinterpret_cast<const int4*>(row + block * 64);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            int4 four = from[i];
+            halves[4 * i] = four.x, halves[4 * i + 1] = four.y, halves[4 * i + 2] = four.z, halves[4 * i + 3] = four.w;
+        }
+    } else {
+        constexpr Geometry SIZE = geometry(TYPE);
+        constexpr int SUBS = SIZE.elements / 32;
+        Unpacked w;
+        unpack<TYPE>(books, row + block / SUBS * SIZE.bytes, static_cast<int>(block % SUBS), w);
+        UNROLL
+        for (int k = 0; k < 8; k++) {
+            auto value = [&](int i) {
+                int q = static_cast<signed char>(w.words[k] >> 8 * i);
+                return static_cast<float>(q) * w.scale[k / 4] + w.offset[k / 4];
+            };
+            halves[2 * k] = two_halves(value(0), value(1));
+            halves[2 * k + 1] = two_halves(value(2), value(3));
+        }
+    }
+}
+
+// blockIdx.x and y count tiles of rows and columns, z batches.
+template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
+    DYNAMIC_SHARED(GemmTiles, tiles);
+    const VgCodebooks* books = codebooks(p.codebooks);
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int group = lane / 4, pair = lane % 4 * 2;
+    i64 first_row = static_cast<i64>(blockIdx.x) * GEMM_ROWS, first_column = static_cast<i64>(blockIdx.y) * GEMM_COLUMNS;
+    i64 rows = p.dst.ne[0], columns = p.dst.ne[1], blocks = p.w.ne[0] / 32;
+    i64 length = (p.w.ne[0] + GEMM_STEP - 1) / GEMM_STEP * GEMM_STEP;
+
+    i64 batch = blockIdx.z, i2 = batch % p.dst.ne[2], i3 = batch / p.dst.ne[2];
+    i64 w2 = i2 / (p.dst.ne[2] / p.w.ne[2]), w3 = i3 / (p.dst.ne[3] / p.w.ne[3]);
+    // The thread's row of weights, and which half of a step it unpacks. Beyond the last row and column the last is
+    // read again; the results are not written.
+    i64 mine = first_row + threadIdx.x / 2;
+    const u8* row = address(p.w, Index{{0, mine < rows ? mine : rows - 1, w2, w3}});
+    int half = threadIdx.x % 2;
+
+    auto fetch = [&](int buffer, i64 step) {
+        constexpr int PIECES = GEMM_STEP / 8;
+        for (int i = threadIdx.x; i < GEMM_COLUMNS * PIECES; i += GEMM_THREADS) {
+            i64 column = first_column + i / PIECES;
+            column = batch * columns + (column < columns ? column : columns - 1);
+            const u16* from = reinterpret_cast<const u16*>(p.halves) + column * length + step * GEMM_STEP;
+            copy_async(&tiles->activations[buffer][i / PIECES][i % PIECES * 8], from + i % PIECES * 8);
+        }
+        commit_async();
+    };
+    u32 next[16];
+    auto unpack_next = [&](i64 step) {
+        i64 block = step * 2 + half;
+        if (block < blocks) {
+            weights_at<TYPE>(books, row, block, next);
+        } else {
+            UNROLL
+            for (int i = 0; i < 16; i++) {
+                next[i] = 0;
+            }
+        }
+    };
+    auto put_next = [&]() {
+        int4* to = reinterpret_cast<int4*>(&tiles->weights[threadIdx.x / 2][half * 32]);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            to[i] = int4{static_cast<int>(next[4 * i]), static_cast<int>(next[4 * i + 1]),
+                         static_cast<int>(next[4 * i + 2]), static_cast<int>(next[4 * i + 3])};
+        }
+    };
+
+    float sums[WARP_ROWS][WARP_COLUMNS][4] = {};
+    i64 steps = length / GEMM_STEP;
+    fetch(0, 0);
+    unpack_next(0);
+    put_next();
+    int row_of_warp = warp % 4 * WARP_ROWS * 16, column_of_warp = warp / 4 * WARP_COLUMNS * 8;
+    for (i64 step = 0; step < steps; step++) {
+        int buffer = static_cast<int>(step % 2);
+        wait_async<0>();
+        __syncthreads(); // both tiles are there, and nobody reads the other buffer any more
+        if (step + 1 < steps) {
+            fetch(buffer ^ 1, step + 1);
+            unpack_next(step + 1);
+        }
+        UNROLL
+        for (int k = 0; k < GEMM_STEP; k += 16) {
+            auto word = [&](const u16* at) { return *reinterpret_cast<const u32*>(at); };
+            u32 a[WARP_ROWS][4], b[WARP_COLUMNS][2];
+            UNROLL
+            for (int i = 0; i < WARP_ROWS; i++) {
+                const u16* upper = &tiles->weights[row_of_warp + i * 16 + group][k + pair];
+                const u16* lower = upper + 8 * GEMM_STRIDE;
+                a[i][0] = word(upper), a[i][1] = word(lower), a[i][2] = word(upper + 8), a[i][3] = word(lower + 8);
+            }
+            UNROLL
+            for (int j = 0; j < WARP_COLUMNS; j++) {
+                const u16* at = &tiles->activations[buffer][column_of_warp + j * 8 + group][k + pair];
+                b[j][0] = word(at), b[j][1] = word(at + 8);
+            }
+            UNROLL
+            for (int i = 0; i < WARP_ROWS; i++) {
+                UNROLL
+                for (int j = 0; j < WARP_COLUMNS; j++) {
+                    multiply_fragments<TYPE == VG_BF16>(sums[i][j], a[i], b[j]);
+                }
+            }
+        }
+        __syncthreads(); // the weights may be written over
+        if (step + 1 < steps) {
+            put_next();
+        }
+    }
+
+    const float* factors = reinterpret_cast<const float*>(p.factors) + batch * columns;
+    UNROLL
+    for (int i = 0; i < WARP_ROWS; i++) {
+        UNROLL
+        for (int j = 0; j < WARP_COLUMNS; j++) {
+            UNROLL
+            for (int e = 0; e < 4; e++) {
+                i64 r = first_row + row_of_warp + i * 16 + group + e / 2 * 8;
+                i64 c = first_column + column_of_warp + j * 8 + pair + e % 2;
+                if (r < rows && c < columns) {
+                    *reinterpret_cast<float*>(address(p.dst, Index{{r, c, i2, i3}})) = sums[i][j][e] * factors[c];
+                }
+            }
+        }
+    }
+}
+
+} // namespace

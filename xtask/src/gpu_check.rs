@@ -1,0 +1,129 @@
+//! `cargo xtask gpu-check`: everything to look at a GPU with, in one folder that needs neither Rust nor a network.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+
+use crate::cache::Cache;
+use crate::demo;
+use crate::dist;
+use crate::llama;
+use crate::model;
+use crate::packages;
+use crate::process;
+use crate::progress::{Step, heading};
+use crate::workspace;
+
+/// Gathers what looks at a GPU in target/gpu-check, and runs it if this machine has one.
+#[derive(clap::Args, Debug)]
+pub(crate) struct Options {
+    /// Run it with this engine of vgpu, whatever this machine has: `cpu` tries the script itself
+    #[arg(long)]
+    engine: Option<String>,
+    /// GGUF files to measure besides the small ones with random weights
+    #[arg(long)]
+    model: Vec<PathBuf>,
+}
+
+/// What of a build of llama.cpp goes along.
+const PROGRAMS: [&str; 2] = ["test-backend-ops", "llama-bench"];
+
+const SCRIPT: &str = include_str!("gpu_check.sh");
+
+/// Where the bundle is made.
+fn folder() -> PathBuf {
+    workspace::root().join("target/gpu-check")
+}
+
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
+    let bundle = gather(cache, options)?;
+    let mut script = Command::new(bundle.join("run.sh"));
+    match &options.engine {
+        Some(engine) => {
+            script.env("VGPU_ENGINE", engine);
+        }
+        None if !packages::runs("nvidia-smi", &["-L"]) => {
+            println!(
+                "This machine has no NVIDIA GPU: copy {} to one that has, and start run.sh there.",
+                bundle.display()
+            );
+            return Ok(());
+        }
+        None => {}
+    }
+    heading("run.sh");
+    let status = script.status().context("starting run.sh")?;
+    anyhow::ensure!(status.success(), "run.sh ended with {status}");
+    Ok(())
+}
+
+/// Makes the bundle.
+fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
+    heading("what looks at a GPU");
+    let kernels = machine_code(cache)?;
+    let built = dist::build_with(cache, Some(&kernels))?;
+    let bin = llama::build(cache, llama::Stage::Tools)?;
+    let vocabulary = llama::source(cache)?.join(demo::VOCABULARY);
+    let mut models = options.model.clone();
+    for weights in [model::Weights::F16, model::Weights::Q4KM] {
+        let made = model::ensure(cache, &model::DEMO, weights, &vocabulary, demo::SEED)?;
+        models.push(made);
+    }
+
+    let step = Step::new("gathering");
+    let bundle = folder();
+    let (programs, places) = (bundle.join("bin"), bundle.join("models"));
+    for folder in [&programs, &places] {
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("creating {}", folder.display()))?;
+    }
+    for file in [&built.vgpu, &built.plugin] {
+        copy(file, &bundle)?;
+    }
+    for program in PROGRAMS {
+        copy(&bin.join(program), &programs)?;
+    }
+    for entry in std::fs::read_dir(&bin).context("listing the build of llama.cpp")? {
+        let path = entry.context("listing the build of llama.cpp")?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name.contains(".so") {
+            copy(&path, &programs)?;
+        }
+    }
+    for model in &models {
+        copy(model, &places)?;
+    }
+    let script = bundle.join("run.sh");
+    std::fs::write(&script, SCRIPT).context("writing run.sh")?;
+    let mut chmod = Command::new("chmod");
+    process::output(chmod.arg("+x").arg(&script))?;
+    step.done(&format!("{}", bundle.display()));
+    Ok(bundle)
+}
+
+/// Machine code of all kernels for all architectures.
+fn machine_code(cache: &Cache) -> Result<PathBuf> {
+    packages::libclang(cache)?;
+    let nvrtc = packages::nvrtc(cache)?;
+    let out = workspace::reports().join("kernels");
+    let step = Step::new("compiling kernels for every architecture");
+    let mut cargo = workspace::cargo();
+    cargo
+        .args(["run", "-p", "vgpu-kernels", "--example", "kernels", "--"])
+        .args([&nvrtc, &out]);
+    process::run(&mut cargo, &step, &cache.log("gpu-check-kernels"))?;
+    step.done("");
+    Ok(out)
+}
+
+/// Copies a file, or what a link names, into a folder.
+fn copy(file: &Path, folder: &Path) -> Result<()> {
+    let name = file.file_name().context("a file has a name")?;
+    let to = folder.join(name);
+    // A program that runs the old one keeps it.
+    let fresh = folder.join(format!("{}.fresh", name.to_string_lossy()));
+    std::fs::copy(file, &fresh)
+        .and_then(|_| std::fs::rename(&fresh, &to))
+        .with_context(|| format!("copying {} to {}", file.display(), folder.display()))
+}
