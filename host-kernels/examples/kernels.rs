@@ -32,8 +32,12 @@ const HOT: &[&str] = &[
 /// The same, by how their names begin.
 const HOT_FAMILIES: &[&str] = &["vg_gemm_", "vg_vector_", "vg_vectors_"];
 
+/// Numbers to the base 3 take more registers to unpack than they are worth to anybody.
+const NOT_HOT: &str = "_tq1_0";
+
 fn is_hot(kernel: &str) -> bool {
-    HOT.contains(&kernel) || HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))
+    let is_of_family = HOT_FAMILIES.iter().any(|family| kernel.starts_with(family));
+    HOT.contains(&kernel) || is_of_family && !kernel.ends_with(NOT_HOT)
 }
 
 /// What the assembler says of a kernel.
