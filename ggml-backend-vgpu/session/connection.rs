@@ -302,6 +302,7 @@ impl Connection {
                 | Reply::Data { request }
                 | Reply::Held { request, .. }
                 | Reply::Missing { request }
+                | Reply::Have { request, .. }
                 | Reply::Prove { request, .. }
                 | Reply::Memory { request, .. } => *request,
                 Reply::Welcome { .. } => return Err(unexpected(&reply)),

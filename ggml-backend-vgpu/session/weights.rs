@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vgpu_transport::wire::{ContentHash, Reply, Request};
+use vgpu_transport::wire::{ContentHash, Reply, Request, Wanted};
 
 use super::connection::{Connection, unexpected};
 use super::{Allocation, Session, SessionError};
@@ -64,6 +64,49 @@ impl Session {
                 Reply::Missing { .. } => Ok(false),
                 other => Err(unexpected(&other)),
             }
+        })
+    }
+
+    /// Asks which extents the host has; it keeps them for this buffer. Places in `wanted`.
+    pub(crate) fn ask_for(
+        &self,
+        to: &Allocation,
+        wanted: &[(ContentHash, u64)],
+    ) -> Result<Vec<usize>, SessionError> {
+        let request = Request::Ask {
+            buffer: to.id,
+            wanted: Wanted(wanted.to_vec()),
+        };
+        self.talk(|c| match c.ask(&request)? {
+            Reply::Have { places, .. } => {
+                let places = places
+                    .0
+                    .into_iter()
+                    .filter_map(|place| usize::try_from(place).ok());
+                Ok(places.filter(|&place| place < wanted.len()).collect())
+            }
+            other => Err(unexpected(&other)),
+        })
+    }
+
+    /// Has the host put bytes that it keeps for a buffer into it.
+    pub(crate) fn take(
+        &self,
+        to: &Allocation,
+        offset: u64,
+        len: u64,
+        hash: ContentHash,
+    ) -> Result<(), SessionError> {
+        let request = Request::Take {
+            buffer: to.id,
+            offset,
+            len,
+            hash,
+        };
+        self.talk(|c| {
+            c.send(&request, (&[][..]).into())?;
+            c.copied.not_sent += len;
+            Ok(())
         })
     }
 

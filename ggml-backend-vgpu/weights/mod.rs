@@ -21,10 +21,10 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::wire::{ContentHash, MAX_EXTENTS, MIN_EXTENT};
+use vgpu_transport::wire::{ContentHash, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT};
 
 use crate::session::{Allocation, Session, SessionError};
-use files::Region;
+use files::{ModelFile, Region};
 use remember::Learned;
 
 /// Bytes hashed at once.
@@ -51,6 +51,10 @@ struct Upload {
     lengths: HashSet<u64>,
     /// Units named so far.
     extents: usize,
+    /// Files that the program reads from: what is known of them was asked for.
+    files: Vec<Arc<ModelFile>>,
+    /// What of it the host keeps for us.
+    kept: HashSet<(ContentHash, u64)>,
     /// What comes of it, for whom it concerns when the upload is over.
     progress: Arc<Progress>,
 }
@@ -121,6 +125,8 @@ impl Upload {
         Ok(lengths.map(|lengths| Upload {
             lengths: lengths.into_iter().collect(),
             extents: 0,
+            files: Vec::new(),
+            kept: HashSet::new(),
             progress,
         }))
     }
@@ -141,7 +147,15 @@ impl Upload {
         self.extents += 1;
         let region = Region::of(data.as_ptr(), data.len());
         let may_be_there = self.lengths.contains(&len);
+        if let Some(region) = region.as_ref().filter(|_| may_be_there) {
+            self.ask_for_file(session, to, &region.file)?;
+        }
         let known = region.as_ref().and_then(Region::hash);
+        if let Some(hash) = known.filter(|&hash| self.kept.contains(&(hash, len))) {
+            session.take(to, offset, len, hash)?;
+            self.progress.count(|counts| counts.not_sent += len);
+            return Ok(true);
+        }
         let hash = match known {
             None if may_be_there && hashes_first => Some(hash(blake3::Hasher::new(), data)),
             known => known,
@@ -159,6 +173,31 @@ impl Upload {
         session.name_extent(to, offset, len)?;
         self.progress.count(|counts| counts.sent += len);
         Ok(false)
+    }
+
+    /// Asks for all that is known of a file, once: a question for each part would take a round trip each.
+    fn ask_for_file(
+        &mut self,
+        session: &Session,
+        to: &Allocation,
+        file: &Arc<ModelFile>,
+    ) -> Result<(), SessionError> {
+        if self.files.iter().any(|asked| Arc::ptr_eq(asked, file)) {
+            return Ok(());
+        }
+        self.files.push(Arc::clone(file));
+        let wanted = file.memory.all();
+        let wanted: Vec<_> = wanted
+            .into_iter()
+            .filter(|(_, len)| self.lengths.contains(len))
+            .take(MAX_EXTENTS)
+            .collect();
+        for some in wanted.chunks(MAX_ASKED) {
+            let places = session.ask_for(to, some)?;
+            self.kept
+                .extend(places.into_iter().map(|place| some[place]));
+        }
+        Ok(())
     }
 }
 

@@ -59,6 +59,12 @@ impl Memory {
         self.parts().get(&(offset, len)).copied()
     }
 
+    /// Every hash and length that is known.
+    pub(super) fn all(&self) -> Vec<(ContentHash, u64)> {
+        let parts = self.parts();
+        parts.iter().map(|(&(_, len), &hash)| (hash, len)).collect()
+    }
+
     fn parts(&self) -> MutexGuard<'_, BTreeMap<(u64, u64), ContentHash>> {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }

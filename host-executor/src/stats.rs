@@ -8,9 +8,9 @@ use std::time::Duration;
 use vgpu_transport::wire::Request;
 
 /// Names of the kinds of request, in the order of their numbers on the wire.
-const KINDS: [&str; 18] = [
+const KINDS: [&str; 20] = [
     "HELLO", "ALLOC", "FREE", "WRITE", "READ", "FILL", "COPY", "GRAPH", "SUBMIT", "FORGET",
-    "MEMORY", "FENCE", "PATCH", "WEIGHTS", "ADOPT", "PROOF", "EXTENT", "SETTLE",
+    "MEMORY", "FENCE", "PATCH", "WEIGHTS", "ADOPT", "PROOF", "EXTENT", "SETTLE", "ASK", "TAKE",
 ];
 
 /// The kind of a request.
@@ -38,6 +38,8 @@ impl Kind {
             Request::Proof { .. } => 15,
             Request::Extent { .. } => 16,
             Request::Settle { .. } => 17,
+            Request::Ask { .. } => 18,
+            Request::Take { .. } => 19,
         })
     }
 

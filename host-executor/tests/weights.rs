@@ -13,7 +13,7 @@ use vgpu_executor::{Limits, Process, Weights};
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{
-    ContentHash, GraphId, Lengths, MAX_EXTENTS, MIN_EXTENT, Reply, Request,
+    ContentHash, GraphId, Lengths, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, Reply, Request, Wanted,
 };
 
 const GRAPH: GraphId = GraphId(1);
@@ -204,6 +204,67 @@ fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
     let shared: Vec<u64> = sessions.iter().map(|s| s.stats.weights_shared).collect();
     assert_eq!(shared[0], 0);
     assert!(shared[1] > (FIRST + SECOND) * 9 / 10, "{shared:?}");
+}
+
+/// What the host keeps of these for a buffer.
+fn ask(guest: &mut Guest, buffer: BufferId, wanted: &[(ContentHash, u64)]) -> Vec<u64> {
+    let wanted = Wanted(wanted.to_vec());
+    match guest.ask(&Request::Ask { buffer, wanted }) {
+        Reply::Have { places, .. } => places.0,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_is_kept_is_taken_without_waiting_even_from_the_dead() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(30);
+    let (one, _) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (buffer, _) = for_weights(&mut two, MODEL);
+    let [first, second] = parts(&model).map(|(_, part)| (hash(part), part.len() as u64));
+    let nobodys = (ContentHash([1; 32]), FIRST);
+    let wanted = [nobodys, first, (first.0, SECOND), second, second];
+    assert_eq!(ask(&mut two, buffer, &wanted), [1, 3, 4]);
+    drop(one);
+    wait("the first one's end", || host.server.sessions().len() == 1);
+    for (offset, part) in parts(&model) {
+        two.send(&Request::Take {
+            buffer,
+            offset,
+            len: part.len() as u64,
+            hash: hash(part),
+        });
+    }
+    let read = read_all(&mut two, buffer, MODEL);
+    for (offset, part) in parts(&model) {
+        assert!(read[offset as usize..][..part.len()] == *part);
+    }
+    assert_eq!(weights.stats().not_sent, FIRST + SECOND);
+    // Nobody keeps more than he is charged for.
+    let mut small = guest(&host, 7);
+    let (buffer, _) = for_weights(&mut small, SECOND);
+    assert_eq!(ask(&mut small, buffer, &wanted), [3, 4]);
+    // Nor what is not asked for, nor any longer than until the weights are complete.
+    small.send(&Request::Settle { buffer });
+    assert_eq!(ask(&mut small, buffer, &wanted).len(), 0);
+    small.send(&Request::Take {
+        buffer,
+        offset: 0,
+        len: SECOND,
+        hash: second.0,
+    });
+    let reason = small.ended();
+    assert!(reason.contains("which the host does not keep"), "{reason}");
+    // Other users are not told.
+    let mut other = guest(&host, 8);
+    let (buffer, _) = for_weights(&mut other, MODEL);
+    assert_eq!(ask(&mut other, buffer, &wanted).len(), 0);
+    let wanted = Wanted(vec![first; MAX_ASKED + 1]);
+    other.send(&Request::Ask { buffer, wanted });
+    let reason = other.ended();
+    assert!(reason.contains("ASK is for 1025 extents"), "{reason}");
+    drop((two, host));
 }
 
 #[test]

@@ -36,6 +36,9 @@ pub const MAX_EXTENTS: usize = 4096;
 /// Most lengths in one [`Reply::Held`].
 pub const MAX_LENGTHS: usize = 4096;
 
+/// Most extents in one [`Request::Ask`].
+pub const MAX_ASKED: usize = 1024;
+
 /// The BLAKE3 hash of an extent's bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ContentHash(pub [u8; 32]);
@@ -244,6 +247,24 @@ messages! {
             /// How many bytes.
             len: u64,
         },
+        /// Asks which extents the host has for this guest, to be taken later. Answered by [`Reply::Have`].
+        19 Ask {
+            /// A buffer for weights that is not settled.
+            buffer: BufferId,
+            /// What is wanted.
+            wanted: Wanted,
+        },
+        /// Puts bytes that the host [has](Reply::Have) for this buffer into it. One-way.
+        20 Take {
+            /// The buffer.
+            buffer: BufferId,
+            /// Where in it, in bytes.
+            offset: u64,
+            /// How many bytes.
+            len: u64,
+            /// What they are.
+            hash: ContentHash,
+        },
         /// The weights of a buffer are complete. It can still be written; that costs the host a copy. One-way.
         18 Settle {
             /// The buffer.
@@ -331,6 +352,14 @@ messages! {
             /// The request.
             request: u64,
         },
+        /// Which of the extents asked for the host has: it keeps them for this buffer until that is settled. Others
+        /// may be there all the same, for those who ask for one ([`Request::Adopt`]).
+        12 Have {
+            /// The request.
+            request: u64,
+            /// Places in what was asked for, from 0.
+            places: Lengths,
+        },
         /// The host has the bytes from somebody else: this guest is to prove that it has them, too, with
         /// [`Request::Proof`] as its next request.
         11 Prove {
@@ -342,9 +371,13 @@ messages! {
     }
 }
 
-/// Lengths of extents.
+/// Lengths of extents, or places in a list.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lengths(pub Vec<u64>);
+
+/// Extents by hash and length, at most [`MAX_ASKED`].
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Wanted(pub Vec<(ContentHash, u64)>);
 
 /// A value in a message.
 trait Field: Sized {
@@ -449,6 +482,27 @@ impl Field for Lengths {
     }
 }
 
+impl Field for Wanted {
+    fn put(&self, out: &mut Vec<u8>) {
+        (self.0.len() as u32).put(out);
+        for (hash, len) in &self.0 {
+            hash.put(out);
+            len.put(out);
+        }
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<Wanted, WireError> {
+        let count = u32::get(bytes)? as usize;
+        // No more room than there are bytes for.
+        let left = (bytes.bytes.len() - bytes.at.min(bytes.bytes.len())) / 40;
+        let mut wanted = Vec::with_capacity(count.min(left));
+        for _ in 0..count {
+            wanted.push((ContentHash::get(bytes)?, u64::get(bytes)?));
+        }
+        Ok(Wanted(wanted))
+    }
+}
+
 impl Field for Capabilities {
     fn put(&self, out: &mut Vec<u8>) {
         let words = self.encode();
@@ -523,6 +577,16 @@ mod tests {
         held.encode(&mut bytes);
         assert!(bytes.len() <= MAX_MESSAGE, "{} bytes", bytes.len());
         assert_eq!(Reply::decode(&bytes), Ok(held));
+
+        let ask = Request::Ask {
+            buffer: BufferId(3),
+            wanted: Wanted(vec![(hash, 1 << 50); MAX_ASKED]),
+        };
+        bytes.clear();
+        ask.encode(&mut bytes);
+        assert!(bytes.len() <= MAX_MESSAGE, "{} bytes", bytes.len());
+        assert_eq!(Request::decode(&bytes), Ok(ask));
+        assert!(Request::decode(&bytes[..bytes.len() - 1]).is_err());
     }
 
     proptest! {

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use vgpu_transport::ir::{BufferId, DecodeError, IR_VERSION, Invalid};
 use vgpu_transport::link::LinkError;
-use vgpu_transport::wire::{GraphId, MAX_EXTENTS, MIN_EXTENT, PROTOCOL_VERSION, WireError};
+use vgpu_transport::wire::{
+    ContentHash, GraphId, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, PROTOCOL_VERSION, WireError,
+};
 
 /// Why a session ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -107,6 +109,14 @@ pub enum Violation {
     ShortExtent { kind: &'static str, len: u64 },
     #[error("EXTENT names more than {MAX_EXTENTS} extents in buffer {}", .0.0)]
     TooManyExtents(BufferId),
+    #[error("ASK is for {asked} extents at once, at most {MAX_ASKED} are possible")]
+    TooMuchAsked { asked: usize },
+    #[error("TAKE names {len} bytes by {hash}, which the host does not keep for buffer {}", .buffer.0)]
+    NotKept {
+        buffer: BufferId,
+        len: u64,
+        hash: ContentHash,
+    },
     #[error("PROOF comes although none was asked for by the reply before it")]
     UnaskedProof,
     #[error("READ asks for {len} bytes at once, at most {limit} are possible")]

@@ -419,7 +419,9 @@ impl Session {
             | Request::Adopt { .. }
             | Request::Proof { .. }
             | Request::Extent { .. }
-            | Request::Settle { .. } => self.weights_request(request, kind, &message),
+            | Request::Settle { .. }
+            | Request::Ask { .. }
+            | Request::Take { .. } => self.weights_request(request, kind, &message),
         }
     }
 

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use tracing::{debug, info, warn};
 use vgpu_kernels::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
-use vgpu_transport::wire::{ContentHash, Lengths, MAX_EXTENTS, MIN_EXTENT, Reply, Request};
+use vgpu_transport::wire::{
+    ContentHash, Lengths, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, Reply, Request,
+};
 
 use super::ending::Violation;
 use super::{Answer, Ending, MODEL_SCALE, Session};
@@ -35,6 +37,10 @@ struct WeightBuffer {
     not_sent: u64,
     /// Bytes of it that are another buffer's, too.
     shared: u64,
+    /// What the guest has asked for and may take.
+    kept: HashMap<ContentHash, Arc<dyn Extent>>,
+    /// Bytes of these: no more than the buffer has, so that nobody keeps what nobody is charged for.
+    kept_bytes: u64,
 }
 
 struct Challenge {
@@ -108,6 +114,30 @@ impl Session {
                     len,
                 };
                 self.adopt(request, kind, place, hash)
+            }
+            Request::Ask { buffer, ref wanted } => self.ask(request, kind, buffer, &wanted.0),
+            Request::Take {
+                buffer,
+                offset,
+                len,
+                hash,
+            } => {
+                let place = Place {
+                    buffer,
+                    offset,
+                    len,
+                };
+                let kept = self.check_extent(kind, place)?.kept.get(&hash);
+                let kept = kept.filter(|extent| extent.size() == len);
+                let extent = kept.ok_or(Violation::NotKept { buffer, len, hash })?;
+                let source = Source::Memory(Arc::clone(extent));
+                Ok(match self.place(place, &source) {
+                    Ok(true) => Answer::Nothing,
+                    Ok(false) => {
+                        super::failed(request, kind, buffer.0, &EngineError::ForeignMemory)
+                    }
+                    Err(error) => super::failed(request, kind, buffer.0, &error),
+                })
             }
             Request::Proof { proof } => {
                 let challenge = challenge.ok_or(Violation::UnaskedProof)?;
@@ -206,6 +236,45 @@ impl Session {
         }
     }
 
+    /// Keeps what is there of what the guest asks for.
+    fn ask(
+        &mut self,
+        request: u64,
+        kind: &'static str,
+        buffer: BufferId,
+        wanted: &[(ContentHash, u64)],
+    ) -> Result<Answer, Ending> {
+        let size = self.buffers.get(kind, buffer)?.size();
+        let weights = self.weights.buffers.get_mut(&buffer);
+        let weights = weights.ok_or(Violation::NotForWeights { kind, buffer })?;
+        if wanted.len() > MAX_ASKED {
+            let asked = wanted.len();
+            return Err(Violation::TooMuchAsked { asked }.into());
+        }
+        let mut places = Vec::new();
+        for (place, &(hash, len)) in wanted.iter().enumerate() {
+            let Some(held) = self.weights.held.as_ref().filter(|_| !weights.is_settled) else {
+                break;
+            };
+            let is_kept = match weights.kept.get(&hash) {
+                Some(kept) => kept.size() == len,
+                None => match held.find(Lookup { hash, len }) {
+                    Found::Yes(Source::Memory(extent)) if len <= size - weights.kept_bytes => {
+                        weights.kept_bytes += len;
+                        weights.kept.insert(hash, extent);
+                        true
+                    }
+                    _ => false,
+                },
+            };
+            if is_kept {
+                places.push(place as u64);
+            }
+        }
+        let places = Lengths(places);
+        Ok(Answer::Message(Reply::Have { request, places }))
+    }
+
     fn proof(&mut self, request: u64, challenge: Challenge, proof: ContentHash) -> Answer {
         let Challenge {
             place,
@@ -235,9 +304,20 @@ impl Session {
         self.take(request, place, &source)
     }
 
-    /// Puts bytes that are there where the guest wants them.
+    /// Puts bytes that are there where the guest wants them, and says so.
     fn take(&mut self, request: u64, place: Place, source: &Source) -> Answer {
-        let missing = Answer::Message(Reply::Missing { request });
+        Answer::Message(match self.place(place, source) {
+            Ok(true) => Reply::Done { request },
+            Ok(false) => Reply::Missing { request },
+            Err(error) => {
+                warn!("weights cannot be shared: {error}");
+                Reply::Missing { request }
+            }
+        })
+    }
+
+    /// Puts bytes that are there where the guest wants them. `false` when they are not what they should be.
+    fn place(&mut self, place: Place, source: &Source) -> Result<bool, EngineError> {
         let Place {
             buffer,
             offset,
@@ -248,16 +328,10 @@ impl Session {
             self.weights.buffers.get_mut(&buffer),
             &self.weights.held,
         ) else {
-            return missing;
+            return Ok(false);
         };
         let (shared, is_from_disk) = match source {
-            Source::Memory(extent) => match memory.adopt(offset, extent) {
-                Ok(shared) => (shared, false),
-                Err(error) => {
-                    warn!("weights cannot be shared: {error}");
-                    return missing;
-                }
-            },
+            Source::Memory(extent) => (memory.adopt(offset, extent)?, false),
             Source::Disk(cached) => {
                 let read = cached.read(|at, piece| {
                     memory
@@ -271,10 +345,8 @@ impl Session {
                             warn!("weights cannot be read from disk: {error}");
                         }
                         // Nobody knows whose bytes these are.
-                        if let Err(error) = memory.fill(offset, len, 0) {
-                            warn!("{error}");
-                        }
-                        return missing;
+                        memory.fill(offset, len, 0)?;
+                        return Ok(false);
                     }
                 }
             }
@@ -286,7 +358,7 @@ impl Session {
         held.saved(len, is_from_disk);
         self.counters.weights_not_sent.add(len);
         self.count_holdings();
-        Answer::Message(Reply::Done { request })
+        Ok(true)
     }
 
     fn name_extent(&mut self, kind: &'static str, place: Place) -> Result<(), Ending> {
@@ -328,6 +400,7 @@ impl Session {
         if std::mem::replace(&mut weights.is_settled, true) {
             return Ok(());
         }
+        weights.kept.clear();
         // Those that write to it were compiled when nobody minded.
         self.graphs.forget_users(buffer);
         let failed = |error: EngineError| Ending::Engine(error.to_string());

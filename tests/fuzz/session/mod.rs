@@ -27,7 +27,9 @@ use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{self, BufferId, IR_VERSION};
 use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};
-use vgpu_transport::wire::{ContentHash, GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{
+    ContentHash, GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request, Wanted,
+};
 
 use input::Input;
 use model::{Expect, Model, Setup};
@@ -214,6 +216,10 @@ impl<'a> Script<'a> {
                 self.read_everything();
             }
             (Expect::Held, [(Reply::Held { request, .. }, [])]) => assert_eq!(*request, number),
+            (Expect::Have { buffer, wanted }, [(Reply::Have { request, places }, [])]) => {
+                assert_eq!(*request, number);
+                self.model.keeps(*buffer, wanted, &places.0);
+            }
             (Expect::Adopted { .. }, [(Reply::Missing { request }, [])]) => {
                 assert_eq!(*request, number);
             }
@@ -464,6 +470,20 @@ impl<'a> Script<'a> {
                     false => self.input.pick(&candidates),
                 };
                 let hash = self.model.hash_of(from, offset, len);
+                if self.model.is_kept(buffer.0, hash) || self.input.chance(128) {
+                    return Request::Take {
+                        buffer,
+                        offset,
+                        len,
+                        hash,
+                    };
+                }
+                if self.input.chance(2) {
+                    return Request::Ask {
+                        buffer,
+                        wanted: Wanted(vec![(hash, len); self.input.below(4)]),
+                    };
+                }
                 Request::Adopt {
                     buffer,
                     offset,

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Tensor, patch};
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_PAYLOAD, MIN_EXTENT, PROTOCOL_VERSION, Request,
+    ContentHash, GraphId, MAX_ASKED, MAX_PAYLOAD, MIN_EXTENT, PROTOCOL_VERSION, Request,
 };
 
 /// What should come of a request.
@@ -30,6 +30,11 @@ pub(crate) enum Expect {
     Run(GraphId),
     /// The buffer is for weights now.
     Held,
+    /// The session says which of these it keeps for the buffer.
+    Have {
+        buffer: u64,
+        wanted: Vec<(ContentHash, u64)>,
+    },
     /// The host has these bytes and they are in the buffer now, or it has them not. `None`: nobody has them.
     Adopted {
         buffer: u64,
@@ -49,6 +54,8 @@ pub(crate) struct Model {
     pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
     /// Those of them that are for weights.
     weights: BTreeMap<u64, Weights>,
+    /// What the session keeps for each of them.
+    kept: BTreeMap<u64, BTreeSet<[u8; 32]>>,
     /// What hashes the guest has asked for stand for.
     contents: BTreeMap<[u8; 32], Vec<u8>>,
     names: BTreeSet<u64>,
@@ -149,6 +156,7 @@ impl Model {
             Request::Free { buffer } => match self.buffers.remove(&buffer.0) {
                 Some(_) => {
                     self.weights.remove(&buffer.0);
+                    self.kept.remove(&buffer.0);
                     self.forget_users(buffer);
                     Expect::Nothing
                 }
@@ -237,6 +245,7 @@ impl Model {
                 Some(bytes) => {
                     bytes.fill(0);
                     self.weights.insert(buffer.0, Weights::Open);
+                    self.kept.remove(&buffer.0);
                     self.forget_users(buffer);
                     Expect::Held
                 }
@@ -262,6 +271,33 @@ impl Model {
                     }
                 }
             },
+            Request::Ask { buffer, wanted } => match self.weights.contains_key(&buffer.0) {
+                true if wanted.0.len() <= MAX_ASKED => Expect::Have {
+                    buffer: buffer.0,
+                    wanted: wanted.0,
+                },
+                _ => Expect::End,
+            },
+            Request::Take {
+                buffer,
+                offset,
+                len,
+                hash,
+            } => {
+                if self.extent(buffer.0, offset, len).is_none() {
+                    return Expect::End;
+                }
+                let kept = self.kept.get(&buffer.0);
+                let is_kept = kept.is_some_and(|kept| kept.contains(&hash.0));
+                let content = self.contents.get(&hash.0).filter(|_| is_kept).cloned();
+                match (content, self.range(buffer.0, offset, len)) {
+                    (Some(content), Some(bytes)) if content.len() as u64 == len => {
+                        bytes.copy_from_slice(&content);
+                        Expect::Nothing
+                    }
+                    _ => Expect::End,
+                }
+            }
             // Nobody is asked for one: all is the guest's own.
             Request::Proof { .. } => Expect::End,
             Request::Extent {
@@ -277,6 +313,7 @@ impl Model {
                 Some(state) => {
                     if *state == Weights::Open {
                         *state = Weights::Settled;
+                        self.kept.remove(&buffer.0);
                         self.forget_users(buffer);
                     }
                     Expect::Nothing
@@ -330,6 +367,26 @@ impl Model {
         let bytes = self.buffers.get_mut(&buffer)?;
         let end = offset.checked_add(len)?;
         bytes.get_mut(usize::try_from(offset).ok()?..usize::try_from(end).ok()?)
+    }
+
+    /// Whether the session keeps this for a buffer.
+    pub(crate) fn is_kept(&self, buffer: u64, hash: ContentHash) -> bool {
+        let kept = self.kept.get(&buffer);
+        kept.is_some_and(|kept| kept.contains(&hash.0))
+    }
+
+    /// The session keeps these for a buffer.
+    pub(crate) fn keeps(&mut self, buffer: u64, wanted: &[(ContentHash, u64)], places: &[u64]) {
+        for &place in places {
+            let (hash, len) = wanted[place as usize];
+            let content = self
+                .contents
+                .get(&hash.0)
+                .expect("bytes that the guest has had");
+            assert_eq!(content.len() as u64, len);
+            assert_eq!(self.weights[&buffer], Weights::Open);
+            self.kept.entry(buffer).or_default().insert(hash.0);
+        }
     }
 
     /// The graph that was run last, a node on each line.
