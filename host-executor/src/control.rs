@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
 
 use crate::status::{Status, Watch};
-use crate::vm::listen_stream;
+use crate::vm::{SocketFile, listen_stream};
 
 /// How long somebody may take for his word, and for taking the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -39,9 +39,10 @@ pub struct Reloaded {
 /// Has the configuration read again.
 pub type Reload = Box<dyn Fn() -> Reloaded + Send + Sync>;
 
-/// Answers at `path` from now on.
-pub fn serve(path: &Path, watch: Watch, reload: Reload) -> io::Result<()> {
+/// Answers at `path` from now on. The file is removed when what this returns is dropped.
+pub fn serve(path: &Path, watch: Watch, reload: Reload) -> io::Result<SocketFile> {
     let listener = listen_stream(path).map_err(io::Error::other)?;
+    let file = SocketFile::at(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
     listener.set_nonblocking(false)?;
     let (reload, askers) = (Arc::new(reload), Arc::new(AtomicUsize::new(0)));
@@ -76,7 +77,7 @@ pub fn serve(path: &Path, watch: Watch, reload: Reload) -> io::Result<()> {
                 }
             }
         })?;
-    Ok(())
+    Ok(file)
 }
 
 fn answer(asker: UnixStream, watch: &Watch, reload: &Reload) -> io::Result<()> {

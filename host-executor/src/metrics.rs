@@ -16,18 +16,20 @@ use tracing::{debug, error};
 use crate::config::MetricsAddress;
 use crate::histogram::Distribution;
 use crate::status::{Status, Waits, Watch, Work};
-use crate::vm::listen_stream;
+use crate::vm::{SocketFile, listen_stream};
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Answers `GET /metrics` at `address` from now on.
-pub fn serve(address: &MetricsAddress, watch: Watch) -> io::Result<()> {
+/// Answers `GET /metrics` at `address` from now on. A socket's file is removed when what this returns is dropped.
+pub fn serve(address: &MetricsAddress, watch: Watch) -> io::Result<Option<SocketFile>> {
+    let mut file = None;
     let listener: tiny_http::Listener = match address {
         MetricsAddress::Tcp(address) => TcpListener::bind(address)?.into(),
         MetricsAddress::Unix(path) => {
             let listener = listen_stream(path).map_err(io::Error::other)?;
             fs::set_permissions(path, fs::Permissions::from_mode(0o660))?;
             listener.set_nonblocking(false)?;
+            file = Some(SocketFile::at(path)?);
             listener.into()
         }
     };
@@ -41,7 +43,7 @@ pub fn serve(address: &MetricsAddress, watch: Watch) -> io::Result<()> {
                 }
             }
         })?;
-    Ok(())
+    Ok(file)
 }
 
 fn answer(request: tiny_http::Request, watch: &Watch) -> io::Result<()> {

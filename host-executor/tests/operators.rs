@@ -86,9 +86,19 @@ impl Site {
     }
 
     fn end(self) -> String {
-        self.serve.signal(Signal::TERM);
-        let (status, log) = self.serve.wait();
+        let Site {
+            serve,
+            folder,
+            _scratch,
+            ..
+        } = self;
+        serve.signal(Signal::TERM);
+        let (status, log) = serve.wait();
         assert_eq!(status.code(), Some(0), "{log}");
+        for entry in fs::read_dir(&folder).expect("a folder") {
+            let name = entry.expect("a file").file_name();
+            assert_eq!(name, "vgpu.toml", "something is left behind");
+        }
         log
     }
 }

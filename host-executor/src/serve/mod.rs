@@ -17,6 +17,7 @@ use tracing::{error, info, warn};
 use vgpu_executor::config::{EngineKind, Settings};
 use vgpu_executor::control::{self, Reloaded};
 use vgpu_executor::sandbox::{self, Profile};
+use vgpu_executor::vm::SocketFile;
 use vgpu_executor::{Limits, Server, Weights, metrics, service};
 use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
@@ -81,7 +82,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             file.display()
         );
     }
-    observe(&settings, &server, sender)?;
+    let _files = observe(&settings, &server, sender)?;
     doors.switch(&mut server, &settings, prepared)?;
     if args.no_sandbox {
         warn!("no sandbox: --no-sandbox");
@@ -113,10 +114,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Lets those look who may.
-fn observe(settings: &Settings, server: &Server, events: Sender<Event>) -> anyhow::Result<()> {
+/// Lets those look who may. Returns the files of the sockets for it.
+fn observe(
+    settings: &Settings,
+    server: &Server,
+    events: Sender<Event>,
+) -> anyhow::Result<Vec<SocketFile>> {
+    let mut files = Vec::new();
     if let Some(address) = &settings.metrics {
-        metrics::serve(address, server.watch()).with_context(|| format!("metrics at {address}"))?;
+        let file = metrics::serve(address, server.watch());
+        files.extend(file.with_context(|| format!("metrics at {address}"))?);
         info!("metrics at {address}");
     }
     if let Some(path) = &settings.control {
@@ -129,10 +136,10 @@ fn observe(settings: &Settings, server: &Server, events: Sender<Event>) -> anyho
                 message: "the executor is ending".into(),
             })
         };
-        control::serve(path, server.watch(), Box::new(reload))
-            .with_context(|| format!("the control socket {}", path.display()))?;
+        let file = control::serve(path, server.watch(), Box::new(reload));
+        files.push(file.with_context(|| format!("the control socket {}", path.display()))?);
     }
-    Ok(())
+    Ok(files)
 }
 
 /// Waits for the end; reads the configuration again as often as somebody asks.

@@ -12,7 +12,7 @@ use vgpu_transport::link::pci::PciArrival;
 use vgpu_transport::link::pci::directory::{DEFAULT_SIZE, MAX_SIZE, MIN_SIZE};
 
 pub use ivshmem::IvshmemDoor;
-pub use stream::{VmListenError, listen_stream};
+pub use stream::{SocketFile, VmListenError, listen_stream};
 pub use vfio_user::VfioUserDoor;
 
 use crate::server::{Guest, Peer};

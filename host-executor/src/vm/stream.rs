@@ -1,7 +1,7 @@
 //! A stream socket at a path: where a virtual machine monitor connects.
 
 use std::io;
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -19,6 +19,35 @@ pub enum VmListenError {
         what: &'static str,
         error: io::Error,
     },
+}
+
+/// A socket file of ours: removed when this is dropped.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    /// Device and inode, to remove no other.
+    file: (u64, u64),
+}
+
+impl SocketFile {
+    /// The file at `path`, where this process listens.
+    pub fn at(path: &Path) -> io::Result<SocketFile> {
+        let file = std::fs::symlink_metadata(path)?;
+        Ok(SocketFile {
+            path: path.to_owned(),
+            file: (file.dev(), file.ino()),
+        })
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let file = std::fs::symlink_metadata(&self.path);
+        if file.is_ok_and(|file| (file.dev(), file.ino()) == self.file) {
+            // One that stays is replaced by the next who listens there.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
 }
 
 /// Listens at `path`, for its owner and group. A socket file that a process left behind when it died is replaced.
