@@ -32,12 +32,17 @@ const HOT: &[&str] = &[
 /// The same, by how their names begin.
 const HOT_FAMILIES: &[&str] = &["vg_gemm_", "vg_vector_", "vg_vectors_"];
 
-/// Numbers to the base 3 take more registers to unpack than they are worth to anybody.
-const NOT_HOT: &str = "_tq1_0";
-
 fn is_hot(kernel: &str) -> bool {
-    let is_of_family = HOT_FAMILIES.iter().any(|family| kernel.starts_with(family));
-    HOT.contains(&kernel) || is_of_family && !kernel.ends_with(NOT_HOT)
+    HOT.contains(&kernel) || HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))
+}
+
+/// Bytes that a hot kernel may spill: none where it was made to fit. For newer GPUs the assembler puts a few words
+/// aside in some, far from the limit of registers.
+fn most_spilled(arch: &str) -> u32 {
+    match arch {
+        "sm_80" | "sm_89" | "sm_90a" => 0,
+        _ => 16,
+    }
 }
 
 /// What the assembler says of a kernel.
@@ -119,7 +124,7 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
     }
     let spilling = rows
         .iter()
-        .filter(|(kernel, _, used)| is_hot(kernel) && used.spilled > 0)
+        .filter(|(kernel, arch, used)| is_hot(kernel) && used.spilled > most_spilled(arch))
         .map(|(kernel, arch, used)| format!("{kernel} ({arch}: {} bytes)", used.spilled))
         .collect::<Vec<_>>();
     if spilling.is_empty() {
