@@ -260,8 +260,11 @@ static void guest(const char * path, const char * name) {
     seconds = now() - began;
     llama_free(context); // the plugin writes what it has counted
     report("token", name, sum, 1, seconds);
-    if (getchar() == EOF) {
-        fail("nobody has said goodbye to", name);
+    // All of the line: who writes it must not find that nobody reads.
+    for (int c = getchar(); c != '\n'; c = getchar()) {
+        if (c == EOF) {
+            fail("nobody has said goodbye to", name);
+        }
     }
     llama_model_free(model);
 }
