@@ -1,22 +1,30 @@
-//! The inputs that fuzzing has found interesting, as a test.
+//! The inputs that fuzzing has found interesting, as tests.
 
-#[path = "../../tests/fuzz/session/mod.rs"]
-mod session;
+#[path = "../../tests/fuzz/targets/mod.rs"]
+#[allow(dead_code)] // the targets name what the fuzzers need, too
+mod targets;
 
 use std::fs;
 use std::path::Path;
 
-/// Each file of the corpus is a session that must be as the fuzzed one: see `session`.
-#[test]
-fn sessions_of_the_corpus() {
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fuzz/corpus/session");
+use targets::session;
+
+/// Each file of a corpus is a case that must be as the fuzzed one: see `targets`.
+fn corpus(name: &str, least: usize) {
+    let (_, run) = targets::TARGETS
+        .into_iter()
+        .find(|(target, _)| *target == name)
+        .expect("a target of that name");
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/fuzz/corpus")
+        .join(name);
     let mut files: Vec<_> = fs::read_dir(&corpus)
         .expect("the corpus is in the repository")
         .map(|entry| entry.expect("a file").path())
         .collect();
     files.sort();
     assert!(
-        files.len() >= 20,
+        files.len() >= least,
         "{} files in {}",
         files.len(),
         corpus.display()
@@ -24,8 +32,37 @@ fn sessions_of_the_corpus() {
     for file in files {
         // Shown when the test fails: the last line names the culprit.
         println!("{}", file.display());
-        session::run(&fs::read(&file).expect("a file"));
+        run(&fs::read(&file).expect("a file"));
     }
+}
+
+macro_rules! corpora {
+    ($($test:ident: $name:literal, $least:literal;)*) => {
+        $(#[test]
+        fn $test() {
+            corpus($name, $least);
+        })*
+
+        #[test]
+        fn every_target_has_a_test() {
+            let tested = [$($name),*];
+            assert_eq!(tested, targets::TARGETS.map(|(name, _)| name));
+        }
+    };
+}
+
+corpora! {
+    messages_of_the_corpus: "codec", 10;
+    configurations_of_the_corpus: "config", 10;
+    devices_of_the_corpus: "device", 10;
+    frames_of_the_corpus: "frames", 10;
+    gguf_files_of_the_corpus: "gguf", 10;
+    graphs_of_the_corpus: "graph", 10;
+    monitors_of_the_corpus: "monitor", 10;
+    pages_of_the_corpus: "pages", 10;
+    rings_of_the_corpus: "ring", 10;
+    sessions_of_the_corpus: "session", 20;
+    texts_of_the_corpus: "text", 10;
 }
 
 /// Sessions without a corpus, so that a change is met by more than the same old inputs.

@@ -271,6 +271,15 @@ impl Tensor {
     pub(crate) fn bytes(&self) -> u64 {
         self.elements() / self.kind.block_len() * self.kind.block_bytes()
     }
+
+    /// The same for dimensions that nobody has looked at.
+    fn checked_bytes(&self) -> Option<u64> {
+        let elements = self
+            .dims
+            .iter()
+            .try_fold(1u64, |all, &dim| all.checked_mul(dim))?;
+        (elements / self.kind.block_len()).checked_mul(self.kind.block_bytes())
+    }
 }
 
 /// Where the parts of a file lie, from its start.
@@ -318,15 +327,21 @@ pub(crate) fn lay_out(metadata: &Metadata, tensors: &[Tensor]) -> Result<Layout>
         head.extend(tensor.kind.id().to_le_bytes());
         head.extend(data_len.to_le_bytes());
         relative.push(data_len);
-        data_len += tensor.bytes().next_multiple_of(ALIGNMENT);
+        data_len = tensor
+            .checked_bytes()
+            .and_then(|bytes| bytes.checked_next_multiple_of(ALIGNMENT))
+            .and_then(|bytes| data_len.checked_add(bytes))
+            .with_context(|| format!("tensor {}: {:?} is too large", tensor.name, tensor.dims))?;
     }
 
     head.resize((head.len() as u64).next_multiple_of(ALIGNMENT) as usize, 0);
     let start = head.len() as u64;
     Ok(Layout {
         head,
+        len: start
+            .checked_add(data_len)
+            .context("the tensors are too large for a file")?,
         offsets: relative.into_iter().map(|offset| start + offset).collect(),
-        len: start + data_len,
     })
 }
 

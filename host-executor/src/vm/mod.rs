@@ -14,6 +14,8 @@ use vgpu_transport::link::pci::directory::{DEFAULT_SIZE, MAX_SIZE, MIN_SIZE};
 pub use ivshmem::IvshmemDoor;
 pub use stream::{SocketFile, VmListenError, listen_stream};
 pub use vfio_user::VfioUserDoor;
+#[doc(hidden)]
+pub use vfio_user::fuzzing;
 
 use crate::server::{Guest, Peer};
 use crate::tenant::LinkKind;

@@ -1,7 +1,8 @@
-//! A session of the executor under libFuzzer: `cargo +nightly fuzz run --fuzz-dir tests/fuzz session`.
+//! The target `session` under libFuzzer.
 #![no_main]
 
-#[path = "../session/mod.rs"]
-mod session;
+#[path = "../targets/mod.rs"]
+#[allow(dead_code)]
+mod targets;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| session::run(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| targets::session::run(data));

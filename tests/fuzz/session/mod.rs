@@ -12,7 +12,7 @@
 //! - when the session is over, all its memory is free.
 
 mod graphs;
-mod input;
+pub(crate) mod input;
 mod model;
 mod recipes;
 

@@ -349,14 +349,15 @@ impl Graph {
             })?;
             let sources = (head >> 16) as usize;
             let (min, max) = kind.sources();
+            let wrong = |sources| DecodeError::Sources {
+                node,
+                op: kind.ggml_name(),
+                sources,
+                min,
+                max,
+            };
             if sources < min || sources > max {
-                return Err(DecodeError::Sources {
-                    node,
-                    op: kind.ggml_name(),
-                    sources,
-                    min,
-                    max,
-                });
+                return Err(wrong(sources));
             }
             let dst = index("tensor", words.u32()?, graph.tensors.len())?;
             let mut src = [None; MAX_SOURCES];
@@ -366,12 +367,13 @@ impl Graph {
                     i => Some(index("tensor", i - 1, graph.tensors.len())?),
                 };
             }
+            let src = Sources::new(src);
+            // Those that are announced and absent at the end do not count.
+            if src.as_slice().len() < min {
+                return Err(wrong(src.as_slice().len()));
+            }
             let op = Op::get_params(kind, &mut words)?;
-            graph.nodes.push(Node {
-                op,
-                dst,
-                src: Sources::new(src),
-            });
+            graph.nodes.push(Node { op, dst, src });
         }
         match words.remaining() {
             0 => Ok(graph),

@@ -20,7 +20,7 @@ use rustix::net::{
 };
 
 /// Bytes of a message's head: id, command, size, flags, error.
-const HEAD: usize = 16;
+pub(super) const HEAD: usize = 16;
 
 /// Most bytes of one access to a region.
 const MOST_ACCESS: usize = 4096;
@@ -93,18 +93,23 @@ fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
             count => got += count,
         }
     }
-    let size = word(&message, 4) as usize;
-    let most = HEAD + MOST_ACCESS.max(MOST_TEXT) + 64;
-    if !(HEAD..=most).contains(&size) {
-        return Err(io::Error::other(format!("a message of {size} bytes")));
-    }
-    message.resize(size, 0);
+    message.resize(size(&message).map_err(io::Error::other)?, 0);
     (&*monitor).read_exact(&mut message[HEAD..])?;
     Ok(Some(message))
 }
 
+/// Bytes of the message with this head.
+pub(super) fn size(head: &[u8]) -> Result<usize, String> {
+    let size = word(head, 4) as usize;
+    let most = HEAD + MOST_ACCESS.max(MOST_TEXT) + 64;
+    if !(HEAD..=most).contains(&size) {
+        return Err(format!("a message of {size} bytes"));
+    }
+    Ok(size)
+}
+
 /// Whether the crate can read the message.
-fn check(message: &[u8], has_met: bool) -> Result<(), String> {
+pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
     let command = u16::from_le_bytes([message[2], message[3]]);
     let size = message.len();
     let exactly = |wanted: usize| {
@@ -155,7 +160,7 @@ fn check(message: &[u8], has_met: bool) -> Result<(), String> {
     }
 }
 
-fn word(bytes: &[u8], at: usize) -> u32 {
+pub(super) fn word(bytes: &[u8], at: usize) -> u32 {
     bytes[at..at + 4]
         .iter()
         .rev()

@@ -6,6 +6,7 @@
 
 mod device;
 mod filter;
+pub mod fuzzing;
 
 use std::io;
 use std::os::fd::AsRawFd as _;

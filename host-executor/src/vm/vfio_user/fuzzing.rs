@@ -1,0 +1,65 @@
+//! The way of a monitor's message without sockets and threads, for the fuzzer.
+
+use vfio_user::ServerBackend as _;
+use vgpu_transport::window::doorbell::new_eventfd;
+use vgpu_transport::window::memory::sealed_file;
+
+use super::device::Function;
+use super::filter;
+
+/// Bytes of its window.
+const SIZE: usize = 1 << 20;
+
+/// A function, and what a monitor says to it.
+pub struct Machine(Function);
+
+impl Default for Machine {
+    fn default() -> Machine {
+        Machine::new()
+    }
+}
+
+impl Machine {
+    /// A function with a small window.
+    ///
+    /// # Panics
+    ///
+    /// If there is no memory for it.
+    pub fn new() -> Machine {
+        let memory = sealed_file(SIZE).expect("memory for a window");
+        let bell = new_eventfd().expect("an eventfd");
+        Machine(Function::new(memory, SIZE, bell).expect("a mapping"))
+    }
+
+    /// Takes a stream of messages up to the first that the filter does not let through.
+    pub fn hear(&mut self, mut stream: &[u8]) {
+        let mut has_met = false;
+        while let Some(head) = stream.get(..filter::HEAD) {
+            let Some(message) = filter::size(head).ok().and_then(|size| stream.get(..size)) else {
+                return;
+            };
+            if filter::check(message, has_met).is_err() {
+                return;
+            }
+            has_met = true;
+            self.act(message);
+            stream = &stream[message.len()..];
+        }
+    }
+
+    /// What the crate does with an access that has passed.
+    fn act(&mut self, message: &[u8]) {
+        let command = u16::from_le_bytes([message[2], message[3]]);
+        if !matches!(command, 9 | 10) {
+            return;
+        }
+        let word = |at| filter::word(message, at);
+        let offset = u64::from(word(16)) | u64::from(word(20)) << 32;
+        let (region, count) = (word(24), word(28) as usize);
+        // What is out of place is an error, which the crate passes on.
+        let _ = match command {
+            9 => self.0.region_read(region, offset, &mut vec![0; count]),
+            _ => self.0.region_write(region, offset, &message[32..]),
+        };
+    }
+}

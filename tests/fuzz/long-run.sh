@@ -1,0 +1,41 @@
+#!/bin/sh
+# Builds all targets for libFuzzer with the stable compiler (coverage, debug assertions, overflow checks; no address
+# sanitizer, which only nightly has) and runs each. Finds go to artifacts/, new inputs to found/; both are not committed.
+#
+#   tests/fuzz/long-run.sh          at least 100 million executions
+#   tests/fuzz/long-run.sh 10       a tenth of them
+set -eu
+cd "$(dirname "$0")"
+divide=${1:-1}
+
+RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+-Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+-Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions -Coverflow-checks"
+export RUSTFLAGS
+# With --target, build scripts are not instrumented.
+cargo build --release --target x86_64-unknown-linux-gnu
+bin=${CARGO_TARGET_DIR:-target}/x86_64-unknown-linux-gnu/release
+
+mkdir -p artifacts
+failed=0
+# Target, executions, longest input. What they cost differs by a factor of a thousand.
+while read -r target runs length; do
+    mkdir -p "found/$target"
+    echo "== $target"
+    "$bin/$target" -runs=$((runs / divide)) -max_len="$length" -timeout=60 -rss_limit_mb=1024 -reload=0 \
+        -verbosity=0 -print_final_stats=1 -artifact_prefix="artifacts/$target-" "found/$target" "corpus/$target" \
+        </dev/null || failed=1
+done <<END
+monitor 30000000 400
+codec 25000000 200
+pages 20000000 200
+text 10000000 120
+ring 8000000 400
+graph 8000000 600
+frames 1000000 600
+gguf 1000000 400
+config 300000 600
+device 30000 300
+session 20000 1000
+END
+exit $failed

@@ -1,0 +1,23 @@
+//! Messages, both ways: what can be read is written the same, and nothing else can be read.
+
+use vgpu_transport::wire::{Reply, Request};
+
+pub(crate) fn run(data: &[u8]) {
+    let mut again = Vec::new();
+    if let Ok(request) = Request::decode(data) {
+        request.encode(&mut again);
+        assert_eq!(again, data, "{request:?}");
+        for cut in 0..data.len() {
+            assert!(
+                Request::decode(&data[..cut]).is_err(),
+                "{cut} bytes of {request:?}"
+            );
+        }
+    }
+    if let Ok(reply) = Reply::decode(data) {
+        again.clear();
+        reply.encode(&mut again);
+        // Capabilities come in any order and go in one.
+        assert_eq!(Reply::decode(&again).as_ref(), Ok(&reply));
+    }
+}

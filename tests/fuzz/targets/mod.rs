@@ -1,0 +1,38 @@
+//! What is fuzzed, one module a target. Each turns bytes into a case and panics if anything is not as it should be.
+//!
+//! `session` runs everything behind the link at once; the others go at one reader of hostile input each, which is why
+//! they run a hundred times as often.
+
+#[path = "../session/mod.rs"]
+pub(crate) mod session;
+
+pub(crate) mod codec;
+pub(crate) mod config;
+pub(crate) mod device;
+pub(crate) mod frames;
+pub(crate) mod gguf;
+pub(crate) mod graph;
+pub(crate) mod memory;
+pub(crate) mod monitor;
+pub(crate) mod pages;
+pub(crate) mod ring;
+pub(crate) mod text;
+
+/// Turns bytes into a case.
+pub(crate) type Target = fn(&[u8]);
+
+/// The targets by name.
+#[allow(dead_code)] // the fuzzers name theirs
+pub(crate) const TARGETS: [(&str, Target); 11] = [
+    ("codec", codec::run),
+    ("config", config::run),
+    ("device", device::run),
+    ("frames", frames::run),
+    ("gguf", gguf::run),
+    ("graph", graph::run),
+    ("monitor", monitor::run),
+    ("pages", pages::run),
+    ("ring", ring::run),
+    ("session", session::run),
+    ("text", text::run),
+];
