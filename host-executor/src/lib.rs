@@ -6,6 +6,7 @@
 //! - `sched`: graphs of several guests take turns on the engine.
 //! - [`status`], [`metrics`], [`control`]: what it is doing, for people and for Prometheus.
 //! - [`inproc`]: a session inside the guest's own process.
+//! - [`isolate`]: guests in processes of their own.
 //! - [`sandbox`]: what the process gives up before it serves anybody.
 //! - [`vm`]: doors of virtual machines; [`service`]: the service manager, which keeps their files across a restart.
 //!
@@ -15,6 +16,7 @@ pub mod config;
 pub mod control;
 mod histogram;
 pub mod inproc;
+pub mod isolate;
 mod limits;
 pub mod metrics;
 mod net;

@@ -35,6 +35,8 @@ enum Command {
     Cert(cert::Args),
     Hold(hold::Args),
     #[command(hide = true)]
+    ServeGuest(serve::WorkerArgs),
+    #[command(hide = true)]
     HoldExec(hold::ExecArgs),
 }
 
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
     let Cli { command } = Cli::parse();
     let outcome = match command {
         Command::Serve(args) => serve::run(args),
+        Command::ServeGuest(args) => serve::work(args),
         Command::CheckConfig(args) => return check_config::run(&args),
         Command::Ps(args) => look::ps(&args),
         Command::Top(args) => look::top(&args),

@@ -9,18 +9,13 @@ use crate::server::{Door, Guest, Peer};
 use crate::tenant::LinkKind;
 
 /// How long a guest may take to bring encryption up.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+pub(crate) const HANDSHAKE: Duration = Duration::from_secs(5);
 
 impl Door for tcp::Listener {
     fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>> {
         let arrival = self.accept(timeout)?;
         Ok(arrival.map(|arrival| Guest {
-            peer: Peer {
-                endpoint: format!("tcp from {}", arrival.from()),
-                link: LinkKind::Tcp,
-                machine: None,
-                process: None,
-            },
+            peer: tcp_peer(&arrival),
             open: Box::new(move || Ok(Box::new(arrival.handshake(HANDSHAKE)?) as _)),
         }))
     }
@@ -31,19 +26,34 @@ impl Door for vsock::Listener {
         let Some((socket, cid)) = self.accept(timeout)? else {
             return Ok(None);
         };
-        let endpoint = match (&*self, cid) {
-            (_, Some(cid)) => format!("vsock from machine {cid}"),
-            (vsock::Listener::Unix(_, path), None) => format!("vsock at {}", path.display()),
-            (vsock::Listener::Kernel(_), None) => "vsock".into(),
-        };
         Ok(Some(Guest {
-            peer: Peer {
-                endpoint,
-                link: LinkKind::Vsock,
-                machine: cid,
-                process: None,
-            },
+            peer: vsock_peer(self, cid),
             open: Box::new(move || Ok(Box::new(vsock::host(socket)?) as _)),
         }))
+    }
+}
+
+/// Who a guest is that came in through TCP.
+pub(crate) fn tcp_peer(arrival: &tcp::Arrival) -> Peer {
+    Peer {
+        endpoint: format!("tcp from {}", arrival.from()),
+        link: LinkKind::Tcp,
+        machine: None,
+        process: None,
+    }
+}
+
+/// Who a guest is that came in through `listener`.
+pub(crate) fn vsock_peer(listener: &vsock::Listener, cid: Option<u32>) -> Peer {
+    let endpoint = match (listener, cid) {
+        (_, Some(cid)) => format!("vsock from machine {cid}"),
+        (vsock::Listener::Unix(_, path), None) => format!("vsock at {}", path.display()),
+        (vsock::Listener::Kernel(_), None) => "vsock".into(),
+    };
+    Peer {
+        endpoint,
+        link: LinkKind::Vsock,
+        machine: cid,
+        process: None,
     }
 }

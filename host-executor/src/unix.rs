@@ -13,15 +13,20 @@ impl Door for Listener {
     fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>> {
         let arrival = self.accept(timeout).map_err(io::Error::other)?;
         Ok(arrival.map(|arrival| {
-            let peer = Peer {
-                endpoint: format!("unix:{}", self.path().display()),
-                link: LinkKind::Unix,
-                machine: None,
-                process: Some(process(&arrival)),
-            };
+            let peer = peer(self, &arrival);
             let open = Box::new(move || Ok(Box::new(arrival.handshake()?) as _));
             Guest { peer, open }
         }))
+    }
+}
+
+/// Who a guest is that came in through `listener`.
+pub(crate) fn peer(listener: &Listener, arrival: &Arrival) -> Peer {
+    Peer {
+        endpoint: format!("unix:{}", listener.path().display()),
+        link: LinkKind::Unix,
+        machine: None,
+        process: Some(process(arrival)),
     }
 }
 

@@ -79,6 +79,18 @@ pub(crate) struct Args {
     #[arg(long)]
     no_shared_buffers: bool,
 
+    /// Serve each guest, and each virtual machine, in a process of its own, so that a fault in one takes down no other.
+    ///
+    /// Each has an engine of its own. With the cpu engine it gets --guest-memory of --memory, and as many guests are served
+    /// as that is enough for; processors are shared out by the kernel. Guests by name, metrics, reloading and the cache of
+    /// weights need one process for all.
+    #[arg(long)]
+    pub(super) isolate: bool,
+
+    /// With --isolate and the cpu engine: the memory of each guest, such as 4G.
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "isolate")]
+    pub(super) guest_memory: Option<u64>,
+
     /// Keep privileges and all system calls.
     ///
     /// Without this option the process gives up its capabilities once it has started, and the system calls that it does

@@ -169,7 +169,7 @@ impl Doors {
 }
 
 /// A listener of some kind.
-enum Listening {
+pub(super) enum Listening {
     Unix(Listener),
     Tcp(tcp::Listener),
     Vsock(vsock::Listener),
@@ -177,7 +177,7 @@ enum Listening {
     VfioUser(VfioUserDoor),
 }
 
-fn listen(
+pub(super) fn listen(
     endpoint: &Endpoint,
     mode: u32,
     certificates: Option<&Certificates>,

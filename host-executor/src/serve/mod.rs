@@ -2,6 +2,7 @@
 
 mod args;
 mod doors;
+mod isolated;
 mod logging;
 
 use std::io::{Write, stdout};
@@ -26,6 +27,7 @@ use vgpu_kernels::cuda::device::Gpu;
 
 pub(crate) use args::Args;
 use doors::Doors;
+pub(crate) use isolated::{WorkerArgs, work};
 use logging::Logging;
 
 /// Signals this close together are one: `timeout` and some service managers signal a process and its group.
@@ -45,6 +47,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     // Before anything is there to be cleaned up, so that no signal finds us unprepared.
     let (sender, events) = mpsc::channel();
     catch_signals(sender.clone())?;
+    if args.isolate {
+        return isolated::run(&args, &settings, &events);
+    }
 
     let engine = engine(settings.engine, settings.threads, settings.memory)?;
     let memory = engine.memory();
@@ -84,18 +89,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let _files = observe(&settings, &server, sender)?;
     doors.switch(&mut server, &settings, prepared)?;
-    if args.no_sandbox {
-        warn!("no sandbox: --no-sandbox");
-    } else {
-        // What is not ours (drivers) makes calls that nobody has written down.
-        let profile = match engine.name() {
-            "cpu" => Profile::Cpu,
-            _ => Profile::Driver,
-        };
-        let sandbox =
-            sandbox::enter(profile).context("no sandbox; --no-sandbox starts without one")?;
-        info!("sandboxed: {sandbox}");
-    }
+    enter_sandbox(engine.as_ref(), args.no_sandbox)?;
     announce(&doors.addresses());
     service::ready();
 
@@ -111,6 +105,22 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     service::stopping();
     server.shutdown();
     info!("vgpu ends");
+    Ok(())
+}
+
+/// Gives up what an executor with this engine does not need.
+fn enter_sandbox(engine: &dyn Engine, is_off: bool) -> anyhow::Result<()> {
+    if is_off {
+        warn!("no sandbox: --no-sandbox");
+        return Ok(());
+    }
+    // What is not ours (drivers) makes calls that nobody has written down.
+    let profile = match engine.name() {
+        "cpu" => Profile::Cpu,
+        _ => Profile::Driver,
+    };
+    let sandbox = sandbox::enter(profile).context("no sandbox; --no-sandbox starts without one")?;
+    info!("sandboxed: {sandbox}");
     Ok(())
 }
 

@@ -326,6 +326,20 @@ pub enum HandshakeError {
 }
 
 impl Arrival {
+    /// The guest at the other end of a socket that [`into_socket`](Arrival::into_socket) has given, in another process.
+    pub fn from_socket(socket: OwnedFd, options: ListenOptions) -> Result<Arrival, LinkError> {
+        Ok(Arrival {
+            peer: super::credentials::of(&socket)?,
+            socket,
+            options,
+        })
+    }
+
+    /// The socket, for another process to talk to the guest.
+    pub fn into_socket(self) -> OwnedFd {
+        self.socket
+    }
+
     /// Who it is.
     pub fn peer(&self) -> Peer {
         self.peer

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use super::channel::{Channel, Plain};
@@ -155,6 +156,21 @@ pub struct Arrival {
 }
 
 impl Arrival {
+    /// The guest at the other end of a socket that [`into_socket`](Arrival::into_socket) has given, in another process.
+    pub fn from_socket(socket: OwnedFd, certificates: Option<Certificates>) -> io::Result<Arrival> {
+        let socket = TcpStream::from(socket);
+        Ok(Arrival {
+            from: socket.peer_addr()?.ip(),
+            socket,
+            certificates,
+        })
+    }
+
+    /// The socket, for another process to talk to the guest.
+    pub fn into_socket(self) -> OwnedFd {
+        self.socket.into()
+    }
+
     /// Where it comes from.
     pub fn from(&self) -> IpAddr {
         self.from
