@@ -227,7 +227,7 @@ fn format(parts: &BTreeMap<(u64, u64), ContentHash>, title: &str) -> String {
     text
 }
 
-/// What [`format`] has written; `None` when it is anything else.
+/// What [`format()`] has written; `None` when it is anything else.
 fn parse(text: &str, title: &str) -> Option<BTreeMap<(u64, u64), ContentHash>> {
     let (body, seal) = text.strip_suffix('\n')?.rsplit_once('\n')?;
     let body = format!("{body}\n");

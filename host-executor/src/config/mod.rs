@@ -1,6 +1,6 @@
 //! What `vgpu serve` does: one [`Settings`], from a file and from flags.
 //!
-//! [`file`] reads `/etc/vgpu/vgpu.toml`; the flags of `vgpu serve` take the place of what the file says. Whatever can be
+//! A file, by default `/etc/vgpu/vgpu.toml`, is read; the flags of `vgpu serve` take the place of what the file says. Whatever can be
 //! wrong with a file is said with the line and column where it is.
 
 mod file;

@@ -265,8 +265,13 @@ impl Memory for CpuMemory {
     fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
         let to = self.range(offset, data.len() as u64)?;
         self.will_be_written()?;
-        // SAFETY: `range` keeps the bytes inside our mapping, of which no reference exists.
-        unsafe { BytesMut::from_raw(to, data.len()) }.copy_from(data);
+        let is_done = self
+            .weight_pages()
+            .is_some_and(|pages| pages.write_through(offset, data));
+        if !is_done {
+            // SAFETY: `range` keeps the bytes inside our mapping, of which no reference exists.
+            unsafe { BytesMut::from_raw(to, data.len()) }.copy_from(data);
+        }
         Ok(())
     }
 
