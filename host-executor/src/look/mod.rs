@@ -19,7 +19,7 @@ pub(crate) use top::{TopArgs, top};
 /// Lists guests and the programs that they have connected.
 #[derive(Parser)]
 pub(crate) struct PsArgs {
-    /// The executor's control socket (`vgpu serve --control`, or [control] in its configuration).
+    /// The executor's control socket (`vgpu serve --control`, or `control` in its configuration).
     #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL_PATH)]
     control: PathBuf,
 

@@ -20,7 +20,7 @@ use super::screen::{View, draw};
 /// engine, WAITING how many of its graphs stood in the queue on average. q or Ctrl+C ends it.
 #[derive(Parser)]
 pub(crate) struct TopArgs {
-    /// The executor's control socket (`vgpu serve --control`, or [control] in its configuration).
+    /// The executor's control socket (`vgpu serve --control`, or `control` in its configuration).
     #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL_PATH)]
     control: PathBuf,
 
