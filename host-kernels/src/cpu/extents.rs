@@ -22,6 +22,7 @@ use rustix::fs::FallocateFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
 
 use vgpu_transport::bytes::Bytes;
+use vgpu_transport::window::memory::sealed_file_named;
 
 use super::memory::Budget;
 use crate::engine::{EngineError, Extent, check_range};
@@ -80,11 +81,9 @@ impl WeightPages {
     /// A file of zeros for `size` bytes, and a shared mapping of it.
     pub(super) fn create(size: usize) -> Option<(WeightPages, *mut c_void)> {
         let len = (size as u64).checked_next_multiple_of(page())?;
-        let file =
-            rustix::fs::memfd_create("vgpu-weights", rustix::fs::MemfdFlags::CLOEXEC).ok()?;
-        rustix::fs::ftruncate(&file, len).ok()?;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists. Nobody but this
-        // process has the file, and nothing here shrinks it.
+        let file = sealed_file_named("vgpu-weights", usize::try_from(len).ok()?).ok()?;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists. The file is
+        // sealed: no access to its pages can fault because somebody has shrunk it.
         let mapping = unsafe {
             mmap(
                 std::ptr::null_mut(),
