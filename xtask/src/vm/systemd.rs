@@ -105,6 +105,9 @@ impl Systemd {
         };
         let reference = self.guest.reference()?;
         self.guest.generation(&way, &reference)?;
+        self.guest
+            .run("systemctl reload vgpu && systemctl is-active vgpu")?
+            .good("reloading vgpu.service")?;
         let restarted = until(
             "[ \"$(systemctl show -p NRestarts --value vgpu)\" = 1 ] && systemctl is-active -q vgpu",
         );
