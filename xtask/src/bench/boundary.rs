@@ -10,15 +10,13 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
+use super::common::{Needs, keep, show, tokens_per_second};
 use super::driver::{Driver, Sample};
 use super::median;
 use super::table::Row;
 use crate::cache::Cache;
-use crate::demo;
-use crate::dist::{self, Dist};
+use crate::dist::Dist;
 use crate::executor::Executor;
-use crate::llama;
-use crate::model::{self, Weights};
 use crate::process::{self, Daemon};
 use crate::progress::{Step, heading};
 use crate::scratch::Scratch;
@@ -113,31 +111,22 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
         });
     }
 
-    println!();
-    rows.iter().for_each(|row| println!("{}", row.lines()));
-    let path = setting.folder.join("boundary.json");
-    let all = json!({
-        "threads": setting.threads,
-        "repeats": setting.repeats,
-        "rows": rows.iter().map(Row::json).collect::<Vec<_>>(),
-    });
-    std::fs::write(&path, format!("{all:#}\n"))
-        .with_context(|| format!("writing {}", path.display()))?;
-    println!("{}", path.display());
+    show(&rows);
+    let under = json!({ "threads": setting.threads, "repeats": setting.repeats });
+    keep(&setting.folder, "boundary", under, &rows)?;
     setting.stop()
 }
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let source = llama::source(cache)?;
-        let bin = llama::build(cache, llama::Stage::Tools)?;
-        let vocabulary = source.join(demo::VOCABULARY);
-        let model = model::ensure(cache, &model::BENCH, Weights::Q4KM, &vocabulary, demo::SEED)?;
-        let dist = dist::build(cache)?;
-        let folder = workspace::root().join("target/bench");
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("creating {}", folder.display()))?;
-
+        let needs = Needs::prepare(cache)?;
+        let model = needs.model(cache)?;
+        let Needs {
+            source,
+            bin,
+            dist,
+            folder,
+        } = needs;
         let threads = options.threads.unwrap_or_else(workspace::cores);
         let scratch = Scratch::new()?;
         let start = |name: &str, arguments: &[&str]| {
@@ -397,23 +386,12 @@ impl Setting {
                     },
                 ),
         };
-        let text = process::output(&mut command).with_context(|| format!("llama-bench, {way}"))?;
-        let results: Value =
-            serde_json::from_str(&text).context("parsing llama-bench's figures")?;
-        let result = &results[0];
-        let speed = result["avg_ts"].as_f64().context("no tokens per second")?;
-        // A figure of another device would be worse than none.
-        let backends = result["backends"].as_str().unwrap_or_default();
-        let expected = match way {
+        let backend = match way {
             NATIVE => "CPU",
             RPC => "RPC",
             _ => "VGPU",
         };
-        ensure!(
-            backends.contains(expected),
-            "llama-bench used {backends:?} for {way}"
-        );
-        Ok(speed)
+        tokens_per_second(&mut command, way, backend)
     }
 }
 

@@ -10,11 +10,12 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
+use super::common::{Needs, keep, tokens_per_second};
 use super::median;
 use super::table::Row;
 use crate::cache::Cache;
 use crate::demo;
-use crate::dist::{self, Dist};
+use crate::dist::Dist;
 use crate::executor::Executor;
 use crate::llama;
 use crate::model::{self, Shape, Weights};
@@ -164,17 +165,12 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
         }
     }
 
-    let path = setting.folder.join("cpu.json");
-    let all = json!({
+    let under = json!({
         "threads": setting.threads,
         "repeats": options.repeats,
         "isa": options.isa.map(Isa::level),
-        "rows": rows.iter().map(Row::json).collect::<Vec<_>>(),
     });
-    std::fs::write(&path, format!("{all:#}\n"))
-        .with_context(|| format!("writing {}", path.display()))?;
-    println!("{}", path.display());
-    Ok(())
+    keep(&setting.folder, "cpu", under, &rows)
 }
 
 /// What `llama-bench` is to measure.
@@ -187,12 +183,12 @@ enum Measure {
 
 impl Setting<'_> {
     fn prepare<'a>(cache: &'a Cache, options: &'a Options) -> Result<Setting<'a>> {
-        let vocabulary = llama::source(cache)?.join(demo::VOCABULARY);
-        let bin = llama::build(cache, llama::Stage::Tools)?;
-        let dist = dist::build(cache)?;
-        let folder = workspace::root().join("target/bench");
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("creating {}", folder.display()))?;
+        let Needs {
+            source,
+            bin,
+            dist,
+            folder,
+        } = Needs::prepare(cache)?;
         let scratch = Scratch::new()?;
         let backend = match options.isa {
             None | Some(Isa::Avx512) => bin.join("libggml-cpu.so"),
@@ -216,7 +212,7 @@ impl Setting<'_> {
             native,
             dist,
             folder,
-            vocabulary,
+            vocabulary: source.join(demo::VOCABULARY),
             threads: options.threads.unwrap_or_else(workspace::cores),
             scratch,
         })
@@ -353,19 +349,8 @@ impl Setting<'_> {
                 .env("VGPU_THREADS", self.threads.to_string())
                 .env("VGPU_ENDPOINT", endpoint);
         }
-        let text = process::output(&mut command).with_context(|| format!("llama-bench, {way}"))?;
-        let results: Value =
-            serde_json::from_str(&text).context("parsing llama-bench's figures")?;
-        let result = &results[0];
-        let speed = result["avg_ts"].as_f64().context("no tokens per second")?;
-        // A figure of another device would be worse than none.
-        let backends = result["backends"].as_str().unwrap_or_default();
-        let expected = if way == NATIVE { "CPU" } else { "VGPU" };
-        ensure!(
-            backends.contains(expected),
-            "llama-bench used {backends:?} for {way}"
-        );
-        Ok(speed)
+        let backend = if way == NATIVE { "CPU" } else { "VGPU" };
+        tokens_per_second(&mut command, way, backend)
     }
 
     /// The benchmark of single products, one thread, beside ggml's.

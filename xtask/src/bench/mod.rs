@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: what things cost, each figure beside that of a peer in the same run.
 
 mod boundary;
+mod common;
 mod cpu;
 mod driver;
 mod faults;

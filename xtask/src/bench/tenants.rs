@@ -11,14 +11,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
+use super::common::{Needs, keep, show, tokens_per_second};
 use super::median;
 use super::table::Row;
 use crate::cache::Cache;
-use crate::demo;
-use crate::dist::{self, Dist};
+use crate::dist::Dist;
 use crate::executor::Executor;
-use crate::llama;
-use crate::model::{self, Weights};
 use crate::process::{self, Daemon};
 use crate::progress::{Step, heading};
 use crate::scratch::Scratch;
@@ -95,31 +93,23 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Many => setting.many()?,
         });
     }
-    println!();
-    rows.iter().for_each(|row| println!("{}", row.lines()));
-    let path = setting.folder.join("tenants.json");
-    let all = json!({
+    show(&rows);
+    let under = json!({
         "threads": options.threads.unwrap_or_else(workspace::cores),
         "repeats": setting.repeats,
         "seconds": options.seconds,
-        "rows": rows.iter().map(Row::json).collect::<Vec<_>>(),
     });
-    std::fs::write(&path, format!("{all:#}\n"))
-        .with_context(|| format!("writing {}", path.display()))?;
-    println!("{}", path.display());
+    keep(&setting.folder, "tenants", under, &rows)?;
     setting.executor.stop()
 }
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let source = llama::source(cache)?;
-        let bin = llama::build(cache, llama::Stage::Tools)?;
-        let vocabulary = source.join(demo::VOCABULARY);
-        let model = model::ensure(cache, &model::BENCH, Weights::Q4KM, &vocabulary, demo::SEED)?;
-        let dist = dist::build(cache)?;
-        let folder = workspace::root().join("target/bench");
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("creating {}", folder.display()))?;
+        let needs = Needs::prepare(cache)?;
+        let model = needs.model(cache)?;
+        let Needs {
+            bin, dist, folder, ..
+        } = needs;
         let scratch = Scratch::new()?;
         let at = |name: &str| scratch.path().join(name).display().to_string();
         let mut config = format!("control.socket = {:?}\n", at("control.sock"));
@@ -291,12 +281,7 @@ impl Setting {
 
     /// A guest that ends by itself: its tokens per second.
     fn finish(&self, guest: &str, load: Load) -> Result<f64> {
-        let text = process::output(&mut self.command(guest, load))
-            .with_context(|| format!("llama-bench of {guest}"))?;
-        let results: Value =
-            serde_json::from_str(&text).context("parsing llama-bench's figures")?;
-        let speed = results[0]["avg_ts"].as_f64();
-        speed.context("no tokens per second")
+        tokens_per_second(&mut self.command(guest, load), guest, "VGPU")
     }
 
     fn socket(&self, guest: &str) -> PathBuf {

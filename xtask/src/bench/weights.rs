@@ -11,17 +11,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::json;
 
+use super::common::{Needs, keep, show};
 use super::driver::{Driver, Guest};
 use super::median;
 use super::table::Row;
 use crate::cache::Cache;
-use crate::demo;
-use crate::dist::{self, Dist};
+use crate::dist::Dist;
 use crate::executor::Executor;
-use crate::llama;
-use crate::model::{self, Weights};
 use crate::progress::{Step, heading};
 use crate::scratch::Scratch;
 use crate::stats::Stats;
@@ -76,29 +74,21 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let mut rows = setting.second_guest(options.repeats)?;
     rows.extend(setting.eight_guests()?);
     rows.extend(setting.restart()?);
-    println!();
-    rows.iter().for_each(|row| println!("{}", row.lines()));
-    let path = setting.folder.join("weights.json");
-    let all = json!({
-        "threads": setting.threads,
-        "repeats": options.repeats,
-        "rows": rows.iter().map(Row::json).collect::<Vec<Value>>(),
-    });
-    fs::write(&path, format!("{all:#}\n"))
-        .with_context(|| format!("writing {}", path.display()))?;
-    println!("{}", path.display());
-    Ok(())
+    show(&rows);
+    let under = json!({ "threads": setting.threads, "repeats": options.repeats });
+    keep(&setting.folder, "weights", under, &rows)
 }
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let source = llama::source(cache)?;
-        let bin = llama::build(cache, llama::Stage::Tools)?;
-        let vocabulary = source.join(demo::VOCABULARY);
-        let model = model::ensure(cache, &model::BENCH, Weights::Q4KM, &vocabulary, demo::SEED)?;
-        let dist = dist::build(cache)?;
-        let folder = workspace::root().join("target/bench");
-        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let needs = Needs::prepare(cache)?;
+        let model = needs.model(cache)?;
+        let Needs {
+            source,
+            bin,
+            dist,
+            folder,
+        } = needs;
         let (nobody, nowhere) = ("unix:/nowhere".to_owned(), "127.0.0.1:1".to_owned());
         let driver = Driver::build(&source, &bin, &folder, &dist.plugin, nobody, nowhere)?;
         let model = model.to_str().context("the cache has a path of text")?;

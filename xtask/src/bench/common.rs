@@ -1,0 +1,81 @@
+//! What the benchmarks have in common: what they need, how they ask `llama-bench`, where their figures go.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use super::table::Row;
+use crate::cache::Cache;
+use crate::demo;
+use crate::dist::{self, Dist};
+use crate::llama;
+use crate::model::{self, Weights};
+use crate::process;
+use crate::workspace;
+
+/// What has to be there.
+pub(super) struct Needs {
+    /// The sources of llama.cpp.
+    pub(super) source: PathBuf,
+    /// The folder of its programs.
+    pub(super) bin: PathBuf,
+    pub(super) dist: Dist,
+    /// Where figures and logs go.
+    pub(super) folder: PathBuf,
+}
+
+impl Needs {
+    pub(super) fn prepare(cache: &Cache) -> Result<Needs> {
+        let source = llama::source(cache)?;
+        let bin = llama::build(cache, llama::Stage::Tools)?;
+        let dist = dist::build(cache)?;
+        let folder = workspace::root().join("target/bench");
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("creating {}", folder.display()))?;
+        Ok(Needs {
+            source,
+            bin,
+            dist,
+            folder,
+        })
+    }
+
+    /// The model of benchmarks that measure one.
+    pub(super) fn model(&self, cache: &Cache) -> Result<PathBuf> {
+        let vocabulary = self.source.join(demo::VOCABULARY);
+        model::ensure(cache, &model::BENCH, Weights::Q4KM, &vocabulary, demo::SEED)
+    }
+}
+
+/// Prints the rows.
+pub(super) fn show(rows: &[Row]) {
+    println!();
+    rows.iter().for_each(|row| println!("{}", row.lines()));
+}
+
+/// Writes the rows to `name`.json in `folder`, with what they were measured under (a JSON object), and says where.
+pub(super) fn keep(folder: &Path, name: &str, mut setting: Value, rows: &[Row]) -> Result<()> {
+    let path = folder.join(format!("{name}.json"));
+    setting["rows"] = json!(rows.iter().map(Row::json).collect::<Vec<_>>());
+    std::fs::write(&path, format!("{setting:#}\n"))
+        .with_context(|| format!("writing {}", path.display()))?;
+    println!("{}", path.display());
+    Ok(())
+}
+
+/// Runs `llama-bench -o json` for one measurement: tokens per second on a backend whose name holds `backend`.
+pub(super) fn tokens_per_second(command: &mut Command, way: &str, backend: &str) -> Result<f64> {
+    let text = process::output(command).with_context(|| format!("llama-bench, {way}"))?;
+    let results: Value = serde_json::from_str(&text).context("parsing llama-bench's figures")?;
+    let result = &results[0];
+    let speed = result["avg_ts"].as_f64().context("no tokens per second")?;
+    // A figure of another device would be worse than none.
+    let backends = result["backends"].as_str().unwrap_or_default();
+    ensure!(
+        backends.contains(backend),
+        "llama-bench used {backends:?} for {way}"
+    );
+    Ok(speed)
+}
