@@ -119,7 +119,7 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let needs = Needs::prepare(cache)?;
+        let needs = Needs::prepare(cache, None)?;
         let model = needs.model(cache)?;
         let Needs {
             source,

@@ -27,10 +27,14 @@ pub(super) struct Needs {
 }
 
 impl Needs {
-    pub(super) fn prepare(cache: &Cache) -> Result<Needs> {
+    /// With `dist`, what is in that folder is measured; otherwise a fresh release build.
+    pub(super) fn prepare(cache: &Cache, dist: Option<&Path>) -> Result<Needs> {
         let source = llama::source(cache)?;
         let bin = llama::build(cache, llama::Stage::Tools)?;
-        let dist = dist::build(cache)?;
+        let dist = match dist {
+            Some(folder) => dist::at(folder),
+            None => dist::build(cache)?,
+        };
         let folder = workspace::root().join("target/bench");
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("creating {}", folder.display()))?;

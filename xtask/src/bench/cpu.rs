@@ -188,7 +188,7 @@ impl Setting<'_> {
             bin,
             dist,
             folder,
-        } = Needs::prepare(cache)?;
+        } = Needs::prepare(cache, None)?;
         let scratch = Scratch::new()?;
         let backend = match options.isa {
             None | Some(Isa::Avx512) => bin.join("libggml-cpu.so"),

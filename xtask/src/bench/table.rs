@@ -80,7 +80,8 @@ impl Row {
             .iter()
             .map(|(way, value)| (way.clone(), json!(value)));
         let ratios = self.ratios.iter().map(|ratio| {
-            json!({"of": ratio.label, "times": finite(ratio.value), "target": ratio.target})
+            let met = ratio.target.map(|target| ratio.value >= target);
+            json!({"of": ratio.label, "times": finite(ratio.value), "target": ratio.target, "met": met})
         });
         json!({
             "what": self.what,
@@ -141,5 +142,6 @@ mod tests {
         assert!((row.ratios[0].value - 1.2).abs() < 1e-9);
         assert!(row.lines().contains("MISSED"), "{}", row.lines());
         assert_eq!(row.json()["figures"]["rpc"], 50.0);
+        assert_eq!(row.json()["ratios"][0]["met"], false);
     }
 }

@@ -1,7 +1,9 @@
 //! `cargo xtask bench tenants`: several guests on one executor, each a real llama.cpp process.
 //!
 //! What a guest gets is measured twice: as the time that its graphs had the engine, which the executor says
-//! (`vgpu ps --json`), and as the tokens that its own llama-bench says it computed.
+//! (`vgpu ps --json`), and as the tokens that its own llama-bench says it computed. The second has everything in it that
+//! the machine does: each guest is a process here that samples, writes and waits on the same cores as the engine.
+//! Host memory for shared weights is `cargo xtask bench weights --only eight`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -43,10 +45,15 @@ pub(crate) struct Options {
     /// Only these parts
     #[arg(long, value_enum, num_args = 1..)]
     only: Vec<Part>,
+    /// Measure libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
+    /// What a guest that is alone pays for the sharing
+    Lone,
     /// Two guests of weights 1 and 3 under full load
     Weights,
     /// A guest that decodes beside one that prefills without pause
@@ -62,6 +69,8 @@ enum Load {
     Decode(u32),
     /// Prefills 512 tokens, over and over, until it is ended.
     Prefill,
+    /// Prefills 512 tokens.
+    PrefillOnce,
     /// Decodes until it is ended.
     DecodeOn,
 }
@@ -83,11 +92,12 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
     heading("tenants");
     let wanted = |part: &Part| options.only.is_empty() || options.only.contains(part);
     let mut rows = Vec::new();
-    for part in [Part::Weights, Part::Decode, Part::Many]
+    for part in [Part::Lone, Part::Weights, Part::Decode, Part::Many]
         .into_iter()
         .filter(wanted)
     {
         rows.extend(match part {
+            Part::Lone => setting.lone()?,
             Part::Weights => setting.weights()?,
             Part::Decode => setting.decode()?,
             Part::Many => setting.many()?,
@@ -105,7 +115,7 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let needs = Needs::prepare(cache)?;
+        let needs = Needs::prepare(cache, options.dist.as_deref())?;
         let model = needs.model(cache)?;
         let Needs {
             bin, dist, folder, ..
@@ -140,6 +150,46 @@ impl Setting {
             executor,
             scratch,
         })
+    }
+
+    /// What it costs a guest with nobody beside it that there could be others: how long its graphs wait for their turn.
+    fn lone(&self) -> Result<Vec<Row>> {
+        let mut rows = Vec::new();
+        for (load, name) in [
+            (Load::Decode(64), "decodes"),
+            (Load::PrefillOnce, "prefills"),
+        ] {
+            let (mut waits, mut parts, mut turns) = (Vec::new(), Vec::new(), Vec::new());
+            for round in 1..=self.repeats {
+                let step = Step::new(&format!("a guest that {name} alone, round {round}"));
+                let before = self.status()?;
+                self.finish("guest0", load)?;
+                self.wait_until_gone()?;
+                let after = self.status()?;
+                let more =
+                    |figure| number(&after, "guest0", figure) - number(&before, "guest0", figure);
+                let graphs = more("graphs");
+                ensure!(graphs > 0.0, "a guest that {name} has run no graph");
+                waits.push(1e6 * more("queued") / graphs);
+                parts.push(100.0 * more("queued") / more("busy").max(f64::MIN_POSITIVE));
+                turns.push(more("turns") / graphs);
+                step.done("");
+            }
+            rows.push(
+                Row::new(format!("a graph of a guest that {name} alone"), "us, turns")
+                    .figure("waits for the engine, us", median(waits))
+                    .figure("turns", median(turns)),
+            );
+            rows.push(
+                Row::new(
+                    format!("a guest that {name} alone waits"),
+                    "% of its time on the engine",
+                )
+                .figure("for its turn", median(parts))
+                .at_most("for its turn", 1.0),
+            );
+        }
+        Ok(rows)
     }
 
     /// Shares of two guests that always want the engine.
@@ -256,6 +306,7 @@ impl Setting {
             Load::Decode(tokens) => (0, tokens, 1),
             Load::DecodeOn => (0, 256, 10_000),
             Load::Prefill => (512, 0, 10_000),
+            Load::PrefillOnce => (512, 0, 1),
         };
         let mut command = Command::new(self.bin.join("llama-bench"));
         command

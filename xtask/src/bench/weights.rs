@@ -43,6 +43,22 @@ pub(crate) struct Options {
     /// Threads of the executor [default: one per core]
     #[arg(long)]
     threads: Option<usize>,
+    /// Only these parts
+    #[arg(long, value_enum, num_args = 1..)]
+    only: Vec<Part>,
+    /// Measure libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// A second guest against the first
+    Second,
+    /// Eight guests at once: what the host holds
+    Eight,
+    /// After a restart, with a cache on disk
+    Restart,
 }
 
 struct Setting {
@@ -71,9 +87,18 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
     heading("what is needed");
     let setting = Setting::prepare(cache, options)?;
     heading("weights");
-    let mut rows = setting.second_guest(options.repeats)?;
-    rows.extend(setting.eight_guests()?);
-    rows.extend(setting.restart()?);
+    let wanted = |part: &Part| options.only.is_empty() || options.only.contains(part);
+    let mut rows = Vec::new();
+    for part in [Part::Second, Part::Eight, Part::Restart]
+        .into_iter()
+        .filter(wanted)
+    {
+        rows.extend(match part {
+            Part::Second => setting.second_guest(options.repeats)?,
+            Part::Eight => setting.eight_guests()?,
+            Part::Restart => setting.restart()?,
+        });
+    }
     show(&rows);
     let under = json!({ "threads": setting.threads, "repeats": options.repeats });
     keep(&setting.folder, "weights", under, &rows)
@@ -81,7 +106,7 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let needs = Needs::prepare(cache)?;
+        let needs = Needs::prepare(cache, options.dist.as_deref())?;
         let model = needs.model(cache)?;
         let Needs {
             source,

@@ -122,18 +122,20 @@ impl Guest {
         loop {
             let left = HANG.saturating_sub(started.elapsed());
             let line = self.dialogue.hear(left.max(Duration::from_millis(1)))?;
-            if let Some(tokens) = line.strip_prefix("tokens") {
-                let numbers = tokens.split_whitespace().map(str::parse);
-                let tokens = numbers
-                    .collect::<Result<_, _>>()
-                    .with_context(|| line.clone())?;
-                return Ok(Outcome::Tokens(tokens));
+            if let Some(outcome) = outcome(&line)? {
+                return Ok(outcome);
             }
-            if let Some(why) = line.strip_prefix("failed ") {
-                return Ok(Outcome::Failed(why.to_owned()));
-            }
-            ensure!(line == "token", "the guest said {line:?}");
         }
+    }
+
+    /// How what it has begun has ended, if it has.
+    pub(super) fn ended(&mut self) -> Result<Option<Outcome>> {
+        while let Some(line) = self.dialogue.heard()? {
+            if let Some(outcome) = outcome(&line)? {
+                return Ok(Some(outcome));
+            }
+        }
+        Ok(None)
     }
 
     pub(super) fn signal(&self, signal: Signal) -> Result<()> {
@@ -144,4 +146,20 @@ impl Guest {
     pub(super) fn finish(self) -> Result<()> {
         self.dialogue.finish(HANG)
     }
+}
+
+/// What a line of the guest says of the end; nothing if it goes on.
+fn outcome(line: &str) -> Result<Option<Outcome>> {
+    if let Some(tokens) = line.strip_prefix("tokens") {
+        let numbers = tokens.split_whitespace().map(str::parse);
+        let tokens = numbers
+            .collect::<Result<_, _>>()
+            .with_context(|| line.to_owned())?;
+        return Ok(Some(Outcome::Tokens(tokens)));
+    }
+    if let Some(why) = line.strip_prefix("failed ") {
+        return Ok(Some(Outcome::Failed(why.to_owned())));
+    }
+    ensure!(line == "token", "the guest said {line:?}");
+    Ok(None)
 }

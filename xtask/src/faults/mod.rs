@@ -56,10 +56,11 @@ pub(crate) struct Row {
 type Fault = fn(&Bench<'_>, &Step) -> Result<Row>;
 
 /// All of them.
-pub(crate) const FAULTS: [(&str, Fault); 9] = [
+pub(crate) const FAULTS: [(&str, Fault); 10] = [
     ("executor killed at random points", kills::executors),
     ("guest killed at random points", kills::guests),
     ("executor and guest stopped for a while", stops::both),
+    ("a guest that is slow", stops::slow),
     ("windows truncated under both", stops::truncated),
     ("clock jumps", stops::clock),
     (

@@ -70,6 +70,51 @@ pub(super) fn both(bench: &Bench<'_>, step: &Step) -> Result<Row> {
     })
 }
 
+/// A guest that has the processor for 2 ms of 20: it takes slowly what the executor has for it, and gives slowly what the
+/// executor waits for. The guest beside must not notice.
+pub(super) fn slow(bench: &Bench<'_>, step: &Step) -> Result<Row> {
+    const NAME: &str = "slow";
+    const RUNS: Duration = Duration::from_millis(2);
+    const STANDS: Duration = Duration::from_millis(18);
+    let times = bench.counts.others;
+    let executor = bench.serve(NAME, &[])?;
+    let mut guest = bench.guest(NAME, "slow-guest")?;
+    let mut bystander = bench.guest(NAME, "slow-bystander")?;
+    bench.expect_run(&mut bystander, "the guest beside, alone")?;
+    let mut beside = 0;
+    for round in 0..times {
+        guest.begin(TOKENS)?;
+        bystander.begin(TOKENS)?;
+        // Both from the load on, until the one beside is done.
+        let tokens = loop {
+            guest.signal(Signal::STOP)?;
+            std::thread::sleep(STANDS);
+            guest.signal(Signal::CONT)?;
+            std::thread::sleep(RUNS);
+            if let Some(outcome) = bystander.ended()? {
+                break outcome.tokens().context("the guest beside a slow one")?;
+            }
+        };
+        ensure!(
+            tokens == bench.reference,
+            "the guest beside a slow one generated {tokens:?}"
+        );
+        beside += 1;
+        bench.expect_tokens(&mut guest, "the slow guest")?;
+        step.note(&format!("{} of {times}", round + 1));
+    }
+    guest.finish()?;
+    bystander.finish()?;
+    executor.stop()?;
+    Ok(Row {
+        fault: "slow consumer",
+        times,
+        found: format!(
+            "a guest that stands still for {STANDS:?} of every 20; the same tokens, and beside it {beside} times"
+        ),
+    })
+}
+
 /// Every memory file of both sides is cut to nothing, from outside, while they work.
 pub(super) fn truncated(bench: &Bench<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "truncated";
