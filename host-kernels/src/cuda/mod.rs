@@ -5,8 +5,11 @@
 //! - `ops`: one file for each family of operators, from a node to launches.
 //! - `host`: the few nodes that run on the CPU engine instead.
 //! - `params`: the structures that kernels take.
-//! - `plan`: a graph as launches, and running them.
+//! - `builder`: what operators' files see of a plan that is compiled.
+//! - `plan`, `segment`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
+//! - `stream`, `scratch`: what plans share.
 
+mod builder;
 mod code;
 pub mod device;
 mod host;
@@ -15,7 +18,10 @@ pub mod nvrtc;
 mod ops;
 mod params;
 mod plan;
+mod scratch;
+mod segment;
 pub mod source;
+mod stream;
 
 use std::sync::Arc;
 
@@ -24,7 +30,9 @@ use vgpu_transport::ir::{Capabilities, ValidGraph};
 use crate::engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use device::Device;
 use memory::CudaMemory;
-use plan::{CudaPlan, Stream};
+use plan::CudaPlan;
+pub use segment::Pace;
+use stream::Stream;
 
 /// The engine that runs on a GPU.
 pub struct CudaEngine {
@@ -35,9 +43,14 @@ pub struct CudaEngine {
 impl CudaEngine {
     /// An engine on `device`.
     pub fn new(device: Arc<dyn Device>) -> Result<CudaEngine, EngineError> {
+        CudaEngine::at_pace(device, Pace::default())
+    }
+
+    /// The same with another pace, for devices that are not as fast as a GPU.
+    pub fn at_pace(device: Arc<dyn Device>, pace: Pace) -> Result<CudaEngine, EngineError> {
         Ok(CudaEngine {
             capabilities: Capabilities::new(ops::rules()),
-            stream: Arc::new(Stream::new(device)?),
+            stream: Arc::new(Stream::new(device, pace)?),
         })
     }
 }

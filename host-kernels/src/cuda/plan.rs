@@ -1,68 +1,40 @@
 //! From a graph to launches.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
-use vgpu_transport::ir::{Graph, Node, Shape, Tensor, Type};
+use vgpu_transport::ir::{Graph, Shape, Tensor, Type};
 
-use super::device::{Address, Device, Launch, SharedMemory};
+pub(super) use super::builder::{Builder, MOST_BLOCKS, threads_for};
+use super::device::Address;
 use super::host::{Host, HostNode};
 use super::memory::CudaMemory;
 use super::ops;
-use super::params::{Params, VG_MOVE_REPEAT, VgCodebooks, VgFault, VgMoveParams, VgPlace, VgView};
-use crate::engine::{EngineError, Memory, Plan, RunError};
-
-/// What plans of an engine share: the device, and where kernels report faults. One plan runs at a time.
-pub(super) struct Stream {
-    pub(super) device: Arc<dyn Device>,
-    fault: SharedMemory,
-    codebooks: CudaMemory,
-    host: Host,
-    running: Mutex<()>,
-}
-
-impl Stream {
-    pub(super) fn new(device: Arc<dyn Device>) -> Result<Stream, EngineError> {
-        let fault = device.alloc_shared(size_of::<VgFault>())?;
-        let codebooks = CudaMemory::new(&device, size_of::<VgCodebooks>() as u64)?;
-        codebooks.write(0, codebooks_of_formats().as_slice().into())?;
-        Ok(Stream {
-            device,
-            fault,
-            codebooks,
-            host: Host::default(),
-            running: Mutex::new(()),
-        })
-    }
-}
-
-/// The bytes of `VgCodebooks`.
-fn codebooks_of_formats() -> Vec<u8> {
-    use crate::cpu::formats::grids::{IQ1, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
-    let books: [&[u64]; 6] = [&IQ2_XXS, &IQ2_XS, &IQ2_S, &IQ3_XXS, &IQ3_S, &IQ1];
-    let entries = books.into_iter().flatten();
-    entries.flat_map(|entry| entry.to_le_bytes()).collect()
-}
+use super::params::{VgFault, VgView};
+use super::scratch::Claim;
+use super::segment::{Failure, Segment, Step};
+use super::stream::Stream;
+use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Turn};
 
 /// A graph, compiled: launches in order, and now and then work of the host.
 pub(super) struct CudaPlan {
     stream: Arc<Stream>,
-    steps: Vec<Step>,
+    parts: Vec<Part>,
+    /// The part that a run that has yielded goes on with.
+    at: usize,
     /// Names of the nodes' operators, for errors.
     ops: Vec<&'static str>,
     /// What the addresses in the launches point into.
     _memory: Vec<Arc<dyn Memory>>,
-    _scratch: Option<CudaMemory>,
+    _scratch: Claim,
 }
 
-struct Step {
-    work: Work,
-    node: usize,
-}
-
-enum Work {
-    Launch(Launch),
+enum Part {
+    Launches(Segment),
     /// Runs on the host, between launches.
-    Host(HostNode),
+    Host {
+        work: HostNode,
+        node: usize,
+    },
 }
 
 impl CudaPlan {
@@ -96,50 +68,105 @@ impl CudaPlan {
             .iter()
             .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
             .collect();
-        // Twice: first to learn how much scratch memory is needed, then with its address.
-        let mut scratch: Option<CudaMemory> = None;
-        loop {
-            let mut steps = Vec::new();
-            let mut most = 0;
-            for (i, node) in graph.nodes.iter().enumerate() {
-                let mut builder = Builder {
-                    graph,
-                    views: &views,
-                    node,
-                    index: i,
-                    stream,
-                    scratch: scratch.as_ref().map_or(0, CudaMemory::address),
-                    scratch_bytes: 0,
-                    launches: Vec::new(),
-                };
-                if graph.dst(node).shape.is_empty() {
-                    continue;
-                }
-                if Host::takes(graph, node) {
-                    let work = Work::Host(stream.host.compile(graph, node, &bases)?);
-                    steps.push(Step { work, node: i });
-                    continue;
-                }
-                ops::compile(&node.op, &mut builder)?;
-                most = most.max(builder.scratch_bytes);
-                let launches = builder.launches.into_iter().map(Work::Launch);
-                steps.extend(launches.map(|work| Step { work, node: i }));
-            }
-            if most > scratch.as_ref().map_or(0, Memory::size) {
-                scratch = Some(CudaMemory::new(device, most)?);
+        let memory: Vec<usize> = { buffers.iter() }
+            .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
+            .collect();
+        let mut parts = Vec::new();
+        let mut steps: Vec<Step> = Vec::new();
+        let mut scratch_bytes = 0;
+        let segment = |steps| Part::Launches(Segment::new(steps, &memory, &stream.lineages));
+        for (i, node) in graph.nodes.iter().enumerate() {
+            if graph.dst(node).shape.is_empty() {
                 continue;
             }
-            return Ok(CudaPlan {
-                stream: Arc::clone(stream),
-                steps,
-                ops: graph
-                    .nodes
-                    .iter()
-                    .map(|n| n.op.kind().ggml_name())
-                    .collect(),
-                _memory: buffers.to_vec(),
-                _scratch: scratch,
-            });
+            if Host::takes(graph, node) {
+                if !steps.is_empty() {
+                    parts.push(segment(std::mem::take(&mut steps)));
+                }
+                let work = stream.host.compile(graph, node, &bases)?;
+                parts.push(Part::Host { work, node: i });
+                continue;
+            }
+            let mut builder = Builder::new(graph, &views, i, stream);
+            ops::compile(&node.op, &mut builder)?;
+            scratch_bytes = scratch_bytes.max(builder.scratch_bytes());
+            steps.extend(builder.into_steps());
+        }
+        if !steps.is_empty() {
+            parts.push(segment(steps));
+        }
+        Ok(CudaPlan {
+            stream: Arc::clone(stream),
+            parts,
+            at: 0,
+            ops: graph
+                .nodes
+                .iter()
+                .map(|n| n.op.kind().ggml_name())
+                .collect(),
+            _memory: buffers.to_vec(),
+            _scratch: stream.scratch.claim(scratch_bytes)?,
+        })
+    }
+
+    /// Goes on from where the last turn has ended.
+    ///
+    /// # Safety
+    /// The device is the caller's.
+    unsafe fn go_on(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+        let stream = Arc::clone(&self.stream);
+        let device = &stream.device;
+        let mut last = None;
+        while let Some(part) = self.parts.get_mut(self.at) {
+            let outcome = match part {
+                Part::Launches(segment) => {
+                    last = Some(segment.last_node());
+                    // SAFETY: compiled from a validated graph over memory that this plan holds on to; the device is
+                    // the caller's.
+                    unsafe { segment.advance(device, stream.pace, turn) }
+                        .map_err(|Failure { node, error }| failure(&self.ops, node, &error))
+                }
+                // SAFETY: as above.
+                Part::Host { work, node } => unsafe { work.run(&**device) }
+                    .map(|()| Progress::Done)
+                    .map_err(|error| at_node(&self.ops, *node, error)),
+            };
+            // What runs on the device still can fail as well, and comes first in the graph.
+            let outcome = match outcome {
+                Ok(Progress::Done) => {
+                    self.at += 1;
+                    continue;
+                }
+                other => other,
+            };
+            if outcome.is_err() {
+                let _ = device.synchronize(); // one error is enough
+            }
+            // SAFETY: no kernel runs, and the device is the caller's.
+            if let Some(fault) = unsafe { stream.take_fault() } {
+                return Err(self.fault(&fault));
+            }
+            return outcome;
+        }
+        if let Some(node) = last {
+            device
+                .synchronize()
+                .map_err(|error| failure(&self.ops, node, &error))?;
+        }
+        // SAFETY: as above.
+        match unsafe { stream.take_fault() } {
+            Some(fault) => Err(self.fault(&fault)),
+            None => Ok(Progress::Done),
+        }
+    }
+
+    fn fault(&self, fault: &VgFault) -> RunError {
+        let node = fault.node as usize;
+        RunError::Index {
+            node,
+            op: self.ops[node],
+            index: fault.index,
+            count: fault.count as u64,
         }
     }
 }
@@ -180,232 +207,26 @@ fn at_node(ops: &[&'static str], at: usize, mut error: RunError) -> RunError {
 
 impl Plan for CudaPlan {
     fn run(&mut self) -> Result<(), RunError> {
-        let Some(last) = self.steps.last().map(|step| step.node) else {
-            return Ok(());
-        };
-        let Stream {
-            device,
-            fault,
-            running,
-            ..
-        } = &*Arc::clone(&self.stream);
-        let _turn = running.lock().unwrap_or_else(PoisonError::into_inner);
-        let cell = fault.host.cast::<VgFault>();
-        let mut host_error = None;
-        for step in &mut self.steps {
-            let (node, ops) = (step.node, &self.ops);
-            match &mut step.work {
-                Work::Launch(launch) => {
-                    // SAFETY: compiled from a validated graph over memory that this plan holds on to.
-                    let launched = unsafe { device.launch(launch) };
-                    launched.map_err(|error| failure(ops, node, &error))?;
-                }
-                Work::Host(work) => {
-                    // SAFETY: as above.
-                    if let Err(error) = unsafe { work.run(&**device) } {
-                        host_error = Some(at_node(ops, node, error));
-                        break;
-                    }
-                }
-            }
-        }
-        device
-            .synchronize()
-            .map_err(|error| failure(&self.ops, last, &error))?;
-        // SAFETY: the cell belongs to the stream, whose turn is ours, and no kernel runs any more.
-        let found = unsafe { cell.read_volatile() };
-        if found.taken == 0 {
-            return host_error.map_or(Ok(()), Err);
-        }
-        // SAFETY: as above.
-        unsafe { cell.write_volatile(VgFault::default()) };
-        let node = found.node as usize;
-        Err(RunError::Index {
-            node,
-            op: self.ops[node],
-            index: found.index,
-            count: found.count as u64,
-        })
-    }
-}
-
-/// What an operator's file sees of a node, and where it puts launches.
-pub(super) struct Builder<'a> {
-    graph: &'a Graph,
-    views: &'a [VgView],
-    node: &'a Node,
-    index: usize,
-    stream: &'a Stream,
-    scratch: Address,
-    scratch_bytes: u64,
-    launches: Vec<Launch>,
-}
-
-/// Most threads of a block of the kernels that give each element a thread, and of those that give a row a block.
-const THREADS: u32 = 256;
-
-/// Most blocks in dimensions 1 and 2 of a grid.
-pub(super) const MOST_BLOCKS: i64 = 65535;
-
-/// Threads of a block for rows of `n` elements: whole warps, with a few elements for each thread.
-pub(super) fn threads_for(n: i64) -> u32 {
-    let threads = (n as u64).div_ceil(4).next_power_of_two();
-    threads.clamp(32, u64::from(THREADS)) as u32
-}
-
-impl Builder<'_> {
-    /// The destination.
-    pub(super) fn dst(&self) -> VgView {
-        self.views[self.node.dst as usize]
-    }
-
-    /// The destination's type, extents and strides as the IR has them.
-    pub(super) fn dst_shape(&self) -> &Shape {
-        &self.graph.tensors[self.node.dst as usize].shape
-    }
-
-    /// Source `i`, which the operator's rules demand.
-    pub(super) fn src(&self, i: usize) -> VgView {
-        let index = self.source(i);
-        self.views[index.expect("validation refuses operations without a source they need")]
-    }
-
-    /// Source `i`, if there is one; a view of nothing otherwise.
-    pub(super) fn optional(&self, i: usize) -> VgView {
-        self.source(i)
-            .map_or_else(VgView::default, |index| self.views[index])
-    }
-
-    fn source(&self, i: usize) -> Option<usize> {
-        let index = self.node.src.as_slice().get(i).copied().flatten()?;
-        Some(index as usize)
-    }
-
-    /// Where kernels of this node report faults.
-    pub(super) fn place(&self) -> VgPlace {
-        VgPlace {
-            fault: self.stream.fault.device,
-            node: self.index as u32,
-            reserved: 0,
-        }
-    }
-
-    /// The codebooks of the IQ formats (`VgCodebooks`).
-    pub(super) fn codebooks(&self) -> Address {
-        self.stream.codebooks.address()
-    }
-
-    /// Working memory of the node: `bytes` more, aligned to 256 bytes. Nothing is known of its content.
-    pub(super) fn scratch(&mut self, bytes: u64) -> Address {
-        let address = self.scratch + self.scratch_bytes;
-        self.scratch_bytes += bytes.next_multiple_of(256);
-        address
-    }
-
-    /// Multiprocessors of the device.
-    pub(super) fn multiprocessors(&self) -> u32 {
-        self.stream.device.multiprocessors()
-    }
-
-    /// Adds a launch.
-    pub(super) fn launch(
-        &mut self,
-        kernel: &'static str,
-        grid: [u32; 3],
-        threads: u32,
-        shared: u32,
-        params: &impl Params,
-    ) -> Result<(), EngineError> {
-        self.launches.push(Launch {
-            kernel: self.stream.device.kernel(kernel)?,
-            grid,
-            threads: [threads, 1, 1],
-            shared,
-            params: params.as_bytes().to_vec(),
-        });
+        let turn = Turn::new();
+        while self.advance(&turn)? == Progress::Yielded {}
         Ok(())
     }
 
-    /// Adds a launch with a thread for each of `n` things, or, where that would be very many, a thread for
-    /// several of them.
-    pub(super) fn for_each(
-        &mut self,
-        kernel: &'static str,
-        n: i64,
-        params: &impl Params,
-    ) -> Result<(), EngineError> {
-        let most = u64::from(self.multiprocessors()) * 64;
-        let blocks = (n as u64).div_ceil(u64::from(THREADS)).clamp(1, most);
-        let threads = (n as u64).next_multiple_of(32).clamp(32, THREADS.into());
-        self.launch(kernel, [blocks as u32, 1, 1], threads as u32, 0, params)
-    }
-
-    /// Adds a launch with a block for each of `rows`, or for several of them where there are very many.
-    pub(super) fn for_each_row(
-        &mut self,
-        kernel: &'static str,
-        rows: i64,
-        threads: u32,
-        shared: u32,
-        params: &impl Params,
-    ) -> Result<(), EngineError> {
-        let blocks = rows.clamp(1, 1 << 20) as u32;
-        self.launch(kernel, [blocks, 1, 1], threads, shared, params)
-    }
-
-    /// Adds a launch with a block for each index below `grid`, or in dimensions 1 and 2 for every so many of them: the
-    /// kernel goes on from its own index by the extent of the grid.
-    pub(super) fn launch_over(
-        &mut self,
-        kernel: &'static str,
-        grid: [i64; 3],
-        threads: u32,
-        shared: u32,
-        params: &impl Params,
-    ) -> Result<(), EngineError> {
-        let most = [i64::from(i32::MAX), MOST_BLOCKS, MOST_BLOCKS];
-        let blocks = std::array::from_fn(|d| grid[d].min(most[d]) as u32);
-        self.launch(kernel, blocks, threads, shared, params)
-    }
-
-    /// Has `body` add launches that write rows of `f32` to the view it is given: the destination, or, if that overlaps a
-    /// source, scratch memory that is copied there in the end. No sane graph lets them overlap, but the result must not
-    /// depend on which block comes first.
-    pub(super) fn staged(
-        &mut self,
-        body: impl FnOnce(&mut Self, VgView) -> Result<(), EngineError>,
-    ) -> Result<(), EngineError> {
-        let dst = self.dst();
-        let sources = (0..self.node.src.as_slice().len()).map(|i| self.optional(i));
-        if !{ sources }.any(|source| source.overlaps(&dst)) {
-            return body(self, dst);
+    fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+        let stream = Arc::clone(&self.stream);
+        let _turn = { stream.running.lock() }.unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the lock makes the device ours.
+        let progress = unsafe { self.go_on(turn) };
+        if progress != Ok(Progress::Yielded) {
+            // The next run begins anew, whatever became of this one.
+            self.at = 0;
+            for part in &mut self.parts {
+                if let Part::Launches(segment) = part {
+                    segment.rewind();
+                }
+            }
         }
-        let shape = Shape::contiguous(Type::F32, dst.ne.map(|n| n as u64))
-            .ok_or_else(|| self.unsupported("results beyond any memory"))?;
-        let bytes = shape.extent().unwrap_or(u64::MAX / 2);
-        let staged = VgView::new(self.scratch(bytes), &shape);
-        body(self, staged)?;
-        let copy = VgMoveParams {
-            dst,
-            src: staged,
-            size: size_of::<f32>() as u32,
-            op: VG_MOVE_REPEAT,
-            ..VgMoveParams::default()
-        };
-        self.for_each("vg_move", dst.elements(), &copy)
-    }
-
-    /// Most bytes of shared memory that a launch may ask for.
-    pub(super) fn most_shared(&self) -> u32 {
-        self.stream.device.most_shared()
-    }
-
-    /// The error for what the engine cannot do after all.
-    pub(super) fn unsupported(&self, why: impl Into<String>) -> EngineError {
-        EngineError::Unsupported {
-            op: self.node.op.kind().ggml_name(),
-            why: why.into(),
-        }
+        progress
     }
 }
 

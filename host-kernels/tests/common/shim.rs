@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
-use vgpu_kernels::cuda::device::{Address, Device, KernelId, Launch, SharedMemory};
+use vgpu_kernels::cuda::device::{
+    Address, Device, KernelId, Launch, Mark, RecordingId, SharedMemory,
+};
 use vgpu_kernels::{EngineError, MemoryInfo};
 use vgpu_kernels_shim::Kernel;
 use vgpu_transport::bytes::{Bytes, BytesMut};
@@ -18,6 +20,7 @@ pub(crate) struct Shim {
     kernels: Mutex<Vec<(&'static str, Kernel)>>,
     /// Where each allocation was mapped, and how much.
     mappings: Mutex<HashMap<Address, (usize, usize)>>,
+    recordings: Mutex<HashMap<u64, Vec<Launch>>>,
 }
 
 impl Shim {
@@ -148,6 +151,88 @@ impl Device for Shim {
         // SAFETY: the caller's promise.
         unsafe { kernel.launch(grid, threads, shared as usize, params) }
             .map_err(|message| EngineError::Device { message })
+    }
+
+    fn granularity(&self) -> u64 {
+        PAGE as u64
+    }
+
+    fn reserve(&self, size: u64) -> Result<Address, EngineError> {
+        // SAFETY: a new private mapping touches nothing that exists. It stays for good.
+        let start = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                size as usize,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(start, libc::MAP_FAILED, "{size} addresses");
+        Ok(start as Address)
+    }
+
+    unsafe fn back(&self, address: Address, size: u64) -> Result<(), EngineError> {
+        let read_and_write = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: pages of a mapping of `reserve`, by the caller's promise; what nobody wrote must not look like zeros.
+        unsafe {
+            let at = address as *mut u8;
+            assert_eq!(libc::mprotect(at.cast(), size as usize, read_and_write), 0);
+            at.write_bytes(0xff, size as usize);
+        }
+        Ok(())
+    }
+
+    unsafe fn unback(&self, address: Address, size: u64) {
+        let (at, len) = (address as *mut libc::c_void, size as usize);
+        // SAFETY: as above.
+        unsafe {
+            assert_eq!(libc::madvise(at, len, libc::MADV_DONTNEED), 0);
+            assert_eq!(libc::mprotect(at, len, libc::PROT_NONE), 0);
+        }
+    }
+
+    fn record(&self, launches: &[Launch]) -> Result<RecordingId, EngineError> {
+        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let id = recordings.keys().max().map_or(0, |last| last + 1);
+        recordings.insert(id, launches.to_vec());
+        Ok(RecordingId(id))
+    }
+
+    fn change(
+        &self,
+        recording: RecordingId,
+        index: usize,
+        launch: &Launch,
+    ) -> Result<(), EngineError> {
+        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let held = recordings.get_mut(&recording.0).expect("it was recorded");
+        assert_eq!(held[index].kernel, launch.kernel, "kernels stay");
+        held[index] = launch.clone();
+        Ok(())
+    }
+
+    unsafe fn replay(&self, recording: RecordingId) -> Result<(), EngineError> {
+        let recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
+        for launch in &recordings[&recording.0] {
+            // SAFETY: the caller's promise.
+            unsafe { self.launch(launch) }?;
+        }
+        Ok(())
+    }
+
+    fn forget(&self, recording: RecordingId) {
+        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
+        recordings.remove(&recording.0).expect("it was recorded");
+    }
+
+    fn mark(&self) -> Result<Mark, EngineError> {
+        Ok(Mark(0))
+    }
+
+    fn wait(&self, _: Mark) -> Result<(), EngineError> {
+        Ok(())
     }
 
     fn synchronize(&self) -> Result<(), EngineError> {

@@ -33,6 +33,14 @@ pub struct Launch {
     pub params: Vec<u8>,
 }
 
+/// Launches that a device keeps to do again as one: a number that the device chose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RecordingId(pub u64);
+
+/// A place in the order of what a device was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Mark(pub u64);
+
 /// Memory that device and host both see: where it is for either.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedMemory {
@@ -75,6 +83,27 @@ pub trait Device: Send + Sync + 'static {
     /// `address` is from [`Device::alloc`] with this size, and nothing uses it from now on.
     unsafe fn free(&self, address: Address, size: u64);
 
+    /// The unit in which [`Device::back`] puts memory behind addresses: a power of two.
+    fn granularity(&self) -> u64;
+
+    /// Addresses for `size` bytes, a multiple of the granularity, with no memory behind them. Nobody else gets them for
+    /// as long as the device lives.
+    fn reserve(&self, size: u64) -> Result<Address, EngineError>;
+
+    /// Puts memory behind reserved addresses. Nothing is known of its content.
+    ///
+    /// # Safety
+    ///
+    /// The addresses, whole units, are from [`Device::reserve`], and have no memory.
+    unsafe fn back(&self, address: Address, size: u64) -> Result<(), EngineError>;
+
+    /// Takes this memory away again, after all that was asked for before.
+    ///
+    /// # Safety
+    ///
+    /// One call of [`Device::back`] has put it behind these addresses, and nothing uses it from now on.
+    unsafe fn unback(&self, address: Address, size: u64);
+
     /// `size` zero bytes that both sides see, for as long as the device lives.
     fn alloc_shared(&self, size: usize) -> Result<SharedMemory, EngineError>;
 
@@ -116,6 +145,33 @@ pub trait Device: Send + Sync + 'static {
     /// The addresses in its parameters are of device memory that the kernel may use as it does, until the next
     /// [`Device::synchronize`] has returned.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError>;
+
+    /// Prepares launches to be done again and again as one, each after the one before.
+    fn record(&self, launches: &[Launch]) -> Result<RecordingId, EngineError>;
+
+    /// Puts `launch` in the place of the one at `index`, of the same kernel. Replays under way do not see it.
+    fn change(
+        &self,
+        recording: RecordingId,
+        index: usize,
+        launch: &Launch,
+    ) -> Result<(), EngineError>;
+
+    /// Runs the launches of a recording.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Device::launch`], for each of them as it is now.
+    unsafe fn replay(&self, recording: RecordingId) -> Result<(), EngineError>;
+
+    /// Gives a recording up, which is not used again.
+    fn forget(&self, recording: RecordingId);
+
+    /// The place behind all that was asked for so far.
+    fn mark(&self) -> Result<Mark, EngineError>;
+
+    /// Waits for what was asked for before a mark.
+    fn wait(&self, mark: Mark) -> Result<(), EngineError>;
 
     /// Waits for all that was asked for.
     fn synchronize(&self) -> Result<(), EngineError>;

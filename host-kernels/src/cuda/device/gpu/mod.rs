@@ -1,19 +1,23 @@
 //! A GPU, through NVIDIA's driver, which is loaded at run time: this builds and starts without one.
 
+mod recording;
+mod reserved;
+
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::path::PathBuf;
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use tracing::{error, warn};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
-use super::{Address, Device, KernelId, Launch, SharedMemory};
+use super::{Address, Device, KernelId, Launch, Mark, RecordingId, SharedMemory};
 use crate::cuda::code::Code;
 use crate::cuda::nvrtc::CompileError;
 use crate::cuda::source::{SOURCES, architecture};
 use crate::engine::{EngineError, MemoryInfo};
+use recording::Recordings;
 
 /// The oldest driver: that of CUDA 12.0.
 const OLDEST_DRIVER: c_int = 12000;
@@ -45,6 +49,8 @@ pub enum GpuError {
     },
     #[error(transparent)]
     Compile(#[from] CompileError),
+    #[error(transparent)]
+    Engine(EngineError),
     #[error("{call} failed: {reason}")]
     Driver { call: &'static str, reason: String },
 }
@@ -55,11 +61,24 @@ pub struct Gpu {
     description: String,
     multiprocessors: u32,
     most_shared: u32,
+    device: sys::CUdevice,
+    granularity: u64,
     context: sys::CUcontext,
     stream: sys::CUstream,
     /// Kernels by number: name and function.
     kernels: Vec<(&'static str, sys::CUfunction)>,
     staging: Mutex<Staging>,
+    recordings: Mutex<Recordings>,
+    marks: Mutex<Marks>,
+}
+
+/// Marks that can be told apart at a time. Whoever waits for an older one waits for a later one.
+const MARKS: u64 = 8;
+
+/// Marks in the stream, used round and round.
+struct Marks {
+    events: [sys::CUevent; MARKS as usize],
+    last: u64,
 }
 
 // SAFETY: the driver's handles may be used from any thread, with the context made current first, which every
@@ -137,18 +156,29 @@ impl Gpu {
                 "cuStreamCreate",
                 sys::cuStreamCreate(&mut stream, non_blocking),
             )?;
+            let mut events = [ptr::null_mut(); MARKS as usize];
+            for event in &mut events {
+                let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+                check("cuEventCreate", sys::cuEventCreate(event, flags))?;
+            }
             let kernels = load(&architecture(major, minor), cache, most_shared)?;
             let memory = host_memory(STAGING_BYTES)?.cast();
-            Ok(Gpu {
+            let mut gpu = Gpu {
                 name: format!("cuda:{ordinal}"),
                 description: format!("{model}, {multiprocessors} multiprocessors"),
                 multiprocessors,
                 most_shared,
+                device,
+                granularity: 0,
                 context,
                 stream,
                 kernels,
                 staging: Mutex::new(Staging { memory, next: 0 }),
-            })
+                recordings: Mutex::default(),
+                marks: Mutex::new(Marks { events, last: 0 }),
+            };
+            gpu.granularity = gpu.unit().map_err(GpuError::Engine)?;
+            Ok(gpu)
         }
     }
 
@@ -158,6 +188,14 @@ impl Gpu {
         done("cuCtxSetCurrent", unsafe {
             sys::cuCtxSetCurrent(self.context)
         })
+    }
+
+    fn recordings(&self) -> MutexGuard<'_, Recordings> {
+        { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -395,6 +433,74 @@ impl Device for Gpu {
                 ptr::null_mut(),
                 extra.as_mut_ptr(),
             )
+        })
+    }
+
+    fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
+    fn reserve(&self, size: u64) -> Result<Address, EngineError> {
+        self.reserve_addresses(size)
+    }
+
+    unsafe fn back(&self, address: Address, size: u64) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.map_memory(address, size) }
+    }
+
+    unsafe fn unback(&self, address: Address, size: u64) {
+        // SAFETY: the caller's promise; the stream has finished with it.
+        let outcome = self
+            .synchronize()
+            .and_then(|()| unsafe { self.unmap_memory(address, size) });
+        if let Err(reason) = outcome {
+            error!("working memory of {} is lost: {reason}", self.name);
+        }
+    }
+
+    fn record(&self, launches: &[Launch]) -> Result<RecordingId, EngineError> {
+        self.record_graph(launches)
+    }
+
+    fn change(
+        &self,
+        recording: RecordingId,
+        index: usize,
+        launch: &Launch,
+    ) -> Result<(), EngineError> {
+        self.change_graph(recording, index, launch)
+    }
+
+    unsafe fn replay(&self, recording: RecordingId) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.replay_graph(recording) }
+    }
+
+    fn forget(&self, recording: RecordingId) {
+        self.forget_graph(recording);
+    }
+
+    fn mark(&self) -> Result<Mark, EngineError> {
+        self.enter()?;
+        let mut marks = self.marks();
+        let next = marks.last + 1;
+        let event = marks.events[(next % MARKS) as usize];
+        // SAFETY: event and stream live as long as the device.
+        done("cuEventRecord", unsafe {
+            sys::cuEventRecord(event, self.stream)
+        })?;
+        marks.last = next;
+        Ok(Mark(next))
+    }
+
+    fn wait(&self, mark: Mark) -> Result<(), EngineError> {
+        self.enter()?;
+        // The event of the mark, or of one behind it.
+        let event = self.marks().events[(mark.0 % MARKS) as usize];
+        // SAFETY: the event lives as long as the device.
+        done("cuEventSynchronize", unsafe {
+            sys::cuEventSynchronize(event)
         })
     }
 

@@ -1,0 +1,76 @@
+//! What plans of an engine share.
+
+use std::sync::{Arc, Mutex};
+
+use super::device::{Address, Device, SharedMemory};
+use super::host::Host;
+use super::memory::CudaMemory;
+use super::params::{VgCodebooks, VgFault};
+use super::scratch::Scratch;
+use super::segment::{Lineages, Pace};
+use crate::engine::{EngineError, Memory};
+
+/// A device with what kernels need besides their tensors. One plan runs at a time.
+pub(super) struct Stream {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) host: Host,
+    pub(super) scratch: Arc<Scratch>,
+    pub(super) lineages: Lineages,
+    pub(super) pace: Pace,
+    pub(super) running: Mutex<()>,
+    fault: SharedMemory,
+    codebooks: CudaMemory,
+}
+
+impl Stream {
+    pub(super) fn new(device: Arc<dyn Device>, pace: Pace) -> Result<Stream, EngineError> {
+        let fault = device.alloc_shared(size_of::<VgFault>())?;
+        let codebooks = CudaMemory::new(&device, size_of::<VgCodebooks>() as u64)?;
+        codebooks.write(0, codebooks_of_formats().as_slice().into())?;
+        Ok(Stream {
+            scratch: Arc::new(Scratch::new(&device)?),
+            device,
+            host: Host::default(),
+            lineages: Lineages::default(),
+            pace,
+            running: Mutex::new(()),
+            fault,
+            codebooks,
+        })
+    }
+
+    /// Where kernels report faults.
+    pub(super) fn fault(&self) -> Address {
+        self.fault.device
+    }
+
+    /// The codebooks of the IQ formats (`VgCodebooks`).
+    pub(super) fn codebooks(&self) -> Address {
+        self.codebooks.address()
+    }
+
+    /// What kernels have reported since this was asked last.
+    ///
+    /// # Safety
+    /// No kernel runs, and the caller has the stream to itself.
+    pub(super) unsafe fn take_fault(&self) -> Option<VgFault> {
+        let cell = self.fault.host.cast::<VgFault>();
+        // SAFETY: the cell has this size and lives as long as the device; nobody else uses it now.
+        unsafe {
+            let found = cell.read_volatile();
+            if found.taken == 0 {
+                return None;
+            }
+            cell.write_volatile(VgFault::default());
+            Some(found)
+        }
+    }
+}
+
+/// The bytes of `VgCodebooks`.
+fn codebooks_of_formats() -> Vec<u8> {
+    use crate::cpu::formats::grids::{IQ1, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
+    let books: [&[u64]; 6] = [&IQ2_XXS, &IQ2_XS, &IQ2_S, &IQ3_XXS, &IQ3_S, &IQ1];
+    let entries = books.into_iter().flatten();
+    entries.flat_map(|entry| entry.to_le_bytes()).collect()
+}

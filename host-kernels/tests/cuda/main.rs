@@ -1,0 +1,31 @@
+//! The CUDA engine around its kernels: how plans reach a device, share its memory, and give way.
+
+mod model;
+mod plans;
+#[path = "../common/shim.rs"]
+mod shim;
+mod spy;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vgpu_kernels::cuda::device::Device;
+use vgpu_kernels::cuda::{CudaEngine, Pace};
+
+/// An engine on a device that somebody watches, which records whatever runs a second time as one.
+fn engine_on(device: &Arc<spy::Spy>) -> CudaEngine {
+    let forever = Duration::from_secs(1 << 30);
+    engine_at(
+        device,
+        Pace {
+            piece: forever,
+            long: forever,
+        },
+    )
+}
+
+/// The same at a pace of its own.
+fn engine_at(device: &Arc<spy::Spy>, pace: Pace) -> CudaEngine {
+    let device: Arc<dyn Device> = Arc::clone(device) as Arc<dyn Device>;
+    CudaEngine::at_pace(device, pace).expect("an engine")
+}

@@ -1,0 +1,623 @@
+//! Graphs of language models as llama.cpp makes them: its operators in its order, with memory for intermediates that is
+//! used again and again, in place where ggml computes in place.
+
+use std::sync::Arc;
+
+use vgpu_kernels::cpu::formats::Format;
+use vgpu_kernels::{Engine, Memory, Plan};
+use vgpu_transport::ir::{
+    BufferId, GluKind, Graph, Limits, Node, Op, Precision, RopeMode, Shape, SortOrder, Sources,
+    Tensor, Type, ValidGraph, validate,
+};
+
+/// What a model looks like.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Model {
+    pub(crate) layers: u64,
+    pub(crate) weights: Type,
+    pub(crate) cache: Type,
+    /// Elements of a token's vector.
+    pub(crate) width: u64,
+    pub(crate) heads: u64,
+    pub(crate) key_heads: u64,
+    pub(crate) head: u64,
+    pub(crate) inner: u64,
+    pub(crate) vocabulary: u64,
+    /// All experts, and those of a token; none in dense models.
+    pub(crate) experts: Option<(u64, u64)>,
+    /// Whether heads of queries and keys are normed, as in Qwen3.
+    pub(crate) norms_heads: bool,
+    /// Tokens that the cache has room for.
+    pub(crate) context: u64,
+}
+
+/// A model of a size that tests can run.
+pub(crate) const TINY: Model = Model {
+    layers: 2,
+    weights: Type::Q8_0,
+    cache: Type::F16,
+    width: 64,
+    heads: 2,
+    key_heads: 1,
+    head: 32,
+    inner: 96,
+    vocabulary: 40,
+    experts: None,
+    norms_heads: false,
+    context: 64,
+};
+
+/// The same with experts.
+pub(crate) const TINY_EXPERTS: Model = Model {
+    experts: Some((4, 2)),
+    norms_heads: true,
+    ..TINY
+};
+
+/// The part of the cache that a step sees, and how many tokens it computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) tokens: u64,
+    pub(crate) seen: u64,
+}
+
+/// The buffers of a graph.
+const WEIGHTS: u32 = 0;
+const CACHE: u32 = 1;
+const COMPUTE: u32 = 2;
+
+/// Bytes of the buffer for intermediates.
+const COMPUTE_BYTES: u64 = 4 << 20;
+
+/// Places are multiples of this.
+const ALIGN: u64 = 256;
+
+/// A tensor: the root whose memory it has, its shape, and where in the root it begins.
+#[derive(Debug, Clone, Copy)]
+struct View {
+    root: usize,
+    shape: Shape,
+    offset: u64,
+}
+
+/// Memory of its own.
+struct Root {
+    shape: Shape,
+    /// Where, if not for the allocator to say.
+    fixed: Option<(u32, u64)>,
+}
+
+/// A graph in the making.
+pub(crate) struct Draft {
+    model: Model,
+    roots: Vec<Root>,
+    nodes: Vec<(Op, View, Vec<Option<View>>)>,
+    weights_end: u64,
+    cache_end: u64,
+    /// Inputs that are written before each run: their place among the intermediates, by name.
+    inputs: Vec<(&'static str, usize)>,
+}
+
+/// A graph and where its inputs and its result are.
+#[derive(Clone)]
+pub(crate) struct Built {
+    pub(crate) graph: Graph,
+    pub(crate) sizes: [u64; 3],
+    inputs: Vec<(&'static str, Tensor)>,
+    pub(crate) result: Tensor,
+    model: Model,
+    step: Step,
+}
+
+fn dense(ty: Type, ne: [u64; 4]) -> Shape {
+    Shape::contiguous(ty, ne).expect("models of tests are small")
+}
+
+impl Draft {
+    fn root(&mut self, shape: Shape, fixed: Option<(u32, u64)>) -> View {
+        self.roots.push(Root { shape, fixed });
+        View {
+            root: self.roots.len() - 1,
+            shape,
+            offset: 0,
+        }
+    }
+
+    fn weight(&mut self, ty: Type, ne: [u64; 4]) -> View {
+        let shape = dense(ty, ne);
+        let at = self.weights_end;
+        self.weights_end = (at + shape.extent().unwrap()).next_multiple_of(ALIGN);
+        self.root(shape, Some((WEIGHTS, at)))
+    }
+
+    fn matrix(&mut self, columns: u64, rows: u64) -> View {
+        self.weight(self.model.weights, [columns, rows, 1, 1])
+    }
+
+    fn cache(&mut self, ne: [u64; 4]) -> View {
+        let shape = dense(self.model.cache, ne);
+        let at = self.cache_end;
+        self.cache_end = (at + shape.extent().unwrap()).next_multiple_of(ALIGN);
+        self.root(shape, Some((CACHE, at)))
+    }
+
+    fn input(&mut self, name: &'static str, ty: Type, ne: [u64; 4]) -> View {
+        let view = self.root(dense(ty, ne), None);
+        self.inputs.push((name, view.root));
+        view
+    }
+
+    fn node(&mut self, op: Op, shape: Shape, src: &[View]) -> View {
+        let dst = self.root(shape, None);
+        self.node_into(op, dst, src);
+        dst
+    }
+
+    fn node_into(&mut self, op: Op, dst: View, src: &[View]) {
+        let src = src.iter().copied().map(Some).collect();
+        self.nodes.push((op, dst, src));
+    }
+
+    /// The same elements in order with other extents.
+    fn reshape(view: View, ne: [u64; 4]) -> View {
+        assert!(view.shape.is_contiguous());
+        View {
+            shape: dense(view.shape.ty, ne),
+            ..view
+        }
+    }
+
+    fn norm(&mut self, x: View, rows_of: u64) -> View {
+        let normed = self.node(Op::RmsNorm { eps: 1e-5 }, x.shape, &[x]);
+        let weight = self.weight(Type::F32, [rows_of, 1, 1, 1]);
+        self.node(Op::Mul {}, x.shape, &[normed, weight])
+    }
+
+    fn product(&mut self, w: View, x: View) -> View {
+        let op = Op::MulMat {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+            hadamard: false,
+        };
+        let [_, n, b2, b3] = x.shape.ne;
+        let shape = dense(Type::F32, [w.shape.ne[1], n, b2, b3]);
+        self.node(op, shape, &[w, x])
+    }
+
+    fn experts_product(&mut self, w: View, x: View, ids: View) -> View {
+        let op = Op::MulMatId {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+        };
+        let [used, tokens, ..] = ids.shape.ne;
+        let shape = dense(Type::F32, [w.shape.ne[1], used, tokens, 1]);
+        self.node(op, shape, &[w, x, ids])
+    }
+
+    fn rope(&mut self, x: View, positions: View) -> View {
+        let op = Op::Rope {
+            mode: RopeMode::Normal,
+            backward: false,
+            n_dims: self.model.head as u32,
+            n_offs: 0,
+            n_ctx_orig: 0,
+            freq_base: 10000.0,
+            freq_scale: 1.0,
+            ext_factor: 0.0,
+            attn_factor: 1.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            sections: [0; 4],
+        };
+        self.node(op, x.shape, &[x, positions])
+    }
+
+    fn attention(&mut self, x: View, inputs: &Inputs, step: Step) -> View {
+        let Model {
+            head,
+            heads,
+            key_heads,
+            context,
+            width,
+            norms_heads,
+            ..
+        } = self.model;
+        let Step { tokens, seen } = step;
+        let split = |view: View, heads| Draft::reshape(view, [head, heads, tokens, 1]);
+        let wq = self.matrix(width, head * heads);
+        let wv = self.matrix(width, head * key_heads);
+        let wk = self.matrix(width, head * key_heads);
+        let q = self.product(wq, x);
+        let mut q = split(q, heads);
+        if norms_heads {
+            q = self.norm(q, head);
+        }
+        let q = self.rope(q, inputs.positions);
+        let v = self.product(wv, x);
+        let k = self.product(wk, x);
+        let mut k = split(k, key_heads);
+        if norms_heads {
+            k = self.norm(k, head);
+        }
+        let k = self.rope(k, inputs.positions);
+        let row = head * key_heads;
+        let mut caches = Vec::new();
+        for new in [k, v] {
+            let cache = self.cache([row, context, 1, 1]);
+            let rows = Draft::reshape(new, [row, tokens, 1, 1]);
+            self.node_into(Op::SetRows {}, cache, &[rows, inputs.places]);
+            let mut part = cache;
+            let bytes = part.shape.ty.row_bytes(head).expect("whole blocks");
+            part.shape.ne = [head, seen, key_heads, 1];
+            part.shape.nb = [part.shape.nb[0], part.shape.nb[1], bytes, part.shape.nb[2]];
+            caches.push(part);
+        }
+        let mut turned = q;
+        let [b0, b1, b2, b3] = q.shape.nb;
+        turned.shape.ne = [head, tokens, heads, 1];
+        turned.shape.nb = [b0, b2, b1, b3];
+        let op = Op::FlashAttnExt {
+            scale: 1.0 / (head as f32).sqrt(),
+            max_bias: 0.0,
+            logit_softcap: 0.0,
+            accumulator: Precision::Default,
+            n_kv_max: 0,
+        };
+        let shape = dense(Type::F32, [head, heads, tokens, 1]);
+        let seen = self.node(op, shape, &[turned, caches[0], caches[1], inputs.mask]);
+        let seen = Draft::reshape(seen, [head * heads, tokens, 1, 1]);
+        let wo = self.matrix(head * heads, width);
+        self.product(wo, seen)
+    }
+
+    fn feed_forward(&mut self, x: View) -> View {
+        let Model { width, inner, .. } = self.model;
+        let gate = self.matrix(width, inner);
+        let up = self.matrix(width, inner);
+        let down = self.matrix(inner, width);
+        let gated = self.product(gate, x);
+        let upped = self.product(up, x);
+        let y = self.unit(gated, upped);
+        self.product(down, y)
+    }
+
+    fn unit(&mut self, gate: View, up: View) -> View {
+        let op = Op::Glu {
+            kind: GluKind::Swiglu,
+            swapped: false,
+            alpha: 0.0,
+            limit: 0.0,
+        };
+        self.node(op, gate.shape, &[gate, up])
+    }
+
+    fn mixture(&mut self, x: View, (experts, used): (u64, u64), tokens: u64) -> View {
+        let Model { width, inner, .. } = self.model;
+        let router = self.weight(Type::F32, [width, experts, 1, 1]);
+        let gate = self.weight(self.model.weights, [width, inner, experts, 1]);
+        let up = self.weight(self.model.weights, [width, inner, experts, 1]);
+        let down = self.weight(self.model.weights, [inner, width, experts, 1]);
+        let logits = self.product(router, x);
+        let op = Op::SoftMax {
+            scale: 1.0,
+            max_bias: 0.0,
+        };
+        let probabilities = self.node(op, logits.shape, &[logits]);
+        let op = Op::Argsort {
+            order: SortOrder::Descending,
+        };
+        let sorted = self.node(
+            op,
+            dense(Type::I32, [experts, tokens, 1, 1]),
+            &[probabilities],
+        );
+        let mut ids = sorted;
+        ids.shape.ne[0] = used;
+        let each = Draft::reshape(probabilities, [1, experts, tokens, 1]);
+        let weights = self.node(
+            Op::GetRows {},
+            dense(Type::F32, [1, used, tokens, 1]),
+            &[each, ids],
+        );
+        let weights = Draft::reshape(weights, [used, tokens, 1, 1]);
+        let sum = self.node(
+            Op::SumRows {},
+            dense(Type::F32, [1, tokens, 1, 1]),
+            &[weights],
+        );
+        let op = Op::Clamp {
+            min: 6.103_515_6e-5,
+            max: f32::INFINITY,
+        };
+        let sum = self.node(op, sum.shape, &[sum]);
+        let weights = self.node(Op::Div {}, weights.shape, &[weights, sum]);
+        let weights = Draft::reshape(weights, [1, used, tokens, 1]);
+        let x = Draft::reshape(x, [width, 1, tokens, 1]);
+        let gated = self.experts_product(gate, x, ids);
+        let upped = self.experts_product(up, x, ids);
+        let y = self.unit(gated, upped);
+        let y = self.experts_product(down, y, ids);
+        let y = self.node(Op::Mul {}, y.shape, &[y, weights]);
+        let part = |slot: u64| View {
+            shape: Shape {
+                ne: [width, tokens, 1, 1],
+                nb: [4, y.shape.nb[2], y.shape.nb[3], y.shape.nb[3]],
+                ..y.shape
+            },
+            offset: slot * y.shape.nb[1],
+            ..y
+        };
+        let mut sum = part(0);
+        for slot in 1..used {
+            let shape = dense(Type::F32, [width, tokens, 1, 1]);
+            sum = self.node(Op::Add {}, shape, &[sum, part(slot)]);
+        }
+        sum
+    }
+}
+
+struct Inputs {
+    positions: View,
+    places: View,
+    mask: View,
+}
+
+/// Operators that ggml computes in place, as far as these models have them.
+fn can_be_in_place(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::Add {}
+            | Op::Mul {}
+            | Op::Div {}
+            | Op::Rope { .. }
+            | Op::RmsNorm { .. }
+            | Op::SoftMax { .. }
+    )
+}
+
+impl Model {
+    /// The graph of a step.
+    pub(crate) fn graph(self, step: Step) -> Built {
+        let mut draft = Draft {
+            model: self,
+            roots: Vec::new(),
+            nodes: Vec::new(),
+            weights_end: 0,
+            cache_end: 0,
+            inputs: Vec::new(),
+        };
+        let Step { tokens, seen } = step;
+        let ids = draft.input("tokens", Type::I32, [tokens, 1, 1, 1]);
+        let inputs = Inputs {
+            positions: draft.input("positions", Type::I32, [tokens, 1, 1, 1]),
+            places: draft.input("places", Type::I64, [tokens, 1, 1, 1]),
+            mask: draft.input("mask", Type::F16, [seen, tokens, 1, 1]),
+        };
+        let table = draft.matrix(self.width, self.vocabulary);
+        let shape = dense(Type::F32, [self.width, tokens, 1, 1]);
+        let mut x = draft.node(Op::GetRows {}, shape, &[table, ids]);
+        for _ in 0..self.layers {
+            let normed = draft.norm(x, self.width);
+            let seen = draft.attention(normed, &inputs, step);
+            let y = draft.node(Op::Add {}, shape, &[seen, x]);
+            let normed = draft.norm(y, self.width);
+            let z = match self.experts {
+                Some(experts) => draft.mixture(normed, experts, tokens),
+                None => draft.feed_forward(normed),
+            };
+            x = draft.node(Op::Add {}, shape, &[z, y]);
+        }
+        let normed = draft.norm(x, self.width);
+        let output = draft.matrix(self.width, self.vocabulary);
+        draft.product(output, normed);
+        draft.finish(step)
+    }
+}
+
+impl Draft {
+    /// Gives every intermediate a place that is free while it lives.
+    fn finish(self, step: Step) -> Built {
+        let count = self.roots.len();
+        let mut last_use = vec![0; count];
+        for (at, (_, dst, src)) in self.nodes.iter().enumerate() {
+            for view in src.iter().flatten().chain([dst]) {
+                last_use[view.root] = at;
+            }
+        }
+        let result_root = self.nodes.last().expect("a model has nodes").1.root;
+        last_use[result_root] = usize::MAX;
+        for (_, root) in &self.inputs {
+            last_use[*root] = usize::MAX; // written again before each run
+        }
+        let mut places: Vec<Option<(u32, u64)>> = self.roots.iter().map(|r| r.fixed).collect();
+        // Who has which bytes of the intermediates.
+        let mut taken: Vec<(u64, u64, usize)> = Vec::new();
+        let size = |root: usize| {
+            self.roots[root]
+                .shape
+                .extent()
+                .unwrap()
+                .next_multiple_of(ALIGN)
+        };
+        let place = |root: usize, taken: &mut Vec<(u64, u64, usize)>| {
+            taken.sort_unstable();
+            let mut at = 0;
+            for &(start, end, _) in taken.iter() {
+                if at + size(root) <= start {
+                    break;
+                }
+                at = at.max(end);
+            }
+            taken.push((at, at + size(root), root));
+            (COMPUTE, at)
+        };
+        for (_, root) in &self.inputs {
+            places[*root] = Some(place(*root, &mut taken));
+        }
+        for (at, (op, dst, src)) in self.nodes.iter().enumerate() {
+            if places[dst.root].is_none() {
+                let parent = src.iter().flatten().find(|view| {
+                    can_be_in_place(op)
+                        && last_use[view.root] == at
+                        && self.roots[view.root].fixed.is_none()
+                        && view.offset == 0
+                        && view.shape == dst.shape
+                        && size(view.root) == size(dst.root)
+                });
+                places[dst.root] = match parent {
+                    Some(parent) => {
+                        let entry = taken.iter_mut().find(|t| t.2 == parent.root);
+                        entry.expect("it lives").2 = dst.root;
+                        places[parent.root]
+                    }
+                    None => Some(place(dst.root, &mut taken)),
+                };
+            }
+            taken.retain(|&(.., root)| last_use[root] > at);
+        }
+        let mut graph = Graph {
+            buffers: (1..=3).map(BufferId).collect(),
+            ..Graph::default()
+        };
+        let tensor = |view: &View| {
+            let (buffer, offset) = places[view.root].expect("every root was placed");
+            Tensor {
+                shape: view.shape,
+                buffer,
+                offset: offset + view.offset,
+            }
+        };
+        for (op, dst, src) in &self.nodes {
+            let mut index = |view: &View| {
+                graph.tensors.push(tensor(view));
+                graph.tensors.len() as u32 - 1
+            };
+            let dst = index(dst);
+            let src: Vec<_> = { src.iter() }.map(|v| v.as_ref().map(&mut index)).collect();
+            graph.nodes.push(Node {
+                op: *op,
+                dst,
+                src: Sources::new(src),
+            });
+        }
+        let whole = |root: usize| {
+            tensor(&View {
+                root,
+                shape: self.roots[root].shape,
+                offset: 0,
+            })
+        };
+        Built {
+            result: whole(result_root),
+            inputs: { self.inputs.iter() }
+                .map(|&(name, root)| (name, whole(root)))
+                .collect(),
+            graph,
+            sizes: [self.weights_end, self.cache_end.max(ALIGN), COMPUTE_BYTES],
+            model: self.model,
+            step,
+        }
+    }
+}
+
+/// The memory of a model on an engine, filled with numbers that are the same each time.
+pub(crate) struct Loaded {
+    pub(crate) buffers: Vec<Arc<dyn Memory>>,
+}
+
+impl Built {
+    pub(crate) fn load(&self, engine: &dyn Engine) -> Loaded {
+        let buffers: Vec<_> = { self.sizes.iter() }
+            .map(|&size| engine.alloc(size).expect("memory"))
+            .collect();
+        let mut state = 1u64;
+        let mut number = || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        let mut seen = Vec::new();
+        for tensor in &self.graph.tensors {
+            if tensor.buffer != WEIGHTS || seen.contains(&tensor.offset) {
+                continue;
+            }
+            seen.push(tensor.offset);
+            let n = tensor.shape.elements().unwrap() as usize;
+            // Of about the size that keeps results near 1.
+            let [columns, rows, ..] = tensor.shape.ne;
+            let size = if rows == 1 {
+                1.0
+            } else {
+                (3.0 / columns as f32).sqrt()
+            };
+            let values: Vec<f32> = (0..n).map(|_| size * number()).collect();
+            let format = Format::of(tensor.shape.ty).expect("weights are real numbers");
+            let mut bytes = vec![0; format.row_bytes(n)];
+            // SAFETY: as many elements on either side.
+            unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), n) };
+            let written = buffers[WEIGHTS as usize].write(tensor.offset, bytes.as_slice().into());
+            written.expect("weights lie in their buffer");
+        }
+        Loaded { buffers }
+    }
+
+    pub(crate) fn valid(&self, engine: &dyn Engine) -> ValidGraph {
+        let size = |id: BufferId| Some(self.sizes[id.0 as usize - 1]);
+        validate(
+            self.graph.clone(),
+            engine.capabilities(),
+            &Limits::default(),
+            size,
+        )
+        .expect("a graph that the engine runs")
+    }
+
+    pub(crate) fn compile(&self, engine: &dyn Engine, loaded: &Loaded) -> Box<dyn Plan> {
+        { engine.compile(&self.valid(engine), &loaded.buffers) }.expect("it compiles")
+    }
+
+    /// Writes what the step at `position` of a text is given.
+    pub(crate) fn write_inputs(&self, loaded: &Loaded, position: u64) {
+        let Step { tokens, seen } = self.step;
+        for (name, tensor) in &self.inputs {
+            let each = position..position + tokens;
+            let bytes: Vec<u8> = match *name {
+                "tokens" => each
+                    .flat_map(|p| ((p * 7 % self.model.vocabulary) as i32).to_le_bytes())
+                    .collect(),
+                "positions" => each.flat_map(|p| (p as i32).to_le_bytes()).collect(),
+                "places" => each.flat_map(|p| (p as i64).to_le_bytes()).collect(),
+                _ => each
+                    .flat_map(|p| (0..seen).map(move |k| if k <= p { 0u16 } else { 0xfc00 }))
+                    .flat_map(u16::to_le_bytes)
+                    .collect(),
+            };
+            let written =
+                loaded.buffers[COMPUTE as usize].write(tensor.offset, bytes.as_slice().into());
+            written.expect("inputs lie in their buffer");
+        }
+    }
+
+    /// Writes one number of an input of integers.
+    pub(crate) fn write_input(&self, loaded: &Loaded, name: &str, value: i64) {
+        let (_, tensor) = { self.inputs.iter() }
+            .find(|(known, _)| *known == name)
+            .unwrap();
+        let bytes = value.to_le_bytes();
+        let bytes = &bytes[..tensor.shape.ty.block_bytes() as usize];
+        let written = loaded.buffers[COMPUTE as usize].write(tensor.offset, bytes.into());
+        written.expect("inputs lie in their buffer");
+    }
+
+    /// The result of the last run.
+    pub(crate) fn read_result(&self, loaded: &Loaded) -> Vec<f32> {
+        let mut bytes = vec![0; self.result.shape.extent().unwrap() as usize];
+        let read =
+            loaded.buffers[COMPUTE as usize].read(self.result.offset, bytes.as_mut_slice().into());
+        read.expect("the result lies in its buffer");
+        { bytes.chunks_exact(4) }
+            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+            .collect()
+    }
+}

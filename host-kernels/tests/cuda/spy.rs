@@ -1,0 +1,241 @@
+//! A device that writes down what it is asked for, runs kernels or does not, and fails on command.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use vgpu_kernels::cuda::device::{
+    Address, Device, KernelId, Launch, Mark, RecordingId, SharedMemory,
+};
+use vgpu_kernels::{EngineError, MemoryInfo};
+use vgpu_transport::bytes::{Bytes, BytesMut};
+
+use crate::shim::Shim;
+
+/// The shim with somebody who watches it.
+pub(crate) struct Spy {
+    shim: Shim,
+    /// Whether kernels run at all.
+    runs: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    names: Vec<(KernelId, &'static str)>,
+    log: Vec<Event>,
+    fails: Option<Fails>,
+}
+
+/// What went wrong, from some call on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fails {
+    /// Nothing can be recorded.
+    Recording,
+    /// There is no memory for more.
+    Memory,
+}
+
+/// What the device was asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Event {
+    Launch(&'static str),
+    Record(usize),
+    Change(usize),
+    Replay,
+    Forget,
+    Back(u64),
+    Unback(u64),
+}
+
+impl Spy {
+    /// A device that runs kernels on the CPU.
+    pub(crate) fn running() -> Spy {
+        Spy::new(true)
+    }
+
+    /// A device that only writes down.
+    pub(crate) fn recording() -> Spy {
+        Spy::new(false)
+    }
+
+    fn new(runs: bool) -> Spy {
+        Spy {
+            shim: Shim::default(),
+            runs,
+            state: Mutex::default(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What it was asked for since this was asked last.
+    pub(crate) fn take_log(&self) -> Vec<Event> {
+        std::mem::take(&mut self.state().log)
+    }
+
+    /// From now on this fails, or nothing does.
+    pub(crate) fn fail(&self, fails: impl Into<Option<Fails>>) {
+        self.state().fails = fails.into();
+    }
+
+    fn note(&self, event: Event) {
+        self.state().log.push(event);
+    }
+
+    fn check(&self, what: Fails) -> Result<(), EngineError> {
+        match self.state().fails {
+            Some(Fails::Memory) if what == Fails::Memory => Err(EngineError::OutOfMemory {
+                wanted: 1,
+                free: 0,
+                total: 0,
+            }),
+            Some(fails) if fails == what => Err(EngineError::Device {
+                message: format!("{what:?} fails on command"),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Device for Spy {
+    fn name(&self) -> &str {
+        "spy"
+    }
+
+    fn description(&self) -> &str {
+        "a device that is watched"
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        self.shim.memory()
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        if self.runs { 1 } else { 132 }
+    }
+
+    fn most_shared(&self) -> u32 {
+        self.shim.most_shared()
+    }
+
+    fn alloc(&self, size: u64) -> Result<Address, EngineError> {
+        self.check(Fails::Memory)?;
+        self.shim.alloc(size)
+    }
+
+    unsafe fn free(&self, address: Address, size: u64) {
+        // SAFETY: the caller's promise.
+        unsafe { self.shim.free(address, size) };
+    }
+
+    fn granularity(&self) -> u64 {
+        self.shim.granularity()
+    }
+
+    fn reserve(&self, size: u64) -> Result<Address, EngineError> {
+        self.shim.reserve(size)
+    }
+
+    unsafe fn back(&self, address: Address, size: u64) -> Result<(), EngineError> {
+        self.check(Fails::Memory)?;
+        self.note(Event::Back(size));
+        // SAFETY: the caller's promise.
+        unsafe { self.shim.back(address, size) }
+    }
+
+    unsafe fn unback(&self, address: Address, size: u64) {
+        self.note(Event::Unback(size));
+        // SAFETY: the caller's promise.
+        unsafe { self.shim.unback(address, size) };
+    }
+
+    fn alloc_shared(&self, size: usize) -> Result<SharedMemory, EngineError> {
+        self.shim.alloc_shared(size)
+    }
+
+    unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.shim.upload(to, from) }
+    }
+
+    unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.shim.download(from, to) }
+    }
+
+    unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.shim.fill(to, size, value) }
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.shim.copy(to, from, size) }
+    }
+
+    fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
+        let id = self.shim.kernel(name)?;
+        let mut state = self.state();
+        if !state.names.contains(&(id, name)) {
+            state.names.push((id, name));
+        }
+        Ok(id)
+    }
+
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
+        let mut state = self.state();
+        let known = { state.names.iter() }.find(|(id, _)| *id == launch.kernel);
+        let (_, name) = *known.expect("kernels are looked up by name");
+        state.log.push(Event::Launch(name));
+        drop(state);
+        match self.runs {
+            // SAFETY: the caller's promise.
+            true => unsafe { self.shim.launch(launch) },
+            false => Ok(()),
+        }
+    }
+
+    fn record(&self, launches: &[Launch]) -> Result<RecordingId, EngineError> {
+        self.check(Fails::Recording)?;
+        self.note(Event::Record(launches.len()));
+        self.shim.record(launches)
+    }
+
+    fn change(
+        &self,
+        recording: RecordingId,
+        index: usize,
+        launch: &Launch,
+    ) -> Result<(), EngineError> {
+        self.check(Fails::Recording)?;
+        self.note(Event::Change(index));
+        self.shim.change(recording, index, launch)
+    }
+
+    unsafe fn replay(&self, recording: RecordingId) -> Result<(), EngineError> {
+        self.note(Event::Replay);
+        match self.runs {
+            // SAFETY: the caller's promise.
+            true => unsafe { self.shim.replay(recording) },
+            false => Ok(()),
+        }
+    }
+
+    fn forget(&self, recording: RecordingId) {
+        self.note(Event::Forget);
+        self.shim.forget(recording);
+    }
+
+    fn mark(&self) -> Result<Mark, EngineError> {
+        self.shim.mark()
+    }
+
+    fn wait(&self, mark: Mark) -> Result<(), EngineError> {
+        self.shim.wait(mark)
+    }
+
+    fn synchronize(&self) -> Result<(), EngineError> {
+        self.shim.synchronize()
+    }
+}
