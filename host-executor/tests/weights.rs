@@ -170,6 +170,8 @@ fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
     let (two_has, not_sent) = load(&mut two, &model);
     assert_eq!(not_sent, FIRST + SECOND);
     assert!(read_all(&mut two, two_has, MODEL) == model);
+    let mut witness = guest(&host, 7);
+    let (witness_has, _) = load(&mut witness, &model);
 
     // By messages: a write, a fill, a copy.
     one.write(one_has, 10, &[1; 100]);
@@ -194,12 +196,14 @@ fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
     assert!(read_all(&mut one, one_has, MODEL) == expected[0]);
     assert!(read_all(&mut two, two_has, MODEL) == expected[1]);
 
-    // A third one gets what was uploaded, not what was written since.
-    let mut three = guest(&host, 7);
-    let (three_has, not_sent) = load(&mut three, &model);
+    assert!(read_all(&mut witness, witness_has, MODEL) == model);
+
+    // The next one gets what was uploaded, not what was written since.
+    let mut next = guest(&host, 7);
+    let (next_has, not_sent) = load(&mut next, &model);
     assert_eq!(not_sent, FIRST + SECOND);
-    assert!(read_all(&mut three, three_has, MODEL) == model);
-    assert_eq!(weights.stats().not_sent, 2 * (FIRST + SECOND));
+    assert!(read_all(&mut next, next_has, MODEL) == model);
+    assert_eq!(weights.stats().not_sent, 3 * (FIRST + SECOND));
     let sessions = host.server.sessions();
     let shared: Vec<u64> = sessions.iter().map(|s| s.stats.weights_shared).collect();
     assert_eq!(shared[0], 0);
@@ -274,6 +278,8 @@ fn what_a_graph_writes_is_its_guests_alone() {
     let (mut one, one_has) = first(&host, &weights, 7, &model);
     let mut two = guest(&host, 7);
     let (two_has, _) = load(&mut two, &model);
+    let mut witness = guest(&host, 7);
+    let (witness_has, _) = load(&mut witness, &model);
     const COUNT: u64 = 20_000;
     let ones = two.alloc_with(&bytes(&[1.0; COUNT as usize]));
     two.graph(GRAPH, &add(COUNT, two_has, two_has, ones));
@@ -290,24 +296,62 @@ fn what_a_graph_writes_is_its_guests_alone() {
     one.submit(GRAPH);
     assert_eq!(numbers(&read_all(&mut one, one_has, MODEL)), plus(1.0));
     assert_eq!(numbers(&read_all(&mut two, two_has, MODEL)), plus(2.0));
-    let mut three = guest(&host, 7);
-    let (three_has, not_sent) = load(&mut three, &model);
-    assert_eq!(not_sent, FIRST + SECOND);
-    assert!(read_all(&mut three, three_has, MODEL) == model);
+    assert!(read_all(&mut witness, witness_has, MODEL) == model);
+    // What nobody has any more is not offered.
+    witness.send(&Request::Free {
+        buffer: witness_has,
+    });
+    witness.fence();
+    let mut next = guest(&host, 7);
+    let (next_has, not_sent) = load(&mut next, &model);
+    assert_eq!(not_sent, SECOND);
+    assert!(read_all(&mut next, next_has, MODEL) == model);
 }
 
 #[test]
-fn graphs_compiled_before_the_weights_were_complete_are_forgotten() {
-    let (host, _weights) = host(Sharing::Tenant, None);
-    let mut guest = guest(&host, 7);
-    let (buffer, _) = for_weights(&mut guest, MODEL);
-    let ones = guest.alloc_with(&bytes(&[1.0; 10]));
-    guest.graph(GRAPH, &add(10, buffer, buffer, ones));
-    guest.submit(GRAPH);
-    guest.send(&Request::Settle { buffer });
-    guest.submit(GRAPH);
-    let reason = guest.ended();
-    assert!(reason.contains("SUBMIT names graph 1"), "{reason}");
+fn graphs_compiled_before_the_weights_were_complete_or_merged_go_on() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(8);
+    let (mut one, one_has) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (two_has, _) = for_weights(&mut two, MODEL);
+    const COUNT: u64 = 10;
+    let numbers = |by: f32| -> Vec<f32> {
+        let numbers = common::floats(&model[..4 * COUNT as usize]);
+        numbers.iter().map(|n| n + by).collect()
+    };
+    let ones = two.alloc_with(&bytes(&[1.0; COUNT as usize]));
+    let result = two.alloc(4 * COUNT);
+    let (reader, writer) = (GRAPH, GraphId(2));
+    two.graph(reader, &add(COUNT, result, two_has, ones));
+    two.graph(writer, &add(COUNT, two_has, two_has, ones));
+    for (offset, part) in parts(&model) {
+        upload(&mut two, two_has, offset, part);
+    }
+    two.submit(reader);
+    assert_eq!(
+        common::floats(&two.read(result, 0, 4 * COUNT)),
+        numbers(1.0)
+    );
+    two.send(&Request::Settle { buffer: two_has });
+    two.submit(reader);
+    wait("the second copy's end", || {
+        two.fence();
+        weights.stats().merged >= FIRST + SECOND
+    });
+    two.submit(reader);
+    assert_eq!(
+        common::floats(&two.read(result, 0, 4 * COUNT)),
+        numbers(1.0)
+    );
+    two.submit(writer);
+    two.submit(writer);
+    two.submit(reader);
+    assert_eq!(
+        common::floats(&two.read(result, 0, 4 * COUNT)),
+        numbers(3.0)
+    );
+    assert!(read_all(&mut one, one_has, MODEL) == model);
 }
 
 #[test]
@@ -645,10 +689,12 @@ fn a_host_that_shares_nothing_says_so_and_all_goes_on() {
 }
 
 #[test]
-fn copies_of_shared_pages_have_to_fit_the_memory() {
+fn copies_of_what_others_have_have_to_fit_the_memory() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(10);
     let (mut one, one_has) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (two_has, _) = load(&mut two, &model);
     let rest = host.engine.memory().free;
     let filler = one.alloc(rest);
     one.write(one_has, 0, &[1]);
@@ -665,6 +711,7 @@ fn copies_of_shared_pages_have_to_fit_the_memory() {
     one.send(&Request::Free { buffer: filler });
     one.write(one_has, 0, &[!model[0]]);
     assert_eq!(one.read(one_has, 0, 1), [!model[0]]);
+    assert!(read_all(&mut two, two_has, MODEL) == model);
 }
 
 /// A folder of a test's own.

@@ -106,10 +106,10 @@ pub trait Memory: Send + Sync + Any {
         len: u64,
     ) -> Result<(), EngineError>;
 
-    /// Keeps what memory for weights holds now for others to have, as extents; from here on, what is written to this
-    /// memory goes into pages of its own. `false` for memory of other kinds.
-    fn freeze(&self) -> Result<bool, EngineError> {
-        Ok(false)
+    /// What memory for weights holds now can be offered to others, as extents; from here on, what is written to this
+    /// memory leaves those as they are. `false` for memory of other kinds.
+    fn freeze(&self) -> bool {
+        false
     }
 
     /// A part of what was [frozen](Memory::freeze). It does not overlap others of this memory.
@@ -119,7 +119,7 @@ pub trait Memory: Send + Sync + Any {
     }
 
     /// Puts the bytes of `extent` at `offset`, where nothing is held twice that need not be. Returns how many bytes
-    /// are held once. In frozen memory the same bytes must be there already.
+    /// are held once. In frozen memory the same bytes must be there already. Plans may have to be compiled again.
     fn adopt(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
         let _ = (offset, extent);
         Err(EngineError::ForeignMemory)
@@ -172,6 +172,12 @@ pub trait Plan: Send {
     fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
         let _ = turn;
         self.run().map(|()| Progress::Done)
+    }
+
+    /// Whether the memory that it was compiled for still lies where it lay then. If not, the graph has to be compiled
+    /// again: weights have been found to be there twice, or somebody writes to them.
+    fn is_current(&self) -> bool {
+        true
     }
 }
 
@@ -267,6 +273,9 @@ pub enum RunError {
         op: &'static str,
         message: String,
     },
+    /// The plan is not [current](Plan::is_current): the caller's fault, who did not ask.
+    #[error("the memory of the graph has moved since it was compiled")]
+    Moved,
 }
 
 /// Refuses an access to memory of `size` bytes that is not all inside.

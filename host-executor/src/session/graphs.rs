@@ -164,11 +164,14 @@ impl Graphs {
         Ok(progress)
     }
 
-    /// A graph to run.
-    pub(super) fn get(&mut self, graph: GraphId) -> Result<&mut Kept, Violation> {
-        self.kept
-            .get_mut(&graph)
-            .ok_or(Violation::UnknownGraph(graph))
+    /// A graph to run, compiled for where memory lies now.
+    pub(super) fn get(&mut self, graph: GraphId, host: &Host<'_>) -> Result<&mut Kept, Violation> {
+        let kept = self.kept.get_mut(&graph);
+        let kept = kept.ok_or(Violation::UnknownGraph(graph))?;
+        if kept.plan.as_ref().is_ok_and(|plan| !plan.is_current()) {
+            *kept = compile(graph, kept.image.to_vec(), host)?;
+        }
+        Ok(kept)
     }
 
     /// Drops a graph. Unknown ones are fine: a guest may not know that freeing a buffer has taken them.

@@ -558,7 +558,12 @@ impl Session {
     }
 
     fn submit(&mut self, request: u64, graph: GraphId) -> Result<Answer, Ending> {
-        let kept = self.graphs.get(graph)?;
+        let host = Host {
+            engine: self.engine.as_ref(),
+            buffers: &self.buffers,
+            limits: &self.limits,
+        };
+        let kept = self.graphs.get(graph, &host)?;
         let nodes = kept.nodes;
         let plan = match &mut kept.plan {
             Ok(plan) => plan,

@@ -401,10 +401,7 @@ impl Session {
             return Ok(());
         }
         weights.kept.clear();
-        // Those that write to it were compiled when nobody minded.
-        self.graphs.forget_users(buffer);
-        let failed = |error: EngineError| Ending::Engine(error.to_string());
-        memory.freeze().map_err(failed)?;
+        memory.freeze();
         let mut extents: Vec<(u64, Arc<dyn Extent>)> = Vec::new();
         for (offset, len) in std::mem::take(&mut weights.extents) {
             // What was adopted over a named extent is not this buffer's to offer.

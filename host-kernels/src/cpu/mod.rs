@@ -7,7 +7,6 @@
 //! - `plan`, `pool`: a graph is a list of steps; threads enter once per graph and meet at a barrier
 //!   after each step.
 
-mod extents;
 pub mod formats;
 pub mod gemm;
 mod math;
@@ -16,16 +15,19 @@ mod mix;
 mod ops;
 mod plan;
 mod pool;
+mod region;
 mod simd;
 mod view;
+mod weights;
 
 use std::sync::Arc;
 
 use vgpu_transport::ir::{Capabilities, ValidGraph};
 
 use crate::engine::{Engine, EngineError, Memory, MemoryInfo, Plan, SharedMemory};
-use memory::{Budget, CpuMemory};
+use memory::CpuMemory;
 use pool::Pool;
+use region::Budget;
 
 /// The engine that runs on the processors of the host.
 pub struct CpuEngine {

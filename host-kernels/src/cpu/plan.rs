@@ -19,7 +19,9 @@ pub(super) struct CpuPlan {
     /// A run that has yielded.
     started: Option<Started>,
     /// What the pointers in the steps point into.
-    _buffers: Vec<Arc<dyn Memory>>,
+    buffers: Vec<Arc<dyn Memory>>,
+    /// How often the bytes of each had moved when the plan was compiled.
+    moves: Vec<u64>,
 }
 
 impl CpuPlan {
@@ -28,31 +30,15 @@ impl CpuPlan {
         buffers: &[Arc<dyn Memory>],
         pool: &Arc<Pool>,
     ) -> Result<CpuPlan, EngineError> {
-        let memories = buffers
-            .iter()
-            .map(|memory| memory.as_any().downcast_ref::<CpuMemory>())
-            .collect::<Option<Vec<&CpuMemory>>>()
-            .ok_or(EngineError::ForeignMemory)?;
-        for tensor in graph.nodes.iter().flat_map(|node| written(graph, node)) {
-            memories[tensor.buffer as usize].will_be_written()?;
-        }
-        let bases: Vec<*mut u8> = memories.iter().map(|memory| memory.as_ptr()).collect();
-        let views: Vec<View> = graph
-            .tensors
-            .iter()
-            .map(|t| {
-                View::new(
-                    bases[t.buffer as usize].wrapping_add(t.offset as usize),
-                    &t.shape,
-                )
-            })
-            .collect();
+        let memories = memories(buffers).ok_or(EngineError::ForeignMemory)?;
+        let (views, moves) = views(graph, &memories)?;
         let mut plan = CpuPlan {
             steps: Vec::new(),
             scratch_bytes: 0,
             pool: Arc::clone(pool),
             started: None,
-            _buffers: buffers.to_vec(),
+            buffers: buffers.to_vec(),
+            moves,
         };
         for (i, node) in graph.nodes.iter().enumerate() {
             let operands = Operands {
@@ -71,6 +57,45 @@ impl CpuPlan {
                 }));
         }
         Ok(plan)
+    }
+}
+
+/// The engine's own type of memory; `None` if any is another engine's.
+fn memories(buffers: &[Arc<dyn Memory>]) -> Option<Vec<&CpuMemory>> {
+    buffers.iter().map(cpu_memory).collect()
+}
+
+fn cpu_memory(memory: &Arc<dyn Memory>) -> Option<&CpuMemory> {
+    memory.as_any().downcast_ref()
+}
+
+fn moves(memories: &[&CpuMemory]) -> Vec<u64> {
+    memories.iter().map(|memory| memory.moves()).collect()
+}
+
+/// Where the tensors of a graph lie, and how often the bytes of each memory had moved by then.
+fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>), EngineError> {
+    let place = |tensor: &Tensor| {
+        // Validation has computed it, too.
+        let len = tensor.shape.extent().unwrap_or(u64::MAX);
+        (memories[tensor.buffer as usize], tensor.offset, len)
+    };
+    for tensor in graph.nodes.iter().flat_map(|node| written(graph, node)) {
+        let (memory, offset, len) = place(tensor);
+        memory.own(offset, len)?;
+    }
+    loop {
+        let before = moves(memories);
+        let views = graph.tensors.iter().map(|tensor| {
+            let (memory, offset, len) = place(tensor);
+            Ok(View::new(memory.locate(offset, len)?, &tensor.shape))
+        });
+        let views = views.collect::<Result<Vec<View>, EngineError>>()?;
+        // A tensor that lay in several places was put together, which may have moved others. That ends: each time
+        // there are fewer places.
+        if moves(memories) == before {
+            return Ok((views, before));
+        }
     }
 }
 
@@ -93,12 +118,21 @@ impl Plan for CpuPlan {
 
     fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
         let started = self.started.take();
+        if started.is_none() && !self.is_current() {
+            return Err(RunError::Moved);
+        }
         let started = started.unwrap_or_else(|| self.pool.start(self.scratch_bytes));
         self.started = self.pool.run(&self.steps, started, turn)?;
         Ok(match self.started {
             None => Progress::Done,
             Some(_) => Progress::Yielded,
         })
+    }
+
+    fn is_current(&self) -> bool {
+        let mut now = self.buffers.iter().map(cpu_memory);
+        let mut then = self.moves.iter();
+        now.all(|memory| memory.map(CpuMemory::moves) == then.next().copied())
     }
 }
 

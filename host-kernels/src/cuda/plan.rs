@@ -201,6 +201,7 @@ fn at_node(ops: &[&'static str], at: usize, mut error: RunError) -> RunError {
         RunError::Index { node, op, .. } | RunError::Kernel { node, op, .. } => {
             (*node, *op) = (at, ops[at]);
         }
+        RunError::Moved => {}
     }
     error
 }
