@@ -17,6 +17,7 @@
     T* name = reinterpret_cast<T*>(vg_shared)
 #define CONSTANT static __device__ const
 #define UNROLL _Pragma("unroll")
+#define UNROLL_BY_4 _Pragma("unroll 4")
 #define INFINITY_F __int_as_float(0x7f800000)
 #define NAN_F __int_as_float(0x7fffffff)
 #endif
@@ -114,6 +115,54 @@ template <bool BRAIN> DEVICE void multiply_fragments(float* sums, const u32* a, 
                      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     }
+#endif
+}
+
+// Four matrices of 8 by 8 halves from shared memory. Lane 8i + j says where row j of matrix i is, at a multiple of 16
+// bytes; of matrix i, lane 4r + t gets elements 2t and 2t + 1 of row r in fragments[i], or, `TRANSPOSED`, of column r.
+template <bool TRANSPOSED> DEVICE void load_matrices(u32* fragments, const void* row) {
+#ifdef VGPU_SHIM
+    shim::load_matrices(fragments, row, TRANSPOSED);
+#else
+    u32 at = static_cast<u32>(__cvta_generic_to_shared(row));
+    if (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
+                     : "r"(at)
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
+                     : "r"(at)
+                     : "memory");
+    }
+#endif
+}
+
+// Two numbers as halves (`BRAIN`: as bfloat16), the first in the low bits.
+template <bool BRAIN> DEVICE u32 two_halves(float a, float b) {
+#ifdef VGPU_SHIM
+    return BRAIN ? to_bf16(a).bits | static_cast<u32>(to_bf16(b).bits) << 16
+                 : to_f16(a).bits | static_cast<u32>(to_f16(b).bits) << 16;
+#else
+    u32 both;
+    if (BRAIN) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+    }
+    return both;
+#endif
+}
+
+// 2 to the power of x, off by some units of the last place: what soft-max takes.
+DEVICE float fast_exp2(float x) {
+#ifdef VGPU_SHIM
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 #endif
 }
 

@@ -22,8 +22,6 @@ struct GemmTiles {
     u16 activations[2][GEMM_COLUMNS][GEMM_STRIDE];
 };
 
-DEVICE u32 two_halves(float a, float b) { return to_f16(a).bits | static_cast<u32>(to_f16(b).bits) << 16; }
-
 // 32 weights of a row as halves, two to a word; `block` counts blocks of 32.
 template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const u8* row, i64 block, u32* halves) {
     if constexpr (TYPE == VG_F16 || TYPE == VG_BF16) {
@@ -44,8 +42,8 @@ template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const u8* r
                 int q = static_cast<signed char>(w.words[k] >> 8 * i);
                 return static_cast<float>(q) * w.scale[k / 4] + w.offset[k / 4];
             };
-            halves[2 * k] = two_halves(value(0), value(1));
-            halves[2 * k + 1] = two_halves(value(2), value(3));
+            halves[2 * k] = two_halves<false>(value(0), value(1));
+            halves[2 * k + 1] = two_halves<false>(value(2), value(3));
         }
     }
 }

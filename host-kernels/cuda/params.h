@@ -290,6 +290,32 @@ struct VgAttentionParams {
     unsigned heads_log2; /* the largest power of two of heads */
 };
 
+/* vg_attend_*: as vg_attention. `group` query heads, which have a head of keys and values in common, make the rows of a
+ * tile with each token. */
+struct VgAttendParams {
+    struct VgView dst, q, k, v, mask, sinks;
+    unsigned long long states;   /* from vg_attend_states, or 0 */
+    unsigned long long parts;    /* sums of each split: scratch */
+    unsigned long long counters; /* of splits that are done, 0 before and after: one for each tile of rows */
+    float scale, cap, max_bias;
+    unsigned heads_log2; /* the largest power of two of heads */
+    unsigned group;
+    unsigned splits; /* blocks that share the keys of a tile of rows */
+    unsigned raw;    /* bytes from row to row of quantised tiles in shared memory */
+    unsigned reserved;
+};
+
+/* vg_attend_states: what the mask does with each tile of keys, for each tile of rows, a byte each: tiles of keys the
+ * fastest, then tiles of rows, then dimensions 2 and 3 of the mask. */
+struct VgAttendStatesParams {
+    struct VgView mask;
+    unsigned long long states;
+    int keys, tokens;
+    unsigned group;
+    unsigned rows, columns; /* of a tile */
+    unsigned reserved;
+};
+
 /* An image, a kernel or results of a convolution: up to three dimensions, channels (of a kernel, those it sums up),
  * and images (of a kernel, results), with their distances in bytes. */
 struct VgVolume {

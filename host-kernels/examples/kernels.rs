@@ -17,8 +17,8 @@ use std::{env, fs, thread};
 use vgpu_kernels::cuda::nvrtc::Nvrtc;
 use vgpu_kernels::cuda::source::{ARCHITECTURES, HEADERS, SOURCES, Source};
 
-/// Kernels that must not spill: they run in every step of a model. (Attention is not among them yet, nor the products for
-/// operands that lie in unusual ways: they take any type, and call what reads an element.)
+/// Kernels that must not spill: they run in every step of a model. (Attention and products for operands that lie in unusual
+/// ways are not among them: they take any type, and call what reads an element.)
 const HOT: &[&str] = &[
     "vg_halves",
     "vg_map",
@@ -30,7 +30,15 @@ const HOT: &[&str] = &[
 ];
 
 /// The same, by how their names begin.
-const HOT_FAMILIES: &[&str] = &["vg_gemm_", "vg_vector_", "vg_vectors_"];
+const HOT_FAMILIES: &[&str] = &[
+    "vg_attend_brain_",
+    "vg_attend_half_",
+    "vg_attend_raw_128_",
+    "vg_attend_raw_256_",
+    "vg_gemm_",
+    "vg_vector_",
+    "vg_vectors_",
+];
 
 fn is_hot(kernel: &str) -> bool {
     HOT.contains(&kernel) || HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))

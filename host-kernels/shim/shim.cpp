@@ -349,6 +349,23 @@ void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool 
     }
 }
 
+void load_matrices(unsigned* fragments, const void* row, bool transposed) {
+    Warp& warp = block.warps[block.current / LANES];
+    unsigned lane = block.current % LANES;
+    if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
+        leave("a row of a matrix at what is no multiple of 16");
+    }
+    const uint64_t* rows = warp.values[warp.turn % 2];
+    exchange(0xffffffffu, reinterpret_cast<uintptr_t>(row), static_cast<int>(lane));
+    for (unsigned i = 0; i < 4; i++) {
+        auto half = [&](unsigned r, unsigned c) {
+            return static_cast<unsigned>(reinterpret_cast<const uint16_t*>(rows[8 * i + r])[c]);
+        };
+        unsigned r = lane / 4, t = lane % 4 * 2;
+        fragments[i] = transposed ? half(t, r) | half(t + 1, r) << 16 : half(r, t) | half(r, t + 1) << 16;
+    }
+}
+
 void check_aligned(const void* at, size_t size) {
     if (reinterpret_cast<uintptr_t>(at) % size != 0) {
         leave("a read at what is no multiple of its size");

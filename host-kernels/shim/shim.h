@@ -18,6 +18,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define CONSTANT static const
 #define UNROLL
+#define UNROLL_BY_4
 #define INFINITY_F __builtin_inff()
 #define NAN_F __builtin_nanf("")
 
@@ -69,6 +70,9 @@ void wait_async(unsigned later);
 
 // The product of fragments of halves, added to `sums`: see `multiply_fragments` in `device.cuh`.
 void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool brain);
+
+// Matrices of halves from where the lanes say: see `load_matrices` in `device.cuh`.
+void load_matrices(unsigned* fragments, const void* row, bool transposed);
 
 // Ends the kernel if an address is not a multiple of `size`, which a GPU does not read.
 void check_aligned(const void* at, size_t size);
@@ -139,7 +143,8 @@ inline int __dp4a(int a, int b, int sum) {
     return sum;
 }
 
-// One thread runs at a time: plain code is atomic.
+// One thread runs at a time: plain code is atomic, and everybody sees what was written.
+inline void __threadfence() {}
 template <class T> inline T atomicAdd(T* at, T x) {
     T old = *at;
     *at = old + x;

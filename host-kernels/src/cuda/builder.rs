@@ -109,6 +109,11 @@ impl Builder<'_> {
         self.stream.codebooks()
     }
 
+    /// What blocks of a launch count with: see [`Stream::counters`].
+    pub(super) fn counters(&self) -> Address {
+        self.stream.counters()
+    }
+
     /// Working memory of the node: `bytes` more, aligned to 256 bytes. Nothing is known of its content.
     pub(super) fn scratch(&mut self, bytes: u64) -> Address {
         let address = self.stream.scratch.base() + self.scratch_bytes;

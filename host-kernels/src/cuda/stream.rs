@@ -20,13 +20,18 @@ pub(super) struct Stream {
     pub(super) running: Mutex<()>,
     fault: SharedMemory,
     codebooks: CudaMemory,
+    counters: CudaMemory,
 }
+
+/// See [`Stream::counters`].
+pub(super) const COUNTERS: i64 = 1 << 16;
 
 impl Stream {
     pub(super) fn new(device: Arc<dyn Device>, pace: Pace) -> Result<Stream, EngineError> {
         let fault = device.alloc_shared(size_of::<VgFault>())?;
         let codebooks = CudaMemory::new(&device, size_of::<VgCodebooks>() as u64)?;
         codebooks.write(0, codebooks_of_formats().as_slice().into())?;
+        let counters = CudaMemory::new(&device, COUNTERS as u64 * 4)?;
         Ok(Stream {
             scratch: Arc::new(Scratch::new(&device)?),
             device,
@@ -36,6 +41,7 @@ impl Stream {
             running: Mutex::new(()),
             fault,
             codebooks,
+            counters,
         })
     }
 
@@ -47,6 +53,12 @@ impl Stream {
     /// The codebooks of the IQ formats (`VgCodebooks`).
     pub(super) fn codebooks(&self) -> Address {
         self.codebooks.address()
+    }
+
+    /// [`COUNTERS`] numbers of 32 bits, all 0 before and after every launch: for blocks of a launch to tell each other
+    /// how far they are. Launches that use them do not run side by side.
+    pub(super) fn counters(&self) -> Address {
+        self.counters.address()
     }
 
     /// What kernels have reported since this was asked last.

@@ -94,6 +94,12 @@ impl Data {
         Data::strided(ty, ne, [0, 1, 2, 3], [0; 4])
     }
 
+    /// The same, not yet filled, where whole 16 bytes can be read and written.
+    pub(crate) fn aligned(mut self) -> Data {
+        self.offset = 32; // there is room behind
+        self
+    }
+
     /// A layout by chance: dense, padded, transposed or permuted. Blocks stay adjacent.
     pub(crate) fn random(ty: Type, ne: [u64; 4], random: &mut Random) -> Data {
         Data::random_rows(ty, ne, ty.is_quantized(), random)
@@ -107,7 +113,12 @@ impl Data {
         random: &mut Random,
     ) -> Data {
         if random.chance(3) {
-            return Data::dense(ty, ne);
+            let dense = Data::dense(ty, ne);
+            return if random.chance(2) {
+                dense.aligned()
+            } else {
+                dense
+            };
         }
         let first = usize::from(dense_rows);
         let mut order = [0, 1, 2, 3];

@@ -11,6 +11,15 @@ use crate::common::*;
 /// multiply what they are off.
 const TOLERANCE: f64 = 1e-4;
 
+/// The same for engines that have queries, keys, values and weights rounded to halves, as ggml's CUDA backend does.
+const TOLERANCE_OF_HALVES: f64 = 2e-3;
+
+/// The same for bfloat16.
+const TOLERANCE_OF_BRAIN_HALVES: f64 = 1.5e-2;
+
+/// The sum of the squares of errors, of that of results, that ggml's own tests allow is 5e-4. This is a tenth.
+const NORMALIZED_ERROR: f64 = 5e-5;
+
 /// The operands of attention and its parameters.
 struct Attention {
     q: Data,
@@ -100,7 +109,15 @@ impl Attention {
     fn check(&self, engine: &dyn Engine) {
         let got = self.run(engine);
         // What scores are off counts as much as what is made of them.
-        let tolerance = TOLERANCE.max(5.0 * tolerance(self.k.shape.ty));
+        let halves = match self.k.shape.ty {
+            // The CPU engine is held to what ggml's does.
+            _ if engine.name() == "cpu" => TOLERANCE,
+            Type::F32 => TOLERANCE,
+            Type::Bf16 => TOLERANCE_OF_BRAIN_HALVES,
+            _ => TOLERANCE_OF_HALVES,
+        };
+        let tolerance = halves.max(5.0 * tolerance(self.k.shape.ty));
+        let (mut errors, mut results) = (0.0, 0.0);
         let (keys, values) = (self.k.decoded(), self.v.decoded());
         for row in got.row_indices() {
             let got = got.row_values(row);
@@ -112,6 +129,9 @@ impl Attention {
             let [exact, rounded] =
                 [query, rounded].map(|query| self.query(&keys, &values, &query, row));
             let size = exact.iter().fold(1.0, |size: f64, x| size.max(x.abs()));
+            let square = |x: f64| x * x;
+            errors += (got.iter().zip(&exact).map(|(got, want)| square(got - want))).sum::<f64>();
+            results += exact.iter().copied().map(square).sum::<f64>();
             let near = |want: &[f64]| {
                 let off = |(got, want): (&f64, &f64)| (got - want).abs();
                 got.iter()
@@ -129,6 +149,13 @@ impl Attention {
                 self.max_bias
             );
         }
+        // The CPU engine rounds queries as ggml's CPU backend does.
+        assert!(
+            engine.name() == "cpu" || errors <= NORMALIZED_ERROR * results + 1e-9,
+            "k {:?} v {:?}: {errors:e} of {results:e}",
+            self.k.shape,
+            self.v.shape
+        );
     }
 }
 
@@ -149,11 +176,20 @@ struct Sizes {
 impl Sizes {
     /// Random operands without a mask.
     fn fill(&self, random: &mut Random) -> Attention {
+        self.fill_in(random, false)
+    }
+
+    /// The same, where whole 16 bytes can be read on demand.
+    fn fill_in(&self, random: &mut Random, aligned: bool) -> Attention {
         let whole = |n: u64, ty: Type| n.next_multiple_of(ty.block_elements());
         let (dk, dv) = (whole(self.dk, self.k), whole(self.dv, self.v));
         let mut rows = |ty, n, i: usize| {
             let ne = [n, self.keys, self.heads[i], self.sequences[i]];
-            Data::random_rows(ty, ne, true, random).fill(|| random.between(-1.0, 1.0))
+            let rows = match aligned {
+                true => Data::dense(ty, ne).aligned(),
+                false => Data::random_rows(ty, ne, true, random),
+            };
+            rows.fill(|| random.between(-1.0, 1.0))
         };
         let (k, v) = (rows(self.k, dk, 0), rows(self.v, dv, 1));
         let [heads, sequences] = [self.heads, self.sequences].map(|n| n.iter().product());
@@ -247,6 +283,68 @@ pub(crate) fn many_tokens_and_long_contexts(engine: &dyn Engine) {
         let mut attention = sizes.fill(random);
         attention.check(engine);
         attention.mask = Some(mask([keys, tokens, 1, 1], random));
+        attention.check(engine);
+    }
+}
+
+/// Widths, types and numbers of rows that engines have kernels of their own for, with whole, causal and scattered masks.
+pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
+    use Type::{Bf16, F16, Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+    for (i, (k, v, dk, dv, keys, tokens, group)) in [
+        (F16, F16, 64, 64, 500, 1, 8),
+        (F16, F16, 64, 64, 200, 70, 2),
+        (F16, F16, 128, 128, 333, 3, 4),
+        (F16, F16, 128, 128, 130, 40, 3),
+        (F16, F16, 80, 80, 190, 2, 1),
+        (F16, F16, 112, 96, 90, 20, 1),
+        (F16, F16, 256, 256, 140, 1, 4),
+        (F16, F16, 256, 256, 70, 20, 1),
+        (F16, F16, 192, 128, 100, 5, 1),
+        (F16, F16, 576, 512, 150, 1, 16),
+        (Bf16, Bf16, 128, 128, 200, 1, 4),
+        (Bf16, Bf16, 64, 64, 80, 30, 1),
+        (Bf16, Bf16, 256, 256, 66, 17, 1),
+        (Q8_0, Q8_0, 128, 128, 300, 1, 4),
+        (Q8_0, Q4_0, 64, 64, 130, 25, 1),
+        (Q4_0, Q4_0, 128, 128, 140, 20, 1),
+        (Q5_1, Iq4Nl, 96, 64, 100, 2, 2),
+        (Q4_1, Q5_0, 256, 256, 65, 1, 2),
+        (F16, Q8_0, 128, 128, 70, 17, 1),
+        (Q8_0, Q8_0, 576, 512, 70, 1, 2),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let random = &mut Random::new(keys + tokens);
+        let sizes = Sizes {
+            k,
+            v,
+            dk,
+            dv,
+            keys,
+            tokens,
+            heads: [2, 1, group],
+            sequences: [1; 3],
+        };
+        let mut attention = sizes.fill_in(random, true);
+        let heads = 2 * group;
+        attention.sinks = (i % 3 == 1)
+            .then(|| Data::dense(Type::F32, [heads, 1, 1, 1]).fill(|| random.between(-3.0, 3.0)));
+        attention.cap = [0.0, 0.0, 8.0][i % 3];
+        attention.check(engine);
+        let ne = [keys + 1, tokens, 1, 1];
+        let mut place = 0;
+        // Token t sees what it has seen and itself.
+        attention.mask = Some(Data::dense(Type::F16, ne).fill(|| {
+            let (token, key) = (place / ne[0], place % ne[0]);
+            place += 1;
+            let is_hidden = key + tokens > keys + token || key < token;
+            if is_hidden { f64::NEG_INFINITY } else { 0.0 }
+        }));
+        attention.check(engine);
+        let ne = [keys.next_multiple_of(2), tokens + 1, [1, heads][i % 2], 1];
+        attention.mask = Some(mask(ne, random));
+        attention.max_bias = [0.0, 8.0, 0.0][i % 3];
         attention.check(engine);
     }
 }

@@ -52,7 +52,8 @@ mod cpu {
     for_engine! {
         engine:
         attention {
-            types_shapes_and_options many_tokens_and_long_contexts what_is_hidden_does_not_count
+            types_shapes_and_options many_tokens_and_long_contexts usual_widths_and_types
+            what_is_hidden_does_not_count
         }
         conv { conv_2d conv_3d depthwise transposed im2col im2col_3d col2im_1d }
         copy { same_type transpositions conversions integers }
@@ -96,7 +97,8 @@ mod cuda {
     for_engine! {
         engine:
         attention {
-            types_shapes_and_options many_tokens_and_long_contexts what_is_hidden_does_not_count
+            types_shapes_and_options many_tokens_and_long_contexts usual_widths_and_types
+            what_is_hidden_does_not_count
         }
         conv { conv_2d conv_3d depthwise transposed im2col im2col_3d col2im_1d }
         copy { same_type transpositions conversions integers }

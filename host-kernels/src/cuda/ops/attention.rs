@@ -1,14 +1,18 @@
 //! FLASH_ATTN_EXT.
+//!
+//! `cuda/attend.cuh` has the kernels for the usual types and layouts, on tensor cores. What does not fit them, such as
+//! keys in f32 or heads of odd widths, takes `cuda/attention.cu`, which reads any element of anything.
 
-use vgpu_transport::ir::{Op, OpKind, Rule};
+use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::READABLE;
+use super::{READABLE, div_ceil};
 use crate::cuda::params::*;
-use crate::cuda::plan::Builder;
+use crate::cuda::plan::{Builder, MOST_BLOCKS};
+use crate::cuda::stream::COUNTERS;
 use crate::engine::EngineError;
 use crate::types::F32;
 
-/// Warps of a block, each with sums of its own.
+/// Warps of a block of `vg_attention`, each with sums of its own.
 const WARPS: i64 = 4;
 
 pub(super) fn rules() -> Vec<Rule> {
@@ -44,17 +48,306 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             max_bias,
             heads_log2: 1 << q.ne[2].ilog2(),
         };
-        let shared = 4 * (k.ne[0] + WARPS * v.ne[0]);
-        let shared = u32::try_from(shared)
-            .ok()
-            .filter(|&bytes| bytes <= b.most_shared())
-            .ok_or_else(|| b.unsupported(format!("heads of {} and {}", k.ne[0], v.ne[0])))?;
-        b.launch_over(
-            "vg_attention",
-            [q.ne[1], q.ne[2], q.ne[3]],
-            128,
-            shared,
-            &params,
-        )
+        match Tiles::of(&params, b.most_shared()) {
+            Some(tiles) => tiles.attend(b, &params),
+            None => attend_to_anything(b, &params),
+        }
     }))
+}
+
+fn attend_to_anything(b: &mut Builder<'_>, params: &VgAttentionParams) -> Result<(), EngineError> {
+    let (q, [dk, dv]) = (&params.q, [params.k.ne[0], params.v.ne[0]]);
+    let shared = 4 * (dk + WARPS * dv);
+    let shared = u32::try_from(shared)
+        .ok()
+        .filter(|&bytes| bytes <= b.most_shared())
+        .ok_or_else(|| b.unsupported(format!("heads of {dk} and {dv}")))?;
+    let grid = [q.ne[1], q.ne[2], q.ne[3]];
+    b.launch_over("vg_attention", grid, 128, shared, params)
+}
+
+/// What keys and values are for the kernels on tensor cores.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    /// Both halves, where whole 16 bytes can be copied.
+    Halves,
+    /// Both bfloat16, there too.
+    Brain,
+    /// Halves or blocks of 32.
+    Raw,
+}
+
+/// A kernel for a width of heads, and its tile.
+struct Shape {
+    kernels: [&'static str; 3],
+    k: i64,
+    v: i64,
+    rows: i64,
+    keys: i64,
+}
+
+macro_rules! shape {
+    ($name:literal, $k:literal, $v:literal, $rows:literal, $keys:literal) => {
+        Shape {
+            kernels: [
+                concat!("vg_attend_half_", $name),
+                concat!("vg_attend_brain_", $name),
+                concat!("vg_attend_raw_", $name),
+            ],
+            k: $k,
+            v: $v,
+            rows: $rows,
+            keys: $keys,
+        }
+    };
+}
+
+/// For few rows and for many, by the widest heads they take.
+const SHAPES: [[Shape; 2]; 4] = [
+    [
+        shape!("64_few", 64, 64, 16, 64),
+        shape!("64_many", 64, 64, 64, 64),
+    ],
+    [
+        shape!("128_few", 128, 128, 16, 64),
+        shape!("128_many", 128, 128, 64, 64),
+    ],
+    [
+        shape!("256_few", 256, 256, 16, 64),
+        shape!("256_many", 256, 256, 64, 32),
+    ],
+    [
+        shape!("576_few", 576, 512, 16, 32),
+        shape!("576_few", 576, 512, 16, 32),
+    ],
+];
+
+/// Most rows of a tile of which most are none.
+const FEW_ROWS: i64 = 16;
+
+/// Blocks that a multiprocessor has room for at a time, of most of these kernels.
+const BLOCKS: i64 = 2;
+
+/// Fewest tiles of keys that are worth a block of their own.
+const LEAST_TILES: i64 = 2;
+
+/// A launch of a kernel on tensor cores.
+struct Tiles {
+    kernel: &'static str,
+    shape: &'static Shape,
+    /// Query heads whose queries share tiles.
+    group: i64,
+    raw: i64,
+    shared: u32,
+}
+
+impl Tiles {
+    /// The kernel for an attention, if there is one for such operands.
+    fn of(params: &VgAttentionParams, most_shared: u32) -> Option<Tiles> {
+        let VgAttentionParams {
+            dst,
+            q,
+            k,
+            v,
+            mask,
+            sinks,
+            ..
+        } = params;
+        let kind = kind_of(k, v)?;
+        let is_dense = |x: &VgView| x.nb[0] == 4 && x.nb.iter().all(|step| step % 4 == 0);
+        let fits = is_dense(q)
+            && is_dense(dst)
+            && (mask.data == 0 || is_aligned(mask, Type::F16, 4))
+            && (sinks.data == 0 || sinks.is_dense(Type::F32))
+            && q.ne[2] % k.ne[2] == 0
+            && k.ne[1] > 0
+            && k.ne[1] <= 1 << 28;
+        if !fits {
+            return None;
+        }
+        // Heads that have keys and values in common, and the mask.
+        let alike = k.ne[2] == v.ne[2] && (mask.data == 0 || mask.ne[2] == 1);
+        let group = if alike { q.ne[2] / k.ne[2] } else { 1 };
+        let rows = q.ne[1].checked_mul(group).filter(|&n| n <= 1 << 28)?;
+        let shapes = SHAPES
+            .iter()
+            .find(|[shape, _]| k.ne[0] <= shape.k && v.ne[0] <= shape.v)?;
+        let shape = &shapes[usize::from(rows > FEW_ROWS)];
+        let raw = match kind {
+            Kind::Raw => [k, v].map(raw_bytes).into_iter().max().unwrap_or(0),
+            _ => 0,
+        };
+        let halves = shape.rows * (shape.k + 8) + shape.keys * (shape.k + 8 + shape.v + 8);
+        let shared = u32::try_from(2 * halves + shape.keys * raw).ok()?;
+        let fits = shared <= most_shared
+            && q.ne[2] / group <= MOST_BLOCKS
+            && q.ne[3] <= MOST_BLOCKS
+            && (mask.data == 0 || mask.ne[2] * mask.ne[3] <= MOST_BLOCKS);
+        fits.then_some(Tiles {
+            kernel: shape.kernels[kind as usize],
+            shape,
+            group,
+            raw,
+            shared,
+        })
+    }
+
+    /// Adds the launches: what the mask does with each tile, if there are many tokens, then attention.
+    fn attend(&self, b: &mut Builder<'_>, params: &VgAttentionParams) -> Result<(), EngineError> {
+        let VgAttentionParams { q, k, mask, .. } = params;
+        let Shape { rows, keys, v, .. } = *self.shape;
+        let across = div_ceil(q.ne[1] * self.group, rows);
+        let tiles = div_ceil(k.ne[1], keys);
+        let mut states = 0;
+        if mask.data != 0 && rows > FEW_ROWS {
+            let masks = mask.ne[2] * mask.ne[3];
+            states = b.scratch((masks * across * tiles) as u64);
+            let found = VgAttendStatesParams {
+                mask: *mask,
+                states,
+                keys: k.ne[1] as i32,
+                tokens: q.ne[1] as i32,
+                group: self.group as u32,
+                rows: rows as u32,
+                columns: keys as u32,
+                reserved: 0,
+            };
+            b.launch_over("vg_attend_states", [across, masks, 1], 128, 0, &found)?;
+        }
+        let heads = q.ne[2] / self.group;
+        let items = across * heads * q.ne[3];
+        let mut splits = 1;
+        if items <= COUNTERS {
+            let wanted = div_ceil(i64::from(b.multiprocessors()) * BLOCKS, items);
+            splits = wanted
+                .min(div_ceil(tiles, LEAST_TILES))
+                .min(MOST_BLOCKS / q.ne[3])
+                .max(1);
+        }
+        let parts = if splits > 1 {
+            b.scratch((items * splits * rows * (v + 2) * 4) as u64)
+        } else {
+            0
+        };
+        let params = VgAttendParams {
+            dst: params.dst,
+            q: *q,
+            k: *k,
+            v: params.v,
+            mask: *mask,
+            sinks: params.sinks,
+            states,
+            parts,
+            counters: b.counters(),
+            scale: params.scale,
+            cap: params.cap,
+            max_bias: params.max_bias,
+            heads_log2: params.heads_log2,
+            group: self.group as u32,
+            splits: splits as u32,
+            raw: self.raw as u32,
+            reserved: 0,
+        };
+        let grid = [across, heads, splits * q.ne[3]];
+        b.launch_over(self.kernel, grid, 128, self.shared, &params)
+    }
+}
+
+/// What the kernels take keys and values of these types and places for, if they do.
+fn kind_of(k: &VgView, v: &VgView) -> Option<Kind> {
+    let types = [k, v].map(|x| Type::from_id(x.type_ as u8));
+    // Halves are multiplied and copied by eight.
+    if [k, v].iter().any(|x| x.ne[0] == 0 || x.ne[0] % 8 != 0) {
+        return None;
+    }
+    let are =
+        |ty, places| types == [Some(ty); 2] && [k, v].iter().all(|x| is_aligned(x, ty, places));
+    if are(Type::F16, 16) {
+        return Some(Kind::Halves);
+    }
+    if are(Type::Bf16, 16) {
+        return Some(Kind::Brain);
+    }
+    let is_raw = |x: &VgView| match Type::from_id(x.type_ as u8) {
+        Some(ty @ (Type::F16 | Type::Q4_0 | Type::Q5_0 | Type::Q8_0 | Type::Iq4Nl)) => {
+            is_aligned(x, ty, 2)
+        }
+        Some(ty @ (Type::Q4_1 | Type::Q5_1)) => is_aligned(x, ty, 4),
+        _ => false,
+    };
+    (is_raw(k) && is_raw(v)).then_some(Kind::Raw)
+}
+
+/// Whether rows of type `ty` are dense and lie at multiples of `places`.
+fn is_aligned(x: &VgView, ty: Type, places: i64) -> bool {
+    x.type_ == u32::from(ty as u8)
+        && x.nb[0] == ty.block_bytes() as i64
+        && x.data.is_multiple_of(places as u64)
+        && x.nb[1..].iter().all(|step| step % places == 0)
+}
+
+/// Bytes that a row takes in shared memory, copied in whole 16 bytes, wherever it begins.
+fn raw_bytes(x: &VgView) -> i64 {
+    let Some(ty) = Type::from_id(x.type_ as u8) else {
+        return 0;
+    };
+    let bytes = x.ne[0] / ty.block_elements() as i64 * ty.block_bytes() as i64;
+    div_ceil(bytes + 15, 16) * 16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vgpu_transport::ir::Shape as Extents;
+
+    /// The kernel for so many query heads and tokens over keys and values of a type.
+    fn kernel(
+        ty: Type,
+        [dk, dv]: [u64; 2],
+        [heads, shared, tokens]: [u64; 3],
+        address: u64,
+    ) -> Option<&'static str> {
+        let view = |ty, ne| {
+            VgView::new(
+                address,
+                &Extents::contiguous(ty, ne).expect("a small shape"),
+            )
+        };
+        let params = VgAttentionParams {
+            dst: view(Type::F32, [dv, heads, tokens, 1]),
+            q: view(Type::F32, [dk, tokens, heads, 1]),
+            k: view(ty, [dk, 500, shared, 1]),
+            v: view(ty, [dv, 500, shared, 1]),
+            mask: view(Type::F16, [500, tokens, 1, 1]),
+            ..VgAttentionParams::default()
+        };
+        Tiles::of(&params, 96 << 10).map(|tiles| tiles.kernel)
+    }
+
+    #[test]
+    fn usual_shapes_have_kernels_on_tensor_cores() {
+        for (ty, widths, sizes, expected) in [
+            (Type::F16, [128; 2], [32, 8, 1], "half_128_few"),
+            (Type::F16, [128; 2], [32, 8, 4], "half_128_few"),
+            (Type::F16, [128; 2], [32, 8, 5], "half_128_many"),
+            (Type::F16, [64; 2], [64, 8, 1], "half_64_few"),
+            (Type::F16, [80; 2], [32, 32, 512], "half_128_many"),
+            (Type::F16, [256; 2], [16, 8, 512], "half_256_many"),
+            (Type::F16, [192, 128], [128, 128, 1], "half_256_few"),
+            (Type::F16, [576, 512], [128, 1, 1], "half_576_few"),
+            (Type::Bf16, [128; 2], [32, 8, 1], "brain_128_few"),
+            (Type::Q8_0, [128; 2], [32, 8, 1], "raw_128_few"),
+            (Type::Q4_0, [256; 2], [32, 8, 20], "raw_256_many"),
+        ] {
+            let kernel = kernel(ty, widths, sizes, 4096).expect("a kernel on tensor cores");
+            assert_eq!(kernel.strip_prefix("vg_attend_"), Some(expected));
+        }
+        // Halves where 16 bytes cannot be copied, and what takes the kernel for anything.
+        let sizes = [32, 8, 1];
+        let odd = kernel(Type::F16, [128; 2], sizes, 4096 + 8);
+        assert_eq!(odd, Some("vg_attend_raw_128_few"));
+        assert_eq!(kernel(Type::F32, [128; 2], sizes, 4096), None);
+        assert_eq!(kernel(Type::F16, [68; 2], sizes, 4096), None);
+        assert_eq!(kernel(Type::F16, [1024; 2], sizes, 4096), None);
+    }
 }
