@@ -64,6 +64,52 @@ pub(crate) fn dispatch_at<T: Task>(level: Level, task: T) -> T::Output {
     }
 }
 
+/// Makes rows of `columns` floats columns of as many; strides are in floats.
+pub(crate) struct Transpose {
+    pub(crate) src: *const f32,
+    pub(crate) src_stride: usize,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) dst: *mut f32,
+    pub(crate) dst_stride: usize,
+}
+
+impl Transpose {
+    /// Transposes.
+    ///
+    /// # Safety
+    /// Rows and columns are multiples of the longest vector; `src` is readable, `dst` writable for them, and they do
+    /// not overlap.
+    pub(crate) unsafe fn run(self) {
+        debug_assert!(
+            self.rows.is_multiple_of(MAX_LANES) && self.columns.is_multiple_of(MAX_LANES)
+        );
+        dispatch(Transposition(self));
+    }
+}
+
+/// A [`Transpose`] whose memory was vouched for.
+struct Transposition(Transpose);
+
+impl Task for Transposition {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let t = self.0;
+        for row in (0..t.rows).step_by(S::LANES) {
+            for column in (0..t.columns).step_by(S::LANES) {
+                // SAFETY: `Transpose::run` had the memory vouched for.
+                unsafe {
+                    let src = t.src.add(row * t.src_stride + column);
+                    let dst = t.dst.add(column * t.dst_stride + row);
+                    simd.v_transpose(src, t.src_stride, dst, t.dst_stride);
+                }
+            }
+        }
+    }
+}
+
 /// Calls `body(start, len)` for each vector of `n` floats; the last may be shorter than the others.
 #[inline(always)]
 pub(crate) fn chunks<S: Simd>(n: usize, mut body: impl FnMut(usize, usize)) {
@@ -124,6 +170,18 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn v_lt(self, a: Self::Vector, b: Self::Vector) -> Self::Mask;
     fn v_le(self, a: Self::Vector, b: Self::Vector) -> Self::Mask;
     fn v_select(self, m: Self::Mask, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+
+    /// Transposes `LANES` rows of `LANES` floats; strides are in floats.
+    ///
+    /// # Safety
+    /// `src` is readable and `dst` writable for as many rows; they do not overlap.
+    unsafe fn v_transpose(
+        self,
+        src: *const f32,
+        src_stride: usize,
+        dst: *mut f32,
+        dst_stride: usize,
+    );
 
     /// The vector of one value.
     #[inline(always)]
@@ -560,6 +618,11 @@ impl Simd for Scalar {
     fn v_select(self, m: bool, a: f32, b: f32) -> f32 {
         if m { a } else { b }
     }
+    #[inline(always)]
+    unsafe fn v_transpose(self, src: *const f32, _: usize, dst: *mut f32, _: usize) {
+        // SAFETY: the caller vouches for a float in both places.
+        unsafe { dst.write(src.read()) }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -567,6 +630,7 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::{Simd, Task};
+    use crate::cpu::gemm::{transpose_8, transpose_16};
 
     /// # Safety
     /// The processor has these instructions.
@@ -580,6 +644,32 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
     pub(super) unsafe fn avx512<T: Task>(task: T) -> T::Output {
         task.run(Avx512(()))
+    }
+
+    /// A transposition, which the products of matrices need, too.
+    macro_rules! transpose {
+        ($transpose:ident) => {
+            #[inline(always)]
+            unsafe fn v_transpose(
+                self,
+                src: *const f32,
+                src_stride: usize,
+                dst: *mut f32,
+                dst_stride: usize,
+            ) {
+                const BYTES: usize = size_of::<f32>();
+                // SAFETY: the caller vouches for the rows; `self` was made where the processor has the
+                // instructions (module header).
+                unsafe {
+                    $transpose(
+                        src.cast(),
+                        src_stride * BYTES,
+                        dst.cast(),
+                        dst_stride * BYTES,
+                    )
+                }
+            }
+        };
     }
 
     /// AVX2 and FMA: 8 lanes.
@@ -733,6 +823,7 @@ mod x86 {
             // SAFETY: `self` was made where the processor has the instruction (module header).
             unsafe { _mm256_blendv_ps(b, a, m) }
         }
+        transpose!(transpose_8);
     }
 
     /// `n` of 8 words, 0 beyond them.
@@ -887,5 +978,6 @@ mod x86 {
             // SAFETY: `self` was made where the processor has the instruction (module header).
             unsafe { _mm512_mask_blend_ps(m, b, a) }
         }
+        transpose!(transpose_16);
     }
 }

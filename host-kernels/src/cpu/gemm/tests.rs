@@ -37,6 +37,7 @@ impl Random {
 /// no stride is the natural one and blocks are unaligned.
 struct Case {
     ty: Type,
+    activation: Type,
     k: usize,
     rows: usize,
     cols: usize,
@@ -51,6 +52,17 @@ struct Case {
 impl Case {
     fn new(ty: Type, k: usize, rows: usize, cols: usize, random: &mut Random) -> Case {
         let kernel = MatmulKernel::at(ty, Level::Scalar).unwrap();
+        Case::of(kernel, |w| w, [k, rows, cols], random)
+    }
+
+    /// The operands of `kernel`, which rounds weights.
+    fn of(
+        kernel: MatmulKernel,
+        round: impl Fn(f32) -> f32,
+        [k, rows, cols]: [usize; 3],
+        random: &mut Random,
+    ) -> Case {
+        let ty = kernel.weight;
         let weight = Format::of(ty).unwrap();
         let activation = Format::of(kernel.activation).unwrap();
         let (w_stride, x_stride) = (weight.row_bytes(k) + 3, activation.row_bytes(k) + 5);
@@ -76,12 +88,13 @@ impl Case {
         for c in 0..cols {
             for r in 0..rows {
                 let pairs = w_values[r * k..][..k].iter().zip(&x_values[c * k..][..k]);
-                let products = pairs.map(|(&w, &x)| f64::from(w) * f64::from(x));
+                let products = pairs.map(|(&w, &x)| f64::from(round(w)) * f64::from(x));
                 exact.push(products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs())));
             }
         }
         Case {
             ty,
+            activation: kernel.activation,
             k,
             rows,
             cols,
@@ -100,12 +113,16 @@ impl Case {
         rows: std::ops::Range<usize>,
         cols: std::ops::Range<usize>,
     ) -> Vec<f32> {
+        let kernel = match MatmulKernel::at(self.ty, level).unwrap() {
+            kernel if kernel.activation == self.activation => kernel,
+            _ => MatmulKernel::rounded_at(self.ty, level).unwrap(),
+        };
         const GUARD: f32 = -12345.0;
         let stride = rows.len() + 7;
         let mut dst = vec![GUARD; cols.len() * stride];
         // SAFETY: the ranges lie within the case, and `dst` has a column of `stride` for each.
         unsafe {
-            (MatmulKernel::at(self.ty, level).unwrap().gemm)(
+            (kernel.gemm)(
                 self.k,
                 self.w.as_ptr().add(rows.start * self.w_stride),
                 self.w_stride,
@@ -132,7 +149,7 @@ impl Case {
     /// Floating-point sums of `k` terms differ from the exact one by a few roundings of the magnitudes
     /// summed; Q8_1 carries its sums as halves, which is a format's error, not a kernel's.
     fn check(&self, level: Level) {
-        let relative = match MatmulKernel::at(self.ty, level).unwrap().activation {
+        let relative = match self.activation {
             Type::Q8_1 => 2e-3,
             // The dot product of bfloat16 pairs may flush subnormals and round once per pair.
             _ => 4e-6,
@@ -192,6 +209,25 @@ fn plain_floats_need_no_multiple_of_anything() {
             for cols in [1, 2, 19] {
                 let case = Case::new(ty, k, 19, cols, &mut random);
                 levels().for_each(|level| case.check(level));
+            }
+        }
+    }
+}
+
+#[test]
+fn rounding_kernels_give_the_products_of_what_they_round_to() {
+    let mut random = Random(47);
+    for level in levels() {
+        for ty in weights() {
+            let Some(kernel) = MatmulKernel::rounded_at(ty, level) else {
+                continue;
+            };
+            assert_eq!(kernel.activation, Type::Bf16, "what the test rounds to");
+            let round = |w: f32| half::bf16::from_f32(w).to_f32();
+            for k in [1, 2, 31, 32, 33, 127, 128, 129, 160, 1023] {
+                for (rows, cols) in [(1, 1), (5, 3), (9, 8), (3, 13), (33, 40), (64, 32)] {
+                    Case::of(kernel, round, [k, rows, cols], &mut random).check(level);
+                }
             }
         }
     }

@@ -7,12 +7,12 @@
 //! No result depends on how many threads there are: columns are cut by sizes alone, and how rows are
 //! cut makes no difference to a product (see [`crate::cpu::gemm`]).
 
-use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
+use vgpu_transport::ir::{Op, OpKind, Precision, Rule, Type, TypeSet};
 
 use super::gather::{RowReader, real_types};
 use super::staging::{Layout, Output};
 use crate::cpu::formats::Format;
-use crate::cpu::gemm::MatmulKernel;
+use crate::cpu::gemm::{MatmulKernel, ROUNDED_COLUMNS};
 use crate::cpu::mix::Mix;
 use crate::cpu::plan::{Compiled, Fault, Kernel, Operands, check_index};
 use crate::cpu::pool::Worker;
@@ -252,7 +252,14 @@ pub(super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> 
     if matches!(operands.op(), Op::MulMat { hadamard: true, .. }) && weight.ne[0] == weight.ne[1] {
         return Ok(hadamard(x, dst, operands.workers()));
     }
-    let kernel = MatmulKernel::of(weight.ty).expect("the rules claim no other weights");
+    let exact = MatmulKernel::of(weight.ty).expect("the rules claim no other weights");
+    let kernel = match operands.op() {
+        Op::MulMat {
+            accumulator: Precision::Default,
+            ..
+        } if x.ne[1] >= ROUNDED_COLUMNS => MatmulKernel::rounded(weight.ty).unwrap_or(exact),
+        _ => exact,
+    };
     let activations = Activations::new(x, kernel, &mut scratch);
     let output = Output::new(dst, &[weight, x], &mut scratch);
     let nest = Nest::new(&weight, &x, activations.strides(), output.strides());

@@ -4,6 +4,7 @@
 //! - [`blocks`]: blocks of each format as vectors of quants.
 //! - [`groups`], [`supers`], [`floats`]: the products of the three families, for few columns by rows,
 //!   for many through panels.
+//! - [`pairs`]: the products of bfloat16 by pairs, where there is an instruction for them.
 //! - [`panel`]: the loops around a panel.
 //! - [`plain`]: the rare formats, decoded first.
 //! - [`activations`]: f32 to the activation formats.
@@ -15,6 +16,7 @@ mod activations;
 mod blocks;
 mod floats;
 mod groups;
+mod pairs;
 mod panel;
 mod plain;
 mod scratch;
@@ -28,6 +30,27 @@ use crate::cpu::formats::{
     BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, BlockTq1_0,
     BlockTq2_0, Type,
 };
+use pairs::Pairs;
+
+/// Transposes 8 rows of 8 words, strides in bytes apart.
+///
+/// # Safety
+/// The rows are readable and writable, and the processor has AVX2.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn transpose_8(src: *const u8, from: usize, dst: *mut u8, to: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { <simd::Avx2 as simd::Simd>::transpose(src, from, dst, to) }
+}
+
+/// Transposes 16 rows of 16 words, strides in bytes apart.
+///
+/// # Safety
+/// The rows are readable and writable, and the processor has AVX-512.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn transpose_16(src: *const u8, from: usize, dst: *mut u8, to: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { <simd::Avx512 as simd::Simd>::transpose(src, from, dst, to) }
+}
 
 /// The arguments of a [`super::Gemm`].
 #[derive(Clone, Copy)]
@@ -120,8 +143,8 @@ gemm!(
     #[target_feature(
         enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
     )]
-    bf16_pairs,
-    floats::bf16_pairs::gemm
+    bf16_pairs<W: Pairs>,
+    pairs::gemm::<W>
 );
 
 /// The kernel for `weight` at `level`, above [`Level::Scalar`].
@@ -164,7 +187,7 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
     }
     let gemm: super::Gemm = match (level, weight) {
         (Level::Scalar, _) => return Some(portable),
-        (Level::Avx512Bf16, Type::Bf16) => bf16_pairs,
+        (Level::Avx512Bf16, Type::Bf16) => bf16_pairs::<pairs::Bf16>,
         (Level::Avx2, _) => at_level!(avx2),
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
     };
@@ -181,5 +204,17 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         panel_cols,
         row_tile: if wide { 32 } else { 16 },
         ..portable
+    })
+}
+
+/// [`MatmulKernel::rounded`] at `level`.
+pub(super) fn rounded(weight: Type, level: Level) -> Option<MatmulKernel> {
+    if (weight, level) != (Type::F16, Level::Avx512Bf16) {
+        return None;
+    }
+    Some(MatmulKernel {
+        weight,
+        gemm: bf16_pairs::<pairs::F16>,
+        ..kernel(Type::Bf16, level)?
     })
 }

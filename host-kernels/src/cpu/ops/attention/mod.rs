@@ -6,36 +6,35 @@
 //! queries, their exponentials the weights of the values. The exponentials are relative to the largest
 //! score so far; when it grows, what has been summed up shrinks.
 //!
-//! Scores lie *by row* where there are few rows: keys are multiplied in the type they have. Plain keys
-//! and many rows make scores that lie *by key*: a vector holds one key's scores of as many rows, so that
-//! nothing is summed or compared across the lanes of a vector.
+//! Scores lie *by row* where there are few rows ([`by_row`]), *by key* where there are many of plain keys ([`by_key`]).
 //!
 //! Few blocks (a decode step) are cut along the keys, too, into *spans*, whose sums are merged in a
 //! second step. How depends on the shapes alone: results are the same for any number of threads.
 
+mod by_key;
+mod by_row;
+mod mask;
+
 use half::{bf16, f16};
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::gather::{RowReader, real_types};
+use super::gather::real_types;
 use super::softmax::Slopes;
 use super::staging::{Layout, Output};
 use crate::cpu::formats::Format;
 use crate::cpu::gemm::MatmulKernel;
 use crate::cpu::mix::{Mix, TILE_RESULTS};
 use crate::cpu::plan::{Compiled, Kernel, Operands};
-use crate::cpu::simd::{Simd, Task, chunks, dispatch};
 use crate::cpu::view::View;
 use crate::engine::EngineError;
+use by_key::Rows;
 
-/// Most rows in a block.
+/// Most rows in a block whose scores lie by row, and by key.
 const BLOCK_ROWS: usize = 64;
+const BLOCK_ROWS_BY_KEY: usize = 96;
 
 /// Keys in a tile.
 const TILE_KEYS: usize = 64;
-const _: () = assert!(
-    TILE_KEYS == u64::BITS as usize,
-    "the keys of a tile are bits of a word"
-);
 
 /// From this many rows on, scores of plain keys lie by key.
 const MANY_ROWS: usize = 16;
@@ -109,14 +108,15 @@ struct Attention {
     output: Output,
     /// Multiplies keys with queries, if scores lie by row.
     kernel: MatmulKernel,
-    keys: RowReader,
-    values: RowReader,
+    keys: Rows,
+    values: Rows,
     /// Scores are multiplied with this, then, if `cap` is not 0, brought between -cap and cap.
     scale: f32,
     cap: f32,
     slopes: Slopes,
     /// Heads that share keys and values.
     group: usize,
+    cut: Cut,
     /// Spans of the keys, and keys in each.
     spans: usize,
     span_keys: usize,
@@ -131,19 +131,68 @@ struct Attention {
     scores: usize,
     masks: usize,
     biases: usize,
+    row_slopes: usize,
     key_tile: usize,
     value_tile: usize,
     /// Offset in scratch of the sums: of each thread, or of each unit if they are to be merged.
     sums: usize,
 }
 
-/// The rows of a block: some neighbours out of the tokens and heads of a group, heads innermost.
+/// How many tokens, and how many heads of a group, make a block.
+#[derive(Clone, Copy)]
+struct Cut {
+    tokens: usize,
+    heads: usize,
+}
+
+impl Cut {
+    fn new(tokens: usize, group: usize, by_key: bool) -> Cut {
+        let (most, tokens) = match by_key {
+            // A vector of rows holds tokens of one head, or the same tokens of several.
+            true if tokens >= LINE_FLOATS => {
+                let fit = BLOCK_ROWS_BY_KEY / group / LINE_FLOATS * LINE_FLOATS;
+                let fit = fit.clamp(LINE_FLOATS, TILE_KEYS);
+                let tokens = fit.min(tokens.next_multiple_of(LINE_FLOATS));
+                (BLOCK_ROWS_BY_KEY, tokens)
+            }
+            true => (BLOCK_ROWS_BY_KEY, tokens.next_power_of_two()),
+            false => (BLOCK_ROWS, tokens.min((BLOCK_ROWS / group).max(1))),
+        };
+        // As equal parts of a group as possible.
+        let parts = group.div_ceil((most / tokens).max(1));
+        Cut {
+            tokens,
+            heads: group.div_ceil(parts),
+        }
+    }
+}
+
+/// The rows of a block: some neighbours out of the tokens and heads of a group, tokens innermost.
 #[derive(Clone, Copy)]
 struct Block {
-    first: usize,
-    rows: usize,
+    first_token: usize,
+    tokens: usize,
+    /// Rows from one head to the next: by key, the tokens of a full block.
+    pitch: usize,
     first_head: usize,
+    heads: usize,
     sequence: usize,
+}
+
+impl Block {
+    /// Rows, with those that pad a head.
+    fn rows(self) -> usize {
+        self.heads * self.pitch
+    }
+
+    /// Each row that is a query, with its token and head.
+    fn queries(self) -> impl Iterator<Item = (usize, usize, usize)> {
+        (0..self.heads * self.tokens).map(move |i| {
+            let (head, token) = (i / self.tokens, i % self.tokens);
+            let row = head * self.pitch + token;
+            (row, self.first_token + token, self.first_head + head)
+        })
+    }
 }
 
 /// What a thread works in.
@@ -152,22 +201,14 @@ struct Workspace {
     queries: *mut u8,
     /// By row: a tile of keys for each row. By key: all rows for each key.
     scores: *mut f32,
-    /// The mask of the tile as floats, each distinct row once.
+    /// The mask of the tile as floats, each distinct row once; and by key.
     masks: *mut f32,
-    /// By key: what is added to the scores.
     biases: *mut f32,
+    /// By key: what the mask of each row is multiplied with.
+    slopes: *mut f32,
     /// Keys and values of the tile as floats.
     key_tile: *mut f32,
     value_tile: *mut f32,
-}
-
-/// What a mask says of a tile of keys.
-#[derive(Clone, Copy)]
-struct Visible {
-    /// The keys that any row sees, one bit each.
-    live: u64,
-    /// All rows see all keys as they are.
-    plain: bool,
 }
 
 impl Attention {
@@ -190,6 +231,7 @@ impl Attention {
             .flatten()
             .collect();
         let group = greatest_common_divisor(q.ne[2] / k.ne[2], q.ne[2] / v.ne[2]);
+        let by_key = !k.ty.is_quantized() && q.ne[1] * group >= MANY_ROWS;
         let mut attention = Attention {
             q,
             k,
@@ -198,21 +240,23 @@ impl Attention {
             sinks,
             output: Output::new(operands.dst(), &sources, scratch),
             kernel,
-            keys: RowReader::new(&k),
-            values: RowReader::new(&v),
+            keys: Rows::new(k),
+            values: Rows::new(v),
             scale: if cap == 0.0 { scale } else { scale / cap },
             cap,
             slopes: Slopes::new(max_bias, q.ne[2]),
             group,
+            cut: Cut::new(q.ne[1], group, by_key),
             spans: 1,
             span_keys: k.ne[1],
-            by_key: !k.ty.is_quantized() && q.ne[1] * group >= MANY_ROWS,
+            by_key,
             query_bytes: activation.row_bytes(k.ne[0]).next_multiple_of(64),
             width: v.ne[0].next_multiple_of(LINE_FLOATS),
             queries: 0,
             scores: 0,
             masks: 0,
             biases: 0,
+            row_slopes: 0,
             key_tile: 0,
             value_tile: 0,
             sums: 0,
@@ -223,14 +267,15 @@ impl Attention {
             attention.span_keys = keys.next_multiple_of(TILE_KEYS);
             attention.spans = k.ne[1].div_ceil(attention.span_keys).max(1);
         }
-        let (workers, by_key) = (operands.workers(), attention.by_key);
+        let workers = operands.workers();
         let mut room = |count: usize, floats: usize| scratch.room(count, floats * size_of::<f32>());
         let rows = attention.block_rows();
         attention.queries = room(workers, attention.query_floats());
         attention.scores = room(workers, rows * TILE_KEYS);
         attention.masks = room(workers, rows * TILE_KEYS);
         attention.biases = room(if by_key { workers } else { 0 }, rows * TILE_KEYS);
-        attention.key_tile = room(if by_key { workers } else { 0 }, TILE_KEYS * k.ne[0]);
+        attention.row_slopes = room(if by_key { workers } else { 0 }, rows);
+        attention.key_tile = room(if by_key { workers } else { 0 }, attention.key_floats());
         attention.value_tile = room(workers, TILE_KEYS * attention.width);
         let states = match attention.spans {
             1 => workers,
@@ -242,29 +287,37 @@ impl Attention {
 
     /// Rows there is room for in a block: whole cache lines of floats.
     fn block_rows(&self) -> usize {
-        (self.q.ne[1] * self.group)
-            .min(BLOCK_ROWS)
-            .next_multiple_of(LINE_FLOATS)
+        (self.cut.tokens * self.cut.heads).next_multiple_of(LINE_FLOATS)
     }
 
-    fn blocks_in_group(&self) -> usize {
-        (self.q.ne[1] * self.group).div_ceil(BLOCK_ROWS)
+    /// Blocks of tokens, of heads of a group, groups and sequences.
+    fn extents(&self) -> [usize; 4] {
+        [
+            self.q.ne[1].div_ceil(self.cut.tokens),
+            self.group.div_ceil(self.cut.heads),
+            self.q.ne[2] / self.group,
+            self.q.ne[3],
+        ]
     }
 
     /// How many blocks there are.
     fn blocks(&self) -> usize {
-        self.blocks_in_group() * (self.q.ne[2] / self.group) * self.q.ne[3]
+        self.extents().into_iter().product()
     }
 
     fn block(&self, index: usize) -> Block {
-        let in_group = self.blocks_in_group();
-        let groups = self.q.ne[2] / self.group;
-        let first = index % in_group * BLOCK_ROWS;
+        let [of_tokens, of_heads, groups, sequences] = self.extents();
+        let (others, head) = (index / of_heads, index % of_heads * self.cut.heads);
+        // Late tokens see the most keys: they come first, so that no thread begins with much when the others end.
+        let token = (of_tokens - 1 - others / groups / sequences) * self.cut.tokens;
+        let tokens = self.cut.tokens.min(self.q.ne[1] - token);
         Block {
-            first,
-            rows: BLOCK_ROWS.min(self.q.ne[1] * self.group - first),
-            first_head: index / in_group % groups * self.group,
-            sequence: index / in_group / groups,
+            first_token: token,
+            tokens,
+            pitch: if self.by_key { self.cut.tokens } else { tokens },
+            first_head: others % groups * self.group + head,
+            heads: self.cut.heads.min(self.group - head),
+            sequence: others / groups % sequences,
         }
     }
 
@@ -272,9 +325,14 @@ impl Attention {
     fn query_floats(&self) -> usize {
         self.block_rows()
             * match self.by_key {
-                true => self.k.ne[0],
+                true => self.k.ne[0].next_multiple_of(LINE_FLOATS),
                 false => self.query_bytes / size_of::<f32>(),
             }
+    }
+
+    /// Floats of a tile of keys, or of a line of queries before they are turned.
+    fn key_floats(&self) -> usize {
+        TILE_KEYS * self.k.ne[0].next_multiple_of(LINE_FLOATS)
     }
 
     /// Floats of the sums of a block: the rows, then the largest score of each and the sum of its
@@ -302,7 +360,8 @@ impl Attention {
             scores: part(self.scores, rows * TILE_KEYS),
             masks: part(self.masks, rows * TILE_KEYS),
             biases: part(self.biases, rows * TILE_KEYS),
-            key_tile: part(self.key_tile, TILE_KEYS * self.k.ne[0]),
+            slopes: part(self.row_slopes, rows),
+            key_tile: part(self.key_tile, self.key_floats()),
             value_tile: part(self.value_tile, TILE_KEYS * self.width),
         }
     }
@@ -328,12 +387,6 @@ impl Attention {
         }
     }
 
-    /// The token and the head of a row of a block.
-    fn row(&self, block: Block, row: usize) -> (usize, usize) {
-        let row = block.first + row;
-        (row / self.group, block.first_head + row % self.group)
-    }
-
     /// The indices in dimensions 2 and 3 of the keys (or values) that a block sees.
     fn shared(&self, block: Block, x: &View) -> [usize; 2] {
         [
@@ -357,18 +410,24 @@ impl Attention {
         // SAFETY: the caller's promise.
         let space = unsafe { self.workspace(scratch, worker) };
         // SAFETY: the workspace is this thread's.
-        unsafe { self.read_queries(block, &space) };
+        unsafe {
+            match self.by_key {
+                true => self.read_queries_by_key(block, &space),
+                false => self.read_queries_by_row(block, &space),
+            }
+        }
         let end = self.k.ne[1].min((span + 1) * self.span_keys);
         for first in (span * self.span_keys..end).step_by(TILE_KEYS) {
             let keys = TILE_KEYS.min(end - first);
             // SAFETY: there are `keys` keys from `first` on; the workspace is this thread's.
             unsafe {
-                let visible = self.read_mask(block, first, keys, &space);
+                let visible = self.look(block, first, keys);
                 if visible.live == 0 {
                     continue;
                 }
+                let keys = visible.keys();
                 // What is read only once must be on its way before it is needed.
-                let streaming = block.rows <= TILE_RESULTS;
+                let streaming = block.rows() <= TILE_RESULTS;
                 let [v2, v3] = self.shared(block, &self.v);
                 if streaming {
                     self.v.prefetch_rows([first, v2, v3], keys);
@@ -391,218 +450,6 @@ impl Attention {
         }
     }
 
-    /// Brings the queries of a block to the form that keys are multiplied with.
-    ///
-    /// # Safety
-    /// The workspace is of this operation and this thread.
-    unsafe fn read_queries(&self, block: Block, space: &Workspace) {
-        let (n, rows) = (self.k.ne[0], self.block_rows());
-        for r in 0..rows {
-            let query = (r < block.rows).then(|| {
-                let (token, head) = self.row(block, r);
-                self.q
-                    .row_ptr([token, head, block.sequence])
-                    .cast::<f32>()
-                    .cast_const()
-            });
-            // SAFETY: a query is a dense row of `n` floats, which the blocks of the keys divide; the
-            // workspace has room for as many in either form.
-            unsafe {
-                if self.by_key {
-                    let to = space.queries.cast::<f32>().add(r);
-                    for i in 0..n {
-                        let element = query.map_or(0.0, |query| query.add(i).read() * self.scale);
-                        to.add(i * rows).write(element);
-                    }
-                } else if let Some(query) = query {
-                    let to = space.queries.add(r * self.query_bytes);
-                    (self.kernel.quantize_activation)(query, to, n);
-                }
-            }
-        }
-    }
-
-    /// Reads the mask for `keys` keys from `first` on, as floats, one row for each distinct one (see
-    /// [`Attention::mask_row`]).
-    ///
-    /// # Safety
-    /// There are so many keys; the workspace is of this operation and this thread.
-    unsafe fn read_mask(
-        &self,
-        block: Block,
-        first: usize,
-        keys: usize,
-        space: &Workspace,
-    ) -> Visible {
-        let all = u64::MAX >> (64 - keys);
-        let Some(mask) = self.mask else {
-            return Visible {
-                live: all,
-                plain: true,
-            };
-        };
-        let halves_to_floats = Format::of(Type::F16)
-            .expect("halves are a format")
-            .dequantize_row;
-        let (mut live, mut any) = (0, 0);
-        let mut row = 0;
-        while row < block.rows {
-            let (token, head) = self.row(block, row);
-            let from = mask.row_ptr([token, head % mask.ne[2], block.sequence % mask.ne[3]]);
-            let mut halves = [0u16; TILE_KEYS];
-            // SAFETY: the rows of a mask are dense halves, one for each key; the workspace has room for
-            // a tile of floats for each row.
-            unsafe {
-                let from = from.cast::<u16>().add(first);
-                halves.as_mut_ptr().copy_from_nonoverlapping(from, keys);
-                let to = space.masks.add(self.mask_row(block, row) * TILE_KEYS);
-                (halves_to_floats)(halves.as_ptr().cast(), to, TILE_KEYS);
-            }
-            for (i, half) in halves.into_iter().enumerate() {
-                live |= u64::from(half != MINUS_INFINITY) << i;
-                any |= half << 1; // minus zero is zero
-            }
-            // The heads of a token share its row if they share all.
-            row += if mask.ne[2] == 1 {
-                self.group - (block.first + row) % self.group
-            } else {
-                1
-            };
-        }
-        Visible {
-            live: live & all,
-            plain: any == 0,
-        }
-    }
-
-    /// Which row of the converted mask is that of a row of a block.
-    fn mask_row(&self, block: Block, row: usize) -> usize {
-        match self.mask {
-            Some(mask) if mask.ne[2] == 1 => self.row(block, row).0 - self.row(block, 0).0,
-            _ => row,
-        }
-    }
-
-    /// Computes the weights of a tile of keys, by row.
-    ///
-    /// # Safety
-    /// There are so many keys; the workspace is of this operation and this thread, with queries and
-    /// mask.
-    unsafe fn weigh_by_row(
-        &self,
-        block: Block,
-        first: usize,
-        keys: usize,
-        visible: Visible,
-        space: &Workspace,
-        sums: &mut Sums<'_>,
-    ) {
-        let [k2, k3] = self.shared(block, &self.k);
-        let floats = block.rows * TILE_KEYS;
-        // SAFETY: the caller's promise; the workspace has room for a tile of scores for each row.
-        unsafe {
-            (self.kernel.gemm)(
-                self.k.ne[0],
-                self.k.row_ptr([first, k2, k3]),
-                self.k.nb[1],
-                keys,
-                space.queries,
-                self.query_bytes,
-                block.rows,
-                space.scores,
-                TILE_KEYS,
-            );
-            dispatch(WeighByRow {
-                attention: self,
-                block,
-                keys,
-                plain: visible.plain,
-                scores: std::slice::from_raw_parts_mut(space.scores, floats),
-                masks: std::slice::from_raw_parts(space.masks, floats),
-                sums,
-            });
-        }
-    }
-
-    /// Computes the weights of a tile of keys, by key.
-    ///
-    /// # Safety
-    /// As [`Attention::weigh_by_row`].
-    unsafe fn weigh_by_key(
-        &self,
-        block: Block,
-        first: usize,
-        keys: usize,
-        visible: Visible,
-        space: &Workspace,
-        sums: &mut Sums<'_>,
-    ) {
-        let (n, rows) = (self.k.ne[0], self.block_rows());
-        let [k2, k3] = self.shared(block, &self.k);
-        // SAFETY: the caller's promise; the workspace has room for a tile of keys and of scores.
-        unsafe {
-            let (tile, stride) = match self.keys.in_place(self.k.row_ptr([first, k2, k3])) {
-                Some(keys) => (keys, self.k.nb[1] / size_of::<f32>()),
-                None => {
-                    for i in 0..keys {
-                        let key = self.k.row_ptr([first + i, k2, k3]);
-                        self.keys.read(key, 0, n, space.key_tile.add(i * n));
-                    }
-                    (space.key_tile.cast_const(), n)
-                }
-            };
-            space.scores.write_bytes(0, keys * rows);
-            let scores = Mix {
-                results: keys,
-                terms: n,
-                n: rows,
-                weights: tile,
-                weights_stride: stride,
-                weights_step: 1,
-                rows: space.queries.cast::<f32>().cast_const(),
-                rows_stride: rows,
-                out: space.scores,
-                out_stride: rows,
-            };
-            scores.add();
-            if !visible.plain {
-                self.biases(block, keys, space);
-            }
-            let floats = keys * rows;
-            dispatch(WeighByKey {
-                attention: self,
-                block,
-                keys,
-                scores: std::slice::from_raw_parts_mut(space.scores, floats),
-                biases: (!visible.plain)
-                    .then(|| std::slice::from_raw_parts(space.biases.cast_const(), floats)),
-                sums,
-            });
-        }
-    }
-
-    /// Turns the mask of a tile by key, multiplied with the slopes of the heads.
-    ///
-    /// # Safety
-    /// The workspace is of this operation and this thread, with the mask.
-    unsafe fn biases(&self, block: Block, keys: usize, space: &Workspace) {
-        let rows = self.block_rows();
-        for r in 0..block.rows {
-            let slope = self.slopes.of(self.row(block, r).1);
-            // SAFETY: the workspace has room for a tile for each row.
-            unsafe {
-                let from = space.masks.add(self.mask_row(block, r) * TILE_KEYS);
-                for i in 0..keys {
-                    let mask = from.add(i).read();
-                    // What is hidden is hidden, however small the slope.
-                    let hidden = mask == f32::NEG_INFINITY;
-                    let bias = if hidden { mask } else { mask * slope };
-                    space.biases.add(i * rows + r).write(bias);
-                }
-            }
-        }
-    }
-
     /// Adds the weighted values of a tile of keys to the sums.
     ///
     /// # Safety
@@ -622,7 +469,7 @@ impl Attention {
             false => (TILE_KEYS, 1),
         };
         let mix = Mix {
-            results: block.rows,
+            results: block.rows(),
             terms: keys,
             n: self.v.ne[0],
             weights: space.scores.cast_const(),
@@ -635,7 +482,7 @@ impl Attention {
         };
         let all_live = live == u64::MAX >> (64 - keys);
         // Values that are mixed once need not be converted first.
-        let once = block.rows <= TILE_RESULTS;
+        let once = block.rows() <= TILE_RESULTS;
         let values = self.v.row_ptr([first, v2, v3]).cast_const();
         let stride = self.v.nb[1];
         // SAFETY: the caller's promise; rows of values are dense, their strides whole elements; the
@@ -646,16 +493,8 @@ impl Attention {
                 Type::F16 if all_live && once => mix.add_rows::<f16>(values, stride),
                 Type::Bf16 if all_live && once => mix.add_rows::<bf16>(values, stride),
                 _ => {
-                    for i in 0..keys {
-                        let to = space.value_tile.add(i * self.width);
-                        if live >> i & 1 == 1 {
-                            let row = self.v.row_ptr([first + i, v2, v3]);
-                            self.values.read(row, 0, self.v.ne[0], to);
-                        } else {
-                            // What nobody sees may hold anything, and 0 times NaN is NaN.
-                            to.write_bytes(0, self.v.ne[0]);
-                        }
-                    }
+                    self.values
+                        .read([first, v2, v3], keys, live, space.value_tile, self.width);
                     mix.add();
                 }
             }
@@ -673,7 +512,7 @@ impl Attention {
         for span in 1..self.spans {
             // SAFETY: as above.
             let other = unsafe { self.sums(scratch, index * self.spans + span) };
-            for r in 0..block.rows {
+            for (r, ..) in block.queries() {
                 if other.weights[r] == 0.0 {
                     continue;
                 }
@@ -691,8 +530,7 @@ impl Attention {
     /// Adds the sinks, divides by the sums of the weights and writes the results.
     fn finish(&self, scratch: *mut u8, block: Block, sums: &mut Sums<'_>) {
         let strides = self.output.strides();
-        for r in 0..block.rows {
-            let (token, head) = self.row(block, r);
+        for (r, token, head) in block.queries() {
             if let Some(sinks) = self.sinks {
                 // SAFETY: sinks are contiguous floats, one for each head.
                 let sink = unsafe { sinks.ptr().cast::<f32>().add(head).read() };
@@ -713,9 +551,6 @@ impl Attention {
         }
     }
 }
-
-/// The half that hides a key.
-const MINUS_INFINITY: u16 = 0xfc00;
 
 fn greatest_common_divisor(a: usize, b: usize) -> usize {
     if b == 0 {
@@ -758,150 +593,6 @@ impl Sums<'_> {
             1.0
         } else {
             (score - largest).exp()
-        }
-    }
-}
-
-/// Turns the scores of a tile, by row, into weights.
-struct WeighByRow<'a, 'b> {
-    attention: &'a Attention,
-    block: Block,
-    keys: usize,
-    plain: bool,
-    scores: &'a mut [f32],
-    masks: &'a [f32],
-    sums: &'a mut Sums<'b>,
-}
-
-impl Task for WeighByRow<'_, '_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let WeighByRow {
-            attention,
-            block,
-            keys,
-            ..
-        } = self;
-        let Attention { scale, cap, .. } = *attention;
-        let minus_infinity = simd.splat(f32::NEG_INFINITY);
-        for r in 0..block.rows {
-            let scores = &mut self.scores[r * TILE_KEYS..][..keys];
-            let mask = (!self.plain).then(|| {
-                let (_, head) = attention.row(block, r);
-                let row = &self.masks[attention.mask_row(block, r) * TILE_KEYS..][..keys];
-                (row, simd.splat(attention.slopes.of(head)))
-            });
-            let mut largest = minus_infinity;
-            chunks::<S>(keys, |i, n| {
-                let mut score = simd.load(&scores[i..i + n]) * scale;
-                if cap != 0.0 {
-                    score = score.tanh() * cap;
-                }
-                if let Some((mask, slope)) = mask {
-                    let mask = simd.load(&mask[i..i + n]);
-                    let hidden = mask.le(minus_infinity);
-                    score = hidden.select(minus_infinity, mask.mul_add(slope, score));
-                }
-                score.store(&mut scores[i..i + n]);
-                let score = if n == S::LANES {
-                    score
-                } else {
-                    simd.splat(score.largest(n))
-                };
-                largest = score.max(largest);
-            });
-            let largest = largest.largest(S::LANES);
-            if largest == f32::NEG_INFINITY {
-                // Hidden altogether, unless what is not hidden is NaN.
-                if scores.iter().any(|score| score.is_nan()) {
-                    self.sums.weights[r] = f32::NAN;
-                }
-                scores.fill(0.0);
-                continue;
-            }
-            self.sums.rise(r, largest);
-            let largest = self.sums.largest[r];
-            let mut sum = simd.splat(0.0);
-            chunks::<S>(keys, |i, n| {
-                (simd.load(&scores[i..i + n]) - largest)
-                    .exp()
-                    .store(&mut scores[i..i + n]);
-                sum = sum + simd.load(&scores[i..i + n]); // lanes beyond the keys are 0
-            });
-            self.sums.weights[r] += sum.sum();
-        }
-    }
-}
-
-/// Turns the scores of a tile, by key and already scaled, into weights.
-struct WeighByKey<'a, 'b> {
-    attention: &'a Attention,
-    block: Block,
-    keys: usize,
-    scores: &'a mut [f32],
-    biases: Option<&'a [f32]>,
-    sums: &'a mut Sums<'b>,
-}
-
-impl Task for WeighByKey<'_, '_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let WeighByKey {
-            attention,
-            block,
-            keys,
-            scores,
-            biases,
-            sums,
-        } = self;
-        let (cap, rows) = (attention.cap, attention.block_rows());
-        let minus_infinity = simd.splat(f32::NEG_INFINITY);
-        // Rows are whole vectors: `LINE_FLOATS` divides their number, and `LANES` that.
-        for first in (0..block.rows).step_by(S::LANES) {
-            let old = simd.load(&sums.largest[first..]);
-            let mut largest = old;
-            for key in 0..keys {
-                let at = key * rows + first;
-                let mut score = simd.load(&scores[at..]);
-                if cap != 0.0 {
-                    score = score.tanh() * cap;
-                }
-                if let Some(biases) = biases {
-                    let bias = simd.load(&biases[at..]);
-                    let hidden = bias.le(minus_infinity);
-                    score = hidden.select(minus_infinity, score + bias);
-                }
-                score.store(&mut scores[at..at + S::LANES]);
-                largest = score.max(largest);
-            }
-            // Rows that see nothing yet: e^(-inf - 0) is 0, e^(-inf - -inf) would not be.
-            let blind = largest.le(minus_infinity);
-            let base = blind.select(simd.splat(0.0), largest);
-            let mut sum = simd.splat(0.0);
-            for key in 0..keys {
-                let at = key * rows + first;
-                let weight = (simd.load(&scores[at..]) - base).exp();
-                weight.store(&mut scores[at..at + S::LANES]);
-                sum = sum + weight;
-            }
-            let shrink = (old - base).exp();
-            let weights = simd.load(&sums.weights[first..]);
-            weights
-                .mul_add(shrink, sum)
-                .store(&mut sums.weights[first..first + S::LANES]);
-            largest.store(&mut sums.largest[first..first + S::LANES]);
-            let mut shrinks = [1.0; LINE_FLOATS];
-            shrink.store(&mut shrinks[..S::LANES]);
-            for (row, &shrink) in (first..block.rows).zip(&shrinks[..S::LANES]) {
-                if shrink != 1.0 {
-                    let values = &mut sums.values[row * sums.width..][..sums.width];
-                    values.iter_mut().for_each(|value| *value *= shrink);
-                }
-            }
         }
     }
 }
