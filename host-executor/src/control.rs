@@ -15,7 +15,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
 
-use crate::status::{Status, Watch};
+use crate::status::{Report, Status, Watch};
 use crate::vm::{SocketFile, listen_stream};
 
 /// How long somebody may take for his word, and for taking the answer.
@@ -87,6 +87,7 @@ fn answer(asker: UnixStream, watch: &Watch, reload: &Reload) -> io::Result<()> {
     BufReader::new((&asker).take(MOST)).read_line(&mut word)?;
     let answer = match word.trim() {
         "status" => serde_json::to_string(&watch.status()),
+        "report" => serde_json::to_string(&watch.report()),
         "reload" => serde_json::to_string(&reload()),
         _ => serde_json::to_string(&Reloaded {
             ok: false,
@@ -100,18 +101,25 @@ fn answer(asker: UnixStream, watch: &Watch, reload: &Reload) -> io::Result<()> {
 
 /// Asks the executor at `path` what it is doing.
 pub fn status(path: &Path) -> io::Result<Status> {
-    ask(path, "status")
+    ask(path, "status", LONG)
+}
+
+/// The same of one that this process has started, which answers at once or not at all.
+pub(crate) fn report(path: &Path, patience: Duration) -> io::Result<Report> {
+    ask(path, "report", patience)
 }
 
 /// Has the executor at `path` read its configuration again.
 pub fn reload(path: &Path) -> io::Result<Reloaded> {
-    ask(path, "reload")
+    ask(path, "reload", LONG)
 }
 
-fn ask<T: for<'de> Deserialize<'de>>(path: &Path, word: &str) -> io::Result<T> {
+/// Longer than an executor may take for a reload.
+const LONG: Duration = Duration::from_secs(60);
+
+fn ask<T: for<'de> Deserialize<'de>>(path: &Path, word: &str, patience: Duration) -> io::Result<T> {
     let mut socket = UnixStream::connect(path)?;
-    // Longer than an executor may take for a reload.
-    socket.set_read_timeout(Some(12 * PATIENCE))?;
+    socket.set_read_timeout(Some(patience))?;
     socket.set_write_timeout(Some(PATIENCE))?;
     socket.write_all(format!("{word}\n").as_bytes())?;
     let mut answer = String::new();

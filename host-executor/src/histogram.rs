@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// Upper ends of the buckets, in seconds; above the last there is one more.
 pub(crate) const BOUNDS: [f64; 12] = [
     0.000_01, 0.000_1, 0.000_5, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, 10.0,
@@ -16,13 +18,65 @@ pub(crate) struct Histogram {
 }
 
 /// What a histogram held at some time. Figures may be a graph apart.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Counts", into = "Counts")]
 pub(crate) struct Distribution {
     /// The upper end of each bucket and how many durations lie in it; the last has no end.
     pub(crate) buckets: Vec<(f64, u64)>,
     /// Of all durations, in seconds.
     pub(crate) sum: f64,
     pub(crate) count: u64,
+}
+
+/// A distribution as processes tell it each other: the bounds are the same everywhere.
+#[derive(Serialize, Deserialize)]
+struct Counts {
+    counts: Vec<u64>,
+    sum: f64,
+}
+
+impl From<Distribution> for Counts {
+    fn from(distribution: Distribution) -> Counts {
+        let counts = distribution.buckets.into_iter().map(|(_, count)| count);
+        Counts {
+            counts: counts.collect(),
+            sum: distribution.sum,
+        }
+    }
+}
+
+impl From<Counts> for Distribution {
+    fn from(Counts { counts, sum }: Counts) -> Distribution {
+        let counts = counts.into_iter().chain(std::iter::repeat(0));
+        Distribution::new(counts, sum)
+    }
+}
+
+impl Distribution {
+    fn new(counts: impl Iterator<Item = u64>, sum: f64) -> Distribution {
+        let bounds = BOUNDS.into_iter().chain([f64::INFINITY]);
+        let buckets: Vec<(f64, u64)> = bounds.zip(counts).collect();
+        Distribution {
+            count: buckets.iter().fold(0, |sum, b| sum.saturating_add(b.1)),
+            sum,
+            buckets,
+        }
+    }
+
+    /// Adds the durations of another.
+    pub(crate) fn add(&mut self, other: &Distribution) {
+        for (mine, theirs) in self.buckets.iter_mut().zip(&other.buckets) {
+            mine.1 = mine.1.saturating_add(theirs.1);
+        }
+        self.sum += other.sum;
+        self.count = self.count.saturating_add(other.count);
+    }
+}
+
+impl Default for Distribution {
+    fn default() -> Distribution {
+        Distribution::new(std::iter::repeat(0), 0.0)
+    }
 }
 
 impl Histogram {
@@ -36,13 +90,10 @@ impl Histogram {
 
     pub(crate) fn read(&self) -> Distribution {
         let counts = self.counts.iter().map(|n| n.load(Ordering::Relaxed));
-        let bounds = BOUNDS.into_iter().chain([f64::INFINITY]);
-        let buckets: Vec<(f64, u64)> = bounds.zip(counts).collect();
-        Distribution {
-            count: buckets.iter().map(|&(_, n)| n).sum(),
-            sum: self.nanoseconds.load(Ordering::Relaxed) as f64 / 1e9,
-            buckets,
-        }
+        Distribution::new(
+            counts,
+            self.nanoseconds.load(Ordering::Relaxed) as f64 / 1e9,
+        )
     }
 }
 
@@ -61,5 +112,12 @@ mod tests {
         assert_eq!(counts, [2, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1]);
         assert_eq!(read.count, 6);
         assert!((read.sum - 20.002_022).abs() < 1e-9);
+        let told = serde_json::to_string(&read).unwrap();
+        let heard: Distribution = serde_json::from_str(&told).unwrap();
+        assert_eq!(heard, read);
+        let mut both = Distribution::default();
+        both.add(&read);
+        both.add(&heard);
+        assert_eq!((both.count, both.buckets[0].1), (12, 4));
     }
 }

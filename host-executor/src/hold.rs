@@ -6,8 +6,7 @@
 //! the next one when one has died.
 
 use std::fs::{self, DirBuilder};
-use std::io::{IoSliceMut, Write as _, stderr};
-use std::mem::MaybeUninit;
+use std::io::{Write as _, stderr};
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixDatagram;
@@ -20,9 +19,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Parser;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use rustix::net::RecvFlags;
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGINT, SIGTERM};
+use vgpu_transport::link::rights;
 
 /// Most files kept: three for each virtual machine.
 const MOST_FILES: usize = 1024;
@@ -212,23 +212,14 @@ impl Post {
     /// Waits a moment for a message and does what it says.
     fn receive(&self, kept: &mut Vec<(String, OwnedFd)>) -> anyhow::Result<()> {
         let mut bytes = [0; 4096];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-        let mut control = RecvAncillaryBuffer::new(&mut space[..]);
-        let mut parts = [IoSliceMut::new(&mut bytes)];
         // Files stay open in the programs we start: they are for them.
-        let got = rustix::net::recvmsg(&self.socket, &mut parts, &mut control, RecvFlags::empty());
-        let got = match got {
-            Ok(got) => got.bytes,
+        let got = match rights::receive(&self.socket, &mut bytes, RecvFlags::empty()) {
+            Ok(got) => got,
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
             Err(error) => return Err(error).context("hearing from the executor"),
         };
-        let mut files = control.drain().filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => Some(files),
-            _ => None,
-        });
-        let file = files.next().and_then(|mut files| files.next());
-        let text = String::from_utf8_lossy(&bytes[..got]).into_owned();
-        apply(&text, file, kept);
+        let text = String::from_utf8_lossy(&bytes[..got.bytes]).into_owned();
+        apply(&text, got.files.into_iter().next(), kept);
         Ok(())
     }
 }

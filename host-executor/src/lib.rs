@@ -15,6 +15,7 @@
 pub mod config;
 pub mod control;
 mod histogram;
+mod identity;
 pub mod inproc;
 pub mod isolate;
 mod limits;
@@ -34,6 +35,7 @@ mod unix;
 pub mod vm;
 pub mod weights;
 
+pub use identity::{CertificateRule, Identity};
 pub use limits::Limits;
 pub use roster::{GuestRule, Rules, TooMuchPromised};
 pub use server::{Door, DoorId, Guest, Open, Peer, Process, Server, SessionInfo};

@@ -40,6 +40,7 @@ pub(crate) fn tcp_peer(arrival: &tcp::Arrival) -> Peer {
         link: LinkKind::Tcp,
         machine: None,
         process: None,
+        certificate: None,
     }
 }
 
@@ -55,5 +56,6 @@ pub(crate) fn vsock_peer(listener: &vsock::Listener, cid: Option<u32>) -> Peer {
         link: LinkKind::Vsock,
         machine: cid,
         process: None,
+        certificate: None,
     }
 }

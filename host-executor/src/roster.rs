@@ -3,11 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use serde::{Deserialize, Serialize};
+
+use crate::identity::CertificateRule;
 use crate::server::Peer;
-use crate::tenant::{Ledger, Measures, Policy, Tenant};
+use crate::tenant::{Ledger, LinkKind, Measures, Policy, Tenant};
 
 /// A guest that the configuration names.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestRule {
     /// What it is called.
     pub name: String,
@@ -15,12 +18,14 @@ pub struct GuestRule {
     pub uids: Vec<u32>,
     /// Virtual machines that are this guest, by their vsock number.
     pub cids: Vec<u32>,
+    /// Certificates whose owners are this guest, over TCP.
+    pub certificates: Vec<CertificateRule>,
     /// What it may use.
     pub policy: Policy,
 }
 
 /// Who may come, and what for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rules {
     /// Guests with names.
     pub guests: Vec<GuestRule>,
@@ -121,14 +126,29 @@ impl Roster {
     pub(crate) fn admit(&self, guest: Option<&str>, peer: &Peer) -> Result<Arc<Tenant>, String> {
         let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
         let uid = peer.process.as_ref().map(|process| process.uid);
+        let has_shown = |rule: &GuestRule| {
+            let shown = peer.certificate.as_ref();
+            shown.is_some_and(|shown| rule.certificates.iter().any(|rule| rule.fits(shown)))
+        };
         let is_it = |rule: &&GuestRule| match guest {
             Some(name) => rule.name == name,
             None => {
                 uid.is_some_and(|uid| rule.uids.contains(&uid))
                     || peer.machine.is_some_and(|cid| rule.cids.contains(&cid))
+                    || has_shown(rule)
             }
         };
         let rule = state.rules.guests.iter().find(is_it);
+        // A door over TCP is anybody's to knock at: a guest that is known by certificates has to show one there.
+        if let (Some(rule), Some(name), LinkKind::Tcp) = (rule, guest, peer.link)
+            && !rule.certificates.is_empty()
+            && !has_shown(rule)
+        {
+            return Err(match &peer.certificate {
+                Some(shown) => format!("guest {name} has other certificates than {shown}"),
+                None => format!("guest {name} is known by its certificate, and this link has none"),
+            });
+        }
         let named = rule.and_then(|rule| state.tenants.get(&rule.name));
         let (tenant, policy) = match (named, guest, &state.rules.unnamed) {
             (Some(tenant), _, _) => (Arc::clone(tenant), tenant.policy()),

@@ -5,15 +5,17 @@ use std::error::Error;
 use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use tracing::{error, info, info_span, warn};
 use vgpu_kernels::Engine;
 use vgpu_transport::link::HostEnd;
 
+use crate::identity::Identity;
 use crate::limits::Limits;
 use crate::roster::{Roster, Rules, TooMuchPromised};
 use crate::sched::Scheduler;
@@ -54,7 +56,7 @@ pub struct Guest {
 pub type Open = Box<dyn FnOnce() -> Result<Box<dyn HostEnd>, Box<dyn Error>> + Send>;
 
 /// Who a guest is, by the word of the host's kernel.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Peer {
     /// The endpoint it came in through.
     pub endpoint: String,
@@ -64,10 +66,12 @@ pub struct Peer {
     pub machine: Option<u32>,
     /// Its process and user, where the link tells.
     pub process: Option<Process>,
+    /// The certificate that it has shown, once it has.
+    pub certificate: Option<Identity>,
 }
 
 /// A process of this machine.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     /// Its process id; 0 when it is in a namespace that the host cannot see into.
     pub pid: i32,
@@ -75,6 +79,20 @@ pub struct Process {
     pub uid: u32,
     /// The name of its program, where that could be found out.
     pub program: Option<String>,
+}
+
+#[cfg(test)]
+impl Peer {
+    /// Somebody.
+    pub(crate) fn test() -> Peer {
+        Peer {
+            endpoint: "test".into(),
+            link: LinkKind::Unix,
+            machine: None,
+            process: None,
+            certificate: None,
+        }
+    }
 }
 
 impl fmt::Display for Peer {
@@ -114,7 +132,7 @@ pub struct Server {
 
 /// A door that was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DoorId(u64);
+pub struct DoorId(pub(crate) u64);
 
 pub(crate) struct Shared {
     pub(crate) engine: Arc<dyn Engine>,
@@ -194,7 +212,9 @@ impl Server {
             .spawn(move || {
                 while !shared.stop.is_asked() && !is_closed.is_asked() {
                     match door.knock(PATIENCE) {
-                        Ok(Some(arrived)) => shared.admit(guest.as_deref(), arrived),
+                        Ok(Some(arrived)) => {
+                            shared.admit(shared.new_id(), guest.as_deref(), arrived);
+                        }
                         Ok(None) => {}
                         Err(error) => {
                             error!("no guest can come in for {BACK_OFF:?}: {error}");
@@ -219,7 +239,33 @@ impl Server {
 
     /// What the server is doing, for somebody on another thread.
     pub fn watch(&self) -> Watch {
-        Watch::new(Arc::clone(&self.shared))
+        Watch::new(Arc::clone(&self.shared) as _)
+    }
+
+    /// Serves a guest that came in elsewhere, under the number that it got there.
+    pub(crate) fn receive(&self, id: u64, guest: Option<&str>, arrived: Guest) {
+        self.shared.admit(id, guest, arrived);
+    }
+
+    /// Waits until the sessions that are open are no longer these, or `is_over` says so, or for `timeout`.
+    pub(crate) fn wait_for_change(&self, known: &[u64], is_over: &AtomicBool, timeout: Duration) {
+        let sessions = self.shared.sessions();
+        let is_same = |sessions: &mut BTreeMap<u64, Entry>| {
+            sessions.keys().eq(known) && !is_over.load(Ordering::Relaxed)
+        };
+        let waited = self
+            .shared
+            .ended
+            .wait_timeout_while(sessions, timeout, is_same);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Has whoever waits for a change look again.
+    pub(crate) fn nudge(&self) {
+        // With the lock, or somebody who has looked and does not wait yet would miss it.
+        let sessions = self.shared.sessions();
+        self.shared.ended.notify_all();
+        drop(sessions);
     }
 
     /// The sessions that are open.
@@ -277,15 +323,15 @@ impl Shared {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn new_id(&self) -> u64 {
+        self.last_id.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
     /// Gives a guest its thread.
-    fn admit(self: &Arc<Shared>, guest: Option<&str>, arrived: Guest) {
-        let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
+    fn admit(self: &Arc<Shared>, id: u64, guest: Option<&str>, arrived: Guest) {
         let Guest { peer, open } = arrived;
         let counters = Arc::new(Counters::default());
-        let (tenant, refused) = match self.roster.admit(guest, &peer) {
-            Ok(tenant) => (tenant, None),
-            Err(why) => (self.roster.tenants().1, Some(Ending::Refused { why })),
-        };
+        let (tenant, refused) = self.tenant_of(guest, &peer);
         let max_sessions = self.max_sessions.load(Ordering::Relaxed);
         let open_sessions = {
             let mut sessions = self.sessions();
@@ -305,16 +351,15 @@ impl Shared {
             );
             count
         };
-        let refused = refused.or_else(|| {
-            (open_sessions >= max_sessions).then_some(Ending::Full {
-                sessions: open_sessions,
-                limit: max_sessions,
-            })
+        let full = (open_sessions >= max_sessions).then_some(Ending::Full {
+            sessions: open_sessions,
+            limit: max_sessions,
         });
         let registration = Registration {
             id,
             shared: Arc::clone(self),
         };
+        let door = guest.map(str::to_owned);
         let spawned = thread::Builder::new()
             .name(format!("vgpu-guest-{id}"))
             .spawn(move || {
@@ -323,11 +368,16 @@ impl Shared {
                 // Links are code too. A panic in one must not pass unnoticed; the thread is the guest's
                 // own, so nobody else is touched.
                 let outcome = catch_unwind(AssertUnwindSafe(|| {
-                    let origin = match tenant.is_named() {
-                        true => format!("guest {}", tenant.name()),
-                        false => origin(id, &peer),
+                    let arrival = Arrival {
+                        id,
+                        door,
+                        peer,
+                        counters,
+                        tenant,
+                        refused,
+                        full,
                     };
-                    shared.serve(id, &origin, open, counters, tenant, refused);
+                    shared.serve(arrival, open);
                 }));
                 if outcome.is_err() {
                     error!("the session's thread has panicked, a bug of the host");
@@ -338,15 +388,24 @@ impl Shared {
         }
     }
 
-    fn serve(
-        &self,
-        id: u64,
-        origin: &str,
-        open: Open,
-        counters: Arc<Counters>,
-        tenant: Arc<Tenant>,
-        refused: Option<Ending>,
-    ) {
+    /// Whose programs somebody's are, and why he may not come in, if so.
+    fn tenant_of(&self, door: Option<&str>, peer: &Peer) -> (Arc<Tenant>, Option<Ending>) {
+        match self.roster.admit(door, peer) {
+            Ok(tenant) => (tenant, None),
+            Err(why) => (self.roster.tenants().1, Some(Ending::Refused { why })),
+        }
+    }
+
+    fn serve(&self, arrival: Arrival, open: Open) {
+        let Arrival {
+            id,
+            door,
+            mut peer,
+            counters,
+            mut tenant,
+            mut refused,
+            full,
+        } = arrival;
         let mut link = match open() {
             Ok(link) => link,
             Err(error) => {
@@ -354,7 +413,24 @@ impl Shared {
                 return;
             }
         };
-        if let Some(ending) = refused {
+        // Who it is by its certificate is known only now.
+        if let Some(identity) = link.certificate().map(Identity::of) {
+            info!("it has shown the certificate {identity}");
+            peer.certificate = Some(identity);
+            (tenant, refused) = self.tenant_of(door.as_deref(), &peer);
+            if tenant.is_named() {
+                info!("by its certificate it is guest {}", tenant.name());
+            }
+            if let Some(entry) = self.sessions().get_mut(&id) {
+                entry.tenant = Arc::clone(&tenant);
+                entry.peer.certificate.clone_from(&peer.certificate);
+            }
+        }
+        let origin = match tenant.is_named() {
+            true => format!("guest {}", tenant.name()),
+            false => origin(id, &peer),
+        };
+        if let Some(ending) = refused.or(full) {
             warn!("turned away: {ending}");
             dismiss(link.as_mut(), &ending);
             return;
@@ -363,11 +439,23 @@ impl Shared {
         let scheduler = Arc::clone(&self.scheduler);
         let session = Session::of_tenant(id, engine, scheduler, tenant, self.limits, counters);
         let session = match self.weights.get() {
-            Some(weights) => session.sharing(weights, origin),
+            Some(weights) => session.sharing(weights, &origin),
             None => session,
         };
         session.run(link.as_mut(), &self.stop);
     }
+}
+
+/// Somebody who has come in, on his own thread.
+struct Arrival {
+    id: u64,
+    /// Whose own door it was.
+    door: Option<String>,
+    peer: Peer,
+    counters: Arc<Counters>,
+    tenant: Arc<Tenant>,
+    refused: Option<Ending>,
+    full: Option<Ending>,
 }
 
 /// Who shares weights with a guest without further ado: programs of the same user of this machine, or of the same

@@ -5,16 +5,12 @@
 //! connect a second time.
 
 use std::collections::BTreeMap;
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::sync::Mutex;
 
-use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType,
-};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tracing::warn;
+use vgpu_transport::link::rights;
 
 /// Files passed to a service begin here.
 const FIRST: RawFd = 3;
@@ -94,15 +90,6 @@ fn send(path: &[u8], message: &str, file: Option<BorrowedFd<'_>>) -> rustix::io:
         SocketFlags::CLOEXEC,
         None,
     )?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = file.as_slice();
-    if !files.is_empty() {
-        // There is space for one.
-        let pushed = control.push(SendAncillaryMessage::ScmRights(files));
-        debug_assert!(pushed);
-    }
-    let parts = [IoSlice::new(message.as_bytes())];
-    rustix::net::sendmsg_addr(&socket, &address, &parts, &mut control, SendFlags::NOSIGNAL)?;
+    rights::send_to(&socket, &address, message.as_bytes(), file.as_slice())?;
     Ok(())
 }

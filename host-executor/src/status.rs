@@ -12,7 +12,13 @@ use crate::weights::Weights;
 
 /// Reads what an executor is doing, from any thread, without holding it up.
 #[derive(Clone)]
-pub struct Watch(Arc<Shared>);
+pub struct Watch(Arc<dyn Look>);
+
+/// What can be looked at: an executor in one process, or the supervisor of several.
+pub(crate) trait Look: Send + Sync {
+    fn status(&self) -> Status;
+    fn waits(&self) -> Vec<Waits>;
+}
 
 /// An executor at some moment. Figures may be a request apart.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -57,6 +63,28 @@ pub struct WeightsStatus {
     pub from_disk: u64,
     /// Bytes that were sent and found to be there already.
     pub merged: u64,
+}
+
+impl WeightsStatus {
+    /// Adds those of another process.
+    pub(crate) fn add(&mut self, other: &WeightsStatus) {
+        let WeightsStatus {
+            bytes,
+            disk_bytes,
+            not_sent,
+            from_disk,
+            merged,
+        } = other;
+        for (sum, count) in [
+            (&mut self.bytes, bytes),
+            (&mut self.disk_bytes, disk_bytes),
+            (&mut self.not_sent, not_sent),
+            (&mut self.from_disk, from_disk),
+            (&mut self.merged, merged),
+        ] {
+            *sum = sum.saturating_add(*count);
+        }
+    }
 }
 
 /// A guest.
@@ -142,7 +170,49 @@ impl From<&Stats> for Work {
     }
 }
 
+impl Work {
+    /// Adds what somebody else has and has done.
+    pub(crate) fn add(&mut self, other: &Work) {
+        let Work {
+            memory,
+            graphs,
+            nodes,
+            busy,
+            queued,
+            turns,
+            bytes_in,
+            bytes_out,
+            failures,
+            weights_not_sent,
+            weights_shared,
+        } = other;
+        for (sum, count) in [
+            (&mut self.memory, memory),
+            (&mut self.graphs, graphs),
+            (&mut self.nodes, nodes),
+            (&mut self.turns, turns),
+            (&mut self.bytes_in, bytes_in),
+            (&mut self.bytes_out, bytes_out),
+            (&mut self.failures, failures),
+            (&mut self.weights_not_sent, weights_not_sent),
+            (&mut self.weights_shared, weights_shared),
+        ] {
+            *sum = sum.saturating_add(*count);
+        }
+        self.busy += busy;
+        self.queued += queued;
+    }
+}
+
+/// All that an executor in a process of its own tells its supervisor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Report {
+    pub(crate) status: Status,
+    pub(crate) waits: Vec<Waits>,
+}
+
 /// How long graphs of a guest waited and ran.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Waits {
     pub(crate) guest: String,
     pub(crate) queued: Distribution,
@@ -150,13 +220,30 @@ pub(crate) struct Waits {
 }
 
 impl Watch {
-    pub(crate) fn new(shared: Arc<Shared>) -> Watch {
-        Watch(shared)
+    pub(crate) fn new(executor: Arc<dyn Look>) -> Watch {
+        Watch(executor)
     }
 
     /// What the executor is doing now.
     pub fn status(&self) -> Status {
-        let Watch(shared) = self;
+        self.0.status()
+    }
+
+    pub(crate) fn waits(&self) -> Vec<Waits> {
+        self.0.waits()
+    }
+
+    pub(crate) fn report(&self) -> Report {
+        Report {
+            status: self.status(),
+            waits: self.waits(),
+        }
+    }
+}
+
+impl Look for Shared {
+    fn status(&self) -> Status {
+        let shared = self;
         // Guests and sessions under one lock: a session that ends is seen once.
         let entries = shared.sessions();
         let (named, unnamed) = shared.roster.tenants();
@@ -236,8 +323,8 @@ impl Watch {
         }
     }
 
-    pub(crate) fn waits(&self) -> Vec<Waits> {
-        let (named, unnamed) = self.0.roster.tenants();
+    fn waits(&self) -> Vec<Waits> {
+        let (named, unnamed) = self.roster.tenants();
         let tenants = named.into_iter().chain([unnamed]);
         tenants
             .map(|tenant| Waits {

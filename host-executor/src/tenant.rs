@@ -9,6 +9,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use serde::{Deserialize, Serialize};
 use vgpu_kernels::{Engine, EngineError, MemoryInfo};
 
 use crate::histogram::Histogram;
@@ -16,7 +17,7 @@ use crate::sched::{Party, Terms};
 use crate::stats::Stats;
 
 /// A kind of link.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum LinkKind {
     /// The unix socket of a program or a container on this machine.
     Unix,
@@ -66,7 +67,7 @@ impl FromStr for LinkKind {
 }
 
 /// What a guest may use.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Policy {
     /// Bytes of device memory; `None`: what nobody has reserved.
     pub memory: Option<u64>,

@@ -27,6 +27,7 @@ pub(crate) fn peer(listener: &Listener, arrival: &Arrival) -> Peer {
         link: LinkKind::Unix,
         machine: None,
         process: Some(process(arrival)),
+        certificate: None,
     }
 }
 

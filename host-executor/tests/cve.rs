@@ -6,13 +6,17 @@
 
 mod common;
 
-use std::time::Instant;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use common::model::{adopt, for_weights, read_all, upload};
 use common::served::{Scratch, Serve};
-use common::{Build, Guest, PATIENCE, add, bytes, get_rows, image};
+use common::{Build, Bystander, Guest, PATIENCE, add, bytes, get_rows, image};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
-use vgpu_transport::ir::{BufferId, Op, Shape, Type};
-use vgpu_transport::wire::{GraphId, Reply, Request};
+use rustix::process::Signal;
+use vgpu_transport::ir::{BufferId, Graph, Op, Shape, Type};
+use vgpu_transport::wire::{GraphId, MIN_EXTENT, Reply, Request};
 
 const GRAPH: GraphId = GraphId(7);
 
@@ -44,24 +48,12 @@ impl Executor {
     /// What `crime` does ends its session with a reason that has every word of `words`. Another guest notices nothing,
     /// and the memory of the ended session comes back.
     fn refuses(&self, words: &[&str], crime: impl FnOnce(&mut Guest)) {
-        let mut bystander = self.guest();
-        let a = bystander.alloc_with(&bytes(&[1.0, 2.0]));
-        bystander.graph(GRAPH, &add(2, a, a, a));
-        bystander.fence();
-        let free = free(&mut bystander);
-
-        let mut guest = self.connect();
-        crime(&mut guest);
-        let reason = guest.ended();
-        for word in words {
-            assert!(reason.contains(word), "{word:?} is not in {reason:?}");
-        }
-
-        bystander.submit(GRAPH);
-        assert_eq!(bystander.read_f32(a, 2), [2.0, 4.0]);
+        let mut bystander = Bystander::new(self.guest());
+        let free = free(&mut bystander.guest);
+        bystander.outlives(self.connect(), words, crime);
         // The guest hears of its end before its memory is free. (More may be free: what the bystander before this one had.)
         let since = Instant::now();
-        while self::free(&mut bystander) < free {
+        while self::free(&mut bystander.guest) < free {
             assert!(since.elapsed() < PATIENCE, "its memory does not come back");
         }
     }
@@ -381,25 +373,16 @@ fn shape_driven_abort() {
 fn llama_cpp_26825_get_rows_reads_past_its_table() {
     let executor = Executor::start();
     // Ids are data, so the session goes on; what must not happen is a read outside of the table.
-    let mut bystander = executor.guest();
-    let secret = bystander.alloc_with(&[0x5a; 4096]);
-    let mut guest = executor.guest();
-    let table = guest.alloc_with(&bytes(&[1.0; 4]));
-    let ids = guest.alloc(4);
-    let dst = guest.alloc(8);
-    guest.graph(GRAPH, &get_rows(2, dst, (table, 2), (ids, 1)));
-    for id in [2i32, 3, 512, 1024, -1, -512, i32::MAX, i32::MIN] {
-        guest.write(ids, 0, &id.to_le_bytes());
-        guest.submit(GRAPH);
-        let (reply, _) = guest.receive();
-        assert!(
-            matches!(reply, Reply::Failed { .. }),
-            "row {id} of 2: {reply:?}"
-        );
-        assert_eq!(guest.read(dst, 0, 8), [0; 8], "row {id} of 2");
-    }
-    assert_eq!(bystander.read(secret, 0, 4096), [0x5a; 4096]);
-    drop((bystander, guest));
+    let ids = [2i32, 3, 512, 1024, -1, -512, i32::MAX, i32::MIN];
+    fails_and_writes_nothing(
+        &executor,
+        &ids.map(i32::to_le_bytes),
+        8,
+        |guest, dst, ids| {
+            let table = guest.alloc_with(&bytes(&[1.0; 4]));
+            get_rows(2, dst, (table, 2), (ids, 1))
+        },
+    );
     // The form that was reported: extents that do not belong together.
     executor.refuses(&["graph 7 is invalid"], |guest| {
         guest.hello();
@@ -458,27 +441,50 @@ fn llama_cpp_26912_set_rows_writes_past_its_destination() {
         guest.graph(GRAPH, &build.0);
     });
     // Ids are data: the graph fails, and nothing is written.
+    let ids = [2i64, -1, 1 << 32, i64::MAX, i64::MIN, 1 << 61];
+    fails_and_writes_nothing(
+        &executor,
+        &ids.map(i64::to_le_bytes),
+        16,
+        |guest, dst, ids| {
+            let rows = guest.alloc_with(&bytes(&[7.0, 7.0]));
+            let mut build = Build::default();
+            let dst = build.tensor(Type::F32, [2, 2, 1, 1], dst);
+            let src = build.tensor(Type::F32, [2, 1, 1, 1], rows);
+            let id = build.tensor(Type::I64, [1, 1, 1, 1], ids);
+            build.node(Op::SetRows {}, dst, &[src, id]);
+            build.0
+        },
+    );
+}
+
+/// Runs a graph with one id after the other, each of which is out of range: it fails, its result of `len` bytes stays zero,
+/// the session goes on, and what another guest has is not touched.
+fn fails_and_writes_nothing<const N: usize>(
+    executor: &Executor,
+    ids: &[[u8; N]],
+    len: u64,
+    graph: impl FnOnce(&mut Guest, BufferId, BufferId) -> Graph,
+) {
     let mut bystander = executor.guest();
     let secret = bystander.alloc_with(&[0x5a; 4096]);
     let mut guest = executor.guest();
-    let table = guest.alloc(16);
-    let rows = guest.alloc_with(&bytes(&[7.0, 7.0]));
-    let ids = guest.alloc(8);
-    let mut build = Build::default();
-    let dst = build.tensor(Type::F32, [2, 2, 1, 1], table);
-    let src = build.tensor(Type::F32, [2, 1, 1, 1], rows);
-    let id = build.tensor(Type::I64, [1, 1, 1, 1], ids);
-    build.node(Op::SetRows {}, dst, &[src, id]);
-    guest.graph(GRAPH, &build.0);
-    for id in [2i64, -1, 1 << 32, i64::MAX, i64::MIN, 1 << 61] {
-        guest.write(ids, 0, &id.to_le_bytes());
+    let (place, dst) = (guest.alloc(N as u64), guest.alloc(len));
+    let graph = graph(&mut guest, dst, place);
+    guest.graph(GRAPH, &graph);
+    for id in ids {
+        guest.write(place, 0, id);
         guest.submit(GRAPH);
         let (reply, _) = guest.receive();
         assert!(
             matches!(reply, Reply::Failed { .. }),
-            "row {id} of 2: {reply:?}"
+            "row {id:?} of 2: {reply:?}"
         );
-        assert_eq!(guest.read(table, 0, 16), [0; 16], "row {id} of 2");
+        assert_eq!(
+            guest.read(dst, 0, len),
+            vec![0; len as usize],
+            "row {id:?} of 2"
+        );
     }
     assert_eq!(bystander.read(secret, 0, 4096), [0x5a; 4096]);
 }
@@ -501,6 +507,199 @@ fn llama_cpp_28916_a_client_that_says_nothing_holds_up_nobody() {
     executor.guest().fence();
     drop((silent, mute));
     executor.guest().fence();
+}
+
+/// Weights of some content.
+fn content(seed: u8) -> Vec<u8> {
+    (0..4 * MIN_EXTENT as usize)
+        .map(|i| (i as u8).wrapping_mul(31) ^ (i >> 8) as u8 ^ seed)
+        .collect()
+}
+
+/// Has an executor keep some weights, and waits until they are on its disk.
+fn put_on_disk(guest: &mut Guest, folder: &Path, content: &[u8]) {
+    let kept = files(folder);
+    let (buffer, _) = for_weights(guest, content.len() as u64);
+    upload(guest, buffer, 0, content);
+    guest.send(&Request::Settle { buffer });
+    guest.fence();
+    let since = Instant::now();
+    while files(folder).iter().all(|file| kept.contains(file)) {
+        assert!(since.elapsed() < PATIENCE, "nothing is written");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The files of a cache that are complete.
+fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut files = Vec::new();
+    for entry in entries {
+        let Ok(metadata) = entry.metadata() else {
+            continue;
+        };
+        if metadata.is_dir() {
+            files.extend(self::files(&entry.path()));
+        } else if metadata.len() >= 4 * MIN_EXTENT {
+            files.push((entry.path(), metadata.len()));
+        }
+    }
+    files.sort();
+    files
+}
+
+/// ggml-rpc names what it keeps by a hash of 64 bits that is easy to collide, and takes a file for what its name says.
+#[test]
+fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
+    let scratch = Scratch::new("cve-cache");
+    let folder = scratch.0.join("cache");
+    let cache = format!("{},size=1G", folder.display());
+    let options = ["--weights-cache", &cache];
+    let content = content(1);
+    let serve = Serve::start(&scratch.socket(), &options);
+    let mut guest = serve.guest(&scratch.socket());
+    put_on_disk(&mut guest, &folder, &content);
+    // What a guest says is the hash of something makes no entry: this is other bytes under a hash that is asked for.
+    let claimed = self::content(2);
+    let (buffer, _) = for_weights(&mut guest, content.len() as u64);
+    assert!(!adopt(&mut guest, buffer, 0, &claimed));
+    upload(&mut guest, buffer, 0, &content);
+    guest.send(&Request::Settle { buffer });
+    guest.fence();
+    let (buffer, _) = for_weights(&mut guest, content.len() as u64);
+    assert!(
+        !adopt(&mut guest, buffer, 0, &claimed),
+        "a claim has become an entry"
+    );
+    drop(guest);
+    serve.signal(Signal::TERM);
+    serve.wait();
+
+    // The disk has changed a byte, or somebody has.
+    for (file, _) in files(&folder) {
+        let mut bytes = fs::read(&file).expect("a file of the cache");
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(&file, bytes).expect("a file that can be written");
+    }
+    let serve = Serve::start(&scratch.socket(), &options);
+    let mut guest = serve.guest(&scratch.socket());
+    let (buffer, _) = for_weights(&mut guest, content.len() as u64);
+    assert!(
+        !adopt(&mut guest, buffer, 0, &content),
+        "wrong weights were handed out"
+    );
+    assert!(
+        read_all(&mut guest, buffer, content.len() as u64)
+            .iter()
+            .all(|&byte| byte == 0),
+        "something of the wrong file is left"
+    );
+    // The guest sends them, and all is well again.
+    upload(&mut guest, buffer, 0, &content);
+    assert!(read_all(&mut guest, buffer, content.len() as u64) == content);
+    drop(guest);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
+/// 500 GB of files that nobody removes.
+#[test]
+fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
+    let scratch = Scratch::new("cve-growth");
+    let folder = scratch.0.join("cache");
+    const MOST: u64 = 12 * MIN_EXTENT;
+    let cache = format!("{},size={MOST}", folder.display());
+    let serve = Serve::start(&scratch.socket(), &["--weights-cache", &cache]);
+    let mut last = Vec::new();
+    for seed in 0..8 {
+        let mut guest = serve.guest(&scratch.socket());
+        last = content(seed);
+        put_on_disk(&mut guest, &folder, &last);
+        let held: u64 = files(&folder).iter().map(|(_, len)| len).sum();
+        // A file is renamed into the folder before the oldest goes.
+        assert!(
+            held <= MOST + 5 * MIN_EXTENT,
+            "{held} bytes of {MOST} after {seed}"
+        );
+    }
+    drop(serve.guest(&scratch.socket()));
+    serve.signal(Signal::TERM);
+    serve.wait();
+    let held: u64 = files(&folder).iter().map(|(_, len)| len).sum();
+    assert!(held <= MOST + MIN_EXTENT, "{held} bytes of {MOST} are left");
+    // What came last is still there.
+    let serve = Serve::start(&scratch.socket(), &["--weights-cache", &cache]);
+    let mut guest = serve.guest(&scratch.socket());
+    let (buffer, _) = for_weights(&mut guest, last.len() as u64);
+    assert!(adopt(&mut guest, buffer, 0, &last));
+    assert!(read_all(&mut guest, buffer, last.len() as u64) == last);
+    drop(guest);
+    serve.signal(Signal::TERM);
+    serve.wait();
+}
+
+/// ggml-rpc's client aborts its process when the server has gone, five times of five; ggml-virtgpu's waits for ever.
+/// (What a whole llama.cpp does then: `cargo xtask test --only failures --only faults`.)
+#[test]
+fn ggml_rpc_the_death_of_the_server_is_the_death_of_the_client() {
+    let scratch = Scratch::new("cve-death");
+    for round in 0..5 {
+        let mut serve = Serve::start(&scratch.socket(), &[]);
+        let mut guest = serve.guest(&scratch.socket());
+        let a = guest.alloc_with(&bytes(&[1.0; 1024]));
+        guest.graph(GRAPH, &add(1024, a, a, a));
+        let submitted = guest.submit(GRAPH);
+        guest.fence();
+        // At rest, in the middle of requests, of graphs, of an answer.
+        let sent = match round {
+            0 => submitted + 1,
+            1 => guest.send(&Request::Fill {
+                buffer: a,
+                offset: 0,
+                len: 4096,
+                value: 1,
+            }),
+            2 => (0..32)
+                .map(|_| guest.submit(GRAPH))
+                .max()
+                .unwrap_or_default(),
+            _ => guest.send(&Request::Read {
+                buffer: a,
+                offset: 0,
+                len: 4096,
+            }),
+        };
+        serve.child.kill().expect("it is there");
+        serve.child.wait().expect("it can be waited for");
+        // It may have been done in time; what must not be is a wait without an end.
+        let _either = guest.end.wait_retired(sent);
+        // What was on its way may still come; then the end does.
+        let mut payload = vec![0; 1 << 20];
+        let ended = (0..64).any(|_| {
+            let mut message = Vec::new();
+            guest
+                .end
+                .receive(&mut message, payload.as_mut_slice().into())
+                .is_err()
+        });
+        assert!(ended, "round {round}: messages of the dead");
+        let mut message = Vec::new();
+        Request::Fence {}.encode(&mut message);
+        let told = guest.end.send(&message, (&[][..]).into());
+        assert!(told.is_err(), "round {round}: the dead take requests");
+    }
+    // The same process works with the next executor.
+    let serve = Serve::start(&scratch.socket(), &[]);
+    let mut guest = serve.guest(&scratch.socket());
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    guest.graph(GRAPH, &add(2, a, a, a));
+    guest.submit(GRAPH);
+    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+    drop(guest);
+    serve.signal(Signal::TERM);
+    serve.wait();
 }
 
 fn shape(ne: [u64; 4], nb: [u64; 4]) -> Shape {

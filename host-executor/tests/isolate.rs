@@ -17,7 +17,7 @@ use vgpu_transport::link::pci::directory;
 use vgpu_transport::window::memory::{Memory as _, Window};
 use vgpu_transport::wire::{GraphId, PROTOCOL_VERSION, Reply, Request};
 
-/// Workers of a supervisor, by the number of their session, once there are `count` of them.
+/// Workers of a supervisor, by the number of their first session, once there are `count` of them.
 fn workers(serve: &Serve, count: usize) -> BTreeMap<u64, Pid> {
     let start = Instant::now();
     loop {
@@ -27,7 +27,7 @@ fn workers(serve: &Serve, count: usize) -> BTreeMap<u64, Pid> {
                 let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
                 let session = line
                     .split('\0')
-                    .find_map(|word| word.strip_prefix("--session="))?;
+                    .find_map(|word| word.strip_prefix("--worker="))?;
                 Some((session.parse().ok()?, Pid::from_raw(pid)?))
             })
             .collect();
@@ -73,7 +73,8 @@ fn compute(guest: &mut Guest) {
 #[test]
 fn a_worker_that_dies_takes_down_no_other() {
     let scratch = Scratch::new("isolate");
-    let serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "20M"]);
+    // More places than guests: a dead worker's is free a moment after its process is gone.
+    let serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "10M"]);
     let (mut bystander, _) = guest(&serve, &scratch);
     compute(&mut bystander);
     let mut victims = Vec::new();
@@ -259,6 +260,26 @@ fn what_is_missing_is_said() {
             &["--isolate", "--memory", "1G", "--guest-memory", "2G"],
             "for 0 guests",
         ),
+        (
+            &[
+                "--isolate",
+                "--guest-memory",
+                "1G",
+                "--share-weights",
+                "all",
+            ],
+            "each guest's weights are in its own process",
+        ),
+        (
+            &[
+                "--isolate",
+                "--guest-memory",
+                "1G",
+                "--weights-cache",
+                "/tmp/weights,size=1G",
+            ],
+            "several processes would write to one folder",
+        ),
     ] {
         let scratch = Scratch::new("isolate-wrong");
         let endpoint = format!("unix:{}", scratch.socket().display());
@@ -272,4 +293,243 @@ fn what_is_missing_is_said() {
             "{more:?}: {said}"
         );
     }
+}
+
+/// Writes a configuration, and returns its path.
+fn configure(scratch: &Scratch, text: &str) -> String {
+    let path = scratch.0.join("vgpu.toml");
+    let door = |name: &str| format!("unix:{}", scratch.0.join(name).display());
+    let text = text
+        .replace(
+            "@CONTROL@",
+            &scratch.0.join("control.sock").display().to_string(),
+        )
+        .replace("@METRICS@", &door("metrics.sock"))
+        .replace("@A@", &door("a.sock"))
+        .replace("@B@", &door("b.sock"));
+    fs::write(&path, text).expect("a configuration");
+    path.display().to_string()
+}
+
+/// What `vgpu ps --json` says, once `is_so` holds.
+fn status_when(scratch: &Scratch, is_so: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
+    let control = scratch.0.join("control.sock").display().to_string();
+    let start = Instant::now();
+    loop {
+        let output = vgpu(&["ps", "--json", "--control", &control])
+            .output()
+            .expect("it starts");
+        let said = String::from_utf8(output.stdout).expect("text");
+        let status: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+        if is_so(&status) {
+            return status;
+        }
+        assert!(start.elapsed() < PATIENCE, "{status:#}");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
+
+fn of_guest<'a>(status: &'a serde_json::Value, name: &str) -> &'a serde_json::Value {
+    let guests = status["guests"].as_array().expect("a list");
+    guests
+        .iter()
+        .find(|guest| guest["name"] == name)
+        .unwrap_or(&serde_json::Value::Null)
+}
+
+fn reload(scratch: &Scratch) -> String {
+    let control = scratch.0.join("control.sock").display().to_string();
+    let output = vgpu(&["reload", "--control", &control])
+        .output()
+        .expect("it starts");
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+fn metrics(scratch: &Scratch) -> String {
+    use std::io::{Read as _, Write as _};
+    let mut socket = std::os::unix::net::UnixStream::connect(scratch.0.join("metrics.sock"))
+        .expect("metrics are served");
+    socket
+        .write_all(b"GET /metrics HTTP/1.0\r\n\r\n")
+        .expect("it listens");
+    let mut text = String::new();
+    socket.read_to_string(&mut text).expect("it answers");
+    text
+}
+
+const TWO_GUESTS: &str = r#"
+[engine]
+threads = 1
+[control]
+socket = "@CONTROL@"
+[metrics]
+listen = "@METRICS@"
+[[guest]]
+name = "a"
+memory = "20MiB"
+weight = 3
+listen = ["@A@"]
+[[guest]]
+name = "b"
+memory = "10MiB"
+listen = ["@B@"]
+"#;
+
+/// Names, quotas and weights of the configuration, in processes of their own, and what the operator sees of them.
+#[test]
+fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
+    let scratch = Scratch::new("isolate-names");
+    let config = configure(&scratch, TWO_GUESTS);
+    let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
+    let serve = Serve::start(&scratch.socket(), &isolate);
+    let enter = |door: &str| {
+        let mut guest = serve.connect(&scratch.0.join(door));
+        let Reply::Welcome { session, .. } = guest.hello() else {
+            panic!("no welcome");
+        };
+        (guest, session)
+    };
+    let (mut first, one) = enter("a.sock");
+    let (mut second, _) = enter("a.sock");
+    let (mut other, two) = enter("b.sock");
+    let processes = workers(&serve, 2);
+    compute(&mut first);
+    compute(&mut other);
+
+    // One quota for both programs of a guest; the other's does not move.
+    let memory = |guest: &mut Guest| match guest.ask(&Request::Memory {}) {
+        Reply::Memory { free, total, .. } => (free, total),
+        other => panic!("{other:?}"),
+    };
+    let before = memory(&mut other);
+    assert_eq!(before.1, 10 << 20);
+    first.alloc(15 << 20);
+    let (free, total) = memory(&mut second);
+    assert_eq!((total, free), (20 << 20, (5 << 20) - 8));
+    let buffer = second.new_buffer();
+    let Reply::Refused { reason, .. } = second.ask(&Request::Alloc {
+        buffer,
+        size: 6 << 20,
+    }) else {
+        panic!("more than its quota");
+    };
+    assert!(
+        reason.contains("6291456 bytes wanted, 5242872 of 20971520 free"),
+        "{reason}"
+    );
+    assert_eq!(memory(&mut other), before);
+
+    // The weight of 1, of 1 and 3, is five levels below.
+    let nice = |pid: Pid| {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+        let stat = stat.expect("it runs");
+        let fields: Vec<&str> = stat
+            .rsplit(") ")
+            .next()
+            .expect("a name")
+            .split(' ')
+            .collect();
+        fields[16].parse::<i32>().expect("a number")
+    };
+    assert_eq!((nice(processes[&one]), nice(processes[&two])), (0, 5));
+
+    let status = status_when(&scratch, |status| {
+        of_guest(status, "a")["graphs"] == 1
+            && of_guest(status, "b")["graphs"] == 1
+            && of_guest(status, "a")["failures"] == 1
+    });
+    let (a, b) = (of_guest(&status, "a"), of_guest(&status, "b"));
+    assert_eq!(
+        (&a["sessions"], &a["weight"], &a["quota"]),
+        (&2.into(), &3.into(), &(20 << 20).into())
+    );
+    assert_eq!(a["memory"], (15 << 20) + 8);
+    assert_eq!((&b["sessions"], &b["memory"]), (&1.into(), &8.into()));
+    let sessions = status["sessions"].as_array().expect("a list");
+    assert_eq!(sessions.len(), 3, "{status:#}");
+    let text = metrics(&scratch);
+    for line in [
+        "vgpu_guest_graphs_total{guest=\"a\"} 1",
+        "vgpu_guest_sessions{guest=\"a\"} 2",
+        "vgpu_guest_memory_quota_bytes{guest=\"b\"} 10485760",
+        "vgpu_graph_run_seconds_count{guest=\"b\"} 1",
+    ] {
+        assert!(text.contains(line), "{line} is not in {text}");
+    }
+
+    // What a guest has done stays counted when its process is gone, by whatever end.
+    assert!(kill_process(processes[&two], Signal::KILL).is_ok());
+    drop((first, second));
+    workers(&serve, 0);
+    let status = status_when(&scratch, |status| {
+        status["sessions"].as_array().is_some_and(Vec::is_empty)
+    });
+    for name in ["a", "b"] {
+        let guest = of_guest(&status, name);
+        assert_eq!(
+            (&guest["graphs"], &guest["memory"]),
+            (&1.into(), &0.into()),
+            "{status:#}"
+        );
+    }
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
+#[test]
+fn a_reload_reaches_the_workers_that_run() {
+    let scratch = Scratch::new("isolate-reload");
+    let config = configure(&scratch, TWO_GUESTS);
+    let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
+    let serve = Serve::start(&scratch.socket(), &isolate);
+    let mut guest = serve.guest(&scratch.0.join("b.sock"));
+    let total = |guest: &mut Guest| match guest.ask(&Request::Memory {}) {
+        Reply::Memory { total, .. } => total,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(total(&mut guest), 10 << 20);
+    compute(&mut guest);
+
+    configure(
+        &scratch,
+        &TWO_GUESTS
+            .replace("10MiB", "12MiB")
+            .replace("listen = [\"@A@\"]", "uids = [4294967]"),
+    );
+    let said = reload(&scratch);
+    assert!(said.contains("read again: 2 guests"), "{said}");
+    let start = Instant::now();
+    while total(&mut guest) != 12 << 20 {
+        assert!(start.elapsed() < PATIENCE, "the worker has not heard of it");
+    }
+    compute(&mut guest);
+    assert!(
+        !scratch.0.join("a.sock").exists(),
+        "its door is still there"
+    );
+
+    // What cannot be is refused as a whole.
+    for (wrong, reason) in [
+        (
+            TWO_GUESTS.replace("10MiB", "60MiB"),
+            "the guests with names have",
+        ),
+        (
+            format!("{TWO_GUESTS}\nweight = 0"),
+            "a weight is a whole number",
+        ),
+    ] {
+        configure(&scratch, &wrong);
+        let said = reload(&scratch);
+        assert!(
+            said.contains("stays as it was") && said.contains(reason),
+            "{said}"
+        );
+        assert_eq!(total(&mut guest), 12 << 20);
+    }
+    compute(&mut guest);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
 }

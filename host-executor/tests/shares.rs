@@ -16,6 +16,7 @@ fn rule(name: &str, uid: u32, policy: Policy) -> GuestRule {
         name: name.into(),
         uids: vec![uid],
         cids: Vec::new(),
+        certificates: Vec::new(),
         policy,
     }
 }

@@ -7,7 +7,7 @@ mod common;
 use std::time::Duration;
 
 use common::puppet::{Act, PANIC_SIZE, Puppet, UNREADABLE_SIZE};
-use common::{Guest, Host, add, bytes, cpu, image};
+use common::{Bystander, Guest, Host, add, bytes, cpu, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
@@ -21,21 +21,9 @@ fn ends_only_its_session(words: &[&str], crime: impl FnOnce(&mut Guest)) {
 }
 
 fn ends_only_its_session_on(host: Host, words: &[&str], crime: impl FnOnce(&mut Guest)) {
-    let mut bystander = host.guest();
-    let a = bystander.alloc_with(&bytes(&[1.0, 2.0]));
-    bystander.graph(GRAPH, &add(2, a, a, a));
-    bystander.fence();
+    let mut bystander = Bystander::new(host.guest());
     let free = host.engine.memory().free;
-
-    let mut guest = host.connect();
-    crime(&mut guest);
-    let reason = guest.ended();
-    for word in words {
-        assert!(reason.contains(word), "{word:?} is not in {reason:?}");
-    }
-
-    bystander.submit(GRAPH);
-    assert_eq!(bystander.read_f32(a, 2), [2.0, 4.0]);
+    bystander.outlives(host.connect(), words, crime);
     drop(bystander);
     host.wait_until_empty();
     assert_eq!(host.engine.memory().free, free + 8);

@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::model::{adopt, for_weights, hash, read_all, upload, write};
 use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
 use vgpu_executor::weights::{CacheOptions, Sharing};
 use vgpu_executor::{Limits, Process, Weights};
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{
-    ContentHash, GraphId, Lengths, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, Reply, Request, Wanted,
+    ContentHash, GraphId, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, Reply, Request, Wanted,
 };
 
 const GRAPH: GraphId = GraphId(1);
@@ -30,10 +31,6 @@ fn model(seed: u32) -> Vec<u8> {
         .map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 9) as f32)
         .collect();
     bytes(&numbers)
-}
-
-fn hash(bytes: &[u8]) -> ContentHash {
-    ContentHash(*blake3::hash(bytes).as_bytes())
 }
 
 fn host(sharing: Sharing, cache: Option<CacheOptions>) -> (Host, Weights) {
@@ -53,55 +50,6 @@ fn guest(host: &Host, uid: u32) -> Guest {
     let mut guest = host.connect_as(Some(process));
     guest.hello();
     guest
-}
-
-/// A buffer for weights, and the lengths that the host knows.
-fn for_weights(guest: &mut Guest, size: u64) -> (BufferId, Vec<u64>) {
-    let buffer = guest.alloc(size);
-    match guest.ask(&Request::Weights { buffer }) {
-        Reply::Held {
-            lengths: Lengths(lengths),
-            ..
-        } => (buffer, lengths),
-        other => panic!("{other:?}"),
-    }
-}
-
-/// Asks for an extent. Whether it is there.
-fn adopt(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) -> bool {
-    let answer = guest.ask(&Request::Adopt {
-        buffer,
-        offset,
-        len: content.len() as u64,
-        hash: hash(content),
-    });
-    let answer = match answer {
-        Reply::Prove { nonce, .. } => guest.ask(&Request::Proof {
-            proof: ContentHash(*blake3::keyed_hash(&nonce.0, content).as_bytes()),
-        }),
-        answer => answer,
-    };
-    match answer {
-        Reply::Done { .. } => true,
-        Reply::Missing { .. } => false,
-        other => panic!("{other:?}"),
-    }
-}
-
-fn upload(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) {
-    let len = content.len() as u64;
-    guest.send(&Request::Extent {
-        buffer,
-        offset,
-        len,
-    });
-    write(guest, buffer, offset, content);
-}
-
-fn write(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) {
-    for (i, piece) in content.chunks(MIN_EXTENT as usize).enumerate() {
-        guest.write(buffer, offset + i as u64 * MIN_EXTENT, piece);
-    }
 }
 
 fn parts(model: &[u8]) -> [(u64, &[u8]); 2] {
@@ -132,14 +80,6 @@ fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
     guest.send(&Request::Settle { buffer });
     guest.fence();
     (buffer, not_sent)
-}
-
-fn read_all(guest: &mut Guest, buffer: BufferId, len: u64) -> Vec<u8> {
-    let piece = MIN_EXTENT;
-    (0..len)
-        .step_by(piece as usize)
-        .flat_map(|at| guest.read(buffer, at, piece.min(len - at)))
-        .collect()
 }
 
 /// Waits for what the store's thread does.

@@ -4,11 +4,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use rustix::process::Signal;
+use serde_json::Value;
 
 use crate::dist::Dist;
-use crate::process::Daemon;
+use crate::process::{self, Daemon};
 
 /// Not a measure of speed: how long to wait before something must be wrong.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -111,4 +112,12 @@ impl Executor {
     pub(crate) fn stop(self) -> Result<()> {
         self.daemon.stop(PATIENCE)
     }
+}
+
+/// What the executor with this control socket says of itself (`vgpu ps --json`).
+pub(crate) fn status(vgpu: &Path, control: &Path) -> Result<Value> {
+    let mut ps = Command::new(vgpu);
+    ps.args(["ps", "--json", "--control"]).arg(control);
+    let text = process::output(&mut ps)?;
+    serde_json::from_str(&text).context("vgpu ps --json wrote no JSON")
 }

@@ -12,6 +12,7 @@ use toml::Spanned;
 use vgpu_transport::link::Endpoint;
 
 use super::{EngineKind, GuestSettings, LogFormat, MetricsAddress, Problem, Settings, VmDevice};
+use crate::identity::CertificateRule;
 use crate::size;
 use crate::tenant::{LinkKind, Policy};
 use crate::vm::VmOptions;
@@ -114,6 +115,8 @@ struct Guest {
     uids: Vec<Spanned<u32>>,
     #[serde(default)]
     cids: Vec<Spanned<u32>>,
+    #[serde(default)]
+    certificates: Vec<Spanned<Text<CertificateRule>>>,
 }
 
 #[derive(Deserialize)]
@@ -221,6 +224,7 @@ struct Used {
     places: BTreeMap<String, String>,
     uids: BTreeMap<u32, String>,
     cids: BTreeMap<u32, String>,
+    certificates: BTreeMap<CertificateRule, String>,
 }
 
 fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Misplaced> {
@@ -268,15 +272,29 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mispla
     };
     let uids = numbers(entry.uids, &mut used.uids, "user")?;
     let cids = numbers(entry.cids, &mut used.cids, "machine")?;
-    if listen.is_empty() && vm.is_none() && uids.is_empty() && cids.is_empty() {
+    let mut certificates = Vec::new();
+    for certificate in entry.certificates {
+        let (span, Text(certificate)) = (certificate.span(), certificate.into_inner());
+        if let Some(other) = used.certificates.insert(certificate.clone(), name.clone()) {
+            return Err((
+                span,
+                format!("the certificate {certificate} is guest {other} already"),
+            ));
+        }
+        certificates.push(certificate);
+    }
+    let is_told = vm.is_some() || !listen.is_empty() || !certificates.is_empty();
+    if !is_told && uids.is_empty() && cids.is_empty() {
         let reason = format!(
-            "guest {name} cannot be told from others: give it a listen or vm of its own, or uids or cids that are it"
+            "guest {name} cannot be told from others: give it a listen or vm of its own, or uids, cids or certificates that \
+             are it"
         );
         return Err((whole, reason));
     }
     let mut settings = GuestSettings::new(&name);
     settings.rule.uids = uids;
     settings.rule.cids = cids;
+    settings.rule.certificates = certificates;
     settings.rule.policy = policy(
         entry.memory,
         entry.weight,

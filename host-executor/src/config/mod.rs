@@ -159,6 +159,7 @@ impl GuestSettings {
                 name: name.into(),
                 uids: Vec::new(),
                 cids: Vec::new(),
+                certificates: Vec::new(),
                 policy: Policy::default(),
             },
             listen: Vec::new(),

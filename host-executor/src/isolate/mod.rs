@@ -1,13 +1,20 @@
 //! Guests in processes of their own.
 //!
-//! A supervisor listens. For each guest that arrives it starts a worker, this same program, and hands it the socket: the
-//! supervisor has not said a word to the guest, and never will. A worker has an engine of its own, goes into the sandbox,
-//! serves its one guest and ends with it. Whatever goes wrong in it, and be it a fault of the processor, ends one guest's
-//! session; the guest is told by its link, the operator by the log, and the next session gets a new worker.
+//! A supervisor listens. For each guest that arrives it starts a worker, this same program, and hands it the sockets of the
+//! guest's programs: the supervisor has not said a word to the guest, and never will. A worker has an engine of its own,
+//! goes into the sandbox, serves its one guest and ends with the guest's last program. Whatever goes wrong in it, and be it
+//! a fault of the processor, ends one guest's sessions; the guest is told by its link, the operator by the log, and the next
+//! program gets a new worker.
 //!
-//! What processes do not share, they cannot share out: each worker has a fixed part of the memory, given to no other
-//! ([`Supervisor::new`]), and processor time is divided by the kernel's scheduler, evenly among the workers.
+//! A guest that the configuration names has one worker for all its programs, which share its quota and its weights there.
+//! Who has no name gets a worker for each program. Workers tell their supervisor what they do (`post.rs`), which adds it up
+//! for metrics and `vgpu ps` (`books.rs`).
+//!
+//! What processes do not share, they cannot share out turn by turn: each guest has its part of the memory, and processor
+//! time is divided by the kernel's scheduler, for which weights become nice levels.
 
+mod books;
+mod post;
 mod worker;
 
 use std::collections::BTreeMap;
@@ -27,11 +34,15 @@ use tracing::{error, info, warn};
 use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::Listener;
 
-use crate::server::Peer;
+use crate::roster::{GuestRule, Roster, Rules, TooMuchPromised};
+use crate::server::{DoorId, Peer};
 use crate::session::Stop;
-use crate::tenant::LinkKind;
+use crate::status::Watch;
 
-pub use worker::{Arrived, serve, take_socket};
+use books::{Books, Machine};
+use post::{Away, Heard, MOST_SESSIONS, News, Order, Post};
+
+pub use worker::{serve, take_socket};
 
 /// How often a door with nobody at it looks whether to stop.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -81,51 +92,168 @@ impl Entrance for vsock::Listener {
     }
 }
 
-/// Makes the command of a worker, without what the supervisor adds.
-pub type MakeCommand = Box<dyn Fn() -> Command + Send + Sync>;
+/// Makes the command of a worker whose engine has so much memory, without what the supervisor adds.
+pub type MakeCommand = Box<dyn Fn(Option<u64>) -> Command + Send + Sync>;
+
+/// What there is to share out.
+#[derive(Debug, Clone)]
+pub struct Means {
+    /// The engine, as it is called.
+    pub engine: String,
+    /// All memory that guests may use, where it is ours to share out; an engine whose driver does that has none.
+    pub memory: Option<u64>,
+}
+
+/// Who gets what.
+#[derive(Debug, Clone)]
+pub struct Shares {
+    /// The guests by name, each with its part of the memory, and what a guest without a name gets.
+    pub rules: Rules,
+    /// Guests without a name that are served at once: as many as there are parts of the memory for.
+    pub places: usize,
+    /// Programs that are served at once, of all guests.
+    pub sessions: usize,
+}
 
 /// Starts a worker for each guest.
 pub struct Supervisor {
     shared: Arc<Shared>,
-    doors: Vec<JoinHandle<()>>,
+    doors: BTreeMap<u64, (Stop, JoinHandle<()>)>,
+    last_door: u64,
 }
 
 struct Shared {
     command: MakeCommand,
-    /// Guests served at once.
-    places: usize,
+    means: Means,
+    since: Instant,
+    roster: Roster,
     stop: Stop,
     last_id: AtomicU64,
-    workers: Mutex<BTreeMap<u64, Pid>>,
+    house: Mutex<House>,
     ended: Condvar,
 }
 
-impl Supervisor {
-    /// A supervisor with no door yet, for at most `places` guests at once. `command` is what a worker is; it has to read
-    /// [`Arrived`] from its arguments and call [`serve`].
-    pub fn new(command: MakeCommand, places: usize) -> Supervisor {
-        Supervisor {
-            shared: Arc::new(Shared {
-                command,
-                places,
-                stop: Stop::new(),
-                last_id: AtomicU64::new(0),
-                workers: Mutex::default(),
-                ended: Condvar::new(),
-            }),
-            doors: Vec::new(),
-        }
+/// Who is here.
+struct House {
+    shares: Shares,
+    workers: BTreeMap<u64, Worker>,
+    machines: BTreeMap<u64, Machine>,
+    books: Books,
+}
+
+/// A worker, until its process is gone.
+struct Worker {
+    post: Arc<Post>,
+    /// The guest, if it has a name.
+    guest: Option<String>,
+    /// Whether it is there to turn somebody away.
+    is_dismissal: bool,
+    /// Programs it has been given and has not been heard to be done with, each with how many it had been given by then.
+    sessions: BTreeMap<u64, (u64, Peer)>,
+    given: u64,
+    /// It is about to end, and takes nobody any more.
+    is_closing: bool,
+    /// What it has said last.
+    news: Option<News>,
+}
+
+impl Worker {
+    fn send(&self, order: &Order, socket: Option<&OwnedFd>) -> io::Result<()> {
+        self.post.send(order, socket)
     }
 
-    /// Lets guests in through `entrance` from now on.
-    pub fn open(&mut self, mut entrance: impl Entrance) -> io::Result<()> {
+    /// Gives it a program of its guest.
+    fn give(
+        &mut self,
+        session: u64,
+        peer: &Peer,
+        away: Option<Away>,
+        socket: &OwnedFd,
+    ) -> io::Result<()> {
+        let order = Order::Serve {
+            session,
+            guest: self.guest.clone(),
+            peer: peer.clone(),
+            away,
+        };
+        self.send(&order, Some(socket))?;
+        self.given += 1;
+        self.sessions.insert(session, (self.given, peer.clone()));
+        Ok(())
+    }
+}
+
+impl Supervisor {
+    /// A supervisor with no door yet. `command` is what a worker is; it has to call [`serve`] with [`take_socket`].
+    pub fn new(
+        command: MakeCommand,
+        means: Means,
+        shares: Shares,
+    ) -> Result<Supervisor, TooMuchPromised> {
+        let roster = Roster::new(means.memory.unwrap_or(u64::MAX));
+        roster.apply(shares.rules.clone())?;
+        let house = House {
+            shares,
+            workers: BTreeMap::new(),
+            machines: BTreeMap::new(),
+            books: Books::default(),
+        };
+        Ok(Supervisor {
+            shared: Arc::new(Shared {
+                command,
+                means,
+                since: Instant::now(),
+                roster,
+                stop: Stop::new(),
+                last_id: AtomicU64::new(0),
+                house: Mutex::new(house),
+                ended: Condvar::new(),
+            }),
+            doors: BTreeMap::new(),
+            last_door: 0,
+        })
+    }
+
+    /// Has these shares hold from now on, and tells the workers. On failure nothing has changed.
+    pub fn apply(&self, shares: Shares) -> Result<(), TooMuchPromised> {
+        let mut house = self.shared.house();
+        self.shared.roster.apply(shares.rules.clone())?;
+        house.shares = shares;
+        for worker in house.workers.values().filter(|worker| !worker.is_closing) {
+            let Some(rules) = house.shares.rules_of(worker.guest.as_deref()) else {
+                continue; // it has no name any more: who is here stays
+            };
+            if let Err(error) = worker.send(&Order::Rules(rules), None) {
+                warn!(
+                    guest = worker.guest,
+                    "its worker is not told what it may use: {error}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// What the workers are doing, for somebody on another thread.
+    pub fn watch(&self) -> Watch {
+        Watch::new(Arc::clone(&self.shared) as _)
+    }
+
+    /// Lets guests in through `entrance` from now on; with a name, whoever comes in is that guest.
+    pub fn open_for(
+        &mut self,
+        guest: Option<String>,
+        mut entrance: impl Entrance,
+    ) -> io::Result<DoorId> {
         let shared = Arc::clone(&self.shared);
+        let closed = Stop::new();
+        self.last_door += 1;
+        let is_closed = closed.clone();
         let thread = thread::Builder::new()
-            .name(format!("vgpu-door-{}", self.doors.len()))
+            .name(format!("vgpu-door-{}", self.last_door))
             .spawn(move || {
-                while !shared.stop.is_asked() {
+                while !shared.stop.is_asked() && !is_closed.is_asked() {
                     match entrance.next(PATIENCE) {
-                        Ok(Some((socket, peer))) => shared.admit(socket, peer),
+                        Ok(Some((socket, peer))) => shared.admit(guest.as_deref(), socket, &peer),
                         Ok(None) => {}
                         Err(error) => {
                             error!("no guest can come in for {BACK_OFF:?}: {error}");
@@ -134,20 +262,39 @@ impl Supervisor {
                     }
                 }
             })?;
-        self.doors.push(thread);
-        Ok(())
+        self.doors.insert(self.last_door, (closed, thread));
+        Ok(DoorId(self.last_door))
+    }
+
+    /// Lets nobody in through this door any more. Who is in stays.
+    pub fn close(&mut self, door: DoorId) {
+        if let Some((closed, thread)) = self.doors.remove(&door.0) {
+            closed.ask();
+            if thread.join().is_err() {
+                error!("a listener has panicked, a bug of the host");
+            }
+        }
     }
 
     /// Keeps `command`, which serves the virtual machine `name`, running until the shutdown; returns once it listens at
-    /// `socket`. It takes care of its own restarts, so that its end is an error.
-    pub fn keep(&mut self, name: &str, mut command: Command, socket: &Path) -> io::Result<()> {
+    /// `socket`. It takes care of its own restarts, so that its end is an error. It says what it does at `control`.
+    pub fn keep(
+        &mut self,
+        name: &str,
+        mut command: Command,
+        socket: &Path,
+        control: &Path,
+    ) -> io::Result<()> {
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let id = self.shared.new_id();
-        let mut worker = self.shared.spawn(id, &mut command)?;
+        let level = self.shared.house().shares.nice(Some(name));
+        let mut worker = spawn(&mut command, level)?;
+        let machine = Machine::new(name, Pid::from_child(&worker), control);
+        self.shared.house().machines.insert(id, machine);
         let start = Instant::now();
         while !socket.exists() {
             if let Some(status) = worker.try_wait()? {
-                self.shared.forget(id);
+                self.shared.house().machines.remove(&id);
                 return Err(io::Error::other(format!("its process {}", Death(status))));
             }
             if start.elapsed() > READY {
@@ -155,133 +302,324 @@ impl Supervisor {
             }
             thread::sleep(Duration::from_millis(10));
         }
-        let peer = Peer {
-            endpoint: format!("vm {name}"),
-            link: LinkKind::Pci,
-            machine: None,
-            process: None,
-        };
-        let shared = Arc::clone(&self.shared);
+        let (shared, name) = (Arc::clone(&self.shared), name.to_owned());
         thread::Builder::new()
             .name(format!("vgpu-vm-{name}"))
-            .spawn(move || shared.wait(id, worker, &peer))?;
+            .spawn(move || shared.wait_for_machine(id, worker, &name))?;
         Ok(())
     }
 
     /// Closes the doors, has each worker finish what it runs and tell its guest, and returns when all have ended.
     pub fn shutdown(mut self) {
         self.shared.stop.ask();
-        for door in self.doors.drain(..) {
-            if door.join().is_err() {
+        for (_, thread) in std::mem::take(&mut self.doors).into_values() {
+            if thread.join().is_err() {
                 error!("a listener has panicked, a bug of the host");
             }
         }
-        let mut workers = self.shared.workers();
-        for pid in workers.values() {
+        let mut house = self.shared.house();
+        house
+            .workers
+            .values()
+            .for_each(|worker| worker.post.close());
+        for machine in house.machines.values() {
             // Its thread has not waited for it yet, or it would not be in the list.
-            let _ = rustix::process::kill_process(*pid, Signal::TERM);
+            let _ = rustix::process::kill_process(machine.pid, Signal::TERM);
         }
-        while !workers.is_empty() {
-            workers = self
+        while !house.workers.is_empty() || !house.machines.is_empty() {
+            house = self
                 .shared
                 .ended
-                .wait(workers)
+                .wait(house)
                 .unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
+impl Shares {
+    /// The rules of the worker of this guest; none if there is no such guest any more.
+    fn rules_of(&self, guest: Option<&str>) -> Option<Rules> {
+        let (guests, unnamed) = match guest {
+            None => (Vec::new(), self.rules.unnamed.clone()),
+            Some(name) => {
+                let rule = self.rules.guests.iter().find(|rule| rule.name == name)?;
+                (vec![rule.clone()], None)
+            }
+        };
+        Some(Rules {
+            guests,
+            unnamed,
+            overcommit: false,
+        })
+    }
+
+    fn policy_weight(&self, guest: Option<&str>) -> u32 {
+        let named = |name: &str| self.rules.guests.iter().find(|rule| rule.name == name);
+        match guest.and_then(named) {
+            Some(rule) => rule.policy.weight,
+            None => self
+                .rules
+                .unnamed
+                .as_ref()
+                .map_or(1, |policy| policy.weight),
+        }
+    }
+
+    /// The nice level of this guest's processes.
+    fn nice(&self, guest: Option<&str>) -> i32 {
+        let weights = |rule: &GuestRule| rule.policy.weight;
+        let unnamed = self.rules.unnamed.as_ref().map(|policy| policy.weight);
+        let heaviest = self.rules.guests.iter().map(weights).chain(unnamed).max();
+        nice(self.policy_weight(guest), heaviest.unwrap_or(1))
+    }
+}
+
+/// The nice level that gives a process of `weight` its part of a busy processor, beside one of the greatest weight: each
+/// level is a fifth less. There are no more than 19, which is one part in seventy.
+fn nice(weight: u32, heaviest: u32) -> i32 {
+    let ratio = f64::from(heaviest.max(1)) / f64::from(weight.max(1));
+    (ratio.ln() / 1.25f64.ln()).round().clamp(0.0, 19.0) as i32
+}
+
+fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
+    // SAFETY: between fork and exec only calls are allowed that a signal handler may make; these are two system calls.
+    unsafe {
+        command.pre_exec(move || {
+            // Workers end with their supervisor. (In truth with the thread that starts them: it waits for them, or is the
+            // first of the process.)
+            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            if nice > 0 {
+                rustix::process::setpriority_process(None, nice)?;
+            }
+            Ok(())
+        });
+    }
+    command.spawn()
+}
+
 impl Shared {
-    fn workers(&self) -> MutexGuard<'_, BTreeMap<u64, Pid>> {
-        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn house(&self) -> MutexGuard<'_, House> {
+        self.house.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn new_id(&self) -> u64 {
         self.last_id.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    fn forget(&self, id: u64) {
-        self.workers().remove(&id);
+    /// Gives a program to its guest's worker.
+    fn admit(self: &Arc<Shared>, door: Option<&str>, socket: OwnedFd, peer: &Peer) {
+        let id = self.new_id();
+        let (guest, refused) = match self.roster.admit(door, peer) {
+            Ok(tenant) => (tenant.is_named().then(|| tenant.name().to_owned()), None),
+            Err(why) => (None, Some(Away::Refused { why })),
+        };
+        // Held while it is given away, so that no worker ends meanwhile, and a shutdown misses nobody.
+        let mut house = self.house();
+        if self.stop.is_asked() {
+            return;
+        }
+        let away = refused.or_else(|| house.full(guest.as_deref()));
+        let dismissals = house.workers.values().filter(|worker| worker.is_dismissal);
+        let count = dismissals.count();
+        if away.is_some() && count >= DISMISSALS {
+            warn!(%peer, "turned away without a word: {count} others are being told why");
+            return;
+        }
+        let worker = match (&guest, &away) {
+            (Some(name), None) => house.worker_of(name),
+            _ => None,
+        };
+        let outcome = match worker {
+            Some(worker) => worker.give(id, peer, None, &socket),
+            None => self.hire(&mut house, id, guest, away, &socket, peer),
+        };
+        if let Err(error) = outcome {
+            error!(session = id, %peer, "it cannot be given to a worker, and is turned away: {error}");
+        }
+    }
+
+    /// Starts a worker, whose first program is `session`.
+    fn hire(
+        self: &Arc<Shared>,
+        house: &mut House,
+        session: u64,
+        guest: Option<String>,
+        away: Option<Away>,
+        socket: &OwnedFd,
+        peer: &Peer,
+    ) -> io::Result<()> {
+        let (post, theirs) = Post::pair()?;
+        let mut worker = Worker {
+            post: Arc::new(post),
+            guest,
+            is_dismissal: away.is_some(),
+            sessions: BTreeMap::new(),
+            given: 0,
+            is_closing: false,
+            news: None,
+        };
+        let guest = worker.guest.as_deref();
+        // The quota of a guest with a name can change while it is here; its engine cannot.
+        let memory = match (guest, &house.shares.rules.unnamed) {
+            (None, Some(policy)) => policy.memory,
+            _ => None,
+        };
+        let (memory, level) = (memory.or(self.means.memory), house.shares.nice(guest));
+        if let Some(rules) = house.shares.rules_of(guest) {
+            worker.send(&Order::Rules(rules), None)?;
+        }
+        worker.give(session, peer, away, socket)?;
+        let (shared, post) = (Arc::clone(self), Arc::clone(&worker.post));
+        thread::Builder::new()
+            .name(format!("vgpu-worker-{session}"))
+            .spawn(move || {
+                let mut command = (shared.command)(memory);
+                command
+                    .arg(format!("--worker={session}"))
+                    .stdin(Stdio::from(theirs))
+                    .stdout(Stdio::null());
+                let started = spawn(&mut command, level);
+                // It has the other end of the socket open.
+                drop(command);
+                shared.attend(session, &post, started);
+            })?;
+        house.workers.insert(session, worker);
+        Ok(())
+    }
+
+    /// Listens to a worker until its end.
+    fn attend(&self, id: u64, post: &Post, started: io::Result<Child>) {
+        let mut process = match started {
+            Ok(process) => process,
+            Err(error) => {
+                self.dismiss(id, |session, peer| {
+                    error!(session, %peer, "no worker can be started, its guest is turned away: {error}");
+                });
+                return;
+            }
+        };
+        let mut has_complained = false;
+        loop {
+            match post.receive(None) {
+                Ok(Heard::Message(news, _)) => self.hear(id, news),
+                Ok(Heard::Nothing) => {}
+                Ok(Heard::Garbage(why)) if has_complained => drop(why),
+                Ok(Heard::Garbage(why)) => {
+                    has_complained = true;
+                    error!(worker = id, "it says what no worker says: {why}");
+                }
+                Ok(Heard::End) => break,
+                Err(error) => {
+                    error!(worker = id, "it is not heard any more: {error}");
+                    post.close();
+                    break;
+                }
+            }
+        }
+        let pid = process.id();
+        let status = process.wait();
+        let is_good = matches!(&status, Ok(status) if status.success());
+        self.dismiss(id, |session, peer| match &status {
+            Ok(_) if is_good => {}
+            Ok(status) => error!(
+                session,
+                %peer,
+                pid,
+                "the worker of this guest {}: its session is over, no other guest is touched; its next session gets a new worker",
+                Death(*status)
+            ),
+            Err(error) => error!(session, %peer, pid, "nobody knows how the worker ended: {error}"),
+        });
+        if !self.stop.is_asked() {
+            info!(worker = id, pid, "worker gone");
+        }
+    }
+
+    /// Takes a worker off the list, and says what becomes of who was with it.
+    fn dismiss(&self, id: u64, say: impl Fn(u64, &Peer)) {
+        let mut house = self.house();
+        if let Some(worker) = house.workers.remove(&id) {
+            for (session, (_, peer)) in &worker.sessions {
+                say(*session, peer);
+            }
+            house.books.close(&worker, &self.roster);
+        }
+        drop(house);
         self.ended.notify_all();
     }
 
-    /// Gives a guest its worker, and the worker a thread that waits for its end.
-    fn admit(self: &Arc<Shared>, socket: OwnedFd, peer: Peer) {
-        let id = self.new_id();
-        let count = self.workers().len();
-        if count >= self.places + DISMISSALS {
-            warn!(%peer, "turned away: {count} guests are here already");
+    /// Notes what a worker has said.
+    fn hear(&self, id: u64, news: News) {
+        let mut house = self.house();
+        let Some(worker) = house.workers.get_mut(&id) else {
             return;
-        }
-        let arrived = Arrived {
-            session: id,
-            kind: peer.link,
-            peer: peer.to_string(),
-            full: (count >= self.places).then_some(self.places),
         };
-        let shared = Arc::clone(self);
-        let spawned = thread::Builder::new()
-            .name(format!("vgpu-worker-{id}"))
-            .spawn(move || match shared.start(socket, &arrived) {
-                Ok(worker) => shared.wait(id, worker, &peer),
-                Err(error) => error!(session = id, %peer, "no worker can be started, its guest is turned away: {error}"),
-            });
-        if let Err(error) = spawned {
-            error!("no thread for session {id}, its guest is turned away: {error}");
+        let is_open = |session| news.report.status.sessions.iter().any(|s| s.id == session);
+        worker
+            .sessions
+            .retain(|&session, (number, _)| *number > news.served || is_open(session));
+        worker.news = Some(news);
+        if worker.sessions.is_empty() && !worker.is_closing {
+            worker.is_closing = true;
+            worker.post.close();
         }
     }
 
-    fn start(&self, socket: OwnedFd, arrived: &Arrived) -> io::Result<Child> {
-        let mut command = (self.command)();
-        command
-            .args(arrived.arguments())
-            .stdin(Stdio::from(socket))
-            .stdout(Stdio::null());
-        self.spawn(arrived.session, &mut command)
-    }
-
-    fn spawn(&self, id: u64, command: &mut Command) -> io::Result<Child> {
-        // SAFETY: between fork and exec only calls are allowed that a signal handler may make; this is one system call.
-        unsafe {
-            command.pre_exec(|| {
-                // Workers end with their supervisor. (In truth with the thread that starts them: it waits for them, or is the
-                // first of the process.)
-                rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
-                Ok(())
-            });
-        }
-        // Started under the lock, so that a shutdown misses none.
-        let mut workers = self.workers();
-        if self.stop.is_asked() {
-            return Err(io::Error::other("the host is shutting down"));
-        }
-        let worker = command.spawn()?;
-        workers.insert(id, Pid::from_child(&worker));
-        Ok(worker)
-    }
-
-    fn wait(&self, id: u64, mut worker: Child, peer: &Peer) {
-        let pid = worker.id();
+    fn wait_for_machine(&self, id: u64, mut process: Child, name: &str) {
+        let pid = process.id();
         // It is taken off the list before its number can be another's, except by the kernel's own reuse between these lines,
         // which takes all other numbers first.
-        let status = worker.wait();
-        self.forget(id);
+        let status = process.wait();
+        self.house().machines.remove(&id);
+        self.ended.notify_all();
         match status {
             Ok(status) if status.success() => {}
-            Ok(status) => error!(
-                session = id,
-                %peer,
-                pid,
-                "the worker of this guest {}: its session is over, no other is touched; its next session gets a new worker",
-                Death(status)
+            Ok(status) => error!(vm = name, pid, "its process {}", Death(status)),
+            Err(error) => error!(
+                vm = name,
+                pid, "nobody knows how its process ended: {error}"
             ),
-            Err(error) => {
-                error!(session = id, %peer, pid, "nobody knows how the worker ended: {error}")
-            }
         }
-        if !self.stop.is_asked() {
-            info!(session = id, %peer, "worker gone");
+    }
+}
+
+impl House {
+    /// The worker that serves this guest and has room for another program.
+    fn worker_of(&mut self, guest: &str) -> Option<&mut Worker> {
+        self.workers.values_mut().find(|worker| {
+            worker.guest.as_deref() == Some(guest)
+                && !worker.is_closing
+                && worker.sessions.len() < MOST_SESSIONS
+        })
+    }
+
+    /// Why there is no place for one more program of this guest, if there is none.
+    fn full(&self, guest: Option<&str>) -> Option<Away> {
+        let served = self.workers.values().filter(|worker| !worker.is_dismissal);
+        let sessions = served.clone().map(|worker| worker.sessions.len()).sum();
+        // A process counts until it is gone, and its part of the memory with it.
+        let unnamed = served.filter(|worker| worker.guest.is_none()).count();
+        if guest.is_none() && unnamed >= self.shares.places {
+            return Some(Away::Full {
+                sessions: unnamed,
+                limit: self.shares.places,
+            });
         }
+        let limit = self.shares.sessions;
+        // The report of one worker has to fit into a packet.
+        let own = self
+            .workers
+            .values()
+            .filter(|worker| guest.is_some() && worker.guest.as_deref() == guest)
+            .map(|worker| worker.sessions.len())
+            .max();
+        if let Some(own) = own.filter(|own| *own >= MOST_SESSIONS) {
+            return Some(Away::Full {
+                sessions: own,
+                limit: MOST_SESSIONS,
+            });
+        }
+        (sessions >= limit).then_some(Away::Full { sessions, limit })
     }
 }
 
@@ -297,5 +635,19 @@ impl fmt::Display for Death {
             }
             None => write!(f, "ended with {}", self.0),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_become_nice_levels_with_the_heaviest_at_none() {
+        assert_eq!(nice(3, 3), 0);
+        assert_eq!(nice(1, 1), 0);
+        // 1.25 to the fifth is 3.05.
+        assert_eq!(nice(1, 3), 5);
+        assert_eq!(nice(1, 1000), 19);
     }
 }

@@ -180,7 +180,7 @@ fn allowed() -> Result<Rules, SandboxError> {
     ];
     // The older forms that one architecture still has.
     #[cfg(target_arch = "x86_64")]
-    let older = [
+    let older = &[
         libc::SYS_open,
         libc::SYS_stat,
         libc::SYS_lstat,
@@ -202,12 +202,8 @@ fn allowed() -> Result<Rules, SandboxError> {
         libc::SYS_alarm,
     ];
     #[cfg(not(target_arch = "x86_64"))]
-    let older = [];
-    let mut rules: Rules = plain
-        .into_iter()
-        .chain(older)
-        .map(|call| (call, Vec::new()))
-        .collect();
+    let older = &[];
+    let mut rules = always(&plain, older);
 
     // No memory that can be executed: whoever gets in brings no code.
     let not_executable = vec![rule([masked(2, libc::PROT_EXEC as u64, 0)?])?];
@@ -297,7 +293,7 @@ fn refused() -> Result<Rules, SandboxError> {
         libc::SYS_fanotify_init,
     ];
     #[cfg(target_arch = "x86_64")]
-    let older = [
+    let older = &[
         libc::SYS_fork,
         libc::SYS_vfork,
         libc::SYS_iopl,
@@ -305,12 +301,8 @@ fn refused() -> Result<Rules, SandboxError> {
         libc::SYS_kexec_file_load,
     ];
     #[cfg(not(target_arch = "x86_64"))]
-    let older = [];
-    let mut rules: Rules = plain
-        .into_iter()
-        .chain(older)
-        .map(|call| (call, Vec::new()))
-        .collect();
+    let older = &[];
+    let mut rules = always(&plain, older);
     rules.insert(
         libc::SYS_clone,
         vec![rule([masked(0, libc::CLONE_THREAD as u64, 0)?])?],
@@ -324,6 +316,12 @@ fn refused() -> Result<Rules, SandboxError> {
         vec![SeccompRule::new(other_families).map_err(failed)?],
     );
     Ok(rules)
+}
+
+/// Rules under which these calls pass (or are refused) whatever their arguments.
+fn always(calls: &[c_long], older: &[c_long]) -> Rules {
+    let calls = calls.iter().chain(older);
+    calls.map(|&call| (call, Vec::new())).collect()
 }
 
 fn rule<const N: usize>(conditions: [SeccompCondition; N]) -> Result<SeccompRule, SandboxError> {

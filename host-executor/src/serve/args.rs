@@ -81,13 +81,15 @@ pub(crate) struct Args {
 
     /// Serve each guest, and each virtual machine, in a process of its own, so that a fault in one takes down no other.
     ///
-    /// Each has an engine of its own. With the cpu engine it gets --guest-memory of --memory, and as many guests are served
-    /// as that is enough for; processors are shared out by the kernel. Guests by name, metrics, reloading and the cache of
-    /// weights need one process for all.
+    /// Each has an engine of its own. A guest that the configuration names has one process for all its programs, with its
+    /// quota; who has no name has one for each program, with --guest-memory of --memory, and as many are served as that is
+    /// enough for. Processors are shared out by the kernel, weights are nice levels there. Weights of models are shared by
+    /// the programs of one guest. The cache of weights, --share-weights all and guests by certificate need one process
+    /// for all.
     #[arg(long)]
     pub(super) isolate: bool,
 
-    /// With --isolate and the cpu engine: the memory of each guest, such as 4G.
+    /// With --isolate and the cpu engine: the memory of each guest for which the configuration says nothing, such as 4G.
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "isolate")]
     pub(super) guest_memory: Option<u64>,
 

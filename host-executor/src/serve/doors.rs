@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, anyhow, bail};
 use rustix::io::Errno;
 use tracing::{error, info};
-use vgpu_executor::config::{Settings, VmDevice};
+use vgpu_executor::config::{GuestSettings, Settings, VmDevice};
+use vgpu_executor::isolate::Supervisor;
 use vgpu_executor::vm::{IvshmemDoor, VfioUserDoor, VmListenError, VmOptions, listen_stream};
 use vgpu_executor::{DoorId, Server};
 use vgpu_transport::link::Endpoint;
@@ -64,10 +65,53 @@ fn plans(settings: &Settings) -> Vec<Plan> {
     common.chain(own).collect()
 }
 
+/// What lies behind the doors: who serves those that come in.
+pub(super) trait House {
+    /// Lets guests in from now on; with a name, whoever comes in is that guest.
+    fn let_in(&mut self, guest: Option<String>, door: Listening) -> io::Result<DoorId>;
+    /// Lets nobody in through this door any more.
+    fn close(&mut self, door: DoorId);
+}
+
+impl House for Server {
+    fn let_in(&mut self, guest: Option<String>, door: Listening) -> io::Result<DoorId> {
+        match door {
+            Listening::Unix(door) => self.open_for(guest, door),
+            Listening::Tcp(door) => self.open_for(guest, door),
+            Listening::Vsock(door) => self.open_for(guest, door),
+            Listening::Ivshmem(door) => self.open_for(guest, door),
+            Listening::VfioUser(door) => self.open_for(guest, door),
+        }
+    }
+
+    fn close(&mut self, door: DoorId) {
+        Server::close(self, door);
+    }
+}
+
+impl House for Supervisor {
+    fn let_in(&mut self, guest: Option<String>, door: Listening) -> io::Result<DoorId> {
+        match door {
+            Listening::Unix(door) => self.open_for(guest, door),
+            Listening::Tcp(door) => self.open_for(guest, door),
+            Listening::Vsock(door) => self.open_for(guest, door),
+            Listening::Ivshmem(_) | Listening::VfioUser(_) => Err(io::Error::other(
+                "a virtual machine's own process listens for it",
+            )),
+        }
+    }
+
+    fn close(&mut self, door: DoorId) {
+        Supervisor::close(self, door);
+    }
+}
+
 /// The doors that are open.
 pub(super) struct Doors {
     certificates: Option<Certificates>,
     device: VmDevice,
+    /// Whether virtual machines come in through them.
+    has_machines: bool,
     open: Vec<(Plan, DoorId)>,
 }
 
@@ -82,8 +126,23 @@ impl Doors {
                 .map(|folder| Certificates::load(folder).context("certificates"))
                 .transpose()?,
             device: settings.device,
+            has_machines: true,
             open: Vec::new(),
         })
+    }
+
+    /// The doors of a supervisor: virtual machines have processes that listen for themselves.
+    pub(super) fn without_machines(settings: &Settings) -> anyhow::Result<Doors> {
+        Ok(Doors {
+            has_machines: false,
+            ..Doors::new(settings)?
+        })
+    }
+
+    fn plans(&self, settings: &Settings) -> Vec<Plan> {
+        let mut plans = plans(settings);
+        plans.retain(|plan| self.has_machines || !matches!(plan.place, Place::Vm(_)));
+        plans
     }
 
     /// Listens wherever the settings say and nobody listens yet. On failure nothing has changed.
@@ -96,7 +155,18 @@ impl Doors {
             let address = plan.address();
             self.open.iter().any(|(open, _)| open.address() == address)
         };
-        let new = plans(settings).into_iter().filter(|plan| !is_taken(plan));
+        let known = |guest: &&GuestSettings| !guest.rule.certificates.is_empty();
+        if let (None, Some(guest)) = (&self.certificates, settings.guests.iter().find(known)) {
+            bail!(
+                "guest {:?} is known by its certificate, and there are none: make some with `vgpu cert`, and name their \
+                 folder with certs in [server], or --certs",
+                guest.rule.name
+            );
+        }
+        let new = self
+            .plans(settings)
+            .into_iter()
+            .filter(|plan| !is_taken(plan));
         new.map(|plan| self.listen(plan, kept)).collect()
     }
 
@@ -104,28 +174,28 @@ impl Doors {
     /// closed and opened again.
     pub(super) fn switch(
         &mut self,
-        server: &mut Server,
+        house: &mut impl House,
         settings: &Settings,
         prepared: Vec<Ready>,
     ) -> anyhow::Result<()> {
-        let plans = plans(settings);
+        let plans = self.plans(settings);
         let (stay, go): (Vec<_>, Vec<_>) = std::mem::take(&mut self.open)
             .into_iter()
             .partition(|(plan, _)| plans.contains(plan));
         self.open = stay;
         for (plan, door) in go {
             info!("listening on {} no longer", plan.address());
-            server.close(door);
+            house.close(door);
         }
         for ready in prepared {
-            self.open(server, ready)?;
+            self.open(house, ready)?;
         }
         for plan in plans {
             if self.open.iter().any(|(open, _)| *open == plan) {
                 continue;
             }
             match self.listen(plan, &mut BTreeMap::new()) {
-                Ok(ready) => self.open(server, ready)?,
+                Ok(ready) => self.open(house, ready)?,
                 Err(error) => error!("a door stays closed: {error:#}"),
             }
         }
@@ -137,7 +207,7 @@ impl Doors {
         self.open.iter().map(|(plan, _)| plan.address()).collect()
     }
 
-    fn open(&mut self, server: &mut Server, ready: Ready) -> anyhow::Result<()> {
+    fn open(&mut self, house: &mut impl House, ready: Ready) -> anyhow::Result<()> {
         let Ready(plan, listening) = ready;
         let address = plan.address();
         let guest = plan.guest.clone();
@@ -145,14 +215,9 @@ impl Doors {
             Some(guest) => info!(guest, "listening on {address}"),
             None => info!("listening on {address}"),
         }
-        let door = match listening {
-            Listening::Unix(door) => server.open_for(guest, door),
-            Listening::Tcp(door) => server.open_for(guest, door),
-            Listening::Vsock(door) => server.open_for(guest, door),
-            Listening::Ivshmem(door) => server.open_for(guest, door),
-            Listening::VfioUser(door) => server.open_for(guest, door),
-        };
-        let door = door.context("no thread for a listener")?;
+        let door = house
+            .let_in(guest, listening)
+            .context("no thread for a listener")?;
         self.open.push((plan, door));
         Ok(())
     }
@@ -177,7 +242,7 @@ pub(super) enum Listening {
     VfioUser(VfioUserDoor),
 }
 
-pub(super) fn listen(
+fn listen(
     endpoint: &Endpoint,
     mode: u32,
     certificates: Option<&Certificates>,

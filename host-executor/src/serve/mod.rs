@@ -18,6 +18,7 @@ use tracing::{error, info, warn};
 use vgpu_executor::config::{EngineKind, Settings};
 use vgpu_executor::control::{self, Reloaded};
 use vgpu_executor::sandbox::{self, Profile};
+use vgpu_executor::status::Watch;
 use vgpu_executor::vm::SocketFile;
 use vgpu_executor::{Limits, Server, Weights, metrics, service};
 use vgpu_kernels::Engine;
@@ -48,7 +49,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let (sender, events) = mpsc::channel();
     catch_signals(sender.clone())?;
     if args.isolate {
-        return isolated::run(&args, &settings, &events);
+        return isolated::run(&args, settings, sender, &events, &mut logging);
     }
 
     let engine = engine(settings.engine, settings.threads, settings.memory)?;
@@ -87,21 +88,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             file.display()
         );
     }
-    let _files = observe(&settings, &server, sender)?;
+    let _files = observe(&settings, &server.watch(), sender)?;
     doors.switch(&mut server, &settings, prepared)?;
     enter_sandbox(engine.as_ref(), args.no_sandbox)?;
     announce(&doors.addresses());
     service::ready();
 
     let mut running = settings;
-    serve(
-        &args,
-        &events,
-        &mut server,
-        &mut doors,
-        &mut logging,
-        &mut running,
-    )?;
+    serve(&events, || {
+        reload(&args, &mut server, &mut doors, &mut logging, &mut running)
+    })?;
     service::stopping();
     server.shutdown();
     info!("vgpu ends");
@@ -127,12 +123,12 @@ fn enter_sandbox(engine: &dyn Engine, is_off: bool) -> anyhow::Result<()> {
 /// Lets those look who may. Returns the files of the sockets for it.
 fn observe(
     settings: &Settings,
-    server: &Server,
+    watch: &Watch,
     events: Sender<Event>,
 ) -> anyhow::Result<Vec<SocketFile>> {
     let mut files = Vec::new();
     if let Some(address) = &settings.metrics {
-        let file = metrics::serve(address, server.watch());
+        let file = metrics::serve(address, watch.clone());
         files.extend(file.with_context(|| format!("metrics at {address}"))?);
         info!("metrics at {address}");
     }
@@ -146,7 +142,7 @@ fn observe(
                 message: "the executor is ending".into(),
             })
         };
-        let file = control::serve(path, server.watch(), Box::new(reload));
+        let file = control::serve(path, watch.clone(), Box::new(reload));
         files.push(file.with_context(|| format!("the control socket {}", path.display()))?);
     }
     Ok(files)
@@ -154,12 +150,8 @@ fn observe(
 
 /// Waits for the end; reads the configuration again as often as somebody asks.
 fn serve(
-    args: &Args,
     events: &Receiver<Event>,
-    server: &mut Server,
-    doors: &mut Doors,
-    logging: &mut Logging,
-    running: &mut Settings,
+    mut reload: impl FnMut() -> anyhow::Result<String>,
 ) -> anyhow::Result<()> {
     loop {
         match events.recv().context("the thread for signals has ended")? {
@@ -170,7 +162,7 @@ fn serve(
                 return Ok(());
             }
             Event::Reload(asker) => {
-                let said = match reload(args, server, doors, logging, running) {
+                let said = match reload() {
                     Ok(message) => {
                         info!("{message}");
                         Reloaded { ok: true, message }
@@ -210,14 +202,19 @@ fn reload(
     doors.switch(server, &wanted, prepared)?;
     wanted.keep_until_restart(running);
     *running = wanted;
-    let guests = running.guests.len();
-    Ok(match late.as_slice() {
+    Ok(reread(running, &late))
+}
+
+/// What a reload has done, in words.
+fn reread(settings: &Settings, late: &[&str]) -> String {
+    let guests = settings.guests.len();
+    match late {
         [] => format!("the configuration was read again: {guests} guests with names"),
         late => format!(
             "the configuration was read again: {guests} guests with names; {} will change with the next start",
             late.join(", ")
         ),
-    })
+    }
 }
 
 /// Sends the first SIGTERM or SIGINT, and each SIGHUP; a second of the former ends the process there and then.

@@ -45,6 +45,7 @@ impl VmOptions {
                 link: LinkKind::Pci,
                 machine: None,
                 process: None,
+                certificate: None,
             },
             open: Box::new(move || Ok(Box::new(arrival.handshake()?) as _)),
         }

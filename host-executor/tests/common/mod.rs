@@ -1,6 +1,7 @@
 //! What the tests share: a guest that says what it is told to, and engines that misbehave.
 #![allow(dead_code)] // each test binary uses its part
 
+pub(crate) mod model;
 pub(crate) mod puppet;
 pub(crate) mod served;
 
@@ -79,6 +80,7 @@ impl Host {
                 endpoint: "test".into(),
                 link: LinkKind::Unix,
                 machine: None,
+                certificate: None,
                 process,
             },
             open: Box::new(move || Ok(host)),
@@ -280,6 +282,40 @@ impl Guest {
         let after = self.end.receive(&mut Vec::new(), (&mut [][..]).into());
         assert!(after.is_err(), "a message after the last: {after:?}");
         reason
+    }
+}
+
+/// A guest with data and a graph from before, who must not notice what another one does.
+pub(crate) struct Bystander {
+    pub(crate) guest: Guest,
+    data: BufferId,
+}
+
+impl Bystander {
+    const GRAPH: GraphId = GraphId(7);
+
+    pub(crate) fn new(mut guest: Guest) -> Bystander {
+        let data = guest.alloc_with(&bytes(&[1.0, 2.0]));
+        guest.graph(Bystander::GRAPH, &add(2, data, data, data));
+        guest.fence();
+        Bystander { guest, data }
+    }
+
+    /// What `crime` does ends the session of `criminal` with a reason that has every word of `words`; this guest
+    /// computes on.
+    pub(crate) fn outlives(
+        &mut self,
+        mut criminal: Guest,
+        words: &[&str],
+        crime: impl FnOnce(&mut Guest),
+    ) {
+        crime(&mut criminal);
+        let reason = criminal.ended();
+        for word in words {
+            assert!(reason.contains(word), "{word:?} is not in {reason:?}");
+        }
+        self.guest.submit(Bystander::GRAPH);
+        assert_eq!(self.guest.read_f32(self.data, 2), [2.0, 4.0]);
     }
 }
 

@@ -10,6 +10,7 @@ pub mod endpoint;
 mod files;
 mod line;
 pub mod pci;
+pub mod rights;
 mod socket;
 pub mod stream;
 pub mod unix;
@@ -109,6 +110,11 @@ pub trait HostEnd: Send {
         payload_len: usize,
         fill: &mut dyn FnMut(BytesMut<'_>),
     ) -> Result<(), LinkError>;
+
+    /// The certificate that the guest has shown and that was found good, in DER; `None` on links without any.
+    fn certificate(&self) -> Option<&[u8]> {
+        None
+    }
 
     /// Whether memory of this machine can be shared with the guest.
     fn can_share(&self) -> bool {

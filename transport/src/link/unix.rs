@@ -17,8 +17,6 @@
 //! a time limit, and [`Listener::accept`] does none of the talking, so a silent guest holds up only itself.
 #![forbid(unsafe_code)]
 
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -29,13 +27,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::Mode;
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::LinkError;
 use super::files::Files;
+use super::rights;
 use super::window::{WindowGuest, WindowHost};
 use crate::window::doorbell::{EventDoorbell, is_eventfd, new_eventfd, poll, system};
 use crate::window::heartbeat::{self, Pulse, STALL};
@@ -484,15 +480,7 @@ pub(super) fn send_packet(
 ) -> Result<(), StepError> {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     loop {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            // There is space for FDS of them, and no caller has more.
-            let pushed = control.push(SendAncillaryMessage::ScmRights(fds));
-            debug_assert!(pushed);
-        }
-        let parts = [IoSlice::new(&bytes)];
-        match rustix::net::sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL) {
+        match rights::send(socket, &bytes, fds, SendFlags::empty()) {
             Ok(_) => return Ok(()),
             Err(Errno::AGAIN) => wait_for(socket, PollFlags::OUT, deadline)?,
             Err(Errno::INTR) => {}
@@ -512,11 +500,7 @@ pub(super) fn receive_packet(
     loop {
         // One byte more than is right, to notice what is too long.
         let mut bytes = vec![0; count * 8 + 1];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space[..]);
-        let mut parts = [IoSliceMut::new(&mut bytes)];
-        let got = rustix::net::recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC);
-        let got = match got {
+        let got = match rights::receive(socket, &mut bytes, RecvFlags::CMSG_CLOEXEC) {
             Ok(got) => got,
             Err(Errno::AGAIN) => {
                 wait_for(socket, PollFlags::IN, deadline)?;
@@ -526,20 +510,11 @@ pub(super) fn receive_packet(
             Err(Errno::CONNRESET) => return Err(LinkError::Closed.into()),
             Err(error) => return Err(system("receiving the handshake")(error).into()),
         };
-        // Taken out in any case, so that they are closed if they are not wanted.
-        let fds: Vec<OwnedFd> = control
-            .drain()
-            .filter_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-                _ => None,
-            })
-            .flatten()
-            .collect();
+        let fds = got.files;
         if got.bytes == 0 {
             return Err(LinkError::Closed.into());
         }
-        if got.bytes != count * 8 || fds.len() > max_fds || got.flags.contains(ReturnFlags::CTRUNC)
-        {
+        if got.bytes != count * 8 || fds.len() > max_fds || got.is_cut {
             return Err(StepError::Garbage(format!(
                 "a packet of {} bytes with {} files where {} bytes were expected",
                 got.bytes,

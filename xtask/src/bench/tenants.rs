@@ -5,7 +5,7 @@
 //! the machine does: each guest is a process here that samples, writes and waits on the same cores as the engine.
 //! Host memory for shared weights is `cargo xtask bench weights --only eight`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,8 +18,8 @@ use super::median;
 use super::table::Row;
 use crate::cache::Cache;
 use crate::dist::Dist;
-use crate::executor::Executor;
-use crate::process::{self, Daemon};
+use crate::executor::{self, Executor};
+use crate::process::Daemon;
 use crate::progress::{Step, heading};
 use crate::scratch::Scratch;
 use crate::workspace;
@@ -342,7 +342,7 @@ impl Setting {
     /// What the executor says of itself.
     fn status(&self) -> Result<Value> {
         let control = self.scratch.path().join("control.sock");
-        status(&self.dist.vgpu, &control)
+        executor::status(&self.dist.vgpu, &control)
     }
 
     /// Waits until each of these guests has run graphs for a while: loaded, warmed up, at work.
@@ -376,13 +376,6 @@ impl Setting {
         }
         Ok(())
     }
-}
-
-fn status(vgpu: &Path, control: &Path) -> Result<Value> {
-    let mut ps = Command::new(vgpu);
-    ps.args(["ps", "--json", "--control"]).arg(control);
-    let text = process::output(&mut ps)?;
-    serde_json::from_str(&text).context("vgpu ps --json wrote no JSON")
 }
 
 /// A figure of a guest.

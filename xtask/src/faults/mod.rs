@@ -4,6 +4,7 @@
 //! What must hold each time: nobody hangs, no guest crashes, nothing is left behind, guests beside the fault generate
 //! the same tokens as ever, and the next load works.
 
+mod company;
 mod guest;
 mod holdings;
 mod kills;
@@ -56,11 +57,13 @@ pub(crate) struct Row {
 type Fault = fn(&Bench<'_>, &Step) -> Result<Row>;
 
 /// All of them.
-pub(crate) const FAULTS: [(&str, Fault); 10] = [
+pub(crate) const FAULTS: [(&str, Fault); 12] = [
     ("executor killed at random points", kills::executors),
     ("guest killed at random points", kills::guests),
     ("executor and guest stopped for a while", stops::both),
     ("a guest that is slow", stops::slow),
+    ("several guests at once", company::together),
+    ("a guest at its quota beside another", company::quota),
     ("windows truncated under both", stops::truncated),
     ("clock jumps", stops::clock),
     (

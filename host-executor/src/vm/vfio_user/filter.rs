@@ -6,18 +6,15 @@
 #![forbid(unsafe_code)]
 
 use std::fs::DirBuilder;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read, Write};
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
+use rustix::net::{RecvFlags, SendFlags};
+use vgpu_transport::link::rights;
 
 /// Bytes of a message's head: id, command, size, flags, error.
 pub(super) const HEAD: usize = 16;
@@ -27,9 +24,6 @@ const MOST_ACCESS: usize = 4096;
 
 /// Most bytes of the text with a monitor's capabilities.
 const MOST_TEXT: usize = 4096;
-
-/// Most files with one message.
-const MOST_FILES: usize = 16;
 
 /// A listener that nobody else can connect to, and the connection to it.
 pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
@@ -81,13 +75,7 @@ fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
     let mut message = vec![0; HEAD];
     let mut got = 0;
     while got < HEAD {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
-        let mut control = RecvAncillaryBuffer::new(&mut space[..]);
-        let mut parts = [IoSliceMut::new(&mut message[got..])];
-        let received =
-            rustix::net::recvmsg(monitor, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-        control.drain().for_each(drop);
-        match received.bytes {
+        match rights::receive(monitor, &mut message[got..], RecvFlags::CMSG_CLOEXEC)?.bytes {
             0 if got == 0 => return Ok(None),
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             count => got += count,
@@ -170,29 +158,12 @@ pub(super) fn word(bytes: &[u8], at: usize) -> u32 {
 /// Passes on what the device says, with its files. `false` when it has hung up.
 fn pass_back(device: &UnixStream, monitor: &UnixStream) -> io::Result<bool> {
     let mut bytes = [0; 16384];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
-    let mut control = RecvAncillaryBuffer::new(&mut space[..]);
-    let mut parts = [IoSliceMut::new(&mut bytes)];
-    let got = rustix::net::recvmsg(device, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let got = rights::receive(device, &mut bytes, RecvFlags::CMSG_CLOEXEC)?;
     if got.bytes == 0 {
         return Ok(false);
     }
-    let files: Vec<_> = control
-        .drain()
-        .filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => Some(files),
-            _ => None,
-        })
-        .flatten()
-        .collect();
-    let borrowed: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !borrowed.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&borrowed)) {
-        return Err(io::Error::other("more files than a message holds"));
-    }
-    let parts = [IoSlice::new(&bytes[..got.bytes])];
-    let sent = rustix::net::sendmsg(monitor, &parts, &mut control, SendFlags::NOSIGNAL)?;
+    let files: Vec<_> = got.files.iter().map(|file| file.as_fd()).collect();
+    let sent = rights::send(monitor, &bytes[..got.bytes], &files, SendFlags::empty())?;
     // The files went with the first byte.
     (&*monitor).write_all(&bytes[sent..got.bytes])?;
     Ok(true)

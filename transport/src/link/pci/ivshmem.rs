@@ -14,15 +14,13 @@
 //! vectors, and one is the default, so there is one. It ends itself when the memory's size is no power of two.
 #![forbid(unsafe_code)]
 
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::SendFlags;
 
 use super::host::VmError;
-use crate::link::LinkError;
+use crate::link::{LinkError, rights};
 use crate::window::doorbell::{new_eventfd, system};
 use crate::window::memory::sealed_file;
 
@@ -62,17 +60,8 @@ pub fn welcome(socket: OwnedFd, size: usize) -> Result<Parts, VmError> {
 
 fn send(socket: &OwnedFd, number: i64, file: Option<BorrowedFd<'_>>) -> Result<(), LinkError> {
     let bytes = number.to_le_bytes();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = file.as_slice();
-    if !files.is_empty() {
-        // There is space for one.
-        let pushed = control.push(SendAncillaryMessage::ScmRights(files));
-        debug_assert!(pushed);
-    }
     loop {
-        let parts = [IoSlice::new(&bytes)];
-        match rustix::net::sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL) {
+        match rights::send(socket, &bytes, file.as_slice(), SendFlags::empty()) {
             // A fresh socket has room for these few words; one without is not QEMU's.
             Ok(8) => return Ok(()),
             Ok(_) | Err(Errno::AGAIN) => {

@@ -207,6 +207,7 @@ pub struct StreamHost {
     /// The last number that the guest has been told.
     told: u64,
     counters: Counters,
+    certificate: Option<Vec<u8>>,
 }
 
 impl StreamHost {
@@ -224,7 +225,14 @@ impl StreamHost {
             retired: 0,
             told: 0,
             counters: Counters::default(),
+            certificate: None,
         })
+    }
+
+    /// The same of a guest that has shown this certificate.
+    fn with_certificate(mut self, certificate: Option<Vec<u8>>) -> StreamHost {
+        self.certificate = certificate;
+        self
     }
 }
 
@@ -246,6 +254,10 @@ fn beat(core: &Weak<Mutex<Core>>) {
 }
 
 impl HostEnd for StreamHost {
+    fn certificate(&self) -> Option<&[u8]> {
+        self.certificate.as_deref()
+    }
+
     fn receive(
         &mut self,
         message: &mut Vec<u8>,

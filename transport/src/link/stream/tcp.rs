@@ -184,12 +184,15 @@ impl Arrival {
             error,
         };
         prepare(&self.socket).map_err(failed)?;
-        let channel: Box<dyn Channel> = match &self.certificates {
+        let (channel, certificate): (Box<dyn Channel>, _) = match &self.certificates {
             Some(certificates) => {
-                Box::new(certificates.accept(self.socket, Instant::now() + timeout)?)
+                let secure = certificates.accept(self.socket, Instant::now() + timeout)?;
+                let certificate = secure.certificate();
+                (Box::new(secure), certificate)
             }
-            None => Box::new(Plain(self.socket)),
+            None => (Box::new(Plain(self.socket)), None),
         };
-        StreamHost::new(channel).map_err(failed)
+        let host = StreamHost::new(channel).map_err(failed)?;
+        Ok(host.with_certificate(certificate))
     }
 }

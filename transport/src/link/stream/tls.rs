@@ -173,6 +173,12 @@ impl Secure {
         }
     }
 
+    /// The other side's certificate.
+    pub(super) fn certificate(&self) -> Option<Vec<u8>> {
+        let chain = self.connection.peer_certificates()?;
+        chain.first().map(|own| own.to_vec())
+    }
+
     /// Takes in what has come, encrypted.
     fn take_in(&mut self) -> io::Result<()> {
         if self.connection.read_tls(&mut self.socket)? == 0 {

@@ -1,0 +1,214 @@
+//! Who somebody is by his certificate.
+//!
+//! Certificates come here after TLS has found them good: signed by the authority that the operator has chosen, in time, and
+//! shown by who has the key. What stands in them is therefore the authority's word, but it is still read as if it were not.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use x509_parser::extensions::GeneralName;
+use x509_parser::prelude::{FromDer as _, X509Certificate};
+
+/// Bytes of a SHA-256.
+const DIGEST: usize = 32;
+
+/// Before the hexadecimal digits of a fingerprint.
+const SHA256: &str = "sha256:";
+
+/// Most names of one certificate, and characters of each, that are looked at.
+const MOST_NAMES: usize = 64;
+const MOST_CHARS: usize = 253;
+
+/// What a certificate says of its owner.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// The subject's common name, then its alternative DNS names.
+    pub names: Vec<String>,
+    /// SHA-256 of the certificate.
+    pub fingerprint: [u8; DIGEST],
+}
+
+impl Identity {
+    /// The owner of a certificate in DER. One that cannot be read has a fingerprint and no names.
+    pub fn of(certificate: &[u8]) -> Identity {
+        let digest = ring::digest::digest(&ring::digest::SHA256, certificate);
+        let mut fingerprint = [0; DIGEST];
+        fingerprint.copy_from_slice(digest.as_ref());
+        Identity {
+            names: names(certificate),
+            fingerprint,
+        }
+    }
+}
+
+fn names(certificate: &[u8]) -> Vec<String> {
+    let Ok((_, certificate)) = X509Certificate::from_der(certificate) else {
+        return Vec::new();
+    };
+    let subject = certificate.subject().iter_common_name();
+    let common = subject.filter_map(|name| name.as_str().ok());
+    let alternative = certificate.subject_alternative_name().ok().flatten();
+    let alternative = alternative
+        .into_iter()
+        .flat_map(|extension| &extension.value.general_names)
+        .filter_map(|name| match name {
+            GeneralName::DNSName(name) => Some(*name),
+            _ => None,
+        });
+    let is_sound = |name: &&str| {
+        name.len() <= MOST_CHARS && !name.is_empty() && !name.chars().any(char::is_control)
+    };
+    let sound = common.chain(alternative).filter(is_sound);
+    let mut names: Vec<String> = Vec::new();
+    for name in sound.take(MOST_NAMES) {
+        if !names.iter().any(|known| known == name) {
+            names.push(name.to_owned());
+        }
+    }
+    names
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.names.as_slice() {
+            [] => f.write_str("without a name")?,
+            names => write!(f, "of {}", names.join(", "))?,
+        }
+        write!(f, " ({})", CertificateRule::Fingerprint(self.fingerprint))
+    }
+}
+
+/// What of a certificate tells that its owner is a guest.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum CertificateRule {
+    /// Its common name, or one of its DNS names, whatever the case of letters.
+    Name(String),
+    /// Its SHA-256.
+    Fingerprint([u8; DIGEST]),
+}
+
+impl CertificateRule {
+    /// Whether a certificate is meant.
+    pub fn fits(&self, identity: &Identity) -> bool {
+        match self {
+            CertificateRule::Name(name) => {
+                let names = identity.names.iter();
+                names
+                    .into_iter()
+                    .any(|shown| shown.eq_ignore_ascii_case(name))
+            }
+            CertificateRule::Fingerprint(fingerprint) => *fingerprint == identity.fingerprint,
+        }
+    }
+}
+
+impl FromStr for CertificateRule {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<CertificateRule, String> {
+        let Some(digits) = text.strip_prefix(SHA256) else {
+            let is_name = !text.is_empty() && text.len() <= MOST_CHARS;
+            return match is_name && !text.chars().any(|c| c.is_control() || c == ':') {
+                true => Ok(CertificateRule::Name(text.to_ascii_lowercase())),
+                false => Err(format!(
+                    "{text:?} is neither a name in a certificate nor sha256: and 64 hexadecimal digits"
+                )),
+            };
+        };
+        // As `openssl x509 -fingerprint -sha256` writes them, or without the colons.
+        let digits: Vec<u8> = digits
+            .bytes()
+            .filter(|b| *b != b':')
+            .map_while(|b| (b as char).to_digit(16).map(|digit| digit as u8))
+            .collect();
+        let written = text[SHA256.len()..].bytes().filter(|b| *b != b':').count();
+        let mut fingerprint = [0; DIGEST];
+        if digits.len() != 2 * DIGEST || written != digits.len() {
+            return Err(format!(
+                "{text:?}: a fingerprint is sha256: and 64 hexadecimal digits, as openssl x509 -fingerprint -sha256 says it"
+            ));
+        }
+        for (byte, pair) in fingerprint.iter_mut().zip(digits.chunks_exact(2)) {
+            *byte = pair[0] << 4 | pair[1];
+        }
+        Ok(CertificateRule::Fingerprint(fingerprint))
+    }
+}
+
+impl fmt::Display for CertificateRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CertificateRule::Name(name) => f.write_str(name),
+            CertificateRule::Fingerprint(fingerprint) => {
+                f.write_str(SHA256)?;
+                fingerprint
+                    .iter()
+                    .try_for_each(|byte| write!(f, "{byte:02x}"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, DnType, KeyPair};
+
+    use super::*;
+
+    #[test]
+    fn names_and_fingerprint_come_from_the_certificate() {
+        let mut params =
+            CertificateParams::new(vec!["desk.example".into(), "Laptop".into()]).unwrap();
+        params.distinguished_name.push(DnType::CommonName, "Laptop");
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.self_signed(&key).unwrap();
+        let identity = Identity::of(certificate.der());
+        assert_eq!(identity.names, ["Laptop", "desk.example"]);
+        let text = CertificateRule::Fingerprint(identity.fingerprint).to_string();
+        for rule in [
+            "laptop",
+            "LAPTOP",
+            "desk.example",
+            &text,
+            &text.to_uppercase().replace("SHA256", "sha256"),
+        ] {
+            let rule: CertificateRule = rule.parse().unwrap();
+            assert!(rule.fits(&identity), "{rule}");
+        }
+        for rule in ["lap", "example", "sha256:00"] {
+            let fits = rule
+                .parse()
+                .is_ok_and(|rule: CertificateRule| rule.fits(&identity));
+            assert!(!fits, "{rule}");
+        }
+    }
+
+    #[test]
+    fn fingerprints_are_read_with_and_without_colons_and_nothing_else_is() {
+        let bare = "0123456789abcdef".repeat(4);
+        let pairs: Vec<&str> = (0..32).map(|i| &bare[2 * i..2 * i + 2]).collect();
+        let rule = |text: &str| format!("sha256:{text}").parse::<CertificateRule>();
+        assert_eq!(rule(&bare), rule(&pairs.join(":")));
+        assert!(rule(&bare).is_ok());
+        for wrong in [
+            &bare[1..],
+            "",
+            &format!("{bare}0"),
+            &bare.replace('a', "g"),
+            &format!("{bare}x"),
+        ] {
+            assert!(rule(wrong).is_err(), "{wrong}");
+        }
+        for wrong in ["", "md5:00", "a\nb"] {
+            assert!(wrong.parse::<CertificateRule>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_certificate_have_no_name() {
+        assert!(Identity::of(&[]).names.is_empty());
+        assert!(Identity::of(&[0x30; 100]).names.is_empty());
+    }
+}

@@ -1,0 +1,233 @@
+//! Guests over TCP that are told apart by their certificates: a real `vgpu serve`, real TLS, certificates of `vgpu cert`.
+
+mod common;
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::time::Duration;
+
+use common::served::{Scratch, Serve, vgpu};
+use common::{Guest, PATIENCE};
+use rustix::process::Signal;
+use vgpu_transport::link::stream::tcp;
+use vgpu_transport::link::stream::tls::Certificates;
+use vgpu_transport::wire::{Reply, Request};
+
+/// Makes a certificate, and reads its folder.
+fn certify(folder: &Path, side: &str, name: &str, more: &[&str]) -> Certificates {
+    let output = vgpu(&["cert", &folder.display().to_string(), side, name])
+        .args(more)
+        .output()
+        .expect("it starts");
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Certificates::load(&folder.join(name)).expect("what vgpu cert has made can be loaded")
+}
+
+/// The SHA-256 of a guest's certificate, as openssl says it.
+fn fingerprint(folder: &Path, name: &str) -> String {
+    let output = std::process::Command::new("openssl")
+        .args(["x509", "-noout", "-fingerprint", "-sha256", "-in"])
+        .arg(folder.join(name).join("cert.pem"))
+        .output()
+        .expect("openssl is installed");
+    let said = String::from_utf8(output.stdout).expect("text");
+    let (_, digits) = said.trim().split_once('=').expect("a fingerprint");
+    digits.to_owned()
+}
+
+/// A port that was free a moment ago.
+fn port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("an address").port()
+}
+
+struct Hall {
+    serve: Serve,
+    scratch: Scratch,
+    common: u16,
+    own: u16,
+}
+
+impl Hall {
+    fn start(name: &str, accept: bool) -> Hall {
+        let scratch = Scratch::new(name);
+        let keys = scratch.0.join("keys");
+        certify(&keys, "host", "host", &["--address", "127.0.0.1"]);
+        for guest in ["Laptop", "desk", "stranger"] {
+            certify(&keys, "guest", guest, &[]);
+        }
+        let (common, own) = (port(), port());
+        let config = scratch.0.join("vgpu.toml");
+        let text = format!(
+            r#"
+            [server]
+            certs = {certs:?}
+            [unnamed]
+            accept = {accept}
+            memory = "5MiB"
+            [[guest]]
+            name = "laptop"
+            memory = "20MiB"
+            certificates = ["laptop"]
+            [[guest]]
+            name = "desk"
+            memory = "10MiB"
+            certificates = ["sha256:{desk}"]
+            listen = ["tcp:127.0.0.1:{own}"]
+            "#,
+            certs = keys.join("host"),
+            desk = fingerprint(&keys, "desk"),
+        );
+        fs::write(&config, text).expect("a configuration");
+        let common_door = format!("tcp:127.0.0.1:{common}");
+        let config = config.display().to_string();
+        let serve = Serve::start(
+            &scratch.socket(),
+            &["--config", &config, "--listen", &common_door],
+        );
+        Hall {
+            serve,
+            scratch,
+            common,
+            own,
+        }
+    }
+
+    fn connect(&self, port: u16, who: &str) -> Guest {
+        let certificates = Certificates::load(&self.scratch.0.join("keys").join(who));
+        let certificates = certificates.expect("certificates");
+        let end = tcp::connect("127.0.0.1", port, Some(&certificates), PATIENCE);
+        Guest::new(Box::new(end.expect("TLS")))
+    }
+
+    /// What a guest sees as the memory of its device.
+    fn memory(&self, port: u16, who: &str) -> u64 {
+        let mut guest = self.connect(port, who);
+        guest.hello();
+        match guest.ask(&Request::Memory {}) {
+            Reply::Memory { total, .. } => total,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn end(self) -> String {
+        self.serve.signal(Signal::TERM);
+        let (status, log) = self.serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+        log
+    }
+}
+
+#[test]
+fn a_certificate_says_whose_quota_a_guest_has() {
+    let hall = Hall::start("certs", true);
+    assert_eq!(hall.memory(hall.common, "Laptop"), 20 << 20);
+    assert_eq!(hall.memory(hall.common, "desk"), 10 << 20);
+    assert_eq!(hall.memory(hall.own, "desk"), 10 << 20);
+    // Whom the configuration does not know has what such guests have, on the door that is for all.
+    assert_eq!(hall.memory(hall.common, "stranger"), 5 << 20);
+
+    // Two programs of one guest share its quota.
+    let mut one = hall.connect(hall.common, "Laptop");
+    let mut two = hall.connect(hall.common, "Laptop");
+    one.hello();
+    two.hello();
+    one.alloc(15 << 20);
+    let buffer = two.new_buffer();
+    let refused = two.ask(&Request::Alloc {
+        buffer,
+        size: 6 << 20,
+    });
+    let Reply::Refused { reason, .. } = refused else {
+        panic!("{refused:?}");
+    };
+    assert!(
+        reason.contains("6291456 bytes wanted, 5242880 of 20971520 free"),
+        "{reason}"
+    );
+    // A door of somebody's own is for his certificate.
+    for other in ["Laptop", "stranger"] {
+        let reason = hall.connect(hall.own, other).ended();
+        assert!(
+            reason.contains(&format!(
+                "guest desk has other certificates than of {other}"
+            )),
+            "{reason}"
+        );
+    }
+    drop((one, two));
+    let log = hall.end();
+    assert!(
+        log.contains("it has shown the certificate of Laptop (sha256:")
+            && log.contains("by its certificate it is guest laptop"),
+        "{log}"
+    );
+}
+
+#[test]
+fn an_unknown_certificate_is_refused_where_only_known_guests_come_in() {
+    let hall = Hall::start("certs-known", false);
+    assert_eq!(hall.memory(hall.common, "Laptop"), 20 << 20);
+    let reason = hall.connect(hall.common, "stranger").ended();
+    assert!(
+        reason.contains("names no such guest, and lets in no others"),
+        "{reason}"
+    );
+    // One that another authority has signed does not even get that far.
+    let forged = certify(&hall.scratch.0.join("forged"), "guest", "Laptop", &[]);
+    let end = tcp::connect(
+        "127.0.0.1",
+        hall.common,
+        Some(&forged),
+        Duration::from_secs(5),
+    );
+    assert!(end.is_err(), "the authority is not asked");
+    assert_eq!(hall.memory(hall.common, "desk"), 10 << 20);
+    hall.end();
+}
+
+#[test]
+fn certificates_in_a_configuration_that_cannot_work_are_refused_with_the_reason() {
+    let scratch = Scratch::new("certs-wrong");
+    let config = scratch.0.join("vgpu.toml");
+    let guest = "[[guest]]\nname = \"a\"\nmemory = \"1MiB\"\n";
+    for (text, more, reason) in [
+        (
+            format!("{guest}certificates = [\"a\"]"),
+            &[][..],
+            "guest \"a\" is known by its certificate, and there are none",
+        ),
+        (
+            format!("{guest}certificates = [\"a\"]"),
+            &["--isolate", "--guest-memory", "1M"],
+            "--isolate and guests by certificate do not go together",
+        ),
+        (
+            format!("{guest}certificates = [\"sha256:00\"]"),
+            &[],
+            ":4:16: \"sha256:00\": a fingerprint is sha256: and 64 hexadecimal digits",
+        ),
+        (
+            format!(
+                "{guest}certificates = [\"x\"]\n[[guest]]\nname = \"b\"\ncertificates = [\"X\"]"
+            ),
+            &[],
+            ":7:17: the certificate x is guest a already",
+        ),
+    ] {
+        fs::write(&config, text).expect("a configuration");
+        let config = config.display().to_string();
+        let listen = format!("unix:{}", scratch.socket().display());
+        let output = vgpu(&["serve", "--listen", &listen, "--config", &config])
+            .args(more)
+            .output()
+            .expect("it starts");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(reason), "{said}");
+    }
+}
