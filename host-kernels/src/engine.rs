@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Capabilities, ValidGraph};
+use vgpu_transport::window::memory::Window;
 
 /// A device that does the arithmetic.
 pub trait Engine: Send + Sync + 'static {
@@ -48,6 +49,13 @@ pub trait Engine: Send + Sync + 'static {
     fn alloc_weights(&self, size: u64) -> Result<Option<Arc<dyn Memory>>, EngineError> {
         let _ = size;
         Ok(None)
+    }
+
+    /// Prepares a window that copies will come from or go to, so that the device reaches it by itself; until what is
+    /// returned is dropped. `None` where there is nothing to prepare, or it cannot be done: copies work all the same.
+    fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
+        let _ = window;
+        None
     }
 
     /// Prepares a graph to run many times. `buffers[i]` is the memory of the graph's buffer `i`, of at
@@ -251,6 +259,8 @@ pub enum EngineError {
     Unsupported { op: &'static str, why: String },
     #[error("the device failed: {message}")]
     Device { message: String },
+    #[error("the device failed ({reason}): what was in its memory is lost")]
+    Lost { reason: String },
 }
 
 /// Why a graph failed while it ran. Its results are undefined; memory outside its destinations is

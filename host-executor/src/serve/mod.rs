@@ -21,10 +21,10 @@ use vgpu_executor::sandbox::{self, Profile};
 use vgpu_executor::status::Watch;
 use vgpu_executor::vm::SocketFile;
 use vgpu_executor::{Limits, Server, Weights, metrics, service};
-use vgpu_kernels::Engine;
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_kernels::cuda::CudaEngine;
-use vgpu_kernels::cuda::device::Gpu;
+use vgpu_kernels::cuda::device::{Gpu, GpuError};
+use vgpu_kernels::{Engine, EngineError};
 
 pub(crate) use args::Args;
 use doors::Doors;
@@ -270,7 +270,13 @@ pub(crate) fn engine(
 
 fn cuda(ordinal: u32) -> anyhow::Result<Arc<dyn Engine>> {
     let gpu = Gpu::new(ordinal, kernel_cache())?;
-    Ok(Arc::new(CudaEngine::new(Arc::new(gpu))?))
+    let engine = CudaEngine::new(Arc::new(gpu))?.reopened_by(move || {
+        let failed = |error: GpuError| EngineError::Device {
+            message: error.to_string(),
+        };
+        Ok(Arc::new(Gpu::new(ordinal, kernel_cache()).map_err(failed)?))
+    });
+    Ok(Arc::new(engine))
 }
 
 /// Where compiled kernels are kept, if the user has a place for such things.

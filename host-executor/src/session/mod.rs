@@ -200,6 +200,8 @@ impl Session {
     fn serve(&mut self, link: &mut dyn HostEnd, stop: &Stop) -> Ending {
         let connected = Instant::now();
         self.can_share = self.limits.share && link.can_share();
+        // Until the session ends, copies to and from the device need not go through other memory.
+        let _pinned = link.window().and_then(|window| self.engine.pin(window));
         let mut incoming = Vec::new();
         let mut outgoing = Vec::new();
         loop {

@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
-use super::device::{Address, Device};
+use super::device::Address;
+use super::pool::Pool;
 use crate::engine::{EngineError, Memory, check_range};
 
 /// An allocation on a device.
 pub(super) struct CudaMemory {
-    device: Arc<dyn Device>,
+    pool: Arc<Pool>,
     /// Something unmapped when the size is 0.
     address: Address,
     size: u64,
@@ -18,10 +19,10 @@ pub(super) struct CudaMemory {
 
 impl CudaMemory {
     /// `size` bytes, all zero.
-    pub(super) fn new(device: &Arc<dyn Device>, size: u64) -> Result<CudaMemory, EngineError> {
-        let address = if size == 0 { 256 } else { device.alloc(size)? };
+    pub(super) fn new(pool: &Arc<Pool>, size: u64) -> Result<CudaMemory, EngineError> {
+        let address = if size == 0 { 256 } else { pool.alloc(size)? };
         Ok(CudaMemory {
-            device: Arc::clone(device),
+            pool: Arc::clone(pool),
             address,
             size,
         })
@@ -32,14 +33,23 @@ impl CudaMemory {
         self.address
     }
 
-    /// Whether it is memory of `device`.
-    pub(super) fn is_of(&self, device: &Arc<dyn Device>) -> bool {
-        Arc::ptr_eq(&self.device, device)
+    /// Whether it is memory of `pool`.
+    pub(super) fn is_of(&self, pool: &Arc<Pool>) -> bool {
+        Arc::ptr_eq(&self.pool, pool)
+    }
+
+    /// Fails if the memory went with its device.
+    pub(super) fn check_there(&self) -> Result<(), EngineError> {
+        match self.pool.device().lost() {
+            None => Ok(()),
+            Some(reason) => Err(EngineError::Lost { reason }),
+        }
     }
 
     /// The address of `len` bytes at `offset`.
     fn range(&self, offset: u64, len: u64) -> Result<Address, EngineError> {
         check_range(offset, len, self.size)?;
+        self.check_there()?;
         Ok(self.address + offset)
     }
 }
@@ -48,7 +58,7 @@ impl Drop for CudaMemory {
     fn drop(&mut self) {
         if self.size != 0 {
             // SAFETY: allocated in `new` with this size; plans that use it hold on to it.
-            unsafe { self.device.free(self.address, self.size) };
+            unsafe { self.pool.free(self.address, self.size) };
         }
     }
 }
@@ -64,7 +74,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         // SAFETY: the range is inside.
-        unsafe { self.device.upload(to, data) }
+        unsafe { self.pool.device().upload(to, data) }
     }
 
     fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
@@ -73,7 +83,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         // SAFETY: the range is inside.
-        unsafe { self.device.download(from, out) }
+        unsafe { self.pool.device().download(from, out) }
     }
 
     fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
@@ -82,7 +92,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         // SAFETY: the range is inside.
-        unsafe { self.device.fill(to, len, value) }
+        unsafe { self.pool.device().fill(to, len, value) }
     }
 
     fn copy_from(
@@ -95,7 +105,7 @@ impl Memory for CudaMemory {
         let source: &CudaMemory = source
             .as_any()
             .downcast_ref()
-            .filter(|source: &&CudaMemory| source.is_of(&self.device))
+            .filter(|source: &&CudaMemory| source.is_of(&self.pool))
             .ok_or(EngineError::ForeignMemory)?;
         let (to, from) = (self.range(offset, len)?, source.range(source_offset, len)?);
         if len == 0 || to == from {
@@ -103,14 +113,14 @@ impl Memory for CudaMemory {
         }
         if to.abs_diff(from) >= len {
             // SAFETY: both ranges are inside, and apart.
-            return unsafe { self.device.copy(to, from, len) };
+            return unsafe { self.pool.device().copy(to, from, len) };
         }
-        let through = CudaMemory::new(&self.device, len)?;
+        let through = CudaMemory::new(&self.pool, len)?;
         // SAFETY: both ranges are inside; the memory in between is apart from either, and is freed after the
         // copies.
         unsafe {
-            self.device.copy(through.address, from, len)?;
-            self.device.copy(to, through.address, len)
+            self.pool.device().copy(through.address, from, len)?;
+            self.pool.device().copy(to, through.address, len)
         }
     }
 

@@ -7,7 +7,7 @@
 //! - `params`: the structures that kernels take.
 //! - `builder`: what operators' files see of a plan that is compiled.
 //! - `plan`, `segment`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
-//! - `stream`, `scratch`: what plans share.
+//! - `stream`, `scratch`: what plans share. `pool`, `memory`: memory of the device.
 
 mod builder;
 mod code;
@@ -18,14 +18,19 @@ pub mod nvrtc;
 mod ops;
 mod params;
 mod plan;
+mod pool;
 mod scratch;
 mod segment;
 pub mod source;
 mod stream;
 
-use std::sync::Arc;
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
+use tracing::{error, info, warn};
 use vgpu_transport::ir::{Capabilities, ValidGraph};
+use vgpu_transport::window::memory::Window;
 
 use crate::engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use device::Device;
@@ -34,10 +39,27 @@ use plan::CudaPlan;
 pub use segment::Pace;
 use stream::Stream;
 
+/// How long to leave a device alone that could not be set up anew.
+const REST: Duration = Duration::from_secs(5);
+
+/// Sets a device up.
+type Opener = Box<dyn Fn() -> Result<Arc<dyn Device>, EngineError> + Send + Sync>;
+
 /// The engine that runs on a GPU.
 pub struct CudaEngine {
+    name: String,
+    description: String,
     capabilities: Capabilities,
+    pace: Pace,
+    open: Option<Opener>,
+    current: Mutex<Current>,
+}
+
+/// The device as it is now.
+struct Current {
     stream: Arc<Stream>,
+    /// When it could not be set up anew, and why.
+    failed: Option<(Instant, EngineError)>,
 }
 
 impl CudaEngine {
@@ -49,23 +71,86 @@ impl CudaEngine {
     /// The same with another pace, for devices that are not as fast as a GPU.
     pub fn at_pace(device: Arc<dyn Device>, pace: Pace) -> Result<CudaEngine, EngineError> {
         Ok(CudaEngine {
+            name: device.name().to_owned(),
+            description: device.description().to_owned(),
             capabilities: Capabilities::new(ops::rules()),
-            stream: Arc::new(Stream::new(device, pace)?),
+            pace,
+            open: None,
+            current: Mutex::new(Current {
+                stream: Arc::new(Stream::new(device, pace)?),
+                failed: None,
+            }),
         })
+    }
+
+    /// The same engine, which sets its device up anew with `open` when it is lost.
+    #[must_use]
+    pub fn reopened_by(
+        self,
+        open: impl Fn() -> Result<Arc<dyn Device>, EngineError> + Send + Sync + 'static,
+    ) -> CudaEngine {
+        CudaEngine {
+            open: Some(Box::new(open)),
+            ..self
+        }
+    }
+
+    /// The device, set up anew if it is lost.
+    fn stream(&self) -> Result<Arc<Stream>, EngineError> {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(reason) = current.stream.device.lost() else {
+            return Ok(Arc::clone(&current.stream));
+        };
+        if let Some((when, error)) = &current.failed
+            && when.elapsed() < REST
+        {
+            return Err(error.clone());
+        }
+        let Some(open) = &self.open else {
+            return Err(EngineError::Lost { reason });
+        };
+        warn!("{} is set up anew: {reason}", self.name);
+        // Its memory must be free before somebody else can have it.
+        current.stream.device.abandon();
+        let opened = open().and_then(|device| Stream::new(device, self.pace));
+        match opened.and_then(|stream| stream.probe().map(|()| stream)) {
+            Ok(stream) => {
+                info!("{} works again, for new sessions", self.name);
+                current.stream = Arc::new(stream);
+                current.failed = None;
+                Ok(Arc::clone(&current.stream))
+            }
+            Err(error) => {
+                error!(
+                    "{} does not work any more: {error}; restart vgpu serve",
+                    self.name
+                );
+                let error = EngineError::Device {
+                    message: format!(
+                        "it is lost ({reason}) and cannot be set up anew ({error}); \
+                         the host's administrator has to restart vgpu serve"
+                    ),
+                };
+                current.failed = Some((Instant::now(), error.clone()));
+                Err(error)
+            }
+        }
     }
 }
 
 impl Engine for CudaEngine {
     fn name(&self) -> &str {
-        self.stream.device.name()
+        &self.name
     }
 
     fn description(&self) -> &str {
-        self.stream.device.description()
+        &self.description
     }
 
     fn memory(&self) -> MemoryInfo {
-        self.stream.device.memory()
+        // A device that is lost has none.
+        self.stream()
+            .map_or_else(|_| MemoryInfo::default(), |stream| stream.pool.memory())
     }
 
     fn capabilities(&self) -> &Capabilities {
@@ -73,7 +158,22 @@ impl Engine for CudaEngine {
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
-        Ok(Arc::new(CudaMemory::new(&self.stream.device, size)?))
+        Ok(Arc::new(CudaMemory::new(&self.stream()?.pool, size)?))
+    }
+
+    fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
+        let device = Arc::clone(&self.stream().ok()?.device);
+        // SAFETY: the window is mapped for as long as it lives, and `Pinned` holds on to it.
+        match unsafe { device.pin(window.as_ptr(), window.size()) } {
+            Ok(()) => Some(Box::new(Pinned {
+                device,
+                window: Arc::clone(window),
+            })),
+            Err(error) => {
+                info!("what crosses the guest's window takes a detour in the driver: {error}");
+                None
+            }
+        }
     }
 
     fn compile(
@@ -81,10 +181,23 @@ impl Engine for CudaEngine {
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
     ) -> Result<Box<dyn Plan>, EngineError> {
+        let stream = self.stream()?;
         Ok(Box::new(CudaPlan::compile(
             graph.graph(),
             buffers,
-            &self.stream,
+            &stream,
         )?))
+    }
+}
+
+/// A window that the device reaches by itself.
+struct Pinned {
+    device: Arc<dyn Device>,
+    window: Arc<Window>,
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.device.unpin(self.window.as_ptr());
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, PoisonError};
 
+use tracing::error;
 use vgpu_transport::ir::{Graph, Shape, Tensor, Type};
 
 pub(super) use super::builder::{Builder, MOST_BLOCKS, threads_for};
@@ -43,15 +44,17 @@ impl CudaPlan {
         buffers: &[Arc<dyn Memory>],
         stream: &Arc<Stream>,
     ) -> Result<CudaPlan, EngineError> {
-        let device = &stream.device;
-        let bases = buffers
-            .iter()
+        let bases = { buffers.iter() }
             .map(|memory| {
-                let memory: &CudaMemory = memory.as_any().downcast_ref()?;
-                memory.is_of(device).then(|| memory.address())
+                let memory: Option<&CudaMemory> = memory.as_any().downcast_ref();
+                let memory = memory.ok_or(EngineError::ForeignMemory)?;
+                memory.check_there()?;
+                match memory.is_of(&stream.pool) {
+                    true => Ok(memory.address()),
+                    false => Err(EngineError::ForeignMemory),
+                }
             })
-            .collect::<Option<Vec<Address>>>()
-            .ok_or(EngineError::ForeignMemory)?;
+            .collect::<Result<Vec<Address>, EngineError>>()?;
         if let Some(tensor) = graph.tensors.iter().find(|tensor| !is_aligned(tensor)) {
             return Err(EngineError::Unsupported {
                 op: "a graph",
@@ -139,8 +142,9 @@ impl CudaPlan {
                 }
                 other => other,
             };
-            if outcome.is_err() {
-                let _ = device.synchronize(); // one error is enough
+            // One error is enough; and what runs on reports no fault.
+            if outcome.is_err() && device.synchronize().is_err() {
+                return outcome;
             }
             // SAFETY: no kernel runs, and the device is the caller's.
             if let Some(fault) = unsafe { stream.take_fault() } {
@@ -216,8 +220,16 @@ impl Plan for CudaPlan {
     fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
         let stream = Arc::clone(&self.stream);
         let _turn = { stream.running.lock() }.unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the lock makes the device ours.
-        let progress = unsafe { self.go_on(turn) };
+        let was_there = stream.device.lost().is_none();
+        let progress = match stream.device.lost() {
+            // SAFETY: the lock makes the device ours.
+            None => unsafe { self.go_on(turn) },
+            Some(reason) => Err(failure(&self.ops, 0, &EngineError::Lost { reason })),
+        };
+        if let (true, Err(error), Some(reason)) = (was_there, &progress, stream.device.lost()) {
+            // What failed began at this node or before: the device works on several at a time.
+            error!("{error}; the device is lost, with the memory of all guests: {reason}");
+        }
         if progress != Ok(Progress::Yielded) {
             // The next run begins anew, whatever became of this one.
             self.at = 0;

@@ -2,10 +2,14 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::device::{Address, Device, SharedMemory};
+use vgpu_transport::ir::{Shape, Type};
+use zerocopy::IntoBytes;
+
+use super::device::{Address, Device, Launch, SharedMemory};
 use super::host::Host;
 use super::memory::CudaMemory;
-use super::params::{VgCodebooks, VgFault};
+use super::params::{VgArangeParams, VgCodebooks, VgFault, VgView};
+use super::pool::Pool;
 use super::scratch::Scratch;
 use super::segment::{Lineages, Pace};
 use crate::engine::{EngineError, Memory};
@@ -13,6 +17,7 @@ use crate::engine::{EngineError, Memory};
 /// A device with what kernels need besides their tensors. One plan runs at a time.
 pub(super) struct Stream {
     pub(super) device: Arc<dyn Device>,
+    pub(super) pool: Arc<Pool>,
     pub(super) host: Host,
     pub(super) scratch: Arc<Scratch>,
     pub(super) lineages: Lineages,
@@ -29,12 +34,14 @@ pub(super) const COUNTERS: i64 = 1 << 16;
 impl Stream {
     pub(super) fn new(device: Arc<dyn Device>, pace: Pace) -> Result<Stream, EngineError> {
         let fault = device.alloc_shared(size_of::<VgFault>())?;
-        let codebooks = CudaMemory::new(&device, size_of::<VgCodebooks>() as u64)?;
+        let pool = Arc::new(Pool::new(&device));
+        let codebooks = CudaMemory::new(&pool, size_of::<VgCodebooks>() as u64)?;
         codebooks.write(0, codebooks_of_formats().as_slice().into())?;
-        let counters = CudaMemory::new(&device, COUNTERS as u64 * 4)?;
+        let counters = CudaMemory::new(&pool, COUNTERS as u64 * 4)?;
         Ok(Stream {
             scratch: Arc::new(Scratch::new(&device)?),
             device,
+            pool,
             host: Host::default(),
             lineages: Lineages::default(),
             pace,
@@ -42,6 +49,37 @@ impl Stream {
             fault,
             codebooks,
             counters,
+        })
+    }
+
+    /// Whether the device computes: a kernel gives what it should.
+    pub(super) fn probe(&self) -> Result<(), EngineError> {
+        const COUNT: usize = 64;
+        let shape = Shape::contiguous(Type::F32, [COUNT as u64, 1, 1, 1]);
+        let shape = shape.expect("a small shape");
+        let memory = CudaMemory::new(&self.pool, 4 * COUNT as u64)?;
+        let params = VgArangeParams {
+            dst: VgView::new(memory.address(), &shape),
+            start: 1.0,
+            step: 2.0,
+        };
+        let launch = Launch {
+            kernel: self.device.kernel("vg_arange")?,
+            grid: [1; 3],
+            threads: [COUNT as u32, 1, 1],
+            shared: 0,
+            params: params.as_bytes().to_vec(),
+        };
+        let mut bytes = [0; 4 * COUNT];
+        // SAFETY: the kernel writes as many numbers as there is memory for, which is there until it has been read.
+        unsafe { self.device.launch(&launch) }?;
+        memory.read(0, bytes.as_mut_slice().into())?;
+        let right = (0..COUNT).flat_map(|i| (1.0 + 2.0 * i as f32).to_le_bytes());
+        if right.eq(bytes) {
+            return Ok(());
+        }
+        Err(EngineError::Device {
+            message: "a kernel gives wrong results".into(),
         })
     }
 

@@ -153,6 +153,22 @@ impl Device for Shim {
             .map_err(|message| EngineError::Device { message })
     }
 
+    fn likes_large(&self) -> bool {
+        false
+    }
+
+    fn lost(&self) -> Option<String> {
+        None
+    }
+
+    fn abandon(&self) {}
+
+    unsafe fn pin(&self, _: *mut u8, _: usize) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn unpin(&self, _: *mut u8) {}
+
     fn granularity(&self) -> u64 {
         PAGE as u64
     }

@@ -1,5 +1,6 @@
 //! The CUDA engine around its kernels: how plans reach a device, share its memory, and give way.
 
+mod memory;
 mod model;
 mod plans;
 #[path = "../common/shim.rs"]

@@ -15,6 +15,8 @@ pub(crate) struct Spy {
     shim: Shim,
     /// Whether kernels run at all.
     runs: bool,
+    /// Whether it has memory as a GPU has: in large chunks, and not more than this.
+    limit: Option<u64>,
     state: Mutex<State>,
 }
 
@@ -23,6 +25,9 @@ struct State {
     names: Vec<(KernelId, &'static str)>,
     log: Vec<Event>,
     fails: Option<Fails>,
+    lost: Option<String>,
+    /// Bytes that are allocated.
+    used: u64,
 }
 
 /// What went wrong, from some call on.
@@ -32,6 +37,10 @@ pub(crate) enum Fails {
     Recording,
     /// There is no memory for more.
     Memory,
+    /// The launch after so many others ends everything that runs on the device.
+    Launch(usize),
+    /// Memory of the process cannot be prepared.
+    Pinning,
 }
 
 /// What the device was asked for.
@@ -44,23 +53,34 @@ pub(crate) enum Event {
     Forget,
     Back(u64),
     Unback(u64),
+    Alloc(u64),
+    Free(u64),
+    Abandon,
+    Pin(usize),
+    Unpin,
 }
 
 impl Spy {
     /// A device that runs kernels on the CPU.
     pub(crate) fn running() -> Spy {
-        Spy::new(true)
+        Spy::new(true, None)
     }
 
     /// A device that only writes down.
     pub(crate) fn recording() -> Spy {
-        Spy::new(false)
+        Spy::new(false, None)
     }
 
-    fn new(runs: bool) -> Spy {
+    /// A device that runs kernels and has so much memory.
+    pub(crate) fn with_memory(limit: u64) -> Spy {
+        Spy::new(true, Some(limit))
+    }
+
+    fn new(runs: bool, limit: Option<u64>) -> Spy {
         Spy {
             shim: Shim::default(),
             runs,
+            limit,
             state: Mutex::default(),
         }
     }
@@ -83,14 +103,37 @@ impl Spy {
         self.state().log.push(event);
     }
 
+    /// Fails if nothing on the device works any more.
+    fn check_there(&self) -> Result<(), EngineError> {
+        match &self.state().lost {
+            None => Ok(()),
+            Some(reason) => Err(EngineError::Device {
+                message: reason.clone(),
+            }),
+        }
+    }
+
     fn check(&self, what: Fails) -> Result<(), EngineError> {
-        match self.state().fails {
+        self.check_there()?;
+        let mut state = self.state();
+        match &mut state.fails {
+            Some(Fails::Launch(after)) if what == Fails::Launch(0) => {
+                if *after > 0 {
+                    *after -= 1;
+                    return Ok(());
+                }
+                let reason = "an illegal memory access was encountered";
+                state.lost = Some(reason.into());
+                Err(EngineError::Device {
+                    message: reason.into(),
+                })
+            }
             Some(Fails::Memory) if what == Fails::Memory => Err(EngineError::OutOfMemory {
                 wanted: 1,
                 free: 0,
                 total: 0,
             }),
-            Some(fails) if fails == what => Err(EngineError::Device {
+            Some(fails) if *fails == what => Err(EngineError::Device {
                 message: format!("{what:?} fails on command"),
             }),
             _ => Ok(()),
@@ -108,7 +151,36 @@ impl Device for Spy {
     }
 
     fn memory(&self) -> MemoryInfo {
-        self.shim.memory()
+        match self.limit {
+            None => self.shim.memory(),
+            Some(total) => MemoryInfo {
+                total,
+                free: total - self.state().used,
+            },
+        }
+    }
+
+    fn likes_large(&self) -> bool {
+        self.limit.is_some()
+    }
+
+    fn lost(&self) -> Option<String> {
+        self.state().lost.clone()
+    }
+
+    fn abandon(&self) {
+        assert!(self.lost().is_some(), "a device that works is not given up");
+        self.note(Event::Abandon);
+    }
+
+    unsafe fn pin(&self, _: *mut u8, len: usize) -> Result<(), EngineError> {
+        self.check(Fails::Pinning)?;
+        self.note(Event::Pin(len));
+        Ok(())
+    }
+
+    fn unpin(&self, _: *mut u8) {
+        self.note(Event::Unpin);
     }
 
     fn multiprocessors(&self) -> u32 {
@@ -121,10 +193,23 @@ impl Device for Spy {
 
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
         self.check(Fails::Memory)?;
+        let MemoryInfo { total, free } = self.memory();
+        if size > free {
+            let wanted = size;
+            return Err(EngineError::OutOfMemory {
+                wanted,
+                free,
+                total,
+            });
+        }
+        self.state().used += size;
+        self.note(Event::Alloc(size));
         self.shim.alloc(size)
     }
 
     unsafe fn free(&self, address: Address, size: u64) {
+        self.state().used -= size;
+        self.note(Event::Free(size));
         // SAFETY: the caller's promise.
         unsafe { self.shim.free(address, size) };
     }
@@ -155,21 +240,25 @@ impl Device for Spy {
     }
 
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
+        self.check_there()?;
         // SAFETY: the caller's promise.
         unsafe { self.shim.upload(to, from) }
     }
 
     unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError> {
+        self.check_there()?;
         // SAFETY: the caller's promise.
         unsafe { self.shim.download(from, to) }
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
+        self.check_there()?;
         // SAFETY: the caller's promise.
         unsafe { self.shim.fill(to, size, value) }
     }
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
+        self.check_there()?;
         // SAFETY: the caller's promise.
         unsafe { self.shim.copy(to, from, size) }
     }
@@ -184,6 +273,7 @@ impl Device for Spy {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
+        self.check(Fails::Launch(0))?;
         let mut state = self.state();
         let known = { state.names.iter() }.find(|(id, _)| *id == launch.kernel);
         let (_, name) = *known.expect("kernels are looked up by name");
@@ -214,6 +304,7 @@ impl Device for Spy {
     }
 
     unsafe fn replay(&self, recording: RecordingId) -> Result<(), EngineError> {
+        self.check(Fails::Launch(0))?;
         self.note(Event::Replay);
         match self.runs {
             // SAFETY: the caller's promise.
@@ -236,6 +327,7 @@ impl Device for Spy {
     }
 
     fn synchronize(&self) -> Result<(), EngineError> {
+        self.check_there()?;
         self.shim.synchronize()
     }
 }

@@ -121,6 +121,11 @@ pub trait HostEnd: Send {
         false
     }
 
+    /// The memory that payloads lie in, if it is the same all the time.
+    fn window(&self) -> Option<&Arc<Window>> {
+        None
+    }
+
     /// Sends the guest a sealed file to map, ahead of the message that says so. `false` when the guest does not
     /// take it; that is no error. Does not wait.
     fn share(&mut self, file: BorrowedFd<'_>) -> bool {

@@ -493,6 +493,10 @@ impl HostEnd for WindowHost {
         Ok(Some(incoming))
     }
 
+    fn window(&self) -> Option<&Arc<Window>> {
+        Some(&self.window)
+    }
+
     fn payload(&self) -> Bytes<'_> {
         match &self.current {
             Some(arrived) => self.window.bytes(arrived.payload.clone()),

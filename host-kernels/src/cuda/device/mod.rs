@@ -73,6 +73,28 @@ pub trait Device: Send + Sync + 'static {
     /// Most bytes of shared memory that a block can have.
     fn most_shared(&self) -> u32;
 
+    /// Whether small allocations are better made as parts of large ones. Devices that look for accesses beyond the end
+    /// of an allocation say no.
+    fn likes_large(&self) -> bool {
+        true
+    }
+
+    /// Why nothing on the device works any more, if so: an error that it does not recover from.
+    fn lost(&self) -> Option<String>;
+
+    /// Gives up a device that is lost, with all memory: every call fails from now on, or does nothing.
+    fn abandon(&self);
+
+    /// Prepares memory of this process for copies.
+    ///
+    /// # Safety
+    ///
+    /// It is mapped, and stays so until [`Device::unpin`].
+    unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError>;
+
+    /// Undoes [`Device::pin`], after all that was asked for before.
+    fn unpin(&self, start: *mut u8);
+
     /// `size` bytes, all zero, at least 256-byte aligned. `size` is not 0.
     fn alloc(&self, size: u64) -> Result<Address, EngineError>;
 

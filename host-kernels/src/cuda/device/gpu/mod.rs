@@ -3,10 +3,13 @@
 mod recording;
 mod reserved;
 
+use std::alloc::Layout;
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::path::PathBuf;
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use tracing::{error, warn};
@@ -70,7 +73,33 @@ pub struct Gpu {
     staging: Mutex<Staging>,
     recordings: Mutex<Recordings>,
     marks: Mutex<Marks>,
+    /// Memory of this process that the GPU sees for as long as this lives.
+    shared: Mutex<Vec<HostMemory>>,
+    /// The first error that the context does not recover from.
+    lost: OnceLock<String>,
+    /// Whether the context was given up.
+    is_gone: AtomicBool,
+    /// Calls that are using the context.
+    calls: AtomicUsize,
 }
+
+/// Errors after which the driver answers every call in the context with the same: what a kernel, the hardware or the
+/// link to it did wrong. From cuda.h, by number, since releases of the driver add some.
+const FINAL: [u32; 13] = [
+    214, // ECC_UNCORRECTABLE
+    220, // NVLINK_UNCORRECTABLE
+    226, // CONTAINED
+    700, // ILLEGAL_ADDRESS
+    702, // LAUNCH_TIMEOUT
+    709, // CONTEXT_IS_DESTROYED
+    710, // ASSERT
+    714, // HARDWARE_STACK_ERROR
+    715, // ILLEGAL_INSTRUCTION
+    716, // MISALIGNED_ADDRESS
+    717, // INVALID_ADDRESS_SPACE
+    718, // INVALID_PC
+    719, // LAUNCH_FAILED
+];
 
 /// Marks that can be told apart at a time. Whoever waits for an older one waits for a later one.
 const MARKS: u64 = 8;
@@ -144,11 +173,14 @@ impl Gpu {
             let most_shared =
                 attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
 
+            // One of our own, not the process's primary one: it can be given up after an error.
             let mut context = ptr::null_mut();
+            let flags = sys::CUctx_flags::CU_CTX_MAP_HOST as c_uint;
             check(
-                "cuDevicePrimaryCtxRetain",
-                sys::cuDevicePrimaryCtxRetain(&mut context, device),
+                "cuCtxCreate",
+                sys::cuCtxCreate_v2(&mut context, flags, device),
             )?;
+            let unfinished = Unfinished(context);
             check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
             let mut stream = ptr::null_mut();
             let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
@@ -162,7 +194,9 @@ impl Gpu {
                 check("cuEventCreate", sys::cuEventCreate(event, flags))?;
             }
             let kernels = load(&architecture(major, minor), cache, most_shared)?;
-            let memory = host_memory(STAGING_BYTES)?.cast();
+            let staging = HostMemory::new(STAGING_BYTES)?;
+            let memory = staging.start;
+            std::mem::forget(unfinished);
             let mut gpu = Gpu {
                 name: format!("cuda:{ordinal}"),
                 description: format!("{model}, {multiprocessors} multiprocessors"),
@@ -176,18 +210,41 @@ impl Gpu {
                 staging: Mutex::new(Staging { memory, next: 0 }),
                 recordings: Mutex::default(),
                 marks: Mutex::new(Marks { events, last: 0 }),
+                shared: Mutex::new(vec![staging]),
+                lost: OnceLock::new(),
+                is_gone: AtomicBool::new(false),
+                calls: AtomicUsize::new(0),
             };
             gpu.granularity = gpu.unit().map_err(GpuError::Engine)?;
             Ok(gpu)
         }
     }
 
-    /// Makes the context that of this thread.
-    fn enter(&self) -> Result<(), EngineError> {
-        // SAFETY: the context lives as long as the process.
-        done("cuCtxSetCurrent", unsafe {
-            sys::cuCtxSetCurrent(self.context)
-        })
+    /// Makes the context that of this thread. It is not given up before what is returned is dropped.
+    fn enter(&self) -> Result<Entered<'_>, EngineError> {
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        let entered = Entered(self);
+        // Both in one order with those of `abandon`: either it waits for this call, or this call sees that it came first.
+        if self.is_gone.load(Ordering::SeqCst) {
+            let reason = self.lost.get().cloned().unwrap_or_default();
+            return Err(EngineError::Lost { reason });
+        }
+        // SAFETY: the context is there until it is given up, which waits for this call.
+        let code = unsafe { sys::cuCtxSetCurrent(self.context) };
+        self.done("cuCtxSetCurrent", code)?;
+        Ok(entered)
+    }
+
+    /// What the driver says of a call.
+    fn done(&self, call: &'static str, code: CUresult) -> Result<(), EngineError> {
+        let outcome = check(call, code).map_err(|error| EngineError::Device {
+            message: error.to_string(),
+        });
+        if outcome.is_err() && FINAL.contains(&(code as u32)) {
+            self.lost
+                .get_or_init(|| format!("{call}: {}", reason(code)));
+        }
+        outcome
     }
 
     fn recordings(&self) -> MutexGuard<'_, Recordings> {
@@ -196,6 +253,43 @@ impl Gpu {
 
     fn marks(&self) -> MutexGuard<'_, Marks> {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Destroys the context, with everything in it, when no call uses it any more.
+    fn destroy(&self) {
+        if self.is_gone.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        while self.calls.load(Ordering::SeqCst) > 0 {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        // SAFETY: ours, and nobody gets in any more. What the driver says of one that is broken changes nothing.
+        unsafe { sys::cuCtxDestroy_v2(self.context) };
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.destroy();
+    }
+}
+
+/// The context of a GPU that is being set up.
+struct Unfinished(sys::CUcontext);
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        // SAFETY: ours, and nobody else has it yet.
+        unsafe { sys::cuCtxDestroy_v2(self.0) };
+    }
+}
+
+/// A call that uses the context.
+struct Entered<'a>(&'a Gpu);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        self.0.calls.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -251,17 +345,39 @@ unsafe fn load(
     Ok(kernels)
 }
 
-/// `size` bytes of pinned memory that the GPU sees, too; never given back.
-fn host_memory(size: usize) -> Result<*mut c_void, GpuError> {
-    let mut memory = ptr::null_mut();
-    let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-    // SAFETY: a place for the result.
-    check("cuMemHostAlloc", unsafe {
-        sys::cuMemHostAlloc(&mut memory, size, flags)
-    })?;
-    // SAFETY: as many bytes as were asked for.
-    unsafe { memory.cast::<u8>().write_bytes(0, size) };
-    Ok(memory)
+/// Memory of this process that the GPU sees, too. It is ours and not the driver's, so that it stays when a context goes.
+struct HostMemory {
+    start: *mut u8,
+    layout: Layout,
+}
+
+impl HostMemory {
+    /// `size` bytes, not 0, all zero, in the current context.
+    fn new(size: usize) -> Result<HostMemory, GpuError> {
+        const PAGE: usize = 4096;
+        let layout = Layout::from_size_align(size.next_multiple_of(PAGE), PAGE);
+        let layout = layout.expect("a few pages");
+        // SAFETY: the size is not 0.
+        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        if start.is_null() {
+            std::alloc::handle_alloc_error(layout);
+        }
+        let memory = HostMemory { start, layout };
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: whole pages of ours, which stay until the context is gone.
+        check("cuMemHostRegister", unsafe {
+            sys::cuMemHostRegister_v2(start.cast(), layout.size(), flags)
+        })?;
+        Ok(memory)
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`. A `Gpu` has destroyed its context by now; one that was never made still has it, but
+        // nothing runs there.
+        unsafe { std::alloc::dealloc(self.start, self.layout) };
+    }
 }
 
 impl Device for Gpu {
@@ -275,10 +391,10 @@ impl Device for Gpu {
 
     fn memory(&self) -> MemoryInfo {
         let (mut free, mut total) = (0, 0);
-        let outcome = self.enter().and_then(|()| {
+        let outcome = self.enter().and_then(|_entered| {
             // SAFETY: places for the results.
             let code = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) };
-            done("cuMemGetInfo", code)
+            self.done("cuMemGetInfo", code)
         });
         if let Err(reason) = outcome {
             warn!("the memory of {} is unknown: {reason}", self.name);
@@ -299,7 +415,7 @@ impl Device for Gpu {
     }
 
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let mut address = 0;
         // SAFETY: a place for the result.
         let code = unsafe { sys::cuMemAlloc_v2(&mut address, size as usize) };
@@ -311,45 +427,76 @@ impl Device for Gpu {
                 total,
             });
         }
-        done("cuMemAlloc", code)?;
+        self.done("cuMemAlloc", code)?;
         // SAFETY: memory of this size, just allocated.
         unsafe { self.fill(address, size, 0) }?;
         Ok(address)
     }
 
     unsafe fn free(&self, address: Address, _: u64) {
+        // What is in a context that is lost goes with it.
+        if self.lost.get().is_some() {
+            return;
+        }
         // SAFETY: the caller has it from `alloc`; the stream has finished with it.
         let outcome = self
             .synchronize()
-            .and_then(|()| done("cuMemFree", unsafe { sys::cuMemFree_v2(address) }));
+            .and_then(|()| self.done("cuMemFree", unsafe { sys::cuMemFree_v2(address) }));
         if let Err(reason) = outcome {
             error!("memory of {} is lost: {reason}", self.name);
         }
     }
 
     fn alloc_shared(&self, size: usize) -> Result<SharedMemory, EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let failed = |error: GpuError| EngineError::Device {
             message: error.to_string(),
         };
-        let host = host_memory(size).map_err(failed)?;
+        let memory = HostMemory::new(size).map_err(failed)?;
+        let host = memory.start;
+        // Kept from here on: it is registered.
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.push(memory);
         let mut device = 0;
-        // SAFETY: memory of the driver, mapped for the device.
-        done("cuMemHostGetDevicePointer", unsafe {
-            sys::cuMemHostGetDevicePointer_v2(&mut device, host, 0)
-        })?;
-        Ok(SharedMemory {
-            device,
-            host: host.cast(),
+        // SAFETY: registered for the device.
+        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut device, host.cast(), 0) };
+        self.done("cuMemHostGetDevicePointer", code)?;
+        Ok(SharedMemory { device, host })
+    }
+
+    fn lost(&self) -> Option<String> {
+        self.lost.get().cloned()
+    }
+
+    fn abandon(&self) {
+        self.lost.get_or_init(|| "it was given up".into());
+        self.destroy();
+    }
+
+    unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError> {
+        let _entered = self.enter()?;
+        // SAFETY: mapped memory, by the caller's promise.
+        self.done("cuMemHostRegister", unsafe {
+            sys::cuMemHostRegister_v2(start.cast(), len, sys::CU_MEMHOSTREGISTER_PORTABLE)
         })
     }
 
+    fn unpin(&self, start: *mut u8) {
+        // In a context that is gone nothing is registered.
+        let Ok(_entered) = self.enter() else { return };
+        // SAFETY: registered by `pin`; copies have ended when the calls that asked for them returned.
+        let code = unsafe { sys::cuMemHostUnregister(start.cast()) };
+        if let Err(error) = self.done("cuMemHostUnregister", code) {
+            error!("a window stays registered with {}: {error}", self.name);
+        }
+    }
+
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let len = from.len();
         if len > SMALL_UPLOAD {
             // SAFETY: the caller's memory on both sides, for as long as it takes.
-            done("cuMemcpyHtoDAsync", unsafe {
+            self.done("cuMemcpyHtoDAsync", unsafe {
                 sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), len, self.stream)
             })?;
             return self.synchronize();
@@ -368,31 +515,31 @@ impl Device for Gpu {
             sys::cuMemcpyHtoDAsync_v2(to, place.cast(), len, self.stream)
         };
         staging.next = (staging.next + len).next_multiple_of(64);
-        done("cuMemcpyHtoDAsync", code)
+        self.done("cuMemcpyHtoDAsync", code)
     }
 
     unsafe fn download(&self, from: Address, mut to: BytesMut<'_>) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let len = to.len();
         // SAFETY: the caller's memory on both sides, for as long as it takes.
-        done("cuMemcpyDtoHAsync", unsafe {
+        self.done("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, len, self.stream)
         })?;
         self.synchronize()
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         // SAFETY: the caller has as much device memory there.
-        done("cuMemsetD8Async", unsafe {
+        self.done("cuMemsetD8Async", unsafe {
             sys::cuMemsetD8Async(to, value, size as usize, self.stream)
         })
     }
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         // SAFETY: the caller has as much device memory at both.
-        done("cuMemcpyDtoDAsync", unsafe {
+        self.done("cuMemcpyDtoDAsync", unsafe {
             sys::cuMemcpyDtoDAsync_v2(to, from, size as usize, self.stream)
         })
     }
@@ -407,7 +554,7 @@ impl Device for Gpu {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let (_, function) = self.kernels[launch.kernel.0 as usize];
         let ([gx, gy, gz], [tx, ty, tz]) = (launch.grid, launch.threads);
         let mut size = launch.params.len();
@@ -419,7 +566,7 @@ impl Device for Gpu {
             ptr::null_mut(), // CU_LAUNCH_PARAM_END,
         ];
         // SAFETY: a function of ours with its parameters, which the driver copies; the caller answers for the addresses.
-        done("cuLaunchKernel", unsafe {
+        self.done("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 function,
                 gx,
@@ -450,6 +597,12 @@ impl Device for Gpu {
     }
 
     unsafe fn unback(&self, address: Address, size: u64) {
+        if self.lost.get().is_some() {
+            // This memory belongs to no context. Whether the driver takes it back now changes nothing here.
+            // SAFETY: the caller's promise; nothing runs any more.
+            unsafe { sys::cuMemUnmap(address, size as usize) };
+            return;
+        }
         // SAFETY: the caller's promise; the stream has finished with it.
         let outcome = self
             .synchronize()
@@ -482,12 +635,12 @@ impl Device for Gpu {
     }
 
     fn mark(&self) -> Result<Mark, EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let mut marks = self.marks();
         let next = marks.last + 1;
         let event = marks.events[(next % MARKS) as usize];
         // SAFETY: event and stream live as long as the device.
-        done("cuEventRecord", unsafe {
+        self.done("cuEventRecord", unsafe {
             sys::cuEventRecord(event, self.stream)
         })?;
         marks.last = next;
@@ -495,19 +648,19 @@ impl Device for Gpu {
     }
 
     fn wait(&self, mark: Mark) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         // The event of the mark, or of one behind it.
         let event = self.marks().events[(mark.0 % MARKS) as usize];
         // SAFETY: the event lives as long as the device.
-        done("cuEventSynchronize", unsafe {
+        self.done("cuEventSynchronize", unsafe {
             sys::cuEventSynchronize(event)
         })
     }
 
     fn synchronize(&self) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         // SAFETY: the stream lives as long as the device.
-        done("cuStreamSynchronize", unsafe {
+        self.done("cuStreamSynchronize", unsafe {
             sys::cuStreamSynchronize(self.stream)
         })
     }
@@ -533,11 +686,5 @@ fn check(call: &'static str, code: CUresult) -> Result<(), GpuError> {
     Err(GpuError::Driver {
         call,
         reason: reason(code),
-    })
-}
-
-fn done(call: &'static str, code: CUresult) -> Result<(), EngineError> {
-    check(call, code).map_err(|error| EngineError::Device {
-        message: error.to_string(),
     })
 }

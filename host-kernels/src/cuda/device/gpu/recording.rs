@@ -6,7 +6,7 @@ use std::ptr;
 
 use cudarc::driver::sys;
 
-use super::{Gpu, done};
+use super::Gpu;
 use crate::cuda::device::{Launch, RecordingId};
 use crate::engine::EngineError;
 
@@ -72,7 +72,7 @@ impl Gpu {
     }
 
     pub(super) fn record_graph(&self, launches: &[Launch]) -> Result<RecordingId, EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let mut recording = Recording {
             graph: ptr::null_mut(),
             exec: ptr::null_mut(),
@@ -98,7 +98,7 @@ impl Gpu {
     ) -> Result<(), EngineError> {
         // SAFETY: a place for the result.
         let code = unsafe { sys::cuGraphCreate(&mut recording.graph, 0) };
-        done("cuGraphCreate", code)?;
+        self.done("cuGraphCreate", code)?;
         for launch in launches {
             let mut node = ptr::null_mut();
             let before = recording.nodes.last();
@@ -119,13 +119,13 @@ impl Gpu {
                     )
                 }
             });
-            done("cuGraphAddKernelNode", code)?;
+            self.done("cuGraphAddKernelNode", code)?;
             recording.nodes.push(node);
         }
         // SAFETY: a whole graph, and a place for the result.
         let code =
             unsafe { sys::cuGraphInstantiateWithFlags(&mut recording.exec, recording.graph, 0) };
-        done("cuGraphInstantiate", code)
+        self.done("cuGraphInstantiate", code)
     }
 
     pub(super) fn change_graph(
@@ -134,7 +134,7 @@ impl Gpu {
         index: usize,
         launch: &Launch,
     ) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let recordings = self.recordings();
         let recording = recordings.find(id)?;
         let code = self.as_node(launch, |params| {
@@ -148,24 +148,24 @@ impl Gpu {
                 )
             }
         });
-        done("cuGraphExecKernelNodeSetParams", code)
+        self.done("cuGraphExecKernelNodeSetParams", code)
     }
 
     /// # Safety
     /// The addresses in the launches are of memory that the kernels may use.
     pub(super) unsafe fn replay_graph(&self, id: RecordingId) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let recordings = self.recordings();
         let recording = recordings.find(id)?;
         // SAFETY: the caller's promise; recording and stream are there.
-        done("cuGraphLaunch", unsafe {
+        self.done("cuGraphLaunch", unsafe {
             sys::cuGraphLaunch(recording.exec, self.stream)
         })
     }
 
     pub(super) fn forget_graph(&self, id: RecordingId) {
         let recording = self.recordings().known.remove(&id.0);
-        if let (Some(recording), Ok(())) = (recording, self.enter()) {
+        if let (Some(recording), Ok(_entered)) = (recording, self.enter()) {
             // SAFETY: entered; it is in no table any more.
             unsafe { recording.destroy() };
         }

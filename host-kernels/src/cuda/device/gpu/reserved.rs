@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys;
 
-use super::{Gpu, done};
+use super::Gpu;
 use crate::cuda::device::Address;
 use crate::engine::{EngineError, MemoryInfo};
 
@@ -25,29 +25,29 @@ impl Gpu {
 
     /// The unit of memory that can be mapped.
     pub(super) fn unit(&self) -> Result<u64, EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let mut unit = 0;
         let properties = self.memory_properties();
         let kind = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         // SAFETY: a place for the result, and a whole structure.
         let code = unsafe { sys::cuMemGetAllocationGranularity(&mut unit, &properties, kind) };
-        done("cuMemGetAllocationGranularity", code)?;
+        self.done("cuMemGetAllocationGranularity", code)?;
         Ok(unit as u64)
     }
 
     pub(super) fn reserve_addresses(&self, size: u64) -> Result<Address, EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let mut address = 0;
         // SAFETY: a place for the result; the driver chooses where.
         let code = unsafe { sys::cuMemAddressReserve(&mut address, size as usize, 0, 0, 0) };
-        done("cuMemAddressReserve", code)?;
+        self.done("cuMemAddressReserve", code)?;
         Ok(address)
     }
 
     /// # Safety
     /// The addresses are reserved and have no memory.
     pub(super) unsafe fn map_memory(&self, at: Address, size: u64) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let bytes = size as usize;
         let properties = self.memory_properties();
         let mut memory = 0;
@@ -62,7 +62,7 @@ impl Gpu {
                 total,
             });
         }
-        done("cuMemCreate", code)?;
+        self.done("cuMemCreate", code)?;
         let access = sys::CUmemAccessDesc {
             location: self.location(),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
@@ -70,10 +70,10 @@ impl Gpu {
         // SAFETY: the caller's addresses, this memory, all of it. The handle is not needed once the memory is mapped,
         // and must not stay if it could not be.
         unsafe {
-            let mapped = done("cuMemMap", sys::cuMemMap(at, bytes, 0, memory, 0));
-            let released = done("cuMemRelease", sys::cuMemRelease(memory));
+            let mapped = self.done("cuMemMap", sys::cuMemMap(at, bytes, 0, memory, 0));
+            let released = self.done("cuMemRelease", sys::cuMemRelease(memory));
             mapped.and(released)?;
-            let usable = done("cuMemSetAccess", sys::cuMemSetAccess(at, bytes, &access, 1));
+            let usable = self.done("cuMemSetAccess", sys::cuMemSetAccess(at, bytes, &access, 1));
             if usable.is_err() {
                 sys::cuMemUnmap(at, bytes);
             }
@@ -84,8 +84,8 @@ impl Gpu {
     /// # Safety
     /// One call of `map_memory` has put the memory there, and nothing uses it any more.
     pub(super) unsafe fn unmap_memory(&self, at: Address, size: u64) -> Result<(), EngineError> {
-        self.enter()?;
+        let _entered = self.enter()?;
         // SAFETY: the caller's promise.
-        done("cuMemUnmap", unsafe { sys::cuMemUnmap(at, size as usize) })
+        self.done("cuMemUnmap", unsafe { sys::cuMemUnmap(at, size as usize) })
     }
 }
