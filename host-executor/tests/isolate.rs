@@ -8,6 +8,7 @@ use std::fs;
 use std::os::fd::AsFd as _;
 use std::time::Instant;
 
+use common::model::{adopt, for_weights, read_all, upload};
 use common::served::{Scratch, Serve, vgpu};
 use common::{Guest, PATIENCE, add, bytes};
 use machine::Machine;
@@ -15,7 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::window::memory::{Memory as _, Window};
-use vgpu_transport::wire::{GraphId, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
 
 /// Workers of a supervisor, by the number of their first session, once there are `count` of them.
 fn workers(serve: &Serve, count: usize) -> BTreeMap<u64, Pid> {
@@ -208,7 +209,15 @@ fn a_virtual_machine_outlives_its_worker() {
     let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
     let serve = Serve::start(
         &scratch.socket(),
-        &["--isolate", "--guest-memory", "20M", "--vm", &vm],
+        &[
+            "--isolate",
+            "--guest-memory",
+            "20M",
+            "--vm",
+            &vm,
+            "--control",
+            &scratch.0.join("control.sock").display().to_string(),
+        ],
     );
     assert!(serve.ready.contains("vm:"), "{}", serve.ready);
     let (mut bystander, _) = guest(&serve, &scratch);
@@ -216,6 +225,21 @@ fn a_virtual_machine_outlives_its_worker() {
     let machine = Machine::plug(&socket);
     let mut inside = machine.guest();
     compute(&mut inside);
+    // The operator sees it beside the others.
+    let status = status_when(&scratch, |status| {
+        of_guest(status, "vm1")["graphs"] == 1 && of_guest(status, "-")["graphs"] == 1
+    });
+    let vm1 = of_guest(&status, "vm1");
+    assert_eq!(
+        (&vm1["sessions"], &vm1["memory"], &vm1["quota"]),
+        (&1.into(), &8.into(), &(20 << 20).into())
+    );
+    let sessions = status["sessions"].as_array().expect("a list");
+    let endpoints: Vec<_> = sessions.iter().map(|s| &s["endpoint"]).collect();
+    assert!(
+        endpoints.iter().any(|at| **at == "vm vm1 slot 0"),
+        "{status:#}"
+    );
 
     // The keeper of the files is the supervisor's child, the worker is the keeper's.
     let worker = || {
@@ -472,6 +496,46 @@ fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
             "{status:#}"
         );
     }
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
+#[test]
+fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
+    let scratch = Scratch::new("isolate-weights");
+    let config = configure(&scratch, TWO_GUESTS);
+    let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
+    let serve = Serve::start(&scratch.socket(), &isolate);
+    let mut first = serve.guest(&scratch.0.join("a.sock"));
+    let mut second = serve.guest(&scratch.0.join("a.sock"));
+    let mut other = serve.guest(&scratch.0.join("b.sock"));
+    let content: Vec<u8> = (0..4 * MIN_EXTENT).map(|i| ((i * i) >> 5) as u8).collect();
+    let (buffer, _) = for_weights(&mut first, content.len() as u64);
+    upload(&mut first, buffer, 0, &content);
+    first.send(&Request::Settle { buffer });
+    first.fence();
+    // A thread hashes them meanwhile.
+    let (buffer, _) = for_weights(&mut second, content.len() as u64);
+    let start = Instant::now();
+    while !adopt(&mut second, buffer, 0, &content) {
+        assert!(
+            start.elapsed() < PATIENCE,
+            "the same guest does not get them"
+        );
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    assert!(read_all(&mut second, buffer, content.len() as u64) == content);
+    let (buffer, _) = for_weights(&mut other, content.len() as u64);
+    assert!(
+        !adopt(&mut other, buffer, 0, &content),
+        "another guest gets them"
+    );
+    let status = status_when(&scratch, |status| {
+        of_guest(status, "a")["weights_not_sent"] == content.len()
+    });
+    assert_eq!(status["engine"]["weights"]["not_sent"], content.len());
+    assert_eq!(of_guest(&status, "b")["weights_not_sent"], 0);
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");

@@ -105,6 +105,8 @@ struct Moment {
     weights: WeightsStatus,
     /// Bytes of device memory that somebody has.
     memory: u64,
+    /// Memory of the largest engine that a worker has: with a GPU, of all of them.
+    largest: u64,
 }
 
 impl Shared {
@@ -116,6 +118,7 @@ impl Shared {
             sessions: Vec::new(),
             weights: house.books.weights,
             memory: 0,
+            largest: 0,
         };
         for worker in house.workers.values() {
             let account = account_of(worker.guest.as_deref(), &self.roster);
@@ -176,6 +179,7 @@ impl Moment {
     fn add(&mut self, account: &str, report: &Report) {
         self.accounts.entry(account.into()).or_default().add(report);
         self.weights.add(&report.status.engine.weights);
+        self.largest = self.largest.max(report.status.engine.memory_total);
         for GuestStatus { work, .. } in &report.status.guests {
             let held = work.memory.saturating_sub(work.weights_shared);
             self.memory = self.memory.saturating_add(held);
@@ -204,7 +208,7 @@ impl Look for Shared {
                 name,
             }
         });
-        let total = self.means.memory.unwrap_or_default();
+        let total = self.means.memory.unwrap_or(moment.largest);
         Status {
             version: env!("CARGO_PKG_VERSION").into(),
             uptime: self.since.elapsed().as_secs_f64(),
