@@ -1,9 +1,10 @@
 //! From a graph to steps.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::sync::Arc;
 
-use vgpu_transport::ir::{Graph, Node, Op, Tensor};
+use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
 
 use super::memory::CpuMemory;
 use super::ops;
@@ -15,6 +16,8 @@ use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Turn};
 pub(super) struct CpuPlan {
     steps: Vec<Step>,
     scratch_bytes: usize,
+    /// Bytes that a node leaves for those that follow.
+    kept_bytes: usize,
     pool: Arc<Pool>,
     /// A run that has yielded.
     started: Option<Started>,
@@ -35,15 +38,18 @@ impl CpuPlan {
         let mut plan = CpuPlan {
             steps: Vec::new(),
             scratch_bytes: 0,
+            kept_bytes: 0,
             pool: Arc::clone(pool),
             started: None,
             buffers: buffers.to_vec(),
             moves,
         };
+        let keeper = Keeper::default();
         for (i, node) in graph.nodes.iter().enumerate() {
             let operands = Operands {
                 views: &views,
                 node,
+                keeper: &keeper,
                 workers: pool.workers(),
             };
             let compiled = ops::compile(&node.op, &operands)?;
@@ -55,7 +61,9 @@ impl CpuPlan {
                     node: i,
                     op,
                 }));
+            written(node).for_each(|index| keeper.written(&views[index]));
         }
+        plan.kept_bytes = keeper.bytes.get();
         Ok(plan)
     }
 }
@@ -80,8 +88,8 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
         let len = tensor.shape.extent().unwrap_or(u64::MAX);
         (memories[tensor.buffer as usize], tensor.offset, len)
     };
-    for tensor in graph.nodes.iter().flat_map(|node| written(graph, node)) {
-        let (memory, offset, len) = place(tensor);
+    for index in graph.nodes.iter().flat_map(written) {
+        let (memory, offset, len) = place(&graph.tensors[index]);
         memory.own(offset, len)?;
     }
     loop {
@@ -100,13 +108,11 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
 }
 
 /// The tensors that a node writes: its destination, and what optimisers keep in their sources.
-fn written<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = &'g Tensor> {
+fn written(node: &Node) -> impl Iterator<Item = usize> {
     let is_optimiser = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
     let sources = node.src.as_slice().iter().flatten();
     let sources = sources.filter(move |_| is_optimiser);
-    sources
-        .chain([&node.dst])
-        .map(|&index| &graph.tensors[index as usize])
+    sources.chain([&node.dst]).map(|&index| index as usize)
 }
 
 impl Plan for CpuPlan {
@@ -121,7 +127,8 @@ impl Plan for CpuPlan {
         if started.is_none() && !self.is_current() {
             return Err(RunError::Moved);
         }
-        let started = started.unwrap_or_else(|| self.pool.start(self.scratch_bytes));
+        let started =
+            started.unwrap_or_else(|| self.pool.start(self.scratch_bytes, self.kept_bytes));
         self.started = self.pool.run(&self.steps, started, turn)?;
         Ok(match self.started {
             None => Progress::Done,
@@ -136,10 +143,29 @@ impl Plan for CpuPlan {
     }
 }
 
+/// What is kept from one node for those that follow: the tensor that was last converted, in the type it was converted
+/// to. (The products with several weights, of queries, keys and values or of a gate, begin with the same activations.)
+#[derive(Default)]
+struct Keeper {
+    kept: Cell<Option<(View, Type)>>,
+    /// The most that was ever to be kept.
+    bytes: Cell<usize>,
+}
+
+impl Keeper {
+    /// Something was written there: what was made of it holds no longer.
+    fn written(&self, view: &View) {
+        if self.kept.get().is_some_and(|(kept, _)| kept.overlaps(view)) {
+            self.kept.set(None);
+        }
+    }
+}
+
 /// What an operator's file sees of a node.
 pub(crate) struct Operands<'a> {
     views: &'a [View],
     node: &'a Node,
+    keeper: &'a Keeper,
     workers: usize,
 }
 
@@ -164,6 +190,14 @@ impl Operands<'_> {
     pub(crate) fn optional(&self, i: usize) -> Option<View> {
         let index = self.node.src.as_slice().get(i).copied().flatten()?;
         Some(self.views[index as usize])
+    }
+
+    /// Whether the kept memory ([`Worker::kept`]) already has `source` as `ty` from a node before this one. If not, it is
+    /// for this node's first kernel to write there: so many bytes, for itself and the nodes that follow.
+    pub(crate) fn keep(&self, source: View, ty: Type, bytes: usize) -> bool {
+        let keeper = self.keeper;
+        keeper.bytes.set(keeper.bytes.get().max(bytes));
+        keeper.kept.replace(Some((source, ty))) == Some((source, ty))
     }
 
     /// How many threads will run each kernel.

@@ -29,6 +29,8 @@ pub(super) struct Started {
     dealt: usize,
     /// Holds what one step of an operator has left for the next, so it is the run's own until its end.
     scratch: Scratch,
+    /// Where in it lies what one operator keeps for the next.
+    kept: usize,
 }
 
 /// Working memory for the steps of a graph. Grows to the largest that was ever asked for.
@@ -65,9 +67,10 @@ impl Pool {
     }
 
     /// A run that begins with the first step.
-    pub(super) fn start(&self, scratch_bytes: usize) -> Started {
+    pub(super) fn start(&self, scratch_bytes: usize, kept_bytes: usize) -> Started {
         let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
-        let lines = scratch_bytes.div_ceil(64);
+        let first_kept = scratch_bytes.div_ceil(64);
+        let lines = first_kept + kept_bytes.div_ceil(64);
         if scratch.lines.len() < lines {
             scratch.lines.resize(lines, Line([0; 64]));
         }
@@ -75,6 +78,7 @@ impl Pool {
             step: 0,
             dealt: 0,
             scratch,
+            kept: first_kept * 64,
         }
     }
 
@@ -98,6 +102,7 @@ impl Pool {
             leave: Leave::default(),
             failure: Mutex::new(None),
             scratch: ScratchPtr(started.scratch.lines.as_mut_ptr().cast()),
+            kept: started.kept,
         };
         self.threads
             .broadcast(|context| run.work(context.index(), context.num_threads()));
@@ -112,6 +117,7 @@ impl Pool {
                     false => 0,
                 },
                 scratch: started.scratch,
+                kept: started.kept,
             })),
             (failure, _) => {
                 self.give_back(started.scratch);
@@ -150,6 +156,7 @@ struct Run<'a> {
     leave: Leave,
     failure: Mutex<Option<RunError>>,
     scratch: ScratchPtr,
+    kept: usize,
 }
 
 /// Where the threads leave a graph before its end, all behind the same barrier.
@@ -204,6 +211,7 @@ impl Run<'_> {
                 count,
                 counter: &self.counters[i % 2],
                 scratch: self.scratch.0,
+                kept: self.scratch.0.wrapping_add(self.kept),
                 step: i,
                 turn: self.turn,
                 leave: &self.leave,
@@ -236,6 +244,7 @@ pub(crate) struct Worker<'a> {
     count: usize,
     counter: &'a AtomicUsize,
     scratch: *mut u8,
+    kept: *mut u8,
     step: usize,
     turn: &'a Turn,
     leave: &'a Leave,
@@ -286,6 +295,12 @@ impl Worker<'_> {
     /// It keeps its contents from one step of the operator to the next and holds anything before the first.
     pub(crate) fn scratch(&self) -> *mut u8 {
         self.scratch
+    }
+
+    /// The memory that operators keep for those that follow ([`super::plan::Operands::keep`]), shared by all threads,
+    /// 64-byte aligned.
+    pub(crate) fn kept(&self) -> *mut u8 {
+        self.kept
     }
 }
 
@@ -344,7 +359,7 @@ mod tests {
 
     /// Runs to the end without ever yielding.
     fn run(pool: &Pool, steps: &[Step]) -> Result<(), RunError> {
-        let left = pool.run(steps, pool.start(4096), &Turn::new())?;
+        let left = pool.run(steps, pool.start(4096, 0), &Turn::new())?;
         assert!(left.is_none(), "nobody has ended the turn");
         Ok(())
     }
@@ -454,7 +469,10 @@ mod tests {
                 .collect()
         };
         let graphs = [graph(1), graph(2), graph(3)];
-        let mut started: Vec<_> = graphs.iter().map(|_| Some(pool.start(8 * UNITS))).collect();
+        let mut started: Vec<_> = graphs
+            .iter()
+            .map(|_| Some(pool.start(8 * UNITS, 0)))
+            .collect();
         let mut turns = 0;
         while started.iter().any(Option::is_some) {
             for (graph, started) in graphs.iter().zip(&mut started) {

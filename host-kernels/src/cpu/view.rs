@@ -10,7 +10,7 @@ use vgpu_transport::ir::{Shape, Type};
 /// the plan keeps alive, and plain elements are aligned. Two views may overlap in any way (operations in
 /// place, or a hostile graph), and so a kernel never makes a `&mut [T]` of one while it reads another:
 /// where source and destination can be the same memory it goes through raw pointers.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct View {
     ptr: *mut u8,
     pub(crate) ty: Type,

@@ -57,22 +57,27 @@ struct Activations {
     source: View,
     reader: RowReader,
     kernel: MatmulKernel,
-    /// Where the converted columns lie in scratch; `None` if the source is used as it is.
-    scratch: Option<usize>,
+    /// Whether the columns are used as they are in the source, not converted in kept memory.
+    in_place: bool,
+    /// Whether a node before has converted them.
+    done: bool,
     /// Bytes of one column in the activation type.
     column_bytes: usize,
 }
 
 impl Activations {
-    fn new(source: View, kernel: MatmulKernel, scratch: &mut Layout) -> Activations {
+    fn new(operands: &Operands<'_>, source: View, kernel: MatmulKernel) -> Activations {
         let format = Format::of(kernel.activation).expect("every weight's activation is a format");
         let column_bytes = format.row_bytes(source.ne[0]);
         let in_place = source.ty == kernel.activation && source.dense_rows();
+        let bytes = (source.rows().checked_mul(column_bytes))
+            .expect("converted columns are a small multiple of operands that were validated");
         Activations {
             source,
             reader: RowReader::new(&source),
             kernel,
-            scratch: (!in_place).then(|| scratch.room(source.rows(), column_bytes)),
+            in_place,
+            done: in_place || operands.keep(source, kernel.activation, bytes),
             column_bytes,
         }
     }
@@ -80,9 +85,9 @@ impl Activations {
     /// Strides of dimensions 1 to 3 of the converted columns, in bytes.
     fn strides(&self) -> [usize; 3] {
         let View { ne, nb, .. } = self.source;
-        match self.scratch {
-            None => [nb[1], nb[2], nb[3]],
-            Some(_) => {
+        match self.in_place {
+            true => [nb[1], nb[2], nb[3]],
+            false => {
                 let column = self.column_bytes;
                 [column, column * ne[1], column * ne[1] * ne[2]]
             }
@@ -91,15 +96,17 @@ impl Activations {
 
     /// Where the first converted column lies.
     fn base(&self, w: &Worker<'_>) -> *const u8 {
-        match self.scratch {
-            None => self.source.ptr(),
-            Some(offset) => w.scratch().wrapping_add(offset),
+        match self.in_place {
+            true => self.source.ptr(),
+            false => w.kept(),
         }
     }
 
-    /// Converts this thread's part of the columns into scratch.
+    /// Converts this thread's part of the columns, unless that is done.
     fn convert(&self, w: &Worker<'_>) {
-        let Some(offset) = self.scratch else { return };
+        if self.done {
+            return;
+        }
         let k = self.source.ne[0];
         let pieces = k.div_ceil(PIECE);
         let format = Format::of(self.kernel.activation).expect("as in `new`");
@@ -108,9 +115,9 @@ impl Activations {
             let (column, start) = (unit / pieces, unit % pieces * PIECE);
             let n = PIECE.min(k - start);
             let row = self.source.row_ptr(self.source.row_index(column));
-            let to = offset + column * self.column_bytes + format.row_bytes(start);
-            // SAFETY: the row and its elements lie in the source; the place in scratch is this piece's
-            // alone, inside what `new` asked for; blocks divide `PIECE` and, by the IR's rules, `k`.
+            let to = column * self.column_bytes + format.row_bytes(start);
+            // SAFETY: the row and its elements lie in the source; the place in kept memory is this
+            // piece's alone, inside what `new` asked for; blocks divide `PIECE` and, by the IR's rules, `k`.
             unsafe {
                 let values = match self.reader.in_place(row) {
                     Some(row) => row.add(start),
@@ -119,7 +126,7 @@ impl Activations {
                         buffer.as_ptr()
                     }
                 };
-                (self.kernel.quantize_activation)(values, w.scratch().add(to), n);
+                (self.kernel.quantize_activation)(values, w.kept().add(to), n);
             }
         }
     }
@@ -260,7 +267,7 @@ pub(super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> 
         } if x.ne[1] >= ROUNDED_COLUMNS => MatmulKernel::rounded(weight.ty).unwrap_or(exact),
         _ => exact,
     };
-    let activations = Activations::new(x, kernel, &mut scratch);
+    let activations = Activations::new(operands, x, kernel);
     let output = Output::new(dst, &[weight, x], &mut scratch);
     let nest = Nest::new(&weight, &x, activations.strides(), output.strides());
 
@@ -273,7 +280,7 @@ pub(super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> 
     let grain_rows = tile_rows(&kernel, k, rows, at_once, others, operands.workers());
     let row_tiles = rows.div_ceil(grain_rows);
 
-    if activations.scratch.is_some() {
+    if !activations.done {
         kernels.push(Box::new(move |w| {
             activations.convert(w);
             Ok(())
@@ -506,7 +513,7 @@ pub(super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, EngineErro
         });
     }
     let kernel = MatmulKernel::of(weight.ty).expect("the rules claim no other weights");
-    let activations = Activations::new(x, kernel, &mut scratch);
+    let activations = Activations::new(operands, x, kernel);
     let output = Output::new(dst, &[weight, x, ids], &mut scratch);
     let [k, rows, experts, _] = weight.ne;
     let [used, tokens, ..] = ids.ne;

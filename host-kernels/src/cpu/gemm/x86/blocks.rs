@@ -54,6 +54,13 @@ pub(super) trait Groups: GroupBlock {
     /// The scales and minimums of the `n <= 8` groups from `g` on, the rest 0. A format with scales of
     /// half groups has those of the second halves in place of minimums.
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
+
+    /// The same of eight groups, with AVX-512.
+    #[inline(always)]
+    unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
+        // SAFETY: the module's contract.
+        unsafe { Self::scales(row, g, 8) }
+    }
 }
 
 /// A super-block format as vectors.
@@ -120,6 +127,27 @@ unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
         let h = _mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]);
         _mm256_cvtph_ps(h)
     }
+}
+
+/// Eight of the 64 words at `p`.
+#[inline(always)]
+unsafe fn pick_words(p: *const u8, which: [i16; 8]) -> __m128i {
+    // SAFETY: the module's contract, for 128 bytes.
+    unsafe {
+        let (low, high) = (
+            _mm512_loadu_si512(p.cast()),
+            _mm512_loadu_si512(p.add(64).cast()),
+        );
+        let which = _mm512_zextsi128_si512(_mm_loadu_si128(which.as_ptr().cast()));
+        _mm512_castsi512_si128(_mm512_permutex2var_epi16(low, which, high))
+    }
+}
+
+/// The halves that eight blocks of 18 bytes begin with.
+#[inline(always)]
+unsafe fn halves_of_18(blocks: *const u8) -> __m256 {
+    // SAFETY: the module's contract; the blocks have 144 bytes.
+    unsafe { _mm256_cvtph_ps(pick_words(blocks, [0, 9, 18, 27, 36, 45, 54, 63])) }
 }
 
 /// The low nibbles of 16 bytes, then the high ones.
@@ -270,6 +298,17 @@ macro_rules! nibble_groups {
                         }
                     }
                 }
+
+                #[inline(always)]
+                unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
+                    // SAFETY: as above.
+                    unsafe {
+                        match $bytes {
+                            18 => (halves_of_18(row.add(g * $bytes)), _mm256_setzero_ps()),
+                            _ => Self::scales(row, g, 8),
+                        }
+                    }
+                }
             }
             const _: () = assert!(size_of::<$block>() == $bytes);
         )*
@@ -355,6 +394,29 @@ impl Groups for BlockIq4Nl {
             (d, _mm256_setzero_ps())
         }
     }
+
+    #[inline(always)]
+    unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
+        const { assert!(size_of::<Self>() == 18) }
+        // SAFETY: the module's contract.
+        unsafe {
+            let d = halves_of_18(row.add(g * size_of::<Self>()));
+            (d, _mm256_setzero_ps())
+        }
+    }
+}
+
+/// Half of two to the power of each exponent, less 127.
+#[inline(always)]
+unsafe fn halved_powers(e: __m256i) -> __m256i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+        // Exponents 0 and 1 are subnormal.
+        let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x0020_0000), e);
+        let is_normal = _mm256_cmpgt_epi32(e, _mm256_set1_epi32(1));
+        _mm256_blendv_epi8(small, normal, is_normal)
+    }
 }
 
 impl Groups for BlockMxfp4 {
@@ -394,11 +456,7 @@ impl Groups for BlockMxfp4 {
                 exponents |= u64::from(*row.add((g + i) * size_of::<Self>())) << (8 * i);
             }
             let e = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(exponents as i64));
-            let normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
-            // Exponents 0 and 1 are subnormal.
-            let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x0020_0000), e);
-            let is_normal = _mm256_cmpgt_epi32(e, _mm256_set1_epi32(1));
-            let d = _mm256_blendv_epi8(small, normal, is_normal);
+            let d = halved_powers(e);
             // What is missing has exponent 0, but is to be 0.
             let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             let present = _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lanes);
@@ -406,6 +464,20 @@ impl Groups for BlockMxfp4 {
                 _mm256_castsi256_ps(_mm256_and_si256(d, present)),
                 _mm256_setzero_ps(),
             )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
+        const { assert!(size_of::<Self>() == 17) }
+        // SAFETY: the module's contract; eight blocks have 136 bytes, and begin with the exponent.
+        unsafe {
+            let blocks = row.add(g * size_of::<Self>());
+            let words = pick_words(blocks, [0, 8, 17, 25, 34, 42, 51, 59]);
+            // Every second exponent is the high byte of its word.
+            let words = _mm_srlv_epi16(words, _mm_setr_epi16(0, 8, 0, 8, 0, 8, 0, 8));
+            let e = _mm256_cvtepu16_epi32(_mm_and_si128(words, _mm_set1_epi16(0xff)));
+            (_mm256_castsi256_ps(halved_powers(e)), _mm256_setzero_ps())
         }
     }
 }

@@ -294,7 +294,7 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        let (d, m) = B::scales(row, first, n);
+        let (d, m) = S::scales::<B>(row, first, n);
         let mut scales = [_mm256_setzero_ps(); C];
         let mut second_scales = [_mm256_setzero_ps(); C];
         for c in 0..C {
@@ -447,9 +447,9 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                 from[r] = call.w.add((row + r).min(call.rows - 1) * call.w_stride);
                 // The usual number as a constant, so that no loop over it is left.
                 let (d, m) = if groups == GROUPS {
-                    B::scales(from[r], first, GROUPS)
+                    S::scales::<B>(from[r], first, GROUPS)
                 } else {
-                    B::scales(from[r], first, groups)
+                    S::scales::<B>(from[r], first, groups)
                 };
                 _mm256_storeu_ps(self.row_scales[r].as_mut_ptr(), d);
                 _mm256_storeu_ps(self.row_scales[r].as_mut_ptr().add(8), m);

@@ -181,7 +181,12 @@ unsafe fn tile<W: Pairs, const R: usize, const C: usize>(call: &Call, r: usize, 
                 x_now[c] = Avx512::load(x.add(c * call.x_stride + 2 * i));
             }
             for r in 0..R {
-                let w = W::load(w.add(r * call.w_stride + 2 * i));
+                let w = w.add(r * call.w_stride + 2 * i);
+                if c == 0 {
+                    // The same place of the next rows, at which nothing has been read yet.
+                    _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(R * call.w_stride).cast());
+                }
+                let w = W::load(w);
                 for c in 0..C {
                     acc[r][c] = dot(acc[r][c], w, x_now[c]);
                 }
@@ -198,14 +203,50 @@ unsafe fn tile<W: Pairs, const R: usize, const C: usize>(call: &Call, r: usize, 
                 }
             }
         }
+        // All tiles are summed up alike: a result must not depend on which it is in.
+        let mut all = [_mm512_setzero_ps(); 16];
+        for r in 0..R {
+            for c in 0..C {
+                all[r * C + c] = acc[r][c];
+            }
+        }
+        let mut sums = [0f32; 16];
+        _mm512_storeu_ps(sums.as_mut_ptr(), sum_each(all));
         for r_tile in 0..R {
             for c_tile in 0..C {
                 let dst = call.dst.add((c + c_tile) * call.dst_stride + r + r_tile);
-                *dst = Avx512::sum(acc[r_tile][c_tile]);
+                *dst = sums[r_tile * C + c_tile];
             }
         }
     }
     C
+}
+
+/// The sum of the lanes of each of 16 vectors, in two thirds of the instructions that one after the other would take.
+///
+/// # Safety
+/// AVX-512.
+#[inline(always)]
+unsafe fn sum_each(v: [__m512; 16]) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // For each four vectors, the sums of their four 128-bit lanes.
+        let mut fours = [_mm512_setzero_ps(); 4];
+        for (i, four) in fours.iter_mut().enumerate() {
+            let pair = |a: __m512, b: __m512| {
+                _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
+            };
+            let ab = _mm512_castps_pd(pair(v[4 * i], v[4 * i + 1]));
+            let cd = _mm512_castps_pd(pair(v[4 * i + 2], v[4 * i + 3]));
+            let (low, high) = (_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd));
+            *four = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        }
+        let halves = |a: __m512, b: __m512| {
+            let even = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+            _mm512_add_ps(even, _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b))
+        };
+        halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]))
+    }
 }
 
 /// 32 rows of a chunk, interleaved by pairs.

@@ -128,6 +128,8 @@ pub(super) trait Simd: Copy + 'static {
     /// The quants of a vector's worth of groups, from group `g` of a row on; past group `last` the
     /// contents do not matter, but are not read.
     unsafe fn groups<B: Groups>(row: *const u8, g: usize, last: usize) -> Self::I;
+    /// [`Groups::scales`], by the instructions of the level.
+    unsafe fn scales<B: Groups>(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
     /// Vector `v` of a super-block's quants, in the order of [`Simd::order`].
     unsafe fn quants<B: Supers>(block: *const u8) -> [Self::I; 8];
     /// Which piece of 32 elements lies in half `i` of the vectors of [`Simd::quants`].
@@ -416,6 +418,15 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn scales<B: Groups>(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        unsafe {
+            match n {
+                8 => B::eight_scales(row, g),
+                _ => B::scales(row, g, n),
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn groups<B: Groups>(row: *const u8, g: usize, last: usize) -> __m512i {
         unsafe { B::pair(row, g, (g + 1).min(last)) }
     }
@@ -683,6 +694,10 @@ impl Simd for Avx2 {
         }
     }
 
+    #[inline(always)]
+    unsafe fn scales<B: Groups>(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        unsafe { B::scales(row, g, n) }
+    }
     #[inline(always)]
     unsafe fn groups<B: Groups>(row: *const u8, g: usize, _: usize) -> __m256i {
         unsafe { B::single(row, g) }
