@@ -9,9 +9,9 @@
 #else
 #define DEVICE __device__ __forceinline__
 // `KERNEL(name, Params, threads) { ... p ... }`: a kernel with its parameters in `p`, in blocks of at most
-// `threads`.
-#define KERNEL(name, Params, threads) \
-    extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p)
+// `threads`. So many blocks as a fourth argument says are to fit a multiprocessor.
+#define KERNEL(name, Params, ...) \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
 #define DYNAMIC_SHARED(T, name)                              \
     extern __shared__ __align__(16) unsigned char vg_shared[]; \
     T* name = reinterpret_cast<T*>(vg_shared)

@@ -1,26 +1,11 @@
 // ADD, SUB, MUL, DIV, ADD1, SCALE, CLAMP, all UNARY functions and GLU kinds, ADD_ID.
-#include "device.cuh"
+#include "units.cuh"
 
 namespace {
 
 // NaN goes the way it goes in ggml: a comparison with it is false.
 DEVICE float at_most(float x, float limit) { return x < limit ? x : limit; }
 DEVICE float at_least(float x, float limit) { return x > limit ? x : limit; }
-DEVICE float within(float x, float limit) {
-    x = x > limit ? limit : x;
-    return x < -limit ? -limit : x;
-}
-
-DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
-// The form with tanh. `1 + tanh(u)` is `2 sigmoid(2 u)`, which keeps its accuracy for negative `u`; beyond 10
-// it is 0 or x, and infinities do not get through the formula.
-DEVICE float gelu(float x) {
-    if (x <= -10.0f || x >= 10.0f) {
-        return x > 0.0f ? x : 0.0f;
-    }
-    return x * sigmoid(1.59576912160573071f * x * (1.0f + 0.044715f * x * x));
-}
 DEVICE float gelu_erf(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752440084436210484f)); }
 DEVICE float gelu_quick(float x) { return x / (1.0f + expf(-1.702f * x)); }
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
@@ -35,11 +20,6 @@ DEVICE float xielu(float x, float alpha_n, float alpha_p, float beta, float eps)
 DEVICE float silu_back(float gradient, float x) {
     float s = sigmoid(x);
     return gradient * s * (1.0f + x * (1.0f - s));
-}
-
-DEVICE float swiglu_oai(float x, float gate, float alpha, float limit) {
-    x = x > limit ? limit : x;
-    return x / (1.0f + expf(-alpha * x)) * (1.0f + within(gate, limit));
 }
 
 DEVICE float swiglu_clamp(float x, float gate, float limit) {

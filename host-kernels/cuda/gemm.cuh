@@ -48,18 +48,50 @@ template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const u8* r
     }
 }
 
-// blockIdx.x and y count tiles of rows and columns, z batches.
+// blockIdx.x and y count tiles of rows and columns, z batches. With groups, y counts the tiles of all experts.
 template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     DYNAMIC_SHARED(GemmTiles, tiles);
+    __shared__ u32 places[GEMM_COLUMNS]; // of the tile's columns: which vector of all
     const VgCodebooks* books = codebooks(p.codebooks);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int group = lane / 4, pair = lane % 4 * 2;
-    i64 first_row = static_cast<i64>(blockIdx.x) * GEMM_ROWS, first_column = static_cast<i64>(blockIdx.y) * GEMM_COLUMNS;
-    i64 rows = p.dst.ne[0], columns = p.dst.ne[1], blocks = p.w.ne[0] / 32;
+    i64 first_row = static_cast<i64>(blockIdx.x) * GEMM_ROWS;
+    i64 rows = p.dst.ne[0], blocks = p.w.ne[0] / 32;
     i64 length = (p.w.ne[0] + GEMM_STEP - 1) / GEMM_STEP * GEMM_STEP;
 
-    i64 batch = blockIdx.z, i2 = batch % p.dst.ne[2], i3 = batch / p.dst.ne[2];
-    i64 w2 = i2 / (p.dst.ne[2] / p.w.ne[2]), w3 = i3 / (p.dst.ne[3] / p.w.ne[3]);
+    i64 batch = blockIdx.z, i2 = batch % p.dst.ne[2], i3 = batch / p.dst.ne[2], w2, w3;
+    u32 slots = static_cast<u32>(p.dst.ne[1]);
+    int count; // of columns in this tile
+    if (p.groups) {
+        const u32* starts = reinterpret_cast<const u32*>(p.groups);
+        u32 experts = static_cast<u32>(p.w.ne[2]), expert = 0, end = experts;
+        const u32 *tile_starts = starts + experts + 1, *order = tile_starts + experts + 1;
+        if (blockIdx.y >= tile_starts[experts]) {
+            return;
+        }
+        while (end - expert > 1) { // the last whose tiles begin here or before
+            u32 middle = (expert + end) / 2;
+            (tile_starts[middle] <= blockIdx.y ? expert : end) = middle;
+        }
+        w2 = expert, w3 = 0;
+        u32 first = starts[expert] + (blockIdx.y - tile_starts[expert]) * GEMM_COLUMNS, left = starts[expert + 1] - first;
+        count = left < GEMM_COLUMNS ? static_cast<int>(left) : GEMM_COLUMNS;
+        for (int i = threadIdx.x; i < count; i += GEMM_THREADS) {
+            places[i] = order[first + i];
+        }
+    } else {
+        w2 = i2 / (p.dst.ne[2] / p.w.ne[2]), w3 = i3 / (p.dst.ne[3] / p.w.ne[3]);
+        i64 first = static_cast<i64>(blockIdx.y) * GEMM_COLUMNS, left = p.dst.ne[1] - first;
+        count = left < GEMM_COLUMNS ? static_cast<int>(left) : GEMM_COLUMNS;
+        for (int i = threadIdx.x; i < count; i += GEMM_THREADS) {
+            places[i] = static_cast<u32>(batch * p.dst.ne[1] + first + i);
+        }
+    }
+    __syncthreads();
+    // The row of the activations for a place: experts may share those of a token.
+    auto vector_of = [&](u32 place) -> i64 {
+        return p.groups ? place / slots * p.slots + place % slots % static_cast<u32>(p.slots) : static_cast<i64>(place);
+    };
     // The thread's row of weights, and which half of a step it unpacks. Beyond the last row and column the last is
     // read again; the results are not written.
     i64 mine = first_row + threadIdx.x / 2;
@@ -69,9 +101,8 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     auto fetch = [&](int buffer, i64 step) {
         constexpr int PIECES = GEMM_STEP / 8;
         for (int i = threadIdx.x; i < GEMM_COLUMNS * PIECES; i += GEMM_THREADS) {
-            i64 column = first_column + i / PIECES;
-            column = batch * columns + (column < columns ? column : columns - 1);
-            const u16* from = reinterpret_cast<const u16*>(p.halves) + column * length + step * GEMM_STEP;
+            int column = i / PIECES < count ? i / PIECES : count - 1;
+            const u16* from = reinterpret_cast<const u16*>(p.halves) + vector_of(places[column]) * length + step * GEMM_STEP;
             copy_async(&tiles->activations[buffer][i / PIECES][i % PIECES * 8], from + i % PIECES * 8);
         }
         commit_async();
@@ -102,7 +133,8 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     fetch(0, 0);
     unpack_next(0);
     put_next();
-    int row_of_warp = warp % 4 * WARP_ROWS * 16, column_of_warp = warp / 4 * WARP_COLUMNS * 8;
+    // Columns are dealt out eight at a time, so that both halves of the warps have their share of few.
+    int row_of_warp = warp % 4 * WARP_ROWS * 16, column_of_warp = warp / 4 * 8;
     for (i64 step = 0; step < steps; step++) {
         int buffer = static_cast<int>(step % 2);
         wait_async<0>();
@@ -123,13 +155,15 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
             }
             UNROLL
             for (int j = 0; j < WARP_COLUMNS; j++) {
-                const u16* at = &tiles->activations[buffer][column_of_warp + j * 8 + group][k + pair];
-                b[j][0] = word(at), b[j][1] = word(at + 8);
+                if (column_of_warp + j * 16 < count) {
+                    const u16* at = &tiles->activations[buffer][column_of_warp + j * 16 + group][k + pair];
+                    b[j][0] = word(at), b[j][1] = word(at + 8);
+                }
             }
             UNROLL
-            for (int i = 0; i < WARP_ROWS; i++) {
+            for (int j = 0; j < WARP_COLUMNS; j++) {
                 UNROLL
-                for (int j = 0; j < WARP_COLUMNS; j++) {
+                for (int i = 0; i < WARP_ROWS && column_of_warp + j * 16 < count; i++) {
                     multiply_fragments<TYPE == VG_BF16>(sums[i][j], a[i], b[j]);
                 }
             }
@@ -140,17 +174,27 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
         }
     }
 
-    const float* factors = reinterpret_cast<const float*>(p.factors) + batch * columns;
+    const float* factors = reinterpret_cast<const float*>(p.factors);
     UNROLL
-    for (int i = 0; i < WARP_ROWS; i++) {
+    for (int j = 0; j < WARP_COLUMNS; j++) {
         UNROLL
-        for (int j = 0; j < WARP_COLUMNS; j++) {
+        for (int e = 0; e < 2; e++) {
+            int c = column_of_warp + j * 16 + pair + e;
+            if (c >= count) {
+                continue;
+            }
+            i64 place = places[c];
+            float factor = factors[vector_of(places[c])];
+            u8* to = p.groups ? address(p.dst, Index{{0, place % slots, place / slots, 0}})
+                              : address(p.dst, Index{{0, place - batch * p.dst.ne[1], i2, i3}});
             UNROLL
-            for (int e = 0; e < 4; e++) {
-                i64 r = first_row + row_of_warp + i * 16 + group + e / 2 * 8;
-                i64 c = first_column + column_of_warp + j * 8 + pair + e % 2;
-                if (r < rows && c < columns) {
-                    *reinterpret_cast<float*>(address(p.dst, Index{{r, c, i2, i3}})) = sums[i][j][e] * factors[c];
+            for (int i = 0; i < WARP_ROWS; i++) {
+                UNROLL
+                for (int h = 0; h < 2; h++) {
+                    i64 r = first_row + row_of_warp + i * 16 + group + h * 8;
+                    if (r < rows) {
+                        *reinterpret_cast<float*>(to + r * p.dst.nb[0]) = sums[i][j][2 * h + e] * factor;
+                    }
                 }
             }
         }

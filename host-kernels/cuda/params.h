@@ -223,6 +223,45 @@ struct VgRopeParams {
     float ramp[2];
 };
 
+/* vg_rope_rows: the rows of vg_rope, head after head, as rows `ids` of cache. rope.dst is not written. */
+struct VgRopeRowsParams {
+    struct VgRopeParams rope;
+    struct VgView cache, ids;
+    struct VgPlace place;
+};
+
+/* vg_norm_fused: x = a + add, into sum; dst = x / sqrt(mean of squares + eps) * w; the same rounded, as vg_quantize
+ * leaves it. What is 0 is not there; rows of add and w repeat. All f32, rows dense, at multiples of 16. */
+struct VgNormFusedParams {
+    struct VgView dst, a, add, sum, w;
+    unsigned long long quants, scales;
+    float eps;
+    unsigned reserved;
+};
+
+/* vg_route: the experts of each token, the most probable first, and their weights. */
+enum VgRoute {
+    VG_ROUTE_SOFT_MAX,
+    VG_ROUTE_SIGMOID,
+    VG_ROUTE_LOGITS, /* weights are the soft-max of the logits of those chosen */
+};
+
+struct VgRouteParams {
+    struct VgView logits, ids, weights; /* [experts, tokens], [used or more, tokens], [1, used, tokens] */
+    unsigned long long bias; /* f32 for each expert: counts for the choice, not for the weights; or 0 */
+    float least; /* of the sum that weights are divided by */
+    float scale;
+    unsigned used;
+    unsigned op; /* enum VgRoute */
+    unsigned normalized;
+    unsigned reserved;
+};
+
+/* vg_weighted_sum: dst[:, t] = sum over u of experts[:, u, t] * weights[0, u, t] */
+struct VgWeightedSumParams {
+    struct VgView dst, experts, weights;
+};
+
 /* vg_sum_rows, vg_cumsum, vg_argmax, vg_argsort */
 struct VgReduceParams {
     struct VgView dst, src;
@@ -256,14 +295,25 @@ struct VgQuantizeParams {
     unsigned long long quants, scales;
 };
 
+/* A product with weights, plus `add` if that is there: of the extents of dst, or one row for all columns; with expert
+ * ids a row for each expert. */
+struct VgProduct {
+    struct VgView dst, w, add;
+};
+
 /* vg_vector_*, vg_vectors_*: as vg_mul_vec, of at most eight columns, or, with ids, as vg_mul_mat_id; with activations
- * from vg_quantize. */
+ * from vg_quantize, or with x as it is if weights are floats. Up to three products of the same activations; or two, of
+ * which a gated unit is the result: of the first, times the second, in the first's dst. */
 struct VgVectorParams {
-    struct VgView dst, w, ids;
+    struct VgProduct products[3];
+    struct VgView x, ids;
     unsigned long long quants, scales;
     unsigned long long codebooks;
     struct VgPlace place;
     long long slots; /* of the activations, in dimension 1 */
+    float c[2];
+    unsigned count; /* of products */
+    unsigned unit;  /* enum VgMap: the gated unit; VG_MAP_ADD if there is none */
 };
 
 /* vg_halves: rows of src as halves (`brain`: bfloat16), each filled up to a multiple of 64, and what each row is to be
@@ -275,11 +325,23 @@ struct VgHalvesParams {
     unsigned reserved;
 };
 
-/* vg_gemm_*: as vg_mul_mat, with activations from vg_halves. */
+/* vg_group: slots of tokens in the order of their experts. In groups: for each expert and the end, where its slots begin
+ * in the order; the same in tiles of columns; the order, of token * slots + slot. */
+struct VgGroupParams {
+    struct VgView ids;
+    unsigned long long groups; /* unsigned[2 * (experts + 1) + slots * tokens] */
+    struct VgPlace place;
+    unsigned experts;
+    unsigned columns; /* of a tile */
+};
+
+/* vg_gemm_*: as vg_mul_mat, or with groups as vg_mul_mat_id, with activations from vg_halves. */
 struct VgGemmParams {
     struct VgView dst, w;
     unsigned long long halves, factors;
     unsigned long long codebooks;
+    unsigned long long groups;
+    long long slots; /* of the activations, in dimension 1 */
 };
 
 /* vg_attention */

@@ -1,82 +1,150 @@
-// Products of quantised weights with one to eight columns of activations, for which reading the weights is what takes
-// time.
+// Products of weights with one to eight columns of activations, for which reading the weights is what takes time.
 //
-// Activations are rounded to 8 bits in blocks of 32 first (`vg_quantize`). A warp takes two rows of weights at a time.
-// It copies pieces of both, of 1024 elements, to shared memory in whole 16-byte pieces, wherever rows begin, a few
-// pieces ahead of its arithmetic and across the ends of rows: so loads are always on their way, whatever the format's
-// block looks like. Of a piece each lane has 32 elements, which it unpacks once for all columns.
+// Activations for quantised weights are rounded to 8 bits in blocks of 32 first (`vg_quantize`); with weights that are
+// floats they are f32 as they come. A warp takes two rows of weights at a time: neighbours, or, where a gated unit follows,
+// the same row of both matrices. It copies pieces of both to shared memory in whole 16-byte pieces, wherever rows begin, a
+// few pieces ahead of its arithmetic and across the ends of rows: so loads are always on their way, whatever the format's
+// block looks like. Of a piece of quantised weights each lane has 32 elements, which it unpacks once for all columns.
+//
+// Several matrices that are multiplied with the same activations are one launch: their pairs of rows are counted through.
 #pragma once
 #include "quants.cuh"
+#include "scales.cuh"
+#include "units.cuh"
 
 namespace {
 
 // Warps of a block, rows of a warp, pieces on their way or in use.
 constexpr int VECTOR_WARPS = 4, VECTOR_ROWS = 2, STAGES = 3;
 
-// Elements of a piece.
-constexpr int PIECE = 32 * WARP;
-
 constexpr int MOST_COLUMNS = 8;
 
-// A block of 32 activations: the factor, and the sums of its halves.
-struct Scales {
-    float factor, low, high, reserved;
-};
+DEVICE constexpr bool is_float(int type) { return type == VG_F32 || type == VG_F16 || type == VG_BF16; }
+
+// Elements of a piece: of floats a KiB of them.
+DEVICE constexpr int piece_of(int type) { return is_float(type) ? 1024 / geometry(type).bytes : 32 * WARP; }
 
 template <int COLUMNS> struct Sums {
     float of[VECTOR_ROWS][COLUMNS];
 };
 
-// Where weights, activations and results of a block of threads are.
+// Which vectors a block of threads multiplies: of the experts' those of a slot of a token, else those of a batch.
 struct Place {
-    const u8* weights;
-    i64 column; // the first of the activations'
-    u8* results;
+    bool by_expert;
+    i64 i1, i2, i3, expert;
+
+    DEVICE const u8* weights(const VgProduct& it) const {
+        i64 i = by_expert ? expert : i2 / (it.dst.ne[2] / it.w.ne[2]);
+        return address(it.w, Index{{0, 0, i, by_expert ? 0 : i3 / (it.dst.ne[3] / it.w.ne[3])}});
+    }
+    DEVICE float* result(const VgProduct& it, i64 row, int column) const {
+        return reinterpret_cast<float*>(address(it.dst, Index{{row, i1 + column, i2, i3}}));
+    }
+    DEVICE float added(const VgProduct& it, i64 row, int column) const {
+        if (!it.add.data) {
+            return 0.0f;
+        }
+        const View& v = it.add;
+        Index at = {{row, by_expert ? expert : v.ne[1] > 1 ? column : 0, v.ne[2] > 1 ? i2 : 0, v.ne[3] > 1 ? i3 : 0}};
+        return *reinterpret_cast<const float*>(address(v, at));
+    }
 };
+
+// 16 bytes of floats.
+template <int TYPE> DEVICE void floats_of(const int4& four, float* x) {
+    const int words[4] = {four.x, four.y, four.z, four.w};
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        u32 word = static_cast<u32>(words[i]);
+        if (TYPE == VG_F32) {
+            x[i] = __uint_as_float(word);
+        } else if (TYPE == VG_BF16) {
+            x[2 * i] = __uint_as_float(word << 16), x[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+        } else {
+            x[2 * i] = to_float(f16{static_cast<u16>(word)}), x[2 * i + 1] = to_float(f16{static_cast<u16>(word >> 16)});
+        }
+    }
+}
 
 template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams& p) {
     constexpr Geometry SIZE = geometry(TYPE);
+    constexpr int PIECE = piece_of(TYPE);
     constexpr int PIECE_BYTES = PIECE / SIZE.elements * SIZE.bytes;
     constexpr int STAGE_BYTES = (PIECE_BYTES + 15) / 16 * 16 + 16;
     __shared__ __align__(16) u8 stages[VECTOR_WARPS][STAGES][VECTOR_ROWS][STAGE_BYTES];
     const VgCodebooks* books = codebooks(p.codebooks);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const View& w = p.products[0].w;
+    const View& dst = p.products[0].dst;
+    bool has_unit = p.unit != VG_MAP_ADD;
 
     Place place;
     int columns = 1;
+    i64 column, x_row; // of the activations: of all, and in dimension 1
     if (p.ids.data) {
         i64 slot = blockIdx.y, token = blockIdx.z;
         i64 expert = *reinterpret_cast<const int*>(address(p.ids, Index{{slot, token, 0, 0}}));
-        if (!check_index(p.place, expert, p.w.ne[2])) {
+        if (!check_index(p.place, expert, w.ne[2])) {
             return;
         }
-        place = {address(p.w, Index{{0, 0, expert, 0}}), token * p.slots + slot % p.slots,
-                 address(p.dst, Index{{0, slot, token, 0}})};
+        place = {true, slot, token, 0, expert};
+        x_row = slot % p.slots;
+        column = token * p.slots + x_row;
     } else {
-        i64 batch = blockIdx.z, i2 = batch % p.dst.ne[2], i3 = batch / p.dst.ne[2];
-        i64 w2 = i2 / (p.dst.ne[2] / p.w.ne[2]), w3 = i3 / (p.dst.ne[3] / p.w.ne[3]);
-        columns = static_cast<int>(p.dst.ne[1]);
-        place = {address(p.w, Index{{0, 0, w2, w3}}), batch * columns, address(p.dst, Index{{0, 0, i2, i3}})};
+        i64 batch = blockIdx.z;
+        columns = static_cast<int>(dst.ne[1]);
+        place = {false, 0, batch % dst.ne[2], batch / dst.ne[2], 0};
+        x_row = 0;
+        column = batch * columns;
     }
 
-    i64 rows = p.dst.ne[0], blocks = p.w.ne[0] / 32;
-    i64 row_bytes = p.w.ne[0] / SIZE.elements * SIZE.bytes;
-    int pieces = static_cast<int>((p.w.ne[0] + PIECE - 1) / PIECE);
-    i64 first = (static_cast<i64>(blockIdx.x) * VECTOR_WARPS + warp) * VECTOR_ROWS;
-    i64 step = static_cast<i64>(gridDim.x) * VECTOR_WARPS * VECTOR_ROWS;
-    auto start_of = [&](i64 row, int r, int piece) {
-        i64 at = row + r < rows ? row + r : rows - 1;
-        return place.weights + at * p.w.nb[1] + static_cast<i64>(piece) * PIECE_BYTES;
+    i64 pairs = 0;
+    for (u32 m = 0; m < p.count; m++) {
+        pairs += has_unit ? m ? 0 : dst.ne[0] : (p.products[m].dst.ne[0] + 1) / 2;
+    }
+    // The first row of a pair, and which product's it is.
+    auto find = [&](i64 pair, u32* product) {
+        *product = 0;
+        if (has_unit) {
+            return pair;
+        }
+        while (*product + 1 < p.count && pair >= (p.products[*product].dst.ne[0] + 1) / 2) {
+            pair -= (p.products[*product].dst.ne[0] + 1) / 2;
+            ++*product;
+        }
+        return 2 * pair;
+    };
+    auto start_of = [&](i64 pair, int r) {
+        u32 product;
+        i64 row = find(pair, &product);
+        const VgProduct& it = p.products[has_unit ? r : product];
+        row += has_unit ? 0 : r;
+        row = row < it.dst.ne[0] ? row : it.dst.ne[0] - 1;
+        return place.weights(it) + row * it.w.nb[1];
     };
 
+    i64 blocks = w.ne[0] / 32;
+    i64 row_bytes = w.ne[0] / SIZE.elements * SIZE.bytes;
+    int pieces = static_cast<int>((w.ne[0] + PIECE - 1) / PIECE);
+    i64 step = static_cast<i64>(gridDim.x) * VECTOR_WARPS;
+    i64 pair = static_cast<i64>(blockIdx.x) * VECTOR_WARPS + warp, fetched_pair = pair;
+    if (pair >= pairs) {
+        return;
+    }
     // What is fetched next, and what is multiplied next: a pair of rows, and a piece of it.
-    i64 fetched_row = first, row = first;
     int fetched_piece = 0, piece = 0, fetched_stage = 0, stage = 0;
+    const u8* fetched[VECTOR_ROWS];
+    u32 starts[VECTOR_ROWS]; // the low bits of where the rows begin that are multiplied
+    UNROLL
+    for (int r = 0; r < VECTOR_ROWS; r++) {
+        fetched[r] = start_of(pair, r);
+        starts[r] = static_cast<u32>(reinterpret_cast<u64>(fetched[r]));
+    }
     auto fetch = [&]() {
-        if (fetched_row < rows) {
+        if (fetched_pair < pairs) {
             UNROLL
             for (int r = 0; r < VECTOR_ROWS; r++) {
-                const u8* start = start_of(fetched_row, r, fetched_piece);
+                const u8* start = fetched[r] + static_cast<i64>(fetched_piece) * PIECE_BYTES;
                 int lead = static_cast<int>(reinterpret_cast<u64>(start) & 15);
                 i64 left = row_bytes - static_cast<i64>(fetched_piece) * PIECE_BYTES;
                 int count = (lead + static_cast<int>(left < PIECE_BYTES ? left : PIECE_BYTES) + 15) / 16;
@@ -86,7 +154,11 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
             }
             if (++fetched_piece == pieces) {
                 fetched_piece = 0;
-                fetched_row += step;
+                fetched_pair += step;
+                UNROLL
+                for (int r = 0; r < VECTOR_ROWS && fetched_pair < pairs; r++) {
+                    fetched[r] = start_of(fetched_pair, r);
+                }
             }
             fetched_stage = fetched_stage + 1 < STAGES ? fetched_stage + 1 : 0;
         }
@@ -96,37 +168,72 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
         fetch();
     }
 
-    const int4* quants = reinterpret_cast<const int4*>(p.quants) + place.column * blocks * 2;
-    const Scales* scales = reinterpret_cast<const Scales*>(p.scales) + place.column * blocks;
+    const int4* quants = reinterpret_cast<const int4*>(p.quants) + column * blocks * 2;
+    const Scales* scales = reinterpret_cast<const Scales*>(p.scales) + column * blocks;
+    const u8* x = is_float(TYPE) ? address(p.x, Index{{0, x_row, place.i2, place.i3}}) : nullptr;
     Sums<COLUMNS> sums = {};
-    while (row < rows) {
+    while (pair < pairs) {
         fetch();
         wait_async<STAGES - 1>();
         __syncwarp(); // what other lanes copied is there, too
-        i64 block = static_cast<i64>(piece) * WARP + lane;
-        if (block < blocks) {
-            constexpr int SUBS = SIZE.elements / 32;
-            Unpacked w[VECTOR_ROWS];
+        if constexpr (is_float(TYPE)) {
+            constexpr int EACH = 16 / SIZE.bytes;
             UNROLL
-            for (int r = 0; r < VECTOR_ROWS; r++) {
-                int lead = static_cast<int>(reinterpret_cast<u64>(start_of(row, r, piece)) & 15);
-                const u8* at = &stages[warp][stage][r][lead + lane / SUBS * SIZE.bytes];
-                unpack<TYPE>(books, at, lane % SUBS, w[r]);
-            }
-            UNROLL
-            for (int c = 0; c < COLUMNS; c++) {
-                if (c < columns) {
-                    int4 low = quants[(c * blocks + block) * 2], high = quants[(c * blocks + block) * 2 + 1];
-                    Scales s = scales[c * blocks + block];
+            for (int i = 0; i < PIECE / EACH / WARP; i++) {
+                int at = (i * WARP + lane) * EACH;
+                i64 element = static_cast<i64>(piece) * PIECE + at;
+                if (element < w.ne[0]) {
+                    float weights[VECTOR_ROWS][EACH];
                     UNROLL
                     for (int r = 0; r < VECTOR_ROWS; r++) {
-                        int a = __dp4a(w[r].words[0], low.x, 0), b = __dp4a(w[r].words[4], high.x, 0);
-                        a = __dp4a(w[r].words[1], low.y, a), b = __dp4a(w[r].words[5], high.y, b);
-                        a = __dp4a(w[r].words[2], low.z, a), b = __dp4a(w[r].words[6], high.z, b);
-                        a = __dp4a(w[r].words[3], low.w, a), b = __dp4a(w[r].words[7], high.w, b);
-                        sums.of[r][c] += s.factor * (w[r].scale[0] * static_cast<float>(a) +
-                                                     w[r].scale[1] * static_cast<float>(b));
-                        sums.of[r][c] += w[r].offset[0] * s.low + w[r].offset[1] * s.high;
+                        floats_of<TYPE>(*reinterpret_cast<const int4*>(&stages[warp][stage][r][at * SIZE.bytes]), weights[r]);
+                    }
+                    UNROLL
+                    for (int c = 0; c < COLUMNS; c++) {
+                        if (c < columns) {
+                            const u8* from = x + c * p.x.nb[1] + element * 4;
+                            float activations[EACH];
+                            UNROLL
+                            for (int j = 0; j < EACH / 4; j++) {
+                                floats_of<VG_F32>(*aligned<int4>(from + 16 * j), activations + 4 * j);
+                            }
+                            UNROLL
+                            for (int r = 0; r < VECTOR_ROWS; r++) {
+                                UNROLL
+                                for (int j = 0; j < EACH; j++) {
+                                    sums.of[r][c] += weights[r][j] * activations[j];
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        } else {
+            i64 block = static_cast<i64>(piece) * WARP + lane;
+            if (block < blocks) {
+                constexpr int SUBS = SIZE.elements / 32;
+                Unpacked u[VECTOR_ROWS];
+                UNROLL
+                for (int r = 0; r < VECTOR_ROWS; r++) {
+                    int lead = static_cast<int>((starts[r] + static_cast<u32>(piece) * PIECE_BYTES) & 15);
+                    const u8* at = &stages[warp][stage][r][lead + lane / SUBS * SIZE.bytes];
+                    unpack<TYPE>(books, at, lane % SUBS, u[r]);
+                }
+                UNROLL
+                for (int c = 0; c < COLUMNS; c++) {
+                    if (c < columns) {
+                        int4 low = quants[(c * blocks + block) * 2], high = quants[(c * blocks + block) * 2 + 1];
+                        Scales s = scales[c * blocks + block];
+                        UNROLL
+                        for (int r = 0; r < VECTOR_ROWS; r++) {
+                            int a = __dp4a(u[r].words[0], low.x, 0), b = __dp4a(u[r].words[4], high.x, 0);
+                            a = __dp4a(u[r].words[1], low.y, a), b = __dp4a(u[r].words[5], high.y, b);
+                            a = __dp4a(u[r].words[2], low.z, a), b = __dp4a(u[r].words[6], high.z, b);
+                            a = __dp4a(u[r].words[3], low.w, a), b = __dp4a(u[r].words[7], high.w, b);
+                            sums.of[r][c] += s.factor * (u[r].scale[0] * static_cast<float>(a) +
+                                                         u[r].scale[1] * static_cast<float>(b));
+                            sums.of[r][c] += u[r].offset[0] * s.low + u[r].offset[1] * s.high;
+                        }
                     }
                 }
             }
@@ -136,22 +243,39 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
         if (++piece < pieces) {
             continue;
         }
+        // Lane c writes what belongs to column c.
+        float both[VECTOR_ROWS] = {};
         UNROLL
-        for (int r = 0; r < VECTOR_ROWS; r++) {
+        for (int c = 0; c < COLUMNS; c++) {
             UNROLL
-            for (int c = 0; c < COLUMNS; c++) {
-                if (c < columns) {
-                    float sum = warp_reduce<Sum>(sums.of[r][c]);
-                    if (lane == 0 && row + r < rows) {
-                        u8* to = place.results + (row + r) * p.dst.nb[0] + c * p.dst.nb[1];
-                        *reinterpret_cast<float*>(to) = sum;
-                    }
-                }
+            for (int r = 0; r < VECTOR_ROWS; r++) {
+                float sum = warp_reduce<Sum>(sums.of[r][c]);
+                both[r] = lane == c ? sum : both[r];
                 sums.of[r][c] = 0.0f;
             }
         }
+        if (lane < columns) {
+            u32 product;
+            i64 row = find(pair, &product);
+            if (has_unit) {
+                float a = both[0] + place.added(p.products[0], row, lane), b = both[1] + place.added(p.products[1], row, lane);
+                *place.result(p.products[0], row, lane) = gated(p.unit, a, b, p.c);
+            } else {
+                const VgProduct& it = p.products[product];
+                UNROLL
+                for (int r = 0; r < VECTOR_ROWS; r++) {
+                    if (row + r < it.dst.ne[0]) {
+                        *place.result(it, row + r, lane) = both[r] + place.added(it, row + r, lane);
+                    }
+                }
+            }
+        }
         piece = 0;
-        row += step;
+        pair += step;
+        UNROLL
+        for (int r = 0; r < VECTOR_ROWS && pair < pairs; r++) {
+            starts[r] = static_cast<u32>(reinterpret_cast<u64>(start_of(pair, r)));
+        }
     }
 }
 

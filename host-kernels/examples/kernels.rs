@@ -20,25 +20,22 @@ use vgpu_kernels::cuda::source::{ARCHITECTURES, HEADERS, SOURCES, Source};
 /// Kernels that must not spill: they run in every step of a model. (Attention and products for operands that lie in unusual
 /// ways are not among them: they take any type, and call what reads an element.)
 const HOT: &[&str] = &[
+    "vg_group",
     "vg_halves",
     "vg_map",
     "vg_norm",
+    "vg_norm_fused",
     "vg_quantize",
     "vg_rope",
+    "vg_rope_rows",
+    "vg_route",
     "vg_set_rows",
     "vg_soft_max",
+    "vg_weighted_sum",
 ];
 
 /// The same, by how their names begin.
-const HOT_FAMILIES: &[&str] = &[
-    "vg_attend_brain_",
-    "vg_attend_half_",
-    "vg_attend_raw_128_",
-    "vg_attend_raw_256_",
-    "vg_gemm_",
-    "vg_vector_",
-    "vg_vectors_",
-];
+const HOT_FAMILIES: &[&str] = &["vg_attend_", "vg_gemm_", "vg_vector_", "vg_vectors_"];
 
 fn is_hot(kernel: &str) -> bool {
     HOT.contains(&kernel) || HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))

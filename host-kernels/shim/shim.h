@@ -22,10 +22,10 @@
 #define INFINITY_F __builtin_inff()
 #define NAN_F __builtin_nanf("")
 
-#define KERNEL(name, Params, threads)                                            \
+#define KERNEL(name, Params, ...)                                               \
     static void name(const Params& p);                                           \
     static const shim::Registered name##_registered(                             \
-        #name, threads, sizeof(Params),                                          \
+        #name, shim::first(__VA_ARGS__), sizeof(Params),                                          \
         [](const void* p) { name(*static_cast<const Params*>(p)); });            \
     static void name(const Params& p)
 
@@ -43,6 +43,9 @@ struct Dim3 {
 extern thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace shim {
+
+// Of a kernel's bounds the threads; how many blocks fit a multiprocessor is nothing here.
+inline unsigned first(unsigned threads, unsigned = 1) { return threads; }
 
 // A kernel, known by name from before `main`.
 struct Registered {

@@ -14,3 +14,7 @@ mod types;
 pub use engine::{
     Engine, EngineError, Extent, Memory, MemoryInfo, Plan, Progress, RunError, SharedMemory, Turn,
 };
+
+// The devices of the tests name this crate by its name.
+#[cfg(test)]
+extern crate self as vgpu_kernels;

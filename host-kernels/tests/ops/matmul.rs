@@ -319,7 +319,7 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
             let [slot, token, _] = row;
             let expert = ids.get([slot, token, 0, 0]) as u64;
             let x = x.row_values([slot % columns, token, 0]);
-            let extents = [k, 1];
+            let extents = [k, tokens];
             compare_with_activations(
                 types[0],
                 extents,
@@ -332,12 +332,51 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
     });
 }
 
+/// Every type of weights with few and many tokens for some experts, and none for others.
+pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
+    let mut random = Random::new(23);
+    for (i, weight) in weights().into_iter().enumerate() {
+        let block = weight.block_elements().max(32);
+        let (used, experts) = ([1, 2, 3][i % 3], 5);
+        for (k, tokens) in [(2 * block, 3), (block, 30), (block, [20, 70, 150][i % 3])] {
+            let w = Data::dense(weight, [k, 21, experts, 1]).aligned();
+            let w = w.fill(|| random.between(-1.0, 1.0));
+            let slots = [1, used][i % 2];
+            let x = Data::dense(Type::F32, [k, slots, tokens, 1]).aligned();
+            let x = x.fill(|| random.between(-1.0, 1.0));
+            // Most take the second expert, none the last.
+            let ids = Data::dense(Type::I32, [used, tokens, 1, 1])
+                .fill(|| [1, 1, 1, 1, 0, 2, 3][random.below(7) as usize] as f64);
+            let dst = Data::dense(Type::F32, [21, used, tokens, 1]);
+            let got = run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
+            let w = w.decoded();
+            for row in got.row_indices() {
+                let [slot, token, _] = row;
+                let expert = ids.get([slot, token, 0, 0]) as u64;
+                let x = x.row_values([slot % slots, token, 0]);
+                let extents = [k, tokens];
+                let got = got.row_values(row);
+                compare_with_activations(weight, extents, engine, &got, &x, |i, x| {
+                    dot(w.row([i, expert, 0]), x)
+                });
+            }
+        }
+    }
+}
+
 pub(crate) fn experts_are_checked(engine: &dyn Engine) {
-    let w = Data::dense(Type::F32, [8, 4, 3, 1]).fill(|| 1.0);
-    let x = Data::dense(Type::F32, [8, 1, 2, 1]).fill(|| 1.0);
-    let dst = Data::dense(Type::F32, [4, 2, 2, 1]);
-    for id in [-1, 3, i32::MIN, i32::MAX] {
-        let mut ids = Data::dense(Type::I32, [2, 2, 1, 1]).fill(|| 2.0);
+    // A kernel for anything, one for few tokens, one for many.
+    for (id, ty, k, tokens) in [
+        (-1, Type::F32, 8, 2),
+        (3, Type::Q8_0, 32, 2),
+        (i32::MIN, Type::Q4K, 256, 20),
+        (i32::MAX, Type::F32, 8, 2),
+        (3, Type::Q8_0, 32, 20),
+    ] {
+        let w = Data::dense(ty, [k, 4, 3, 1]).fill(|| 1.0);
+        let x = Data::dense(Type::F32, [k, 1, tokens, 1]).fill(|| 1.0);
+        let dst = Data::dense(Type::F32, [4, 2, tokens, 1]);
+        let mut ids = Data::dense(Type::I32, [2, tokens, 1, 1]).fill(|| 2.0);
         ids.set([1, 1, 0, 0], f64::from(id));
         let outcome = try_run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
         let Err(Failure::Run(error)) = outcome.map(|_| ()) else {

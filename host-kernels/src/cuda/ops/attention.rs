@@ -125,8 +125,8 @@ const SHAPES: [[Shape; 2]; 4] = [
 /// Most rows of a tile of which most are none.
 const FEW_ROWS: i64 = 16;
 
-/// Blocks that a multiprocessor has room for at a time, of most of these kernels.
-const BLOCKS: i64 = 2;
+/// Bytes that are to be on their way on a multiprocessor.
+const UNDER_WAY: i64 = 64 << 10;
 
 /// Fewest tiles of keys that are worth a block of their own.
 const LEAST_TILES: i64 = 2;
@@ -218,7 +218,13 @@ impl Tiles {
         let items = across * heads * q.ne[3];
         let mut splits = 1;
         if items <= COUNTERS {
-            let wanted = div_ceil(i64::from(b.multiprocessors()) * BLOCKS, items);
+            // A block has a tile of keys and one of values under way, or one of either as bytes.
+            let bytes = match self.raw {
+                0 => keys * 2 * (k.ne[0] + params.v.ne[0]),
+                raw => keys * raw,
+            };
+            let blocks = (UNDER_WAY / bytes).clamp(2, 4);
+            let wanted = div_ceil(i64::from(b.multiprocessors()) * blocks, items);
             splits = wanted
                 .min(div_ceil(tiles, LEAST_TILES))
                 .min(MOST_BLOCKS / q.ne[3])

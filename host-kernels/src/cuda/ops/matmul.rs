@@ -2,14 +2,13 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
+use super::fused::MOST_EXPERTS;
+use super::vector::{self, FEW_COLUMNS, Product, Products};
 use super::{READABLE, div_ceil};
 use crate::cuda::params::*;
 use crate::cuda::plan::{Builder, MOST_BLOCKS, threads_for};
 use crate::engine::EngineError;
 use crate::types::{F32, FLOATS};
-
-/// Up to this many columns a row of weights is multiplied with each as it is read.
-const FEW_COLUMNS: i64 = 8;
 
 /// The tile of results that a block of `vg_mul_mat` and `vg_out_prod` computes.
 const TILE: [i64; 2] = [64, 32];
@@ -44,8 +43,28 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         let has_ids = matches!(op, Op::MulMatId { .. });
         let is_outer = matches!(op, Op::OutProd {});
         let is_few = has_ids || n <= FEW_COLUMNS;
-        if let (true, Some(kernels)) = (is_few && !is_outer, Tuned::vector(&params)) {
-            return kernels.multiply_vectors(b, &params, has_ids);
+        if let (true, Some(kernels)) = (has_ids && dst.ne[2] > FEW_COLUMNS, Tuned::gemm(&params))
+            && kernels.takes_groups(&params)
+        {
+            return kernels.multiply_groups(b, &params);
+        }
+        if is_few && !is_outer {
+            let VgMulMatParams { dst, w, x, ids, .. } = params;
+            let product = Product {
+                dst,
+                w,
+                add: VgView::default(),
+            };
+            let products = Products {
+                x,
+                rounded: None,
+                ids: if has_ids { ids } else { VgView::default() },
+                products: &[product],
+                unit: None,
+            };
+            if let Some(added) = vector::products(b, &products) {
+                return added;
+            }
         }
         if let (false, Some(kernels)) = (is_few || is_outer, Tuned::gemm(&params)) {
             return kernels.multiply_tiles(b, &params);
@@ -72,23 +91,17 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 }
 
 /// Kernels of one type of weights.
-struct Tuned {
+pub(super) struct Tuned {
     /// For one column, and for up to eight.
-    vector: &'static str,
-    vectors: &'static str,
+    pub(super) vector: &'static str,
+    pub(super) vectors: &'static str,
     /// For many, on tensor cores.
     gemm: &'static str,
     /// What the weights' places must be multiples of.
     alignment: i64,
 }
 
-/// Rows of weights that a block of the former works on at a time.
-const VECTOR_BLOCK_ROWS: i64 = 8;
-
-/// Blocks of them on a multiprocessor at a time.
-const VECTOR_BLOCKS: i64 = 8;
-
-/// The tile of results of a block of the latter, the elements of a step along the sum, and the bytes of shared memory.
+/// The tile of results of a block of the kernels for many columns, the elements of a step along the sum, and the bytes of shared memory.
 const GEMM_TILE: [i64; 2] = [128, 128];
 const GEMM_STEP: i64 = 64;
 const GEMM_SHARED: i64 = 2 * (GEMM_TILE[0] + 2 * GEMM_TILE[1]) * (GEMM_STEP + 8);
@@ -106,6 +119,7 @@ impl Tuned {
             };
         }
         match ty {
+            Type::F32 => tuned!("f32", 16),
             Type::F16 => tuned!("f16", 16),
             Type::Bf16 => tuned!("bf16", 16),
             Type::Q4_0 => tuned!("q4_0", 2),
@@ -137,31 +151,32 @@ impl Tuned {
         }
     }
 
-    /// The kernels for a product, if its operands lie as they want them.
-    fn fitting(params: &VgMulMatParams) -> Option<(Type, Tuned)> {
-        let (w, x, dst) = (&params.w, &params.x, &params.dst);
-        let ty = Type::from_id(w.type_ as u8)?;
-        let kernels = Tuned::of(ty)?;
+    /// Whether they can read weights of their type that lie so.
+    pub(super) fn takes_weights(&self, w: &VgView, ty: Type) -> bool {
         let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
-        let fits = w.ne[0] > 0
+        w.ne[0] > 0
             && w.ne[0] % 32 == 0
             && w.nb[0] == ty.block_bytes() as i64
-            && places.iter().all(|place| place % kernels.alignment == 0)
+            && places.iter().all(|place| place % self.alignment == 0)
+    }
+
+    /// The kernels for few columns and weights of this type.
+    pub(super) fn of_vectors(w: &VgView) -> Option<(Type, Tuned)> {
+        let ty = Type::from_id(w.type_ as u8)?;
+        Some((ty, Tuned::of(ty)?))
+    }
+
+    /// The kernels for many columns, if the operands of a product lie as they want them.
+    fn gemm(params: &VgMulMatParams) -> Option<Tuned> {
+        let (w, x, dst) = (&params.w, &params.x, &params.dst);
+        let (ty, kernels) = Tuned::of_vectors(w)?;
+        let fits = ty != Type::F32
+            && kernels.takes_weights(w, ty)
             && FLOATS.contains(Type::from_id(x.type_ as u8)?)
+            && x.rows() <= i64::from(i32::MAX)
             && dst.ne[1] <= MOST_BLOCKS
             && dst.ne[2] * dst.ne[3] <= MOST_BLOCKS;
-        fits.then_some((ty, kernels))
-    }
-
-    /// Kernels for few columns of activations of 8 bits.
-    fn vector(params: &VgMulMatParams) -> Option<Tuned> {
-        let (ty, kernels) = Tuned::fitting(params)?;
-        ty.is_quantized().then_some(kernels)
-    }
-
-    /// Kernels for many columns.
-    fn gemm(params: &VgMulMatParams) -> Option<Tuned> {
-        Tuned::fitting(params).map(|(_, kernels)| kernels)
+        fits.then_some(kernels)
     }
 
     /// Adds the launches: activations to halves, then the product.
@@ -171,21 +186,15 @@ impl Tuned {
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
         let VgMulMatParams { dst, w, x, .. } = *params;
-        let length = div_ceil(x.ne[0], GEMM_STEP) * GEMM_STEP;
-        let halves = VgHalvesParams {
-            src: x,
-            halves: b.scratch((x.rows() * length * 2) as u64),
-            factors: b.scratch(x.rows() as u64 * 4),
-            brain: u32::from(w.type_ == VG_BF16),
-            reserved: 0,
-        };
-        b.for_each_row("vg_halves", x.rows(), threads_for(length), 0, &halves)?;
+        let halves = halves(b, x, w.type_ == VG_BF16)?;
         let product = VgGemmParams {
             dst,
             w,
             halves: halves.halves,
             factors: halves.factors,
             codebooks: params.codebooks,
+            groups: 0,
+            slots: x.ne[1],
         };
         let grid = [
             div_ceil(dst.ne[0], GEMM_TILE[0]),
@@ -195,47 +204,72 @@ impl Tuned {
         b.launch_over(self.gemm, grid, 256, GEMM_SHARED as u32, &product)
     }
 
-    /// Adds the launches: activations to 8 bits, then the product.
-    fn multiply_vectors(
+    /// Whether there can be groups of tokens for each expert.
+    fn takes_groups(&self, params: &VgMulMatParams) -> bool {
+        let VgMulMatParams { dst, w, ids, .. } = params;
+        let vectors = dst.ne[1] * dst.ne[2];
+        ids.type_ == VG_I32
+            && w.ne[2] <= MOST_EXPERTS
+            && w.ne[3] == 1
+            && dst.ne[3] == 1
+            && vectors <= i64::from(i32::MAX)
+            && most_tiles(vectors, w.ne[2]) <= MOST_BLOCKS
+    }
+
+    /// Adds the launches: activations to halves, slots of tokens in the order of their experts, then the products, each
+    /// expert's weights with all its vectors.
+    fn multiply_groups(
         &self,
         b: &mut Builder<'_>,
         params: &VgMulMatParams,
-        has_ids: bool,
     ) -> Result<(), EngineError> {
-        let VgMulMatParams { dst, w, x, .. } = *params;
-        let blocks = x.rows() * (x.ne[0] / 32);
-        let rounded = VgQuantizeParams {
-            src: x,
-            quants: b.scratch(blocks as u64 * 32),
-            scales: b.scratch(blocks as u64 * 16),
+        let VgMulMatParams { dst, w, x, ids, .. } = *params;
+        let halves = halves(b, x, w.type_ == VG_BF16)?;
+        let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
+        let groups = VgGroupParams {
+            ids: VgView {
+                ne: [dst.ne[1], dst.ne[2], 1, 1],
+                ..ids
+            },
+            groups: b.scratch((2 * (experts + 1) + vectors) as u64 * 4),
+            place: params.place,
+            experts: experts as u32,
+            columns: GEMM_TILE[1] as u32,
         };
-        b.for_each_row("vg_quantize", div_ceil(blocks, 4), 128, 0, &rounded)?;
-        let product = VgVectorParams {
+        b.launch("vg_group", [1, 1, 1], 512, 0, &groups)?;
+        let product = VgGemmParams {
             dst,
             w,
-            ids: if has_ids {
-                params.ids
-            } else {
-                VgView::default()
-            },
-            quants: rounded.quants,
-            scales: rounded.scales,
+            halves: halves.halves,
+            factors: halves.factors,
             codebooks: params.codebooks,
-            place: params.place,
+            groups: groups.groups,
             slots: x.ne[1],
         };
-        let kernel = match dst.ne[1] {
-            _ if has_ids => self.vector,
-            1 => self.vector,
-            _ => self.vectors,
-        };
-        let (slots, batches) = match has_ids {
-            true => (dst.ne[1], dst.ne[2]),
-            false => (1, dst.ne[2] * dst.ne[3]),
-        };
-        // As many blocks as there is room for, each with its share of the rows.
-        let most = (i64::from(b.multiprocessors()) * VECTOR_BLOCKS).div_euclid(slots * batches);
-        let across = div_ceil(dst.ne[0], VECTOR_BLOCK_ROWS).min(most.max(1));
-        b.launch_over(kernel, [across, slots, batches], 128, 0, &product)
+        let grid = [
+            div_ceil(dst.ne[0], GEMM_TILE[0]),
+            most_tiles(vectors, experts),
+            1,
+        ];
+        b.launch_over(self.gemm, grid, 256, GEMM_SHARED as u32, &product)
     }
+}
+
+/// Tiles of columns that so many vectors fill, shared out among experts in any way.
+fn most_tiles(vectors: i64, experts: i64) -> i64 {
+    (vectors / GEMM_TILE[1] + experts).min(vectors)
+}
+
+/// Makes activations halves.
+fn halves(b: &mut Builder<'_>, x: VgView, brain: bool) -> Result<VgHalvesParams, EngineError> {
+    let length = div_ceil(x.ne[0], GEMM_STEP) * GEMM_STEP;
+    let halves = VgHalvesParams {
+        src: x,
+        halves: b.scratch((x.rows() * length * 2) as u64),
+        factors: b.scratch(x.rows() as u64 * 4),
+        brain: u32::from(brain),
+        reserved: 0,
+    };
+    b.for_each_row("vg_halves", x.rows(), threads_for(length), 0, &halves)?;
+    Ok(halves)
 }

@@ -5,14 +5,17 @@ mod attention;
 mod conv;
 mod deepseek;
 mod elementwise;
+#[allow(dead_code)] // the passes that call some of these are being written
+pub(super) mod fused;
 mod image;
 mod matmul;
 mod movement;
 mod norm;
 mod recurrent;
 mod reduce;
-mod rope;
+pub(super) mod rope;
 mod training;
+pub(super) mod vector;
 
 use vgpu_transport::ir::{Op, Rule, Type, TypeSet};
 

@@ -13,12 +13,24 @@ pub(super) fn rules() -> Vec<Rule> {
 }
 
 pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+    Rotation::of(op)?;
+    let params = params(op, b.dst(), [b.src(0), b.src(1), b.optional(2)])?;
+    let threads = threads(&params.src);
+    Some(b.for_each_row("vg_rope", params.src.rows(), threads, 0, &params))
+}
+
+/// What the kernels take for a ROPE operator and its sources.
+pub(in crate::cuda) fn params(
+    op: &Op,
+    dst: VgView,
+    [src, positions, factors]: [VgView; 3],
+) -> Option<VgRopeParams> {
     let rotation = Rotation::of(op)?;
-    let params = VgRopeParams {
-        dst: b.dst(),
-        src: b.src(0),
-        positions: b.src(1),
-        factors: b.optional(2),
+    Some(VgRopeParams {
+        dst,
+        src,
+        positions,
+        factors,
         sections: rotation.sections,
         mode: rotation.mode as u32,
         start: rotation.start,
@@ -29,9 +41,11 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         ext_factor: rotation.ext_factor,
         magnitude: rotation.magnitude,
         ramp: rotation.ramp,
-    };
-    let threads = (params.src.ne[0] as u32 / 2)
-        .next_multiple_of(32)
-        .clamp(32, 256);
-    Some(b.for_each_row("vg_rope", params.src.rows(), threads, 0, &params))
+    })
+}
+
+/// Threads of a block, which has a row.
+pub(super) fn threads(src: &VgView) -> u32 {
+    let pairs = u32::try_from(src.ne[0] / 2).unwrap_or(u32::MAX / 2);
+    pairs.next_multiple_of(32).clamp(32, 256)
 }
