@@ -14,7 +14,9 @@
 //! time is divided by the kernel's scheduler, for which weights become nice levels.
 
 mod books;
+mod entrance;
 mod post;
+mod shares;
 mod worker;
 
 use std::collections::BTreeMap;
@@ -31,10 +33,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 use tracing::{error, info, warn};
-use vgpu_transport::link::stream::{tcp, vsock};
-use vgpu_transport::link::unix::Listener;
 
-use crate::roster::{GuestRule, Roster, Rules, TooMuchPromised};
+use crate::roster::{Roster, TooMuchPromised};
 use crate::server::{DoorId, Peer};
 use crate::session::Stop;
 use crate::status::Watch;
@@ -42,6 +42,8 @@ use crate::status::Watch;
 use books::{Books, Machine};
 use post::{Away, Heard, MOST_SESSIONS, News, Order, Post};
 
+pub use entrance::Entrance;
+pub use shares::{Means, Shares};
 pub use worker::{serve, take_socket};
 
 /// How often a door with nobody at it looks whether to stop.
@@ -56,64 +58,8 @@ const READY: Duration = Duration::from_secs(10);
 /// Guests beyond the limit that are told so by a worker. More are turned away without a word.
 const DISMISSALS: usize = 16;
 
-/// Where guests come in, whose sockets can be handed on.
-pub trait Entrance: Send + 'static {
-    /// Waits up to `timeout` for a guest: its socket, and who it is.
-    fn next(&mut self, timeout: Duration) -> io::Result<Option<(OwnedFd, Peer)>>;
-}
-
-impl Entrance for Listener {
-    fn next(&mut self, timeout: Duration) -> io::Result<Option<(OwnedFd, Peer)>> {
-        let arrival = self.accept(timeout).map_err(io::Error::other)?;
-        Ok(arrival.map(|arrival| {
-            let peer = crate::unix::peer(self, &arrival);
-            (arrival.into_socket(), peer)
-        }))
-    }
-}
-
-impl Entrance for tcp::Listener {
-    fn next(&mut self, timeout: Duration) -> io::Result<Option<(OwnedFd, Peer)>> {
-        let arrival = self.accept(timeout)?;
-        Ok(arrival.map(|arrival| {
-            let peer = crate::net::tcp_peer(&arrival);
-            (arrival.into_socket(), peer)
-        }))
-    }
-}
-
-impl Entrance for vsock::Listener {
-    fn next(&mut self, timeout: Duration) -> io::Result<Option<(OwnedFd, Peer)>> {
-        let arrived = self.accept(timeout)?;
-        Ok(arrived.map(|(socket, cid)| {
-            let peer = crate::net::vsock_peer(self, cid);
-            (socket.into(), peer)
-        }))
-    }
-}
-
 /// Makes the command of a worker whose engine has so much memory, without what the supervisor adds.
 pub type MakeCommand = Box<dyn Fn(Option<u64>) -> Command + Send + Sync>;
-
-/// What there is to share out.
-#[derive(Debug, Clone)]
-pub struct Means {
-    /// The engine, as it is called.
-    pub engine: String,
-    /// All memory that guests may use, where it is ours to share out; an engine whose driver does that has none.
-    pub memory: Option<u64>,
-}
-
-/// Who gets what.
-#[derive(Debug, Clone)]
-pub struct Shares {
-    /// The guests by name, each with its part of the memory, and what a guest without a name gets.
-    pub rules: Rules,
-    /// Guests without a name that are served at once: as many as there are parts of the memory for.
-    pub places: usize,
-    /// Programs that are served at once, of all guests.
-    pub sessions: usize,
-}
 
 /// Starts a worker for each guest.
 pub struct Supervisor {
@@ -334,51 +280,6 @@ impl Supervisor {
                 .unwrap_or_else(PoisonError::into_inner);
         }
     }
-}
-
-impl Shares {
-    /// The rules of the worker of this guest; none if there is no such guest any more.
-    fn rules_of(&self, guest: Option<&str>) -> Option<Rules> {
-        let (guests, unnamed) = match guest {
-            None => (Vec::new(), self.rules.unnamed.clone()),
-            Some(name) => {
-                let rule = self.rules.guests.iter().find(|rule| rule.name == name)?;
-                (vec![rule.clone()], None)
-            }
-        };
-        Some(Rules {
-            guests,
-            unnamed,
-            overcommit: false,
-        })
-    }
-
-    fn policy_weight(&self, guest: Option<&str>) -> u32 {
-        let named = |name: &str| self.rules.guests.iter().find(|rule| rule.name == name);
-        match guest.and_then(named) {
-            Some(rule) => rule.policy.weight,
-            None => self
-                .rules
-                .unnamed
-                .as_ref()
-                .map_or(1, |policy| policy.weight),
-        }
-    }
-
-    /// The nice level of this guest's processes.
-    fn nice(&self, guest: Option<&str>) -> i32 {
-        let weights = |rule: &GuestRule| rule.policy.weight;
-        let unnamed = self.rules.unnamed.as_ref().map(|policy| policy.weight);
-        let heaviest = self.rules.guests.iter().map(weights).chain(unnamed).max();
-        nice(self.policy_weight(guest), heaviest.unwrap_or(1))
-    }
-}
-
-/// The nice level that gives a process of `weight` its part of a busy processor, beside one of the greatest weight: each
-/// level is a fifth less. There are no more than 19, which is one part in seventy.
-fn nice(weight: u32, heaviest: u32) -> i32 {
-    let ratio = f64::from(heaviest.max(1)) / f64::from(weight.max(1));
-    (ratio.ln() / 1.25f64.ln()).round().clamp(0.0, 19.0) as i32
 }
 
 fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
@@ -635,19 +536,5 @@ impl fmt::Display for Death {
             }
             None => write!(f, "ended with {}", self.0),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn weights_become_nice_levels_with_the_heaviest_at_none() {
-        assert_eq!(nice(3, 3), 0);
-        assert_eq!(nice(1, 1), 0);
-        // 1.25 to the fifth is 3.05.
-        assert_eq!(nice(1, 3), 5);
-        assert_eq!(nice(1, 1000), 19);
     }
 }

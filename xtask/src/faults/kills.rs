@@ -24,7 +24,7 @@ const LONG: usize = 96;
 const VICTIMS: usize = 400;
 
 /// Blows that may miss for each that shall hit: what they aim at is a moment in somebody else's work.
-const MISSES: usize = 3;
+const MISSES: usize = 5;
 
 /// How often a blow came, and when. Only those that hit a load or a generation count.
 #[derive(Clone, Copy, Debug, Default)]
@@ -136,12 +136,25 @@ pub(super) fn guests(bench: &Bench<'_>, step: &Step) -> Result<Row> {
     let executor = bench.serve(NAME, &[])?;
     let mut bystander = bench.guest(NAME, "bystander")?;
     bench.expect_run(&mut bystander, "the guest beside")?;
+    // From the word to load until the last token, in a process that has loaded nothing before.
+    let mut model = bench.guest(NAME, "victim")?;
     let started = Instant::now();
-    bench.expect_run(&mut bystander, "the guest beside")?;
-    let whole = started.elapsed();
+    model.begin(VICTIMS)?;
+    model.token()?;
+    let load = started.elapsed();
+    model.end()?.tokens().context("a guest that is spared")?;
+    let life = started.elapsed();
+    model.finish()?;
 
     let log = bench.log(&format!("{NAME}-vgpu-serve"));
     let mut ends = Ends::default();
+    while ends.next(&log)?.is_none() {
+        ensure!(
+            started.elapsed() < HANG,
+            "the session of the guest that was spared goes on"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
     let mut before = Holdings::of(executor.pid())?;
     let (mut tally, mut after, mut round) = (Tally::default(), before, 0);
     while round <= WARM_UP || tally.goes_on(times)? {
@@ -149,11 +162,13 @@ pub(super) fn guests(bench: &Bench<'_>, step: &Step) -> Result<Row> {
             before = Holdings::of(executor.pid())?;
             tally = Tally::default();
         }
+        // Half of the blows are meant for the load, which is short.
+        let span = if round % 4 < 2 { load } else { life };
         bystander.begin(TOKENS)?;
         if round % 2 == 0 {
             let mut victim = bench.guest(NAME, "victim")?;
             victim.begin(VICTIMS)?;
-            std::thread::sleep(moment(&mut rng, whole));
+            std::thread::sleep(moment(&mut rng, span));
             drop(victim); // SIGKILL
         } else {
             let mut victim = completion(bench, NAME)?;
@@ -161,7 +176,7 @@ pub(super) fn guests(bench: &Bench<'_>, step: &Step) -> Result<Row> {
             victim.wait_until(HANG, |_| {
                 Holdings::of(executor.pid()).is_ok_and(|now| now.threads > before.threads)
             })?;
-            std::thread::sleep(moment(&mut rng, whole));
+            std::thread::sleep(moment(&mut rng, span));
             victim.kill()?;
         }
         bench.expect_tokens(&mut bystander, &format!("the guest beside kill {round}"))?;
