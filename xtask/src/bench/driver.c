@@ -8,10 +8,14 @@
 //
 // FOLDER has ggml's backends; another one comes by GGML_BACKEND_PATH, as in any program.
 
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -224,6 +228,23 @@ static void load(int repeats, const char * path, int count, char ** names) {
     }
 }
 
+// What llama.cpp does with a file before it looks at the first weight, and after the last: every page is mapped, and unmapped.
+static double map_and_unmap(const char * path) {
+    double began = now();
+    int file = open(path, O_RDONLY);
+    struct stat about;
+    if (file < 0 || fstat(file, &about) != 0) {
+        fail("cannot be opened", path);
+    }
+    void * mapping = mmap(NULL, (size_t) about.st_size, PROT_READ, MAP_SHARED | MAP_POPULATE, file, 0);
+    if (mapping == MAP_FAILED) {
+        fail("cannot be mapped", path);
+    }
+    munmap(mapping, (size_t) about.st_size);
+    close(file);
+    return now() - began;
+}
+
 // A guest that loads a model, computes a token, and stays until a line comes in.
 static void guest(const char * path, const char * name) {
     struct llama_model_params params = llama_model_default_params();
@@ -231,6 +252,7 @@ static void guest(const char * path, const char * name) {
     double began = now();
     llama_model_free(llama_model_load_from_file(path, params));
     report("load-vocabulary", name, 1, 1, now() - began);
+    report("map", name, 1, 1, map_and_unmap(path));
     ggml_backend_dev_t devices[] = { device(name), NULL };
     params = llama_model_default_params();
     params.devices = devices;

@@ -2,11 +2,9 @@
 //!
 //! Guests are processes of their own, each a llama.cpp program that loads the model, computes a token and stays. The
 //! first finds a host that has nothing; the second, the third to eighth at once, a host that has it all; eight more
-//! begin at the same time on an empty host. What the host holds is asked from Linux: the blocks of its files, and the
-//! pages that it has copied out of them.
+//! begin at the same time on an empty host. What the host holds is asked from Linux.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -31,8 +29,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Guests at once.
 const GUESTS: usize = 8;
 
-/// The name of the executor's files of weights.
-const FILES: &str = "/memfd:vgpu-weights";
+/// Seconds below which a difference of such times says nothing.
+const RESOLUTION: f64 = 1e-3;
 
 /// Options of the benchmark.
 #[derive(Debug, clap::Args)]
@@ -73,7 +71,8 @@ struct Setting {
 /// What a guest went through.
 struct Load {
     guest: Guest,
-    /// Seconds: all of it, and without what has nothing to do with weights.
+    /// Seconds: all of it, and without what the program has to do whoever has the weights: to read the vocabulary, and
+    /// to map the file.
     seconds: f64,
     weights: f64,
     /// Bytes that left the guest, until it had its first token.
@@ -145,12 +144,13 @@ impl Setting {
     /// Waits until a guest has its token.
     fn loaded(mut guest: Guest) -> Result<Load> {
         let common = guest.hear("load-vocabulary", PATIENCE)?;
+        let map = guest.hear("map", PATIENCE)?;
         let load = guest.hear("load", PATIENCE)?;
         let token = guest.hear("token", PATIENCE)?;
         let moved = Stats::moved(guest.stats())?;
         Ok(Load {
             seconds: load.seconds,
-            weights: (load.seconds - common.seconds).max(1e-4),
+            weights: (load.seconds - common.seconds - map.seconds).max(RESOLUTION),
             moved: moved as f64,
             sum: token.size,
             bytes: load.bytes as f64,
@@ -336,31 +336,24 @@ impl Setting {
     }
 }
 
-/// Bytes that an executor's files of weights take, and the pages that were copied out of them.
+/// Bytes of memory that an executor's buffers for weights take: the private memory for which it wants large pages (`hg`).
+/// All other buffers of this benchmark's model are small enough to be shared with guests, and so files.
 fn held_by(executor: &Executor) -> Result<u64> {
-    let process = PathBuf::from(format!("/proc/{}", executor.pid()));
-    let mut held = 0;
-    for entry in fs::read_dir(process.join("fd")).context("looking at the executor's files")? {
-        let path = entry.context("looking at the executor's files")?.path();
-        let is_ours = fs::read_link(&path).is_ok_and(|to| to.to_string_lossy().starts_with(FILES));
-        // A file may be gone by now.
-        held += match fs::metadata(&path) {
-            Ok(metadata) if is_ours => 512 * metadata.blocks(),
-            _ => 0,
-        };
-    }
-    let maps = fs::read_to_string(process.join("smaps")).context("looking at its memory")?;
-    let mut is_ours = false;
+    let path = format!("/proc/{}/smaps", executor.pid());
+    let maps = fs::read_to_string(path).context("looking at the executor's memory")?;
+    let (mut held, mut resident) = (0, 0);
+    let mut is_private = false;
     for line in maps.lines() {
-        let first = line.split_whitespace().next().unwrap_or_default();
-        if !first.ends_with(':') {
-            is_ours = line.contains(FILES);
-        } else if let ("Anonymous:", true) = (first, is_ours) {
-            let kib = line
-                .split_whitespace()
-                .nth(1)
-                .and_then(|n| n.parse::<u64>().ok());
-            held += 1024 * kib.context("a line of smaps without a number")?;
+        let mut words = line.split_whitespace();
+        match words.next().unwrap_or_default() {
+            "Rss:" => {
+                let kib = words.next().and_then(|n| n.parse::<u64>().ok());
+                resident = 1024 * kib.context("a line of smaps without a number")?;
+            }
+            "VmFlags:" if is_private && words.any(|flag| flag == "hg") => held += resident,
+            other if other.ends_with(':') => {}
+            // Addresses, access, offset, device, inode, and a name if it has one.
+            _ => is_private = words.nth(3) == Some("0") && words.next().is_none(),
         }
     }
     Ok(held)
