@@ -36,6 +36,17 @@ unsafe fn dot<S: Simd, B: Groups>(acc: S::I, quants: S::I, x: S::I) -> S::I {
     }
 }
 
+/// Quants as they lie in a panel: without the offset that the level would take out of each product.
+#[inline(always)]
+unsafe fn panel_quants<S: Simd, B: Groups>(quants: S::I) -> S::I {
+    if B::WIDE && S::WIDE_IS_SIGNED {
+        // SAFETY: the contract of `simd`.
+        unsafe { S::flip(quants) }
+    } else {
+        quants
+    }
+}
+
 /// Of quants up to `most`, how many products of a lane are summed in 16 bits before they are widened: 1 if the level
 /// has an instruction that sums in 32 bits.
 pub(super) const fn depth<S: Simd>(most: usize, words: usize) -> usize {
@@ -267,11 +278,11 @@ unsafe fn row_times<S: Simd, B: Groups, const C: usize, const U: usize>(
             for u in 1..U {
                 all = S::add_floats(all, acc[c][u]);
             }
-            let mut sum = S::sum(all);
-            if B::HAS_MIN || folds::<S, B>() {
-                sum += super::simd::Avx2::sum(mins[c]);
-            }
-            *dst.add(c * dst_stride) = sum;
+            *dst.add(c * dst_stride) = if B::HAS_MIN || folds::<S, B>() {
+                S::sum_both(all, mins[c])
+            } else {
+                S::sum(all)
+            };
         }
     }
 }
@@ -326,7 +337,9 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
                 let x = x.add(g * 32);
                 if let Codes::Nibbles(offset) = B::CODES {
                     let codes = row.add(g * size_of::<B>() + offset);
-                    let codes = S::load_quads(codes, size_of::<B>(), groups - 1 - g);
+                    // A constant where the chunk is full.
+                    let last = if n == GROUPS { at_once } else { groups - g } - 1;
+                    let codes = S::load_quads(codes, size_of::<B>(), last);
                     let low = B::decode::<S>(S::low_nibbles(codes));
                     let high = B::decode::<S>(S::high_nibbles(codes));
                     for c in 0..C {
@@ -472,9 +485,10 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                         Codes::Nibbles(offset) => {
                             let words = S::transpose_words(from, block + offset);
                             for (i, word) in words.into_iter().enumerate() {
-                                S::store(place(g, i, v), B::decode::<S>(S::low_nibbles(word)));
+                                let low = B::decode::<S>(S::low_nibbles(word));
+                                S::store(place(g, i, v), panel_quants::<S, B>(low));
                                 let high = B::decode::<S>(S::high_nibbles(word));
-                                S::store(place(g, 4 + i, v), high);
+                                S::store(place(g, 4 + i, v), panel_quants::<S, B>(high));
                             }
                         }
                         Codes::Bytes(offset) => {
@@ -482,7 +496,8 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                                 let at = block + offset + 16 * half;
                                 let words = S::transpose_words(from, at);
                                 for (i, word) in words.into_iter().enumerate() {
-                                    S::store(place(g, 4 * half + i, v), B::decode::<S>(word));
+                                    let quants = panel_quants::<S, B>(B::decode::<S>(word));
+                                    S::store(place(g, 4 * half + i, v), quants);
                                 }
                             }
                         }
@@ -494,7 +509,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                 for r in 0..height {
                     let mut g = 0;
                     while g < groups {
-                        let q = S::groups::<B>(from[r], first + g, last);
+                        let q = panel_quants::<S, B>(S::groups::<B>(from[r], first + g, last));
                         S::store(self.rows[r].as_mut_ptr().add(32 * g), q);
                         g += S::GROUPS;
                     }
@@ -553,7 +568,9 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                             let x = x.add(c * x_stride + g * bytes + 4 * (part * words + i));
                             let x = S::splat(x.cast::<u32>().read_unaligned());
                             for p in 0..P {
-                                if depth == 1 {
+                                if B::WIDE && S::WIDE_IS_SIGNED {
+                                    dots[p][c] = S::dot_signed(dots[p][c], w[p], x);
+                                } else if depth == 1 {
                                     dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);
                                 } else {
                                     let products = S::multiply_pairs(w[p], x);

@@ -57,6 +57,8 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn dot(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
     /// The same for quants up to 255, which stand for quants less 128 if `WIDE_IS_SIGNED`.
     unsafe fn dot_wide(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
+    /// The same for signed quants, above -128 or times an `x` above -128.
+    unsafe fn dot_signed(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
     /// For each 16-bit lane, the sum of two products of quants below 128 with signed bytes.
     unsafe fn multiply_pairs(quants: Self::I, x: Self::I) -> Self::I;
     /// The sums of 16-bit lanes.
@@ -94,6 +96,8 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn neg_mul_add(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The sum of the lanes.
     unsafe fn sum(v: Self::F) -> f32;
+    /// The sum of the lanes of both.
+    unsafe fn sum_both(v: Self::F, more: __m256) -> f32;
     /// Writes the first `n` floats (all if `n >= LANES`).
     unsafe fn store_first(p: *mut f32, n: usize, v: Self::F);
     /// `LANES` halves as floats.
@@ -184,6 +188,14 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
         unsafe { _mm512_dpbusd_epi32(acc, quants, x) }
+    }
+    #[inline(always)]
+    unsafe fn dot_signed(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
+        unsafe {
+            let negative = _mm512_movepi8_mask(quants);
+            let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
+            _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(quants), x)
+        }
     }
     #[inline(always)]
     unsafe fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i {
@@ -309,6 +321,13 @@ impl Simd for Avx512 {
         unsafe {
             let high = _mm512_extractf32x8_ps(v, 1);
             Avx2::sum(_mm256_add_ps(_mm512_castps512_ps256(v), high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn sum_both(v: __m512, more: __m256) -> f32 {
+        unsafe {
+            let high = _mm512_extractf32x8_ps(v, 1);
+            Avx2::sum_both(_mm256_add_ps(_mm512_castps512_ps256(v), high), more)
         }
     }
     #[inline(always)]
@@ -501,8 +520,12 @@ impl Simd for Avx2 {
         // The magnitude of a quant less 128 is at most 128; the sign moves to `x`.
         unsafe {
             let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
-            Self::dot(acc, _mm256_abs_epi8(signed), _mm256_sign_epi8(x, signed))
+            Self::dot_signed(acc, signed, x)
         }
+    }
+    #[inline(always)]
+    unsafe fn dot_signed(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+        unsafe { Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants)) }
     }
     #[inline(always)]
     unsafe fn multiply_pairs(quants: __m256i, x: __m256i) -> __m256i {
@@ -614,6 +637,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn neg_mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
         unsafe { _mm256_fnmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn sum_both(v: __m256, more: __m256) -> f32 {
+        unsafe { Self::sum(_mm256_add_ps(v, more)) }
     }
     #[inline(always)]
     unsafe fn sum(v: __m256) -> f32 {

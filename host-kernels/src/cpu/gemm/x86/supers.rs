@@ -9,7 +9,7 @@ use super::blocks::Supers;
 use super::groups::depth;
 use super::panel::{self, Panel, Sums};
 use super::scratch::PREPARED;
-use super::simd::{Avx2, Simd};
+use super::simd::Simd;
 use crate::cpu::formats::BlockQ8K;
 
 /// Elements of a block.
@@ -174,11 +174,11 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
             }
         }
         for c in 0..C {
-            let mut sum = S::sum(acc[c]);
-            if B::HAS_MIN {
-                sum += Avx2::sum(acc_mins[c]);
-            }
-            *dst.add(c * dst_stride) = sum;
+            *dst.add(c * dst_stride) = if B::HAS_MIN {
+                S::sum_both(acc[c], acc_mins[c])
+            } else {
+                S::sum(acc[c])
+            };
         }
     }
 }
