@@ -51,8 +51,10 @@ template <int TYPE> DEVICE void unpack_block(const u8* block, int4* to) {
         UNROLL
         for (int j = 0; j < 4; j++) {
             int q = w.words[2 * i + j / 2] >> (j % 2 * 16);
-            float low = static_cast<float>(static_cast<signed char>(q)), high = static_cast<float>(static_cast<signed char>(q >> 8));
-            words[j] = two_halves<false>(low * w.scale[i / 2] + w.offset[i / 2], high * w.scale[i / 2] + w.offset[i / 2]);
+            float low = static_cast<float>(static_cast<signed char>(q));
+            float high = static_cast<float>(static_cast<signed char>(q >> 8));
+            float scale = w.scale[i / 2], offset = w.offset[i / 2];
+            words[j] = two_halves<false>(low * scale + offset, high * scale + offset);
         }
         to[i] = int4{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
                      static_cast<int>(words[3])};
@@ -392,13 +394,17 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         // What the mask does with a tile: known beforehand, or found out now.
         const u8* known = nullptr;
         if (p.mask.data && p.states) {
-            known = reinterpret_cast<const u8*>(p.states) + (index_of_mask() * gridDim.x + gridDim.x - 1 - blockIdx.x) * tiles;
+            i64 index = index_of_mask() * gridDim.x + gridDim.x - 1 - blockIdx.x;
+            known = reinterpret_cast<const u8*>(p.states) + index * tiles;
         }
         auto state_of = [&](int tile) -> int {
             if (!p.mask.data) {
                 return SHOWN;
             }
-            return known ? static_cast<int>(known[tile]) : tile - begin < MOST_STATES ? static_cast<int>(states[tile - begin]) : static_cast<int>(MIXED);
+            if (known) {
+                return known[tile];
+            }
+            return tile - begin < MOST_STATES ? static_cast<int>(states[tile - begin]) : static_cast<int>(MIXED);
         };
 
         if (begin < end) {
@@ -419,9 +425,11 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             }
         }
         if (p.mask.data && !known) {
-            for (int tile = begin + static_cast<int>(threadIdx.x) / WARP; tile < end && tile - begin < MOST_STATES; tile += ATTEND_WARPS) {
+            int beyond = end - begin < MOST_STATES ? end : begin + MOST_STATES;
+            int first = token_of(first_row), last_token = token_of(first_row + ROWS - 1);
+            for (int tile = begin + static_cast<int>(threadIdx.x) / WARP; tile < beyond; tile += ATTEND_WARPS) {
                 int to = (tile + 1) * KEYS < n_keys ? (tile + 1) * KEYS : n_keys;
-                int state = state_of_tile(mask(), p.mask.nb[1], token_of(first_row), token_of(first_row + ROWS - 1), tile * KEYS, to);
+                int state = state_of_tile(mask(), p.mask.nb[1], first, last_token, tile * KEYS, to);
                 if (lane == 0) {
                     states[tile - begin] = static_cast<u8>(state);
                 }

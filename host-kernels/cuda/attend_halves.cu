@@ -6,7 +6,8 @@ KERNEL(vg_attend_states, VgAttendStatesParams, 128) {
     int tiles = (p.keys + static_cast<int>(p.columns) - 1) / static_cast<int>(p.columns);
     const u8* mask = address(p.mask, Index{{0, 0, blockIdx.y % p.mask.ne[2], blockIdx.y / p.mask.ne[2]}});
     u8* states = reinterpret_cast<u8*>(p.states) + (static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x) * tiles;
-    int first = static_cast<int>(blockIdx.x * p.rows / p.group), last = static_cast<int>((blockIdx.x + 1) * p.rows - 1) / static_cast<int>(p.group);
+    int first = static_cast<int>(blockIdx.x * p.rows / p.group);
+    int last = static_cast<int>(((blockIdx.x + 1) * p.rows - 1) / p.group);
     last = last < p.tokens ? last : p.tokens - 1;
     for (int tile = threadIdx.x / WARP; tile < tiles; tile += blockDim.x / WARP) {
         int key = tile * static_cast<int>(p.columns), end = key + static_cast<int>(p.columns);

@@ -102,7 +102,8 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
         constexpr int PIECES = GEMM_STEP / 8;
         for (int i = threadIdx.x; i < GEMM_COLUMNS * PIECES; i += GEMM_THREADS) {
             int column = i / PIECES < count ? i / PIECES : count - 1;
-            const u16* from = reinterpret_cast<const u16*>(p.halves) + vector_of(places[column]) * length + step * GEMM_STEP;
+            const u16* from = reinterpret_cast<const u16*>(p.halves) + vector_of(places[column]) * length;
+            from += step * GEMM_STEP;
             copy_async(&tiles->activations[buffer][i / PIECES][i % PIECES * 8], from + i % PIECES * 8);
         }
         commit_async();

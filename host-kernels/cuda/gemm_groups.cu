@@ -56,7 +56,8 @@ KERNEL(vg_group, VgGroupParams, 512) {
     __syncthreads();
     // What comes before each expert: slots in the low half, tiles in the high one.
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    u64 mine = counts[threadIdx.x] | static_cast<u64>((counts[threadIdx.x] + p.columns - 1) / p.columns) << 32, sum = mine;
+    u32 count = counts[threadIdx.x];
+    u64 mine = count | static_cast<u64>((count + p.columns - 1) / p.columns) << 32, sum = mine;
     for (u32 step = 1; step < WARP; step *= 2) {
         u64 other = __shfl_up_sync(0xffffffffu, sum, step);
         sum += lane >= step ? other : 0;

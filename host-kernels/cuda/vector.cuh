@@ -186,7 +186,8 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
                     float weights[VECTOR_ROWS][EACH];
                     UNROLL
                     for (int r = 0; r < VECTOR_ROWS; r++) {
-                        floats_of<TYPE>(*reinterpret_cast<const int4*>(&stages[warp][stage][r][at * SIZE.bytes]), weights[r]);
+                        const u8* from = &stages[warp][stage][r][at * SIZE.bytes];
+                        floats_of<TYPE>(*reinterpret_cast<const int4*>(from), weights[r]);
                     }
                     UNROLL
                     for (int c = 0; c < COLUMNS; c++) {
@@ -258,7 +259,8 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
             u32 product;
             i64 row = find(pair, &product);
             if (has_unit) {
-                float a = both[0] + place.added(p.products[0], row, lane), b = both[1] + place.added(p.products[1], row, lane);
+                float a = both[0] + place.added(p.products[0], row, lane);
+                float b = both[1] + place.added(p.products[1], row, lane);
                 *place.result(p.products[0], row, lane) = gated(p.unit, a, b, p.c);
             } else {
                 const VgProduct& it = p.products[product];
