@@ -25,9 +25,6 @@ pub(crate) const RELEASE: &str = "0.25.3";
 /// The release of ggml in the second.
 const NEWEST_RELEASE: &str = "0.26.0";
 
-/// The CMake project around it.
-const NEWEST_PROJECT: &str = include_str!("../../tests/hosts/newest-ggml/CMakeLists.txt");
-
 /// A part of the build; the second takes several times as long as the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
@@ -179,66 +176,73 @@ pub(crate) fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
     Ok(root.join("bin"))
 }
 
-/// The folder of two builds of ggml 0.26.0: `shared/bin` has ggml with its CPU backend and libllama, and
+/// The folder of two builds of the newest ggml: `shared/bin` has ggml with its CPU backend and libllama, and
 /// `static` an archive of ggml-base that can become a part of anything.
 pub(crate) fn build_newest(cache: &Cache) -> Result<PathBuf> {
     let source = newest_source(cache)?.join("llama.cpp");
     let instructions = Instructions::of_this_machine();
-    let name = format!("build-{CRATE}-{CRATE_VERSION}/{}", instructions.name);
-    cache.staged(&name, "all", |dir| {
+    cache.staged(&newest_builds(&instructions), "all", |dir| {
         let tools = packages::build_tools(cache)?;
         let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}"));
-        let step = Step::new("building libllama on ggml 0.26.0 (about three minutes on two cores)");
-        let build = |dir: &Path, options: &[String], targets: &[&str]| -> Result<()> {
-            let mut cmake = Command::new(tools.join("cmake"));
-            let ninja = tools.join("ninja");
-            cmake
-                .args([
-                    "-G",
-                    "Ninja",
-                    "-DCMAKE_BUILD_TYPE=Release",
-                    "-DGGML_NATIVE=OFF",
-                ])
-                .arg(format!("-DCMAKE_MAKE_PROGRAM={}", ninja.display()))
-                .args(options)
-                .arg("-S")
-                .arg(&source)
-                .arg("-B")
-                .arg(dir);
-            process::run(&mut cmake, &step, &log)?;
-            let mut make = Command::new(ninja);
-            make.arg("-C")
-                .arg(dir)
-                .arg(format!("-j{}", workspace::cores()))
-                .args(targets);
-            process::run(&mut make, &step, &log)
-        };
+        let step = Step::new(&format!(
+            "building libllama on ggml {NEWEST_RELEASE} (about three minutes on two cores)"
+        ));
         // What the crate leaves out cannot be configured either.
         let bare = ["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"];
-        let bare: Vec<_> = bare
-            .iter()
-            .map(|part| format!("-DLLAMA_BUILD_{part}=OFF"))
-            .collect();
-        let shared = ["-DBUILD_SHARED_LIBS=ON", "-DGGML_BACKEND_DL=ON"].map(str::to_owned);
-        let shared = [&shared[..], &bare, &instructions.flags].concat();
-        build(&dir.join("shared"), &shared, &["ggml", "ggml-cpu", "llama"])?;
+        let bare = bare.map(|part| format!("-DLLAMA_BUILD_{part}=OFF"));
+        let build = |dir: &Path, options: &[String], targets: &[&str]| -> Result<()> {
+            let mut cmake = cmake(&tools, &source, dir, &instructions);
+            process::run(cmake.args(&bare).args(options), &step, &log)?;
+            process::run(&mut ninja(&tools, dir, targets), &step, &log)
+        };
+        build(&dir.join("shared"), &[], &["ggml", "ggml-cpu", "llama"])?;
+        let folder = dir.join("static");
         let archive = [
             "-DBUILD_SHARED_LIBS=OFF".to_owned(),
+            "-DGGML_BACKEND_DL=OFF".to_owned(),
             "-DCMAKE_POSITION_INDEPENDENT_CODE=ON".to_owned(),
             "-DGGML_CPU=OFF".to_owned(),
-            format!(
-                "-DCMAKE_ARCHIVE_OUTPUT_DIRECTORY={}",
-                dir.join("static").display()
-            ),
+            format!("-DCMAKE_ARCHIVE_OUTPUT_DIRECTORY={}", folder.display()),
         ];
-        build(
-            &dir.join("static"),
-            &[&archive[..], &bare].concat(),
-            &["ggml-base"],
-        )?;
+        build(&folder, &archive, &["ggml-base"])?;
         step.done("");
         Ok(())
     })
+}
+
+/// The folder of `test-backend-ops` and the libraries of the newest ggml, which comes without tests: the
+/// program is that of 0.25.3, whose ops and types are the same.
+pub(crate) fn newest_ops(cache: &Cache) -> Result<PathBuf> {
+    let bin = build_newest(cache)?.join("shared/bin");
+    let include = newest_source(cache)?.join("llama.cpp/ggml/include");
+    let program = source(cache)?.join("tests/test-backend-ops.cpp");
+    let builds = newest_builds(&Instructions::of_this_machine());
+    cache.staged(&builds, "ops", |_| {
+        let step = Step::new(&format!(
+            "building test-backend-ops for ggml {NEWEST_RELEASE} (about a minute)"
+        ));
+        let mut compiler = Command::new("c++");
+        compiler
+            .args(["-std=c++17", "-O2", "-pthread"])
+            .arg(&program)
+            .arg("-I")
+            .arg(&include)
+            .arg("-L")
+            .arg(&bin)
+            .args(["-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN"])
+            .arg("-o")
+            .arg(bin.join("test-backend-ops"));
+        let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}-ops"));
+        process::run(&mut compiler, &step, &log)?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(bin)
+}
+
+/// Where the newest ggml is built.
+fn newest_builds(instructions: &Instructions) -> String {
+    format!("build-{CRATE}-{CRATE_VERSION}/{}", instructions.name)
 }
 
 /// ggml's CPU backend for the processor that an emulated guest sees (AVX2, no AVX-512). Everything else of a build
@@ -274,37 +278,6 @@ fn cpu_built_for(cache: &Cache, instructions: &Instructions) -> Result<PathBuf> 
         Ok(())
     })?;
     Ok(root.join("bin/libggml-cpu.so"))
-}
-
-/// The folder of `test-backend-ops` and the libraries of the newest ggml, which comes without tests: the
-/// program is that of 0.25.3, whose ops and types are the same.
-pub(crate) fn newest_ops(cache: &Cache) -> Result<PathBuf> {
-    let ggml = newest_source(cache)?.join("llama.cpp/ggml");
-    let program = source(cache)?.join("tests/test-backend-ops.cpp");
-    let instructions = Instructions::of_this_machine();
-    let builds = format!("build-ggml-{NEWEST_RELEASE}");
-    let name = format!("{builds}/{}", instructions.name);
-    let root = cache.staged(&name, "ops", |dir| {
-        let tools = packages::build_tools(cache)?;
-        let step = Step::new(&format!(
-            "building ggml {NEWEST_RELEASE} (about two minutes on two cores)"
-        ));
-        let log = cache.log(&builds);
-        // A copy in the cache: the build outlives this checkout, and remembers where its project lies.
-        let project = dir.join("project");
-        std::fs::create_dir_all(&project).context("creating a folder")?;
-        std::fs::write(project.join("CMakeLists.txt"), NEWEST_PROJECT)
-            .context("writing a CMake project")?;
-        let mut cmake = cmake(&tools, &project, dir, &instructions);
-        cmake.arg(format!("-DGGML_SOURCE={}", ggml.display()));
-        cmake.arg(format!("-DTEST_SOURCE={}", program.display()));
-        process::run(&mut cmake, &step, &log)?;
-        let targets = ["ggml", "ggml-cpu", "test-backend-ops"];
-        process::run(&mut ninja(&tools, dir, &targets), &step, &log)?;
-        step.done("");
-        Ok(())
-    })?;
-    Ok(root.join("bin"))
 }
 
 /// Configures llama.cpp.
