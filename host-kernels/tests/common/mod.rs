@@ -392,8 +392,40 @@ pub(crate) fn run_changing(engine: &dyn Engine, op: Op, src: &[&Data]) -> Vec<Da
     execute(engine, src, node).unwrap_or_else(|error| panic!("{op:?}: {error:?}"))
 }
 
+/// Runs nodes, given by operator, destination and sources, over tensors that lie in a buffer each; returns these as they
+/// are afterwards.
+pub(crate) fn run_nodes(
+    engine: &dyn Engine,
+    operands: &[&Data],
+    nodes: &[(Op, u32, &[u32])],
+) -> Vec<Data> {
+    let nodes = nodes.iter().map(|&(op, dst, src)| Node {
+        op,
+        dst,
+        src: Sources::new(src.iter().copied().map(Some)),
+    });
+    execute_all(engine, operands, nodes.collect()).unwrap_or_else(|error| panic!("{error:?}"))
+}
+
 /// Runs one node over tensors that lie in a buffer each; returns them as they are afterwards.
 fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Data>, Failure> {
+    let dst = node.dst as usize;
+    let after = execute_all(engine, operands, vec![node])?;
+    for (i, covered) in operands[dst].covered().into_iter().enumerate() {
+        assert!(
+            covered || operands[dst].memory[i] == after[dst].memory[i],
+            "byte {i}, which is no part of the destination, has changed"
+        );
+    }
+    Ok(after)
+}
+
+/// Runs nodes over tensors that lie in a buffer each; returns these as they are afterwards.
+fn execute_all(
+    engine: &dyn Engine,
+    operands: &[&Data],
+    nodes: Vec<Node>,
+) -> Result<Vec<Data>, Failure> {
     let memory: Vec<Arc<dyn Memory>> = operands
         .iter()
         .map(|o| {
@@ -406,7 +438,6 @@ fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Da
             memory
         })
         .collect();
-    let dst = node.dst as usize;
     let tensors = operands.iter().enumerate().map(|(i, o)| Tensor {
         shape: o.shape,
         buffer: i as u32,
@@ -415,7 +446,7 @@ fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Da
     let graph = Graph {
         buffers: (1..=operands.len() as u64).map(BufferId).collect(),
         tensors: tensors.collect(),
-        nodes: vec![node],
+        nodes,
     };
     let size = |id: BufferId| Some(operands[id.0 as usize - 1].memory.len() as u64);
     let graph = validate(graph, engine.capabilities(), &Limits::default(), size)
@@ -424,7 +455,7 @@ fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Da
         .compile(&graph, &memory)
         .expect("what is claimed compiles");
     plan.run().map_err(Failure::Run)?;
-    let after: Vec<Data> = operands
+    let after = operands
         .iter()
         .zip(&memory)
         .map(|(&before, memory)| {
@@ -435,12 +466,6 @@ fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Da
             after
         })
         .collect();
-    for (i, covered) in operands[dst].covered().into_iter().enumerate() {
-        assert!(
-            covered || operands[dst].memory[i] == after[dst].memory[i],
-            "byte {i}, which is no part of the destination, has changed"
-        );
-    }
     Ok(after)
 }
 

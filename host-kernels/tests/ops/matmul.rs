@@ -269,6 +269,37 @@ pub(crate) fn mul_mat_over_its_own_sources(engine: &dyn Engine) {
     }
 }
 
+pub(crate) fn mul_mat_of_what_was_multiplied_before(engine: &dyn Engine) {
+    // Converted activations may be used again, but not when something else was written to them.
+    for (ty, columns) in [(Type::Q8_0, 1), (Type::F16, 12), (Type::Q4K, 7)] {
+        let random = &mut Random::new(columns);
+        let mut rows = |ty, n| {
+            let data = Data::random_rows(ty, [256, n, 1, 1], true, random);
+            data.fill(|| random.between(-1.0, 1.0))
+        };
+        let (a, b, x) = (rows(ty, 33), rows(ty, 17), rows(Type::F32, columns));
+        let out = |rows| Data::dense(Type::F32, [rows, columns, 1, 1]);
+        let outs = [out(33), out(17), out(33)];
+        let halve = Op::Scale {
+            scale: -0.5,
+            bias: 0.25,
+        };
+        let nodes: [(Op, u32, &[u32]); 4] = [
+            (MUL_MAT, 3, &[0, 2]),
+            (MUL_MAT, 4, &[1, 2]),
+            (halve, 2, &[2]),
+            (MUL_MAT, 5, &[0, 2]),
+        ];
+        let after = run_nodes(engine, &[&a, &b, &x, &outs[0], &outs[1], &outs[2]], &nodes);
+        let halved = run_in_place(engine, halve, &[Some(&x)]);
+        assert_eq!(after[2].values(), halved.values());
+        for (i, w, x) in [(3, &a, &x), (4, &b, &x), (5, &a, &halved)] {
+            let alone = run(engine, MUL_MAT, &outs[i - 3], &[Some(w), Some(x)]);
+            assert_eq!(after[i].values(), alone.values(), "{ty:?}, product {i}");
+        }
+    }
+}
+
 pub(crate) fn hadamard(engine: &dyn Engine) {
     let op = Op::MulMat {
         accumulator: Precision::Default,
