@@ -96,9 +96,13 @@ pub(super) fn run(
     let _files = observe(&settings, &supervisor.watch(), events)?;
     doors.switch(&mut supervisor, &settings, prepared)?;
     let mut said = doors.addresses();
-    let folder = Folder::new()?;
+    let mut folder = None;
     for guest in &settings.guests {
         let Some(vm) = &guest.vm else { continue };
+        let folder = match &mut folder {
+            Some(folder) => folder,
+            none => none.insert(Folder::new()?),
+        };
         // `vgpu hold` keeps the machine's files when its worker dies, and starts the next one.
         let mut command = Command::new(&own);
         command
