@@ -3,6 +3,8 @@
 use vgpu_transport::ir::{Graph, Node, Shape, Type};
 
 use super::device::{Address, Launch};
+use super::kept::{KEPT_BYTES, Kept};
+use super::ops::vector::Rounded;
 use super::params::{Params, VG_MOVE_REPEAT, VgMoveParams, VgPlace, VgView};
 use super::segment::Step;
 use super::stream::Stream;
@@ -17,6 +19,9 @@ pub(super) struct Builder<'a> {
     stream: &'a Stream,
     scratch_bytes: u64,
     launches: Vec<Launch>,
+    kept: &'a mut Kept,
+    /// Launches of the plan before these.
+    before: usize,
 }
 
 /// Most threads of a block of the kernels that give each element a thread, and of those that give a row a block.
@@ -32,12 +37,13 @@ pub(super) fn threads_for(n: i64) -> u32 {
 }
 
 impl<'a> Builder<'a> {
-    /// For node `index` of a graph whose tensors lie at `views`.
+    /// For node `index` of a graph whose tensors lie at `views`, with what is kept of the launches `before`.
     pub(super) fn new(
         graph: &'a Graph,
         views: &'a [VgView],
         index: usize,
         stream: &'a Stream,
+        (kept, before): (&'a mut Kept, usize),
     ) -> Builder<'a> {
         Builder {
             graph,
@@ -47,11 +53,18 @@ impl<'a> Builder<'a> {
             stream,
             scratch_bytes: 0,
             launches: Vec::new(),
+            kept,
+            before,
         }
     }
 }
 
 impl Builder<'_> {
+    /// Gives the node the number that the guest knows it by.
+    pub(super) fn call_it(&mut self, node: usize) {
+        self.index = node;
+    }
+
     /// Bytes of working memory that the launches use.
     pub(super) fn scratch_bytes(&self) -> u64 {
         self.scratch_bytes
@@ -116,9 +129,26 @@ impl Builder<'_> {
 
     /// Working memory of the node: `bytes` more, aligned to 256 bytes. Nothing is known of its content.
     pub(super) fn scratch(&mut self, bytes: u64) -> Address {
-        let address = self.stream.scratch.base() + self.scratch_bytes;
+        let address = self.stream.scratch.base() + KEPT_BYTES + self.scratch_bytes;
         self.scratch_bytes += bytes.next_multiple_of(256);
         address
+    }
+
+    /// What is kept of `x`, rounded, for the launch that is added next.
+    pub(super) fn kept_rounded(&mut self, x: &VgView) -> Option<Rounded> {
+        self.kept.get(x, self.before + self.launches.len())
+    }
+
+    /// A place where the launch that is added next leaves `x`, rounded, for products of later nodes, too. `None` where it
+    /// is too large for that. `is_result` where that launch makes `x`.
+    pub(super) fn place_rounded(&mut self, x: &VgView, is_result: bool) -> Option<Rounded> {
+        self.kept
+            .put(x, self.before + self.launches.len(), is_result)
+    }
+
+    /// Takes [`place_rounded`](Builder::place_rounded) back.
+    pub(super) fn forget_rounded(&mut self, x: &VgView) {
+        self.kept.forget(x);
     }
 
     /// Multiprocessors of the device.

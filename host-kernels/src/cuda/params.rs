@@ -71,7 +71,7 @@ impl VgView {
     }
 
     /// The addresses from the first to one past the last byte.
-    fn extent(&self) -> std::ops::Range<u64> {
+    pub(super) fn extent(&self) -> std::ops::Range<u64> {
         let ty = Type::from_id(self.type_ as u8).expect("views are of tensors, which have types");
         let shape = Shape {
             ty,

@@ -1,15 +1,18 @@
 //! From a graph to launches.
 
+use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use tracing::error;
-use vgpu_transport::ir::{Graph, Shape, Tensor, Type};
+use vgpu_transport::ir::{Graph, Op, Shape, Tensor, Type};
 
 pub(super) use super::builder::{Builder, MOST_BLOCKS, threads_for};
 use super::device::Address;
+use super::fuse::{Arrangement, Kind, Seen, emit};
 use super::host::{Host, HostNode};
+use super::kept::{KEPT_BYTES, Kept};
 use super::memory::CudaMemory;
-use super::ops;
+use super::ops::{self, vector};
 use super::params::{VgFault, VgView};
 use super::scratch::Claim;
 use super::segment::{Failure, Segment, Step};
@@ -74,33 +77,37 @@ impl CudaPlan {
         let memory: Vec<usize> = { buffers.iter() }
             .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
             .collect();
-        let mut parts = Vec::new();
-        let mut steps: Vec<Step> = Vec::new();
-        let mut scratch_bytes = 0;
-        let segment = |steps| Part::Launches(Segment::new(steps, &memory, &stream.lineages));
-        for (i, node) in graph.nodes.iter().enumerate() {
-            if graph.dst(node).shape.is_empty() {
-                continue;
-            }
-            if Host::takes(graph, node) {
-                if !steps.is_empty() {
-                    parts.push(segment(std::mem::take(&mut steps)));
+        let arrangement = match stream.pace.fuses {
+            true => Arrangement::of(graph),
+            false => Arrangement::plain(graph),
+        };
+        let mut compiler = Compiler {
+            stream,
+            bases: &bases,
+            views: &views,
+            graph: &arrangement.graph,
+            origin: &arrangement.origin,
+            kept: Kept::new(stream.scratch.base()),
+            work: Vec::new(),
+            scratch_bytes: 0,
+        };
+        let mut at = 0;
+        while at < arrangement.graph.nodes.len() {
+            at = match arrangement.group_at(at) {
+                Some((kind, nodes)) => {
+                    compiler.group(kind, nodes.clone())?;
+                    nodes.end
                 }
-                let work = stream.host.compile(graph, node, &bases)?;
-                parts.push(Part::Host { work, node: i });
-                continue;
-            }
-            let mut builder = Builder::new(graph, &views, i, stream);
-            ops::compile(&node.op, &mut builder)?;
-            scratch_bytes = scratch_bytes.max(builder.scratch_bytes());
-            steps.extend(builder.into_steps());
+                None => {
+                    compiler.node(at)?;
+                    at + 1
+                }
+            };
         }
-        if !steps.is_empty() {
-            parts.push(segment(steps));
-        }
+        let needed = compiler.needed();
         Ok(CudaPlan {
             stream: Arc::clone(stream),
-            parts,
+            parts: compiler.into_parts(&memory),
             at: 0,
             ops: graph
                 .nodes
@@ -108,7 +115,7 @@ impl CudaPlan {
                 .map(|n| n.op.kind().ggml_name())
                 .collect(),
             _memory: buffers.to_vec(),
-            _scratch: stream.scratch.claim(scratch_bytes)?,
+            _scratch: stream.scratch.claim(needed)?,
         })
     }
 
@@ -173,6 +180,156 @@ impl CudaPlan {
             count: fault.count as u64,
         }
     }
+}
+
+/// A plan in the making.
+struct Compiler<'a> {
+    stream: &'a Arc<Stream>,
+    bases: &'a [Address],
+    views: &'a [VgView],
+    /// In our order, and where nodes were in the guest's.
+    graph: &'a Graph,
+    origin: &'a [usize],
+    kept: Kept,
+    work: Vec<Work>,
+    scratch_bytes: u64,
+}
+
+/// What a plan does, in order.
+enum Work {
+    Launch(Step),
+    Host(HostNode, usize),
+}
+
+impl Compiler<'_> {
+    /// Compiles nodes that may become one launch.
+    fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<(), EngineError> {
+        let seen: Vec<Seen> = { self.graph.nodes[nodes.clone()].iter() }
+            .map(|node| Seen {
+                op: node.op,
+                dst: self.views[node.dst as usize],
+                src: { node.src.as_slice().iter() }
+                    .map(|src| src.map_or_else(VgView::default, |src| self.views[src as usize]))
+                    .collect(),
+            })
+            .collect();
+        let (graph, views) = (self.graph, self.views);
+        let is_rounded = |x: &VgView| will_be_rounded(graph, views, nodes.end, x);
+        let added = self.build(nodes.clone(), |builder| {
+            emit(kind, &seen, is_rounded, builder)
+        });
+        match added {
+            Some(outcome) => outcome,
+            None => nodes.clone().try_for_each(|at| self.node(at)),
+        }
+    }
+
+    /// Compiles a node by itself.
+    fn node(&mut self, at: usize) -> Result<(), EngineError> {
+        let node = &self.graph.nodes[at];
+        if self.graph.dst(node).shape.is_empty() {
+            return Ok(());
+        }
+        if Host::takes(self.graph, node) {
+            let work = self.stream.host.compile(self.graph, node, self.bases)?;
+            self.work.push(Work::Host(work, self.origin[at]));
+            self.wrote(at..at + 1, usize::MAX);
+            return Ok(());
+        }
+        let outcome = self.build(at..at + 1, |builder| Some(ops::compile(&node.op, builder)));
+        outcome.unwrap_or(Ok(()))
+    }
+
+    /// Adds what `body` adds for some nodes.
+    fn build(
+        &mut self,
+        nodes: Range<usize>,
+        body: impl FnOnce(&mut Builder<'_>) -> Option<Result<(), EngineError>>,
+    ) -> Option<Result<(), EngineError>> {
+        let before = self.work.len();
+        let kept = (&mut self.kept, before);
+        let mut builder = Builder::new(self.graph, self.views, nodes.start, self.stream, kept);
+        builder.call_it(self.origin[nodes.start]);
+        if let Err(error) = body(&mut builder)? {
+            return Some(Err(error));
+        }
+        self.scratch_bytes = self.scratch_bytes.max(builder.scratch_bytes());
+        let steps: Vec<Step> = builder.into_steps().collect();
+        self.work.extend(steps.into_iter().map(Work::Launch));
+        self.wrote(nodes, before);
+        Some(Ok(()))
+    }
+
+    /// Forgets what was kept, before launch `since`, of what nodes have written.
+    fn wrote(&mut self, nodes: Range<usize>, since: usize) {
+        for node in &self.graph.nodes[nodes] {
+            let also = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
+            let sources = node.src.as_slice().iter().flatten().filter(|_| also);
+            for &written in sources.chain([&node.dst]) {
+                self.kept
+                    .wrote(&self.views[written as usize].extent(), since);
+            }
+        }
+    }
+
+    /// Bytes of working memory that the plan needs.
+    fn needed(&self) -> u64 {
+        match (self.scratch_bytes, self.kept.is_used()) {
+            (0, false) => 0,
+            (bytes, _) => KEPT_BYTES + bytes,
+        }
+    }
+
+    /// The plan's parts, over the memory at these addresses.
+    fn into_parts(mut self, memory: &[usize]) -> Vec<Part> {
+        for &(made, used) in self.kept.spans() {
+            for work in &mut self.work[made..used] {
+                if let Work::Launch(step) = work {
+                    step.may_stop = false;
+                }
+            }
+        }
+        let lineages = &self.stream.lineages;
+        let segment = |steps| Part::Launches(Segment::new(steps, memory, lineages));
+        let mut parts = Vec::new();
+        let mut steps: Vec<Step> = Vec::new();
+        for work in self.work {
+            match work {
+                Work::Launch(step) => steps.push(step),
+                Work::Host(work, node) => {
+                    if !steps.is_empty() {
+                        parts.push(segment(std::mem::take(&mut steps)));
+                    }
+                    parts.push(Part::Host { work, node });
+                }
+            }
+        }
+        if !steps.is_empty() {
+            parts.push(segment(steps));
+        }
+        parts
+    }
+}
+
+/// How many nodes ahead of a norm its products are looked for.
+const PRODUCTS_AHEAD: usize = 16;
+
+/// Whether one of the nodes from `first` on rounds `x` for a product of few columns.
+fn will_be_rounded(graph: &Graph, views: &[VgView], first: usize, x: &VgView) -> bool {
+    let ahead = graph.nodes[first..].iter().take(PRODUCTS_AHEAD);
+    let mut products = ahead.filter(|node| match node.op {
+        Op::MulMat { .. } => graph.dst(node).shape.ne[1] <= vector::FEW_COLUMNS as u64,
+        Op::MulMatId { .. } => graph.dst(node).shape.ne[2] <= vector::FEW_COLUMNS as u64,
+        _ => false,
+    });
+    products.any(|node| {
+        let [Some(w), Some(y), ..] = *node.src.as_slice() else {
+            return false;
+        };
+        let y = &views[y as usize];
+        let is_quantized = graph.tensors[w as usize].shape.ty.is_quantized();
+        is_quantized && y.data == x.data && y.ne[0] == x.ne[0] && y.rows() == x.rows()
+    })
 }
 
 /// Whether elements lie at multiples of their size, and blocks at multiples of the 16-bit numbers in them. A GPU ends

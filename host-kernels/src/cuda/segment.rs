@@ -34,6 +34,8 @@ pub struct Pace {
     /// Launches that take longer than this on average hide the time that it takes to launch the next: recording them
     /// saves nothing.
     pub long: Duration,
+    /// Whether nodes that can be one launch are.
+    pub fuses: bool,
 }
 
 impl Default for Pace {
@@ -41,6 +43,7 @@ impl Default for Pace {
         Pace {
             piece: Duration::from_micros(1500),
             long: Duration::from_micros(40),
+            fuses: true,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The CUDA engine around its kernels: how plans reach a device, share its memory, and give way.
 
+mod fusion;
 mod memory;
 mod model;
 mod plans;
@@ -21,6 +22,7 @@ fn engine_on(device: &Arc<spy::Spy>) -> CudaEngine {
         Pace {
             piece: forever,
             long: forever,
+            fuses: true,
         },
     )
 }

@@ -599,6 +599,12 @@ impl Built {
         }
     }
 
+    /// Whether a tensor lies where an input does.
+    pub(crate) fn is_input(&self, tensor: &Tensor) -> bool {
+        let mut inputs = self.inputs.iter();
+        inputs.any(|(_, input)| (input.buffer, input.offset) == (tensor.buffer, tensor.offset))
+    }
+
     /// Writes one number of an input of integers.
     pub(crate) fn write_input(&self, loaded: &Loaded, name: &str, value: i64) {
         let (_, tensor) = { self.inputs.iter() }

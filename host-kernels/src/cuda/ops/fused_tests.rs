@@ -7,6 +7,7 @@ use vgpu_transport::ir::{BufferId, Graph, Node, Op, Shape, Sources, Tensor};
 use super::super::vector::{self, Product, Products};
 use super::*;
 use crate::cuda::device::{Address, Device};
+use crate::cuda::kept::{KEPT_BYTES, Kept};
 use crate::cuda::segment::Pace;
 use crate::cuda::stream::Stream;
 
@@ -128,7 +129,8 @@ impl Bench {
     /// Runs the launches of `add`, and returns whether there were any.
     fn run(&self, add: impl FnOnce(&mut Builder<'_>) -> Added) -> bool {
         let views = [VgView::default(); 2];
-        let mut builder = Builder::new(&self.graph, &views, 0, &self.stream);
+        let mut kept = Kept::new(self.stream.scratch.base());
+        let mut builder = Builder::new(&self.graph, &views, 0, &self.stream, (&mut kept, 0));
         let Some(outcome) = add(&mut builder) else {
             return false;
         };
@@ -136,7 +138,7 @@ impl Bench {
         let _claim = self
             .stream
             .scratch
-            .claim(builder.scratch_bytes())
+            .claim(KEPT_BYTES + builder.scratch_bytes())
             .expect("little memory");
         for step in builder.into_steps() {
             // SAFETY: over tensors of this bench and claimed scratch memory.
@@ -162,6 +164,9 @@ fn compare(what: &str, got: &[f32], want: impl IntoIterator<Item = f64>, toleran
 #[test]
 fn norms() {
     let mut bench = Bench::new();
+    // What one run leaves there is read after it.
+    let claim = bench.stream.scratch.claim(KEPT_BYTES + (1 << 20));
+    let _claim = claim.expect("little memory");
     for (n, rows, has_add, in_place) in [
         (64, 3, true, false),
         (4096, 1, true, true),
@@ -208,7 +213,6 @@ fn norms() {
         // Exactly what `vg_quantize` makes of the result.
         let mut alone = rounded;
         assert!(bench.run(|b| Some(vector::round(b, dst).map(|r| alone = r))));
-        let _claim = bench.stream.scratch.claim(1 << 20).expect("little memory");
         let elements = (n * rows) as usize;
         assert_eq!(
             bench.bytes(rounded.quants, elements),

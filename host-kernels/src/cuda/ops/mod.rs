@@ -5,7 +5,6 @@ mod attention;
 mod conv;
 mod deepseek;
 mod elementwise;
-#[allow(dead_code)] // the passes that call some of these are being written
 pub(super) mod fused;
 mod image;
 mod matmul;

@@ -11,7 +11,7 @@ use crate::engine::EngineError;
 use crate::types::FLOATS;
 
 /// Up to this many columns a row of weights is multiplied with each as it is read.
-pub(super) const FEW_COLUMNS: i64 = 8;
+pub(in crate::cuda) const FEW_COLUMNS: i64 = 8;
 
 /// Pairs of rows of weights that a block works on at a time.
 const BLOCK_PAIRS: i64 = 4;
@@ -24,7 +24,7 @@ pub(in crate::cuda) const MOST_PRODUCTS: usize = 3;
 
 /// Activations rounded to 8 bits, what `vg_quantize` writes: 32 bytes for each block of 32 elements and 16 of factors and
 /// sums, rows in order.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::cuda) struct Rounded {
     /// The bytes.
     pub(in crate::cuda) quants: Address,
@@ -61,11 +61,18 @@ pub(in crate::cuda) struct Products<'a> {
 
 /// Rounds activations to 8 bits.
 pub(in crate::cuda) fn round(b: &mut Builder<'_>, x: VgView) -> Result<Rounded, EngineError> {
+    if let Some(rounded) = b.kept_rounded(&x) {
+        return Ok(rounded);
+    }
     let blocks = x.rows() * (x.ne[0] / 32);
-    let params = VgQuantizeParams {
-        src: x,
+    let place = b.place_rounded(&x, false).unwrap_or_else(|| Rounded {
         quants: b.scratch(blocks as u64 * 32),
         scales: b.scratch(blocks as u64 * 16),
+    });
+    let params = VgQuantizeParams {
+        src: x,
+        quants: place.quants,
+        scales: place.scales,
     };
     b.for_each_row("vg_quantize", div_ceil(blocks, 4), 128, 0, &params)?;
     Ok(Rounded {

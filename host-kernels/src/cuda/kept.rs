@@ -1,0 +1,190 @@
+//! Activations that were rounded for one product and are kept for the next ones that multiply the same.
+//!
+//! Q, K and V have the same activations, as have gate and up: they are rounded once, or by the norm before. What is
+//! rounded lies in the first part of working memory, used round and round, and is good until somebody writes to the
+//! activations it was made of.
+
+use std::ops::Range;
+
+use super::device::Address;
+use super::ops::vector::Rounded;
+use super::params::VgView;
+
+/// Bytes of working memory for it.
+pub(super) const KEPT_BYTES: u64 = 4 << 20;
+
+/// What is kept while a plan is compiled.
+pub(super) struct Kept {
+    base: Address,
+    next: u64,
+    entries: Vec<Entry>,
+    /// Pairs of launches of the plan between which something is kept.
+    spans: Vec<(usize, usize)>,
+    is_used: bool,
+}
+
+struct Entry {
+    key: Key,
+    /// Bytes of the activations.
+    source: Range<Address>,
+    /// Bytes of working memory, from its beginning.
+    place: Range<u64>,
+    rounded: Rounded,
+    /// The launch that makes it.
+    made: usize,
+    /// Whether that launch makes the activations, too, and does not only read them.
+    is_result: bool,
+}
+
+/// Dense activations: where they are, the length of a row, the number of rows. Other extents do not matter.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Key(Address, i64, i64, u32);
+
+impl Key {
+    fn of(x: &VgView) -> Option<Key> {
+        let mut dense = x.nb[0];
+        for d in 0..4 {
+            if x.nb[d] != dense {
+                return None;
+            }
+            dense *= x.ne[d];
+        }
+        Some(Key(x.data, x.ne[0], x.rows(), x.type_))
+    }
+}
+
+impl Kept {
+    /// Nothing yet; working memory begins at `base`.
+    pub(super) fn new(base: Address) -> Kept {
+        Kept {
+            base,
+            next: 0,
+            entries: Vec::new(),
+            spans: Vec::new(),
+            is_used: false,
+        }
+    }
+
+    /// Whether anything was kept at all.
+    pub(super) fn is_used(&self) -> bool {
+        self.is_used
+    }
+
+    /// Pairs of launches between which no other plan may run.
+    pub(super) fn spans(&self) -> &[(usize, usize)] {
+        &self.spans
+    }
+
+    /// What is kept of `x`, for launch `user`.
+    pub(super) fn get(&mut self, x: &VgView, user: usize) -> Option<Rounded> {
+        let key = Key::of(x)?;
+        let entry = self.entries.iter().find(|entry| entry.key == key)?;
+        self.spans.push((entry.made, user));
+        Some(entry.rounded)
+    }
+
+    /// A place for what launch `made` makes of `x`, which it may have made itself (`is_result`). `None` if that is too large
+    /// to be kept.
+    pub(super) fn put(&mut self, x: &VgView, made: usize, is_result: bool) -> Option<Rounded> {
+        let key = Key::of(x)?;
+        let blocks = (x.rows() * (x.ne[0] / 32)) as u64;
+        let quants = (blocks * 32).next_multiple_of(256);
+        let bytes = quants + (blocks * 16).next_multiple_of(256);
+        if bytes > KEPT_BYTES / 4 {
+            return None;
+        }
+        if self.next + bytes > KEPT_BYTES {
+            self.next = 0;
+        }
+        let place = self.next..self.next + bytes;
+        self.next = place.end;
+        self.is_used = true;
+        self.entries.retain(|entry| {
+            entry.key != key && (entry.place.end <= place.start || place.end <= entry.place.start)
+        });
+        let at = self.base + place.start;
+        let rounded = Rounded {
+            quants: at,
+            scales: at + quants,
+        };
+        self.entries.push(Entry {
+            key,
+            source: x.extent(),
+            place,
+            rounded,
+            made,
+            is_result,
+        });
+        Some(rounded)
+    }
+
+    /// Forgets what was made of `x`.
+    pub(super) fn forget(&mut self, x: &VgView) {
+        let key = Key::of(x);
+        self.entries.retain(|entry| Some(entry.key) != key);
+    }
+
+    /// Forgets what was made of anything in bytes that launches from `since` on write, unless they made it of what they
+    /// have written.
+    pub(super) fn wrote(&mut self, written: &Range<Address>, since: usize) {
+        self.entries.retain(|entry| {
+            let is_apart = entry.source.end <= written.start || written.end <= entry.source.start;
+            is_apart || entry.is_result && entry.made >= since
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vgpu_transport::ir::{Shape, Type};
+
+    fn view(at: Address, ne: [u64; 4]) -> VgView {
+        VgView::new(at, &Shape::contiguous(Type::F32, ne).unwrap())
+    }
+
+    #[test]
+    fn activations_are_kept_until_they_are_written() {
+        let mut kept = Kept::new(1 << 30);
+        let x = view(4096, [64, 2, 1, 1]);
+        assert_eq!(kept.get(&x, 0), None);
+        let rounded = kept.put(&x, 0, true).unwrap();
+        assert_eq!(kept.get(&x, 3), Some(rounded));
+        // Other extents, the same rows.
+        assert_eq!(kept.get(&view(4096, [64, 1, 2, 1]), 4), Some(rounded));
+        assert_eq!(kept.get(&view(4096, [128, 1, 1, 1]), 4), None);
+        assert_eq!(kept.spans(), [(0, 3), (0, 4)]);
+        // Beside it, by whoever made it, and into it.
+        kept.wrote(&(4096 + 512..8192), 5);
+        kept.wrote(&(4096..8192), 0);
+        assert_eq!(kept.get(&x, 5), Some(rounded));
+        kept.wrote(&(4096 + 508..8192), 5);
+        assert_eq!(kept.get(&x, 6), None);
+        // Who only read them has not made it of what it wrote after that.
+        kept.put(&x, 7, false).unwrap();
+        kept.wrote(&(4096..8192), 7);
+        assert_eq!(kept.get(&x, 8), None);
+    }
+
+    #[test]
+    fn places_are_used_again_and_forgotten_then() {
+        let mut kept = Kept::new(0);
+        let x = |i: u64| view(i << 30, [32 * 1024, 1, 1, 1]);
+        let first = kept.put(&x(1), 0, false).unwrap();
+        let mut count = 1;
+        // Each has 48 bytes for 32 elements.
+        while kept.get(&x(1), 0).is_some() {
+            count += 1;
+            kept.put(&x(count), 0, false).unwrap();
+            assert!(count < 1000);
+        }
+        assert_eq!(count, KEPT_BYTES / (48 * 1024) + 1);
+        assert_eq!(kept.get(&x(count), 0), Some(first));
+        assert!(kept.get(&x(count - 1), 0).is_some());
+        assert_eq!(
+            kept.put(&view(0, [32 * 1024 * 64, 1, 1, 1]), 0, false),
+            None,
+            "too large"
+        );
+    }
+}
