@@ -107,13 +107,19 @@ impl Builder {
         })
         .map_err(|invalid| invalid.to_string())?;
         let memory = engine.alloc(size).map_err(|error| error.to_string())?;
-        memory
-            .write(0, self.bytes.as_slice().into())
-            .map_err(|error| error.to_string())?;
         let plan = engine
             .compile(&valid, std::slice::from_ref(&memory))
             .map_err(|error| error.to_string())?;
-        Ok(Loaded { plan, memory })
+        let loaded = Loaded { plan, memory };
+        self.fill(&loaded)?;
+        Ok(loaded)
+    }
+
+    /// Puts into the buffer what it holds at first.
+    pub(super) fn fill(&self, loaded: &Loaded) -> Result<(), String> {
+        let content = self.bytes.as_slice().into();
+        let written = loaded.memory.write(0, content);
+        written.map_err(|error| error.to_string())
     }
 
     /// Where a tensor is.
