@@ -14,6 +14,7 @@
 
 pub mod config;
 pub mod control;
+mod doors;
 mod histogram;
 mod identity;
 pub mod inproc;
@@ -35,10 +36,11 @@ mod unix;
 pub mod vm;
 pub mod weights;
 
+pub use doors::DoorId;
 pub use identity::{CertificateRule, Identity};
 pub use limits::Limits;
 pub use roster::{GuestRule, Rules, TooMuchPromised};
-pub use server::{Door, DoorId, Guest, Open, Peer, Process, Server, SessionInfo};
+pub use server::{Door, Guest, Open, Peer, Process, Server, SessionInfo};
 pub use session::{Ending, Session, Stop, Violation};
 pub use stats::Stats;
 pub use tenant::{LinkKind, Policy};

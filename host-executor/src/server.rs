@@ -7,7 +7,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -15,6 +15,7 @@ use tracing::{error, info, info_span, warn};
 use vgpu_kernels::Engine;
 use vgpu_transport::link::HostEnd;
 
+use crate::doors::{DoorId, Doors};
 use crate::identity::Identity;
 use crate::limits::Limits;
 use crate::roster::{Roster, Rules, TooMuchPromised};
@@ -24,13 +25,6 @@ use crate::stats::{Counters, Stats};
 use crate::status::Watch;
 use crate::tenant::{LinkKind, Tenant};
 use crate::weights::Weights;
-
-/// How often a door with nobody at it looks whether the server should stop.
-const PATIENCE: Duration = Duration::from_millis(100);
-
-/// How long to leave a door alone after it failed, so that a lasting failure (no descriptors left) does
-/// not fill the log.
-const BACK_OFF: Duration = Duration::from_secs(1);
 
 /// Guests beyond the limit that are told so at once. More are turned away without a word.
 const DISMISSALS: usize = 16;
@@ -126,13 +120,8 @@ pub struct SessionInfo {
 /// Serves guests on one engine until it is shut down.
 pub struct Server {
     shared: Arc<Shared>,
-    doors: BTreeMap<u64, (Stop, JoinHandle<()>)>,
-    last_door: u64,
+    doors: Doors,
 }
-
-/// A door that was opened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DoorId(pub(crate) u64);
 
 pub(crate) struct Shared {
     pub(crate) engine: Arc<dyn Engine>,
@@ -174,8 +163,7 @@ impl Server {
                 sessions: Mutex::default(),
                 ended: Condvar::new(),
             }),
-            doors: BTreeMap::new(),
-            last_door: 0,
+            doors: Doors::default(),
         }
     }
 
@@ -204,37 +192,17 @@ impl Server {
     /// The same; whoever comes in is the guest of this name.
     pub fn open_for(&mut self, guest: Option<String>, mut door: impl Door) -> io::Result<DoorId> {
         let shared = Arc::clone(&self.shared);
-        let closed = Stop::new();
-        self.last_door += 1;
-        let is_closed = closed.clone();
-        let thread = thread::Builder::new()
-            .name(format!("vgpu-door-{}", self.last_door))
-            .spawn(move || {
-                while !shared.stop.is_asked() && !is_closed.is_asked() {
-                    match door.knock(PATIENCE) {
-                        Ok(Some(arrived)) => {
-                            shared.admit(shared.new_id(), guest.as_deref(), arrived);
-                        }
-                        Ok(None) => {}
-                        Err(error) => {
-                            error!("no guest can come in for {BACK_OFF:?}: {error}");
-                            thread::sleep(BACK_OFF);
-                        }
-                    }
-                }
-            })?;
-        self.doors.insert(self.last_door, (closed, thread));
-        Ok(DoorId(self.last_door))
+        self.doors.open(self.shared.stop.clone(), move |patience| {
+            if let Some(arrived) = door.knock(patience)? {
+                shared.admit(shared.new_id(), guest.as_deref(), arrived);
+            }
+            Ok(())
+        })
     }
 
     /// Lets nobody in through this door any more. Who is in stays.
     pub fn close(&mut self, door: DoorId) {
-        if let Some((closed, thread)) = self.doors.remove(&door.0) {
-            closed.ask();
-            if thread.join().is_err() {
-                error!("a listener has panicked, a bug of the host");
-            }
-        }
+        self.doors.close(door);
     }
 
     /// What the server is doing, for somebody on another thread.
@@ -292,11 +260,7 @@ impl Server {
 
     fn stop(&mut self) {
         self.shared.stop.ask();
-        for (_, door) in std::mem::take(&mut self.doors).into_values() {
-            if door.join().is_err() {
-                error!("a listener has panicked, a bug of the host");
-            }
-        }
+        self.doors.close_all();
         let mut sessions = self.shared.sessions();
         while !sessions.is_empty() {
             let (guard, wait) = self

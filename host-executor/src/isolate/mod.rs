@@ -28,14 +28,15 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 use tracing::{error, info, warn};
 
+use crate::doors::{DoorId, Doors};
 use crate::roster::{Roster, TooMuchPromised};
-use crate::server::{DoorId, Peer};
+use crate::server::Peer;
 use crate::session::Stop;
 use crate::status::Watch;
 
@@ -45,12 +46,6 @@ use post::{Away, Heard, MOST_SESSIONS, News, Order, Post};
 pub use entrance::Entrance;
 pub use shares::{Means, Shares};
 pub use worker::{serve, take_socket};
-
-/// How often a door with nobody at it looks whether to stop.
-const PATIENCE: Duration = Duration::from_millis(100);
-
-/// How long to leave a door alone after it failed.
-const BACK_OFF: Duration = Duration::from_secs(1);
 
 /// How long the process of a virtual machine may take to listen before the others are served.
 const READY: Duration = Duration::from_secs(10);
@@ -64,8 +59,7 @@ pub type MakeCommand = Box<dyn Fn(Option<u64>) -> Command + Send + Sync>;
 /// Starts a worker for each guest.
 pub struct Supervisor {
     shared: Arc<Shared>,
-    doors: BTreeMap<u64, (Stop, JoinHandle<()>)>,
-    last_door: u64,
+    doors: Doors,
 }
 
 struct Shared {
@@ -155,8 +149,7 @@ impl Supervisor {
                 house: Mutex::new(house),
                 ended: Condvar::new(),
             }),
-            doors: BTreeMap::new(),
-            last_door: 0,
+            doors: Doors::default(),
         })
     }
 
@@ -191,35 +184,17 @@ impl Supervisor {
         mut entrance: impl Entrance,
     ) -> io::Result<DoorId> {
         let shared = Arc::clone(&self.shared);
-        let closed = Stop::new();
-        self.last_door += 1;
-        let is_closed = closed.clone();
-        let thread = thread::Builder::new()
-            .name(format!("vgpu-door-{}", self.last_door))
-            .spawn(move || {
-                while !shared.stop.is_asked() && !is_closed.is_asked() {
-                    match entrance.next(PATIENCE) {
-                        Ok(Some((socket, peer))) => shared.admit(guest.as_deref(), socket, &peer),
-                        Ok(None) => {}
-                        Err(error) => {
-                            error!("no guest can come in for {BACK_OFF:?}: {error}");
-                            thread::sleep(BACK_OFF);
-                        }
-                    }
-                }
-            })?;
-        self.doors.insert(self.last_door, (closed, thread));
-        Ok(DoorId(self.last_door))
+        self.doors.open(self.shared.stop.clone(), move |patience| {
+            if let Some((socket, peer)) = entrance.next(patience)? {
+                shared.admit(guest.as_deref(), socket, &peer);
+            }
+            Ok(())
+        })
     }
 
     /// Lets nobody in through this door any more. Who is in stays.
     pub fn close(&mut self, door: DoorId) {
-        if let Some((closed, thread)) = self.doors.remove(&door.0) {
-            closed.ask();
-            if thread.join().is_err() {
-                error!("a listener has panicked, a bug of the host");
-            }
-        }
+        self.doors.close(door);
     }
 
     /// Keeps `command`, which serves the virtual machine `name`, running until the shutdown; returns once it listens at
@@ -258,11 +233,7 @@ impl Supervisor {
     /// Closes the doors, has each worker finish what it runs and tell its guest, and returns when all have ended.
     pub fn shutdown(mut self) {
         self.shared.stop.ask();
-        for (_, thread) in std::mem::take(&mut self.doors).into_values() {
-            if thread.join().is_err() {
-                error!("a listener has panicked, a bug of the host");
-            }
-        }
+        self.doors.close_all();
         let mut house = self.shared.house();
         house
             .workers
