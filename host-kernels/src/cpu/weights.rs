@@ -229,12 +229,7 @@ impl Drop for Weights {
 impl State {
     /// The pieces with bytes of `range`.
     fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &Piece)> {
-        let range = range.clone();
-        let before = self.pieces.range(..range.start).next_back();
-        let before = before.filter(move |(start, piece)| **start + piece.len > range.start);
-        before
-            .into_iter()
-            .chain(self.pieces.range(range.start..range.end.max(range.start)))
+        overlapping(&self.pieces, range, |start, piece| start + piece.len)
     }
 
     /// The place of bytes that lie one behind the other.
@@ -400,11 +395,19 @@ impl Home {
 impl Uses {
     /// The extents with bytes of `range`.
     fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &u64)> {
-        let range = range.clone();
-        let before = self.extents.range(..range.start).next_back();
-        let before = before.filter(move |(_, end)| **end > range.start);
-        before.into_iter().chain(self.extents.range(range))
+        overlapping(&self.extents, range, |_, &end| end)
     }
+}
+
+/// What of `all`, which is disjoint and by its first bytes, shares bytes with `range`. `end` says where each ends.
+fn overlapping<'m, T>(
+    all: &'m BTreeMap<u64, T>,
+    range: &Range<u64>,
+    end: impl Fn(u64, &T) -> u64,
+) -> impl Iterator<Item = (&'m u64, &'m T)> {
+    let before = all.range(..range.start).next_back();
+    let before = before.filter(|&(&start, of)| end(start, of) > range.start);
+    before.into_iter().chain(all.range(range.clone()))
 }
 
 impl CpuExtent {

@@ -83,3 +83,16 @@ pub(super) fn tokens_per_second(command: &mut Command, way: &str, backend: &str)
     );
     Ok(speed)
 }
+
+/// The sum of two times in a process's `stat`, in hundredths of a second: field `first` of proc(5) and the one behind it.
+pub(super) fn ticks(stat: &str, first: usize) -> Result<u64> {
+    let text = std::fs::read_to_string(stat).with_context(|| format!("looking at {stat}"))?;
+    // The second field is a name, which can hold anything.
+    let (_, rest) = text.rsplit_once(") ").context("a line without a name")?;
+    let ticks = rest
+        .split(' ')
+        .skip(first - 3)
+        .take(2)
+        .map(str::parse::<u64>);
+    Ok(ticks.sum::<Result<u64, _>>()?)
+}

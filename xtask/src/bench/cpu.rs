@@ -10,7 +10,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-use super::common::{Needs, keep, tokens_per_second};
+use super::common::{Needs, keep, ticks, tokens_per_second};
 use super::median;
 use super::table::Row;
 use crate::cache::Cache;
@@ -456,11 +456,8 @@ fn engine_time(executor: &Executor) -> Result<f64> {
 
 /// Seconds of processor time of the children that have ended.
 fn children_time() -> Result<f64> {
-    let stat = std::fs::read_to_string("/proc/self/stat").context("looking at ourselves")?;
-    let (_, rest) = stat.rsplit_once(") ").context("a line without a name")?;
-    // `cutime` and `cstime` of proc(5), in hundredths of a second.
-    let ticks = rest.split(' ').skip(13).take(2).map(str::parse::<u64>);
-    Ok(ticks.sum::<Result<u64, _>>()? as f64 / 100.0)
+    // `cutime` and `cstime`.
+    Ok(ticks("/proc/self/stat", 16)? as f64 / 100.0)
 }
 
 /// A row of what the benchmark of products says of one type and number of columns.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
-use super::common::{Needs, keep, show};
+use super::common::{Needs, keep, show, ticks};
 use super::driver::{Driver, Guest};
 use super::median;
 use super::table::Row;
@@ -377,11 +377,7 @@ fn wait_until_empty(executor: &Executor) -> Result<()> {
 
 /// Ticks of the processors that it has used.
 fn processor_time(executor: &Executor) -> Result<u64> {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", executor.pid()))
-        .context("looking at the executor")?;
-    let (_, rest) = stat.rsplit_once(") ").context("a line without a name")?;
-    let ticks = rest.split(' ').skip(11).take(2).map(str::parse::<u64>);
-    Ok(ticks.sum::<Result<u64, _>>()?)
+    ticks(&format!("/proc/{}/stat", executor.pid()), 14)
 }
 
 /// Bytes of the files below a folder.

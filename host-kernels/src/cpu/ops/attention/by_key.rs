@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use vgpu_transport::ir::Type;
 
 use super::super::gather::RowReader;
-use super::mask::Visible;
+use super::mask::{Visible, shaped};
 use super::{Attention, Block, LINE_FLOATS, Sums, Workspace};
 use crate::cpu::mix::{Element, Mix};
 use crate::cpu::simd::{Simd, Task, Transpose, chunks, dispatch};
@@ -267,16 +267,12 @@ impl Task for WeighByKey<'_, '_> {
             let mut largest = old;
             for key in 0..keys {
                 let at = key * rows + first;
-                let mut score = simd.load(&scores[at..]);
-                if cap != 0.0 {
-                    score = score.tanh() * cap;
-                }
-                if let Some(masks) = masks {
+                let score = simd.load(&scores[at..]);
+                let mask = masks.map(|masks| {
                     let mask = simd.load(&masks[key * lanes + first % lanes..]);
-                    // What is hidden is hidden, however small the slope.
-                    let hidden = mask.le(minus_infinity);
-                    score = hidden.select(minus_infinity, mask.mul_add(slope, score));
-                }
+                    (mask, slope)
+                });
+                let score = shaped(simd, score, cap, mask);
                 if cap != 0.0 || masks.is_some() {
                     score.store(&mut scores[at..at + S::LANES]);
                 }

@@ -1,6 +1,6 @@
 //! Scores by row: a tile of keys for each query. Keys are multiplied in the type they have.
 
-use super::mask::Visible;
+use super::mask::{Visible, shaped};
 use super::{Attention, Block, Sums, TILE_KEYS, Workspace};
 use crate::cpu::simd::{Simd, Task, chunks, dispatch};
 
@@ -101,15 +101,9 @@ impl Task for WeighByRow<'_, '_> {
             });
             let mut largest = minus_infinity;
             chunks::<S>(keys, |i, n| {
-                let mut score = simd.load(&scores[i..i + n]) * scale;
-                if cap != 0.0 {
-                    score = score.tanh() * cap;
-                }
-                if let Some((mask, slope)) = mask {
-                    let mask = simd.load(&mask[i..i + n]);
-                    let hidden = mask.le(minus_infinity);
-                    score = hidden.select(minus_infinity, mask.mul_add(slope, score));
-                }
+                let mask = mask.map(|(mask, slope)| (simd.load(&mask[i..i + n]), slope));
+                let score = simd.load(&scores[i..i + n]) * scale;
+                let score = shaped(simd, score, cap, mask);
                 score.store(&mut scores[i..i + n]);
                 let score = if n == S::LANES {
                     score

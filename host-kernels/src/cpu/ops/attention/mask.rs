@@ -2,7 +2,7 @@
 
 use super::{Attention, Block, TILE_KEYS, Workspace};
 use crate::cpu::formats::{Format, Type};
-use crate::cpu::simd::Transpose;
+use crate::cpu::simd::{Lanes, Simd, Transpose};
 use crate::cpu::view::View;
 
 const _: () = assert!(
@@ -164,6 +164,29 @@ impl Attention {
         unsafe {
             let from = self.mask_row(mask, block, token, head).add(first);
             (halves_to_floats)(from.cast(), space.masks.add(to * TILE_KEYS), keys);
+        }
+    }
+}
+
+/// Scores with the cap (0: none) and their mask, with the slopes of their heads.
+#[inline(always)]
+pub(super) fn shaped<S: Simd>(
+    simd: S,
+    score: Lanes<S>,
+    cap: f32,
+    mask: Option<(Lanes<S>, Lanes<S>)>,
+) -> Lanes<S> {
+    let mut score = score;
+    if cap != 0.0 {
+        score = score.tanh() * cap;
+    }
+    match mask {
+        None => score,
+        Some((mask, slope)) => {
+            // What is hidden is hidden, however small the slope.
+            let minus_infinity = simd.splat(f32::NEG_INFINITY);
+            let hidden = mask.le(minus_infinity);
+            hidden.select(minus_infinity, mask.mul_add(slope, score))
         }
     }
 }
