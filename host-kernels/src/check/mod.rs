@@ -5,6 +5,7 @@
 
 mod cases;
 mod graph;
+pub mod model;
 mod rates;
 
 use std::time::Duration;

@@ -6,8 +6,8 @@ use vgpu_kernels::cuda::Pace;
 use vgpu_transport::ir::{GluKind, Node, Op, Sources};
 
 use crate::engine_at;
-use crate::model::{Built, Model, Step, TINY, TINY_EXPERTS};
 use crate::spy::{Event, Spy};
+use vgpu_kernels::check::model::{Built, Model, Step, TINY, TINY_EXPERTS};
 
 /// One launch after the other, so that they can be counted.
 fn pace(fuses: bool) -> Pace {

@@ -2,7 +2,6 @@
 
 mod fusion;
 mod memory;
-mod model;
 mod plans;
 #[path = "../common/shim.rs"]
 mod shim;

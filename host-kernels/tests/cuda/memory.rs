@@ -9,8 +9,8 @@ use vgpu_kernels::{Engine, EngineError};
 use vgpu_transport::window::memory::Window;
 
 use crate::engine_on;
-use crate::model::{Step, TINY};
 use crate::spy::{Event, Fails, Spy};
+use vgpu_kernels::check::model::{Step, TINY};
 
 const MIB: u64 = 1 << 20;
 

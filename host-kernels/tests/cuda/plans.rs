@@ -7,9 +7,9 @@ use vgpu_kernels::cpu::CpuEngine;
 use vgpu_kernels::cuda::Pace;
 use vgpu_kernels::{Engine, Plan, Progress, RunError, Turn};
 
-use crate::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
 use crate::spy::{Event, Fails, Spy};
 use crate::{engine_at, engine_on};
+use vgpu_kernels::check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
 
 /// A decode step that sees this much of the cache.
 fn decode(seen: u64) -> Step {

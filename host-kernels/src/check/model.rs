@@ -3,36 +3,45 @@
 
 use std::sync::Arc;
 
-use vgpu_kernels::cpu::formats::Format;
-use vgpu_kernels::{Engine, Memory, Plan};
 use vgpu_transport::ir::{
     BufferId, GluKind, Graph, Limits, Node, Op, Precision, RopeMode, Shape, SortOrder, Sources,
     Tensor, Type, ValidGraph, validate,
 };
 
+use crate::cpu::formats::Format;
+use crate::engine::{Engine, Memory, Plan};
+
 /// What a model looks like.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Model {
-    pub(crate) layers: u64,
-    pub(crate) weights: Type,
-    pub(crate) cache: Type,
+pub struct Model {
+    /// Layers, all alike.
+    pub layers: u64,
+    /// The type of matrices.
+    pub weights: Type,
+    /// The type of cached keys and values.
+    pub cache: Type,
     /// Elements of a token's vector.
-    pub(crate) width: u64,
-    pub(crate) heads: u64,
-    pub(crate) key_heads: u64,
-    pub(crate) head: u64,
-    pub(crate) inner: u64,
-    pub(crate) vocabulary: u64,
+    pub width: u64,
+    /// Heads of queries.
+    pub heads: u64,
+    /// Heads of keys and of values.
+    pub key_heads: u64,
+    /// Elements of a head.
+    pub head: u64,
+    /// Elements between a feed-forward unit's (an expert's) products.
+    pub inner: u64,
+    /// Tokens there are.
+    pub vocabulary: u64,
     /// All experts, and those of a token; none in dense models.
-    pub(crate) experts: Option<(u64, u64)>,
+    pub experts: Option<(u64, u64)>,
     /// Whether heads of queries and keys are normed, as in Qwen3.
-    pub(crate) norms_heads: bool,
+    pub norms_heads: bool,
     /// Tokens that the cache has room for.
-    pub(crate) context: u64,
+    pub context: u64,
 }
 
 /// A model of a size that tests can run.
-pub(crate) const TINY: Model = Model {
+pub const TINY: Model = Model {
     layers: 2,
     weights: Type::Q8_0,
     cache: Type::F16,
@@ -48,7 +57,7 @@ pub(crate) const TINY: Model = Model {
 };
 
 /// The same with experts.
-pub(crate) const TINY_EXPERTS: Model = Model {
+pub const TINY_EXPERTS: Model = Model {
     experts: Some((4, 2)),
     norms_heads: true,
     ..TINY
@@ -56,9 +65,11 @@ pub(crate) const TINY_EXPERTS: Model = Model {
 
 /// The part of the cache that a step sees, and how many tokens it computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Step {
-    pub(crate) tokens: u64,
-    pub(crate) seen: u64,
+pub struct Step {
+    /// Tokens that are computed.
+    pub tokens: u64,
+    /// Tokens of the cache that they attend to, or that a mask hides from them.
+    pub seen: u64,
 }
 
 /// The buffers of a graph.
@@ -88,7 +99,7 @@ struct Root {
 }
 
 /// A graph in the making.
-pub(crate) struct Draft {
+pub struct Draft {
     model: Model,
     roots: Vec<Root>,
     nodes: Vec<(Op, View, Vec<Option<View>>)>,
@@ -100,11 +111,14 @@ pub(crate) struct Draft {
 
 /// A graph and where its inputs and its result are.
 #[derive(Clone)]
-pub(crate) struct Built {
-    pub(crate) graph: Graph,
-    pub(crate) sizes: [u64; 3],
+pub struct Built {
+    /// The graph, over three buffers: weights, cache, intermediates.
+    pub graph: Graph,
+    /// Bytes of the buffers.
+    pub sizes: [u64; 3],
     inputs: Vec<(&'static str, Tensor)>,
-    pub(crate) result: Tensor,
+    /// The logits.
+    pub result: Tensor,
     model: Model,
     step: Step,
 }
@@ -377,7 +391,7 @@ fn can_be_in_place(op: &Op) -> bool {
 
 impl Model {
     /// The graph of a step.
-    pub(crate) fn graph(self, step: Step) -> Built {
+    pub fn graph(self, step: Step) -> Built {
         let mut draft = Draft {
             model: self,
             roots: Vec::new(),
@@ -521,12 +535,14 @@ impl Draft {
 }
 
 /// The memory of a model on an engine, filled with numbers that are the same each time.
-pub(crate) struct Loaded {
-    pub(crate) buffers: Vec<Arc<dyn Memory>>,
+pub struct Loaded {
+    /// Weights, cache, intermediates.
+    pub buffers: Vec<Arc<dyn Memory>>,
 }
 
 impl Built {
-    pub(crate) fn load(&self, engine: &dyn Engine) -> Loaded {
+    /// Memory on `engine` with random weights.
+    pub fn load(&self, engine: &dyn Engine) -> Loaded {
         let buffers: Vec<_> = { self.sizes.iter() }
             .map(|&size| engine.alloc(size).expect("memory"))
             .collect();
@@ -562,7 +578,8 @@ impl Built {
         Loaded { buffers }
     }
 
-    pub(crate) fn valid(&self, engine: &dyn Engine) -> ValidGraph {
+    /// The graph, validated for an engine that runs all of it.
+    pub fn valid(&self, engine: &dyn Engine) -> ValidGraph {
         let size = |id: BufferId| Some(self.sizes[id.0 as usize - 1]);
         validate(
             self.graph.clone(),
@@ -573,12 +590,13 @@ impl Built {
         .expect("a graph that the engine runs")
     }
 
-    pub(crate) fn compile(&self, engine: &dyn Engine, loaded: &Loaded) -> Box<dyn Plan> {
+    /// The plan of an engine over memory that was loaded there.
+    pub fn compile(&self, engine: &dyn Engine, loaded: &Loaded) -> Box<dyn Plan> {
         { engine.compile(&self.valid(engine), &loaded.buffers) }.expect("it compiles")
     }
 
     /// Writes what the step at `position` of a text is given.
-    pub(crate) fn write_inputs(&self, loaded: &Loaded, position: u64) {
+    pub fn write_inputs(&self, loaded: &Loaded, position: u64) {
         let Step { tokens, seen } = self.step;
         for (name, tensor) in &self.inputs {
             let each = position..position + tokens;
@@ -600,13 +618,13 @@ impl Built {
     }
 
     /// Whether a tensor lies where an input does.
-    pub(crate) fn is_input(&self, tensor: &Tensor) -> bool {
+    pub fn is_input(&self, tensor: &Tensor) -> bool {
         let mut inputs = self.inputs.iter();
         inputs.any(|(_, input)| (input.buffer, input.offset) == (tensor.buffer, tensor.offset))
     }
 
     /// Writes one number of an input of integers.
-    pub(crate) fn write_input(&self, loaded: &Loaded, name: &str, value: i64) {
+    pub fn write_input(&self, loaded: &Loaded, name: &str, value: i64) {
         let (_, tensor) = { self.inputs.iter() }
             .find(|(known, _)| *known == name)
             .unwrap();
@@ -617,7 +635,7 @@ impl Built {
     }
 
     /// The result of the last run.
-    pub(crate) fn read_result(&self, loaded: &Loaded) -> Vec<f32> {
+    pub fn read_result(&self, loaded: &Loaded) -> Vec<f32> {
         let mut bytes = vec![0; self.result.shape.extent().unwrap() as usize];
         let read =
             loaded.buffers[COMPUTE as usize].read(self.result.offset, bytes.as_mut_slice().into());
