@@ -8,6 +8,7 @@ pub mod check;
 pub mod cpu;
 pub mod cuda;
 mod engine;
+mod fuse;
 mod rope;
 mod types;
 

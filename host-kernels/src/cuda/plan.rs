@@ -8,7 +8,7 @@ use vgpu_transport::ir::{Graph, Op, Shape, Tensor, Type};
 
 pub(super) use super::builder::{Builder, MOST_BLOCKS, threads_for};
 use super::device::Address;
-use super::fuse::{Arrangement, Kind, Seen, emit};
+use super::emit::{Seen, emit};
 use super::host::{Host, HostNode};
 use super::kept::{KEPT_BYTES, Kept};
 use super::memory::CudaMemory;
@@ -18,6 +18,7 @@ use super::scratch::Claim;
 use super::segment::{Failure, Segment, Step};
 use super::stream::Stream;
 use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Turn};
+use crate::fuse::{Arrangement, Kind};
 
 /// A graph, compiled: launches in order, and now and then work of the host.
 pub(super) struct CudaPlan {

@@ -1,10 +1,9 @@
-//! Nodes that become one launch together.
+//! Nodes that become one launch together, for every engine.
 //!
 //! [`Arrangement::of`] looks at the graph alone and says what belongs together: it finds patterns, and proves that results which
 //! the launch leaves out are dead and that nodes can move to where the launch is ([`life`]). Whether there is a kernel for
-//! a group's types and places is for `ops::fused` to say; if there is none, its nodes are compiled one by one.
+//! a group's types and places is for the engine to say; if there is none, its nodes are compiled one by one.
 
-mod emit;
 mod experts;
 mod life;
 mod products;
@@ -15,16 +14,14 @@ use std::ops::Range;
 
 use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
 
-pub(super) use emit::{Seen, emit};
-
 /// How many nodes ahead of one are looked at.
 const WINDOW: usize = 16;
 
 /// A graph whose nodes are in an order of ours, with the same results, and what belongs together.
-pub(super) struct Arrangement {
-    pub(super) graph: Graph,
+pub(crate) struct Arrangement {
+    pub(crate) graph: Graph,
     /// Where nodes were in the guest's graph.
-    pub(super) origin: Vec<usize>,
+    pub(crate) origin: Vec<usize>,
     /// By the first node of each group in the guest's graph: what it is, and how many nodes follow each other there.
     groups: BTreeMap<usize, (Kind, usize)>,
     /// By where they were in the guest's graph: whether nodes are in a group.
@@ -41,7 +38,7 @@ struct Group {
 
 /// What a group computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// ADD, RMS_NORM, MUL: a sum, normed, times a row. The first and the last can be absent.
     Norm,
     /// Products of the same activations.
@@ -58,7 +55,7 @@ pub(super) enum Kind {
 
 impl Arrangement {
     /// The graph as it is.
-    pub(super) fn plain(graph: &Graph) -> Arrangement {
+    pub(crate) fn plain(graph: &Graph) -> Arrangement {
         Arrangement {
             graph: graph.clone(),
             origin: (0..graph.nodes.len()).collect(),
@@ -68,7 +65,7 @@ impl Arrangement {
     }
 
     /// The graph with groups.
-    pub(super) fn of(graph: &Graph) -> Arrangement {
+    pub(crate) fn of(graph: &Graph) -> Arrangement {
         let mut all = Arrangement::plain(graph);
         let mut first = 0;
         while first < all.graph.nodes.len() {
@@ -108,7 +105,7 @@ impl Arrangement {
     }
 
     /// What begins with the node at `at`, and the nodes of it; `None` where the node is by itself.
-    pub(super) fn group_at(&self, at: usize) -> Option<(Kind, Range<usize>)> {
+    pub(crate) fn group_at(&self, at: usize) -> Option<(Kind, Range<usize>)> {
         let &(kind, len) = self.groups.get(&self.origin[at])?;
         Some((kind, at..at + len))
     }

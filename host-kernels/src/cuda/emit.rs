@@ -2,22 +2,22 @@
 
 use vgpu_transport::ir::{GluKind, Op};
 
-use super::Kind;
-use crate::cuda::ops::fused::{self, Norm, RopeRows, Route, WeightedSum};
-use crate::cuda::ops::rope;
-use crate::cuda::ops::vector::{self, Product, Products};
-use crate::cuda::params::*;
-use crate::cuda::plan::Builder;
+use super::ops::fused::{self, Norm, RopeRows, Route, WeightedSum};
+use super::ops::rope;
+use super::ops::vector::{self, Product, Products};
+use super::params::*;
+use super::plan::Builder;
 use crate::engine::EngineError;
+use crate::fuse::Kind;
 
 type Added = Option<Result<(), EngineError>>;
 
 /// A node of a group with the views of its tensors.
 #[derive(Clone)]
-pub(in crate::cuda) struct Seen {
-    pub(in crate::cuda) op: Op,
-    pub(in crate::cuda) dst: VgView,
-    pub(in crate::cuda) src: Vec<VgView>,
+pub(super) struct Seen {
+    pub(super) op: Op,
+    pub(super) dst: VgView,
+    pub(super) src: Vec<VgView>,
 }
 
 impl Seen {
@@ -28,7 +28,7 @@ impl Seen {
 
 /// Adds the launch of a group of these nodes. `None`, and nothing added, where there is no kernel for it. `is_rounded` says
 /// whether products that come next round the result.
-pub(in crate::cuda) fn emit(
+pub(super) fn emit(
     kind: Kind,
     nodes: &[Seen],
     is_rounded: impl Fn(&VgView) -> bool,
