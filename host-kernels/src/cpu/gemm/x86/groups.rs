@@ -64,6 +64,24 @@ const fn folds<S: Simd, B: Groups>() -> bool {
     offset::<S, B>() != 0 && !B::HALF_SCALES
 }
 
+/// Whether products by rows move the signs of the activations to the weights: then it is the activations whose magnitudes
+/// are needed, and those are prepared once for all rows.
+const fn turns<S: Simd, B: Groups>() -> bool {
+    B::WIDE && S::WIDE_IS_SIGNED && B::TURNS && matches!(B::CODES, Codes::Nibbles(_))
+}
+
+/// Where the scale of group `g` of a prepared column lies.
+const fn scale_place<S: Simd, B: Groups>(g: usize) -> usize {
+    if !matches!(B::CODES, Codes::Nibbles(_)) {
+        return g;
+    }
+    let mut place = 0;
+    while S::QUADS[place] != g % GROUPS {
+        place += 1;
+    }
+    g / GROUPS * GROUPS + place
+}
+
 /// The sums of the halves of a group's quants.
 ///
 /// # Safety
@@ -116,7 +134,8 @@ pub(super) unsafe fn gemm<S: Simd, B: Groups>(call: &Call) {
 struct Columns {
     /// Bytes from the quants of one column to those of the next.
     stride: usize,
-    /// From a column's quants to its corrections, lane by lane, if they are not folded.
+    /// From a column's quants to its corrections, lane by lane, if they are not folded, or to its magnitudes, if
+    /// its signs move to the weights.
     corrections: usize,
     /// To its scales, then what each group's scale or minimum is multiplied with once.
     scales: usize,
@@ -210,6 +229,7 @@ unsafe fn prepare<S: Simd, B: Groups>(
         let sums = column.add(layout.sums).cast::<f32>();
         for g in 0..padded / 32 {
             let (first, second) = places::<S, B>(g);
+            let place = scale_place::<S, B>(g);
             let store = |x: __m256i| {
                 let (low, high) = (_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
                 column.add(first).cast::<__m128i>().write_unaligned(low);
@@ -220,17 +240,23 @@ unsafe fn prepare<S: Simd, B: Groups>(
                 let x = block.add(quants).cast::<__m256i>().read_unaligned();
                 store(x);
                 let d = half(block.cast::<u16>().read_unaligned());
-                *scales.add(g) = d;
+                *scales.add(place) = d;
                 if folds::<S, B>() {
                     let [first, second] = half_sums(x);
-                    *sums.add(g) = -d * (offset::<S, B>() * (first + second)) as f32;
+                    *sums.add(place) = -d * (offset::<S, B>() * (first + second)) as f32;
                 } else if B::HAS_MIN {
-                    *sums.add(g) = half(block.cast::<u16>().add(1).read_unaligned());
+                    *sums.add(place) = half(block.cast::<u16>().add(1).read_unaligned());
                 }
             } else {
                 store(_mm256_setzero_si256());
-                *scales.add(g) = 0.0;
-                *sums.add(g) = 0.0;
+                *scales.add(place) = 0.0;
+                *sums.add(place) = 0.0;
+            }
+        }
+        if turns::<S, B>() {
+            for at in (0..padded).step_by(4 * S::LANES) {
+                let x = S::load(column.add(at));
+                S::store(column.add(layout.corrections + at), S::magnitudes(x));
             }
         }
         let offset = offset::<S, B>();
@@ -305,7 +331,10 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        let (d, m) = S::scales::<B>(row, first, n);
+        let (d, m) = match B::CODES {
+            Codes::Nibbles(_) => S::scales_for_quads::<B>(row, first, n),
+            _ => S::scales::<B>(row, first, n),
+        };
         let mut scales = [_mm256_setzero_ps(); C];
         let mut second_scales = [_mm256_setzero_ps(); C];
         for c in 0..C {
@@ -349,6 +378,12 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
                             let low = S::multiply_pairs(low, x_low);
                             let high = S::multiply_pairs(high, x_high);
                             S::add_short_pairs(S::zero(), S::add_shorts(low, high))
+                        } else if turns::<S, B>() {
+                            let magnitudes = x.add(layout.corrections);
+                            let (m_low, m_high) =
+                                (S::load(magnitudes), S::load(magnitudes.add(4 * S::LANES)));
+                            let dots = S::dot_turned(S::zero(), S::flip(low), x_low, m_low);
+                            S::dot_turned(dots, S::flip(high), x_high, m_high)
                         } else {
                             let dots = dot::<S, B>(S::zero(), low, x_low);
                             dot::<S, B>(dots, high, x_high)

@@ -59,6 +59,11 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn dot_wide(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
     /// The same for signed quants, above -128 or times an `x` above -128.
     unsafe fn dot_signed(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
+    /// The same for signed quants above -128 whose sign moves from `x` to them: `magnitudes` are those of `x`.
+    unsafe fn dot_turned(acc: Self::I, quants: Self::I, x: Self::I, magnitudes: Self::I)
+    -> Self::I;
+    /// The magnitudes of signed bytes.
+    unsafe fn magnitudes(x: Self::I) -> Self::I;
     /// For each 16-bit lane, the sum of two products of quants below 128 with signed bytes.
     unsafe fn multiply_pairs(quants: Self::I, x: Self::I) -> Self::I;
     /// The sums of 16-bit lanes.
@@ -107,7 +112,8 @@ pub(super) trait Simd: Copy + 'static {
 
     /// Of the eight scales of eight groups, those of the groups of vector `v`, over their lanes.
     unsafe fn spread_groups(scales: __m256, v: usize) -> Self::F;
-    /// Of the eight scales of eight groups, those of `LANES / 4` groups from `v` times as many on, each over four lanes.
+    /// Of the eight scales of eight groups in the order of [`Simd::QUADS`], those of `LANES / 4` groups from `v` times as
+    /// many on, each over four lanes.
     unsafe fn spread_quads(scales: __m256, v: usize) -> Self::F;
     /// `first`, with the second half of each group's lanes from `second`.
     unsafe fn second_halves(first: Self::F, second: Self::F) -> Self::F;
@@ -126,6 +132,10 @@ pub(super) trait Simd: Copy + 'static {
     /// The four words at `offset` behind each of `LANES` pointers: vector `j` has word `j` of each.
     unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [Self::I; 4];
 
+    /// The order in which the scales of eight groups are spread soonest by [`Simd::spread_quads`].
+    const QUADS: [usize; 8];
+    /// [`Simd::scales`] in the order of [`Simd::QUADS`].
+    unsafe fn scales_for_quads<B: Groups>(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
     /// 16 bytes at `p` and every `stride` bytes on, a vector of them, the last of them `last` strides on.
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> Self::I;
 
@@ -196,6 +206,14 @@ impl Simd for Avx512 {
             let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
             _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(quants), x)
         }
+    }
+    #[inline(always)]
+    unsafe fn dot_turned(acc: __m512i, quants: __m512i, x: __m512i, _: __m512i) -> __m512i {
+        unsafe { Self::dot_signed(acc, quants, x) }
+    }
+    #[inline(always)]
+    unsafe fn magnitudes(x: __m512i) -> __m512i {
+        unsafe { _mm512_abs_epi8(x) }
     }
     #[inline(always)]
     unsafe fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i {
@@ -372,6 +390,13 @@ impl Simd for Avx512 {
         }
     }
 
+    const QUADS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
+
+    #[inline(always)]
+    unsafe fn scales_for_quads<B: Groups>(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        unsafe { Self::scales::<B>(row, g, n) }
+    }
+
     #[inline(always)]
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m512i {
         unsafe {
@@ -528,6 +553,19 @@ impl Simd for Avx2 {
         unsafe { Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants)) }
     }
     #[inline(always)]
+    unsafe fn dot_turned(
+        acc: __m256i,
+        quants: __m256i,
+        x: __m256i,
+        magnitudes: __m256i,
+    ) -> __m256i {
+        unsafe { Self::dot(acc, magnitudes, _mm256_sign_epi8(quants, x)) }
+    }
+    #[inline(always)]
+    unsafe fn magnitudes(x: __m256i) -> __m256i {
+        unsafe { _mm256_abs_epi8(x) }
+    }
+    #[inline(always)]
     unsafe fn multiply_pairs(quants: __m256i, x: __m256i) -> __m256i {
         unsafe { _mm256_maddubs_epi16(quants, x) }
     }
@@ -674,9 +712,30 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn spread_quads(scales: __m256, v: usize) -> __m256 {
         unsafe {
-            let lanes = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
-            let lanes = _mm256_add_epi32(lanes, _mm256_set1_epi32(2 * v as i32));
-            _mm256_permutevar8x32_ps(scales, lanes)
+            match v {
+                0 => _mm256_permute_ps(scales, 0b00_00_00_00),
+                1 => _mm256_permute_ps(scales, 0b01_01_01_01),
+                2 => _mm256_permute_ps(scales, 0b10_10_10_10),
+                _ => _mm256_permute_ps(scales, 0b11_11_11_11),
+            }
+        }
+    }
+
+    // The groups of each 128-bit half of a vector side by side.
+    const QUADS: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+
+    #[inline(always)]
+    unsafe fn scales_for_quads<B: Groups>(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        unsafe {
+            if n == 8 {
+                return B::scales_in_order(row, g, Self::QUADS);
+            }
+            let (d, m) = B::scales(row, g, n);
+            let lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+            (
+                _mm256_permutevar8x32_ps(d, lanes),
+                _mm256_permutevar8x32_ps(m, lanes),
+            )
         }
     }
 
