@@ -1,5 +1,6 @@
 //! The `vgpu` command.
 
+mod bench;
 mod cert;
 mod check_config;
 mod doctor;
@@ -32,6 +33,7 @@ enum Command {
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
     GpuCheck(gpu_check::Args),
+    Bench(bench::Args),
     Cert(cert::Args),
     Hold(hold::Args),
     #[command(hide = true)]
@@ -53,6 +55,10 @@ fn main() -> ExitCode {
         Command::Uninstall(args) => install::uninstall(args),
         Command::Doctor(args) => return doctor::run(&args),
         Command::GpuCheck(args) => match gpu_check::run(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
+        Command::Bench(args) => match bench::run(&args) {
             Ok(code) => return code,
             Err(error) => Err(error),
         },

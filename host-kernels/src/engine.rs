@@ -182,11 +182,33 @@ pub trait Plan: Send {
         self.run().map(|()| Progress::Done)
     }
 
+    /// Runs the graph once, part by part, each when the one before is done, and says how long each took: a run takes
+    /// less, since then one begins while the other ends.
+    ///
+    /// An engine that cannot tell parts apart gives one, without nodes.
+    fn timeline(&mut self) -> Result<Vec<Span>, RunError> {
+        let start = Instant::now();
+        self.run()?;
+        Ok(vec![Span {
+            nodes: Vec::new(),
+            seconds: start.elapsed().as_secs_f64(),
+        }])
+    }
+
     /// Whether the memory that it was compiled for still lies where it lay then. If not, the graph has to be compiled
     /// again: weights have been found to be there twice, or somebody writes to them.
     fn is_current(&self) -> bool {
         true
     }
+}
+
+/// A part of a plan, and how long it took.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Span {
+    /// The nodes of the graph that it computes.
+    pub nodes: Vec<usize>,
+    /// Seconds.
+    pub seconds: f64,
 }
 
 /// How far a plan has come.

@@ -46,6 +46,12 @@ pub fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceilings, Stri
     rates::ceilings(engine, options)
 }
 
+/// What the engine reaches at most in a second: with copies and products of one column for memory, with products of many
+/// columns for operations.
+pub fn peaks(engine: &dyn Engine, options: &Options) -> Result<crate::cost::Rates, String> {
+    rates::peaks(engine, options)
+}
+
 /// Measures products and attention; `seen` is told of each rate at once.
 pub fn rates(engine: &dyn Engine, options: &Options, seen: impl FnMut(&Rate)) -> Vec<Rate> {
     rates::run(engine, options, seen)

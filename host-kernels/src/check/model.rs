@@ -34,11 +34,98 @@ pub struct Model {
     pub vocabulary: u64,
     /// All experts, and those of a token; none in dense models.
     pub experts: Option<(u64, u64)>,
+    /// The type of experts' matrices, if it is another one.
+    pub expert_weights: Option<Type>,
     /// Whether heads of queries and keys are normed, as in Qwen3.
     pub norms_heads: bool,
     /// Tokens that the cache has room for.
     pub context: u64,
+    /// Whether some matrices have Q6_K in the place of Q4_K, as llama.cpp has it in Q4_K_M: the output, and values and
+    /// what leads back from the feed-forward unit in every third layer, of the first and the last eighth in all.
+    pub mixes: bool,
+    /// Whether only the last token has logits, as when a text is read in.
+    pub last_only: bool,
 }
+
+/// A model of about 8 billion parameters, as Llama 3 has it.
+pub const DENSE_8B: Model = Model {
+    layers: 32,
+    weights: Type::Q4K,
+    cache: Type::F16,
+    width: 4096,
+    heads: 32,
+    key_heads: 8,
+    head: 128,
+    inner: 14336,
+    vocabulary: 128_256,
+    experts: None,
+    expert_weights: None,
+    norms_heads: false,
+    context: 8192,
+    mixes: true,
+    last_only: true,
+};
+
+/// One of about 70 billion.
+pub const DENSE_70B: Model = Model {
+    layers: 80,
+    width: 8192,
+    heads: 64,
+    inner: 28672,
+    ..DENSE_8B
+};
+
+/// One of about 1 billion.
+pub const DENSE_1B: Model = Model {
+    layers: 16,
+    width: 2048,
+    heads: 32,
+    head: 64,
+    inner: 8192,
+    ..DENSE_8B
+};
+
+/// One of about 256 million.
+pub const DENSE_256M: Model = Model {
+    layers: 16,
+    width: 1024,
+    heads: 16,
+    key_heads: 8,
+    head: 64,
+    inner: 3072,
+    vocabulary: 32_000,
+    ..DENSE_8B
+};
+
+/// One of 30 billion parameters of which 3 are used for a token, as Qwen3 has it.
+pub const EXPERTS_30B: Model = Model {
+    layers: 48,
+    width: 2048,
+    heads: 32,
+    key_heads: 4,
+    inner: 768,
+    vocabulary: 151_936,
+    experts: Some((128, 8)),
+    norms_heads: true,
+    ..DENSE_8B
+};
+
+/// One of 20 billion parameters, 32 experts of which 4 are used, with the shapes of gpt-oss-20b; without its biases,
+/// sinks and windows.
+pub const EXPERTS_20B: Model = Model {
+    layers: 24,
+    weights: Type::Q8_0,
+    width: 2880,
+    heads: 64,
+    key_heads: 8,
+    head: 64,
+    inner: 2880,
+    vocabulary: 201_088,
+    experts: Some((32, 4)),
+    expert_weights: Some(Type::Mxfp4),
+    mixes: false,
+    ..DENSE_8B
+};
 
 /// A model of a size that tests can run.
 pub const TINY: Model = Model {
@@ -52,8 +139,11 @@ pub const TINY: Model = Model {
     inner: 96,
     vocabulary: 40,
     experts: None,
+    expert_weights: None,
     norms_heads: false,
     context: 64,
+    mixes: false,
+    last_only: false,
 };
 
 /// The same with experts.
@@ -77,8 +167,11 @@ const WEIGHTS: u32 = 0;
 const CACHE: u32 = 1;
 const COMPUTE: u32 = 2;
 
-/// Bytes of the buffer for intermediates.
+/// Least bytes of the buffer for intermediates.
 const COMPUTE_BYTES: u64 = 4 << 20;
+
+/// Elements of a tensor that are random, a whole number of blocks of any type: large ones repeat them.
+const RANDOM_ELEMENTS: usize = 1 << 18;
 
 /// Places are multiples of this.
 const ALIGN: u64 = 256;
@@ -146,6 +239,22 @@ impl Draft {
 
     fn matrix(&mut self, columns: u64, rows: u64) -> View {
         self.weight(self.model.weights, [columns, rows, 1, 1])
+    }
+
+    /// The type of the matrices of a layer that Q4_K_M may keep in more bits.
+    fn finer(&self, layer: u64) -> Type {
+        let Model {
+            layers,
+            weights,
+            mixes,
+            ..
+        } = self.model;
+        let eighth = layers / 8;
+        let is_chosen = layer < eighth || layer >= layers - eighth || (layer - eighth) % 3 == 2;
+        match mixes && is_chosen && weights == Type::Q4K {
+            true => Type::Q6K,
+            false => weights,
+        }
     }
 
     fn cache(&mut self, ne: [u64; 4]) -> View {
@@ -226,7 +335,7 @@ impl Draft {
         self.node(op, x.shape, &[x, positions])
     }
 
-    fn attention(&mut self, x: View, inputs: &Inputs, step: Step) -> View {
+    fn attention(&mut self, x: View, inputs: &Inputs, step: Step, layer: u64) -> View {
         let Model {
             head,
             heads,
@@ -239,7 +348,7 @@ impl Draft {
         let Step { tokens, seen } = step;
         let split = |view: View, heads| Draft::reshape(view, [head, heads, tokens, 1]);
         let wq = self.matrix(width, head * heads);
-        let wv = self.matrix(width, head * key_heads);
+        let wv = self.weight(self.finer(layer), [width, head * key_heads, 1, 1]);
         let wk = self.matrix(width, head * key_heads);
         let q = self.product(wq, x);
         let mut q = split(q, heads);
@@ -284,11 +393,11 @@ impl Draft {
         self.product(wo, seen)
     }
 
-    fn feed_forward(&mut self, x: View) -> View {
+    fn feed_forward(&mut self, x: View, layer: u64) -> View {
         let Model { width, inner, .. } = self.model;
         let gate = self.matrix(width, inner);
         let up = self.matrix(width, inner);
-        let down = self.matrix(inner, width);
+        let down = self.weight(self.finer(layer), [inner, width, 1, 1]);
         let gated = self.product(gate, x);
         let upped = self.product(up, x);
         let y = self.unit(gated, upped);
@@ -305,12 +414,14 @@ impl Draft {
         self.node(op, gate.shape, &[gate, up])
     }
 
-    fn mixture(&mut self, x: View, (experts, used): (u64, u64), tokens: u64) -> View {
+    fn mixture(&mut self, x: View, (experts, used): (u64, u64), layer: u64) -> View {
         let Model { width, inner, .. } = self.model;
+        let tokens = x.shape.ne[1];
         let router = self.weight(Type::F32, [width, experts, 1, 1]);
-        let gate = self.weight(self.model.weights, [width, inner, experts, 1]);
-        let up = self.weight(self.model.weights, [width, inner, experts, 1]);
-        let down = self.weight(self.model.weights, [inner, width, experts, 1]);
+        let of = self.model.expert_weights;
+        let gate = self.weight(of.unwrap_or(self.model.weights), [width, inner, experts, 1]);
+        let up = self.weight(of.unwrap_or(self.model.weights), [width, inner, experts, 1]);
+        let down = self.weight(of.unwrap_or(self.finer(layer)), [inner, width, experts, 1]);
         let logits = self.product(router, x);
         let op = Op::SoftMax {
             scale: 1.0,
@@ -410,19 +521,29 @@ impl Model {
         let table = draft.matrix(self.width, self.vocabulary);
         let shape = dense(Type::F32, [self.width, tokens, 1, 1]);
         let mut x = draft.node(Op::GetRows {}, shape, &[table, ids]);
-        for _ in 0..self.layers {
+        for layer in 0..self.layers {
             let normed = draft.norm(x, self.width);
-            let seen = draft.attention(normed, &inputs, step);
-            let y = draft.node(Op::Add {}, shape, &[seen, x]);
+            let mut seen = draft.attention(normed, &inputs, step, layer);
+            if layer + 1 == self.layers && self.last_only && tokens > 1 {
+                let last = draft.input("last", Type::I32, [1; 4]);
+                let shape = dense(Type::F32, [self.width, 1, 1, 1]);
+                seen = draft.node(Op::GetRows {}, shape, &[seen, last]);
+                x = draft.node(Op::GetRows {}, shape, &[x, last]);
+            }
+            let y = draft.node(Op::Add {}, x.shape, &[seen, x]);
             let normed = draft.norm(y, self.width);
             let z = match self.experts {
-                Some(experts) => draft.mixture(normed, experts, tokens),
-                None => draft.feed_forward(normed),
+                Some(experts) => draft.mixture(normed, experts, layer),
+                None => draft.feed_forward(normed, layer),
             };
-            x = draft.node(Op::Add {}, shape, &[z, y]);
+            x = draft.node(Op::Add {}, y.shape, &[z, y]);
         }
         let normed = draft.norm(x, self.width);
-        let output = draft.matrix(self.width, self.vocabulary);
+        let finest = match self.mixes && self.weights == Type::Q4K {
+            true => Type::Q6K,
+            false => self.weights,
+        };
+        let output = draft.weight(finest, [self.width, self.vocabulary, 1, 1]);
         draft.product(output, normed);
         draft.finish(step)
     }
@@ -443,6 +564,7 @@ impl Draft {
         for (_, root) in &self.inputs {
             last_use[*root] = usize::MAX; // written again before each run
         }
+        let mut compute_end = COMPUTE_BYTES;
         let mut places: Vec<Option<(u32, u64)>> = self.roots.iter().map(|r| r.fixed).collect();
         // Who has which bytes of the intermediates.
         let mut taken: Vec<(u64, u64, usize)> = Vec::new();
@@ -453,7 +575,7 @@ impl Draft {
                 .unwrap()
                 .next_multiple_of(ALIGN)
         };
-        let place = |root: usize, taken: &mut Vec<(u64, u64, usize)>| {
+        let mut place = |root: usize, taken: &mut Vec<(u64, u64, usize)>| {
             taken.sort_unstable();
             let mut at = 0;
             for &(start, end, _) in taken.iter() {
@@ -463,6 +585,7 @@ impl Draft {
                 at = at.max(end);
             }
             taken.push((at, at + size(root), root));
+            compute_end = compute_end.max(at + size(root));
             (COMPUTE, at)
         };
         for (_, root) in &self.inputs {
@@ -527,7 +650,7 @@ impl Draft {
                 .map(|&(name, root)| (name, whole(root)))
                 .collect(),
             graph,
-            sizes: [self.weights_end, self.cache_end.max(ALIGN), COMPUTE_BYTES],
+            sizes: [self.weights_end, self.cache_end.max(ALIGN), compute_end],
             model: self.model,
             step,
         }
@@ -567,13 +690,20 @@ impl Built {
             } else {
                 (3.0 / columns as f32).sqrt()
             };
-            let values: Vec<f32> = (0..n).map(|_| size * number()).collect();
+            let values: Vec<f32> = { 0..n.min(RANDOM_ELEMENTS) }
+                .map(|_| size * number())
+                .collect();
             let format = Format::of(tensor.shape.ty).expect("weights are real numbers");
-            let mut bytes = vec![0; format.row_bytes(n)];
+            let mut bytes = vec![0; format.row_bytes(values.len())];
             // SAFETY: as many elements on either side.
-            unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), n) };
-            let written = buffers[WEIGHTS as usize].write(tensor.offset, bytes.as_slice().into());
-            written.expect("weights lie in their buffer");
+            unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len()) };
+            let all = format.row_bytes(n);
+            for start in (0..all).step_by(bytes.len()) {
+                let part = &bytes[..bytes.len().min(all - start)];
+                let written =
+                    buffers[WEIGHTS as usize].write(tensor.offset + start as u64, part.into());
+                written.expect("weights lie in their buffer");
+            }
         }
         Loaded { buffers }
     }
@@ -605,6 +735,7 @@ impl Built {
                     .flat_map(|p| ((p * 7 % self.model.vocabulary) as i32).to_le_bytes())
                     .collect(),
                 "positions" => each.flat_map(|p| (p as i32).to_le_bytes()).collect(),
+                "last" => (tokens as i32 - 1).to_le_bytes().to_vec(),
                 "places" => each.flat_map(|p| (p as i64).to_le_bytes()).collect(),
                 _ => each
                     .flat_map(|p| (0..seen).map(move |k| if k <= p { 0u16 } else { 0xfc00 }))

@@ -6,6 +6,7 @@ use vgpu_transport::ir::{Op, Precision, Shape, Type};
 
 use super::Options;
 use super::graph::{Builder, Fill, Loaded, Operand, Random};
+use crate::cost::Rates;
 use crate::cpu::gemm::MatmulKernel;
 use crate::engine::Engine;
 
@@ -88,6 +89,20 @@ pub(super) fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceiling
         upload: chunk as f64 / upload,
         download: chunk as f64 / download,
     })
+}
+
+pub(super) fn peaks(engine: &dyn Engine, options: &Options) -> Result<Rates, String> {
+    let mut peaks = Rates {
+        memory: ceilings(engine, options)?.within,
+        operations: 0.0,
+    };
+    for ty in [Type::F32, Type::F16, Type::Q8_0] {
+        let (bytes, seconds) = product(engine, options, ty, 1, Work::Bytes)?;
+        peaks.memory = peaks.memory.max(bytes / seconds);
+        let (operations, seconds) = product(engine, options, ty, 512, Work::Operations)?;
+        peaks.operations = peaks.operations.max(operations / seconds);
+    }
+    Ok(peaks)
 }
 
 pub(super) fn run(

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::cell::Cell;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
 
@@ -10,7 +11,7 @@ use super::memory::CpuMemory;
 use super::ops;
 use super::pool::{Pool, Started, Worker};
 use super::view::View;
-use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Turn};
+use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Span, Turn};
 
 /// A graph, compiled: steps over pointers into buffers that are kept alive.
 pub(super) struct CpuPlan {
@@ -134,6 +135,29 @@ impl Plan for CpuPlan {
             None => Progress::Done,
             Some(_) => Progress::Yielded,
         })
+    }
+
+    fn timeline(&mut self) -> Result<Vec<Span>, RunError> {
+        if !self.is_current() {
+            return Err(RunError::Moved);
+        }
+        // One that has yielded begins anew.
+        self.started = None;
+        let started = self.pool.start(self.scratch_bytes, self.kept_bytes);
+        let ends = self.pool.run_timed(&self.steps, started)?;
+        let (mut spans, mut before) = (Vec::<Span>::new(), Duration::ZERO);
+        for (step, end) in self.steps.iter().zip(ends) {
+            let seconds = (end - before).as_secs_f64();
+            before = end;
+            match spans.last_mut().filter(|span| span.nodes == [step.node]) {
+                Some(span) => span.seconds += seconds,
+                None => spans.push(Span {
+                    nodes: vec![step.node],
+                    seconds,
+                }),
+            }
+        }
+        Ok(spans)
     }
 
     fn is_current(&self) -> bool {

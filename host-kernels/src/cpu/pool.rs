@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::plan::{Fault, Step};
 use crate::engine::{EngineError, RunError, Turn};
@@ -87,8 +88,36 @@ impl Pool {
     pub(super) fn run(
         &self,
         steps: &[Step],
+        started: Started,
+        turn: &Turn,
+    ) -> Result<Option<Started>, RunError> {
+        self.run_on(steps, started, turn, None)
+    }
+
+    /// The same to the end, and when each step was done, from the moment that the first began.
+    pub(super) fn run_timed(
+        &self,
+        steps: &[Step],
+        started: Started,
+    ) -> Result<Vec<Duration>, RunError> {
+        let clock = Clock {
+            begin: Instant::now(),
+            ends: Mutex::new(Vec::with_capacity(steps.len())),
+        };
+        // A turn without an end.
+        self.run_on(steps, started, &Turn::new(), Some(&clock))?;
+        Ok(clock
+            .ends
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn run_on(
+        &self,
+        steps: &[Step],
         mut started: Started,
         turn: &Turn,
+        clock: Option<&Clock>,
     ) -> Result<Option<Started>, RunError> {
         let _alone = lock(&self.running);
         let mut dealt = [0, 0];
@@ -99,6 +128,7 @@ impl Pool {
             barrier: Barrier::new(self.workers()),
             counters: dealt.map(AtomicUsize::new),
             turn,
+            clock,
             leave: Leave::default(),
             failure: Mutex::new(None),
             scratch: ScratchPtr(started.scratch.lines.as_mut_ptr().cast()),
@@ -153,10 +183,17 @@ struct Run<'a> {
     /// between, so that no thread can still be counting on it.
     counters: [AtomicUsize; 2],
     turn: &'a Turn,
+    clock: Option<&'a Clock>,
     leave: Leave,
     failure: Mutex<Option<RunError>>,
     scratch: ScratchPtr,
     kept: usize,
+}
+
+/// When steps were done, for who wants to know.
+struct Clock {
+    begin: Instant,
+    ends: Mutex<Vec<Duration>>,
 }
 
 /// Where the threads leave a graph before its end, all behind the same barrier.
@@ -230,6 +267,9 @@ impl Run<'_> {
                 self.leave.ask(i, false);
             }
             self.barrier.wait();
+            if let (0, Some(clock)) = (index, self.clock) {
+                lock(&clock.ends).push(clock.begin.elapsed());
+            }
             // The barrier orders the stores of this step before this load: all threads leave together.
             if self.leave.after() == i {
                 return;

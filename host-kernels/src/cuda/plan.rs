@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
+use std::time::Instant;
 
 use tracing::error;
 use vgpu_transport::ir::{Graph, Op, Shape, Tensor, Type};
@@ -17,7 +18,7 @@ use super::params::{VgFault, VgView};
 use super::scratch::Claim;
 use super::segment::{Failure, Segment, Step};
 use super::stream::Stream;
-use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Turn};
+use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Span, Turn};
 use crate::fuse::{Arrangement, Kind};
 
 /// A graph, compiled: launches in order, and now and then work of the host.
@@ -26,6 +27,8 @@ pub(super) struct CudaPlan {
     parts: Vec<Part>,
     /// The part that a run that has yielded goes on with.
     at: usize,
+    /// What the launches and the host's pieces of work are for, in order: how many, and the nodes.
+    groups: Vec<(usize, Vec<usize>)>,
     /// Names of the nodes' operators, for errors.
     ops: Vec<&'static str>,
     /// What the addresses in the launches point into.
@@ -90,6 +93,7 @@ impl CudaPlan {
             origin: &arrangement.origin,
             kept: Kept::new(stream.scratch.base()),
             work: Vec::new(),
+            groups: Vec::new(),
             scratch_bytes: 0,
         };
         let mut at = 0;
@@ -106,10 +110,12 @@ impl CudaPlan {
             };
         }
         let needed = compiler.needed();
+        let groups = std::mem::take(&mut compiler.groups);
         Ok(CudaPlan {
             stream: Arc::clone(stream),
             parts: compiler.into_parts(&memory),
             at: 0,
+            groups,
             ops: graph
                 .nodes
                 .iter()
@@ -118,6 +124,35 @@ impl CudaPlan {
             _memory: buffers.to_vec(),
             _scratch: stream.scratch.claim(needed)?,
         })
+    }
+
+    /// Has `body` use the device while nobody else does, if it is there. Unless something is left to do, the next run
+    /// begins anew, whatever became of this one.
+    fn alone<T>(
+        &mut self,
+        body: impl FnOnce(&mut Self) -> Result<T, RunError>,
+        is_left: impl FnOnce(&T) -> bool,
+    ) -> Result<T, RunError> {
+        let stream = Arc::clone(&self.stream);
+        let _turn = { stream.running.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let was_there = stream.device.lost().is_none();
+        let outcome = match stream.device.lost() {
+            None => body(self),
+            Some(reason) => Err(failure(&self.ops, 0, &EngineError::Lost { reason })),
+        };
+        if let (true, Err(error), Some(reason)) = (was_there, &outcome, stream.device.lost()) {
+            // What failed began at this node or before: the device works on several at a time.
+            error!("{error}; the device is lost, with the memory of all guests: {reason}");
+        }
+        if !outcome.as_ref().is_ok_and(is_left) {
+            self.at = 0;
+            for part in &mut self.parts {
+                if let Part::Launches(segment) = part {
+                    segment.rewind();
+                }
+            }
+        }
+        outcome
     }
 
     /// Goes on from where the last turn has ended.
@@ -172,6 +207,39 @@ impl CudaPlan {
         }
     }
 
+    /// Runs part by part, and says how many seconds each launch and each piece of the host's work took.
+    ///
+    /// # Safety
+    /// The device is the caller's.
+    unsafe fn time(&mut self) -> Result<Vec<f64>, RunError> {
+        let stream = Arc::clone(&self.stream);
+        let mut times = Vec::new();
+        for part in &mut self.parts {
+            match part {
+                Part::Launches(segment) => {
+                    // SAFETY: as in `go_on`.
+                    let outcome = unsafe { segment.time(&*stream.device) };
+                    times.extend(
+                        outcome
+                            .map_err(|Failure { node, error }| failure(&self.ops, node, &error))?,
+                    );
+                }
+                Part::Host { work, node } => {
+                    let start = Instant::now();
+                    // SAFETY: as in `go_on`.
+                    unsafe { work.run(&*stream.device) }
+                        .map_err(|error| at_node(&self.ops, *node, error))?;
+                    times.push(start.elapsed().as_secs_f64());
+                }
+            }
+        }
+        // SAFETY: all has been waited for, and the device is the caller's.
+        match unsafe { stream.take_fault() } {
+            Some(fault) => Err(self.fault(&fault)),
+            None => Ok(times),
+        }
+    }
+
     fn fault(&self, fault: &VgFault) -> RunError {
         let node = fault.node as usize;
         RunError::Index {
@@ -193,6 +261,7 @@ struct Compiler<'a> {
     origin: &'a [usize],
     kept: Kept,
     work: Vec<Work>,
+    groups: Vec<(usize, Vec<usize>)>,
     scratch_bytes: u64,
 }
 
@@ -234,6 +303,7 @@ impl Compiler<'_> {
         if Host::takes(self.graph, node) {
             let work = self.stream.host.compile(self.graph, node, self.bases)?;
             self.work.push(Work::Host(work, self.origin[at]));
+            self.groups.push((1, vec![self.origin[at]]));
             self.wrote(at..at + 1, usize::MAX);
             return Ok(());
         }
@@ -256,6 +326,8 @@ impl Compiler<'_> {
         }
         self.scratch_bytes = self.scratch_bytes.max(builder.scratch_bytes());
         let steps: Vec<Step> = builder.into_steps().collect();
+        let origin = &self.origin[nodes.clone()];
+        self.groups.push((steps.len(), origin.to_vec()));
         self.work.extend(steps.into_iter().map(Work::Launch));
         self.wrote(nodes, before);
         Some(Ok(()))
@@ -376,28 +448,22 @@ impl Plan for CudaPlan {
     }
 
     fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
-        let stream = Arc::clone(&self.stream);
-        let _turn = { stream.running.lock() }.unwrap_or_else(PoisonError::into_inner);
-        let was_there = stream.device.lost().is_none();
-        let progress = match stream.device.lost() {
-            // SAFETY: the lock makes the device ours.
-            None => unsafe { self.go_on(turn) },
-            Some(reason) => Err(failure(&self.ops, 0, &EngineError::Lost { reason })),
-        };
-        if let (true, Err(error), Some(reason)) = (was_there, &progress, stream.device.lost()) {
-            // What failed began at this node or before: the device works on several at a time.
-            error!("{error}; the device is lost, with the memory of all guests: {reason}");
-        }
-        if progress != Ok(Progress::Yielded) {
-            // The next run begins anew, whatever became of this one.
-            self.at = 0;
-            for part in &mut self.parts {
-                if let Part::Launches(segment) = part {
-                    segment.rewind();
-                }
-            }
-        }
-        progress
+        // SAFETY: the device is ours for as long as this runs.
+        self.alone(
+            |plan| unsafe { plan.go_on(turn) },
+            |progress| *progress == Progress::Yielded,
+        )
+    }
+
+    fn timeline(&mut self) -> Result<Vec<Span>, RunError> {
+        // SAFETY: as above.
+        let times = self.alone(|plan| unsafe { plan.time() }, |_| false)?;
+        let mut times = times.into_iter();
+        let spans = self.groups.iter().map(|(count, nodes)| Span {
+            nodes: nodes.clone(),
+            seconds: times.by_ref().take(*count).sum(),
+        });
+        Ok(spans.collect())
     }
 }
 

@@ -209,6 +209,20 @@ impl Segment {
         Ok(Progress::Done)
     }
 
+    /// Runs all launches, and says how many seconds each took.
+    ///
+    /// # Safety
+    /// As for [`advance`](Segment::advance).
+    pub(super) unsafe fn time(&mut self, device: &dyn Device) -> Result<Vec<f64>, Failure> {
+        self.rewind();
+        // SAFETY: the caller's promise.
+        let outcome = unsafe { device.time(&self.launches) };
+        outcome.map_err(|error| Failure {
+            node: self.last_node(),
+            error,
+        })
+    }
+
     /// The node of the last launch.
     pub(super) fn last_node(&self) -> usize {
         *self.nodes.last().expect("a segment has launches") as usize

@@ -332,3 +332,38 @@ fn working_memory_is_shared() {
     device.fail(None);
     large.compile(&engine, &loaded);
 }
+
+#[test]
+fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
+    for model in [TINY, TINY_EXPERTS] {
+        let device = Arc::new(Spy::running());
+        let engine = engine_on(&device);
+        let built = model.graph(decode(32));
+        let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
+        built.write_inputs(&loaded, 0);
+        plan.run().expect("it runs");
+        let wanted = built.read_result(&loaded);
+        built.write_inputs(&loaded, 0);
+        device.take_log();
+        let spans = plan.timeline().expect("it runs");
+        assert_eq!(built.read_result(&loaded), wanted);
+        assert!(
+            spans
+                .iter()
+                .all(|span| span.seconds > 0.0 && !span.nodes.is_empty())
+        );
+        let mut nodes: Vec<usize> = spans.iter().flat_map(|span| span.nodes.clone()).collect();
+        nodes.sort_unstable();
+        let all: Vec<usize> = (0..built.graph.nodes.len()).collect();
+        assert_eq!(nodes, all);
+        assert!(
+            launches(&device.take_log()) >= spans.len(),
+            "each part has a launch"
+        );
+        // A run afterwards is as before.
+        built.write_inputs(&loaded, 0);
+        plan.run().expect("it runs");
+        assert_eq!(built.read_result(&loaded), wanted);
+    }
+}

@@ -7,6 +7,8 @@ mod gpu;
 
 pub use gpu::{Gpu, GpuError};
 
+use std::time::Instant;
+
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
 use crate::engine::{EngineError, MemoryInfo};
@@ -167,6 +169,23 @@ pub trait Device: Send + Sync + 'static {
     /// The addresses in its parameters are of device memory that the kernel may use as it does, until the next
     /// [`Device::synchronize`] has returned.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError>;
+
+    /// Runs launches one after the other, waits for the last, and returns the seconds that each took.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Device::launch`], for each of them.
+    unsafe fn time(&self, launches: &[Launch]) -> Result<Vec<f64>, EngineError> {
+        self.synchronize()?;
+        let time = |launch| {
+            let start = Instant::now();
+            // SAFETY: the caller's promise.
+            unsafe { self.launch(launch)? };
+            self.synchronize()?;
+            Ok(start.elapsed().as_secs_f64())
+        };
+        launches.iter().map(time).collect()
+    }
 
     /// Prepares launches to be done again and again as one, each after the one before.
     fn record(&self, launches: &[Launch]) -> Result<RecordingId, EngineError>;

@@ -2,6 +2,7 @@
 
 mod recording;
 mod reserved;
+mod timing;
 
 use std::alloc::Layout;
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
@@ -21,6 +22,7 @@ use crate::cuda::nvrtc::CompileError;
 use crate::cuda::source::{SOURCES, architecture};
 use crate::engine::{EngineError, MemoryInfo};
 use recording::Recordings;
+use timing::TimedEvent;
 
 /// The oldest driver: that of CUDA 12.0.
 const OLDEST_DRIVER: c_int = 12000;
@@ -581,6 +583,22 @@ impl Device for Gpu {
                 extra.as_mut_ptr(),
             )
         })
+    }
+
+    unsafe fn time(&self, launches: &[Launch]) -> Result<Vec<f64>, EngineError> {
+        let _entered = self.enter()?;
+        let mut events = Vec::with_capacity(launches.len() + 1);
+        events.push(TimedEvent::new(self)?);
+        events[0].record()?;
+        for launch in launches {
+            // SAFETY: the caller's promise.
+            unsafe { self.launch(launch)? };
+            let event = TimedEvent::new(self)?;
+            event.record()?;
+            events.push(event);
+        }
+        self.synchronize()?;
+        events.windows(2).map(|two| two[1].since(&two[0])).collect()
     }
 
     fn granularity(&self) -> u64 {

@@ -1,0 +1,25 @@
+//! `vgpu bench`: how fast engines are.
+
+mod plan;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Measures an engine.
+#[derive(Parser)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    Plan(plan::Args),
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    match &args.what {
+        What::Plan(args) => plan::run(args),
+    }
+}
