@@ -6,7 +6,7 @@
 //! - `host`: the few nodes that run on the CPU engine instead.
 //! - `params`: the structures that kernels take.
 //! - `builder`: what operators' files see of a plan that is compiled.
-//! - `emit`: what becomes one launch together ([`crate::fuse`]); `kept`: activations rounded for several products.
+//! - `emit`: what becomes one launch together (`crate::fuse`); `kept`: activations rounded for several products.
 //! - `plan`, `segment`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
 //! - `stream`, `scratch`: what plans share. `pool`, `memory`: memory of the device.
 
