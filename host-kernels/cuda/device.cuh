@@ -155,6 +155,13 @@ template <bool BRAIN> DEVICE u32 two_halves(float a, float b) {
 #endif
 }
 
+// A power of two that numbers up to `largest` divided by are about 1. It and one over it are normal numbers.
+DEVICE float factor_of(float largest) {
+    int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
+    exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+    return __uint_as_float(static_cast<u32>(exponent) << 23);
+}
+
 // 2 to the power of x, off by some units of the last place: what soft-max takes.
 DEVICE float fast_exp2(float x) {
 #ifdef VGPU_SHIM

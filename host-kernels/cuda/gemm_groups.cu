@@ -15,11 +15,8 @@ KERNEL(vg_halves, VgHalvesParams, 256) {
                 largest = fmaxf(largest, fabsf(x(i)));
             }
             largest = block_reduce<Largest>(largest, 0.0f);
-            // A power of two, and one over it; both are normal numbers.
-            int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
-            exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-            factor = __uint_as_float(static_cast<u32>(exponent) << 23);
-            inverse = __uint_as_float(static_cast<u32>(254 - exponent) << 23);
+            factor = factor_of(largest);
+            inverse = 1.0f / factor;
         }
         u16* to = reinterpret_cast<u16*>(p.halves) + r * length;
         for (i64 i = threadIdx.x; i < length; i += blockDim.x) {
@@ -56,8 +53,8 @@ KERNEL(vg_group, VgGroupParams, 512) {
     __syncthreads();
     // What comes before each expert: slots in the low half, tiles in the high one.
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    u32 count = counts[threadIdx.x];
-    u64 mine = count | static_cast<u64>((count + p.columns - 1) / p.columns) << 32, sum = mine;
+    u32 count = counts[threadIdx.x], whole = (count + p.align - 1) / p.align * p.align;
+    u64 mine = whole | static_cast<u64>((count + p.columns - 1) / p.columns) << 32, sum = mine;
     for (u32 step = 1; step < WARP; step *= 2) {
         u64 other = __shfl_up_sync(0xffffffffu, sum, step);
         sum += lane >= step ? other : 0;
@@ -80,6 +77,9 @@ KERNEL(vg_group, VgGroupParams, 512) {
         tile_starts[MOST_EXPERTS] = static_cast<u32>(sum >> 32);
     }
     counts[threadIdx.x] = static_cast<u32>(before);
+    for (u32 i = count; i < whole; i++) {
+        order[static_cast<u32>(before) + i] = ~0u;
+    }
     __syncthreads();
     for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
         i64 expert = expert_of(i);

@@ -329,10 +329,12 @@ struct VgHalvesParams {
  * in the order; the same in tiles of columns; the order, of token * slots + slot. */
 struct VgGroupParams {
     struct VgView ids;
-    unsigned long long groups; /* unsigned[2 * (experts + 1) + slots * tokens] */
+    unsigned long long groups; /* unsigned[2 * (experts + 1) + slots * tokens + (align - 1) * experts] */
     struct VgPlace place;
     unsigned experts;
     unsigned columns; /* of a tile */
+    unsigned align;   /* experts' slots begin at multiples of it; what is between them is ~0 */
+    unsigned reserved;
 };
 
 /* vg_gemm_*: as vg_mul_mat, or with groups as vg_mul_mat_id, with activations from vg_halves. */
@@ -342,6 +344,28 @@ struct VgGemmParams {
     unsigned long long codebooks;
     unsigned long long groups;
     long long slots; /* of the activations, in dimension 1 */
+};
+
+/* vg_hopper_halves: as vg_halves, for vg_hopper_gemm_*: in steps of 64 elements, of each step `rows` rows of 128 bytes, in
+ * each of which elements lie as the kernels' threads have them in registers. Rows of src, each batch (of dimensions 2 and
+ * 3) filled up to `padded` of them; or, with groups, in their order. */
+struct VgHopperHalvesParams {
+    struct VgView src;
+    unsigned long long halves, factors;
+    unsigned long long groups;
+    long long rows, padded;
+    unsigned experts;
+    unsigned slots; /* of a token in the groups */
+    unsigned brain;
+    unsigned steps;
+};
+
+/* vg_hopper_gemm_*: as vg_gemm_*, with activations from vg_hopper_halves. */
+struct VgHopperGemmParams {
+    struct VgView dst, w;
+    unsigned long long halves, factors;
+    unsigned long long groups;
+    long long rows, padded;
 };
 
 /* vg_attention */

@@ -3,7 +3,7 @@
 use std::fs;
 
 fn main() {
-    for watched in ["../cuda", "shim.h", "shim.cpp"] {
+    for watched in ["../cuda", "shim.h", "fibers.h", "shim.cpp", "hopper.cpp"] {
         println!("cargo::rerun-if-changed={watched}");
     }
     let folder = fs::read_dir("../cuda").expect("the folder of the kernels");
@@ -20,6 +20,7 @@ fn main() {
         .include(".")
         .flag("-xc++") // whatever its file is called
         .file("shim.cpp")
+        .file("hopper.cpp")
         .files(kernels)
         .flag("-fno-strict-aliasing")
         .flag("-ffp-contract=off")

@@ -1,5 +1,5 @@
 // Runs kernels on the CPU: see `shim.h`.
-#include "shim.h"
+#include "fibers.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -131,7 +131,9 @@ struct Block {
     Context scheduler;
     void (*body)(const void*) = nullptr;
     const void* params = nullptr;
-    std::unique_ptr<unsigned char[]> shared;
+    std::vector<unsigned char> memory; // with the shared memory in it
+    unsigned char* shared = nullptr;
+    size_t shared_bytes = 0;
     std::string error;
 
     ~Block() {
@@ -146,7 +148,8 @@ thread_local Block block;
 // Back to the scheduler.
 void yield() { switch_context(block.fibers[block.current].context, block.scheduler); }
 
-// Ends the block; what its threads were doing is forgotten.
+} // namespace
+
 [[noreturn]] void leave(const char* error) {
     if (block.error.empty()) {
         block.error = error;
@@ -156,13 +159,18 @@ void yield() { switch_context(block.fibers[block.current].context, block.schedul
     }
 }
 
-// Lets others run until `*count` is no longer what it was.
 void wait(const unsigned* count) {
     Fiber& fiber = block.fibers[block.current];
     fiber.waits = count;
     fiber.seen = *count;
     yield();
 }
+
+unsigned current() { return block.current; }
+unsigned threads() { return block.threads; }
+Shared shared() { return {block.shared, block.shared_bytes}; }
+
+namespace {
 
 void enter() {
     block.body(block.params);
@@ -202,6 +210,7 @@ void prepare(unsigned threads) {
     for (Warp& warp : block.warps) {
         warp.arrived = warp.turn = 0;
     }
+    prepare_hopper();
 }
 
 // Runs fiber `i` until it waits or ends.
@@ -237,6 +246,10 @@ bool run_block() {
             return false;
         }
     }
+    if (const char* error = end_hopper()) {
+        block.error = error;
+        return false;
+    }
     return true;
 }
 
@@ -246,12 +259,13 @@ Registered::Registered(const char* name, unsigned threads, size_t params, void (
     kernels()[name] = Kernel{threads, params, body};
 }
 
-void* dynamic_shared() { return block.shared.get(); }
+void* dynamic_shared() { return block.shared; }
 
 void block_barrier() {
     if (++block.at_barrier == block.threads) {
         block.at_barrier = 0;
         block.barriers++;
+        publish();
         return;
     }
     if (block.alive != block.threads) {
@@ -406,11 +420,17 @@ extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3]
     blockDim = {threads[0], threads[1], threads[2]};
     block.body = kernel.body;
     block.params = params;
-    block.shared.reset(new unsigned char[shared + 1]);
+    // No GPU promises more than 16 bytes for where it begins.
+    constexpr size_t UNIT = 1024, LEAD = 16;
+    block.memory.resize(shared + UNIT + LEAD + 1);
+    void* begin = block.memory.data();
+    size_t room = block.memory.size();
+    block.shared = static_cast<unsigned char*>(std::align(UNIT, shared + LEAD, begin, room)) + LEAD;
+    block.shared_bytes = shared;
     for (blockIdx.z = 0; blockIdx.z < grid[2]; blockIdx.z++) {
         for (blockIdx.y = 0; blockIdx.y < grid[1]; blockIdx.y++) {
             for (blockIdx.x = 0; blockIdx.x < grid[0]; blockIdx.x++) {
-                std::memset(block.shared.get(), 0xff, shared);
+                std::memset(block.shared, 0xff, shared);
                 shim::prepare(threads[0] * threads[1] * threads[2]);
                 if (!shim::run_block()) {
                     return block.error.c_str();

@@ -31,6 +31,11 @@
 
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::dynamic_shared())
 
+// Of two words one after the other, the 32 bits from `shift` on.
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift & 31));
+}
+
 struct int4 {
     int x, y, z, w;
 };
@@ -66,6 +71,18 @@ unsigned ballot(unsigned mask, bool predicate);
 float half_to_float(uint16_t bits);
 uint16_t float_to_half(float x);
 
+// a * b + c of two halves each, rounded once.
+inline unsigned of_two_halves(unsigned a, unsigned b, unsigned c) {
+    auto of = [&](unsigned shift) -> unsigned {
+        auto half = [&](unsigned word) { return static_cast<double>(half_to_float(static_cast<uint16_t>(word >> shift))); };
+        _Float16 result = static_cast<_Float16>(half(a) * half(b) + half(c));
+        uint16_t bits;
+        std::memcpy(&bits, &result, 2);
+        return static_cast<unsigned>(bits) << shift;
+    };
+    return of(0) | of(16);
+}
+
 // Copies that are under way until they are waited for: each in a group of its thread.
 void copy_async(void* to, const void* from);
 void commit_async();
@@ -76,6 +93,37 @@ void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool 
 
 // Matrices of halves from where the lanes say: see `load_matrices` in `device.cuh`.
 void load_matrices(unsigned* fragments, const void* row, bool transposed);
+
+// ---- What only Hopper GPUs have: see `hopper.cuh`.
+
+// Where in the block's shared memory `at` is, which kernels ask for.
+unsigned shared_address(const void* at);
+
+void barrier_init(unsigned long long* barrier, unsigned arrivals);
+// Arrives; so many bytes are to come before the phase ends.
+void barrier_arrive(unsigned long long* barrier, unsigned bytes);
+void barrier_wait(unsigned long long* barrier, unsigned parity);
+// Of two copies one is made at once, so that what is still read is written over, and one when its barrier is waited for.
+void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
+// Products see what was written before the next barrier of any kind.
+void fence_async();
+void named_barrier(unsigned id, unsigned threads);
+// Ends the kernel if no thread can have so many registers.
+void check_registers(unsigned count);
+
+// A product that a group of four warps starts: sums of 64 rows and `n` columns, left factors in registers or at `left`.
+// Sums are not a number until it was waited for, and its factors are read then.
+struct Product {
+    float* sums;
+    const unsigned* registers;
+    uint64_t left, right;
+    unsigned n;
+    bool brain, along_n, add;
+};
+void group_begin();
+void group_multiply(const Product& product);
+void group_commit();
+void group_wait(unsigned later);
 
 // Ends the kernel if an address is not a multiple of `size`, which a GPU does not read.
 void check_aligned(const void* at, size_t size);

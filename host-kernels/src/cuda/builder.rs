@@ -7,6 +7,7 @@ use super::kept::{KEPT_BYTES, Kept};
 use super::ops::vector::Rounded;
 use super::params::{Params, VG_MOVE_REPEAT, VgMoveParams, VgPlace, VgView};
 use super::segment::Step;
+use super::source::HOPPER;
 use super::stream::Stream;
 use crate::engine::EngineError;
 
@@ -149,6 +150,11 @@ impl Builder<'_> {
     /// Takes [`place_rounded`](Builder::place_rounded) back.
     pub(super) fn forget_rounded(&mut self, x: &VgView) {
         self.kept.forget(x);
+    }
+
+    /// Whether there are the kernels for Hopper GPUs.
+    pub(super) fn is_hopper(&self) -> bool {
+        self.stream.device.architecture() == HOPPER
     }
 
     /// Multiprocessors of the device.

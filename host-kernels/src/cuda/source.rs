@@ -7,14 +7,23 @@ pub struct Source {
     pub name: &'static str,
     /// The text.
     pub text: &'static str,
+    /// The architecture it can be compiled for, if there is only one.
+    pub only: Option<&'static str>,
 }
 
 macro_rules! sources {
-    ($($name:literal)*) => {
-        &[$(Source {
+    ($($name:literal)* $(; $only:literal: $($special:literal)*)*) => {
+        &[
+            $(sources!(@ $name, None),)*
+            $($(sources!(@ $special, Some($only)),)*)*
+        ]
+    };
+    (@ $name:literal, $only:expr) => {
+        Source {
             name: $name,
             text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/cuda/", $name, ".cu")),
-        },)*]
+            only: $only,
+        }
     };
 }
 
@@ -27,17 +36,31 @@ macro_rules! headers {
 /// Every source file.
 pub const SOURCES: &[Source] = sources! {
     "attend_brain" "attend_halves" "attend_raw" "attention" "conv" "deepseek" "elementwise" "fused" "gemm_books" "gemm_groups" "gemm_supers" "image" "matmul" "movement" "norm" "recurrent" "reduce" "rope"
-    "training" "vector_books" "vector_floats" "vector_groups" "vector_supers"
+    "training" "vector_books" "vector_floats" "vector_groups" "vector_supers";
+    "sm_90a": "gemm_hopper_blocks" "gemm_hopper_floats" "gemm_hopper_supers"
 };
 
 /// What they include, by name.
-pub const HEADERS: &[(&str, &str)] = headers! { "attend.cuh" "device.cuh" "formats.cuh" "gemm.cuh" "params.h" "quants.cuh" "scales.cuh" "tile.cuh" "units.cuh" "vector.cuh" };
+pub const HEADERS: &[(&str, &str)] = headers! { "attend.cuh" "device.cuh" "formats.cuh" "gemm.cuh" "gemm_hopper.cuh" "hopper.cuh" "params.h" "quants.cuh" "scales.cuh" "tile.cuh" "units.cuh" "vector.cuh" };
 
 /// The architectures that machine code is made for ahead of time: A100, L4 and L40, H100 and H200, B200, and
 /// the GeForce and workstation cards of its generation.
 pub const ARCHITECTURES: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
 
+/// The architecture with warp groups that multiply, which the kernels for Hopper GPUs are for.
+pub const HOPPER: &str = "sm_90a";
+
+/// The files that can be compiled for an architecture.
+pub fn sources_for(arch: &str) -> impl Iterator<Item = &'static Source> {
+    SOURCES.iter().filter(move |source| source.is_for(arch))
+}
+
 impl Source {
+    /// Whether it can be compiled for this architecture.
+    pub fn is_for(&self, arch: &str) -> bool {
+        self.only.is_none_or(|only| only == arch)
+    }
+
     /// The names of the kernels in it.
     pub fn kernels(&self) -> impl Iterator<Item = &'static str> {
         self.text
@@ -75,6 +98,17 @@ mod tests {
                 || HEADERS.iter().any(|(header, _)| *header == name);
             assert!(listed, "{name}");
         }
+    }
+
+    #[test]
+    fn special_files_are_for_an_architecture_that_is_made() {
+        let special = SOURCES.iter().filter_map(|source| source.only);
+        assert!(special.clone().all(|only| ARCHITECTURES.contains(&only)));
+        assert!(special.clone().any(|only| only == HOPPER));
+        assert_eq!(
+            sources_for("sm_80").count() + special.count(),
+            SOURCES.len()
+        );
     }
 
     #[test]

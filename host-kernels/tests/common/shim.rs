@@ -21,9 +21,18 @@ pub(crate) struct Shim {
     /// Where each allocation was mapped, and how much.
     mappings: Mutex<HashMap<Address, (usize, usize)>>,
     recordings: Mutex<HashMap<u64, Vec<Launch>>>,
+    is_hopper: bool,
 }
 
 impl Shim {
+    /// A device with the kernels for Hopper GPUs.
+    pub(crate) fn hopper() -> Shim {
+        Shim {
+            is_hopper: true,
+            ..Shim::default()
+        }
+    }
+
     fn map(&self, size: u64) -> Address {
         let bytes = (size as usize).next_multiple_of(256);
         let len = bytes.next_multiple_of(PAGE) + PAGE;
@@ -73,8 +82,16 @@ impl Device for Shim {
         3 // so that work is shared out, and unevenly
     }
 
+    fn architecture(&self) -> &str {
+        if self.is_hopper { "sm_90a" } else { "sm_80" }
+    }
+
     fn most_shared(&self) -> u32 {
-        96 << 10 // what GPUs from sm_80 on have at least
+        if self.is_hopper {
+            227 << 10
+        } else {
+            96 << 10 // what GPUs from sm_80 on have at least
+        }
     }
 
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {

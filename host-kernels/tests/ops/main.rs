@@ -124,3 +124,25 @@ mod cuda {
         unary { every_kind in_place parameters special_values }
     }
 }
+
+mod hopper {
+    use std::sync::{Arc, OnceLock};
+
+    use vgpu_kernels::Engine;
+    use vgpu_kernels::cuda::CudaEngine;
+
+    use super::shim::Shim;
+
+    /// The engine with the kernels for Hopper GPUs, on the CPU.
+    fn engine() -> &'static dyn Engine {
+        static ENGINE: OnceLock<CudaEngine> = OnceLock::new();
+        ENGINE.get_or_init(|| CudaEngine::new(Arc::new(Shim::hopper())).expect("an engine"))
+    }
+
+    for_engine! {
+        engine:
+        matmul {
+            many_columns_of_groups mul_mat_of_many_tiles few_and_many_tokens_of_experts experts_are_checked
+        }
+    }
+}

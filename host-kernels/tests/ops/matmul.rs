@@ -205,6 +205,33 @@ pub(crate) fn few_and_many_columns(engine: &dyn Engine) {
     }
 }
 
+/// Types of weights with kernels for groups of warps: sums that end within a step, a chunk and a tile, batches that share
+/// weights, rows that lie apart, tiles of both widths.
+pub(crate) fn many_columns_of_groups(engine: &dyn Engine) {
+    let mut random = Random::new(13);
+    for weight in [
+        Type::F16,
+        Type::Bf16,
+        Type::Q4_0,
+        Type::Q8_0,
+        Type::Iq4Nl,
+        Type::Mxfp4,
+        Type::Q4K,
+        Type::Q5K,
+        Type::Q6K,
+    ] {
+        let block = weight.block_elements().max(32);
+        for (k, m, n, batch) in [
+            (block, 5, 33, [1, 1, 2, 1]),
+            (1056 / block * block, 131, 70, [1; 4]),
+            (256, 400, 300, [1; 4]),
+            (512, 20, 40, [2, 1, 2, 2]),
+        ] {
+            check_mul_mat(engine, &mut random, [weight, Type::F32], [k, m, n], batch);
+        }
+    }
+}
+
 pub(crate) fn mul_mat_of_many_tiles(engine: &dyn Engine) {
     for (weight, extents) in [
         (Type::F32, [4100, 150, 70]),

@@ -69,6 +69,11 @@ pub trait Device: Send + Sync + 'static {
     /// Memory in bytes, as it is now.
     fn memory(&self) -> MemoryInfo;
 
+    /// The architecture that its kernels are compiled for: some are for one alone.
+    fn architecture(&self) -> &str {
+        "sm_80"
+    }
+
     /// Multiprocessors: so many blocks, or a few times as many, keep the device busy.
     fn multiprocessors(&self) -> u32;
 

@@ -3,6 +3,7 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
 use super::fused::MOST_EXPERTS;
+use super::hopper::Hopper;
 use super::vector::{self, FEW_COLUMNS, Product, Products};
 use super::{READABLE, div_ceil};
 use crate::cuda::params::*;
@@ -46,7 +47,10 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         if let (true, Some(kernels)) = (has_ids && dst.ne[2] > FEW_COLUMNS, Tuned::gemm(&params))
             && kernels.takes_groups(&params)
         {
-            return kernels.multiply_groups(b, &params);
+            return match Hopper::of(b, &params) {
+                Some(hopper) => hopper.multiply_groups(b, &params),
+                None => kernels.multiply_groups(b, &params),
+            };
         }
         if is_few && !is_outer {
             let VgMulMatParams { dst, w, x, ids, .. } = params;
@@ -67,7 +71,10 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             }
         }
         if let (false, Some(kernels)) = (is_few || is_outer, Tuned::gemm(&params)) {
-            return kernels.multiply_tiles(b, &params);
+            return match Hopper::of(b, &params) {
+                Some(hopper) => hopper.multiply(b, &params),
+                None => kernels.multiply_tiles(b, &params),
+            };
         }
         match op {
             Op::MulMatId { .. } => {
@@ -235,6 +242,8 @@ impl Tuned {
             place: params.place,
             experts: experts as u32,
             columns: GEMM_TILE[1] as u32,
+            align: 1,
+            reserved: 0,
         };
         b.launch("vg_group", [1, 1, 1], 512, 0, &groups)?;
         let product = VgGemmParams {

@@ -6,6 +6,7 @@ mod conv;
 mod deepseek;
 mod elementwise;
 pub(super) mod fused;
+mod hopper;
 mod image;
 mod matmul;
 mod movement;

@@ -19,7 +19,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use super::{Address, Device, KernelId, Launch, Mark, RecordingId, SharedMemory};
 use crate::cuda::code::Code;
 use crate::cuda::nvrtc::CompileError;
-use crate::cuda::source::{SOURCES, architecture};
+use crate::cuda::source::{architecture, sources_for};
 use crate::engine::{EngineError, MemoryInfo};
 use recording::Recordings;
 use timing::TimedEvent;
@@ -64,6 +64,7 @@ pub enum GpuError {
 pub struct Gpu {
     name: String,
     description: String,
+    architecture: String,
     multiprocessors: u32,
     most_shared: u32,
     device: sys::CUdevice,
@@ -195,13 +196,15 @@ impl Gpu {
                 let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
                 check("cuEventCreate", sys::cuEventCreate(event, flags))?;
             }
-            let kernels = load(&architecture(major, minor), cache, most_shared)?;
+            let architecture = architecture(major, minor);
+            let kernels = load(&architecture, cache, most_shared)?;
             let staging = HostMemory::new(STAGING_BYTES)?;
             let memory = staging.start;
             std::mem::forget(unfinished);
             let mut gpu = Gpu {
                 name: format!("cuda:{ordinal}"),
                 description: format!("{model}, {multiprocessors} multiprocessors"),
+                architecture,
                 multiprocessors,
                 most_shared,
                 device,
@@ -306,7 +309,7 @@ unsafe fn load(
 ) -> Result<Vec<(&'static str, sys::CUfunction)>, GpuError> {
     let mut code = Code::new(arch.into(), cache);
     let mut kernels = Vec::new();
-    for source in SOURCES {
+    for source in sources_for(arch) {
         let cubin = code.of(source)?;
         // SAFETY: machine code of our own, which the driver copies; modules stay as long as the context.
         unsafe {
@@ -405,6 +408,10 @@ impl Device for Gpu {
             total: total as u64,
             free: free as u64,
         }
+    }
+
+    fn architecture(&self) -> &str {
+        &self.architecture
     }
 
     fn multiprocessors(&self) -> u32 {

@@ -1,0 +1,188 @@
+//! Products of many columns on Hopper GPUs: which of them `cuda/gemm_hopper.cuh` has kernels for, and their launches.
+
+use vgpu_transport::ir::Type;
+
+use super::div_ceil;
+use crate::cuda::params::*;
+use crate::cuda::plan::{Builder, threads_for};
+use crate::engine::EngineError;
+
+/// Bytes of shared memory of a block: all there are.
+const SHARED: u32 = 227 << 10;
+
+/// Threads of a block.
+const THREADS: u32 = 384;
+
+/// Rows of weights of a tile.
+const ROWS: i64 = 128;
+
+/// Bytes of a row of activations in a step.
+const STEP_BYTES: i64 = 128;
+
+/// Elements of two steps along the sum, which are multiplied in turns.
+const STEPS: i64 = 128;
+
+/// Rows of activations that lie together.
+const UNIT: i64 = 8;
+
+/// Fewer columns are multiplied by the kernels that take eight at a time.
+const LEAST_COLUMNS: i64 = 33;
+
+/// Most elements of a row of weights: kernels count its bytes in 32 bits.
+const MOST_ELEMENTS: i64 = 1 << 28;
+
+/// Kernels of a type of weights, by the columns of a tile.
+pub(super) struct Hopper {
+    wide: &'static str,
+    narrow: &'static str,
+}
+
+/// Columns of a tile.
+const WIDE: i64 = 256;
+const NARROW: i64 = 128;
+
+/// What a wide tile takes, of what two narrow ones take: weights are unpacked once, and there is less to wait for.
+const WIDE_SHARE: f64 = 0.9;
+
+impl Hopper {
+    /// The kernels for a product on this device, if there are any. The operands are such that the kernels for any GPU take
+    /// them.
+    pub(super) fn of(b: &Builder<'_>, params: &VgMulMatParams) -> Option<Hopper> {
+        macro_rules! kernels {
+            ($type:literal) => {
+                Hopper {
+                    wide: concat!("vg_hopper_gemm_", $type, "_256"),
+                    narrow: concat!("vg_hopper_gemm_", $type, "_128"),
+                }
+            };
+        }
+        let VgMulMatParams { dst, w, x, .. } = params;
+        // Rows of these are copied as they are; those of others from and to the next multiple of 16.
+        let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
+            .iter()
+            .all(|place| place % 16 == 0);
+        let kernels = match Type::from_id(w.type_ as u8)? {
+            Type::F16 if is_aligned => kernels!("f16"),
+            Type::Bf16 if is_aligned => kernels!("bf16"),
+            Type::Q4K if is_aligned => kernels!("q4_k"),
+            Type::Q5K if is_aligned => kernels!("q5_k"),
+            Type::Q4_0 => kernels!("q4_0"),
+            Type::Q6K => kernels!("q6_k"),
+            Type::Q8_0 => kernels!("q8_0"),
+            Type::Iq4Nl => kernels!("iq4_nl"),
+            Type::Mxfp4 => kernels!("mxfp4"),
+            _ => return None,
+        };
+        let columns = dst.rows();
+        let tiles = div_ceil(dst.ne[0], ROWS).checked_mul(columns)?;
+        let fits = b.is_hopper()
+            && b.most_shared() >= SHARED
+            && columns >= LEAST_COLUMNS
+            && w.ne[0] <= MOST_ELEMENTS
+            && tiles <= i64::from(i32::MAX)
+            && columns + x.rows() + UNIT * (w.rows() + dst.ne[2] * dst.ne[3])
+                <= i64::from(i32::MAX);
+        fits.then_some(kernels)
+    }
+
+    /// Adds the launches of a product: activations to halves, then the product.
+    pub(super) fn multiply(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgMulMatParams,
+    ) -> Result<(), EngineError> {
+        let VgMulMatParams { dst, x, .. } = params;
+        let batches = dst.ne[2] * dst.ne[3];
+        let padded = div_ceil(dst.ne[1], UNIT) * UNIT;
+        let activations = VgHopperHalvesParams {
+            src: *x,
+            rows: padded * batches,
+            padded,
+            ..VgHopperHalvesParams::default()
+        };
+        let units = i64::from(b.multiprocessors());
+        let rounds = |columns| {
+            let tiles = div_ceil(dst.ne[0], ROWS) * div_ceil(dst.ne[1], columns) * batches;
+            div_ceil(tiles, units) as f64
+        };
+        let is_wide = rounds(WIDE) * 2.0 * WIDE_SHARE <= rounds(NARROW);
+        let columns = if is_wide { WIDE } else { NARROW };
+        let tiles = div_ceil(dst.ne[0], ROWS) * div_ceil(dst.ne[1], columns) * batches;
+        self.launch(b, params, activations, is_wide, tiles)
+    }
+
+    /// The same where each expert's weights are multiplied with its columns: first, slots of tokens are put in the order
+    /// of their experts.
+    pub(super) fn multiply_groups(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgMulMatParams,
+    ) -> Result<(), EngineError> {
+        let VgMulMatParams { dst, w, x, ids, .. } = params;
+        let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
+        let is_wide = vectors / experts >= WIDE;
+        let columns = if is_wide { WIDE } else { NARROW };
+        // Each expert's columns begin with a unit.
+        let places = vectors + (UNIT - 1) * experts;
+        let groups = VgGroupParams {
+            ids: VgView {
+                ne: [dst.ne[1], dst.ne[2], 1, 1],
+                ..*ids
+            },
+            groups: b.scratch((2 * (experts + 1) + places) as u64 * 4),
+            place: params.place,
+            experts: experts as u32,
+            columns: columns as u32,
+            align: UNIT as u32,
+            reserved: 0,
+        };
+        b.launch("vg_group", [1, 1, 1], 512, 0, &groups)?;
+        let activations = VgHopperHalvesParams {
+            src: *x,
+            groups: groups.groups,
+            rows: div_ceil(places, UNIT) * UNIT,
+            experts: experts as u32,
+            slots: dst.ne[1] as u32,
+            ..VgHopperHalvesParams::default()
+        };
+        let tiles = div_ceil(dst.ne[0], ROWS) * (vectors / columns + experts).min(vectors);
+        self.launch(b, params, activations, is_wide, tiles)
+    }
+
+    /// Adds the launches of activations, and of a product in at most so many tiles.
+    fn launch(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgMulMatParams,
+        mut activations: VgHopperHalvesParams,
+        is_wide: bool,
+        tiles: i64,
+    ) -> Result<(), EngineError> {
+        let VgMulMatParams { dst, w, .. } = params;
+        let steps = 2 * div_ceil(w.ne[0], STEPS);
+        activations.halves = b.scratch((activations.rows * steps * STEP_BYTES) as u64);
+        activations.factors = b.scratch(activations.rows as u64 * 4);
+        activations.brain = u32::from(w.type_ == VG_BF16);
+        activations.steps = steps as u32;
+        let threads = threads_for(w.ne[0]);
+        b.for_each_row(
+            "vg_hopper_halves",
+            activations.rows,
+            threads,
+            0,
+            &activations,
+        )?;
+        let product = VgHopperGemmParams {
+            dst: *dst,
+            w: *w,
+            halves: activations.halves,
+            factors: activations.factors,
+            groups: activations.groups,
+            rows: activations.rows,
+            padded: activations.padded,
+        };
+        let kernel = if is_wide { self.wide } else { self.narrow };
+        let blocks = tiles.min(b.multiprocessors().into());
+        b.launch_over(kernel, [blocks, 1, 1], THREADS, SHARED, &product)
+    }
+}
