@@ -26,6 +26,7 @@ pub(crate) struct Shim {
 
 impl Shim {
     /// A device with the kernels for Hopper GPUs.
+    #[allow(dead_code)] // in the tests that have no operators
     pub(crate) fn hopper() -> Shim {
         Shim {
             is_hopper: true,
