@@ -69,6 +69,7 @@ fn allowed() -> Result<Rules, SandboxError> {
         libc::SYS_mincore,
         libc::SYS_msync,
         libc::SYS_membarrier,
+        libc::SYS_mbind, // where pages lie, on machines with several nodes
         // Threads and signals. Processes are made by `clone`, below.
         libc::SYS_clone3, // answered by the other filter
         libc::SYS_exit,

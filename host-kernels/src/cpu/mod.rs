@@ -4,9 +4,11 @@
 //! - [`gemm`]: dot products and matrix products on rows of blocks.
 //! - `simd`, `math`: vectors of f32 at every level, and elementary functions of them.
 //! - `ops`: one file for each family of operators, from a node to steps.
-//! - `plan`, `pool`: a graph is a list of steps; threads enter once per graph and meet at a barrier
+//! - `topology`, `crew`: the machine's cores, and the threads on them.
+//! - `plan`, `stages`, `pool`: a graph is a list of steps; threads enter once per graph and meet at a barrier
 //!   after each step.
 
+mod crew;
 pub mod formats;
 pub mod gemm;
 mod math;
@@ -17,6 +19,8 @@ mod plan;
 mod pool;
 mod region;
 mod simd;
+mod stages;
+mod topology;
 mod view;
 mod weights;
 
@@ -28,6 +32,7 @@ use crate::engine::{Engine, EngineError, Memory, MemoryInfo, Plan, SharedMemory}
 use memory::CpuMemory;
 use pool::Pool;
 use region::Budget;
+use topology::Topology;
 
 /// The engine that runs on the processors of the host.
 pub struct CpuEngine {
@@ -37,24 +42,59 @@ pub struct CpuEngine {
     /// The largest buffer that guests may map.
     most_shared: u64,
     pool: Arc<Pool>,
+    fuses: bool,
+}
+
+/// The threads of an engine.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Threads {
+    /// How many; 0 for one on each core that this process may use.
+    pub count: usize,
+    /// Whether each stays on its core.
+    pub pin: bool,
 }
 
 impl CpuEngine {
     /// An engine with `threads` threads (0: one for each core this process may use) that hands out at
     /// most `memory_limit` bytes (`None`: what the machine or the control group has).
     pub fn new(threads: usize, memory_limit: Option<u64>) -> Result<CpuEngine, EngineError> {
-        let threads = match threads {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+        CpuEngine::with(
+            Threads {
+                count: threads,
+                pin: false,
+            },
+            memory_limit,
+        )
+    }
+
+    /// The same, with more to say about the threads.
+    pub fn with(threads: Threads, memory_limit: Option<u64>) -> Result<CpuEngine, EngineError> {
+        let topology = Topology::of_this_process();
+        let count = match threads.count {
+            // A second thread on a core finds its arithmetic taken. What a control group allows can be less.
+            0 => std::thread::available_parallelism().map_or(1, |n| n.get().min(topology.cores())),
             n => n,
         };
-        let pool = Pool::new(threads)?;
+        let places = match threads.pin {
+            true => topology.places(),
+            false => Vec::new(),
+        };
+        let pool = Pool::new(count, &places)?;
+        let pinned = if threads.pin { ", each on a core" } else { "" };
         Ok(CpuEngine {
-            description: format!("{}, {threads} threads", memory::processor_name()),
+            description: format!("{}, {count} threads{pinned}", memory::processor_name()),
             capabilities: Capabilities::new(ops::rules()),
             budget: Arc::new(Budget::new(memory_limit)),
             most_shared: memory::most_shared(),
             pool: Arc::new(pool),
+            fuses: true,
         })
+    }
+
+    /// The same engine; without `fuses`, it runs one node after the other, for comparisons.
+    pub fn fusing(mut self, fuses: bool) -> CpuEngine {
+        self.fuses = fuses;
+        self
     }
 }
 
@@ -106,6 +146,7 @@ impl Engine for CpuEngine {
             graph.graph(),
             buffers,
             &self.pool,
+            self.fuses,
         )?))
     }
 }

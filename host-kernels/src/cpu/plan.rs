@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,8 +11,10 @@ use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
 use super::memory::CpuMemory;
 use super::ops;
 use super::pool::{Pool, Started, Worker};
+use super::stages::{Part, SMALL, Stages, Step, Touches, elements, is_small, only_shares};
 use super::view::View;
 use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Span, Turn};
+use crate::fuse::{Arrangement, Kind};
 
 /// A graph, compiled: steps over pointers into buffers that are kept alive.
 pub(super) struct CpuPlan {
@@ -29,43 +32,132 @@ pub(super) struct CpuPlan {
 }
 
 impl CpuPlan {
+    /// Compiles a graph. With `fuses`, nodes become one kernel where that gives the same, and threads do not meet where
+    /// they need not.
     pub(super) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
         pool: &Arc<Pool>,
+        fuses: bool,
     ) -> Result<CpuPlan, EngineError> {
         let memories = memories(buffers).ok_or(EngineError::ForeignMemory)?;
         let (views, moves) = views(graph, &memories)?;
-        let mut plan = CpuPlan {
-            steps: Vec::new(),
-            scratch_bytes: 0,
-            kept_bytes: 0,
+        let arrangement = match fuses {
+            true => Arrangement::of(graph),
+            false => Arrangement::plain(graph),
+        };
+        let mut compiler = Compiler {
+            graph: &arrangement.graph,
+            origin: &arrangement.origin,
+            views: &views,
+            keeper: Keeper::default(),
+            workers: pool.workers(),
+            stages: Stages::new(fuses),
+        };
+        let mut at = 0;
+        while at < arrangement.graph.nodes.len() {
+            let group = arrangement.group_at(at);
+            at = match group {
+                Some((kind, nodes)) if compiler.group(kind, nodes.clone())? => nodes.end,
+                _ => {
+                    compiler.node(at)?;
+                    at + 1
+                }
+            };
+        }
+        let kept_bytes = compiler.keeper.bytes.get();
+        let (steps, scratch_bytes) = compiler.stages.finish();
+        Ok(CpuPlan {
+            steps,
+            scratch_bytes,
+            kept_bytes,
             pool: Arc::clone(pool),
             started: None,
             buffers: buffers.to_vec(),
             moves,
-        };
-        let keeper = Keeper::default();
-        for (i, node) in graph.nodes.iter().enumerate() {
-            let operands = Operands {
-                views: &views,
-                node,
-                keeper: &keeper,
-                workers: pool.workers(),
-            };
-            let compiled = ops::compile(&node.op, &operands)?;
-            plan.scratch_bytes = plan.scratch_bytes.max(compiled.scratch_bytes);
-            let op = node.op.kind().ggml_name();
-            plan.steps
-                .extend(compiled.kernels.into_iter().map(|kernel| Step {
-                    kernel,
-                    node: i,
-                    op,
-                }));
-            written(node).for_each(|index| keeper.written(&views[index]));
+        })
+    }
+}
+
+/// A plan in the making.
+struct Compiler<'a> {
+    /// In our order, and where nodes were in the guest's.
+    graph: &'a Graph,
+    origin: &'a [usize],
+    views: &'a [View],
+    keeper: Keeper,
+    workers: usize,
+    stages: Stages,
+}
+
+impl Compiler<'_> {
+    fn operands(&self, at: usize) -> Operands<'_> {
+        Operands {
+            views: self.views,
+            node: &self.graph.nodes[at],
+            keeper: &self.keeper,
+            workers: self.workers,
         }
-        plan.kept_bytes = keeper.bytes.get();
-        Ok(plan)
+    }
+
+    /// Compiles nodes as one. `false`, and nothing done, where there is no kernel for them.
+    fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<bool, EngineError> {
+        let operands: Vec<Operands<'_>> = nodes.clone().map(|at| self.operands(at)).collect();
+        let Some(compiled) = ops::compile_group(kind, &operands) else {
+            return Ok(false);
+        };
+        // What can fail in a group is an index, which the node that ends it reads.
+        let named = match kind {
+            Kind::RopeRows => nodes.end - 1,
+            _ => nodes.start,
+        };
+        let shares = matches!(kind, Kind::Norm | Kind::RopeRows);
+        self.add(nodes, named, compiled, shares);
+        Ok(true)
+    }
+
+    /// Compiles a node by itself.
+    fn node(&mut self, at: usize) -> Result<(), EngineError> {
+        let op = &self.graph.nodes[at].op;
+        let compiled = ops::compile(op, &self.operands(at))?;
+        self.add(at..at + 1, at, compiled, only_shares(op));
+        Ok(())
+    }
+
+    /// Adds the kernels of some nodes, `named` for errors. `shares`: if there is one kernel, it deals no chunks.
+    fn add(&mut self, nodes: Range<usize>, named: usize, compiled: Compiled, shares: bool) {
+        let graph = self.graph;
+        let op = graph.nodes[named].op.kind().ggml_name();
+        let all = self.origin[nodes.clone()].to_vec();
+        let shares = shares && compiled.kernels.len() == 1;
+        let scratch_bytes = compiled.scratch_bytes;
+        let converts = self.keeper.converts.take();
+        let (rows, makes) = (self.keeper.rows.take(), self.keeper.makes.take());
+        self.keeper.rows.set(makes);
+        self.stages.needs(scratch_bytes);
+        for (i, kernel) in compiled.kernels.into_iter().enumerate() {
+            let is_first = i == 0 && converts.is_some();
+            let computes = if is_first { Vec::new() } else { all.clone() };
+            let part = Part::new(kernel, computes, self.origin[named], op);
+            if i == 0
+                && let Some(source) = converts
+            {
+                let x = { graph.nodes[nodes.start].src.as_slice() }[1].expect("activations");
+                let x = &graph.tensors[x as usize];
+                let is_small = elements(x) <= SMALL;
+                let follows = rows == Some(source);
+                (self.stages).share(part, Touches::reading(x), is_small, 0, follows);
+            } else if shares {
+                let is_small = nodes.clone().all(|at| is_small(graph, at));
+                let touches = Touches::of(graph, nodes.clone());
+                (self.stages).share(part, touches, is_small, scratch_bytes, false);
+            } else {
+                self.stages.alone(part);
+            }
+        }
+        for at in nodes {
+            written(&graph.nodes[at]).for_each(|index| self.keeper.written(&self.views[index]));
+        }
     }
 }
 
@@ -147,15 +239,19 @@ impl Plan for CpuPlan {
         let ends = self.pool.run_timed(&self.steps, started)?;
         let (mut spans, mut before) = (Vec::<Span>::new(), Duration::ZERO);
         for (step, end) in self.steps.iter().zip(ends) {
-            let seconds = (end - before).as_secs_f64();
-            before = end;
-            match spans.last_mut().filter(|span| span.nodes == [step.node]) {
-                Some(span) => span.seconds += seconds,
+            let nodes: Vec<usize> = { step.parts.iter() }
+                .flat_map(|part| part.nodes.iter().copied())
+                .collect();
+            match spans.last_mut().filter(|span| span.nodes == nodes) {
+                Some(span) => span.seconds += (end - before).as_secs_f64(),
+                // What only prepares counts for what follows.
+                None if nodes.is_empty() => continue,
                 None => spans.push(Span {
-                    nodes: vec![step.node],
-                    seconds,
+                    nodes,
+                    seconds: (end - before).as_secs_f64(),
                 }),
             }
+            before = end;
         }
         Ok(spans)
     }
@@ -167,13 +263,18 @@ impl Plan for CpuPlan {
     }
 }
 
-/// What is kept from one node for those that follow: the tensor that was last converted, in the type it was converted
+/// What nodes tell those that follow: the tensor that was last converted, in the type it was converted
 /// to. (The products with several weights, of queries, keys and values or of a gate, begin with the same activations.)
 #[derive(Default)]
 struct Keeper {
     kept: Cell<Option<(View, Type)>>,
     /// The most that was ever to be kept.
     bytes: Cell<usize>,
+    /// What the first kernel of the node that is compiled converts, if it does nothing else.
+    converts: Cell<Option<View>>,
+    /// What the node that is compiled makes row by row, and what the one before has made.
+    makes: Cell<Option<View>>,
+    rows: Cell<Option<View>>,
 }
 
 impl Keeper {
@@ -224,6 +325,23 @@ impl Operands<'_> {
         keeper.kept.replace(Some((source, ty))) == Some((source, ty))
     }
 
+    /// The node has one kernel, of which each thread makes its [share](Worker::share) of the rows of `view`, and
+    /// touches nothing that belongs to other rows.
+    pub(crate) fn makes_rows(&self, view: View) {
+        self.keeper.makes.set(Some(view));
+    }
+
+    /// Whether `view` was made so just before: a kernel that takes the same rows need not wait for other threads.
+    pub(crate) fn follows_rows(&self, view: View) -> bool {
+        self.keeper.rows.get() == Some(view)
+    }
+
+    /// The first kernel reads `source`, which is the node's second, writes [kept memory](Operands::keep) and does nothing
+    /// else.
+    pub(crate) fn converts_first(&self, source: View) {
+        self.keeper.converts.set(Some(source));
+    }
+
     /// How many threads will run each kernel.
     pub(crate) fn workers(&self) -> usize {
         self.workers
@@ -249,29 +367,6 @@ impl Compiled {
         Compiled {
             kernels: vec![Box::new(kernel)],
             scratch_bytes: 0,
-        }
-    }
-}
-
-/// A kernel of the plan, and the node it came from.
-pub(super) struct Step {
-    pub(super) kernel: Kernel,
-    pub(super) node: usize,
-    pub(super) op: &'static str,
-}
-
-impl Step {
-    /// The fault with its place.
-    pub(super) fn error(&self, fault: Fault) -> RunError {
-        let (node, op) = (self.node, self.op);
-        match fault {
-            Fault::Index { index, count } => RunError::Index {
-                node,
-                op,
-                index,
-                count,
-            },
-            Fault::Panic { message } => RunError::Kernel { node, op, message },
         }
     }
 }

@@ -5,18 +5,19 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::plan::{Fault, Step};
-use crate::engine::{EngineError, RunError, Turn};
+use rustix::thread::CpuSet;
 
-/// Turns of the barrier's loop before a waiting thread lets others run.
-const SPINS: u32 = 4096;
+use super::crew::{Barrier, Crew};
+use super::plan::Fault;
+use super::stages::Step;
+use crate::engine::{EngineError, RunError, Turn};
 
 /// Scratch memories that are kept for the next graphs: as many as are likely to be under way at once.
 const KEPT_SCRATCH: usize = 4;
 
 /// A fixed set of threads and the scratch memory they share. Runs one graph at a time.
 pub(super) struct Pool {
-    threads: rayon::ThreadPool,
+    crew: Crew,
     running: Mutex<()>,
     /// Scratch memories that no run has, the one used last at the end.
     scratch: Mutex<Vec<Scratch>>,
@@ -46,17 +47,10 @@ struct Scratch {
 struct Line(#[allow(dead_code)] [u8; 64]);
 
 impl Pool {
-    pub(super) fn new(threads: usize) -> Result<Pool, EngineError> {
-        let threads = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .thread_name(|i| format!("vgpu-cpu-{i}"))
-            .build()
-            .map_err(|e| EngineError::Unsupported {
-                op: "a thread pool",
-                why: e.to_string(),
-            })?;
+    /// A pool of `threads`, each at one of `places` if there are any.
+    pub(super) fn new(threads: usize, places: &[CpuSet]) -> Result<Pool, EngineError> {
         Ok(Pool {
-            threads,
+            crew: Crew::new(threads, places)?,
             running: Mutex::default(),
             scratch: Mutex::default(),
         })
@@ -64,7 +58,7 @@ impl Pool {
 
     /// How many threads run a step.
     pub(super) fn workers(&self) -> usize {
-        self.threads.current_num_threads()
+        self.crew.size()
     }
 
     /// A run that begins with the first step.
@@ -134,8 +128,9 @@ impl Pool {
             scratch: ScratchPtr(started.scratch.lines.as_mut_ptr().cast()),
             kept: started.kept,
         };
-        self.threads
-            .broadcast(|context| run.work(context.index(), context.num_threads()));
+        let count = self.workers();
+        // SAFETY: `running` is locked.
+        unsafe { self.crew.run(&|index| run.work(index, count)) };
         let failure = run.failure.into_inner();
         let failure = failure.unwrap_or_else(PoisonError::into_inner);
         let next = run.leave.next(steps.len());
@@ -243,27 +238,36 @@ impl Leave {
 impl Run<'_> {
     fn work(&self, index: usize, count: usize) {
         for (i, step) in self.steps.iter().enumerate().skip(self.first) {
-            let worker = Worker {
-                index,
-                count,
-                counter: &self.counters[i % 2],
-                scratch: self.scratch.0,
-                kept: self.scratch.0.wrapping_add(self.kept),
-                step: i,
-                turn: self.turn,
-                leave: &self.leave,
-            };
             if index == 0 {
                 // Used by step i - 1 and again by step i + 1; the barrier before this step and the one
                 // after it keep both away from this store.
                 self.counters[(i + 1) % 2].store(0, Ordering::Relaxed);
             }
-            // A panic must not leave the others waiting at the barrier for ever.
-            let outcome = catch_unwind(AssertUnwindSafe(|| (step.kernel)(&worker)));
-            if let Err(error) = outcome.unwrap_or_else(|panic| Err(Fault::panic(panic.as_ref()))) {
-                lock(&self.failure).get_or_insert_with(|| step.error(error));
-                self.leave.ask(i, false);
-            } else if index == 0 && self.turn.is_over() {
+            for part in &step.parts {
+                if part.is_solo && index != 0 {
+                    continue;
+                }
+                let worker = Worker {
+                    index,
+                    count: if part.is_solo { 1 } else { count },
+                    counter: &self.counters[i % 2],
+                    scratch: self.scratch.0.wrapping_add(part.scratch),
+                    kept: self.scratch.0.wrapping_add(self.kept),
+                    step: i,
+                    is_alone: step.parts.len() == 1,
+                    turn: self.turn,
+                    leave: &self.leave,
+                };
+                // A panic must not leave the others waiting at the barrier for ever.
+                let outcome = catch_unwind(AssertUnwindSafe(|| (part.kernel)(&worker)));
+                let outcome = outcome.unwrap_or_else(|panic| Err(Fault::panic(panic.as_ref())));
+                if let Err(fault) = outcome {
+                    lock(&self.failure).get_or_insert_with(|| part.error(fault));
+                    self.leave.ask(i, false);
+                    break;
+                }
+            }
+            if index == 0 && self.turn.is_over() {
                 self.leave.ask(i, false);
             }
             self.barrier.wait();
@@ -286,6 +290,8 @@ pub(crate) struct Worker<'a> {
     scratch: *mut u8,
     kept: *mut u8,
     step: usize,
+    /// Whether the step has no other kernel.
+    is_alone: bool,
     turn: &'a Turn,
     leave: &'a Leave,
 }
@@ -314,6 +320,7 @@ impl Worker<'_> {
         units: usize,
         grain: usize,
     ) -> impl Iterator<Item = std::ops::Range<usize>> {
+        debug_assert!(self.is_alone, "other parts of a step would be done again");
         let grain = grain.max(1);
         let mut dealt_any = false;
         std::iter::from_fn(move || {
@@ -344,56 +351,14 @@ impl Worker<'_> {
     }
 }
 
-/// A barrier that spins, for threads that meet every few microseconds.
-struct Barrier {
-    members: usize,
-    arrived: AtomicUsize,
-    generation: AtomicUsize,
-}
-
-impl Barrier {
-    fn new(members: usize) -> Barrier {
-        Barrier {
-            members,
-            arrived: AtomicUsize::new(0),
-            generation: AtomicUsize::new(0),
-        }
-    }
-
-    /// Returns when all members have called it. What any did before, all see after.
-    fn wait(&self) {
-        let generation = self.generation.load(Ordering::Relaxed);
-        // AcqRel: a release of our work to the last to arrive, which acquires everybody's.
-        if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.members {
-            // Nobody can arrive again before the generation changes, so this store races with nothing.
-            self.arrived.store(0, Ordering::Relaxed);
-            // Pairs with the acquire below: passes on all that the last one has acquired.
-            self.generation
-                .store(generation.wrapping_add(1), Ordering::Release);
-            return;
-        }
-        let mut spins = 0;
-        while self.generation.load(Ordering::Acquire) == generation {
-            spins += 1;
-            if spins < SPINS {
-                std::hint::spin_loop();
-            } else {
-                // More threads than free cores: the one we wait for may need this core.
-                std::thread::yield_now();
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::stages::Part;
     use super::*;
 
     fn step(kernel: impl Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync + 'static) -> Step {
         Step {
-            kernel: Box::new(kernel),
-            node: 3,
-            op: "TEST",
+            parts: vec![Part::new(Box::new(kernel), vec![3], 3, "TEST")],
         }
     }
 
@@ -406,7 +371,7 @@ mod tests {
 
     #[test]
     fn every_unit_is_done_once_and_steps_do_not_overlap() {
-        let pool = Pool::new(3).unwrap();
+        let pool = Pool::new(3, &[]).unwrap();
         let done: &'static [AtomicUsize] = Box::leak(
             (0..1000)
                 .map(|_| AtomicUsize::new(0))
@@ -436,7 +401,7 @@ mod tests {
 
     #[test]
     fn a_fault_or_a_panic_ends_the_run_and_leaves_the_pool_usable() {
-        let pool = Pool::new(2).unwrap();
+        let pool = Pool::new(2, &[]).unwrap();
         let after = step(|_| unreachable!("a step after the failure"));
         let fault = step(|w| {
             if w.index() == 1 {
@@ -481,7 +446,7 @@ mod tests {
     fn turns_of_several_graphs_mix_and_each_unit_is_done_once() {
         const UNITS: usize = 40;
         const STEPS: usize = 12;
-        let pool = Pool::new(3).unwrap();
+        let pool = Pool::new(3, &[]).unwrap();
         let turn: &'static Turn = Box::leak(Box::new(Turn::new()));
         turn.set_end(Some(std::time::Duration::ZERO));
         // Each step of a graph counts the units of the step before in scratch, which the other graphs must not touch.
@@ -533,8 +498,31 @@ mod tests {
     }
 
     #[test]
+    fn several_sessions_do_not_make_more_threads_run() {
+        const THREADS: usize = 2;
+        static RUNNING: AtomicUsize = AtomicUsize::new(0);
+        static MOST: AtomicUsize = AtomicUsize::new(0);
+        let pool = Pool::new(THREADS, &[]).unwrap();
+        let work = |_: &Worker<'_>| {
+            MOST.fetch_max(RUNNING.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            std::thread::sleep(std::time::Duration::from_micros(200));
+            RUNNING.fetch_sub(1, Ordering::SeqCst);
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let steps: Vec<Step> = (0..20).map(|_| step(work)).collect();
+                    run(&pool, &steps).unwrap();
+                });
+            }
+        });
+        assert_eq!(MOST.load(Ordering::SeqCst), THREADS);
+    }
+
+    #[test]
     fn a_failure_behind_a_barrier_that_a_slow_thread_has_not_left_yet_keeps_nobody_waiting() {
-        let pool = Pool::new(4).unwrap();
+        let pool = Pool::new(4, &[]).unwrap();
         let fault = |w: &Worker<'_>| match w.index() {
             0 => Ok(()),
             _ => Err(Fault::Index { index: 9, count: 1 }),

@@ -5,11 +5,12 @@ use std::fs;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
+use super::topology::memory_nodes;
 use crate::engine::{EngineError, MemoryInfo};
 
 /// Bytes of a page.
@@ -145,6 +146,9 @@ impl Region {
         // Large pages save most TLB misses of a weight matrix; without them everything still works.
         // SAFETY: the range is a mapping just made; the advice does not change its contents.
         let _ = unsafe { madvise(mapping, len, Advice::LinuxHugepage) };
+        if nodes().len() > 1 {
+            interleave(ptr, len, nodes());
+        }
         Some(Region { ptr, len })
     }
 
@@ -183,6 +187,40 @@ impl Drop for Region {
     }
 }
 
+/// The nodes of this machine's memory.
+fn nodes() -> &'static [usize] {
+    static NODES: OnceLock<Vec<usize>> = OnceLock::new();
+    NODES.get_or_init(memory_nodes)
+}
+
+/// Has the pages of a mapping lie on all `nodes` in turns, once they are touched.
+///
+/// Without this they would lie where the session's thread ran that wrote them: all reads of weights would go to one node's
+/// memory. Putting rows near the threads that read them would be better still if these were always the same; but rows are
+/// dealt to whichever thread comes first. Where it is not allowed, nothing changes.
+fn interleave(ptr: NonNull<u8>, len: usize, nodes: &[usize]) -> bool {
+    const WORDS: usize = 16;
+    let mut mask = [0 as libc::c_ulong; WORDS];
+    let bits = libc::c_ulong::BITS as usize;
+    for &node in nodes.iter().filter(|&&node| node < WORDS * bits) {
+        mask[node / bits] |= 1 << (node % bits);
+    }
+    let most = WORDS * bits;
+    // SAFETY: whole pages of a mapping of ours, whose contents stay, and a mask of as many bits as it says.
+    let outcome = unsafe {
+        libc::syscall(
+            libc::SYS_mbind,
+            ptr.as_ptr(),
+            len,
+            libc::MPOL_INTERLEAVE,
+            mask.as_ptr(),
+            most,
+            0,
+        )
+    };
+    outcome == 0
+}
+
 /// Bytes of a `/proc/meminfo` line, which counts KiB.
 fn meminfo(key: &str) -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
@@ -215,4 +253,45 @@ fn cgroup_limit() -> u64 {
         .ok()
         .and_then(|limit| limit.trim().parse().ok())
         .unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The policy of the page at `ptr`; `None` where nobody may ask.
+    fn policy(ptr: NonNull<u8>) -> Option<libc::c_int> {
+        const OF_ADDRESS: libc::c_int = 2; // MPOL_F_ADDR
+        let mut mode: libc::c_int = -1;
+        let none = std::ptr::null_mut::<libc::c_ulong>();
+        // SAFETY: a place for the answer, and none for a mask.
+        let outcome = unsafe {
+            let place = &raw mut mode;
+            libc::syscall(
+                libc::SYS_get_mempolicy,
+                place,
+                none,
+                0,
+                ptr.as_ptr(),
+                OF_ADDRESS,
+            )
+        };
+        (outcome == 0).then_some(mode)
+    }
+
+    #[test]
+    fn pages_lie_on_all_nodes_where_there_are_several() {
+        let region = Region::private(10 * page() as usize).unwrap();
+        let Some(before) = policy(region.ptr) else {
+            return; // a container that forbids it; nothing is changed there
+        };
+        match nodes().len() {
+            1 => assert_ne!(before, libc::MPOL_INTERLEAVE, "nothing to choose from"),
+            _ => assert_eq!(before, libc::MPOL_INTERLEAVE),
+        }
+        assert!(interleave(region.ptr, region.len, nodes()));
+        assert_eq!(policy(region.ptr), Some(libc::MPOL_INTERLEAVE));
+        // No node that this machine has.
+        assert!(!interleave(region.ptr, region.len, &[1000]));
+    }
 }

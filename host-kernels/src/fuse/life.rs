@@ -11,14 +11,14 @@ use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 
 /// Bytes of a buffer of the graph.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Span {
+pub(crate) struct Span {
     buffer: u32,
     bytes: Range<u64>,
 }
 
 impl Span {
     /// From the first to one past the last byte of a tensor.
-    pub(super) fn of(tensor: &Tensor) -> Span {
+    pub(crate) fn of(tensor: &Tensor) -> Span {
         let extent = tensor.shape.extent();
         let extent = extent.expect("a validated tensor has a size");
         Span {
@@ -28,7 +28,7 @@ impl Span {
     }
 
     /// Whether the two share a byte.
-    pub(super) fn meets(&self, other: &Span) -> bool {
+    pub(crate) fn meets(&self, other: &Span) -> bool {
         self.buffer == other.buffer
             && self.bytes.start < other.bytes.end
             && other.bytes.start < self.bytes.end
@@ -36,13 +36,13 @@ impl Span {
 }
 
 /// What a node reads.
-pub(super) fn reads<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = Span> + 'g {
+pub(crate) fn reads<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = Span> + 'g {
     let sources = node.src.as_slice().iter().flatten();
     sources.map(|&source| Span::of(&graph.tensors[source as usize]))
 }
 
 /// What a node writes: its destination; optimisers also what they keep in their sources.
-pub(super) fn writes<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = Span> + 'g {
+pub(crate) fn writes<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = Span> + 'g {
     let is_optimiser = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
     let sources = reads(graph, node).filter(move |_| is_optimiser);
     std::iter::once(Span::of(graph.dst(node))).chain(sources)

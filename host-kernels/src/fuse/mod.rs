@@ -14,6 +14,8 @@ use std::ops::Range;
 
 use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
 
+pub(crate) use life::{Span, reads, writes};
+
 /// How many nodes ahead of one are looked at.
 const WINDOW: usize = 16;
 

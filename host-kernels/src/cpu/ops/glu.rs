@@ -2,7 +2,7 @@
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Rule};
 
-use super::lines::{Map, map, maps};
+use super::lines::{Access, Map, apply, map, maps};
 use super::unary::{Gelu, GeluErf, GeluQuick, Silu};
 use super::walk::window;
 use crate::cpu::plan::{Compiled, Operands};
@@ -44,6 +44,33 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
         GluKind::GegluQuick => map(dst, src, GegluQuick {}),
         GluKind::SwigluClamp => map(dst, src, SwigluClamp { limit }),
     })
+}
+
+/// A line of a unit of floats: the first source is activated, the second is what it is multiplied with.
+///
+/// # Safety
+/// There are `n` floats everywhere.
+pub(super) unsafe fn gate(
+    [alpha, limit]: [f32; 2],
+    kind: GluKind,
+    to: *mut f32,
+    from: [*const f32; 2],
+    n: usize,
+) {
+    let to = (Access::direct(), to.cast());
+    let from = from.map(|x| (Access::direct(), x.cast()));
+    // SAFETY: handed on.
+    unsafe {
+        match kind {
+            GluKind::Reglu => apply(Reglu {}, to, from, n),
+            GluKind::Geglu => apply(Geglu {}, to, from, n),
+            GluKind::Swiglu => apply(Swiglu {}, to, from, n),
+            GluKind::SwigluOai => apply(SwigluOai { alpha, limit }, to, from, n),
+            GluKind::GegluErf => apply(GegluErf {}, to, from, n),
+            GluKind::GegluQuick => apply(GegluQuick {}, to, from, n),
+            GluKind::SwigluClamp => apply(SwigluClamp { limit }, to, from, n),
+        }
+    }
 }
 
 /// `x`, at most `limit`; NaN if `x` is.

@@ -10,6 +10,7 @@
 use vgpu_transport::ir::{Op, OpKind, Precision, Rule, Type, TypeSet};
 
 use super::gather::{RowReader, real_types};
+use super::glu::gate;
 use super::staging::{Layout, Output};
 use crate::cpu::formats::Format;
 use crate::cpu::gemm::{MatmulKernel, ROUNDED_COLUMNS};
@@ -61,6 +62,8 @@ struct Activations {
     in_place: bool,
     /// Whether a node before has converted them.
     done: bool,
+    /// Whether each thread converts the rows that it has just made.
+    by_rows: bool,
     /// Bytes of one column in the activation type.
     column_bytes: usize,
 }
@@ -72,12 +75,14 @@ impl Activations {
         let in_place = source.ty == kernel.activation && source.dense_rows();
         let bytes = (source.rows().checked_mul(column_bytes))
             .expect("converted columns are a small multiple of operands that were validated");
+        let done = in_place || operands.keep(source, kernel.activation, bytes);
         Activations {
             source,
             reader: RowReader::new(&source),
             kernel,
             in_place,
-            done: in_place || operands.keep(source, kernel.activation, bytes),
+            done,
+            by_rows: !done && operands.follows_rows(source),
             column_bytes,
         }
     }
@@ -111,7 +116,14 @@ impl Activations {
         let pieces = k.div_ceil(PIECE);
         let format = Format::of(self.kernel.activation).expect("as in `new`");
         let mut buffer = [0f32; PIECE];
-        for unit in w.share(self.source.rows() * pieces) {
+        let units = match self.by_rows {
+            true => {
+                let rows = w.share(self.source.rows());
+                rows.start * pieces..rows.end * pieces
+            }
+            false => w.share(self.source.rows() * pieces),
+        };
+        for unit in units {
             let (column, start) = (unit / pieces, unit % pieces * PIECE);
             let n = PIECE.min(k - start);
             let row = self.source.row_ptr(self.source.row_index(column));
@@ -259,63 +271,297 @@ pub(super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> 
     if matches!(operands.op(), Op::MulMat { hadamard: true, .. }) && weight.ne[0] == weight.ne[1] {
         return Ok(hadamard(x, dst, operands.workers()));
     }
-    let exact = MatmulKernel::of(weight.ty).expect("the rules claim no other weights");
-    let kernel = match operands.op() {
-        Op::MulMat {
-            accumulator: Precision::Default,
-            ..
-        } if x.ne[1] >= ROUNDED_COLUMNS => MatmulKernel::rounded(weight.ty).unwrap_or(exact),
-        _ => exact,
-    };
+    let kernel = kernel_of(operands);
     let activations = Activations::new(operands, x, kernel);
     let output = Output::new(dst, &[weight, x], &mut scratch);
-    let nest = Nest::new(&weight, &x, activations.strides(), output.strides());
-
-    let (k, rows) = (weight.ne[0], weight.ne[1]);
-    let columns = nest.columns.count;
-    let grain_columns = tile_columns(columns);
-    let column_tiles = columns.div_ceil(grain_columns);
-    let others = column_tiles * nest.batches();
-    let at_once = grain_columns.min(columns);
-    let grain_rows = tile_rows(&kernel, k, rows, at_once, others, operands.workers());
-    let row_tiles = rows.div_ceil(grain_rows);
-
-    if !activations.done {
-        kernels.push(Box::new(move |w| {
-            activations.convert(w);
-            Ok(())
-        }));
-    }
+    let product = Product::new(operands, activations, output, 1);
+    kernels.extend(converted(operands, activations));
     kernels.push(Box::new(move |w| {
-        // Neighbouring tiles share their activations, which stay in the cache.
-        for tile in w.chunks(others * row_tiles, 1).flatten() {
-            let row = tile % row_tiles * grain_rows;
-            let column = tile / row_tiles % column_tiles * grain_columns;
-            let at = nest.offsets(tile / row_tiles / column_tiles);
-            // SAFETY: the tile's rows, columns and results are inside the operands; conversion has
-            // finished, a barrier ago; no other tile has these results, which overlap no source.
-            unsafe {
-                (kernel.gemm)(
-                    k,
-                    weight.ptr().add(at.w + row * weight.nb[1]),
-                    weight.nb[1],
-                    grain_rows.min(rows - row),
-                    activations.base(w).add(at.x + column * nest.columns.x),
-                    nest.columns.x,
-                    grain_columns.min(columns - column),
-                    output
-                        .base(w.scratch())
-                        .add(at.dst + column * nest.columns.dst)
-                        .cast::<f32>()
-                        .add(row),
-                    nest.columns.dst / size_of::<f32>(),
-                );
-            }
+        for tile in w.chunks(product.tiles(), 1).flatten() {
+            // SAFETY: conversion has finished, a barrier ago; no other tile has these results.
+            unsafe { product.tile(w, tile) };
         }
         Ok(())
     }));
     output.finish(&mut kernels);
     Ok(Compiled {
+        kernels,
+        scratch_bytes: scratch.bytes(),
+    })
+}
+
+/// How a MUL_MAT is computed.
+fn kernel_of(operands: &Operands<'_>) -> MatmulKernel {
+    let (weight, x) = (operands.src(0), operands.src(1));
+    let exact = MatmulKernel::of(weight.ty).expect("the rules claim no other weights");
+    match operands.op() {
+        Op::MulMat {
+            accumulator: Precision::Default,
+            ..
+        } if x.ne[1] >= ROUNDED_COLUMNS => MatmulKernel::rounded(weight.ty).unwrap_or(exact),
+        _ => exact,
+    }
+}
+
+/// The kernel that converts the activations of MUL_MAT, if one has to.
+fn converted(operands: &Operands<'_>, activations: Activations) -> Option<Kernel> {
+    (!activations.done).then(|| -> Kernel {
+        operands.converts_first(activations.source);
+        Box::new(move |w| {
+            activations.convert(w);
+            Ok(())
+        })
+    })
+}
+
+/// A MUL_MAT, cut into tiles.
+struct Product {
+    kernel: MatmulKernel,
+    weight: View,
+    activations: Activations,
+    output: Output,
+    nest: Nest,
+    columns: usize,
+    grain_columns: usize,
+    column_tiles: usize,
+    grain_rows: usize,
+    row_tiles: usize,
+    /// Tiles of the same rows.
+    others: usize,
+}
+
+impl Product {
+    /// `beside`: how many products are computed at once, this one included.
+    fn new(
+        operands: &Operands<'_>,
+        activations: Activations,
+        output: Output,
+        beside: usize,
+    ) -> Product {
+        let (weight, x, kernel) = (operands.src(0), operands.src(1), activations.kernel);
+        let nest = Nest::new(&weight, &x, activations.strides(), output.strides());
+        let (k, rows) = (weight.ne[0], weight.ne[1]);
+        let columns = nest.columns.count;
+        let grain_columns = tile_columns(columns);
+        let column_tiles = columns.div_ceil(grain_columns);
+        let others = column_tiles * nest.batches();
+        let at_once = grain_columns.min(columns);
+        let workers = operands.workers();
+        let grain_rows = tile_rows(&kernel, k, rows, at_once, others * beside, workers);
+        Product {
+            kernel,
+            weight,
+            activations,
+            output,
+            nest,
+            columns,
+            grain_columns,
+            column_tiles,
+            grain_rows,
+            row_tiles: rows.div_ceil(grain_rows),
+            others,
+        }
+    }
+
+    /// How many tiles there are. Neighbouring ones share their activations, which stay in the cache.
+    fn tiles(&self) -> usize {
+        self.others * self.row_tiles
+    }
+
+    /// Computes a tile.
+    ///
+    /// # Safety
+    /// The activations have been converted, a barrier ago. Nobody else computes this tile.
+    unsafe fn tile(&self, w: &Worker<'_>, tile: usize) {
+        let row = tile % self.row_tiles * self.grain_rows;
+        let column = tile / self.row_tiles % self.column_tiles * self.grain_columns;
+        let at = self.nest.offsets(tile / self.row_tiles / self.column_tiles);
+        let columns = self.nest.columns;
+        // SAFETY: the tile's rows, columns and results are inside the operands; no other tile has these results, which
+        // overlap no source.
+        unsafe {
+            let out = self.output.base(w.scratch());
+            self.multiply(
+                w,
+                (at.w, row),
+                at.x + column * columns.x,
+                self.grain_columns.min(self.columns - column),
+                out.add(at.dst + column * columns.dst)
+                    .cast::<f32>()
+                    .add(row),
+                columns.dst / size_of::<f32>(),
+            );
+        }
+    }
+
+    /// The rows of weights of a tile from `row` on, times `columns` columns of activations, which lie `x` bytes behind the
+    /// first.
+    ///
+    /// # Safety
+    /// As [`Product::tile`]; rows and columns are inside the operands, which lie `weights` bytes behind the first, and the
+    /// results have room in `out`, whose columns are `stride` floats apart.
+    unsafe fn multiply(
+        &self,
+        w: &Worker<'_>,
+        (weights, row): (usize, usize),
+        x: usize,
+        columns: usize,
+        out: *mut f32,
+        stride: usize,
+    ) {
+        let weight = &self.weight;
+        // SAFETY: the caller's promise.
+        unsafe {
+            (self.kernel.gemm)(
+                weight.ne[0],
+                weight.ptr().add(weights + row * weight.nb[1]),
+                weight.nb[1],
+                self.grain_rows.min(weight.ne[1] - row),
+                self.activations.base(w).add(x),
+                self.nest.columns.x,
+                columns,
+                out,
+                stride,
+            );
+        }
+    }
+}
+
+/// Products of the same activations: their tiles are dealt together.
+pub(super) fn products(nodes: &[Operands<'_>]) -> Option<Compiled> {
+    let first = nodes.first()?;
+    let kernel = kernel_of(first);
+    let is_plain = |node: &Operands<'_>| {
+        let weight = node.src(0);
+        matches!(
+            node.op(),
+            Op::MulMat {
+                hadamard: false,
+                ..
+            }
+        ) && kernel_of(node).activation == kernel.activation
+            && node.dst().distinct_rows()
+            && !weight.overlaps(&node.dst())
+            && !first.src(1).overlaps(&node.dst())
+    };
+    if !nodes.iter().all(is_plain) {
+        return None;
+    }
+    let mut scratch = Layout::default();
+    let activations = Activations::new(first, first.src(1), kernel);
+    let each = nodes.iter().map(|node| {
+        let output = Output::new(node.dst(), &[node.src(0), node.src(1)], &mut scratch);
+        let activations = Activations {
+            kernel: kernel_of(node),
+            ..activations
+        };
+        Product::new(node, activations, output, nodes.len())
+    });
+    let products: Vec<Product> = each.collect();
+    let tiles = products.iter().map(Product::tiles).sum();
+    let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
+    kernels.push(Box::new(move |w| {
+        for mut tile in w.chunks(tiles, 1).flatten() {
+            for product in &products {
+                if tile < product.tiles() {
+                    // SAFETY: as in MUL_MAT; the destinations of a group are apart from each other.
+                    unsafe { product.tile(w, tile) };
+                    break;
+                }
+                tile -= product.tiles();
+            }
+        }
+        Ok(())
+    }));
+    Some(Compiled {
+        kernels,
+        scratch_bytes: scratch.bytes(),
+    })
+}
+
+/// Two products of few columns and the unit that one of them gates. Nobody wants the products themselves.
+pub(super) fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
+    let [one, other, unit] = nodes else {
+        return None;
+    };
+    let Op::Glu {
+        kind, alpha, limit, ..
+    } = *unit.op()
+    else {
+        return None;
+    };
+    let (kernel, dst, x) = (kernel_of(one), unit.dst(), one.src(1));
+    let is_plain = |node: &Operands<'_>| {
+        matches!(
+            node.op(),
+            Op::MulMat {
+                hadamard: false,
+                ..
+            }
+        ) && kernel_of(node).activation == kernel.activation
+            && node.src(0).ty == one.src(0).ty
+            && node.src(0).ne == one.src(0).ne
+            && !node.src(0).overlaps(&dst)
+            && node.src(0).rows() == node.src(0).ne[1]
+    };
+    let fits = [one, other].into_iter().all(is_plain)
+        && x.rows() == x.ne[1]
+        && dst.ty == Type::F32
+        && dst.dense_rows()
+        && dst.distinct_rows()
+        && !x.overlaps(&dst)
+        && dst.rows() == x.ne[1]
+        && dst.ne[0] == one.src(0).ne[1];
+    if !fits {
+        return None;
+    }
+    let (activated, factor) = match unit.src(0) == one.dst() {
+        true => (one, other),
+        false => (other, one),
+    };
+    let mut scratch = Layout::default();
+    let activations = Activations::new(one, x, kernel);
+    let product = |node: &Operands<'_>, scratch: &mut Layout| {
+        let activations = Activations {
+            kernel: kernel_of(node),
+            ..activations
+        };
+        let output = Output::new(dst, &[], scratch);
+        Product::new(node, activations, output, 1)
+    };
+    let [activated, factor] = [activated, factor].map(|node| product(node, &mut scratch));
+    let rows = activated.weight.ne[1];
+    // Weights of one type and size are cut alike.
+    let grain = activated.grain_rows;
+    let columns = x.ne[1];
+    // Each thread has a tile of each product.
+    let tile_floats = (grain * columns).next_multiple_of(LINE_FLOATS);
+    let own = scratch.room(2 * one.workers(), tile_floats * size_of::<f32>());
+    let mut kernels: Vec<Kernel> = Vec::from_iter(converted(one, activations));
+    kernels.push(Box::new(move |w| {
+        // SAFETY: the parts are this thread's own, inside what was asked for.
+        let [a, b] = unsafe {
+            let own = w.scratch().add(own).cast::<f32>();
+            [0, 1].map(|i| own.add((2 * w.index() + i) * tile_floats))
+        };
+        for tile in w.chunks(rows.div_ceil(grain), 1).flatten() {
+            let row = tile * grain;
+            let n = grain.min(rows - row);
+            // SAFETY: conversion has finished, a barrier ago; the rows are inside the weights, of which `multiply` takes as
+            // many as a tile has; no other tile has these results.
+            unsafe {
+                activated.multiply(w, (0, row), 0, columns, a, grain);
+                factor.multiply(w, (0, row), 0, columns, b, grain);
+                for column in 0..columns {
+                    let to = dst.row_ptr([column, 0, 0]).cast::<f32>().add(row);
+                    let from = [a, b].map(|x| x.add(column * grain).cast_const());
+                    gate([alpha, limit], kind, to, from, n);
+                }
+            }
+        }
+        Ok(())
+    }));
+    Some(Compiled {
         kernels,
         scratch_bytes: scratch.bytes(),
     })

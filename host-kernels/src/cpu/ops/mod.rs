@@ -22,7 +22,7 @@
 //! | `training` | CROSS_ENTROPY_LOSS, CROSS_ENTROPY_LOSS_BACK, OPT_STEP_ADAMW, OPT_STEP_SGD |
 //! | `unary` | UNARY, SQR, SQRT, LOG, SIN, COS, LEAKY_RELU, XIELU, SILU_BACK |
 //!
-//! They are written in a small vocabulary: `walk` and `sequence` go through elements, `lines` computes with
+//! `fused` has the kernels of several nodes. They are written in a small vocabulary: `walk` and `sequence` go through elements, `lines` computes with
 //! lines of them as `f32`, `elements` moves them as they are, `gather` reads rows, `staging` divides scratch
 //! memory.
 //!
@@ -36,6 +36,7 @@ mod copy;
 mod deepseek;
 mod elements;
 mod elementwise;
+mod fused;
 mod gather;
 mod glu;
 mod im2col;
@@ -60,6 +61,8 @@ use vgpu_transport::ir::{Op, Rule};
 
 use super::plan::{Compiled, Operands};
 use crate::engine::EngineError;
+
+pub(super) use fused::compile_group;
 
 /// Everything the engine runs.
 pub(super) fn rules() -> Vec<Rule> {

@@ -6,8 +6,10 @@
 use vgpu_transport::ir::{OpKind, RopeMode, Rule, Type, TypeSet};
 
 use super::gather::RowReader;
+use super::lines::Access;
+use super::rows::index as row_id;
 use crate::cpu::formats::Format;
-use crate::cpu::plan::{Compiled, Operands};
+use crate::cpu::plan::{Compiled, Fault, Operands};
 use crate::cpu::simd::{Simd, Task, chunks, dispatch};
 use crate::cpu::view::View;
 use crate::engine::EngineError;
@@ -21,7 +23,42 @@ pub(super) fn rules() -> Vec<Rule> {
 
 /// ROPE and ROPE_BACK.
 pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
-    let (x, positions, dst) = (operands.src(0), operands.src(1), operands.dst());
+    let dst = operands.dst();
+    let writer = RowWriter::new(&dst);
+    Ok(turned(operands, move |index, row| {
+        // SAFETY: the row lies in the destination.
+        unsafe { writer.write(row, dst.row_ptr(index)) };
+        Ok(())
+    }))
+}
+
+/// ROPE and the SET_ROWS of its result, which nobody else wants.
+pub(super) fn rope_rows(nodes: &[Operands<'_>]) -> Option<Compiled> {
+    let [turn, rows] = nodes else {
+        return None;
+    };
+    let (heads, cache, ids) = (turn.dst(), rows.dst(), rows.src(1));
+    let width = heads.ne[0];
+    let writer = Access::rows(&cache);
+    // What is between the two is a tensor of floats; each head has whole blocks of the cache.
+    let fits = heads.ty == Type::F32 && width.is_multiple_of(cache.ty.block_elements() as usize);
+    fits.then(|| {
+        turned(turn, move |[head, token, _], row| {
+            let id = row_id(&ids, [token, 0, 0], cache.ne[1])?;
+            let to = writer.at(cache.row_ptr([id, 0, 0]), head * width);
+            // SAFETY: the heads of a token lie in a row of the cache one behind the other.
+            unsafe { writer.store(row.as_ptr(), width, to.cast_mut()) };
+            Ok(())
+        })
+    })
+}
+
+/// The kernel that turns rows and hands each to `write`, with its indices.
+fn turned(
+    operands: &Operands<'_>,
+    write: impl Fn([usize; 3], &[f32]) -> Result<(), Fault> + Send + Sync + 'static,
+) -> Compiled {
+    let (x, positions) = (operands.src(0), operands.src(1));
     let angles = Angles {
         rotation: Rotation::of(operands.op()).expect("this family has one operator"),
         factors: operands.optional(2),
@@ -33,12 +70,11 @@ pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     let n = 2 * pairs;
     let tokens = x.ne[2];
     let reader = RowReader::new(&x);
-    let writer = RowWriter::new(&dst);
 
     // Each thread has a row, and the cosines and sines of a token.
     let sizes = [x.ne[0], pairs, pairs].map(|n| n.next_multiple_of(16));
     let each = sizes.iter().sum::<usize>();
-    Ok(Compiled {
+    Compiled {
         kernels: vec![Box::new(move |w| {
             // SAFETY: the parts are this thread's own, inside what is asked for below.
             let (row, cos, sin) = unsafe {
@@ -63,7 +99,7 @@ pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
                     };
                     angles.fill(position, cos, sin);
                 }
-                // SAFETY: the rows lie in source and destination; `row` has room for one.
+                // SAFETY: the row lies in the source; `row` has room for one.
                 unsafe { reader.read(x.row_ptr(index), 0, row.len(), row.as_mut_ptr()) };
                 dispatch(Rotate {
                     x: &mut row[start..start + n],
@@ -71,13 +107,12 @@ pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
                     sin,
                     neighbours: angles.rotation.mode == RopeMode::Normal,
                 });
-                // SAFETY: as above.
-                unsafe { writer.write(row, dst.row_ptr(index)) };
+                write(index, row)?;
             }
             Ok(())
         })],
         scratch_bytes: operands.workers() * each * size_of::<f32>(),
-    })
+    }
 }
 
 /// Writes rows of a plain type.

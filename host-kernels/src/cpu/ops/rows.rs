@@ -32,7 +32,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 }
 
 /// The index at `[i0, i1, i2]` of a tensor of indices, if it is less than `count`.
-fn index(ids: &View, [i0, i1, i2]: [usize; 3], count: usize) -> Result<usize, Fault> {
+pub(super) fn index(ids: &View, [i0, i1, i2]: [usize; 3], count: usize) -> Result<usize, Fault> {
     let place = ids
         .ptr()
         .wrapping_add(i0 * ids.nb[0] + i1 * ids.nb[1] + i2 * ids.nb[2]);
