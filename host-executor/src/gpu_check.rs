@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "--size {}: not a multiple of 256",
         args.size
     );
-    let engine = serve::engine(args.engine, 0, None)?;
+    let engine = serve::engine(args.engine, 0.into(), None)?;
     let oracle = CpuEngine::new(0, None).context("the cpu engine does not start")?;
     let memory = engine.memory();
     println!(

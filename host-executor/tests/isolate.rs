@@ -281,6 +281,10 @@ fn what_is_missing_is_said() {
         (&["--isolate"][..], "--guest-memory"),
         (&["--guest-memory", "1G"], "--isolate"),
         (
+            &["--isolate", "--guest-memory", "10M", "--pin"],
+            "--isolate and --pin do not go together",
+        ),
+        (
             &["--isolate", "--memory", "1G", "--guest-memory", "2G"],
             "for 0 guests",
         ),

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
-use vgpu_kernels::check::model::{Model, Step};
+use vgpu_kernels::check::model::{Model, Step, TINY};
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::Type;
 
@@ -20,9 +20,8 @@ const MODEL: Model = Model {
     head: 64,
     inner: 2304,
     vocabulary: 32_000,
-    experts: None,
-    norms_heads: false,
     context: 1024,
+    ..TINY
 };
 
 /// Tokens of the cache that a step sees.

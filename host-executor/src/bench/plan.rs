@@ -215,7 +215,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
     let engine = match args.floor_only {
         true => None,
-        false => Some(serve::engine(args.engine, args.threads, None)?),
+        false => Some(serve::engine(args.engine, args.threads.into(), None)?),
     };
     let rates = rates(args, engine.as_deref())?;
     let mut spans = Vec::new();

@@ -9,6 +9,7 @@ use std::str::FromStr;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, Visitor};
 use toml::Spanned;
+use vgpu_kernels::cpu::Threads;
 use vgpu_transport::link::Endpoint;
 
 use super::{EngineKind, GuestSettings, LogFormat, MetricsAddress, Problem, Settings, VmDevice};
@@ -38,6 +39,7 @@ struct File {
 struct Engine {
     kind: Option<Text<EngineKind>>,
     threads: usize,
+    pin: bool,
     memory: Option<Size>,
 }
 
@@ -189,7 +191,10 @@ fn settings(file: File) -> Result<Settings, Misplaced> {
         share_buffers: file.server.share_buffers.unwrap_or(true),
         overcommit: file.server.overcommit,
         engine: file.engine.kind.map_or(defaults.engine, |kind| kind.0),
-        threads: file.engine.threads,
+        threads: Threads {
+            count: file.engine.threads,
+            pin: file.engine.pin,
+        },
         memory: file.engine.memory.map(|size| size.0),
         device: match file.server.vm_device {
             Some(Device::VfioUser) => VmDevice::VfioUser,

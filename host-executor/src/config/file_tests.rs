@@ -156,11 +156,14 @@ fn what_takes_a_restart_is_told_from_what_does_not() {
     let live =
         parse("[engine]\nthreads = 2\n[[guest]]\nname = \"a\"\nuids = [2]\nweight = 7\n").unwrap();
     assert!(live.needs_restart(&running).is_empty());
-    let other = parse("[engine]\nthreads = 3\nkind = \"auto\"\n").unwrap();
+    let other = parse("[engine]\nthreads = 3\npin = true\nkind = \"auto\"\n").unwrap();
     assert_eq!(
         other.needs_restart(&running),
-        ["engine.kind", "engine.threads"]
+        ["engine.kind", "engine.threads", "engine.pin"]
     );
+    let mut kept = other.clone();
+    kept.keep_until_restart(&running);
+    assert_eq!((kept.threads.count, kept.threads.pin), (2, false));
 }
 
 #[test]

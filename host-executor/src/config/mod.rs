@@ -9,6 +9,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use vgpu_kernels::cpu::Threads;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::endpoint::DEFAULT_UNIX_PATH;
 
@@ -186,8 +187,8 @@ pub struct Settings {
     pub overcommit: bool,
     /// The engine.
     pub engine: EngineKind,
-    /// Its threads; 0 for one on each core.
-    pub threads: usize,
+    /// The threads of the CPU engine.
+    pub threads: Threads,
     /// What guests may use of its memory, in all.
     pub memory: Option<u64>,
     /// What virtual machines see.
@@ -220,7 +221,7 @@ impl Default for Settings {
             share_buffers: true,
             overcommit: false,
             engine: EngineKind::Cpu,
-            threads: 0,
+            threads: Threads::default(),
             memory: None,
             device: VmDevice::default(),
             log: None,
@@ -290,7 +291,11 @@ impl Settings {
     pub fn needs_restart(&self, running: &Settings) -> Vec<&'static str> {
         let differs = [
             ("engine.kind", self.engine != running.engine),
-            ("engine.threads", self.threads != running.threads),
+            (
+                "engine.threads",
+                self.threads.count != running.threads.count,
+            ),
+            ("engine.pin", self.threads.pin != running.threads.pin),
             ("engine.memory", self.memory != running.memory),
             ("server.certs", self.certs != running.certs),
             (

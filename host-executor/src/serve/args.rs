@@ -59,9 +59,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ENGINE")]
     engine: Option<EngineKind>,
 
-    /// Threads of the cpu engine; 0 for one on each core this process may use. [default: 0]
+    /// Threads of the cpu engine; 0 for one on each physical core this process may use. [default: 0]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
+
+    /// Keep each thread of the cpu engine on a core of its own: for hosts that do nothing else. With more threads than
+    /// cores, cores get a second one.
+    #[arg(long)]
+    pin: bool,
 
     /// Memory that guests may use in all, such as 512M or 8G. [default: what the machine or its control
     /// group has]
@@ -178,7 +183,8 @@ impl Args {
             }
         }
         replace(&mut settings.engine, &self.engine);
-        replace(&mut settings.threads, &self.threads);
+        replace(&mut settings.threads.count, &self.threads);
+        settings.threads.pin |= self.pin;
         replace(&mut settings.max_guests, &self.max_guests);
         let device = self.device.map(|device| match device {
             Device::Ivshmem => VmDevice::Ivshmem,

@@ -197,7 +197,7 @@ pub(crate) fn work(args: WorkerArgs) -> anyhow::Result<()> {
     catch_signals(sender)?;
     let socket = isolate::take_socket().context("standard input is no socket")?;
     let certificates = certificates(args.certs.as_ref())?;
-    let engine = engine(args.engine, args.threads, args.memory)?;
+    let engine = engine(args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         share: !args.no_shared_buffers,
         ..Limits::default()
@@ -232,6 +232,10 @@ fn certificates(folder: Option<&PathBuf>) -> anyhow::Result<Option<Certificates>
 
 /// What can only be done where all guests are.
 fn refuse_what_takes_one_process(settings: &Settings) -> anyhow::Result<()> {
+    ensure!(
+        !settings.threads.pin,
+        "--isolate and --pin do not go together: the processes of all guests would have the same cores"
+    );
     ensure!(
         settings.weights_cache.is_none(),
         "--isolate and the cache of weights do not go together: several processes would write to one folder, each with \
@@ -338,7 +342,7 @@ fn common(args: &Args, settings: &Settings) -> Vec<OsString> {
     };
     let mut common: Vec<OsString> = vec![
         format!("--engine={}", settings.engine).into(),
-        format!("--threads={}", settings.threads).into(),
+        format!("--threads={}", settings.threads.count).into(),
         format!("--log-format={format}").into(),
         format!("--share-weights={sharing}").into(),
     ];

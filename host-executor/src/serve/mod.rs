@@ -21,7 +21,7 @@ use vgpu_executor::sandbox::{self, Profile};
 use vgpu_executor::status::Watch;
 use vgpu_executor::vm::SocketFile;
 use vgpu_executor::{Limits, Server, Weights, metrics, service};
-use vgpu_kernels::cpu::CpuEngine;
+use vgpu_kernels::cpu::{CpuEngine, Threads};
 use vgpu_kernels::cuda::CudaEngine;
 use vgpu_kernels::cuda::device::{Gpu, GpuError};
 use vgpu_kernels::{Engine, EngineError};
@@ -249,13 +249,15 @@ fn catch_signals(events: Sender<Event>) -> anyhow::Result<()> {
 /// Starts an engine.
 pub(crate) fn engine(
     kind: EngineKind,
-    threads: usize,
+    threads: Threads,
     memory: Option<u64>,
 ) -> anyhow::Result<Arc<dyn Engine>> {
     match kind {
         EngineKind::Cpu => {
-            let engine = CpuEngine::new(threads, memory)
-                .with_context(|| format!("the cpu engine does not start with {threads} threads"))?;
+            let engine = CpuEngine::with(threads, memory).with_context(|| {
+                let count = threads.count;
+                format!("the cpu engine does not start with {count} threads")
+            })?;
             Ok(Arc::new(engine))
         }
         EngineKind::Cuda(ordinal) => {

@@ -54,17 +54,18 @@ pub struct Threads {
     pub pin: bool,
 }
 
+impl From<usize> for Threads {
+    /// So many, not pinned.
+    fn from(count: usize) -> Threads {
+        Threads { count, pin: false }
+    }
+}
+
 impl CpuEngine {
     /// An engine with `threads` threads (0: one for each core this process may use) that hands out at
     /// most `memory_limit` bytes (`None`: what the machine or the control group has).
     pub fn new(threads: usize, memory_limit: Option<u64>) -> Result<CpuEngine, EngineError> {
-        CpuEngine::with(
-            Threads {
-                count: threads,
-                pin: false,
-            },
-            memory_limit,
-        )
+        CpuEngine::with(threads.into(), memory_limit)
     }
 
     /// The same, with more to say about the threads.
