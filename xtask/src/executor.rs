@@ -103,6 +103,35 @@ impl Executor {
         self.daemon.peak_memory()
     }
 
+    /// The memory that it has, in bytes, including what it shares with guests.
+    pub(crate) fn memory(&self) -> Result<u64> {
+        process::memory(self.pid())
+    }
+
+    /// What `work` gives, and the median of the memory that it had meanwhile.
+    pub(crate) fn median_memory<T>(&self, work: impl FnOnce() -> T) -> Result<(T, u64)> {
+        const EVERY: Duration = Duration::from_millis(20);
+        let pid = self.pid();
+        let (done, is_done) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let looking = scope.spawn(move || -> Result<Vec<u64>> {
+                let mut seen = vec![process::memory(pid)?];
+                // Ends when the other end is gone.
+                while is_done.recv_timeout(EVERY) == Err(std::sync::mpsc::RecvTimeoutError::Timeout)
+                {
+                    seen.push(process::memory(pid)?);
+                }
+                Ok(seen)
+            });
+            let result = work();
+            drop(done);
+            let seen = looking.join();
+            let mut seen = seen.map_err(|_| anyhow::anyhow!("looking at memory panicked"))??;
+            seen.sort_unstable();
+            Ok((result, seen[seen.len() / 2]))
+        })
+    }
+
     /// Ends it with SIGKILL: it gets no chance to say goodbye.
     pub(crate) fn kill(self) -> Result<()> {
         self.daemon.kill()

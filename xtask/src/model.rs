@@ -197,6 +197,12 @@ impl Planned {
 }
 
 impl Shape {
+    /// Bytes of the cached keys and values of so many tokens, in halves.
+    pub(crate) fn cache_bytes(&self, tokens: u64) -> u64 {
+        let head = self.embedding / self.heads;
+        2 * 2 * u64::from(self.layers) * self.kv_heads * head * tokens
+    }
+
     fn head_dim(&self) -> u64 {
         self.embedding / self.heads
     }

@@ -217,11 +217,7 @@ impl Daemon {
 
     /// The most memory it ever had at once, in bytes, as Linux counts it.
     pub(crate) fn peak_memory(&self) -> Result<u64> {
-        let path = format!("/proc/{}/status", self.child.0.id());
-        let status = std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-        let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-        Ok(kilobytes.with_context(|| format!("{path} has no VmHWM"))? << 10)
+        bytes_of(self.pid(), "VmHWM:")
     }
 
     /// Ends it with SIGKILL: it gets no chance to say goodbye.
@@ -349,4 +345,17 @@ impl Dialogue {
         }
         bail!("{} does not end\n{}", self.name, tail(&self.log));
     }
+}
+/// The memory of a process, in bytes, including what it shares with others.
+pub(crate) fn memory(pid: u32) -> Result<u64> {
+    bytes_of(pid, "VmRSS:")
+}
+
+/// A line of a process's status that counts kilobytes.
+fn bytes_of(pid: u32, key: &str) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let status = std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(key));
+    let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    Ok(kilobytes.with_context(|| format!("{path} has no {key}"))? << 10)
 }

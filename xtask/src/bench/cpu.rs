@@ -57,6 +57,9 @@ pub(crate) struct Options {
     /// Tokens to decode
     #[arg(long, default_value_t = 128)]
     tokens: u32,
+    /// The name of the file of figures, so that several runs keep theirs
+    #[arg(long, default_value = "cpu")]
+    name: String,
     /// Count the engines' processor time instead of the clock's: for machines that do other work, too
     #[arg(long)]
     processor_time: bool,
@@ -126,6 +129,13 @@ const TYPES: [Weights; 7] = [
     Weights::Mxfp4,
 ];
 
+/// Names of figures.
+const STEADY: &str = "while a model runs";
+const PEAK: &str = "most at once, with cache and activations";
+
+/// How many times the model's bytes an executor may have in memory, beside the cache.
+const MOST_MEMORY: f64 = 1.1;
+
 /// How many more times a measurement runs when processor time is counted.
 const MORE: u32 = 2;
 
@@ -152,9 +162,18 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let setting = Setting::prepare(cache, options)?;
     heading("cpu");
     let wanted = |part: Part| options.only.is_empty() || options.only.contains(&part);
+    let under = json!({
+        "threads": setting.threads,
+        "repeats": options.repeats,
+        "isa": options.isa.map(Isa::level),
+        "processor time": options.processor_time,
+    });
+    // After each model, so that a run that is cut short keeps what it has.
+    let keep = |rows: &[Row]| keep(&setting.folder, &options.name, under.clone(), rows);
     let mut rows = Vec::new();
     if wanted(Part::Kernels) {
         rows.extend(setting.kernels()?);
+        keep(&rows)?;
     }
     let chosen = |weights: &Weights| options.types.is_empty() || options.types.contains(weights);
     for model in [Model::Small, Model::Large] {
@@ -168,16 +187,10 @@ pub(super) fn run(cache: &Cache, options: &Options) -> Result<()> {
             let found = setting.model(model.shape(), weights, &wanted)?;
             found.iter().for_each(|row| println!("{}", row.lines()));
             rows.extend(found);
+            keep(&rows)?;
         }
     }
-
-    let under = json!({
-        "threads": setting.threads,
-        "repeats": options.repeats,
-        "isa": options.isa.map(Isa::level),
-        "processor time": options.processor_time,
-    });
-    keep(&setting.folder, "cpu", under, &rows)
+    Ok(())
 }
 
 /// What `llama-bench` is to measure.
@@ -241,6 +254,8 @@ impl Setting<'_> {
             measures.extend(self.options.batches.iter().map(|&n| Measure::Prefill(n)));
         }
         let executor = self.executor()?;
+        let before = executor.memory()?;
+        let mut steady = 0;
         let mut speeds = vec![[(); WAYS.len()].map(|()| Vec::new()); measures.len()];
         for round in 1..=self.options.repeats {
             let step = Step::new(&format!(
@@ -252,7 +267,12 @@ impl Setting<'_> {
             for (measure, speeds) in measures.iter().zip(&mut speeds) {
                 for (way, speeds) in WAYS.iter().zip(speeds) {
                     step.note(&format!("{way}, {measure:?}"));
-                    speeds.push(self.bench(&path, *measure, way, &executor)?);
+                    let run = || self.bench(&path, *measure, way, &executor);
+                    let (speed, memory) = executor.median_memory(run)?;
+                    speeds.push(speed?);
+                    if *way == UNIX {
+                        steady = steady.max(memory);
+                    }
                 }
             }
             step.done("");
@@ -289,11 +309,26 @@ impl Setting<'_> {
             })
             .collect();
         let what = format!("{name} {}, memory of the executor", weights.name());
+        let cache = shape.cache_bytes(self.context(&measures)) as f64;
         let memory = Row::new(what, "MB")
             .figure("the model's file", file / 1e6)
-            .figure("most at once, with cache and activations", peak / 1e6);
+            .figure("its cache", cache / 1e6)
+            .figure("the executor before", before as f64 / 1e6)
+            .figure(STEADY, steady as f64 / 1e6)
+            .figure(PEAK, peak / 1e6)
+            .at_most(PEAK, (MOST_MEMORY * file + cache) / 1e6);
         rows.push(memory);
         Ok(rows)
+    }
+
+    /// The longest context that one of the measures makes a cache for: llama.cpp rounds up.
+    fn context(&self, measures: &[Measure]) -> u64 {
+        let of = |measure: &Measure| match measure {
+            Measure::Prefill(_) => self.options.prompt,
+            Measure::Decode => self.options.tokens,
+        };
+        let most = measures.iter().map(of).max().unwrap_or(0);
+        u64::from(most).next_multiple_of(256)
     }
 
     /// Serves with the wanted instruction sets.
@@ -302,7 +337,12 @@ impl Setting<'_> {
         let mut serve = Command::new(&self.dist.vgpu);
         self.limit(&mut serve);
         let log = self.folder.join("cpu-serve.log");
-        Executor::start_command(&mut serve, &socket, self.threads, &log, &[])
+        // Pinned, the engine's threads do all the work, and the session's own thread, which also waits for its guest, none.
+        let pin: &[&str] = match self.options.processor_time {
+            true => &["--pin"],
+            false => &[],
+        };
+        Executor::start_command(&mut serve, &socket, self.threads, &log, pin)
     }
 
     /// Lowers the instruction sets of a program of ours.

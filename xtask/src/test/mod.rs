@@ -33,7 +33,7 @@ use crate::workspace;
 /// Options of the tests.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Also the few cases of test-backend-ops that take minutes each
+    /// Also the few cases of test-backend-ops that take minutes each, and all cases with fewer instruction sets
     #[arg(long)]
     full: bool,
     /// Only these parts [default: all]
@@ -265,9 +265,14 @@ struct Served {
 
 impl Served {
     fn start(dist: &Dist, log: &std::path::Path) -> Result<Served> {
+        Served::start_command(&mut std::process::Command::new(&dist.vgpu), log)
+    }
+
+    /// The same with `serve` as the command, whose environment the caller may have changed.
+    fn start_command(serve: &mut std::process::Command, log: &std::path::Path) -> Result<Served> {
         let scratch = Scratch::new()?;
         let socket = scratch.path().join("vgpu.sock");
-        let executor = Executor::start(dist, &socket, workspace::cores(), log)?;
+        let executor = Executor::start_command(serve, &socket, workspace::cores(), log, &[])?;
         Ok(Served {
             executor,
             _scratch: scratch,

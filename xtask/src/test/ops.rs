@@ -2,6 +2,7 @@
 
 use std::cell::OnceCell;
 use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context as _, Result};
 
@@ -15,6 +16,9 @@ use crate::progress::{Step, heading};
 
 use super::{Bench, Served};
 
+/// Instruction sets below those that machines of developers have.
+const LOWER: [&str; 2] = ["avx2", "scalar"];
+
 pub(super) fn run(bench: &mut Bench<'_>) {
     heading("test-backend-ops on VGPU0");
     let Some(dist) = bench.dist() else { return };
@@ -27,7 +31,7 @@ pub(super) fn run(bench: &mut Bench<'_>) {
     let found: OnceCell<(Vec<Claim>, Report)> = OnceCell::new();
     bench.check("every op over unix, ggml 0.25.3", |bench, step| {
         let suite = suite(bench, &bin, "unix");
-        let pair = over_unix(&dist, bench, |backend| {
+        let pair = over_unix(&dist, bench, None, |backend| {
             ops::compare_with_cpu(&Suite { backend, ..suite }, step)
         })?;
         let result = summary(&pair.0, &pair.1);
@@ -46,6 +50,19 @@ pub(super) fn run(bench: &mut Bench<'_>) {
         let (claims, report) = ops::compare_with_cpu(&suite, step)?;
         Ok(summary(&claims, &report))
     });
+
+    // What other processors run of our kernels, each a run as long as the first.
+    for level in LOWER.into_iter().filter(|_| bench.options.full) {
+        let name = format!("every op over unix, ggml 0.25.3, {level} kernels");
+        bench.check(&name, |bench, step| {
+            let name = format!("unix-{level}");
+            let suite = suite(bench, &bin, &name);
+            let (claims, report) = over_unix(&dist, bench, Some(level), |backend| {
+                ops::compare_with_cpu(&Suite { backend, ..suite }, step)
+            })?;
+            Ok(summary(&claims, &report))
+        });
+    }
 
     let Some((claims, with_cpu)) = found.into_inner() else {
         return; // failed above
@@ -102,18 +119,23 @@ fn against_reference(
         preload: Some(library),
         ..suite(bench, bin, "reference")
     };
-    over_unix(dist, bench, |backend| {
+    over_unix(dist, bench, None, |backend| {
         ops::compare_with_reference(&Suite { backend, ..suite }, with_cpu, step)
     })
 }
 
-/// Has `work` done by an executor behind a socket.
+/// Has `work` done by an executor behind a socket, whose kernels use no more than the instruction sets of `level`.
 fn over_unix<T>(
     dist: &Dist,
     bench: &Bench<'_>,
+    level: Option<&str>,
     work: impl FnOnce(Backend<'_>) -> Result<T>,
 ) -> Result<T> {
-    let served = Served::start(dist, &bench.log("ops-vgpu-serve"))?;
+    let mut serve = Command::new(&dist.vgpu);
+    if let Some(level) = level {
+        serve.env("VGPU_CPU_LEVEL", level);
+    }
+    let served = Served::start_command(&mut serve, &bench.log("ops-vgpu-serve"))?;
     let endpoint = served.executor.endpoint();
     let done = work(Backend::Plugin {
         dist,
