@@ -18,8 +18,9 @@ use crate::engine::EngineError;
 /// Turns of a waiting loop before a thread lets others run: some ten microseconds.
 const SPINS: u32 = 4096;
 
-/// How often it then lets others run before it sleeps.
-const YIELDS: u32 = 64;
+/// How often it then lets others run before it sleeps. On a busy machine each of these costs a slice of time, and who has
+/// slept is served before who has only made way.
+const YIELDS: u32 = 4;
 
 /// A number that threads wait to see changed.
 #[derive(Default)]
