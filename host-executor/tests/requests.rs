@@ -2,10 +2,11 @@
 
 mod common;
 
+use std::sync::mpsc;
 use std::time::Duration;
 
 use common::puppet::{Act, Puppet, UNREADABLE_SIZE};
-use common::{Host, MEMORY, add, bytes, cpu, floats, get_rows, image};
+use common::{Guest, Host, MEMORY, add, bytes, cpu, floats, get_rows, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, OpKind, patch};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
@@ -294,6 +295,90 @@ fn a_failure_arrives_before_its_request_retires() {
     assert_eq!(of, request);
     assert!(reason.contains("told to fail"), "{reason}");
     guest.fence();
+}
+
+/// A guest with a graph that is under way when the guest says so, whose end succeeds or fails.
+fn guest_with_a_launch(
+    fails: bool,
+) -> (Host, Guest, BufferId, mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let engine = Puppet::new();
+    let host = Host::new(engine.clone());
+    let mut guest = host.guest();
+    let a = guest.alloc_with(&[1; 4]);
+    let (running, runs) = mpsc::channel();
+    let (go, go_on) = mpsc::channel();
+    engine.next(Act::Launches {
+        running,
+        go_on,
+        fails,
+    });
+    guest.graph(GRAPH, &add(1, a, a, a));
+    (host, guest, a, runs, go)
+}
+
+#[test]
+fn what_a_guest_reads_behind_a_graph_is_read_before_the_graph_is_waited_for() {
+    let (_host, mut guest, a, runs, go) = guest_with_a_launch(false);
+    let read = Request::Read {
+        buffer: a,
+        offset: 0,
+        len: 4,
+    };
+    for _ in 0..2 {
+        guest.write(a, 0, &[1; 4]);
+        let submit = guest.submit(GRAPH);
+        runs.recv().unwrap();
+        let request = guest.send(&read);
+        go.send(()).unwrap();
+        // This engine's device is in no order, so that it shows: the plan writes 9 when it lands.
+        assert_eq!(guest.receive(), (Reply::Data { request }, vec![1; 4]));
+        guest.end.wait_retired(submit).unwrap();
+        assert_eq!(guest.read(a, 0, 4), [9; 4]);
+    }
+    // With nothing or something else behind it, a graph is waited for first.
+    guest.submit(GRAPH);
+    runs.recv().unwrap();
+    guest.write(a, 0, &[2; 2]);
+    go.send(()).unwrap();
+    assert_eq!(guest.read(a, 0, 4), [2, 2, 9, 9]);
+}
+
+#[test]
+fn a_graph_that_fails_while_it_is_read_fails_before_the_answer() {
+    let (_host, mut guest, a, runs, go) = guest_with_a_launch(true);
+    let submit = guest.submit(GRAPH);
+    runs.recv().unwrap();
+    let read = guest.send(&Request::Read {
+        buffer: a,
+        offset: 0,
+        len: 4,
+    });
+    go.send(()).unwrap();
+    let (reply, _) = guest.receive();
+    let Reply::Failed { request, reason } = reply else {
+        panic!("{reply:?}")
+    };
+    assert_eq!(request, submit);
+    assert!(reason.contains("told to fail"), "{reason}");
+    let data = Reply::Data { request: read };
+    assert_eq!(guest.receive(), (data, vec![9; 4]));
+    guest.fence();
+}
+
+#[test]
+fn a_violation_behind_a_graph_under_way_ends_the_session() {
+    let (host, mut guest, a, runs, go) = guest_with_a_launch(false);
+    guest.submit(GRAPH);
+    runs.recv().unwrap();
+    guest.send(&Request::Read {
+        buffer: a,
+        offset: 1,
+        len: 4,
+    });
+    go.send(()).unwrap();
+    let (reply, _) = guest.receive();
+    assert!(matches!(reply, Reply::Ended { .. }), "{reply:?}");
+    host.wait_until_empty();
 }
 
 #[test]

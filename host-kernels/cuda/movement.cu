@@ -229,3 +229,20 @@ KERNEL(vg_set_rows, VgRowsParams, 256) {
         }
     }
 }
+
+// Small writes of the host, each of blocks of its own: what a step of a model begins with.
+KERNEL(vg_put, VgPutParams, 128) {
+    const VgPut put = p.puts[blockIdx.y];
+    u8* to = reinterpret_cast<u8*>(put.to);
+    const u8* from = reinterpret_cast<const u8*>(put.from);
+    u64 before = (16 - put.to % 16) % 16, head = before < put.len ? before : put.len;
+    u64 pieces = (put.len - head) / 16, rest = put.len - 16 * pieces;
+    u64 thread = thread_index(), threads = thread_count();
+    for (u64 i = thread; i < pieces; i += threads) {
+        *reinterpret_cast<int4*>(to + head + 16 * i) = *reinterpret_cast<const int4*>(from + head + 16 * i);
+    }
+    for (u64 i = thread; i < rest; i += threads) {
+        u64 at = i < head ? i : i + 16 * pieces;
+        to[at] = from[at];
+    }
+}

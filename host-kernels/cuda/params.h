@@ -565,3 +565,15 @@ struct VgLossParams {
 struct VgStepParams {
     struct VgView dst, w, gradient, m, v, settings;
 };
+
+/* vg_put: bytes from memory of the host to where they belong. `from` and `to` are equally far from a multiple of 16. */
+struct VgPut {
+    unsigned long long to, from;
+    unsigned long long len;
+};
+
+#define VG_MOST_PUTS 16
+
+struct VgPutParams {
+    struct VgPut puts[VG_MOST_PUTS];
+};

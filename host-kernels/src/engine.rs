@@ -51,6 +51,12 @@ pub trait Engine: Send + Sync + 'static {
         Ok(None)
     }
 
+    /// Why the engine will not work again in this process, if it has come to that: then nothing in its memory is worth
+    /// anything, and only a new process helps. An engine that may recover tries to.
+    fn beyond_repair(&self) -> Option<String> {
+        None
+    }
+
     /// Prepares a window that copies will come from or go to, so that the device reaches it by itself; until what is
     /// returned is dropped. `None` where there is nothing to prepare, or it cannot be done: copies work all the same.
     fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
@@ -195,6 +201,23 @@ pub trait Plan: Send {
         }])
     }
 
+    /// The same, but need not wait for the end: [`Progress::UnderWay`] says that the device has been handed all that is
+    /// left and works on it, until [`land`](Plan::land) has returned. What is read from the engine's memory meanwhile
+    /// comes after it, so that one wait is enough for both.
+    fn launch(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+        self.advance(turn)
+    }
+
+    /// Waits for what [`launch`](Plan::launch) has left under way, if there is something, and says what became of it.
+    fn land(&mut self) -> Result<(), RunError> {
+        Ok(())
+    }
+
+    /// What the plan is called in logs.
+    fn call_it(&mut self, name: &str) {
+        let _ = name;
+    }
+
     /// Whether the memory that it was compiled for still lies where it lay then. If not, the graph has to be compiled
     /// again: weights have been found to be there twice, or somebody writes to them.
     fn is_current(&self) -> bool {
@@ -218,6 +241,8 @@ pub enum Progress {
     Done,
     /// The turn was over. What the graph writes is undefined until the run is done.
     Yielded,
+    /// The device works on the last of it. Only [`Plan::launch`] says so.
+    UnderWay,
 }
 
 /// How long a plan may keep the device. Whoever hands out turns can shorten or lengthen this one at any time; an

@@ -57,6 +57,7 @@ on_each_link! {
     a_guest_that_leaves_is_noticed
     limits_are_kept
     payloads_in_place
+    a_host_looks_ahead
 }
 
 /// Bytes that tell where they are from.
@@ -284,6 +285,48 @@ fn payloads_in_place((mut guest, mut host): (WindowGuest, WindowHost)) {
         matches!(refused, Err(LinkError::PeerMisbehaved(_))),
         "{refused:?}"
     );
+}
+
+fn a_host_looks_ahead((mut guest, mut host): (WindowGuest, WindowHost)) {
+    let mut message = Vec::new();
+    let none = (&[][..]).into();
+    let any = |_: &[u8]| true;
+    // Nothing is under way yet.
+    assert_eq!(host.receive_ahead(&any, &mut message, WAIT), Ok(None));
+    for word in [b"one", b"two", b"six"] {
+        guest.send(word, none).unwrap();
+    }
+    host.receive(&mut message, WAIT).unwrap().unwrap();
+    message.clear();
+    // What is not wanted stays.
+    let is_six = |m: &[u8]| m == b"six";
+    assert_eq!(host.receive_ahead(&is_six, &mut message, WAIT), Ok(None));
+    assert!(message.is_empty());
+    let is_two = |m: &[u8]| m == b"two";
+    let ahead = host.receive_ahead(&is_two, &mut message, WAIT).unwrap();
+    assert_eq!(ahead.map(|next| next.request), Some(2));
+    assert_eq!(message, b"two");
+    assert_eq!(guest.retired(), 0, "the first is not finished with");
+    assert!(host.has_room(3, 4) && !host.has_room(MAX_MESSAGE + 1, 0));
+    // An answer that is given up leaves nothing behind.
+    let sent = host.send_if(b"no", 4, &mut |mut out| {
+        out.copy_from((&b"left"[..]).into());
+        false
+    });
+    assert_eq!(sent, Ok(false));
+    host.send(b"yes", 0, &mut |_| {}).unwrap();
+    host.retire();
+    guest.wait_retired(2).unwrap();
+    assert_eq!(guest.retired(), 2, "both are");
+    let mut reply = Vec::new();
+    guest.receive(&mut reply, (&mut [][..]).into()).unwrap();
+    assert_eq!(reply, b"yes");
+    // The next comes in order, and nothing behind it.
+    message.clear();
+    let next = host.receive(&mut message, WAIT).unwrap().unwrap();
+    assert_eq!((next.request, &message[..]), (3, &b"six"[..]));
+    let soon = Duration::from_millis(1);
+    assert_eq!(host.receive_ahead(&any, &mut message, soon), Ok(None));
 }
 
 #[test]

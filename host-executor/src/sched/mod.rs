@@ -52,35 +52,87 @@ pub(crate) struct Times {
     pub(crate) turns: u64,
 }
 
+impl Times {
+    fn add(&mut self, more: Times) {
+        self.queued += more.queued;
+        self.ran += more.ran;
+        self.turns += more.turns;
+    }
+}
+
+/// What became of a plan's run.
+#[must_use]
+pub(crate) enum Ran {
+    /// It is over.
+    Done(Result<(), RunError>, Times),
+    /// The device works on the end of it.
+    UnderWay(Flight),
+}
+
+/// The end of a run, which the device works on; nobody else has it until then.
+#[must_use]
+pub(crate) struct Flight {
+    held: Held,
+    /// For the last turn.
+    queued: Duration,
+    /// Of the turns before.
+    times: Times,
+}
+
+impl Flight {
+    /// Waits for the end of a run of `plan`. `after_turn` is told as in [`Scheduler::run`].
+    pub(crate) fn land(
+        self,
+        plan: &mut dyn Plan,
+        after_turn: impl FnOnce(Times),
+    ) -> (Result<(), RunError>, Times) {
+        let Flight {
+            held,
+            queued,
+            mut times,
+        } = self;
+        let outcome = plan.land();
+        let turn = held.end(queued, true);
+        times.add(turn);
+        after_turn(turn);
+        (outcome, times)
+    }
+}
+
 impl Scheduler {
-    /// Runs a plan to its end, in as many turns as that takes. `after_turn` is told where the time went so far.
+    /// Runs a plan, in as many turns as that takes, until the device has been handed all of it. `after_turn` is told where
+    /// the time of each turn went that is over.
     pub(crate) fn run(
-        &self,
+        self: &Arc<Self>,
         party: Party,
         terms: Terms,
         plan: &mut dyn Plan,
         mut after_turn: impl FnMut(Times),
-    ) -> (Result<(), RunError>, Times) {
+    ) -> Ran {
         let mut times = Times::default();
         let mut wait_began = self.turn.now();
         let ticket = self.enter(party, terms);
         loop {
             let mut held = self.wait(party, ticket);
             let start = self.turn.now();
-            times.queued += start.saturating_sub(wait_began);
+            let queued = start.saturating_sub(wait_began);
             held.start = start;
-            let progress = plan.advance(&self.turn);
-            let end = self.turn.now();
-            times.ran += end.saturating_sub(start);
-            times.turns += 1;
-            wait_began = end;
-            held.is_done = progress != Ok(Progress::Yielded);
-            drop(held);
-            after_turn(times);
+            let progress = plan.launch(&self.turn);
+            if progress == Ok(Progress::UnderWay) {
+                return Ran::UnderWay(Flight {
+                    held,
+                    queued,
+                    times,
+                });
+            }
+            let turn = held.end(queued, progress != Ok(Progress::Yielded));
+            wait_began = self.turn.now();
+            times.add(turn);
+            after_turn(turn);
             match progress {
                 Ok(Progress::Yielded) => {}
-                Ok(Progress::Done) => return (Ok(()), times),
-                Err(error) => return (Err(error), times),
+                Ok(_) => return Ran::Done(Ok(()), times),
+                Err(error) => return Ran::Done(Err(error), times),
             }
         }
     }
@@ -113,7 +165,7 @@ impl Scheduler {
     }
 
     /// Sleeps until the device is the ticket's.
-    fn wait(&self, party: Party, ticket: Ticket) -> Held<'_> {
+    fn wait(self: &Arc<Self>, party: Party, ticket: Ticket) -> Held {
         let mut state = self.lock();
         let mut bell = None;
         while state.holder.is_none_or(|holder| holder.ticket != ticket) {
@@ -128,7 +180,7 @@ impl Scheduler {
             state.sleepers.remove(&ticket);
         }
         Held {
-            scheduler: self,
+            scheduler: Arc::clone(self),
             party,
             ticket,
             start: self.turn.now(),
@@ -156,17 +208,29 @@ impl State {
 }
 
 /// The device, until this is dropped: by a panic in the engine, too.
-struct Held<'a> {
-    scheduler: &'a Scheduler,
+struct Held {
+    scheduler: Arc<Scheduler>,
     party: Party,
     ticket: Ticket,
     start: Duration,
     is_done: bool,
 }
 
-impl Drop for Held<'_> {
+impl Held {
+    /// Gives the device up, for good or not, after a turn that was waited for so long.
+    fn end(mut self, queued: Duration, is_done: bool) -> Times {
+        self.is_done = is_done;
+        Times {
+            queued,
+            ran: self.scheduler.turn.now().saturating_sub(self.start),
+            turns: 1,
+        }
+    }
+}
+
+impl Drop for Held {
     fn drop(&mut self) {
-        let Scheduler { turn, .. } = self.scheduler;
+        let Scheduler { turn, .. } = &*self.scheduler;
         let mut state = self.scheduler.lock();
         let took = turn.now().saturating_sub(self.start);
         state

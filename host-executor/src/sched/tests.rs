@@ -42,9 +42,22 @@ impl Plan for Work<'_> {
     }
 }
 
+/// Runs a plan that leaves nothing under way.
+fn run(
+    scheduler: &Arc<Scheduler>,
+    party: u64,
+    terms: Terms,
+    plan: &mut dyn Plan,
+) -> (Result<(), RunError>, Times) {
+    match scheduler.run(Party(party), terms, plan, |_| {}) {
+        Ran::Done(outcome, times) => (outcome, times),
+        Ran::UnderWay(_) => panic!("something is under way"),
+    }
+}
+
 #[test]
 fn plans_of_many_threads_take_turns_and_all_get_done() {
-    let scheduler = Scheduler::default();
+    let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
     let (graphs, turns) = (AtomicU64::new(0), AtomicU64::new(0));
     thread::scope(|scope| {
@@ -63,8 +76,7 @@ fn plans_of_many_threads_take_turns_and_all_get_done() {
                         fails: false,
                     };
                     // Pairs of threads are one guest.
-                    let (outcome, times) =
-                        scheduler.run(Party(guest / 2), terms, &mut work, |_| {});
+                    let (outcome, times) = run(scheduler, guest / 2, terms, &mut work);
                     outcome.expect("the work does not fail");
                     assert_eq!(work.left, 0);
                     graphs.fetch_add(1, Ordering::Relaxed);
@@ -79,9 +91,69 @@ fn plans_of_many_threads_take_turns_and_all_get_done() {
     assert!(state.holder.is_none() && state.sleepers.is_empty());
 }
 
+/// A plan that leaves its end to the device.
+struct Launches<'a> {
+    device: &'a AtomicBool,
+    is_under_way: bool,
+}
+
+impl Plan for Launches<'_> {
+    fn run(&mut self) -> Result<(), RunError> {
+        unreachable!("the scheduler launches plans")
+    }
+
+    fn launch(&mut self, _: &Turn) -> Result<Progress, RunError> {
+        assert!(
+            !self.device.swap(true, Ordering::Acquire),
+            "two plans at once"
+        );
+        self.is_under_way = true;
+        Ok(Progress::UnderWay)
+    }
+
+    fn land(&mut self) -> Result<(), RunError> {
+        assert!(std::mem::take(&mut self.is_under_way));
+        self.device.store(false, Ordering::Release);
+        Ok(())
+    }
+}
+
+#[test]
+fn nobody_gets_the_device_before_what_is_under_way_has_landed() {
+    let scheduler = Arc::new(Scheduler::default());
+    let device = AtomicBool::new(false);
+    let terms = Terms {
+        weight: 1,
+        in_flight: 1,
+    };
+    thread::scope(|scope| {
+        for guest in 0..4 {
+            let (scheduler, device) = (&scheduler, &device);
+            scope.spawn(move || {
+                for _ in 0..200 {
+                    let mut plan = Launches {
+                        device,
+                        is_under_way: false,
+                    };
+                    let mut told = 0;
+                    match scheduler.run(Party(guest), terms, &mut plan, |_| told += 1) {
+                        Ran::UnderWay(flight) => {
+                            thread::yield_now();
+                            let (outcome, times) = flight.land(&mut plan, |_| told += 1);
+                            assert_eq!((outcome, times.turns, told), (Ok(()), 1, 1));
+                        }
+                        Ran::Done(..) => panic!("nothing was under way"),
+                    }
+                }
+            });
+        }
+    });
+    assert!(scheduler.lock().holder.is_none());
+}
+
 #[test]
 fn a_plan_that_panics_gives_the_device_back() {
-    let scheduler = Scheduler::default();
+    let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
     let terms = Terms {
         weight: 1,
@@ -94,7 +166,7 @@ fn a_plan_that_panics_gives_the_device_back() {
                 left: 50,
                 fails: true,
             };
-            let _ = scheduler.run(Party(1), terms, &mut work, |_| {});
+            let _ = run(&scheduler, 1, terms, &mut work);
         });
         assert!(panics.join().is_err());
     });
@@ -104,16 +176,14 @@ fn a_plan_that_panics_gives_the_device_back() {
             left: 50,
             fails: false,
         };
-        scheduler
-            .run(Party(party), terms, &mut work, |_| {})
-            .0
-            .expect("it is free");
+        let (outcome, _) = run(&scheduler, party, terms, &mut work);
+        outcome.expect("it is free");
     }
 }
 
 #[test]
 fn a_lone_plan_takes_one_turn() {
-    let scheduler = Scheduler::default();
+    let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
     let terms = Terms {
         weight: 1,
@@ -124,6 +194,6 @@ fn a_lone_plan_takes_one_turn() {
         left: 1_000_000,
         fails: false,
     };
-    let (outcome, times) = scheduler.run(Party(1), terms, &mut work, |_| {});
+    let (outcome, times) = run(&scheduler, 1, terms, &mut work);
     assert_eq!((outcome, times.turns), (Ok(()), 1));
 }

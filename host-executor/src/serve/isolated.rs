@@ -132,16 +132,21 @@ pub(super) fn run(
     service::ready();
 
     let mut running = settings;
-    serve(happens, || {
-        reload(
-            args,
-            memory,
-            &mut supervisor,
-            &mut doors,
-            logging,
-            &mut running,
-        )
-    })?;
+    // Engines are the workers', and each guest gets a new one.
+    serve(
+        happens,
+        || None,
+        || {
+            reload(
+                args,
+                memory,
+                &mut supervisor,
+                &mut doors,
+                logging,
+                &mut running,
+            )
+        },
+    )?;
     service::stopping();
     supervisor.shutdown();
     info!("vgpu ends");

@@ -8,7 +8,7 @@ mod logging;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -95,11 +95,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     service::ready();
 
     let mut running = settings;
-    serve(&events, || {
-        reload(&args, &mut server, &mut doors, &mut logging, &mut running)
-    })?;
+    let outcome = serve(
+        &events,
+        || engine.beyond_repair(),
+        || reload(&args, &mut server, &mut doors, &mut logging, &mut running),
+    );
     service::stopping();
     server.shutdown();
+    outcome?;
     info!("vgpu ends");
     Ok(())
 }
@@ -148,13 +151,30 @@ fn observe(
     Ok(files)
 }
 
-/// Waits for the end; reads the configuration again as often as somebody asks.
+/// How often to look whether the engine still works.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Waits for the end; reads the configuration again as often as somebody asks. An engine that is beyond repair is an end, too:
+/// whatever guests had is lost with it, and a new process may get the device to work.
 fn serve(
     events: &Receiver<Event>,
+    beyond_repair: impl Fn() -> Option<String>,
     mut reload: impl FnMut() -> anyhow::Result<String>,
 ) -> anyhow::Result<()> {
     loop {
-        match events.recv().context("the thread for signals has ended")? {
+        let event = match events.recv_timeout(LOOK) {
+            Ok(event) => event,
+            Err(RecvTimeoutError::Timeout) => match beyond_repair() {
+                None => continue,
+                Some(reason) => anyhow::bail!(
+                    "{reason}; nothing that guests had there is left, so vgpu serve ends, for whoever supervises it to start it again"
+                ),
+            },
+            Err(RecvTimeoutError::Disconnected) => {
+                anyhow::bail!("the thread for signals has ended")
+            }
+        };
+        match event {
             Event::Stop(signal) => {
                 info!(
                     "{signal} received: ending the sessions; a second signal ends the process at once"
@@ -299,4 +319,21 @@ fn announce(places: &[String]) {
     let mut out = stdout().lock();
     // Nobody has to listen.
     let _ = writeln!(out, "ready {}", places.join(" ")).and_then(|()| out.flush());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_beyond_repair_ends_the_executor() {
+        let (sender, events) = mpsc::channel();
+        let no_reload = || anyhow::bail!("nobody asks");
+        let outcome = serve(&events, || Some("it is lost".into()), no_reload);
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.starts_with("it is lost; "), "{error}");
+        // One that works does not.
+        sender.send(Event::Stop("SIGTERM")).unwrap();
+        serve(&events, || None, no_reload).unwrap();
+    }
 }

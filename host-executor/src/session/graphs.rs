@@ -174,6 +174,17 @@ impl Graphs {
         Ok(kept)
     }
 
+    /// The plan of a graph that was submitted.
+    pub(super) fn under_way(&mut self, graph: GraphId) -> Option<&mut dyn Plan> {
+        let kept = self.kept.get_mut(&graph)?;
+        Some(kept.plan.as_mut().ok()?.as_mut())
+    }
+
+    /// The nodes of a graph.
+    pub(super) fn nodes(&self, graph: GraphId) -> usize {
+        self.kept.get(&graph).map_or(0, |kept| kept.nodes)
+    }
+
     /// Drops a graph. Unknown ones are fine: a guest may not know that freeing a buffer has taken them.
     pub(super) fn forget(&mut self, graph: GraphId) {
         if let Some(kept) = self.kept.remove(&graph) {
@@ -249,8 +260,12 @@ fn compile(id: GraphId, words: Vec<u32>, host: &Host<'_>) -> Result<Kept, Violat
     let mut buffers = graph.graph().buffers.clone();
     buffers.sort_unstable();
     buffers.dedup();
+    let mut plan = host.engine.compile(&graph, &memory);
+    if let Ok(plan) = &mut plan {
+        plan.call_it(&format!("graph {}", id.0));
+    }
     Ok(Kept {
-        plan: host.engine.compile(&graph, &memory),
+        plan,
         buffers,
         nodes: graph.graph().nodes.len(),
         image: words.into(),

@@ -18,14 +18,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tracing::{debug, error, info, trace, warn};
-use vgpu_kernels::{Engine, EngineError, Memory, SharedMemory};
+use vgpu_kernels::{Engine, EngineError, Memory, RunError, SharedMemory};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{BufferId, IR_VERSION};
 use vgpu_transport::link::{HostEnd, LinkError};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 use crate::limits::Limits;
-use crate::sched::{Scheduler, Times};
+use crate::sched::{Flight, Ran, Scheduler, Times};
 use crate::stats::{Counters, Kind, Stats};
 use crate::tenant::{Ledger, Policy, Tenant};
 use buffers::Buffers;
@@ -35,6 +35,10 @@ use weights::Weights;
 
 /// How often a session with nothing to do looks whether it should stop.
 const PATIENCE: Duration = Duration::from_millis(100);
+
+/// How long a guest's next request is looked for while the device works on a graph: a guest that wants a result asks for
+/// it right behind the graph.
+const AHEAD: Duration = Duration::from_micros(50);
 
 /// Buffers from this size on are an event of a model, not of a graph, and logged as one.
 const MODEL_SCALE: u64 = 64 << 20;
@@ -102,6 +106,15 @@ enum Answer {
         file: OwnedFd,
         size: u64,
     },
+    /// A graph that the device works on.
+    UnderWay(Submitted),
+}
+
+/// A graph that the device works on.
+struct Submitted {
+    request: u64,
+    graph: GraphId,
+    flight: Flight,
 }
 
 impl Session {
@@ -226,11 +239,112 @@ impl Session {
                 Ok(answer) => answer,
                 Err(ending) => return ending,
             };
-            if let Err(ending) = self.answer(request, answer, link, &mut outgoing) {
+            let answered = match answer {
+                Answer::UnderWay(run) => self.follow(run, link, &mut incoming, &mut outgoing),
+                answer => self.answer(request, answer, link, &mut outgoing),
+            };
+            if let Err(ending) = answered {
                 return ending;
             }
             link.retire();
         }
+    }
+
+    /// A graph is under way. What the guest reads of its results goes behind it before anybody waits, so that one wait is
+    /// enough for both.
+    fn follow(
+        &mut self,
+        run: Submitted,
+        link: &mut dyn HostEnd,
+        incoming: &mut Vec<u8>,
+        outgoing: &mut Vec<u8>,
+    ) -> Result<(), Ending> {
+        incoming.clear();
+        let is_read = |message: &[u8]| matches!(Request::decode(message), Ok(Request::Read { len, .. }) if len > 0);
+        let submit = run.request;
+        let ahead = link.receive_ahead(&is_read, incoming, AHEAD);
+        let next = match &ahead {
+            Ok(Some(next)) => {
+                let payload = link.payload();
+                let bytes = incoming.len() + payload.len();
+                self.counters.bytes_in.add(bytes as u64);
+                Some((next.request, self.execute(next.request, incoming, payload)))
+            }
+            _ => None,
+        };
+        outgoing.clear();
+        if let Some((request, _)) = next {
+            Reply::Data { request }.encode(outgoing);
+        }
+        // Nobody keeps the device from others while it does not take its answers.
+        let next = next.map(|(request, answer)| match answer {
+            Ok(Answer::Data { len, .. }) if !link.has_room(outgoing.len(), len) => {
+                (request, answer, false)
+            }
+            answer => (request, answer, true),
+        });
+        let Some((
+            request,
+            Ok(Answer::Data {
+                memory,
+                offset,
+                len,
+            }),
+            true,
+        )) = next
+        else {
+            let landed = self.land(run)?;
+            self.answer(submit, landed, link, outgoing)?;
+            let _ = ahead?;
+            return match next {
+                Some((request, answer, _)) => self.answer(request, answer?, link, outgoing),
+                None => Ok(()),
+            };
+        };
+        let (mut run, mut landed, mut broken) = (Some(run), Ok(Answer::Nothing), None);
+        let sent = link.send_if(outgoing, len, &mut |out| {
+            broken = memory.read(offset, out).err();
+            if let Some(run) = run.take() {
+                landed = self.land(run);
+            }
+            broken.is_none() && matches!(landed, Ok(Answer::Nothing))
+        });
+        // Where there was no room for an answer nobody has waited yet.
+        if let Some(run) = run.take() {
+            landed = self.land(run);
+        }
+        let landed = landed?;
+        if sent? {
+            self.counters.round_trips.add(1);
+            self.counters.bytes_out.add((outgoing.len() + len) as u64);
+            return Ok(());
+        }
+        // The guest hears of the failure before it reads. If the device is lost, reading fails again.
+        self.answer(submit, landed, link, outgoing)?;
+        let again = Answer::Data {
+            memory,
+            offset,
+            len,
+        };
+        self.answer(request, again, link, outgoing)
+    }
+
+    /// Waits for a graph that the device works on.
+    fn land(&mut self, run: Submitted) -> Result<Answer, Ending> {
+        let Submitted {
+            request,
+            graph,
+            flight,
+        } = run;
+        let Some(plan) = self.graphs.under_way(graph) else {
+            // Nothing comes between a graph and its end that could forget it.
+            return Err(Ending::Panic("a graph under way is gone".into()));
+        };
+        let counters = &self.counters;
+        let landing = AssertUnwindSafe(|| flight.land(plan, |turn| count_turn(counters, turn)));
+        let (outcome, times) =
+            catch_unwind(landing).map_err(|panic| Ending::Panic(panic_message(panic.as_ref())))?;
+        Ok(self.ran(request, graph, outcome, times))
     }
 
     fn answer(
@@ -244,6 +358,10 @@ impl Session {
         let mut broken = None;
         let payload_len = match answer {
             Answer::Nothing => return Ok(()),
+            Answer::UnderWay(run) => {
+                let landed = self.land(run)?;
+                return self.answer(request, landed, link, outgoing);
+            }
             Answer::Message(reply) => {
                 self.counters.round_trips.add(1);
                 reply.encode(outgoing);
@@ -566,34 +684,42 @@ impl Session {
             limits: &self.limits,
         };
         let kept = self.graphs.get(graph, &host)?;
-        let nodes = kept.nodes;
         let plan = match &mut kept.plan {
             Ok(plan) => plan,
             Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
         };
         let (party, terms) = (self.tenant.party(), self.tenant.terms());
         let counters = &self.counters;
-        let mut counted = Times::default();
         // Turn by turn: a graph may take longer than somebody who watches likes to wait.
-        let count = |times: Times| {
-            let more = |now: Duration, before: Duration| (now - before).as_nanos() as u64;
-            counters.busy_nanoseconds.add(more(times.ran, counted.ran));
-            counters
-                .queued_nanoseconds
-                .add(more(times.queued, counted.queued));
-            counters.turns.add(times.turns - counted.turns);
-            counted = times;
-        };
-        let (outcome, times) = self.scheduler.run(party, terms, plan.as_mut(), count);
+        let count = |turn| count_turn(counters, turn);
+        match self.scheduler.run(party, terms, plan.as_mut(), count) {
+            Ran::Done(outcome, times) => Ok(self.ran(request, graph, outcome, times)),
+            Ran::UnderWay(flight) => Ok(Answer::UnderWay(Submitted {
+                request,
+                graph,
+                flight,
+            })),
+        }
+    }
+
+    /// A graph has run, or failed.
+    fn ran(
+        &self,
+        request: u64,
+        graph: GraphId,
+        outcome: Result<(), RunError>,
+        times: Times,
+    ) -> Answer {
+        let nodes = self.graphs.nodes(graph);
         let Times { queued, ran, turns } = times;
-        counters.graphs_run.add(1);
-        counters.nodes_run.add(nodes as u64);
+        self.counters.graphs_run.add(1);
+        self.counters.nodes_run.add(nodes as u64);
         self.tenant.measures.queued.observe(queued);
         self.tenant.measures.ran.observe(ran);
         trace!(graph = graph.0, nodes, ?ran, ?queued, turns, "graph run");
         match outcome {
-            Ok(()) => Ok(Answer::Nothing),
-            Err(error) => Ok(failed(request, "SUBMIT", graph.0, &error)),
+            Ok(()) => Answer::Nothing,
+            Err(error) => failed(request, "SUBMIT", graph.0, &error),
         }
     }
 
@@ -618,6 +744,14 @@ impl Session {
         counters.graphs.set(self.graphs.len() as u64);
         counters.weights_shared.set(self.weights.shared());
     }
+}
+
+/// Adds up where the time of a turn went.
+fn count_turn(counters: &Counters, turn: Times) {
+    let nanoseconds = |time: Duration| time.as_nanos() as u64;
+    counters.busy_nanoseconds.add(nanoseconds(turn.ran));
+    counters.queued_nanoseconds.add(nanoseconds(turn.queued));
+    counters.turns.add(turn.turns);
 }
 
 /// The answer to a one-way request on `buffer` that the engine has tried.

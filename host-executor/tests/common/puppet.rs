@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex};
 
 use vgpu_kernels::cpu::CpuEngine;
-use vgpu_kernels::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError};
+use vgpu_kernels::{Engine, EngineError, Memory, MemoryInfo, Plan, Progress, RunError, Turn};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Capabilities, OpKind, Rule, Type, TypeSet, ValidGraph};
 
@@ -25,6 +25,12 @@ pub(crate) enum Act {
     KernelPanics,
     /// Says that it runs, and goes on when it is told to.
     Waits(Sender<()>, Receiver<()>),
+    /// The same, and is under way then; when it lands it sets its first buffer to 9, or fails.
+    Launches {
+        running: Sender<()>,
+        go_on: Receiver<()>,
+        fails: bool,
+    },
 }
 
 /// An engine whose only operator is ADD on f32.
@@ -94,12 +100,12 @@ impl Engine for Puppet {
                 op: "ADD",
                 why: "told to fail".into(),
             }),
-            act => Ok(Box::new(PuppetPlan(act))),
+            act => Ok(Box::new(PuppetPlan(act, buffers.to_vec()))),
         }
     }
 }
 
-struct PuppetPlan(Act);
+struct PuppetPlan(Act, Vec<Arc<dyn Memory>>);
 
 impl Plan for PuppetPlan {
     fn run(&mut self) -> Result<(), RunError> {
@@ -116,6 +122,30 @@ impl Plan for PuppetPlan {
                 Ok(())
             }
             _ => Ok(()),
+        }
+    }
+
+    fn launch(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+        let Act::Launches { running, go_on, .. } = &self.0 else {
+            return self.advance(turn);
+        };
+        running.send(()).expect("the test listens");
+        go_on.recv().expect("the test says go on");
+        Ok(Progress::UnderWay)
+    }
+
+    fn land(&mut self) -> Result<(), RunError> {
+        let Act::Launches { fails, .. } = self.0 else {
+            return Ok(());
+        };
+        self.1[0].fill(0, self.1[0].size(), 9).expect("its memory");
+        match fails {
+            true => Err(RunError::Kernel {
+                node: 0,
+                op: "ADD",
+                message: "told to fail".into(),
+            }),
+            false => Ok(()),
         }
     }
 }

@@ -8,12 +8,13 @@
 //! - `builder`: what operators' files see of a plan that is compiled.
 //! - `emit`: what becomes one launch together (`crate::fuse`); `kept`: activations rounded for several products.
 //! - `plan`, `segment`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
-//! - `stream`, `scratch`: what plans share. `pool`, `memory`: memory of the device.
+//! - `stream`, `scratch`: what plans share. `pool`, `memory`: memory of the device; `gather`: small writes to it.
 
 mod builder;
 mod code;
 pub mod device;
 mod emit;
+mod gather;
 mod host;
 mod kept;
 mod memory;
@@ -45,6 +46,9 @@ use stream::Stream;
 /// How long to leave a device alone that could not be set up anew.
 const REST: Duration = Duration::from_secs(5);
 
+/// So often it is tried before the device counts as beyond repair.
+const ATTEMPTS: u32 = 3;
+
 /// Sets a device up.
 type Opener = Box<dyn Fn() -> Result<Arc<dyn Device>, EngineError> + Send + Sync>;
 
@@ -55,6 +59,7 @@ pub struct CudaEngine {
     capabilities: Capabilities,
     pace: Pace,
     open: Option<Opener>,
+    rest: Duration,
     current: Mutex<Current>,
 }
 
@@ -63,6 +68,8 @@ struct Current {
     stream: Arc<Stream>,
     /// When it could not be set up anew, and why.
     failed: Option<(Instant, EngineError)>,
+    /// How often that was tried.
+    attempts: u32,
 }
 
 impl CudaEngine {
@@ -79,9 +86,11 @@ impl CudaEngine {
             capabilities: Capabilities::new(ops::rules()),
             pace,
             open: None,
+            rest: REST,
             current: Mutex::new(Current {
                 stream: Arc::new(Stream::new(device, pace)?),
                 failed: None,
+                attempts: 0,
             }),
         })
     }
@@ -98,6 +107,12 @@ impl CudaEngine {
         }
     }
 
+    /// The same engine, which leaves a device that it could not set up anew alone for so long.
+    #[must_use]
+    pub fn resting(self, rest: Duration) -> CudaEngine {
+        CudaEngine { rest, ..self }
+    }
+
     /// The device, set up anew if it is lost.
     fn stream(&self) -> Result<Arc<Stream>, EngineError> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
@@ -105,7 +120,7 @@ impl CudaEngine {
             return Ok(Arc::clone(&current.stream));
         };
         if let Some((when, error)) = &current.failed
-            && when.elapsed() < REST
+            && when.elapsed() < self.rest
         {
             return Err(error.clone());
         }
@@ -121,12 +136,14 @@ impl CudaEngine {
                 info!("{} works again, for new sessions", self.name);
                 current.stream = Arc::new(stream);
                 current.failed = None;
+                current.attempts = 0;
                 Ok(Arc::clone(&current.stream))
             }
             Err(error) => {
+                current.attempts += 1;
                 error!(
-                    "{} does not work any more: {error}; restart vgpu serve",
-                    self.name
+                    "{} cannot be set up anew, attempt {} of {ATTEMPTS}: {error}",
+                    self.name, current.attempts
                 );
                 let error = EngineError::Device {
                     message: format!(
@@ -162,6 +179,13 @@ impl Engine for CudaEngine {
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
         Ok(Arc::new(CudaMemory::new(&self.stream()?.pool, size)?))
+    }
+
+    fn beyond_repair(&self) -> Option<String> {
+        let error = self.stream().err()?;
+        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that nobody can set up anew is lost for good at once.
+        (self.open.is_none() || current.attempts >= ATTEMPTS).then(|| error.to_string())
     }
 
     fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {

@@ -1,7 +1,7 @@
 //! From a graph to launches.
 
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use tracing::error;
@@ -17,7 +17,7 @@ use super::ops::{self, vector};
 use super::params::{VgFault, VgView};
 use super::scratch::Claim;
 use super::segment::{Failure, Segment, Step};
-use super::stream::Stream;
+use super::stream::{Stream, Taken};
 use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Span, Turn};
 use crate::fuse::{Arrangement, Kind};
 
@@ -31,9 +31,20 @@ pub(super) struct CudaPlan {
     groups: Vec<(usize, Vec<usize>)>,
     /// Names of the nodes' operators, for errors.
     ops: Vec<&'static str>,
+    /// What it is called in logs.
+    name: String,
+    /// That the device works on the end of a run.
+    under_way: Option<UnderWay>,
     /// What the addresses in the launches point into.
     _memory: Vec<Arc<dyn Memory>>,
     _scratch: Claim,
+}
+
+/// The end of a run, which the device works on.
+struct UnderWay {
+    /// The node of the last launch.
+    node: usize,
+    _device: Taken,
 }
 
 enum Part {
@@ -121,52 +132,26 @@ impl CudaPlan {
                 .iter()
                 .map(|n| n.op.kind().ggml_name())
                 .collect(),
+            name: "a graph".into(),
+            under_way: None,
             _memory: buffers.to_vec(),
             _scratch: stream.scratch.claim(needed)?,
         })
     }
 
-    /// Has `body` use the device while nobody else does, if it is there. Unless something is left to do, the next run
-    /// begins anew, whatever became of this one.
-    fn alone<T>(
-        &mut self,
-        body: impl FnOnce(&mut Self) -> Result<T, RunError>,
-        is_left: impl FnOnce(&T) -> bool,
-    ) -> Result<T, RunError> {
-        let stream = Arc::clone(&self.stream);
-        let _turn = { stream.running.lock() }.unwrap_or_else(PoisonError::into_inner);
-        let was_there = stream.device.lost().is_none();
-        let outcome = match stream.device.lost() {
-            None => body(self),
-            Some(reason) => Err(failure(&self.ops, 0, &EngineError::Lost { reason })),
-        };
-        if let (true, Err(error), Some(reason)) = (was_there, &outcome, stream.device.lost()) {
-            // What failed began at this node or before: the device works on several at a time.
-            error!("{error}; the device is lost, with the memory of all guests: {reason}");
-        }
-        if !outcome.as_ref().is_ok_and(is_left) {
-            self.at = 0;
-            for part in &mut self.parts {
-                if let Part::Launches(segment) = part {
-                    segment.rewind();
-                }
-            }
-        }
-        outcome
-    }
-
-    /// Goes on from where the last turn has ended.
+    /// Goes on from where the last turn has ended; `Done` says that all is launched. The node of the last launch is told,
+    /// too, if there was one.
     ///
     /// # Safety
     /// The device is the caller's.
-    unsafe fn go_on(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+    unsafe fn go_on(&mut self, turn: &Turn) -> Result<(Progress, usize), RunError> {
         let stream = Arc::clone(&self.stream);
         let device = &stream.device;
-        let mut last = None;
+        let mut last = 0;
         while let Some(part) = self.parts.get_mut(self.at) {
             let outcome = match part {
                 Part::Launches(segment) => {
-                    last = Some(segment.last_node());
+                    last = segment.last_node();
                     // SAFETY: compiled from a validated graph over memory that this plan holds on to; the device is
                     // the caller's.
                     unsafe { segment.advance(device, stream.pace, turn) }
@@ -186,6 +171,7 @@ impl CudaPlan {
                 other => other,
             };
             // One error is enough; and what runs on reports no fault.
+            let outcome = outcome.map(|progress| (progress, last));
             if outcome.is_err() && device.synchronize().is_err() {
                 return outcome;
             }
@@ -195,16 +181,30 @@ impl CudaPlan {
             }
             return outcome;
         }
-        if let Some(node) = last {
-            device
-                .synchronize()
-                .map_err(|error| failure(&self.ops, node, &error))?;
+        Ok((Progress::Done, last))
+    }
+
+    /// Begins anew the next time, whatever became of this run.
+    fn rewind(&mut self) {
+        self.at = 0;
+        for part in &mut self.parts {
+            if let Part::Launches(segment) = part {
+                segment.rewind();
+            }
         }
-        // SAFETY: as above.
-        match unsafe { stream.take_fault() } {
-            Some(fault) => Err(self.fault(&fault)),
-            None => Ok(Progress::Done),
+    }
+
+    /// The failure of a run on a device that was there when it began. If it is lost now, that is logged with what ran.
+    fn failed(&self, error: RunError) -> RunError {
+        if let Some(reason) = self.stream.device.lost() {
+            // What failed began at this node or before: the device works on several at a time.
+            error!(
+                "{} of {} nodes: {error}; the device is lost, with the memory of all guests: {reason}",
+                self.name,
+                self.ops.len()
+            );
         }
+        error
     }
 
     /// Runs part by part, and says how many seconds each launch and each piece of the host's work took.
@@ -448,22 +448,80 @@ impl Plan for CudaPlan {
     }
 
     fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
-        // SAFETY: the device is ours for as long as this runs.
-        self.alone(
-            |plan| unsafe { plan.go_on(turn) },
-            |progress| *progress == Progress::Yielded,
-        )
+        match self.launch(turn)? {
+            Progress::UnderWay => self.land().map(|()| Progress::Done),
+            progress => Ok(progress),
+        }
+    }
+
+    fn launch(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+        self.land()?;
+        let stream = Arc::clone(&self.stream);
+        let taken = stream.take();
+        if let Some(reason) = stream.device.lost() {
+            self.rewind();
+            return Err(failure(&self.ops, 0, &EngineError::Lost { reason }));
+        }
+        // SAFETY: the device is ours.
+        match unsafe { self.go_on(turn) } {
+            Ok((Progress::Done, node)) => {
+                self.under_way = Some(UnderWay {
+                    node,
+                    _device: taken,
+                });
+                Ok(Progress::UnderWay)
+            }
+            Ok((progress, _)) => Ok(progress),
+            Err(error) => {
+                self.rewind();
+                Err(self.failed(error))
+            }
+        }
+    }
+
+    fn land(&mut self) -> Result<(), RunError> {
+        let Some(under_way) = self.under_way.take() else {
+            return Ok(());
+        };
+        self.rewind();
+        let outcome = match self.stream.device.synchronize() {
+            Err(error) => Err(failure(&self.ops, under_way.node, &error)),
+            // SAFETY: nothing runs any more, and the device is still ours.
+            Ok(()) => match unsafe { self.stream.take_fault() } {
+                Some(fault) => Err(self.fault(&fault)),
+                None => Ok(()),
+            },
+        };
+        outcome.map_err(|error| self.failed(error))
     }
 
     fn timeline(&mut self) -> Result<Vec<Span>, RunError> {
-        // SAFETY: as above.
-        let times = self.alone(|plan| unsafe { plan.time() }, |_| false)?;
-        let mut times = times.into_iter();
+        self.land()?;
+        let stream = Arc::clone(&self.stream);
+        let _device = stream.take();
+        if let Some(reason) = stream.device.lost() {
+            return Err(failure(&self.ops, 0, &EngineError::Lost { reason }));
+        }
+        // SAFETY: the device is ours for as long as this runs.
+        let times = unsafe { self.time() };
+        self.rewind();
+        let mut times = times.map_err(|error| self.failed(error))?.into_iter();
         let spans = self.groups.iter().map(|(count, nodes)| Span {
             nodes: nodes.clone(),
             seconds: times.by_ref().take(*count).sum(),
         });
         Ok(spans.collect())
+    }
+
+    fn call_it(&mut self, name: &str) {
+        self.name = name.to_owned();
+    }
+}
+
+impl Drop for CudaPlan {
+    fn drop(&mut self) {
+        // Its memory must not be used any more, and the next plan must not find its faults.
+        let _ = self.land();
     }
 }
 

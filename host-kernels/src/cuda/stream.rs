@@ -1,11 +1,12 @@
 //! What plans of an engine share.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use vgpu_transport::ir::{Shape, Type};
 use zerocopy::IntoBytes;
 
 use super::device::{Address, Device, Launch, SharedMemory};
+use super::gather::Gathering;
 use super::host::Host;
 use super::memory::CudaMemory;
 use super::params::{VgArangeParams, VgCodebooks, VgFault, VgView};
@@ -22,7 +23,10 @@ pub(super) struct Stream {
     pub(super) scratch: Arc<Scratch>,
     pub(super) lineages: Lineages,
     pub(super) pace: Pace,
-    pub(super) running: Mutex<()>,
+    /// Whether somebody has the device for a plan.
+    is_taken: Mutex<bool>,
+    /// Tells that nobody has any more.
+    is_free: Condvar,
     fault: SharedMemory,
     codebooks: CudaMemory,
     counters: CudaMemory,
@@ -33,6 +37,7 @@ pub(super) const COUNTERS: i64 = 1 << 16;
 
 impl Stream {
     pub(super) fn new(device: Arc<dyn Device>, pace: Pace) -> Result<Stream, EngineError> {
+        let device: Arc<dyn Device> = Arc::new(Gathering::new(device)?);
         let fault = device.alloc_shared(size_of::<VgFault>())?;
         let pool = Arc::new(Pool::new(&device));
         let codebooks = CudaMemory::new(&pool, size_of::<VgCodebooks>() as u64)?;
@@ -45,7 +50,8 @@ impl Stream {
             host: Host::default(),
             lineages: Lineages::default(),
             pace,
-            running: Mutex::new(()),
+            is_taken: Mutex::new(false),
+            is_free: Condvar::new(),
             fault,
             codebooks,
             counters,
@@ -83,6 +89,16 @@ impl Stream {
         })
     }
 
+    /// Takes the device for a plan; waits while another one has it.
+    pub(super) fn take(self: &Arc<Self>) -> Taken {
+        let mut is_taken = { self.is_taken.lock() }.unwrap_or_else(PoisonError::into_inner);
+        while *is_taken {
+            is_taken = { self.is_free.wait(is_taken) }.unwrap_or_else(PoisonError::into_inner);
+        }
+        *is_taken = true;
+        Taken(Arc::clone(self))
+    }
+
     /// Where kernels report faults.
     pub(super) fn fault(&self) -> Address {
         self.fault.device
@@ -114,6 +130,16 @@ impl Stream {
             cell.write_volatile(VgFault::default());
             Some(found)
         }
+    }
+}
+
+/// The device, until this is dropped.
+pub(super) struct Taken(Arc<Stream>);
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        *{ self.0.is_taken.lock() }.unwrap_or_else(PoisonError::into_inner) = false;
+        self.0.is_free.notify_one();
     }
 }
 

@@ -1,6 +1,7 @@
 //! The CUDA engine around its kernels: how plans reach a device, share its memory, and give way.
 
 mod fusion;
+mod gather;
 mod memory;
 mod plans;
 #[path = "../common/shim.rs"]

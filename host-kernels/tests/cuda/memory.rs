@@ -1,7 +1,8 @@
 //! Memory: parts of large chunks, zero for whoever gets them; and what becomes of it when the device fails.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use vgpu_kernels::cuda::CudaEngine;
 use vgpu_kernels::cuda::device::Device;
@@ -196,6 +197,56 @@ fn a_device_that_stays_lost_is_not_tried_at_every_call() {
         assert_eq!(engine.memory().free, 0);
     }
     assert_eq!(tries.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
+    let device = Arc::new(Spy::running());
+    let heals = Arc::new(AtomicBool::new(false));
+    let works = Arc::clone(&heals);
+    let engine = engine_on(&device)
+        .reopened_by(move || match works.load(Ordering::Relaxed) {
+            true => Ok(Arc::new(Spy::running()) as Arc<dyn Device>),
+            false => Err(EngineError::Device {
+                message: "no such device".into(),
+            }),
+        })
+        .resting(Duration::ZERO);
+    let lose = |device: &Spy| {
+        let built = TINY.graph(Step {
+            tokens: 1,
+            seen: 32,
+        });
+        let loaded = built.load(&engine);
+        device.fail(Fails::Launch(0));
+        built.compile(&engine, &loaded).run().unwrap_err();
+    };
+    assert_eq!(engine.beyond_repair(), None, "it works");
+    lose(&device);
+    assert_eq!(engine.beyond_repair(), None, "one attempt");
+    heals.store(true, Ordering::Relaxed);
+    assert_eq!(engine.beyond_repair(), None, "it works again");
+    engine.alloc(1).unwrap();
+
+    let device = Arc::new(Spy::running());
+    let engine = engine_on(&device)
+        .reopened_by(|| {
+            Err(EngineError::Device {
+                message: "no such device".into(),
+            })
+        })
+        .resting(Duration::ZERO);
+    device.fail(Fails::Launch(0));
+    let built = TINY.graph(Step {
+        tokens: 1,
+        seen: 32,
+    });
+    let loaded = built.load(&engine);
+    built.compile(&engine, &loaded).run().unwrap_err();
+    let found: Vec<bool> = (0..4).map(|_| engine.beyond_repair().is_some()).collect();
+    assert_eq!(found, [false, false, true, true]);
+    let reason = engine.beyond_repair().unwrap();
+    assert!(reason.contains("illegal memory access"), "{reason}");
 }
 
 #[test]

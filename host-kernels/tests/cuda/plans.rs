@@ -367,3 +367,65 @@ fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
         assert_eq!(built.read_result(&loaded), wanted);
     }
 }
+
+#[test]
+fn a_step_is_one_upload_one_replay_and_one_wait() {
+    let device = Arc::new(Spy::running());
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    let want = oracle(TINY, 0..5);
+    let turn = Turn::new();
+    for (position, want) in want.iter().enumerate() {
+        device.take_whole_log();
+        // What a guest's session does when the guest asks for the result while the step is under way.
+        built.write_inputs(&loaded, position as u64);
+        assert_eq!(device.take_whole_log(), [], "nothing goes up by itself");
+        assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
+        let got = built.read_result(&loaded);
+        plan.land().unwrap();
+        assert_near(&got, want);
+        let log = device.take_whole_log();
+        if position >= 2 {
+            let wanted = [Event::Puts, Event::Replay, Event::Download(4 * got.len())];
+            assert_eq!(log, wanted, "a download waits until it is there");
+        }
+    }
+    // Nobody asks for the result: there is a wait nevertheless, and no second one.
+    built.write_inputs(&loaded, 5);
+    assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
+    plan.land().unwrap();
+    plan.land().unwrap();
+    assert_eq!(
+        device.take_whole_log(),
+        [Event::Puts, Event::Replay, Event::Wait]
+    );
+}
+
+#[test]
+fn a_fault_of_a_step_under_way_is_told_when_it_lands() {
+    let device = Arc::new(Spy::running());
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    let turn = Turn::new();
+    for _ in 0..3 {
+        built.write_inputs(&loaded, 0);
+        built.write_input(&loaded, "tokens", 1000);
+        assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
+        built.read_result(&loaded);
+        let error = plan.land().unwrap_err();
+        assert!(
+            matches!(error, RunError::Index { index: 1000, .. }),
+            "{error:?}"
+        );
+        // A plan that is given up in between takes its faults along.
+        let mut other = built.compile(&engine, &loaded);
+        assert_eq!(other.launch(&turn).unwrap(), Progress::UnderWay);
+        drop(other);
+        built.write_inputs(&loaded, 0);
+        plan.run().unwrap();
+    }
+}

@@ -648,19 +648,21 @@ impl HostEnd for Script<'_> {
         Bytes::from(&self.payload[..])
     }
 
-    fn send(
+    fn send_if(
         &mut self,
         message: &[u8],
         payload_len: usize,
-        fill: &mut dyn FnMut(BytesMut<'_>),
-    ) -> Result<(), LinkError> {
+        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
+    ) -> Result<bool, LinkError> {
         let reply = Reply::decode(message).expect("a reply that can be read");
         let is_over = matches!(self.replies.last(), Some((Reply::Ended { .. }, _)));
         assert!(!is_over, "{reply:?} after the end");
         let mut payload = vec![0; payload_len];
-        fill(BytesMut::from(&mut payload[..]));
-        self.replies.push((reply, payload));
-        Ok(())
+        let is_sent = payload_len == 0 || fill(BytesMut::from(&mut payload[..]));
+        if is_sent {
+            self.replies.push((reply, payload));
+        }
+        Ok(is_sent)
     }
 
     fn retire(&mut self) {

@@ -103,13 +103,46 @@ pub trait HostEnd: Send {
     /// The payload of the request received last. The guest may be writing to it.
     fn payload(&self) -> Bytes<'_>;
 
+    /// The same while the request received last is not finished with: the next one, if it comes before `patience` is over
+    /// and is `wanted`. Then both are finished with together. Links that cannot look ahead say `None`.
+    fn receive_ahead(
+        &mut self,
+        wanted: &dyn Fn(&[u8]) -> bool,
+        message: &mut Vec<u8>,
+        patience: Duration,
+    ) -> Result<Option<Incoming>, LinkError> {
+        let _ = (wanted, message, patience);
+        Ok(None)
+    }
+
     /// Sends a message with `payload_len` bytes of payload, which `fill` writes in place.
     fn send(
         &mut self,
         message: &[u8],
         payload_len: usize,
         fill: &mut dyn FnMut(BytesMut<'_>),
-    ) -> Result<(), LinkError>;
+    ) -> Result<(), LinkError> {
+        let mut fill = |out: BytesMut<'_>| {
+            fill(out);
+            true
+        };
+        self.send_if(message, payload_len, &mut fill).map(|_| ())
+    }
+
+    /// Whether a message with so much payload can be sent without waiting for the guest to take others first. Links that
+    /// cannot tell say no.
+    fn has_room(&mut self, message_len: usize, payload_len: usize) -> bool {
+        let _ = (message_len, payload_len);
+        false
+    }
+
+    /// Sends as [`send`](HostEnd::send) does, but `fill` says whether anything is sent at all. A message without payload is.
+    fn send_if(
+        &mut self,
+        message: &[u8],
+        payload_len: usize,
+        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
+    ) -> Result<bool, LinkError>;
 
     /// The certificate that the guest has shown and that was found good, in DER; `None` on links without any.
     fn certificate(&self) -> Option<&[u8]> {

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::files::Files;
 use super::line::{Line, Side, Waiting};
@@ -504,12 +504,63 @@ impl HostEnd for WindowHost {
         }
     }
 
-    fn send(
+    fn receive_ahead(
+        &mut self,
+        wanted: &dyn Fn(&[u8]) -> bool,
+        message: &mut Vec<u8>,
+        patience: Duration,
+    ) -> Result<Option<Incoming>, LinkError> {
+        let Some(current) = &self.current else {
+            return Ok(None);
+        };
+        let (window, submissions) = (&*self.window, &mut self.submissions);
+        let began = Instant::now();
+        let arrived = loop {
+            let next = submissions.peek_behind(window, current);
+            if let Some(arrived) = next.map_err(|e| self.line.fail(e))? {
+                break arrived;
+            }
+            if began.elapsed() >= patience {
+                return Ok(None);
+            }
+            std::hint::spin_loop();
+        };
+        let start = message.len();
+        read_message(window, &arrived.message, message);
+        // One that is out of order is complained of when it is its turn.
+        if arrived.request != self.received + 1 || !wanted(&message[start..]) {
+            message.truncate(start);
+            return Ok(None);
+        }
+        self.received = arrived.request;
+        let incoming = Incoming {
+            request: arrived.request,
+            payload_len: arrived.payload.len(),
+        };
+        let bytes = arrived.message.len() + incoming.payload_len;
+        count_in(&mut self.line.counters, bytes);
+        // Whoever is finished with this one is with the one before.
+        self.current = Some(arrived);
+        Ok(Some(incoming))
+    }
+
+    fn has_room(&mut self, message_len: usize, payload_len: usize) -> bool {
+        let payload = Payload::Inline(payload_len);
+        // A ring that the guest has broken is for the next call to complain of.
+        message_len <= MAX_MESSAGE
+            && payload_len <= MAX_PAYLOAD
+            && self
+                .completions
+                .reserve(&*self.window, self.sent + 1, message_len, payload)
+                .is_ok_and(|room| room.is_some())
+    }
+
+    fn send_if(
         &mut self,
         message: &[u8],
         payload_len: usize,
-        fill: &mut dyn FnMut(BytesMut<'_>),
-    ) -> Result<(), LinkError> {
+        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
+    ) -> Result<bool, LinkError> {
         self.line.check()?;
         if message.len() > MAX_MESSAGE || payload_len > MAX_PAYLOAD {
             return Err(too_large(message, payload_len));
@@ -527,14 +578,15 @@ impl HostEnd for WindowHost {
                 seconds: GUEST_STALL.as_secs(),
             }));
         };
-        if payload_len > 0 {
-            fill(window.bytes_mut(room.payload.clone()));
+        if payload_len > 0 && !fill(window.bytes_mut(room.payload.clone())) {
+            // What lies behind the tail is nobody's yet.
+            return Ok(false);
         }
         completions.publish(window, room, message);
         self.sent = number;
         self.line.counters.messages_out += 1;
         self.line.counters.bytes_out += (message.len() + payload_len) as u64;
-        self.line.wake(|_| true)
+        self.line.wake(|_| true).map(|()| true)
     }
 
     fn can_share(&self) -> bool {

@@ -252,23 +252,37 @@ impl Consumer {
 
     /// The next record, if there is one. Looking does not consume it.
     pub fn peek(&mut self, memory: &impl Memory) -> Result<Option<Arrived>, LinkError> {
-        if self.head == self.tail {
+        self.peek_from(memory, self.head)
+    }
+
+    /// The record behind one that has arrived and is not released, if there is one. Releasing that releases both.
+    pub fn peek_behind(
+        &mut self,
+        memory: &impl Memory,
+        arrived: &Arrived,
+    ) -> Result<Option<Arrived>, LinkError> {
+        self.peek_from(memory, arrived.next)
+    }
+
+    /// The record at `from`: the head, or a boundary of records that was checked, so at most the tail.
+    fn peek_from(&mut self, memory: &impl Memory, from: u64) -> Result<Option<Arrived>, LinkError> {
+        if from == self.tail {
             self.look(memory)?;
-            if self.head == self.tail {
+            if from == self.tail {
                 return Ok(None);
             }
         }
-        let header = self.header(memory, self.head)?;
+        let header = self.header(memory, from)?;
         if header.kind != KIND_PAD {
-            return self.arrived(header, self.head).map(Some);
+            return self.arrived(header, from).map(Some);
         }
         // A pad ends the ring, and the record it made room for was published with it.
         let size = u64::from(header.size);
-        let next = self.head + size;
-        if size == self.place.size() || size != self.place.rest(self.head) || next == self.tail {
+        let next = from + size;
+        if size == self.place.size() || size != self.place.rest(from) || next == self.tail {
             return Err(misbehaved(format!(
                 "a pad of {size} bytes at {} of a ring of {}, tail {}",
-                self.head,
+                from,
                 self.place.size(),
                 self.tail
             )));

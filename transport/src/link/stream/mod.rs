@@ -309,12 +309,12 @@ impl HostEnd for StreamHost {
         Bytes::from(self.current.as_ref().map_or(&[][..], Frame::payload))
     }
 
-    fn send(
+    fn send_if(
         &mut self,
         message: &[u8],
         payload_len: usize,
-        fill: &mut dyn FnMut(BytesMut<'_>),
-    ) -> Result<(), LinkError> {
+        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
+    ) -> Result<bool, LinkError> {
         if message.len() > MAX_MESSAGE || payload_len > MAX_PAYLOAD {
             return Err(LinkError::TooLarge {
                 len: message.len(),
@@ -328,10 +328,14 @@ impl HostEnd for StreamHost {
             core.check()?;
             if !is_pushed {
                 is_pushed = true;
+                let is_sent =
+                    core.push_if(Kind::Reply, self.retired, message, payload_len, |room| {
+                        fill(BytesMut::from(room))
+                    });
+                if !is_sent {
+                    return Ok(false);
+                }
                 self.told = self.retired;
-                core.push(Kind::Reply, self.retired, message, payload_len, |room| {
-                    fill(BytesMut::from(room));
-                });
             }
             core.push_out()?;
             if core.unsent() < HIGH_WATER {
@@ -347,7 +351,7 @@ impl HostEnd for StreamHost {
         }
         self.counters.messages_out += 1;
         self.counters.bytes_out += (message.len() + payload_len) as u64;
-        Ok(())
+        Ok(true)
     }
 
     fn retire(&mut self) {

@@ -1,5 +1,6 @@
 //! A GPU, through NVIDIA's driver, which is loaded at run time: this builds and starts without one.
 
+mod completion;
 mod recording;
 mod reserved;
 mod timing;
@@ -21,6 +22,7 @@ use crate::cuda::code::Code;
 use crate::cuda::nvrtc::CompileError;
 use crate::cuda::source::{architecture, sources_for};
 use crate::engine::{EngineError, MemoryInfo};
+use completion::Completion;
 use recording::Recordings;
 use timing::TimedEvent;
 
@@ -76,6 +78,8 @@ pub struct Gpu {
     staging: Mutex<Staging>,
     recordings: Mutex<Recordings>,
     marks: Mutex<Marks>,
+    /// How it says that it is done, if it can.
+    completion: Option<Completion>,
     /// Memory of this process that the GPU sees for as long as this lives.
     shared: Mutex<Vec<HostMemory>>,
     /// The first error that the context does not recover from.
@@ -178,7 +182,9 @@ impl Gpu {
 
             // One of our own, not the process's primary one: it can be given up after an error.
             let mut context = ptr::null_mut();
-            let flags = sys::CUctx_flags::CU_CTX_MAP_HOST as c_uint;
+            // Whoever waits longer than `Completion` looks sleeps.
+            let flags = sys::CUctx_flags::CU_CTX_MAP_HOST as c_uint
+                | sys::CUctx_flags::CU_CTX_SCHED_BLOCKING_SYNC as c_uint;
             check(
                 "cuCtxCreate",
                 sys::cuCtxCreate_v2(&mut context, flags, device),
@@ -193,7 +199,8 @@ impl Gpu {
             )?;
             let mut events = [ptr::null_mut(); MARKS as usize];
             for event in &mut events {
-                let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+                let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint
+                    | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as c_uint;
                 check("cuEventCreate", sys::cuEventCreate(event, flags))?;
             }
             let architecture = architecture(major, minor);
@@ -215,12 +222,15 @@ impl Gpu {
                 staging: Mutex::new(Staging { memory, next: 0 }),
                 recordings: Mutex::default(),
                 marks: Mutex::new(Marks { events, last: 0 }),
+                completion: None,
                 shared: Mutex::new(vec![staging]),
                 lost: OnceLock::new(),
                 is_gone: AtomicBool::new(false),
                 calls: AtomicUsize::new(0),
             };
             gpu.granularity = gpu.unit().map_err(GpuError::Engine)?;
+            let word = { gpu.alloc_shared(size_of::<u32>()) }.map_err(GpuError::Engine)?;
+            gpu.completion = Completion::new(word, stream);
             Ok(gpu)
         }
     }
@@ -684,6 +694,12 @@ impl Device for Gpu {
 
     fn synchronize(&self) -> Result<(), EngineError> {
         let _entered = self.enter()?;
+        // SAFETY: the context is current, and stays until this call is over.
+        let is_done =
+            { self.completion.as_ref() }.is_some_and(|it| unsafe { it.wait(self.stream) });
+        if is_done {
+            return Ok(());
+        }
         // SAFETY: the stream lives as long as the device.
         self.done("cuStreamSynchronize", unsafe {
             sys::cuStreamSynchronize(self.stream)
