@@ -45,6 +45,19 @@ pub struct Model {
     pub mixes: bool,
     /// Whether only the last token has logits, as when a text is read in.
     pub last_only: bool,
+    /// What else is different.
+    pub family: Family,
+}
+
+/// What families of models differ in, besides numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Llama, Qwen3, and most others.
+    Llama,
+    /// Qwen2: queries, keys and values with biases.
+    Qwen2,
+    /// gpt-oss: every product with a bias, experts chosen by their logits, sinks.
+    GptOss,
 }
 
 /// A model of about 8 billion parameters, as Llama 3 has it.
@@ -64,6 +77,7 @@ pub const DENSE_8B: Model = Model {
     context: 8192,
     mixes: true,
     last_only: true,
+    family: Family::Llama,
 };
 
 /// One of about 70 billion.
@@ -144,6 +158,20 @@ pub const TINY: Model = Model {
     context: 64,
     mixes: false,
     last_only: false,
+    family: Family::Llama,
+};
+
+/// The same with biases.
+pub const TINY_BIASES: Model = Model {
+    family: Family::Qwen2,
+    ..TINY
+};
+
+/// The same with experts and biases everywhere.
+pub const TINY_GPT_OSS: Model = Model {
+    experts: Some((4, 2)),
+    family: Family::GptOss,
+    ..TINY
 };
 
 /// The same with experts.
@@ -307,6 +335,26 @@ impl Draft {
         self.node(op, shape, &[w, x])
     }
 
+    /// A product with its bias, if this family has one here.
+    fn biased(&mut self, w: View, x: View, has_bias: bool) -> View {
+        let y = self.product(w, x);
+        if !has_bias {
+            return y;
+        }
+        let bias = self.weight(Type::F32, [w.shape.ne[1], 1, 1, 1]);
+        self.node(Op::Add {}, y.shape, &[y, bias])
+    }
+
+    /// The same of experts.
+    fn experts_biased(&mut self, w: View, x: View, ids: View) -> View {
+        let y = self.experts_product(w, x, ids);
+        if self.model.family != Family::GptOss {
+            return y;
+        }
+        let bias = self.weight(Type::F32, [w.shape.ne[1], w.shape.ne[2], 1, 1]);
+        self.node(Op::AddId {}, y.shape, &[y, bias, ids])
+    }
+
     fn experts_product(&mut self, w: View, x: View, ids: View) -> View {
         let op = Op::MulMatId {
             accumulator: Precision::Default,
@@ -350,14 +398,16 @@ impl Draft {
         let wq = self.matrix(width, head * heads);
         let wv = self.weight(self.finer(layer), [width, head * key_heads, 1, 1]);
         let wk = self.matrix(width, head * key_heads);
-        let q = self.product(wq, x);
+        let has_biases = self.model.family != Family::Llama;
+        let is_oss = self.model.family == Family::GptOss;
+        let q = self.biased(wq, x, has_biases);
         let mut q = split(q, heads);
         if norms_heads {
             q = self.norm(q, head);
         }
         let q = self.rope(q, inputs.positions);
-        let v = self.product(wv, x);
-        let k = self.product(wk, x);
+        let v = self.biased(wv, x, has_biases);
+        let k = self.biased(wk, x, has_biases);
         let mut k = split(k, key_heads);
         if norms_heads {
             k = self.norm(k, head);
@@ -387,10 +437,14 @@ impl Draft {
             n_kv_max: 0,
         };
         let shape = dense(Type::F32, [head, heads, tokens, 1]);
-        let seen = self.node(op, shape, &[turned, caches[0], caches[1], inputs.mask]);
+        let mut sources = vec![turned, caches[0], caches[1], inputs.mask];
+        if is_oss {
+            sources.push(self.weight(Type::F32, [heads, 1, 1, 1]));
+        }
+        let seen = self.node(op, shape, &sources);
         let seen = Draft::reshape(seen, [head * heads, tokens, 1, 1]);
         let wo = self.matrix(head * heads, width);
-        self.product(wo, seen)
+        self.biased(wo, seen, is_oss)
     }
 
     fn feed_forward(&mut self, x: View, layer: u64) -> View {
@@ -405,24 +459,22 @@ impl Draft {
     }
 
     fn unit(&mut self, gate: View, up: View) -> View {
+        let (kind, alpha, limit) = match self.model.family {
+            Family::GptOss => (GluKind::SwigluOai, 1.702, 7.0),
+            _ => (GluKind::Swiglu, 0.0, 0.0),
+        };
         let op = Op::Glu {
-            kind: GluKind::Swiglu,
+            kind,
             swapped: false,
-            alpha: 0.0,
-            limit: 0.0,
+            alpha,
+            limit,
         };
         self.node(op, gate.shape, &[gate, up])
     }
 
-    fn mixture(&mut self, x: View, (experts, used): (u64, u64), layer: u64) -> View {
-        let Model { width, inner, .. } = self.model;
-        let tokens = x.shape.ne[1];
-        let router = self.weight(Type::F32, [width, experts, 1, 1]);
-        let of = self.model.expert_weights;
-        let gate = self.weight(of.unwrap_or(self.model.weights), [width, inner, experts, 1]);
-        let up = self.weight(of.unwrap_or(self.model.weights), [width, inner, experts, 1]);
-        let down = self.weight(of.unwrap_or(self.finer(layer)), [inner, width, experts, 1]);
-        let logits = self.product(router, x);
+    /// The weights and ids of a token's experts: of the probabilities of all, the largest, with 1 as their sum.
+    fn route(&mut self, logits: View, used: u64) -> (View, View) {
+        let [experts, tokens, ..] = logits.shape.ne;
         let op = Op::SoftMax {
             scale: 1.0,
             max_bias: 0.0,
@@ -456,12 +508,49 @@ impl Draft {
         };
         let sum = self.node(op, sum.shape, &[sum]);
         let weights = self.node(Op::Div {}, weights.shape, &[weights, sum]);
+        (weights, ids)
+    }
+
+    /// The same from the largest logits: the probabilities of these alone.
+    fn route_by_logits(&mut self, logits: View, used: u64) -> (View, View) {
+        let [experts, tokens, ..] = logits.shape.ne;
+        let op = Op::Argsort {
+            order: SortOrder::Descending,
+        };
+        let sorted = self.node(op, dense(Type::I32, [experts, tokens, 1, 1]), &[logits]);
+        let mut ids = sorted;
+        ids.shape.ne[0] = used;
+        let each = Draft::reshape(logits, [1, experts, tokens, 1]);
+        let shape = dense(Type::F32, [1, used, tokens, 1]);
+        let chosen = self.node(Op::GetRows {}, shape, &[each, ids]);
+        let chosen = Draft::reshape(chosen, [used, tokens, 1, 1]);
+        let op = Op::SoftMax {
+            scale: 1.0,
+            max_bias: 0.0,
+        };
+        (self.node(op, chosen.shape, &[chosen]), ids)
+    }
+
+    fn mixture(&mut self, x: View, (experts, used): (u64, u64), layer: u64) -> View {
+        let Model { width, inner, .. } = self.model;
+        let tokens = x.shape.ne[1];
+        let router = self.weight(Type::F32, [width, experts, 1, 1]);
+        let of = self.model.expert_weights;
+        let gate = self.weight(of.unwrap_or(self.model.weights), [width, inner, experts, 1]);
+        let up = self.weight(of.unwrap_or(self.model.weights), [width, inner, experts, 1]);
+        let down = self.weight(of.unwrap_or(self.finer(layer)), [inner, width, experts, 1]);
+        let is_oss = self.model.family == Family::GptOss;
+        let logits = self.biased(router, x, is_oss);
+        let (weights, ids) = match is_oss {
+            true => self.route_by_logits(logits, used),
+            false => self.route(logits, used),
+        };
         let weights = Draft::reshape(weights, [1, used, tokens, 1]);
         let x = Draft::reshape(x, [width, 1, tokens, 1]);
-        let gated = self.experts_product(gate, x, ids);
-        let upped = self.experts_product(up, x, ids);
+        let gated = self.experts_biased(gate, x, ids);
+        let upped = self.experts_biased(up, x, ids);
         let y = self.unit(gated, upped);
-        let y = self.experts_product(down, y, ids);
+        let y = self.experts_biased(down, y, ids);
         let y = self.node(Op::Mul {}, y.shape, &[y, weights]);
         let part = |slot: u64| View {
             shape: Shape {
@@ -492,6 +581,7 @@ fn can_be_in_place(op: &Op) -> bool {
     matches!(
         op,
         Op::Add {}
+            | Op::AddId {}
             | Op::Mul {}
             | Op::Div {}
             | Op::Rope { .. }

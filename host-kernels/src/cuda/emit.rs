@@ -36,7 +36,7 @@ pub(super) fn emit(
 ) -> Added {
     match kind {
         Kind::Norm => norm(nodes, is_rounded, b),
-        Kind::Products => products(nodes, None, b),
+        Kind::Products => products(nodes, b),
         Kind::Gated => gated(nodes, b),
         Kind::RopeRows => rope_rows(nodes, b),
         Kind::Route => route(nodes, b),
@@ -77,28 +77,41 @@ fn norm(nodes: &[Seen], is_rounded: impl Fn(&VgView) -> bool, b: &mut Builder<'_
     added
 }
 
-fn products(nodes: &[Seen], unit: Option<(VgMap, [f32; 2])>, b: &mut Builder<'_>) -> Added {
-    let each = |node: &Seen| Product {
-        dst: node.dst,
-        w: node.src(0),
-        add: VgView::default(),
-    };
-    let all: Vec<Product> = nodes.iter().map(each).collect();
+fn products(nodes: &[Seen], b: &mut Builder<'_>) -> Added {
+    let all = with_rows(nodes)?;
     let first = nodes.first()?;
     let work = Products {
         x: first.src(1),
         rounded: None,
         ids: first.src(2),
         products: &all,
-        unit,
+        unit: None,
     };
     vector::products(b, &work)
 }
 
+/// Products with the rows that nodes behind them add.
+fn with_rows(nodes: &[Seen]) -> Option<Vec<Product>> {
+    let mut all: Vec<Product> = Vec::new();
+    for node in nodes {
+        match node.op {
+            Op::Add {} | Op::AddId {} => {
+                // The last that gave this: places are used again.
+                let of = { all.iter_mut().rev() }.find(|it| it.dst.data == node.src(0).data)?;
+                (of.add, of.dst) = (node.src(1), node.dst);
+            }
+            _ => all.push(Product {
+                dst: node.dst,
+                w: node.src(0),
+                add: VgView::default(),
+            }),
+        }
+    }
+    Some(all)
+}
+
 fn gated(nodes: &[Seen], b: &mut Builder<'_>) -> Added {
-    let [one, other, unit] = nodes else {
-        return None;
-    };
+    let (unit, terms) = nodes.split_last()?;
     let Op::Glu {
         kind, alpha, limit, ..
     } = unit.op
@@ -112,12 +125,20 @@ fn gated(nodes: &[Seen], b: &mut Builder<'_>) -> Added {
         GluKind::SwigluOai => VG_MAP_SWIGLU_OAI,
         _ => return None,
     };
-    let (mut gate, mut up) = (one.clone(), other.clone());
+    let [mut gate, mut up] = with_rows(terms)?.try_into().ok()?;
     if unit.src(0).data != gate.dst.data {
         std::mem::swap(&mut gate, &mut up);
     }
     gate.dst = unit.dst;
-    products(&[gate, up], Some((map, [alpha, limit])), b)
+    let first = nodes.first()?;
+    let work = Products {
+        x: first.src(1),
+        rounded: None,
+        ids: first.src(2),
+        products: &[gate, up],
+        unit: Some((map, [alpha, limit])),
+    };
+    vector::products(b, &work)
 }
 
 fn rope_rows(nodes: &[Seen], b: &mut Builder<'_>) -> Added {
@@ -142,7 +163,10 @@ fn route(nodes: &[Seen], b: &mut Builder<'_>) -> Added {
         bias: VgView::default(),
         ids: rows.src(1),
         weights,
-        op: VG_ROUTE_SOFT_MAX,
+        op: match nodes.first()?.op {
+            Op::SoftMax { .. } => VG_ROUTE_SOFT_MAX,
+            _ => VG_ROUTE_LOGITS,
+        },
         normalized: None,
         scale: 1.0,
     };

@@ -6,26 +6,14 @@ use super::{Finder, Group, Kind, is_apart, is_f32, is_reshaped, is_same, life};
 
 /// SOFT_MAX, ARGSORT (or TOP_K), GET_ROWS, possibly SUM_ROWS, CLAMP and DIV, possibly SCALE.
 pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
-    let Op::SoftMax { scale, max_bias } = finder.node(soft_max).op else {
-        return None;
-    };
-    let is_plain = scale == 1.0
-        && max_bias == 0.0
-        && finder.src(soft_max, 1).is_none()
-        && finder.src(soft_max, 2).is_none();
     let (logits, probabilities) = (finder.src(soft_max, 0)?, finder.dst(soft_max));
-    if !is_plain || !is_f32(logits) || !probabilities.shape.is_contiguous() {
+    if !is_plain_soft_max(finder, soft_max)
+        || !is_f32(logits)
+        || !probabilities.shape.is_contiguous()
+    {
         return None;
     }
-    let sort = finder.next(soft_max, |op| {
-        matches!(
-            op,
-            Op::TopK {}
-                | Op::Argsort {
-                    order: SortOrder::Descending
-                }
-        )
-    })?;
+    let sort = finder.next(soft_max, is_by_size)?;
     let rows = finder.next(sort, |op| matches!(op, Op::GetRows {}))?;
     let (each, ids) = (finder.src(rows, 0)?, finder.src(rows, 1)?);
     let [experts, tokens, ..] = logits.shape.ne;
@@ -70,6 +58,61 @@ pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
         nodes,
         place,
     })
+}
+
+/// ARGSORT (or TOP_K) of logits, GET_ROWS of them, SOFT_MAX of those of a token, as in gpt-oss.
+pub(super) fn route_first(finder: &Finder<'_>, sort: usize) -> Option<Group> {
+    if !is_by_size(&finder.node(sort).op) {
+        return None;
+    }
+    let (logits, sorted) = (finder.src(sort, 0)?, finder.dst(sort));
+    let rows = finder.next(sort, |op| matches!(op, Op::GetRows {}))?;
+    let soft_max = finder.next(rows, |op| matches!(op, Op::SoftMax { .. }))?;
+    let (each, ids) = (finder.src(rows, 0)?, finder.src(rows, 1)?);
+    let [experts, tokens, ..] = logits.shape.ne;
+    let used = ids.shape.ne[0];
+    let weights = finder.dst(soft_max);
+    let nodes = vec![sort, rows, soft_max];
+    let fits = is_f32(logits)
+        && is_plain_soft_max(finder, soft_max)
+        && is_reshaped(each, logits)
+        && each.shape.ne == [1, experts, tokens, 1]
+        && (ids.buffer, ids.offset) == (sorted.buffer, sorted.offset)
+        && ids.shape.ne == [used, tokens, 1, 1]
+        && ids.shape.nb[..2] == sorted.shape.nb[..2]
+        && finder.dst(rows).shape.ne == [1, used, tokens, 1]
+        && is_reshaped(finder.src(soft_max, 0)?, finder.dst(rows))
+        && weights.shape.ne == [used, tokens, 1, 1]
+        && weights.shape.ty == Type::F32
+        && weights.shape.is_contiguous()
+        && is_apart(ids, weights)
+        && is_apart(ids, logits)
+        && is_apart(weights, logits)
+        && finder.is_dead(rows, &nodes)
+        && life::is_dead(finder.graph(), sort, &nodes, Some(ids))
+        && finder.can_be_at(&nodes, soft_max);
+    fits.then_some(Group {
+        kind: Kind::Route,
+        nodes,
+        place: soft_max,
+    })
+}
+
+/// Whether it sorts with the largest first.
+fn is_by_size(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::TopK {}
+            | Op::Argsort {
+                order: SortOrder::Descending
+            }
+    )
+}
+
+/// Whether a SOFT_MAX is of its rows and nothing else.
+fn is_plain_soft_max(finder: &Finder<'_>, at: usize) -> bool {
+    let is_plain = matches!(finder.node(at).op, Op::SoftMax { scale, max_bias } if scale == 1.0 && max_bias == 0.0);
+    is_plain && finder.src(at, 1).is_none() && finder.src(at, 2).is_none()
 }
 
 /// The nodes that divide a token's weights by their sum.

@@ -43,13 +43,14 @@ struct Group {
 pub(crate) enum Kind {
     /// ADD, RMS_NORM, MUL: a sum, normed, times a row. The first and the last can be absent.
     Norm,
-    /// Products of the same activations.
+    /// Products of the same activations, in order, each with the ADD or ADD_ID of a row behind it, if there is one.
     Products,
-    /// Two products and the unit that one of them gates.
+    /// Two such products and the unit that one of them gates.
     Gated,
     /// ROPE and SET_ROWS.
     RopeRows,
-    /// SOFT_MAX, ARGSORT and GET_ROWS: a token's experts and their weights; possibly SUM_ROWS, CLAMP, DIV, SCALE.
+    /// SOFT_MAX, ARGSORT and GET_ROWS: a token's experts and their weights; possibly SUM_ROWS, CLAMP, DIV, SCALE. Or ARGSORT,
+    /// GET_ROWS and SOFT_MAX of those chosen.
     Route,
     /// MUL and sums: the results of a token's experts, weighted.
     WeightedSum,
@@ -129,6 +130,7 @@ impl<'g> Finder<'g> {
             }
             Op::Rope { .. } => rows::rope_rows(self, first),
             Op::SoftMax { .. } => experts::route(self, first),
+            Op::TopK {} | Op::Argsort { .. } => experts::route_first(self, first),
             Op::Mul {} => experts::weighted_sum(self, first),
             _ => None,
         }

@@ -1,8 +1,9 @@
-//! Groups of products of the same activations: Q, K and V; gate and up with their unit.
+//! Groups of products of the same activations, each with the row that is added to it if there is one: Q, K and V; gate and
+//! up with their unit.
 
 use vgpu_transport::ir::{GluKind, Op, Tensor};
 
-use super::{Finder, Group, Kind, is_apart, is_same};
+use super::{Finder, Group, Kind, is_apart, is_f32, is_same, rows};
 
 /// Most columns of activations.
 const FEW_COLUMNS: u64 = 8;
@@ -45,35 +46,113 @@ fn is_sibling(finder: &Finder<'_>, a: usize, b: usize) -> bool {
         && w.shape.ne[0] == other_w.shape.ne[0]
 }
 
+/// A product, and the node that adds a row to it, if one does and nobody else reads the product.
+#[derive(Debug, Clone, Copy)]
+struct Term {
+    product: usize,
+    add: Option<usize>,
+}
+
+impl Term {
+    fn of(finder: &Finder<'_>, product: usize) -> Term {
+        let result = finder.dst(product);
+        let (w, ids) = match operands(finder, product) {
+            Some((w, _, ids)) => (w, ids),
+            None => return Term { product, add: None },
+        };
+        let row = [result.shape.ne[0], 1, 1, 1];
+        let adds = |at: &usize| {
+            let (Some(a), Some(bias)) = (finder.src(*at, 0), finder.src(*at, 1)) else {
+                return false;
+            };
+            let is_bias = match (finder.node(*at).op, ids) {
+                (Op::Add {}, None) => bias.shape.ne == row,
+                (Op::AddId {}, Some(ids)) => {
+                    let same_ids = finder.src(*at, 2).is_some_and(|other| is_same(ids, other));
+                    same_ids && bias.shape.ne == [row[0], w.shape.ne[2], 1, 1]
+                }
+                _ => false,
+            };
+            is_bias
+                && is_same(a, result)
+                && is_f32(bias)
+                && is_f32(finder.dst(*at))
+                && finder.dst(*at).shape.ne == result.shape.ne
+        };
+        let add = { finder.ahead(product).find(adds) }.filter(|&add| {
+            let nodes = [product, add];
+            // A sum that is normed next goes with the norm: with one token, what a layer began with is a row, too.
+            let is_plain = rows::norm(finder, add).is_none();
+            is_plain && finder.is_dead(product, &nodes) && finder.can_be_at(&nodes, product)
+        });
+        Term { product, add }
+    }
+
+    fn nodes(self) -> impl Iterator<Item = usize> {
+        std::iter::once(self.product).chain(self.add)
+    }
+
+    /// What it gives in the end.
+    fn result<'g>(&self, finder: &Finder<'g>) -> &'g Tensor {
+        finder.dst(self.add.unwrap_or(self.product))
+    }
+}
+
+/// The nodes of several terms, in order.
+fn nodes_of(terms: &[Term]) -> Vec<usize> {
+    let mut nodes: Vec<usize> = terms.iter().flat_map(|term| term.nodes()).collect();
+    nodes.sort_unstable();
+    nodes
+}
+
 /// Whether what a launch writes is apart from what it reads, and from what else it writes.
-fn is_clean(finder: &Finder<'_>, products: &[usize], results: &[&Tensor]) -> bool {
-    let mut inputs = { products.iter() }
-        .filter_map(|&at| operands(finder, at))
-        .flat_map(|(w, x, ids)| [Some(w), Some(x), ids].into_iter().flatten());
+fn is_clean(finder: &Finder<'_>, terms: &[Term], results: &[&Tensor]) -> bool {
+    let mut inputs = { terms.iter() }.flat_map(|term| {
+        let operands = operands(finder, term.product);
+        let operands = operands.map_or([None; 3], |(w, x, ids)| [Some(w), Some(x), ids]);
+        let bias = term.add.and_then(|add| finder.src(add, 1));
+        operands.into_iter().chain([bias]).flatten()
+    });
     let from_inputs = inputs.all(|input| results.iter().all(|result| is_apart(result, input)));
     let mut pairs = results.iter().enumerate();
     from_inputs && pairs.all(|(i, a)| results[i + 1..].iter().all(|b| is_apart(a, b)))
 }
 
-/// Two or three products of the same activations.
+/// Whether nobody wants what the products gave before their rows were added.
+fn are_dead(finder: &Finder<'_>, terms: &[Term], nodes: &[usize]) -> bool {
+    let mut with_rows = terms.iter().filter(|term| term.add.is_some());
+    with_rows.all(|term| finder.is_dead(term.product, nodes))
+}
+
+/// Up to three products of the same activations, or one and the row that is added to it.
 pub(super) fn products(finder: &Finder<'_>, first: usize) -> Option<Group> {
     operands(finder, first)?;
-    let mut nodes = vec![first];
+    let mut terms = vec![Term::of(finder, first)];
+    if !fits(finder, &terms, first) {
+        terms[0].add = None;
+    }
     for at in finder.ahead(first) {
-        if nodes.len() == MOST {
+        if terms.len() == MOST {
             break;
         }
-        // Those that a unit gates come with it.
-        if !is_sibling(finder, first, at) || unit_of(finder, at).is_some() {
+        if !is_sibling(finder, first, at) {
             continue;
         }
-        let mut more = nodes.clone();
-        more.push(at);
-        let results: Vec<&Tensor> = more.iter().map(|&at| finder.dst(at)).collect();
-        if is_clean(finder, &more, &results) && finder.can_be_at(&more, first) {
-            nodes = more;
+        let term = Term::of(finder, at);
+        // Those that a unit gates come with it.
+        if unit_of(finder, &term).is_some() {
+            continue;
+        }
+        for add in [term.add, None] {
+            let mut more = terms.clone();
+            more.push(Term { add, ..term });
+            if fits(finder, &more, first) {
+                terms = more;
+                break;
+            }
         }
     }
+    let nodes = nodes_of(&terms);
     (nodes.len() > 1).then_some(Group {
         kind: Kind::Products,
         nodes,
@@ -81,10 +160,20 @@ pub(super) fn products(finder: &Finder<'_>, first: usize) -> Option<Group> {
     })
 }
 
-/// The unit that a product goes into, not far away.
-fn unit_of(finder: &Finder<'_>, product: usize) -> Option<usize> {
-    let result = finder.dst(product);
-    finder.ahead(product).find(|&at| {
+/// Whether terms can be a launch in the place of the first.
+fn fits(finder: &Finder<'_>, terms: &[Term], first: usize) -> bool {
+    let nodes = nodes_of(terms);
+    let results: Vec<&Tensor> = terms.iter().map(|term| term.result(finder)).collect();
+    is_clean(finder, terms, &results)
+        && are_dead(finder, terms, &nodes)
+        && finder.can_be_at(&nodes, first)
+}
+
+/// The unit that a term goes into, not far away.
+fn unit_of(finder: &Finder<'_>, term: &Term) -> Option<usize> {
+    let result = term.result(finder);
+    let last = term.add.unwrap_or(term.product);
+    finder.ahead(last).find(|&at| {
         let fused = [
             GluKind::Reglu,
             GluKind::Geglu,
@@ -99,24 +188,27 @@ fn unit_of(finder: &Finder<'_>, product: usize) -> Option<usize> {
 /// Two products and the unit that gates the second with the first. The group's first node is the one that is activated.
 pub(super) fn gated(finder: &Finder<'_>, first: usize) -> Option<Group> {
     operands(finder, first)?;
-    let unit = unit_of(finder, first)?;
+    let one = Term::of(finder, first);
+    let unit = unit_of(finder, &one)?;
     let (gate, up) = (finder.src(unit, 0)?, finder.src(unit, 1)?);
-    let second = finder.ahead(first).find(|&at| {
-        let result = finder.dst(at);
-        let (mine, is_other) = (
-            finder.dst(first),
-            at < unit && is_sibling(finder, first, at),
-        );
-        is_other
+    let mine = one.result(finder);
+    let siblings = { finder.ahead(first) }.filter(|&at| at < unit && is_sibling(finder, first, at));
+    let other = { siblings.map(|at| Term::of(finder, at)) }.find(|term| {
+        let result = term.result(finder);
+        let is_before = term.add.is_none_or(|add| add < unit);
+        is_before
             && (is_same(mine, gate) && is_same(result, up)
                 || is_same(mine, up) && is_same(result, gate))
     })?;
-    let nodes = vec![first, second, unit];
+    let second = other.product;
+    let terms = [one, other];
+    let mut nodes = nodes_of(&terms);
+    nodes.push(unit);
+    let left_out = nodes.iter().filter(|&&at| at != unit);
     let fits = finder.dst(first).shape == finder.dst(second).shape
         && finder.src(first, 0)?.shape == finder.src(second, 0)?.shape
-        && finder.is_dead(first, &nodes)
-        && finder.is_dead(second, &nodes)
-        && is_clean(finder, &nodes[..2], &[finder.dst(unit)])
+        && { left_out }.all(|&at| finder.is_dead(at, &nodes))
+        && is_clean(finder, &terms, &[finder.dst(unit)])
         && finder.can_be_at(&nodes, first);
     fits.then_some(Group {
         kind: Kind::Gated,

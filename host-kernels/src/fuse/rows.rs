@@ -6,6 +6,9 @@ use super::{Finder, Group, Kind, is_apart, is_apart_or_in_place, is_f32, is_resh
 
 /// ADD, RMS_NORM and MUL, one right after the other, from the first of them that is there.
 pub(super) fn norm(finder: &Finder<'_>, first: usize) -> Option<Group> {
+    if !matches!(finder.node(first).op, Op::Add {} | Op::RmsNorm { .. }) {
+        return None;
+    }
     let is_norm = |op: &Op| matches!(op, Op::RmsNorm { .. });
     let (add, norm) = match is_norm(&finder.node(first).op) {
         true => (None, first),

@@ -7,7 +7,9 @@ use vgpu_transport::ir::{GluKind, Node, Op, Sources};
 
 use crate::engine_at;
 use crate::spy::{Event, Spy};
-use vgpu_kernels::check::model::{Built, Model, Step, TINY, TINY_EXPERTS};
+use vgpu_kernels::check::model::{
+    Built, Model, Step, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS,
+};
 
 /// One launch after the other, so that they can be counted.
 fn pace(fuses: bool) -> Pace {
@@ -92,6 +94,27 @@ fn a_layer_of_experts_is_few_launches() {
     assert!(fused.len() <= 18, "{fused:?}");
 }
 
+#[test]
+fn biases_take_no_launches_of_their_own() {
+    let count = |kernels: &[&str], name: &str| {
+        { kernels.iter() }
+            .filter(|kernel| kernel.contains(name))
+            .count()
+    };
+    let dense = of_a_layer(TINY_BIASES, true);
+    assert_eq!(dense, of_a_layer(TINY, true), "those of Q, K and V");
+    let fused = of_a_layer(TINY_GPT_OSS, true);
+    let plain = of_a_layer(TINY_GPT_OSS, false);
+    // Of Q, K, V, what attention gives, the router, gate, up and down.
+    assert!(count(&plain, "vg_map") + count(&plain, "vg_add_id") >= 8);
+    assert_eq!(count(&fused, "vg_map"), 0, "{fused:?}");
+    assert_eq!(count(&fused, "vg_add_id"), 0, "{fused:?}");
+    assert_eq!(count(&fused, "vg_route"), 1, "{fused:?}");
+    assert_eq!(count(&fused, "vg_soft_max"), 0, "{fused:?}");
+    assert_eq!(count(&fused, "vg_weighted_sum"), 1, "{fused:?}");
+    assert!(fused.len() <= 17, "{fused:?}");
+}
+
 /// What is in the buffers that graphs write to after a run; `None` if the run fails.
 fn memory_after(built: &Built, fuses: bool) -> Option<Vec<Vec<u8>>> {
     let device = Arc::new(Spy::running());
@@ -146,7 +169,12 @@ fn assert_same(fused: &[Vec<u8>], plain: &[Vec<u8>], what: &str) {
 
 #[test]
 fn memory_is_the_same_in_the_end() {
-    for (model, what) in [(TINY, "dense"), (TINY_EXPERTS, "experts")] {
+    for (model, what) in [
+        (TINY, "dense"),
+        (TINY_EXPERTS, "experts"),
+        (TINY_BIASES, "biases"),
+        (TINY_GPT_OSS, "gpt-oss"),
+    ] {
         for tokens in [1, 3, 9] {
             let built = model.graph(Step { tokens, seen: 32 });
             let fused = memory_after(&built, true).expect("it runs");
