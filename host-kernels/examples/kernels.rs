@@ -4,18 +4,19 @@
 //!     cargo run -p vgpu-kernels --example kernels -- <folder of libnvrtc> <output folder> [sm_90a ...]
 //!
 //! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output folder>` compiles into a program, and
-//! `report.json`. Fails if a kernel does not compile, or if a hot one spills registers.
+//! `report.json`. Code is kept in the folder `VGPU_KERNELS`, by what it is made of, with what the compiler said of it, so
+//! that only what has changed is compiled. Fails if a kernel does not compile, or if a hot one spills registers.
 
 use std::collections::HashMap;
 use std::error::Error;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
 
 use vgpu_kernels::cuda::nvrtc::Nvrtc;
-use vgpu_kernels::cuda::source::{ARCHITECTURES, HEADERS, SOURCES, Source};
+use vgpu_kernels::cuda::source::{ARCHITECTURES, SOURCES, Source};
 
 /// Kernels that must not spill: they run in every step of a model. (Attention and products for operands that lie in unusual
 /// ways are not among them: they take any type, and call what reads an element.)
@@ -154,27 +155,32 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
     }
 }
 
-/// Compiles a file into the output folder, unless what is there is made of the same: returns what the compiler said.
+/// Puts a file's machine code into the output folder: from the cache, with what the compiler said then, or compiled now. Returns
+/// what the compiler said.
 fn compile(nvrtc: &Nvrtc, source: &Source, arch: &str, out: &Path) -> Result<String, String> {
-    let mut hash = blake3::Hasher::new();
-    hash.update(format!("{:?}", nvrtc.version()).as_bytes());
-    hash.update(include_bytes!("../src/cuda/nvrtc.rs")); // it has the options
-    for text in HEADERS.iter().map(|(_, text)| *text).chain([source.text]) {
-        hash.update(text.as_bytes());
-    }
-    let key = hash.finalize().to_hex().to_string();
-    let file = |kind: &str| out.join(format!("{}.{arch}.{kind}", source.name));
-    if fs::read_to_string(file("key")).is_ok_and(|made_of| made_of == key)
-        && file("cubin").exists()
-        && let Ok(log) = fs::read_to_string(file("log"))
-    {
+    let cache = env::var_os("VGPU_KERNELS").map_or_else(|| out.join("cache"), PathBuf::from);
+    let name = source.code_name(arch, nvrtc.version());
+    let kept = |kind: &str| cache.join(format!("{name}.{kind}"));
+    let cubin = out.join(format!("{}.{arch}.cubin", source.name));
+    let failed = |error: std::io::Error| format!("{}: {error}", out.display());
+    // The log comes last, so where there is one the code is there, too.
+    if let Ok(log) = fs::read_to_string(kept("log")) {
+        fs::copy(kept("cubin"), &cubin).map_err(failed)?;
         return Ok(log);
     }
     let compiled = nvrtc.compile(source, arch).map_err(|e| e.to_string())?;
-    fs::write(file("cubin"), &compiled.cubin)
-        .and_then(|()| fs::write(file("log"), &compiled.log))
-        .and_then(|()| fs::write(file("key"), &key))
-        .map_err(|error| format!("{}: {error}", out.display()))?;
+    fs::write(&cubin, &compiled.cubin).map_err(failed)?;
+    fs::create_dir_all(&cache).map_err(failed)?;
+    for (kind, bytes) in [
+        ("cubin", &compiled.cubin[..]),
+        ("log", compiled.log.as_bytes()),
+    ] {
+        // Whole or not at all: others may compile the same.
+        let part = kept(&format!("{kind}.{}", std::process::id()));
+        fs::write(&part, bytes)
+            .and_then(|()| fs::rename(&part, kept(kind)))
+            .map_err(failed)?;
+    }
     Ok(compiled.log)
 }
 

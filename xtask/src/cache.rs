@@ -54,6 +54,11 @@ impl Cache {
         self.root.join("logs").join(format!("{name}.log"))
     }
 
+    /// The folder where others keep files of their own, by content.
+    pub(crate) fn machine_code(&self) -> PathBuf {
+        self.root.join("machine-code")
+    }
+
     /// The folder `name`; if it is missing, `fill` makes it at another path and it is moved into place.
     pub(crate) fn folder(
         &self,

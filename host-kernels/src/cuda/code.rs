@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use tracing::{debug, info, warn};
 
 use super::nvrtc::{CompileError, Nvrtc};
-use super::source::{HEADERS, Source};
+use super::source::Source;
 
 /// Machine code that was compiled with this program: file, architecture, code. The build script lists what
 /// `VGPU_CUBINS` names.
@@ -42,10 +42,10 @@ impl Code {
             self.compiler = Some(Nvrtc::load(None)?);
         }
         let compiler = self.compiler.as_ref().expect("it was just loaded");
-        let kept = self
-            .cache
-            .as_ref()
-            .map(|cache| cache.join(file_name(source, &self.arch, compiler.version())));
+        let kept = self.cache.as_ref().map(|cache| {
+            let name = source.code_name(&self.arch, compiler.version());
+            cache.join(format!("{name}.cubin"))
+        });
         if let Some(code) = kept.as_ref().and_then(|path| fs::read(path).ok()) {
             debug!(
                 file = source.name,
@@ -69,19 +69,4 @@ impl Code {
         }
         Ok(code)
     }
-}
-
-/// A name that changes with everything the code depends on.
-fn file_name(source: &Source, arch: &str, (major, minor): (i32, i32)) -> String {
-    let mut hash = blake3::Hasher::new();
-    hash.update(source.text.as_bytes());
-    for (_, header) in HEADERS {
-        hash.update(header.as_bytes());
-    }
-    let hash = hash.finalize().to_hex();
-    format!(
-        "{}-{arch}-nvrtc{major}.{minor}-{}.cubin",
-        source.name,
-        &hash[..32]
-    )
 }

@@ -12,6 +12,14 @@ use super::source::{HEADERS, Source};
 /// Names it is known by, the newest first.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
+/// What it is told besides the architecture.
+pub(super) const OPTIONS: [&str; 3] = [
+    "--std=c++17",
+    "--ptxas-options=-v",
+    // Lambdas with `auto` take no annotation.
+    "--device-as-default-execution-space",
+];
+
 /// Why a kernel was not compiled.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
@@ -118,14 +126,9 @@ impl Nvrtc {
     /// Compiles a file to machine code for `arch`, such as `sm_90a`.
     pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled, CompileError> {
         let text = |text: &str| CString::new(text).expect("our texts have no zero bytes");
-        let options = [
-            &format!("--gpu-architecture={arch}"),
-            "--std=c++17",
-            "--ptxas-options=-v",
-            // Lambdas with `auto` take no annotation.
-            "--device-as-default-execution-space",
-        ]
-        .map(text);
+        let arch_option = format!("--gpu-architecture={arch}");
+        let options = std::iter::once(arch_option.as_str()).chain(OPTIONS);
+        let options: Vec<CString> = options.map(text).collect();
         let names: Vec<CString> = HEADERS.iter().map(|(name, _)| text(name)).collect();
         let texts: Vec<CString> = HEADERS.iter().map(|(_, header)| text(header)).collect();
         let pointers = |all: &[CString]| all.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();

@@ -67,6 +67,47 @@ impl Source {
             .lines()
             .filter_map(|line| line.strip_prefix("KERNEL(")?.split(',').next())
     }
+
+    /// The headers that it includes, and that those include, by name and in order of their names.
+    pub fn headers(&self) -> Vec<(&'static str, &'static str)> {
+        let mut found: Vec<(&str, &str)> = Vec::new();
+        let mut texts = vec![self.text];
+        while let Some(text) = texts.pop() {
+            let included = text.lines().filter_map(|line| {
+                let rest = line.trim_start().strip_prefix("#include \"")?;
+                rest.split('"').next()
+            });
+            for name in included {
+                // The shim's own header is none of them.
+                let header = HEADERS.iter().find(|(known, _)| *known == name);
+                if let Some(&(name, text)) = header
+                    && !found.iter().any(|(known, _)| *known == name)
+                {
+                    found.push((name, text));
+                    texts.push(text);
+                }
+            }
+        }
+        found.sort_unstable();
+        found
+    }
+
+    /// A name that changes with everything its machine code depends on: its text, the headers it includes, the options and
+    /// the version of the compiler, the architecture.
+    pub fn code_name(&self, arch: &str, (major, minor): (i32, i32)) -> String {
+        let mut hash = blake3::Hasher::new();
+        let options = super::nvrtc::OPTIONS.iter().map(|option| ("", *option));
+        let texts = std::iter::once((self.name, self.text));
+        for (name, text) in options.chain(texts).chain(self.headers()) {
+            // With lengths, so that no text can go on in the next.
+            for part in [name, text] {
+                hash.update(&(part.len() as u64).to_le_bytes());
+                hash.update(part.as_bytes());
+            }
+        }
+        let hash = hash.finalize().to_hex();
+        format!("{}-{arch}-nvrtc{major}.{minor}-{}", self.name, &hash[..32])
+    }
 }
 
 /// The architecture that code must be made for to run on a GPU of this compute capability as fast as it can.
@@ -87,6 +128,42 @@ mod tests {
         let count = names.len();
         names.dedup();
         assert_eq!(count, names.len());
+    }
+
+    #[test]
+    fn names_of_code_change_with_what_it_is_made_of() {
+        let source = |text| Source {
+            name: "a",
+            text,
+            only: None,
+        };
+        let plain = source("#include \"attend.cuh\"\nKERNEL(a, P, 1) {}");
+        let names: Vec<&str> = plain.headers().iter().map(|(name, _)| *name).collect();
+        assert!(names.contains(&"attend.cuh") && names.contains(&"device.cuh"));
+        assert!(
+            names.contains(&"params.h") && !names.contains(&"vector.cuh"),
+            "{names:?}"
+        );
+        let name = |source: &Source| source.code_name("sm_80", (13, 0));
+        assert_eq!(name(&plain), name(&plain));
+        let others = [
+            name(&source("#include \"attend.cuh\"\nKERNEL(b, P, 1) {}")),
+            name(&source("#include \"vector.cuh\"\nKERNEL(a, P, 1) {}")),
+            plain.code_name("sm_89", (13, 0)),
+            plain.code_name("sm_80", (13, 1)),
+        ];
+        assert!(
+            others.iter().all(|other| *other != name(&plain)),
+            "{others:?}"
+        );
+        // All that a file includes is known.
+        for source in SOURCES {
+            assert!(
+                source.headers().iter().any(|(name, _)| *name == "params.h"),
+                "{}",
+                source.name
+            );
+        }
     }
 
     #[test]
