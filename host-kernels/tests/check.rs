@@ -20,6 +20,7 @@ const SMALL: Options = Options {
     weights: 64 << 10,
     size: 256,
     time: Duration::ZERO,
+    budget: None,
 };
 
 #[test]
@@ -41,7 +42,8 @@ fn rates_are_measured() {
     let engine = cpu();
     let ceilings = check::ceilings(&engine, &SMALL).expect("copies");
     assert!(ceilings.within > 0.0 && ceilings.upload > 0.0 && ceilings.download > 0.0);
-    let rates = check::rates(&engine, &SMALL, |_| ());
+    let (rates, left_out) = check::rates(&engine, &SMALL, |_| ());
+    assert_eq!(left_out, 0);
     for rate in &rates {
         let per_second = rate
             .rate
@@ -50,6 +52,24 @@ fn rates_are_measured() {
         assert!(*per_second > 0.0 && rate.seconds > 0.0, "{}", rate.name);
     }
     assert!(rates.iter().any(|rate| rate.work == Work::Operations));
+}
+
+#[test]
+fn rates_end_when_the_time_is_up() {
+    let no_time = Options {
+        budget: Some(Duration::ZERO),
+        ..SMALL
+    };
+    let (rates, left_out) = check::rates(&cpu(), &no_time, |_| ());
+    assert!(rates.len() <= 1 && left_out > 50, "{left_out}");
+}
+
+#[test]
+fn both_engines_write_the_same_texts() {
+    let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
+    for text in check::texts(&engine, &cpu(), 4, |_| ()) {
+        assert!(text.is_same(), "{text:?}");
+    }
 }
 
 #[test]

@@ -6,11 +6,10 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use crate::cache::Cache;
-use crate::demo;
 use crate::dist;
 use crate::llama;
-use crate::model;
 use crate::packages;
+use crate::preload::Library;
 use crate::process;
 use crate::progress::{Step, heading};
 use crate::workspace;
@@ -21,13 +20,19 @@ pub(crate) struct Options {
     /// Run it with this engine of vgpu, whatever this machine has: `cpu` tries the script itself
     #[arg(long)]
     engine: Option<String>,
-    /// GGUF files to measure besides the small ones with random weights
+    /// GGUF files to measure besides those that are written on the spot, with random weights
     #[arg(long)]
     model: Vec<PathBuf>,
+    /// Machine code for these architectures only, so that less has to travel
+    #[arg(long, value_name = "sm_90a")]
+    arch: Vec<String>,
+    /// Also make target/gpu-check.tar.xz of it
+    #[arg(long)]
+    pack: bool,
 }
 
 /// What of a build of llama.cpp goes along.
-const PROGRAMS: [&str; 2] = ["test-backend-ops", "llama-bench"];
+const PROGRAMS: [&str; 3] = ["test-backend-ops", "test-llama-archs", "llama-bench"];
 
 const SCRIPT: &str = include_str!("gpu_check.sh");
 
@@ -61,15 +66,10 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 /// Makes the bundle.
 fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
     heading("what looks at a GPU");
-    let kernels = machine_code(cache)?;
+    let kernels = machine_code(cache, &options.arch)?;
     let built = dist::build_with(cache, Some(&kernels))?;
     let bin = llama::build(cache, llama::Stage::Tools)?;
-    let vocabulary = llama::source(cache)?.join(demo::VOCABULARY);
-    let mut models = options.model.clone();
-    for weights in [model::Weights::F16, model::Weights::Q4KM] {
-        let made = model::ensure(cache, &model::DEMO, weights, &vocabulary, demo::SEED)?;
-        models.push(made);
-    }
+    let preloaded = Library::LoadBackends.build(cache, &bin)?;
 
     let step = Step::new("gathering");
     let bundle = folder();
@@ -80,6 +80,7 @@ fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
     }
     for file in [&built.vgpu, &built.plugin] {
         copy(file, &bundle)?;
+        strip(&bundle.join(file.file_name().context("a file has a name")?));
     }
     for program in PROGRAMS {
         copy(&bin.join(program), &programs)?;
@@ -91,27 +92,59 @@ fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
             copy(&path, &programs)?;
         }
     }
-    for model in &models {
+    for model in &options.model {
         copy(model, &places)?;
     }
+    copy(&preloaded, &bundle)?;
     let script = bundle.join("run.sh");
     std::fs::write(&script, SCRIPT).context("writing run.sh")?;
     let mut chmod = Command::new("chmod");
     process::output(chmod.arg("+x").arg(&script))?;
     step.done(&format!("{}", bundle.display()));
+    if options.pack {
+        pack(&bundle)?;
+    }
     Ok(bundle)
 }
 
-/// Machine code of all kernels for all architectures.
-fn machine_code(cache: &Cache) -> Result<PathBuf> {
+/// Takes what only debuggers read out of a program that travels. Without `strip` it stays.
+fn strip(file: &Path) {
+    let mut strip = Command::new("strip");
+    let _ = process::output(strip.arg("--strip-debug").arg(file));
+}
+
+/// Makes one small file of the bundle.
+fn pack(bundle: &Path) -> Result<()> {
+    let step = Step::new("packing");
+    let packed = bundle.with_extension("tar.xz");
+    let mut tar = Command::new("tar");
+    let folder = bundle.parent().context("the bundle is in a folder")?;
+    let name = bundle.file_name().context("the bundle has a name")?;
+    tar.env("XZ_OPT", "-6 -T0").arg("-C").arg(folder);
+    tar.arg("--exclude=out").arg("-cJf").arg(&packed).arg(name);
+    process::output(&mut tar)?;
+    let bytes = std::fs::metadata(&packed)
+        .context("the packed bundle")?
+        .len();
+    step.done(&format!("{}, {} MiB", packed.display(), bytes >> 20));
+    Ok(())
+}
+
+/// Machine code of all kernels, for all architectures or for some.
+fn machine_code(cache: &Cache, archs: &[String]) -> Result<PathBuf> {
     packages::libclang(cache)?;
     let nvrtc = packages::nvrtc(cache)?;
-    let out = workspace::reports().join("kernels");
+    let out = match archs {
+        [] => workspace::reports().join("kernels"),
+        some => workspace::reports().join(format!("kernels-{}", some.join("-"))),
+    };
     let step = Step::new("compiling kernels for every architecture");
     let mut cargo = workspace::cargo();
     cargo
         .args(["run", "-p", "vgpu-kernels", "--example", "kernels", "--"])
-        .args([&nvrtc, &out]);
+        .args([&nvrtc, &out])
+        .args(archs)
+        .env("VGPU_KERNELS", cache.machine_code());
     process::run(&mut cargo, &step, &cache.log("gpu-check-kernels"))?;
     step.done("");
     Ok(out)

@@ -1,74 +1,153 @@
 #!/bin/sh
-# Looks at the GPU of this machine, from the files beside this script: what vgpu's engine gives and how fast it is, ggml's
-# own tests through the plugin, and tokens a second. Needs NVIDIA's driver, and its compiler (libnvrtc) only for a GPU that
-# vgpu has no machine code for.
+# Looks at the GPU of this machine, from the files beside this script, in less than ten minutes: what vgpu's engine gives and
+# how fast it is, tokens a second of models with the shapes of published ones, and ggml's own tests through the plugin.
+# Whatever fails or takes too long, there is a table in the end, and all of it in summary.json. Needs NVIDIA's driver, and its
+# compiler (libnvrtc) only for a GPU that vgpu has no machine code for.
 #
 #     ./run.sh [folder for results]
 #
-# Models are the files models/*.gguf; put larger ones there. If GGML_CUDA names a build of libggml-cuda.so for the ggml in
-# bin/, the same models run on it, too.
+# Models are written by vgpu when they are needed, with random weights, and removed after; those in models/*.gguf are measured,
+# too. GGML_CUDA: a libggml-cuda.so for the ggml in bin/, with which the same models run, too. SECONDS_IN_ALL: for everything
+# (570). VGPU_MODELS: which models (all that `vgpu gpu-check models` says); VGPU_SMALL=1: small ones of the same kinds.
+# VGPU_MODEL_FOLDER: where they are written (/dev/shm, if it has room, or the folder for results). Also VGPU_ENGINE,
+# VGPU_CHECK_OPTIONS, VGPU_OPS_OPTIONS, VGPU_BENCH_OPTIONS.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-$here/out}
 mkdir -p "$out"
+rm -f "$out"/bench-*.json "$out/check.json" "$out/summary.json"
+: > "$out/parts.tsv"
 failed=0
+began=$(date +%s)
+in_all=${SECONDS_IN_ALL:-570}
 
+# Seconds that are left for a part that may take so many.
+left() {
+    rest=$((began + in_all - $(date +%s)))
+    [ "$rest" -lt "$1" ] || rest=$1
+    [ "$rest" -gt 5 ] || rest=5
+    echo "$rest"
+}
+
+# part NAME SECONDS COMMAND: runs it, shows the end of what it says, and notes how it went.
 part() {
-    name=$1
-    shift
-    echo "== $name"
-    "$@" > "$out/$name.txt" 2>&1
+    part=$1
+    limit=$(left "$2")
+    shift 2
+    echo "== $part"
+    start=$(date +%s.%N)
+    timeout -k 5 "$limit" "$@" > "$out/$part.txt" 2>&1
     status=$?
-    tail -n "${LINES_SHOWN:-12}" "$out/$name.txt"
+    seconds=$(echo "$(date +%s.%N) $start" | awk '{printf "%.1f", $1 - $2}')
+    printf '%s\t%s\t%s\n' "$part" "$status" "$seconds" >> "$out/parts.tsv"
+    tail -n "${LINES_SHOWN:-4}" "$out/$part.txt"
     if [ "$status" -ne 0 ]; then
-        echo "== $name ended with $status; all of it is in $out/$name.txt"
+        echo "== $part ended with $status after $seconds s; all of it is in $out/$part.txt"
         failed=1
     fi
+    return "$status"
 }
 
 engine=${VGPU_ENGINE:-cuda}
 if command -v nvidia-smi > /dev/null; then
-    part nvidia-smi nvidia-smi
+    LINES_SHOWN=20 part nvidia-smi 20 nvidia-smi
 fi
 
 # shellcheck disable=SC2086 # words of their own
-LINES_SHOWN=200 part check "$here/vgpu" gpu-check --engine "$engine" --json "$out/check.json" ${VGPU_CHECK_OPTIONS:-}
+LINES_SHOWN=250 part check 150 "$here/vgpu" gpu-check --engine "$engine" --budget 75 --json "$out/check.json" \
+    ${VGPU_CHECK_OPTIONS:-}
 
+# An executor for each model: its memory is free afterwards, and one that fails takes nothing along.
 socket=$out/vgpu.sock
-"$here/vgpu" serve --engine "$engine" --listen "unix:$socket" > "$out/serve.txt" 2>&1 &
-serve=$!
-trap 'kill "$serve" 2> /dev/null' EXIT
-for _ in $(seq 300); do
-    if [ -S "$socket" ] || ! kill -0 "$serve" 2> /dev/null; then
-        break
+serve=
+start_executor() {
+    rm -f "$socket"
+    "$here/vgpu" serve --engine "$engine" --listen "unix:$socket" >> "$out/serve.txt" 2>&1 &
+    serve=$!
+    for _ in $(seq 300); do
+        if [ -S "$socket" ] || ! kill -0 "$serve" 2> /dev/null; then
+            break
+        fi
+        sleep 0.1
+    done
+    if ! kill -0 "$serve" 2> /dev/null; then
+        echo "== vgpu serve ended; what it said is in $out/serve.txt"
+        tail -n 5 "$out/serve.txt"
+        serve=
+        failed=1
+        return 1
     fi
-    sleep 0.1
-done
+}
+stop_executor() {
+    if [ -n "$serve" ]; then
+        kill "$serve" 2> /dev/null
+        wait "$serve" 2> /dev/null
+        serve=
+    fi
+}
+model=
+clean() {
+    stop_executor
+    [ -z "$model" ] || rm -f "$model"
+}
+trap clean EXIT
+trap 'exit 130' INT TERM
 
-# A program of bin/ on the executor.
-through() {
-    program=$1
-    shift
-    GGML_BACKEND_PATH="$here/libggml-vgpu.so" VGPU_ENDPOINT="unix:$socket" VGPU_LOG=warn \
-        LD_LIBRARY_PATH="$here/bin" "$here/bin/$program" "$@"
+# A program of bin/ on the executor: through PROGRAM ARGUMENT...
+through="env GGML_BACKEND_PATH=$here/libggml-vgpu.so VGPU_ENDPOINT=unix:$socket VGPU_LOG=warn LD_LIBRARY_PATH=$here/bin"
+on_cuda="env GGML_BACKEND_PATH=${GGML_CUDA:-} LD_LIBRARY_PATH=$here/bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+options="-ngl 99 -fa 1 -r 2 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}"
+
+# bench NAME FILE: tokens a second, here and on ggml's own backend.
+# shellcheck disable=SC2086
+bench() {
+    if start_executor; then
+        part "bench-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1.json" \
+            $through "$here/bin/llama-bench" -m "$2" -o json $options
+        stop_executor
+    fi
+    if [ -n "${GGML_CUDA:-}" ]; then
+        part "bench-cuda-$1" 90 sh -c '"$@" > "$0"' "$out/bench-cuda-$1.json" \
+            $on_cuda "$here/bin/llama-bench" -m "$2" -o json $options
+    fi
 }
 
-if kill -0 "$serve" 2> /dev/null; then
-    # shellcheck disable=SC2086
-    part test-backend-ops through test-backend-ops test -b VGPU0 ${VGPU_OPS_OPTIONS:-}
-    for model in "$here"/models/*.gguf; do
-        name=$(basename "$model" .gguf)
-        # shellcheck disable=SC2086
-        part "bench-$name" through llama-bench -m "$model" -ngl 99 -fa 1 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}
-        if [ -n "${GGML_CUDA:-}" ]; then
-            # shellcheck disable=SC2086
-            part "bench-cuda-$name" env GGML_BACKEND_PATH="$GGML_CUDA" LD_LIBRARY_PATH="$here/bin" \
-                "$here/bin/llama-bench" -m "$model" -ngl 99 -fa 1 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}
-        fi
-    done
-else
-    echo "== vgpu serve ended; what it said is in $out/serve.txt"
-    tail -n 5 "$out/serve.txt"
-    failed=1
+for file in "$here"/models/*.gguf; do
+    if [ -f "$file" ]; then
+        bench "$(basename "$file" .gguf)" "$file"
+    fi
+done
+folder=${VGPU_MODEL_FOLDER:-}
+if [ -z "$folder" ]; then
+    free=$(df -P -k /dev/shm 2> /dev/null | awk 'NR == 2 {print $4}')
+    folder=$out
+    [ "${free:-0}" -lt 22000000 ] || folder=/dev/shm
 fi
+small=${VGPU_SMALL:+--small}
+for name in ${VGPU_MODELS:-$("$here/vgpu" gpu-check models | awk '{print $1}')}; do
+    model=$folder/vgpu-$$-$name.gguf
+    # shellcheck disable=SC2086
+    if part "write-$name" 60 "$here/vgpu" gpu-check model "$name" "$model" $small; then
+        bench "$name" "$model"
+    fi
+    rm -f "$model"
+    model=
+done
+
+if start_executor; then
+    # shellcheck disable=SC2086
+    part test-llama-archs 60 $through LD_PRELOAD="$here/load_backends.so" "$here/bin/test-llama-archs"
+    if command -v compute-sanitizer > /dev/null; then
+        part compute-sanitizer 60 compute-sanitizer --error-exitcode 9 "$here/vgpu" gpu-check --engine "$engine" --compare-only
+    else
+        echo "== compute-sanitizer is not on this machine"
+    fi
+    # The rest of the time: what comes first matters most.
+    # shellcheck disable=SC2086
+    part test-backend-ops 600 $through "$here/bin/test-backend-ops" test -b VGPU0 ${VGPU_OPS_OPTIONS:-}
+    stop_executor
+fi
+
+echo "== table"
+"$here/vgpu" gpu-check table "$out" || failed=1
 exit "$failed"

@@ -4,8 +4,11 @@
 //! Made for the first minutes on a new GPU (`vgpu gpu-check`): a few minutes, no model files, one table.
 
 mod cases;
+mod cublas;
 mod graph;
+mod greedy;
 pub mod model;
+mod published;
 mod rates;
 
 use std::time::Duration;
@@ -13,6 +16,8 @@ use std::time::Duration;
 use crate::engine::Engine;
 
 pub use cases::{Case, Outcome};
+pub use greedy::{MOST_TOKENS, Text};
+pub use published::{PUBLISHED, Published};
 pub use rates::{Ceilings, Rate, Work};
 
 /// How much is looked at.
@@ -24,6 +29,8 @@ pub struct Options {
     pub size: u64,
     /// For how long a rate is measured.
     pub time: Duration,
+    /// For how long rates are measured at all, if there is a limit.
+    pub budget: Option<Duration>,
 }
 
 impl Default for Options {
@@ -32,6 +39,7 @@ impl Default for Options {
             weights: 512 << 20,
             size: 4096,
             time: Duration::from_millis(200),
+            budget: None,
         }
     }
 }
@@ -39,6 +47,17 @@ impl Default for Options {
 /// Compares `engine` with `oracle`, a case for each family of operators; `seen` is told of each at once.
 pub fn compare(engine: &dyn Engine, oracle: &dyn Engine, seen: impl FnMut(&Case)) -> Vec<Case> {
     cases::run(engine, oracle, seen)
+}
+
+/// Has both write texts of so many tokens, [`MOST_TOKENS`] at most, with small models of several families; `seen` is told of
+/// each at once.
+pub fn texts(
+    engine: &dyn Engine,
+    oracle: &dyn Engine,
+    tokens: u64,
+    seen: impl FnMut(&Text),
+) -> Vec<Text> {
+    greedy::run(engine, oracle, tokens, seen)
 }
 
 /// What the device's memory can do at most: copies.
@@ -52,7 +71,12 @@ pub fn peaks(engine: &dyn Engine, options: &Options) -> Result<crate::cost::Rate
     rates::peaks(engine, options)
 }
 
-/// Measures products and attention; `seen` is told of each rate at once.
-pub fn rates(engine: &dyn Engine, options: &Options, seen: impl FnMut(&Rate)) -> Vec<Rate> {
+/// Measures products and attention, and cuBLASLt beside them where that is; `seen` is told of each rate at once. Also says how
+/// many were left out because the time was up.
+pub fn rates(
+    engine: &dyn Engine,
+    options: &Options,
+    seen: impl FnMut(&Rate),
+) -> (Vec<Rate>, usize) {
     rates::run(engine, options, seen)
 }

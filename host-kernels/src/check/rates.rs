@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use vgpu_transport::ir::{Op, Precision, Shape, Type};
 
 use super::Options;
+use super::cublas::Cublas;
 use super::graph::{Builder, Fill, Loaded, Operand, Random};
 use crate::cost::Rates;
 use crate::cpu::gemm::MatmulKernel;
@@ -37,6 +38,8 @@ pub struct Rate {
     pub name: String,
     /// What is counted.
     pub work: Work,
+    /// Whether it is the engine's, and not what others reach on the same device.
+    pub is_ours: bool,
     /// So many a second.
     pub rate: Result<f64, String>,
     /// Seconds that one takes.
@@ -44,7 +47,10 @@ pub struct Rate {
 }
 
 /// The median time of what `run` does, over at least three runs and about `time`.
-fn median(time: Duration, mut run: impl FnMut() -> Result<(), String>) -> Result<f64, String> {
+pub(super) fn median(
+    time: Duration,
+    mut run: impl FnMut() -> Result<(), String>,
+) -> Result<f64, String> {
     run()?; // the first one warms caches up
     let (begin, mut times) = (Instant::now(), Vec::new());
     while times.len() < 3 || begin.elapsed() < time {
@@ -105,55 +111,129 @@ pub(super) fn peaks(engine: &dyn Engine, options: &Options) -> Result<Rates, Str
     Ok(peaks)
 }
 
+/// What a rate is of.
+enum Subject {
+    Product(Type, u64, Work),
+    Attention(Type, u64, u64),
+    /// NVIDIA's own product with so many columns, on this GPU.
+    Cublas(Type, u64, u32),
+}
+
+impl Subject {
+    /// All of them, what matters most first.
+    fn all(engine: &dyn Engine, options: &Options) -> Vec<Subject> {
+        let first = [
+            Type::Q4K,
+            Type::Q6K,
+            Type::Mxfp4,
+            Type::Q8_0,
+            Type::F16,
+            Type::Bf16,
+            Type::Q4_0,
+            Type::Q5K,
+            Type::Iq4Nl,
+        ];
+        let has_kernel = |ty: &Type| MatmulKernel::of(*ty).is_some();
+        let others = Type::ALL.iter().copied().filter(|ty| !first.contains(ty));
+        let others: Vec<Type> = others.filter(has_kernel).collect();
+        let products = |types: &[Type]| -> Vec<Subject> {
+            let few = [1, 4, 8].map(|columns| (columns, Work::Bytes));
+            let many = [128, 2048].map(|columns| (columns, Work::Operations));
+            let columns = few.into_iter().chain(many);
+            columns
+                .flat_map(|(columns, work)| {
+                    let of = move |&ty: &Type| Subject::Product(ty, columns, work);
+                    types.iter().map(of).collect::<Vec<_>>()
+                })
+                .collect()
+        };
+        let mut all = Vec::new();
+        if let Some(ordinal) = engine
+            .name()
+            .strip_prefix("cuda:")
+            .and_then(|n| n.parse().ok())
+        {
+            for ty in [Type::F16, Type::Bf16] {
+                all.extend([128, 2048].map(|columns| Subject::Cublas(ty, columns, ordinal)));
+            }
+        }
+        all.extend(products(&first));
+        for ty in [Type::F16, Type::Q8_0] {
+            all.push(Subject::Attention(ty, 1, 4 * options.size));
+            all.push(Subject::Attention(ty, options.size, options.size));
+        }
+        all.extend(products(&others));
+        all
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Subject::Product(ty, columns, _) => format!("MUL_MAT {} x {columns}", ty.ggml_name()),
+            Subject::Attention(ty, tokens, keys) => {
+                format!("FLASH_ATTN_EXT {} {tokens} of {keys}", ty.ggml_name())
+            }
+            Subject::Cublas(ty, columns, _) => format!("cuBLASLt {} x {columns}", ty.ggml_name()),
+        }
+    }
+
+    fn work(&self) -> Work {
+        match self {
+            Subject::Product(_, _, work) => *work,
+            Subject::Attention(_, 1, _) => Work::Bytes,
+            _ => Work::Operations,
+        }
+    }
+
+    /// The amount of work, and the seconds it takes.
+    fn measure(
+        &self,
+        engine: &dyn Engine,
+        options: &Options,
+        cublas: &Result<Cublas, String>,
+    ) -> Result<(f64, f64), String> {
+        match *self {
+            Subject::Product(ty, columns, work) => product(engine, options, ty, columns, work),
+            Subject::Attention(ty, tokens, keys) => attention(engine, options, ty, tokens, keys),
+            Subject::Cublas(ty, columns, ordinal) => {
+                let library = cublas
+                    .as_ref()
+                    .map_err(|reason| format!("not there: {reason}"))?;
+                let n = options.size;
+                let seconds = library.seconds(ordinal, ty, n, columns, options.time)?;
+                Ok((2.0 * (n * n * columns) as f64, seconds))
+            }
+        }
+    }
+}
+
+/// Measures as much as there is time for; also says how many are left out.
 pub(super) fn run(
     engine: &dyn Engine,
     options: &Options,
     mut seen: impl FnMut(&Rate),
-) -> Vec<Rate> {
-    let mut all = Vec::new();
-    let mut add = |name: String, work: Work, measured: Result<(f64, f64), String>| {
+) -> (Vec<Rate>, usize) {
+    let cublas = Cublas::load();
+    let subjects = Subject::all(engine, options);
+    let (begin, mut all) = (Instant::now(), Vec::new());
+    for (at, subject) in subjects.iter().enumerate() {
+        if options
+            .budget
+            .is_some_and(|budget| begin.elapsed() > budget)
+        {
+            return (all, subjects.len() - at);
+        }
+        let measured = subject.measure(engine, options, &cublas);
         let rate = Rate {
-            name,
-            work,
+            name: subject.name(),
+            work: subject.work(),
+            is_ours: !matches!(subject, Subject::Cublas(..)),
             seconds: measured.as_ref().map_or(0.0, |(_, seconds)| *seconds),
             rate: measured.map(|(amount, seconds)| amount / seconds),
         };
         seen(&rate);
         all.push(rate);
-    };
-    let weights = Type::ALL.iter().copied();
-    let weights: Vec<Type> = weights
-        .filter(|&ty| MatmulKernel::of(ty).is_some())
-        .collect();
-    for &ty in &weights {
-        for columns in [1, 4, 8] {
-            let name = format!("MUL_MAT {} x {columns}", ty.ggml_name());
-            add(
-                name,
-                Work::Bytes,
-                product(engine, options, ty, columns, Work::Bytes),
-            );
-        }
     }
-    for &ty in &weights {
-        for columns in [128, 2048] {
-            let name = format!("MUL_MAT {} x {columns}", ty.ggml_name());
-            let measured = product(engine, options, ty, columns, Work::Operations);
-            add(name, Work::Operations, measured);
-        }
-    }
-    for ty in [Type::F16, Type::Q8_0] {
-        let keys = 4 * options.size;
-        let name = format!("FLASH_ATTN_EXT {} 1 of {keys}", ty.ggml_name());
-        add(name, Work::Bytes, attention(engine, options, ty, 1, keys));
-        let name = format!("FLASH_ATTN_EXT {} {1} of {1}", ty.ggml_name(), options.size);
-        add(
-            name,
-            Work::Operations,
-            attention(engine, options, ty, options.size, options.size),
-        );
-    }
-    all
+    (all, 0)
 }
 
 /// Products with different weights, so that none is in a cache: the amount of work of all, and the seconds it takes.

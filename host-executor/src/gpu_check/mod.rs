@@ -1,14 +1,18 @@
 //! `vgpu gpu-check`: whether an engine is right and how fast it is, in a few minutes and one table.
 
-use std::path::PathBuf;
+mod table;
+
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use serde_json::{Value, json};
 use vgpu_kernels::Engine;
-use vgpu_kernels::check::{self, Case, Ceilings, Outcome, Rate, Work};
+use vgpu_kernels::check::{self, Case, Ceilings, Outcome, PUBLISHED, Rate, Text, Work};
 use vgpu_kernels::cpu::CpuEngine;
 
 use crate::serve;
@@ -22,6 +26,9 @@ use vgpu_executor::size;
 /// a copy within the device's memory reaches. The exit status is 0 when all cases agree.
 #[derive(Parser)]
 pub(crate) struct Args {
+    #[command(subcommand)]
+    job: Option<Job>,
+
     /// The engine to look at, as for `vgpu serve`.
     #[arg(long, value_name = "ENGINE", default_value = "cuda")]
     engine: EngineKind,
@@ -38,6 +45,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MS", default_value_t = 200)]
     time: u64,
 
+    /// For how long rates are measured at all, in seconds; the least important are left out.
+    #[arg(long, value_name = "S")]
+    budget: Option<u64>,
+
     /// Only compare, measure nothing.
     #[arg(long)]
     compare_only: bool,
@@ -47,7 +58,67 @@ pub(crate) struct Args {
     json: Option<PathBuf>,
 }
 
+/// Tokens of each text that both engines write.
+const TOKENS: u64 = 48;
+
+/// What else there is to do around a GPU.
+#[derive(Subcommand)]
+enum Job {
+    /// Says which models can be written.
+    Models,
+    /// Writes a model with the shape of a published one and random weights, without a tokenizer: to measure with on a
+    /// machine that no model can be brought to.
+    Model {
+        /// One of those that `vgpu gpu-check models` says.
+        name: String,
+        /// The file, in ggml's format (GGUF).
+        to: PathBuf,
+        /// A small model of the same kind.
+        #[arg(long)]
+        small: bool,
+    },
+    /// Makes one table of what the parts of run.sh have left in a folder, and `summary.json` there.
+    Table {
+        /// The folder.
+        folder: PathBuf,
+    },
+}
+
+fn work(job: &Job) -> anyhow::Result<ExitCode> {
+    match job {
+        Job::Models => {
+            for model in PUBLISHED {
+                println!("{:24} {:5.1} GB", model.name, model.bytes() as f64 / 1e9);
+            }
+        }
+        Job::Model { name, to, small } => write_model(name, to, *small)?,
+        Job::Table { folder } => {
+            if !table::print(folder)? {
+                return Ok(ExitCode::FAILURE);
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn write_model(name: &str, to: &Path, small: bool) -> anyhow::Result<()> {
+    let model = PUBLISHED.into_iter().find(|model| model.name == name);
+    let model = model.with_context(|| format!("no model {name}; see vgpu gpu-check models"))?;
+    let model = if small { model.small() } else { model };
+    let file = File::create(to).with_context(|| format!("creating {}", to.display()))?;
+    let mut file = BufWriter::with_capacity(4 << 20, file);
+    let written = model.write(&mut file);
+    if written.is_err() {
+        // Half a model is of no use, and fills the disk.
+        let _ = std::fs::remove_file(to);
+    }
+    written.with_context(|| format!("writing {}", to.display()))
+}
+
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if let Some(job) = &args.job {
+        return work(job);
+    }
     anyhow::ensure!(
         args.size > 0 && args.size.is_multiple_of(256),
         "--size {}: not a multiple of 256",
@@ -71,11 +142,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     });
     let right = cases.iter().filter(|case| case.is_right()).count();
     println!("{right} of {} cases agree with the CPU engine", cases.len());
+    let texts = check::texts(&*engine, &oracle, TOKENS, |text| {
+        println!("{}", words(text))
+    });
 
     let options = check::Options {
         weights: args.weights,
         size: args.size,
         time: Duration::from_millis(args.time),
+        budget: args.budget.map(Duration::from_secs),
     };
     let (mut ceilings, mut rates) = (None, Vec::new());
     if !args.compare_only {
@@ -86,20 +161,25 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             gigabytes(measured.upload),
             gigabytes(measured.download)
         );
-        rates = check::rates(&*engine, &options, |rate| {
+        let left_out;
+        (rates, left_out) = check::rates(&*engine, &options, |rate| {
             println!("{}", line(rate, &measured))
         });
+        if left_out > 0 {
+            println!("{left_out} rates were not measured: the time was up");
+        }
         ceilings = Some(measured);
     }
     if let Some(path) = &args.json {
         let text = format!(
             "{:#}\n",
-            report(&*engine, &cases, ceilings.as_ref(), &rates)
+            report(&*engine, &cases, &texts, ceilings.as_ref(), &rates)
         );
         std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
     }
-    let ran = rates.iter().all(|rate| rate.rate.is_ok());
-    Ok(match right == cases.len() && ran {
+    let ran = { rates.iter() }.all(|rate| rate.rate.is_ok() || !rate.is_ours);
+    let same = texts.iter().all(Text::is_same);
+    Ok(match right == cases.len() && same && ran {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
     })
@@ -109,6 +189,13 @@ fn outcome(case: &Case) -> String {
     match &case.outcome {
         Outcome::Compared { error, limit } => format!("off by {error:.1e}, allowed {limit:.1e}"),
         Outcome::Failed(reason) => reason.clone(),
+    }
+}
+
+fn words(text: &Text) -> String {
+    match &text.outcome {
+        Ok((all, same)) => format!("{}: {same} of {all} tokens are the CPU engine's", text.name),
+        Err(reason) => format!("WRONG  {}: {reason}", text.name),
     }
 }
 
@@ -123,9 +210,11 @@ fn line(rate: &Rate, ceilings: &Ceilings) -> String {
         work,
         rate,
         seconds,
+        is_ours,
     } = rate;
     let value = match (rate, work) {
-        (Err(reason), _) => format!("FAILED: {reason}"),
+        (Err(reason), _) if *is_ours => format!("FAILED: {reason}"),
+        (Err(reason), _) => reason.clone(),
         (Ok(rate), Work::Bytes) => {
             let percent = 100.0 * rate / ceilings.within;
             format!("{:>14} {percent:5.0} %", gigabytes(*rate))
@@ -138,6 +227,7 @@ fn line(rate: &Rate, ceilings: &Ceilings) -> String {
 fn report(
     engine: &dyn Engine,
     cases: &[Case],
+    texts: &[Text],
     ceilings: Option<&Ceilings>,
     rates: &[Rate],
 ) -> Value {
@@ -165,6 +255,10 @@ fn report(
         "description": engine.description(),
         "memory": engine.memory().total,
         "cases": cases.iter().map(case).collect::<Vec<_>>(),
+        "texts": texts.iter().map(|text| match &text.outcome {
+            Ok((all, same)) => json!({"name": text.name, "tokens": all, "same": same}),
+            Err(reason) => json!({"name": text.name, "failed": reason}),
+        }).collect::<Vec<_>>(),
         "copies": ceilings.map(|c| json!({
             "within": c.within, "upload": c.upload, "download": c.download,
         })),

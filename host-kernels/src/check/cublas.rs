@@ -1,0 +1,324 @@
+//! NVIDIA's own products, to measure ours beside: cuBLASLt, if it is on the machine. Nothing else needs it.
+//!
+//! Loaded at run time, of CUDA 13 or 12: what is called here is the same in both.
+
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::time::Duration;
+
+use cudarc::driver::sys;
+use libloading::Library;
+use vgpu_transport::ir::Type;
+
+use super::rates::median;
+
+/// Names it is known by, the newest first.
+const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"];
+
+/// Memory that it may use for itself.
+const WORKSPACE: usize = 64 << 20;
+
+/// Products one after the other between two waits, so that launching takes no time.
+const AT_ONCE: usize = 8;
+
+// From cublas_api.h, cublasLt.h and library_types.h.
+const CUDA_R_32F: c_int = 0;
+const CUDA_R_16F: c_int = 2;
+const CUDA_R_16BF: c_int = 14;
+const CUBLAS_COMPUTE_32F: c_int = 68;
+const CUBLAS_OP_T: c_int = 1;
+const DESC_TRANSA: c_int = 3;
+const PREF_MAX_WORKSPACE_BYTES: c_int = 1;
+
+type Handle = *mut c_void;
+
+/// `cublasLtMatmulHeuristicResult_t`.
+#[repr(C)]
+#[derive(Default)]
+struct Choice {
+    algorithm: [u64; 8],
+    workspace: usize,
+    state: c_int,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+const _: () = assert!(size_of::<Choice>() == 96);
+
+type Make = unsafe extern "C" fn(*mut Handle) -> c_int;
+type Drop1 = unsafe extern "C" fn(Handle) -> c_int;
+type MakeProduct = unsafe extern "C" fn(*mut Handle, c_int, c_int) -> c_int;
+type MakeLayout = unsafe extern "C" fn(*mut Handle, c_int, u64, u64, i64) -> c_int;
+type Set = unsafe extern "C" fn(Handle, c_int, *const c_void, usize) -> c_int;
+type Choose = unsafe extern "C" fn(
+    Handle,
+    Handle,
+    Handle,
+    Handle,
+    Handle,
+    Handle,
+    Handle,
+    c_int,
+    *mut Choice,
+    *mut c_int,
+) -> c_int;
+type Multiply = unsafe extern "C" fn(
+    Handle,
+    Handle,
+    *const c_void,
+    u64,
+    Handle,
+    u64,
+    Handle,
+    *const c_void,
+    u64,
+    Handle,
+    u64,
+    Handle,
+    *const [u64; 8],
+    u64,
+    usize,
+    sys::CUstream,
+) -> c_int;
+
+/// The library. It stays loaded: what it has started in the process is not undone by unloading.
+pub(super) struct Cublas {
+    library: &'static Library,
+}
+
+impl Cublas {
+    /// The library, if it is there.
+    pub(super) fn load() -> Result<Cublas, String> {
+        let mut reason = String::new();
+        for name in NAMES {
+            // SAFETY: NVIDIA's library runs nothing when it is loaded but its own set-up.
+            match unsafe { Library::new(name) } {
+                Ok(library) => {
+                    let library = Box::leak(Box::new(library));
+                    return Ok(Cublas { library });
+                }
+                Err(error) if reason.is_empty() => reason = error.to_string(),
+                Err(_) => {}
+            }
+        }
+        Err(reason)
+    }
+
+    /// Seconds of a product of weights of `n` rows by `n` columns with `columns` activations, on GPU `ordinal`.
+    pub(super) fn seconds(
+        &self,
+        ordinal: u32,
+        ty: Type,
+        n: u64,
+        columns: u64,
+        time: Duration,
+    ) -> Result<f64, String> {
+        // SAFETY: looks whether the library loads.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("NVIDIA's driver is not installed".into());
+        }
+        // SAFETY: the context is made, used and given back by this thread; everything in it goes with `room`.
+        unsafe {
+            let mut device = 0;
+            driver("cuInit", sys::cuInit(0))?;
+            driver(
+                "cuDeviceGet",
+                sys::cuDeviceGet(&mut device, ordinal as c_int),
+            )?;
+            let mut context = ptr::null_mut();
+            let retained = sys::cuDevicePrimaryCtxRetain(&mut context, device);
+            driver("cuDevicePrimaryCtxRetain", retained)?;
+            let outcome = driver("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))
+                .and_then(|()| self.measure(ty, n, columns, time));
+            sys::cuDevicePrimaryCtxRelease_v2(device);
+            outcome
+        }
+    }
+
+    /// # Safety
+    /// A context is current that stays so.
+    unsafe fn measure(
+        &self,
+        ty: Type,
+        n: u64,
+        columns: u64,
+        time: Duration,
+    ) -> Result<f64, String> {
+        let of_halves = match ty {
+            Type::F16 => CUDA_R_16F,
+            Type::Bf16 => CUDA_R_16BF,
+            other => return Err(format!("{other:?} is no type of cuBLASLt's")),
+        };
+        // SAFETY: the functions have these types in cublasLt.h since CUDA 11; handles are made before they are used and given
+        // back after; addresses are of memory of the sizes that the layouts say.
+        unsafe {
+            let multiply: Multiply = self.function(b"cublasLtMatmul\0")?;
+            let handle = self.made(b"cublasLtDestroy\0", |to| {
+                self.function::<Make>(b"cublasLtCreate\0")
+                    .map(|make| make(to))
+            })?;
+            let product = self.made(b"cublasLtMatmulDescDestroy\0", |to| {
+                let make: MakeProduct = self.function(b"cublasLtMatmulDescCreate\0")?;
+                Ok(make(to, CUBLAS_COMPUTE_32F, CUDA_R_32F))
+            })?;
+            let set: Set = self.function(b"cublasLtMatmulDescSetAttribute\0")?;
+            let transposed = ptr::from_ref(&CUBLAS_OP_T).cast();
+            library(
+                "cublasLtMatmulDescSetAttribute",
+                set(product.0, DESC_TRANSA, transposed, 4),
+            )?;
+            let layout = |ty: c_int, rows: u64, columns: u64| {
+                self.made(b"cublasLtMatrixLayoutDestroy\0", |to| {
+                    let make: MakeLayout = self.function(b"cublasLtMatrixLayoutCreate\0")?;
+                    Ok(make(to, ty, rows, columns, rows as i64))
+                })
+            };
+            // By columns: rows of weights lie one after the other, so the matrix is there transposed.
+            let (a, b) = (layout(of_halves, n, n)?, layout(of_halves, n, columns)?);
+            let c = layout(CUDA_R_32F, n, columns)?;
+            let preference = self.made(b"cublasLtMatmulPreferenceDestroy\0", |to| {
+                let make: Make = self.function(b"cublasLtMatmulPreferenceCreate\0")?;
+                Ok(make(to))
+            })?;
+            let prefer: Set = self.function(b"cublasLtMatmulPreferenceSetAttribute\0")?;
+            let most = ptr::from_ref(&WORKSPACE).cast();
+            let code = prefer(
+                preference.0,
+                PREF_MAX_WORKSPACE_BYTES,
+                most,
+                size_of::<usize>(),
+            );
+            library("cublasLtMatmulPreferenceSetAttribute", code)?;
+            let choose: Choose = self.function(b"cublasLtMatmulAlgoGetHeuristic\0")?;
+            let (mut choice, mut found) = (Choice::default(), 0);
+            let code = choose(
+                handle.0,
+                product.0,
+                a.0,
+                b.0,
+                c.0,
+                c.0,
+                preference.0,
+                1,
+                &mut choice,
+                &mut found,
+            );
+            library("cublasLtMatmulAlgoGetHeuristic", code)?;
+            if found == 0 {
+                return Err("cuBLASLt has nothing for this product".into());
+            }
+            let room = [
+                2 * n * n,
+                2 * n * columns,
+                4 * n * columns,
+                WORKSPACE as u64,
+            ];
+            let room: Vec<Room> = room
+                .into_iter()
+                .map(|size| Room::new(size))
+                .collect::<Result<_, _>>()?;
+            let (one, zero) = (1f32, 0f32);
+            let run = || {
+                for _ in 0..AT_ONCE {
+                    let code = multiply(
+                        handle.0,
+                        product.0,
+                        ptr::from_ref(&one).cast(),
+                        room[0].0,
+                        a.0,
+                        room[1].0,
+                        b.0,
+                        ptr::from_ref(&zero).cast(),
+                        room[2].0,
+                        c.0,
+                        room[2].0,
+                        c.0,
+                        &choice.algorithm,
+                        room[3].0,
+                        WORKSPACE,
+                        ptr::null_mut(),
+                    );
+                    library("cublasLtMatmul", code)?;
+                }
+                driver(
+                    "cuStreamSynchronize",
+                    sys::cuStreamSynchronize(ptr::null_mut()),
+                )
+            };
+            Ok(median(time, run)? / AT_ONCE as f64)
+        }
+    }
+
+    /// # Safety
+    /// The function has this type.
+    unsafe fn function<F: Copy>(&self, name: &'static [u8]) -> Result<F, String> {
+        // SAFETY: the caller's promise; the library stays loaded.
+        let found = unsafe { self.library.get::<F>(name) };
+        found.map(|f| *f).map_err(|error| error.to_string())
+    }
+
+    /// Something that `make` makes, with the function that gives it back.
+    fn made(
+        &self,
+        destroy: &'static [u8],
+        make: impl FnOnce(*mut Handle) -> Result<c_int, String>,
+    ) -> Result<Made, String> {
+        // SAFETY: functions that give something back have this type in cublasLt.h.
+        let destroy: Drop1 = unsafe { self.function(destroy) }?;
+        let mut handle = ptr::null_mut();
+        library("making something of cuBLASLt's", make(&mut handle)?)?;
+        Ok(Made(handle, destroy))
+    }
+}
+
+/// A thing of the library's, until this is dropped.
+struct Made(Handle, Drop1);
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // SAFETY: made by the library, and given back once.
+        unsafe { (self.1)(self.0) };
+    }
+}
+
+/// Memory of the device, until this is dropped.
+struct Room(sys::CUdeviceptr);
+
+impl Room {
+    /// # Safety
+    /// A context is current, and stays so for as long as this lives.
+    unsafe fn new(size: u64) -> Result<Room, String> {
+        let mut address = 0;
+        // SAFETY: a place for the result.
+        driver("cuMemAlloc", unsafe {
+            sys::cuMemAlloc_v2(&mut address, size as usize)
+        })?;
+        let room = Room(address);
+        // SAFETY: memory of this size. Not zeros: a GPU draws less power with those, and is faster.
+        driver("cuMemsetD8", unsafe {
+            sys::cuMemsetD8_v2(address, 0x3a, size as usize)
+        })?;
+        Ok(room)
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`, and nothing runs any more: every measurement ends with a wait.
+        unsafe { sys::cuMemFree_v2(self.0) };
+    }
+}
+
+fn driver(call: &str, code: sys::CUresult) -> Result<(), String> {
+    match code {
+        sys::CUresult::CUDA_SUCCESS => Ok(()),
+        code => Err(format!("{call} failed: {code:?}")),
+    }
+}
+
+fn library(call: &str, code: c_int) -> Result<(), String> {
+    match code {
+        0 => Ok(()),
+        code => Err(format!("{call} failed (error {code})")),
+    }
+}
