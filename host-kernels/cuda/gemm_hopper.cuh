@@ -59,16 +59,6 @@ template <int TYPE, int N> struct HopperShared {
     }
 };
 
-// A place in a ring, and the parity of the phase that it is in.
-template <int COUNT> struct Ring {
-    u32 stage = 0, phase = 0;
-    DEVICE void next() {
-        if (++stage == COUNT) {
-            stage = 0, phase ^= 1;
-        }
-    }
-};
-
 // A tile of results: whose weights, which rows of them, which rows of activations.
 struct HopperTile {
     int i2, i3, w2, w3;

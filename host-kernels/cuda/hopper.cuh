@@ -23,7 +23,8 @@ DEVICE void barrier_expect(u64* barrier, u32 bytes) { shim::barrier_arrive(barri
 DEVICE void barrier_wait(u64* barrier, u32 parity) { shim::barrier_wait(barrier, parity); }
 DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) { shim::copy_bulk(to, from, bytes, barrier); }
 DEVICE void fence_async() { shim::fence_async(); }
-template <int ID, int THREADS> DEVICE void named_barrier() { shim::named_barrier(ID, THREADS); }
+DEVICE void named_barrier(int id, int threads) { shim::named_barrier(id, threads, true); }
+DEVICE void named_arrive(int id, int threads) { shim::named_barrier(id, threads, false); }
 template <int REGISTERS> DEVICE void take_registers() { shim::check_registers(REGISTERS); }
 template <int REGISTERS> DEVICE void give_registers() { shim::check_registers(REGISTERS); }
 DEVICE void group_begin() { shim::group_begin(); }
@@ -84,10 +85,9 @@ DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
 }
 // What this thread has written to shared memory is seen by products of groups that begin after a barrier from here.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// A barrier of some warps of the block, which has sixteen; 0 is that of the whole block.
-template <int ID, int THREADS> DEVICE void named_barrier() {
-    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
-}
+// A barrier of some warps of the block, which has sixteen; 0 is that of the whole block. Who only arrives does not wait.
+DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- Registers: how many each thread of this group of warps has from now on.
 
@@ -188,3 +188,13 @@ DEVICE u64 matrix_at(u32 address, u32 units = MATRIX_UNIT, u32 panels = 16) {
     return static_cast<u64>(address >> 4 & 0x3fff) | static_cast<u64>(panels >> 4) << 16 |
            static_cast<u64>(units >> 4) << 32 | 1ull << 62;
 }
+
+// A place in a ring, and the parity of the phase that it is in.
+template <int COUNT> struct Ring {
+    u32 stage = 0, phase = 0;
+    DEVICE void next() {
+        if (++stage == COUNT) {
+            stage = 0, phase ^= 1;
+        }
+    }
+};

@@ -3,7 +3,14 @@
 use std::fs;
 
 fn main() {
-    for watched in ["../cuda", "shim.h", "fibers.h", "shim.cpp", "hopper.cpp"] {
+    for watched in [
+        "../cuda",
+        "shim.h",
+        "fibers.h",
+        "shim.cpp",
+        "hopper.cpp",
+        "checks.cpp",
+    ] {
         println!("cargo::rerun-if-changed={watched}");
     }
     let folder = fs::read_dir("../cuda").expect("the folder of the kernels");
@@ -21,6 +28,7 @@ fn main() {
         .flag("-xc++") // whatever its file is called
         .file("shim.cpp")
         .file("hopper.cpp")
+        .file("checks.cpp")
         .files(kernels)
         .flag("-fno-strict-aliasing")
         .flag("-ffp-contract=off")

@@ -307,7 +307,7 @@ void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* a
 
 void fence_async() { state.fenced = true; }
 
-void named_barrier(unsigned id, unsigned threads) {
+void named_barrier(unsigned id, unsigned threads, bool waits) {
     Named& named = state.named[id];
     if (id == 0 || id > 15 || threads % 32 != 0 || (named.arrived != 0 && named.threads != threads)) {
         leave("a named barrier that there is not, or that threads disagree about");
@@ -317,7 +317,7 @@ void named_barrier(unsigned id, unsigned threads) {
         named.arrived = 0;
         named.turns++;
         publish();
-    } else {
+    } else if (waits) {
         wait(&named.turns);
     }
 }

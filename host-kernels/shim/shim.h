@@ -107,7 +107,7 @@ void barrier_wait(unsigned long long* barrier, unsigned parity);
 void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
 // Products see what was written before the next barrier of any kind.
 void fence_async();
-void named_barrier(unsigned id, unsigned threads);
+void named_barrier(unsigned id, unsigned threads, bool waits);
 // Ends the kernel if no thread can have so many registers.
 void check_registers(unsigned count);
 

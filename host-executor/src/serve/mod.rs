@@ -291,14 +291,22 @@ pub(crate) fn engine(
 }
 
 fn cuda(ordinal: u32) -> anyhow::Result<Arc<dyn Engine>> {
-    let gpu = Gpu::new(ordinal, kernel_cache())?;
-    let engine = CudaEngine::new(Arc::new(gpu))?.reopened_by(move || {
+    let engine = CudaEngine::new(Arc::new(gpu(ordinal)?))?.reopened_by(move || {
         let failed = |error: GpuError| EngineError::Device {
             message: error.to_string(),
         };
-        Ok(Arc::new(Gpu::new(ordinal, kernel_cache()).map_err(failed)?))
+        Ok(Arc::new(gpu(ordinal).map_err(failed)?))
     });
     Ok(Arc::new(engine))
+}
+
+/// A GPU, with `VGPU_KERNELS=general` without the kernels for its own architecture.
+fn gpu(ordinal: u32) -> Result<Gpu, GpuError> {
+    let gpu = Gpu::new(ordinal, kernel_cache())?;
+    Ok(match std::env::var_os("VGPU_KERNELS") {
+        Some(which) if which == "general" => gpu.with_general_kernels(),
+        _ => gpu,
+    })
 }
 
 /// Where compiled kernels are kept, if the user has a place for such things.

@@ -94,3 +94,56 @@ impl Kernel {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What `shim_check_group` gives its first thread, with a mistake of `checks.cpp`, or none.
+    fn check(mistake: u64) -> Result<f32, String> {
+        // Column `c` has ones in its first `c` elements: of its unit's eight rows, pieces of eight halves are swizzled.
+        let mut matrix = vec![0u16; 64 * 64];
+        for c in 0..64 {
+            for k in 0..c {
+                matrix[c * 64 + ((k / 8) ^ (c % 8)) * 8 + k % 8] = 0x3c00;
+            }
+        }
+        // Rows begin at multiples of 16.
+        let mut aligned = vec![0u128; matrix.len() / 8];
+        let mut sums = vec![0f32; 128];
+        let kernel = Kernel::find("shim_check_group").expect("it is compiled in");
+        // SAFETY: the kernel reads the matrix, of 8 KiB, and writes a number for each of 128 threads.
+        unsafe {
+            std::ptr::copy_nonoverlapping(matrix.as_ptr(), aligned.as_mut_ptr().cast(), 64 * 64);
+            let params = [aligned.as_ptr() as u64, sums.as_mut_ptr() as u64, mistake];
+            let bytes: Vec<u8> = params.iter().flat_map(|word| word.to_ne_bytes()).collect();
+            kernel.launch([1; 3], [128, 1, 1], 10 << 10, &bytes)?;
+        }
+        Ok(sums[0])
+    }
+
+    #[test]
+    fn groups_multiply_what_was_copied() {
+        // The first thread has columns 0 and 1 of every eight, in two rows that are alike.
+        let expected: usize = (0..8).map(|j| 2 * (8 * j + 8 * j + 1)).sum();
+        assert_eq!(check(0), Ok(expected as f32));
+    }
+
+    #[test]
+    fn what_a_gpu_does_not_forgive_is_caught() {
+        for (mistake, expected) in [
+            (3, "a bulk copy to what a product under way reads"),
+            (6, "a product that was not begun"),
+            (7, "wait for each other for ever"),
+        ] {
+            let error = check(mistake).expect_err("it is wrong");
+            assert!(error.contains(expected), "{error}");
+        }
+        let right = check(0).expect("it is right");
+        for mistake in [1, 2, 4, 5] {
+            // Stopped, or wrong: that depends on who comes first.
+            let wrong = check(mistake).unwrap_or(f32::NAN);
+            assert!(wrong != right, "mistake {mistake} gives {wrong}");
+        }
+    }
+}

@@ -37,7 +37,7 @@ macro_rules! headers {
 pub const SOURCES: &[Source] = sources! {
     "attend_brain" "attend_halves" "attend_raw" "attention" "conv" "deepseek" "elementwise" "fused" "gemm_books" "gemm_groups" "gemm_supers" "image" "matmul" "movement" "norm" "recurrent" "reduce" "rope"
     "training" "vector_books" "vector_floats" "vector_groups" "vector_supers";
-    "sm_90a": "gemm_hopper_blocks" "gemm_hopper_floats" "gemm_hopper_supers"
+    "sm_90a": "attend_hopper" "gemm_hopper_blocks" "gemm_hopper_floats" "gemm_hopper_supers"
 };
 
 /// What they include, by name.
@@ -49,6 +49,9 @@ pub const ARCHITECTURES: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_
 
 /// The architecture with warp groups that multiply, which the kernels for Hopper GPUs are for.
 pub const HOPPER: &str = "sm_90a";
+
+/// The oldest architecture, which has the kernels for any GPU alone.
+pub const GENERAL: &str = "sm_80";
 
 /// The files that can be compiled for an architecture.
 pub fn sources_for(arch: &str) -> impl Iterator<Item = &'static Source> {

@@ -349,6 +349,68 @@ pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
     }
 }
 
+/// Enough rows for groups of warps, with keys that end within a tile, tiles that are hidden, and values that are no numbers
+/// where nobody sees them.
+pub(crate) fn many_tokens_of_pairs(engine: &dyn Engine) {
+    for (i, (width, keys, tokens, heads, sequences)) in [
+        (64, 300, 150, [1, 1, 1], [2, 1, 1]),
+        (128, 400, 90, [2, 1, 3], [1, 1, 1]),
+        (128, 77, 65, [1, 1, 2], [1, 1, 2]),
+        (256, 200, 140, [1, 1, 1], [1, 1, 1]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let random = &mut Random::new(keys);
+        let sizes = Sizes {
+            k: Type::F16,
+            v: Type::F16,
+            dk: width,
+            dv: width,
+            keys,
+            tokens,
+            heads,
+            sequences,
+        };
+        let mut attention = sizes.fill_in(random, true);
+        let all_heads: u64 = heads.iter().product();
+        attention.sinks = (i == 1).then(|| {
+            Data::dense(Type::F32, [all_heads, 1, 1, 1]).fill(|| random.between(-3.0, 3.0))
+        });
+        attention.cap = [0.0, 0.0, 8.0, 0.0][i];
+        attention.check(engine);
+        // Token t sees the first keys but for every seventh, and not the last ones.
+        let ne = [keys.next_multiple_of(2), tokens, 1, 1];
+        let most = keys * 2 / 3;
+        let is_seen = |token: u64, key: u64| key <= token + most - tokens.min(most) && key % 7 != 3;
+        let mut place = 0;
+        attention.mask = Some(Data::dense(Type::F16, ne).fill(|| {
+            let (token, key) = (place / ne[0], place % ne[0]);
+            place += 1;
+            if is_seen(token, key) {
+                0.0
+            } else {
+                f64::NEG_INFINITY
+            }
+        }));
+        for x in [&mut attention.k, &mut attention.v] {
+            let hidden = { x.indices() }.filter(|i| (0..tokens).all(|token| !is_seen(token, i[1])));
+            for index in hidden.collect::<Vec<_>>() {
+                x.set(index, 1e4);
+            }
+        }
+        attention.check(engine);
+        for x in [&mut attention.k, &mut attention.v] {
+            let hidden = { x.indices() }.filter(|i| (0..tokens).all(|token| !is_seen(token, i[1])));
+            for index in hidden.collect::<Vec<_>>() {
+                x.set(index, f64::NAN);
+            }
+        }
+        let got = attention.run(engine);
+        assert!(got.values().iter().all(|x| x.is_finite()));
+    }
+}
+
 pub(crate) fn what_is_hidden_does_not_count(engine: &dyn Engine) {
     for (ty, tokens) in [
         (Type::F16, 2),

@@ -141,6 +141,7 @@ mod hopper {
 
     for_engine! {
         engine:
+        attention { usual_widths_and_types many_tokens_of_pairs }
         matmul {
             many_columns_of_groups mul_mat_of_many_tiles few_and_many_tokens_of_experts experts_are_checked
         }

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
+use crate::cuda::source::GENERAL;
 use crate::engine::{EngineError, MemoryInfo};
 
 /// An address in device memory.
@@ -71,7 +72,7 @@ pub trait Device: Send + Sync + 'static {
 
     /// The architecture that its kernels are compiled for: some are for one alone.
     fn architecture(&self) -> &str {
-        "sm_80"
+        GENERAL
     }
 
     /// Multiprocessors: so many blocks, or a few times as many, keep the device busy.

@@ -5,6 +5,7 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
+use super::hopper_attention::HopperAttention;
 use super::{READABLE, div_ceil};
 use crate::cuda::params::*;
 use crate::cuda::plan::{Builder, MOST_BLOCKS};
@@ -49,7 +50,10 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             heads_log2: 1 << q.ne[2].ilog2(),
         };
         match Tiles::of(&params, b.most_shared()) {
-            Some(tiles) => tiles.attend(b, &params),
+            Some(tiles) => match HopperAttention::of(b, &params, tiles.group) {
+                Some(hopper) => hopper.attend(b, &params),
+                None => tiles.attend(b, &params),
+            },
             None => attend_to_anything(b, &params),
         }
     }))
@@ -68,7 +72,7 @@ fn attend_to_anything(b: &mut Builder<'_>, params: &VgAttentionParams) -> Result
 
 /// What keys and values are for the kernels on tensor cores.
 #[derive(Clone, Copy, PartialEq)]
-enum Kind {
+pub(super) enum Kind {
     /// Both halves, where whole 16 bytes can be copied.
     Halves,
     /// Both bfloat16, there too.
@@ -260,7 +264,7 @@ impl Tiles {
 }
 
 /// What the kernels take keys and values of these types and places for, if they do.
-fn kind_of(k: &VgView, v: &VgView) -> Option<Kind> {
+pub(super) fn kind_of(k: &VgView, v: &VgView) -> Option<Kind> {
     let types = [k, v].map(|x| Type::from_id(x.type_ as u8));
     // Halves are multiplied and copied by eight.
     if [k, v].iter().any(|x| x.ne[0] == 0 || x.ne[0] % 8 != 0) {

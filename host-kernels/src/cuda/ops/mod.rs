@@ -7,6 +7,7 @@ mod deepseek;
 mod elementwise;
 pub(super) mod fused;
 mod hopper;
+mod hopper_attention;
 mod image;
 mod matmul;
 mod movement;

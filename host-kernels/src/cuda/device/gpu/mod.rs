@@ -20,7 +20,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use super::{Address, Device, KernelId, Launch, Mark, RecordingId, SharedMemory};
 use crate::cuda::code::Code;
 use crate::cuda::nvrtc::CompileError;
-use crate::cuda::source::{architecture, sources_for};
+use crate::cuda::source::{GENERAL, architecture, sources_for};
 use crate::engine::{EngineError, MemoryInfo};
 use completion::Completion;
 use recording::Recordings;
@@ -131,6 +131,13 @@ struct Staging {
 }
 
 impl Gpu {
+    /// The same with the kernels for any GPU alone, none for its own architecture.
+    #[must_use]
+    pub fn with_general_kernels(mut self) -> Gpu {
+        self.architecture = GENERAL.into();
+        self
+    }
+
     /// GPU number `ordinal`. Kernels that must be compiled are kept in `cache`.
     pub fn new(ordinal: u32, cache: Option<PathBuf>) -> Result<Gpu, GpuError> {
         // SAFETY: looks whether the library loads.
