@@ -172,29 +172,52 @@ template <int TYPE> DEVICE void sixteen_weights(const u8* row, int step, int t, 
             out[4 * h] = __byte_perm(eight.x, eight.y, 0x5410), out[4 * h + 1] = __byte_perm(eight.x, eight.y, 0x7632);
             out[4 * h + 2] = __byte_perm(eight.z, eight.w, 0x5410), out[4 * h + 3] = __byte_perm(eight.z, eight.w, 0x7632);
         }
-    } else if constexpr (TYPE == VG_Q4_0 || TYPE == VG_IQ4_NL || TYPE == VG_MXFP4) {
+    } else if constexpr (TYPE == VG_IQ4_NL || TYPE == VG_IQ4_XS || TYPE == VG_MXFP4) {
         constexpr bool FP4 = TYPE == VG_MXFP4;
+        // As `unpack` has them, plus 128.
+        const u32 table[4] = {FP4 ? 0x83828180u : 0x3f2d1801u, FP4 ? 0x8c888684u : 0x766a5d4fu,
+                              FP4 ? 0x7d7e7f80u : 0xa6998d81u, FP4 ? 0x74787a7cu : 0xf1d9c5b5u};
         UNROLL
         for (int h = 0; h < 2; h++) {
-            const u8* b = row + (2 * step + h) * geometry(TYPE).bytes;
+            int sub = 2 * step + h;
+            const u8 *b = TYPE == VG_IQ4_XS ? row : row + sub * geometry(TYPE).bytes, *qs = b + (FP4 ? 1 : 2);
             u32 words[2], scale;
-            eight_bytes(b + (FP4 ? 1 : 2) + t % 2 * 8, words);
-            words[0] >>= t / 2 * 4, words[1] >>= t / 2 * 4;
-            if (FP4) {
+            if constexpr (FP4) {
                 float half_of_scale = e8m0_half(b[0]);
                 scale = two_halves<false>(half_of_scale, half_of_scale);
             } else {
                 scale = twice(*reinterpret_cast<const u16*>(b));
             }
-            if constexpr (TYPE == VG_Q4_0) {
-                eight_weights<8, false>(words, 0x000f000fu, scale, 0, out + 4 * h);
-            } else {
-                // As `unpack` has them, plus 128.
-                const u32 table[4] = {FP4 ? 0x83828180u : 0x3f2d1801u, FP4 ? 0x8c888684u : 0x766a5d4fu,
-                                      FP4 ? 0x7d7e7f80u : 0xa6998d81u, FP4 ? 0x74787a7cu : 0xf1d9c5b5u};
-                words[0] = look_up(table, words[0] & 0x0f0f0f0fu), words[1] = look_up(table, words[1] & 0x0f0f0f0fu);
-                eight_weights<128, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
+            if constexpr (TYPE == VG_IQ4_XS) {
+                qs = b + 8 + 16 * sub;
+                u32 high = *reinterpret_cast<const u16*>(b + 2);
+                u32 six = (b[4 + sub / 2] >> (sub % 2 * 4) & 15) | (high >> (2 * sub) & 3) << 4;
+                scale = multiply_halves(add_halves(twice(six) | PLUS_1024, minus_1024(32)), scale);
             }
+            eight_bytes(qs + t % 2 * 8, words);
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+                words[i] = look_up(table, words[i] >> t / 2 * 4 & 0x0f0f0f0fu);
+            }
+            eight_weights<128, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
+        }
+    } else if constexpr (TYPE == VG_Q4_0 || TYPE == VG_Q4_1 || TYPE == VG_Q5_0 || TYPE == VG_Q5_1) {
+        constexpr bool FIVE = TYPE == VG_Q5_0 || TYPE == VG_Q5_1, AFFINE = TYPE == VG_Q4_1 || TYPE == VG_Q5_1;
+        UNROLL
+        for (int h = 0; h < 2; h++) {
+            const u8 *b = row + (2 * step + h) * geometry(TYPE).bytes, *rest = b + (AFFINE ? 4 : 2);
+            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(b));
+            u32 offset = AFFINE ? twice(*reinterpret_cast<const u16*>(b + 2)) : 0;
+            eight_bytes(rest + (FIVE ? 4 : 0) + t % 2 * 8, words);
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+                words[i] >>= t / 2 * 4;
+                if (FIVE) {
+                    words[i] = (words[i] & 0x0f0f0f0fu) | spread_bits(rest[t] >> 4 * i) << 4;
+                }
+            }
+            constexpr u32 ZERO = TYPE == VG_Q4_0 ? 8 : TYPE == VG_Q5_0 ? 16 : 0;
+            eight_weights<ZERO, AFFINE>(words, FIVE ? 0x00ff00ffu : 0x000f000fu, scale, offset, out + 4 * h);
         }
     } else if constexpr (TYPE == VG_Q8_0) {
         UNROLL
@@ -232,6 +255,34 @@ template <int TYPE> DEVICE void sixteen_weights(const u8* row, int step, int t, 
                 mask = 0x00ff00ffu;
             }
             eight_weights<0, true>(words, mask, scale, offset, out + 4 * h);
+        }
+    } else if constexpr (TYPE == VG_Q2_K || TYPE == VG_Q3_K) {
+        constexpr bool THREE = TYPE == VG_Q3_K;
+        u32 two[2], third[2], factor = twice(*reinterpret_cast<const u16*>(row + (THREE ? 108 : 80)));
+        eight_bytes(row + (THREE ? 32 : 16) + step / 2 * 32 + t * 8, two);
+        if (THREE) {
+            eight_bytes(row + t * 8, third);
+        }
+        UNROLL
+        for (int h = 0; h < 2; h++) {
+            int sub = 2 * step + h, j = 2 * sub + t / 2;
+            u32 words[2], scale, offset = 0;
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+                words[i] = two[i] >> (sub % 4 * 2) & 0x03030303u;
+                if (THREE) {
+                    words[i] |= (third[i] >> sub & 0x01010101u) << 2;
+                }
+            }
+            if (THREE) {
+                u32 six = (row[96 + j % 8] >> (j / 8 * 4) & 15) | (row[104 + j % 4] >> (j / 4 * 2) & 3) << 4;
+                scale = multiply_halves(add_halves(twice(six) | PLUS_1024, minus_1024(32)), factor);
+            } else {
+                u32 both = row[j], least = twice(*reinterpret_cast<const u16*>(row + 82)) ^ 0x80008000u;
+                scale = multiply_halves(add_halves(twice(both & 15) | PLUS_1024, minus_1024(0)), factor);
+                offset = multiply_halves(add_halves(twice(both >> 4) | PLUS_1024, minus_1024(0)), least);
+            }
+            eight_weights<THREE ? 4 : 0, !THREE>(words, 0x00ff00ffu, scale, offset, out + 4 * h);
         }
     } else if constexpr (TYPE == VG_Q6_K) {
         int half = step / 2, upper = step % 2; // of the block; nibbles and pairs

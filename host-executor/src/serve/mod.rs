@@ -304,7 +304,10 @@ fn cuda(ordinal: u32) -> anyhow::Result<Arc<dyn Engine>> {
 fn gpu(ordinal: u32) -> Result<Gpu, GpuError> {
     let gpu = Gpu::new(ordinal, kernel_cache())?;
     Ok(match std::env::var_os("VGPU_KERNELS") {
-        Some(which) if which == "general" => gpu.with_general_kernels(),
+        Some(which) if which == "general" => {
+            info!("VGPU_KERNELS=general: no kernels for this GPU's architecture alone");
+            gpu.with_general_kernels()
+        }
         _ => gpu,
     })
 }

@@ -61,7 +61,9 @@ pub(super) fn run(
     oracle: &dyn Engine,
     mut seen: impl FnMut(&Case),
 ) -> Vec<Case> {
-    let outcomes = operations().into_iter().map(|operation| {
+    // Where kernels run as fibers, products that fill a GPU would take minutes.
+    let is_gpu = engine.name().starts_with("cuda:");
+    let outcomes = operations(is_gpu).into_iter().map(|operation| {
         let case = Case {
             outcome: match difference(engine, oracle, &operation) {
                 Ok(error) => Outcome::Compared {
@@ -187,9 +189,12 @@ impl List {
     }
 }
 
-fn operations() -> Vec<Operation> {
+fn operations(is_gpu: bool) -> Vec<Operation> {
     let mut list = List::default();
     products(&mut list);
+    if is_gpu {
+        large(&mut list);
+    }
     attention(&mut list);
     elements(&mut list);
     rows(&mut list);
@@ -242,6 +247,49 @@ fn products(list: &mut List) {
         f32s([50, 33, 2, 1]),
         &[f32s([50, 70, 2, 1]), f32s([33, 70, 2, 1])],
     );
+}
+
+/// What GPUs have kernels for that are taken where there is work for all of their multiprocessors.
+fn large(list: &mut List) {
+    let weights = Type::ALL.iter().copied();
+    for ty in weights.filter(|&ty| MatmulKernel::of(ty).is_some()) {
+        let op = Op::MulMat {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+            hadamard: false,
+        };
+        // Whole rounds of wide tiles on any GPU of today, nearly.
+        let (rows, columns) = (33_000, 512);
+        let sources = [
+            numbers_of(ty, [256, rows, 1, 1]),
+            f32s([256, columns, 1, 1]),
+        ];
+        list.add(op, ROUNDED, f32s([rows, columns, 1, 1]), &sources);
+    }
+    for [size, cap] in [[64, 0], [128, 0], [256, 10]] {
+        let op = Op::FlashAttnExt {
+            scale: 1.0 / (size as f32).sqrt(),
+            max_bias: 0.0,
+            logit_softcap: cap as f32,
+            accumulator: Precision::Default,
+            n_kv_max: 0,
+        };
+        let (tokens, keys, heads) = (200, 330, 64);
+        let mask = Operand {
+            ty: Type::F16,
+            ne: [keys, tokens, 1, 1],
+            fill: Fill::Mask(keys as i64 - tokens as i64),
+        };
+        let cache = Some(numbers_of(Type::F16, [size, keys, heads / 2, 1]));
+        let sources = [
+            Some(f32s([size, tokens, heads, 1])),
+            cache,
+            cache,
+            Some(mask),
+            Some(f32s([heads, 1, 1, 1])),
+        ];
+        list.with(op, ROUNDED, f32s([size, heads, tokens, 1]), &sources);
+    }
 }
 
 fn attention(list: &mut List) {

@@ -1,11 +1,13 @@
 //! What operators' files see of a plan that is compiled: a node, and where its launches go.
 
+use std::ops::Range;
+
 use vgpu_transport::ir::{Graph, Node, Shape, Type};
 
 use super::device::{Address, Launch};
 use super::kept::{KEPT_BYTES, Kept};
 use super::ops::vector::Rounded;
-use super::params::{Params, VG_MOVE_REPEAT, VgMoveParams, VgPlace, VgView};
+use super::params::{Params, VG_MOVE_REPEAT, VgHopperHalvesParams, VgMoveParams, VgPlace, VgView};
 use super::segment::Step;
 use super::source::HOPPER;
 use super::stream::Stream;
@@ -21,6 +23,8 @@ pub(super) struct Builder<'a> {
     scratch_bytes: u64,
     launches: Vec<Launch>,
     kept: &'a mut Kept,
+    /// Bytes of working memory that others use before this node's.
+    reserved: u64,
     /// Launches of the plan before these.
     before: usize,
 }
@@ -54,6 +58,7 @@ impl<'a> Builder<'a> {
             stream,
             scratch_bytes: 0,
             launches: Vec::new(),
+            reserved: kept.reserved(),
             kept,
             before,
         }
@@ -66,9 +71,9 @@ impl Builder<'_> {
         self.index = node;
     }
 
-    /// Bytes of working memory that the launches use.
+    /// Bytes of working memory that the launches use, and others before them.
     pub(super) fn scratch_bytes(&self) -> u64 {
-        self.scratch_bytes
+        self.reserved + self.scratch_bytes
     }
 
     /// The launches. What one leaves in working memory for the next is in use until the last.
@@ -130,9 +135,52 @@ impl Builder<'_> {
 
     /// Working memory of the node: `bytes` more, aligned to 256 bytes. Nothing is known of its content.
     pub(super) fn scratch(&mut self, bytes: u64) -> Address {
-        let address = self.stream.scratch.base() + KEPT_BYTES + self.scratch_bytes;
+        let address = self.scratch_at(self.reserved + self.scratch_bytes);
         self.scratch_bytes += bytes.next_multiple_of(256);
         address
+    }
+
+    fn scratch_at(&self, offset: u64) -> Address {
+        self.stream.scratch.base() + KEPT_BYTES + offset
+    }
+
+    /// The halves that were laid out before under this key, for the launch that is added next.
+    pub(super) fn kept_halves(&mut self, key: &[u8]) -> Option<VgHopperHalvesParams> {
+        self.kept.halves(key, self.before + self.launches.len())
+    }
+
+    /// `bytes` of working memory for what the launches that are added next lay out, and later nodes may find. Returns where
+    /// it is and the launch that is next, for [`keep_halves`](Builder::keep_halves).
+    pub(super) fn place_halves(&mut self, bytes: u64) -> (Range<u64>, usize) {
+        let bytes = bytes.next_multiple_of(256);
+        // What was kept before is not used any more.
+        let begin = if bytes <= self.reserved {
+            0
+        } else {
+            self.reserved + self.scratch_bytes
+        };
+        if begin > 0 || self.reserved == 0 {
+            self.scratch_bytes += bytes;
+        }
+        (begin..begin + bytes, self.before + self.launches.len())
+    }
+
+    /// The address of a part of [`place_halves`](Builder::place_halves).
+    pub(super) fn address_of_halves(&self, place: &Range<u64>, offset: u64) -> Address {
+        self.scratch_at(place.start + offset)
+    }
+
+    /// Has later nodes find what was laid out there of these sources.
+    pub(super) fn keep_halves(
+        &mut self,
+        key: Vec<u8>,
+        sources: &[&VgView],
+        (place, made): (Range<u64>, usize),
+        params: VgHopperHalvesParams,
+    ) {
+        let sources = { sources.iter() }.filter(|source| source.data != 0);
+        let sources = sources.map(|source| source.extent()).collect();
+        self.kept.keep_halves(key, sources, place, params, made);
     }
 
     /// What is kept of `x`, rounded, for the launch that is added next.

@@ -3,12 +3,15 @@
 //! Q, K and V have the same activations, as have gate and up: they are rounded once, or by the norm before. What is
 //! rounded lies in the first part of working memory, used round and round, and is good until somebody writes to the
 //! activations it was made of.
+//!
+//! Activations of many columns that were laid out as halves lie in working memory of the node that did it, which later nodes
+//! leave alone: one of those at a time.
 
 use std::ops::Range;
 
 use super::device::Address;
 use super::ops::vector::Rounded;
-use super::params::VgView;
+use super::params::{VgHopperHalvesParams, VgView};
 
 /// Bytes of working memory for it.
 pub(super) const KEPT_BYTES: u64 = 4 << 20;
@@ -21,6 +24,18 @@ pub(super) struct Kept {
     /// Pairs of launches of the plan between which something is kept.
     spans: Vec<(usize, usize)>,
     is_used: bool,
+    halves: Option<Halves>,
+}
+
+/// Activations laid out as halves for products of many columns.
+struct Halves {
+    /// What they were made of, and how, as bytes.
+    key: Vec<u8>,
+    sources: Vec<Range<Address>>,
+    /// Bytes of nodes' working memory.
+    place: Range<u64>,
+    params: VgHopperHalvesParams,
+    made: usize,
 }
 
 struct Entry {
@@ -62,7 +77,39 @@ impl Kept {
             entries: Vec::new(),
             spans: Vec::new(),
             is_used: false,
+            halves: None,
         }
+    }
+
+    /// Bytes at the beginning of nodes' working memory that are in use from node to node.
+    pub(super) fn reserved(&self) -> u64 {
+        self.halves.as_ref().map_or(0, |halves| halves.place.end)
+    }
+
+    /// The halves that were made of this, for launch `user`.
+    pub(super) fn halves(&mut self, key: &[u8], user: usize) -> Option<VgHopperHalvesParams> {
+        let halves = self.halves.as_ref().filter(|halves| halves.key == key)?;
+        self.spans.push((halves.made, user));
+        Some(halves.params)
+    }
+
+    /// Keeps what launch `made`, and those behind it, lay out at `place` of nodes' working memory, in place of what was kept
+    /// before. It is good until somebody writes to `sources`.
+    pub(super) fn keep_halves(
+        &mut self,
+        key: Vec<u8>,
+        sources: Vec<Range<Address>>,
+        place: Range<u64>,
+        params: VgHopperHalvesParams,
+        made: usize,
+    ) {
+        self.halves = Some(Halves {
+            key,
+            sources,
+            place,
+            params,
+            made,
+        });
     }
 
     /// Whether anything was kept at all.
@@ -131,6 +178,10 @@ impl Kept {
             let is_apart = entry.source.end <= written.start || written.end <= entry.source.start;
             is_apart || entry.is_result && entry.made >= since
         });
+        let is_apart =
+            |source: &Range<Address>| source.end <= written.start || written.end <= source.start;
+        self.halves
+            .take_if(|halves| !halves.sources.iter().all(is_apart));
     }
 }
 
@@ -164,6 +215,26 @@ mod tests {
         kept.put(&x, 7, false).unwrap();
         kept.wrote(&(4096..8192), 7);
         assert_eq!(kept.get(&x, 8), None);
+    }
+
+    #[test]
+    fn halves_are_kept_until_what_they_were_made_of_is_written() {
+        let mut kept = Kept::new(0);
+        assert_eq!(kept.reserved(), 0);
+        let made = VgHopperHalvesParams {
+            halves: 7,
+            ..VgHopperHalvesParams::default()
+        };
+        kept.keep_halves(vec![1, 2], vec![4096..8192, 64..128], 256..1024, made, 3);
+        assert_eq!(kept.reserved(), 1024);
+        assert!(kept.halves(&[1], 5).is_none());
+        assert_eq!(kept.halves(&[1, 2], 5).map(|made| made.halves), Some(7));
+        assert_eq!(kept.spans(), [(3, 5)]);
+        kept.wrote(&(128..4096), 5);
+        assert!(kept.halves(&[1, 2], 6).is_some());
+        kept.wrote(&(127..128), 6);
+        assert!(kept.halves(&[1, 2], 7).is_none());
+        assert_eq!(kept.reserved(), 0);
     }
 
     #[test]

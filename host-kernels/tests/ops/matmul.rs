@@ -213,12 +213,18 @@ pub(crate) fn many_columns_of_groups(engine: &dyn Engine) {
         Type::F16,
         Type::Bf16,
         Type::Q4_0,
+        Type::Q4_1,
+        Type::Q5_0,
+        Type::Q5_1,
         Type::Q8_0,
         Type::Iq4Nl,
         Type::Mxfp4,
+        Type::Q2K,
+        Type::Q3K,
         Type::Q4K,
         Type::Q5K,
         Type::Q6K,
+        Type::Iq4Xs,
     ] {
         let block = weight.block_elements().max(32);
         for (k, m, n, batch) in [
@@ -298,7 +304,12 @@ pub(crate) fn mul_mat_over_its_own_sources(engine: &dyn Engine) {
 
 pub(crate) fn mul_mat_of_what_was_multiplied_before(engine: &dyn Engine) {
     // Converted activations may be used again, but not when something else was written to them.
-    for (ty, columns) in [(Type::Q8_0, 1), (Type::F16, 12), (Type::Q4K, 7)] {
+    for (ty, columns) in [
+        (Type::Q8_0, 1),
+        (Type::F16, 12),
+        (Type::Q4K, 7),
+        (Type::Q4K, 40),
+    ] {
         let random = &mut Random::new(columns);
         let mut rows = |ty, n| {
             let data = Data::random_rows(ty, [256, n, 1, 1], true, random);

@@ -1,6 +1,7 @@
 //! Products of many columns on Hopper GPUs: which of them `cuda/gemm_hopper.cuh` has kernels for, and their launches.
 
 use vgpu_transport::ir::Type;
+use zerocopy::IntoBytes;
 
 use super::div_ceil;
 use crate::cuda::params::*;
@@ -66,10 +67,16 @@ impl Hopper {
             Type::Bf16 if is_aligned => kernels!("bf16"),
             Type::Q4K if is_aligned => kernels!("q4_k"),
             Type::Q5K if is_aligned => kernels!("q5_k"),
+            Type::Q2K => kernels!("q2_k"),
+            Type::Q3K => kernels!("q3_k"),
             Type::Q4_0 => kernels!("q4_0"),
+            Type::Q4_1 => kernels!("q4_1"),
+            Type::Q5_0 => kernels!("q5_0"),
+            Type::Q5_1 => kernels!("q5_1"),
             Type::Q6K => kernels!("q6_k"),
             Type::Q8_0 => kernels!("q8_0"),
             Type::Iq4Nl => kernels!("iq4_nl"),
+            Type::Iq4Xs => kernels!("iq4_xs"),
             Type::Mxfp4 => kernels!("mxfp4"),
             _ => return None,
         };
@@ -91,90 +98,58 @@ impl Hopper {
         b: &mut Builder<'_>,
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
-        let VgMulMatParams { dst, x, .. } = params;
+        let VgMulMatParams { dst, .. } = params;
         let batches = dst.ne[2] * dst.ne[3];
+        let tiles_of = |columns| div_ceil(dst.ne[0], ROWS) * div_ceil(dst.ne[1], columns) * batches;
+        let units = i64::from(b.multiprocessors());
+        let rounds = |columns| div_ceil(tiles_of(columns), units) as f64;
+        let is_wide = rounds(WIDE) * 2.0 * WIDE_SHARE <= rounds(NARROW);
+        let tiles = tiles_of(if is_wide { WIDE } else { NARROW });
         let padded = div_ceil(dst.ne[1], UNIT) * UNIT;
         let activations = VgHopperHalvesParams {
-            src: *x,
             rows: padded * batches,
             padded,
             ..VgHopperHalvesParams::default()
         };
-        let units = i64::from(b.multiprocessors());
-        let rounds = |columns| {
-            let tiles = div_ceil(dst.ne[0], ROWS) * div_ceil(dst.ne[1], columns) * batches;
-            div_ceil(tiles, units) as f64
-        };
-        let is_wide = rounds(WIDE) * 2.0 * WIDE_SHARE <= rounds(NARROW);
-        let columns = if is_wide { WIDE } else { NARROW };
-        let tiles = div_ceil(dst.ne[0], ROWS) * div_ceil(dst.ne[1], columns) * batches;
-        self.launch(b, params, activations, is_wide, tiles)
+        let activations = lay_out(b, params, activations, 0)?;
+        self.launch(b, params, &activations, is_wide, tiles)
     }
 
-    /// The same where each expert's weights are multiplied with its columns: first, slots of tokens are put in the order
-    /// of their experts.
+    /// The same where each expert's weights are multiplied with its columns: slots of tokens are put in the order of their
+    /// experts.
     pub(super) fn multiply_groups(
         &self,
         b: &mut Builder<'_>,
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
-        let VgMulMatParams { dst, w, x, ids, .. } = params;
+        let VgMulMatParams { dst, w, .. } = params;
         let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
         let is_wide = vectors / experts >= WIDE;
         let columns = if is_wide { WIDE } else { NARROW };
         // Each expert's columns begin with a unit.
-        let places = vectors + (UNIT - 1) * experts;
-        let groups = VgGroupParams {
-            ids: VgView {
-                ne: [dst.ne[1], dst.ne[2], 1, 1],
-                ..*ids
-            },
-            groups: b.scratch((2 * (experts + 1) + places) as u64 * 4),
-            place: params.place,
-            experts: experts as u32,
-            columns: columns as u32,
-            align: UNIT as u32,
-            reserved: 0,
-        };
-        b.launch("vg_group", [1, 1, 1], 512, 0, &groups)?;
         let activations = VgHopperHalvesParams {
-            src: *x,
-            groups: groups.groups,
-            rows: div_ceil(places, UNIT) * UNIT,
+            rows: div_ceil(vectors + (UNIT - 1) * experts, UNIT) * UNIT,
             experts: experts as u32,
             slots: dst.ne[1] as u32,
             ..VgHopperHalvesParams::default()
         };
+        let activations = lay_out(b, params, activations, columns)?;
         let tiles = div_ceil(dst.ne[0], ROWS) * (vectors / columns + experts).min(vectors);
-        self.launch(b, params, activations, is_wide, tiles)
+        self.launch(b, params, &activations, is_wide, tiles)
     }
 
-    /// Adds the launches of activations, and of a product in at most so many tiles.
+    /// Adds the launch of a product in at most so many tiles.
     fn launch(
         &self,
         b: &mut Builder<'_>,
         params: &VgMulMatParams,
-        mut activations: VgHopperHalvesParams,
+        activations: &VgHopperHalvesParams,
         is_wide: bool,
         tiles: i64,
     ) -> Result<(), EngineError> {
-        let VgMulMatParams { dst, w, .. } = params;
-        let steps = 2 * div_ceil(w.ne[0], STEPS);
-        activations.halves = b.scratch((activations.rows * steps * STEP_BYTES) as u64);
-        activations.factors = b.scratch(activations.rows as u64 * 4);
-        activations.brain = u32::from(w.type_ == VG_BF16);
-        activations.steps = steps as u32;
-        let threads = threads_for(w.ne[0]);
-        b.for_each_row(
-            "vg_hopper_halves",
-            activations.rows,
-            threads,
-            0,
-            &activations,
-        )?;
         let product = VgHopperGemmParams {
-            dst: *dst,
-            w: *w,
+            dst: params.dst,
+            w: params.w,
             halves: activations.halves,
             factors: activations.factors,
             groups: activations.groups,
@@ -185,4 +160,70 @@ impl Hopper {
         let blocks = tiles.min(b.multiprocessors().into());
         b.launch_over(kernel, [blocks, 1, 1], THREADS, SHARED, &product)
     }
+}
+
+/// Adds the launches that make halves of a product's activations, in groups if tiles of groups have `columns` of them,
+/// unless that was done before. `layout` says how many there are.
+fn lay_out(
+    b: &mut Builder<'_>,
+    params: &VgMulMatParams,
+    layout: VgHopperHalvesParams,
+    columns: i64,
+) -> Result<VgHopperHalvesParams, EngineError> {
+    let VgMulMatParams { w, x, ids, .. } = params;
+    let is_grouped = columns != 0;
+    let ids = if is_grouped { *ids } else { VgView::default() };
+    let steps = 2 * div_ceil(w.ne[0], STEPS);
+    let mut made = VgHopperHalvesParams {
+        src: *x,
+        brain: u32::from(w.type_ == VG_BF16),
+        steps: steps as u32,
+        ..layout
+    };
+    let mut key = made.as_bytes().to_vec();
+    key.extend(ids.as_bytes());
+    key.extend(columns.to_le_bytes());
+    if let Some(found) = b.kept_halves(&key) {
+        return Ok(found);
+    }
+    let experts = i64::from(layout.experts);
+    let sizes = [
+        layout.rows * steps * STEP_BYTES,
+        layout.rows * 4,
+        if is_grouped {
+            (2 * (experts + 1) + layout.rows) * 4
+        } else {
+            0
+        },
+    ];
+    // Each part begins where any type may.
+    let [halves, factors, groups] = sizes.map(|bytes| (bytes as u64).next_multiple_of(256));
+    let place = b.place_halves(halves + factors + groups);
+    let at = |offset| b.address_of_halves(&place.0, offset);
+    (made.halves, made.factors) = (at(0), at(halves));
+    if is_grouped {
+        made.groups = at(halves + factors);
+        let groups = VgGroupParams {
+            ids: VgView {
+                ne: [params.dst.ne[1], params.dst.ne[2], 1, 1],
+                ..ids
+            },
+            groups: made.groups,
+            place: params.place,
+            experts: layout.experts,
+            columns: columns as u32,
+            align: UNIT as u32,
+            reserved: 0,
+        };
+        b.launch("vg_group", [1, 1, 1], 512, 0, &groups)?;
+    }
+    b.for_each_row(
+        "vg_hopper_halves",
+        made.rows,
+        threads_for(w.ne[0]),
+        0,
+        &made,
+    )?;
+    b.keep_halves(key, &[x, &ids], place, made);
+    Ok(made)
 }
