@@ -152,13 +152,24 @@ DEVICE void eight_bytes(const u8* at, u32* words) {
     words[0] = __funnelshift_r(a, b, shift), words[1] = __funnelshift_r(b, c, shift);
 }
 
+// x & mask | bits, in one instruction. (Of two constants a compiler makes two.)
+DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
+#ifdef VGPU_SHIM
+    return (x & mask) | bits;
+#else
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+#endif
+}
+
 // Eight weights from eight bytes, of which `mask` is taken: (byte - ZERO) * scale + offset. Of the words that come out, the
 // first has elements 0 and 2, then 1 and 3, 4 and 6, 5 and 7.
 template <u32 ZERO, bool OFFSET> DEVICE void eight_weights(const u32* words, u32 mask, u32 scale, u32 offset, u32* out) {
     UNROLL
     for (int i = 0; i < 4; i++) {
         u32 q = words[i / 2] >> (i % 2 * 8);
-        q = add_halves((q & mask) | PLUS_1024, minus_1024(ZERO));
+        q = add_halves(and_or(q, mask, PLUS_1024), minus_1024(ZERO));
         out[i] = OFFSET ? multiply_add_halves(q, scale, offset) : multiply_halves(q, scale);
     }
 }
@@ -172,22 +183,30 @@ template <int TYPE> DEVICE void sixteen_weights(const u8* row, int step, int t, 
             out[4 * h] = __byte_perm(eight.x, eight.y, 0x5410), out[4 * h + 1] = __byte_perm(eight.x, eight.y, 0x7632);
             out[4 * h + 2] = __byte_perm(eight.z, eight.w, 0x5410), out[4 * h + 3] = __byte_perm(eight.z, eight.w, 0x7632);
         }
-    } else if constexpr (TYPE == VG_IQ4_NL || TYPE == VG_IQ4_XS || TYPE == VG_MXFP4) {
-        constexpr bool FP4 = TYPE == VG_MXFP4;
+    } else if constexpr (TYPE == VG_MXFP4) {
+        UNROLL
+        for (int h = 0; h < 2; h++) {
+            const u8* b = row + (2 * step + h) * geometry(TYPE).bytes;
+            u32 words[2];
+            eight_bytes(b + 1 + t % 2 * 8, words);
+            float power = __uint_as_float(static_cast<u32>(b[0]) << 23);
+            u32 scale = two_halves<false>(power, power);
+            UNROLL
+            for (int i = 0; i < 4; i++) {
+                // Sign, exponent and mantissa in their places are the number over 2^14.
+                u32 q = words[i / 2] >> t / 2 * 4, up = i % 2 * 8;
+                q = and_or(q << (9 - up), 0x0e000e00u, q << (12 - up) & 0x80008000u);
+                out[4 * h + i] = multiply_halves(multiply_halves(q, 0x74007400u), scale);
+            }
+        }
+    } else if constexpr (TYPE == VG_IQ4_NL || TYPE == VG_IQ4_XS) {
         // As `unpack` has them, plus 128.
-        const u32 table[4] = {FP4 ? 0x83828180u : 0x3f2d1801u, FP4 ? 0x8c888684u : 0x766a5d4fu,
-                              FP4 ? 0x7d7e7f80u : 0xa6998d81u, FP4 ? 0x74787a7cu : 0xf1d9c5b5u};
+        const u32 table[4] = {0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u};
         UNROLL
         for (int h = 0; h < 2; h++) {
             int sub = 2 * step + h;
-            const u8 *b = TYPE == VG_IQ4_XS ? row : row + sub * geometry(TYPE).bytes, *qs = b + (FP4 ? 1 : 2);
-            u32 words[2], scale;
-            if constexpr (FP4) {
-                float half_of_scale = e8m0_half(b[0]);
-                scale = two_halves<false>(half_of_scale, half_of_scale);
-            } else {
-                scale = twice(*reinterpret_cast<const u16*>(b));
-            }
+            const u8 *b = TYPE == VG_IQ4_XS ? row : row + sub * geometry(TYPE).bytes, *qs = b + 2;
+            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(b));
             if constexpr (TYPE == VG_IQ4_XS) {
                 qs = b + 8 + 16 * sub;
                 u32 high = *reinterpret_cast<const u16*>(b + 2);
@@ -452,28 +471,33 @@ DEVICE void multiply(const VgHopperGemmParams& p, const HopperShared<TYPE, N>& s
             barrier_arrive(&shared.empty_steps[last]);
         }
 
+        // Results of the thread's rows in column 0. Columns of groups are slots of tokens, all equally far apart.
+        u8* to = address(p.dst, Index{{tile.first_row + mine, p.groups ? 0 : tile.column, tile.i2, tile.i3}});
+        const u32* order = p.groups ? tiles.order() + tile.first : nullptr;
         const float* factors = reinterpret_cast<const float*>(p.factors) + tile.first;
-        u32 slots = static_cast<u32>(p.dst.ne[1]);
+        bool has_first = tile.first_row + mine < p.dst.ne[0], has_second = tile.first_row + mine + 8 < p.dst.ne[0];
+        i64 across = p.dst.nb[1];
         UNROLL
-        for (int j = 0; j < N / 8; j++) {
+        for (int some = 0; some < N / 4; some += 8) { // eight columns of the thread's: their loads first
+            auto column = [&](int i) { return (some + i) / 2 * 8 + 2 * t + i % 2; };
+            u32 places[8];
+            float by[8];
             UNROLL
-            for (int e = 0; e < 2; e++) {
-                int c = 8 * j + 2 * t + e;
-                u32 place = c >= tile.count ? ~0u
-                            : p.groups      ? tiles.order()[tile.first + c]
-                                            : static_cast<u32>(tile.column + c);
-                if (place == ~0u) {
-                    continue;
+            for (int i = 0; i < 8; i++) {
+                int c = column(i) < tile.count ? column(i) : tile.count - 1;
+                places[i] = order ? order[c] : static_cast<u32>(c);
+                by[i] = factors[c];
+            }
+            UNROLL
+            for (int i = 0; i < 8; i++) {
+                bool is_there = column(i) < tile.count && places[i] != ~0u;
+                float* at = reinterpret_cast<float*>(to + places[i] * across);
+                const float* both = sums + (some + i) / 2 * 4 + i % 2;
+                if (is_there && has_first) {
+                    at[0] = both[0] * by[i];
                 }
-                u8* to = p.groups ? address(p.dst, Index{{0, place % slots, place / slots, 0}})
-                                  : address(p.dst, Index{{0, place, tile.i2, tile.i3}});
-                float factor = factors[c];
-                UNROLL
-                for (int h = 0; h < 2; h++) {
-                    i64 r = tile.first_row + mine + 8 * h;
-                    if (r < p.dst.ne[0]) {
-                        *reinterpret_cast<float*>(to + r * p.dst.nb[0]) = sums[4 * j + 2 * h + e] * factor;
-                    }
+                if (is_there && has_second) {
+                    at[8] = both[2] * by[i];
                 }
             }
         }

@@ -57,7 +57,9 @@ impl Hopper {
                 }
             };
         }
-        let VgMulMatParams { dst, w, x, .. } = params;
+        let VgMulMatParams {
+            dst, w, x, ids, ..
+        } = params;
         // Rows of these are copied as they are; those of others from and to the next multiple of 16.
         let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
             .iter()
@@ -82,7 +84,10 @@ impl Hopper {
         };
         let columns = dst.rows();
         let tiles = div_ceil(dst.ne[0], ROWS).checked_mul(columns)?;
+        // Experts' results are written as columns of one matrix.
+        let is_plain = dst.nb[0] == 4 && (ids.data == 0 || dst.nb[2] == dst.ne[1] * dst.nb[1]);
         let fits = b.is_hopper()
+            && is_plain
             && b.most_shared() >= SHARED
             && columns >= LEAST_COLUMNS
             && w.ne[0] <= MOST_ELEMENTS
