@@ -57,9 +57,7 @@ impl Hopper {
                 }
             };
         }
-        let VgMulMatParams {
-            dst, w, x, ids, ..
-        } = params;
+        let VgMulMatParams { dst, w, x, ids, .. } = params;
         // Rows of these are copied as they are; those of others from and to the next multiple of 16.
         let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
             .iter()
