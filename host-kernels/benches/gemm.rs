@@ -15,6 +15,7 @@ use rustix::time::{ClockId, clock_gettime};
 use vgpu_kernels::cpu::formats::{Format, Type};
 use vgpu_kernels::cpu::gemm::{Level, MatmulKernel};
 
+mod ceiling;
 mod ggml;
 
 /// Weights of decode: more than any cache holds.
@@ -83,19 +84,22 @@ fn main() {
     }
     let ggml = ggml::Ggml::load();
     let bandwidth = read_bandwidth();
+    let ceiling = ceiling::single_precision(level, seconds);
     if !json {
         println!(
-            "level {}, read bandwidth of one thread {bandwidth:.1} GB/s",
-            level.name()
+            "level {}, read bandwidth of one thread {bandwidth:.1} GB/s, products of single precision at most {:.0} GF",
+            level.name(),
+            ceiling.unwrap_or(f64::NAN)
         );
         println!(
-            "{:>8} {:>5} {:>10} {:>12} {:>12}",
-            "type", "cols", "ours", "vs ggml", "vs repacked"
+            "{:>8} {:>5} {:>10} {:>12} {:>12} {:>12}",
+            "type", "cols", "ours", "vs ggml", "vs repacked", "of ceiling"
         );
     }
     for ty in types {
         for &cols in &columns {
-            let line = measure(ty, level, cols, ggml.as_ref());
+            let mut line = measure(ty, level, cols, ggml.as_ref());
+            line.ceiling = ceiling.filter(|_| cols > 1 && ceiling::holds_for(ty, level));
             if json {
                 println!("{}", line.json(bandwidth));
             } else {
@@ -114,6 +118,8 @@ struct Line {
     ours: f64,
     plain: Option<f64>,
     repacked: Option<f64>,
+    /// The rate that the processor cannot go beyond, if it is known.
+    ceiling: Option<f64>,
 }
 
 impl Line {
@@ -130,8 +136,12 @@ impl Line {
             None => "-".into(),
             Some(theirs) => format!("{:.2}x", theirs / self.ours),
         };
+        let of_ceiling = match self.ceiling {
+            None => "-".into(),
+            Some(ceiling) => format!("{:.0} %", 100.0 * self.rate(self.ours) / ceiling),
+        };
         format!(
-            "{:>8} {:>5} {rate:>11} {:>12} {:>12}",
+            "{:>8} {:>5} {rate:>11} {:>12} {:>12} {of_ceiling:>12}",
             self.ty.ggml_name(),
             self.cols,
             ratio(self.plain),
@@ -158,6 +168,9 @@ impl Line {
         }
         if self.cols == 1 {
             text += &format!(r#","bandwidth":{bandwidth}"#);
+        }
+        if let Some(ceiling) = self.ceiling {
+            text += &format!(r#","ceiling":{ceiling}"#);
         }
         text + "}"
     }
@@ -246,6 +259,7 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
         ours: best,
         plain: measured(best_plain),
         repacked: measured(best_repacked),
+        ceiling: None,
     }
 }
 

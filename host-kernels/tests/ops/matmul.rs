@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vgpu_kernels::cpu::formats::Format;
-use vgpu_kernels::cpu::gemm::{MatmulKernel, ROUNDED_COLUMNS};
+use vgpu_kernels::cpu::gemm::MatmulKernel;
 use vgpu_kernels::{Engine, RunError};
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
@@ -114,10 +114,9 @@ fn compare_with_activations(
         })
     };
     // The CPU engine is held to what ggml's does, except for what it says itself that it rounds.
-    let rounded_to_brain_halves =
-        columns >= ROUNDED_COLUMNS as u64 && MatmulKernel::rounded(weight).is_some();
+    let is_rounded = MatmulKernel::rounded(weight, k as usize, columns as usize).is_some();
     let halves = match weight {
-        _ if engine.name() == "cpu" && rounded_to_brain_halves => TOLERANCE_OF_BRAIN_HALVES,
+        _ if engine.name() == "cpu" && is_rounded => TOLERANCE_OF_BRAIN_HALVES,
         _ if columns < MANY_COLUMNS || engine.name() == "cpu" => TOLERANCE,
         Type::Bf16 => TOLERANCE_OF_BRAIN_HALVES,
         _ => TOLERANCE_OF_HALVES,

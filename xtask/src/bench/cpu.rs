@@ -516,6 +516,7 @@ fn kernel_row(found: &Value) -> Result<Row> {
         ("ggml", NATIVE),
         ("repacked", "ggml-cpu, repacked"),
         ("bandwidth", "bandwidth of reading"),
+        ("ceiling", "products between registers"),
     ] {
         if let Some(value) = number(figure) {
             row = row.figure(name, value);

@@ -92,32 +92,46 @@ impl MatmulKernel {
         scalar::kernel(weight)
     }
 
-    /// A kernel for products of at least [`ROUNDED_COLUMNS`] columns that is twice as fast because it rounds weights
-    /// *and* activations to shorter types than [`MatmulKernel::of`], if there is one: F16 through the dot products of
-    /// bfloat16.
+    /// A kernel for products of that many columns of `k` elements that is up to twice as fast because it rounds weights *and* activations
+    /// further than [`MatmulKernel::of`], if there is one.
     ///
-    /// **How accurate.** Both have 8 bits: an operand is off by at most 2^-8 of itself, its root mean square is 2^-9.3.
-    /// The errors have either sign, so a sum of products is off by about 5 parts in a million of its variance, of
-    /// which `test-backend-ops` allows 500. That is what ggml computes with for the same model published as BF16, a tenth
-    /// of the deviation of a Q8_0 model, and most F16 models were made from BF16 weights, which are not rounded at all.
-    /// Splitting each weight in two bfloat16 would make it exact, but cost what single precision costs.
-    pub fn rounded(weight: Type) -> Option<MatmulKernel> {
-        MatmulKernel::rounded_at(weight, Level::best())
+    /// **With the dot product of bfloat16**, F16 from [`ROUNDED_COLUMNS`] columns on is rounded to it: both have 8 bits,
+    /// an operand is off by at most 2^-8 of itself, its root mean square is 2^-9.3. The errors have either sign, so a sum
+    /// of products is off by about 5 parts in a million of its variance, of which `test-backend-ops` allows 500. That is
+    /// what ggml computes with for the same model published as BF16, a tenth of the deviation of a Q8_0 model, and most
+    /// F16 models were made from BF16 weights, which are not rounded at all. Splitting each weight in two bfloat16 would
+    /// make it exact, but cost what single precision costs.
+    ///
+    /// **Without it**, F16 and BF16 are rounded to integers of 14 bits that share a scale with the 31 next to them, once
+    /// there are columns enough to pay for that, and elements enough for errors to cancel: an operand is off by at most 2^-14 of the largest of its group. Where
+    /// values are of the same order that is less than the 2^-12 of itself by which ggml rounds the activations of F16
+    /// weights; where one is a thousand times as large as the others of its group, those keep 4 bits, far more than the
+    /// 8-bit activations of quantised weights leave of them.
+    pub fn rounded(weight: Type, k: usize, columns: usize) -> Option<MatmulKernel> {
+        MatmulKernel::rounded_at(weight, k, columns, Level::best())
     }
 
     /// [`MatmulKernel::rounded`] at a given level.
     ///
     /// # Panics
     /// As [`MatmulKernel::at`].
-    pub fn rounded_at(weight: Type, level: Level) -> Option<MatmulKernel> {
+    pub fn rounded_at(
+        weight: Type,
+        k: usize,
+        columns: usize,
+        level: Level,
+    ) -> Option<MatmulKernel> {
         assert!(
             level.is_supported(),
             "this processor does not support {level:?}"
         );
         #[cfg(target_arch = "x86_64")]
-        return x86::rounded(weight, level);
+        return x86::rounded(weight, k, columns, level);
         #[cfg(not(target_arch = "x86_64"))]
-        None
+        {
+            let _ = (weight, k, columns);
+            None
+        }
     }
 }
 

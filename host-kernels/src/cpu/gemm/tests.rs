@@ -2,6 +2,9 @@ use super::*;
 use crate::cpu::formats::Format;
 use proptest::prelude::*;
 
+/// Columns that are enough for any kernel.
+const MANY: usize = 512;
+
 /// Every type that can be a weight.
 fn weights() -> impl Iterator<Item = Type> {
     Type::ALL
@@ -115,7 +118,7 @@ impl Case {
     ) -> Vec<f32> {
         let kernel = match MatmulKernel::at(self.ty, level).unwrap() {
             kernel if kernel.activation == self.activation => kernel,
-            _ => MatmulKernel::rounded_at(self.ty, level).unwrap(),
+            _ => MatmulKernel::rounded_at(self.ty, MANY, MANY, level).unwrap(),
         };
         const GUARD: f32 = -12345.0;
         let stride = rows.len() + 7;
@@ -154,10 +157,15 @@ impl Case {
             // The dot product of bfloat16 pairs may flush subnormals and round once per pair.
             _ => 4e-6,
         };
+        self.compare(level, relative, 1e-30);
+    }
+
+    /// Results are at most `relative` of the magnitudes summed off, and `absolute`.
+    fn compare(&self, level: Level, relative: f64, absolute: f64) {
         let results = self.run(level, 0..self.rows, 0..self.cols);
         for (i, (&got, &(exact, size))) in results.iter().zip(&self.exact).enumerate() {
             assert!(
-                (f64::from(got) - exact).abs() <= relative * size + 1e-30,
+                (f64::from(got) - exact).abs() <= relative * size + absolute,
                 "{:?} at {level:?}, k {}, {} x {}: result {i} is {got}, should be {exact} (sum of magnitudes {size})",
                 self.ty,
                 self.k,
@@ -219,15 +227,69 @@ fn rounding_kernels_give_the_products_of_what_they_round_to() {
     let mut random = Random(47);
     for level in levels() {
         for ty in weights() {
-            let Some(kernel) = MatmulKernel::rounded_at(ty, level) else {
+            let Some(kernel) = MatmulKernel::rounded_at(ty, MANY, MANY, level) else {
                 continue;
             };
-            assert_eq!(kernel.activation, Type::Bf16, "what the test rounds to");
-            let round = |w: f32| half::bf16::from_f32(w).to_f32();
             for k in [1, 2, 31, 32, 33, 127, 128, 129, 160, 1023] {
                 for (rows, cols) in [(1, 1), (5, 3), (9, 8), (3, 13), (33, 40), (64, 32)] {
-                    Case::of(kernel, round, [k, rows, cols], &mut random).check(level);
+                    let shape = [k, rows, cols];
+                    if kernel.activation == Type::Bf16 {
+                        let round = |w: f32| half::bf16::from_f32(w).to_f32();
+                        Case::of(kernel, round, shape, &mut random).check(level);
+                    } else {
+                        assert_eq!(kernel.activation, Type::F32);
+                        let case = Case::of(kernel, |w| w, shape, &mut random);
+                        case.compare(level, 4e-6, off(k));
+                    }
                 }
+            }
+        }
+    }
+}
+
+/// What sums of `k` products of integers of 14 bits may be off: each operand, below 2, is at most half a step off, and
+/// errors have either sign.
+fn off(k: usize) -> f64 {
+    2.0 * 2.0 / 8191.0 * (k as f64).sqrt()
+}
+
+/// Integers with a scale are neither lost where they are small nor taken for numbers where they are none.
+#[test]
+fn scaled_integers_hold_every_magnitude() {
+    let mut random = Random(48);
+    for level in levels() {
+        for ty in [Type::F16, Type::Bf16] {
+            let Some(kernel) = MatmulKernel::rounded_at(ty, MANY, MANY, level) else {
+                continue;
+            };
+            if kernel.activation != Type::F32 {
+                continue;
+            }
+            let case = |factor: f32, random: &mut Random| {
+                let mut case = Case::of(kernel, |w| w, [96, 17, 5], random);
+                for x in case.x.chunks_exact_mut(case.x_stride) {
+                    for x in x[..4 * 96].chunks_exact_mut(4) {
+                        let scaled = f32::from_ne_bytes(x.try_into().unwrap()) * factor;
+                        x.copy_from_slice(&scaled.to_ne_bytes());
+                    }
+                }
+                for (exact, size) in &mut case.exact {
+                    *exact *= f64::from(factor);
+                    *size *= f64::from(factor);
+                }
+                case
+            };
+            for factor in [1e-20, 1e-6, 1.0, 1e6, 1e30] {
+                case(factor, &mut random).compare(level, 4e-6, off(96) * f64::from(factor));
+            }
+            case(0.0, &mut random).compare(level, 0.0, 0.0);
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut case = case(1.0, &mut random);
+                case.x[4 * 40..][..4].copy_from_slice(&bad.to_ne_bytes());
+                let results = case.run(level, 0..17, 0..5);
+                let (first, others) = results.split_at(17);
+                assert!(first.iter().all(|x| !x.is_finite()), "{bad} at {level:?}");
+                assert!(others.iter().all(|x| x.is_finite()), "{bad} at {level:?}");
             }
         }
     }

@@ -13,7 +13,7 @@ use super::gather::{RowReader, real_types};
 use super::glu::gate;
 use super::staging::{Layout, Output};
 use crate::cpu::formats::Format;
-use crate::cpu::gemm::{MatmulKernel, ROUNDED_COLUMNS};
+use crate::cpu::gemm::MatmulKernel;
 use crate::cpu::mix::Mix;
 use crate::cpu::plan::{Compiled, Fault, Kernel, Operands, check_index};
 use crate::cpu::pool::Worker;
@@ -298,7 +298,7 @@ fn kernel_of(operands: &Operands<'_>) -> MatmulKernel {
         Op::MulMat {
             accumulator: Precision::Default,
             ..
-        } if x.ne[1] >= ROUNDED_COLUMNS => MatmulKernel::rounded(weight.ty).unwrap_or(exact),
+        } => MatmulKernel::rounded(weight.ty, x.ne[0], x.ne[1]).unwrap_or(exact),
         _ => exact,
     }
 }

@@ -4,12 +4,14 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::Call;
-use super::panel::{self, Panel, Sums};
+use super::panel::{self, Ahead, Panel, Tile};
 use super::scratch::{DECODED, PREPARED};
 use super::simd::Simd;
 
 /// Elements of `k` in a panel: with a tile's columns, half of the first-level cache.
 const CHUNK: usize = 128;
+/// Elements of `k` between two times that more weights are asked for.
+const STEP: usize = 16;
 /// From this many columns on, interleaving a panel pays.
 pub(super) const PANEL_COLS: usize = 32;
 
@@ -152,14 +154,18 @@ const DEPTH: usize = 512;
 unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize) {
     let mut memory = DECODED.take(FEW_ROWS * call.cols * 4 * S::LANES);
     let sums = memory.as_mut_ptr().cast::<f32>();
+    // Whether most of what lies between the first and the last of some rows is rows.
+    let dense = call.w_stride < 2 * call.k * T::BYTES;
     for first in (0..call.rows).step_by(FEW_ROWS) {
         let rows = FEW_ROWS.min(call.rows - first);
+        // As many bytes as are read of these rows, from the next ones.
+        let mut ahead = call.w.wrapping_add((first + FEW_ROWS) * call.w_stride);
         // SAFETY: the rows, columns and elements are those of the call; there is a vector of sums for each row and
         // column.
         unsafe {
             sums.write_bytes(0, rows * call.cols * S::LANES);
             for start in (0..call.k).step_by(DEPTH) {
-                let tiles = Tiles {
+                let mut tiles = Tiles {
                     call,
                     columns,
                     padded,
@@ -167,6 +173,7 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
                     start,
                     len: DEPTH.min(call.k - start),
                     sums,
+                    ahead: if dense { ahead } else { std::ptr::null() },
                 };
                 let mut r = 0;
                 while r < rows {
@@ -177,6 +184,7 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
                         _ => tiles.row::<S, T, 1>(r),
                     };
                 }
+                ahead = tiles.ahead;
             }
             for c in 0..call.cols {
                 for r in 0..rows {
@@ -198,6 +206,8 @@ struct Tiles<'a> {
     start: usize,
     len: usize,
     sums: *mut f32,
+    /// Weights to ask for, line by line; null where there are none.
+    ahead: *const u8,
 }
 
 impl Tiles<'_> {
@@ -206,7 +216,7 @@ impl Tiles<'_> {
     /// # Safety
     /// As [`few`]; there are as many rows.
     #[inline(always)]
-    unsafe fn row<S: Simd, T: Float, const R: usize>(&self, r: usize) -> usize {
+    unsafe fn row<S: Simd, T: Float, const R: usize>(&mut self, r: usize) -> usize {
         let mut c = 0;
         while c < self.call.cols {
             // SAFETY: the caller's promise.
@@ -227,7 +237,7 @@ impl Tiles<'_> {
     /// As [`few`]; there are as many rows and columns.
     #[inline(always)]
     unsafe fn tile<S: Simd, T: Float, const R: usize, const C: usize>(
-        &self,
+        &mut self,
         r: usize,
         c: usize,
     ) -> usize {
@@ -247,14 +257,17 @@ impl Tiles<'_> {
             }
             let whole = self.len / S::LANES * S::LANES;
             for i in (0..whole).step_by(S::LANES) {
+                if c == 0 && i % (64 / T::BYTES) == 0 && !self.ahead.is_null() {
+                    // A line of each row is about to be read: as many of the next rows, which the processor would not
+                    // foresee while it goes from row to row.
+                    for _ in 0..R {
+                        _mm_prefetch::<_MM_HINT_T0>(self.ahead.cast());
+                        self.ahead = self.ahead.wrapping_add(64);
+                    }
+                }
                 let mut w_now = [S::zero_floats(); R];
                 for r in 0..R {
-                    let w = w.add(r * call.w_stride + i * T::BYTES);
-                    w_now[r] = T::load::<S>(w);
-                    if c == 0 {
-                        // The next block of the row, which the rows between keep the processor from foreseeing.
-                        _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(DEPTH * T::BYTES).cast());
-                    }
+                    w_now[r] = T::load::<S>(w.add(r * call.w_stride + i * T::BYTES));
                 }
                 for c in 0..C {
                     let x = S::load_floats(x.add(c * self.padded + i));
@@ -301,6 +314,7 @@ unsafe fn dot<S: Simd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 
         let mut acc = [S::zero_floats(); UNROLL];
         let mut i = 0;
         while i + UNROLL * S::LANES <= k {
+            S::prefetch(row.add(i * T::BYTES), UNROLL * S::LANES * T::BYTES);
             for u in 0..UNROLL {
                 let at = (i + u * S::LANES) * T::BYTES;
                 acc[u] = S::mul_add(T::load::<S>(row.add(at)), T::load::<S>(x.add(at)), acc[u]);
@@ -338,6 +352,7 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
     const VECTORS: usize = 2;
     const COLS: usize = if S::LANES == 16 { 12 } else { 6 };
     type Column = [f32; CHUNK];
+    const UNITS: usize = CHUNK / STEP;
 
     #[inline(always)]
     fn new() -> Self {
@@ -380,13 +395,12 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
     #[inline(always)]
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
-        _: *const u8,
-        _: usize,
-        columns: *const [f32; CHUNK],
+        tile: Tile<[f32; CHUNK]>,
         _: usize,
         len: usize,
-        sums: Sums,
+        ahead: &mut Ahead,
     ) {
+        let Tile { columns, sums, .. } = tile;
         // SAFETY: the caller's promise; the panel has `len` elements.
         unsafe {
             let mut acc = [[S::zero_floats(); C]; P];
@@ -397,6 +411,9 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
             }
             let mut panel = self.elements.as_ptr().cast::<f32>();
             for i in 0..len {
+                if i % STEP == 0 {
+                    ahead.more();
+                }
                 let mut w = [S::zero_floats(); P];
                 for p in 0..P {
                     w[p] = S::load_floats(panel.add(p * S::LANES));

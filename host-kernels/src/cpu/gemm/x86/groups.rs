@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::Call;
 use super::blocks::{Codes, Groups, half};
-use super::panel::{self, Panel, Sums};
+use super::panel::{self, Ahead, Panel, Tile};
 use super::scratch::PREPARED;
 use super::simd::Simd;
 use crate::cpu::formats::{BlockQ8_0, BlockQ8_1};
@@ -292,6 +292,8 @@ unsafe fn row_times<S: Simd, B: Groups, const C: usize, const U: usize>(
         let mut mins = [_mm256_setzero_ps(); C];
         let mut chunk = 0;
         while chunk + GROUPS <= groups {
+            let bytes = CHUNK / B::ELEMENTS * size_of::<B>();
+            S::prefetch(row.add(chunk / GROUPS * bytes), bytes);
             chunk_times::<S, B, C, U>(row, chunk, GROUPS, groups, x, layout, &mut acc, &mut mins);
             chunk += GROUPS;
         }
@@ -445,6 +447,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
     const VECTORS: usize = S::PANEL;
     const COLS: usize = 4;
     type Column = GroupColumn;
+    const UNITS: usize = GROUPS;
 
     #[inline(always)]
     fn new() -> Self {
@@ -558,13 +561,17 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
     #[inline(always)]
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
-        x: *const u8,
-        x_stride: usize,
-        columns: *const GroupColumn,
+        tile: Tile<GroupColumn>,
         start: usize,
         len: usize,
-        sums: Sums,
+        ahead: &mut Ahead,
     ) {
+        let Tile {
+            x,
+            x_stride,
+            columns,
+            sums,
+        } = tile;
         let (bytes, quants) = activation::<B>();
         // SAFETY: the caller's promise; the panel has as many groups as `len` says.
         unsafe {
@@ -580,6 +587,9 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
             let parts = if B::HALF_SCALES { 2 } else { 1 };
             for unit in 0..len / 32 * parts {
                 let (g, part) = (unit / parts, unit % parts);
+                if part == 0 {
+                    ahead.more();
+                }
                 let mut dots = [[S::zero(); C]; P];
                 if offset::<S, B>() != 0 {
                     for c in 0..C {

@@ -5,6 +5,7 @@
 //! - [`groups`], [`supers`], [`floats`]: the products of the three families, for few columns by rows,
 //!   for many through panels.
 //! - [`pairs`]: the products of bfloat16 by pairs, where there is an instruction for them.
+//! - [`shorts`]: the products of floats through integers of 14 bits, where those are multiplied faster.
 //! - [`panel`]: the loops around a panel.
 //! - [`plain`]: the rare formats, decoded first.
 //! - [`activations`]: f32 to the activation formats.
@@ -20,10 +21,11 @@ mod pairs;
 mod panel;
 mod plain;
 mod scratch;
+mod shorts;
 mod simd;
 mod supers;
 
-use super::{Level, MatmulKernel};
+use super::{Level, MatmulKernel, ROUNDED_COLUMNS};
 use crate::cpu::formats::{
     BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs, BlockIq4Nl,
     BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K, BlockQ4_0,
@@ -98,7 +100,7 @@ macro_rules! entry_points {
         mod $module {
             use super::blocks::{Groups, Supers};
             use super::floats::{self as float_kernels, Float};
-            use super::{Call, groups as group_kernels, plain, supers as super_kernels};
+            use super::{Call, groups as group_kernels, plain, shorts, supers as super_kernels};
             use crate::cpu::formats::SuperBlock;
 
             gemm!(
@@ -115,6 +117,11 @@ macro_rules! entry_points {
                 #[target_feature(enable = $features)]
                 floats<B: Float>,
                 float_kernels::gemm::<$simd, B>
+            );
+            gemm!(
+                #[target_feature(enable = $features)]
+                rounded<B: Float>,
+                shorts::gemm::<$simd, B>
             );
             gemm!(
                 #[target_feature(enable = $features)]
@@ -208,13 +215,34 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
 }
 
 /// [`MatmulKernel::rounded`] at `level`.
-pub(super) fn rounded(weight: Type, level: Level) -> Option<MatmulKernel> {
-    if (weight, level) != (Type::F16, Level::Avx512Bf16) {
+pub(super) fn rounded(
+    weight: Type,
+    k: usize,
+    columns: usize,
+    level: Level,
+) -> Option<MatmulKernel> {
+    if columns < ROUNDED_COLUMNS {
         return None;
     }
+    let gemm: super::Gemm = match (level, weight) {
+        (Level::Avx512Bf16, Type::F16) => {
+            return Some(MatmulKernel {
+                weight,
+                gemm: bf16_pairs::<pairs::F16>,
+                ..kernel(Type::Bf16, level)?
+            });
+        }
+        _ if columns < shorts::COLUMNS || k < shorts::ELEMENTS => return None,
+        (Level::Avx2, Type::F16) => avx2::rounded::<floats::F16>,
+        (Level::Avx2, Type::Bf16) => avx2::rounded::<floats::Bf16>,
+        (Level::Avx512, Type::F16) => avx512::rounded::<floats::F16>,
+        (Level::Avx512, Type::Bf16) => avx512::rounded::<floats::Bf16>,
+        _ => return None,
+    };
     Some(MatmulKernel {
         weight,
-        gemm: bf16_pairs::<pairs::F16>,
-        ..kernel(Type::Bf16, level)?
+        gemm,
+        panel_cols: shorts::COLUMNS,
+        ..kernel(Type::F32, level)?
     })
 }

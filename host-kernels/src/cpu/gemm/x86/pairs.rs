@@ -6,13 +6,15 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::Call;
-use super::panel::{self, Panel, Sums};
+use super::panel::{self, Ahead, Panel, Tile};
 use super::simd::{Avx512, Simd};
 
 /// Elements of `k` in a panel.
 const CHUNK: usize = 128;
 /// Pairs in a chunk.
 const PAIRS: usize = CHUNK / 2;
+/// Pairs between two times that more weights are asked for.
+const STEP: usize = 8;
 /// From this many columns on, interleaving a panel pays.
 pub(super) const PANEL_COLS: usize = 32;
 /// Running sums of a single product, so that one multiplication need not wait for the last.
@@ -264,6 +266,7 @@ impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
     const COLS: usize = 12;
     /// Pairs, the last of an odd chunk with a zero.
     type Column = [u32; PAIRS];
+    const UNITS: usize = PAIRS / STEP;
 
     #[inline(always)]
     fn new() -> Self {
@@ -308,13 +311,12 @@ impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
     #[inline(always)]
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
-        _: *const u8,
-        _: usize,
-        columns: *const [u32; PAIRS],
+        tile: Tile<[u32; PAIRS]>,
         _: usize,
         len: usize,
-        sums: Sums,
+        ahead: &mut Ahead,
     ) {
+        let Tile { columns, sums, .. } = tile;
         // SAFETY: the caller's promise; the panel has `len` elements.
         unsafe {
             let mut acc = [[_mm512_setzero_ps(); C]; P];
@@ -324,6 +326,9 @@ impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
                 }
             }
             for i in 0..len.div_ceil(2) {
+                if i % STEP == 0 {
+                    ahead.more();
+                }
                 let panel = self.pairs.as_ptr().add(i).cast::<u8>();
                 let mut w = [_mm512_setzero_si512(); P];
                 for p in 0..P {

@@ -4,8 +4,10 @@
 //!
 //! Order of loops: blocks of columns and of rows whose running sums stay in the second-level cache,
 //! chunks of `k`, panels, tiles of columns. The sums are kept apart from `dst`, whose columns are often
-//! a power of two apart and would fight for a few lines of the cache. Each result is a sum over the
-//! chunks of `k` in order, whatever the blocks are.
+//! a power of two apart and would fight for a few lines of the cache. With few columns it is the memory that has to
+//! keep up: then a panel is multiplied along the whole of `k` before the next, whose rows are asked for meanwhile, a
+//! few lines at a time ([`Ahead`]). Each result is a sum over the chunks of `k` in order, whatever the order of the
+//! loops around them.
 
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
@@ -17,6 +19,8 @@ use super::simd::Simd;
 const COLUMNS: usize = 256;
 /// Rows of a block.
 const ROWS: usize = 256;
+/// Up to so many columns, panels go along the whole of `k` one by one.
+const FEW_COLUMNS: usize = 32;
 
 /// How one family of formats fills and uses a panel.
 ///
@@ -33,6 +37,8 @@ pub(super) trait Panel<S: Simd>: Sized {
     const COLS: usize;
     /// What is precomputed of a column's chunk.
     type Column: Copy;
+    /// How often [`Panel::multiply`] asks [`Ahead::more`] in a whole chunk.
+    const UNITS: usize;
 
     /// A panel of zeros.
     fn new() -> Self;
@@ -41,16 +47,57 @@ pub(super) trait Panel<S: Simd>: Sized {
     /// Unpacks a chunk of the rows `row..`, repeating the last one where there are fewer than
     /// `VECTORS * S::LANES`.
     unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, len: usize);
-    /// Adds the products with `C` columns to their sums.
+    /// Adds the products with the `C` columns of a tile to their sums.
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
-        x: *const u8,
-        x_stride: usize,
-        columns: *const Self::Column,
+        tile: Tile<Self::Column>,
         start: usize,
         len: usize,
-        sums: Sums,
+        ahead: &mut Ahead,
     );
+}
+
+/// A few columns.
+#[derive(Clone, Copy)]
+pub(super) struct Tile<C> {
+    /// The first column, and the bytes to the next.
+    pub(super) x: *const u8,
+    pub(super) x_stride: usize,
+    /// What was precomputed of them.
+    pub(super) columns: *const C,
+    pub(super) sums: Sums,
+}
+
+/// Weights that are asked for while others are multiplied: not many at once, since the processor keeps track of few, and
+/// waits where there are more.
+pub(super) struct Ahead {
+    next: *const u8,
+    /// Lines of 64 bytes at a time.
+    lines: usize,
+}
+
+impl Ahead {
+    /// Nothing is asked for.
+    const NOTHING: Ahead = Ahead {
+        next: std::ptr::null(),
+        lines: 0,
+    };
+
+    /// `bytes` from `next` on, in `turns` turns.
+    fn new(next: *const u8, bytes: usize, turns: usize) -> Ahead {
+        let lines = bytes.div_ceil(64).div_ceil(turns.max(1));
+        Ahead { next, lines }
+    }
+
+    /// Asks for the next few lines.
+    #[inline(always)]
+    pub(super) fn more(&mut self) {
+        for _ in 0..self.lines {
+            // SAFETY: a hint; the address need not be valid.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.next.cast()) };
+            self.next = self.next.wrapping_add(64);
+        }
+    }
 }
 
 /// The running sums of a tile: for each column, the rows of a panel.
@@ -86,6 +133,10 @@ impl Sums {
 #[inline(always)]
 pub(super) unsafe fn gemm<S: Simd, T: Panel<S>>(call: &Call) {
     let height = T::VECTORS * S::LANES;
+    if call.cols <= FEW_COLUMNS {
+        // SAFETY: the caller's promise.
+        return unsafe { by_panels::<S, T>(call, height) };
+    }
     let (block_cols, block_rows) = (call.cols.min(COLUMNS), call.rows.min(ROWS));
     let sum_bytes = block_cols * block_rows.next_multiple_of(height) * size_of::<f32>();
     let mut memory = PREPARED.take(sum_bytes + block_cols * size_of::<T::Column>());
@@ -154,50 +205,14 @@ unsafe fn multiply_block<S: Simd, T: Panel<S>>(
                         _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(line).cast());
                     }
                 }
-                let sums = sums.add(i * block.cols * height);
-                let mut c = 0;
-                while c < block.cols {
-                    let (x, columns) = (x.add(c * call.x_stride), columns.add(c));
-                    let (sums, stride) = (Sums(sums.add(c * height)), call.x_stride);
-                    let left = block.cols - c;
-                    if T::VECTORS == 2 && T::COLS == 12 && left >= 12 {
-                        panel.multiply::<2, 12>(x, stride, columns, start, len, sums);
-                        c += 12;
-                    } else if T::VECTORS == 2 && T::COLS >= 6 && left >= 6 {
-                        panel.multiply::<2, 6>(x, stride, columns, start, len, sums);
-                        c += 6;
-                    } else if T::VECTORS == 2 {
-                        c += match left {
-                            4.. => {
-                                panel.multiply::<2, 4>(x, stride, columns, start, len, sums);
-                                4
-                            }
-                            2.. => {
-                                panel.multiply::<2, 2>(x, stride, columns, start, len, sums);
-                                2
-                            }
-                            _ => {
-                                panel.multiply::<2, 1>(x, stride, columns, start, len, sums);
-                                1
-                            }
-                        };
-                    } else {
-                        c += match left {
-                            4.. => {
-                                panel.multiply::<1, 4>(x, stride, columns, start, len, sums);
-                                4
-                            }
-                            2.. => {
-                                panel.multiply::<1, 2>(x, stride, columns, start, len, sums);
-                                2
-                            }
-                            _ => {
-                                panel.multiply::<1, 1>(x, stride, columns, start, len, sums);
-                                1
-                            }
-                        };
-                    }
-                }
+                let tile = Tile {
+                    x,
+                    x_stride: call.x_stride,
+                    columns,
+                    sums: Sums(sums.add(i * block.cols * height)),
+                };
+                let mut nothing = Ahead::NOTHING;
+                tiles::<S, T>(panel, tile, block.cols, start, len, &mut nothing);
             }
         }
         // Whole columns: a column of `dst` is contiguous.
@@ -213,6 +228,114 @@ unsafe fn multiply_block<S: Simd, T: Panel<S>>(
             }
         }
     }
+}
+
+/// Multiplies a panel with all of `cols` columns.
+///
+/// # Safety
+/// As [`Panel::multiply`], for the columns from those of `tile` on.
+#[inline(always)]
+unsafe fn tiles<S: Simd, T: Panel<S>>(
+    panel: &T,
+    mut tile: Tile<T::Column>,
+    cols: usize,
+    start: usize,
+    len: usize,
+    ahead: &mut Ahead,
+) {
+    let mut c = 0;
+    while c < cols {
+        let left = cols - c;
+        macro_rules! multiply {
+            ($vectors:literal, $columns:literal) => {{
+                panel.multiply::<$vectors, $columns>(tile, start, len, ahead);
+                $columns
+            }};
+        }
+        // SAFETY: the caller's promise; as many columns are left.
+        unsafe {
+            let done = match (T::VECTORS, left) {
+                (2, 12..) if T::COLS == 12 => multiply!(2, 12),
+                (2, 6..) if T::COLS >= 6 => multiply!(2, 6),
+                (2, 4..) => multiply!(2, 4),
+                (2, 2..) => multiply!(2, 2),
+                (2, _) => multiply!(2, 1),
+                (_, 4..) => multiply!(1, 4),
+                (_, 2..) => multiply!(1, 2),
+                _ => multiply!(1, 1),
+            };
+            tile.x = tile.x.add(done * tile.x_stride);
+            tile.columns = tile.columns.add(done);
+            tile.sums = Sums(tile.sums.0.add(done * T::VECTORS * S::LANES));
+            c += done;
+        }
+    }
+}
+
+/// How many tiles [`tiles`] makes of the columns, or somewhat fewer.
+fn tiles_of(cols: usize, most: usize) -> usize {
+    (cols / most).max(1)
+}
+
+/// [`gemm`] for few columns.
+///
+/// # Safety
+/// As [`super::super::Gemm`].
+#[inline(always)]
+unsafe fn by_panels<S: Simd, T: Panel<S>>(call: &Call, height: usize) {
+    let chunks = call.k.div_ceil(T::CHUNK);
+    let sum_bytes = (call.cols * height * size_of::<f32>()).next_multiple_of(64);
+    let mut memory = PREPARED.take(sum_bytes + chunks * call.cols * size_of::<T::Column>());
+    let sums = memory.as_mut_ptr().cast::<f32>();
+    let mut panel = T::new();
+    // Whether most of what lies between the first and the last of some rows is rows.
+    let dense = call.w_stride < 2 * chunks * T::BYTES;
+    let turns = chunks * tiles_of(call.cols, T::COLS) * T::UNITS;
+    // SAFETY: the memory has room for the sums, whole lines, and the columns of each chunk behind them; all other offsets
+    // are those of rows, columns and elements of the call.
+    unsafe {
+        let columns = memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>();
+        for chunk in 0..chunks {
+            let start = chunk * T::CHUNK;
+            let len = T::CHUNK.min(call.k - start);
+            for c in 0..call.cols {
+                let to = columns.add(chunk * call.cols + c);
+                T::prepare(call.x.add(c * call.x_stride), start, len, to);
+            }
+        }
+        for row in (0..call.rows).step_by(height) {
+            let next = row + height;
+            // The rows of the next panel, unless this is the last.
+            let bytes = call.rows.saturating_sub(next).min(height) * call.w_stride;
+            let mut ahead = if dense {
+                Ahead::new(call.w.wrapping_add(next * call.w_stride), bytes, turns)
+            } else {
+                Ahead::NOTHING
+            };
+            sums.write_bytes(0, call.cols * height);
+            for chunk in 0..chunks {
+                let start = chunk * T::CHUNK;
+                let len = T::CHUNK.min(call.k - start);
+                panel.unpack(call, row, start, len);
+                let tile = Tile {
+                    x: call.x,
+                    x_stride: call.x_stride,
+                    columns: columns.add(chunk * call.cols),
+                    sums: Sums(sums),
+                };
+                tiles::<S, T>(&panel, tile, call.cols, start, len, &mut ahead);
+            }
+            for c in 0..call.cols {
+                let dst = call.dst.add(c * call.dst_stride + row);
+                for v in (0..height.min(call.rows - row)).step_by(S::LANES) {
+                    let left = call.rows - row - v;
+                    let sum = S::load_floats(sums.add(c * height + v));
+                    S::store_first(dst.add(v), left, sum);
+                }
+            }
+        }
+    }
+    PREPARED.give_back(memory);
 }
 
 /// Interleaves the words of `vectors * S::LANES` rows: word `i` of row `r` goes to `dst + (i * rows + r) * 4`.

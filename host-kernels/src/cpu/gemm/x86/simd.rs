@@ -90,6 +90,12 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn halves(v: Self::I) -> [__m256i; 2];
 
     unsafe fn to_floats(v: Self::I) -> Self::F;
+    /// For each lane, the larger of `acc` and the bits of the magnitude of `v`; those of what is not finite are largest.
+    unsafe fn larger_magnitudes(acc: Self::I, v: Self::F) -> Self::I;
+    /// The largest lane.
+    unsafe fn largest(v: Self::I) -> u32;
+    /// The nearest integers of both in 16 bits, pairs of neighbours side by side.
+    unsafe fn to_shorts(a: Self::F, b: Self::F) -> Self::I;
     unsafe fn zero_floats() -> Self::F;
     unsafe fn load_floats(p: *const f32) -> Self::F;
     unsafe fn splat_float(x: f32) -> Self::F;
@@ -305,6 +311,18 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn to_floats(v: __m512i) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn larger_magnitudes(acc: __m512i, v: __m512) -> __m512i {
+        unsafe { _mm512_max_epi32(acc, _mm512_castps_si512(_mm512_abs_ps(v))) }
+    }
+    #[inline(always)]
+    unsafe fn largest(v: __m512i) -> u32 {
+        unsafe { _mm512_reduce_max_epi32(v) as u32 }
+    }
+    #[inline(always)]
+    unsafe fn to_shorts(a: __m512, b: __m512) -> __m512i {
+        unsafe { _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b)) }
     }
     #[inline(always)]
     unsafe fn zero_floats() -> __m512 {
@@ -647,6 +665,26 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn to_floats(v: __m256i) -> __m256 {
         unsafe { _mm256_cvtepi32_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn larger_magnitudes(acc: __m256i, v: __m256) -> __m256i {
+        unsafe {
+            let magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0), v);
+            _mm256_max_epi32(acc, _mm256_castps_si256(magnitude))
+        }
+    }
+    #[inline(always)]
+    unsafe fn largest(v: __m256i) -> u32 {
+        unsafe {
+            let v = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+            let v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0b00_00_11_10));
+            let v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0b00_00_00_01));
+            _mm_cvtsi128_si32(v) as u32
+        }
+    }
+    #[inline(always)]
+    unsafe fn to_shorts(a: __m256, b: __m256) -> __m256i {
+        unsafe { _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)) }
     }
     #[inline(always)]
     unsafe fn zero_floats() -> __m256 {

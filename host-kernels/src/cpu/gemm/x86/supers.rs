@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use super::Call;
 use super::blocks::Supers;
 use super::groups::depth;
-use super::panel::{self, Panel, Sums};
+use super::panel::{self, Ahead, Panel, Tile};
 use super::scratch::PREPARED;
 use super::simd::Simd;
 use crate::cpu::formats::BlockQ8K;
@@ -137,6 +137,7 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
         let mut acc_mins = [_mm256_setzero_ps(); C];
         for b in 0..blocks {
             let block = row.add(b * size_of::<B>());
+            S::prefetch(block, size_of::<B>());
             let q = S::quants::<B>(block);
             let (scales, mins) = B::scales(block);
             let (d, dmin) = B::d(block);
@@ -221,6 +222,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
     const VECTORS: usize = S::PANEL;
     const COLS: usize = 4;
     type Column = SuperColumn;
+    const UNITS: usize = CHUNK / B::SUB;
 
     #[inline(always)]
     fn new() -> Self {
@@ -318,13 +320,17 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
     #[inline(always)]
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
-        x: *const u8,
-        x_stride: usize,
-        columns: *const SuperColumn,
+        tile: Tile<SuperColumn>,
         start: usize,
         _: usize,
-        sums: Sums,
+        ahead: &mut Ahead,
     ) {
+        let Tile {
+            x,
+            x_stride,
+            columns,
+            sums,
+        } = tile;
         // SAFETY: the caller's promise.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
@@ -333,6 +339,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
             let mut scales = self.scales.as_ptr().cast::<f32>();
             let height = P * S::LANES;
             for j in 0..CHUNK / B::SUB {
+                ahead.more();
                 let mut dots = [[S::zero(); C]; P];
                 let depth = const { depth::<S>(B::MOST, B::SUB / 4) };
                 for first in (0..B::SUB / 4).step_by(depth) {
