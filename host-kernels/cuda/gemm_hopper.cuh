@@ -418,7 +418,7 @@ DEVICE void multiply(const VgHopperGemmParams& p, const HopperShared<TYPE, N>& s
             UNROLL
             for (int r = 0; r < 2; r++) {
                 u32 begin = static_cast<u32>(step / CHUNK_STEPS * (CHUNK / SIZE.elements) * SIZE.bytes);
-                u32 lead = is_aligned(TYPE) ? 0 : leads[r] + begin & 15;
+                u32 lead = is_aligned(TYPE) ? 0 : (leads[r] + begin) & 15;
                 const u8* row = shared.weights + chunks.stage * HopperShared<TYPE, N>::WEIGHTS +
                                 (mine + 8 * r) * chunk_stride(TYPE) + lead;
                 u32 words[8];
