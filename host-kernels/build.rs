@@ -69,6 +69,8 @@ struct AsBytes;
 
 impl ParseCallbacks for AsBytes {
     fn add_derives(&self, _: &DeriveInfo<'_>) -> Vec<String> {
-        vec!["zerocopy::IntoBytes".into(), "zerocopy::Immutable".into()]
+        ["IntoBytes", "FromBytes", "KnownLayout", "Immutable"]
+            .map(|name| format!("zerocopy::{name}"))
+            .to_vec()
     }
 }

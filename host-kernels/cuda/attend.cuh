@@ -26,6 +26,12 @@ constexpr int MOST_STATES = 1024;
 
 constexpr float LOG2_E = 1.44269504f;
 
+// What a block has in shared memory beside tiles.
+struct AttendOwn {
+    u8 states[MOST_STATES];
+    u32 last;
+};
+
 // What the mask does with a tile of keys: `first` to `last` are the tokens of the rows.
 DEVICE int state_of_tile(const u8* mask, i64 row_bytes, int first, int last, int key, int end) {
     u32 found = 0; // 1: something is not hidden; 2: something is not 0
@@ -82,13 +88,16 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     };
 
     const VgAttendParams& p;
+    Blocks b;
+    AttendOwn& own;
     u16 *q_tile, *k_tile, *v_tile;
     u8* raw;
     const u8 *keys, *values;
     int lane, row_warp, key_warp, column_warp;
     int n_keys, n_rows, first_row, head, sequence;
 
-    DEVICE explicit Attention(const VgAttendParams& params, u16* shared) : p(params) {
+    DEVICE Attention(const VgAttendParams& params, const Blocks& blocks, u16* shared, AttendOwn& own)
+        : p(params), b(blocks), own(own) {
         q_tile = shared;
         k_tile = q_tile + ROWS * K_STRIDE;
         v_tile = k_tile + KEYS * K_STRIDE;
@@ -101,9 +110,9 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         n_keys = static_cast<int>(p.k.ne[1]);
         n_rows = static_cast<int>(p.q.ne[1]) * static_cast<int>(p.group);
         // The last tile first: of causal masks it has most to do.
-        first_row = static_cast<int>(gridDim.x - 1 - blockIdx.x) * ROWS;
-        head = static_cast<int>(blockIdx.y * p.group);
-        sequence = static_cast<int>(blockIdx.z / p.splits);
+        first_row = static_cast<int>(b.nx - 1 - b.x) * ROWS;
+        head = static_cast<int>(b.y * p.group);
+        sequence = static_cast<int>(b.z / p.splits);
         auto shared_by = [&](const View& v) {
             return address(v, Index{{0, 0, head / (p.q.ne[2] / v.ne[2]), sequence / (p.q.ne[3] / v.ne[3])}});
         };
@@ -354,7 +363,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
 
     // Where the block leaves, or finds, sums of a split: V columns of each row, then maximum and total of each.
     static constexpr int PART = ROWS * (V + 2);
-    DEVICE i64 item() const { return (static_cast<i64>(sequence) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x; }
+    DEVICE i64 item() const { return (static_cast<i64>(sequence) * b.ny + b.y) * b.nx + b.x; }
     DEVICE float* part(int split) const { return reinterpret_cast<float*>(p.parts) + (item() * p.splits + split) * PART; }
 
     // Merges the parts of all splits: a warp for each row.
@@ -385,16 +394,14 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     }
 
     DEVICE void run() {
-        __shared__ u8 states[MOST_STATES];
-        __shared__ bool last;
         int tiles = (n_keys + KEYS - 1) / KEYS, splits = static_cast<int>(p.splits);
-        int each = (tiles + splits - 1) / splits, split = static_cast<int>(blockIdx.z % p.splits);
+        int each = (tiles + splits - 1) / splits, split = static_cast<int>(b.z % p.splits);
         int begin = split * each, end = begin + each < tiles ? begin + each : tiles;
 
         // What the mask does with a tile: known beforehand, or found out now.
         const u8* known = nullptr;
         if (p.mask.data && p.states) {
-            i64 index = index_of_mask() * gridDim.x + gridDim.x - 1 - blockIdx.x;
+            i64 index = index_of_mask() * b.nx + b.nx - 1 - b.x;
             known = reinterpret_cast<const u8*>(p.states) + index * tiles;
         }
         auto state_of = [&](int tile) -> int {
@@ -404,7 +411,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             if (known) {
                 return known[tile];
             }
-            return tile - begin < MOST_STATES ? static_cast<int>(states[tile - begin]) : static_cast<int>(MIXED);
+            return tile - begin < MOST_STATES ? static_cast<int>(own.states[tile - begin]) : static_cast<int>(MIXED);
         };
 
         if (begin < end) {
@@ -431,7 +438,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 int to = (tile + 1) * KEYS < n_keys ? (tile + 1) * KEYS : n_keys;
                 int state = state_of_tile(mask(), p.mask.nb[1], first, last_token, tile * KEYS, to);
                 if (lane == 0) {
-                    states[tile - begin] = static_cast<u8>(state);
+                    own.states[tile - begin] = static_cast<u8>(state);
                 }
             }
         }
@@ -528,13 +535,13 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             __syncthreads();
             if (threadIdx.x == 0) {
                 u32* count = reinterpret_cast<u32*>(p.counters) + item();
-                last = atomicAdd(count, 1u) == p.splits - 1;
-                if (last) {
+                own.last = atomicAdd(count, 1u) == p.splits - 1;
+                if (own.last) {
                     *count = 0; // for the next launch
                 }
             }
             __syncthreads();
-            if (last) {
+            if (own.last) {
                 __threadfence();
                 merge_parts();
             }
@@ -544,7 +551,8 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
 
 template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> DEVICE void attend(const VgAttendParams& p) {
     DYNAMIC_SHARED(u16, shared);
-    Attention<K, V, ROW_WARPS, KEY_WARPS, KEYS, KIND>(p, shared).run();
+    __shared__ AttendOwn own;
+    Attention<K, V, ROW_WARPS, KEY_WARPS, KEYS, KIND>(p, this_block(), shared, own).run();
 }
 
 } // namespace

@@ -95,6 +95,56 @@ template <int LATER> DEVICE void wait_async() { asm volatile("cp.async.wait_grou
 template <class T> DEVICE const T* aligned(const u8* at) { return reinterpret_cast<const T*>(at); }
 #endif
 
+// Waits for all groups of this thread but at least the `later` last ones, of up to so many.
+constexpr int MOST_LATER = 8;
+DEVICE void wait_async_but(u32 later) {
+    switch (later) {
+    case 0: wait_async<0>(); break;
+    case 1: wait_async<1>(); break;
+    case 2: wait_async<2>(); break;
+    case 3: wait_async<3>(); break;
+    case 4: wait_async<4>(); break;
+    case 5: wait_async<5>(); break;
+    case 6: wait_async<6>(); break;
+    case 7: wait_async<7>(); break;
+    default: wait_async<MOST_LATER>();
+    }
+}
+
+// ---- Blocks that wait for each other, all of which are running.
+
+#ifdef VGPU_SHIM
+DEVICE void await_count(const u32* at, u32 count) { shim::await_count(at, count); }
+DEVICE void count_up(u32* at) { shim::count_up(at); }
+DEVICE u32 count_in(u32* at) { return shim::count_in(at); }
+#else
+// So many times a block looks before it takes the others for dead: tens of seconds.
+constexpr u32 MOST_LOOKS = 1u << 26;
+
+// Waits until `count` blocks have counted up at `at`. What they wrote before, and those they waited for, is there for
+// this thread; and behind a barrier for all of the block.
+DEVICE void await_count(const u32* at, u32 count) {
+    for (u32 looks = 0; looks < MOST_LOOKS; looks++) {
+        u32 now;
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
+        if (now >= count) {
+            return;
+        }
+    }
+    asm volatile("trap;");
+}
+
+// One thread says so for its block, behind a barrier: what the block has written is there for who waits.
+DEVICE void count_up(u32* at) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(at) : "memory"); }
+
+// The same, and how many came before.
+DEVICE u32 count_in(u32* at) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+    return before;
+}
+#endif
+
 // ---- Tensor cores.
 
 // Adds the product of 16 rows by 16 and 16 by 8 columns of halves to the lanes' sums. Of the lanes, with g = lane / 4 and
@@ -255,8 +305,17 @@ DEVICE u8* repeated(const View& v, Index at) {
     return address(v, at);
 }
 
-DEVICE i64 thread_index() { return static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; }
-DEVICE i64 thread_count() { return static_cast<i64>(gridDim.x) * blockDim.x; }
+// Which of how many blocks does the work: one of a launch, or one of those that a block of a step stands for.
+struct Blocks {
+    u32 x, y, z, nx, ny, nz;
+};
+
+DEVICE Blocks this_block() { return {blockIdx.x, blockIdx.y, blockIdx.z, gridDim.x, gridDim.y, gridDim.z}; }
+
+DEVICE i64 thread_index(const Blocks& b) { return static_cast<i64>(b.x) * blockDim.x + threadIdx.x; }
+DEVICE i64 thread_count(const Blocks& b) { return static_cast<i64>(b.nx) * blockDim.x; }
+DEVICE i64 thread_index() { return thread_index(this_block()); }
+DEVICE i64 thread_count() { return thread_count(this_block()); }
 
 // ---- Reductions. All threads of the warp, or of the block, take part; all get the result.
 

@@ -1,21 +1,8 @@
 // COPY (DUP, CPY, CONT), REPEAT, REPEAT_BACK, CONCAT, SET, PAD, PAD_REFLECT_1D, ROLL, TRI, DIAG, DIAG_MASK_*, FILL,
 // ARANGE; GET_ROWS, GET_ROWS_BACK, SET_ROWS.
-#include "formats.cuh"
+#include "rows.cuh"
 
 namespace {
-
-DEVICE void move_bytes(u8* to, const u8* from, u32 size) {
-    switch (size) {
-    case 1: *to = *from; break;
-    case 2: *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(from); break;
-    case 4: *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from); break;
-    case 8: *reinterpret_cast<u64*>(to) = *reinterpret_cast<const u64*>(from); break;
-    default:
-        for (u32 i = 0; i < size; i++) {
-            to[i] = from[i];
-        }
-    }
-}
 
 DEVICE void put_bits(u8* to, u64 bits, u32 size) {
     switch (size) {
@@ -74,15 +61,6 @@ DEVICE bool source_of(const VgMoveParams& p, Index* at) {
 DEVICE View in_blocks(View v) {
     v.ne[0] /= geometry(v.type).elements;
     return v;
-}
-
-// Makes the 32 elements from `e` on, in order, of `src` a block at `to`.
-template <class Value> DEVICE void quantize_into(u32 type, u8* to, Value value) {
-    float x[32];
-    for (int i = 0; i < 32; i++) {
-        x[i] = value(i);
-    }
-    quantize_block(type, x, to);
 }
 
 DEVICE float element_value(const View& v, const VgCodebooks* books, i64 e) {
@@ -159,34 +137,7 @@ KERNEL(vg_arange, VgArangeParams, 256) {
     }
 }
 
-namespace {
-
-DEVICE i64 id_at(const View& ids, i64 i0, i64 i1, i64 i2) {
-    const u8* at = address(ids, Index{{i0, i1, i2, 0}});
-    return ids.type == VG_I64 ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const int*>(at);
-}
-
-} // namespace
-
-// dst[:, i, j, k] = src[:, ids[i, j, k], j, k]
-KERNEL(vg_get_rows, VgRowsParams, 256) {
-    const VgCodebooks* books = codebooks(p.codebooks);
-    i64 n = elements(p.dst);
-    for (i64 e = thread_index(); e < n; e += thread_count()) {
-        Index at = index_of(p.dst, e);
-        i64 id = id_at(p.ids, at.i[1], at.i[2], at.i[3]);
-        if (!check_index(p.place, id, p.src.ne[1])) {
-            return;
-        }
-        const u8* row = address(p.src, Index{{0, id, at.i[2], at.i[3]}});
-        u8* to = address(p.dst, at);
-        if (p.dst.type == VG_I32) {
-            move_bytes(to, row + at.i[0] * p.src.nb[0], 4);
-        } else {
-            store(p.dst.type, to, row_value(p.src.type, books, row, p.src.nb[0], at.i[0]));
-        }
-    }
-}
+KERNEL(vg_get_rows, VgRowsParams, 256) { get_rows<true>(p, this_block()); }
 
 // dst[:, ids[i]] += src[:, i], from zero: a thread for each column, so that sums are in order.
 KERNEL(vg_get_rows_back, VgRowsParams, 256) {
@@ -207,28 +158,7 @@ KERNEL(vg_get_rows_back, VgRowsParams, 256) {
     }
 }
 
-// dst[:, ids[i, j, k], j, k] = src[:, i, j, k]; ids repeat over j and k.
-KERNEL(vg_set_rows, VgRowsParams, 256) {
-    View src = p.src;
-    int block = geometry(p.dst.type).elements;
-    src.ne[0] /= block;
-    i64 n = elements(src);
-    for (i64 e = thread_index(); e < n; e += thread_count()) {
-        Index at = index_of(src, e);
-        i64 id = id_at(p.ids, at.i[1], at.i[2] % p.ids.ne[1], at.i[3] % p.ids.ne[2]);
-        if (!check_index(p.place, id, p.dst.ne[1])) {
-            return;
-        }
-        const u8* row = address(p.src, Index{{0, at.i[1], at.i[2], at.i[3]}});
-        u8* to = address(p.dst, Index{{at.i[0], id, at.i[2], at.i[3]}});
-        if (block == 1) {
-            store(p.dst.type, to, load(src.type, row + at.i[0] * src.nb[0]));
-        } else {
-            quantize_into(p.dst.type, to,
-                          [&](int i) { return load(src.type, row + (at.i[0] * 32 + i) * src.nb[0]); });
-        }
-    }
-}
+KERNEL(vg_set_rows, VgRowsParams, 256) { set_rows<true>(p, this_block()); }
 
 // Small writes of the host, each of blocks of its own: what a step of a model begins with.
 KERNEL(vg_put, VgPutParams, 128) {

@@ -316,6 +316,61 @@ struct VgVectorParams {
     unsigned unit;  /* enum VgMap: the gated unit; VG_MAP_ADD if there is none */
 };
 
+/* vg_step: what a launch of another kernel would do, as a stage. */
+enum VgBody {
+    VG_BODY_PRODUCTS, /* vg_vector_* */
+    VG_BODY_NORM_FUSED,
+    VG_BODY_QUANTIZE,
+    VG_BODY_ROPE,
+    VG_BODY_ROPE_ROWS,
+    VG_BODY_SET_ROWS,
+    VG_BODY_GET_ROWS,
+    VG_BODY_MAP,
+    VG_BODY_ADD_ID,
+    VG_BODY_ROUTE,
+    VG_BODY_WEIGHTED_SUM,
+    VG_BODY_ATTEND_HALF_64,
+    VG_BODY_ATTEND_HALF_128,
+};
+
+/* Stages that a stage waits for, at most. */
+enum { VG_MOST_WAITS = 6 };
+
+/* Bytes from stage to stage in a table: a VgStage, then the parameters of its launch. */
+enum { VG_STAGE_BYTES = 1152 };
+
+/* Numbers of 32 bits from counter to counter: they lie in lines of their own. */
+enum { VG_COUNTER_STEP = 32 };
+
+/* A stage, and how many blocks count up when they are done with it. */
+struct VgWait {
+    unsigned stage;
+    unsigned count;
+};
+
+struct VgStage {
+    unsigned body;    /* enum VgBody */
+    unsigned type;    /* of products: of the weights */
+    unsigned grid[3]; /* of the launch; of products: pairs of rows, slots, tokens or batches */
+    unsigned total;   /* what there is to do for blocks; of products: blocks of a pair for each warp */
+    unsigned first;   /* the block of the step that does the first of that */
+    unsigned waits;   /* how many */
+    struct VgWait wait[VG_MOST_WAITS];
+    unsigned next;      /* the next stage behind it that has products, or the number of stages */
+    unsigned from;      /* of products: the stage, plus 1, that a block must have begun before it fetches weights; or 0 */
+    unsigned following; /* bytes of the next stage, with its parameters */
+    unsigned reserved;
+};
+
+struct VgStagesParams {
+    unsigned long long table;    /* of `stages` times VG_STAGE_BYTES */
+    unsigned long long counters; /* of blocks that are done: with the launch, then with each stage; 0 before and after */
+    unsigned stages;
+    unsigned products;  /* the first stage that has products, or `stages` */
+    unsigned beginning; /* bytes of the first stage, with its parameters */
+    unsigned ring;      /* bytes of weights on their way, for each warp */
+};
+
 /* vg_halves: rows of src as halves (`brain`: bfloat16), each filled up to a multiple of 64, and what each row is to be
  * multiplied with. */
 struct VgHalvesParams {

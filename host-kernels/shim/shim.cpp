@@ -1,12 +1,16 @@
 // Runs kernels on the CPU: see `shim.h`.
 #include "fibers.h"
 
+#include <algorithm>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <sys/mman.h>
+#include <thread>
 #include <vector>
 
 #ifndef __x86_64__
@@ -102,10 +106,12 @@ struct Warp {
 
 enum class State { Fresh, Ready, Done };
 
-// A copy of 16 bytes to shared memory that has not happened yet.
+// A copy of 16 bytes to shared memory that has not happened yet. What is copied was read when it began, or is read when
+// it is waited for.
 struct Copy {
     void* to;
-    const void* from;
+    const void* from; // null if it was read already
+    unsigned char bytes[16];
 };
 
 struct Fiber {
@@ -119,7 +125,128 @@ struct Fiber {
     std::vector<std::vector<Copy>> copies;
 };
 
+// The blocks of a cooperative launch, each with a thread of its own, of which one runs at a time.
+class Crew {
+public:
+    Crew(unsigned blocks, uint64_t seed) : states(blocks, Ready), wakes(blocks), random(seed * 2 + 1), manner(seed % 4) {
+        turn = pick();
+    }
+
+    // Waits for the block's first turn. False if the launch has failed before.
+    bool begin(unsigned me) {
+        std::unique_lock<std::mutex> lock(mutex);
+        return await_turn(me, lock);
+    }
+
+    // Lets another block go on, now and then. False if the launch has failed meanwhile.
+    bool give_way(unsigned me) {
+        std::unique_lock<std::mutex> lock(mutex);
+        if (next() % 4 != 0) {
+            return !failed;
+        }
+        hand_over();
+        return await_turn(me, lock);
+    }
+
+    // Lets others go on until `*at` is at least `count`. An error if it can never be.
+    const char* await(unsigned me, const unsigned* at, unsigned count) {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (!failed && *at < count) {
+            states[me] = Waiting;
+            if (!hand_over()) {
+                fail();
+                return "the blocks of a launch wait for each other for ever";
+            }
+            await_turn(me, lock);
+        }
+        return failed ? "another block has failed" : nullptr;
+    }
+
+    // Counts up; whoever waits looks again.
+    unsigned count_in(unsigned* at) {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (State& state : states) {
+            state = state == Waiting ? Ready : state;
+        }
+        return (*at)++;
+    }
+
+    // The block is done, or has failed.
+    void end(unsigned me, bool is_good) {
+        std::unique_lock<std::mutex> lock(mutex);
+        states[me] = Done;
+        if (!is_good) {
+            fail();
+        } else if (!hand_over() && std::count(states.begin(), states.end(), Waiting) != 0) {
+            // Nobody is left who could count up: one that waits finds out.
+            std::replace(states.begin(), states.end(), Waiting, Ready);
+            hand_over();
+        }
+    }
+
+    unsigned next() {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<unsigned>(random >> 33);
+    }
+
+private:
+    enum State { Ready, Waiting, Done };
+
+    // Who goes on: anybody; the last or the first block that can, mostly; or whoever has the turn, as long as he can.
+    unsigned pick() {
+        std::vector<unsigned> ready;
+        for (unsigned i = 0; i < states.size(); i++) {
+            if (states[i] == Ready) {
+                ready.push_back(i);
+            }
+        }
+        if (ready.empty()) {
+            return static_cast<unsigned>(states.size());
+        }
+        bool at_random = manner == 0 || next() % 16 == 0;
+        if (at_random) {
+            return ready[next() % ready.size()];
+        }
+        if (manner == 3 && turn < states.size() && states[turn] == Ready) {
+            return turn;
+        }
+        return manner == 1 ? ready.back() : ready.front();
+    }
+
+    bool hand_over() {
+        unsigned next = pick();
+        if (next == states.size()) {
+            return false;
+        }
+        turn = next;
+        wakes[turn].notify_one();
+        return true;
+    }
+
+    bool await_turn(unsigned me, std::unique_lock<std::mutex>& lock) {
+        wakes[me].wait(lock, [&] { return failed || turn == me; });
+        return !failed;
+    }
+
+    void fail() {
+        failed = true;
+        for (std::condition_variable& wake : wakes) {
+            wake.notify_one();
+        }
+    }
+
+    std::mutex mutex;
+    std::vector<State> states;
+    std::vector<std::condition_variable> wakes;
+    uint64_t random;
+    unsigned manner, turn = 0;
+    bool failed = false;
+};
+
 struct Block {
+    // Of a cooperative launch, and which of its blocks this is.
+    Crew* crew = nullptr;
+    unsigned number = 0;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
     char* stacks = nullptr;
@@ -261,6 +388,34 @@ Registered::Registered(const char* name, unsigned threads, size_t params, void (
 
 void* dynamic_shared() { return block.shared; }
 
+void await_count(const unsigned* at, unsigned count) {
+    if (block.crew == nullptr) {
+        if (*at < count) {
+            leave("a block waits for others that do not run beside it");
+        }
+        return;
+    }
+    if (const char* error = block.crew->await(block.number, at, count)) {
+        leave(error);
+    }
+}
+
+unsigned count_in(unsigned* at) {
+    if (block.crew == nullptr) {
+        return (*at)++;
+    }
+    give_way();
+    unsigned before = block.crew->count_in(at);
+    give_way();
+    return before;
+}
+
+void give_way() {
+    if (block.crew != nullptr && !block.crew->give_way(block.number)) {
+        leave("another block has failed");
+    }
+}
+
 void block_barrier() {
     if (++block.at_barrier == block.threads) {
         block.at_barrier = 0;
@@ -315,7 +470,12 @@ void copy_async(void* to, const void* from) {
     if (groups.empty()) {
         groups.emplace_back();
     }
-    groups.back().push_back({to, from});
+    Copy copy = {to, from, {}};
+    if (block.crew != nullptr && block.crew->next() % 2 == 0) {
+        std::memcpy(copy.bytes, from, sizeof(copy.bytes));
+        copy.from = nullptr;
+    }
+    groups.back().push_back(copy);
 }
 
 void commit_async() {
@@ -331,7 +491,7 @@ void wait_async(unsigned later) {
     // The open group is nobody's yet.
     while (groups.size() > later + 1) {
         for (const Copy& copy : groups.front()) {
-            std::memcpy(copy.to, copy.from, 16);
+            std::memcpy(copy.to, copy.from != nullptr ? copy.from : copy.bytes, sizeof(copy.bytes));
         }
         groups.erase(groups.begin());
     }
@@ -411,11 +571,12 @@ extern "C" unsigned vgpu_shim_find(const char* name, size_t* params) {
     return found->second.threads;
 }
 
-// Runs a kernel. Returns null, or what is wrong with it, valid until the next launch of this thread.
-extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3], const unsigned threads[3],
-                                        size_t shared, const void* params) {
+namespace {
+
+// Runs the block that `blockIdx` says.
+bool run_this_block(const shim::Kernel& kernel, const unsigned grid[3], const unsigned threads[3], size_t shared,
+                    const void* params) {
     using shim::block;
-    const shim::Kernel& kernel = shim::kernels().at(name);
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads[0], threads[1], threads[2]};
     block.body = kernel.body;
@@ -427,16 +588,56 @@ extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3]
     size_t room = block.memory.size();
     block.shared = static_cast<unsigned char*>(std::align(UNIT, shared + LEAD, begin, room)) + LEAD;
     block.shared_bytes = shared;
+    std::memset(block.shared, 0xff, shared);
+    shim::prepare(threads[0] * threads[1] * threads[2]);
+    return shim::run_block();
+}
+
+} // namespace
+
+// Runs a kernel. Returns null, or what is wrong with it, valid until the next launch of this thread.
+extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3], const unsigned threads[3],
+                                        size_t shared, const void* params) {
+    const shim::Kernel& kernel = shim::kernels().at(name);
     for (blockIdx.z = 0; blockIdx.z < grid[2]; blockIdx.z++) {
         for (blockIdx.y = 0; blockIdx.y < grid[1]; blockIdx.y++) {
             for (blockIdx.x = 0; blockIdx.x < grid[0]; blockIdx.x++) {
-                std::memset(block.shared, 0xff, shared);
-                shim::prepare(threads[0] * threads[1] * threads[2]);
-                if (!shim::run_block()) {
-                    return block.error.c_str();
+                if (!run_this_block(kernel, grid, threads, shared, params)) {
+                    return shim::block.error.c_str();
                 }
             }
         }
     }
     return nullptr;
+}
+
+// Runs the blocks of a kernel, in dimension 0 of the grid alone, at the same time, in an order that `seed` says.
+extern "C" const char* vgpu_shim_launch_together(const char* name, unsigned blocks, const unsigned threads[3],
+                                                 size_t shared, const void* params, uint64_t seed) {
+    static thread_local std::string last_error;
+    std::string error;
+    const shim::Kernel& kernel = shim::kernels().at(name);
+    const unsigned grid[3] = {blocks, 1, 1};
+    shim::Crew crew(blocks, seed);
+    std::mutex mutex;
+    std::vector<std::thread> all;
+    for (unsigned i = 0; i < blocks; i++) {
+        all.emplace_back([&, i] {
+            shim::block.crew = &crew;
+            shim::block.number = i;
+            blockIdx = {i, 0, 0};
+            bool is_good = crew.begin(i) && run_this_block(kernel, grid, threads, shared, params);
+            if (!is_good && !shim::block.error.empty()) {
+                std::lock_guard<std::mutex> lock(mutex);
+                // What the others say comes of what the first says.
+                error = error.empty() ? shim::block.error : error;
+            }
+            crew.end(i, is_good);
+        });
+    }
+    for (std::thread& thread : all) {
+        thread.join();
+    }
+    last_error = error;
+    return error.empty() ? nullptr : last_error.c_str();
 }

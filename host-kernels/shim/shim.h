@@ -4,6 +4,10 @@
 // others, at a barrier or in a warp's exchange. Blocks run one after the other. Every launch is so the same
 // each time, and what only a wrong kernel does is caught: a barrier that some threads never reach, an exchange
 // that lanes of the mask left out, reading shared memory that nobody wrote (it is filled with NaN).
+//
+// Blocks that wait for each other (a cooperative launch) have a thread of the process each, of which one runs at a
+// time: at every place where blocks can tell that they are not alone, a generator of random numbers says who goes on. So
+// all orders come up, the most unfair ones too, and the same seed gives the same order.
 #pragma once
 
 #include <cmath>
@@ -87,6 +91,14 @@ inline unsigned of_two_halves(unsigned a, unsigned b, unsigned c) {
 void copy_async(void* to, const void* from);
 void commit_async();
 void wait_async(unsigned later);
+
+// Waits until blocks have counted up to `count` at `at`; counts up, and says what was there before.
+void await_count(const unsigned* at, unsigned count);
+unsigned count_in(unsigned* at);
+inline void count_up(unsigned* at) { count_in(at); }
+
+// A place where another block may go on.
+void give_way();
 
 // The product of fragments of halves, added to `sums`: see `multiply_fragments` in `device.cuh`.
 void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool brain);
@@ -194,19 +206,23 @@ inline int __dp4a(int a, int b, int sum) {
     return sum;
 }
 
-// One thread runs at a time: plain code is atomic, and everybody sees what was written.
-inline void __threadfence() {}
+// Threads of a process run the blocks of a cooperative launch. One runs at a time, and hands over in order, so plain code
+// is atomic and everybody sees what was written; but others may go on in between.
+inline void __threadfence() { shim::give_way(); }
 template <class T> inline T atomicAdd(T* at, T x) {
+    shim::give_way();
     T old = *at;
     *at = old + x;
     return old;
 }
 template <class T> inline T atomicMax(T* at, T x) {
+    shim::give_way();
     T old = *at;
     *at = old > x ? old : x;
     return old;
 }
 template <class T> inline T atomicCAS(T* at, T expected, T x) {
+    shim::give_way();
     T old = *at;
     if (old == expected) {
         *at = x;

@@ -56,13 +56,18 @@ fi
 # shellcheck disable=SC2086 # words of their own
 LINES_SHOWN=250 part check 150 "$here/vgpu" gpu-check --engine "$engine" --budget 75 --json "$out/check.json" \
     ${VGPU_CHECK_OPTIONS:-}
+# The same comparisons where a token is one launch, which is off by itself.
+if [ "$engine" != cpu ]; then
+    part check-steps 60 env VGPU_STEPS=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
+fi
 
 # An executor for each model: its memory is free afterwards, and one that fails takes nothing along.
 socket=$out/vgpu.sock
 serve=
+# start_executor [on|off]: with steps or without.
 start_executor() {
     rm -f "$socket"
-    "$here/vgpu" serve --engine "$engine" --listen "unix:$socket" >> "$out/serve.txt" 2>&1 &
+    VGPU_STEPS=${1:-off} "$here/vgpu" serve --engine "$engine" --listen "unix:$socket" >> "$out/serve.txt" 2>&1 &
     serve=$!
     for _ in $(seq 300); do
         if [ -S "$socket" ] || ! kill -0 "$serve" 2> /dev/null; then
@@ -104,6 +109,11 @@ bench() {
     if start_executor; then
         part "bench-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1.json" \
             $through "$here/bin/llama-bench" -m "$2" -o json $options
+        stop_executor
+    fi
+    if [ "$engine" != cpu ] && start_executor on; then
+        part "bench-steps-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1-steps.json" \
+            $through "$here/bin/llama-bench" -m "$2" -o json -ngl 99 -fa 1 -r 2 -p 0 -n 128
         stop_executor
     fi
     if [ -n "${GGML_CUDA:-}" ]; then

@@ -22,8 +22,8 @@ use vgpu_executor::status::Watch;
 use vgpu_executor::vm::SocketFile;
 use vgpu_executor::{Limits, Server, Weights, metrics, service};
 use vgpu_kernels::cpu::{CpuEngine, Threads};
-use vgpu_kernels::cuda::CudaEngine;
 use vgpu_kernels::cuda::device::{Gpu, GpuError};
+use vgpu_kernels::cuda::{CudaEngine, Pace};
 use vgpu_kernels::{Engine, EngineError};
 
 pub(crate) use args::Args;
@@ -291,7 +291,11 @@ pub(crate) fn engine(
 }
 
 fn cuda(ordinal: u32) -> anyhow::Result<Arc<dyn Engine>> {
-    let engine = CudaEngine::new(Arc::new(gpu(ordinal)?))?.reopened_by(move || {
+    let pace = Pace {
+        steps: std::env::var_os("VGPU_STEPS").is_some_and(|steps| steps == "on"),
+        ..Pace::default()
+    };
+    let engine = CudaEngine::at_pace(Arc::new(gpu(ordinal)?), pace)?.reopened_by(move || {
         let failed = |error: GpuError| EngineError::Device {
             message: error.to_string(),
         };

@@ -3,7 +3,8 @@
 //! The kernels of the CUDA engine are ordinary C++ but for what a GPU adds: threads in blocks, barriers,
 //! exchanges between the lanes of a warp. `shim.h` provides those, with fibers. So the very source that runs on
 //! a GPU is tested on any machine: index arithmetic, tails, strides, the layout of shared memory. What it cannot
-//! show is speed, races between blocks, and the order of memory accesses between threads.
+//! show is speed, races between blocks, and the order of memory accesses between threads. Blocks of a cooperative launch,
+//! which wait for each other, run in orders of many kinds.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 
@@ -15,6 +16,14 @@ unsafe extern "C" {
         threads: *const u32,
         shared: usize,
         params: *const c_void,
+    ) -> *const c_char;
+    fn vgpu_shim_launch_together(
+        name: *const c_char,
+        blocks: u32,
+        threads: *const u32,
+        shared: usize,
+        params: *const c_void,
+        seed: u64,
     ) -> *const c_char;
 }
 
@@ -53,6 +62,50 @@ impl Kernel {
         shared: usize,
         params: &[u8],
     ) -> Result<(), String> {
+        let params = self.check(threads, params)?;
+        // SAFETY: the vector has as many bytes as the kernel's structure; the caller answers for what the kernel does with
+        // them.
+        self.outcome(unsafe {
+            vgpu_shim_launch(
+                self.name.as_ptr(),
+                grid.as_ptr(),
+                threads.as_ptr(),
+                shared,
+                params.as_ptr().cast(),
+            )
+        })
+    }
+
+    /// The same with all blocks, in one dimension, at the same time, so that they can wait for each other. `seed` says in
+    /// which order they come to do what.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Kernel::launch`].
+    pub unsafe fn launch_together(
+        &self,
+        blocks: u32,
+        threads: [u32; 3],
+        shared: usize,
+        params: &[u8],
+        seed: u64,
+    ) -> Result<(), String> {
+        let params = self.check(threads, params)?;
+        // SAFETY: as above.
+        self.outcome(unsafe {
+            vgpu_shim_launch_together(
+                self.name.as_ptr(),
+                blocks,
+                threads.as_ptr(),
+                shared,
+                params.as_ptr().cast(),
+                seed,
+            )
+        })
+    }
+
+    /// The parameters at their alignment, if the kernel takes so many bytes, and blocks of so many threads.
+    fn check(&self, threads: [u32; 3], params: &[u8]) -> Result<Vec<u64>, String> {
         let count = threads.iter().product::<u32>();
         if count == 0 || count > self.threads {
             return Err(format!(
@@ -68,30 +121,22 @@ impl Kernel {
                 self.params
             ));
         }
-        // Parameters are structures: they need their alignment.
-        let mut aligned = vec![0u64; params.len().div_ceil(8)];
-        // SAFETY: the vector has as many bytes; the caller answers for what the kernel does with them; an
-        // error is a string that lives until this thread's next launch.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                params.as_ptr(),
-                aligned.as_mut_ptr().cast::<u8>(),
-                params.len(),
-            );
-            let error = vgpu_shim_launch(
-                self.name.as_ptr(),
-                grid.as_ptr(),
-                threads.as_ptr(),
-                shared,
-                aligned.as_ptr().cast(),
-            );
-            if error.is_null() {
-                Ok(())
-            } else {
-                let error = CStr::from_ptr(error).to_string_lossy();
-                Err(format!("{:?}: {error}", self.name))
-            }
+        let words = { params.chunks(8) }.map(|bytes| {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            u64::from_ne_bytes(word)
+        });
+        Ok(words.collect())
+    }
+
+    /// What a launch has returned.
+    fn outcome(&self, error: *const c_char) -> Result<(), String> {
+        if error.is_null() {
+            return Ok(());
         }
+        // SAFETY: a string that lives until this thread's next launch.
+        let error = unsafe { CStr::from_ptr(error) }.to_string_lossy();
+        Err(format!("{:?}: {error}", self.name))
     }
 }
 

@@ -84,6 +84,7 @@ impl Builder<'_> {
             launch,
             node,
             may_stop: i + 1 == count,
+            stands_for: 1,
         })
     }
 
@@ -205,6 +206,11 @@ impl Builder<'_> {
         self.stream.device.architecture() == HOPPER
     }
 
+    /// Whether launches become steps where they can.
+    pub(super) fn makes_steps(&self) -> bool {
+        self.stream.pace.steps
+    }
+
     /// Multiprocessors of the device.
     pub(super) fn multiprocessors(&self) -> u32 {
         self.stream.device.multiprocessors()
@@ -225,6 +231,7 @@ impl Builder<'_> {
             threads: [threads, 1, 1],
             shared,
             params: params.as_bytes().to_vec(),
+            together: false,
         });
         Ok(())
     }

@@ -85,6 +85,7 @@ impl Gathering {
             threads: [128, 1, 1],
             shared: 0,
             params: params.as_bytes().to_vec(),
+            together: false,
         };
         // SAFETY: `upload` was promised memory at each of these places, and memory is given back only through `free`, which
         // sends first; their bytes lie in the room until the device has been waited for.
@@ -145,6 +146,18 @@ impl Device for Gathering {
 
     fn most_shared(&self) -> u32 {
         self.device.most_shared()
+    }
+
+    fn multiprocessor_shared(&self) -> u32 {
+        self.device.multiprocessor_shared()
+    }
+
+    fn bandwidth(&self) -> u64 {
+        self.device.bandwidth()
+    }
+
+    fn resident_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
+        self.device.resident_blocks(kernel, threads, shared)
     }
 
     fn likes_large(&self) -> bool {

@@ -8,6 +8,7 @@
 //! - `builder`: what operators' files see of a plan that is compiled.
 //! - `emit`: what becomes one launch together (`crate::fuse`); `kept`: activations rounded for several products.
 //! - `plan`, `segment`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
+//! - `step`: runs of launches as one, whose blocks wait for each other.
 //! - `stream`, `scratch`: what plans share. `pool`, `memory`: memory of the device; `gather`: small writes to it.
 
 mod builder;
@@ -26,6 +27,7 @@ mod pool;
 mod scratch;
 mod segment;
 pub mod source;
+mod step;
 mod stream;
 
 use std::any::Any;

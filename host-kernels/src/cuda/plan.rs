@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use tracing::error;
@@ -17,6 +18,7 @@ use super::ops::{self, vector};
 use super::params::{VgFault, VgView};
 use super::scratch::Claim;
 use super::segment::{Failure, Segment, Step};
+use super::step;
 use super::stream::{Stream, Taken};
 use crate::engine::{EngineError, Memory, Plan, Progress, RunError, Span, Turn};
 use crate::fuse::{Arrangement, Kind};
@@ -38,6 +40,8 @@ pub(super) struct CudaPlan {
     /// What the addresses in the launches point into.
     _memory: Vec<Arc<dyn Memory>>,
     _scratch: Claim,
+    /// The tables of steps.
+    _tables: Vec<CudaMemory>,
 }
 
 /// The end of a run, which the device works on.
@@ -122,18 +126,19 @@ impl CudaPlan {
         }
         let needed = compiler.needed();
         let groups = std::mem::take(&mut compiler.groups);
+        let ops: Vec<&'static str> = { graph.nodes.iter() }
+            .map(|n| n.op.kind().ggml_name())
+            .collect();
+        let (parts, tables) = compiler.into_parts(&memory, &ops)?;
         Ok(CudaPlan {
             stream: Arc::clone(stream),
-            parts: compiler.into_parts(&memory),
+            parts,
             at: 0,
             groups,
-            ops: graph
-                .nodes
-                .iter()
-                .map(|n| n.op.kind().ggml_name())
-                .collect(),
+            ops,
             name: "a graph".into(),
             under_way: None,
+            _tables: tables,
             _memory: buffers.to_vec(),
             _scratch: stream.scratch.claim(needed)?,
         })
@@ -147,6 +152,8 @@ impl CudaPlan {
     unsafe fn go_on(&mut self, turn: &Turn) -> Result<(Progress, usize), RunError> {
         let stream = Arc::clone(&self.stream);
         let device = &stream.device;
+        // SAFETY: the device is ours; what failed has ended, or the device is lost.
+        unsafe { stream.mend() }.map_err(|error| failure(&self.ops, 0, &error))?;
         let mut last = 0;
         while let Some(part) = self.parts.get_mut(self.at) {
             let outcome = match part {
@@ -167,6 +174,10 @@ impl CudaPlan {
                 Ok(Progress::Done) => {
                     self.at += 1;
                     continue;
+                }
+                Err(error) => {
+                    stream.is_torn.store(true, Ordering::Relaxed);
+                    Err(error)
                 }
                 other => other,
             };
@@ -353,8 +364,12 @@ impl Compiler<'_> {
         }
     }
 
-    /// The plan's parts, over the memory at these addresses.
-    fn into_parts(mut self, memory: &[usize]) -> Vec<Part> {
+    /// The plan's parts, over the memory at these addresses, and the tables of its steps.
+    fn into_parts(
+        mut self,
+        memory: &[usize],
+        ops: &[&'static str],
+    ) -> Result<(Vec<Part>, Vec<CudaMemory>), EngineError> {
         for &(made, used) in self.kept.spans() {
             for work in &mut self.work[made..used] {
                 if let Work::Launch(step) = work {
@@ -363,7 +378,17 @@ impl Compiler<'_> {
             }
         }
         let lineages = &self.stream.lineages;
-        let segment = |steps| Part::Launches(Segment::new(steps, memory, lineages));
+        let mut tables = Vec::new();
+        let mut segment = |plain: Vec<Step>| -> Result<Part, EngineError> {
+            let arranged = step::arrange(&plain, self.stream, ops)?;
+            let has_steps = !arranged.memory.is_empty();
+            tables.extend(arranged.memory);
+            let plain = Segment::new(plain, memory, lineages);
+            Ok(Part::Launches(match has_steps {
+                true => Segment::new(arranged.steps, memory, lineages).or(plain),
+                false => plain,
+            }))
+        };
         let mut parts = Vec::new();
         let mut steps: Vec<Step> = Vec::new();
         for work in self.work {
@@ -371,16 +396,16 @@ impl Compiler<'_> {
                 Work::Launch(step) => steps.push(step),
                 Work::Host(work, node) => {
                     if !steps.is_empty() {
-                        parts.push(segment(std::mem::take(&mut steps)));
+                        parts.push(segment(std::mem::take(&mut steps))?);
                     }
                     parts.push(Part::Host { work, node });
                 }
             }
         }
         if !steps.is_empty() {
-            parts.push(segment(steps));
+            parts.push(segment(steps)?);
         }
-        parts
+        Ok((parts, tables))
     }
 }
 
@@ -485,7 +510,10 @@ impl Plan for CudaPlan {
         };
         self.rewind();
         let outcome = match self.stream.device.synchronize() {
-            Err(error) => Err(failure(&self.ops, under_way.node, &error)),
+            Err(error) => {
+                self.stream.is_torn.store(true, Ordering::Relaxed);
+                Err(failure(&self.ops, under_way.node, &error))
+            }
             // SAFETY: nothing runs any more, and the device is still ours.
             Ok(()) => match unsafe { self.stream.take_fault() } {
                 Some(fault) => Err(self.fault(&fault)),

@@ -36,6 +36,8 @@ pub struct Pace {
     pub long: Duration,
     /// Whether nodes that can be one launch are.
     pub fuses: bool,
+    /// Whether launches that can be one step are, on devices that have steps.
+    pub steps: bool,
 }
 
 impl Default for Pace {
@@ -44,6 +46,8 @@ impl Default for Pace {
             piece: Duration::from_micros(1500),
             long: Duration::from_micros(40),
             fuses: true,
+            // No GPU has run one yet.
+            steps: false,
         }
     }
 }
@@ -56,6 +60,8 @@ pub(super) struct Step {
     pub(super) node: usize,
     /// Whether nothing in working memory is needed after it, so that another plan may run.
     pub(super) may_stop: bool,
+    /// How many launches it stands for: 1, or as many as were made a step.
+    pub(super) stands_for: usize,
 }
 
 /// Launches that follow each other.
@@ -64,9 +70,15 @@ pub(super) struct Segment {
     nodes: Vec<u32>,
     /// After which launches another plan may run.
     stops: Vec<bool>,
+    /// How many of the launches of `plain` each stands for.
+    stands_for: Vec<usize>,
+    /// The same with no steps, for devices that refuse them.
+    plain: Option<Box<Segment>>,
     lineage: Arc<Mutex<Lineage>>,
     /// Launches done in the run under way.
     done: usize,
+    /// The step that the device has just refused to launch.
+    refused: Option<usize>,
     /// Whether the run under way has yielded, so that its time says nothing.
     has_yielded: bool,
 }
@@ -140,10 +152,22 @@ impl Segment {
         Segment {
             nodes: steps.iter().map(|step| step.node as u32).collect(),
             stops: steps.iter().map(|step| step.may_stop).collect(),
+            stands_for: steps.iter().map(|step| step.stands_for).collect(),
+            plain: None,
             launches: steps.into_iter().map(|step| step.launch).collect(),
             lineage: lineages.of(key),
             done: 0,
+            refused: None,
             has_yielded: false,
+        }
+    }
+
+    /// The same, which becomes `plain` when the device refuses a step.
+    #[must_use]
+    pub(super) fn or(self, plain: Segment) -> Segment {
+        Segment {
+            plain: Some(Box::new(plain)),
+            ..self
         }
     }
 
@@ -153,6 +177,30 @@ impl Segment {
     /// # Safety
     /// The memory that the launches use is there, and nobody else uses the device.
     pub(super) unsafe fn advance(
+        &mut self,
+        device: &Arc<dyn Device>,
+        pace: Pace,
+        turn: &Turn,
+    ) -> Result<Progress, Failure> {
+        // SAFETY: the caller's promise.
+        let outcome = unsafe { self.go_on(device, pace, turn) };
+        let (Err(Failure { error, .. }), Some(at)) = (&outcome, self.refused.take()) else {
+            return outcome;
+        };
+        let Some(mut plain) = self.plain.take() else {
+            return outcome;
+        };
+        // Nothing of a launch that is refused has run. What came before it has, or is under way.
+        warn!("a step is not launched, and goes launch by launch from now on: {error}");
+        plain.done = self.stands_for[..at].iter().sum();
+        *self = *plain;
+        // SAFETY: as above.
+        unsafe { self.go_on(device, pace, turn) }
+    }
+
+    /// # Safety
+    /// As for [`Segment::advance`].
+    unsafe fn go_on(
         &mut self,
         device: &Arc<dyn Device>,
         pace: Pace,
@@ -180,8 +228,11 @@ impl Segment {
                 _ => {
                     for at in self.done..end {
                         // SAFETY: the caller's promise.
-                        unsafe { device.launch(&self.launches[at]) }
-                            .map_err(|error| failed(self.nodes[at] as usize, error))?;
+                        unsafe { device.launch(&self.launches[at]) }.map_err(|error| {
+                            let is_refused = matches!(error, EngineError::Unsupported { .. });
+                            self.refused = (self.launches[at].together && is_refused).then_some(at);
+                            failed(self.nodes[at] as usize, error)
+                        })?;
                     }
                 }
             }
@@ -209,14 +260,14 @@ impl Segment {
         Ok(Progress::Done)
     }
 
-    /// Runs all launches, and says how many seconds each took.
+    /// Runs all launches, none of them as steps, and says how many seconds each took.
     ///
     /// # Safety
     /// As for [`advance`](Segment::advance).
     pub(super) unsafe fn time(&mut self, device: &dyn Device) -> Result<Vec<f64>, Failure> {
         self.rewind();
         // SAFETY: the caller's promise.
-        let outcome = unsafe { device.time(&self.launches) };
+        let outcome = unsafe { device.time(&self.plain.as_deref().unwrap_or(self).launches) };
         outcome.map_err(|error| Failure {
             node: self.last_node(),
             error,

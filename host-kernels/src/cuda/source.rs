@@ -36,13 +36,16 @@ macro_rules! headers {
 /// Every source file.
 pub const SOURCES: &[Source] = sources! {
     "attend_brain" "attend_halves" "attend_raw" "attention" "conv" "deepseek" "elementwise" "fused" "gemm_books" "gemm_groups" "gemm_supers" "image" "matmul" "movement" "norm" "recurrent" "reduce" "rope"
-    "training" "vector_books" "vector_floats" "vector_groups" "vector_supers";
+    "step" "training" "vector_books" "vector_floats" "vector_groups" "vector_supers";
     "sm_90a": "attend_hopper" "gemm_hopper_blocks" "gemm_hopper_fives" "gemm_hopper_floats" "gemm_hopper_supers"
         "gemm_hopper_twos"
 };
 
 /// What they include, by name.
-pub const HEADERS: &[(&str, &str)] = headers! { "attend.cuh" "device.cuh" "formats.cuh" "gemm.cuh" "gemm_hopper.cuh" "hopper.cuh" "params.h" "quants.cuh" "scales.cuh" "tile.cuh" "units.cuh" "vector.cuh" };
+pub const HEADERS: &[(&str, &str)] = headers! {
+    "attend.cuh" "device.cuh" "formats.cuh" "fused.cuh" "gemm.cuh" "gemm_hopper.cuh" "hopper.cuh" "map.cuh" "params.h"
+    "quants.cuh" "rope.cuh" "rounding.cuh" "rows.cuh" "scales.cuh" "step.cuh" "tile.cuh" "units.cuh" "vector.cuh"
+};
 
 /// The architectures that machine code is made for ahead of time: A100, L4 and L40, H100 and H200, B200, and
 /// the GeForce and workstation cards of its generation.

@@ -1,5 +1,6 @@
 //! What plans of an engine share.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use vgpu_transport::ir::{Shape, Type};
@@ -13,6 +14,7 @@ use super::params::{VgArangeParams, VgCodebooks, VgFault, VgView};
 use super::pool::Pool;
 use super::scratch::Scratch;
 use super::segment::{Lineages, Pace};
+use super::step::{COUNTER_BYTES, Forms};
 use crate::engine::{EngineError, Memory};
 
 /// A device with what kernels need besides their tensors. One plan runs at a time.
@@ -27,6 +29,10 @@ pub(super) struct Stream {
     is_taken: Mutex<bool>,
     /// Tells that nobody has any more.
     is_free: Condvar,
+    /// What can be a stage of a step, on devices that have steps.
+    pub(super) forms: Option<Forms>,
+    /// Whether a run has ended before its kernels did, so that counters may not be 0.
+    pub(super) is_torn: AtomicBool,
     fault: SharedMemory,
     codebooks: CudaMemory,
     counters: CudaMemory,
@@ -42,7 +48,8 @@ impl Stream {
         let pool = Arc::new(Pool::new(&device));
         let codebooks = CudaMemory::new(&pool, size_of::<VgCodebooks>() as u64)?;
         codebooks.write(0, codebooks_of_formats().as_slice().into())?;
-        let counters = CudaMemory::new(&pool, COUNTERS as u64 * 4)?;
+        let counters = CudaMemory::new(&pool, COUNTERS as u64 * 4 + COUNTER_BYTES)?;
+        let forms = Forms::of(&*device);
         Ok(Stream {
             scratch: Arc::new(Scratch::new(&device)?),
             device,
@@ -52,6 +59,8 @@ impl Stream {
             pace,
             is_taken: Mutex::new(false),
             is_free: Condvar::new(),
+            forms,
+            is_torn: AtomicBool::new(false),
             fault,
             codebooks,
             counters,
@@ -75,6 +84,7 @@ impl Stream {
             threads: [COUNT as u32, 1, 1],
             shared: 0,
             params: params.as_bytes().to_vec(),
+            together: false,
         };
         let mut bytes = [0; 4 * COUNT];
         // SAFETY: the kernel writes as many numbers as there is memory for, which is there until it has been read.
@@ -113,6 +123,24 @@ impl Stream {
     /// how far they are. Launches that use them do not run side by side.
     pub(super) fn counters(&self) -> Address {
         self.counters.address()
+    }
+
+    /// The counters of a step ([`COUNTER_BYTES`]), all 0 before and after every launch.
+    pub(super) fn step_counters(&self) -> Address {
+        self.counters.address() + COUNTERS as u64 * 4
+    }
+
+    /// Sets all counters to 0, if a run that did not come to its end may have left others.
+    ///
+    /// # Safety
+    /// No kernel runs, and the caller has the stream to itself.
+    pub(super) unsafe fn mend(&self) -> Result<(), EngineError> {
+        if !self.is_torn.swap(false, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let bytes = COUNTERS as u64 * 4 + COUNTER_BYTES;
+        // SAFETY: all of the counters' memory, which nobody uses now.
+        unsafe { self.device.fill(self.counters(), bytes, 0) }
     }
 
     /// What kernels have reported since this was asked last.

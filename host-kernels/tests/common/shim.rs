@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ptr;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use vgpu_kernels::cuda::device::{
@@ -22,7 +23,19 @@ pub(crate) struct Shim {
     mappings: Mutex<HashMap<Address, (usize, usize)>>,
     recordings: Mutex<HashMap<u64, Vec<Launch>>>,
     is_hopper: bool,
+    /// Blocks that run at the same time, if not as many as [`BLOCKS`].
+    pub(crate) blocks: AtomicU32,
+    /// Bytes of shared memory that those on a multiprocessor share, if not as many as a small GPU has.
+    pub(crate) room: AtomicU32,
+    /// In which order those do what. Every launch has another one.
+    pub(crate) seed: AtomicU64,
 }
+
+/// Blocks that run at the same time. Not a multiple of anything, so that work is shared out unevenly.
+const BLOCKS: u32 = 5;
+
+/// Of a device on which blocks cannot wait for each other.
+pub(crate) const NO_BLOCKS: u32 = u32::MAX;
 
 impl Shim {
     /// A device with the kernels for Hopper GPUs.
@@ -92,6 +105,25 @@ impl Device for Shim {
             227 << 10
         } else {
             96 << 10 // what GPUs from sm_80 on have at least
+        }
+    }
+
+    fn multiprocessor_shared(&self) -> u32 {
+        match self.room.load(Ordering::Relaxed) {
+            0 => 100 << 10,
+            room => room,
+        }
+    }
+
+    fn bandwidth(&self) -> u64 {
+        1 << 34
+    }
+
+    fn resident_blocks(&self, _: KernelId, _: u32, _: u32) -> u32 {
+        match self.blocks.load(Ordering::Relaxed) {
+            0 => BLOCKS,
+            NO_BLOCKS => 0,
+            blocks => blocks,
         }
     }
 
@@ -166,6 +198,20 @@ impl Device for Shim {
             ref params,
             ..
         } = *launch;
+        if launch.together {
+            let most = self.resident_blocks(launch.kernel, threads[0], shared);
+            if grid[0] > most || grid[1..] != [1, 1] {
+                let message = format!("blocks {grid:?} do not run at the same time, {most} do");
+                let op = "a step";
+                return Err(EngineError::Unsupported { op, why: message });
+            }
+            let seed = self.seed.fetch_add(1, Ordering::Relaxed);
+            // SAFETY: the caller's promise.
+            return unsafe {
+                kernel.launch_together(grid[0], threads, shared as usize, params, seed)
+            }
+            .map_err(|message| EngineError::Device { message });
+        }
         // SAFETY: the caller's promise.
         unsafe { kernel.launch(grid, threads, shared as usize, params) }
             .map_err(|message| EngineError::Device { message })

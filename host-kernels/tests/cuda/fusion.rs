@@ -15,6 +15,7 @@ use vgpu_kernels::check::model::{
 fn pace(fuses: bool) -> Pace {
     Pace {
         fuses,
+        steps: false,
         ..Pace::default()
     }
 }
@@ -224,39 +225,52 @@ fn what_somebody_wants_is_not_left_out() {
     assert_eq!(units(&wanted), 2, "the look, and the unit by itself");
 }
 
+/// Numbers below others.
+pub(crate) fn random(seed: u64) -> impl FnMut(usize) -> usize {
+    let mut state = seed;
+    move |n| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (state >> 33) as usize % n
+    }
+}
+
+/// A step in which a tensor lies where no sane graph has it; not always.
+pub(crate) fn displaced(model: Model, mut below: impl FnMut(usize) -> usize) -> Option<Built> {
+    let mut built = model.graph(Step {
+        tokens: 1,
+        seen: 32,
+    });
+    let compute: Vec<usize> = { 0..built.graph.tensors.len() }
+        .filter(|&i| built.graph.tensors[i].buffer == 2)
+        .collect();
+    // A result, and all views of it, go to where another one is, or half into it.
+    let moved = built.graph.tensors[compute[below(compute.len())]];
+    let other = built.graph.tensors[compute[below(compute.len())]];
+    let place = other.offset + [0, 0, 128][below(3)];
+    if built.is_input(&moved) || built.is_input(&other) {
+        return None;
+    }
+    for tensor in &mut built.graph.tensors {
+        if tensor.buffer == 2 && tensor.offset == moved.offset {
+            tensor.offset = place;
+        }
+    }
+    Some(built)
+}
+
 /// Tensors that lie where no sane graph has them: launches of several nodes give what the nodes give.
 #[test]
 fn overlapping_memory_is_respected() {
-    let mut random = 7u64;
-    let mut below = |n: usize| {
-        random = random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        (random >> 33) as usize % n
-    };
+    let mut below = random(7);
     let (mut ran, mut tried) = (0, 0);
     while ran < 12 {
         tried += 1;
         assert!(tried < 100, "most of them run");
-        let mut built = [TINY, TINY_EXPERTS][tried % 2].graph(Step {
-            tokens: 1,
-            seen: 32,
-        });
-        let compute: Vec<usize> = { 0..built.graph.tensors.len() }
-            .filter(|&i| built.graph.tensors[i].buffer == 2)
-            .collect();
-        // A result, and all views of it, go to where another one is, or half into it.
-        let moved = built.graph.tensors[compute[below(compute.len())]];
-        let other = built.graph.tensors[compute[below(compute.len())]];
-        let place = other.offset + [0, 0, 128][below(3)];
-        if built.is_input(&moved) || built.is_input(&other) {
+        let Some(built) = displaced([TINY, TINY_EXPERTS][tried % 2], &mut below) else {
             continue;
-        }
-        for tensor in &mut built.graph.tensors {
-            if tensor.buffer == 2 && tensor.offset == moved.offset {
-                tensor.offset = place;
-            }
-        }
+        };
         let Some(plain) = memory_after(&built, false) else {
             continue; // indices that are none
         };

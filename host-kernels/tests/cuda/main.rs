@@ -7,6 +7,7 @@ mod plans;
 #[path = "../common/shim.rs"]
 mod shim;
 mod spy;
+mod steps;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +24,7 @@ fn engine_on(device: &Arc<spy::Spy>) -> CudaEngine {
             piece: forever,
             long: forever,
             fuses: true,
+            steps: false,
         },
     )
 }

@@ -24,6 +24,7 @@ const SMALL_PIECES: Pace = Pace {
     piece: Duration::ZERO,
     long: Duration::MAX,
     fuses: true,
+    steps: false,
 };
 
 fn launches(log: &[Event]) -> usize {

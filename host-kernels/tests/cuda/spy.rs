@@ -12,7 +12,7 @@ use crate::shim::Shim;
 
 /// The shim with somebody who watches it.
 pub(crate) struct Spy {
-    shim: Shim,
+    pub(crate) shim: Shim,
     /// Whether kernels run at all.
     runs: bool,
     /// Whether it has memory as a GPU has: in large chunks, and not more than this.
@@ -39,6 +39,8 @@ pub(crate) enum Fails {
     Memory,
     /// The launch after so many others ends everything that runs on the device.
     Launch(usize),
+    /// A step ends before its blocks do, some of which have counted up.
+    Step,
     /// Memory of the process cannot be prepared.
     Pinning,
 }
@@ -213,6 +215,18 @@ impl Device for Spy {
         self.shim.most_shared()
     }
 
+    fn multiprocessor_shared(&self) -> u32 {
+        self.shim.multiprocessor_shared()
+    }
+
+    fn bandwidth(&self) -> u64 {
+        self.shim.bandwidth()
+    }
+
+    fn resident_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
+        self.shim.resident_blocks(kernel, threads, shared)
+    }
+
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
         self.check(Fails::Memory)?;
         let MemoryInfo { total, free } = self.memory();
@@ -312,6 +326,16 @@ impl Device for Spy {
         let mut state = self.state();
         state.log.push(Event::Launch(name));
         drop(state);
+        if launch.together && self.check(Fails::Step).is_err() {
+            let counters = u64::from_ne_bytes(launch.params[8..16].try_into().expect("an address"));
+            for stage in [0, 3, 4] {
+                // SAFETY: counters of the device, which is this process.
+                unsafe { *(counters as *mut u32).add(32 * stage) += 2 };
+            }
+            return Err(EngineError::Device {
+                message: "the step has ended".into(),
+            });
+        }
         match self.runs {
             // SAFETY: the caller's promise.
             true => unsafe { self.shim.launch(launch) },

@@ -34,6 +34,9 @@ pub struct Launch {
     pub shared: u32,
     /// The structure the kernel takes.
     pub params: Vec<u8>,
+    /// Whether blocks wait for each other, so that all must run at the same time (a cooperative launch): not more than
+    /// [`Device::resident_blocks`], in dimension 0 of the grid.
+    pub together: bool,
 }
 
 /// Launches that a device keeps to do again as one: a number that the device chose.
@@ -80,6 +83,16 @@ pub trait Device: Send + Sync + 'static {
 
     /// Most bytes of shared memory that a block can have.
     fn most_shared(&self) -> u32;
+
+    /// Bytes of shared memory of a multiprocessor, which the blocks on it share; a block takes 1 KiB more than it is given.
+    fn multiprocessor_shared(&self) -> u32;
+
+    /// Bytes a second of the device's memory, as far as it is known.
+    fn bandwidth(&self) -> u64;
+
+    /// How many blocks of a kernel run at the same time, of so many threads and bytes of shared memory beyond what the
+    /// kernel declares: 0 if the device has no launches of blocks that wait for each other.
+    fn resident_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32;
 
     /// Whether small allocations are better made as parts of large ones. Devices that look for accesses beyond the end
     /// of an allocation say no.
@@ -168,7 +181,8 @@ pub trait Device: Send + Sync + 'static {
     /// The kernel called `name`.
     fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError>;
 
-    /// Runs a kernel.
+    /// Runs a kernel. A launch of more blocks [`together`](Launch::together) than the device has room for is
+    /// [`EngineError::Unsupported`], and nothing of it happens.
     ///
     /// # Safety
     ///

@@ -68,7 +68,12 @@ pub(in crate::cuda) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
         eps: it.eps,
         reserved: 0,
     };
-    Some(b.for_each_row("vg_norm_fused", a.rows(), threads_for(a.ne[0]), 0, &params))
+    // Where launches become steps not more than a block of a step has, so that sums are the same in both.
+    let threads = match b.makes_steps() {
+        true => threads_for(a.ne[0]).min(128),
+        false => threads_for(a.ne[0]),
+    };
+    Some(b.for_each_row("vg_norm_fused", a.rows(), threads, 0, &params))
 }
 
 /// ROPE, then SET_ROWS of what it gives, with a token's heads one after the other in a row.

@@ -69,6 +69,11 @@ pub struct Gpu {
     architecture: String,
     multiprocessors: u32,
     most_shared: u32,
+    multiprocessor_shared: u32,
+    /// Bytes a second of its memory.
+    bandwidth: u64,
+    /// Whether it runs launches of blocks that wait for each other.
+    is_cooperative: bool,
     device: sys::CUdevice,
     granularity: u64,
     context: sys::CUcontext,
@@ -186,6 +191,15 @@ impl Gpu {
                 attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
             let most_shared =
                 attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
+            let multiprocessor_shared =
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?
+                    as u32;
+            let is_cooperative = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH)? != 0;
+            // In kHz, with two transfers a cycle, and in bits. Unknown to some drivers: 0.
+            let clock = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE).unwrap_or(0);
+            let width =
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH).unwrap_or(0);
+            let bandwidth = clock.max(0) as u64 * 1000 * 2 * (width.max(0) as u64 / 8);
 
             // One of our own, not the process's primary one: it can be given up after an error.
             let mut context = ptr::null_mut();
@@ -221,6 +235,9 @@ impl Gpu {
                 architecture,
                 multiprocessors,
                 most_shared,
+                multiprocessor_shared,
+                bandwidth,
+                is_cooperative,
                 device,
                 granularity: 0,
                 context,
@@ -440,6 +457,38 @@ impl Device for Gpu {
         self.most_shared - (16 << 10)
     }
 
+    fn multiprocessor_shared(&self) -> u32 {
+        self.multiprocessor_shared
+    }
+
+    fn bandwidth(&self) -> u64 {
+        self.bandwidth
+    }
+
+    fn resident_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
+        let (true, Ok(_entered)) = (self.is_cooperative, self.enter()) else {
+            return 0;
+        };
+        let (_, function) = self.kernels[kernel.0 as usize];
+        let mut each = 0;
+        // SAFETY: a place for the result, and a function of ours.
+        let code = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut each,
+                function,
+                threads as c_int,
+                shared as usize,
+            )
+        };
+        match self.done("cuOccupancyMaxActiveBlocksPerMultiprocessor", code) {
+            Ok(()) => each.max(0) as u32 * self.multiprocessors,
+            Err(error) => {
+                warn!("blocks that run at the same time are not known: {error}");
+                0
+            }
+        }
+    }
+
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
         let _entered = self.enter()?;
         let mut address = 0;
@@ -583,6 +632,33 @@ impl Device for Gpu {
         let _entered = self.enter()?;
         let (_, function) = self.kernels[launch.kernel.0 as usize];
         let ([gx, gy, gz], [tx, ty, tz]) = (launch.grid, launch.threads);
+        if launch.together {
+            // Kernels have one parameter, a structure, which the driver copies. It knows its size.
+            let mut params: [*mut c_void; 1] = [launch.params.as_ptr().cast_mut().cast()];
+            // SAFETY: a function of ours with its parameters; the caller answers for the addresses.
+            let code = unsafe {
+                sys::cuLaunchCooperativeKernel(
+                    function,
+                    gx,
+                    gy,
+                    gz,
+                    tx,
+                    ty,
+                    tz,
+                    launch.shared,
+                    self.stream,
+                    params.as_mut_ptr(),
+                )
+            };
+            return match code {
+                CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+                | CUresult::CUDA_ERROR_NOT_SUPPORTED => Err(EngineError::Unsupported {
+                    op: "a step",
+                    why: reason(code),
+                }),
+                code => self.done("cuLaunchCooperativeKernel", code),
+            };
+        }
         let mut size = launch.params.len();
         let mut extra = [
             sys::CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT as usize as *mut c_void,

@@ -120,6 +120,15 @@ impl Gpu {
                 }
             });
             self.done("cuGraphAddKernelNode", code)?;
+            if launch.together {
+                // SAFETY: plain numbers, of which one is set.
+                let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
+                value.cooperative = 1;
+                let which = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+                // SAFETY: the node that was just added, and a whole structure.
+                let code = unsafe { sys::cuGraphKernelNodeSetAttribute(node, which, &value) };
+                self.done("cuGraphKernelNodeSetAttribute", code)?;
+            }
             recording.nodes.push(node);
         }
         // SAFETY: a whole graph, and a place for the result.

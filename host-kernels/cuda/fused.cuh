@@ -1,0 +1,226 @@
+// What models do between their products, several nodes at a time: RMS_NORM with what is around it; which experts a token
+// takes; the sum of what they give.
+#pragma once
+#include "device.cuh"
+#include "scales.cuh"
+
+namespace {
+
+struct Four {
+    float of[4];
+};
+
+DEVICE Four four_at(const u8* at) {
+    int4 words = *aligned<int4>(at);
+    return {{__int_as_float(words.x), __int_as_float(words.y), __int_as_float(words.z), __int_as_float(words.w)}};
+}
+
+DEVICE void put_four(u8* at, const Four& x) {
+    *reinterpret_cast<int4*>(at) =
+        int4{__float_as_int(x.of[0]), __float_as_int(x.of[1]), __float_as_int(x.of[2]), __float_as_int(x.of[3])};
+}
+
+// A block for each row, four elements to a thread at a time; eight lanes have a block of 32.
+DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
+    int fours = static_cast<int>(p.a.ne[0] / 4), lane = threadIdx.x % WARP;
+    for (i64 r = b.x; r < rows(p.a); r += b.nx) {
+        Index at = row_of(p.a, r);
+        const u8* a = address(p.a, at);
+        const u8* add = p.add.data ? repeated(p.add, at) : nullptr;
+        const u8* w = p.w.data ? repeated(p.w, at) : nullptr;
+        u8* sum = p.sum.data ? address(p.sum, at) : nullptr;
+        u8* to = p.dst.data ? address(p.dst, at) : nullptr;
+        auto value = [&](int i) {
+            Four x = four_at(a + 16 * i);
+            if (add) {
+                Four y = four_at(add + 16 * i);
+                UNROLL
+                for (int j = 0; j < 4; j++) {
+                    x.of[j] += y.of[j];
+                }
+            }
+            return x;
+        };
+        float squares = 0.0f;
+        for (int i = threadIdx.x; i < fours; i += blockDim.x) {
+            Four x = value(i);
+            if (sum) {
+                put_four(sum + 16 * i, x);
+            }
+            UNROLL
+            for (int j = 0; j < 4; j++) {
+                squares += x.of[j] * x.of[j];
+            }
+        }
+        squares = block_reduce<Sum>(squares, 0.0f);
+        float scale = 1.0f / sqrtf(squares / static_cast<float>(p.a.ne[0]) + p.eps);
+        for (int i = threadIdx.x; i - lane < fours; i += blockDim.x) {
+            Four x = {};
+            if (i < fours) {
+                // The sum may lie where `a` does.
+                x = sum ? four_at(sum + 16 * i) : value(i);
+                Four by = {{1.0f, 1.0f, 1.0f, 1.0f}};
+                if (w) {
+                    by = four_at(w + 16 * i);
+                }
+                UNROLL
+                for (int j = 0; j < 4; j++) {
+                    x.of[j] = x.of[j] * scale * by.of[j];
+                }
+                if (to) {
+                    put_four(to + 16 * i, x);
+                }
+            }
+            if (p.quants) {
+                float largest = 0.0f, poison = 0.0f, total = 0.0f;
+                UNROLL
+                for (int j = 0; j < 4; j++) {
+                    largest = fmaxf(largest, fabsf(x.of[j]));
+                    poison += x.of[j] - x.of[j]; // NaN for what is no number
+                }
+                UNROLL
+                for (int step = 4; step > 0; step /= 2) {
+                    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+                    poison += __shfl_xor_sync(0xffffffffu, poison, step);
+                }
+                u32 word = 0;
+                UNROLL
+                for (int j = 0; j < 4; j++) {
+                    float q = largest > 0.0f ? rintf(x.of[j] * (127.0f / largest)) : 0.0f;
+                    total += q;
+                    word |= (static_cast<u32>(static_cast<int>(q)) & 255u) << 8 * j;
+                }
+                total += __shfl_xor_sync(0xffffffffu, total, 1);
+                total += __shfl_xor_sync(0xffffffffu, total, 2);
+                float high = __shfl_xor_sync(0xffffffffu, total, 4);
+                if (i < fours) {
+                    i64 block = r * (fours / 8) + i / 8;
+                    reinterpret_cast<u32*>(p.quants)[block * 8 + i % 8] = word;
+                    if (i % 8 == 0) {
+                        float factor = largest / 127.0f + poison;
+                        reinterpret_cast<Scales*>(p.scales)[block] = {factor, factor * total, factor * high, 0.0f};
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// Experts of a lane, of at most 512.
+constexpr int LANE_EXPERTS = 16;
+
+// A number whose order is that of the floats, NaN the least; above 0.
+DEVICE u32 rank(float x) {
+    if (x != x) {
+        return 1;
+    }
+    u32 bits = __float_as_uint(x + 0.0f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
+
+// A warp for each token.
+DEVICE void route(const VgRouteParams& p, const Blocks& b) {
+    int lane = threadIdx.x % WARP, experts = static_cast<int>(p.logits.ne[0]);
+    const float* bias = reinterpret_cast<const float*>(p.bias);
+    i64 first = static_cast<i64>(b.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
+    for (i64 token = first; token < p.logits.ne[1]; token += static_cast<i64>(b.nx) * (blockDim.x / WARP)) {
+        const u8* row = address(p.logits, Index{{0, token, 0, 0}});
+        float x[LANE_EXPERTS], most = -INFINITY_F, sum = 0.0f;
+        UNROLL
+        for (int i = 0; i < LANE_EXPERTS; i++) {
+            int expert = i * WARP + lane;
+            x[i] = expert < experts ? *reinterpret_cast<const float*>(row + expert * p.logits.nb[0]) : -INFINITY_F;
+            most = fmaxf(most, x[i]);
+        }
+        if (p.op == VG_ROUTE_SOFT_MAX) {
+            most = warp_reduce<Largest>(most);
+            UNROLL
+            for (int i = 0; i < LANE_EXPERTS; i++) {
+                x[i] = i * WARP + lane < experts ? expf(x[i] - most) : 0.0f;
+                sum += x[i];
+            }
+            sum = 1.0f / warp_reduce<Sum>(sum);
+            UNROLL
+            for (int i = 0; i < LANE_EXPERTS; i++) {
+                x[i] *= sum;
+            }
+        } else if (p.op == VG_ROUTE_SIGMOID) {
+            UNROLL
+            for (int i = 0; i < LANE_EXPERTS; i++) {
+                x[i] = 1.0f / (1.0f + expf(-x[i]));
+            }
+        }
+        // The rank, then the least index first; 0 of those taken.
+        u64 ranks[LANE_EXPERTS];
+        UNROLL
+        for (int i = 0; i < LANE_EXPERTS; i++) {
+            u32 expert = static_cast<u32>(i * WARP + lane);
+            bool is_one = expert < static_cast<u32>(experts);
+            float score = x[i] + (bias && is_one ? bias[expert] : 0.0f);
+            ranks[i] = is_one ? static_cast<u64>(rank(score)) << 32 | (0xffffffffu - expert) : 0;
+        }
+        // Lane u has the u-th choice.
+        int chosen = 0;
+        float weight = 0.0f;
+        for (u32 u = 0; u < p.used; u++) {
+            u64 best = 0;
+            UNROLL
+            for (int i = 0; i < LANE_EXPERTS; i++) {
+                best = larger(best, ranks[i]);
+            }
+            UNROLL
+            for (int step = WARP / 2; step > 0; step /= 2) {
+                best = larger(best, __shfl_xor_sync(0xffffffffu, best, step));
+            }
+            int expert = static_cast<int>(0xffffffffu - static_cast<u32>(best));
+            float its = 0.0f;
+            UNROLL
+            for (int i = 0; i < LANE_EXPERTS; i++) {
+                if (ranks[i] == best) {
+                    ranks[i] = 0;
+                    its = x[i];
+                }
+            }
+            its = __shfl_sync(0xffffffffu, its, expert % WARP);
+            if (static_cast<u32>(lane) == u) {
+                chosen = expert;
+                weight = its;
+            }
+        }
+        bool mine = static_cast<u32>(lane) < p.used;
+        if (p.op == VG_ROUTE_LOGITS) {
+            float top = warp_reduce<Largest>(mine ? weight : -INFINITY_F);
+            weight = mine ? expf(weight - top) : 0.0f;
+            weight /= warp_reduce<Sum>(weight);
+        }
+        if (p.normalized) {
+            float total = warp_reduce<Sum>(mine ? weight : 0.0f);
+            weight /= total < p.least ? p.least : total;
+        }
+        if (mine) {
+            *reinterpret_cast<int*>(address(p.ids, Index{{lane, token, 0, 0}})) = chosen;
+            *reinterpret_cast<float*>(address(p.weights, Index{{0, lane, token, 0}})) = weight * p.scale;
+        }
+    }
+}
+
+DEVICE void weighted_sum(const VgWeightedSumParams& p, const Blocks& b) {
+    i64 n = elements(p.dst);
+    for (i64 e = thread_index(b); e < n; e += thread_count(b)) {
+        Index at = index_of(p.dst, e);
+        float sum = 0.0f;
+        UNROLL_BY_4
+        for (i64 u = 0; u < p.experts.ne[1]; u++) {
+            Index from = {{at.i[0], u, at.i[1], 0}};
+            float x = *reinterpret_cast<const float*>(address(p.experts, from));
+            from.i[0] = 0;
+            sum += x * *reinterpret_cast<const float*>(address(p.weights, from));
+        }
+        *reinterpret_cast<float*>(address(p.dst, at)) = sum;
+    }
+}
+
+} // namespace
