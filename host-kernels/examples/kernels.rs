@@ -4,7 +4,7 @@
 //!     cargo run -p vgpu-kernels --example kernels -- <folder of libnvrtc> <output folder> [sm_90a ...]
 //!
 //! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output folder>` compiles into a program, and
-//! `report.json`. Code is kept in the folder `VGPU_KERNELS`, by what it is made of, with what the compiler said of it, so
+//! `report.json`. Code is kept in the folder `VGPU_KERNEL_CACHE`, by what it is made of, with what the compiler said of it, so
 //! that only what has changed is compiled. Fails if a kernel does not compile, or if a hot one spills registers.
 
 use std::collections::HashMap;
@@ -158,7 +158,7 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
 /// Puts a file's machine code into the output folder: from the cache, with what the compiler said then, or compiled now. Returns
 /// what the compiler said.
 fn compile(nvrtc: &Nvrtc, source: &Source, arch: &str, out: &Path) -> Result<String, String> {
-    let cache = env::var_os("VGPU_KERNELS").map_or_else(|| out.join("cache"), PathBuf::from);
+    let cache = env::var_os("VGPU_KERNEL_CACHE").map_or_else(|| out.join("cache"), PathBuf::from);
     let name = source.code_name(arch, nvrtc.version());
     let kept = |kind: &str| cache.join(format!("{name}.{kind}"));
     let cubin = out.join(format!("{}.{arch}.cubin", source.name));

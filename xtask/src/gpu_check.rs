@@ -144,7 +144,7 @@ fn machine_code(cache: &Cache, archs: &[String]) -> Result<PathBuf> {
         .args(["run", "-p", "vgpu-kernels", "--example", "kernels", "--"])
         .args([&nvrtc, &out])
         .args(archs)
-        .env("VGPU_KERNELS", cache.machine_code());
+        .env("VGPU_KERNEL_CACHE", cache.machine_code());
     process::run(&mut cargo, &step, &cache.log("gpu-check-kernels"))?;
     step.done("");
     Ok(out)

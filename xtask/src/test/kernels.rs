@@ -21,7 +21,7 @@ pub(super) fn run(bench: &mut Bench<'_>) {
             .args(["run", "-p", "vgpu-kernels", "--example", "kernels", "--"])
             .arg(&nvrtc)
             .arg(workspace::reports().join("kernels"))
-            .env("VGPU_KERNELS", bench.cache.machine_code());
+            .env("VGPU_KERNEL_CACHE", bench.cache.machine_code());
         process::run(&mut cargo, step, &log)?;
         let report = std::fs::read_to_string(&log).context("reading the report")?;
         Ok(report.lines().last().unwrap_or_default().to_owned())
