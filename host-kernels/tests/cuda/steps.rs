@@ -213,6 +213,23 @@ fn overlapping_memory_is_the_same_in_any_order() {
     }
 }
 
+/// A block that has no part in some stages passes by them without waiting. It must not take experts for chosen that the
+/// stages before it choose: this one of the displaced graphs, in this order, had it fetch the weights of others.
+#[test]
+fn experts_are_fetched_when_they_are_chosen() {
+    let mut below = random(11);
+    let displaced = (1..=37).map(|case| displaced([TINY, TINY_EXPERTS][case % 2], &mut below));
+    let built = displaced.last().flatten().expect("a graph");
+    let plain = memory_after(&built, &plain(), 2).expect("it runs");
+    let manner = Manner {
+        blocks: 3,
+        room: 0,
+        seed: 370,
+    };
+    let got = memory_after(&built, &manner.spy(), 2).expect("it runs");
+    assert!(got == plain, "memory differs");
+}
+
 /// A plan with steps on a device, and the results that it should have.
 struct Tried {
     device: Arc<Spy>,
