@@ -47,6 +47,14 @@ DEVICE int state_of_tile(const u8* mask, i64 row_bytes, int first, int last, int
     return !(found & 1) ? HIDDEN : found & 2 ? MIXED : SHOWN;
 }
 
+// What a token's row of the mask has for a key, an even one, and for the next if there is one.
+DEVICE void mask_of_two(const u8* mask, int key, int n_keys, float* bias) {
+    const u8* at = mask + 2 * key;
+    u32 both = key + 1 < n_keys ? *aligned<u32>(at) : *aligned<u16>(at);
+    bias[0] = to_float(f16{static_cast<u16>(both)});
+    bias[1] = to_float(f16{static_cast<u16>(both >> 16)});
+}
+
 // The 32 elements of a block as halves.
 template <int TYPE> DEVICE void unpack_block(const u8* block, int4* to) {
     Unpacked w;
@@ -236,10 +244,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             for (int h = 0; h < 2; h++) {
                 float bias[2] = {0.0f, 0.0f};
                 if (state == MIXED && key < n_keys) {
-                    const u8* at = masks[h] + 2 * key;
-                    u32 both = key + 1 < n_keys ? *aligned<u32>(at) : *aligned<u16>(at);
-                    bias[0] = to_float(f16{static_cast<u16>(both)});
-                    bias[1] = to_float(f16{static_cast<u16>(both >> 16)});
+                    mask_of_two(masks[h], key, n_keys, bias);
                 }
                 UNROLL
                 for (int e = 0; e < 2; e++) {

@@ -207,10 +207,7 @@ template <int D, int KEYS> struct PairAttention {
             for (int h = 0; h < 2; h++) {
                 float bias[2] = {0.0f, 0.0f};
                 if (state == MIXED && key < n_keys) {
-                    const u8* at = masks[h] + 2 * key;
-                    u32 both = key + 1 < n_keys ? *aligned<u32>(at) : *aligned<u16>(at);
-                    bias[0] = to_float(f16{static_cast<u16>(both)});
-                    bias[1] = to_float(f16{static_cast<u16>(both >> 16)});
+                    mask_of_two(masks[h], key, n_keys, bias);
                 }
                 UNROLL
                 for (int e = 0; e < 2; e++) {

@@ -352,6 +352,15 @@ template <class R, class T> DEVICE T block_reduce(T x, T identity) {
     return warp_reduce<R>(lane < warps ? parts[lane] : identity);
 }
 
+// What a row of `n` elements `x(i)` is to be divided by so that none overflows as a half, by all threads of a block.
+template <class X> DEVICE float factor_of_row(i64 n, const X& x) {
+    float largest = 0.0f;
+    for (i64 i = threadIdx.x; i < n; i += blockDim.x) {
+        largest = fmaxf(largest, fabsf(x(i)));
+    }
+    return factor_of(block_reduce<Largest>(largest, 0.0f));
+}
+
 // ---- Faults.
 
 // Whether `index` is one of `count`; says so to the host if it is not.

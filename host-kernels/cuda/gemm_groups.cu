@@ -8,16 +8,7 @@ KERNEL(vg_halves, VgHalvesParams, 256) {
     for (i64 r = blockIdx.x; r < rows(p.src); r += gridDim.x) {
         const u8* from = address(p.src, row_of(p.src, r));
         auto x = [&](i64 i) { return load(p.src.type, from + i * p.src.nb[0]); };
-        float inverse = 1.0f, factor = 1.0f;
-        if (!p.brain) {
-            float largest = 0.0f;
-            for (i64 i = threadIdx.x; i < n; i += blockDim.x) {
-                largest = fmaxf(largest, fabsf(x(i)));
-            }
-            largest = block_reduce<Largest>(largest, 0.0f);
-            factor = factor_of(largest);
-            inverse = 1.0f / factor;
-        }
+        float factor = p.brain ? 1.0f : factor_of_row(n, x), inverse = 1.0f / factor;
         u16* to = reinterpret_cast<u16*>(p.halves) + r * length;
         for (i64 i = threadIdx.x; i < length; i += blockDim.x) {
             float value = i < n ? x(i) * inverse : 0.0f;

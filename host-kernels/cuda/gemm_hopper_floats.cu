@@ -25,16 +25,7 @@ KERNEL(vg_hopper_halves, VgHopperHalvesParams, 256) {
         }
         const u8* from = address(p.src, row_of(p.src, source));
         auto x = [&](i64 i) { return load(p.src.type, from + i * p.src.nb[0]); };
-        float inverse = 1.0f, factor = 1.0f;
-        if (!p.brain) {
-            float largest = 0.0f;
-            for (i64 i = threadIdx.x; i < n; i += blockDim.x) {
-                largest = fmaxf(largest, fabsf(x(i)));
-            }
-            largest = block_reduce<Largest>(largest, 0.0f);
-            factor = factor_of(largest);
-            inverse = 1.0f / factor;
-        }
+        float factor = p.brain ? 1.0f : factor_of_row(n, x), inverse = 1.0f / factor;
         u8* to = reinterpret_cast<u8*>(p.halves) + r * MATRIX_ROW;
         for (u32 i = threadIdx.x; i < p.steps * 8; i += blockDim.x) {
             // Piece 4h + 2q + j of a step has elements 4q + j and two further of each eight of block h.

@@ -549,7 +549,7 @@ fn size(bytes: u64) -> String {
 
 /// Prints what takes how much longer than before, and says whether the whole does.
 fn compare(now: &Figures, before: &Figures, allow: f64) -> anyhow::Result<ExitCode> {
-    let same = |figures: &Figures| {
+    fn same(figures: &Figures) -> impl PartialEq + std::fmt::Debug + '_ {
         let Figures {
             engine,
             model,
@@ -558,9 +558,9 @@ fn compare(now: &Figures, before: &Figures, allow: f64) -> anyhow::Result<ExitCo
             tokens,
             past,
             ..
-        } = figures.clone();
+        } = figures;
         (engine, model, weights, cache, tokens, past)
-    };
+    }
     ensure!(
         same(now) == same(before),
         "figures of {:?} are compared with those of {:?}",

@@ -83,7 +83,7 @@ type Multiply = unsafe extern "C" fn(
 
 /// The library. It stays loaded: what it has started in the process is not undone by unloading.
 pub(super) struct Cublas {
-    library: &'static Library,
+    cublas: &'static Library,
 }
 
 impl Cublas {
@@ -95,7 +95,7 @@ impl Cublas {
             match unsafe { Library::new(name) } {
                 Ok(library) => {
                     let library = Box::leak(Box::new(library));
-                    return Ok(Cublas { library });
+                    return Ok(Cublas { cublas: library });
                 }
                 Err(error) if reason.is_empty() => reason = error.to_string(),
                 Err(_) => {}
@@ -253,7 +253,7 @@ impl Cublas {
     /// The function has this type.
     unsafe fn function<F: Copy>(&self, name: &'static [u8]) -> Result<F, String> {
         // SAFETY: the caller's promise; the library stays loaded.
-        let found = unsafe { self.library.get::<F>(name) };
+        let found = unsafe { self.cublas.get::<F>(name) };
         found.map(|f| *f).map_err(|error| error.to_string())
     }
 

@@ -202,22 +202,10 @@ impl Tiles {
         let Shape { rows, keys, v, .. } = *self.shape;
         let across = div_ceil(q.ne[1] * self.group, rows);
         let tiles = div_ceil(k.ne[1], keys);
-        let mut states = 0;
-        if mask.data != 0 && rows > FEW_ROWS {
-            let masks = mask.ne[2] * mask.ne[3];
-            states = b.scratch((masks * across * tiles) as u64);
-            let found = VgAttendStatesParams {
-                mask: *mask,
-                states,
-                keys: k.ne[1] as i32,
-                tokens: q.ne[1] as i32,
-                group: self.group as u32,
-                rows: rows as u32,
-                columns: keys as u32,
-                reserved: 0,
-            };
-            b.launch_over("vg_attend_states", [across, masks, 1], 128, 0, &found)?;
-        }
+        let states = match rows > FEW_ROWS {
+            true => mask_states(b, params, self.group, [rows, keys])?,
+            false => 0,
+        };
         let heads = q.ne[2] / self.group;
         let items = across * heads * q.ne[3];
         let mut splits = 1;
@@ -286,6 +274,34 @@ pub(super) fn kind_of(k: &VgView, v: &VgView) -> Option<Kind> {
         _ => false,
     };
     (is_raw(k) && is_raw(v)).then_some(Kind::Raw)
+}
+
+/// Adds the launch that notes what the mask does with each tile of so many rows (tokens, and heads of a group) by so many
+/// keys, and returns where it does; 0 where there is no mask.
+pub(super) fn mask_states(
+    b: &mut Builder<'_>,
+    params: &VgAttentionParams,
+    group: i64,
+    [rows, columns]: [i64; 2],
+) -> Result<u64, EngineError> {
+    let VgAttentionParams { q, k, mask, .. } = params;
+    if mask.data == 0 {
+        return Ok(0);
+    }
+    let across = div_ceil(q.ne[1] * group, rows);
+    let masks = mask.ne[2] * mask.ne[3];
+    let found = VgAttendStatesParams {
+        mask: *mask,
+        states: b.scratch((masks * across * div_ceil(k.ne[1], columns)) as u64),
+        keys: k.ne[1] as i32,
+        tokens: q.ne[1] as i32,
+        group: group as u32,
+        rows: rows as u32,
+        columns: columns as u32,
+        reserved: 0,
+    };
+    b.launch_over("vg_attend_states", [across, masks, 1], 128, 0, &found)?;
+    Ok(found.states)
 }
 
 /// Whether rows of type `ty` are dense and lie at multiples of `places`.

@@ -1,6 +1,6 @@
 //! Attention of many tokens on Hopper GPUs: what `cuda/attend_hopper.cu` has kernels for, and their launches.
 
-use super::attention::{Kind, kind_of};
+use super::attention::{Kind, kind_of, mask_states};
 use super::div_ceil;
 use crate::cuda::params::*;
 use crate::cuda::plan::{Builder, MOST_BLOCKS};
@@ -83,23 +83,7 @@ impl HopperAttention {
         params: &VgAttentionParams,
     ) -> Result<(), EngineError> {
         let VgAttentionParams { q, k, mask, .. } = params;
-        let mut states = 0;
-        if mask.data != 0 {
-            let masks = mask.ne[2] * mask.ne[3];
-            let tiles = div_ceil(k.ne[1], self.shape.keys);
-            states = b.scratch((masks * self.across * tiles) as u64);
-            let found = VgAttendStatesParams {
-                mask: *mask,
-                states,
-                keys: k.ne[1] as i32,
-                tokens: q.ne[1] as i32,
-                group: self.group as u32,
-                rows: ROWS as u32,
-                columns: self.shape.keys as u32,
-                reserved: 0,
-            };
-            b.launch_over("vg_attend_states", [self.across, masks, 1], 128, 0, &found)?;
-        }
+        let states = mask_states(b, params, self.group, [ROWS, self.shape.keys])?;
         let attention = VgAttendParams {
             dst: params.dst,
             q: *q,
