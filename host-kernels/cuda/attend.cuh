@@ -4,7 +4,9 @@
 // the 16 rows of a product of fragments, and keys and values are read once for all those heads. Scores, the running
 // maximum and sum of soft-max, and the weighted sums of values stay in registers; they are f32. Keys and values are
 // halves (`BRAIN`: bfloat16) in shared memory: copied there as they are while the arithmetic goes on, or (`RAW`) copied
-// as the bytes of a quantised type and unpacked from there. A tile that the mask hides altogether is not read.
+// as the bytes of a quantised type and unpacked from there. What halves cannot hold or lies in unusual ways (`PAIRS`), of any
+// type, becomes pairs of bfloat16, which are off by 2^-16: three products instead of one, and keys and values of a tile have the
+// same place one after the other. A tile that the mask hides altogether is not read.
 //
 // Where tiles of queries alone would not fill the device, several blocks share the keys of one (`splits`). Each leaves its
 // sums in memory; the last to finish merges them.
@@ -15,8 +17,9 @@ namespace {
 
 constexpr int ATTEND_WARPS = 4, ATTEND_THREADS = ATTEND_WARPS * WARP;
 
-// What lies in memory, and what is multiplied: halves, bfloat16, or halves from any of some types.
-enum Kind { HALVES, BRAIN_HALVES, RAW };
+// What lies in memory, and what is multiplied: halves, bfloat16, halves from any of some types, or pairs of bfloat16 from
+// anything.
+enum Kind { HALVES, BRAIN_HALVES, RAW, PAIRS };
 
 // What the mask does with a tile of keys.
 enum State { HIDDEN, MIXED, SHOWN };
@@ -55,6 +58,37 @@ DEVICE void mask_of_two(const u8* mask, int key, int n_keys, float* bias) {
     bias[1] = to_float(f16{static_cast<u16>(both >> 16)});
 }
 
+// Eight numbers as pairs.
+DEVICE void put_pairs(const float* x, u16* first, u16* rest) {
+    u32 a[4], b[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        split(x[2 * i], x[2 * i + 1], a[i], b[i]);
+    }
+    auto four = [](const u32* words) {
+        return int4{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
+                    static_cast<int>(words[3])};
+    };
+    *reinterpret_cast<int4*>(first) = four(a);
+    *reinterpret_cast<int4*>(rest) = four(b);
+}
+
+// The 32 elements of a block as pairs.
+template <int TYPE> DEVICE void split_block(const u8* block, u16* first, u16* rest) {
+    Unpacked w;
+    unpack<TYPE>(nullptr, block, 0, w);
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        float x[8];
+        UNROLL
+        for (int j = 0; j < 8; j++) {
+            int q = static_cast<signed char>(w.words[2 * i + j / 4] >> (j % 4 * 8));
+            x[j] = static_cast<float>(q) * w.scale[i / 2] + w.offset[i / 2];
+        }
+        put_pairs(x, first + 8 * i, rest + 8 * i);
+    }
+}
+
 // The 32 elements of a block as halves.
 template <int TYPE> DEVICE void unpack_block(const u8* block, int4* to) {
     Unpacked w;
@@ -82,7 +116,8 @@ DEVICE float rescale(float from, float to) { return from == -INFINITY_F ? 0.0f :
 // A tile of rows by a tile of keys, shared out among `ROW_WARPS` times `KEY_WARPS` warps, each with 16 rows; what warps
 // are left over share the columns of the values. `K` and `V` are the widths of heads, filled up with zeros.
 template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct Attention {
-    static constexpr bool BRAIN = KIND == BRAIN_HALVES;
+    static constexpr bool BRAIN = KIND == BRAIN_HALVES || KIND == PAIRS;
+    static constexpr int PLANES = KIND == PAIRS ? 2 : 1; // of tiles in shared memory
     static constexpr int ROWS = 16 * ROW_WARPS, COLUMN_WARPS = ATTEND_WARPS / (ROW_WARPS * KEY_WARPS);
     static constexpr int WARP_KEYS = KEYS / KEY_WARPS, COLUMNS = V / COLUMN_WARPS;
     // Halves from row to row: what a warp reads of eight rows lies in different banks.
@@ -99,7 +134,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     Blocks b;
     AttendOwn& own;
     u16 *q_tile, *k_tile, *v_tile;
-    u8* raw;
+    u8 *raw_keys, *raw_values;
     const u8 *keys, *values;
     int lane, row_warp, key_warp, column_warp;
     int n_keys, n_rows, first_row, head, sequence;
@@ -107,9 +142,10 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     DEVICE Attention(const VgAttendParams& params, const Blocks& blocks, u16* shared, AttendOwn& own)
         : p(params), b(blocks), own(own) {
         q_tile = shared;
-        k_tile = q_tile + ROWS * K_STRIDE;
-        v_tile = k_tile + KEYS * K_STRIDE;
-        raw = reinterpret_cast<u8*>(v_tile + KEYS * V_STRIDE);
+        k_tile = q_tile + PLANES * ROWS * K_STRIDE;
+        v_tile = KIND == PAIRS ? k_tile : k_tile + KEYS * K_STRIDE;
+        raw_keys = reinterpret_cast<u8*>(v_tile + KEYS * V_STRIDE);
+        raw_values = raw_keys + KEYS * static_cast<int>(p.raw);
         int warp = threadIdx.x / WARP;
         lane = threadIdx.x % WARP;
         row_warp = warp % ROW_WARPS;
@@ -145,7 +181,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     }
 
     // Begins to copy a tile of keys or values to `to`, or its bytes to `raw`.
-    DEVICE void fetch(const View& v, const u8* base, int tile, u16* to, int stride) const {
+    DEVICE void fetch(const View& v, const u8* base, int tile, u16* to, int stride, u8* raw) const {
         if constexpr (KIND == RAW) {
             int bytes = static_cast<int>(v.ne[0] / geometry(v.type).elements) * geometry(v.type).bytes;
             int pieces = (bytes + 15 + 15) / 16; // at most, wherever the row begins
@@ -168,7 +204,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     }
 
     // Makes halves of the bytes in `raw`.
-    DEVICE void unpack_tile(const View& v, const u8* base, int tile, u16* to, int stride) const {
+    DEVICE void unpack_tile(const View& v, const u8* base, int tile, u16* to, int stride, const u8* raw) const {
         Geometry size = geometry(v.type);
         int step = size.elements == 1 ? 8 : size.elements, blocks = static_cast<int>(v.ne[0]) / step;
         int bytes = size.bytes * step / size.elements;
@@ -193,6 +229,82 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         }
     }
 
+    // Makes pairs of a tile of keys or values, and zeros behind the width of heads, up to `WIDTH`.
+    template <int WIDTH> DEVICE void split_tile(const View& v, const u8* base, int tile, u16* to, int stride) const {
+        u16* rest = to + KEYS * stride;
+        int width = static_cast<int>(v.ne[0]);
+        bool floats = v.type == VG_F32 || v.type == VG_F16 || v.type == VG_BF16;
+        auto lies_at = [&](int step, int multiple) {
+            return v.nb[0] == step && (reinterpret_cast<u64>(base) | static_cast<u64>(v.nb[1])) % multiple == 0;
+        };
+        if (floats && lies_at(v.type == VG_F32 ? 4 : 2, 16)) {
+            UNROLL_BY_4
+            for (int i = threadIdx.x; i < KEYS * (WIDTH / 8); i += ATTEND_THREADS) {
+                int key = i / (WIDTH / 8), at = i % (WIDTH / 8) * 8, place = key * stride + at;
+                const u8* row = row_at(v, base, tile, key);
+                float x[8] = {};
+                if (at + 8 > width) {
+                    UNROLL
+                    for (int j = 0; j < 8; j++) {
+                        x[j] = at + j < width ? load(v.type, row + (at + j) * v.nb[0]) : 0.0f;
+                    }
+                } else if (v.type == VG_F32) {
+                    UNROLL
+                    for (int h = 0; h < 2; h++) {
+                        int4 four = *aligned<int4>(row + 4 * at + 16 * h);
+                        x[4 * h] = __uint_as_float(four.x), x[4 * h + 1] = __uint_as_float(four.y);
+                        x[4 * h + 2] = __uint_as_float(four.z), x[4 * h + 3] = __uint_as_float(four.w);
+                    }
+                } else {
+                    int4 four = *aligned<int4>(row + 2 * at);
+                    u32 words[4] = {static_cast<u32>(four.x), static_cast<u32>(four.y), static_cast<u32>(four.z),
+                                    static_cast<u32>(four.w)};
+                    UNROLL
+                    for (int j = 0; j < 8; j++) {
+                        u16 bits = static_cast<u16>(words[j / 2] >> (j % 2 * 16));
+                        x[j] = v.type == VG_F16 ? to_float(f16{bits}) : __uint_as_float(static_cast<u32>(bits) << 16);
+                    }
+                }
+                put_pairs(x, to + place, rest + place);
+            }
+            return;
+        }
+        int bytes = geometry(v.type).bytes;
+        bool blocks = v.type == VG_Q4_0 || v.type == VG_Q5_0 || v.type == VG_Q8_0 || v.type == VG_IQ4_NL
+                          ? lies_at(bytes, 2)
+                          : (v.type == VG_Q4_1 || v.type == VG_Q5_1) && lies_at(bytes, 4);
+        if (blocks) {
+            for (int i = threadIdx.x; i < KEYS * (WIDTH / 32); i += ATTEND_THREADS) {
+                int key = i / (WIDTH / 32), block = i % (WIDTH / 32), place = key * stride + block * 32;
+                const u8* from = row_at(v, base, tile, key) + block * bytes;
+                if (block * 32 >= width) {
+                    for (int j = 0; j < 32; j++) {
+                        to[place + j] = rest[place + j] = 0;
+                    }
+                    continue;
+                }
+                switch (v.type) {
+                case VG_Q4_0: split_block<VG_Q4_0>(from, to + place, rest + place); break;
+                case VG_Q4_1: split_block<VG_Q4_1>(from, to + place, rest + place); break;
+                case VG_Q5_0: split_block<VG_Q5_0>(from, to + place, rest + place); break;
+                case VG_Q5_1: split_block<VG_Q5_1>(from, to + place, rest + place); break;
+                case VG_Q8_0: split_block<VG_Q8_0>(from, to + place, rest + place); break;
+                default: split_block<VG_IQ4_NL>(from, to + place, rest + place);
+                }
+            }
+            return;
+        }
+        const VgCodebooks* books = codebooks(p.codebooks);
+        for (int i = threadIdx.x; i < KEYS * WIDTH; i += ATTEND_THREADS) {
+            int key = i / WIDTH, at = i % WIDTH, place = key * stride + at;
+            float x = at < width ? row_value(v.type, books, row_at(v, base, tile, key), v.nb[0], at) : 0.0f;
+            u32 first, its_rest;
+            split(x, 0.0f, first, its_rest);
+            to[place] = static_cast<u16>(first);
+            rest[place] = static_cast<u16>(its_rest);
+        }
+    }
+
     // The queries, times the scale, as halves; zeros in rows that are none and behind the width of heads, there also in
     // the tiles of keys and values.
     DEVICE void load_queries() const {
@@ -203,15 +315,23 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             if (first_row + row < n_rows && column < width) {
                 i64 token = token_of(first_row + row), its_head = head_of(first_row + row);
                 const float* q = reinterpret_cast<const float*>(address(p.q, Index{{column, token, its_head, sequence}}));
-                x = q[0] * p.scale, y = q[1] * p.scale;
+                x = q[0] * p.scale;
+                y = KIND == PAIRS && column + 1 == width ? 0.0f : q[1] * p.scale; // others have whole eights
             }
-            *reinterpret_cast<u32*>(q_tile + row * K_STRIDE + column) = two_halves<BRAIN>(x, y);
+            u32* to = reinterpret_cast<u32*>(q_tile + row * K_STRIDE + column);
+            if constexpr (KIND == PAIRS) {
+                split(x, y, *to, to[ROWS * K_STRIDE / 2]);
+            } else {
+                *to = two_halves<BRAIN>(x, y);
+            }
         }
-        for (int i = threadIdx.x; i < KEYS * (K - width); i += ATTEND_THREADS) {
-            k_tile[i / (K - width) * K_STRIDE + width + i % (K - width)] = 0;
-        }
-        for (int i = threadIdx.x; i < KEYS * (V - value_width); i += ATTEND_THREADS) {
-            v_tile[i / (V - value_width) * V_STRIDE + value_width + i % (V - value_width)] = 0;
+        if constexpr (KIND != PAIRS) { // whose tiles bring zeros of their own
+            for (int i = threadIdx.x; i < KEYS * (K - width); i += ATTEND_THREADS) {
+                k_tile[i / (K - width) * K_STRIDE + width + i % (K - width)] = 0;
+            }
+            for (int i = threadIdx.x; i < KEYS * (V - value_width); i += ATTEND_THREADS) {
+                v_tile[i / (V - value_width) * V_STRIDE + value_width + i % (V - value_width)] = 0;
+            }
         }
     }
 
@@ -221,14 +341,24 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         const u16* k = k_tile + (key_warp * WARP_KEYS + lane / 16 * 8 + lane % 8) * K_STRIDE + lane / 8 % 2 * 8;
         UNROLL
         for (int i = 0; i < K; i += 16) {
-            u32 a[4];
-            load_matrices<false>(a, q + i);
+            u32 a[PLANES][4];
+            UNROLL
+            for (int plane = 0; plane < PLANES; plane++) {
+                load_matrices<false>(a[plane], q + plane * ROWS * K_STRIDE + i);
+            }
             UNROLL
             for (int j = 0; j < WARP_KEYS / 16; j++) {
                 u32 b[4];
                 load_matrices<false>(b, k + j * 16 * K_STRIDE + i);
-                multiply_fragments<BRAIN>(scores[2 * j], a, b);
-                multiply_fragments<BRAIN>(scores[2 * j + 1], a, b + 2);
+                multiply_fragments<BRAIN>(scores[2 * j], a[0], b);
+                multiply_fragments<BRAIN>(scores[2 * j + 1], a[0], b + 2);
+                if constexpr (KIND == PAIRS) {
+                    multiply_fragments<BRAIN>(scores[2 * j], a[1], b);
+                    multiply_fragments<BRAIN>(scores[2 * j + 1], a[1], b + 2);
+                    load_matrices<false>(b, k + (KEYS + j * 16) * K_STRIDE + i);
+                    multiply_fragments<BRAIN>(scores[2 * j], a[0], b);
+                    multiply_fragments<BRAIN>(scores[2 * j + 1], a[0], b + 2);
+                }
             }
         }
     }
@@ -298,8 +428,14 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         UNROLL
         for (int i = 0; i < WARP_KEYS / 16; i++) {
             const float *left = weights[2 * i], *right = weights[2 * i + 1];
-            u32 a[4] = {two_halves<BRAIN>(left[0], left[1]), two_halves<BRAIN>(left[2], left[3]),
-                        two_halves<BRAIN>(right[0], right[1]), two_halves<BRAIN>(right[2], right[3])};
+            u32 a[4], rest[4];
+            if constexpr (KIND == PAIRS) {
+                split(left[0], left[1], a[0], rest[0]), split(left[2], left[3], a[1], rest[1]);
+                split(right[0], right[1], a[2], rest[2]), split(right[2], right[3], a[3], rest[3]);
+            } else {
+                a[0] = two_halves<BRAIN>(left[0], left[1]), a[1] = two_halves<BRAIN>(left[2], left[3]);
+                a[2] = two_halves<BRAIN>(right[0], right[1]), a[3] = two_halves<BRAIN>(right[2], right[3]);
+            }
             auto of_two = [&](u32 bits) { return (bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u); };
             u32 low = of_two(seen >> 4 * i), high = of_two(seen >> (4 * i + 2));
             UNROLL
@@ -309,6 +445,14 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 b[0] &= low, b[1] &= high, b[2] &= low, b[3] &= high;
                 multiply_fragments<BRAIN>(sums.of[2 * n], a, b);
                 multiply_fragments<BRAIN>(sums.of[2 * n + 1], a, b + 2);
+                if constexpr (KIND == PAIRS) {
+                    multiply_fragments<BRAIN>(sums.of[2 * n], rest, b);
+                    multiply_fragments<BRAIN>(sums.of[2 * n + 1], rest, b + 2);
+                    load_matrices<true>(b, v + (KEYS + i * 16) * V_STRIDE + 16 * n);
+                    b[0] &= low, b[1] &= high, b[2] &= low, b[3] &= high;
+                    multiply_fragments<BRAIN>(sums.of[2 * n], a, b);
+                    multiply_fragments<BRAIN>(sums.of[2 * n + 1], a, b + 2);
+                }
             }
         }
     }
@@ -419,11 +563,22 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             return tile - begin < MOST_STATES ? static_cast<int>(own.states[tile - begin]) : static_cast<int>(MIXED);
         };
 
-        if (begin < end) {
-            fetch(p.k, keys, begin, k_tile, K_STRIDE);
-            if constexpr (KIND != RAW) {
-                fetch(p.v, values, begin, v_tile, V_STRIDE);
+        // Of nothing, too: groups are counted.
+        auto fetch_keys = [&](int tile) {
+            if (tile < end) {
+                fetch(p.k, keys, tile, k_tile, K_STRIDE, raw_keys);
+            } else {
+                commit_async();
             }
+        };
+        auto fetch_values = [&](int tile) {
+            if (tile < end) {
+                fetch(p.v, values, tile, v_tile, V_STRIDE, raw_values);
+            }
+        };
+        if (KIND != PAIRS && begin < end) {
+            fetch_keys(begin);
+            fetch_values(begin);
         }
         load_queries();
         const u8* masks[2] = {nullptr, nullptr};
@@ -451,26 +606,26 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         Sums sums = {};
         sums.most[0] = sums.most[1] = -INFINITY_F;
         for (int tile = begin, next; tile < end; tile = next) {
-            wait_async<KIND == RAW ? 0 : 1>();
-            __syncthreads(); // the keys are there
+            wait_async<1>();
+            __syncthreads(); // the keys are there; pairs: nobody reads the values any more
             next = tile + 1;
             while (next < end && state_of(next) == HIDDEN) {
                 next++;
             }
             if constexpr (KIND == RAW) {
-                unpack_tile(p.k, keys, tile, k_tile, K_STRIDE);
+                unpack_tile(p.k, keys, tile, k_tile, K_STRIDE, raw_keys);
                 __syncthreads();
-                fetch(p.v, values, tile, v_tile, V_STRIDE);
+                fetch_keys(next);
+            }
+            if constexpr (KIND == PAIRS) {
+                split_tile<K>(p.k, keys, tile, k_tile, K_STRIDE);
+                __syncthreads();
             }
             float scores[WARP_KEYS / 8][4] = {};
             multiply_keys(scores);
-            if constexpr (KIND != RAW) {
+            if constexpr (KIND != RAW && KIND != PAIRS) {
                 __syncthreads(); // the keys may be written over
-                if (next < end) {
-                    fetch(p.k, keys, next, k_tile, K_STRIDE);
-                } else {
-                    commit_async(); // of nothing: groups are counted
-                }
+                fetch_keys(next);
             }
             if (p.cap != 0.0f) {
                 UNROLL
@@ -484,21 +639,21 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 seen = hide(scores, tile, state == SHOWN ? SHOWN : MIXED, masks, slopes);
             }
             soft_max(scores, sums);
-            wait_async<KIND == RAW ? 0 : 1>();
-            __syncthreads(); // the values are there
-            if constexpr (KIND == RAW) {
-                unpack_tile(p.v, values, tile, v_tile, V_STRIDE);
+            wait_async<1>();
+            __syncthreads(); // the values are there; pairs: nobody reads the keys any more
+            if constexpr (KIND == PAIRS) {
+                split_tile<V>(p.v, values, tile, v_tile, V_STRIDE);
                 __syncthreads();
-                if (next < end) {
-                    fetch(p.k, keys, next, k_tile, K_STRIDE);
-                }
+            }
+            if constexpr (KIND == RAW) {
+                unpack_tile(p.v, values, tile, v_tile, V_STRIDE, raw_values);
+                __syncthreads();
+                fetch_values(next);
             }
             multiply_values(scores, seen, sums);
-            if constexpr (KIND != RAW) {
+            if constexpr (KIND != RAW && KIND != PAIRS) {
                 __syncthreads(); // the values may be written over
-                if (next < end) {
-                    fetch(p.v, values, next, v_tile, V_STRIDE);
-                }
+                fetch_values(next);
             }
         }
         UNROLL
@@ -529,7 +684,9 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                     int column = column_warp * COLUMNS + 8 * n + lane % 4 * 2;
                     if (column < width) {
                         to[column] = sums.of[n][2 * h] * factor;
-                        to[column + 1] = sums.of[n][2 * h + 1] * factor;
+                        if (KIND != PAIRS || column + 1 < width) {
+                            to[column + 1] = sums.of[n][2 * h + 1] * factor;
+                        }
                     }
                 }
             }

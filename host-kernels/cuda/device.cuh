@@ -205,6 +205,13 @@ template <bool BRAIN> DEVICE u32 two_halves(float a, float b) {
 #endif
 }
 
+// Two numbers as pairs of bfloat16: the first of both, and what it leaves of both. Together they are off by 2^-16; what is no
+// number, or has no end, becomes no number.
+DEVICE void split(float x, float y, u32& first, u32& rest) {
+    first = two_halves<true>(x, y);
+    rest = two_halves<true>(x - __uint_as_float(first << 16), y - __uint_as_float(first & 0xffff0000u));
+}
+
 // A power of two that numbers up to `largest` divided by are about 1. It and one over it are normal numbers.
 DEVICE float factor_of(float largest) {
     int exponent = static_cast<int>(__float_as_uint(largest) >> 23);

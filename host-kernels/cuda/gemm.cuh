@@ -4,6 +4,10 @@
 // 1, so that none is beyond what a half can hold. A block of threads has a tile of 128 rows by 128 columns, and goes
 // along the sum 64 elements at a time: while it multiplies one step from shared memory, each thread unpacks 32 weights
 // of the next in its registers, and the next activations are on their way to shared memory.
+//
+// Weights in f32, and weights of any type that lie in any way (`ANY`), are not rounded to halves. They and their activations
+// (`vg_pairs`) become pairs of bfloat16: the second is what the first leaves, so that both together are off by 2^-16. Three
+// products are added, all but that of the second ones. Steps are half as long.
 #pragma once
 #include "quants.cuh"
 
@@ -11,16 +15,43 @@ namespace {
 
 constexpr int GEMM_ROWS = 128, GEMM_COLUMNS = 128, GEMM_STEP = 64, GEMM_THREADS = 256;
 
-// Halves of a row of a tile in shared memory. What a warp reads of eight rows lies in different banks.
-constexpr int GEMM_STRIDE = GEMM_STEP + 8;
+// A type of weights that is known when the kernel runs.
+constexpr int ANY = -1;
+
+// Whether weights are pairs of bfloat16.
+DEVICE constexpr bool is_pairs(int type) { return type == VG_F32 || type == ANY; }
 
 // What a warp has of a tile: 2 times 16 rows, 8 times 8 columns; 4 by 2 warps have all of it.
 constexpr int WARP_ROWS = 2, WARP_COLUMNS = 8;
 
-struct GemmTiles {
-    u16 weights[GEMM_ROWS][GEMM_STRIDE];
-    u16 activations[2][GEMM_COLUMNS][GEMM_STRIDE];
+template <int TYPE> struct GemmTiles {
+    static constexpr int PLANES = is_pairs(TYPE) ? 2 : 1, STEP = GEMM_STEP / PLANES;
+    // Halves of a row in shared memory. What a warp reads of eight rows lies in different banks.
+    static constexpr int STRIDE = STEP + 8;
+
+    u16 weights[PLANES][GEMM_ROWS][STRIDE];
+    u16 activations[2][PLANES][GEMM_COLUMNS][STRIDE];
 };
+
+// Elements from `k` on of a row of `n` weights, 16 of them, as bits of f32; zeros behind the end.
+template <int TYPE> DEVICE void numbers_at(const VgCodebooks* books, const View& w, const u8* row, i64 k, u32* bits) {
+    i64 n = w.ne[0];
+    if constexpr (TYPE == VG_F32) { // rows end with whole 16 bytes
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            int4 four = {0, 0, 0, 0};
+            if (k + 4 * i < n) {
+                four = *aligned<int4>(row + (k + 4 * i) * 4);
+            }
+            bits[4 * i] = four.x, bits[4 * i + 1] = four.y, bits[4 * i + 2] = four.z, bits[4 * i + 3] = four.w;
+        }
+    } else {
+        UNROLL
+        for (int i = 0; i < 16; i++) {
+            bits[i] = k + i < n ? __float_as_uint(row_value(w.type, books, row, w.nb[0], k + i)) : 0;
+        }
+    }
+}
 
 // 32 weights of a row as halves, two to a word; `block` counts blocks of 32.
 template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const u8* row, i64 block, u32* halves) {
@@ -50,7 +81,9 @@ template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const u8* r
 
 // blockIdx.x and y count tiles of rows and columns, z batches. With groups, y counts the tiles of all experts.
 template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
-    DYNAMIC_SHARED(GemmTiles, tiles);
+    using Tiles = GemmTiles<TYPE>;
+    constexpr int STEP = Tiles::STEP, PLANES = Tiles::PLANES, STRIDE = Tiles::STRIDE;
+    DYNAMIC_SHARED(Tiles, tiles);
     __shared__ u32 places[GEMM_COLUMNS]; // of the tile's columns: which vector of all
     const VgCodebooks* books = codebooks(p.codebooks);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -99,19 +132,21 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     int half = threadIdx.x % 2;
 
     auto fetch = [&](int buffer, i64 step) {
-        constexpr int PIECES = GEMM_STEP / 8;
-        for (int i = threadIdx.x; i < GEMM_COLUMNS * PIECES; i += GEMM_THREADS) {
-            int column = i / PIECES < count ? i / PIECES : count - 1;
-            const u16* from = reinterpret_cast<const u16*>(p.halves) + vector_of(places[column]) * length;
-            from += step * GEMM_STEP;
-            copy_async(&tiles->activations[buffer][i / PIECES][i % PIECES * 8], from + i % PIECES * 8);
+        constexpr int PIECES = STEP / 8; // of a plane; planes of a vector follow each other
+        for (int i = threadIdx.x; i < GEMM_COLUMNS * PLANES * PIECES; i += GEMM_THREADS) {
+            int row = i / (PLANES * PIECES), plane = i / PIECES % PLANES, piece = i % PIECES;
+            int column = row < count ? row : count - 1;
+            const u16* from = reinterpret_cast<const u16*>(p.halves) + (vector_of(places[column]) * PLANES + plane) * length;
+            copy_async(&tiles->activations[buffer][plane][row][piece * 8], from + step * STEP + piece * 8);
         }
         commit_async();
     };
     u32 next[16];
     auto unpack_next = [&](i64 step) {
         i64 block = step * 2 + half;
-        if (block < blocks) {
+        if constexpr (PLANES == 2) {
+            numbers_at<TYPE>(books, p.w, row, block * (STEP / 2), next);
+        } else if (block < blocks) {
             weights_at<TYPE>(books, row, block, next);
         } else {
             UNROLL
@@ -121,16 +156,28 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
         }
     };
     auto put_next = [&]() {
-        int4* to = reinterpret_cast<int4*>(&tiles->weights[threadIdx.x / 2][half * 32]);
+        if constexpr (PLANES == 2) {
+            u32 words[16];
+            UNROLL
+            for (int i = 0; i < 8; i++) {
+                split(__uint_as_float(next[2 * i]), __uint_as_float(next[2 * i + 1]), words[i], words[8 + i]);
+            }
+            UNROLL
+            for (int i = 0; i < 16; i++) {
+                next[i] = words[i];
+            }
+        }
         UNROLL
         for (int i = 0; i < 4; i++) {
-            to[i] = int4{static_cast<int>(next[4 * i]), static_cast<int>(next[4 * i + 1]),
-                         static_cast<int>(next[4 * i + 2]), static_cast<int>(next[4 * i + 3])};
+            int plane = i / (4 / PLANES), piece = i % (4 / PLANES);
+            int4* to = reinterpret_cast<int4*>(&tiles->weights[plane][threadIdx.x / 2][half * (STEP / 2) + piece * 8]);
+            *to = int4{static_cast<int>(next[4 * i]), static_cast<int>(next[4 * i + 1]),
+                       static_cast<int>(next[4 * i + 2]), static_cast<int>(next[4 * i + 3])};
         }
     };
 
     float sums[WARP_ROWS][WARP_COLUMNS][4] = {};
-    i64 steps = length / GEMM_STEP;
+    i64 steps = (p.w.ne[0] + STEP - 1) / STEP;
     fetch(0, 0);
     unpack_next(0);
     put_next();
@@ -145,27 +192,34 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
             unpack_next(step + 1);
         }
         UNROLL
-        for (int k = 0; k < GEMM_STEP; k += 16) {
+        for (int k = 0; k < STEP; k += 16) {
             auto word = [&](const u16* at) { return *reinterpret_cast<const u32*>(at); };
-            u32 a[WARP_ROWS][4], b[WARP_COLUMNS][2];
+            u32 a[PLANES][WARP_ROWS][4], b[WARP_COLUMNS][PLANES][2];
             UNROLL
-            for (int i = 0; i < WARP_ROWS; i++) {
-                const u16* upper = &tiles->weights[row_of_warp + i * 16 + group][k + pair];
-                const u16* lower = upper + 8 * GEMM_STRIDE;
-                a[i][0] = word(upper), a[i][1] = word(lower), a[i][2] = word(upper + 8), a[i][3] = word(lower + 8);
+            for (int i = 0; i < PLANES * WARP_ROWS; i++) {
+                int plane = i / WARP_ROWS, of = i % WARP_ROWS;
+                const u16* upper = &tiles->weights[plane][row_of_warp + of * 16 + group][k + pair];
+                const u16* lower = upper + 8 * STRIDE;
+                u32* to = a[plane][of];
+                to[0] = word(upper), to[1] = word(lower), to[2] = word(upper + 8), to[3] = word(lower + 8);
             }
             UNROLL
             for (int j = 0; j < WARP_COLUMNS; j++) {
-                if (column_of_warp + j * 16 < count) {
-                    const u16* at = &tiles->activations[buffer][column_of_warp + j * 16 + group][k + pair];
-                    b[j][0] = word(at), b[j][1] = word(at + 8);
+                UNROLL
+                for (int plane = 0; plane < PLANES && column_of_warp + j * 16 < count; plane++) {
+                    const u16* at = &tiles->activations[buffer][plane][column_of_warp + j * 16 + group][k + pair];
+                    b[j][plane][0] = word(at), b[j][plane][1] = word(at + 8);
                 }
             }
             UNROLL
             for (int j = 0; j < WARP_COLUMNS; j++) {
                 UNROLL
                 for (int i = 0; i < WARP_ROWS && column_of_warp + j * 16 < count; i++) {
-                    multiply_fragments<TYPE == VG_BF16>(sums[i][j], a[i], b[j]);
+                    multiply_fragments<TYPE == VG_BF16 || PLANES == 2>(sums[i][j], a[0][i], b[j][0]);
+                    if constexpr (PLANES == 2) {
+                        multiply_fragments<true>(sums[i][j], a[0][i], b[j][1]);
+                        multiply_fragments<true>(sums[i][j], a[1][i], b[j][0]);
+                    }
                 }
             }
         }
@@ -175,7 +229,7 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
         }
     }
 
-    const float* factors = reinterpret_cast<const float*>(p.factors);
+    const float* factors = reinterpret_cast<const float*>(p.factors); // pairs have none
     UNROLL
     for (int j = 0; j < WARP_COLUMNS; j++) {
         UNROLL
@@ -185,7 +239,7 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
                 continue;
             }
             i64 place = places[c];
-            float factor = factors[vector_of(places[c])];
+            float factor = PLANES == 2 ? 1.0f : factors[vector_of(places[c])];
             u8* to = p.groups ? address(p.dst, Index{{0, place % slots, place / slots, 0}})
                               : address(p.dst, Index{{0, place - batch * p.dst.ne[1], i2, i3}});
             UNROLL

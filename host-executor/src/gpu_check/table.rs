@@ -25,7 +25,9 @@ pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
         Ok(text) => serde_json::from_str(&text).context("check.json")?,
         Err(_) => Value::Null,
     };
-    print!("{}", text(&parts, &speeds));
+    let ops = fs::read_to_string(folder.join("test-backend-ops.txt"));
+    let ops = ops.ok().as_deref().map(Ops::of);
+    print!("{}", text(&parts, &check, ops.as_ref(), &speeds));
     let summary = json!({
         "parts": parts.iter().map(|part| json!({
             "name": part.name, "status": part.status, "seconds": part.seconds,
@@ -33,6 +35,9 @@ pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
         "tokens_per_second": speeds.iter().map(|((model, test), by_engine)| json!({
             "model": model, "test": test, "engines": by_engine,
         })).collect::<Vec<_>>(),
+        "test_backend_ops": ops.as_ref().map(|ops| json!({
+            "ok": ops.ok, "unsupported": ops.unsupported, "ended": ops.ended, "failed": ops.failed,
+        })),
         "check": check,
     });
     let path = folder.join("summary.json");
@@ -63,10 +68,56 @@ fn parts(text: &str) -> Vec<Part> {
     text.lines().filter_map(part).collect()
 }
 
+/// What ggml's own tests of operators have said, as far as they came.
+#[derive(Debug, Default, PartialEq)]
+struct Ops {
+    ok: u64,
+    unsupported: u64,
+    failed: Vec<String>,
+    /// Whether they came to their end.
+    ended: bool,
+}
+
+impl Ops {
+    /// Reads what they write: a line for each case, `  OP(parameters): ` and how it went, in colours.
+    fn of(said: &str) -> Ops {
+        let mut ops = Ops::default();
+        for line in said.lines() {
+            let line = plain(line);
+            ops.ended |= line.contains("tests passed");
+            let Some((case, outcome)) = line.rsplit_once("): ") else {
+                continue;
+            };
+            // Before FAIL is what was wrong, on the same line.
+            match outcome.trim() {
+                "OK" => ops.ok += 1,
+                outcome if outcome.starts_with("not supported") => ops.unsupported += 1,
+                outcome if outcome.ends_with("FAIL") => {
+                    ops.failed.push(format!("{case}): {outcome}").trim().into())
+                }
+                _ => {}
+            }
+        }
+        ops
+    }
+}
+
+/// A line without what sets colours.
+fn plain(line: &str) -> String {
+    let mut parts = line.split('\u{1b}');
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |all, part| {
+        all + part.split_once('m').map_or("", |(_, rest)| rest)
+    })
+}
+
 /// What `timeout` ends with when the time is up.
 const TIME_IS_UP: i64 = 124;
 
-fn text(parts: &[Part], speeds: &Speeds) -> String {
+/// Failed cases that are shown.
+const MOST_SHOWN: usize = 10;
+
+fn text(parts: &[Part], check: &Value, ops: Option<&Ops>, speeds: &Speeds) -> String {
     let mut out = String::new();
     let mut line = |text: String| writeln!(out, "{text}").expect("a string grows");
     line(format!("{:32} {:>16} {:>9}", "part", "result", "seconds"));
@@ -81,10 +132,22 @@ fn text(parts: &[Part], speeds: &Speeds) -> String {
             part.name, part.seconds
         ));
     }
+    compared(check, &mut line);
+    if let Some(ops) = ops {
+        let end = if ops.ended { "" } else { ", not to the end" };
+        line(format!(
+            "test-backend-ops: {} ok, {} failed, {} not supported{end}",
+            ops.ok,
+            ops.failed.len(),
+            ops.unsupported
+        ));
+        for case in ops.failed.iter().take(MOST_SHOWN) {
+            line(format!("  FAILED {case}"));
+        }
+    }
     if speeds.is_empty() {
         return out;
     }
-    let mut line = |text: String| writeln!(out, "{text}").expect("a string grows");
     line(format!(
         "{:28} {:>8} {:>12} {:>12} {:>7}",
         "model, tokens a second", "test", OURS, "ggml-cuda", "ratio"
@@ -106,6 +169,54 @@ fn text(parts: &[Part], speeds: &Speeds) -> String {
         ));
     }
     out
+}
+
+/// What `vgpu gpu-check` has found out.
+fn compared(check: &Value, line: &mut impl FnMut(String)) {
+    let all = |key: &str| check[key].as_array().into_iter().flatten();
+    let count = all("cases").count();
+    if count > 0 {
+        let right = { all("cases") }
+            .filter(|case| case["right"] == true)
+            .count();
+        line(format!(
+            "operators: {right} of {count} agree with the CPU engine"
+        ));
+    }
+    for text in all("texts") {
+        let number = |key: &str| text[key].as_u64();
+        let name = text["name"].as_str().unwrap_or_default();
+        line(match (number("same"), number("tokens")) {
+            (Some(same), Some(tokens)) => {
+                format!("text, {name}: {same} of {tokens} tokens are the CPU engine's")
+            }
+            _ => format!("text, {name}: FAILED: {}", text["failed"]),
+        });
+    }
+    let copies = &check["copies"];
+    let within = copies["within"].as_f64();
+    let gigabytes = |rate: f64| format!("{:.1} GB/s", rate / 1e9);
+    for (name, key) in [
+        ("copies within the device", "within"),
+        ("copies from the host", "upload"),
+        ("copies to the host", "download"),
+    ] {
+        if let Some(rate) = copies[key].as_f64() {
+            line(format!("{name:36} {:>16}", gigabytes(rate)));
+        }
+    }
+    for rate in all("rates") {
+        let name = rate["name"].as_str().unwrap_or_default();
+        let value = match (rate["rate"].as_f64(), rate["unit"].as_str()) {
+            (Some(value), Some("bytes/s")) => {
+                let percent = within.map_or(0.0, |within| 100.0 * value / within);
+                format!("{:>16} {percent:5.0} % of copies", gigabytes(value))
+            }
+            (Some(value), _) => format!("{:>9.2} TFLOPS", value / 1e12),
+            _ => rate["failed"].as_str().unwrap_or("failed").to_owned(),
+        };
+        line(format!("{name:36} {value}"));
+    }
 }
 
 fn speeds(folder: &Path) -> anyhow::Result<Speeds> {
@@ -173,11 +284,45 @@ mod tests {
         let summary: Value = serde_json::from_str(&summary).unwrap();
         assert_eq!(summary["parts"].as_array().unwrap().len(), 3);
         assert_eq!(summary["check"], Value::Null);
+        let check = json!({
+            "cases": [{"name": "ADD", "right": true}, {"name": "MUL", "right": false}],
+            "texts": [{"name": "llama", "tokens": 48, "same": 47}],
+            "copies": {"within": 4e12},
+            "rates": [
+                {"name": "MUL_MAT q4_K x 1", "unit": "bytes/s", "rate": 3e12},
+                {"name": "cuBLASLt f16 x 128", "failed": "not there"},
+            ],
+        });
+        let ops = Ops::of(
+            "  ADD(type=f32): \u{1b}[1;32mOK\u{1b}[0m\n  MUL(type=f16,ne=[1,2]): [MUL] ERR = 0.5 > 0.1 \u{1b}[1;31mFAIL\u{1b}[0m\n  \
+             SUB(type=f32): not supported [VGPU0] \n  DIV(type=f",
+        );
+        let expected = Ops {
+            ok: 1,
+            unsupported: 1,
+            failed: vec!["MUL(type=f16,ne=[1,2]): [MUL] ERR = 0.5 > 0.1 FAIL".into()],
+            ended: false,
+        };
+        assert_eq!(ops, expected);
         let table = text(
             &parts("check\t0\t1.5\nops\t1\t2\n"),
+            &check,
+            Some(&ops),
             &speeds(&folder).unwrap(),
         );
-        for wanted in ["ok", "FAILED (1)", "pp512", "tg128", "2.00", "3000.0"] {
+        for wanted in [
+            "ok",
+            "FAILED (1)",
+            "pp512",
+            "tg128",
+            "2.00",
+            "3000.0",
+            "1 of 2 agree",
+            "47 of 48",
+            "75 % of copies",
+            "not there",
+            "1 ok, 1 failed, 1 not supported, not to the end",
+        ] {
             assert!(table.contains(wanted), "{wanted}: {table}");
         }
         assert!(!table.contains("half"), "{table}");

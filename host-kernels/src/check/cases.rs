@@ -240,6 +240,16 @@ fn products(list: &mut List) {
             );
         }
     }
+    // Lengths that are whole in no step, as products without flash attention have them.
+    for ty in [Type::F16, Type::F32] {
+        let op = Op::MulMat {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+            hadamard: false,
+        };
+        let sources = [numbers_of(ty, [1500, 72, 2, 1]), f32s([1500, 40, 4, 1])];
+        list.add(op, ROUNDED, f32s([72, 40, 4, 1]), &sources);
+    }
     let op = Op::OutProd {};
     list.add(
         op,
@@ -293,15 +303,20 @@ fn large(list: &mut List) {
 }
 
 fn attention(list: &mut List) {
-    let types = [Type::F32, Type::F16, Type::Bf16, Type::Q8_0, Type::Q4_0];
-    for ty in types {
+    let alike = [Type::F32, Type::F16, Type::Bf16, Type::Q8_0, Type::Q4_0].map(|ty| [ty; 2]);
+    let mixed = [
+        [Type::Bf16, Type::Q8_0],
+        [Type::Q8_0, Type::Q5_1],
+        [Type::F32, Type::F16],
+    ];
+    for [k, v] in alike.into_iter().chain(mixed) {
         for [size, tokens, keys, heads, kv] in [
             [128, 1, 1000, 8, 2],
             [64, 70, 130, 4, 4],
             [80, 3, 257, 6, 2],
             [256, 1, 512, 4, 1],
         ] {
-            if ty.is_quantized() && size % 32 != 0 {
+            if (k.is_quantized() || v.is_quantized()) && size % 32 != 0 {
                 continue;
             }
             let op = Op::FlashAttnExt {
@@ -317,13 +332,13 @@ fn attention(list: &mut List) {
                 fill: Fill::Mask(keys as i64 - tokens as i64),
             };
             let sinks = (tokens == 3).then(|| f32s([heads, 1, 1, 1]));
-            let cache = numbers_of(ty, [size, keys, kv, 1]);
+            let [k, v] = [k, v].map(|ty| Some(numbers_of(ty, [size, keys, kv, 1])));
             let q = f32s([size, tokens, heads, 1]);
             list.with(
                 op,
                 ROUNDED,
                 f32s([size, heads, tokens, 1]),
-                &[Some(q), Some(cache), Some(cache), Some(mask), sinks],
+                &[Some(q), k, v, Some(mask), sinks],
             );
         }
     }

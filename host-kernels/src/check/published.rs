@@ -44,14 +44,9 @@ enum Weights {
     Mxfp4,
 }
 
-/// The models that an engine is measured with.
+/// The models that an engine is measured with, what says most first.
 pub const PUBLISHED: [Published; 4] = [
     LLAMA_8B,
-    Published {
-        name: "8b-f16",
-        weights: Weights::F16,
-        ..LLAMA_8B
-    },
     Published {
         name: "gpt-oss-20b-mxfp4",
         family: Family::GptOss,
@@ -77,6 +72,11 @@ pub const PUBLISHED: [Published; 4] = [
         inner: 768,
         experts: Some((128, 8)),
         vocabulary: 151_936,
+    },
+    Published {
+        name: "8b-f16",
+        weights: Weights::F16,
+        ..LLAMA_8B
     },
 ];
 

@@ -158,11 +158,13 @@ impl Subject {
             }
         }
         all.extend(products(&first));
-        for ty in [Type::F16, Type::Q8_0] {
-            all.push(Subject::Attention(ty, 1, 4 * options.size));
-            all.push(Subject::Attention(ty, options.size, options.size));
-        }
+        let attention = |ty| {
+            [(1, 4 * options.size), (options.size, options.size)]
+                .map(|(tokens, keys)| Subject::Attention(ty, tokens, keys))
+        };
+        all.extend([Type::F16, Type::Q8_0].into_iter().flat_map(attention));
         all.extend(products(&others));
+        all.extend([Type::Bf16, Type::F32].into_iter().flat_map(attention));
         all
     }
 

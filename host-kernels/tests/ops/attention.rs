@@ -289,7 +289,7 @@ pub(crate) fn many_tokens_and_long_contexts(engine: &dyn Engine) {
 
 /// Widths, types and numbers of rows that engines have kernels of their own for, with whole, causal and scattered masks.
 pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
-    use Type::{Bf16, F16, Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+    use Type::{Bf16, F16, F32, Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
     for (i, (k, v, dk, dv, keys, tokens, group)) in [
         (F16, F16, 64, 64, 500, 1, 8),
         (F16, F16, 64, 64, 200, 70, 2),
@@ -311,6 +311,14 @@ pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
         (Q4_1, Q5_0, 256, 256, 65, 1, 2),
         (F16, Q8_0, 128, 128, 70, 17, 1),
         (Q8_0, Q8_0, 576, 512, 70, 1, 2),
+        (F32, F32, 64, 64, 200, 1, 4),
+        (F32, F32, 128, 128, 130, 20, 2),
+        (F32, F32, 256, 256, 70, 40, 1),
+        (F32, F32, 576, 512, 40, 1, 2),
+        (F32, F16, 72, 72, 90, 33, 1),
+        (F16, Bf16, 128, 128, 100, 3, 2),
+        (Bf16, Q8_0, 128, 96, 150, 17, 1),
+        (Q5_1, F32, 64, 128, 150, 2, 4),
     ]
     .into_iter()
     .enumerate()

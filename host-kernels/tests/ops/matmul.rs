@@ -92,6 +92,10 @@ const TOLERANCE_OF_HALVES: f64 = 1.5e-3;
 /// The same for operands of bfloat16.
 const TOLERANCE_OF_BRAIN_HALVES: f64 = 8e-3;
 
+/// The same for operands in f32 that are pairs of bfloat16: each is off by 2^-16, and the product of what is small in both is
+/// left out.
+const TOLERANCE_OF_PAIRS: f64 = 5e-5;
+
 /// Columns from which on engines may have their operands rounded to halves, as ggml's CUDA backend has them.
 const MANY_COLUMNS: u64 = 9;
 
@@ -119,6 +123,7 @@ fn compare_with_activations(
         _ if engine.name() == "cpu" && is_rounded => TOLERANCE_OF_BRAIN_HALVES,
         _ if columns < MANY_COLUMNS || engine.name() == "cpu" => TOLERANCE,
         Type::Bf16 => TOLERANCE_OF_BRAIN_HALVES,
+        Type::F32 => TOLERANCE_OF_PAIRS,
         _ => TOLERANCE_OF_HALVES,
     };
     if !fits(x, halves) && !fits(&in_eights(x), TOLERANCE) {

@@ -1,7 +1,8 @@
 //! FLASH_ATTN_EXT.
 //!
-//! `cuda/attend.cuh` has the kernels for the usual types and layouts, on tensor cores. What does not fit them, such as
-//! keys in f32 or heads of odd widths, takes `cuda/attention.cu`, which reads any element of anything.
+//! `cuda/attend.cuh` has the kernels, on tensor cores: of halves where keys and values are such, or become such without loss
+//! of range, and of pairs of bfloat16 for all other types and layouts. Only heads wider than 576, and queries or results that do
+//! not lie as ggml has them, take `cuda/attention.cu`, which reads any element of anything.
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
@@ -79,52 +80,117 @@ pub(super) enum Kind {
     Brain,
     /// Halves or blocks of 32.
     Raw,
+    /// Anything.
+    Pairs,
 }
 
-/// A kernel for a width of heads, and its tile.
+/// Tiles of rows and keys for a width of heads.
 struct Shape {
-    kernels: [&'static str; 3],
+    /// In the names of kernels.
+    name: &'static str,
     k: i64,
     v: i64,
     rows: i64,
     keys: i64,
 }
 
-macro_rules! shape {
-    ($name:literal, $k:literal, $v:literal, $rows:literal, $keys:literal) => {
-        Shape {
-            kernels: [
-                concat!("vg_attend_half_", $name),
-                concat!("vg_attend_brain_", $name),
-                concat!("vg_attend_raw_", $name),
-            ],
-            k: $k,
-            v: $v,
-            rows: $rows,
-            keys: $keys,
-        }
-    };
+const fn shape(name: &'static str, [k, v]: [i64; 2], [rows, keys]: [i64; 2]) -> Shape {
+    Shape {
+        name,
+        k,
+        v,
+        rows,
+        keys,
+    }
 }
 
 /// For few rows and for many, by the widest heads they take.
 const SHAPES: [[Shape; 2]; 4] = [
     [
-        shape!("64_few", 64, 64, 16, 64),
-        shape!("64_many", 64, 64, 64, 64),
+        shape("64_few", [64, 64], [16, 64]),
+        shape("64_many", [64, 64], [64, 64]),
     ],
     [
-        shape!("128_few", 128, 128, 16, 64),
-        shape!("128_many", 128, 128, 64, 64),
+        shape("128_few", [128, 128], [16, 64]),
+        shape("128_many", [128, 128], [64, 64]),
     ],
     [
-        shape!("256_few", 256, 256, 16, 64),
-        shape!("256_many", 256, 256, 64, 32),
+        shape("256_few", [256, 256], [16, 64]),
+        shape("256_many", [256, 256], [64, 32]),
     ],
     [
-        shape!("576_few", 576, 512, 16, 32),
-        shape!("576_few", 576, 512, 16, 32),
+        shape("576_few", [576, 512], [16, 32]),
+        shape("576_few", [576, 512], [16, 32]),
     ],
 ];
+
+/// The same where tiles are unpacked, which takes room for their bytes.
+const SHAPES_OF_RAW: [[Shape; 2]; 4] = [
+    [
+        shape("64_few", [64, 64], [16, 64]),
+        shape("64_many", [64, 64], [64, 64]),
+    ],
+    [
+        shape("128_few", [128, 128], [16, 64]),
+        shape("128_many", [128, 128], [64, 64]),
+    ],
+    [
+        shape("256_few", [256, 256], [16, 32]),
+        shape("256_many", [256, 256], [64, 32]),
+    ],
+    [
+        shape("576_few", [576, 512], [16, 32]),
+        shape("576_few", [576, 512], [16, 32]),
+    ],
+];
+
+/// The same for pairs.
+const SHAPES_OF_PAIRS: [[Shape; 2]; 4] = [
+    [
+        shape("64_few", [64, 64], [16, 64]),
+        shape("64_many", [64, 64], [64, 64]),
+    ],
+    [
+        shape("128_few", [128, 128], [16, 64]),
+        shape("128_many", [128, 128], [64, 64]),
+    ],
+    [
+        shape("256_few", [256, 256], [16, 32]),
+        shape("256_many", [256, 256], [32, 32]),
+    ],
+    [
+        shape("576_few", [576, 512], [16, 16]),
+        shape("576_few", [576, 512], [16, 16]),
+    ],
+];
+
+impl Kind {
+    fn shapes(self) -> &'static [[Shape; 2]] {
+        match self {
+            Kind::Raw => &SHAPES_OF_RAW,
+            Kind::Pairs => &SHAPES_OF_PAIRS,
+            _ => &SHAPES,
+        }
+    }
+
+    /// The kernel for a shape.
+    fn kernel(self, shape: &Shape) -> &'static str {
+        macro_rules! kernel {
+            ($($name:literal)*) => {
+                match (self, shape.name) {
+                    $(
+                        (Kind::Halves, $name) => concat!("vg_attend_half_", $name),
+                        (Kind::Brain, $name) => concat!("vg_attend_brain_", $name),
+                        (Kind::Raw, $name) => concat!("vg_attend_raw_", $name),
+                        (Kind::Pairs, $name) => concat!("vg_attend_pairs_", $name),
+                    )*
+                    _ => unreachable!("shapes have these names"),
+                }
+            };
+        }
+        kernel!("64_few" "64_many" "128_few" "128_many" "256_few" "256_many" "576_few")
+    }
+}
 
 /// Most rows of a tile of which most are none.
 const FEW_ROWS: i64 = 16;
@@ -148,6 +214,13 @@ struct Tiles {
 impl Tiles {
     /// The kernel for an attention, if there is one for such operands.
     fn of(params: &VgAttentionParams, most_shared: u32) -> Option<Tiles> {
+        let kind = kind_of(&params.k, &params.v);
+        // Pairs need least of what a block shares with wide heads.
+        let kinds = [kind, Kind::Pairs].into_iter();
+        { kinds }.find_map(|kind| Tiles::of_kind(kind, params, most_shared))
+    }
+
+    fn of_kind(kind: Kind, params: &VgAttentionParams, most_shared: u32) -> Option<Tiles> {
         let VgAttentionParams {
             dst,
             q,
@@ -157,7 +230,6 @@ impl Tiles {
             sinks,
             ..
         } = params;
-        let kind = kind_of(k, v)?;
         let is_dense = |x: &VgView| x.nb[0] == 4 && x.nb.iter().all(|step| step % 4 == 0);
         let fits = is_dense(q)
             && is_dense(dst)
@@ -165,7 +237,9 @@ impl Tiles {
             && (sinks.data == 0 || sinks.is_dense(Type::F32))
             && q.ne[2] % k.ne[2] == 0
             && k.ne[1] > 0
-            && k.ne[1] <= 1 << 28;
+            && k.ne[1] <= 1 << 28
+            && k.ne[0] > 0
+            && v.ne[0] > 0;
         if !fits {
             return None;
         }
@@ -173,22 +247,30 @@ impl Tiles {
         let alike = k.ne[2] == v.ne[2] && (mask.data == 0 || mask.ne[2] == 1);
         let group = if alike { q.ne[2] / k.ne[2] } else { 1 };
         let rows = q.ne[1].checked_mul(group).filter(|&n| n <= 1 << 28)?;
-        let shapes = SHAPES
-            .iter()
-            .find(|[shape, _]| k.ne[0] <= shape.k && v.ne[0] <= shape.v)?;
+        let shapes =
+            { kind.shapes().iter() }.find(|[shape, _]| k.ne[0] <= shape.k && v.ne[0] <= shape.v)?;
         let shape = &shapes[usize::from(rows > FEW_ROWS)];
         let raw = match kind {
             Kind::Raw => [k, v].map(raw_bytes).into_iter().max().unwrap_or(0),
             _ => 0,
         };
-        let halves = shape.rows * (shape.k + 8) + shape.keys * (shape.k + 8 + shape.v + 8);
-        let shared = u32::try_from(2 * halves + shape.keys * raw).ok()?;
+        let [queries, keys, values] = [
+            shape.rows * (shape.k + 8),
+            shape.keys * (shape.k + 8),
+            shape.keys * (shape.v + 8),
+        ];
+        let halves = match kind {
+            // Two of each element; keys and values have the same place.
+            Kind::Pairs => 2 * (queries + keys.max(values)),
+            _ => queries + keys + values,
+        };
+        let shared = u32::try_from(2 * halves + 2 * shape.keys * raw).ok()?;
         let fits = shared <= most_shared
             && q.ne[2] / group <= MOST_BLOCKS
             && q.ne[3] <= MOST_BLOCKS
             && (mask.data == 0 || mask.ne[2] * mask.ne[3] <= MOST_BLOCKS);
         fits.then_some(Tiles {
-            kernel: shape.kernels[kind as usize],
+            kernel: kind.kernel(shape),
             shape,
             group,
             raw,
@@ -210,10 +292,10 @@ impl Tiles {
         let items = across * heads * q.ne[3];
         let mut splits = 1;
         if items <= COUNTERS {
-            // A block has a tile of keys and one of values under way, or one of either as bytes.
+            // A block has a tile of keys and one of values under way.
             let bytes = match self.raw {
                 0 => keys * 2 * (k.ne[0] + params.v.ne[0]),
-                raw => keys * raw,
+                raw => 2 * keys * raw,
             };
             let blocks = (UNDER_WAY / bytes).clamp(2, 4);
             let wanted = div_ceil(i64::from(b.multiprocessors()) * blocks, items);
@@ -237,6 +319,7 @@ impl Tiles {
             states,
             parts,
             counters: b.counters(),
+            codebooks: params.codebooks,
             scale: params.scale,
             cap: params.cap,
             max_bias: params.max_bias,
@@ -251,20 +334,20 @@ impl Tiles {
     }
 }
 
-/// What the kernels take keys and values of these types and places for, if they do.
-pub(super) fn kind_of(k: &VgView, v: &VgView) -> Option<Kind> {
+/// What the kernels take keys and values of these types and places for.
+pub(super) fn kind_of(k: &VgView, v: &VgView) -> Kind {
     let types = [k, v].map(|x| Type::from_id(x.type_ as u8));
     // Halves are multiplied and copied by eight.
-    if [k, v].iter().any(|x| x.ne[0] == 0 || x.ne[0] % 8 != 0) {
-        return None;
+    if [k, v].iter().any(|x| x.ne[0] % 8 != 0) {
+        return Kind::Pairs;
     }
     let are =
         |ty, places| types == [Some(ty); 2] && [k, v].iter().all(|x| is_aligned(x, ty, places));
     if are(Type::F16, 16) {
-        return Some(Kind::Halves);
+        return Kind::Halves;
     }
     if are(Type::Bf16, 16) {
-        return Some(Kind::Brain);
+        return Kind::Brain;
     }
     let is_raw = |x: &VgView| match Type::from_id(x.type_ as u8) {
         Some(ty @ (Type::F16 | Type::Q4_0 | Type::Q5_0 | Type::Q8_0 | Type::Iq4Nl)) => {
@@ -273,7 +356,10 @@ pub(super) fn kind_of(k: &VgView, v: &VgView) -> Option<Kind> {
         Some(ty @ (Type::Q4_1 | Type::Q5_1)) => is_aligned(x, ty, 4),
         _ => false,
     };
-    (is_raw(k) && is_raw(v)).then_some(Kind::Raw)
+    match is_raw(k) && is_raw(v) {
+        true => Kind::Raw,
+        false => Kind::Pairs,
+    }
 }
 
 /// Adds the launch that notes what the mask does with each tile of so many rows (tokens, and heads of a group) by so many
@@ -326,6 +412,40 @@ mod tests {
     use super::*;
     use vgpu_transport::ir::Shape as Extents;
 
+    /// A machine that runs llama.cpp may have any of these for keys and any for values.
+    const TYPES_OF_CACHES: [Type; 9] = [
+        Type::F32,
+        Type::F16,
+        Type::Bf16,
+        Type::Q8_0,
+        Type::Q4_0,
+        Type::Q4_1,
+        Type::Iq4Nl,
+        Type::Q5_0,
+        Type::Q5_1,
+    ];
+
+    #[test]
+    fn every_pair_of_types_of_caches_has_kernels_on_tensor_cores() {
+        let view = |ty, ne| VgView::new(4096, &Extents::contiguous(ty, ne).expect("a small shape"));
+        for k in TYPES_OF_CACHES {
+            for v in TYPES_OF_CACHES {
+                for (tokens, width) in [(1, 64), (1, 128), (512, 128), (512, 256), (1, 512)] {
+                    let params = VgAttentionParams {
+                        dst: view(Type::F32, [width, 32, tokens, 1]),
+                        q: view(Type::F32, [width, tokens, 32, 1]),
+                        k: view(k, [width, 500, 8, 1]),
+                        v: view(v, [width, 500, 8, 1]),
+                        ..VgAttentionParams::default()
+                    };
+                    // What a block may have on the smallest GPUs.
+                    let tiles = Tiles::of(&params, 99 << 10);
+                    assert!(tiles.is_some(), "{k:?} and {v:?}, {width} wide");
+                }
+            }
+        }
+    }
+
     /// The kernel for so many query heads and tokens over keys and values of a type.
     fn kernel(
         ty: Type,
@@ -364,6 +484,10 @@ mod tests {
             (Type::Bf16, [128; 2], [32, 8, 1], "brain_128_few"),
             (Type::Q8_0, [128; 2], [32, 8, 1], "raw_128_few"),
             (Type::Q4_0, [256; 2], [32, 8, 20], "raw_256_many"),
+            (Type::F32, [128; 2], [32, 8, 1], "pairs_128_few"),
+            (Type::F32, [256; 2], [32, 8, 20], "pairs_256_many"),
+            (Type::F16, [68; 2], [32, 8, 1], "pairs_128_few"),
+            (Type::Q4K, [512; 2], [32, 8, 1], "pairs_576_few"),
         ] {
             let kernel = kernel(ty, widths, sizes, 4096).expect("a kernel on tensor cores");
             assert_eq!(kernel.strip_prefix("vg_attend_"), Some(expected));
@@ -372,8 +496,6 @@ mod tests {
         let sizes = [32, 8, 1];
         let odd = kernel(Type::F16, [128; 2], sizes, 4096 + 8);
         assert_eq!(odd, Some("vg_attend_raw_128_few"));
-        assert_eq!(kernel(Type::F32, [128; 2], sizes, 4096), None);
-        assert_eq!(kernel(Type::F16, [68; 2], sizes, 4096), None);
         assert_eq!(kernel(Type::F16, [1024; 2], sizes, 4096), None);
     }
 }

@@ -64,7 +64,7 @@ impl HopperAttention {
         let blocks = across * (q.ne[2] / group) * q.ne[3];
         let fits = b.is_hopper()
             && b.most_shared() >= SHARED
-            && kind_of(k, v) == Some(Kind::Halves)
+            && kind_of(k, v) == Kind::Halves
             && v.ne[0] == shape.width
             && 2 * rows > ROWS
             && 2 * blocks >= b.multiprocessors().into()

@@ -6,6 +6,7 @@ use super::fused::MOST_EXPERTS;
 use super::hopper::Hopper;
 use super::vector::{self, FEW_COLUMNS, Product, Products};
 use super::{READABLE, div_ceil};
+use crate::cuda::device::Address;
 use crate::cuda::params::*;
 use crate::cuda::plan::{Builder, MOST_BLOCKS, threads_for};
 use crate::engine::EngineError;
@@ -44,12 +45,12 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         let has_ids = matches!(op, Op::MulMatId { .. });
         let is_outer = matches!(op, Op::OutProd {});
         let is_few = has_ids || n <= FEW_COLUMNS;
-        if let (true, Some(kernels)) = (has_ids && dst.ne[2] > FEW_COLUMNS, Tuned::gemm(&params))
-            && kernels.takes_groups(&params)
+        if let (true, Some(gemm)) = (has_ids && dst.ne[2] > FEW_COLUMNS, Gemm::of(&params))
+            && takes_groups(&params)
         {
-            return match Hopper::of(b, &params) {
+            return match gemm.hopper(b, &params) {
                 Some(hopper) => hopper.multiply_groups(b, &params),
-                None => kernels.multiply_groups(b, &params),
+                None => gemm.multiply_groups(b, &params),
             };
         }
         if is_few && !is_outer {
@@ -70,10 +71,10 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 return added;
             }
         }
-        if let (false, Some(kernels)) = (is_few || is_outer, Tuned::gemm(&params)) {
-            return match Hopper::of(b, &params) {
+        if let (false, Some(gemm)) = (is_few || is_outer, Gemm::of(&params)) {
+            return match gemm.hopper(b, &params) {
                 Some(hopper) => hopper.multiply(b, &params),
-                None => kernels.multiply_tiles(b, &params),
+                None => gemm.multiply_tiles(b, &params),
             };
         }
         match op {
@@ -108,10 +109,9 @@ pub(super) struct Tuned {
     alignment: i64,
 }
 
-/// The tile of results of a block of the kernels for many columns, the elements of a step along the sum, and the bytes of shared memory.
+/// The tile of results of a block of the kernels for many columns, and the elements of a step along the sum.
 const GEMM_TILE: [i64; 2] = [128, 128];
 const GEMM_STEP: i64 = 64;
-const GEMM_SHARED: i64 = 2 * (GEMM_TILE[0] + 2 * GEMM_TILE[1]) * (GEMM_STEP + 8);
 
 impl Tuned {
     fn of(ty: Type) -> Option<Tuned> {
@@ -172,18 +172,77 @@ impl Tuned {
         let ty = Type::from_id(w.type_ as u8)?;
         Some((ty, Tuned::of(ty)?))
     }
+}
 
-    /// The kernels for many columns, if the operands of a product lie as they want them.
-    fn gemm(params: &VgMulMatParams) -> Option<Tuned> {
-        let (w, x, dst) = (&params.w, &params.x, &params.dst);
-        let (ty, kernels) = Tuned::of_vectors(w)?;
-        let fits = ty != Type::F32
-            && kernels.takes_weights(w, ty)
-            && FLOATS.contains(Type::from_id(x.type_ as u8)?)
+/// What weights and activations become for products of many columns.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    /// Halves, each row of activations with a factor.
+    Halves,
+    /// Bfloat16.
+    Brain,
+    /// Pairs of bfloat16.
+    Pairs,
+}
+
+impl Form {
+    /// Numbers of 16 bits for each element.
+    fn planes(self) -> i64 {
+        match self {
+            Form::Pairs => 2,
+            _ => 1,
+        }
+    }
+}
+
+/// A kernel for many columns, on tensor cores.
+struct Gemm {
+    kernel: &'static str,
+    form: Form,
+}
+
+impl Gemm {
+    /// The kernel for a product: that for weights of a type if they lie as it wants them, or one that takes pairs.
+    fn of(params: &VgMulMatParams) -> Option<Gemm> {
+        let VgMulMatParams { dst, w, x, .. } = params;
+        let fits = w.ne[0] > 0
             && x.rows() <= i64::from(i32::MAX)
             && dst.ne[1] <= MOST_BLOCKS
             && dst.ne[2] * dst.ne[3] <= MOST_BLOCKS;
-        fits.then_some(kernels)
+        if !fits {
+            return None;
+        }
+        if let Some((ty, kernels)) = Tuned::of_vectors(w)
+            && ty != Type::F32
+            && kernels.takes_weights(w, ty)
+            && FLOATS.contains(Type::from_id(x.type_ as u8)?)
+        {
+            return Some(Gemm {
+                kernel: kernels.gemm,
+                form: match ty {
+                    Type::Bf16 => Form::Brain,
+                    _ => Form::Halves,
+                },
+            });
+        }
+        // Whole 16 bytes are read up to the end of a row.
+        let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3], 4 * w.ne[0]];
+        let is_dense = w.type_ == VG_F32 && w.nb[0] == 4 && places.iter().all(|p| p % 16 == 0);
+        Some(Gemm {
+            kernel: match is_dense {
+                true => "vg_gemm_f32",
+                false => "vg_gemm_any",
+            },
+            form: Form::Pairs,
+        })
+    }
+
+    /// The kernels for Hopper GPUs, if they do such products on this device.
+    fn hopper(&self, b: &Builder<'_>, params: &VgMulMatParams) -> Option<Hopper> {
+        match self.form {
+            Form::Pairs => None,
+            _ => Hopper::of(b, params),
+        }
     }
 
     /// Adds the launches: activations to halves, then the product.
@@ -193,7 +252,7 @@ impl Tuned {
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
         let VgMulMatParams { dst, w, x, .. } = *params;
-        let halves = halves(b, x, w.type_ == VG_BF16)?;
+        let halves = halves(b, x, params.codebooks, self.form)?;
         let product = VgGemmParams {
             dst,
             w,
@@ -208,19 +267,14 @@ impl Tuned {
             div_ceil(dst.ne[1], GEMM_TILE[1]),
             dst.ne[2] * dst.ne[3],
         ];
-        b.launch_over(self.gemm, grid, 256, GEMM_SHARED as u32, &product)
+        b.launch_over(self.kernel, grid, 256, self.shared(), &product)
     }
 
-    /// Whether there can be groups of tokens for each expert.
-    fn takes_groups(&self, params: &VgMulMatParams) -> bool {
-        let VgMulMatParams { dst, w, ids, .. } = params;
-        let vectors = dst.ne[1] * dst.ne[2];
-        ids.type_ == VG_I32
-            && w.ne[2] <= MOST_EXPERTS
-            && w.ne[3] == 1
-            && dst.ne[3] == 1
-            && vectors <= i64::from(i32::MAX)
-            && most_tiles(vectors, w.ne[2]) <= MOST_BLOCKS
+    /// Bytes of shared memory of a block: weights of a step, and activations of two.
+    fn shared(&self) -> u32 {
+        let planes = self.form.planes();
+        let row = 2 * (GEMM_STEP / planes + 8);
+        (planes * (GEMM_TILE[0] + 2 * GEMM_TILE[1]) * row) as u32
     }
 
     /// Adds the launches: activations to halves, slots of tokens in the order of their experts, then the products, each
@@ -231,7 +285,7 @@ impl Tuned {
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
         let VgMulMatParams { dst, w, x, ids, .. } = *params;
-        let halves = halves(b, x, w.type_ == VG_BF16)?;
+        let halves = halves(b, x, params.codebooks, self.form)?;
         let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
         let groups = VgGroupParams {
             ids: VgView {
@@ -260,8 +314,20 @@ impl Tuned {
             most_tiles(vectors, experts),
             1,
         ];
-        b.launch_over(self.gemm, grid, 256, GEMM_SHARED as u32, &product)
+        b.launch_over(self.kernel, grid, 256, self.shared(), &product)
     }
+}
+
+/// Whether there can be groups of tokens for each expert.
+fn takes_groups(params: &VgMulMatParams) -> bool {
+    let VgMulMatParams { dst, w, ids, .. } = params;
+    let vectors = dst.ne[1] * dst.ne[2];
+    ids.type_ == VG_I32
+        && w.ne[2] <= MOST_EXPERTS
+        && w.ne[3] == 1
+        && dst.ne[3] == 1
+        && vectors <= i64::from(i32::MAX)
+        && most_tiles(vectors, w.ne[2]) <= MOST_BLOCKS
 }
 
 /// Tiles of columns that so many vectors fill, shared out among experts in any way.
@@ -269,16 +335,25 @@ fn most_tiles(vectors: i64, experts: i64) -> i64 {
     (vectors / GEMM_TILE[1] + experts).min(vectors)
 }
 
-/// Makes activations halves.
-fn halves(b: &mut Builder<'_>, x: VgView, brain: bool) -> Result<VgHalvesParams, EngineError> {
+/// Makes activations halves, or pairs.
+fn halves(
+    b: &mut Builder<'_>,
+    x: VgView,
+    codebooks: Address,
+    form: Form,
+) -> Result<VgHalvesParams, EngineError> {
     let length = div_ceil(x.ne[0], GEMM_STEP) * GEMM_STEP;
+    let is_pairs = form == Form::Pairs;
+    let factors = if is_pairs { 0 } else { x.rows() as u64 * 4 };
     let halves = VgHalvesParams {
         src: x,
-        halves: b.scratch((x.rows() * length * 2) as u64),
-        factors: b.scratch(x.rows() as u64 * 4),
-        brain: u32::from(brain),
+        halves: b.scratch((x.rows() * length * 2 * form.planes()) as u64),
+        factors: b.scratch(factors),
+        codebooks,
+        brain: u32::from(form == Form::Brain),
         reserved: 0,
     };
-    b.for_each_row("vg_halves", x.rows(), threads_for(length), 0, &halves)?;
+    let kernel = if is_pairs { "vg_pairs" } else { "vg_halves" };
+    b.for_each_row(kernel, x.rows(), threads_for(length), 0, &halves)?;
     Ok(halves)
 }
