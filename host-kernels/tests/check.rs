@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_kernels::Engine;
-use vgpu_kernels::check::{self, Options, Outcome, Work};
+use vgpu_kernels::check::{self, Extents, Options, Outcome, Work};
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_kernels::cuda::CudaEngine;
+use vgpu_kernels::cuda::choices::{Choices, Way};
+use vgpu_transport::ir::Type;
 
 fn cpu() -> CpuEngine {
     CpuEngine::new(2, None).expect("an engine")
@@ -83,4 +85,31 @@ fn a_wrong_engine_is_found() {
     };
     assert!(!wrong.is_right());
     assert!(cpu().capabilities().rules().len() > 10);
+}
+
+#[test]
+fn the_fastest_way_of_each_product_is_found() {
+    let engines = Way::ALL.map(|way| {
+        let engine = CudaEngine::new(Arc::new(shim::Shim::hopper())).expect("an engine");
+        (way, engine.choosing(Choices::always(way)))
+    });
+    let ways = engines
+        .each_ref()
+        .map(|(way, engine)| (*way, engine as &dyn Engine));
+    let extents = Extents {
+        types: vec![Type::Q4_0, Type::F16],
+        rows: vec![40],
+        columns: vec![40],
+    };
+    let mut seen = Vec::new();
+    let choices = check::tune(&ways, &SMALL, &extents, |tuned| seen.push(tuned.clone()));
+    assert_eq!((seen.len(), choices.len()), (2, 2));
+    for tuned in &seen {
+        let best = tuned.best().expect("all ways work");
+        assert!(
+            tuned.rates.iter().all(|(_, rate)| rate.is_ok()),
+            "{tuned:?}"
+        );
+        assert_eq!(choices.of(tuned.ty, 40, 40), Some(best));
+    }
 }

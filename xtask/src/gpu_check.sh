@@ -60,6 +60,10 @@ if command -v nvidia-smi > /dev/null; then
     LINES_SHOWN=20 part nvidia-smi 20 nvidia-smi
 fi
 
+# Which kernels are the fastest, for all that comes now.
+if [ "$engine" != cpu ]; then
+    part tune 45 "$here/vgpu" gpu-check tune --engine "$engine"
+fi
 # shellcheck disable=SC2086 # words of their own
 LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --budget 60 --json "$out/check.json" \
     ${VGPU_CHECK_OPTIONS:-}

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use vgpu_kernels::Engine;
 use vgpu_kernels::check::{self, Case, Ceilings, Outcome, PUBLISHED, Rate, Text, Work};
 use vgpu_kernels::cpu::CpuEngine;
+use vgpu_kernels::cuda::choices::Way;
 
 use crate::serve;
 use vgpu_executor::config::EngineKind;
@@ -78,6 +79,15 @@ enum Job {
         #[arg(long)]
         small: bool,
     },
+    /// Measures which kernels do products of many columns the fastest on a GPU, and keeps that for `vgpu serve`.
+    Tune {
+        /// The GPU, as for `vgpu serve`.
+        #[arg(long, value_name = "ENGINE", default_value = "cuda")]
+        engine: EngineKind,
+        /// How long each is measured, in milliseconds.
+        #[arg(long, value_name = "MS", default_value_t = 20)]
+        time: u64,
+    },
     /// Makes one table of what the parts of run.sh have left in a folder, and `summary.json` there.
     Table {
         /// The folder.
@@ -93,6 +103,7 @@ fn work(job: &Job) -> anyhow::Result<ExitCode> {
             }
         }
         Job::Model { name, to, small } => write_model(name, to, *small)?,
+        Job::Tune { engine, time } => tune(*engine, Duration::from_millis(*time))?,
         Job::Table { folder } => {
             if !table::print(folder)? {
                 return Ok(ExitCode::FAILURE);
@@ -100,6 +111,47 @@ fn work(job: &Job) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
+    let EngineKind::Cuda(ordinal) = engine else {
+        anyhow::bail!("only GPUs have kernels to choose from: --engine cuda[:N]");
+    };
+    let mut engines = Vec::new();
+    for way in Way::ALL {
+        engines.push((way, serve::cuda_always(ordinal, way)?));
+    }
+    let device = engines[0].1.description().to_owned();
+    if !engines[0].1.has_choices() {
+        println!("{device}: one kernel does each product, there is nothing to choose");
+        return Ok(());
+    }
+    let ways: Vec<(Way, &dyn Engine)> = { engines.iter() }
+        .map(|(way, engine)| (*way, engine as &dyn Engine))
+        .collect();
+    let ways = <[_; 3]>::try_from(ways).ok().context("three ways")?;
+    let options = check::Options {
+        time,
+        ..check::Options::default()
+    };
+    let extents = check::Extents::default();
+    let choices = check::tune(&ways, &options, &extents, |tuned| {
+        let rates = tuned.rates.each_ref().map(|(way, rate)| match rate {
+            Ok(rate) => format!("{} {:.1}", way.name(), rate / 1e12),
+            Err(reason) => format!("{} FAILED: {reason}", way.name()),
+        });
+        let best = tuned.best().map_or("none", Way::name);
+        println!(
+            "{:8} {:5} x {:4}: {} TFLOPS: {best}",
+            tuned.ty.ggml_name(),
+            tuned.rows,
+            tuned.columns,
+            rates.join(", ")
+        );
+    });
+    let path = serve::keep_choices(&device, &choices)?;
+    println!("{} choices are in {}", choices.len(), path.display());
+    Ok(())
 }
 
 fn write_model(name: &str, to: &Path, small: bool) -> anyhow::Result<()> {

@@ -10,15 +10,18 @@ mod greedy;
 pub mod model;
 mod published;
 mod rates;
+mod tune;
 
 use std::time::Duration;
 
+use crate::cuda::choices::{Choices, Way};
 use crate::engine::Engine;
 
 pub use cases::{Case, Outcome};
 pub use greedy::{MOST_TOKENS, Text};
 pub use published::{PUBLISHED, Published};
 pub use rates::{Ceilings, Rate, Work};
+pub use tune::{Extents, Tuned};
 
 /// How much is looked at.
 #[derive(Debug, Clone, Copy)]
@@ -79,4 +82,14 @@ pub fn rates(
     seen: impl FnMut(&Rate),
 ) -> (Vec<Rate>, usize) {
     rates::run(engine, options, seen)
+}
+
+/// Measures products of many columns on engines that do them in each way; `seen` is told of each at once. Returns the fastest.
+pub fn tune(
+    engines: &[(Way, &dyn Engine); 3],
+    options: &Options,
+    extents: &Extents,
+    seen: impl FnMut(&Tuned),
+) -> Choices {
+    tune::run(engines, options, extents, seen)
 }

@@ -103,9 +103,10 @@ pub(super) fn peaks(engine: &dyn Engine, options: &Options) -> Result<Rates, Str
         operations: 0.0,
     };
     for ty in [Type::F32, Type::F16, Type::Q8_0] {
-        let (bytes, seconds) = product(engine, options, ty, 1, Work::Bytes)?;
+        let square = [options.size; 2];
+        let (bytes, seconds) = product(engine, options, ty, square, 1, Work::Bytes)?;
         peaks.memory = peaks.memory.max(bytes / seconds);
-        let (operations, seconds) = product(engine, options, ty, 512, Work::Operations)?;
+        let (operations, seconds) = product(engine, options, ty, square, 512, Work::Operations)?;
         peaks.operations = peaks.operations.max(operations / seconds);
     }
     Ok(peaks)
@@ -194,7 +195,9 @@ impl Subject {
         cublas: &Result<Cublas, String>,
     ) -> Result<(f64, f64), String> {
         match *self {
-            Subject::Product(ty, columns, work) => product(engine, options, ty, columns, work),
+            Subject::Product(ty, columns, work) => {
+                product(engine, options, ty, [options.size; 2], columns, work)
+            }
             Subject::Attention(ty, tokens, keys) => attention(engine, options, ty, tokens, keys),
             Subject::Cublas(ty, columns, ordinal) => {
                 let library = cublas
@@ -238,15 +241,30 @@ pub(super) fn run(
     (all, 0)
 }
 
-/// Products with different weights, so that none is in a cache: the amount of work of all, and the seconds it takes.
+/// Operations a second of a product with so many rows of weights and columns.
+pub(super) fn operations(
+    engine: &dyn Engine,
+    options: &Options,
+    ty: Type,
+    rows: u64,
+    columns: u64,
+) -> Result<f64, String> {
+    let extents = [options.size, rows];
+    let (amount, seconds) = product(engine, options, ty, extents, columns, Work::Operations)?;
+    Ok(amount / seconds)
+}
+
+/// Products with different weights of `n` by `rows`, so that none is in a cache: the amount of work of all, and the seconds
+/// it takes.
 fn product(
     engine: &dyn Engine,
     options: &Options,
     ty: Type,
+    [n, rows]: [u64; 2],
     columns: u64,
     work: Work,
 ) -> Result<(f64, f64), String> {
-    let (n, mut random) = (options.size, Random::new(3));
+    let mut random = Random::new(3);
     let mut builder = Builder::default();
     let numbers = |ty, ne| Operand {
         ty,
@@ -265,9 +283,9 @@ fn product(
     let dst = add(
         &mut builder,
         &mut random,
-        numbers(Type::F32, [n, columns, 1, 1]),
+        numbers(Type::F32, [rows, columns, 1, 1]),
     )?;
-    let first = add(&mut builder, &mut random, numbers(ty, [n, n, 1, 1]))?;
+    let first = add(&mut builder, &mut random, numbers(ty, [n, rows, 1, 1]))?;
     let (at, shape) = (
         builder.tensor_at(first).offset,
         builder.tensor_at(first).shape,
@@ -293,7 +311,7 @@ fn product(
     repeat(&loaded, at, bytes, step, count)?;
     let amount = match work {
         Work::Bytes => (bytes * count) as f64,
-        Work::Operations => 2.0 * (n * n * columns * count) as f64,
+        Work::Operations => 2.0 * (n * rows * columns * count) as f64,
     };
     measure(loaded, options, amount)
 }

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use vgpu_transport::ir::{Graph, Node, Shape, Type};
 
+use super::choices::Way;
 use super::device::{Address, Launch};
 use super::kept::{KEPT_BYTES, Kept};
 use super::ops::vector::Rounded;
@@ -204,6 +205,12 @@ impl Builder<'_> {
     /// Whether there are the kernels for Hopper GPUs.
     pub(super) fn is_hopper(&self) -> bool {
         self.stream.device.architecture() == HOPPER
+    }
+
+    /// The way of a product with weights of type `ty` and a result of so many rows and columns that was the fastest on this
+    /// device, if that was measured.
+    pub(super) fn fastest(&self, ty: Type, rows: i64, columns: i64) -> Option<Way> {
+        { self.stream.choices() }?.of(ty, rows as u64, columns as u64)
     }
 
     /// Whether launches become steps where they can.

@@ -5,6 +5,7 @@
 //! - `ops`: one file for each family of operators, from a node to launches.
 //! - `host`: the few nodes that run on the CPU engine instead.
 //! - `params`: the structures that kernels take.
+//! - [`choices`]: which of several kernels was the fastest.
 //! - `builder`: what operators' files see of a plan that is compiled.
 //! - `emit`: what becomes one launch together (`crate::fuse`); `kept`: activations rounded for several products.
 //! - `plan`, `segment`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
@@ -12,6 +13,7 @@
 //! - `stream`, `scratch`: what plans share. `pool`, `memory`: memory of the device; `gather`: small writes to it.
 
 mod builder;
+pub mod choices;
 mod code;
 pub mod device;
 mod emit;
@@ -39,6 +41,7 @@ use vgpu_transport::ir::{Capabilities, ValidGraph};
 use vgpu_transport::window::memory::Window;
 
 use crate::engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
+use choices::Choices;
 use device::Device;
 use memory::CudaMemory;
 use plan::CudaPlan;
@@ -60,6 +63,7 @@ pub struct CudaEngine {
     description: String,
     capabilities: Capabilities,
     pace: Pace,
+    choices: Arc<Choices>,
     open: Option<Opener>,
     rest: Duration,
     current: Mutex<Current>,
@@ -87,6 +91,7 @@ impl CudaEngine {
             description: device.description().to_owned(),
             capabilities: Capabilities::new(ops::rules()),
             pace,
+            choices: Arc::default(),
             open: None,
             rest: REST,
             current: Mutex::new(Current {
@@ -95,6 +100,23 @@ impl CudaEngine {
                 attempts: 0,
             }),
         })
+    }
+
+    /// Whether there is anything to choose: products that several kernels can do.
+    pub fn has_choices(&self) -> bool {
+        let architecture = |stream: Arc<Stream>| stream.device.architecture() == source::HOPPER;
+        self.stream().is_ok_and(architecture)
+    }
+
+    /// The same engine, which chooses among kernels so.
+    #[must_use]
+    pub fn choosing(self, choices: Choices) -> CudaEngine {
+        let choices = Arc::new(choices);
+        { self.current.lock() }
+            .unwrap_or_else(PoisonError::into_inner)
+            .stream
+            .choose(&choices);
+        CudaEngine { choices, ..self }
     }
 
     /// The same engine, which sets its device up anew with `open` when it is lost.
@@ -136,6 +158,7 @@ impl CudaEngine {
         match opened.and_then(|stream| stream.probe().map(|()| stream)) {
             Ok(stream) => {
                 info!("{} works again, for new sessions", self.name);
+                stream.choose(&self.choices);
                 current.stream = Arc::new(stream);
                 current.failed = None;
                 current.attempts = 0;

@@ -1,11 +1,12 @@
 //! What plans of an engine share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
 use vgpu_transport::ir::{Shape, Type};
 use zerocopy::IntoBytes;
 
+use super::choices::Choices;
 use super::device::{Address, Device, Launch, SharedMemory};
 use super::gather::Gathering;
 use super::host::Host;
@@ -25,6 +26,7 @@ pub(super) struct Stream {
     pub(super) scratch: Arc<Scratch>,
     pub(super) lineages: Lineages,
     pub(super) pace: Pace,
+    choices: OnceLock<Arc<Choices>>,
     /// Whether somebody has the device for a plan.
     is_taken: Mutex<bool>,
     /// Tells that nobody has any more.
@@ -57,6 +59,7 @@ impl Stream {
             host: Host::default(),
             lineages: Lineages::default(),
             pace,
+            choices: OnceLock::new(),
             is_taken: Mutex::new(false),
             is_free: Condvar::new(),
             forms,
@@ -65,6 +68,16 @@ impl Stream {
             codebooks,
             counters,
         })
+    }
+
+    /// Has plans choose among kernels so from now on. The first one counts.
+    pub(super) fn choose(&self, choices: &Arc<Choices>) {
+        self.choices.get_or_init(|| Arc::clone(choices));
+    }
+
+    /// How to choose among kernels, if something is known of it.
+    pub(super) fn choices(&self) -> Option<&Choices> {
+        self.choices.get().map(|choices| &**choices)
     }
 
     /// Whether the device computes: a kernel gives what it should.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_kernels::cuda::Pace;
+use vgpu_kernels::cuda::choices::{Choices, Way};
 use vgpu_kernels::{Engine, Plan, Progress, RunError, Turn};
 
 use crate::spy::{Event, Fails, Spy};
@@ -35,6 +36,38 @@ fn launches(log: &[Event]) -> usize {
 
 fn count(log: &[Event], of: &Event) -> usize {
     log.iter().filter(|event| *event == of).count()
+}
+
+#[test]
+fn products_are_done_in_the_way_that_was_the_fastest() {
+    for (way, kernel) in [
+        (Way::General, "vg_gemm_q8_0"),
+        (Way::Narrow, "vg_hopper_gemm_q8_0_128"),
+        (Way::Wide, "vg_hopper_gemm_q8_0_256"),
+    ] {
+        let device = Arc::new(Spy::on_hopper());
+        let engine = engine_on(&device).choosing(Choices::always(way));
+        let built = TINY.graph(Step {
+            tokens: 40,
+            seen: 64,
+        });
+        let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
+        device.take_log();
+        plan.run().expect("it runs");
+        let log = device.take_log();
+        let products: Vec<&str> = { log.iter() }
+            .filter_map(|event| match event {
+                Event::Launch(name) if name.contains("gemm") => Some(*name),
+                _ => None,
+            })
+            .collect();
+        assert!(!products.is_empty(), "{log:?}");
+        assert!(
+            products.iter().all(|name| *name == kernel),
+            "{way:?}: {products:?}"
+        );
+    }
 }
 
 /// The results of tokens one after the other, each with a run of the plan.

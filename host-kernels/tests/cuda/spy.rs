@@ -93,6 +93,14 @@ impl Spy {
         Spy::new(true, Some(limit))
     }
 
+    /// A Hopper GPU that only writes down.
+    pub(crate) fn on_hopper() -> Spy {
+        Spy {
+            shim: Shim::hopper(),
+            ..Spy::recording()
+        }
+    }
+
     fn new(runs: bool, limit: Option<u64>) -> Spy {
         Spy {
             shim: Shim::default(),

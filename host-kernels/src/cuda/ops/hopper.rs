@@ -4,6 +4,7 @@ use vgpu_transport::ir::Type;
 use zerocopy::IntoBytes;
 
 use super::div_ceil;
+use crate::cuda::choices::Way;
 use crate::cuda::params::*;
 use crate::cuda::plan::{Builder, threads_for};
 use crate::engine::EngineError;
@@ -36,6 +37,8 @@ const MOST_ELEMENTS: i64 = 1 << 28;
 pub(super) struct Hopper {
     wide: &'static str,
     narrow: &'static str,
+    /// How wide tiles are, if that was measured.
+    measured: Option<Way>,
 }
 
 /// Columns of a tile.
@@ -54,6 +57,7 @@ impl Hopper {
                 Hopper {
                     wide: concat!("vg_hopper_gemm_", $type, "_256"),
                     narrow: concat!("vg_hopper_gemm_", $type, "_128"),
+                    measured: None,
                 }
             };
         }
@@ -62,7 +66,8 @@ impl Hopper {
         let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
             .iter()
             .all(|place| place % 16 == 0);
-        let kernels = match Type::from_id(w.type_ as u8)? {
+        let ty = Type::from_id(w.type_ as u8)?;
+        let kernels = match ty {
             Type::F16 if is_aligned => kernels!("f16"),
             Type::Bf16 if is_aligned => kernels!("bf16"),
             Type::Q4K if is_aligned => kernels!("q4_k"),
@@ -92,7 +97,15 @@ impl Hopper {
             && tiles <= i64::from(i32::MAX)
             && columns + x.rows() + UNIT * (w.rows() + dst.ne[2] * dst.ne[3])
                 <= i64::from(i32::MAX);
-        fits.then_some(kernels)
+        // Only products without groups were measured.
+        let measured = match ids.data {
+            0 => b.fastest(ty, dst.ne[0], columns),
+            _ => None,
+        };
+        (fits && measured != Some(Way::General)).then_some(Hopper {
+            measured,
+            ..kernels
+        })
     }
 
     /// Adds the launches of a product: activations to halves, then the product.
@@ -106,7 +119,10 @@ impl Hopper {
         let tiles_of = |columns| div_ceil(dst.ne[0], ROWS) * div_ceil(dst.ne[1], columns) * batches;
         let units = i64::from(b.multiprocessors());
         let rounds = |columns| div_ceil(tiles_of(columns), units) as f64;
-        let is_wide = rounds(WIDE) * 2.0 * WIDE_SHARE <= rounds(NARROW);
+        let is_wide = match self.measured {
+            Some(way) => way == Way::Wide,
+            None => rounds(WIDE) * 2.0 * WIDE_SHARE <= rounds(NARROW),
+        };
         let tiles = tiles_of(if is_wide { WIDE } else { NARROW });
         let padded = div_ceil(dst.ne[1], UNIT) * UNIT;
         let activations = VgHopperHalvesParams {
