@@ -73,7 +73,9 @@ if [ "$engine" != cpu ]; then
 fi
 
 # An executor for each model: its memory is free afterwards, and one that fails takes nothing along.
-socket=$out/vgpu.sock
+# Names of sockets are short, those of folders may not be.
+sockets=$(mktemp -d)
+socket=$sockets/vgpu.sock
 serve=
 # start_executor [on|off]: with steps or without.
 start_executor() {
@@ -105,6 +107,7 @@ model=
 clean() {
     stop_executor
     [ -z "$model" ] || rm -f "$model"
+    rm -rf "$sockets"
 }
 trap clean EXIT
 trap 'exit 130' INT TERM
