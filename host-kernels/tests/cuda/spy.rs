@@ -219,6 +219,10 @@ impl Device for Spy {
         if self.runs { 1 } else { 132 }
     }
 
+    fn architecture(&self) -> &str {
+        self.shim.architecture()
+    }
+
     fn most_shared(&self) -> u32 {
         self.shim.most_shared()
     }
