@@ -92,6 +92,12 @@ impl Term {
         std::iter::once(self.product).chain(self.add)
     }
 
+    /// Where its nodes write.
+    fn places<'g>(self, finder: &Finder<'g>) -> impl Iterator<Item = &'g Tensor> {
+        let graph = finder.graph();
+        self.nodes().map(|at| graph.dst(&graph.nodes[at]))
+    }
+
     /// What it gives in the end.
     fn result<'g>(&self, finder: &Finder<'g>) -> &'g Tensor {
         finder.dst(self.add.unwrap_or(self.product))
@@ -105,7 +111,8 @@ fn nodes_of(terms: &[Term]) -> Vec<usize> {
     nodes
 }
 
-/// Whether what a launch writes is apart from what it reads, and from what else it writes.
+/// Whether what a launch writes is apart from what it reads, and from what else it writes. And what it leaves out is apart
+/// from what it reads, too: node by node, a product would read what the one before it has written there.
 fn is_clean(finder: &Finder<'_>, terms: &[Term], results: &[&Tensor]) -> bool {
     let mut inputs = { terms.iter() }.flat_map(|term| {
         let operands = operands(finder, term.product);
@@ -113,7 +120,9 @@ fn is_clean(finder: &Finder<'_>, terms: &[Term], results: &[&Tensor]) -> bool {
         let bias = term.add.and_then(|add| finder.src(add, 1));
         operands.into_iter().chain([bias]).flatten()
     });
-    let from_inputs = inputs.all(|input| results.iter().all(|result| is_apart(result, input)));
+    let places = { terms.iter() }.flat_map(|term| term.places(finder));
+    let written: Vec<&Tensor> = places.chain(results.iter().copied()).collect();
+    let from_inputs = inputs.all(|input| written.iter().all(|place| is_apart(place, input)));
     let mut pairs = results.iter().enumerate();
     from_inputs && pairs.all(|(i, a)| results[i + 1..].iter().all(|b| is_apart(a, b)))
 }
@@ -209,6 +218,8 @@ pub(super) fn gated(finder: &Finder<'_>, first: usize) -> Option<Group> {
         && finder.src(first, 0)?.shape == finder.src(second, 0)?.shape
         && { left_out }.all(|&at| finder.is_dead(at, &nodes))
         && is_clean(finder, &terms, &[finder.dst(unit)])
+        // The unit takes both: neither may be written over by what gives the other.
+        && { one.places(finder) }.all(|a| other.places(finder).all(|b| is_apart(a, b)))
         && finder.can_be_at(&nodes, first);
     fits.then_some(Group {
         kind: Kind::Gated,
