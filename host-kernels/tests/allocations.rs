@@ -3,7 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vgpu_kernels::check::model::{Model, Step, TINY, TINY_EXPERTS};
+use vgpu_kernels::check::model::{Family, Model, Step, TINY, TINY_EXPERTS};
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::Type;
 
@@ -96,7 +96,18 @@ fn graphs_run_without_allocating() {
                 norms_heads: true,
                 ..model
             };
-            for model in [model, experts] {
+            let biases = Model {
+                family: Family::GptOss,
+                norms_heads: false,
+                ..experts
+            };
+            // What is fused with products is so whatever their type.
+            let models = [model, experts, biases];
+            let models = match weights {
+                Type::F16 | Type::Mxfp4 => &models[..],
+                _ => &models[..2],
+            };
+            for &model in models {
                 for tokens in [1, 8, 48] {
                     let step = Step { tokens, seen: 64 };
                     for threads in [1, 2] {

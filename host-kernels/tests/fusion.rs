@@ -1,9 +1,11 @@
 //! The CPU engine's plans that fuse nodes leave the same bytes in memory as plans that run them one by one.
 
-use vgpu_kernels::check::model::{Built, Model, Step, TINY, TINY_EXPERTS};
+use vgpu_kernels::check::model::{
+    Built, Model, Step, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS,
+};
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_kernels::{Memory, Plan, Turn};
-use vgpu_transport::ir::Type;
+use vgpu_transport::ir::{OpKind, Type};
 
 /// What is in the buffers that graphs write to after a run; `None` if the run fails.
 fn memory_after(built: &Built, threads: usize, fuses: bool, cut: bool) -> Option<Vec<Vec<u8>>> {
@@ -66,6 +68,8 @@ fn memory_is_the_same_in_the_end() {
     let models = [
         (TINY, "dense"),
         (TINY_EXPERTS, "experts"),
+        (TINY_BIASES, "biases"),
+        (TINY_GPT_OSS, "experts with biases"),
         (quantised_cache, "a quantised cache"),
         (wide, "wide"),
     ];
@@ -95,11 +99,12 @@ fn overlapping_memory_is_respected() {
         (random >> 33) as usize % n
     };
     let (mut ran, mut tried) = (0, 0);
-    while ran < 40 {
+    while ran < 80 {
         tried += 1;
-        assert!(tried < 300, "most of them run");
-        let tokens = [1, 4][tried / 2 % 2];
-        let mut built = [TINY, TINY_EXPERTS][tried % 2].graph(Step { tokens, seen: 32 });
+        assert!(tried < 600, "most of them run");
+        let tokens = [1, 4][tried / 4 % 2];
+        let models = [TINY, TINY_EXPERTS, TINY_BIASES, TINY_GPT_OSS];
+        let mut built = models[tried % 4].graph(Step { tokens, seen: 32 });
         let compute: Vec<usize> = { 0..built.graph.tensors.len() }
             .filter(|&i| built.graph.tensors[i].buffer == 2)
             .collect();
@@ -124,9 +129,55 @@ fn overlapping_memory_is_respected() {
     }
 }
 
+/// Which operators are computed together, in the guest's order.
+fn together(model: Model, tokens: u64) -> Vec<Vec<OpKind>> {
+    let built = model.graph(Step { tokens, seen: 32 });
+    let engine = CpuEngine::new(1, None).expect("an engine");
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    built.write_inputs(&loaded, 0);
+    let spans = plan.timeline().expect("it runs");
+    let kinds = |mut nodes: Vec<usize>| {
+        nodes.sort_unstable();
+        { nodes.iter() }
+            .map(|&node| built.graph.nodes[node].op.kind())
+            .collect()
+    };
+    spans.into_iter().map(|span| kinds(span.nodes)).collect()
+}
+
+#[test]
+fn products_are_computed_with_what_is_added_and_gated() {
+    use OpKind::{Add, AddId, Glu, MulMat, MulMatId};
+    for tokens in [1, 4] {
+        let has = |model: Model, wanted: &[OpKind]| {
+            // What the unit gives does not fit where its products' activations were, which would keep them apart.
+            let model = Model {
+                layers: 4,
+                inner: 512,
+                ..model
+            };
+            let all = together(model, tokens);
+            let count = all.iter().filter(|kinds| *kinds == wanted).count() as u64;
+            // Nobody writes over what the last layer leaves: somebody may want it.
+            assert!(
+                count + 1 >= model.layers,
+                "{count} of {wanted:?} in {all:?}"
+            );
+        };
+        let terms = [MulMat, Add].repeat(3);
+        has(TINY_BIASES, &terms);
+        has(TINY_BIASES, &[MulMat, MulMat, Glu]);
+        has(TINY_EXPERTS, &[MulMatId, MulMatId, Glu]);
+        has(TINY_GPT_OSS, &terms);
+        has(TINY_GPT_OSS, &[MulMatId, AddId, MulMatId, AddId, Glu]);
+        has(TINY_GPT_OSS, &[MulMatId, AddId]);
+    }
+}
+
 #[test]
 fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
-    for (model, threads) in [(TINY, 1), (TINY, 2), (TINY_EXPERTS, 2)] {
+    for (model, threads) in [(TINY, 1), (TINY, 2), (TINY_EXPERTS, 2), (TINY_GPT_OSS, 2)] {
         let built = model.graph(Step {
             tokens: 1,
             seen: 32,
