@@ -9,11 +9,12 @@ mod spy;
 
 use std::sync::Arc;
 
-use common::{Host, add, bytes, floats};
+use common::{Guest, Host, add, bytes, floats};
 use spy::{Event, Fails, Spy};
+use vgpu_executor::{GuestRule, Policy, Rules};
 use vgpu_kernels::cuda::CudaEngine;
 use vgpu_kernels::cuda::device::Device;
-use vgpu_transport::wire::{GraphId, Reply, Request};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 const MIB: u64 = 1 << 20;
 const GRAPH: GraphId = GraphId(7);
@@ -56,6 +57,86 @@ fn out_of_memory_is_an_error_to_that_guest_only() {
     greedy.fence();
     let large = modest.alloc(300 * MIB);
     assert_eq!(modest.read(large, 100 * MIB, 64), [0; 64]);
+}
+
+/// Why the guest does not get so much memory.
+fn refusal(guest: &mut Guest, size: u64) -> String {
+    let buffer = guest.new_buffer();
+    match guest.ask(&Request::Alloc { buffer, size }) {
+        Reply::Refused { reason, .. } => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_guest_at_its_quota_is_refused_while_the_device_has_memory_for_others() {
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let alice = GuestRule {
+        name: "alice".into(),
+        uids: vec![1],
+        cids: Vec::new(),
+        certificates: Vec::new(),
+        policy: Policy {
+            memory: Some(100 * MIB),
+            ..Policy::default()
+        },
+    };
+    let rules = Rules {
+        guests: vec![alice],
+        ..Rules::default()
+    };
+    host.server.apply(rules).expect("it fits");
+    let (mut alice, mut other) = (host.guest_of(1), host.guest_of(2));
+    let a = alice.alloc_with(&bytes(&[1.0; 4]));
+    let held = alice.alloc(90 * MIB);
+    let reason = refusal(&mut alice, 20 * MIB);
+    assert!(
+        reason.starts_with("guest alice: out of memory: 20971520 bytes wanted"),
+        "{reason}"
+    );
+    // What she has still works, as does what another takes beside her.
+    let b = other.alloc_with(&bytes(&[2.0; 4]));
+    let large = other.alloc(200 * MIB);
+    for (guest, buffer, sum) in [(&mut alice, a, 2.0), (&mut other, b, 4.0)] {
+        guest.graph(GRAPH, &add(4, buffer, buffer, buffer));
+        guest.submit(GRAPH);
+        assert_eq!(floats(&guest.read(buffer, 0, 16)), [sum; 4]);
+    }
+    assert_eq!(other.read(large, 199 * MIB, 16), [0; 16]);
+    alice.send(&Request::Free { buffer: held });
+    alice.alloc(20 * MIB);
+}
+
+#[test]
+fn memory_of_one_guest_is_zero_for_the_next() {
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    // Parts of the pool's chunks, and one that is the driver's own; with ends at no multiple of anything.
+    let sizes = [24, 4096, 70_001, MIB, 5 * MIB + 3, 15 * MIB, 40 * MIB];
+    let mut first = host.guest();
+    for size in sizes {
+        let buffer = first.alloc(size);
+        let fill = Request::Fill {
+            buffer,
+            offset: 0,
+            len: size,
+            value: 0x5e,
+        };
+        first.send(&fill);
+        assert_eq!(first.read(buffer, size - 4, 4), [0x5e; 4]);
+    }
+    drop(first);
+    host.wait_until_empty();
+    let mut second = host.guest();
+    // Another order, so that places of small ones lie within those of large ones.
+    for size in sizes.into_iter().rev() {
+        let buffer = second.alloc(size);
+        for offset in (0..size).step_by(MAX_PAYLOAD) {
+            let part = second.read(buffer, offset, (size - offset).min(MAX_PAYLOAD as u64));
+            assert!(part.iter().all(|&b| b == 0), "{size}: a byte of another");
+        }
+    }
 }
 
 #[test]
