@@ -10,7 +10,7 @@
 # too. GGML_CUDA: a libggml-cuda.so for the ggml in bin/, with which the same models run, too; without it the one in cuda/, if
 # it is there. SECONDS_IN_ALL: for everything (570); SECONDS_OF_TESTS: how many of those models leave for tests (180). VGPU_MODELS: which models (all that `vgpu gpu-check models` says); VGPU_SMALL=1: small ones of the same kinds.
 # VGPU_MODEL_FOLDER: where they are written (/dev/shm, if it has room, or the folder for results). Also VGPU_ENGINE,
-# VGPU_CHECK_OPTIONS, VGPU_OPS_OPTIONS, VGPU_BENCH_OPTIONS.
+# VGPU_CHECK_OPTIONS (--budget 60), VGPU_OPS_OPTIONS, VGPU_BENCH_OPTIONS.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-$here/out}
@@ -65,8 +65,8 @@ if [ "$engine" != cpu ]; then
     part tune 45 "$here/vgpu" gpu-check tune --engine "$engine"
 fi
 # shellcheck disable=SC2086 # words of their own
-LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --budget 60 --json "$out/check.json" \
-    ${VGPU_CHECK_OPTIONS:-}
+LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --json "$out/check.json" \
+    ${VGPU_CHECK_OPTIONS:---budget 60}
 # The same comparisons where a token is one launch, which is off by itself.
 if [ "$engine" != cpu ]; then
     part check-steps 60 env VGPU_STEPS=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
