@@ -26,6 +26,9 @@ pub(super) struct Connection {
     pub(super) graphs: Graphs,
     /// Number of the last request.
     pub(super) sent: u64,
+    /// The last request that was answered. So it is done, as are those before it, even if the host has not said yet that they
+    /// have retired.
+    answered: u64,
     /// The last request whose payload is the program's until it is done.
     last_lent: u64,
     /// Memory of our own that programs may ask us to read into, or write from, later.
@@ -120,6 +123,7 @@ impl Connection {
             next_stream: 1,
             graphs: Graphs::default(),
             sent: 1,
+            answered: 0,
             last_lent: 0,
             host_memory: Vec::new(),
             submissions: VecDeque::new(),
@@ -187,16 +191,21 @@ impl Connection {
 
     /// Waits until every request so far is done.
     pub(super) fn wait(&mut self, request: u64) -> Result<(), SessionError> {
-        if self.end.retired() < request {
+        if self.done() < request {
             self.round_trips += 1;
             self.end.wait_retired(request).map_err(lost)?;
         }
         Ok(())
     }
 
+    /// The last request that is done, as are all before it.
+    fn done(&self) -> u64 {
+        self.end.retired().max(self.answered)
+    }
+
     /// Whether no request is under way, so that memory that both sides have mapped is ours alone.
     pub(super) fn is_quiet(&self) -> bool {
-        self.end.retired() == self.sent
+        self.done() == self.sent
     }
 
     /// The host memory that these bytes lie in.
@@ -312,6 +321,7 @@ impl Connection {
                     "it answered request {number} instead of {request}"
                 )));
             }
+            self.answered = number;
             if let Reply::Refused { reason, .. } = reply {
                 return Err(SessionError::Refused(reason));
             }
