@@ -12,6 +12,7 @@
 // sums in memory; the last to finish merges them.
 #pragma once
 #include "quants.cuh"
+#include "rounding.cuh"
 
 namespace {
 
@@ -131,7 +132,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     };
 
     const VgAttendParams& p;
-    Blocks b;
+    const Blocks& b;
     AttendOwn& own;
     u16 *q_tile, *k_tile, *v_tile;
     u8 *raw_keys, *raw_values;
@@ -515,6 +516,12 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     DEVICE i64 item() const { return (static_cast<i64>(sequence) * b.ny + b.y) * b.nx + b.x; }
     DEVICE float* part(int split) const { return reinterpret_cast<float*>(p.parts) + (item() * p.splits + split) * PART; }
 
+    // Leaves 32 columns of a row, of which each lane has one, rounded for products, too.
+    DEVICE void round_result(int row, int column, float x) const {
+        i64 at = (static_cast<i64>(sequence) * p.q.ne[1] + token_of(row)) * p.q.ne[2] + head_of(row);
+        round_block(p.quants, p.scales, (at * p.v.ne[0] + column) / 32, x);
+    }
+
     // Merges the parts of all splits: a warp for each row.
     DEVICE void merge_parts() const {
         int width = static_cast<int>(p.v.ne[0]), splits = static_cast<int>(p.splits);
@@ -537,7 +544,11 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 for (int s = 0; s < splits; s++) {
                     sum += parts[s * PART + row * V + column] * rescale(mosts[s * PART], most);
                 }
-                result(first_row + row)[column] = sum * factor;
+                sum *= factor;
+                result(first_row + row)[column] = sum;
+                if (p.quants) {
+                    round_result(first_row + row, column, sum);
+                }
             }
         }
     }
@@ -581,16 +592,6 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             fetch_values(begin);
         }
         load_queries();
-        const u8* masks[2] = {nullptr, nullptr};
-        float slopes[2];
-        UNROLL
-        for (int h = 0; h < 2; h++) {
-            int row = first_row + row_warp * 16 + lane / 4 + 8 * h;
-            slopes[h] = alibi_slope(p.max_bias, p.heads_log2, static_cast<u32>(head_of(row)));
-            if (p.mask.data) {
-                masks[h] = mask() + token_of(row) * p.mask.nb[1];
-            }
-        }
         if (p.mask.data && !known) {
             int beyond = end - begin < MOST_STATES ? end : begin + MOST_STATES;
             int first = token_of(first_row), last_token = token_of(first_row + ROWS - 1);
@@ -636,6 +637,17 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             int state = state_of(tile);
             u32 seen = 0xffffffffu;
             if (state != SHOWN || (tile + 1) * KEYS > n_keys) {
+                // Looked up for each such tile, of which there are few, and not kept beside the sums.
+                const u8* masks[2] = {nullptr, nullptr};
+                float slopes[2];
+                UNROLL
+                for (int h = 0; h < 2; h++) {
+                    int row = first_row + row_warp * 16 + lane / 4 + 8 * h;
+                    slopes[h] = alibi_slope(p.max_bias, p.heads_log2, static_cast<u32>(head_of(row)));
+                    if (p.mask.data) {
+                        masks[h] = mask() + token_of(row) * p.mask.nb[1];
+                    }
+                }
                 seen = hide(scores, tile, state == SHOWN ? SHOWN : MIXED, masks, slopes);
             }
             soft_max(scores, sums);
@@ -691,6 +703,14 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 }
             }
         }
+        if (splits == 1 && p.quants) {
+            __syncthreads(); // the rows are written
+            for (int row = threadIdx.x / WARP; row < ROWS && first_row + row < n_rows; row += ATTEND_WARPS) {
+                for (int column = lane; column < width; column += WARP) {
+                    round_result(first_row + row, column, result(first_row + row)[column]);
+                }
+            }
+        }
         if (splits > 1) {
             // What a block has written is seen by whoever sees it counted.
             __threadfence();
@@ -714,7 +734,8 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
 template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> DEVICE void attend(const VgAttendParams& p) {
     DYNAMIC_SHARED(u16, shared);
     __shared__ AttendOwn own;
-    Attention<K, V, ROW_WARPS, KEY_WARPS, KEYS, KIND>(p, this_block(), shared, own).run();
+    Blocks b = this_block();
+    Attention<K, V, ROW_WARPS, KEY_WARPS, KEYS, KIND>(p, b, shared, own).run();
 }
 
 } // namespace

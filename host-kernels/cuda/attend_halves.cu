@@ -18,9 +18,9 @@ KERNEL(vg_attend_states, VgAttendStatesParams, 128) {
     }
 }
 
-KERNEL(vg_attend_half_64_few, VgAttendParams, 128) { attend<64, 64, 1, 4, 64, HALVES>(p); }
+KERNEL(vg_attend_half_64_few, VgAttendParams, 128, 4) { attend<64, 64, 1, 4, 64, HALVES>(p); }
 KERNEL(vg_attend_half_64_many, VgAttendParams, 128, 3) { attend<64, 64, 4, 1, 64, HALVES>(p); }
-KERNEL(vg_attend_half_128_few, VgAttendParams, 128) { attend<128, 128, 1, 4, 64, HALVES>(p); }
+KERNEL(vg_attend_half_128_few, VgAttendParams, 128, 3) { attend<128, 128, 1, 4, 64, HALVES>(p); }
 KERNEL(vg_attend_half_128_many, VgAttendParams, 128) { attend<128, 128, 4, 1, 64, HALVES>(p); }
 KERNEL(vg_attend_half_256_few, VgAttendParams, 128) { attend<256, 256, 1, 4, 64, HALVES>(p); }
 KERNEL(vg_attend_half_256_many, VgAttendParams, 128) { attend<256, 256, 4, 1, 32, HALVES>(p); }

@@ -111,6 +111,14 @@ DEVICE void wait_async_but(u32 later) {
     }
 }
 
+// Bytes of a line of the L2 cache, and the wish to have the line of `at` there.
+constexpr int LINE = 128;
+#ifdef VGPU_SHIM
+DEVICE void prefetch(const u8* at) { shim::check_aligned(at, 1), (void)*static_cast<const volatile u8*>(at); }
+#else
+DEVICE void prefetch(const u8* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+#endif
+
 // ---- Blocks that wait for each other, all of which are running.
 
 #ifdef VGPU_SHIM

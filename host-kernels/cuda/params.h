@@ -316,7 +316,7 @@ struct VgVectorParams {
     unsigned unit;  /* enum VgMap: the gated unit; VG_MAP_ADD if there is none */
 };
 
-/* vg_step: what a launch of another kernel would do, as a stage. */
+/* vg_step, vg_steps: what a launch of another kernel would do, as a stage. */
 enum VgBody {
     VG_BODY_PRODUCTS, /* vg_vector_* */
     VG_BODY_NORM_FUSED,
@@ -324,13 +324,18 @@ enum VgBody {
     VG_BODY_ROPE,
     VG_BODY_ROPE_ROWS,
     VG_BODY_SET_ROWS,
+    VG_BODY_SET_BLOCKS, /* vg_set_rows into quantised rows */
     VG_BODY_GET_ROWS,
     VG_BODY_MAP,
     VG_BODY_ADD_ID,
     VG_BODY_ROUTE,
     VG_BODY_WEIGHTED_SUM,
-    VG_BODY_ATTEND_HALF_64,
+    VG_BODY_ATTEND_HALF_64, /* vg_attend_half_64_few */
     VG_BODY_ATTEND_HALF_128,
+    VG_BODY_ATTEND_BRAIN_64,
+    VG_BODY_ATTEND_BRAIN_128,
+    VG_BODY_ATTEND_RAW_64,
+    VG_BODY_ATTEND_RAW_128,
 };
 
 /* Stages that a stage waits for, at most. */
@@ -440,6 +445,7 @@ struct VgAttendParams {
     unsigned long long parts;    /* sums of each split: scratch */
     unsigned long long counters; /* of splits that are done, 0 before and after: one for each tile of rows */
     unsigned long long codebooks;
+    unsigned long long quants, scales; /* dst as vg_quantize leaves it, if quants is not 0; then it is dense */
     float scale, cap, max_bias;
     unsigned heads_log2; /* the largest power of two of heads */
     unsigned group;

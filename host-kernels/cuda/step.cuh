@@ -7,7 +7,8 @@
 //
 // Weights are read by nobody's leave: nothing in a step writes them. Each warp knows which rows it will multiply, and
 // fetches them in order, across the ends of stages, as far ahead as its ring in shared memory has room. While a block
-// waits for a norm or for attention, the next product's weights arrive. Where it depends on results which rows those are
+// waits for a norm or for attention, the next product's weights arrive, and those behind them are asked for, so that they come
+// from the L2 cache when it is their turn. Where it depends on results which rows those are
 // (experts) the stage says from where on they may be fetched.
 //
 // What other blocks write within the step is read by plain loads, never through the read-only path: addresses come from
@@ -35,20 +36,15 @@ static_assert(sizeof(VgStage) + sizeof(VgRopeRowsParams) <= VG_STAGE_BYTES, "sta
 static_assert(sizeof(VgStage) % 16 == 0 && VG_STAGE_BYTES % 16 == 0, "stages are copied in 16 bytes");
 static_assert(VG_STAGE_BYTES / 16 <= VECTOR_WARPS * WARP, "each thread copies 16 bytes of a stage");
 
-// The weights of a warp, from where they lie to its ring.
-struct Flow {
+// A place among the weights that a warp will multiply: of which stage, which of the warp's pairs, which piece of it.
+struct Cursor {
     const u8* table;
-    u8* ring;
-    u32 bytes, stages;
-    // What is fetched next: of which stage, which of the warp's pairs, which piece of it.
     const VgVectorParams* p;
-    u32 stage, from, first_unit, unit, units, pairs, slots, next;
+    u32 stages, stage, from, unit, units, pairs, slots, next;
     const u8* rows[VECTOR_ROWS]; // of the pair, if that is known yet
     bool is_known;
     int piece, pieces, piece_bytes, place_bytes;
     i64 row_bytes;
-    // Where the next piece goes, and where the oldest one is; bytes between them, and pieces.
-    u32 head, tail, used, count;
 
     DEVICE const VgStage& at(u32 stage) const {
         return *reinterpret_cast<const VgStage*>(table + static_cast<u64>(stage) * VG_STAGE_BYTES);
@@ -75,9 +71,9 @@ struct Flow {
         row_bytes = width / geometry(type).elements * geometry(type).bytes;
     }
 
-    // Begins to copy a piece, if there is one that may be fetched by a block that has waited for stage `begun` - 1 (or, 0,
-    // for none), and room.
-    DEVICE bool fetch(u32 begun, int lane) {
+    // Whether there is a piece that may be fetched by a block that has waited for stage `begun` - 1 (or, 0, for none). Then
+    // it is known where that lies.
+    DEVICE bool find(u32 begun) {
         while (!is_known) {
             if (stage >= stages || from > begun) {
                 return false;
@@ -99,28 +95,78 @@ struct Flow {
                 unit += gridDim.x * VECTOR_WARPS;
             }
         }
+        return true;
+    }
+
+    DEVICE void advance() {
+        if (++piece == pieces) {
+            is_known = false;
+            unit += gridDim.x * VECTOR_WARPS;
+        }
+    }
+};
+
+// Bytes of a warp's weights that are asked for beyond its ring while it waits, to be in the L2 cache: 20 MB for all warps of an
+// H200, whose cache holds 50.
+constexpr u32 MOST_AHEAD = 12 << 10;
+
+// The weights of a warp, from where they lie to its ring.
+struct Flow {
+    Cursor next; // what is fetched next
+    u8* ring;
+    u32 bytes;
+    // Where the next piece goes, and where the oldest one is; bytes between them, and pieces.
+    u32 head, tail, used, count;
+    u32 asked; // pieces from the next on that have been asked for already
+
+    // Begins to copy a piece, if there is one and room.
+    DEVICE bool fetch(u32 begun, int lane) {
+        if (!next.find(begun)) {
+            return false;
+        }
         if (count == 0) {
             head = tail = used = 0;
         }
-        u32 size = VECTOR_ROWS * place_bytes, place = head + size <= bytes ? head : 0;
+        u32 size = VECTOR_ROWS * next.place_bytes, place = head + size <= bytes ? head : 0;
         u32 skipped = place == head ? 0 : bytes - head;
         if (used + skipped + size > bytes) {
             return false;
         }
-        i64 offset = static_cast<i64>(piece) * piece_bytes;
+        i64 offset = static_cast<i64>(next.piece) * next.piece_bytes;
         UNROLL
         for (int r = 0; r < VECTOR_ROWS; r++) {
-            copy_piece(ring + place + r * place_bytes, rows[r] + offset, row_bytes - offset, piece_bytes, lane);
+            copy_piece(ring + place + r * next.place_bytes, next.rows[r] + offset, next.row_bytes - offset,
+                       next.piece_bytes, lane);
         }
         commit_async();
         head = place + size;
         used += skipped + size;
         count++;
-        if (++piece == pieces) {
-            is_known = false;
-            unit += gridDim.x * VECTOR_WARPS;
-        }
+        asked -= asked > 0;
+        next.advance();
         return true;
+    }
+
+    // Asks for what comes behind the ring.
+    DEVICE void ask(u32 begun, int lane) {
+        Cursor ahead = next;
+        u32 passed = 0;
+        for (u32 sum = 0; sum < MOST_AHEAD && ahead.find(begun); sum += VECTOR_ROWS * ahead.piece_bytes) {
+            if (passed >= asked) {
+                i64 offset = static_cast<i64>(ahead.piece) * ahead.piece_bytes;
+                i64 left = ahead.row_bytes - offset;
+                int size = static_cast<int>(left < ahead.piece_bytes ? left : ahead.piece_bytes);
+                UNROLL
+                for (int r = 0; r < VECTOR_ROWS; r++) {
+                    for (int i = lane * LINE; i < size; i += WARP * LINE) {
+                        prefetch(ahead.rows[r] + offset + i);
+                    }
+                }
+            }
+            passed++;
+            ahead.advance();
+        }
+        asked = passed > asked ? passed : asked;
     }
 
     DEVICE void fill(u32 begun, int lane) {
@@ -194,121 +240,205 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
     }
 }
 
-// Attention needs nearly all registers that a thread may have. In a function of its own it shares them with nothing, and what
-// the step remembers is put aside around the call and not in its loops.
+// What a warp remembers of a step: in shared memory, since registers are for what a stage does.
+struct Warp {
+    Flow flow;
+    u32 number;    // of the stage
+    u32 item;      // of the stage's blocks, the one that is done
+    Blocks blocks; // the same as a launch has it
+    // The last stage, plus 1, for which the block has waited. It passes by those in which it has no part.
+    u32 begun;
+    u32 reserved;
+};
+
+struct OfStep {
+    // The stage that is done and the one behind it, with their parameters.
+    u8 records[2][VG_STAGE_BYTES];
+    Warp warps[VECTOR_WARPS];
+    AttendOwn attention;
+    u32 arena; // where tiles lie in the shared memory that the launch gives
+};
+
+// One for all functions below: an address that is known when they are compiled takes no registers.
+__shared__ __align__(16) OfStep of_step;
+
+// Which of the block. It is asked for anew each time, so that nothing that follows from it is kept in registers from stage to
+// stage, to be put aside around every call.
+DEVICE u32 this_thread() {
 #ifdef VGPU_SHIM
-#define APART DEVICE
+    return threadIdx.x;
+#else
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+#endif
+}
+
+DEVICE Warp& this_warp() { return of_step.warps[this_thread() / WARP]; }
+
+// All lanes put the same there, and then find it. It is looked up each time, so that no register keeps it.
+DEVICE void put(u32& at, u32 value) {
+    __syncwarp();
+    if (this_thread() % WARP == 0) {
+        at = value;
+    }
+    __syncwarp();
+}
+DEVICE u32 get(const u32& at) { return *const_cast<const volatile u32*>(&at); }
+
+// The stage that is done, its parameters, and which of its blocks.
+DEVICE const VgStage& this_stage() {
+    return *reinterpret_cast<const VgStage*>(of_step.records[get(this_warp().number) % 2]);
+}
+template <class T> DEVICE const T& given() { return *reinterpret_cast<const T*>(&this_stage() + 1); }
+DEVICE const Blocks& this_item() { return this_warp().blocks; }
+DEVICE void put_item(u32 v) {
+    const VgStage& stage = this_stage();
+    __syncwarp();
+    if (this_thread() % WARP == 0) {
+        u32 nx = stage.grid[0], ny = stage.grid[1];
+        this_warp().item = v;
+        this_warp().blocks = {v % nx, v / nx % ny, v / (nx * ny), nx, ny, stage.grid[2]};
+    }
+    __syncwarp();
+}
+
+// Does something with the warp's weights.
+template <class Body> DEVICE void with_flow(Body body) {
+    Flow flow = this_warp().flow;
+    body(flow);
+    __syncwarp(); // all lanes have read it, and have the same
+    if (this_thread() % WARP == 0) {
+        this_warp().flow = flow;
+    }
+    __syncwarp();
+}
+
+// What needs nearly all registers that a thread may have is in a function of its own, where it shares them with nothing.
+// Around a call there is next to nothing to put aside.
+#ifdef VGPU_SHIM
+#define APART static inline
 #else
 #define APART static __device__ __noinline__
 #endif
 
-// One block of a launch.
-template <int K> APART void attend_half(const VgAttendParams& p, const Blocks& b, u8* arena, AttendOwn& own) {
-    Attention<K, K, 1, 4, 64, HALVES>(p, b, reinterpret_cast<u16*>(arena), own).run();
+template <int COLUMNS> APART void products_apart() {
+    with_flow([&](Flow& flow) {
+        products_of<COLUMNS>(this_stage(), given<VgVectorParams>(), get(this_warp().begun), flow);
+    });
+}
+
+// One block of attention.
+template <int K, int KIND> APART void attend_apart() {
+    DYNAMIC_SHARED(u8, shared);
+    u16* arena = reinterpret_cast<u16*>(shared + of_step.arena);
+    Attention<K, K, 1, ATTEND_WARPS, 64, KIND>(given<VgAttendParams>(), this_item(), arena, of_step.attention).run();
+}
+
+// Rows of quantised types: numbers are packed one by one.
+APART void set_blocks_apart() { set_rows<true>(given<VgRowsParams>(), this_item()); }
+
+// One block of a stage that has no products.
+APART void body_apart() {
+    switch (this_stage().body) {
+    case VG_BODY_NORM_FUSED: norm_fused(given<VgNormFusedParams>(), this_item()); break;
+    case VG_BODY_QUANTIZE: quantize(given<VgQuantizeParams>(), this_item()); break;
+    case VG_BODY_ROPE: rope(given<VgRopeParams>(), this_item()); break;
+    case VG_BODY_ROPE_ROWS: rope_rows(given<VgRopeRowsParams>(), this_item()); break;
+    case VG_BODY_SET_ROWS: set_rows<false>(given<VgRowsParams>(), this_item()); break;
+    case VG_BODY_SET_BLOCKS: set_blocks_apart(); break;
+    case VG_BODY_GET_ROWS: get_rows<false>(given<VgRowsParams>(), this_item()); break;
+    case VG_BODY_ADD_ID: add_id(given<VgAddIdParams>(), this_item()); break;
+    case VG_BODY_MAP: map(given<VgMapParams>(), this_item()); break;
+    case VG_BODY_ROUTE: route(given<VgRouteParams>(), this_item()); break;
+    case VG_BODY_WEIGHTED_SUM: weighted_sum(given<VgWeightedSumParams>(), this_item()); break;
+    case VG_BODY_ATTEND_HALF_64: attend_apart<64, HALVES>(); break;
+    case VG_BODY_ATTEND_BRAIN_64: attend_apart<64, BRAIN_HALVES>(); break;
+    case VG_BODY_ATTEND_RAW_64: attend_apart<64, RAW>(); break;
+    case VG_BODY_ATTEND_HALF_128: attend_apart<128, HALVES>(); break;
+    case VG_BODY_ATTEND_BRAIN_128: attend_apart<128, BRAIN_HALVES>(); break;
+    default: attend_apart<128, RAW>();
+    }
 }
 
 template <int COLUMNS> DEVICE void step(const VgStagesParams& p) {
     DYNAMIC_SHARED(u8, shared);
-    __shared__ __align__(16) u8 record[VG_STAGE_BYTES];
-    __shared__ AttendOwn own;
-    u8* arena = shared + VECTOR_WARPS * p.ring;
-    u32* counters = reinterpret_cast<u32*>(p.counters);
-    const int4* table = reinterpret_cast<const int4*>(p.table);
-    int lane = threadIdx.x % WARP;
-
-    // In shared memory while a block does something else: registers are for that.
-    __shared__ Flow flows[VECTOR_WARPS];
-    Flow& mine_at_rest = flows[threadIdx.x / WARP];
-    auto with_flow = [&](auto body) {
-        Flow flow = mine_at_rest;
-        body(flow);
-        __syncwarp(); // all lanes have read it, and have the same
-        if (lane == 0) {
-            mine_at_rest = flow;
-        }
-        __syncwarp();
-    };
-    if (lane == 0) {
+    auto counter_of = [&](u32 at) { return reinterpret_cast<u32*>(p.counters) + at * VG_COUNTER_STEP; };
+    if (this_thread() % WARP == 0) {
         Flow flow = {};
-        flow.table = reinterpret_cast<const u8*>(p.table);
-        flow.ring = shared + threadIdx.x / WARP * p.ring;
+        flow.next.table = reinterpret_cast<const u8*>(p.table);
+        flow.next.stages = p.stages;
+        flow.next.open(p.products);
+        flow.ring = shared + this_thread() / WARP * p.ring;
         flow.bytes = p.ring;
-        flow.stages = p.stages;
-        flow.open(p.products);
-        mine_at_rest = flow;
+        this_warp().flow = flow;
+        this_warp().begun = 0;
+        of_step.arena = VECTOR_WARPS * p.ring; // the same by all warps
     }
     __syncwarp();
 
-    // Of the next stage, which is read while this one is done.
-    int4 ahead = {};
-    if (16 * threadIdx.x < p.beginning) {
-        ahead = table[threadIdx.x];
+    // A stage is read while the one before it is done.
+    auto table_of = [&](u32 number) {
+        return reinterpret_cast<const int4*>(p.table) + number * (VG_STAGE_BYTES / 16) + this_thread();
+    };
+    auto record_of = [&](u32 number) { return reinterpret_cast<int4*>(of_step.records[number % 2]) + this_thread(); };
+    if (16 * this_thread() < p.beginning) {
+        *record_of(0) = *table_of(0);
     }
-    const VgStage& stage = *reinterpret_cast<const VgStage*>(record);
-    const void* given = record + sizeof(VgStage);
-    // The last stage, plus 1, for which this block has waited. It passes by those in which it has no part.
-    u32 begun = 0;
-    for (u32 number = 0; number < p.stages; number++) {
-        if (16 * threadIdx.x < VG_STAGE_BYTES) {
-            reinterpret_cast<int4*>(record)[threadIdx.x] = ahead;
-        }
-        __syncthreads();
-        if (16 * threadIdx.x < stage.following) {
-            ahead = table[(number + 1) * (VG_STAGE_BYTES / 16) + threadIdx.x];
+    for (u32 number = 0; number < p.stages; number = get(this_warp().number) + 1) {
+        __syncthreads(); // the stage is there, and the place of the one before it may be written over
+        put(this_warp().number, number);
+        const VgStage& stage = this_stage();
+        int4 ahead = {};
+        bool has_ahead = 16 * this_thread() < stage.following;
+        if (has_ahead) {
+            ahead = *table_of(number + 1);
         }
         u32 mine = (blockIdx.x + gridDim.x - stage.first) % gridDim.x;
         bool is_mine = mine < stage.total;
         if (is_mine) {
-            with_flow([&](Flow& flow) { flow.fill(begun, lane); });
-            if (threadIdx.x == 0) {
-                for (u32 i = 0; i < stage.waits; i++) {
-                    await_count(counters + (stage.wait[i].stage + 1) * VG_COUNTER_STEP, stage.wait[i].count);
-                }
+            with_flow([&](Flow& flow) { flow.fill(get(this_warp().begun), this_thread() % WARP); });
+        }
+        if (has_ahead) {
+            *record_of(number + 1) = ahead;
+        }
+        if (!is_mine) {
+            continue;
+        }
+        // A thread waits; the warps that it is not in have nothing else to do. Warps take turns.
+        u32 who = number % VECTOR_WARPS;
+        if (this_thread() == who * WARP) {
+            for (u32 i = 0; i < stage.waits; i++) {
+                await_count(counter_of(stage.wait[i].stage + 1), stage.wait[i].count);
             }
-            __syncthreads();
-            begun = number + 1;
-            if (stage.body == VG_BODY_PRODUCTS) {
-                with_flow([&](Flow& flow) {
-                    products_of<COLUMNS>(stage, *static_cast<const VgVectorParams*>(given), begun, flow);
-                });
-            } else {
-                u32 nx = stage.grid[0], ny = stage.grid[1];
-                for (u32 v = mine; v < stage.total; v += gridDim.x) {
-                    Blocks b = {v % nx, v / nx % ny, v / (nx * ny), nx, ny, stage.grid[2]};
-                    switch (stage.body) {
-                    case VG_BODY_NORM_FUSED: norm_fused(*static_cast<const VgNormFusedParams*>(given), b); break;
-                    case VG_BODY_QUANTIZE: quantize(*static_cast<const VgQuantizeParams*>(given), b); break;
-                    case VG_BODY_ROPE: rope(*static_cast<const VgRopeParams*>(given), b); break;
-                    case VG_BODY_ROPE_ROWS: rope_rows(*static_cast<const VgRopeRowsParams*>(given), b); break;
-                    case VG_BODY_SET_ROWS: set_rows<false>(*static_cast<const VgRowsParams*>(given), b); break;
-                    case VG_BODY_GET_ROWS: get_rows<false>(*static_cast<const VgRowsParams*>(given), b); break;
-                    case VG_BODY_ADD_ID: add_id(*static_cast<const VgAddIdParams*>(given), b); break;
-                    case VG_BODY_MAP: map(*static_cast<const VgMapParams*>(given), b); break;
-                    case VG_BODY_ROUTE: route(*static_cast<const VgRouteParams*>(given), b); break;
-                    case VG_BODY_WEIGHTED_SUM: weighted_sum(*static_cast<const VgWeightedSumParams*>(given), b); break;
-                    case VG_BODY_ATTEND_HALF_64:
-                        attend_half<64>(*static_cast<const VgAttendParams*>(given), b, arena, own);
-                        break;
-                    default: attend_half<128>(*static_cast<const VgAttendParams*>(given), b, arena, own);
-                    }
-                    __syncthreads(); // shared memory may be written again
-                }
+        } else if (stage.waits > 0 && this_thread() / WARP != who) {
+            with_flow([&](Flow& flow) { flow.ask(get(this_warp().begun), this_thread() % WARP); });
+        }
+        __syncthreads();
+        put(this_warp().begun, number + 1);
+        if (stage.body == VG_BODY_PRODUCTS) {
+            products_apart<COLUMNS>();
+        } else {
+            for (u32 v = mine; v < this_stage().total; v = get(this_warp().item) + gridDim.x) {
+                put_item(v);
+                body_apart();
+                __syncthreads(); // shared memory may be written again
             }
         }
-        __syncthreads(); // all is written, and the stage may be written over
-        if (is_mine && threadIdx.x == 0) {
-            count_up(counters + (number + 1) * VG_COUNTER_STEP);
+        __syncthreads(); // all is written
+        if (this_thread() == 0) {
+            count_up(counter_of(get(this_warp().number) + 1));
         }
     }
 
     // Nobody waits any more when the last block is here: it leaves counters as they were.
-    if (threadIdx.x == 0) {
-        own.last = count_in(counters) == gridDim.x - 1;
+    if (this_thread() == 0) {
+        of_step.attention.last = count_in(counter_of(0)) == gridDim.x - 1;
     }
     __syncthreads();
-    if (own.last) {
-        for (u32 i = threadIdx.x; i <= p.stages; i += blockDim.x) {
-            counters[i * VG_COUNTER_STEP] = 0;
+    if (of_step.attention.last) {
+        for (u32 i = this_thread(); i <= p.stages; i += blockDim.x) {
+            *counter_of(i) = 0;
         }
     }
 }

@@ -32,6 +32,7 @@ const HOT: &[&str] = &[
     "vg_route",
     "vg_set_rows",
     "vg_soft_max",
+    "vg_step",
     "vg_weighted_sum",
 ];
 
@@ -210,8 +211,10 @@ fn uses(log: &str) -> HashMap<String, Use> {
             last.and_then(|word| word.parse().ok()).unwrap_or(0)
         };
         if line.contains("stack frame") {
-            used.stack = number(" bytes stack frame");
-            used.spilled = number(" bytes spill stores").max(number(" bytes spill loads"));
+            // Of the kernel, then of functions that it calls.
+            used.stack = used.stack.max(number(" bytes stack frame"));
+            let spilled = number(" bytes spill stores").max(number(" bytes spill loads"));
+            used.spilled = used.spilled.max(spilled);
         } else {
             used.registers = number(" registers");
             used.shared = number(" bytes smem");

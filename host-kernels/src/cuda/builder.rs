@@ -9,6 +9,7 @@ use super::device::{Address, Launch};
 use super::kept::{KEPT_BYTES, Kept};
 use super::ops::vector::Rounded;
 use super::params::{Params, VG_MOVE_REPEAT, VgHopperHalvesParams, VgMoveParams, VgPlace, VgView};
+use super::plan::will_be_rounded;
 use super::segment::Step;
 use super::source::HOPPER;
 use super::stream::Stream;
@@ -195,6 +196,11 @@ impl Builder<'_> {
     pub(super) fn place_rounded(&mut self, x: &VgView, is_result: bool) -> Option<Rounded> {
         self.kept
             .put(x, self.before + self.launches.len(), is_result)
+    }
+
+    /// Whether a product that comes next rounds `x`, and may find that done by the node before it.
+    pub(super) fn rounds_next(&self, x: &VgView) -> bool {
+        self.stream.pace.fuses && will_be_rounded(self.graph, self.views, self.index + 1, x)
     }
 
     /// Takes [`place_rounded`](Builder::place_rounded) back.

@@ -413,7 +413,7 @@ impl Compiler<'_> {
 const PRODUCTS_AHEAD: usize = 16;
 
 /// Whether one of the nodes from `first` on rounds `x` for a product of few columns.
-fn will_be_rounded(graph: &Graph, views: &[VgView], first: usize, x: &VgView) -> bool {
+pub(super) fn will_be_rounded(graph: &Graph, views: &[VgView], first: usize, x: &VgView) -> bool {
     let ahead = graph.nodes[first..].iter().take(PRODUCTS_AHEAD);
     let mut products = ahead.filter(|node| match node.op {
         Op::MulMat { .. } => graph.dst(node).shape.ne[1] <= vector::FEW_COLUMNS as u64,

@@ -15,7 +15,7 @@ use super::params::{VgArangeParams, VgCodebooks, VgFault, VgView};
 use super::pool::Pool;
 use super::scratch::Scratch;
 use super::segment::{Lineages, Pace};
-use super::step::{COUNTER_BYTES, Forms};
+use super::step::{COUNTER_BYTES, Forms, Said};
 use crate::engine::{EngineError, Memory};
 
 /// A device with what kernels need besides their tensors. One plan runs at a time.
@@ -33,6 +33,8 @@ pub(super) struct Stream {
     is_free: Condvar,
     /// What can be a stage of a step, on devices that have steps.
     pub(super) forms: Option<Forms>,
+    /// What has been said of plans that are not one step.
+    pub(super) said: Said,
     /// Whether a run has ended before its kernels did, so that counters may not be 0.
     pub(super) is_torn: AtomicBool,
     fault: SharedMemory,
@@ -63,6 +65,7 @@ impl Stream {
             is_taken: Mutex::new(false),
             is_free: Condvar::new(),
             forms,
+            said: Said::default(),
             is_torn: AtomicBool::new(false),
             fault,
             codebooks,

@@ -7,6 +7,7 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
 use super::hopper_attention::HopperAttention;
+use super::vector::{FEW_COLUMNS, Rounded};
 use super::{READABLE, div_ceil};
 use crate::cuda::params::*;
 use crate::cuda::plan::{Builder, MOST_BLOCKS};
@@ -50,8 +51,10 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             max_bias,
             heads_log2: 1 << q.ne[2].ilog2(),
         };
-        match Tiles::of(&params, b.most_shared()) {
-            Some(tiles) => match HopperAttention::of(b, &params, tiles.group) {
+        // A step has attention of few rows only: tiles of them for as many tokens as a step takes.
+        let is_few = b.makes_steps() && q.ne[1] <= FEW_COLUMNS;
+        match Tiles::of(&params, b.most_shared(), is_few) {
+            Some(tiles) => match HopperAttention::of(b, &params, tiles.group).filter(|_| !is_few) {
                 Some(hopper) => hopper.attend(b, &params),
                 None => tiles.attend(b, &params),
             },
@@ -213,14 +216,20 @@ struct Tiles {
 
 impl Tiles {
     /// The kernel for an attention, if there is one for such operands.
-    fn of(params: &VgAttentionParams, most_shared: u32) -> Option<Tiles> {
+    /// However many rows there are, tiles are of few if that `is_few`.
+    fn of(params: &VgAttentionParams, most_shared: u32, is_few: bool) -> Option<Tiles> {
         let kind = kind_of(&params.k, &params.v);
         // Pairs need least of what a block shares with wide heads.
         let kinds = [kind, Kind::Pairs].into_iter();
-        { kinds }.find_map(|kind| Tiles::of_kind(kind, params, most_shared))
+        { kinds }.find_map(|kind| Tiles::of_kind(kind, params, most_shared, is_few))
     }
 
-    fn of_kind(kind: Kind, params: &VgAttentionParams, most_shared: u32) -> Option<Tiles> {
+    fn of_kind(
+        kind: Kind,
+        params: &VgAttentionParams,
+        most_shared: u32,
+        is_few: bool,
+    ) -> Option<Tiles> {
         let VgAttentionParams {
             dst,
             q,
@@ -249,7 +258,7 @@ impl Tiles {
         let rows = q.ne[1].checked_mul(group).filter(|&n| n <= 1 << 28)?;
         let shapes =
             { kind.shapes().iter() }.find(|[shape, _]| k.ne[0] <= shape.k && v.ne[0] <= shape.v)?;
-        let shape = &shapes[usize::from(rows > FEW_ROWS)];
+        let shape = &shapes[usize::from(rows > FEW_ROWS && !is_few)];
         let raw = match kind {
             Kind::Raw => [k, v].map(raw_bytes).into_iter().max().unwrap_or(0),
             _ => 0,
@@ -309,6 +318,7 @@ impl Tiles {
         } else {
             0
         };
+        let rounded = round_for_products(b, &params.dst);
         let params = VgAttendParams {
             dst: params.dst,
             q: *q,
@@ -320,6 +330,8 @@ impl Tiles {
             parts,
             counters: b.counters(),
             codebooks: params.codebooks,
+            quants: rounded.map_or(0, |rounded| rounded.quants),
+            scales: rounded.map_or(0, |rounded| rounded.scales),
             scale: params.scale,
             cap: params.cap,
             max_bias: params.max_bias,
@@ -332,6 +344,19 @@ impl Tiles {
         let grid = [across, heads, splits * q.ne[3]];
         b.launch_over(self.kernel, grid, 128, self.shared, &params)
     }
+}
+
+/// Where the result is left rounded, too, if a product comes next that wants it so: as rows of all heads of a token.
+fn round_for_products(b: &mut Builder<'_>, dst: &VgView) -> Option<Rounded> {
+    let [width, heads, ..] = dst.ne;
+    let row = width * heads;
+    let rows = VgView {
+        ne: [row, dst.ne[2] * dst.ne[3], 1, 1],
+        nb: [4, 4 * row, dst.nb[3] * dst.ne[3], dst.nb[3] * dst.ne[3]],
+        ..*dst
+    };
+    let fits = dst.is_dense(Type::F32) && width % 32 == 0 && b.rounds_next(&rows);
+    fits.then(|| b.place_rounded(&rows, true)).flatten()
 }
 
 /// What the kernels take keys and values of these types and places for.
@@ -439,7 +464,7 @@ mod tests {
                         ..VgAttentionParams::default()
                     };
                     // What a block may have on the smallest GPUs.
-                    let tiles = Tiles::of(&params, 99 << 10);
+                    let tiles = Tiles::of(&params, 99 << 10, false);
                     assert!(tiles.is_some(), "{k:?} and {v:?}, {width} wide");
                 }
             }
@@ -467,7 +492,7 @@ mod tests {
             mask: view(Type::F16, [500, tokens, 1, 1]),
             ..VgAttentionParams::default()
         };
-        Tiles::of(&params, 96 << 10).map(|tiles| tiles.kernel)
+        Tiles::of(&params, 96 << 10, false).map(|tiles| tiles.kernel)
     }
 
     #[test]

@@ -19,22 +19,22 @@ pub(super) const BLOCK_PAIRS: u64 = 4;
 /// Threads of a block.
 pub(super) const THREADS: u32 = 128;
 
-/// Types of weights that steps multiply.
-const WEIGHTS: [(&str, Type); 10] = [
-    ("vg_vector_f32", Type::F32),
-    ("vg_vector_f16", Type::F16),
-    ("vg_vector_bf16", Type::Bf16),
-    ("vg_vector_q4_0", Type::Q4_0),
-    ("vg_vector_q8_0", Type::Q8_0),
-    ("vg_vector_iq4_nl", Type::Iq4Nl),
-    ("vg_vector_mxfp4", Type::Mxfp4),
-    ("vg_vector_q4_k", Type::Q4K),
-    ("vg_vector_q5_k", Type::Q5K),
-    ("vg_vector_q6_k", Type::Q6K),
+/// Types of weights that steps multiply, with their kernels for one column and for several.
+const WEIGHTS: [(&str, &str, Type); 10] = [
+    ("vg_vector_f32", "vg_vectors_f32", Type::F32),
+    ("vg_vector_f16", "vg_vectors_f16", Type::F16),
+    ("vg_vector_bf16", "vg_vectors_bf16", Type::Bf16),
+    ("vg_vector_q4_0", "vg_vectors_q4_0", Type::Q4_0),
+    ("vg_vector_q8_0", "vg_vectors_q8_0", Type::Q8_0),
+    ("vg_vector_iq4_nl", "vg_vectors_iq4_nl", Type::Iq4Nl),
+    ("vg_vector_mxfp4", "vg_vectors_mxfp4", Type::Mxfp4),
+    ("vg_vector_q4_k", "vg_vectors_q4_k", Type::Q4K),
+    ("vg_vector_q5_k", "vg_vectors_q5_k", Type::Q5K),
+    ("vg_vector_q6_k", "vg_vectors_q6_k", Type::Q6K),
 ];
 
 /// Other kernels with a stage that does the same.
-const BODIES: [(&str, VgBody); 12] = [
+const BODIES: [(&str, VgBody); 10] = [
     ("vg_norm_fused", VG_BODY_NORM_FUSED),
     ("vg_quantize", VG_BODY_QUANTIZE),
     ("vg_rope", VG_BODY_ROPE),
@@ -45,33 +45,85 @@ const BODIES: [(&str, VgBody); 12] = [
     ("vg_add_id", VG_BODY_ADD_ID),
     ("vg_route", VG_BODY_ROUTE),
     ("vg_weighted_sum", VG_BODY_WEIGHTED_SUM),
-    ("vg_attend_half_64_few", VG_BODY_ATTEND_HALF_64),
-    ("vg_attend_half_128_few", VG_BODY_ATTEND_HALF_128),
 ];
+
+/// Kernels of attention with their stages, and the width of heads that they are for.
+const ATTENTION: [(&str, VgBody, i64); 6] = [
+    ("vg_attend_half_64_few", VG_BODY_ATTEND_HALF_64, 64),
+    ("vg_attend_half_128_few", VG_BODY_ATTEND_HALF_128, 128),
+    ("vg_attend_brain_64_few", VG_BODY_ATTEND_BRAIN_64, 64),
+    ("vg_attend_brain_128_few", VG_BODY_ATTEND_BRAIN_128, 128),
+    ("vg_attend_raw_64_few", VG_BODY_ATTEND_RAW_64, 64),
+    ("vg_attend_raw_128_few", VG_BODY_ATTEND_RAW_128, 128),
+];
+
+/// Rows of a tile of all of those.
+const TILE_ROWS: i64 = 16;
+
+/// Most tokens of a step: so many columns weights are multiplied with at a time.
+const MOST_TOKENS: i64 = 8;
+
+const FOR_FEW: &str = "steps are for up to 8 tokens";
+
+/// What a kernel's launches are as stages.
+#[derive(Debug, Clone, Copy)]
+struct Form {
+    name: &'static str,
+    body: VgBody,
+    /// Whether it has several columns at a time, for which steps have a kernel of their own.
+    is_of_several: bool,
+    /// Of attention: the width of heads.
+    width: i64,
+}
 
 /// The kernels of a device that have stages.
 pub(in crate::cuda) struct Forms {
-    bodies: HashMap<u32, VgBody>,
-    /// The kernel that runs them.
-    pub(super) kernel: KernelId,
+    forms: HashMap<u32, Form>,
+    /// The kernels that run them: with one column, and with several.
+    kernels: [KernelId; 2],
 }
 
 impl Forms {
-    /// Those of a device, if it has the kernel that runs stages.
+    /// Those of a device, if it has the kernels that run stages.
     pub(in crate::cuda) fn of(device: &dyn Device) -> Option<Forms> {
-        let kernel = device.kernel("vg_step").ok()?;
-        let products = WEIGHTS.iter().map(|(name, _)| (*name, VG_BODY_PRODUCTS));
-        let bodies = { products.chain(BODIES) }
-            .filter_map(|(name, body)| Some((device.kernel(name).ok()?.0, body)))
+        let kernels = [
+            device.kernel("vg_step").ok()?,
+            device.kernel("vg_steps").ok()?,
+        ];
+        let plain = |name, body, is_of_several| Form {
+            name,
+            body,
+            is_of_several,
+            width: 0,
+        };
+        let products = WEIGHTS.iter().flat_map(|&(one, several, _)| {
+            [
+                plain(one, VG_BODY_PRODUCTS, false),
+                plain(several, VG_BODY_PRODUCTS, true),
+            ]
+        });
+        let attention = ATTENTION.iter().map(|&(name, body, width)| Form {
+            width,
+            ..plain(name, body, false)
+        });
+        let others = BODIES.iter().map(|&(name, body)| plain(name, body, false));
+        let forms = { products.chain(attention).chain(others) }
+            .filter_map(|form| Some((device.kernel(form.name).ok()?.0, form)))
             .collect();
-        Some(Forms { bodies, kernel })
+        Some(Forms { forms, kernels })
+    }
+
+    /// The kernel that runs these stages.
+    pub(super) fn kernel(&self, tasks: &[&Task]) -> KernelId {
+        self.kernels[usize::from(tasks.iter().any(|task| task.is_of_several))]
     }
 
     /// A launch as a stage, or why it is none.
     pub(super) fn task(&self, step: &Step) -> Result<Task, &'static str> {
         let launch = &step.launch;
-        let body = self.bodies.get(&launch.kernel.0);
-        let body = *body.ok_or("its kernel has no stage")?;
+        let form = self.forms.get(&launch.kernel.0);
+        let form = *form.ok_or("no stage does what its kernel does")?;
+        let mut body = form.body;
         if launch.params.len() > MOST_PARAMS {
             return Err("its parameters are too large for a stage");
         }
@@ -103,8 +155,8 @@ impl Forms {
             }
             VG_BODY_SET_ROWS => {
                 let it: VgRowsParams = read(launch)?;
-                if ![VG_F32, VG_F16, VG_BF16].contains(&it.dst.type_) {
-                    return Err("stages write no quantised rows");
+                if Type::from_id(it.dst.type_ as u8).is_some_and(Type::is_quantized) {
+                    body = VG_BODY_SET_BLOCKS;
                 }
                 touched.reads(&it.src);
                 touched.reads(&it.ids);
@@ -151,13 +203,7 @@ impl Forms {
                 shape.elements(each_element);
             }
             _ => {
-                let it: VgAttendParams = read(launch)?;
-                let width = if body == VG_BODY_ATTEND_HALF_64 {
-                    64
-                } else {
-                    128
-                };
-                touched.attend(&it, launch, width)?;
+                touched.attend(&read(launch)?, launch, form.width)?;
                 shape.arena = launch.shared;
             }
         }
@@ -168,6 +214,7 @@ impl Forms {
         Ok(Task {
             body,
             weights: shape.weights,
+            is_of_several: form.is_of_several,
             grid: shape.grid,
             total,
             arena: shape.arena,
@@ -182,6 +229,8 @@ pub(super) struct Task {
     pub(super) body: VgBody,
     /// Of products: the type of the weights.
     pub(super) weights: Option<Type>,
+    /// Whether only the kernel for several columns does it.
+    is_of_several: bool,
     pub(super) grid: [u32; 3],
     /// What there is to do for blocks.
     pub(super) total: u32,
@@ -301,8 +350,8 @@ impl Touched {
         let has_unit = it.unit != VG_MAP_ADD;
         let all = &it.products[..it.count as usize];
         let (first, dst) = (&all[0], &all[0].dst);
-        let ty =
-            Type::from_id(first.w.type_ as u8).filter(|ty| WEIGHTS.iter().any(|(_, of)| of == ty));
+        let ty = Type::from_id(first.w.type_ as u8)
+            .filter(|ty| WEIGHTS.iter().any(|(_, _, of)| of == ty));
         let ty = ty.ok_or("stages have no products with such weights")?;
         for (i, product) in all.iter().enumerate() {
             self.ahead.push(product.w.extent());
@@ -380,6 +429,9 @@ impl Touched {
         launch: &Launch,
         width: i64,
     ) -> Result<(), &'static str> {
+        if it.q.ne[1] > MOST_TOKENS {
+            return Err(FOR_FEW);
+        }
         if it.states != 0 {
             return Err("stages look at masks themselves");
         }
@@ -387,14 +439,12 @@ impl Touched {
             self.reads(view);
         }
         self.writes(&it.dst);
+        self.rounded(it.quants, it.scales, &it.dst);
         if it.splits > 1 {
             let [x, y, z] = launch.grid.map(i64::from);
             let items = x * y * (z / i64::from(it.splits));
-            let rows = 16;
-            self.writes_bytes(
-                it.parts,
-                items * i64::from(it.splits) * rows * (width + 2) * 4,
-            );
+            let each = TILE_ROWS * (width + 2) * 4;
+            self.writes_bytes(it.parts, items * i64::from(it.splits) * each);
             self.writes_bytes(it.counters, items * 4);
         }
         Ok(())

@@ -9,9 +9,10 @@
 mod form;
 mod order;
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use tracing::debug;
+use tracing::{debug, info};
 use zerocopy::IntoBytes;
 
 use super::device::Launch;
@@ -33,7 +34,7 @@ pub(super) const MOST_STAGES: usize = 1024;
 const BLOCKS: [u32; 3] = [3, 2, 1];
 
 /// Bytes of shared memory that a block takes beside what it is given: what the kernel declares, and what the device keeps.
-const OWN_SHARED: u32 = 4 << 10;
+const OWN_SHARED: u32 = 21 << 8;
 
 /// Most pieces of weights on their way to a warp.
 const MOST_PIECES: u32 = 12;
@@ -71,17 +72,12 @@ pub(super) fn arrange(
     };
     let tasks: Vec<Result<Task, &'static str>> =
         plain.iter().map(|step| forms.task(step)).collect();
-    // Why steps end.
-    let mut ends: Vec<String> = Vec::new();
+    // Why launches are in no step, by operator.
+    let mut ends: BTreeSet<(&str, &str)> = BTreeSet::new();
     let mut first = 0;
     while first < plain.len() {
         if let Err(why) = &tasks[first] {
-            if ends.len() < 4 {
-                ends.push(format!(
-                    "{} (node {}): {why}",
-                    ops[plain[first].node], plain[first].node
-                ));
-            }
+            ends.insert((ops[plain[first].node], why));
             arranged.steps.push(plain[first].clone());
             first += 1;
             continue;
@@ -116,25 +112,49 @@ pub(super) fn arrange(
                 });
                 arranged.memory.push(memory);
             }
-            None => arranged
-                .steps
-                .extend_from_slice(&plain[first..first + count.max(1)]),
+            None => {
+                let few = count < LEAST_STAGES;
+                let why = if few { TOO_FEW } else { NO_ROOM };
+                ends.insert((ops[plain[first].node], why));
+                let alone = &plain[first..first + count.max(1)];
+                arranged.steps.extend_from_slice(alone);
+            }
         }
         first += count.max(1);
     }
-    debug!(
-        "{} launches as {}, of which {} are steps{}{}",
-        plain.len(),
-        arranged.steps.len(),
-        arranged.memory.len(),
-        if ends.is_empty() {
-            ""
-        } else {
-            "; they end at "
-        },
-        ends.join(", ")
-    );
+    stream.said.say(&arranged, plain.len(), &ends);
     Ok(arranged)
+}
+
+/// Why launches that have stages are no step.
+const TOO_FEW: &str = "too few launches in a row have stages";
+const NO_ROOM: &str = "the device has no room for blocks that wait for each other";
+
+/// What has been said of plans that are not one step: a reason once, and not again for each plan that a grown cache makes.
+#[derive(Default)]
+pub(super) struct Said(Mutex<BTreeSet<String>>);
+
+/// Most reasons that are remembered. A guest may send whatever graphs it likes.
+const MOST_SAID: usize = 256;
+
+impl Said {
+    /// Says what became of a plan of so many launches: to whoever looks for what is slow, if some are in no step.
+    fn say(&self, arranged: &Arranged, launches: usize, ends: &BTreeSet<(&str, &str)>) {
+        let (all, steps) = (arranged.steps.len(), arranged.memory.len());
+        let reasons: Vec<String> = { ends.iter() }
+            .map(|(op, why)| format!("{op}: {why}"))
+            .collect();
+        let reasons = reasons.join("; ");
+        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if ends.is_empty() || said.len() >= MOST_SAID || said.contains(&reasons) {
+            debug!("{launches} launches of a plan as {all}, of which {steps} are steps {reasons}");
+            return;
+        }
+        info!(
+            "{launches} launches of a plan as {all}, of which {steps} are steps; not in a step are {reasons}"
+        );
+        said.insert(reasons);
+    }
 }
 
 /// What a stage is taken to cost, in nanoseconds.
@@ -173,7 +193,7 @@ struct Layout {
 /// How a step of these stages lies on the device: as many blocks as leave enough room for weights on their way. `None` if
 /// the device runs no such kernel, or has no room.
 fn layout(tasks: &[&Task], stream: &Stream, forms: &Forms) -> Option<Layout> {
-    let device = &stream.device;
+    let (device, kernel) = (&stream.device, forms.kernel(tasks));
     let most = |of: fn(&Task) -> u32| tasks.iter().map(|task| of(task)).max().unwrap_or(0);
     let (arena, slot) = (most(|task| task.arena), most(Task::slot));
     // Tiles are read in 16 bytes.
@@ -191,7 +211,7 @@ fn layout(tasks: &[&Task], stream: &Stream, forms: &Forms) -> Option<Layout> {
             continue;
         }
         let shared = arena + warps * ring;
-        let blocks = device.resident_blocks(forms.kernel, THREADS, shared);
+        let blocks = device.resident_blocks(kernel, THREADS, shared);
         let on_each = blocks / device.multiprocessors().max(1);
         let under_way = u64::from(on_each.max(1)) * u64::from(warps * ring);
         let layout = Layout {
@@ -231,7 +251,7 @@ fn step(
         ring: layout.ring,
     };
     let launch = Launch {
-        kernel: forms.kernel,
+        kernel: forms.kernel(tasks),
         grid: [layout.blocks, 1, 1],
         threads: [THREADS, 1, 1],
         shared: layout.shared,
