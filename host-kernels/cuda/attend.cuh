@@ -518,8 +518,9 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
 
     // Leaves 32 columns of a row, of which each lane has one, rounded for products, too.
     DEVICE void round_result(int row, int column, float x) const {
-        i64 at = (static_cast<i64>(sequence) * p.q.ne[1] + token_of(row)) * p.q.ne[2] + head_of(row);
-        round_block(p.quants, p.scales, (at * p.v.ne[0] + column) / 32, x);
+        i64 token = static_cast<i64>(sequence) * p.q.ne[1] + token_of(row), width = p.v.ne[0];
+        u32 block = static_cast<u32>(head_of(row) * width + column) / 32;
+        round_block(p.quants, p.scales, token, rounded_pieces(p.q.ne[2] * width), block, x);
     }
 
     // Merges the parts of all splits: a warp for each row.

@@ -75,6 +75,11 @@ DEVICE bf16 to_bf16(float x) {
 
 #ifdef VGPU_SHIM
 DEVICE void copy_async(void* to, const void* from) { shim::copy_async(to, from); }
+template <int BEYOND> DEVICE void copy_async_if(bool wanted, u8* to, const u8* from) {
+    if (wanted) {
+        shim::copy_async(to + BEYOND, from + BEYOND);
+    }
+}
 DEVICE void commit_async() { shim::commit_async(); }
 template <int LATER> DEVICE void wait_async() { shim::wait_async(LATER); }
 // `at` as what lies there, which a GPU wants at a multiple of its size.
@@ -88,11 +93,51 @@ DEVICE void copy_async(void* to, const void* from) {
     u32 shared = static_cast<u32>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
 }
+// The same so many bytes on, or nothing: without a branch.
+template <int BEYOND> DEVICE void copy_async_if(bool wanted, u8* to, const u8* from) {
+    u32 shared = static_cast<u32>(__cvta_generic_to_shared(to));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.cg.shared.global [%0 + %3], [%1 + %3], 16;\n}" ::"r"(shared),
+                 "l"(from), "r"(static_cast<u32>(wanted)), "n"(BEYOND)
+                 : "memory");
+}
 // What was begun since the last time is a group.
 DEVICE void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups of this thread but the `LATER` last ones.
 template <int LATER> DEVICE void wait_async() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
 template <class T> DEVICE const T* aligned(const u8* at) { return reinterpret_cast<const T*>(at); }
+#endif
+
+// ---- Bytes.
+
+// The bytes of `a` and `b` that nibbles of the selector's low half choose, which are 0 to 7.
+DEVICE u32 choose_bytes(u32 a, u32 b, u32 selector) {
+#ifdef VGPU_SHIM
+    return __byte_perm(a, b, selector);
+#else
+    u32 chosen;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(a), "r"(b), "r"(selector));
+    return chosen;
+#endif
+}
+
+// ---- What is calculated once.
+
+// The same values, of which the compiler does not know where they come from: it keeps them, and does not calculate them again
+// wherever they are needed. All lanes of a warp have to ask.
+#ifdef VGPU_SHIM
+DEVICE u32 kept(u32 x) { return x; }
+template <class T> DEVICE T* kept_shared(T* at) { return at; }
+DEVICE const u8* kept_global(const u8* at) { return at; }
+#else
+DEVICE u32 kept(u32 x) { return __shfl_sync(0xffffffffu, x, threadIdx.x); }
+template <class T> DEVICE T* kept_shared(T* at) {
+    return static_cast<T*>(__cvta_shared_to_generic(kept(static_cast<u32>(__cvta_generic_to_shared(at)))));
+}
+DEVICE const u8* kept_global(const u8* at) {
+    u64 place = __cvta_generic_to_global(at);
+    u64 low = kept(static_cast<u32>(place)), high = kept(static_cast<u32>(place >> 32));
+    return static_cast<const u8*>(__cvta_global_to_generic(high << 32 | low));
+}
 #endif
 
 // Waits for all groups of this thread but at least the `later` last ones, of up to so many.

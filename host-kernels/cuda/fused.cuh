@@ -94,11 +94,12 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
                 total += __shfl_xor_sync(0xffffffffu, total, 2);
                 float high = __shfl_xor_sync(0xffffffffu, total, 4);
                 if (i < fours) {
-                    i64 block = r * (fours / 8) + i / 8;
-                    reinterpret_cast<u32*>(p.quants)[block * 8 + i % 8] = word;
+                    u32 pieces = rounded_pieces(p.a.ne[0]), block = static_cast<u32>(i) / 8;
+                    i64 place = place_of_quants(r, pieces, block) + i % 8 / 4 * (ROUNDED_PIECE / 4) + i % 4 * 4;
+                    *reinterpret_cast<u32*>(p.quants + place) = word;
                     if (i % 8 == 0) {
                         float factor = largest / 127.0f + poison;
-                        reinterpret_cast<Scales*>(p.scales)[block] = {factor, factor * total, factor * high, 0.0f};
+                        put_scales(p.scales, r, pieces, block, factor, factor * total, factor * high);
                     }
                 }
             }

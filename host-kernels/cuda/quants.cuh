@@ -32,11 +32,44 @@ template <int ALIGNMENT> DEVICE u32 word_at(const u8* at) {
     return at[0] | static_cast<u32>(at[1]) << 8 | static_cast<u32>(at[2]) << 16 | static_cast<u32>(at[3]) << 24;
 }
 
+// Words one after the other, wherever they lie in shared memory: whole words around them are read, which is up to three bytes
+// more on either side.
+template <int COUNT> DEVICE void words_around(const u8* at, u32* words) {
+    u32 beyond = static_cast<u32>(reinterpret_cast<u64>(at)) & 3;
+    const u32* from = aligned<u32>(at - beyond);
+    u32 word = from[0];
+    UNROLL
+    for (int i = 0; i < COUNT; i++) {
+        u32 next = from[i + 1];
+        words[i] = __funnelshift_r(word, next, 8 * beyond);
+        word = next;
+    }
+}
+
+// The same, of which no more is read than they are unless they lie `AROUND` others.
+template <int COUNT, int ALIGNMENT, bool AROUND> DEVICE void words_at(const u8* at, u32* words) {
+    if (AROUND && ALIGNMENT < 4) {
+        words_around<COUNT>(at, words);
+    } else {
+        UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            words[i] = word_at<ALIGNMENT>(at + 4 * i);
+        }
+    }
+}
+
 // Four bits as the lowest of four bytes.
 DEVICE u32 spread_bits(u32 bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
 
 // Four pairs of bits as four bytes.
 DEVICE u32 spread_pairs(u32 x) { return (x & 3) | (x & 12) << 6 | (x & 48) << 12 | (x & 192) << 18; }
+
+// Four of the sixteen that nibbles stand for: -127 -104 -83 -65, -49 -35 -22 -10, 1 13 25 38, 53 69 89 113; or, of FP4, twice
+// the numbers: 0 1 2 3, 4 6 8 12, and the same below 0.
+template <bool FP4> DEVICE constexpr u32 table_of(int i) {
+    return i == 0 ? (FP4 ? 0x03020100u : 0xbfad9881u) : i == 1 ? (FP4 ? 0x0c080604u : 0xf6eaddcfu)
+         : i == 2 ? (FP4 ? 0xfdfeff00u : 0x26190d01u) : (FP4 ? 0xf4f8fafcu : 0x71594535u);
+}
 
 // The bytes of a table of 16 that four nibbles, each in a byte, stand for.
 DEVICE u32 look_up(const u32* table, u32 nibbles) {
@@ -44,6 +77,20 @@ DEVICE u32 look_up(const u32* table, u32 nibbles) {
     u32 low = __byte_perm(table[0], table[1], selector), high = __byte_perm(table[2], table[3], selector);
     u32 is_high = (nibbles >> 3 & 0x01010101u) * 255u;
     return (low & ~is_high) | (high & is_high);
+}
+
+// Of two words, bytes of the first by number; a bit more takes the second's.
+constexpr u32 SECOND_OF_TWO = 0x32103210u;
+
+// The same of eight nibbles: the low ones of four bytes, and the high ones. `bytes` is SECOND_OF_TWO.
+DEVICE void look_up_both(const u32* table, u32 bytes, u32 q, int* low, int* high) {
+    u32 selector = q & 0x77777777u, which = (q >> 1 & 0x44444444u) | bytes, two[2];
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        u32 small = choose_bytes(table[0], table[1], selector >> 16 * i);
+        two[i] = choose_bytes(small, choose_bytes(table[2], table[3], selector >> 16 * i), which >> 16 * i);
+    }
+    *low = __byte_perm(two[0], two[1], 0x6420), *high = __byte_perm(two[0], two[1], 0x7531);
 }
 
 // Magnitudes plus 64, with signs: a bit for each of four bytes. No magnitude is 0.
@@ -63,39 +110,40 @@ DEVICE void uniform(Unpacked& u, float scale, float offset) {
     u.offset[0] = u.offset[1] = offset;
 }
 
-// The 32 elements `sub` of the block at `b`.
-template <int TYPE> DEVICE void unpack(const VgCodebooks* books, const u8* b, int sub, Unpacked& u) {
+// The 32 elements `sub` of the block at `b`; `AROUND`: a few bytes on either side may be read, too.
+template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* books, const u8* b, int sub, Unpacked& u) {
     constexpr int A = alignment_of(TYPE);
     constexpr u32 NIBBLES = 0x0f0f0f0fu;
     if constexpr (TYPE == VG_Q4_0 || TYPE == VG_Q4_1 || TYPE == VG_Q5_0 || TYPE == VG_Q5_1) {
         constexpr bool FIVE = TYPE == VG_Q5_0 || TYPE == VG_Q5_1, AFFINE = TYPE == VG_Q4_1 || TYPE == VG_Q5_1;
         const u8* qs = b + (AFFINE ? 4 : 2) + (FIVE ? 4 : 0);
-        u32 fifth = FIVE ? word_at<A>(b + (AFFINE ? 4 : 2)) : 0;
+        u32 fifth = FIVE ? word_at<A>(b + (AFFINE ? 4 : 2)) : 0, four[4];
+        words_at<4, A, AROUND>(qs, four);
         UNROLL
         for (int k = 0; k < 4; k++) {
-            u32 q = word_at<A>(qs + 4 * k);
+            u32 q = four[k];
             u.words[k] = (q & NIBBLES) | (FIVE ? spread_bits(fifth >> 4 * k) << 4 : 0);
             u.words[k + 4] = (q >> 4 & NIBBLES) | (FIVE ? spread_bits(fifth >> (16 + 4 * k)) << 4 : 0);
         }
         float d = half_at(b);
         uniform(u, d, AFFINE ? half_at(b + 2) : d * (FIVE ? -16.0f : -8.0f));
     } else if constexpr (TYPE == VG_Q8_0) {
+        u32 eight[8];
+        words_at<8, A, AROUND>(b + 2, eight);
         UNROLL
         for (int k = 0; k < 8; k++) {
-            u.words[k] = word_at<A>(b + 2 + 4 * k);
+            u.words[k] = eight[k];
         }
         uniform(u, half_at(b), 0.0f);
     } else if constexpr (TYPE == VG_IQ4_NL || TYPE == VG_IQ4_XS || TYPE == VG_MXFP4) {
-        // -127 -104 -83 -65, -49 -35 -22 -10, 1 13 25 38, 53 69 89 113; 0 1 2 3, 4 6 8 12, and the same below 0.
         constexpr bool FP4 = TYPE == VG_MXFP4;
-        const u32 table[4] = {FP4 ? 0x03020100u : 0xbfad9881u, FP4 ? 0x0c080604u : 0xf6eaddcfu,
-                              FP4 ? 0xfdfeff00u : 0x26190d01u, FP4 ? 0xf4f8fafcu : 0x71594535u};
+        const u32 table[4] = {table_of<FP4>(0), table_of<FP4>(1), table_of<FP4>(2), table_of<FP4>(3)};
         const u8* qs = b + (TYPE == VG_IQ4_NL ? 2 : TYPE == VG_IQ4_XS ? 8 + 16 * sub : 1);
+        u32 four[4];
+        words_at<4, A, AROUND>(qs, four);
         UNROLL
         for (int k = 0; k < 4; k++) {
-            u32 q = word_at<A>(qs + 4 * k);
-            u.words[k] = look_up(table, q & NIBBLES);
-            u.words[k + 4] = look_up(table, q >> 4 & NIBBLES);
+            look_up_both(table, SECOND_OF_TWO, four[k], u.words + k, u.words + k + 4);
         }
         float scale;
         if (TYPE == VG_IQ4_XS) {
@@ -113,8 +161,7 @@ template <int TYPE> DEVICE void unpack(const VgCodebooks* books, const u8* b, in
             UNROLL
             for (int k = 0; k < 2; k++) {
                 u32 q = word_at<A>(b + 4 + 8 * group + 4 * k);
-                u.words[4 * h + k] = look_up(table, q & NIBBLES);
-                u.words[4 * h + 2 + k] = look_up(table, q >> 4 & NIBBLES);
+                look_up_both(table, SECOND_OF_TWO, q, u.words + 4 * h + k, u.words + 4 * h + 2 + k);
             }
             u.scale[h] = ue4m3_half(b[group]);
             u.offset[h] = 0.0f;

@@ -4,8 +4,9 @@
 
 namespace {
 
-// Rounds a block of 32, of which each lane of a warp has an element: to integers from -127 to 127, with a factor.
-DEVICE void round_block(u64 quants, u64 scales, i64 block, float x) {
+// Rounds block `of_row` of a row of so many pieces, 32 elements of which each lane of a warp has one: to integers from -127 to
+// 127, with a factor.
+DEVICE void round_block(u64 quants, u64 scales, i64 row, u32 pieces, u32 of_row, float x) {
     int lane = threadIdx.x % WARP;
     float largest = warp_reduce<Largest>(fabsf(x));
     float q = largest > 0.0f ? rintf(x * (127.0f / largest)) : 0.0f;
@@ -16,9 +17,10 @@ DEVICE void round_block(u64 quants, u64 scales, i64 block, float x) {
         sum += __shfl_xor_sync(0xffffffffu, sum, step);
     }
     float high = __shfl_sync(0xffffffffu, sum, 16);
-    reinterpret_cast<signed char*>(quants)[block * 32 + lane] = static_cast<signed char>(static_cast<int>(q));
+    i64 place = place_of_quants(row, pieces, of_row) + lane / 16 * (ROUNDED_PIECE / 4) + lane % 16;
+    reinterpret_cast<signed char*>(quants)[place] = static_cast<signed char>(static_cast<int>(q));
     if (lane == 0) {
-        reinterpret_cast<Scales*>(scales)[block] = {factor, factor * sum, factor * high, 0.0f};
+        put_scales(scales, row, pieces, of_row, factor, factor * sum, factor * high);
     }
 }
 
@@ -26,11 +28,14 @@ DEVICE void round_block(u64 quants, u64 scales, i64 block, float x) {
 DEVICE void quantize(const VgQuantizeParams& p, const Blocks& b) {
     int lane = threadIdx.x % WARP;
     i64 blocks = p.src.ne[0] / 32, total = blocks * rows(p.src);
+    u32 pieces = rounded_pieces(p.src.ne[0]);
     i64 first = static_cast<i64>(b.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
     for (i64 block = first; block < total; block += static_cast<i64>(b.nx) * (blockDim.x / WARP)) {
         Index at = row_of(p.src, block / blocks);
         at.i[0] = block % blocks * 32 + lane;
-        round_block(p.quants, p.scales, block, load(p.src.type, address(p.src, at)));
+        i64 row = block / blocks;
+        u32 of_row = static_cast<u32>(block - row * blocks);
+        round_block(p.quants, p.scales, row, pieces, of_row, load(p.src.type, address(p.src, at)));
     }
 }
 

@@ -210,17 +210,16 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
         if (!place.find(p, rest % slots, rest / slots, true)) {
             continue;
         }
-        u32 starts[VECTOR_ROWS];
-        UNROLL
-        for (int r = 0; r < VECTOR_ROWS; r++) {
-            starts[r] = static_cast<u32>(reinterpret_cast<u64>(start_of(p, place, pair, r)));
-        }
+        Own own = own_of(p, place, static_cast<int>(width), lane);
+        u32 start = static_cast<u32>(reinterpret_cast<u64>(start_of(p, place, pair, own.row)));
         Sums<COLUMNS> sums = {};
         for (int piece = 0; piece < pieces; piece++) {
             flow.fill(begun, lane);
             const u8* rows = flow.oldest(place_bytes);
             auto multiply = [&](auto of) {
-                multiply_piece<decltype(of)::TYPE, COLUMNS>(p, place, nullptr, rows, starts, piece, width, lane, sums);
+                constexpr int TYPE = decltype(of)::TYPE;
+                multiply_piece<TYPE, COLUMNS>(p, place, nullptr, rows, start, piece, own, chosen_of<TYPE>(own.chunk), lane, sums);
+                start += piece_bytes(TYPE);
             };
             switch (type) {
             case VG_F32: multiply(Weights<VG_F32>()); break;
@@ -236,7 +235,7 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
             }
             flow.release(place_bytes);
         }
-        finish_pair(p, place, pair, lane, sums);
+        finish_pair(p, place, pair, lane, sums, is_float(type));
     }
 }
 

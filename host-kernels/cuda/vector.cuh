@@ -4,38 +4,55 @@
 // floats they are f32 as they come. A warp takes two rows of weights at a time: neighbours, or, where a gated unit follows,
 // the same row of both matrices. It copies pieces of both to shared memory in whole 16-byte pieces, wherever rows begin, a
 // few pieces ahead of its arithmetic and across the ends of rows: so loads are always on their way, whatever the format's
-// block looks like. Of a piece of quantised weights each lane has 32 elements, which it unpacks once for all columns.
+// block looks like. Of a piece of quantised weights half the lanes have the one row, and half the other: 64 elements each, which
+// they unpack once for all columns (`chunks.cuh`).
+//
+// What a scheduler of a GPU can issue is little more than what memory brings: `docs/GPU.md` has the instructions of each
+// format beside that. So pieces are copied and multiplied without branches, and what is the same for all is calculated
+// before the first row.
 //
 // Several matrices that are multiplied with the same activations are one launch: their pairs of rows are counted through.
 #pragma once
-#include "quants.cuh"
-#include "scales.cuh"
+#include "chunks.cuh"
 #include "units.cuh"
 
 namespace {
 
-// Warps of a block, rows of a warp, pieces on their way or in use.
-constexpr int VECTOR_WARPS = 4, VECTOR_ROWS = 2, STAGES = 3;
+// Warps of a block, rows of a warp.
+constexpr int VECTOR_WARPS = 4, VECTOR_ROWS = 2;
 
 constexpr int MOST_COLUMNS = 8;
 
 DEVICE constexpr bool is_float(int type) { return type == VG_F32 || type == VG_F16 || type == VG_BF16; }
 
 // Elements of a piece: of floats a KiB of them.
-DEVICE constexpr int piece_of(int type) { return is_float(type) ? 1024 / geometry(type).bytes : 32 * WARP; }
+DEVICE constexpr int piece_of(int type) { return is_float(type) ? 1024 / geometry(type).bytes : ROUNDED_PIECE; }
 
 // A type of weights, for functions that are given one.
 template <int OF> struct Weights {
     static constexpr int TYPE = OF;
 };
 
+// Of floats each lane has sums of both rows; of quantised weights of its own one, in the first place.
 template <int COLUMNS> struct Sums {
     float of[VECTOR_ROWS][COLUMNS];
+};
+
+// What a lane multiplies of quantised weights: which row of a pair, which chunk of each piece of it; and its part of the
+// activations, from the first piece of the first column on. It also copies to that row's place.
+struct Own {
+    int row, chunk;
+    const u8 *quants, *scales;
+    int width, blocks; // elements of a row; blocks of 32 of it, but for those before the lane's first
+    u32 pieces;
 };
 
 // Bytes of a piece, and of its place in shared memory, wherever the piece begins.
 DEVICE constexpr int piece_bytes(int type) { return piece_of(type) / geometry(type).elements * geometry(type).bytes; }
 DEVICE constexpr int stage_bytes(int type) { return (piece_bytes(type) + 15) / 16 * 16 + 16; }
+
+// Pieces on their way or in use: as many as leave room for eight blocks on a multiprocessor.
+DEVICE constexpr int stages_of(int type) { return stage_bytes(type) < 900 ? 4 : 3; }
 
 // Which vectors a block of threads multiplies: of the experts' those of a slot of a token, else those of a batch.
 struct Place {
@@ -153,75 +170,67 @@ DEVICE void copy_piece(u8* to, const u8* start, i64 left, int bytes, int lane) {
     }
 }
 
-// Adds a warp's products of a piece of two rows, which lie `stage_bytes` apart from `rows` on. `starts` has the low bits of
-// where the rows begin.
+// The same of a lane's own row, by half a warp and without a branch: every 16th 16 bytes from `start` on. Rows begin at
+// multiples of 16 if they are `ALIGNED`; `left` is what there is of the row from the piece on.
+template <int BYTES, bool ALIGNED, int BEYOND = 0> DEVICE void copy_own_piece(u8* to, const u8* start, int left, int chunk) {
+    u32 lead = ALIGNED ? 0 : static_cast<u32>(reinterpret_cast<u64>(start)) & 15;
+    int bytes = static_cast<int>(lead) + (left < BYTES ? left : BYTES) - 16 * chunk;
+    if constexpr (BEYOND < BYTES + (ALIGNED ? 0 : 15)) {
+        copy_async_if<BEYOND>(left > 0 && BEYOND < bytes, to, start - lead);
+        copy_own_piece<BYTES, ALIGNED, BEYOND + 16 * CHUNKS>(to, start, left, chunk);
+    }
+}
+
+DEVICE Own own_of(const VgVectorParams& p, const Place& place, int width, int lane) {
+    Own own;
+    own.row = static_cast<int>(kept(static_cast<u32>(lane) / CHUNKS));
+    own.chunk = static_cast<int>(kept(static_cast<u32>(lane) % CHUNKS));
+    own.width = width;
+    own.blocks = static_cast<int>(kept(static_cast<u32>(width / 32 - 2 * own.chunk)));
+    own.pieces = rounded_pieces(width);
+    own.quants = own.scales = nullptr;
+    if (p.quants) {
+        i64 piece = place.column * own.pieces;
+        own.quants = kept_global(reinterpret_cast<const u8*>(p.quants) + piece * ROUNDED_PIECE + own.chunk * 16);
+        own.scales = kept_global(reinterpret_cast<const u8*>(p.scales) + piece * ROUNDED_SCALES + own.chunk * 16);
+    }
+    return own;
+}
+
+// Adds a warp's products of a piece of two rows of floats, which lie `stage_bytes` apart from `rows` on.
 template <int TYPE, int COLUMNS>
-DEVICE void multiply_piece(const VgVectorParams& p, const Place& place, const VgCodebooks* books, const u8* rows,
-                           const u32* starts, int piece, i64 width, int lane, Sums<COLUMNS>& sums) {
+DEVICE void multiply_floats(const VgVectorParams& p, const Place& place, const u8* rows, int piece, const Own& own, int lane,
+                            Sums<COLUMNS>& sums) {
     constexpr Geometry SIZE = geometry(TYPE);
-    constexpr int PIECE = piece_of(TYPE), PIECE_BYTES = piece_bytes(TYPE), STAGE_BYTES = stage_bytes(TYPE);
-    if constexpr (is_float(TYPE)) {
-        const u8* x = address(p.x, Index{{0, place.x_row, place.i2, place.i3}});
-        constexpr int EACH = 16 / SIZE.bytes;
-        UNROLL
-        for (int i = 0; i < PIECE / EACH / WARP; i++) {
-            int at = (i * WARP + lane) * EACH;
-            i64 element = static_cast<i64>(piece) * PIECE + at;
-            if (element < width) {
-                float weights[VECTOR_ROWS][EACH];
-                UNROLL
-                for (int r = 0; r < VECTOR_ROWS; r++) {
-                    const u8* from = rows + r * STAGE_BYTES + at * SIZE.bytes;
-                    floats_of<TYPE>(*reinterpret_cast<const int4*>(from), weights[r]);
-                }
-                UNROLL
-                for (int c = 0; c < COLUMNS; c++) {
-                    if (c < place.columns) {
-                        const u8* from = x + c * p.x.nb[1] + element * 4;
-                        float activations[EACH];
-                        UNROLL
-                        for (int j = 0; j < EACH / 4; j++) {
-                            floats_of<VG_F32>(*aligned<int4>(from + 16 * j), activations + 4 * j);
-                        }
-                        UNROLL
-                        for (int r = 0; r < VECTOR_ROWS; r++) {
-                            UNROLL
-                            for (int j = 0; j < EACH; j++) {
-                                sums.of[r][c] += weights[r][j] * activations[j];
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    } else {
-        i64 blocks = width / 32;
-        const int4* quants = reinterpret_cast<const int4*>(p.quants) + place.column * blocks * 2;
-        const Scales* scales = reinterpret_cast<const Scales*>(p.scales) + place.column * blocks;
-        i64 block = static_cast<i64>(piece) * WARP + lane;
-        if (block < blocks) {
-            constexpr int SUBS = SIZE.elements / 32;
-            Unpacked u[VECTOR_ROWS];
+    constexpr int PIECE = piece_of(TYPE), STAGE_BYTES = stage_bytes(TYPE);
+    const u8* x = address(p.x, Index{{0, place.x_row, place.i2, place.i3}});
+    constexpr int EACH = 16 / SIZE.bytes;
+    UNROLL
+    for (int i = 0; i < PIECE / EACH / WARP; i++) {
+        int at = (i * WARP + lane) * EACH;
+        int element = piece * PIECE + at;
+        if (element < own.width) {
+            float weights[VECTOR_ROWS][EACH];
             UNROLL
             for (int r = 0; r < VECTOR_ROWS; r++) {
-                int lead = static_cast<int>((starts[r] + static_cast<u32>(piece) * PIECE_BYTES) & 15);
-                const u8* at = rows + r * STAGE_BYTES + lead + lane / SUBS * SIZE.bytes;
-                unpack<TYPE>(books, at, lane % SUBS, u[r]);
+                const u8* from = rows + r * STAGE_BYTES + at * SIZE.bytes;
+                floats_of<TYPE>(*reinterpret_cast<const int4*>(from), weights[r]);
             }
             UNROLL
             for (int c = 0; c < COLUMNS; c++) {
-                if (c < place.columns) {
-                    int4 low = quants[(c * blocks + block) * 2], high = quants[(c * blocks + block) * 2 + 1];
-                    Scales s = scales[c * blocks + block];
+                if (c == 0 || c < place.columns) {
+                    const u8* from = x + c * p.x.nb[1] + 4 * static_cast<i64>(element);
+                    float activations[EACH];
+                    UNROLL
+                    for (int j = 0; j < EACH / 4; j++) {
+                        floats_of<VG_F32>(*aligned<int4>(from + 16 * j), activations + 4 * j);
+                    }
                     UNROLL
                     for (int r = 0; r < VECTOR_ROWS; r++) {
-                        int a = __dp4a(u[r].words[0], low.x, 0), b = __dp4a(u[r].words[4], high.x, 0);
-                        a = __dp4a(u[r].words[1], low.y, a), b = __dp4a(u[r].words[5], high.y, b);
-                        a = __dp4a(u[r].words[2], low.z, a), b = __dp4a(u[r].words[6], high.z, b);
-                        a = __dp4a(u[r].words[3], low.w, a), b = __dp4a(u[r].words[7], high.w, b);
-                        sums.of[r][c] += s.factor * (u[r].scale[0] * static_cast<float>(a) +
-                                                     u[r].scale[1] * static_cast<float>(b));
-                        sums.of[r][c] += u[r].offset[0] * s.low + u[r].offset[1] * s.high;
+                        UNROLL
+                        for (int j = 0; j < EACH; j++) {
+                            sums.of[r][c] += weights[r][j] * activations[j];
+                        }
                     }
                 }
             }
@@ -229,41 +238,102 @@ DEVICE void multiply_piece(const VgVectorParams& p, const Place& place, const Vg
     }
 }
 
-// Writes a pair's sums, with what belongs to them, and begins anew. Lane c writes what belongs to column c.
-template <int COLUMNS>
-DEVICE void finish_pair(const VgVectorParams& p, const Place& place, i64 pair, int lane, Sums<COLUMNS>& sums) {
-    float both[VECTOR_ROWS] = {};
+// Adds a lane's products of a piece of its own row, at `at`. What lies behind the end of a row is multiplied, too, and
+// left out.
+template <int TYPE, int COLUMNS>
+DEVICE void multiply_quants(const Place& place, const VgCodebooks* books, const u8* at, int piece, const Own& own,
+                            const Chosen& chosen, Sums<COLUMNS>& sums) {
+    constexpr int BLOCKS = ROUNDED_PIECE / 32;
+    constexpr bool IS_LARGE = geometry(TYPE).elements > 32;
+    Chunk<TYPE> weights(books, at, chosen);
+    // From the lane's first on. A row of blocks of 32 may end between its two.
+    int blocks = own.blocks - piece * BLOCKS;
+    float factor[COLUMNS][2][2], sum[COLUMNS][2][2], all[COLUMNS] = {};
     UNROLL
-    for (int c = 0; c < COLUMNS; c++) {
+    for (int s = 0; s < 2; s++) {
+        Unpacked u;
+        weights.unpack_block(s, u);
         UNROLL
-        for (int r = 0; r < VECTOR_ROWS; r++) {
-            float sum = warp_reduce<Sum>(sums.of[r][c]);
-            both[r] = lane == c ? sum : both[r];
-            sums.of[r][c] = 0.0f;
+        for (int c = 0; c < COLUMNS; c++) {
+            if (c == 0 || c < place.columns) {
+                u32 number = c * own.pieces + static_cast<u32>(piece);
+                Activations<TYPE> x = {own.quants + static_cast<u64>(number) * ROUNDED_PIECE,
+                                       own.scales + static_cast<u64>(number) * ROUNDED_SCALES, own.chunk};
+                if (s == 0 || COLUMNS > 1) {
+                    x.factors(factor[c], sum[c]);
+                }
+                float more = multiply_block<TYPE>(u, x, s, factor[c], sum[c]);
+                all[c] = s == 0 ? more : all[c] + (IS_LARGE || 1 < blocks ? more : 0.0f);
+            }
         }
     }
-    if (lane < place.columns) {
-        u32 product;
-        i64 row = row_of_pair(p, pair, &product);
-        if (p.unit != VG_MAP_ADD) {
-            float a = both[0] + place.added(p.products[0], row, lane);
-            float b = both[1] + place.added(p.products[1], row, lane);
-            *place.result(p.products[0], row, lane) = gated(p.unit, a, b, p.c);
-        } else {
-            const VgProduct& it = p.products[product];
-            UNROLL
-            for (int r = 0; r < VECTOR_ROWS; r++) {
-                if (row + r < it.dst.ne[0]) {
-                    *place.result(it, row + r, lane) = both[r] + place.added(it, row + r, lane);
-                }
+    UNROLL
+    for (int c = 0; c < COLUMNS; c++) {
+        sums.of[0][c] += 0 < blocks ? all[c] : 0.0f;
+    }
+}
+
+// Whether rows of weights always begin at multiples of 16 bytes: the host sees to it (`alignment` in `ops/matmul.rs`).
+DEVICE constexpr bool are_aligned(int type) { return is_float(type) || type == VG_Q4_K || type == VG_Q5_K; }
+
+// Adds a warp's products of a piece of two rows, which lie `stage_bytes` apart from `rows` on. `start` has the low bits of
+// where that of the lane's own row lies in memory. `chosen` is of the type and the lane's chunk.
+template <int TYPE, int COLUMNS>
+DEVICE void multiply_piece(const VgVectorParams& p, const Place& place, const VgCodebooks* books, const u8* rows, u32 start,
+                           int piece, const Own& own, const Chosen& chosen, int lane, Sums<COLUMNS>& sums) {
+    if constexpr (is_float(TYPE)) {
+        multiply_floats<TYPE, COLUMNS>(p, place, rows, piece, own, lane, sums);
+    } else {
+        const u8* at = rows + own.row * stage_bytes(TYPE) + (are_aligned(TYPE) ? 0 : start & 15);
+        multiply_quants<TYPE, COLUMNS>(place, books, at, piece, own, chosen, sums);
+    }
+}
+
+// Writes a pair's sums, with what belongs to them, and begins anew. Half a warp has a row, of which lane c writes what belongs to
+// column c. `has_both`: each lane has sums of both rows.
+template <int COLUMNS>
+DEVICE void finish_pair(const VgVectorParams& p, const Place& place, i64 pair, int lane, Sums<COLUMNS>& sums, bool has_both) {
+    int r = lane / CHUNKS, column = lane % CHUNKS;
+    float own = 0.0f;
+    UNROLL
+    for (int c = 0; c < COLUMNS; c++) {
+        float sum = sums.of[0][c];
+        if (has_both) {
+            float given = r ? sum : sums.of[1][c];
+            sum = (r ? sums.of[1][c] : sum) + __shfl_xor_sync(0xffffffffu, given, CHUNKS);
+        }
+        UNROLL
+        for (int step = CHUNKS / 2; step > 0; step /= 2) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        }
+        own = column == c ? sum : own;
+        sums.of[0][c] = sums.of[1][c] = 0.0f;
+    }
+    bool has_unit = p.unit != VG_MAP_ADD;
+    u32 product;
+    i64 row = row_of_pair(p, pair, &product);
+    if (column < place.columns) {
+        row += has_unit ? 0 : r;
+        const VgProduct& it = p.products[has_unit ? r : product];
+        if (row < it.dst.ne[0]) {
+            own += place.added(it, row, column);
+            if (!has_unit) {
+                *place.result(it, row, column) = own;
             }
+        }
+    }
+    if (has_unit) {
+        float other = __shfl_xor_sync(0xffffffffu, own, CHUNKS);
+        if (r == 0 && column < place.columns) {
+            *place.result(p.products[0], row, column) = gated(p.unit, own, other, p.c);
         }
     }
 }
 
 template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams& p) {
-    constexpr int PIECE_BYTES = piece_bytes(TYPE);
-    __shared__ __align__(16) u8 stages[VECTOR_WARPS][STAGES][VECTOR_ROWS][stage_bytes(TYPE)];
+    constexpr int PIECE_BYTES = piece_bytes(TYPE), STAGE_BYTES = stage_bytes(TYPE), PAIR_BYTES = VECTOR_ROWS * STAGE_BYTES;
+    constexpr int STAGES = stages_of(TYPE);
+    __shared__ __align__(16) u8 stages[VECTOR_WARPS][STAGES][PAIR_BYTES];
     const VgCodebooks* books = codebooks(p.codebooks);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const View& w = p.products[0].w;
@@ -271,62 +341,62 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
     if (!place.find(p, blockIdx.y, blockIdx.z, true)) {
         return;
     }
-    i64 pairs = pairs_of(p);
-    i64 row_bytes = w.ne[0] / geometry(TYPE).elements * geometry(TYPE).bytes;
-    int pieces = static_cast<int>((w.ne[0] + piece_of(TYPE) - 1) / piece_of(TYPE));
-    i64 step = static_cast<i64>(gridDim.x) * VECTOR_WARPS;
-    i64 pair = static_cast<i64>(blockIdx.x) * VECTOR_WARPS + warp, fetched_pair = pair;
+    int pairs = static_cast<int>(pairs_of(p)), width = static_cast<int>(w.ne[0]);
+    int row_bytes = width / geometry(TYPE).elements * geometry(TYPE).bytes;
+    int pieces = (width + piece_of(TYPE) - 1) / piece_of(TYPE);
+    int step = static_cast<int>(gridDim.x) * VECTOR_WARPS;
+    int pair = static_cast<int>(blockIdx.x) * VECTOR_WARPS + warp, fetched_pair = pair;
     if (pair >= pairs) {
         return;
     }
-    // What is fetched next, and what is multiplied next: a pair of rows, and a piece of it.
-    int fetched_piece = 0, piece = 0, fetched_stage = 0, stage = 0;
-    const u8* fetched[VECTOR_ROWS];
-    u32 starts[VECTOR_ROWS]; // the low bits of where the rows begin that are multiplied
-    UNROLL
-    for (int r = 0; r < VECTOR_ROWS; r++) {
-        fetched[r] = start_of(p, place, pair, r);
-        starts[r] = static_cast<u32>(reinterpret_cast<u64>(fetched[r]));
-    }
+    Own own = own_of(p, place, width, lane);
+    Chosen chosen = kept_chosen<TYPE>(own.chunk);
+    u8* ring = kept_shared(stages[warp][0]);
+    u8* places = kept_shared(stages[warp][0] + own.row * STAGE_BYTES + own.chunk * 16);
+    // What is fetched next: a pair of rows, where the lane's part of its own goes on and how much is left of it, and where it
+    // goes.
+    const u8* from = start_of(p, place, pair, own.row) + own.chunk * 16;
+    int left = row_bytes, to = 0;
     auto fetch = [&]() {
-        if (fetched_pair < pairs) {
-            i64 offset = static_cast<i64>(fetched_piece) * PIECE_BYTES;
-            UNROLL
-            for (int r = 0; r < VECTOR_ROWS; r++) {
-                copy_piece(stages[warp][fetched_stage][r], fetched[r] + offset, row_bytes - offset, PIECE_BYTES, lane);
-            }
-            if (++fetched_piece == pieces) {
-                fetched_piece = 0;
-                fetched_pair += step;
-                UNROLL
-                for (int r = 0; r < VECTOR_ROWS && fetched_pair < pairs; r++) {
-                    fetched[r] = start_of(p, place, fetched_pair, r);
-                }
-            }
-            fetched_stage = fetched_stage + 1 < STAGES ? fetched_stage + 1 : 0;
-        }
+        copy_own_piece<PIECE_BYTES, are_aligned(TYPE)>(places + to, from, left, own.chunk);
         commit_async();
+        to = to < (STAGES - 1) * PAIR_BYTES ? to + PAIR_BYTES : 0;
+        from += PIECE_BYTES;
+        left -= PIECE_BYTES;
+        if (left <= 0 && fetched_pair < pairs) {
+            fetched_pair += step;
+            if (fetched_pair < pairs) {
+                from = start_of(p, place, fetched_pair, own.row) + own.chunk * 16;
+                left = row_bytes;
+            }
+        }
     };
+    // And what is multiplied next, with the low bits of where it lay.
+    int piece = 0, at = 0;
+    u32 start = static_cast<u32>(reinterpret_cast<u64>(from));
     for (int i = 0; i + 1 < STAGES; i++) {
         fetch();
     }
     Sums<COLUMNS> sums = {};
-    while (pair < pairs) {
+    while (true) {
+        wait_async<STAGES - 2>();
+        // What other lanes copied is there, too; and they have read what is written over now.
+        __syncwarp();
         fetch();
-        wait_async<STAGES - 1>();
-        __syncwarp(); // what other lanes copied is there, too
-        multiply_piece<TYPE, COLUMNS>(p, place, books, stages[warp][stage][0], starts, piece, w.ne[0], lane, sums);
-        __syncwarp(); // the stage may be written again
-        stage = stage + 1 < STAGES ? stage + 1 : 0;
+        multiply_piece<TYPE, COLUMNS>(p, place, books, ring + at, start, piece, own, chosen, lane, sums);
+        at = at < (STAGES - 1) * PAIR_BYTES ? at + PAIR_BYTES : 0;
+        start += PIECE_BYTES;
         if (++piece < pieces) {
             continue;
         }
-        finish_pair(p, place, pair, lane, sums);
+        finish_pair(p, place, pair, lane, sums, is_float(TYPE));
         piece = 0;
         pair += step;
-        UNROLL
-        for (int r = 0; r < VECTOR_ROWS && pair < pairs; r++) {
-            starts[r] = static_cast<u32>(reinterpret_cast<u64>(start_of(p, place, pair, r)));
+        if (pair >= pairs) {
+            break;
+        }
+        if (!are_aligned(TYPE)) {
+            start = static_cast<u32>(reinterpret_cast<u64>(start_of(p, place, pair, own.row)));
         }
     }
 }

@@ -15,7 +15,7 @@ KERNEL(vg_vectors_q5_1, VgVectorParams, 128) { vector_product<VG_Q5_1, MOST_COLU
 KERNEL(vg_vector_q8_0, VgVectorParams, 128) { vector_product<VG_Q8_0, 1>(p); }
 KERNEL(vg_vectors_q8_0, VgVectorParams, 128) { vector_product<VG_Q8_0, MOST_COLUMNS>(p); }
 KERNEL(vg_vector_q1_0, VgVectorParams, 128) { vector_product<VG_Q1_0, 1>(p); }
-KERNEL(vg_vectors_q1_0, VgVectorParams, 128) { vector_product<VG_Q1_0, MOST_COLUMNS>(p); }
+KERNEL(vg_vectors_q1_0, VgVectorParams, 128, 4) { vector_product<VG_Q1_0, MOST_COLUMNS>(p); }
 KERNEL(vg_vector_q2_0, VgVectorParams, 128) { vector_product<VG_Q2_0, 1>(p); }
 KERNEL(vg_vectors_q2_0, VgVectorParams, 128) { vector_product<VG_Q2_0, MOST_COLUMNS>(p); }
 KERNEL(vg_vector_mxfp4, VgVectorParams, 128) { vector_product<VG_MXFP4, 1>(p); }

@@ -32,7 +32,6 @@ const HOT: &[&str] = &[
     "vg_route",
     "vg_set_rows",
     "vg_soft_max",
-    "vg_step",
     "vg_weighted_sum",
 ];
 

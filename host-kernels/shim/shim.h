@@ -40,6 +40,10 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift & 31));
 }
 
+struct float2 {
+    float x, y;
+};
+
 struct int4 {
     int x, y, z, w;
 };
@@ -205,6 +209,16 @@ inline int __dp4a(int a, int b, int sum) {
     }
     return sum;
 }
+
+namespace shim {
+// The same, of bytes of which the first four are unsigned.
+inline int dot_unsigned(unsigned a, int b, int sum) {
+    for (int i = 0; i < 4; i++) {
+        sum += static_cast<uint8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
+    }
+    return sum;
+}
+} // namespace shim
 
 // Threads of a process run the blocks of a cooperative launch. One runs at a time, and hands over in order, so plain code
 // is atomic and everybody sees what was written; but others may go on in between.

@@ -10,7 +10,7 @@
 use std::ops::Range;
 
 use super::device::Address;
-use super::ops::vector::Rounded;
+use super::ops::vector::{Rounded, rounded_elements};
 use super::params::{VgHopperHalvesParams, VgView};
 
 /// Bytes of working memory for it.
@@ -134,9 +134,8 @@ impl Kept {
     /// to be kept.
     pub(super) fn put(&mut self, x: &VgView, made: usize, is_result: bool) -> Option<Rounded> {
         let key = Key::of(x)?;
-        let blocks = (x.rows() * (x.ne[0] / 32)) as u64;
-        let quants = (blocks * 32).next_multiple_of(256);
-        let bytes = quants + (blocks * 16).next_multiple_of(256);
+        let quants = rounded_elements(x) as u64;
+        let bytes = quants + quants / 2;
         if bytes > KEPT_BYTES / 4 {
             return None;
         }

@@ -43,7 +43,7 @@ pub const SOURCES: &[Source] = sources! {
 
 /// What they include, by name.
 pub const HEADERS: &[(&str, &str)] = headers! {
-    "attend.cuh" "device.cuh" "formats.cuh" "fused.cuh" "gemm.cuh" "gemm_hopper.cuh" "hopper.cuh" "map.cuh" "params.h"
+    "attend.cuh" "chunks.cuh" "device.cuh" "formats.cuh" "fused.cuh" "gemm.cuh" "gemm_hopper.cuh" "hopper.cuh" "map.cuh" "params.h"
     "quants.cuh" "rope.cuh" "rounding.cuh" "rows.cuh" "scales.cuh" "step.cuh" "tile.cuh" "units.cuh" "vector.cuh"
 };
 

@@ -346,17 +346,21 @@ impl Tiles {
     }
 }
 
-/// Where the result is left rounded, too, if a product comes next that wants it so: as rows of all heads of a token.
+/// Where the result is left rounded, too, if a product comes next that wants it so.
 fn round_for_products(b: &mut Builder<'_>, dst: &VgView) -> Option<Rounded> {
-    let [width, heads, ..] = dst.ne;
-    let row = width * heads;
-    let rows = VgView {
+    let rows = rows_of_heads(dst);
+    let fits = dst.is_dense(Type::F32) && dst.ne[0] % 32 == 0 && b.rounds_next(&rows);
+    fits.then(|| b.place_rounded(&rows, true)).flatten()
+}
+
+/// A dense result of attention as products read it: a row has all heads of a token.
+pub(in crate::cuda) fn rows_of_heads(dst: &VgView) -> VgView {
+    let row = dst.ne[0] * dst.ne[1];
+    VgView {
         ne: [row, dst.ne[2] * dst.ne[3], 1, 1],
         nb: [4, 4 * row, dst.nb[3] * dst.ne[3], dst.nb[3] * dst.ne[3]],
         ..*dst
-    };
-    let fits = dst.is_dense(Type::F32) && width % 32 == 0 && b.rounds_next(&rows);
-    fits.then(|| b.place_rounded(&rows, true)).flatten()
+    }
 }
 
 /// What the kernels take keys and values of these types and places for.

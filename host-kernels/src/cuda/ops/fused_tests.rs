@@ -94,14 +94,39 @@ impl Bench {
         self.tensor(ty, ne, &vec![0xa5; bytes as usize])
     }
 
-    fn rounded(&self, elements: i64) -> Rounded {
+    fn rounded(&self, x: &VgView) -> Rounded {
+        let elements = vector::rounded_elements(x) as u64;
+        let alloc = |bytes| self.device.alloc(bytes).expect("little memory");
         Rounded {
-            quants: self.device.alloc(elements as u64).expect("little memory"),
-            scales: self
-                .device
-                .alloc(elements as u64 / 2)
-                .expect("little memory"),
+            quants: alloc(elements),
+            scales: alloc(elements / 2),
         }
+    }
+
+    /// Of each block of 32 the bytes, the factor and the sums, as `cuda/scales.cuh` says where they are.
+    fn blocks(&self, it: &Rounded, x: &VgView) -> Vec<(Vec<u8>, [u32; 4])> {
+        let elements = vector::rounded_elements(x) as usize;
+        let (quants, scales) = (
+            self.bytes(it.quants, elements),
+            self.bytes(it.scales, elements / 2),
+        );
+        let pieces = elements / 1024 / x.rows() as usize;
+        let of_row = 0..x.ne[0] as usize / 32;
+        let place =
+            |row: usize, block: usize| (row * pieces + block / 32, block % 32 / 2, block % 2);
+        { 0..x.rows() as usize }
+            .flat_map(|row| of_row.clone().map(move |block| place(row, block)))
+            .map(|(piece, chunk, which)| {
+                let half =
+                    |h: usize| &quants[piece * 1024 + (2 * which + h) * 256 + chunk * 16..][..16];
+                let number = |at: usize| {
+                    let at = piece * 512 + chunk * 16 + which * 4 + at;
+                    u32::from_le_bytes(scales[at..at + 4].try_into().expect("four"))
+                };
+                let numbers = [number(0), number(8), number(256), number(264)];
+                ([half(0), half(1)].concat(), numbers)
+            })
+            .collect()
     }
 
     fn bytes(&self, address: Address, n: usize) -> Vec<u8> {
@@ -177,7 +202,7 @@ fn norms() {
         let (add, add_values) = bench.randoms(ne);
         let (w, w_values) = bench.randoms([n, 1, 1, 1]);
         let dst = bench.nothing(Type::F32, ne);
-        let rounded = bench.rounded((n * rows) as i64);
+        let rounded = bench.rounded(&dst);
         let sum = if in_place {
             a
         } else {
@@ -213,15 +238,7 @@ fn norms() {
         // Exactly what `vg_quantize` makes of the result.
         let mut alone = rounded;
         assert!(bench.run(|b| Some(vector::round(b, dst).map(|r| alone = r))));
-        let elements = (n * rows) as usize;
-        assert_eq!(
-            bench.bytes(rounded.quants, elements),
-            bench.bytes(alone.quants, elements)
-        );
-        assert_eq!(
-            bench.bytes(rounded.scales, elements / 2),
-            bench.bytes(alone.scales, elements / 2)
-        );
+        assert_eq!(bench.blocks(&rounded, &dst), bench.blocks(&alone, &dst));
     }
     let (a, _) = bench.randoms([30, 1, 1, 1]);
     let it = Norm {

@@ -141,8 +141,8 @@ impl Tuned {
             Type::Iq4Nl => tuned!("iq4_nl", 2),
             Type::Q2K => tuned!("q2_k", 4),
             Type::Q3K => tuned!("q3_k", 2),
-            Type::Q4K => tuned!("q4_k", 4),
-            Type::Q5K => tuned!("q5_k", 4),
+            Type::Q4K => tuned!("q4_k", 16),
+            Type::Q5K => tuned!("q5_k", 16),
             Type::Q6K => tuned!("q6_k", 2),
             Type::Iq4Xs => tuned!("iq4_xs", 2),
             Type::Tq1_0 => tuned!("tq1_0", 2),
@@ -161,7 +161,9 @@ impl Tuned {
     /// Whether they can read weights of their type that lie so.
     pub(super) fn takes_weights(&self, w: &VgView, ty: Type) -> bool {
         let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
-        w.ne[0] > 0
+        // Bytes of a row, and rows, are counted in 32 bits.
+        (1..=1 << 28).contains(&w.ne[0])
+            && w.ne[1] <= 1 << 28
             && w.ne[0] % 32 == 0
             && w.nb[0] == ty.block_bytes() as i64
             && places.iter().all(|place| place % self.alignment == 0)

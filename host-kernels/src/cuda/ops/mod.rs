@@ -1,7 +1,7 @@
 //! The operators, one file for each family, as in the CPU engine. A family's file has `rules()`, the type
 //! combinations it runs, and `compile()`, which turns a node into launches, if it is one of its own.
 
-mod attention;
+pub(super) mod attention;
 mod conv;
 mod deepseek;
 mod elementwise;

@@ -22,8 +22,15 @@ const BLOCKS: i64 = 8;
 /// Most products of a launch.
 pub(in crate::cuda) const MOST_PRODUCTS: usize = 3;
 
-/// Activations rounded to 8 bits, what `vg_quantize` writes: 32 bytes for each block of 32 elements and 16 of factors and
-/// sums, rows in order.
+/// Elements of a piece of a row, of which rounded activations have whole ones: `cuda/scales.cuh`.
+const ROUNDED_PIECE: i64 = 1024;
+
+/// Elements that there is room for where activations are rounded. Each takes a byte, and half a byte of factors and sums.
+pub(in crate::cuda) fn rounded_elements(x: &VgView) -> i64 {
+    x.rows() * div_ceil(x.ne[0], ROUNDED_PIECE) * ROUNDED_PIECE
+}
+
+/// Activations rounded to 8 bits, what `vg_quantize` writes: rows in order, each in whole pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::cuda) struct Rounded {
     /// The bytes.
@@ -65,9 +72,10 @@ pub(in crate::cuda) fn round(b: &mut Builder<'_>, x: VgView) -> Result<Rounded, 
         return Ok(rounded);
     }
     let blocks = x.rows() * (x.ne[0] / 32);
+    let elements = rounded_elements(&x) as u64;
     let place = b.place_rounded(&x, false).unwrap_or_else(|| Rounded {
-        quants: b.scratch(blocks as u64 * 32),
-        scales: b.scratch(blocks as u64 * 16),
+        quants: b.scratch(elements),
+        scales: b.scratch(elements / 2),
     });
     let params = VgQuantizeParams {
         src: x,

@@ -7,6 +7,8 @@ use vgpu_transport::ir::Type;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use crate::cuda::device::{Address, Device, KernelId, Launch};
+use crate::cuda::ops::attention::rows_of_heads;
+use crate::cuda::ops::vector::rounded_elements;
 use crate::cuda::params::*;
 use crate::cuda::segment::Step;
 
@@ -367,10 +369,10 @@ impl Touched {
             self.reads(&it.ids);
             self.ids.push(it.ids.extent());
         }
-        let elements = it.x.rows() * it.x.ne[0];
         if ty.is_quantized() {
+            let elements = rounded_elements(&it.x);
             self.reads_bytes(it.quants, elements);
-            self.reads_bytes(it.scales, elements / 32 * 16);
+            self.reads_bytes(it.scales, elements / 2);
         } else {
             self.reads(&it.x);
         }
@@ -412,9 +414,9 @@ impl Touched {
     }
 
     fn rounded(&mut self, quants: Address, scales: Address, x: &VgView) {
-        let elements = x.rows() * x.ne[0];
+        let elements = rounded_elements(x);
         self.writes_bytes(quants, elements);
-        self.writes_bytes(scales, elements / 32 * 16);
+        self.writes_bytes(scales, elements / 2);
     }
 
     fn rope(&mut self, it: &VgRopeParams) {
@@ -439,7 +441,7 @@ impl Touched {
             self.reads(view);
         }
         self.writes(&it.dst);
-        self.rounded(it.quants, it.scales, &it.dst);
+        self.rounded(it.quants, it.scales, &rows_of_heads(&it.dst));
         if it.splits > 1 {
             let [x, y, z] = launch.grid.map(i64::from);
             let items = x * y * (z / i64::from(it.splits));
