@@ -112,6 +112,19 @@ pub(super) fn peaks(engine: &dyn Engine, options: &Options) -> Result<Rates, Str
     Ok(peaks)
 }
 
+/// Types of weights, what matters most first.
+pub(super) const POPULAR: [Type; 9] = [
+    Type::Q4K,
+    Type::Q6K,
+    Type::Mxfp4,
+    Type::Q8_0,
+    Type::F16,
+    Type::Bf16,
+    Type::Q4_0,
+    Type::Q5K,
+    Type::Iq4Nl,
+];
+
 /// What a rate is of.
 enum Subject {
     Product(Type, u64, Work),
@@ -123,19 +136,8 @@ enum Subject {
 impl Subject {
     /// All of them, what matters most first.
     fn all(engine: &dyn Engine, options: &Options) -> Vec<Subject> {
-        let first = [
-            Type::Q4K,
-            Type::Q6K,
-            Type::Mxfp4,
-            Type::Q8_0,
-            Type::F16,
-            Type::Bf16,
-            Type::Q4_0,
-            Type::Q5K,
-            Type::Iq4Nl,
-        ];
         let has_kernel = |ty: &Type| MatmulKernel::of(*ty).is_some();
-        let others = Type::ALL.iter().copied().filter(|ty| !first.contains(ty));
+        let others = Type::ALL.iter().copied().filter(|ty| !POPULAR.contains(ty));
         let others: Vec<Type> = others.filter(has_kernel).collect();
         let products = |types: &[Type]| -> Vec<Subject> {
             let few = [1, 4, 8].map(|columns| (columns, Work::Bytes));
@@ -158,7 +160,7 @@ impl Subject {
                 all.extend([128, 2048].map(|columns| Subject::Cublas(ty, columns, ordinal)));
             }
         }
-        all.extend(products(&first));
+        all.extend(products(&POPULAR));
         let attention = |ty| {
             [(1, 4 * options.size), (options.size, options.size)]
                 .map(|(tokens, keys)| Subject::Attention(ty, tokens, keys))

@@ -18,27 +18,21 @@ pub struct Extents {
     pub columns: Vec<u64>,
 }
 
+/// What there is a choice for besides the types that matter most.
+const OTHERS: [Type; 6] = [
+    Type::Iq4Xs,
+    Type::Q2K,
+    Type::Q3K,
+    Type::Q4_1,
+    Type::Q5_0,
+    Type::Q5_1,
+];
+
 impl Default for Extents {
     /// All types that there is a choice for, between half the smallest and twice the largest extents of usual models.
     fn default() -> Extents {
         Extents {
-            types: vec![
-                Type::Q4K,
-                Type::Q6K,
-                Type::Mxfp4,
-                Type::Q8_0,
-                Type::F16,
-                Type::Bf16,
-                Type::Q4_0,
-                Type::Q5K,
-                Type::Iq4Nl,
-                Type::Iq4Xs,
-                Type::Q2K,
-                Type::Q3K,
-                Type::Q4_1,
-                Type::Q5_0,
-                Type::Q5_1,
-            ],
+            types: [&rates::POPULAR[..], &OTHERS].concat(),
             rows: vec![1024, 4096, 14336],
             columns: vec![64, 256, 1024, 4096],
         }
