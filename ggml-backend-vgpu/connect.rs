@@ -49,28 +49,45 @@ pub(crate) fn connect(endpoint: &Endpoint, host: &Host) -> Result<Arc<Session>, 
     })
 }
 
-/// An executor inside this process, with the CPU engine.
+/// An executor inside this process. All of its sessions share an engine.
 #[cfg(feature = "inproc")]
 fn inproc() -> Result<Box<dyn GuestEnd>, String> {
     use std::sync::OnceLock;
     use vgpu_kernels::Engine;
-    use vgpu_kernels::cpu::CpuEngine;
 
-    static ENGINE: OnceLock<Arc<CpuEngine>> = OnceLock::new();
+    static ENGINE: OnceLock<Arc<dyn Engine>> = OnceLock::new();
     let engine = match ENGINE.get() {
         Some(engine) => Arc::clone(engine),
-        None => {
-            let threads = std::env::var("VGPU_THREADS")
-                .ok()
-                .and_then(|n| n.parse().ok())
-                .unwrap_or(0);
-            let engine = Arc::new(CpuEngine::new(threads, None).map_err(|e| e.to_string())?);
-            Arc::clone(ENGINE.get_or_init(|| engine))
-        }
+        None => Arc::clone(ENGINE.get_or_init({
+            let engine = engine_inside()?;
+            || engine
+        })),
     };
-    let engine: Arc<dyn Engine> = engine;
     let end = vgpu_executor::inproc::start(engine).map_err(|e| e.to_string())?;
     Ok(Box::new(end))
+}
+
+#[cfg(feature = "inproc")]
+fn threads() -> usize {
+    let threads = std::env::var("VGPU_THREADS").ok();
+    threads.and_then(|n| n.parse().ok()).unwrap_or(0)
+}
+
+/// The CPU engine.
+#[cfg(all(feature = "inproc", not(feature = "inproc-cuda")))]
+fn engine_inside() -> Result<Arc<dyn vgpu_kernels::Engine>, String> {
+    let engine = vgpu_kernels::cpu::CpuEngine::new(threads(), None).map_err(|e| e.to_string())?;
+    Ok(Arc::new(engine))
+}
+
+/// The engine that `VGPU_ENGINE` asks for, as `vgpu serve --engine` does; the CPU engine, if it does not.
+#[cfg(feature = "inproc-cuda")]
+fn engine_inside() -> Result<Arc<dyn vgpu_kernels::Engine>, String> {
+    let kind = std::env::var("VGPU_ENGINE").unwrap_or_else(|_| "cpu".to_owned());
+    let kind = kind
+        .parse()
+        .map_err(|error| format!("VGPU_ENGINE={kind}: {error}"))?;
+    vgpu_executor::engine::start(kind, threads().into(), None).map_err(|error| format!("{error:#}"))
 }
 
 #[cfg(not(feature = "inproc"))]

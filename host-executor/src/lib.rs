@@ -4,6 +4,7 @@
 //! - [`Server`]: listeners, a thread for each session, shutdown.
 //! - [`config`]: what the executor is told; who the guests are and what each may use.
 //! - `sched`: graphs of several guests take turns on the engine.
+//! - [`engine`]: what computes.
 //! - [`status`], [`metrics`], [`control`]: what it is doing, for people and for Prometheus.
 //! - [`inproc`]: a session inside the guest's own process.
 //! - [`isolate`]: guests in processes of their own.
@@ -15,6 +16,7 @@
 pub mod config;
 pub mod control;
 mod doors;
+pub mod engine;
 mod histogram;
 mod identity;
 pub mod inproc;

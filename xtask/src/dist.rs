@@ -57,6 +57,8 @@ pub(crate) fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
         .args(["--package", "ggml-vgpu", "--package", "vgpu-executor"]);
     if let Some(cubins) = cubins {
         cargo.env("VGPU_CUBINS", cubins);
+        // Who looks at a GPU also wants to know what the way to an executor costs.
+        cargo.args(["--features", "ggml-vgpu/inproc-cuda"]);
     }
     let log = cache.log("cargo-build");
     let (mut library, mut command) = (None, None);

@@ -30,6 +30,9 @@ pub(crate) struct Options {
     /// Put ggml's own CUDA backend in it, too, with cuBLAS (700 MB): the same models run on both
     #[arg(long)]
     peer: bool,
+    /// Run speed.sh, which sets tokens a second beside what they should be, instead of run.sh
+    #[arg(long)]
+    speed: bool,
     /// Also make target/gpu-check.tar.xz of it
     #[arg(long)]
     pack: bool,
@@ -38,7 +41,12 @@ pub(crate) struct Options {
 /// What of a build of llama.cpp goes along.
 const PROGRAMS: [&str; 3] = ["test-backend-ops", "test-llama-archs", "llama-bench"];
 
-const SCRIPT: &str = include_str!("gpu_check.sh");
+/// What goes along, by name: both scripts, and what they have in common.
+const SCRIPTS: [(&str, &str); 3] = [
+    ("run.sh", include_str!("gpu_check.sh")),
+    ("speed.sh", include_str!("gpu_speed.sh")),
+    ("parts.sh", include_str!("gpu_check_parts.sh")),
+];
 
 /// The engine that needs no machine code.
 const CPU: &str = "cpu";
@@ -61,23 +69,26 @@ impl Options {
 
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let bundle = gather(cache, options)?;
-    let mut script = Command::new(bundle.join("run.sh"));
+    let name = if options.speed { "speed.sh" } else { "run.sh" };
+    let mut script = Command::new(bundle.join(name));
     match &options.engine {
         Some(engine) => {
             script.env("VGPU_ENGINE", engine);
         }
         None if !packages::runs("nvidia-smi", &["-L"]) => {
             println!(
-                "This machine has no NVIDIA GPU: copy {} to one that has, and start run.sh there.",
+                "This machine has no NVIDIA GPU: copy {} to one that has, and start {name} there.",
                 bundle.display()
             );
             return Ok(());
         }
         None => {}
     }
-    heading("run.sh");
-    let status = script.status().context("starting run.sh")?;
-    anyhow::ensure!(status.success(), "run.sh ended with {status}");
+    heading(name);
+    let status = script
+        .status()
+        .with_context(|| format!("starting {name}"))?;
+    anyhow::ensure!(status.success(), "{name} ended with {status}");
     Ok(())
 }
 
@@ -124,10 +135,12 @@ fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
             copy(&entry.context("listing the peer")?.path(), &peer)?;
         }
     }
-    let script = bundle.join("run.sh");
-    std::fs::write(&script, SCRIPT).context("writing run.sh")?;
-    let mut chmod = Command::new("chmod");
-    process::output(chmod.arg("+x").arg(&script))?;
+    for (name, text) in SCRIPTS {
+        let script = bundle.join(name);
+        std::fs::write(&script, text).with_context(|| format!("writing {name}"))?;
+        let mut chmod = Command::new("chmod");
+        process::output(chmod.arg("+x").arg(&script))?;
+    }
     step.done(&format!("{}", bundle.display()));
     if options.pack {
         pack(&bundle)?;

@@ -8,7 +8,8 @@
 #
 # Models are written by vgpu when they are needed, with random weights, and removed after; those in models/*.gguf are measured,
 # too. GGML_CUDA: a libggml-cuda.so for the ggml in bin/, with which the same models run, too; without it the one in cuda/, if
-# it is there. SECONDS_IN_ALL: for everything (570); SECONDS_OF_TESTS: how many of those models leave for tests (180). VGPU_MODELS: which models (all that `vgpu gpu-check models` says); VGPU_SMALL=1: small ones of the same kinds.
+# it is there. SECONDS_IN_ALL: for everything (570); SECONDS_OF_TESTS: how many of those models leave for tests (180). VGPU_MODELS:
+# which models (those below 30 GB that `vgpu gpu-check models` says); VGPU_SMALL=1: small ones of the same kinds.
 # VGPU_MODEL_FOLDER: where they are written (/dev/shm, if it has room, or the folder for results). Also VGPU_ENGINE,
 # VGPU_CHECK_OPTIONS (--budget 60), VGPU_OPS_OPTIONS, VGPU_BENCH_OPTIONS.
 set -u
@@ -16,46 +17,9 @@ here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-$here/out}
 mkdir -p "$out"
 rm -f "$out"/bench-*.json "$out/check.json" "$out/summary.json"
-: > "$out/parts.tsv"
-failed=0
-began=$(date +%s)
-in_all=${SECONDS_IN_ALL:-570}
-
-# Seconds that are kept for what comes later.
-kept=0
-# Seconds that are left for a part that may take so many.
-left() {
-    rest=$((began + in_all - kept - $(date +%s)))
-    [ "$rest" -lt "$1" ] || rest=$1
-    echo "$rest"
-}
-
-# part NAME SECONDS COMMAND: runs it, shows the end of what it says, and notes how it went.
-part() {
-    part=$1
-    limit=$(left "$2")
-    shift 2
-    if [ "$limit" -lt 5 ]; then
-        echo "== $part: no time is left"
-        printf '%s\t124\t0\n' "$part" >> "$out/parts.tsv"
-        failed=1
-        return 124
-    fi
-    echo "== $part"
-    start=$(date +%s.%N)
-    timeout -k 5 "$limit" "$@" > "$out/$part.txt" 2>&1
-    status=$?
-    seconds=$(echo "$(date +%s.%N) $start" | awk '{printf "%.1f", $1 - $2}')
-    printf '%s\t%s\t%s\n' "$part" "$status" "$seconds" >> "$out/parts.tsv"
-    tail -n "${LINES_SHOWN:-4}" "$out/$part.txt"
-    if [ "$status" -ne 0 ]; then
-        echo "== $part ended with $status after $seconds s; all of it is in $out/$part.txt"
-        failed=1
-    fi
-    return "$status"
-}
-
 engine=${VGPU_ENGINE:-cuda}
+# shellcheck source=gpu_check_parts.sh
+. "$here/parts.sh"
 if command -v nvidia-smi > /dev/null; then
     LINES_SHOWN=20 part nvidia-smi 20 nvidia-smi
 fi
@@ -72,65 +36,17 @@ if [ "$engine" != cpu ]; then
     part check-steps 60 env VGPU_STEPS=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
 fi
 
-# An executor for each model: its memory is free afterwards, and one that fails takes nothing along.
-# Names of sockets are short, those of folders may not be.
-sockets=$(mktemp -d)
-socket=$sockets/vgpu.sock
-serve=
-# start_executor [on|off]: with steps or without.
-start_executor() {
-    rm -f "$socket"
-    VGPU_STEPS=${1:-off} "$here/vgpu" serve --engine "$engine" --listen "unix:$socket" >> "$out/serve.txt" 2>&1 &
-    serve=$!
-    for _ in $(seq 300); do
-        if [ -S "$socket" ] || ! kill -0 "$serve" 2> /dev/null; then
-            break
-        fi
-        sleep 0.1
-    done
-    if ! kill -0 "$serve" 2> /dev/null; then
-        echo "== vgpu serve ended; what it said is in $out/serve.txt"
-        tail -n 5 "$out/serve.txt"
-        serve=
-        failed=1
-        return 1
-    fi
-}
-stop_executor() {
-    if [ -n "$serve" ]; then
-        kill "$serve" 2> /dev/null
-        wait "$serve" 2> /dev/null
-        serve=
-    fi
-}
-model=
-clean() {
-    stop_executor
-    [ -z "$model" ] || rm -f "$model"
-    rm -rf "$sockets"
-}
-trap clean EXIT
-trap 'exit 130' INT TERM
-
-peer=${GGML_CUDA:-}
-if [ -z "$peer" ] && [ -f "$here/cuda/libggml-cuda.so" ]; then
-    peer=$here/cuda/libggml-cuda.so
-fi
-
-# A program of bin/ on the executor: through PROGRAM ARGUMENT...
-through="env GGML_BACKEND_PATH=$here/libggml-vgpu.so VGPU_ENDPOINT=unix:$socket VGPU_LOG=warn LD_LIBRARY_PATH=$here/bin"
-on_cuda="env GGML_BACKEND_PATH=$peer LD_LIBRARY_PATH=$here/bin:$here/cuda${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 options="-ngl 99 -fa 1 -r 2 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}"
 
 # bench NAME FILE: tokens a second, here and on ggml's own backend.
 # shellcheck disable=SC2086
 bench() {
-    if start_executor; then
+    if start_executor VGPU_STEPS=off; then
         part "bench-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1.json" \
             $through "$here/bin/llama-bench" -m "$2" -o json $options
         stop_executor
     fi
-    if [ "$engine" != cpu ] && start_executor on; then
+    if [ "$engine" != cpu ] && start_executor VGPU_STEPS=on; then
         part "bench-steps-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1-steps.json" \
             $through "$here/bin/llama-bench" -m "$2" -o json -ngl 99 -fa 1 -r 2 -p 0 -n 128
         stop_executor
@@ -154,7 +70,8 @@ if [ -z "$folder" ]; then
     [ "${free:-0}" -lt 22000000 ] || folder=/dev/shm
 fi
 small=${VGPU_SMALL:+--small}
-for name in ${VGPU_MODELS:-$("$here/vgpu" gpu-check models | awk '{print $1}')}; do
+# The largest takes too long here: speed.sh has it.
+for name in ${VGPU_MODELS:-$("$here/vgpu" gpu-check models | awk '$2 < 30 {print $1}')}; do
     model=$folder/vgpu-$$-$name.gguf
     # shellcheck disable=SC2086
     if part "write-$name" 60 "$here/vgpu" gpu-check model "$name" "$model" $small; then
@@ -172,7 +89,7 @@ if command -v compute-sanitizer > /dev/null; then
 else
     echo "== compute-sanitizer is not on this machine"
 fi
-if start_executor; then
+if start_executor VGPU_STEPS=off; then
     # shellcheck disable=SC2086
     part test-llama-archs 60 $through LD_PRELOAD="$here/load_backends.so" "$here/bin/test-llama-archs"
     # The rest of the time: what comes first matters most. Three cases whose weights take minutes to make are left out.

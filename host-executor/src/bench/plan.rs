@@ -15,8 +15,8 @@ use vgpu_kernels::cost::{self, Cost, Rates};
 use vgpu_kernels::{Engine, Span};
 use vgpu_transport::ir::{Graph, Type};
 
-use crate::serve;
 use vgpu_executor::config::EngineKind;
+use vgpu_executor::engine;
 
 /// Shows what one step of a model takes at least on this engine, and what it takes, by operator.
 ///
@@ -215,7 +215,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
     let engine = match args.floor_only {
         true => None,
-        false => Some(serve::engine(args.engine, args.threads.into(), None)?),
+        false => Some(engine::start(args.engine, args.threads.into(), None)?),
     };
     let rates = rates(args, engine.as_deref())?;
     let mut spans = Vec::new();

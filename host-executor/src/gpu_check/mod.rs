@@ -1,6 +1,8 @@
 //! `vgpu gpu-check`: whether an engine is right and how fast it is, in a few minutes and one table.
 
+mod results;
 mod table;
+mod targets;
 
 use std::fs::File;
 use std::io::BufWriter;
@@ -16,8 +18,8 @@ use vgpu_kernels::check::{self, Case, Ceilings, Outcome, PUBLISHED, Rate, Text, 
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_kernels::cuda::choices::Way;
 
-use crate::serve;
 use vgpu_executor::config::EngineKind;
+use vgpu_executor::engine;
 use vgpu_executor::size;
 
 /// Looks at a GPU: all kernels load, each family of operators gives what the CPU engine gives, and how fast copies,
@@ -93,6 +95,14 @@ enum Job {
         /// The folder.
         folder: PathBuf,
     },
+    /// Sets what the parts of speed.sh have left in a folder beside what it should be, in a table and in `speed.json` there.
+    Targets {
+        /// The folder.
+        folder: PathBuf,
+        /// The models were small ones: only the table itself is tried.
+        #[arg(long)]
+        small: bool,
+    },
 }
 
 fn work(job: &Job) -> anyhow::Result<ExitCode> {
@@ -109,6 +119,7 @@ fn work(job: &Job) -> anyhow::Result<ExitCode> {
                 return Ok(ExitCode::FAILURE);
             }
         }
+        Job::Targets { folder, small } => targets::print(folder, *small)?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -119,7 +130,7 @@ fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
     };
     let mut engines = Vec::new();
     for way in Way::ALL {
-        engines.push((way, serve::cuda_always(ordinal, way)?));
+        engines.push((way, engine::cuda_always(ordinal, way)?));
     }
     let device = engines[0].1.description().to_owned();
     if !engines[0].1.has_choices() {
@@ -149,7 +160,7 @@ fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
             rates.join(", ")
         );
     });
-    let path = serve::keep_choices(&device, &choices)?;
+    let path = engine::keep_choices(&device, &choices)?;
     println!("{} choices are in {}", choices.len(), path.display());
     Ok(())
 }
@@ -177,7 +188,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "--size {}: not a multiple of 256",
         args.size
     );
-    let engine = serve::engine(args.engine, 0.into(), None)?;
+    let engine = engine::start(args.engine, 0.into(), None)?;
     let oracle = CpuEngine::new(0, None).context("the cpu engine does not start")?;
     let memory = engine.memory();
     println!(

@@ -1,9 +1,7 @@
 //! One table of all that was found out about a GPU, from the files that the parts have left in a folder.
 //!
-//! `parts.tsv` says of each part its name, exit status and seconds. `check.json` is ours. `bench-<engine>-<model>.json` is
-//! what llama-bench writes with `-o json`. What is missing is left out: a part that failed must not hide the others.
+//! What is missing is left out: a part that failed must not hide the others.
 
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
@@ -11,11 +9,7 @@ use std::path::Path;
 use anyhow::Context as _;
 use serde_json::{Value, json};
 
-/// Tokens a second, by model and test, of each engine.
-type Speeds = BTreeMap<(String, String), BTreeMap<String, f64>>;
-
-/// Our own engine, in names of files.
-const OURS: &str = "vgpu";
+use super::results::{OURS, Part, Speeds, TIME_IS_UP, parts, read, speeds};
 
 /// Prints the table, and writes everything to `summary.json` in the folder. Returns whether all parts went well.
 pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
@@ -43,29 +37,6 @@ pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
     let path = folder.join("summary.json");
     fs::write(&path, format!("{summary:#}\n")).with_context(|| path.display().to_string())?;
     Ok(parts.iter().all(|part| part.status == 0))
-}
-
-fn read(path: &Path) -> anyhow::Result<String> {
-    fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
-}
-
-/// A part of the script.
-struct Part {
-    name: String,
-    status: i64,
-    seconds: f64,
-}
-
-fn parts(text: &str) -> Vec<Part> {
-    let part = |line: &str| {
-        let mut words = line.split('\t');
-        Some(Part {
-            name: words.next()?.to_owned(),
-            status: words.next()?.parse().ok()?,
-            seconds: words.next()?.parse().ok()?,
-        })
-    };
-    text.lines().filter_map(part).collect()
 }
 
 /// What ggml's own tests of operators have said, as far as they came.
@@ -110,9 +81,6 @@ fn plain(line: &str) -> String {
         all + part.split_once('m').map_or("", |(_, rest)| rest)
     })
 }
-
-/// What `timeout` ends with when the time is up.
-const TIME_IS_UP: i64 = 124;
 
 /// Failed cases that are shown.
 const MOST_SHOWN: usize = 10;
@@ -217,43 +185,6 @@ fn compared(check: &Value, line: &mut impl FnMut(String)) {
         };
         line(format!("{name:36} {value}"));
     }
-}
-
-fn speeds(folder: &Path) -> anyhow::Result<Speeds> {
-    let mut speeds = Speeds::new();
-    let entries = fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))?;
-    for entry in entries {
-        let path = entry.context("listing results")?.path();
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        let named = name
-            .strip_prefix("bench-")
-            .and_then(|name| name.strip_suffix(".json"));
-        let Some((engine, model)) = named.and_then(|name| name.split_once('-')) else {
-            continue;
-        };
-        // A benchmark that was ended in the middle has left half a file.
-        let Ok(Value::Array(tests)) = serde_json::from_str(&read(&path)?) else {
-            continue;
-        };
-        for test in tests {
-            let count = |key: &str| test[key].as_u64().unwrap_or(0);
-            let name = match (count("n_prompt"), count("n_gen")) {
-                (prompt, 0) => format!("pp{prompt}"),
-                (0, gen_tokens) => format!("tg{gen_tokens}"),
-                (prompt, gen_tokens) => format!("pp{prompt}+tg{gen_tokens}"),
-            };
-            let Some(speed) = test["avg_ts"].as_f64() else {
-                continue;
-            };
-            let row = speeds.entry((model.to_owned(), name)).or_default();
-            row.insert(engine.to_owned(), speed);
-        }
-    }
-    Ok(speeds)
 }
 
 #[cfg(test)]

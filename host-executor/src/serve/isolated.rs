@@ -15,14 +15,14 @@ use vgpu_executor::config::{EngineKind, GuestSettings, LogFormat, Settings, VmDe
 use vgpu_executor::isolate::{self, Means, Shares, Supervisor};
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
-use vgpu_executor::{Limits, Server, Stop, Weights, service, size};
+use vgpu_executor::{Limits, Server, Stop, Weights, engine, service, size};
 use vgpu_kernels::Engine as _;
 use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::link::stream::tls::Certificates;
 
 use super::doors::Doors;
 use super::logging::Logging;
-use super::{Args, Event, announce, catch_signals, engine, enter_sandbox, observe, reread, serve};
+use super::{Args, Event, announce, catch_signals, enter_sandbox, observe, reread, serve};
 
 /// Serves one guest, whose supervisor is at the other end of standard input. Started by `vgpu serve --isolate` alone.
 #[derive(Parser)]
@@ -202,7 +202,7 @@ pub(crate) fn work(args: WorkerArgs) -> anyhow::Result<()> {
     catch_signals(sender)?;
     let socket = isolate::take_socket().context("standard input is no socket")?;
     let certificates = certificates(args.certs.as_ref())?;
-    let engine = engine(args.engine, args.threads.into(), args.memory)?;
+    let engine = engine::start(args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         share: !args.no_shared_buffers,
         ..Limits::default()

@@ -5,8 +5,7 @@ mod doors;
 mod isolated;
 mod logging;
 
-use std::io::{ErrorKind, Write, stdout};
-use std::path::{Path, PathBuf};
+use std::io::{Write, stdout};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
@@ -15,17 +14,13 @@ use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{error, info, warn};
-use vgpu_executor::config::{EngineKind, Settings};
+use vgpu_executor::config::Settings;
 use vgpu_executor::control::{self, Reloaded};
 use vgpu_executor::sandbox::{self, Profile};
 use vgpu_executor::status::Watch;
 use vgpu_executor::vm::SocketFile;
-use vgpu_executor::{Limits, Server, Weights, metrics, service};
-use vgpu_kernels::cpu::{CpuEngine, Threads};
-use vgpu_kernels::cuda::choices::{self, Choices, Way};
-use vgpu_kernels::cuda::device::{Gpu, GpuError};
-use vgpu_kernels::cuda::{CudaEngine, Pace};
-use vgpu_kernels::{Engine, EngineError};
+use vgpu_executor::{Limits, Server, Weights, engine, metrics, service};
+use vgpu_kernels::Engine;
 
 pub(crate) use args::Args;
 use doors::Doors;
@@ -53,7 +48,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return isolated::run(&args, settings, sender, &events, &mut logging);
     }
 
-    let engine = engine(settings.engine, settings.threads, settings.memory)?;
+    let engine = engine::start(settings.engine, settings.threads, settings.memory)?;
     let memory = engine.memory();
     let limits = Limits {
         share: settings.share_buffers,
@@ -267,122 +262,6 @@ fn catch_signals(events: Sender<Event>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Starts an engine.
-pub(crate) fn engine(
-    kind: EngineKind,
-    threads: Threads,
-    memory: Option<u64>,
-) -> anyhow::Result<Arc<dyn Engine>> {
-    match kind {
-        EngineKind::Cpu => {
-            let engine = CpuEngine::with(threads, memory).with_context(|| {
-                let count = threads.count;
-                format!("the cpu engine does not start with {count} threads")
-            })?;
-            Ok(Arc::new(engine))
-        }
-        EngineKind::Cuda(ordinal) => {
-            cuda(ordinal).with_context(|| format!("the engine cuda:{ordinal} does not start"))
-        }
-        EngineKind::Auto => cuda(0).or_else(|error| {
-            info!("no GPU is used: {error:#}");
-            engine(EngineKind::Cpu, threads, memory)
-        }),
-    }
-}
-
-fn cuda(ordinal: u32) -> anyhow::Result<Arc<dyn Engine>> {
-    let pace = Pace {
-        steps: std::env::var_os("VGPU_STEPS").is_some_and(|steps| steps == "on"),
-        ..Pace::default()
-    };
-    let engine = CudaEngine::at_pace(Arc::new(gpu(ordinal)?), pace)?;
-    let choices = kernel_cache().map(|cache| known_choices(&cache, engine.description()));
-    let engine = engine
-        .choosing(choices.unwrap_or_default())
-        .reopened_by(move || {
-            let failed = |error: GpuError| EngineError::Device {
-                message: error.to_string(),
-            };
-            Ok(Arc::new(gpu(ordinal).map_err(failed)?))
-        });
-    Ok(Arc::new(engine))
-}
-
-/// An engine on a GPU that does products in this way wherever it can.
-pub(crate) fn cuda_always(ordinal: u32, way: Way) -> anyhow::Result<CudaEngine> {
-    let engine = CudaEngine::new(Arc::new(gpu(ordinal)?))?;
-    Ok(engine.choosing(Choices::always(way)))
-}
-
-/// Where the choices for a device are kept.
-fn choices_file(cache: &Path, device: &str) -> PathBuf {
-    cache.join(format!("choices-{}.txt", choices::stamp(device)))
-}
-
-/// What `vgpu gpu-check tune` has found out about a device, if it has.
-fn known_choices(cache: &Path, device: &str) -> Choices {
-    let path = choices_file(cache, device);
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Choices::default(),
-        Err(error) => {
-            warn!("{} is not used: {error}", path.display());
-            return Choices::default();
-        }
-    };
-    match Choices::read(&text, &choices::stamp(device)) {
-        Ok(choices) => {
-            let count = choices.len();
-            info!("{count} choices of kernels from {}", path.display());
-            choices
-        }
-        Err(reason) => {
-            warn!("{} is not used: {reason}", path.display());
-            Choices::default()
-        }
-    }
-}
-
-/// Keeps choices for a device; returns where.
-pub(crate) fn keep_choices(device: &str, choices: &Choices) -> anyhow::Result<PathBuf> {
-    let cache = kernel_cache()
-        .context("none of VGPU_CACHE, XDG_CACHE_HOME and HOME says where to keep files")?;
-    let path = choices_file(&cache, device);
-    let part = path.with_extension(format!("{}.part", std::process::id()));
-    // Whole or not at all: others may read it at any time.
-    std::fs::create_dir_all(&cache)
-        .and_then(|()| std::fs::write(&part, choices.text(&choices::stamp(device))))
-        .and_then(|()| std::fs::rename(&part, &path))
-        .with_context(|| format!("writing {}", path.display()))?;
-    Ok(path)
-}
-
-/// A GPU, with `VGPU_KERNELS=general` without the kernels for its own architecture.
-fn gpu(ordinal: u32) -> Result<Gpu, GpuError> {
-    let gpu = Gpu::new(ordinal, kernel_cache())?;
-    Ok(match std::env::var_os("VGPU_KERNELS") {
-        Some(which) if which == "general" => {
-            info!("VGPU_KERNELS=general: no kernels for this GPU's architecture alone");
-            gpu.with_general_kernels()
-        }
-        _ => gpu,
-    })
-}
-
-/// Where compiled kernels are kept, if the user has a place for such things.
-fn kernel_cache() -> Option<PathBuf> {
-    let folder = |name| {
-        std::env::var_os(name)
-            .filter(|path| !path.is_empty())
-            .map(PathBuf::from)
-    };
-    let cache = folder("VGPU_CACHE")
-        .or_else(|| folder("XDG_CACHE_HOME").map(|cache| cache.join("ggml-vgpu")))
-        .or_else(|| folder("HOME").map(|home| home.join(".cache/ggml-vgpu")));
-    cache.map(|cache| cache.join("kernels"))
-}
-
 /// Tells whoever started us that guests can come.
 fn announce(places: &[String]) {
     let mut out = stdout().lock();
@@ -393,24 +272,6 @@ fn announce(places: &[String]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vgpu_transport::ir::Type;
-
-    #[test]
-    fn choices_are_taken_for_the_device_they_were_measured_on() {
-        let name = format!("vgpu-choices-{}", std::process::id());
-        let cache = std::env::temp_dir().join(name);
-        std::fs::create_dir(&cache).expect("a new folder");
-        assert!(known_choices(&cache, "a GPU").is_empty());
-        let mut choices = Choices::default();
-        choices.note(Type::Q4K, 4096, 512, Way::Wide);
-        let text = choices.text(&choices::stamp("a GPU"));
-        std::fs::write(choices_file(&cache, "a GPU"), &text).expect("a file");
-        assert_eq!(known_choices(&cache, "a GPU"), choices);
-        assert!(known_choices(&cache, "another").is_empty());
-        std::fs::write(choices_file(&cache, "another"), text).expect("a file");
-        assert!(known_choices(&cache, "another").is_empty());
-        std::fs::remove_dir_all(&cache).expect("it is ours");
-    }
 
     #[test]
     fn an_engine_beyond_repair_ends_the_executor() {

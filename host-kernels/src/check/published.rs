@@ -44,8 +44,8 @@ enum Weights {
     Mxfp4,
 }
 
-/// The models that an engine is measured with, what says most first.
-pub const PUBLISHED: [Published; 4] = [
+/// The models that an engine is measured with, what says most first and the largest last.
+pub const PUBLISHED: [Published; 5] = [
     LLAMA_8B,
     Published {
         name: "gpt-oss-20b-mxfp4",
@@ -76,6 +76,14 @@ pub const PUBLISHED: [Published; 4] = [
     Published {
         name: "8b-f16",
         weights: Weights::F16,
+        ..LLAMA_8B
+    },
+    Published {
+        name: "70b-q4_k_m",
+        layers: 80,
+        width: 8192,
+        heads: 64,
+        inner: 28672,
         ..LLAMA_8B
     },
 ];
@@ -117,6 +125,18 @@ impl Entry {
     }
 }
 
+/// Tensors of which a token needs less than all, or which not every token needs.
+const TABLE: &str = "token_embd.weight";
+const OUTPUT: &str = "output.weight";
+
+/// What a token needs of a tensor.
+enum Use {
+    Row,
+    Whole,
+    /// So many of so many.
+    Share(u64, u64),
+}
+
 /// What metadata says.
 enum Fact {
     Number(u32),
@@ -143,6 +163,39 @@ impl Published {
     /// Bytes of its weights.
     pub fn bytes(&self) -> u64 {
         self.entries().iter().map(Entry::bytes).sum()
+    }
+
+    /// Bytes of weights that a token needs: of the table of tokens one row, of the experts those that it takes.
+    pub fn bytes_of_token(&self) -> u64 {
+        let share = |entry: &Entry| match self.use_of(entry) {
+            Use::Row => entry.bytes() / entry.ne[1],
+            Use::Whole => entry.bytes(),
+            Use::Share(used, all) => entry.bytes() / all * used,
+        };
+        self.entries().iter().map(share).sum()
+    }
+
+    /// Floating-point operations for each token of a text of so many that is read in: of products, but for the output,
+    /// which the last token alone has, and of attention to what came before.
+    pub fn operations_of_token(&self, tokens: u64) -> u64 {
+        let of = |entry: &Entry| match self.use_of(entry) {
+            _ if entry.ne.len() < 2 || entry.name == OUTPUT => 0,
+            Use::Row => 0,
+            Use::Whole => 2 * entry.elements(),
+            Use::Share(used, all) => 2 * entry.elements() / all * used,
+        };
+        let products: u64 = self.entries().iter().map(of).sum();
+        // Scores and weighted values, each of half of the tokens on average.
+        products + u64::from(self.layers) * 4 * self.heads * self.head * tokens / 2
+    }
+
+    /// What a token needs of a tensor.
+    fn use_of(&self, entry: &Entry) -> Use {
+        match (entry.ne.len(), self.experts) {
+            _ if entry.name == TABLE => Use::Row,
+            (3, Some((all, used))) => Use::Share(used, all),
+            _ => Use::Whole,
+        }
     }
 
     /// Writes the file, in the format of ggml's models (GGUF). Every run gives the same bytes.
@@ -262,7 +315,7 @@ impl Published {
                 size: (ne.len() > 1).then(|| (3.0 / ne[0] as f32).sqrt()),
             });
         };
-        matrix("token_embd.weight".into(), plain, &[width, vocabulary]);
+        matrix(TABLE.into(), plain, &[width, vocabulary]);
         for layer in 0..self.layers {
             let at = |what: &str| format!("blk.{layer}.{what}");
             // As llama-quantize deals them out, roughly: every other layer.
@@ -330,7 +383,7 @@ impl Published {
             }
         }
         matrix("output_norm.weight".into(), Type::F32, &[width]);
-        matrix("output.weight".into(), more, &[width, vocabulary]);
+        matrix(OUTPUT.into(), more, &[width, vocabulary]);
         all
     }
 }
@@ -365,9 +418,31 @@ mod tests {
     #[test]
     fn sizes_are_those_of_the_published_models() {
         let gigabytes = PUBLISHED.map(|model| model.bytes() as f64 / 1e9);
-        for (got, want) in gigabytes.into_iter().zip([4.9, 12.1, 18.5, 16.1]) {
+        for (got, want) in gigabytes.into_iter().zip([4.9, 12.1, 18.5, 16.1, 42.5]) {
             assert!((got / want - 1.0).abs() < 0.06, "{gigabytes:?}");
         }
+    }
+
+    #[test]
+    fn a_token_needs_what_it_multiplies() {
+        let of = |name: &str| PUBLISHED.into_iter().find(|model| model.name == name);
+        let of = |name| of(name).expect("a model of this name");
+        // By hand: 32 layers of two square matrices, two of keys and values, three of the feed-forward unit; the output.
+        let layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336u64;
+        let norms = 65 * 4096 * 4;
+        let f16 = of("8b-f16");
+        let (table_row, output) = (2 * 4096, 2 * 4096 * 128_256);
+        let bytes = 2 * 32 * layer + output + table_row + norms;
+        assert_eq!(f16.bytes_of_token(), bytes);
+        assert_eq!(
+            f16.operations_of_token(2048),
+            2 * 32 * layer + 32 * 4 * 4096 * 1024
+        );
+        // Of 128 experts 8.
+        let experts = of("30b-a3b-q4_k_m");
+        let all = experts.bytes() as f64;
+        assert!((experts.bytes_of_token() as f64) < 0.12 * all);
+        assert!((experts.bytes_of_token() as f64) > 0.08 * all);
     }
 
     #[test]
