@@ -30,7 +30,7 @@ pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
             "model": model, "test": test, "engines": by_engine,
         })).collect::<Vec<_>>(),
         "test_backend_ops": ops.as_ref().map(|ops| json!({
-            "ok": ops.ok, "unsupported": ops.unsupported, "ended": ops.ended, "failed": ops.failed,
+            "ok": ops.ok, "unsupported": ops.unsupported, "incomparable": ops.incomparable, "ended": ops.ended, "failed": ops.failed,
         })),
         "check": check,
     });
@@ -43,7 +43,10 @@ pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
 #[derive(Debug, Default, PartialEq)]
 struct Ops {
     ok: u64,
+    /// By our device.
     unsupported: u64,
+    /// Nothing to compare with: not supported by ggml's CPU backend.
+    incomparable: u64,
     failed: Vec<String>,
     /// Whether they came to their end.
     ended: bool,
@@ -62,7 +65,8 @@ impl Ops {
             // Before FAIL is what was wrong, on the same line.
             match outcome.trim() {
                 "OK" => ops.ok += 1,
-                outcome if outcome.starts_with("not supported") => ops.unsupported += 1,
+                outcome if outcome.starts_with("not supported [VGPU") => ops.unsupported += 1,
+                outcome if outcome.starts_with("not supported") => ops.incomparable += 1,
                 outcome if outcome.ends_with("FAIL") => {
                     ops.failed.push(format!("{case}): {outcome}").trim().into())
                 }
@@ -104,10 +108,11 @@ fn text(parts: &[Part], check: &Value, ops: Option<&Ops>, speeds: &Speeds) -> St
     if let Some(ops) = ops {
         let end = if ops.ended { "" } else { ", not to the end" };
         line(format!(
-            "test-backend-ops: {} ok, {} failed, {} not supported{end}",
+            "test-backend-ops: {} ok, {} failed, {} not supported, {} that ggml's CPU cannot compute{end}",
             ops.ok,
             ops.failed.len(),
-            ops.unsupported
+            ops.unsupported,
+            ops.incomparable
         ));
         for case in ops.failed.iter().take(MOST_SHOWN) {
             line(format!("  FAILED {case}"));
@@ -226,11 +231,12 @@ mod tests {
         });
         let ops = Ops::of(
             "  ADD(type=f32): \u{1b}[1;32mOK\u{1b}[0m\n  MUL(type=f16,ne=[1,2]): [MUL] ERR = 0.5 > 0.1 \u{1b}[1;31mFAIL\u{1b}[0m\n  \
-             SUB(type=f32): not supported [VGPU0] \n  DIV(type=f",
+             SUB(type=f32): not supported [VGPU0] \n  DUP(type=q1): not supported [CPU] \n  DIV(type=f",
         );
         let expected = Ops {
             ok: 1,
             unsupported: 1,
+            incomparable: 1,
             failed: vec!["MUL(type=f16,ne=[1,2]): [MUL] ERR = 0.5 > 0.1 FAIL".into()],
             ended: false,
         };
@@ -252,7 +258,7 @@ mod tests {
             "47 of 48",
             "75 % of copies",
             "not there",
-            "1 ok, 1 failed, 1 not supported, not to the end",
+            "1 ok, 1 failed, 1 not supported, 1 that ggml's CPU cannot compute, not to the end",
         ] {
             assert!(table.contains(wanted), "{wanted}: {table}");
         }
