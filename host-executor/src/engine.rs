@@ -65,14 +65,15 @@ pub fn cuda_always(ordinal: u32, way: Way) -> anyhow::Result<CudaEngine> {
     Ok(engine.choosing(Choices::always(way)))
 }
 
-/// Where the choices for a device are kept.
-fn choices_file(cache: &Path, device: &str) -> PathBuf {
-    cache.join(format!("choices-{}.txt", choices::stamp(device)))
+/// Where choices are kept, by what they are good for ([`choices::stamp`]).
+fn choices_file(cache: &Path, stamp: &str) -> PathBuf {
+    cache.join(format!("choices-{stamp}.txt"))
 }
 
 /// What `vgpu gpu-check tune` has found out about a device, if it has.
 fn known_choices(cache: &Path, device: &str) -> Choices {
-    let path = choices_file(cache, device);
+    let stamp = choices::stamp(device);
+    let path = choices_file(cache, &stamp);
     let text = match std::fs::read_to_string(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::NotFound => return Choices::default(),
@@ -81,7 +82,7 @@ fn known_choices(cache: &Path, device: &str) -> Choices {
             return Choices::default();
         }
     };
-    match Choices::read(&text, &choices::stamp(device)) {
+    match Choices::read(&text, &stamp) {
         Ok(choices) => {
             let count = choices.len();
             info!("{count} choices of kernels from {}", path.display());
@@ -98,11 +99,12 @@ fn known_choices(cache: &Path, device: &str) -> Choices {
 pub fn keep_choices(device: &str, choices: &Choices) -> anyhow::Result<PathBuf> {
     let cache = kernel_cache()
         .context("none of VGPU_CACHE, XDG_CACHE_HOME and HOME says where to keep files")?;
-    let path = choices_file(&cache, device);
+    let stamp = choices::stamp(device);
+    let path = choices_file(&cache, &stamp);
     let part = path.with_extension(format!("{}.part", std::process::id()));
     // Whole or not at all: others may read it at any time.
     std::fs::create_dir_all(&cache)
-        .and_then(|()| std::fs::write(&part, choices.text(&choices::stamp(device))))
+        .and_then(|()| std::fs::write(&part, choices.text(&stamp)))
         .and_then(|()| std::fs::rename(&part, &path))
         .with_context(|| format!("writing {}", path.display()))?;
     Ok(path)
@@ -146,11 +148,12 @@ mod tests {
         assert!(known_choices(&cache, "a GPU").is_empty());
         let mut choices = Choices::default();
         choices.note(Type::Q4K, 4096, 512, Way::Wide);
+        let file_of = |device| choices_file(&cache, &choices::stamp(device));
         let text = choices.text(&choices::stamp("a GPU"));
-        std::fs::write(choices_file(&cache, "a GPU"), &text).expect("a file");
+        std::fs::write(file_of("a GPU"), &text).expect("a file");
         assert_eq!(known_choices(&cache, "a GPU"), choices);
         assert!(known_choices(&cache, "another").is_empty());
-        std::fs::write(choices_file(&cache, "another"), text).expect("a file");
+        std::fs::write(file_of("another"), text).expect("a file");
         assert!(known_choices(&cache, "another").is_empty());
         std::fs::remove_dir_all(&cache).expect("it is ours");
     }

@@ -9,7 +9,7 @@ mod spy;
 
 use std::sync::Arc;
 
-use common::{Guest, Host, add, bytes, floats};
+use common::{Host, add, bytes, floats};
 use spy::{Event, Fails, Spy};
 use vgpu_executor::{GuestRule, Policy, Rules};
 use vgpu_kernels::cuda::CudaEngine;
@@ -59,15 +59,6 @@ fn out_of_memory_is_an_error_to_that_guest_only() {
     assert_eq!(modest.read(large, 100 * MIB, 64), [0; 64]);
 }
 
-/// Why the guest does not get so much memory.
-fn refusal(guest: &mut Guest, size: u64) -> String {
-    let buffer = guest.new_buffer();
-    match guest.ask(&Request::Alloc { buffer, size }) {
-        Reply::Refused { reason, .. } => reason,
-        other => panic!("{other:?}"),
-    }
-}
-
 #[test]
 fn a_guest_at_its_quota_is_refused_while_the_device_has_memory_for_others() {
     let device = Arc::new(Spy::with_memory(512 * MIB));
@@ -90,7 +81,7 @@ fn a_guest_at_its_quota_is_refused_while_the_device_has_memory_for_others() {
     let (mut alice, mut other) = (host.guest_of(1), host.guest_of(2));
     let a = alice.alloc_with(&bytes(&[1.0; 4]));
     let held = alice.alloc(90 * MIB);
-    let reason = refusal(&mut alice, 20 * MIB);
+    let reason = alice.refusal(20 * MIB);
     assert!(
         reason.starts_with("guest alice: out of memory: 20971520 bytes wanted"),
         "{reason}"

@@ -43,14 +43,6 @@ fn figures(guest: &mut Guest) -> (u64, u64) {
     }
 }
 
-fn refusal(guest: &mut Guest, size: u64) -> String {
-    let buffer = guest.new_buffer();
-    match guest.ask(&Request::Alloc { buffer, size }) {
-        Reply::Refused { reason, .. } => reason,
-        other => panic!("{other:?}"),
-    }
-}
-
 #[test]
 fn a_guest_at_its_quota_is_refused_with_numbers_and_nobody_else_notices() {
     let host = Host::new(cpu());
@@ -69,7 +61,7 @@ fn a_guest_at_its_quota_is_refused_with_numbers_and_nobody_else_notices() {
 
     let first = alice.alloc(6 << 20);
     assert_eq!(figures(&mut alice), (10 << 20, 4 << 20));
-    let reason = refusal(&mut alice, 5 << 20);
+    let reason = alice.refusal(5 << 20);
     assert_eq!(
         reason,
         "guest alice: out of memory: 5242880 bytes wanted, 4194304 of 10485760 free"
@@ -107,8 +99,8 @@ fn a_refused_allocation_leaves_nothing_behind() {
         .expect("it fits");
     let mut alice = host.guest_of(1);
     for _ in 0..100 {
-        refusal(&mut alice, (1 << 20) + 1);
-        refusal(&mut alice, u64::MAX);
+        alice.refusal((1 << 20) + 1);
+        alice.refusal(u64::MAX);
     }
     assert_eq!(figures(&mut alice), (1 << 20, 1 << 20));
     alice.alloc(1 << 20);

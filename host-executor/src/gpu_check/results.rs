@@ -1,13 +1,14 @@
 //! What the scripts of the bundle leave in a folder.
 //!
 //! `parts.tsv` says of each part its name, exit status and seconds. `check.json` is ours. `bench-<engine>-<model>.json` is
-//! what llama-bench writes with `-o json`.
+//! what llama-bench writes with `-o json`, `plan-<name>.json` what `vgpu bench plan` does.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use anyhow::Context as _;
+use serde::Serialize;
 use serde_json::Value;
 
 /// Tokens a second, by model and test, of each engine.
@@ -23,7 +24,8 @@ pub(super) fn read(path: &Path) -> anyhow::Result<String> {
     fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
 }
 
-/// A part of the script.
+/// A part of a script.
+#[derive(Serialize)]
 pub(super) struct Part {
     pub(super) name: String,
     pub(super) status: i64,
@@ -42,25 +44,35 @@ pub(super) fn parts(text: &str) -> Vec<Part> {
     text.lines().filter_map(part).collect()
 }
 
-/// Reads all benchmarks.
-pub(super) fn speeds(folder: &Path) -> anyhow::Result<Speeds> {
-    let mut speeds = Speeds::new();
+/// The files of a kind, read as JSON, by what their names have between `kind` and `.json`. A program that was ended in the
+/// middle has left half a file, which is none.
+fn files(folder: &Path, kind: &str) -> anyhow::Result<BTreeMap<String, Value>> {
+    let mut files = BTreeMap::new();
     let entries = fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))?;
     for entry in entries {
         let path = entry.context("listing results")?.path();
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        let named = name
-            .strip_prefix("bench-")
-            .and_then(|name| name.strip_suffix(".json"));
-        let Some((engine, model)) = named.and_then(|name| name.split_once('-')) else {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let named = { name.strip_prefix(kind) }.and_then(|name| name.strip_suffix(".json"));
+        let Some(named) = named else {
             continue;
         };
-        // A benchmark that was ended in the middle has left half a file.
-        let Ok(Value::Array(tests)) = serde_json::from_str(&read(&path)?) else {
+        if let Ok(file) = serde_json::from_str(&read(&path)?) {
+            files.insert(named.to_owned(), file);
+        }
+    }
+    Ok(files)
+}
+
+/// Reads what `vgpu bench plan` has left, by name.
+pub(super) fn plans(folder: &Path) -> anyhow::Result<BTreeMap<String, Value>> {
+    files(folder, "plan-")
+}
+
+/// Reads all benchmarks.
+pub(super) fn speeds(folder: &Path) -> anyhow::Result<Speeds> {
+    let mut speeds = Speeds::new();
+    for (name, file) in files(folder, "bench-")? {
+        let (Some((engine, model)), Value::Array(tests)) = (name.split_once('-'), file) else {
             continue;
         };
         for test in tests {

@@ -23,9 +23,7 @@ pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
     let ops = ops.ok().as_deref().map(Ops::of);
     print!("{}", text(&parts, &check, ops.as_ref(), &speeds));
     let summary = json!({
-        "parts": parts.iter().map(|part| json!({
-            "name": part.name, "status": part.status, "seconds": part.seconds,
-        })).collect::<Vec<_>>(),
+        "parts": parts,
         "tokens_per_second": speeds.iter().map(|((model, test), by_engine)| json!({
             "model": model, "test": test, "engines": by_engine,
         })).collect::<Vec<_>>(),

@@ -1,7 +1,6 @@
 //! How fast models are beside what they should be: tokens a second as shares of what memory and tensor cores give, and beside
 //! ggml's own backend. What was not measured is in the table, too, as such.
 
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
@@ -10,7 +9,7 @@ use anyhow::Context as _;
 use serde_json::{Value, json};
 use vgpu_kernels::check::{PUBLISHED, Published};
 
-use super::results::{OURS, Speeds, TIME_IS_UP, parts, read, speeds};
+use super::results::{OURS, Speeds, TIME_IS_UP, parts, plans, read, speeds};
 
 /// Ways to run a model, by what names of files call them, and in words.
 const WAYS: [(&str, &str); 6] = [
@@ -198,9 +197,7 @@ fn tables(folder: &Path, is_small: bool) -> anyhow::Result<(String, Value)> {
             "way": it.best.map(|(way, _)| way), "result": it.word(),
         })).collect::<Vec<_>>(),
         "plans": plans,
-        "parts": parts.iter().map(|part| json!({
-            "name": part.name, "status": part.status, "seconds": part.seconds,
-        })).collect::<Vec<_>>(),
+        "parts": parts,
     });
 
     let mut out = String::new();
@@ -277,24 +274,6 @@ fn of_rates(rates: Rates) -> Value {
 
 fn percent(share: Option<f64>) -> String {
     share.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share))
-}
-
-/// What `vgpu bench plan --json` has left, by what names of files call it.
-fn plans(folder: &Path) -> anyhow::Result<BTreeMap<String, Value>> {
-    let mut plans = BTreeMap::new();
-    let entries = fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))?;
-    for entry in entries {
-        let path = entry.context("listing results")?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let named = { name.strip_prefix("plan-") }.and_then(|name| name.strip_suffix(".json"));
-        let Some(named) = named else {
-            continue;
-        };
-        if let Ok(plan) = serde_json::from_str(&read(&path)?) {
-            plans.insert(named.to_owned(), plan);
-        }
-    }
-    Ok(plans)
 }
 
 /// The ways in which a goal's model ran its test.

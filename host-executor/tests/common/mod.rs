@@ -200,6 +200,15 @@ impl Guest {
         buffer
     }
 
+    /// Why it does not get so much memory.
+    pub(crate) fn refusal(&mut self, size: u64) -> String {
+        let buffer = self.new_buffer();
+        match self.ask(&Request::Alloc { buffer, size }) {
+            Reply::Refused { reason, .. } => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+
     /// Makes a buffer; its memory, if the host lets it be mapped.
     pub(crate) fn alloc_mapped(&mut self, buffer: BufferId, size: u64) -> Option<Window> {
         let sent = self.send(&Request::Alloc { buffer, size });

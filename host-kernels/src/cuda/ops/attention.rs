@@ -87,111 +87,67 @@ pub(super) enum Kind {
     Pairs,
 }
 
-/// Tiles of rows and keys for a width of heads.
+/// Tiles of rows and keys for a width of heads, and the kernels that have them, by kind.
 struct Shape {
-    /// In the names of kernels.
-    name: &'static str,
+    kernels: [&'static str; 4],
     k: i64,
     v: i64,
     rows: i64,
     keys: i64,
 }
 
-const fn shape(name: &'static str, [k, v]: [i64; 2], [rows, keys]: [i64; 2]) -> Shape {
-    Shape {
-        name,
-        k,
-        v,
-        rows,
-        keys,
-    }
+macro_rules! shape {
+    ($name:literal, [$k:literal, $v:literal], [$rows:expr, $keys:expr]) => {
+        Shape {
+            kernels: [
+                concat!("vg_attend_half_", $name),
+                concat!("vg_attend_brain_", $name),
+                concat!("vg_attend_raw_", $name),
+                concat!("vg_attend_pairs_", $name),
+            ],
+            k: $k,
+            v: $v,
+            rows: $rows,
+            keys: $keys,
+        }
+    };
 }
 
-/// For few rows and for many, by the widest heads they take.
-const SHAPES: [[Shape; 2]; 4] = [
+/// For few rows and for many, by the widest heads they take. Where heads are wide, kinds differ in what there is room for: keys
+/// for few rows and rows for many with heads of 256, keys with those of 576.
+const fn shapes(keys_of_256: i64, rows_of_256: i64, keys_of_576: i64) -> [[Shape; 2]; 4] {
     [
-        shape("64_few", [64, 64], [16, 64]),
-        shape("64_many", [64, 64], [64, 64]),
-    ],
-    [
-        shape("128_few", [128, 128], [16, 64]),
-        shape("128_many", [128, 128], [64, 64]),
-    ],
-    [
-        shape("256_few", [256, 256], [16, 64]),
-        shape("256_many", [256, 256], [64, 32]),
-    ],
-    [
-        shape("576_few", [576, 512], [16, 32]),
-        shape("576_few", [576, 512], [16, 32]),
-    ],
-];
+        [
+            shape!("64_few", [64, 64], [16, 64]),
+            shape!("64_many", [64, 64], [64, 64]),
+        ],
+        [
+            shape!("128_few", [128, 128], [16, 64]),
+            shape!("128_many", [128, 128], [64, 64]),
+        ],
+        [
+            shape!("256_few", [256, 256], [16, keys_of_256]),
+            shape!("256_many", [256, 256], [rows_of_256, 32]),
+        ],
+        [
+            shape!("576_few", [576, 512], [16, keys_of_576]),
+            shape!("576_few", [576, 512], [16, keys_of_576]),
+        ],
+    ]
+}
 
-/// The same where tiles are unpacked, which takes room for their bytes.
-const SHAPES_OF_RAW: [[Shape; 2]; 4] = [
-    [
-        shape("64_few", [64, 64], [16, 64]),
-        shape("64_many", [64, 64], [64, 64]),
-    ],
-    [
-        shape("128_few", [128, 128], [16, 64]),
-        shape("128_many", [128, 128], [64, 64]),
-    ],
-    [
-        shape("256_few", [256, 256], [16, 32]),
-        shape("256_many", [256, 256], [64, 32]),
-    ],
-    [
-        shape("576_few", [576, 512], [16, 32]),
-        shape("576_few", [576, 512], [16, 32]),
-    ],
-];
-
-/// The same for pairs.
-const SHAPES_OF_PAIRS: [[Shape; 2]; 4] = [
-    [
-        shape("64_few", [64, 64], [16, 64]),
-        shape("64_many", [64, 64], [64, 64]),
-    ],
-    [
-        shape("128_few", [128, 128], [16, 64]),
-        shape("128_many", [128, 128], [64, 64]),
-    ],
-    [
-        shape("256_few", [256, 256], [16, 32]),
-        shape("256_many", [256, 256], [32, 32]),
-    ],
-    [
-        shape("576_few", [576, 512], [16, 16]),
-        shape("576_few", [576, 512], [16, 16]),
-    ],
-];
+const SHAPES: [[Shape; 2]; 4] = shapes(64, 64, 32);
+/// Tiles are unpacked, which takes room for their bytes.
+const SHAPES_OF_RAW: [[Shape; 2]; 4] = shapes(32, 64, 32);
+const SHAPES_OF_PAIRS: [[Shape; 2]; 4] = shapes(32, 32, 16);
 
 impl Kind {
     fn shapes(self) -> &'static [[Shape; 2]] {
         match self {
             Kind::Raw => &SHAPES_OF_RAW,
             Kind::Pairs => &SHAPES_OF_PAIRS,
-            _ => &SHAPES,
+            Kind::Halves | Kind::Brain => &SHAPES,
         }
-    }
-
-    /// The kernel for a shape.
-    fn kernel(self, shape: &Shape) -> &'static str {
-        macro_rules! kernel {
-            ($($name:literal)*) => {
-                match (self, shape.name) {
-                    $(
-                        (Kind::Halves, $name) => concat!("vg_attend_half_", $name),
-                        (Kind::Brain, $name) => concat!("vg_attend_brain_", $name),
-                        (Kind::Raw, $name) => concat!("vg_attend_raw_", $name),
-                        (Kind::Pairs, $name) => concat!("vg_attend_pairs_", $name),
-                    )*
-                    _ => unreachable!("shapes have these names"),
-                }
-            };
-        }
-        kernel!("64_few" "64_many" "128_few" "128_many" "256_few" "256_many" "576_few")
     }
 }
 
@@ -279,7 +235,7 @@ impl Tiles {
             && q.ne[3] <= MOST_BLOCKS
             && (mask.data == 0 || mask.ne[2] * mask.ne[3] <= MOST_BLOCKS);
         fits.then_some(Tiles {
-            kernel: kind.kernel(shape),
+            kernel: shape.kernels[kind as usize],
             shape,
             group,
             raw,

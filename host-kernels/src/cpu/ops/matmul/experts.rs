@@ -485,8 +485,9 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
         };
         for part in w.chunks(tiles * row_tiles, 1).flatten() {
             let (mut pair, row) = (0, part % row_tiles * grain);
-            // SAFETY: the tile's rows and columns are inside the operands, and no other tile has its results, which share
-            // no memory with what is read.
+            // SAFETY: conversion and gathering have finished, a barrier ago; the tile's rows and columns are inside the
+            // operands, its products have room in this thread's parts; no other tile has its results, which share no
+            // memory with what is read.
             unsafe {
                 let tile = columns.tile(w, part / row_tiles, &mut pair)?;
                 activated.multiply(&tile, row, a);
