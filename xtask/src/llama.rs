@@ -251,6 +251,11 @@ pub(crate) fn cpu_for_guests(cache: &Cache) -> Result<PathBuf> {
     cpu_built_for(cache, &Instructions::avx2())
 }
 
+/// ggml's CPU backend for processors with AVX2 and AVX-VNNI.
+pub(crate) fn cpu_with_avx_vnni(cache: &Cache) -> Result<PathBuf> {
+    cpu_built_for(cache, &Instructions::of(&[AVX2, AVX_VNNI]))
+}
+
 /// ggml's CPU backend without any instructions beyond those that every x86-64 has.
 pub(crate) fn cpu_without_simd(cache: &Cache) -> Result<PathBuf> {
     cpu_built_for(cache, &Instructions::of(&[]))
@@ -346,15 +351,20 @@ struct Instructions {
     flags: Vec<String>,
 }
 
+/// Instructions that are switched on together: a name, and ggml's names.
+type Group = (&'static str, &'static [&'static str]);
+
+const AVX2: Group = ("avx2", &["SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"]);
+const AVX_VNNI: Group = ("avxvnni", &["AVX_VNNI"]);
+
 impl Instructions {
     fn of_this_machine() -> Instructions {
-        // Each group is switched on as a whole; the flags are ggml's.
-        let mut groups: Vec<(&str, &[&str])> = Vec::new();
+        let mut groups: Vec<Group> = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::is_x86_feature_detected as has;
             if has!("avx2") && has!("fma") && has!("f16c") && has!("bmi2") {
-                groups.push(("avx2", &["SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"]));
+                groups.push(AVX2);
             }
             let avx512 = has!("avx512f") && has!("avx512cd") && has!("avx512vl");
             if avx512 && has!("avx512dq") && has!("avx512bw") {
@@ -368,6 +378,8 @@ impl Instructions {
                 if has!("avx512bf16") {
                     groups.push(("bf16", &["AVX512_BF16"]));
                 }
+            } else if has!("avxvnni") {
+                groups.push(AVX_VNNI);
             }
         }
         Instructions::of(&groups)
@@ -375,11 +387,10 @@ impl Instructions {
 
     /// AVX2 and no more: the processor that QEMU emulates.
     fn avx2() -> Instructions {
-        let avx2: (&str, &[&str]) = ("avx2", &["SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"]);
-        Instructions::of(&[avx2])
+        Instructions::of(&[AVX2])
     }
 
-    fn of(groups: &[(&str, &[&str])]) -> Instructions {
+    fn of(groups: &[Group]) -> Instructions {
         let names = std::iter::once(std::env::consts::ARCH).chain(groups.iter().map(|g| g.0));
         Instructions {
             name: names.collect::<Vec<_>>().join("-"),

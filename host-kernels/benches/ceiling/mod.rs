@@ -19,7 +19,7 @@ pub(crate) fn single_precision(level: Level, seconds: impl Fn(fn()) -> f64) -> O
         [
             // SAFETY: the caller measures levels that the processor supports.
             (|| unsafe { x86::avx2() }, 8),
-            // SAFETY: as above; each level includes those before.
+            // SAFETY: as above; AVX-512's levels come with AVX2.
             (|| unsafe { x86::avx512() }, 16),
         ],
         seconds,
@@ -56,7 +56,7 @@ pub(crate) fn shorts(level: Level, seconds: impl Fn(fn()) -> f64) -> Option<f64>
 fn rate(level: Level, work: [(fn(), usize); 2], seconds: impl Fn(fn()) -> f64) -> Option<f64> {
     let (work, lanes) = match level {
         Level::Scalar => return None,
-        Level::Avx2 => work[0],
+        Level::Avx2 | Level::Avx2Vnni => work[0],
         Level::Avx512 | Level::Avx512Bf16 => work[1],
     };
     let best = (0..10).map(|_| seconds(work)).fold(f64::MAX, f64::min);

@@ -55,7 +55,7 @@ pub(crate) fn dispatch_at<T: Task>(level: Level, task: T) -> T::Output {
         Level::Scalar => task.run(Scalar(())),
         // SAFETY: `Level::best` is a supported level, and tests ask `is_supported`.
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => unsafe { x86::avx2(task) },
+        Level::Avx2 | Level::Avx2Vnni => unsafe { x86::avx2(task) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 | Level::Avx512Bf16 => unsafe { x86::avx512(task) },

@@ -101,6 +101,8 @@ enum Isa {
     Scalar,
     /// AVX2, FMA and F16C
     Avx2,
+    /// The same with AVX-VNNI
+    Avx2Vnni,
     /// AVX-512
     Avx512,
 }
@@ -111,6 +113,7 @@ impl Isa {
         match self {
             Isa::Scalar => "scalar",
             Isa::Avx2 => "avx2",
+            Isa::Avx2Vnni => "avx2vnni",
             Isa::Avx512 => "avx512bf16",
         }
     }
@@ -215,6 +218,7 @@ impl Setting<'_> {
         let backend = match options.isa {
             None | Some(Isa::Avx512) => bin.join("libggml-cpu.so"),
             Some(Isa::Avx2) => llama::cpu_for_guests(cache)?,
+            Some(Isa::Avx2Vnni) => llama::cpu_with_avx_vnni(cache)?,
             Some(Isa::Scalar) => llama::cpu_without_simd(cache)?,
         };
         // ggml takes the backends that lie beside the program, whose own path a symbolic link would not change.

@@ -17,7 +17,14 @@ use crate::progress::{Step, heading};
 use super::{Bench, Served};
 
 /// Instruction sets below those that machines of developers have.
-const LOWER: [&str; 2] = ["avx2", "scalar"];
+fn lower() -> Vec<&'static str> {
+    let mut levels = vec!["avx2", "scalar"];
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avxvnni") {
+        levels.push("avx2vnni");
+    }
+    levels
+}
 
 pub(super) fn run(bench: &mut Bench<'_>) {
     heading("test-backend-ops on VGPU0");
@@ -52,7 +59,7 @@ pub(super) fn run(bench: &mut Bench<'_>) {
     });
 
     // What other processors run of our kernels, each a run as long as the first.
-    for level in LOWER.into_iter().filter(|_| bench.options.full) {
+    for level in lower().into_iter().filter(|_| bench.options.full) {
         let name = format!("every op over unix, ggml 0.25.3, {level} kernels");
         bench.check(&name, |bench, step| {
             let name = format!("unix-{level}");

@@ -445,7 +445,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
     const CHUNK: usize = CHUNK;
     const BYTES: usize = CHUNK / B::ELEMENTS * size_of::<B>();
     const VECTORS: usize = S::PANEL;
-    const COLS: usize = 4;
+    const COLS: usize = S::COLS;
     type Column = GroupColumn;
     const UNITS: usize = GROUPS;
 

@@ -1,6 +1,6 @@
 //! Kernels for x86-64.
 //!
-//! - [`simd`]: the vector operations, once for AVX2 and once for AVX-512.
+//! - [`simd`]: the vector operations, once for AVX2, once more with AVX-VNNI, and once for AVX-512.
 //! - [`blocks`]: blocks of each format as vectors of quants.
 //! - [`groups`], [`supers`], [`floats`]: the products of the three families, for few columns by rows,
 //!   for many through panels.
@@ -141,6 +141,7 @@ macro_rules! entry_points {
 }
 
 entry_points!(avx2, super::simd::Avx2, "avx2,fma,f16c");
+entry_points!(avx2_vnni, super::simd::Avx2Vnni, "avx2,fma,f16c,avxvnni");
 entry_points!(
     avx512,
     super::simd::Avx512,
@@ -196,6 +197,7 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         (Level::Scalar, _) => return Some(portable),
         (Level::Avx512Bf16, Type::Bf16) => bf16_pairs::<pairs::Bf16>,
         (Level::Avx2, _) => at_level!(avx2),
+        (Level::Avx2Vnni, _) => at_level!(avx2_vnni),
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
     };
     let panel_cols = match portable.activation {
@@ -203,7 +205,7 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         Type::Q8K => supers::PANEL_COLS,
         _ => groups::PANEL_COLS,
     };
-    let wide = level != Level::Avx2;
+    let wide = level >= Level::Avx512;
     Some(MatmulKernel {
         gemm,
         quantize_activation: activations::quantizer(portable.activation, wide)
@@ -235,6 +237,8 @@ pub(super) fn rounded(
         _ if columns < shorts::COLUMNS || k < shorts::ELEMENTS => return None,
         (Level::Avx2, Type::F16) => avx2::rounded::<floats::F16>,
         (Level::Avx2, Type::Bf16) => avx2::rounded::<floats::Bf16>,
+        (Level::Avx2Vnni, Type::F16) => avx2_vnni::rounded::<floats::F16>,
+        (Level::Avx2Vnni, Type::Bf16) => avx2_vnni::rounded::<floats::Bf16>,
         (Level::Avx512, Type::F16) => avx512::rounded::<floats::F16>,
         (Level::Avx512, Type::Bf16) => avx512::rounded::<floats::Bf16>,
         _ => return None,

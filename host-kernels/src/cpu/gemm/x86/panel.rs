@@ -256,7 +256,8 @@ unsafe fn tiles<S: Simd, T: Panel<S>>(
         unsafe {
             let done = match (T::VECTORS, left) {
                 (2, 12..) if T::COLS == 12 => multiply!(2, 12),
-                (2, 6..) if T::COLS >= 6 => multiply!(2, 6),
+                // Eight are two tiles of four.
+                (2, 6..) if T::COLS >= 6 && left != 8 => multiply!(2, 6),
                 (2, 4..) => multiply!(2, 4),
                 (2, 2..) => multiply!(2, 2),
                 (2, _) => multiply!(2, 1),

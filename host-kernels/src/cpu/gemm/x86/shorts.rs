@@ -42,30 +42,49 @@ pub(super) unsafe fn gemm<S: Simd, W: Float>(call: &Call) {
 /// `from` has `len` elements; there is room for whole groups.
 #[inline(always)]
 unsafe fn round<S: Simd, T: Float>(from: *const u8, len: usize, to: *mut u8, scales: *mut f32) {
-    for g in 0..len.div_ceil(GROUP) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let mut x = [S::zero_floats(); 4];
-            let vectors = GROUP / S::LANES;
-            let mut largest = S::zero();
-            for (i, x) in x.iter_mut().enumerate().take(vectors) {
-                let at = g * GROUP + i * S::LANES;
-                *x = match len.saturating_sub(at) {
-                    0 => S::zero_floats(),
-                    left if left < S::LANES => T::load_first::<S>(from.add(at * T::BYTES), left),
-                    _ => T::load::<S>(from.add(at * T::BYTES)),
-                };
-                largest = S::larger_magnitudes(largest, *x);
-            }
-            let largest = f32::from_bits(S::largest(largest));
-            *scales.add(g) = largest / MOST;
-            let is_usual = largest > LEAST && largest.is_finite();
-            let factor = S::splat_float(if is_usual { MOST / largest } else { 0.0 });
-            for i in 0..vectors / 2 {
-                let shorts = S::to_shorts(S::mul(x[2 * i], factor), S::mul(x[2 * i + 1], factor));
-                S::store(to.add(2 * g * GROUP + 4 * S::LANES * i), shorts);
-            }
+    let whole = len / GROUP;
+    // SAFETY: the caller's promise; what is left of a group is less than the room for one of the widest elements.
+    unsafe {
+        for g in 0..whole {
+            let to = to.add(2 * g * GROUP);
+            *scales.add(g) = round_group::<S, T>(from.add(g * GROUP * T::BYTES), to);
         }
+        let left = len - whole * GROUP;
+        if left > 0 {
+            let mut group = [0; GROUP * F32::BYTES];
+            let from = from.add(whole * GROUP * T::BYTES);
+            group
+                .as_mut_ptr()
+                .copy_from_nonoverlapping(from, left * T::BYTES);
+            let to = to.add(2 * whole * GROUP);
+            *scales.add(whole) = round_group::<S, T>(group.as_ptr(), to);
+        }
+    }
+}
+
+/// Rounds a whole group; returns its scale.
+///
+/// # Safety
+/// As [`round`], for `GROUP` elements.
+#[inline(always)]
+unsafe fn round_group<S: Simd, T: Float>(from: *const u8, to: *mut u8) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut x = [S::zero_floats(); 4];
+        let vectors = GROUP / S::LANES;
+        let mut largest = S::zero();
+        for i in 0..vectors {
+            x[i] = T::load::<S>(from.add(i * S::LANES * T::BYTES));
+            largest = S::larger_magnitudes(largest, x[i]);
+        }
+        let largest = f32::from_bits(S::largest(largest));
+        let is_usual = largest > LEAST && largest.is_finite();
+        let factor = S::splat_float(if is_usual { MOST / largest } else { 0.0 });
+        for i in 0..vectors / 2 {
+            let shorts = S::to_shorts(S::mul(x[2 * i], factor), S::mul(x[2 * i + 1], factor));
+            S::store(to.add(4 * S::LANES * i), shorts);
+        }
+        largest * (1.0 / MOST)
     }
 }
 
@@ -94,7 +113,7 @@ impl<S: Simd, W: Float> Panel<S> for ShortPanel<S, W> {
     const CHUNK: usize = CHUNK;
     const BYTES: usize = CHUNK * W::BYTES;
     const VECTORS: usize = 2;
-    const COLS: usize = 4;
+    const COLS: usize = 6;
     type Column = ShortColumn;
     const UNITS: usize = GROUPS;
 

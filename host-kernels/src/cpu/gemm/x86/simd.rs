@@ -1,4 +1,4 @@
-//! The few vector operations the kernels are written in, for AVX2 and for AVX-512.
+//! The few vector operations the kernels are written in, for AVX2 (with and without AVX-VNNI) and for AVX-512.
 //!
 //! The kernels are generic over [`Simd`] and `#[inline(always)]`; only their outermost functions carry
 //! `#[target_feature]`, into which everything is inlined and so compiled for the right instructions.
@@ -26,6 +26,8 @@ pub(super) trait Simd: Copy + 'static {
     const SUPER: usize = 64 / Self::LANES;
     /// Vectors of rows in a panel of integers; with the columns of a tile they fill the registers.
     const PANEL: usize;
+    /// Columns of a tile of integers: with [`Simd::PANEL`] so many sums that no dot product waits for the one before.
+    const COLS: usize;
     /// Whether [`Simd::dot_wide`] takes the offset of 128 out itself.
     const WIDE_IS_SIGNED: bool;
 
@@ -158,9 +160,15 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn spread_supers<B: Supers>(scales: __m256i, v: usize) -> Self::I;
 }
 
-/// AVX2, FMA, F16C: 256 bits.
+/// AVX2, FMA, F16C, and AVX-VNNI if `VNNI`: 256 bits.
 #[derive(Clone, Copy)]
-pub(super) struct Avx2;
+pub(super) struct Ymm<const VNNI: bool>;
+
+/// AVX2, FMA, F16C.
+pub(super) type Avx2 = Ymm<false>;
+
+/// The same with AVX-VNNI.
+pub(super) type Avx2Vnni = Ymm<true>;
 
 /// AVX-512 F, BW, DQ, VL, VNNI: 512 bits.
 #[derive(Clone, Copy)]
@@ -171,6 +179,7 @@ pub(super) struct Avx512;
 impl Simd for Avx512 {
     const LANES: usize = 16;
     const PANEL: usize = 2;
+    const COLS: usize = 4;
     const WIDE_IS_SIGNED: bool = false;
     const SHORTS: bool = false;
 
@@ -521,11 +530,12 @@ fn first_lanes(n: usize) -> __mmask16 {
 
 // SAFETY (of every block below): see the module's contract.
 #[allow(clippy::undocumented_unsafe_blocks)]
-impl Simd for Avx2 {
+impl<const VNNI: bool> Simd for Ymm<VNNI> {
     const LANES: usize = 8;
-    const PANEL: usize = 1;
-    const WIDE_IS_SIGNED: bool = true;
-    const SHORTS: bool = true;
+    const PANEL: usize = if VNNI { 2 } else { 1 };
+    const COLS: usize = if VNNI { 6 } else { 4 };
+    const WIDE_IS_SIGNED: bool = !VNNI;
+    const SHORTS: bool = !VNNI;
 
     type I = __m256i;
     type F = __m256;
@@ -552,16 +562,22 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // A pair of products is at most 2 * 127 * 127, which 16 bits hold.
+        // Without the instruction: a pair of products is at most 2 * 127 * 127, which 16 bits hold.
         unsafe {
+            if VNNI {
+                return _mm256_dpbusd_avx_epi32(acc, quants, x);
+            }
             let pairs = _mm256_maddubs_epi16(quants, x);
-            _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+            Self::add_short_pairs(acc, pairs)
         }
     }
     #[inline(always)]
     unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // The magnitude of a quant less 128 is at most 128; the sign moves to `x`.
+        // Without the instruction: the magnitude of a quant less 128 is at most 128; the sign moves to `x`.
         unsafe {
+            if VNNI {
+                return _mm256_dpbusd_avx_epi32(acc, quants, x);
+            }
             let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
             Self::dot_signed(acc, signed, x)
         }
@@ -593,7 +609,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn add_short_pairs(acc: __m256i, shorts: __m256i) -> __m256i {
-        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(shorts, _mm256_set1_epi16(1))) }
+        unsafe { Self::dot_pairs(acc, shorts, _mm256_set1_epi16(1)) }
     }
     #[inline(always)]
     unsafe fn low_nibbles(v: __m256i) -> __m256i {
@@ -632,7 +648,12 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn dot_pairs(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
+        unsafe {
+            match VNNI {
+                true => _mm256_dpwssd_avx_epi32(acc, a, b),
+                false => _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)),
+            }
+        }
     }
     #[inline(always)]
     unsafe fn dot_scaled(acc: __m256i, quants: __m256i, x: __m256i, scales: __m256i) -> __m256i {

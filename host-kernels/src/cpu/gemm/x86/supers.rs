@@ -220,7 +220,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
     const CHUNK: usize = CHUNK;
     const BYTES: usize = size_of::<B>();
     const VECTORS: usize = S::PANEL;
-    const COLS: usize = 4;
+    const COLS: usize = S::COLS;
     type Column = SuperColumn;
     const UNITS: usize = CHUNK / B::SUB;
 
