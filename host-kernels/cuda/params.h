@@ -42,6 +42,11 @@ enum VgType {
     VG_Q2_0 = 42,
 };
 
+/* With the id of a type: its blocks lie in planes. The quants of all blocks of a matrix (ne[0] by ne[1], contiguous), one
+ * after the other, then their scales in the same order; `planes.cu` says what of a block is which. It takes the same bytes,
+ * and strides are those of the type as ggml has it. */
+#define VG_PLANES 0x100
+
 /* A tensor: the address of its first element, extents (ne[0] the fastest) and strides in bytes. nb[0] is from
  * block to block for quantised types. `data` is 0 for a tensor that is not there. */
 struct VgView {
@@ -639,4 +644,13 @@ struct VgPut {
 
 struct VgPutParams {
     struct VgPut puts[VG_MOST_PUTS];
+};
+
+/* vg_arrange: blocks, as ggml has them, to planes. `quants` and `scales` are where those of the first block go; `from` and
+ * `quants` are multiples of 16, and neither plane is where the blocks are. */
+struct VgArrangeParams {
+    unsigned long long from, quants, scales;
+    unsigned long long blocks;
+    unsigned type;
+    unsigned reserved;
 };
