@@ -2,21 +2,27 @@
 // belong to them (`scales.cuh` says how they lie).
 //
 // A lane has 64 neighbours, as two blocks of 32, but of Q6_K: there it has 16 of each quarter of half a block, as their bits
-// lie together.
+// lie together. Of blocks of 32 in planes the second one is 16 further than the first, so that what lanes copy, and read, at a time
+// lies together.
 #pragma once
 #include "quants.cuh"
 #include "scales.cuh"
 
 namespace {
 
+// How many blocks of 32 the second of a lane's is further.
+DEVICE constexpr int second_of(int type) { return is_planes(type) && geometry(type).elements == 32 ? CHUNKS : 1; }
+
 // Whether halves of 32 elements have scales of their own.
 DEVICE constexpr bool has_halves(int type) {
+    type = plain(type);
     return type == VG_Q2_K || type == VG_Q3_K || type == VG_Q6_K || type == VG_NVFP4 || type == VG_IQ2_XXS ||
            type == VG_IQ2_XS || type == VG_IQ2_S || type == VG_IQ1_S || type == VG_IQ1_M;
 }
 
 // Whether something is added to each element.
 DEVICE constexpr bool has_offset(int type) {
+    type = plain(type);
     return !(type == VG_Q8_0 || type == VG_IQ4_NL || type == VG_IQ4_XS || type == VG_MXFP4 || type == VG_NVFP4 ||
              type == VG_IQ2_XXS || type == VG_IQ2_XS || type == VG_IQ2_S || type == VG_IQ3_XXS || type == VG_IQ3_S);
 }
@@ -24,7 +30,6 @@ DEVICE constexpr bool has_offset(int type) {
 // Whether bytes go beyond 127.
 DEVICE constexpr bool has_large_bytes(int type) { return type == VG_Q4_K; }
 
-DEVICE int4 four_words(const u8* at) { return *aligned<int4>(at); }
 DEVICE float2 two_floats(const u8* at) {
     u64 both = *aligned<u64>(at);
     return {__uint_as_float(static_cast<u32>(both)), __uint_as_float(static_cast<u32>(both >> 32))};
@@ -33,41 +38,55 @@ DEVICE float2 two_floats(const u8* at) {
 // What follows from which chunk a lane has: the same for all pieces. Places are counted from the beginning of a piece.
 struct Chosen {
     int chunk;
-    u32 head, quants; // of K-quants: where its block begins, and the first of its elements
+    u32 head, quants; // of K-quants: where its block begins, and the first of its elements; of blocks of 32: the first block
+    u32 scale;        // of planes: its first block's
     u32 which;        // of Q4_K and Q5_K: which bytes of the head, as `__byte_perm` takes it; or SECOND_OF_TWO
     u32 table[4];     // of IQ4_NL and MXFP4: what nibbles stand for
 };
 
 // Whether nibbles stand for entries of a table, in blocks of 32.
-DEVICE constexpr bool has_table(int type) { return type == VG_IQ4_NL || type == VG_MXFP4; }
+DEVICE constexpr bool has_table(int type) { return plain(type) == VG_IQ4_NL || plain(type) == VG_MXFP4; }
 
-template <int TYPE> DEVICE Chosen chosen_of(int chunk) {
-    Chosen it = {chunk, 0, 0, 0, {}};
-    it.head = chunk / 4 * geometry(TYPE).bytes;
-    if (has_table(TYPE)) {
+// Whether entries above and below 0 are multiplied apart: that is fewer instructions for one column.
+DEVICE constexpr bool has_sides(int type, int columns) { return is_planes(type) && has_table(type) && columns == 1; }
+
+template <int TYPE, int COLUMNS> DEVICE Chosen chosen_of(int chunk) {
+    Chosen it = {chunk, 0, 0, 0, 0, {}};
+    it.head = chunk / 4 * quant_bytes(TYPE), it.scale = chunk / 4 * scale_bytes(TYPE);
+    if (second_of(TYPE) == CHUNKS) {
+        it.head = chunk * quant_bytes(TYPE), it.scale = chunk * scale_bytes(TYPE);
+    } else if (has_table(TYPE)) {
         it.head = 2 * chunk * geometry(TYPE).bytes;
+    }
+    if (has_table(TYPE)) {
         UNROLL
         for (int i = 0; i < 4; i++) {
-            it.table[i] = table_of<TYPE == VG_MXFP4>(i);
+            it.table[i] = table_of<plain(TYPE) == VG_MXFP4>(i);
+        }
+        if (has_sides(TYPE, COLUMNS) && plain(TYPE) == VG_IQ4_NL) { // without their signs
+            it.table[0] = 0x4153687fu, it.table[1] = 0x0a162331u;
         }
         it.which = SECOND_OF_TWO;
     } else if (TYPE == VG_Q4_K || TYPE == VG_Q5_K) {
         it.quants = it.head + (TYPE == VG_Q5_K ? 48 : 16) + chunk % 4 * 32;
         it.which = chunk % 2 ? 0x7632 : 0x5410;
-    } else if (TYPE == VG_Q6_K) {
+    } else if (plain(TYPE) == VG_Q6_K) {
         it.quants = it.head + chunk / 2 % 2 * 64 + chunk % 2 * 16;
     }
     return it;
 }
 
 // The same, calculated once.
-template <int TYPE> DEVICE Chosen kept_chosen(int chunk) {
-    Chosen it = chosen_of<TYPE>(chunk);
-    if (TYPE == VG_Q4_K || TYPE == VG_Q5_K || TYPE == VG_Q6_K) {
+template <int TYPE, int COLUMNS> DEVICE Chosen kept_chosen(int chunk) {
+    Chosen it = chosen_of<TYPE, COLUMNS>(chunk);
+    it.scale = is_planes(TYPE) ? kept(it.scale) : 0;
+    if (TYPE == VG_Q4_K || TYPE == VG_Q5_K || plain(TYPE) == VG_Q6_K) {
         it.head = kept(it.head), it.quants = kept(it.quants);
-        it.which = TYPE == VG_Q6_K ? 0 : kept(it.which);
-    } else if (has_table(TYPE)) {
+        it.which = plain(TYPE) == VG_Q6_K ? 0 : kept(it.which);
+    } else if (has_table(TYPE) || is_planes(TYPE)) {
         it.head = kept(it.head);
+    }
+    if (has_table(TYPE)) {
         // Constants would be put in registers again for each use: so something is added that is 0, which the compiler does not
         // know. The other two are parts of instructions.
         u32 nothing = static_cast<u32>(chunk) / CHUNKS;
@@ -80,17 +99,17 @@ template <int TYPE> DEVICE Chosen kept_chosen(int chunk) {
 // A lane's elements as they lie.
 template <int TYPE> struct Chunk {
     const VgCodebooks* books;
-    const u8* piece;
+    Begin piece;
     int chunk;
 
     // `piece` is where a piece of a row lies.
-    DEVICE Chunk(const VgCodebooks* books, const u8* piece, const Chosen& it)
+    DEVICE Chunk(const VgCodebooks* books, const Begin& piece, const Chosen& it)
         : books(books), piece(piece), chunk(it.chunk) {}
 
     DEVICE void unpack_block(int s, Unpacked& u) const {
         constexpr int SUBS = geometry(TYPE).elements / 32;
         int block = 2 * chunk + s;
-        unpack<TYPE, true>(books, piece + block / SUBS * geometry(TYPE).bytes, block % SUBS, u);
+        unpack<TYPE, true>(books, piece.quants + block / SUBS * geometry(TYPE).bytes, block % SUBS, u);
     }
 };
 
@@ -117,12 +136,8 @@ template <> struct Chunk<VG_Q4_K> {
     SixBits scales;
     u32 q[8];
 
-    DEVICE Chunk(const VgCodebooks*, const u8* piece, const Chosen& it) : scales(piece, it) {
-        UNROLL
-        for (int i = 0; i < 2; i++) {
-            int4 four = four_words(piece + it.quants + 16 * i);
-            q[4 * i] = four.x, q[4 * i + 1] = four.y, q[4 * i + 2] = four.z, q[4 * i + 3] = four.w;
-        }
+    DEVICE Chunk(const VgCodebooks*, const Begin& piece, const Chosen& it) : scales(piece.quants, it) {
+        words_at<8, 16, true>(piece.quants + it.quants, q);
     }
     // High nibbles stay where they are: sixteen times what they stand for.
     DEVICE void unpack_block(int s, Unpacked& u) const {
@@ -138,13 +153,9 @@ template <> struct Chunk<VG_Q5_K> {
     SixBits scales;
     u32 q[8], fifths[8];
 
-    DEVICE Chunk(const VgCodebooks*, const u8* piece, const Chosen& it) : scales(piece, it) {
-        UNROLL
-        for (int i = 0; i < 2; i++) {
-            int4 four = four_words(piece + it.quants + 16 * i), high = four_words(piece + it.head + 16 + 16 * i);
-            q[4 * i] = four.x, q[4 * i + 1] = four.y, q[4 * i + 2] = four.z, q[4 * i + 3] = four.w;
-            fifths[4 * i] = high.x, fifths[4 * i + 1] = high.y, fifths[4 * i + 2] = high.z, fifths[4 * i + 3] = high.w;
-        }
+    DEVICE Chunk(const VgCodebooks*, const Begin& piece, const Chosen& it) : scales(piece.quants, it) {
+        words_at<8, 16, true>(piece.quants + it.quants, q);
+        words_at<8, 16, true>(piece.quants + it.head + 16, fifths);
         UNROLL
         for (int k = 0; k < 8; k++) {
             fifths[k] >>= it.chunk % 4 * 2;
@@ -160,18 +171,24 @@ template <> struct Chunk<VG_Q5_K> {
 };
 
 // Blocks lie at multiples of two. "Blocks" here are two quarters of half a block, 16 elements of each.
-template <> struct Chunk<VG_Q6_K> {
+template <int TYPE> struct Sixes {
     u32 low[2][4], high[4], six[2];
     float d;
 
-    DEVICE Chunk(const VgCodebooks*, const u8* piece, const Chosen& it) {
-        const u8 *block = piece + it.head, *quants = piece + it.quants;
+    DEVICE Sixes(const Begin& piece, const Chosen& it) {
+        constexpr int A = alignment_of(TYPE);
+        const u8 *block = piece.quants + it.head, *quants = piece.quants + it.quants;
         int half = it.chunk / 2 % 2;
-        words_around<4>(quants, low[0]);
-        words_around<4>(quants + 32, low[1]);
-        words_around<4>(quants + 128 - half * 32, high);
-        words_around<2>(block + 192 + half * 8 + it.chunk % 2, six);
-        d = half_at(block + 208);
+        words_at<4, A, true>(quants, low[0]);
+        words_at<4, A, true>(quants + 32, low[1]);
+        words_at<4, A, true>(quants + 128 - half * 32, high);
+        if (is_planes(TYPE)) {
+            u64 eight = *aligned<u64>(block + 192 + half * 8) >> it.chunk % 2 * 8;
+            six[0] = static_cast<u32>(eight), six[1] = static_cast<u32>(eight >> 32);
+        } else {
+            words_around<2>(block + 192 + half * 8 + it.chunk % 2, six);
+        }
+        d = scale_of<TYPE>(block, piece.scales + it.scale);
     }
     DEVICE void unpack_block(int s, Unpacked& u) const {
         UNROLL
@@ -191,18 +208,24 @@ template <> struct Chunk<VG_Q6_K> {
     }
 };
 
+template <> struct Chunk<VG_Q6_K> : Sixes<VG_Q6_K> {
+    DEVICE Chunk(const VgCodebooks*, const Begin& piece, const Chosen& it) : Sixes(piece, it) {}
+};
+template <> struct Chunk<VG_Q6_K | VG_PLANES> : Sixes<VG_Q6_K | VG_PLANES> {
+    DEVICE Chunk(const VgCodebooks*, const Begin& piece, const Chosen& it) : Sixes(piece, it) {}
+};
+
 // Two blocks of 32 whose nibbles stand for entries of a table.
 template <int TYPE> struct Entries {
-    static constexpr int HEAD = TYPE == VG_MXFP4 ? 1 : 2, BYTES = HEAD + 16;
     u32 q[2][4], table[4], which;
     float scale[2];
 
-    DEVICE Entries(const u8* piece, const Chosen& it) {
-        const u8* at = piece + it.head;
+    DEVICE Entries(const Begin& piece, const Chosen& it) {
         UNROLL
         for (int s = 0; s < 2; s++) {
-            words_around<4>(at + s * BYTES + HEAD, q[s]);
-            scale[s] = TYPE == VG_MXFP4 ? e8m0_half(at[s * BYTES]) : half_at(at + s * BYTES);
+            const u8* at = piece.quants + it.head + s * second_of(TYPE) * quant_bytes(TYPE);
+            words_at<4, alignment_of(TYPE), true>(quants_of<TYPE>(at), q[s]);
+            scale[s] = scale_of<TYPE>(at, piece.scales + it.scale + s * second_of(TYPE) * scale_bytes(TYPE));
         }
         UNROLL
         for (int i = 0; i < 4; i++) {
@@ -213,28 +236,41 @@ template <int TYPE> struct Entries {
     DEVICE void unpack_block(int s, Unpacked& u) const {
         UNROLL
         for (int k = 0; k < 4; k++) {
-            look_up_both(table, which, q[s][k], u.words + k, u.words + k + 4);
+            if (is_planes(TYPE)) {
+                look_up_eight(table, which, q[s][k], u.words + 2 * k);
+            } else {
+                look_up_both(table, which, q[s][k], u.words + k, u.words + k + 4);
+            }
         }
         uniform(u, scale[s], 0.0f);
     }
 };
 
 template <> struct Chunk<VG_IQ4_NL> : Entries<VG_IQ4_NL> {
-    DEVICE Chunk(const VgCodebooks*, const u8* piece, const Chosen& it) : Entries(piece, it) {}
+    DEVICE Chunk(const VgCodebooks*, const Begin& piece, const Chosen& it) : Entries(piece, it) {}
 };
 template <> struct Chunk<VG_MXFP4> : Entries<VG_MXFP4> {
-    DEVICE Chunk(const VgCodebooks*, const u8* piece, const Chosen& it) : Entries(piece, it) {}
+    DEVICE Chunk(const VgCodebooks*, const Begin& piece, const Chosen& it) : Entries(piece, it) {}
+};
+template <> struct Chunk<VG_IQ4_NL | VG_PLANES> : Entries<VG_IQ4_NL | VG_PLANES> {
+    DEVICE Chunk(const VgCodebooks*, const Begin& piece, const Chosen& it) : Entries(piece, it) {}
+};
+template <> struct Chunk<VG_MXFP4 | VG_PLANES> : Entries<VG_MXFP4 | VG_PLANES> {
+    DEVICE Chunk(const VgCodebooks*, const Begin& piece, const Chosen& it) : Entries(piece, it) {}
 };
 
 // What belongs to a chunk of activations.
 template <int TYPE> struct Activations {
-    const u8 *quants, *scales; // of the chunk
+    const u8 *quants, *scales; // of the chunk, or of its first block
     int chunk;
 
     // 16 of the elements: half `h` of block `s`.
     DEVICE int4 part(int s, int h) const {
         constexpr int QUARTER = ROUNDED_PIECE / 4;
-        if constexpr (TYPE == VG_Q6_K) {
+        if constexpr (second_of(TYPE) == CHUNKS) {
+            return four_words(quants + s * CHUNKS / 2 * 16 + h * QUARTER);
+        }
+        if constexpr (plain(TYPE) == VG_Q6_K) {
             return four_words(quants + chunk % 2 * (QUARTER - 16) + s * 16 + h * 2 * QUARTER);
         }
         return four_words(quants + (2 * s + h) * QUARTER);
@@ -243,7 +279,14 @@ template <int TYPE> struct Activations {
     // Of both blocks, and of halves if there are any: the factors, and the sums.
     DEVICE void factors(float (&factor)[2][2], float (&sum)[2][2]) const {
         constexpr u32 HALVES = ROUNDED_SCALES / 2;
-        if constexpr (TYPE == VG_Q6_K) {
+        if constexpr (second_of(TYPE) == CHUNKS) {
+            UNROLL
+            for (int s = 0; s < 2; s++) {
+                const u8* at = scales + s * CHUNKS / 2 * 16;
+                factor[s][0] = factor[s][1] = *aligned<float>(at);
+                sum[s][0] = sum[s][1] = has_offset(TYPE) ? *aligned<float>(at + 8) : 0.0f;
+            }
+        } else if constexpr (plain(TYPE) == VG_Q6_K) {
             UNROLL
             for (int s = 0; s < 2; s++) {
                 float2 f = two_floats(scales - chunk % 2 * 16 + 16 * s);
@@ -278,6 +321,24 @@ template <bool UNSIGNED> DEVICE int dot_bytes(u32 a, int b, int sum) {
     asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
     return sum;
 #endif
+}
+
+// The product of block `s` of entries with a column's, those at or above 0 and those below apart.
+template <int TYPE>
+DEVICE float multiply_sides(const Entries<TYPE>& it, const Activations<TYPE>& x, int s, const float (&factor)[2][2]) {
+    constexpr bool FP4 = plain(TYPE) == VG_MXFP4; // numbers of FP4 have their sign in the highest bit, IQ4_NL's are in order
+    const u32 *small = it.table, *large = it.table + (FP4 ? 0 : 2);
+    int4 low = x.part(s, 0), high = x.part(s, 1);
+    const int columns[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    int above = 0, below = 0;
+    UNROLL
+    for (int k = 0; k < 8; k++) {
+        u32 first = it.q[s][k / 2], second = first ^ 0x88888888u;
+        u32 more = choose_bytes_or_0(large[0], large[1], (FP4 ? first : second) >> k % 2 * 16);
+        u32 less = choose_bytes_or_0(small[0], small[1], (FP4 ? second : first) >> k % 2 * 16);
+        above = __dp4a(static_cast<int>(more), columns[k], above), below = __dp4a(static_cast<int>(less), columns[k], below);
+    }
+    return factor[s][1] * (it.scale[s] * static_cast<float>(above - below));
 }
 
 // The product of unpacked elements with a column's.

@@ -120,6 +120,19 @@ DEVICE u32 choose_bytes(u32 a, u32 b, u32 selector) {
 #endif
 }
 
+// The same, and 0 where a nibble is 8 to 15. Bytes are below 128.
+DEVICE u32 choose_bytes_or_0(u32 a, u32 b, u32 selector) {
+#ifdef VGPU_SHIM
+    u32 chosen = __byte_perm(a, b, selector);
+    for (int i = 0; i < 4; i++) {
+        chosen &= selector >> (4 * i) & 8 ? ~(255u << 8 * i) : ~0u;
+    }
+    return chosen;
+#else
+    return choose_bytes(a, b, selector); // eight times the highest bit of the byte
+#endif
+}
+
 // ---- What is calculated once.
 
 // The same values, of which the compiler does not know where they come from: it keeps them, and does not calculate them again

@@ -9,8 +9,12 @@ struct Geometry {
     int elements, bytes;
 };
 
+// Whether quants and scales lie in planes of their own, and the type whatever its planes.
+DEVICE constexpr bool is_planes(int type) { return (type & VG_PLANES) != 0; }
+DEVICE constexpr int plain(int type) { return type & ~VG_PLANES; }
+
 DEVICE constexpr Geometry geometry(u32 type) {
-    switch (type) {
+    switch (plain(type)) {
     case VG_F32: return {1, 4};
     case VG_F16: return {1, 2};
     case VG_BF16: return {1, 2};
@@ -48,6 +52,35 @@ DEVICE constexpr Geometry geometry(u32 type) {
     case VG_TQ2_0: return {256, 66};
     default: return {1, 1};
     }
+}
+
+// Bytes of a block's scale, which has a plane of its own, and of its quants; 0 and all of it if there are no planes.
+DEVICE constexpr int scale_bytes(int type) { return !is_planes(type) ? 0 : plain(type) == VG_MXFP4 ? 1 : 2; }
+DEVICE constexpr int quant_bytes(int type) { return geometry(type).bytes - scale_bytes(type); }
+
+// Where something of weights begins, a row or a block: its quants, and its scales if they have a plane of their own.
+struct Begin {
+    const u8 *quants, *scales;
+};
+
+// Bytes of a row in each of the planes; 0 of rows without planes, which lie as their view says.
+struct RowBytes {
+    i64 quants, scales;
+};
+DEVICE RowBytes planes_row(int type, i64 width) {
+    i64 blocks = is_planes(type) ? width / geometry(type).elements : 0;
+    return {blocks * quant_bytes(type), blocks * scale_bytes(type)};
+}
+
+// Where a row of a matrix at `at` begins.
+DEVICE Begin begin_of(const u8* at, const View& w, i64 row, const RowBytes& bytes) {
+    if (bytes.scales == 0) {
+        return {at + row * w.nb[1], nullptr};
+    }
+    return {at + row * bytes.quants, at + w.ne[1] * bytes.quants + row * bytes.scales};
+}
+DEVICE Begin begin_of_row(int type, const View& w, i64 row, i64 i2, i64 i3) {
+    return begin_of(address(w, Index{{0, 0, i2, i3}}), w, row, planes_row(type, w.ne[0]));
 }
 
 // Quants of 4 bits that are not evenly spaced (IQ4_NL, IQ4_XS), and twice the values of E2M1.

@@ -54,7 +54,8 @@ template <int TYPE> DEVICE void numbers_at(const VgCodebooks* books, const View&
 }
 
 // 32 weights of a row as halves, two to a word; `block` counts blocks of 32.
-template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const u8* row, i64 block, u32* halves) {
+template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const Begin& begin, i64 block, u32* halves) {
+    const u8* row = begin.quants;
     if constexpr (TYPE == VG_F16 || TYPE == VG_BF16) {
         const int4* from = reinterpret_cast<const int4*>(row + block * 64);
         UNROLL
@@ -63,10 +64,11 @@ template <int TYPE> DEVICE void weights_at(const VgCodebooks* books, const u8* r
             halves[4 * i] = four.x, halves[4 * i + 1] = four.y, halves[4 * i + 2] = four.z, halves[4 * i + 3] = four.w;
         }
     } else {
-        constexpr Geometry SIZE = geometry(TYPE);
-        constexpr int SUBS = SIZE.elements / 32;
+        constexpr int SUBS = geometry(TYPE).elements / 32;
         Unpacked w;
-        unpack<TYPE>(books, row + block / SUBS * SIZE.bytes, static_cast<int>(block % SUBS), w);
+        i64 whole = block / SUBS;
+        const u8* scale = is_planes(TYPE) ? begin.scales + whole * scale_bytes(TYPE) : nullptr;
+        unpack<TYPE>(books, row + whole * quant_bytes(TYPE), static_cast<int>(block % SUBS), w, scale);
         UNROLL
         for (int k = 0; k < 8; k++) {
             auto value = [&](int i) {
@@ -128,7 +130,7 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     // The thread's row of weights, and which half of a step it unpacks. Beyond the last row and column the last is
     // read again; the results are not written.
     i64 mine = first_row + threadIdx.x / 2;
-    const u8* row = address(p.w, Index{{0, mine < rows ? mine : rows - 1, w2, w3}});
+    Begin row = begin_of_row(TYPE, p.w, mine < rows ? mine : rows - 1, w2, w3);
     int half = threadIdx.x % 2;
 
     auto fetch = [&](int buffer, i64 step) {
@@ -145,7 +147,7 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     auto unpack_next = [&](i64 step) {
         i64 block = step * 2 + half;
         if constexpr (PLANES == 2) {
-            numbers_at<TYPE>(books, p.w, row, block * (STEP / 2), next);
+            numbers_at<TYPE>(books, p.w, row.quants, block * (STEP / 2), next);
         } else if (block < blocks) {
             weights_at<TYPE>(books, row, block, next);
         } else {

@@ -24,14 +24,19 @@ DEVICE constexpr bool is_float(int type) { return type == VG_F16 || type == VG_B
 // Elements of a row that are brought at a time.
 DEVICE constexpr int chunk_of(int type) { return is_float(type) ? 128 : 256; }
 
-// Whether rows and blocks begin at multiples of 16, as the host sees to.
-DEVICE constexpr bool is_aligned(int type) { return is_float(type) || type == VG_Q4_K || type == VG_Q5_K; }
+// Whether rows and blocks, or those of quants, begin at multiples of 16, as the host sees to.
+DEVICE constexpr bool is_aligned(int type) {
+    return is_float(type) || type == VG_Q4_K || type == VG_Q5_K || is_planes(type);
+}
 
-DEVICE constexpr int chunk_bytes(int type) { return chunk_of(type) / geometry(type).elements * geometry(type).bytes; }
+DEVICE constexpr int chunk_bytes(int type) { return chunk_of(type) / geometry(type).elements * quant_bytes(type); }
+// Of scales in a plane of their own, which lie behind the quants of a row.
+DEVICE constexpr int chunk_scales(int type) { return chunk_of(type) / geometry(type).elements * scale_bytes(type); }
 
 // Bytes from row to row in shared memory: what eight rows are read at should lie in different banks.
 DEVICE constexpr int chunk_stride(int type) {
-    return is_float(type)        ? 320
+    return is_planes(type)       ? (chunk_bytes(type) == 128 ? 176 : chunk_bytes(type) == 256 ? 288 : 224)
+           : is_float(type)      ? 320
            : !is_aligned(type)   ? (chunk_bytes(type) + 15 + 15) / 16 * 16
            : type == VG_Q4_K     ? 160
                                  : 224;
@@ -175,7 +180,18 @@ template <u32 ZERO, bool OFFSET> DEVICE void eight_weights(const u32* words, u32
 }
 
 // Sixteen weights of the thread, eight of each of the two blocks of 32 of step `step` of a chunk, as words of two halves.
-template <int TYPE> DEVICE void sixteen_weights(const u8* row, int step, int t, u32* out) {
+template <int TYPE> DEVICE void sixteen_weights(const Begin& begin, int step, int t, u32* out) {
+    const u8* row = begin.quants;
+    // Of blocks of 32: where one begins, its scale, and eight bytes of its quants from a multiple of eight on.
+    auto block = [&](int h) { return row + (2 * step + h) * quant_bytes(TYPE); };
+    auto scale_at = [&](int h) { return is_planes(TYPE) ? begin.scales + (2 * step + h) * scale_bytes(TYPE) : block(h); };
+    auto eight = [&](const u8* at, u32* words) {
+        if (is_planes(TYPE)) {
+            words[0] = reinterpret_cast<const u32*>(at)[0], words[1] = reinterpret_cast<const u32*>(at)[1];
+        } else {
+            eight_bytes(at, words);
+        }
+    };
     if constexpr (is_float(TYPE)) {
         UNROLL
         for (int h = 0; h < 2; h++) {
@@ -183,51 +199,63 @@ template <int TYPE> DEVICE void sixteen_weights(const u8* row, int step, int t, 
             out[4 * h] = __byte_perm(eight.x, eight.y, 0x5410), out[4 * h + 1] = __byte_perm(eight.x, eight.y, 0x7632);
             out[4 * h + 2] = __byte_perm(eight.z, eight.w, 0x5410), out[4 * h + 3] = __byte_perm(eight.z, eight.w, 0x7632);
         }
-    } else if constexpr (TYPE == VG_MXFP4) {
+    } else if constexpr (plain(TYPE) == VG_MXFP4) {
         UNROLL
         for (int h = 0; h < 2; h++) {
-            const u8* b = row + (2 * step + h) * geometry(TYPE).bytes;
-            u32 words[2];
-            eight_bytes(b + 1 + t % 2 * 8, words);
-            float power = __uint_as_float(static_cast<u32>(b[0]) << 23);
+            float power = __uint_as_float(static_cast<u32>(*scale_at(h)) << 23);
             u32 scale = two_halves<false>(power, power);
+            // Of each word of `from` two numbers, from bit `down` of its halves on.
+            u32 from[4];
+            int down[4] = {0, is_planes(TYPE) ? 4 : 8, is_planes(TYPE) ? 8 : 0, is_planes(TYPE) ? 12 : 8};
+            if constexpr (is_planes(TYPE)) {
+                u32 word = *reinterpret_cast<const u32*>(block(h) + 4 * t);
+                from[0] = from[1] = from[2] = from[3] = __byte_perm(word, 0, 0x3120);
+            } else {
+                u32 words[2];
+                eight_bytes(block(h) + 1 + t % 2 * 8, words);
+                from[0] = from[1] = words[0] >> t / 2 * 4, from[2] = from[3] = words[1] >> t / 2 * 4;
+            }
             UNROLL
             for (int i = 0; i < 4; i++) {
                 // Sign, exponent and mantissa in their places are the number over 2^14.
-                u32 q = words[i / 2] >> t / 2 * 4, up = i % 2 * 8;
-                q = and_or(q << (9 - up), 0x0e000e00u, q << (12 - up) & 0x80008000u);
+                u32 q = from[i], to_exponent = down[i] < 9 ? q << (9 - down[i]) : q >> (down[i] - 9);
+                q = and_or(to_exponent, 0x0e000e00u, q << (12 - down[i]) & 0x80008000u);
                 out[4 * h + i] = multiply_halves(multiply_halves(q, 0x74007400u), scale);
             }
         }
-    } else if constexpr (TYPE == VG_IQ4_NL || TYPE == VG_IQ4_XS) {
+    } else if constexpr (plain(TYPE) == VG_IQ4_NL || TYPE == VG_IQ4_XS) {
         // As `unpack` has them, plus 128.
         const u32 table[4] = {0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u};
         UNROLL
         for (int h = 0; h < 2; h++) {
             int sub = 2 * step + h;
-            const u8 *b = TYPE == VG_IQ4_XS ? row : row + sub * geometry(TYPE).bytes, *qs = b + 2;
-            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(b));
+            const u8 *b = TYPE == VG_IQ4_XS ? row : block(h), *qs = b + 2;
+            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(TYPE == VG_IQ4_XS ? b : scale_at(h)));
             if constexpr (TYPE == VG_IQ4_XS) {
                 qs = b + 8 + 16 * sub;
                 u32 high = *reinterpret_cast<const u16*>(b + 2);
                 u32 six = (b[4 + sub / 2] >> (sub % 2 * 4) & 15) | (high >> (2 * sub) & 3) << 4;
                 scale = multiply_halves(add_halves(twice(six) | PLUS_1024, minus_1024(32)), scale);
             }
-            eight_bytes(qs + t % 2 * 8, words);
-            UNROLL
-            for (int i = 0; i < 2; i++) {
-                words[i] = look_up(table, words[i] >> t / 2 * 4 & 0x0f0f0f0fu);
+            if constexpr (is_planes(TYPE)) {
+                look_up_eight(table, SECOND_OF_TWO, *reinterpret_cast<const u32*>(b + 4 * t), words);
+            } else {
+                eight_bytes(qs + t % 2 * 8, words);
+                UNROLL
+                for (int i = 0; i < 2; i++) {
+                    words[i] = look_up(table, words[i] >> t / 2 * 4 & 0x0f0f0f0fu);
+                }
             }
             eight_weights<128, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
         }
-    } else if constexpr (TYPE == VG_Q4_0 || TYPE == VG_Q4_1 || TYPE == VG_Q5_0 || TYPE == VG_Q5_1) {
+    } else if constexpr (plain(TYPE) == VG_Q4_0 || TYPE == VG_Q4_1 || TYPE == VG_Q5_0 || TYPE == VG_Q5_1) {
         constexpr bool FIVE = TYPE == VG_Q5_0 || TYPE == VG_Q5_1, AFFINE = TYPE == VG_Q4_1 || TYPE == VG_Q5_1;
         UNROLL
         for (int h = 0; h < 2; h++) {
-            const u8 *b = row + (2 * step + h) * geometry(TYPE).bytes, *rest = b + (AFFINE ? 4 : 2);
-            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(b));
+            const u8 *b = block(h), *rest = is_planes(TYPE) ? b : b + (AFFINE ? 4 : 2);
+            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(scale_at(h)));
             u32 offset = AFFINE ? twice(*reinterpret_cast<const u16*>(b + 2)) : 0;
-            eight_bytes(rest + (FIVE ? 4 : 0) + t % 2 * 8, words);
+            eight(rest + (FIVE ? 4 : 0) + t % 2 * 8, words);
             UNROLL
             for (int i = 0; i < 2; i++) {
                 words[i] >>= t / 2 * 4;
@@ -235,17 +263,16 @@ template <int TYPE> DEVICE void sixteen_weights(const u8* row, int step, int t, 
                     words[i] = (words[i] & 0x0f0f0f0fu) | spread_bits(rest[t] >> 4 * i) << 4;
                 }
             }
-            constexpr u32 ZERO = TYPE == VG_Q4_0 ? 8 : TYPE == VG_Q5_0 ? 16 : 0;
+            constexpr u32 ZERO = plain(TYPE) == VG_Q4_0 ? 8 : TYPE == VG_Q5_0 ? 16 : 0;
             eight_weights<ZERO, AFFINE>(words, FIVE ? 0x00ff00ffu : 0x000f000fu, scale, offset, out + 4 * h);
         }
-    } else if constexpr (TYPE == VG_Q8_0) {
+    } else if constexpr (plain(TYPE) == VG_Q8_0) {
         UNROLL
         for (int h = 0; h < 2; h++) {
-            const u8* b = row + (2 * step + h) * geometry(TYPE).bytes;
-            u32 words[2];
-            eight_bytes(b + 2 + t * 8, words);
+            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(scale_at(h)));
+            eight(quants_of<TYPE>(block(h)) + t * 8, words);
             words[0] ^= 0x80808080u, words[1] ^= 0x80808080u;
-            eight_weights<128, false>(words, 0x00ff00ffu, twice(*reinterpret_cast<const u16*>(b)), 0, out + 4 * h);
+            eight_weights<128, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
         }
     } else if constexpr (TYPE == VG_Q4_K || TYPE == VG_Q5_K) {
         constexpr bool FIVE = TYPE == VG_Q5_K;
@@ -303,14 +330,14 @@ template <int TYPE> DEVICE void sixteen_weights(const u8* row, int step, int t, 
             }
             eight_weights<THREE ? 4 : 0, !THREE>(words, 0x00ff00ffu, scale, offset, out + 4 * h);
         }
-    } else if constexpr (TYPE == VG_Q6_K) {
+    } else if constexpr (plain(TYPE) == VG_Q6_K) {
         int half = step / 2, upper = step % 2; // of the block; nibbles and pairs
-        u32 high[2], factor = twice(*reinterpret_cast<const u16*>(row + 208));
-        eight_bytes(row + 128 + half * 32 + t * 8, high);
+        u32 high[2], factor = twice(*reinterpret_cast<const u16*>(is_planes(TYPE) ? begin.scales : row + 208));
+        eight(row + 128 + half * 32 + t * 8, high);
         UNROLL
         for (int h = 0; h < 2; h++) {
             u32 words[2];
-            eight_bytes(row + half * 64 + h * 32 + t * 8, words);
+            eight(row + half * 64 + h * 32 + t * 8, words);
             UNROLL
             for (int i = 0; i < 2; i++) {
                 u32 two = high[i] >> (4 * upper + 2 * h) & 0x03030303u;
@@ -333,23 +360,31 @@ template <int TYPE, int N> DEVICE void bring_weights(const VgHopperGemmParams& p
     Ring<HopperShared<TYPE, N>::CHUNKS> ring;
     for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
         HopperTile tile = tiles.at(index);
-        const u8* first = address(p.w, Index{{0, tile.first_row + lane, tile.w2, tile.w3}});
+        RowBytes planes = planes_row(TYPE, p.w.ne[0]);
+        i64 across = is_planes(TYPE) ? planes.quants : p.w.nb[1];
+        Begin first = begin_of_row(TYPE, p.w, tile.first_row + lane, tile.w2, tile.w3);
         int rows = static_cast<int>(p.dst.ne[0] - tile.first_row - lane); // from the lane's first on
         for (int element = 0; element < static_cast<int>(p.w.ne[0]); element += CHUNK) {
             int left = static_cast<int>(p.w.ne[0]) - element;
-            int bytes = (left < CHUNK ? left : CHUNK) / SIZE.elements * SIZE.bytes;
+            int blocks = (left < CHUNK ? left : CHUNK) / SIZE.elements;
             // Of each row a piece from and to multiples of 16.
             auto piece = [&](int i, const u8*& from) -> u32 {
-                from = first + i * WARP * p.w.nb[1] + element / SIZE.elements * SIZE.bytes;
+                from = first.quants + i * WARP * across + element / SIZE.elements * quant_bytes(TYPE);
                 u32 lead = is_aligned(TYPE) ? 0 : static_cast<u32>(reinterpret_cast<u64>(from) & 15);
                 from -= lead;
-                return i * WARP < rows ? (lead + bytes + 15) / 16 * 16 : 0;
+                return i * WARP < rows ? (lead + blocks * quant_bytes(TYPE) + 15) / 16 * 16 : 0;
+            };
+            auto scales = [&](int i, const u8*& from) -> u32 {
+                from = first.scales + i * WARP * planes.scales + element / SIZE.elements * scale_bytes(TYPE);
+                u32 lead = static_cast<u32>(reinterpret_cast<u64>(from) & 15);
+                from -= lead;
+                return is_planes(TYPE) && i * WARP < rows ? (lead + blocks * scale_bytes(TYPE) + 15) / 16 * 16 : 0;
             };
             u32 sum = 0;
             const u8* from;
             UNROLL
             for (int i = 0; i < EACH; i++) {
-                sum += piece(i, from);
+                sum += piece(i, from) + scales(i, from);
             }
             sum = warp_reduce<Sum>(sum);
             barrier_wait(&shared.empty_chunks[ring.stage], ring.phase ^ 1);
@@ -363,6 +398,10 @@ template <int TYPE, int N> DEVICE void bring_weights(const VgHopperGemmParams& p
                 u32 size = piece(i, from);
                 if (size) {
                     copy_bulk(to + i * WARP * STRIDE, from, size, &shared.full_chunks[ring.stage]);
+                }
+                size = scales(i, from);
+                if (size) {
+                    copy_bulk(to + i * WARP * STRIDE + chunk_bytes(TYPE), from, size, &shared.full_chunks[ring.stage]);
                 }
             }
             ring.next();
@@ -408,7 +447,8 @@ DEVICE void multiply(const VgHopperGemmParams& p, const HopperShared<TYPE, N>& s
         UNROLL
         for (int r = 0; r < 2; r++) {
             int row = tile.first_row + mine + 8 * r;
-            leads[r] = static_cast<u32>(reinterpret_cast<u64>(address(p.w, Index{{0, row, tile.w2, tile.w3}})));
+            Begin begin = begin_of_row(TYPE, p.w, row, tile.w2, tile.w3);
+            leads[r] = static_cast<u32>(reinterpret_cast<u64>(is_planes(TYPE) ? begin.scales : begin.quants));
         }
         auto unpack_step = [&](int step, u32* a) {
             int within = step % CHUNK_STEPS;
@@ -417,12 +457,12 @@ DEVICE void multiply(const VgHopperGemmParams& p, const HopperShared<TYPE, N>& s
             }
             UNROLL
             for (int r = 0; r < 2; r++) {
-                u32 begin = static_cast<u32>(step / CHUNK_STEPS * (CHUNK / SIZE.elements) * SIZE.bytes);
-                u32 lead = is_aligned(TYPE) ? 0 : (leads[r] + begin) & 15;
+                constexpr int BYTES = is_planes(TYPE) ? chunk_scales(TYPE) : chunk_bytes(TYPE);
+                u32 lead = (leads[r] + static_cast<u32>(step / CHUNK_STEPS * BYTES)) & 15;
                 const u8* row = shared.weights + chunks.stage * HopperShared<TYPE, N>::WEIGHTS +
-                                (mine + 8 * r) * chunk_stride(TYPE) + lead;
+                                (mine + 8 * r) * chunk_stride(TYPE);
                 u32 words[8];
-                sixteen_weights<TYPE>(row, within, t, words);
+                sixteen_weights<TYPE>({row + (is_aligned(TYPE) ? 0 : lead), row + chunk_bytes(TYPE) + lead}, within, t, words);
                 UNROLL
                 for (int i = 0; i < 8; i++) {
                     // Behind the last block is nothing; activations are 0 there, and something times 0 need not be.

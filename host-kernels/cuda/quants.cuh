@@ -14,7 +14,8 @@ struct Unpacked {
 
 // Multiples of what blocks of a type lie at, if their rows are to be read in whole words.
 DEVICE constexpr int alignment_of(int type) {
-    return type == VG_MXFP4                                                                         ? 1
+    return is_planes(type)                                                                          ? 16
+           : type == VG_MXFP4                                                                       ? 1
            : type == VG_Q4_1 || type == VG_Q5_1 || type == VG_NVFP4 || type == VG_Q2_K || type == VG_Q4_K ||
                      type == VG_Q5_K
                ? 4
@@ -31,6 +32,8 @@ template <int ALIGNMENT> DEVICE u32 word_at(const u8* at) {
     }
     return at[0] | static_cast<u32>(at[1]) << 8 | static_cast<u32>(at[2]) << 16 | static_cast<u32>(at[3]) << 24;
 }
+
+DEVICE int4 four_words(const u8* at) { return *aligned<int4>(at); }
 
 // Words one after the other, wherever they lie in shared memory: whole words around them are read, which is up to three bytes
 // more on either side.
@@ -50,6 +53,12 @@ template <int COUNT> DEVICE void words_around(const u8* at, u32* words) {
 template <int COUNT, int ALIGNMENT, bool AROUND> DEVICE void words_at(const u8* at, u32* words) {
     if (AROUND && ALIGNMENT < 4) {
         words_around<COUNT>(at, words);
+    } else if (ALIGNMENT == 16) {
+        UNROLL
+        for (int i = 0; i < COUNT; i += 4) {
+            int4 four = four_words(at + 4 * i);
+            words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
+        }
     } else {
         UNROLL
         for (int i = 0; i < COUNT; i++) {
@@ -82,15 +91,30 @@ DEVICE u32 look_up(const u32* table, u32 nibbles) {
 // Of two words, bytes of the first by number; a bit more takes the second's.
 constexpr u32 SECOND_OF_TWO = 0x32103210u;
 
-// The same of eight nibbles: the low ones of four bytes, and the high ones. `bytes` is SECOND_OF_TWO.
-DEVICE void look_up_both(const u32* table, u32 bytes, u32 q, int* low, int* high) {
-    u32 selector = q & 0x77777777u, which = (q >> 1 & 0x44444444u) | bytes, two[2];
+// The same of eight nibbles in their order. `bytes` is SECOND_OF_TWO.
+template <class T> DEVICE void look_up_eight(const u32* table, u32 bytes, u32 q, T* two) {
+    u32 selector = q & 0x77777777u, which = (q >> 1 & 0x44444444u) | bytes;
     UNROLL
     for (int i = 0; i < 2; i++) {
         u32 small = choose_bytes(table[0], table[1], selector >> 16 * i);
         two[i] = choose_bytes(small, choose_bytes(table[2], table[3], selector >> 16 * i), which >> 16 * i);
     }
+}
+
+// The same: the low ones of four bytes, and the high ones.
+DEVICE void look_up_both(const u32* table, u32 bytes, u32 q, int* low, int* high) {
+    int two[2];
+    look_up_eight(table, bytes, q, two);
     *low = __byte_perm(two[0], two[1], 0x6420), *high = __byte_perm(two[0], two[1], 0x7531);
+}
+
+// Where the quants of a block begin, and what its scale is, which lies at `scale` if there are planes.
+template <int TYPE> DEVICE const u8* quants_of(const u8* b) {
+    return b + (is_planes(TYPE) || TYPE == VG_Q6_K ? 0 : geometry(TYPE).bytes == 17 ? 1 : 2);
+}
+template <int TYPE> DEVICE float scale_of(const u8* b, const u8* scale) {
+    const u8* at = is_planes(TYPE) ? scale : b + (TYPE == VG_Q6_K ? 208 : 0);
+    return plain(TYPE) == VG_MXFP4 ? e8m0_half(at[0]) : half_at(at);
 }
 
 // Magnitudes plus 64, with signs: a bit for each of four bytes. No magnitude is 0.
@@ -110,13 +134,15 @@ DEVICE void uniform(Unpacked& u, float scale, float offset) {
     u.offset[0] = u.offset[1] = offset;
 }
 
-// The 32 elements `sub` of the block at `b`; `AROUND`: a few bytes on either side may be read, too.
-template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* books, const u8* b, int sub, Unpacked& u) {
-    constexpr int A = alignment_of(TYPE);
+// The 32 elements `sub` of the block at `b`, whose scale lies at `scale` if there are planes; `AROUND`: a few bytes on either
+// side may be read, too.
+template <int TYPE, bool AROUND = false>
+DEVICE void unpack(const VgCodebooks* books, const u8* b, int sub, Unpacked& u, const u8* scale = nullptr) {
+    constexpr int OF = plain(TYPE), A = alignment_of(TYPE);
     constexpr u32 NIBBLES = 0x0f0f0f0fu;
-    if constexpr (TYPE == VG_Q4_0 || TYPE == VG_Q4_1 || TYPE == VG_Q5_0 || TYPE == VG_Q5_1) {
-        constexpr bool FIVE = TYPE == VG_Q5_0 || TYPE == VG_Q5_1, AFFINE = TYPE == VG_Q4_1 || TYPE == VG_Q5_1;
-        const u8* qs = b + (AFFINE ? 4 : 2) + (FIVE ? 4 : 0);
+    if constexpr (OF == VG_Q4_0 || OF == VG_Q4_1 || OF == VG_Q5_0 || OF == VG_Q5_1) {
+        constexpr bool FIVE = OF == VG_Q5_0 || OF == VG_Q5_1, AFFINE = OF == VG_Q4_1 || OF == VG_Q5_1;
+        const u8* qs = is_planes(TYPE) ? b : b + (AFFINE ? 4 : 2) + (FIVE ? 4 : 0);
         u32 fifth = FIVE ? word_at<A>(b + (AFFINE ? 4 : 2)) : 0, four[4];
         words_at<4, A, AROUND>(qs, four);
         UNROLL
@@ -125,35 +151,38 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
             u.words[k] = (q & NIBBLES) | (FIVE ? spread_bits(fifth >> 4 * k) << 4 : 0);
             u.words[k + 4] = (q >> 4 & NIBBLES) | (FIVE ? spread_bits(fifth >> (16 + 4 * k)) << 4 : 0);
         }
-        float d = half_at(b);
+        float d = scale_of<TYPE>(b, scale);
         uniform(u, d, AFFINE ? half_at(b + 2) : d * (FIVE ? -16.0f : -8.0f));
-    } else if constexpr (TYPE == VG_Q8_0) {
+    } else if constexpr (OF == VG_Q8_0) {
         u32 eight[8];
-        words_at<8, A, AROUND>(b + 2, eight);
+        words_at<8, A, AROUND>(quants_of<TYPE>(b), eight);
         UNROLL
         for (int k = 0; k < 8; k++) {
             u.words[k] = eight[k];
         }
-        uniform(u, half_at(b), 0.0f);
-    } else if constexpr (TYPE == VG_IQ4_NL || TYPE == VG_IQ4_XS || TYPE == VG_MXFP4) {
-        constexpr bool FP4 = TYPE == VG_MXFP4;
+        uniform(u, scale_of<TYPE>(b, scale), 0.0f);
+    } else if constexpr (OF == VG_IQ4_NL || OF == VG_IQ4_XS || OF == VG_MXFP4) {
+        constexpr bool FP4 = OF == VG_MXFP4;
         const u32 table[4] = {table_of<FP4>(0), table_of<FP4>(1), table_of<FP4>(2), table_of<FP4>(3)};
-        const u8* qs = b + (TYPE == VG_IQ4_NL ? 2 : TYPE == VG_IQ4_XS ? 8 + 16 * sub : 1);
         u32 four[4];
-        words_at<4, A, AROUND>(qs, four);
+        words_at<4, A, AROUND>(OF == VG_IQ4_XS ? b + 8 + 16 * sub : quants_of<TYPE>(b), four);
         UNROLL
         for (int k = 0; k < 4; k++) {
-            look_up_both(table, SECOND_OF_TWO, four[k], u.words + k, u.words + k + 4);
+            if (is_planes(TYPE)) {
+                look_up_eight(table, SECOND_OF_TWO, four[k], u.words + 2 * k);
+            } else {
+                look_up_both(table, SECOND_OF_TWO, four[k], u.words + k, u.words + k + 4);
+            }
         }
-        float scale;
-        if (TYPE == VG_IQ4_XS) {
+        float d;
+        if (OF == VG_IQ4_XS) {
             int six = (b[4 + sub / 2] >> (sub % 2 * 4) & 15) | (u16_at(b + 2) >> (2 * sub) & 3) << 4;
-            scale = half_at(b) * static_cast<float>(six - 32);
+            d = half_at(b) * static_cast<float>(six - 32);
         } else {
-            scale = FP4 ? e8m0_half(b[0]) : half_at(b);
+            d = scale_of<TYPE>(b, scale);
         }
-        uniform(u, scale, 0.0f);
-    } else if constexpr (TYPE == VG_NVFP4) {
+        uniform(u, d, 0.0f);
+    } else if constexpr (OF == VG_NVFP4) {
         const u32 table[4] = {0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu};
         UNROLL
         for (int h = 0; h < 2; h++) {
@@ -166,7 +195,7 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
             u.scale[h] = ue4m3_half(b[group]);
             u.offset[h] = 0.0f;
         }
-    } else if constexpr (TYPE == VG_Q1_0) {
+    } else if constexpr (OF == VG_Q1_0) {
         u32 bits = word_at<A>(b + 2 + 4 * sub);
         UNROLL
         for (int k = 0; k < 8; k++) {
@@ -174,30 +203,30 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
         }
         float d = half_at(b);
         uniform(u, 2.0f * d, -d);
-    } else if constexpr (TYPE == VG_Q2_0) {
+    } else if constexpr (OF == VG_Q2_0) {
         UNROLL
         for (int k = 0; k < 8; k++) {
             u.words[k] = spread_pairs(b[2 + 8 * sub + k]);
         }
         float d = half_at(b);
         uniform(u, d, -d);
-    } else if constexpr (TYPE == VG_Q2_K || TYPE == VG_TQ2_0 || TYPE == VG_Q3_K) {
-        const u8* qs = b + (TYPE == VG_Q2_K ? 16 : TYPE == VG_Q3_K ? 32 : 0) + sub / 4 * 32;
+    } else if constexpr (OF == VG_Q2_K || OF == VG_TQ2_0 || OF == VG_Q3_K) {
+        const u8* qs = b + (OF == VG_Q2_K ? 16 : OF == VG_Q3_K ? 32 : 0) + sub / 4 * 32;
         UNROLL
         for (int k = 0; k < 8; k++) {
             u.words[k] = word_at<A>(qs + 4 * k) >> (sub % 4 * 2) & 0x03030303u;
-            if (TYPE == VG_Q3_K) {
+            if (OF == VG_Q3_K) {
                 u.words[k] |= (word_at<A>(b + 4 * k) >> sub & 0x01010101u) << 2;
             }
         }
-        if (TYPE == VG_TQ2_0) {
+        if (OF == VG_TQ2_0) {
             float d = half_at(b + 64);
             uniform(u, d, -d);
         }
         UNROLL
-        for (int h = 0; h < 2 && TYPE != VG_TQ2_0; h++) {
+        for (int h = 0; h < 2 && OF != VG_TQ2_0; h++) {
             int j = 2 * sub + h;
-            if (TYPE == VG_Q2_K) {
+            if (OF == VG_Q2_K) {
                 u.scale[h] = half_at(b + 80) * static_cast<float>(b[j] & 15);
                 u.offset[h] = -half_at(b + 82) * static_cast<float>(b[j] >> 4);
             } else {
@@ -206,19 +235,19 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
                 u.offset[h] = -4.0f * u.scale[h];
             }
         }
-    } else if constexpr (TYPE == VG_Q4_K || TYPE == VG_Q5_K) {
-        const u8* qs = b + (TYPE == VG_Q5_K ? 48 : 16) + sub / 2 * 32;
+    } else if constexpr (OF == VG_Q4_K || OF == VG_Q5_K) {
+        const u8* qs = b + (OF == VG_Q5_K ? 48 : 16) + sub / 2 * 32;
         UNROLL
         for (int k = 0; k < 8; k++) {
             u.words[k] = word_at<A>(qs + 4 * k) >> (sub % 2 * 4) & NIBBLES;
-            if (TYPE == VG_Q5_K) {
+            if (OF == VG_Q5_K) {
                 u.words[k] |= (word_at<A>(b + 16 + 4 * k) >> sub & 0x01010101u) << 4;
             }
         }
         float scale, min;
         six_bits(b + 4, sub, &scale, &min);
         uniform(u, half_at(b) * scale, -half_at(b + 2) * min);
-    } else if constexpr (TYPE == VG_Q6_K) {
+    } else if constexpr (OF == VG_Q6_K) {
         int half = sub / 4, part = sub % 4;
         UNROLL
         for (int k = 0; k < 8; k++) {
@@ -228,10 +257,10 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
         }
         UNROLL
         for (int h = 0; h < 2; h++) {
-            u.scale[h] = half_at(b + 208) * static_cast<float>(static_cast<signed char>(b[192 + 2 * sub + h]));
+            u.scale[h] = scale_of<TYPE>(b, scale) * static_cast<float>(static_cast<signed char>(b[192 + 2 * sub + h]));
             u.offset[h] = -32.0f * u.scale[h];
         }
-    } else if constexpr (TYPE == VG_TQ1_0) {
+    } else if constexpr (OF == VG_TQ1_0) {
         // Five digits to the base 3 in a byte; the last four bytes hold four.
         UNROLL
         for (int k = 0; k < 8; k++) {
@@ -247,17 +276,17 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
         }
         float d = half_at(b + 52);
         uniform(u, d, -d);
-    } else if constexpr (TYPE == VG_IQ2_XXS || TYPE == VG_IQ2_XS || TYPE == VG_IQ2_S) {
-        u32 packed = TYPE == VG_IQ2_XXS ? word_at<A>(b + 2 + 8 * sub + 4) : 0;
+    } else if constexpr (OF == VG_IQ2_XXS || OF == VG_IQ2_XS || OF == VG_IQ2_S) {
+        u32 packed = OF == VG_IQ2_XXS ? word_at<A>(b + 2 + 8 * sub + 4) : 0;
         UNROLL
         for (int g = 0; g < 4; g++) {
             int group = 4 * sub + g;
             u64 entry;
             u32 signs;
-            if (TYPE == VG_IQ2_XXS) {
+            if (OF == VG_IQ2_XXS) {
                 entry = books->iq2_xxs[b[2 + 8 * sub + g]];
                 signs = eight_signs(packed >> 7 * g);
-            } else if (TYPE == VG_IQ2_XS) {
+            } else if (OF == VG_IQ2_XS) {
                 u32 code = u16_at(b + 2 + 2 * group);
                 entry = books->iq2_xs[code & 511];
                 signs = eight_signs(code >> 9);
@@ -270,17 +299,17 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
         }
         UNROLL
         for (int h = 0; h < 2; h++) {
-            u32 scale = TYPE == VG_IQ2_XXS ? packed >> 28 : b[(TYPE == VG_IQ2_XS ? 66 : 74) + sub] >> (4 * h) & 15;
+            u32 scale = OF == VG_IQ2_XXS ? packed >> 28 : b[(OF == VG_IQ2_XS ? 66 : 74) + sub] >> (4 * h) & 15;
             u.scale[h] = half_at(b) * 0.125f * static_cast<float>(2 * scale + 1);
             u.offset[h] = 0.0f;
         }
-    } else if constexpr (TYPE == VG_IQ3_XXS || TYPE == VG_IQ3_S) {
-        u32 packed = TYPE == VG_IQ3_XXS ? word_at<A>(b + 66 + 4 * sub) : 0;
+    } else if constexpr (OF == VG_IQ3_XXS || OF == VG_IQ3_S) {
+        u32 packed = OF == VG_IQ3_XXS ? word_at<A>(b + 66 + 4 * sub) : 0;
         UNROLL
         for (int k = 0; k < 8; k++) {
             u32 index = b[2 + 8 * sub + k], signs;
             u64 entry;
-            if (TYPE == VG_IQ3_XXS) {
+            if (OF == VG_IQ3_XXS) {
                 entry = books->iq3_xxs[index];
                 signs = eight_signs(packed >> (k / 2 * 7));
             } else {
@@ -289,15 +318,15 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
             }
             u.words[k] = with_signs(static_cast<u32>(entry), signs >> (k % 2 * 4));
         }
-        u32 scale = TYPE == VG_IQ3_XXS ? packed >> 28 : b[106 + sub / 2] >> (sub % 2 * 4) & 15;
-        float by = TYPE == VG_IQ3_XXS ? 0.25f : 1.0f;
+        u32 scale = OF == VG_IQ3_XXS ? packed >> 28 : b[106 + sub / 2] >> (sub % 2 * 4) & 15;
+        float by = OF == VG_IQ3_XXS ? 0.25f : 1.0f;
         uniform(u, half_at(b) * by * static_cast<float>(2 * scale + 1), 0.0f);
-    } else if constexpr (TYPE == VG_IQ1_S || TYPE == VG_IQ1_M) {
-        u32 high = TYPE == VG_IQ1_S ? u16_at(b + 34 + 2 * sub) : 0;
+    } else if constexpr (OF == VG_IQ1_S || OF == VG_IQ1_M) {
+        u32 high = OF == VG_IQ1_S ? u16_at(b + 34 + 2 * sub) : 0;
         UNROLL
         for (int g = 0; g < 4; g++) {
             u32 index, up;
-            if (TYPE == VG_IQ1_S) {
+            if (OF == VG_IQ1_S) {
                 index = b[2 + 4 * sub + g] | (high >> (3 * g) & 7) << 8;
                 up = high >> 15 ? 0 : 0x02020202u;
             } else {
@@ -313,7 +342,7 @@ template <int TYPE, bool AROUND = false> DEVICE void unpack(const VgCodebooks* b
         for (int h = 0; h < 2; h++) {
             float d;
             u32 scale;
-            if (TYPE == VG_IQ1_S) {
+            if (OF == VG_IQ1_S) {
                 d = half_at(b);
                 scale = high >> 12 & 7;
             } else {

@@ -41,10 +41,10 @@ struct Cursor {
     const u8* table;
     const VgVectorParams* p;
     u32 stages, stage, from, unit, units, pairs, slots, next;
-    const u8* rows[VECTOR_ROWS]; // of the pair, if that is known yet
+    Begin rows[VECTOR_ROWS]; // of the pair, if that is known yet
     bool is_known;
-    int piece, pieces, piece_bytes, place_bytes;
-    i64 row_bytes;
+    int piece, pieces, piece_bytes, piece_scales, place_bytes;
+    RowBytes row_bytes; // scales are 0 if they have no plane
 
     DEVICE const VgStage& at(u32 stage) const {
         return *reinterpret_cast<const VgStage*>(table + static_cast<u64>(stage) * VG_STAGE_BYTES);
@@ -65,10 +65,11 @@ struct Cursor {
         units = pairs * slots * it.grid[2];
         unit = (blockIdx.x + gridDim.x - it.first) % gridDim.x * VECTOR_WARPS + threadIdx.x / WARP;
         int type = static_cast<int>(it.type), piece_elements = piece_of(type);
-        piece_bytes = ::piece_bytes(type), place_bytes = stage_bytes(type);
+        piece_bytes = ::piece_bytes(type), piece_scales = ::piece_scales(type), place_bytes = stage_bytes(type);
         i64 width = p->products[0].w.ne[0];
         pieces = static_cast<int>((width + piece_elements - 1) / piece_elements);
-        row_bytes = width / geometry(type).elements * geometry(type).bytes;
+        i64 blocks = width / geometry(type).elements;
+        row_bytes = {blocks * quant_bytes(type), blocks * scale_bytes(type)};
     }
 
     // Whether there is a piece that may be fetched by a block that has waited for stage `begun` - 1 (or, 0, for none). Then
@@ -87,7 +88,7 @@ struct Cursor {
             if (place.find(*p, rest % slots, rest / slots, false)) {
                 UNROLL
                 for (int r = 0; r < VECTOR_ROWS; r++) {
-                    rows[r] = start_of(*p, place, unit - rest * pairs, r);
+                    rows[r] = start_of(*p, place, unit - rest * pairs, r, row_bytes);
                 }
                 piece = 0;
                 is_known = true;
@@ -133,10 +134,15 @@ struct Flow {
             return false;
         }
         i64 offset = static_cast<i64>(next.piece) * next.piece_bytes;
+        i64 scales = static_cast<i64>(next.piece) * next.piece_scales;
         UNROLL
         for (int r = 0; r < VECTOR_ROWS; r++) {
-            copy_piece(ring + place + r * next.place_bytes, next.rows[r] + offset, next.row_bytes - offset,
-                       next.piece_bytes, lane);
+            u8* to = ring + place + r * next.place_bytes;
+            copy_piece(to, next.rows[r].quants + offset, next.row_bytes.quants - offset, next.piece_bytes, lane);
+            if (next.piece_scales) {
+                copy_piece(to + next.piece_bytes, next.rows[r].scales + scales, next.row_bytes.scales - scales,
+                           next.piece_scales, lane);
+            }
         }
         commit_async();
         head = place + size;
@@ -154,12 +160,19 @@ struct Flow {
         for (u32 sum = 0; sum < MOST_AHEAD && ahead.find(begun); sum += VECTOR_ROWS * ahead.piece_bytes) {
             if (passed >= asked) {
                 i64 offset = static_cast<i64>(ahead.piece) * ahead.piece_bytes;
-                i64 left = ahead.row_bytes - offset;
+                i64 left = ahead.row_bytes.quants - offset;
                 int size = static_cast<int>(left < ahead.piece_bytes ? left : ahead.piece_bytes);
                 UNROLL
                 for (int r = 0; r < VECTOR_ROWS; r++) {
                     for (int i = lane * LINE; i < size; i += WARP * LINE) {
-                        prefetch(ahead.rows[r] + offset + i);
+                        prefetch(ahead.rows[r].quants + offset + i);
+                    }
+                    // Scales are less than a line, which may be two.
+                    if (ahead.piece_scales && lane < 2) {
+                        i64 of_scales = static_cast<i64>(ahead.piece) * ahead.piece_scales;
+                        i64 last = ahead.row_bytes.scales - 1 - of_scales;
+                        int size = static_cast<int>(last < ahead.piece_scales ? last : ahead.piece_scales - 1);
+                        prefetch(ahead.rows[r].scales + of_scales + lane * size);
                     }
                 }
             }
@@ -210,16 +223,18 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
         if (!place.find(p, rest % slots, rest / slots, true)) {
             continue;
         }
-        Own own = own_of(p, place, static_cast<int>(width), lane);
-        u32 start = static_cast<u32>(reinterpret_cast<u64>(start_of(p, place, pair, own.row)));
+        Own own = own_of(p, place, static_cast<int>(width), second_of(type) == 1, lane);
+        Begin begin = start_of(p, place, pair, own.row, planes_row(type, width));
+        u32 start = static_cast<u32>(reinterpret_cast<u64>(is_planes(type) ? begin.scales : begin.quants));
         Sums<COLUMNS> sums = {};
         for (int piece = 0; piece < pieces; piece++) {
             flow.fill(begun, lane);
             const u8* rows = flow.oldest(place_bytes);
             auto multiply = [&](auto of) {
                 constexpr int TYPE = decltype(of)::TYPE;
-                multiply_piece<TYPE, COLUMNS>(p, place, nullptr, rows, start, piece, own, chosen_of<TYPE>(own.chunk), lane, sums);
-                start += piece_bytes(TYPE);
+                multiply_piece<TYPE, COLUMNS>(p, place, nullptr, rows, start, piece, own,
+                                              chosen_of<TYPE, COLUMNS>(own.chunk), lane, sums);
+                start += is_planes(TYPE) ? piece_scales(TYPE) : piece_bytes(TYPE);
             };
             switch (type) {
             case VG_F32: multiply(Weights<VG_F32>()); break;
@@ -229,6 +244,7 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
             case VG_Q8_0: multiply(Weights<VG_Q8_0>()); break;
             case VG_IQ4_NL: multiply(Weights<VG_IQ4_NL>()); break;
             case VG_MXFP4: multiply(Weights<VG_MXFP4>()); break;
+            case VG_MXFP4 | VG_PLANES: multiply(Weights<VG_MXFP4 | VG_PLANES>()); break;
             case VG_Q4_K: multiply(Weights<VG_Q4_K>()); break;
             case VG_Q5_K: multiply(Weights<VG_Q5_K>()); break;
             default: multiply(Weights<VG_Q6_K>()); // the host lets no other through

@@ -43,13 +43,15 @@ template <int COLUMNS> struct Sums {
 struct Own {
     int row, chunk;
     const u8 *quants, *scales;
-    int width, blocks; // elements of a row; blocks of 32 of it, but for those before the lane's first
+    int width, blocks; // elements of a row; blocks of 32 of it, from the lane's first on
     u32 pieces;
 };
 
-// Bytes of a piece, and of its place in shared memory, wherever the piece begins.
-DEVICE constexpr int piece_bytes(int type) { return piece_of(type) / geometry(type).elements * geometry(type).bytes; }
-DEVICE constexpr int stage_bytes(int type) { return (piece_bytes(type) + 15) / 16 * 16 + 16; }
+// Bytes of a piece, but for scales that have a plane of their own, bytes of those, and of a piece's place in shared memory,
+// wherever it begins: scales that have a plane lie behind the quants.
+DEVICE constexpr int piece_bytes(int type) { return piece_of(type) / geometry(type).elements * quant_bytes(type); }
+DEVICE constexpr int piece_scales(int type) { return piece_of(type) / geometry(type).elements * scale_bytes(type); }
+DEVICE constexpr int stage_bytes(int type) { return (piece_bytes(type) + piece_scales(type) + 15) / 16 * 16 + 16; }
 
 // Pieces on their way or in use: as many as leave room for eight blocks on a multiprocessor.
 DEVICE constexpr int stages_of(int type) { return stage_bytes(type) < 900 ? 4 : 3; }
@@ -150,15 +152,15 @@ DEVICE i64 row_of_pair(const VgVectorParams& p, i64 pair, u32* product) {
     return 2 * pair;
 }
 
-// Where row `r` of a pair begins.
-DEVICE const u8* start_of(const VgVectorParams& p, const Place& place, i64 pair, int r) {
+// Where row `r` of a pair begins. `bytes` is of such rows.
+DEVICE Begin start_of(const VgVectorParams& p, const Place& place, i64 pair, int r, const RowBytes& bytes) {
     bool has_unit = p.unit != VG_MAP_ADD;
     u32 product;
     i64 row = row_of_pair(p, pair, &product);
     const VgProduct& it = p.products[has_unit ? r : product];
     row += has_unit ? 0 : r;
     row = row < it.dst.ne[0] ? row : it.dst.ne[0] - 1;
-    return place.weights(it) + row * it.w.nb[1];
+    return begin_of(place.weights(it), it.w, row, bytes);
 }
 
 // Begins to copy a lane's part of a piece, `left` bytes of a row at most, in whole 16 bytes, wherever it lies.
@@ -181,18 +183,29 @@ template <int BYTES, bool ALIGNED, int BEYOND = 0> DEVICE void copy_own_piece(u8
     }
 }
 
-DEVICE Own own_of(const VgVectorParams& p, const Place& place, int width, int lane) {
+// And of a piece's scales in a plane of their own, `left` bytes of them at most, which are few.
+template <int BYTES> DEVICE void copy_own_scales(u8* to, const u8* start, int left, int chunk) {
+    static_assert(BYTES + 15 <= 16 * CHUNKS, "half a warp copies them at once");
+    int lead = static_cast<int>(reinterpret_cast<u64>(start)) & 15;
+    copy_async_if<0>(left > 0 && 16 * chunk < lead + (left < BYTES ? left : BYTES), to, start - lead + 16 * chunk);
+}
+
+// `are_near`: a lane's two blocks of 32 are neighbours.
+DEVICE Own own_of(const VgVectorParams& p, const Place& place, int width, bool are_near, int lane) {
     Own own;
     own.row = static_cast<int>(kept(static_cast<u32>(lane) / CHUNKS));
     own.chunk = static_cast<int>(kept(static_cast<u32>(lane) % CHUNKS));
     own.width = width;
-    own.blocks = static_cast<int>(kept(static_cast<u32>(width / 32 - 2 * own.chunk)));
+    own.blocks = static_cast<int>(kept(static_cast<u32>(width / 32 - (are_near ? 2 : 1) * own.chunk)));
     own.pieces = rounded_pieces(width);
     own.quants = own.scales = nullptr;
     if (p.quants) {
         i64 piece = place.column * own.pieces;
-        own.quants = kept_global(reinterpret_cast<const u8*>(p.quants) + piece * ROUNDED_PIECE + own.chunk * 16);
-        own.scales = kept_global(reinterpret_cast<const u8*>(p.scales) + piece * ROUNDED_SCALES + own.chunk * 16);
+        // Of two neighbours the lane's chunk; else one block of a chunk, and of that 8 chunks further.
+        int chunk = are_near ? own.chunk : own.chunk / 2, second = are_near ? 0 : own.chunk % 2;
+        own.quants = kept_global(reinterpret_cast<const u8*>(p.quants) + piece * ROUNDED_PIECE + chunk * 16 +
+                                 second * (ROUNDED_PIECE / 2));
+        own.scales = kept_global(reinterpret_cast<const u8*>(p.scales) + piece * ROUNDED_SCALES + chunk * 16 + second * 4);
     }
     return own;
 }
@@ -241,18 +254,20 @@ DEVICE void multiply_floats(const VgVectorParams& p, const Place& place, const u
 // Adds a lane's products of a piece of its own row, at `at`. What lies behind the end of a row is multiplied, too, and
 // left out.
 template <int TYPE, int COLUMNS>
-DEVICE void multiply_quants(const Place& place, const VgCodebooks* books, const u8* at, int piece, const Own& own,
+DEVICE void multiply_quants(const Place& place, const VgCodebooks* books, const Begin& at, int piece, const Own& own,
                             const Chosen& chosen, Sums<COLUMNS>& sums) {
     constexpr int BLOCKS = ROUNDED_PIECE / 32;
     constexpr bool IS_LARGE = geometry(TYPE).elements > 32;
     Chunk<TYPE> weights(books, at, chosen);
-    // From the lane's first on. A row of blocks of 32 may end between its two.
+    // A row of blocks of 32 may end between the lane's two.
     int blocks = own.blocks - piece * BLOCKS;
     float factor[COLUMNS][2][2], sum[COLUMNS][2][2], all[COLUMNS] = {};
     UNROLL
     for (int s = 0; s < 2; s++) {
         Unpacked u;
-        weights.unpack_block(s, u);
+        if constexpr (!has_sides(TYPE, COLUMNS)) {
+            weights.unpack_block(s, u);
+        }
         UNROLL
         for (int c = 0; c < COLUMNS; c++) {
             if (c == 0 || c < place.columns) {
@@ -262,8 +277,13 @@ DEVICE void multiply_quants(const Place& place, const VgCodebooks* books, const 
                 if (s == 0 || COLUMNS > 1) {
                     x.factors(factor[c], sum[c]);
                 }
-                float more = multiply_block<TYPE>(u, x, s, factor[c], sum[c]);
-                all[c] = s == 0 ? more : all[c] + (IS_LARGE || 1 < blocks ? more : 0.0f);
+                float more;
+                if constexpr (has_sides(TYPE, COLUMNS)) {
+                    more = multiply_sides<TYPE>(weights, x, s, factor[c]);
+                } else {
+                    more = multiply_block<TYPE>(u, x, s, factor[c], sum[c]);
+                }
+                all[c] = s == 0 ? more : all[c] + (IS_LARGE || second_of(TYPE) < blocks ? more : 0.0f);
             }
         }
     }
@@ -273,18 +293,27 @@ DEVICE void multiply_quants(const Place& place, const VgCodebooks* books, const 
     }
 }
 
-// Whether rows of weights always begin at multiples of 16 bytes: the host sees to it (`alignment` in `ops/matmul.rs`).
-DEVICE constexpr bool are_aligned(int type) { return is_float(type) || type == VG_Q4_K || type == VG_Q5_K; }
+// Whether rows of weights, or of their quants, always begin at multiples of 16 bytes: the host sees to it (`alignment` in
+// `ops/matmul.rs`).
+DEVICE constexpr bool are_aligned(int type) {
+    return is_float(type) || type == VG_Q4_K || type == VG_Q5_K || is_planes(type);
+}
+
+// The low bits of where the part of a row lies that need not begin at a multiple of 16 bytes.
+template <int TYPE> DEVICE u32 low_bits(const Begin& at) {
+    return static_cast<u32>(reinterpret_cast<u64>(is_planes(TYPE) ? at.scales : at.quants));
+}
 
 // Adds a warp's products of a piece of two rows, which lie `stage_bytes` apart from `rows` on. `start` has the low bits of
-// where that of the lane's own row lies in memory. `chosen` is of the type and the lane's chunk.
+// where that of the lane's own row lies in memory (`low_bits`). `chosen` is of the type and the lane's chunk.
 template <int TYPE, int COLUMNS>
 DEVICE void multiply_piece(const VgVectorParams& p, const Place& place, const VgCodebooks* books, const u8* rows, u32 start,
                            int piece, const Own& own, const Chosen& chosen, int lane, Sums<COLUMNS>& sums) {
     if constexpr (is_float(TYPE)) {
         multiply_floats<TYPE, COLUMNS>(p, place, rows, piece, own, lane, sums);
     } else {
-        const u8* at = rows + own.row * stage_bytes(TYPE) + (are_aligned(TYPE) ? 0 : start & 15);
+        const u8* row = rows + own.row * stage_bytes(TYPE);
+        Begin at = {row + (are_aligned(TYPE) ? 0 : start & 15), row + piece_bytes(TYPE) + (start & 15)};
         multiply_quants<TYPE, COLUMNS>(place, books, at, piece, own, chosen, sums);
     }
 }
@@ -331,7 +360,8 @@ DEVICE void finish_pair(const VgVectorParams& p, const Place& place, i64 pair, i
 }
 
 template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams& p) {
-    constexpr int PIECE_BYTES = piece_bytes(TYPE), STAGE_BYTES = stage_bytes(TYPE), PAIR_BYTES = VECTOR_ROWS * STAGE_BYTES;
+    constexpr int PIECE_BYTES = piece_bytes(TYPE), PIECE_SCALES = piece_scales(TYPE);
+    constexpr int STAGE_BYTES = stage_bytes(TYPE), PAIR_BYTES = VECTOR_ROWS * STAGE_BYTES;
     constexpr int STAGES = stages_of(TYPE);
     __shared__ __align__(16) u8 stages[VECTOR_WARPS][STAGES][PAIR_BYTES];
     const VgCodebooks* books = codebooks(p.codebooks);
@@ -342,38 +372,48 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
         return;
     }
     int pairs = static_cast<int>(pairs_of(p)), width = static_cast<int>(w.ne[0]);
-    int row_bytes = width / geometry(TYPE).elements * geometry(TYPE).bytes;
+    int row_bytes = width / geometry(TYPE).elements * quant_bytes(TYPE);
+    RowBytes planes = planes_row(TYPE, width);
     int pieces = (width + piece_of(TYPE) - 1) / piece_of(TYPE);
     int step = static_cast<int>(gridDim.x) * VECTOR_WARPS;
     int pair = static_cast<int>(blockIdx.x) * VECTOR_WARPS + warp, fetched_pair = pair;
     if (pair >= pairs) {
         return;
     }
-    Own own = own_of(p, place, width, lane);
-    Chosen chosen = kept_chosen<TYPE>(own.chunk);
+    Own own = own_of(p, place, width, second_of(TYPE) == 1, lane);
+    Chosen chosen = kept_chosen<TYPE, COLUMNS>(own.chunk);
     u8* ring = kept_shared(stages[warp][0]);
     u8* places = kept_shared(stages[warp][0] + own.row * STAGE_BYTES + own.chunk * 16);
     // What is fetched next: a pair of rows, where the lane's part of its own goes on and how much is left of it, and where it
     // goes.
-    const u8* from = start_of(p, place, pair, own.row) + own.chunk * 16;
+    auto own_start = [&](i64 pair) {
+        Begin at = start_of(p, place, pair, own.row, planes);
+        return Begin{at.quants + own.chunk * 16, at.scales};
+    };
+    Begin from = own_start(pair);
     int left = row_bytes, to = 0;
     auto fetch = [&]() {
-        copy_own_piece<PIECE_BYTES, are_aligned(TYPE)>(places + to, from, left, own.chunk);
+        copy_own_piece<PIECE_BYTES, are_aligned(TYPE)>(places + to, from.quants, left, own.chunk);
+        if constexpr (is_planes(TYPE)) {
+            int scales = left / quant_bytes(TYPE) * scale_bytes(TYPE);
+            copy_own_scales<PIECE_SCALES>(places + to + PIECE_BYTES, from.scales, scales, own.chunk);
+            from.scales += PIECE_SCALES;
+        }
         commit_async();
         to = to < (STAGES - 1) * PAIR_BYTES ? to + PAIR_BYTES : 0;
-        from += PIECE_BYTES;
+        from.quants += PIECE_BYTES;
         left -= PIECE_BYTES;
         if (left <= 0 && fetched_pair < pairs) {
             fetched_pair += step;
             if (fetched_pair < pairs) {
-                from = start_of(p, place, fetched_pair, own.row) + own.chunk * 16;
+                from = own_start(fetched_pair);
                 left = row_bytes;
             }
         }
     };
     // And what is multiplied next, with the low bits of where it lay.
     int piece = 0, at = 0;
-    u32 start = static_cast<u32>(reinterpret_cast<u64>(from));
+    u32 start = low_bits<TYPE>(from);
     for (int i = 0; i + 1 < STAGES; i++) {
         fetch();
     }
@@ -385,7 +425,7 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
         fetch();
         multiply_piece<TYPE, COLUMNS>(p, place, books, ring + at, start, piece, own, chosen, lane, sums);
         at = at < (STAGES - 1) * PAIR_BYTES ? at + PAIR_BYTES : 0;
-        start += PIECE_BYTES;
+        start += is_planes(TYPE) ? PIECE_SCALES : PIECE_BYTES;
         if (++piece < pieces) {
             continue;
         }
@@ -395,8 +435,8 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
         if (pair >= pairs) {
             break;
         }
-        if (!are_aligned(TYPE)) {
-            start = static_cast<u32>(reinterpret_cast<u64>(start_of(p, place, pair, own.row)));
+        if (!are_aligned(TYPE) || is_planes(TYPE)) {
+            start = low_bits<TYPE>(start_of(p, place, pair, own.row, planes));
         }
     }
 }

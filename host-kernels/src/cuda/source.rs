@@ -35,9 +35,9 @@ macro_rules! headers {
 
 /// Every source file.
 pub const SOURCES: &[Source] = sources! {
-    "attend_brain" "attend_halves" "attend_pairs" "attend_raw" "attention" "conv" "deepseek" "elementwise" "fused" "gemm_books" "gemm_groups" "gemm_supers" "image" "matmul" "movement" "norm" "planes" "recurrent" "reduce" "rope"
-    "step" "steps" "training" "vector_books" "vector_floats" "vector_groups" "vector_supers";
-    "sm_90a": "attend_hopper" "gemm_hopper_blocks" "gemm_hopper_fives" "gemm_hopper_floats" "gemm_hopper_supers"
+    "attend_brain" "attend_halves" "attend_pairs" "attend_raw" "attention" "conv" "deepseek" "elementwise" "fused" "gemm_books" "gemm_groups" "gemm_planes" "gemm_supers" "image" "matmul" "movement" "norm" "planes" "recurrent" "reduce" "rope"
+    "step" "steps" "training" "vector_books" "vector_floats" "vector_groups" "vector_planes" "vector_supers";
+    "sm_90a": "attend_hopper" "gemm_hopper_blocks" "gemm_hopper_fives" "gemm_hopper_floats" "gemm_hopper_planes" "gemm_hopper_supers"
         "gemm_hopper_twos"
 };
 

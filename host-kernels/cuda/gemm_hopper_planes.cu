@@ -1,0 +1,5 @@
+// Products of many columns with weights whose quants and scales lie in planes of their own, on Hopper GPUs.
+#include "gemm_hopper.cuh"
+
+KERNEL(vg_hopper_gemm_mxfp4_planes_256, VgHopperGemmParams, 384, 1) { gemm_hopper<VG_MXFP4 | VG_PLANES, 256>(p); }
+KERNEL(vg_hopper_gemm_mxfp4_planes_128, VgHopperGemmParams, 384, 1) { gemm_hopper<VG_MXFP4 | VG_PLANES, 128>(p); }
