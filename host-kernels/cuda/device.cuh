@@ -18,6 +18,8 @@
 #define CONSTANT static __device__ const
 #define UNROLL _Pragma("unroll")
 #define UNROLL_BY_4 _Pragma("unroll 4")
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL_TIMES(n) PRAGMA(unroll (n))
 #define INFINITY_F __int_as_float(0x7f800000)
 #define NAN_F __int_as_float(0x7fffffff)
 #endif

@@ -360,29 +360,38 @@ template <int TYPE, int N> DEVICE void bring_weights(const VgHopperGemmParams& p
     Ring<HopperShared<TYPE, N>::CHUNKS> ring;
     for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
         HopperTile tile = tiles.at(index);
-        RowBytes planes = planes_row(TYPE, p.w.ne[0]);
-        i64 across = is_planes(TYPE) ? planes.quants : p.w.nb[1];
-        Begin first = begin_of_row(TYPE, p.w, tile.first_row + lane, tile.w2, tile.w3);
-        int rows = static_cast<int>(p.dst.ne[0] - tile.first_row - lane); // from the lane's first on
+        const u8* first = address(p.w, Index{{0, is_planes(TYPE) ? 0 : tile.first_row + lane, tile.w2, tile.w3}});
+        int row = tile.first_row + lane, rows = static_cast<int>(p.dst.ne[0] - row); // from the lane's first on
+        int width = static_cast<int>(p.w.ne[0]) / SIZE.elements; // in blocks
         for (int element = 0; element < static_cast<int>(p.w.ne[0]); element += CHUNK) {
-            int left = static_cast<int>(p.w.ne[0]) - element;
-            int blocks = (left < CHUNK ? left : CHUNK) / SIZE.elements;
+            int at = element / SIZE.elements, blocks = width - at < CHUNK / SIZE.elements ? width - at : CHUNK / SIZE.elements;
             // Of each row a piece from and to multiples of 16.
-            auto piece = [&](int i, const u8*& from) -> u32 {
-                from = first.quants + i * WARP * across + element / SIZE.elements * quant_bytes(TYPE);
-                u32 lead = is_aligned(TYPE) ? 0 : static_cast<u32>(reinterpret_cast<u64>(from) & 15);
-                from -= lead;
-                return i * WARP < rows ? (lead + blocks * quant_bytes(TYPE) + 15) / 16 * 16 : 0;
-            };
-            auto scales = [&](int i, const u8*& from) -> u32 {
-                from = first.scales + i * WARP * planes.scales + element / SIZE.elements * scale_bytes(TYPE);
+            auto around = [&](const u8*& from, int i, int bytes) -> u32 {
                 u32 lead = static_cast<u32>(reinterpret_cast<u64>(from) & 15);
                 from -= lead;
-                return is_planes(TYPE) && i * WARP < rows ? (lead + blocks * scale_bytes(TYPE) + 15) / 16 * 16 : 0;
+                return i * WARP < rows ? (lead + bytes + 15) / 16 * 16 : 0;
+            };
+            auto piece = [&](int i, const u8*& from) -> u32 {
+                if (is_planes(TYPE)) {
+                    u64 block = static_cast<u64>(static_cast<u32>(row + i * WARP)) * static_cast<u32>(width) + at;
+                    from = first + block * quant_bytes(TYPE);
+                    return i * WARP < rows ? blocks * quant_bytes(TYPE) : 0;
+                }
+                from = first + i * WARP * p.w.nb[1] + at * SIZE.bytes;
+                return is_aligned(TYPE) ? i * WARP < rows ? (blocks * SIZE.bytes + 15) / 16 * 16 : 0
+                                        : around(from, i, blocks * SIZE.bytes);
+            };
+            auto scales = [&](int i, const u8*& from) -> u32 {
+                if (!is_planes(TYPE)) {
+                    return 0;
+                }
+                u64 block = static_cast<u64>(static_cast<u32>(row + i * WARP)) * static_cast<u32>(width) + at;
+                from = first + p.w.ne[1] * width * quant_bytes(TYPE) + block * scale_bytes(TYPE);
+                return around(from, i, blocks * scale_bytes(TYPE));
             };
             u32 sum = 0;
             const u8* from;
-            UNROLL
+            UNROLL_TIMES(is_planes(TYPE) ? 1 : EACH)
             for (int i = 0; i < EACH; i++) {
                 sum += piece(i, from) + scales(i, from);
             }
@@ -393,7 +402,7 @@ template <int TYPE, int N> DEVICE void bring_weights(const VgHopperGemmParams& p
             }
             __syncwarp();
             u8* to = shared.weights + ring.stage * HopperShared<TYPE, N>::WEIGHTS + lane * STRIDE;
-            UNROLL
+            UNROLL_TIMES(is_planes(TYPE) ? 1 : EACH)
             for (int i = 0; i < EACH; i++) {
                 u32 size = piece(i, from);
                 if (size) {

@@ -23,6 +23,7 @@
 #define CONSTANT static const
 #define UNROLL
 #define UNROLL_BY_4
+#define UNROLL_TIMES(n)
 #define INFINITY_F __builtin_inff()
 #define NAN_F __builtin_nanf("")
 

@@ -45,6 +45,12 @@ impl VgView {
         self
     }
 
+    /// Of weights: the type, and whether they lie in planes.
+    pub(super) fn weights(&self) -> Option<(Type, bool)> {
+        let plain = u8::try_from(self.type_ & !VG_PLANES).ok()?;
+        Some((Type::from_id(plain)?, self.type_ & VG_PLANES != 0))
+    }
+
     /// Number of elements.
     pub(super) fn elements(&self) -> i64 {
         self.ne.iter().product()

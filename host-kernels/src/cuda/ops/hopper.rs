@@ -66,8 +66,10 @@ impl Hopper {
         let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
             .iter()
             .all(|place| place % 16 == 0);
-        let ty = Type::from_id(w.type_ as u8)?;
+        let (ty, in_planes) = w.weights()?;
         let kernels = match ty {
+            Type::Mxfp4 if in_planes => kernels!("mxfp4_planes"),
+            _ if in_planes => return None,
             Type::F16 if is_aligned => kernels!("f16"),
             Type::Bf16 if is_aligned => kernels!("bf16"),
             Type::Q4K if is_aligned => kernels!("q4_k"),

@@ -40,62 +40,79 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             codebooks: b.codebooks(),
             place: b.place(),
         };
-        let [m, n, ..] = dst.ne;
-        let batches = dst.ne[2] * dst.ne[3];
-        let has_ids = matches!(op, Op::MulMatId { .. });
-        let is_outer = matches!(op, Op::OutProd {});
-        let is_few = has_ids || n <= FEW_COLUMNS;
-        if let (true, Some(gemm)) = (has_ids && dst.ne[2] > FEW_COLUMNS, Gemm::of(&params))
-            && takes_groups(&params)
-        {
-            return match gemm.hopper(b, &params) {
-                Some(hopper) => hopper.multiply_groups(b, &params),
-                None => gemm.multiply_groups(b, &params),
-            };
-        }
-        if is_few && !is_outer {
-            let VgMulMatParams { dst, w, x, ids, .. } = params;
-            let product = Product {
-                dst,
-                w,
-                add: VgView::default(),
-            };
-            let products = Products {
-                x,
-                rounded: None,
-                ids: if has_ids { ids } else { VgView::default() },
-                products: &[product],
-                unit: None,
-            };
-            if let Some(added) = vector::products(b, &products) {
-                return added;
-            }
-        }
-        if let (false, Some(gemm)) = (is_few || is_outer, Gemm::of(&params)) {
-            return match gemm.hopper(b, &params) {
-                Some(hopper) => hopper.multiply(b, &params),
-                None => gemm.multiply_tiles(b, &params),
-            };
-        }
-        match op {
-            Op::MulMatId { .. } => {
-                let grid = [div_ceil(m, VECTOR_ROWS), n, dst.ne[2]];
-                b.launch_over("vg_mul_mat_id", grid, 128, 0, &params)
-            }
-            Op::MulMat { .. } if n <= FEW_COLUMNS => {
-                let grid = [div_ceil(m, VECTOR_ROWS), 1, batches];
-                b.launch_over("vg_mul_vec", grid, 128, 0, &params)
-            }
-            _ => {
-                let kernel = match op {
-                    Op::MulMat { .. } => "vg_mul_mat",
-                    _ => "vg_out_prod",
-                };
-                let grid = [div_ceil(m, TILE[0]), div_ceil(n, TILE[1]), batches];
-                b.launch_over(kernel, grid, 256, 0, &params)
-            }
-        }
+        multiply(b, op, &params)
     }))
+}
+
+/// Adds the launches of a product.
+pub(super) fn multiply(
+    b: &mut Builder<'_>,
+    op: &Op,
+    params: &VgMulMatParams,
+) -> Result<(), EngineError> {
+    let dst = params.dst;
+    let [m, n, ..] = dst.ne;
+    let batches = dst.ne[2] * dst.ne[3];
+    let has_ids = matches!(op, Op::MulMatId { .. });
+    let is_outer = matches!(op, Op::OutProd {});
+    let is_few = has_ids || n <= FEW_COLUMNS;
+    if let (true, Some(gemm)) = (has_ids && dst.ne[2] > FEW_COLUMNS, Gemm::of(params))
+        && takes_groups(params)
+    {
+        return match gemm.hopper(b, params) {
+            Some(hopper) => hopper.multiply_groups(b, params),
+            None => gemm.multiply_groups(b, params),
+        };
+    }
+    if is_few && !is_outer {
+        let VgMulMatParams { dst, w, x, ids, .. } = *params;
+        let product = Product {
+            dst,
+            w,
+            add: VgView::default(),
+        };
+        let products = Products {
+            x,
+            rounded: None,
+            ids: if has_ids { ids } else { VgView::default() },
+            products: &[product],
+            unit: None,
+        };
+        if let Some(added) = vector::products(b, &products) {
+            return added;
+        }
+    }
+    if let (false, Some(gemm)) = (is_few || is_outer, Gemm::of(params)) {
+        return match gemm.hopper(b, params) {
+            Some(hopper) => hopper.multiply(b, params),
+            None => gemm.multiply_tiles(b, params),
+        };
+    }
+    // What is left reads weights element by element, as ggml has them.
+    if params.w.type_ & VG_PLANES != 0 {
+        return Err(EngineError::Unsupported {
+            op: "a product",
+            why: "these weights lie in planes, which its kernel cannot read".into(),
+        });
+    }
+    match op {
+        Op::MulMatId { .. } => {
+            let grid = [div_ceil(m, VECTOR_ROWS), n, dst.ne[2]];
+            b.launch_over("vg_mul_mat_id", grid, 128, 0, params)
+        }
+        Op::MulMat { .. } if n <= FEW_COLUMNS => {
+            let grid = [div_ceil(m, VECTOR_ROWS), 1, batches];
+            b.launch_over("vg_mul_vec", grid, 128, 0, params)
+        }
+        _ => {
+            let kernel = match op {
+                Op::MulMat { .. } => "vg_mul_mat",
+                _ => "vg_out_prod",
+            };
+            let grid = [div_ceil(m, TILE[0]), div_ceil(n, TILE[1]), batches];
+            b.launch_over(kernel, grid, 256, 0, params)
+        }
+    }
 }
 
 /// Kernels of one type of weights.
@@ -114,7 +131,7 @@ const GEMM_TILE: [i64; 2] = [128, 128];
 const GEMM_STEP: i64 = 64;
 
 impl Tuned {
-    fn of(ty: Type) -> Option<Tuned> {
+    fn of(ty: Type, in_planes: bool) -> Option<Tuned> {
         macro_rules! tuned {
             ($type:literal, $alignment:literal) => {
                 Some(Tuned {
@@ -123,6 +140,12 @@ impl Tuned {
                     gemm: concat!("vg_gemm_", $type),
                     alignment: $alignment,
                 })
+            };
+        }
+        if in_planes {
+            return match ty {
+                Type::Mxfp4 => tuned!("mxfp4_planes", 16),
+                _ => None,
             };
         }
         match ty {
@@ -160,19 +183,24 @@ impl Tuned {
 
     /// Whether they can read weights of their type that lie so.
     pub(super) fn takes_weights(&self, w: &VgView, ty: Type) -> bool {
+        // In planes rows are one after the other, and matrices begin at multiples.
+        let in_planes = w.type_ & VG_PLANES != 0;
+        let row = w.ne[0] / ty.block_elements() as i64 * w.nb[0];
         let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
+        let counts = |d: usize| !in_planes || d == 0 || d > 1 && w.ne[d] > 1;
         // Bytes of a row, and rows, are counted in 32 bits.
         (1..=1 << 28).contains(&w.ne[0])
             && w.ne[1] <= 1 << 28
             && w.ne[0] % 32 == 0
             && w.nb[0] == ty.block_bytes() as i64
-            && places.iter().all(|place| place % self.alignment == 0)
+            && (!in_planes || w.nb[1] == row)
+            && (0..4).all(|d| !counts(d) || places[d] % self.alignment == 0)
     }
 
     /// The kernels for few columns and weights of this type.
     pub(super) fn of_vectors(w: &VgView) -> Option<(Type, Tuned)> {
-        let ty = Type::from_id(w.type_ as u8)?;
-        Some((ty, Tuned::of(ty)?))
+        let (ty, in_planes) = w.weights()?;
+        Some((ty, Tuned::of(ty, in_planes)?))
     }
 }
 
@@ -226,6 +254,9 @@ impl Gemm {
                     _ => Form::Halves,
                 },
             });
+        }
+        if w.type_ & VG_PLANES != 0 {
+            return None;
         }
         // Whole 16 bytes are read up to the end of a row.
         let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3], 4 * w.ne[0]];

@@ -2,6 +2,8 @@
 //! combinations it runs, and `compile()`, which turns a node into launches, if it is one of its own.
 
 pub(super) mod attention;
+#[cfg(test)]
+mod bench;
 mod conv;
 mod deepseek;
 mod elementwise;
@@ -12,6 +14,8 @@ mod image;
 mod matmul;
 mod movement;
 mod norm;
+#[cfg(test)]
+mod planes_tests;
 mod recurrent;
 mod reduce;
 pub(super) mod rope;

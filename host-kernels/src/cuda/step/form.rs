@@ -21,18 +21,23 @@ pub(super) const BLOCK_PAIRS: u64 = 4;
 /// Threads of a block.
 pub(super) const THREADS: u32 = 128;
 
-/// Types of weights that steps multiply, with their kernels for one column and for several.
-const WEIGHTS: [(&str, &str, Type); 10] = [
-    ("vg_vector_f32", "vg_vectors_f32", Type::F32),
-    ("vg_vector_f16", "vg_vectors_f16", Type::F16),
-    ("vg_vector_bf16", "vg_vectors_bf16", Type::Bf16),
-    ("vg_vector_q4_0", "vg_vectors_q4_0", Type::Q4_0),
-    ("vg_vector_q8_0", "vg_vectors_q8_0", Type::Q8_0),
-    ("vg_vector_iq4_nl", "vg_vectors_iq4_nl", Type::Iq4Nl),
-    ("vg_vector_mxfp4", "vg_vectors_mxfp4", Type::Mxfp4),
-    ("vg_vector_q4_k", "vg_vectors_q4_k", Type::Q4K),
-    ("vg_vector_q5_k", "vg_vectors_q5_k", Type::Q5K),
-    ("vg_vector_q6_k", "vg_vectors_q6_k", Type::Q6K),
+/// Types of weights that steps multiply, and those of planes, with their kernels for one column and for several.
+const WEIGHTS: [(&str, &str, VgType); 11] = [
+    ("vg_vector_f32", "vg_vectors_f32", VG_F32),
+    ("vg_vector_f16", "vg_vectors_f16", VG_F16),
+    ("vg_vector_bf16", "vg_vectors_bf16", VG_BF16),
+    ("vg_vector_q4_0", "vg_vectors_q4_0", VG_Q4_0),
+    ("vg_vector_q8_0", "vg_vectors_q8_0", VG_Q8_0),
+    ("vg_vector_iq4_nl", "vg_vectors_iq4_nl", VG_IQ4_NL),
+    ("vg_vector_mxfp4", "vg_vectors_mxfp4", VG_MXFP4),
+    (
+        "vg_vector_mxfp4_planes",
+        "vg_vectors_mxfp4_planes",
+        VG_MXFP4 | VG_PLANES,
+    ),
+    ("vg_vector_q4_k", "vg_vectors_q4_k", VG_Q4_K),
+    ("vg_vector_q5_k", "vg_vectors_q5_k", VG_Q5_K),
+    ("vg_vector_q6_k", "vg_vectors_q6_k", VG_Q6_K),
 ];
 
 /// Other kernels with a stage that does the same.
@@ -229,8 +234,8 @@ impl Forms {
 /// A launch as a stage.
 pub(super) struct Task {
     pub(super) body: VgBody,
-    /// Of products: the type of the weights.
-    pub(super) weights: Option<Type>,
+    /// Of products: the type of the weights, with their planes if they lie so.
+    pub(super) weights: Option<VgType>,
     /// Whether only the kernel for several columns does it.
     is_of_several: bool,
     pub(super) grid: [u32; 3],
@@ -243,9 +248,10 @@ pub(super) struct Task {
 }
 
 impl Task {
-    /// Bytes of a warp's ring that a piece of a pair of rows takes: `stage_bytes` in `vector.cuh`, twice.
+    /// Bytes of a warp's ring that a piece of a pair of rows takes: `stage_bytes` in `vector.cuh`, twice. In planes it is as many.
     pub(super) fn slot(&self) -> u32 {
-        self.weights.map_or(0, |ty| {
+        let plain = |of: VgType| Type::from_id((of & !VG_PLANES) as u8);
+        self.weights.and_then(plain).map_or(0, |ty| {
             let piece = match ty.is_quantized() {
                 true => 1024 / ty.block_elements() * ty.block_bytes(),
                 false => 1024,
@@ -260,7 +266,7 @@ struct Shape {
     grid: [u32; 3],
     total: u64,
     arena: u32,
-    weights: Option<Type>,
+    weights: Option<VgType>,
 }
 
 impl Shape {
@@ -352,9 +358,11 @@ impl Touched {
         let has_unit = it.unit != VG_MAP_ADD;
         let all = &it.products[..it.count as usize];
         let (first, dst) = (&all[0], &all[0].dst);
-        let ty = Type::from_id(first.w.type_ as u8)
-            .filter(|ty| WEIGHTS.iter().any(|(_, _, of)| of == ty));
-        let ty = ty.ok_or("stages have no products with such weights")?;
+        let of = first.w.type_;
+        let known = WEIGHTS.iter().any(|&(_, _, known)| known == of);
+        let (ty, _) = { first.w.weights() }
+            .filter(|_| known)
+            .ok_or("stages have no products with such weights")?;
         for (i, product) in all.iter().enumerate() {
             self.ahead.push(product.w.extent());
             match it.ids.data != 0 {
@@ -395,7 +403,7 @@ impl Touched {
         }
         shape.grid = [x, y, z];
         shape.total = units.div_ceil(BLOCK_PAIRS);
-        shape.weights = Some(ty);
+        shape.weights = Some(of);
         Ok(())
     }
 

@@ -284,7 +284,7 @@ fn table(tasks: &[&Task], order: &[Order], blocks: u32) -> Vec<u8> {
     for (at, (task, place)) in tasks.iter().zip(places).enumerate() {
         let mut stage = VgStage {
             body: task.body,
-            type_: task.weights.map_or(0, |ty| u32::from(ty as u8)),
+            type_: task.weights.unwrap_or(0),
             grid: task.grid,
             total: task.total,
             first,
