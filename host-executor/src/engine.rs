@@ -16,8 +16,8 @@ use crate::config::EngineKind;
 
 /// Starts an engine: on processors with so many threads and as much memory at most, if that is said.
 ///
-/// In the environment `VGPU_STEPS=on` makes a token one launch on a GPU, and `VGPU_KERNELS=general` leaves out kernels for its
-/// architecture alone.
+/// In the environment `VGPU_STEPS=on` makes a token one launch on a GPU, `VGPU_KERNELS=general` leaves out kernels for its
+/// architecture alone, and `VGPU_LAYOUT=plain` leaves weights there as guests have written them.
 pub fn start(
     kind: EngineKind,
     threads: Threads,
@@ -42,8 +42,10 @@ pub fn start(
 }
 
 fn cuda(ordinal: u32) -> anyhow::Result<Arc<dyn Engine>> {
+    let is_set = |name, value| std::env::var_os(name).is_some_and(|set| set == value);
     let pace = Pace {
-        steps: std::env::var_os("VGPU_STEPS").is_some_and(|steps| steps == "on"),
+        steps: is_set("VGPU_STEPS", "on"),
+        arranges: !is_set("VGPU_LAYOUT", "plain"),
         ..Pace::default()
     };
     let engine = CudaEngine::at_pace(Arc::new(gpu(ordinal)?), pace)?;

@@ -1,8 +1,8 @@
 // Weights in planes: the quants of all blocks of a matrix, then their scales.
 //
 // Blocks of 17, 18, 34 or 210 bytes begin at any multiple of 1 or 2, so that whoever reads one reads it in small pieces and
-// shifts them. In planes the quants of each block begin at a multiple of 16, and its scale is beside its neighbours'. Of the
-// formats whose 16 bytes have elements i and i + 16 in one byte, element i becomes nibble i: a word has eight neighbours.
+// shifts them. In planes the quants of each block begin at a multiple of 16, and its scale is beside its neighbours'. Of
+// MXFP4 and IQ4_NL, whose bytes have elements i and i + 16, element i becomes nibble i: a word has eight neighbours.
 //
 // The host brings blocks back (`src/cuda/planes.rs`), with a table of its own.
 #include "device.cuh"
@@ -71,7 +71,7 @@ KERNEL(vg_arrange, VgArrangeParams, 256) {
     switch (p.type) {
         case VG_MXFP4: return arrange<16, 1, true, true>(p);
         case VG_IQ4_NL: return arrange<16, 2, true, true>(p);
-        case VG_Q4_0: return arrange<16, 2, true, true>(p);
+        case VG_Q4_0: return arrange<16, 2, true, false>(p);
         case VG_Q8_0: return arrange<32, 2, true, false>(p);
         case VG_Q6_K: return arrange<208, 2, false, false>(p);
     }

@@ -120,6 +120,10 @@ pub trait Memory: Send + Sync + Any {
         len: u64,
     ) -> Result<(), EngineError>;
 
+    /// The guest has this memory for weights: it writes them once, and runs many plans with them. An engine may let them lie
+    /// as its kernels like to read them; whoever reads the memory finds what was written. Plans may have to be compiled again.
+    fn hold_weights(&self) {}
+
     /// What memory for weights holds now can be offered to others, as extents; from here on, what is written to this
     /// memory leaves those as they are. `false` for memory of other kinds.
     fn freeze(&self) -> bool {
@@ -218,8 +222,8 @@ pub trait Plan: Send {
         let _ = name;
     }
 
-    /// Whether the memory that it was compiled for still lies where it lay then. If not, the graph has to be compiled
-    /// again: weights have been found to be there twice, or somebody writes to them.
+    /// Whether the memory that it was compiled for still lies where and how it lay then. If not, the graph has to be compiled
+    /// again: weights have been found to be there twice, or somebody writes to them or needs them otherwise.
     fn is_current(&self) -> bool {
         true
     }

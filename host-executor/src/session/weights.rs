@@ -165,7 +165,10 @@ impl Session {
     }
 
     fn make_weights(&mut self, request: u64, buffer: BufferId) -> Result<Answer, Ending> {
-        let size = self.buffers.get("WEIGHTS", buffer)?.size();
+        let memory = self.buffers.get("WEIGHTS", buffer)?;
+        // Whether or not others get them, too.
+        memory.hold_weights();
+        let size = memory.size();
         let refused = |reason: &str| {
             Ok(Answer::Message(Reply::Refused {
                 request,
@@ -191,6 +194,7 @@ impl Session {
             Some(memory) => memory,
             None => self.engine.alloc(size).map_err(failed)?,
         };
+        memory.hold_weights();
         self.buffers.replace(buffer, memory);
         self.count_holdings();
         if !is_for_weights {

@@ -759,6 +759,7 @@ impl Built {
         let buffers: Vec<_> = { self.sizes.iter() }
             .map(|&size| engine.alloc(size).expect("memory"))
             .collect();
+        buffers[WEIGHTS as usize].hold_weights();
         let mut state = 1u64;
         let mut number = || {
             state = state

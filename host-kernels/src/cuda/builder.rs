@@ -29,6 +29,8 @@ pub(super) struct Builder<'a> {
     reserved: u64,
     /// Launches of the plan before these.
     before: usize,
+    /// Weights in planes that no kernel reads so.
+    refused: Vec<Address>,
 }
 
 /// Most threads of a block of the kernels that give each element a thread, and of those that give a row a block.
@@ -63,6 +65,7 @@ impl<'a> Builder<'a> {
             reserved: kept.reserved(),
             kept,
             before,
+            refused: Vec::new(),
         }
     }
 }
@@ -76,6 +79,16 @@ impl Builder<'_> {
     /// Bytes of working memory that the launches use, and others before them.
     pub(super) fn scratch_bytes(&self) -> u64 {
         self.reserved + self.scratch_bytes
+    }
+
+    /// Says that `w` is in planes, and there is no kernel that reads it so. Then nothing of the plan is of use.
+    pub(super) fn refuse(&mut self, w: &VgView) {
+        self.refused.push(w.data);
+    }
+
+    /// What was [refused](Builder::refuse).
+    pub(super) fn refused(&self) -> &[Address] {
+        &self.refused
     }
 
     /// The launches. What one leaves in working memory for the next is in use until the last.

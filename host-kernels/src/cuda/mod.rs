@@ -10,8 +10,10 @@
 //! - `emit`: what becomes one launch together (`crate::fuse`); `kept`: activations rounded for several products.
 //! - `plan`, `segment`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
 //! - `step`: runs of launches as one, whose blocks wait for each other.
+//! - `layout`, `arranged`, `planes`: weights that lie as kernels like to read them.
 //! - `stream`, `scratch`: what plans share. `pool`, `memory`: memory of the device; `gather`: small writes to it.
 
+mod arranged;
 mod builder;
 pub mod choices;
 mod code;
@@ -20,11 +22,13 @@ mod emit;
 mod gather;
 mod host;
 mod kept;
+mod layout;
 mod memory;
 pub mod nvrtc;
 mod ops;
 mod params;
 mod plan;
+mod planes;
 mod pool;
 mod scratch;
 mod segment;

@@ -48,7 +48,12 @@ impl VgView {
     /// Of weights: the type, and whether they lie in planes.
     pub(super) fn weights(&self) -> Option<(Type, bool)> {
         let plain = u8::try_from(self.type_ & !VG_PLANES).ok()?;
-        Some((Type::from_id(plain)?, self.type_ & VG_PLANES != 0))
+        Some((Type::from_id(plain)?, self.is_in_planes()))
+    }
+
+    /// Whether its blocks lie in planes.
+    pub(super) fn is_in_planes(&self) -> bool {
+        self.type_ & VG_PLANES != 0
     }
 
     /// Number of elements.

@@ -13,6 +13,7 @@ use super::device::Address;
 use super::emit::{Seen, emit};
 use super::host::{Host, HostNode};
 use super::kept::{KEPT_BYTES, Kept};
+use super::layout::Layout;
 use super::memory::CudaMemory;
 use super::ops::{self, vector};
 use super::params::{VgFault, VgView};
@@ -37,8 +38,10 @@ pub(super) struct CudaPlan {
     name: String,
     /// That the device works on the end of a run.
     under_way: Option<UnderWay>,
-    /// What the addresses in the launches point into.
-    _memory: Vec<Arc<dyn Memory>>,
+    /// Whether a run has yielded and is not over.
+    has_yielded: bool,
+    /// What the addresses in the launches point into, and [`Arranged::changes`](super::arranged::Arranged::changes) of each.
+    memory: Vec<(Arc<dyn Memory>, u64)>,
     _scratch: Claim,
     /// The tables of steps.
     _tables: Vec<CudaMemory>,
@@ -66,17 +69,17 @@ impl CudaPlan {
         buffers: &[Arc<dyn Memory>],
         stream: &Arc<Stream>,
     ) -> Result<CudaPlan, EngineError> {
-        let bases = { buffers.iter() }
+        let memories = { buffers.iter() }
             .map(|memory| {
-                let memory: Option<&CudaMemory> = memory.as_any().downcast_ref();
-                let memory = memory.ok_or(EngineError::ForeignMemory)?;
+                let memory = cuda_memory(memory).ok_or(EngineError::ForeignMemory)?;
                 memory.check_there()?;
                 match memory.is_of(&stream.pool) {
-                    true => Ok(memory.address()),
+                    true => Ok(memory),
                     false => Err(EngineError::ForeignMemory),
                 }
             })
-            .collect::<Result<Vec<Address>, EngineError>>()?;
+            .collect::<Result<Vec<&CudaMemory>, EngineError>>()?;
+        let bases: Vec<Address> = memories.iter().map(|memory| memory.address()).collect();
         if let Some(tensor) = graph.tensors.iter().find(|tensor| !is_aligned(tensor)) {
             return Err(EngineError::Unsupported {
                 op: "a graph",
@@ -88,48 +91,37 @@ impl CudaPlan {
                 ),
             });
         }
-        let views: Vec<VgView> = graph
+        let plain: Vec<VgView> = graph
             .tensors
             .iter()
             .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
-            .collect();
-        let memory: Vec<usize> = { buffers.iter() }
-            .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
             .collect();
         let arrangement = match stream.pace.fuses {
             true => Arrangement::of(graph),
             false => Arrangement::plain(graph),
         };
-        let mut compiler = Compiler {
-            stream,
-            bases: &bases,
-            views: &views,
-            graph: &arrangement.graph,
-            origin: &arrangement.origin,
-            kept: Kept::new(stream.scratch.base()),
-            work: Vec::new(),
-            groups: Vec::new(),
-            scratch_bytes: 0,
+        let mut layout = Layout::of(graph, &memories, stream)?;
+        let mut views;
+        let mut compiler = loop {
+            views = plain.clone();
+            layout.mark(&mut views);
+            let compiler = Compiler::of(&arrangement, &views, &bases, stream)?;
+            if !layout.refuse(&compiler.refused) {
+                break compiler;
+            }
         };
-        let mut at = 0;
-        while at < arrangement.graph.nodes.len() {
-            at = match arrangement.group_at(at) {
-                Some((kind, nodes)) => {
-                    compiler.group(kind, nodes.clone())?;
-                    nodes.end
-                }
-                None => {
-                    compiler.node(at)?;
-                    at + 1
-                }
-            };
-        }
         let needed = compiler.needed();
         let groups = std::mem::take(&mut compiler.groups);
         let ops: Vec<&'static str> = { graph.nodes.iter() }
             .map(|n| n.op.kind().ggml_name())
             .collect();
-        let (parts, tables) = compiler.into_parts(&memory, &ops)?;
+        let places: Vec<usize> = { buffers.iter() }
+            .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
+            .collect();
+        let (parts, tables) = compiler.into_parts(&places, &ops)?;
+        let scratch = stream.scratch.claim(needed)?;
+        layout.apply()?;
+        let changes = memories.iter().map(|memory| memory.arranged().changes());
         Ok(CudaPlan {
             stream: Arc::clone(stream),
             parts,
@@ -138,9 +130,10 @@ impl CudaPlan {
             ops,
             name: "a graph".into(),
             under_way: None,
+            has_yielded: false,
+            memory: buffers.iter().cloned().zip(changes).collect(),
             _tables: tables,
-            _memory: buffers.to_vec(),
-            _scratch: stream.scratch.claim(needed)?,
+            _scratch: scratch,
         })
     }
 
@@ -197,7 +190,7 @@ impl CudaPlan {
 
     /// Begins anew the next time, whatever became of this run.
     fn rewind(&mut self) {
-        self.at = 0;
+        (self.at, self.has_yielded) = (0, false);
         for part in &mut self.parts {
             if let Part::Launches(segment) = part {
                 segment.rewind();
@@ -274,6 +267,8 @@ struct Compiler<'a> {
     work: Vec<Work>,
     groups: Vec<(usize, Vec<usize>)>,
     scratch_bytes: u64,
+    /// Weights in planes that kernels do not read so.
+    refused: Vec<Address>,
 }
 
 /// What a plan does, in order.
@@ -282,7 +277,42 @@ enum Work {
     Host(HostNode, usize),
 }
 
-impl Compiler<'_> {
+impl<'a> Compiler<'a> {
+    /// Compiles all nodes, over tensors at these places.
+    fn of(
+        arrangement: &'a Arrangement,
+        views: &'a [VgView],
+        bases: &'a [Address],
+        stream: &'a Arc<Stream>,
+    ) -> Result<Compiler<'a>, EngineError> {
+        let mut compiler = Compiler {
+            stream,
+            bases,
+            views,
+            graph: &arrangement.graph,
+            origin: &arrangement.origin,
+            kept: Kept::new(stream.scratch.base()),
+            work: Vec::new(),
+            groups: Vec::new(),
+            scratch_bytes: 0,
+            refused: Vec::new(),
+        };
+        let mut at = 0;
+        while at < arrangement.graph.nodes.len() {
+            at = match arrangement.group_at(at) {
+                Some((kind, nodes)) => {
+                    compiler.group(kind, nodes.clone())?;
+                    nodes.end
+                }
+                None => {
+                    compiler.node(at)?;
+                    at + 1
+                }
+            };
+        }
+        Ok(compiler)
+    }
+
     /// Compiles nodes that may become one launch.
     fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<(), EngineError> {
         let seen: Vec<Seen> = { self.graph.nodes[nodes.clone()].iter() }
@@ -336,6 +366,7 @@ impl Compiler<'_> {
             return Some(Err(error));
         }
         self.scratch_bytes = self.scratch_bytes.max(builder.scratch_bytes());
+        self.refused.extend(builder.refused());
         let steps: Vec<Step> = builder.into_steps().collect();
         let origin = &self.origin[nodes.clone()];
         self.groups.push((steps.len(), origin.to_vec()));
@@ -407,6 +438,11 @@ impl Compiler<'_> {
         }
         Ok((parts, tables))
     }
+}
+
+/// Memory as the engine's own.
+fn cuda_memory(memory: &Arc<dyn Memory>) -> Option<&CudaMemory> {
+    memory.as_any().downcast_ref()
 }
 
 /// How many nodes ahead of a norm its products are looked for.
@@ -481,6 +517,9 @@ impl Plan for CudaPlan {
 
     fn launch(&mut self, turn: &Turn) -> Result<Progress, RunError> {
         self.land()?;
+        if !self.has_yielded && !self.is_current() {
+            return Err(RunError::Moved);
+        }
         let stream = Arc::clone(&self.stream);
         let taken = stream.take();
         if let Some(reason) = stream.device.lost() {
@@ -496,7 +535,10 @@ impl Plan for CudaPlan {
                 });
                 Ok(Progress::UnderWay)
             }
-            Ok((progress, _)) => Ok(progress),
+            Ok((progress, _)) => {
+                self.has_yielded = true;
+                Ok(progress)
+            }
             Err(error) => {
                 self.rewind();
                 Err(self.failed(error))
@@ -525,6 +567,9 @@ impl Plan for CudaPlan {
 
     fn timeline(&mut self) -> Result<Vec<Span>, RunError> {
         self.land()?;
+        if !self.is_current() {
+            return Err(RunError::Moved);
+        }
         let stream = Arc::clone(&self.stream);
         let _device = stream.take();
         if let Some(reason) = stream.device.lost() {
@@ -543,6 +588,12 @@ impl Plan for CudaPlan {
 
     fn call_it(&mut self, name: &str) {
         self.name = name.to_owned();
+    }
+
+    fn is_current(&self) -> bool {
+        self.memory.iter().all(|(memory, changes)| {
+            cuda_memory(memory).is_some_and(|memory| memory.arranged().changes() == *changes)
+        })
     }
 }
 

@@ -38,6 +38,8 @@ pub struct Pace {
     pub fuses: bool,
     /// Whether launches that can be one step are, on devices that have steps.
     pub steps: bool,
+    /// Whether weights are arranged as kernels like to read them.
+    pub arranges: bool,
 }
 
 impl Default for Pace {
@@ -48,6 +50,7 @@ impl Default for Pace {
             fuses: true,
             // No GPU has run one yet.
             steps: false,
+            arranges: true,
         }
     }
 }

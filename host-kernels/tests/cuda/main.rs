@@ -3,6 +3,7 @@
 mod fusion;
 mod gather;
 mod memory;
+mod planes;
 mod plans;
 #[path = "../common/shim.rs"]
 mod shim;
@@ -25,6 +26,7 @@ fn engine_on(device: &Arc<spy::Spy>) -> CudaEngine {
             long: forever,
             fuses: true,
             steps: false,
+            arranges: true,
         },
     )
 }

@@ -26,6 +26,7 @@ const SMALL_PIECES: Pace = Pace {
     long: Duration::MAX,
     fuses: true,
     steps: false,
+    arranges: true,
 };
 
 fn launches(log: &[Event]) -> usize {

@@ -89,11 +89,9 @@ pub(super) fn multiply(
         };
     }
     // What is left reads weights element by element, as ggml has them.
-    if params.w.type_ & VG_PLANES != 0 {
-        return Err(EngineError::Unsupported {
-            op: "a product",
-            why: "these weights lie in planes, which its kernel cannot read".into(),
-        });
+    if params.w.is_in_planes() {
+        b.refuse(&params.w);
+        return Ok(());
     }
     match op {
         Op::MulMatId { .. } => {
@@ -184,7 +182,7 @@ impl Tuned {
     /// Whether they can read weights of their type that lie so.
     pub(super) fn takes_weights(&self, w: &VgView, ty: Type) -> bool {
         // In planes rows are one after the other, and matrices begin at multiples.
-        let in_planes = w.type_ & VG_PLANES != 0;
+        let in_planes = w.is_in_planes();
         let row = w.ne[0] / ty.block_elements() as i64 * w.nb[0];
         let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
         let counts = |d: usize| !in_planes || d == 0 || d > 1 && w.ne[d] > 1;
@@ -255,7 +253,7 @@ impl Gemm {
                 },
             });
         }
-        if w.type_ & VG_PLANES != 0 {
+        if w.is_in_planes() {
             return None;
         }
         // Whole 16 bytes are read up to the end of a row.
