@@ -95,7 +95,7 @@ fn check_experts(bench: &mut Bench, ty: Type, [k, m]: [u64; 2], used: u64, token
     let (w, _) = bench.weights(ty, [k, m, experts, 1]);
     let (x, _) = bench.randoms([k, 1, tokens, 1]);
     let bytes: Vec<u8> = (0..used * tokens)
-        .flat_map(|i| ([1, 1, 0, 1, 2, 1, 3][i as usize % 7] as i32).to_le_bytes())
+        .flat_map(|i| [1i32, 1, 0, 1, 2, 1, 3][i as usize % 7].to_le_bytes())
         .collect();
     let ids = bench.tensor(Type::I32, [used, tokens, 1, 1], &bytes);
     let [got, want] = [0; 2].map(|_| bench.nothing(Type::F32, [m, used, tokens, 1]));
