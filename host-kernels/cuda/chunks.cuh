@@ -101,12 +101,18 @@ template <int TYPE> struct Chunk {
     const VgCodebooks* books;
     Begin piece;
     int chunk;
+    u32 head, scale;
 
     // `piece` is where a piece of a row lies.
     DEVICE Chunk(const VgCodebooks* books, const Begin& piece, const Chosen& it)
-        : books(books), piece(piece), chunk(it.chunk) {}
+        : books(books), piece(piece), chunk(it.chunk), head(it.head), scale(it.scale) {}
 
     DEVICE void unpack_block(int s, Unpacked& u) const {
+        if (is_planes(TYPE)) {
+            const u8* at = piece.scales + scale + s * CHUNKS * scale_bytes(TYPE);
+            unpack<TYPE, true>(books, piece.quants + head + s * CHUNKS * quant_bytes(TYPE), 0, u, at);
+            return;
+        }
         constexpr int SUBS = geometry(TYPE).elements / 32;
         int block = 2 * chunk + s;
         unpack<TYPE, true>(books, piece.quants + block / SUBS * geometry(TYPE).bytes, block % SUBS, u);
@@ -333,9 +339,9 @@ DEVICE float multiply_sides(const Entries<TYPE>& it, const Activations<TYPE>& x,
     int above = 0, below = 0;
     UNROLL
     for (int k = 0; k < 8; k++) {
-        u32 first = it.q[s][k / 2], second = first ^ 0x88888888u;
-        u32 more = choose_bytes_or_0(large[0], large[1], (FP4 ? first : second) >> k % 2 * 16);
-        u32 less = choose_bytes_or_0(small[0], small[1], (FP4 ? second : first) >> k % 2 * 16);
+        u32 first = it.q[s][k / 2] >> k % 2 * 16, second = first ^ 0x88888888u;
+        u32 more = choose_bytes_or_0(large[0], large[1], FP4 ? first : second);
+        u32 less = choose_bytes_or_0(small[0], small[1], FP4 ? second : first);
         above = __dp4a(static_cast<int>(more), columns[k], above), below = __dp4a(static_cast<int>(less), columns[k], below);
     }
     return factor[s][1] * (it.scale[s] * static_cast<float>(above - below));

@@ -9,8 +9,8 @@ struct Geometry {
     int elements, bytes;
 };
 
-// Whether quants and scales lie in planes of their own, and the type whatever its planes.
-DEVICE constexpr bool is_planes(int type) { return (type & VG_PLANES) != 0; }
+// Whether quants and scales lie in planes of their own (numbers below 0 are no types), and the type whatever its planes.
+DEVICE constexpr bool is_planes(int type) { return type > 0 && (type & VG_PLANES) != 0; }
 DEVICE constexpr int plain(int type) { return type & ~VG_PLANES; }
 
 DEVICE constexpr Geometry geometry(u32 type) {
@@ -93,8 +93,12 @@ DEVICE u32 u16_at(const u8* at) { return *aligned<u16>(at); }
 // Blocks begin at multiples of 2.
 DEVICE u32 u32_at(const u8* at) { return u16_at(at) | u16_at(at + 2) << 16; }
 
-// 2^(e - 128): half the scale of MXFP4, as the quants are twice the values.
-DEVICE float e8m0_half(u32 e) { return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
+// 2^(e - 128): half the scale of MXFP4, as the quants are twice the values. Its bits are on one of two lines, whichever is
+// higher: below e = 2, where numbers are subnormal, on the second.
+DEVICE float e8m0_half(u32 e) {
+    int normal = static_cast<int>(e * 0x00800000u - 0x00800000u), subnormal = static_cast<int>(e * 0x00200000u + 0x00200000u);
+    return __int_as_float(normal > subnormal ? normal : subnormal);
+}
 
 // Half the scale of NVFP4: a float of 4 bits of exponent and 3 of mantissa, NaN read as 0.
 DEVICE float ue4m3_half(u32 bits) {

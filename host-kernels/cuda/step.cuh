@@ -232,9 +232,10 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
             const u8* rows = flow.oldest(place_bytes);
             auto multiply = [&](auto of) {
                 constexpr int TYPE = decltype(of)::TYPE;
-                multiply_piece<TYPE, COLUMNS>(p, place, nullptr, rows, start, piece, own,
-                                              chosen_of<TYPE, COLUMNS>(own.chunk), lane, sums);
-                start += is_planes(TYPE) ? piece_scales(TYPE) : piece_bytes(TYPE);
+                const u8* at = rows + (is_float(TYPE) ? 0 : own.row * stage_bytes(TYPE));
+                multiply_piece<TYPE, COLUMNS>(p, place, nullptr, at, start, piece, own, chosen_of<TYPE, COLUMNS>(own.chunk),
+                                              lane, sums);
+                start += are_aligned(TYPE) ? 0 : piece_bytes(TYPE);
             };
             switch (type) {
             case VG_F32: multiply(Weights<VG_F32>()); break;
@@ -244,6 +245,9 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
             case VG_Q8_0: multiply(Weights<VG_Q8_0>()); break;
             case VG_IQ4_NL: multiply(Weights<VG_IQ4_NL>()); break;
             case VG_MXFP4: multiply(Weights<VG_MXFP4>()); break;
+            case VG_Q4_0 | VG_PLANES: multiply(Weights<VG_Q4_0 | VG_PLANES>()); break;
+            case VG_Q8_0 | VG_PLANES: multiply(Weights<VG_Q8_0 | VG_PLANES>()); break;
+            case VG_IQ4_NL | VG_PLANES: multiply(Weights<VG_IQ4_NL | VG_PLANES>()); break;
             case VG_MXFP4 | VG_PLANES: multiply(Weights<VG_MXFP4 | VG_PLANES>()); break;
             case VG_Q4_K: multiply(Weights<VG_Q4_K>()); break;
             case VG_Q5_K: multiply(Weights<VG_Q5_K>()); break;

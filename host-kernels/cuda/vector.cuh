@@ -177,18 +177,37 @@ DEVICE void copy_piece(u8* to, const u8* start, i64 left, int bytes, int lane) {
 template <int BYTES, bool ALIGNED, int BEYOND = 0> DEVICE void copy_own_piece(u8* to, const u8* start, int left, int chunk) {
     u32 lead = ALIGNED ? 0 : static_cast<u32>(reinterpret_cast<u64>(start)) & 15;
     int bytes = static_cast<int>(lead) + (left < BYTES ? left : BYTES) - 16 * chunk;
-    if constexpr (BEYOND < BYTES + (ALIGNED ? 0 : 15)) {
+    if constexpr (ALIGNED && BYTES % (16 * CHUNKS) == 0 && BEYOND < BYTES) { // every lane has as many of a whole piece
+        copy_async_if<BEYOND>(BEYOND < left - 16 * chunk, to, start);
+        copy_own_piece<BYTES, ALIGNED, BEYOND + 16 * CHUNKS>(to, start, left, chunk);
+    } else if constexpr (BEYOND < BYTES + (ALIGNED ? 0 : 15)) {
         copy_async_if<BEYOND>(left > 0 && BEYOND < bytes, to, start - lead);
         copy_own_piece<BYTES, ALIGNED, BEYOND + 16 * CHUNKS>(to, start, left, chunk);
     }
 }
 
-// And of a piece's scales in a plane of their own, `left` bytes of them at most, which are few.
-template <int BYTES> DEVICE void copy_own_scales(u8* to, const u8* start, int left, int chunk) {
-    static_assert(BYTES + 15 <= 16 * CHUNKS, "half a warp copies them at once");
-    int lead = static_cast<int>(reinterpret_cast<u64>(start)) & 15;
-    copy_async_if<0>(left > 0 && 16 * chunk < lead + (left < BYTES ? left : BYTES), to, start - lead + 16 * chunk);
-}
+// The scales of a lane's own row that it copies: 16 bytes of each piece's, or none. Pieces have whole 16 bytes of them, so that
+// those of all pieces of a row begin as many bytes behind a multiple of 16.
+template <int TYPE> struct OwnScales {
+    static constexpr int BYTES = piece_scales(TYPE);
+    static_assert(BYTES % 16 == 0 && BYTES + 16 <= 16 * CHUNKS, "half a warp copies them at once");
+    const u8* from;
+    int left;
+
+    DEVICE OwnScales(const u8* row, int bytes, int chunk) {
+        int lead = static_cast<int>(reinterpret_cast<u64>(row)) & 15;
+        from = row - lead + 16 * chunk;
+        left = 16 * chunk < lead + BYTES ? lead + bytes - 16 * chunk : 0;
+    }
+    DEVICE void copy(u8* to) {
+        copy_async_if<0>(left > 0, to, from);
+        from += BYTES, left -= BYTES;
+    }
+};
+template <> struct OwnScales<0> {
+    DEVICE OwnScales(const u8*, int, int) {}
+    DEVICE void copy(u8*) {}
+};
 
 // `are_near`: a lane's two blocks of 32 are neighbours.
 DEVICE Own own_of(const VgVectorParams& p, const Place& place, int width, bool are_near, int lane) {
@@ -304,16 +323,16 @@ template <int TYPE> DEVICE u32 low_bits(const Begin& at) {
     return static_cast<u32>(reinterpret_cast<u64>(is_planes(TYPE) ? at.scales : at.quants));
 }
 
-// Adds a warp's products of a piece of two rows, which lie `stage_bytes` apart from `rows` on. `start` has the low bits of
-// where that of the lane's own row lies in memory (`low_bits`). `chosen` is of the type and the lane's chunk.
+// Adds a warp's products of a piece of two rows of floats, which lie `stage_bytes` apart from `rows` on; or of quants a lane's,
+// whose row lies at `rows`. `start` has the low bits of where that lies in memory (`low_bits`). `chosen` is of the type and the
+// lane's chunk.
 template <int TYPE, int COLUMNS>
 DEVICE void multiply_piece(const VgVectorParams& p, const Place& place, const VgCodebooks* books, const u8* rows, u32 start,
                            int piece, const Own& own, const Chosen& chosen, int lane, Sums<COLUMNS>& sums) {
     if constexpr (is_float(TYPE)) {
         multiply_floats<TYPE, COLUMNS>(p, place, rows, piece, own, lane, sums);
     } else {
-        const u8* row = rows + own.row * stage_bytes(TYPE);
-        Begin at = {row + (are_aligned(TYPE) ? 0 : start & 15), row + piece_bytes(TYPE) + (start & 15)};
+        Begin at = {rows + (are_aligned(TYPE) ? 0 : start & 15), rows + piece_bytes(TYPE) + (start & 15)};
         multiply_quants<TYPE, COLUMNS>(place, books, at, piece, own, chosen, sums);
     }
 }
@@ -360,8 +379,7 @@ DEVICE void finish_pair(const VgVectorParams& p, const Place& place, i64 pair, i
 }
 
 template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams& p) {
-    constexpr int PIECE_BYTES = piece_bytes(TYPE), PIECE_SCALES = piece_scales(TYPE);
-    constexpr int STAGE_BYTES = stage_bytes(TYPE), PAIR_BYTES = VECTOR_ROWS * STAGE_BYTES;
+    constexpr int PIECE_BYTES = piece_bytes(TYPE), STAGE_BYTES = stage_bytes(TYPE), PAIR_BYTES = VECTOR_ROWS * STAGE_BYTES;
     constexpr int STAGES = stages_of(TYPE);
     __shared__ __align__(16) u8 stages[VECTOR_WARPS][STAGES][PAIR_BYTES];
     const VgCodebooks* books = codebooks(p.codebooks);
@@ -382,38 +400,37 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
     }
     Own own = own_of(p, place, width, second_of(TYPE) == 1, lane);
     Chosen chosen = kept_chosen<TYPE, COLUMNS>(own.chunk);
-    u8* ring = kept_shared(stages[warp][0]);
+    u8* ring = kept_shared(stages[warp][0] + (is_float(TYPE) ? 0 : own.row * STAGE_BYTES));
     u8* places = kept_shared(stages[warp][0] + own.row * STAGE_BYTES + own.chunk * 16);
     // What is fetched next: a pair of rows, where the lane's part of its own goes on and how much is left of it, and where it
     // goes.
-    auto own_start = [&](i64 pair) {
-        Begin at = start_of(p, place, pair, own.row, planes);
-        return Begin{at.quants + own.chunk * 16, at.scales};
-    };
-    Begin from = own_start(pair);
-    int left = row_bytes, to = 0;
+    auto start = [&](i64 pair) { return start_of(p, place, pair, own.row, planes); };
+    using Scales = OwnScales<is_planes(TYPE) ? TYPE : 0>;
+    Begin begin = start(pair);
+    const u8* from = begin.quants + own.chunk * 16;
+    Scales scales(begin.scales, planes.scales, own.chunk);
+    int left = row_bytes;
+    int to = 0;
     auto fetch = [&]() {
-        copy_own_piece<PIECE_BYTES, are_aligned(TYPE)>(places + to, from.quants, left, own.chunk);
-        if constexpr (is_planes(TYPE)) {
-            int scales = left / quant_bytes(TYPE) * scale_bytes(TYPE);
-            copy_own_scales<PIECE_SCALES>(places + to + PIECE_BYTES, from.scales, scales, own.chunk);
-            from.scales += PIECE_SCALES;
-        }
+        copy_own_piece<PIECE_BYTES, are_aligned(TYPE)>(places + to, from, left, own.chunk);
+        scales.copy(places + to + PIECE_BYTES);
         commit_async();
         to = to < (STAGES - 1) * PAIR_BYTES ? to + PAIR_BYTES : 0;
-        from.quants += PIECE_BYTES;
+        from += PIECE_BYTES;
         left -= PIECE_BYTES;
         if (left <= 0 && fetched_pair < pairs) {
             fetched_pair += step;
             if (fetched_pair < pairs) {
-                from = own_start(fetched_pair);
+                Begin next = start(fetched_pair);
+                from = next.quants + own.chunk * 16;
+                scales = Scales(next.scales, planes.scales, own.chunk);
                 left = row_bytes;
             }
         }
     };
     // And what is multiplied next, with the low bits of where it lay.
     int piece = 0, at = 0;
-    u32 start = low_bits<TYPE>(from);
+    u32 bits = low_bits<TYPE>(begin);
     for (int i = 0; i + 1 < STAGES; i++) {
         fetch();
     }
@@ -423,9 +440,9 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
         // What other lanes copied is there, too; and they have read what is written over now.
         __syncwarp();
         fetch();
-        multiply_piece<TYPE, COLUMNS>(p, place, books, ring + at, start, piece, own, chosen, lane, sums);
+        multiply_piece<TYPE, COLUMNS>(p, place, books, ring + at, bits, piece, own, chosen, lane, sums);
         at = at < (STAGES - 1) * PAIR_BYTES ? at + PAIR_BYTES : 0;
-        start += is_planes(TYPE) ? PIECE_SCALES : PIECE_BYTES;
+        bits += are_aligned(TYPE) ? 0 : PIECE_BYTES;
         if (++piece < pieces) {
             continue;
         }
@@ -436,7 +453,7 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
             break;
         }
         if (!are_aligned(TYPE) || is_planes(TYPE)) {
-            start = low_bits<TYPE>(start_of(p, place, pair, own.row, planes));
+            bits = low_bits<TYPE>(start(pair));
         }
     }
 }

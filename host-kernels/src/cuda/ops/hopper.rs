@@ -68,7 +68,10 @@ impl Hopper {
             .all(|place| place % 16 == 0);
         let (ty, in_planes) = w.weights()?;
         let kernels = match ty {
+            Type::Q4_0 if in_planes => kernels!("q4_0_planes"),
+            Type::Q8_0 if in_planes => kernels!("q8_0_planes"),
             Type::Mxfp4 if in_planes => kernels!("mxfp4_planes"),
+            Type::Iq4Nl if in_planes => kernels!("iq4_nl_planes"),
             _ if in_planes => return None,
             Type::F16 if is_aligned => kernels!("f16"),
             Type::Bf16 if is_aligned => kernels!("bf16"),

@@ -142,7 +142,10 @@ impl Tuned {
         }
         if in_planes {
             return match ty {
+                Type::Q4_0 => tuned!("q4_0_planes", 16),
+                Type::Q8_0 => tuned!("q8_0_planes", 16),
                 Type::Mxfp4 => tuned!("mxfp4_planes", 16),
+                Type::Iq4Nl => tuned!("iq4_nl_planes", 16),
                 _ => None,
             };
         }

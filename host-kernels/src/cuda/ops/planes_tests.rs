@@ -9,7 +9,12 @@ use crate::cuda::params::*;
 
 /// The types whose blocks are put in planes: bytes of a scale, whether it is in front of the quants, and whether nibbles are put in
 /// the order of their elements.
-const TYPES: [(Type, usize, bool, bool); 1] = [(Type::Mxfp4, 1, true, true)];
+const TYPES: [(Type, usize, bool, bool); 4] = [
+    (Type::Mxfp4, 1, true, true),
+    (Type::Iq4Nl, 2, true, true),
+    (Type::Q4_0, 2, true, false),
+    (Type::Q8_0, 2, true, false),
+];
 
 const MUL_MAT: Op = Op::MulMat {
     accumulator: Precision::Default,

@@ -22,7 +22,7 @@ pub(super) const BLOCK_PAIRS: u64 = 4;
 pub(super) const THREADS: u32 = 128;
 
 /// Types of weights that steps multiply, and those of planes, with their kernels for one column and for several.
-const WEIGHTS: [(&str, &str, VgType); 11] = [
+const WEIGHTS: [(&str, &str, VgType); 14] = [
     ("vg_vector_f32", "vg_vectors_f32", VG_F32),
     ("vg_vector_f16", "vg_vectors_f16", VG_F16),
     ("vg_vector_bf16", "vg_vectors_bf16", VG_BF16),
@@ -30,14 +30,29 @@ const WEIGHTS: [(&str, &str, VgType); 11] = [
     ("vg_vector_q8_0", "vg_vectors_q8_0", VG_Q8_0),
     ("vg_vector_iq4_nl", "vg_vectors_iq4_nl", VG_IQ4_NL),
     ("vg_vector_mxfp4", "vg_vectors_mxfp4", VG_MXFP4),
+    ("vg_vector_q4_k", "vg_vectors_q4_k", VG_Q4_K),
+    ("vg_vector_q5_k", "vg_vectors_q5_k", VG_Q5_K),
+    ("vg_vector_q6_k", "vg_vectors_q6_k", VG_Q6_K),
+    (
+        "vg_vector_q4_0_planes",
+        "vg_vectors_q4_0_planes",
+        VG_Q4_0 | VG_PLANES,
+    ),
+    (
+        "vg_vector_q8_0_planes",
+        "vg_vectors_q8_0_planes",
+        VG_Q8_0 | VG_PLANES,
+    ),
+    (
+        "vg_vector_iq4_nl_planes",
+        "vg_vectors_iq4_nl_planes",
+        VG_IQ4_NL | VG_PLANES,
+    ),
     (
         "vg_vector_mxfp4_planes",
         "vg_vectors_mxfp4_planes",
         VG_MXFP4 | VG_PLANES,
     ),
-    ("vg_vector_q4_k", "vg_vectors_q4_k", VG_Q4_K),
-    ("vg_vector_q5_k", "vg_vectors_q5_k", VG_Q5_K),
-    ("vg_vector_q6_k", "vg_vectors_q6_k", VG_Q6_K),
 ];
 
 /// Other kernels with a stage that does the same.
