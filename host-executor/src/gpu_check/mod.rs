@@ -1,5 +1,6 @@
 //! `vgpu gpu-check`: whether an engine is right and how fast it is, in a few minutes and one table.
 
+mod report;
 mod results;
 mod table;
 mod targets;
@@ -12,7 +13,6 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
-use serde_json::{Value, json};
 use vgpu_kernels::Engine;
 use vgpu_kernels::check::{self, Case, Ceilings, Outcome, PUBLISHED, Rate, Text, Work};
 use vgpu_kernels::cpu::CpuEngine;
@@ -21,6 +21,8 @@ use vgpu_kernels::cuda::choices::Way;
 use vgpu_executor::config::EngineKind;
 use vgpu_executor::engine;
 use vgpu_executor::size;
+
+use report::Report;
 
 /// Looks at a GPU: all kernels load, each family of operators gives what the CPU engine gives, and how fast copies,
 /// products and attention are.
@@ -199,17 +201,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         memory.total >> 20
     );
 
+    let mut report = Report::new(&*engine, args.json.as_deref());
     let cases = check::compare(&*engine, &oracle, |case| {
         if !case.is_right() {
             println!("WRONG  {}: {}", case.name, outcome(case));
         }
+        report.case(case);
     });
     let right = cases.iter().filter(|case| case.is_right()).count();
     println!("{right} of {} cases agree with the CPU engine", cases.len());
     let texts = match args.tokens {
         0 => Vec::new(),
         tokens => check::texts(&*engine, &oracle, tokens, |text| {
-            println!("{}", words(text))
+            println!("{}", words(text));
+            report.text(text);
         }),
     };
 
@@ -219,7 +224,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         time: Duration::from_millis(args.time),
         budget: args.budget.map(Duration::from_secs),
     };
-    let (mut ceilings, mut rates) = (None, Vec::new());
+    let mut rates = Vec::new();
     if !args.compare_only {
         let measured = check::ceilings(&*engine, &options).map_err(anyhow::Error::msg)?;
         println!(
@@ -228,22 +233,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             gigabytes(measured.upload),
             gigabytes(measured.download)
         );
+        report.copies(&measured);
         let left_out;
         (rates, left_out) = check::rates(&*engine, &options, |rate| {
-            println!("{}", line(rate, &measured))
+            println!("{}", line(rate, &measured));
+            report.rate(rate);
         });
         if left_out > 0 {
             println!("{left_out} rates were not measured: the time was up");
         }
-        ceilings = Some(measured);
     }
-    if let Some(path) = &args.json {
-        let text = format!(
-            "{:#}\n",
-            report(&*engine, &cases, &texts, ceilings.as_ref(), &rates)
-        );
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
-    }
+    report.end()?;
     let ran = { rates.iter() }.all(|rate| rate.rate.is_ok() || !rate.is_ours);
     let same = texts.iter().all(Text::is_same);
     Ok(match right == cases.len() && same && ran {
@@ -289,46 +289,4 @@ fn line(rate: &Rate, ceilings: &Ceilings) -> String {
         (Ok(rate), Work::Operations) => format!("{:>11.2} TFLOPS", rate / 1e12),
     };
     format!("{name:36} {value}  {:9.1} us", seconds * 1e6)
-}
-
-fn report(
-    engine: &dyn Engine,
-    cases: &[Case],
-    texts: &[Text],
-    ceilings: Option<&Ceilings>,
-    rates: &[Rate],
-) -> Value {
-    let case = |case: &Case| match &case.outcome {
-        Outcome::Compared { error, limit } => json!({
-            "name": case.name, "right": case.is_right(), "error": error, "limit": limit,
-        }),
-        Outcome::Failed(reason) => json!({"name": case.name, "right": false, "failed": reason}),
-    };
-    let rate = |rate: &Rate| {
-        let unit = match rate.work {
-            Work::Bytes => "bytes/s",
-            Work::Operations => "FLOPS",
-        };
-        match &rate.rate {
-            Ok(value) => json!({
-                "name": rate.name, "unit": unit, "rate": value, "seconds": rate.seconds,
-            }),
-            Err(reason) => json!({"name": rate.name, "failed": reason}),
-        }
-    };
-    json!({
-        "vgpu": env!("CARGO_PKG_VERSION"),
-        "engine": engine.name(),
-        "description": engine.description(),
-        "memory": engine.memory().total,
-        "cases": cases.iter().map(case).collect::<Vec<_>>(),
-        "texts": texts.iter().map(|text| match &text.outcome {
-            Ok((all, same)) => json!({"name": text.name, "tokens": all, "same": same}),
-            Err(reason) => json!({"name": text.name, "failed": reason}),
-        }).collect::<Vec<_>>(),
-        "copies": ceilings.map(|c| json!({
-            "within": c.within, "upload": c.upload, "download": c.download,
-        })),
-        "rates": rates.iter().map(rate).collect::<Vec<_>>(),
-    })
 }

@@ -146,6 +146,9 @@ fn text(parts: &[Part], check: &Value, ops: Option<&Ops>, speeds: &Speeds) -> St
 fn compared(check: &Value, line: &mut impl FnMut(String)) {
     let all = |key: &str| check[key].as_array().into_iter().flatten();
     let count = all("cases").count();
+    if check["complete"] == false {
+        line("vgpu gpu-check did not come to its end; until then:".to_owned());
+    }
     if count > 0 {
         let right = { all("cases") }
             .filter(|case| case["right"] == true)
@@ -226,6 +229,7 @@ mod tests {
                 {"name": "MUL_MAT q4_K x 1", "unit": "bytes/s", "rate": 3e12},
                 {"name": "cuBLASLt f16 x 128", "failed": "not there"},
             ],
+            "complete": false,
         });
         let ops = Ops::of(
             "  ADD(type=f32): \u{1b}[1;32mOK\u{1b}[0m\n  MUL(type=f16,ne=[1,2]): [MUL] ERR = 0.5 > 0.1 \u{1b}[1;31mFAIL\u{1b}[0m\n  \
@@ -254,6 +258,7 @@ mod tests {
             "3000.0",
             "1 of 2 agree",
             "47 of 48",
+            "did not come to its end",
             "75 % of copies",
             "not there",
             "1 ok, 1 failed, 1 not supported, 1 that ggml's CPU cannot compute, not to the end",

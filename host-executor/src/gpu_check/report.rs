@@ -1,0 +1,147 @@
+//! What was found out about a GPU, as a file that is there from the first finding on: whoever ends the work before its time
+//! has what came until then.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use serde_json::{Value, json};
+use vgpu_kernels::Engine;
+use vgpu_kernels::check::{Case, Ceilings, Outcome, Rate, Text, Work};
+
+/// Findings, and the file that has them.
+pub(super) struct Report {
+    all: Value,
+    path: Option<PathBuf>,
+    /// Why the file does not have them.
+    failed: Option<anyhow::Error>,
+}
+
+impl Report {
+    /// Nothing is known but the engine. Without a path there is no file.
+    pub(super) fn new(engine: &dyn Engine, path: Option<&Path>) -> Report {
+        let mut report = Report {
+            all: json!({
+                "vgpu": env!("CARGO_PKG_VERSION"),
+                "engine": engine.name(),
+                "description": engine.description(),
+                "memory": engine.memory().total,
+                "cases": [],
+                "texts": [],
+                "copies": null,
+                "rates": [],
+                "complete": false,
+            }),
+            path: path.map(Path::to_path_buf),
+            failed: None,
+        };
+        report.save();
+        report
+    }
+
+    pub(super) fn case(&mut self, case: &Case) {
+        let case = match &case.outcome {
+            Outcome::Compared { error, limit } => json!({
+                "name": case.name, "right": case.is_right(), "error": error, "limit": limit,
+            }),
+            Outcome::Failed(reason) => json!({"name": case.name, "right": false, "failed": reason}),
+        };
+        self.add("cases", case);
+    }
+
+    pub(super) fn text(&mut self, text: &Text) {
+        let text = match &text.outcome {
+            Ok((all, same)) => json!({"name": text.name, "tokens": all, "same": same}),
+            Err(reason) => json!({"name": text.name, "failed": reason}),
+        };
+        self.add("texts", text);
+    }
+
+    pub(super) fn copies(&mut self, rates: &Ceilings) {
+        let Ceilings {
+            within,
+            upload,
+            download,
+        } = rates;
+        self.all["copies"] = json!({"within": within, "upload": upload, "download": download});
+        self.save();
+    }
+
+    pub(super) fn rate(&mut self, rate: &Rate) {
+        let unit = match rate.work {
+            Work::Bytes => "bytes/s",
+            Work::Operations => "FLOPS",
+        };
+        let rate = match &rate.rate {
+            Ok(value) => json!({
+                "name": rate.name, "unit": unit, "rate": value, "seconds": rate.seconds,
+            }),
+            Err(reason) => json!({"name": rate.name, "failed": reason}),
+        };
+        self.add("rates", rate);
+    }
+
+    /// Nothing more is to come. Fails if the file could not be written.
+    pub(super) fn end(mut self) -> anyhow::Result<()> {
+        self.all["complete"] = true.into();
+        self.save();
+        self.failed.map_or(Ok(()), Err)
+    }
+
+    fn add(&mut self, key: &str, value: Value) {
+        if let Value::Array(list) = &mut self.all[key] {
+            list.push(value);
+        }
+        self.save();
+    }
+
+    /// Replaces the file, which so is never half of one. After a failure nothing is tried again.
+    fn save(&mut self) {
+        let (Some(path), None) = (&self.path, &self.failed) else {
+            return;
+        };
+        let fresh = path.with_extension("fresh");
+        let written = std::fs::write(&fresh, format!("{:#}\n", self.all))
+            .and_then(|()| std::fs::rename(&fresh, path))
+            .with_context(|| format!("writing {}", path.display()));
+        self.failed = written.err();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vgpu_kernels::cpu::CpuEngine;
+
+    fn read(path: &Path) -> Value {
+        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn what_is_known_is_in_the_file_at_once() {
+        let folder = std::env::temp_dir().join(format!("vgpu-report-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("check.json");
+        let engine = CpuEngine::new(1, None).unwrap();
+        let mut report = Report::new(&engine, Some(&path));
+        assert_eq!(read(&path)["engine"], "cpu");
+        let case = Case {
+            name: "ADD".to_owned(),
+            outcome: Outcome::Failed("no room".to_owned()),
+        };
+        report.case(&case);
+        let said = read(&path);
+        assert_eq!(said["cases"][0]["failed"], "no room");
+        assert_eq!(said["complete"], false);
+        report.end().unwrap();
+        assert_eq!(read(&path)["complete"], true);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_told_at_the_end() {
+        let engine = CpuEngine::new(1, None).unwrap();
+        let path = Path::new("/proc/there is no such folder/check.json");
+        let error = Report::new(&engine, Some(path)).end().unwrap_err();
+        assert!(format!("{error:#}").contains("check.json"), "{error:#}");
+    }
+}
