@@ -87,6 +87,16 @@ if [ -z "$peer" ] && [ -f "$here/cuda/libggml-cuda.so" ]; then
     peer=$here/cuda/libggml-cuda.so
 fi
 
-# A program of bin/: on the executor, and on ggml's own backend.
-through="env GGML_BACKEND_PATH=$here/libggml-vgpu.so VGPU_ENDPOINT=unix:$socket VGPU_LOG=warn LD_LIBRARY_PATH=$here/bin"
+# A program of bin/: on the executor, and on ggml's own backend. Neither may quietly become a measurement of the processor.
+through="env GGML_BACKEND_PATH=$here/libggml-vgpu.so VGPU_ENDPOINT=unix:$socket VGPU_REQUIRED=1 VGPU_LOG=warn LD_LIBRARY_PATH=$here/bin"
 on_cuda="env GGML_BACKEND_PATH=$peer LD_LIBRARY_PATH=$here/bin:$here/cuda${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+if [ -n "$peer" ]; then
+    # shellcheck disable=SC2086 # words of their own
+    $on_cuda "$here/bin/llama-bench" --list-devices > "$out/peer.txt" 2>&1
+    if ! grep -q '^ *CUDA[0-9]' "$out/peer.txt"; then
+        echo "== $peer finds no GPU; ggml's own backend is not measured:"
+        tail -n 5 "$out/peer.txt"
+        failed=1
+        peer=
+    fi
+fi

@@ -108,6 +108,9 @@ for name in ${VGPU_MODELS:-$(awk '{print $1}' "$out/models.txt")}; do
     if part "write-$name" 120 "$here/vgpu" gpu-check model "$name" "$model" $small; then
         on_executor vgpu "$name" "$options" VGPU_STEPS=off
         on_executor vgpu_steps "$name" "$decode" VGPU_STEPS=on
+        if [ "$name" = gpt-oss-20b-mxfp4 ]; then
+            on_executor vgpu_plain "$name" "$decode" VGPU_STEPS=off VGPU_LAYOUT=plain
+        fi
         if [ "$name" = 8b-q4_k_m ]; then
             on_executor vgpu_general "$name" "$options" VGPU_STEPS=off VGPU_KERNELS=general
             in_process vgpu_inproc "$name" VGPU_STEPS=off

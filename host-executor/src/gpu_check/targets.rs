@@ -12,10 +12,11 @@ use vgpu_kernels::check::{PUBLISHED, Published};
 use super::results::{OURS, Speeds, TIME_IS_UP, parts, plans, read, speeds};
 
 /// Ways to run a model, by what names of files call them, and in words.
-const WAYS: [(&str, &str); 6] = [
+const WAYS: [(&str, &str); 7] = [
     (OURS, "launches"),
     ("vgpu_steps", "steps"),
     ("vgpu_general", "general kernels"),
+    ("vgpu_plain", "weights as they come"),
     ("vgpu_inproc", "in the process"),
     ("vgpu_inproc_steps", "the same, steps"),
     (THEIRS, "ggml-cuda"),
