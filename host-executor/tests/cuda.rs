@@ -9,11 +9,13 @@ mod spy;
 
 use std::sync::Arc;
 
-use common::{Host, add, bytes, floats};
+use common::model::{read_all, write};
+use common::{Build, Host, add, bytes, floats};
 use spy::{Event, Fails, Spy};
 use vgpu_executor::{GuestRule, Policy, Rules};
 use vgpu_kernels::cuda::CudaEngine;
 use vgpu_kernels::cuda::device::Device;
+use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 const MIB: u64 = 1 << 20;
@@ -193,4 +195,81 @@ fn a_device_that_is_lost_is_told_to_every_guest_that_had_memory_there() {
         reason.contains("what was in its memory is lost"),
         "{reason}"
     );
+}
+
+/// Weights times a column, or some of their rows.
+fn of_weights(weights: BufferId, ne: [u64; 4], others: [BufferId; 2], op: Op) -> Graph {
+    let mut build = Build::default();
+    let w = build.tensor(Type::Mxfp4, ne, weights);
+    let (x, dst) = match op {
+        Op::GetRows {} => (
+            build.tensor(Type::I32, [1, 1, 1, 1], others[0]),
+            build.tensor(Type::F32, [ne[0], 1, 1, 1], others[1]),
+        ),
+        _ => (
+            build.tensor(Type::F32, [ne[0], 1, 1, 1], others[0]),
+            build.tensor(Type::F32, [ne[1], 1, 1, 1], others[1]),
+        ),
+    };
+    build.node(op, dst, &[w, x]);
+    build.0
+}
+
+#[test]
+fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote_them() {
+    let (product, rows) = (GraphId(1), GraphId(2));
+    let op = Op::MulMat {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+        hadamard: false,
+    };
+    let ne = [64, 2048, 1, 1];
+    let device = Arc::new(Spy::running());
+    let host = host_on(&device);
+    let mut guest = host.guest();
+    let content: Vec<u8> = (0..64 / 32 * 17 * 2048u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 % 8 + 0x78)
+        .collect();
+    let arranged = |device: &Spy| {
+        let log = device.take_log();
+        log.contains(&Event::Launch("vg_arrange"))
+    };
+    let mut results = Vec::new();
+    for is_declared in [false, true] {
+        let weights = guest.alloc(content.len() as u64);
+        if is_declared {
+            let reply = guest.ask(&Request::Weights { buffer: weights });
+            assert!(matches!(reply, Reply::Refused { .. }), "{reply:?}");
+        }
+        write(&mut guest, weights, 0, &content);
+        let x = guest.alloc_with(&bytes(&[0.5; 64]));
+        let dst = guest.alloc(4 * 2048);
+        guest.graph(product, &of_weights(weights, ne, [x, dst], op));
+        guest.fence();
+        assert_eq!(arranged(&device), is_declared);
+        guest.submit(product);
+        results.push(guest.read_f32(dst, 2048));
+        assert!(read_all(&mut guest, weights, content.len() as u64) == content);
+        // Whoever needs rows has them, and the graph of before is compiled again by itself.
+        let ids = guest.alloc_with(&3i32.to_le_bytes());
+        let row = guest.alloc(4 * 64);
+        guest.graph(rows, &of_weights(weights, ne, [ids, row], Op::GetRows {}));
+        guest.submit(rows);
+        results.push(guest.read_f32(row, 64));
+        guest.submit(product);
+        results.push(guest.read_f32(dst, 2048));
+        assert!(!arranged(&device));
+        assert!(read_all(&mut guest, weights, content.len() as u64) == content);
+        guest.send(&Request::Free { buffer: weights });
+    }
+    let [plain, row, again, in_planes, row_of_planes, brought_back] = &results[..] else {
+        panic!("six results")
+    };
+    assert_eq!((plain, row), (again, row_of_planes));
+    assert_eq!(plain, brought_back);
+    let largest = plain.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    assert!(largest > 0.0);
+    for (got, want) in in_planes.iter().zip(plain) {
+        assert!((got - want).abs() <= 1e-3 * largest, "{got} {want}");
+    }
 }
