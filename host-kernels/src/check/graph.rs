@@ -97,8 +97,36 @@ impl Builder {
         });
     }
 
-    /// The graph on an engine, its buffer at least of `size` bytes.
-    pub(super) fn on(&self, engine: &dyn Engine, size: u64) -> Result<Loaded, String> {
+    /// The graph on an engine.
+    pub(super) fn on(&self, engine: &dyn Engine) -> Result<Loaded, String> {
+        let loaded = self.prepared(engine, 0, |_| Ok(()))?;
+        self.fill(&loaded)?;
+        Ok(loaded)
+    }
+
+    /// The same with a buffer of at least `size` bytes, as guests have them for weights, to which `more` is written: what of
+    /// it is only multiplied by may lie as kernels like it, and nothing of it is written any more.
+    pub(super) fn on_weights(
+        &self,
+        engine: &dyn Engine,
+        size: u64,
+        more: impl FnOnce(&dyn Memory) -> Result<(), String>,
+    ) -> Result<Loaded, String> {
+        self.prepared(engine, size, |memory| {
+            memory.hold_weights();
+            let written = memory.write(0, self.bytes.as_slice().into());
+            written.map_err(|error| error.to_string())?;
+            more(memory)
+        })
+    }
+
+    /// The graph on an engine, its buffer at least of `size` bytes, and prepared before it is compiled.
+    fn prepared(
+        &self,
+        engine: &dyn Engine,
+        size: u64,
+        prepare: impl FnOnce(&dyn Memory) -> Result<(), String>,
+    ) -> Result<Loaded, String> {
         let mut graph = self.graph.clone();
         graph.buffers = vec![BufferId(0)];
         let size = size.max(self.bytes.len() as u64);
@@ -107,12 +135,11 @@ impl Builder {
         })
         .map_err(|invalid| invalid.to_string())?;
         let memory = engine.alloc(size).map_err(|error| error.to_string())?;
+        prepare(&*memory)?;
         let plan = engine
             .compile(&valid, std::slice::from_ref(&memory))
             .map_err(|error| error.to_string())?;
-        let loaded = Loaded { plan, memory };
-        self.fill(&loaded)?;
-        Ok(loaded)
+        Ok(Loaded { plan, memory })
     }
 
     /// Puts into the buffer what it holds at first.

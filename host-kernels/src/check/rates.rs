@@ -9,7 +9,7 @@ use super::cublas::Cublas;
 use super::graph::{Builder, Fill, Loaded, Operand, Random};
 use crate::cost::Rates;
 use crate::cpu::gemm::MatmulKernel;
-use crate::engine::Engine;
+use crate::engine::{Engine, Memory};
 
 /// What the device's memory can do at most, in bytes a second.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -309,8 +309,9 @@ fn product(
         };
         builder.node(op, dst, &[Some(w), Some(x)]);
     }
-    let loaded = builder.on(engine, at + count * step)?;
-    repeat(&loaded, at, bytes, step, count)?;
+    let loaded = builder.on_weights(engine, at + count * step, |memory| {
+        repeat(memory, at, bytes, step, count)
+    })?;
     let amount = match work {
         Work::Bytes => (bytes * count) as f64,
         Work::Operations => 2.0 * (n * rows * columns * count) as f64,
@@ -319,11 +320,10 @@ fn product(
 }
 
 /// Copies the first of `count` blocks of memory to the others.
-fn repeat(loaded: &Loaded, at: u64, bytes: u64, step: u64, count: u64) -> Result<(), String> {
+fn repeat(memory: &dyn Memory, at: u64, bytes: u64, step: u64, count: u64) -> Result<(), String> {
     for i in 1..count {
-        let memory = &loaded.memory;
         memory
-            .copy_from(at + i * step, &**memory, at, bytes)
+            .copy_from(at + i * step, memory, at, bytes)
             .map_err(|error| error.to_string())?;
     }
     Ok(())
@@ -368,7 +368,7 @@ fn attention(
         // Half of the pairs are hidden.
         _ => 4.0 * (size * heads) as f64 * (tokens * keys) as f64 / 2.0,
     };
-    measure(builder.on(engine, 0)?, options, amount)
+    measure(builder.on(engine)?, options, amount)
 }
 
 fn measure(mut loaded: Loaded, options: &Options, amount: f64) -> Result<(f64, f64), String> {
