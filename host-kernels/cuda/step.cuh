@@ -235,7 +235,7 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
                 const u8* at = rows + (is_float(TYPE) ? 0 : own.row * stage_bytes(TYPE));
                 multiply_piece<TYPE, COLUMNS>(p, place, nullptr, at, start, piece, own, chosen_of<TYPE, COLUMNS>(own.chunk),
                                               lane, sums);
-                start += are_aligned(TYPE) ? 0 : piece_bytes(TYPE);
+                start += low_bits_of_piece(TYPE);
             };
             switch (type) {
             case VG_F32: multiply(Weights<VG_F32>()); break;
@@ -251,6 +251,7 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgVec
             case VG_MXFP4 | VG_PLANES: multiply(Weights<VG_MXFP4 | VG_PLANES>()); break;
             case VG_Q4_K: multiply(Weights<VG_Q4_K>()); break;
             case VG_Q5_K: multiply(Weights<VG_Q5_K>()); break;
+            case VG_Q6_K | VG_PLANES: multiply(Weights<VG_Q6_K | VG_PLANES>()); break;
             default: multiply(Weights<VG_Q6_K>()); // the host lets no other through
             }
             flow.release(place_bytes);

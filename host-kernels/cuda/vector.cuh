@@ -186,27 +186,33 @@ template <int BYTES, bool ALIGNED, int BEYOND = 0> DEVICE void copy_own_piece(u8
     }
 }
 
-// The scales of a lane's own row that it copies: 16 bytes of each piece's, or none. Pieces have whole 16 bytes of them, so that
-// those of all pieces of a row begin as many bytes behind a multiple of 16.
+// The scales of a lane's own row that it copies: 16 bytes of each piece's, or none. If pieces have whole 16 bytes of them, those of
+// all pieces of a row begin as many bytes behind a multiple of 16: then `from` is what the lane copies next, and `left` what there
+// is from there on; else they are those of the row.
 template <int TYPE> struct OwnScales {
     static constexpr int BYTES = piece_scales(TYPE);
-    static_assert(BYTES % 16 == 0 && BYTES + 16 <= 16 * CHUNKS, "half a warp copies them at once");
+    static constexpr bool IS_STEADY = BYTES % 16 == 0;
+    static_assert(BYTES + 16 <= 16 * CHUNKS, "half a warp copies them at once");
     const u8* from;
     int left;
 
-    DEVICE OwnScales(const u8* row, int bytes, int chunk) {
-        int lead = static_cast<int>(reinterpret_cast<u64>(row)) & 15;
-        from = row - lead + 16 * chunk;
-        left = 16 * chunk < lead + BYTES ? lead + bytes - 16 * chunk : 0;
+    DEVICE OwnScales(const u8* row, int bytes, int chunk) : from(row), left(bytes) {
+        if (IS_STEADY) {
+            int lead = static_cast<int>(reinterpret_cast<u64>(row)) & 15;
+            from = row - lead + 16 * chunk;
+            left = 16 * chunk < lead + BYTES ? lead + bytes - 16 * chunk : 0;
+        }
     }
-    DEVICE void copy(u8* to) {
-        copy_async_if<0>(left > 0, to, from);
+    DEVICE void copy(u8* to, int chunk) {
+        u32 lead = IS_STEADY ? 0 : static_cast<u32>(reinterpret_cast<u64>(from)) & 15;
+        bool wanted = left > 0 && (IS_STEADY || 16 * chunk < static_cast<int>(lead) + (left < BYTES ? left : BYTES));
+        copy_async_if<0>(wanted, to, from - lead + (IS_STEADY ? 0 : 16 * chunk));
         from += BYTES, left -= BYTES;
     }
 };
 template <> struct OwnScales<0> {
     DEVICE OwnScales(const u8*, int, int) {}
-    DEVICE void copy(u8*) {}
+    DEVICE void copy(u8*, int) {}
 };
 
 // `are_near`: a lane's two blocks of 32 are neighbours.
@@ -318,6 +324,11 @@ DEVICE constexpr bool are_aligned(int type) {
     return is_float(type) || type == VG_Q4_K || type == VG_Q5_K || is_planes(type);
 }
 
+// By how much the low bits go on from piece to piece.
+DEVICE constexpr int low_bits_of_piece(int type) {
+    return is_planes(type) ? piece_scales(type) % 16 : are_aligned(type) ? 0 : piece_bytes(type);
+}
+
 // The low bits of where the part of a row lies that need not begin at a multiple of 16 bytes.
 template <int TYPE> DEVICE u32 low_bits(const Begin& at) {
     return static_cast<u32>(reinterpret_cast<u64>(is_planes(TYPE) ? at.scales : at.quants));
@@ -413,7 +424,7 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
     int to = 0;
     auto fetch = [&]() {
         copy_own_piece<PIECE_BYTES, are_aligned(TYPE)>(places + to, from, left, own.chunk);
-        scales.copy(places + to + PIECE_BYTES);
+        scales.copy(places + to + PIECE_BYTES, own.chunk);
         commit_async();
         to = to < (STAGES - 1) * PAIR_BYTES ? to + PAIR_BYTES : 0;
         from += PIECE_BYTES;
@@ -442,7 +453,7 @@ template <int TYPE, int COLUMNS> DEVICE void vector_product(const VgVectorParams
         fetch();
         multiply_piece<TYPE, COLUMNS>(p, place, books, ring + at, bits, piece, own, chosen, lane, sums);
         at = at < (STAGES - 1) * PAIR_BYTES ? at + PAIR_BYTES : 0;
-        bits += are_aligned(TYPE) ? 0 : PIECE_BYTES;
+        bits += low_bits_of_piece(TYPE);
         if (++piece < pieces) {
             continue;
         }

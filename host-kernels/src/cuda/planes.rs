@@ -13,7 +13,7 @@ use vgpu_transport::ir::{Tensor, Type};
 use crate::engine::EngineError;
 
 /// The types whose weights are arranged: every kernel for products has a form that reads them so.
-const READ: &[Type] = &[Type::Mxfp4];
+const READ: &[Type] = &[Type::Mxfp4, Type::Iq4Nl, Type::Q4_0, Type::Q8_0, Type::Q6K];
 
 /// What quants and matrices begin at multiples of.
 const ALIGN: u64 = 16;

@@ -218,8 +218,9 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
             seen: 32,
         });
         let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
         device.fail(Fails::Launch(0));
-        built.compile(&engine, &loaded).run().unwrap_err();
+        plan.run().unwrap_err();
     };
     assert_eq!(engine.beyond_repair(), None, "it works");
     lose(&device);
@@ -236,13 +237,14 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
             })
         })
         .resting(Duration::ZERO);
-    device.fail(Fails::Launch(0));
     let built = TINY.graph(Step {
         tokens: 1,
         seen: 32,
     });
     let loaded = built.load(&engine);
-    built.compile(&engine, &loaded).run().unwrap_err();
+    let mut plan = built.compile(&engine, &loaded);
+    device.fail(Fails::Launch(0));
+    plan.run().unwrap_err();
     let found: Vec<bool> = (0..4).map(|_| engine.beyond_repair().is_some()).collect();
     assert_eq!(found, [false, false, true, true]);
     let reason = engine.beyond_repair().unwrap();

@@ -88,10 +88,19 @@ fn rows_of(weights: Tensor) -> Graph {
     graph(&[weights, ids, dst], &[(Op::GetRows {}, 2, &[0, 1])])
 }
 
-/// Bytes that look random and are scales and quants of numbers near 1 wherever they lie.
+/// The types whose weights are arranged.
+const TYPES: [Type; 5] = [Type::Mxfp4, Type::Iq4Nl, Type::Q4_0, Type::Q8_0, Type::Q6K];
+
+/// Bytes that look random and are scales, of MXFP4 near 1, and quants wherever they lie.
 fn content(len: u64, seed: u32) -> Vec<u8> {
+    content_of(Type::Mxfp4, len, seed)
+}
+
+/// The same of another type, whose scales are halves.
+fn content_of(ty: Type, len: u64, seed: u32) -> Vec<u8> {
+    let least = if ty == Type::Mxfp4 { 0x78 } else { 0x34 };
     (0..len as u32)
-        .map(|i| (i.wrapping_add(seed).wrapping_mul(2_654_435_761) >> 13) as u8 % 8 + 0x78)
+        .map(|i| (i.wrapping_add(seed).wrapping_mul(2_654_435_761) >> 13) as u8 % 8 + least)
         .collect()
 }
 
@@ -187,10 +196,11 @@ fn plain_result(weights: &[u8], graph: &Graph) -> Vec<f32> {
 
 #[test]
 fn weights_are_arranged_once_and_read_as_they_were_written() {
-    for ty in [Type::Mxfp4] {
+    for ty in TYPES {
         // Rows that are no multiple of 16 bytes, an odd number of them; and something beside them.
-        let weights = tensor(WEIGHTS, ty, [2880, 5, 1, 1], 64);
-        let bytes = content(64 + size(&weights) + 100, 1);
+        let length = 2880 / ty.block_elements() * ty.block_elements();
+        let weights = tensor(WEIGHTS, ty, [length, 5, 1, 1], 64);
+        let bytes = content_of(ty, 64 + size(&weights) + 100, 1);
         let (engine, device) = engine(true);
         let loaded = Loaded::new(&engine, &bytes);
         device.take_log();
@@ -227,9 +237,9 @@ fn weights_are_arranged_once_and_read_as_they_were_written() {
 
 #[test]
 fn each_expert_is_a_matrix_of_its_own() {
-    for ty in [Type::Mxfp4] {
+    for ty in TYPES {
         let weights = tensor(WEIGHTS, ty, [256, 24, 3, 1], 0);
-        let bytes = content(size(&weights), 2);
+        let bytes = content_of(ty, size(&weights), 2);
         let (engine, device) = engine(true);
         let loaded = Loaded::new(&engine, &bytes);
         device.take_log();

@@ -42,9 +42,9 @@ fn count(log: &[Event], of: &Event) -> usize {
 #[test]
 fn products_are_done_in_the_way_that_was_the_fastest() {
     for (way, kernel) in [
-        (Way::General, "vg_gemm_q8_0"),
-        (Way::Narrow, "vg_hopper_gemm_q8_0_128"),
-        (Way::Wide, "vg_hopper_gemm_q8_0_256"),
+        (Way::General, "vg_gemm_q8_0_planes"),
+        (Way::Narrow, "vg_hopper_gemm_q8_0_planes_128"),
+        (Way::Wide, "vg_hopper_gemm_q8_0_planes_256"),
     ] {
         let device = Arc::new(Spy::on_hopper());
         let engine = engine_on(&device).choosing(Choices::always(way));

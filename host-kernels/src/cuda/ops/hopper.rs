@@ -72,6 +72,7 @@ impl Hopper {
             Type::Q8_0 if in_planes => kernels!("q8_0_planes"),
             Type::Mxfp4 if in_planes => kernels!("mxfp4_planes"),
             Type::Iq4Nl if in_planes => kernels!("iq4_nl_planes"),
+            Type::Q6K if in_planes => kernels!("q6_k_planes"),
             _ if in_planes => return None,
             Type::F16 if is_aligned => kernels!("f16"),
             Type::Bf16 if is_aligned => kernels!("bf16"),

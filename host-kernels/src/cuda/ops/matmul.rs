@@ -146,6 +146,7 @@ impl Tuned {
                 Type::Q8_0 => tuned!("q8_0_planes", 16),
                 Type::Mxfp4 => tuned!("mxfp4_planes", 16),
                 Type::Iq4Nl => tuned!("iq4_nl_planes", 16),
+                Type::Q6K => tuned!("q6_k_planes", 16),
                 _ => None,
             };
         }

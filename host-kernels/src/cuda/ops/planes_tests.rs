@@ -9,11 +9,12 @@ use crate::cuda::params::*;
 
 /// The types whose blocks are put in planes: bytes of a scale, whether it is in front of the quants, and whether nibbles are put in
 /// the order of their elements.
-const TYPES: [(Type, usize, bool, bool); 4] = [
+const TYPES: [(Type, usize, bool, bool); 5] = [
     (Type::Mxfp4, 1, true, true),
     (Type::Iq4Nl, 2, true, true),
     (Type::Q4_0, 2, true, false),
     (Type::Q8_0, 2, true, false),
+    (Type::Q6K, 2, false, false),
 ];
 
 const MUL_MAT: Op = Op::MulMat {
@@ -124,7 +125,7 @@ fn few_columns() {
     for (ty, ..) in TYPES {
         let block = ty.block_elements();
         // Rows of whole blocks that end anywhere in a piece, and scales that begin at any byte.
-        for k in [1, 3, 17, 33, 90, 128].map(|blocks| blocks * 32 / block.min(32) * block) {
+        for k in [1, 3, 17, 33, 90, 128].map(|blocks| (blocks * 32 / block).max(1) * block) {
             for (m, n) in [(5, 1), (19, 8), (2, 3)] {
                 check(&mut bench, ty, [k, m, n], [1; 4]);
             }

@@ -22,7 +22,7 @@ pub(super) const BLOCK_PAIRS: u64 = 4;
 pub(super) const THREADS: u32 = 128;
 
 /// Types of weights that steps multiply, and those of planes, with their kernels for one column and for several.
-const WEIGHTS: [(&str, &str, VgType); 14] = [
+const WEIGHTS: [(&str, &str, VgType); 15] = [
     ("vg_vector_f32", "vg_vectors_f32", VG_F32),
     ("vg_vector_f16", "vg_vectors_f16", VG_F16),
     ("vg_vector_bf16", "vg_vectors_bf16", VG_BF16),
@@ -52,6 +52,11 @@ const WEIGHTS: [(&str, &str, VgType); 14] = [
         "vg_vector_mxfp4_planes",
         "vg_vectors_mxfp4_planes",
         VG_MXFP4 | VG_PLANES,
+    ),
+    (
+        "vg_vector_q6_k_planes",
+        "vg_vectors_q6_k_planes",
+        VG_Q6_K | VG_PLANES,
     ),
 ];
 
