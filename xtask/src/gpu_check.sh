@@ -31,9 +31,10 @@ fi
 # shellcheck disable=SC2086 # words of their own
 LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --json "$out/check.json" \
     ${VGPU_CHECK_OPTIONS:---budget 60}
-# The same comparisons where a token is one launch, which is off by itself.
+# The same comparisons where a token is one launch, which is off by itself, and with weights as guests write them.
 if [ "$engine" != cpu ]; then
     part check-steps 60 env VGPU_STEPS=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
+    part check-plain 30 env VGPU_LAYOUT=plain "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 0
 fi
 
 options="-ngl 99 -fa 1 -r 2 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}"
