@@ -2,7 +2,7 @@
 #include "vector.cuh"
 
 KERNEL(vg_vector_q2_k, VgVectorParams, 128) { vector_product<VG_Q2_K, 1>(p); }
-KERNEL(vg_vectors_q2_k, VgVectorParams, 128) { vector_product<VG_Q2_K, MOST_COLUMNS>(p); }
+KERNEL(vg_vectors_q2_k, VgVectorParams, 128, 5) { vector_product<VG_Q2_K, MOST_COLUMNS>(p); }
 KERNEL(vg_vector_q3_k, VgVectorParams, 128) { vector_product<VG_Q3_K, 1>(p); }
 KERNEL(vg_vectors_q3_k, VgVectorParams, 128) { vector_product<VG_Q3_K, MOST_COLUMNS>(p); }
 KERNEL(vg_vector_q4_k, VgVectorParams, 128) { vector_product<VG_Q4_K, 1>(p); }
