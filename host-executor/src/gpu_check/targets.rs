@@ -16,7 +16,7 @@ const WAYS: [(&str, &str); 7] = [
     (OURS, "launches"),
     ("vgpu_steps", "steps"),
     ("vgpu_general", "general kernels"),
-    ("vgpu_plain", "weights as they come"),
+    ("vgpu_plain", "plain layout"),
     ("vgpu_inproc", "in the process"),
     ("vgpu_inproc_steps", "the same, steps"),
     (THEIRS, "ggml-cuda"),
