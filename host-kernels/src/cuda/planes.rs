@@ -12,9 +12,6 @@ use vgpu_transport::ir::{Tensor, Type};
 
 use crate::engine::EngineError;
 
-/// The types whose weights are arranged: every kernel for products has a form that reads them so.
-const READ: &[Type] = &[Type::Mxfp4, Type::Iq4Nl, Type::Q4_0, Type::Q8_0, Type::Q6K];
-
 /// What quants and matrices begin at multiples of.
 const ALIGN: u64 = 16;
 
@@ -32,6 +29,7 @@ struct Block {
 }
 
 impl Block {
+    /// Of the types whose weights are arranged: every kernel for products has a form that reads them so.
     fn of(ty: Type) -> Option<Block> {
         let (quants, scale, is_first, has_nibbles) = match ty {
             Type::Mxfp4 => (16, 1, true, true),
@@ -104,7 +102,7 @@ impl Planes {
     /// How a tensor lies in planes, if products can read it so.
     pub(super) fn of(tensor: &Tensor) -> Option<Planes> {
         let shape = &tensor.shape;
-        let fits = READ.contains(&shape.ty)
+        let fits = Block::of(shape.ty).is_some()
             && !shape.is_empty()
             && shape.is_contiguous()
             && tensor.offset.is_multiple_of(ALIGN);
@@ -224,42 +222,48 @@ impl Planes {
     }
 }
 
+/// What tests compare with.
+#[cfg(test)]
+pub(super) mod reference {
+    use super::*;
+
+    /// The types that are arranged.
+    pub(in crate::cuda) const TYPES: [Type; 5] =
+        [Type::Mxfp4, Type::Iq4Nl, Type::Q4_0, Type::Q8_0, Type::Q6K];
+
+    /// A matrix in planes as the text above says, from the guest's bytes.
+    pub(in crate::cuda) fn arranged(matrix: &[u8], ty: Type) -> Vec<u8> {
+        let block = Block::of(ty).expect("a type with planes");
+        let (mut out, mut scales) = (Vec::new(), Vec::new());
+        for bytes in matrix.chunks_exact(block.bytes() as usize) {
+            let (scale, quants) = match block.is_first {
+                true => bytes.split_at(block.scale as usize),
+                false => {
+                    let (quants, scale) = bytes.split_at(block.quants as usize);
+                    (scale, quants)
+                }
+            };
+            scales.extend_from_slice(scale);
+            if block.has_nibbles {
+                let elements: Vec<u8> = { quants.iter().map(|byte| byte & 15) }
+                    .chain(quants.iter().map(|byte| byte >> 4))
+                    .collect();
+                out.extend(elements.chunks(2).map(|pair| pair[0] | pair[1] << 4));
+            } else {
+                out.extend_from_slice(quants);
+            }
+        }
+        out.extend(scales);
+        out
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use vgpu_transport::ir::Shape;
 
+    use super::reference::{TYPES, arranged};
     use super::*;
-
-    const TYPES: [Type; 5] = [Type::Mxfp4, Type::Iq4Nl, Type::Q4_0, Type::Q8_0, Type::Q6K];
-
-    /// Matrices in planes as the text above says, from the guest's bytes.
-    fn arranged(planes: &Planes, guests: &[u8]) -> Vec<u8> {
-        let block = planes.block();
-        let mut out = Vec::new();
-        for matrix in guests.chunks_exact(planes.of_matrix() as usize) {
-            let mut scales = Vec::new();
-            for bytes in matrix.chunks_exact(block.bytes() as usize) {
-                let (scale, quants) = match block.is_first {
-                    true => bytes.split_at(block.scale as usize),
-                    false => {
-                        let (quants, scale) = bytes.split_at(block.quants as usize);
-                        (scale, quants)
-                    }
-                };
-                scales.extend_from_slice(scale);
-                if block.has_nibbles {
-                    let elements: Vec<u8> = { quants.iter().map(|byte| byte & 15) }
-                        .chain(quants.iter().map(|byte| byte >> 4))
-                        .collect();
-                    out.extend(elements.chunks(2).map(|pair| pair[0] | pair[1] << 4));
-                } else {
-                    out.extend_from_slice(quants);
-                }
-            }
-            out.extend(scales);
-        }
-        out
-    }
 
     fn bytes(len: u64) -> Vec<u8> {
         (0..len as u32)
@@ -272,7 +276,9 @@ mod tests {
         for ty in TYPES {
             assert_eq!(Block::of(ty).map(|it| it.bytes()), Some(ty.block_bytes()));
         }
-        assert!(READ.iter().all(|ty| TYPES.contains(ty)));
+        let arranged = |ty: &Type| Block::of(*ty).is_some();
+        let count = Type::ALL.iter().filter(|ty| arranged(ty)).count();
+        assert_eq!(count, TYPES.len());
         assert_eq!(Block::of(Type::Q4K), None);
     }
 
@@ -287,7 +293,9 @@ mod tests {
                     matrices,
                 };
                 let guests = bytes(planes.bytes());
-                let mut lies = arranged(&planes, &guests);
+                let mut lies: Vec<u8> = { guests.chunks(planes.of_matrix() as usize) }
+                    .flat_map(|matrix| arranged(matrix, ty))
+                    .collect();
                 let fetch =
                     |range: Range<u64>| Ok(lies[range.start as usize..range.end as usize].to_vec());
                 let size = planes.bytes();

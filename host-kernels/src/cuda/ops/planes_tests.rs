@@ -6,16 +6,7 @@ use super::bench::{Bench, compare};
 use super::matmul;
 use super::vector::{self, Product, Products};
 use crate::cuda::params::*;
-
-/// The types whose blocks are put in planes: bytes of a scale, whether it is in front of the quants, and whether nibbles are put in
-/// the order of their elements.
-const TYPES: [(Type, usize, bool, bool); 5] = [
-    (Type::Mxfp4, 1, true, true),
-    (Type::Iq4Nl, 2, true, true),
-    (Type::Q4_0, 2, true, false),
-    (Type::Q8_0, 2, true, false),
-    (Type::Q6K, 2, false, false),
-];
+use crate::cuda::planes::reference::{TYPES, arranged};
 
 const MUL_MAT: Op = Op::MulMat {
     accumulator: Precision::Default,
@@ -27,32 +18,6 @@ const MUL_MAT_ID: Op = Op::MulMatId {
     accumulator: Precision::Default,
     activation: Precision::Default,
 };
-
-/// A matrix of these blocks in planes: the quants of all of them, then the scales.
-fn arranged(matrix: &[u8], ty: Type) -> Vec<u8> {
-    let (_, scale, is_first, in_order) = { TYPES.into_iter() }
-        .find(|it| it.0 == ty)
-        .expect("a type with planes");
-    let blocks = || matrix.chunks(ty.block_bytes() as usize);
-    let parts = |block: &[u8]| {
-        let at = if is_first { scale } else { block.len() - scale };
-        let (front, back) = block.split_at(at);
-        match is_first {
-            true => (back.to_vec(), front.to_vec()),
-            false => (front.to_vec(), back.to_vec()),
-        }
-    };
-    let mut planes = Vec::new();
-    for (mut quants, _) in blocks().map(parts) {
-        if in_order {
-            let element = |i: usize| quants[i % 16] >> (i / 16 * 4) & 15;
-            quants = { (0..16).map(|i| element(2 * i) | element(2 * i + 1) << 4) }.collect();
-        }
-        planes.extend(quants);
-    }
-    planes.extend(blocks().flat_map(|block| parts(block).1));
-    planes
-}
 
 /// Another tensor with the same weights in planes, each matrix for itself. Behind it is what nobody may read.
 fn in_planes(bench: &Bench, w: &VgView, ty: Type) -> VgView {
@@ -122,7 +87,7 @@ fn check_experts(bench: &mut Bench, ty: Type, [k, m]: [u64; 2], used: u64, token
 #[test]
 fn few_columns() {
     let mut bench = Bench::new();
-    for (ty, ..) in TYPES {
+    for ty in TYPES {
         let block = ty.block_elements();
         // Rows of whole blocks that end anywhere in a piece, and scales that begin at any byte.
         for k in [1, 3, 17, 33, 90, 128].map(|blocks| (blocks * 32 / block).max(1) * block) {
@@ -138,7 +103,7 @@ fn few_columns() {
 #[test]
 fn many_columns() {
     for mut bench in [Bench::new(), Bench::on_hopper()] {
-        for (ty, ..) in TYPES {
+        for ty in TYPES {
             let block = ty.block_elements();
             for (blocks, m, n, batch) in [
                 (1, 5, 33, [1, 1, 2, 1]),
@@ -156,7 +121,7 @@ fn many_columns() {
 #[test]
 fn several_products_and_units() {
     let mut bench = Bench::new();
-    for (ty, ..) in TYPES {
+    for ty in TYPES {
         let k = 34 * ty.block_elements();
         let (x, _) = bench.randoms([k, 1, 1, 1]);
         for (rows, unit) in [
