@@ -199,7 +199,7 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
     let kernel = rounded.unwrap_or_else(|| MatmulKernel::at(ty, level).unwrap());
     let weights = random_weights(format, rows);
     let x: Vec<f32> = random(K * cols, 5).collect();
-    let column_bytes = Format::of(kernel.activation).unwrap().row_bytes(K);
+    let column_bytes = kernel.activation.column_bytes(K);
     let mut columns = vec![0u8; column_bytes * cols];
     let mut y = vec![0f32; rows * cols];
     let mut ours = || {

@@ -6,8 +6,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
+use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 
+use super::gemm::Activation;
 use super::memory::CpuMemory;
 use super::ops;
 use super::pool::{Pool, Started, Worker};
@@ -263,11 +264,10 @@ impl Plan for CpuPlan {
     }
 }
 
-/// What nodes tell those that follow: the tensor that was last converted, in the type it was converted
-/// to. (The products with several weights, of queries, keys and values or of a gate, begin with the same activations.)
+/// What nodes tell those that follow: the tensor that was last converted, and to what. (The products with several weights, of queries, keys and values or of a gate, begin with the same activations.)
 #[derive(Default)]
 struct Keeper {
-    kept: Cell<Option<(View, Type)>>,
+    kept: Cell<Option<(View, Activation)>>,
     /// The most that was ever to be kept.
     bytes: Cell<usize>,
     /// What the first kernel of the node that is compiled converts, if it does nothing else.
@@ -317,12 +317,12 @@ impl Operands<'_> {
         Some(self.views[index as usize])
     }
 
-    /// Whether the kept memory ([`Worker::kept`]) already has `source` as `ty` from a node before this one. If not, it is
-    /// for this node's first kernel to write there: so many bytes, for itself and the nodes that follow.
-    pub(crate) fn keep(&self, source: View, ty: Type, bytes: usize) -> bool {
+    /// Whether the kept memory ([`Worker::kept`]) already has `source` as `activation` from a node before this one. If not,
+    /// it is for this node's first kernel to write there: so many bytes, for itself and the nodes that follow.
+    pub(crate) fn keep(&self, source: View, activation: Activation, bytes: usize) -> bool {
         let keeper = self.keeper;
         keeper.bytes.set(keeper.bytes.get().max(bytes));
-        keeper.kept.replace(Some((source, ty))) == Some((source, ty))
+        keeper.kept.replace(Some((source, activation))) == Some((source, activation))
     }
 
     /// The node has one kernel, of which each thread makes its [share](Worker::share) of the rows of `view`, and

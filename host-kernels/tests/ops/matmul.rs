@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vgpu_kernels::cpu::formats::Format;
-use vgpu_kernels::cpu::gemm::MatmulKernel;
+use vgpu_kernels::cpu::gemm::{Activation, MatmulKernel};
 use vgpu_kernels::{Engine, RunError};
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
@@ -44,7 +44,7 @@ pub(crate) fn reals() -> Vec<Type> {
 /// the weight's.
 pub(crate) fn as_activation(weight: Type, row: &[f64]) -> Vec<f64> {
     let kernel = MatmulKernel::of(weight).expect("a type of weights");
-    let format = Format::of(kernel.activation).expect("a type of real numbers");
+    let format = kernel.activation.format();
     let mut values: Vec<f32> = row.iter().map(|&x| x as f32).collect();
     let mut bytes = vec![0; format.row_bytes(row.len())];
     // SAFETY: all hold a row.
@@ -77,7 +77,8 @@ pub(crate) fn tolerance(weight: Type) -> f64 {
 
 /// Whether the activations carry the sum of each block as a half.
 fn has_half_sums(weight: Type) -> bool {
-    MatmulKernel::of(weight).is_some_and(|kernel| kernel.activation == Type::Q8_1)
+    MatmulKernel::of(weight)
+        .is_some_and(|kernel| kernel.activation == Activation::Typed(Type::Q8_1))
 }
 
 /// The dot product, and the sum of the magnitudes of its terms.

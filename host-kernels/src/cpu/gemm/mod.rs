@@ -22,7 +22,7 @@ pub use level::Level;
 #[cfg(target_arch = "x86_64")]
 pub(in crate::cpu) use x86::{transpose_8, transpose_16};
 
-use super::formats::{self, Type};
+use super::formats::{self, Format, Type};
 
 /// Multiplies rows of weights with columns of activations.
 ///
@@ -30,7 +30,7 @@ use super::formats::{self, Type};
 /// `0..cols`. Strides of `w` and `x` are in bytes, that of `dst` in floats.
 ///
 /// # Safety
-/// - `k` is a multiple of the blocks of the weight and the activation type;
+/// - `k` is a multiple of the blocks of the weight and the activation type, if that has any;
 /// - `w` is readable for `rows` rows of `k` weights, `w_row_stride` bytes apart;
 /// - `x` is readable for `cols` columns of `k` activations, `x_col_stride` bytes apart;
 /// - `dst` is writable for `cols` columns of `rows` floats, `dst_col_stride` floats apart, no two of
@@ -52,13 +52,46 @@ pub type Gemm = unsafe fn(
 /// processor.
 pub const ROUNDED_COLUMNS: usize = 8;
 
+/// What columns of activations are converted to before they are multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// Elements of a type of ggml's. All kernels that are not [`MatmulKernel::rounded`] take one.
+    Typed(Type),
+    /// Integers of 14 bits with a scale for 32: chunks of 256 elements, the last one with as much room as the others.
+    Shorts,
+}
+
+impl Activation {
+    /// Bytes of a column of `k` activations.
+    pub fn column_bytes(self, k: usize) -> usize {
+        match self {
+            Activation::Typed(_) => self.format().row_bytes(k),
+            #[cfg(target_arch = "x86_64")]
+            Activation::Shorts => x86::short_column_bytes(k),
+            #[cfg(not(target_arch = "x86_64"))]
+            Activation::Shorts => unreachable!("no kernel here takes them"),
+        }
+    }
+
+    /// The format of a type of ggml's.
+    ///
+    /// # Panics
+    /// For [`Activation::Shorts`].
+    pub fn format(self) -> &'static Format {
+        match self {
+            Activation::Typed(ty) => Format::of(ty).expect("every activation is a format"),
+            Activation::Shorts => panic!("these integers are no type of ggml's"),
+        }
+    }
+}
+
 /// How to multiply with one type of weights.
 #[derive(Debug, Clone, Copy)]
 pub struct MatmulKernel {
     /// The type of the weights.
     pub weight: Type,
-    /// The type the activations are converted to.
-    pub activation: Type,
+    /// What the activations are converted to.
+    pub activation: Activation,
     /// Converts a column of `k` activations.
     pub quantize_activation: formats::QuantizeRow,
     /// Multiplies.

@@ -3,7 +3,7 @@
 //! Each weight block is decoded once and multiplied with all columns; sums run over the blocks in
 //! order, in `dst` itself.
 
-use super::MatmulKernel;
+use super::{Activation, MatmulKernel};
 use crate::cpu::formats::{
     self, BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs,
     BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K,
@@ -48,7 +48,7 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
     let quantize_activation: formats::QuantizeRow = Format::of(activation)?.quantize_row;
     Some(MatmulKernel {
         weight,
-        activation,
+        activation: Activation::Typed(activation),
         quantize_activation,
         gemm,
         panel_cols: 1,

@@ -226,9 +226,8 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(view: View, ty: Type, layout: &mut Layout) -> Prepared {
+    fn new(view: View, format: &'static Format, layout: &mut Layout) -> Prepared {
         let sequence = Sequence::new(view);
-        let format = Format::of(ty).expect("products are of real numbers");
         Prepared {
             reader: Access::new(view.ty, sequence.step()),
             sequence,
@@ -294,7 +293,7 @@ fn convolution(
     let weight = Format::of(kernel.ty).expect("floats are a format");
 
     let mut layout = Layout::default();
-    let kernels = Prepared::new(kernel, product.activation, &mut layout);
+    let kernels = Prepared::new(kernel, product.activation.format(), &mut layout);
     let kernels_at = kernels.at;
     let kernel_bytes = kernels.format.row_bytes(k);
     let patch_at = layout.room(busy, k * size_of::<f32>());
@@ -464,9 +463,14 @@ fn transposed(out: Axes, kernel: Axes, image: Axes, stride: usize, workers: usiz
     let order = |a: Axes, d: [usize; 4]| {
         super::walk::laid_out(a.view, 0, d.map(|d| a.extents[d]), d.map(|d| a.steps[d]))
     };
+    let weight = Format::of(kernel.view.ty).expect("floats are a format");
     let mut layout = Layout::default();
-    let weights = Prepared::new(order(kernel, [3, 0, 1, 2]), kernel.view.ty, &mut layout);
-    let columns = Prepared::new(order(image, [2, 0, 1, 3]), product.activation, &mut layout);
+    let weights = Prepared::new(order(kernel, [3, 0, 1, 2]), weight, &mut layout);
+    let columns = Prepared::new(
+        order(image, [2, 0, 1, 3]),
+        product.activation.format(),
+        &mut layout,
+    );
     let (weights_at, columns_at) = (weights.at, columns.at);
     let (weight_bytes, column_bytes) = (
         weights.format.row_bytes(channels),

@@ -6,7 +6,7 @@ use super::elementwise::{Add, Scale};
 use super::gather::real_types;
 use super::lines::{Access, Map, STAGE, Weighted, apply, maps};
 use super::staging::Layout;
-use crate::cpu::gemm::MatmulKernel;
+use crate::cpu::gemm::{Activation, MatmulKernel};
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::simd::{Lanes, Simd};
 use crate::cpu::view::View;
@@ -197,7 +197,7 @@ fn lightning_indexer(
     let [n, heads, tokens, streams] = q.ne;
     let keys = k.ne[2];
     let product = MatmulKernel::of(Type::F32).expect("floats are weights");
-    debug_assert_eq!(product.activation, Type::F32);
+    debug_assert_eq!(product.activation, Activation::Typed(Type::F32));
     let (out, key_rows) = (
         Access::rows(&dst),
         Access::new(k.ty, k.ty.block_bytes() as usize),

@@ -6,7 +6,8 @@ use super::Call;
 use super::blocks::{Codes, Groups, half};
 use super::panel::{self, Ahead, Panel, Tile};
 use super::scratch::PREPARED;
-use super::simd::Simd;
+use super::shorts::{self, ShortColumn, ShortPanel, Source};
+use super::simd::{Avx2, Simd};
 use crate::cpu::formats::{BlockQ8_0, BlockQ8_1};
 use std::arch::x86_64::*;
 
@@ -33,17 +34,6 @@ unsafe fn dot<S: Simd, B: Groups>(acc: S::I, quants: S::I, x: S::I) -> S::I {
         } else {
             S::dot(acc, quants, x)
         }
-    }
-}
-
-/// Quants as they lie in a panel: without the offset that the level would take out of each product.
-#[inline(always)]
-unsafe fn panel_quants<S: Simd, B: Groups>(quants: S::I) -> S::I {
-    if B::WIDE && S::WIDE_IS_SIGNED {
-        // SAFETY: the contract of `simd`.
-        unsafe { S::flip(quants) }
-    } else {
-        quants
     }
 }
 
@@ -122,7 +112,11 @@ pub(super) unsafe fn gemm<S: Simd, B: Groups>(call: &Call) {
     // SAFETY: the caller's promise.
     unsafe {
         if call.cols >= PANEL_COLS {
-            panel::gemm::<S, GroupPanel<S, B>>(call);
+            if B::WIDE && S::WIDE_IS_SIGNED {
+                panel::gemm::<S, ShortPanel<S, Wide<B>>>(call);
+            } else {
+                panel::gemm::<S, GroupPanel<S, B>>(call);
+            }
         } else {
             rows::<S, B>(call);
         }
@@ -415,6 +409,131 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
     }
 }
 
+/// Where `n` rows of weights begin, from `row` on; the last one is repeated where there are fewer.
+#[inline(always)]
+fn rows_from(call: &Call, row: usize, n: usize) -> [*const u8; 32] {
+    let mut from = [call.w; 32];
+    for r in 0..n {
+        from[r] = call
+            .w
+            .wrapping_add((row + r).min(call.rows - 1) * call.w_stride);
+    }
+    from
+}
+
+/// The scales and minimums of `groups` groups of a row, of which there usually are as many as in a chunk: then that is a
+/// constant, and no loop over it is left.
+///
+/// # Safety
+/// As [`Simd::scales`].
+#[inline(always)]
+unsafe fn chunk_scales<S: Simd, B: Groups>(
+    row: *const u8,
+    first: usize,
+    groups: usize,
+) -> (__m256, __m256) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match groups {
+            GROUPS => S::scales::<B>(row, first, GROUPS),
+            _ => S::scales::<B>(row, first, groups),
+        }
+    }
+}
+
+/// The quants of the group in block `block` of a vector of rows, decoded where they lie: for each four elements `i`, a
+/// vector with those of each row.
+///
+/// # Safety
+/// As [`Simd::transpose_words`], for each row.
+#[inline(always)]
+unsafe fn decode_words<S: Simd, B: Groups>(
+    rows: *const *const u8,
+    block: usize,
+    mut place: impl FnMut(usize, S::I),
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match B::CODES {
+            Codes::Nibbles(offset) => {
+                let words = S::transpose_words(rows, block + offset);
+                for (i, word) in words.into_iter().enumerate() {
+                    place(i, B::decode::<S>(S::low_nibbles(word)));
+                    place(4 + i, B::decode::<S>(S::high_nibbles(word)));
+                }
+            }
+            Codes::Bytes(offset) => {
+                for half in 0..2 {
+                    let words = S::transpose_words(rows, block + offset + 16 * half);
+                    for (i, word) in words.into_iter().enumerate() {
+                        place(4 * half + i, B::decode::<S>(word));
+                    }
+                }
+            }
+            Codes::Other => {}
+        }
+    }
+}
+
+/// Quants of eight bits with a sign, and as such the activations, in 16 bits: a level that multiplies bytes only if those
+/// of one side have none would have to move it for every product.
+struct Wide<B>(PhantomData<B>);
+
+impl<B: Groups> Source for Wide<B> {
+    const BYTES: usize = CHUNK / B::ELEMENTS * size_of::<B>();
+
+    #[inline(always)]
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut ShortColumn) {
+        const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
+        let (bytes, quants) = activation::<B>();
+        // SAFETY: the caller's promise.
+        unsafe {
+            let column = &mut *column;
+            for g in 0..len / 32 {
+                let block = x.add((start / 32 + g) * bytes);
+                column.scales[g] = half(block.cast::<u16>().read_unaligned());
+                let x = _mm256_loadu_si256(block.add(quants).cast());
+                let to = column.pairs[g].as_mut_ptr();
+                for (i, pairs) in <Avx2 as Simd>::widen_pairs(x).into_iter().enumerate() {
+                    _mm256_storeu_si256(to.add(8 * i).cast(), pairs);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack<S: Simd>(
+        panel: &mut ShortPanel<S, Self>,
+        call: &Call,
+        row: usize,
+        start: usize,
+        len: usize,
+    ) {
+        const { assert!(!(B::WIDE && matches!(B::CODES, Codes::Other))) }
+        let from = rows_from(call, row, shorts::VECTORS * S::LANES);
+        let (first, groups) = (start / 32, len / 32);
+        // SAFETY: the caller's promise: groups `start / 32 ..` exist in every row below `call.rows`.
+        unsafe {
+            for r in 0..shorts::VECTORS * S::LANES {
+                let (d, _) = chunk_scales::<S, B>(from[r], first, groups);
+                _mm256_storeu_ps(panel.row_scales(r).as_mut_ptr(), d);
+            }
+            panel.interleave_scales(groups);
+            for g in 0..groups {
+                let block = (first + g) * size_of::<B>();
+                for v in 0..shorts::VECTORS {
+                    let rows = from.as_ptr().add(v * S::LANES);
+                    decode_words::<S, B>(rows, block, |i, quants| {
+                        let [even, odd] = S::widen_pairs(S::flip(quants));
+                        panel.set_pairs(16 * g + i, v, even);
+                        panel.set_pairs(16 * g + 8 + i, v, odd);
+                    });
+                }
+            }
+        }
+    }
+}
+
 /// Up to 32 rows of a chunk, interleaved.
 #[repr(C, align(64))]
 struct GroupPanel<S, B> {
@@ -493,15 +612,9 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
         unsafe {
             let first = start / 32;
             let last = first + groups - 1;
-            let mut from = [call.w; 32];
+            let from = rows_from(call, row, height);
             for r in 0..height {
-                from[r] = call.w.add((row + r).min(call.rows - 1) * call.w_stride);
-                // The usual number as a constant, so that no loop over it is left.
-                let (d, m) = if groups == GROUPS {
-                    S::scales::<B>(from[r], first, GROUPS)
-                } else {
-                    S::scales::<B>(from[r], first, groups)
-                };
+                let (d, m) = chunk_scales::<S, B>(from[r], first, groups);
                 _mm256_storeu_ps(self.row_scales[r].as_mut_ptr(), d);
                 _mm256_storeu_ps(self.row_scales[r].as_mut_ptr().add(8), m);
             }
@@ -511,43 +624,21 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
             panel::interleave::<S>(rows, 64, words, S::PANEL, scales);
 
             let quants = self.quants.as_mut_ptr().cast::<u8>();
-            let vector = 4 * S::LANES;
-            // Where word `i` of a group's quants in vector `v` of rows goes.
-            let place =
-                |g: usize, i: usize, v: usize| quants.add(((8 * g + i) * S::PANEL + v) * vector);
             for g in 0..groups {
                 let block = (first + g) * size_of::<B>();
                 for v in 0..S::PANEL {
-                    let from = from.as_ptr().add(v * S::LANES);
-                    match B::CODES {
-                        Codes::Nibbles(offset) => {
-                            let words = S::transpose_words(from, block + offset);
-                            for (i, word) in words.into_iter().enumerate() {
-                                let low = B::decode::<S>(S::low_nibbles(word));
-                                S::store(place(g, i, v), panel_quants::<S, B>(low));
-                                let high = B::decode::<S>(S::high_nibbles(word));
-                                S::store(place(g, 4 + i, v), panel_quants::<S, B>(high));
-                            }
-                        }
-                        Codes::Bytes(offset) => {
-                            for half in 0..2 {
-                                let at = block + offset + 16 * half;
-                                let words = S::transpose_words(from, at);
-                                for (i, word) in words.into_iter().enumerate() {
-                                    let quants = panel_quants::<S, B>(B::decode::<S>(word));
-                                    S::store(place(g, 4 * half + i, v), quants);
-                                }
-                            }
-                        }
-                        Codes::Other => {}
-                    }
+                    let rows = from.as_ptr().add(v * S::LANES);
+                    decode_words::<S, B>(rows, block, |i, word| {
+                        let place = ((8 * g + i) * S::PANEL + v) * 4 * S::LANES;
+                        S::store(quants.add(place), word);
+                    });
                 }
             }
             if B::CODES == Codes::Other {
                 for r in 0..height {
                     let mut g = 0;
                     while g < groups {
-                        let q = panel_quants::<S, B>(S::groups::<B>(from[r], first + g, last));
+                        let q = S::groups::<B>(from[r], first + g, last);
                         S::store(self.rows[r].as_mut_ptr().add(32 * g), q);
                         g += S::GROUPS;
                     }
@@ -613,9 +704,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                             let x = x.add(c * x_stride + g * bytes + 4 * (part * words + i));
                             let x = S::splat(x.cast::<u32>().read_unaligned());
                             for p in 0..P {
-                                if B::WIDE && S::WIDE_IS_SIGNED {
-                                    dots[p][c] = S::dot_signed(dots[p][c], w[p], x);
-                                } else if depth == 1 {
+                                if depth == 1 {
                                     dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);
                                 } else {
                                     let products = S::multiply_pairs(w[p], x);

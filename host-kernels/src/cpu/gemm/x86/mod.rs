@@ -25,7 +25,9 @@ mod shorts;
 mod simd;
 mod supers;
 
-use super::{Level, MatmulKernel, ROUNDED_COLUMNS};
+pub(super) use shorts::column_bytes as short_column_bytes;
+
+use super::{Activation, Level, MatmulKernel, ROUNDED_COLUMNS};
 use crate::cpu::formats::{
     BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs, BlockIq4Nl,
     BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K, BlockQ4_0,
@@ -130,6 +132,14 @@ macro_rules! entry_points {
             );
 
             /// # Safety
+            /// As [`shorts::round_column`].
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn round_column(from: *const f32, to: *mut u8, k: usize) {
+                // SAFETY: the caller's promise; the function has the instructions of the level.
+                unsafe { shorts::round_column::<$simd>(from, to, k) }
+            }
+
+            /// # Safety
             /// As [`plain::multiply`].
             #[target_feature(enable = $features)]
             unsafe fn multiply_plain(call: &Call) {
@@ -200,7 +210,8 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         (Level::Avx2Vnni, _) => at_level!(avx2_vnni),
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
     };
-    let panel_cols = match portable.activation {
+    let activation = portable.activation.format().ty;
+    let panel_cols = match activation {
         Type::F32 | Type::F16 | Type::Bf16 => floats::PANEL_COLS,
         Type::Q8K => supers::PANEL_COLS,
         _ => groups::PANEL_COLS,
@@ -208,7 +219,7 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
     let wide = level >= Level::Avx512;
     Some(MatmulKernel {
         gemm,
-        quantize_activation: activations::quantizer(portable.activation, wide)
+        quantize_activation: activations::quantizer(activation, wide)
             .unwrap_or(portable.quantize_activation),
         panel_cols,
         row_tile: if wide { 32 } else { 16 },
@@ -226,27 +237,32 @@ pub(super) fn rounded(
     if columns < ROUNDED_COLUMNS {
         return None;
     }
-    let gemm: super::Gemm = match (level, weight) {
-        (Level::Avx512Bf16, Type::F16) => {
-            return Some(MatmulKernel {
-                weight,
-                gemm: bf16_pairs::<pairs::F16>,
-                ..kernel(Type::Bf16, level)?
-            });
-        }
-        _ if columns < shorts::COLUMNS || k < shorts::ELEMENTS => return None,
-        (Level::Avx2, Type::F16) => avx2::rounded::<floats::F16>,
-        (Level::Avx2, Type::Bf16) => avx2::rounded::<floats::Bf16>,
-        (Level::Avx2Vnni, Type::F16) => avx2_vnni::rounded::<floats::F16>,
-        (Level::Avx2Vnni, Type::Bf16) => avx2_vnni::rounded::<floats::Bf16>,
-        (Level::Avx512, Type::F16) => avx512::rounded::<floats::F16>,
-        (Level::Avx512, Type::Bf16) => avx512::rounded::<floats::Bf16>,
-        _ => return None,
-    };
-    Some(MatmulKernel {
-        weight,
-        gemm,
-        panel_cols: shorts::COLUMNS,
-        ..kernel(Type::F32, level)?
-    })
+    let pays = columns >= shorts::COLUMNS && k >= shorts::ELEMENTS;
+    macro_rules! shorts {
+        ($module:ident) => {{
+            let gemm: super::Gemm = match weight {
+                Type::F16 => $module::rounded::<floats::F16>,
+                Type::Bf16 => $module::rounded::<floats::Bf16>,
+                _ => return None,
+            };
+            Some(MatmulKernel {
+                gemm,
+                activation: Activation::Shorts,
+                quantize_activation: $module::round_column,
+                panel_cols: shorts::COLUMNS,
+                ..kernel(weight, level)?
+            })
+        }};
+    }
+    match (level, weight) {
+        (Level::Avx512Bf16, Type::F16) => Some(MatmulKernel {
+            weight,
+            gemm: bf16_pairs::<pairs::F16>,
+            ..kernel(Type::Bf16, level)?
+        }),
+        (Level::Avx2, _) if pays => shorts!(avx2),
+        (Level::Avx2Vnni, _) if pays => shorts!(avx2_vnni),
+        (Level::Avx512, _) if pays => shorts!(avx512),
+        _ => None,
+    }
 }

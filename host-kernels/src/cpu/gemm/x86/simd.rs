@@ -66,6 +66,8 @@ pub(super) trait Simd: Copy + 'static {
     -> Self::I;
     /// The magnitudes of signed bytes.
     unsafe fn magnitudes(x: Self::I) -> Self::I;
+    /// Of the four signed bytes of each lane, the first and the third in 16 bits, and the second and the fourth.
+    unsafe fn widen_pairs(v: Self::I) -> [Self::I; 2];
     /// For each 16-bit lane, the sum of two products of quants below 128 with signed bytes.
     unsafe fn multiply_pairs(quants: Self::I, x: Self::I) -> Self::I;
     /// The sums of 16-bit lanes.
@@ -229,6 +231,13 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn magnitudes(x: __m512i) -> __m512i {
         unsafe { _mm512_abs_epi8(x) }
+    }
+    #[inline(always)]
+    unsafe fn widen_pairs(v: __m512i) -> [__m512i; 2] {
+        unsafe {
+            let first = _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8);
+            [first, _mm512_srai_epi16(v, 8)]
+        }
     }
     #[inline(always)]
     unsafe fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i {
@@ -598,6 +607,13 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     #[inline(always)]
     unsafe fn magnitudes(x: __m256i) -> __m256i {
         unsafe { _mm256_abs_epi8(x) }
+    }
+    #[inline(always)]
+    unsafe fn widen_pairs(v: __m256i) -> [__m256i; 2] {
+        unsafe {
+            let first = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8);
+            [first, _mm256_srai_epi16(v, 8)]
+        }
     }
     #[inline(always)]
     unsafe fn multiply_pairs(quants: __m256i, x: __m256i) -> __m256i {

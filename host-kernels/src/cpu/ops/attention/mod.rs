@@ -21,7 +21,6 @@ use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 use super::gather::real_types;
 use super::softmax::Slopes;
 use super::staging::{Layout, Output};
-use crate::cpu::formats::Format;
 use crate::cpu::gemm::MatmulKernel;
 use crate::cpu::mix::{Mix, TILE_RESULTS};
 use crate::cpu::plan::{Compiled, Kernel, Operands};
@@ -225,7 +224,6 @@ impl Attention {
         let (q, k, v) = (operands.src(0), operands.src(1), operands.src(2));
         let (mask, sinks) = (operands.optional(3), operands.optional(4));
         let kernel = MatmulKernel::of(k.ty).expect("the rules claim no other keys");
-        let activation = Format::of(kernel.activation).expect("every weight's activation is one");
         let sources: Vec<View> = [Some(q), Some(k), Some(v), mask, sinks]
             .into_iter()
             .flatten()
@@ -250,7 +248,7 @@ impl Attention {
             spans: 1,
             span_keys: k.ne[1],
             by_key,
-            query_bytes: activation.row_bytes(k.ne[0]).next_multiple_of(64),
+            query_bytes: kernel.activation.column_bytes(k.ne[0]).next_multiple_of(64),
             width: v.ne[0].next_multiple_of(LINE_FLOATS),
             queries: 0,
             scores: 0,

@@ -1,16 +1,15 @@
 //! Columns of activations on their way to a product.
 
 use super::super::gather::RowReader;
-use crate::cpu::formats::Format;
-use crate::cpu::gemm::MatmulKernel;
+use crate::cpu::gemm::{Activation, MatmulKernel};
 use crate::cpu::plan::{Kernel, Operands};
 use crate::cpu::pool::Worker;
 use crate::cpu::view::View;
 
-/// Elements of a column that a thread converts at once, a multiple of every block.
+/// Elements of a column that a thread converts at once, a multiple of every block and chunk.
 const PIECE: usize = 2048;
 
-/// Columns of activations in the type that a weight is multiplied with.
+/// Columns of activations as a weight is multiplied with them.
 #[derive(Clone, Copy)]
 pub(super) struct Activations {
     pub(super) source: View,
@@ -22,15 +21,14 @@ pub(super) struct Activations {
     done: bool,
     /// Whether each thread converts the rows that it has just made.
     by_rows: bool,
-    /// Bytes of one column in the activation type.
+    /// Bytes of one converted column.
     pub(super) column_bytes: usize,
 }
 
 impl Activations {
     pub(super) fn new(operands: &Operands<'_>, source: View, kernel: MatmulKernel) -> Activations {
-        let format = Format::of(kernel.activation).expect("every weight's activation is a format");
-        let column_bytes = format.row_bytes(source.ne[0]);
-        let in_place = source.ty == kernel.activation && source.dense_rows();
+        let column_bytes = kernel.activation.column_bytes(source.ne[0]);
+        let in_place = Activation::Typed(source.ty) == kernel.activation && source.dense_rows();
         let bytes = (source.rows().checked_mul(column_bytes))
             .expect("converted columns are a small multiple of operands that were validated");
         let done = in_place || operands.keep(source, kernel.activation, bytes);
@@ -45,7 +43,7 @@ impl Activations {
         }
     }
 
-    /// The same for another kernel that takes the same type of activations.
+    /// The same for another kernel that takes the same activations.
     pub(super) fn multiplied_by(self, kernel: MatmulKernel) -> Activations {
         debug_assert_eq!(kernel.activation, self.kernel.activation);
         Activations { kernel, ..self }
@@ -78,7 +76,6 @@ impl Activations {
         }
         let k = self.source.ne[0];
         let pieces = k.div_ceil(PIECE);
-        let format = Format::of(self.kernel.activation).expect("as in `new`");
         let mut buffer = [0f32; PIECE];
         let units = match self.by_rows {
             true => {
@@ -91,9 +88,9 @@ impl Activations {
             let (column, start) = (unit / pieces, unit % pieces * PIECE);
             let n = PIECE.min(k - start);
             let row = self.source.row_ptr(self.source.row_index(column));
-            let to = column * self.column_bytes + format.row_bytes(start);
+            let to = column * self.column_bytes + self.kernel.activation.column_bytes(start);
             // SAFETY: the row and its elements lie in the source; the place in kept memory is this
-            // piece's alone, inside what `new` asked for; blocks divide `PIECE` and, by the IR's rules, `k`.
+            // piece's alone, inside what `new` asked for; blocks and chunks divide `PIECE`, and blocks, by the IR's rules, `k`.
             unsafe {
                 let values = match self.reader.in_place(row) {
                     Some(row) => row.add(start),
