@@ -44,7 +44,7 @@ impl CpuPlan {
         let memories = memories(buffers).ok_or(EngineError::ForeignMemory)?;
         let (views, moves) = views(graph, &memories)?;
         let arrangement = match fuses {
-            true => Arrangement::of(graph),
+            true => Arrangement::of(graph, u64::MAX),
             false => Arrangement::plain(graph),
         };
         let mut compiler = Compiler {

@@ -97,7 +97,7 @@ impl CudaPlan {
             .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
             .collect();
         let arrangement = match stream.pace.fuses {
-            true => Arrangement::of(graph),
+            true => Arrangement::of(graph, vector::FEW_COLUMNS as u64),
             false => Arrangement::plain(graph),
         };
         let mut layout = Layout::of(graph, &memories, stream)?;

@@ -67,12 +67,13 @@ impl Arrangement {
         }
     }
 
-    /// The graph with groups.
-    pub(crate) fn of(graph: &Graph) -> Arrangement {
+    /// The graph with groups, those of products with up to so many columns of activations.
+    pub(crate) fn of(graph: &Graph, columns: u64) -> Arrangement {
         let mut all = Arrangement::plain(graph);
         let mut first = 0;
         while first < all.graph.nodes.len() {
-            match Finder(&all).group(first) {
+            let finder = Finder { all: &all, columns };
+            match finder.group(first) {
                 Some(group) => first = all.take(&group),
                 None => first += 1,
             }
@@ -115,7 +116,11 @@ impl Arrangement {
 }
 
 /// A graph while groups are found in it.
-struct Finder<'g>(&'g Arrangement);
+struct Finder<'g> {
+    all: &'g Arrangement,
+    /// Most columns of activations in a group of products.
+    columns: u64,
+}
 
 impl<'g> Finder<'g> {
     /// The group that begins with a node.
@@ -137,7 +142,7 @@ impl<'g> Finder<'g> {
     }
 
     fn graph(&self) -> &'g Graph {
-        &self.0.graph
+        &self.all.graph
     }
 
     fn node(&self, at: usize) -> &'g Node {
@@ -154,7 +159,7 @@ impl<'g> Finder<'g> {
 
     /// Whether a node computes something and is in no group.
     fn is_free(&self, at: usize) -> bool {
-        !self.dst(at).shape.is_empty() && !self.0.taken[self.0.origin[at]]
+        !self.dst(at).shape.is_empty() && !self.all.taken[self.all.origin[at]]
     }
 
     /// The next node behind `at` that computes something, if it is of the kind wanted.

@@ -5,13 +5,13 @@ use vgpu_transport::ir::{GluKind, Op, Tensor};
 
 use super::{Finder, Group, Kind, is_apart, is_f32, is_same, rows};
 
-/// Most columns of activations.
-const FEW_COLUMNS: u64 = 8;
+/// Most tokens whose experts' products are a group: of more, each expert's weights are read once for all of its own.
+const FEW_TOKENS: u64 = 8;
 
 /// Most products of a group.
 const MOST: usize = 3;
 
-/// The weights, activations and ids of a product of few columns.
+/// The weights, activations and ids of a product that may be of a group.
 fn operands<'g>(
     finder: &Finder<'g>,
     at: usize,
@@ -20,11 +20,10 @@ fn operands<'g>(
     let [_, columns, n2, n3] = finder.dst(at).shape.ne;
     match finder.node(at).op {
         Op::MulMat { hadamard, .. } => {
-            let few = columns <= FEW_COLUMNS && n2 == 1 && n3 == 1;
-            (few && !hadamard).then_some((w, x, None))
+            let is_plain = columns <= finder.columns && n2 == 1 && n3 == 1;
+            (is_plain && !hadamard).then_some((w, x, None))
         }
-        // Of many tokens, each expert's weights are read once for all of its own.
-        Op::MulMatId { .. } => (n2 <= FEW_COLUMNS).then_some((w, x, Some(finder.src(at, 2)?))),
+        Op::MulMatId { .. } => (n2 <= FEW_TOKENS).then_some((w, x, Some(finder.src(at, 2)?))),
         _ => None,
     }
 }

@@ -8,7 +8,7 @@ use super::super::glu::gate;
 use super::super::lines::{Access, apply};
 use super::super::staging::{Layout, Output};
 use super::activations::{Activations, converted};
-use super::tiles::{LINE_FLOATS, Product};
+use super::tiles::Product;
 use super::{experts, kernel_of};
 use crate::cpu::plan::{Compiled, Kernel, Operands};
 use crate::cpu::view::View;
@@ -154,7 +154,7 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
     })
 }
 
-/// Two products of few columns and the unit that one of them gates. Nobody wants the products themselves.
+/// Two products and the unit that one of them gates. Nobody wants the products themselves.
 pub(in super::super) fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let (last, products) = nodes.split_last()?;
     let Op::Glu {
@@ -204,10 +204,8 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
         let output = Output::new(dst, &[], &mut scratch);
         Product::new(term.node, activations, output, term.bias, 1)
     });
-    let (rows, grain) = (activated.weight.ne[1], activated.grain_rows);
-    let columns = x.ne[1];
     // Each thread has a tile of each product.
-    let tile_floats = (grain * columns).next_multiple_of(LINE_FLOATS);
+    let (tile_floats, height) = (activated.tile_floats(), activated.grain_rows);
     let own = scratch.room(2 * first.workers(), tile_floats * size_of::<f32>());
     let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
     kernels.push(Box::new(move |w| {
@@ -216,17 +214,17 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
             let own = w.scratch().add(own).cast::<f32>();
             [0, 1].map(|i| own.add((2 * w.index() + i) * tile_floats))
         };
-        for tile in w.chunks(rows.div_ceil(grain), 1).flatten() {
-            let row = tile * grain;
-            let n = grain.min(rows - row);
-            // SAFETY: conversion has finished, a barrier ago; the rows are inside the weights, of which `multiply` takes as
-            // many as a tile has; no other tile has these results.
+        for tile in w.chunks(activated.tiles(), 1).flatten() {
+            let (tile_rows, tile_columns) = activated.extent(tile);
+            // SAFETY: conversion has finished, a barrier ago; both products are cut alike, and there is room for a tile; no
+            // other tile has these results.
             unsafe {
-                activated.multiply(w, (0, row), 0, columns, a, grain);
-                factor.multiply(w, (0, row), 0, columns, b, grain);
-                for column in 0..columns {
-                    let to = dst.row_ptr([column, 0, 0]).cast::<f32>().add(row);
-                    unit.apply(to, [a, b].map(|x| x.add(column * grain)), n);
+                activated.multiply(w, tile, a, height);
+                factor.multiply(w, tile, b, height);
+                for (i, column) in tile_columns.enumerate() {
+                    let to = dst.row_ptr([column, 0, 0]).cast::<f32>();
+                    let from = [a, b].map(|x| x.add(i * height));
+                    unit.apply(to.add(tile_rows.start), from, tile_rows.len());
                 }
             }
         }

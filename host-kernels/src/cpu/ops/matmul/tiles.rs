@@ -1,5 +1,7 @@
 //! How a product is cut into tiles, which threads take one by one.
 
+use std::ops::Range;
+
 use super::super::staging::Output;
 use super::activations::Activations;
 use super::groups::add_row;
@@ -192,66 +194,78 @@ impl Product {
         self.others * self.row_tiles
     }
 
-    /// Computes a tile.
+    /// The floats of the largest tile, whole lines of the cache.
+    pub(super) fn tile_floats(&self) -> usize {
+        (self.grain_rows * self.grain_columns.min(self.columns)).next_multiple_of(LINE_FLOATS)
+    }
+
+    /// The rows and columns of a tile of the result.
+    pub(super) fn extent(&self, tile: usize) -> (Range<usize>, Range<usize>) {
+        let cut = |part: usize, grain: usize, end: usize| part * grain..end.min((part + 1) * grain);
+        let (row, column) = (
+            tile % self.row_tiles,
+            tile / self.row_tiles % self.column_tiles,
+        );
+        (
+            cut(row, self.grain_rows, self.weight.ne[1]),
+            cut(column, self.grain_columns, self.columns),
+        )
+    }
+
+    /// Computes a tile where it belongs.
     ///
     /// # Safety
-    /// The activations have been converted, a barrier ago. Nobody else computes this tile.
+    /// As [`Product::multiply`]; nobody else computes this tile.
     pub(super) unsafe fn tile(&self, w: &Worker<'_>, tile: usize) {
-        let row = tile % self.row_tiles * self.grain_rows;
-        let column = tile / self.row_tiles % self.column_tiles * self.grain_columns;
-        let at = self.nest.offsets(tile / self.row_tiles / self.column_tiles);
-        let columns = self.nest.columns;
-        // SAFETY: the tile's rows, columns and results are inside the operands; no other tile has these results, which
-        // overlap no source.
+        let (rows, columns) = self.extent(tile);
+        let at = self.offsets(tile);
+        let stride = self.nest.columns.dst;
+        // SAFETY: the tile's results are inside the destination; no other tile has them, and they overlap no source.
         unsafe {
             let out = self.output.base(w.scratch());
-            self.multiply(
-                w,
-                (at.w, row),
-                at.x + column * columns.x,
-                self.grain_columns.min(self.columns - column),
-                out.add(at.dst + column * columns.dst)
-                    .cast::<f32>()
-                    .add(row),
-                columns.dst / size_of::<f32>(),
-            );
+            let out = out.add(at.dst + columns.start * stride).cast::<f32>();
+            self.multiply(w, tile, out.add(rows.start), stride / size_of::<f32>());
         }
     }
 
-    /// The rows of weights of a tile from `row` on, times `columns` columns of activations, which lie `x` bytes behind the
-    /// first; and the bias, if there is one.
+    /// Where the matrices of a tile lie in each operand.
+    fn offsets(&self, tile: usize) -> Loop {
+        self.nest.offsets(tile / self.row_tiles / self.column_tiles)
+    }
+
+    /// A tile, and the bias, if there is one, at `out`, its columns `stride` floats apart.
     ///
     /// # Safety
-    /// As [`Product::tile`]; rows and columns are inside the operands, which lie `weights` bytes behind the first, and the
-    /// results have room in `out`, whose columns are `stride` floats apart.
+    /// The activations have been converted, a barrier ago; there is room for the results.
     pub(super) unsafe fn multiply(
         &self,
         w: &Worker<'_>,
-        (weights, row): (usize, usize),
-        x: usize,
-        columns: usize,
+        tile: usize,
         out: *mut f32,
         stride: usize,
     ) {
         let weight = &self.weight;
-        let height = self.grain_rows.min(weight.ne[1] - row);
-        // SAFETY: the caller's promise; the bias is a dense row of as many floats as the weights have rows.
+        let (rows, columns) = self.extent(tile);
+        let at = self.offsets(tile);
+        let x = self.nest.columns.x;
+        // SAFETY: the tile's rows and columns are inside the operands, and for the results the caller's promise; the bias is
+        // a dense row of as many floats as the weights have rows.
         unsafe {
             (self.kernel.gemm)(
                 weight.ne[0],
-                weight.ptr().add(weights + row * weight.nb[1]),
+                weight.ptr().add(at.w + rows.start * weight.nb[1]),
                 weight.nb[1],
-                height,
-                self.activations.base(w).add(x),
-                self.nest.columns.x,
-                columns,
+                rows.len(),
+                self.activations.base(w).add(at.x + columns.start * x),
+                x,
+                columns.len(),
                 out,
                 stride,
             );
             if let Some(bias) = &self.bias {
-                let bias = bias.ptr().cast::<f32>().add(row);
-                for column in 0..columns {
-                    add_row(out.add(column * stride), bias, height);
+                let bias = bias.ptr().cast::<f32>().add(rows.start);
+                for column in 0..columns.len() {
+                    add_row(out.add(column * stride), bias, rows.len());
                 }
             }
         }
