@@ -102,7 +102,7 @@ fn overlapping_memory_is_respected() {
     while ran < 80 {
         tried += 1;
         assert!(tried < 600, "most of them run");
-        let tokens = [1, 4][tried / 4 % 2];
+        let tokens = [1, 4, 12][tried / 4 % 3];
         let models = [TINY, TINY_EXPERTS, TINY_BIASES, TINY_GPT_OSS];
         let mut built = models[tried % 4].graph(Step { tokens, seen: 32 });
         let compute: Vec<usize> = { 0..built.graph.tensors.len() }
@@ -149,7 +149,7 @@ fn together(model: Model, tokens: u64) -> Vec<Vec<OpKind>> {
 #[test]
 fn products_are_computed_with_what_is_added_and_gated() {
     use OpKind::{Add, AddId, Glu, MulMat, MulMatId};
-    for tokens in [1, 4] {
+    for tokens in [1, 4, 40] {
         let has = |model: Model, wanted: &[OpKind]| {
             // What the unit gives does not fit where its products' activations were, which would keep them apart.
             let model = Model {
@@ -168,8 +168,12 @@ fn products_are_computed_with_what_is_added_and_gated() {
         let terms = [MulMat, Add].repeat(3);
         has(TINY_BIASES, &terms);
         has(TINY_BIASES, &[MulMat, MulMat, Glu]);
-        has(TINY_EXPERTS, &[MulMatId, MulMatId, Glu]);
         has(TINY_GPT_OSS, &terms);
+        // Of more tokens, each expert's weights are read once for all of its own.
+        if tokens > 8 {
+            continue;
+        }
+        has(TINY_EXPERTS, &[MulMatId, MulMatId, Glu]);
         has(TINY_GPT_OSS, &[MulMatId, AddId, MulMatId, AddId, Glu]);
         has(TINY_GPT_OSS, &[MulMatId, AddId]);
     }

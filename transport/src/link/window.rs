@@ -23,9 +23,9 @@ use crate::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 /// there, but would leave it room for fewer messages.)
 const INLINE_PAYLOAD: usize = 16384;
 
-/// Bytes of the bulk area that payloads stream through. Several of the largest are in it at once, and it stays
-/// in the caches.
-const STREAM_SIZE: usize = 4 << 20;
+/// Bytes of the bulk area that payloads stream through: one of the largest, or the pieces of a transfer
+/// ([`piece_len`](super::piece_len)), of which one is filled while others are on their way. So it stays in the caches.
+const STREAM_SIZE: usize = 1 << 20;
 
 /// Most bytes of replies that the guest keeps while it waits for something else.
 const MAX_STASH: usize = 256 << 20;

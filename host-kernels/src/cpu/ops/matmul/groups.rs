@@ -92,7 +92,7 @@ pub(super) struct Unit {
 }
 
 impl Unit {
-    /// `n` elements, from those that are activated and those that they are multiplied with.
+    /// `n` elements, from those that are activated and those that they are multiplied with; the first may lie at `to`.
     ///
     /// # Safety
     /// There are `n` floats everywhere.
@@ -204,27 +204,23 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
         let output = Output::new(dst, &[], &mut scratch);
         Product::new(term.node, activations, output, term.bias, 1)
     });
-    // Each thread has a tile of each product.
-    let (tile_floats, height) = (activated.tile_floats(), activated.grain_rows);
-    let own = scratch.room(2 * first.workers(), tile_floats * size_of::<f32>());
+    // The activated product is computed where the result belongs, the other one in a tile of each thread's own.
+    let (tile_floats, height) = (factor.tile_floats(), factor.grain_rows);
+    let own = scratch.room(first.workers(), tile_floats * size_of::<f32>());
     let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
     kernels.push(Box::new(move |w| {
-        // SAFETY: the parts are this thread's own, inside what was asked for.
-        let [a, b] = unsafe {
-            let own = w.scratch().add(own).cast::<f32>();
-            [0, 1].map(|i| own.add((2 * w.index() + i) * tile_floats))
-        };
         for tile in w.chunks(activated.tiles(), 1).flatten() {
-            let (tile_rows, tile_columns) = activated.extent(tile);
-            // SAFETY: conversion has finished, a barrier ago; both products are cut alike, and there is room for a tile; no
-            // other tile has these results.
+            let (rows, columns) = factor.extent(tile);
+            // SAFETY: conversion has finished, a barrier ago; both products are cut alike, and there is room for a tile of
+            // each thread; no other tile has these results.
             unsafe {
-                activated.multiply(w, tile, a, height);
-                factor.multiply(w, tile, b, height);
-                for (i, column) in tile_columns.enumerate() {
-                    let to = dst.row_ptr([column, 0, 0]).cast::<f32>();
-                    let from = [a, b].map(|x| x.add(i * height));
-                    unit.apply(to.add(tile_rows.start), from, tile_rows.len());
+                let own = w.scratch().add(own).cast::<f32>();
+                let factors = own.add(w.index() * tile_floats);
+                activated.tile(w, tile);
+                factor.multiply(w, tile, factors, height);
+                for (i, column) in columns.enumerate() {
+                    let to = dst.row_ptr([column, 0, 0]).cast::<f32>().add(rows.start);
+                    unit.apply(to, [to, factors.add(i * height)], rows.len());
                 }
             }
         }
