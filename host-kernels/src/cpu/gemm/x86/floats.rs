@@ -142,6 +142,8 @@ unsafe fn rows<S: Simd, T: Float>(call: &Call) {
 
 /// Rows that are multiplied together, block of `k` by block.
 const FEW_ROWS: usize = 16;
+/// Columns of a tile, if there are as many.
+const TILE_COLUMNS: usize = 4;
 /// Elements of a block of `k`: few enough that those of all columns stay in the first-level cache.
 const DEPTH: usize = 512;
 
@@ -174,6 +176,7 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
                     len: DEPTH.min(call.k - start),
                     sums,
                     ahead: if dense { ahead } else { std::ptr::null() },
+                    owed: 0,
                 };
                 let mut r = 0;
                 while r < rows {
@@ -208,9 +211,29 @@ struct Tiles<'a> {
     sums: *mut f32,
     /// Weights to ask for, line by line; null where there are none.
     ahead: *const u8,
+    /// What is to be asked for, in parts of a line: as many as a row has tiles.
+    owed: usize,
 }
 
 impl Tiles<'_> {
+    /// Called for each line of weights of `rows` rows that a tile reads. All tiles of those rows ask for as many lines of
+    /// the next ones, which the processor would not foresee while it goes from row to row: evenly, since it keeps track of
+    /// few that are on their way, and into the second-level cache, since there are more than the first one has room for.
+    #[inline(always)]
+    fn ask(&mut self, rows: usize) {
+        if self.ahead.is_null() {
+            return;
+        }
+        let tiles = self.call.cols.div_ceil(TILE_COLUMNS);
+        self.owed += rows;
+        while self.owed >= tiles {
+            self.owed -= tiles;
+            // SAFETY: a hint; the address need not be valid.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.ahead.cast()) };
+            self.ahead = self.ahead.wrapping_add(64);
+        }
+    }
+
     /// `R` rows from the `r`th on times all columns; returns `R`.
     ///
     /// # Safety
@@ -222,7 +245,7 @@ impl Tiles<'_> {
             // SAFETY: the caller's promise.
             unsafe {
                 c += match self.call.cols - c {
-                    4.. => self.tile::<S, T, R, 4>(r, c),
+                    TILE_COLUMNS.. => self.tile::<S, T, R, TILE_COLUMNS>(r, c),
                     2.. => self.tile::<S, T, R, 2>(r, c),
                     _ => self.tile::<S, T, R, 1>(r, c),
                 };
@@ -257,13 +280,8 @@ impl Tiles<'_> {
             }
             let whole = self.len / S::LANES * S::LANES;
             for i in (0..whole).step_by(S::LANES) {
-                if c == 0 && i % (64 / T::BYTES) == 0 && !self.ahead.is_null() {
-                    // A line of each row is about to be read: as many of the next rows, which the processor would not
-                    // foresee while it goes from row to row.
-                    for _ in 0..R {
-                        _mm_prefetch::<_MM_HINT_T0>(self.ahead.cast());
-                        self.ahead = self.ahead.wrapping_add(64);
-                    }
+                if i % (64 / T::BYTES) == 0 {
+                    self.ask(R);
                 }
                 let mut w_now = [S::zero_floats(); R];
                 for r in 0..R {

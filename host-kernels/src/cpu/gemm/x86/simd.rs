@@ -14,7 +14,7 @@ use super::blocks::{Groups, Supers};
 
 /// How far ahead of its use a stream of weights is asked for: across the end of a page, where the
 /// processor's own prefetching stops.
-const AHEAD: usize = 2048;
+const AHEAD: usize = 4096;
 
 /// Vectors of one level.
 pub(super) trait Simd: Copy + 'static {
@@ -45,7 +45,7 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn prefetch(p: *const u8, bytes: usize) {
         for i in (0..bytes).step_by(64) {
             // SAFETY: a hint; the address need not be valid.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(AHEAD + i).cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.wrapping_add(AHEAD + i).cast()) }
         }
     }
 
