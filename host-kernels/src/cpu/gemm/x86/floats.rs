@@ -140,8 +140,8 @@ unsafe fn rows<S: Simd, T: Float>(call: &Call) {
     PREPARED.give_back(memory);
 }
 
-/// Rows that are multiplied together, block of `k` by block.
-const FEW_ROWS: usize = 16;
+/// Rows that are multiplied together, block of `k` by block: whole tiles at every level.
+const FEW_ROWS: usize = 12;
 /// Columns of a tile, if there are as many.
 const TILE_COLUMNS: usize = 4;
 /// Elements of a block of `k`: few enough that those of all columns stay in the first-level cache.
@@ -160,8 +160,12 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
     let dense = call.w_stride < 2 * call.k * T::BYTES;
     for first in (0..call.rows).step_by(FEW_ROWS) {
         let rows = FEW_ROWS.min(call.rows - first);
-        // As many bytes as are read of these rows, from the next ones.
-        let mut ahead = call.w.wrapping_add((first + FEW_ROWS) * call.w_stride);
+        // As many bytes as are read of these rows, from the next ones, if those are this call's.
+        let next = first + FEW_ROWS;
+        let mut ahead = match dense && next < call.rows {
+            true => call.w.wrapping_add(next * call.w_stride),
+            false => std::ptr::null(),
+        };
         // SAFETY: the rows, columns and elements are those of the call; there is a vector of sums for each row and
         // column.
         unsafe {
@@ -175,7 +179,7 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
                     start,
                     len: DEPTH.min(call.k - start),
                     sums,
-                    ahead: if dense { ahead } else { std::ptr::null() },
+                    ahead,
                     owed: 0,
                 };
                 let mut r = 0;

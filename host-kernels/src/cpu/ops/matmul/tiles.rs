@@ -11,12 +11,12 @@ use crate::cpu::plan::Operands;
 use crate::cpu::pool::Worker;
 use crate::cpu::view::View;
 
-/// Most columns in a tile, and most rows where the weights are unpacked for all columns of a tile: what
+/// Most columns in a tile, and most rows where something is prepared for all of a tile, weights or columns: what
 /// [`crate::cpu::gemm`] takes at once.
 const TILE_COLUMNS: usize = 256;
 const TILE_ROWS: usize = 256;
 
-/// Bytes of weights in a tile of few columns: enough to make the dealing of tiles cheap.
+/// Bytes of weights in a tile of a single column: enough to make the dealing of tiles cheap.
 const TILE_WEIGHT_BYTES: usize = 128 << 10;
 
 /// Rows are cut into multiples of a cache line of results, so that no two threads write to the same.
@@ -38,7 +38,7 @@ pub(super) fn tile_rows(
     workers: usize,
 ) -> usize {
     let format = Format::of(kernel.weight).expect("every weight type is a format");
-    let most = if columns < kernel.panel_cols {
+    let most = if columns == 1 {
         TILE_WEIGHT_BYTES / format.row_bytes(k).max(1)
     } else {
         TILE_ROWS
