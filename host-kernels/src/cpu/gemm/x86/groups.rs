@@ -6,8 +6,9 @@ use super::Call;
 use super::blocks::{Codes, Groups, half};
 use super::panel::{self, Ahead, Panel, Tile};
 use super::scratch::PREPARED;
-use super::shorts::{self, ShortColumn, ShortPanel, Source};
-use super::simd::{Avx2, Simd};
+use super::shorts::ShortPanel;
+use super::simd::Simd;
+use super::wide::Wide;
 use crate::cpu::formats::{BlockQ8_0, BlockQ8_1};
 use std::arch::x86_64::*;
 
@@ -92,7 +93,7 @@ unsafe fn half_sums(x: __m256i) -> [i32; 2] {
 }
 
 /// Bytes of an activation block of `B`, and where its quants begin.
-const fn activation<B: Groups>() -> (usize, usize) {
+pub(super) const fn activation<B: Groups>() -> (usize, usize) {
     if B::HAS_MIN {
         (size_of::<BlockQ8_1>(), 4)
     } else {
@@ -411,7 +412,7 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
 
 /// Where `n` rows of weights begin, from `row` on; the last one is repeated where there are fewer.
 #[inline(always)]
-fn rows_from(call: &Call, row: usize, n: usize) -> [*const u8; 32] {
+pub(super) fn rows_from(call: &Call, row: usize, n: usize) -> [*const u8; 32] {
     let mut from = [call.w; 32];
     for r in 0..n {
         from[r] = call
@@ -427,7 +428,7 @@ fn rows_from(call: &Call, row: usize, n: usize) -> [*const u8; 32] {
 /// # Safety
 /// As [`Simd::scales`].
 #[inline(always)]
-unsafe fn chunk_scales<S: Simd, B: Groups>(
+pub(super) unsafe fn chunk_scales<S: Simd, B: Groups>(
     row: *const u8,
     first: usize,
     groups: usize,
@@ -447,7 +448,7 @@ unsafe fn chunk_scales<S: Simd, B: Groups>(
 /// # Safety
 /// As [`Simd::transpose_words`], for each row.
 #[inline(always)]
-unsafe fn decode_words<S: Simd, B: Groups>(
+pub(super) unsafe fn decode_words<S: Simd, B: Groups>(
     rows: *const *const u8,
     block: usize,
     mut place: impl FnMut(usize, S::I),
@@ -471,65 +472,6 @@ unsafe fn decode_words<S: Simd, B: Groups>(
                 }
             }
             Codes::Other => {}
-        }
-    }
-}
-
-/// Quants of eight bits with a sign, and as such the activations, in 16 bits: a level that multiplies bytes only if those
-/// of one side have none would have to move it for every product.
-struct Wide<B>(PhantomData<B>);
-
-impl<B: Groups> Source for Wide<B> {
-    const BYTES: usize = CHUNK / B::ELEMENTS * size_of::<B>();
-
-    #[inline(always)]
-    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut ShortColumn) {
-        const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
-        let (bytes, quants) = activation::<B>();
-        // SAFETY: the caller's promise.
-        unsafe {
-            let column = &mut *column;
-            for g in 0..len / 32 {
-                let block = x.add((start / 32 + g) * bytes);
-                column.scales[g] = half(block.cast::<u16>().read_unaligned());
-                let x = _mm256_loadu_si256(block.add(quants).cast());
-                let to = column.pairs[g].as_mut_ptr();
-                for (i, pairs) in <Avx2 as Simd>::widen_pairs(x).into_iter().enumerate() {
-                    _mm256_storeu_si256(to.add(8 * i).cast(), pairs);
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn unpack<S: Simd>(
-        panel: &mut ShortPanel<S, Self>,
-        call: &Call,
-        row: usize,
-        start: usize,
-        len: usize,
-    ) {
-        const { assert!(!(B::WIDE && matches!(B::CODES, Codes::Other))) }
-        let from = rows_from(call, row, shorts::VECTORS * S::LANES);
-        let (first, groups) = (start / 32, len / 32);
-        // SAFETY: the caller's promise: groups `start / 32 ..` exist in every row below `call.rows`.
-        unsafe {
-            for r in 0..shorts::VECTORS * S::LANES {
-                let (d, _) = chunk_scales::<S, B>(from[r], first, groups);
-                _mm256_storeu_ps(panel.row_scales(r).as_mut_ptr(), d);
-            }
-            panel.interleave_scales(groups);
-            for g in 0..groups {
-                let block = (first + g) * size_of::<B>();
-                for v in 0..shorts::VECTORS {
-                    let rows = from.as_ptr().add(v * S::LANES);
-                    decode_words::<S, B>(rows, block, |i, quants| {
-                        let [even, odd] = S::widen_pairs(S::flip(quants));
-                        panel.set_pairs(16 * g + i, v, even);
-                        panel.set_pairs(16 * g + 8 + i, v, odd);
-                    });
-                }
-            }
         }
     }
 }

@@ -5,7 +5,8 @@
 //! - [`groups`], [`supers`], [`floats`]: the products of the three families, for few columns by rows,
 //!   for many through panels.
 //! - [`pairs`]: the products of bfloat16 by pairs, where there is an instruction for them.
-//! - [`shorts`]: the products of floats through integers of 14 bits, where those are multiplied faster.
+//! - [`shorts`]: products through integers of 16 bits, where those are multiplied faster: of floats that are rounded to
+//!   14 bits, and of quants of eight bits ([`wide`]).
 //! - [`panel`]: the loops around a panel.
 //! - [`plain`]: the rare formats, decoded first.
 //! - [`activations`]: f32 to the activation formats.
@@ -24,6 +25,7 @@ mod scratch;
 mod shorts;
 mod simd;
 mod supers;
+mod wide;
 
 pub(super) use shorts::column_bytes as short_column_bytes;
 

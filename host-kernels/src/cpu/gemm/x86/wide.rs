@@ -1,0 +1,69 @@
+//! Group formats whose quants have eight bits, for levels that multiply bytes only if those of one side have no sign: the sign
+//! would have to move from side to side for every product, so many columns are multiplied in 16 bits ([`super::shorts`]).
+
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+
+use super::Call;
+use super::blocks::{Codes, Groups, half};
+use super::groups::{activation, chunk_scales, decode_words, rows_from};
+use super::shorts::{CHUNK, ShortColumn, ShortPanel, Source, VECTORS};
+use super::simd::{Avx2, Simd};
+
+/// The quants of weights and of activations, widened.
+pub(super) struct Wide<B>(PhantomData<B>);
+
+impl<B: Groups> Source for Wide<B> {
+    const BYTES: usize = CHUNK / B::ELEMENTS * size_of::<B>();
+
+    #[inline(always)]
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut ShortColumn) {
+        const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
+        let (bytes, quants) = activation::<B>();
+        // SAFETY: the caller's promise.
+        unsafe {
+            let column = &mut *column;
+            for g in 0..len / 32 {
+                let block = x.add((start / 32 + g) * bytes);
+                column.scales[g] = half(block.cast::<u16>().read_unaligned());
+                let x = _mm256_loadu_si256(block.add(quants).cast());
+                let to = column.pairs[g].as_mut_ptr();
+                for (i, pairs) in <Avx2 as Simd>::widen_pairs(x).into_iter().enumerate() {
+                    _mm256_storeu_si256(to.add(8 * i).cast(), pairs);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack<S: Simd>(
+        panel: &mut ShortPanel<S, Self>,
+        call: &Call,
+        row: usize,
+        start: usize,
+        len: usize,
+    ) {
+        const { assert!(!(B::WIDE && matches!(B::CODES, Codes::Other))) }
+        let from = rows_from(call, row, VECTORS * S::LANES);
+        let (first, groups) = (start / 32, len / 32);
+        // SAFETY: the caller's promise: groups `start / 32 ..` exist in every row below `call.rows`.
+        unsafe {
+            for r in 0..VECTORS * S::LANES {
+                let (d, _) = chunk_scales::<S, B>(from[r], first, groups);
+                _mm256_storeu_ps(panel.row_scales(r).as_mut_ptr(), d);
+            }
+            panel.interleave_scales(groups);
+            for g in 0..groups {
+                let block = (first + g) * size_of::<B>();
+                for v in 0..VECTORS {
+                    let rows = from.as_ptr().add(v * S::LANES);
+                    decode_words::<S, B>(rows, block, |i, quants| {
+                        let [even, odd] = S::widen_pairs(S::flip(quants));
+                        panel.set_pairs(16 * g + i, v, even);
+                        panel.set_pairs(16 * g + 8 + i, v, odd);
+                    });
+                }
+            }
+        }
+    }
+}
