@@ -339,11 +339,12 @@ fn dot_products_agree_with_ggml_up_to_the_order_of_sums() {
             .vec_dot
             .expect("ggml multiplies with every type we multiply with");
         assert_eq!(
-            cpu.vec_dot_type, scalar.activation as c_int,
+            cpu.vec_dot_type,
+            scalar.activation.format().ty as c_int,
             "{:?}",
             format.ty
         );
-        let activation = Format::of(scalar.activation).unwrap();
+        let activation = scalar.activation.format();
         let w = weights(format, K, &mut random);
         let x_values: Vec<f32> = (0..K).map(|_| random.float()).collect();
         let mut x = vec![0; activation.row_bytes(K)];
