@@ -400,7 +400,7 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
         unsafe {
             let padded = len.next_multiple_of(S::LANES);
             for r in 0..2 * S::LANES {
-                let from = call.w.add((row + r).min(call.rows - 1) * call.w_stride);
+                let from = call.row(row + r);
                 widen::<S, T>(
                     from.add(start * T::BYTES),
                     len,

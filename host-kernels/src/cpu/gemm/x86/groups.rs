@@ -415,9 +415,7 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
 pub(super) fn rows_from(call: &Call, row: usize, n: usize) -> [*const u8; 32] {
     let mut from = [call.w; 32];
     for r in 0..n {
-        from[r] = call
-            .w
-            .wrapping_add((row + r).min(call.rows - 1) * call.w_stride);
+        from[r] = call.row(row + r);
     }
     from
 }

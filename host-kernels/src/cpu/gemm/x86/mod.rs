@@ -72,6 +72,14 @@ struct Call {
     dst_stride: usize,
 }
 
+impl Call {
+    /// Where row `r` of the weights begins; behind the last row, that one.
+    #[inline(always)]
+    fn row(&self, r: usize) -> *const u8 {
+        self.w.wrapping_add(r.min(self.rows - 1) * self.w_stride)
+    }
+}
+
 /// A function of the type [`super::Gemm`] around one that takes a [`Call`].
 macro_rules! gemm {
     ($(#[$attribute:meta])* $name:ident $(<$format:ident: $bound:ident>)?, $body:expr) => {

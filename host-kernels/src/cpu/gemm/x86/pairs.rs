@@ -292,7 +292,7 @@ impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
         // SAFETY: the caller's promise.
         unsafe {
             for (r, to) in self.rows.iter_mut().enumerate() {
-                let from = call.w.add((row + r).min(call.rows - 1) * call.w_stride);
+                let from = call.row(row + r);
                 let (from, to) = (from.add(2 * start), to.as_mut_ptr());
                 let whole = len / 32 * 32;
                 for i in (0..whole).step_by(32) {

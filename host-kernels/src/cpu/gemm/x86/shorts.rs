@@ -51,7 +51,8 @@ pub(super) unsafe fn round_column<S: Simd>(from: *const f32, to: *mut u8, k: usi
     let to = to.cast::<ShortColumn>();
     for chunk in 0..k.div_ceil(CHUNK) {
         let start = chunk * CHUNK;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's promise: the chunk's elements are there, and room for all of its columns' bytes, which are
+        // only ever pointed to, since nothing is known of their alignment.
         unsafe {
             let column = to.add(chunk);
             let (pairs, scales) = (&raw mut (*column).pairs, &raw mut (*column).scales);
@@ -185,7 +186,7 @@ impl<W: Float> Source for Rounded<W> {
         // SAFETY: the caller's promise.
         unsafe {
             for r in 0..VECTORS * S::LANES {
-                let from = call.w.add((row + r).min(call.rows - 1) * call.w_stride);
+                let from = call.row(row + r);
                 let to = panel.rows[r].as_mut_ptr().cast();
                 let scales = panel.row_scales[r].as_mut_ptr();
                 round::<S, W>(from.add(start * W::BYTES), len, to, scales);
@@ -202,7 +203,7 @@ impl<S: Simd, W> ShortPanel<S, W> {
     /// Sets vector `v` of pair `pair` of the rows.
     ///
     /// # Safety
-    /// The contract of [`super::simd`].
+    /// The contract of [`super::simd`]; a chunk has the pair, and a panel the vector.
     #[inline(always)]
     pub(super) unsafe fn set_pairs(&mut self, pair: usize, v: usize, pairs: S::I) {
         debug_assert!(pair < CHUNK / 2 && v < VECTORS);

@@ -267,7 +267,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
         // SAFETY: the caller's promise: block `start / 256` exists in every row below `call.rows`.
         unsafe {
             for r in 0..height {
-                let from = call.w.add((row + r).min(call.rows - 1) * call.w_stride);
+                let from = call.row(row + r);
                 let block = from.add(start / 256 * size_of::<B>());
                 let q = S::quants::<B>(block);
                 // Back into element order, half by half.

@@ -20,7 +20,8 @@ impl<B: Groups> Source for Wide<B> {
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut ShortColumn) {
         const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
         let (bytes, quants) = activation::<B>();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's promise: the groups are there, and `column` is one of the panel's own, aligned; the two vectors
+        // of a group's pairs are all that it has.
         unsafe {
             let column = &mut *column;
             for g in 0..len / 32 {
@@ -46,7 +47,8 @@ impl<B: Groups> Source for Wide<B> {
         const { assert!(!(B::WIDE && matches!(B::CODES, Codes::Other))) }
         let from = rows_from(call, row, VECTORS * S::LANES);
         let (first, groups) = (start / 32, len / 32);
-        // SAFETY: the caller's promise: groups `start / 32 ..` exist in every row below `call.rows`.
+        // SAFETY: the caller's promise: groups `start / 32 ..` exist in every row below `call.rows`, where all of `from` point;
+        // eight scales fit the sixteen of a row, and eight words of four elements are the sixteen pairs of a group.
         unsafe {
             for r in 0..VECTORS * S::LANES {
                 let (d, _) = chunk_scales::<S, B>(from[r], first, groups);

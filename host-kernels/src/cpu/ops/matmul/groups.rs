@@ -212,7 +212,7 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
         for tile in w.chunks(activated.tiles(), 1).flatten() {
             let (rows, columns) = factor.extent(tile);
             // SAFETY: conversion has finished, a barrier ago; both products are cut alike, and there is room for a tile of
-            // each thread; no other tile has these results.
+            // each thread in memory of its own; no other tile has these results, which overlap no source (`Term::fits`).
             unsafe {
                 let own = w.scratch().add(own).cast::<f32>();
                 let factors = own.add(w.index() * tile_floats);

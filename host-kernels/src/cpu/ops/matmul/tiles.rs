@@ -236,7 +236,8 @@ impl Product {
     /// A tile, and the bias, if there is one, at `out`, its columns `stride` floats apart.
     ///
     /// # Safety
-    /// The activations have been converted, a barrier ago; there is room for the results.
+    /// The activations have been converted, a barrier ago; there is room for the results, which overlap nothing that is read
+    /// or that another thread touches.
     pub(super) unsafe fn multiply(
         &self,
         w: &Worker<'_>,
