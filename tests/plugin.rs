@@ -130,7 +130,7 @@ fn a_graph_is_computed_and_computed_again_with_other_inputs() {
 }
 
 #[test]
-fn a_step_costs_one_round_trip_however_large_its_result() {
+fn a_step_costs_at_most_one_round_trip_however_large_its_result() {
     let _turn = turn();
     let graph = Graph::new();
     let (a, b) = (
@@ -154,7 +154,8 @@ fn a_step_costs_one_round_trip_however_large_its_result() {
             .map(|step| step[name].as_u64().expect("a count"))
             .collect()
     };
-    assert_eq!(counts("round_trips"), [1; 19], "{stats}");
+    // None, where the result was there before anybody waited for it.
+    assert!(counts("round_trips").iter().all(|&n| n <= 1), "{stats}");
     // The result is copied out of memory that both sides have mapped, or comes with a message.
     let (sent, copied) = (counts("bytes_from_host"), counts("copied_from_host"));
     let all = sent.iter().zip(&copied).map(|(sent, copied)| sent + copied);

@@ -150,6 +150,8 @@ fn a_machine_that_attacks_harms_only_itself() {
             }
         }
         stop.store(true, Ordering::Relaxed);
+        // The machine hangs up. Of its programs one may wait for an answer to what its machine has overwritten.
+        bad.line.shutdown(std::net::Shutdown::Both).unwrap();
     });
     let [writes, rings, sessions] = [&writes, &rings, &sessions].map(|n| n.load(Ordering::Relaxed));
     println!(
@@ -158,8 +160,7 @@ fn a_machine_that_attacks_harms_only_itself() {
     assert!(writes > 1000 && rings > 100 && steps > 10 && sessions > 2);
     assert_eq!(untouched.load(directory::word::EPOCH), epoch);
 
-    // The machine hangs up; nothing of it is left, and the other one goes on.
-    bad.line.shutdown(std::net::Shutdown::Both).unwrap();
+    // Nothing of it is left, and the other one goes on.
     drop(memory);
     drop(bad);
     wait_for("the end of the attacked sessions", || {

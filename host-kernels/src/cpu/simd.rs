@@ -743,7 +743,9 @@ mod x86 {
                 } else {
                     let mut stage = [0u16; 8];
                     _mm_storeu_si128(stage.as_mut_ptr().cast(), halves);
-                    ptr.copy_from_nonoverlapping(stage.as_ptr(), n);
+                    // By bytes, which need no alignment.
+                    ptr.cast::<u8>()
+                        .copy_from_nonoverlapping(stage.as_ptr().cast(), n * size_of::<u16>());
                 }
             }
         }
@@ -838,7 +840,9 @@ mod x86 {
                 return _mm_loadu_si128(ptr.cast());
             }
             let mut stage = [0u16; 8];
-            stage.as_mut_ptr().copy_from_nonoverlapping(ptr, n);
+            // By bytes, which need no alignment.
+            { stage.as_mut_ptr().cast::<u8>() }
+                .copy_from_nonoverlapping(ptr.cast(), n * size_of::<u16>());
             _mm_loadu_si128(stage.as_ptr().cast())
         }
     }

@@ -33,7 +33,9 @@ pub(super) fn run(bench: &mut Bench<'_>) {
         Ok(status) if status.success() => step.done(&format!("{} tests", counted.passed)),
         Ok(_) if !counted.failed.is_empty() => {
             let failed = counted.failed.len();
-            step.failed(&format!("{failed} tests, see {}", log.display()));
+            let mut text = format!("{failed} tests, see {}", log.display());
+            { counted.said.iter() }.for_each(|line| text.extend(["\n    ", line]));
+            step.failed(&text);
         }
         // It did not come to the tests, or they did not come to their end.
         Ok(status) => {
@@ -52,15 +54,32 @@ pub(super) fn run(bench: &mut Bench<'_>) {
     bench.failed.append(&mut counted.failed);
 }
 
+/// How many lines of what a failed test said are shown.
+const SAID_LINES: usize = 20;
+
 /// What the test harness said.
 #[derive(Debug, Default)]
 struct Counted {
     passed: u64,
     failed: Vec<String>,
+    /// The first lines of what each failed test said, after a line with its name.
+    said: Vec<String>,
+    /// How many lines of the current one are still to be kept.
+    wanted: usize,
 }
 
 impl Counted {
     fn line(&mut self, line: &str) {
+        // "---- name stdout ----" is before what each of them said, and "failures:" after the last.
+        if line.starts_with("---- ") && line.ends_with(" ----") {
+            self.wanted = SAID_LINES + 1;
+        } else if line == "failures:" {
+            self.wanted = 0;
+        }
+        if self.wanted > 0 && !line.is_empty() {
+            self.wanted -= 1;
+            self.said.push(line.to_owned());
+        }
         let Some((name, outcome)) = line
             .strip_prefix("test ")
             .and_then(|rest| rest.rsplit_once(" ... "))
@@ -106,11 +125,39 @@ mod tests {
             "test src/lib.rs - f (line 3) ... ok",
             "test src/lib.rs - g (line 9) - compile ... ok",
             "test gguf::tests::b ... FAILED",
+            "failures:",
+            "",
+            "---- gguf::tests::b stdout ----",
+            "",
+            "thread 'gguf::tests::b' panicked at xtask/src/gguf.rs:7:9:",
+            "assertion failed",
+            "",
+            "failures:",
+            "    gguf::tests::b",
             "test result: FAILED. 3 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out",
         ] {
             counted.line(line);
         }
         assert_eq!(counted.passed, 3);
         assert_eq!(counted.failed, ["gguf::tests::b"]);
+        assert_eq!(
+            counted.said,
+            [
+                "---- gguf::tests::b stdout ----",
+                "thread 'gguf::tests::b' panicked at xtask/src/gguf.rs:7:9:",
+                "assertion failed",
+            ]
+        );
+    }
+
+    #[test]
+    fn of_what_a_failed_test_said_the_first_lines_are_kept() {
+        let mut counted = Counted::default();
+        for name in ["a", "b"] {
+            counted.line(&format!("---- {name} stdout ----"));
+            (0..500).for_each(|i| counted.line(&format!("line {i}")));
+        }
+        assert_eq!(counted.said.len(), 2 * (1 + SAID_LINES));
+        assert_eq!(counted.said[SAID_LINES + 1], "---- b stdout ----");
     }
 }
