@@ -22,7 +22,7 @@ use vgpu_transport::link::stream::tls::Certificates;
 
 use super::doors::Doors;
 use super::logging::Logging;
-use super::{Args, Event, announce, catch_signals, enter_sandbox, observe, reread, serve};
+use super::{Args, Event, announce, catch_signals, observe, reread, serve, settle};
 
 /// Serves one guest, whose supervisor is at the other end of standard input. Started by `vgpu serve --isolate` alone.
 #[derive(Parser)]
@@ -211,7 +211,7 @@ pub(crate) fn work(args: WorkerArgs) -> anyhow::Result<()> {
     let server = Server::new(Arc::clone(&engine), limits, usize::MAX);
     let weights = Weights::new(args.share_weights, None).context("weights")?;
     server.share_weights(weights);
-    enter_sandbox(engine.as_ref(), args.no_sandbox)?;
+    settle(engine.as_ref(), args.no_sandbox)?;
     let stop = Stop::new();
     let asked = stop.clone();
     std::thread::Builder::new()

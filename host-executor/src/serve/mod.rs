@@ -1,6 +1,7 @@
 //! `vgpu serve`.
 
 mod args;
+mod code;
 mod doors;
 mod isolated;
 mod logging;
@@ -86,7 +87,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let _files = observe(&settings, &server.watch(), sender)?;
     doors.switch(&mut server, &settings, prepared)?;
-    enter_sandbox(engine.as_ref(), args.no_sandbox)?;
+    settle(engine.as_ref(), args.no_sandbox)?;
     announce(&doors.addresses());
     service::ready();
 
@@ -103,8 +104,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives up what an executor with this engine does not need.
-fn enter_sandbox(engine: &dyn Engine, is_off: bool) -> anyhow::Result<()> {
+/// Gives up what an executor with this engine does not need once it has started.
+fn settle(engine: &dyn Engine, is_off: bool) -> anyhow::Result<()> {
+    code::let_go();
     if is_off {
         warn!("no sandbox: --no-sandbox");
         return Ok(());
