@@ -1,56 +1,80 @@
-//! The pages of the program's own file that are in memory: code and constants.
+//! The pages of programs' files that are in memory: code and constants.
 //!
 //! Starting touches code all over the program (arguments, configuration, checks, sockets) that never runs again, and
-//! the kernel maps the 15 pages around each page that is touched. So two thirds of what an executor has in memory when
-//! its first guest comes is code that it is done with. The pages stay in the system's cache of files; those that run
-//! again are mapped again, without a read from the disk.
+//! the kernel maps the 15 pages around each page that is touched. So most of what an executor has in memory when its
+//! first guest comes is code that it is done with. The pages stay in the system's cache of files; those that run again
+//! are mapped again, without a read from the disk.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::ptr::NonNull;
 
 use rustix::mm::{Advice, madvise};
 use rustix::param::page_size;
 use tracing::debug;
 
-/// Lets go of the program's code and constants as far as they are in memory. What is needed comes back by itself.
-pub(super) fn let_go() {
-    for (start, len) in constant_parts() {
-        // SAFETY: the range is part of a segment of this program that is mapped from its file for as long as the
-        // process lives, and that nobody writes to, neither the program nor the dynamic linker (it is not writable and
-        // its relocations, if any, are in segments that are). So each of its pages is what the file has, and touching
+/// Whose code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Whose {
+    /// The program's.
+    Program,
+    /// The program's and that of all libraries. Only where those are the system's: what a driver does with its own code
+    /// is not ours to judge.
+    Everybody,
+}
+
+/// Lets go of code and constants as far as they are in memory. What is needed comes back by itself.
+pub(super) fn let_go(whose: Whose) {
+    for (start, len) in constant_parts(whose) {
+        // SAFETY: the range is part of a segment that is mapped from its file for as long as the process lives (no
+        // library is unloaded), and that nobody writes to, neither its code nor the dynamic linker: it is not writable,
+        // and its relocations, if any, are in segments that are. So each of its pages is what the file has, and touching
         // it again brings the same bytes back, for all threads, whatever they are doing now.
         if let Err(error) = unsafe { madvise(start.as_ptr(), len, Advice::LinuxDontNeed) } {
-            debug!("{len} bytes of the program stay in memory: {error}");
+            debug!("{len} bytes of code stay in memory: {error}");
         }
     }
 }
 
-/// The whole pages of the program's segments that are not writable: where each starts, and its bytes.
-fn constant_parts() -> Vec<(NonNull<c_void>, usize)> {
-    let mut parts = Vec::new();
-    // SAFETY: the callback takes what it is given here: a vector that outlives the call.
-    unsafe { libc::dl_iterate_phdr(Some(collect), (&raw mut parts).cast()) };
-    parts
+/// Whole pages of segments that are not writable: where they start, and their bytes.
+fn constant_parts(whose: Whose) -> Vec<(NonNull<c_void>, usize)> {
+    let mut found = Found {
+        whose,
+        parts: Vec::new(),
+    };
+    // SAFETY: the callback takes what it is given here, which outlives the call.
+    unsafe { libc::dl_iterate_phdr(Some(collect), (&raw mut found).cast()) };
+    found.parts
 }
 
-/// `dl_iterate_phdr` callback: adds the parts of the first object, which is the program, to the vector behind `parts`.
+struct Found {
+    whose: Whose,
+    parts: Vec<(NonNull<c_void>, usize)>,
+}
+
+/// `dl_iterate_phdr` callback: adds the parts of an object, of which the program is the first, to the [`Found`] behind
+/// `found`.
 ///
 /// # Safety
-/// `info` is valid during the call, and `parts` a `Vec<(NonNull<c_void>, usize)>` that nobody else uses.
+/// `info` is valid during the call, and nobody else uses `found`.
 unsafe extern "C" fn collect(
     info: *mut libc::dl_phdr_info,
     _size: usize,
-    parts: *mut c_void,
+    found: *mut c_void,
 ) -> c_int {
-    // SAFETY: the caller's promise; the linker's table has `dlpi_phnum` entries.
-    let (info, headers, parts) = unsafe {
+    // SAFETY: the caller's promise; the linker's table has `dlpi_phnum` entries, and each object a name.
+    let (info, headers, name, found) = unsafe {
         let info = &*info;
         (
             info,
             std::slice::from_raw_parts(info.dlpi_phdr, info.dlpi_phnum.into()),
-            &mut *parts.cast::<Vec<(NonNull<c_void>, usize)>>(),
+            CStr::from_ptr(info.dlpi_name).to_bytes(),
+            &mut *found.cast::<Found>(),
         )
     };
+    // What has a name and no path is of the kernel and of no file.
+    if !name.is_empty() && !name.contains(&b'/') {
+        return 0;
+    }
     let page = page_size();
     let constant = |header: &&libc::Elf64_Phdr| {
         header.p_type == libc::PT_LOAD && header.p_flags & libc::PF_W == 0
@@ -62,10 +86,10 @@ unsafe extern "C" fn collect(
         if let Some(first) = NonNull::new(start as *mut c_void)
             && start < end
         {
-            parts.push((first, end - start));
+            found.parts.push((first, end - start));
         }
     }
-    1 // the others are libraries, which are not ours to judge
+    c_int::from(found.whose == Whose::Program) // the end, or go on
 }
 
 #[cfg(test)]
@@ -82,7 +106,7 @@ mod tests {
 
     #[test]
     fn code_that_is_let_go_of_still_runs_and_is_out_of_memory() {
-        let parts = constant_parts();
+        let parts = constant_parts(Whose::Program);
         let here = mapped as *const () as usize;
         let holds = |&(start, len): &(NonNull<c_void>, usize)| {
             (start.as_ptr() as usize..start.as_ptr() as usize + len).contains(&here)
@@ -100,11 +124,21 @@ mod tests {
         let all: usize = parts.iter().map(|(_, len)| len).sum();
         let before = mapped();
         assert!(before > all as u64 / 1024);
-        let_go();
+        let_go(Whose::Program);
         let after = mapped();
         assert!(
             after < before - all as u64 / 1024 / 2,
             "{before} kB, then {after} kB"
         );
+    }
+    #[test]
+    fn libraries_are_let_go_of_where_that_is_asked_for() {
+        let program = constant_parts(Whose::Program);
+        let all = constant_parts(Whose::Everybody);
+        assert_eq!(all[..program.len()], program);
+        assert!(all.len() >= program.len() + 2, "{all:?}");
+        let_go(Whose::Everybody);
+        // The C library works on.
+        assert!(mapped() > 0);
     }
 }

@@ -22,7 +22,9 @@ use vgpu_transport::link::stream::tls::Certificates;
 
 use super::doors::Doors;
 use super::logging::Logging;
-use super::{Args, Event, announce, catch_signals, observe, reread, serve, settle};
+use super::{
+    Args, Event, announce, catch_signals, code, enter_sandbox, observe, reread, serve, whose,
+};
 
 /// Serves one guest, whose supervisor is at the other end of standard input. Started by `vgpu serve --isolate` alone.
 #[derive(Parser)]
@@ -130,6 +132,7 @@ pub(super) fn run(
     }
     announce(&said);
     service::ready();
+    code::let_go(code::Whose::Program);
 
     let mut running = settings;
     // Engines are the workers', and each guest gets a new one.
@@ -211,7 +214,8 @@ pub(crate) fn work(args: WorkerArgs) -> anyhow::Result<()> {
     let server = Server::new(Arc::clone(&engine), limits, usize::MAX);
     let weights = Weights::new(args.share_weights, None).context("weights")?;
     server.share_weights(weights);
-    settle(engine.as_ref(), args.no_sandbox)?;
+    enter_sandbox(engine.as_ref(), args.no_sandbox)?;
+    code::let_go(whose(engine.as_ref()));
     let stop = Stop::new();
     let asked = stop.clone();
     std::thread::Builder::new()

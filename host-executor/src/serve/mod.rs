@@ -87,9 +87,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let _files = observe(&settings, &server.watch(), sender)?;
     doors.switch(&mut server, &settings, prepared)?;
-    settle(engine.as_ref(), args.no_sandbox)?;
+    enter_sandbox(engine.as_ref(), args.no_sandbox)?;
     announce(&doors.addresses());
     service::ready();
+    code::let_go(whose(engine.as_ref()));
 
     let mut running = settings;
     let outcome = serve(
@@ -104,9 +105,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives up what an executor with this engine does not need once it has started.
-fn settle(engine: &dyn Engine, is_off: bool) -> anyhow::Result<()> {
-    code::let_go();
+/// Whose code can be let go of.
+fn whose(engine: &dyn Engine) -> code::Whose {
+    match engine.name() {
+        "cpu" => code::Whose::Everybody,
+        _ => code::Whose::Program,
+    }
+}
+
+/// Gives up what an executor with this engine does not need.
+fn enter_sandbox(engine: &dyn Engine, is_off: bool) -> anyhow::Result<()> {
     if is_off {
         warn!("no sandbox: --no-sandbox");
         return Ok(());
