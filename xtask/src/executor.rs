@@ -108,11 +108,6 @@ impl Executor {
         process::memory(self.pid())
     }
 
-    /// What of it are pages of its program's file.
-    pub(crate) fn program_memory(&self) -> Result<u64> {
-        process::file_memory(self.pid())
-    }
-
     /// What `work` gives, and the median of the memory that it had meanwhile.
     pub(crate) fn median_memory<T>(&self, work: impl FnOnce() -> T) -> Result<(T, u64)> {
         const EVERY: Duration = Duration::from_millis(20);

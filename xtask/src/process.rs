@@ -351,11 +351,6 @@ pub(crate) fn memory(pid: u32) -> Result<u64> {
     bytes_of(pid, "VmRSS:")
 }
 
-/// What of it are pages of files, its program's and libraries': those that the system keeps anyway, and takes back at will.
-pub(crate) fn file_memory(pid: u32) -> Result<u64> {
-    bytes_of(pid, "RssFile:")
-}
-
 /// A line of a process's status that counts kilobytes.
 fn bytes_of(pid: u32, key: &str) -> Result<u64> {
     let path = format!("/proc/{pid}/status");

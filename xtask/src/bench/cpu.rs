@@ -137,7 +137,6 @@ const TYPES: [Weights; 7] = [
 /// Names of figures.
 const STEADY: &str = "while a model runs";
 const PEAK: &str = "most at once, with cache and activations";
-const OWN_PEAK: &str = "the same without its program's pages";
 
 /// How many times the model's bytes an executor may have in memory, beside the cache.
 const MOST_MEMORY: f64 = 1.1;
@@ -261,8 +260,7 @@ impl Setting<'_> {
             measures.extend(self.options.batches.iter().map(|&n| Measure::Prefill(n)));
         }
         let executor = self.executor()?;
-        // Before it does anything there are fewest of the program's pages: what is taken off later is not too much.
-        let (before, program) = (executor.memory()?, executor.program_memory()?);
+        let before = executor.memory()?;
         let mut steady = 0;
         let ways = match self.options.no_inproc {
             true => vec![UNIX, NATIVE],
@@ -328,7 +326,6 @@ impl Setting<'_> {
             .figure("the executor before", before as f64 / 1e6)
             .figure(STEADY, steady as f64 / 1e6)
             .figure(PEAK, peak / 1e6)
-            .figure(OWN_PEAK, (peak - program as f64) / 1e6)
             .at_most(PEAK, (MOST_MEMORY * file + cache) / 1e6);
         rows.push(memory);
         Ok(rows)
