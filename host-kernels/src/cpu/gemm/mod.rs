@@ -128,15 +128,15 @@ impl MatmulKernel {
     /// A kernel for products of that many columns of `k` elements that is up to twice as fast because it rounds weights *and* activations
     /// further than [`MatmulKernel::of`], if there is one.
     ///
-    /// **With the dot product of bfloat16**, F16 and a few columns, from [`ROUNDED_COLUMNS`] on, are rounded to it: both have 8 bits,
+    /// **With the dot product of bfloat16**, F16 from [`ROUNDED_COLUMNS`] columns on is rounded to it: both have 8 bits,
     /// an operand is off by at most 2^-8 of itself, its root mean square is 2^-9.3. The errors have either sign, so a sum
     /// of products is off by about 5 parts in a million of its variance, of which `test-backend-ops` allows 500. That is
     /// what ggml computes with for the same model published as BF16, a tenth of the deviation of a Q8_0 model, and most
     /// F16 models were made from BF16 weights, which are not rounded at all. Splitting each weight in two bfloat16 would
     /// make it exact, but cost what single precision costs.
     ///
-    /// **Many columns** and F16, or BF16 without that instruction, are rounded to integers of 14 bits that share a scale with the 31
-    /// next to them (some processors multiply twice as many of those as pairs of bfloat16), once there are columns enough to pay for that, and elements enough for errors to cancel: an operand is off by at most 2^-14 of the largest of its group. Where
+    /// **Without it**, F16 and BF16 are rounded to integers of 14 bits that share a scale with the 31 next to them, once
+    /// there are columns enough to pay for that, and elements enough for errors to cancel: an operand is off by at most 2^-14 of the largest of its group. Where
     /// values are of the same order that is less than the 2^-12 of itself by which ggml rounds the activations of F16
     /// weights; where one is a thousand times as large as the others of its group, those keep 4 bits, far more than the
     /// 8-bit activations of quantised weights leave of them.

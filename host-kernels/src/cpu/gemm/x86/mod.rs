@@ -265,14 +265,14 @@ pub(super) fn rounded(
         }};
     }
     match (level, weight) {
-        (Level::Avx2, _) if pays => shorts!(avx2),
-        (Level::Avx2Vnni, _) if pays => shorts!(avx2_vnni),
-        (Level::Avx512, _) | (Level::Avx512Bf16, Type::F16) if pays => shorts!(avx512),
         (Level::Avx512Bf16, Type::F16) => Some(MatmulKernel {
             weight,
             gemm: bf16_pairs::<pairs::F16>,
             ..kernel(Type::Bf16, level)?
         }),
+        (Level::Avx2, _) if pays => shorts!(avx2),
+        (Level::Avx2Vnni, _) if pays => shorts!(avx2_vnni),
+        (Level::Avx512, _) if pays => shorts!(avx512),
         _ => None,
     }
 }
