@@ -144,6 +144,9 @@ unsafe fn rows<S: Simd, T: Float>(call: &Call) {
 const FEW_ROWS: usize = 12;
 /// Columns of a tile, if there are as many.
 const TILE_COLUMNS: usize = 4;
+/// The same where registers have 16 lanes, of which there are twice as many, and so many columns at least: each weight is
+/// converted once for all of them.
+const WIDE_COLUMNS: usize = 8;
 /// Elements of a block of `k`: few enough that those of all columns stay in the first-level cache.
 const DEPTH: usize = 512;
 
@@ -158,6 +161,11 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
     let sums = memory.as_mut_ptr().cast::<f32>();
     // Whether most of what lies between the first and the last of some rows is rows.
     let dense = call.w_stride < 2 * call.k * T::BYTES;
+    let wide = S::LANES == 16 && call.cols >= WIDE_COLUMNS;
+    let across = match wide {
+        true => call.cols / WIDE_COLUMNS + (call.cols % WIDE_COLUMNS).div_ceil(TILE_COLUMNS),
+        false => call.cols.div_ceil(TILE_COLUMNS),
+    };
     for first in (0..call.rows).step_by(FEW_ROWS) {
         let rows = FEW_ROWS.min(call.rows - first);
         // As many bytes as are read of these rows, from the next ones, if those are this call's.
@@ -180,12 +188,13 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
                     len: DEPTH.min(call.k - start),
                     sums,
                     ahead,
+                    across,
                     owed: 0,
                 };
                 let mut r = 0;
                 while r < rows {
                     r += match rows - r {
-                        4.. if S::LANES == 16 => tiles.row::<S, T, 4>(r),
+                        4.. if S::LANES == 16 && !wide => tiles.row::<S, T, 4>(r),
                         3.. => tiles.row::<S, T, 3>(r),
                         2 => tiles.row::<S, T, 2>(r),
                         _ => tiles.row::<S, T, 1>(r),
@@ -215,6 +224,8 @@ struct Tiles<'a> {
     sums: *mut f32,
     /// Weights to ask for, line by line; null where there are none.
     ahead: *const u8,
+    /// How many tiles have all columns.
+    across: usize,
     /// What is to be asked for, in parts of a line: as many as a row has tiles.
     owed: usize,
 }
@@ -228,10 +239,9 @@ impl Tiles<'_> {
         if self.ahead.is_null() {
             return;
         }
-        let tiles = self.call.cols.div_ceil(TILE_COLUMNS);
         self.owed += rows;
-        while self.owed >= tiles {
-            self.owed -= tiles;
+        while self.owed >= self.across {
+            self.owed -= self.across;
             // SAFETY: a hint; the address need not be valid.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(self.ahead.cast()) };
             self.ahead = self.ahead.wrapping_add(64);
@@ -249,6 +259,9 @@ impl Tiles<'_> {
             // SAFETY: the caller's promise.
             unsafe {
                 c += match self.call.cols - c {
+                    WIDE_COLUMNS.. if S::LANES == 16 && R <= 3 => {
+                        self.tile::<S, T, R, WIDE_COLUMNS>(r, c)
+                    }
                     TILE_COLUMNS.. => self.tile::<S, T, R, TILE_COLUMNS>(r, c),
                     2.. => self.tile::<S, T, R, 2>(r, c),
                     _ => self.tile::<S, T, R, 1>(r, c),
