@@ -108,13 +108,13 @@ enum Isa {
 }
 
 impl Isa {
-    /// The name of our engine's level.
-    fn level(self) -> &'static str {
+    /// The name of our engine's level, if it is not the one that the engine takes by itself.
+    fn level(self) -> Option<&'static str> {
         match self {
-            Isa::Scalar => "scalar",
-            Isa::Avx2 => "avx2",
-            Isa::Avx2Vnni => "avx2vnni",
-            Isa::Avx512 => "avx512bf16",
+            Isa::Scalar => Some("scalar"),
+            Isa::Avx2 => Some("avx2"),
+            Isa::Avx2Vnni => Some("avx2vnni"),
+            Isa::Avx512 => None,
         }
     }
 }
@@ -358,8 +358,8 @@ impl Setting<'_> {
     /// Lowers the instruction sets of a program of ours.
     fn limit(&self, command: &mut Command) {
         command.env_remove(LEVEL);
-        if let Some(isa) = self.options.isa {
-            command.env(LEVEL, isa.level());
+        if let Some(level) = self.options.isa.and_then(Isa::level) {
+            command.env(LEVEL, level);
         }
     }
 
