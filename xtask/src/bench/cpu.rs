@@ -456,8 +456,8 @@ impl Setting<'_> {
             .args(["--", "--json"])
             .env("VGPU_GGML_BIN", &self.native)
             .env("LD_LIBRARY_PATH", &self.bin);
-        if let Some(isa) = self.options.isa {
-            cargo.args(["--level", isa.level()]);
+        if let Some(level) = self.options.isa.and_then(Isa::level) {
+            cargo.args(["--level", level]);
         }
         let types = if self.options.types.is_empty() {
             &TYPES[..]
