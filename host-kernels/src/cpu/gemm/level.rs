@@ -58,7 +58,7 @@ impl Level {
     }
 
     /// The fastest level of this machine, asked for once: the highest, but for one that only some processors are fast at
-    /// ([`Level::pays`]). The environment variable `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`)
+    /// (`Level::pays`). The environment variable `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`)
     /// names another one, or where that is not supported the next lower one, to find out whether a wrong result comes
     /// from a kernel.
     pub fn best() -> Level {
