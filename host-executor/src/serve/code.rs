@@ -61,15 +61,23 @@ unsafe extern "C" fn collect(
     _size: usize,
     found: *mut c_void,
 ) -> c_int {
-    // SAFETY: the caller's promise; the linker's table has `dlpi_phnum` entries, and each object a name.
-    let (info, headers, name, found) = unsafe {
+    // SAFETY: the caller's promise: `constant_parts` passes its `Found`, which nothing else touches during the call, and the
+    // linker a description that is valid meanwhile, with a C string (or null) for the name.
+    let (found, info, name) = unsafe {
         let info = &*info;
+        let name =
+            NonNull::new(info.dlpi_name.cast_mut()).map(|name| CStr::from_ptr(name.as_ptr()));
         (
-            info,
-            std::slice::from_raw_parts(info.dlpi_phdr, info.dlpi_phnum.into()),
-            CStr::from_ptr(info.dlpi_name).to_bytes(),
             &mut *found.cast::<Found>(),
+            info,
+            name.unwrap_or_default().to_bytes(),
         )
+    };
+    let headers = match info.dlpi_phnum {
+        0 => &[],
+        // SAFETY: the linker keeps `dlpi_phnum` program headers at `dlpi_phdr` while the object is loaded, and holds its
+        // lock during this call.
+        count => unsafe { std::slice::from_raw_parts(info.dlpi_phdr, count.into()) },
     };
     // What has a name and no path is of the kernel and of no file.
     if !name.is_empty() && !name.contains(&b'/') {
@@ -131,6 +139,7 @@ mod tests {
             "{before} kB, then {after} kB"
         );
     }
+
     #[test]
     fn libraries_are_let_go_of_where_that_is_asked_for() {
         let program = constant_parts(Whose::Program);

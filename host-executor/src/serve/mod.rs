@@ -105,11 +105,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whose code can be let go of.
-fn whose(engine: &dyn Engine) -> code::Whose {
+/// What an executor with this engine goes on to do.
+fn profile(engine: &dyn Engine) -> Profile {
+    // What is not ours (drivers) makes calls that nobody has written down.
     match engine.name() {
-        "cpu" => code::Whose::Everybody,
-        _ => code::Whose::Program,
+        "cpu" => Profile::Cpu,
+        _ => Profile::Driver,
+    }
+}
+
+/// Whose code it can let go of.
+fn whose(engine: &dyn Engine) -> code::Whose {
+    match profile(engine) {
+        Profile::Cpu => code::Whose::Everybody,
+        Profile::Driver => code::Whose::Program,
     }
 }
 
@@ -119,12 +128,8 @@ fn enter_sandbox(engine: &dyn Engine, is_off: bool) -> anyhow::Result<()> {
         warn!("no sandbox: --no-sandbox");
         return Ok(());
     }
-    // What is not ours (drivers) makes calls that nobody has written down.
-    let profile = match engine.name() {
-        "cpu" => Profile::Cpu,
-        _ => Profile::Driver,
-    };
-    let sandbox = sandbox::enter(profile).context("no sandbox; --no-sandbox starts without one")?;
+    let sandbox =
+        sandbox::enter(profile(engine)).context("no sandbox; --no-sandbox starts without one")?;
     info!("sandboxed: {sandbox}");
     Ok(())
 }
