@@ -125,17 +125,19 @@ unsafe fn rows<S: Simd, T: Float>(call: &Call) {
         }
         return;
     }
-    let padded = call.k.next_multiple_of(S::LANES);
+    let padded = call.k.next_multiple_of(DEPTH);
     let mut memory = PREPARED.take(call.cols * padded * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: all offsets are those of columns and elements of the call; the columns are padded with zeros to whole
-    // vectors.
+    // SAFETY: all offsets are those of columns and elements of the call; there is room for whole vectors of each column,
+    // and only the last block may end within one.
     unsafe {
-        for c in 0..call.cols {
-            let x = call.x.add(c * call.x_stride);
-            widen::<S, T>(x, call.k, padded, columns.add(c * padded));
+        for block in Block::all::<S>(call) {
+            for c in 0..call.cols {
+                let x = call.x.add(c * call.x_stride + block.start * T::BYTES);
+                widen::<S, T>(x, block.len, block.padded, columns.add(block.column(c)));
+            }
         }
-        few::<S, T>(call, columns, padded);
+        few::<S, T>(call, columns);
     }
     PREPARED.give_back(memory);
 }
@@ -150,17 +152,49 @@ const WIDE_COLUMNS: usize = 8;
 /// Elements of a block of `k`: few enough that those of all columns stay in the first-level cache.
 const DEPTH: usize = 512;
 
+/// A block of `k`. Its elements of all columns lie together, each column's in a place of [`DEPTH`]: whole columns apart, which
+/// often is a power of two, they would share few sets of the first-level cache.
+#[derive(Clone, Copy)]
+struct Block {
+    start: usize,
+    len: usize,
+    /// `len` in whole vectors.
+    padded: usize,
+    cols: usize,
+}
+
+impl Block {
+    /// All blocks of a call, in order: an empty one if it has no elements, since it has results.
+    fn all<S: Simd>(call: &Call) -> impl Iterator<Item = Block> {
+        let &Call { k, cols, .. } = call;
+        (0..k.max(1)).step_by(DEPTH).map(move |start| {
+            let len = DEPTH.min(k - start);
+            let padded = len.next_multiple_of(S::LANES);
+            Block {
+                start,
+                len,
+                padded,
+                cols,
+            }
+        })
+    }
+
+    /// Where its elements of a column begin.
+    fn column(&self, c: usize) -> usize {
+        self.start * self.cols + c * DEPTH
+    }
+}
+
 /// A few columns: for each block of `k`, tiles of rows and columns. The sums wait in memory for the next block, vectors
-/// as they are.
+/// as they are; the last one's are the results.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`; at `columns` are those of the call, as `f32`, `padded` apart.
+/// As [`super::super::Gemm`], with the features of `S`; at `columns` are those of the call, as `f32`, block by block and
+/// padded with zeros.
 #[inline(always)]
-unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize) {
+unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32) {
     let mut memory = DECODED.take(FEW_ROWS * call.cols * 4 * S::LANES);
     let sums = memory.as_mut_ptr().cast::<f32>();
-    // Whether most of what lies between the first and the last of some rows is rows.
-    let dense = call.w_stride < 2 * call.k * T::BYTES;
     let wide = S::LANES == 16 && call.cols >= WIDE_COLUMNS;
     let across = match wide {
         true => call.cols / WIDE_COLUMNS + (call.cols % WIDE_COLUMNS).div_ceil(TILE_COLUMNS),
@@ -168,28 +202,23 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
     };
     for first in (0..call.rows).step_by(FEW_ROWS) {
         let rows = FEW_ROWS.min(call.rows - first);
-        // As many bytes as are read of these rows, from the next ones, if those are this call's.
-        let next = first + FEW_ROWS;
-        let mut ahead = match dense && next < call.rows {
-            true => call.w.wrapping_add(next * call.w_stride),
-            false => std::ptr::null(),
-        };
         // SAFETY: the rows, columns and elements are those of the call; there is a vector of sums for each row and
         // column.
         unsafe {
-            sums.write_bytes(0, rows * call.cols * S::LANES);
-            for start in (0..call.k).step_by(DEPTH) {
-                let mut tiles = Tiles {
+            for block in Block::all::<S>(call) {
+                let end = block.start + block.len;
+                let tiles = Tiles {
                     call,
                     columns,
-                    padded,
                     first,
-                    start,
-                    len: DEPTH.min(call.k - start),
+                    block,
                     sums,
-                    ahead,
+                    ahead: match (end < call.k, first + FEW_ROWS < call.rows) {
+                        (true, _) => call.row(first).add(end * T::BYTES),
+                        (_, true) => call.row(first + FEW_ROWS),
+                        _ => std::ptr::null(),
+                    },
                     across,
-                    owed: 0,
                 };
                 let mut r = 0;
                 while r < rows {
@@ -199,13 +228,6 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
                         2 => tiles.row::<S, T, 2>(r),
                         _ => tiles.row::<S, T, 1>(r),
                     };
-                }
-                ahead = tiles.ahead;
-            }
-            for c in 0..call.cols {
-                for r in 0..rows {
-                    let sum = S::load_floats(sums.add((r * call.cols + c) * S::LANES));
-                    *call.dst.add(c * call.dst_stride + first + r) = S::sum(sum);
                 }
             }
         }
@@ -217,109 +239,117 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32, padded: usize
 struct Tiles<'a> {
     call: &'a Call,
     columns: *const f32,
-    padded: usize,
     first: usize,
-    start: usize,
-    len: usize,
+    block: Block,
     sums: *mut f32,
-    /// Weights to ask for, line by line; null where there are none.
+    /// What `w` of the first row will be for the next block, or for the next rows; null where nothing comes next.
     ahead: *const u8,
-    /// How many tiles have all columns.
+    /// How many tiles side by side have all columns.
     across: usize,
-    /// What is to be asked for, in parts of a line: as many as a row has tiles.
-    owed: usize,
 }
 
 impl Tiles<'_> {
-    /// Called for each line of weights of `rows` rows that a tile reads. All tiles of those rows ask for as many lines of
-    /// the next ones, which the processor would not foresee while it goes from row to row: evenly, since it keeps track of
-    /// few that are on their way, and into the second-level cache, since there are more than the first one has room for.
-    #[inline(always)]
-    fn ask(&mut self, rows: usize) {
-        if self.ahead.is_null() {
-            return;
-        }
-        self.owed += rows;
-        while self.owed >= self.across {
-            self.owed -= self.across;
-            // SAFETY: a hint; the address need not be valid.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.ahead.cast()) };
-            self.ahead = self.ahead.wrapping_add(64);
-        }
-    }
-
     /// `R` rows from the `r`th on times all columns; returns `R`.
     ///
     /// # Safety
     /// As [`few`]; there are as many rows.
     #[inline(always)]
-    unsafe fn row<S: Simd, T: Float, const R: usize>(&mut self, r: usize) -> usize {
-        let mut c = 0;
+    unsafe fn row<S: Simd, T: Float, const R: usize>(&self, r: usize) -> usize {
+        let (mut c, mut turn) = (0, 0);
         while c < self.call.cols {
             // SAFETY: the caller's promise.
             unsafe {
                 c += match self.call.cols - c {
                     WIDE_COLUMNS.. if S::LANES == 16 && R <= 3 => {
-                        self.tile::<S, T, R, WIDE_COLUMNS>(r, c)
+                        self.tile::<S, T, R, WIDE_COLUMNS>(r, c, turn)
                     }
-                    TILE_COLUMNS.. => self.tile::<S, T, R, TILE_COLUMNS>(r, c),
-                    2.. => self.tile::<S, T, R, 2>(r, c),
-                    _ => self.tile::<S, T, R, 1>(r, c),
+                    TILE_COLUMNS.. => self.tile::<S, T, R, TILE_COLUMNS>(r, c, turn),
+                    2.. => self.tile::<S, T, R, 2>(r, c, turn),
+                    _ => self.tile::<S, T, R, 1>(r, c, turn),
                 };
+                turn += 1;
             }
         }
         R
     }
 
-    /// `R` rows times `C` columns; returns `C`.
+    /// `R` rows times `C` columns, the `turn`th tile of those rows; returns `C`.
+    ///
+    /// Each line of weights that the tiles of some rows read, one of them asks for in the next block, which the processor would
+    /// not foresee as it goes from row to row: in turns, since it keeps track of few lines that are on their way, into the
+    /// second-level cache, since there are more than the first one has room for, and no more than a block ahead, since
+    /// nobody has asked for the first lines of a call, nor asks for any while its last ones are multiplied.
     ///
     /// # Safety
     /// As [`few`]; there are as many rows and columns.
     #[inline(always)]
     unsafe fn tile<S: Simd, T: Float, const R: usize, const C: usize>(
-        &mut self,
+        &self,
         r: usize,
         c: usize,
+        turn: usize,
     ) -> usize {
-        let call = self.call;
+        let Tiles { call, block, .. } = *self;
         // SAFETY: the caller's promise; the columns are padded with zeros to whole vectors.
         unsafe {
             let w = call
                 .w
-                .add((self.first + r) * call.w_stride + self.start * T::BYTES);
-            let x = self.columns.add(c * self.padded + self.start);
+                .add((self.first + r) * call.w_stride + block.start * T::BYTES);
+            let x = self.columns.add(block.column(c));
             let sums = self.sums.add((r * call.cols + c) * S::LANES);
             let mut acc = [[S::zero_floats(); C]; R];
-            for r in 0..R {
-                for c in 0..C {
-                    acc[r][c] = S::load_floats(sums.add((r * call.cols + c) * S::LANES));
+            if block.start > 0 {
+                for r in 0..R {
+                    for c in 0..C {
+                        acc[r][c] = S::load_floats(sums.add((r * call.cols + c) * S::LANES));
+                    }
                 }
             }
-            let whole = self.len / S::LANES * S::LANES;
+            let (ahead, mut wait) = match self.ahead.is_null() {
+                true => (self.ahead, usize::MAX),
+                false => (self.ahead.wrapping_add(r * call.w_stride), turn),
+            };
+            let whole = block.len / S::LANES * S::LANES;
             for i in (0..whole).step_by(S::LANES) {
                 if i % (64 / T::BYTES) == 0 {
-                    self.ask(R);
+                    if wait == 0 {
+                        wait = self.across;
+                        for r in 0..R {
+                            let line = ahead.wrapping_add(r * call.w_stride + i * T::BYTES);
+                            _mm_prefetch::<_MM_HINT_T1>(line.cast());
+                        }
+                    }
+                    wait -= 1;
                 }
                 let mut w_now = [S::zero_floats(); R];
                 for r in 0..R {
                     w_now[r] = T::load::<S>(w.add(r * call.w_stride + i * T::BYTES));
                 }
                 for c in 0..C {
-                    let x = S::load_floats(x.add(c * self.padded + i));
+                    let x = S::load_floats(x.add(c * DEPTH + i));
                     for r in 0..R {
                         acc[r][c] = S::mul_add(w_now[r], x, acc[r][c]);
                     }
                 }
             }
-            if whole < self.len {
+            if whole < block.len {
                 for r in 0..R {
                     let w = w.add(r * call.w_stride + whole * T::BYTES);
-                    let w = T::load_first::<S>(w, self.len - whole);
+                    let w = T::load_first::<S>(w, block.len - whole);
                     for c in 0..C {
-                        let x = S::load_floats(x.add(c * self.padded + whole));
+                        let x = S::load_floats(x.add(c * DEPTH + whole));
                         acc[r][c] = S::mul_add(w, x, acc[r][c]);
                     }
                 }
+            }
+            if block.start + block.len == call.k {
+                let dst = call.dst.add(c * call.dst_stride + self.first + r);
+                for c in 0..C {
+                    for r in 0..R {
+                        *dst.add(c * call.dst_stride + r) = S::sum(acc[r][c]);
+                    }
+                }
+                return C;
             }
             for r in 0..R {
                 for c in 0..C {
