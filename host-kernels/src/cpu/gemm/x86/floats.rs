@@ -207,7 +207,7 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32) {
         unsafe {
             for block in Block::all::<S>(call) {
                 let end = block.start + block.len;
-                let tiles = Tiles {
+                let mut tiles = Tiles {
                     call,
                     columns,
                     first,
@@ -218,7 +218,10 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32) {
                         (_, true) => call.row(first + FEW_ROWS),
                         _ => std::ptr::null(),
                     },
+                    lines: (block.len / S::LANES * S::LANES * T::BYTES).div_ceil(64),
+                    line: 0,
                     across,
+                    owed: 0,
                 };
                 let mut r = 0;
                 while r < rows {
@@ -242,52 +245,76 @@ struct Tiles<'a> {
     first: usize,
     block: Block,
     sums: *mut f32,
-    /// What `w` of the first row will be for the next block, or for the next rows; null where nothing comes next.
+    /// A row of the next weights: of the next block of `k`, behind the last one of the next rows; null where nothing comes
+    /// next.
     ahead: *const u8,
-    /// How many tiles side by side have all columns.
+    /// Lines of a row in whole vectors of the block.
+    lines: usize,
+    /// The line of the row ahead that is asked for next.
+    line: usize,
+    /// How many tiles have all columns.
     across: usize,
+    /// What is to be asked for, in parts of a line: as many as a row has tiles.
+    owed: usize,
 }
 
 impl Tiles<'_> {
+    /// Called for each line of weights of `rows` rows that a tile reads. All tiles of those rows ask for as many lines of the
+    /// next block, which the processor would not foresee while it goes from row to row: evenly, since it keeps track of few
+    /// that are on their way; one row after the other, which is the order in which it fetches more by itself; into the
+    /// second-level cache, since there are more than the first one has room for; and no further ahead, since nobody has
+    /// asked for the first ones of a call.
+    #[inline(always)]
+    fn ask(&mut self, rows: usize) {
+        if self.ahead.is_null() {
+            return;
+        }
+        self.owed += rows;
+        while self.owed >= self.across {
+            self.owed -= self.across;
+            let line = self.ahead.wrapping_add(64 * self.line);
+            // SAFETY: a hint; the address need not be valid.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
+            self.line += 1;
+            if self.line == self.lines {
+                self.line = 0;
+                self.ahead = self.ahead.wrapping_add(self.call.w_stride);
+            }
+        }
+    }
+
     /// `R` rows from the `r`th on times all columns; returns `R`.
     ///
     /// # Safety
     /// As [`few`]; there are as many rows.
     #[inline(always)]
-    unsafe fn row<S: Simd, T: Float, const R: usize>(&self, r: usize) -> usize {
-        let (mut c, mut turn) = (0, 0);
+    unsafe fn row<S: Simd, T: Float, const R: usize>(&mut self, r: usize) -> usize {
+        let mut c = 0;
         while c < self.call.cols {
             // SAFETY: the caller's promise.
             unsafe {
                 c += match self.call.cols - c {
                     WIDE_COLUMNS.. if S::LANES == 16 && R <= 3 => {
-                        self.tile::<S, T, R, WIDE_COLUMNS>(r, c, turn)
+                        self.tile::<S, T, R, WIDE_COLUMNS>(r, c)
                     }
-                    TILE_COLUMNS.. => self.tile::<S, T, R, TILE_COLUMNS>(r, c, turn),
-                    2.. => self.tile::<S, T, R, 2>(r, c, turn),
-                    _ => self.tile::<S, T, R, 1>(r, c, turn),
+                    TILE_COLUMNS.. => self.tile::<S, T, R, TILE_COLUMNS>(r, c),
+                    2.. => self.tile::<S, T, R, 2>(r, c),
+                    _ => self.tile::<S, T, R, 1>(r, c),
                 };
-                turn += 1;
             }
         }
         R
     }
 
-    /// `R` rows times `C` columns, the `turn`th tile of those rows; returns `C`.
-    ///
-    /// Each line of weights that the tiles of some rows read, one of them asks for in the next block, which the processor would
-    /// not foresee as it goes from row to row: in turns, since it keeps track of few lines that are on their way, into the
-    /// second-level cache, since there are more than the first one has room for, and no more than a block ahead, since
-    /// nobody has asked for the first lines of a call, nor asks for any while its last ones are multiplied.
+    /// `R` rows times `C` columns; returns `C`.
     ///
     /// # Safety
     /// As [`few`]; there are as many rows and columns.
     #[inline(always)]
     unsafe fn tile<S: Simd, T: Float, const R: usize, const C: usize>(
-        &self,
+        &mut self,
         r: usize,
         c: usize,
-        turn: usize,
     ) -> usize {
         let Tiles { call, block, .. } = *self;
         // SAFETY: the caller's promise; the columns are padded with zeros to whole vectors.
@@ -305,21 +332,10 @@ impl Tiles<'_> {
                     }
                 }
             }
-            let (ahead, mut wait) = match self.ahead.is_null() {
-                true => (self.ahead, usize::MAX),
-                false => (self.ahead.wrapping_add(r * call.w_stride), turn),
-            };
             let whole = block.len / S::LANES * S::LANES;
             for i in (0..whole).step_by(S::LANES) {
                 if i % (64 / T::BYTES) == 0 {
-                    if wait == 0 {
-                        wait = self.across;
-                        for r in 0..R {
-                            let line = ahead.wrapping_add(r * call.w_stride + i * T::BYTES);
-                            _mm_prefetch::<_MM_HINT_T1>(line.cast());
-                        }
-                    }
-                    wait -= 1;
+                    self.ask(R);
                 }
                 let mut w_now = [S::zero_floats(); R];
                 for r in 0..R {
