@@ -125,16 +125,17 @@ unsafe fn rows<S: Simd, T: Float>(call: &Call) {
         }
         return;
     }
-    let padded = call.k.next_multiple_of(DEPTH);
-    let mut memory = PREPARED.take(call.cols * padded * size_of::<f32>());
+    let room = call.k.next_multiple_of(DEPTH);
+    let mut memory = PREPARED.take(call.cols * room * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: all offsets are those of columns and elements of the call; there is room for whole vectors of each column,
     // and only the last block may end within one.
     unsafe {
-        for block in Block::all::<S>(call) {
+        for block in Block::all(call) {
+            let padded = block.len.next_multiple_of(S::LANES);
             for c in 0..call.cols {
                 let x = call.x.add(c * call.x_stride + block.start * T::BYTES);
-                widen::<S, T>(x, block.len, block.padded, columns.add(block.column(c)));
+                widen::<S, T>(x, block.len, padded, columns.add(block.column(c)));
             }
         }
         few::<S, T>(call, columns);
@@ -158,25 +159,27 @@ const DEPTH: usize = 512;
 struct Block {
     start: usize,
     len: usize,
-    /// `len` in whole vectors.
-    padded: usize,
     cols: usize,
 }
 
 impl Block {
     /// All blocks of a call, in order: an empty one if it has no elements, since it has results.
-    fn all<S: Simd>(call: &Call) -> impl Iterator<Item = Block> {
+    fn all(call: &Call) -> impl Iterator<Item = Block> {
         let &Call { k, cols, .. } = call;
-        (0..k.max(1)).step_by(DEPTH).map(move |start| {
-            let len = DEPTH.min(k - start);
-            let padded = len.next_multiple_of(S::LANES);
-            Block {
-                start,
-                len,
-                padded,
-                cols,
-            }
+        (0..k.max(1)).step_by(DEPTH).map(move |start| Block {
+            start,
+            len: DEPTH.min(k - start),
+            cols,
         })
+    }
+
+    fn end(&self) -> usize {
+        self.start + self.len
+    }
+
+    /// Its elements in whole vectors.
+    fn whole<S: Simd>(&self) -> usize {
+        self.len / S::LANES * S::LANES
     }
 
     /// Where its elements of a column begin.
@@ -205,20 +208,19 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32) {
         // SAFETY: the rows, columns and elements are those of the call; there is a vector of sums for each row and
         // column.
         unsafe {
-            for block in Block::all::<S>(call) {
-                let end = block.start + block.len;
+            for block in Block::all(call) {
                 let mut tiles = Tiles {
                     call,
                     columns,
                     first,
                     block,
                     sums,
-                    ahead: match (end < call.k, first + FEW_ROWS < call.rows) {
-                        (true, _) => call.row(first).add(end * T::BYTES),
+                    ahead: match (block.end() < call.k, first + FEW_ROWS < call.rows) {
+                        (true, _) => call.row(first).add(block.end() * T::BYTES),
                         (_, true) => call.row(first + FEW_ROWS),
                         _ => std::ptr::null(),
                     },
-                    lines: (block.len / S::LANES * S::LANES * T::BYTES).div_ceil(64),
+                    lines: (block.whole::<S>() * T::BYTES).div_ceil(64),
                     line: 0,
                     across,
                     owed: 0,
@@ -317,7 +319,8 @@ impl Tiles<'_> {
         c: usize,
     ) -> usize {
         let Tiles { call, block, .. } = *self;
-        // SAFETY: the caller's promise; the columns are padded with zeros to whole vectors.
+        // SAFETY: the caller's promise: the rows, the columns, which are padded with zeros to whole vectors, and their results
+        // are the call's; sums are read that the last block has written.
         unsafe {
             let w = call
                 .w
@@ -332,7 +335,7 @@ impl Tiles<'_> {
                     }
                 }
             }
-            let whole = block.len / S::LANES * S::LANES;
+            let whole = block.whole::<S>();
             for i in (0..whole).step_by(S::LANES) {
                 if i % (64 / T::BYTES) == 0 {
                     self.ask(R);
@@ -358,7 +361,7 @@ impl Tiles<'_> {
                     }
                 }
             }
-            if block.start + block.len == call.k {
+            if block.end() == call.k {
                 let dst = call.dst.add(c * call.dst_stride + self.first + r);
                 for c in 0..C {
                     for r in 0..R {
