@@ -53,7 +53,7 @@ pub(crate) fn connect(endpoint: &Endpoint, host: &Host) -> Result<Arc<Session>, 
 #[cfg(feature = "inproc")]
 fn inproc() -> Result<Box<dyn GuestEnd>, String> {
     use std::sync::OnceLock;
-    use vgpu_kernels::Engine;
+    use vgpu_engine::Engine;
 
     static ENGINE: OnceLock<Arc<dyn Engine>> = OnceLock::new();
     let engine = match ENGINE.get() {
@@ -75,14 +75,14 @@ fn threads() -> usize {
 
 /// The CPU engine.
 #[cfg(all(feature = "inproc", not(feature = "inproc-cuda")))]
-fn engine_inside() -> Result<Arc<dyn vgpu_kernels::Engine>, String> {
-    let engine = vgpu_kernels::cpu::CpuEngine::new(threads(), None).map_err(|e| e.to_string())?;
+fn engine_inside() -> Result<Arc<dyn vgpu_engine::Engine>, String> {
+    let engine = vgpu_cpu::CpuEngine::new(threads(), None).map_err(|e| e.to_string())?;
     Ok(Arc::new(engine))
 }
 
 /// The engine that `VGPU_ENGINE` asks for, as `vgpu serve --engine` does; the CPU engine, if it does not.
 #[cfg(feature = "inproc-cuda")]
-fn engine_inside() -> Result<Arc<dyn vgpu_kernels::Engine>, String> {
+fn engine_inside() -> Result<Arc<dyn vgpu_engine::Engine>, String> {
     let kind = std::env::var("VGPU_ENGINE").unwrap_or_else(|_| "cpu".to_owned());
     let kind = kind
         .parse()

@@ -5,8 +5,8 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
-use vgpu_kernels::cpu::formats::{Format, Type};
-use vgpu_kernels::cpu::gemm::{Level, MatmulKernel};
+use vgpu_cpu::formats::{Format, Type};
+use vgpu_cpu::gemm::{Level, MatmulKernel};
 
 type ToFloat = unsafe extern "C" fn(src: *const c_void, dst: *mut f32, n: i64);
 type FromFloat = unsafe extern "C" fn(src: *const f32, dst: *mut c_void, n: i64);

@@ -254,10 +254,10 @@ mod tests {
     fn a_second_session_sends_what_is_not_there_and_reads_all() {
         use std::sync::Arc;
         use std::time::{Duration, Instant};
+        use vgpu_cpu::CpuEngine;
+        use vgpu_engine::Engine;
         use vgpu_executor::weights::Sharing;
         use vgpu_executor::{Limits, Stop};
-        use vgpu_kernels::Engine;
-        use vgpu_kernels::cpu::CpuEngine;
         use vgpu_transport::ir::Graph;
         use vgpu_transport::link::window::inproc_pair;
 

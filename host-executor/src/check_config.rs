@@ -5,9 +5,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use serde_json::json;
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine as _;
 use vgpu_executor::config::{DEFAULT_PATH, EngineKind, LoadError, Settings};
-use vgpu_kernels::Engine as _;
-use vgpu_kernels::cpu::CpuEngine;
 
 /// Says whether a configuration is good, and if not, where it is wrong.
 ///

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use tracing::{info, warn};
-use vgpu_kernels::cpu::{CpuEngine, Threads};
-use vgpu_kernels::cuda::choices::{self, Choices, Way};
-use vgpu_kernels::cuda::device::{Gpu, GpuError};
-use vgpu_kernels::cuda::{CudaEngine, Pace};
-use vgpu_kernels::{Engine, EngineError};
+use vgpu_cpu::{CpuEngine, Threads};
+use vgpu_cuda::choices::{self, Choices, Way};
+use vgpu_cuda::device::{Gpu, GpuError};
+use vgpu_cuda::{CudaEngine, Pace};
+use vgpu_engine::{Engine, EngineError};
 
 use crate::config::EngineKind;
 

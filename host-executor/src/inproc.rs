@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use tracing::{error, info_span};
-use vgpu_kernels::Engine;
+use vgpu_engine::Engine;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::window::{WindowGuest, inproc_pair};
 use vgpu_transport::link::{Counters, GuestEnd, Lent, LinkError};

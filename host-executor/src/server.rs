@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tracing::{error, info, info_span, warn};
-use vgpu_kernels::Engine;
+use vgpu_engine::Engine;
 use vgpu_transport::link::HostEnd;
 
 use crate::doors::{DoorId, Doors};

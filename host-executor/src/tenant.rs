@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
-use vgpu_kernels::{Engine, EngineError, MemoryInfo};
+use vgpu_engine::{Engine, EngineError, MemoryInfo};
 
 use crate::histogram::Histogram;
 use crate::sched::{Party, Terms};

@@ -1,9 +1,9 @@
 //! Guests on a device with memory of its own, which runs the CUDA kernels on the CPU.
 
 mod common;
-#[path = "../../host-kernels/tests/common/shim.rs"]
+#[path = "../../host-kernels/shim/device.rs"]
 mod shim;
-#[path = "../../host-kernels/tests/cuda/spy.rs"]
+#[path = "../../host-kernels/cuda/tests/engine/spy.rs"]
 #[allow(dead_code)] // the kernels' tests ask it for more
 mod spy;
 
@@ -12,9 +12,9 @@ use std::sync::Arc;
 use common::model::{read_all, write};
 use common::{Build, Host, add, bytes, floats};
 use spy::{Event, Fails, Spy};
+use vgpu_cuda::CudaEngine;
+use vgpu_cuda::device::Device;
 use vgpu_executor::{GuestRule, Policy, Rules};
-use vgpu_kernels::cuda::CudaEngine;
-use vgpu_kernels::cuda::device::Device;
 use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 

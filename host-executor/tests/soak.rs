@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Build, Guest, MEMORY, PATIENCE};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine;
 use vgpu_executor::{Limits, Server};
-use vgpu_kernels::Engine;
-use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::{BufferId, Graph, Op, Type, patch};
 use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
 use vgpu_transport::window::memory::Window;

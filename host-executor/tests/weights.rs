@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use common::model::{adopt, for_weights, hash, read_all, upload, write};
 use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
+use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::{CacheOptions, Sharing};
 use vgpu_executor::{Limits, Process, Weights};
-use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, Reply, Request, Wanted,

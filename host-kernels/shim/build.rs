@@ -4,7 +4,7 @@ use std::fs;
 
 fn main() {
     for watched in [
-        "../cuda",
+        "../cuda/kernels",
         "shim.h",
         "fibers.h",
         "shim.cpp",
@@ -13,7 +13,7 @@ fn main() {
     ] {
         println!("cargo::rerun-if-changed={watched}");
     }
-    let folder = fs::read_dir("../cuda").expect("the folder of the kernels");
+    let folder = fs::read_dir("../cuda/kernels").expect("the folder of the kernels");
     let mut kernels: Vec<_> = folder
         .map(|entry| entry.expect("an entry of the folder").path())
         .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
@@ -23,7 +23,7 @@ fn main() {
         .cpp(true)
         .std("c++17")
         .define("VGPU_SHIM", None)
-        .include("../cuda")
+        .include("../cuda/kernels")
         .include(".")
         .flag("-xc++") // whatever its file is called
         .file("shim.cpp")
@@ -37,5 +37,5 @@ fn main() {
         .flag_if_supported("-fcf-protection=none")
         .opt_level(2)
         .link_lib_modifier("+whole-archive") // kernels register themselves
-        .compile("vgpu_kernels_shim");
+        .compile("vgpu_cuda_shim");
 }

@@ -182,7 +182,7 @@ fn machine_code(cache: &Cache, archs: &[String]) -> Result<PathBuf> {
     let step = Step::new("compiling kernels for every architecture");
     let mut cargo = workspace::cargo();
     cargo
-        .args(["run", "-p", "vgpu-kernels", "--example", "kernels", "--"])
+        .args(["run", "-p", "vgpu-cuda", "--example", "kernels", "--"])
         .args([&nvrtc, &out])
         .args(archs)
         .env("VGPU_KERNEL_CACHE", cache.machine_code());

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow, ensure};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
-use vgpu_kernels::check::model::{self, Built, Model, Step};
-use vgpu_kernels::check::{self, Options};
-use vgpu_kernels::cost::{self, Cost, Rates};
-use vgpu_kernels::{Engine, Span};
+use vgpu_check::Options;
+use vgpu_check::model::{self, Built, Model, Step};
+use vgpu_engine::roofline::{self, Cost, Rates};
+use vgpu_engine::{Engine, Span};
 use vgpu_transport::ir::{Graph, Type};
 
 use vgpu_executor::config::EngineKind;
@@ -211,7 +211,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let model = model_of(args, step)?;
     let built = model.graph(step);
     let graph = &built.graph;
-    let costs = cost::of(graph);
+    let costs = roofline::of(graph);
 
     let engine = match args.floor_only {
         true => None,
@@ -329,7 +329,7 @@ fn rates(args: &Args, engine: Option<&dyn Engine>) -> anyhow::Result<Rates> {
     if engine.name() == "cpu" {
         options.weights = CPU_WEIGHTS;
     }
-    let measured = check::peaks(engine, &options).map_err(anyhow::Error::msg)?;
+    let measured = vgpu_check::peaks(engine, &options).map_err(anyhow::Error::msg)?;
     Ok(Rates {
         memory: memory.unwrap_or(measured.memory),
         operations: operations.unwrap_or(measured.operations),
@@ -388,7 +388,7 @@ fn parts(graph: &Graph, costs: &[Cost], spans: &[Span]) -> Vec<Part> {
     let part = |nodes: &[usize], seconds| {
         let mut names: Vec<String> = Vec::new();
         for &at in nodes {
-            let name = cost::label(graph, &graph.nodes[at]);
+            let name = roofline::label(graph, &graph.nodes[at]);
             if !names.contains(&name) {
                 names.push(name);
             }

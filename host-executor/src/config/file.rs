@@ -9,7 +9,7 @@ use std::str::FromStr;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, Visitor};
 use toml::Spanned;
-use vgpu_kernels::cpu::Threads;
+use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
 
 use super::{EngineKind, GuestSettings, LogFormat, MetricsAddress, Problem, Settings, VmDevice};

@@ -13,10 +13,10 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
-use vgpu_kernels::Engine;
-use vgpu_kernels::check::{self, Case, Ceilings, Outcome, PUBLISHED, Rate, Text, Work};
-use vgpu_kernels::cpu::CpuEngine;
-use vgpu_kernels::cuda::choices::Way;
+use vgpu_check::{Case, Ceilings, Outcome, PUBLISHED, Rate, Text, Work};
+use vgpu_cpu::CpuEngine;
+use vgpu_cuda::choices::Way;
+use vgpu_engine::Engine;
 
 use vgpu_executor::config::EngineKind;
 use vgpu_executor::engine;
@@ -143,12 +143,12 @@ fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
         .map(|(way, engine)| (*way, engine as &dyn Engine))
         .collect();
     let ways = <[_; 3]>::try_from(ways).ok().context("three ways")?;
-    let options = check::Options {
+    let options = vgpu_check::Options {
         time,
-        ..check::Options::default()
+        ..vgpu_check::Options::default()
     };
-    let extents = check::Extents::default();
-    let choices = check::tune(&ways, &options, &extents, |tuned| {
+    let extents = vgpu_check::Extents::default();
+    let choices = vgpu_check::tune(&ways, &options, &extents, |tuned| {
         let rates = tuned.rates.each_ref().map(|(way, rate)| match rate {
             Ok(rate) => format!("{} {:.1}", way.name(), rate / 1e12),
             Err(reason) => format!("{} FAILED: {reason}", way.name()),
@@ -202,7 +202,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     );
 
     let mut report = Report::new(&*engine, args.json.as_deref());
-    let cases = check::compare(&*engine, &oracle, |case| {
+    let cases = vgpu_check::compare(&*engine, &oracle, |case| {
         if !case.is_right() {
             println!("WRONG  {}: {}", case.name, outcome(case));
         }
@@ -212,13 +212,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     println!("{right} of {} cases agree with the CPU engine", cases.len());
     let texts = match args.tokens {
         0 => Vec::new(),
-        tokens => check::texts(&*engine, &oracle, tokens, |text| {
+        tokens => vgpu_check::texts(&*engine, &oracle, tokens, |text| {
             println!("{}", words(text));
             report.text(text);
         }),
     };
 
-    let options = check::Options {
+    let options = vgpu_check::Options {
         weights: args.weights,
         size: args.size,
         time: Duration::from_millis(args.time),
@@ -226,7 +226,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let mut rates = Vec::new();
     if !args.compare_only {
-        let measured = check::ceilings(&*engine, &options).map_err(anyhow::Error::msg)?;
+        let measured = vgpu_check::ceilings(&*engine, &options).map_err(anyhow::Error::msg)?;
         println!(
             "copies: within {}, from the host {}, to the host {}",
             gigabytes(measured.within),
@@ -235,7 +235,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         );
         report.copies(&measured);
         let left_out;
-        (rates, left_out) = check::rates(&*engine, &options, |rate| {
+        (rates, left_out) = vgpu_check::rates(&*engine, &options, |rate| {
             println!("{}", line(rate, &measured));
             report.rate(rate);
         });

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use serde_json::{Value, json};
-use vgpu_kernels::Engine;
-use vgpu_kernels::check::{Case, Ceilings, Outcome, Rate, Text, Work};
+use vgpu_check::{Case, Ceilings, Outcome, Rate, Text, Work};
+use vgpu_engine::Engine;
 
 /// Findings, and the file that has them.
 pub(super) struct Report {
@@ -110,7 +110,7 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vgpu_kernels::cpu::CpuEngine;
+    use vgpu_cpu::CpuEngine;
 
     fn read(path: &Path) -> Value {
         serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 use serde_json::{Value, json};
-use vgpu_kernels::check::{PUBLISHED, Published};
+use vgpu_check::{PUBLISHED, Published};
 
 use super::results::{OURS, Speeds, TIME_IS_UP, parts, plans, read, speeds};
 

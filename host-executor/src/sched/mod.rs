@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use vgpu_kernels::{Plan, Progress, RunError, Turn};
+use vgpu_engine::{Plan, Progress, RunError, Turn};
 
 pub(crate) use queue::{Party, Terms};
 use queue::{Queue, Ticket};

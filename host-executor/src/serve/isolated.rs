@@ -11,13 +11,13 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use anyhow::{Context as _, anyhow, bail, ensure};
 use clap::Parser;
 use tracing::info;
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine as _;
 use vgpu_executor::config::{EngineKind, GuestSettings, LogFormat, Settings, VmDevice};
 use vgpu_executor::isolate::{self, Means, Shares, Supervisor};
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Server, Stop, Weights, engine, service, size};
-use vgpu_kernels::Engine as _;
-use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::link::stream::tls::Certificates;
 
 use super::doors::Doors;

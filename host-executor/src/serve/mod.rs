@@ -15,13 +15,13 @@ use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{error, info, warn};
+use vgpu_engine::Engine;
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::{self, Reloaded};
 use vgpu_executor::sandbox::{self, Profile};
 use vgpu_executor::status::Watch;
 use vgpu_executor::vm::SocketFile;
 use vgpu_executor::{Limits, Server, Weights, engine, metrics, service};
-use vgpu_kernels::Engine;
 
 pub(crate) use args::Args;
 use doors::Doors;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use vgpu_kernels::Memory;
+use vgpu_engine::Memory;
 use vgpu_transport::ir::BufferId;
 
 use super::ending::Violation;

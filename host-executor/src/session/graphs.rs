@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use vgpu_kernels::{Engine, EngineError, Memory, Plan};
+use vgpu_engine::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{BufferId, Graph, patch, validate};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH};

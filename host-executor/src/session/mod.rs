@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tracing::{debug, error, info, trace, warn};
-use vgpu_kernels::{Engine, EngineError, Memory, RunError, SharedMemory};
+use vgpu_engine::{Engine, EngineError, Memory, RunError, SharedMemory};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{BufferId, IR_VERSION};
 use vgpu_transport::link::{HostEnd, LinkError};

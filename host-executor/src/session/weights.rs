@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use tracing::{debug, info, warn};
-use vgpu_kernels::{EngineError, Extent};
+use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{
     ContentHash, Lengths, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, Reply, Request,

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use tracing::{info, warn};
-use vgpu_kernels::Extent;
+use vgpu_engine::Extent;
 use vgpu_transport::wire::ContentHash;
 
 use super::store::Lookup;
@@ -391,7 +391,7 @@ mod tests {
     use super::*;
     use std::any::Any;
     use std::process::Command;
-    use vgpu_kernels::EngineError;
+    use vgpu_engine::EngineError;
 
     /// Tells the test below that it is the process with no room on its disk.
     const CHILD: &str = "VGPU_TEST_FULL_DISK";

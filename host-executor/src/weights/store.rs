@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Instant;
 
 use tracing::{debug, info, warn};
-use vgpu_kernels::{EngineError, Extent};
+use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, MAX_LENGTHS};
 

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine;
 use vgpu_executor::{Door, Guest as Arriving, Limits, LinkKind, Peer, Process, Server};
-use vgpu_kernels::Engine;
-use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
 use vgpu_transport::window::memory::Window;

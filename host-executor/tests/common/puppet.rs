@@ -4,8 +4,8 @@ use std::any::Any;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex};
 
-use vgpu_kernels::cpu::CpuEngine;
-use vgpu_kernels::{Engine, EngineError, Memory, MemoryInfo, Plan, Progress, RunError, Turn};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, Progress, RunError, Turn};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Capabilities, OpKind, Rule, Type, TypeSet, ValidGraph};
 

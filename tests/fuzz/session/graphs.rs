@@ -219,8 +219,8 @@ impl Maker<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vgpu_kernels::Engine;
-    use vgpu_kernels::cpu::CpuEngine;
+    use vgpu_cpu::CpuEngine;
+    use vgpu_engine::Engine;
     use vgpu_transport::ir::{Limits, validate};
 
     const TRIES: usize = 200;

@@ -20,10 +20,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Ending, Limits, Session, Stop, Weights};
-use vgpu_kernels::Engine;
-use vgpu_kernels::cpu::CpuEngine;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{self, BufferId, IR_VERSION};
 use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};

@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
-use vgpu_kernels::Engine;
-use vgpu_kernels::cpu::CpuEngine;
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine;
 use vgpu_transport::ir::{BufferId, Capabilities, Graph, Limits, Tensor, patch, validate};
 
 /// Bytes of the buffers 1, 2, ...

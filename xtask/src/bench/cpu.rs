@@ -452,7 +452,7 @@ impl Setting<'_> {
         let step = Step::new("products of one thread");
         let mut cargo = workspace::cargo();
         cargo
-            .args(["bench", "--package", "vgpu-kernels", "--bench", "gemm"])
+            .args(["bench", "--package", "vgpu-cpu", "--bench", "gemm"])
             .args(["--", "--json"])
             .env("VGPU_GGML_BIN", &self.native)
             .env("LD_LIBRARY_PATH", &self.bin);

@@ -18,7 +18,7 @@ pub(super) fn run(bench: &mut Bench<'_>) {
         let log = bench.log("kernels");
         let mut cargo = workspace::cargo();
         cargo
-            .args(["run", "-p", "vgpu-kernels", "--example", "kernels", "--"])
+            .args(["run", "-p", "vgpu-cuda", "--example", "kernels", "--"])
             .arg(&nvrtc)
             .arg(workspace::reports().join("kernels"))
             .env("VGPU_KERNEL_CACHE", bench.cache.machine_code());

@@ -1,0 +1,634 @@
+//! One or a few cases of each family of operators, on two engines.
+
+use vgpu_transport::ir::{
+    GluKind, Op, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind, Type, UnaryKind,
+};
+
+use super::graph::{Builder, Fill, Loaded, Operand, Random, numbers};
+use vgpu_cpu::formats::Format;
+use vgpu_cpu::gemm::MatmulKernel;
+use vgpu_engine::Engine;
+
+/// The mean square of differences over that of the results that engines may have where activations are rounded to 8
+/// bits, or keys and values to 16: what test-backend-ops allows a product.
+const ROUNDED: f64 = 5e-4;
+
+/// The same of everything else.
+const EXACT: f64 = 1e-7;
+
+/// How a case went.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Outcome {
+    /// The mean square of the differences over that of the results, and the most it may be.
+    Compared {
+        /// What it is.
+        error: f64,
+        /// What it may be.
+        limit: f64,
+    },
+    /// It did not run, and why.
+    Failed(String),
+}
+
+/// A case that ran on both engines.
+#[derive(Debug, Clone)]
+pub struct Case {
+    /// Operator and types.
+    pub name: String,
+    /// How it went.
+    pub outcome: Outcome,
+}
+
+impl Case {
+    /// Whether the engines agree.
+    pub fn is_right(&self) -> bool {
+        // Not `error > limit`: NaN is wrong.
+        matches!(self.outcome, Outcome::Compared { error, limit } if error <= limit)
+    }
+}
+
+/// An operation to compare.
+struct Operation {
+    name: String,
+    op: Op,
+    dst: Operand,
+    src: Vec<Option<Operand>>,
+    limit: f64,
+}
+
+pub(super) fn run(
+    engine: &dyn Engine,
+    oracle: &dyn Engine,
+    mut seen: impl FnMut(&Case),
+) -> Vec<Case> {
+    // Where kernels run as fibers, products that fill a GPU would take minutes.
+    let is_gpu = engine.name().starts_with("cuda:");
+    let outcomes = operations(is_gpu).into_iter().map(|operation| {
+        let case = Case {
+            outcome: match difference(engine, oracle, &operation) {
+                Ok(error) => Outcome::Compared {
+                    error,
+                    limit: operation.limit,
+                },
+                Err(reason) => Outcome::Failed(reason),
+            },
+            name: operation.name,
+        };
+        seen(&case);
+        case
+    });
+    outcomes.collect()
+}
+
+/// How often each graph runs: an engine may record its second run, and replay the third.
+const RUNS: usize = 3;
+
+/// The mean square of differences, over that of the oracle's results, where it is greatest among the runs.
+fn difference(
+    engine: &dyn Engine,
+    oracle: &dyn Engine,
+    operation: &Operation,
+) -> Result<f64, String> {
+    let mut random = Random::new(1);
+    let mut builder = Builder::default();
+    let mut add = |operand: &Operand| {
+        let index = builder.tensor(*operand, &mut random);
+        index.ok_or_else(|| format!("{operand:?} has no size"))
+    };
+    let dst = add(&operation.dst)?;
+    let mut src = Vec::new();
+    for source in &operation.src {
+        src.push(source.as_ref().map(&mut add).transpose()?);
+    }
+    builder.node(operation.op, dst, &src);
+    // Products read weights as they lie where a model is served. They write nothing but their result.
+    let is_product = matches!(operation.op, Op::MulMat { .. } | Op::MulMatId { .. });
+    let on = |engine| match is_product {
+        true => builder.on_weights(engine, 0, |_| Ok(())),
+        false => builder.on(engine),
+    };
+    let run = |loaded: &mut Loaded| {
+        if !is_product {
+            builder.fill(loaded)?;
+        }
+        loaded.plan.run().map_err(|error| error.to_string())?;
+        numbers(&*loaded.memory, &builder.tensor_at(dst))
+    };
+    let expected = on(oracle).and_then(|mut loaded| run(&mut loaded));
+    let expected = expected.map_err(|reason| format!("on the CPU engine: {reason}"))?;
+    let mut loaded = on(engine)?;
+    let mut worst = 0.0;
+    for number in 1..=RUNS {
+        let got = run(&mut loaded).map_err(|reason| format!("run {number}: {reason}"))?;
+        let error = distance(&got, &expected);
+        // What is not a number is worst of all.
+        if error.is_nan() || error > worst {
+            worst = error;
+        }
+        if worst.is_nan() {
+            break;
+        }
+    }
+    Ok(worst)
+}
+
+/// The mean square of differences, over that of what was expected.
+fn distance(got: &[f32], expected: &[f32]) -> f64 {
+    let (mut off, mut size) = (0.0, 0.0);
+    for (&got, &expected) in got.iter().zip(expected) {
+        if got == expected || got.is_nan() && expected.is_nan() {
+            size += if expected.is_finite() {
+                f64::from(expected).powi(2)
+            } else {
+                0.0
+            };
+            continue;
+        }
+        off += (f64::from(got) - f64::from(expected)).powi(2);
+        size += f64::from(expected).powi(2);
+    }
+    if off == 0.0 { 0.0 } else { off / size }
+}
+
+fn numbers_of(ty: Type, ne: [u64; 4]) -> Operand {
+    Operand {
+        ty,
+        ne,
+        fill: Fill::Numbers(-1.0, 1.0),
+    }
+}
+
+fn f32s(ne: [u64; 4]) -> Operand {
+    numbers_of(Type::F32, ne)
+}
+
+fn between(low: f32, high: f32, ne: [u64; 4]) -> Operand {
+    Operand {
+        fill: Fill::Numbers(low, high),
+        ..f32s(ne)
+    }
+}
+
+fn indices(ty: Type, fill: Fill, ne: [u64; 4]) -> Operand {
+    Operand { ty, ne, fill }
+}
+
+/// A list that grows by operations.
+#[derive(Default)]
+struct List(Vec<Operation>);
+
+impl List {
+    fn add(&mut self, op: Op, limit: f64, dst: Operand, src: &[Operand]) {
+        let src: Vec<Option<Operand>> = src.iter().copied().map(Some).collect();
+        self.with(op, limit, dst, &src);
+    }
+
+    fn with(&mut self, op: Op, limit: f64, dst: Operand, src: &[Option<Operand>]) {
+        let types: Vec<_> = src.iter().flatten().map(|s| s.ty.ggml_name()).collect();
+        self.0.push(Operation {
+            name: format!("{} {}", op.kind().ggml_name(), types.join(" ")),
+            op,
+            dst,
+            src: src.to_vec(),
+            limit,
+        });
+    }
+}
+
+fn operations(is_gpu: bool) -> Vec<Operation> {
+    let mut list = List::default();
+    products(&mut list);
+    if is_gpu {
+        large(&mut list);
+    }
+    attention(&mut list);
+    elements(&mut list);
+    rows(&mut list);
+    movement(&mut list);
+    images(&mut list);
+    recurrent(&mut list);
+    training(&mut list);
+    list.0
+}
+
+fn products(list: &mut List) {
+    let weights = Type::ALL.iter().copied();
+    for ty in weights.filter(|&ty| MatmulKernel::of(ty).is_some()) {
+        for n in [1, 3, 8, 70] {
+            let op = Op::MulMat {
+                accumulator: Precision::Default,
+                activation: Precision::Default,
+                hadamard: false,
+            };
+            let w = numbers_of(ty, [1280, 96, 1, 1]);
+            list.add(
+                op,
+                ROUNDED,
+                f32s([96, n, 1, 1]),
+                &[w, f32s([1280, n, 1, 1])],
+            );
+        }
+        for tokens in [1, 40] {
+            let op = Op::MulMatId {
+                accumulator: Precision::Default,
+                activation: Precision::Default,
+            };
+            let ids = indices(Type::I32, Fill::Below(5), [2, tokens, 1, 1]);
+            list.add(
+                op,
+                ROUNDED,
+                f32s([48, 2, tokens, 1]),
+                &[
+                    numbers_of(ty, [512, 48, 5, 1]),
+                    f32s([512, 1, tokens, 1]),
+                    ids,
+                ],
+            );
+        }
+    }
+    // Lengths that are whole in no step, as products without flash attention have them.
+    for ty in [Type::F16, Type::F32] {
+        let op = Op::MulMat {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+            hadamard: false,
+        };
+        let sources = [numbers_of(ty, [1500, 72, 2, 1]), f32s([1500, 40, 4, 1])];
+        list.add(op, ROUNDED, f32s([72, 40, 4, 1]), &sources);
+    }
+    let op = Op::OutProd {};
+    list.add(
+        op,
+        EXACT,
+        f32s([50, 33, 2, 1]),
+        &[f32s([50, 70, 2, 1]), f32s([33, 70, 2, 1])],
+    );
+}
+
+/// What GPUs have kernels for that are taken where there is work for all of their multiprocessors.
+fn large(list: &mut List) {
+    let weights = Type::ALL.iter().copied();
+    for ty in weights.filter(|&ty| MatmulKernel::of(ty).is_some()) {
+        let op = Op::MulMat {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+            hadamard: false,
+        };
+        // Whole rounds of wide tiles on any GPU of today, nearly.
+        let (rows, columns) = (33_000, 512);
+        let sources = [
+            numbers_of(ty, [256, rows, 1, 1]),
+            f32s([256, columns, 1, 1]),
+        ];
+        list.add(op, ROUNDED, f32s([rows, columns, 1, 1]), &sources);
+    }
+    for [size, cap] in [[64, 0], [128, 0], [256, 10]] {
+        let op = Op::FlashAttnExt {
+            scale: 1.0 / (size as f32).sqrt(),
+            max_bias: 0.0,
+            logit_softcap: cap as f32,
+            accumulator: Precision::Default,
+            n_kv_max: 0,
+        };
+        let (tokens, keys, heads) = (200, 330, 64);
+        let mask = Operand {
+            ty: Type::F16,
+            ne: [keys, tokens, 1, 1],
+            fill: Fill::Mask(keys as i64 - tokens as i64),
+        };
+        let cache = Some(numbers_of(Type::F16, [size, keys, heads / 2, 1]));
+        let sources = [
+            Some(f32s([size, tokens, heads, 1])),
+            cache,
+            cache,
+            Some(mask),
+            Some(f32s([heads, 1, 1, 1])),
+        ];
+        list.with(op, ROUNDED, f32s([size, heads, tokens, 1]), &sources);
+    }
+}
+
+fn attention(list: &mut List) {
+    let alike = [Type::F32, Type::F16, Type::Bf16, Type::Q8_0, Type::Q4_0].map(|ty| [ty; 2]);
+    let mixed = [
+        [Type::Bf16, Type::Q8_0],
+        [Type::Q8_0, Type::Q5_1],
+        [Type::F32, Type::F16],
+    ];
+    for [k, v] in alike.into_iter().chain(mixed) {
+        for [size, tokens, keys, heads, kv] in [
+            [128, 1, 1000, 8, 2],
+            [64, 70, 130, 4, 4],
+            [80, 3, 257, 6, 2],
+            [256, 1, 512, 4, 1],
+        ] {
+            if (k.is_quantized() || v.is_quantized()) && size % 32 != 0 {
+                continue;
+            }
+            let op = Op::FlashAttnExt {
+                scale: 1.0 / (size as f32).sqrt(),
+                max_bias: 0.0,
+                logit_softcap: if tokens == 3 { 10.0 } else { 0.0 },
+                accumulator: Precision::Default,
+                n_kv_max: 0,
+            };
+            let mask = Operand {
+                ty: Type::F16,
+                ne: [keys, tokens, 1, 1],
+                fill: Fill::Mask(keys as i64 - tokens as i64),
+            };
+            let sinks = (tokens == 3).then(|| f32s([heads, 1, 1, 1]));
+            let [k, v] = [k, v].map(|ty| Some(numbers_of(ty, [size, keys, kv, 1])));
+            let q = f32s([size, tokens, heads, 1]);
+            list.with(
+                op,
+                ROUNDED,
+                f32s([size, heads, tokens, 1]),
+                &[Some(q), k, v, Some(mask), sinks],
+            );
+        }
+    }
+}
+
+fn elements(list: &mut List) {
+    let ne = [130, 7, 3, 2];
+    for op in [Op::Add {}, Op::Sub {}, Op::Mul {}, Op::Div {}] {
+        list.add(
+            op,
+            EXACT,
+            f32s(ne),
+            &[f32s(ne), between(0.5, 2.0, [130, 7, 1, 1])],
+        );
+    }
+    for kind in [
+        UnaryKind::Silu,
+        UnaryKind::Gelu,
+        UnaryKind::Exp,
+        UnaryKind::Softplus,
+    ] {
+        list.add(Op::Unary { kind }, EXACT, f32s(ne), &[f32s(ne)]);
+    }
+    let scale = Op::Scale {
+        scale: 2.0,
+        bias: 0.5,
+    };
+    list.add(scale, EXACT, f32s(ne), &[f32s(ne)]);
+    for kind in [GluKind::Swiglu, GluKind::Geglu, GluKind::SwigluOai] {
+        let op = Op::Glu {
+            kind,
+            swapped: false,
+            alpha: 1.702,
+            limit: 7.0,
+        };
+        list.add(op, EXACT, f32s(ne), &[f32s(ne), f32s(ne)]);
+    }
+    let ids = indices(Type::I32, Fill::Below(9), [7, 3, 1, 1]);
+    list.add(
+        Op::AddId {},
+        EXACT,
+        f32s([130, 7, 3, 1]),
+        &[f32s([130, 7, 3, 1]), f32s([130, 9, 1, 1]), ids],
+    );
+}
+
+fn rows(list: &mut List) {
+    let ne = [1000, 5, 2, 1];
+    for op in [
+        Op::Norm { eps: 1e-5 },
+        Op::RmsNorm { eps: 1e-5 },
+        Op::L2Norm { eps: 1e-5 },
+        Op::Cumsum {},
+    ] {
+        list.add(op, EXACT, f32s(ne), &[f32s(ne)]);
+    }
+    let group = Op::GroupNorm {
+        n_groups: 3,
+        eps: 1e-5,
+    };
+    list.add(group, EXACT, f32s([10, 9, 6, 2]), &[f32s([10, 9, 6, 2])]);
+    let soft_max = Op::SoftMax {
+        scale: 0.5,
+        max_bias: 8.0,
+    };
+    let mask = Operand {
+        ty: Type::F16,
+        ne: [1000, 5, 1, 1],
+        fill: Fill::Mask(500),
+    };
+    list.add(soft_max, EXACT, f32s(ne), &[f32s(ne), mask]);
+    for mode in [RopeMode::Normal, RopeMode::Neox, RopeMode::Mrope] {
+        let op = Op::Rope {
+            mode,
+            backward: false,
+            n_dims: 64,
+            n_offs: 0,
+            n_ctx_orig: 4096,
+            freq_base: 10000.0,
+            freq_scale: 0.5,
+            ext_factor: 0.5,
+            attn_factor: 1.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            sections: [8, 12, 12, 0],
+        };
+        let count = if mode == RopeMode::Mrope { 4 } else { 1 };
+        let positions = indices(Type::I32, Fill::Count, [6 * count, 1, 1, 1]);
+        let ne = [80, 4, 6, 1];
+        list.add(op, EXACT, f32s(ne), &[f32s(ne), positions]);
+    }
+    list.add(Op::Sum {}, EXACT, f32s([1; 4]), &[between(0.0, 1.0, ne)]);
+    list.add(
+        Op::SumRows {},
+        EXACT,
+        f32s([1, 5, 2, 1]),
+        &[between(0.0, 1.0, ne)],
+    );
+    let i32s = |ne| indices(Type::I32, Fill::Count, ne);
+    list.add(
+        Op::Argmax {},
+        0.0,
+        i32s([5, 1, 1, 1]),
+        &[f32s([1000, 5, 1, 1])],
+    );
+    for columns in [1000, 6000] {
+        let op = Op::Argsort {
+            order: SortOrder::Descending,
+        };
+        list.add(
+            op,
+            0.0,
+            i32s([columns, 5, 1, 1]),
+            &[f32s([columns, 5, 1, 1])],
+        );
+    }
+}
+
+fn movement(list: &mut List) {
+    let reals = Type::ALL.iter().copied();
+    for ty in reals.filter(|&ty| Format::of(ty).is_some()) {
+        let src = numbers_of(ty, [256, 9, 2, 1]);
+        list.add(Op::Copy {}, EXACT, f32s([256, 9, 2, 1]), &[src]);
+        list.add(Op::Copy {}, ROUNDED, src, &[f32s([256, 9, 2, 1])]);
+        let ids = indices(Type::I32, Fill::Below(9), [4, 1, 1, 1]);
+        list.add(
+            Op::GetRows {},
+            EXACT,
+            f32s([256, 4, 1, 1]),
+            &[numbers_of(ty, [256, 9, 1, 1]), ids],
+        );
+        let ids = indices(Type::I64, Fill::Count, [4, 1, 1, 1]);
+        let dst = numbers_of(ty, [256, 9, 1, 1]);
+        list.add(Op::SetRows {}, ROUNDED, dst, &[f32s([256, 4, 1, 1]), ids]);
+    }
+    let ne = [30, 5, 3, 2];
+    list.add(Op::Repeat {}, 0.0, f32s([60, 5, 9, 2]), &[f32s(ne)]);
+    list.add(
+        Op::Concat { dim: 1 },
+        0.0,
+        f32s([30, 10, 3, 2]),
+        &[f32s(ne), f32s(ne)],
+    );
+    let tri = Op::Tri {
+        kind: TriKind::Lower,
+    };
+    list.add(tri, 0.0, f32s([30, 30, 2, 1]), &[f32s([30, 30, 2, 1])]);
+    let pad = Op::Pad {
+        left: [1, 0, 2, 0],
+        right: [3, 1, 0, 0],
+        circular: false,
+    };
+    list.add(pad, 0.0, f32s([34, 6, 5, 2]), &[f32s(ne)]);
+}
+
+fn images(list: &mut List) {
+    let kernel = numbers_of(Type::F16, [3, 3, 8, 12]);
+    let image = f32s([20, 17, 8, 2]);
+    let conv = Op::Conv2d {
+        s0: 1,
+        s1: 2,
+        p0: 1,
+        p1: 1,
+        d0: 1,
+        d1: 1,
+    };
+    list.add(conv, ROUNDED, f32s([20, 9, 12, 2]), &[kernel, image]);
+    let im2col = Op::Im2col {
+        s0: 1,
+        s1: 2,
+        p0: 1,
+        p1: 1,
+        d0: 1,
+        d1: 1,
+        is_2d: true,
+    };
+    list.add(
+        im2col,
+        EXACT,
+        numbers_of(Type::F16, [72, 20, 9, 2]),
+        &[kernel, image],
+    );
+    let pool = Op::Pool2d {
+        kind: PoolKind::Max,
+        k0: 2,
+        k1: 2,
+        s0: 2,
+        s1: 2,
+        p0: 0,
+        p1: 0,
+    };
+    list.add(pool, 0.0, f32s([10, 8, 8, 2]), &[image]);
+    for mode in [ScaleMode::Nearest, ScaleMode::Bilinear, ScaleMode::Bicubic] {
+        let op = Op::Upscale {
+            mode,
+            align_corners: false,
+            antialias: false,
+        };
+        list.add(op, EXACT, f32s([40, 34, 8, 2]), &[image]);
+    }
+    let transposed = Op::ConvTranspose2d { stride: 2 };
+    list.add(
+        transposed,
+        ROUNDED,
+        f32s([41, 35, 12, 2]),
+        &[numbers_of(Type::F16, [3, 3, 12, 8]), image],
+    );
+}
+
+fn recurrent(list: &mut List) {
+    let (size, heads, tokens, seqs) = (64, 3, 5, 2);
+    let per_token = f32s([size, heads, tokens * seqs, 1]);
+    let state = f32s([size * size * heads, seqs, 1, 1]);
+    let dst = f32s([size * heads, tokens * seqs + size * seqs, 1, 1]);
+    let decay = between(0.1, 0.9, per_token.ne);
+    let bonus = f32s([size, heads, 1, 1]);
+    list.add(
+        Op::RwkvWkv6 {},
+        EXACT,
+        dst,
+        &[per_token, per_token, per_token, bonus, decay, state],
+    );
+    let small = between(-0.1, 0.1, per_token.ne);
+    list.add(
+        Op::RwkvWkv7 {},
+        EXACT,
+        dst,
+        &[per_token, decay, small, per_token, small, small, state],
+    );
+    let x = f32s([16, heads, tokens, seqs]);
+    let ids = indices(Type::I32, Fill::Count, [seqs, 1, 1, 1]);
+    let b = f32s([128, 1, tokens, seqs]);
+    let total = 16 * heads * seqs * (tokens + 128);
+    list.add(
+        Op::SsmScan { snapshots: 1 },
+        EXACT,
+        f32s([total, 1, 1, 1]),
+        &[
+            f32s([128, 16, heads, seqs]),
+            x,
+            f32s([heads, tokens, seqs, 1]),
+            between(-1.0, 0.0, [1, heads, 1, 1]),
+            b,
+            b,
+            ids,
+        ],
+    );
+    let v = f32s([size, heads, tokens, seqs]);
+    let k = between(-0.1, 0.1, v.ne);
+    list.add(
+        Op::GatedDeltaNet { snapshots: 1 },
+        EXACT,
+        f32s([size * heads, tokens * seqs + size * seqs, 1, 1]),
+        &[
+            k,
+            k,
+            v,
+            between(-1.0, 0.0, [1, heads, tokens, seqs]),
+            between(0.0, 1.0, [1, heads, tokens, seqs]),
+            f32s([size, size, heads, seqs]),
+        ],
+    );
+}
+
+fn training(list: &mut List) {
+    let ne = [300, 20, 1, 1];
+    let labels = between(0.0, 1.0, ne);
+    list.add(
+        Op::CrossEntropyLoss {},
+        EXACT,
+        f32s([1; 4]),
+        &[f32s(ne), labels],
+    );
+    list.add(
+        Op::CrossEntropyLossBack {},
+        EXACT,
+        f32s(ne),
+        &[f32s([1; 4]), f32s(ne), labels],
+    );
+    let settings = between(0.1, 0.2, [2, 1, 1, 1]);
+    list.add(
+        Op::OptStepSgd {},
+        EXACT,
+        f32s(ne),
+        &[f32s(ne), f32s(ne), settings],
+    );
+}

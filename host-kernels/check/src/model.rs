@@ -1,0 +1,869 @@
+//! Graphs of language models as llama.cpp makes them: its operators in its order, with memory for intermediates that is
+//! used again and again, in place where ggml computes in place.
+
+use std::sync::Arc;
+
+use vgpu_transport::ir::{
+    BufferId, GluKind, Graph, Limits, Node, Op, Precision, RopeMode, Shape, SortOrder, Sources,
+    Tensor, Type, ValidGraph, validate,
+};
+
+use vgpu_cpu::formats::Format;
+use vgpu_engine::{Engine, Memory, Plan};
+
+/// What a model looks like.
+#[derive(Debug, Clone, Copy)]
+pub struct Model {
+    /// Layers, all alike.
+    pub layers: u64,
+    /// The type of matrices.
+    pub weights: Type,
+    /// The type of cached keys and values.
+    pub cache: Type,
+    /// Elements of a token's vector.
+    pub width: u64,
+    /// Heads of queries.
+    pub heads: u64,
+    /// Heads of keys and of values.
+    pub key_heads: u64,
+    /// Elements of a head.
+    pub head: u64,
+    /// Elements between a feed-forward unit's (an expert's) products.
+    pub inner: u64,
+    /// Tokens there are.
+    pub vocabulary: u64,
+    /// All experts, and those of a token; none in dense models.
+    pub experts: Option<(u64, u64)>,
+    /// The type of experts' matrices, if it is another one.
+    pub expert_weights: Option<Type>,
+    /// Whether heads of queries and keys are normed, as in Qwen3.
+    pub norms_heads: bool,
+    /// Tokens that the cache has room for.
+    pub context: u64,
+    /// Whether some matrices have Q6_K in the place of Q4_K, as llama.cpp has it in Q4_K_M: the output, and values and
+    /// what leads back from the feed-forward unit in every third layer, of the first and the last eighth in all.
+    pub mixes: bool,
+    /// Whether only the last token has logits, as when a text is read in.
+    pub last_only: bool,
+    /// What else is different.
+    pub family: Family,
+}
+
+/// What families of models differ in, besides numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Llama, Qwen3, and most others.
+    Llama,
+    /// Qwen2: queries, keys and values with biases.
+    Qwen2,
+    /// gpt-oss: every product with a bias, experts chosen by their logits, sinks.
+    GptOss,
+}
+
+/// A model of about 8 billion parameters, as Llama 3 has it.
+pub const DENSE_8B: Model = Model {
+    layers: 32,
+    weights: Type::Q4K,
+    cache: Type::F16,
+    width: 4096,
+    heads: 32,
+    key_heads: 8,
+    head: 128,
+    inner: 14336,
+    vocabulary: 128_256,
+    experts: None,
+    expert_weights: None,
+    norms_heads: false,
+    context: 8192,
+    mixes: true,
+    last_only: true,
+    family: Family::Llama,
+};
+
+/// One of about 70 billion.
+pub const DENSE_70B: Model = Model {
+    layers: 80,
+    width: 8192,
+    heads: 64,
+    inner: 28672,
+    ..DENSE_8B
+};
+
+/// One of about 1 billion.
+pub const DENSE_1B: Model = Model {
+    layers: 16,
+    width: 2048,
+    heads: 32,
+    head: 64,
+    inner: 8192,
+    ..DENSE_8B
+};
+
+/// One of about 256 million.
+pub const DENSE_256M: Model = Model {
+    layers: 16,
+    width: 1024,
+    heads: 16,
+    key_heads: 8,
+    head: 64,
+    inner: 3072,
+    vocabulary: 32_000,
+    ..DENSE_8B
+};
+
+/// One of 30 billion parameters of which 3 are used for a token, as Qwen3 has it.
+pub const EXPERTS_30B: Model = Model {
+    layers: 48,
+    width: 2048,
+    heads: 32,
+    key_heads: 4,
+    inner: 768,
+    vocabulary: 151_936,
+    experts: Some((128, 8)),
+    norms_heads: true,
+    ..DENSE_8B
+};
+
+/// One of 20 billion parameters, 32 experts of which 4 are used, with the shapes of gpt-oss-20b; without its biases,
+/// sinks and windows.
+pub const EXPERTS_20B: Model = Model {
+    layers: 24,
+    weights: Type::Q8_0,
+    width: 2880,
+    heads: 64,
+    key_heads: 8,
+    head: 64,
+    inner: 2880,
+    vocabulary: 201_088,
+    experts: Some((32, 4)),
+    expert_weights: Some(Type::Mxfp4),
+    mixes: false,
+    ..DENSE_8B
+};
+
+/// A model of a size that tests can run.
+pub const TINY: Model = Model {
+    layers: 2,
+    weights: Type::Q8_0,
+    cache: Type::F16,
+    width: 64,
+    heads: 2,
+    key_heads: 1,
+    head: 32,
+    inner: 96,
+    vocabulary: 40,
+    experts: None,
+    expert_weights: None,
+    norms_heads: false,
+    context: 64,
+    mixes: false,
+    last_only: false,
+    family: Family::Llama,
+};
+
+/// The same with biases.
+pub const TINY_BIASES: Model = Model {
+    family: Family::Qwen2,
+    ..TINY
+};
+
+/// The same with experts and biases everywhere.
+pub const TINY_GPT_OSS: Model = Model {
+    experts: Some((4, 2)),
+    family: Family::GptOss,
+    ..TINY
+};
+
+/// The same with experts.
+pub const TINY_EXPERTS: Model = Model {
+    experts: Some((4, 2)),
+    norms_heads: true,
+    ..TINY
+};
+
+/// The part of the cache that a step sees, and how many tokens it computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Step {
+    /// Tokens that are computed.
+    pub tokens: u64,
+    /// Tokens of the cache that they attend to, or that a mask hides from them.
+    pub seen: u64,
+}
+
+/// The buffers of a graph.
+const WEIGHTS: u32 = 0;
+const CACHE: u32 = 1;
+const COMPUTE: u32 = 2;
+
+/// Least bytes of the buffer for intermediates.
+const COMPUTE_BYTES: u64 = 4 << 20;
+
+/// Elements of a tensor that are random, a whole number of blocks of any type: large ones repeat them.
+const RANDOM_ELEMENTS: usize = 1 << 18;
+
+/// Places are multiples of this.
+const ALIGN: u64 = 256;
+
+/// A tensor: the root whose memory it has, its shape, and where in the root it begins.
+#[derive(Debug, Clone, Copy)]
+struct View {
+    root: usize,
+    shape: Shape,
+    offset: u64,
+}
+
+/// Memory of its own.
+struct Root {
+    shape: Shape,
+    /// Where, if not for the allocator to say.
+    fixed: Option<(u32, u64)>,
+}
+
+/// A graph in the making.
+pub struct Draft {
+    model: Model,
+    roots: Vec<Root>,
+    nodes: Vec<(Op, View, Vec<Option<View>>)>,
+    weights_end: u64,
+    cache_end: u64,
+    /// Inputs that are written before each run: their place among the intermediates, by name.
+    inputs: Vec<(&'static str, usize)>,
+}
+
+/// A graph and where its inputs and its result are.
+#[derive(Clone)]
+pub struct Built {
+    /// The graph, over three buffers: weights, cache, intermediates.
+    pub graph: Graph,
+    /// Bytes of the buffers.
+    pub sizes: [u64; 3],
+    inputs: Vec<(&'static str, Tensor)>,
+    /// The logits.
+    pub result: Tensor,
+    model: Model,
+    step: Step,
+}
+
+fn dense(ty: Type, ne: [u64; 4]) -> Shape {
+    Shape::contiguous(ty, ne).expect("models of tests are small")
+}
+
+impl Draft {
+    fn root(&mut self, shape: Shape, fixed: Option<(u32, u64)>) -> View {
+        self.roots.push(Root { shape, fixed });
+        View {
+            root: self.roots.len() - 1,
+            shape,
+            offset: 0,
+        }
+    }
+
+    fn weight(&mut self, ty: Type, ne: [u64; 4]) -> View {
+        let shape = dense(ty, ne);
+        let at = self.weights_end;
+        self.weights_end = (at + shape.extent().unwrap()).next_multiple_of(ALIGN);
+        self.root(shape, Some((WEIGHTS, at)))
+    }
+
+    fn matrix(&mut self, columns: u64, rows: u64) -> View {
+        self.weight(self.model.weights, [columns, rows, 1, 1])
+    }
+
+    /// The type of the matrices of a layer that Q4_K_M may keep in more bits.
+    fn finer(&self, layer: u64) -> Type {
+        let Model {
+            layers,
+            weights,
+            mixes,
+            ..
+        } = self.model;
+        let eighth = layers / 8;
+        let is_chosen = layer < eighth || layer >= layers - eighth || (layer - eighth) % 3 == 2;
+        match mixes && is_chosen && weights == Type::Q4K {
+            true => Type::Q6K,
+            false => weights,
+        }
+    }
+
+    fn cache(&mut self, ne: [u64; 4]) -> View {
+        let shape = dense(self.model.cache, ne);
+        let at = self.cache_end;
+        self.cache_end = (at + shape.extent().unwrap()).next_multiple_of(ALIGN);
+        self.root(shape, Some((CACHE, at)))
+    }
+
+    fn input(&mut self, name: &'static str, ty: Type, ne: [u64; 4]) -> View {
+        let view = self.root(dense(ty, ne), None);
+        self.inputs.push((name, view.root));
+        view
+    }
+
+    fn node(&mut self, op: Op, shape: Shape, src: &[View]) -> View {
+        let dst = self.root(shape, None);
+        self.node_into(op, dst, src);
+        dst
+    }
+
+    fn node_into(&mut self, op: Op, dst: View, src: &[View]) {
+        let src = src.iter().copied().map(Some).collect();
+        self.nodes.push((op, dst, src));
+    }
+
+    /// The same elements in order with other extents.
+    fn reshape(view: View, ne: [u64; 4]) -> View {
+        assert!(view.shape.is_contiguous());
+        View {
+            shape: dense(view.shape.ty, ne),
+            ..view
+        }
+    }
+
+    fn norm(&mut self, x: View, rows_of: u64) -> View {
+        let normed = self.node(Op::RmsNorm { eps: 1e-5 }, x.shape, &[x]);
+        let weight = self.weight(Type::F32, [rows_of, 1, 1, 1]);
+        self.node(Op::Mul {}, x.shape, &[normed, weight])
+    }
+
+    fn product(&mut self, w: View, x: View) -> View {
+        let op = Op::MulMat {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+            hadamard: false,
+        };
+        let [_, n, b2, b3] = x.shape.ne;
+        let shape = dense(Type::F32, [w.shape.ne[1], n, b2, b3]);
+        self.node(op, shape, &[w, x])
+    }
+
+    /// A product with its bias, if this family has one here.
+    fn biased(&mut self, w: View, x: View, has_bias: bool) -> View {
+        let y = self.product(w, x);
+        if !has_bias {
+            return y;
+        }
+        let bias = self.weight(Type::F32, [w.shape.ne[1], 1, 1, 1]);
+        self.node(Op::Add {}, y.shape, &[y, bias])
+    }
+
+    /// The same of experts.
+    fn experts_biased(&mut self, w: View, x: View, ids: View) -> View {
+        let y = self.experts_product(w, x, ids);
+        if self.model.family != Family::GptOss {
+            return y;
+        }
+        let bias = self.weight(Type::F32, [w.shape.ne[1], w.shape.ne[2], 1, 1]);
+        self.node(Op::AddId {}, y.shape, &[y, bias, ids])
+    }
+
+    fn experts_product(&mut self, w: View, x: View, ids: View) -> View {
+        let op = Op::MulMatId {
+            accumulator: Precision::Default,
+            activation: Precision::Default,
+        };
+        let [used, tokens, ..] = ids.shape.ne;
+        let shape = dense(Type::F32, [w.shape.ne[1], used, tokens, 1]);
+        self.node(op, shape, &[w, x, ids])
+    }
+
+    fn rope(&mut self, x: View, positions: View) -> View {
+        let op = Op::Rope {
+            mode: RopeMode::Normal,
+            backward: false,
+            n_dims: self.model.head as u32,
+            n_offs: 0,
+            n_ctx_orig: 0,
+            freq_base: 10000.0,
+            freq_scale: 1.0,
+            ext_factor: 0.0,
+            attn_factor: 1.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            sections: [0; 4],
+        };
+        self.node(op, x.shape, &[x, positions])
+    }
+
+    fn attention(&mut self, x: View, inputs: &Inputs, step: Step, layer: u64) -> View {
+        let Model {
+            head,
+            heads,
+            key_heads,
+            context,
+            width,
+            norms_heads,
+            ..
+        } = self.model;
+        let Step { tokens, seen } = step;
+        let split = |view: View, heads| Draft::reshape(view, [head, heads, tokens, 1]);
+        let wq = self.matrix(width, head * heads);
+        let wv = self.weight(self.finer(layer), [width, head * key_heads, 1, 1]);
+        let wk = self.matrix(width, head * key_heads);
+        let has_biases = self.model.family != Family::Llama;
+        let is_oss = self.model.family == Family::GptOss;
+        let q = self.biased(wq, x, has_biases);
+        let mut q = split(q, heads);
+        if norms_heads {
+            q = self.norm(q, head);
+        }
+        let q = self.rope(q, inputs.positions);
+        let v = self.biased(wv, x, has_biases);
+        let k = self.biased(wk, x, has_biases);
+        let mut k = split(k, key_heads);
+        if norms_heads {
+            k = self.norm(k, head);
+        }
+        let k = self.rope(k, inputs.positions);
+        let row = head * key_heads;
+        let mut caches = Vec::new();
+        for new in [k, v] {
+            let cache = self.cache([row, context, 1, 1]);
+            let rows = Draft::reshape(new, [row, tokens, 1, 1]);
+            self.node_into(Op::SetRows {}, cache, &[rows, inputs.places]);
+            let mut part = cache;
+            let bytes = part.shape.ty.row_bytes(head).expect("whole blocks");
+            part.shape.ne = [head, seen, key_heads, 1];
+            part.shape.nb = [part.shape.nb[0], part.shape.nb[1], bytes, part.shape.nb[2]];
+            caches.push(part);
+        }
+        let mut turned = q;
+        let [b0, b1, b2, b3] = q.shape.nb;
+        turned.shape.ne = [head, tokens, heads, 1];
+        turned.shape.nb = [b0, b2, b1, b3];
+        let op = Op::FlashAttnExt {
+            scale: 1.0 / (head as f32).sqrt(),
+            max_bias: 0.0,
+            logit_softcap: 0.0,
+            accumulator: Precision::Default,
+            n_kv_max: 0,
+        };
+        let shape = dense(Type::F32, [head, heads, tokens, 1]);
+        let mut sources = vec![turned, caches[0], caches[1], inputs.mask];
+        if is_oss {
+            sources.push(self.weight(Type::F32, [heads, 1, 1, 1]));
+        }
+        let seen = self.node(op, shape, &sources);
+        let seen = Draft::reshape(seen, [head * heads, tokens, 1, 1]);
+        let wo = self.matrix(head * heads, width);
+        self.biased(wo, seen, is_oss)
+    }
+
+    fn feed_forward(&mut self, x: View, layer: u64) -> View {
+        let Model { width, inner, .. } = self.model;
+        let gate = self.matrix(width, inner);
+        let up = self.matrix(width, inner);
+        let down = self.weight(self.finer(layer), [inner, width, 1, 1]);
+        let gated = self.product(gate, x);
+        let upped = self.product(up, x);
+        let y = self.unit(gated, upped);
+        self.product(down, y)
+    }
+
+    fn unit(&mut self, gate: View, up: View) -> View {
+        let (kind, alpha, limit) = match self.model.family {
+            Family::GptOss => (GluKind::SwigluOai, 1.702, 7.0),
+            _ => (GluKind::Swiglu, 0.0, 0.0),
+        };
+        let op = Op::Glu {
+            kind,
+            swapped: false,
+            alpha,
+            limit,
+        };
+        self.node(op, gate.shape, &[gate, up])
+    }
+
+    /// The weights and ids of a token's experts: of the probabilities of all, the largest, with 1 as their sum.
+    fn route(&mut self, logits: View, used: u64) -> (View, View) {
+        let [experts, tokens, ..] = logits.shape.ne;
+        let op = Op::SoftMax {
+            scale: 1.0,
+            max_bias: 0.0,
+        };
+        let probabilities = self.node(op, logits.shape, &[logits]);
+        let op = Op::Argsort {
+            order: SortOrder::Descending,
+        };
+        let sorted = self.node(
+            op,
+            dense(Type::I32, [experts, tokens, 1, 1]),
+            &[probabilities],
+        );
+        let mut ids = sorted;
+        ids.shape.ne[0] = used;
+        let each = Draft::reshape(probabilities, [1, experts, tokens, 1]);
+        let weights = self.node(
+            Op::GetRows {},
+            dense(Type::F32, [1, used, tokens, 1]),
+            &[each, ids],
+        );
+        let weights = Draft::reshape(weights, [used, tokens, 1, 1]);
+        let sum = self.node(
+            Op::SumRows {},
+            dense(Type::F32, [1, tokens, 1, 1]),
+            &[weights],
+        );
+        let op = Op::Clamp {
+            min: 6.103_515_6e-5,
+            max: f32::INFINITY,
+        };
+        let sum = self.node(op, sum.shape, &[sum]);
+        let weights = self.node(Op::Div {}, weights.shape, &[weights, sum]);
+        (weights, ids)
+    }
+
+    /// The same from the largest logits: the probabilities of these alone.
+    fn route_by_logits(&mut self, logits: View, used: u64) -> (View, View) {
+        let [experts, tokens, ..] = logits.shape.ne;
+        let op = Op::Argsort {
+            order: SortOrder::Descending,
+        };
+        let sorted = self.node(op, dense(Type::I32, [experts, tokens, 1, 1]), &[logits]);
+        let mut ids = sorted;
+        ids.shape.ne[0] = used;
+        let each = Draft::reshape(logits, [1, experts, tokens, 1]);
+        let shape = dense(Type::F32, [1, used, tokens, 1]);
+        let chosen = self.node(Op::GetRows {}, shape, &[each, ids]);
+        let chosen = Draft::reshape(chosen, [used, tokens, 1, 1]);
+        let op = Op::SoftMax {
+            scale: 1.0,
+            max_bias: 0.0,
+        };
+        (self.node(op, chosen.shape, &[chosen]), ids)
+    }
+
+    fn mixture(&mut self, x: View, (experts, used): (u64, u64), layer: u64) -> View {
+        let Model { width, inner, .. } = self.model;
+        let tokens = x.shape.ne[1];
+        let router = self.weight(Type::F32, [width, experts, 1, 1]);
+        let of = self.model.expert_weights;
+        let gate = self.weight(of.unwrap_or(self.model.weights), [width, inner, experts, 1]);
+        let up = self.weight(of.unwrap_or(self.model.weights), [width, inner, experts, 1]);
+        let down = self.weight(of.unwrap_or(self.finer(layer)), [inner, width, experts, 1]);
+        let is_oss = self.model.family == Family::GptOss;
+        let logits = self.biased(router, x, is_oss);
+        let (weights, ids) = match is_oss {
+            true => self.route_by_logits(logits, used),
+            false => self.route(logits, used),
+        };
+        let weights = Draft::reshape(weights, [1, used, tokens, 1]);
+        let x = Draft::reshape(x, [width, 1, tokens, 1]);
+        let gated = self.experts_biased(gate, x, ids);
+        let upped = self.experts_biased(up, x, ids);
+        let y = self.unit(gated, upped);
+        let y = self.experts_biased(down, y, ids);
+        let y = self.node(Op::Mul {}, y.shape, &[y, weights]);
+        let part = |slot: u64| View {
+            shape: Shape {
+                ne: [width, tokens, 1, 1],
+                nb: [4, y.shape.nb[2], y.shape.nb[3], y.shape.nb[3]],
+                ..y.shape
+            },
+            offset: slot * y.shape.nb[1],
+            ..y
+        };
+        let mut sum = part(0);
+        for slot in 1..used {
+            let shape = dense(Type::F32, [width, tokens, 1, 1]);
+            sum = self.node(Op::Add {}, shape, &[sum, part(slot)]);
+        }
+        sum
+    }
+}
+
+struct Inputs {
+    positions: View,
+    places: View,
+    mask: View,
+}
+
+/// Operators that ggml computes in place, as far as these models have them.
+fn can_be_in_place(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::Add {}
+            | Op::AddId {}
+            | Op::Mul {}
+            | Op::Div {}
+            | Op::Rope { .. }
+            | Op::RmsNorm { .. }
+            | Op::SoftMax { .. }
+    )
+}
+
+impl Model {
+    /// The graph of a step.
+    pub fn graph(self, step: Step) -> Built {
+        let mut draft = Draft {
+            model: self,
+            roots: Vec::new(),
+            nodes: Vec::new(),
+            weights_end: 0,
+            cache_end: 0,
+            inputs: Vec::new(),
+        };
+        let Step { tokens, seen } = step;
+        let ids = draft.input("tokens", Type::I32, [tokens, 1, 1, 1]);
+        let inputs = Inputs {
+            positions: draft.input("positions", Type::I32, [tokens, 1, 1, 1]),
+            places: draft.input("places", Type::I64, [tokens, 1, 1, 1]),
+            mask: draft.input("mask", Type::F16, [seen, tokens, 1, 1]),
+        };
+        let table = draft.matrix(self.width, self.vocabulary);
+        let shape = dense(Type::F32, [self.width, tokens, 1, 1]);
+        let mut x = draft.node(Op::GetRows {}, shape, &[table, ids]);
+        for layer in 0..self.layers {
+            let normed = draft.norm(x, self.width);
+            let mut seen = draft.attention(normed, &inputs, step, layer);
+            if layer + 1 == self.layers && self.last_only && tokens > 1 {
+                let last = draft.input("last", Type::I32, [1; 4]);
+                let shape = dense(Type::F32, [self.width, 1, 1, 1]);
+                seen = draft.node(Op::GetRows {}, shape, &[seen, last]);
+                x = draft.node(Op::GetRows {}, shape, &[x, last]);
+            }
+            let y = draft.node(Op::Add {}, x.shape, &[seen, x]);
+            let normed = draft.norm(y, self.width);
+            let z = match self.experts {
+                Some(experts) => draft.mixture(normed, experts, layer),
+                None => draft.feed_forward(normed, layer),
+            };
+            x = draft.node(Op::Add {}, y.shape, &[z, y]);
+        }
+        let normed = draft.norm(x, self.width);
+        let finest = match self.mixes && self.weights == Type::Q4K {
+            true => Type::Q6K,
+            false => self.weights,
+        };
+        let output = draft.weight(finest, [self.width, self.vocabulary, 1, 1]);
+        draft.product(output, normed);
+        draft.finish(step)
+    }
+}
+
+impl Draft {
+    /// Gives every intermediate a place that is free while it lives.
+    fn finish(self, step: Step) -> Built {
+        let count = self.roots.len();
+        let mut last_use = vec![0; count];
+        for (at, (_, dst, src)) in self.nodes.iter().enumerate() {
+            for view in src.iter().flatten().chain([dst]) {
+                last_use[view.root] = at;
+            }
+        }
+        let result_root = self.nodes.last().expect("a model has nodes").1.root;
+        last_use[result_root] = usize::MAX;
+        for (_, root) in &self.inputs {
+            last_use[*root] = usize::MAX; // written again before each run
+        }
+        let mut compute_end = COMPUTE_BYTES;
+        let mut places: Vec<Option<(u32, u64)>> = self.roots.iter().map(|r| r.fixed).collect();
+        // Who has which bytes of the intermediates.
+        let mut taken: Vec<(u64, u64, usize)> = Vec::new();
+        let size = |root: usize| {
+            self.roots[root]
+                .shape
+                .extent()
+                .unwrap()
+                .next_multiple_of(ALIGN)
+        };
+        let mut place = |root: usize, taken: &mut Vec<(u64, u64, usize)>| {
+            taken.sort_unstable();
+            let mut at = 0;
+            for &(start, end, _) in taken.iter() {
+                if at + size(root) <= start {
+                    break;
+                }
+                at = at.max(end);
+            }
+            taken.push((at, at + size(root), root));
+            compute_end = compute_end.max(at + size(root));
+            (COMPUTE, at)
+        };
+        for (_, root) in &self.inputs {
+            places[*root] = Some(place(*root, &mut taken));
+        }
+        for (at, (op, dst, src)) in self.nodes.iter().enumerate() {
+            if places[dst.root].is_none() {
+                let parent = src.iter().flatten().find(|view| {
+                    can_be_in_place(op)
+                        && last_use[view.root] == at
+                        && self.roots[view.root].fixed.is_none()
+                        && view.offset == 0
+                        && view.shape == dst.shape
+                        && size(view.root) == size(dst.root)
+                });
+                places[dst.root] = match parent {
+                    Some(parent) => {
+                        let entry = taken.iter_mut().find(|t| t.2 == parent.root);
+                        entry.expect("it lives").2 = dst.root;
+                        places[parent.root]
+                    }
+                    None => Some(place(dst.root, &mut taken)),
+                };
+            }
+            taken.retain(|&(.., root)| last_use[root] > at);
+        }
+        let mut graph = Graph {
+            buffers: (1..=3).map(BufferId).collect(),
+            ..Graph::default()
+        };
+        let tensor = |view: &View| {
+            let (buffer, offset) = places[view.root].expect("every root was placed");
+            Tensor {
+                shape: view.shape,
+                buffer,
+                offset: offset + view.offset,
+            }
+        };
+        for (op, dst, src) in &self.nodes {
+            let mut index = |view: &View| {
+                graph.tensors.push(tensor(view));
+                graph.tensors.len() as u32 - 1
+            };
+            let dst = index(dst);
+            let src: Vec<_> = { src.iter() }.map(|v| v.as_ref().map(&mut index)).collect();
+            graph.nodes.push(Node {
+                op: *op,
+                dst,
+                src: Sources::new(src),
+            });
+        }
+        let whole = |root: usize| {
+            tensor(&View {
+                root,
+                shape: self.roots[root].shape,
+                offset: 0,
+            })
+        };
+        Built {
+            result: whole(result_root),
+            inputs: { self.inputs.iter() }
+                .map(|&(name, root)| (name, whole(root)))
+                .collect(),
+            graph,
+            sizes: [self.weights_end, self.cache_end.max(ALIGN), compute_end],
+            model: self.model,
+            step,
+        }
+    }
+}
+
+/// The memory of a model on an engine, filled with numbers that are the same each time.
+pub struct Loaded {
+    /// Weights, cache, intermediates.
+    pub buffers: Vec<Arc<dyn Memory>>,
+}
+
+impl Built {
+    /// Memory on `engine` with random weights.
+    pub fn load(&self, engine: &dyn Engine) -> Loaded {
+        let buffers: Vec<_> = { self.sizes.iter() }
+            .map(|&size| engine.alloc(size).expect("memory"))
+            .collect();
+        buffers[WEIGHTS as usize].hold_weights();
+        let mut state = 1u64;
+        let mut number = || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        let mut seen = Vec::new();
+        for tensor in &self.graph.tensors {
+            if tensor.buffer != WEIGHTS || seen.contains(&tensor.offset) {
+                continue;
+            }
+            seen.push(tensor.offset);
+            let n = tensor.shape.elements().unwrap() as usize;
+            // Of about the size that keeps results near 1.
+            let [columns, rows, ..] = tensor.shape.ne;
+            let size = if rows == 1 {
+                1.0
+            } else {
+                (3.0 / columns as f32).sqrt()
+            };
+            let values: Vec<f32> = { 0..n.min(RANDOM_ELEMENTS) }
+                .map(|_| size * number())
+                .collect();
+            let format = Format::of(tensor.shape.ty).expect("weights are real numbers");
+            let mut bytes = vec![0; format.row_bytes(values.len())];
+            // SAFETY: as many elements on either side.
+            unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len()) };
+            let all = format.row_bytes(n);
+            for start in (0..all).step_by(bytes.len()) {
+                let part = &bytes[..bytes.len().min(all - start)];
+                let written =
+                    buffers[WEIGHTS as usize].write(tensor.offset + start as u64, part.into());
+                written.expect("weights lie in their buffer");
+            }
+        }
+        Loaded { buffers }
+    }
+
+    /// The graph, validated for an engine that runs all of it.
+    pub fn valid(&self, engine: &dyn Engine) -> ValidGraph {
+        let size = |id: BufferId| Some(self.sizes[id.0 as usize - 1]);
+        validate(
+            self.graph.clone(),
+            engine.capabilities(),
+            &Limits::default(),
+            size,
+        )
+        .expect("a graph that the engine runs")
+    }
+
+    /// The plan of an engine over memory that was loaded there.
+    pub fn compile(&self, engine: &dyn Engine, loaded: &Loaded) -> Box<dyn Plan> {
+        { engine.compile(&self.valid(engine), &loaded.buffers) }.expect("it compiles")
+    }
+
+    /// Writes what the step at `position` of a text is given.
+    pub fn write_inputs(&self, loaded: &Loaded, position: u64) {
+        let Step { tokens, seen } = self.step;
+        for (name, tensor) in &self.inputs {
+            let each = position..position + tokens;
+            let bytes: Vec<u8> = match *name {
+                "tokens" => each
+                    .flat_map(|p| ((p * 7 % self.model.vocabulary) as i32).to_le_bytes())
+                    .collect(),
+                "positions" => each.flat_map(|p| (p as i32).to_le_bytes()).collect(),
+                "last" => (tokens as i32 - 1).to_le_bytes().to_vec(),
+                "places" => each.flat_map(|p| (p as i64).to_le_bytes()).collect(),
+                _ => each
+                    .flat_map(|p| (0..seen).map(move |k| if k <= p { 0u16 } else { 0xfc00 }))
+                    .flat_map(u16::to_le_bytes)
+                    .collect(),
+            };
+            let written =
+                loaded.buffers[COMPUTE as usize].write(tensor.offset, bytes.as_slice().into());
+            written.expect("inputs lie in their buffer");
+        }
+    }
+
+    /// Whether a tensor lies where an input does.
+    pub fn is_input(&self, tensor: &Tensor) -> bool {
+        let mut inputs = self.inputs.iter();
+        inputs.any(|(_, input)| (input.buffer, input.offset) == (tensor.buffer, tensor.offset))
+    }
+
+    /// Writes one number of an input of integers.
+    pub fn write_input(&self, loaded: &Loaded, name: &str, value: i64) {
+        let (_, tensor) = { self.inputs.iter() }
+            .find(|(known, _)| *known == name)
+            .unwrap();
+        let bytes = value.to_le_bytes();
+        let bytes = &bytes[..tensor.shape.ty.block_bytes() as usize];
+        let written = loaded.buffers[COMPUTE as usize].write(tensor.offset, bytes.into());
+        written.expect("inputs lie in their buffer");
+    }
+
+    /// The result of the last run.
+    pub fn read_result(&self, loaded: &Loaded) -> Vec<f32> {
+        let mut bytes = vec![0; self.result.shape.extent().unwrap() as usize];
+        let read =
+            loaded.buffers[COMPUTE as usize].read(self.result.offset, bytes.as_mut_slice().into());
+        read.expect("the result lies in its buffer");
+        { bytes.chunks_exact(4) }
+            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+            .collect()
+    }
+}

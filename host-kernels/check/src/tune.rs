@@ -1,0 +1,92 @@
+//! Which kernels multiply the fastest on a GPU: products of many columns in each way, at extents of models.
+
+use vgpu_transport::ir::Type;
+
+use super::Options;
+use super::rates;
+use vgpu_cuda::choices::{Choices, Way};
+use vgpu_engine::Engine;
+
+/// What is measured.
+#[derive(Debug, Clone)]
+pub struct Extents {
+    /// Types of weights.
+    pub types: Vec<Type>,
+    /// Rows of weights.
+    pub rows: Vec<u64>,
+    /// Columns.
+    pub columns: Vec<u64>,
+}
+
+/// What there is a choice for besides the types that matter most.
+const OTHERS: [Type; 6] = [
+    Type::Iq4Xs,
+    Type::Q2K,
+    Type::Q3K,
+    Type::Q4_1,
+    Type::Q5_0,
+    Type::Q5_1,
+];
+
+impl Default for Extents {
+    /// All types that there is a choice for, between half the smallest and twice the largest extents of usual models.
+    fn default() -> Extents {
+        Extents {
+            types: [&rates::POPULAR[..], &OTHERS].concat(),
+            rows: vec![1024, 4096, 14336],
+            columns: vec![64, 256, 1024, 4096],
+        }
+    }
+}
+
+/// One that was measured.
+#[derive(Debug, Clone)]
+pub struct Tuned {
+    /// The type of the weights.
+    pub ty: Type,
+    /// Rows and columns of the result.
+    pub rows: u64,
+    /// See `rows`.
+    pub columns: u64,
+    /// Floating-point operations a second, or why there are none, by way.
+    pub rates: [(Way, Result<f64, String>); 3],
+}
+
+impl Tuned {
+    /// The fastest way.
+    pub fn best(&self) -> Option<Way> {
+        let rate = |(_, rate): &&(Way, Result<f64, String>)| rate.clone().unwrap_or(0.0);
+        let best = { self.rates.iter() }.max_by(|a, b| rate(a).total_cmp(&rate(b)))?;
+        best.1.is_ok().then_some(best.0)
+    }
+}
+
+pub(super) fn run(
+    engines: &[(Way, &dyn Engine); 3],
+    options: &Options,
+    extents: &Extents,
+    mut seen: impl FnMut(&Tuned),
+) -> Choices {
+    let mut choices = Choices::default();
+    for &ty in &extents.types {
+        for &rows in &extents.rows {
+            for &columns in &extents.columns {
+                let rates = engines.map(|(way, engine)| {
+                    let rate = rates::operations(engine, options, ty, rows, columns);
+                    (way, rate)
+                });
+                let tuned = Tuned {
+                    ty,
+                    rows,
+                    columns,
+                    rates,
+                };
+                if let Some(best) = tuned.best() {
+                    choices.note(ty, rows, columns, best);
+                }
+                seen(&tuned);
+            }
+        }
+    }
+    choices
+}

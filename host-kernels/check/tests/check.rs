@@ -1,0 +1,115 @@
+//! The program that looks at a new GPU, on the engines that are here.
+
+#[path = "../../shim/device.rs"]
+mod shim;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vgpu_check::{Extents, Options, Outcome, Work};
+use vgpu_cpu::CpuEngine;
+use vgpu_cuda::CudaEngine;
+use vgpu_cuda::choices::{Choices, Way};
+use vgpu_engine::Engine;
+use vgpu_transport::ir::Type;
+
+fn cpu() -> CpuEngine {
+    CpuEngine::new(2, None).expect("an engine")
+}
+
+/// Sizes for an engine whose threads are fibers.
+const SMALL: Options = Options {
+    weights: 64 << 10,
+    size: 256,
+    time: Duration::ZERO,
+    budget: None,
+};
+
+#[test]
+fn the_kernels_agree_with_the_cpu_engine() {
+    let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
+    let mut seen = 0;
+    let cases = vgpu_check::compare(&engine, &cpu(), |_| seen += 1);
+    assert_eq!(seen, cases.len());
+    for case in &cases {
+        assert!(case.is_right(), "{}: {:?}", case.name, case.outcome);
+    }
+    // A case compares something: results that differ are found.
+    let compared = |case: &&vgpu_check::Case| matches!(case.outcome, Outcome::Compared { error, .. } if error > 0.0);
+    assert!(cases.iter().filter(compared).count() > cases.len() / 4);
+}
+
+#[test]
+fn rates_are_measured() {
+    let engine = cpu();
+    let ceilings = vgpu_check::ceilings(&engine, &SMALL).expect("copies");
+    assert!(ceilings.within > 0.0 && ceilings.upload > 0.0 && ceilings.download > 0.0);
+    let (rates, left_out) = vgpu_check::rates(&engine, &SMALL, |_| ());
+    assert_eq!(left_out, 0);
+    for rate in &rates {
+        let per_second = rate
+            .rate
+            .as_ref()
+            .unwrap_or_else(|e| panic!("{}: {e}", rate.name));
+        assert!(*per_second > 0.0 && rate.seconds > 0.0, "{}", rate.name);
+    }
+    assert!(rates.iter().any(|rate| rate.work == Work::Operations));
+}
+
+#[test]
+fn rates_end_when_the_time_is_up() {
+    let no_time = Options {
+        budget: Some(Duration::ZERO),
+        ..SMALL
+    };
+    let (rates, left_out) = vgpu_check::rates(&cpu(), &no_time, |_| ());
+    assert!(rates.len() <= 1 && left_out > 50, "{left_out}");
+}
+
+#[test]
+fn both_engines_write_the_same_texts() {
+    let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
+    for text in vgpu_check::texts(&engine, &cpu(), 4, |_| ()) {
+        assert!(text.is_same(), "{text:?}");
+    }
+}
+
+#[test]
+fn a_wrong_engine_is_found() {
+    let wrong = vgpu_check::Case {
+        name: "NaN".into(),
+        outcome: Outcome::Compared {
+            error: f64::NAN,
+            limit: 1.0,
+        },
+    };
+    assert!(!wrong.is_right());
+    assert!(cpu().capabilities().rules().len() > 10);
+}
+
+#[test]
+fn the_fastest_way_of_each_product_is_found() {
+    let engines = Way::ALL.map(|way| {
+        let engine = CudaEngine::new(Arc::new(shim::Shim::hopper())).expect("an engine");
+        (way, engine.choosing(Choices::always(way)))
+    });
+    let ways = engines
+        .each_ref()
+        .map(|(way, engine)| (*way, engine as &dyn Engine));
+    let extents = Extents {
+        types: vec![Type::Q4_0, Type::F16],
+        rows: vec![40],
+        columns: vec![40],
+    };
+    let mut seen = Vec::new();
+    let choices = vgpu_check::tune(&ways, &SMALL, &extents, |tuned| seen.push(tuned.clone()));
+    assert_eq!((seen.len(), choices.len()), (2, 2));
+    for tuned in &seen {
+        let best = tuned.best().expect("all ways work");
+        assert!(
+            tuned.rates.iter().all(|(_, rate)| rate.is_ok()),
+            "{tuned:?}"
+        );
+        assert_eq!(choices.of(tuned.ty, 40, 40), Some(best));
+    }
+}

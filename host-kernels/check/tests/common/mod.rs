@@ -1,0 +1,608 @@
+//! Operations on any engine, compared with slow and obvious references in f64.
+//!
+//! A test body takes `&dyn Engine` and is instantiated once for each engine (`tests/ops/main.rs`). It
+//! makes [`Data`] of random type, extents and layout, runs one operation through validation,
+//! compilation and execution, and compares every element of the destination with a reference that
+//! computes it from the elements of the sources by the operator's definition.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use proptest::test_runner::{TestCaseError, TestRunner};
+use vgpu_cpu::formats::Format;
+use vgpu_engine::{Engine, Memory, RunError};
+use vgpu_transport::ir::{
+    BufferId, Graph, Invalid, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
+};
+
+/// What memory holds before a test writes to it.
+const FILLER: u8 = 0xa5;
+
+/// Index of an element.
+pub(crate) type Index = [u64; 4];
+
+/// A reproducible stream of numbers.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Random {
+        Random(seed | 1)
+    }
+
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub(crate) fn below(&mut self, n: u64) -> u64 {
+        (self.bits() >> 16) % n
+    }
+
+    pub(crate) fn chance(&mut self, one_in: u64) -> bool {
+        self.below(one_in) == 0
+    }
+
+    /// Between `low` and `high`.
+    pub(crate) fn between(&mut self, low: f64, high: f64) -> f64 {
+        low + (high - low) * (self.bits() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// One of several.
+    pub(crate) fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize]
+    }
+}
+
+/// A tensor with its memory: a buffer of its own, with room around it.
+#[derive(Clone)]
+pub(crate) struct Data {
+    pub(crate) shape: Shape,
+    offset: u64,
+    memory: Vec<u8>,
+}
+
+impl Data {
+    /// Memory for a tensor whose dimensions lie in the order `order` (the innermost first), with
+    /// `gaps[d]` unused steps after each run of dimension `d`.
+    pub(crate) fn strided(ty: Type, ne: [u64; 4], order: [usize; 4], gaps: [u64; 4]) -> Data {
+        let mut nb = [0; 4];
+        let mut step = ty.block_bytes();
+        for d in order {
+            nb[d] = step;
+            let units = if d == 0 {
+                ne[0] / ty.block_elements()
+            } else {
+                ne[d]
+            };
+            step *= units.max(1) + gaps[d];
+        }
+        let shape = Shape { ty, ne, nb };
+        // Not a multiple of anything larger than the largest plain element.
+        let offset = 24;
+        let size = offset + shape.extent().expect("test shapes are small") + 40;
+        Data {
+            shape,
+            offset,
+            memory: vec![FILLER; size as usize],
+        }
+    }
+
+    /// All elements adjacent, in order.
+    pub(crate) fn dense(ty: Type, ne: [u64; 4]) -> Data {
+        Data::strided(ty, ne, [0, 1, 2, 3], [0; 4])
+    }
+
+    /// The same, not yet filled, where whole 16 bytes can be read and written.
+    pub(crate) fn aligned(mut self) -> Data {
+        self.offset = 32; // there is room behind
+        self
+    }
+
+    /// A layout by chance: dense, padded, transposed or permuted. Blocks stay adjacent.
+    pub(crate) fn random(ty: Type, ne: [u64; 4], random: &mut Random) -> Data {
+        Data::random_rows(ty, ne, ty.is_quantized(), random)
+    }
+
+    /// The same with the rows dense on demand.
+    pub(crate) fn random_rows(
+        ty: Type,
+        ne: [u64; 4],
+        dense_rows: bool,
+        random: &mut Random,
+    ) -> Data {
+        if random.chance(3) {
+            let dense = Data::dense(ty, ne);
+            return if random.chance(2) {
+                dense.aligned()
+            } else {
+                dense
+            };
+        }
+        let first = usize::from(dense_rows);
+        let mut order = [0, 1, 2, 3];
+        if random.chance(2) {
+            for i in (first + 1..4).rev() {
+                order.swap(i, first + random.below((i - first + 1) as u64) as usize);
+            }
+        }
+        let mut gaps = [0; 4];
+        if random.chance(2) {
+            gaps = std::array::from_fn(|_| random.below(3));
+        }
+        Data::strided(ty, ne, order, gaps)
+    }
+
+    /// Every index, in order.
+    pub(crate) fn indices(&self) -> impl Iterator<Item = Index> + use<> {
+        let [n0, n1, n2, n3] = self.shape.ne;
+        (0..n3).flat_map(move |i3| {
+            (0..n2).flat_map(move |i2| {
+                (0..n1).flat_map(move |i1| (0..n0).map(move |i0| [i0, i1, i2, i3]))
+            })
+        })
+    }
+
+    /// Where the block of an element begins in the memory.
+    fn place(&self, index: Index) -> usize {
+        let Shape { ty, ne, nb } = self.shape;
+        assert!(
+            (0..4).all(|d| index[d] < ne[d]),
+            "index {index:?} of {ne:?}"
+        );
+        let block = index[0] / ty.block_elements();
+        let rest: u64 = (1..4).map(|d| index[d] * nb[d]).sum();
+        (self.offset + block * nb[0] + rest) as usize
+    }
+
+    /// Fills the tensor, element by element in order.
+    pub(crate) fn fill(mut self, mut next: impl FnMut() -> f64) -> Data {
+        let ty = self.shape.ty;
+        let block = ty.block_elements();
+        for index in self
+            .indices()
+            .filter(|i| i[0].is_multiple_of(block))
+            .collect::<Vec<_>>()
+        {
+            let values: Vec<f64> = (0..block).map(|_| next()).collect();
+            let bytes = encode(ty, &values);
+            let place = self.place(index);
+            self.memory[place..place + bytes.len()].copy_from_slice(&bytes);
+        }
+        self
+    }
+
+    /// Fills the tensor with any bits whatsoever.
+    pub(crate) fn scribble(&mut self, random: &mut Random) {
+        let covered = self.covered();
+        for (byte, covered) in self.memory.iter_mut().zip(covered) {
+            if covered {
+                *byte = random.bits() as u8;
+            }
+        }
+    }
+
+    /// One row as a tensor of its own.
+    pub(crate) fn row(&self, [i1, i2, i3]: [u64; 3]) -> Data {
+        let Shape { ty, ne, nb } = self.shape;
+        let shape = Shape {
+            ty,
+            ne: [ne[0], 1, 1, 1],
+            nb,
+        };
+        let start = (self.offset + i1 * nb[1] + i2 * nb[2] + i3 * nb[3]) as usize;
+        let extent = shape.extent().expect("a row of a tensor") as usize;
+        let memory = match extent {
+            0 => Vec::new(), // a row of nothing may be anywhere
+            _ => self.memory[start..start + extent].to_vec(),
+        };
+        Data {
+            shape,
+            offset: 0,
+            memory,
+        }
+    }
+
+    /// Sets a single element of a plain type.
+    pub(crate) fn set(&mut self, index: Index, value: f64) {
+        let bytes = encode(self.shape.ty, &[value]);
+        let place = self.place(index);
+        self.memory[place..place + bytes.len()].copy_from_slice(&bytes);
+    }
+
+    /// An element, as the type rounded it.
+    pub(crate) fn get(&self, index: Index) -> f64 {
+        let ty = self.shape.ty;
+        let bytes = &self.memory[self.place(index)..][..ty.block_bytes() as usize];
+        decode(ty, bytes)[(index[0] % ty.block_elements()) as usize]
+    }
+
+    /// The elements of a row.
+    pub(crate) fn row_values(&self, [i1, i2, i3]: [u64; 3]) -> Vec<f64> {
+        let ty = self.shape.ty;
+        let blocks = (0..self.shape.ne[0]).step_by(ty.block_elements() as usize);
+        blocks
+            .flat_map(|i0| {
+                let place = self.place([i0, i1, i2, i3]);
+                decode(ty, &self.memory[place..][..ty.block_bytes() as usize])
+            })
+            .collect()
+    }
+
+    /// The elements of all rows, read once.
+    pub(crate) fn decoded(&self) -> Decoded {
+        Decoded {
+            ne: self.shape.ne,
+            rows: self.row_indices().map(|row| self.row_values(row)).collect(),
+        }
+    }
+
+    /// The indices of all rows, in order.
+    pub(crate) fn row_indices(&self) -> impl Iterator<Item = [u64; 3]> + use<> {
+        let [_, n1, n2, n3] = self.shape.ne;
+        (0..n3).flat_map(move |i3| (0..n2).flat_map(move |i2| (0..n1).map(move |i1| [i1, i2, i3])))
+    }
+
+    /// All elements, in order.
+    pub(crate) fn values(&self) -> Vec<f64> {
+        self.indices().map(|i| self.get(i)).collect()
+    }
+
+    /// The bytes of all blocks, in order.
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        let ty = self.shape.ty;
+        let blocks = self
+            .indices()
+            .filter(|i| i[0].is_multiple_of(ty.block_elements()));
+        blocks
+            .flat_map(|i| self.memory[self.place(i)..][..ty.block_bytes() as usize].to_vec())
+            .collect()
+    }
+
+    /// Which bytes of the memory belong to elements.
+    fn covered(&self) -> Vec<bool> {
+        let ty = self.shape.ty;
+        let mut covered = vec![false; self.memory.len()];
+        for index in self
+            .indices()
+            .filter(|i| i[0].is_multiple_of(ty.block_elements()))
+        {
+            covered[self.place(index)..][..ty.block_bytes() as usize].fill(true);
+        }
+        covered
+    }
+}
+
+/// The elements of a tensor, in rows.
+pub(crate) struct Decoded {
+    ne: [u64; 4],
+    rows: Vec<Vec<f64>>,
+}
+
+impl Decoded {
+    /// A row by its indices.
+    pub(crate) fn row(&self, [i1, i2, i3]: [u64; 3]) -> &[f64] {
+        let [_, n1, n2, _] = self.ne;
+        &self.rows[((i3 * n2 + i2) * n1 + i1) as usize]
+    }
+}
+
+/// One block in the bytes of a type.
+fn encode(ty: Type, values: &[f64]) -> Vec<u8> {
+    match ty {
+        Type::I8 => return (values[0] as i8).to_le_bytes().to_vec(),
+        Type::I16 => return (values[0] as i16).to_le_bytes().to_vec(),
+        Type::I32 => return (values[0] as i32).to_le_bytes().to_vec(),
+        Type::I64 => return (values[0] as i64).to_le_bytes().to_vec(),
+        Type::F64 => return values[0].to_le_bytes().to_vec(),
+        _ => {}
+    }
+    let format = Format::of(ty).expect("a type of real numbers");
+    let mut bytes = vec![0; format.bytes];
+    let values: Vec<f32> = values.iter().map(|&v| v as f32).collect();
+    // SAFETY: both hold a block.
+    unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len()) };
+    bytes
+}
+
+/// The elements of a block.
+fn decode(ty: Type, bytes: &[u8]) -> Vec<f64> {
+    match ty {
+        Type::I8 => return vec![f64::from(bytes[0] as i8)],
+        Type::I16 => return vec![f64::from(i16::from_le_bytes(bytes.try_into().unwrap()))],
+        Type::I32 => return vec![f64::from(i32::from_le_bytes(bytes.try_into().unwrap()))],
+        Type::I64 => return vec![i64::from_le_bytes(bytes.try_into().unwrap()) as f64],
+        Type::F64 => return vec![f64::from_le_bytes(bytes.try_into().unwrap())],
+        _ => {}
+    }
+    let format = Format::of(ty).expect("a type of real numbers");
+    let mut values = vec![0.0; format.block];
+    // SAFETY: both hold a block.
+    unsafe { (format.dequantize_row)(bytes.as_ptr(), values.as_mut_ptr(), values.len()) };
+    values.into_iter().map(f64::from).collect()
+}
+
+/// Why an operation did not run.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// It is not valid, or the engine does not claim it.
+    Invalid(Invalid),
+    /// It failed while it ran.
+    Run(RunError),
+}
+
+/// Runs an operation and returns the destination. Panics if it fails, or if memory around the
+/// destination, or of a source, changes.
+pub(crate) fn run(engine: &dyn Engine, op: Op, dst: &Data, src: &[Option<&Data>]) -> Data {
+    try_run(engine, op, dst, src).unwrap_or_else(|error| panic!("{op:?}: {error:?}"))
+}
+
+/// The same for an operation that may fail.
+pub(crate) fn try_run(
+    engine: &dyn Engine,
+    op: Op,
+    dst: &Data,
+    src: &[Option<&Data>],
+) -> Result<Data, Failure> {
+    let operands: Vec<&Data> = src.iter().copied().flatten().chain([dst]).collect();
+    let mut present = 0..operands.len() as u32;
+    let sources = src
+        .iter()
+        .map(|s| s.and_then(|_| present.next()))
+        .collect::<Vec<_>>();
+    let node = Node {
+        op,
+        dst: operands.len() as u32 - 1,
+        src: Sources::new(sources),
+    };
+    let mut after = execute(engine, &operands, node)?;
+    let dst = after.pop().expect("the destination is the last");
+    for (before, after) in operands.iter().zip(&after) {
+        assert!(before.memory == after.memory, "{op:?} changed a source");
+    }
+    Ok(dst)
+}
+
+/// Runs an operation whose destination is its first source.
+pub(crate) fn run_in_place(engine: &dyn Engine, op: Op, src: &[Option<&Data>]) -> Data {
+    let operands: Vec<&Data> = src.iter().copied().flatten().collect();
+    let mut present = 0..operands.len() as u32;
+    let sources = src
+        .iter()
+        .map(|s| s.and_then(|_| present.next()))
+        .collect::<Vec<_>>();
+    let node = Node {
+        op,
+        dst: 0,
+        src: Sources::new(sources),
+    };
+    execute(engine, &operands, node)
+        .unwrap_or_else(|error| panic!("{op:?} in place: {error:?}"))
+        .swap_remove(0)
+}
+
+/// Runs an operation that changes its sources, too, with its first as destination; returns them all.
+pub(crate) fn run_changing(engine: &dyn Engine, op: Op, src: &[&Data]) -> Vec<Data> {
+    let node = Node {
+        op,
+        dst: 0,
+        src: Sources::new((0..src.len() as u32).map(Some)),
+    };
+    execute(engine, src, node).unwrap_or_else(|error| panic!("{op:?}: {error:?}"))
+}
+
+/// Runs nodes, given by operator, destination and sources, over tensors that lie in a buffer each; returns these as they
+/// are afterwards.
+pub(crate) fn run_nodes(
+    engine: &dyn Engine,
+    operands: &[&Data],
+    nodes: &[(Op, u32, &[u32])],
+) -> Vec<Data> {
+    let nodes = nodes.iter().map(|&(op, dst, src)| Node {
+        op,
+        dst,
+        src: Sources::new(src.iter().copied().map(Some)),
+    });
+    execute_all(engine, operands, nodes.collect()).unwrap_or_else(|error| panic!("{error:?}"))
+}
+
+/// Runs one node over tensors that lie in a buffer each; returns them as they are afterwards.
+fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Data>, Failure> {
+    let dst = node.dst as usize;
+    let after = execute_all(engine, operands, vec![node])?;
+    for (i, covered) in operands[dst].covered().into_iter().enumerate() {
+        assert!(
+            covered || operands[dst].memory[i] == after[dst].memory[i],
+            "byte {i}, which is no part of the destination, has changed"
+        );
+    }
+    Ok(after)
+}
+
+/// Runs nodes over tensors that lie in a buffer each; returns these as they are afterwards.
+fn execute_all(
+    engine: &dyn Engine,
+    operands: &[&Data],
+    nodes: Vec<Node>,
+) -> Result<Vec<Data>, Failure> {
+    let memory: Vec<Arc<dyn Memory>> = operands
+        .iter()
+        .map(|o| {
+            let memory = engine
+                .alloc(o.memory.len() as u64)
+                .expect("test tensors are small");
+            memory
+                .write(0, o.memory.as_slice().into())
+                .expect("the buffer has this size");
+            memory
+        })
+        .collect();
+    let tensors = operands.iter().enumerate().map(|(i, o)| Tensor {
+        shape: o.shape,
+        buffer: i as u32,
+        offset: o.offset,
+    });
+    let graph = Graph {
+        buffers: (1..=operands.len() as u64).map(BufferId).collect(),
+        tensors: tensors.collect(),
+        nodes,
+    };
+    let size = |id: BufferId| Some(operands[id.0 as usize - 1].memory.len() as u64);
+    let graph = validate(graph, engine.capabilities(), &Limits::default(), size)
+        .map_err(Failure::Invalid)?;
+    let mut plan = engine
+        .compile(&graph, &memory)
+        .expect("what is claimed compiles");
+    plan.run().map_err(Failure::Run)?;
+    let after = operands
+        .iter()
+        .zip(&memory)
+        .map(|(&before, memory)| {
+            let mut after = before.clone();
+            memory
+                .read(0, after.memory.as_mut_slice().into())
+                .expect("the buffer has this size");
+            after
+        })
+        .collect();
+    Ok(after)
+}
+
+/// Runs one node over tensors in one buffer, given by their shape and offset, the destination first; returns
+/// the buffer.
+pub(crate) fn run_in_one_buffer(
+    engine: &dyn Engine,
+    op: Op,
+    buffer: &[u8],
+    tensors: &[(Shape, u64)],
+) -> Result<Vec<u8>, Failure> {
+    let memory = engine
+        .alloc(buffer.len() as u64)
+        .expect("test buffers are small");
+    memory
+        .write(0, buffer.into())
+        .expect("the buffer has this size");
+    run_in(engine, op, &memory, buffer.len() as u64, tensors)?;
+    let mut after = vec![0; buffer.len()];
+    memory
+        .read(0, after.as_mut_slice().into())
+        .expect("the buffer has this size");
+    Ok(after)
+}
+
+/// Runs one node over tensors in memory of `size` bytes.
+pub(crate) fn run_in(
+    engine: &dyn Engine,
+    op: Op,
+    memory: &Arc<dyn Memory>,
+    size: u64,
+    tensors: &[(Shape, u64)],
+) -> Result<(), Failure> {
+    let sources = (1..tensors.len() as u32).map(Some);
+    let graph = Graph {
+        buffers: vec![BufferId(1)],
+        tensors: tensors
+            .iter()
+            .map(|&(shape, offset)| Tensor {
+                shape,
+                buffer: 0,
+                offset,
+            })
+            .collect(),
+        nodes: vec![Node {
+            op,
+            dst: 0,
+            src: Sources::new(sources),
+        }],
+    };
+    let size = |_| Some(size);
+    let graph = validate(graph, engine.capabilities(), &Limits::default(), size)
+        .map_err(Failure::Invalid)?;
+    let mut plan = engine
+        .compile(&graph, &[Arc::clone(memory)])
+        .expect("what is claimed compiles");
+    plan.run().map_err(Failure::Run)
+}
+
+/// Compares a result with its reference: equal within `tolerance * (1 + |reference|)` and the rounding
+/// of the destination's type.
+#[track_caller]
+pub(crate) fn compare(what: &str, got: &Data, tolerance: f64, reference: impl Fn(Index) -> f64) {
+    for index in got.indices() {
+        let (want, ulp) = rounded(got.shape.ty, reference(index));
+        let got = got.get(index);
+        assert!(
+            near(got, want, tolerance * (1.0 + want.abs()) + ulp),
+            "{what}: element {index:?} is {got:e}, not {want:e}"
+        );
+    }
+}
+
+fn near(got: f64, want: f64, error: f64) -> bool {
+    got == want || got.is_nan() && want.is_nan() || (got - want).abs() <= error
+}
+
+/// A value with the overflow of a type, and the size of its last place.
+fn rounded(ty: Type, x: f64) -> (f64, f64) {
+    let (largest, bits, smallest) = match ty {
+        Type::F32 => (f64::from(f32::MAX), 23, -149),
+        Type::F16 => (65504.0, 10, -24),
+        Type::Bf16 => (3.3895313892515355e38, 7, -133),
+        _ => return (x, 0.0),
+    };
+    let ulp = 2f64.powi((x.abs().log2().floor().clamp(-200.0, 200.0) as i32 - bits).max(smallest));
+    if x.is_finite() && x.abs() >= largest + ulp / 2.0 {
+        (f64::INFINITY.copysign(x), ulp)
+    } else {
+        (x, ulp)
+    }
+}
+
+/// Runs a body on many random inputs. It is given a fresh stream of numbers each time; a failure tells
+/// the seed.
+pub(crate) fn property(cases: u32, body: impl Fn(&mut Random)) {
+    let config = ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    let outcome = TestRunner::new(config).run(&any::<u64>(), |seed| {
+        body(&mut Random::new(seed));
+        Ok::<(), TestCaseError>(())
+    });
+    if let Err(error) = outcome {
+        panic!("{error}");
+    }
+}
+
+/// Extents by chance: mostly small, some empty, some a single element, some a long row.
+pub(crate) fn extents(random: &mut Random) -> [u64; 4] {
+    let mut ne = std::array::from_fn(|_| 1 + random.below(6));
+    match random.below(8) {
+        0 => ne[random.below(4) as usize] = 0,
+        1 => ne = [1; 4],
+        2 => ne = [random.pick(&[63, 256, 257, 1000, 5000]), 1, 1, 1],
+        3 => ne[0] = random.pick(&[16, 17, 33, 255, 300]),
+        _ => {}
+    }
+    ne
+}
+
+/// Extents that repeat into `whole`.
+pub(crate) fn part_of(whole: [u64; 4], random: &mut Random) -> [u64; 4] {
+    whole.map(|n| {
+        let divisors: Vec<u64> = (1..=n).filter(|d| n.is_multiple_of(*d)).collect();
+        match random.below(3) {
+            _ if n == 0 => 0,
+            0 => 1,
+            1 => n,
+            _ => random.pick(&divisors),
+        }
+    })
+}
+
+/// The index in a tensor of extents `part`, that repeats, which belongs to `index` of the whole.
+pub(crate) fn repeated(index: Index, part: [u64; 4]) -> Index {
+    std::array::from_fn(|d| index[d] % part[d])
+}

@@ -1,0 +1,506 @@
+//! MUL_MAT, MUL_MAT_ID, OUT_PROD.
+
+use std::sync::Arc;
+
+use vgpu_cpu::formats::Format;
+use vgpu_cpu::gemm::{Activation, MatmulKernel};
+use vgpu_engine::{Engine, RunError};
+use vgpu_transport::ir::{
+    BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
+};
+
+use crate::common::*;
+
+/// Of the sum of the magnitudes that are added up in f32.
+const TOLERANCE: f64 = 1e-5;
+
+/// The same where a block of activations carries its sum as a half.
+const TOLERANCE_OF_HALF_SUMS: f64 = 2e-3;
+
+pub(crate) const MUL_MAT: Op = Op::MulMat {
+    accumulator: Precision::Default,
+    activation: Precision::Default,
+    hadamard: false,
+};
+
+const MUL_MAT_ID: Op = Op::MulMatId {
+    accumulator: Precision::Default,
+    activation: Precision::Default,
+};
+
+/// The types that can be weights.
+pub(crate) fn weights() -> Vec<Type> {
+    let is_weight = |ty: &Type| MatmulKernel::of(*ty).is_some();
+    Type::ALL.iter().copied().filter(is_weight).collect()
+}
+
+/// The types of real numbers.
+pub(crate) fn reals() -> Vec<Type> {
+    let is_real = |ty: &Type| Format::of(*ty).is_some();
+    Type::ALL.iter().copied().filter(is_real).collect()
+}
+
+/// A row of activations as ggml has them multiplied with `weight`: rounded to the type it pairs with
+/// the weight's.
+pub(crate) fn as_activation(weight: Type, row: &[f64]) -> Vec<f64> {
+    let kernel = MatmulKernel::of(weight).expect("a type of weights");
+    let format = kernel.activation.format();
+    let mut values: Vec<f32> = row.iter().map(|&x| x as f32).collect();
+    let mut bytes = vec![0; format.row_bytes(row.len())];
+    // SAFETY: all hold a row.
+    unsafe {
+        (kernel.quantize_activation)(values.as_ptr(), bytes.as_mut_ptr(), row.len());
+        (format.dequantize_row)(bytes.as_ptr(), values.as_mut_ptr(), row.len());
+    }
+    values.into_iter().map(f64::from).collect()
+}
+
+/// A row of activations rounded to 8 bits in blocks of 32, with factors of 32 bits.
+fn in_eights(row: &[f64]) -> Vec<f64> {
+    let blocks = row.chunks(32).flat_map(|block| {
+        let block = block.iter().map(|&x| x as f32);
+        let largest = block.clone().fold(0.0f32, |most, x| most.max(x.abs()));
+        let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+        block.map(move |x| f64::from((x * inverse).round_ties_even()) * f64::from(largest / 127.0))
+    });
+    blocks.collect()
+}
+
+/// What a product of activations with `weight` may be off, of the sum of magnitudes.
+pub(crate) fn tolerance(weight: Type) -> f64 {
+    if has_half_sums(weight) {
+        TOLERANCE_OF_HALF_SUMS
+    } else {
+        TOLERANCE
+    }
+}
+
+/// Whether the activations carry the sum of each block as a half.
+fn has_half_sums(weight: Type) -> bool {
+    MatmulKernel::of(weight)
+        .is_some_and(|kernel| kernel.activation == Activation::Typed(Type::Q8_1))
+}
+
+/// The dot product, and the sum of the magnitudes of its terms.
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> (f64, f64) {
+    let products = a.iter().zip(b).map(|(a, b)| a * b);
+    products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()))
+}
+
+/// What products may be off whose operands are rounded to halves, of the sum of magnitudes: 2^-11 each, and the scales.
+const TOLERANCE_OF_HALVES: f64 = 1.5e-3;
+
+/// The same for operands of bfloat16.
+const TOLERANCE_OF_BRAIN_HALVES: f64 = 8e-3;
+
+/// The same for operands in f32 that are pairs of bfloat16: each is off by 2^-16, and the product of what is small in both is
+/// left out.
+const TOLERANCE_OF_PAIRS: f64 = 5e-5;
+
+/// Columns from which on engines may have their operands rounded to halves, as ggml's CUDA backend has them.
+const MANY_COLUMNS: u64 = 9;
+
+/// Compares a row of `columns` rows of products of `k` terms with weights of type `weight`, between -1 and 1. Engines may round
+/// the activations `x` to the type that ggml multiplies the weights with, to 8 bits in blocks of 32, or not at all.
+#[track_caller]
+fn compare_with_activations(
+    weight: Type,
+    [k, columns]: [u64; 2],
+    engine: &dyn Engine,
+    got: &[f64],
+    x: &[f64],
+    exact: impl Fn(u64, &[f64]) -> (f64, f64),
+) {
+    let rounded = as_activation(weight, x);
+    let fits = |x: &[f64], tolerance: f64| {
+        got.iter().enumerate().all(|(i, &got)| {
+            let (exact, size) = exact(i as u64, x);
+            (got - exact).abs() <= tolerance * size + 1e-30
+        })
+    };
+    // The CPU engine is held to what ggml's does, except for what it says itself that it rounds.
+    let is_rounded = MatmulKernel::rounded(weight, k as usize, columns as usize).is_some();
+    let halves = match weight {
+        _ if engine.name() == "cpu" && is_rounded => TOLERANCE_OF_BRAIN_HALVES,
+        _ if columns < MANY_COLUMNS || engine.name() == "cpu" => TOLERANCE,
+        Type::Bf16 => TOLERANCE_OF_BRAIN_HALVES,
+        Type::F32 => TOLERANCE_OF_PAIRS,
+        _ => TOLERANCE_OF_HALVES,
+    };
+    if !fits(x, halves) && !fits(&in_eights(x), TOLERANCE) {
+        compare_products(weight, k, got, |i| exact(i, &rounded));
+    }
+}
+
+/// Compares a row of products of `k` terms with weights of type `weight`, between -1 and 1.
+#[track_caller]
+fn compare_products(weight: Type, k: u64, got: &[f64], exact: impl Fn(u64) -> (f64, f64)) {
+    // Scales and sums of small activations are subnormal halves, off by up to 2^-25, times quants of
+    // up to 127.
+    let subnormal = if has_half_sums(weight) {
+        k as f64 * 2f64.powi(-25) * 127.0
+    } else {
+        1e-30
+    };
+    for (i, &got) in got.iter().enumerate() {
+        let (exact, size) = exact(i as u64);
+        assert!(
+            (got - exact).abs() <= tolerance(weight) * size + subnormal,
+            "{weight:?}: {i} is {got:e}, not {exact:e}; magnitudes add up to {size:e}"
+        );
+    }
+}
+
+/// A length that is whole in blocks of both types.
+fn length(blocks: u64, types: [Type; 2]) -> u64 {
+    match types.map(Type::block_elements).into_iter().max() {
+        Some(1) | None => blocks * 37,
+        Some(block) => blocks * block,
+    }
+}
+
+/// A product of random operands, checked.
+fn check_mul_mat(
+    engine: &dyn Engine,
+    random: &mut Random,
+    types: [Type; 2],
+    [k, m, n]: [u64; 3],
+    [w2, w3, r2, r3]: [u64; 4],
+) {
+    let w = Data::random_rows(types[0], [k, m, w2, w3], true, random);
+    let w = w.fill(|| random.between(-1.0, 1.0));
+    let x = Data::random(types[1], [k, n, w2 * r2, w3 * r3], random);
+    let x = x.fill(|| random.between(-1.0, 1.0));
+    let dst = Data::random_rows(Type::F32, [m, n, w2 * r2, w3 * r3], true, random);
+    let got = run(engine, MUL_MAT, &dst, &[Some(&w), Some(&x)]);
+    let w = w.decoded();
+    for row in got.row_indices() {
+        let [_, i2, i3] = row;
+        let x = x.row_values(row);
+        compare_with_activations(
+            types[0],
+            [k, n],
+            engine,
+            &got.row_values(row),
+            &x,
+            |i, x| dot(w.row([i, i2 / r2, i3 / r3]), x),
+        );
+    }
+}
+
+pub(crate) fn mul_mat(engine: &dyn Engine) {
+    property(150, |random| {
+        let types = [random.pick(&weights()), random.pick(&reals())];
+        let k = length(random.below(4), types);
+        let extents = [k, random.below(70), random.below(40)];
+        let batch = [random.below(3), 1, 1, 1].map(|n| n + random.below(3));
+        check_mul_mat(engine, random, types, extents, batch);
+    });
+}
+
+/// Every type of weights with one, several and many columns, and sums that end within a step and a tile.
+pub(crate) fn few_and_many_columns(engine: &dyn Engine) {
+    let mut random = Random::new(11);
+    for weight in weights() {
+        let block = weight.block_elements().max(32);
+        for (blocks, m, n) in [(1, 5, 1), (1300 / block + 1, 19, 5), (3, 131, 20)] {
+            let extents = [blocks * block, m, n];
+            check_mul_mat(engine, &mut random, [weight, Type::F32], extents, [1; 4]);
+        }
+    }
+}
+
+/// Types of weights with kernels for groups of warps: sums that end within a step, a chunk and a tile, batches that share
+/// weights, rows that lie apart, tiles of both widths.
+pub(crate) fn many_columns_of_groups(engine: &dyn Engine) {
+    let mut random = Random::new(13);
+    for weight in [
+        Type::F16,
+        Type::Bf16,
+        Type::Q4_0,
+        Type::Q4_1,
+        Type::Q5_0,
+        Type::Q5_1,
+        Type::Q8_0,
+        Type::Iq4Nl,
+        Type::Mxfp4,
+        Type::Q2K,
+        Type::Q3K,
+        Type::Q4K,
+        Type::Q5K,
+        Type::Q6K,
+        Type::Iq4Xs,
+    ] {
+        let block = weight.block_elements().max(32);
+        for (k, m, n, batch) in [
+            (block, 5, 33, [1, 1, 2, 1]),
+            (1056 / block * block, 131, 70, [1; 4]),
+            (256, 400, 300, [1; 4]),
+            (512, 20, 40, [2, 1, 2, 2]),
+        ] {
+            check_mul_mat(engine, &mut random, [weight, Type::F32], [k, m, n], batch);
+        }
+    }
+}
+
+pub(crate) fn mul_mat_of_many_tiles(engine: &dyn Engine) {
+    for (weight, extents) in [
+        (Type::F32, [4100, 150, 70]),
+        (Type::F16, [2500, 300, 1]),
+        (Type::Q4K, [4096, 70, 200]),
+        (Type::Q8_0, [8192, 1, 130]),
+    ] {
+        let random = &mut Random::new(7);
+        check_mul_mat(engine, random, [weight, Type::F32], extents, [1; 4]);
+    }
+}
+
+pub(crate) fn mul_mat_over_its_own_sources(engine: &dyn Engine) {
+    // The destination lies over the weights: every thread would change what the others read.
+    const FLOATS: usize = 1 << 14;
+    const N: usize = 64;
+    const AT: usize = 64;
+    let random = &mut Random::new(5);
+    let before: Vec<f32> = (0..FLOATS)
+        .map(|_| random.between(-1.0, 1.0) as f32)
+        .collect();
+    let bytes: Vec<u8> = before.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let memory = engine.alloc(bytes.len() as u64).expect("64 KiB");
+    memory.write(0, bytes.as_slice().into()).unwrap();
+    let shape = Shape::contiguous(Type::F32, [N as u64, N as u64, 1, 1]).unwrap();
+    let tensor = |float: usize| Tensor {
+        shape,
+        buffer: 0,
+        offset: 4 * float as u64,
+    };
+    let graph = Graph {
+        buffers: vec![BufferId(1)],
+        tensors: vec![tensor(0), tensor(N * N), tensor(AT)],
+        nodes: vec![Node {
+            op: MUL_MAT,
+            dst: 2,
+            src: Sources::new([Some(0), Some(1)]),
+        }],
+    };
+    let size = |_| Some(bytes.len() as u64);
+    let graph = validate(graph, engine.capabilities(), &Limits::default(), size).unwrap();
+    let mut plan = engine.compile(&graph, &[Arc::clone(&memory)]).unwrap();
+    plan.run().unwrap();
+    let mut after = vec![0; bytes.len()];
+    memory.read(0, after.as_mut_slice().into()).unwrap();
+    let after: Vec<f32> = after
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+        .collect();
+    assert_eq!(after[..AT], before[..AT]);
+    assert_eq!(after[AT + N * N..], before[AT + N * N..]);
+    let row =
+        |i: usize| -> Vec<f64> { before[N * i..][..N].iter().map(|&x| f64::from(x)).collect() };
+    for j in 0..N {
+        let got: Vec<f64> = after[AT + N * j..][..N]
+            .iter()
+            .map(|&x| f64::from(x))
+            .collect();
+        compare_products(Type::F32, N as u64, &got, |i| {
+            dot(&row(i as usize), &row(N + j))
+        });
+    }
+}
+
+pub(crate) fn mul_mat_of_what_was_multiplied_before(engine: &dyn Engine) {
+    // Converted activations may be used again, but not when something else was written to them.
+    for (ty, columns) in [
+        (Type::Q8_0, 1),
+        (Type::F16, 12),
+        (Type::Q4K, 7),
+        (Type::Q4K, 40),
+    ] {
+        let random = &mut Random::new(columns);
+        let mut rows = |ty, n| {
+            let data = Data::random_rows(ty, [256, n, 1, 1], true, random);
+            data.fill(|| random.between(-1.0, 1.0))
+        };
+        let (a, b, x) = (rows(ty, 33), rows(ty, 17), rows(Type::F32, columns));
+        let out = |rows| Data::dense(Type::F32, [rows, columns, 1, 1]);
+        let outs = [out(33), out(17), out(33)];
+        let halve = Op::Scale {
+            scale: -0.5,
+            bias: 0.25,
+        };
+        let nodes: [(Op, u32, &[u32]); 4] = [
+            (MUL_MAT, 3, &[0, 2]),
+            (MUL_MAT, 4, &[1, 2]),
+            (halve, 2, &[2]),
+            (MUL_MAT, 5, &[0, 2]),
+        ];
+        let after = run_nodes(engine, &[&a, &b, &x, &outs[0], &outs[1], &outs[2]], &nodes);
+        let halved = run_in_place(engine, halve, &[Some(&x)]);
+        assert_eq!(after[2].values(), halved.values());
+        for (i, w, x) in [(3, &a, &x), (4, &b, &x), (5, &a, &halved)] {
+            let alone = run(engine, MUL_MAT, &outs[i - 3], &[Some(w), Some(x)]);
+            assert_eq!(after[i].values(), alone.values(), "{ty:?}, product {i}");
+        }
+    }
+}
+
+pub(crate) fn hadamard(engine: &dyn Engine) {
+    let op = Op::MulMat {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+        hadamard: true,
+    };
+    for (k, ty) in [
+        (1, Type::F32),
+        (2, Type::F16),
+        (32, Type::F32),
+        (256, Type::F16),
+    ] {
+        let random = &mut Random::new(k);
+        let mut w = Data::dense(Type::F32, [k, k, 1, 1]);
+        for index in w.indices().collect::<Vec<_>>() {
+            let sign = 1 - 2 * ((index[0] & index[1]).count_ones() as i32 % 2);
+            w.set(index, f64::from(sign) / (k as f64).sqrt());
+        }
+        let x = Data::random(ty, [k, 5, 2, 3], random).fill(|| random.between(-1.0, 1.0));
+        let dst = Data::random_rows(Type::F32, [k, 5, 2, 3], true, random);
+        let got = run(engine, op, &dst, &[Some(&w), Some(&x)]);
+        for row in got.row_indices() {
+            let x = x.row_values(row);
+            compare_products(Type::F32, k, &got.row_values(row), |i| {
+                dot(&w.row_values([i, 0, 0]), &x)
+            });
+        }
+    }
+}
+
+pub(crate) fn mul_mat_id(engine: &dyn Engine) {
+    property(150, |random| {
+        let types = [random.pick(&weights()), random.pick(&reals())];
+        let k = length(random.below(4), types);
+        let (m, experts) = (random.below(70), 1 + random.below(6));
+        let used = 1 + random.below(4);
+        // A single one has a way of its own.
+        let tokens = if random.chance(4) {
+            1
+        } else {
+            random.below(30)
+        };
+        let columns = random.pick(&[1, used]);
+        let w = Data::random_rows(types[0], [k, m, experts, 1], true, random);
+        let w = w.fill(|| random.between(-1.0, 1.0));
+        let x = Data::random(types[1], [k, columns, tokens, 1], random);
+        let x = x.fill(|| random.between(-1.0, 1.0));
+        let ids = Data::random(Type::I32, [used, tokens, 1, 1], random)
+            .fill(|| random.below(experts) as f64);
+        let dst = Data::random_rows(Type::F32, [m, used, tokens, 1], true, random);
+        let got = run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
+        let w = w.decoded();
+        for row in got.row_indices() {
+            let [slot, token, _] = row;
+            let expert = ids.get([slot, token, 0, 0]) as u64;
+            let x = x.row_values([slot % columns, token, 0]);
+            let extents = [k, tokens];
+            compare_with_activations(
+                types[0],
+                extents,
+                engine,
+                &got.row_values(row),
+                &x,
+                |i, x| dot(w.row([i, expert, 0]), x),
+            );
+        }
+    });
+}
+
+/// Every type of weights with few and many tokens for some experts, and none for others.
+pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
+    let mut random = Random::new(23);
+    for (i, weight) in weights().into_iter().enumerate() {
+        let block = weight.block_elements().max(32);
+        let (used, experts) = ([1, 2, 3][i % 3], 5);
+        for (k, tokens) in [(2 * block, 3), (block, 30), (block, [20, 70, 150][i % 3])] {
+            let w = Data::dense(weight, [k, 21, experts, 1]).aligned();
+            let w = w.fill(|| random.between(-1.0, 1.0));
+            let slots = [1, used][i % 2];
+            let x = Data::dense(Type::F32, [k, slots, tokens, 1]).aligned();
+            let x = x.fill(|| random.between(-1.0, 1.0));
+            // Most take the second expert, none the last.
+            let ids = Data::dense(Type::I32, [used, tokens, 1, 1])
+                .fill(|| [1, 1, 1, 1, 0, 2, 3][random.below(7) as usize] as f64);
+            let dst = Data::dense(Type::F32, [21, used, tokens, 1]);
+            let got = run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
+            let w = w.decoded();
+            for row in got.row_indices() {
+                let [slot, token, _] = row;
+                let expert = ids.get([slot, token, 0, 0]) as u64;
+                let x = x.row_values([slot % slots, token, 0]);
+                let extents = [k, tokens];
+                let got = got.row_values(row);
+                compare_with_activations(weight, extents, engine, &got, &x, |i, x| {
+                    dot(w.row([i, expert, 0]), x)
+                });
+            }
+        }
+    }
+}
+
+pub(crate) fn experts_are_checked(engine: &dyn Engine) {
+    // A kernel for anything, one for few tokens, one for many.
+    for (id, ty, k, tokens) in [
+        (-1, Type::F32, 8, 2),
+        (3, Type::Q8_0, 32, 2),
+        (i32::MIN, Type::Q4K, 256, 20),
+        (i32::MAX, Type::F32, 8, 2),
+        (3, Type::Q8_0, 32, 20),
+    ] {
+        let w = Data::dense(ty, [k, 4, 3, 1]).fill(|| 1.0);
+        let x = Data::dense(Type::F32, [k, 1, tokens, 1]).fill(|| 1.0);
+        let dst = Data::dense(Type::F32, [4, 2, tokens, 1]);
+        let mut ids = Data::dense(Type::I32, [2, tokens, 1, 1]).fill(|| 2.0);
+        ids.set([1, 1, 0, 0], f64::from(id));
+        let outcome = try_run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
+        let Err(Failure::Run(error)) = outcome.map(|_| ()) else {
+            panic!("expert {id} was used");
+        };
+        let expected = RunError::Index {
+            node: 0,
+            op: "MUL_MAT_ID",
+            index: i64::from(id),
+            count: 3,
+        };
+        assert_eq!(error, expected);
+    }
+}
+
+pub(crate) fn out_prod(engine: &dyn Engine) {
+    property(150, |random| {
+        let a = random.pick(&reals());
+        let b = random.pick(&[Type::F32, Type::F16, Type::Bf16]);
+        let m = random.below(4)
+            * if a.is_quantized() {
+                a.block_elements()
+            } else {
+                237
+            };
+        let (n, terms) = (random.below(40), random.below(140));
+        let [a2, a3, r2, r3] = [random.below(3), 1, 1, 1].map(|n| n + random.below(3));
+        let a = Data::random(a, [m, terms, a2, a3], random).fill(|| random.between(-1.0, 1.0));
+        let b = Data::random(b, [n, terms, a2 * r2, a3 * r3], random);
+        let b = b.fill(|| random.between(-1.0, 1.0));
+        let dst = Data::random_rows(Type::F32, [m, n, a2 * r2, a3 * r3], true, random);
+        let got = run(engine, Op::OutProd {}, &dst, &[Some(&a), Some(&b)]);
+        let (a, b) = (a.decoded(), b.decoded());
+        for row in got.row_indices() {
+            let [j, i2, i3] = row;
+            let mut sums = vec![(0.0, 0.0); m as usize];
+            for t in 0..terms {
+                let weight = b.row([t, i2, i3])[j as usize];
+                for (sum, value) in sums.iter_mut().zip(a.row([t, i2 / r2, i3 / r3])) {
+                    sum.0 += value * weight;
+                    sum.1 += (value * weight).abs();
+                }
+            }
+            compare_products(Type::F32, terms, &got.row_values(row), |i| sums[i as usize]);
+        }
+    });
+}

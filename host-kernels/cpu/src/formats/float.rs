@@ -1,0 +1,143 @@
+//! Plain floating-point rows: F32, F16, BF16.
+
+use half::f16;
+
+use crate::simd::{Simd, Task, chunks, dispatch};
+
+/// The value of an IEEE half given by its bits.
+#[inline(always)]
+pub const fn f16_to_f32(bits: u16) -> f32 {
+    f16::from_bits(bits).to_f32_const()
+}
+
+/// The bits of the IEEE half nearest to `value`, ties to even, as F16C rounds.
+#[inline(always)]
+pub const fn f32_to_f16(value: f32) -> u16 {
+    f16::from_f32_const(value).to_bits()
+}
+
+/// The value of a bfloat16 given by its bits.
+#[inline(always)]
+pub const fn bf16_to_f32(bits: u16) -> f32 {
+    f32::from_bits((bits as u32) << 16)
+}
+
+/// The bits of the bfloat16 nearest to `value`, ties to even; a NaN stays one and becomes quiet.
+#[inline(always)]
+pub const fn f32_to_bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    if value.is_nan() {
+        (bits >> 16) as u16 | 0x40
+    } else {
+        ((bits + (0x7fff + (bits >> 16 & 1))) >> 16) as u16
+    }
+}
+
+/// F32 to `f32`: a copy.
+///
+/// # Safety
+/// As [`super::DequantizeRow`].
+pub(super) unsafe fn copy_f32(src: *const u8, dst: *mut f32, n: usize) {
+    // SAFETY: the caller gives `n` readable floats, possibly unaligned, hence the copy by bytes.
+    unsafe { src.copy_to_nonoverlapping(dst.cast(), n * size_of::<f32>()) }
+}
+
+/// `f32` to F32: a copy.
+///
+/// # Safety
+/// As [`super::QuantizeRow`].
+pub(super) unsafe fn write_f32(src: *const f32, dst: *mut u8, n: usize) {
+    // SAFETY: the caller gives `n` writable floats, possibly unaligned, hence the copy by bytes.
+    unsafe {
+        src.cast::<u8>()
+            .copy_to_nonoverlapping(dst, n * size_of::<f32>())
+    }
+}
+
+/// # Safety
+/// As [`super::DequantizeRow`].
+pub(super) unsafe fn read_f16(src: *const u8, dst: *mut f32, n: usize) {
+    dispatch(ReadF16(src.cast(), dst, n));
+}
+
+/// # Safety
+/// As [`super::QuantizeRow`].
+pub(super) unsafe fn write_f16(src: *const f32, dst: *mut u8, n: usize) {
+    dispatch(WriteF16(src, dst.cast(), n));
+}
+
+/// # Safety
+/// As [`super::DequantizeRow`].
+pub(super) unsafe fn read_bf16(src: *const u8, dst: *mut f32, n: usize) {
+    dispatch(ReadBf16(src.cast(), dst, n));
+}
+
+/// A row of so many halves, and where it is read to.
+struct ReadF16(*const u16, *mut f32, usize);
+
+impl Task for ReadF16 {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let ReadF16(src, dst, n) = self;
+        chunks::<S>(n, |i, lanes| {
+            // SAFETY: `i + lanes <= n`, for which the caller of `read_f16` vouches.
+            unsafe {
+                simd.load_f16_ptr(src.add(i), lanes)
+                    .store_ptr(dst.add(i), lanes)
+            }
+        });
+    }
+}
+
+/// A row of so many floats, and where it is written to.
+struct WriteF16(*const f32, *mut u16, usize);
+
+impl Task for WriteF16 {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let WriteF16(src, dst, n) = self;
+        chunks::<S>(n, |i, lanes| {
+            // SAFETY: `i + lanes <= n`, for which the caller of `write_f16` vouches.
+            unsafe {
+                simd.load_ptr(src.add(i), lanes)
+                    .store_f16_ptr(dst.add(i), lanes)
+            }
+        });
+    }
+}
+
+/// A row of so many bfloat16, and where it is read to.
+struct ReadBf16(*const u16, *mut f32, usize);
+
+impl Task for ReadBf16 {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let ReadBf16(src, dst, n) = self;
+        chunks::<S>(n, |i, lanes| {
+            // SAFETY: `i + lanes <= n`, for which the caller of `read_bf16` vouches.
+            unsafe {
+                simd.load_bf16_ptr(src.add(i), lanes)
+                    .store_ptr(dst.add(i), lanes)
+            }
+        });
+    }
+}
+
+/// # Safety
+/// As [`super::QuantizeRow`].
+pub(super) unsafe fn write_bf16(src: *const f32, dst: *mut u8, n: usize) {
+    for i in 0..n {
+        // SAFETY: `i < n`, for which the caller vouches.
+        unsafe {
+            dst.cast::<u16>()
+                .add(i)
+                .write_unaligned(f32_to_bf16(*src.add(i)))
+        }
+    }
+}

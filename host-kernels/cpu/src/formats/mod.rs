@@ -1,0 +1,189 @@
+//! Block formats: how ggml stores a row of numbers, and how to read and write it.
+//!
+//! Every quantised format belongs to one of two families, named after the activations it is
+//! multiplied with:
+//!
+//! - [`GroupBlock`]: activations in groups of 32 ([`BlockQ8_0`], [`BlockQ8_1`]);
+//!   `value = d * (q - OFFSET) + m`.
+//! - [`SuperBlock`]: activations in super-blocks of 256 ([`BlockQ8K`]);
+//!   `value = (d * scale[j]) * (q - OFFSET) - dmin * min[j]`, `j` being the sub-block.
+//!
+//! A format's file says only how one block becomes unsigned small integers and scales (and back);
+//! dequantisation, dot products and matrix tiles are written once per family on top of that.
+//! To add a format: one file with the block and its trait, one line in [`Format::of`] and one in
+//! [`crate::gemm`].
+//!
+//! Blocks are `repr(C, packed)`: a view of a tensor may begin at any block, so nothing may be assumed
+//! about alignment.
+
+mod codebook;
+mod float;
+pub mod grids;
+mod groups;
+mod iq1_m;
+mod iq1_s;
+mod iq2_s;
+mod iq2_xs;
+mod iq2_xxs;
+mod iq3_s;
+mod iq3_xxs;
+mod iq4_nl;
+mod iq4_xs;
+mod mxfp4;
+mod nvfp4;
+mod q1_0;
+mod q2_0;
+mod q2_k;
+mod q3_k;
+mod q4_0;
+mod q4_1;
+mod q4_k;
+mod q5_0;
+mod q5_1;
+mod q5_k;
+mod q6_k;
+mod q8_0;
+mod q8_1;
+mod q8_k;
+mod search;
+mod supers;
+mod tq1_0;
+mod tq2_0;
+
+pub use float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub(crate) use grids::{FP4_VALUES, IQ4_VALUES};
+pub use groups::{Group, GroupBlock};
+pub use iq1_m::BlockIq1M;
+pub use iq1_s::BlockIq1S;
+pub use iq2_s::BlockIq2S;
+pub use iq2_xs::BlockIq2Xs;
+pub use iq2_xxs::BlockIq2Xxs;
+pub use iq3_s::BlockIq3S;
+pub use iq3_xxs::BlockIq3Xxs;
+pub use iq4_nl::BlockIq4Nl;
+pub use iq4_xs::BlockIq4Xs;
+pub use mxfp4::BlockMxfp4;
+pub use nvfp4::BlockNvfp4;
+pub(crate) use nvfp4::SCALES as NVFP4_SCALES;
+pub use q1_0::BlockQ1_0;
+pub use q2_0::BlockQ2_0;
+pub use q2_k::BlockQ2K;
+pub use q3_k::BlockQ3K;
+pub use q4_0::BlockQ4_0;
+pub use q4_1::BlockQ4_1;
+pub use q4_k::BlockQ4K;
+pub use q5_0::BlockQ5_0;
+pub use q5_1::BlockQ5_1;
+pub use q5_k::BlockQ5K;
+pub use q6_k::BlockQ6K;
+pub use q8_0::BlockQ8_0;
+pub use q8_1::BlockQ8_1;
+pub use q8_k::BlockQ8K;
+pub use supers::{Super, SuperBlock};
+pub use tq1_0::BlockTq1_0;
+pub use tq2_0::BlockTq2_0;
+
+pub use vgpu_transport::ir::Type;
+
+/// Reads `n` elements of a format into `f32`.
+///
+/// # Safety
+/// `n` is a multiple of the format's block; `src` is readable for `n` elements of the format and
+/// `dst` writable for `n` floats; the two do not overlap.
+pub type DequantizeRow = unsafe fn(src: *const u8, dst: *mut f32, n: usize);
+
+/// Writes `n` floats as elements of a format.
+///
+/// # Safety
+/// `n` is a multiple of the format's block; `src` is readable for `n` floats and `dst` writable for
+/// `n` elements of the format; the two do not overlap.
+pub type QuantizeRow = unsafe fn(src: *const f32, dst: *mut u8, n: usize);
+
+/// What can be done with rows of one element type.
+#[derive(Debug, Clone, Copy)]
+pub struct Format {
+    /// The type this describes.
+    pub ty: Type,
+    /// Elements in a block.
+    pub block: usize,
+    /// Bytes of a block.
+    pub bytes: usize,
+    /// Reads a row.
+    pub dequantize_row: DequantizeRow,
+    /// Writes a row: with the very bytes ggml-cpu's `from_float` writes on x86, or, of types with
+    /// codebooks, which ggml-cpu does not write, with less error than ggml's quantising tool leaves.
+    pub quantize_row: QuantizeRow,
+}
+
+impl Format {
+    /// The format of `ty`; `None` for integers and `F64`, which are no format of real numbers.
+    pub const fn of(ty: Type) -> Option<&'static Format> {
+        macro_rules! format {
+            ($dequantize:expr, $quantize:expr) => {
+                Some(
+                    const {
+                        &Format {
+                            ty: TY,
+                            block: TY.block_elements() as usize,
+                            bytes: TY.block_bytes() as usize,
+                            dequantize_row: $dequantize,
+                            quantize_row: $quantize,
+                        }
+                    },
+                )
+            };
+        }
+        macro_rules! formats {
+            ($($ty:ident: $dequantize:expr, $quantize:expr;)*) => {
+                match ty {
+                    $(Type::$ty => {
+                        const TY: Type = Type::$ty;
+                        format!($dequantize, $quantize)
+                    })*
+                    _ => None,
+                }
+            };
+        }
+        formats! {
+            F32: float::copy_f32, float::write_f32;
+            F16: float::read_f16, float::write_f16;
+            Bf16: float::read_bf16, float::write_bf16;
+            Q4_0: groups::dequantize::<BlockQ4_0>, groups::quantize::<32, BlockQ4_0>;
+            Q4_1: groups::dequantize::<BlockQ4_1>, groups::quantize::<32, BlockQ4_1>;
+            Q5_0: groups::dequantize::<BlockQ5_0>, groups::quantize::<32, BlockQ5_0>;
+            Q5_1: groups::dequantize::<BlockQ5_1>, groups::quantize::<32, BlockQ5_1>;
+            Q8_0: groups::dequantize::<BlockQ8_0>, groups::quantize::<32, BlockQ8_0>;
+            Q8_1: groups::dequantize::<BlockQ8_1>, groups::quantize::<32, BlockQ8_1>;
+            Q1_0: groups::dequantize::<BlockQ1_0>, groups::quantize::<128, BlockQ1_0>;
+            Q2_0: groups::dequantize::<BlockQ2_0>, groups::quantize::<64, BlockQ2_0>;
+            Iq4Nl: groups::dequantize::<BlockIq4Nl>, groups::quantize::<32, BlockIq4Nl>;
+            Mxfp4: groups::dequantize::<BlockMxfp4>, groups::quantize::<32, BlockMxfp4>;
+            Nvfp4: groups::dequantize::<BlockNvfp4>, groups::quantize::<64, BlockNvfp4>;
+            Q2K: supers::dequantize::<BlockQ2K>, supers::quantize::<BlockQ2K>;
+            Q3K: supers::dequantize::<BlockQ3K>, supers::quantize::<BlockQ3K>;
+            Q4K: supers::dequantize::<BlockQ4K>, supers::quantize::<BlockQ4K>;
+            Q5K: supers::dequantize::<BlockQ5K>, supers::quantize::<BlockQ5K>;
+            Q6K: supers::dequantize::<BlockQ6K>, supers::quantize::<BlockQ6K>;
+            Q8K: supers::dequantize::<BlockQ8K>, supers::quantize::<BlockQ8K>;
+            Iq1S: supers::dequantize::<BlockIq1S>, supers::quantize::<BlockIq1S>;
+            Iq1M: supers::dequantize::<BlockIq1M>, supers::quantize::<BlockIq1M>;
+            Iq2Xxs: supers::dequantize::<BlockIq2Xxs>, supers::quantize::<BlockIq2Xxs>;
+            Iq2Xs: supers::dequantize::<BlockIq2Xs>, supers::quantize::<BlockIq2Xs>;
+            Iq2S: supers::dequantize::<BlockIq2S>, supers::quantize::<BlockIq2S>;
+            Iq3Xxs: supers::dequantize::<BlockIq3Xxs>, supers::quantize::<BlockIq3Xxs>;
+            Iq3S: supers::dequantize::<BlockIq3S>, supers::quantize::<BlockIq3S>;
+            Iq4Xs: supers::dequantize::<BlockIq4Xs>, supers::quantize::<BlockIq4Xs>;
+            Tq1_0: supers::dequantize::<BlockTq1_0>, supers::quantize::<BlockTq1_0>;
+            Tq2_0: supers::dequantize::<BlockTq2_0>, supers::quantize::<BlockTq2_0>;
+        }
+    }
+
+    /// Bytes of `n` consecutive elements, which must fill whole blocks.
+    pub const fn row_bytes(&self, n: usize) -> usize {
+        debug_assert!(n.is_multiple_of(self.block));
+        n / self.block * self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,306 @@
+//! The reference: every format, no SIMD.
+//!
+//! Each weight block is decoded once and multiplied with all columns; sums run over the blocks in
+//! order, in `dst` itself.
+
+use super::{Activation, MatmulKernel};
+use crate::formats::{
+    self, BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs,
+    BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K,
+    BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, BlockQ8_1,
+    BlockQ8K, BlockTq1_0, BlockTq2_0, Format, GroupBlock, SuperBlock, Type, bf16_to_f32,
+    f16_to_f32,
+};
+
+/// The scalar kernel for `weight`.
+pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
+    let (activation, gemm): (Type, super::Gemm) = match weight {
+        Type::F32 => (Type::F32, floats::<F32>),
+        Type::F16 => (Type::F16, floats::<F16>),
+        Type::Bf16 => (Type::Bf16, floats::<Bf16>),
+        Type::Q4_0 => (Type::Q8_0, groups::<BlockQ4_0>),
+        Type::Q4_1 => (Type::Q8_1, groups_with_min::<BlockQ4_1>),
+        Type::Q5_0 => (Type::Q8_0, groups::<BlockQ5_0>),
+        Type::Q5_1 => (Type::Q8_1, groups_with_min::<BlockQ5_1>),
+        Type::Q8_0 => (Type::Q8_0, groups::<BlockQ8_0>),
+        Type::Q1_0 => (Type::Q8_0, groups::<BlockQ1_0>),
+        Type::Q2_0 => (Type::Q8_0, groups::<BlockQ2_0>),
+        Type::Iq4Nl => (Type::Q8_0, groups::<BlockIq4Nl>),
+        Type::Mxfp4 => (Type::Q8_0, groups::<BlockMxfp4>),
+        Type::Nvfp4 => (Type::Q8_0, groups::<BlockNvfp4>),
+        Type::Q2K => (Type::Q8K, supers::<BlockQ2K>),
+        Type::Q3K => (Type::Q8K, supers::<BlockQ3K>),
+        Type::Q4K => (Type::Q8K, supers::<BlockQ4K>),
+        Type::Q5K => (Type::Q8K, supers::<BlockQ5K>),
+        Type::Q6K => (Type::Q8K, supers::<BlockQ6K>),
+        Type::Iq1S => (Type::Q8K, supers::<BlockIq1S>),
+        Type::Iq1M => (Type::Q8K, supers::<BlockIq1M>),
+        Type::Iq2Xxs => (Type::Q8K, supers::<BlockIq2Xxs>),
+        Type::Iq2Xs => (Type::Q8K, supers::<BlockIq2Xs>),
+        Type::Iq2S => (Type::Q8K, supers::<BlockIq2S>),
+        Type::Iq3Xxs => (Type::Q8K, supers::<BlockIq3Xxs>),
+        Type::Iq3S => (Type::Q8K, supers::<BlockIq3S>),
+        Type::Iq4Xs => (Type::Q8K, supers::<BlockIq4Xs>),
+        Type::Tq1_0 => (Type::Q8K, supers::<BlockTq1_0>),
+        Type::Tq2_0 => (Type::Q8K, supers::<BlockTq2_0>),
+        _ => return None,
+    };
+    let quantize_activation: formats::QuantizeRow = Format::of(activation)?.quantize_row;
+    Some(MatmulKernel {
+        weight,
+        activation: Activation::Typed(activation),
+        quantize_activation,
+        gemm,
+        panel_cols: 1,
+        row_tile: 1,
+    })
+}
+
+/// A plain float as it lies in memory.
+trait Float {
+    /// Bytes of one.
+    const BYTES: usize;
+    /// # Safety
+    /// `p` is readable for `BYTES`.
+    unsafe fn read(p: *const u8) -> f32;
+}
+
+struct F32;
+struct F16;
+struct Bf16;
+
+impl Float for F32 {
+    const BYTES: usize = 4;
+    #[inline(always)]
+    unsafe fn read(p: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<f32>().read_unaligned() }
+    }
+}
+
+impl Float for F16 {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn read(p: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        f16_to_f32(unsafe { p.cast::<u16>().read_unaligned() })
+    }
+}
+
+impl Float for Bf16 {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn read(p: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        bf16_to_f32(unsafe { p.cast::<u16>().read_unaligned() })
+    }
+}
+
+/// # Safety
+/// As [`super::Gemm`].
+#[allow(clippy::too_many_arguments)]
+unsafe fn floats<T: Float>(
+    k: usize,
+    w: *const u8,
+    w_row_stride: usize,
+    rows: usize,
+    x: *const u8,
+    x_col_stride: usize,
+    cols: usize,
+    dst: *mut f32,
+    dst_col_stride: usize,
+) {
+    for r in 0..rows {
+        for c in 0..cols {
+            // SAFETY: row `r`, column `c` and element `i` are within what the caller promised.
+            unsafe {
+                let (w, x) = (w.add(r * w_row_stride), x.add(c * x_col_stride));
+                let mut sum = 0.0f32;
+                for i in 0..k {
+                    sum += T::read(w.add(i * T::BYTES)) * T::read(x.add(i * T::BYTES));
+                }
+                *dst.add(c * dst_col_stride + r) = sum;
+            }
+        }
+    }
+}
+
+/// A group format times Q8_0: `sum of (d_w * d_x) * integer dot`.
+///
+/// # Safety
+/// As [`super::Gemm`].
+#[allow(clippy::too_many_arguments)]
+unsafe fn groups<B: GroupBlock>(
+    k: usize,
+    w: *const u8,
+    w_row_stride: usize,
+    rows: usize,
+    x: *const u8,
+    x_col_stride: usize,
+    cols: usize,
+    dst: *mut f32,
+    dst_col_stride: usize,
+) {
+    // SAFETY: the caller's promise, passed on; Q8_0 has a scale and quants.
+    unsafe {
+        groups_of::<B, BlockQ8_0>(
+            |x| (f16_to_f32(x.d), 0.0, &x.qs),
+            k,
+            w,
+            w_row_stride,
+            rows,
+            x,
+            x_col_stride,
+            cols,
+            dst,
+            dst_col_stride,
+        );
+    }
+}
+
+/// A group format with a minimum times Q8_1: as [`groups`], plus `m_w * s_x`.
+///
+/// # Safety
+/// As [`super::Gemm`].
+#[allow(clippy::too_many_arguments)]
+unsafe fn groups_with_min<B: GroupBlock>(
+    k: usize,
+    w: *const u8,
+    w_row_stride: usize,
+    rows: usize,
+    x: *const u8,
+    x_col_stride: usize,
+    cols: usize,
+    dst: *mut f32,
+    dst_col_stride: usize,
+) {
+    // SAFETY: the caller's promise, passed on; Q8_1 has a scale, a sum and quants.
+    unsafe {
+        groups_of::<B, BlockQ8_1>(
+            |x| (f16_to_f32(x.d), f16_to_f32(x.s), &x.qs),
+            k,
+            w,
+            w_row_stride,
+            rows,
+            x,
+            x_col_stride,
+            cols,
+            dst,
+            dst_col_stride,
+        );
+    }
+}
+
+/// # Safety
+/// As [`super::Gemm`], the activations being blocks `X` of 32.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+unsafe fn groups_of<B: GroupBlock, X>(
+    parts: impl Fn(&X) -> (f32, f32, &[i8; 32]),
+    k: usize,
+    w: *const u8,
+    w_row_stride: usize,
+    rows: usize,
+    x: *const u8,
+    x_col_stride: usize,
+    cols: usize,
+    dst: *mut f32,
+    dst_col_stride: usize,
+) {
+    let groups = B::ELEMENTS / 32;
+    for r in 0..rows {
+        for c in 0..cols {
+            // SAFETY: row `r` and column `c` are within what the caller promised.
+            unsafe { *dst.add(c * dst_col_stride + r) = 0.0 };
+        }
+        for g in 0..k / 32 {
+            // SAFETY: group `g` of row `r` is within the row; B and X are packed, and any bytes are
+            // valid ones because they consist of integers.
+            let group =
+                unsafe { (*w.add(r * w_row_stride).cast::<B>().add(g / groups)).group(g % groups) };
+            for c in 0..cols {
+                // SAFETY: as above, for block `g` of column `c`.
+                let (x, dst) = unsafe {
+                    (
+                        &*x.add(c * x_col_stride).cast::<X>().add(g),
+                        &mut *dst.add(c * dst_col_stride + r),
+                    )
+                };
+                let (d, s, qs) = parts(x);
+                let span = if B::HALF_SCALES { 16 } else { 32 };
+                let scaled = group
+                    .q
+                    .chunks_exact(span)
+                    .zip(qs.chunks_exact(span))
+                    .zip(group.d);
+                for ((q, x), scale) in scaled {
+                    let mut sum = 0;
+                    for (&q, &x) in q.iter().zip(x) {
+                        sum += (i32::from(q) - B::OFFSET) * i32::from(x);
+                    }
+                    *dst += scale * d * sum as f32;
+                }
+                if B::HAS_MIN {
+                    *dst += group.m * s;
+                }
+            }
+        }
+    }
+}
+
+/// A super-block format times Q8_K.
+///
+/// # Safety
+/// As [`super::Gemm`].
+#[allow(clippy::too_many_arguments)]
+unsafe fn supers<B: SuperBlock>(
+    k: usize,
+    w: *const u8,
+    w_row_stride: usize,
+    rows: usize,
+    x: *const u8,
+    x_col_stride: usize,
+    cols: usize,
+    dst: *mut f32,
+    dst_col_stride: usize,
+) {
+    for r in 0..rows {
+        for c in 0..cols {
+            // SAFETY: row `r` and column `c` are within what the caller promised.
+            unsafe { *dst.add(c * dst_col_stride + r) = 0.0 };
+        }
+        for b in 0..k / 256 {
+            // SAFETY: block `b` of row `r` is within the row; B is packed and any bytes are a valid one.
+            let block = unsafe { (*w.add(r * w_row_stride).cast::<B>().add(b)).decode() };
+            for c in 0..cols {
+                // SAFETY: as above, for block `b` of column `c`.
+                let (x, dst) = unsafe {
+                    (
+                        &*x.add(c * x_col_stride).cast::<BlockQ8K>().add(b),
+                        &mut *dst.add(c * dst_col_stride + r),
+                    )
+                };
+                let (mut sum, mut min_sum) = (0, 0);
+                for (j, (q, x)) in block
+                    .q
+                    .chunks_exact(B::SUB)
+                    .zip(x.qs.chunks_exact(B::SUB))
+                    .enumerate()
+                {
+                    let mut dot = 0;
+                    for (&q, &x) in q.iter().zip(x) {
+                        dot += (i32::from(q) - B::OFFSET) * i32::from(x);
+                    }
+                    sum += i32::from(block.scales[j]) * dot;
+                }
+                *dst += block.d * x.d * sum as f32;
+                if B::HAS_MIN {
+                    for (i, bsum) in { x.bsums }.into_iter().enumerate() {
+                        min_sum += i32::from(block.mins[i * 16 / B::SUB]) * i32::from(bsum);
+                    }
+                    *dst -= block.dmin * x.d * min_sum as f32;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! The scales of several groups, gathered from their blocks.
+
+use std::arch::x86_64::*;
+
+use crate::formats::GroupBlock;
+
+/// Keeps bits that were put together in integer registers, whose arithmetic is idle here, from being put together in
+/// vectors: an insertion takes the units that shuffle, of which there are few.
+#[inline(always)]
+fn in_integers(mut bits: u64) -> i64 {
+    // SAFETY: there is no instruction in it.
+    unsafe {
+        std::arch::asm!("/* {0} */", inout(reg) bits, options(pure, nomem, nostack, preserves_flags));
+    }
+    bits as i64
+}
+
+/// The halves at `p`, `p + stride`, ...: `n` of eight, the rest 0.
+#[inline(always)]
+pub(super) unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
+    // SAFETY: the module's contract, for the `n` halves.
+    unsafe {
+        if n == 8 {
+            return eight_halves(p, stride, [0, 1, 2, 3, 4, 5, 6, 7]);
+        }
+        let mut h = [0i16; 8];
+        for (i, h) in h.iter_mut().enumerate().take(n) {
+            *h = p.add(i * stride).cast::<i16>().read_unaligned();
+        }
+        // Not through memory: eight narrow stores followed by a wide load would stall.
+        let h = _mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]);
+        _mm256_cvtph_ps(h)
+    }
+}
+
+/// The halves that lie `order` strides behind `p`.
+#[inline(always)]
+pub(super) unsafe fn eight_halves(p: *const u8, stride: usize, order: [usize; 8]) -> __m256 {
+    // SAFETY: the module's contract, for eight halves.
+    unsafe {
+        let half = |i: usize| u64::from(p.add(order[i] * stride).cast::<u16>().read_unaligned());
+        let four = |i| half(i) | half(i + 1) << 16 | half(i + 2) << 32 | half(i + 3) << 48;
+        _mm256_cvtph_ps(_mm_set_epi64x(in_integers(four(4)), in_integers(four(0))))
+    }
+}
+
+/// The bytes that lie `order` strides behind `p`, as 32-bit lanes.
+#[inline(always)]
+pub(super) unsafe fn eight_bytes(p: *const u8, stride: usize, order: [usize; 8]) -> __m256i {
+    // SAFETY: the module's contract, for eight bytes.
+    unsafe {
+        let mut bytes = 0;
+        for (i, place) in order.into_iter().enumerate() {
+            bytes |= u64::from(*p.add(place * stride)) << (8 * i);
+        }
+        _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(in_integers(bytes)))
+    }
+}
+
+/// Eight of the 64 words at `p`.
+#[inline(always)]
+pub(super) unsafe fn pick_words(p: *const u8, which: [i16; 8]) -> __m128i {
+    // SAFETY: the module's contract, for 128 bytes.
+    unsafe {
+        let (low, high) = (
+            _mm512_loadu_si512(p.cast()),
+            _mm512_loadu_si512(p.add(64).cast()),
+        );
+        let which = _mm512_zextsi128_si512(_mm_loadu_si128(which.as_ptr().cast()));
+        _mm512_castsi512_si128(_mm512_permutex2var_epi16(low, which, high))
+    }
+}
+
+/// The halves that eight blocks of 18 bytes begin with.
+#[inline(always)]
+pub(super) unsafe fn halves_of_18(blocks: *const u8) -> __m256 {
+    // SAFETY: the module's contract; the blocks have 144 bytes.
+    unsafe { _mm256_cvtph_ps(pick_words(blocks, [0, 9, 18, 27, 36, 45, 54, 63])) }
+}
+
+/// Half of two to the power of each exponent, less 127.
+#[inline(always)]
+pub(super) unsafe fn halved_powers(e: __m256i) -> __m256i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+        // Exponents 0 and 1 are subnormal; from 2 on this is at most what it is for 2.
+        let small = _mm256_min_epu32(e, _mm256_set1_epi32(2));
+        let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x0020_0000), small);
+        _mm256_max_epi32(normal, small)
+    }
+}
+
+/// The scale of the block of each of `n <= 8` groups from `g` on, blocks beginning with it.
+#[inline(always)]
+pub(super) unsafe fn scales_of_blocks<B: GroupBlock>(row: *const u8, g: usize, n: usize) -> __m256 {
+    let groups = B::ELEMENTS / 32;
+    let mut bits = [0u16; 8];
+    for (i, bits) in bits.iter_mut().enumerate().take(n) {
+        let block = (g + i) / groups * size_of::<B>();
+        // SAFETY: the module's contract.
+        *bits = unsafe { row.add(block).cast::<u16>().read_unaligned() };
+    }
+    // SAFETY: the module's contract.
+    unsafe { _mm256_cvtph_ps(_mm_loadu_si128(bits.as_ptr().cast())) }
+}

@@ -1,0 +1,483 @@
+//! Super-blocks of 256.
+
+use std::arch::x86_64::*;
+
+use super::{IQ4_TABLE, Supers, bits, half, look_up, look_up_pair, nibble_pair, nibbles};
+use crate::formats::{BlockIq4Xs, BlockQ2K, BlockQ3K, BlockQ4K, BlockQ5K, BlockQ6K, BlockTq2_0};
+
+/// `(a & a_mask) | (b & b_mask)`
+#[inline(always)]
+unsafe fn merge(a: __m512i, a_mask: __m512i, b: __m512i, b_mask: __m512i) -> __m512i {
+    // SAFETY: the module's contract.
+    unsafe { _mm512_or_si512(_mm512_and_si512(a, a_mask), _mm512_and_si512(b, b_mask)) }
+}
+
+/// The eight 6-bit scales and minimums of Q4_K and Q5_K; see `unpack_scales` of the formats.
+#[inline(always)]
+unsafe fn six_bit_scales(packed: *const u8) -> (__m256i, __m256i) {
+    // SAFETY: the module's contract, for 12 bytes.
+    unsafe {
+        let (a, b, c) = (bits(packed), bits(packed.add(4)), bits(packed.add(8)));
+        const SIX: u32 = 0x3f3f_3f3f;
+        const FOUR: u32 = 0x0f0f_0f0f;
+        const TOP: u32 = 0x3030_3030;
+        let scales = widen(a & SIX, c & FOUR | a >> 2 & TOP);
+        let mins = widen(b & SIX, c >> 4 & FOUR | b >> 2 & TOP);
+        (scales, mins)
+    }
+}
+
+/// Eight bytes as 16-bit lanes; the upper eight lanes are 0.
+#[inline(always)]
+unsafe fn widen(low: u32, high: u32) -> __m256i {
+    // SAFETY: the module's contract.
+    unsafe {
+        let bytes = u64::from(high) << 32 | u64::from(low);
+        _mm256_zextsi128_si256(_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bytes as i64)))
+    }
+}
+
+/// The two halves at the start of a block.
+#[inline(always)]
+unsafe fn two_halves(block: *const u8) -> (f32, f32) {
+    // SAFETY: the module's contract.
+    unsafe {
+        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits(block) as i32));
+        (_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both)))
+    }
+}
+
+/// Where 64 bytes of nibbles of Q4_K and Q5_K, low ones before high ones, put pieces of 32.
+const NIBBLE_ORDER: [usize; 8] = [0, 2, 1, 3, 4, 6, 5, 7];
+
+impl Supers for BlockQ4K {
+    const MOST: usize = 15;
+    const ORDER_512: [usize; 8] = NIBBLE_ORDER;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; 128 bytes of nibbles begin at 16.
+        unsafe {
+            let low = _mm256_set1_epi8(15);
+            let mut q = [low; 8];
+            for i in 0..4 {
+                let nibbles = _mm256_loadu_si256(block.add(16 + 32 * i).cast());
+                q[2 * i] = _mm256_and_si256(nibbles, low);
+                q[2 * i + 1] = _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low);
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; 128 bytes of nibbles begin at 16.
+        unsafe {
+            let low = _mm512_set1_epi8(15);
+            let a = _mm512_loadu_si512(block.add(16).cast());
+            let b = _mm512_loadu_si512(block.add(80).cast());
+            [
+                _mm512_and_si512(a, low),
+                _mm512_and_si512(_mm512_srli_epi16(a, 4), low),
+                _mm512_and_si512(b, low),
+                _mm512_and_si512(_mm512_srli_epi16(b, 4), low),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; the packed scales begin at 4.
+        unsafe { six_bit_scales(block.add(4)) }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract.
+        unsafe { two_halves(block) }
+    }
+}
+
+impl Supers for BlockQ5K {
+    const MOST: usize = 31;
+    const ORDER_512: [usize; 8] = NIBBLE_ORDER;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the fifth bits begin at 16, the nibbles at 48.
+        unsafe {
+            let (low, fifth) = (_mm256_set1_epi8(15), _mm256_set1_epi8(16));
+            let qh = _mm256_loadu_si256(block.add(16).cast());
+            // Bit `j` of a byte belongs to piece `j`; shifted to bit 4, whatever else a 16-bit shift
+            // drags along is masked off.
+            let fifths = [
+                _mm256_slli_epi16(qh, 4),
+                _mm256_slli_epi16(qh, 3),
+                _mm256_slli_epi16(qh, 2),
+                _mm256_slli_epi16(qh, 1),
+                qh,
+                _mm256_srli_epi16(qh, 1),
+                _mm256_srli_epi16(qh, 2),
+                _mm256_srli_epi16(qh, 3),
+            ];
+            let mut q = [low; 8];
+            for i in 0..4 {
+                let nibbles = _mm256_loadu_si256(block.add(48 + 32 * i).cast());
+                let pair = [
+                    _mm256_and_si256(nibbles, low),
+                    _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low),
+                ];
+                for j in 0..2 {
+                    let bit = _mm256_and_si256(fifths[2 * i + j], fifth);
+                    q[2 * i + j] = _mm256_or_si256(pair[j], bit);
+                }
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the fifth bits begin at 16, the nibbles at 48.
+        unsafe {
+            let (low, fifth) = (_mm512_set1_epi8(15), _mm512_set1_epi8(16));
+            let qh = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(16).cast()));
+            let a = _mm512_loadu_si512(block.add(48).cast());
+            let b = _mm512_loadu_si512(block.add(112).cast());
+            // Left by 4 and 2 puts bits 0 and 2 at bit 4; the other pieces follow by shifting right.
+            let first = _mm512_sllv_epi64(qh, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2));
+            let second = _mm512_sllv_epi64(qh, _mm512_setr_epi64(3, 3, 3, 3, 1, 1, 1, 1));
+            let third = _mm512_srlv_epi64(qh, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));
+            let fourth = _mm512_srlv_epi64(qh, _mm512_setr_epi64(1, 1, 1, 1, 3, 3, 3, 3));
+            [
+                merge(a, low, first, fifth),
+                merge(_mm512_srli_epi16(a, 4), low, second, fifth),
+                merge(b, low, third, fifth),
+                merge(_mm512_srli_epi16(b, 4), low, fourth, fifth),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; the packed scales begin at 4.
+        unsafe { six_bit_scales(block.add(4)) }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract.
+        unsafe { two_halves(block) }
+    }
+}
+
+impl Supers for BlockQ6K {
+    const MOST: usize = 63;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the low bits begin at 0, the high ones at 128.
+        unsafe {
+            let (low, high) = (_mm256_set1_epi8(15), _mm256_set1_epi8(0x30));
+            let mut q = [low; 8];
+            for half in 0..2 {
+                let a = _mm256_loadu_si256(block.add(64 * half).cast());
+                let b = _mm256_loadu_si256(block.add(64 * half + 32).cast());
+                let h = _mm256_loadu_si256(block.add(128 + 32 * half).cast());
+                let pieces = [
+                    (a, _mm256_slli_epi16(h, 4)),
+                    (b, _mm256_slli_epi16(h, 2)),
+                    (_mm256_srli_epi16(a, 4), h),
+                    (_mm256_srli_epi16(b, 4), _mm256_srli_epi16(h, 2)),
+                ];
+                for (i, (l, h)) in pieces.into_iter().enumerate() {
+                    q[4 * half + i] =
+                        _mm256_or_si256(_mm256_and_si256(l, low), _mm256_and_si256(h, high));
+                }
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the low bits begin at 0, the high ones at 128.
+        unsafe {
+            let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(0x30));
+            let mut q = [low; 4];
+            for half in 0..2 {
+                let l = _mm512_loadu_si512(block.add(64 * half).cast());
+                let h = _mm256_loadu_si256(block.add(128 + 32 * half).cast());
+                let h = _mm512_broadcast_i64x4(h);
+                let first = _mm512_sllv_epi64(h, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2));
+                let second = _mm512_srlv_epi64(h, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));
+                q[2 * half] = merge(l, low, first, high);
+                q[2 * half + 1] = merge(_mm512_srli_epi16(l, 4), low, second, high);
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; 16 bytes of scales begin at 192.
+        unsafe {
+            let scales = _mm256_cvtepi8_epi16(_mm_loadu_si128(block.add(192).cast()));
+            (scales, _mm256_setzero_si256())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scale is at 208.
+        unsafe { (half(block.add(208).cast::<u16>().read_unaligned()), 0.0) }
+    }
+}
+
+/// The two-bit quants of 256 elements.
+#[inline(always)]
+unsafe fn two_bits_256(qs: *const u8) -> [__m256i; 8] {
+    // SAFETY: the module's contract, for 64 bytes.
+    unsafe {
+        let mask = _mm256_set1_epi8(3);
+        let mut q = [mask; 8];
+        for half in 0..2 {
+            let bits = _mm256_loadu_si256(qs.add(32 * half).cast());
+            q[4 * half] = _mm256_and_si256(bits, mask);
+            q[4 * half + 1] = _mm256_and_si256(_mm256_srli_epi16(bits, 2), mask);
+            q[4 * half + 2] = _mm256_and_si256(_mm256_srli_epi16(bits, 4), mask);
+            q[4 * half + 3] = _mm256_and_si256(_mm256_srli_epi16(bits, 6), mask);
+        }
+        q
+    }
+}
+
+/// The two-bit quants of 256 elements.
+#[inline(always)]
+unsafe fn two_bits_512(qs: *const u8) -> [__m512i; 4] {
+    // SAFETY: the module's contract, for 64 bytes.
+    unsafe {
+        let mask = _mm512_set1_epi8(3);
+        let mut q = [mask; 4];
+        for half in 0..2 {
+            let bits = _mm256_loadu_si256(qs.add(32 * half).cast());
+            let bits = _mm512_broadcast_i64x4(bits);
+            let low = _mm512_srlv_epi64(bits, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));
+            let high = _mm512_srlv_epi64(bits, _mm512_setr_epi64(4, 4, 4, 4, 6, 6, 6, 6));
+            q[2 * half] = _mm512_and_si512(low, mask);
+            q[2 * half + 1] = _mm512_and_si512(high, mask);
+        }
+        q
+    }
+}
+
+impl Supers for BlockQ2K {
+    const MOST: usize = 3;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the quants begin at 16.
+        unsafe { two_bits_256(block.add(16)) }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the quants begin at 16.
+        unsafe { two_bits_512(block.add(16)) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; 16 bytes of scales begin at 0.
+        unsafe {
+            let (both, low) = (_mm_loadu_si128(block.cast()), _mm_set1_epi8(15));
+            let scales = _mm_and_si128(both, low);
+            let mins = _mm_and_si128(_mm_srli_epi16(both, 4), low);
+            (_mm256_cvtepu8_epi16(scales), _mm256_cvtepu8_epi16(mins))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scales are at 80.
+        unsafe { two_halves(block.add(80)) }
+    }
+}
+
+impl Supers for BlockQ3K {
+    const MOST: usize = 7;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the third bits begin at 0, the others at 32.
+        unsafe {
+            let third = _mm256_set1_epi8(4);
+            let mask = _mm256_loadu_si256(block.cast());
+            // Bit `i` of a byte belongs to piece `i`; shifted to bit 2.
+            let thirds = [
+                _mm256_slli_epi16(mask, 2),
+                _mm256_slli_epi16(mask, 1),
+                mask,
+                _mm256_srli_epi16(mask, 1),
+                _mm256_srli_epi16(mask, 2),
+                _mm256_srli_epi16(mask, 3),
+                _mm256_srli_epi16(mask, 4),
+                _mm256_srli_epi16(mask, 5),
+            ];
+            let mut q = two_bits_256(block.add(32));
+            for (q, bits) in q.iter_mut().zip(thirds) {
+                *q = _mm256_or_si256(*q, _mm256_and_si256(bits, third));
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the third bits begin at 0, the others at 32.
+        unsafe {
+            let (low, third) = (_mm512_set1_epi8(3), _mm512_set1_epi8(4));
+            let mask = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.cast()));
+            let q = two_bits_512(block.add(32));
+            [
+                merge(
+                    q[0],
+                    low,
+                    _mm512_sllv_epi64(mask, _mm512_setr_epi64(2, 2, 2, 2, 1, 1, 1, 1)),
+                    third,
+                ),
+                merge(
+                    q[1],
+                    low,
+                    _mm512_srlv_epi64(mask, _mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1)),
+                    third,
+                ),
+                merge(
+                    q[2],
+                    low,
+                    _mm512_srlv_epi64(mask, _mm512_setr_epi64(2, 2, 2, 2, 3, 3, 3, 3)),
+                    third,
+                ),
+                merge(
+                    q[3],
+                    low,
+                    _mm512_srlv_epi64(mask, _mm512_setr_epi64(4, 4, 4, 4, 5, 5, 5, 5)),
+                    third,
+                ),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; 12 bytes of scales begin at 96.
+        unsafe {
+            const LOW: u32 = 0x0f0f_0f0f;
+            const HIGH: u32 = 0x3030_3030;
+            let (a, b, c) = (
+                bits(block.add(96)),
+                bits(block.add(100)),
+                bits(block.add(104)),
+            );
+            // Two high bits of each, shifted to bits 4 and 5.
+            let bytes = _mm_setr_epi32(
+                (a & LOW | c << 4 & HIGH) as i32,
+                (b & LOW | c << 2 & HIGH) as i32,
+                (a >> 4 & LOW | c & HIGH) as i32,
+                (b >> 4 & LOW | c >> 2 & HIGH) as i32,
+            );
+            let scales = _mm256_cvtepi8_epi16(_mm_sub_epi8(bytes, _mm_set1_epi8(32)));
+            (scales, _mm256_setzero_si256())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scale is at 108.
+        unsafe { (half(block.add(108).cast::<u16>().read_unaligned()), 0.0) }
+    }
+}
+
+impl Supers for BlockIq4Xs {
+    const MOST: usize = 255;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; 16 bytes of nibbles for each piece begin at 8.
+        unsafe {
+            let mut q = [_mm256_setzero_si256(); 8];
+            for (i, q) in q.iter_mut().enumerate() {
+                *q = look_up(IQ4_TABLE, nibbles(block.add(8 + 16 * i)));
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; 16 bytes of nibbles for each piece begin at 8.
+        unsafe {
+            let mut q = [_mm512_setzero_si512(); 4];
+            for (i, q) in q.iter_mut().enumerate() {
+                let qs = block.add(8 + 32 * i);
+                *q = look_up_pair(IQ4_TABLE, nibble_pair(qs, qs.add(16)));
+            }
+            q
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract; 16 high bits are at 2, 4 bytes of nibbles at 4.
+        unsafe {
+            let nibbles = _mm_cvtsi32_si128(bits(block.add(4)) as i32);
+            let low = _mm_set1_epi8(15);
+            let low = _mm_unpacklo_epi8(
+                _mm_and_si128(nibbles, low),
+                _mm_and_si128(_mm_srli_epi16(nibbles, 4), low),
+            );
+            // Bits `2 j` and `2 j + 1` to the top of lane `j`, then to bits 4 and 5.
+            let high = _mm_set1_epi16(block.add(2).cast::<i16>().read_unaligned());
+            let to_top =
+                _mm_setr_epi16(1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6, 1 << 4, 1 << 2, 1);
+            let high = _mm_slli_epi16(_mm_srli_epi16(_mm_mullo_epi16(high, to_top), 14), 4);
+            let scales = _mm_or_si128(_mm_cvtepu8_epi16(low), high);
+            let scales = _mm_sub_epi16(scales, _mm_set1_epi16(32));
+            (_mm256_zextsi128_si256(scales), _mm256_setzero_si256())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scale is at 0.
+        unsafe { (half(block.cast::<u16>().read_unaligned()), 0.0) }
+    }
+}
+
+impl Supers for BlockTq2_0 {
+    const MOST: usize = 3;
+
+    #[inline(always)]
+    unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the module's contract; the quants begin at 0.
+        unsafe { two_bits_256(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
+        // SAFETY: the module's contract; the quants begin at 0.
+        unsafe { two_bits_512(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(_: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the module's contract.
+        unsafe { (_mm256_set1_epi16(1), _mm256_setzero_si256()) }
+    }
+
+    #[inline(always)]
+    unsafe fn d(block: *const u8) -> (f32, f32) {
+        // SAFETY: the module's contract; the scale is at 64.
+        unsafe { (half(block.add(64).cast::<u16>().read_unaligned()), 0.0) }
+    }
+}

@@ -1,0 +1,351 @@
+//! Products of bfloat16 by the instruction made for them, which sums the products of pairs.
+//!
+//! Weights are BF16, or F16 that are rounded to it on the way (see [`super::super::MatmulKernel::rounded`]).
+
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+
+use super::Call;
+use super::panel::{self, Ahead, Panel, Tile};
+use super::simd::{Avx512, Simd};
+
+/// Elements of `k` in a panel.
+const CHUNK: usize = 128;
+/// Pairs in a chunk.
+const PAIRS: usize = CHUNK / 2;
+/// Pairs between two times that more weights are asked for.
+const STEP: usize = 8;
+/// From this many columns on, interleaving a panel pays.
+pub(super) const PANEL_COLS: usize = 32;
+/// Running sums of a single product, so that one multiplication need not wait for the last.
+const UNROLL: usize = 4;
+
+/// Weights that are loaded as bfloat16, two bytes each.
+///
+/// # Safety
+/// As in [`super::simd`], with AVX-512 BF16.
+pub(in crate::gemm) trait Pairs: Copy + 'static {
+    /// 32 weights whose bits are `halves`.
+    unsafe fn round(halves: __m512i) -> __m512i;
+
+    /// 32 weights.
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> __m512i {
+        // SAFETY: the contract of the trait.
+        unsafe { Self::round(Avx512::load(p)) }
+    }
+
+    /// `n < 32` weights, the rest 0.
+    #[inline(always)]
+    unsafe fn load_first(p: *const u8, n: usize) -> __m512i {
+        // SAFETY: the contract of the trait; the mask keeps the load within `n`.
+        unsafe { Self::round(_mm512_maskz_loadu_epi16((1 << n) - 1, p.cast())) }
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Bf16;
+#[derive(Clone, Copy)]
+pub(super) struct F16;
+
+impl Pairs for Bf16 {
+    #[inline(always)]
+    unsafe fn round(halves: __m512i) -> __m512i {
+        halves
+    }
+}
+
+impl Pairs for F16 {
+    #[inline(always)]
+    unsafe fn round(halves: __m512i) -> __m512i {
+        // SAFETY: the contract of the trait; both types have the same size, and every pattern of bits is valid.
+        unsafe {
+            let low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+            let high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+            std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
+        }
+    }
+}
+
+/// Multiplies, choosing between rows and panels.
+///
+/// # Safety
+/// As [`super::super::Gemm`], with AVX-512 BF16.
+#[inline(always)]
+pub(super) unsafe fn gemm<W: Pairs>(call: &Call) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match call.cols {
+            PANEL_COLS.. => panel::gemm::<Avx512, PairPanel<W>>(call),
+            1 => {
+                for r in 0..call.rows {
+                    let row = call.w.add(r * call.w_stride);
+                    *call.dst.add(r) = row_dot::<W>(row, call.x, call.k);
+                }
+            }
+            _ => few::<W>(call),
+        }
+    }
+}
+
+/// Covers a call with tiles: the rows outermost, so that each is read from memory once.
+///
+/// # Safety
+/// As [`gemm`].
+#[inline(always)]
+unsafe fn few<W: Pairs>(call: &Call) {
+    // Two rows with as many columns as the registers have sums for, or four with fewer.
+    let height = if call.cols >= 8 { 2 } else { 4 };
+    let mut r = 0;
+    while r < call.rows {
+        let rows = if call.rows - r >= height { height } else { 1 };
+        let mut c = 0;
+        while c < call.cols {
+            // SAFETY: the caller's promise; the tile ends at or before the last row and column.
+            c += unsafe {
+                match (rows, call.cols - c) {
+                    (2, 8..) => tile::<W, 2, 8>(call, r, c),
+                    (2, 4..) => tile::<W, 2, 4>(call, r, c),
+                    (2, 2..) => tile::<W, 2, 2>(call, r, c),
+                    (2, _) => tile::<W, 2, 1>(call, r, c),
+                    (4, 4..) => tile::<W, 4, 4>(call, r, c),
+                    (4, 2..) => tile::<W, 4, 2>(call, r, c),
+                    (4, _) => tile::<W, 4, 1>(call, r, c),
+                    _ => tile::<W, 1, 1>(call, r, c),
+                }
+            };
+        }
+        r += rows;
+    }
+}
+
+/// Adds the products of 16 pairs.
+#[inline(always)]
+unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
+    // SAFETY: AVX-512 BF16, of which the caller of [`gemm`] is sure; the types have the same size, and
+    // every pattern of bits is valid.
+    unsafe {
+        let a = std::mem::transmute::<__m512i, __m512bh>(a);
+        let b = std::mem::transmute::<__m512i, __m512bh>(b);
+        _mm512_dpbf16_ps(acc, a, b)
+    }
+}
+
+/// One row times one column.
+///
+/// # Safety
+/// Both have `k` elements.
+#[inline(always)]
+unsafe fn row_dot<W: Pairs>(row: *const u8, x: *const u8, k: usize) -> f32 {
+    // SAFETY: the caller's promise; the mask keeps the tail's loads within `k`.
+    unsafe {
+        let mut acc = [_mm512_setzero_ps(); UNROLL];
+        let mut i = 0;
+        while i + UNROLL * 32 <= k {
+            Avx512::prefetch(row.add(2 * i), UNROLL * 64);
+            for u in 0..UNROLL {
+                let at = 2 * (i + 32 * u);
+                acc[u] = dot(acc[u], W::load(row.add(at)), Avx512::load(x.add(at)));
+            }
+            i += UNROLL * 32;
+        }
+        while i < k {
+            let mask = if k - i >= 32 {
+                u32::MAX
+            } else {
+                (1 << (k - i)) - 1
+            };
+            let w = W::round(_mm512_maskz_loadu_epi16(mask, row.add(2 * i).cast()));
+            let x = _mm512_maskz_loadu_epi16(mask, x.add(2 * i).cast());
+            acc[0] = dot(acc[0], w, x);
+            i += 32;
+        }
+        let (low, high) = (_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3]));
+        Avx512::sum(_mm512_add_ps(low, high))
+    }
+}
+
+/// `R` rows from `r` on times `C` columns from `c` on; returns `C`.
+///
+/// # Safety
+/// The call has the rows and columns.
+#[inline(always)]
+unsafe fn tile<W: Pairs, const R: usize, const C: usize>(call: &Call, r: usize, c: usize) -> usize {
+    // SAFETY: the caller's promise; the mask keeps the tail's loads within `k`.
+    unsafe {
+        let w = call.w.add(r * call.w_stride);
+        let x = call.x.add(c * call.x_stride);
+        let mut acc = [[_mm512_setzero_ps(); C]; R];
+        let mut i = 0;
+        while i + 32 <= call.k {
+            let mut x_now = [_mm512_setzero_si512(); C];
+            for c in 0..C {
+                x_now[c] = Avx512::load(x.add(c * call.x_stride + 2 * i));
+            }
+            for r in 0..R {
+                let w = w.add(r * call.w_stride + 2 * i);
+                if c == 0 {
+                    // The same place of the next rows, at which nothing has been read yet.
+                    _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(R * call.w_stride).cast());
+                }
+                let w = W::load(w);
+                for c in 0..C {
+                    acc[r][c] = dot(acc[r][c], w, x_now[c]);
+                }
+            }
+            i += 32;
+        }
+        if i < call.k {
+            let mask = (1 << (call.k - i)) - 1;
+            for r in 0..R {
+                let w = W::load_first(w.add(r * call.w_stride + 2 * i), call.k - i);
+                for c in 0..C {
+                    let x = x.add(c * call.x_stride + 2 * i);
+                    acc[r][c] = dot(acc[r][c], w, _mm512_maskz_loadu_epi16(mask, x.cast()));
+                }
+            }
+        }
+        // All tiles are summed up alike: a result must not depend on which it is in.
+        let mut all = [_mm512_setzero_ps(); 16];
+        for r in 0..R {
+            for c in 0..C {
+                all[r * C + c] = acc[r][c];
+            }
+        }
+        let mut sums = [0f32; 16];
+        _mm512_storeu_ps(sums.as_mut_ptr(), sum_each(all));
+        for r_tile in 0..R {
+            for c_tile in 0..C {
+                let dst = call.dst.add((c + c_tile) * call.dst_stride + r + r_tile);
+                *dst = sums[r_tile * C + c_tile];
+            }
+        }
+    }
+    C
+}
+
+/// The sum of the lanes of each of 16 vectors, in two thirds of the instructions that one after the other would take.
+///
+/// # Safety
+/// AVX-512.
+#[inline(always)]
+unsafe fn sum_each(v: [__m512; 16]) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // For each four vectors, the sums of their four 128-bit lanes.
+        let mut fours = [_mm512_setzero_ps(); 4];
+        for (i, four) in fours.iter_mut().enumerate() {
+            let pair = |a: __m512, b: __m512| {
+                _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
+            };
+            let ab = _mm512_castps_pd(pair(v[4 * i], v[4 * i + 1]));
+            let cd = _mm512_castps_pd(pair(v[4 * i + 2], v[4 * i + 3]));
+            let (low, high) = (_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd));
+            *four = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        }
+        let halves = |a: __m512, b: __m512| {
+            let even = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+            _mm512_add_ps(even, _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b))
+        };
+        halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]))
+    }
+}
+
+/// 32 rows of a chunk, interleaved by pairs.
+#[repr(C, align(64))]
+struct PairPanel<W> {
+    pairs: [[u32; 32]; PAIRS],
+    rows: [[u16; CHUNK]; 32],
+    format: PhantomData<W>,
+}
+
+impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
+    const CHUNK: usize = CHUNK;
+    const BYTES: usize = CHUNK * 2;
+    const VECTORS: usize = 2;
+    const COLS: usize = 12;
+    /// Pairs, the last of an odd chunk with a zero.
+    type Column = [u32; PAIRS];
+    const UNITS: usize = PAIRS / STEP;
+
+    #[inline(always)]
+    fn new() -> Self {
+        PairPanel {
+            pairs: [[0; 32]; PAIRS],
+            rows: [[0; CHUNK]; 32],
+            format: PhantomData,
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut [u32; PAIRS]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            (*column)[len.div_ceil(2) - 1] = 0;
+            x.add(2 * start)
+                .copy_to_nonoverlapping(column.cast(), 2 * len);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, len: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            for (r, to) in self.rows.iter_mut().enumerate() {
+                let from = call.row(row + r);
+                let (from, to) = (from.add(2 * start), to.as_mut_ptr());
+                let whole = len / 32 * 32;
+                for i in (0..whole).step_by(32) {
+                    Avx512::store(to.add(i).cast(), W::load(from.add(2 * i)));
+                }
+                if whole < len {
+                    let last = W::load_first(from.add(2 * whole), len - whole);
+                    Avx512::store(to.add(whole).cast(), last);
+                }
+            }
+            let (rows, pairs) = (self.rows.as_ptr().cast(), self.pairs.as_mut_ptr().cast());
+            panel::interleave::<Avx512>(rows, CHUNK * 2, len.div_ceil(2), 2, pairs);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply<const P: usize, const C: usize>(
+        &self,
+        tile: Tile<[u32; PAIRS]>,
+        _: usize,
+        len: usize,
+        ahead: &mut Ahead,
+    ) {
+        let Tile { columns, sums, .. } = tile;
+        // SAFETY: the caller's promise; the panel has `len` elements.
+        unsafe {
+            let mut acc = [[_mm512_setzero_ps(); C]; P];
+            for p in 0..P {
+                for c in 0..C {
+                    acc[p][c] = sums.load::<Avx512, P>(p, c);
+                }
+            }
+            for i in 0..len.div_ceil(2) {
+                if i % STEP == 0 {
+                    ahead.more();
+                }
+                let panel = self.pairs.as_ptr().add(i).cast::<u8>();
+                let mut w = [_mm512_setzero_si512(); P];
+                for p in 0..P {
+                    w[p] = Avx512::load(panel.add(64 * p));
+                }
+                for c in 0..C {
+                    let x = Avx512::splat(*columns.cast::<u32>().add(c * PAIRS + i));
+                    for p in 0..P {
+                        acc[p][c] = dot(acc[p][c], w[p], x);
+                    }
+                }
+            }
+            for p in 0..P {
+                for c in 0..C {
+                    sums.store::<Avx512, P>(p, c, acc[p][c]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,415 @@
+//! Products with the super-block formats: within 256 elements everything is an integer (quants times
+//! activations times scales), then `d_w * d_x` once.
+
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+
+use super::Call;
+use super::blocks::Supers;
+use super::groups::depth;
+use super::panel::{self, Ahead, Panel, Tile};
+use super::scratch::PREPARED;
+use super::simd::Simd;
+use crate::formats::BlockQ8K;
+
+/// Elements of a block.
+const CHUNK: usize = 256;
+
+/// Bytes of an activation block; the scale is at 0, the quants at 4, the sums of 16 behind them.
+const X_BYTES: usize = size_of::<BlockQ8K>();
+const X_QUANTS: usize = 4;
+const X_SUMS: usize = 4 + 256;
+
+/// From this many columns on, interleaving a panel pays.
+pub(super) const PANEL_COLS: usize = 6;
+
+/// Multiplies, choosing between rows and panels.
+///
+/// # Safety
+/// As [`super::super::Gemm`], with the features of `S`.
+#[inline(always)]
+pub(super) unsafe fn gemm<S: Simd, B: Supers>(call: &Call) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if call.cols >= PANEL_COLS {
+            panel::gemm::<S, SuperPanel<S, B>>(call);
+        } else {
+            rows::<S, B>(call);
+        }
+    }
+}
+
+/// A block of a column, prepared for products by rows.
+#[repr(C, align(64))]
+struct Column {
+    /// The quants in the order of the weights' vectors.
+    quants: [u8; 256],
+    /// The sums of the sub-blocks.
+    sums: [i16; 16],
+    d: f32,
+}
+
+/// Few columns: each row once through the registers, its unpacked blocks multiplied with up to four
+/// columns.
+///
+/// # Safety
+/// As [`super::super::Gemm`], with the features of `S`.
+#[inline(always)]
+unsafe fn rows<S: Simd, B: Supers>(call: &Call) {
+    let blocks = call.k / 256;
+    let mut memory = PREPARED.take(call.cols * blocks * size_of::<Column>());
+    let columns = memory.as_mut_ptr().cast::<Column>();
+    // SAFETY: all offsets are those of rows, columns and blocks of the call.
+    unsafe {
+        for c in 0..call.cols {
+            for b in 0..blocks {
+                let x = call.x.add(c * call.x_stride + b * X_BYTES);
+                prepare::<S, B>(x, columns.add(c * blocks + b));
+            }
+        }
+        for r in 0..call.rows {
+            let row = call.w.add(r * call.w_stride);
+            let mut c = 0;
+            while c < call.cols {
+                let x = columns.add(c * blocks);
+                let dst = call.dst.add(c * call.dst_stride + r);
+                c += match call.cols - c {
+                    4.. => {
+                        row_times::<S, B, 4>(row, blocks, x, dst, call.dst_stride);
+                        4
+                    }
+                    2.. => {
+                        row_times::<S, B, 2>(row, blocks, x, dst, call.dst_stride);
+                        2
+                    }
+                    _ => {
+                        row_times::<S, B, 1>(row, blocks, x, dst, call.dst_stride);
+                        1
+                    }
+                };
+            }
+        }
+    }
+    PREPARED.give_back(memory);
+}
+
+/// Lays out one block of a column.
+///
+/// # Safety
+/// `x` is a block of Q8_K, `column` writable.
+#[inline(always)]
+unsafe fn prepare<S: Simd, B: Supers>(x: *const u8, column: *mut Column) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let column = &mut *column;
+        column.d = x.cast::<f32>().read_unaligned();
+        for i in 0..8 {
+            let piece = x.add(X_QUANTS + 32 * S::order::<B>(i)).cast::<__m256i>();
+            let to = column.quants.as_mut_ptr().add(32 * i).cast::<__m256i>();
+            to.write_unaligned(piece.read_unaligned());
+        }
+        let sums = x.add(X_SUMS).cast::<[i16; 16]>().read_unaligned();
+        column.sums = sums;
+        if B::SUB == 32 {
+            column.sums = [0; 16];
+            for (to, pair) in column.sums.iter_mut().zip(sums.chunks_exact(2)) {
+                *to = pair[0].wrapping_add(pair[1]); // a guest may write any sums
+            }
+        }
+    }
+}
+
+/// One row times `C` columns.
+///
+/// # Safety
+/// The row has `blocks` blocks, the columns are prepared, and `dst` has `C` floats.
+#[inline(always)]
+unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
+    row: *const u8,
+    blocks: usize,
+    x: *const Column,
+    dst: *mut f32,
+    dst_stride: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut acc = [S::zero_floats(); C];
+        let mut acc_mins = [_mm256_setzero_ps(); C];
+        for b in 0..blocks {
+            let block = row.add(b * size_of::<B>());
+            S::prefetch(block, size_of::<B>());
+            let q = S::quants::<B>(block);
+            let (scales, mins) = B::scales(block);
+            let (d, dmin) = B::d(block);
+            let mut sums = [S::zero(); C];
+            if B::OFFSET != 0 && !B::WIDE {
+                // The offset times the scales times the sums of the activations.
+                for c in 0..C {
+                    let bsums = _mm256_loadu_si256((*x.add(c * blocks + b)).sums.as_ptr().cast());
+                    let excess = _mm256_madd_epi16(scales, bsums);
+                    let excess = _mm256_mullo_epi32(excess, _mm256_set1_epi32(B::OFFSET));
+                    sums[c] = S::sub(S::zero(), S::widen(excess));
+                }
+            }
+            for v in 0..S::SUPER {
+                let scale = S::spread_supers::<B>(scales, v);
+                for c in 0..C {
+                    let x = (*x.add(c * blocks + b)).quants.as_ptr();
+                    let x = S::load(x.add(v * 4 * S::LANES));
+                    sums[c] = if B::WIDE {
+                        S::dot_scaled_wide(sums[c], q[v], x, scale)
+                    } else {
+                        S::dot_scaled(sums[c], q[v], x, scale)
+                    };
+                }
+            }
+            for c in 0..C {
+                let x = &*x.add(c * blocks + b);
+                acc[c] = S::mul_add(S::to_floats(sums[c]), S::splat_float(d * x.d), acc[c]);
+                if B::HAS_MIN {
+                    let bsums = _mm256_loadu_si256(x.sums.as_ptr().cast());
+                    let sums = _mm256_cvtepi32_ps(_mm256_madd_epi16(mins, bsums));
+                    let dmin = _mm256_set1_ps(dmin * x.d);
+                    acc_mins[c] = _mm256_fnmadd_ps(sums, dmin, acc_mins[c]);
+                }
+            }
+        }
+        for c in 0..C {
+            *dst.add(c * dst_stride) = if B::HAS_MIN {
+                S::sum_both(acc[c], acc_mins[c])
+            } else {
+                S::sum(acc[c])
+            };
+        }
+    }
+}
+
+/// A super-block of a column, prepared for a panel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SuperColumn {
+    /// Pairs of 16-bit sums of the sub-blocks.
+    sums: [u32; 8],
+    d: f32,
+}
+
+/// Up to 32 rows of a super-block, interleaved.
+#[repr(C, align(64))]
+struct SuperPanel<S, B> {
+    /// For each four elements, four bytes of each row.
+    quants: [[u8; 128]; CHUNK / 4],
+    /// For each sub-block, the scale of each row.
+    scales: [[f32; 32]; 16],
+    /// For each two sub-blocks, two minimums of each row.
+    mins: [[[i16; 2]; 32]; 16],
+    d: [f32; 32],
+    dmin: [f32; 32],
+    rows: [[u8; CHUNK]; 32],
+    row_scales: [[f32; 16]; 32],
+    row_mins: [[[i16; 2]; 16]; 32],
+    format: PhantomData<(S, B)>,
+}
+
+impl<S: Simd, B: Supers> SuperPanel<S, B> {
+    /// Whether something is to be taken off by way of the sums of the activations: minimums, or the
+    /// offset of the quants as if it were one.
+    const MINS: bool = B::HAS_MIN || (B::OFFSET != 0 && !(B::WIDE && S::WIDE_IS_SIGNED));
+}
+
+impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
+    const CHUNK: usize = CHUNK;
+    const BYTES: usize = size_of::<B>();
+    const VECTORS: usize = S::PANEL;
+    const COLS: usize = S::COLS;
+    type Column = SuperColumn;
+    const UNITS: usize = CHUNK / B::SUB;
+
+    #[inline(always)]
+    fn new() -> Self {
+        SuperPanel {
+            quants: [[0; 128]; CHUNK / 4],
+            scales: [[0.0; 32]; 16],
+            mins: [[[0; 2]; 32]; 16],
+            d: [0.0; 32],
+            dmin: [0.0; 32],
+            rows: [[0; CHUNK]; 32],
+            row_scales: [[0.0; 16]; 32],
+            row_mins: [[[0; 2]; 16]; 32],
+            format: PhantomData,
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut SuperColumn) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = x.add(start / 256 * X_BYTES);
+            (*column).d = x.cast::<f32>().read_unaligned();
+            if Self::MINS {
+                let mut sums = _mm256_loadu_si256(x.add(X_SUMS).cast());
+                if B::SUB == 32 {
+                    // Sums of two sums fit 16 bits: 32 times 127.
+                    let pairs = _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+                    let (low, high) = (
+                        _mm256_castsi256_si128(pairs),
+                        _mm256_extracti128_si256(pairs, 1),
+                    );
+                    sums = _mm256_zextsi128_si256(_mm_packs_epi32(low, high));
+                }
+                _mm256_storeu_si256((*column).sums.as_mut_ptr().cast(), sums);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, _: usize) {
+        let height = S::PANEL * S::LANES;
+        // SAFETY: the caller's promise: block `start / 256` exists in every row below `call.rows`.
+        unsafe {
+            for r in 0..height {
+                let from = call.row(row + r);
+                let block = from.add(start / 256 * size_of::<B>());
+                let q = S::quants::<B>(block);
+                // Back into element order, half by half.
+                let to = self.rows[r].as_mut_ptr();
+                for v in 0..S::SUPER {
+                    let halves = S::halves(q[v]);
+                    for (h, half) in halves.into_iter().enumerate().take(S::GROUPS) {
+                        let piece = S::order::<B>(v * S::GROUPS + h);
+                        to.add(32 * piece).cast::<__m256i>().write_unaligned(half);
+                    }
+                }
+                let (scales, mins) = B::scales(block);
+                let (low, high) = (
+                    _mm256_castsi256_si128(scales),
+                    _mm256_extracti128_si256(scales, 1),
+                );
+                let row_scales = self.row_scales[r].as_mut_ptr();
+                _mm256_storeu_ps(row_scales, _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(low)));
+                let high = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(high));
+                _mm256_storeu_ps(row_scales.add(8), high);
+                let (d, dmin) = B::d(block);
+                self.d[r] = d;
+                if Self::MINS {
+                    let (mins, dmin) = if B::HAS_MIN {
+                        (mins, dmin)
+                    } else {
+                        (
+                            _mm256_mullo_epi16(scales, _mm256_set1_epi16(B::OFFSET as i16)),
+                            d,
+                        )
+                    };
+                    self.dmin[r] = dmin;
+                    _mm256_storeu_si256(self.row_mins[r].as_mut_ptr().cast(), mins);
+                }
+            }
+            let rows = self.rows.as_ptr().cast();
+            let quants = self.quants.as_mut_ptr().cast();
+            panel::interleave::<S>(rows, CHUNK, CHUNK / 4, S::PANEL, quants);
+            let rows = self.row_scales.as_ptr().cast();
+            let scales = self.scales.as_mut_ptr().cast();
+            panel::interleave::<S>(rows, 64, CHUNK / B::SUB, S::PANEL, scales);
+            if Self::MINS {
+                let rows = self.row_mins.as_ptr().cast();
+                let mins = self.mins.as_mut_ptr().cast();
+                panel::interleave::<S>(rows, 64, CHUNK / B::SUB / 2, S::PANEL, mins);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply<const P: usize, const C: usize>(
+        &self,
+        tile: Tile<SuperColumn>,
+        start: usize,
+        _: usize,
+        ahead: &mut Ahead,
+    ) {
+        let Tile {
+            x,
+            x_stride,
+            columns,
+            sums,
+        } = tile;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = x.add(start / 256 * X_BYTES);
+            let mut scaled = [[S::zero_floats(); C]; P];
+            let mut panel = self.quants.as_ptr().cast::<u8>();
+            let mut scales = self.scales.as_ptr().cast::<f32>();
+            let height = P * S::LANES;
+            for j in 0..CHUNK / B::SUB {
+                ahead.more();
+                let mut dots = [[S::zero(); C]; P];
+                let depth = const { depth::<S>(B::MOST, B::SUB / 4) };
+                for first in (0..B::SUB / 4).step_by(depth) {
+                    let mut shorts = [[S::zero(); C]; P];
+                    for i in first..first + depth {
+                        let mut w = [S::zero(); P];
+                        for p in 0..P {
+                            w[p] = S::load(panel.add(p * S::LANES * 4));
+                        }
+                        panel = panel.add(height * 4);
+                        for c in 0..C {
+                            let x = x.add(c * x_stride + X_QUANTS + j * B::SUB + 4 * i);
+                            let x = S::splat(x.cast::<u32>().read_unaligned());
+                            for p in 0..P {
+                                if depth > 1 {
+                                    let products = S::multiply_pairs(w[p], x);
+                                    shorts[p][c] = S::add_shorts(shorts[p][c], products);
+                                } else if B::WIDE {
+                                    dots[p][c] = S::dot_wide(dots[p][c], w[p], x);
+                                } else {
+                                    dots[p][c] = S::dot(dots[p][c], w[p], x);
+                                }
+                            }
+                        }
+                    }
+                    if depth > 1 {
+                        for p in 0..P {
+                            for c in 0..C {
+                                dots[p][c] = S::add_short_pairs(dots[p][c], shorts[p][c]);
+                            }
+                        }
+                    }
+                }
+                // Integers times integers, and as long as they stay below 2^24 exact as floats, too.
+                for p in 0..P {
+                    let scale = S::load_floats(scales.add(p * S::LANES));
+                    for c in 0..C {
+                        scaled[p][c] = S::mul_add(S::to_floats(dots[p][c]), scale, scaled[p][c]);
+                    }
+                }
+                scales = scales.add(height);
+            }
+            let mut min_sums = [[S::zero(); C]; P];
+            if Self::MINS {
+                let mut mins = self.mins.as_ptr().cast::<u8>();
+                for i in 0..CHUNK / B::SUB / 2 {
+                    for c in 0..C {
+                        let pair = S::splat((*columns.add(c)).sums[i]);
+                        for p in 0..P {
+                            let m = S::load(mins.add(p * S::LANES * 4));
+                            min_sums[p][c] = S::dot_pairs(min_sums[p][c], m, pair);
+                        }
+                    }
+                    mins = mins.add(height * 4);
+                }
+            }
+            for p in 0..P {
+                let d = S::load_floats(self.d.as_ptr().add(p * S::LANES));
+                let dmin = S::load_floats(self.dmin.as_ptr().add(p * S::LANES));
+                for c in 0..C {
+                    let d_x = S::splat_float((*columns.add(c)).d);
+                    let mut acc = sums.load::<S, P>(p, c);
+                    acc = S::mul_add(scaled[p][c], S::mul(d, d_x), acc);
+                    if Self::MINS {
+                        let excess = S::to_floats(min_sums[p][c]);
+                        acc = S::neg_mul_add(excess, S::mul(dmin, d_x), acc);
+                    }
+                    sums.store::<S, P>(p, c, acc);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! Memory of the CPU engine: regions, counted against a budget.
+//!
+//! A mapping is anonymous, or of a file that a guest maps too. In the second case any byte can change at any time,
+//! and nothing here or in the kernels relies on what memory holds: see "Memory that the guest maps" in
+//! `docs/ARCHITECTURE.md`.
+
+use std::any::Any;
+use std::fs;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::Advice;
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::window::memory::sealed_file_named;
+
+use super::region::{Budget, Charge, Region};
+use super::weights::{CpuExtent, Weights};
+use vgpu_engine::{EngineError, Extent, Memory, SharedMemory, check_range};
+
+/// Files have whole pages. (Of the smallest size there is; larger ones are multiples.)
+const PAGE: usize = 4096;
+
+/// One zeroed allocation. Page-aligned, so that any alignment a kernel wants holds.
+pub(super) struct CpuMemory {
+    size: u64,
+    kind: Kind,
+    _charge: Charge,
+}
+
+/// What is behind it.
+enum Kind {
+    /// There are no bytes.
+    Empty,
+    Private(Region),
+    /// A file that another process may map.
+    Shared(Region),
+    /// Bytes that other buffers of this process may have, too.
+    Weights(Weights),
+}
+
+impl CpuMemory {
+    /// Memory of this process alone.
+    pub(super) fn new(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
+        if size == 0 {
+            return Ok(CpuMemory {
+                size,
+                kind: Kind::Empty,
+                _charge: Charge::take(budget, 0)?,
+            });
+        }
+        CpuMemory::mapped(size, budget, |len| Region::private(len).map(Kind::Private))
+    }
+
+    /// Memory for weights. `size` is not 0.
+    pub(super) fn weights(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
+        CpuMemory::mapped(size, budget, |len| {
+            Weights::create(len, budget).map(Kind::Weights)
+        })
+    }
+
+    /// Memory that a guest may map too. `size` is not 0.
+    pub(super) fn shared(size: u64, budget: &Arc<Budget>) -> Result<SharedMemory, EngineError> {
+        let mut sealed = None;
+        let memory = CpuMemory::mapped(size, budget, |len| {
+            let pages = len.checked_next_multiple_of(PAGE)?;
+            let file = sealed_file_named("vgpu-buffer", pages).ok()?;
+            let region = Region::shared(file.as_fd(), len)?;
+            sealed = Some((file, pages as u64));
+            Some(Kind::Shared(region))
+        })?;
+        let Some((file, size)) = sealed else {
+            unreachable!("`mapped` has called the closure, or failed");
+        };
+        Ok(SharedMemory {
+            memory: Arc::new(memory),
+            file,
+            size,
+        })
+    }
+
+    fn mapped(
+        size: u64,
+        budget: &Arc<Budget>,
+        map: impl FnOnce(usize) -> Option<Kind>,
+    ) -> Result<CpuMemory, EngineError> {
+        let charge = Charge::take(budget, size)?;
+        match usize::try_from(size).ok().and_then(map) {
+            Some(kind) => Ok(CpuMemory {
+                size,
+                kind,
+                _charge: charge,
+            }),
+            None => Err(charge.refused()),
+        }
+    }
+
+    /// What is behind it, if it is for weights.
+    pub(super) fn as_weights(&self) -> Result<&Weights, EngineError> {
+        match &self.kind {
+            Kind::Weights(weights) => Ok(weights),
+            _ => Err(EngineError::ForeignMemory),
+        }
+    }
+
+    /// Where `len` bytes lie, one behind the other, for reading. It is right as long as [`moves`](CpuMemory::moves) stays
+    /// what it is.
+    pub(super) fn locate(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
+        self.place(offset, len, Weights::locate)
+    }
+
+    /// The same for writing, here or in a plan.
+    pub(super) fn own(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
+        self.place(offset, len, Weights::own)
+    }
+
+    fn place(
+        &self,
+        offset: u64,
+        len: u64,
+        of_weights: impl FnOnce(&Weights, Range<u64>) -> Result<*mut u8, EngineError>,
+    ) -> Result<*mut u8, EngineError> {
+        check_range(offset, len, self.size)?;
+        match &self.kind {
+            Kind::Empty => Ok(NonNull::dangling().as_ptr()),
+            Kind::Private(region) | Kind::Shared(region) => {
+                Ok(region.as_ptr().wrapping_add(offset as usize))
+            }
+            Kind::Weights(weights) => of_weights(weights, offset..offset + len),
+        }
+    }
+
+    /// How often bytes came to lie elsewhere.
+    pub(super) fn moves(&self) -> u64 {
+        self.as_weights().map_or(0, Weights::moves)
+    }
+
+    /// Calls `each` with the places of bytes, one after the other, and how many are there.
+    fn each_part(
+        &self,
+        offset: u64,
+        len: u64,
+        mut each: impl FnMut(*mut u8, usize),
+    ) -> Result<(), EngineError> {
+        match &self.kind {
+            Kind::Weights(weights) => {
+                check_range(offset, len, self.size)?;
+                let parts = weights.parts(offset..offset + len);
+                parts.into_iter().for_each(|(place, len)| each(place, len));
+            }
+            _ => each(self.locate(offset, len)?, len as usize),
+        }
+        Ok(())
+    }
+}
+
+impl Drop for CpuMemory {
+    fn drop(&mut self) {
+        if let Kind::Shared(region) = &self.kind {
+            // SAFETY: a guest may keep the file, but what this process has counted must not stay in it.
+            unsafe { region.discard(0..self.size, Advice::LinuxRemove) };
+        }
+    }
+}
+
+impl Memory for CpuMemory {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        let to = self.own(offset, data.len() as u64)?;
+        // SAFETY: `own` has given a place for so many bytes, of which no reference exists.
+        unsafe { BytesMut::from_raw(to, data.len()) }.copy_from(data);
+        Ok(())
+    }
+
+    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        let mut rest = out;
+        let mut done = 0;
+        self.each_part(offset, rest.len() as u64, |from, len| {
+            // SAFETY: so many bytes lie there, and the parts are together as long as `out`.
+            let to = unsafe { BytesMut::from_raw(rest.as_mut_ptr().wrapping_add(done), len) };
+            // SAFETY: as above.
+            { to }.copy_from(unsafe { Bytes::from_raw(from, len) });
+            done += len;
+        })
+    }
+
+    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
+        let to = self.own(offset, len)?;
+        // SAFETY: `own` has given a place for so many bytes, of which no reference exists.
+        unsafe { to.write_bytes(value, len as usize) };
+        Ok(())
+    }
+
+    fn copy_from(
+        &self,
+        offset: u64,
+        source: &dyn Memory,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<(), EngineError> {
+        let source = source
+            .as_any()
+            .downcast_ref::<CpuMemory>()
+            .ok_or(EngineError::ForeignMemory)?;
+        check_range(source_offset, len, source.size)?;
+        check_range(offset, len, self.size)?;
+        let overlap = std::ptr::eq(self, source) && offset.abs_diff(source_offset) < len;
+        if overlap {
+            // Where they lie one behind the other, a copy knows which way round to go.
+            let first = offset.min(source_offset);
+            let all = self.own(first, offset.max(source_offset) + len - first)?;
+            let at = |offset: u64| all.wrapping_add((offset - first) as usize);
+            // SAFETY: `own` has given a place for both, of which no reference exists.
+            unsafe { std::ptr::copy(at(source_offset), at(offset), len as usize) };
+            return Ok(());
+        }
+        let mut to = self.own(offset, len)?;
+        source.each_part(source_offset, len, |from, len| {
+            // SAFETY: so many bytes lie there, and `own` has given a place for all of them, which is none of these.
+            unsafe { to.copy_from_nonoverlapping(from, len) };
+            to = to.wrapping_add(len);
+        })
+    }
+
+    fn freeze(&self) -> bool {
+        self.as_weights().map(Weights::freeze).is_ok()
+    }
+
+    fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+        check_range(offset, len, self.size)?;
+        Ok(self.as_weights()?.extent(offset, len)?)
+    }
+
+    fn adopt(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
+        check_range(offset, extent.size(), self.size)?;
+        let weights = self.as_weights()?;
+        let extent = Arc::clone(extent).into_any().downcast::<CpuExtent>();
+        weights.adopt(offset, &extent.map_err(|_| EngineError::ForeignMemory)?)
+    }
+
+    fn is_pristine(&self) -> bool {
+        self.as_weights().is_ok_and(Weights::is_pristine)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The largest buffer worth sharing. Linux gives files in memory large pages only if it is told to, and without them
+/// the first touch of a page costs ten times what it costs in large ones: too much for weights, which are written
+/// once. What goes back and forth with every token is smaller.
+pub(super) fn most_shared() -> u64 {
+    const WITHOUT_LARGE_PAGES: u64 = 64 << 20;
+    let setting = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    let setting = setting.unwrap_or_default();
+    let has_large_pages = ["[always]", "[advise]", "[within_size]", "[force]"]
+        .iter()
+        .any(|chosen| setting.contains(chosen));
+    match has_large_pages {
+        true => u64::MAX,
+        false => WITHOUT_LARGE_PAGES,
+    }
+}
+
+/// The processor's name as the kernel gives it, with the vector extensions the kernels can use.
+pub(super) fn processor_name() -> String {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    model.map_or("CPU", |(_, name)| name).trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeroed_counted_and_given_back() {
+        let budget = Arc::new(Budget::new(Some(1 << 20)));
+        let memory = CpuMemory::new(1 << 19, &budget).unwrap();
+        assert_eq!(memory.locate(0, 1).unwrap() as usize % 256, 0);
+        let mut bytes = vec![1u8; 1 << 19];
+        memory.read(0, bytes.as_mut_slice().into()).unwrap();
+        assert!(bytes.iter().all(|&b| b == 0));
+        assert!(matches!(
+            CpuMemory::new((1 << 19) + 1, &budget),
+            Err(EngineError::OutOfMemory {
+                wanted: 524_289,
+                ..
+            })
+        ));
+        drop(memory);
+        assert_eq!(budget.used(), 0);
+        assert!(CpuMemory::new(1 << 20, &budget).is_ok());
+        assert!(CpuMemory::new(u64::MAX, &budget).is_err());
+    }
+
+    #[test]
+    fn shared_memory_is_the_same_for_both_and_gone_when_it_is_freed() {
+        use std::os::fd::AsFd;
+        use vgpu_transport::window::memory::Window;
+        let budget = Arc::new(Budget::new(Some(1 << 20)));
+        let SharedMemory { memory, file, size } = CpuMemory::shared(5000, &budget).unwrap();
+        assert_eq!((memory.size(), size), (5000, 8192));
+        let guest = Window::map_foreign(file.as_fd(), size).unwrap();
+        guest.bytes_mut(4990..5000).copy_from((&[7; 10][..]).into());
+        let mut seen = [0; 10];
+        memory.read(4990, (&mut seen[..]).into()).unwrap();
+        assert_eq!(seen, [7; 10]);
+        assert!(memory.read(4991, (&mut seen[..]).into()).is_err());
+        // What is freed is not kept alive by a guest that holds on to it.
+        assert_eq!(budget.used(), 5000);
+        drop(memory);
+        assert_eq!(budget.used(), 0);
+        guest.bytes(4990..5000).copy_to(&mut seen);
+        assert_eq!(seen, [0; 10]);
+        let blocks = rustix::fs::fstat(&file).unwrap().st_blocks;
+        assert!(blocks <= 8, "{blocks} blocks: only the page just read");
+        // Nobody can take pages away under the executor.
+        for size in [0, 4096, 12288] {
+            rustix::fs::ftruncate(&file, size).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn accesses_stay_inside() {
+        let budget = Arc::new(Budget::new(Some(1 << 20)));
+        let memory = CpuMemory::new(100, &budget).unwrap();
+        memory.write(90, (&[7u8; 10][..]).into()).unwrap();
+        assert!(memory.write(91, (&[7u8; 10][..]).into()).is_err());
+        assert!(memory.fill(u64::MAX, 2, 0).is_err());
+        memory.copy_from(85, &memory, 90, 10).unwrap();
+        let mut tail = [0u8; 15];
+        memory.read(85, (&mut tail[..]).into()).unwrap();
+        assert_eq!(tail, [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
+        let empty = CpuMemory::new(0, &budget).unwrap();
+        empty.write(0, (&[][..]).into()).unwrap();
+    }
+}

@@ -1,0 +1,307 @@
+//! Scores by key: all rows for each key. Keys and queries are floats; a vector holds one key's scores of as many rows,
+//! so that nothing is summed or compared across the lanes of a vector.
+
+use half::{bf16, f16};
+use vgpu_transport::ir::Type;
+
+use super::super::gather::RowReader;
+use super::mask::{Visible, shaped};
+use super::{Attention, Block, LINE_FLOATS, Sums, Workspace};
+use crate::mix::{Element, Mix};
+use crate::simd::{Simd, Task, Transpose, chunks, dispatch};
+use crate::view::View;
+
+impl Attention {
+    /// Brings the queries of a block to floats, scaled, an element of all rows after the other, and finds the slopes of
+    /// their heads.
+    ///
+    /// # Safety
+    /// The workspace is of this operation and this thread.
+    pub(super) unsafe fn read_queries_by_key(&self, block: Block, space: &Workspace) {
+        let (n, rows) = (self.k.ne[0], self.block_rows());
+        let padded = n.next_multiple_of(LINE_FLOATS);
+        for first in (0..rows).step_by(LINE_FLOATS) {
+            for lane in 0..LINE_FLOATS {
+                let (head, token) = ((first + lane) / block.pitch, (first + lane) % block.pitch);
+                let is_query = head < block.heads && token < block.tokens;
+                // SAFETY: a query is a dense row of `n` floats; the tile of keys has room for a line of such rows, the
+                // slopes for all.
+                unsafe {
+                    let to = space.key_tile.add(lane * padded);
+                    if is_query {
+                        let (token, head) = (block.first_token + token, block.first_head + head);
+                        let query = self.q.row_ptr([token, head, block.sequence]);
+                        dispatch(Scaled(query.cast(), n, self.scale, to));
+                        space.slopes.add(first + lane).write(self.slopes.of(head));
+                    } else {
+                        to.write_bytes(0, n);
+                        space.slopes.add(first + lane).write(1.0);
+                    }
+                }
+            }
+            let turn = Transpose {
+                src: space.key_tile,
+                src_stride: padded,
+                rows: LINE_FLOATS,
+                columns: padded,
+                dst: space.queries.cast::<f32>().wrapping_add(first),
+                dst_stride: rows,
+            };
+            // SAFETY: the line of queries was written above; the workspace has room for all elements of all rows.
+            unsafe { turn.run() };
+        }
+    }
+
+    /// Floats of the mask that belong to a key, by key: rows that go on alike share them.
+    pub(super) fn mask_lanes(&self) -> usize {
+        match self.mask_is_shared() {
+            true => self.cut.tokens.max(LINE_FLOATS),
+            false => self.block_rows(),
+        }
+    }
+
+    /// Computes the weights of a tile of keys, by key.
+    ///
+    /// # Safety
+    /// There are so many keys; the workspace is of this operation and this thread, with queries.
+    pub(super) unsafe fn weigh_by_key(
+        &self,
+        block: Block,
+        first: usize,
+        keys: usize,
+        visible: Visible,
+        space: &Workspace,
+        sums: &mut Sums<'_>,
+    ) {
+        let (n, rows) = (self.k.ne[0], self.block_rows());
+        let [k2, k3] = self.shared(block, &self.k);
+        // SAFETY: the caller's promise; the workspace has room for a tile of keys and of scores.
+        unsafe {
+            let (tile, stride) = match self.keys.reader.in_place(self.k.row_ptr([first, k2, k3])) {
+                Some(keys) => (keys, self.k.nb[1] / size_of::<f32>()),
+                None => {
+                    let stride = n.next_multiple_of(LINE_FLOATS);
+                    self.keys
+                        .read([first, k2, k3], keys, u64::MAX, space.key_tile, stride);
+                    (space.key_tile.cast_const(), stride)
+                }
+            };
+            space.scores.write_bytes(0, keys * rows);
+            let scores = Mix {
+                results: keys,
+                terms: n,
+                n: rows,
+                weights: tile,
+                weights_stride: stride,
+                weights_step: 1,
+                rows: space.queries.cast::<f32>().cast_const(),
+                rows_stride: rows,
+                out: space.scores,
+                out_stride: rows,
+            };
+            scores.add();
+            if !visible.plain {
+                self.read_mask_by_key(block, first, keys, space);
+            }
+            let lanes = self.mask_lanes();
+            dispatch(WeighByKey {
+                attention: self,
+                block,
+                keys,
+                scores: std::slice::from_raw_parts_mut(space.scores, keys * rows),
+                masks: (!visible.plain)
+                    .then(|| std::slice::from_raw_parts(space.biases.cast_const(), keys * lanes)),
+                slopes: std::slice::from_raw_parts(space.slopes.cast_const(), rows),
+                sums,
+            });
+        }
+    }
+}
+
+/// The rows of keys or of values.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    view: View,
+    reader: RowReader,
+}
+
+impl Rows {
+    pub(super) fn new(view: View) -> Rows {
+        Rows {
+            view,
+            reader: RowReader::new(&view),
+        }
+    }
+
+    /// Reads `count` rows of keys or values from `at` on as floats, `stride` apart; zeros in place of those that are not
+    /// `live`.
+    ///
+    /// # Safety
+    /// There are so many rows; `to` has room for them.
+    pub(super) unsafe fn read(
+        &self,
+        [first, i2, i3]: [usize; 3],
+        count: usize,
+        live: u64,
+        to: *mut f32,
+        stride: usize,
+    ) {
+        let Rows { view: x, reader } = self;
+        let all = live | !(u64::MAX >> (64 - count)) == u64::MAX;
+        let rows = x.row_ptr([first, i2, i3]).cast_const();
+        // SAFETY: the caller's promise; rows are dense, their strides whole elements.
+        unsafe {
+            match x.ty {
+                Type::F16 if all && x.dense_rows() => dispatch(ReadTile {
+                    rows: rows.cast::<f16>(),
+                    rows_stride: x.nb[1] / size_of::<f16>(),
+                    count,
+                    n: x.ne[0],
+                    to,
+                    stride,
+                }),
+                Type::Bf16 if all && x.dense_rows() => dispatch(ReadTile {
+                    rows: rows.cast::<bf16>(),
+                    rows_stride: x.nb[1] / size_of::<bf16>(),
+                    count,
+                    n: x.ne[0],
+                    to,
+                    stride,
+                }),
+                _ => {
+                    for i in 0..count {
+                        let to = to.add(i * stride);
+                        if live >> i & 1 == 1 {
+                            let row = x.row_ptr([first + i, i2, i3]);
+                            reader.read(row, 0, x.ne[0], to);
+                        } else {
+                            // What nobody sees may hold anything, and 0 times NaN is NaN.
+                            to.write_bytes(0, x.ne[0]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// So many floats, times a factor, to another place; made only by [`Attention::read_queries_by_key`], which vouches for
+/// both.
+struct Scaled(*const f32, usize, f32, *mut f32);
+
+impl Task for Scaled {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Scaled(from, n, factor, to) = self;
+        chunks::<S>(n, |i, lanes| {
+            // SAFETY: whoever made this vouches for `n` floats in both places.
+            unsafe { (simd.load_ptr(from.add(i), lanes) * factor).store_ptr(to.add(i), lanes) }
+        });
+    }
+}
+
+/// `count` rows of `n` elements as floats; made only by [`Rows::read`], which vouches for both places.
+struct ReadTile<T> {
+    rows: *const T,
+    rows_stride: usize,
+    count: usize,
+    n: usize,
+    to: *mut f32,
+    stride: usize,
+}
+
+impl<T: Element> Task for ReadTile<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        for row in 0..self.count {
+            chunks::<S>(self.n, |i, lanes| {
+                // SAFETY: whoever made this vouches for the rows in both places.
+                unsafe {
+                    let from = self.rows.add(row * self.rows_stride + i);
+                    let to = self.to.add(row * self.stride + i);
+                    T::load(simd, from, lanes).store_ptr(to, lanes);
+                }
+            });
+        }
+    }
+}
+
+/// Turns the scores of a tile, by key and already scaled, into weights.
+struct WeighByKey<'a, 'b> {
+    attention: &'a Attention,
+    block: Block,
+    keys: usize,
+    scores: &'a mut [f32],
+    /// For each key, the mask of as many rows as there are lanes, which repeats.
+    masks: Option<&'a [f32]>,
+    /// For each row, what its mask is multiplied with.
+    slopes: &'a [f32],
+    sums: &'a mut Sums<'b>,
+}
+
+impl Task for WeighByKey<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let WeighByKey {
+            attention,
+            block,
+            keys,
+            scores,
+            masks,
+            slopes,
+            sums,
+        } = self;
+        let (cap, rows) = (attention.cap, attention.block_rows());
+        let lanes = attention.mask_lanes();
+        let minus_infinity = simd.splat(f32::NEG_INFINITY);
+        // Rows are whole vectors: `LINE_FLOATS` divides their number, and `LANES` that.
+        for first in (0..block.rows()).step_by(S::LANES) {
+            let old = simd.load(&sums.largest[first..]);
+            let slope = simd.load(&slopes[first..]);
+            let mut largest = old;
+            for key in 0..keys {
+                let at = key * rows + first;
+                let score = simd.load(&scores[at..]);
+                let mask = masks.map(|masks| {
+                    let mask = simd.load(&masks[key * lanes + first % lanes..]);
+                    (mask, slope)
+                });
+                let score = shaped(simd, score, cap, mask);
+                if cap != 0.0 || masks.is_some() {
+                    score.store(&mut scores[at..at + S::LANES]);
+                }
+                largest = score.max(largest);
+            }
+            // Rows that see nothing yet: e^(-inf - 0) is 0, e^(-inf - -inf) would not be.
+            let blind = largest.le(minus_infinity);
+            let base = blind.select(simd.splat(0.0), largest);
+            let mut sum = simd.splat(0.0);
+            for key in 0..keys {
+                let at = key * rows + first;
+                let weight = (simd.load(&scores[at..]) - base).exp();
+                weight.store(&mut scores[at..at + S::LANES]);
+                sum = sum + weight;
+            }
+            let shrink = (old - base).exp();
+            let weights = simd.load(&sums.weights[first..]);
+            weights
+                .mul_add(shrink, sum)
+                .store(&mut sums.weights[first..first + S::LANES]);
+            largest.store(&mut sums.largest[first..first + S::LANES]);
+            let mut shrinks = [1.0; LINE_FLOATS];
+            shrink.store(&mut shrinks[..S::LANES]);
+            for (row, &shrink) in (first..block.rows()).zip(&shrinks[..S::LANES]) {
+                if shrink != 1.0 {
+                    let values = &mut sums.values[row * sums.width..][..sums.width];
+                    values.iter_mut().for_each(|value| *value *= shrink);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! COPY: ggml's DUP, CPY and CONT. All elements in order, converted to the destination's type.
+
+use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
+
+use super::elements::{self, copy_line};
+use super::gather::real_types;
+use super::lines::Access;
+use super::sequence::Sequence;
+use crate::plan::{Compiled, Operands};
+use crate::view::View;
+use vgpu_engine::types::{ANY, FLOATS};
+
+/// Elements of one piece of work, and floats on the stack while it is converted. A multiple of every
+/// block.
+const PIECE: usize = 1024;
+
+pub(super) fn rules() -> Vec<Rule> {
+    let integers = TypeSet::of(&[Type::I32]);
+    vec![
+        Rule::uniform(OpKind::Copy, ANY, 1),
+        Rule::new(OpKind::Copy, real_types(), &[real_types()]),
+        Rule::new(OpKind::Copy, integers, &[FLOATS]),
+        Rule::new(OpKind::Copy, FLOATS, &[integers]),
+    ]
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let Op::Copy {} = op else {
+        return None;
+    };
+    let (dst, src) = (o.dst(), o.src(0));
+    Some(if dst.ty == src.ty {
+        same_type(dst, src)
+    } else {
+        convert(dst, src)
+    })
+}
+
+fn same_type(dst: View, src: View) -> Compiled {
+    if dst.ne == src.ne {
+        return Compiled {
+            kernels: vec![elements::copy(dst, src)],
+            scratch_bytes: 0,
+        };
+    }
+    let (to, from) = (Sequence::new(dst), Sequence::new(src));
+    let size = dst.ty.block_bytes() as usize;
+    let total = dst.elements() / dst.ty.block_elements() as usize;
+    Compiled::one(move |w| {
+        let share = w.share(total);
+        to.pieces(share.start, share.len(), |to_place, done, len| {
+            from.pieces(share.start + done, len, |from_place, done, len| {
+                let place = to_place.wrapping_add(done * to.step());
+                // SAFETY: the sequences stay inside their tensors.
+                unsafe { copy_line(place, to.step(), from_place, from.step(), len, size) };
+            });
+        });
+        Ok(())
+    })
+}
+
+fn convert(dst: View, src: View) -> Compiled {
+    let (to, from) = (Sequence::new(dst), Sequence::new(src));
+    let (writer, reader) = (
+        Access::new(dst.ty, to.step()),
+        Access::new(src.ty, from.step()),
+    );
+    let (to_block, from_block) = (
+        dst.ty.block_elements() as usize,
+        src.ty.block_elements() as usize,
+    );
+    let total = dst.elements();
+    Compiled::one(move |w| {
+        let mut stage = [0.0; PIECE];
+        for piece in w.share(total.div_ceil(PIECE)) {
+            let start = piece * PIECE;
+            let n = PIECE.min(total - start);
+            // SAFETY: the sequences stay inside their tensors. Rows are whole blocks, and a piece begins
+            // at a multiple of every block: so do its parts on either side.
+            unsafe {
+                from.pieces(start / from_block, n / from_block, |place, done, len| {
+                    let to = stage.as_mut_ptr().add(done * from_block);
+                    reader.load(place, len * from_block, to);
+                });
+                to.pieces(start / to_block, n / to_block, |place, done, len| {
+                    let from = stage.as_ptr().add(done * to_block);
+                    writer.store(from, len * to_block, place);
+                });
+            }
+        }
+        Ok(())
+    })
+}

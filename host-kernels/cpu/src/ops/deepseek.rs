@@ -1,0 +1,268 @@
+//! DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER: the operators of DeepSeek's models.
+
+use vgpu_transport::ir::{Op, OpKind, Rule, Type};
+
+use super::elementwise::{Add, Scale};
+use super::gather::real_types;
+use super::lines::{Access, Map, STAGE, Weighted, apply, maps};
+use super::staging::Layout;
+use crate::gemm::{Activation, MatmulKernel};
+use crate::plan::{Compiled, Kernel, Operands};
+use crate::simd::{Lanes, Simd};
+use crate::view::View;
+use vgpu_engine::types::{F32, FLOATS};
+
+pub(super) fn rules() -> Vec<Rule> {
+    vec![
+        Rule::new(OpKind::Dsv4HcComb, F32, &[F32; 3]),
+        Rule::new(OpKind::Dsv4HcPre, F32, &[F32; 2]),
+        Rule::new(OpKind::Dsv4HcPost, F32, &[F32; 4]),
+        Rule::new(
+            OpKind::LightningIndexer,
+            F32,
+            &[F32, real_types(), F32, FLOATS],
+        ),
+    ]
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let dst = o.dst();
+    Some(match *op {
+        Op::Dsv4HcComb { eps, n_iter } => hc_comb(dst, o.src(0), o.src(1), o.src(2), eps, n_iter),
+        Op::Dsv4HcPre { scale, gated } => hc_pre(dst, o.src(0), o.src(1), scale, gated),
+        Op::Dsv4HcPost {} => hc_post(dst, o.src(0), o.src(1), o.src(2), o.optional(3)),
+        Op::LightningIndexer {} => {
+            lightning_indexer(dst, o.src(0), o.src(1), o.src(2), o.src(3), o.workers())
+        }
+        _ => return None,
+    })
+}
+
+maps! {
+    /// `sum + sigmoid(gate) * x`
+    SigmoidGated |x, gate, sum| x.mul_add(gate.sigmoid(), sum);
+    /// `sum + weight * max(0, x)`
+    WeightedRelu { weight } |x, sum| x.max(x.splat(0.0)).mul_add(x.splat(weight), sum);
+}
+
+/// A float of a tensor.
+///
+/// # Safety
+/// The index is inside the extents.
+unsafe fn float(view: &View, [i0, i1, i2, i3]: [usize; 4]) -> f32 {
+    let place = view.row_ptr([i1, i2, i3]).wrapping_add(i0 * view.nb[0]);
+    // SAFETY: the caller vouches for the element.
+    unsafe { place.cast::<f32>().read() }
+}
+
+/// Streams that are mixed.
+const STREAMS: usize = 4;
+
+/// A matrix `[to][from]` of mixing factors: soft-max of each row, then columns and rows in turn divided by
+/// their sums (Sinkhorn and Knopp).
+fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u32) -> Compiled {
+    Compiled::one(move |w| {
+        for t in w.share(dst.ne[2]) {
+            // SAFETY: the indices are inside the extents.
+            let (scale, mix) = unsafe {
+                let value = |i: usize| (float(&mixes, [i, t, 0, 0]), float(&base, [i, 0, 0, 0]));
+                (float(&scale, [2, 0, 0, 0]), move |i: usize| {
+                    value(2 * STREAMS + i)
+                })
+            };
+            let mut comb = [[0.0; STREAMS]; STREAMS];
+            for (i, row) in comb.iter_mut().enumerate() {
+                for (j, value) in row.iter_mut().enumerate() {
+                    let (mix, base) = mix(i * STREAMS + j);
+                    *value = mix * scale + base;
+                }
+                let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                row.iter_mut().for_each(|v| *v = (*v - largest).exp());
+                let sum: f32 = row.iter().sum();
+                row.iter_mut().for_each(|v| *v = *v / sum + eps);
+            }
+            for i in 0..n_iter {
+                if i > 0 {
+                    for row in &mut comb {
+                        let sum = eps + row.iter().sum::<f32>();
+                        row.iter_mut().for_each(|v| *v /= sum);
+                    }
+                }
+                for j in 0..STREAMS {
+                    let sum = eps + comb.iter().map(|row| row[j]).sum::<f32>();
+                    comb.iter_mut().for_each(|row| row[j] /= sum);
+                }
+            }
+            for (i, row) in comb.iter().enumerate() {
+                for (j, value) in row.iter().enumerate() {
+                    let place = dst.row_ptr([i, t, 0]).wrapping_add(j * dst.nb[0]);
+                    // SAFETY: the indices are inside the extents.
+                    unsafe { place.cast::<f32>().write(*value) };
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// `dst[:, t] = scale * sum_h x[:, h, t] * w[h, t]`, or with the sigmoid of a gate for each element.
+fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
+    let (out, values) = (Access::rows(&dst), Access::rows(&x));
+    let gates = Access::rows(&w);
+    let [n, streams, ..] = x.ne;
+    let pieces = n.div_ceil(STAGE);
+    Compiled::one(move |worker| {
+        let mut sums = [0.0; STAGE];
+        for unit in worker.share(pieces * dst.ne[1]) {
+            let (start, t) = (unit % pieces * STAGE, unit / pieces);
+            let len = STAGE.min(n - start);
+            sums.fill(0.0);
+            let place = sums.as_mut_ptr();
+            let sum = (Access::direct(), place.cast_const().cast());
+            let to = (Access::direct(), place.cast());
+            // SAFETY: elements `start..start + len` are inside all rows.
+            unsafe {
+                for h in 0..streams {
+                    let value = (values, values.at(x.row_ptr([h, t, 0]), start));
+                    if gated {
+                        let gate = (gates, gates.at(w.row_ptr([h, t, 0]), start));
+                        apply(SigmoidGated {}, to, [value, gate, sum], len);
+                    } else {
+                        let weight = float(&w, [h, t, 0, 0]);
+                        apply(Weighted { weight }, to, [value, sum], len);
+                    }
+                }
+                let to = out.at(dst.row_ptr([t, 0, 0]), start).cast_mut();
+                apply(Scale { scale, bias: 0.0 }, (out, to), [sum], len);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// `dst[:, d, t] = x[:, t] * post[d, t] + sum_s residual[:, s, t] * comb[d, s, t]`; without comb, each
+/// stream keeps its own residual.
+fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -> Compiled {
+    let (out, values, old) = (
+        Access::rows(&dst),
+        Access::rows(&x),
+        Access::rows(&residual),
+    );
+    let [n, streams, tokens, _] = dst.ne;
+    let pieces = n.div_ceil(STAGE);
+    Compiled::one(move |worker| {
+        let mut sums = [0.0; STAGE];
+        for unit in worker.share(pieces * streams * tokens) {
+            let (start, rest) = (unit % pieces * STAGE, unit / pieces);
+            let (d, t) = (rest % streams, rest / streams);
+            let len = STAGE.min(n - start);
+            sums.fill(0.0);
+            let place = sums.as_mut_ptr();
+            let sum = (Access::direct(), place.cast_const().cast());
+            let to = (Access::direct(), place.cast());
+            // SAFETY: elements `start..start + len` are inside all rows, and the indices inside the extents.
+            unsafe {
+                let value = (values, values.at(x.row_ptr([t, 0, 0]), start));
+                let weight = float(&post, [d, t, 0, 0]);
+                apply(Weighted { weight }, to, [value, sum], len);
+                for s in 0..streams {
+                    let weight = match &comb {
+                        Some(comb) => float(comb, [d, s, t, 0]),
+                        None if s == d => 1.0,
+                        None => continue,
+                    };
+                    let value = (old, old.at(residual.row_ptr([s, t, 0]), start));
+                    apply(Weighted { weight }, to, [value, sum], len);
+                }
+                let to = out.at(dst.row_ptr([d, t, 0]), start).cast_mut();
+                out.store(sums.as_ptr(), len, to);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Keys that a thread scores at a time.
+const KEYS: usize = 128;
+
+/// `dst[i, t, s] = sum_h max(0, q[:, h, t, s] * k[:, i, s]) * w[h, t, s] + mask[i, t, s]`
+fn lightning_indexer(
+    dst: View,
+    q: View,
+    k: View,
+    weights: View,
+    mask: View,
+    workers: usize,
+) -> Compiled {
+    let [n, heads, tokens, streams] = q.ne;
+    let keys = k.ne[2];
+    let product = MatmulKernel::of(Type::F32).expect("floats are weights");
+    debug_assert_eq!(product.activation, Activation::Typed(Type::F32));
+    let (out, key_rows) = (
+        Access::rows(&dst),
+        Access::new(k.ty, k.ty.block_bytes() as usize),
+    );
+    let masks = Access::rows(&mask);
+    let row_bytes = n * size_of::<f32>();
+    let tiles = keys.div_ceil(KEYS);
+    let busy = workers.min(tiles * streams);
+    let mut layout = Layout::default();
+    let tile_at = layout.room(busy, KEYS * row_bytes);
+    let scores_at = layout.room(busy, heads * KEYS * size_of::<f32>());
+    let kernel: Kernel = Box::new(move |w| {
+        let part = |at: usize, bytes: usize| {
+            w.scratch()
+                .wrapping_add(at + w.index() * bytes)
+                .cast::<f32>()
+        };
+        for unit in w.share(tiles * streams) {
+            let (start, s) = (unit % tiles * KEYS, unit / tiles);
+            let count = KEYS.min(keys - start);
+            let tile = part(tile_at, KEYS * row_bytes);
+            let scores = part(scores_at, heads * KEYS * size_of::<f32>());
+            // SAFETY: each worker with units has room for a tile of keys and its scores; the rows of q and k
+            // have `n` dense elements, and the indices are inside the extents.
+            unsafe {
+                for i in 0..count {
+                    let key = k.row_ptr([0, start + i, s]);
+                    key_rows.load(key, n, tile.add(i * n));
+                }
+                for t in 0..tokens {
+                    (product.gemm)(
+                        n,
+                        tile.cast_const().cast(),
+                        row_bytes,
+                        count,
+                        q.row_ptr([0, t, s]),
+                        q.nb[1],
+                        heads,
+                        scores,
+                        KEYS,
+                    );
+                    let mut sums = [0.0; KEYS];
+                    let place = sums.as_mut_ptr();
+                    let sum = (Access::direct(), place.cast_const().cast());
+                    for h in 0..heads {
+                        let score = (Access::direct(), scores.add(h * KEYS).cast_const().cast());
+                        let weight = float(&weights, [h, t, 0, s]);
+                        apply(
+                            WeightedRelu { weight },
+                            (Access::direct(), place.cast()),
+                            [score, sum],
+                            count,
+                        );
+                    }
+                    let row = mask.row_ptr([t, 0, s % mask.ne[3]]);
+                    let masked = (masks, masks.at(row, start));
+                    let to = out.at(dst.row_ptr([t, 0, s]), start).cast_mut();
+                    apply(Add {}, (out, to), [sum, masked], count);
+                }
+            }
+        }
+        Ok(())
+    });
+    Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: layout.bytes(),
+    }
+}

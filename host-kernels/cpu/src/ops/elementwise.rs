@@ -1,0 +1,112 @@
+//! ADD, SUB, MUL, DIV, ADD1, ADD_ID, SCALE, CLAMP.
+
+use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
+
+use super::lines::{Access, Map, STAGE, apply, map, maps};
+use crate::formats::Format;
+use crate::plan::{Compiled, Operands, check_index};
+use crate::simd::{Lanes, Simd};
+use crate::view::View;
+use vgpu_engine::types::{F32, FLOATS};
+
+pub(super) fn rules() -> Vec<Rule> {
+    let mut rules = vec![
+        Rule::new(OpKind::AddId, F32, &[F32, F32]),
+        Rule::new(OpKind::Scale, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::Clamp, FLOATS, &[FLOATS]),
+    ];
+    for op in [
+        OpKind::Add,
+        OpKind::Sub,
+        OpKind::Mul,
+        OpKind::Div,
+        OpKind::Add1,
+    ] {
+        rules.push(Rule::new(op, FLOATS, &[FLOATS, FLOATS]));
+    }
+    // What is added to a quantised tensor is quantised again.
+    for &ty in Type::ALL {
+        if ty.is_quantized() && Format::of(ty).is_some() {
+            let set = TypeSet::of(&[ty]);
+            rules.push(Rule::new(OpKind::Add, set, &[set, FLOATS]));
+            rules.push(Rule::new(OpKind::Add1, set, &[set, FLOATS]));
+        }
+    }
+    rules
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let dst = o.dst();
+    Some(match *op {
+        Op::Add {} | Op::Add1 {} if dst.ty.is_quantized() => add_quantized(dst, o.src(0), o.src(1)),
+        Op::Add {} | Op::Add1 {} => map(dst, [o.src(0), o.src(1)], Add {}),
+        Op::Sub {} => map(dst, [o.src(0), o.src(1)], Sub {}),
+        Op::Mul {} => map(dst, [o.src(0), o.src(1)], Mul {}),
+        Op::Div {} => map(dst, [o.src(0), o.src(1)], Div {}),
+        Op::AddId {} => add_id(dst, o.src(0), o.src(1), o.src(2)),
+        Op::Scale { scale, bias } => map(dst, [o.src(0)], Scale { scale, bias }),
+        Op::Clamp { min, max } => map(dst, [o.src(0)], Clamp { min, max }),
+        _ => return None,
+    })
+}
+
+maps! {
+    Add |a, b| a + b;
+    Sub |a, b| a - b;
+    Mul |a, b| a * b;
+    Div |a, b| a / b;
+    Scale { scale, bias } |x| x.mul_add(x.splat(scale), x.splat(bias));
+    Clamp { min, max } |x| x.min(x.splat(max)).max(x.splat(min));
+}
+
+/// `dst = a + b`, `dst` and `a` of one quantised type.
+fn add_quantized(dst: View, a: View, b: View) -> Compiled {
+    let (out, a_rows) = (Access::rows(&dst), Access::rows(&a));
+    let b_element = Access::new(b.ty, b.nb[0]);
+    Compiled::one(move |w| {
+        let (mut x, mut y) = ([0.0; STAGE], [0.0; STAGE]);
+        for row in w.share(dst.rows()) {
+            let index = dst.row_index(row);
+            let (to, from) = (dst.row_ptr(index), a.row_ptr(index));
+            let addend = b.row_ptr(std::array::from_fn(|d| index[d] % b.ne[d + 1]));
+            for start in (0..dst.ne[0]).step_by(STAGE) {
+                let n = STAGE.min(dst.ne[0] - start);
+                // SAFETY: a stage is whole blocks of every type, so that a part of the row is, too; the
+                // elements of b are read one by one because their row can repeat.
+                unsafe {
+                    a_rows.load(a_rows.at(from, start), n, x.as_mut_ptr());
+                    for (i, y) in y[..n].iter_mut().enumerate() {
+                        b_element.load(b_element.at(addend, (start + i) % b.ne[0]), 1, y);
+                    }
+                    x.iter_mut().zip(&y).for_each(|(x, y)| *x += y);
+                    out.store(x.as_ptr(), n, out.at(to, start).cast_mut());
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// `dst[:, u, t] = a[:, u, t] + b[:, ids[u, t]]`
+fn add_id(dst: View, a: View, b: View, ids: View) -> Compiled {
+    let (out, a_rows, b_rows) = (Access::rows(&dst), Access::rows(&a), Access::rows(&b));
+    Compiled::one(move |w| {
+        for row in w.share(dst.rows()) {
+            let index = dst.row_index(row);
+            let id = ids
+                .ptr()
+                .wrapping_add(index[0] * ids.nb[0] + index[1] * ids.nb[1]);
+            // SAFETY: ids has an element for each row. Volatile: what is checked is what is used, even if
+            // the destination overlaps the ids.
+            let id = unsafe { id.cast::<i32>().read_volatile() };
+            let addend = b.row_ptr([check_index(id.into(), b.ne[1])?, 0, 0]);
+            let src = [
+                (a_rows, a.row_ptr(index).cast_const()),
+                (b_rows, addend.cast_const()),
+            ];
+            // SAFETY: the rows have `ne[0]` elements each.
+            unsafe { apply(Add {}, (out, dst.row_ptr(index)), src, dst.ne[0]) };
+        }
+        Ok(())
+    })
+}

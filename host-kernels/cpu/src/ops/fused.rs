@@ -1,0 +1,75 @@
+//! Several nodes in one kernel, with the results that they have one by one, to the last bit.
+
+use vgpu_transport::ir::Op;
+
+use super::elements::each_row;
+use super::elementwise::{Add, Scale};
+use super::lines::{Access, Map, apply, maps, sum};
+use super::unary::Sqr;
+use super::{matmul, rope};
+use crate::plan::{Compiled, Operands};
+use crate::simd::{Lanes, Simd};
+use vgpu_engine::fuse::Kind;
+
+/// The kernels of a group of nodes; `None`, and nothing done, where they are compiled one by one.
+pub(crate) fn compile_group(kind: Kind, nodes: &[Operands<'_>]) -> Option<Compiled> {
+    match kind {
+        Kind::Norm => norm(nodes),
+        Kind::Products => matmul::products(nodes),
+        Kind::Gated => matmul::gated(nodes),
+        Kind::RopeRows => rope::rope_rows(nodes),
+        _ => None,
+    }
+}
+
+maps! {
+    /// A row that is normed, times weights. Both steps round, as two nodes do.
+    ScaleBy { scale } |x, weight| Scale { scale, bias: 0.0 }.map([x]) * weight;
+}
+
+/// ADD, RMS_NORM and MUL, of which the first and the last can be absent. What the norm by itself would give nobody wants.
+fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
+    let (first, last) = (nodes.first()?, nodes.last()?);
+    let eps = nodes.iter().find_map(|node| match node.op() {
+        Op::RmsNorm { eps } => Some(*eps),
+        _ => None,
+    })?;
+    let added = matches!(first.op(), Op::Add {}).then(|| (first.src(0), first.src(1)));
+    let weights = matches!(last.op(), Op::Mul {}).then(|| last.src(1));
+    // Where there is a sum, it is what is normed.
+    let x = match added {
+        Some(_) => first.dst(),
+        None => first.src(0),
+    };
+    let (dst, n) = (last.dst(), last.dst().ne[0]);
+    let [out, x_rows] = [&dst, &x].map(Access::rows);
+    last.makes_rows(dst);
+    let kernel = each_row(dst, move |index, row| {
+        let line = x.row_ptr(index);
+        // SAFETY: all rows have `ne[0]` elements, and those of the operands the indices of the destination's; the row of
+        // weights is one.
+        unsafe {
+            if let Some((a, b)) = added {
+                let src = [a, b].map(|x| (Access::rows(&x), x.row_ptr(index).cast_const()));
+                apply(Add {}, (x_rows, line), src, n);
+            }
+            let x = (x_rows, line.cast_const());
+            let mean = sum(Sqr {}, [x], n) / n as f64;
+            let scale = 1.0 / (mean as f32 + eps).sqrt();
+            match weights {
+                None => apply(Scale { scale, bias: 0.0 }, (out, row), [x], n),
+                Some(weights) => {
+                    let weights = (
+                        Access::rows(&weights),
+                        weights.row_ptr([0, 0, 0]).cast_const(),
+                    );
+                    apply(ScaleBy { scale }, (out, row), [x, weights], n);
+                }
+            }
+        }
+    });
+    Some(Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: 0,
+    })
+}

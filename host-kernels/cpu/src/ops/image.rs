@@ -1,0 +1,300 @@
+//! UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS: what image models need
+//! besides convolutions.
+
+use vgpu_transport::ir::{Op, OpKind, Rule, ScaleMode, Type, TypeSet};
+
+use super::elements::{self, Element, copy_line, each_row};
+use super::elementwise::Add;
+use super::lines::map;
+use super::walk::laid_out;
+use crate::plan::{Compiled, Kernel, Operands};
+use crate::view::View;
+use vgpu_engine::types::{F32, FLOATS};
+
+pub(super) fn rules() -> Vec<Rule> {
+    let halves = TypeSet::of(&[Type::F16, Type::Bf16]);
+    vec![
+        Rule::new(OpKind::Upscale, F32, &[F32]),
+        Rule::new(OpKind::TimestepEmbedding, F32, &[F32]),
+        Rule::uniform(OpKind::WinPart, FLOATS, 1),
+        Rule::uniform(OpKind::WinUnpart, FLOATS, 1),
+        Rule::new(OpKind::GetRelPos, halves, &[halves]),
+        Rule::uniform(OpKind::AddRelPos, F32, 3),
+    ]
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let dst = o.dst();
+    let kernels = match *op {
+        Op::Upscale {
+            mode,
+            align_corners,
+            antialias,
+        } => {
+            let src = o.src(0);
+            let axes = Axes::new(dst, src, align_corners);
+            vec![match mode {
+                ScaleMode::Nearest => nearest(dst, src, axes),
+                ScaleMode::Bilinear if antialias => antialiased(dst, src, axes),
+                ScaleMode::Bilinear => bilinear(dst, src, axes),
+                ScaleMode::Bicubic => bicubic(dst, src, axes),
+            }]
+        }
+        Op::TimestepEmbedding { dim, max_period } => {
+            vec![timestep_embedding(
+                dst,
+                o.src(0),
+                dim as usize,
+                max_period as f32,
+            )]
+        }
+        Op::WinPart { npx, w, .. } => vec![win_part(dst, o.src(0), npx as usize, w as usize)],
+        Op::WinUnpart { w } => vec![win_unpart(dst, o.src(0), w as usize)],
+        Op::GetRelPos {} => vec![get_rel_pos(dst, o.src(0))],
+        Op::AddRelPos {} => add_rel_pos(dst, o.src(0), o.src(1), o.src(2)),
+        _ => return None,
+    };
+    Some(Compiled {
+        kernels,
+        scratch_bytes: 0,
+    })
+}
+
+/// How an image is resampled: factors of all dimensions, and where the middle of a pixel lies.
+#[derive(Clone, Copy)]
+struct Axes {
+    factor: [f32; 4],
+    middle: f32,
+}
+
+impl Axes {
+    fn new(dst: View, src: View, align_corners: bool) -> Axes {
+        let factor = |d: usize| {
+            if align_corners && d < 2 && dst.ne[d] > 1 && src.ne[d] > 1 {
+                (dst.ne[d] - 1) as f32 / (src.ne[d] - 1) as f32
+            } else {
+                dst.ne[d] as f32 / src.ne[d] as f32
+            }
+        };
+        Axes {
+            factor: std::array::from_fn(factor),
+            middle: if align_corners { 0.0 } else { 0.5 },
+        }
+    }
+
+    /// The element of `src` nearest to element `i` of the destination in dimension `d`.
+    fn nearest(&self, src: &View, d: usize, i: usize) -> usize {
+        ((i as f32 / self.factor[d]) as usize).min(src.ne[d] - 1)
+    }
+
+    /// Where element `i` of the destination lies on the source, in dimension `d`.
+    fn place(&self, d: usize, i: usize) -> f32 {
+        (i as f32 + self.middle) / self.factor[d] - self.middle
+    }
+}
+
+/// A pixel of a plane, those outside being the nearest at the border.
+#[derive(Clone, Copy)]
+struct Plane {
+    src: View,
+    i2: usize,
+    i3: usize,
+}
+
+impl Plane {
+    fn pixel(&self, x: i64, y: i64) -> f32 {
+        let clamp = |i: i64, d: usize| i.clamp(0, self.src.ne[d] as i64 - 1) as usize;
+        let row = self.src.row_ptr([clamp(y, 1), self.i2, self.i3]);
+        // SAFETY: the coordinates are inside the plane; images are f32.
+        unsafe {
+            row.wrapping_add(clamp(x, 0) * self.src.nb[0])
+                .cast::<f32>()
+                .read()
+        }
+    }
+}
+
+/// Computes every pixel of `dst` from its coordinates and the plane of `src` that belongs to it.
+fn resample(
+    dst: View,
+    src: View,
+    axes: Axes,
+    pixel: impl Fn(&Plane, usize, usize) -> f32 + Send + Sync + 'static,
+) -> Kernel {
+    each_row(dst, move |[y, i2, i3], row| {
+        let plane = Plane {
+            src,
+            i2: axes.nearest(&src, 2, i2),
+            i3: axes.nearest(&src, 3, i3),
+        };
+        for x in 0..dst.ne[0] {
+            let value = pixel(&plane, x, y);
+            // SAFETY: x is inside the row; images are f32.
+            unsafe { row.wrapping_add(x * dst.nb[0]).cast::<f32>().write(value) };
+        }
+    })
+}
+
+fn nearest(dst: View, src: View, axes: Axes) -> Kernel {
+    resample(dst, src, axes, move |plane, x, y| {
+        plane.pixel(
+            axes.nearest(&src, 0, x) as i64,
+            axes.nearest(&src, 1, y) as i64,
+        )
+    })
+}
+
+fn bilinear(dst: View, src: View, axes: Axes) -> Kernel {
+    resample(dst, src, axes, move |plane, x, y| {
+        // The distance is measured from the neighbour after it was moved to the border.
+        let neighbour = |d: usize, i: usize| {
+            let place = axes.place(d, i);
+            let low = (place.floor() as i64).clamp(0, src.ne[d] as i64 - 1);
+            (
+                low,
+                (place.floor() as i64) + 1,
+                (place - low as f32).clamp(0.0, 1.0),
+            )
+        };
+        let ((x0, x1, dx), (y0, y1, dy)) = (neighbour(0, x), neighbour(1, y));
+        let (a, b) = (plane.pixel(x0, y0), plane.pixel(x1, y0));
+        let (c, d) = (plane.pixel(x0, y1), plane.pixel(x1, y1));
+        a * (1.0 - dx) * (1.0 - dy) + b * dx * (1.0 - dy) + c * (1.0 - dx) * dy + d * dx * dy
+    })
+}
+
+/// Bilinear with a triangle as wide as a pixel of the smaller image.
+fn antialiased(dst: View, src: View, axes: Axes) -> Kernel {
+    let support = [0, 1].map(|d| (1.0 / axes.factor[d]).max(1.0));
+    let middle = axes.middle;
+    let triangle = |x: f32| (1.0 - x.abs()).max(0.0);
+    resample(dst, src, axes, move |plane, x, y| {
+        let center = |d: usize, i: usize| (i as f32 + middle) / axes.factor[d];
+        let range = |d: usize, center: f32| {
+            let first = ((center - support[d] + middle) as i64).max(0);
+            let last = ((center + support[d] + middle) as i64).min(src.ne[d] as i64);
+            first..last
+        };
+        let (cx, cy) = (center(0, x), center(1, y));
+        let (mut value, mut total) = (0.0, 0.0);
+        for sy in range(1, cy) {
+            let wy = triangle((sy as f32 - cy + middle) * (1.0 / support[1]));
+            for sx in range(0, cx) {
+                let weight = wy * triangle((sx as f32 - cx + middle) * (1.0 / support[0]));
+                if weight > 0.0 {
+                    value += plane.pixel(sx, sy) * weight;
+                    total += weight;
+                }
+            }
+        }
+        if total > 0.0 { value / total } else { value }
+    })
+}
+
+fn bicubic(dst: View, src: View, axes: Axes) -> Kernel {
+    const A: f32 = -0.75;
+    let near = |x: f32| ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0;
+    let far = |x: f32| ((A * x - 5.0 * A) * x + 8.0 * A) * x - 4.0 * A;
+    let weights = move |x: f32| [far(x + 1.0), near(x), near(1.0 - x), far(2.0 - x)];
+    resample(dst, src, axes, move |plane, x, y| {
+        let (px, py) = (axes.place(0, x), axes.place(1, y));
+        let (wx, wy) = (weights(px - px.floor()), weights(py - py.floor()));
+        let (x0, y0) = (px.floor() as i64, py.floor() as i64);
+        let row = |j: usize| -> f32 {
+            let pixel = |i: usize| plane.pixel(x0 + i as i64 - 1, y0 + j as i64 - 1);
+            (0..4).map(|i| pixel(i) * wx[i]).sum()
+        };
+        (0..4).map(|j| row(j) * wy[j]).sum()
+    })
+}
+
+/// Cosines, then sines, of the step times falling frequencies.
+fn timestep_embedding(dst: View, steps: View, dim: usize, max_period: f32) -> Kernel {
+    let half = dim / 2;
+    each_row(dst, move |[i, ..], row| {
+        // SAFETY: there is a step for each row.
+        let step = unsafe {
+            steps
+                .ptr()
+                .wrapping_add(i * steps.nb[0])
+                .cast::<f32>()
+                .read()
+        };
+        let set = |j: usize, value: f32| {
+            // SAFETY: j is less than `dim`, the row's length.
+            unsafe { row.wrapping_add(j * dst.nb[0]).cast::<f32>().write(value) };
+        };
+        for j in 0..half {
+            let frequency = (-max_period.ln() * j as f32 / half as f32).exp();
+            let angle = step * frequency;
+            set(j, angle.cos());
+            set(j + half, angle.sin());
+        }
+        if dim % 2 == 1 {
+            set(2 * half, 0.0);
+        }
+    })
+}
+
+fn win_part(dst: View, src: View, npx: usize, w: usize) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    let zero = Element::zero(dst.ty);
+    each_row(dst, move |[i1, i2, window], row| {
+        let (x, y) = (window % npx * w + i1, window / npx * w + i2);
+        // SAFETY: both rows have `ne[0]` elements.
+        unsafe {
+            if x < src.ne[1] && y < src.ne[2] {
+                copy_line(
+                    row,
+                    dst.nb[0],
+                    src.row_ptr([x, y, 0]),
+                    src.nb[0],
+                    dst.ne[0],
+                    size,
+                );
+            } else {
+                zero.fill(row, dst.nb[0], dst.ne[0]);
+            }
+        }
+    })
+}
+
+fn win_unpart(dst: View, src: View, w: usize) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    let npx = dst.ne[1].div_ceil(w);
+    each_row(dst, move |[x, y, _], row| {
+        let from = src.row_ptr([x % w, y % w, y / w * npx + x / w]);
+        // SAFETY: both rows have `ne[0]` elements.
+        unsafe { copy_line(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
+    })
+}
+
+/// Row (k, q) is the one for the distance between k and q. Bits are copied: ggml declares the result as
+/// F16 whatever the source is.
+fn get_rel_pos(dst: View, src: View) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    each_row(dst, move |[k, q, _], row| {
+        let from = src.row_ptr([dst.ne[1] - k - 1 + q, 0, 0]);
+        // SAFETY: both rows have `ne[0]` elements.
+        unsafe { copy_line(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
+    })
+}
+
+/// A row of `a` is a matrix of `w` by `h`, to whose element (i, j) the row's `pw[i]` and `ph[j]` are added.
+fn add_rel_pos(dst: View, a: View, pw: View, ph: View) -> Vec<Kernel> {
+    let mut kernels = Vec::new();
+    if dst.ptr() != a.ptr() {
+        kernels.push(elements::copy(dst, a));
+    }
+    let n = pw.ne[0];
+    let rows = pw.ne[1] * pw.ne[2] * pw.ne[3];
+    let size = size_of::<f32>();
+    // Everything is contiguous: the same memory, with the matrix as two dimensions.
+    let square = laid_out(dst, 0, [n, n, rows, 1], [size, n * size, n * n * size, 0]);
+    let along_w = laid_out(pw, 0, [n, 1, rows, 1], [size, 0, n * size, 0]);
+    let along_h = laid_out(ph, 0, [1, n, rows, 1], [size, size, n * size, 0]);
+    for position in [along_w, along_h] {
+        kernels.extend(map(square, [square, position], Add {}).kernels);
+    }
+    kernels
+}

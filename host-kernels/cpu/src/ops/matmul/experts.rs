@@ -1,0 +1,509 @@
+//! MUL_MAT_ID, by itself and in groups: products with the matrices of the experts that tokens have chosen.
+
+use vgpu_transport::ir::Op;
+
+use super::super::staging::{Layout, Output};
+use super::activations::{Activations, converted};
+use super::groups::{Term, Unit, add_row};
+use super::tiles::{LINE_FLOATS, tile_columns, tile_rows};
+use crate::gemm::MatmulKernel;
+use crate::plan::{Compiled, Fault, Kernel, Operands, check_index};
+use crate::pool::Worker;
+use crate::view::View;
+use vgpu_engine::EngineError;
+
+/// Columns of one expert that are multiplied with the same rows.
+#[derive(Clone, Copy)]
+struct ExpertTile {
+    expert: usize,
+    /// The first column, counted in the order of experts.
+    first: usize,
+    columns: usize,
+}
+
+/// Which columns go to which expert, written by one thread into scratch and read by all.
+///
+/// A *pair* is a choice of an expert by a token, `token * used + slot`; each gives one column of the
+/// result.
+#[derive(Clone, Copy)]
+struct Grouping {
+    ids: View,
+    experts: usize,
+    pairs: usize,
+    /// The most columns in a tile.
+    grain: usize,
+    most_tiles: usize,
+    /// Offsets in scratch: the expert of each pair (`u32`), where each expert's columns begin
+    /// (`usize`, one more than experts), the pairs in order of experts (`usize`), the tiles, and how
+    /// many there are (`usize`).
+    chosen: usize,
+    starts: usize,
+    order: usize,
+    tiles: usize,
+    count: usize,
+}
+
+impl Grouping {
+    fn new(ids: View, experts: usize, grain: usize, scratch: &mut Layout) -> Grouping {
+        let pairs = ids.ne[0] * ids.ne[1];
+        let most_tiles = pairs.min(experts) + pairs / grain;
+        Grouping {
+            ids,
+            experts,
+            pairs,
+            grain,
+            most_tiles,
+            chosen: scratch.room(pairs, size_of::<u32>()),
+            starts: scratch.room(experts + 1, size_of::<usize>()),
+            order: scratch.room(pairs, size_of::<usize>()),
+            tiles: scratch.room(most_tiles, size_of::<ExpertTile>()),
+            count: scratch.room(1, size_of::<usize>()),
+        }
+    }
+
+    /// Reads the ids, each once, and groups the pairs. For one thread.
+    fn group(&self, w: &Worker<'_>) -> Result<(), Fault> {
+        // SAFETY: the parts of scratch asked for in `new`, aligned to 64 bytes; until the barrier they
+        // are this thread's alone. They hold integers, for which any bytes are valid.
+        let (chosen, starts, order, tiles, count) = unsafe {
+            let part = |offset| w.scratch().add(offset);
+            (
+                std::slice::from_raw_parts_mut(part(self.chosen).cast::<u32>(), self.pairs),
+                std::slice::from_raw_parts_mut(part(self.starts).cast::<usize>(), self.experts + 1),
+                std::slice::from_raw_parts_mut(part(self.order).cast::<usize>(), self.pairs),
+                std::slice::from_raw_parts_mut(
+                    part(self.tiles).cast::<ExpertTile>(),
+                    self.most_tiles,
+                ),
+                &mut *part(self.count).cast::<usize>(),
+            )
+        };
+        starts.fill(0);
+        let used = self.ids.ne[0];
+        for (pair, chosen) in chosen.iter_mut().enumerate() {
+            let (slot, token) = (pair % used, pair / used);
+            let id = self
+                .ids
+                .row_ptr([token, 0, 0])
+                .wrapping_add(slot * self.ids.nb[0]);
+            // Read once: what is checked is what is used, whoever changes the memory meanwhile.
+            // SAFETY: an element of the ids, which are aligned i32.
+            let id = unsafe { id.cast::<i32>().read_volatile() };
+            let expert = check_index(i64::from(id), self.experts)?;
+            *chosen = expert as u32;
+            starts[expert + 1] += 1;
+        }
+        *count = 0;
+        for expert in 0..self.experts {
+            let (first, columns) = (starts[expert], starts[expert + 1]);
+            starts[expert + 1] += first;
+            for offset in (0..columns).step_by(self.grain) {
+                tiles[*count] = ExpertTile {
+                    expert,
+                    first: first + offset,
+                    columns: self.grain.min(columns - offset),
+                };
+                *count += 1;
+            }
+        }
+        for (pair, &expert) in chosen.iter().enumerate() {
+            let place = &mut starts[expert as usize];
+            order[*place] = pair;
+            *place += 1;
+        }
+        Ok(())
+    }
+
+    /// The tiles, and the pairs in their order.
+    ///
+    /// # Safety
+    /// [`Grouping::group`] has finished, a barrier ago.
+    unsafe fn get<'w>(&self, w: &'w Worker<'_>) -> (&'w [ExpertTile], &'w [usize]) {
+        // SAFETY: the parts of scratch that `group` has filled; nobody writes to them any more.
+        unsafe {
+            let count = w.scratch().add(self.count).cast::<usize>().read();
+            let tiles = w.scratch().add(self.tiles).cast::<ExpertTile>();
+            let order = w.scratch().add(self.order).cast::<usize>();
+            (
+                std::slice::from_raw_parts(tiles, count),
+                std::slice::from_raw_parts(order, self.pairs),
+            )
+        }
+    }
+}
+
+/// The columns of activations, and which experts they go to.
+#[derive(Clone, Copy)]
+struct Columns {
+    activations: Activations,
+    ids: View,
+    experts: usize,
+    used: usize,
+    pairs: usize,
+    /// How the columns of each expert are brought together; `None` for a single token, which has (nearly) one column for
+    /// each expert: its ids are read where they are needed, and threads need not wait for one that groups.
+    grouping: Option<Grouping>,
+    /// Where they lie then, in scratch.
+    gathered: usize,
+    /// The most columns in a tile.
+    grain: usize,
+}
+
+/// Columns that are multiplied with the same weights.
+struct Tile<'w> {
+    expert: usize,
+    pairs: &'w [usize],
+    columns: *const u8,
+}
+
+impl Columns {
+    fn new(first: &Operands<'_>, activations: Activations, scratch: &mut Layout) -> Columns {
+        let (ids, experts) = (first.src(2), first.src(0).ne[2]);
+        let [used, tokens, ..] = ids.ne;
+        let pairs = used * tokens;
+        let together = tokens > 1;
+        let grain = if together { tile_columns(pairs) } else { 1 };
+        Columns {
+            activations,
+            ids,
+            experts,
+            used,
+            pairs,
+            grouping: together.then(|| Grouping::new(ids, experts, grain, scratch)),
+            gathered: scratch.room(if together { pairs } else { 0 }, activations.column_bytes),
+            grain,
+        }
+    }
+
+    /// How many rows of weights make a tile, of `beside` products that are computed at once.
+    fn grain_rows(&self, weight: &View, beside: usize, workers: usize) -> usize {
+        let others = (self.pairs.min(self.experts)).max(self.pairs.div_ceil(self.grain));
+        let at_once = self.pairs.div_ceil(others);
+        let [k, rows, ..] = weight.ne;
+        let kernel = &self.activations.kernel;
+        tile_rows(kernel, k, rows, at_once, others * beside, workers)
+    }
+
+    /// The kernels that convert the activations, and bring those of each expert together.
+    fn prepare(self, first: &Operands<'_>) -> Vec<Kernel> {
+        let Columns {
+            activations,
+            pairs,
+            gathered,
+            ..
+        } = self;
+        let Some(grouping) = self.grouping else {
+            return Vec::from_iter(converted(first, activations));
+        };
+        vec![
+            Box::new(move |w| {
+                if w.index() == 0 {
+                    grouping.group(w)?;
+                }
+                activations.convert(w);
+                Ok(())
+            }),
+            Box::new(move |w| {
+                // SAFETY: the step before has grouped.
+                let (_, order) = unsafe { grouping.get(w) };
+                let bytes = activations.column_bytes;
+                for place in w.share(pairs) {
+                    // SAFETY: a converted column, and its place in what was asked for.
+                    unsafe {
+                        let from = self.column(w, order[place]);
+                        let to = w.scratch().add(gathered + place * bytes);
+                        from.copy_to_nonoverlapping(to, bytes);
+                    }
+                }
+                Ok(())
+            }),
+        ]
+    }
+
+    /// Where the column of a pair lies once it is converted.
+    fn column(&self, w: &Worker<'_>, pair: usize) -> *const u8 {
+        let strides = self.activations.strides();
+        let slot = pair % self.used % self.activations.source.ne[1];
+        let at = slot * strides[0] + pair / self.used * strides[1];
+        self.activations.base(w).wrapping_add(at)
+    }
+
+    /// How many tiles of columns there are.
+    ///
+    /// # Safety
+    /// The kernels of [`Columns::prepare`] have finished, a barrier ago.
+    unsafe fn tiles(&self, w: &Worker<'_>) -> usize {
+        match self.grouping {
+            None => self.pairs,
+            // SAFETY: the caller's promise.
+            Some(grouping) => unsafe { grouping.get(w).0.len() },
+        }
+    }
+
+    /// Tile `at`; `pair` is room for the pair of one that has a single one.
+    ///
+    /// # Safety
+    /// As [`Columns::tiles`].
+    unsafe fn tile<'w>(
+        &self,
+        w: &'w Worker<'_>,
+        at: usize,
+        pair: &'w mut usize,
+    ) -> Result<Tile<'w>, Fault> {
+        let Some(grouping) = self.grouping else {
+            *pair = at;
+            let id = self.ids.row_ptr([at / self.used, 0, 0]);
+            let id = id.wrapping_add(at % self.used * self.ids.nb[0]);
+            // Read once: what is checked is what is used, whoever changes the memory meanwhile.
+            // SAFETY: an element of the ids, which are aligned i32.
+            let id = unsafe { id.cast::<i32>().read_volatile() };
+            return Ok(Tile {
+                expert: check_index(i64::from(id), self.experts)?,
+                pairs: std::slice::from_ref(pair),
+                columns: self.column(w, at),
+            });
+        };
+        // SAFETY: the caller's promise.
+        let (tiles, order) = unsafe { grouping.get(w) };
+        let tile = tiles[at];
+        let gathered = self.gathered + tile.first * self.activations.column_bytes;
+        Ok(Tile {
+            expert: tile.expert,
+            pairs: &order[tile.first..tile.first + tile.columns],
+            columns: w.scratch().wrapping_add(gathered),
+        })
+    }
+}
+
+/// The matrices of experts, and the rows that are added to what they give.
+#[derive(Clone, Copy)]
+struct Product {
+    kernel: MatmulKernel,
+    weight: View,
+    bias: Option<View>,
+    /// Bytes of a converted column.
+    column_bytes: usize,
+    /// Rows of a tile.
+    grain: usize,
+}
+
+impl Product {
+    fn new(weight: View, bias: Option<View>, columns: &Columns, grain: usize) -> Product {
+        Product {
+            kernel: columns.activations.kernel,
+            weight,
+            bias,
+            column_bytes: columns.activations.column_bytes,
+            grain,
+        }
+    }
+
+    fn rows(&self) -> usize {
+        self.weight.ne[1]
+    }
+
+    /// How many tiles its rows are cut into.
+    fn row_tiles(&self) -> usize {
+        self.rows().div_ceil(self.grain)
+    }
+
+    /// How many rows the tile that begins with `row` has.
+    fn height(&self, row: usize) -> usize {
+        self.grain.min(self.rows() - row)
+    }
+
+    /// The rows of a tile from `row` on, times its columns, with [`Product::grain`] floats from one result to the next.
+    ///
+    /// # Safety
+    /// The columns have been converted; `row` is one of the weights; `out` has room.
+    unsafe fn multiply(&self, tile: &Tile<'_>, row: usize, out: *mut f32) {
+        let (weight, columns) = (&self.weight, tile.pairs.len());
+        // SAFETY: the caller's promise; the expert is one of the weights', and of the rows that are added, which are as long
+        // as the weights have rows.
+        unsafe {
+            (self.kernel.gemm)(
+                weight.ne[0],
+                { weight.ptr() }.add(tile.expert * weight.nb[2] + row * weight.nb[1]),
+                weight.nb[1],
+                self.height(row),
+                tile.columns,
+                self.column_bytes,
+                columns,
+                out,
+                self.grain,
+            );
+            if let Some(bias) = &self.bias {
+                let bias = bias.row_ptr([tile.expert, 0, 0]).cast::<f32>().add(row);
+                for column in 0..columns {
+                    add_row(out.add(column * self.grain), bias, self.height(row));
+                }
+            }
+        }
+    }
+}
+
+/// A tile's worth of floats, `count` for each thread: where the first begins, and how many floats each has.
+fn own_floats(
+    first: &Operands<'_>,
+    columns: &Columns,
+    grain: usize,
+    count: usize,
+    scratch: &mut Layout,
+) -> (usize, usize) {
+    let floats = (grain * columns.grain).next_multiple_of(LINE_FLOATS);
+    let size = floats * size_of::<f32>();
+    (scratch.room(count * first.workers(), size), floats)
+}
+
+/// MUL_MAT_ID: `dst[:, slot, token] = weights[:, :, ids[slot, token]] . x[:, slot % n, token]`.
+pub(in super::super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    let (weight, x, ids) = (operands.src(0), operands.src(1), operands.src(2));
+    if operands.dst().elements() == 0 {
+        return Ok(Compiled {
+            kernels: Vec::new(),
+            scratch_bytes: 0,
+        });
+    }
+    let mut scratch = Layout::default();
+    let output = Output::new(operands.dst(), &[weight, x, ids], &mut scratch);
+    let term = Term {
+        node: operands,
+        bias: None,
+        dst: operands.dst(),
+    };
+    Ok(compile(&[term], &[output], scratch))
+}
+
+/// Products of the same columns: their tiles are dealt together.
+pub(super) fn products(terms: &[Term<'_>]) -> Option<Compiled> {
+    if !terms
+        .iter()
+        .all(|term| is_plain(&terms[0], term) && term.fits(&term.dst))
+    {
+        return None;
+    }
+    let mut scratch = Layout::default();
+    let outputs = { terms.iter() }.map(|term| Output::new(term.dst, &[], &mut scratch));
+    let outputs: Vec<Output> = outputs.collect();
+    Some(compile(terms, &outputs, scratch))
+}
+
+/// Whether `term` can be computed beside `first`, over the columns of that one.
+fn is_plain(first: &Term<'_>, term: &Term<'_>) -> bool {
+    let (one, other) = (first.weight(), term.weight());
+    matches!(term.node.op(), Op::MulMatId { .. })
+        && (one.ty, one.ne[0], one.ne[2]) == (other.ty, other.ne[0], other.ne[2])
+        && term.bias.is_none_or(|bias| bias.ne[1] == other.ne[2])
+}
+
+fn activations(first: &Operands<'_>) -> Activations {
+    let kernel = MatmulKernel::of(first.src(0).ty).expect("the rules claim no other weights");
+    Activations::new(first, first.src(1), kernel)
+}
+
+fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: Layout) -> Compiled {
+    let first = terms[0].node;
+    let columns = Columns::new(first, activations(first), &mut scratch);
+    let each = terms.iter().zip(outputs).map(|(term, &output)| {
+        let grain = columns.grain_rows(&term.weight(), terms.len(), first.workers());
+        (
+            Product::new(term.weight(), term.bias, &columns, grain),
+            output,
+        )
+    });
+    let products: Vec<(Product, Output)> = each.collect();
+    let row_tiles = products
+        .iter()
+        .map(|(product, _)| product.row_tiles())
+        .sum::<usize>();
+    let grain = products.iter().map(|(product, _)| product.grain).max();
+    let (own, floats) = own_floats(first, &columns, grain.unwrap_or(0), 1, &mut scratch);
+    let mut kernels = columns.prepare(first);
+    kernels.push(Box::new(move |w| {
+        // SAFETY: what prepares has finished, a barrier ago.
+        let tiles = unsafe { columns.tiles(w) };
+        for unit in w.chunks(tiles * row_tiles, 1).flatten() {
+            let (mut pair, mut at) = (0, unit % row_tiles);
+            // SAFETY: as above.
+            let tile = unsafe { columns.tile(w, unit / row_tiles, &mut pair)? };
+            let its = products.iter().find(|(product, _)| {
+                let is_here = at < product.row_tiles();
+                at -= if is_here { 0 } else { product.row_tiles() };
+                is_here
+            });
+            let (product, output) = its.expect("a tile is one of some product");
+            let row = at * product.grain;
+            let [slot_stride, token_stride, _] = output.strides();
+            // SAFETY: the tile's rows and columns are inside the operands; conversion and gathering
+            // have finished, a barrier ago; the results are this thread's, and no other tile has
+            // the part of the destination they are copied to.
+            unsafe {
+                let result = w.scratch().add(own).cast::<f32>();
+                let result = result.add(w.index() * floats);
+                product.multiply(&tile, row, result);
+                for (column, &pair) in tile.pairs.iter().enumerate() {
+                    let (slot, token) = (pair % columns.used, pair / columns.used);
+                    let to =
+                        { output.base(w.scratch()) }.add(slot * slot_stride + token * token_stride);
+                    let to = to.cast::<f32>().add(row);
+                    let from = result.add(column * product.grain);
+                    to.copy_from_nonoverlapping(from, product.height(row));
+                }
+            }
+        }
+        Ok(())
+    }));
+    for output in outputs {
+        output.finish(&mut kernels);
+    }
+    Compiled {
+        kernels,
+        scratch_bytes: scratch.bytes(),
+    }
+}
+
+/// Two products over the columns of `first`, of which the first gates the second: what the unit gives.
+pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Option<Compiled> {
+    if !terms.iter().all(|term| is_plain(&terms[0], term)) {
+        return None;
+    }
+    let mut scratch = Layout::default();
+    let columns = Columns::new(first, activations(first), &mut scratch);
+    let grain = columns.grain_rows(&terms[0].weight(), 1, first.workers());
+    let [activated, factor] =
+        terms.map(|term| Product::new(term.weight(), term.bias, &columns, grain));
+    let row_tiles = activated.row_tiles();
+    // Each thread has a tile of each product.
+    let (own, floats) = own_floats(first, &columns, grain, 2, &mut scratch);
+    let mut kernels = columns.prepare(first);
+    kernels.push(Box::new(move |w| {
+        // SAFETY: what prepares has finished, a barrier ago; the parts of scratch are this thread's own.
+        let (tiles, [a, b]) = unsafe {
+            let own = w.scratch().add(own).cast::<f32>();
+            let own = [0, 1].map(|i| own.add((2 * w.index() + i) * floats));
+            (columns.tiles(w), own)
+        };
+        for part in w.chunks(tiles * row_tiles, 1).flatten() {
+            let (mut pair, row) = (0, part % row_tiles * grain);
+            // SAFETY: conversion and gathering have finished, a barrier ago; the tile's rows and columns are inside the
+            // operands, its products have room in this thread's parts; no other tile has its results, which share no
+            // memory with what is read.
+            unsafe {
+                let tile = columns.tile(w, part / row_tiles, &mut pair)?;
+                activated.multiply(&tile, row, a);
+                factor.multiply(&tile, row, b);
+                for (column, &pair) in tile.pairs.iter().enumerate() {
+                    let (slot, token) = (pair % columns.used, pair / columns.used);
+                    let to = unit.dst.row_ptr([slot, token, 0]).cast::<f32>().add(row);
+                    let from = [a, b].map(|x| x.add(column * grain));
+                    unit.apply(to, from, activated.height(row));
+                }
+            }
+        }
+        Ok(())
+    }));
+    Some(Compiled {
+        kernels,
+        scratch_bytes: scratch.bytes(),
+    })
+}

@@ -1,0 +1,233 @@
+//! Several nodes as one kernel: products of the same activations, the rows that are added to them, and the unit that one of
+//! them gates. Each result is rounded as its node rounds it.
+
+use vgpu_transport::ir::{GluKind, Op, Type};
+
+use super::super::elementwise::Add;
+use super::super::glu::gate;
+use super::super::lines::{Access, apply};
+use super::super::staging::{Layout, Output};
+use super::activations::{Activations, converted};
+use super::tiles::Product;
+use super::{experts, kernel_of};
+use crate::plan::{Compiled, Kernel, Operands};
+use crate::view::View;
+
+/// A product of a group, what is added to it, and where the result lies in the end.
+#[derive(Clone, Copy)]
+pub(super) struct Term<'a> {
+    pub(super) node: &'a Operands<'a>,
+    /// The row of an ADD; for products of experts the rows of an ADD_ID.
+    pub(super) bias: Option<View>,
+    pub(super) dst: View,
+}
+
+impl Term<'_> {
+    pub(super) fn weight(&self) -> View {
+        self.node.src(0)
+    }
+
+    /// Whether tiles of the result, which lies at `dst`, can be written there while others are computed: where it
+    /// shares no memory with what is read, or with itself.
+    pub(super) fn fits(&self, dst: &View) -> bool {
+        let (weight, rows) = (self.weight(), self.weight().ne[1]);
+        let is_bias = |bias: &View| bias.ty == Type::F32 && bias.dense_rows() && bias.ne[0] == rows;
+        let sources = [
+            Some(weight),
+            self.node.optional(1),
+            self.node.optional(2),
+            self.bias,
+        ];
+        self.bias.as_ref().is_none_or(is_bias)
+            && dst.ty == Type::F32
+            && dst.dense_rows()
+            && dst.distinct_rows()
+            && dst.ne == self.node.dst().ne
+            && !sources.iter().flatten().any(|source| source.overlaps(dst))
+    }
+}
+
+/// The products among some nodes, each with the node that adds to it, if there is one.
+fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
+    let mut terms: Vec<Term<'a>> = Vec::new();
+    for node in nodes {
+        match node.op() {
+            Op::MulMat {
+                hadamard: false, ..
+            }
+            | Op::MulMatId { .. } => terms.push(Term {
+                node,
+                bias: None,
+                dst: node.dst(),
+            }),
+            Op::Add {} | Op::AddId {} => {
+                // The last that lies there: places are used again.
+                let mut before = terms.iter_mut().rev();
+                let term = before.find(|term| term.bias.is_none() && term.dst == node.src(0))?;
+                (term.bias, term.dst) = (Some(node.src(1)), node.dst());
+            }
+            _ => return None,
+        }
+    }
+    Some(terms)
+}
+
+/// Adds a row to another one.
+///
+/// # Safety
+/// Both have `n` floats, and are apart.
+pub(super) unsafe fn add_row(to: *mut f32, row: *const f32, n: usize) {
+    let to = to.cast::<u8>();
+    let src = [to.cast_const(), row.cast()].map(|row| (Access::direct(), row));
+    // SAFETY: handed on.
+    unsafe { apply(Add {}, (Access::direct(), to), src, n) };
+}
+
+/// A unit that one of two products gates.
+#[derive(Clone, Copy)]
+pub(super) struct Unit {
+    kind: GluKind,
+    parameters: [f32; 2],
+    pub(super) dst: View,
+}
+
+impl Unit {
+    /// `n` elements, from those that are activated and those that they are multiplied with; the first may lie at `to`.
+    ///
+    /// # Safety
+    /// There are `n` floats everywhere.
+    pub(super) unsafe fn apply(&self, to: *mut f32, from: [*mut f32; 2], n: usize) {
+        let from = from.map(<*mut f32>::cast_const);
+        // SAFETY: handed on.
+        unsafe { gate(self.parameters, self.kind, to, from, n) };
+    }
+}
+
+/// Products of the same activations: their tiles are dealt together.
+pub(in super::super) fn products(nodes: &[Operands<'_>]) -> Option<Compiled> {
+    let terms = terms(nodes)?;
+    match terms.first()?.node.op() {
+        Op::MulMatId { .. } => experts::products(&terms),
+        _ => dense_products(&terms),
+    }
+}
+
+fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
+    let first = terms.first()?.node;
+    let kernel = kernel_of(first);
+    let is_plain = |term: &Term<'_>| {
+        matches!(term.node.op(), Op::MulMat { .. })
+            && kernel_of(term.node).activation == kernel.activation
+            && term.fits(&term.dst)
+            // One row for all columns.
+            && term.bias.is_none_or(|bias| bias.rows() == 1)
+    };
+    if !terms.iter().all(is_plain) {
+        return None;
+    }
+    let mut scratch = Layout::default();
+    let activations = Activations::new(first, first.src(1), kernel);
+    let each = terms.iter().map(|term| {
+        let output = Output::new(term.dst, &[], &mut scratch);
+        let activations = activations.multiplied_by(kernel_of(term.node));
+        Product::new(term.node, activations, output, term.bias, terms.len())
+    });
+    let products: Vec<Product> = each.collect();
+    let tiles = products.iter().map(Product::tiles).sum();
+    let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
+    kernels.push(Box::new(move |w| {
+        for mut tile in w.chunks(tiles, 1).flatten() {
+            for product in &products {
+                if tile < product.tiles() {
+                    // SAFETY: as in MUL_MAT; the destinations of a group are apart from each other.
+                    unsafe { product.tile(w, tile) };
+                    break;
+                }
+                tile -= product.tiles();
+            }
+        }
+        Ok(())
+    }));
+    Some(Compiled {
+        kernels,
+        scratch_bytes: scratch.bytes(),
+    })
+}
+
+/// Two products and the unit that one of them gates. Nobody wants the products themselves.
+pub(in super::super) fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
+    let (last, products) = nodes.split_last()?;
+    let Op::Glu {
+        kind, alpha, limit, ..
+    } = *last.op()
+    else {
+        return None;
+    };
+    let unit = Unit {
+        kind,
+        parameters: [alpha, limit],
+        dst: last.dst(),
+    };
+    let mut terms: [Term<'_>; 2] = terms(products)?.try_into().ok()?;
+    if last.src(0) != terms[0].dst {
+        terms.swap(0, 1);
+    }
+    // Weights of one type and size are cut alike.
+    let [one, other] = terms.each_ref().map(Term::weight);
+    let is_alike = one.ty == other.ty && one.ne == other.ne;
+    if !is_alike || !terms.iter().all(|term| term.fits(&unit.dst)) {
+        return None;
+    }
+    // The first of the group is the one whose activations are converted.
+    let first = nodes.first()?;
+    match first.op() {
+        Op::MulMatId { .. } => experts::gated(first, &terms, unit),
+        _ => dense_gated(first, &terms, unit),
+    }
+}
+
+fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Option<Compiled> {
+    let (kernel, x, dst) = (kernel_of(first), first.src(1), unit.dst);
+    let is_plain = |term: &Term<'_>| {
+        matches!(term.node.op(), Op::MulMat { .. })
+            && kernel_of(term.node).activation == kernel.activation
+            && term.weight().rows() == term.weight().ne[1]
+            && term.bias.is_none_or(|bias| bias.rows() == 1)
+    };
+    if !terms.iter().all(is_plain) || x.rows() != x.ne[1] || dst.rows() != x.ne[1] {
+        return None;
+    }
+    let mut scratch = Layout::default();
+    let activations = Activations::new(first, x, kernel);
+    let [activated, factor] = terms.map(|term| {
+        let activations = activations.multiplied_by(kernel_of(term.node));
+        let output = Output::new(dst, &[], &mut scratch);
+        Product::new(term.node, activations, output, term.bias, 1)
+    });
+    // The activated product is computed where the result belongs, the other one in a tile of each thread's own.
+    let (tile_floats, height) = (factor.tile_floats(), factor.grain_rows);
+    let own = scratch.room(first.workers(), tile_floats * size_of::<f32>());
+    let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
+    kernels.push(Box::new(move |w| {
+        for tile in w.chunks(activated.tiles(), 1).flatten() {
+            let (rows, columns) = factor.extent(tile);
+            // SAFETY: conversion has finished, a barrier ago; both products are cut alike, and there is room for a tile of
+            // each thread in memory of its own; no other tile has these results, which overlap no source (`Term::fits`).
+            unsafe {
+                let own = w.scratch().add(own).cast::<f32>();
+                let factors = own.add(w.index() * tile_floats);
+                activated.tile(w, tile);
+                factor.multiply(w, tile, factors, height);
+                for (i, column) in columns.enumerate() {
+                    let to = dst.row_ptr([column, 0, 0]).cast::<f32>().add(rows.start);
+                    unit.apply(to, [to, factors.add(i * height)], rows.len());
+                }
+            }
+        }
+        Ok(())
+    }));
+    Some(Compiled {
+        kernels,
+        scratch_bytes: scratch.bytes(),
+    })
+}

@@ -1,0 +1,62 @@
+//! Products with a Hadamard matrix.
+
+use super::super::gather::RowReader;
+use super::super::staging::Layout;
+use crate::plan::Compiled;
+use crate::simd::{Simd, Task, chunks, dispatch};
+use crate::view::View;
+
+/// MUL_MAT whose weights are known to be the normalised Hadamard matrix, in `n log n` steps a column.
+pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
+    let reader = RowReader::new(&x);
+    let n = x.ne[0];
+    let mut scratch = Layout::default();
+    let own = scratch.room(workers, n * size_of::<f32>());
+    Compiled {
+        kernels: vec![Box::new(move |w| {
+            // SAFETY: each thread has `n` floats of scratch to itself.
+            let column = unsafe {
+                let start = w.scratch().add(own).cast::<f32>().add(w.index() * n);
+                start.write_bytes(0, n);
+                std::slice::from_raw_parts_mut(start, n)
+            };
+            for row in w.share(x.rows()) {
+                let index = x.row_index(row);
+                // SAFETY: the row lies in the source, and in the destination, whose rows are dense.
+                unsafe { reader.read(x.row_ptr(index), 0, n, column.as_mut_ptr()) };
+                dispatch(WalshHadamard(column));
+                let to = dst.row_ptr(index).cast::<f32>();
+                // SAFETY: as above.
+                unsafe { to.copy_from_nonoverlapping(column.as_ptr(), n) };
+            }
+            Ok(())
+        })],
+        scratch_bytes: scratch.bytes(),
+    }
+}
+
+/// The fast Walsh-Hadamard transform of a power of two of floats, which leaves their norm as it is.
+struct WalshHadamard<'a>(&'a mut [f32]);
+
+impl Task for WalshHadamard<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let x = self.0;
+        let scale = 1.0 / (x.len() as f32).sqrt();
+        x.iter_mut().for_each(|x| *x *= scale);
+        let mut half = 1;
+        while half < x.len() {
+            for pair in x.chunks_exact_mut(2 * half) {
+                let (a, b) = pair.split_at_mut(half);
+                chunks::<S>(half, |i, n| {
+                    let (u, v) = (simd.load(&a[i..i + n]), simd.load(&b[i..i + n]));
+                    (u + v).store(&mut a[i..i + n]);
+                    (u - v).store(&mut b[i..i + n]);
+                });
+            }
+            half *= 2;
+        }
+    }
+}

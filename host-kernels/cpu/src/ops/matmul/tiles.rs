@@ -1,0 +1,274 @@
+//! How a product is cut into tiles, which threads take one by one.
+
+use std::ops::Range;
+
+use super::super::staging::Output;
+use super::activations::Activations;
+use super::groups::add_row;
+use crate::formats::Format;
+use crate::gemm::MatmulKernel;
+use crate::plan::Operands;
+use crate::pool::Worker;
+use crate::view::View;
+
+/// Most columns in a tile, and most rows where something is prepared for all of a tile, weights or columns: what
+/// [`crate::gemm`] takes at once.
+const TILE_COLUMNS: usize = 256;
+const TILE_ROWS: usize = 256;
+
+/// Bytes of weights in a tile of a single column: enough to make the dealing of tiles cheap.
+const TILE_WEIGHT_BYTES: usize = 128 << 10;
+
+/// Rows are cut into multiples of a cache line of results, so that no two threads write to the same.
+pub(super) const LINE_FLOATS: usize = 16;
+
+/// How many of `columns` make a tile: as equal parts as whole cache lines of results allow.
+pub(super) fn tile_columns(columns: usize) -> usize {
+    let tiles = columns.div_ceil(TILE_COLUMNS).max(1);
+    columns.div_ceil(tiles).max(1).next_multiple_of(LINE_FLOATS)
+}
+
+/// How many rows of weights make a tile of `columns`, beside `others` tiles of the same rows.
+pub(super) fn tile_rows(
+    kernel: &MatmulKernel,
+    k: usize,
+    rows: usize,
+    columns: usize,
+    others: usize,
+    workers: usize,
+) -> usize {
+    let format = Format::of(kernel.weight).expect("every weight type is a format");
+    let most = if columns == 1 {
+        TILE_WEIGHT_BYTES / format.row_bytes(k).max(1)
+    } else {
+        TILE_ROWS
+    };
+    // At least four tiles for each thread, if there are rows enough.
+    let cuts = (4 * workers).div_ceil(others.max(1));
+    most.min(rows.div_ceil(cuts))
+        .max(1)
+        .next_multiple_of(LINE_FLOATS.next_multiple_of(kernel.row_tile.max(1)))
+}
+
+/// One level of the loops over tiles: how often, and the bytes to step in each operand.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Loop {
+    count: usize,
+    w: usize,
+    x: usize,
+    dst: usize,
+}
+
+impl Loop {
+    const ONCE: Loop = Loop {
+        count: 1,
+        w: 0,
+        x: 0,
+        dst: 0,
+    };
+}
+
+/// The loops around the product of two matrices.
+struct Nest {
+    /// The columns that are multiplied with the same weights at once.
+    columns: Loop,
+    /// The others.
+    outer: [Loop; 4],
+}
+
+impl Nest {
+    /// Weights repeat over groups of activations. Where the columns of all of a group lie at equal
+    /// distances they are taken as one matrix, so that the weights are read once.
+    fn new(weight: &View, x: &View, x_strides: [usize; 3], dst_strides: [usize; 3]) -> Nest {
+        let repeats = [x.ne[2] / weight.ne[2].max(1), x.ne[3] / weight.ne[3].max(1)];
+        let step = |count, d: usize| Loop {
+            count,
+            w: 0,
+            x: x_strides[d],
+            dst: dst_strides[d],
+        };
+        let mut same_weights = vec![step(x.ne[1], 0), step(repeats[0], 1), step(repeats[1], 2)];
+        same_weights.retain(|l| l.count != 1);
+        let mut folded: Vec<Loop> = Vec::new();
+        for l in same_weights {
+            match folded.last_mut() {
+                Some(inner) if l.x == inner.x * inner.count && l.dst == inner.dst * inner.count => {
+                    inner.count *= l.count;
+                }
+                _ => folded.push(l),
+            }
+        }
+        let weights = [0, 1].map(|d| Loop {
+            count: weight.ne[d + 2],
+            w: weight.nb[d + 2],
+            x: x_strides[d + 1].saturating_mul(repeats[d]),
+            dst: dst_strides[d + 1].saturating_mul(repeats[d]),
+        });
+        let mut rest = folded.iter().skip(1).copied();
+        Nest {
+            columns: folded.first().copied().unwrap_or(Loop::ONCE),
+            outer: [
+                rest.next().unwrap_or(Loop::ONCE),
+                rest.next().unwrap_or(Loop::ONCE),
+                weights[0],
+                weights[1],
+            ],
+        }
+    }
+
+    /// How often the outer loops run.
+    fn batches(&self) -> usize {
+        self.outer.iter().map(|l| l.count).product()
+    }
+
+    /// Bytes from the beginning of each operand in round `batch` of the outer loops.
+    fn offsets(&self, mut batch: usize) -> Loop {
+        let mut at = Loop::ONCE;
+        for l in &self.outer {
+            let i = batch % l.count;
+            batch /= l.count;
+            at.w += i * l.w;
+            at.x += i * l.x;
+            at.dst += i * l.dst;
+        }
+        at
+    }
+}
+
+/// A MUL_MAT, cut into tiles.
+pub(super) struct Product {
+    kernel: MatmulKernel,
+    pub(super) weight: View,
+    activations: Activations,
+    output: Output,
+    /// A row that is added to every column of the result.
+    bias: Option<View>,
+    nest: Nest,
+    columns: usize,
+    grain_columns: usize,
+    column_tiles: usize,
+    pub(super) grain_rows: usize,
+    row_tiles: usize,
+    /// Tiles of the same rows.
+    others: usize,
+}
+
+impl Product {
+    /// `bias`: a dense row of floats for the rows of the weights. `beside`: how many products are computed at once, this
+    /// one included.
+    pub(super) fn new(
+        operands: &Operands<'_>,
+        activations: Activations,
+        output: Output,
+        bias: Option<View>,
+        beside: usize,
+    ) -> Product {
+        let (weight, x, kernel) = (operands.src(0), operands.src(1), activations.kernel);
+        let nest = Nest::new(&weight, &x, activations.strides(), output.strides());
+        let (k, rows) = (weight.ne[0], weight.ne[1]);
+        let columns = nest.columns.count;
+        let grain_columns = tile_columns(columns);
+        let column_tiles = columns.div_ceil(grain_columns);
+        let others = column_tiles * nest.batches();
+        let at_once = grain_columns.min(columns);
+        let workers = operands.workers();
+        let grain_rows = tile_rows(&kernel, k, rows, at_once, others * beside, workers);
+        Product {
+            kernel,
+            weight,
+            activations,
+            output,
+            bias,
+            nest,
+            columns,
+            grain_columns,
+            column_tiles,
+            grain_rows,
+            row_tiles: rows.div_ceil(grain_rows),
+            others,
+        }
+    }
+
+    /// How many tiles there are. Neighbouring ones share their activations, which stay in the cache.
+    pub(super) fn tiles(&self) -> usize {
+        self.others * self.row_tiles
+    }
+
+    /// The floats of the largest tile, whole lines of the cache.
+    pub(super) fn tile_floats(&self) -> usize {
+        (self.grain_rows * self.grain_columns.min(self.columns)).next_multiple_of(LINE_FLOATS)
+    }
+
+    /// The rows and columns of a tile of the result.
+    pub(super) fn extent(&self, tile: usize) -> (Range<usize>, Range<usize>) {
+        let cut = |part: usize, grain: usize, end: usize| part * grain..end.min((part + 1) * grain);
+        let (row, column) = (
+            tile % self.row_tiles,
+            tile / self.row_tiles % self.column_tiles,
+        );
+        (
+            cut(row, self.grain_rows, self.weight.ne[1]),
+            cut(column, self.grain_columns, self.columns),
+        )
+    }
+
+    /// Computes a tile where it belongs.
+    ///
+    /// # Safety
+    /// As [`Product::multiply`]; nobody else computes this tile.
+    pub(super) unsafe fn tile(&self, w: &Worker<'_>, tile: usize) {
+        let (rows, columns) = self.extent(tile);
+        let at = self.offsets(tile);
+        let stride = self.nest.columns.dst;
+        // SAFETY: the tile's results are inside the destination; no other tile has them, and they overlap no source.
+        unsafe {
+            let out = self.output.base(w.scratch());
+            let out = out.add(at.dst + columns.start * stride).cast::<f32>();
+            self.multiply(w, tile, out.add(rows.start), stride / size_of::<f32>());
+        }
+    }
+
+    /// Where the matrices of a tile lie in each operand.
+    fn offsets(&self, tile: usize) -> Loop {
+        self.nest.offsets(tile / self.row_tiles / self.column_tiles)
+    }
+
+    /// A tile, and the bias, if there is one, at `out`, its columns `stride` floats apart.
+    ///
+    /// # Safety
+    /// The activations have been converted, a barrier ago; there is room for the results, which overlap nothing that is read
+    /// or that another thread touches.
+    pub(super) unsafe fn multiply(
+        &self,
+        w: &Worker<'_>,
+        tile: usize,
+        out: *mut f32,
+        stride: usize,
+    ) {
+        let weight = &self.weight;
+        let (rows, columns) = self.extent(tile);
+        let at = self.offsets(tile);
+        let x = self.nest.columns.x;
+        // SAFETY: the tile's rows and columns are inside the operands, and for the results the caller's promise; the bias is
+        // a dense row of as many floats as the weights have rows.
+        unsafe {
+            (self.kernel.gemm)(
+                weight.ne[0],
+                weight.ptr().add(at.w + rows.start * weight.nb[1]),
+                weight.nb[1],
+                rows.len(),
+                self.activations.base(w).add(at.x + columns.start * x),
+                x,
+                columns.len(),
+                out,
+                stride,
+            );
+            if let Some(bias) = &self.bias {
+                let bias = bias.ptr().cast::<f32>().add(rows.start);
+                for column in 0..columns.len() {
+                    add_row(out.add(column * stride), bias, rows.len());
+                }
+            }
+        }
+    }
+}

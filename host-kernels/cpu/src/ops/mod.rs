@@ -1,0 +1,138 @@
+//! The operators, one file for each family.
+//!
+//! | file | operators |
+//! |---|---|
+//! | `attention` | FLASH_ATTN_EXT |
+//! | `conv` | CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D |
+//! | `copy` | COPY (DUP, CPY, CONT) |
+//! | `deepseek` | DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER |
+//! | `elementwise` | ADD, SUB, MUL, DIV, ADD1, ADD_ID, SCALE, CLAMP |
+//! | `glu` | GLU |
+//! | `im2col` | IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D |
+//! | `image` | UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS |
+//! | `matmul` | MUL_MAT, MUL_MAT_ID, OUT_PROD |
+//! | `movement` | REPEAT, REPEAT_BACK, CONCAT, SET, ACC, DIAG, DIAG_MASK_INF, DIAG_MASK_ZERO, PAD, PAD_REFLECT_1D, ROLL, TRI, FILL, ARANGE |
+//! | `norm` | NORM, RMS_NORM, RMS_NORM_BACK, L2_NORM, GROUP_NORM, SOFT_MAX_BACK |
+//! | `pool` | POOL_1D, POOL_2D, POOL_2D_BACK |
+//! | `recurrent` | SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET, SOLVE_TRI |
+//! | `reduce` | SUM, SUM_ROWS, MEAN, CUMSUM, ARGMAX, COUNT_EQUAL, ARGSORT, TOP_K |
+//! | `rope` | ROPE |
+//! | `rows` | GET_ROWS, GET_ROWS_BACK, SET_ROWS |
+//! | `softmax` | SOFT_MAX |
+//! | `training` | CROSS_ENTROPY_LOSS, CROSS_ENTROPY_LOSS_BACK, OPT_STEP_ADAMW, OPT_STEP_SGD |
+//! | `unary` | UNARY, SQR, SQRT, LOG, SIN, COS, LEAKY_RELU, XIELU, SILU_BACK |
+//!
+//! `fused` has the kernels of several nodes. They are written in a small vocabulary: `walk` and `sequence` go through elements, `lines` computes with
+//! lines of them as `f32`, `elements` moves them as they are, `gather` reads rows, `staging` divides scratch
+//! memory.
+//!
+//! A family's file has `rules()`, the type combinations it runs, and `compile()`, which turns a node
+//! into kernels, if it is one of its own. What shapes a node can have by then is written in the IR's
+//! `check` module.
+
+mod attention;
+mod conv;
+mod copy;
+mod deepseek;
+mod elements;
+mod elementwise;
+mod fused;
+mod gather;
+mod glu;
+mod im2col;
+mod image;
+mod lines;
+mod matmul;
+mod movement;
+mod norm;
+mod pool;
+mod recurrent;
+mod reduce;
+mod rope;
+mod rows;
+mod sequence;
+mod softmax;
+mod staging;
+mod training;
+mod unary;
+mod walk;
+
+use vgpu_transport::ir::{Op, Rule};
+
+use super::plan::{Compiled, Operands};
+use vgpu_engine::EngineError;
+
+pub(super) use fused::compile_group;
+
+/// Everything the engine runs.
+pub(super) fn rules() -> Vec<Rule> {
+    [
+        attention::rules(),
+        conv::rules(),
+        copy::rules(),
+        deepseek::rules(),
+        elementwise::rules(),
+        glu::rules(),
+        im2col::rules(),
+        image::rules(),
+        matmul::rules(),
+        movement::rules(),
+        norm::rules(),
+        pool::rules(),
+        recurrent::rules(),
+        reduce::rules(),
+        rope::rules(),
+        rows::rules(),
+        softmax::rules(),
+        training::rules(),
+        unary::rules(),
+    ]
+    .concat()
+}
+
+/// Turns a node into kernels, if it belongs to the family.
+type Family = fn(&Op, &Operands<'_>) -> Option<Compiled>;
+
+const FAMILIES: [Family; 15] = [
+    conv::compile,
+    copy::compile,
+    deepseek::compile,
+    elementwise::compile,
+    glu::compile,
+    im2col::compile,
+    image::compile,
+    movement::compile,
+    norm::compile,
+    pool::compile,
+    recurrent::compile,
+    reduce::compile,
+    rows::compile,
+    training::compile,
+    unary::compile,
+];
+
+/// Turns a node into kernels.
+pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    // Nothing to compute. Kernels need not think of extents that are large beside one that is 0.
+    if operands.dst().elements() == 0 {
+        return Ok(Compiled {
+            kernels: Vec::new(),
+            scratch_bytes: 0,
+        });
+    }
+    match op {
+        Op::MulMat { .. } => matmul::mul_mat(operands),
+        Op::MulMatId { .. } => matmul::mul_mat_id(operands),
+        Op::OutProd {} => matmul::out_prod(operands),
+        Op::Rope { .. } => rope::rope(operands),
+        Op::SoftMax { .. } => softmax::soft_max(operands),
+        Op::FlashAttnExt { .. } => attention::flash_attn_ext(operands),
+        _ => FAMILIES
+            .iter()
+            .find_map(|compile| compile(op, operands))
+            .ok_or_else(|| EngineError::Unsupported {
+                op: op.kind().ggml_name(),
+                why: "the engine has no kernel for it".into(),
+            }),
+    }
+}

@@ -1,0 +1,308 @@
+//! REPEAT, REPEAT_BACK, CONCAT, SET, ACC, DIAG, DIAG_MASK_INF, DIAG_MASK_ZERO, PAD, PAD_REFLECT_1D,
+//! ROLL, TRI, FILL, ARANGE.
+
+use vgpu_transport::ir::{Op, OpKind, Rule, TriKind};
+
+use super::elements::{self, Element, copy_line, each_row};
+use super::elementwise::Add;
+use super::lines::{Access, STAGE, map};
+use super::walk::{laid_out, window};
+use crate::plan::{Compiled, Kernel, Operands};
+use crate::view::View;
+use vgpu_engine::types::{ANY, F32, FLOATS, PLAIN};
+
+pub(super) fn rules() -> Vec<Rule> {
+    vec![
+        Rule::uniform(OpKind::Repeat, ANY, 1),
+        Rule::uniform(OpKind::RepeatBack, FLOATS, 1),
+        Rule::uniform(OpKind::Concat, ANY, 2),
+        Rule::uniform(OpKind::Set, PLAIN, 2),
+        Rule::uniform(OpKind::Acc, FLOATS, 2),
+        Rule::uniform(OpKind::Diag, PLAIN, 1),
+        Rule::uniform(OpKind::DiagMaskInf, FLOATS, 1),
+        Rule::uniform(OpKind::DiagMaskZero, FLOATS, 1),
+        Rule::uniform(OpKind::Pad, PLAIN, 1),
+        Rule::uniform(OpKind::PadReflect1d, PLAIN, 1),
+        Rule::uniform(OpKind::Roll, PLAIN, 1),
+        Rule::uniform(OpKind::Tri, PLAIN, 1),
+        Rule::new(OpKind::Fill, FLOATS, &[]),
+        Rule::new(OpKind::Arange, F32, &[]),
+    ]
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let dst = o.dst();
+    let kernels: Vec<Kernel> = match *op {
+        Op::Repeat {} => vec![elements::copy(dst, o.src(0))],
+        Op::RepeatBack {} => vec![repeat_back(dst, o.src(0))],
+        Op::Concat { dim } => concat(dst, o.src(0), o.src(1), dim as usize),
+        Op::Set {
+            nb1,
+            nb2,
+            nb3,
+            offset,
+        } => {
+            let part = placed(dst, o.src(1), [nb1, nb2, nb3], offset);
+            let mut kernels = start_from(dst, o.src(0));
+            kernels.push(elements::copy(part, o.src(1)));
+            kernels
+        }
+        Op::Acc {
+            nb1,
+            nb2,
+            nb3,
+            offset,
+        } => {
+            let part = placed(dst, o.src(1), [nb1, nb2, nb3], offset);
+            let mut kernels = start_from(dst, o.src(0));
+            kernels.extend(map(part, [part, o.src(1)], Add {}).kernels);
+            kernels
+        }
+        Op::Diag {} => vec![diag(dst, o.src(0))],
+        Op::DiagMaskInf { n_past } => {
+            let kept = move |i1| 0..(n_past as usize).saturating_add(i1 + 1);
+            vec![keep(
+                dst,
+                o.src(0),
+                kept,
+                Element::of(dst.ty, f32::NEG_INFINITY),
+            )]
+        }
+        Op::DiagMaskZero { n_past } => {
+            let kept = move |i1| 0..(n_past as usize).saturating_add(i1 + 1);
+            vec![keep(dst, o.src(0), kept, Element::zero(dst.ty))]
+        }
+        Op::Pad { left, circular, .. } => {
+            let left = left.map(|n| n as usize);
+            let src = o.src(0);
+            vec![if circular {
+                pad_circular(dst, src, left)
+            } else {
+                pad(dst, src, left)
+            }]
+        }
+        Op::PadReflect1d { p0, .. } => vec![pad_reflect(dst, o.src(0), p0 as usize)],
+        Op::Roll { shift } => vec![roll(dst, o.src(0), shift)],
+        Op::Tri { kind } => {
+            let kept = move |i1| match kind {
+                TriKind::UpperDiag => i1..usize::MAX,
+                TriKind::Upper => i1 + 1..usize::MAX,
+                TriKind::LowerDiag => 0..i1 + 1,
+                TriKind::Lower => 0..i1,
+            };
+            vec![keep(dst, o.src(0), kept, Element::zero(dst.ty))]
+        }
+        Op::Fill { value } => vec![elements::fill(dst, Element::of(dst.ty, value))],
+        Op::Arange { start, step, .. } => vec![arange(dst, start, step)],
+        _ => return None,
+    };
+    Some(Compiled {
+        kernels,
+        scratch_bytes: 0,
+    })
+}
+
+/// A copy of `src` in `dst` to go on from; nothing to do if they are the same memory.
+fn start_from(dst: View, src: View) -> Vec<Kernel> {
+    if dst.ptr() == src.ptr() {
+        Vec::new()
+    } else {
+        vec![elements::copy(dst, src)]
+    }
+}
+
+/// The place in `dst` that SET and ACC change: as large as `part`, with strides of its own.
+fn placed(dst: View, part: View, nb: [u64; 3], offset: u64) -> View {
+    let [nb1, nb2, nb3] = nb.map(|n| n as usize);
+    laid_out(
+        dst,
+        offset as usize,
+        part.ne,
+        [dst.ty.block_bytes() as usize, nb1, nb2, nb3],
+    )
+}
+
+/// Sums up what REPEAT repeated.
+fn repeat_back(dst: View, src: View) -> Kernel {
+    let (out, values) = (Access::rows(&dst), Access::rows(&src));
+    let mut times: [usize; 4] = std::array::from_fn(|d| src.ne[d] / dst.ne[d]);
+    if times.contains(&0) {
+        times = [0; 4]; // the sums of nothing
+    }
+    each_row(dst, move |index, row| {
+        let mut sums = [0.0; STAGE];
+        let mut stage = [0.0; STAGE];
+        for start in (0..dst.ne[0]).step_by(STAGE) {
+            let n = STAGE.min(dst.ne[0] - start);
+            sums.fill(0.0);
+            for copy in 0..times[1] * times[2] * times[3] {
+                let (c1, c2, c3) = (
+                    copy % times[1],
+                    copy / times[1] % times[2],
+                    copy / (times[1] * times[2]),
+                );
+                let line = src.row_ptr([
+                    index[0] + c1 * dst.ne[1],
+                    index[1] + c2 * dst.ne[2],
+                    index[2] + c3 * dst.ne[3],
+                ]);
+                for c0 in 0..times[0] {
+                    // SAFETY: `c0 * dst.ne[0] + start + n <= src.ne[0]`.
+                    unsafe {
+                        let part = values.at(line, c0 * dst.ne[0] + start);
+                        values.load(part, n, stage.as_mut_ptr());
+                    }
+                    sums.iter_mut()
+                        .zip(&stage[..n])
+                        .for_each(|(sum, x)| *sum += x);
+                }
+            }
+            // SAFETY: `start + n <= dst.ne[0]`.
+            unsafe { out.store(sums.as_ptr(), n, out.at(row, start).cast_mut()) };
+        }
+    })
+}
+
+fn concat(dst: View, a: View, b: View, dim: usize) -> Vec<Kernel> {
+    let mut start = [0; 4];
+    start[dim] = a.ne[dim];
+    vec![
+        elements::copy(window(dst, [0; 4], a.ne), a),
+        elements::copy(window(dst, start, b.ne), b),
+    ]
+}
+
+/// Rows of `src` in the columns that `kept` names for a row's index, and of `other` elsewhere.
+fn keep(
+    dst: View,
+    src: View,
+    kept: impl Fn(usize) -> std::ops::Range<usize> + Send + Sync + 'static,
+    other: Element,
+) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    let (n, to_step, from_step) = (dst.ne[0], dst.nb[0], src.nb[0]);
+    each_row(dst, move |index, row| {
+        let kept = kept(index[0]);
+        let (start, end) = (kept.start.min(n), kept.end.min(n));
+        let from = src.row_ptr(index).wrapping_add(start * from_step);
+        let at = |i: usize| row.wrapping_add(i * to_step);
+        // SAFETY: `start <= end <= n`, the elements of both rows.
+        unsafe {
+            copy_line(at(start), to_step, from, from_step, end - start, size);
+            other.fill(row, to_step, start);
+            other.fill(at(end), to_step, n - end);
+        }
+    })
+}
+
+/// `dst[i, i] = src[i]`
+fn diag(dst: View, src: View) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    let zero = Element::zero(dst.ty);
+    each_row(dst, move |[i1, i2, i3], row| {
+        let value = src.row_ptr([0, i2, i3]).wrapping_add(i1 * src.nb[0]);
+        // SAFETY: the row has `ne[0]` elements, as many as there are rows and elements of the source.
+        unsafe {
+            zero.fill(row, dst.nb[0], dst.ne[0]);
+            copy_line(row.wrapping_add(i1 * dst.nb[0]), 0, value, 0, 1, size);
+        }
+    })
+}
+
+fn pad(dst: View, src: View, left: [usize; 4]) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    let zero = Element::zero(dst.ty);
+    let (n, inner, step) = (dst.ne[0], src.ne[0], dst.nb[0]);
+    each_row(dst, move |index, row| {
+        let from: [usize; 3] = std::array::from_fn(|d| index[d].wrapping_sub(left[d + 1]));
+        let inside = (0..3).all(|d| from[d] < src.ne[d + 1]);
+        let at = |i: usize| row.wrapping_add(i * step);
+        // SAFETY: `left + inner <= n`, the elements of the row; the source's row is there.
+        unsafe {
+            if inside {
+                zero.fill(row, step, left[0]);
+                copy_line(at(left[0]), step, src.row_ptr(from), src.nb[0], inner, size);
+                zero.fill(at(left[0] + inner), step, n - left[0] - inner);
+            } else {
+                zero.fill(row, step, n);
+            }
+        }
+    })
+}
+
+/// Where index `i` of a padded dimension comes from, if the source goes round in a circle.
+fn wrap(i: usize, left: usize, extent: usize) -> usize {
+    (i + extent - left % extent) % extent
+}
+
+fn pad_circular(dst: View, src: View, left: [usize; 4]) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    each_row(dst, move |index, row| {
+        let from = src.row_ptr(std::array::from_fn(|d| {
+            wrap(index[d], left[d + 1], src.ne[d + 1])
+        }));
+        let mut i = 0;
+        while i < dst.ne[0] {
+            let start = wrap(i, left[0], src.ne[0]);
+            let n = (src.ne[0] - start).min(dst.ne[0] - i);
+            let (to, from) = (
+                row.wrapping_add(i * dst.nb[0]),
+                from.wrapping_add(start * src.nb[0]),
+            );
+            // SAFETY: `start + n` and `i + n` are inside the rows.
+            unsafe { copy_line(to, dst.nb[0], from, src.nb[0], n, size) };
+            i += n;
+        }
+    })
+}
+
+fn pad_reflect(dst: View, src: View, left: usize) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    each_row(dst, move |index, row| {
+        let from = src.row_ptr(index);
+        let last = src.ne[0] - 1;
+        for i in (0..left).chain(left + src.ne[0]..dst.ne[0]) {
+            let mirrored = if i < left {
+                left - i
+            } else {
+                2 * last + left - i
+            };
+            let element = from.wrapping_add(mirrored * src.nb[0]);
+            // SAFETY: paddings are smaller than the row: a mirror image is inside it.
+            unsafe { copy_line(row.wrapping_add(i * dst.nb[0]), 0, element, 0, 1, size) };
+        }
+        let middle = row.wrapping_add(left * dst.nb[0]);
+        // SAFETY: `left + src.ne[0] <= dst.ne[0]`.
+        unsafe { copy_line(middle, dst.nb[0], from, src.nb[0], src.ne[0], size) };
+    })
+}
+
+/// `dst[i] = src[i - shift]`, going round in a circle.
+fn roll(dst: View, src: View, shift: [i32; 4]) -> Kernel {
+    let size = dst.ty.block_bytes() as usize;
+    each_row(dst, move |index, row| {
+        let wrap = |i: usize, d: usize| {
+            (i as i64 - i64::from(shift[d])).rem_euclid(dst.ne[d] as i64) as usize
+        };
+        let from = src.row_ptr(std::array::from_fn(|d| wrap(index[d], d + 1)));
+        let (n, start) = (dst.ne[0], wrap(0, 0));
+        let split = row.wrapping_add((n - start) * dst.nb[0]);
+        // SAFETY: `start < n`, the elements of both rows.
+        unsafe {
+            let tail = from.wrapping_add(start * src.nb[0]);
+            copy_line(row, dst.nb[0], tail, src.nb[0], n - start, size);
+            copy_line(split, dst.nb[0], from, src.nb[0], start, size);
+        }
+    })
+}
+
+fn arange(dst: View, start: f32, step: f32) -> Kernel {
+    Box::new(move |w| {
+        for i in w.share(dst.ne[0]) {
+            let place = dst.ptr().wrapping_add(i * dst.nb[0]);
+            // SAFETY: `i` is inside the extent.
+            unsafe { place.cast::<f32>().write(start + step * i as f32) };
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,160 @@
+//! NORM, RMS_NORM, RMS_NORM_BACK, L2_NORM, GROUP_NORM, SOFT_MAX_BACK.
+
+use vgpu_transport::ir::{Op, OpKind, Rule};
+
+use super::elements::each_row;
+use super::elementwise::{Mul, Scale};
+use super::lines::{Access, Identity, Map, apply, maps, sum};
+use super::unary::Sqr;
+use crate::plan::{Compiled, Kernel, Operands};
+use crate::simd::{Lanes, Simd};
+use crate::view::View;
+use vgpu_engine::types::FLOATS;
+
+pub(super) fn rules() -> Vec<Rule> {
+    vec![
+        Rule::new(OpKind::Norm, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::RmsNorm, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::RmsNormBack, FLOATS, &[FLOATS, FLOATS]),
+        Rule::new(OpKind::L2Norm, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::GroupNorm, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::SoftMaxBack, FLOATS, &[FLOATS, FLOATS]),
+    ]
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let dst = o.dst();
+    let kernel = match *op {
+        Op::Norm { eps } => norm(dst, o.src(0), eps),
+        Op::RmsNorm { eps } => rms_norm(dst, o.src(0), eps),
+        Op::RmsNormBack { eps } => rms_norm_back(dst, o.src(0), o.src(1), eps),
+        Op::L2Norm { eps } => l2_norm(dst, o.src(0), eps),
+        Op::GroupNorm { n_groups, eps } => group_norm(dst, o.src(0), n_groups as usize, eps),
+        // ALiBi adds to the logits what does not depend on them, and so leaves the gradient alone.
+        Op::SoftMaxBack { scale, .. } => soft_max_back(dst, o.src(0), o.src(1), scale),
+        _ => return None,
+    };
+    Some(Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: 0,
+    })
+}
+
+maps! {
+    /// The square of the distance from `mean`.
+    SquaredDistance { mean } |x| (x - mean) * (x - mean);
+    Standardize { mean, scale } |x| (x - mean) * scale;
+    /// `(dz + x * factor) * scale`
+    NormGradient { factor, scale } |dz, x| x.mul_add(x.splat(factor), dz) * scale;
+    /// `(dy - dot) * y * scale`
+    SoftMaxGradient { dot, scale } |dy, y| (dy - dot) * y * scale;
+}
+
+/// `(x - mean) / sqrt(variance + eps)` of each row.
+fn norm(dst: View, src: View, eps: f32) -> Kernel {
+    let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
+    each_row(dst, move |index, row| {
+        let line = [(x, src.row_ptr(index).cast_const())];
+        // SAFETY: both rows have `ne[0]` elements.
+        unsafe {
+            let mean = (sum(Identity {}, line, n) / n as f64) as f32;
+            let variance = sum(SquaredDistance { mean }, line, n) / n as f64;
+            let scale = 1.0 / (variance as f32 + eps).sqrt();
+            apply(Standardize { mean, scale }, (out, row), line, n);
+        }
+    })
+}
+
+/// `x / sqrt(mean(x^2) + eps)` of each row.
+fn rms_norm(dst: View, src: View, eps: f32) -> Kernel {
+    let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
+    each_row(dst, move |index, row| {
+        let line = [(x, src.row_ptr(index).cast_const())];
+        // SAFETY: both rows have `ne[0]` elements.
+        unsafe {
+            let mean = sum(Sqr {}, line, n) / n as f64;
+            let scale = 1.0 / (mean as f32 + eps).sqrt();
+            apply(Scale { scale, bias: 0.0 }, (out, row), line, n);
+        }
+    })
+}
+
+/// The gradient through RMS_NORM of `x`, for the gradient `dz` behind it.
+fn rms_norm_back(dst: View, dz: View, x: View, eps: f32) -> Kernel {
+    let (out, dz_rows, x_rows) = (Access::rows(&dst), Access::rows(&dz), Access::rows(&x));
+    let n = dst.ne[0];
+    each_row(dst, move |index, row| {
+        let dz = (dz_rows, dz.row_ptr(index).cast_const());
+        let x = (x_rows, x.row_ptr(index).cast_const());
+        // SAFETY: all rows have `ne[0]` elements.
+        unsafe {
+            let squares = sum(Sqr {}, [x], n) + f64::from(eps) * n as f64;
+            let factor = (-sum(Mul {}, [dz, x], n) / squares) as f32;
+            let scale = 1.0 / ((squares / n as f64) as f32).sqrt();
+            apply(NormGradient { factor, scale }, (out, row), [dz, x], n);
+        }
+    })
+}
+
+/// `x / max(|x|, eps)` of each row.
+fn l2_norm(dst: View, src: View, eps: f32) -> Kernel {
+    let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
+    each_row(dst, move |index, row| {
+        let line = [(x, src.row_ptr(index).cast_const())];
+        // SAFETY: both rows have `ne[0]` elements.
+        unsafe {
+            let length = sum(Sqr {}, line, n).sqrt() as f32;
+            let scale = 1.0 / length.max(eps);
+            apply(Scale { scale, bias: 0.0 }, (out, row), line, n);
+        }
+    })
+}
+
+/// NORM over groups of channels, which dimension 2 counts.
+fn group_norm(dst: View, src: View, n_groups: usize, eps: f32) -> Kernel {
+    let (out, x) = (Access::rows(&dst), Access::rows(&src));
+    let [n, rows, channels, _] = dst.ne;
+    let per_group = channels.div_ceil(n_groups);
+    // Rounding up can leave the last groups without a channel.
+    let groups = channels
+        .checked_div(per_group)
+        .map_or(0, |_| channels.div_ceil(per_group));
+    Box::new(move |w| {
+        for group in w.share(groups * dst.ne[3]) {
+            let (first, i3) = (group % groups * per_group, group / groups);
+            let last = channels.min(first + per_group);
+            let lines = || {
+                let rows = (first..last).flat_map(|i2| (0..rows).map(move |i1| [i1, i2, i3]));
+                rows.map(|index| (dst.row_ptr(index), [(x, src.row_ptr(index).cast_const())]))
+            };
+            let count = (n * rows * (last - first)) as f64;
+            // SAFETY: all rows have `ne[0]` elements.
+            unsafe {
+                let total: f64 = lines().map(|(_, line)| sum(Identity {}, line, n)).sum();
+                let mean = (total / count) as f32;
+                let squares = lines().map(|(_, line)| sum(SquaredDistance { mean }, line, n));
+                let variance = (squares.sum::<f64>() / count) as f32;
+                let scale = 1.0 / (variance + eps).sqrt();
+                for (row, line) in lines() {
+                    apply(Standardize { mean, scale }, (out, row), line, n);
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The gradient through SOFT_MAX with result `y`, for the gradient `dy` behind it.
+fn soft_max_back(dst: View, dy: View, y: View, scale: f32) -> Kernel {
+    let (out, dy_rows, y_rows) = (Access::rows(&dst), Access::rows(&dy), Access::rows(&y));
+    let n = dst.ne[0];
+    each_row(dst, move |index, row| {
+        let dy = (dy_rows, dy.row_ptr(index).cast_const());
+        let y = (y_rows, y.row_ptr(index).cast_const());
+        // SAFETY: all rows have `ne[0]` elements.
+        unsafe {
+            let dot = sum(Mul {}, [dy, y], n) as f32;
+            apply(SoftMaxGradient { dot, scale }, (out, row), [dy, y], n);
+        }
+    })
+}

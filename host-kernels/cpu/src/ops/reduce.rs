@@ -1,0 +1,258 @@
+//! SUM, SUM_ROWS, MEAN, CUMSUM, ARGMAX, COUNT_EQUAL, ARGSORT, TOP_K.
+
+use vgpu_transport::ir::{Op, OpKind, Rule, SortOrder, Type, TypeSet};
+
+use super::elements::each_row;
+use super::lines::{Access, Identity, STAGE, sum};
+use super::sequence::Sequence;
+use crate::plan::{Compiled, Kernel, Operands};
+use crate::view::View;
+use vgpu_engine::types::FLOATS;
+
+/// Elements whose sum is one partial result.
+const PIECE: usize = 1 << 14;
+
+pub(super) fn rules() -> Vec<Rule> {
+    let (i32s, i64s) = (TypeSet::of(&[Type::I32]), TypeSet::of(&[Type::I64]));
+    vec![
+        Rule::new(OpKind::Sum, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::SumRows, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::Mean, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::Cumsum, FLOATS, &[FLOATS]),
+        Rule::new(OpKind::Argmax, i32s, &[FLOATS]),
+        Rule::new(OpKind::CountEqual, i64s, &[i32s, i32s]),
+        Rule::new(OpKind::Argsort, i32s, &[FLOATS]),
+        Rule::new(OpKind::TopK, i32s, &[FLOATS]),
+    ]
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let (dst, src) = (o.dst(), o.optional(0)?);
+    let kernel = match *op {
+        Op::Sum {} => return Some(sum_all(dst, src)),
+        Op::CountEqual {} => return Some(count_equal(dst, src, o.src(1))),
+        Op::Argsort { order } => return Some(argsort(dst, src, order, o.workers())),
+        Op::TopK {} => return Some(argsort(dst, src, SortOrder::Descending, o.workers())),
+        Op::SumRows {} => sum_rows(dst, src, 1.0),
+        Op::Mean {} => sum_rows(dst, src, src.ne[0] as f64),
+        Op::Cumsum {} => cumsum(dst, src),
+        Op::Argmax {} => argmax(dst, src),
+        _ => return None,
+    };
+    Some(Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: 0,
+    })
+}
+
+/// A reduction of a whole tensor to one value: partial results of `piece` elements (or rows) each, whose
+/// number does not depend on that of the threads, and then their sum in order.
+pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
+    elements: usize,
+    piece: usize,
+    partial: impl Fn(usize, usize) -> T + Send + Sync + 'static,
+    finish: impl Fn(T) + Send + Sync + 'static,
+) -> Compiled {
+    let pieces = elements.div_ceil(piece);
+    let partials: Kernel = Box::new(move |w| {
+        for i in w.share(pieces) {
+            let start = i * piece;
+            let value = partial(start, piece.min(elements - start));
+            // SAFETY: the scratch memory, aligned for anything, has a place for each piece; only this
+            // thread writes to this one.
+            unsafe { w.scratch().cast::<T>().add(i).write(value) };
+        }
+        Ok(())
+    });
+    let sum: Kernel = Box::new(move |w| {
+        if w.index() == 0 {
+            let scratch = w.scratch().cast::<T>();
+            // SAFETY: all pieces were written before the barrier.
+            finish((0..pieces).map(|i| unsafe { scratch.add(i).read() }).sum());
+        }
+        Ok(())
+    });
+    Compiled {
+        kernels: vec![partials, sum],
+        scratch_bytes: pieces * size_of::<T>(),
+    }
+}
+
+/// The sum of all elements. ggml defines SUM for dense rows. Of others, its CPU backend adds up the memory
+/// from the first element of each row on, and so must we to give the result that a program gets there.
+fn sum_all(dst: View, mut src: View) -> Compiled {
+    src.nb[0] = src.nb[0].min(src.ty.block_bytes() as usize);
+    let sequence = Sequence::new(src);
+    let access = Access::new(src.ty, sequence.step());
+    let out = Access::rows(&dst);
+    let partial = move |start, n| {
+        let mut total = 0.0;
+        sequence.pieces(start, n, |place, _, len| {
+            // SAFETY: the sequence stays inside the tensor.
+            total += unsafe { sum(Identity {}, [(access, place.cast_const())], len) };
+        });
+        total
+    };
+    // SAFETY: the destination is a single element.
+    let finish = move |total: f64| unsafe { out.store(&(total as f32), 1, dst.ptr()) };
+    total(src.elements(), PIECE, partial, finish)
+}
+
+fn count_equal(dst: View, a: View, b: View) -> Compiled {
+    let (a_elements, b_elements) = (Sequence::new(a), Sequence::new(b));
+    let elements = a.elements();
+    let partial = move |start, n| {
+        let mut count = 0i64;
+        a_elements.pieces(start, n, |a_place, done, len| {
+            b_elements.pieces(start + done, len, |b_place, done, len| {
+                for i in 0..len {
+                    let a = a_place
+                        .wrapping_add((done + i) * a_elements.step())
+                        .cast::<i32>();
+                    let b = b_place.wrapping_add(i * b_elements.step()).cast::<i32>();
+                    // SAFETY: the sequences stay inside their tensors.
+                    count += i64::from(unsafe { a.read() == b.read() });
+                }
+            });
+        });
+        count
+    };
+    // SAFETY: the destination is a single i64.
+    total(elements, PIECE, partial, move |count| unsafe {
+        dst.ptr().cast::<i64>().write(count)
+    })
+}
+
+/// The sum of each row, divided by `by`.
+fn sum_rows(dst: View, src: View, by: f64) -> Kernel {
+    let (out, x, n) = (Access::rows(&dst), Access::rows(&src), src.ne[0]);
+    each_row(dst, move |index, row| {
+        // SAFETY: the row of the source has `ne[0]` elements, that of the destination one.
+        unsafe {
+            let sum = sum(Identity {}, [(x, src.row_ptr(index).cast_const())], n);
+            out.store(&((sum / by) as f32), 1, row);
+        }
+    })
+}
+
+/// The sums of the first, the first two, the first three ... elements of each row.
+fn cumsum(dst: View, src: View) -> Kernel {
+    let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
+    each_row(dst, move |index, row| {
+        let line = src.row_ptr(index).cast_const();
+        let mut sum = 0.0;
+        let mut stage = [0.0; STAGE];
+        for start in (0..n).step_by(STAGE) {
+            let len = STAGE.min(n - start);
+            // SAFETY: both rows have `ne[0]` elements.
+            unsafe {
+                x.load(x.at(line, start), len, stage.as_mut_ptr());
+                for value in &mut stage[..len] {
+                    sum += f64::from(*value);
+                    *value = sum as f32;
+                }
+                out.store(stage.as_ptr(), len, out.at(row, start).cast_mut());
+            }
+        }
+    })
+}
+
+/// Calls `body` with each value of a row and its index.
+///
+/// # Safety
+/// The row has `n` elements as [`Access::load`] wants them.
+unsafe fn each_value(access: Access, line: *const u8, n: usize, mut body: impl FnMut(usize, f32)) {
+    let mut stage = [0.0; STAGE];
+    for start in (0..n).step_by(STAGE) {
+        let len = STAGE.min(n - start);
+        // SAFETY: the caller vouches for the row; the stage has room for a part.
+        unsafe { access.load(access.at(line, start), len, stage.as_mut_ptr()) };
+        for (i, &value) in stage[..len].iter().enumerate() {
+            body(start + i, value);
+        }
+    }
+}
+
+/// The index of the largest element of each row, the last of several; 0 if there is none.
+fn argmax(dst: View, src: View) -> Kernel {
+    let x = Access::rows(&src);
+    Box::new(move |w| {
+        for row in w.share(src.ne[1]) {
+            let (mut largest, mut at) = (f32::NEG_INFINITY, 0);
+            // SAFETY: the row has `ne[0]` elements, and the destination one for each row.
+            unsafe {
+                each_value(x, src.row_ptr([row, 0, 0]), src.ne[0], |i, value| {
+                    if value >= largest {
+                        (largest, at) = (value, i);
+                    }
+                });
+                dst.ptr()
+                    .wrapping_add(row * dst.nb[0])
+                    .cast::<i32>()
+                    .write(at as i32);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A number whose order is that of the floats; the zeros are equal.
+fn sort_key(x: f32) -> u32 {
+    let bits = (x + 0.0).to_bits(); // -0 + 0 = 0
+    if bits >> 31 == 1 {
+        !bits
+    } else {
+        bits | 1 << 31
+    }
+}
+
+/// The indices of the first `dst.ne[0]` elements of each row in order; equal ones by index.
+fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
+    let x = Access::rows(&src);
+    let (n, wanted) = (src.ne[0], dst.ne[0]);
+    let kernel: Kernel = Box::new(move |w| {
+        let rows = w.share(dst.rows());
+        if rows.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the scratch memory, aligned for anything, has `n` places for each worker with rows; each
+        // uses its own.
+        let keys = unsafe {
+            let first = w.scratch().cast::<u64>().add(w.index() * n);
+            first.write_bytes(0, n);
+            std::slice::from_raw_parts_mut(first, n)
+        };
+        for row in rows {
+            let index = dst.row_index(row);
+            // SAFETY: the row has `ne[0]` elements.
+            unsafe {
+                each_value(x, src.row_ptr(index), n, |i, value| {
+                    let key = match order {
+                        _ if value.is_nan() => u32::MAX, // last in either order
+                        SortOrder::Ascending => sort_key(value),
+                        SortOrder::Descending => !sort_key(value),
+                    };
+                    keys[i] = u64::from(key) << 32 | i as u64;
+                });
+            }
+            if wanted < n {
+                keys.select_nth_unstable(wanted);
+            }
+            keys[..wanted].sort_unstable();
+            let row = dst.row_ptr(index);
+            for (i, key) in keys[..wanted].iter().enumerate() {
+                // SAFETY: `i` is inside the row; the key's lower half is an index.
+                unsafe {
+                    row.wrapping_add(i * dst.nb[0])
+                        .cast::<i32>()
+                        .write(*key as u32 as i32)
+                };
+            }
+        }
+        Ok(())
+    });
+    Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: workers.min(dst.rows()) * n * size_of::<u64>(),
+    }
+}

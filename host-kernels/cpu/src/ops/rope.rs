@@ -1,0 +1,270 @@
+//! ROPE: rotary position embedding, and its gradient.
+//!
+//! Each row is one head of one token. Pairs of its elements are points in the plane, turned by an angle
+//! that is the token's position times a frequency, which falls from pair to pair.
+
+use vgpu_transport::ir::{OpKind, RopeMode, Rule, Type, TypeSet};
+
+use super::gather::RowReader;
+use super::lines::Access;
+use super::rows::index as row_id;
+use crate::formats::Format;
+use crate::plan::{Compiled, Fault, Operands};
+use crate::simd::{Simd, Task, chunks, dispatch};
+use crate::view::View;
+use vgpu_engine::EngineError;
+use vgpu_engine::rope::{Rotation, greater, less};
+
+/// What this file runs.
+pub(super) fn rules() -> Vec<Rule> {
+    let types = TypeSet::of(&[Type::F32, Type::F16, Type::Bf16]);
+    vec![Rule::uniform(OpKind::Rope, types, 1)]
+}
+
+/// ROPE and ROPE_BACK.
+pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    let dst = operands.dst();
+    let writer = RowWriter::new(&dst);
+    Ok(turned(operands, move |index, row| {
+        // SAFETY: the row lies in the destination.
+        unsafe { writer.write(row, dst.row_ptr(index)) };
+        Ok(())
+    }))
+}
+
+/// ROPE and the SET_ROWS of its result, which nobody else wants.
+pub(super) fn rope_rows(nodes: &[Operands<'_>]) -> Option<Compiled> {
+    let [turn, rows] = nodes else {
+        return None;
+    };
+    let (heads, cache, ids) = (turn.dst(), rows.dst(), rows.src(1));
+    let width = heads.ne[0];
+    let writer = Access::rows(&cache);
+    // What is between the two is a tensor of floats; each head has whole blocks of the cache.
+    let fits = heads.ty == Type::F32 && width.is_multiple_of(cache.ty.block_elements() as usize);
+    fits.then(|| {
+        turned(turn, move |[head, token, _], row| {
+            let id = row_id(&ids, [token, 0, 0], cache.ne[1])?;
+            let to = writer.at(cache.row_ptr([id, 0, 0]), head * width);
+            // SAFETY: the heads of a token lie in a row of the cache one behind the other.
+            unsafe { writer.store(row.as_ptr(), width, to.cast_mut()) };
+            Ok(())
+        })
+    })
+}
+
+/// The kernel that turns rows and hands each to `write`, with its indices.
+fn turned(
+    operands: &Operands<'_>,
+    write: impl Fn([usize; 3], &[f32]) -> Result<(), Fault> + Send + Sync + 'static,
+) -> Compiled {
+    let (x, positions) = (operands.src(0), operands.src(1));
+    let angles = Angles {
+        rotation: Rotation::of(operands.op()).expect("this family has one operator"),
+        factors: operands.optional(2),
+    };
+    let (start, pairs) = (
+        angles.rotation.start as usize,
+        angles.rotation.pairs as usize,
+    );
+    let n = 2 * pairs;
+    let tokens = x.ne[2];
+    let reader = RowReader::new(&x);
+
+    // Each thread has a row, and the cosines and sines of a token.
+    let sizes = [x.ne[0], pairs, pairs].map(|n| n.next_multiple_of(16));
+    let each = sizes.iter().sum::<usize>();
+    Compiled {
+        kernels: vec![Box::new(move |w| {
+            // SAFETY: the parts are this thread's own, inside what is asked for below.
+            let (row, cos, sin) = unsafe {
+                let own = w.scratch().cast::<f32>().add(w.index() * each);
+                own.write_bytes(0, each);
+                let part = |at, n| std::slice::from_raw_parts_mut(own.add(at), n);
+                (
+                    part(0, x.ne[0]),
+                    part(sizes[0], pairs),
+                    part(sizes[0] + sizes[1], pairs),
+                )
+            };
+            let mut turned_for = None;
+            for index in w.share(x.rows()).map(|row| x.row_index(row)) {
+                let token = index[1];
+                if turned_for.replace(token) != Some(token) {
+                    let position = |axis: usize| {
+                        let at = positions.ptr().cast::<i32>();
+                        // SAFETY: positions are contiguous; there is one for each token, or one for
+                        // each token and axis.
+                        unsafe { at.add(axis * tokens + token).read() as f32 }
+                    };
+                    angles.fill(position, cos, sin);
+                }
+                // SAFETY: the row lies in the source; `row` has room for one.
+                unsafe { reader.read(x.row_ptr(index), 0, row.len(), row.as_mut_ptr()) };
+                dispatch(Rotate {
+                    x: &mut row[start..start + n],
+                    cos,
+                    sin,
+                    neighbours: angles.rotation.mode == RopeMode::Normal,
+                });
+                write(index, row)?;
+            }
+            Ok(())
+        })],
+        scratch_bytes: operands.workers() * each * size_of::<f32>(),
+    }
+}
+
+/// Writes rows of a plain type.
+#[derive(Clone, Copy)]
+struct RowWriter {
+    format: &'static Format,
+    stride: usize,
+    dense: bool,
+}
+
+impl RowWriter {
+    fn new(view: &View) -> RowWriter {
+        RowWriter {
+            format: Format::of(view.ty).expect("the rules claim no other types"),
+            stride: view.nb[0],
+            dense: view.dense_rows(),
+        }
+    }
+
+    /// # Safety
+    /// `to` is a row of the view, of as many elements as `row`.
+    unsafe fn write(&self, row: &[f32], to: *mut u8) {
+        let write = self.format.quantize_row;
+        if self.dense {
+            // SAFETY: the row's elements are adjacent; `row` is scratch, and no part of a tensor.
+            return unsafe { write(row.as_ptr(), to, row.len()) };
+        }
+        for (i, value) in row.iter().enumerate() {
+            // SAFETY: element `i` of the row.
+            unsafe { write(value, to.add(i * self.stride), 1) };
+        }
+    }
+}
+
+/// By how much each pair of a row is turned.
+#[derive(Clone, Copy)]
+struct Angles {
+    rotation: Rotation,
+    /// Divisors of the frequencies, an f32 for each pair.
+    factors: Option<View>,
+}
+
+impl Angles {
+    /// The cosine and sine of every pair's angle. `position` gives the token's position on an axis.
+    fn fill(&self, position: impl Fn(usize) -> f32, cos: &mut [f32], sin: &mut [f32]) {
+        let axes = match self.rotation.mode {
+            RopeMode::Normal | RopeMode::Neox => 1,
+            RopeMode::Mrope | RopeMode::Imrope | RopeMode::Vision => 4,
+        };
+        let mut origin = [0.0; 4];
+        (0..axes).for_each(|axis| origin[axis] = position(axis));
+        let mut theta = origin;
+        for (i, (cos, sin)) in cos.iter_mut().zip(sin).enumerate() {
+            let axis = if axes == 1 {
+                0
+            } else {
+                self.axis(i, &origin, &mut theta)
+            };
+            let factor = self.factors.map_or(1.0, |factors| {
+                // SAFETY: there is a factor for each pair, and they are adjacent floats.
+                unsafe { factors.ptr().cast::<f32>().add(i).read() }
+            });
+            let (c, s) = self.turn(i, theta[axis] / factor);
+            *cos = c;
+            *sin = s * self.rotation.sign;
+            theta
+                .iter_mut()
+                .for_each(|theta| *theta *= self.rotation.step);
+        }
+    }
+
+    /// The axis of whose position pair `i` tells. In vision mode frequencies begin anew in each
+    /// section.
+    fn axis(&self, i: usize, origin: &[f32; 4], theta: &mut [f32; 4]) -> usize {
+        let [t, h, w, e] = self.rotation.sections.map(i64::from);
+        let ends = [t, t + h, t + h + w];
+        let sector = i as i64 % (t + h + w + e);
+        if self.rotation.mode == RopeMode::Vision {
+            // Sections without pairs begin where the next does; the first of them is meant.
+            let begins = [0, ends[0], ends[1], ends[2]];
+            if let Some(axis) = begins.iter().position(|&begin| begin == sector) {
+                theta[axis] = origin[axis];
+            }
+        }
+        if self.rotation.mode == RopeMode::Imrope {
+            match sector % 3 {
+                1 if sector < 3 * h => 1,
+                2 if sector < 3 * w => 2,
+                0 if sector < 3 * t => 0,
+                _ => 3,
+            }
+        } else {
+            ends.iter().position(|&end| sector < end).unwrap_or(3)
+        }
+    }
+
+    /// The cosine and sine for pair `i` at `theta`, as YaRN corrects both.
+    fn turn(&self, i: usize, theta: f32) -> (f32, f32) {
+        let Rotation {
+            freq_scale,
+            ext_factor,
+            magnitude,
+            ramp: [low, high],
+            ..
+        } = self.rotation;
+        let mut angle = freq_scale * theta;
+        if ext_factor != 0.0 {
+            let along = (i as f32 - low) / greater(0.001, high - low);
+            let mix = (1.0 - less(1.0, greater(0.0, along))) * ext_factor;
+            angle = angle * (1.0 - mix) + theta * mix;
+        }
+        (angle.cos() * magnitude, angle.sin() * magnitude)
+    }
+}
+
+/// Turns the pairs of `x`, two for each cosine: neighbours, or one of each half.
+struct Rotate<'a> {
+    x: &'a mut [f32],
+    cos: &'a [f32],
+    sin: &'a [f32],
+    neighbours: bool,
+}
+
+impl Task for Rotate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Rotate {
+            x,
+            cos,
+            sin,
+            neighbours,
+        } = self;
+        if neighbours {
+            for ((pair, &cos), &sin) in x.chunks_exact_mut(2).zip(cos).zip(sin) {
+                let (a, b) = (pair[0], pair[1]);
+                pair[0] = a * cos - b * sin;
+                pair[1] = a * sin + b * cos;
+            }
+            return;
+        }
+        let (first, second) = x.split_at_mut(cos.len());
+        chunks::<S>(cos.len(), |i, n| {
+            let at = i..i + n;
+            let (a, b) = (
+                simd.load(&first[at.clone()]),
+                simd.load(&second[at.clone()]),
+            );
+            let (cos, sin) = (simd.load(&cos[at.clone()]), simd.load(&sin[at.clone()]));
+            (a * cos - b * sin).store(&mut first[at.clone()]);
+            (a * sin + b * cos).store(&mut second[at]);
+        });
+    }
+}

@@ -1,0 +1,146 @@
+//! GET_ROWS, GET_ROWS_BACK, SET_ROWS: rows that are named by indices in a tensor.
+
+use std::mem::MaybeUninit;
+
+use vgpu_transport::ir::{Op, OpKind, Rule, Type};
+
+use super::elements::copy_line;
+use super::elementwise::Add;
+use super::gather::real_types;
+use super::lines::{Access, STAGE, apply};
+use crate::plan::{Compiled, Fault, Operands, check_index};
+use crate::view::View;
+use vgpu_engine::types::{F32, FLOATS, I32};
+
+pub(super) fn rules() -> Vec<Rule> {
+    vec![
+        Rule::new(OpKind::GetRows, F32, &[real_types()]),
+        Rule::new(OpKind::GetRows, I32, &[I32]),
+        Rule::new(OpKind::GetRowsBack, F32, &[real_types().union(I32)]),
+        Rule::new(OpKind::SetRows, real_types(), &[FLOATS]),
+    ]
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let dst = o.dst();
+    Some(match op {
+        Op::GetRows {} => get_rows(dst, o.src(0), o.src(1)),
+        Op::GetRowsBack {} => get_rows_back(dst, o.src(0), o.src(1)),
+        Op::SetRows {} => set_rows(dst, o.src(0), o.src(1)),
+        _ => return None,
+    })
+}
+
+/// The index at `[i0, i1, i2]` of a tensor of indices, if it is less than `count`.
+pub(super) fn index(ids: &View, [i0, i1, i2]: [usize; 3], count: usize) -> Result<usize, Fault> {
+    let place = ids
+        .ptr()
+        .wrapping_add(i0 * ids.nb[0] + i1 * ids.nb[1] + i2 * ids.nb[2]);
+    // SAFETY: the caller's indices are inside the extents. Volatile: what is checked is what is used,
+    // even if the destination overlaps the indices.
+    let id = unsafe {
+        match ids.ty {
+            Type::I64 => place.cast::<i64>().read_volatile(),
+            _ => place.cast::<i32>().read_volatile().into(),
+        }
+    };
+    check_index(id, count)
+}
+
+/// Copies a row, converted from the type of `reader` to that of `writer`.
+///
+/// # Safety
+/// Both rows have `n` elements as the accesses say.
+unsafe fn convert_row(
+    (writer, to): (Access, *mut u8),
+    (reader, from): (Access, *const u8),
+    n: usize,
+) {
+    // SAFETY: the caller vouches for both rows; a stage is whole blocks of every type. The output of a
+    // direct access is tensor memory, which the input overlaps in a hostile graph at worst: `load` and
+    // `store` go through raw pointers.
+    unsafe {
+        let mut stage = MaybeUninit::<[f32; STAGE]>::uninit(); // rows can be short, and many
+        let stage = stage.as_mut_ptr().cast::<f32>();
+        for start in (0..n).step_by(STAGE) {
+            let len = STAGE.min(n - start);
+            reader.load(reader.at(from, start), len, stage);
+            writer.store(stage, len, writer.at(to, start).cast_mut());
+        }
+    }
+}
+
+/// `dst[:, i, j, k] = a[:, ids[i, j, k], j, k]`
+fn get_rows(dst: View, a: View, ids: View) -> Compiled {
+    Compiled::one(move |w| {
+        for row in w.share(dst.rows()) {
+            let [i, j, k] = dst.row_index(row);
+            let from = a.row_ptr([index(&ids, [i, j, k], a.ne[1])?, j, k]);
+            let to = dst.row_ptr([i, j, k]);
+            // SAFETY: both rows have `ne[0]` elements.
+            unsafe {
+                if a.ty == dst.ty {
+                    let size = dst.ty.block_bytes() as usize;
+                    copy_line(to, dst.nb[0], from, a.nb[0], dst.ne[0], size);
+                } else {
+                    convert_row(
+                        (Access::rows(&dst), to),
+                        (Access::rows(&a), from),
+                        dst.ne[0],
+                    );
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// `dst[:, ids[i]] += a[:, i]`, from zero.
+fn get_rows_back(dst: View, a: View, ids: View) -> Compiled {
+    let (sums, grads) = (Access::rows(&dst), Access::rows(&a));
+    Compiled::one(move |w| {
+        // Threads share columns, so that two rows with one id never meet, and add up in order.
+        let block = (a.ty.block_elements() as usize).max(16);
+        let columns = w.share(dst.ne[0].div_ceil(block));
+        let (start, end) = (columns.start * block, dst.ne[0].min(columns.end * block));
+        if start >= end {
+            return Ok(());
+        }
+        let n = end - start;
+        // SAFETY: columns `start..end` are inside the rows, and begin with a block.
+        unsafe {
+            for i in 0..dst.ne[1] {
+                let row = sums.at(dst.row_ptr([i, 0, 0]), start);
+                super::elements::Element::zero(dst.ty).fill(row.cast_mut(), dst.nb[0], n);
+            }
+            for i in 0..ids.ne[0] {
+                let row = dst.row_ptr([index(&ids, [i, 0, 0], dst.ne[1])?, 0, 0]);
+                let row = sums.at(row, start);
+                let grad = grads.at(a.row_ptr([i, 0, 0]), start);
+                apply(
+                    Add {},
+                    (sums, row.cast_mut()),
+                    [(sums, row), (grads, grad)],
+                    n,
+                );
+            }
+        }
+        Ok(())
+    })
+}
+
+/// `dst[:, ids[i, j, k], j, k] = a[:, i, j, k]`; ids repeat over j and k.
+fn set_rows(dst: View, a: View, ids: View) -> Compiled {
+    let (writer, reader) = (Access::rows(&dst), Access::rows(&a));
+    let rows = if a.ne[0] == 0 { 0 } else { a.rows() };
+    Compiled::one(move |w| {
+        for row in w.share(rows) {
+            let [i, j, k] = a.row_index(row);
+            let id = index(&ids, [i, j % ids.ne[1], k % ids.ne[2]], dst.ne[1])?;
+            let (to, from) = (dst.row_ptr([id, j, k]), a.row_ptr([i, j, k]));
+            // SAFETY: both rows have `ne[0]` elements.
+            unsafe { convert_row((writer, to), (reader, from), a.ne[0]) };
+        }
+        Ok(())
+    })
+}

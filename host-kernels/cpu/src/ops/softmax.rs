@@ -1,0 +1,163 @@
+//! SOFT_MAX: of scaled, masked and biased rows, with an extra logit for each head.
+
+use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
+
+use super::gather::RowReader;
+use crate::plan::{Compiled, Operands};
+use crate::simd::{Simd, Task, chunks, dispatch};
+use vgpu_engine::EngineError;
+
+/// What this file runs.
+pub(super) fn rules() -> Vec<Rule> {
+    let f32 = TypeSet::of(&[Type::F32]);
+    let masks = TypeSet::of(&[Type::F32, Type::F16]);
+    vec![Rule::new(OpKind::SoftMax, f32, &[f32, masks, f32])]
+}
+
+/// Floats handled at once: what is read of the mask lies on the stack.
+const CHUNK: usize = 512;
+
+/// By how much the mask counts for each head (ALiBi, "attention with linear biases"): slopes fall
+/// geometrically over the heads; those beyond a power of two lie halfway between the others.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Slopes {
+    max_bias: f32,
+    /// The largest power of two of heads.
+    heads: usize,
+}
+
+impl Slopes {
+    /// The slopes of `heads` heads.
+    pub(super) fn new(max_bias: f32, heads: usize) -> Slopes {
+        Slopes {
+            max_bias,
+            heads: heads.checked_ilog2().map_or(1, |log2| 1 << log2),
+        }
+    }
+
+    /// The slope of a head.
+    pub(super) fn of(&self, head: usize) -> f32 {
+        let Slopes { max_bias, heads } = *self;
+        if max_bias <= 0.0 {
+            1.0
+        } else if head < heads {
+            2f32.powf(-max_bias / heads as f32).powf((head + 1) as f32)
+        } else {
+            let exponent = 2 * (head - heads) + 1;
+            2f32.powf(-max_bias / 2.0 / heads as f32)
+                .powf(exponent as f32)
+        }
+    }
+}
+
+/// SOFT_MAX.
+pub(super) fn soft_max(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    let &Op::SoftMax { scale, max_bias } = operands.op() else {
+        unreachable!("this family has one operator")
+    };
+    let (x, dst) = (operands.src(0), operands.dst());
+    let mask = operands
+        .optional(1)
+        .map(|mask| (mask, RowReader::new(&mask)));
+    let sinks = operands.optional(2);
+    let slopes = Slopes::new(max_bias, x.ne[2]);
+    Ok(Compiled::one(move |w| {
+        for index in w.share(x.rows()).map(|row| x.row_index(row)) {
+            let [i1, head, i3] = index;
+            let mask = mask.map(|(mask, reader)| {
+                let row = mask.row_ptr([i1, head % mask.ne[2], i3 % mask.ne[3]]);
+                (row.cast_const(), reader)
+            });
+            // SAFETY: sinks are contiguous, one for each head.
+            let sink = sinks.map(|s| unsafe { s.ptr().cast::<f32>().add(head).read() });
+            dispatch(Row {
+                n: x.ne[0],
+                x: x.row_ptr(index).cast(),
+                dst: dst.row_ptr(index).cast(),
+                mask,
+                scale,
+                slope: slopes.of(head),
+                sink,
+            });
+        }
+        Ok(())
+    }))
+}
+
+/// A row: `n` readable and writable floats at `x` and `dst`, which may be the same, and as many
+/// elements of a mask.
+struct Row {
+    n: usize,
+    x: *const f32,
+    dst: *mut f32,
+    mask: Option<(*const u8, RowReader)>,
+    scale: f32,
+    slope: f32,
+    sink: Option<f32>,
+}
+
+impl Task for Row {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Row { n, x, dst, .. } = self;
+        // Logits go to the destination first; each is read from the source just before.
+        let mut largest = simd.splat(f32::NEG_INFINITY);
+        let mut mask = [0f32; CHUNK];
+        for start in (0..n).step_by(CHUNK) {
+            let len = CHUNK.min(n - start);
+            if let Some((row, reader)) = self.mask {
+                // SAFETY: the mask has as many elements as the row; `mask` is on the stack.
+                unsafe { reader.read(row, start, len, mask.as_mut_ptr()) };
+            }
+            let slope = simd.splat(self.slope);
+            chunks::<S>(len, |i, lanes| {
+                // SAFETY: `start + i + lanes <= n`.
+                unsafe {
+                    let mut logits = simd.load_ptr(x.add(start + i), lanes) * self.scale;
+                    if self.mask.is_some() {
+                        logits = simd.load(&mask[i..i + lanes]).mul_add(slope, logits);
+                    }
+                    logits.store_ptr(dst.add(start + i), lanes);
+                    if lanes == S::LANES {
+                        largest = logits.max(largest);
+                    } else {
+                        largest = simd.splat(logits.largest(lanes)).max(largest);
+                    }
+                }
+            });
+        }
+        let mut largest = largest.largest(S::LANES);
+        if let Some(sink) = self.sink {
+            largest = if largest > sink { largest } else { sink };
+        }
+
+        let mut sum = 0f64;
+        for start in (0..n).step_by(CHUNK) {
+            let mut part = simd.splat(0.0);
+            chunks::<S>(CHUNK.min(n - start), |i, lanes| {
+                // SAFETY: `start + i + lanes <= n`.
+                unsafe {
+                    let at = dst.add(start + i);
+                    (simd.load_ptr(at, lanes) - largest)
+                        .exp()
+                        .store_ptr(at, lanes);
+                    part = part + simd.load_ptr(at, lanes); // lanes beyond the row are 0
+                }
+            });
+            sum += f64::from(part.sum());
+        }
+        if let Some(sink) = self.sink {
+            sum += f64::from((sink - largest).exp());
+        }
+        let inverse = (1.0 / sum) as f32;
+        chunks::<S>(n, |i, lanes| {
+            // SAFETY: `i + lanes <= n`.
+            unsafe {
+                let at = dst.add(i);
+                (simd.load_ptr(at, lanes) * inverse).store_ptr(at, lanes);
+            }
+        });
+    }
+}

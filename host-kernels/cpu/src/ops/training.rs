@@ -1,0 +1,166 @@
+//! CROSS_ENTROPY_LOSS, CROSS_ENTROPY_LOSS_BACK, OPT_STEP_ADAMW, OPT_STEP_SGD.
+
+use vgpu_transport::ir::{Op, OpKind, Rule};
+
+use super::elements::each_row;
+use super::lines::{Access, Map, apply, largest, maps, sum};
+use super::reduce::total;
+use crate::plan::{Compiled, Operands};
+use crate::simd::{Lanes, Simd};
+use crate::view::View;
+use vgpu_engine::types::F32;
+
+pub(super) fn rules() -> Vec<Rule> {
+    vec![
+        Rule::new(OpKind::CrossEntropyLoss, F32, &[F32; 2]),
+        Rule::new(OpKind::CrossEntropyLossBack, F32, &[F32; 3]),
+        Rule::new(OpKind::OptStepAdamw, F32, &[F32; 4]),
+        Rule::new(OpKind::OptStepSgd, F32, &[F32; 2]),
+    ]
+}
+
+pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+    let dst = o.dst();
+    match op {
+        Op::CrossEntropyLoss {} => Some(cross_entropy_loss(dst, o.src(0), o.src(1))),
+        Op::CrossEntropyLossBack {} => {
+            Some(cross_entropy_loss_back(dst, o.src(0), o.src(1), o.src(2)))
+        }
+        Op::OptStepAdamw {} => Some(adamw(dst, std::array::from_fn(|i| o.src(i)))),
+        Op::OptStepSgd {} => Some(sgd(dst, o.src(0), o.src(1), o.src(2))),
+        _ => None,
+    }
+}
+
+maps! {
+    /// `e^(x - largest)`
+    Exponential { largest } |x| (x - largest).exp();
+    /// `(x - offset) * y`
+    ShiftedProduct { offset } |x, y| (x - offset) * y;
+    /// `(e^(x - offset) - y) * scale`
+    LossGradient { offset, scale } |x, y| ((x - offset).exp() - y) * scale;
+    /// `keep * m + (1 - keep) * g`
+    Momentum { keep } |m, g| m * keep + g * (1.0 - keep);
+    /// `keep * v + (1 - keep) * g^2`
+    SquaredMomentum { keep } |v, g| v * keep + g * g * (1.0 - keep);
+    AdamwStep { keep, alpha, beta1h, beta2h, eps } |w, m, v| {
+        w * keep - m * beta1h * alpha / ((v * beta2h).sqrt() + eps)
+    };
+    SgdStep { keep, alpha } |w, g| w * keep - g * alpha;
+}
+
+/// `ln(sum(e^x))` of a row.
+///
+/// # Safety
+/// The line has `n` elements as [`Access::load`] wants them.
+unsafe fn log_sum_exp(line: (Access, *const u8), n: usize) -> f32 {
+    // SAFETY: handed on.
+    unsafe {
+        let largest = largest(line, n);
+        largest + sum(Exponential { largest }, [line], n).ln() as f32
+    }
+}
+
+/// `dst = -mean over rows of sum(log_softmax(a) * b)`
+fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
+    let (logits, labels) = (Access::rows(&a), Access::rows(&b));
+    let n = a.ne[0];
+    let rows = if n == 0 { 0 } else { a.rows() };
+    let partial = move |start: usize, count: usize| {
+        let mut total = 0.0;
+        for row in start..start + count {
+            let index = a.row_index(row);
+            let x = (logits, a.row_ptr(index).cast_const());
+            let y = (labels, b.row_ptr(index).cast_const());
+            // SAFETY: both rows have `ne[0]` elements.
+            total += unsafe {
+                let offset = log_sum_exp(x, n);
+                sum(ShiftedProduct { offset }, [x, y], n)
+            };
+        }
+        total
+    };
+    // SAFETY: the destination is a single f32.
+    let finish = move |total: f64| unsafe {
+        dst.ptr().cast::<f32>().write((-total / rows as f64) as f32);
+    };
+    total(rows, 1, partial, finish)
+}
+
+/// The gradient of the loss of `a` and `b` by `a`, for the gradient `grad` behind it.
+fn cross_entropy_loss_back(dst: View, grad: View, a: View, b: View) -> Compiled {
+    let (out, logits, labels) = (Access::rows(&dst), Access::rows(&a), Access::rows(&b));
+    let (n, rows) = (a.ne[0], a.rows());
+    let kernel = each_row(dst, move |index, row| {
+        let x = (logits, a.row_ptr(index).cast_const());
+        let y = (labels, b.row_ptr(index).cast_const());
+        // SAFETY: all rows have `ne[0]` elements, the gradient behind is a single f32.
+        unsafe {
+            let scale = grad.ptr().cast::<f32>().read() / rows as f32;
+            let offset = log_sum_exp(x, n);
+            apply(LossGradient { offset, scale }, (out, row), [x, y], n);
+        }
+    });
+    Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: 0,
+    }
+}
+
+/// The parameters of a step, as they are when it is made.
+fn parameters<const N: usize>(view: View) -> [f32; N] {
+    // SAFETY: the view is a vector of N floats.
+    std::array::from_fn(|i| unsafe { view.ptr().wrapping_add(i * view.nb[0]).cast::<f32>().read() })
+}
+
+/// A step of AdamW: `dst` is the new `w`; the momenta `m` and `v` are changed where they are.
+fn adamw(dst: View, [w, grad, m, v, settings]: [View; 5]) -> Compiled {
+    let [out, ws, gs, ms, vs] = [dst, w, grad, m, v].map(|view| Access::rows(&view));
+    let n = dst.ne[0];
+    let kernel = each_row(dst, move |index, row| {
+        let [alpha, beta1, beta2, eps, decay, beta1h, beta2h] = parameters(settings);
+        let keep = 1.0 - alpha * decay;
+        let g = (gs, grad.row_ptr(index).cast_const());
+        let (m_row, v_row) = (m.row_ptr(index), v.row_ptr(index));
+        let (m, v) = ((ms, m_row.cast_const()), (vs, v_row.cast_const()));
+        let w = (ws, w.row_ptr(index).cast_const());
+        // SAFETY: all rows have `ne[0]` elements.
+        unsafe {
+            apply(Momentum { keep: beta1 }, (ms, m_row), [m, g], n);
+            apply(SquaredMomentum { keep: beta2 }, (vs, v_row), [v, g], n);
+            apply(
+                AdamwStep {
+                    keep,
+                    alpha,
+                    beta1h,
+                    beta2h,
+                    eps,
+                },
+                (out, row),
+                [w, m, v],
+                n,
+            );
+        }
+    });
+    Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: 0,
+    }
+}
+
+fn sgd(dst: View, w: View, grad: View, settings: View) -> Compiled {
+    let [out, ws, gs] = [dst, w, grad].map(|view| Access::rows(&view));
+    let n = dst.ne[0];
+    let kernel = each_row(dst, move |index, row| {
+        let [alpha, decay] = parameters(settings);
+        let keep = 1.0 - alpha * decay;
+        let w = (ws, w.row_ptr(index).cast_const());
+        let g = (gs, grad.row_ptr(index).cast_const());
+        // SAFETY: all rows have `ne[0]` elements.
+        unsafe { apply(SgdStep { keep, alpha }, (out, row), [w, g], n) };
+    });
+    Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: 0,
+    }
+}

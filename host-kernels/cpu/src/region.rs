@@ -1,0 +1,297 @@
+//! Mappings of this process, and what they are counted against.
+
+use std::ffi::c_void;
+use std::fs;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+use super::topology::memory_nodes;
+use vgpu_engine::{EngineError, MemoryInfo};
+
+/// Bytes of a page.
+pub(super) fn page() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+/// How much the engine may hand out, and how much it has.
+pub(super) struct Budget {
+    total: u64,
+    used: AtomicU64,
+}
+
+impl Budget {
+    /// A budget of `limit` bytes, or of what the machine and its control group have.
+    pub(super) fn new(limit: Option<u64>) -> Budget {
+        Budget {
+            total: limit.unwrap_or_else(|| physical_memory().min(cgroup_limit())),
+            used: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn info(&self) -> MemoryInfo {
+        let left = self.total.saturating_sub(self.used.load(Ordering::Relaxed));
+        MemoryInfo {
+            total: self.total,
+            free: left.min(available_memory()),
+        }
+    }
+
+    /// Bytes that were handed out.
+    #[cfg(test)]
+    pub(super) fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    fn out_of_memory(&self, wanted: u64) -> EngineError {
+        let MemoryInfo { total, free } = self.info();
+        EngineError::OutOfMemory {
+            wanted,
+            free,
+            total,
+        }
+    }
+}
+
+/// Bytes taken from a budget, until this is dropped.
+pub(super) struct Charge {
+    budget: Arc<Budget>,
+    bytes: u64,
+}
+
+impl Charge {
+    /// Takes `bytes`, if there are as many.
+    pub(super) fn take(budget: &Arc<Budget>, bytes: u64) -> Result<Charge, EngineError> {
+        let MemoryInfo { total, free } = budget.info();
+        let fits = |used: u64| {
+            used.checked_add(bytes)
+                .filter(|&used| used <= total && bytes <= free)
+        };
+        budget
+            .used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
+            .map_err(|_| budget.out_of_memory(bytes))?;
+        Ok(Charge {
+            budget: Arc::clone(budget),
+            bytes,
+        })
+    }
+
+    /// What to say when the kernel does not give the bytes that the budget has.
+    pub(super) fn refused(self) -> EngineError {
+        let Charge { budget, bytes } = &self;
+        let (budget, bytes) = (Arc::clone(budget), *bytes);
+        drop(self);
+        budget.out_of_memory(bytes)
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// A mapping that nobody else in this process knows. Unmapped when dropped.
+pub(super) struct Region {
+    ptr: NonNull<u8>,
+    /// As asked for; what is mapped are whole pages.
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to this value alone and may be used from any thread; the order of accesses is the
+// contract of whoever holds it.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// `len` zero bytes of this process alone. `len` is not 0.
+    pub(super) fn private(len: usize) -> Option<Region> {
+        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that exists.
+        let mapping = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        };
+        Region::new(mapping.ok()?, len)
+    }
+
+    /// The first `len` bytes of a file that cannot shrink, shared with whoever maps it, too. `len` is not 0.
+    pub(super) fn shared(file: BorrowedFd<'_>, len: usize) -> Option<Region> {
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists. No access to its
+        // pages can fault, since the file does not shrink.
+        let mapping = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                file,
+                0,
+            )
+        };
+        Region::new(mapping.ok()?, len)
+    }
+
+    fn new(mapping: *mut c_void, len: usize) -> Option<Region> {
+        let ptr = NonNull::new(mapping.cast::<u8>())?;
+        // Large pages save most TLB misses of a weight matrix; without them everything still works.
+        // SAFETY: the range is a mapping just made; the advice does not change its contents.
+        let _ = unsafe { madvise(mapping, len, Advice::LinuxHugepage) };
+        if nodes().len() > 1 {
+            interleave(ptr, len, nodes());
+        }
+        Some(Region { ptr, len })
+    }
+
+    /// The first byte.
+    pub(super) fn as_ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Gives whole pages back, which are zero then.
+    ///
+    /// # Safety
+    ///
+    /// Nobody needs what is there, and nobody accesses it meanwhile. `range` begins at a page, and ends at one or at the
+    /// end.
+    pub(super) unsafe fn discard(&self, range: Range<u64>, advice: Advice) {
+        debug_assert!(range.start.is_multiple_of(page()) && range.end <= self.len as u64);
+        if range.start < range.end {
+            let at = self.as_ptr().wrapping_add(range.start as usize);
+            let len = (range.end - range.start) as usize;
+            // SAFETY: whole pages of our own mapping, and the caller's promise.
+            let discarded = unsafe { madvise(at.cast(), len, advice) };
+            debug_assert!(discarded.is_ok(), "giving back pages: {discarded:?}");
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made for this value with this length; nothing uses it after its owner.
+        let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
+    }
+}
+
+/// The nodes of this machine's memory.
+fn nodes() -> &'static [usize] {
+    static NODES: OnceLock<Vec<usize>> = OnceLock::new();
+    NODES.get_or_init(memory_nodes)
+}
+
+/// Has the pages of a mapping lie on all `nodes` in turns, once they are touched.
+///
+/// Without this they would lie where the session's thread ran that wrote them: all reads of weights would go to one node's
+/// memory. Putting rows near the threads that read them would be better still if these were always the same; but rows are
+/// dealt to whichever thread comes first. Where it is not allowed, nothing changes.
+fn interleave(ptr: NonNull<u8>, len: usize, nodes: &[usize]) -> bool {
+    const WORDS: usize = 16;
+    let mut mask = [0 as libc::c_ulong; WORDS];
+    let bits = libc::c_ulong::BITS as usize;
+    for &node in nodes.iter().filter(|&&node| node < WORDS * bits) {
+        mask[node / bits] |= 1 << (node % bits);
+    }
+    let most = WORDS * bits;
+    // SAFETY: whole pages of a mapping of ours, whose contents stay, and a mask of as many bits as it says.
+    let outcome = unsafe {
+        libc::syscall(
+            libc::SYS_mbind,
+            ptr.as_ptr(),
+            len,
+            libc::MPOL_INTERLEAVE,
+            mask.as_ptr(),
+            most,
+            0,
+        )
+    };
+    outcome == 0
+}
+
+/// Bytes of a `/proc/meminfo` line, which counts KiB.
+fn meminfo(key: &str) -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    line.trim()
+        .strip_suffix(" kB")?
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(1024)
+}
+
+fn physical_memory() -> u64 {
+    meminfo("MemTotal").unwrap_or(0)
+}
+
+fn available_memory() -> u64 {
+    meminfo("MemAvailable").unwrap_or(u64::MAX)
+}
+
+/// The memory limit of our control group (version 2), if it has one.
+fn cgroup_limit() -> u64 {
+    let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let path = group
+        .lines()
+        .find_map(|line| line.strip_prefix("0::"))
+        .unwrap_or("/");
+    fs::read_to_string(format!("/sys/fs/cgroup{path}/memory.max"))
+        .ok()
+        .and_then(|limit| limit.trim().parse().ok())
+        .unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The policy of the page at `ptr`; `None` where nobody may ask.
+    fn policy(ptr: NonNull<u8>) -> Option<libc::c_int> {
+        const OF_ADDRESS: libc::c_int = 2; // MPOL_F_ADDR
+        let mut mode: libc::c_int = -1;
+        let none = std::ptr::null_mut::<libc::c_ulong>();
+        // SAFETY: a place for the answer, and none for a mask.
+        let outcome = unsafe {
+            let place = &raw mut mode;
+            libc::syscall(
+                libc::SYS_get_mempolicy,
+                place,
+                none,
+                0,
+                ptr.as_ptr(),
+                OF_ADDRESS,
+            )
+        };
+        (outcome == 0).then_some(mode)
+    }
+
+    #[test]
+    fn pages_lie_on_all_nodes_where_there_are_several() {
+        let region = Region::private(10 * page() as usize).unwrap();
+        let Some(before) = policy(region.ptr) else {
+            return; // a container that forbids it; nothing is changed there
+        };
+        match nodes().len() {
+            1 => assert_ne!(before, libc::MPOL_INTERLEAVE, "nothing to choose from"),
+            _ => assert_eq!(before, libc::MPOL_INTERLEAVE),
+        }
+        assert!(interleave(region.ptr, region.len, nodes()));
+        assert_eq!(policy(region.ptr), Some(libc::MPOL_INTERLEAVE));
+        // No node that this machine has.
+        assert!(!interleave(region.ptr, region.len, &[1000]));
+    }
+}

@@ -1,0 +1,236 @@
+//! Compiles all CUDA kernels to machine code, for every architecture or for those named, and reports what each
+//! kernel uses. Needs NVRTC, but no GPU.
+//!
+//!     cargo run -p vgpu-cuda --example kernels -- <folder of libnvrtc> <output folder> [sm_90a ...]
+//!
+//! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output folder>` compiles into a program, and
+//! `report.json`. Code is kept in the folder `VGPU_KERNEL_CACHE`, by what it is made of, with what the compiler said of it, so
+//! that only what has changed is compiled. Fails if a kernel does not compile, or if a hot one spills registers.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{env, fs, thread};
+
+use vgpu_cuda::nvrtc::Nvrtc;
+use vgpu_cuda::source::{ARCHITECTURES, SOURCES, Source};
+
+/// Kernels that must not spill: they run in every step of a model. (Attention and products for operands that lie in unusual
+/// ways are not among them: they take any type, and call what reads an element.)
+const HOT: &[&str] = &[
+    "vg_group",
+    "vg_halves",
+    "vg_map",
+    "vg_norm",
+    "vg_norm_fused",
+    "vg_quantize",
+    "vg_rope",
+    "vg_rope_rows",
+    "vg_route",
+    "vg_set_rows",
+    "vg_soft_max",
+    "vg_weighted_sum",
+];
+
+/// The same, by how their names begin.
+const HOT_FAMILIES: &[&str] = &[
+    "vg_attend_",
+    "vg_gemm_",
+    "vg_hopper_",
+    "vg_vector_",
+    "vg_vectors_",
+];
+
+fn is_hot(kernel: &str) -> bool {
+    HOT.contains(&kernel) || HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))
+}
+
+/// Bytes that a hot kernel may spill: none where it was made to fit. For newer GPUs the assembler puts a few words
+/// aside in some, far from the limit of registers.
+fn most_spilled(arch: &str) -> u32 {
+    match arch {
+        "sm_80" | "sm_89" | "sm_90a" => 0,
+        _ => 16,
+    }
+}
+
+/// What the assembler says of a kernel.
+#[derive(Debug, Default, Clone)]
+struct Use {
+    registers: u32,
+    shared: u32,
+    stack: u32,
+    spilled: u32,
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let [nvrtc, out, archs @ ..] = arguments.as_slice() else {
+        eprintln!("usage: kernels <folder of libnvrtc> <output folder> [sm_90a ...]");
+        return ExitCode::FAILURE;
+    };
+    let archs = match archs {
+        [] => ARCHITECTURES.to_vec(),
+        some => some.iter().map(String::as_str).collect(),
+    };
+    match run(Path::new(nvrtc), Path::new(out), &archs) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
+    let nvrtc = Nvrtc::load(Some(nvrtc))?;
+    fs::create_dir_all(out)?;
+    let work: Vec<_> = SOURCES
+        .iter()
+        .flat_map(|source| archs.iter().map(move |arch| (source, *arch)))
+        .filter(|(source, arch)| source.is_for(arch))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().map_or(1, |n| n.get()) {
+            scope.spawn(|| {
+                while let Some((source, arch)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let compiled = compile(&nvrtc, source, arch, out);
+                    println!("{}.cu for {arch}", source.name);
+                    let mut results = results.lock().expect("nobody panics with it");
+                    results.push((*arch, compiled));
+                }
+            });
+        }
+    });
+
+    let mut rows = Vec::new();
+    let results = results.into_inner().expect("nobody panics with it");
+    for (arch, compiled) in results {
+        let log = compiled?;
+        // The assembler waits for each product of a group of warps where it does not understand who uses its registers, and
+        // leaves registers where they are where it does not know how many there are.
+        let complaint =
+            { log.lines() }.find(|line| line.contains("serializ") || line.contains("setmaxnreg"));
+        if let Some(line) = complaint {
+            return Err(line.into());
+        }
+        for (kernel, used) in uses(&log) {
+            rows.push((kernel, arch, used));
+        }
+    }
+    rows.sort_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1)));
+    let kernels: usize = { work.iter() }
+        .map(|(source, _)| source.kernels().count())
+        .sum();
+    if rows.len() != kernels {
+        let reported = rows.len();
+        return Err(format!("{reported} kernels reported, not {kernels} for {archs:?}").into());
+    }
+    fs::write(out.join("report.json"), json(&rows))?;
+    println!("kernel                    architecture  registers  shared  stack  spilled");
+    for (kernel, arch, used) in &rows {
+        let Use {
+            registers,
+            shared,
+            stack,
+            spilled,
+        } = used;
+        println!("{kernel:25} {arch:12} {registers:10} {shared:7} {stack:6} {spilled:8}");
+    }
+    let spilling = rows
+        .iter()
+        .filter(|(kernel, arch, used)| is_hot(kernel) && used.spilled > most_spilled(arch))
+        .map(|(kernel, arch, used)| format!("{kernel} ({arch}: {} bytes)", used.spilled))
+        .collect::<Vec<_>>();
+    if spilling.is_empty() {
+        println!("{kernels} kernels for {} architectures", archs.len());
+        Ok(())
+    } else {
+        Err(format!("hot kernels spill registers: {}", spilling.join(", ")).into())
+    }
+}
+
+/// Puts a file's machine code into the output folder: from the cache, with what the compiler said then, or compiled now. Returns
+/// what the compiler said.
+fn compile(nvrtc: &Nvrtc, source: &Source, arch: &str, out: &Path) -> Result<String, String> {
+    let cache = env::var_os("VGPU_KERNEL_CACHE").map_or_else(|| out.join("cache"), PathBuf::from);
+    let name = source.code_name(arch, nvrtc.version());
+    let kept = |kind: &str| cache.join(format!("{name}.{kind}"));
+    let cubin = out.join(format!("{}.{arch}.cubin", source.name));
+    let failed = |error: std::io::Error| format!("{}: {error}", out.display());
+    // The log comes last, so where there is one the code is there, too.
+    if let Ok(log) = fs::read_to_string(kept("log")) {
+        fs::copy(kept("cubin"), &cubin).map_err(failed)?;
+        return Ok(log);
+    }
+    let compiled = nvrtc.compile(source, arch).map_err(|e| e.to_string())?;
+    fs::write(&cubin, &compiled.cubin).map_err(failed)?;
+    fs::create_dir_all(&cache).map_err(failed)?;
+    for (kind, bytes) in [
+        ("cubin", &compiled.cubin[..]),
+        ("log", compiled.log.as_bytes()),
+    ] {
+        // Whole or not at all: others may compile the same.
+        let part = kept(&format!("{kind}.{}", std::process::id()));
+        fs::write(&part, bytes)
+            .and_then(|()| fs::rename(&part, kept(kind)))
+            .map_err(failed)?;
+    }
+    Ok(compiled.log)
+}
+
+/// The report of the assembler, by kernel.
+fn uses(log: &str) -> HashMap<String, Use> {
+    let mut all = HashMap::new();
+    let mut kernel = String::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            kernel = rest.split('\'').next().unwrap_or_default().to_owned();
+            continue;
+        }
+        let used: &mut Use = match line {
+            _ if kernel.is_empty() => continue,
+            _ if line.contains("stack frame") || line.contains("Used ") => {
+                all.entry(kernel.clone()).or_default()
+            }
+            _ => continue,
+        };
+        // Numbers come before what they count: "16 bytes stack frame, 24 bytes spill stores".
+        let number = |what: &str| -> u32 {
+            let before = line
+                .split(what)
+                .next()
+                .filter(|before| before.len() < line.len());
+            let last = before.and_then(|before| before.rsplit([' ', ',']).find(|w| !w.is_empty()));
+            last.and_then(|word| word.parse().ok()).unwrap_or(0)
+        };
+        if line.contains("stack frame") {
+            // Of the kernel, then of functions that it calls.
+            used.stack = used.stack.max(number(" bytes stack frame"));
+            let spilled = number(" bytes spill stores").max(number(" bytes spill loads"));
+            used.spilled = used.spilled.max(spilled);
+        } else {
+            used.registers = number(" registers");
+            used.shared = number(" bytes smem");
+        }
+    }
+    all
+}
+
+fn json(rows: &[(String, &str, Use)]) -> String {
+    let objects: Vec<String> = rows
+        .iter()
+        .map(|(kernel, arch, used)| {
+            format!(
+                r#"  {{"kernel": "{kernel}", "arch": "{arch}", "registers": {}, "shared": {}, "stack": {}, "spilled": {}}}"#,
+                used.registers, used.shared, used.stack, used.spilled
+            )
+        })
+        .collect();
+    format!("[\n{}\n]\n", objects.join(",\n"))
+}

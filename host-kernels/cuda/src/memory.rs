@@ -1,0 +1,315 @@
+//! Memory of the CUDA engine.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use zerocopy::IntoBytes;
+
+use super::arranged::Arranged;
+use super::device::{Address, KernelId, Launch};
+use super::params::VgArrangeParams;
+use super::planes::Planes;
+use super::pool::Pool;
+use super::stream::Stream;
+use vgpu_engine::{EngineError, Memory, check_range};
+
+/// An allocation on a device.
+pub(super) struct CudaMemory {
+    pool: Arc<Pool>,
+    /// Something unmapped when the size is 0.
+    address: Address,
+    size: u64,
+    arranged: Arranged,
+}
+
+/// Bytes of weights that are arranged at a time.
+const PIECE: u64 = 16 << 20;
+
+/// Threads of a block of `vg_arrange`, and most blocks.
+const THREADS: u64 = 256;
+const MOST_BLOCKS: u64 = 4096;
+
+/// Room to arrange weights in.
+pub(super) struct Room {
+    memory: CudaMemory,
+    kernel: KernelId,
+}
+
+impl Room {
+    /// How much a tensor needs: a piece of a matrix, and the scales of those that are more than that.
+    pub(super) fn bytes_for(planes: &Planes) -> u64 {
+        match planes.of_matrix() {
+            bytes if bytes <= PIECE => bytes,
+            _ => PIECE + planes.scales(),
+        }
+    }
+
+    /// Room of so many bytes.
+    pub(super) fn new(stream: &Stream, bytes: u64) -> Result<Room, EngineError> {
+        Ok(Room {
+            kernel: stream.device.kernel("vg_arrange")?,
+            memory: CudaMemory::new(&stream.pool, bytes)?,
+        })
+    }
+}
+
+impl CudaMemory {
+    /// `size` bytes, all zero.
+    pub(super) fn new(pool: &Arc<Pool>, size: u64) -> Result<CudaMemory, EngineError> {
+        let address = if size == 0 { 256 } else { pool.alloc(size)? };
+        Ok(CudaMemory {
+            pool: Arc::clone(pool),
+            address,
+            size,
+            arranged: Arranged::default(),
+        })
+    }
+
+    /// Where it is.
+    pub(super) fn address(&self) -> Address {
+        self.address
+    }
+
+    /// Whether it is memory of `pool`.
+    pub(super) fn is_of(&self, pool: &Arc<Pool>) -> bool {
+        Arc::ptr_eq(&self.pool, pool)
+    }
+
+    /// Fails if the memory went with its device.
+    pub(super) fn check_there(&self) -> Result<(), EngineError> {
+        match self.pool.device().lost() {
+            None => Ok(()),
+            Some(reason) => Err(EngineError::Lost { reason }),
+        }
+    }
+
+    /// What of it lies in planes.
+    pub(super) fn arranged(&self) -> &Arranged {
+        &self.arranged
+    }
+
+    /// Puts a tensor at `start`, inside, which lies as the guest has it, in planes.
+    pub(super) fn arrange(
+        &self,
+        start: u64,
+        planes: Planes,
+        room: &Room,
+    ) -> Result<(), EngineError> {
+        let device = self.pool.device();
+        let (at, from) = (self.address + start, room.memory.address);
+        for parts in planes.parts(PIECE) {
+            let begin = parts[0].scales.start;
+            let end = parts[parts.len() - 1].scales.end;
+            // Where the scales of a matrix go, later parts of it lie still.
+            let aside = (parts.len() > 1).then_some(from + PIECE);
+            for part in &parts {
+                let bytes = part.whole.end - part.whole.start;
+                let params = VgArrangeParams {
+                    from,
+                    quants: at + part.quants.start,
+                    scales: aside.unwrap_or(at + begin) + (part.scales.start - begin),
+                    blocks: part.blocks,
+                    type_: u32::from(planes.ty as u8),
+                    reserved: 0,
+                };
+                let blocks = part.quants_of_16().div_ceil(THREADS).min(MOST_BLOCKS);
+                let launch = Launch {
+                    kernel: room.kernel,
+                    grid: [blocks as u32, 1, 1],
+                    threads: [THREADS as u32, 1, 1],
+                    shared: 0,
+                    params: params.as_bytes().to_vec(),
+                    together: false,
+                };
+                // SAFETY: the part is inside, and the room, apart from it, holds a piece. The kernel writes the part's
+                // quants where parts up to this one lay, which are copied, and its scales where nothing else is.
+                unsafe {
+                    device.copy(from, at + part.whole.start, bytes)?;
+                    device.launch(&launch)?;
+                }
+            }
+            if let Some(aside) = aside {
+                // SAFETY: behind the quants, inside; the room holds the scales of a matrix behind a piece.
+                unsafe { device.copy(at + begin, aside, end - begin)? };
+            }
+        }
+        self.arranged.state().insert(start, planes);
+        self.arranged.has_changed();
+        Ok(())
+    }
+
+    /// Brings tensors in planes with bytes of `range` back, for good.
+    pub(super) fn keep_plain(&self, range: &Range<u64>) -> Result<(), EngineError> {
+        self.settle(range, |_| false)
+    }
+
+    /// The same before all bytes of `range` are written: tensors that lie in it are nobody's any more.
+    fn before_change(&self, range: &Range<u64>) -> Result<(), EngineError> {
+        self.settle(range, |tensor| {
+            range.start <= tensor.start && tensor.end <= range.end
+        })
+    }
+
+    /// Has no tensor with bytes of `range` in planes: what of it is to be forgotten is, the rest is brought back.
+    fn settle(
+        &self,
+        range: &Range<u64>,
+        is_forgotten: impl Fn(&Range<u64>) -> bool,
+    ) -> Result<(), EngineError> {
+        if !self.arranged.is_allowed() {
+            return Ok(());
+        }
+        let mut state = self.arranged.state();
+        for (start, planes) in state.meeting(range) {
+            if is_forgotten(&(start..start + planes.bytes())) {
+                state.forget(start);
+            } else {
+                let put = |at, bytes: &[u8]| {
+                    // SAFETY: a part of the tensor, which is inside.
+                    unsafe {
+                        self.pool
+                            .device()
+                            .upload(self.address + start + at, bytes.into())
+                    }
+                };
+                planes.restore(|bytes| self.fetch(start, bytes), put)?;
+                state.keep_plain(start);
+            }
+            self.arranged.has_changed();
+        }
+        Ok(())
+    }
+
+    /// What lies in `range` of a tensor at `start`, inside, in planes or not.
+    fn fetch(&self, start: u64, range: Range<u64>) -> Result<Vec<u8>, EngineError> {
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        self.download(start + range.start, bytes.as_mut_slice().into())?;
+        Ok(bytes)
+    }
+
+    /// Reads what lies at `offset`, inside.
+    fn download(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the range is inside.
+        unsafe { self.pool.device().download(self.address + offset, out) }
+    }
+
+    /// The address of `len` bytes at `offset`.
+    fn range(&self, offset: u64, len: u64) -> Result<Address, EngineError> {
+        check_range(offset, len, self.size)?;
+        self.check_there()?;
+        Ok(self.address + offset)
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        if self.size != 0 {
+            // SAFETY: allocated in `new` with this size; plans that use it hold on to it.
+            unsafe { self.pool.free(self.address, self.size) };
+        }
+    }
+}
+
+impl Memory for CudaMemory {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        let to = self.range(offset, data.len() as u64)?;
+        if data.is_empty() {
+            return Ok(());
+        }
+        self.before_change(&(offset..offset + data.len() as u64))?;
+        // SAFETY: the range is inside.
+        unsafe { self.pool.device().upload(to, data) }
+    }
+
+    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        let len = out.len() as u64;
+        self.range(offset, len)?;
+        if !self.arranged.is_allowed() {
+            return self.download(offset, out);
+        }
+        let state = self.arranged.state();
+        let (mut at, end) = (offset, offset + len);
+        let mut rest = out;
+        for (start, planes) in state.meeting(&(offset..end)) {
+            let wanted = start.max(at)..(start + planes.bytes()).min(end);
+            let (before, from_here) = rest.split_at((wanted.start - at) as usize);
+            self.download(at, before)?;
+            let (here, behind) = from_here.split_at((wanted.end - wanted.start) as usize);
+            let mut here = Some(here);
+            let give = |bytes: &[u8]| {
+                let room = here
+                    .take()
+                    .expect("pieces are given until there is no room left");
+                let (mut first, left) = room.split_at(bytes.len());
+                first.copy_from(bytes.into());
+                here = Some(left);
+                Ok(())
+            };
+            planes.read(
+                wanted.start - start..wanted.end - start,
+                |bytes| self.fetch(start, bytes),
+                give,
+            )?;
+            (at, rest) = (wanted.end, behind);
+        }
+        self.download(at, rest)
+    }
+
+    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
+        let to = self.range(offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        self.before_change(&(offset..offset + len))?;
+        // SAFETY: the range is inside.
+        unsafe { self.pool.device().fill(to, len, value) }
+    }
+
+    fn copy_from(
+        &self,
+        offset: u64,
+        source: &dyn Memory,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<(), EngineError> {
+        let source: &CudaMemory = source
+            .as_any()
+            .downcast_ref()
+            .filter(|source: &&CudaMemory| source.is_of(&self.pool))
+            .ok_or(EngineError::ForeignMemory)?;
+        let (to, from) = (self.range(offset, len)?, source.range(source_offset, len)?);
+        if len == 0 || to == from {
+            return Ok(());
+        }
+        source.keep_plain(&(source_offset..source_offset + len))?;
+        self.before_change(&(offset..offset + len))?;
+        if to.abs_diff(from) >= len {
+            // SAFETY: both ranges are inside, and apart.
+            return unsafe { self.pool.device().copy(to, from, len) };
+        }
+        let through = CudaMemory::new(&self.pool, len)?;
+        // SAFETY: both ranges are inside; the memory in between is apart from either, and is freed after the
+        // copies.
+        unsafe {
+            self.pool.device().copy(through.address, from, len)?;
+            self.pool.device().copy(to, through.address, len)
+        }
+    }
+
+    fn hold_weights(&self) {
+        self.arranged.allow();
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

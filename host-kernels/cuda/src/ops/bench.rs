@@ -1,0 +1,219 @@
+//! Launches of operators by themselves, on the CPU, and what they leave.
+
+use std::sync::Arc;
+
+use vgpu_transport::ir::{BufferId, Graph, Node, Op, Shape, Sources, Tensor, Type};
+
+use super::vector::{self, Rounded};
+use crate::device::{Address, Device};
+use crate::kept::{KEPT_BYTES, Kept};
+use crate::params::*;
+use crate::plan::Builder;
+use crate::segment::Pace;
+use crate::stream::Stream;
+use vgpu_engine::EngineError;
+
+type Added = Option<Result<(), EngineError>>;
+
+#[allow(dead_code, unreachable_pub)]
+#[path = "../../../shim/device.rs"]
+mod shim;
+
+/// A device, and the tensors of a test in its memory, which nobody frees.
+pub(super) struct Bench {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) stream: Stream,
+    graph: Graph,
+    seed: u64,
+}
+
+impl Bench {
+    pub(super) fn new() -> Bench {
+        Bench::on(shim::Shim::default())
+    }
+
+    /// With the kernels for Hopper GPUs.
+    pub(super) fn on_hopper() -> Bench {
+        Bench::on(shim::Shim::hopper())
+    }
+
+    fn on(device: shim::Shim) -> Bench {
+        let device: Arc<dyn Device> = Arc::new(device);
+        let tensor = Tensor {
+            shape: Shape::contiguous(Type::F32, [1; 4]).expect("one element"),
+            buffer: 0,
+            offset: 0,
+        };
+        Bench {
+            stream: Stream::new(Arc::clone(&device), Pace::default()).expect("a stream"),
+            device,
+            graph: Graph {
+                buffers: vec![BufferId(1)],
+                tensors: vec![tensor; 2],
+                nodes: vec![Node {
+                    op: Op::Sqr {},
+                    dst: 1,
+                    src: Sources::new([Some(0)]),
+                }],
+            },
+            seed: 88_172_645_463_325_252,
+        }
+    }
+
+    pub(super) fn random(&mut self) -> f32 {
+        self.seed ^= self.seed << 13;
+        self.seed ^= self.seed >> 7;
+        self.seed ^= self.seed << 17;
+        (self.seed >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    /// A dense tensor of these bytes.
+    pub(super) fn tensor(&self, ty: Type, ne: [u64; 4], bytes: &[u8]) -> VgView {
+        let address = self
+            .device
+            .alloc(bytes.len() as u64)
+            .expect("little memory");
+        // SAFETY: just allocated with this size.
+        unsafe { self.device.upload(address, bytes.into()) }.expect("a copy");
+        VgView::new(address, &Shape::contiguous(ty, ne).expect("a small shape"))
+    }
+
+    pub(super) fn floats(&self, ne: [u64; 4], values: &[f32]) -> VgView {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        self.tensor(Type::F32, ne, &bytes)
+    }
+
+    /// A dense tensor of random numbers between -1 and 1, and those.
+    pub(super) fn randoms(&mut self, ne: [u64; 4]) -> (VgView, Vec<f32>) {
+        let values: Vec<f32> = (0..ne.iter().product()).map(|_| self.random()).collect();
+        (self.floats(ne, &values), values)
+    }
+
+    /// Random weights of a type: the tensor, and what its elements are.
+    pub(super) fn weights(&mut self, ty: Type, ne: [u64; 4]) -> (VgView, Vec<f32>) {
+        let format = vgpu_cpu::formats::Format::of(ty).expect("a type of real numbers");
+        let mut values: Vec<f32> = (0..ne.iter().product()).map(|_| self.random()).collect();
+        let mut bytes = vec![0; format.row_bytes(values.len())];
+        // SAFETY: all hold that many elements, in whole blocks.
+        unsafe {
+            (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len());
+            (format.dequantize_row)(bytes.as_ptr(), values.as_mut_ptr(), values.len());
+        }
+        (self.tensor(ty, ne, &bytes), values)
+    }
+
+    pub(super) fn nothing(&self, ty: Type, ne: [u64; 4]) -> VgView {
+        let bytes = ne.iter().product::<u64>() * ty.block_bytes();
+        self.tensor(ty, ne, &vec![0xa5; bytes as usize])
+    }
+
+    pub(super) fn rounded(&self, x: &VgView) -> Rounded {
+        let elements = vector::rounded_elements(x) as u64;
+        let alloc = |bytes| self.device.alloc(bytes).expect("little memory");
+        Rounded {
+            quants: alloc(elements),
+            scales: alloc(elements / 2),
+        }
+    }
+
+    /// Of each block of 32 the bytes, the factor and the sums, as `cuda/scales.cuh` says where they are.
+    pub(super) fn blocks(&self, it: &Rounded, x: &VgView) -> Vec<(Vec<u8>, [u32; 4])> {
+        let elements = vector::rounded_elements(x) as usize;
+        let (quants, scales) = (
+            self.bytes(it.quants, elements),
+            self.bytes(it.scales, elements / 2),
+        );
+        let pieces = elements / 1024 / x.rows() as usize;
+        let of_row = 0..x.ne[0] as usize / 32;
+        let place =
+            |row: usize, block: usize| (row * pieces + block / 32, block % 32 / 2, block % 2);
+        { 0..x.rows() as usize }
+            .flat_map(|row| of_row.clone().map(move |block| place(row, block)))
+            .map(|(piece, chunk, which)| {
+                let half =
+                    |h: usize| &quants[piece * 1024 + (2 * which + h) * 256 + chunk * 16..][..16];
+                let number = |at: usize| {
+                    let at = piece * 512 + chunk * 16 + which * 4 + at;
+                    u32::from_le_bytes(scales[at..at + 4].try_into().expect("four"))
+                };
+                let numbers = [number(0), number(8), number(256), number(264)];
+                ([half(0), half(1)].concat(), numbers)
+            })
+            .collect()
+    }
+
+    pub(super) fn bytes(&self, address: Address, n: usize) -> Vec<u8> {
+        let mut bytes = vec![0; n];
+        // SAFETY: tests ask for no more than they have allocated.
+        unsafe { self.device.download(address, bytes.as_mut_slice().into()) }.expect("a copy");
+        bytes
+    }
+
+    pub(super) fn read(&self, v: &VgView) -> Vec<f32> {
+        let bytes = self.bytes(v.data, v.elements() as usize * 4);
+        let words = bytes.chunks_exact(4);
+        words
+            .map(|b| f32::from_le_bytes(b.try_into().expect("four")))
+            .collect()
+    }
+
+    pub(super) fn read_ints(&self, v: &VgView) -> Vec<i32> {
+        self.read(v)
+            .into_iter()
+            .map(|x| x.to_bits() as i32)
+            .collect()
+    }
+
+    /// Runs the launches of `add`, and returns whether there were any.
+    pub(super) fn run(&self, add: impl FnOnce(&mut Builder<'_>) -> Added) -> bool {
+        let views = [VgView::default(); 2];
+        let mut kept = Kept::new(self.stream.scratch.base());
+        let mut builder = Builder::new(&self.graph, &views, 0, &self.stream, (&mut kept, 0));
+        let Some(outcome) = add(&mut builder) else {
+            return false;
+        };
+        outcome.expect("launches");
+        let _claim = self
+            .stream
+            .scratch
+            .claim(KEPT_BYTES + builder.scratch_bytes())
+            .expect("little memory");
+        for step in builder.into_steps() {
+            // SAFETY: over tensors of this bench and claimed scratch memory.
+            unsafe { self.device.launch(&step.launch) }.expect("a launch");
+        }
+        true
+    }
+}
+
+#[track_caller]
+pub(super) fn compare(
+    what: &str,
+    got: &[f32],
+    want: impl IntoIterator<Item = f64>,
+    tolerance: f64,
+) {
+    let want: Vec<f64> = want.into_iter().collect();
+    assert_eq!(got.len(), want.len());
+    for (i, (&got, want)) in got.iter().zip(want).enumerate() {
+        let off = (f64::from(got) - want).abs();
+        assert!(
+            off <= tolerance * (1.0 + want.abs()),
+            "{what}: {i} is {got}, not {want}"
+        );
+    }
+}
+
+/// Rows of weights times columns, in f64, of activations as they are.
+pub(super) fn product(w: &[f32], x: &[f32], k: usize) -> Vec<f64> {
+    { x.chunks(k) }
+        .flat_map(|x| {
+            w.chunks(k).map(move |w| {
+                w.iter()
+                    .zip(x)
+                    .map(|(w, x)| f64::from(*w) * f64::from(*x))
+                    .sum()
+            })
+        })
+        .collect()
+}

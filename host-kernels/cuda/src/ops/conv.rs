@@ -1,0 +1,310 @@
+//! CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D, IM2COL, IM2COL_3D, IM2COL_BACK, COL2IM_1D.
+//!
+//! Kernels know images of three dimensions; one or two are such with an extent of 1.
+
+use vgpu_transport::ir::{Op, OpKind, Rule};
+
+use super::div_ceil;
+use crate::params::*;
+use crate::plan::Builder;
+use vgpu_engine::EngineError;
+use vgpu_engine::types::{ANY, F32, FLOATS};
+
+/// The tile of results that a block of `vg_conv` computes.
+const TILE: [i64; 2] = [64, 32];
+
+pub(super) fn rules() -> Vec<Rule> {
+    let convolutions = [
+        OpKind::Conv2d,
+        OpKind::Conv3d,
+        OpKind::Conv2dDw,
+        OpKind::ConvTranspose1d,
+        OpKind::ConvTranspose2d,
+    ];
+    let mut rules = Vec::from(convolutions.map(|op| Rule::new(op, F32, &[FLOATS, F32])));
+    rules.extend([
+        // Of the kernel only the extents matter.
+        Rule::new(OpKind::Im2col, FLOATS, &[ANY, F32]),
+        Rule::new(OpKind::Im2col3d, FLOATS, &[ANY, F32]),
+        Rule::new(OpKind::Im2colBack, F32, &[FLOATS, ANY]),
+        Rule::uniform(OpKind::Col2im1d, FLOATS, 1),
+    ]);
+    rules
+}
+
+pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+    let dst = b.dst();
+    Some(match *op {
+        Op::Conv2d {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+        } => {
+            let (kernel, image) = (b.src(0), b.src(1));
+            let params = VgConvParams {
+                dst: plane(&dst),
+                kernel: plane(&kernel),
+                image: plane(&image),
+                moves: moves([(s0, p0, d0), (s1, p1, d1)]),
+                channels: image.ne[2],
+                results: dst.ne[2],
+                images: dst.ne[3],
+            };
+            convolution(b, &params)
+        }
+        Op::Conv3d {
+            s0,
+            s1,
+            s2,
+            p0,
+            p1,
+            p2,
+            d0,
+            d1,
+            d2,
+            c,
+            n,
+            oc,
+        } => {
+            let (kernel, image) = (b.src(0), b.src(1));
+            let params = VgConvParams {
+                dst: space(&dst, oc.into()),
+                kernel: space(&kernel, c.into()),
+                image: space(&image, c.into()),
+                moves: moves([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
+                channels: c.into(),
+                results: oc.into(),
+                images: n.into(),
+            };
+            convolution(b, &params)
+        }
+        Op::Conv2dDw {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+        } => {
+            let (kernel, image) = (b.src(0), b.src(1));
+            let params = VgConvParams {
+                dst: plane(&dst),
+                kernel: VgVolume {
+                    channel: kernel.nb[3],
+                    ..plane(&kernel)
+                },
+                image: plane(&image),
+                moves: moves([(s0, p0, d0), (s1, p1, d1)]),
+                channels: dst.ne[2],
+                results: 1,
+                images: dst.ne[3],
+            };
+            b.for_each("vg_conv_depthwise", dst.elements(), &params)
+        }
+        Op::ConvTranspose1d { s0, .. } => {
+            // Lines are planes of one row: [k, results, channels] are [k, 1, results, channels].
+            let (kernel, image) = (as_plane(b.src(0)), as_plane(b.src(1)));
+            transposed(b, as_plane(dst), kernel, image, s0.into())
+        }
+        Op::ConvTranspose2d { stride } => {
+            let (kernel, image) = (b.src(0), b.src(1));
+            transposed(b, dst, kernel, image, stride.into())
+        }
+        Op::Im2col {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+            is_2d,
+        } => {
+            let (kernel, image) = (b.src(0), b.src(1));
+            let steps = [(s0, p0, d0), (s1, p1, d1)];
+            let params = patches(dst, kernel, image, steps, is_2d);
+            b.for_each("vg_im2col", dst.elements(), &params)
+        }
+        Op::Im2col3d {
+            s0,
+            s1,
+            s2,
+            p0,
+            p1,
+            p2,
+            d0,
+            d1,
+            d2,
+            ic,
+        } => {
+            let (kernel, image) = (b.src(0), b.src(1));
+            let images = image.ne[3] / i64::from(ic);
+            let params = VgPatchParams {
+                patches: dst,
+                image: space(&image, ic.into()),
+                moves: moves([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
+                taps: [kernel.ne[0], kernel.ne[1], kernel.ne[2]],
+                channels: ic.into(),
+                images,
+                depth: dst.ne[3].checked_div(images).unwrap_or(1).max(1),
+            };
+            b.for_each("vg_im2col", dst.elements(), &params)
+        }
+        Op::Im2colBack {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+            is_2d,
+        } => {
+            let (gradient, kernel) = (b.src(0), b.src(1));
+            let steps = [(s0, p0, d0), (s1, p1, d1)];
+            let mut params = patches(gradient, kernel, dst, steps, is_2d);
+            if gradient.elements() == 0 {
+                // The sums of nothing. The extents of the kernel are bounded by the patches alone.
+                params.taps = [0; 3];
+            }
+            b.for_each("vg_im2col_back", dst.elements(), &params)
+        }
+        Op::Col2im1d { s0, p0, .. } => {
+            let params = VgCol2imParams {
+                dst,
+                src: b.src(0),
+                stride: s0.into(),
+                padding: p0.into(),
+            };
+            b.for_each("vg_col2im_1d", dst.elements(), &params)
+        }
+        _ => return None,
+    })
+}
+
+/// Strides, paddings and dilations of up to three dimensions.
+fn moves<const N: usize>(steps: [(i32, i32, i32); N]) -> VgMoves {
+    let mut all = VgMoves {
+        stride: [1; 3],
+        padding: [0; 3],
+        dilation: [1; 3],
+    };
+    for (d, (stride, padding, dilation)) in steps.into_iter().enumerate() {
+        all.stride[d] = stride.into();
+        all.padding[d] = padding.into();
+        all.dilation[d] = dilation.into();
+    }
+    all
+}
+
+/// [w, h, channels, images]
+fn plane(v: &VgView) -> VgVolume {
+    VgVolume {
+        data: v.data,
+        ne: [v.ne[0], v.ne[1], 1],
+        nb: [v.nb[0], v.nb[1], 0],
+        channel: v.nb[2],
+        image: v.nb[3],
+        type_: v.type_,
+        reserved: 0,
+    }
+}
+
+/// [w, h, d, channels * images]
+fn space(v: &VgView, channels: i64) -> VgVolume {
+    VgVolume {
+        data: v.data,
+        ne: [v.ne[0], v.ne[1], v.ne[2]],
+        nb: [v.nb[0], v.nb[1], v.nb[2]],
+        channel: v.nb[3],
+        image: v.nb[3] * channels,
+        type_: v.type_,
+        reserved: 0,
+    }
+}
+
+/// A line as a plane of one row.
+fn as_plane(v: VgView) -> VgView {
+    VgView {
+        ne: [v.ne[0], 1, v.ne[1], v.ne[2]],
+        nb: [v.nb[0], 0, v.nb[1], v.nb[2]],
+        ..v
+    }
+}
+
+/// Patches of planes, or of lines, as an operator of the IM2COL family has them.
+fn patches(
+    patches: VgView,
+    kernel: VgView,
+    image: VgView,
+    [x, y]: [(i32, i32, i32); 2],
+    is_2d: bool,
+) -> VgPatchParams {
+    if is_2d {
+        return VgPatchParams {
+            patches,
+            image: plane(&image),
+            moves: moves([x, y]),
+            taps: [kernel.ne[0], kernel.ne[1], 1],
+            channels: image.ne[2],
+            images: image.ne[3],
+            depth: 1,
+        };
+    }
+    VgPatchParams {
+        patches: VgView {
+            ne: [patches.ne[0], patches.ne[1], 1, patches.ne[2]],
+            nb: [patches.nb[0], patches.nb[1], 0, patches.nb[2]],
+            ..patches
+        },
+        image: plane(&as_plane(image)),
+        moves: moves([x]),
+        taps: [kernel.ne[0], 1, 1],
+        channels: image.ne[1],
+        images: image.ne[2],
+        depth: 1,
+    }
+}
+
+fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineError> {
+    let places = params.dst.ne.iter().product();
+    let grid = [
+        div_ceil(places, TILE[0]),
+        div_ceil(params.results, TILE[1]),
+        params.images,
+    ];
+    if grid[1] > super::super::plan::MOST_BLOCKS {
+        let results = params.results;
+        return Err(b.unsupported(format!("a convolution with {results} results")));
+    }
+    b.launch_over("vg_conv", grid, 256, 0, params)
+}
+
+fn transposed(
+    b: &mut Builder<'_>,
+    dst: VgView,
+    kernel: VgView,
+    image: VgView,
+    stride: i64,
+) -> Result<(), EngineError> {
+    let params = VgConvParams {
+        dst: plane(&dst),
+        kernel: VgVolume {
+            // A kernel sums over its last dimension here.
+            channel: kernel.nb[3],
+            image: kernel.nb[2],
+            ..plane(&kernel)
+        },
+        image: plane(&image),
+        moves: VgMoves {
+            stride: [stride; 3],
+            padding: [0; 3],
+            dilation: [1; 3],
+        },
+        channels: kernel.ne[3],
+        results: dst.ne[2],
+        images: dst.ne[3],
+    };
+    b.for_each("vg_conv_transposed", dst.elements(), &params)
+}

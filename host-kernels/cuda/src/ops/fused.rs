@@ -1,0 +1,218 @@
+//! Several nodes in one launch: what the plan calls where it finds them one after the other.
+//!
+//! Each function adds its launch, or, if its kernel does not do such operands, nothing: then it is None. Results do not
+//! overlap operands, but for `sum` and `dst` of [`Norm`], which may lie where `a` does, row by row.
+
+use vgpu_transport::ir::Type;
+
+use super::div_ceil;
+use super::vector::Rounded;
+use crate::params::*;
+use crate::plan::{Builder, threads_for};
+use vgpu_engine::EngineError;
+
+type Added = Option<Result<(), EngineError>>;
+
+/// RMS_NORM with the sum before it and the product behind it.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Norm {
+    /// The result; its `data` may be 0 if only `rounded` is read.
+    pub(crate) dst: VgView,
+    /// What is normalised, plus `add` if that is there; the sum goes to `sum` if that is.
+    pub(crate) a: VgView,
+    pub(crate) add: VgView,
+    pub(crate) sum: VgView,
+    /// What the result is multiplied with, if there.
+    pub(crate) w: VgView,
+    pub(crate) eps: f32,
+    /// Where the result is left rounded for products.
+    pub(crate) rounded: Option<Rounded>,
+}
+
+/// RMS_NORM with the sum before it and the product behind it.
+pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
+    let Norm {
+        dst,
+        a,
+        add,
+        sum,
+        w,
+        ..
+    } = *it;
+    let repeats = |v: &VgView| {
+        v.data == 0
+            || is_dense_f32(v, 16) && v.ne[0] == a.ne[0] && (1..4).all(|d| a.ne[d] % v.ne[d] == 0)
+    };
+    let is_like = |v: &VgView| v.data == 0 || is_dense_f32(v, 16) && v.ne == a.ne;
+    let whole = if it.rounded.is_some() { 32 } else { 4 };
+    let fits = is_dense_f32(&a, 16)
+        && a.ne[0] > 0
+        && a.ne[0] % whole == 0
+        && a.ne[0] <= i64::from(i32::MAX)
+        && repeats(&add)
+        && repeats(&w)
+        && is_like(&sum)
+        && is_like(&dst)
+        && (dst.data != 0 || it.rounded.is_some());
+    if !fits {
+        return None;
+    }
+    let params = VgNormFusedParams {
+        dst,
+        a,
+        add,
+        sum,
+        w,
+        quants: it.rounded.map_or(0, |rounded| rounded.quants),
+        scales: it.rounded.map_or(0, |rounded| rounded.scales),
+        eps: it.eps,
+        reserved: 0,
+    };
+    // Where launches become steps not more than a block of a step has, so that sums are the same in both.
+    let threads = match b.makes_steps() {
+        true => threads_for(a.ne[0]).min(128),
+        false => threads_for(a.ne[0]),
+    };
+    Some(b.for_each_row("vg_norm_fused", a.rows(), threads, 0, &params))
+}
+
+/// ROPE, then SET_ROWS of what it gives, with a token's heads one after the other in a row.
+#[derive(Clone, Copy)]
+pub(crate) struct RopeRows {
+    /// As for ROPE alone (see `rope::params`); its `dst` is not written.
+    pub(crate) rope: VgRopeParams,
+    pub(crate) cache: VgView,
+    /// Which row of the cache each token's is.
+    pub(crate) ids: VgView,
+}
+
+/// ROPE, then SET_ROWS of what it gives.
+pub(crate) fn rope_rows(b: &mut Builder<'_>, it: &RopeRows) -> Added {
+    let RopeRows { rope, cache, ids } = *it;
+    let src = &rope.src;
+    let fits = [VG_F32, VG_F16, VG_BF16].contains(&cache.type_)
+        && [VG_I32, VG_I64].contains(&ids.type_)
+        && src.ne[3] == 1
+        && cache.ne[0] == src.ne[0] * src.ne[1]
+        && cache.ne[2..] == [1, 1]
+        && ids.ne == [src.ne[2], 1, 1, 1];
+    if !fits {
+        return None;
+    }
+    let params = VgRopeRowsParams {
+        rope,
+        cache,
+        ids,
+        place: b.place(),
+    };
+    let threads = super::rope::threads(src);
+    Some(b.for_each_row("vg_rope_rows", src.rows(), threads, 0, &params))
+}
+
+/// Which experts each token takes, and how much each counts.
+#[derive(Clone, Copy)]
+pub(crate) struct Route {
+    /// `[experts, tokens]`, f32.
+    pub(crate) logits: VgView,
+    /// f32 for each expert, added for the choice only; or not there.
+    pub(crate) bias: VgView,
+    /// `[used, tokens]` or longer rows, of which the first `used` are written; i32.
+    pub(crate) ids: VgView,
+    /// `[1, used, tokens]`, f32.
+    pub(crate) weights: VgView,
+    /// What weights are of logits.
+    pub(crate) op: VgRoute,
+    /// Whether weights are divided by their sum, or by this if that is less.
+    pub(crate) normalized: Option<f32>,
+    /// What weights are multiplied with in the end.
+    pub(crate) scale: f32,
+}
+
+/// Most experts, and most of them for a token, that `vg_route` chooses among; the former holds for `vg_group`, too.
+pub(super) const MOST_EXPERTS: i64 = 512;
+const MOST_USED: i64 = 32;
+
+/// SOFT_MAX or another function, TOP_K or ARGSORT, GET_ROWS, and the division by the sum.
+pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
+    let Route {
+        logits,
+        bias,
+        ids,
+        weights,
+        ..
+    } = *it;
+    let [experts, tokens, ..] = logits.ne;
+    let used = weights.ne[1];
+    let fits = logits.type_ == VG_F32
+        && weights.type_ == VG_F32
+        && ids.type_ == VG_I32
+        && (1..=MOST_EXPERTS).contains(&experts)
+        && (1..=MOST_USED.min(experts)).contains(&used)
+        && logits.ne[2..] == [1, 1]
+        && weights.ne == [1, used, tokens, 1]
+        && ids.ne[0] >= used
+        && ids.ne[1..] == [tokens, 1, 1]
+        && (bias.data == 0 || bias.is_dense(Type::F32) && bias.ne[0] == experts);
+    if !fits {
+        return None;
+    }
+    let params = VgRouteParams {
+        logits,
+        ids,
+        weights,
+        bias: bias.data,
+        least: it.normalized.unwrap_or(0.0),
+        scale: it.scale,
+        used: used as u32,
+        op: it.op,
+        normalized: u32::from(it.normalized.is_some()),
+        reserved: 0,
+    };
+    Some(b.for_each_row("vg_route", div_ceil(tokens, 4), 128, 0, &params))
+}
+
+/// The sum of what a token's experts give, each times its weight.
+#[derive(Clone, Copy)]
+pub(crate) struct WeightedSum {
+    /// `[n, tokens]`, f32.
+    pub(crate) dst: VgView,
+    /// `[n, used, tokens]`, f32.
+    pub(crate) experts: VgView,
+    /// `[1, used, tokens]`, f32.
+    pub(crate) weights: VgView,
+}
+
+/// MUL and the ADDs behind it.
+pub(crate) fn weighted_sum(b: &mut Builder<'_>, it: &WeightedSum) -> Added {
+    let WeightedSum {
+        dst,
+        experts,
+        weights,
+    } = *it;
+    let [n, used, tokens, _] = experts.ne;
+    let fits = [dst, experts, weights].iter().all(|v| v.type_ == VG_F32)
+        && dst.ne == [n, tokens, 1, 1]
+        && experts.ne[3] == 1
+        && weights.ne == [1, used, tokens, 1];
+    if !fits {
+        return None;
+    }
+    let params = VgWeightedSumParams {
+        dst,
+        experts,
+        weights,
+    };
+    Some(b.for_each("vg_weighted_sum", dst.elements(), &params))
+}
+
+/// Whether rows are dense f32 at multiples of `places` bytes.
+fn is_dense_f32(v: &VgView, places: i64) -> bool {
+    v.type_ == VG_F32
+        && v.nb[0] == 4
+        && v.data.is_multiple_of(places as u64)
+        && (1..4).all(|d| v.ne[d] == 1 || v.nb[d] % places == 0)
+}
+
+#[cfg(test)]
+#[path = "fused_tests.rs"]
+mod tests;

@@ -1,0 +1,204 @@
+//! The kernels' sources, and which file a kernel is in.
+
+/// A source file, compiled by itself.
+#[derive(Debug)]
+pub struct Source {
+    /// The name without `.cu`.
+    pub name: &'static str,
+    /// The text.
+    pub text: &'static str,
+    /// The architecture it can be compiled for, if there is only one.
+    pub only: Option<&'static str>,
+}
+
+macro_rules! sources {
+    ($($name:literal)* $(; $only:literal: $($special:literal)*)*) => {
+        &[
+            $(sources!(@ $name, None),)*
+            $($(sources!(@ $special, Some($only)),)*)*
+        ]
+    };
+    (@ $name:literal, $only:expr) => {
+        Source {
+            name: $name,
+            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/", $name, ".cu")),
+            only: $only,
+        }
+    };
+}
+
+macro_rules! headers {
+    ($($name:literal)*) => {
+        &[$(($name, include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/", $name))),)*]
+    };
+}
+
+/// Every source file.
+pub const SOURCES: &[Source] = sources! {
+    "attend_brain" "attend_halves" "attend_pairs" "attend_raw" "attention" "conv" "deepseek" "elementwise" "fused" "gemm_books" "gemm_groups" "gemm_planes" "gemm_supers" "image" "matmul" "movement" "norm" "planes" "recurrent" "reduce" "rope"
+    "step" "steps" "training" "vector_books" "vector_floats" "vector_groups" "vector_planes" "vector_supers";
+    "sm_90a": "attend_hopper" "gemm_hopper_blocks" "gemm_hopper_fives" "gemm_hopper_floats" "gemm_hopper_planes" "gemm_hopper_supers"
+        "gemm_hopper_twos"
+};
+
+/// What they include, by name.
+pub const HEADERS: &[(&str, &str)] = headers! {
+    "attend.cuh" "chunks.cuh" "device.cuh" "formats.cuh" "fused.cuh" "gemm.cuh" "gemm_hopper.cuh" "hopper.cuh" "map.cuh" "params.h"
+    "quants.cuh" "rope.cuh" "rounding.cuh" "rows.cuh" "scales.cuh" "step.cuh" "tile.cuh" "units.cuh" "vector.cuh"
+};
+
+/// The architectures that machine code is made for ahead of time: A100, L4 and L40, H100 and H200, B200, and
+/// the GeForce and workstation cards of its generation.
+pub const ARCHITECTURES: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
+
+/// The architecture with warp groups that multiply, which the kernels for Hopper GPUs are for.
+pub const HOPPER: &str = "sm_90a";
+
+/// The oldest architecture, which has the kernels for any GPU alone.
+pub const GENERAL: &str = "sm_80";
+
+/// The files that can be compiled for an architecture.
+pub fn sources_for(arch: &str) -> impl Iterator<Item = &'static Source> {
+    SOURCES.iter().filter(move |source| source.is_for(arch))
+}
+
+impl Source {
+    /// Whether it can be compiled for this architecture.
+    pub fn is_for(&self, arch: &str) -> bool {
+        self.only.is_none_or(|only| only == arch)
+    }
+
+    /// The names of the kernels in it.
+    pub fn kernels(&self) -> impl Iterator<Item = &'static str> {
+        self.text
+            .lines()
+            .filter_map(|line| line.strip_prefix("KERNEL(")?.split(',').next())
+    }
+
+    /// The headers that it includes, and that those include, by name and in order of their names.
+    pub fn headers(&self) -> Vec<(&'static str, &'static str)> {
+        let mut found: Vec<(&str, &str)> = Vec::new();
+        let mut texts = vec![self.text];
+        while let Some(text) = texts.pop() {
+            let included = text.lines().filter_map(|line| {
+                let rest = line.trim_start().strip_prefix("#include \"")?;
+                rest.split('"').next()
+            });
+            for name in included {
+                // The shim's own header is none of them.
+                let header = HEADERS.iter().find(|(known, _)| *known == name);
+                if let Some(&(name, text)) = header
+                    && !found.iter().any(|(known, _)| *known == name)
+                {
+                    found.push((name, text));
+                    texts.push(text);
+                }
+            }
+        }
+        found.sort_unstable();
+        found
+    }
+
+    /// A name that changes with everything its machine code depends on: its text, the headers it includes, the options and
+    /// the version of the compiler, the architecture.
+    pub fn code_name(&self, arch: &str, (major, minor): (i32, i32)) -> String {
+        let mut hash = blake3::Hasher::new();
+        let options = super::nvrtc::OPTIONS.iter().map(|option| ("", *option));
+        let texts = std::iter::once((self.name, self.text));
+        for (name, text) in options.chain(texts).chain(self.headers()) {
+            // With lengths, so that no text can go on in the next.
+            for part in [name, text] {
+                hash.update(&(part.len() as u64).to_le_bytes());
+                hash.update(part.as_bytes());
+            }
+        }
+        let hash = hash.finalize().to_hex();
+        format!("{}-{arch}-nvrtc{major}.{minor}-{}", self.name, &hash[..32])
+    }
+}
+
+/// The architecture that code must be made for to run on a GPU of this compute capability as fast as it can.
+pub fn architecture(major: i32, minor: i32) -> String {
+    let suffix = if major >= 9 { "a" } else { "" };
+    format!("sm_{major}{minor}{suffix}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_has_a_name_of_its_own() {
+        let mut names: Vec<_> = SOURCES.iter().flat_map(Source::kernels).collect();
+        assert!(SOURCES.iter().all(|source| source.kernels().count() > 0));
+        names.sort_unstable();
+        let count = names.len();
+        names.dedup();
+        assert_eq!(count, names.len());
+    }
+
+    #[test]
+    fn names_of_code_change_with_what_it_is_made_of() {
+        let source = |text| Source {
+            name: "a",
+            text,
+            only: None,
+        };
+        let plain = source("#include \"attend.cuh\"\nKERNEL(a, P, 1) {}");
+        let names: Vec<&str> = plain.headers().iter().map(|(name, _)| *name).collect();
+        assert!(names.contains(&"attend.cuh") && names.contains(&"device.cuh"));
+        assert!(
+            names.contains(&"params.h") && !names.contains(&"vector.cuh"),
+            "{names:?}"
+        );
+        let name = |source: &Source| source.code_name("sm_80", (13, 0));
+        assert_eq!(name(&plain), name(&plain));
+        let others = [
+            name(&source("#include \"attend.cuh\"\nKERNEL(b, P, 1) {}")),
+            name(&source("#include \"vector.cuh\"\nKERNEL(a, P, 1) {}")),
+            plain.code_name("sm_89", (13, 0)),
+            plain.code_name("sm_80", (13, 1)),
+        ];
+        assert!(
+            others.iter().all(|other| *other != name(&plain)),
+            "{others:?}"
+        );
+        // All that a file includes is known.
+        for source in SOURCES {
+            assert!(
+                source.headers().iter().any(|(name, _)| *name == "params.h"),
+                "{}",
+                source.name
+            );
+        }
+    }
+
+    #[test]
+    fn all_files_are_listed() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels");
+        for entry in std::fs::read_dir(folder).expect("the folder of the kernels") {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            let listed = SOURCES.iter().any(|s| format!("{}.cu", s.name) == name)
+                || HEADERS.iter().any(|(header, _)| *header == name);
+            assert!(listed, "{name}");
+        }
+    }
+
+    #[test]
+    fn special_files_are_for_an_architecture_that_is_made() {
+        let special = SOURCES.iter().filter_map(|source| source.only);
+        assert!(special.clone().all(|only| ARCHITECTURES.contains(&only)));
+        assert!(special.clone().any(|only| only == HOPPER));
+        assert_eq!(
+            sources_for("sm_80").count() + special.count(),
+            SOURCES.len()
+        );
+    }
+
+    #[test]
+    fn architectures_are_those_of_the_cards() {
+        assert_eq!(architecture(8, 0), "sm_80");
+        assert_eq!(architecture(9, 0), "sm_90a");
+        assert_eq!(architecture(12, 0), "sm_120a");
+    }
+}

@@ -1,0 +1,273 @@
+//! Memory: parts of large chunks, zero for whoever gets them; and what becomes of it when the device fails.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use vgpu_cuda::CudaEngine;
+use vgpu_cuda::device::Device;
+use vgpu_engine::{Engine, EngineError};
+use vgpu_transport::window::memory::Window;
+
+use crate::engine_on;
+use crate::spy::{Event, Fails, Spy};
+use vgpu_check::model::{Step, TINY};
+
+const MIB: u64 = 1 << 20;
+
+fn allocations(log: &[Event]) -> Vec<u64> {
+    { log.iter() }
+        .filter_map(|event| match event {
+            Event::Alloc(size) => Some(*size),
+            _ => None,
+        })
+        .collect()
+}
+
+#[test]
+fn small_allocations_are_parts_of_large_ones() {
+    let device = Arc::new(Spy::with_memory(1024 * MIB));
+    let engine = engine_on(&device);
+    device.take_log();
+    let before = engine.memory();
+    let mut held: Vec<_> = (1..=100).map(|i| engine.alloc(i * 1000).unwrap()).collect();
+    let log = device.take_log();
+    assert!(
+        allocations(&log).is_empty(),
+        "the first chunk has room: {log:?}"
+    );
+    let taken: u64 = (1..=100u64).map(|i| (i * 1000).next_multiple_of(256)).sum();
+    assert_eq!(engine.memory().free, before.free - taken);
+
+    // What somebody wrote is nobody else's to read.
+    for memory in &held {
+        memory.fill(0, memory.size(), 0xee).unwrap();
+    }
+    held.clear();
+    assert_eq!(engine.memory(), before);
+    for i in 1..=100 {
+        let memory = engine.alloc(i * 1000).unwrap();
+        let mut bytes = vec![1; memory.size() as usize];
+        memory.read(0, bytes.as_mut_slice().into()).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == 0));
+        held.push(memory);
+    }
+    assert!(allocations(&device.take_log()).is_empty());
+
+    // What is large is the device's, and goes back to it.
+    let large = engine.alloc(100 * MIB).unwrap();
+    assert_eq!(allocations(&device.take_log()), [100 * MIB]);
+    drop(large);
+    assert_eq!(device.take_log(), [Event::Free(100 * MIB)]);
+}
+
+#[test]
+fn a_full_device_refuses_one_and_serves_others() {
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let engine = engine_on(&device);
+    let neighbour = engine.alloc(1000).unwrap();
+    neighbour.fill(0, 1000, 7).unwrap();
+    // Chunks that are not in use make room for what is large.
+    let parts: Vec<_> = (0..12).map(|_| engine.alloc(16 * MIB).unwrap()).collect();
+    drop(parts);
+    let large = engine
+        .alloc(400 * MIB)
+        .expect("spare chunks are given back");
+    let info = engine.memory();
+    let error = engine.alloc(200 * MIB).unwrap_err();
+    assert_eq!(
+        error,
+        EngineError::OutOfMemory {
+            wanted: 200 * MIB,
+            free: info.free,
+            total: 512 * MIB
+        }
+    );
+    let mut bytes = [0; 1000];
+    neighbour.read(0, bytes.as_mut_slice().into()).unwrap();
+    assert_eq!(bytes, [7; 1000]);
+    drop(large);
+    engine.alloc(200 * MIB).expect("there is room again");
+}
+
+/// An engine that sets up a new device each time one is lost, and all its devices.
+fn patient_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
+    let devices = Arc::new(Mutex::new(vec![Arc::new(Spy::running())]));
+    let first = Arc::clone(&devices.lock().unwrap()[0]);
+    let more = Arc::clone(&devices);
+    let engine = engine_on(&first).reopened_by(move || {
+        let device = Arc::new(Spy::running());
+        more.lock().unwrap().push(Arc::clone(&device));
+        Ok(device as Arc<dyn Device>)
+    });
+    (engine, devices)
+}
+
+#[test]
+fn a_device_that_fails_for_good_is_set_up_anew() {
+    let (engine, devices) = patient_engine();
+    let first = Arc::clone(&devices.lock().unwrap()[0]);
+    let built = TINY.graph(Step {
+        tokens: 1,
+        seen: 32,
+    });
+    // Two guests.
+    let (mine, theirs) = (built.load(&engine), built.load(&engine));
+    let mut my_plan = built.compile(&engine, &mine);
+    let mut their_plan = built.compile(&engine, &theirs);
+    for (loaded, plan) in [(&mine, &mut my_plan), (&theirs, &mut their_plan)] {
+        built.write_inputs(loaded, 0);
+        plan.run().unwrap();
+    }
+    let want = built.read_result(&theirs);
+    first.fail(Fails::Launch(0));
+    let error = my_plan.run().unwrap_err().to_string();
+    assert!(error.contains("illegal memory access"), "{error}");
+
+    // The other one hears that its memory is lost, whatever it asks for.
+    let lost = |error: String| {
+        assert!(error.contains("illegal memory access"), "{error}");
+        assert!(error.contains("what was in its memory is lost"), "{error}");
+    };
+    lost(their_plan.run().unwrap_err().to_string());
+    let mut byte = [0];
+    let memory = &theirs.buffers[0];
+    lost(
+        memory
+            .read(0, byte.as_mut_slice().into())
+            .unwrap_err()
+            .to_string(),
+    );
+    lost(
+        memory
+            .write(0, byte.as_slice().into())
+            .unwrap_err()
+            .to_string(),
+    );
+    lost(memory.fill(0, 1, 0).unwrap_err().to_string());
+    lost(
+        { engine.compile(&built.valid(&engine), &theirs.buffers) }
+            .err()
+            .unwrap()
+            .to_string(),
+    );
+    let log = first.take_log();
+    assert_eq!(
+        log.iter().filter(|event| **event == Event::Abandon).count(),
+        1
+    );
+
+    // Whoever comes next is served.
+    let next = built.load(&engine);
+    let mut plan = built.compile(&engine, &next);
+    built.write_inputs(&next, 0);
+    plan.run().unwrap();
+    assert_eq!(built.read_result(&next), want);
+    assert_eq!(devices.lock().unwrap().len(), 2);
+    // What is left of the old device goes without harm, also while the new one is in use.
+    drop((my_plan, their_plan, mine, theirs));
+    plan.run().unwrap();
+    // Memory of both is not mixed.
+    assert!(engine.memory().free > 0);
+}
+
+#[test]
+fn a_device_that_stays_lost_is_not_tried_at_every_call() {
+    let device = Arc::new(Spy::running());
+    let tries = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&tries);
+    let engine = engine_on(&device).reopened_by(move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        Err(EngineError::Device {
+            message: "no such device".into(),
+        })
+    });
+    let built = TINY.graph(Step {
+        tokens: 1,
+        seen: 32,
+    });
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    device.fail(Fails::Launch(3));
+    plan.run().unwrap_err();
+    for _ in 0..10 {
+        let error = engine.alloc(1).unwrap_err().to_string();
+        assert!(error.contains("restart vgpu serve"), "{error}");
+        assert!(error.contains("no such device"), "{error}");
+        assert_eq!(engine.memory().free, 0);
+    }
+    assert_eq!(tries.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
+    let device = Arc::new(Spy::running());
+    let heals = Arc::new(AtomicBool::new(false));
+    let works = Arc::clone(&heals);
+    let engine = engine_on(&device)
+        .reopened_by(move || match works.load(Ordering::Relaxed) {
+            true => Ok(Arc::new(Spy::running()) as Arc<dyn Device>),
+            false => Err(EngineError::Device {
+                message: "no such device".into(),
+            }),
+        })
+        .resting(Duration::ZERO);
+    let lose = |device: &Spy| {
+        let built = TINY.graph(Step {
+            tokens: 1,
+            seen: 32,
+        });
+        let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
+        device.fail(Fails::Launch(0));
+        plan.run().unwrap_err();
+    };
+    assert_eq!(engine.beyond_repair(), None, "it works");
+    lose(&device);
+    assert_eq!(engine.beyond_repair(), None, "one attempt");
+    heals.store(true, Ordering::Relaxed);
+    assert_eq!(engine.beyond_repair(), None, "it works again");
+    engine.alloc(1).unwrap();
+
+    let device = Arc::new(Spy::running());
+    let engine = engine_on(&device)
+        .reopened_by(|| {
+            Err(EngineError::Device {
+                message: "no such device".into(),
+            })
+        })
+        .resting(Duration::ZERO);
+    let built = TINY.graph(Step {
+        tokens: 1,
+        seen: 32,
+    });
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    device.fail(Fails::Launch(0));
+    plan.run().unwrap_err();
+    let found: Vec<bool> = (0..4).map(|_| engine.beyond_repair().is_some()).collect();
+    assert_eq!(found, [false, false, true, true]);
+    let reason = engine.beyond_repair().unwrap();
+    assert!(reason.contains("illegal memory access"), "{reason}");
+}
+
+#[test]
+fn windows_are_prepared_until_they_are_not_needed() {
+    let device = Arc::new(Spy::recording());
+    let engine = engine_on(&device);
+    device.take_log();
+    let window = Arc::new(Window::anonymous(1 << 20).unwrap());
+    let pinned = engine.pin(&window).expect("it can be prepared");
+    assert_eq!(device.take_log(), [Event::Pin(1 << 20)]);
+    let weak = Arc::downgrade(&window);
+    drop(window);
+    assert!(weak.upgrade().is_some(), "it stays mapped as long");
+    drop(pinned);
+    assert_eq!(device.take_log(), [Event::Unpin]);
+    assert!(weak.upgrade().is_none());
+    // Where it cannot be done, nothing is lost.
+    device.fail(Fails::Pinning);
+    let window = Arc::new(Window::anonymous(1 << 20).unwrap());
+    assert!(engine.pin(&window).is_none());
+    assert!(device.take_log().is_empty());
+}

@@ -1,0 +1,466 @@
+//! Plans: compiled once, run launch by launch, then replayed; changed in place when the cache grows.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vgpu_cpu::CpuEngine;
+use vgpu_cuda::Pace;
+use vgpu_cuda::choices::{Choices, Way};
+use vgpu_engine::{Engine, Plan, Progress, RunError, Turn};
+
+use crate::spy::{Event, Fails, Spy};
+use crate::{engine_at, engine_on};
+use vgpu_check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
+
+/// A decode step that sees this much of the cache.
+fn decode(seen: u64) -> Step {
+    Step { tokens: 1, seen }
+}
+
+/// The products round activations to 8 bits in both engines, differently in the last place.
+const TOLERANCE: f32 = 4e-2;
+
+/// As often as possible another plan may run; pieces that are worth it are recorded.
+const SMALL_PIECES: Pace = Pace {
+    piece: Duration::ZERO,
+    long: Duration::MAX,
+    fuses: true,
+    steps: false,
+    arranges: true,
+};
+
+fn launches(log: &[Event]) -> usize {
+    { log.iter() }
+        .filter(|event| matches!(event, Event::Launch(_)))
+        .count()
+}
+
+fn count(log: &[Event], of: &Event) -> usize {
+    log.iter().filter(|event| *event == of).count()
+}
+
+#[test]
+fn products_are_done_in_the_way_that_was_the_fastest() {
+    for (way, kernel) in [
+        (Way::General, "vg_gemm_q8_0_planes"),
+        (Way::Narrow, "vg_hopper_gemm_q8_0_planes_128"),
+        (Way::Wide, "vg_hopper_gemm_q8_0_planes_256"),
+    ] {
+        let device = Arc::new(Spy::on_hopper());
+        let engine = engine_on(&device).choosing(Choices::always(way));
+        let built = TINY.graph(Step {
+            tokens: 40,
+            seen: 64,
+        });
+        let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
+        device.take_log();
+        plan.run().expect("it runs");
+        let log = device.take_log();
+        let products: Vec<&str> = { log.iter() }
+            .filter_map(|event| match event {
+                Event::Launch(name) if name.contains("gemm") => Some(*name),
+                _ => None,
+            })
+            .collect();
+        assert!(!products.is_empty(), "{log:?}");
+        assert!(
+            products.iter().all(|name| *name == kernel),
+            "{way:?}: {products:?}"
+        );
+    }
+}
+
+/// The results of tokens one after the other, each with a run of the plan.
+fn results(
+    built: &Built,
+    loaded: &Loaded,
+    plan: &mut dyn Plan,
+    tokens: std::ops::Range<u64>,
+) -> Vec<Vec<f32>> {
+    let mut all = Vec::new();
+    for position in tokens {
+        built.write_inputs(loaded, position);
+        plan.run().expect("it runs");
+        all.push(built.read_result(loaded));
+    }
+    all
+}
+
+fn oracle(model: Model, tokens: std::ops::Range<u64>) -> Vec<Vec<f32>> {
+    let engine = CpuEngine::new(1, None).expect("an engine");
+    let built = model.graph(decode(32));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    results(&built, &loaded, plan.as_mut(), tokens)
+}
+
+/// Differences are small beside the results as a whole: a product of rounded activations may round another way.
+#[track_caller]
+fn assert_near(got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len());
+    let size = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
+    let error = size(&mut got.iter().zip(want).map(|(got, want)| got - want));
+    let whole = size(&mut want.iter().copied());
+    assert!(error <= TOLERANCE * whole, "off by {error}, of {whole}");
+}
+
+#[test]
+fn the_second_run_is_a_replay() {
+    let device = Arc::new(Spy::recording());
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    device.take_log();
+
+    plan.run().unwrap();
+    let first = device.take_log();
+    let all = launches(&first);
+    assert_eq!(first.len(), all, "launches and nothing else: {first:?}");
+    assert!(all > 20);
+    plan.run().unwrap();
+    assert_eq!(device.take_log(), [Event::Record(all), Event::Replay]);
+    for _ in 0..3 {
+        plan.run().unwrap();
+        assert_eq!(device.take_log(), [Event::Replay]);
+    }
+    drop(plan);
+    assert_eq!(count(&device.take_log(), &Event::Forget), 1);
+}
+
+#[test]
+fn a_grown_cache_changes_launches_in_place() {
+    let device = Arc::new(Spy::recording());
+    let engine = engine_on(&device);
+    let small = TINY.graph(decode(32));
+    let loaded = small.load(&engine);
+    let mut plan = small.compile(&engine, &loaded);
+    plan.run().unwrap();
+    plan.run().unwrap();
+    device.take_log();
+    // What a guest sends next is this graph as a patch of the other.
+    let large = TINY.graph(decode(64));
+    let mut next = large.compile(&engine, &loaded);
+    device.take_log();
+    next.run().unwrap();
+    let log = device.take_log();
+    let changes = { log.iter() }
+        .filter(|e| matches!(e, Event::Change(_)))
+        .count();
+    assert_eq!(launches(&log), 0);
+    assert_eq!(count(&log, &Event::Replay), 1);
+    assert_eq!(log.len(), changes + 1, "{log:?}");
+    // Attention sees more of the cache, in each layer. The mask is longer, and what lies behind it in memory moves:
+    // at most everything changes once, and then nothing any more.
+    assert!(changes >= 2, "{log:?}");
+    next.run().unwrap();
+    assert_eq!(device.take_log(), [Event::Replay]);
+    // Both live: they take turns with the one recording.
+    drop(next);
+    plan.run().unwrap();
+    let log = device.take_log();
+    assert_eq!(log.len(), changes + 1);
+    assert_eq!(count(&log, &Event::Replay), 1);
+}
+
+#[test]
+fn guests_do_not_share_recordings() {
+    let device = Arc::new(Spy::recording());
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    for _ in 0..2 {
+        let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
+        plan.run().unwrap();
+        device.take_log();
+        plan.run().unwrap();
+        let log = device.take_log();
+        assert!(
+            matches!(log[..], [Event::Record(_), Event::Replay]),
+            "{log:?}"
+        );
+        // The memory stays: a plan that comes next must not find what the one before has left.
+        std::mem::forget((loaded, plan));
+    }
+}
+
+#[test]
+fn what_is_replayed_is_right() {
+    for model in [TINY, TINY_EXPERTS] {
+        let device = Arc::new(Spy::running());
+        let engine = engine_on(&device);
+        let want = oracle(model, 0..6);
+        let built = model.graph(decode(32));
+        let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
+        let mut got = results(&built, &loaded, plan.as_mut(), 0..4);
+        assert!(count(&device.take_log(), &Event::Replay) >= 3);
+        // The same text goes on with a graph that sees more of the cache.
+        let grown = model.graph(decode(64));
+        let mut next = grown.compile(&engine, &loaded);
+        got.extend(results(&grown, &loaded, next.as_mut(), 4..6));
+        let log = device.take_log();
+        assert!(
+            !log.iter().any(|event| matches!(event, Event::Record(_))),
+            "{log:?}"
+        );
+        assert!(count(&log, &Event::Replay) >= 2);
+        for (got, want) in got.iter().zip(&want) {
+            assert_near(got, want);
+        }
+    }
+}
+
+#[test]
+fn a_device_that_cannot_record_goes_launch_by_launch() {
+    let device = Arc::new(Spy::running());
+    device.fail(Fails::Recording);
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    let got = results(&built, &loaded, plan.as_mut(), 0..3);
+    for (got, want) in got.iter().zip(&oracle(TINY, 0..3)) {
+        assert_near(got, want);
+    }
+    let log = device.take_log();
+    assert_eq!(count(&log, &Event::Replay), 0);
+    assert!(launches(&log) > 60);
+}
+
+#[test]
+fn faults_are_found_in_replays() {
+    let device = Arc::new(Spy::running());
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    results(&built, &loaded, plan.as_mut(), 0..2);
+    built.write_input(&loaded, "tokens", 1000);
+    let error = plan.run().unwrap_err();
+    assert!(
+        matches!(
+            error,
+            RunError::Index {
+                node: 0,
+                op: "GET_ROWS",
+                index: 1000,
+                count: 40
+            }
+        ),
+        "{error:?}"
+    );
+    assert!(count(&device.take_log(), &Event::Replay) > 0);
+    // The next run knows nothing of it.
+    let got = results(&built, &loaded, plan.as_mut(), 1..3);
+    assert_near(&got[1], &oracle(TINY, 0..3)[2]);
+}
+
+#[test]
+fn a_plan_gives_way_and_goes_on() {
+    let device = Arc::new(Spy::running());
+    let engine = engine_at(&device, SMALL_PIECES);
+    let step = Step {
+        tokens: 9,
+        seen: 32,
+    };
+    let built = TINY.graph(step);
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    built.write_inputs(&loaded, 0);
+    plan.run().unwrap();
+    let want = built.read_result(&loaded);
+
+    // Another guest, which uses the same working memory.
+    let other = TINY_EXPERTS.graph(step);
+    let other_loaded = other.load(&engine);
+    let mut other_plan = other.compile(&engine, &other_loaded);
+    other.write_inputs(&other_loaded, 0);
+    other_plan.run().unwrap();
+    let other_want = other.read_result(&other_loaded);
+
+    let over = Turn::new();
+    over.set_end(Some(Duration::ZERO));
+    for _ in 0..3 {
+        built.write_inputs(&loaded, 0);
+        let mut yields = 0;
+        while plan.advance(&over).unwrap() == Progress::Yielded {
+            yields += 1;
+            other.write_inputs(&other_loaded, 0);
+            other_plan.run().unwrap();
+            assert_eq!(other.read_result(&other_loaded), other_want);
+            assert!(yields < 1000, "every turn gets ahead");
+        }
+        assert!(yields > 10, "{yields}");
+        assert_eq!(built.read_result(&loaded), want);
+    }
+}
+
+#[test]
+fn a_fault_is_told_to_the_one_who_made_it() {
+    let device = Arc::new(Spy::running());
+    let engine = engine_at(&device, SMALL_PIECES);
+    let built = TINY.graph(Step {
+        tokens: 9,
+        seen: 32,
+    });
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    built.write_inputs(&loaded, 0);
+    plan.run().unwrap();
+    built.write_input(&loaded, "tokens", -1);
+    let over = Turn::new();
+    over.set_end(Some(Duration::ZERO));
+    // In the first piece; nobody else may run into it.
+    let error = plan.advance(&over).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            RunError::Index {
+                node: 0,
+                index: -1,
+                ..
+            }
+        ),
+        "{error:?}"
+    );
+    built.write_inputs(&loaded, 0);
+    plan.run().expect("the next run begins anew");
+}
+
+#[test]
+fn working_memory_is_shared() {
+    let device = Arc::new(Spy::recording());
+    let engine = engine_on(&device);
+    let backed = |log: Vec<Event>| -> i64 {
+        { log.iter() }
+            .map(|event| match *event {
+                Event::Back(bytes) => bytes as i64,
+                Event::Unback(bytes) => -(bytes as i64),
+                _ => 0,
+            })
+            .sum()
+    };
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let first = built.compile(&engine, &loaded);
+    let one = backed(device.take_log());
+    assert!(one > 0, "quantised products round their activations there");
+    let second = built.compile(&engine, &loaded);
+    assert_eq!(backed(device.take_log()), 0);
+    let large = TINY.graph(Step {
+        tokens: 512,
+        seen: 64,
+    });
+    let third = large.compile(&engine, &loaded);
+    let more = backed(device.take_log());
+    assert!(more > 0);
+    drop((first, second, third));
+    assert_eq!(backed(device.take_log()), -(one + more));
+
+    // Without room a plan is refused, and takes nothing.
+    device.fail(Fails::Memory);
+    let refused = engine.compile(&large.valid(&engine), &loaded.buffers);
+    let error = refused.err().expect("there is no memory");
+    assert!(error.to_string().contains("out of memory"), "{error}");
+    device.fail(None);
+    large.compile(&engine, &loaded);
+}
+
+#[test]
+fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
+    for model in [TINY, TINY_EXPERTS] {
+        let device = Arc::new(Spy::running());
+        let engine = engine_on(&device);
+        let built = model.graph(decode(32));
+        let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
+        built.write_inputs(&loaded, 0);
+        plan.run().expect("it runs");
+        let wanted = built.read_result(&loaded);
+        built.write_inputs(&loaded, 0);
+        device.take_log();
+        let spans = plan.timeline().expect("it runs");
+        assert_eq!(built.read_result(&loaded), wanted);
+        assert!(
+            spans
+                .iter()
+                .all(|span| span.seconds > 0.0 && !span.nodes.is_empty())
+        );
+        let mut nodes: Vec<usize> = spans.iter().flat_map(|span| span.nodes.clone()).collect();
+        nodes.sort_unstable();
+        let all: Vec<usize> = (0..built.graph.nodes.len()).collect();
+        assert_eq!(nodes, all);
+        assert!(
+            launches(&device.take_log()) >= spans.len(),
+            "each part has a launch"
+        );
+        // A run afterwards is as before.
+        built.write_inputs(&loaded, 0);
+        plan.run().expect("it runs");
+        assert_eq!(built.read_result(&loaded), wanted);
+    }
+}
+
+#[test]
+fn a_step_is_one_upload_one_replay_and_one_wait() {
+    let device = Arc::new(Spy::running());
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    let want = oracle(TINY, 0..5);
+    let turn = Turn::new();
+    for (position, want) in want.iter().enumerate() {
+        device.take_whole_log();
+        // What a guest's session does when the guest asks for the result while the step is under way.
+        built.write_inputs(&loaded, position as u64);
+        assert_eq!(device.take_whole_log(), [], "nothing goes up by itself");
+        assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
+        let got = built.read_result(&loaded);
+        plan.land().unwrap();
+        assert_near(&got, want);
+        let log = device.take_whole_log();
+        if position >= 2 {
+            let wanted = [Event::Puts, Event::Replay, Event::Download(4 * got.len())];
+            assert_eq!(log, wanted, "a download waits until it is there");
+        }
+    }
+    // Nobody asks for the result: there is a wait nevertheless, and no second one.
+    built.write_inputs(&loaded, 5);
+    assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
+    plan.land().unwrap();
+    plan.land().unwrap();
+    assert_eq!(
+        device.take_whole_log(),
+        [Event::Puts, Event::Replay, Event::Wait]
+    );
+}
+
+#[test]
+fn a_fault_of_a_step_under_way_is_told_when_it_lands() {
+    let device = Arc::new(Spy::running());
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    let turn = Turn::new();
+    for _ in 0..3 {
+        built.write_inputs(&loaded, 0);
+        built.write_input(&loaded, "tokens", 1000);
+        assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
+        built.read_result(&loaded);
+        let error = plan.land().unwrap_err();
+        assert!(
+            matches!(error, RunError::Index { index: 1000, .. }),
+            "{error:?}"
+        );
+        // A plan that is given up in between takes its faults along.
+        let mut other = built.compile(&engine, &loaded);
+        assert_eq!(other.launch(&turn).unwrap(), Progress::UnderWay);
+        drop(other);
+        built.write_inputs(&loaded, 0);
+        plan.run().unwrap();
+    }
+}

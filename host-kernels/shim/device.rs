@@ -1,0 +1,319 @@
+//! A device for the CUDA engine that runs its kernels on the CPU.
+
+use std::collections::HashMap;
+use std::ptr;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use vgpu_cuda::device::{Address, Device, KernelId, Launch, Mark, RecordingId, SharedMemory};
+use vgpu_cuda_shim::Kernel;
+use vgpu_engine::{EngineError, MemoryInfo};
+use vgpu_transport::bytes::{Bytes, BytesMut};
+
+const PAGE: usize = 4096;
+
+/// Memory is mapped with a page behind it that nobody may touch, so that a kernel that runs past an end is
+/// caught.
+#[derive(Default)]
+pub(crate) struct Shim {
+    kernels: Mutex<Vec<(&'static str, Kernel)>>,
+    /// Where each allocation was mapped, and how much.
+    mappings: Mutex<HashMap<Address, (usize, usize)>>,
+    recordings: Mutex<HashMap<u64, Vec<Launch>>>,
+    is_hopper: bool,
+    /// Blocks that run at the same time, if not as many as [`BLOCKS`].
+    pub(crate) blocks: AtomicU32,
+    /// Bytes of shared memory that those on a multiprocessor share, if not as many as a small GPU has.
+    pub(crate) room: AtomicU32,
+    /// In which order those do what. Every launch has another one.
+    pub(crate) seed: AtomicU64,
+}
+
+/// Blocks that run at the same time. Not a multiple of anything, so that work is shared out unevenly.
+const BLOCKS: u32 = 5;
+
+/// Of a device on which blocks cannot wait for each other.
+pub(crate) const NO_BLOCKS: u32 = u32::MAX;
+
+impl Shim {
+    /// A device with the kernels for Hopper GPUs.
+    #[allow(dead_code)] // in the tests that have no operators
+    pub(crate) fn hopper() -> Shim {
+        Shim {
+            is_hopper: true,
+            ..Shim::default()
+        }
+    }
+
+    fn map(&self, size: u64) -> Address {
+        let bytes = (size as usize).next_multiple_of(256);
+        let len = bytes.next_multiple_of(PAGE) + PAGE;
+        // SAFETY: a new private mapping touches nothing that exists; its last page is inside.
+        let start = unsafe {
+            let start = libc::mmap(
+                ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            assert_ne!(start, libc::MAP_FAILED, "{size} bytes");
+            assert_eq!(
+                libc::mprotect(start.add(len - PAGE), PAGE, libc::PROT_NONE),
+                0
+            );
+            start as usize
+        };
+        let address = (start + len - PAGE - bytes) as Address;
+        self.mappings
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(address, (start, len));
+        address
+    }
+}
+
+impl Device for Shim {
+    fn name(&self) -> &str {
+        "shim"
+    }
+
+    fn description(&self) -> &str {
+        "CUDA kernels on the CPU"
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        MemoryInfo {
+            total: 1 << 40,
+            free: 1 << 40,
+        }
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        3 // so that work is shared out, and unevenly
+    }
+
+    fn architecture(&self) -> &str {
+        if self.is_hopper { "sm_90a" } else { "sm_80" }
+    }
+
+    fn most_shared(&self) -> u32 {
+        if self.is_hopper {
+            227 << 10
+        } else {
+            96 << 10 // what GPUs from sm_80 on have at least
+        }
+    }
+
+    fn multiprocessor_shared(&self) -> u32 {
+        match self.room.load(Ordering::Relaxed) {
+            0 => 100 << 10,
+            room => room,
+        }
+    }
+
+    fn bandwidth(&self) -> u64 {
+        1 << 34
+    }
+
+    fn resident_blocks(&self, _: KernelId, _: u32, _: u32) -> u32 {
+        match self.blocks.load(Ordering::Relaxed) {
+            0 => BLOCKS,
+            NO_BLOCKS => 0,
+            blocks => blocks,
+        }
+    }
+
+    fn alloc(&self, size: u64) -> Result<Address, EngineError> {
+        Ok(self.map(size))
+    }
+
+    unsafe fn free(&self, address: Address, _: u64) {
+        let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
+        let (start, len) = mappings.remove(&address).expect("it was allocated");
+        // SAFETY: mapped in `map`; the caller no longer uses it.
+        unsafe { libc::munmap(start as *mut libc::c_void, len) };
+    }
+
+    fn alloc_shared(&self, size: usize) -> Result<SharedMemory, EngineError> {
+        let device = self.map(size as u64);
+        Ok(SharedMemory {
+            device,
+            host: device as *mut u8,
+        })
+    }
+
+    unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { from.as_ptr().copy_to(to as *mut u8, from.len()) };
+        Ok(())
+    }
+
+    unsafe fn download(&self, from: Address, mut to: BytesMut<'_>) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { (from as *const u8).copy_to(to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { (to as *mut u8).write_bytes(value, size as usize) };
+        Ok(())
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { (from as *const u8).copy_to_nonoverlapping(to as *mut u8, size as usize) };
+        Ok(())
+    }
+
+    fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = kernels.iter().position(|(known, _)| *known == name);
+        let id = match known {
+            Some(id) => id,
+            None => {
+                let kernel = Kernel::find(name).ok_or_else(|| EngineError::Device {
+                    message: format!("there is no kernel {name}"),
+                })?;
+                kernels.push((name, kernel));
+                kernels.len() - 1
+            }
+        };
+        Ok(KernelId(id as u32))
+    }
+
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
+        let kernel = self.kernels.lock().unwrap_or_else(PoisonError::into_inner)
+            [launch.kernel.0 as usize]
+            .1
+            .clone();
+        let Launch {
+            grid,
+            threads,
+            shared,
+            ref params,
+            ..
+        } = *launch;
+        if launch.together {
+            let most = self.resident_blocks(launch.kernel, threads[0], shared);
+            if grid[0] > most || grid[1..] != [1, 1] {
+                let message = format!("blocks {grid:?} do not run at the same time, {most} do");
+                let op = "a step";
+                return Err(EngineError::Unsupported { op, why: message });
+            }
+            let seed = self.seed.fetch_add(1, Ordering::Relaxed);
+            // SAFETY: the caller's promise.
+            return unsafe {
+                kernel.launch_together(grid[0], threads, shared as usize, params, seed)
+            }
+            .map_err(|message| EngineError::Device { message });
+        }
+        // SAFETY: the caller's promise.
+        unsafe { kernel.launch(grid, threads, shared as usize, params) }
+            .map_err(|message| EngineError::Device { message })
+    }
+
+    fn likes_large(&self) -> bool {
+        false
+    }
+
+    fn lost(&self) -> Option<String> {
+        None
+    }
+
+    fn abandon(&self) {}
+
+    unsafe fn pin(&self, _: *mut u8, _: usize) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn unpin(&self, _: *mut u8) {}
+
+    fn granularity(&self) -> u64 {
+        PAGE as u64
+    }
+
+    fn reserve(&self, size: u64) -> Result<Address, EngineError> {
+        // SAFETY: a new private mapping touches nothing that exists. It stays for good.
+        let start = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                size as usize,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(start, libc::MAP_FAILED, "{size} addresses");
+        Ok(start as Address)
+    }
+
+    unsafe fn back(&self, address: Address, size: u64) -> Result<(), EngineError> {
+        let read_and_write = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: pages of a mapping of `reserve`, by the caller's promise; what nobody wrote must not look like zeros.
+        unsafe {
+            let at = address as *mut u8;
+            assert_eq!(libc::mprotect(at.cast(), size as usize, read_and_write), 0);
+            at.write_bytes(0xff, size as usize);
+        }
+        Ok(())
+    }
+
+    unsafe fn unback(&self, address: Address, size: u64) {
+        let (at, len) = (address as *mut libc::c_void, size as usize);
+        // SAFETY: as above.
+        unsafe {
+            assert_eq!(libc::madvise(at, len, libc::MADV_DONTNEED), 0);
+            assert_eq!(libc::mprotect(at, len, libc::PROT_NONE), 0);
+        }
+    }
+
+    fn record(&self, launches: &[Launch]) -> Result<RecordingId, EngineError> {
+        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let id = recordings.keys().max().map_or(0, |last| last + 1);
+        recordings.insert(id, launches.to_vec());
+        Ok(RecordingId(id))
+    }
+
+    fn change(
+        &self,
+        recording: RecordingId,
+        index: usize,
+        launch: &Launch,
+    ) -> Result<(), EngineError> {
+        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let held = recordings.get_mut(&recording.0).expect("it was recorded");
+        assert_eq!(held[index].kernel, launch.kernel, "kernels stay");
+        held[index] = launch.clone();
+        Ok(())
+    }
+
+    unsafe fn replay(&self, recording: RecordingId) -> Result<(), EngineError> {
+        let recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
+        for launch in &recordings[&recording.0] {
+            // SAFETY: the caller's promise.
+            unsafe { self.launch(launch) }?;
+        }
+        Ok(())
+    }
+
+    fn forget(&self, recording: RecordingId) {
+        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
+        recordings.remove(&recording.0).expect("it was recorded");
+    }
+
+    fn mark(&self) -> Result<Mark, EngineError> {
+        Ok(Mark(0))
+    }
+
+    fn wait(&self, _: Mark) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
