@@ -13,35 +13,56 @@
 //!
 //! The `vgpu` command is a shell around these.
 
+#![cfg_attr(not(feature = "server"), allow(dead_code))] // sessions, tenants and statistics are used in part
+
+#[cfg(feature = "server")]
 pub mod config;
+#[cfg(feature = "server")]
 pub mod control;
+#[cfg(feature = "server")]
 mod doors;
+#[cfg(feature = "engines")]
 pub mod engine;
 mod histogram;
+#[cfg(feature = "server")]
 mod identity;
 pub mod inproc;
+#[cfg(feature = "server")]
 pub mod isolate;
 mod limits;
+#[cfg(feature = "server")]
 pub mod metrics;
+#[cfg(feature = "server")]
 mod net;
+#[cfg(feature = "server")]
 mod roster;
+#[cfg(feature = "server")]
 pub mod sandbox;
 mod sched;
+#[cfg(feature = "server")]
 mod server;
+#[cfg(feature = "server")]
 pub mod service;
 pub mod session;
 pub mod size;
 mod stats;
+#[cfg(feature = "server")]
 pub mod status;
 mod tenant;
+#[cfg(feature = "server")]
 mod unix;
+#[cfg(feature = "server")]
 pub mod vm;
 pub mod weights;
 
+#[cfg(feature = "server")]
 pub use doors::DoorId;
+#[cfg(feature = "server")]
 pub use identity::{CertificateRule, Identity};
 pub use limits::Limits;
+#[cfg(feature = "server")]
 pub use roster::{GuestRule, Rules, TooMuchPromised};
+#[cfg(feature = "server")]
 pub use server::{Door, Guest, Open, Peer, Process, Server, SessionInfo};
 pub use session::{Ending, Session, Stop, Violation};
 pub use stats::Stats;

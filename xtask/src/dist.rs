@@ -47,28 +47,51 @@ pub(crate) fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     std::fs::create_dir_all(&dist).with_context(|| format!("creating {}", dist.display()))?;
 
     let step = Step::new("building libggml-vgpu.so and vgpu");
-    let mut cargo = workspace::cargo();
-    cargo
-        .args([
-            "build",
-            "--release",
-            "--message-format=json-render-diagnostics",
-        ])
-        .args(["--package", "ggml-vgpu", "--package", "vgpu-executor"]);
+    // One cargo run each: in one run cargo would build what both depend on with the features of both.
+    let mut plugin = release("ggml-vgpu");
+    let mut vgpu = release("vgpu");
     if let Some(cubins) = cubins {
-        cargo.env("VGPU_CUBINS", cubins);
+        plugin.env("VGPU_CUBINS", cubins);
+        vgpu.env("VGPU_CUBINS", cubins);
         // Who looks at a GPU also wants to know what the way to an executor costs.
-        cargo.args(["--features", "ggml-vgpu/inproc-cuda"]);
+        plugin.args(["--features", "inproc-cuda"]);
     }
-    let log = cache.log("cargo-build");
-    let (mut library, mut command) = (None, None);
-    let status = process::run_lines(&mut cargo, &log, |line| {
+    let library = artifact_of(&mut plugin, cache, &step, "cdylib", "ggml_vgpu")?;
+    let command = artifact_of(&mut vgpu, cache, &step, "bin", COMMAND)?;
+
+    let plugin = place(&library, &dist.join(PLUGIN))?;
+    let vgpu = place(&command, &dist.join(COMMAND))?;
+    Library::read(&plugin)?
+        .check_plugin()
+        .with_context(|| format!("{} is not as a host needs it", plugin.display()))?;
+    step.done(&format!("{} KiB and {} KiB", kib(&plugin), kib(&vgpu)));
+    Ok(Dist { plugin, vgpu })
+}
+
+/// A release build of one package.
+fn release(package: &str) -> Command {
+    let mut cargo = workspace::cargo();
+    cargo.args(["build", "--release", "--package", package]);
+    cargo.arg("--message-format=json-render-diagnostics");
+    cargo
+}
+
+/// Runs `cargo`. Returns the file that it built for the target `name` of kind `kind`.
+fn artifact_of(
+    cargo: &mut Command,
+    cache: &Cache,
+    step: &Step,
+    kind: &str,
+    name: &str,
+) -> Result<PathBuf> {
+    let log = cache.log(&format!("cargo-build-{name}"));
+    let mut built = None;
+    let status = process::run_lines(cargo, &log, |line| {
         // Cargo writes one JSON object per line to stdout, and what it does to stderr.
         if !line.starts_with('{') {
             step.note(line);
         } else if let Ok(message) = serde_json::from_str::<Value>(line) {
-            library = artifact(&message, "cdylib", "ggml_vgpu").or(library.take());
-            command = artifact(&message, "bin", COMMAND).or(command.take());
+            built = artifact(&message, kind, name).or(built.take());
         }
     })?;
     anyhow::ensure!(
@@ -76,20 +99,7 @@ pub(crate) fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
         "cargo ended with {status}\n{}",
         readable_tail(&log)
     );
-
-    let plugin = place(
-        &library.context("cargo built no plugin")?,
-        &dist.join(PLUGIN),
-    )?;
-    let vgpu = place(
-        &command.context("cargo built no vgpu")?,
-        &dist.join(COMMAND),
-    )?;
-    Library::read(&plugin)?
-        .check_plugin()
-        .with_context(|| format!("{} is not as a host needs it", plugin.display()))?;
-    step.done(&format!("{} KiB and {} KiB", kib(&plugin), kib(&vgpu)));
-    Ok(Dist { plugin, vgpu })
+    built.with_context(|| format!("cargo built no {name}"))
 }
 
 /// The file of an artifact message for the target `name` of kind `kind`.

@@ -12,7 +12,8 @@ use toml::Spanned;
 use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
 
-use super::{EngineKind, GuestSettings, LogFormat, MetricsAddress, Problem, Settings, VmDevice};
+use super::{GuestSettings, LogFormat, MetricsAddress, Problem, Settings, VmDevice};
+use crate::engine::EngineKind;
 use crate::identity::CertificateRule;
 use crate::size;
 use crate::tenant::{LinkKind, Policy};

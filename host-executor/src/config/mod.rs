@@ -13,6 +13,7 @@ use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::endpoint::DEFAULT_UNIX_PATH;
 
+use crate::engine::EngineKind;
 use crate::roster::{GuestRule, Rules};
 use crate::tenant::Policy;
 use crate::vm::VmOptions;
@@ -23,44 +24,6 @@ pub const DEFAULT_PATH: &str = "/etc/vgpu/vgpu.toml";
 
 /// Where the executor can be asked about itself, unless told otherwise: beside the socket for guests.
 pub const DEFAULT_CONTROL_PATH: &str = "/run/vgpu/control.sock";
-
-/// What does the arithmetic.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EngineKind {
-    /// The processors.
-    Cpu,
-    /// An NVIDIA GPU.
-    Cuda(u32),
-    /// A GPU if there is one that can be used, else the processors.
-    Auto,
-}
-
-impl FromStr for EngineKind {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<EngineKind, String> {
-        match text {
-            "cpu" => Ok(EngineKind::Cpu),
-            "cuda" => Ok(EngineKind::Cuda(0)),
-            "auto" => Ok(EngineKind::Auto),
-            _ => text
-                .strip_prefix("cuda:")
-                .and_then(|ordinal| ordinal.parse().ok())
-                .map(EngineKind::Cuda)
-                .ok_or_else(|| "expected cpu, cuda, cuda:N or auto".into()),
-        }
-    }
-}
-
-impl fmt::Display for EngineKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            EngineKind::Cpu => f.write_str("cpu"),
-            EngineKind::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
-            EngineKind::Auto => f.write_str("auto"),
-        }
-    }
-}
 
 /// What virtual machines see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

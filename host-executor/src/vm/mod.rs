@@ -2,6 +2,7 @@
 
 mod ivshmem;
 mod stream;
+#[cfg(feature = "vfio-user")]
 mod vfio_user;
 
 use std::path::PathBuf;
@@ -13,7 +14,9 @@ use vgpu_transport::link::pci::directory::{DEFAULT_SIZE, MAX_SIZE, MIN_SIZE};
 
 pub use ivshmem::IvshmemDoor;
 pub use stream::{SocketFile, VmListenError, listen_stream};
+#[cfg(feature = "vfio-user")]
 pub use vfio_user::VfioUserDoor;
+#[cfg(feature = "vfio-user")]
 #[doc(hidden)]
 pub use vfio_user::fuzzing;
 

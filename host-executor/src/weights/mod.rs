@@ -22,7 +22,7 @@ pub(crate) use store::{Found, Held, Lookup, Source};
 pub use store::{Weights, WeightsStats};
 
 /// Whose weights a guest may share.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sharing {
     /// Nobody's, not even its own.
     Off,

@@ -3,7 +3,6 @@
 
 pub(crate) mod model;
 pub(crate) mod puppet;
-pub(crate) mod served;
 
 use std::io;
 use std::sync::Arc;

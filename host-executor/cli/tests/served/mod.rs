@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use vgpu_transport::link::unix::connect;
 
-use super::{Guest, PATIENCE};
+use crate::common::{Guest, PATIENCE};
 
 /// A directory of one test.
 pub(crate) struct Scratch(pub(crate) PathBuf);

@@ -4,17 +4,19 @@
 //! Each test drives a real `vgpu serve`, a process of its own, with the bytes of the attack: it is refused with a reason,
 //! and another guest, with data and a graph from before, does not notice.
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
+mod served;
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use common::model::{adopt, for_weights, read_all, upload};
-use common::served::{Scratch, Serve};
 use common::{Build, Bystander, Guest, PATIENCE, add, bytes, get_rows, image};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::Signal;
+use served::{Scratch, Serve};
 use vgpu_transport::ir::{BufferId, Graph, Op, Shape, Type};
 use vgpu_transport::wire::{GraphId, MIN_EXTENT, Reply, Request};
 

@@ -5,6 +5,7 @@ mod code;
 mod doors;
 mod isolated;
 mod logging;
+mod metrics_http;
 
 use std::io::{Write, stdout};
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use vgpu_executor::control::{self, Reloaded};
 use vgpu_executor::sandbox::{self, Profile};
 use vgpu_executor::status::Watch;
 use vgpu_executor::vm::SocketFile;
-use vgpu_executor::{Limits, Server, Weights, engine, metrics, service};
+use vgpu_executor::{Limits, Server, Weights, engine, service};
 
 pub(crate) use args::Args;
 use doors::Doors;
@@ -142,7 +143,7 @@ fn observe(
 ) -> anyhow::Result<Vec<SocketFile>> {
     let mut files = Vec::new();
     if let Some(address) = &settings.metrics {
-        let file = metrics::serve(address, watch.clone());
+        let file = metrics_http::serve(address, watch.clone());
         files.extend(file.with_context(|| format!("metrics at {address}"))?);
         info!("metrics at {address}");
     }

@@ -18,8 +18,8 @@ use vgpu_cpu::CpuEngine;
 use vgpu_cuda::choices::Way;
 use vgpu_engine::Engine;
 
-use vgpu_executor::config::EngineKind;
 use vgpu_executor::engine;
+use vgpu_executor::engine::EngineKind;
 use vgpu_executor::size;
 
 use report::Report;

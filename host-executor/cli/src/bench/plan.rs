@@ -15,8 +15,8 @@ use vgpu_engine::roofline::{self, Cost, Rates};
 use vgpu_engine::{Engine, Span};
 use vgpu_transport::ir::{Graph, Type};
 
-use vgpu_executor::config::EngineKind;
 use vgpu_executor::engine;
+use vgpu_executor::engine::EngineKind;
 
 /// Shows what one step of a model takes at least on this engine, and what it takes, by operator.
 ///

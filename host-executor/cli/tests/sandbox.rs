@@ -1,13 +1,15 @@
 //! The sandbox: what it lets through is enough to serve guests, and nothing else gets through.
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
+mod served;
 
 use std::io;
 use std::process::Command;
 
-use common::served::{Scratch, Serve};
 use common::{Guest, Host, add, bytes, cpu};
 use rustix::process::Signal;
+use served::{Scratch, Serve};
 use vgpu_executor::sandbox::{self, Profile};
 use vgpu_transport::wire::GraphId;
 

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use clap::{Parser, ValueEnum};
 use vgpu_executor::config::{
-    DEFAULT_PATH, EngineKind, GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice,
+    DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice,
 };
+use vgpu_executor::engine::EngineKind;
 use vgpu_executor::size;
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::{CacheOptions, Sharing};
@@ -113,7 +114,7 @@ pub(crate) struct Args {
     /// things take. With "tenant" it only can for its own user, virtual machine or name. What a guest writes is never
     /// seen by another.
     #[arg(long, value_enum, value_name = "WHOSE")]
-    share_weights: Option<Sharing>,
+    share_weights: Option<ShareWeights>,
 
     /// Keeps weights on disk, so that a model known from before a restart is not sent again: FOLDER,size=SIZE, such as
     /// /var/cache/vgpu/weights,size=50G. What was not used for longest goes when the size is reached.
@@ -147,6 +148,28 @@ enum Device {
     /// '{"driver":"vfio-user-pci","socket":{"type":"unix","path":"PATH"}}', the machine's memory shared) and Cloud
     /// Hypervisor (--user-device socket=PATH).
     VfioUser,
+}
+
+/// Values of `--share-weights`.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum ShareWeights {
+    /// Nobody's, not even its own.
+    Off,
+    /// Those of the same tenant: what the same user of this machine, the same virtual machine, or the guest of the
+    /// same name has uploaded.
+    Tenant,
+    /// Everybody's. A guest can then find out whether another one has the same content.
+    All,
+}
+
+impl From<ShareWeights> for Sharing {
+    fn from(value: ShareWeights) -> Sharing {
+        match value {
+            ShareWeights::Off => Sharing::Off,
+            ShareWeights::Tenant => Sharing::Tenant,
+            ShareWeights::All => Sharing::All,
+        }
+    }
 }
 
 impl Args {
@@ -195,7 +218,10 @@ impl Args {
         let format = self.log_format.as_deref().map(str::parse::<LogFormat>);
         let format = format.transpose().map_err(anyhow::Error::msg)?;
         replace(&mut settings.log_format, &format);
-        replace(&mut settings.share_weights, &self.share_weights);
+        replace(
+            &mut settings.share_weights,
+            &self.share_weights.map(Sharing::from),
+        );
         settings.weights_cache = self.weights_cache.clone().or(settings.weights_cache);
         settings.certs = self.certs.clone().or(settings.certs);
         settings.memory = self.memory.or(settings.memory);

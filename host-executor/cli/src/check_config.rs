@@ -7,7 +7,8 @@ use clap::Parser;
 use serde_json::json;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine as _;
-use vgpu_executor::config::{DEFAULT_PATH, EngineKind, LoadError, Settings};
+use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
+use vgpu_executor::engine::EngineKind;
 
 /// Says whether a configuration is good, and if not, where it is wrong.
 ///

@@ -1,7 +1,10 @@
 //! `vgpu serve --isolate`: a fault in the process of one guest takes down no other.
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
+#[path = "../../tests/machine/mod.rs"]
 mod machine;
+mod served;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,10 +12,10 @@ use std::os::fd::AsFd as _;
 use std::time::Instant;
 
 use common::model::{adopt, for_weights, read_all, upload};
-use common::served::{Scratch, Serve, vgpu};
 use common::{Guest, PATIENCE, add, bytes};
 use machine::Machine;
 use rustix::process::{Pid, Signal, kill_process};
+use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::window::memory::{Memory as _, Window};

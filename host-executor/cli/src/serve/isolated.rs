@@ -13,7 +13,8 @@ use clap::Parser;
 use tracing::info;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine as _;
-use vgpu_executor::config::{EngineKind, GuestSettings, LogFormat, Settings, VmDevice};
+use vgpu_executor::config::{GuestSettings, LogFormat, Settings, VmDevice};
+use vgpu_executor::engine::EngineKind;
 use vgpu_executor::isolate::{self, Means, Shares, Supervisor};
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
@@ -41,7 +42,7 @@ pub(crate) struct WorkerArgs {
     #[arg(long, value_parser = size::parse)]
     memory: Option<u64>,
     #[arg(long, value_enum)]
-    share_weights: Sharing,
+    share_weights: super::args::ShareWeights,
     #[arg(long)]
     no_shared_buffers: bool,
     #[arg(long)]
@@ -212,7 +213,7 @@ pub(crate) fn work(args: WorkerArgs) -> anyhow::Result<()> {
     };
     // How many come is for the supervisor to say.
     let server = Server::new(Arc::clone(&engine), limits, usize::MAX);
-    let weights = Weights::new(args.share_weights, None).context("weights")?;
+    let weights = Weights::new(args.share_weights.into(), None).context("weights")?;
     server.share_weights(weights);
     enter_sandbox(engine.as_ref(), args.no_sandbox)?;
     code::let_go(whose(engine.as_ref()));

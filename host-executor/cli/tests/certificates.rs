@@ -1,15 +1,17 @@
 //! Guests over TCP that are told apart by their certificates: a real `vgpu serve`, real TLS, certificates of `vgpu cert`.
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
+mod served;
 
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
 use std::time::Duration;
 
-use common::served::{Scratch, Serve, vgpu};
 use common::{Guest, PATIENCE};
 use rustix::process::Signal;
+use served::{Scratch, Serve, vgpu};
 use vgpu_transport::link::stream::tcp;
 use vgpu_transport::link::stream::tls::Certificates;
 use vgpu_transport::wire::{Reply, Request};

@@ -1,6 +1,8 @@
 //! What the operator of a host does with a running executor: configures it, looks at it, changes it.
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
+mod served;
 
 use std::fs;
 use std::io::{Read, Write};
@@ -13,11 +15,11 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::served::{Scratch, Serve, vgpu};
 use common::{Guest, PATIENCE, add, bytes};
 use prometheus_parse::{Scrape, Value};
 use rustix::process::Signal;
 use serde_json::Value as Json;
+use served::{Scratch, Serve, vgpu};
 use vgpu_transport::wire::{GraphId, Reply, Request};
 
 /// An executor with a configuration.
@@ -586,7 +588,7 @@ fn configurations_are_checked_without_being_used() {
         let text = [output.stdout, output.stderr].concat();
         (output.status.code(), String::from_utf8(text).expect("text"))
     };
-    let example = include_str!("../../deploy/host/vgpu.toml");
+    let example = include_str!("../../../deploy/host/vgpu.toml");
     let (status, said) = check(example, &[]);
     assert_eq!(status, Some(0), "{said}");
     assert!(

@@ -24,7 +24,7 @@ impl Machine {
         let root = std::env::temp_dir().join(format!("vgpu-install-{test}-{}", std::process::id()));
         let lib = root.join("usr/local/lib/ollama");
         fs::create_dir_all(&lib).expect("a new folder");
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/abi/fake_ggml.c");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/abi/fake_ggml.c");
         let base = lib.join("libggml-base.so.0.21.0");
         compile(&source, &base, "libggml-base.so.0", defines);
         symlink("libggml-base.so.0.21.0", lib.join("libggml-base.so.0")).expect("a link");

@@ -1,14 +1,16 @@
 //! The `vgpu` command, as users and service managers meet it.
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
+mod served;
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::process::Command;
 
-use common::served::{Scratch, Serve, vgpu};
 use common::{Guest, PATIENCE, add, bytes};
 use rustix::process::Signal;
+use served::{Scratch, Serve, vgpu};
 use vgpu_transport::link::unix::connect;
 use vgpu_transport::wire::{GraphId, Reply, Request};
 

@@ -1,12 +1,14 @@
 //! `vgpu bench plan`: what a step takes at least, what it takes, and whether that has become longer.
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
+mod served;
 
 use std::fs;
 use std::process::Output;
 
-use common::served::{Scratch, vgpu};
 use serde_json::Value;
+use served::{Scratch, vgpu};
 
 fn plan(args: &[&str]) -> Output {
     let args: Vec<&str> = ["bench", "plan"].iter().chain(args).copied().collect();
