@@ -4,26 +4,21 @@ use std::fmt::Display;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::cache::Cache;
-use crate::compare::{self, Comparison};
-use crate::dist;
-use crate::executor::Executor;
-use crate::host::{self, Backend, Generation, Task};
-use crate::llama;
-use crate::model::{self, Weights};
-use crate::node::Node;
-use crate::progress::{self, Step, heading};
-use crate::sched;
-use crate::scratch::Scratch;
-use crate::stats::{Stats, median};
-use crate::workspace;
+use xtask_common::cache::Cache;
+use xtask_common::compare::{self, Comparison};
+use xtask_common::dist;
+use xtask_common::executor::Executor;
+use xtask_common::median::median;
+use xtask_common::model::{self, Weights};
+use xtask_common::node::Node;
+use xtask_common::node_llama::{self, Backend, Generation, Task};
+use xtask_common::progress::{self, Step, heading};
+use xtask_common::sched;
+use xtask_common::scratch::Scratch;
+use xtask_common::stats::Stats;
+use xtask_common::workspace;
 
-/// The vocabulary-only file whose tokenizer the models get.
-pub(crate) const VOCABULARY: &str = "models/ggml-vocab-llama-spm.gguf";
-/// Any number; the same one gives the same model, and the same text.
-pub(crate) const SEED: u64 = 1;
 const TOKENS: u32 = 64;
-const PROMPT: &str = "A virtual machine asks its host for a graphics processor, and";
 
 /// Options of the demo.
 #[derive(Debug, clap::Args)]
@@ -48,26 +43,12 @@ pub(crate) struct Options {
     threads: Option<usize>,
 }
 
-impl Options {
-    /// As from the command line with nothing else said.
-    pub(crate) fn new(weights: Weights, inproc: bool) -> Options {
-        Options {
-            inproc,
-            weights,
-            tokens: TOKENS,
-            prompt: PROMPT.to_owned(),
-            threads: None,
-        }
-    }
-}
-
 /// Runs the demo; an error if the plugin was not used or does not compute what the CPU computes.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     heading("what is needed");
     let node = Node::ensure(cache)?;
-    let vocabulary = llama::source(cache)?.join(VOCABULARY);
     let dist = dist::build(cache)?;
-    let model = model::ensure(cache, &model::DEMO, options.weights, &vocabulary, SEED)?;
+    let model = model::ensure(cache, &model::DEMO, options.weights)?;
 
     let dir = workspace::root().join("target/demo");
     std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
@@ -99,7 +80,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         endpoint: &endpoint,
     };
     let step = Step::new(&format!("generating {tokens} tokens in node-llama-cpp"));
-    let vgpu = host::generate(&node, &task, &backend, &step, &dir)?;
+    let vgpu = node_llama::generate(&node, &task, &backend, &step, &dir)?;
     step.done(&speed(&vgpu));
     if let Some(executor) = executor {
         executor.stop().context("stopping the executor")?;
@@ -107,7 +88,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 
     heading("the same on ggml's CPU backend");
     let step = Step::new(&format!("generating {tokens} tokens in node-llama-cpp"));
-    let cpu = host::generate(&node, &task, &Backend::Cpu, &step, &dir)?;
+    let cpu = node_llama::generate(&node, &task, &Backend::Cpu, &step, &dir)?;
     step.done(&speed(&cpu));
 
     println!("\n{}{}\n", task.prompt, vgpu.text);
@@ -145,20 +126,23 @@ fn report_use(vgpu: &Generation, tokens: usize) -> Result<()> {
     let decode = stats.decode_steps(tokens)?;
     row(
         "bytes to the executor per token",
-        median(decode, |t| t.bytes_to_host),
+        median(decode.iter().map(|t| t.bytes_to_host)),
     );
     row(
         "bytes from the executor per token",
-        median(decode, |t| t.bytes_from_host),
+        median(decode.iter().map(|t| t.bytes_from_host)),
     );
     row(
         "bytes copied through shared memory per token",
-        median(decode, |t| t.copied_to_host + t.copied_from_host),
+        median(decode.iter().map(|t| t.copied_to_host + t.copied_from_host)),
     );
-    row("messages per token", median(decode, |t| t.messages));
+    row(
+        "messages per token",
+        median(decode.iter().map(|t| t.messages)),
+    );
     row(
         "blocking round trips per token",
-        median(decode, |t| t.round_trips),
+        median(decode.iter().map(|t| t.round_trips)),
     );
     row("graphs submitted in all", stats.graphs);
     row("of these sent whole, not as a patch", stats.full_graphs);

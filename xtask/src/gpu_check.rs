@@ -5,14 +5,14 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result};
 
-use crate::cache::Cache;
-use crate::dist;
-use crate::llama;
-use crate::packages;
-use crate::preload::Library;
-use crate::process;
-use crate::progress::{Step, heading};
-use crate::workspace;
+use xtask_common::cache::Cache;
+use xtask_common::dist;
+use xtask_common::llama;
+use xtask_common::packages;
+use xtask_common::preload::Library;
+use xtask_common::process;
+use xtask_common::progress::{Step, heading};
+use xtask_common::workspace;
 
 /// Gathers what looks at a GPU in target/gpu-check, and runs it if this machine has one.
 #[derive(clap::Args, Debug)]

@@ -1,45 +1,23 @@
-//! Developer commands: `cargo xtask setup | build | demo | ollama | package | test | bench | gpu-check | vm | ops-table`.
+//! Developer commands: `cargo xtask setup | build | demo | package | gpu-check`, and those that are programs of their own:
+//! the system tests (`test`, `vm`, `ollama`, `ops-table`, `faults`) and the benchmarks (`bench`).
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and shows
-//! what it is doing. See [`cache`] for where that is.
+//! what it is doing. See [`xtask_common::cache`] for where that is.
 
-mod bench;
-mod blocks;
-mod cache;
-mod compare;
 mod demo;
-mod dist;
-mod elf;
-mod executor;
-mod faults;
-mod gguf;
 mod gpu_check;
-mod host;
-mod llama;
-mod model;
-mod node;
-mod ollama;
-mod ops;
 mod package;
-mod packages;
-mod preload;
-mod process;
-mod progress;
-mod sched;
-mod scratch;
-mod server;
-mod stats;
-mod test;
-mod vm;
-mod workspace;
 
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt as _;
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::Parser;
 
-use cache::Cache;
-use progress::heading;
+use xtask_common::cache::Cache;
+use xtask_common::progress::heading;
+use xtask_common::{dist, llama, model, node, packages, workspace};
 
 /// Builds ggml-vgpu and tries it in real host programs.
 #[derive(Debug, Parser)]
@@ -51,21 +29,36 @@ enum Arguments {
     Build,
     /// Generate text in a real host through the plugin, and compare with its CPU
     Demo(demo::Options),
-    /// Build Ollama, install the plugin in it, and use it as a client would
-    Ollama,
     /// Make Debian packages and an archive in target/package
-    Package,
-    /// Run all tests, in the end with real hosts
-    Test(test::Options),
-    /// Measure beside the peers, in the same run
-    #[command(subcommand)]
-    Bench(bench::Options),
+    Package(package::Options),
     /// Gather what looks at a GPU in target/gpu-check, and run it if there is one
     GpuCheck(gpu_check::Options),
-    /// Boot a guest under QEMU and run the tests inside
-    Vm(test::VmOptions),
+    /// Run the tests, from formatting to real hosts
+    #[command(disable_help_flag = true)]
+    Test(Passed),
+    /// Boot guests under QEMU and run the tests inside
+    #[command(disable_help_flag = true)]
+    Vm(Passed),
+    /// Build Ollama, install the plugin in it, and use it as a client would
+    #[command(disable_help_flag = true)]
+    Ollama(Passed),
     /// Run test-backend-ops and write docs/OPS.md
-    OpsTable(ops::table::Options),
+    #[command(disable_help_flag = true)]
+    OpsTable(Passed),
+    /// Kill, suspend and starve executors and guests, hundreds of times
+    #[command(disable_help_flag = true)]
+    Faults(Passed),
+    /// Measure beside the peers, in the same run
+    #[command(disable_help_flag = true)]
+    Bench(Passed),
+}
+
+/// Arguments of a command that is a program of its own.
+#[derive(Debug, clap::Args)]
+struct Passed {
+    /// The program's arguments; `--help` lists them
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<OsString>,
 }
 
 fn main() -> ExitCode {
@@ -88,31 +81,47 @@ fn run(arguments: &Arguments) -> Result<()> {
             Ok(())
         }
         Arguments::Demo(options) => demo::run(&cache, options),
-        Arguments::Package => {
-            let made = package::build(&cache)?;
-            made.all()
-                .iter()
-                .for_each(|file| println!("{}", file.display()));
-            println!("{}", made.checksums.display());
-            Ok(())
-        }
-        Arguments::Ollama => test::run(&cache, &test::Options::only(test::Part::Ollama)),
-        Arguments::Test(options) => test::run(&cache, options),
-        Arguments::Bench(options) => bench::run(&cache, options),
+        Arguments::Package(options) => package::run(&cache, options),
         Arguments::GpuCheck(options) => gpu_check::run(&cache, options),
-        Arguments::Vm(options) => test::run(&cache, &options.into()),
-        Arguments::OpsTable(options) => ops::table::write(&cache, options),
+        Arguments::Test(passed) => start(TESTS, Some("test"), passed),
+        Arguments::Vm(passed) => start(TESTS, Some("vm"), passed),
+        Arguments::Ollama(passed) => start(TESTS, Some("ollama"), passed),
+        Arguments::OpsTable(passed) => start(TESTS, Some("ops-table"), passed),
+        Arguments::Faults(passed) => start(TESTS, Some("faults"), passed),
+        Arguments::Bench(passed) => start(BENCHES, None, passed),
     }
+}
+
+/// The package of the system tests.
+const TESTS: &str = "vgpu-system-tests";
+/// The package of the benchmarks.
+const BENCHES: &str = "vgpu-benches";
+
+/// Builds the program of `package` and becomes it: what only tests and benchmarks need, the other commands do not compile.
+fn start(package: &str, command: Option<&str>, passed: &Passed) -> Result<()> {
+    let mut cargo = workspace::cargo();
+    cargo
+        .args([
+            "run",
+            "--quiet",
+            "--package",
+            package,
+            "--bin",
+            package,
+            "--",
+        ])
+        .args(command)
+        .args(&passed.arguments);
+    Err(cargo.exec()).context("starting cargo")
 }
 
 fn setup(cache: &Cache) -> Result<()> {
     heading("setup");
     packages::libclang(cache)?;
     node::Node::ensure(cache)?;
-    let vocabulary = llama::source(cache)?.join(demo::VOCABULARY);
     llama::newest_source(cache)?;
     for weights in [model::Weights::F16, model::Weights::Q4KM] {
-        model::ensure(cache, &model::DEMO, weights, &vocabulary, demo::SEED)?;
+        model::ensure(cache, &model::DEMO, weights)?;
     }
     let built = llama::build(cache, llama::Stage::Tools)?;
     llama::newest_ops(cache)?;

@@ -1,6 +1,6 @@
 //! GGUF files: what can be read is written the same.
 
-#[path = "../../../xtask/src/gguf.rs"]
+#[path = "../../../xtask/common/src/gguf.rs"]
 #[allow(dead_code, clippy::all)]
 mod format;
 

@@ -7,14 +7,14 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 
 use super::{Entry, GLIBC, VERSION, epoch, lay_out};
-use crate::dist::Dist;
-use crate::process;
-use crate::scratch::Scratch;
-use crate::workspace;
+use xtask_common::dist::Dist;
+use xtask_common::process;
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
 
 /// The packages' names.
-pub(crate) const HOST: &str = "vgpu";
-pub(crate) const GUEST: &str = "vgpu-guest";
+const HOST: &str = "vgpu";
+const GUEST: &str = "vgpu-guest";
 
 /// What a package says of itself.
 struct Control<'a> {

@@ -9,63 +9,82 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::cache::Cache;
-use crate::dist::{self, Dist};
-use crate::elf::Library;
-use crate::process;
-use crate::progress::{Step, heading};
-use crate::scratch::Scratch;
-use crate::workspace;
-
-pub(crate) use deb::{GUEST, HOST};
+use xtask_common::cache::Cache;
+use xtask_common::dist::{self, Dist};
+use xtask_common::elf::Library;
+use xtask_common::process;
+use xtask_common::progress::{Step, heading};
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The oldest C library that the files have to run with: that of RHEL 9 and its relatives. Ubuntu 22.04
 /// (2.35) and Debian 12 (2.36) have newer ones.
-pub(crate) const GLIBC: (u32, u32) = (2, 34);
+const GLIBC: (u32, u32) = (2, 34);
 
 /// The files that were made.
 #[derive(Debug)]
-pub(crate) struct Packages {
-    pub(crate) host: PathBuf,
-    pub(crate) guest: PathBuf,
-    pub(crate) archive: PathBuf,
-    pub(crate) checksums: PathBuf,
+struct Packages {
+    host: PathBuf,
+    guest: PathBuf,
+    archive: PathBuf,
+    checksums: PathBuf,
 }
 
 /// A file of a package: where it goes, what it is, its permissions.
 type Entry<'a> = (&'a str, &'a Path, u32);
 
-/// Makes all packages in `target/package`.
-pub(crate) fn build(cache: &Cache) -> Result<Packages> {
+/// Options of the packaging.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Pack libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
+    /// Where the packages are made; what is in this folder is removed [default: target/package]
+    #[arg(long, value_name = "FOLDER")]
+    out: Option<PathBuf>,
+}
+
+/// Makes all packages and prints their paths.
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     heading("packages");
-    let dist = dist::build(cache)?;
+    let dist = match &options.dist {
+        Some(folder) => dist::at(folder),
+        None => dist::build(cache)?,
+    };
+    let folder = match &options.out {
+        Some(folder) => folder.clone(),
+        None => workspace::root().join("target/package"),
+    };
+    let made = build(&dist, &folder)?;
+    for file in made.all() {
+        println!("{}", file.display());
+    }
+    println!("{}", made.checksums.display());
+    Ok(())
+}
+
+fn build(dist: &Dist, folder: &Path) -> Result<Packages> {
     let step = Step::new("packing");
-    let newest = check_glibc(&dist)?;
-    let folder = workspace::root().join("target/package");
+    let newest = check_glibc(dist)?;
     if folder.exists() {
         // A package of another version must not lie beside those that are listed.
-        fs::remove_dir_all(&folder).context("removing the packages of the last time")?;
+        fs::remove_dir_all(folder).context("removing the packages of the last time")?;
     }
-    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let packages = Packages {
-        host: deb::host(&dist, &folder)?,
-        guest: deb::guest(&dist, &folder)?,
-        archive: archive(&dist, &folder)?,
+        host: deb::host(dist, folder)?,
+        guest: deb::guest(dist, folder)?,
+        archive: archive(dist, folder)?,
         checksums: folder.join("SHA256SUMS"),
     };
-    checksums(&packages, &folder)?;
+    checksums(&packages, folder)?;
     step.done(&format!("they need glibc {newest} or newer"));
     Ok(packages)
 }
 
-/// The Debian packages alone, in `folder`.
-pub(crate) fn debian(dist: &Dist, folder: &Path) -> Result<Vec<PathBuf>> {
-    Ok(vec![deb::host(dist, folder)?, deb::guest(dist, folder)?])
-}
-
 impl Packages {
-    pub(crate) fn all(&self) -> [&Path; 3] {
+    fn all(&self) -> [&Path; 3] {
         [&self.host, &self.guest, &self.archive]
     }
 }

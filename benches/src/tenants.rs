@@ -1,0 +1,386 @@
+//! `cargo xtask bench tenants`: several guests on one executor, each a real llama.cpp process.
+//!
+//! What a guest gets is measured twice: as the time that its graphs had the engine, which the executor says
+//! (`vgpu ps --json`), and as the tokens that its own llama-bench says it computed. The second has everything in it that
+//! the machine does: each guest is a process here that samples, writes and waits on the same cores as the engine.
+//! Host memory for shared weights is `cargo xtask bench weights --only eight`.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::common::{Needs, keep, show, tokens_per_second};
+use crate::table::Row;
+use xtask_common::cache::Cache;
+use xtask_common::dist::Dist;
+use xtask_common::executor::{self, Executor};
+use xtask_common::median::median;
+use xtask_common::process::Daemon;
+use xtask_common::progress::{Step, heading};
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
+
+/// Not a measure of speed: how long to wait before something must be wrong.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Guests of the last part.
+const MANY: usize = 8;
+
+/// Options of the benchmark.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Repeats of each figure
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    repeats: u32,
+    /// Seconds of full load for each share that is measured
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u64).range(2..=600))]
+    seconds: u64,
+    /// Threads of the engine [default: one per core]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Only these parts
+    #[arg(long, value_enum, num_args = 1..)]
+    only: Vec<Part>,
+    /// Measure libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// What a guest that is alone pays for the sharing
+    Lone,
+    /// Two guests of weights 1 and 3 under full load
+    Weights,
+    /// A guest that decodes beside one that prefills without pause
+    Decode,
+    /// Eight guests at once
+    Many,
+}
+
+/// What a guest runs: llama-bench's arguments.
+#[derive(Clone, Copy)]
+enum Load {
+    /// Decodes so many tokens.
+    Decode(u32),
+    /// Prefills 512 tokens, over and over, until it is ended.
+    Prefill,
+    /// Prefills 512 tokens.
+    PrefillOnce,
+    /// Decodes until it is ended.
+    DecodeOn,
+}
+
+struct Setting {
+    bin: PathBuf,
+    dist: Dist,
+    folder: PathBuf,
+    model: PathBuf,
+    repeats: u32,
+    window: Duration,
+    executor: Executor,
+    scratch: Scratch,
+}
+
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
+    heading("what is needed");
+    let setting = Setting::prepare(cache, options)?;
+    heading("tenants");
+    let wanted = |part: &Part| options.only.is_empty() || options.only.contains(part);
+    let mut rows = Vec::new();
+    for part in [Part::Lone, Part::Weights, Part::Decode, Part::Many]
+        .into_iter()
+        .filter(wanted)
+    {
+        rows.extend(match part {
+            Part::Lone => setting.lone()?,
+            Part::Weights => setting.weights()?,
+            Part::Decode => setting.decode()?,
+            Part::Many => setting.many()?,
+        });
+    }
+    show(&rows);
+    let under = json!({
+        "threads": options.threads.unwrap_or_else(workspace::cores),
+        "repeats": setting.repeats,
+        "seconds": options.seconds,
+    });
+    keep(&setting.folder, "tenants", under, &rows)?;
+    setting.executor.stop()
+}
+
+impl Setting {
+    fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
+        let needs = Needs::prepare(cache, options.dist.as_deref())?;
+        let model = needs.model(cache)?;
+        let Needs {
+            bin, dist, folder, ..
+        } = needs;
+        let scratch = Scratch::new()?;
+        let at = |name: &str| scratch.path().join(name).display().to_string();
+        let mut config = format!("control.socket = {:?}\n", at("control.sock"));
+        let weights = [("one", 1), ("three", 3)];
+        let equal = (0..MANY).map(|i| (format!("guest{i}"), 1));
+        let guests = weights.map(|(name, weight)| (name.to_owned(), weight));
+        for (name, weight) in guests.into_iter().chain(equal) {
+            let door = format!("unix:{}", at(&format!("{name}.sock")));
+            config +=
+                &format!("[[guest]]\nname = {name:?}\nweight = {weight}\nlisten = [{door:?}]\n");
+        }
+        let file = scratch.path().join("vgpu.toml");
+        std::fs::write(&file, config).context("writing a configuration")?;
+        let executor = Executor::start_with(
+            &dist,
+            &scratch.path().join("all.sock"),
+            options.threads.unwrap_or_else(workspace::cores),
+            &folder.join("tenants-executor.log"),
+            &["--config", &file.display().to_string()],
+        )?;
+        Ok(Setting {
+            bin,
+            dist,
+            folder,
+            model,
+            repeats: options.repeats,
+            window: Duration::from_secs(options.seconds),
+            executor,
+            scratch,
+        })
+    }
+
+    /// What it costs a guest with nobody beside it that there could be others: how long its graphs wait for their turn.
+    fn lone(&self) -> Result<Vec<Row>> {
+        let mut rows = Vec::new();
+        for (load, name) in [
+            (Load::Decode(64), "decodes"),
+            (Load::PrefillOnce, "prefills"),
+        ] {
+            let (mut waits, mut parts, mut turns) = (Vec::new(), Vec::new(), Vec::new());
+            for round in 1..=self.repeats {
+                let step = Step::new(&format!("a guest that {name} alone, round {round}"));
+                let before = self.status()?;
+                self.finish("guest0", load)?;
+                self.wait_until_gone()?;
+                let after = self.status()?;
+                let more =
+                    |figure| number(&after, "guest0", figure) - number(&before, "guest0", figure);
+                let graphs = more("graphs");
+                ensure!(graphs > 0.0, "a guest that {name} has run no graph");
+                waits.push(1e6 * more("queued") / graphs);
+                parts.push(100.0 * more("queued") / more("busy").max(f64::MIN_POSITIVE));
+                turns.push(more("turns") / graphs);
+                step.done("");
+            }
+            rows.push(
+                Row::new(format!("a graph of a guest that {name} alone"), "us, turns")
+                    .figure("waits for the engine, us", median(waits))
+                    .figure("turns", median(turns)),
+            );
+            rows.push(
+                Row::new(
+                    format!("a guest that {name} alone waits"),
+                    "% of its time on the engine",
+                )
+                .figure("for its turn", median(parts))
+                .at_most("for its turn", 1.0),
+            );
+        }
+        Ok(rows)
+    }
+
+    /// Shares of two guests that always want the engine.
+    fn weights(&self) -> Result<Vec<Row>> {
+        let mut rows = Vec::new();
+        for (load, name) in [(Load::DecodeOn, "decoding"), (Load::Prefill, "prefilling")] {
+            let mut shares = Vec::new();
+            let mut graphs = Vec::new();
+            for round in 1..=self.repeats {
+                let step = Step::new(&format!("weights 1 and 3, both {name}, round {round}"));
+                let guests = ["one", "three"].map(|guest| self.begin(guest, load));
+                let guests = guests.into_iter().collect::<Result<Vec<_>>>()?;
+                let before = self.wait_for_graphs(&["one", "three"])?;
+                thread::sleep(self.window);
+                let after = self.status()?;
+                for guest in guests {
+                    guest.kill()?;
+                }
+                let ran = |figure| {
+                    ["one", "three"]
+                        .map(|guest| number(&after, guest, figure) - number(&before, guest, figure))
+                };
+                let ([time_1, time_3], [graphs_1, graphs_3]) = (ran("busy"), ran("graphs"));
+                ensure!(time_1 > 0.0, "the guest of weight 1 got no time at all");
+                shares.push(time_3 / time_1);
+                graphs.push(graphs_3 / graphs_1.max(1.0));
+                step.done(&format!("{:.2} times the time", time_3 / time_1));
+                self.wait_until_gone()?;
+            }
+            let share = median(shares);
+            let row = Row::new(format!("weights 1 and 3, both {name}"), "times")
+                .figure("time on the engine", share)
+                .figure("graphs", median(graphs));
+            let off = Row::new(format!("weights 1 and 3, both {name}: off 3 by"), "%")
+                .figure("time on the engine", 100.0 * (share / 3.0 - 1.0).abs())
+                .at_most("time on the engine", 10.0);
+            rows.extend([row, off]);
+        }
+        Ok(rows)
+    }
+
+    /// A guest that decodes, alone and beside one that prefills.
+    fn decode(&self) -> Result<Vec<Row>> {
+        let (mut alone, mut beside) = (Vec::new(), Vec::new());
+        let (mut waits, mut parts) = (Vec::new(), Vec::new());
+        for round in 1..=self.repeats {
+            let step = Step::new(&format!(
+                "decoding, alone and beside a prefill, round {round}"
+            ));
+            alone.push(self.finish("guest0", Load::Decode(64))?);
+            let prefill = self.begin("guest1", Load::Prefill)?;
+            self.wait_for_graphs(&["guest1"])?;
+            let before = self.status()?;
+            beside.push(self.finish("guest0", Load::Decode(64))?);
+            let after = self.status()?;
+            prefill.kill()?;
+            let more =
+                |figure| number(&after, "guest0", figure) - number(&before, "guest0", figure);
+            waits.push(1e3 * more("queued") / more("turns").max(1.0));
+            // What else the machine does makes both of these longer, and leaves their ratio as it is.
+            parts.push(more("busy") / (more("busy") + more("queued")).max(f64::MIN_POSITIVE));
+            step.done("");
+            self.wait_until_gone()?;
+        }
+        let row = Row::new("decoding, 256 M parameters, Q4_K_M", "tok/s")
+            .figure("alone", median(alone))
+            .figure("beside a prefill", median(beside))
+            .ratio("beside a prefill", "alone", true, Some(0.45));
+        let waits = Row::new("a turn of the guest that decodes waits", "ms")
+            .figure("on average", median(waits));
+        let parts = Row::new(
+            "the guest that decodes has the engine",
+            "of the time it wants it",
+        )
+        .figure("beside a prefill", median(parts));
+        Ok(vec![row, parts, waits])
+    }
+
+    /// Many guests, each decoding.
+    fn many(&self) -> Result<Vec<Row>> {
+        let step = Step::new("one guest");
+        let alone = self.finish("guest0", Load::Decode(32))?;
+        step.done("");
+        let step = Step::new(&format!("{MANY} guests"));
+        let names: Vec<String> = (0..MANY).map(|i| format!("guest{i}")).collect();
+        let speeds = thread::scope(|scope| {
+            let guests: Vec<_> = names
+                .iter()
+                .map(|name| scope.spawn(move || self.finish(name, Load::Decode(32))))
+                .collect();
+            let ended = guests.into_iter().map(|guest| guest.join());
+            ended
+                .map(|speed| speed.unwrap_or_else(|_| bail!("a thread of the benchmark panicked")))
+                .collect::<Result<Vec<f64>>>()
+        })?;
+        step.done("");
+        let (least, most) = speeds
+            .iter()
+            .fold((f64::MAX, 0.0), |(least, most): (f64, f64), &s| {
+                (least.min(s), most.max(s))
+            });
+        let row = Row::new(format!("{MANY} guests decoding at once"), "tok/s")
+            .figure("one alone", alone)
+            .figure("the slowest", least)
+            .figure("the fastest", most)
+            .figure("all together", speeds.iter().sum())
+            .ratio("all together", "one alone", true, None)
+            .ratio("the slowest", "the fastest", true, None);
+        Ok(vec![row])
+    }
+
+    fn command(&self, guest: &str, load: Load) -> Command {
+        let (prompt, tokens, repeats) = match load {
+            Load::Decode(tokens) => (0, tokens, 1),
+            Load::DecodeOn => (0, 256, 10_000),
+            Load::Prefill => (512, 0, 10_000),
+            Load::PrefillOnce => (512, 0, 1),
+        };
+        let mut command = Command::new(self.bin.join("llama-bench"));
+        command
+            .arg("--model")
+            .arg(&self.model)
+            .args(["-p", &prompt.to_string(), "-n", &tokens.to_string()])
+            .args(["-r", &repeats.to_string(), "-o", "json", "-ngl", "99"])
+            .args(["-t", "1", "-dev", "VGPU0"])
+            .env_remove("VGPU_STATS")
+            .env("GGML_BACKEND_PATH", &self.dist.plugin)
+            .env(
+                "VGPU_ENDPOINT",
+                format!("unix:{}", self.socket(guest).display()),
+            );
+        command
+    }
+
+    /// A guest that goes on until it is ended.
+    fn begin(&self, guest: &str, load: Load) -> Result<Daemon> {
+        let log = self.folder.join(format!("tenants-{guest}.log"));
+        Daemon::start(&mut self.command(guest, load), &log)
+    }
+
+    /// A guest that ends by itself: its tokens per second.
+    fn finish(&self, guest: &str, load: Load) -> Result<f64> {
+        tokens_per_second(&mut self.command(guest, load), guest, "VGPU")
+    }
+
+    fn socket(&self, guest: &str) -> PathBuf {
+        self.scratch.path().join(format!("{guest}.sock"))
+    }
+
+    /// What the executor says of itself.
+    fn status(&self) -> Result<Value> {
+        let control = self.scratch.path().join("control.sock");
+        executor::status(&self.dist.vgpu, &control)
+    }
+
+    /// Waits until each of these guests has run graphs for a while: loaded, warmed up, at work.
+    fn wait_for_graphs(&self, guests: &[&str]) -> Result<Value> {
+        const WARM: f64 = 4.0;
+        let first = self.status()?;
+        let start = Instant::now();
+        loop {
+            let now = self.status()?;
+            let ran =
+                |guest: &&str| number(&now, guest, "graphs") - number(&first, guest, "graphs");
+            if guests.iter().all(|guest| ran(guest) >= WARM) {
+                return self.status();
+            }
+            ensure!(start.elapsed() < PATIENCE, "{guests:?} do not get to work");
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn wait_until_gone(&self) -> Result<()> {
+        let start = Instant::now();
+        while self.status()?["sessions"]
+            .as_array()
+            .is_some_and(|s| !s.is_empty())
+        {
+            ensure!(
+                start.elapsed() < PATIENCE,
+                "guests that were ended are still there"
+            );
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+}
+
+/// A figure of a guest.
+fn number(status: &Value, guest: &str, figure: &str) -> f64 {
+    let guests = status["guests"].as_array();
+    let found = guests.and_then(|guests| guests.iter().find(|g| g["name"] == guest));
+    found.and_then(|g| g[figure].as_f64()).unwrap_or(0.0)
+}

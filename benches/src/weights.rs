@@ -1,0 +1,393 @@
+//! `cargo xtask bench weights`: the same model in several guests at once.
+//!
+//! Guests are processes of their own, each a llama.cpp program that loads the model, computes a token and stays. The
+//! first finds a host that has nothing; the second, the third to eighth at once, a host that has it all; eight more
+//! begin at the same time on an empty host. What the host holds is asked from Linux.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::json;
+
+use crate::common::{Needs, keep, show, ticks};
+use crate::driver::{Driver, Guest};
+use crate::table::Row;
+use xtask_common::cache::Cache;
+use xtask_common::dist::Dist;
+use xtask_common::executor::Executor;
+use xtask_common::median::median;
+use xtask_common::progress::{Step, heading};
+use xtask_common::scratch::Scratch;
+use xtask_common::stats::Stats;
+use xtask_common::workspace;
+
+/// Not a measure of speed: how long to wait before something must be wrong.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Guests at once.
+const GUESTS: usize = 8;
+
+/// Seconds below which a difference of such times says nothing.
+const RESOLUTION: f64 = 1e-3;
+
+/// Options of the benchmark.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Repeats of the two loads that are timed
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
+    repeats: u32,
+    /// Threads of the executor [default: one per core]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Only these parts
+    #[arg(long, value_enum, num_args = 1..)]
+    only: Vec<Part>,
+    /// Measure libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// A second guest against the first
+    Second,
+    /// Eight guests at once: what the host holds
+    Eight,
+    /// After a restart, with a cache on disk
+    Restart,
+}
+
+struct Setting {
+    driver: Driver,
+    dist: Dist,
+    model: String,
+    folder: PathBuf,
+    threads: usize,
+    scratch: Scratch,
+}
+
+/// What a guest went through.
+struct Load {
+    guest: Guest,
+    /// Seconds: all of it, and without what the program has to do whoever has the weights: to read the vocabulary, and
+    /// to map the file.
+    seconds: f64,
+    weights: f64,
+    /// Bytes that left the guest, until it had its first token.
+    moved: f64,
+    /// Of the logits.
+    sum: u64,
+    bytes: f64,
+}
+
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
+    heading("what is needed");
+    let setting = Setting::prepare(cache, options)?;
+    heading("weights");
+    let wanted = |part: &Part| options.only.is_empty() || options.only.contains(part);
+    let mut rows = Vec::new();
+    for part in [Part::Second, Part::Eight, Part::Restart]
+        .into_iter()
+        .filter(wanted)
+    {
+        rows.extend(match part {
+            Part::Second => setting.second_guest(options.repeats)?,
+            Part::Eight => setting.eight_guests()?,
+            Part::Restart => setting.restart()?,
+        });
+    }
+    show(&rows);
+    let under = json!({ "threads": setting.threads, "repeats": options.repeats });
+    keep(&setting.folder, "weights", under, &rows)
+}
+
+impl Setting {
+    fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
+        let needs = Needs::prepare(cache, options.dist.as_deref())?;
+        let model = needs.model(cache)?;
+        let Needs {
+            source,
+            bin,
+            dist,
+            folder,
+        } = needs;
+        let (nobody, nowhere) = ("unix:/nowhere".to_owned(), "127.0.0.1:1".to_owned());
+        let driver = Driver::build(&source, &bin, &folder, &dist.plugin, nobody, nowhere)?;
+        let model = model.to_str().context("the cache has a path of text")?;
+        Ok(Setting {
+            driver,
+            model: model.to_owned(),
+            dist,
+            folder,
+            threads: options.threads.unwrap_or_else(workspace::cores),
+            scratch: Scratch::new()?,
+        })
+    }
+
+    fn executor(&self, name: &str, arguments: &[&str]) -> Result<Executor> {
+        let socket = self.scratch.path().join(format!("{name}.sock"));
+        let log = self.folder.join(format!("weights-{name}.log"));
+        Executor::start_with(&self.dist, &socket, self.threads, &log, arguments)
+    }
+
+    /// Starts a guest; what it remembers of files is in the folder of this name.
+    fn start(&self, executor: &Executor, memory: &str, number: usize) -> Result<Guest> {
+        let stats = self.scratch.path().join(format!("stats-{number}.json"));
+        let memory = self.scratch.path().join(memory);
+        let log = self.folder.join(format!("weights-guest-{number}.log"));
+        self.driver
+            .guest(&executor.endpoint(), &self.model, &memory, stats, &log)
+    }
+
+    /// Waits until a guest has its token.
+    fn loaded(mut guest: Guest) -> Result<Load> {
+        let common = guest.hear("load-vocabulary", PATIENCE)?;
+        let map = guest.hear("map", PATIENCE)?;
+        let load = guest.hear("load", PATIENCE)?;
+        let token = guest.hear("token", PATIENCE)?;
+        let moved = Stats::moved(guest.stats())?;
+        Ok(Load {
+            seconds: load.seconds,
+            weights: (load.seconds - common.seconds - map.seconds).max(RESOLUTION),
+            moved: moved as f64,
+            sum: token.size,
+            bytes: load.bytes as f64,
+            guest,
+        })
+    }
+
+    fn load(&self, executor: &Executor, memory: &str, number: usize) -> Result<Load> {
+        Setting::loaded(self.start(executor, memory, number)?)
+    }
+
+    /// The first guest against the second.
+    fn second_guest(&self, repeats: u32) -> Result<Vec<Row>> {
+        let executor = self.executor("second", &[])?;
+        let off = self.executor("off", &["--share-weights", "off"])?;
+        let (mut unshared, mut first, mut second, mut stranger) = (vec![], vec![], vec![], vec![]);
+        for round in 0..=repeats {
+            let step = Step::new(&format!("the same model again, round {round}"));
+            let alone = self.load(&off, "none", 0)?;
+            let one = self.load(&executor, "user", 1)?;
+            // It has remembered the file, and the host has hashed the weights.
+            self.wait_until_known("user")?;
+            self.wait_for_files(&executor, one.bytes)?;
+            let two = self.load(&executor, "user", 2)?;
+            let fresh = format!("stranger-{round}");
+            let three = self.load(&executor, &fresh, 3)?;
+            for other in [&alone, &two, &three] {
+                ensure!(other.sum == one.sum, "the guests compute different logits");
+            }
+            // The first round warms the file's pages, and makes the memory of the file.
+            if round > 0 {
+                unshared.push((alone.seconds, alone.weights, alone.moved));
+                first.push((one.seconds, one.weights, one.moved));
+                second.push((two.seconds, two.weights, two.moved));
+                stranger.push((three.seconds, three.weights, three.moved));
+            }
+            for load in [alone, one, two, three] {
+                load.guest.finish(PATIENCE)?;
+            }
+            wait_until_empty(&executor)?;
+            step.done("");
+        }
+        executor.stop()?;
+        off.stop()?;
+        let of = |all: &[(f64, f64, f64)], figure: fn(&(f64, f64, f64)) -> f64| {
+            median(all.iter().map(figure))
+        };
+        let row = |what: &str, unit, figure: fn(&(f64, f64, f64)) -> f64| {
+            Row::new(what, unit)
+                .figure("sharing off", of(&unshared, figure))
+                .figure("first", of(&first, figure))
+                .figure("second", of(&second, figure))
+                .figure("file not seen before", of(&stranger, figure))
+        };
+        Ok(vec![
+            row("loading the model, all of it", "s", |l| l.0).ratio("second", "first", false, None),
+            row("loading the model, the weights alone", "s", |l| l.1)
+                .ratio("second", "first", false, Some(5.0))
+                .ratio("first", "sharing off", false, None),
+            row("bytes moved", "bytes", |l| l.2).ratio("second", "first", false, Some(20.0)),
+        ])
+    }
+
+    /// Eight at once.
+    fn eight_guests(&self) -> Result<Vec<Row>> {
+        let mut rows = Vec::new();
+        let mut copy = 0.0;
+        for (what, is_known) in [("one after the other", true), ("all at once", false)] {
+            let step = Step::new(&format!("{GUESTS} guests, {what}"));
+            let executor = self.executor("eight", &[])?;
+            let mut loads = Vec::new();
+            if is_known {
+                let first = self.load(&executor, "user", 0)?;
+                self.wait_for_files(&executor, first.bytes)?;
+                copy = held_by(&executor)? as f64;
+                loads.push(first);
+            }
+            let waiting = (loads.len()..GUESTS)
+                .map(|number| self.start(&executor, "user", number))
+                .collect::<Result<Vec<Guest>>>()?;
+            for guest in waiting {
+                loads.push(Setting::loaded(guest)?);
+            }
+            ensure!(
+                loads.iter().all(|load| load.sum == loads[0].sum),
+                "the guests compute different logits"
+            );
+            let held = self.wait_for_merging(&executor, copy)?;
+            rows.push(
+                Row::new(
+                    format!("{GUESTS} guests, {what}: weights in the host"),
+                    "MiB",
+                )
+                .figure("one copy", copy / f64::from(1 << 20))
+                .figure("all guests", held / f64::from(1 << 20))
+                .at_most("all guests", 1.2 * copy / f64::from(1 << 20)),
+            );
+            for load in loads {
+                load.guest.finish(PATIENCE)?;
+            }
+            wait_until_empty(&executor)?;
+            executor.stop()?;
+            step.done("");
+        }
+        Ok(rows)
+    }
+
+    /// An executor that knows the model from before.
+    fn restart(&self) -> Result<Vec<Row>> {
+        let step = Step::new("a restart with a cache on disk");
+        let cache = self.scratch.path().join("disk");
+        let cache = format!("{},size=1G", cache.display());
+        let arguments = ["--weights-cache", cache.as_str()];
+        let executor = self.executor("before", &arguments)?;
+        let before = self.load(&executor, "user", 0)?;
+        let folder = self.scratch.path().join("disk");
+        let start = Instant::now();
+        while (files_in(&folder) as f64) < 0.95 * held_by(&executor)? as f64 {
+            ensure!(start.elapsed() < PATIENCE, "the weights are not written");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        before.guest.finish(PATIENCE)?;
+        executor.stop()?;
+        let executor = self.executor("after", &arguments)?;
+        let after = self.load(&executor, "user", 1)?;
+        ensure!(after.sum == before.sum, "other weights after the restart");
+        let row = Row::new("bytes moved, after a restart of the executor", "bytes")
+            .figure("before", before.moved)
+            .figure("after", after.moved)
+            .ratio("after", "before", false, Some(20.0));
+        let time = Row::new("loading after a restart, the weights alone", "s")
+            .figure("before", before.weights)
+            .figure("after, from disk", after.weights);
+        after.guest.finish(PATIENCE)?;
+        executor.stop()?;
+        step.done("");
+        Ok(vec![row, time])
+    }
+
+    /// Until a guest has written down what it has learned of the file.
+    fn wait_until_known(&self, memory: &str) -> Result<()> {
+        let folder = self.scratch.path().join(memory).join("weights");
+        let start = Instant::now();
+        while files_in(&folder) == 0 {
+            ensure!(
+                start.elapsed() < PATIENCE,
+                "the plugin has remembered nothing of {}: is it on a file system that it trusts?",
+                self.model
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Until the host says that it has hashed so many bytes.
+    fn wait_for_files(&self, executor: &Executor, bytes: f64) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            let waits = processor_time(executor)?;
+            std::thread::sleep(Duration::from_millis(200));
+            // Quiet, and nothing is left to hash. (Programs keep a part of the model to themselves.)
+            if processor_time(executor)? == waits && held_by(executor)? as f64 > 0.5 * bytes {
+                return Ok(());
+            }
+            ensure!(
+                start.elapsed() < PATIENCE,
+                "the executor does not come to rest"
+            );
+        }
+    }
+
+    /// Until nothing is held twice, or no less any more.
+    fn wait_for_merging(&self, executor: &Executor, copy: f64) -> Result<f64> {
+        let start = Instant::now();
+        loop {
+            let held = held_by(executor)? as f64;
+            if held <= 1.2 * copy || start.elapsed() > PATIENCE {
+                self.wait_for_files(executor, copy)?;
+                return Ok(held_by(executor)? as f64);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// Bytes of memory that an executor's buffers for weights take: the private memory for which it wants large pages (`hg`).
+/// All other buffers of this benchmark's model are small enough to be shared with guests, and so files.
+fn held_by(executor: &Executor) -> Result<u64> {
+    let path = format!("/proc/{}/smaps", executor.pid());
+    let maps = fs::read_to_string(path).context("looking at the executor's memory")?;
+    let (mut held, mut resident) = (0, 0);
+    let mut is_private = false;
+    for line in maps.lines() {
+        let mut words = line.split_whitespace();
+        match words.next().unwrap_or_default() {
+            "Rss:" => {
+                let kib = words.next().and_then(|n| n.parse::<u64>().ok());
+                resident = 1024 * kib.context("a line of smaps without a number")?;
+            }
+            "VmFlags:" if is_private && words.any(|flag| flag == "hg") => held += resident,
+            other if other.ends_with(':') => {}
+            // Addresses, access, offset, device, inode, and a name if it has one.
+            _ => is_private = words.nth(3) == Some("0") && words.next().is_none(),
+        }
+    }
+    Ok(held)
+}
+
+/// Waits until all guests are gone, and their weights with them.
+fn wait_until_empty(executor: &Executor) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        let held = held_by(executor)?;
+        if held == 0 {
+            return Ok(());
+        }
+        ensure!(
+            start.elapsed() < PATIENCE,
+            "{held} bytes of weights are left of guests that are gone"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Ticks of the processors that it has used.
+fn processor_time(executor: &Executor) -> Result<u64> {
+    ticks(&format!("/proc/{}/stat", executor.pid()), 14)
+}
+
+/// Bytes of the files below a folder.
+fn files_in(folder: &std::path::Path) -> u64 {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| match entry.metadata() {
+            Ok(metadata) if metadata.is_dir() => files_in(&entry.path()),
+            Ok(metadata) => metadata.len(),
+            Err(_) => 0,
+        })
+        .sum()
+}

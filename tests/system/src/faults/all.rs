@@ -1,0 +1,41 @@
+//! All faults, by name.
+
+use anyhow::Result;
+
+use xtask_common::progress::Step;
+
+use super::setup::{Row, Setup};
+use super::{exhaustion, kills, multi_guest, suspend};
+
+/// A kind of fault.
+type Fault = fn(&Setup<'_>, &Step) -> Result<Row>;
+
+/// All of them.
+pub(crate) const FAULTS: [(&str, Fault); 12] = [
+    ("executor killed at random points", kills::executors),
+    ("guest killed at random points", kills::guests),
+    ("executor and guest stopped for a while", suspend::both),
+    ("a guest that is slow", suspend::slow),
+    ("several guests at once", multi_guest::together),
+    ("a guest at its quota beside another", multi_guest::quota),
+    ("windows truncated under both", suspend::truncated),
+    ("clock jumps", suspend::clock),
+    (
+        "guest's memory refused: the host has no more",
+        exhaustion::memory,
+    ),
+    ("executor out of address space", exhaustion::address_space),
+    ("executor out of descriptors", exhaustion::descriptors),
+    (
+        "disk full: sockets' folder, logs, statistics",
+        exhaustion::disk,
+    ),
+];
+
+/// A file with all that was found, for people.
+pub(crate) fn table(rows: &[Row]) -> String {
+    let width = rows.iter().map(|row| row.fault.len()).max().unwrap_or(0);
+    rows.iter()
+        .map(|row| format!("{:width$}  {:>4}  {}\n", row.fault, row.times, row.found))
+        .collect()
+}

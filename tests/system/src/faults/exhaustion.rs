@@ -1,0 +1,207 @@
+//! Memory, address space, descriptors and disk that run out.
+
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use rustix::process::{Pid, Resource, Rlimit};
+
+use xtask_common::executor::Executor;
+use xtask_common::progress::Step;
+
+use super::guest::{Guest, Outcome, Program};
+use super::leaks::{Holdings, expect_no_more};
+use super::setup::{HANG, Row, Setup, TOKENS, exists};
+
+/// Memory that one guest fits into, and two do not: of the model some 21 MiB come to the host, and its context and graphs have some ten.
+const FOR_ONE: &str = "48M";
+
+/// Address space for what a session needs, and not for a model.
+const LITTLE: u64 = 16 << 20;
+
+/// The host's memory is full: the second guest cannot load, the first does not notice.
+pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+    const NAME: &str = "full";
+    let times = setup.counts.others;
+    let executor = setup.serve(NAME, &["--memory", FOR_ONE])?;
+    let mut first = setup.guest(NAME, "full-first")?;
+    let mut second = setup.guest(NAME, "full-second")?;
+    first.begin(400)?;
+    let long = first.end()?.tokens()?;
+    let before = Holdings::of(executor.pid())?;
+    for round in 0..times {
+        first.begin(400)?;
+        first.token()?;
+        second.begin(TOKENS)?;
+        let outcome = second.end()?;
+        ensure!(
+            matches!(outcome, Outcome::Failed(_)),
+            "two guests fit into {FOR_ONE}, so nothing was tried: {outcome:?}"
+        );
+        ensure!(
+            first.end()?.tokens()? == long,
+            "the first guest generated something else"
+        );
+        setup.expect_run(&mut second, "the second guest, once there is room")?;
+        step.note(&format!("{} of {times}", round + 1));
+    }
+    expect_no_more(executor.pid(), &before, "the executor", HANG)?;
+    first.finish()?;
+    second.finish()?;
+    executor.stop()?;
+    ensure!(
+        std::fs::read_to_string(setup.log("full-vgpu-serve"))?.contains("refused"),
+        "the executor's log does not say that memory was refused"
+    );
+    Ok(Row {
+        fault: "memory refused",
+        times,
+        found: "the load fails, the guest beside generates the same tokens, the next load works"
+            .into(),
+    })
+}
+
+/// A limit on what the running executor may map.
+pub(super) fn address_space(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+    const NAME: &str = "narrow";
+    starved(setup, step, NAME, Resource::As, |pid| {
+        Ok(Holdings::of(pid)?.mapped + LITTLE)
+    })?;
+    Ok(Row {
+        fault: "address space",
+        times: setup.counts.others,
+        found: "loads fail while there is none, work when there is; the executor lives, and holds no more".into(),
+    })
+}
+
+/// A limit on what the running executor may open.
+pub(super) fn descriptors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+    const NAME: &str = "closed";
+    // One or none is left for a new guest.
+    starved(setup, step, NAME, Resource::Nofile, |pid| {
+        Ok(Holdings::of(pid)?.descriptors as u64 + 1)
+    })?;
+    Ok(Row {
+        fault: "descriptors",
+        times: setup.counts.others,
+        found: "loads fail while there are none, work when there are; the executor lives, and holds no more".into(),
+    })
+}
+
+/// Loads while `resource` of the executor is limited to what `limit` says, and when it is not.
+fn starved(
+    setup: &Setup<'_>,
+    step: &Step,
+    name: &str,
+    resource: Resource,
+    limit: impl Fn(u32) -> Result<u64>,
+) -> Result<()> {
+    let executor = setup.serve(name, &[])?;
+    let pid = Pid::from_raw(executor.pid().cast_signed()).context("a process id of 0")?;
+    // Ours, which it has inherited.
+    let unlimited = rustix::process::getrlimit(resource);
+    let idle = Holdings::of(executor.pid())?;
+    let mut warm = setup.guest(name, &format!("{name}-warm"))?;
+    setup.expect_run(&mut warm, "a guest before")?;
+    warm.finish()?;
+    let before = expect_no_more(executor.pid(), &idle, "the executor", HANG)?;
+    for round in 0..setup.counts.others {
+        let limited = Rlimit {
+            current: Some(limit(executor.pid())?),
+            ..unlimited
+        };
+        rustix::process::prlimit(Some(pid), resource, limited).context("setting a limit")?;
+        // A guest that finds no executor runs on its CPU: told by what the program sees, so it is not asked to generate
+        // on a device, only not to hang or crash.
+        let mut guest = setup.guest(name, &format!("{name}-guest"))?;
+        guest.begin(TOKENS)?;
+        let _either = guest.end().context("a guest while there is none")?;
+        guest.finish()?;
+        rustix::process::prlimit(Some(pid), resource, unlimited).context("lifting a limit")?;
+        // A door that has failed rests for a second.
+        std::thread::sleep(Duration::from_millis(1200));
+        let mut next = setup.guest(name, &format!("{name}-next"))?;
+        setup.expect_run(&mut next, "the guest after")?;
+        next.finish()?;
+        expect_no_more(executor.pid(), &before, "the executor", HANG)?;
+        step.note(&format!("{} of {}", round + 1, setup.counts.others));
+    }
+    let log = std::fs::read_to_string(setup.log(&format!("{name}-vgpu-serve")))?;
+    ensure!(
+        log.contains("WARN") || log.contains("ERROR"),
+        "the executor's log does not say that it had none, so nothing was tried"
+    );
+    executor.stop()
+}
+
+/// A folder without room for one more file; logs and statistics that cannot be written.
+pub(super) fn disk(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+    let times = setup.counts.others;
+    step.note("a socket in a full folder");
+    let said = socket_in_a_full_folder(setup)?;
+
+    let socket = setup.socket("logless");
+    let executor = Executor::start_logless(setup.dist, &socket, 1)?;
+    let program = Program {
+        stats: "/dev/full".into(),
+        ..setup.program.clone()
+    };
+    let endpoint = format!("unix:{}", socket.display());
+    for round in 0..times {
+        let mut guest = Guest::start(
+            &program,
+            Some((setup.dist, &endpoint)),
+            std::path::Path::new("/dev/full"),
+        )?;
+        setup.expect_run(&mut guest, "a guest with nowhere to write")?;
+        guest.finish()?;
+        step.note(&format!("{} of {times}", round + 1));
+    }
+    executor.stop()?;
+    ensure!(!exists(&socket), "the executor has left its socket behind");
+    Ok(Row {
+        fault: "disk full",
+        times,
+        found: format!(
+            "logs and statistics are lost, tokens are not; a socket in a full folder: {said}"
+        ),
+    })
+}
+
+/// What `vgpu serve` says when there is no room for its socket.
+fn socket_in_a_full_folder(setup: &Setup<'_>) -> Result<String> {
+    let folder = setup.scratch.path().join("full");
+    std::fs::create_dir_all(&folder)?;
+    // A file system of two files, one of which is its root, in name spaces of our own.
+    let script = format!(
+        "mount -t tmpfs -o nr_inodes=2 none {folder} && touch {folder}/one && exec {vgpu} serve --engine cpu --threads 1 \
+         --listen unix:{folder}/s",
+        folder = folder.display(),
+        vgpu = setup.dist.vgpu.display(),
+    );
+    let mut unshare = Command::new("timeout");
+    unshare.args([
+        &HANG.as_secs().to_string(),
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        &script,
+    ]);
+    let output = unshare.output().context("starting unshare")?;
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    if stderr.contains("unshare:") || stderr.contains("mount:") {
+        return Ok("not tried, this user may not mount".into());
+    }
+    ensure!(
+        output.status.code() == Some(1),
+        "vgpu serve ended with {}: {stderr}",
+        output.status
+    );
+    let line = stderr.lines().find(|line| line.contains("cannot listen"));
+    let line = line.with_context(|| format!("vgpu serve does not say why: {stderr}"))?;
+    ensure!(line.contains("No space left"), "{line}");
+    Ok("refused with the reason".into())
+}

@@ -1,0 +1,165 @@
+//! The guest: `tests/hosts/patient.c`, on llama.cpp.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use rustix::process::Signal;
+
+use xtask_common::cache::Cache;
+use xtask_common::dist::Dist;
+use xtask_common::llama;
+use xtask_common::node_llama::{self, Backend};
+use xtask_common::process::{self, Dialogue};
+use xtask_common::workspace;
+
+use super::setup::HANG;
+
+/// The compiled program, and what it works with.
+#[derive(Clone, Debug)]
+pub(super) struct Program {
+    pub(super) path: PathBuf,
+    pub(super) bin: PathBuf,
+    pub(super) model: PathBuf,
+    /// A library that goes into guests before all others.
+    pub(super) preload: Option<PathBuf>,
+    pub(super) stats: PathBuf,
+}
+
+impl Program {
+    pub(super) fn build(cache: &Cache, bin: &Path, model: &Path, folder: &Path) -> Result<Program> {
+        let source = llama::source(cache)?;
+        let path = folder.join("patient");
+        let mut cc = Command::new("cc");
+        cc.args(["-Wall", "-Wextra", "-Werror", "-O1"])
+            .arg(format!("-I{}", source.join("include").display()))
+            .arg(format!("-I{}", source.join("ggml/include").display()))
+            .arg(workspace::root().join("tests/hosts/patient.c"))
+            .arg(format!("-L{}", bin.display()))
+            .args(["-lllama", "-lggml", "-lggml-base"])
+            .arg(format!("-Wl,-rpath,{}", bin.display()))
+            .arg("-o")
+            .arg(&path);
+        process::output(&mut cc)?;
+        Ok(Program {
+            path,
+            bin: bin.to_owned(),
+            model: model.to_owned(),
+            preload: None,
+            stats: folder.join("stats.json"),
+        })
+    }
+}
+
+/// How a generation ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    Tokens(Vec<u32>),
+    Failed(String),
+}
+
+impl Outcome {
+    pub(super) fn tokens(self) -> Result<Vec<u32>> {
+        match self {
+            Outcome::Tokens(tokens) => Ok(tokens),
+            Outcome::Failed(why) => bail!("it failed: {why}"),
+        }
+    }
+}
+
+/// A running guest; killed on drop.
+#[derive(Debug)]
+pub(super) struct Guest {
+    dialogue: Dialogue,
+}
+
+impl Guest {
+    /// Starts one, with the plugin and the executor it shall use, or with neither.
+    pub(super) fn start(
+        program: &Program,
+        plugin: Option<(&Dist, &str)>,
+        log: &Path,
+    ) -> Result<Guest> {
+        let mut command = Command::new(&program.path);
+        command.arg(&program.bin).arg(&program.model);
+        let backend = match plugin {
+            Some((dist, endpoint)) => Backend::Plugin { dist, endpoint },
+            None => Backend::Cpu,
+        };
+        command.arg(if plugin.is_some() { "99" } else { "0" });
+        node_llama::set_backend(&mut command, &backend, &program.stats);
+        if let Some(library) = &program.preload {
+            command.env("LD_PRELOAD", library);
+        }
+        let mut guest = Guest {
+            dialogue: Dialogue::start(&mut command, log)?,
+        };
+        let ready = guest.dialogue.hear(HANG)?;
+        ensure!(ready.starts_with("ready "), "the guest said {ready:?}");
+        Ok(guest)
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.dialogue.pid()
+    }
+
+    /// Lets it load its model and generate.
+    pub(super) fn begin(&mut self, tokens: usize) -> Result<()> {
+        self.dialogue.say(&format!("run {tokens}"))
+    }
+
+    /// Waits for its next token.
+    pub(super) fn token(&mut self) -> Result<()> {
+        let said = self.dialogue.hear(HANG)?;
+        ensure!(said == "token", "{said:?} instead of a token");
+        Ok(())
+    }
+
+    /// Waits for the end of what it has begun. That it ends itself is an error, and so is a hang.
+    pub(super) fn end(&mut self) -> Result<Outcome> {
+        let started = Instant::now();
+        loop {
+            let left = HANG.saturating_sub(started.elapsed());
+            let line = self.dialogue.hear(left.max(Duration::from_millis(1)))?;
+            if let Some(outcome) = outcome(&line)? {
+                return Ok(outcome);
+            }
+        }
+    }
+
+    /// How what it has begun has ended, if it has.
+    pub(super) fn ended(&mut self) -> Result<Option<Outcome>> {
+        while let Some(line) = self.dialogue.heard()? {
+            if let Some(outcome) = outcome(&line)? {
+                return Ok(Some(outcome));
+            }
+        }
+        Ok(None)
+    }
+
+    pub(super) fn signal(&self, signal: Signal) -> Result<()> {
+        self.dialogue.signal(signal)
+    }
+
+    /// Lets it end, which it has to do well.
+    pub(super) fn finish(self) -> Result<()> {
+        self.dialogue.finish(HANG)
+    }
+}
+
+/// What a line of the guest says of the end; nothing if it goes on.
+fn outcome(line: &str) -> Result<Option<Outcome>> {
+    if let Some(tokens) = line.strip_prefix("tokens") {
+        let numbers = tokens.split_whitespace().map(str::parse);
+        let tokens = numbers
+            .collect::<Result<_, _>>()
+            .with_context(|| line.to_owned())?;
+        return Ok(Some(Outcome::Tokens(tokens)));
+    }
+    if let Some(why) = line.strip_prefix("failed ") {
+        return Ok(Some(Outcome::Failed(why.to_owned())));
+    }
+    ensure!(line == "token", "the guest said {line:?}");
+    Ok(None)
+}

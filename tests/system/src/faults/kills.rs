@@ -1,0 +1,304 @@
+//! SIGKILL, at random points of loading and generating.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+
+use xtask_common::node_llama::{self, Backend};
+use xtask_common::process::Daemon;
+use xtask_common::progress::Step;
+
+use super::guest::Outcome;
+use super::leaks::{Holdings, expect_no_more};
+use super::setup::{HANG, Row, Setup, TOKENS, exists, moment};
+
+/// Rounds before holdings are compared: allocators and libraries take some memory for good when they are first used.
+const WARM_UP: usize = 5;
+
+/// Tokens of a generation that is to be interrupted: so many that few end before the blow falls.
+const LONG: usize = 96;
+
+/// The same for guests that are killed: nobody waits for the end.
+const VICTIMS: usize = 400;
+
+/// Blows that may miss for each that shall hit: what they aim at is a moment in somebody else's work.
+const MISSES: usize = 5;
+
+/// How often a blow came, and when. Only those that hit a load or a generation count.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    loading: usize,
+    generating: usize,
+    missed: usize,
+}
+
+impl Tally {
+    fn hits(&self) -> usize {
+        self.loading + self.generating
+    }
+
+    /// Whether there have to be more; an error if too many have missed.
+    fn goes_on(&self, times: usize) -> Result<bool> {
+        ensure!(
+            self.missed <= WARM_UP + MISSES * times,
+            "{} blows of {times} have hit work, {} have missed it",
+            self.hits(),
+            self.missed
+        );
+        Ok(self.hits() < times)
+    }
+}
+
+/// One guest process lives through all of it; each time a new executor comes.
+pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+    const NAME: &str = "killed";
+    let times = setup.counts.kills;
+    let mut rng = setup.rng(1);
+    let mut executor = setup.serve(NAME, &[])?;
+    let mut guest = setup.guest(NAME, "killed-guest")?;
+    setup.expect_run(&mut guest, "the first load")?;
+    guest.begin(LONG)?;
+    let begun = Instant::now();
+    guest.token()?;
+    let load = begun.elapsed();
+    let whole = guest.end()?.tokens()?;
+    ensure!(
+        whole[..TOKENS] == setup.reference,
+        "other tokens: {whole:?}"
+    );
+    let each = begun.elapsed().saturating_sub(load) / LONG as u32;
+
+    let (mut tally, mut before, mut round) = (Tally::default(), None, 0);
+    while before.is_none() || tally.goes_on(times)? {
+        if round == WARM_UP {
+            before = Some(Holdings::of(guest.pid())?);
+            tally = Tally::default();
+        }
+        guest.begin(LONG)?;
+        if rng.next().is_multiple_of(2) {
+            std::thread::sleep(moment(&mut rng, load));
+        } else {
+            for _ in 0..=rng.next() % (LONG as u64 / 2) {
+                guest.token()?;
+            }
+            std::thread::sleep(moment(&mut rng, each));
+        }
+        executor.kill().context("killing the executor")?;
+        match guest
+            .end()
+            .with_context(|| format!("kill {round}: the guest hangs or has crashed"))?
+        {
+            Outcome::Failed(why) if why.contains("no model") || why.contains("no context") => {
+                tally.loading += 1;
+            }
+            Outcome::Failed(_) => tally.generating += 1,
+            Outcome::Tokens(tokens) => {
+                ensure!(tokens == whole, "kill {round}: other tokens: {tokens:?}");
+                tally.missed += 1;
+            }
+        }
+        executor = setup.serve(NAME, &[])?;
+        setup.expect_run(&mut guest, &format!("the load after kill {round}"))?;
+        step.note(&format!("{} of {times}", tally.hits()));
+        round += 1;
+    }
+    let before = before.context("no round was run")?;
+    let after = expect_no_more(guest.pid(), &before, "the guest", HANG)?;
+    guest.finish().context("the guest's end")?;
+    executor.stop()?;
+    ensure!(
+        !exists(&setup.socket(NAME)),
+        "the executor has left its socket behind"
+    );
+    let Tally {
+        loading,
+        generating,
+        missed,
+    } = tally;
+    Ok(Row {
+        fault: "executor killed",
+        times: tally.hits(),
+        found: format!(
+            "{loading} while loading, {generating} while generating, and {missed} just after the end, not counted; 0 hangs, 0 \
+             crashes; every next load gave the same tokens; guest before: {before}, after: {after}"
+        ),
+    })
+}
+
+/// One executor and one guest beside live through all of it. Every other guest that is killed is llama.cpp's own
+/// `llama-completion`. The executor's log says what a guest still had when it went, and whether it had run anything.
+pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+    const NAME: &str = "survivor";
+    let times = setup.counts.kills;
+    let mut rng = setup.rng(2);
+    let executor = setup.serve(NAME, &[])?;
+    let mut bystander = setup.guest(NAME, "bystander")?;
+    setup.expect_run(&mut bystander, "the guest beside")?;
+    // From the word to load until the last token, in a process that has loaded nothing before.
+    let mut model = setup.guest(NAME, "victim")?;
+    let started = Instant::now();
+    model.begin(VICTIMS)?;
+    model.token()?;
+    let load = started.elapsed();
+    model.end()?.tokens().context("a guest that is spared")?;
+    let life = started.elapsed();
+    model.finish()?;
+
+    let log = setup.log(&format!("{NAME}-vgpu-serve"));
+    let mut ends = Ends::default();
+    while ends.next(&log)?.is_none() {
+        ensure!(
+            started.elapsed() < HANG,
+            "the session of the guest that was spared goes on"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut before = Holdings::of(executor.pid())?;
+    let (mut tally, mut after, mut round) = (Tally::default(), before, 0);
+    while round <= WARM_UP || tally.goes_on(times)? {
+        if round == WARM_UP {
+            before = Holdings::of(executor.pid())?;
+            tally = Tally::default();
+        }
+        // Half of the blows are meant for the load, which is short.
+        let span = if round % 4 < 2 { load } else { life };
+        bystander.begin(TOKENS)?;
+        if round % 2 == 0 {
+            let mut victim = setup.guest(NAME, "victim")?;
+            victim.begin(VICTIMS)?;
+            std::thread::sleep(moment(&mut rng, span));
+            drop(victim); // SIGKILL
+        } else {
+            let mut victim = completion(setup, NAME)?;
+            // Programs take a while until they load a model: only then does the clock run.
+            victim.wait_until(HANG, |_| {
+                Holdings::of(executor.pid()).is_ok_and(|now| now.threads > before.threads)
+            })?;
+            std::thread::sleep(moment(&mut rng, span));
+            victim.kill()?;
+        }
+        setup.expect_tokens(&mut bystander, &format!("the guest beside kill {round}"))?;
+        // Also waits until the thread of the session is gone, and with it has said what it had.
+        let patience = if round < WARM_UP { SETTLING } else { HANG };
+        match expect_no_more(
+            executor.pid(),
+            &before,
+            &format!("the executor after kill {round}"),
+            patience,
+        ) {
+            Ok(now) => after = now,
+            Err(_) if round < WARM_UP => {}
+            Err(error) => return Err(error),
+        }
+        match ends.next(&log)? {
+            Some(End { freed: 0, .. }) | None => tally.missed += 1,
+            Some(End { graphs: 0, .. }) => tally.loading += 1,
+            Some(_) => tally.generating += 1,
+        }
+        step.note(&format!("{} of {times}", tally.hits()));
+        round += 1;
+    }
+    let mut next = setup.guest(NAME, "after-kills")?;
+    setup.expect_run(&mut next, "the load after all kills")?;
+    next.finish()?;
+    bystander.finish()?;
+    executor.stop()?;
+    let Tally {
+        loading,
+        generating,
+        missed,
+    } = tally;
+    Ok(Row {
+        fault: "guest killed",
+        times: tally.hits(),
+        found: format!(
+            "{loading} while loading, {generating} at work, and {missed} before or after, not counted; 0 hangs; the guest beside \
+             generated the same tokens {round} times; executor before: {before}, after: {after}"
+        ),
+    })
+}
+
+/// How long an executor that has never lost a guest may take to come to rest: what it keeps for good is not known yet.
+const SETTLING: Duration = Duration::from_secs(1);
+
+/// The ends of sessions in an executor's log.
+#[derive(Debug, Default)]
+struct Ends {
+    /// Bytes of the log that were read.
+    read: usize,
+}
+
+/// What a session was doing when it ended.
+struct End {
+    /// Bytes of buffers that it still had: none after a good end.
+    freed: u64,
+    graphs: u64,
+}
+
+impl Ends {
+    /// The session that has ended since the last call; none if the guest had not connected yet.
+    fn next(&mut self, log: &Path) -> Result<Option<End>> {
+        let text = std::fs::read_to_string(log).context("reading the executor's log")?;
+        let new = &text[self.read..];
+        self.read = text.len();
+        let closed: Vec<&str> = new
+            .lines()
+            .filter(|line| line.contains("session closed"))
+            .collect();
+        ensure!(closed.len() <= 1, "more than one session: {closed:#?}");
+        let Some(line) = closed.first() else {
+            return Ok(None);
+        };
+        let field = |name: &str| {
+            let value = line
+                .split_whitespace()
+                .find_map(|word| word.strip_prefix(name));
+            value
+                .and_then(|value| value.parse().ok())
+                .with_context(|| format!("no {name} in {line}"))
+        };
+        Ok(Some(End {
+            freed: field("freed=")?,
+            graphs: field("graphs_run=")?,
+        }))
+    }
+}
+
+/// llama.cpp's own program, at work.
+fn completion(setup: &Setup<'_>, executor: &str) -> Result<Daemon> {
+    let endpoint = format!("unix:{}", setup.socket(executor).display());
+    let mut command = Command::new(setup.program.bin.join("llama-completion"));
+    command
+        .arg("--model")
+        .arg(&setup.program.model)
+        .args([
+            "--gpu-layers",
+            "99",
+            "--threads",
+            "1",
+            "--ctx-size",
+            "512",
+            "--temp",
+            "0",
+            "-no-cnv",
+        ])
+        .args([
+            "--ignore-eos",
+            "--n-predict",
+            "400",
+            "--prompt",
+            "A virtual machine",
+        ])
+        .stdin(Stdio::null());
+    node_llama::set_backend(
+        &mut command,
+        &Backend::Plugin {
+            dist: setup.dist,
+            endpoint: &endpoint,
+        },
+        &setup.program.stats,
+    );
+    Daemon::start(&mut command, &setup.log("victim-completion"))
+}

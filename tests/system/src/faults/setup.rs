@@ -1,0 +1,131 @@
+//! What every fault needs.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::guest::{Guest, Outcome, Program};
+use xtask_common::cache::Cache;
+use xtask_common::dist::Dist;
+use xtask_common::executor::Executor;
+use xtask_common::llama;
+use xtask_common::model::{self, Weights};
+use xtask_common::random_weights::Rng;
+use xtask_common::scratch::Scratch;
+
+/// Tokens of one generation.
+pub(super) const TOKENS: usize = 24;
+
+/// Waits that are longer than this are hangs. Not a measure of speed: the work takes a second or two, on a machine that
+/// does nothing else.
+pub(super) const HANG: Duration = Duration::from_secs(120);
+
+/// How often each fault is injected.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Counts {
+    /// Executors killed, and guests killed.
+    pub(crate) kills: usize,
+    /// Every other fault.
+    pub(crate) others: usize,
+    pub(crate) seed: u64,
+}
+
+/// What came of one kind of fault.
+#[derive(Clone, Debug)]
+pub(crate) struct Row {
+    pub(crate) fault: &'static str,
+    pub(crate) times: usize,
+    /// What the guests that were hit said, and what was found afterwards.
+    pub(crate) found: String,
+}
+
+/// What every fault needs.
+pub(crate) struct Setup<'a> {
+    pub(super) cache: &'a Cache,
+    pub(super) dist: &'a Dist,
+    pub(super) program: Program,
+    pub(super) counts: Counts,
+    /// What the guest generates when nothing goes wrong: with ggml's own CPU backend.
+    pub(super) reference: Vec<u32>,
+    pub(super) scratch: Scratch,
+}
+
+impl<'a> Setup<'a> {
+    /// Builds the guest program and lets it generate without us.
+    pub(crate) fn new(cache: &'a Cache, dist: &'a Dist, counts: Counts) -> Result<Setup<'a>> {
+        let bin = llama::build(cache, llama::Stage::Tools)?;
+        let model = model::ensure(cache, &model::TINY, Weights::F16)?;
+        let scratch = Scratch::new()?;
+        let program = Program::build(cache, &bin, &model, scratch.path())?;
+        let mut alone = Guest::start(&program, None, &cache.log("faults-reference"))?;
+        alone.begin(TOKENS)?;
+        let reference = alone.end()?.tokens().context("ggml's own CPU backend")?;
+        alone.finish()?;
+        Ok(Setup {
+            cache,
+            dist,
+            program,
+            counts,
+            reference,
+            scratch,
+        })
+    }
+
+    pub(super) fn log(&self, name: &str) -> PathBuf {
+        self.cache.log(&format!("faults-{name}"))
+    }
+
+    pub(super) fn rng(&self, stream: u64) -> Rng {
+        Rng::new(self.counts.seed, stream)
+    }
+
+    pub(super) fn socket(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(format!("{name}.sock"))
+    }
+
+    /// An executor with one thread: two of them and their guests share the machine with the tests.
+    pub(super) fn serve(&self, name: &str, more: &[&str]) -> Result<Executor> {
+        Executor::start_with(
+            self.dist,
+            &self.socket(name),
+            1,
+            &self.log(&format!("{name}-vgpu-serve")),
+            more,
+        )
+    }
+
+    /// A guest of the executor of that name, whether it is there or not.
+    pub(super) fn guest(&self, executor: &str, name: &str) -> Result<Guest> {
+        let endpoint = format!("unix:{}", self.socket(executor).display());
+        Guest::start(&self.program, Some((self.dist, &endpoint)), &self.log(name))
+    }
+
+    /// What the guest has begun must end with the tokens of the reference.
+    pub(super) fn expect_tokens(&self, guest: &mut Guest, who: &str) -> Result<()> {
+        match guest.end().with_context(|| who.to_owned())? {
+            Outcome::Tokens(tokens) => ensure!(
+                tokens == self.reference,
+                "{who} generated {tokens:?} instead of {:?}",
+                self.reference
+            ),
+            Outcome::Failed(why) => anyhow::bail!("{who} failed: {why}"),
+        }
+        Ok(())
+    }
+
+    /// A generation from the loading to the last token, as it has to be.
+    pub(super) fn expect_run(&self, guest: &mut Guest, who: &str) -> Result<()> {
+        guest.begin(TOKENS)?;
+        self.expect_tokens(guest, who)
+    }
+}
+
+/// A moment between 0 and `most`.
+pub(super) fn moment(rng: &mut Rng, most: Duration) -> Duration {
+    Duration::from_nanos(rng.next() % (most.as_nanos() as u64).max(1))
+}
+
+pub(super) fn exists(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok()
+}

@@ -1,0 +1,54 @@
+//! The system tests: what `cargo xtask test`, `vm`, `ollama`, `ops-table` and `faults` start.
+
+mod debian;
+mod faults;
+mod llama_server;
+mod ollama;
+mod ops;
+mod parts;
+mod suite;
+mod test_run;
+mod vm;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser;
+use xtask_common::cache::Cache;
+
+/// Tests ggml-vgpu with real hosts and real guests.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+enum Arguments {
+    /// Run all tests, in the end with real hosts
+    Test(test_run::Options),
+    /// Boot a guest under QEMU and run the tests inside
+    Vm(test_run::VmOptions),
+    /// Build Ollama, install the plugin in it, and use it as a client would
+    Ollama,
+    /// Run test-backend-ops and write docs/OPS.md
+    OpsTable(ops::table::Options),
+    /// Kill, suspend and starve executors and guests, hundreds of times, and check what they leave behind
+    Faults(faults::Options),
+}
+
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("\nerror: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> Result<()> {
+    let cache = Cache::open()?;
+    match arguments {
+        Arguments::Test(options) => suite::run(&cache, options),
+        Arguments::Vm(options) => suite::run(&cache, &options.into()),
+        Arguments::Ollama => suite::run(&cache, &test_run::Options::only(test_run::Part::Ollama)),
+        Arguments::OpsTable(options) => ops::table::write(&cache, options),
+        Arguments::Faults(options) => faults::run(&cache, options),
+    }
+}

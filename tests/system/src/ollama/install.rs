@@ -1,0 +1,89 @@
+//! Ollama, the real program: built from its Go module, in the layout of a release.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+
+use xtask_common::cache::Cache;
+use xtask_common::packages;
+use xtask_common::process;
+use xtask_common::progress::Step;
+use xtask_common::workspace;
+
+/// The Go module, checked against Go's checksum database when it is fetched.
+const MODULE: &str = "github.com/ollama/ollama";
+pub(crate) const VERSION: &str = "0.33.0";
+/// Where an installer puts it.
+pub(super) const PREFIX: &str = "usr/local";
+/// What a release carries beside its libraries.
+const PROGRAMS: [&str; 2] = ["llama-server", "llama-quantize"];
+
+/// The program `ollama`, built once for each version.
+pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
+    let name = format!("ollama-{VERSION}");
+    let folder = cache.folder(&name, |dir| {
+        let go = packages::go(cache)?;
+        let step = Step::new(&format!(
+            "building {name} (about three minutes on two cores)"
+        ));
+        let mut install = Command::new(go);
+        install
+            .arg("install")
+            .args(["-p", &workspace::cores().to_string(), "-ldflags"])
+            .arg(format!("-s -w -X={MODULE}/version.Version={VERSION}"))
+            .arg(format!("{MODULE}@v{VERSION}"))
+            .env("GOBIN", dir)
+            // 600 MB that nobody needs again; without the flag they could not be removed.
+            .env("GOMODCACHE", dir.join("modules"))
+            .env("GOCACHE", dir.join("objects"))
+            .env("GOFLAGS", "-modcacherw -buildvcs=false")
+            .env("GOTOOLCHAIN", "local")
+            .env("CGO_ENABLED", "1");
+        process::run(&mut install, &step, &cache.log(&name))?;
+        for rest in ["modules", "objects"] {
+            fs::remove_dir_all(dir.join(rest)).context("removing what else was fetched")?;
+        }
+        step.done("");
+        Ok(())
+    })?;
+    Ok(folder.join("ollama"))
+}
+
+/// Lays an installation out below `root`, as Ollama's installer does: program, libraries, service.
+///
+/// `llama` is a build of llama.cpp: Ollama's releases carry one, but its module does not.
+pub(crate) fn lay_out(root: &Path, ollama: &Path, llama: &Path) -> Result<()> {
+    let (bin, lib) = (
+        root.join(PREFIX).join("bin"),
+        root.join(PREFIX).join("lib/ollama"),
+    );
+    let units = root.join("etc/systemd/system");
+    for folder in [&bin, &lib, &units] {
+        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    }
+    place(ollama, &bin.join("ollama"))?;
+    for entry in fs::read_dir(llama).with_context(|| format!("listing {}", llama.display()))? {
+        let entry = entry.context("listing a folder")?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_library = name.contains(".so") && !name.contains("rpc");
+        if is_library || PROGRAMS.contains(&name.as_str()) {
+            place(&entry.path(), &lib.join(name))?;
+        }
+    }
+    let unit = format!("[Service]\nExecStart=/{PREFIX}/bin/ollama serve\n");
+    fs::write(units.join("ollama.service"), unit).context("writing a unit")
+}
+
+/// Copies a file or a link.
+fn place(from: &Path, to: &Path) -> Result<()> {
+    let placing = || format!("placing {}", to.display());
+    match fs::read_link(from) {
+        Ok(target) => std::os::unix::fs::symlink(target, to).with_context(placing),
+        // A link takes no room; across file systems there is none.
+        Err(_) => fs::hard_link(from, to)
+            .or_else(|_| fs::copy(from, to).map(drop))
+            .with_context(placing),
+    }
+}

@@ -1,0 +1,167 @@
+//! An installation of Ollama below a folder of its own, and its server.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::client::Client;
+use super::install::{PREFIX, lay_out};
+use xtask_common::dist::Dist;
+use xtask_common::process::free_port;
+use xtask_common::process::{self, Daemon};
+
+/// Not a measure of speed: how long to wait before something must be wrong.
+const PATIENCE: Duration = Duration::from_secs(60);
+const DROP_IN: &str = "etc/systemd/system/ollama.service.d/vgpu.conf";
+
+/// How a server is started.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Settings {
+    /// Variables over those of the drop-in.
+    pub(crate) environment: Vec<(&'static str, String)>,
+}
+
+/// An Ollama with the plugin installed. Its server is killed on drop.
+#[derive(Debug)]
+pub(crate) struct Instance {
+    root: PathBuf,
+    vgpu: PathBuf,
+    /// Kept from server to server: what a user has set up to reach it.
+    port: u16,
+    server: Option<Daemon>,
+}
+
+impl Instance {
+    /// Lays Ollama out in `root` and installs the plugin with `vgpu install`.
+    pub(crate) fn install(
+        root: &Path,
+        ollama: &Path,
+        llama: &Path,
+        dist: &Dist,
+        endpoint: &str,
+    ) -> Result<Instance> {
+        lay_out(root, ollama, llama)?;
+        let mut install = Command::new(&dist.vgpu);
+        install
+            .args(["install", "--endpoint", endpoint, "--root"])
+            .arg(root)
+            .arg("--plugin")
+            .arg(&dist.plugin);
+        process::output(&mut install)?;
+        Ok(Instance {
+            root: root.to_owned(),
+            vgpu: dist.vgpu.clone(),
+            port: free_port()?,
+            server: None,
+        })
+    }
+
+    /// Takes the plugin out again, with `vgpu uninstall`.
+    pub(crate) fn uninstall(&self) -> Result<String> {
+        let mut uninstall = Command::new(&self.vgpu);
+        uninstall.arg("uninstall").arg("--root").arg(&self.root);
+        process::output(&mut uninstall)
+    }
+
+    /// `llama-server` as Ollama starts it to look for devices.
+    pub(crate) fn probe(&self, endpoint: &str) -> Command {
+        let lib = self.root.join(PREFIX).join("lib/ollama");
+        let mut probe = Command::new(lib.join("llama-server"));
+        probe
+            .env("LD_LIBRARY_PATH", &lib)
+            .env("GGML_BACKEND_PATH", lib.join("vgpu/libggml-vgpu.so"))
+            .env("VGPU_ENDPOINT", endpoint)
+            .env("VGPU_REQUIRED", "1");
+        probe
+    }
+
+    /// Starts the server with the environment that systemd would give it.
+    pub(crate) fn start(&mut self, settings: &Settings, log: &Path) -> Result<()> {
+        let home = self.root.join("home");
+        fs::create_dir_all(&home).context("creating a home")?;
+        let mut serve = self.ollama();
+        serve.arg("serve");
+        for (name, value) in self.drop_in()? {
+            serve.env(name, value);
+        }
+        // An answer must not depend on what somebody else's machine has to say.
+        serve.env("OLLAMA_NO_CLOUD", "1").env("OLLAMA_DEBUG", "1");
+        serve.env_remove("GGML_BACKEND_PATH");
+        for (name, value) in &settings.environment {
+            serve.env(name, value);
+        }
+        let mut server = Daemon::start(&mut serve, log)?;
+        server.wait_until(PATIENCE, |server| {
+            server.log().contains("inference compute") && self.client().version().is_ok()
+        })?;
+        self.server = Some(server);
+        Ok(())
+    }
+
+    /// Ends the server with SIGTERM and expects a clean end.
+    pub(crate) fn stop(&mut self) -> Result<()> {
+        self.server
+            .take()
+            .map_or(Ok(()), |server| server.stop(PATIENCE))
+    }
+
+    /// What the server has logged so far.
+    pub(crate) fn log(&self) -> String {
+        self.server.as_ref().map(Daemon::log).unwrap_or_default()
+    }
+
+    pub(crate) fn client(&self) -> Client {
+        Client::new(self.port)
+    }
+
+    /// Runs `ollama create`; returns what it says when it refuses.
+    pub(crate) fn create(&self, name: &str, from: &Path) -> Result<()> {
+        let file = self.root.join("Modelfile");
+        fs::write(&file, format!("FROM {}\n", from.display())).context("writing a Modelfile")?;
+        let mut create = self.ollama();
+        create.args(["create", name, "-f"]).arg(&file);
+        process::output(&mut create).map(drop)
+    }
+
+    /// The one file in which Ollama keeps the weights of a model.
+    pub(crate) fn blob(&self, model: &str) -> Result<PathBuf> {
+        let mut show = self.ollama();
+        show.args(["show", "--modelfile", model]);
+        let text = process::output(&mut show)?;
+        let line = text.lines().find_map(|line| line.strip_prefix("FROM /"));
+        let blob = PathBuf::from(format!("/{}", line.context("the model has no file")?));
+        ensure!(
+            blob.starts_with(&self.root),
+            "{} is not ours",
+            blob.display()
+        );
+        Ok(blob)
+    }
+
+    fn ollama(&self) -> Command {
+        let mut ollama = Command::new(self.root.join(PREFIX).join("bin/ollama"));
+        ollama
+            .env("HOME", self.root.join("home"))
+            .env("OLLAMA_HOST", format!("127.0.0.1:{}", self.port))
+            .env("OLLAMA_MODELS", self.root.join("models"));
+        ollama
+    }
+
+    /// The variables of the drop-in that `vgpu install` wrote.
+    fn drop_in(&self) -> Result<Vec<(String, String)>> {
+        let file = self.root.join(DROP_IN);
+        let text = fs::read_to_string(&file)
+            .with_context(|| format!("vgpu install wrote no {}", file.display()))?;
+        let variables = text.lines().filter_map(|line| {
+            let (name, value) = line
+                .strip_prefix("Environment=\"")?
+                .strip_suffix('"')?
+                .split_once('=')?;
+            Some((name.to_owned(), value.to_owned()))
+        });
+        Ok(variables.collect())
+    }
+}

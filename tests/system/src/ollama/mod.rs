@@ -1,0 +1,8 @@
+//! Ollama, the real program: built from its Go module, in the layout of a release.
+
+mod client;
+mod install;
+mod instance;
+
+pub(crate) use install::binary;
+pub(crate) use instance::{Instance, Settings};

@@ -1,0 +1,8 @@
+//! ggml's own `test-backend-ops` on VGPU0: what it lists, what it finds.
+
+mod report;
+mod suite;
+pub(crate) mod table;
+
+pub(crate) use report::{DEVICE, Report};
+pub(crate) use suite::{Claim, Suite, compare_with_cpu, compare_with_reference};

@@ -1,0 +1,269 @@
+//! What a run of `test-backend-ops` found, read from what it writes to the terminal.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Result, bail, ensure};
+use serde_json::{Value, json};
+
+/// The device under test.
+pub(crate) const DEVICE: &str = "VGPU0";
+
+/// Cases by outcome.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) ok: u64,
+    pub(crate) failed: u64,
+    /// Denied by the device: a host would run the op on its CPU.
+    pub(crate) unsupported: u64,
+    /// Denied by the reference alone: there is nothing to compare with.
+    pub(crate) incomparable: u64,
+}
+
+impl Counts {
+    fn plus(self, other: &Counts) -> Counts {
+        Counts {
+            ok: self.ok + other.ok,
+            failed: self.failed + other.failed,
+            unsupported: self.unsupported + other.unsupported,
+            incomparable: self.incomparable + other.incomparable,
+        }
+    }
+
+    /// All cases.
+    pub(crate) fn all(&self) -> u64 {
+        self.ok + self.failed + self.unsupported + self.incomparable
+    }
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Report {
+    cases: BTreeMap<String, Counts>,
+    /// What was written about each failed case.
+    failures: Vec<String>,
+    /// What the program itself counted: passed, run.
+    own_count: Option<(u64, u64)>,
+}
+
+impl Report {
+    /// Takes one line of the program's output; returns the case if it is one.
+    pub(crate) fn line(&mut self, line: &str) -> Option<String> {
+        let line = without_colours(line);
+        if let Some(count) = own_count(&line) {
+            self.own_count = Some(count);
+        }
+        let (case, outcome) = case(&line)?;
+        let counts = self.cases.entry(case.to_owned()).or_default();
+        match outcome {
+            Outcome::Ok => counts.ok += 1,
+            Outcome::Fail => {
+                counts.failed += 1;
+                // With what was said before it on the same line: the error's size.
+                self.failures.push(line.trim().to_owned());
+            }
+            Outcome::Unsupported(devices) if devices.contains(DEVICE) => counts.unsupported += 1,
+            Outcome::Unsupported(_) => counts.incomparable += 1,
+        }
+        Some(case.to_owned())
+    }
+
+    /// An error unless every case ran well that could run, and none of them was lost on the way here.
+    pub(super) fn check(&self) -> Result<()> {
+        if !self.failures.is_empty() {
+            let shown: Vec<_> = self.failures.iter().take(10).cloned().collect();
+            bail!(
+                "{}; the first: \n    {}",
+                self.summary(),
+                shown.join("\n    ")
+            );
+        }
+        let (ok, own) = (self.totals().ok, self.own_count);
+        ensure!(
+            own == Some((ok, ok)),
+            "{ok} cases ended well, of which the program counts {own:?}"
+        );
+        Ok(())
+    }
+
+    pub(crate) fn totals(&self) -> Counts {
+        self.cases.values().fold(Counts::default(), Counts::plus)
+    }
+
+    /// Totals of each op.
+    pub(crate) fn by_op(&self) -> BTreeMap<&str, Counts> {
+        let mut ops: BTreeMap<&str, Counts> = BTreeMap::new();
+        for (case, counts) in &self.cases {
+            let op = case.split('(').next().unwrap_or_default();
+            let sum = ops.entry(op).or_default();
+            *sum = sum.plus(counts);
+        }
+        ops
+    }
+
+    /// How often each case was denied by the device, and how often not.
+    pub(super) fn by_case(&self) -> BTreeMap<&str, (u64, u64)> {
+        let split = |c: &Counts| (c.unsupported, c.all() - c.unsupported);
+        self.cases
+            .iter()
+            .map(|(case, counts)| (case.as_str(), split(counts)))
+            .collect()
+    }
+
+    /// The cases that the device denies, one of each.
+    pub(crate) fn denied(&self) -> Vec<&str> {
+        let denied = self.cases.iter().filter(|(_, c)| c.unsupported > 0);
+        denied.map(|(case, _)| case.as_str()).collect()
+    }
+
+    /// The cases that nothing was compared with, with how often each.
+    pub(crate) fn incomparable(&self) -> impl Iterator<Item = (&str, u64)> {
+        let found = self.cases.iter().filter(|(_, c)| c.incomparable > 0);
+        found.map(|(case, counts)| (case.as_str(), counts.incomparable))
+    }
+
+    /// The ops of these cases.
+    pub(crate) fn incomparable_ops(&self) -> BTreeSet<&str> {
+        self.by_op()
+            .into_iter()
+            .filter(|(_, counts)| counts.incomparable > 0)
+            .map(|(op, _)| op)
+            .collect()
+    }
+
+    /// How often the case passed.
+    pub(crate) fn passed(&self, case: &str) -> u64 {
+        self.cases.get(case).map_or(0, |counts| counts.ok)
+    }
+
+    pub(crate) fn summary(&self) -> String {
+        let Counts {
+            ok,
+            failed,
+            unsupported,
+            incomparable,
+        } = self.totals();
+        format!(
+            "{ok} ok, {failed} failed, {unsupported} not supported, {incomparable} incomparable"
+        )
+    }
+
+    pub(super) fn to_json(&self) -> Value {
+        let row = |c: &Counts| {
+            json!({"ok": c.ok, "failed": c.failed, "unsupported": c.unsupported,
+                   "incomparable": c.incomparable})
+        };
+        let ops: serde_json::Map<_, _> = self
+            .by_op()
+            .iter()
+            .map(|(&op, counts)| (op.to_owned(), row(counts)))
+            .collect();
+        json!({"totals": row(&self.totals()), "ops": ops, "failures": self.failures})
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Outcome<'a> {
+    Ok,
+    Fail,
+    Unsupported(&'a str),
+}
+
+/// Splits `  OP(parameters): outcome`. Messages about an error may stand before it on the line.
+fn case(line: &str) -> Option<(&str, Outcome<'_>)> {
+    let (head, outcome) = line.rsplit_once("): ")?;
+    let outcome = match outcome.trim_end() {
+        "OK" => Outcome::Ok,
+        "FAIL" => Outcome::Fail,
+        other => Outcome::Unsupported(other.strip_prefix("not supported [")?.strip_suffix(']')?),
+    };
+    // The case begins behind the last two spaces that an op's name follows.
+    let starts = head
+        .match_indices("  ")
+        .map(|(at, _)| at + (head[at..].len() - head[at..].trim_start().len()));
+    let name = |text: &str| -> bool {
+        text.split_once('(').is_some_and(|(op, _)| {
+            let upper = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+            !op.is_empty() && op.chars().all(upper)
+        })
+    };
+    let start = starts.filter(|&at| name(&head[at..])).last()?;
+    // With the closing bracket.
+    Some((&line[start..head.len() + 1], outcome))
+}
+
+/// Reads `  17971/17971 tests passed`.
+fn own_count(line: &str) -> Option<(u64, u64)> {
+    let (passed, run) = line.trim().strip_suffix(" tests passed")?.split_once('/')?;
+    Some((passed.parse().ok()?, run.parse().ok()?))
+}
+
+/// `text` without terminal escape sequences.
+fn without_colours(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    let mut parts = text.split("\u{1b}[");
+    plain.push_str(parts.next().unwrap_or_default());
+    for part in parts {
+        plain.push_str(part.split_once('m').map_or("", |(_, rest)| rest));
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTPUT: &str = "\
+Testing 2 devices
+
+Backend 1/2: VGPU0
+  Device description: VGPU0
+  ADD(type=f32,ne=[1,1,8,1],nr=[1,1,1,1],nf=1): \u{1b}[1;32mOK\u{1b}[0m
+  ADD(type=f16,ne=[1,1,8,1],nr=[1,1,1,1],nf=1): \u{1b}[1;32mOK\u{1b}[0m
+[MUL_MAT] ERR = 0.010000000 > 0.000500000   MUL_MAT(type_a=q4_0,m=16): \u{1b}[1;31mFAIL\u{1b}[0m
+  MUL_MAT(type_a=iq1_s,m=16): not supported [VGPU0] \n  MUL_MAT(type_a=f32): not supported [VGPU0, CPU] 
+  TIMESTEP_EMBEDDING(type=f32): not supported [CPU] 
+  fa_vec (Q,NE) slice: 0 cases run, 0 failed
+  2/3 tests passed
+
+Failing tests:
+  MUL_MAT(type_a=q4_0,m=16)
+  Backend VGPU0: \u{1b}[1;31mFAIL\u{1b}[0m
+";
+
+    #[test]
+    fn an_output_is_counted() {
+        let mut report = Report::default();
+        let cases: Vec<_> = OUTPUT
+            .lines()
+            .filter_map(|line| report.line(line))
+            .collect();
+        assert_eq!(cases.len(), 6);
+        assert_eq!(cases[2], "MUL_MAT(type_a=q4_0,m=16)");
+        let expected = Counts {
+            ok: 2,
+            failed: 1,
+            unsupported: 2,
+            incomparable: 1,
+        };
+        assert_eq!(report.totals(), expected);
+        assert_eq!((expected.all(), report.own_count), (6, Some((2, 3))));
+        assert_eq!(report.by_op()["ADD"].ok, 2);
+        assert_eq!(report.by_op()["MUL_MAT"].unsupported, 2);
+        assert_eq!(report.denied().len(), 2);
+        let incomparable: Vec<_> = report.incomparable().collect();
+        assert_eq!(incomparable, [("TIMESTEP_EMBEDDING(type=f32)", 1)]);
+        let error = report.check().unwrap_err().to_string();
+        assert!(error.contains("ERR = 0.01"), "{error}");
+        assert_eq!(report.to_json()["ops"]["MUL_MAT"]["failed"], 1);
+    }
+
+    #[test]
+    fn a_lost_case_is_noticed() {
+        let mut report = Report::default();
+        report.line("  ADD(type=f32): OK");
+        assert!(report.check().is_err(), "the program did not end its list");
+        report.line("  2/2 tests passed");
+        assert!(report.check().is_err(), "one of two was seen");
+        report.line("  ADD(type=f16): OK");
+        report.check().unwrap();
+    }
+}

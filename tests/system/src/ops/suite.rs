@@ -1,0 +1,271 @@
+//! ggml's own `test-backend-ops` on VGPU0: what it lists, what it finds.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+
+use xtask_common::node_llama::{self, Backend};
+use xtask_common::preload;
+use xtask_common::process;
+use xtask_common::progress::Step;
+use xtask_common::workspace;
+
+use super::report::{DEVICE, Report};
+
+/// Leaves out three cases whose random weights take five minutes each to quantise.
+const WITHOUT_GIANTS: &str = r"^(?!.*n_mats=128,n_used=4,b=0,m=4096)";
+
+/// A `test-backend-ops` and how to run it.
+#[derive(Debug)]
+pub(crate) struct Suite<'a> {
+    /// The folder of the program.
+    pub(crate) bin: &'a Path,
+    pub(crate) backend: Backend<'a>,
+    /// Also the cases that take minutes each.
+    pub(crate) giants: bool,
+    /// Only these ops, separated by commas.
+    pub(crate) ops: Option<&'a str>,
+    /// A library to preload: [`preload::Library`].
+    pub(crate) preload: Option<PathBuf>,
+    /// For the names of logs and statistics.
+    pub(crate) name: &'a str,
+}
+
+/// One line of the list: whether the device says that it runs the case.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Claim {
+    pub(crate) op: String,
+    /// `OP(parameters)`.
+    pub(crate) case: String,
+    pub(crate) supported: bool,
+}
+
+impl Suite<'_> {
+    fn command(&self, mode: &str) -> Command {
+        let mut program = Command::new(self.bin.join("test-backend-ops"));
+        program.args([mode, "-b", DEVICE]);
+        if !self.giants {
+            program.args(["-p", WITHOUT_GIANTS]);
+        }
+        if let Some(ops) = self.ops {
+            program.args(["-o", ops]);
+        }
+        let stats = workspace::reports().join(format!("test-backend-ops-{}.stats.json", self.name));
+        node_llama::set_backend(&mut program, &self.backend, &stats);
+        // What the plugin says of uploads would stand in the middle of the program's lines.
+        program.env("VGPU_LOG", "warn");
+        if let Some(library) = &self.preload {
+            preload::set(&mut program, library);
+        }
+        program
+    }
+
+    /// Every case without fusion, and whether the device claims it.
+    pub(crate) fn claims(&self) -> Result<Vec<Claim>> {
+        let mut program = self.command("support");
+        let listing = process::output(program.args(["--output", "csv"]))?;
+        std::fs::write(log(self.name, "support"), &listing).context("keeping the list")?;
+        let claims = parse_claims(&listing)?;
+        ensure!(
+            !claims.is_empty(),
+            "test-backend-ops lists no case for {DEVICE}"
+        );
+        Ok(claims)
+    }
+
+    /// Runs every case.
+    pub(crate) fn test(&self, step: &Step) -> Result<Report> {
+        let mut program = self.command("test");
+        program.args(["-j", &workspace::cores().to_string()]);
+        let mut report = Report::default();
+        let log = log(self.name, "test");
+        let status = process::run_lines(&mut program, &log, |line| {
+            if let Some(case) = report.line(line) {
+                step.note(&format!("{}; {case}", report.summary()));
+            }
+        })?;
+        let path = workspace::reports().join(format!("test-backend-ops-{}.json", self.name));
+        let text = serde_json::to_string_pretty(&report.to_json()).context("writing a report")?;
+        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        report.check()?;
+        ensure!(
+            status.success(),
+            "it ended with {status}\n{}",
+            process::tail(&log)
+        );
+        Ok(report)
+    }
+}
+
+/// Where a run keeps what the program wrote.
+pub(super) fn log(run: &str, mode: &str) -> PathBuf {
+    workspace::reports().join(format!("test-backend-ops-{run}-{mode}.log"))
+}
+
+/// Reads what `test-backend-ops support --output csv` writes, or a file of the same form that ggml publishes.
+pub(super) fn parse_claims(csv: &str) -> Result<Vec<Claim>> {
+    let mut reader = csv::Reader::from_reader(csv.as_bytes());
+    let header = reader.headers().context("reading a list's header")?.clone();
+    let column = |name: &str| {
+        header
+            .iter()
+            .position(|h| h == name)
+            .with_context(|| format!("the list has no column {name}"))
+    };
+    let (op, params) = (column("op_name")?, column("op_params")?);
+    let (mode, answer) = (column("test_mode")?, column("error_message")?);
+    let mut claims = Vec::new();
+    for record in reader.records() {
+        let record = record.context("reading a list")?;
+        if &record[mode] == "support" {
+            claims.push(Claim {
+                op: record[op].to_owned(),
+                case: format!("{}({})", &record[op], &record[params]),
+                supported: &record[answer] == "yes",
+            });
+        }
+    }
+    Ok(claims)
+}
+
+/// Cases about which the list and the run disagree. The run has cases that the list has not: fused ops.
+pub(crate) fn disagreements(claims: &[Claim], report: &Report) -> Vec<String> {
+    // Some cases occur more than once.
+    let mut listed: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
+    for claim in claims {
+        listed.entry(&claim.case).or_default()[usize::from(claim.supported)] += 1;
+    }
+    let run = report.by_case();
+    let mut found = Vec::new();
+    for (case, [denied, claimed]) in listed {
+        let (ran_denied, ran) = run.get(case).copied().unwrap_or_default();
+        if ran_denied != denied || ran < claimed {
+            found.push(format!(
+                "{case}: listed {claimed} times as supported and {denied} times as not, run {ran} times \
+                 and denied {ran_denied} times"
+            ));
+        }
+    }
+    found
+}
+
+/// Lists and runs everything: every case is claimed and run, and agrees with ggml's CPU backend where that
+/// can compute it.
+pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Claim>, Report)> {
+    let claims = suite.claims()?;
+    let denied = claims.iter().filter(|claim| !claim.supported);
+    none(
+        "are listed as not supported",
+        &denied.map(|claim| claim.case.as_str()).collect::<Vec<_>>(),
+    )?;
+    let report = suite.test(step)?;
+    none(&format!("are not supported [{DEVICE}"), &report.denied())?;
+    none(
+        "are listed one way and run another",
+        &disagreements(&claims, &report),
+    )?;
+    Ok((claims, report))
+}
+
+/// Runs what ggml's CPU backend could not compute against our reference in double precision. `suite`
+/// preloads it; `with_cpu` is the report of the same cases without it.
+pub(crate) fn compare_with_reference(
+    suite: &Suite<'_>,
+    with_cpu: &Report,
+    step: &Step,
+) -> Result<Report> {
+    let report = suite.test(step)?;
+    none(&format!("are not supported [{DEVICE}"), &report.denied())?;
+    let unproven: Vec<&str> = with_cpu
+        .incomparable()
+        .filter(|&(case, times)| report.passed(case) < times && !writes_codebook(case))
+        .map(|(case, _)| case)
+        .collect();
+    none("have nothing to be compared with", &unproven)?;
+    Ok(report)
+}
+
+/// Whether floats are written to a format with a codebook: there are many right results, and the kernels' own
+/// tests look at their errors.
+fn writes_codebook(case: &str) -> bool {
+    let parameter = |name: &str| {
+        let value = case.split_once(name)?.1;
+        value.split([',', ')']).next()
+    };
+    let (from, to) = (parameter("type_src="), parameter("type_dst="));
+    let codebook = |ty: &str| {
+        ["iq1_", "iq2_", "iq3_"]
+            .iter()
+            .any(|prefix| ty.starts_with(prefix))
+    };
+    from != to && to.is_some_and(codebook)
+}
+
+pub(super) fn none(what: &str, cases: &[impl AsRef<str>]) -> Result<()> {
+    let shown: Vec<&str> = cases.iter().take(10).map(AsRef::as_ref).collect();
+    ensure!(
+        cases.is_empty(),
+        "{} cases {what}; the first:\n    {}",
+        cases.len(),
+        shown.join("\n    ")
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIST: &str = "\
+\"backend_name\",\"op_name\",\"op_params\",\"test_mode\",\"supported\",\"error_message\",\"backend_reg_name\"
+\"VGPU0\",\"ABS\",\"type=f16,ne_a=[128,2,2,2],v=0\",\"support\",\"1\",\"yes\",\"VGPU\"
+\"VGPU0\",\"SUM\",\"type=f32\",\"support\",\"0\",\"no\",\"VGPU\"
+\"VGPU0\",\"SUM\",\"type=f32\",\"support\",\"1\",\"yes\",\"VGPU\"
+";
+
+    #[test]
+    fn writes_to_codebooks_are_told() {
+        assert!(writes_codebook(
+            "CPY(type_src=f16,type_dst=iq2_xxs,ne_src=[256,4,4,4])"
+        ));
+        assert!(writes_codebook("SET_ROWS(type_src=f32,type_dst=iq1_m)"));
+        assert!(!writes_codebook(
+            "CPY(type_src=iq2_s,type_dst=iq2_s,ne_src=[256,4,4,4])"
+        ));
+        assert!(!writes_codebook(
+            "CPY(type_src=f32,type_dst=iq4_nl,ne_src=[256,4,4,4])"
+        ));
+        assert!(!writes_codebook("OUT_PROD(type_a=iq2_xxs,type_b=f16)"));
+    }
+
+    #[test]
+    fn a_list_is_read() {
+        let claims = parse_claims(LIST).unwrap();
+        assert_eq!(claims.len(), 3);
+        assert_eq!(claims[0].case, "ABS(type=f16,ne_a=[128,2,2,2],v=0)");
+        assert!(claims[0].supported && !claims[1].supported);
+        assert!(parse_claims("a,b\n1,2\n").is_err());
+    }
+
+    #[test]
+    fn a_list_and_a_run_are_compared() {
+        let claims = parse_claims(LIST).unwrap();
+        let mut report = Report::default();
+        for line in [
+            "  ABS(type=f16,ne_a=[128,2,2,2],v=0): OK",
+            "  SUM(type=f32): not supported [CPU] ",
+            "  SUM(type=f32): not supported [VGPU0] ",
+            "  FUSED(type=f32): OK",
+        ] {
+            assert!(report.line(line).is_some());
+        }
+        assert_eq!(disagreements(&claims, &report), [""; 0]);
+        report.line("  SUM(type=f32): not supported [VGPU0, CPU] ");
+        let found = disagreements(&claims, &report);
+        assert_eq!(found.len(), 1);
+        assert!(found[0].starts_with("SUM(type=f32): listed 1"), "{found:?}");
+        assert_eq!(disagreements(&claims, &Report::default()).len(), 2);
+    }
+}

@@ -1,0 +1,365 @@
+//! `docs/OPS.md`: what runs, op by op, beside what ggml publishes about other backends.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::report::Report;
+use super::suite::{
+    Claim, Suite, compare_with_cpu, compare_with_reference, disagreements, log, none, parse_claims,
+};
+use xtask_common::cache::Cache;
+use xtask_common::dist;
+use xtask_common::executor::Executor;
+use xtask_common::llama;
+use xtask_common::node_llama::Backend;
+use xtask_common::preload::Library;
+use xtask_common::progress::{Step, heading};
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
+
+/// How many other backends have a column: those that run most.
+const OTHERS: usize = 7;
+
+/// Cases listed for an op, and those the backend claims.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Share {
+    listed: u64,
+    supported: u64,
+}
+
+impl Share {
+    fn add(&mut self, claim: &Claim) {
+        self.listed += 1;
+        self.supported += u64::from(claim.supported);
+    }
+
+    /// In percent; a case short of all is not 100, one above none is not 0.
+    fn percent(&self) -> String {
+        match (self.supported, self.listed) {
+            (_, 0) => "–".to_owned(),
+            (0, _) => "0".to_owned(),
+            (some, all) if some == all => "100".to_owned(),
+            (some, all) => (some * 100 / all).clamp(1, 99).to_string(),
+        }
+    }
+}
+
+/// A backend of ggml, as its published list says.
+#[derive(Debug)]
+struct Other {
+    name: String,
+    total: Share,
+    ops: BTreeMap<String, Share>,
+}
+
+impl Other {
+    fn new(name: &str, claims: &[Claim]) -> Other {
+        let mut other = Other {
+            name: name.to_owned(),
+            total: Share::default(),
+            ops: BTreeMap::new(),
+        };
+        for claim in claims {
+            other.total.add(claim);
+            other.ops.entry(claim.op.clone()).or_default().add(claim);
+        }
+        other
+    }
+}
+
+/// What the runs of a release found.
+#[derive(Debug)]
+pub(crate) struct Findings {
+    /// Of which ggml.
+    pub(crate) release: String,
+    /// Every case without fusion.
+    pub(crate) claims: Vec<Claim>,
+    /// Compared with ggml's CPU backend.
+    pub(crate) with_cpu: Report,
+    /// Compared with our reference in double precision.
+    pub(crate) with_reference: Report,
+}
+
+/// Options of `cargo xtask ops-table`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Run nothing: take what the last `cargo xtask test --only ops` found
+    #[arg(long)]
+    last_test: bool,
+}
+
+/// `cargo xtask ops-table`: writes the table.
+pub(crate) fn write(cache: &Cache, options: &Options) -> Result<()> {
+    heading("docs/OPS.md");
+    let findings = if options.last_test {
+        of_last_test()?
+    } else {
+        run(cache)?
+    };
+    let text = render(&findings, &published(cache)?)?;
+    std::fs::write(path(), text).with_context(|| format!("writing {}", path().display()))?;
+    println!("{}", path().display());
+    Ok(())
+}
+
+/// What the last test found, read from what it kept.
+fn of_last_test() -> Result<Findings> {
+    let read = |run: &str, mode: &str| {
+        let path = log(run, mode);
+        std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
+    };
+    let report = |run: &str| -> Result<Report> {
+        let mut report = Report::default();
+        read(run, "test")?.lines().for_each(|line| {
+            report.line(line);
+        });
+        report.check()?;
+        Ok(report)
+    };
+    let (claims, with_cpu) = (parse_claims(&read("unix", "support")?)?, report("unix")?);
+    let different = disagreements(&claims, &with_cpu);
+    none("were listed one way and run another", &different)?;
+    Ok(Findings {
+        release: llama::RELEASE.to_owned(),
+        claims,
+        with_cpu,
+        with_reference: report("reference")?,
+    })
+}
+
+/// Lists and runs everything.
+fn run(cache: &Cache) -> Result<Findings> {
+    let dist = dist::build(cache)?;
+    let bin = llama::build(cache, llama::Stage::Ops)?;
+    let reports = workspace::reports();
+    std::fs::create_dir_all(&reports).with_context(|| format!("creating {}", reports.display()))?;
+    let scratch = Scratch::new()?;
+    let socket = scratch.path().join("vgpu.sock");
+    let log = reports.join("ops-table-vgpu-serve.log");
+    let executor = Executor::start(&dist, &socket, workspace::cores(), &log)?;
+    let endpoint = executor.endpoint();
+    let suite = || Suite {
+        bin: &bin,
+        backend: Backend::Plugin {
+            dist: &dist,
+            endpoint: &endpoint,
+        },
+        giants: false,
+        ops: None,
+        preload: None,
+        name: "table",
+    };
+
+    let step = Step::new("comparing with ggml's CPU backend");
+    let (claims, with_cpu) = compare_with_cpu(&suite(), &step)?;
+    step.done(&with_cpu.summary());
+    let step = Step::new("comparing with double precision");
+    let of = with_cpu.incomparable_ops();
+    let of: Vec<&str> = of.into_iter().collect();
+    let of = of.join(",");
+    let against = Suite {
+        ops: Some(&of),
+        preload: Some(Library::Reference.build(cache, &bin)?),
+        ..suite()
+    };
+    let with_reference = compare_with_reference(&against, &with_cpu, &step)?;
+    step.done(&with_reference.summary());
+    executor.stop()?;
+
+    Ok(Findings {
+        release: llama::RELEASE.to_owned(),
+        claims,
+        with_cpu,
+        with_reference,
+    })
+}
+
+/// An error if the table does not say what was found.
+pub(crate) fn check(cache: &Cache, findings: &Findings) -> Result<String> {
+    let text = render(findings, &published(cache)?)?;
+    let kept =
+        std::fs::read_to_string(path()).with_context(|| format!("reading {}", path().display()))?;
+    let differs = kept.lines().zip(text.lines()).find(|(a, b)| a != b);
+    if let Some((kept, found)) = differs {
+        bail!("it says {kept:?}, found was {found:?}: run `cargo xtask ops-table`");
+    }
+    ensure!(
+        kept == text,
+        "its length is not that of what was found: run `cargo xtask ops-table`"
+    );
+    Ok(format!("{} lines", kept.lines().count()))
+}
+
+/// Where the table is kept.
+fn path() -> PathBuf {
+    workspace::root().join("docs/OPS.md")
+}
+
+/// ggml's lists of what other backends support.
+fn published(cache: &Cache) -> Result<PathBuf> {
+    Ok(llama::source(cache)?.join("docs/ops"))
+}
+
+/// The whole document. `published` is ggml's folder of lists.
+fn render(findings: &Findings, published: &Path) -> Result<String> {
+    let others = read_published(published)?;
+    let mut ops: BTreeMap<&str, Share> = BTreeMap::new();
+    let mut total = Share::default();
+    for claim in &findings.claims {
+        ops.entry(&claim.op).or_default().add(claim);
+        total.add(claim);
+    }
+    let (cpu, reference) = (findings.with_cpu.by_op(), findings.with_reference.by_op());
+    let reference_ok = |op: &str| reference.get(op).map_or(0, |counts| counts.ok);
+
+    let mut text = format!(
+        "# Operators\n\n\
+         What `test-backend-ops` of ggml {release} lists, and what VGPU0 makes of it on the CPU engine. \
+         Written by `cargo xtask ops-table` from runs over a Unix socket; `cargo xtask test` fails if it is \
+         not what it finds.\n\n\
+         - **cases**: listed by `test-backend-ops support`. Three of MUL_MAT_ID whose weights take minutes to \
+         quantise are left out; `cargo xtask test --full` runs them.\n\
+         - **VGPU0**: supported, in percent of these.\n\
+         - **CPU**: cases whose result agrees with that of ggml's CPU backend.\n\
+         - **f64**: cases that ggml's CPU backend cannot compute and whose result agrees with our reference in \
+         double precision (`tests/hosts/reference.cpp`).\n\
+         - Behind them, in percent: what ggml {release} publishes about other backends (`docs/ops/*.csv` in \
+         llama.cpp; their lists are of different ages). The {shown} that run most are shown.\n\n\
+         What has no result to compare with are floats written to the codebook formats (IQ1, IQ2, IQ3): many \
+         are right. Our quantisers are proven by their error, against a search through every codebook entry \
+         and against ggml's quantising tool.\n\n\
+         Not supported by design: `MAP_CUSTOM1` to `MAP_CUSTOM3` and `CUSTOM`, which call functions of the guest \
+         program by their address.\n\n",
+        release = findings.release,
+        shown = others.len(),
+    );
+    let mut header = String::from("| op | cases | VGPU0 | CPU | f64 |");
+    let mut rule = String::from("|---|--:|--:|--:|--:|");
+    for other in &others {
+        write!(header, " {} |", other.name).context("formatting")?;
+        rule.push_str("--:|");
+    }
+    writeln!(text, "{header}\n{rule}").context("formatting")?;
+
+    let mut row =
+        |op: &str, share: &Share, ok: u64, with_f64: u64, of: &dyn Fn(&Other) -> Share| {
+            write!(
+                text,
+                "| {op} | {} | {} | {ok} | {with_f64} |",
+                share.listed,
+                share.percent()
+            )?;
+            for other in &others {
+                write!(text, " {} |", of(other).percent())?;
+            }
+            writeln!(text)
+        };
+    let sum = |report: &BTreeMap<&str, super::report::Counts>| -> u64 {
+        let plain = report.iter().filter(|(op, _)| ops.contains_key(*op));
+        plain.map(|(_, counts)| counts.ok).sum()
+    };
+    row("**all**", &total, sum(&cpu), sum(&reference), &|other| {
+        other.total
+    })
+    .context("formatting")?;
+    for (&op, share) in &ops {
+        let ok = cpu.get(op).map_or(0, |counts| counts.ok);
+        let published = |other: &Other| other.ops.get(op).copied().unwrap_or_default();
+        row(op, share, ok, reference_ok(op), &published).context("formatting")?;
+    }
+
+    text.push_str(
+        "\n## Fused operators\n\n\
+         Several operators that a backend may compute as one: run by `test-backend-ops test`, listed nowhere.\n\n\
+         | ops | cases | CPU |\n|---|--:|--:|\n",
+    );
+    for (op, counts) in cpu.iter().filter(|(op, _)| !ops.contains_key(*op)) {
+        writeln!(text, "| {op} | {} | {} |", counts.all(), counts.ok).context("formatting")?;
+    }
+    Ok(text)
+}
+
+/// The backends in ggml's folder of lists, those that run most first.
+fn read_published(folder: &Path) -> Result<Vec<Other>> {
+    let mut others = Vec::new();
+    let entries =
+        std::fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))?;
+    for entry in entries {
+        let path = entry.context("listing ggml's lists")?.path();
+        if path.extension().is_none_or(|e| e != "csv") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("reading {}", path.display()))?;
+        let claims = parse_claims(&text).with_context(|| format!("reading {}", path.display()))?;
+        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+        others.push(Other::new(&name, &claims));
+    }
+    ensure!(!others.is_empty(), "{} has no lists", folder.display());
+    let share = |other: &Other| other.total.supported * 10_000 / other.total.listed.max(1);
+    others.sort_by(|a, b| share(b).cmp(&share(a)).then_with(|| a.name.cmp(&b.name)));
+    others.truncate(OTHERS);
+    Ok(others)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use xtask_common::scratch::Scratch;
+
+    fn claim(op: &str, params: &str, supported: bool) -> Claim {
+        Claim {
+            op: op.to_owned(),
+            case: format!("{op}({params})"),
+            supported,
+        }
+    }
+
+    fn report(lines: &[&str]) -> Report {
+        let mut report = Report::default();
+        for line in lines {
+            assert!(report.line(line).is_some(), "{line}");
+        }
+        report
+    }
+
+    #[test]
+    fn percentages_do_not_flatter() {
+        let percent = |supported, listed| Share { listed, supported }.percent();
+        assert_eq!(percent(0, 0), "–");
+        assert_eq!(percent(999, 1000), "99");
+        assert_eq!(percent(1, 1000), "1");
+        assert_eq!((percent(0, 7), percent(7, 7)), ("0".into(), "100".into()));
+    }
+
+    #[test]
+    fn ops_are_told_from_fused_ones() {
+        let scratch = Scratch::new().unwrap();
+        let list =
+            "op_name,op_params,test_mode,error_message\nABS,a,support,yes\nABS,b,support,no\n";
+        std::fs::write(scratch.path().join("CUDA.csv"), list).unwrap();
+        let findings = Findings {
+            release: "1.2".to_owned(),
+            claims: vec![claim("ABS", "a", true), claim("SUM", "", true)],
+            with_cpu: report(&[
+                "  ABS(a): OK",
+                "  SUM(): not supported [CPU]",
+                "  ABS_SUM(): OK",
+            ]),
+            with_reference: report(&["  SUM(): OK"]),
+        };
+        let text = render(&findings, scratch.path()).unwrap();
+        for line in [
+            "| op | cases | VGPU0 | CPU | f64 | CUDA |",
+            "| **all** | 2 | 100 | 1 | 1 | 50 |",
+            "| ABS | 1 | 100 | 1 | 0 | 50 |",
+            "| SUM | 1 | 100 | 0 | 1 | – |",
+            "| ABS_SUM | 1 | 1 |",
+        ] {
+            assert!(text.contains(&format!("\n{line}\n")), "{line} in\n{text}");
+        }
+    }
+}

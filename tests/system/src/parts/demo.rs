@@ -1,0 +1,23 @@
+//! `cargo xtask demo`, as a newcomer runs it, over both links.
+
+use xtask_common::process;
+use xtask_common::progress::heading;
+use xtask_common::workspace;
+
+use crate::test_run::TestRun;
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("the demo");
+    let variants: [(&str, &[&str]); 2] = [
+        ("demo, f16", &["--type", "f16"]),
+        ("demo, q4_k_m, inproc", &["--type", "q4_k_m", "--inproc"]),
+    ];
+    for (name, arguments) in variants {
+        tests.check(name, |tests, step| {
+            let mut cargo = workspace::cargo();
+            cargo.args(["xtask", "demo"]).args(arguments);
+            process::run(&mut cargo, step, &tests.log(&name.replace(", ", "-")))?;
+            Ok(String::new())
+        });
+    }
+}

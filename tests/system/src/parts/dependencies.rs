@@ -1,0 +1,196 @@
+//! The rules of `deny.toml`: which licences, and where from.
+//!
+//! cargo-deny checks them all, where it is installed. Building it takes longer than everything here,
+//! so the two rules that matter most, licences and sources, are also checked without it.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+use xtask_common::packages;
+use xtask_common::process;
+use xtask_common::progress::{self, heading};
+use xtask_common::workspace;
+
+use crate::test_run::TestRun;
+
+/// The source of a package from crates.io, as cargo writes it.
+const CRATES_IO: &str = "registry+https://github.com/rust-lang/crates.io-index";
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("dependencies");
+    tests.check("licences and sources", |_, _| {
+        let rules = std::fs::read_to_string(workspace::root().join("deny.toml"))
+            .context("reading deny.toml")?;
+        let allowed = allowed(&rules)?;
+        let metadata = process::output(workspace::cargo().args([
+            "metadata",
+            "--format-version",
+            "1",
+            "--locked",
+        ]))?;
+        let metadata: Value = serde_json::from_str(&metadata).context("parsing cargo metadata")?;
+        let packages = metadata["packages"].as_array().context("no packages")?;
+        packages
+            .iter()
+            .try_for_each(|package| judge(package, &allowed))?;
+        Ok(format!("{} packages", packages.len()))
+    });
+    if packages::runs("cargo", &["deny", "--version"]) {
+        tests.check("cargo deny", |tests, step| {
+            let mut cargo = workspace::cargo();
+            cargo.args(["deny", "check", "licenses", "bans", "sources"]);
+            process::run(&mut cargo, step, &tests.log("cargo-deny"))?;
+            Ok(String::new())
+        });
+    } else {
+        progress::say(
+            "  -- cargo-deny is not installed: duplicates and advisories are not checked",
+        );
+    }
+}
+
+/// Checks one package of cargo's metadata.
+fn judge(package: &Value, allowed: &[String]) -> Result<()> {
+    let name = package["name"]
+        .as_str()
+        .context("a package without a name")?;
+    match package["source"].as_str() {
+        None => {} // our own
+        Some(CRATES_IO) => {}
+        Some(other) => bail!("{name} comes from {other}, not from crates.io"),
+    }
+    let licence = package["license"]
+        .as_str()
+        .with_context(|| format!("{name} has no licence"))?;
+    ensure!(
+        permits(licence, allowed).with_context(|| format!("the licence of {name}"))?,
+        "{name} is under {licence:?}, which deny.toml does not allow"
+    );
+    Ok(())
+}
+
+/// The strings of the list `allow = [...]` in the section `[licenses]`.
+fn allowed(rules: &str) -> Result<Vec<String>> {
+    let section = rules
+        .split_once("[licenses]")
+        .context("deny.toml has no [licenses]")?
+        .1;
+    let list = section
+        .split_once("allow = [")
+        .context("[licenses] has no allow list")?
+        .1;
+    let list = list
+        .split_once(']')
+        .context("the allow list does not end")?
+        .0;
+    let without_comments = list
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or_default());
+    Ok(without_comments
+        .flat_map(|line| line.split('"').skip(1).step_by(2))
+        .map(str::to_owned)
+        .collect())
+}
+
+/// Whether an SPDX expression can be met with the allowed licences.
+fn permits(expression: &str, allowed: &[String]) -> Result<bool> {
+    // The slash is an older way to say OR.
+    let spaced = expression
+        .replace('(', " ( ")
+        .replace(')', " ) ")
+        .replace('/', " OR ");
+    let mut words = spaced.split_whitespace().peekable();
+    let met = any(&mut words, allowed)?;
+    ensure!(
+        words.next().is_none(),
+        "{expression:?} is no SPDX expression"
+    );
+    Ok(met)
+}
+
+type Words<'a> = std::iter::Peekable<std::str::SplitWhitespace<'a>>;
+
+/// `all OR all OR ...`
+fn any(words: &mut Words<'_>, allowed: &[String]) -> Result<bool> {
+    let mut met = all(words, allowed)?;
+    while words.next_if_eq(&"OR").is_some() {
+        met |= all(words, allowed)?;
+    }
+    Ok(met)
+}
+
+/// `one AND one AND ...`
+fn all(words: &mut Words<'_>, allowed: &[String]) -> Result<bool> {
+    let mut met = one(words, allowed)?;
+    while words.next_if_eq(&"AND").is_some() {
+        met &= one(words, allowed)?;
+    }
+    Ok(met)
+}
+
+/// A licence, perhaps WITH an exception, or an expression in brackets.
+fn one(words: &mut Words<'_>, allowed: &[String]) -> Result<bool> {
+    let word = words.next().context("an SPDX expression ends too early")?;
+    if word == "(" {
+        let met = any(words, allowed)?;
+        ensure!(words.next() == Some(")"), "a bracket is not closed");
+        return Ok(met);
+    }
+    let mut licence = word.to_owned();
+    if words.next_if_eq(&"WITH").is_some() {
+        licence = format!("{word} WITH {}", words.next().context("WITH what?")?);
+    }
+    Ok(allowed.contains(&licence))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn list(licences: &[&str]) -> Vec<String> {
+        licences.iter().map(|&licence| licence.into()).collect()
+    }
+
+    #[test]
+    fn expressions_are_understood() {
+        let allowed = list(&["MIT", "Unicode-3.0", "Apache-2.0 WITH LLVM-exception"]);
+        let permits = |expression| permits(expression, &allowed).unwrap();
+        assert!(permits("MIT"));
+        assert!(permits("MIT/Apache-2.0"));
+        assert!(permits("GPL-3.0 OR MIT"));
+        assert!(permits("(MIT OR Apache-2.0) AND Unicode-3.0"));
+        assert!(permits("Apache-2.0 WITH LLVM-exception OR GPL-3.0"));
+        assert!(!permits("Apache-2.0"));
+        assert!(!permits("MIT AND GPL-3.0"));
+        assert!(!permits("(MIT OR Apache-2.0) AND GPL-3.0"));
+    }
+
+    #[test]
+    fn what_is_no_expression_is_an_error() {
+        for expression in ["", "MIT OR", "(MIT", "MIT MIT", "MIT WITH"] {
+            assert!(
+                permits(expression, &list(&["MIT"])).is_err(),
+                "{expression:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_package_is_judged_by_licence_and_source() {
+        let package = |licence: Value, source: Value| json!({"name": "some", "license": licence, "source": source});
+        let judge = |package| judge(&package, &list(&["MIT"]));
+        judge(package(json!("MIT"), Value::Null)).unwrap();
+        judge(package(json!("MIT"), json!(CRATES_IO))).unwrap();
+        judge(package(Value::Null, json!(CRATES_IO))).unwrap_err();
+        judge(package(json!("GPL-3.0"), json!(CRATES_IO))).unwrap_err();
+        judge(package(json!("MIT"), json!("git+https://example.org/some"))).unwrap_err();
+    }
+
+    #[test]
+    fn the_allow_list_is_found() {
+        let rules = "[licenses]\nallow = [\n  \"MIT\", # \"not this\"\n  \"ISC\",\n]\nother = []\n";
+        assert_eq!(allowed(rules).unwrap(), ["MIT", "ISC"]);
+        assert!(allowed("[bans]\n").is_err());
+    }
+}

@@ -1,0 +1,279 @@
+//! Executors that are not there or die, and guests that die: nobody else may be harmed.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::llama_server::Server;
+use xtask_common::dist::Dist;
+use xtask_common::executor::Executor;
+use xtask_common::llama;
+use xtask_common::model::Weights;
+use xtask_common::node::Node;
+use xtask_common::node_llama::{self, Backend};
+use xtask_common::process::{self, Dialogue};
+use xtask_common::progress::heading;
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
+
+use crate::test_run::{PROMPT, Served, TestRun};
+
+/// What the plugin promises: a dead executor is an error this soon, not a host that hangs.
+const NOTICED_WITHIN: Duration = Duration::from_secs(2);
+/// Not a measure of speed: how long to wait before something must be wrong.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("failures");
+    let Some(dist) = tests.dist() else { return };
+    let hosts = tests.prepare("real hosts", |tests| {
+        let bin = llama::build(tests.cache, llama::Stage::Tools)?;
+        Ok((bin, Node::ensure(tests.cache)?, tests.model(Weights::Q4KM)?))
+    });
+    let Some((bin, node, model)) = hosts else {
+        return;
+    };
+
+    tests.check("no executor: the host runs on its CPU", |tests, _| {
+        no_executor(tests, &bin, &dist, &model)
+    });
+    tests.check(
+        "executor killed while generating: llama-server answers an error",
+        |tests, _| executor_killed(tests, &bin, &dist, &model),
+    );
+    tests.check(
+        "executor killed and restarted: the same process loads again",
+        |tests, _| executor_restarted(tests, &node, &dist, &model),
+    );
+    tests.check(
+        "guest killed while generating: the others go on",
+        |tests, _| guest_killed(tests, &bin, &dist, &model),
+    );
+}
+
+fn no_executor(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let socket = scratch.path().join("nobody.sock");
+    let endpoint = format!("unix:{}", socket.display());
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let stats = workspace::reports().join("unused.stats.json");
+    let server = Server::start(bin, model, &backend, &stats, &tests.log("no-executor"))?;
+    let choices = server.complete(PROMPT, 4)?;
+    let log = server.log();
+    server.stop()?;
+
+    ensure!(
+        choices.len() == 4,
+        "the host generated {} tokens of 4",
+        choices.len()
+    );
+    let said: Vec<_> = log
+        .lines()
+        .filter(|line| line.contains(&endpoint))
+        .collect();
+    ensure!(
+        said.len() == 1,
+        "{} log lines name {endpoint}, not one: {said:#?}",
+        said.len()
+    );
+    ensure!(
+        said[0].contains("vgpu serve"),
+        "the log does not say what to start: {}",
+        said[0]
+    );
+    // What ggml asked before it left the plugin alone.
+    let answers = answers(bin, &scratch, &backend, &stats)?;
+    ensure!(
+        answers == "0 no",
+        "score and registry are {answers:?} instead of 0 and none"
+    );
+    Ok(String::new())
+}
+
+/// What the plugin's two symbols answer to a C program.
+fn answers(bin: &Path, scratch: &Scratch, backend: &Backend<'_>, stats: &Path) -> Result<String> {
+    let source = workspace::root().join("tests/hosts/score.c");
+    let program = scratch.path().join("score");
+    let mut cc = Command::new("cc");
+    process::output(
+        cc.arg("-Wall")
+            .arg("-o")
+            .arg(&program)
+            .arg(source)
+            .arg("-ldl"),
+    )?;
+    let Backend::Plugin { dist, .. } = backend else {
+        bail!("no plugin to ask")
+    };
+    let mut score = Command::new(&program);
+    score.arg(bin.join("libggml-base.so")).arg(&dist.plugin);
+    node_llama::set_backend(&mut score, backend, stats);
+    Ok(process::output(&mut score)?.trim().to_owned())
+}
+
+fn executor_killed(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> Result<String> {
+    let served = Served::start(dist, &tests.log("killed-vgpu-serve"))?;
+    let endpoint = served.executor.endpoint();
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let stats = workspace::reports().join("unused.stats.json");
+    let server = Server::start(bin, model, &backend, &stats, &tests.log("killed"))?;
+
+    let (mut tokens, mut executor, mut error) = (0, Some(served.executor), None);
+    let mut killed = None;
+    server.stream(PROMPT, |line| {
+        tokens += u32::from(line.starts_with("data: ") && killed.is_none());
+        if line.starts_with("error:") || line.contains("\"error\":") {
+            error = Some((Instant::now(), line.to_owned()));
+        }
+        if tokens >= 8
+            && let Some(executor) = executor.take()
+        {
+            killed = Some((Instant::now(), executor.kill()));
+        }
+    })?;
+    let (killed, outcome) = killed.context("the answer ended before the executor was killed")?;
+    outcome?;
+    let (noticed, error) = error.context("llama-server ended its answer without an error")?;
+    let took = noticed.saturating_duration_since(killed);
+    ensure!(
+        took <= NOTICED_WITHIN,
+        "the error came after {took:?}: {error}"
+    );
+    ensure!(server.is_healthy(), "llama-server does not answer any more");
+    server.stop().context("llama-server did not survive")?;
+    Ok(format!("after {} ms", took.as_millis()))
+}
+
+fn executor_restarted(
+    tests: &TestRun<'_>,
+    node: &Node,
+    dist: &Dist,
+    model: &Path,
+) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let socket = scratch.path().join("vgpu.sock");
+    let start = |log: &str| Executor::start(dist, &socket, workspace::cores(), &tests.log(log));
+    let executor = start("restarted-vgpu-serve-1")?;
+
+    let endpoint = executor.endpoint();
+    let task = json!({
+        "model": model, "prompt": PROMPT, "tokens": 16, "gpuLayers": "max",
+        "contextSize": 2048, "threads": workspace::cores(),
+    });
+    let mut command = node.script(&workspace::root().join("tests/hosts/reload.mjs"));
+    command.arg(task.to_string());
+    let stats = workspace::reports().join("restarted.stats.json");
+    node_llama::set_backend(
+        &mut command,
+        &Backend::Plugin {
+            dist,
+            endpoint: &endpoint,
+        },
+        &stats,
+    );
+    let mut host = Dialogue::start(&mut command, &tests.log("restarted"))?;
+    let expect = |host: &mut Dialogue, event: &str| -> Result<Value> {
+        let line = host
+            .hear(PATIENCE)
+            .with_context(|| format!("waiting for {event:?}"))?;
+        let said: Value = serde_json::from_str(&line).with_context(|| format!("reading {line}"))?;
+        ensure!(
+            said["event"] == event,
+            "the host said {line} instead of {event:?}"
+        );
+        Ok(said)
+    };
+
+    let first = expect(&mut host, "generated")?;
+    ensure!(
+        first["devices"].as_array().is_some_and(|d| !d.is_empty()),
+        "no VGPU0: {first}"
+    );
+    expect(&mut host, "generating")?;
+    executor.kill()?;
+    let killed = Instant::now();
+    let failed = expect(&mut host, "failed")?;
+    let took = killed.elapsed();
+    ensure!(
+        took <= NOTICED_WITHIN,
+        "the error came after {took:?}: {failed}"
+    );
+
+    let executor = start("restarted-vgpu-serve-2")?;
+    host.say("again")?;
+    let second = expect(&mut host, "generated")?;
+    ensure!(
+        first["tokens"] == second["tokens"],
+        "first {first}, then {second}"
+    );
+    host.finish(PATIENCE)?;
+    executor.stop().context("stopping the second executor")?;
+    Ok(format!(
+        "error after {} ms, same text afterwards",
+        took.as_millis()
+    ))
+}
+
+fn guest_killed(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> Result<String> {
+    let serve_log = tests.log("guest-killed-vgpu-serve");
+    let served = Served::start(dist, &serve_log)?;
+    let endpoint = served.executor.endpoint();
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let stats = workspace::reports().join("unused.stats.json");
+    let start = |log: &str| Server::start(bin, model, &backend, &stats, &tests.log(log));
+
+    let survivor = start("guest-survivor")?;
+    let before = survivor.complete(PROMPT, 16)?;
+    let victim = start("guest-victim")?;
+    std::thread::scope(|scope| -> Result<()> {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let victim = &victim;
+        // Ends when the victim does: its connection breaks.
+        scope.spawn(move || {
+            let _ = victim.stream(PROMPT, |_| {
+                let _ = sender.send(()); // nobody listens any more: we have seen enough
+            });
+        });
+        for _ in 0..8 {
+            receiver
+                .recv_timeout(PATIENCE)
+                .context("the victim generates nothing")?;
+        }
+        victim.kill()
+    })?;
+    let after = survivor.complete(PROMPT, 16)?;
+    ensure!(
+        before == after,
+        "the survivor's text changed: {before:?}, then {after:?}"
+    );
+    survivor.stop()?;
+    served
+        .executor
+        .stop()
+        .context("the executor did not end cleanly")?;
+
+    let log = BufReader::new(std::fs::File::open(&serve_log).context("opening a log")?);
+    let ends = log
+        .lines()
+        .map_while(Result::ok)
+        .filter(|l| l.contains("session closed"))
+        .count();
+    ensure!(
+        ends >= 2,
+        "the executor logged {ends} closed sessions of two"
+    );
+    Ok(String::new())
+}

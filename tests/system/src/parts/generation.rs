@@ -1,0 +1,120 @@
+//! Text from `llama-server`: through the plugin the same as from ggml's CPU backend.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::llama_server::Server;
+use xtask_common::compare::{self, Choice};
+use xtask_common::dist::Dist;
+use xtask_common::llama;
+use xtask_common::median::median;
+use xtask_common::model::Weights;
+use xtask_common::node_llama::Backend;
+use xtask_common::progress::heading;
+use xtask_common::sched;
+use xtask_common::stats::Stats;
+use xtask_common::workspace;
+
+use crate::test_run::{PROMPT, Served, TestRun};
+
+const TOKENS: usize = 64;
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("generation in llama-server");
+    let Some(dist) = tests.dist() else { return };
+    let built = tests.prepare("build of llama-server", |b| {
+        llama::build(b.cache, llama::Stage::Tools)
+    });
+    let Some(bin) = built else { return };
+
+    for weights in [Weights::F16, Weights::Q4KM] {
+        let reference = tests.prepare("text from ggml's CPU backend", |tests| {
+            let none = workspace::reports().join("unused.stats.json");
+            let log = tests.log(&format!("llama-server-{}-cpu", weights.name()));
+            let server = Server::start(&bin, &tests.model(weights)?, &Backend::Cpu, &none, &log)?;
+            let choices = server.complete(PROMPT, TOKENS)?;
+            server.stop()?;
+            Ok(choices)
+        });
+        let Some(reference) = reference else { continue };
+        for link in ["unix", "inproc"] {
+            let name = format!("{TOKENS} tokens, {}, over {link}", weights.name());
+            tests.check(&name, |tests, _| {
+                compare_over(tests, &bin, &dist, weights, link, &reference)
+            });
+        }
+    }
+}
+
+fn compare_over(
+    tests: &TestRun<'_>,
+    bin: &Path,
+    dist: &Dist,
+    weights: Weights,
+    link: &str,
+    reference: &[Choice],
+) -> Result<String> {
+    let name = format!("llama-server-{}-{link}", weights.name());
+    let served = match link {
+        "unix" => Some(Served::start(
+            dist,
+            &tests.log(&format!("{name}-vgpu-serve")),
+        )?),
+        _ => None,
+    };
+    let endpoint = served
+        .as_ref()
+        .map_or_else(|| link.to_owned(), |s| s.executor.endpoint());
+    let stats = workspace::reports().join(format!("{name}.stats.json"));
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let model = tests.model(weights)?;
+    let server = Server::start(bin, &model, &backend, &stats, &tests.log(&name))?;
+    let choices = server.complete(PROMPT, TOKENS)?;
+    let log = server.log();
+    server.stop()?;
+    if let Some(served) = served {
+        served.executor.stop().context("stopping the executor")?;
+    }
+
+    let nodes = sched::last_graph(&log);
+    let strays = sched::strays(&nodes);
+    let on_device = nodes.iter().filter(|node| node.device == "VGPU0").count();
+    ensure!(on_device > 0, "no node ran on VGPU0");
+    ensure!(
+        strays.is_empty(),
+        "{} nodes ran on the CPU, first {:?}",
+        strays.len(),
+        strays[0]
+    );
+
+    let comparison = compare::compare(reference, &choices);
+    let (largest, bound) = (comparison.largest_difference, compare::tolerance(weights));
+    ensure!(
+        comparison.tokens == TOKENS,
+        "{} tokens instead of {TOKENS}",
+        comparison.tokens
+    );
+    ensure!(
+        comparison.parting.is_none(),
+        "the text parts from the CPU's: {:?}; largest difference of a logit {largest:.4}",
+        comparison.parting
+    );
+    ensure!(
+        largest <= bound,
+        "a logit differs by {largest:.4}; rounding explains {bound}"
+    );
+
+    let stats = Stats::read(&stats)?;
+    let decode = stats.decode_steps(TOKENS)?;
+    Ok(format!(
+        "equal, logits within {largest:.4}; per token {} messages, {} B there, {} B back, {} \
+         round trip",
+        median(decode.iter().map(|step| step.messages)),
+        median(decode.iter().map(|step| step.bytes_to_host)),
+        median(decode.iter().map(|step| step.bytes_from_host)),
+        median(decode.iter().map(|step| step.round_trips)),
+    ))
+}

@@ -1,0 +1,204 @@
+//! One plugin file in every ggml that it is made for, however that ggml got into its process.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+
+use xtask_common::dist::Dist;
+use xtask_common::llama;
+use xtask_common::model::Weights;
+use xtask_common::node::Node;
+use xtask_common::node_llama::{self, Backend};
+use xtask_common::process;
+use xtask_common::progress::heading;
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
+
+use crate::test_run::{PROMPT, Served, TestRun};
+
+/// Tokens that have to be equal.
+const TOKENS: usize = 32;
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("every ggml");
+    let Some(dist) = tests.dist() else { return };
+    let ready = tests.prepare("several ggml releases", Hosts::gather);
+    let Some(hosts) = ready else { return };
+    let served = tests.prepare("an executor", |tests| {
+        Served::start(&dist, &tests.log("hosts-vgpu-serve"))
+    });
+    let Some(served) = served else { return };
+    let endpoint = served.executor.endpoint();
+
+    for (release, api, scope, library) in &hosts.known {
+        let name = format!("ggml {release}, {scope}");
+        tests.check(&name, |_, _| {
+            let (status, out, err) = hosts.breadth(&dist, &endpoint, scope, library)?;
+            let expected = format!("{release} api {api} VGPU0 ok");
+            ensure!(
+                out == expected,
+                "{out:?} instead of {expected:?} ({status:?}): {err}"
+            );
+            Ok(String::new())
+        });
+    }
+    let (release, library) = &hosts.too_old;
+    tests.check(&format!("ggml {release}, older than any known"), |_, _| {
+        let (status, _, err) = hosts.breadth(&dist, &endpoint, "local", library)?;
+        ensure!(status == Some(3), "exit status {status:?}: {err}");
+        let line = err.lines().find(|line| line.contains("ggml-vgpu: no vGPU"));
+        let line = line.with_context(|| format!("no log line: {err}"))?;
+        let words = format!("ggml {release} is too old for this plugin, which works with 0.21");
+        ensure!(line.contains(&words), "{line}");
+        Ok(line.to_owned())
+    });
+    tests.check("tokens on ggml 0.26.0, as from its CPU", |tests, _| {
+        let model = tests.model(Weights::F16)?;
+        let stats = workspace::reports().join("hosts.stats.json");
+        let complete = |backend: &Backend<'_>| {
+            let layers = if matches!(backend, Backend::Cpu) {
+                "0"
+            } else {
+                "99"
+            };
+            let mut complete = Command::new(&hosts.complete);
+            complete
+                .arg(&hosts.backends)
+                .arg(&model)
+                .args([layers, &TOKENS.to_string(), PROMPT]);
+            node_llama::set_backend(&mut complete, backend, &stats);
+            process::output(&mut complete)
+        };
+        let cpu = complete(&Backend::Cpu)?;
+        let vgpu = complete(&Backend::Plugin {
+            dist: &dist,
+            endpoint: &endpoint,
+        })?;
+        let count = vgpu.split_whitespace().count();
+        ensure!(count == TOKENS, "{count} tokens: {vgpu}");
+        ensure!(vgpu == cpu, "{vgpu}, but {cpu} from the CPU");
+        let graphs = xtask_common::stats::Stats::read(&stats)?.graphs;
+        ensure!(graphs >= TOKENS as u64, "{graphs} graphs on VGPU0");
+        Ok(format!("{count} tokens, {graphs} graphs on VGPU0"))
+    });
+    tests.check("the executor ends cleanly", |_, _| {
+        served.executor.stop().map(|()| String::new())
+    });
+}
+
+/// What the checks need.
+struct Hosts {
+    /// Release, API version, how it is loaded, its file.
+    known: Vec<(&'static str, u32, &'static str, PathBuf)>,
+    too_old: (&'static str, PathBuf),
+    /// The program without a ggml, and the one with ggml 0.26.0 inside.
+    breadth: PathBuf,
+    breadth_with_ggml: PathBuf,
+    /// A program on the libllama of ggml 0.26.0.
+    complete: PathBuf,
+    backends: PathBuf,
+    _scratch: Scratch,
+}
+
+impl Hosts {
+    fn gather(tests: &TestRun<'_>) -> Result<Hosts> {
+        let scratch = Scratch::new()?;
+        let newest = llama::build_newest(tests.cache)?;
+        let hosts = workspace::root().join("tests/hosts");
+        let cc = |arguments: &[&str], output: &str, link: &dyn Fn(&mut Command)| {
+            let output = scratch.path().join(output);
+            let mut cc = Command::new("c++");
+            cc.args(arguments).arg("-o").arg(&output);
+            link(&mut cc);
+            process::output(&mut cc).map(|_| output)
+        };
+        let archive = newest.join("static/libggml-base.a");
+        let whole = |cc: &mut Command| {
+            cc.arg("-Wl,--whole-archive")
+                .arg(&archive)
+                .arg("-Wl,--no-whole-archive");
+            cc.args(["-fopenmp", "-ldl", "-lpthread", "-lm"]);
+        };
+        let source = hosts.join("breadth.c");
+        let breadth = |cc: &mut Command| {
+            cc.args(["-Wall", "-x", "c"])
+                .arg(&source)
+                .args(["-x", "none", "-ldl"]);
+        };
+        // The same objects under a name that says nothing, as a program's maker may give them.
+        let renamed = cc(
+            &["-shared", "-Wl,-soname,libtensors.so.7"],
+            "libtensors.so.7",
+            &whole,
+        )?;
+        let complete = cc(&["-std=c++17", "-Wall", "-O1"], "complete", &|cc| {
+            let source = llama::newest_source(tests.cache).map(|dir| dir.join("llama.cpp"));
+            for include in ["include", "ggml/include"] {
+                // A missing folder is reported by the compiler.
+                cc.arg("-I")
+                    .arg(source.as_deref().unwrap_or(Path::new("")).join(include));
+            }
+            let libraries = newest.join("shared/bin");
+            cc.arg(hosts.join("complete.cpp")).arg("-L").arg(&libraries);
+            cc.arg(format!("-Wl,-rpath,{}", libraries.display()));
+            cc.args(["-lllama", "-lggml", "-lggml-base"]);
+        })?;
+        let prebuilt = |version| -> Result<PathBuf> {
+            Node::prebuilt(tests.cache, version).map(|bin| bin.join("libggml-base.so"))
+        };
+        let (first, second) = (prebuilt("3.21.1")?, prebuilt("3.22.1")?);
+        let built = llama::build(tests.cache, llama::Stage::Ops)?.join("libggml-base.so.0");
+        let shared = newest.join("shared/bin/libggml-base.so.0");
+        let mut known = Vec::new();
+        for (release, api, library) in [
+            ("0.23.0", 2, first),
+            ("0.25.1", 2, second),
+            ("0.25.3", 2, built),
+            ("0.26.0", 3, shared),
+        ] {
+            known.push((release, api, "global", library.clone()));
+            known.push((release, api, "local", library));
+        }
+        known.push(("0.26.0", 3, "renamed, global", renamed.clone()));
+        known.push(("0.26.0", 3, "renamed, local", renamed));
+        known.push(("0.26.0", 3, "inside the executable", archive.clone()));
+        Ok(Hosts {
+            known,
+            too_old: ("0.19.0", prebuilt("3.20.0")?),
+            breadth: cc(&[], "breadth", &breadth)?,
+            breadth_with_ggml: cc(&["-rdynamic"], "breadth-with-ggml", &|cc| {
+                breadth(cc);
+                whole(cc);
+            })?,
+            complete,
+            backends: newest.join("shared/bin"),
+            _scratch: scratch,
+        })
+    }
+
+    /// Runs the program; returns its exit status and what it wrote.
+    fn breadth(
+        &self,
+        dist: &Dist,
+        endpoint: &str,
+        scope: &str,
+        library: &Path,
+    ) -> Result<(Option<i32>, String, String)> {
+        let (program, scope) = match scope {
+            "inside the executable" => (&self.breadth_with_ggml, "self"),
+            other => (&self.breadth, other.trim_start_matches("renamed, ")),
+        };
+        let mut run = Command::new(program);
+        run.arg(scope).arg(library).arg(&dist.plugin);
+        let none = workspace::reports().join("unused.stats.json");
+        node_llama::set_backend(&mut run, &Backend::Plugin { dist, endpoint }, &none);
+        let output = run.output().context("starting a host")?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+        Ok((
+            output.status.code(),
+            text(&output.stdout),
+            text(&output.stderr),
+        ))
+    }
+}

@@ -1,0 +1,29 @@
+//! The CUDA kernels compile for every architecture, and hot ones do not spill. Needs no GPU.
+
+use anyhow::Context as _;
+
+use xtask_common::packages;
+use xtask_common::process;
+use xtask_common::progress::heading;
+use xtask_common::workspace;
+
+use crate::test_run::TestRun;
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("CUDA kernels");
+    let Some(nvrtc) = tests.prepare("NVRTC", |tests| packages::nvrtc(tests.cache)) else {
+        return;
+    };
+    tests.check("machine code", |tests, step| {
+        let log = tests.log("kernels");
+        let mut cargo = workspace::cargo();
+        cargo
+            .args(["run", "-p", "vgpu-cuda", "--example", "kernels", "--"])
+            .arg(&nvrtc)
+            .arg(workspace::reports().join("kernels"))
+            .env("VGPU_KERNEL_CACHE", tests.cache.machine_code());
+        process::run(&mut cargo, step, &log)?;
+        let report = std::fs::read_to_string(&log).context("reading the report")?;
+        Ok(report.lines().last().unwrap_or_default().to_owned())
+    });
+}

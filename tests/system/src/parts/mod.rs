@@ -1,0 +1,17 @@
+//! The parts of `cargo xtask test`.
+
+pub(crate) mod demo;
+pub(crate) mod dependencies;
+pub(crate) mod deploy;
+pub(crate) mod failures;
+pub(crate) mod faults;
+pub(crate) mod generation;
+pub(crate) mod hosts;
+pub(crate) mod kernels;
+pub(crate) mod lints;
+pub(crate) mod models;
+pub(crate) mod ollama;
+pub(crate) mod ops;
+pub(crate) mod packages;
+pub(crate) mod unit;
+pub(crate) mod vm;

@@ -1,0 +1,257 @@
+//! llama.cpp's own tests of models, with the models on VGPU0: every architecture it knows, saved and
+//! restored states, several contexts at once.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::ops::DEVICE;
+use xtask_common::dist::Dist;
+use xtask_common::llama;
+use xtask_common::model::Weights;
+use xtask_common::node_llama::{self, Backend};
+use xtask_common::preload::{self, Library};
+use xtask_common::process;
+use xtask_common::progress::{Step, heading};
+use xtask_common::sched::{self, Node};
+use xtask_common::scratch::Scratch;
+use xtask_common::stats::Stats;
+use xtask_common::workspace;
+
+use crate::test_run::{Served, TestRun};
+
+/// Any number; the same one gives the same weights.
+const SEED: &str = "1";
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("llama.cpp's tests of models on VGPU0");
+    let Some(dist) = tests.dist() else { return };
+    let built = tests.prepare("build of llama.cpp's tests", |b| {
+        llama::build(b.cache, llama::Stage::Tools)
+    });
+    let Some(bin) = built else { return };
+
+    tests.check("every architecture", |tests, step| {
+        over_unix(tests, &dist, "archs", |backend| {
+            architectures(tests, &bin, backend, step)
+        })
+    });
+    tests.check("states saved and restored", |tests, step| {
+        over_unix(tests, &dist, "save-load-state", |backend| {
+            let mut program = Command::new(bin.join("test-save-load-state"));
+            let scratch = Scratch::new()?;
+            program.current_dir(scratch.path()); // it writes a file where it is
+            on_device(tests, &mut program, backend, "save-load-state", step)
+        })
+    });
+    tests.check("several contexts at once", |tests, step| {
+        over_unix(tests, &dist, "thread-safety", |backend| {
+            let mut program = Command::new(bin.join("test-thread-safety"));
+            program.args(["--parallel", "2", "--predict", "32", "--ctx-size", "256"]);
+            program.args(["--prompt", "A virtual machine asks its host"]);
+            on_device(tests, &mut program, backend, "thread-safety", step)
+        })
+    });
+}
+
+/// Has `work` done with the plugin and an executor behind a socket.
+fn over_unix<T>(
+    tests: &TestRun<'_>,
+    dist: &Dist,
+    name: &str,
+    work: impl FnOnce(&Backend<'_>) -> Result<T>,
+) -> Result<T> {
+    let served = Served::start(dist, &tests.log(&format!("{name}-vgpu-serve")))?;
+    let endpoint = served.executor.endpoint();
+    let done = work(&Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    })?;
+    served.executor.stop().context("stopping the executor")?;
+    Ok(done)
+}
+
+/// Runs a test that takes a model, with all layers on the device.
+fn on_device(
+    tests: &TestRun<'_>,
+    program: &mut Command,
+    backend: &Backend<'_>,
+    name: &str,
+    step: &Step,
+) -> Result<String> {
+    let stats = workspace::reports().join(format!("{name}.stats.json"));
+    let _ = std::fs::remove_file(&stats); // an old one must not be taken for its own
+    program
+        .arg("--model")
+        .arg(tests.model(Weights::Q4KM)?)
+        .args(["--gpu-layers", "99"])
+        .args(["--threads", &workspace::cores().to_string()]);
+    node_llama::set_backend(program, backend, &stats);
+    process::run(program, step, &tests.log(name))?;
+    let graphs = Stats::read(&stats)?.graphs;
+    ensure!(graphs > 0, "no graph ran on {DEVICE}");
+    Ok(format!("{graphs} graphs"))
+}
+
+/// Random models of every architecture: the logits of the CPU, the same after saving and loading, and no
+/// node of the model on the CPU.
+fn architectures(
+    tests: &TestRun<'_>,
+    bin: &Path,
+    backend: &Backend<'_>,
+    step: &Step,
+) -> Result<String> {
+    // The program itself loads no backends.
+    let library = Library::LoadBackends.build(tests.cache, bin)?;
+    let mut program = Command::new(bin.join("test-llama-archs"));
+    // The scheduler's decisions are debug messages.
+    program
+        .args(["-b", DEVICE, "-s", SEED, "-v", "5"])
+        .env("GGML_SCHED_DEBUG", "2");
+    let stats = workspace::reports().join("archs.stats.json");
+    node_llama::set_backend(&mut program, backend, &stats);
+    preload::set(&mut program, &library);
+
+    let mut seen = Seen::default();
+    let log = tests.log("test-llama-archs");
+    let status = process::run_lines(&mut program, &log, |line| {
+        if let Some(architecture) = seen.line(line) {
+            step.note(architecture);
+        }
+    })?;
+    ensure!(
+        status.success(),
+        "it ended with {status}\n{}",
+        process::tail(&log)
+    );
+    seen.check()
+}
+
+/// What `test-llama-archs` said so far.
+#[derive(Debug, Default)]
+struct Seen {
+    /// The row it is at: an architecture and its configuration.
+    row: String,
+    graph: Vec<Node>,
+    last_index: Option<u32>,
+    /// Graphs with nodes on the device, of each row.
+    on_device: BTreeMap<String, u64>,
+    /// Nodes on the CPU in these graphs that have no reason to be there.
+    strays: Vec<String>,
+    /// Rows that were not skipped.
+    executed: BTreeSet<String>,
+}
+
+impl Seen {
+    /// Takes a line; returns the row that begins with it.
+    fn line(&mut self, line: &str) -> Option<&str> {
+        if let Some((index, node)) = line.find("node #").and_then(|at| sched::parse(&line[at..])) {
+            // Indices grow within a graph: one that does not begins the next.
+            if self.last_index.is_some_and(|last| index <= last) {
+                self.end_graph();
+            }
+            self.last_index = Some(index);
+            self.graph.push(node);
+            return None;
+        }
+        let mut cells = line.strip_prefix('|')?.split('|');
+        let (architecture, _, configuration) = (cells.next()?, cells.next()?, cells.next()?);
+        let result = cells.next()?;
+        if architecture.starts_with('-') || result.trim_start().starts_with("NMSE") {
+            return None; // the header
+        }
+        self.end_graph();
+        self.row = format!("{} {}", architecture.trim(), configuration.trim());
+        if !result.contains("SKIP") {
+            self.executed.insert(self.row.clone());
+        }
+        Some(&self.row)
+    }
+
+    fn end_graph(&mut self) {
+        self.last_index = None;
+        let graph = std::mem::take(&mut self.graph);
+        // Others are those of the model on the CPU, which is compared with.
+        if graph.iter().any(|node| node.device == DEVICE) {
+            *self.on_device.entry(self.row.clone()).or_default() += 1;
+            let strays = sched::strays(&graph);
+            let describe = |node: &&Node| format!("{}: {} {}", self.row, node.op, node.name);
+            self.strays.extend(strays.iter().map(describe));
+        }
+    }
+
+    /// After the program has ended well: it does so only if all results are right, but does not always come to
+    /// say so, because its log ends with it.
+    fn check(&mut self) -> Result<String> {
+        self.end_graph();
+        if let Some(first) = self.strays.first() {
+            bail!("{} nodes ran on the CPU, first {first}", self.strays.len());
+        }
+        let without: Vec<&String> = self
+            .executed
+            .iter()
+            .filter(|row| !self.on_device.contains_key(*row))
+            .collect();
+        ensure!(
+            !self.executed.is_empty() && without.is_empty(),
+            "{} models, of which these have no graph on {DEVICE}: {without:?}",
+            self.executed.len()
+        );
+        Ok(format!(
+            "{} models, {} graphs, no node on the CPU",
+            self.executed.len(),
+            self.on_device.values().sum::<u64>()
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTPUT: &str = "\
+|     Model arch.|  Device|Config|   NMSE vs. CPU|Roundtrip|
+|----------------|--------|------|---------------|---------|
+|            clip|    vGPU| Dense|SKIP           |     SKIP|
+|           llama|    vGPU| Dense|0.00.003 I llama_model_loader: loaded
+0.1 D node #  0 (  GET_ROWS):                 embd (   1K) [  CPU         ] use=2,c=1:0.1 D  token_embd.weight ( 1K) [  CPU         ]
+0.1 D node #  1 (  RMS_NORM):               norm-0 (   1K) [  CPU         ] use=1,c=1:0.1 D
+0.1 D node #  0 (  GET_ROWS):                 embd (   1K) [  CPU         ] use=2,c=1:0.1 D  token_embd.weight ( 1K) [  CPU         ]
+0.1 D node #  1 (  RMS_NORM):               norm-0 (   1K) [VGPU0         ] use=1,c=1:0.1 D
+OK (1.0e-10)|  OK|
+Summary: all 1 test(s) passed
+";
+
+    #[test]
+    fn graphs_of_the_cpu_and_of_the_device_are_told_apart() {
+        let mut seen = Seen::default();
+        let rows = OUTPUT.lines().filter(|l| seen.line(l).is_some()).count();
+        assert_eq!(rows, 2);
+        assert!(seen.check().unwrap().starts_with("1 models, 1 graphs"));
+
+        let stray = OUTPUT.replace("norm-0 (   1K) [VGPU0", "norm-0 (   1K) [  CPU");
+        let stray = stray.replace(
+            "Summary",
+            "0.1 D node #  2 (       ADD):  l (   1K) [VGPU0  ] use=1,c=1:\nSummary",
+        );
+        let mut seen = Seen::default();
+        stray.lines().for_each(|line| {
+            seen.line(line);
+        });
+        assert!(seen.check().is_err());
+        assert_eq!(seen.strays, ["llama Dense: RMS_NORM norm-0"]);
+    }
+
+    #[test]
+    fn a_model_without_a_graph_on_the_device_is_noticed() {
+        let mut seen = Seen::default();
+        assert!(seen.check().is_err(), "there is no model");
+        for line in OUTPUT.lines().take(6) {
+            seen.line(line);
+        }
+        let error = seen.check().unwrap_err().to_string();
+        assert!(error.contains("llama Dense"), "{error}");
+    }
+}

@@ -1,0 +1,775 @@
+//! Ollama, with the plugin that `vgpu install` gave it, used as its clients use it.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::ollama::{self, Instance, Settings};
+use xtask_common::dist::Dist;
+use xtask_common::executor::Executor;
+use xtask_common::llama;
+use xtask_common::model::Weights;
+use xtask_common::packages;
+use xtask_common::process;
+use xtask_common::progress::heading;
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
+
+use crate::test_run::{PROMPT, TestRun};
+
+/// Tokens of most answers.
+const TOKENS: u64 = 16;
+/// Two language models and one for embeddings.
+const SMALL: &str = "small";
+const LARGE: &str = "large";
+const EMBEDDER: &str = "embedder";
+/// A window small enough to be outgrown.
+const WINDOW: u64 = 256;
+/// What the executor may use: several times what all models take.
+const MEMORY: &str = "3G";
+/// Texts to embed, and how much like the CPU's their vectors have to be.
+const SENTENCES: usize = 100;
+const LIKENESS: f64 = 0.9999;
+/// Not a measure of speed: how long to wait before something must be wrong.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("Ollama");
+    let Some(dist) = tests.dist() else { return };
+    let needed = tests.prepare("Ollama, llama.cpp and models", |tests| {
+        Ok(Needed {
+            dist,
+            ollama: ollama::binary(tests.cache)?,
+            llama: llama::build(tests.cache, llama::Stage::Tools)?,
+            small: tests.model(Weights::Q4KM)?,
+            large: tests.model(Weights::F16)?,
+            embedder: packages::embedder(tests.cache)?,
+        })
+    });
+    let Some(needed) = needed else { return };
+
+    for flash in [true, false] {
+        let with = if flash { "with" } else { "without" };
+        heading(&format!("Ollama {with} flash attention"));
+        let ready = tests.prepare("Ollama with the plugin installed", |tests| {
+            Stage::set(tests, &needed, flash)
+        });
+        let Some(mut stage) = ready else { continue };
+        type Case = fn(&mut Stage<'_>) -> Result<String>;
+        let mut cases: Vec<(&str, Case)> = vec![
+            ("Ollama lists the device", discovery),
+            ("memory figures follow what models use", memory),
+            ("probing is killed at any moment", probing_killed),
+            ("two executors are two devices", two_devices),
+            (
+                "a streamed answer, all on the GPU, as from the CPU",
+                generate,
+            ),
+            ("the executor's counters", counters),
+            ("a chat", chat),
+            ("embeddings of 100 sentences, as from the CPU", embeddings),
+            ("two models at once", two_models),
+            ("unloaded and loaded again", reload),
+            ("a prompt longer than the window", long_prompt),
+            ("an answer longer than the window", long_answer),
+            ("a cancelled request", cancelled),
+            ("requests in parallel", parallel),
+            ("a broken model file", broken),
+        ];
+        if flash {
+            cases.push(("the executor stops and comes back", executor_restarts));
+            cases.push((
+                "the executor comes back while Ollama is idle",
+                executor_restarts_idle,
+            ));
+        }
+        for (name, case) in cases {
+            let name = format!("{name}, {with} flash attention");
+            tests.check(&name, |_, _| case(&mut stage));
+        }
+        let name = format!("uninstalled, {with} flash attention");
+        tests.check(&name, |_, _| uninstall(stage));
+    }
+}
+
+struct Needed {
+    dist: Dist,
+    ollama: PathBuf,
+    llama: PathBuf,
+    small: PathBuf,
+    large: PathBuf,
+    embedder: PathBuf,
+}
+
+/// A running executor and a running Ollama that has all models.
+struct Stage<'a> {
+    needed: &'a Needed,
+    executor: Option<Executor>,
+    /// The logs of the executors that were, and of the one that is.
+    executor_logs: Vec<PathBuf>,
+    ollama: Instance,
+    flash: bool,
+    // Last: the folder goes when all that use it are gone.
+    scratch: Scratch,
+}
+
+impl<'a> Stage<'a> {
+    fn set(tests: &TestRun<'_>, needed: &'a Needed, flash: bool) -> Result<Stage<'a>> {
+        let scratch = Scratch::new()?;
+        let with = if flash { "with" } else { "without" };
+        let log = tests.log(&format!("ollama-{with}-flash"));
+        let mut stage = Stage {
+            ollama: Instance::install(
+                scratch.path(),
+                &needed.ollama,
+                &needed.llama,
+                &needed.dist,
+                &format!("unix:{}", scratch.path().join("vgpu.sock").display()),
+            )?,
+            needed,
+            executor: None,
+            executor_logs: Vec::new(),
+            flash,
+            scratch,
+        };
+        stage.start_executor()?;
+        let mut settings = Settings::default();
+        settings.environment.extend([
+            ("OLLAMA_NUM_PARALLEL", "2".to_owned()),
+            ("OLLAMA_MAX_LOADED_MODELS", "3".to_owned()),
+        ]);
+        if !flash {
+            settings
+                .environment
+                .push(("OLLAMA_FLASH_ATTENTION", "0".to_owned()));
+        }
+        stage.ollama.start(&settings, &log)?;
+        for (name, file) in [
+            (SMALL, &needed.small),
+            (LARGE, &needed.large),
+            (EMBEDDER, &needed.embedder),
+        ] {
+            stage.ollama.create(name, file)?;
+        }
+        Ok(stage)
+    }
+
+    fn start_executor(&mut self) -> Result<()> {
+        let socket = self.scratch.path().join("vgpu.sock");
+        let with = if self.flash { "with" } else { "without" };
+        let name = format!(
+            "ollama-{with}-flash-vgpu-serve-{}.log",
+            self.executor_logs.len()
+        );
+        let log = workspace::reports().join(name);
+        // Less than this machine has, so that what other programs use does not show in the figures.
+        let memory = ["--memory", MEMORY];
+        let executor = Executor::start_with(
+            &self.needed.dist,
+            &socket,
+            workspace::cores(),
+            &log,
+            &memory,
+        )?;
+        self.executor_logs.push(log);
+        self.executor = Some(executor);
+        Ok(())
+    }
+
+    fn kill_executor(&mut self) -> Result<()> {
+        self.executor.take().context("no executor to kill")?.kill()
+    }
+
+    /// The text of an answer on the GPU.
+    fn text(&self, model: &str, prompt: &str) -> Result<String> {
+        let answer = self
+            .ollama
+            .client()
+            .generate(model, prompt, tokens(TOKENS), |_| true)?;
+        ensure!(
+            answer.tokens == TOKENS,
+            "{} tokens instead of {TOKENS}",
+            answer.tokens
+        );
+        Ok(answer.text)
+    }
+
+    /// Takes a model out of memory and waits until its session with the executor has ended.
+    fn unload(&self, model: &str) -> Result<()> {
+        self.forget(model)?;
+        wait("the session of an unloaded model does not end", || {
+            Ok(self.open_sessions()? <= self.ollama.client().running()?.len())
+        })
+    }
+
+    /// Sessions of the present executor that have not ended.
+    fn open_sessions(&self) -> Result<usize> {
+        let log = self.executor_logs.last().context("no executor")?;
+        let text = std::fs::read_to_string(log).context("reading the executor's log")?;
+        let count = |words| text.matches(words).count();
+        Ok(count("session opened").saturating_sub(count("session closed")))
+    }
+
+    /// Takes a model out of memory that is not on the GPU, or of which nothing is to be counted.
+    fn forget(&self, model: &str) -> Result<()> {
+        self.ollama.client().unload(model)?;
+        wait("a model is not unloaded", || Ok(!self.is_loaded(model)?))
+    }
+
+    fn is_loaded(&self, model: &str) -> Result<bool> {
+        let running = self.ollama.client().running()?;
+        Ok(running
+            .iter()
+            .any(|one| one["name"] == format!("{model}:latest")))
+    }
+
+    /// The graphs that each session ran which has ended, in the order of their ends.
+    fn sessions(&self) -> Result<Vec<u64>> {
+        let mut graphs = Vec::new();
+        for log in &self.executor_logs {
+            let text = std::fs::read_to_string(log).context("reading the executor's log")?;
+            for line in text.lines().filter(|line| line.contains("session closed")) {
+                let count = line.split("graphs_run=").nth(1).and_then(|rest| {
+                    rest.split(|c: char| !c.is_ascii_digit())
+                        .next()?
+                        .parse()
+                        .ok()
+                });
+                graphs.push(count.with_context(|| format!("no count of graphs in {line}"))?);
+            }
+        }
+        Ok(graphs)
+    }
+
+    /// Every model in memory is on the GPU, all of it; returns their names.
+    fn all_on_gpu(&self) -> Result<Vec<String>> {
+        let running = self.ollama.client().running()?;
+        running
+            .iter()
+            .map(|model| {
+                let number = |name| model[name].as_u64().filter(|&bytes| bytes > 0);
+                let (size, on_gpu) = (number("size"), number("size_vram"));
+                ensure!(size.is_some() && size == on_gpu, "not 100 % GPU: {model}");
+                Ok(model["name"]
+                    .as_str()
+                    .context("a model without a name")?
+                    .to_owned())
+            })
+            .collect()
+    }
+}
+
+fn tokens(count: u64) -> Value {
+    json!({"num_predict": count})
+}
+
+/// The same, computed by ggml's CPU backend in the same Ollama.
+fn on_cpu(mut options: Value) -> Value {
+    options["num_gpu"] = json!(0);
+    options
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
+    let started = Instant::now();
+    while !done()? {
+        ensure!(started.elapsed() < PATIENCE, "{what} within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+fn discovery(stage: &mut Stage<'_>) -> Result<String> {
+    let log = stage.ollama.log();
+    let lines: Vec<_> = log
+        .lines()
+        .filter(|line| line.contains("inference compute"))
+        .collect();
+    let [line] = lines.as_slice() else {
+        bail!("Ollama lists {} compute devices: {lines:#?}", lines.len())
+    };
+    for words in [
+        "library=\"vGPU",
+        "name=VGPU0",
+        "libdirs=ollama,vgpu",
+        "type=discrete",
+    ] {
+        ensure!(line.contains(words), "{words} is not in {line}");
+    }
+    let took = log
+        .lines()
+        .find(|line| line.contains("GPU bootstrap discovery took"));
+    Ok(took
+        .and_then(|line| line.split("duration=").nth(1))
+        .unwrap_or_default()
+        .to_owned())
+}
+
+/// Total and free MiB of each device, as Ollama's probe of it says.
+fn probe(stage: &Stage<'_>, endpoint: &str) -> Result<Vec<(u64, u64)>> {
+    let said = process::output(stage.ollama.probe(endpoint).arg("--list-devices"))?;
+    let figures = said.lines().filter_map(|line| {
+        let (_, figures) = line.trim().strip_prefix("VGPU")?.rsplit_once('(')?;
+        let (total, free) = figures.split_once(" MiB, ")?;
+        Some((
+            total.parse().ok()?,
+            free.strip_suffix(" MiB free)")?.parse().ok()?,
+        ))
+    });
+    Ok(figures.collect())
+}
+
+fn memory(stage: &mut Stage<'_>) -> Result<String> {
+    let endpoint = stage.executor.as_ref().context("no executor")?.endpoint();
+    let figures = || -> Result<(u64, u64)> {
+        let all = probe(stage, &endpoint)?;
+        all.first()
+            .copied()
+            .with_context(|| format!("the probe lists {} devices", all.len()))
+    };
+    let (total, before) = figures()?;
+    stage.text(LARGE, PROMPT)?;
+    let (_, loaded) = figures()?;
+    stage.unload(LARGE)?;
+    let size = stage
+        .needed
+        .large
+        .metadata()
+        .context("looking at a model")?
+        .len()
+        >> 20;
+    // A model takes more than its file; rounding to MiB must not matter.
+    let line = format!("{total} MiB: {before} free, {loaded} with a model of {size}");
+    ensure!(
+        total > 0 && before <= total && before > loaded + size / 2,
+        "{line}"
+    );
+    wait("the memory of a model is not given back", || {
+        Ok(figures()?.1 > loaded + size / 2)
+    })?;
+    Ok(line)
+}
+
+fn probing_killed(stage: &mut Stage<'_>) -> Result<String> {
+    const TIMES: u64 = 20;
+    let endpoint = stage.executor.as_ref().context("no executor")?.endpoint();
+    for time in 0..TIMES {
+        let log = workspace::reports().join("ollama-probe.log");
+        let probe =
+            process::Daemon::start(stage.ollama.probe(&endpoint).arg("--list-devices"), &log)?;
+        // From before it has loaded a library to when it is done.
+        std::thread::sleep(Duration::from_millis(5 * time));
+        drop(probe);
+    }
+    let devices = probe(stage, &endpoint)?;
+    ensure!(
+        devices.len() == 1,
+        "the probe lists {} devices",
+        devices.len()
+    );
+    wait("the executor keeps a killed guest's session", || {
+        Ok(stage.open_sessions()? == 0)
+    })?;
+    Ok(format!("{TIMES} times"))
+}
+
+fn two_devices(stage: &mut Stage<'_>) -> Result<String> {
+    let first = stage.executor.as_ref().context("no executor")?.endpoint();
+    let socket = stage.scratch.path().join("second.sock");
+    let log = workspace::reports().join("ollama-second-vgpu-serve.log");
+    let second = Executor::start(&stage.needed.dist, &socket, workspace::cores(), &log)?;
+    let both = format!("{first},{}", second.endpoint());
+    let devices = probe(stage, &both)?;
+    ensure!(
+        devices.len() == 2,
+        "the probe lists {} devices",
+        devices.len()
+    );
+    second.stop()?;
+    Ok(String::new())
+}
+
+fn generate(stage: &mut Stage<'_>) -> Result<String> {
+    let client = stage.ollama.client();
+    let answer = client.generate(SMALL, PROMPT, tokens(TOKENS), |_| true)?;
+    ensure!(
+        answer.tokens == TOKENS,
+        "{} tokens instead of {TOKENS}",
+        answer.tokens
+    );
+    ensure!(answer.pieces > 1, "the answer was not streamed: {answer:?}");
+    ensure!(stage.all_on_gpu()? == [format!("{SMALL}:latest")]);
+    let log = stage.ollama.log();
+    let attention = if stage.flash {
+        "= enabled"
+    } else {
+        "= disabled"
+    };
+    let line = log.lines().find(|line| line.contains("flash_attn "));
+    let line = line.context("llama-server does not say whether flash attention is on")?;
+    ensure!(
+        line.contains(attention),
+        "flash attention is not {attention}: {line}"
+    );
+    let cpu = client.generate(SMALL, PROMPT, on_cpu(tokens(TOKENS)), |_| true)?;
+    stage.forget(SMALL)?;
+    ensure!(
+        answer.text == cpu.text,
+        "{:?}, but {:?} from the CPU",
+        answer.text,
+        cpu.text
+    );
+    Ok(format!(
+        "{} tokens in {} pieces",
+        answer.tokens, answer.pieces
+    ))
+}
+
+fn counters(stage: &mut Stage<'_>) -> Result<String> {
+    let before: u64 = stage.sessions()?.iter().sum();
+    stage.text(SMALL, PROMPT)?;
+    stage.unload(SMALL)?;
+    let graphs = stage.sessions()?.iter().sum::<u64>() - before;
+    // One for the prompt, which gives the first token; one for each other. A load warms up with a few.
+    ensure!(
+        (TOKENS..TOKENS + 8).contains(&graphs),
+        "the executor ran {graphs} graphs for {TOKENS} tokens"
+    );
+    Ok(format!("{graphs} graphs for {TOKENS} tokens"))
+}
+
+fn chat(stage: &mut Stage<'_>) -> Result<String> {
+    let says = "What does a virtual machine need?";
+    let client = stage.ollama.client();
+    let answer = client.chat(SMALL, says, tokens(TOKENS))?;
+    stage.all_on_gpu()?;
+    let cpu = client.chat(SMALL, says, on_cpu(tokens(TOKENS)))?;
+    stage.forget(SMALL)?;
+    ensure!(!answer.text.is_empty(), "an empty answer");
+    ensure!(
+        answer.text == cpu.text,
+        "{:?}, but {:?} from the CPU",
+        answer.text,
+        cpu.text
+    );
+    Ok(String::new())
+}
+
+fn embeddings(stage: &mut Stage<'_>) -> Result<String> {
+    let texts = sentences();
+    let client = stage.ollama.client();
+    let ours = client.embed(EMBEDDER, &texts, json!({}))?;
+    stage.all_on_gpu()?;
+    let theirs = client.embed(EMBEDDER, &texts, on_cpu(json!({})))?;
+    stage.forget(EMBEDDER)?;
+    ensure!(
+        ours.len() == SENTENCES && theirs.len() == SENTENCES,
+        "{} vectors",
+        ours.len()
+    );
+    let likeness: Vec<f64> = ours
+        .iter()
+        .zip(&theirs)
+        .map(|(a, b)| cosine(a, b))
+        .collect();
+    let least = likeness.iter().copied().fold(f64::INFINITY, f64::min);
+    ensure!(
+        least > LIKENESS,
+        "a vector is only {least:.6} like the CPU's"
+    );
+    // A model that says the same of everything would pass, too.
+    let other = cosine(&ours[0], &ours[1]);
+    ensure!(
+        other < 0.95,
+        "different sentences have the same vector: {other:.6}"
+    );
+    Ok(format!("cosine similarity at least {least:.6}"))
+}
+
+fn two_models(stage: &mut Stage<'_>) -> Result<String> {
+    let alone = (stage.text(SMALL, PROMPT)?, stage.text(LARGE, PROMPT)?);
+    let both = std::thread::scope(|scope| {
+        let small = scope.spawn(|| stage.text(SMALL, PROMPT));
+        let large = stage.text(LARGE, PROMPT)?;
+        let small = small.join().expect("it does not panic")?;
+        anyhow::Ok((small, large))
+    })?;
+    ensure!(alone == both, "alone {alone:?}, together {both:?}");
+    let loaded = stage.all_on_gpu()?;
+    for model in [SMALL, LARGE] {
+        ensure!(
+            loaded.contains(&format!("{model}:latest")),
+            "{model} is not among {loaded:?}"
+        );
+    }
+    stage.unload(LARGE)?;
+    Ok(String::new())
+}
+
+fn reload(stage: &mut Stage<'_>) -> Result<String> {
+    let before = stage.text(SMALL, PROMPT)?;
+    stage.unload(SMALL)?;
+    ensure!(!stage.is_loaded(SMALL)?, "it is still there");
+    let after = stage.text(SMALL, PROMPT)?;
+    ensure!(before == after, "first {before:?}, then {after:?}");
+    Ok(String::new())
+}
+
+fn long_prompt(stage: &mut Stage<'_>) -> Result<String> {
+    let prompt = PROMPT.repeat(12);
+    let options = json!({"num_predict": TOKENS, "num_ctx": WINDOW});
+    let answer = stage
+        .ollama
+        .client()
+        .generate(SMALL, &prompt, options, |_| true)?;
+    ensure!(
+        answer.tokens == TOKENS,
+        "{} tokens instead of {TOKENS}",
+        answer.tokens
+    );
+    ensure!(
+        answer.prompt_tokens <= WINDOW,
+        "{} tokens of prompt in a window of {WINDOW}",
+        answer.prompt_tokens
+    );
+    stage.all_on_gpu()?;
+    Ok(format!(
+        "{} tokens of the prompt were used",
+        answer.prompt_tokens
+    ))
+}
+
+fn long_answer(stage: &mut Stage<'_>) -> Result<String> {
+    // Close to the window's end, so that the answer goes beyond it.
+    let prompt = PROMPT.repeat(4);
+    let options = json!({"num_predict": 128, "num_ctx": WINDOW});
+    let client = stage.ollama.client();
+    let answer = client.generate(SMALL, &prompt, options.clone(), |_| true)?;
+    stage.all_on_gpu()?;
+    ensure!(
+        answer.tokens == 128,
+        "{} tokens instead of 128",
+        answer.tokens
+    );
+    ensure!(
+        answer.prompt_tokens + answer.tokens > WINDOW,
+        "{} and {} tokens fit into a window of {WINDOW}",
+        answer.prompt_tokens,
+        answer.tokens
+    );
+    let cpu = client.generate(SMALL, &prompt, on_cpu(options), |_| true)?;
+    stage.forget(SMALL)?;
+    ensure!(
+        answer.text == cpu.text,
+        "{:?}, but {:?} from the CPU",
+        answer.text,
+        cpu.text
+    );
+    Ok(String::new())
+}
+
+fn cancelled(stage: &mut Stage<'_>) -> Result<String> {
+    const MANY: u64 = 1500;
+    let before = stage.text(SMALL, PROMPT)?;
+    let ran: u64 = stage.sessions()?.iter().sum();
+    let mut pieces = 0;
+    let client = stage.ollama.client();
+    client.generate(SMALL, PROMPT, tokens(MANY), |_| {
+        pieces += 1;
+        pieces < 4
+    })?;
+    let after = stage.text(SMALL, PROMPT)?;
+    ensure!(before == after, "before {before:?}, after {after:?}");
+    stage.unload(SMALL)?;
+    let graphs = stage.sessions()?.iter().sum::<u64>() - ran;
+    ensure!(graphs < MANY, "the executor went on for {graphs} graphs");
+    Ok(format!("{graphs} graphs instead of more than {MANY}"))
+}
+
+fn parallel(stage: &mut Stage<'_>) -> Result<String> {
+    let prompts: Vec<String> = (0..4).map(|i| format!("Number {i}. {PROMPT}")).collect();
+    let alone = prompts
+        .iter()
+        .map(|p| stage.text(SMALL, p))
+        .collect::<Result<Vec<_>>>()?;
+    let stage = &*stage;
+    let together = std::thread::scope(|scope| {
+        let running: Vec<_> = prompts
+            .iter()
+            .map(|prompt| scope.spawn(|| stage.text(SMALL, prompt)))
+            .collect();
+        running
+            .into_iter()
+            .map(|one| one.join().expect("it does not panic"))
+            .collect::<Result<Vec<_>>>()
+    })?;
+    ensure!(
+        alone == together,
+        "alone {alone:#?}, together {together:#?}"
+    );
+    stage.all_on_gpu()?;
+    Ok(format!("{} at once", prompts.len()))
+}
+
+fn broken(stage: &mut Stage<'_>) -> Result<String> {
+    let cut = stage.scratch.path().join("cut.gguf");
+    std::fs::copy(&stage.needed.small, &cut).context("copying a model")?;
+    cut_in_half(&cut)?;
+    let refused = stage.ollama.create("broken", &cut);
+    let error = refused
+        .err()
+        .context("Ollama took half a model for a model")?;
+    ensure!(
+        format!("{error:#}").contains("exceeds file size"),
+        "{error:#}"
+    );
+
+    // A file that was whole when Ollama took it.
+    cut_in_half(&stage.ollama.blob(EMBEDDER)?)?;
+    let client = stage.ollama.client();
+    if stage.is_loaded(EMBEDDER)? {
+        stage.forget(EMBEDDER)?;
+    }
+    let answer = client.embed(EMBEDDER, &sentences(), json!({}));
+    let error = answer.err().context("half a model gave an answer")?;
+    stage.text(SMALL, PROMPT).context("after a broken model")?;
+    let error = format!("{error:#}");
+    Ok(error.lines().next().unwrap_or_default().to_owned())
+}
+
+fn executor_restarts(stage: &mut Stage<'_>) -> Result<String> {
+    let before = stage.text(SMALL, PROMPT)?;
+    let client = stage.ollama.client();
+    let mut pieces = 0;
+    let mut executor = stage.executor.take();
+    let mut killed = None;
+    let cut_off = client.generate(SMALL, PROMPT, tokens(1500), |_| {
+        pieces += 1;
+        if pieces == 4
+            && let Some(executor) = executor.take()
+        {
+            killed = Some(executor.kill());
+        }
+        true
+    });
+    killed.context("the answer ended before the executor was killed")??;
+    let error = cut_off.err().context("an answer without an executor")?;
+    let error = format!("{error:#}");
+    ensure!(
+        error.contains("ggml-vgpu: the executor is lost"),
+        "an unclear error: {error}"
+    );
+    client.version().context("Ollama did not survive")?;
+
+    let down = stage
+        .text(SMALL, PROMPT)
+        .err()
+        .context("an answer without an executor")?;
+    let down = format!("{down:#}");
+    ensure!(
+        down.contains("ggml-vgpu: no vGPU: no executor reached"),
+        "an unclear error: {down}"
+    );
+
+    stage.start_executor()?;
+    let after = stage.text(SMALL, PROMPT).context("the executor is back")?;
+    ensure!(before == after, "before {before:?}, after {after:?}");
+    stage.all_on_gpu()?;
+    Ok(error)
+}
+
+fn executor_restarts_idle(stage: &mut Stage<'_>) -> Result<String> {
+    let before = stage.text(SMALL, PROMPT)?;
+    let losses = |stage: &Stage<'_>| {
+        stage
+            .ollama
+            .log()
+            .matches("error: ggml-vgpu: the executor is lost")
+            .count()
+    };
+    let known = losses(stage);
+    stage.kill_executor()?;
+    stage.start_executor()?;
+    wait("a lost executor is not noticed", || {
+        Ok(losses(stage) > known)
+    })?;
+    let after = stage.text(SMALL, PROMPT).context("the executor is back")?;
+    ensure!(before == after, "before {before:?}, after {after:?}");
+    stage.all_on_gpu()?;
+    Ok(String::new())
+}
+
+fn uninstall(mut stage: Stage<'_>) -> Result<String> {
+    stage.ollama.stop().context("Ollama did not end cleanly")?;
+    let said = stage.ollama.uninstall()?;
+    ensure!(said.matches("remove ").count() == 2, "{said}");
+    let left = stage.scratch.path().join("usr/local/lib/ollama/vgpu");
+    ensure!(!left.exists(), "{} is left behind", left.display());
+    stage
+        .executor
+        .take()
+        .context("no executor")?
+        .stop()
+        .context("stopping the executor")?;
+    Ok(String::new())
+}
+
+fn cut_in_half(file: &Path) -> Result<()> {
+    let cutting = || format!("cutting {}", file.display());
+    let open = std::fs::OpenOptions::new()
+        .write(true)
+        .open(file)
+        .with_context(cutting)?;
+    let len = open.metadata().with_context(cutting)?.len();
+    open.set_len(len / 2).with_context(cutting)
+}
+
+/// Different ones, of different lengths.
+fn sentences() -> Vec<String> {
+    let subjects = [
+        "A cat",
+        "The host",
+        "My neighbour",
+        "Every third train",
+        "Nobody",
+    ];
+    let verbs = ["sleeps", "computes", "sings in the rain", "arrives late"];
+    let places = [
+        "on the roof",
+        "in a data centre near the sea",
+        "at noon",
+        "without a reason",
+        ".",
+    ];
+    let mut sentences = Vec::with_capacity(SENTENCES);
+    // Neighbours share as little as possible.
+    for i in 0..SENTENCES {
+        let (subject, verb, place) = (subjects[i % 5], verbs[i / 5 % 4], places[i / 20]);
+        sentences.push(format!("{subject} {verb} {place}"));
+    }
+    sentences
+}
+
+fn cosine(a: &[f64], b: &[f64]) -> f64 {
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sentences_differ() {
+        let sentences = sentences();
+        let different: std::collections::BTreeSet<_> = sentences.iter().collect();
+        assert_eq!((sentences.len(), different.len()), (SENTENCES, SENTENCES));
+    }
+
+    #[test]
+    fn likeness_is_that_of_directions() {
+        assert!((cosine(&[1.0, 2.0], &[2.0, 4.0]) - 1.0).abs() < 1e-12);
+        assert!(cosine(&[1.0, 0.0], &[0.0, 3.0]).abs() < 1e-12);
+    }
+}

@@ -1,0 +1,164 @@
+//! ggml's own `test-backend-ops`: every op it knows, on VGPU0 and on a reference, compared.
+
+use std::cell::OnceCell;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+
+use crate::ops::table::{self, Findings};
+use crate::ops::{self, Claim, Report, Suite};
+use xtask_common::dist::Dist;
+use xtask_common::llama;
+use xtask_common::node_llama::Backend;
+use xtask_common::preload::Library;
+use xtask_common::progress::{Step, heading};
+
+use crate::test_run::{Served, TestRun};
+
+/// Instruction sets below those that machines of developers have.
+fn lower() -> Vec<&'static str> {
+    let mut levels = vec!["avx2", "scalar"];
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avxvnni") {
+        levels.push("avx2vnni");
+    }
+    levels
+}
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("test-backend-ops on VGPU0");
+    let Some(dist) = tests.dist() else { return };
+    let built = tests.prepare("builds of test-backend-ops", |tests| {
+        let oldest = llama::build(tests.cache, llama::Stage::Ops)?;
+        Ok((oldest, llama::newest_ops(tests.cache)?))
+    });
+    let Some((bin, newest)) = built else { return };
+
+    let found: OnceCell<(Vec<Claim>, Report)> = OnceCell::new();
+    tests.check("every op over unix, ggml 0.25.3", |tests, step| {
+        let suite = suite(tests, &bin, "unix");
+        let pair = over_unix(&dist, tests, None, |backend| {
+            ops::compare_with_cpu(&Suite { backend, ..suite }, step)
+        })?;
+        let result = summary(&pair.0, &pair.1);
+        let _ = found.set(pair); // it was empty
+        Ok(result)
+    });
+    // The other link, and the other version of the plugin ABI.
+    tests.check("every op inproc, ggml 0.26.0", |tests, step| {
+        let suite = Suite {
+            backend: Backend::Plugin {
+                dist: &dist,
+                endpoint: "inproc",
+            },
+            ..suite(tests, &newest, "inproc")
+        };
+        let (claims, report) = ops::compare_with_cpu(&suite, step)?;
+        Ok(summary(&claims, &report))
+    });
+
+    // What other processors run of our kernels, each a run as long as the first.
+    for level in lower().into_iter().filter(|_| tests.options.full) {
+        let name = format!("every op over unix, ggml 0.25.3, {level} kernels");
+        tests.check(&name, |tests, step| {
+            let name = format!("unix-{level}");
+            let suite = suite(tests, &bin, &name);
+            let (claims, report) = over_unix(&dist, tests, Some(level), |backend| {
+                ops::compare_with_cpu(&Suite { backend, ..suite }, step)
+            })?;
+            Ok(summary(&claims, &report))
+        });
+    }
+
+    let Some((claims, with_cpu)) = found.into_inner() else {
+        return; // failed above
+    };
+    let of: Vec<&str> = with_cpu.incomparable_ops().into_iter().collect();
+    if of.is_empty() {
+        return; // the ops chosen by the caller have none
+    }
+    let name = "what ggml's CPU cannot compute, in double precision";
+    let with_reference = OnceCell::new();
+    tests.check(name, |tests, step| {
+        let report = against_reference(tests, &dist, &bin, &of.join(","), &with_cpu, step)?;
+        let result = format!("{} ok", report.totals().ok);
+        let _ = with_reference.set(report); // it was empty
+        Ok(result)
+    });
+    let chosen = tests.options.ops.is_some() || tests.options.full;
+    if let (Some(with_reference), false) = (with_reference.into_inner(), chosen) {
+        let findings = Findings {
+            release: llama::RELEASE.to_owned(),
+            claims,
+            with_cpu,
+            with_reference,
+        };
+        tests.check("docs/OPS.md says so", |tests, _| {
+            table::check(tests.cache, &findings)
+        });
+    }
+}
+
+/// The suite of a build; the backend is still to be named.
+fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
+    Suite {
+        bin,
+        backend: Backend::Cpu,
+        giants: tests.options.full,
+        ops: tests.options.ops.as_deref(),
+        preload: None,
+        name,
+    }
+}
+
+fn against_reference(
+    tests: &TestRun<'_>,
+    dist: &Dist,
+    bin: &Path,
+    of: &str,
+    with_cpu: &Report,
+    step: &Step,
+) -> Result<Report> {
+    let library = Library::Reference.build(tests.cache, bin)?;
+    let suite = Suite {
+        ops: Some(of),
+        preload: Some(library),
+        ..suite(tests, bin, "reference")
+    };
+    over_unix(dist, tests, None, |backend| {
+        ops::compare_with_reference(&Suite { backend, ..suite }, with_cpu, step)
+    })
+}
+
+/// Has `work` done by an executor behind a socket, whose kernels use no more than the instruction sets of `level`.
+fn over_unix<T>(
+    dist: &Dist,
+    tests: &TestRun<'_>,
+    level: Option<&str>,
+    work: impl FnOnce(Backend<'_>) -> Result<T>,
+) -> Result<T> {
+    let mut serve = Command::new(&dist.vgpu);
+    if let Some(level) = level {
+        serve.env("VGPU_CPU_LEVEL", level);
+    }
+    let served = Served::start_command(&mut serve, &tests.log("ops-vgpu-serve"))?;
+    let endpoint = served.executor.endpoint();
+    let done = work(Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    })?;
+    served.executor.stop().context("stopping the executor")?;
+    Ok(done)
+}
+
+fn summary(claims: &[Claim], report: &Report) -> String {
+    let counts = report.totals();
+    format!(
+        "{} cases and {} fused ones, all supported: {} ok, {} that ggml's CPU cannot compute",
+        claims.len(),
+        counts.all() - claims.len() as u64,
+        counts.ok,
+        counts.incomparable
+    )
+}

@@ -1,0 +1,163 @@
+//! `cargo test` over the whole workspace.
+
+use xtask_common::llama;
+use xtask_common::packages;
+use xtask_common::process;
+use xtask_common::progress::{Step, heading};
+use xtask_common::workspace;
+
+use crate::test_run::TestRun;
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("unit, property and ABI tests");
+    // Some compare with the real headers of both ggml releases, and with a real ggml.
+    let ready = tests.prepare("sources and build of ggml", |tests| {
+        packages::libclang(tests.cache)?;
+        llama::newest_source(tests.cache)?;
+        llama::build(tests.cache, llama::Stage::Ops)
+    });
+    if ready.is_none() {
+        return;
+    }
+
+    let mut counted = Counted::default();
+    let step = Step::new("cargo test");
+    let log = tests.log("cargo-test");
+    let mut cargo = workspace::cargo();
+    cargo.args(["test", "--workspace", "--no-fail-fast"]);
+    let ended = process::run_lines(&mut cargo, &log, |line| {
+        counted.line(line);
+        step.note(line);
+    });
+    match ended {
+        Ok(status) if status.success() => step.done(&format!("{} tests", counted.passed)),
+        Ok(_) if !counted.failed.is_empty() => {
+            let failed = counted.failed.len();
+            let mut text = format!("{failed} tests, see {}", log.display());
+            { counted.said.iter() }.for_each(|line| text.extend(["\n    ", line]));
+            step.failed(&text);
+        }
+        // It did not come to the tests, or they did not come to their end.
+        Ok(status) => {
+            step.failed(&format!(
+                "cargo ended with {status}\n{}",
+                process::tail(&log)
+            ));
+            counted.failed.push("cargo test".to_owned());
+        }
+        Err(error) => {
+            step.failed(&format!("{error:#}"));
+            counted.failed.push("cargo test".to_owned());
+        }
+    }
+    tests.passed += counted.passed;
+    tests.failed.append(&mut counted.failed);
+}
+
+/// How many lines of what a failed test said are shown.
+const SAID_LINES: usize = 20;
+
+/// What the test harness said.
+#[derive(Debug, Default)]
+struct Counted {
+    passed: u64,
+    failed: Vec<String>,
+    /// The first lines of what each failed test said, after a line with its name.
+    said: Vec<String>,
+    /// How many lines of the current one are still to be kept.
+    wanted: usize,
+}
+
+impl Counted {
+    fn line(&mut self, line: &str) {
+        // "---- name stdout ----" is before what each of them said, and "failures:" after the last.
+        if line.starts_with("---- ") && line.ends_with(" ----") {
+            self.wanted = SAID_LINES + 1;
+        } else if line == "failures:" {
+            self.wanted = 0;
+        }
+        if self.wanted > 0 && !line.is_empty() {
+            self.wanted -= 1;
+            self.said.push(line.to_owned());
+        }
+        let Some((name, outcome)) = line
+            .strip_prefix("test ")
+            .and_then(|rest| rest.rsplit_once(" ... "))
+        else {
+            return;
+        };
+        match outcome {
+            "ok" => self.passed += 1,
+            "FAILED" => self.failed.push(name.to_owned()),
+            _ => {} // ignored, or compiled only
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tests_that_the_table_of_troubles_names_exist() {
+        let table = std::fs::read_to_string(workspace::root().join("docs/TROUBLES.md")).unwrap();
+        let named: Vec<_> = table
+            .split('`')
+            .filter_map(|code| code.split_once(".rs: "))
+            .collect();
+        assert!(named.len() > 25, "{} tests are named", named.len());
+        for (file, name) in named {
+            let text = std::fs::read_to_string(workspace::root().join(format!("{file}.rs")));
+            let text = text.unwrap_or_else(|error| panic!("{file}.rs: {error}"));
+            assert!(
+                text.contains(&format!("fn {name}(")),
+                "{file}.rs has no {name}"
+            );
+        }
+    }
+
+    #[test]
+    fn outcomes_are_counted() {
+        let mut counted = Counted::default();
+        for line in [
+            "running 3 tests",
+            "test cache::tests::a ... ok",
+            "test src/lib.rs - f (line 3) ... ok",
+            "test src/lib.rs - g (line 9) - compile ... ok",
+            "test gguf::tests::b ... FAILED",
+            "failures:",
+            "",
+            "---- gguf::tests::b stdout ----",
+            "",
+            "thread 'gguf::tests::b' panicked at xtask/src/gguf.rs:7:9:",
+            "assertion failed",
+            "",
+            "failures:",
+            "    gguf::tests::b",
+            "test result: FAILED. 3 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out",
+        ] {
+            counted.line(line);
+        }
+        assert_eq!(counted.passed, 3);
+        assert_eq!(counted.failed, ["gguf::tests::b"]);
+        assert_eq!(
+            counted.said,
+            [
+                "---- gguf::tests::b stdout ----",
+                "thread 'gguf::tests::b' panicked at xtask/src/gguf.rs:7:9:",
+                "assertion failed",
+            ]
+        );
+    }
+
+    #[test]
+    fn of_what_a_failed_test_said_the_first_lines_are_kept() {
+        let mut counted = Counted::default();
+        for name in ["a", "b"] {
+            counted.line(&format!("---- {name} stdout ----"));
+            (0..500).for_each(|i| counted.line(&format!("line {i}")));
+        }
+        assert_eq!(counted.said.len(), 2 * (1 + SAID_LINES));
+        assert_eq!(counted.said[SAID_LINES + 1], "---- b stdout ----");
+    }
+}

@@ -1,0 +1,105 @@
+//! A real guest under QEMU: `cargo xtask vm`.
+
+use crate::vm::{self, Booted, Device, Kind, Prepared};
+use xtask_common::progress::heading;
+
+use crate::test_run::TestRun;
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    heading("virtual machines");
+    let Some(dist) = tests.dist() else { return };
+    let Some(prepared) = tests.prepare("guests to boot", |b| vm::prepare(b.cache, &dist)) else {
+        return;
+    };
+    let only = tests.options.machine;
+    let wanted = |kind: Kind| only.is_none_or(|only| only == kind);
+    if wanted(Kind::Ivshmem) {
+        ivshmem(tests, &prepared);
+    }
+    if wanted(Kind::VfioUser) {
+        vfio_user(tests, &prepared);
+    }
+    if wanted(Kind::Links) {
+        links(tests, &prepared);
+    }
+    if wanted(Kind::Systemd) {
+        systemd(tests, &prepared);
+    }
+}
+
+fn ivshmem(tests: &mut TestRun<'_>, prepared: &Prepared) {
+    heading("a virtual machine on stock QEMU");
+    let Some(mut booted) = boot(tests, prepared, Device::Ivshmem) else {
+        return;
+    };
+    tests.check("vgpu doctor in the guest", |_, _| booted.doctor());
+    tests.check("test-backend-ops in the guest", |_, _| booted.ops());
+    tests.check("a generation in the guest", |_, _| booted.generations());
+    tests.check("executors killed in mid-generation", |_, step| {
+        booted.kills(step)
+    });
+    tests.check("a user of the group vgpu", |_, _| booted.unprivileged());
+    stop(tests, booted);
+}
+
+fn vfio_user(tests: &mut TestRun<'_>, prepared: &Prepared) {
+    heading("a virtual machine on a QEMU with vfio-user");
+    let Some(mut booted) = boot(tests, prepared, Device::VfioUser) else {
+        return;
+    };
+    tests.check("the function in the guest", |_, _| {
+        booted.lists("0x030200 0x10de:0x2331")
+    });
+    tests.check("vgpu doctor in the guest, vfio-user", |_, _| {
+        booted.doctor()
+    });
+    tests.check("a generation in the guest, vfio-user", |_, _| {
+        booted.generations()
+    });
+    stop(tests, booted);
+}
+
+fn systemd(tests: &mut TestRun<'_>, prepared: &Prepared) {
+    heading("a machine with systemd and our packages");
+    let booted = tests.prepare("a booted machine", |tests| {
+        vm::boot_systemd(tests.cache, prepared, &|name| tests.log(name))
+    });
+    let Some(mut booted) = booted else { return };
+    tests.check("the units and the rule", |_, _| booted.verify());
+    tests.check("vgpu.service", |_, _| booted.service());
+    tests.check("a virtual machine's connection is kept", |_, _| {
+        booted.kept()
+    });
+    tests.check("the services end well", |_, _| {
+        booted.stop().map(|()| String::new())
+    });
+}
+
+fn links(tests: &mut TestRun<'_>, prepared: &Prepared) {
+    heading("a virtual machine without the device");
+    let linked = tests.prepare("a booted guest", |tests| {
+        vm::boot_without_device(tests.cache, prepared, &|name| tests.log(name))
+    });
+    let Some(mut linked) = linked else { return };
+    tests.check("vsock from the guest", |_, _| linked.vsock());
+    tests.check("TCP with TLS from the guest", |_, _| linked.tcp());
+    tests.check("guests that may not", |_, _| linked.strangers());
+    tests.check("the executor ends well", |_, _| {
+        linked.stop().map(|()| String::new())
+    });
+}
+
+fn boot(tests: &mut TestRun<'_>, prepared: &Prepared, device: Device) -> Option<Booted> {
+    let name = format!("a booted guest, {}", device.name());
+    let booted = tests.prepare(&name, |tests| {
+        vm::boot(tests.cache, prepared, device, &|name| tests.log(name))
+    });
+    tests.passed += u64::from(booted.is_some());
+    booted
+}
+
+fn stop(tests: &mut TestRun<'_>, booted: Booted) {
+    tests.check("the executor ends well", |_, _| {
+        booted.stop().map(|()| String::new())
+    });
+}

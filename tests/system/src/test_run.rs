@@ -1,0 +1,223 @@
+//! What the parts of a run share: its options, the things under test, and the score.
+
+use std::cell::OnceCell;
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use xtask_common::cache::Cache;
+use xtask_common::dist::{self, Dist};
+use xtask_common::executor::Executor;
+use xtask_common::model::{self, Weights};
+use xtask_common::progress::{self, Step};
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
+
+use crate::vm::Kind;
+
+/// What the models are asked to go on with.
+pub(crate) const PROMPT: &str = "A virtual machine has no graphics processor of its own. It asks its \
+    host for one, sends the work in a single message, and reads the answer back. What it needs for \
+    that is";
+
+/// Options of the tests.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Also the few cases of test-backend-ops that take minutes each, and all cases with fewer instruction sets
+    #[arg(long)]
+    pub(crate) full: bool,
+    /// Only these parts [default: all]
+    #[arg(long, value_enum, value_name = "PART")]
+    pub(crate) only: Vec<Part>,
+    /// For test-backend-ops: only these ops, separated by commas; the number of cases is then not
+    /// checked
+    #[arg(long, value_name = "OPS")]
+    pub(crate) ops: Option<String>,
+    /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) dist: Option<PathBuf>,
+    /// Only the virtual machine of this kind.
+    #[arg(skip)]
+    pub(crate) machine: Option<Kind>,
+}
+
+/// Options of `cargo xtask vm`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct VmOptions {
+    /// Only the virtual machine of this kind [default: all]
+    #[arg(long, value_enum)]
+    pub(crate) only: Option<Kind>,
+    /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) dist: Option<PathBuf>,
+}
+
+impl From<&VmOptions> for Options {
+    /// Only the part with the virtual machine.
+    fn from(options: &VmOptions) -> Options {
+        Options {
+            dist: options.dist.clone(),
+            machine: options.only,
+            ..Options::only(Part::Vm)
+        }
+    }
+}
+
+impl Options {
+    /// As from the command line with `--only part`.
+    pub(crate) fn only(part: Part) -> Options {
+        Options {
+            only: vec![part],
+            ..Options::default()
+        }
+    }
+}
+
+/// The parts, in the order they run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Part {
+    /// cargo fmt, clippy and rustdoc without a warning
+    Lints,
+    /// Licences and sources of all dependencies
+    Dependencies,
+    /// cargo test: unit, property and ABI tests
+    Unit,
+    /// The CUDA kernels, compiled for every architecture
+    Kernels,
+    /// ggml's test-backend-ops on VGPU0, over both links
+    Ops,
+    /// llama.cpp's own tests of models on VGPU0: every architecture, states, threads
+    Models,
+    /// Text from llama-server through the plugin, compared with its CPU
+    Generation,
+    /// The demo: node-llama-cpp, over both links
+    Demo,
+    /// Executors and guests that are not there, or die
+    Failures,
+    /// Kills, stops, and memory, disk and descriptors that run out, injected
+    Faults,
+    /// The Debian packages and the archive: installed, used, removed
+    Packages,
+    /// One plugin file in ggml 0.23 to 0.26, in every place a ggml can be
+    Hosts,
+    /// Ollama: the plugin installed in it, and its API used as a client would
+    Ollama,
+    /// The files in deploy/, by their own validators
+    Deploy,
+    /// A virtual machine under QEMU
+    Vm,
+}
+
+pub(crate) const PARTS: [Part; 15] = [
+    Part::Lints,
+    Part::Dependencies,
+    Part::Unit,
+    Part::Kernels,
+    Part::Ops,
+    Part::Models,
+    Part::Generation,
+    Part::Demo,
+    Part::Failures,
+    Part::Faults,
+    Part::Packages,
+    Part::Hosts,
+    Part::Ollama,
+    Part::Deploy,
+    Part::Vm,
+];
+
+/// What the parts share: the things under test, and the score.
+pub(crate) struct TestRun<'a> {
+    pub(crate) cache: &'a Cache,
+    pub(crate) options: &'a Options,
+    pub(crate) dist: OnceCell<Option<Dist>>,
+    pub(crate) passed: u64,
+    pub(crate) failed: Vec<String>,
+}
+
+impl TestRun<'_> {
+    /// Runs one check, shows it as a step, and counts it.
+    pub(crate) fn check(
+        &mut self,
+        name: &str,
+        check: impl FnOnce(&TestRun<'_>, &Step) -> Result<String>,
+    ) {
+        let step = Step::new(name);
+        match check(self, &step) {
+            Ok(result) => {
+                step.done(&result);
+                self.passed += 1;
+            }
+            Err(error) => {
+                step.failed(&format!("{error:#}"));
+                self.failed.push(name.to_owned());
+            }
+        }
+    }
+
+    /// Makes something that the checks of a part need; without it, they count as one failure.
+    pub(crate) fn prepare<T>(
+        &mut self,
+        what: &str,
+        make: impl FnOnce(&TestRun<'_>) -> Result<T>,
+    ) -> Option<T> {
+        match make(self) {
+            Ok(made) => Some(made),
+            Err(error) => {
+                progress::say(&format!("  FAILED {what}: {error:#}"));
+                self.failed.push(what.to_owned());
+                None
+            }
+        }
+    }
+
+    /// The release build, made once.
+    pub(crate) fn dist(&mut self) -> Option<Dist> {
+        if let Some(folder) = &self.options.dist {
+            let _ = self.dist.set(Some(dist::at(folder))); // the same each time
+        }
+        if self.dist.get().is_none() {
+            let built = self.prepare("release build", |bench| dist::build(bench.cache));
+            self.passed += u64::from(built.is_some());
+            let _ = self.dist.set(built); // it was empty
+        }
+        self.dist.get().cloned().flatten()
+    }
+
+    /// Where a program under test writes what it has to say.
+    pub(crate) fn log(&self, name: &str) -> PathBuf {
+        workspace::reports().join(format!("{name}.log"))
+    }
+
+    /// A model with random weights.
+    pub(crate) fn model(&self, weights: Weights) -> Result<PathBuf> {
+        model::ensure(self.cache, &model::DEMO, weights)
+    }
+}
+
+/// An executor on a socket in a folder of its own.
+pub(crate) struct Served {
+    pub(crate) executor: Executor,
+    // Behind the executor: the folder goes last.
+    _scratch: Scratch,
+}
+
+impl Served {
+    pub(crate) fn start(dist: &Dist, log: &std::path::Path) -> Result<Served> {
+        Served::start_command(&mut std::process::Command::new(&dist.vgpu), log)
+    }
+
+    /// The same with `serve` as the command, whose environment the caller may have changed.
+    pub(crate) fn start_command(
+        serve: &mut std::process::Command,
+        log: &std::path::Path,
+    ) -> Result<Served> {
+        let scratch = Scratch::new()?;
+        let socket = scratch.path().join("vgpu.sock");
+        let executor = Executor::start_command(serve, &socket, workspace::cores(), log, &[])?;
+        Ok(Served {
+            executor,
+            _scratch: scratch,
+        })
+    }
+}

@@ -1,0 +1,96 @@
+//! Packages of Debian's current release with all they need, whatever release this machine has.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+
+use xtask_common::cache::Cache;
+use xtask_common::process;
+use xtask_common::progress::Step;
+
+const RELEASE: &str = "trixie";
+
+/// Packages that are wanted.
+pub(super) struct Wanted<'a> {
+    /// What they are, for the log.
+    pub(super) name: &'a str,
+    /// Whether to take newer ones from the backports.
+    pub(super) backports: bool,
+    pub(super) packages: &'a [&'a str],
+}
+
+impl Wanted<'_> {
+    /// Fetches them and everything they need with an apt of its own, from the host that this machine gets its Debian
+    /// packages from, and unpacks them into `dir`. Nothing of this machine's system is touched, no script is run.
+    pub(super) fn unpack(&self, cache: &Cache, dir: &Path) -> Result<()> {
+        let step = Step::new(&format!("fetching {} of Debian {RELEASE}", self.name));
+        let log = cache.log(self.name);
+        let sites = process::output(Command::new("apt-get").args([
+            "indextargets",
+            "--format",
+            "$(REPO_URI)",
+            "Origin: Debian",
+            "Component: main",
+        ]))
+        .context("asking apt where packages come from")?;
+        let site = sites
+            .lines()
+            .find(|site| site.trim_end_matches('/').ends_with("/debian"))
+            .context("apt's configuration names no host of Debian packages")?;
+        let apt = dir.join("apt");
+        for folder in ["lists/partial", "cache/archives/partial"] {
+            std::fs::create_dir_all(apt.join(folder)).context("creating a folder for apt")?;
+        }
+        let key = "signed-by=/usr/share/keyrings/debian-archive-keyring.gpg";
+        let mut sources = format!("deb [{key}] {site} {RELEASE} main\n");
+        if self.backports {
+            sources.push_str(&format!("deb [{key}] {site} {RELEASE}-backports main\n"));
+        }
+        std::fs::write(apt.join("sources.list"), sources).context("writing apt's sources")?;
+        std::fs::write(apt.join("status"), "").context("writing apt's status")?;
+        let apt_get = || {
+            let mut command = Command::new("apt-get");
+            for (key, value) in [
+                ("Dir::Etc::sourcelist", apt.join("sources.list")),
+                ("Dir::Etc::sourceparts", "/dev/null".into()),
+                ("Dir::State::lists", apt.join("lists")),
+                ("Dir::State::status", apt.join("status")),
+                ("Dir::Cache", apt.join("cache")),
+            ] {
+                command.args(["-o", &format!("{key}={}", value.display())]);
+            }
+            // The cache belongs to whoever runs this.
+            command.args([
+                "-o",
+                "APT::Sandbox::User=root",
+                "-o",
+                "Debug::NoLocking=true",
+            ]);
+            command
+        };
+        process::run(apt_get().arg("update"), &step, &log).context("updating package lists")?;
+        let install = [
+            "install",
+            "-y",
+            "--no-install-recommends",
+            "--download-only",
+        ];
+        let mut fetch = apt_get();
+        fetch.args(install);
+        if self.backports {
+            fetch.args(["-t", &format!("{RELEASE}-backports")]);
+        }
+        process::run(fetch.args(self.packages), &step, &log)?;
+        for archive in std::fs::read_dir(apt.join("cache/archives")).context("listing packages")? {
+            let archive = archive.context("listing packages")?.path();
+            if archive.extension() == Some("deb".as_ref()) {
+                let mut unpack = Command::new("dpkg-deb");
+                process::run(unpack.arg("-x").arg(&archive).arg(dir), &step, &log)?;
+            }
+        }
+        std::fs::remove_dir_all(&apt).context("removing what else was fetched")?;
+        step.done("");
+        Ok(())
+    }
+}

@@ -1,0 +1,262 @@
+//! A guest with a vGPU among its PCI devices.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::guest::{Guest, Machine};
+use super::inside::{As, PLUGIN, PROMPT, TOKENS, Way};
+use super::prepared::{GUEST_PATIENCE, MEMORY, PATIENCE, Prepared};
+use super::qemu::Qemu;
+use xtask_common::cache::Cache;
+use xtask_common::process::Daemon;
+use xtask_common::progress::Step;
+use xtask_common::workspace;
+
+/// Executors killed in the middle of a generation.
+const KILLS: usize = 20;
+
+/// An executor that serves one virtual machine, and is started again when it is killed.
+struct Served {
+    hold: Daemon,
+    socket: PathBuf,
+}
+
+impl Served {
+    fn start(prepared: &Prepared, device: Device, log: &Path) -> Result<Served> {
+        let socket = prepared.scratch.path().join("vm.sock");
+        let mut hold = Command::new(&prepared.dist.vgpu);
+        hold.args(["hold", "--"])
+            .arg(&prepared.dist.vgpu)
+            .args(["serve", "--engine", "cpu", "--vm"])
+            .arg(format!("test,socket={},window=64M", socket.display()))
+            .args(["--threads", &workspace::cores().to_string()])
+            .args(["--device", device.name()]);
+        let mut served = Served {
+            hold: Daemon::start(&mut hold, log)?,
+            socket,
+        };
+        served.wait_for(1)?;
+        Ok(served)
+    }
+
+    /// Waits until the executor has said so many times that it is ready.
+    fn wait_for(&mut self, count: usize) -> Result<()> {
+        self.hold.wait_until(PATIENCE, |hold| {
+            let log = hold.log();
+            log.lines().filter(|l| l.starts_with("ready ")).count() >= count
+        })
+    }
+
+    /// The process that serves now.
+    fn pid(&self) -> Result<i32> {
+        let log = self.hold.log();
+        let line = log
+            .lines()
+            .rev()
+            .find(|line| line.starts_with("vgpu hold: pid ") && line.contains(" runs "))
+            .context("vgpu hold does not say what it runs")?;
+        line.split_whitespace()
+            .nth(3)
+            .and_then(|pid| pid.parse().ok())
+            .context("vgpu hold does not say which process it runs")
+    }
+
+    /// Kills the executor, and returns when the next one serves.
+    fn kill(&mut self, count: usize) -> Result<()> {
+        let pid = rustix::process::Pid::from_raw(self.pid()?).context("a process id")?;
+        // It is a child of `vgpu hold`, which has not said that it ended: the id is its own.
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL)
+            .context("killing the executor")?;
+        self.wait_for(count + 1)
+    }
+
+    fn stop(self) -> Result<()> {
+        self.hold.stop(PATIENCE)
+    }
+}
+
+/// How a virtual machine gets its vGPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Device {
+    /// The device of stock QEMU.
+    Ivshmem,
+    /// Our own function, on a newer QEMU.
+    VfioUser,
+}
+
+impl Device {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Device::Ivshmem => "ivshmem",
+            Device::VfioUser => "vfio-user",
+        }
+    }
+
+    /// What QEMU is told.
+    fn arguments(self, socket: &Path) -> Vec<String> {
+        let socket = socket.display();
+        match self {
+            Device::Ivshmem => vec![
+                "-chardev".into(),
+                format!("socket,id=vgpu0,path={socket}"),
+                "-device".into(),
+                "ivshmem-doorbell,chardev=vgpu0,vectors=1".into(),
+            ],
+            Device::VfioUser => vec![
+                "-object".into(),
+                format!("memory-backend-memfd,id=mem,size={MEMORY},share=on"),
+                "-machine".into(),
+                "q35,memory-backend=mem".into(),
+                "-device".into(),
+                format!(
+                    r#"{{"driver":"vfio-user-pci","id":"vgpu0","socket":{{"type":"unix","path":"{socket}"}}}}"#
+                ),
+            ],
+        }
+    }
+}
+
+/// What programs of the guest do to find it.
+const PCI: Way<'_> = Way {
+    environment: "VGPU_ENDPOINT=pci",
+    link: "pci:0000:",
+    who: As::Root,
+};
+
+/// A booted guest with a vGPU.
+pub(crate) struct Booted {
+    guest: Guest,
+    served: Served,
+}
+
+/// Starts an executor and boots a guest with this device.
+pub(crate) fn boot(
+    cache: &Cache,
+    prepared: &Prepared,
+    device: Device,
+    logs: &dyn Fn(&str) -> PathBuf,
+) -> Result<Booted> {
+    let newer = match device {
+        Device::Ivshmem => None,
+        Device::VfioUser => Some(Qemu::with_vfio_user(cache)?),
+    };
+    let qemu = newer.as_ref().unwrap_or(&prepared.qemu);
+    let log = |name: &str| logs(&format!("vm-{}-{name}", device.name()));
+    let served = Served::start(prepared, device, &log("vgpu-serve"))?;
+    let machine = Machine {
+        qemu,
+        accelerator: qemu.accelerator(),
+        kernel: &prepared.kernel.image,
+        initramfs: &prepared.initramfs,
+        init: "/init",
+        devices: &device.arguments(&served.socket),
+        memory: MEMORY,
+    };
+    let mut guest = Guest::boot(&machine, &log("qemu"))?;
+    guest.patience(GUEST_PATIENCE);
+    Ok(Booted { guest, served })
+}
+
+impl Booted {
+    /// The guest's kernel sees our function where a program would look for a GPU.
+    pub(crate) fn lists(&mut self, wanted: &str) -> Result<String> {
+        // What `lspci -n` reads, too.
+        let list = self.guest.run(
+            "cd /sys/bus/pci/devices; for d in *; do echo $d $(cat $d/class) $(cat $d/vendor):$(cat $d/device); done",
+        )?;
+        let list = list.good("listing devices")?;
+        ensure!(
+            list.contains(wanted),
+            "no {wanted:?} among the devices of the guest:\n{list}"
+        );
+        Ok(wanted.to_owned())
+    }
+
+    /// `vgpu doctor` finds nothing wrong.
+    pub(crate) fn doctor(&mut self) -> Result<String> {
+        self.guest.doctor(&PCI)
+    }
+
+    /// A sample of test-backend-ops on VGPU0.
+    pub(crate) fn ops(&mut self) -> Result<String> {
+        self.guest.ops(&PCI)
+    }
+
+    /// A generation through the plugin says what the CPU's says.
+    pub(crate) fn generations(&mut self) -> Result<String> {
+        let reference = self.guest.reference()?;
+        self.guest.generation(&PCI, &reference)
+    }
+
+    /// A user without rights may not use the device before udev has read our rule, is told so, and may afterwards.
+    pub(crate) fn unprivileged(&mut self) -> Result<String> {
+        let user = Way {
+            who: As::User,
+            ..PCI
+        };
+        self.guest.doctor_finds(&user, "no permission for")?;
+        self.guest
+            .run(
+                "systemd-udevd --daemon && udevadm trigger --action=add --subsystem-match=pci && udevadm settle",
+            )?
+            .good("udev")?;
+        self.guest.doctor(&user)?;
+        let reference = self.guest.reference()?;
+        self.guest.generation(&user, &reference)
+    }
+
+    /// Executors that are killed in the middle of a generation.
+    pub(crate) fn kills(&mut self, step: &Step) -> Result<String> {
+        let reference = self.guest.reference()?;
+        let mut in_time = 0;
+        for count in 1..=KILLS {
+            step.note(&format!("{count} of {KILLS}"));
+            self.guest.start(&format!(
+                "{PLUGIN} VGPU_ENDPOINT=pci llama-completion -m /vgpu/model.gguf -ngl 99 -n 400 --temp 0 -c 512 -t 2 -no-cnv \
+                 --no-warmup --ignore-eos -p '{PROMPT}' > /tmp/out 2>/tmp/err; echo $? > /tmp/status"
+            ))?;
+            // In the middle: it has begun to write.
+            let wait = "i=0; while [ $(wc -c < /tmp/out) -lt 100 ] && [ ! -e /tmp/status ] && [ $i -lt 3000 ]; do \
+                        usleep 100000; i=$((i+1)); done; wc -c < /tmp/out";
+            self.guest.run(wait)?.good("waiting for a generation")?;
+            self.served.kill(count)?;
+            let end = self
+                .guest
+                .run(
+                    "i=0; while [ ! -e /tmp/status ] && [ $i -lt 3000 ]; do usleep 100000; i=$((i+1)); done; \
+                     cat /tmp/status; rm -f /tmp/status /tmp/out; grep -c lost /tmp/err",
+                )?
+                .output;
+            let mut lines = end.lines().map(str::trim);
+            let status: i32 = lines
+                .next()
+                .and_then(|line| line.parse().ok())
+                .with_context(|| format!("kill {count}: the program hangs: {end}"))?;
+            // 128 and more is a signal: a crash. 0 is a generation that was over before the kill.
+            ensure!(
+                status < 128,
+                "kill {count}: the program ended with {status}: {}",
+                self.guest.run("tail -n 20 /tmp/err")?.output
+            );
+            in_time += usize::from(status != 0);
+        }
+        ensure!(
+            in_time * 2 > KILLS,
+            "only {in_time} of {KILLS} kills came in the middle of a generation"
+        );
+        self.guest
+            .generation(&PCI, &reference)
+            .with_context(|| format!("after {KILLS} kills"))?;
+        Ok(format!(
+            "{in_time} errors in the guest, no crash, no hang; then {TOKENS} tokens equal"
+        ))
+    }
+
+    /// Ends the guest and the executor.
+    pub(crate) fn stop(self) -> Result<()> {
+        drop(self.guest);
+        self.served.stop()
+    }
+}

@@ -1,0 +1,138 @@
+//! A running virtual machine, and its serial port as a way to run commands in it.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::qemu::Qemu;
+use xtask_common::process::Dialogue;
+
+/// Not a measure of speed: how long a boot may take before something must be wrong.
+const BOOT: Duration = Duration::from_secs(300);
+
+/// A booted guest. Killed on drop.
+pub(super) struct Guest {
+    console: Dialogue,
+    patience: Duration,
+}
+
+/// What a command in the guest wrote, and how it ended.
+#[derive(Debug)]
+pub(super) struct Ran {
+    pub(super) status: i32,
+    pub(super) output: String,
+}
+
+impl Ran {
+    /// The output of a command that has to end well.
+    pub(super) fn good(self, what: &str) -> Result<String> {
+        if self.status != 0 {
+            bail!(
+                "{what} ended with {} in the guest:\n{}",
+                self.status,
+                last(&self.output, 40)
+            );
+        }
+        Ok(self.output)
+    }
+}
+
+/// The last lines of a text.
+pub(super) fn last(text: &str, lines: usize) -> String {
+    let all: Vec<&str> = text.lines().collect();
+    all[all.len().saturating_sub(lines)..].join("\n")
+}
+
+/// What a virtual machine is made of.
+pub(super) struct Machine<'a> {
+    pub(super) qemu: &'a Qemu,
+    /// `kvm`, or what emulates.
+    pub(super) accelerator: &'a str,
+    pub(super) kernel: &'a Path,
+    pub(super) initramfs: &'a Path,
+    /// What starts first in the initramfs, and words for the kernel that go with it.
+    pub(super) init: &'a str,
+    /// Arguments for its devices.
+    pub(super) devices: &'a [String],
+    pub(super) memory: &'a str,
+}
+
+impl Guest {
+    /// Boots a machine; what QEMU has to say goes to `log`.
+    pub(super) fn boot(machine: &Machine<'_>, log: &Path) -> Result<Guest> {
+        let mut qemu = machine.qemu.command();
+        qemu.args(["-nodefaults", "-no-user-config", "-no-reboot"])
+            .args(["-display", "none", "-monitor", "none", "-serial", "stdio"])
+            .args(["-accel", machine.accelerator])
+            .args(["-cpu", "max", "-smp", "2", "-m", machine.memory])
+            .arg("-kernel")
+            .arg(machine.kernel)
+            .arg("-initrd")
+            .arg(machine.initramfs)
+            .arg("-append")
+            .arg(format!(
+                "console=ttyS0 quiet panic=-1 rdinit={}",
+                machine.init
+            ))
+            .args(machine.devices);
+        if !machine
+            .devices
+            .iter()
+            .any(|argument| argument == "-machine")
+        {
+            qemu.args(["-machine", "q35"]);
+        }
+        let console = Dialogue::start(&mut qemu, log)?;
+        let mut guest = Guest {
+            console,
+            patience: BOOT,
+        };
+        guest
+            .until("@@ready", Instant::now() + BOOT)
+            .context("the guest does not boot")?;
+        Ok(guest)
+    }
+
+    /// How long commands may take from now on.
+    pub(super) fn patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
+    /// Runs a line of shell in the guest.
+    pub(super) fn run(&mut self, line: &str) -> Result<Ran> {
+        let deadline = Instant::now() + self.patience;
+        self.console.say(line)?;
+        let (output, end) = self.until("@@done ", deadline)?;
+        let status = end
+            .trim()
+            .parse()
+            .with_context(|| format!("the guest says {end:?} for a status"))?;
+        Ok(Ran { status, output })
+    }
+
+    /// Starts a line of shell and does not wait for its end.
+    pub(super) fn start(&mut self, line: &str) -> Result<()> {
+        self.run(&format!("({line}) & "))
+            .and_then(|ran| ran.good("starting a program"))
+            .map(drop)
+    }
+
+    /// What comes until a line that begins with `mark`, and what stands behind the mark.
+    fn until(&mut self, mark: &str, deadline: Instant) -> Result<(String, String)> {
+        let mut before = String::new();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let line = self.console.hear(left).with_context(|| {
+                format!("waiting for the guest; so far:\n{}", last(&before, 20))
+            })?;
+            // A program may end without a line break.
+            if let Some((rest, end)) = line.split_once(mark) {
+                before.push_str(rest);
+                return Ok((before, end.to_owned()));
+            }
+            before.push_str(line.trim_end_matches('\r'));
+            before.push('\n');
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! A guest without a vGPU among its devices: its programs reach the executor over vsock, or over a network.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::Result;
+
+use super::certificates::HOST;
+use super::guest::{Guest, Machine};
+use super::inside::{As, Way};
+use super::prepared::{GUEST_PATIENCE, MEMORY, PATIENCE, Prepared};
+use xtask_common::cache::Cache;
+use xtask_common::packages;
+use xtask_common::process::Daemon;
+use xtask_common::process::free_port;
+use xtask_common::workspace;
+
+const VSOCK_PORT: u32 = 4780;
+
+/// A booted guest with a network and vsock.
+pub(crate) struct Linked {
+    guest: Guest,
+    executor: Daemon,
+    /// vsock for the guest, as sockets of this machine.
+    vsock: Daemon,
+    tcp: String,
+}
+
+/// Starts an executor and boots a guest that has no device of ours.
+pub(crate) fn boot_without_device(
+    cache: &Cache,
+    prepared: &Prepared,
+    logs: &dyn Fn(&str) -> PathBuf,
+) -> Result<Linked> {
+    let folder = prepared.scratch.path();
+    let port = free_port()?;
+    // The connections of the guest to port N of its host arrive at a socket that ends in _N.
+    let (control, vsock) = (folder.join("vhost.sock"), folder.join("vsock"));
+    let mut serve = Command::new(&prepared.dist.vgpu);
+    serve
+        .args(["serve", "--engine", "cpu", "--listen"])
+        .arg(format!("vsock:{}:{VSOCK_PORT}", vsock.display()))
+        .arg(format!("tcp:127.0.0.1:{port}"))
+        .arg("--certs")
+        .arg(&prepared.certificates.host)
+        .args(["--threads", &workspace::cores().to_string()]);
+    let mut executor = Daemon::start(&mut serve, &logs("vm-links-vgpu-serve"))?;
+    executor.wait_until(PATIENCE, |serve| serve.log().contains("ready "))?;
+
+    let mut device = Command::new(packages::vhost_vsock(cache)?);
+    device
+        .args(["--guest-cid", "3", "--socket"])
+        .arg(&control)
+        .arg("--uds-path")
+        .arg(&vsock);
+    let mut device = Daemon::start(&mut device, &logs("vm-links-vhost-device-vsock"))?;
+    device.wait_until(PATIENCE, |_| control.exists())?;
+
+    let devices = [
+        "-object".into(),
+        format!("memory-backend-memfd,id=mem,size={MEMORY},share=on"),
+        "-machine".into(),
+        "q35,memory-backend=mem".into(),
+        "-chardev".into(),
+        format!("socket,id=vsock0,path={}", control.display()),
+        "-device".into(),
+        "vhost-user-vsock-pci,chardev=vsock0".into(),
+        "-netdev".into(),
+        "user,id=net0".into(),
+        "-device".into(),
+        "virtio-net-pci,netdev=net0,romfile=".into(),
+    ];
+    let machine = Machine {
+        qemu: &prepared.qemu,
+        accelerator: prepared.qemu.accelerator(),
+        kernel: &prepared.kernel.image,
+        initramfs: &prepared.initramfs,
+        init: "/init",
+        devices: &devices,
+        memory: MEMORY,
+    };
+    let mut guest = Guest::boot(&machine, &logs("vm-links-qemu"))?;
+    guest.patience(GUEST_PATIENCE);
+    Ok(Linked {
+        guest,
+        executor,
+        vsock: device,
+        tcp: format!("tcp:{HOST}:{port}"),
+    })
+}
+
+impl Linked {
+    /// `vgpu doctor` and a generation over vsock, which programs find by themselves.
+    pub(crate) fn vsock(&mut self) -> Result<String> {
+        let way = Way {
+            environment: "",
+            link: "vsock:",
+            who: As::Root,
+        };
+        self.guest.doctor(&way)?;
+        let reference = self.guest.reference()?;
+        self.guest.generation(&way, &reference)
+    }
+
+    /// The same over TCP with TLS, by a user without rights.
+    pub(crate) fn tcp(&mut self) -> Result<String> {
+        self.guest
+            .run("chown -R user /certs/guest")?
+            .good("giving a user its certificate")?;
+        let environment = self.tcp_with("guest");
+        let way = Way {
+            environment: &environment,
+            link: "tcp:",
+            who: As::User,
+        };
+        self.guest.doctor(&way)?;
+        let reference = self.guest.reference()?;
+        self.guest.generation(&way, &reference)
+    }
+
+    /// Guests without a certificate, or with somebody else's, are told so.
+    pub(crate) fn strangers(&mut self) -> Result<String> {
+        let (stranger, nobody) = (
+            self.tcp_with("stranger"),
+            format!("VGPU_ENDPOINT={}", self.tcp),
+        );
+        for (environment, wanted) in [
+            (&stranger, "certificate is not accepted"),
+            (&nobody, "there are no certificates: set VGPU_CERTS"),
+        ] {
+            let way = Way {
+                environment,
+                link: "tcp:",
+                who: As::Root,
+            };
+            self.guest.doctor_finds(&way, wanted)?;
+        }
+        Ok(String::new())
+    }
+
+    fn tcp_with(&self, name: &str) -> String {
+        format!("VGPU_ENDPOINT={} VGPU_CERTS=/certs/{name}", self.tcp)
+    }
+
+    /// Ends the guest and the executor.
+    pub(crate) fn stop(self) -> Result<()> {
+        drop(self.guest);
+        drop(self.vsock);
+        self.executor.stop(PATIENCE)
+    }
+}

@@ -1,0 +1,31 @@
+//! `cargo xtask vm`: a real guest under QEMU, with everything in it that a user would have.
+
+mod certificates;
+mod cpio;
+mod debian;
+mod device;
+mod guest;
+mod image;
+mod inside;
+mod links;
+mod prepared;
+mod qemu;
+mod systemd;
+
+pub(crate) use device::{Booted, Device, boot};
+pub(crate) use links::boot_without_device;
+pub(crate) use prepared::{Prepared, prepare};
+pub(crate) use systemd::boot_systemd;
+
+/// A kind of guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Kind {
+    /// With a vGPU on stock QEMU (ivshmem)
+    Ivshmem,
+    /// With a vGPU on a newer QEMU (vfio-user)
+    VfioUser,
+    /// Without the device: vsock, TCP with TLS
+    Links,
+    /// With systemd and our Debian packages: services
+    Systemd,
+}

@@ -1,0 +1,87 @@
+//! What every virtual machine needs, made once.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Result;
+
+use xtask_common::cache::Cache;
+use xtask_common::dist::Dist;
+use xtask_common::llama;
+use xtask_common::model::{self, Weights};
+use xtask_common::progress::Step;
+use xtask_common::scratch::Scratch;
+
+use super::certificates::Certificates;
+use super::image::{self, Content};
+use super::qemu::Qemu;
+
+/// Not a measure of speed: how long to wait before something must be wrong.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+/// The same for a command in an emulated guest.
+pub(super) const GUEST_PATIENCE: Duration = Duration::from_secs(900);
+
+/// Memory of a guest.
+pub(super) const MEMORY: &str = "2G";
+
+/// What the tests need, made once.
+pub(crate) struct Prepared {
+    pub(super) qemu: Qemu,
+    pub(super) kernel: image::Kernel,
+    pub(super) programs: Programs,
+    pub(super) initramfs: PathBuf,
+    pub(super) certificates: Certificates,
+    pub(super) dist: Dist,
+    pub(super) scratch: Scratch,
+}
+
+/// The programs and the model that go into every guest.
+pub(super) struct Programs {
+    pub(super) bin: PathBuf,
+    pub(super) cpu: PathBuf,
+    pub(super) model: PathBuf,
+}
+
+impl Programs {
+    pub(super) fn content<'a>(
+        &'a self,
+        dist: &'a Dist,
+        more: &'a [(&'a str, &'a Path)],
+    ) -> Content<'a> {
+        Content {
+            dist,
+            bin: &self.bin,
+            cpu: &self.cpu,
+            model: &self.model,
+            more,
+        }
+    }
+}
+
+/// Fetches and builds it.
+pub(crate) fn prepare(cache: &Cache, dist: &Dist) -> Result<Prepared> {
+    let qemu = Qemu::stock(cache)?;
+    let kernel = image::kernel(cache)?;
+    let programs = Programs {
+        bin: llama::build(cache, llama::Stage::Tools)?,
+        cpu: llama::cpu_for_guests(cache)?,
+        model: model::ensure(cache, &model::TINY, Weights::F16)?,
+    };
+    let scratch = Scratch::new()?;
+    let initramfs = scratch.path().join("initramfs");
+    let certificates = Certificates::make(&dist.vgpu, scratch.path())?;
+    let step = Step::new("assembling an initramfs");
+    let more = certificates.for_guests();
+    image::initramfs(cache, &kernel, &programs.content(dist, &more), &initramfs)?;
+    let mib = initramfs.metadata().map_or(0, |m| m.len() >> 20);
+    step.done(&format!("{mib} MiB"));
+    Ok(Prepared {
+        qemu,
+        kernel,
+        programs,
+        initramfs,
+        certificates,
+        dist: dist.clone(),
+        scratch,
+    })
+}

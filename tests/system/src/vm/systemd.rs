@@ -1,0 +1,163 @@
+//! A machine with systemd, and on it what an administrator installs: our Debian packages.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+
+use super::debian::Wanted;
+use super::guest::{Guest, Machine};
+use super::image;
+use super::inside::{As, Way};
+use super::prepared::{GUEST_PATIENCE, MEMORY, Prepared};
+use crate::debian::Packages;
+use xtask_common::cache::Cache;
+use xtask_common::progress::Step;
+
+/// Debian, as small as it starts; what llama.cpp's programs are linked with; a program that opens sockets.
+const SYSTEM: Wanted<'_> = Wanted {
+    name: "systemd",
+    backports: false,
+    packages: &[
+        "systemd",
+        "udev",
+        "base-files",
+        "dash",
+        "coreutils",
+        "util-linux",
+        "busybox-static",
+        "libstdc++6",
+        "libgomp1",
+        "socat",
+    ],
+};
+
+/// The exposure, in tenths, that `systemd-analyze security` calls OK.
+const EXPOSURE: u32 = 25;
+
+/// A shell loop that waits until a condition holds.
+fn until(condition: &str) -> String {
+    format!("i=0; until {condition}; do i=$((i+1)); [ $i -lt 600 ] || exit 9; sleep 0.1; done")
+}
+
+/// A booted machine with systemd.
+pub(crate) struct Systemd {
+    guest: Guest,
+}
+
+/// Boots it.
+pub(crate) fn boot_systemd(
+    cache: &Cache,
+    prepared: &Prepared,
+    logs: &dyn Fn(&str) -> PathBuf,
+) -> Result<Systemd> {
+    let root = cache.folder("debian-systemd-1", |dir| SYSTEM.unpack(cache, dir))?;
+    let step = Step::new("assembling a system with systemd");
+    let folder = prepared.scratch.path();
+    let made = Packages::make(&prepared.dist, &folder.join("packages"))?;
+    let packages = [made.host, made.guest];
+    let initramfs = folder.join("initramfs-systemd");
+    let content = prepared.programs.content(&prepared.dist, &[]);
+    image::with_systemd(&root, &packages, &content, folder, &initramfs)?;
+    step.done("");
+    let machine = Machine {
+        qemu: &prepared.qemu,
+        accelerator: prepared.qemu.accelerator(),
+        kernel: &prepared.kernel.image,
+        initramfs: &initramfs,
+        init: "/usr/lib/systemd/systemd systemd.getty_auto=0 systemd.firstboot=no systemd.show_status=0",
+        devices: &[],
+        memory: MEMORY,
+    };
+    let mut guest = Guest::boot(&machine, &logs("vm-systemd-qemu"))?;
+    guest.patience(GUEST_PATIENCE);
+    Ok(Systemd { guest })
+}
+
+impl Systemd {
+    /// systemd's own checks of the units, udev's of the rule.
+    pub(crate) fn verify(&mut self) -> Result<String> {
+        self.guest
+            .run("systemd-analyze verify vgpu.service vgpu@vm1.service 2>&1")?
+            .good("systemd-analyze verify")?;
+        self.guest
+            .run("udevadm verify /usr/lib/udev/rules.d/60-vgpu.rules 2>&1")?
+            .good("udevadm verify")?;
+        self.guest
+            .run(&format!(
+                "systemd-analyze security --no-pager --threshold={EXPOSURE} vgpu.service 2>&1 | tail -n 2; \
+                 systemd-analyze security --threshold={EXPOSURE} vgpu.service >/dev/null 2>&1"
+            ))?
+            .good("systemd-analyze security")
+            .map(|text| text.trim().trim_start_matches(['→', ' ']).to_owned())
+    }
+
+    /// The service starts, and a user of its group generates text with it; so again after it was killed.
+    pub(crate) fn service(&mut self) -> Result<String> {
+        self.guest
+            .run("systemctl start vgpu && systemctl is-active vgpu && stat -c %U:%G:%a /run/vgpu/vgpu.sock")?
+            .good("starting vgpu.service")
+            .and_then(|said| {
+                ensure!(said.contains("vgpu:vgpu:660"), "the socket is not the group's:\n{said}");
+                Ok(())
+            })?;
+        let way = Way {
+            environment: "",
+            link: "unix:/run/vgpu/vgpu.sock",
+            who: As::User,
+        };
+        let reference = self.guest.reference()?;
+        self.guest.generation(&way, &reference)?;
+        self.guest
+            .run("systemctl reload vgpu && systemctl is-active vgpu")?
+            .good("reloading vgpu.service")?;
+        let restarted = until(
+            "[ \"$(systemctl show -p NRestarts --value vgpu)\" = 1 ] && systemctl is-active -q vgpu",
+        );
+        self.guest
+            .run(&format!("systemctl kill -s KILL vgpu; {restarted}"))?
+            .good("waiting for a restart of vgpu.service")?;
+        self.guest.generation(&way, &reference)
+    }
+
+    /// What a virtual machine is connected to outlives its executor, in systemd's hands.
+    pub(crate) fn kept(&mut self) -> Result<String> {
+        let stored = |wanted: &str| {
+            until(&format!(
+                "[ \"$(systemctl show -p NFileDescriptorStore --value vgpu@vm1)\" {wanted} ]"
+            ))
+        };
+        // Whoever connects is a virtual machine's QEMU to the executor, and stays connected.
+        self.guest
+            .run(&format!(
+                "systemctl start vgpu@vm1 && (tail -f /dev/null | socat - UNIX-CONNECT:/run/vgpu-vm1/vm.sock >/dev/null 2>&1 &) ; {}",
+                stored("-gt 0")
+            ))?
+            .good("storing what a virtual machine is connected to")?;
+        let restarted = until(
+            "[ \"$(systemctl show -p NRestarts --value vgpu@vm1)\" = 1 ] && systemctl is-active -q vgpu@vm1",
+        );
+        let said = self
+            .guest
+            .run(&format!(
+                "systemctl kill -s KILL vgpu@vm1; {restarted}; {}; journalctl --no-pager -o cat -u vgpu@vm1",
+                stored("-gt 0")
+            ))?
+            .good("keeping it while the executor is restarted")?;
+        ensure!(
+            said.contains(KEPT),
+            "the executor did not take it up again:\n{said}"
+        );
+        Ok(String::new())
+    }
+
+    /// A service that is told to stop, stops, and leaves nothing.
+    pub(crate) fn stop(mut self) -> Result<()> {
+        self.guest
+            .run("systemctl stop vgpu vgpu@vm1; systemctl is-failed vgpu vgpu@vm1; test ! -e /run/vgpu/vgpu.sock && [ \"$(systemctl show -p Result --value vgpu)\" = success ]")?
+            .good("stopping the services")
+            .map(drop)
+    }
+}
+
+/// What an executor says of a virtual machine that was there before it.
+const KEPT: &str = "serving it on";

@@ -1,0 +1,176 @@
+//! The release build: the two files a user needs.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+use serde_json::Value;
+
+use crate::cache::Cache;
+use crate::elf::Library;
+use crate::packages;
+use crate::process;
+use crate::progress::Step;
+use crate::workspace;
+
+/// The plugin's file: the name hosts look for, in the folder they look in.
+const PLUGIN: &str = "libggml-vgpu.so";
+/// The host's command.
+const COMMAND: &str = "vgpu";
+
+/// What [`build`] made.
+#[derive(Clone, Debug)]
+pub struct Dist {
+    pub plugin: PathBuf,
+    pub vgpu: PathBuf,
+}
+
+/// What is already in a folder.
+pub fn at(folder: &Path) -> Dist {
+    // Programs are run from other folders.
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    Dist {
+        plugin: folder.join(PLUGIN),
+        vgpu: folder.join(COMMAND),
+    }
+}
+
+/// Builds the plugin and `vgpu` into `target/dist`.
+pub fn build(cache: &Cache) -> Result<Dist> {
+    build_with(cache, None)
+}
+
+/// The same with machine code for GPUs from a folder compiled in.
+pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
+    packages::libclang(cache)?;
+    let dist = workspace::dist();
+    std::fs::create_dir_all(&dist).with_context(|| format!("creating {}", dist.display()))?;
+
+    let step = Step::new("building libggml-vgpu.so and vgpu");
+    // One cargo run each: in one run cargo would build what both depend on with the features of both.
+    let mut plugin = release("ggml-vgpu");
+    let mut vgpu = release("vgpu");
+    if let Some(cubins) = cubins {
+        plugin.env("VGPU_CUBINS", cubins);
+        vgpu.env("VGPU_CUBINS", cubins);
+        // Who looks at a GPU also wants to know what the way to an executor costs.
+        plugin.args(["--features", "inproc-cuda"]);
+    }
+    let library = artifact_of(&mut plugin, cache, &step, "cdylib", "ggml_vgpu")?;
+    let command = artifact_of(&mut vgpu, cache, &step, "bin", COMMAND)?;
+
+    let plugin = place(&library, &dist.join(PLUGIN))?;
+    let vgpu = place(&command, &dist.join(COMMAND))?;
+    Library::read(&plugin)?
+        .check_plugin()
+        .with_context(|| format!("{} is not as a host needs it", plugin.display()))?;
+    step.done(&format!("{} KiB and {} KiB", kib(&plugin), kib(&vgpu)));
+    Ok(Dist { plugin, vgpu })
+}
+
+/// A release build of one package.
+fn release(package: &str) -> Command {
+    let mut cargo = workspace::cargo();
+    cargo.args(["build", "--release", "--package", package]);
+    cargo.arg("--message-format=json-render-diagnostics");
+    cargo
+}
+
+/// Runs `cargo`. Returns the file that it built for the target `name` of kind `kind`.
+fn artifact_of(
+    cargo: &mut Command,
+    cache: &Cache,
+    step: &Step,
+    kind: &str,
+    name: &str,
+) -> Result<PathBuf> {
+    let log = cache.log(&format!("cargo-build-{name}"));
+    let mut built = None;
+    let status = process::run_lines(cargo, &log, |line| {
+        // Cargo writes one JSON object per line to stdout, and what it does to stderr.
+        if !line.starts_with('{') {
+            step.note(line);
+        } else if let Ok(message) = serde_json::from_str::<Value>(line) {
+            built = artifact(&message, kind, name).or(built.take());
+        }
+    })?;
+    anyhow::ensure!(
+        status.success(),
+        "cargo ended with {status}\n{}",
+        readable_tail(&log)
+    );
+    built.with_context(|| format!("cargo built no {name}"))
+}
+
+/// The file of an artifact message for the target `name` of kind `kind`.
+fn artifact(message: &Value, kind: &str, name: &str) -> Option<PathBuf> {
+    let target = message.get("target")?;
+    let kinds = target.get("kind")?.as_array()?;
+    if message.get("reason")? != "compiler-artifact"
+        || target.get("name")? != name
+        || !kinds.iter().any(|k| k == kind)
+    {
+        return None;
+    }
+    let files = message
+        .get("filenames")?
+        .as_array()?
+        .iter()
+        .filter_map(Value::as_str);
+    files
+        .map(PathBuf::from)
+        .find(|file| kind == "bin" || file.extension() == Some("so".as_ref()))
+}
+
+/// Copies a built file, without what only a debugger reads. A program that runs the old one keeps it.
+fn place(built: &Path, target: &Path) -> Result<PathBuf> {
+    let fresh = target.with_extension("fresh");
+    let mut strip = Command::new("strip");
+    process::output(strip.arg("--strip-all").arg("-o").arg(&fresh).arg(built))?;
+    std::fs::rename(&fresh, target).with_context(|| format!("placing {}", target.display()))?;
+    Ok(target.to_owned())
+}
+
+fn kib(path: &Path) -> u64 {
+    path.metadata().map_or(0, |m| m.len() / 1024)
+}
+
+/// The end of a cargo log without its JSON.
+fn readable_tail(log: &Path) -> String {
+    let text = std::fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<_> = text.lines().filter(|line| !line.starts_with('{')).collect();
+    lines[lines.len().saturating_sub(60)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_right_artifact_is_taken() {
+        let message = |reason: &str, name: &str, kind: &str| {
+            json!({
+                "reason": reason,
+                "target": {"name": name, "kind": [kind, "rlib"]},
+                "filenames": ["/t/libggml_vgpu.rlib", "/t/libggml_vgpu.so"],
+            })
+        };
+        let found = |m: &Value| artifact(m, "cdylib", "ggml_vgpu");
+        let plugin = message("compiler-artifact", "ggml_vgpu", "cdylib");
+        assert_eq!(found(&plugin), Some("/t/libggml_vgpu.so".into()));
+        assert_eq!(
+            found(&message("compiler-artifact", "ggml_vgpu", "bin")),
+            None
+        );
+        assert_eq!(
+            found(&message("compiler-artifact", "other", "cdylib")),
+            None
+        );
+        assert_eq!(
+            found(&message("build-script-executed", "ggml_vgpu", "cdylib")),
+            None
+        );
+        assert_eq!(found(&json!({"reason": "build-finished"})), None);
+    }
+}

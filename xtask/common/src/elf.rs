@@ -1,0 +1,211 @@
+//! What a shared library says about itself to the dynamic linker.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use object::elf;
+use object::read::elf::{ElfFile64, Sym as _};
+
+/// The parts of a library's dynamic section a loader acts on.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Library {
+    pub soname: Option<String>,
+    pub needed: Vec<String>,
+    /// Names of the symbols others can bind to, sorted.
+    pub exports: Vec<String>,
+    /// Versions of other libraries' symbols that it binds to, such as `GLIBC_2.34`.
+    pub versions: Vec<String>,
+    /// Whether the symbol table for debuggers is still there.
+    pub has_symbol_table: bool,
+}
+
+impl Library {
+    pub fn read(path: &Path) -> Result<Library> {
+        let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+        Library::parse(&data).with_context(|| format!("reading {} as ELF", path.display()))
+    }
+
+    fn parse(data: &[u8]) -> Result<Library> {
+        let file = ElfFile64::<object::Endianness>::parse(data)?;
+        let endian = file.endian();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+
+        let dynamic = file.elf_dynamic_table()?;
+        ensure!(!dynamic.is_empty(), "it has no dynamic section");
+        let (mut soname, mut needed) = (None, Vec::new());
+        for entry in &dynamic {
+            match entry.tag {
+                elf::DT_SONAME => soname = Some(text(dynamic.string(entry)?)),
+                elf::DT_NEEDED => needed.push(text(dynamic.string(entry)?)),
+                _ => {}
+            }
+        }
+
+        let symbols = file.elf_dynamic_symbol_table();
+        let mut exports = Vec::new();
+        for symbol in symbols.iter() {
+            let visible = matches!(
+                symbol.st_visibility(),
+                elf::STV_DEFAULT | elf::STV_PROTECTED
+            );
+            // Absolute ones are the names of symbol versions.
+            let defined = !symbol.is_undefined(endian) && !symbol.is_absolute(endian);
+            if defined && !symbol.is_local() && visible {
+                exports.push(text(symbol.name(endian, symbols.strings())?));
+            }
+        }
+        exports.sort();
+        let sections = file.elf_section_table();
+        let mut versions = Vec::new();
+        if let Some((mut files, names)) = sections.gnu_verneed(endian, data)? {
+            let names = sections.strings(endian, data, names)?;
+            while let Some((_, mut needed)) = files.next()? {
+                while let Some(version) = needed.next()? {
+                    versions.push(text(version.name(endian, names)?));
+                }
+            }
+        }
+        let has_symbol_table = !file.elf_symbol_table().is_empty();
+        Ok(Library {
+            soname,
+            needed,
+            exports,
+            versions,
+            has_symbol_table,
+        })
+    }
+
+    /// The oldest C library that has all it binds to, as major and minor number.
+    pub fn glibc(&self) -> Option<(u32, u32)> {
+        let numbers = |version: &String| {
+            let mut numbers = version.strip_prefix("GLIBC_")?.split('.').map(str::parse);
+            Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+        };
+        self.versions.iter().filter_map(numbers).max()
+    }
+
+    /// Checks that this is the plugin as a host expects it.
+    pub fn check_plugin(&self) -> Result<()> {
+        ensure!(
+            self.soname.as_deref() == Some("libggml-vgpu.so"),
+            "its SONAME is {:?}, not libggml-vgpu.so",
+            self.soname
+        );
+        ensure!(
+            self.exports == ["ggml_backend_init", "ggml_backend_score"],
+            "it exports {:?}, not exactly ggml_backend_init and ggml_backend_score",
+            self.exports
+        );
+        // The host's ggml is the one to use, whatever its file is called.
+        let ggml: Vec<_> = self
+            .needed
+            .iter()
+            .filter(|name| name.contains("ggml"))
+            .collect();
+        ensure!(
+            ggml.is_empty(),
+            "it needs {ggml:?}, which a host may not have under that name"
+        );
+        ensure!(!self.has_symbol_table, "it is not stripped");
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plugin() -> Library {
+        Library {
+            soname: Some("libggml-vgpu.so".into()),
+            needed: vec!["libc.so.6".into()],
+            exports: vec!["ggml_backend_init".into(), "ggml_backend_score".into()],
+            versions: ["GLIBC_2.4", "GLIBC_2.17", "GCC_3.0", "GLIBC_PRIVATE"]
+                .map(String::from)
+                .into(),
+            has_symbol_table: false,
+        }
+    }
+
+    #[test]
+    fn the_plugins_face_is_exact() {
+        plugin().check_plugin().unwrap();
+        let wrong = [
+            Library {
+                soname: Some("libggml_vgpu.so".into()),
+                ..plugin()
+            },
+            Library {
+                soname: None,
+                ..plugin()
+            },
+            Library {
+                needed: vec!["libggml-base.so.0".into()],
+                ..plugin()
+            },
+            Library {
+                exports: vec!["ggml_backend_init".into()],
+                ..plugin()
+            },
+            Library {
+                exports: [
+                    "ggml_backend_init",
+                    "ggml_backend_score",
+                    "rust_eh_personality",
+                ]
+                .map(String::from)
+                .into(),
+                ..plugin()
+            },
+            Library {
+                has_symbol_table: true,
+                ..plugin()
+            },
+        ];
+        for library in wrong {
+            assert!(library.check_plugin().is_err(), "accepted {library:?}");
+        }
+    }
+
+    #[test]
+    fn a_real_library_is_read() {
+        // The C library is mapped into this very process; its path is in the kernel's list.
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let libc = maps
+            .lines()
+            .filter_map(|line| line.split_whitespace().last())
+            .find(|path| path.contains("/libc.so") || path.contains("/libc-"))
+            .expect("the test program is linked to libc");
+        let library = Library::read(Path::new(libc)).unwrap();
+        assert_eq!(library.soname.as_deref(), Some("libc.so.6"));
+        assert!(
+            library
+                .needed
+                .iter()
+                .any(|name| name.starts_with("ld-linux")),
+            "{library:?}"
+        );
+        assert!(library.exports.iter().any(|name| name == "malloc"));
+        assert!(
+            !library
+                .exports
+                .iter()
+                .any(|name| name == "__libc_early_init_hidden")
+        );
+    }
+
+    #[test]
+    fn the_newest_version_counts() {
+        assert_eq!(plugin().glibc(), Some((2, 17)));
+        let own = Library::read(&std::env::current_exe().unwrap()).unwrap();
+        assert!(
+            own.glibc().is_some_and(|version| version >= (2, 2)),
+            "{own:?}"
+        );
+    }
+
+    #[test]
+    fn something_else_is_an_error() {
+        assert!(Library::parse(b"#!/bin/sh\n").is_err());
+    }
+}

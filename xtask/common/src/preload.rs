@@ -1,0 +1,67 @@
+//! Small libraries of our own that change what a ggml program loads: compiled when a test needs them, and
+//! preloaded into the program.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+
+use crate::cache::Cache;
+use crate::llama;
+use crate::packages;
+use crate::process;
+use crate::workspace;
+
+/// A library in `tests/hosts`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Library {
+    /// Loads all backends there are before the program begins.
+    LoadBackends,
+    /// A device of the CPU kind that computes what ggml's CPU backend cannot, in double precision.
+    Reference,
+}
+
+impl Library {
+    fn source(self) -> &'static str {
+        match self {
+            Library::LoadBackends => "load_backends.c",
+            Library::Reference => "reference.cpp",
+        }
+    }
+
+    /// Compiles it against ggml 0.25.3, whose libraries are in `bin`.
+    pub fn build(self, cache: &Cache, bin: &Path) -> Result<PathBuf> {
+        packages::compiler(cache)?;
+        let source = workspace::root().join("tests/hosts").join(self.source());
+        let folder = workspace::root().join("target/preload");
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("creating {}", folder.display()))?;
+        let library = folder.join(self.source()).with_extension("so");
+        let ggml = llama::source(cache)?.join("ggml");
+        let (compiler, language) = match self {
+            Library::LoadBackends => ("cc", "-std=c11"),
+            Library::Reference => ("c++", "-std=c++17"),
+        };
+        let mut command = Command::new(compiler);
+        command
+            .args([language, "-O2", "-Wall", "-Wextra", "-Werror"])
+            .args(["-shared", "-fPIC", "-o"])
+            .arg(&library)
+            .arg(&source)
+            .arg("-I")
+            .arg(ggml.join("include"))
+            .arg("-I")
+            .arg(ggml.join("src"))
+            .arg("-L")
+            .arg(bin)
+            .args(["-lggml", "-lggml-base"])
+            .arg(format!("-Wl,-rpath,{}", bin.display()));
+        process::output(&mut command)?;
+        Ok(library)
+    }
+}
+
+/// Has a program load the library before anything else.
+pub fn set(command: &mut Command, library: &Path) {
+    command.env("LD_PRELOAD", library);
+}

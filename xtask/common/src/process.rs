@@ -1,0 +1,372 @@
+//! Starting other programs: those that end by themselves, and servers that do not.
+
+use std::fs::File;
+use std::io::{BufRead as _, BufReader, Read, Write as _};
+use std::net::TcpListener;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use rustix::process::{Pid, Signal};
+
+use crate::progress::Step;
+
+/// How much of a log is shown when its program failed.
+const TAIL_LINES: usize = 30;
+
+/// Runs `command` to its end; its output goes to `log`, its last line is shown with `step`.
+pub fn run(command: &mut Command, step: &Step, log: &Path) -> Result<()> {
+    let status = run_lines(command, log, |line| step.note(line))?;
+    if !status.success() {
+        bail!("{} ended with {status}\n{}", name(command), tail(log));
+    }
+    Ok(())
+}
+
+/// Runs `command` to its end and hands each line of its stdout and stderr to `line`; all of it is
+/// kept in `log`.
+pub fn run_lines(
+    command: &mut Command,
+    log: &Path,
+    mut line: impl FnMut(&str),
+) -> Result<ExitStatus> {
+    let mut log = create(log)?;
+    let (reader, writer) = std::io::pipe().context("creating a pipe")?;
+    command.stdin(Stdio::null());
+    command
+        .stdout(writer.try_clone().context("duplicating a pipe")?)
+        .stderr(writer);
+    let mut child = Owned::spawn(command)?;
+    // The command holds the pipe's writing ends; the reader sees the end only when they are gone.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    each_line(reader, |bytes| {
+        log.write_all(bytes).context("writing a log")?;
+        line(String::from_utf8_lossy(bytes).trim_end());
+        Ok(())
+    })?;
+    child
+        .0
+        .wait()
+        .with_context(|| format!("waiting for {}", name(command)))
+}
+
+/// Runs `command` quietly and returns what it wrote to stdout.
+pub fn output(command: &mut Command) -> Result<String> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("starting {}", name(command)))?;
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        bail!(
+            "{} ended with {}\n{}",
+            name(command),
+            output.status,
+            stderr.trim_end()
+        );
+    }
+    String::from_utf8(output.stdout).with_context(|| format!("{} wrote no text", name(command)))
+}
+
+/// The last lines of a log, indented, and where the rest is.
+pub fn tail(log: &Path) -> String {
+    let text = read(log);
+    let lines: Vec<_> = text.lines().collect();
+    let shown = &lines[lines.len().saturating_sub(TAIL_LINES)..];
+    let mut tail = format!("last {} lines of {}:\n", shown.len(), log.display());
+    shown
+        .iter()
+        .for_each(|line| tail.extend(["    ", line, "\n"]));
+    tail
+}
+
+/// A log as far as it is written. A device (`/dev/full`) has no end, and holds nothing.
+fn read(log: &Path) -> String {
+    let is_file = std::fs::metadata(log).is_ok_and(|log| log.is_file());
+    let bytes = match is_file {
+        true => std::fs::read(log).unwrap_or_default(),
+        false => Vec::new(),
+    };
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+fn create(path: &Path) -> Result<File> {
+    File::create(path).with_context(|| format!("creating {}", path.display()))
+}
+
+fn each_line(from: impl Read, mut line: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let (mut from, mut buffer) = (BufReader::new(from), Vec::new());
+    while from
+        .read_until(b'\n', &mut buffer)
+        .context("reading a program's output")?
+        > 0
+    {
+        line(&buffer)?;
+        buffer.clear();
+    }
+    Ok(())
+}
+
+fn name(command: &Command) -> String {
+    Path::new(command.get_program())
+        .file_name()
+        .unwrap_or(command.get_program())
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// A child that does not outlive its owner.
+#[derive(Debug)]
+struct Owned(Child);
+
+impl Owned {
+    fn spawn(command: &mut Command) -> Result<Owned> {
+        // SAFETY: the closure runs between fork and exec, where only async-signal-safe calls are
+        // allowed; it makes one system call (prctl) and allocates nothing.
+        unsafe {
+            command.pre_exec(|| {
+                rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+                Ok(())
+            });
+        }
+        let child = command
+            .spawn()
+            .with_context(|| format!("starting {}", name(command)))?;
+        Ok(Owned(child))
+    }
+
+    /// The child has not been waited for yet, or its id might be somebody else's by now.
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = Pid::from_child(&self.0);
+        rustix::process::kill_process(pid, signal).context("sending a signal")
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // Both fail only if it has ended and been waited for already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A server in the background; its output goes to a log. Killed on drop.
+#[derive(Debug)]
+pub struct Daemon {
+    child: Owned,
+    name: String,
+    log: PathBuf,
+}
+
+impl Daemon {
+    pub fn start(command: &mut Command, log: &Path) -> Result<Daemon> {
+        let file = create(log)?;
+        let copy = file.try_clone().context("duplicating a log")?;
+        command.stdin(Stdio::null()).stdout(file).stderr(copy);
+        let child = Owned::spawn(command)?;
+        Ok(Daemon {
+            child,
+            name: name(command),
+            log: log.to_owned(),
+        })
+    }
+
+    /// What it has written so far.
+    pub fn log(&self) -> String {
+        read(&self.log)
+    }
+
+    /// Waits until `ready` says yes, or the server ends, or `patience` does.
+    pub fn wait_until(
+        &mut self,
+        patience: Duration,
+        ready: impl Fn(&Daemon) -> bool,
+    ) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            if ready(self) {
+                return Ok(());
+            }
+            if let Some(status) = self.exited()? {
+                bail!(
+                    "{} ended with {status} before it was ready\n{}",
+                    self.name,
+                    tail(&self.log)
+                );
+            }
+            if started.elapsed() > patience {
+                bail!(
+                    "{} is not ready after {patience:?}\n{}",
+                    self.name,
+                    tail(&self.log)
+                );
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Its exit status, if it has ended.
+    pub fn exited(&mut self) -> Result<Option<ExitStatus>> {
+        self.child
+            .0
+            .try_wait()
+            .with_context(|| format!("looking after {}", self.name))
+    }
+
+    /// The most memory it ever had at once, in bytes, as Linux counts it.
+    pub fn peak_memory(&self) -> Result<u64> {
+        bytes_of(self.pid(), "VmHWM:")
+    }
+
+    /// Ends it with SIGKILL: it gets no chance to say goodbye.
+    pub fn kill(&self) -> Result<()> {
+        self.signal(Signal::KILL)
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.0.id()
+    }
+
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        self.child.signal(signal)
+    }
+
+    /// Asks it to end with SIGTERM and expects that it does so well.
+    pub fn stop(mut self, patience: Duration) -> Result<()> {
+        self.child.signal(Signal::TERM)?;
+        let started = Instant::now();
+        while started.elapsed() < patience {
+            if let Some(status) = self.exited()? {
+                return match (status.success(), status.signal()) {
+                    (true, _) => Ok(()),
+                    // Programs without a handler end by the signal itself.
+                    (_, Some(signal)) if signal == Signal::TERM.as_raw() => Ok(()),
+                    _ => Err(anyhow!(
+                        "{} ended with {status}\n{}",
+                        self.name,
+                        tail(&self.log)
+                    )),
+                };
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        bail!(
+            "{} did not end within {patience:?} of SIGTERM\n{}",
+            self.name,
+            tail(&self.log)
+        );
+    }
+}
+
+/// A program that is talked with: a line each way at a time. Its stderr goes to a log.
+#[derive(Debug)]
+pub struct Dialogue {
+    child: Owned,
+    name: String,
+    log: PathBuf,
+    lines: Receiver<String>,
+}
+
+impl Dialogue {
+    pub fn start(command: &mut Command, log: &Path) -> Result<Dialogue> {
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(create(log)?);
+        let mut child = Owned::spawn(command)?;
+        let stdout = child.0.stdout.take().expect("stdout was piped");
+        let (sender, lines) = std::sync::mpsc::channel();
+        // Ends with the program, or with the last one who would listen.
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Dialogue {
+            child,
+            name: name(command),
+            log: log.to_owned(),
+            lines,
+        })
+    }
+
+    /// The next line it writes.
+    pub fn hear(&mut self, patience: Duration) -> Result<String> {
+        self.lines.recv_timeout(patience).map_err(|reason| {
+            let what = match reason {
+                RecvTimeoutError::Timeout => "says nothing",
+                RecvTimeoutError::Disconnected => "has ended",
+            };
+            anyhow!("{} {what}\n{}", self.name, tail(&self.log))
+        })
+    }
+
+    /// The next line, if it has written one already.
+    pub fn heard(&mut self) -> Result<Option<String>> {
+        match self.lines.try_recv() {
+            Ok(line) => Ok(Some(line)),
+            Err(TryRecvError::Empty) => Ok(None),
+            Err(TryRecvError::Disconnected) => {
+                bail!("{} has ended\n{}", self.name, tail(&self.log))
+            }
+        }
+    }
+
+    /// Writes it a line.
+    pub fn say(&mut self, line: &str) -> Result<()> {
+        let stdin = self.child.0.stdin.as_mut().expect("stdin was piped");
+        writeln!(stdin, "{line}").with_context(|| format!("talking to {}", self.name))
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.0.id()
+    }
+
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        self.child.signal(signal)
+    }
+
+    /// Waits for its end, which has to be a good one. It reads the end of what is said to it.
+    pub fn finish(mut self, patience: Duration) -> Result<()> {
+        drop(self.child.0.stdin.take());
+        let started = Instant::now();
+        while started.elapsed() < patience {
+            if let Some(status) = self.child.0.try_wait().context("looking after a program")? {
+                if status.success() {
+                    return Ok(());
+                }
+                bail!("{} ended with {status}\n{}", self.name, tail(&self.log));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        bail!("{} does not end\n{}", self.name, tail(&self.log));
+    }
+}
+
+/// A port nobody listens on, a moment ago at least.
+pub fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind("127.0.0.1:0").context("looking for a free port")?;
+    Ok(listener
+        .local_addr()
+        .context("looking for a free port")?
+        .port())
+}
+
+/// The memory of a process, in bytes, including what it shares with others.
+pub fn memory(pid: u32) -> Result<u64> {
+    bytes_of(pid, "VmRSS:")
+}
+
+/// A line of a process's status that counts kilobytes.
+fn bytes_of(pid: u32, key: &str) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let status = std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(key));
+    let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    Ok(kilobytes.with_context(|| format!("{path} has no {key}"))? << 10)
+}
