@@ -115,9 +115,10 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
     let name = format!("ggml-vgpu-{VERSION}-{}-linux", std::env::consts::ARCH);
     let scratch = Scratch::new()?;
     let root = workspace::root();
-    let (deploy, docs) = (root.join("deploy"), root.join("docs"));
+    let deploy = root.join("deploy");
+    let unpacked = scratch.path().join(&name);
     lay_out(
-        &scratch.path().join(&name),
+        &unpacked,
         &[
             ("bin/vgpu", &dist.vgpu, 0o755),
             ("lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
@@ -133,10 +134,14 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
                 0o644,
             ),
             ("README.md", &root.join("README.md"), 0o644),
-            ("GUIDE.md", &docs.join("GUIDE.md"), 0o644),
             ("LICENSE", &root.join("LICENSE"), 0o644),
         ],
     )?;
+    let pages = pages(&root.join("docs"))?;
+    let pages: Vec<_> = { pages.iter() }
+        .map(|(place, page)| (place.as_str(), page.as_path(), 0o644))
+        .collect();
+    lay_out(&unpacked, &pages)?;
     let archive = folder.join(format!("{name}.tar.gz"));
     let mut tar = Command::new("tar");
     // The same files give the same archive, whoever packs them.
@@ -149,6 +154,21 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
         .arg(&name);
     process::output(&mut tar)?;
     Ok(archive)
+}
+
+/// The pages of documentation in a folder, each with its place in the archive.
+fn pages(docs: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let reading = || format!("reading {}", docs.display());
+    let mut pages = Vec::new();
+    for entry in fs::read_dir(docs).with_context(reading)? {
+        let page = entry.with_context(reading)?.path();
+        if page.extension().is_some_and(|extension| extension == "md")
+            && let Some(name) = page.file_name().and_then(|name| name.to_str())
+        {
+            pages.push((format!("docs/{name}"), page));
+        }
+    }
+    Ok(pages)
 }
 
 /// Copies files below `root`.

@@ -99,8 +99,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tests_that_the_table_of_troubles_names_exist() {
-        let table = std::fs::read_to_string(workspace::root().join("docs/TROUBLES.md")).unwrap();
+    fn the_tests_that_the_table_of_guarantees_names_exist() {
+        let table = std::fs::read_to_string(workspace::root().join("docs/guarantees.md")).unwrap();
         let named: Vec<_> = table
             .split('`')
             .filter_map(|code| code.split_once(".rs: "))
