@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use tracing::{info, warn};
 use vgpu_cpu::{CpuEngine, Threads};
-use vgpu_cuda::choices::{self, Choices, Way};
-use vgpu_cuda::device::{Gpu, GpuError};
-use vgpu_cuda::{CudaEngine, Pace};
+use vgpu_cuda::autotune::{self, GemmVariant, TuningTable};
+use vgpu_cuda::gpu::{Gpu, GpuError};
+use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, EngineError};
 
 /// Which engine executes graphs.
@@ -63,7 +63,7 @@ pub enum StartError {
     Cuda { ordinal: u32, error: EngineError },
 }
 
-/// Why a file with kernel choices cannot be written.
+/// Why the file of a tuning table cannot be written.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum KeepError {
@@ -76,8 +76,8 @@ pub enum KeepError {
 /// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what the machine or its
 /// control group has) apply to the CPU engine alone.
 ///
-/// Three environment variables change the CUDA engine: `VGPU_STEPS=on` runs a token as one launch of a persistent kernel,
-/// `VGPU_KERNELS=general` disables the kernels that are tuned for one architecture, and `VGPU_LAYOUT=plain` keeps weights
+/// Three environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one launch of a persistent kernel,
+/// `VGPU_KERNELS=general` disables the kernels that are tuned for one architecture, and `VGPU_REPACK=off` keeps weights
 /// in the layout in which guests have written them.
 ///
 /// # Errors
@@ -105,17 +105,17 @@ pub fn start(
 
 fn cuda(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {
     let is_set = |name, value| std::env::var_os(name).is_some_and(|set| set == value);
-    let pace = Pace {
-        steps: is_set("VGPU_STEPS", "on"),
-        arranges: !is_set("VGPU_LAYOUT", "plain"),
-        ..Pace::default()
+    let policy = LaunchPolicy {
+        megakernel: is_set("VGPU_MEGAKERNEL", "on"),
+        repack: !is_set("VGPU_REPACK", "off"),
+        ..LaunchPolicy::default()
     };
-    let engine = CudaEngine::at_pace(open(ordinal)?, pace)
+    let engine = CudaEngine::with_policy(open(ordinal)?, policy)
         .map_err(|error| StartError::Cuda { ordinal, error })?;
-    let choices = kernel_cache().map(|cache| known_choices(&cache, engine.description()));
+    let table = kernel_cache().map(|cache| load_tuning(&cache, engine.description()));
     let engine = engine
-        .choosing(choices.unwrap_or_default())
-        .reopened_by(move || {
+        .with_tuning(table.unwrap_or_default())
+        .with_reopen(move || {
             let failed = |error: GpuError| EngineError::Device {
                 message: error.to_string(),
             };
@@ -124,14 +124,14 @@ fn cuda(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {
     Ok(Arc::new(engine))
 }
 
-/// A CUDA engine that uses one kind of matrix product, `way`, wherever that kind applies.
+/// A CUDA engine that uses one kind of matrix product, `variant`, wherever that kind applies.
 ///
 /// # Errors
 /// As [`start`].
-pub fn cuda_always(ordinal: u32, way: Way) -> Result<CudaEngine, StartError> {
+pub fn cuda_forced(ordinal: u32, variant: GemmVariant) -> Result<CudaEngine, StartError> {
     let engine =
         CudaEngine::new(open(ordinal)?).map_err(|error| StartError::Cuda { ordinal, error })?;
-    Ok(engine.choosing(Choices::always(way)))
+    Ok(engine.with_tuning(TuningTable::forced(variant)))
 }
 
 fn open(ordinal: u32) -> Result<Arc<Gpu>, StartError> {
@@ -141,48 +141,48 @@ fn open(ordinal: u32) -> Result<Arc<Gpu>, StartError> {
     }
 }
 
-/// Where choices are kept, by what they are good for ([`choices::stamp`]).
-fn choices_file(cache: &Path, stamp: &str) -> PathBuf {
-    cache.join(format!("choices-{stamp}.txt"))
+/// The tuning table of the device and kernels with this fingerprint ([`autotune::fingerprint`]).
+fn tuning_file(cache: &Path, fingerprint: &str) -> PathBuf {
+    cache.join(format!("tuning-{fingerprint}.txt"))
 }
 
 /// What `vgpu gpu-check tune` has found out about a device, if it has.
-fn known_choices(cache: &Path, device: &str) -> Choices {
-    let stamp = choices::stamp(device);
-    let path = choices_file(cache, &stamp);
+fn load_tuning(cache: &Path, device: &str) -> TuningTable {
+    let fingerprint = autotune::fingerprint(device);
+    let path = tuning_file(cache, &fingerprint);
     let text = match std::fs::read_to_string(&path) {
         Ok(text) => text,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Choices::default(),
+        Err(error) if error.kind() == ErrorKind::NotFound => return TuningTable::default(),
         Err(error) => {
             warn!("{} is not used: {error}", path.display());
-            return Choices::default();
+            return TuningTable::default();
         }
     };
-    match Choices::read(&text, &stamp) {
-        Ok(choices) => {
-            let count = choices.len();
-            info!("{count} choices of kernels from {}", path.display());
-            choices
+    match TuningTable::parse(&text, &fingerprint) {
+        Ok(table) => {
+            let count = table.len();
+            info!("{count} tuning entries from {}", path.display());
+            table
         }
         Err(reason) => {
             warn!("{} is not used: {reason}", path.display());
-            Choices::default()
+            TuningTable::default()
         }
     }
 }
 
-/// Writes the kernel choices of a device to the cache folder. Returns the path of the file.
+/// Writes the tuning table of a device to the cache folder. Returns the path of the file.
 ///
 /// # Errors
 /// [`KeepError`] if there is no cache folder or the file cannot be written.
-pub fn keep_choices(device: &str, choices: &Choices) -> Result<PathBuf, KeepError> {
+pub fn save_tuning(device: &str, table: &TuningTable) -> Result<PathBuf, KeepError> {
     let cache = kernel_cache().ok_or(KeepError::NoFolder)?;
-    let stamp = choices::stamp(device);
-    let path = choices_file(&cache, &stamp);
+    let fingerprint = autotune::fingerprint(device);
+    let path = tuning_file(&cache, &fingerprint);
     let part = path.with_extension(format!("{}.part", std::process::id()));
     // Whole or not at all: others may read it at any time.
     let written = std::fs::create_dir_all(&cache)
-        .and_then(|()| std::fs::write(&part, choices.text(&stamp)))
+        .and_then(|()| std::fs::write(&part, table.to_text(&fingerprint)))
         .and_then(|()| std::fs::rename(&part, &path));
     match written {
         Ok(()) => Ok(path),
@@ -225,16 +225,16 @@ mod tests {
         let name = format!("vgpu-choices-{}", std::process::id());
         let cache = std::env::temp_dir().join(name);
         std::fs::create_dir(&cache).expect("a new folder");
-        assert!(known_choices(&cache, "a GPU").is_empty());
-        let mut choices = Choices::default();
-        choices.note(Type::Q4K, 4096, 512, Way::Wide);
-        let file_of = |device| choices_file(&cache, &choices::stamp(device));
-        let text = choices.text(&choices::stamp("a GPU"));
+        assert!(load_tuning(&cache, "a GPU").is_empty());
+        let mut table = TuningTable::default();
+        table.record(Type::Q4K, 4096, 512, GemmVariant::Wide);
+        let file_of = |device| tuning_file(&cache, &autotune::fingerprint(device));
+        let text = table.to_text(&autotune::fingerprint("a GPU"));
         std::fs::write(file_of("a GPU"), &text).expect("a file");
-        assert_eq!(known_choices(&cache, "a GPU"), choices);
-        assert!(known_choices(&cache, "another").is_empty());
+        assert_eq!(load_tuning(&cache, "a GPU"), table);
+        assert!(load_tuning(&cache, "another").is_empty());
         std::fs::write(file_of("another"), text).expect("a file");
-        assert!(known_choices(&cache, "another").is_empty());
+        assert!(load_tuning(&cache, "another").is_empty());
         std::fs::remove_dir_all(&cache).expect("it is ours");
     }
 }

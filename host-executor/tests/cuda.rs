@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use common::model::{read_all, write};
 use common::{Build, Host, add, bytes, floats};
-use spy::{Event, Fails, Spy};
+use spy::{Call, Fails, Spy};
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::device::Device;
 use vgpu_executor::{GuestRule, Policy, Rules};
@@ -149,19 +149,19 @@ fn a_guest_that_reads_behind_its_graph_waits_once() {
     guest.submit(GRAPH);
     assert_eq!(floats(&guest.read(a, 0, 16)), [6.0; 4]);
     let log = device.take_whole_log();
-    let count = |of: fn(&Event) -> bool| log.iter().filter(|event| of(event)).count();
-    assert_eq!(count(|event| *event == Event::Puts), 1, "{log:?}");
+    let count = |of: fn(&Call) -> bool| log.iter().filter(|event| of(event)).count();
+    assert_eq!(count(|event| *event == Call::Puts), 1, "{log:?}");
     assert_eq!(
-        count(|event| matches!(event, Event::Launch(_))),
+        count(|event| matches!(event, Call::Launch(_))),
         1,
         "{log:?}"
     );
     assert_eq!(
-        count(|event| matches!(event, Event::Download(_))),
+        count(|event| matches!(event, Call::Download(_))),
         1,
         "{log:?}"
     );
-    assert!(count(|event| *event == Event::Wait) <= 1, "{log:?}");
+    assert!(count(|event| *event == Call::Wait) <= 1, "{log:?}");
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote
         .collect();
     let arranged = |device: &Spy| {
         let log = device.take_log();
-        log.contains(&Event::Launch("vg_arrange"))
+        log.contains(&Call::Launch("vg_arrange"))
     };
     let mut results = Vec::new();
     for is_declared in [false, true] {

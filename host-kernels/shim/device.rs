@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use vgpu_cuda::device::{Address, Device, KernelId, Launch, Mark, RecordingId, SharedMemory};
+use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_cuda_shim::Kernel;
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
@@ -19,8 +19,8 @@ pub(crate) struct Shim {
     kernels: Mutex<Vec<(&'static str, Kernel)>>,
     /// Where each allocation was mapped, and how much.
     mappings: Mutex<HashMap<Address, (usize, usize)>>,
-    recordings: Mutex<HashMap<u64, Vec<Launch>>>,
-    is_hopper: bool,
+    graphs: Mutex<HashMap<u64, Vec<Launch>>>,
+    is_sm90: bool,
     /// Blocks that run at the same time, if not as many as [`BLOCKS`].
     pub(crate) blocks: AtomicU32,
     /// Bytes of shared memory that those on a multiprocessor share, if not as many as a small GPU has.
@@ -40,7 +40,7 @@ impl Shim {
     #[allow(dead_code)] // in the tests that have no operators
     pub(crate) fn hopper() -> Shim {
         Shim {
-            is_hopper: true,
+            is_sm90: true,
             ..Shim::default()
         }
     }
@@ -90,34 +90,34 @@ impl Device for Shim {
         }
     }
 
-    fn multiprocessors(&self) -> u32 {
+    fn sm_count(&self) -> u32 {
         3 // so that work is shared out, and unevenly
     }
 
     fn architecture(&self) -> &str {
-        if self.is_hopper { "sm_90a" } else { "sm_80" }
+        if self.is_sm90 { "sm_90a" } else { "sm_80" }
     }
 
-    fn most_shared(&self) -> u32 {
-        if self.is_hopper {
+    fn max_shared_per_block(&self) -> u32 {
+        if self.is_sm90 {
             227 << 10
         } else {
             96 << 10 // what GPUs from sm_80 on have at least
         }
     }
 
-    fn multiprocessor_shared(&self) -> u32 {
+    fn shared_per_sm(&self) -> u32 {
         match self.room.load(Ordering::Relaxed) {
             0 => 100 << 10,
             room => room,
         }
     }
 
-    fn bandwidth(&self) -> u64 {
+    fn memory_bandwidth(&self) -> u64 {
         1 << 34
     }
 
-    fn resident_blocks(&self, _: KernelId, _: u32, _: u32) -> u32 {
+    fn max_cooperative_blocks(&self, _: KernelId, _: u32, _: u32) -> u32 {
         match self.blocks.load(Ordering::Relaxed) {
             0 => BLOCKS,
             NO_BLOCKS => 0,
@@ -136,9 +136,9 @@ impl Device for Shim {
         unsafe { libc::munmap(start as *mut libc::c_void, len) };
     }
 
-    fn alloc_shared(&self, size: usize) -> Result<SharedMemory, EngineError> {
+    fn alloc_mapped(&self, size: usize) -> Result<MappedHostMemory, EngineError> {
         let device = self.map(size as u64);
-        Ok(SharedMemory {
+        Ok(MappedHostMemory {
             device,
             host: device as *mut u8,
         })
@@ -196,8 +196,8 @@ impl Device for Shim {
             ref params,
             ..
         } = *launch;
-        if launch.together {
-            let most = self.resident_blocks(launch.kernel, threads[0], shared);
+        if launch.cooperative {
+            let most = self.max_cooperative_blocks(launch.kernel, threads[0], shared);
             if grid[0] > most || grid[1..] != [1, 1] {
                 let message = format!("blocks {grid:?} do not run at the same time, {most} do");
                 let op = "a step";
@@ -215,7 +215,7 @@ impl Device for Shim {
             .map_err(|message| EngineError::Device { message })
     }
 
-    fn likes_large(&self) -> bool {
+    fn prefers_suballocation(&self) -> bool {
         false
     }
 
@@ -231,11 +231,11 @@ impl Device for Shim {
 
     fn unpin(&self, _: *mut u8) {}
 
-    fn granularity(&self) -> u64 {
+    fn map_granularity(&self) -> u64 {
         PAGE as u64
     }
 
-    fn reserve(&self, size: u64) -> Result<Address, EngineError> {
+    fn reserve_addresses(&self, size: u64) -> Result<Address, EngineError> {
         // SAFETY: a new private mapping touches nothing that exists. It stays for good.
         let start = unsafe {
             libc::mmap(
@@ -251,7 +251,7 @@ impl Device for Shim {
         Ok(start as Address)
     }
 
-    unsafe fn back(&self, address: Address, size: u64) -> Result<(), EngineError> {
+    unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
         let read_and_write = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: pages of a mapping of `reserve`, by the caller's promise; what nobody wrote must not look like zeros.
         unsafe {
@@ -262,7 +262,7 @@ impl Device for Shim {
         Ok(())
     }
 
-    unsafe fn unback(&self, address: Address, size: u64) {
+    unsafe fn unmap_memory(&self, address: Address, size: u64) {
         let (at, len) = (address as *mut libc::c_void, size as usize);
         // SAFETY: as above.
         unsafe {
@@ -271,45 +271,45 @@ impl Device for Shim {
         }
     }
 
-    fn record(&self, launches: &[Launch]) -> Result<RecordingId, EngineError> {
-        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
-        let id = recordings.keys().max().map_or(0, |last| last + 1);
-        recordings.insert(id, launches.to_vec());
-        Ok(RecordingId(id))
+    fn create_graph(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError> {
+        let mut graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let id = graphs.keys().max().map_or(0, |last| last + 1);
+        graphs.insert(id, launches.to_vec());
+        Ok(GraphExecId(id))
     }
 
-    fn change(
+    fn update_graph_node(
         &self,
-        recording: RecordingId,
+        graph: GraphExecId,
         index: usize,
         launch: &Launch,
     ) -> Result<(), EngineError> {
-        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
-        let held = recordings.get_mut(&recording.0).expect("it was recorded");
+        let mut graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let held = graphs.get_mut(&graph.0).expect("it was recorded");
         assert_eq!(held[index].kernel, launch.kernel, "kernels stay");
         held[index] = launch.clone();
         Ok(())
     }
 
-    unsafe fn replay(&self, recording: RecordingId) -> Result<(), EngineError> {
-        let recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
-        for launch in &recordings[&recording.0] {
+    unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
+        let graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
+        for launch in &graphs[&graph.0] {
             // SAFETY: the caller's promise.
             unsafe { self.launch(launch) }?;
         }
         Ok(())
     }
 
-    fn forget(&self, recording: RecordingId) {
-        let mut recordings = { self.recordings.lock() }.unwrap_or_else(PoisonError::into_inner);
-        recordings.remove(&recording.0).expect("it was recorded");
+    fn destroy_graph(&self, graph: GraphExecId) {
+        let mut graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
+        graphs.remove(&graph.0).expect("it was recorded");
     }
 
-    fn mark(&self) -> Result<Mark, EngineError> {
-        Ok(Mark(0))
+    fn record_event(&self) -> Result<Event, EngineError> {
+        Ok(Event(0))
     }
 
-    fn wait(&self, _: Mark) -> Result<(), EngineError> {
+    fn wait_event(&self, _: Event) -> Result<(), EngineError> {
         Ok(())
     }
 

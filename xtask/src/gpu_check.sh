@@ -33,8 +33,8 @@ LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --json 
     ${VGPU_CHECK_OPTIONS:---budget 60}
 # The same comparisons where a token is one launch, which is off by itself, and with weights as guests write them.
 if [ "$engine" != cpu ]; then
-    part check-steps 60 env VGPU_STEPS=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
-    part check-plain 30 env VGPU_LAYOUT=plain "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 0
+    part check-steps 60 env VGPU_MEGAKERNEL=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
+    part check-plain 30 env VGPU_REPACK=off "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 0
 fi
 
 options="-ngl 99 -fa 1 -r 2 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}"
@@ -42,12 +42,12 @@ options="-ngl 99 -fa 1 -r 2 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}"
 # bench NAME FILE: tokens a second, here and on ggml's own backend.
 # shellcheck disable=SC2086
 bench() {
-    if start_executor VGPU_STEPS=off; then
+    if start_executor VGPU_MEGAKERNEL=off; then
         part "bench-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1.json" \
             $through "$here/bin/llama-bench" -m "$2" -o json $options
         stop_executor
     fi
-    if [ "$engine" != cpu ] && start_executor VGPU_STEPS=on; then
+    if [ "$engine" != cpu ] && start_executor VGPU_MEGAKERNEL=on; then
         part "bench-steps-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1-steps.json" \
             $through "$here/bin/llama-bench" -m "$2" -o json -ngl 99 -fa 1 -r 2 -p 0 -n 128
         stop_executor
@@ -90,7 +90,7 @@ if command -v compute-sanitizer > /dev/null; then
 else
     echo "== compute-sanitizer is not on this machine"
 fi
-if start_executor VGPU_STEPS=off; then
+if start_executor VGPU_MEGAKERNEL=off; then
     # shellcheck disable=SC2086
     part test-llama-archs 60 $through LD_PRELOAD="$here/load_backends.so" "$here/bin/test-llama-archs"
     # The rest of the time: what comes first matters most. Three cases whose weights take minutes to make are left out.

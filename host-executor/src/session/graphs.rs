@@ -262,7 +262,7 @@ fn compile(id: GraphId, words: Vec<u32>, host: &Host<'_>) -> Result<Kept, Violat
     buffers.dedup();
     let mut plan = host.engine.compile(&graph, &memory);
     if let Ok(plan) = &mut plan {
-        plan.call_it(&format!("graph {}", id.0));
+        plan.set_label(&format!("graph {}", id.0));
     }
     Ok(Kept {
         plan,

@@ -14,7 +14,7 @@ mod tune;
 
 use std::time::Duration;
 
-use vgpu_cuda::choices::{Choices, Way};
+use vgpu_cuda::autotune::{GemmVariant, TuningTable};
 use vgpu_engine::Engine;
 
 pub use cases::{Case, Outcome};
@@ -89,10 +89,10 @@ pub fn rates(
 
 /// Measures products of many columns on engines that do them in each way; `seen` is told of each at once. Returns the fastest.
 pub fn tune(
-    engines: &[(Way, &dyn Engine); 3],
+    engines: &[(GemmVariant, &dyn Engine); 3],
     options: &Options,
     extents: &Extents,
     seen: impl FnMut(&Tuned),
-) -> Choices {
+) -> TuningTable {
     tune::run(engines, options, extents, seen)
 }

@@ -1,10 +1,10 @@
-//! Which kernels multiply the fastest on a GPU: products of many columns in each way, at extents of models.
+//! Which kernels multiply the fastest on a GPU: products of many columns in each variant, at extents of models.
 
 use vgpu_transport::ir::Type;
 
 use super::Options;
 use super::rates;
-use vgpu_cuda::choices::{Choices, Way};
+use vgpu_cuda::autotune::{GemmVariant, TuningTable};
 use vgpu_engine::Engine;
 
 /// What is measured.
@@ -48,32 +48,32 @@ pub struct Tuned {
     pub rows: u64,
     /// See `rows`.
     pub columns: u64,
-    /// Floating-point operations a second, or why there are none, by way.
-    pub rates: [(Way, Result<f64, String>); 3],
+    /// Floating-point operations a second, or why there are none, by variant.
+    pub rates: [(GemmVariant, Result<f64, String>); 3],
 }
 
 impl Tuned {
-    /// The fastest way.
-    pub fn best(&self) -> Option<Way> {
-        let rate = |(_, rate): &&(Way, Result<f64, String>)| rate.clone().unwrap_or(0.0);
+    /// The fastest variant.
+    pub fn best(&self) -> Option<GemmVariant> {
+        let rate = |(_, rate): &&(GemmVariant, Result<f64, String>)| rate.clone().unwrap_or(0.0);
         let best = { self.rates.iter() }.max_by(|a, b| rate(a).total_cmp(&rate(b)))?;
         best.1.is_ok().then_some(best.0)
     }
 }
 
 pub(super) fn run(
-    engines: &[(Way, &dyn Engine); 3],
+    engines: &[(GemmVariant, &dyn Engine); 3],
     options: &Options,
     extents: &Extents,
     mut seen: impl FnMut(&Tuned),
-) -> Choices {
-    let mut choices = Choices::default();
+) -> TuningTable {
+    let mut table = TuningTable::default();
     for &ty in &extents.types {
         for &rows in &extents.rows {
             for &columns in &extents.columns {
-                let rates = engines.map(|(way, engine)| {
+                let rates = engines.map(|(variant, engine)| {
                     let rate = rates::operations(engine, options, ty, rows, columns);
-                    (way, rate)
+                    (variant, rate)
                 });
                 let tuned = Tuned {
                     ty,
@@ -82,11 +82,11 @@ pub(super) fn run(
                     rates,
                 };
                 if let Some(best) = tuned.best() {
-                    choices.note(ty, rows, columns, best);
+                    table.record(ty, rows, columns, best);
                 }
                 seen(&tuned);
             }
         }
     }
-    choices
+    table
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use vgpu_check::{Extents, Options, Outcome, Work};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::CudaEngine;
-use vgpu_cuda::choices::{Choices, Way};
+use vgpu_cuda::autotune::{GemmVariant, TuningTable};
 use vgpu_engine::Engine;
 use vgpu_transport::ir::Type;
 
@@ -89,27 +89,29 @@ fn a_wrong_engine_is_found() {
 
 #[test]
 fn the_fastest_way_of_each_product_is_found() {
-    let engines = Way::ALL.map(|way| {
+    let engines = GemmVariant::ALL.map(|variant| {
         let engine = CudaEngine::new(Arc::new(shim::Shim::hopper())).expect("an engine");
-        (way, engine.choosing(Choices::always(way)))
+        (variant, engine.with_tuning(TuningTable::forced(variant)))
     });
-    let ways = engines
+    let variants = engines
         .each_ref()
-        .map(|(way, engine)| (*way, engine as &dyn Engine));
+        .map(|(variant, engine)| (*variant, engine as &dyn Engine));
     let extents = Extents {
         types: vec![Type::Q4_0, Type::F16],
         rows: vec![40],
         columns: vec![40],
     };
     let mut seen = Vec::new();
-    let choices = vgpu_check::tune(&ways, &SMALL, &extents, |tuned| seen.push(tuned.clone()));
-    assert_eq!((seen.len(), choices.len()), (2, 2));
+    let table = vgpu_check::tune(&variants, &SMALL, &extents, |tuned| {
+        seen.push(tuned.clone())
+    });
+    assert_eq!((seen.len(), table.len()), (2, 2));
     for tuned in &seen {
-        let best = tuned.best().expect("all ways work");
+        let best = tuned.best().expect("all variants work");
         assert!(
             tuned.rates.iter().all(|(_, rate)| rate.is_ok()),
             "{tuned:?}"
         );
-        assert_eq!(choices.of(tuned.ty, 40, 40), Some(best));
+        assert_eq!(table.lookup(tuned.ty, 40, 40), Some(best));
     }
 }

@@ -5,36 +5,36 @@
 //! - `ops`: one file for each family of operators, from a node to launches.
 //! - `host`: the few nodes that run on the CPU engine instead.
 //! - `params`: the structures that kernels take.
-//! - [`choices`]: which of several kernels was the fastest.
+//! - [`tuning`]: which of several kernels was the fastest.
 //! - `builder`: what operators' files see of a plan that is compiled.
 //! - `emit`: what becomes one launch together (`vgpu_engine::fuse`); `kept`: activations rounded for several products.
-//! - `plan`, `segment`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
+//! - `plan`, `sequence`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
 //! - `step`: runs of launches as one, whose blocks wait for each other.
 //! - `layout`, `arranged`, `planes`: weights that lie as kernels like to read them.
-//! - `stream`, `scratch`: what plans share. `pool`, `memory`: memory of the device; `gather`: small writes to it.
+//! - `context`, `scratch`: what plans share. `allocator`, `memory`: memory of the device; `gather`: small writes to it.
 
-mod arranged;
-mod builder;
-pub mod choices;
-mod code;
+mod activation_cache;
+mod allocator;
+pub mod autotune;
+mod context;
+mod cpu_fallback;
+mod cubin;
 pub mod device;
-mod emit;
-mod gather;
-mod host;
-mod kept;
-mod layout;
+mod fused_launch;
+pub mod gpu;
+mod graph_exec;
+mod launch;
+mod megakernel;
 mod memory;
 pub mod nvrtc;
 mod ops;
 mod params;
 mod plan;
-mod planes;
-mod pool;
+mod repack;
 mod scratch;
-mod segment;
 pub mod source;
-mod step;
-mod stream;
+mod types;
+mod upload_batch;
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -44,19 +44,19 @@ use tracing::{error, info, warn};
 use vgpu_transport::ir::{Capabilities, ValidGraph};
 use vgpu_transport::window::memory::Window;
 
-use choices::Choices;
+use autotune::TuningTable;
+use context::ExecutionContext;
 use device::Device;
+pub use launch::policy::LaunchPolicy;
 use memory::CudaMemory;
 use plan::CudaPlan;
-pub use segment::Pace;
-use stream::Stream;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 
 /// How long to leave a device alone that could not be set up anew.
-const REST: Duration = Duration::from_secs(5);
+const RETRY_DELAY: Duration = Duration::from_secs(5);
 
 /// So often it is tried before the device counts as beyond repair.
-const ATTEMPTS: u32 = 3;
+const MAX_ATTEMPTS: u32 = 3;
 
 /// Sets a device up.
 type Opener = Box<dyn Fn() -> Result<Arc<dyn Device>, EngineError> + Send + Sync>;
@@ -66,16 +66,16 @@ pub struct CudaEngine {
     name: String,
     description: String,
     capabilities: Capabilities,
-    pace: Pace,
-    choices: Arc<Choices>,
+    policy: LaunchPolicy,
+    tuning: Arc<TuningTable>,
     open: Option<Opener>,
-    rest: Duration,
+    retry_delay: Duration,
     current: Mutex<Current>,
 }
 
 /// The device as it is now.
 struct Current {
-    stream: Arc<Stream>,
+    context: Arc<ExecutionContext>,
     /// When it could not be set up anew, and why.
     failed: Option<(Instant, EngineError)>,
     /// How often that was tried.
@@ -85,21 +85,24 @@ struct Current {
 impl CudaEngine {
     /// An engine on `device`.
     pub fn new(device: Arc<dyn Device>) -> Result<CudaEngine, EngineError> {
-        CudaEngine::at_pace(device, Pace::default())
+        CudaEngine::with_policy(device, LaunchPolicy::default())
     }
 
-    /// The same with another pace, for devices that are not as fast as a GPU.
-    pub fn at_pace(device: Arc<dyn Device>, pace: Pace) -> Result<CudaEngine, EngineError> {
+    /// The same with another policy, for devices that are not as fast as a GPU.
+    pub fn with_policy(
+        device: Arc<dyn Device>,
+        policy: LaunchPolicy,
+    ) -> Result<CudaEngine, EngineError> {
         Ok(CudaEngine {
             name: device.name().to_owned(),
             description: device.description().to_owned(),
             capabilities: Capabilities::new(ops::rules()),
-            pace,
-            choices: Arc::default(),
+            policy,
+            tuning: Arc::default(),
             open: None,
-            rest: REST,
+            retry_delay: RETRY_DELAY,
             current: Mutex::new(Current {
-                stream: Arc::new(Stream::new(device, pace)?),
+                context: Arc::new(ExecutionContext::new(device, policy)?),
                 failed: None,
                 attempts: 0,
             }),
@@ -107,25 +110,26 @@ impl CudaEngine {
     }
 
     /// Whether there is anything to choose: products that several kernels can do.
-    pub fn has_choices(&self) -> bool {
-        let architecture = |stream: Arc<Stream>| stream.device.architecture() == source::HOPPER;
-        self.stream().is_ok_and(architecture)
+    pub fn is_tunable(&self) -> bool {
+        let architecture =
+            |context: Arc<ExecutionContext>| context.device.architecture() == source::HOPPER;
+        self.context().is_ok_and(architecture)
     }
 
     /// The same engine, which chooses among kernels so.
     #[must_use]
-    pub fn choosing(self, choices: Choices) -> CudaEngine {
-        let choices = Arc::new(choices);
+    pub fn with_tuning(self, tuning: TuningTable) -> CudaEngine {
+        let tuning = Arc::new(tuning);
         { self.current.lock() }
             .unwrap_or_else(PoisonError::into_inner)
-            .stream
-            .choose(&choices);
-        CudaEngine { choices, ..self }
+            .context
+            .set_tuning(&tuning);
+        CudaEngine { tuning, ..self }
     }
 
     /// The same engine, which sets its device up anew with `open` when it is lost.
     #[must_use]
-    pub fn reopened_by(
+    pub fn with_reopen(
         self,
         open: impl Fn() -> Result<Arc<dyn Device>, EngineError> + Send + Sync + 'static,
     ) -> CudaEngine {
@@ -137,18 +141,21 @@ impl CudaEngine {
 
     /// The same engine, which leaves a device that it could not set up anew alone for so long.
     #[must_use]
-    pub fn resting(self, rest: Duration) -> CudaEngine {
-        CudaEngine { rest, ..self }
+    pub fn with_retry_delay(self, rest: Duration) -> CudaEngine {
+        CudaEngine {
+            retry_delay: rest,
+            ..self
+        }
     }
 
     /// The device, set up anew if it is lost.
-    fn stream(&self) -> Result<Arc<Stream>, EngineError> {
+    fn context(&self) -> Result<Arc<ExecutionContext>, EngineError> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(reason) = current.stream.device.lost() else {
-            return Ok(Arc::clone(&current.stream));
+        let Some(reason) = current.context.device.lost() else {
+            return Ok(Arc::clone(&current.context));
         };
         if let Some((when, error)) = &current.failed
-            && when.elapsed() < self.rest
+            && when.elapsed() < self.retry_delay
         {
             return Err(error.clone());
         }
@@ -157,21 +164,21 @@ impl CudaEngine {
         };
         warn!("{} is set up anew: {reason}", self.name);
         // Its memory must be free before somebody else can have it.
-        current.stream.device.abandon();
-        let opened = open().and_then(|device| Stream::new(device, self.pace));
-        match opened.and_then(|stream| stream.probe().map(|()| stream)) {
-            Ok(stream) => {
+        current.context.device.abandon();
+        let opened = open().and_then(|device| ExecutionContext::new(device, self.policy));
+        match opened.and_then(|context| context.probe().map(|()| context)) {
+            Ok(context) => {
                 info!("{} works again, for new sessions", self.name);
-                stream.choose(&self.choices);
-                current.stream = Arc::new(stream);
+                context.set_tuning(&self.tuning);
+                current.context = Arc::new(context);
                 current.failed = None;
                 current.attempts = 0;
-                Ok(Arc::clone(&current.stream))
+                Ok(Arc::clone(&current.context))
             }
             Err(error) => {
                 current.attempts += 1;
                 error!(
-                    "{} cannot be set up anew, attempt {} of {ATTEMPTS}: {error}",
+                    "{} cannot be set up anew, attempt {} of {MAX_ATTEMPTS}: {error}",
                     self.name, current.attempts
                 );
                 let error = EngineError::Device {
@@ -198,8 +205,10 @@ impl Engine for CudaEngine {
 
     fn memory(&self) -> MemoryInfo {
         // A device that is lost has none.
-        self.stream()
-            .map_or_else(|_| MemoryInfo::default(), |stream| stream.pool.memory())
+        self.context().map_or_else(
+            |_| MemoryInfo::default(),
+            |context| context.allocator.memory(),
+        )
     }
 
     fn capabilities(&self) -> &Capabilities {
@@ -207,18 +216,18 @@ impl Engine for CudaEngine {
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
-        Ok(Arc::new(CudaMemory::new(&self.stream()?.pool, size)?))
+        Ok(Arc::new(CudaMemory::new(&self.context()?.allocator, size)?))
     }
 
     fn beyond_repair(&self) -> Option<String> {
-        let error = self.stream().err()?;
+        let error = self.context().err()?;
         let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         // One that nobody can set up anew is lost for good at once.
-        (self.open.is_none() || current.attempts >= ATTEMPTS).then(|| error.to_string())
+        (self.open.is_none() || current.attempts >= MAX_ATTEMPTS).then(|| error.to_string())
     }
 
     fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
-        let device = Arc::clone(&self.stream().ok()?.device);
+        let device = Arc::clone(&self.context().ok()?.device);
         // SAFETY: the window is mapped for as long as it lives, and `Pinned` holds on to it.
         match unsafe { device.pin(window.as_ptr(), window.size()) } {
             Ok(()) => Some(Box::new(Pinned {
@@ -237,11 +246,11 @@ impl Engine for CudaEngine {
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
     ) -> Result<Box<dyn Plan>, EngineError> {
-        let stream = self.stream()?;
+        let context = self.context()?;
         Ok(Box::new(CudaPlan::compile(
             graph.graph(),
             buffers,
-            &stream,
+            &context,
         )?))
     }
 }

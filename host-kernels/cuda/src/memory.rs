@@ -7,21 +7,20 @@ use std::sync::Arc;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use zerocopy::IntoBytes;
 
-use super::arranged::Arranged;
-use super::device::{Address, KernelId, Launch};
-use super::params::VgArrangeParams;
-use super::planes::Planes;
-use super::pool::Pool;
-use super::stream::Stream;
+use crate::allocator::Allocator;
+use crate::device::{Address, KernelId, Launch};
+use crate::params::VgArrangeParams;
+use crate::repack::format::RepackFormat;
+use crate::repack::state::RepackState;
 use vgpu_engine::{EngineError, Memory, check_range};
 
 /// An allocation on a device.
-pub(super) struct CudaMemory {
-    pool: Arc<Pool>,
+pub(crate) struct CudaMemory {
+    allocator: Arc<Allocator>,
     /// Something unmapped when the size is 0.
     address: Address,
     size: u64,
-    arranged: Arranged,
+    repack_state: RepackState,
 }
 
 /// Bytes of weights that are arranged at a time.
@@ -29,75 +28,79 @@ const PIECE: u64 = 16 << 20;
 
 /// Threads of a block of `vg_arrange`, and most blocks.
 const THREADS: u64 = 256;
-const MOST_BLOCKS: u64 = 4096;
+const MAX_BLOCKS: u64 = 4096;
 
-/// Room to arrange weights in.
-pub(super) struct Room {
+/// RepackBuffer to arrange weights in.
+pub(crate) struct RepackBuffer {
     memory: CudaMemory,
     kernel: KernelId,
 }
 
-impl Room {
+impl RepackBuffer {
     /// How much a tensor needs: a piece of a matrix, and the scales of those that are more than that.
-    pub(super) fn bytes_for(planes: &Planes) -> u64 {
+    pub(crate) fn bytes_for(planes: &RepackFormat) -> u64 {
         match planes.of_matrix() {
             bytes if bytes <= PIECE => bytes,
             _ => PIECE + planes.scales(),
         }
     }
 
-    /// Room of so many bytes.
-    pub(super) fn new(stream: &Stream, bytes: u64) -> Result<Room, EngineError> {
-        Ok(Room {
-            kernel: stream.device.kernel("vg_arrange")?,
-            memory: CudaMemory::new(&stream.pool, bytes)?,
+    /// RepackBuffer of so many bytes.
+    pub(crate) fn new(allocator: &Arc<Allocator>, bytes: u64) -> Result<RepackBuffer, EngineError> {
+        Ok(RepackBuffer {
+            kernel: allocator.device().kernel("vg_arrange")?,
+            memory: CudaMemory::new(allocator, bytes)?,
         })
     }
 }
 
 impl CudaMemory {
     /// `size` bytes, all zero.
-    pub(super) fn new(pool: &Arc<Pool>, size: u64) -> Result<CudaMemory, EngineError> {
-        let address = if size == 0 { 256 } else { pool.alloc(size)? };
+    pub(crate) fn new(allocator: &Arc<Allocator>, size: u64) -> Result<CudaMemory, EngineError> {
+        let address = if size == 0 {
+            256
+        } else {
+            allocator.alloc(size)?
+        };
         Ok(CudaMemory {
-            pool: Arc::clone(pool),
+            allocator: Arc::clone(allocator),
             address,
             size,
-            arranged: Arranged::default(),
+            repack_state: RepackState::default(),
         })
     }
 
     /// Where it is.
-    pub(super) fn address(&self) -> Address {
+    pub(crate) fn address(&self) -> Address {
         self.address
     }
 
-    /// Whether it is memory of `pool`.
-    pub(super) fn is_of(&self, pool: &Arc<Pool>) -> bool {
-        Arc::ptr_eq(&self.pool, pool)
+    /// Whether it is memory of `allocator`.
+    pub(crate) fn is_of(&self, allocator: &Arc<Allocator>) -> bool {
+        Arc::ptr_eq(&self.allocator, allocator)
     }
 
     /// Fails if the memory went with its device.
-    pub(super) fn check_there(&self) -> Result<(), EngineError> {
-        match self.pool.device().lost() {
+    pub(crate) fn check_there(&self) -> Result<(), EngineError> {
+        match self.allocator.device().lost() {
             None => Ok(()),
             Some(reason) => Err(EngineError::Lost { reason }),
         }
     }
 
     /// What of it lies in planes.
-    pub(super) fn arranged(&self) -> &Arranged {
-        &self.arranged
+    pub(crate) fn repack_state(&self) -> &RepackState {
+        &self.repack_state
     }
 
     /// Puts a tensor at `start`, inside, which lies as the guest has it, in planes.
-    pub(super) fn arrange(
+    pub(crate) fn arrange(
         &self,
         start: u64,
-        planes: Planes,
-        room: &Room,
+        planes: RepackFormat,
+        room: &RepackBuffer,
     ) -> Result<(), EngineError> {
-        let device = self.pool.device();
+        let device = self.allocator.device();
         let (at, from) = (self.address + start, room.memory.address);
         for parts in planes.parts(PIECE) {
             let begin = parts[0].scales.start;
@@ -114,14 +117,14 @@ impl CudaMemory {
                     type_: u32::from(planes.ty as u8),
                     reserved: 0,
                 };
-                let blocks = part.quants_of_16().div_ceil(THREADS).min(MOST_BLOCKS);
+                let blocks = part.quants_of_16().div_ceil(THREADS).min(MAX_BLOCKS);
                 let launch = Launch {
                     kernel: room.kernel,
                     grid: [blocks as u32, 1, 1],
                     threads: [THREADS as u32, 1, 1],
                     shared: 0,
                     params: params.as_bytes().to_vec(),
-                    together: false,
+                    cooperative: false,
                 };
                 // SAFETY: the part is inside, and the room, apart from it, holds a piece. The kernel writes the part's
                 // quants where parts up to this one lay, which are copied, and its scales where nothing else is.
@@ -135,13 +138,13 @@ impl CudaMemory {
                 unsafe { device.copy(at + begin, aside, end - begin)? };
             }
         }
-        self.arranged.state().insert(start, planes);
-        self.arranged.has_changed();
+        self.repack_state.state().insert(start, planes);
+        self.repack_state.has_changed();
         Ok(())
     }
 
     /// Brings tensors in planes with bytes of `range` back, for good.
-    pub(super) fn keep_plain(&self, range: &Range<u64>) -> Result<(), EngineError> {
+    pub(crate) fn keep_plain(&self, range: &Range<u64>) -> Result<(), EngineError> {
         self.settle(range, |_| false)
     }
 
@@ -158,10 +161,10 @@ impl CudaMemory {
         range: &Range<u64>,
         is_forgotten: impl Fn(&Range<u64>) -> bool,
     ) -> Result<(), EngineError> {
-        if !self.arranged.is_allowed() {
+        if !self.repack_state.is_allowed() {
             return Ok(());
         }
-        let mut state = self.arranged.state();
+        let mut state = self.repack_state.state();
         for (start, planes) in state.meeting(range) {
             if is_forgotten(&(start..start + planes.bytes())) {
                 state.forget(start);
@@ -169,7 +172,7 @@ impl CudaMemory {
                 let put = |at, bytes: &[u8]| {
                     // SAFETY: a part of the tensor, which is inside.
                     unsafe {
-                        self.pool
+                        self.allocator
                             .device()
                             .upload(self.address + start + at, bytes.into())
                     }
@@ -177,7 +180,7 @@ impl CudaMemory {
                 planes.restore(|bytes| self.fetch(start, bytes), put)?;
                 state.keep_plain(start);
             }
-            self.arranged.has_changed();
+            self.repack_state.has_changed();
         }
         Ok(())
     }
@@ -195,7 +198,7 @@ impl CudaMemory {
             return Ok(());
         }
         // SAFETY: the range is inside.
-        unsafe { self.pool.device().download(self.address + offset, out) }
+        unsafe { self.allocator.device().download(self.address + offset, out) }
     }
 
     /// The address of `len` bytes at `offset`.
@@ -210,7 +213,7 @@ impl Drop for CudaMemory {
     fn drop(&mut self) {
         if self.size != 0 {
             // SAFETY: allocated in `new` with this size; plans that use it hold on to it.
-            unsafe { self.pool.free(self.address, self.size) };
+            unsafe { self.allocator.free(self.address, self.size) };
         }
     }
 }
@@ -227,16 +230,16 @@ impl Memory for CudaMemory {
         }
         self.before_change(&(offset..offset + data.len() as u64))?;
         // SAFETY: the range is inside.
-        unsafe { self.pool.device().upload(to, data) }
+        unsafe { self.allocator.device().upload(to, data) }
     }
 
     fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
         let len = out.len() as u64;
         self.range(offset, len)?;
-        if !self.arranged.is_allowed() {
+        if !self.repack_state.is_allowed() {
             return self.download(offset, out);
         }
-        let state = self.arranged.state();
+        let state = self.repack_state.state();
         let (mut at, end) = (offset, offset + len);
         let mut rest = out;
         for (start, planes) in state.meeting(&(offset..end)) {
@@ -271,7 +274,7 @@ impl Memory for CudaMemory {
         }
         self.before_change(&(offset..offset + len))?;
         // SAFETY: the range is inside.
-        unsafe { self.pool.device().fill(to, len, value) }
+        unsafe { self.allocator.device().fill(to, len, value) }
     }
 
     fn copy_from(
@@ -284,7 +287,7 @@ impl Memory for CudaMemory {
         let source: &CudaMemory = source
             .as_any()
             .downcast_ref()
-            .filter(|source: &&CudaMemory| source.is_of(&self.pool))
+            .filter(|source: &&CudaMemory| source.is_of(&self.allocator))
             .ok_or(EngineError::ForeignMemory)?;
         let (to, from) = (self.range(offset, len)?, source.range(source_offset, len)?);
         if len == 0 || to == from {
@@ -294,19 +297,19 @@ impl Memory for CudaMemory {
         self.before_change(&(offset..offset + len))?;
         if to.abs_diff(from) >= len {
             // SAFETY: both ranges are inside, and apart.
-            return unsafe { self.pool.device().copy(to, from, len) };
+            return unsafe { self.allocator.device().copy(to, from, len) };
         }
-        let through = CudaMemory::new(&self.pool, len)?;
+        let through = CudaMemory::new(&self.allocator, len)?;
         // SAFETY: both ranges are inside; the memory in between is apart from either, and is freed after the
         // copies.
         unsafe {
-            self.pool.device().copy(through.address, from, len)?;
-            self.pool.device().copy(to, through.address, len)
+            self.allocator.device().copy(through.address, from, len)?;
+            self.allocator.device().copy(to, through.address, len)
         }
     }
 
     fn hold_weights(&self) {
-        self.arranged.allow();
+        self.repack_state.allow();
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -7,18 +7,10 @@ use std::path::Path;
 
 use libloading::Library;
 
-use super::source::{HEADERS, Source};
+use crate::source::{HEADERS, OPTIONS, Source};
 
 /// Names it is known by, the newest first.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
-
-/// What it is told besides the architecture.
-pub(super) const OPTIONS: [&str; 3] = [
-    "--std=c++17",
-    "--ptxas-options=-v",
-    // Lambdas with `auto` take no annotation.
-    "--device-as-default-execution-space",
-];
 
 /// Why a kernel was not compiled.
 #[derive(Debug, thiserror::Error)]

@@ -13,21 +13,21 @@ mod bindings {
     include!(concat!(env!("OUT_DIR"), "/cuda_params.rs"));
 }
 
-pub(super) use bindings::*;
+pub(crate) use bindings::*;
 
 use vgpu_transport::ir::{Shape, Type};
 use zerocopy::{Immutable, IntoBytes};
 
 /// A structure that kernels take as their parameters. All of `params.h` are: the build script derives that they
 /// have no padding.
-pub(super) trait Params: IntoBytes + Immutable {}
+pub(crate) trait Params: IntoBytes + Immutable {}
 
 impl<T: IntoBytes + Immutable> Params for T {}
 
 impl VgView {
     /// The view of a tensor whose first element lies at `address`. Strides of dimensions with less than two
     /// elements, which may be anything, become those of a dense tensor.
-    pub(super) fn new(address: u64, shape: &Shape) -> VgView {
+    pub(crate) fn new(address: u64, shape: &Shape) -> VgView {
         let shape = shape.with_plain_strides();
         VgView {
             data: address,
@@ -38,36 +38,47 @@ impl VgView {
         }
     }
 
+    /// A dense result of attention as products read it: a row has all heads of a token.
+    pub(crate) fn with_merged_heads(&self) -> VgView {
+        let row = self.ne[0] * self.ne[1];
+        let end = self.nb[3] * self.ne[3];
+        VgView {
+            ne: [row, self.ne[2] * self.ne[3], 1, 1],
+            nb: [4, 4 * row, end, end],
+            ..*self
+        }
+    }
+
     /// The same with the elements of each row adjacent, if they are farther apart.
-    pub(super) fn with_dense_rows(mut self) -> VgView {
+    pub(crate) fn with_dense_rows(mut self) -> VgView {
         let size = Type::from_id(self.type_ as u8).map_or(0, Type::block_bytes);
         self.nb[0] = self.nb[0].min(size as i64);
         self
     }
 
     /// Of weights: the type, and whether they lie in planes.
-    pub(super) fn weights(&self) -> Option<(Type, bool)> {
+    pub(crate) fn weights(&self) -> Option<(Type, bool)> {
         let plain = u8::try_from(self.type_ & !VG_PLANES).ok()?;
         Some((Type::from_id(plain)?, self.is_in_planes()))
     }
 
     /// Whether its blocks lie in planes.
-    pub(super) fn is_in_planes(&self) -> bool {
+    pub(crate) fn is_in_planes(&self) -> bool {
         self.type_ & VG_PLANES != 0
     }
 
     /// Number of elements.
-    pub(super) fn elements(&self) -> i64 {
+    pub(crate) fn elements(&self) -> i64 {
         self.ne.iter().product()
     }
 
     /// Number of rows.
-    pub(super) fn rows(&self) -> i64 {
+    pub(crate) fn rows(&self) -> i64 {
         self.ne[1..].iter().product()
     }
 
     /// Whether the elements are of type `ty` and lie one after the other.
-    pub(super) fn is_dense(&self, ty: Type) -> bool {
+    pub(crate) fn is_dense(&self, ty: Type) -> bool {
         let mut step = ty.block_bytes() as i64;
         for d in 0..4 {
             if self.nb[d] != step {
@@ -82,7 +93,7 @@ impl VgView {
     }
 
     /// The addresses from the first to one past the last byte.
-    pub(super) fn extent(&self) -> std::ops::Range<u64> {
+    pub(crate) fn extent(&self) -> std::ops::Range<u64> {
         let ty = Type::from_id(self.type_ as u8).expect("views are of tensors, which have types");
         let shape = Shape {
             ty,
@@ -93,7 +104,7 @@ impl VgView {
     }
 
     /// Whether the two share memory, as far as their extents tell.
-    pub(super) fn overlaps(&self, other: &VgView) -> bool {
+    pub(crate) fn overlaps(&self, other: &VgView) -> bool {
         if self.data == 0 || other.data == 0 {
             return false;
         }

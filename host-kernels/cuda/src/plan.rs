@@ -8,25 +8,28 @@ use std::time::Instant;
 use tracing::error;
 use vgpu_transport::ir::{Graph, Op, Shape, Tensor, Type};
 
-pub(super) use super::builder::{Builder, MOST_BLOCKS, threads_for};
-use super::device::Address;
-use super::emit::{Seen, emit};
-use super::host::{Host, HostNode};
-use super::kept::{KEPT_BYTES, Kept};
-use super::layout::Layout;
-use super::memory::CudaMemory;
-use super::ops::{self, vector};
-use super::params::{VgFault, VgView};
-use super::scratch::Claim;
-use super::segment::{Failure, Segment, Step};
-use super::step;
-use super::stream::{Stream, Taken};
+use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
+use crate::context::{DeviceGuard, ExecutionContext};
+use crate::cpu_fallback::{CpuFallback, FallbackNode};
+use crate::device::Address;
+use crate::fused_launch::{GroupNode, emit};
+use crate::graph_exec::{Failure, LaunchSequence};
+use crate::launch::builder::Builder;
+use crate::launch::planned::PlannedLaunch;
+use crate::launch::q8::FEW_COLUMNS;
+use crate::launch::q8::next_product_quantizes;
+use crate::megakernel::lowering;
+use crate::memory::CudaMemory;
+use crate::ops;
+use crate::params::{VgFault, VgView};
+use crate::repack::pass::RepackPass;
+use crate::scratch::Claim;
 use vgpu_engine::fuse::{Arrangement, Kind};
 use vgpu_engine::{EngineError, Memory, Plan, Progress, RunError, Span, Turn};
 
 /// A graph, compiled: launches in order, and now and then work of the host.
-pub(super) struct CudaPlan {
-    stream: Arc<Stream>,
+pub(crate) struct CudaPlan {
+    context: Arc<ExecutionContext>,
     parts: Vec<Part>,
     /// The part that a run that has yielded goes on with.
     at: usize,
@@ -40,7 +43,7 @@ pub(super) struct CudaPlan {
     under_way: Option<UnderWay>,
     /// Whether a run has yielded and is not over.
     has_yielded: bool,
-    /// What the addresses in the launches point into, and [`Arranged::changes`](super::arranged::Arranged::changes) of each.
+    /// What the addresses in the launches point into, and [`Arranged::changes`](crate::repack::state::RepackState::changes) of each.
     memory: Vec<(Arc<dyn Memory>, u64)>,
     _scratch: Claim,
     /// The tables of steps.
@@ -51,29 +54,29 @@ pub(super) struct CudaPlan {
 struct UnderWay {
     /// The node of the last launch.
     node: usize,
-    _device: Taken,
+    _device: DeviceGuard,
 }
 
 enum Part {
-    Launches(Segment),
+    Launches(LaunchSequence),
     /// Runs on the host, between launches.
-    Host {
-        work: HostNode,
+    Cpu {
+        work: FallbackNode,
         node: usize,
     },
 }
 
 impl CudaPlan {
-    pub(super) fn compile(
+    pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
-        stream: &Arc<Stream>,
+        context: &Arc<ExecutionContext>,
     ) -> Result<CudaPlan, EngineError> {
         let memories = { buffers.iter() }
             .map(|memory| {
                 let memory = cuda_memory(memory).ok_or(EngineError::ForeignMemory)?;
                 memory.check_there()?;
-                match memory.is_of(&stream.pool) {
+                match memory.is_of(&context.allocator) {
                     true => Ok(memory),
                     false => Err(EngineError::ForeignMemory),
                 }
@@ -96,17 +99,17 @@ impl CudaPlan {
             .iter()
             .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
             .collect();
-        let arrangement = match stream.pace.fuses {
-            true => Arrangement::of(graph, vector::FEW_COLUMNS as u64),
+        let arrangement = match context.policy.fusion {
+            true => Arrangement::of(graph, FEW_COLUMNS as u64),
             false => Arrangement::plain(graph),
         };
-        let mut layout = Layout::of(graph, &memories, stream)?;
+        let mut repack = RepackPass::of(graph, &memories, context)?;
         let mut views;
         let mut compiler = loop {
             views = plain.clone();
-            layout.mark(&mut views);
-            let compiler = Compiler::of(&arrangement, &views, &bases, stream)?;
-            if !layout.refuse(&compiler.refused) {
+            repack.mark(&mut views);
+            let compiler = Compiler::of(&arrangement, &views, &bases, context)?;
+            if !repack.refuse(&compiler.refused) {
                 break compiler;
             }
         };
@@ -119,11 +122,13 @@ impl CudaPlan {
             .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
             .collect();
         let (parts, tables) = compiler.into_parts(&places, &ops)?;
-        let scratch = stream.scratch.claim(needed)?;
-        layout.apply()?;
-        let changes = memories.iter().map(|memory| memory.arranged().changes());
+        let scratch = context.scratch.claim(needed)?;
+        repack.apply()?;
+        let changes = memories
+            .iter()
+            .map(|memory| memory.repack_state().changes());
         Ok(CudaPlan {
-            stream: Arc::clone(stream),
+            context: Arc::clone(context),
             parts,
             at: 0,
             groups,
@@ -143,22 +148,22 @@ impl CudaPlan {
     /// # Safety
     /// The device is the caller's.
     unsafe fn go_on(&mut self, turn: &Turn) -> Result<(Progress, usize), RunError> {
-        let stream = Arc::clone(&self.stream);
-        let device = &stream.device;
+        let context = Arc::clone(&self.context);
+        let device = &context.device;
         // SAFETY: the device is ours; what failed has ended, or the device is lost.
-        unsafe { stream.mend() }.map_err(|error| failure(&self.ops, 0, &error))?;
+        unsafe { context.reset_counters() }.map_err(|error| failure(&self.ops, 0, &error))?;
         let mut last = 0;
         while let Some(part) = self.parts.get_mut(self.at) {
             let outcome = match part {
-                Part::Launches(segment) => {
-                    last = segment.last_node();
+                Part::Launches(sequence) => {
+                    last = sequence.last_node();
                     // SAFETY: compiled from a validated graph over memory that this plan holds on to; the device is
                     // the caller's.
-                    unsafe { segment.advance(device, stream.pace, turn) }
+                    unsafe { sequence.advance(device, context.policy, turn) }
                         .map_err(|Failure { node, error }| failure(&self.ops, node, &error))
                 }
                 // SAFETY: as above.
-                Part::Host { work, node } => unsafe { work.run(&**device) }
+                Part::Cpu { work, node } => unsafe { work.run(&**device) }
                     .map(|()| Progress::Done)
                     .map_err(|error| at_node(&self.ops, *node, error)),
             };
@@ -169,7 +174,7 @@ impl CudaPlan {
                     continue;
                 }
                 Err(error) => {
-                    stream.is_torn.store(true, Ordering::Relaxed);
+                    context.counters_dirty.store(true, Ordering::Relaxed);
                     Err(error)
                 }
                 other => other,
@@ -180,7 +185,7 @@ impl CudaPlan {
                 return outcome;
             }
             // SAFETY: no kernel runs, and the device is the caller's.
-            if let Some(fault) = unsafe { stream.take_fault() } {
+            if let Some(fault) = unsafe { context.take_fault() } {
                 return Err(self.fault(&fault));
             }
             return outcome;
@@ -192,15 +197,15 @@ impl CudaPlan {
     fn rewind(&mut self) {
         (self.at, self.has_yielded) = (0, false);
         for part in &mut self.parts {
-            if let Part::Launches(segment) = part {
-                segment.rewind();
+            if let Part::Launches(sequence) = part {
+                sequence.rewind();
             }
         }
     }
 
     /// The failure of a run on a device that was there when it began. If it is lost now, that is logged with what ran.
     fn failed(&self, error: RunError) -> RunError {
-        if let Some(reason) = self.stream.device.lost() {
+        if let Some(reason) = self.context.device.lost() {
             // What failed began at this node or before: the device works on several at a time.
             error!(
                 "{} of {} nodes: {error}; the device is lost, with the memory of all guests: {reason}",
@@ -216,29 +221,29 @@ impl CudaPlan {
     /// # Safety
     /// The device is the caller's.
     unsafe fn time(&mut self) -> Result<Vec<f64>, RunError> {
-        let stream = Arc::clone(&self.stream);
+        let context = Arc::clone(&self.context);
         let mut times = Vec::new();
         for part in &mut self.parts {
             match part {
-                Part::Launches(segment) => {
+                Part::Launches(sequence) => {
                     // SAFETY: as in `go_on`.
-                    let outcome = unsafe { segment.time(&*stream.device) };
+                    let outcome = unsafe { sequence.time(&*context.device) };
                     times.extend(
                         outcome
                             .map_err(|Failure { node, error }| failure(&self.ops, node, &error))?,
                     );
                 }
-                Part::Host { work, node } => {
+                Part::Cpu { work, node } => {
                     let start = Instant::now();
                     // SAFETY: as in `go_on`.
-                    unsafe { work.run(&*stream.device) }
+                    unsafe { work.run(&*context.device) }
                         .map_err(|error| at_node(&self.ops, *node, error))?;
                     times.push(start.elapsed().as_secs_f64());
                 }
             }
         }
         // SAFETY: all has been waited for, and the device is the caller's.
-        match unsafe { stream.take_fault() } {
+        match unsafe { context.take_fault() } {
             Some(fault) => Err(self.fault(&fault)),
             None => Ok(times),
         }
@@ -257,13 +262,13 @@ impl CudaPlan {
 
 /// A plan in the making.
 struct Compiler<'a> {
-    stream: &'a Arc<Stream>,
+    context: &'a Arc<ExecutionContext>,
     bases: &'a [Address],
     views: &'a [VgView],
     /// In our order, and where nodes were in the guest's.
     graph: &'a Graph,
     origin: &'a [usize],
-    kept: Kept,
+    kept: ActivationCache,
     work: Vec<Work>,
     groups: Vec<(usize, Vec<usize>)>,
     scratch_bytes: u64,
@@ -273,8 +278,8 @@ struct Compiler<'a> {
 
 /// What a plan does, in order.
 enum Work {
-    Launch(Step),
-    Host(HostNode, usize),
+    Launch(PlannedLaunch),
+    Cpu(FallbackNode, usize),
 }
 
 impl<'a> Compiler<'a> {
@@ -283,15 +288,15 @@ impl<'a> Compiler<'a> {
         arrangement: &'a Arrangement,
         views: &'a [VgView],
         bases: &'a [Address],
-        stream: &'a Arc<Stream>,
+        context: &'a Arc<ExecutionContext>,
     ) -> Result<Compiler<'a>, EngineError> {
         let mut compiler = Compiler {
-            stream,
+            context,
             bases,
             views,
             graph: &arrangement.graph,
             origin: &arrangement.origin,
-            kept: Kept::new(stream.scratch.base()),
+            kept: ActivationCache::new(context.scratch.base()),
             work: Vec::new(),
             groups: Vec::new(),
             scratch_bytes: 0,
@@ -315,8 +320,8 @@ impl<'a> Compiler<'a> {
 
     /// Compiles nodes that may become one launch.
     fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<(), EngineError> {
-        let seen: Vec<Seen> = { self.graph.nodes[nodes.clone()].iter() }
-            .map(|node| Seen {
+        let seen: Vec<GroupNode> = { self.graph.nodes[nodes.clone()].iter() }
+            .map(|node| GroupNode {
                 op: node.op,
                 dst: self.views[node.dst as usize],
                 src: { node.src.as_slice().iter() }
@@ -325,7 +330,7 @@ impl<'a> Compiler<'a> {
             })
             .collect();
         let (graph, views) = (self.graph, self.views);
-        let is_rounded = |x: &VgView| will_be_rounded(graph, views, nodes.end, x);
+        let is_rounded = |x: &VgView| next_product_quantizes(graph, views, nodes.end, x);
         let added = self.build(nodes.clone(), |builder| {
             emit(kind, &seen, is_rounded, builder)
         });
@@ -341,9 +346,12 @@ impl<'a> Compiler<'a> {
         if self.graph.dst(node).shape.is_empty() {
             return Ok(());
         }
-        if Host::takes(self.graph, node) {
-            let work = self.stream.host.compile(self.graph, node, self.bases)?;
-            self.work.push(Work::Host(work, self.origin[at]));
+        if CpuFallback::takes(self.graph, node) {
+            let work = self
+                .context
+                .cpu_fallback
+                .compile(self.graph, node, self.bases)?;
+            self.work.push(Work::Cpu(work, self.origin[at]));
             self.groups.push((1, vec![self.origin[at]]));
             self.wrote(at..at + 1, usize::MAX);
             return Ok(());
@@ -360,14 +368,14 @@ impl<'a> Compiler<'a> {
     ) -> Option<Result<(), EngineError>> {
         let before = self.work.len();
         let kept = (&mut self.kept, before);
-        let mut builder = Builder::new(self.graph, self.views, nodes.start, self.stream, kept);
-        builder.call_it(self.origin[nodes.start]);
+        let mut builder = Builder::new(self.graph, self.views, nodes.start, self.context, kept);
+        builder.set_label(self.origin[nodes.start]);
         if let Err(error) = body(&mut builder)? {
             return Some(Err(error));
         }
         self.scratch_bytes = self.scratch_bytes.max(builder.scratch_bytes());
         self.refused.extend(builder.refused());
-        let steps: Vec<Step> = builder.into_steps().collect();
+        let steps: Vec<PlannedLaunch> = builder.into_launches().collect();
         let origin = &self.origin[nodes.clone()];
         self.groups.push((steps.len(), origin.to_vec()));
         self.work.extend(steps.into_iter().map(Work::Launch));
@@ -391,7 +399,7 @@ impl<'a> Compiler<'a> {
     fn needed(&self) -> u64 {
         match (self.scratch_bytes, self.kept.is_used()) {
             (0, false) => 0,
-            (bytes, _) => KEPT_BYTES + bytes,
+            (bytes, _) => ACTIVATION_CACHE_BYTES + bytes,
         }
     }
 
@@ -404,37 +412,37 @@ impl<'a> Compiler<'a> {
         for &(made, used) in self.kept.spans() {
             for work in &mut self.work[made..used] {
                 if let Work::Launch(step) = work {
-                    step.may_stop = false;
+                    step.may_yield = false;
                 }
             }
         }
-        let lineages = &self.stream.lineages;
+        let templates = &self.context.templates;
         let mut tables = Vec::new();
-        let mut segment = |plain: Vec<Step>| -> Result<Part, EngineError> {
-            let arranged = step::arrange(&plain, self.stream, ops)?;
+        let mut sequence = |plain: Vec<PlannedLaunch>| -> Result<Part, EngineError> {
+            let arranged = lowering::arrange(&plain, self.context, ops)?;
             let has_steps = !arranged.memory.is_empty();
             tables.extend(arranged.memory);
-            let plain = Segment::new(plain, memory, lineages);
+            let plain = LaunchSequence::new(plain, memory, templates);
             Ok(Part::Launches(match has_steps {
-                true => Segment::new(arranged.steps, memory, lineages).or(plain),
+                true => LaunchSequence::new(arranged.steps, memory, templates).or(plain),
                 false => plain,
             }))
         };
         let mut parts = Vec::new();
-        let mut steps: Vec<Step> = Vec::new();
+        let mut steps: Vec<PlannedLaunch> = Vec::new();
         for work in self.work {
             match work {
                 Work::Launch(step) => steps.push(step),
-                Work::Host(work, node) => {
+                Work::Cpu(work, node) => {
                     if !steps.is_empty() {
-                        parts.push(segment(std::mem::take(&mut steps))?);
+                        parts.push(sequence(std::mem::take(&mut steps))?);
                     }
-                    parts.push(Part::Host { work, node });
+                    parts.push(Part::Cpu { work, node });
                 }
             }
         }
         if !steps.is_empty() {
-            parts.push(segment(steps)?);
+            parts.push(sequence(steps)?);
         }
         Ok((parts, tables))
     }
@@ -443,27 +451,6 @@ impl<'a> Compiler<'a> {
 /// Memory as the engine's own.
 fn cuda_memory(memory: &Arc<dyn Memory>) -> Option<&CudaMemory> {
     memory.as_any().downcast_ref()
-}
-
-/// How many nodes ahead of a norm its products are looked for.
-const PRODUCTS_AHEAD: usize = 16;
-
-/// Whether one of the nodes from `first` on rounds `x` for a product of few columns.
-pub(super) fn will_be_rounded(graph: &Graph, views: &[VgView], first: usize, x: &VgView) -> bool {
-    let ahead = graph.nodes[first..].iter().take(PRODUCTS_AHEAD);
-    let mut products = ahead.filter(|node| match node.op {
-        Op::MulMat { .. } => graph.dst(node).shape.ne[1] <= vector::FEW_COLUMNS as u64,
-        Op::MulMatId { .. } => graph.dst(node).shape.ne[2] <= vector::FEW_COLUMNS as u64,
-        _ => false,
-    });
-    products.any(|node| {
-        let [Some(w), Some(y), ..] = *node.src.as_slice() else {
-            return false;
-        };
-        let y = &views[y as usize];
-        let is_quantized = graph.tensors[w as usize].shape.ty.is_quantized();
-        is_quantized && y.data == x.data && y.ne[0] == x.ne[0] && y.rows() == x.rows()
-    })
 }
 
 /// Whether elements lie at multiples of their size, and blocks at multiples of the 16-bit numbers in them. A GPU ends
@@ -520,9 +507,9 @@ impl Plan for CudaPlan {
         if !self.has_yielded && !self.is_current() {
             return Err(RunError::Moved);
         }
-        let stream = Arc::clone(&self.stream);
-        let taken = stream.take();
-        if let Some(reason) = stream.device.lost() {
+        let context = Arc::clone(&self.context);
+        let taken = context.lock_device();
+        if let Some(reason) = context.device.lost() {
             self.rewind();
             return Err(failure(&self.ops, 0, &EngineError::Lost { reason }));
         }
@@ -551,13 +538,13 @@ impl Plan for CudaPlan {
             return Ok(());
         };
         self.rewind();
-        let outcome = match self.stream.device.synchronize() {
+        let outcome = match self.context.device.synchronize() {
             Err(error) => {
-                self.stream.is_torn.store(true, Ordering::Relaxed);
+                self.context.counters_dirty.store(true, Ordering::Relaxed);
                 Err(failure(&self.ops, under_way.node, &error))
             }
             // SAFETY: nothing runs any more, and the device is still ours.
-            Ok(()) => match unsafe { self.stream.take_fault() } {
+            Ok(()) => match unsafe { self.context.take_fault() } {
                 Some(fault) => Err(self.fault(&fault)),
                 None => Ok(()),
             },
@@ -570,9 +557,9 @@ impl Plan for CudaPlan {
         if !self.is_current() {
             return Err(RunError::Moved);
         }
-        let stream = Arc::clone(&self.stream);
-        let _device = stream.take();
-        if let Some(reason) = stream.device.lost() {
+        let context = Arc::clone(&self.context);
+        let _device = context.lock_device();
+        if let Some(reason) = context.device.lost() {
             return Err(failure(&self.ops, 0, &EngineError::Lost { reason }));
         }
         // SAFETY: the device is ours for as long as this runs.
@@ -586,13 +573,13 @@ impl Plan for CudaPlan {
         Ok(spans.collect())
     }
 
-    fn call_it(&mut self, name: &str) {
+    fn set_label(&mut self, name: &str) {
         self.name = name.to_owned();
     }
 
     fn is_current(&self) -> bool {
         self.memory.iter().all(|(memory, changes)| {
-            cuda_memory(memory).is_some_and(|memory| memory.arranged().changes() == *changes)
+            cuda_memory(memory).is_some_and(|memory| memory.repack_state().changes() == *changes)
         })
     }
 }

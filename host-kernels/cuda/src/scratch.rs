@@ -1,23 +1,23 @@
 //! Working memory of plans.
 //!
 //! One plan runs at a time, and none keeps anything in working memory beyond a place where it may stop. So all plans of
-//! a stream share it: a range of addresses that never changes, with as much memory behind it as the plan that needs most.
+//! a context share it: a range of addresses that never changes, with as much memory behind it as the plan that needs most.
 //! Plans know their addresses when they are compiled, and stay right when the memory grows.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::device::{Address, Device};
+use crate::device::{Address, Device};
 use vgpu_engine::EngineError;
 
 /// In pieces of at least so many bytes it grows and shrinks.
 const PIECE: u64 = 32 << 20;
 
 /// Most addresses that are reserved.
-const MOST_RESERVED: u64 = 1 << 38;
+const MAX_RESERVED: u64 = 1 << 38;
 
 /// Working memory that plans share.
-pub(super) struct Scratch {
+pub(crate) struct Scratch {
     device: Arc<dyn Device>,
     base: Address,
     reserved: u64,
@@ -34,18 +34,18 @@ struct State {
 }
 
 impl Scratch {
-    pub(super) fn new(device: &Arc<dyn Device>) -> Result<Scratch, EngineError> {
-        let unit = device.granularity();
+    pub(crate) fn new(device: &Arc<dyn Device>) -> Result<Scratch, EngineError> {
+        let unit = device.map_granularity();
         // Devices of the tests have small units, to catch what lies behind the end.
         let piece = if unit < 1 << 16 {
             unit
         } else {
             unit.max(PIECE)
         };
-        let total = device.memory().total.clamp(piece, MOST_RESERVED);
+        let total = device.memory().total.clamp(piece, MAX_RESERVED);
         let reserved = total.next_multiple_of(piece);
         Ok(Scratch {
-            base: device.reserve(reserved)?,
+            base: device.reserve_addresses(reserved)?,
             device: Arc::clone(device),
             reserved,
             piece,
@@ -54,12 +54,12 @@ impl Scratch {
     }
 
     /// Where it begins.
-    pub(super) fn base(&self) -> Address {
+    pub(crate) fn base(&self) -> Address {
         self.base
     }
 
     /// Makes sure that the first `bytes` have memory, for as long as the claim lives.
-    pub(super) fn claim(self: &Arc<Self>, bytes: u64) -> Result<Claim, EngineError> {
+    pub(crate) fn claim(self: &Arc<Self>, bytes: u64) -> Result<Claim, EngineError> {
         let out_of_memory = || {
             let info = self.device.memory();
             EngineError::OutOfMemory {
@@ -77,7 +77,7 @@ impl Scratch {
         while state.backed < pieces {
             let at = self.base + state.backed * self.piece;
             // SAFETY: a piece of the reserved range, behind those that have memory.
-            if let Err(error) = unsafe { self.device.back(at, self.piece) } {
+            if let Err(error) = unsafe { self.device.map_memory(at, self.piece) } {
                 self.shrink(&mut state, before);
                 return Err(match error {
                     EngineError::OutOfMemory { .. } => out_of_memory(),
@@ -99,7 +99,7 @@ impl Scratch {
             state.backed -= 1;
             let at = self.base + state.backed * self.piece;
             // SAFETY: `claim` has put memory there piece by piece; launches of plans that still run end before theirs.
-            unsafe { self.device.unback(at, self.piece) };
+            unsafe { self.device.unmap_memory(at, self.piece) };
         }
     }
 }
@@ -113,7 +113,7 @@ impl Drop for Scratch {
 }
 
 /// A plan's need of working memory.
-pub(super) struct Claim {
+pub(crate) struct Claim {
     scratch: Arc<Scratch>,
     pieces: u64,
 }

@@ -47,6 +47,14 @@ pub const HEADERS: &[(&str, &str)] = headers! {
     "quants.cuh" "rope.cuh" "rounding.cuh" "rows.cuh" "scales.cuh" "step.cuh" "tile.cuh" "units.cuh" "vector.cuh"
 };
 
+/// What it is told besides the architecture.
+pub(crate) const OPTIONS: [&str; 3] = [
+    "--std=c++17",
+    "--ptxas-options=-v",
+    // Lambdas with `auto` take no annotation.
+    "--device-as-default-execution-space",
+];
+
 /// The architectures that machine code is made for ahead of time: A100, L4 and L40, H100 and H200, B200, and
 /// the GeForce and workstation cards of its generation.
 pub const ARCHITECTURES: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
@@ -103,7 +111,7 @@ impl Source {
     /// the version of the compiler, the architecture.
     pub fn code_name(&self, arch: &str, (major, minor): (i32, i32)) -> String {
         let mut hash = blake3::Hasher::new();
-        let options = super::nvrtc::OPTIONS.iter().map(|option| ("", *option));
+        let options = OPTIONS.iter().map(|option| ("", *option));
         let texts = std::iter::once((self.name, self.text));
         for (name, text) in options.chain(texts).chain(self.headers()) {
             // With lengths, so that no text can go on in the next.

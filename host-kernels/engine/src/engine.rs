@@ -218,7 +218,7 @@ pub trait Plan: Send {
     }
 
     /// What the plan is called in logs.
-    fn call_it(&mut self, name: &str) {
+    fn set_label(&mut self, name: &str) {
         let _ = name;
     }
 

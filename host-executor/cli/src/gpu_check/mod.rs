@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use vgpu_check::{Case, Ceilings, Outcome, PUBLISHED, Rate, Text, Work};
 use vgpu_cpu::CpuEngine;
-use vgpu_cuda::choices::Way;
+use vgpu_cuda::autotune::GemmVariant;
 use vgpu_engine::Engine;
 
 use vgpu_executor::engine;
@@ -131,29 +131,31 @@ fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
         anyhow::bail!("only GPUs have kernels to choose from: --engine cuda[:N]");
     };
     let mut engines = Vec::new();
-    for way in Way::ALL {
-        engines.push((way, engine::cuda_always(ordinal, way)?));
+    for variant in GemmVariant::ALL {
+        engines.push((variant, engine::cuda_forced(ordinal, variant)?));
     }
     let device = engines[0].1.description().to_owned();
-    if !engines[0].1.has_choices() {
+    if !engines[0].1.is_tunable() {
         println!("{device}: one kernel does each product, there is nothing to choose");
         return Ok(());
     }
-    let ways: Vec<(Way, &dyn Engine)> = { engines.iter() }
-        .map(|(way, engine)| (*way, engine as &dyn Engine))
+    let variants: Vec<(GemmVariant, &dyn Engine)> = { engines.iter() }
+        .map(|(variant, engine)| (*variant, engine as &dyn Engine))
         .collect();
-    let ways = <[_; 3]>::try_from(ways).ok().context("three ways")?;
+    let variants = <[_; 3]>::try_from(variants)
+        .ok()
+        .context("three variants")?;
     let options = vgpu_check::Options {
         time,
         ..vgpu_check::Options::default()
     };
     let extents = vgpu_check::Extents::default();
-    let choices = vgpu_check::tune(&ways, &options, &extents, |tuned| {
-        let rates = tuned.rates.each_ref().map(|(way, rate)| match rate {
-            Ok(rate) => format!("{} {:.1}", way.name(), rate / 1e12),
-            Err(reason) => format!("{} FAILED: {reason}", way.name()),
+    let table = vgpu_check::tune(&variants, &options, &extents, |tuned| {
+        let rates = tuned.rates.each_ref().map(|(variant, rate)| match rate {
+            Ok(rate) => format!("{} {:.1}", variant.name(), rate / 1e12),
+            Err(reason) => format!("{} FAILED: {reason}", variant.name()),
         });
-        let best = tuned.best().map_or("none", Way::name);
+        let best = tuned.best().map_or("none", GemmVariant::name);
         println!(
             "{:8} {:5} x {:4}: {} TFLOPS: {best}",
             tuned.ty.ggml_name(),
@@ -162,8 +164,8 @@ fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
             rates.join(", ")
         );
     });
-    let path = engine::keep_choices(&device, &choices)?;
-    println!("{} choices are in {}", choices.len(), path.display());
+    let path = engine::save_tuning(&device, &table)?;
+    println!("{} tuning entries are in {}", table.len(), path.display());
     Ok(())
 }
 

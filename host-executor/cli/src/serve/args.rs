@@ -56,7 +56,7 @@ pub(crate) struct Args {
     device: Option<Device>,
 
     /// What does the arithmetic: cpu, cuda (the first NVIDIA GPU), cuda:N, or auto (a GPU if there is one that can
-    /// be used, else the processors). With VGPU_STEPS=on in the environment a token is one launch on a GPU, and not a
+    /// be used, else the processors). With VGPU_MEGAKERNEL=on in the environment a token is one launch on a GPU, and not a
     /// CUDA graph. [default: cpu]
     #[arg(long, value_name = "ENGINE")]
     engine: Option<EngineKind>,

@@ -6,19 +6,20 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::hopper_attention::HopperAttention;
-use super::vector::{FEW_COLUMNS, Rounded};
-use super::{READABLE, div_ceil};
+use super::fattn_sm90::FattnSm90;
+use crate::context::COUNTERS;
+use crate::launch::builder::Builder;
+use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
+use crate::launch::q8::{FEW_COLUMNS, Q8Activations};
 use crate::params::*;
-use crate::plan::{Builder, MOST_BLOCKS};
-use crate::stream::COUNTERS;
+use crate::types::READABLE;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::F32;
 
 /// Warps of a block of `vg_attention`, each with sums of its own.
 const WARPS: i64 = 4;
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     vec![Rule::new(
         OpKind::FlashAttnExt,
         F32,
@@ -26,7 +27,7 @@ pub(super) fn rules() -> Vec<Rule> {
     )]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let &Op::FlashAttnExt {
         scale,
         max_bias,
@@ -52,9 +53,9 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             heads_log2: 1 << q.ne[2].ilog2(),
         };
         // A step has attention of few rows only: tiles of them for as many tokens as a step takes.
-        let is_few = b.makes_steps() && q.ne[1] <= FEW_COLUMNS;
-        match Tiles::of(&params, b.most_shared(), is_few) {
-            Some(tiles) => match HopperAttention::of(b, &params, tiles.group).filter(|_| !is_few) {
+        let is_few = b.uses_megakernel() && q.ne[1] <= FEW_COLUMNS;
+        match Tiles::of(&params, b.max_shared_per_block(), is_few) {
+            Some(tiles) => match FattnSm90::of(b, &params, tiles.group).filter(|_| !is_few) {
                 Some(hopper) => hopper.attend(b, &params),
                 None => tiles.attend(b, &params),
             },
@@ -68,7 +69,7 @@ fn attend_to_anything(b: &mut Builder<'_>, params: &VgAttentionParams) -> Result
     let shared = 4 * (dk + WARPS * dv);
     let shared = u32::try_from(shared)
         .ok()
-        .filter(|&bytes| bytes <= b.most_shared())
+        .filter(|&bytes| bytes <= b.max_shared_per_block())
         .ok_or_else(|| b.unsupported(format!("heads of {dk} and {dv}")))?;
     let grid = [q.ne[1], q.ne[2], q.ne[3]];
     b.launch_over("vg_attention", grid, 128, shared, params)
@@ -76,7 +77,7 @@ fn attend_to_anything(b: &mut Builder<'_>, params: &VgAttentionParams) -> Result
 
 /// What keys and values are for the kernels on tensor cores.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// Both halves, where whole 16 bytes can be copied.
     Halves,
     /// Both bfloat16, there too.
@@ -158,7 +159,7 @@ const FEW_ROWS: i64 = 16;
 const UNDER_WAY: i64 = 64 << 10;
 
 /// Fewest tiles of keys that are worth a block of their own.
-const LEAST_TILES: i64 = 2;
+const MIN_TILES: i64 = 2;
 
 /// A launch of a kernel on tensor cores.
 struct Tiles {
@@ -173,17 +174,17 @@ struct Tiles {
 impl Tiles {
     /// The kernel for an attention, if there is one for such operands.
     /// However many rows there are, tiles are of few if that `is_few`.
-    fn of(params: &VgAttentionParams, most_shared: u32, is_few: bool) -> Option<Tiles> {
+    fn of(params: &VgAttentionParams, max_shared_per_block: u32, is_few: bool) -> Option<Tiles> {
         let kind = kind_of(&params.k, &params.v);
         // Pairs need least of what a block shares with wide heads.
         let kinds = [kind, Kind::Pairs].into_iter();
-        { kinds }.find_map(|kind| Tiles::of_kind(kind, params, most_shared, is_few))
+        { kinds }.find_map(|kind| Tiles::of_kind(kind, params, max_shared_per_block, is_few))
     }
 
     fn of_kind(
         kind: Kind,
         params: &VgAttentionParams,
-        most_shared: u32,
+        max_shared_per_block: u32,
         is_few: bool,
     ) -> Option<Tiles> {
         let VgAttentionParams {
@@ -230,10 +231,10 @@ impl Tiles {
             _ => queries + keys + values,
         };
         let shared = u32::try_from(2 * halves + 2 * shape.keys * raw).ok()?;
-        let fits = shared <= most_shared
-            && q.ne[2] / group <= MOST_BLOCKS
-            && q.ne[3] <= MOST_BLOCKS
-            && (mask.data == 0 || mask.ne[2] * mask.ne[3] <= MOST_BLOCKS);
+        let fits = shared <= max_shared_per_block
+            && q.ne[2] / group <= MAX_GRID_YZ
+            && q.ne[3] <= MAX_GRID_YZ
+            && (mask.data == 0 || mask.ne[2] * mask.ne[3] <= MAX_GRID_YZ);
         fits.then_some(Tiles {
             kernel: shape.kernels[kind as usize],
             shape,
@@ -263,10 +264,10 @@ impl Tiles {
                 raw => 2 * keys * raw,
             };
             let blocks = (UNDER_WAY / bytes).clamp(2, 4);
-            let wanted = div_ceil(i64::from(b.multiprocessors()) * blocks, items);
+            let wanted = div_ceil(i64::from(b.sm_count()) * blocks, items);
             splits = wanted
-                .min(div_ceil(tiles, LEAST_TILES))
-                .min(MOST_BLOCKS / q.ne[3])
+                .min(div_ceil(tiles, MIN_TILES))
+                .min(MAX_GRID_YZ / q.ne[3])
                 .max(1);
         }
         let parts = if splits > 1 {
@@ -303,24 +304,14 @@ impl Tiles {
 }
 
 /// Where the result is left rounded, too, if a product comes next that wants it so.
-fn round_for_products(b: &mut Builder<'_>, dst: &VgView) -> Option<Rounded> {
-    let rows = rows_of_heads(dst);
-    let fits = dst.is_dense(Type::F32) && dst.ne[0] % 32 == 0 && b.rounds_next(&rows);
-    fits.then(|| b.place_rounded(&rows, true)).flatten()
-}
-
-/// A dense result of attention as products read it: a row has all heads of a token.
-pub(crate) fn rows_of_heads(dst: &VgView) -> VgView {
-    let row = dst.ne[0] * dst.ne[1];
-    VgView {
-        ne: [row, dst.ne[2] * dst.ne[3], 1, 1],
-        nb: [4, 4 * row, dst.nb[3] * dst.ne[3], dst.nb[3] * dst.ne[3]],
-        ..*dst
-    }
+fn round_for_products(b: &mut Builder<'_>, dst: &VgView) -> Option<Q8Activations> {
+    let rows = dst.with_merged_heads();
+    let fits = dst.is_dense(Type::F32) && dst.ne[0] % 32 == 0 && b.next_quantizes(&rows);
+    fits.then(|| b.reserve_q8(&rows, true)).flatten()
 }
 
 /// What the kernels take keys and values of these types and places for.
-pub(super) fn kind_of(k: &VgView, v: &VgView) -> Kind {
+pub(crate) fn kind_of(k: &VgView, v: &VgView) -> Kind {
     let types = [k, v].map(|x| Type::from_id(x.type_ as u8));
     // Halves are multiplied and copied by eight.
     if [k, v].iter().any(|x| x.ne[0] % 8 != 0) {
@@ -349,7 +340,7 @@ pub(super) fn kind_of(k: &VgView, v: &VgView) -> Kind {
 
 /// Adds the launch that notes what the mask does with each tile of so many rows (tokens, and heads of a group) by so many
 /// keys, and returns where it does; 0 where there is no mask.
-pub(super) fn mask_states(
+pub(crate) fn mask_states(
     b: &mut Builder<'_>,
     params: &VgAttentionParams,
     group: i64,

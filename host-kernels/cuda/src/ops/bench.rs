@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use vgpu_transport::ir::{BufferId, Graph, Node, Op, Shape, Sources, Tensor, Type};
 
-use super::vector::{self, Rounded};
+use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
+use crate::context::ExecutionContext;
 use crate::device::{Address, Device};
-use crate::kept::{KEPT_BYTES, Kept};
+use crate::launch::builder::Builder;
+use crate::launch::policy::LaunchPolicy;
+use crate::launch::q8::Q8Activations;
 use crate::params::*;
-use crate::plan::Builder;
-use crate::segment::Pace;
-use crate::stream::Stream;
 use vgpu_engine::EngineError;
 
 type Added = Option<Result<(), EngineError>>;
@@ -20,20 +20,20 @@ type Added = Option<Result<(), EngineError>>;
 mod shim;
 
 /// A device, and the tensors of a test in its memory, which nobody frees.
-pub(super) struct Bench {
-    pub(super) device: Arc<dyn Device>,
-    pub(super) stream: Stream,
+pub(crate) struct Bench {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) context: ExecutionContext,
     graph: Graph,
     seed: u64,
 }
 
 impl Bench {
-    pub(super) fn new() -> Bench {
+    pub(crate) fn new() -> Bench {
         Bench::on(shim::Shim::default())
     }
 
     /// With the kernels for Hopper GPUs.
-    pub(super) fn on_hopper() -> Bench {
+    pub(crate) fn on_sm90() -> Bench {
         Bench::on(shim::Shim::hopper())
     }
 
@@ -45,7 +45,8 @@ impl Bench {
             offset: 0,
         };
         Bench {
-            stream: Stream::new(Arc::clone(&device), Pace::default()).expect("a stream"),
+            context: ExecutionContext::new(Arc::clone(&device), LaunchPolicy::default())
+                .expect("a context"),
             device,
             graph: Graph {
                 buffers: vec![BufferId(1)],
@@ -60,7 +61,7 @@ impl Bench {
         }
     }
 
-    pub(super) fn random(&mut self) -> f32 {
+    pub(crate) fn random(&mut self) -> f32 {
         self.seed ^= self.seed << 13;
         self.seed ^= self.seed >> 7;
         self.seed ^= self.seed << 17;
@@ -68,7 +69,7 @@ impl Bench {
     }
 
     /// A dense tensor of these bytes.
-    pub(super) fn tensor(&self, ty: Type, ne: [u64; 4], bytes: &[u8]) -> VgView {
+    pub(crate) fn tensor(&self, ty: Type, ne: [u64; 4], bytes: &[u8]) -> VgView {
         let address = self
             .device
             .alloc(bytes.len() as u64)
@@ -78,19 +79,19 @@ impl Bench {
         VgView::new(address, &Shape::contiguous(ty, ne).expect("a small shape"))
     }
 
-    pub(super) fn floats(&self, ne: [u64; 4], values: &[f32]) -> VgView {
+    pub(crate) fn floats(&self, ne: [u64; 4], values: &[f32]) -> VgView {
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
         self.tensor(Type::F32, ne, &bytes)
     }
 
     /// A dense tensor of random numbers between -1 and 1, and those.
-    pub(super) fn randoms(&mut self, ne: [u64; 4]) -> (VgView, Vec<f32>) {
+    pub(crate) fn randoms(&mut self, ne: [u64; 4]) -> (VgView, Vec<f32>) {
         let values: Vec<f32> = (0..ne.iter().product()).map(|_| self.random()).collect();
         (self.floats(ne, &values), values)
     }
 
     /// Random weights of a type: the tensor, and what its elements are.
-    pub(super) fn weights(&mut self, ty: Type, ne: [u64; 4]) -> (VgView, Vec<f32>) {
+    pub(crate) fn weights(&mut self, ty: Type, ne: [u64; 4]) -> (VgView, Vec<f32>) {
         let format = vgpu_cpu::formats::Format::of(ty).expect("a type of real numbers");
         let mut values: Vec<f32> = (0..ne.iter().product()).map(|_| self.random()).collect();
         let mut bytes = vec![0; format.row_bytes(values.len())];
@@ -102,23 +103,23 @@ impl Bench {
         (self.tensor(ty, ne, &bytes), values)
     }
 
-    pub(super) fn nothing(&self, ty: Type, ne: [u64; 4]) -> VgView {
+    pub(crate) fn nothing(&self, ty: Type, ne: [u64; 4]) -> VgView {
         let bytes = ne.iter().product::<u64>() * ty.block_bytes();
         self.tensor(ty, ne, &vec![0xa5; bytes as usize])
     }
 
-    pub(super) fn rounded(&self, x: &VgView) -> Rounded {
-        let elements = vector::rounded_elements(x) as u64;
+    pub(crate) fn rounded(&self, x: &VgView) -> Q8Activations {
+        let elements = crate::launch::q8::q8_elements(x) as u64;
         let alloc = |bytes| self.device.alloc(bytes).expect("little memory");
-        Rounded {
+        Q8Activations {
             quants: alloc(elements),
             scales: alloc(elements / 2),
         }
     }
 
     /// Of each block of 32 the bytes, the factor and the sums, as `cuda/scales.cuh` says where they are.
-    pub(super) fn blocks(&self, it: &Rounded, x: &VgView) -> Vec<(Vec<u8>, [u32; 4])> {
-        let elements = vector::rounded_elements(x) as usize;
+    pub(crate) fn blocks(&self, it: &Q8Activations, x: &VgView) -> Vec<(Vec<u8>, [u32; 4])> {
+        let elements = crate::launch::q8::q8_elements(x) as usize;
         let (quants, scales) = (
             self.bytes(it.quants, elements),
             self.bytes(it.scales, elements / 2),
@@ -142,14 +143,14 @@ impl Bench {
             .collect()
     }
 
-    pub(super) fn bytes(&self, address: Address, n: usize) -> Vec<u8> {
+    pub(crate) fn bytes(&self, address: Address, n: usize) -> Vec<u8> {
         let mut bytes = vec![0; n];
         // SAFETY: tests ask for no more than they have allocated.
         unsafe { self.device.download(address, bytes.as_mut_slice().into()) }.expect("a copy");
         bytes
     }
 
-    pub(super) fn read(&self, v: &VgView) -> Vec<f32> {
+    pub(crate) fn read(&self, v: &VgView) -> Vec<f32> {
         let bytes = self.bytes(v.data, v.elements() as usize * 4);
         let words = bytes.chunks_exact(4);
         words
@@ -157,7 +158,7 @@ impl Bench {
             .collect()
     }
 
-    pub(super) fn read_ints(&self, v: &VgView) -> Vec<i32> {
+    pub(crate) fn read_ints(&self, v: &VgView) -> Vec<i32> {
         self.read(v)
             .into_iter()
             .map(|x| x.to_bits() as i32)
@@ -165,20 +166,20 @@ impl Bench {
     }
 
     /// Runs the launches of `add`, and returns whether there were any.
-    pub(super) fn run(&self, add: impl FnOnce(&mut Builder<'_>) -> Added) -> bool {
+    pub(crate) fn run(&self, add: impl FnOnce(&mut Builder<'_>) -> Added) -> bool {
         let views = [VgView::default(); 2];
-        let mut kept = Kept::new(self.stream.scratch.base());
-        let mut builder = Builder::new(&self.graph, &views, 0, &self.stream, (&mut kept, 0));
+        let mut kept = ActivationCache::new(self.context.scratch.base());
+        let mut builder = Builder::new(&self.graph, &views, 0, &self.context, (&mut kept, 0));
         let Some(outcome) = add(&mut builder) else {
             return false;
         };
         outcome.expect("launches");
         let _claim = self
-            .stream
+            .context
             .scratch
-            .claim(KEPT_BYTES + builder.scratch_bytes())
+            .claim(ACTIVATION_CACHE_BYTES + builder.scratch_bytes())
             .expect("little memory");
-        for step in builder.into_steps() {
+        for step in builder.into_launches() {
             // SAFETY: over tensors of this bench and claimed scratch memory.
             unsafe { self.device.launch(&step.launch) }.expect("a launch");
         }
@@ -187,7 +188,7 @@ impl Bench {
 }
 
 #[track_caller]
-pub(super) fn compare(
+pub(crate) fn compare(
     what: &str,
     got: &[f32],
     want: impl IntoIterator<Item = f64>,
@@ -205,7 +206,7 @@ pub(super) fn compare(
 }
 
 /// Rows of weights times columns, in f64, of activations as they are.
-pub(super) fn product(w: &[f32], x: &[f32], k: usize) -> Vec<f64> {
+pub(crate) fn product(w: &[f32], x: &[f32], k: usize) -> Vec<f64> {
     { x.chunks(k) }
         .flat_map(|x| {
             w.chunks(k).map(move |w| {

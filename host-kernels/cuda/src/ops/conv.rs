@@ -4,16 +4,16 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::div_ceil;
+use crate::launch::builder::Builder;
+use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
 use crate::params::*;
-use crate::plan::Builder;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{ANY, F32, FLOATS};
 
 /// The tile of results that a block of `vg_conv` computes.
 const TILE: [i64; 2] = [64, 32];
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     let convolutions = [
         OpKind::Conv2d,
         OpKind::Conv3d,
@@ -32,7 +32,7 @@ pub(super) fn rules() -> Vec<Rule> {
     rules
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let dst = b.dst();
     Some(match *op {
         Op::Conv2d {
@@ -274,7 +274,7 @@ fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineE
         div_ceil(params.results, TILE[1]),
         params.images,
     ];
-    if grid[1] > super::super::plan::MOST_BLOCKS {
+    if grid[1] > MAX_GRID_YZ {
         let results = params.results;
         return Err(b.unsupported(format!("a convolution with {results} results")));
     }

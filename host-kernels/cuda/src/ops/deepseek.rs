@@ -2,16 +2,17 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::{READABLE, div_ceil};
+use crate::launch::builder::Builder;
+use crate::launch::grid::div_ceil;
 use crate::params::*;
-use crate::plan::Builder;
+use crate::types::READABLE;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
 /// Warps of a block of the indexer, each with a key.
 const WARPS: i64 = 4;
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     vec![
         Rule::new(OpKind::Dsv4HcComb, F32, &[F32; 3]),
         Rule::new(OpKind::Dsv4HcPre, F32, &[F32; 2]),
@@ -20,7 +21,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let dst = b.dst();
     Some(match *op {
         Op::Dsv4HcComb { eps, n_iter } => {
@@ -66,7 +67,7 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             let n = params.q.ne[0];
             let shared = u32::try_from(4 * WARPS * n)
                 .ok()
-                .filter(|&bytes| bytes <= b.most_shared());
+                .filter(|&bytes| bytes <= b.max_shared_per_block());
             let Some(shared) = shared else {
                 return Some(Err(b.unsupported(format!("keys of {n}"))));
             };

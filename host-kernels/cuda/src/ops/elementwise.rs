@@ -3,12 +3,12 @@
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Rule, Type, UnaryKind};
 
+use crate::launch::builder::Builder;
 use crate::params::*;
-use crate::plan::Builder;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     let mut rules = vec![
         Rule::new(OpKind::AddId, F32, &[F32, F32]),
         Rule::new(OpKind::Glu, FLOATS, &[FLOATS, FLOATS]),
@@ -38,7 +38,7 @@ pub(super) fn rules() -> Vec<Rule> {
     rules
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let none = [0.0; 4];
     let (code, c) = match *op {
         Op::AddId {} => return Some(add_id(b)),
@@ -139,7 +139,7 @@ fn map(
 }
 
 /// Adds `x` to `part` of the destination.
-pub(super) fn add(b: &mut Builder<'_>, part: VgView, x: VgView) -> Result<(), EngineError> {
+pub(crate) fn add(b: &mut Builder<'_>, part: VgView, x: VgView) -> Result<(), EngineError> {
     map_to(b, part, VG_MAP_ADD, [0.0; 4], [part, x])
 }
 

@@ -5,10 +5,10 @@
 
 use vgpu_transport::ir::Type;
 
-use super::div_ceil;
-use super::vector::Rounded;
+use crate::launch::builder::Builder;
+use crate::launch::grid::{div_ceil, threads_for};
+use crate::launch::q8::Q8Activations;
 use crate::params::*;
-use crate::plan::{Builder, threads_for};
 use vgpu_engine::EngineError;
 
 type Added = Option<Result<(), EngineError>>;
@@ -26,7 +26,7 @@ pub(crate) struct Norm {
     pub(crate) w: VgView,
     pub(crate) eps: f32,
     /// Where the result is left rounded for products.
-    pub(crate) rounded: Option<Rounded>,
+    pub(crate) rounded: Option<Q8Activations>,
 }
 
 /// RMS_NORM with the sum before it and the product behind it.
@@ -69,7 +69,7 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
         reserved: 0,
     };
     // Where launches become steps not more than a block of a step has, so that sums are the same in both.
-    let threads = match b.makes_steps() {
+    let threads = match b.uses_megakernel() {
         true => threads_for(a.ne[0]).min(128),
         false => threads_for(a.ne[0]),
     };
@@ -129,8 +129,8 @@ pub(crate) struct Route {
 }
 
 /// Most experts, and most of them for a token, that `vg_route` chooses among; the former holds for `vg_group`, too.
-pub(super) const MOST_EXPERTS: i64 = 512;
-const MOST_USED: i64 = 32;
+pub(crate) const MAX_EXPERTS: i64 = 512;
+const MAX_USED: i64 = 32;
 
 /// SOFT_MAX or another function, TOP_K or ARGSORT, GET_ROWS, and the division by the sum.
 pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
@@ -146,8 +146,8 @@ pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
     let fits = logits.type_ == VG_F32
         && weights.type_ == VG_F32
         && ids.type_ == VG_I32
-        && (1..=MOST_EXPERTS).contains(&experts)
-        && (1..=MOST_USED.min(experts)).contains(&used)
+        && (1..=MAX_EXPERTS).contains(&experts)
+        && (1..=MAX_USED.min(experts)).contains(&used)
         && logits.ne[2..] == [1, 1]
         && weights.ne == [1, used, tokens, 1]
         && ids.ne[0] >= used

@@ -3,15 +3,18 @@
 use vgpu_transport::ir::Op;
 
 use super::super::bench::{Bench, compare, product};
-use super::super::vector::{self, Product, Products};
+use super::super::mmv::{self, Product, Products};
 use super::*;
-use crate::kept::KEPT_BYTES;
+use crate::activation_cache::ACTIVATION_CACHE_BYTES;
 
 #[test]
 fn norms() {
     let mut bench = Bench::new();
     // What one run leaves there is read after it.
-    let claim = bench.stream.scratch.claim(KEPT_BYTES + (1 << 20));
+    let claim = bench
+        .context
+        .scratch
+        .claim(ACTIVATION_CACHE_BYTES + (1 << 20));
     let _claim = claim.expect("little memory");
     for (n, rows, has_add, in_place) in [
         (64, 3, true, false),
@@ -58,7 +61,7 @@ fn norms() {
         }
         // Exactly what `vg_quantize` makes of the result.
         let mut alone = rounded;
-        assert!(bench.run(|b| Some(vector::round(b, dst).map(|r| alone = r))));
+        assert!(bench.run(|b| Some(mmv::round(b, dst).map(|r| alone = r))));
         assert_eq!(bench.blocks(&rounded, &dst), bench.blocks(&alone, &dst));
     }
     let (a, _) = bench.randoms([30, 1, 1, 1]);
@@ -115,7 +118,7 @@ fn products_of_the_same_activations() {
                 products: &all[3 - count..],
                 unit: None,
             };
-            assert!(bench.run(|b| vector::products(b, &it)));
+            assert!(bench.run(|b| mmv::products(b, &it)));
             for (product, want) in all.iter().zip(&want).skip(3 - count) {
                 compare(
                     "product",
@@ -183,7 +186,7 @@ fn gated_units_of_experts() {
             products: &all,
             unit: Some((unit, [1.7, 2.0])),
         };
-        assert!(bench.run(|b| vector::products(b, &it)));
+        assert!(bench.run(|b| mmv::products(b, &it)));
         let tolerance = if ty.is_quantized() { 0.1 } else { 1e-4 };
         compare("unit", &bench.read(&dst), want, tolerance);
     }

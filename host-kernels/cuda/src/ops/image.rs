@@ -2,13 +2,13 @@
 
 use vgpu_transport::ir::{Op, OpKind, PoolKind, Rule, ScaleMode, Type, TypeSet};
 
-use super::div_ceil;
+use crate::launch::builder::Builder;
+use crate::launch::grid::div_ceil;
 use crate::params::*;
-use crate::plan::Builder;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     let halves = TypeSet::of(&[Type::F16, Type::Bf16]);
     vec![
         Rule::new(OpKind::Pool1d, F32, &[FLOATS]),
@@ -23,7 +23,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let (dst, src) = (b.dst(), b.optional(0));
     Some(match *op {
         // An average is over what the window covers in one dimension, over all of it, padding included, in two.

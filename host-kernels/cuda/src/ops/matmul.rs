@@ -2,13 +2,16 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::fused::MOST_EXPERTS;
-use super::hopper::Hopper;
-use super::vector::{self, FEW_COLUMNS, Product, Products};
-use super::{READABLE, div_ceil};
+use super::fused::MAX_EXPERTS;
+use super::gemm_sm90::GemmSm90;
+use super::mmv::{self, Product, Products};
 use crate::device::Address;
+use crate::launch::builder::Builder;
+use crate::launch::grid::{MAX_GRID_YZ, div_ceil, threads_for};
+use crate::launch::kernel_table::MatmulKernels;
+use crate::launch::q8::FEW_COLUMNS;
 use crate::params::*;
-use crate::plan::{Builder, MOST_BLOCKS, threads_for};
+use crate::types::READABLE;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
@@ -18,7 +21,7 @@ const TILE: [i64; 2] = [64, 32];
 /// Rows of weights that a block of `vg_mul_vec` and `vg_mul_mat_id` multiplies.
 const VECTOR_ROWS: i64 = 4;
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     vec![
         Rule::new(OpKind::MulMat, F32, &[READABLE, READABLE]),
         Rule::new(OpKind::MulMatId, F32, &[READABLE, READABLE]),
@@ -26,7 +29,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     match op {
         Op::MulMat { .. } | Op::MulMatId { .. } | Op::OutProd {} => {}
         _ => return None,
@@ -45,7 +48,7 @@ pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 }
 
 /// Adds the launches of a product.
-pub(super) fn multiply(
+pub(crate) fn multiply(
     b: &mut Builder<'_>,
     op: &Op,
     params: &VgMulMatParams,
@@ -78,7 +81,7 @@ pub(super) fn multiply(
             products: &[product],
             unit: None,
         };
-        if let Some(added) = vector::products(b, &products) {
+        if let Some(added) = mmv::products(b, &products) {
             return added;
         }
     }
@@ -113,98 +116,9 @@ pub(super) fn multiply(
     }
 }
 
-/// Kernels of one type of weights.
-pub(super) struct Tuned {
-    /// For one column, and for up to eight.
-    pub(super) vector: &'static str,
-    pub(super) vectors: &'static str,
-    /// For many, on tensor cores.
-    gemm: &'static str,
-    /// What the weights' places must be multiples of.
-    alignment: i64,
-}
-
 /// The tile of results of a block of the kernels for many columns, and the elements of a step along the sum.
 const GEMM_TILE: [i64; 2] = [128, 128];
 const GEMM_STEP: i64 = 64;
-
-impl Tuned {
-    fn of(ty: Type, in_planes: bool) -> Option<Tuned> {
-        macro_rules! tuned {
-            ($type:literal, $alignment:literal) => {
-                Some(Tuned {
-                    vector: concat!("vg_vector_", $type),
-                    vectors: concat!("vg_vectors_", $type),
-                    gemm: concat!("vg_gemm_", $type),
-                    alignment: $alignment,
-                })
-            };
-        }
-        if in_planes {
-            return match ty {
-                Type::Q4_0 => tuned!("q4_0_planes", 16),
-                Type::Q8_0 => tuned!("q8_0_planes", 16),
-                Type::Mxfp4 => tuned!("mxfp4_planes", 16),
-                Type::Iq4Nl => tuned!("iq4_nl_planes", 16),
-                Type::Q6K => tuned!("q6_k_planes", 16),
-                _ => None,
-            };
-        }
-        match ty {
-            Type::F32 => tuned!("f32", 16),
-            Type::F16 => tuned!("f16", 16),
-            Type::Bf16 => tuned!("bf16", 16),
-            Type::Q4_0 => tuned!("q4_0", 2),
-            Type::Q4_1 => tuned!("q4_1", 4),
-            Type::Q5_0 => tuned!("q5_0", 2),
-            Type::Q5_1 => tuned!("q5_1", 4),
-            Type::Q8_0 => tuned!("q8_0", 2),
-            Type::Q1_0 => tuned!("q1_0", 2),
-            Type::Q2_0 => tuned!("q2_0", 2),
-            Type::Mxfp4 => tuned!("mxfp4", 1),
-            Type::Nvfp4 => tuned!("nvfp4", 4),
-            Type::Iq4Nl => tuned!("iq4_nl", 2),
-            Type::Q2K => tuned!("q2_k", 4),
-            Type::Q3K => tuned!("q3_k", 2),
-            Type::Q4K => tuned!("q4_k", 16),
-            Type::Q5K => tuned!("q5_k", 16),
-            Type::Q6K => tuned!("q6_k", 2),
-            Type::Iq4Xs => tuned!("iq4_xs", 2),
-            Type::Tq1_0 => tuned!("tq1_0", 2),
-            Type::Tq2_0 => tuned!("tq2_0", 2),
-            Type::Iq2Xxs => tuned!("iq2_xxs", 2),
-            Type::Iq2Xs => tuned!("iq2_xs", 2),
-            Type::Iq2S => tuned!("iq2_s", 2),
-            Type::Iq3Xxs => tuned!("iq3_xxs", 2),
-            Type::Iq3S => tuned!("iq3_s", 2),
-            Type::Iq1S => tuned!("iq1_s", 2),
-            Type::Iq1M => tuned!("iq1_m", 2),
-            _ => None,
-        }
-    }
-
-    /// Whether they can read weights of their type that lie so.
-    pub(super) fn takes_weights(&self, w: &VgView, ty: Type) -> bool {
-        // In planes rows are one after the other, and matrices begin at multiples.
-        let in_planes = w.is_in_planes();
-        let row = w.ne[0] / ty.block_elements() as i64 * w.nb[0];
-        let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
-        let counts = |d: usize| !in_planes || d == 0 || d > 1 && w.ne[d] > 1;
-        // Bytes of a row, and rows, are counted in 32 bits.
-        (1..=1 << 28).contains(&w.ne[0])
-            && w.ne[1] <= 1 << 28
-            && w.ne[0] % 32 == 0
-            && w.nb[0] == ty.block_bytes() as i64
-            && (!in_planes || w.nb[1] == row)
-            && (0..4).all(|d| !counts(d) || places[d] % self.alignment == 0)
-    }
-
-    /// The kernels for few columns and weights of this type.
-    pub(super) fn of_vectors(w: &VgView) -> Option<(Type, Tuned)> {
-        let (ty, in_planes) = w.weights()?;
-        Some((ty, Tuned::of(ty, in_planes)?))
-    }
-}
 
 /// What weights and activations become for products of many columns.
 #[derive(Clone, Copy, PartialEq)]
@@ -239,12 +153,12 @@ impl Gemm {
         let VgMulMatParams { dst, w, x, .. } = params;
         let fits = w.ne[0] > 0
             && x.rows() <= i64::from(i32::MAX)
-            && dst.ne[1] <= MOST_BLOCKS
-            && dst.ne[2] * dst.ne[3] <= MOST_BLOCKS;
+            && dst.ne[1] <= MAX_GRID_YZ
+            && dst.ne[2] * dst.ne[3] <= MAX_GRID_YZ;
         if !fits {
             return None;
         }
-        if let Some((ty, kernels)) = Tuned::of_vectors(w)
+        if let Some((ty, kernels)) = MatmulKernels::of_vectors(w)
             && ty != Type::F32
             && kernels.takes_weights(w, ty)
             && FLOATS.contains(Type::from_id(x.type_ as u8)?)
@@ -273,10 +187,10 @@ impl Gemm {
     }
 
     /// The kernels for Hopper GPUs, if they do such products on this device.
-    fn hopper(&self, b: &Builder<'_>, params: &VgMulMatParams) -> Option<Hopper> {
+    fn hopper(&self, b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90> {
         match self.form {
             Form::Pairs => None,
-            _ => Hopper::of(b, params),
+            _ => GemmSm90::of(b, params),
         }
     }
 
@@ -358,11 +272,11 @@ fn takes_groups(params: &VgMulMatParams) -> bool {
     let VgMulMatParams { dst, w, ids, .. } = params;
     let vectors = dst.ne[1] * dst.ne[2];
     ids.type_ == VG_I32
-        && w.ne[2] <= MOST_EXPERTS
+        && w.ne[2] <= MAX_EXPERTS
         && w.ne[3] == 1
         && dst.ne[3] == 1
         && vectors <= i64::from(i32::MAX)
-        && most_tiles(vectors, w.ne[2]) <= MOST_BLOCKS
+        && most_tiles(vectors, w.ne[2]) <= MAX_GRID_YZ
 }
 
 /// Tiles of columns that so many vectors fill, shared out among experts in any way.

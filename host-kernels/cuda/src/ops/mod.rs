@@ -1,72 +1,36 @@
 //! The operators, one file for each family, as in the CPU engine. A family's file has `rules()`, the type
 //! combinations it runs, and `compile()`, which turns a node into launches, if it is one of its own.
 
-pub(super) mod attention;
+pub(crate) mod attention;
 #[cfg(test)]
 mod bench;
 mod conv;
 mod deepseek;
 mod elementwise;
-pub(super) mod fused;
-mod hopper;
-mod hopper_attention;
+mod fattn_sm90;
+pub(crate) mod fused;
+mod gemm_sm90;
 mod image;
 mod matmul;
+pub(crate) mod mmv;
 mod movement;
 mod norm;
-#[cfg(test)]
-mod planes_tests;
 mod recurrent;
 mod reduce;
-pub(super) mod rope;
+#[cfg(test)]
+mod repack_tests;
+pub(crate) mod rope;
 mod training;
-pub(super) mod vector;
 
-use vgpu_transport::ir::{Op, Rule, Type, TypeSet};
+use vgpu_transport::ir::{Op, Rule};
 
-use super::plan::Builder;
+use crate::launch::builder::Builder;
 use vgpu_engine::EngineError;
-use vgpu_engine::types::FLOATS;
-
-/// The types that real numbers can be written to.
-pub(super) const WRITABLE: TypeSet = FLOATS.union(TypeSet::of(&[
-    Type::Q4_0,
-    Type::Q4_1,
-    Type::Q5_0,
-    Type::Q5_1,
-    Type::Q8_0,
-    Type::Iq4Nl,
-]));
-
-/// The types that can be read as real numbers.
-pub(super) const READABLE: TypeSet = WRITABLE.union(TypeSet::of(&[
-    Type::Q8_1,
-    Type::Q1_0,
-    Type::Q2_0,
-    Type::Mxfp4,
-    Type::Nvfp4,
-    Type::Q2K,
-    Type::Q3K,
-    Type::Q4K,
-    Type::Q5K,
-    Type::Q6K,
-    Type::Q8K,
-    Type::Iq1S,
-    Type::Iq1M,
-    Type::Iq2Xxs,
-    Type::Iq2Xs,
-    Type::Iq2S,
-    Type::Iq3Xxs,
-    Type::Iq3S,
-    Type::Iq4Xs,
-    Type::Tq1_0,
-    Type::Tq2_0,
-]));
 
 /// Everything the engine runs.
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     [
-        super::host::rules(),
+        crate::cpu_fallback::rules(),
         attention::rules(),
         conv::rules(),
         deepseek::rules(),
@@ -102,22 +66,17 @@ const FAMILIES: [Family; 12] = [
 ];
 
 /// Turns a node into launches. Its destination is not empty.
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Result<(), EngineError> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Result<(), EngineError> {
     FAMILIES
         .iter()
         .find_map(|compile| compile(op, b))
         .unwrap_or_else(|| Err(b.unsupported("the engine has no kernel for it")))
 }
 
-/// `n / by`, rounded up; of extents, which are not negative.
-fn div_ceil(n: i64, by: i64) -> i64 {
-    (n as u64).div_ceil(by as u64) as i64
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vgpu_transport::ir::{Capabilities, OpKind};
+    use vgpu_transport::ir::{Capabilities, OpKind, Type};
 
     use vgpu_cpu::CpuEngine;
     use vgpu_engine::Engine as _;

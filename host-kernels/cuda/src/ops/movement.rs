@@ -4,14 +4,14 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, Shape, TriKind, Type};
 
 use super::elementwise::add;
-use super::{READABLE, WRITABLE};
+use crate::launch::builder::Builder;
 use crate::params::*;
-use crate::plan::Builder;
+use crate::types::{READABLE, WRITABLE};
 use vgpu_cpu::formats::{f32_to_bf16, f32_to_f16};
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{ANY, F32, FLOATS, I32, PLAIN};
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     vec![
         Rule::uniform(OpKind::Copy, ANY, 1),
         Rule::new(OpKind::Copy, WRITABLE, &[READABLE]),
@@ -38,7 +38,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     Some(match *op {
         Op::Copy {} => copy(b),
         Op::Repeat {} => {

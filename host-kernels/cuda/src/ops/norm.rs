@@ -2,13 +2,13 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::div_ceil;
+use crate::launch::builder::Builder;
+use crate::launch::grid::{div_ceil, threads_for};
 use crate::params::*;
-use crate::plan::{Builder, threads_for};
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     let masks = TypeSet::of(&[Type::F32, Type::F16]);
     vec![
         Rule::new(OpKind::Norm, FLOATS, &[FLOATS]),
@@ -21,7 +21,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     Some(match *op {
         Op::Norm { eps } => norm(b, VG_NORM_STANDARD, eps),
         Op::RmsNorm { eps } => norm(b, VG_NORM_RMS, eps),

@@ -2,16 +2,16 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::div_ceil;
+use crate::launch::builder::Builder;
+use crate::launch::grid::div_ceil;
 use crate::params::*;
-use crate::plan::Builder;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
 /// Warps of a block, each with a row of a state.
 const WARPS: i64 = 4;
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     let all = |op, sources| Rule::new(op, F32, &vec![F32; sources]);
     vec![
         Rule::new(OpKind::SsmConv, F32, &[FLOATS, FLOATS]),
@@ -24,7 +24,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let dst = b.dst();
     Some(match *op {
         Op::SsmConv {} => {

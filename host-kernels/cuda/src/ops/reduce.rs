@@ -2,8 +2,9 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, SortOrder, Type, TypeSet};
 
+use crate::launch::builder::Builder;
+use crate::launch::grid::threads_for;
 use crate::params::*;
-use crate::plan::{Builder, threads_for};
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{FLOATS, I32};
 
@@ -13,7 +14,7 @@ const SHARED_KEYS: u32 = 4096;
 /// Most blocks that sort in scratch memory at a time.
 const SORTING_BLOCKS: u64 = 256;
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     let i64s = TypeSet::of(&[Type::I64]);
     vec![
         Rule::new(OpKind::Sum, FLOATS, &[FLOATS]),
@@ -27,7 +28,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let (dst, src) = (b.dst(), b.optional(0));
     let mut params = VgReduceParams {
         dst,

@@ -2,17 +2,17 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
+use crate::launch::builder::Builder;
 use crate::params::*;
-use crate::plan::Builder;
 use vgpu_engine::EngineError;
 use vgpu_engine::rope::Rotation;
 use vgpu_engine::types::FLOATS;
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     vec![Rule::uniform(OpKind::Rope, FLOATS, 1)]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     Rotation::of(op)?;
     let params = params(op, b.dst(), [b.src(0), b.src(1), b.optional(2)])?;
     let threads = threads(&params.src);
@@ -45,7 +45,7 @@ pub(crate) fn params(
 }
 
 /// Threads of a block, which has a row.
-pub(super) fn threads(src: &VgView) -> u32 {
+pub(crate) fn threads(src: &VgView) -> u32 {
     let pairs = u32::try_from(src.ne[0] / 2).unwrap_or(u32::MAX / 2);
     pairs.next_multiple_of(32).clamp(32, 256)
 }

@@ -2,15 +2,16 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
+use crate::launch::builder::Builder;
+use crate::launch::grid::threads_for;
 use crate::params::*;
-use crate::plan::{Builder, threads_for};
 use vgpu_engine::EngineError;
 use vgpu_engine::types::F32;
 
 /// Most blocks that sum up a loss.
 const PARTS: i64 = 512;
 
-pub(super) fn rules() -> Vec<Rule> {
+pub(crate) fn rules() -> Vec<Rule> {
     vec![
         Rule::new(OpKind::CrossEntropyLoss, F32, &[F32; 2]),
         Rule::new(OpKind::CrossEntropyLossBack, F32, &[F32; 3]),
@@ -19,7 +20,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
+pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     Some(match op {
         Op::CrossEntropyLoss {} => loss(b),
         Op::CrossEntropyLossBack {} => {

@@ -2,33 +2,33 @@
 
 use std::sync::Arc;
 
-use vgpu_cuda::Pace;
+use vgpu_cuda::LaunchPolicy;
 use vgpu_transport::ir::{GluKind, Node, Op, Sources, Type};
 
-use crate::engine_at;
-use crate::spy::{Event, Spy};
+use crate::engine_with;
+use crate::spy::{Call, Spy};
 use vgpu_check::model::{Built, Model, Step, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 
 /// One launch after the other, so that they can be counted.
-fn pace(fuses: bool) -> Pace {
-    Pace {
-        fuses,
-        steps: false,
-        ..Pace::default()
+fn policy(fusion: bool) -> LaunchPolicy {
+    LaunchPolicy {
+        fusion,
+        megakernel: false,
+        ..LaunchPolicy::default()
     }
 }
 
 /// The kernels that a run launches, in order.
-fn kernels(built: &Built, fuses: bool) -> Vec<&'static str> {
+fn kernels(built: &Built, fusion: bool) -> Vec<&'static str> {
     let device = Arc::new(Spy::recording());
-    let engine = engine_at(&device, pace(fuses));
+    let engine = engine_with(&device, policy(fusion));
     let loaded = built.load(&engine);
     let mut plan = built.compile(&engine, &loaded);
     device.take_log();
     plan.run().unwrap();
     { device.take_log().into_iter() }
-        .filter_map(|event| match event {
-            Event::Launch(name) => Some(name),
+        .filter_map(|call| match call {
+            Call::Launch(name) => Some(name),
             _ => None,
         })
         .collect()
@@ -46,14 +46,14 @@ fn between_attentions(kernels: &[&'static str], which: usize) -> Vec<&'static st
 }
 
 /// The kernels of a layer of several.
-fn of_a_layer(model: Model, fuses: bool) -> Vec<&'static str> {
+fn of_a_layer(model: Model, fusion: bool) -> Vec<&'static str> {
     let model = Model { layers: 4, ..model };
     let all = kernels(
         &model.graph(Step {
             tokens: 1,
             seen: 32,
         }),
-        fuses,
+        fusion,
     );
     between_attentions(&all, 1)
 }
@@ -141,9 +141,9 @@ fn attention_rounds_what_it_gives() {
         let end = first + end.expect("a product follows");
         built.graph.nodes.truncate(end + 1);
         built.graph.nodes.drain(..first);
-        let run = |fuses| {
+        let run = |fusion| {
             let device = Arc::new(Spy::running());
-            let engine = engine_at(&device, pace(fuses));
+            let engine = engine_with(&device, policy(fusion));
             let loaded = built.load(&engine);
             let mut below = random(3);
             for memory in &loaded.buffers[1..] {
@@ -160,9 +160,9 @@ fn attention_rounds_what_it_gives() {
             let mut plan = built.compile(&engine, &loaded);
             device.take_log();
             plan.run().expect("it runs");
-            let rounding = Event::Launch("vg_quantize");
+            let rounding = Call::Launch("vg_quantize");
             let log = device.take_log();
-            let rounds = log.iter().filter(|event| **event == rounding).count();
+            let rounds = log.iter().filter(|call| **call == rounding).count();
             let mut bytes = vec![0; loaded.buffers[2].size() as usize];
             loaded.buffers[2]
                 .read(0, bytes.as_mut_slice().into())
@@ -177,9 +177,9 @@ fn attention_rounds_what_it_gives() {
 }
 
 /// What is in the buffers that graphs write to after a run; `None` if the run fails.
-fn memory_after(built: &Built, fuses: bool) -> Option<Vec<Vec<u8>>> {
+fn memory_after(built: &Built, fusion: bool) -> Option<Vec<Vec<u8>>> {
     let device = Arc::new(Spy::running());
-    let engine = engine_at(&device, pace(fuses));
+    let engine = engine_with(&device, policy(fusion));
     let loaded = built.load(&engine);
     let mut plan = built.compile(&engine, &loaded);
     built.write_inputs(&loaded, 0);

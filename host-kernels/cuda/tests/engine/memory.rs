@@ -10,15 +10,15 @@ use vgpu_engine::{Engine, EngineError};
 use vgpu_transport::window::memory::Window;
 
 use crate::engine_on;
-use crate::spy::{Event, Fails, Spy};
+use crate::spy::{Call, Fails, Spy};
 use vgpu_check::model::{Step, TINY};
 
 const MIB: u64 = 1 << 20;
 
-fn allocations(log: &[Event]) -> Vec<u64> {
+fn allocations(log: &[Call]) -> Vec<u64> {
     { log.iter() }
-        .filter_map(|event| match event {
-            Event::Alloc(size) => Some(*size),
+        .filter_map(|call| match call {
+            Call::Alloc(size) => Some(*size),
             _ => None,
         })
         .collect()
@@ -58,7 +58,7 @@ fn small_allocations_are_parts_of_large_ones() {
     let large = engine.alloc(100 * MIB).unwrap();
     assert_eq!(allocations(&device.take_log()), [100 * MIB]);
     drop(large);
-    assert_eq!(device.take_log(), [Event::Free(100 * MIB)]);
+    assert_eq!(device.take_log(), [Call::Free(100 * MIB)]);
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn patient_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
     let devices = Arc::new(Mutex::new(vec![Arc::new(Spy::running())]));
     let first = Arc::clone(&devices.lock().unwrap()[0]);
     let more = Arc::clone(&devices);
-    let engine = engine_on(&first).reopened_by(move || {
+    let engine = engine_on(&first).with_reopen(move || {
         let device = Arc::new(Spy::running());
         more.lock().unwrap().push(Arc::clone(&device));
         Ok(device as Arc<dyn Device>)
@@ -152,10 +152,7 @@ fn a_device_that_fails_for_good_is_set_up_anew() {
             .to_string(),
     );
     let log = first.take_log();
-    assert_eq!(
-        log.iter().filter(|event| **event == Event::Abandon).count(),
-        1
-    );
+    assert_eq!(log.iter().filter(|call| **call == Call::Abandon).count(), 1);
 
     // Whoever comes next is served.
     let next = built.load(&engine);
@@ -176,7 +173,7 @@ fn a_device_that_stays_lost_is_not_tried_at_every_call() {
     let device = Arc::new(Spy::running());
     let tries = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&tries);
-    let engine = engine_on(&device).reopened_by(move || {
+    let engine = engine_on(&device).with_reopen(move || {
         count.fetch_add(1, Ordering::Relaxed);
         Err(EngineError::Device {
             message: "no such device".into(),
@@ -205,13 +202,13 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
     let heals = Arc::new(AtomicBool::new(false));
     let works = Arc::clone(&heals);
     let engine = engine_on(&device)
-        .reopened_by(move || match works.load(Ordering::Relaxed) {
+        .with_reopen(move || match works.load(Ordering::Relaxed) {
             true => Ok(Arc::new(Spy::running()) as Arc<dyn Device>),
             false => Err(EngineError::Device {
                 message: "no such device".into(),
             }),
         })
-        .resting(Duration::ZERO);
+        .with_retry_delay(Duration::ZERO);
     let lose = |device: &Spy| {
         let built = TINY.graph(Step {
             tokens: 1,
@@ -231,12 +228,12 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
 
     let device = Arc::new(Spy::running());
     let engine = engine_on(&device)
-        .reopened_by(|| {
+        .with_reopen(|| {
             Err(EngineError::Device {
                 message: "no such device".into(),
             })
         })
-        .resting(Duration::ZERO);
+        .with_retry_delay(Duration::ZERO);
     let built = TINY.graph(Step {
         tokens: 1,
         seen: 32,
@@ -258,12 +255,12 @@ fn windows_are_prepared_until_they_are_not_needed() {
     device.take_log();
     let window = Arc::new(Window::anonymous(1 << 20).unwrap());
     let pinned = engine.pin(&window).expect("it can be prepared");
-    assert_eq!(device.take_log(), [Event::Pin(1 << 20)]);
+    assert_eq!(device.take_log(), [Call::Pin(1 << 20)]);
     let weak = Arc::downgrade(&window);
     drop(window);
     assert!(weak.upgrade().is_some(), "it stays mapped as long");
     drop(pinned);
-    assert_eq!(device.take_log(), [Event::Unpin]);
+    assert_eq!(device.take_log(), [Call::Unpin]);
     assert!(weak.upgrade().is_none());
     // Where it cannot be done, nothing is lost.
     device.fail(Fails::Pinning);

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
-use vgpu_cuda::Pace;
-use vgpu_cuda::choices::{Choices, Way};
+use vgpu_cuda::LaunchPolicy;
+use vgpu_cuda::autotune::{GemmVariant, TuningTable};
 use vgpu_engine::{Engine, Plan, Progress, RunError, Turn};
 
-use crate::spy::{Event, Fails, Spy};
-use crate::{engine_at, engine_on};
+use crate::spy::{Call, Fails, Spy};
+use crate::{engine_on, engine_with};
 use vgpu_check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
 
 /// A decode step that sees this much of the cache.
@@ -21,33 +21,33 @@ fn decode(seen: u64) -> Step {
 const TOLERANCE: f32 = 4e-2;
 
 /// As often as possible another plan may run; pieces that are worth it are recorded.
-const SMALL_PIECES: Pace = Pace {
-    piece: Duration::ZERO,
-    long: Duration::MAX,
-    fuses: true,
-    steps: false,
-    arranges: true,
+const SHORT_SLICES: LaunchPolicy = LaunchPolicy {
+    time_slice: Duration::ZERO,
+    graph_threshold: Duration::MAX,
+    fusion: true,
+    megakernel: false,
+    repack: true,
 };
 
-fn launches(log: &[Event]) -> usize {
+fn launches(log: &[Call]) -> usize {
     { log.iter() }
-        .filter(|event| matches!(event, Event::Launch(_)))
+        .filter(|call| matches!(call, Call::Launch(_)))
         .count()
 }
 
-fn count(log: &[Event], of: &Event) -> usize {
-    log.iter().filter(|event| *event == of).count()
+fn count(log: &[Call], of: &Call) -> usize {
+    log.iter().filter(|call| *call == of).count()
 }
 
 #[test]
 fn products_are_done_in_the_way_that_was_the_fastest() {
-    for (way, kernel) in [
-        (Way::General, "vg_gemm_q8_0_planes"),
-        (Way::Narrow, "vg_hopper_gemm_q8_0_planes_128"),
-        (Way::Wide, "vg_hopper_gemm_q8_0_planes_256"),
+    for (variant, kernel) in [
+        (GemmVariant::General, "vg_gemm_q8_0_planes"),
+        (GemmVariant::Narrow, "vg_hopper_gemm_q8_0_planes_128"),
+        (GemmVariant::Wide, "vg_hopper_gemm_q8_0_planes_256"),
     ] {
-        let device = Arc::new(Spy::on_hopper());
-        let engine = engine_on(&device).choosing(Choices::always(way));
+        let device = Arc::new(Spy::on_sm90());
+        let engine = engine_on(&device).with_tuning(TuningTable::forced(variant));
         let built = TINY.graph(Step {
             tokens: 40,
             seen: 64,
@@ -58,15 +58,15 @@ fn products_are_done_in_the_way_that_was_the_fastest() {
         plan.run().expect("it runs");
         let log = device.take_log();
         let products: Vec<&str> = { log.iter() }
-            .filter_map(|event| match event {
-                Event::Launch(name) if name.contains("gemm") => Some(*name),
+            .filter_map(|call| match call {
+                Call::Launch(name) if name.contains("gemm") => Some(*name),
                 _ => None,
             })
             .collect();
         assert!(!products.is_empty(), "{log:?}");
         assert!(
             products.iter().all(|name| *name == kernel),
-            "{way:?}: {products:?}"
+            "{variant:?}: {products:?}"
         );
     }
 }
@@ -120,13 +120,13 @@ fn the_second_run_is_a_replay() {
     assert_eq!(first.len(), all, "launches and nothing else: {first:?}");
     assert!(all > 20);
     plan.run().unwrap();
-    assert_eq!(device.take_log(), [Event::Record(all), Event::Replay]);
+    assert_eq!(device.take_log(), [Call::Record(all), Call::Replay]);
     for _ in 0..3 {
         plan.run().unwrap();
-        assert_eq!(device.take_log(), [Event::Replay]);
+        assert_eq!(device.take_log(), [Call::Replay]);
     }
     drop(plan);
-    assert_eq!(count(&device.take_log(), &Event::Forget), 1);
+    assert_eq!(count(&device.take_log(), &Call::Forget), 1);
 }
 
 #[test]
@@ -146,22 +146,22 @@ fn a_grown_cache_changes_launches_in_place() {
     next.run().unwrap();
     let log = device.take_log();
     let changes = { log.iter() }
-        .filter(|e| matches!(e, Event::Change(_)))
+        .filter(|e| matches!(e, Call::Change(_)))
         .count();
     assert_eq!(launches(&log), 0);
-    assert_eq!(count(&log, &Event::Replay), 1);
+    assert_eq!(count(&log, &Call::Replay), 1);
     assert_eq!(log.len(), changes + 1, "{log:?}");
     // Attention sees more of the cache, in each layer. The mask is longer, and what lies behind it in memory moves:
     // at most everything changes once, and then nothing any more.
     assert!(changes >= 2, "{log:?}");
     next.run().unwrap();
-    assert_eq!(device.take_log(), [Event::Replay]);
+    assert_eq!(device.take_log(), [Call::Replay]);
     // Both live: they take turns with the one recording.
     drop(next);
     plan.run().unwrap();
     let log = device.take_log();
     assert_eq!(log.len(), changes + 1);
-    assert_eq!(count(&log, &Event::Replay), 1);
+    assert_eq!(count(&log, &Call::Replay), 1);
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn guests_do_not_share_recordings() {
         plan.run().unwrap();
         let log = device.take_log();
         assert!(
-            matches!(log[..], [Event::Record(_), Event::Replay]),
+            matches!(log[..], [Call::Record(_), Call::Replay]),
             "{log:?}"
         );
         // The memory stays: a plan that comes next must not find what the one before has left.
@@ -195,17 +195,17 @@ fn what_is_replayed_is_right() {
         let loaded = built.load(&engine);
         let mut plan = built.compile(&engine, &loaded);
         let mut got = results(&built, &loaded, plan.as_mut(), 0..4);
-        assert!(count(&device.take_log(), &Event::Replay) >= 3);
+        assert!(count(&device.take_log(), &Call::Replay) >= 3);
         // The same text goes on with a graph that sees more of the cache.
         let grown = model.graph(decode(64));
         let mut next = grown.compile(&engine, &loaded);
         got.extend(results(&grown, &loaded, next.as_mut(), 4..6));
         let log = device.take_log();
         assert!(
-            !log.iter().any(|event| matches!(event, Event::Record(_))),
+            !log.iter().any(|call| matches!(call, Call::Record(_))),
             "{log:?}"
         );
-        assert!(count(&log, &Event::Replay) >= 2);
+        assert!(count(&log, &Call::Replay) >= 2);
         for (got, want) in got.iter().zip(&want) {
             assert_near(got, want);
         }
@@ -225,7 +225,7 @@ fn a_device_that_cannot_record_goes_launch_by_launch() {
         assert_near(got, want);
     }
     let log = device.take_log();
-    assert_eq!(count(&log, &Event::Replay), 0);
+    assert_eq!(count(&log, &Call::Replay), 0);
     assert!(launches(&log) > 60);
 }
 
@@ -251,7 +251,7 @@ fn faults_are_found_in_replays() {
         ),
         "{error:?}"
     );
-    assert!(count(&device.take_log(), &Event::Replay) > 0);
+    assert!(count(&device.take_log(), &Call::Replay) > 0);
     // The next run knows nothing of it.
     let got = results(&built, &loaded, plan.as_mut(), 1..3);
     assert_near(&got[1], &oracle(TINY, 0..3)[2]);
@@ -260,7 +260,7 @@ fn faults_are_found_in_replays() {
 #[test]
 fn a_plan_gives_way_and_goes_on() {
     let device = Arc::new(Spy::running());
-    let engine = engine_at(&device, SMALL_PIECES);
+    let engine = engine_with(&device, SHORT_SLICES);
     let step = Step {
         tokens: 9,
         seen: 32,
@@ -300,7 +300,7 @@ fn a_plan_gives_way_and_goes_on() {
 #[test]
 fn a_fault_is_told_to_the_one_who_made_it() {
     let device = Arc::new(Spy::running());
-    let engine = engine_at(&device, SMALL_PIECES);
+    let engine = engine_with(&device, SHORT_SLICES);
     let built = TINY.graph(Step {
         tokens: 9,
         seen: 32,
@@ -333,11 +333,11 @@ fn a_fault_is_told_to_the_one_who_made_it() {
 fn working_memory_is_shared() {
     let device = Arc::new(Spy::recording());
     let engine = engine_on(&device);
-    let backed = |log: Vec<Event>| -> i64 {
+    let backed = |log: Vec<Call>| -> i64 {
         { log.iter() }
-            .map(|event| match *event {
-                Event::Back(bytes) => bytes as i64,
-                Event::Unback(bytes) => -(bytes as i64),
+            .map(|call| match *call {
+                Call::Back(bytes) => bytes as i64,
+                Call::Unback(bytes) => -(bytes as i64),
                 _ => 0,
             })
             .sum()
@@ -423,7 +423,7 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
         assert_near(&got, want);
         let log = device.take_whole_log();
         if position >= 2 {
-            let wanted = [Event::Puts, Event::Replay, Event::Download(4 * got.len())];
+            let wanted = [Call::Puts, Call::Replay, Call::Download(4 * got.len())];
             assert_eq!(log, wanted, "a download waits until it is there");
         }
     }
@@ -434,7 +434,7 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
     plan.land().unwrap();
     assert_eq!(
         device.take_whole_log(),
-        [Event::Puts, Event::Replay, Event::Wait]
+        [Call::Puts, Call::Replay, Call::Wait]
     );
 }
 

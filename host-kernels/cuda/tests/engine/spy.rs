@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use vgpu_cuda::device::{Address, Device, KernelId, Launch, Mark, RecordingId, SharedMemory};
+use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
@@ -21,7 +21,7 @@ pub(crate) struct Spy {
 #[derive(Default)]
 struct State {
     names: Vec<(KernelId, &'static str)>,
-    log: Vec<Event>,
+    log: Vec<Call>,
     fails: Option<Fails>,
     lost: Option<String>,
     /// Bytes that are allocated.
@@ -45,7 +45,7 @@ pub(crate) enum Fails {
 
 /// What the device was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Event {
+pub(crate) enum Call {
     Launch(&'static str),
     Record(usize),
     Change(usize),
@@ -65,12 +65,12 @@ pub(crate) enum Event {
     Wait,
 }
 
-impl Event {
+impl Call {
     /// Whether it is about data that comes and goes, and not about launches and memory.
     fn is_traffic(&self) -> bool {
         matches!(
             self,
-            Event::Puts | Event::Upload(_) | Event::Download(_) | Event::Wait
+            Call::Puts | Call::Upload(_) | Call::Download(_) | Call::Wait
         )
     }
 }
@@ -92,7 +92,7 @@ impl Spy {
     }
 
     /// A Hopper GPU that only writes down.
-    pub(crate) fn on_hopper() -> Spy {
+    pub(crate) fn on_sm90() -> Spy {
         Spy {
             shim: Shim::hopper(),
             ..Spy::recording()
@@ -113,14 +113,14 @@ impl Spy {
     }
 
     /// What it was asked for since this was asked last, apart from data.
-    pub(crate) fn take_log(&self) -> Vec<Event> {
+    pub(crate) fn take_log(&self) -> Vec<Call> {
         let mut log = self.take_whole_log();
-        log.retain(|event| !event.is_traffic());
+        log.retain(|call| !call.is_traffic());
         log
     }
 
     /// The same with data.
-    pub(crate) fn take_whole_log(&self) -> Vec<Event> {
+    pub(crate) fn take_whole_log(&self) -> Vec<Call> {
         std::mem::take(&mut self.state().log)
     }
 
@@ -129,8 +129,8 @@ impl Spy {
         self.state().fails = fails.into();
     }
 
-    fn note(&self, event: Event) {
-        self.state().log.push(event);
+    fn note(&self, call: Call) {
+        self.state().log.push(call);
     }
 
     /// Fails if nothing on the device works any more.
@@ -190,7 +190,7 @@ impl Device for Spy {
         }
     }
 
-    fn likes_large(&self) -> bool {
+    fn prefers_suballocation(&self) -> bool {
         self.limit.is_some()
     }
 
@@ -200,20 +200,20 @@ impl Device for Spy {
 
     fn abandon(&self) {
         assert!(self.lost().is_some(), "a device that works is not given up");
-        self.note(Event::Abandon);
+        self.note(Call::Abandon);
     }
 
     unsafe fn pin(&self, _: *mut u8, len: usize) -> Result<(), EngineError> {
         self.check(Fails::Pinning)?;
-        self.note(Event::Pin(len));
+        self.note(Call::Pin(len));
         Ok(())
     }
 
     fn unpin(&self, _: *mut u8) {
-        self.note(Event::Unpin);
+        self.note(Call::Unpin);
     }
 
-    fn multiprocessors(&self) -> u32 {
+    fn sm_count(&self) -> u32 {
         if self.runs { 1 } else { 132 }
     }
 
@@ -221,20 +221,20 @@ impl Device for Spy {
         self.shim.architecture()
     }
 
-    fn most_shared(&self) -> u32 {
-        self.shim.most_shared()
+    fn max_shared_per_block(&self) -> u32 {
+        self.shim.max_shared_per_block()
     }
 
-    fn multiprocessor_shared(&self) -> u32 {
-        self.shim.multiprocessor_shared()
+    fn shared_per_sm(&self) -> u32 {
+        self.shim.shared_per_sm()
     }
 
-    fn bandwidth(&self) -> u64 {
-        self.shim.bandwidth()
+    fn memory_bandwidth(&self) -> u64 {
+        self.shim.memory_bandwidth()
     }
 
-    fn resident_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
-        self.shim.resident_blocks(kernel, threads, shared)
+    fn max_cooperative_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
+        self.shim.max_cooperative_blocks(kernel, threads, shared)
     }
 
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
@@ -249,52 +249,52 @@ impl Device for Spy {
             });
         }
         self.state().used += size;
-        self.note(Event::Alloc(size));
+        self.note(Call::Alloc(size));
         self.shim.alloc(size)
     }
 
     unsafe fn free(&self, address: Address, size: u64) {
         self.state().used -= size;
-        self.note(Event::Free(size));
+        self.note(Call::Free(size));
         // SAFETY: the caller's promise.
         unsafe { self.shim.free(address, size) };
     }
 
-    fn granularity(&self) -> u64 {
-        self.shim.granularity()
+    fn map_granularity(&self) -> u64 {
+        self.shim.map_granularity()
     }
 
-    fn reserve(&self, size: u64) -> Result<Address, EngineError> {
-        self.shim.reserve(size)
+    fn reserve_addresses(&self, size: u64) -> Result<Address, EngineError> {
+        self.shim.reserve_addresses(size)
     }
 
-    unsafe fn back(&self, address: Address, size: u64) -> Result<(), EngineError> {
+    unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
         self.check(Fails::Memory)?;
-        self.note(Event::Back(size));
+        self.note(Call::Back(size));
         // SAFETY: the caller's promise.
-        unsafe { self.shim.back(address, size) }
+        unsafe { self.shim.map_memory(address, size) }
     }
 
-    unsafe fn unback(&self, address: Address, size: u64) {
-        self.note(Event::Unback(size));
+    unsafe fn unmap_memory(&self, address: Address, size: u64) {
+        self.note(Call::Unback(size));
         // SAFETY: the caller's promise.
-        unsafe { self.shim.unback(address, size) };
+        unsafe { self.shim.unmap_memory(address, size) };
     }
 
-    fn alloc_shared(&self, size: usize) -> Result<SharedMemory, EngineError> {
-        self.shim.alloc_shared(size)
+    fn alloc_mapped(&self, size: usize) -> Result<MappedHostMemory, EngineError> {
+        self.shim.alloc_mapped(size)
     }
 
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
         self.check_there()?;
-        self.note(Event::Upload(from.len()));
+        self.note(Call::Upload(from.len()));
         // SAFETY: the caller's promise.
         unsafe { self.shim.upload(to, from) }
     }
 
     unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError> {
         self.check_there()?;
-        self.note(Event::Download(to.len()));
+        self.note(Call::Download(to.len()));
         // SAFETY: the caller's promise.
         unsafe { self.shim.download(from, to) }
     }
@@ -328,15 +328,15 @@ impl Device for Spy {
         };
         if name == "vg_put" {
             self.check_there()?;
-            self.note(Event::Puts);
+            self.note(Call::Puts);
             // SAFETY: the caller's promise.
             return unsafe { self.shim.launch(launch) };
         }
         self.check(Fails::Launch(0))?;
         let mut state = self.state();
-        state.log.push(Event::Launch(name));
+        state.log.push(Call::Launch(name));
         drop(state);
-        if launch.together && self.check(Fails::Step).is_err() {
+        if launch.cooperative && self.check(Fails::Step).is_err() {
             let counters = u64::from_ne_bytes(launch.params[8..16].try_into().expect("an address"));
             for stage in [0, 3, 4] {
                 // SAFETY: counters of the device, which is this process.
@@ -353,49 +353,49 @@ impl Device for Spy {
         }
     }
 
-    fn record(&self, launches: &[Launch]) -> Result<RecordingId, EngineError> {
+    fn create_graph(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError> {
         self.check(Fails::Recording)?;
-        self.note(Event::Record(launches.len()));
-        self.shim.record(launches)
+        self.note(Call::Record(launches.len()));
+        self.shim.create_graph(launches)
     }
 
-    fn change(
+    fn update_graph_node(
         &self,
-        recording: RecordingId,
+        graph: GraphExecId,
         index: usize,
         launch: &Launch,
     ) -> Result<(), EngineError> {
         self.check(Fails::Recording)?;
-        self.note(Event::Change(index));
-        self.shim.change(recording, index, launch)
+        self.note(Call::Change(index));
+        self.shim.update_graph_node(graph, index, launch)
     }
 
-    unsafe fn replay(&self, recording: RecordingId) -> Result<(), EngineError> {
+    unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
         self.check(Fails::Launch(0))?;
-        self.note(Event::Replay);
+        self.note(Call::Replay);
         match self.runs {
             // SAFETY: the caller's promise.
-            true => unsafe { self.shim.replay(recording) },
+            true => unsafe { self.shim.launch_graph(graph) },
             false => Ok(()),
         }
     }
 
-    fn forget(&self, recording: RecordingId) {
-        self.note(Event::Forget);
-        self.shim.forget(recording);
+    fn destroy_graph(&self, graph: GraphExecId) {
+        self.note(Call::Forget);
+        self.shim.destroy_graph(graph);
     }
 
-    fn mark(&self) -> Result<Mark, EngineError> {
-        self.shim.mark()
+    fn record_event(&self) -> Result<Event, EngineError> {
+        self.shim.record_event()
     }
 
-    fn wait(&self, mark: Mark) -> Result<(), EngineError> {
-        self.shim.wait(mark)
+    fn wait_event(&self, call: Event) -> Result<(), EngineError> {
+        self.shim.wait_event(call)
     }
 
     fn synchronize(&self) -> Result<(), EngineError> {
         self.check_there()?;
-        self.note(Event::Wait);
+        self.note(Call::Wait);
         self.shim.synchronize()
     }
 }

@@ -1,0 +1,265 @@
+//! Activations that were rounded for one product and are kept for the next ones that multiply the same.
+//!
+//! Q, K and V have the same activations, as have gate and up: they are rounded once, or by the norm before. What is
+//! rounded lies in the first part of working memory, used round and round, and is good until somebody writes to the
+//! activations it was made of.
+//!
+//! Activations of many columns that were laid out as halves lie in working memory of the node that did it, which later nodes
+//! leave alone: one of those at a time.
+
+use std::ops::Range;
+
+use crate::device::Address;
+use crate::launch::q8::{Q8Activations, q8_elements};
+use crate::params::{VgHopperHalvesParams, VgView};
+
+/// Bytes of working memory for it.
+pub(crate) const ACTIVATION_CACHE_BYTES: u64 = 4 << 20;
+
+/// What is kept while a plan is compiled.
+pub(crate) struct ActivationCache {
+    base: Address,
+    next: u64,
+    entries: Vec<Entry>,
+    /// Pairs of launches of the plan between which something is kept.
+    spans: Vec<(usize, usize)>,
+    is_used: bool,
+    halves: Option<Halves>,
+}
+
+/// Activations laid out as halves for products of many columns.
+struct Halves {
+    /// What they were made of, and how, as bytes.
+    key: Vec<u8>,
+    sources: Vec<Range<Address>>,
+    /// Bytes of nodes' working memory.
+    place: Range<u64>,
+    params: VgHopperHalvesParams,
+    made: usize,
+}
+
+struct Entry {
+    key: Key,
+    /// Bytes of the activations.
+    source: Range<Address>,
+    /// Bytes of working memory, from its beginning.
+    place: Range<u64>,
+    rounded: Q8Activations,
+    /// The launch that makes it.
+    made: usize,
+    /// Whether that launch makes the activations, too, and does not only read them.
+    is_result: bool,
+}
+
+/// Dense activations: where they are, the length of a row, the number of rows. Other extents do not matter.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Key(Address, i64, i64, u32);
+
+impl Key {
+    fn of(x: &VgView) -> Option<Key> {
+        let mut dense = x.nb[0];
+        for d in 0..4 {
+            if x.nb[d] != dense {
+                return None;
+            }
+            dense *= x.ne[d];
+        }
+        Some(Key(x.data, x.ne[0], x.rows(), x.type_))
+    }
+}
+
+impl ActivationCache {
+    /// Nothing yet; working memory begins at `base`.
+    pub(crate) fn new(base: Address) -> ActivationCache {
+        ActivationCache {
+            base,
+            next: 0,
+            entries: Vec::new(),
+            spans: Vec::new(),
+            is_used: false,
+            halves: None,
+        }
+    }
+
+    /// Bytes at the beginning of nodes' working memory that are in use from node to node.
+    pub(crate) fn reserved(&self) -> u64 {
+        self.halves.as_ref().map_or(0, |halves| halves.place.end)
+    }
+
+    /// The halves that were made of this, for launch `user`.
+    pub(crate) fn halves(&mut self, key: &[u8], user: usize) -> Option<VgHopperHalvesParams> {
+        let halves = self.halves.as_ref().filter(|halves| halves.key == key)?;
+        self.spans.push((halves.made, user));
+        Some(halves.params)
+    }
+
+    /// Keeps what launch `made`, and those behind it, lay out at `place` of nodes' working memory, in place of what was kept
+    /// before. It is good until somebody writes to `sources`.
+    pub(crate) fn cache_f16(
+        &mut self,
+        key: Vec<u8>,
+        sources: Vec<Range<Address>>,
+        place: Range<u64>,
+        params: VgHopperHalvesParams,
+        made: usize,
+    ) {
+        self.halves = Some(Halves {
+            key,
+            sources,
+            place,
+            params,
+            made,
+        });
+    }
+
+    /// Whether anything was kept at all.
+    pub(crate) fn is_used(&self) -> bool {
+        self.is_used
+    }
+
+    /// Pairs of launches between which no other plan may run.
+    pub(crate) fn spans(&self) -> &[(usize, usize)] {
+        &self.spans
+    }
+
+    /// What is kept of `x`, for launch `user`.
+    pub(crate) fn get(&mut self, x: &VgView, user: usize) -> Option<Q8Activations> {
+        let key = Key::of(x)?;
+        let entry = self.entries.iter().find(|entry| entry.key == key)?;
+        self.spans.push((entry.made, user));
+        Some(entry.rounded)
+    }
+
+    /// A place for what launch `made` makes of `x`, which it may have made itself (`is_result`). `None` if that is too large
+    /// to be kept.
+    pub(crate) fn put(
+        &mut self,
+        x: &VgView,
+        made: usize,
+        is_result: bool,
+    ) -> Option<Q8Activations> {
+        let key = Key::of(x)?;
+        let quants = q8_elements(x) as u64;
+        let bytes = quants + quants / 2;
+        if bytes > ACTIVATION_CACHE_BYTES / 4 {
+            return None;
+        }
+        if self.next + bytes > ACTIVATION_CACHE_BYTES {
+            self.next = 0;
+        }
+        let place = self.next..self.next + bytes;
+        self.next = place.end;
+        self.is_used = true;
+        self.entries.retain(|entry| {
+            entry.key != key && (entry.place.end <= place.start || place.end <= entry.place.start)
+        });
+        let at = self.base + place.start;
+        let rounded = Q8Activations {
+            quants: at,
+            scales: at + quants,
+        };
+        self.entries.push(Entry {
+            key,
+            source: x.extent(),
+            place,
+            rounded,
+            made,
+            is_result,
+        });
+        Some(rounded)
+    }
+
+    /// Forgets what was made of `x`.
+    pub(crate) fn forget(&mut self, x: &VgView) {
+        let key = Key::of(x);
+        self.entries.retain(|entry| Some(entry.key) != key);
+    }
+
+    /// Forgets what was made of anything in bytes that launches from `since` on write, unless they made it of what they
+    /// have written.
+    pub(crate) fn wrote(&mut self, written: &Range<Address>, since: usize) {
+        self.entries.retain(|entry| {
+            let is_apart = entry.source.end <= written.start || written.end <= entry.source.start;
+            is_apart || entry.is_result && entry.made >= since
+        });
+        let is_apart =
+            |source: &Range<Address>| source.end <= written.start || written.end <= source.start;
+        self.halves
+            .take_if(|halves| !halves.sources.iter().all(is_apart));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vgpu_transport::ir::{Shape, Type};
+
+    fn view(at: Address, ne: [u64; 4]) -> VgView {
+        VgView::new(at, &Shape::contiguous(Type::F32, ne).unwrap())
+    }
+
+    #[test]
+    fn activations_are_kept_until_they_are_written() {
+        let mut kept = ActivationCache::new(1 << 30);
+        let x = view(4096, [64, 2, 1, 1]);
+        assert_eq!(kept.get(&x, 0), None);
+        let rounded = kept.put(&x, 0, true).unwrap();
+        assert_eq!(kept.get(&x, 3), Some(rounded));
+        // Other extents, the same rows.
+        assert_eq!(kept.get(&view(4096, [64, 1, 2, 1]), 4), Some(rounded));
+        assert_eq!(kept.get(&view(4096, [128, 1, 1, 1]), 4), None);
+        assert_eq!(kept.spans(), [(0, 3), (0, 4)]);
+        // Beside it, by whoever made it, and into it.
+        kept.wrote(&(4096 + 512..8192), 5);
+        kept.wrote(&(4096..8192), 0);
+        assert_eq!(kept.get(&x, 5), Some(rounded));
+        kept.wrote(&(4096 + 508..8192), 5);
+        assert_eq!(kept.get(&x, 6), None);
+        // Who only read them has not made it of what it wrote after that.
+        kept.put(&x, 7, false).unwrap();
+        kept.wrote(&(4096..8192), 7);
+        assert_eq!(kept.get(&x, 8), None);
+    }
+
+    #[test]
+    fn halves_are_kept_until_what_they_were_made_of_is_written() {
+        let mut kept = ActivationCache::new(0);
+        assert_eq!(kept.reserved(), 0);
+        let made = VgHopperHalvesParams {
+            halves: 7,
+            ..VgHopperHalvesParams::default()
+        };
+        kept.cache_f16(vec![1, 2], vec![4096..8192, 64..128], 256..1024, made, 3);
+        assert_eq!(kept.reserved(), 1024);
+        assert!(kept.halves(&[1], 5).is_none());
+        assert_eq!(kept.halves(&[1, 2], 5).map(|made| made.halves), Some(7));
+        assert_eq!(kept.spans(), [(3, 5)]);
+        kept.wrote(&(128..4096), 5);
+        assert!(kept.halves(&[1, 2], 6).is_some());
+        kept.wrote(&(127..128), 6);
+        assert!(kept.halves(&[1, 2], 7).is_none());
+        assert_eq!(kept.reserved(), 0);
+    }
+
+    #[test]
+    fn places_are_used_again_and_forgotten_then() {
+        let mut kept = ActivationCache::new(0);
+        let x = |i: u64| view(i << 30, [32 * 1024, 1, 1, 1]);
+        let first = kept.put(&x(1), 0, false).unwrap();
+        let mut count = 1;
+        // Each has 48 bytes for 32 elements.
+        while kept.get(&x(1), 0).is_some() {
+            count += 1;
+            kept.put(&x(count), 0, false).unwrap();
+            assert!(count < 1000);
+        }
+        assert_eq!(count, ACTIVATION_CACHE_BYTES / (48 * 1024) + 1);
+        assert_eq!(kept.get(&x(count), 0), Some(first));
+        assert!(kept.get(&x(count - 1), 0).is_some());
+        assert_eq!(
+            kept.put(&view(0, [32 * 1024 * 64, 1, 1, 1]), 0, false),
+            None,
+            "too large"
+        );
+    }
+}

@@ -1,0 +1,262 @@
+//! Memory of a device, handed out in parts of large chunks.
+//!
+//! The driver takes long to allocate, and waits for all that runs when it frees. So small and middling allocations are
+//! parts of chunks that stay, the best fitting gap first; only what is large goes to the driver each time. What is freed is
+//! free at once: the device does things in order, so whoever gets the memory next comes after whoever had it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::device::{Address, Device};
+use vgpu_engine::{EngineError, MemoryInfo};
+
+/// Bytes of a chunk.
+const CHUNK: u64 = 64 << 20;
+
+/// Allocations of at most so many bytes are parts of chunks.
+const LARGEST_PART: u64 = 16 << 20;
+
+/// Parts begin and end at multiples of this.
+const ALIGN: u64 = 256;
+
+/// So many chunks are kept although nothing of them is in use.
+const SPARE_CHUNKS: usize = 2;
+
+/// Hands out memory of a device.
+pub(crate) struct Allocator {
+    device: Arc<dyn Device>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Chunks: their gaps, by where they begin, with their lengths.
+    chunks: BTreeMap<Address, Gaps>,
+}
+
+type Gaps = BTreeMap<Address, u64>;
+
+impl Allocator {
+    pub(crate) fn new(device: &Arc<dyn Device>) -> Allocator {
+        Allocator {
+            device: Arc::clone(device),
+            state: Mutex::default(),
+        }
+    }
+
+    /// The device.
+    pub(crate) fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Whether memory of this size is a part of a chunk.
+    fn is_part(&self, size: u64) -> bool {
+        size <= LARGEST_PART && self.device.prefers_suballocation()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Memory of the device; gaps in chunks are free.
+    pub(crate) fn memory(&self) -> MemoryInfo {
+        let gaps: u64 = {
+            let state = self.state();
+            { state.chunks.values() }.flat_map(Gaps::values).sum()
+        };
+        let MemoryInfo { total, free } = self.device.memory();
+        MemoryInfo {
+            total,
+            free: (free + gaps).min(total),
+        }
+    }
+
+    /// `size` bytes, not 0, all zero.
+    pub(crate) fn alloc(&self, size: u64) -> Result<Address, EngineError> {
+        if !self.is_part(size) {
+            return self.patiently(|| self.device.alloc(size), size);
+        }
+        let address = self.part(size.next_multiple_of(ALIGN))?;
+        // SAFETY: a part of a chunk that nobody has.
+        match unsafe { self.device.fill(address, size, 0) } {
+            Ok(()) => Ok(address),
+            Err(error) => {
+                self.give_back(address, size);
+                Err(error)
+            }
+        }
+    }
+
+    /// A part that nobody has, of a chunk that is there or a new one.
+    fn part(&self, size: u64) -> Result<Address, EngineError> {
+        if let Some(address) = self.state().take(size) {
+            return Ok(address);
+        }
+        let chunk = self.patiently(|| self.device.alloc(CHUNK), size)?;
+        let mut state = self.state();
+        state.chunks.insert(chunk, Gaps::from([(chunk, CHUNK)]));
+        Ok({ state.take(size) }.expect("a chunk has room for a part"))
+    }
+
+    /// Tries again without spare chunks if there is no memory. The error names what was `wanted`.
+    fn patiently(
+        &self,
+        alloc: impl Fn() -> Result<Address, EngineError>,
+        wanted: u64,
+    ) -> Result<Address, EngineError> {
+        match alloc() {
+            Err(EngineError::OutOfMemory { .. }) => {}
+            outcome => return outcome,
+        }
+        self.trim(0);
+        alloc().map_err(|error| match error {
+            EngineError::OutOfMemory { .. } => {
+                let MemoryInfo { total, free } = self.memory();
+                EngineError::OutOfMemory {
+                    wanted,
+                    free,
+                    total,
+                }
+            }
+            error => error,
+        })
+    }
+
+    /// Takes memory back.
+    ///
+    /// # Safety
+    /// `address` is from [`Allocator::alloc`] with this size, and nothing that is yet to be asked for uses it.
+    pub(crate) unsafe fn free(&self, address: Address, size: u64) {
+        if !self.is_part(size) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.device.free(address, size) };
+        }
+        self.give_back(address, size);
+        self.trim(SPARE_CHUNKS);
+    }
+
+    fn give_back(&self, address: Address, size: u64) {
+        self.state().put(address, size.next_multiple_of(ALIGN));
+    }
+
+    /// Gives back chunks of which nothing is in use, but `spare` of them.
+    fn trim(&self, spare: usize) {
+        let mut empty: Vec<Address> = {
+            let state = self.state();
+            let is_empty = |(&chunk, gaps): (&Address, &Gaps)| {
+                (gaps.get(&chunk) == Some(&CHUNK)).then_some(chunk)
+            };
+            state.chunks.iter().filter_map(is_empty).collect()
+        };
+        while empty.len() > spare {
+            let chunk = empty.pop().expect("there are more than the spare ones");
+            let mut state = self.state();
+            // Somebody may have taken a part of it by now.
+            let is_empty =
+                { state.chunks.get(&chunk) }.is_some_and(|gaps| gaps.get(&chunk) == Some(&CHUNK));
+            if is_empty {
+                state.chunks.remove(&chunk);
+                drop(state);
+                // SAFETY: allocated as a chunk; nobody has a part, and none is given out any more.
+                unsafe { self.device.free(chunk, CHUNK) };
+            }
+        }
+    }
+}
+
+impl Drop for Allocator {
+    fn drop(&mut self) {
+        self.trim(0);
+    }
+}
+
+impl State {
+    /// The smallest gap that has room.
+    fn take(&mut self, size: u64) -> Option<Address> {
+        let gaps = { self.chunks.iter() }
+            .flat_map(|(&chunk, gaps)| gaps.iter().map(move |(&at, &len)| (len, at, chunk)));
+        let (len, at, chunk) = gaps.filter(|&(len, ..)| len >= size).min()?;
+        let gaps = self.chunks.get_mut(&chunk)?;
+        gaps.remove(&at);
+        if len > size {
+            gaps.insert(at + size, len - size);
+        }
+        Some(at)
+    }
+
+    /// Makes a part a gap, one with those beside it.
+    fn put(&mut self, mut at: Address, mut len: u64) {
+        let (&chunk, gaps) = { self.chunks.range_mut(..=at) }
+            .next_back()
+            .expect("parts lie in chunks");
+        debug_assert!(at + len <= chunk + CHUNK);
+        if let Some((&before, &length)) = gaps.range(..at).next_back()
+            && before + length == at
+        {
+            gaps.remove(&before);
+            (at, len) = (before, len + length);
+        }
+        if let Some(behind) = gaps.remove(&(at + len)) {
+            len += behind;
+        }
+        gaps.insert(at, len);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AT: Address = 1 << 40;
+
+    fn one_chunk() -> State {
+        State {
+            chunks: BTreeMap::from([(AT, Gaps::from([(AT, CHUNK)]))]),
+        }
+    }
+
+    #[test]
+    fn parts_do_not_overlap_and_become_one_gap_again() {
+        let mut state = one_chunk();
+        let mut random = 12345u64;
+        let mut held: Vec<(Address, u64)> = Vec::new();
+        for _ in 0..2000 {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            let choice = random >> 33;
+            if choice.is_multiple_of(3) && !held.is_empty() {
+                let (at, len) = held.swap_remove(choice as usize / 3 % held.len());
+                state.put(at, len);
+            } else if let Some(at) = state.take((choice % 4096 + 1) * ALIGN) {
+                held.push((at, (choice % 4096 + 1) * ALIGN));
+            }
+            let mut all = held.clone();
+            all.extend(state.chunks[&AT].iter().map(|(&at, &len)| (at, len)));
+            all.sort_unstable();
+            let mut end = AT;
+            for (at, len) in all {
+                assert_eq!(at, end, "parts and gaps fill the chunk");
+                end = at + len;
+            }
+            assert_eq!(end, AT + CHUNK);
+        }
+        for (at, len) in held {
+            state.put(at, len);
+        }
+        assert_eq!(state.chunks, one_chunk().chunks);
+    }
+
+    #[test]
+    fn the_best_fitting_gap_is_taken() {
+        let mut state = one_chunk();
+        let parts: Vec<_> = { [8, 2, 4, 2, 1].iter() }
+            .map(|&n| (state.take(n * ALIGN).unwrap(), n * ALIGN))
+            .collect();
+        state.put(parts[0].0, parts[0].1);
+        state.put(parts[2].0, parts[2].1);
+        assert_eq!(state.take(3 * ALIGN), Some(parts[2].0));
+        assert_eq!(state.take(5 * ALIGN), Some(parts[0].0));
+        assert_eq!(state.take(CHUNK), None);
+    }
+}

@@ -1,0 +1,200 @@
+//! Which of several kernels multiplies: the one that was the fastest on this GPU, where that was measured.
+//!
+//! Products of many columns can be done by the kernels for any GPU, and on Hopper GPUs by others in tiles of two widths. Which
+//! is the fastest depends on the type of the weights and on extents; `vgpu gpu-check tune` measures it and keeps the outcome in
+//! a file. What was not measured is chosen by a rule of thumb (`ops/hopper.rs`).
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use vgpu_transport::ir::Type;
+
+use crate::source::SOURCES;
+
+/// How a product of many columns can be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GemmVariant {
+    /// By the kernels for any GPU.
+    General,
+    /// By those for Hopper GPUs, in tiles of 128 columns.
+    Narrow,
+    /// By the same, in tiles of 256 columns.
+    Wide,
+}
+
+impl GemmVariant {
+    /// All of them.
+    pub const ALL: [GemmVariant; 3] =
+        [GemmVariant::General, GemmVariant::Narrow, GemmVariant::Wide];
+
+    /// A word for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            GemmVariant::General => "general",
+            GemmVariant::Narrow => "narrow",
+            GemmVariant::Wide => "wide",
+        }
+    }
+}
+
+/// Rows and columns of a result: what was measured for these counts for those that are less than twice or half of either.
+type Extents = (u64, u64);
+
+/// What was measured.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TuningTable {
+    forced: Option<GemmVariant>,
+    measured: BTreeMap<u8, Vec<(Extents, GemmVariant)>>,
+}
+
+impl TuningTable {
+    /// This variant for everything that can be done so.
+    pub fn forced(variant: GemmVariant) -> TuningTable {
+        TuningTable {
+            forced: Some(variant),
+            ..TuningTable::default()
+        }
+    }
+
+    /// Notes the fastest variant for weights of type `ty` and a result of so many rows and columns.
+    pub fn record(&mut self, ty: Type, rows: u64, columns: u64, variant: GemmVariant) {
+        let of_type = self.measured.entry(ty as u8).or_default();
+        of_type.push(((rows, columns), variant));
+    }
+
+    /// How many were noted.
+    pub fn len(&self) -> usize {
+        self.measured.values().map(Vec::len).sum()
+    }
+
+    /// Whether nothing is known.
+    pub fn is_empty(&self) -> bool {
+        self.forced.is_none() && self.measured.is_empty()
+    }
+
+    /// The variant for a result of so many rows and columns, if something near was measured: the nearest, by factors.
+    pub fn lookup(&self, ty: Type, rows: u64, columns: u64) -> Option<GemmVariant> {
+        if self.forced.is_some() {
+            return self.forced;
+        }
+        let apart = |a: u64, b: u64| (a.max(1) as f64 / b.max(1) as f64).log2().abs();
+        let near = |&&((r, c), _): &&(Extents, GemmVariant)| {
+            apart(rows, r) <= MAX_LOG2_DISTANCE && apart(columns, c) <= MAX_LOG2_DISTANCE
+        };
+        let distance = |((r, c), _): &(Extents, GemmVariant)| apart(rows, *r) + apart(columns, *c);
+        let of_type = self.measured.get(&(ty as u8))?;
+        { of_type.iter().filter(near) }
+            .min_by(|a, b| distance(a).total_cmp(&distance(b)))
+            .map(|(_, variant)| *variant)
+    }
+
+    /// As the text of a file, good for the device and program that `fingerprint` is of.
+    pub fn to_text(&self, fingerprint: &str) -> String {
+        let mut text = format!("{HEADER}{fingerprint}\n");
+        for (&ty, measured) in &self.measured {
+            let Some(ty) = Type::from_id(ty) else {
+                continue;
+            };
+            for ((rows, columns), variant) in measured {
+                let (ty, variant) = (ty.ggml_name(), variant.name());
+                writeln!(text, "{ty} {rows} {columns} {variant}").expect("a string grows");
+            }
+        }
+        text
+    }
+
+    /// Reads such a text. An error says what is wrong with it.
+    pub fn parse(text: &str, fingerprint: &str) -> Result<TuningTable, String> {
+        let mut lines = text.lines();
+        let first = lines.next().unwrap_or_default();
+        let of = first.strip_prefix(HEADER).ok_or("not a file of table")?;
+        if of != fingerprint {
+            return Err("measured on another GPU or with other kernels".into());
+        }
+        let mut table = TuningTable::default();
+        for (number, line) in lines.enumerate() {
+            let wrong = || format!("line {}: {line:?} is no choice", number + 2);
+            let words: Vec<&str> = line.split(' ').collect();
+            let [ty, rows, columns, variant] = words[..] else {
+                return Err(wrong());
+            };
+            let ty = { Type::ALL.iter().copied() }.find(|known| known.ggml_name() == ty);
+            let variant = { GemmVariant::ALL.into_iter() }.find(|known| known.name() == variant);
+            let [rows, columns] = [rows, columns].map(|word| word.parse().ok());
+            match (ty, rows, columns, variant) {
+                (Some(ty), Some(rows), Some(columns), Some(variant)) => {
+                    table.record(ty, rows, columns, variant);
+                }
+                _ => return Err(wrong()),
+            }
+        }
+        Ok(table)
+    }
+}
+
+/// A line that begins so is the first one.
+const HEADER: &str = "vgpu's table of kernels, ";
+
+/// What extents that a choice is good for may be apart from those that were measured, as a power of two.
+const MAX_LOG2_DISTANCE: f64 = 1.0;
+
+/// What changes with anything that table depend on: the device, and the text of all kernels.
+pub fn fingerprint(device: &str) -> String {
+    let mut hash = blake3::Hasher::new();
+    hash.update(device.as_bytes());
+    for source in SOURCES {
+        hash.update(source.code_name("", (0, 0)).as_bytes());
+    }
+    hash.finalize().to_hex()[..32].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_that_was_measured_counts() {
+        let mut table = TuningTable::default();
+        assert!(table.is_empty());
+        assert_eq!(table.lookup(Type::Q4K, 4096, 512), None);
+        table.record(Type::Q4K, 4096, 512, GemmVariant::Wide);
+        table.record(Type::Q4K, 4096, 128, GemmVariant::Narrow);
+        table.record(Type::Q4K, 1024, 512, GemmVariant::General);
+        table.record(Type::F16, 4096, 512, GemmVariant::General);
+        for (rows, columns, expected) in [
+            (4096, 512, Some(GemmVariant::Wide)),
+            (5120, 700, Some(GemmVariant::Wide)),
+            (4096, 100, Some(GemmVariant::Narrow)),
+            (1500, 512, Some(GemmVariant::General)),
+            (4096, 4096, None),
+            (100, 512, None),
+        ] {
+            assert_eq!(table.lookup(Type::Q4K, rows, columns), expected);
+        }
+        assert_eq!(table.lookup(Type::Q6K, 4096, 512), None);
+        let forced = TuningTable::forced(GemmVariant::Narrow);
+        assert_eq!(forced.lookup(Type::Q6K, 1, 1), Some(GemmVariant::Narrow));
+    }
+
+    #[test]
+    fn files_are_read_as_they_were_written_and_on_the_same_gpu_alone() {
+        let mut table = TuningTable::default();
+        table.record(Type::Mxfp4, 4096, 512, GemmVariant::Wide);
+        table.record(Type::Q4K, 1024, 64, GemmVariant::General);
+        let here = fingerprint("NVIDIA H200, driver 13.0");
+        let text = table.to_text(&here);
+        assert_eq!(TuningTable::parse(&text, &here), Ok(table));
+        let there = fingerprint("NVIDIA H100, driver 13.0");
+        let refused = TuningTable::parse(&text, &there).unwrap_err();
+        assert!(refused.contains("another GPU"), "{refused}");
+        for (wrong, expected) in [
+            (String::new(), "not a file"),
+            (format!("{text}q4_K 1 2\n"), "line 4"),
+            (format!("{text}q4_K 1 -2 wide\n"), "line 4"),
+            (format!("{text}q4_K 1 2 widest\n"), "line 4"),
+        ] {
+            let refused = TuningTable::parse(&wrong, &here).unwrap_err();
+            assert!(refused.contains(expected), "{refused}");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Nodes of a CUDA plan that run on the host.
+//!
+//! Some operators no model runs at speed, and a kernel for them would be a search written a second time: numbers into
+//! K-quants, IQ and FP4 formats. A plan takes such a node's tensors to the CPU engine and its result back, so that a
+//! guest's graph is never split because of them. Slow, and right.
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::{
+    BufferId, Capabilities, Graph, Limits, Node, Op, OpKind, Rule, Sources, Tensor, TypeSet,
+    validate,
+};
+
+use crate::device::{Address, Device};
+use crate::types::{READABLE, WRITABLE};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::types::FLOATS;
+use vgpu_engine::{Engine, EngineError, Memory, Plan, RunError};
+
+/// What runs on the host.
+pub(crate) fn rules() -> Vec<Rule> {
+    let searched = READABLE.without(WRITABLE);
+    let mut rules = vec![
+        Rule::new(OpKind::Copy, searched, &[READABLE]),
+        Rule::new(OpKind::SetRows, searched, &[FLOATS]),
+    ];
+    // What is added to a quantised tensor is quantised again.
+    for ty in READABLE.without(FLOATS).iter() {
+        let set = TypeSet::of(&[ty]);
+        rules.push(Rule::new(OpKind::Add, set, &[set, FLOATS]));
+        rules.push(Rule::new(OpKind::Add1, set, &[set, FLOATS]));
+    }
+    rules
+}
+
+/// The CPU engine of a CUDA engine, started when a node first needs it.
+#[derive(Default)]
+pub(crate) struct CpuFallback {
+    engine: OnceLock<Result<CpuEngine, EngineError>>,
+}
+
+impl CpuFallback {
+    fn engine(&self) -> Result<&CpuEngine, EngineError> {
+        let engine = self.engine.get_or_init(|| CpuEngine::new(0, None));
+        engine.as_ref().map_err(Clone::clone)
+    }
+
+    /// Whether the node runs here and not on the device.
+    pub(crate) fn takes(graph: &Graph, node: &Node) -> bool {
+        if !matches!(
+            node.op,
+            Op::Copy {} | Op::SetRows {} | Op::Add {} | Op::Add1 {}
+        ) {
+            return false;
+        }
+        let dst = graph.dst(node).shape.ty;
+        let same = graph.src(node, 0).is_some_and(|src| src.shape.ty == dst);
+        match node.op {
+            Op::Copy {} => READABLE.without(WRITABLE).contains(dst) && !same,
+            Op::SetRows {} => READABLE.without(WRITABLE).contains(dst),
+            _ => dst.is_quantized(),
+        }
+    }
+
+    /// A node of `graph`, whose buffers begin at `bases`, to run on the host.
+    pub(crate) fn compile(
+        &self,
+        graph: &Graph,
+        node: &Node,
+        bases: &[Address],
+    ) -> Result<FallbackNode, EngineError> {
+        let engine = self.engine()?;
+        let unsupported = |why: String| EngineError::Unsupported {
+            op: node.op.kind().ggml_name(),
+            why,
+        };
+        let sources = (0..node.src.as_slice().len()).map(|i| graph.src(node, i));
+        let mut tensors = vec![*graph.dst(node)];
+        let mut src = Vec::new();
+        for source in sources {
+            src.push(source.map(|_| tensors.len() as u32));
+            tensors.extend(source);
+        }
+        let regions = Region::around(&tensors);
+        for tensor in &mut tensors {
+            let region = regions.iter().position(|region| region.holds(tensor));
+            let region = region.expect("every tensor lies in the region around it");
+            tensor.buffer = region as u32;
+            tensor.offset -= regions[region].bytes.start;
+        }
+        let part = Graph {
+            buffers: (0..regions.len() as u64).map(BufferId).collect(),
+            tensors,
+            nodes: vec![Node {
+                op: node.op,
+                dst: 0,
+                src: Sources::new(src),
+            }],
+        };
+        let limits = Limits {
+            revisits: u64::MAX, // the graph was held to its limits as a whole
+            ..Limits::default()
+        };
+        let size = |id: BufferId| regions.get(id.0 as usize).map(Region::len);
+        let capabilities: &Capabilities = engine.capabilities();
+        let valid = validate(part, capabilities, &limits, size)
+            .map_err(|invalid| unsupported(invalid.to_string()))?;
+        let memory = regions
+            .iter()
+            .map(|region| engine.alloc(region.len()))
+            .collect::<Result<Vec<_>, _>>()?;
+        let places = regions
+            .iter()
+            .map(|region| bases[region.buffer as usize] + region.bytes.start);
+        Ok(FallbackNode {
+            plan: engine.compile(&valid, &memory)?,
+            result: valid.graph().tensors[0].buffer as usize,
+            places: places.zip(memory).collect(),
+        })
+    }
+}
+
+/// Bytes of a buffer of the graph that tensors of a node lie in.
+struct Region {
+    buffer: u32,
+    bytes: Range<u64>,
+}
+
+impl Region {
+    /// The regions that the tensors lie in, apart from each other.
+    fn around(tensors: &[Tensor]) -> Vec<Region> {
+        let mut all: Vec<Region> = tensors
+            .iter()
+            .map(|tensor| Region {
+                buffer: tensor.buffer,
+                // Places keep the alignment that the device's memory gives them.
+                bytes: tensor.offset & !255..tensor.offset + extent(tensor),
+            })
+            .collect();
+        all.sort_by_key(|region| (region.buffer, region.bytes.start));
+        all.dedup_by(|next, last| {
+            let overlap = next.buffer == last.buffer && next.bytes.start < last.bytes.end;
+            if overlap {
+                last.bytes.end = last.bytes.end.max(next.bytes.end);
+            }
+            overlap
+        });
+        all
+    }
+
+    fn holds(&self, tensor: &Tensor) -> bool {
+        let end = tensor.offset + extent(tensor);
+        self.buffer == tensor.buffer && self.bytes.start <= tensor.offset && end <= self.bytes.end
+    }
+
+    fn len(&self) -> u64 {
+        self.bytes.end - self.bytes.start
+    }
+}
+
+fn extent(tensor: &Tensor) -> u64 {
+    let extent = tensor.shape.extent();
+    extent.expect("a validated tensor has a size")
+}
+
+/// A node that runs on the host, with memory for its tensors.
+pub(crate) struct FallbackNode {
+    plan: Box<dyn Plan>,
+    /// Where tensors lie on the device and on the host.
+    places: Vec<(Address, Arc<dyn Memory>)>,
+    /// Which of the places has the destination.
+    result: usize,
+}
+
+impl FallbackNode {
+    /// Runs the node after all that the device was asked for before.
+    ///
+    /// # Safety
+    /// The memory of the graph it was compiled from is still there.
+    pub(crate) unsafe fn run(&mut self, device: &dyn Device) -> Result<(), RunError> {
+        let failed = |error: EngineError| RunError::Kernel {
+            node: 0,
+            op: "",
+            message: error.to_string(),
+        };
+        let mut bytes = Vec::new();
+        for (address, memory) in &self.places {
+            bytes.resize(memory.size() as usize, 0u8);
+            // SAFETY: a region of the graph's memory, which the caller vouches for.
+            unsafe { device.download(*address, BytesMut::from(bytes.as_mut_slice())) }
+                .and_then(|()| memory.write(0, Bytes::from(bytes.as_slice())))
+                .map_err(failed)?;
+        }
+        self.plan.run()?;
+        let (address, memory) = &self.places[self.result];
+        bytes.resize(memory.size() as usize, 0);
+        memory
+            .read(0, BytesMut::from(bytes.as_mut_slice()))
+            // SAFETY: as above.
+            .and_then(|()| unsafe { device.upload(*address, Bytes::from(bytes.as_slice())) })
+            .map_err(failed)
+    }
+}

@@ -1,0 +1,72 @@
+//! Machine code for a GPU: built in, from the cache, or compiled now.
+
+use std::fs;
+use std::path::PathBuf;
+
+use tracing::{debug, info, warn};
+
+use crate::nvrtc::{CompileError, Nvrtc};
+use crate::source::Source;
+
+/// Machine code that was compiled with this program: file, architecture, code. The build script lists what
+/// `VGPU_CUBINS` names.
+static BUILT_IN: &[(&str, &str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
+
+/// Finds machine code for one architecture.
+pub(crate) struct CubinLoader {
+    arch: String,
+    cache: Option<PathBuf>,
+    /// Loaded when it is first needed.
+    compiler: Option<Nvrtc>,
+}
+
+impl CubinLoader {
+    /// CubinLoader for `arch`, kept in `cache` where it must be compiled.
+    pub(crate) fn new(arch: String, cache: Option<PathBuf>) -> CubinLoader {
+        CubinLoader {
+            arch,
+            cache,
+            compiler: None,
+        }
+    }
+
+    /// The machine code of a file.
+    pub(crate) fn load(&mut self, source: &Source) -> Result<Vec<u8>, CompileError> {
+        let built_in = BUILT_IN
+            .iter()
+            .find(|(name, arch, _)| *name == source.name && *arch == self.arch);
+        if let Some((_, _, code)) = built_in {
+            return Ok(code.to_vec());
+        }
+        if self.compiler.is_none() {
+            self.compiler = Some(Nvrtc::load(None)?);
+        }
+        let compiler = self.compiler.as_ref().expect("it was just loaded");
+        let kept = self.cache.as_ref().map(|cache| {
+            let name = source.code_name(&self.arch, compiler.version());
+            cache.join(format!("{name}.cubin"))
+        });
+        if let Some(code) = kept.as_ref().and_then(|path| fs::read(path).ok()) {
+            debug!(
+                file = source.name,
+                arch = self.arch,
+                "kernels from the cache"
+            );
+            return Ok(code);
+        }
+        info!(file = source.name, arch = self.arch, "compiling kernels");
+        let code = compiler.compile(source, &self.arch)?.cubin;
+        if let Some(path) = kept {
+            // Whole or not at all: others may read it at any time.
+            let part = path.with_extension(format!("{}.part", std::process::id()));
+            let parent = path.parent().expect("a file in the cache has a folder");
+            let written = fs::create_dir_all(parent)
+                .and_then(|()| fs::write(&part, &code))
+                .and_then(|()| fs::rename(&part, &path));
+            if let Err(error) = written {
+                warn!("kernels are not kept in {}: {error}", path.display());
+            }
+        }
+        Ok(code)
+    }
+}

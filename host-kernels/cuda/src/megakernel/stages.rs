@@ -1,0 +1,504 @@
+//! Launches as stages: which can be one, what they read and write.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use vgpu_transport::ir::Type;
+use zerocopy::{FromBytes, Immutable, KnownLayout};
+
+use crate::device::{Address, Device, KernelId, Launch};
+use crate::launch::planned::PlannedLaunch;
+use crate::launch::q8::q8_elements;
+use crate::params::*;
+
+/// Most launches that become one.
+pub(crate) const MAX_STAGES: usize = 1024;
+
+/// Bytes of counters of a step: one for the launch and one for each stage.
+pub(crate) const COUNTER_BYTES: u64 =
+    (MAX_STAGES as u64 + 1) * VG_COUNTER_STEP as u64 * size_of::<u32>() as u64;
+
+/// Most bytes of parameters.
+const MAX_PARAMS: usize = VG_STAGE_BYTES as usize - size_of::<VgStage>();
+
+/// Pairs of rows that a block of a stage multiplies, one for each warp.
+pub(crate) const BLOCK_PAIRS: u64 = 4;
+
+/// Threads of a block.
+pub(crate) const THREADS: u32 = 128;
+
+/// Types of weights that steps multiply, and those of planes, with their kernels for one column and for several.
+const WEIGHTS: [(&str, &str, VgType); 15] = [
+    ("vg_vector_f32", "vg_vectors_f32", VG_F32),
+    ("vg_vector_f16", "vg_vectors_f16", VG_F16),
+    ("vg_vector_bf16", "vg_vectors_bf16", VG_BF16),
+    ("vg_vector_q4_0", "vg_vectors_q4_0", VG_Q4_0),
+    ("vg_vector_q8_0", "vg_vectors_q8_0", VG_Q8_0),
+    ("vg_vector_iq4_nl", "vg_vectors_iq4_nl", VG_IQ4_NL),
+    ("vg_vector_mxfp4", "vg_vectors_mxfp4", VG_MXFP4),
+    ("vg_vector_q4_k", "vg_vectors_q4_k", VG_Q4_K),
+    ("vg_vector_q5_k", "vg_vectors_q5_k", VG_Q5_K),
+    ("vg_vector_q6_k", "vg_vectors_q6_k", VG_Q6_K),
+    (
+        "vg_vector_q4_0_planes",
+        "vg_vectors_q4_0_planes",
+        VG_Q4_0 | VG_PLANES,
+    ),
+    (
+        "vg_vector_q8_0_planes",
+        "vg_vectors_q8_0_planes",
+        VG_Q8_0 | VG_PLANES,
+    ),
+    (
+        "vg_vector_iq4_nl_planes",
+        "vg_vectors_iq4_nl_planes",
+        VG_IQ4_NL | VG_PLANES,
+    ),
+    (
+        "vg_vector_mxfp4_planes",
+        "vg_vectors_mxfp4_planes",
+        VG_MXFP4 | VG_PLANES,
+    ),
+    (
+        "vg_vector_q6_k_planes",
+        "vg_vectors_q6_k_planes",
+        VG_Q6_K | VG_PLANES,
+    ),
+];
+
+/// Other kernels with a stage that does the same.
+const BODIES: [(&str, VgBody); 10] = [
+    ("vg_norm_fused", VG_BODY_NORM_FUSED),
+    ("vg_quantize", VG_BODY_QUANTIZE),
+    ("vg_rope", VG_BODY_ROPE),
+    ("vg_rope_rows", VG_BODY_ROPE_ROWS),
+    ("vg_set_rows", VG_BODY_SET_ROWS),
+    ("vg_get_rows", VG_BODY_GET_ROWS),
+    ("vg_map", VG_BODY_MAP),
+    ("vg_add_id", VG_BODY_ADD_ID),
+    ("vg_route", VG_BODY_ROUTE),
+    ("vg_weighted_sum", VG_BODY_WEIGHTED_SUM),
+];
+
+/// Kernels of attention with their stages, and the width of heads that they are for.
+const ATTENTION: [(&str, VgBody, i64); 6] = [
+    ("vg_attend_half_64_few", VG_BODY_ATTEND_HALF_64, 64),
+    ("vg_attend_half_128_few", VG_BODY_ATTEND_HALF_128, 128),
+    ("vg_attend_brain_64_few", VG_BODY_ATTEND_BRAIN_64, 64),
+    ("vg_attend_brain_128_few", VG_BODY_ATTEND_BRAIN_128, 128),
+    ("vg_attend_raw_64_few", VG_BODY_ATTEND_RAW_64, 64),
+    ("vg_attend_raw_128_few", VG_BODY_ATTEND_RAW_128, 128),
+];
+
+/// Rows of a tile of all of those.
+const TILE_ROWS: i64 = 16;
+
+/// Most tokens of a step: so many columns weights are multiplied with at a time.
+const MAX_TOKENS: i64 = 8;
+
+const FOR_FEW: &str = "steps are for up to 8 tokens";
+
+/// What a kernel's launches are as stages.
+#[derive(Debug, Clone, Copy)]
+struct StageKernel {
+    name: &'static str,
+    body: VgBody,
+    /// Whether it has several columns at a time, for which steps have a kernel of their own.
+    is_of_several: bool,
+    /// Of attention: the width of heads.
+    width: i64,
+}
+
+/// The kernels of a device that have stages.
+pub(crate) struct StageKernels {
+    stage_kernels: HashMap<u32, StageKernel>,
+    /// The kernels that run them: with one column, and with several.
+    kernels: [KernelId; 2],
+}
+
+impl StageKernels {
+    /// Those of a device, if it has the kernels that run stages.
+    pub(crate) fn of(device: &dyn Device) -> Option<StageKernels> {
+        let kernels = [
+            device.kernel("vg_step").ok()?,
+            device.kernel("vg_steps").ok()?,
+        ];
+        let plain = |name, body, is_of_several| StageKernel {
+            name,
+            body,
+            is_of_several,
+            width: 0,
+        };
+        let products = WEIGHTS.iter().flat_map(|&(one, several, _)| {
+            [
+                plain(one, VG_BODY_PRODUCTS, false),
+                plain(several, VG_BODY_PRODUCTS, true),
+            ]
+        });
+        let attention = ATTENTION.iter().map(|&(name, body, width)| StageKernel {
+            width,
+            ..plain(name, body, false)
+        });
+        let others = BODIES.iter().map(|&(name, body)| plain(name, body, false));
+        let stage_kernels = { products.chain(attention).chain(others) }
+            .filter_map(|stage_kernel| {
+                Some((device.kernel(stage_kernel.name).ok()?.0, stage_kernel))
+            })
+            .collect();
+        Some(StageKernels {
+            stage_kernels,
+            kernels,
+        })
+    }
+
+    /// The kernel that runs these stages.
+    pub(crate) fn kernel(&self, tasks: &[&Stage]) -> KernelId {
+        self.kernels[usize::from(tasks.iter().any(|task| task.is_of_several))]
+    }
+
+    /// A launch as a stage, or why it is none.
+    pub(crate) fn task(&self, step: &PlannedLaunch) -> Result<Stage, &'static str> {
+        let launch = &step.launch;
+        let stage_kernel = self.stage_kernels.get(&launch.kernel.0);
+        let stage_kernel = *stage_kernel.ok_or("no stage does what its kernel does")?;
+        let mut body = stage_kernel.body;
+        if launch.params.len() > MAX_PARAMS {
+            return Err("its parameters are too large for a stage");
+        }
+        let mut access = MemoryAccess::default();
+        let [x, y, z] = launch.grid.map(u64::from);
+        // Kernels that give an element a thread go on by what they are told is all of them.
+        let each_element = (x * u64::from(launch.threads[0])).div_ceil(u64::from(THREADS));
+        let mut shape = Shape {
+            grid: launch.grid,
+            total: x * y * z,
+            ..Shape::default()
+        };
+        match body {
+            VG_BODY_PRODUCTS => access.products(&read(launch)?, &mut shape)?,
+            VG_BODY_NORM_FUSED => access.norm(&read(launch)?),
+            VG_BODY_QUANTIZE => access.quantize(&read(launch)?),
+            VG_BODY_ROPE => {
+                let it: VgRopeParams = read(launch)?;
+                access.reads_at(&it.src, &[&it.dst]);
+                access.rope(&it);
+                access.writes(&it.dst);
+            }
+            VG_BODY_ROPE_ROWS => {
+                let it: VgRopeRowsParams = read(launch)?;
+                access.reads(&it.rope.src);
+                access.rope(&it.rope);
+                access.reads(&it.ids);
+                access.writes(&it.cache);
+            }
+            VG_BODY_SET_ROWS => {
+                let it: VgRowsParams = read(launch)?;
+                if Type::from_id(it.dst.type_ as u8).is_some_and(Type::is_quantized) {
+                    body = VG_BODY_SET_BLOCKS;
+                }
+                access.reads(&it.src);
+                access.reads(&it.ids);
+                access.writes(&it.dst);
+                shape.elements(each_element);
+            }
+            VG_BODY_GET_ROWS => {
+                let it: VgRowsParams = read(launch)?;
+                if ![VG_F32, VG_F16, VG_BF16, VG_I32].contains(&it.src.type_) {
+                    return Err("stages read no quantised rows");
+                }
+                access.reads(&it.src);
+                access.reads(&it.ids);
+                access.writes(&it.dst);
+                shape.elements(each_element);
+            }
+            VG_BODY_ADD_ID => {
+                let it: VgAddIdParams = read(launch)?;
+                access.reads_at(&it.a, &[&it.dst]);
+                access.reads(&it.b);
+                access.reads(&it.ids);
+                access.writes(&it.dst);
+                shape.elements(each_element);
+            }
+            VG_BODY_MAP => {
+                let it: VgMapParams = read(launch)?;
+                access.reads_at(&it.a, &[&it.dst]);
+                access.reads_at(&it.b, &[&it.dst]);
+                access.writes(&it.dst);
+                shape.elements(each_element);
+            }
+            VG_BODY_ROUTE => {
+                let it: VgRouteParams = read(launch)?;
+                access.reads(&it.logits);
+                access.reads_bytes(it.bias, it.logits.ne[0] * 4);
+                access.writes(&it.ids);
+                access.writes(&it.weights);
+            }
+            VG_BODY_WEIGHTED_SUM => {
+                let it: VgWeightedSumParams = read(launch)?;
+                access.reads(&it.experts);
+                access.reads(&it.weights);
+                access.writes(&it.dst);
+                shape.elements(each_element);
+            }
+            _ => {
+                access.attend(&read(launch)?, launch, stage_kernel.width)?;
+                shape.arena = launch.shared;
+            }
+        }
+        if access.is_in_its_own_way() {
+            return Err("what it gives depends on the order of its blocks");
+        }
+        let total = u32::try_from(shape.total).map_err(|_| "it is too large for a stage")?;
+        Ok(Stage {
+            body,
+            weights: shape.weights,
+            is_of_several: stage_kernel.is_of_several,
+            grid: shape.grid,
+            total,
+            arena: shape.arena,
+            params: launch.params.clone(),
+            access,
+        })
+    }
+}
+
+/// A launch as a stage.
+pub(crate) struct Stage {
+    pub(crate) body: VgBody,
+    /// Of products: the type of the weights, with their planes if they lie so.
+    pub(crate) weights: Option<VgType>,
+    /// Whether only the kernel for several columns does it.
+    is_of_several: bool,
+    pub(crate) grid: [u32; 3],
+    /// What there is to do for blocks.
+    pub(crate) total: u32,
+    /// Bytes of shared memory for tiles.
+    pub(crate) arena: u32,
+    pub(crate) params: Vec<u8>,
+    pub(crate) access: MemoryAccess,
+}
+
+impl Stage {
+    /// Bytes of a warp's ring that a piece of a pair of rows takes: `stage_bytes` in `vector.cuh`, twice. In planes it is as many.
+    pub(crate) fn slot(&self) -> u32 {
+        let plain = |of: VgType| Type::from_id((of & !VG_PLANES) as u8);
+        self.weights.and_then(plain).map_or(0, |ty| {
+            let piece = match ty.is_quantized() {
+                true => 1024 / ty.block_elements() * ty.block_bytes(),
+                false => 1024,
+            };
+            2 * (piece.next_multiple_of(16) + 16) as u32
+        })
+    }
+}
+
+#[derive(Default)]
+struct Shape {
+    grid: [u32; 3],
+    total: u64,
+    arena: u32,
+    weights: Option<VgType>,
+}
+
+impl Shape {
+    fn elements(&mut self, blocks: u64) {
+        self.total = blocks;
+        self.grid = [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1];
+    }
+}
+
+/// What memory a stage touches.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct MemoryAccess {
+    /// Everything that it reads but weights.
+    pub(crate) read: Vec<Range<Address>>,
+    pub(crate) written: Vec<Range<Address>>,
+    /// The weights of products, which are read ahead.
+    pub(crate) ahead: Vec<Range<Address>>,
+    /// Where it is written which of the weights those are.
+    pub(crate) ids: Vec<Range<Address>>,
+}
+
+/// Whether some of these share a byte with some of those.
+pub(crate) fn meet(these: &[Range<Address>], those: &[Range<Address>]) -> bool {
+    let meets = |a: &Range<Address>| those.iter().any(|b| a.start < b.end && b.start < a.end);
+    these.iter().any(meets)
+}
+
+impl MemoryAccess {
+    /// Whether it matters which of the two comes first.
+    pub(crate) fn conflicts(&self, other: &MemoryAccess) -> bool {
+        let writes_to = |a: &MemoryAccess, b: &MemoryAccess| {
+            meet(&a.written, &b.read) || meet(&a.written, &b.written) || meet(&a.written, &b.ahead)
+        };
+        writes_to(self, other)
+            || meet(&other.written, &self.read)
+            || meet(&other.written, &self.ahead)
+    }
+
+    /// Bytes of memory that are read once: weights, keys and values.
+    pub(crate) fn bytes(&self) -> u64 {
+        let all = self.ahead.iter().chain(&self.read);
+        all.map(|range| range.end - range.start).sum()
+    }
+
+    fn reads(&mut self, view: &VgView) {
+        if view.data != 0 {
+            self.read.push(view.extent());
+        }
+    }
+
+    /// Reads each element of `view` for no other element of `written` but the one at the same place, by the thread that
+    /// then writes that. So it does not matter if the two are the same memory, element by element; and then whoever minds
+    /// that it is read minds that it is written.
+    fn reads_at(&mut self, view: &VgView, written: &[&VgView]) {
+        if !written.iter().any(|written| is_same(view, written)) {
+            self.reads(view);
+        }
+    }
+
+    /// Whether some of the stage's work writes what other work of it reads or writes, so that it matters who comes
+    /// first. A launch of such a kind depends on how a device happens to order its blocks; a step, which shares them out
+    /// otherwise, would do it differently.
+    fn is_in_its_own_way(&self) -> bool {
+        let mut all = self.written.iter().enumerate();
+        all.any(|(i, mine)| meet(std::slice::from_ref(mine), &self.written[i + 1..]))
+            || meet(&self.written, &self.read)
+            || meet(&self.written, &self.ahead)
+    }
+
+    fn writes(&mut self, view: &VgView) {
+        if view.data != 0 {
+            self.written.push(view.extent());
+        }
+    }
+
+    fn reads_bytes(&mut self, at: Address, bytes: i64) {
+        if at != 0 {
+            self.read.push(at..at + bytes as u64);
+        }
+    }
+
+    fn writes_bytes(&mut self, at: Address, bytes: i64) {
+        if at != 0 {
+            self.written.push(at..at + bytes as u64);
+        }
+    }
+
+    fn products(&mut self, it: &VgVectorParams, shape: &mut Shape) -> Result<(), &'static str> {
+        let has_unit = it.unit != VG_MAP_ADD;
+        let all = &it.products[..it.count as usize];
+        let (first, dst) = (&all[0], &all[0].dst);
+        let of = first.w.type_;
+        let known = WEIGHTS.iter().any(|&(_, _, known)| known == of);
+        let (ty, _) = { first.w.weights() }
+            .filter(|_| known)
+            .ok_or("stages have no products with such weights")?;
+        for (i, product) in all.iter().enumerate() {
+            self.ahead.push(product.w.extent());
+            match it.ids.data != 0 {
+                true => self.reads(&product.add),
+                false => self.reads_at(&product.add, &[&all[if has_unit { 0 } else { i }].dst]),
+            }
+            if i == 0 || !has_unit {
+                self.writes(&product.dst);
+            }
+        }
+        if it.ids.data != 0 {
+            self.reads(&it.ids);
+            self.ids.push(it.ids.extent());
+        }
+        if ty.is_quantized() {
+            let elements = q8_elements(&it.x);
+            self.reads_bytes(it.quants, elements);
+            self.reads_bytes(it.scales, elements / 2);
+        } else {
+            self.reads(&it.x);
+        }
+        let pairs: i64 = match has_unit {
+            true => dst.ne[0],
+            false => all.iter().map(|product| (product.dst.ne[0] + 1) / 2).sum(),
+        };
+        let (slots, batches) = match it.ids.data != 0 {
+            true => (dst.ne[1], dst.ne[2]),
+            false => (1, dst.ne[2] * dst.ne[3]),
+        };
+        let grid = [pairs, slots, batches].map(u32::try_from);
+        let [Ok(x), Ok(y), Ok(z)] = grid else {
+            return Err("it is too large for a stage");
+        };
+        let units = u64::from(x).saturating_mul(u64::from(y) * u64::from(z));
+        // Units are counted, with one round more, in 32 bits.
+        if units > 1 << 30 {
+            return Err("it is too large for a stage");
+        }
+        shape.grid = [x, y, z];
+        shape.total = units.div_ceil(BLOCK_PAIRS);
+        shape.weights = Some(of);
+        Ok(())
+    }
+
+    fn norm(&mut self, it: &VgNormFusedParams) {
+        for view in [&it.a, &it.add, &it.w] {
+            self.reads_at(view, &[&it.sum, &it.dst]);
+        }
+        self.writes(&it.sum);
+        self.writes(&it.dst);
+        self.rounded(it.quants, it.scales, &it.a);
+    }
+
+    fn quantize(&mut self, it: &VgQuantizeParams) {
+        self.reads(&it.src);
+        self.rounded(it.quants, it.scales, &it.src);
+    }
+
+    fn rounded(&mut self, quants: Address, scales: Address, x: &VgView) {
+        let elements = q8_elements(x);
+        self.writes_bytes(quants, elements);
+        self.writes_bytes(scales, elements / 2);
+    }
+
+    fn rope(&mut self, it: &VgRopeParams) {
+        for view in [&it.positions, &it.factors] {
+            self.reads(view);
+        }
+    }
+
+    fn attend(
+        &mut self,
+        it: &VgAttendParams,
+        launch: &Launch,
+        width: i64,
+    ) -> Result<(), &'static str> {
+        if it.q.ne[1] > MAX_TOKENS {
+            return Err(FOR_FEW);
+        }
+        if it.states != 0 {
+            return Err("stages look at masks themselves");
+        }
+        for view in [&it.q, &it.k, &it.v, &it.mask, &it.sinks] {
+            self.reads(view);
+        }
+        self.writes(&it.dst);
+        self.rounded(it.quants, it.scales, &it.dst.with_merged_heads());
+        if it.splits > 1 {
+            let [x, y, z] = launch.grid.map(i64::from);
+            let items = x * y * (z / i64::from(it.splits));
+            let each = TILE_ROWS * (width + 2) * 4;
+            self.writes_bytes(it.parts, items * i64::from(it.splits) * each);
+            self.writes_bytes(it.counters, items * 4);
+        }
+        Ok(())
+    }
+}
+
+/// Whether the elements of the two lie at the same places, one by one.
+fn is_same(a: &VgView, b: &VgView) -> bool {
+    let strides = |i: usize| a.ne[i] == 1 || a.nb[i] == b.nb[i];
+    (a.data, a.type_, a.ne) == (b.data, b.type_, b.ne) && (0..4).all(strides)
+}
+
+/// The parameters of a launch.
+fn read<T: FromBytes + KnownLayout + Immutable>(launch: &Launch) -> Result<T, &'static str> {
+    T::read_from_bytes(&launch.params).map_err(|_| "its parameters are none of a stage")
+}

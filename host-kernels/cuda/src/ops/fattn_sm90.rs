@@ -1,0 +1,102 @@
+//! Attention of many tokens on Hopper GPUs: what `cuda/attend_hopper.cu` has kernels for, and their launches.
+
+use super::attention::{Kind, kind_of, mask_states};
+use crate::launch::builder::Builder;
+use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
+use crate::params::*;
+use vgpu_engine::EngineError;
+
+/// Bytes of shared memory of a block: all there are, as it is alone on a multiprocessor.
+const SHARED: u32 = 227 << 10;
+
+/// Threads of a block.
+const THREADS: u32 = 384;
+
+/// Rows of a tile: tokens and heads.
+const ROWS: i64 = 128;
+
+/// A kernel, by the width of heads.
+struct Shape {
+    kernel: &'static str,
+    width: i64,
+    keys: i64,
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape {
+        kernel: "vg_hopper_attend_64",
+        width: 64,
+        keys: 128,
+    },
+    Shape {
+        kernel: "vg_hopper_attend_128",
+        width: 128,
+        keys: 128,
+    },
+    Shape {
+        kernel: "vg_hopper_attend_256",
+        width: 256,
+        keys: 64,
+    },
+];
+
+/// A launch of one of the kernels.
+pub(crate) struct FattnSm90 {
+    shape: &'static Shape,
+    /// Query heads whose queries share tiles.
+    group: i64,
+    /// Tiles of rows.
+    across: i64,
+}
+
+impl FattnSm90 {
+    /// The kernel for an attention on this device, if there is one, and it has work for the device: it does not split keys.
+    /// The operands are such that the kernels for any GPU with tensor cores take them.
+    pub(crate) fn of(b: &Builder<'_>, params: &VgAttentionParams, group: i64) -> Option<FattnSm90> {
+        let VgAttentionParams { q, k, v, .. } = params;
+        let shape = SHAPES.iter().find(|shape| shape.width == k.ne[0])?;
+        let rows = q.ne[1] * group;
+        let across = div_ceil(rows, ROWS);
+        let blocks = across * (q.ne[2] / group) * q.ne[3];
+        let fits = b.is_sm90()
+            && b.max_shared_per_block() >= SHARED
+            && kind_of(k, v) == Kind::Halves
+            && v.ne[0] == shape.width
+            && 2 * rows > ROWS
+            && 2 * blocks >= b.sm_count().into()
+            && q.ne[3] <= MAX_GRID_YZ;
+        fits.then_some(FattnSm90 {
+            shape,
+            group,
+            across,
+        })
+    }
+
+    /// Adds the launches: what the mask does with each tile, then attention.
+    pub(crate) fn attend(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgAttentionParams,
+    ) -> Result<(), EngineError> {
+        let VgAttentionParams { q, k, mask, .. } = params;
+        let states = mask_states(b, params, self.group, [ROWS, self.shape.keys])?;
+        let attention = VgAttendParams {
+            dst: params.dst,
+            q: *q,
+            k: *k,
+            v: params.v,
+            mask: *mask,
+            sinks: params.sinks,
+            states,
+            scale: params.scale,
+            cap: params.cap,
+            max_bias: params.max_bias,
+            heads_log2: params.heads_log2,
+            group: self.group as u32,
+            splits: 1,
+            ..VgAttendParams::default()
+        };
+        let grid = [self.across, q.ne[2] / self.group, q.ne[3]];
+        b.launch_over(self.shape.kernel, grid, THREADS, SHARED, &attention)
+    }
+}

@@ -1,0 +1,254 @@
+//! Products of many columns on Hopper GPUs: which of them `cuda/gemm_hopper.cuh` has kernels for, and their launches.
+
+use vgpu_transport::ir::Type;
+use zerocopy::IntoBytes;
+
+use crate::autotune::GemmVariant;
+use crate::launch::builder::Builder;
+use crate::launch::grid::{div_ceil, threads_for};
+use crate::params::*;
+use vgpu_engine::EngineError;
+
+/// Bytes of shared memory of a block: all there are.
+const SHARED: u32 = 227 << 10;
+
+/// Threads of a block.
+const THREADS: u32 = 384;
+
+/// Rows of weights of a tile.
+const ROWS: i64 = 128;
+
+/// Bytes of a row of activations in a step.
+const STEP_BYTES: i64 = 128;
+
+/// Elements of two steps along the sum, which are multiplied in turns.
+const STEPS: i64 = 128;
+
+/// Rows of activations that lie together.
+const UNIT: i64 = 8;
+
+/// Fewer columns are multiplied by the kernels that take eight at a time.
+const MIN_COLUMNS: i64 = 33;
+
+/// Most elements of a row of weights: kernels count its bytes in 32 bits.
+const MAX_ELEMENTS: i64 = 1 << 28;
+
+/// Kernels of a type of weights, by the columns of a tile.
+pub(crate) struct GemmSm90 {
+    wide: &'static str,
+    narrow: &'static str,
+    /// How wide tiles are, if that was measured.
+    measured: Option<GemmVariant>,
+}
+
+/// Columns of a tile.
+const WIDE: i64 = 256;
+const NARROW: i64 = 128;
+
+/// What a wide tile takes, of what two narrow ones take: weights are unpacked once, and there is less to wait for.
+const WIDE_SHARE: f64 = 0.9;
+
+impl GemmSm90 {
+    /// The kernels for a product on this device, if there are any. The operands are such that the kernels for any GPU take
+    /// them.
+    pub(crate) fn of(b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90> {
+        macro_rules! kernels {
+            ($type:literal) => {
+                GemmSm90 {
+                    wide: concat!("vg_hopper_gemm_", $type, "_256"),
+                    narrow: concat!("vg_hopper_gemm_", $type, "_128"),
+                    measured: None,
+                }
+            };
+        }
+        let VgMulMatParams { dst, w, x, ids, .. } = params;
+        // Rows of these are copied as they are; those of others from and to the next multiple of 16.
+        let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
+            .iter()
+            .all(|place| place % 16 == 0);
+        let (ty, in_planes) = w.weights()?;
+        let kernels = match ty {
+            Type::Q4_0 if in_planes => kernels!("q4_0_planes"),
+            Type::Q8_0 if in_planes => kernels!("q8_0_planes"),
+            Type::Mxfp4 if in_planes => kernels!("mxfp4_planes"),
+            Type::Iq4Nl if in_planes => kernels!("iq4_nl_planes"),
+            Type::Q6K if in_planes => kernels!("q6_k_planes"),
+            _ if in_planes => return None,
+            Type::F16 if is_aligned => kernels!("f16"),
+            Type::Bf16 if is_aligned => kernels!("bf16"),
+            Type::Q4K if is_aligned => kernels!("q4_k"),
+            Type::Q5K if is_aligned => kernels!("q5_k"),
+            Type::Q2K => kernels!("q2_k"),
+            Type::Q3K => kernels!("q3_k"),
+            Type::Q4_0 => kernels!("q4_0"),
+            Type::Q4_1 => kernels!("q4_1"),
+            Type::Q5_0 => kernels!("q5_0"),
+            Type::Q5_1 => kernels!("q5_1"),
+            Type::Q6K => kernels!("q6_k"),
+            Type::Q8_0 => kernels!("q8_0"),
+            Type::Iq4Nl => kernels!("iq4_nl"),
+            Type::Iq4Xs => kernels!("iq4_xs"),
+            Type::Mxfp4 => kernels!("mxfp4"),
+            _ => return None,
+        };
+        let columns = dst.rows();
+        let tiles = div_ceil(dst.ne[0], ROWS).checked_mul(columns)?;
+        // Experts' results are written as columns of one matrix.
+        let is_plain = dst.nb[0] == 4 && (ids.data == 0 || dst.nb[2] == dst.ne[1] * dst.nb[1]);
+        let fits = b.is_sm90()
+            && is_plain
+            && b.max_shared_per_block() >= SHARED
+            && columns >= MIN_COLUMNS
+            && w.ne[0] <= MAX_ELEMENTS
+            && tiles <= i64::from(i32::MAX)
+            && columns + x.rows() + UNIT * (w.rows() + dst.ne[2] * dst.ne[3])
+                <= i64::from(i32::MAX);
+        // Only products without groups were measured.
+        let measured = match ids.data {
+            0 => b.tuned_variant(ty, dst.ne[0], columns),
+            _ => None,
+        };
+        (fits && measured != Some(GemmVariant::General)).then_some(GemmSm90 {
+            measured,
+            ..kernels
+        })
+    }
+
+    /// Adds the launches of a product: activations to halves, then the product.
+    pub(crate) fn multiply(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgMulMatParams,
+    ) -> Result<(), EngineError> {
+        let VgMulMatParams { dst, .. } = params;
+        let batches = dst.ne[2] * dst.ne[3];
+        let tiles_of = |columns| div_ceil(dst.ne[0], ROWS) * div_ceil(dst.ne[1], columns) * batches;
+        let units = i64::from(b.sm_count());
+        let rounds = |columns| div_ceil(tiles_of(columns), units) as f64;
+        let is_wide = match self.measured {
+            Some(variant) => variant == GemmVariant::Wide,
+            None => rounds(WIDE) * 2.0 * WIDE_SHARE <= rounds(NARROW),
+        };
+        let tiles = tiles_of(if is_wide { WIDE } else { NARROW });
+        let padded = div_ceil(dst.ne[1], UNIT) * UNIT;
+        let activations = VgHopperHalvesParams {
+            rows: padded * batches,
+            padded,
+            ..VgHopperHalvesParams::default()
+        };
+        let activations = lay_out(b, params, activations, 0)?;
+        self.launch(b, params, &activations, is_wide, tiles)
+    }
+
+    /// The same where each expert's weights are multiplied with its columns: slots of tokens are put in the order of their
+    /// experts.
+    pub(crate) fn multiply_groups(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgMulMatParams,
+    ) -> Result<(), EngineError> {
+        let VgMulMatParams { dst, w, .. } = params;
+        let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
+        let is_wide = vectors / experts >= WIDE;
+        let columns = if is_wide { WIDE } else { NARROW };
+        // Each expert's columns begin with a unit.
+        let activations = VgHopperHalvesParams {
+            rows: div_ceil(vectors + (UNIT - 1) * experts, UNIT) * UNIT,
+            experts: experts as u32,
+            slots: dst.ne[1] as u32,
+            ..VgHopperHalvesParams::default()
+        };
+        let activations = lay_out(b, params, activations, columns)?;
+        let tiles = div_ceil(dst.ne[0], ROWS) * (vectors / columns + experts).min(vectors);
+        self.launch(b, params, &activations, is_wide, tiles)
+    }
+
+    /// Adds the launch of a product in at most so many tiles.
+    fn launch(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgMulMatParams,
+        activations: &VgHopperHalvesParams,
+        is_wide: bool,
+        tiles: i64,
+    ) -> Result<(), EngineError> {
+        let product = VgHopperGemmParams {
+            dst: params.dst,
+            w: params.w,
+            halves: activations.halves,
+            factors: activations.factors,
+            groups: activations.groups,
+            rows: activations.rows,
+            padded: activations.padded,
+        };
+        let kernel = if is_wide { self.wide } else { self.narrow };
+        let blocks = tiles.min(b.sm_count().into());
+        b.launch_over(kernel, [blocks, 1, 1], THREADS, SHARED, &product)
+    }
+}
+
+/// Adds the launches that make halves of a product's activations, in groups if tiles of groups have `columns` of them,
+/// unless that was done before. `layout` says how many there are.
+fn lay_out(
+    b: &mut Builder<'_>,
+    params: &VgMulMatParams,
+    layout: VgHopperHalvesParams,
+    columns: i64,
+) -> Result<VgHopperHalvesParams, EngineError> {
+    let VgMulMatParams { w, x, ids, .. } = params;
+    let is_grouped = columns != 0;
+    let ids = if is_grouped { *ids } else { VgView::default() };
+    let steps = 2 * div_ceil(w.ne[0], STEPS);
+    let mut made = VgHopperHalvesParams {
+        src: *x,
+        brain: u32::from(w.type_ == VG_BF16),
+        steps: steps as u32,
+        ..layout
+    };
+    let mut key = made.as_bytes().to_vec();
+    key.extend(ids.as_bytes());
+    key.extend(columns.to_le_bytes());
+    if let Some(found) = b.cached_f16(&key) {
+        return Ok(found);
+    }
+    let experts = i64::from(layout.experts);
+    let sizes = [
+        layout.rows * steps * STEP_BYTES,
+        layout.rows * 4,
+        if is_grouped {
+            (2 * (experts + 1) + layout.rows) * 4
+        } else {
+            0
+        },
+    ];
+    // Each part begins where any type may.
+    let [halves, factors, groups] = sizes.map(|bytes| (bytes as u64).next_multiple_of(256));
+    let place = b.reserve_f16(halves + factors + groups);
+    let at = |offset| b.f16_address(&place.0, offset);
+    (made.halves, made.factors) = (at(0), at(halves));
+    if is_grouped {
+        made.groups = at(halves + factors);
+        let groups = VgGroupParams {
+            ids: VgView {
+                ne: [params.dst.ne[1], params.dst.ne[2], 1, 1],
+                ..ids
+            },
+            groups: made.groups,
+            place: params.place,
+            experts: layout.experts,
+            columns: columns as u32,
+            align: UNIT as u32,
+            reserved: 0,
+        };
+        b.launch("vg_group", [1, 1, 1], 512, 0, &groups)?;
+    }
+    b.for_each_row(
+        "vg_hopper_halves",
+        made.rows,
+        threads_for(w.ne[0]),
+        0,
+        &made,
+    )?;
+    b.cache_f16(key, &[x, &ids], place, made);
+    Ok(made)
+}

@@ -1,0 +1,190 @@
+//! Products with few columns, several of the same activations in one launch, with what may follow them: `cuda/vector.cuh`.
+
+use vgpu_transport::ir::Type;
+
+use crate::launch::builder::Builder;
+use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
+use crate::launch::kernel_table::MatmulKernels;
+use crate::launch::q8::{FEW_COLUMNS, Q8Activations, q8_elements};
+use crate::params::*;
+use vgpu_engine::EngineError;
+use vgpu_engine::types::FLOATS;
+
+/// Pairs of rows of weights that a block works on at a time.
+const BLOCK_PAIRS: i64 = 4;
+
+/// Blocks on a multiprocessor at a time.
+const BLOCKS: i64 = 8;
+
+/// Most products of a launch.
+pub(crate) const MAX_PRODUCTS: usize = 3;
+
+/// A product with `w` in `dst`, plus `add` if there is one: of the extents of `dst`, or one row for all columns; with
+/// expert ids a row for each expert. All but the weights are f32.
+#[derive(Clone, Copy)]
+pub(crate) struct Product {
+    /// The result; with a gated unit, that of the unit, and only of the first product.
+    pub(crate) dst: VgView,
+    /// The weights.
+    pub(crate) w: VgView,
+    /// What is added.
+    pub(crate) add: VgView,
+}
+
+/// One to three products of the same activations.
+pub(crate) struct Products<'a> {
+    /// The activations.
+    pub(crate) x: VgView,
+    /// The same rounded, if they are already.
+    pub(crate) rounded: Option<Q8Activations>,
+    /// Which expert each slot of a token takes, if weights are experts.
+    pub(crate) ids: VgView,
+    /// The products. Weights have one type and one length of rows.
+    pub(crate) products: &'a [Product],
+    /// Of exactly two products, a unit of the first gated by the second: REGLU, GEGLU, SWIGLU, SWIGLU_OAI with its alpha
+    /// and limit.
+    pub(crate) unit: Option<(VgMap, [f32; 2])>,
+}
+
+/// Rounds activations to 8 bits.
+pub(crate) fn round(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, EngineError> {
+    if let Some(rounded) = b.cached_q8(&x) {
+        return Ok(rounded);
+    }
+    let blocks = x.rows() * (x.ne[0] / 32);
+    let elements = q8_elements(&x) as u64;
+    let place = b.reserve_q8(&x, false).unwrap_or_else(|| Q8Activations {
+        quants: b.scratch(elements),
+        scales: b.scratch(elements / 2),
+    });
+    let params = VgQuantizeParams {
+        src: x,
+        quants: place.quants,
+        scales: place.scales,
+    };
+    b.for_each_row("vg_quantize", div_ceil(blocks, 4), 128, 0, &params)?;
+    Ok(Q8Activations {
+        quants: params.quants,
+        scales: params.scales,
+    })
+}
+
+/// Adds the launch, and before it that which rounds the activations if it must. None, and nothing added, if the products
+/// are none that the kernels do.
+pub(crate) fn products(b: &mut Builder<'_>, all: &Products<'_>) -> Option<Result<(), EngineError>> {
+    let (ty, kernels) = fitting(all)?;
+    Some(launch(b, all, ty, &kernels))
+}
+
+/// The type of the weights and its kernels, if they do these products.
+fn fitting(all: &Products<'_>) -> Option<(Type, MatmulKernels)> {
+    let Products { x, ids, .. } = all;
+    let (first, more) = all.products.split_first()?;
+    let (ty, kernels) = MatmulKernels::of_vectors(&first.w)?;
+    let has_ids = ids.data != 0;
+    let f32s = |v: &VgView| v.type_ == VG_F32;
+    let alike = |it: &Product| {
+        let batches = [it.dst.ne[2], it.dst.ne[3]];
+        it.w.type_ == first.w.type_
+            && it.w.ne[0] == first.w.ne[0]
+            && it.w.ne[1] == it.dst.ne[0]
+            && it.dst.ne[1..] == first.dst.ne[1..]
+            && it.w.ne[2..] == first.w.ne[2..]
+            && batches
+                .iter()
+                .zip(&it.w.ne[2..])
+                .all(|(n, of)| has_ids || n % of == 0)
+            && f32s(&it.dst)
+            && (it.add.data == 0 || f32s(&it.add) && fits_on(&it.add, &it.dst, has_ids, &it.w))
+            && kernels.takes_weights(&it.w, ty)
+    };
+    let unit_fits = match all.unit {
+        Some((unit, _)) => {
+            more.len() == 1
+                && more[0].w.ne == first.w.ne
+                && [VG_MAP_REGLU, VG_MAP_GEGLU, VG_MAP_SWIGLU, VG_MAP_SWIGLU_OAI].contains(&unit)
+        }
+        None => more.len() < MAX_PRODUCTS,
+    };
+    let is_few = match has_ids {
+        true => ids.type_ == VG_I32 && first.dst.ne[3] == 1 && x.ne[2] == first.dst.ne[2],
+        false => first.dst.ne[1] <= FEW_COLUMNS && x.ne[1..] == first.dst.ne[1..],
+    };
+    let x_fits = match ty.is_quantized() {
+        true => FLOATS.contains(Type::from_id(x.type_ as u8)?),
+        false => {
+            let places = [x.data as i64, x.nb[1], x.nb[2], x.nb[3]];
+            f32s(x) && x.nb[0] == 4 && places.iter().all(|place| place % 16 == 0)
+        }
+    };
+    let fits = unit_fits
+        && is_few
+        && x_fits
+        && x.ne[0] == first.w.ne[0]
+        && all.products.iter().all(alike)
+        && first.dst.ne[1] <= MAX_GRID_YZ
+        && first.dst.ne[2] * first.dst.ne[3] <= MAX_GRID_YZ;
+    fits.then_some((ty, kernels))
+}
+
+/// Whether there is something in `add` for each element of `dst`.
+fn fits_on(add: &VgView, dst: &VgView, has_ids: bool, w: &VgView) -> bool {
+    let wanted = match has_ids {
+        true => add.ne[1] == w.ne[2] && add.ne[2..] == [1, 1],
+        false => (1..4).all(|d| add.ne[d] == 1 || add.ne[d] == dst.ne[d]),
+    };
+    wanted && add.ne[0] == dst.ne[0]
+}
+
+fn launch(
+    b: &mut Builder<'_>,
+    all: &Products<'_>,
+    ty: Type,
+    kernels: &MatmulKernels,
+) -> Result<(), EngineError> {
+    let rounded = match all.rounded {
+        Some(rounded) => rounded,
+        None if ty.is_quantized() => round(b, all.x)?,
+        None => Q8Activations {
+            quants: 0,
+            scales: 0,
+        },
+    };
+    let mut params = VgVectorParams {
+        x: all.x,
+        ids: all.ids,
+        quants: rounded.quants,
+        scales: rounded.scales,
+        codebooks: b.codebooks(),
+        place: b.place(),
+        slots: all.x.ne[1],
+        count: all.products.len() as u32,
+        unit: VG_MAP_ADD,
+        ..VgVectorParams::default()
+    };
+    for (to, &Product { dst, w, add }) in params.products.iter_mut().zip(all.products) {
+        *to = VgProduct { dst, w, add };
+    }
+    let mut pairs: i64 = { all.products.iter() }
+        .map(|it| div_ceil(it.dst.ne[0], 2))
+        .sum();
+    let dst = &all.products[0].dst;
+    if let Some((unit, c)) = all.unit {
+        (params.unit, params.c) = (unit, c);
+        pairs = dst.ne[0];
+    }
+    let has_ids = all.ids.data != 0;
+    let kernel = match dst.ne[1] {
+        _ if has_ids => kernels.vector,
+        1 => kernels.vector,
+        _ => kernels.vectors,
+    };
+    let (slots, batches) = match has_ids {
+        true => (dst.ne[1], dst.ne[2]),
+        false => (1, dst.ne[2] * dst.ne[3]),
+    };
+    // As many blocks as there is room for, each with its share of the rows.
+    let most = (i64::from(b.sm_count()) * BLOCKS).div_euclid(slots * batches);
+    let across = div_ceil(pairs, BLOCK_PAIRS).min(most.max(1));
+    b.launch_over(kernel, [across, slots, batches], 128, 0, &params)
+}

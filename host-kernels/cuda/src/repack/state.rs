@@ -1,0 +1,206 @@
+//! What of a memory lies in planes: written down for each memory that a guest has for weights.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::repack::format::RepackFormat;
+
+/// Most tensors of a memory of which something is written down: models have a few thousand.
+const MAX_TENSORS: usize = 1 << 16;
+
+/// What is written down of a memory.
+#[derive(Default)]
+pub(crate) struct RepackState {
+    is_for_weights: AtomicBool,
+    /// How often plans compiled before have become wrong.
+    changes: AtomicU64,
+    state: Mutex<RepackedTensors>,
+}
+
+/// Where tensors lie in planes, and where none will any more.
+#[derive(Default)]
+pub(crate) struct RepackedTensors {
+    /// Tensors in planes, by their first byte. Disjoint.
+    tensors: BTreeMap<u64, RepackFormat>,
+    /// First byte to one past the last of tensors that were in planes until somebody needed them as the guest has them: they
+    /// stay so. Disjoint.
+    plain: BTreeMap<u64, u64>,
+}
+
+/// Whether a tensor can lie in planes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Placement {
+    /// It does already.
+    Repacked,
+    /// It can be arranged.
+    Plain,
+    /// It must stay, or lies there as another tensor.
+    Fixed,
+}
+
+impl RepackState {
+    /// From now on tensors can be arranged.
+    pub(crate) fn allow(&self) {
+        if !self.is_for_weights.swap(true, Ordering::Relaxed) {
+            // Plans compiled before have not looked whether tensors are arranged.
+            self.has_changed();
+        }
+    }
+
+    /// Whether tensors can be arranged at all.
+    pub(crate) fn is_allowed(&self) -> bool {
+        self.is_for_weights.load(Ordering::Relaxed)
+    }
+
+    /// Changes whenever a tensor has come to lie otherwise. Accesses to memory and plans that use it come one after the
+    /// other, so this orders nothing.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
+    }
+
+    /// Plans compiled before are wrong.
+    pub(crate) fn has_changed(&self) {
+        self.changes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// What lies how, for as long as nobody else looks.
+    pub(crate) fn state(&self) -> MutexGuard<'_, RepackedTensors> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl RepackedTensors {
+    /// Tensors in planes with bytes of `range`, in order.
+    pub(crate) fn meeting(&self, range: &Range<u64>) -> Vec<(u64, RepackFormat)> {
+        if range.is_empty() {
+            return Vec::new();
+        }
+        let before = self.tensors.range(..range.start).next_back();
+        let before = before.filter(|&(&start, planes)| start + planes.bytes() > range.start);
+        { before.into_iter() }
+            .chain(self.tensors.range(range.clone()))
+            .map(|(&start, &planes)| (start, planes))
+            .collect()
+    }
+
+    /// How a tensor at `start` lies.
+    pub(crate) fn placement(&self, start: u64, planes: &RepackFormat) -> Placement {
+        let range = start..start + planes.bytes();
+        let meets_plain = { self.plain.range(..range.end).next_back() }
+            .is_some_and(|(_, &end)| end > range.start);
+        let met = self.meeting(&range);
+        match met[..] {
+            [found] if found == (start, *planes) => Placement::Repacked,
+            [] if !meets_plain && self.tensors.len() + self.plain.len() < MAX_TENSORS => {
+                Placement::Plain
+            }
+            _ => Placement::Fixed,
+        }
+    }
+
+    /// Writes down a tensor that lies [as the guest has it](Placement::Plain), and is in planes now.
+    pub(crate) fn insert(&mut self, start: u64, planes: RepackFormat) {
+        self.tensors.insert(start, planes);
+    }
+
+    /// Forgets a tensor whose bytes are written anew, all of them.
+    pub(crate) fn forget(&mut self, start: u64) {
+        self.tensors.remove(&start);
+    }
+
+    /// Writes down that a tensor is as the guest has it again, and stays so.
+    pub(crate) fn keep_plain(&mut self, start: u64) {
+        let Some(planes) = self.tensors.remove(&start) else {
+            return;
+        };
+        // One range with those beside it.
+        let mut range = start..start + planes.bytes();
+        if let Some(end) = self.plain.remove(&range.end) {
+            range.end = end;
+        }
+        let before = self.plain.range_mut(..range.start).next_back();
+        match before.filter(|(_, end)| **end == range.start) {
+            Some((_, end)) => *end = range.end,
+            None => {
+                self.plain.insert(range.start, range.end);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vgpu_transport::ir::{Shape, Tensor, Type};
+
+    use super::*;
+
+    /// 32 rows of one block: 544 bytes.
+    fn planes() -> RepackFormat {
+        let tensor = Tensor {
+            shape: Shape::contiguous(Type::Mxfp4, [32, 32, 1, 1]).unwrap(),
+            buffer: 0,
+            offset: 0,
+        };
+        RepackFormat::of(&tensor).expect("it can be arranged")
+    }
+
+    #[test]
+    fn tensors_are_found_by_any_of_their_bytes() {
+        let planes = planes();
+        let bytes = planes.bytes();
+        let mut state = RepackedTensors::default();
+        for start in [0, bytes, 4 * bytes] {
+            assert_eq!(state.placement(start, &planes), Placement::Plain);
+            state.insert(start, planes);
+            assert_eq!(state.placement(start, &planes), Placement::Repacked);
+        }
+        let starts = |range: Range<u64>| -> Vec<u64> {
+            let met = state.meeting(&range);
+            met.iter().map(|(start, _)| *start / bytes).collect()
+        };
+        assert_eq!(starts(0..1), [0]);
+        assert_eq!(starts(bytes - 1..bytes), [0]);
+        assert_eq!(starts(bytes - 1..bytes + 1), [0, 1]);
+        assert_eq!(starts(0..5 * bytes), [0, 1, 4]);
+        assert_eq!(starts(2 * bytes..4 * bytes), []);
+        assert_eq!(starts(5 * bytes - 1..u64::MAX), [4]);
+        assert_eq!(starts(7..7), []);
+        // Another tensor over the same bytes.
+        assert_eq!(state.placement(16, &planes), Placement::Fixed);
+        assert_eq!(state.placement(2 * bytes - 16, &planes), Placement::Fixed);
+    }
+
+    #[test]
+    fn what_was_brought_back_stays_and_what_was_forgotten_does_not() {
+        let planes = planes();
+        let bytes = planes.bytes();
+        let mut state = RepackedTensors::default();
+        for i in 0..4 {
+            state.insert(i * bytes, planes);
+        }
+        state.forget(0);
+        for i in [1, 3, 2] {
+            state.keep_plain(i * bytes);
+        }
+        assert_eq!(state.plain, BTreeMap::from([(bytes, 4 * bytes)]));
+        let lies = [0, 1, 2, 3, 4].map(|i| state.placement(i * bytes, &planes) == Placement::Plain);
+        assert_eq!(lies, [true, false, false, false, true]);
+        assert_eq!(state.placement(16, &planes), Placement::Fixed);
+        assert_eq!(state.placement(4 * bytes - 16, &planes), Placement::Fixed);
+    }
+
+    #[test]
+    fn plans_hear_that_tensors_can_be_arranged_now() {
+        let arranged = RepackState::default();
+        assert!(!arranged.is_allowed());
+        let before = arranged.changes();
+        arranged.allow();
+        assert!(arranged.is_allowed());
+        assert_ne!(arranged.changes(), before);
+        let before = arranged.changes();
+        arranged.allow();
+        assert_eq!(arranged.changes(), before);
+    }
+}

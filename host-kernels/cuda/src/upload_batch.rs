@@ -1,0 +1,346 @@
+//! Small writes, gathered.
+//!
+//! A step of a model begins with a handful of small writes: tokens, positions, places in the cache, a mask. A copy for each
+//! would cost the host two to four microseconds and the device one or two. So their bytes are put side by side into memory that
+//! the device sees, and one launch brings all of them where they belong, just before anything else is asked of the device.
+//! The bytes are copied once by the host, from the guest's window to memory that no guest can change, and the guest has
+//! its window back at once.
+//!
+//! Besides, nobody waits for a device that has been waited for since it was asked for something.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use zerocopy::IntoBytes;
+
+use crate::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
+use crate::params::{VG_MOST_PUTS, VgPut, VgPutParams};
+use vgpu_engine::{EngineError, MemoryInfo};
+
+/// Writes of at most so many bytes are gathered.
+const LARGEST: usize = 64 << 10;
+
+/// Bytes of the memory they are gathered in.
+const ROOM: usize = 1 << 20;
+
+/// Bytes that a block moves at a time.
+const BLOCK_BYTES: u64 = 128 * 16;
+
+/// Most blocks for a write.
+const MAX_BLOCKS: u64 = 8;
+
+/// A device whose small writes are gathered.
+pub(crate) struct UploadBatcher {
+    device: Arc<dyn Device>,
+    put: KernelId,
+    room: MappedHostMemory,
+    state: Mutex<State>,
+    /// How often the device was asked for something that takes time: counted when it has been asked.
+    asked: AtomicU64,
+    /// That count, up to which everything is done.
+    done: AtomicU64,
+}
+
+#[derive(Default)]
+struct State {
+    /// Not yet asked of the device. They do not overlap.
+    puts: Vec<VgPut>,
+    /// Where in the room the next one goes. What lies before it may be on its way.
+    next: usize,
+    /// Writes so far.
+    count: u64,
+}
+
+impl UploadBatcher {
+    pub(crate) fn new(device: Arc<dyn Device>) -> Result<UploadBatcher, EngineError> {
+        Ok(UploadBatcher {
+            put: device.kernel("vg_put")?,
+            room: device.alloc_mapped(ROOM)?,
+            device,
+            state: Mutex::default(),
+            asked: AtomicU64::new(1),
+            done: AtomicU64::new(0),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the device for the writes that were gathered. Where that fails they are lost, with the device: a launch of this
+    /// kernel has no other reason to fail.
+    fn send(&self, state: &mut State) -> Result<(), EngineError> {
+        let Some(longest) = state.puts.iter().map(|put| put.len).max() else {
+            return Ok(());
+        };
+        let mut params = VgPutParams::default();
+        let count = state.puts.len();
+        params.puts[..count].copy_from_slice(&state.puts);
+        state.puts.clear();
+        let blocks = longest.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS);
+        let launch = Launch {
+            kernel: self.put,
+            grid: [blocks as u32, count as u32, 1],
+            threads: [128, 1, 1],
+            shared: 0,
+            params: params.as_bytes().to_vec(),
+            cooperative: false,
+        };
+        // SAFETY: `upload` was promised memory at each of these places, and memory is given back only through `free`, which
+        // sends first; their bytes lie in the room until the device has been waited for.
+        unsafe { self.device.launch(&launch) }?;
+        self.has_asked();
+        Ok(())
+    }
+
+    /// Sends what was gathered: something else comes behind it.
+    fn before_more(&self) -> Result<(), EngineError> {
+        self.send(&mut self.state())
+    }
+
+    fn has_asked(&self) {
+        // Release: whoever sees the count has what was asked before in front of what it asks itself.
+        self.asked.fetch_add(1, Ordering::Release);
+    }
+
+    /// Does what waits for the device, `all` that it was asked for, and notes that nothing is on its way then.
+    fn waiting(&self, body: impl FnOnce() -> Result<(), EngineError>) -> Result<(), EngineError> {
+        let count = {
+            let mut state = self.state();
+            self.send(&mut state)?;
+            state.count
+        };
+        let asked = self.asked.load(Ordering::Acquire);
+        body()?;
+        self.done.fetch_max(asked, Ordering::AcqRel);
+        let mut state = self.state();
+        if state.count == count {
+            // All that lies in the room has been read.
+            state.next = 0;
+        }
+        Ok(())
+    }
+}
+
+impl Device for UploadBatcher {
+    fn name(&self) -> &str {
+        self.device.name()
+    }
+
+    fn description(&self) -> &str {
+        self.device.description()
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        self.device.memory()
+    }
+
+    fn architecture(&self) -> &str {
+        self.device.architecture()
+    }
+
+    fn sm_count(&self) -> u32 {
+        self.device.sm_count()
+    }
+
+    fn max_shared_per_block(&self) -> u32 {
+        self.device.max_shared_per_block()
+    }
+
+    fn shared_per_sm(&self) -> u32 {
+        self.device.shared_per_sm()
+    }
+
+    fn memory_bandwidth(&self) -> u64 {
+        self.device.memory_bandwidth()
+    }
+
+    fn max_cooperative_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
+        self.device.max_cooperative_blocks(kernel, threads, shared)
+    }
+
+    fn prefers_suballocation(&self) -> bool {
+        self.device.prefers_suballocation()
+    }
+
+    fn lost(&self) -> Option<String> {
+        self.device.lost()
+    }
+
+    fn abandon(&self) {
+        self.state().puts.clear();
+        self.device.abandon();
+    }
+
+    unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.device.pin(start, len) }
+    }
+
+    fn unpin(&self, start: *mut u8) {
+        self.device.unpin(start);
+    }
+
+    fn alloc(&self, size: u64) -> Result<Address, EngineError> {
+        let address = self.device.alloc(size)?;
+        self.has_asked(); // for zeros
+        Ok(address)
+    }
+
+    unsafe fn free(&self, address: Address, size: u64) {
+        // What cannot be sent any more is of no use to anybody.
+        let _ = self.before_more();
+        // SAFETY: the caller's promise.
+        unsafe { self.device.free(address, size) };
+    }
+
+    fn map_granularity(&self) -> u64 {
+        self.device.map_granularity()
+    }
+
+    fn reserve_addresses(&self, size: u64) -> Result<Address, EngineError> {
+        self.device.reserve_addresses(size)
+    }
+
+    unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.device.map_memory(address, size) }
+    }
+
+    unsafe fn unmap_memory(&self, address: Address, size: u64) {
+        let _ = self.before_more(); // as in `free`
+        // SAFETY: the caller's promise.
+        unsafe { self.device.unmap_memory(address, size) };
+    }
+
+    fn alloc_mapped(&self, size: usize) -> Result<MappedHostMemory, EngineError> {
+        self.device.alloc_mapped(size)
+    }
+
+    unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
+        let len = from.len();
+        if len > LARGEST {
+            self.before_more()?;
+            // SAFETY: the caller's promise.
+            unsafe { self.device.upload(to, from) }?;
+            self.has_asked();
+            return Ok(());
+        }
+        if let Some(reason) = self.device.lost() {
+            return Err(EngineError::Lost { reason });
+        }
+        let mut state = self.state();
+        let end = to + len as u64;
+        let meets = |put: &VgPut| put.to < end && to < put.to + put.len;
+        // Writes of one launch come in no order.
+        if state.puts.len() == VG_MOST_PUTS as usize || state.puts.iter().any(meets) {
+            self.send(&mut state)?;
+        }
+        let place = |state: &State| state.next + (to % 16) as usize;
+        if place(&state) + len > ROOM {
+            self.send(&mut state)?;
+            // Seldom: whoever runs a graph waits for it, and the room is empty then.
+            self.device.synchronize()?;
+            state.next = 0;
+        }
+        let at = place(&state);
+        // SAFETY: `at + len` is at most ROOM, and what the device may still read lies before `next`. The state's lock makes
+        // this thread the only one that writes there.
+        from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.room.host.add(at), len) });
+        state.puts.push(VgPut {
+            to,
+            from: self.room.device + at as u64,
+            len: len as u64,
+        });
+        state.next = (at + len).next_multiple_of(16);
+        state.count += 1;
+        Ok(())
+    }
+
+    unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError> {
+        // SAFETY: the caller's promise.
+        self.waiting(|| unsafe { self.device.download(from, to) })
+    }
+
+    unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
+        self.before_more()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.device.fill(to, size, value) }?;
+        self.has_asked();
+        Ok(())
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
+        self.before_more()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.device.copy(to, from, size) }?;
+        self.has_asked();
+        Ok(())
+    }
+
+    fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
+        self.device.kernel(name)
+    }
+
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
+        self.before_more()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.device.launch(launch) }?;
+        self.has_asked();
+        Ok(())
+    }
+
+    unsafe fn time_launches(&self, launches: &[Launch]) -> Result<Vec<f64>, EngineError> {
+        let mut times = Vec::new();
+        self.waiting(|| {
+            // SAFETY: the caller's promise.
+            times = unsafe { self.device.time_launches(launches) }?;
+            Ok(())
+        })?;
+        Ok(times)
+    }
+
+    fn create_graph(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError> {
+        self.device.create_graph(launches)
+    }
+
+    fn update_graph_node(
+        &self,
+        graph: GraphExecId,
+        index: usize,
+        launch: &Launch,
+    ) -> Result<(), EngineError> {
+        self.device.update_graph_node(graph, index, launch)
+    }
+
+    unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
+        self.before_more()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.device.launch_graph(graph) }?;
+        self.has_asked();
+        Ok(())
+    }
+
+    fn destroy_graph(&self, graph: GraphExecId) {
+        self.device.destroy_graph(graph);
+    }
+
+    fn record_event(&self) -> Result<Event, EngineError> {
+        self.before_more()?;
+        self.device.record_event()
+    }
+
+    fn wait_event(&self, event: Event) -> Result<(), EngineError> {
+        self.device.wait_event(event)
+    }
+
+    fn synchronize(&self) -> Result<(), EngineError> {
+        self.before_more()?;
+        let asked = self.asked.load(Ordering::Acquire);
+        if self.done.load(Ordering::Acquire) >= asked && self.device.lost().is_none() {
+            return Ok(());
+        }
+        self.waiting(|| self.device.synchronize())
+    }
+}

@@ -1,0 +1,497 @@
+//! Steps: many launches as one, whose blocks wait for each other. Whatever the order in which blocks come to do what,
+//! memory is the same to the last bit as after the launches one by one.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Level, Metadata};
+
+use vgpu_check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
+use vgpu_cuda::LaunchPolicy;
+use vgpu_engine::{Memory, Plan, Progress, RunError, Turn};
+use vgpu_transport::ir::Type;
+
+use crate::engine_with;
+use crate::fusion::{displaced, random};
+use crate::shim::NO_BLOCKS;
+use crate::spy::{Call, Fails, Spy};
+
+const DECODE: Step = Step {
+    tokens: 1,
+    seen: 32,
+};
+
+/// Everything in one piece.
+fn policy() -> LaunchPolicy {
+    let forever = Duration::from_secs(1 << 30);
+    LaunchPolicy {
+        time_slice: forever,
+        graph_threshold: forever,
+        megakernel: true,
+        ..LaunchPolicy::default()
+    }
+}
+
+/// A device on which blocks cannot wait for each other, so that launches go one by one.
+fn plain() -> Arc<Spy> {
+    let spy = Spy::running();
+    spy.shim.blocks.store(NO_BLOCKS, Ordering::Relaxed);
+    Arc::new(spy)
+}
+
+/// How a device runs steps.
+#[derive(Debug, Clone, Copy)]
+struct Manner {
+    blocks: u32,
+    /// Bytes of shared memory.
+    room: u32,
+    seed: u64,
+}
+
+impl Manner {
+    fn spy(self) -> Arc<Spy> {
+        let spy = Spy::running();
+        spy.shim.blocks.store(self.blocks, Ordering::Relaxed);
+        spy.shim.room.store(self.room, Ordering::Relaxed);
+        spy.shim.seed.store(self.seed, Ordering::Relaxed);
+        Arc::new(spy)
+    }
+}
+
+fn read(memory: &Arc<dyn Memory>) -> Vec<u8> {
+    let mut bytes = vec![0; memory.size() as usize];
+    memory.read(0, bytes.as_mut_slice().into()).unwrap();
+    bytes
+}
+
+/// What is in the buffers that graphs write to after runs of several tokens; the error of a run that fails.
+fn memory_after(built: &Built, device: &Arc<Spy>, tokens: u64) -> Result<Vec<Vec<u8>>, RunError> {
+    memory_at(policy(), built, device, tokens)
+}
+
+/// The same at a policy of its own.
+fn memory_at(
+    policy: LaunchPolicy,
+    built: &Built,
+    device: &Arc<Spy>,
+    tokens: u64,
+) -> Result<Vec<Vec<u8>>, RunError> {
+    let engine = engine_with(device, policy);
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    for position in 0..tokens {
+        built.write_inputs(&loaded, position);
+        plan.run()?;
+    }
+    Ok(loaded.buffers[1..].iter().map(read).collect())
+}
+
+/// The kernels of steps: with one column, and with several.
+const STEPS: [Call; 2] = [Call::Launch("vg_step"), Call::Launch("vg_steps")];
+
+fn of_steps(log: &[Call]) -> usize {
+    log.iter().filter(|call| STEPS.contains(call)).count()
+}
+
+/// How often a plan with a step ran. Where the step is one of several launches, they are recorded the second time, all
+/// together, and replayed from then on.
+fn runs_with_steps(log: &[Call]) -> usize {
+    match of_steps(log) {
+        0 => 0,
+        steps => steps + log.iter().filter(|call| **call == Call::Replay).count(),
+    }
+}
+
+/// A model with rows of whole blocks of 256.
+const SUPERS: Model = Model {
+    weights: Type::Q4K,
+    width: 256,
+    heads: 4,
+    key_heads: 2,
+    head: 64,
+    inner: 512,
+    ..TINY
+};
+
+fn models() -> Vec<(&'static str, Model)> {
+    vec![
+        ("Q8_0", TINY),
+        ("experts", TINY_EXPERTS),
+        ("Q4_K", SUPERS),
+        (
+            "Q6_K with wide heads",
+            Model {
+                weights: Type::Q6K,
+                head: 128,
+                heads: 2,
+                key_heads: 1,
+                ..SUPERS
+            },
+        ),
+        (
+            "F16",
+            Model {
+                weights: Type::F16,
+                ..TINY
+            },
+        ),
+        (
+            "experts in MXFP4",
+            Model {
+                weights: Type::Mxfp4,
+                ..TINY_EXPERTS
+            },
+        ),
+    ]
+}
+
+/// The same models, and those of which a step does more than one token, or with a cache of another type.
+fn cases() -> Vec<(&'static str, Model, u64)> {
+    let shared = Model {
+        heads: 4,
+        key_heads: 1,
+        ..SUPERS
+    };
+    let wide = Model {
+        head: 128,
+        ..shared
+    };
+    let with = |cache, model| Model { cache, ..model };
+    let mut all: Vec<_> = { models().into_iter() }
+        .map(|(what, model)| (what, model, 1))
+        .collect();
+    all.extend([
+        ("8 tokens", TINY, 8),
+        ("3 tokens with experts", TINY_EXPERTS, 3),
+        ("5 tokens whose heads share keys", shared, 5),
+        ("8 tokens with wide heads", wide, 8),
+        ("a cache in BF16", with(Type::Bf16, TINY), 2),
+        ("the same, many rows", with(Type::Bf16, wide), 5),
+        ("a cache in Q8_0", with(Type::Q8_0, TINY), 1),
+        ("the same, wide heads", with(Type::Q8_0, wide), 1),
+        ("a cache in Q4_0, many rows", with(Type::Q4_0, shared), 6),
+        ("the same, wide heads", with(Type::Q4_0, wide), 8),
+    ]);
+    all
+}
+
+fn step_of(tokens: u64) -> Step {
+    Step { tokens, ..DECODE }
+}
+
+#[test]
+fn a_token_is_one_step() {
+    for (what, model, tokens) in cases() {
+        let model = Model { layers: 4, ..model };
+        let device = Arc::new(Spy::recording());
+        let engine = engine_with(&device, policy());
+        let built = model.graph(step_of(tokens));
+        let loaded = built.load(&engine);
+        let mut plan = built.compile(&engine, &loaded);
+        device.take_log();
+        plan.run().unwrap();
+        let log = device.take_log();
+        // The table of tokens is read before, if it is not of floats.
+        let before = usize::from(model.weights.is_quantized());
+        assert_eq!(log[0] == Call::Launch("vg_get_rows"), before == 1, "{what}");
+        // In the last layer nothing says that nobody wants what a choice of experts of one token leaves out: it is several
+        // launches.
+        let steps = 1 + usize::from(model.experts.is_some() && tokens == 1);
+        assert_eq!(of_steps(&log), steps, "{what}: {log:?}");
+        let all = before + 1;
+        assert!(
+            model.experts.is_some() || log.len() == all,
+            "{what}: {log:?}"
+        );
+    }
+}
+
+#[test]
+fn memory_is_the_same_in_any_order() {
+    let known = models().len();
+    for (at, (what, model, tokens)) in cases().into_iter().enumerate() {
+        let built = model.graph(step_of(tokens));
+        // With weights in planes, and as they are.
+        let policies = [true, false].map(|repack| LaunchPolicy { repack, ..policy() });
+        let plain = policies.map(|policy| memory_at(policy, &built, &plain(), 3).expect("it runs"));
+        // Of 60 blocks some have no part in most stages, and wait for nobody there.
+        let manners = [(1, 0), (5, 0), (60, 0), (2, 36 << 10), (8, 41 << 10)];
+        let is_small = at < known && model.head <= 64;
+        for (i, (blocks, room)) in manners.into_iter().enumerate() {
+            if room > 0 && !is_small {
+                continue;
+            }
+            for seed in 0..if at < known { 2 } else { 1 } {
+                let manner = Manner {
+                    blocks,
+                    room,
+                    seed: 100 * i as u64 + 3 * seed,
+                };
+                let device = manner.spy();
+                let layout = seed as usize;
+                let got = memory_at(policies[layout], &built, &device, 3).expect("it runs");
+                assert!(runs_with_steps(&device.take_log()) >= 3, "{what}");
+                assert!(got == plain[layout], "{what}, {manner:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn overlapping_memory_is_the_same_in_any_order() {
+    let mut below = random(11);
+    let (mut ran, mut tried) = (0, 0);
+    while ran < 16 {
+        tried += 1;
+        assert!(tried < 100, "most of them run");
+        let Some(built) = displaced([TINY, TINY_EXPERTS][tried % 2], &mut below) else {
+            continue;
+        };
+        let Ok(plain) = memory_after(&built, &plain(), 2) else {
+            continue; // indices that are none
+        };
+        ran += 1;
+        for seed in 0..2 {
+            let manner = Manner {
+                blocks: 2 + (tried % 4) as u32,
+                room: 0,
+                seed: 10 * tried as u64 + seed,
+            };
+            let device = manner.spy();
+            let got = memory_after(&built, &device, 2).expect("it runs");
+            assert!(of_steps(&device.take_log()) > 0);
+            assert!(got == plain, "case {tried}, {manner:?}");
+        }
+    }
+}
+
+/// A block that has no part in some stages passes by them without waiting. It must not take experts for chosen that the
+/// stages before it choose: this one of the displaced graphs, in this order, had it fetch the weights of others.
+#[test]
+fn experts_are_fetched_when_they_are_chosen() {
+    let mut below = random(11);
+    let displaced = (1..=37).map(|case| displaced([TINY, TINY_EXPERTS][case % 2], &mut below));
+    let built = displaced.last().flatten().expect("a graph");
+    let plain = memory_after(&built, &plain(), 2).expect("it runs");
+    let manner = Manner {
+        blocks: 3,
+        room: 0,
+        seed: 370,
+    };
+    let got = memory_after(&built, &manner.spy(), 2).expect("it runs");
+    assert!(got == plain, "memory differs");
+}
+
+/// A plan with steps on a device, and the results that it should have.
+struct Tried {
+    device: Arc<Spy>,
+    built: Built,
+    loaded: Loaded,
+    plan: Box<dyn Plan>,
+    want: Vec<Vec<f32>>,
+}
+
+impl Tried {
+    fn new(model: Model, policy: LaunchPolicy) -> Tried {
+        let built = model.graph(DECODE);
+        let with = |device: Arc<Spy>, policy: LaunchPolicy| {
+            let engine = engine_with(&device, policy);
+            let loaded = built.load(&engine);
+            let plan = built.compile(&engine, &loaded);
+            (device, loaded, plan)
+        };
+        let (_device, loaded, mut plan) = with(plain(), policy);
+        let want = { 0..4 }
+            .map(|position| {
+                built.write_inputs(&loaded, position);
+                plan.run().expect("it runs");
+                built.read_result(&loaded)
+            })
+            .collect();
+        let (device, loaded, plan) = with(Arc::new(Spy::running()), policy);
+        device.take_log();
+        Tried {
+            device,
+            built,
+            loaded,
+            plan,
+            want,
+        }
+    }
+
+    /// Runs a token and compares its result.
+    fn run(&mut self, position: u64) {
+        self.built.write_inputs(&self.loaded, position);
+        self.plan.run().expect("it runs");
+        let got = self.built.read_result(&self.loaded);
+        assert_eq!(got, self.want[position as usize], "token {position}");
+    }
+}
+
+#[test]
+fn a_refused_step_goes_launch_by_launch() {
+    let mut tried = Tried::new(TINY, policy());
+    tried.run(0);
+    assert_eq!(of_steps(&tried.device.take_log()), 1);
+    // Somebody else has taken some of the sm_count.
+    tried.device.shim.blocks.store(2, Ordering::Relaxed);
+    for position in 1..4 {
+        tried.run(position);
+        let log = tried.device.take_log();
+        assert_eq!(of_steps(&log), usize::from(position == 1), "{log:?}");
+        assert!(log.len() > 20 || log.contains(&Call::Replay));
+    }
+}
+
+#[test]
+fn a_step_that_fails_leaves_nothing_behind() {
+    let mut tried = Tried::new(TINY, policy());
+    tried.run(0);
+    tried.device.fail(Fails::Step);
+    tried.built.write_inputs(&tried.loaded, 1);
+    tried.plan.run().expect_err("it fails on command");
+    tried.device.fail(None);
+    // An index that is none, in the midst of the step.
+    tried.run(1);
+    tried.built.write_input(&tried.loaded, "places", 1000);
+    let error = tried.plan.run().unwrap_err();
+    assert!(
+        matches!(error, RunError::Index { index: 1000, .. }),
+        "{error:?}"
+    );
+    for position in 2..4 {
+        tried.run(position);
+    }
+    assert_eq!(of_steps(&tried.device.take_log()), 6);
+}
+
+#[test]
+fn long_steps_are_cut() {
+    for model in [TINY, TINY_EXPERTS] {
+        let short = LaunchPolicy {
+            time_slice: Duration::from_micros(25),
+            ..policy()
+        };
+        let mut tried = Tried::new(Model { layers: 4, ..model }, short);
+        tried.run(0);
+        assert!(of_steps(&tried.device.take_log()) >= 3);
+        // Another plan may run in between.
+        let over = Turn::new();
+        over.set_end(Some(Duration::ZERO));
+        tried.built.write_inputs(&tried.loaded, 1);
+        let mut yields = 0;
+        while tried.plan.advance(&over).unwrap() == Progress::Yielded {
+            yields += 1;
+        }
+        assert!(yields >= 2, "{yields}");
+        assert_eq!(tried.built.read_result(&tried.loaded), tried.want[1]);
+    }
+}
+
+#[test]
+fn a_grown_cache_gets_a_new_table() {
+    let grown = TINY_EXPERTS.graph(Step {
+        tokens: 1,
+        seen: 64,
+    });
+    let plain = memory_after(&grown, &plain(), 4).expect("it runs");
+    for seed in 0..4 {
+        let device = Manner {
+            blocks: 5,
+            room: 0,
+            seed,
+        }
+        .spy();
+        let engine = engine_with(&device, policy());
+        let small = TINY_EXPERTS.graph(DECODE);
+        let loaded = small.load(&engine);
+        let mut first = small.compile(&engine, &loaded);
+        for position in 0..2 {
+            small.write_inputs(&loaded, position);
+            first.run().unwrap();
+        }
+        // The same text goes on with a graph that sees more of the cache.
+        let mut next = grown.compile(&engine, &loaded);
+        device.take_log();
+        for position in 2..4 {
+            grown.write_inputs(&loaded, position);
+            next.run().unwrap();
+        }
+        let log = device.take_log();
+        assert!(!log.iter().any(|call| matches!(call, Call::Record(_))));
+        // What was recorded for the first graph has the new table now.
+        assert!(log.iter().any(|call| matches!(call, Call::Change(_))));
+        assert_eq!(log.iter().filter(|call| **call == Call::Replay).count(), 2);
+        // The cache of keys and values is that of the text.
+        assert!(read(&loaded.buffers[1]) == plain[0], "seed {seed}");
+    }
+}
+
+/// What is said to whoever reads the log, and at what level.
+#[derive(Default, Clone)]
+struct Log(Arc<Mutex<Vec<(Level, String)>>>);
+
+impl tracing::Subscriber for Log {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::INFO
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Text(String);
+        impl Visit for Text {
+            fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+                if field.name() == "message" {
+                    self.0 = format!("{value:?}");
+                }
+            }
+        }
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        let line = (*event.metadata().level(), text.0);
+        self.0.lock().unwrap().push(line);
+    }
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn what_is_in_no_step_is_said_once() {
+    let lines_of = |model: Model| {
+        let log = Log::default();
+        tracing::subscriber::with_default(log.clone(), || {
+            let engine = engine_with(&Arc::new(Spy::recording()), policy());
+            for seen in [32, 64] {
+                let built = model.graph(Step { tokens: 1, seen });
+                let loaded = built.load(&engine);
+                built.compile(&engine, &loaded);
+            }
+        });
+        let lines = log.0.lock().unwrap();
+        lines.clone()
+    };
+    let f16 = Model {
+        weights: Type::F16,
+        ..TINY
+    };
+    let lines = lines_of(f16);
+    assert!(lines.is_empty(), "all is one step: {lines:?}");
+    let lines = lines_of(Model {
+        weights: Type::Q4_1,
+        ..TINY
+    });
+    // Of both graphs, which differ in what they see of the cache.
+    let [(level, line)] = lines.as_slice() else {
+        panic!("{lines:?}");
+    };
+    assert_eq!(*level, Level::INFO);
+    for wanted in ["MUL_MAT: no stage does what its kernel does", "launches"] {
+        assert!(line.contains(wanted), "{wanted}: {line}");
+    }
+}
