@@ -1,4 +1,4 @@
-//! Finding an executor.
+//! Connecting to the executor of an endpoint.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,97 +6,135 @@ use std::time::Duration;
 use vgpu_transport::link::dial::dial;
 use vgpu_transport::link::{Endpoint, GuestEnd};
 
-use crate::host::Host;
+use crate::ggml::Ggml;
 use crate::session::{Session, SessionError};
 
-/// How long an executor may take to answer. Ollama gives a whole discovery 3 seconds.
+/// How long an executor may take to answer. Ollama's discovery of all devices must end within 3 seconds.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why an executor could not be reached.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectError {
-    /// No link to it.
+    /// There is no link to the executor.
     #[error("{endpoint}: {error}")]
     Link {
-        /// Where it was looked for.
-        endpoint: String,
-        /// What happened.
+        /// The endpoint that was tried.
+        endpoint: Endpoint,
+        /// What went wrong.
         error: String,
     },
-    /// A link, but no session.
+    /// The executor in this process cannot start.
+    #[cfg(feature = "inproc")]
+    #[error("inproc: {0}")]
+    Inproc(#[from] InprocError),
+    /// This build of the plugin has no executor inside.
+    #[cfg(not(feature = "inproc"))]
+    #[error("inproc: this build of the plugin has no executor inside")]
+    NoInproc,
+    /// There is a link, but no session.
     #[error("{endpoint}: {error}")]
     Session {
-        /// Where it is.
-        endpoint: String,
-        /// What it said.
+        /// The endpoint that was tried.
+        endpoint: Endpoint,
+        /// What went wrong.
         error: SessionError,
     },
 }
 
-/// Opens a session with the executor at `endpoint`.
-pub(crate) fn connect(endpoint: &Endpoint, host: &Host) -> Result<Arc<Session>, ConnectError> {
-    let failed = |error: String| ConnectError::Link {
-        endpoint: endpoint.to_string(),
-        error,
-    };
+/// Opens a session with the executor at `endpoint`. Waits up to 2 seconds for the link.
+///
+/// # Errors
+///
+/// [`ConnectError`], which names the endpoint.
+pub(crate) fn connect(endpoint: &Endpoint, ggml: &Ggml) -> Result<Arc<Session>, ConnectError> {
     let end: Box<dyn GuestEnd> = match endpoint {
-        Endpoint::Inproc => inproc().map_err(failed)?,
-        other => dial(other, TIMEOUT).map_err(failed)?,
+        Endpoint::Inproc => inproc()?,
+        other => dial(other, TIMEOUT).map_err(|error| ConnectError::Link {
+            endpoint: endpoint.clone(),
+            error,
+        })?,
     };
-    Session::open(end, introduction(host)).map_err(|error| ConnectError::Session {
-        endpoint: endpoint.to_string(),
+    // Over these two links bytes move at the speed of copying memory, about three times that of hashing.
+    let hashes_first = !matches!(endpoint, Endpoint::Unix(_) | Endpoint::Inproc);
+    Session::open(end, introduction(ggml), hashes_first).map_err(|error| ConnectError::Session {
+        endpoint: endpoint.clone(),
         error,
     })
 }
 
-/// An executor inside this process. All of its sessions share an engine.
+/// Why the executor in this process cannot start.
 #[cfg(feature = "inproc")]
-fn inproc() -> Result<Box<dyn GuestEnd>, String> {
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum InprocError {
+    /// `VGPU_ENGINE` is not an engine.
+    #[cfg(feature = "inproc-cuda")]
+    #[error("VGPU_ENGINE={value}: {reason}")]
+    UnknownEngine {
+        /// The value of the variable.
+        value: String,
+        /// Why it is not an engine.
+        reason: String,
+    },
+    /// The engine cannot start.
+    #[error("the engine cannot start: {0}")]
+    Engine(String),
+    /// There is no link to the executor.
+    #[error(transparent)]
+    Link(#[from] vgpu_transport::link::LinkError),
+}
+
+/// A link to the executor in this process. All of its sessions share one engine.
+#[cfg(feature = "inproc")]
+fn inproc() -> Result<Box<dyn GuestEnd>, ConnectError> {
     use std::sync::OnceLock;
     use vgpu_engine::Engine;
 
     static ENGINE: OnceLock<Arc<dyn Engine>> = OnceLock::new();
     let engine = match ENGINE.get() {
         Some(engine) => Arc::clone(engine),
-        None => Arc::clone(ENGINE.get_or_init({
-            let engine = engine_inside()?;
-            || engine
-        })),
+        None => {
+            let engine = start_engine()?;
+            Arc::clone(ENGINE.get_or_init(|| engine))
+        }
     };
-    let end = vgpu_executor::inproc::start(engine).map_err(|e| e.to_string())?;
+    let end = vgpu_executor::inproc::start(engine).map_err(InprocError::from)?;
     Ok(Box::new(end))
 }
 
+#[cfg(not(feature = "inproc"))]
+fn inproc() -> Result<Box<dyn GuestEnd>, ConnectError> {
+    Err(ConnectError::NoInproc)
+}
+
+/// The number of threads that `VGPU_THREADS` asks for; 0, which leaves the choice to the engine, if it does not.
 #[cfg(feature = "inproc")]
 fn threads() -> usize {
     let threads = std::env::var("VGPU_THREADS").ok();
     threads.and_then(|n| n.parse().ok()).unwrap_or(0)
 }
 
-/// The CPU engine.
+/// Starts the CPU engine.
 #[cfg(all(feature = "inproc", not(feature = "inproc-cuda")))]
-fn engine_inside() -> Result<Arc<dyn vgpu_engine::Engine>, String> {
-    let engine = vgpu_cpu::CpuEngine::new(threads(), None).map_err(|e| e.to_string())?;
+fn start_engine() -> Result<Arc<dyn vgpu_engine::Engine>, InprocError> {
+    let engine = vgpu_cpu::CpuEngine::new(threads(), None)
+        .map_err(|error| InprocError::Engine(error.to_string()))?;
     Ok(Arc::new(engine))
 }
 
-/// The engine that `VGPU_ENGINE` asks for, as `vgpu serve --engine` does; the CPU engine, if it does not.
+/// Starts the engine that `VGPU_ENGINE` asks for, in the syntax of `vgpu serve --engine`; by default the CPU engine.
 #[cfg(feature = "inproc-cuda")]
-fn engine_inside() -> Result<Arc<dyn vgpu_engine::Engine>, String> {
-    let kind = std::env::var("VGPU_ENGINE").unwrap_or_else(|_| "cpu".to_owned());
-    let kind = kind
-        .parse()
-        .map_err(|error| format!("VGPU_ENGINE={kind}: {error}"))?;
-    vgpu_executor::engine::start(kind, threads().into(), None).map_err(|error| format!("{error:#}"))
+fn start_engine() -> Result<Arc<dyn vgpu_engine::Engine>, InprocError> {
+    let value = std::env::var("VGPU_ENGINE").unwrap_or_else(|_| "cpu".to_owned());
+    let kind = value.parse().map_err(|error| InprocError::UnknownEngine {
+        reason: format!("{error}"),
+        value: value.clone(),
+    })?;
+    vgpu_executor::engine::start(kind, threads().into(), None)
+        .map_err(|error| InprocError::Engine(format!("{error:#}")))
 }
 
-#[cfg(not(feature = "inproc"))]
-fn inproc() -> Result<Box<dyn GuestEnd>, String> {
-    Err("this build of the plugin has no executor inside".to_owned())
-}
-
-/// Who we are, for the executor's log.
-fn introduction(host: &Host) -> String {
+/// Who the guest is, for the executor's log: program, process id, versions.
+fn introduction(ggml: &Ggml) -> String {
     let program = std::env::current_exe().ok();
     let program = program
         .as_deref()
@@ -106,7 +144,7 @@ fn introduction(host: &Host) -> String {
         "{}[{}], ggml {}, ggml-vgpu {}",
         program.as_deref().unwrap_or("unknown"),
         std::process::id(),
-        host.release(),
+        ggml.release(),
         env!("CARGO_PKG_VERSION"),
     )
 }

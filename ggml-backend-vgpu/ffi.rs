@@ -1,11 +1,17 @@
-//! The mechanism of the C boundary, used by every function that ggml calls.
+//! The mechanism of the C boundary, which every function that ggml calls uses.
 //!
-//! Every such function reads the same: [`guard`], turn the pointers ggml hands over into references
-//! ([`object`]), call safe Rust. A panic never crosses into ggml; it becomes the value that means failure there.
+//! Each of those functions has the same three steps: enter the panic boundary ([`guard`]), turn ggml's pointers into
+//! references ([`object`]), call safe Rust. A panic never unwinds into ggml. [`guard`] turns it into the value that
+//! means failure to ggml.
+//!
+//! The plugin keeps its own state in the `context` field of ggml's objects. [`into_context`] puts a value there,
+//! [`drop_context`] frees it.
 
+use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
 
-/// Runs `body`; if it panics, logs that and returns `failure`.
+/// Runs `body`. If `body` panics, logs the panic with the name of the C function and returns `failure`.
 pub(crate) fn guard<T>(function: &'static str, failure: T, body: impl FnOnce() -> T) -> T {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(value) => value,
@@ -15,29 +21,48 @@ pub(crate) fn guard<T>(function: &'static str, failure: T, body: impl FnOnce() -
                 .map(String::as_str)
                 .or_else(|| payload.downcast_ref::<&str>().copied())
                 .unwrap_or("no message");
-            // The logger runs the host's callback; should that fail too, the failure value must still arrive.
+            // Logging calls back into the program. `failure` must be returned even if that panics.
             let _ = catch_unwind(AssertUnwindSafe(|| {
-                tracing::error!(
-                    "internal error in {function}: {message}; this is a bug in the plugin"
-                );
+                tracing::error!("{function} panicked: {message}. This is a bug in ggml-vgpu");
             }));
             failure
         }
     }
 }
 
-/// The object behind a pointer that ggml hands back to us.
+/// The object behind a pointer from ggml, or `None` if the pointer is null.
 ///
 /// # Safety
 ///
-/// `ptr` must be null or a pointer that we gave to ggml as the context (or the object) of type `T`, not
-/// yet freed, and stay valid for `'a`. ggml keeps each for as long as it may call functions with it.
+/// `ptr` must be null, or point to a valid `T` that nobody writes to or frees during `'a`. For an object of the plugin
+/// this holds until ggml has called the function that frees the object.
 pub(crate) unsafe fn object<'a, T>(ptr: *const T) -> Option<&'a T> {
-    // SAFETY: the caller's promise, word for word.
+    // SAFETY: `ptr` is null or valid for `'a`: this function's contract.
     unsafe { ptr.as_ref() }
 }
 
-/// Where each piece of a 2D copy begins: in its tensor, which ggml has checked, and in the program's memory.
+/// Moves `value` to the heap and returns the pointer for the `context` field of one of ggml's objects.
+pub(crate) fn into_context<T>(value: T) -> *mut c_void {
+    Box::into_raw(Box::new(value)).cast()
+}
+
+/// Frees the value behind a `context` field and sets the field to null. Does nothing if the field is null.
+///
+/// # Safety
+///
+/// `context` must be null or come from [`into_context`] with the same `T`, and no reference to the value may be used
+/// after this call.
+pub(crate) unsafe fn drop_context<T>(context: &mut *mut c_void) {
+    let value = std::mem::replace(context, ptr::null_mut()).cast::<T>();
+    if !value.is_null() {
+        // SAFETY: `value` comes from `Box::into_raw` in `into_context`, and the field that held it is null now, so
+        // that the box is made once. The caller gives the value up.
+        drop(unsafe { Box::from_raw(value) });
+    }
+}
+
+/// The offsets of each piece of a 2D copy: in the tensor, which ggml has checked, and in the program's memory. Both in
+/// bytes.
 pub(crate) fn pieces(
     copies: usize,
     offset: usize,
@@ -52,11 +77,24 @@ pub(crate) fn pieces(
 
 #[cfg(test)]
 mod tests {
-    use super::guard;
+    use super::*;
+    use std::rc::Rc;
 
     #[test]
     fn a_panic_becomes_the_failure_value() {
         assert_eq!(guard("test", -1, || 7), 7);
         assert_eq!(guard("test", -1, || panic!("boom")), -1);
+    }
+
+    #[test]
+    fn a_context_is_freed_once() {
+        let value = Rc::new(());
+        let mut context = into_context(Rc::clone(&value));
+        // SAFETY: the context was just made of an `Rc<()>`.
+        unsafe { drop_context::<Rc<()>>(&mut context) };
+        assert!(context.is_null());
+        assert_eq!(Rc::strong_count(&value), 1);
+        // SAFETY: null is allowed.
+        unsafe { drop_context::<Rc<()>>(&mut context) };
     }
 }

@@ -1,48 +1,59 @@
 //! The guest plugin: a ggml backend whose device is an executor on the other side of a link.
 //!
-//! From the outside in:
+//! ggml loads the library and calls [`ggml_backend_score`] and [`ggml_backend_init`]. The modules, from bottom to top;
+//! each uses only modules above it in this list:
 //!
-//! - `ggml_backend_score` and `ggml_backend_init`, the two symbols that ggml looks for.
-//! - [`abi`]: ggml's C interface. [`host`]: the ggml that has loaded us.
-//! - `registry`, `device`, `buffer`, `host_buffer`, `stream`, `event`: the objects that ggml sees, one module each.
-//! - `ffi`: the mechanism of every function that ggml calls.
-//! - `translate`, `encode`: from ggml's tensors and graphs to the IR.
-//! - `connect`, `session`, `graphs`: the guest's side of the wire. `weights`: what need not be sent.
-//! - `logging`, `progress`, `stats`: what people get to read. `required`: what happens to programs that must
-//!   not go on without a vGPU.
+//! - [`abi`]: ggml's C interface. `ffi`: the mechanism of every function that ggml calls.
+//! - [`ggml`]: the ggml of this process. [`stamp`]: the version stamp in the library file.
+//! - `logging`, `load_progress`, `stats`: what people get to read. `fail_fast`: `VGPU_REQUIRED`.
+//! - `translate`: from ggml's ids and parameters to the graph IR.
+//! - `graph_cache`: the graphs that the executor has. `weights`: what is known about the content of weights.
+//! - `session`: the guest's side of the wire. It documents the lock order of the crate.
+//! - `connect`, `discovery`: finding executors.
+//! - `device_context`: a device and its session.
+//! - `buffer`, `host_buffer`, `event`: memory and events of a device.
+//! - `encode`: from a `ggml_cgraph` to the graph IR. `backend`: a queue of graphs and copies.
+//! - `iface`: the objects that ggml sees, with their tables of callbacks.
 //!
-//! The plugin lives in somebody else's process: unless told to (`VGPU_REQUIRED`), it never ends it; it never
-//! lets a panic out, never prints to standard output, and never waits for an executor that is gone.
+//! The plugin lives in the process of another program. A panic never leaves the plugin. The plugin never writes to
+//! standard output, never waits for an executor that is gone, and ends the process only if `VGPU_REQUIRED=1`.
 
 pub mod abi;
+mod backend;
 mod buffer;
 mod connect;
-mod device;
+mod device_context;
+mod discovery;
 mod encode;
 mod event;
+mod fail_fast;
 mod ffi;
-mod graphs;
-pub mod host;
+pub mod ggml;
+mod graph_cache;
 mod host_buffer;
+mod iface;
+mod load_progress;
 mod logging;
-mod progress;
-mod registry;
-mod required;
 mod session;
+pub mod stamp;
 mod stats;
-mod stream;
 mod translate;
 mod weights;
 
-/// How good this backend is on this machine. 0, after one log line that says why, when no executor can be
-/// reached; ggml then goes on without us.
+/// How well the backend suits this machine: 100 with an executor. 0, with one log line that says why, without one: ggml
+/// then goes on without the plugin. Any thread may call.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_backend_score() -> i32 {
-    ffi::guard("ggml_backend_score", 0, registry::score)
+    ffi::guard("ggml_backend_score", 0, iface::registry::score)
 }
 
-/// The backend. Null when no executor can be reached. The result lives as long as the process.
+/// The backend. Null without an executor. The plugin owns the object, which is valid until the process ends. Any thread
+/// may call.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_backend_init() -> abi::ggml_backend_reg_t {
-    ffi::guard("ggml_backend_init", std::ptr::null_mut(), registry::init)
+    ffi::guard(
+        "ggml_backend_init",
+        std::ptr::null_mut(),
+        iface::registry::init,
+    )
 }

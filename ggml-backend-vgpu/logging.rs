@@ -1,7 +1,7 @@
-//! Our log lines go where ggml's go: through the callback that the program has set.
+//! The plugin's log lines go through ggml's log, to the callback that the program has set.
 //!
-//! `VGPU_LOG` filters them, in the syntax of `tracing`'s `EnvFilter` (`debug`, `ggml_vgpu=trace`, `off`); by
-//! default it is `info`. Nothing is ever written to standard output.
+//! `VGPU_LOG` filters them: a level (`off`, `error`, `warn`, `info`, `debug`, `trace`), or a list of `MODULE=LEVEL`, such
+//! as `info,ggml_vgpu::session=debug`. The default is `info`.
 
 use std::fmt::{self, Write as _};
 use std::io::{Write as _, stderr};
@@ -16,28 +16,29 @@ use crate::abi::{
     GGML_LOG_LEVEL_DEBUG, GGML_LOG_LEVEL_ERROR, GGML_LOG_LEVEL_INFO, GGML_LOG_LEVEL_WARN,
     ggml_log_level,
 };
-use crate::host::{Host, HostError};
+use crate::ggml::{Ggml, GgmlError};
 
-/// Sends log lines to `host` from now on. The first call counts.
-pub(crate) fn start(host: Arc<Host>) {
+/// Sends log lines to the log of `ggml` from now on. Later calls have no effect.
+pub(crate) fn start(ggml: Arc<Ggml>) {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
         let filter = EnvFilter::try_from_env("VGPU_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-        let subscriber = Registry::default().with(filter).with(ToHost(host));
-        // Fails when this copy of `tracing` has a subscriber, which only a test can have given it.
+        let subscriber = Registry::default().with(filter).with(GgmlLog(ggml));
+        // Fails if there is a subscriber already. Only a test can have set one.
         let _ = tracing::subscriber::set_global_default(subscriber);
     });
 }
 
-/// Says that there is no ggml to work for, which leaves only standard error to say it on.
-pub(crate) fn without_host(error: &HostError) {
-    // `eprintln!` panics when nobody takes the line.
+/// Reports on standard error that there is no usable ggml, and so no log of ggml.
+pub(crate) fn without_ggml(error: &GgmlError) {
+    // Not `eprintln!`, which panics if standard error is closed.
     let _ = writeln!(stderr(), "ggml-vgpu: no vGPU: {error}");
 }
 
-struct ToHost(Arc<Host>);
+/// Writes events to the log of ggml.
+struct GgmlLog(Arc<Ggml>);
 
-impl<S: Subscriber> Layer<S> for ToHost {
+impl<S: Subscriber> Layer<S> for GgmlLog {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         let mut line = String::from("ggml-vgpu:");
         event.record(&mut Line(&mut line));
@@ -55,7 +56,7 @@ fn level(level: Level) -> ggml_log_level {
     }
 }
 
-/// Puts the message and the fields of an event into a line.
+/// Appends the message and the fields of an event to a line.
 struct Line<'a>(&'a mut String);
 
 impl Visit for Line<'_> {

@@ -1,5 +1,7 @@
-//! What crossed the boundary, in all and for each graph: written as JSON to the file that the
-//! environment variable `VGPU_STATS` names, when a stream is freed.
+//! What crossed the link, in total and for each graph.
+//!
+//! When a backend is freed, the statistics of its session are written as JSON to the file that the environment
+//! variable `VGPU_STATS` names.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -8,8 +10,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use vgpu_transport::link::Counters;
 
-/// Steps kept; older ones only count in the totals.
-const STEPS: usize = 1024;
+/// The number of steps that are kept. Older steps count in the totals only.
+const MAX_STEPS: usize = 1024;
 
 /// Statistics of one session.
 #[derive(Debug, Clone, Default)]
@@ -19,86 +21,91 @@ pub(crate) struct Stats {
     full_graphs: u64,
     patches: u64,
     encoding: Duration,
-    now: Crossed,
+    now: Traffic,
     steps: VecDeque<Step>,
-    open: Option<(Crossed, Step)>,
+    /// The step that has begun, and the traffic before it.
+    current: Option<(Traffic, Step)>,
 }
 
-/// From one graph submission to the next: the graph, and everything before the next one.
+/// What happened from the submission of one graph to the submission of the next.
 #[derive(Debug, Clone, Copy, Default)]
 struct Step {
     graph: SubmittedGraph,
-    crossed: Crossed,
+    traffic: Traffic,
 }
 
 /// A graph at its submission.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SubmittedGraph {
-    /// Nodes it computes.
+    /// Nodes that the executor computes.
     pub(crate) nodes: usize,
-    /// Nodes that ggml handed over, views included.
-    pub(crate) host_nodes: usize,
-    /// How the host gets to know it.
+    /// Nodes of the `ggml_cgraph`, views included.
+    pub(crate) ggml_nodes: usize,
+    /// What was sent of the graph.
     pub(crate) sent: Sent,
-    /// Time to find out which graph it is, or to translate it.
+    /// Time to find the graph among the known ones, or to translate it.
     pub(crate) encoding: Duration,
 }
 
-/// How a graph came to the host.
+/// What was sent of a graph before its submission.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Sent {
-    /// It had it.
+    /// Nothing: the executor has the graph.
     #[default]
-    Before,
-    /// As what differs from an earlier one.
+    Nothing,
+    /// The difference from an earlier graph.
     Patch,
-    /// All of it.
-    Whole,
+    /// The whole graph.
+    Full,
 }
 
 impl Stats {
-    /// A graph is about to be submitted.
-    pub(crate) fn begin_step(&mut self, now: Crossed, graph: SubmittedGraph) {
+    /// Ends the current step and begins the step of a graph that is about to be submitted.
+    pub(crate) fn begin_step(&mut self, now: Traffic, graph: SubmittedGraph) {
         self.finish_step(now);
         self.graphs += 1;
         self.nodes += graph.nodes as u64;
-        self.full_graphs += u64::from(graph.sent == Sent::Whole);
+        self.full_graphs += u64::from(graph.sent == Sent::Full);
         self.patches += u64::from(graph.sent == Sent::Patch);
         self.encoding += graph.encoding;
-        let crossed = Crossed::default();
-        self.open = Some((now, Step { graph, crossed }));
+        let traffic = Traffic::default();
+        self.current = Some((now, Step { graph, traffic }));
     }
 
-    /// Closes the step that is open.
-    pub(crate) fn finish_step(&mut self, now: Crossed) {
+    /// Ends the current step. `now` is the traffic of the session so far.
+    pub(crate) fn finish_step(&mut self, now: Traffic) {
         self.now = now;
-        if let Some((then, step)) = self.open.take() {
-            if self.steps.len() == STEPS {
+        if let Some((before, step)) = self.current.take() {
+            if self.steps.len() == MAX_STEPS {
                 self.steps.pop_front();
             }
             self.steps.push_back(Step {
-                crossed: now.since(then),
+                traffic: now.since(before),
                 ..step
             });
         }
     }
 
-    /// Writes the statistics to `path`.
+    /// Writes the statistics to `path`, as JSON.
+    ///
+    /// # Errors
+    ///
+    /// The error of writing the file.
     pub(crate) fn write(&self, path: &Path, device: &str, endpoint: &str) -> std::io::Result<()> {
         let steps: Vec<Value> = self
             .steps
             .iter()
             .map(|step| {
-                let mut row = crossed(&step.crossed);
+                let mut row = traffic(&step.traffic);
                 row["nodes"] = json!(step.graph.nodes);
-                row["host_nodes"] = json!(step.graph.host_nodes);
-                row["full_graph"] = json!(step.graph.sent == Sent::Whole);
+                row["ggml_nodes"] = json!(step.graph.ggml_nodes);
+                row["full_graph"] = json!(step.graph.sent == Sent::Full);
                 row["patch"] = json!(step.graph.sent == Sent::Patch);
                 row["encode_ns"] = json!(step.graph.encoding.as_nanos() as u64);
                 row
             })
             .collect();
-        let mut totals = crossed(&self.now);
+        let mut totals = traffic(&self.now);
         totals["graphs"] = json!(self.graphs);
         totals["nodes"] = json!(self.nodes);
         totals["full_graphs"] = json!(self.full_graphs);
@@ -110,28 +117,30 @@ impl Stats {
     }
 }
 
-/// What has gone from one side to the other.
+/// What the two sides have exchanged.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Crossed {
+pub(crate) struct Traffic {
     /// In messages.
     pub(crate) link: Counters,
-    /// Without.
+    /// Without messages.
     pub(crate) copied: Copied,
 }
 
-/// Bytes that went without messages: into, or out of, memory that both sides have mapped, or not at all.
+/// Bytes that needed no message.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Copied {
+    /// Written into memory that both sides have mapped.
     pub(crate) to_host: u64,
+    /// Read from memory that both sides have mapped.
     pub(crate) from_host: u64,
-    /// Bytes of weights that the host had.
+    /// Weights that the executor already had.
     pub(crate) not_sent: u64,
 }
 
-impl Crossed {
-    fn since(&self, then: Crossed) -> Crossed {
-        let (now, old) = (&self.link, &then.link);
-        Crossed {
+impl Traffic {
+    fn since(&self, before: Traffic) -> Traffic {
+        let (now, old) = (&self.link, &before.link);
+        Traffic {
             link: Counters {
                 messages_out: now.messages_out - old.messages_out,
                 messages_in: now.messages_in - old.messages_in,
@@ -143,26 +152,25 @@ impl Crossed {
                 kicks: now.kicks - old.kicks,
             },
             copied: Copied {
-                to_host: self.copied.to_host - then.copied.to_host,
-                from_host: self.copied.from_host - then.copied.from_host,
-                not_sent: self.copied.not_sent - then.copied.not_sent,
+                to_host: self.copied.to_host - before.copied.to_host,
+                from_host: self.copied.from_host - before.copied.from_host,
+                not_sent: self.copied.not_sent - before.copied.not_sent,
             },
         }
     }
 }
 
-fn crossed(Crossed { link, copied }: &Crossed) -> Value {
-    let counters = link;
+fn traffic(Traffic { link, copied }: &Traffic) -> Value {
     json!({
         "copied_to_host": copied.to_host,
         "copied_from_host": copied.from_host,
         "weights_not_sent": copied.not_sent,
-        "messages": counters.messages_out + counters.messages_in,
-        "bytes_to_host": counters.bytes_out,
-        "bytes_from_host": counters.bytes_in,
-        "round_trips": counters.round_trips,
-        "spins": counters.spins,
-        "sleeps": counters.sleeps,
-        "kicks": counters.kicks,
+        "messages": link.messages_out + link.messages_in,
+        "bytes_to_host": link.bytes_out,
+        "bytes_from_host": link.bytes_in,
+        "round_trips": link.round_trips,
+        "spins": link.spins,
+        "sleeps": link.sleeps,
+        "kicks": link.kicks,
     })
 }

@@ -9,7 +9,8 @@ use std::process::Command;
 use std::{env, fs};
 
 use ggml_vgpu::abi::{self, ApiVersion};
-use ggml_vgpu::host::{Host, HostError, UnsupportedVersion};
+use ggml_vgpu::ggml::{Ggml, GgmlError, UnsupportedVersion};
+use ggml_vgpu::stamp;
 
 /// ggml 0.25.3, which speaks API version 2: headers, and a build with dynamic backends.
 const GGML_0_25: &str = "llama-cpp-python-0.3.36/vendor/llama.cpp/ggml";
@@ -163,8 +164,8 @@ fn with_plain_ids(line: &str) -> String {
 #[test]
 fn without_ggml_the_error_says_where_we_looked() {
     alone("without_ggml_the_error_says_where_we_looked", || {
-        let error = Host::find().expect_err("this process has no ggml");
-        let HostError::NoGgml { searched } = &error else {
+        let error = Ggml::find().expect_err("this process has no ggml");
+        let GgmlError::NoGgml { searched } = &error else {
             panic!("{error:?}")
         };
         assert_eq!(searched[0], "the executable");
@@ -195,7 +196,7 @@ fn a_real_ggml_is_found_in_the_global_scope() {
 fn check_ggml_0_25(scope: c_int) {
     let library = cached(GGML_0_25_BUILD).join("libggml-base.so.0");
     load(&library, scope);
-    let host = Host::find().expect("it has just been loaded");
+    let host = Ggml::find().expect("it has just been loaded");
     assert_eq!(host.object(), library.to_str().expect("a plain path"));
     assert_eq!(host.release(), "0.25.3");
     assert_eq!(host.version().to_string(), "0.25");
@@ -206,7 +207,7 @@ fn check_ggml_0_25(scope: c_int) {
         Some(name.to_owned().leak())
     }
     // The lengths of the arrays of names, which only a test of one release can know.
-    let names = |ids: ggml_vgpu::host::Ids<&'static str>, count| -> Vec<&'static str> {
+    let names = |ids: ggml_vgpu::ggml::Ids<&'static str>, count| -> Vec<&'static str> {
         // SAFETY: 0 to `count` are the values of the enum in this release.
         (0..count).filter_map(|id| unsafe { ids.get(id) }).collect()
     };
@@ -242,7 +243,7 @@ fn a_buffer_is_made_by_the_real_ggml() {
             &cached(GGML_0_25_BUILD).join("libggml-base.so.0"),
             libc::RTLD_LOCAL,
         );
-        let host = Host::find().expect("it has just been loaded");
+        let host = Ggml::find().expect("it has just been loaded");
         unsafe extern "C" fn base(buffer: abi::ggml_backend_buffer_t) -> *mut c_void {
             // SAFETY: ggml hands back the buffer that it made.
             unsafe { (*buffer).context }
@@ -297,9 +298,9 @@ fn the_version_decides_the_interface() {
         alone_in_case("the_version_decides_the_interface", &case, || {
             let library = fake("version", release, option);
             load(&library, libc::RTLD_LOCAL);
-            match (Host::find(), &expected) {
+            match (Ggml::find(), &expected) {
                 (Ok(host), Ok(api)) => assert_eq!(host.api(), *api, "{release}"),
-                (Err(HostError::Unsupported { object, reason }), Err(expected)) => {
+                (Err(GgmlError::Unsupported { object, reason }), Err(expected)) => {
                     assert_eq!(&reason, expected);
                     assert_eq!(Path::new(&object), library);
                 }
@@ -314,8 +315,8 @@ fn an_incomplete_ggml_is_named_with_what_it_lacks() {
     alone("an_incomplete_ggml_is_named_with_what_it_lacks", || {
         let library = fake("incomplete", "0.25.3", Some("-DINCOMPLETE"));
         load(&library, libc::RTLD_GLOBAL);
-        match Host::find() {
-            Err(HostError::MissingSymbol { object, symbol }) => {
+        match Ggml::find() {
+            Err(GgmlError::MissingSymbol { object, symbol }) => {
                 assert_eq!(
                     (Path::new(&object), &*symbol),
                     (&*library, "ggml_glu_op_name")
@@ -342,7 +343,7 @@ fn of_two_ggml_the_callers_is_ours() {
         let registry = load(&registry, libc::RTLD_LOCAL);
 
         // Called by nobody with a ggml of its own: the first one loaded, and a word about the other.
-        let host = Host::find().expect("there are two");
+        let host = Ggml::find().expect("there are two");
         assert_eq!(Path::new(host.object()), stranger);
         let logged = symbol(stranger_library, c"fake_logged");
         // SAFETY: fake_ggml.c defines it so.
@@ -361,7 +362,7 @@ fn of_two_ggml_the_callers_is_ours() {
 
         // Called by the registry: the one that the registry depends on.
         extern "C" fn find() -> c_int {
-            Host::find()
+            Ggml::find()
                 .is_ok_and(|host| host.release() == "0.25.3")
                 .into()
         }
@@ -380,7 +381,7 @@ fn of_two_ggml_the_callers_is_ours() {
 fn a_message_reaches_the_log_as_it_is() {
     alone("a_message_reaches_the_log_as_it_is", || {
         let library = load(&fake("log", "0.25.3", None), libc::RTLD_LOCAL);
-        let host = Host::find().expect("it has just been loaded");
+        let host = Ggml::find().expect("it has just been loaded");
         let logged = symbol(library, c"fake_logged");
         // SAFETY: fake_ggml.c defines it so.
         let logged: unsafe extern "C" fn() -> *const c_char =
@@ -431,11 +432,11 @@ fn the_library_has_its_name_its_stamp_and_no_other_exports() {
 
     // A tool that reads the file finds each line once, whole.
     let bytes = fs::read(&library).expect("cargo has built it");
-    assert!(abi::stamp().contains(env!("CARGO_PKG_VERSION")));
-    assert!(abi::needs().contains("ggml_backend_buffer_init"));
+    assert!(stamp::stamp().contains(env!("CARGO_PKG_VERSION")));
+    assert!(stamp::needs().contains("ggml_backend_buffer_init"));
     for (words, line) in [
-        ("ggml-vgpu-stamp: ", abi::stamp()),
-        ("ggml-vgpu-needs: ", abi::needs()),
+        ("ggml-vgpu-stamp: ", stamp::stamp()),
+        ("ggml-vgpu-needs: ", stamp::needs()),
     ] {
         let found: Vec<&[u8]> = bytes
             .windows(words.len())

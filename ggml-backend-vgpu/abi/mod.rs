@@ -6,10 +6,8 @@
 //!
 //! Exactly one structure depends on the version of the interface, [`BufferType`].
 
-mod stamp;
 
 pub use bindings::*;
-pub use stamp::{needs, stamp};
 
 /// The translated headers.
 #[allow(missing_docs, non_camel_case_types, unreachable_pub)] // C's names, documented in C

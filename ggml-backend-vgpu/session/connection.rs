@@ -1,134 +1,80 @@
-//! The conversation with the host: what is under way, what came of it.
+//! One end of a session: numbered requests out, replies in, and what is under way between them.
+//!
+//! The executor executes the requests of a session in order and answers in order. One-way requests have no answer:
+//! the link says up to which request all are done, and a failure arrives as a message of its own, before the link says
+//! that the failed request is done.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::BufferId;
-use vgpu_transport::link::{Counters, GuestEnd, LinkError};
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request, WireError};
+use vgpu_transport::link::{Counters, GuestEnd};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
-use super::{SessionError, StreamId};
-use crate::graphs::{Graphs, Known, News};
-use crate::stats::{Copied, Crossed, Stats};
-use crate::weights::Progress;
+use super::error::{LossReason, SessionError};
+use super::pending::{BackendId, Failure, PendingRead, Submission};
+use crate::graph_cache::{GraphCache, GraphUpload, Known};
+use crate::stats::{Copied, Sent, Stats, SubmittedGraph, Traffic};
 
-/// Most bytes of answers to reads that nobody waits for yet. The host must be able to put all of them into its
-/// ring, or it would wait for a program that does something else.
-const MOST_LANDING: usize = 2 << 20;
+/// The most bytes of all pending reads together. The executor must be able to put all answers into the ring:
+/// otherwise it would wait for a program that is busy elsewhere.
+const MAX_PENDING_READS: usize = 2 << 20;
 
-/// One end of a session, under its lock.
+/// The guest's end of a session. Shared by all threads under one lock
+/// ([`SharedConnection`](super::shared::SharedConnection)).
 pub(super) struct Connection {
     pub(super) end: Box<dyn GuestEnd>,
+    /// The message that is being encoded or decoded.
     message: Vec<u8>,
-    pub(super) next_buffer: u64,
-    pub(super) next_stream: u64,
-    pub(super) graphs: Graphs,
-    /// Number of the last request.
-    pub(super) sent: u64,
-    /// The last request that was answered. So it is done, as are those before it, even if the host has not said yet that they
-    /// have retired.
+    last_buffer: u64,
+    last_backend: u64,
+    pub(super) graphs: GraphCache,
+    /// The number of the last request.
+    sent: u64,
+    /// The last request that was answered: done, with all requests before it, even if the link does not say so yet.
     answered: u64,
-    /// The last request whose payload is the program's until it is done.
-    last_lent: u64,
-    /// Memory of our own that programs may ask us to read into, or write from, later.
-    pub(super) host_memory: Vec<HostMemory>,
-    /// Graphs on their way, oldest first.
+    /// The last request whose payload is in the program's memory until the request is done.
+    last_staged: u64,
+    host_buffers: Vec<HostBufferRange>,
+    /// Graphs under way, oldest first.
     submissions: VecDeque<Submission>,
-    /// Reads on their way that nobody waits for yet, oldest first.
-    landings: VecDeque<Landing>,
-    /// Buffers for weights that are being filled.
-    pub(super) uploads: Vec<(BufferId, Arc<Progress>)>,
-    /// What has failed and is not yet reported.
-    pub(super) failures: Vec<Failure>,
-    /// Times that a caller had to wait for the host before it could go on.
+    /// Asynchronous reads under way, oldest first.
+    pending_reads: VecDeque<PendingRead>,
+    /// Failures that no graph has reported yet.
+    failures: Vec<Failure>,
+    /// The number of times that a caller waited for the executor.
     pub(super) round_trips: u64,
     pub(super) copied: Copied,
-    pub(super) stats: Stats,
+    stats: Stats,
 }
 
-/// Memory of a host buffer: see [`Session::host_memory`](super::Session::host_memory).
+/// The memory of a host buffer, which asynchronous reads and writes may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct HostMemory {
+pub(super) struct HostBufferRange {
     /// Its address.
     pub(super) base: usize,
     /// Its bytes.
     pub(super) size: usize,
-    /// Where it lies in the link's window, if it was lent by the link.
-    pub(super) lent: Option<usize>,
-}
-
-/// A graph on its way.
-struct Submission {
-    request: u64,
-    stream: StreamId,
-    buffers: Arc<[BufferId]>,
-}
-
-/// A read on its way whose bytes are wanted at the next synchronisation.
-pub(super) struct Landing {
-    pub(super) request: u64,
-    pub(super) buffer: BufferId,
-    pub(super) to: *mut u8,
-    pub(super) len: usize,
-    /// What the bytes are set to if the read fails.
-    pub(super) poison: u8,
-}
-
-// SAFETY: the pointer is to memory that the program keeps until it has synchronised, or that is ours and lands what
-// is under way before it goes (`Session::read_later`); any thread may write there.
-unsafe impl Send for Landing {}
-
-impl Landing {
-    fn room(&mut self) -> BytesMut<'_> {
-        // SAFETY: `Session::read_later`'s caller vouches for the bytes until they have landed.
-        unsafe { BytesMut::from_raw(self.to, self.len) }
-    }
-
-    fn spoil(&mut self) {
-        // SAFETY: as in `room`.
-        unsafe { self.to.write_bytes(self.poison, self.len) };
-    }
-}
-
-/// A one-way request that has failed. The next graph of its stream reports it; until then, what is read
-/// from the buffers it may have written is not a result.
-pub(super) struct Failure {
-    /// The graph's stream and buffers; `None` when it was not a graph: then all are concerned.
-    submission: Option<(StreamId, Arc<[BufferId]>)>,
-    pub(super) reason: String,
-}
-
-impl Failure {
-    pub(super) fn concerns_stream(&self, stream: StreamId) -> bool {
-        self.submission
-            .as_ref()
-            .is_none_or(|(failed, _)| *failed == stream)
-    }
-
-    pub(super) fn concerns_buffer(&self, buffer: BufferId) -> bool {
-        self.submission
-            .as_ref()
-            .is_none_or(|(_, buffers)| buffers.contains(&buffer))
-    }
+    /// Its offset in the memory of the link, if it is part of that memory.
+    pub(super) staging_offset: Option<usize>,
 }
 
 impl Connection {
-    /// A conversation that has gone as far as the greeting, which was the first request.
+    /// A connection after the handshake, which was request 1.
     pub(super) fn new(end: Box<dyn GuestEnd>) -> Connection {
         Connection {
             end,
             message: Vec::new(),
-            next_buffer: 1,
-            next_stream: 1,
-            graphs: Graphs::default(),
+            last_buffer: 0,
+            last_backend: 0,
+            graphs: GraphCache::default(),
             sent: 1,
             answered: 0,
-            last_lent: 0,
-            host_memory: Vec::new(),
+            last_staged: 0,
+            host_buffers: Vec::new(),
             submissions: VecDeque::new(),
-            landings: VecDeque::new(),
-            uploads: Vec::new(),
+            pending_reads: VecDeque::new(),
             failures: Vec::new(),
             round_trips: 1,
             copied: Copied::default(),
@@ -136,157 +82,240 @@ impl Connection {
         }
     }
 
-    /// Sends a request. Returns its number.
-    pub(super) fn send(
+    /// A buffer id that the session has not used.
+    pub(super) fn new_buffer_id(&mut self) -> BufferId {
+        self.last_buffer += 1;
+        BufferId(self.last_buffer)
+    }
+
+    /// A backend id that the session has not used.
+    pub(super) fn new_backend_id(&mut self) -> BackendId {
+        self.last_backend += 1;
+        BackendId(self.last_backend)
+    }
+
+    /// The number of the last request.
+    pub(super) fn sent(&self) -> u64 {
+        self.sent
+    }
+
+    /// Sends a request without a payload. Returns the number of the request.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the link is broken.
+    pub(super) fn send(&mut self, request: &Request) -> Result<u64, SessionError> {
+        self.send_with(request, (&[][..]).into())
+    }
+
+    /// Sends a request with a payload. Returns the number of the request.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the link is broken.
+    pub(super) fn send_with(
         &mut self,
         request: &Request,
         payload: Bytes<'_>,
     ) -> Result<u64, SessionError> {
         self.message.clear();
         request.encode(&mut self.message);
-        self.sent = self.end.send(&self.message, payload).map_err(lost)?;
+        self.sent = self.end.send(&self.message, payload)?;
         Ok(self.sent)
     }
 
-    /// The same with a payload that lies in lent memory.
-    pub(super) fn send_lent(
+    /// Sends a request whose payload is in the memory of the link, at these bytes of it. The payload must not change
+    /// before the request is done.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the link is broken.
+    pub(super) fn send_staged(
         &mut self,
         request: &Request,
         payload: std::ops::Range<usize>,
     ) -> Result<u64, SessionError> {
         self.message.clear();
         request.encode(&mut self.message);
-        self.sent = self.end.send_lent(&self.message, payload).map_err(lost)?;
-        self.last_lent = self.sent;
+        self.sent = self.end.send_lent(&self.message, payload)?;
+        self.last_staged = self.sent;
         Ok(self.sent)
     }
 
-    /// What crossed so far, with round trips as a caller feels them.
-    pub(super) fn crossed(&self) -> Crossed {
-        Crossed {
-            link: Counters {
-                round_trips: self.round_trips,
-                ..self.end.counters()
-            },
-            copied: self.copied,
-        }
-    }
-
-    /// Sends a request without a payload and waits for its answer.
+    /// Sends a request without a payload and waits for its answer, which has no payload either.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Refused`] if the executor refuses, [`SessionError::Lost`] if the session is lost.
     pub(super) fn ask(&mut self, request: &Request) -> Result<Reply, SessionError> {
         self.round_trips += 1;
-        let request = self.send(request, (&[][..]).into())?;
+        let request = self.send(request)?;
         self.reply_to(request, (&mut [][..]).into())
     }
 
-    /// The answer to `request`; reads that nobody waited for and that are answered before it land where they belong.
+    /// Waits for the answer to `request`, after it has received the pending reads before it. The payload of the answer
+    /// fills `payload`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`ask`](Connection::ask).
     pub(super) fn reply_to(
         &mut self,
         request: u64,
         payload: BytesMut<'_>,
     ) -> Result<Reply, SessionError> {
-        self.land(request)?;
+        self.receive_reads_before(request)?;
         self.next_reply(request, payload)
     }
 
-    /// Waits until every request so far is done.
+    /// Waits until `request` and all requests before it are done.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the link is broken.
     pub(super) fn wait(&mut self, request: u64) -> Result<(), SessionError> {
         if self.done() < request {
             self.round_trips += 1;
-            self.end.wait_retired(request).map_err(lost)?;
+            self.end.wait_retired(request)?;
         }
         Ok(())
     }
 
-    /// The last request that is done, as are all before it.
+    /// The last request that is done. All requests before it are done, too.
     fn done(&self) -> u64 {
         self.end.retired().max(self.answered)
     }
 
-    /// Whether no request is under way, so that memory that both sides have mapped is ours alone.
-    pub(super) fn is_quiet(&self) -> bool {
+    /// Whether all requests are done. The executor then does not access memory that both sides have mapped.
+    pub(super) fn is_idle(&self) -> bool {
         self.done() == self.sent
     }
 
-    /// The host memory that these bytes lie in.
-    pub(super) fn host_memory_of(&self, at: *const u8, len: usize) -> Option<HostMemory> {
-        let holds = |memory: &&HostMemory| {
-            let offset = at.addr().wrapping_sub(memory.base);
-            offset <= memory.size && len <= memory.size - offset
-        };
-        self.host_memory.iter().find(holds).copied()
+    /// From now on, asynchronous reads and writes may use the memory of a host buffer.
+    pub(super) fn add_host_buffer(&mut self, range: HostBufferRange) {
+        self.host_buffers.push(range);
     }
 
-    /// Asks for bytes that are not waited for. `false` when there are too many on their way already.
-    pub(super) fn read_later(
+    /// The opposite, for the host buffer at address `base`.
+    pub(super) fn remove_host_buffer(&mut self, base: usize) {
+        self.host_buffers.retain(|range| range.base != base);
+    }
+
+    /// The host buffer that contains `len` bytes at `at`.
+    pub(super) fn host_buffer_of(&self, at: *const u8, len: usize) -> Option<HostBufferRange> {
+        let contains = |range: &&HostBufferRange| {
+            let offset = at.addr().wrapping_sub(range.base);
+            offset <= range.size && len <= range.size - offset
+        };
+        self.host_buffers.iter().find(contains).copied()
+    }
+
+    /// Sends a read whose answer is received later. Returns `false`, and sends nothing, if too many bytes are pending.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the link is broken.
+    pub(super) fn send_read(
         &mut self,
         offset: u64,
-        mut landing: Landing,
+        mut read: PendingRead,
     ) -> Result<bool, SessionError> {
-        let on_their_way: usize = self.landings.iter().map(|landing| landing.len).sum();
-        if on_their_way + landing.len > MOST_LANDING || landing.len > MAX_PAYLOAD {
+        let pending: usize = self.pending_reads.iter().map(PendingRead::len).sum();
+        if pending + read.len() > MAX_PENDING_READS || read.len() > MAX_PAYLOAD {
             return Ok(false);
         }
-        let request = Request::Read {
-            buffer: landing.buffer,
+        read.request = self.send(&Request::Read {
+            buffer: read.buffer,
             offset,
-            len: landing.len as u64,
-        };
-        landing.request = self.send(&request, (&[][..]).into())?;
-        self.landings.push_back(landing);
+            len: read.len() as u64,
+        })?;
+        self.pending_reads.push_back(read);
         Ok(true)
     }
 
-    /// Whether there is anything that a synchronisation has to wait for.
-    pub(super) fn is_landing(&self) -> bool {
-        !self.landings.is_empty()
+    /// Whether there are asynchronous reads whose answers were not received.
+    pub(super) fn has_pending_reads(&self) -> bool {
+        !self.pending_reads.is_empty()
     }
 
-    /// What a synchronisation waits for: the last graph, and the last write whose data is the program's. Other writes
-    /// behind them are not waited for: their data is already out of the caller's hands, and whatever could see
-    /// their effect comes after them.
+    /// The request that a synchronisation waits for: the last graph, or the last write whose payload is in the program's
+    /// memory. Later writes are not waited for: their data was copied, and every request that could see their effect
+    /// comes after them.
     pub(super) fn last_to_wait_for(&self) -> u64 {
         let submission = self.submissions.back().map_or(0, |s| s.request);
-        submission.max(self.last_lent)
+        submission.max(self.last_staged)
     }
 
-    /// Waits for the reads before `request` that nobody has waited for.
-    pub(super) fn land(&mut self, request: u64) -> Result<(), SessionError> {
-        while self.landings.front().is_some_and(|l| l.request < request) {
-            let Some(mut landing) = self.landings.pop_front() else {
+    /// Waits for all pending reads.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(super) fn receive_reads(&mut self) -> Result<(), SessionError> {
+        self.receive_reads_before(u64::MAX)
+    }
+
+    /// Waits for the pending reads before `request`. A read that fails poisons its memory.
+    fn receive_reads_before(&mut self, request: u64) -> Result<(), SessionError> {
+        while self.pending_reads.front().is_some_and(|r| r.request < request) {
+            let Some(mut read) = self.pending_reads.pop_front() else {
                 break;
             };
-            if let Err(error) = self.next_reply(landing.request, landing.room()) {
-                landing.spoil();
+            if let Err(error) = self.next_reply(read.request, read.room()) {
+                read.poison();
                 return Err(error);
             }
-            if let Err(error) = self.check(landing.buffer) {
-                tracing::error!("cannot read from buffer {}: {error}", landing.buffer.0);
-                landing.spoil();
+            if let Err(error) = self.check(read.buffer) {
+                tracing::error!("cannot read buffer {}: {error}", read.buffer.0);
+                read.poison();
             }
         }
         Ok(())
     }
 
-    /// Whether what is read from a buffer is a result. A failure stays for the next graph to report: to ggml, a
-    /// read cannot fail.
+    /// Checks that no failed request may have written the buffer. A failure remains until a graph reports it, because a
+    /// read cannot report it to ggml.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Failed`] with the reason of the failed request.
     pub(super) fn check(&self, buffer: BufferId) -> Result<(), SessionError> {
-        let failed = |failure: &&Failure| failure.concerns_buffer(buffer);
-        match self.failures.iter().find(failed) {
+        let concerns = |failure: &&Failure| failure.concerns_buffer(buffer);
+        match self.failures.iter().find(concerns) {
             Some(failure) => Err(SessionError::Failed(failure.reason.clone())),
             None => Ok(()),
         }
     }
 
-    /// The session is lost: what was to be read never comes.
-    pub(super) fn abandon(&mut self) {
-        for mut landing in self.landings.drain(..) {
-            landing.spoil();
+    /// Reports an earlier failure that concerns `backend`, and forgets all such failures.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Failed`] with the reason of the oldest failure.
+    pub(super) fn take_failure(&mut self, backend: BackendId) -> Result<(), SessionError> {
+        let concerns = |failure: &&Failure| failure.concerns_backend(backend);
+        let Some(failure) = self.failures.iter().find(concerns) else {
+            return Ok(());
+        };
+        let error = SessionError::Failed(failure.reason.clone());
+        self.forget_failures(backend);
+        Err(error)
+    }
+
+    /// Forgets the failures that concern `backend`.
+    pub(super) fn forget_failures(&mut self, backend: BackendId) {
+        self.failures
+            .retain(|failure| !failure.concerns_backend(backend));
+    }
+
+    /// Poisons the memory of all pending reads: the session is lost, their answers will not come.
+    pub(super) fn poison_reads(&mut self) {
+        for mut read in self.pending_reads.drain(..) {
+            read.poison();
         }
     }
 
-    /// The host's next answer, which must be to `request`; failures of one-way requests that arrive before it are
-    /// kept.
+    /// Waits for the next answer, which must be the answer to `request`. Keeps the failures that arrive before it.
     fn next_reply(
         &mut self,
         request: u64,
@@ -295,14 +324,11 @@ impl Connection {
         loop {
             self.message.clear();
             let expected = payload.len();
-            let received = self
-                .end
-                .receive(&mut self.message, payload.reborrow())
-                .map_err(lost)?;
-            let reply = Reply::decode(&self.message).map_err(broken)?;
+            let got = self.end.receive(&mut self.message, payload.reborrow())?;
+            let reply = Reply::decode(&self.message)?;
             let number = match &reply {
                 Reply::Failed { .. } | Reply::Ended { .. } => {
-                    self.aside(reply)?;
+                    self.on_async_reply(reply)?;
                     continue;
                 }
                 Reply::Refused { request, .. }
@@ -314,45 +340,50 @@ impl Connection {
                 | Reply::Have { request, .. }
                 | Reply::Prove { request, .. }
                 | Reply::Memory { request, .. } => *request,
-                Reply::Welcome { .. } => return Err(unexpected(&reply)),
+                Reply::Welcome { .. } => return Err(SessionError::unexpected(reply)),
             };
             if number != request {
-                return Err(SessionError::Lost(format!(
-                    "it answered request {number} instead of {request}"
-                )));
+                return Err(LossReason::WrongRequest {
+                    got: number,
+                    expected: request,
+                }
+                .into());
             }
             self.answered = number;
             if let Reply::Refused { reason, .. } = reply {
                 return Err(SessionError::Refused(reason));
             }
-            if received != expected {
-                return Err(SessionError::Lost(format!(
-                    "it sent {received} bytes instead of {expected}"
-                )));
+            if got != expected {
+                return Err(LossReason::WrongLength { got, expected }.into());
             }
             return Ok(reply);
         }
     }
 
-    /// Takes in what the host has said without being asked.
+    /// Receives all messages that have arrived, without waiting: the answers to pending reads that are done, and
+    /// failures.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
     pub(super) fn drain(&mut self) -> Result<(), SessionError> {
-        // The host answers a request, or says that it has failed, before it says that it is done.
+        // The executor sends the answer to a request, or its failure, before it marks the request as done.
         let done = self.end.retired();
-        self.land(done.saturating_add(1))?;
+        self.receive_reads_before(done.saturating_add(1))?;
         loop {
             self.message.clear();
-            if !self.end.try_receive(&mut self.message).map_err(lost)? {
+            if !self.end.try_receive(&mut self.message)? {
                 self.submissions
                     .retain(|submission| submission.request > done);
                 return Ok(());
             }
-            let reply = Reply::decode(&self.message).map_err(broken)?;
-            self.aside(reply)?;
+            let reply = Reply::decode(&self.message)?;
+            self.on_async_reply(reply)?;
         }
     }
 
-    /// A message that answers no question of ours.
-    fn aside(&mut self, reply: Reply) -> Result<(), SessionError> {
+    /// Handles a message that answers no request: a failure, or the end of the session.
+    fn on_async_reply(&mut self, reply: Reply) -> Result<(), SessionError> {
         match reply {
             Reply::Failed { request, reason } => {
                 tracing::error!("request {request} failed in the executor: {reason}");
@@ -360,83 +391,113 @@ impl Connection {
                     .submissions
                     .iter()
                     .find(|submission| submission.request == request);
-                let submission = submission.map(|s| (s.stream, Arc::clone(&s.buffers)));
-                self.failures.push(Failure { submission, reason });
+                let graph = submission.map(|s| (s.backend, Arc::clone(&s.buffers)));
+                self.failures.push(Failure { graph, reason });
                 Ok(())
             }
-            Reply::Ended { reason } => Err(SessionError::Lost(reason)),
-            other => Err(unexpected(&other)),
+            Reply::Ended { reason } => Err(LossReason::Ended(reason).into()),
+            other => Err(SessionError::unexpected(other)),
         }
     }
 
-    /// Forgets every graph that uses `buffer`, and so does the host.
+    /// Forgets every graph that uses `buffer`, here and in the executor.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the link is broken.
     pub(super) fn forget_users(&mut self, buffer: BufferId) -> Result<(), SessionError> {
         for graph in self.graphs.remove_users(buffer) {
-            self.send(&Request::Forget { graph }, (&[][..]).into())?;
+            self.send(&Request::Forget { graph })?;
         }
         Ok(())
     }
 
-    /// Sends the graph, unless the host has it, and the order to run it.
-    pub(super) fn run(&mut self, stream: StreamId, known: Known) -> Result<(), SessionError> {
+    /// Submits a graph: sends what the executor lacks of it, and the request to run it. `before` is the traffic before
+    /// the graph was looked up.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the link is broken.
+    pub(super) fn submit(
+        &mut self,
+        backend: BackendId,
+        known: Known,
+        graph: SubmittedGraph,
+        before: Traffic,
+    ) -> Result<(), SessionError> {
+        let graph = SubmittedGraph {
+            nodes: known.nodes,
+            sent: match known.upload {
+                GraphUpload::Nothing => Sent::Nothing,
+                GraphUpload::Patch { .. } => Sent::Patch,
+                GraphUpload::Full => Sent::Full,
+            },
+            ..graph
+        };
+        self.stats.begin_step(before, graph);
         if let Some(graph) = known.evicted {
-            self.send(&Request::Forget { graph }, (&[][..]).into())?;
+            self.send(&Request::Forget { graph })?;
         }
-        match known.news {
-            News::Nothing => {}
-            News::Patch { base, patch } => {
+        match known.upload {
+            GraphUpload::Nothing => {}
+            GraphUpload::Patch { base, patch } => {
                 let graph = known.graph;
-                let words = bytes(&patch);
-                self.send(&Request::Patch { graph, base }, words[..].into())?;
+                let patch = to_bytes(&patch);
+                self.send_with(&Request::Patch { graph, base }, patch[..].into())?;
             }
-            News::Whole => self.send_graph(known.graph)?,
+            GraphUpload::Full => self.send_graph(known.graph)?,
         }
-        let request = self.send(&Request::Submit { graph: known.graph }, (&[][..]).into())?;
+        let request = self.send(&Request::Submit { graph: known.graph })?;
         self.submissions.push_back(Submission {
             request,
-            stream,
+            backend,
             buffers: known.buffers,
         });
         Ok(())
     }
 
     fn send_graph(&mut self, graph: GraphId) -> Result<(), SessionError> {
-        let image = bytes(self.graphs.image(graph));
+        let image = to_bytes(self.graphs.words(graph));
         let total = image.len() as u64;
         let mut offset = 0;
         for part in image.chunks(MAX_PAYLOAD) {
-            self.send(
-                &Request::Graph {
-                    graph,
-                    offset,
-                    total,
-                },
-                part.into(),
-            )?;
+            let request = Request::Graph {
+                graph,
+                offset,
+                total,
+            };
+            self.send_with(&request, part.into())?;
             offset += part.len() as u64;
         }
         Ok(())
+    }
+
+    /// The traffic so far. Round trips are those that a caller waited for.
+    pub(super) fn traffic(&self) -> Traffic {
+        Traffic {
+            link: Counters {
+                round_trips: self.round_trips,
+                ..self.end.counters()
+            },
+            copied: self.copied,
+        }
+    }
+
+    /// Ends the current step and returns the statistics so far.
+    pub(super) fn stats(&mut self) -> Stats {
+        let traffic = self.traffic();
+        self.stats.finish_step(traffic);
+        self.stats.clone()
     }
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.abandon();
+        self.poison_reads();
     }
 }
 
-fn bytes(words: &[u32]) -> Vec<u8> {
+/// Words in the byte order of the wire.
+fn to_bytes(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
-}
-
-pub(super) fn lost(error: LinkError) -> SessionError {
-    SessionError::Lost(error.to_string())
-}
-
-pub(super) fn broken(error: WireError) -> SessionError {
-    SessionError::Lost(format!("it sent a broken message: {error}"))
-}
-
-pub(super) fn unexpected(reply: &Reply) -> SessionError {
-    SessionError::Lost(format!("it sent {reply:?} out of turn"))
 }

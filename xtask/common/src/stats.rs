@@ -193,7 +193,7 @@ mod tests {
     fn file(steps: &[(u64, u64, u64)]) -> Value {
         let step = |&(nodes, messages, round_trips): &(u64, u64, u64)| {
             json!({
-                "nodes": nodes, "host_nodes": 300, "messages": messages,
+                "nodes": nodes, "ggml_nodes": 300, "messages": messages,
                 "bytes_to_host": 10 * messages, "bytes_from_host": 128_000,
                 "copied_to_host": 40, "copied_from_host": 128_000, "encode_ns": 700,
                 "round_trips": round_trips, "full_graph": false, "patch": false,

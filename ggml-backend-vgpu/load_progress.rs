@@ -1,41 +1,43 @@
-//! How far the loading of a model has come, in the log.
+//! Log lines about the progress of loading a model.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Buffers from this size on may hold a model.
-const MODEL_SCALE: u64 = 64 << 20;
+/// Buffers of at least so many bytes may hold a model.
+const MIN_MODEL_BYTES: u64 = 64 << 20;
 
-/// How often to speak.
+/// The time between two log lines.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Uploads into one buffer.
+/// The progress of writing into one buffer, from the first write until the buffer is full.
 #[derive(Debug)]
-pub(crate) struct Progress {
+pub(crate) struct LoadProgress {
     device: String,
+    /// Bytes of the buffer.
     size: u64,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
+    /// Bytes written.
     done: u64,
-    /// The beginning, and when it was last spoken of.
+    /// The time of the first write, and of the last log line.
     times: Option<(Instant, Instant)>,
-    is_over: bool,
+    is_complete: bool,
 }
 
-impl Progress {
-    /// For a buffer of `size` bytes, if it is worth speaking of.
-    pub(crate) fn of(device: &str, size: u64) -> Option<Progress> {
-        (size >= MODEL_SCALE).then(|| Progress {
+impl LoadProgress {
+    /// For a buffer of `size` bytes; `None` if the buffer is too small to hold a model.
+    pub(crate) fn new(device: &str, size: u64) -> Option<LoadProgress> {
+        (size >= MIN_MODEL_BYTES).then(|| LoadProgress {
             device: device.to_owned(),
             size,
             state: Mutex::default(),
         })
     }
 
-    /// So many bytes more are on their way.
+    /// Counts `bytes` more bytes as written, and logs the progress once a second and at the end.
     pub(crate) fn advance(&self, bytes: u64) {
         if let Some(line) = self.line(bytes, Instant::now()) {
             tracing::info!("{line}");
@@ -45,19 +47,19 @@ impl Progress {
     fn line(&self, bytes: u64, now: Instant) -> Option<String> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.done += bytes;
-        let (began, said) = *state.times.get_or_insert((now, now));
-        // Between tensors there are gaps: the last hundredth may never come.
-        let is_whole = state.done + self.size / 100 >= self.size;
-        if state.is_over || !is_whole && now - said < PERIOD {
+        let (began, logged) = *state.times.get_or_insert((now, now));
+        // Padding between tensors is never written: 99 % counts as complete.
+        let is_complete = state.done + self.size / 100 >= self.size;
+        if state.is_complete || !is_complete && now - logged < PERIOD {
             return None;
         }
-        state.is_over = is_whole;
+        state.is_complete = is_complete;
         state.times = Some((began, now));
         let (done, size) = (state.done >> 20, self.size >> 20);
         let seconds = (now - began).as_secs_f64();
         let rate = state.done as f64 / seconds.max(1e-3) / 1e6;
         let device = &self.device;
-        Some(match is_whole {
+        Some(match is_complete {
             true => format!("{device}: {done} MiB loaded in {seconds:.2} s ({rate:.0} MB/s)"),
             false => format!("{device}: {done} of {size} MiB loaded ({rate:.0} MB/s)"),
         })
@@ -69,9 +71,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_speaks_every_second_and_at_the_end() {
-        assert!(Progress::of("VGPU0", 1 << 20).is_none());
-        let progress = Progress::of("VGPU0", 200 << 20).unwrap();
+    fn it_logs_once_a_second_and_at_the_end() {
+        assert!(LoadProgress::new("VGPU0", 1 << 20).is_none());
+        let progress = LoadProgress::new("VGPU0", 200 << 20).unwrap();
         let start = Instant::now();
         let after = |ms| start + Duration::from_millis(ms);
         assert_eq!(progress.line(50 << 20, after(0)), None);
@@ -85,7 +87,7 @@ mod tests {
             progress.line(48 << 20, after(2600)).unwrap(),
             "VGPU0: 198 MiB loaded in 2.60 s (80 MB/s)"
         );
-        // The state of a sequence that is written later is no model.
+        // Writes after the end are not part of the loading.
         assert_eq!(progress.line(48 << 20, after(9000)), None);
     }
 }

@@ -1,173 +1,14 @@
-//! From ggml's ids and untyped parameters to the IR's.
+//! The operators of the IR with their parameters, from the `op_params` of a ggml node.
 //!
-//! ids are translated by name, see [`Ids`]. `op_params` are decoded here and nowhere else; the layouts
-//! are those that `ggml.c` gives them in every version the plugin knows.
+//! The layout of the parameters of each operator is that of `ggml.c`, in every release that the plugin supports.
 
-use vgpu_transport::ir::{
-    GluKind, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, Shape, SortOrder, TriKind, Type,
-    UnaryKind,
-};
+use vgpu_transport::ir::{Op, OpKind, RopeMode, ScaleMode, SortOrder, TriKind};
 
-use crate::abi::ggml_tensor;
-use crate::host::{Host, Ids};
+use super::params::Params;
 
-/// The ids of the ggml in this process.
-#[derive(Debug)]
-pub(crate) struct Translator {
-    ops: Ids<HostOp>,
-    unary: Ids<HostUnary>,
-    glu: Ids<GluKind>,
-    types: Ids<Type>,
-}
-
-/// What an operator of ggml is to us.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum HostOp {
-    /// Computes nothing: the result is its source, looked at in another way.
-    View,
-    /// The gradient of ROPE, which the IR has as a parameter.
-    RopeBack,
-    /// Calls a function of this process by its address: refused by design.
-    Callback,
-    /// One of the IR's, with parameters in the layout of ggml's operator.
-    Op(OpKind),
-}
-
-impl HostOp {
-    fn from_name(name: &str) -> Option<HostOp> {
-        match name {
-            "NONE" | "RESHAPE" | "VIEW" | "PERMUTE" | "TRANSPOSE" => Some(HostOp::View),
-            "DUP" | "CPY" | "CONT" => Some(HostOp::Op(OpKind::Copy)),
-            "ROPE_BACK" => Some(HostOp::RopeBack),
-            "MAP_CUSTOM1" | "MAP_CUSTOM2" | "MAP_CUSTOM3" | "CUSTOM" => Some(HostOp::Callback),
-            name => OpKind::ALL
-                .iter()
-                .copied()
-                .find(|op| op.ggml_name() == name)
-                .map(HostOp::Op),
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum HostUnary {
-    Kind(UnaryKind),
-    Xielu,
-}
-
-impl HostUnary {
-    fn from_name(name: &str) -> Option<HostUnary> {
-        match name {
-            "XIELU" => Some(HostUnary::Xielu),
-            name => UnaryKind::from_ggml_name(name).map(HostUnary::Kind),
-        }
-    }
-}
-
-/// A ggml operation in the IR's terms, before its operands are placed.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Meaning {
-    /// Nothing to compute.
-    Nothing,
-    /// The operator, and how many of ggml's sources it reads.
-    Compute {
-        /// The operator with its parameters.
-        op: Op,
-        /// Sources to look at; ggml keeps more in some nodes, only to order them.
-        sources: usize,
-    },
-}
-
-impl Translator {
-    /// For the tensors of `host`.
-    pub(crate) fn new(host: &Host) -> Translator {
-        Translator {
-            ops: host.ops(HostOp::from_name),
-            unary: host.unary_ops(HostUnary::from_name),
-            glu: host.glu_ops(GluKind::from_ggml_name),
-            types: host.types(Type::from_ggml_name),
-        }
-    }
-
-    /// The shape of a tensor; `None` when its type is not one of the IR's or a number makes no sense.
-    ///
-    /// # Safety
-    ///
-    /// The tensor must have been made by the host this translator is for.
-    pub(crate) unsafe fn shape(&self, tensor: &ggml_tensor) -> Option<Shape> {
-        let mut ne = [0; 4];
-        for (ne, &host) in ne.iter_mut().zip(&tensor.ne) {
-            *ne = u64::try_from(host).ok()?;
-        }
-        // SAFETY: the id is the type of a tensor that the host made.
-        let ty = unsafe { self.types.get(tensor.type_) }?;
-        Some(Shape {
-            ty,
-            ne,
-            nb: tensor.nb.map(|nb| nb as u64),
-        })
-    }
-
-    /// Whether the operation calls a function of this process, which no host has.
-    ///
-    /// # Safety
-    ///
-    /// As for [`shape`](Translator::shape).
-    pub(crate) unsafe fn calls_back(&self, tensor: &ggml_tensor) -> bool {
-        // SAFETY: the id is the operator of a tensor that the host made.
-        unsafe { self.ops.get(tensor.op) == Some(HostOp::Callback) }
-    }
-
-    /// What the operation that produces `tensor` is; `None` when it has no meaning in the IR.
-    ///
-    /// # Safety
-    ///
-    /// As for [`shape`](Translator::shape).
-    pub(crate) unsafe fn meaning(&self, tensor: &ggml_tensor) -> Option<Meaning> {
-        let p = Params(tensor);
-        // SAFETY: the id is the operator of a tensor that the host made.
-        let op = match unsafe { self.ops.get(tensor.op) }? {
-            HostOp::View => return Some(Meaning::Nothing),
-            HostOp::Callback => return None,
-            HostOp::RopeBack => rope(&p, true)?,
-            // SAFETY: ggml keeps the kind of both operators in the first parameter.
-            HostOp::Op(OpKind::Unary) => match unsafe { self.unary.get(p.i32(0)) }? {
-                HostUnary::Kind(kind) => Op::Unary { kind },
-                HostUnary::Xielu => Op::Xielu {
-                    alpha_n: p.f32(1),
-                    alpha_p: p.f32(2),
-                    beta: p.f32(3),
-                    eps: p.f32(4),
-                },
-            },
-            HostOp::Op(OpKind::Glu) => Op::Glu {
-                // SAFETY: as above.
-                kind: unsafe { self.glu.get(p.i32(0)) }?,
-                swapped: p.flag(1),
-                alpha: p.f32(2),
-                limit: p.f32(3),
-            },
-            HostOp::Op(kind) => plain(kind, &p)?,
-        };
-        let kind = op.kind();
-        // Sources behind these are the tensors that the result is a view of, or give only an extent.
-        let sources = match kind {
-            OpKind::Copy | OpKind::Repeat => 1,
-            OpKind::SetRows | OpKind::GetRowsBack => 2,
-            _ => kind.sources().1,
-        };
-        // A source that we know nothing of could change the meaning: let somebody else compute it.
-        let stray = tensor
-            .src
-            .iter()
-            .skip(kind.sources().1)
-            .any(|source| !source.is_null());
-        (!stray).then_some(Meaning::Compute { op, sources })
-    }
-}
-
-/// The operators whose parameters are numbers alone.
-fn plain(kind: OpKind, p: &Params<'_>) -> Option<Op> {
+/// The operator `kind` with its parameters. `None` if a parameter has a value that the IR does not know, and for the
+/// operators whose parameters contain an id.
+pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
     Some(match kind {
         OpKind::Copy => Op::Copy {},
         OpKind::Repeat => Op::Repeat {},
@@ -241,7 +82,7 @@ fn plain(kind: OpKind, p: &Params<'_>) -> Option<Op> {
         OpKind::LeakyRelu => Op::LeakyRelu {
             negative_slope: p.f32(0),
         },
-        // Kinds of UNARY and GLU are ids of their own; XIELU is a kind of UNARY.
+        // The first parameter of these is an id.
         OpKind::Unary | OpKind::Glu | OpKind::Xielu => return None,
         OpKind::SiluBack => Op::SiluBack {},
 
@@ -280,7 +121,7 @@ fn plain(kind: OpKind, p: &Params<'_>) -> Option<Op> {
         OpKind::MulMat => Op::MulMat {
             accumulator: p.precision(0)?,
             activation: p.precision(3)?,
-            // GGML_HINT_SRC0_IS_HADAMARD; an unknown hint may be ignored, that is what a hint is
+            // GGML_HINT_SRC0_IS_HADAMARD. Other hints may be ignored.
             hadamard: p.i32(1) == 1,
         },
         OpKind::MulMatId => Op::MulMatId {
@@ -302,7 +143,7 @@ fn plain(kind: OpKind, p: &Params<'_>) -> Option<Op> {
         OpKind::LightningIndexer => Op::LightningIndexer {},
 
         OpKind::SsmConv => Op::SsmConv {},
-        // Versions without snapshots leave the parameter 0 and keep one state.
+        // Releases without snapshots leave the parameter 0 and keep one state.
         OpKind::SsmScan => Op::SsmScan {
             snapshots: p.u32(0)?.max(1),
         },
@@ -418,7 +259,7 @@ fn plain(kind: OpKind, p: &Params<'_>) -> Option<Op> {
             p1: p.i32(6),
         },
         OpKind::Upscale => Op::Upscale {
-            // The low byte is the mode, the bits above it are flags (GGML_SCALE_FLAG_*).
+            // The low byte is the mode. The bits above are flags (GGML_SCALE_FLAG_*).
             mode: match p.i32(0) & 0xff {
                 0 => ScaleMode::Nearest,
                 1 => ScaleMode::Bilinear,
@@ -448,10 +289,10 @@ fn plain(kind: OpKind, p: &Params<'_>) -> Option<Op> {
     })
 }
 
-/// ROPE and ROPE_BACK. 0 and 3, once n_past and n_ctx, mean nothing any more.
-fn rope(p: &Params<'_>, backward: bool) -> Option<Op> {
+/// ROPE, or ROPE_BACK if `backward`. The parameters 0 and 3 were n_past and n_ctx and have no meaning any more.
+pub(super) fn rope(p: &Params<'_>, backward: bool) -> Option<Op> {
     Some(Op::Rope {
-        // GGML_ROPE_TYPE_*: bits, of which only these combinations exist
+        // GGML_ROPE_TYPE_*: bits, with these combinations only
         mode: match p.i32(2) {
             0 => RopeMode::Normal,
             2 => RopeMode::Neox,
@@ -472,51 +313,4 @@ fn rope(p: &Params<'_>, backward: bool) -> Option<Op> {
         beta_slow: p.f32(10),
         sections: [p.i32(11), p.i32(12), p.i32(13), p.i32(14)],
     })
-}
-
-/// The untyped parameters of a node.
-struct Params<'a>(&'a ggml_tensor);
-
-impl Params<'_> {
-    fn i32(&self, i: usize) -> i32 {
-        self.0.op_params[i]
-    }
-
-    fn u32(&self, i: usize) -> Option<u32> {
-        u32::try_from(self.i32(i)).ok()
-    }
-
-    fn bytes(&self, i: usize) -> Option<u64> {
-        u64::try_from(self.i32(i)).ok()
-    }
-
-    fn f32(&self, i: usize) -> f32 {
-        f32::from_bits(self.i32(i).cast_unsigned())
-    }
-
-    fn flag(&self, i: usize) -> bool {
-        self.i32(i) != 0
-    }
-
-    /// `enum ggml_prec`.
-    fn precision(&self, i: usize) -> Option<Precision> {
-        Some(match self.i32(i) {
-            0 => Precision::Default,
-            10 => Precision::F32,
-            15 => Precision::Bf16,
-            20 => Precision::F16,
-            30 => Precision::Q8,
-            40 => Precision::Q4,
-            _ => return None,
-        })
-    }
-
-    /// `enum ggml_op_pool`.
-    fn pool(&self, i: usize) -> Option<PoolKind> {
-        match self.i32(i) {
-            0 => Some(PoolKind::Max),
-            1 => Some(PoolKind::Average),
-            _ => None,
-        }
-    }
 }

@@ -2,7 +2,7 @@
 //!
 //! The plugin is not linked with ggml. Which ggml runs it is known only when it is loaded: under any
 //! file name, in the global scope or private to a library, as a shared object or inside the executable.
-//! Programs with two of them exist. [`Host::find`] looks where the dynamic linker would have looked:
+//! Programs with two of them exist. [`Ggml::find`] looks where the dynamic linker would have looked:
 //!
 //! 1. in the global scope,
 //! 2. in the object that is calling us, and in what that one depends on,
@@ -10,7 +10,7 @@
 //!
 //! All functions come from the one object found; a mixture of two ggml is refused.
 
-mod names;
+mod ids;
 mod objects;
 mod versions;
 
@@ -21,12 +21,12 @@ use thiserror::Error;
 use crate::abi::{self, ApiVersion};
 use objects::{Handle, Object, Symbol};
 
-pub use names::Ids;
+pub use ids::Ids;
 pub(crate) use versions::supported;
 pub use versions::{UnsupportedVersion, Version};
 
 /// The functions that every ggml has and that we call, in words. A macro so that it can be part of the
-/// stamp, which has to be a literal. [`Ggml::needed`] takes no others.
+/// stamp, which has to be a literal. [`GgmlObject::needed`] takes no others.
 macro_rules! needed {
     () => {
         "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name ggml_glu_op_name \
@@ -44,7 +44,7 @@ const LANDMARK_V3: &CStr = c"ggml_backend_buft_alloc_buffer_n";
 
 /// The running ggml.
 #[derive(Debug)]
-pub struct Host {
+pub struct Ggml {
     object: String,
     version: Version,
     release: String,
@@ -54,7 +54,7 @@ pub struct Host {
 
 /// Why there is no ggml to work with.
 #[derive(Debug, Error)]
-pub enum HostError {
+pub enum GgmlError {
     /// No loaded object is a ggml.
     #[error(
         "no ggml in this process: none of its {} objects exports `{}`. A program that links ggml \
@@ -107,12 +107,12 @@ struct Functions {
     commit: Option<Function<abi::ggml_commit_fn>>,
 }
 
-impl Host {
+impl Ggml {
     /// Finds the ggml of this process and keeps it loaded until the process ends.
     ///
     /// # Errors
     /// When there is none, or one that this plugin does not know.
-    pub fn find() -> Result<Self, HostError> {
+    pub fn find() -> Result<Self, GgmlError> {
         let objects = Object::loaded();
         let (ggml, rivals) = locate(&objects)?;
         let version: Function<abi::ggml_version_fn>;
@@ -135,7 +135,7 @@ impl Host {
         let release = unsafe { text(version()) };
         let object = ggml.object.to_string();
         let (version, api) =
-            versions::api_of(&release).map_err(|reason| HostError::Unsupported {
+            versions::api_of(&release).map_err(|reason| GgmlError::Unsupported {
                 object: object.clone(),
                 reason,
             })?;
@@ -250,12 +250,12 @@ impl Host {
 }
 
 /// A loaded object that is a ggml.
-struct Ggml<'a> {
+struct GgmlObject<'a> {
     object: &'a Object,
     handle: Handle,
 }
 
-impl Ggml<'_> {
+impl GgmlObject<'_> {
     /// The symbol `name`, if this very object defines it.
     fn symbol(&self, name: &CStr) -> Option<Symbol> {
         self.handle
@@ -266,8 +266,8 @@ impl Ggml<'_> {
     /// The function `name`, which is one of those that the stamp says we need.
     ///
     /// # Safety
-    /// As for [`Ggml::function`].
-    unsafe fn needed<F: Copy>(&self, name: &CStr) -> Result<F, HostError> {
+    /// As for [`GgmlObject::function`].
+    unsafe fn needed<F: Copy>(&self, name: &CStr) -> Result<F, GgmlError> {
         debug_assert!(
             needed!()
                 .split(' ')
@@ -282,9 +282,9 @@ impl Ggml<'_> {
     ///
     /// # Safety
     /// `F` must be the type of a pointer to that function.
-    unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, HostError> {
+    unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, GgmlError> {
         const { assert!(size_of::<F>() == size_of::<Symbol>()) };
-        let symbol = self.symbol(name).ok_or_else(|| HostError::MissingSymbol {
+        let symbol = self.symbol(name).ok_or_else(|| GgmlError::MissingSymbol {
             object: self.object.to_string(),
             symbol: name.to_string_lossy().into_owned(),
         })?;
@@ -295,9 +295,9 @@ impl Ggml<'_> {
 
 /// Finds ggml by its landmark. Also returns the names of other candidates, if nothing but the load
 /// order spoke against them.
-fn locate(objects: &[Object]) -> Result<(Ggml<'_>, Vec<String>), HostError> {
+fn locate(objects: &[Object]) -> Result<(GgmlObject<'_>, Vec<String>), GgmlError> {
     let open = |object| {
-        Some(Ggml {
+        Some(GgmlObject {
             object,
             handle: Object::open(object)?,
         })
@@ -316,7 +316,7 @@ fn locate(objects: &[Object]) -> Result<(Ggml<'_>, Vec<String>), HostError> {
     let ggml = candidates
         .next()
         .and_then(open)
-        .ok_or_else(|| HostError::NoGgml {
+        .ok_or_else(|| GgmlError::NoGgml {
             searched: objects.iter().map(Object::to_string).collect(),
         })?;
     Ok((ggml, candidates.map(Object::to_string).collect()))

@@ -1,0 +1,315 @@
+//! A device: one executor endpoint, the session in use, and the objects that ggml holds pointers to.
+//!
+//! The device knows nothing of ggml's callbacks: `iface` fills the tables of callbacks and hands them to
+//! [`DeviceContext::new`].
+
+use std::cell::UnsafeCell;
+use std::ffi::{CStr, CString};
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vgpu_transport::ir::Capabilities;
+use vgpu_transport::link::Endpoint;
+
+use crate::abi::{
+    BufferType, ggml_backend_buffer_type_i_v3, ggml_backend_buffer_type_t,
+    ggml_backend_buffer_type_v3, ggml_backend_dev_t, ggml_backend_device, ggml_backend_device_i,
+    ggml_backend_reg_t,
+};
+use crate::connect::{ConnectError, connect};
+use crate::ffi::object;
+use crate::ggml::Ggml;
+use crate::session::{Session, SessionError, Welcome};
+use crate::translate::Translator;
+
+/// Ollama takes a device whose description contains one of these words for the device of another library.
+const RESERVED_WORDS: [&str; 6] = ["cuda", "rocm", "hip", "metal", "apple", "vulkan"];
+
+/// The pause after a failed attempt to reach a lost executor, as a multiple of the time that the attempt took. A program
+/// that makes many requests then waits for few attempts. An attempt at a socket that does not exist takes
+/// microseconds, so that a restarted executor is found at once.
+const RETRY_FACTOR: u32 = 10;
+
+/// The longest pause.
+const MAX_RETRY_PAUSE: Duration = Duration::from_millis(500);
+
+/// A device. Lives as long as the process.
+pub(crate) struct DeviceContext {
+    ggml: Arc<Ggml>,
+    translator: Arc<Translator>,
+    endpoint: Endpoint,
+    name: CString,
+    host_buffer_name: CString,
+    description: CString,
+    current: Mutex<CurrentSession>,
+    objects: Objects,
+}
+
+/// The session in use. A lost session stays until there is another one.
+struct CurrentSession {
+    session: Arc<Session>,
+    /// No attempt to replace a lost session is made before this time.
+    next_attempt: Option<Instant>,
+}
+
+/// Why a device cannot do what was asked for.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DeviceError {
+    /// The executor was lost and cannot be reached.
+    #[error("the executor is lost: {0}")]
+    Connect(#[from] ConnectError),
+    /// The executor was lost and could not be reached a moment ago.
+    #[error(
+        "the executor is lost; the next attempt to reach it is made in {} ms",
+        .pause.as_millis()
+    )]
+    RetryLater {
+        /// The time until the next attempt.
+        pause: Duration,
+    },
+    /// The session has failed.
+    #[error(transparent)]
+    Session(#[from] SessionError),
+}
+
+/// ggml's callbacks for the objects of a device.
+pub(crate) struct Tables {
+    /// For the device.
+    pub(crate) device: ggml_backend_device_i,
+    /// For the type of buffers in the executor's memory.
+    pub(crate) buffer_type: ggml_backend_buffer_type_i_v3,
+    /// For the type of buffers in the program's memory.
+    pub(crate) host_buffer_type: ggml_backend_buffer_type_i_v3,
+}
+
+/// What a device consists of.
+pub(crate) struct DeviceParts {
+    /// The number of the device: 0 for `VGPU0`.
+    pub(crate) index: usize,
+    /// The ggml that uses the device.
+    pub(crate) ggml: Arc<Ggml>,
+    /// The translation of that ggml's ids.
+    pub(crate) translator: Arc<Translator>,
+    /// Where the executor is.
+    pub(crate) endpoint: Endpoint,
+    /// The first session with the executor.
+    pub(crate) session: Arc<Session>,
+    /// The registry that the device belongs to.
+    pub(crate) registry: ggml_backend_reg_t,
+}
+
+/// The objects that ggml holds pointers to.
+struct Objects {
+    device: UnsafeCell<ggml_backend_device>,
+    buffer_type: UnsafeCell<BufferTypeObject>,
+    host_buffer_type: UnsafeCell<BufferTypeObject>,
+}
+
+// SAFETY: the objects are complete before ggml gets a pointer to one. From then on ggml and the plugin only read them.
+unsafe impl Sync for Objects {}
+// SAFETY: the pointers in the objects refer to a registry and a device, both of which live as long as the process and
+// may be used from every thread.
+unsafe impl Send for Objects {}
+
+/// A buffer type for ggml, with its device. The place of ggml's own `context` field depends on the API version, so the
+/// device is behind ggml's object instead.
+#[repr(C)]
+struct BufferTypeObject {
+    abi: BufferType,
+    device: *const DeviceContext,
+}
+
+impl DeviceContext {
+    /// A device with ggml's callbacks. Never freed, because ggml may use it until the process ends.
+    pub(crate) fn new(parts: DeviceParts, tables: Tables) -> &'static DeviceContext {
+        let DeviceParts {
+            index,
+            ggml,
+            translator,
+            endpoint,
+            session,
+            registry,
+        } = parts;
+        let this: *mut DeviceContext = Box::into_raw(Box::<DeviceContext>::new_uninit()).cast();
+        // SAFETY: `this` points to memory for a DeviceContext. The address of a field is computed without a reference.
+        let device_object = unsafe { UnsafeCell::raw_get(&raw const (*this).objects.device) };
+        let buffer_type = |iface| {
+            let newest = ggml_backend_buffer_type_v3 {
+                iface,
+                device: device_object,
+                context: std::ptr::null_mut(),
+            };
+            UnsafeCell::new(BufferTypeObject {
+                abi: BufferType::new(ggml.api(), newest),
+                device: this,
+            })
+        };
+        let objects = Objects {
+            device: UnsafeCell::new(ggml_backend_device {
+                iface: tables.device,
+                reg: registry,
+                context: this.cast(),
+            }),
+            buffer_type: buffer_type(tables.buffer_type),
+            host_buffer_type: buffer_type(tables.host_buffer_type),
+        };
+        let device = DeviceContext {
+            name: c_string(format!("VGPU{index}")),
+            host_buffer_name: c_string(format!("VGPU{index}_Host")),
+            description: c_string(describe(session.welcome())),
+            ggml,
+            translator,
+            endpoint,
+            current: Mutex::new(CurrentSession {
+                session,
+                next_attempt: None,
+            }),
+            objects,
+        };
+        // SAFETY: `this` comes from a box of the right size and alignment that nobody else knows and that is never
+        // freed. The write initialises the memory before the reference is made.
+        unsafe {
+            this.write(device);
+            &*this
+        }
+    }
+
+    /// The device of a buffer type. `None` if the pointer is null.
+    ///
+    /// # Safety
+    ///
+    /// `buft` must be null or a buffer type of a device: from [`buffer_type`](DeviceContext::buffer_type) or
+    /// [`host_buffer_type`](DeviceContext::host_buffer_type).
+    pub(crate) unsafe fn of_buffer_type(
+        buft: ggml_backend_buffer_type_t,
+    ) -> Option<&'static DeviceContext> {
+        // SAFETY: `buft` points to the first field of a BufferTypeObject (this function's contract), in a device that
+        // is never freed and whose objects are not written to after `new`.
+        unsafe { object(object(buft.cast::<BufferTypeObject>().cast_const())?.device) }
+    }
+
+    /// The device in ggml's form.
+    pub(crate) fn object(&self) -> ggml_backend_dev_t {
+        self.objects.device.get()
+    }
+
+    /// The type of buffers in the executor's memory, in ggml's form.
+    pub(crate) fn buffer_type(&self) -> ggml_backend_buffer_type_t {
+        self.objects.buffer_type.get().cast()
+    }
+
+    /// The type of buffers in the program's memory, in ggml's form.
+    pub(crate) fn host_buffer_type(&self) -> ggml_backend_buffer_type_t {
+        self.objects.host_buffer_type.get().cast()
+    }
+
+    /// `VGPU0`.
+    pub(crate) fn name(&self) -> &str {
+        self.name.to_str().unwrap_or("VGPU")
+    }
+
+    /// `VGPU0`, for ggml.
+    pub(crate) fn c_name(&self) -> &CStr {
+        &self.name
+    }
+
+    /// `VGPU0_Host`, for ggml.
+    pub(crate) fn c_host_buffer_name(&self) -> &CStr {
+        &self.host_buffer_name
+    }
+
+    /// One line for people, for ggml.
+    pub(crate) fn c_description(&self) -> &CStr {
+        &self.description
+    }
+
+    /// Where the executor is.
+    pub(crate) fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// The ggml that uses the device.
+    pub(crate) fn ggml(&self) -> &Ggml {
+        &self.ggml
+    }
+
+    /// The translation of that ggml's ids.
+    pub(crate) fn translator(&self) -> &Translator {
+        &self.translator
+    }
+
+    /// The session in use, or a new one if that one is lost.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError::Connect`] if the executor cannot be reached, [`DeviceError::RetryLater`] if an attempt has
+    /// failed a moment ago.
+    pub(crate) fn session(&self) -> Result<Arc<Session>, DeviceError> {
+        let mut current = self.current();
+        if !current.session.is_lost() {
+            return Ok(Arc::clone(&current.session));
+        }
+        let now = Instant::now();
+        if let Some(then) = current.next_attempt.filter(|&then| now < then) {
+            let pause = then - now;
+            return Err(DeviceError::RetryLater { pause });
+        }
+        let session = connect(&self.endpoint, &self.ggml).inspect_err(|_| {
+            let pause = (now.elapsed() * RETRY_FACTOR).min(MAX_RETRY_PAUSE);
+            current.next_attempt = Some(Instant::now() + pause);
+        })?;
+        tracing::info!(
+            "{}: connected to the executor again, session {}",
+            self.name(),
+            session.welcome().session
+        );
+        *current = CurrentSession {
+            session: Arc::clone(&session),
+            next_attempt: None,
+        };
+        Ok(session)
+    }
+
+    /// Whether the executor of the session in use is gone. Does not wait.
+    pub(crate) fn is_lost(&self) -> bool {
+        let session = Arc::clone(&self.current().session);
+        session.is_lost()
+    }
+
+    /// Total and free memory in bytes. A lost executor has no free memory.
+    pub(crate) fn memory(&self) -> (u64, u64) {
+        let total = self.current().session.welcome().memory_total;
+        self.session()
+            .and_then(|session| Ok(session.memory()?))
+            .unwrap_or_else(|error| {
+                tracing::warn!("{}: no free memory: {error}", self.name());
+                (total, 0)
+            })
+    }
+
+    /// Calls `answer` with the capabilities of the executor, which the handshake has brought.
+    pub(crate) fn with_capabilities<T>(&self, answer: impl FnOnce(&Capabilities) -> T) -> T {
+        let session = Arc::clone(&self.current().session);
+        answer(&session.welcome().capabilities)
+    }
+
+    fn current(&self) -> MutexGuard<'_, CurrentSession> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One line for people. Ollama takes it for the name of the library that drives the device.
+fn describe(welcome: &Welcome) -> String {
+    let mut line = String::from("vGPU");
+    let model = welcome.description.to_lowercase();
+    if !model.is_empty() && !RESERVED_WORDS.iter().any(|word| model.contains(word)) {
+        let _ = write!(line, " ({})", welcome.description);
+    }
+    line
+}
+
+/// A string for ggml; empty if it contains a zero byte.
+fn c_string(text: String) -> CString {
+    CString::new(text).unwrap_or_default()
+}

@@ -1,0 +1,61 @@
+//! The first exchange of a session.
+
+use vgpu_transport::ir::{Capabilities, IR_VERSION};
+use vgpu_transport::link::GuestEnd;
+use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
+
+use super::error::SessionError;
+
+/// What the executor says about itself and its device in the handshake.
+#[derive(Debug, Clone)]
+pub(crate) struct Welcome {
+    /// The number of the session, in the logs of both sides.
+    pub(crate) session: u64,
+    /// The engine: `cpu`, `cuda:0`.
+    pub(crate) engine: String,
+    /// The model name of the device.
+    pub(crate) description: String,
+    /// Total memory of the device in bytes.
+    pub(crate) memory_total: u64,
+    /// What the engine computes.
+    pub(crate) capabilities: Capabilities,
+}
+
+/// Opens a session over a new link. `name` says who the guest is, for the executor's log.
+///
+/// # Errors
+///
+/// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::Lost`] if the link is broken or
+/// the answer makes no sense.
+pub(super) fn handshake(end: &mut dyn GuestEnd, name: String) -> Result<Welcome, SessionError> {
+    let mut message = Vec::new();
+    let hello = Request::Hello {
+        protocol: PROTOCOL_VERSION,
+        ir: IR_VERSION,
+        name,
+    };
+    hello.encode(&mut message);
+    end.send(&message, (&[][..]).into())?;
+    message.clear();
+    end.receive(&mut message, (&mut [][..]).into())?;
+    match Reply::decode(&message)? {
+        Reply::Welcome {
+            session,
+            engine,
+            description,
+            memory_total,
+            capabilities,
+            ..
+        } => Ok(Welcome {
+            session,
+            engine,
+            description,
+            memory_total,
+            capabilities,
+        }),
+        Reply::Ended { reason } | Reply::Refused { reason, .. } => {
+            Err(SessionError::Refused(reason))
+        }
+        other => Err(SessionError::unexpected(other)),
+    }
+}

@@ -1,0 +1,662 @@
+//! The guest's side of a session with an executor.
+//!
+//! A session that has lost its executor stays lost: every call fails at once. The device opens a new session the next
+//! time that somebody allocates memory.
+//!
+//! # Lock order
+//!
+//! The plugin's locks, in the order in which a thread may take them while it holds others:
+//!
+//! 1. `DeviceContext::current`: the session of a device. Held during a handshake.
+//! 2. `Backend::encoder`: one graph at a time is encoded for a backend.
+//! 3. `WeightUpload::state`: the upload of one buffer. Held while its requests are sent, so that its writes stay in
+//!    order with the lookups. Never two at a time.
+//! 4. `SharedConnection::connection`: one exchange with the executor.
+//!
+//! Encoding a graph, hashing weights for a lookup and copying from mapped memory happen without lock 4. All other locks
+//! (`Session::open_uploads`, `Event::point`, those in `weights` and `load_progress`) are held for a few instructions
+//! that take no other lock of this list.
+
+mod allocation;
+mod connection;
+mod error;
+mod handshake;
+mod pending;
+mod shared;
+mod transfer;
+mod upload;
+mod weight_requests;
+
+pub(crate) use error::SessionError;
+pub(crate) use handshake::Welcome;
+pub(crate) use pending::BackendId;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::BufferId;
+use vgpu_transport::link::{GuestEnd, Lent};
+use vgpu_transport::wire::{Reply, Request};
+
+use crate::graph_cache::GraphImage;
+use crate::stats::{Stats, SubmittedGraph};
+use allocation::Allocation;
+use connection::HostBufferRange;
+use error::LossReason;
+use shared::SharedConnection;
+use upload::WeightUpload;
+
+/// The largest host buffer that gets memory of the link. The link has little, and what goes to the executor again and
+/// again makes the best use of it.
+const MAX_STAGED_BYTES: usize = 16 << 20;
+
+/// An open session with an executor.
+pub(crate) struct Session {
+    welcome: Welcome,
+    connection: SharedConnection,
+    /// Whether the link is slower than hashing.
+    hashes_first: bool,
+    /// The buffers whose uploads the next graph seals.
+    open_uploads: Mutex<Vec<Arc<SessionBuffer>>>,
+}
+
+/// A buffer of a session.
+pub(crate) struct SessionBuffer {
+    allocation: Allocation,
+    upload: WeightUpload,
+}
+
+impl SessionBuffer {
+    /// The name of the buffer on the wire.
+    pub(crate) fn id(&self) -> BufferId {
+        self.allocation.id()
+    }
+}
+
+impl Session {
+    /// Opens a session over a new link. `name` says who the guest is, for the executor's log. `hashes_first` says
+    /// whether the link is slower than hashing, so that large weights are hashed before they are sent.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::Lost`] if the link breaks.
+    pub(crate) fn open(
+        mut end: Box<dyn GuestEnd>,
+        name: String,
+        hashes_first: bool,
+    ) -> Result<Arc<Session>, SessionError> {
+        let welcome = handshake::handshake(end.as_mut(), name)?;
+        Ok(Arc::new(Session {
+            connection: SharedConnection::new(end, &welcome),
+            welcome,
+            hashes_first,
+            open_uploads: Mutex::default(),
+        }))
+    }
+
+    /// What the executor has said about itself.
+    pub(crate) fn welcome(&self) -> &Welcome {
+        &self.welcome
+    }
+
+    /// Whether the executor is known to be gone. Does not wait.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.connection.is_lost()
+    }
+
+    /// Allocates a buffer of `size` zero bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Refused`] if the executor has no room, [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn alloc(&self, size: u64) -> Result<Arc<SessionBuffer>, SessionError> {
+        let allocation = self.connection.with_conn(|c| {
+            let buffer = c.new_buffer_id();
+            let mapping = match c.ask(&Request::Alloc { buffer, size })? {
+                Reply::Done { .. } => None,
+                Reply::Shared { size: shared, .. } => match c.end.receive_shared(shared) {
+                    Ok(mapping) if shared >= size => Some(mapping),
+                    Ok(_) => {
+                        return Err(LossReason::SharedTooSmall {
+                            buffer,
+                            size,
+                            shared,
+                        }
+                        .into());
+                    }
+                    Err(error) => {
+                        tracing::warn!(
+                            "buffer {} cannot be mapped and is accessed by messages: {error}",
+                            buffer.0
+                        );
+                        None
+                    }
+                },
+                other => return Err(SessionError::unexpected(other)),
+            };
+            Ok(Allocation::new(buffer, size, mapping))
+        })?;
+        Ok(Arc::new(SessionBuffer {
+            allocation,
+            upload: WeightUpload::new(self.hashes_first),
+        }))
+    }
+
+    /// Frees a buffer, and forgets every graph that uses it.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost, which frees all of its buffers.
+    pub(crate) fn free(&self, buffer: &SessionBuffer) -> Result<(), SessionError> {
+        let buffer = buffer.id();
+        self.open_uploads().retain(|open| open.id() != buffer);
+        self.connection.with_conn(|c| {
+            c.forget_users(buffer)?;
+            c.send(&Request::Free { buffer }).map(drop)
+        })
+    }
+
+    /// Writes `data` to `offset` of a buffer, in order with all other requests. The data may change after the return.
+    /// `is_for_weights` says whether ggml uses the buffer for weights: then only what the executor lacks is sent.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::OutOfRange`] if the buffer is mapped and does not have these bytes, [`SessionError::Lost`] if
+    /// the session is lost. The failure of a write by message is reported by the next graph.
+    pub(crate) fn write(
+        &self,
+        to: &Arc<SessionBuffer>,
+        offset: u64,
+        data: Bytes<'_>,
+        is_for_weights: bool,
+    ) -> Result<(), SessionError> {
+        match self.offer(to, offset, data, is_for_weights)? {
+            true => Ok(()),
+            false => transfer::write(&self.connection, &to.allocation, offset, data),
+        }
+    }
+
+    /// As [`write`](Session::write), but the data must not change before the next synchronisation.
+    ///
+    /// # Errors
+    ///
+    /// As for [`write`](Session::write).
+    pub(crate) fn write_async(
+        &self,
+        to: &Arc<SessionBuffer>,
+        offset: u64,
+        data: Bytes<'_>,
+        is_for_weights: bool,
+    ) -> Result<(), SessionError> {
+        match self.offer(to, offset, data, is_for_weights)? {
+            true => Ok(()),
+            false => transfer::write_async(&self.connection, &to.allocation, offset, data),
+        }
+    }
+
+    /// Offers `data` to the upload of the buffer. Returns whether the executor has put the bytes into the buffer.
+    fn offer(
+        &self,
+        to: &Arc<SessionBuffer>,
+        offset: u64,
+        data: Bytes<'_>,
+        is_for_weights: bool,
+    ) -> Result<bool, SessionError> {
+        let offer =
+            to.upload
+                .offer(&self.connection, &to.allocation, offset, data, is_for_weights)?;
+        if offer.has_begun {
+            self.open_uploads().push(Arc::clone(to));
+        }
+        Ok(offer.is_present)
+    }
+
+    /// The buffer is used for something else than weights. Must be called before a request other than a write changes
+    /// the buffer.
+    pub(crate) fn mark_not_weights(&self, buffer: &SessionBuffer) {
+        buffer.upload.mark_not_weights();
+    }
+
+    /// Fills `out` with the bytes at `offset` of a buffer, after all earlier requests.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Failed`] if an earlier request that may have written the buffer has failed,
+    /// [`SessionError::OutOfRange`] or [`SessionError::Refused`] if the buffer does not have these bytes,
+    /// [`SessionError::Lost`] if the session is lost. After an error the content of `out` means nothing.
+    pub(crate) fn read(
+        &self,
+        from: &SessionBuffer,
+        offset: u64,
+        out: BytesMut<'_>,
+    ) -> Result<(), SessionError> {
+        transfer::read(&self.connection, &from.allocation, offset, out)
+    }
+
+    /// Requests bytes at `offset` of a buffer, which are in memory at `to` after the next synchronisation. If they
+    /// cannot be read, every byte there is then `poison`. Returns `false`, and requests nothing, if the memory is not
+    /// that of a [host buffer](Session::add_host_buffer), or if too much is requested already.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes at `to` must be writable, and not accessed, until the next synchronisation.
+    pub(crate) unsafe fn read_async(
+        &self,
+        from: &SessionBuffer,
+        offset: u64,
+        (to, len): (*mut u8, usize),
+        poison: u8,
+    ) -> Result<bool, SessionError> {
+        // SAFETY: the same contract.
+        unsafe {
+            transfer::read_async(
+                &self.connection,
+                &from.allocation,
+                offset,
+                (to, len),
+                poison,
+            )
+        }
+    }
+
+    /// Memory of the link for a host buffer of `size` bytes. `None` if the link has none left, or none for so large a
+    /// buffer. Given back with [`remove_host_buffer`](Session::remove_host_buffer).
+    pub(crate) fn alloc_staging(&self, size: usize) -> Option<Lent> {
+        if size > MAX_STAGED_BYTES {
+            return None;
+        }
+        let staging = self.connection.with_conn(|c| Ok(c.end.lend(size)));
+        staging.ok().flatten()
+    }
+
+    /// From now on, asynchronous reads and writes may use the `size` bytes at `base`. `staging` is the memory of the
+    /// link that these bytes are, if they are.
+    pub(crate) fn add_host_buffer(&self, base: usize, size: usize, staging: Option<&Lent>) {
+        self.connection.lock().add_host_buffer(HostBufferRange {
+            base,
+            size,
+            staging_offset: staging.map(|staging| staging.range.start),
+        });
+    }
+
+    /// The opposite. Waits for everything under way from and to the memory, so that it can be freed.
+    pub(crate) fn remove_host_buffer(&self, base: usize, staging: Option<Lent>) {
+        let waited = self.connection.with_conn(|c| {
+            c.wait(c.last_to_wait_for())?;
+            c.receive_reads()
+        });
+        let mut connection = self.connection.lock();
+        connection.remove_host_buffer(base);
+        if waited.is_err() {
+            connection.poison_reads();
+        }
+        if let Some(staging) = staging {
+            connection.end.take_back(staging);
+        }
+    }
+
+    /// Sets `len` bytes at `offset` of a buffer to `value`. One-way.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn fill(
+        &self,
+        buffer: BufferId,
+        offset: u64,
+        len: u64,
+        value: u8,
+    ) -> Result<(), SessionError> {
+        let request = Request::Fill {
+            buffer,
+            offset,
+            len,
+            value,
+        };
+        self.connection.with_conn(|c| c.send(&request).map(drop))
+    }
+
+    /// Copies `len` bytes between two buffers of this session, each with its offset in bytes. One-way.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn copy(
+        &self,
+        (dst, dst_offset): (BufferId, u64),
+        (src, src_offset): (BufferId, u64),
+        len: u64,
+    ) -> Result<(), SessionError> {
+        let request = Request::Copy {
+            dst,
+            dst_offset,
+            src,
+            src_offset,
+            len,
+        };
+        self.connection.with_conn(|c| c.send(&request).map(drop))
+    }
+
+    /// Total and free memory of the device in bytes, as they are now.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn memory(&self) -> Result<(u64, u64), SessionError> {
+        self.connection
+            .with_conn(|c| match c.ask(&Request::Memory {})? {
+                Reply::Memory { total, free, .. } => Ok((total, free)),
+                other => Err(SessionError::unexpected(other)),
+            })
+    }
+
+    /// A new backend: an ordered queue of graphs and copies.
+    pub(crate) fn open_backend(&self) -> BackendId {
+        self.connection.lock().new_backend_id()
+    }
+
+    /// Ends a backend. Failures of its graphs are forgotten.
+    pub(crate) fn close_backend(&self, backend: BackendId) {
+        self.connection.lock().forget_failures(backend);
+    }
+
+    /// Begins the submission of a graph of `ggml_nodes` nodes: seals the uploads before it, reports an earlier failure
+    /// of the backend, and runs the graph if the executor has the graph with this `key`. Returns whether the graph was
+    /// submitted. If not, the caller encodes the graph and calls [`submit`](Session::submit).
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Failed`] if an earlier graph of the backend has failed, which is then forgotten.
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn submit_known(
+        &self,
+        backend: BackendId,
+        key: Option<u64>,
+        ggml_nodes: usize,
+    ) -> Result<bool, SessionError> {
+        self.seal_uploads()?;
+        self.connection.with_conn(|c| {
+            c.drain()?;
+            c.take_failure(backend)?;
+            let (before, began) = (c.traffic(), Instant::now());
+            let Some(known) = key.and_then(|key| c.graphs.by_key(key)) else {
+                return Ok(false);
+            };
+            let graph = SubmittedGraph {
+                ggml_nodes,
+                encoding: began.elapsed(),
+                ..SubmittedGraph::default()
+            };
+            c.submit(backend, known, graph, before)?;
+            Ok(true)
+        })
+    }
+
+    /// Submits a graph that was encoded: sends the image, unless the executor has it, and runs the graph. `key`
+    /// identifies the graph from now on. `buffers` are the buffers that the graph uses. `began` is when encoding began.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn submit(
+        &self,
+        backend: BackendId,
+        key: Option<u64>,
+        ggml_nodes: usize,
+        image: &mut GraphImage,
+        buffers: &[Arc<SessionBuffer>],
+        began: Instant,
+    ) -> Result<(), SessionError> {
+        for buffer in buffers {
+            buffer.upload.mark_not_weights();
+        }
+        self.connection.with_conn(|c| {
+            let before = c.traffic();
+            let known = c.graphs.by_image(key, image);
+            let graph = SubmittedGraph {
+                ggml_nodes,
+                encoding: began.elapsed(),
+                ..SubmittedGraph::default()
+            };
+            c.submit(backend, known, graph, before)
+        })
+    }
+
+    /// Ends all open uploads, except those that another thread is writing to.
+    fn seal_uploads(&self) -> Result<(), SessionError> {
+        let open = std::mem::take(&mut *self.open_uploads());
+        for buffer in open {
+            if !buffer.upload.seal(&self.connection, &buffer.allocation)? {
+                self.open_uploads().push(buffer);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until every graph is done, every asynchronous read has its bytes, and the data of every asynchronous write
+    /// may change.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn synchronize(&self) -> Result<(), SessionError> {
+        self.connection.with_conn(|c| {
+            if c.has_pending_reads() {
+                // Often the last answer is the only thing to wait for.
+                c.round_trips += 1;
+                c.receive_reads()?;
+            }
+            c.wait(c.last_to_wait_for())?;
+            c.drain()
+        })
+    }
+
+    /// The number of the last request. All requests so far are done when this one is.
+    pub(crate) fn last_request(&self) -> u64 {
+        self.connection.lock().sent()
+    }
+
+    /// Waits until a request and all requests before it are done.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn wait_for(&self, request: u64) -> Result<(), SessionError> {
+        self.connection.with_conn(|c| {
+            c.wait(request)?;
+            c.drain()
+        })
+    }
+
+    /// The statistics of the session so far.
+    pub(crate) fn stats(&self) -> Stats {
+        self.connection.lock().stats()
+    }
+
+    fn open_uploads(&self) -> MutexGuard<'_, Vec<Arc<SessionBuffer>>> {
+        self.open_uploads
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(all(test, feature = "inproc"))]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    use vgpu_executor::weights::Sharing;
+    use vgpu_executor::{Limits, Stop};
+    use vgpu_engine::Engine;
+    use vgpu_cpu::CpuEngine;
+    use vgpu_transport::ir::Graph;
+    use vgpu_transport::link::window::inproc_pair;
+    use vgpu_transport::wire::MIN_EXTENT;
+
+    /// Executors in this process that share one store of weights.
+    struct Executors {
+        engine: Arc<dyn Engine>,
+        store: vgpu_executor::Weights,
+    }
+
+    impl Executors {
+        fn new() -> Executors {
+            Executors {
+                engine: Arc::new(CpuEngine::new(1, Some(64 << 20)).unwrap()),
+                store: vgpu_executor::Weights::new(Sharing::All, None).unwrap(),
+            }
+        }
+
+        /// A session of this user.
+        fn open(&self, user: &'static str) -> Arc<Session> {
+            let (guest, mut host) = inproc_pair().unwrap();
+            let (engine, store) = (Arc::clone(&self.engine), self.store.clone());
+            std::thread::spawn(move || {
+                let session = vgpu_executor::Session::new(1, engine, Limits::default());
+                session.sharing(&store, user).run(&mut host, &Stop::new())
+            });
+            Session::open(Box::new(guest), "test".into(), true).unwrap()
+        }
+
+        fn wait_for_hashes(&self) {
+            let start = Instant::now();
+            while self.store.stats().extents == 0 {
+                assert!(start.elapsed() < Duration::from_secs(60), "not hashed");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
+    fn submit_empty_graph(session: &Session) {
+        let backend = session.open_backend();
+        assert!(!session.submit_known(backend, None, 0).unwrap());
+        let mut image = GraphImage::default();
+        image.encode(&Graph::default());
+        session
+            .submit(backend, None, 0, &mut image, &[], Instant::now())
+            .unwrap();
+    }
+
+    fn not_sent(session: &Session) -> u64 {
+        session.connection.lock().copied.not_sent
+    }
+
+    fn data(size: u64) -> Vec<u8> {
+        (0..size).map(|i| (i % 251) as u8).collect()
+    }
+
+    /// Two programs with the same weights.
+    #[test]
+    fn a_second_session_sends_what_the_executor_lacks_and_reads_all() {
+        let executors = Executors::new();
+        let size = 4 * MIN_EXTENT;
+        let data = data(size);
+        let (large, small) = data.split_at(3 * MIN_EXTENT as usize);
+        let (large, small) = (large, &small[..1000]);
+
+        // Another user than the first must prove that it has the bytes.
+        for (round, user) in ["one", "one", "two"].into_iter().enumerate() {
+            let session = executors.open(user);
+            let to = session.alloc(size).unwrap();
+            let parts = [(0, small), (MIN_EXTENT, large)];
+            for (at, data) in parts {
+                session.write(&to, at, data.into(), true).unwrap();
+            }
+            let expected = if round == 0 { 0 } else { large.len() as u64 };
+            assert_eq!(not_sent(&session), expected, "{user}");
+            submit_empty_graph(&session);
+            for (at, data) in parts {
+                let mut read = vec![0; data.len()];
+                session.read(&to, at, read[..].as_mut().into()).unwrap();
+                assert!(read == data, "round {round}");
+            }
+            if round == 0 {
+                executors.wait_for_hashes();
+            }
+            // The executor keeps the bytes as long as a session has them.
+            std::mem::forget(session);
+        }
+        assert_eq!(executors.store.stats().not_sent, 2 * large.len() as u64);
+
+        // A buffer that was used for something else first is not for weights.
+        let session = executors.open("one");
+        let to = session.alloc(size).unwrap();
+        session.mark_not_weights(&to);
+        session.write(&to, 0, large.into(), true).unwrap();
+        assert_eq!(not_sent(&session), 0);
+        let mut read = vec![0; large.len()];
+        session.read(&to, 0, read[..].as_mut().into()).unwrap();
+        assert!(read == large);
+    }
+
+    /// After the upload, the executor keeps nothing for the buffer any more: asking for it would be a protocol error.
+    #[test]
+    fn weights_that_are_written_again_after_the_upload_are_sent() {
+        let executors = Executors::new();
+        let data = data(2 * MIN_EXTENT);
+        let first = executors.open("one");
+        let to = first.alloc(2 * MIN_EXTENT).unwrap();
+        first.write(&to, 0, data[..].into(), true).unwrap();
+        submit_empty_graph(&first);
+        executors.wait_for_hashes();
+
+        let second = executors.open("one");
+        let to = second.alloc(2 * MIN_EXTENT).unwrap();
+        second.write(&to, 0, data[..].into(), true).unwrap();
+        assert_eq!(not_sent(&second), data.len() as u64);
+        submit_empty_graph(&second);
+        second.write(&to, 0, data[..].into(), true).unwrap();
+        assert_eq!(not_sent(&second), data.len() as u64);
+        let mut read = vec![0; data.len()];
+        second.read(&to, 0, read[..].as_mut().into()).unwrap();
+        assert!(read == data);
+    }
+
+    /// A graph and an upload take the locks of the upload and of the connection in the same order.
+    #[test]
+    fn graphs_and_uploads_of_two_threads_do_not_deadlock() {
+        let executors = Executors::new();
+        let session = executors.open("one");
+        let data = data(MIN_EXTENT);
+        let (done, waiting) = std::sync::mpsc::channel();
+        for uploads in [true, false] {
+            let (session, data, done) = (Arc::clone(&session), data.clone(), done.clone());
+            std::thread::spawn(move || {
+                let backend = session.open_backend();
+                let mut image = GraphImage::default();
+                for _ in 0..200 {
+                    let to = session.alloc(MIN_EXTENT).unwrap();
+                    if uploads {
+                        session.write(&to, 0, data[..].into(), true).unwrap();
+                    } else {
+                        session.submit_known(backend, None, 0).unwrap();
+                        image.encode(&Graph {
+                            buffers: vec![to.id()],
+                            ..Graph::default()
+                        });
+                        session
+                            .submit(
+                                backend,
+                                None,
+                                0,
+                                &mut image,
+                                &[Arc::clone(&to)],
+                                Instant::now(),
+                            )
+                            .unwrap();
+                    }
+                    session.free(&to).unwrap();
+                }
+                done.send(()).unwrap();
+            });
+        }
+        for _ in 0..2 {
+            waiting.recv_timeout(Duration::from_secs(60)).unwrap();
+        }
+    }
+}

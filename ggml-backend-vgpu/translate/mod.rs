@@ -1,0 +1,170 @@
+//! From ggml's ids and untyped parameters to the graph IR.
+//!
+//! Ids are translated by name ([`Ids`]), because their values move between ggml releases. `op_params` are decoded in
+//! [`op`] and [`params`] and nowhere else.
+
+mod op;
+mod params;
+
+use vgpu_transport::ir::{GluKind, Op, OpKind, Shape, Type, UnaryKind};
+
+use crate::abi::ggml_tensor;
+use crate::ggml::{Ggml, Ids};
+use params::Params;
+
+/// The ids of the ggml in this process.
+#[derive(Debug)]
+pub(crate) struct Translator {
+    ops: Ids<GgmlOp>,
+    unary: Ids<GgmlUnary>,
+    glu: Ids<GluKind>,
+    types: Ids<Type>,
+}
+
+/// An operator of ggml, in the IR's terms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum GgmlOp {
+    /// Computes nothing: the result is a view of the source.
+    View,
+    /// The gradient of ROPE. The IR has one operator for both.
+    RopeBack,
+    /// Calls a function of this process by its address, which an executor cannot do.
+    Callback,
+    /// An operator of the IR.
+    Op(OpKind),
+}
+
+impl GgmlOp {
+    fn from_name(name: &str) -> Option<GgmlOp> {
+        match name {
+            "NONE" | "RESHAPE" | "VIEW" | "PERMUTE" | "TRANSPOSE" => Some(GgmlOp::View),
+            "DUP" | "CPY" | "CONT" => Some(GgmlOp::Op(OpKind::Copy)),
+            "ROPE_BACK" => Some(GgmlOp::RopeBack),
+            "MAP_CUSTOM1" | "MAP_CUSTOM2" | "MAP_CUSTOM3" | "CUSTOM" => Some(GgmlOp::Callback),
+            name => OpKind::ALL
+                .iter()
+                .copied()
+                .find(|op| op.ggml_name() == name)
+                .map(GgmlOp::Op),
+        }
+    }
+}
+
+/// A kind of ggml's UNARY operator. XIELU has parameters and is an operator of its own in the IR.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum GgmlUnary {
+    Kind(UnaryKind),
+    Xielu,
+}
+
+impl GgmlUnary {
+    fn from_name(name: &str) -> Option<GgmlUnary> {
+        match name {
+            "XIELU" => Some(GgmlUnary::Xielu),
+            name => UnaryKind::from_ggml_name(name).map(GgmlUnary::Kind),
+        }
+    }
+}
+
+/// What a node of ggml means in the IR.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Meaning {
+    /// Nothing is computed.
+    Nothing,
+    /// An operator is computed.
+    Compute {
+        /// The operator with its parameters.
+        op: Op,
+        /// The number of the node's sources that the operator reads. Some nodes of ggml have more sources, which only
+        /// order the nodes.
+        sources: usize,
+    },
+}
+
+impl Translator {
+    /// For the tensors of `ggml`.
+    pub(crate) fn new(ggml: &Ggml) -> Translator {
+        Translator {
+            ops: ggml.ops(GgmlOp::from_name),
+            unary: ggml.unary_ops(GgmlUnary::from_name),
+            glu: ggml.glu_ops(GluKind::from_ggml_name),
+            types: ggml.types(Type::from_ggml_name),
+        }
+    }
+
+    /// The shape of a tensor. `None` if the IR does not have the type, or if a dimension is negative.
+    ///
+    /// # Safety
+    ///
+    /// The tensor must be a valid one of the translator's ggml.
+    pub(crate) unsafe fn shape(&self, tensor: &ggml_tensor) -> Option<Shape> {
+        let mut ne = [0; 4];
+        for (ne, &elements) in ne.iter_mut().zip(&tensor.ne) {
+            *ne = u64::try_from(elements).ok()?;
+        }
+        // SAFETY: the id is the type of a valid tensor of the translator's ggml: this function's contract.
+        let ty = unsafe { self.types.get(tensor.type_) }?;
+        Some(Shape {
+            ty,
+            ne,
+            nb: tensor.nb.map(|nb| nb as u64),
+        })
+    }
+
+    /// Whether the node calls a function of this process.
+    ///
+    /// # Safety
+    ///
+    /// As for [`shape`](Translator::shape).
+    pub(crate) unsafe fn is_callback(&self, tensor: &ggml_tensor) -> bool {
+        // SAFETY: the id is the operator of a valid tensor of the translator's ggml: this function's contract.
+        unsafe { self.ops.get(tensor.op) == Some(GgmlOp::Callback) }
+    }
+
+    /// The meaning of a node. `None` if the IR cannot express it.
+    ///
+    /// # Safety
+    ///
+    /// As for [`shape`](Translator::shape).
+    pub(crate) unsafe fn meaning(&self, tensor: &ggml_tensor) -> Option<Meaning> {
+        let p = Params::of(tensor);
+        // SAFETY: the id is the operator of a valid tensor of the translator's ggml: this function's contract.
+        let op = match unsafe { self.ops.get(tensor.op) }? {
+            GgmlOp::View => return Some(Meaning::Nothing),
+            GgmlOp::Callback => return None,
+            GgmlOp::RopeBack => op::rope(&p, true)?,
+            // SAFETY: the first parameter of a UNARY node is an id of `ggml_unary_op`.
+            GgmlOp::Op(OpKind::Unary) => match unsafe { self.unary.get(p.i32(0)) }? {
+                GgmlUnary::Kind(kind) => Op::Unary { kind },
+                GgmlUnary::Xielu => Op::Xielu {
+                    alpha_n: p.f32(1),
+                    alpha_p: p.f32(2),
+                    beta: p.f32(3),
+                    eps: p.f32(4),
+                },
+            },
+            GgmlOp::Op(OpKind::Glu) => Op::Glu {
+                // SAFETY: the first parameter of a GLU node is an id of `ggml_glu_op`.
+                kind: unsafe { self.glu.get(p.i32(0)) }?,
+                swapped: p.flag(1),
+                alpha: p.f32(2),
+                limit: p.f32(3),
+            },
+            GgmlOp::Op(kind) => op::with_params(kind, &p)?,
+        };
+        let kind = op.kind();
+        // The other sources of these operators are the tensor that the result is a view of, or give only its shape.
+        let sources = match kind {
+            OpKind::Copy | OpKind::Repeat => 1,
+            OpKind::SetRows | OpKind::GetRowsBack => 2,
+            _ => kind.sources().1,
+        };
+        // A source that the IR does not know could change the meaning: the node is left to another backend.
+        let has_unknown_source = tensor
+            .src
+            .iter()
+            .skip(kind.sources().1)
+            .any(|source| !source.is_null());
+        (!has_unknown_source).then_some(Meaning::Compute { op, sources })
+    }
+}
