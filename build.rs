@@ -46,8 +46,8 @@ fn stamp() {
         "cargo::rustc-env=VGPU_GIT={}",
         describe.as_deref().unwrap_or("unknown")
     );
-    // The reflog of HEAD grows with every commit and checkout. A path that does not exist would make
-    // cargo run this script every time.
+    // The reflog of HEAD grows with every commit and checkout. A path that does not exist would
+    // make cargo run this script every time.
     if let Some(reflog) = git(&["rev-parse", "--git-path", "logs/HEAD"])
         && Path::new(&reflog).exists()
     {

@@ -1,7 +1,7 @@
 //! Backends: ordered queues of graphs and copies on a device. ggml's `ggml_backend_t`.
 //!
-//! A session executes its requests in order, so that every call is one-way: `graph_compute` returns when the graph is
-//! on its way, and a read or a synchronisation waits for it.
+//! A session executes its requests in order, so that every call is one-way: `graph_compute` returns
+//! when the graph is on its way, and a read or a synchronisation waits for it.
 
 use std::ffi::{CStr, CString};
 use std::path::PathBuf;
@@ -65,19 +65,19 @@ impl Backend {
         &self.name
     }
 
-    /// Submits a graph. Returns when the graph is on its way. A graph with the uid of an earlier one is not encoded
-    /// again: the same uid means the same nodes at the same addresses, because ggml sets a new uid whenever it splits
-    /// or allocates a graph anew.
+    /// Submits a graph. Returns when the graph is on its way. A graph with the uid of an earlier
+    /// one is not encoded again: the same uid means the same nodes at the same addresses, because
+    /// ggml sets a new uid whenever it splits or allocates a graph anew.
     ///
     /// # Errors
     ///
-    /// [`ComputeError::Encode`] if a node cannot be encoded. [`ComputeError::Session`] if an earlier graph of the
-    /// backend has failed or the session is lost.
+    /// [`ComputeError::Encode`] if a node cannot be encoded. [`ComputeError::Session`] if an
+    /// earlier graph of the backend has failed or the session is lost.
     ///
     /// # Safety
     ///
-    /// `cgraph` and everything that it points to must be a valid graph of this process's ggml that nobody changes
-    /// during the call.
+    /// `cgraph` and everything that it points to must be a valid graph of this process's ggml that
+    /// nobody changes during the call.
     pub(crate) unsafe fn compute(&self, cgraph: &ggml_cgraph) -> Result<(), ComputeError> {
         let key = (cgraph.uid != 0).then_some(cgraph.uid);
         let ggml_nodes = usize::try_from(cgraph.n_nodes).unwrap_or(0);
@@ -89,22 +89,18 @@ impl Backend {
         // SAFETY: a valid graph that nobody changes: this function's contract.
         let encoded = unsafe { encoder.encode(self.device, &self.session, cgraph) }?;
         let submitted = match encoded {
-            Some(graph) => self.session.submit(
-                self.id,
-                key,
-                ggml_nodes,
-                graph.image,
-                graph.buffers,
-                began,
-            ),
+            Some(graph) => {
+                self.session
+                    .submit(self.id, key, ggml_nodes, graph.image, graph.buffers, began)
+            }
             None => Ok(()), // the graph has only views
         };
         encoder.clear();
         Ok(submitted?)
     }
 
-    /// Waits until everything before is done. Returns at once if it is. A failure is logged, and the next graph reports
-    /// it.
+    /// Waits until everything before is done. Returns at once if it is. A failure is logged, and
+    /// the next graph reports it.
     pub(crate) fn synchronize(&self) {
         match self.session.synchronize() {
             // The loss was logged when it happened.

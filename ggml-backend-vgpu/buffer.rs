@@ -1,8 +1,9 @@
 //! Buffers in the executor's memory, in which ggml places tensors.
 //!
-//! ggml wants an address for a buffer and computes the addresses of tensors from it. The plugin hands out addresses
-//! that point to nothing. Each is a multiple of [`ALIGNMENT`], and the ranges of two buffers never overlap. The addresses
-//! are outside the user address space of x86-64 and AArch64, so that a program that follows one faults at once.
+//! ggml wants an address for a buffer and computes the addresses of tensors from it. The plugin
+//! hands out addresses that point to nothing. Each is a multiple of [`ALIGNMENT`], and the ranges
+//! of two buffers never overlap. The addresses are outside the user address space of x86-64 and
+//! AArch64, so that a program that follows one faults at once.
 
 use std::ptr;
 use std::sync::Arc;
@@ -22,7 +23,8 @@ use crate::session::{Session, SessionBuffer, SessionError};
 /// Every tensor starts at a multiple of so many bytes.
 pub(crate) const ALIGNMENT: usize = 256;
 
-/// The address of the next buffer. Bit 56 is set: user addresses end below it, with or without five-level page tables.
+/// The address of the next buffer. Bit 56 is set: user addresses end below it, with or without
+/// five-level page tables.
 static NEXT_BASE: AtomicU64 = AtomicU64::new(1 << 56);
 
 /// A buffer in the executor's memory.
@@ -36,7 +38,8 @@ pub(crate) struct Buffer {
     size: usize,
     /// For a buffer that is large enough for a model.
     progress: Option<LoadProgress>,
-    /// ggml's object for the buffer, which says what ggml uses the buffer for. Null until there is one.
+    /// ggml's object for the buffer, which says what ggml uses the buffer for. Null until there is
+    /// one.
     object: AtomicPtr<ggml_backend_buffer>,
 }
 
@@ -49,7 +52,8 @@ impl Buffer {
     pub(crate) fn new(device: &'static DeviceContext, size: usize) -> Result<Buffer, DeviceError> {
         let session = device.session()?;
         let memory = session.alloc(size as u64)?;
-        // At least one step more than the bytes: the address behind a tensor must not be that of another buffer.
+        // At least one step more than the bytes: the address behind a tensor must not be that of
+        // another buffer.
         let step = (size as u64)
             .saturating_add(ALIGNMENT as u64)
             .next_multiple_of(ALIGNMENT as u64);
@@ -68,17 +72,19 @@ impl Buffer {
     ///
     /// # Safety
     ///
-    /// `object` must be the object whose context is this buffer, so that the object lives until the buffer is dropped.
+    /// `object` must be the object whose context is this buffer, so that the object lives until the
+    /// buffer is dropped.
     pub(crate) unsafe fn set_object(&self, object: ggml_backend_buffer_t) {
         self.object.store(object, Ordering::Release);
     }
 
-    /// The buffer of a tensor, or of the tensor that it is a view of. `None` if that is not a buffer of `device`.
+    /// The buffer of a tensor, or of the tensor that it is a view of. `None` if that is not a
+    /// buffer of `device`.
     ///
     /// # Safety
     ///
-    /// `tensor` must be a valid tensor of this process's ggml: its `view_src` is null or valid, and its `buffer` is null
-    /// or not freed.
+    /// `tensor` must be a valid tensor of this process's ggml: its `view_src` is null or valid, and
+    /// its `buffer` is null or not freed.
     pub(crate) unsafe fn of_tensor<'a>(
         device: &DeviceContext,
         tensor: &'a ggml_tensor,
@@ -95,14 +101,9 @@ impl Buffer {
         if buffer.buft != device.buffer_type() {
             return None;
         }
-        // SAFETY: only `iface::buffer` makes buffers of this type, each with a `Buffer` as context that lives as long as
-        // ggml's object.
+        // SAFETY: only `iface::buffer` makes buffers of this type, each with a `Buffer` as context
+        // that lives as long as ggml's object.
         unsafe { object(buffer.context.cast::<Buffer>()) }
-    }
-
-    /// The device that the buffer belongs to.
-    pub(crate) fn device(&self) -> &'static DeviceContext {
-        self.device
     }
 
     /// The session that the buffer belongs to.
@@ -120,7 +121,8 @@ impl Buffer {
         self.base
     }
 
-    /// The offset in bytes that an address of the buffer stands for. `None` if the address is not in the buffer.
+    /// The offset in bytes that an address of the buffer stands for. `None` if the address is not
+    /// in the buffer.
     pub(crate) fn offset_of(&self, address: usize) -> Option<u64> {
         address
             .checked_sub(self.base)
@@ -128,8 +130,8 @@ impl Buffer {
             .map(|offset| offset as u64)
     }
 
-    /// Writes `data` to byte `offset` of a tensor. The data may change after the return. A failure is logged, and the
-    /// next graph reports it.
+    /// Writes `data` to byte `offset` of a tensor. The data may change after the return. A failure
+    /// is logged, and the next graph reports it.
     pub(crate) fn set(&self, tensor: &ggml_tensor, offset: usize, data: Bytes<'_>) {
         let written = self.tensor_offset(tensor, offset).and_then(|at| {
             self.session
@@ -154,7 +156,8 @@ impl Buffer {
         self.log("write to", written);
     }
 
-    /// Sets `size` bytes from byte `offset` of a tensor to `value`. A failure is logged, and the next graph reports it.
+    /// Sets `size` bytes from byte `offset` of a tensor to `value`. A failure is logged, and the
+    /// next graph reports it.
     pub(crate) fn fill(&self, tensor: &ggml_tensor, offset: usize, size: usize, value: u8) {
         self.session.mark_not_weights(&self.memory);
         let filled = self
@@ -163,9 +166,11 @@ impl Buffer {
         self.log("fill", filled);
     }
 
-    /// Sets every byte of the buffer to `value`. A failure is logged, and the next graph reports it.
+    /// Sets every byte of the buffer to `value`. A failure is logged, and the next graph reports
+    /// it.
     pub(crate) fn clear(&self, value: u8) {
-        // A new buffer is zero: clearing it to zero leaves it as it is, and it can still become one for weights.
+        // A new buffer is zero: clearing it to zero leaves it as it is, and it can still become one
+        // for weights.
         if value != 0 {
             self.session.mark_not_weights(&self.memory);
         }
@@ -175,8 +180,8 @@ impl Buffer {
 
     /// Fills `out` with the bytes from byte `offset` of a tensor.
     ///
-    /// ggml's interface has no way to report that this failed. The bytes are then set to a value that nobody takes for
-    /// a result ([`poison_of`]), and the next graph fails.
+    /// ggml's interface has no way to report that this failed. The bytes are then set to a value
+    /// that nobody takes for a result ([`poison_of`]), and the next graph fails.
     ///
     /// # Safety
     ///
@@ -198,8 +203,8 @@ impl Buffer {
     ///
     /// # Safety
     ///
-    /// `tensor` must be a valid tensor of this process's ggml, and `len` bytes at `to` must be writable, and not
-    /// accessed, until the next synchronisation.
+    /// `tensor` must be a valid tensor of this process's ggml, and `len` bytes at `to` must be
+    /// writable, and not accessed, until the next synchronisation.
     pub(crate) unsafe fn get_async(
         &self,
         tensor: &ggml_tensor,
@@ -209,23 +214,21 @@ impl Buffer {
         // SAFETY: a valid tensor: this function's contract.
         let poison = unsafe { poison_of(self.device, tensor) };
         let requested = self.tensor_offset(tensor, offset).and_then(|at| {
-            // SAFETY: writable and not accessed until the next synchronisation: this function's contract.
-            unsafe {
-                self.session
-                    .read_async(&self.memory, at, (to, len), poison)
-            }
+            // SAFETY: writable and not accessed until the next synchronisation: this function's
+            // contract.
+            unsafe { self.session.read_async(&self.memory, at, (to, len), poison) }
         });
         match requested {
             Ok(true) => {}
-            // The memory is not a host buffer's, or too much is under way. After an error the read fails again and
-            // reports the error.
+            // The memory is not a host buffer's, or too much is under way. After an error the read
+            // fails again and reports the error.
             // SAFETY: a valid tensor, and writable memory: this function's contract.
             _ => unsafe { self.get(tensor, offset, BytesMut::from_raw(to, len)) },
         }
     }
 
-    /// Copies the tensor `src` to the tensor `dst` in the executor, in order with all other requests. `false`, and
-    /// nothing is copied, if `src` is not a tensor of the same session.
+    /// Copies the tensor `src` to the tensor `dst` in the executor, in order with all other
+    /// requests. `false`, and nothing is copied, if `src` is not a tensor of the same session.
     ///
     /// # Safety
     ///
@@ -274,9 +277,9 @@ impl Buffer {
         if object.is_null() {
             return false;
         }
-        // SAFETY: ggml's object lives longer than the buffer, which is its context: the contract of `set_object`. ggml
-        // writes the field while it loads a model, perhaps from another thread: the field is one aligned word and is
-        // read as volatile.
+        // SAFETY: ggml's object lives longer than the buffer, which is its context: the contract of
+        // `set_object`. ggml writes the field while it loads a model, perhaps from another thread:
+        // the field is one aligned word and is read as volatile.
         let usage = unsafe { (&raw const (*object).usage).read_volatile() };
         usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS
     }
@@ -297,8 +300,8 @@ impl Drop for Buffer {
     }
 }
 
-/// The value of every byte of a tensor that could not be read: not-a-number for a tensor of floats; 0 for any other,
-/// which is a valid index.
+/// The value of every byte of a tensor that could not be read: not-a-number for a tensor of floats;
+/// 0 for any other, which is a valid index.
 ///
 /// # Safety
 ///
@@ -306,8 +309,7 @@ impl Drop for Buffer {
 unsafe fn poison_of(device: &DeviceContext, tensor: &ggml_tensor) -> u8 {
     // SAFETY: a valid tensor: this function's contract.
     let shape = unsafe { device.translator().shape(tensor) };
-    let is_float =
-        |ty: Type| matches!(ty, Type::F32 | Type::F16 | Type::Bf16 | Type::F64);
+    let is_float = |ty: Type| matches!(ty, Type::F32 | Type::F16 | Type::Bf16 | Type::F64);
     match shape.is_some_and(|shape| is_float(shape.ty)) {
         true => 0xff,
         false => 0,

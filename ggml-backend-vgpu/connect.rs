@@ -9,7 +9,8 @@ use vgpu_transport::link::{Endpoint, GuestEnd};
 use crate::ggml::Ggml;
 use crate::session::{Session, SessionError};
 
-/// How long an executor may take to answer. Ollama's discovery of all devices must end within 3 seconds.
+/// How long an executor may take to answer. Ollama's discovery of all devices must end within 3
+/// seconds.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why an executor could not be reached.
@@ -54,7 +55,8 @@ pub(crate) fn connect(endpoint: &Endpoint, ggml: &Ggml) -> Result<Arc<Session>, 
             error,
         })?,
     };
-    // Over these two links bytes move at the speed of copying memory, about three times that of hashing.
+    // Over these two links bytes move at the speed of copying memory, about three times that of
+    // hashing.
     let hashes_first = !matches!(endpoint, Endpoint::Unix(_) | Endpoint::Inproc);
     Session::open(end, introduction(ggml), hashes_first).map_err(|error| ConnectError::Session {
         endpoint: endpoint.clone(),
@@ -78,9 +80,9 @@ pub(crate) enum InprocError {
     /// The engine cannot start.
     #[error("the engine cannot start: {0}")]
     Engine(String),
-    /// There is no link to the executor.
-    #[error(transparent)]
-    Link(#[from] vgpu_transport::link::LinkError),
+    /// The executor cannot start.
+    #[error("the executor cannot start: {0}")]
+    Executor(#[from] std::io::Error),
 }
 
 /// A link to the executor in this process. All of its sessions share one engine.
@@ -106,7 +108,8 @@ fn inproc() -> Result<Box<dyn GuestEnd>, ConnectError> {
     Err(ConnectError::NoInproc)
 }
 
-/// The number of threads that `VGPU_THREADS` asks for; 0, which leaves the choice to the engine, if it does not.
+/// The number of threads that `VGPU_THREADS` asks for; 0, which leaves the choice to the engine, if
+/// it does not.
 #[cfg(feature = "inproc")]
 fn threads() -> usize {
     let threads = std::env::var("VGPU_THREADS").ok();
@@ -121,7 +124,8 @@ fn start_engine() -> Result<Arc<dyn vgpu_engine::Engine>, InprocError> {
     Ok(Arc::new(engine))
 }
 
-/// Starts the engine that `VGPU_ENGINE` asks for, in the syntax of `vgpu serve --engine`; by default the CPU engine.
+/// Starts the engine that `VGPU_ENGINE` asks for, in the syntax of `vgpu serve --engine`; by
+/// default the CPU engine.
 #[cfg(feature = "inproc-cuda")]
 fn start_engine() -> Result<Arc<dyn vgpu_engine::Engine>, InprocError> {
     let value = std::env::var("VGPU_ENGINE").unwrap_or_else(|_| "cpu".to_owned());

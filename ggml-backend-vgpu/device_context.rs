@@ -1,7 +1,8 @@
-//! A device: one executor endpoint, the session in use, and the objects that ggml holds pointers to.
+//! A device: one executor endpoint, the session in use, and the objects that ggml holds pointers
+//! to.
 //!
-//! The device knows nothing of ggml's callbacks: `iface` fills the tables of callbacks and hands them to
-//! [`DeviceContext::new`].
+//! The device knows nothing of ggml's callbacks: `iface` fills the tables of callbacks and hands
+//! them to [`DeviceContext::new`].
 
 use std::cell::UnsafeCell;
 use std::ffi::{CStr, CString};
@@ -23,12 +24,13 @@ use crate::ggml::Ggml;
 use crate::session::{Session, SessionError, Welcome};
 use crate::translate::Translator;
 
-/// Ollama takes a device whose description contains one of these words for the device of another library.
+/// Ollama takes a device whose description contains one of these words for the device of another
+/// library.
 const RESERVED_WORDS: [&str; 6] = ["cuda", "rocm", "hip", "metal", "apple", "vulkan"];
 
-/// The pause after a failed attempt to reach a lost executor, as a multiple of the time that the attempt took. A program
-/// that makes many requests then waits for few attempts. An attempt at a socket that does not exist takes
-/// microseconds, so that a restarted executor is found at once.
+/// The pause after a failed attempt to reach a lost executor, as a multiple of the time that the
+/// attempt took. A program that makes many requests then waits for few attempts. An attempt at a
+/// socket that does not exist takes microseconds, so that a restarted executor is found at once.
 const RETRY_FACTOR: u32 = 10;
 
 /// The longest pause.
@@ -106,14 +108,15 @@ struct Objects {
     host_buffer_type: UnsafeCell<BufferTypeObject>,
 }
 
-// SAFETY: the objects are complete before ggml gets a pointer to one. From then on ggml and the plugin only read them.
+// SAFETY: the objects are complete before ggml gets a pointer to one. From then on ggml and the
+// plugin only read them.
 unsafe impl Sync for Objects {}
-// SAFETY: the pointers in the objects refer to a registry and a device, both of which live as long as the process and
-// may be used from every thread.
+// SAFETY: the pointers in the objects refer to a registry and a device, both of which live as long
+// as the process and may be used from every thread.
 unsafe impl Send for Objects {}
 
-/// A buffer type for ggml, with its device. The place of ggml's own `context` field depends on the API version, so the
-/// device is behind ggml's object instead.
+/// A buffer type for ggml, with its device. The place of ggml's own `context` field depends on the
+/// API version, so the device is behind ggml's object instead.
 #[repr(C)]
 struct BufferTypeObject {
     abi: BufferType,
@@ -132,7 +135,8 @@ impl DeviceContext {
             registry,
         } = parts;
         let this: *mut DeviceContext = Box::into_raw(Box::<DeviceContext>::new_uninit()).cast();
-        // SAFETY: `this` points to memory for a DeviceContext. The address of a field is computed without a reference.
+        // SAFETY: `this` points to memory for a DeviceContext. The address of a field is computed
+        // without a reference.
         let device_object = unsafe { UnsafeCell::raw_get(&raw const (*this).objects.device) };
         let buffer_type = |iface| {
             let newest = ggml_backend_buffer_type_v3 {
@@ -167,8 +171,8 @@ impl DeviceContext {
             }),
             objects,
         };
-        // SAFETY: `this` comes from a box of the right size and alignment that nobody else knows and that is never
-        // freed. The write initialises the memory before the reference is made.
+        // SAFETY: `this` comes from a box of the right size and alignment that nobody else knows
+        // and that is never freed. The write initialises the memory before the reference is made.
         unsafe {
             this.write(device);
             &*this
@@ -179,13 +183,15 @@ impl DeviceContext {
     ///
     /// # Safety
     ///
-    /// `buft` must be null or a buffer type of a device: from [`buffer_type`](DeviceContext::buffer_type) or
+    /// `buft` must be null or a buffer type of a device: from
+    /// [`buffer_type`](DeviceContext::buffer_type) or
     /// [`host_buffer_type`](DeviceContext::host_buffer_type).
     pub(crate) unsafe fn of_buffer_type(
         buft: ggml_backend_buffer_type_t,
     ) -> Option<&'static DeviceContext> {
-        // SAFETY: `buft` points to the first field of a BufferTypeObject (this function's contract), in a device that
-        // is never freed and whose objects are not written to after `new`.
+        // SAFETY: `buft` points to the first field of a BufferTypeObject (this function's
+        // contract), in a device that is never freed and whose objects are not written to after
+        // `new`.
         unsafe { object(object(buft.cast::<BufferTypeObject>().cast_const())?.device) }
     }
 
@@ -243,8 +249,8 @@ impl DeviceContext {
     ///
     /// # Errors
     ///
-    /// [`DeviceError::Connect`] if the executor cannot be reached, [`DeviceError::RetryLater`] if an attempt has
-    /// failed a moment ago.
+    /// [`DeviceError::Connect`] if the executor cannot be reached, [`DeviceError::RetryLater`] if
+    /// an attempt has failed a moment ago.
     pub(crate) fn session(&self) -> Result<Arc<Session>, DeviceError> {
         let mut current = self.current();
         if !current.session.is_lost() {

@@ -31,11 +31,13 @@ pub(crate) enum DiscoveryError {
 /// Where to look for executors.
 struct Candidates {
     endpoints: Vec<Endpoint>,
-    /// Whether one executor is enough: for the default places. Every endpoint that the user names is a device.
+    /// Whether one executor is enough: for the default places. Every endpoint that the user names
+    /// is a device.
     is_one_enough: bool,
 }
 
-/// Connects to the executors that `VGPU_ENDPOINT` names; without the variable, to the first one at the default places.
+/// Connects to the executors that `VGPU_ENDPOINT` names; without the variable, to the first one at
+/// the default places.
 ///
 /// # Errors
 ///

@@ -6,9 +6,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use rustc_hash::FxHasher;
-use vgpu_transport::ir::{
-    Capabilities, Graph, MAX_SOURCES, Node, Refusal, Shape, Sources, Tensor,
-};
+use vgpu_transport::ir::{Capabilities, Graph, MAX_SOURCES, Node, Refusal, Shape, Sources, Tensor};
 
 use crate::abi::{GGML_TENSOR_FLAG_COMPUTE, ggml_cgraph, ggml_tensor};
 use crate::buffer::Buffer;
@@ -28,8 +26,8 @@ pub(crate) enum EncodeError {
     },
     /// A node that `supports_op` refuses: MAP_CUSTOM or CUSTOM.
     #[error(
-        "node `{name}` calls a function of this program, which no other machine has: leave the node to the CPU \
-         backend, as ggml's scheduler does"
+        "node `{name}` calls a function of this program, which no other machine has: leave the \
+         node to the CPU backend, as ggml's scheduler does"
     )]
     Callback {
         /// The name of the tensor.
@@ -82,8 +80,8 @@ impl Encoder {
     ///
     /// # Safety
     ///
-    /// `cgraph` and everything that it points to must be a valid graph of this process's ggml that nobody changes
-    /// during the call.
+    /// `cgraph` and everything that it points to must be a valid graph of this process's ggml that
+    /// nobody changes during the call.
     pub(crate) unsafe fn encode(
         &mut self,
         device: &DeviceContext,
@@ -146,11 +144,7 @@ impl Encoder {
     }
 
     /// Checks the last node as the executor will. An error found here names the tensor.
-    fn check_last_node(
-        &self,
-        session: &Session,
-        tensor: &ggml_tensor,
-    ) -> Result<(), EncodeError> {
+    fn check_last_node(&self, session: &Session, tensor: &ggml_tensor) -> Result<(), EncodeError> {
         let Some(node) = self.graph.nodes.last() else {
             return Ok(());
         };
@@ -185,7 +179,8 @@ impl Encoder {
         // SAFETY: a valid tensor of this process's ggml: this function's contract.
         let shape = unsafe { device.translator().shape(tensor) };
         let shape = shape.ok_or_else(|| EncodeError::Unknown { name: name(tensor) })?;
-        // SAFETY: a valid tensor, whose buffer lives during the call of `encode`: this function's contract.
+        // SAFETY: a valid tensor, whose buffer lives during the call of `encode`: this function's
+        // contract.
         let buffer = unsafe { Buffer::of_tensor(device, tensor) };
         let (buffer, offset) = buffer
             .filter(|buffer| ptr::eq(&**buffer.session(), session))
@@ -202,7 +197,8 @@ impl Encoder {
         Ok(index)
     }
 
-    /// The index of a buffer in the graph. A graph has a handful of buffers, and the latest is the likeliest.
+    /// The index of a buffer in the graph. A graph has a handful of buffers, and the latest is the
+    /// likeliest.
     fn buffer(&mut self, buffer: &Arc<SessionBuffer>) -> u32 {
         let id = buffer.id();
         let known = self.graph.buffers.iter().rposition(|&known| known == id);
@@ -214,8 +210,8 @@ impl Encoder {
     }
 }
 
-/// Whether a node is not computed: it has no element, or ggml has not marked it. Every supported release marks the
-/// nodes to compute.
+/// Whether a node is not computed: it has no element, or ggml has not marked it. Every supported
+/// release marks the nodes to compute.
 fn is_skipped(node: &ggml_tensor) -> bool {
     node.ne.contains(&0) || node.flags & GGML_TENSOR_FLAG_COMPUTE as i32 == 0
 }

@@ -1,6 +1,7 @@
 //! Events: points in the work of a backend that others can wait for.
 //!
-//! The requests of a session are numbered and done in order, so that an event is a session and a request number.
+//! The requests of a session are numbered and done in order, so that an event is a session and a
+//! request number.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -37,7 +38,8 @@ impl Event {
             .point()
             .as_ref()
             .is_some_and(|(other, _)| !Arc::ptr_eq(other, session));
-        // A session does everything in order. The executor cannot order two sessions, so the guest waits.
+        // A session does everything in order. The executor cannot order two sessions, so the guest
+        // waits.
         if is_elsewhere {
             self.synchronize();
         }

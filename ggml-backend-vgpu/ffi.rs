@@ -1,17 +1,18 @@
 //! The mechanism of the C boundary, which every function that ggml calls uses.
 //!
-//! Each of those functions has the same three steps: enter the panic boundary ([`guard`]), turn ggml's pointers into
-//! references ([`object`]), call safe Rust. A panic never unwinds into ggml. [`guard`] turns it into the value that
-//! means failure to ggml.
+//! Each of those functions has the same three steps: enter the panic boundary ([`guard`]), turn
+//! ggml's pointers into references ([`object`]), call safe Rust. A panic never unwinds into ggml.
+//! [`guard`] turns it into the value that means failure to ggml.
 //!
-//! The plugin keeps its own state in the `context` field of ggml's objects. [`into_context`] puts a value there,
-//! [`drop_context`] frees it.
+//! The plugin keeps its own state in the `context` field of ggml's objects. [`into_context`] puts a
+//! value there, [`drop_context`] frees it.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
-/// Runs `body`. If `body` panics, logs the panic with the name of the C function and returns `failure`.
+/// Runs `body`. If `body` panics, logs the panic with the name of the C function and returns
+/// `failure`.
 pub(crate) fn guard<T>(function: &'static str, failure: T, body: impl FnOnce() -> T) -> T {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(value) => value,
@@ -34,35 +35,37 @@ pub(crate) fn guard<T>(function: &'static str, failure: T, body: impl FnOnce() -
 ///
 /// # Safety
 ///
-/// `ptr` must be null, or point to a valid `T` that nobody writes to or frees during `'a`. For an object of the plugin
-/// this holds until ggml has called the function that frees the object.
+/// `ptr` must be null, or point to a valid `T` that nobody writes to or frees during `'a`. For an
+/// object of the plugin this holds until ggml has called the function that frees the object.
 pub(crate) unsafe fn object<'a, T>(ptr: *const T) -> Option<&'a T> {
     // SAFETY: `ptr` is null or valid for `'a`: this function's contract.
     unsafe { ptr.as_ref() }
 }
 
-/// Moves `value` to the heap and returns the pointer for the `context` field of one of ggml's objects.
+/// Moves `value` to the heap and returns the pointer for the `context` field of one of ggml's
+/// objects.
 pub(crate) fn into_context<T>(value: T) -> *mut c_void {
     Box::into_raw(Box::new(value)).cast()
 }
 
-/// Frees the value behind a `context` field and sets the field to null. Does nothing if the field is null.
+/// Frees the value behind a `context` field and sets the field to null. Does nothing if the field
+/// is null.
 ///
 /// # Safety
 ///
-/// `context` must be null or come from [`into_context`] with the same `T`, and no reference to the value may be used
-/// after this call.
+/// `context` must be null or come from [`into_context`] with the same `T`, and no reference to the
+/// value may be used after this call.
 pub(crate) unsafe fn drop_context<T>(context: &mut *mut c_void) {
     let value = std::mem::replace(context, ptr::null_mut()).cast::<T>();
     if !value.is_null() {
-        // SAFETY: `value` comes from `Box::into_raw` in `into_context`, and the field that held it is null now, so
-        // that the box is made once. The caller gives the value up.
+        // SAFETY: `value` comes from `Box::into_raw` in `into_context`, and the field that held it
+        // is null now, so that the box is made once. The caller gives the value up.
         drop(unsafe { Box::from_raw(value) });
     }
 }
 
-/// The offsets of each piece of a 2D copy: in the tensor, which ggml has checked, and in the program's memory. Both in
-/// bytes.
+/// The offsets of each piece of a 2D copy: in the tensor, which ggml has checked, and in the
+/// program's memory. Both in bytes.
 pub(crate) fn pieces(
     copies: usize,
     offset: usize,

@@ -1,4 +1,5 @@
-//! The graphs that the executor has. Each graph is sent once: as a patch of an earlier graph if that is shorter.
+//! The graphs that the executor has. Each graph is sent once: as a patch of an earlier graph if
+//! that is shorter.
 
 use std::hash::{BuildHasher, BuildHasherDefault};
 use std::sync::Arc;
@@ -7,8 +8,8 @@ use rustc_hash::FxHasher;
 use vgpu_transport::ir::{BufferId, Graph, patch};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD};
 
-/// Graphs that the executor keeps for a session. llama.cpp alternates between a few for each context: prefill and
-/// decode, each with several sizes of the KV cache.
+/// Graphs that the executor keeps for a session. llama.cpp alternates between a few for each
+/// context: prefill and decode, each with several sizes of the KV cache.
 const CAPACITY: usize = 64;
 
 /// The graphs of one session that the executor has.
@@ -92,8 +93,8 @@ impl GraphCache {
         Some(self.touch(at))
     }
 
-    /// The graph with this image. The graph is new to the executor unless the cache has the same image. A new image is
-    /// moved into the cache, and `image` is then empty.
+    /// The graph with this image. The graph is new to the executor unless the cache has the same
+    /// image. A new image is moved into the cache, and `image` is then empty.
     pub(crate) fn by_image(&mut self, key: Option<u64>, image: &mut GraphImage) -> Known {
         let is_same = |entry: &Entry| entry.hash == image.hash && entry.words == image.words;
         if let Some(at) = self.entries.iter().position(is_same) {
@@ -153,8 +154,8 @@ impl GraphCache {
         }
     }
 
-    /// How to send a new image: as a patch of the most recently used graph of the same length, unless more than half of
-    /// the words differ.
+    /// How to send a new image: as a patch of the most recently used graph of the same length,
+    /// unless more than half of the words differ.
     fn upload(&self, words: &[u32]) -> GraphUpload {
         let has_same_length = |entry: &&Entry| entry.words.len() == words.len();
         let candidates = self.entries.iter().filter(has_same_length);

@@ -1,8 +1,9 @@
-//! Host buffers: memory of the program's own process that the executor can read from without a copy by the guest.
+//! Host buffers: memory of the program's own process that the executor can read from without a copy
+//! by the guest.
 //!
-//! ggml programs use host buffers for what goes to the device again and again: inputs, results, the pieces of a model
-//! file. The memory is part of the link's memory as long as the link has some left. Otherwise it is ordinary memory,
-//! and every transfer costs one more copy.
+//! ggml programs use host buffers for what goes to the device again and again: inputs, results, the
+//! pieces of a model file. The memory is part of the link's memory as long as the link has some
+//! left. Otherwise it is ordinary memory, and every transfer costs one more copy.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -14,7 +15,8 @@ use crate::abi::ggml_tensor;
 use crate::device_context::DeviceContext;
 use crate::session::Session;
 
-/// Every tensor starts at a multiple of so many bytes: a cache line, which suits ggml's vector code.
+/// Every tensor starts at a multiple of so many bytes: a cache line, which suits ggml's vector
+/// code.
 pub(crate) const ALIGNMENT: usize = 64;
 
 /// A buffer in the program's memory.
@@ -22,7 +24,8 @@ pub(crate) struct HostBuffer {
     base: NonNull<u8>,
     /// Bytes.
     size: usize,
-    /// The session that may read from and write to the memory. `None` if the executor could not be reached.
+    /// The session that may read from and write to the memory. `None` if the executor could not be
+    /// reached.
     session: Option<Arc<Session>>,
     memory: Memory,
 }
@@ -77,8 +80,8 @@ impl HostBuffer {
         self.size
     }
 
-    /// The address of `size` bytes from byte `offset` of a tensor. `None`, with a log line, if the buffer does not have
-    /// these bytes.
+    /// The address of `size` bytes from byte `offset` of a tensor. `None`, with a log line, if the
+    /// buffer does not have these bytes.
     pub(crate) fn at(&self, tensor: &ggml_tensor, offset: usize, size: usize) -> Option<*mut u8> {
         let start = tensor.data.addr().checked_sub(self.base().addr());
         let start = start.and_then(|start| start.checked_add(offset));
@@ -109,8 +112,9 @@ impl Drop for HostBuffer {
             session.remove_host_buffer(self.base().addr(), self.staging().cloned());
         }
         if let Memory::Heap(layout) = self.memory {
-            // SAFETY: `new` has allocated the memory with this layout. The session has waited for everything under way
-            // to the memory and has forgotten it, and ggml does not use a buffer that it frees.
+            // SAFETY: `new` has allocated the memory with this layout. The session has waited for
+            // everything under way to the memory and has forgotten it, and ggml does not use a
+            // buffer that it frees.
             unsafe { dealloc(self.base(), layout) };
         }
     }

@@ -1,7 +1,7 @@
 //! The plugin's log lines go through ggml's log, to the callback that the program has set.
 //!
-//! `VGPU_LOG` filters them: a level (`off`, `error`, `warn`, `info`, `debug`, `trace`), or a list of `MODULE=LEVEL`, such
-//! as `info,ggml_vgpu::session=debug`. The default is `info`.
+//! `VGPU_LOG` filters them: a level (`off`, `error`, `warn`, `info`, `debug`, `trace`), or a list
+//! of `MODULE=LEVEL`, such as `info,ggml_vgpu::session=debug`. The default is `info`.
 
 use std::fmt::{self, Write as _};
 use std::io::{Write as _, stderr};

@@ -1,16 +1,18 @@
-//! The version stamp: two lines of text in the library file, which can be read without loading the library.
+//! The version stamp: two lines of text in the library file, which can be read without loading the
+//! library.
 //!
 //! ```text
 //! ggml-vgpu-stamp: plugin 0.1.0 (965ceec), ggml 0.21-0.25 (API 2), 0.26 (API 3)
 //! ggml-vgpu-needs: ggml_version ggml_backend_buffer_init ...
 //! ```
 //!
-//! A tool searches the file for the word before the colon and reads up to the zero byte. `vgpu install` compares both
-//! lines with the ggml that it finds.
+//! A tool searches the file for the word before the colon and reads up to the zero byte. `vgpu
+//! install` compares both lines with the ggml that it finds.
 
 use crate::ggml::{needed, supported};
 
-/// The beginning of the first line. Used at compile time only, so that the library file contains it once.
+/// The beginning of the first line. Used at compile time only, so that the library file contains it
+/// once.
 const STAMP_WORDS: &str = "ggml-vgpu-stamp: ";
 
 /// The first line. `#[used]` keeps the text in the file although no code refers to it.

@@ -1,7 +1,7 @@
 //! What crossed the link, in total and for each graph.
 //!
-//! When a backend is freed, the statistics of its session are written as JSON to the file that the environment
-//! variable `VGPU_STATS` names.
+//! When a backend is freed, the statistics of its session are written as JSON to the file that the
+//! environment variable `VGPU_STATS` names.
 
 use std::collections::VecDeque;
 use std::path::Path;

@@ -1,6 +1,8 @@
-//! The plugin against real ggml: layouts compared with real headers, symbols found in real libraries.
+//! The plugin against real ggml: layouts compared with real headers, symbols found in real
+//! libraries.
 //!
-//! The ggml releases come from package registries; `cargo xtask test` puts them into the cache folder.
+//! The ggml releases come from package registries; `cargo xtask test` puts them into the cache
+//! folder.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -342,7 +344,8 @@ fn of_two_ggml_the_callers_is_ours() {
         let stranger_library = load(&stranger, libc::RTLD_LOCAL);
         let registry = load(&registry, libc::RTLD_LOCAL);
 
-        // Called by nobody with a ggml of its own: the first one loaded, and a word about the other.
+        // Called by nobody with a ggml of its own: the first one loaded, and a word about the
+        // other.
         let host = Ggml::find().expect("there are two");
         assert_eq!(Path::new(host.object()), stranger);
         let logged = symbol(stranger_library, c"fake_logged");

@@ -76,8 +76,8 @@ impl Ggml {
             open(&bin.join("libggml-base.so")),
             open(&bin.join("libggml-cpu.so")),
         );
-        // SAFETY: the signatures are those of ggml.h and ggml-cpu.h; `ggml_cpu_init` fills the tables
-        // that the functions in the traits read, and may be called at any time.
+        // SAFETY: the signatures are those of ggml.h and ggml-cpu.h; `ggml_cpu_init` fills the
+        // tables that the functions in the traits read, and may be called at any time.
         unsafe {
             let init: unsafe extern "C" fn() = std::mem::transmute(symbol(cpu, "ggml_cpu_init"));
             init();
@@ -226,8 +226,8 @@ fn quantisers_write_the_bytes_that_ggml_writes() {
     );
 }
 
-/// Formats whose quants come from codebooks. ggml's CPU backend does not write them; its quantising tool
-/// does, with other bytes for every importance matrix.
+/// Formats whose quants come from codebooks. ggml's CPU backend does not write them; its quantising
+/// tool does, with other bytes for every importance matrix.
 const CODEBOOKS: [Type; 7] = [
     Type::Iq1S,
     Type::Iq1M,

@@ -1,4 +1,5 @@
-//! The plugin as ggml sees it: its objects, driven through ggml's own functions, with the executor inside.
+//! The plugin as ggml sees it: its objects, driven through ggml's own functions, with the executor
+//! inside.
 //!
 //! ggml comes from the build that `cargo xtask test` keeps in the cache folder.
 
@@ -492,7 +493,8 @@ impl Ggml {
         // SAFETY: loading ggml runs its constructors, which have no preconditions.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         assert!(!handle.is_null(), "{} cannot be loaded", library.display());
-        // SAFETY: the test's own threads come here one at a time (OnceLock), before anything reads it.
+        // SAFETY: the test's own threads come here one at a time (OnceLock), before anything reads
+        // it.
         unsafe {
             env::set_var("VGPU_ENDPOINT", "inproc");
             env::set_var("VGPU_STATS", stats_path());
@@ -615,8 +617,8 @@ impl HostBuffer {
     #[allow(clippy::mut_from_ref)] // as raw as memory is
     fn floats(&self) -> &mut [f32] {
         let len = self.0.size() / 4;
-        // SAFETY: the buffer has so many bytes, aligned to 64; the tests use one slice at a time, and let nothing be
-        // under way while they look at it.
+        // SAFETY: the buffer has so many bytes, aligned to 64; the tests use one slice at a time,
+        // and let nothing be under way while they look at it.
         unsafe { std::slice::from_raw_parts_mut(self.0.base() as *mut f32, len) }
     }
 }

@@ -6,8 +6,9 @@ use std::process::exit;
 
 /// Loads libclang for bindgen, which would panic if it had to say that there is none.
 ///
-/// `LIBCLANG_PATH` comes first, then the copy that xtask keeps in its cache, then the system's. They all
-/// read headers alike, so a change of these variables is no reason to run this script again.
+/// `LIBCLANG_PATH` comes first, then the copy that xtask keeps in its cache, then the system's.
+/// They all read headers alike, so a change of these variables is no reason to run this script
+/// again.
 pub(crate) fn load() {
     let cached = cache().map(|cache| cache.join("libclang"));
     if env::var_os("LIBCLANG_PATH").is_none()

@@ -2,10 +2,10 @@
 //!
 //! The names are C's, so that whoever knows ggml knows them. They are described where they are
 //! declared, in `vendor/ggml-abi-*.h`; `build.rs` translates the headers and asserts every size and
-//! offset at compile time, and `tests/abi.rs` compares the headers with those of real ggml releases.
+//! offset at compile time, and `tests/abi.rs` compares the headers with those of real ggml
+//! releases.
 //!
 //! Exactly one structure depends on the version of the interface, [`BufferType`].
-
 
 pub use bindings::*;
 

@@ -1,10 +1,10 @@
 //! From the host's ids to ours, by name.
 //!
 //! ggml's enum values move between releases, its names do not. The names are in arrays that
-//! `ggml_op_name` and its siblings index without a bounds check, and nothing in the interface says how
-//! long the arrays are: reading them from end to end would take a table of lengths for every release
-//! and every development build in between. So nothing is enumerated. An id is looked up when a tensor
-//! of the host first shows it, which proves that it is in range, and remembered.
+//! `ggml_op_name` and its siblings index without a bounds check, and nothing in the interface says
+//! how long the arrays are: reading them from end to end would take a table of lengths for every
+//! release and every development build in between. So nothing is enumerated. An id is looked up
+//! when a tensor of the host first shows it, which proves that it is in range, and remembered.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
@@ -27,8 +27,8 @@ impl<T: Copy> Ids<T> {
     /// `name` is the host's function, `parse` finds our equivalent of a name, if there is one.
     ///
     /// # Safety
-    /// `name` must be safe to call with every id of its enum and return null or a C string that is never
-    /// freed or changed.
+    /// `name` must be safe to call with every id of its enum and return null or a C string that is
+    /// never freed or changed.
     pub(super) unsafe fn new(name: Name, parse: fn(&str) -> Option<T>) -> Self {
         Self {
             name,
@@ -44,8 +44,8 @@ impl<T: Copy> Ids<T> {
     pub unsafe fn get(&self, id: c_int) -> Option<T> {
         let slot = self.seen.get(usize::try_from(id).ok()?)?;
         *slot.get_or_init(|| {
-            // SAFETY: `new` was promised that `name` accepts every id of the enum, our caller promises
-            // that this is one.
+            // SAFETY: `new` was promised that `name` accepts every id of the enum, our caller
+            // promises that this is one.
             let name = unsafe { (self.name)(id) };
             if name.is_null() {
                 return None; // the id of a type that ggml has retired

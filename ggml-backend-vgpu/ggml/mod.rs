@@ -1,8 +1,9 @@
 //! The ggml that has loaded us: found among the loaded objects, its functions resolved by name.
 //!
-//! The plugin is not linked with ggml. Which ggml runs it is known only when it is loaded: under any
-//! file name, in the global scope or private to a library, as a shared object or inside the executable.
-//! Programs with two of them exist. [`Ggml::find`] looks where the dynamic linker would have looked:
+//! The plugin is not linked with ggml. Which ggml runs it is known only when it is loaded: under
+//! any file name, in the global scope or private to a library, as a shared object or inside the
+//! executable. Programs with two of them exist. [`Ggml::find`] looks where the dynamic linker would
+//! have looked:
 //!
 //! 1. in the global scope,
 //! 2. in the object that is calling us, and in what that one depends on,
@@ -25,8 +26,8 @@ pub use ids::Ids;
 pub(crate) use versions::supported;
 pub use versions::{UnsupportedVersion, Version};
 
-/// The functions that every ggml has and that we call, in words. A macro so that it can be part of the
-/// stamp, which has to be a literal. [`GgmlObject::needed`] takes no others.
+/// The functions that every ggml has and that we call, in words. A macro so that it can be part of
+/// the stamp, which has to be a literal. [`GgmlObject::needed`] takes no others.
 macro_rules! needed {
     () => {
         "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name ggml_glu_op_name \
@@ -38,8 +39,8 @@ pub(crate) use needed;
 /// What makes an object a ggml-base: it makes buffers.
 const LANDMARK: &CStr = c"ggml_backend_buffer_init";
 
-/// Came with API version 3. A development build carries the number of the release before it, so this
-/// is better evidence than the number.
+/// Came with API version 3. A development build carries the number of the release before it, so
+/// this is better evidence than the number.
 const LANDMARK_V3: &CStr = c"ggml_backend_buft_alloc_buffer_n";
 
 /// The running ggml.
@@ -117,8 +118,8 @@ impl Ggml {
         let (ggml, rivals) = locate(&objects)?;
         let version: Function<abi::ggml_version_fn>;
         let functions;
-        // SAFETY: every symbol is paired with the type that vendor/ declares for it, which tests/abi.rs
-        // compares with ggml's own declaration.
+        // SAFETY: every symbol is paired with the type that vendor/ declares for it, which
+        // tests/abi.rs compares with ggml's own declaration.
         unsafe {
             version = ggml.needed(c"ggml_version")?;
             functions = Functions {
@@ -181,7 +182,8 @@ impl Ggml {
 
     /// The commit it was built from, if it says so.
     pub fn commit(&self) -> Option<String> {
-        // SAFETY: ggml_commit takes nothing and returns a string literal of an object that stays loaded.
+        // SAFETY: ggml_commit takes nothing and returns a string literal of an object that stays
+        // loaded.
         self.functions
             .commit
             .map(|commit| unsafe { text(commit()) })
@@ -194,7 +196,8 @@ impl Ggml {
 
     /// Translates `ggml_tensor.op`.
     pub fn ops<T: Copy>(&self, parse: fn(&str) -> Option<T>) -> Ids<T> {
-        // SAFETY: indexes an array of string literals, one for each id, of an object that stays loaded.
+        // SAFETY: indexes an array of string literals, one for each id, of an object that stays
+        // loaded.
         unsafe { Ids::new(self.functions.op_name, parse) }
     }
 
@@ -216,8 +219,8 @@ impl Ggml {
         unsafe { Ids::new(self.functions.type_name, parse) }
     }
 
-    /// Makes the buffer object that `alloc_buffer` returns. ggml owns it and deletes it after calling
-    /// `free_buffer`.
+    /// Makes the buffer object that `alloc_buffer` returns. ggml owns it and deletes it after
+    /// calling `free_buffer`.
     ///
     /// # Safety
     /// `buft` and all that the callbacks in `iface` reach through `context` must live until
@@ -229,12 +232,13 @@ impl Ggml {
         context: *mut c_void,
         size: usize,
     ) -> abi::ggml_backend_buffer_t {
-        // SAFETY: the function copies its arguments into a new object; the rest is our caller's promise.
+        // SAFETY: the function copies its arguments into a new object; the rest is our caller's
+        // promise.
         unsafe { (self.functions.buffer_init)(buft, iface, context, size) }
     }
 
-    /// Writes to ggml's log, where the program expects messages of its backends. ggml adds nothing: a
-    /// line ends in a line feed.
+    /// Writes to ggml's log, where the program expects messages of its backends. ggml adds nothing:
+    /// a line ends in a line feed.
     pub fn log(&self, level: abi::ggml_log_level, message: &str) {
         let Some(log) = self.functions.log_internal else {
             eprint!("{message}");
@@ -243,8 +247,8 @@ impl Ggml {
         // A C string ends at its first zero byte, so does the message.
         let end = message.find('\0').unwrap_or(message.len());
         let message = CString::new(&message[..end]).unwrap_or_default();
-        // SAFETY: the format asks for one C string, which outlives the call, and nothing in the message
-        // is taken for a format. ggml copies what it keeps.
+        // SAFETY: the format asks for one C string, which outlives the call, and nothing in the
+        // message is taken for a format. ggml copies what it keeps.
         unsafe { log(level, c"%s".as_ptr(), message.as_ptr()) };
     }
 }

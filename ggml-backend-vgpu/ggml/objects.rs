@@ -45,8 +45,8 @@ impl Object {
             .any(|segment| segment.contains(&address))
     }
 
-    /// Takes a handle. `None` for what only looks like an object, such as the kernel's vDSO, and for
-    /// one that has been unloaded meanwhile.
+    /// Takes a handle. `None` for what only looks like an object, such as the kernel's vDSO, and
+    /// for one that has been unloaded meanwhile.
     pub(super) fn open(&self) -> Option<Handle> {
         let name = if self.name.is_empty() {
             ptr::null()
@@ -91,14 +91,14 @@ impl Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: the handle came from `dlopen` and is closed once. It was never the last reference:
-        // the object was loaded before the handle was taken.
+        // SAFETY: the handle came from `dlopen` and is closed once. It was never the last
+        // reference: the object was loaded before the handle was taken.
         unsafe { libc::dlclose(self.0.as_ptr()) };
     }
 }
 
-/// The symbol `name` in the global scope, where ordinary libraries find theirs: the executable, what
-/// it was linked with, and what was loaded with `RTLD_GLOBAL`.
+/// The symbol `name` in the global scope, where ordinary libraries find theirs: the executable,
+/// what it was linked with, and what was loaded with `RTLD_GLOBAL`.
 pub(super) fn find_global(name: &CStr) -> Option<Symbol> {
     // SAFETY: `name` is a C string.
     NonNull::new(unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) })
@@ -120,8 +120,8 @@ unsafe extern "C" fn collect(
     _size: usize,
     objects: *mut c_void,
 ) -> c_int {
-    // SAFETY: `loaded` passes its vector, which nothing else touches during the call; the linker passes
-    // a description that is valid during the call, with a C string (or null) for the name.
+    // SAFETY: `loaded` passes its vector, which nothing else touches during the call; the linker
+    // passes a description that is valid during the call, with a C string (or null) for the name.
     let (objects, info, name) = unsafe {
         let info = &*info;
         let name =
@@ -161,8 +161,8 @@ struct Walk<'a> {
 
 /// `_Unwind_Backtrace` callback: stops at the first frame outside our own object.
 unsafe extern "C" fn step(frame: *mut UnwindContext, walk: *mut c_void) -> c_int {
-    // SAFETY: `caller` passes its `Walk`, which nothing else touches during the call; the unwinder passes
-    // a frame that is valid during the call.
+    // SAFETY: `caller` passes its `Walk`, which nothing else touches during the call; the unwinder
+    // passes a frame that is valid during the call.
     let (walk, address) = unsafe { (&mut *walk.cast::<Walk<'_>>(), _Unwind_GetIP(frame)) };
     match NonNull::new(ptr::without_provenance_mut(address)) {
         Some(address) if !walk.own.contains(address) => {
@@ -184,7 +184,8 @@ const URC_NO_REASON: c_int = 0;
 /// `_URC_NORMAL_STOP`: stop.
 const URC_NORMAL_STOP: c_int = 4;
 
-// The Itanium C++ ABI's unwinder, which Rust's standard library uses for panics and therefore links.
+// The Itanium C++ ABI's unwinder, which Rust's standard library uses for panics and therefore
+// links.
 unsafe extern "C" {
     fn _Unwind_Backtrace(
         step: unsafe extern "C" fn(*mut UnwindContext, *mut c_void) -> c_int,

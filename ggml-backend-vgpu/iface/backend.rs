@@ -39,8 +39,8 @@ const CALLBACKS: ggml_backend_i = ggml_backend_i {
     graph_optimize: None,
 };
 
-/// A new backend of a device in ggml's form, which ggml owns and gives back to [`free`]. Null, with a log line, if the
-/// executor cannot be reached.
+/// A new backend of a device in ggml's form, which ggml owns and gives back to [`free`]. Null, with
+/// a log line, if the executor cannot be reached.
 pub(super) fn init(device: &'static DeviceContext) -> ggml_backend_t {
     match Backend::new(device) {
         Ok(backend) => Box::into_raw(Box::new(ggml_backend {
@@ -62,7 +62,8 @@ pub(super) fn init(device: &'static DeviceContext) -> ggml_backend_t {
 ///
 /// `backend` must be null or come from [`init`], not freed.
 unsafe fn context<'a>(backend: ggml_backend_t) -> Option<&'a Backend> {
-    // SAFETY: null or a live object of `init` (this function's contract), which has set the context.
+    // SAFETY: null or a live object of `init` (this function's contract), which has set the
+    // context.
     unsafe { object(object(backend.cast_const())?.context.cast_const().cast()) }
 }
 
@@ -74,15 +75,15 @@ unsafe extern "C" fn get_name(backend: ggml_backend_t) -> *const c_char {
     })
 }
 
-/// Frees a backend, ggml's object included. The last call for this backend. Null is allowed. Does not wait for the
-/// backend's graphs.
+/// Frees a backend, ggml's object included. The last call for this backend. Null is allowed. Does
+/// not wait for the backend's graphs.
 unsafe extern "C" fn free(backend: ggml_backend_t) {
     guard("free", (), || {
         if backend.is_null() {
             return;
         }
-        // SAFETY: `init` has made the object and its context with `Box::into_raw`, and ggml does not use the backend
-        // after this call.
+        // SAFETY: `init` has made the object and its context with `Box::into_raw`, and ggml does
+        // not use the backend after this call.
         unsafe {
             let mut backend = Box::from_raw(backend);
             drop_context::<Backend>(&mut backend.context);
@@ -90,9 +91,10 @@ unsafe extern "C" fn free(backend: ggml_backend_t) {
     });
 }
 
-/// Writes `size` bytes from `data` to byte `offset` of a tensor, in order with the backend's other work. The caller
-/// keeps the data unchanged until it synchronises: data in a host buffer may be read until then, other data is copied
-/// before this returns. A failure is logged, and the next graph reports it.
+/// Writes `size` bytes from `data` to byte `offset` of a tensor, in order with the backend's other
+/// work. The caller keeps the data unchanged until it synchronises: data in a host buffer may be
+/// read until then, other data is copied before this returns. A failure is logged, and the next
+/// graph reports it.
 unsafe extern "C" fn set_tensor_async(
     backend: ggml_backend_t,
     tensor: *mut ggml_tensor,
@@ -101,8 +103,8 @@ unsafe extern "C" fn set_tensor_async(
     size: usize,
 ) {
     guard("set_tensor_async", (), || {
-        // SAFETY: ggml passes a backend of this table, a valid tensor with a buffer that is not freed, and `size`
-        // readable bytes that stay so until the synchronisation.
+        // SAFETY: ggml passes a backend of this table, a valid tensor with a buffer that is not
+        // freed, and `size` readable bytes that stay so until the synchronisation.
         unsafe {
             let (Some(backend), Some(tensor)) = (context(backend), object(tensor)) else {
                 return;
@@ -117,9 +119,10 @@ unsafe extern "C" fn set_tensor_async(
     });
 }
 
-/// Reads `size` bytes from byte `offset` of a tensor to `data`, in order with the backend's other work. The caller does
-/// not touch the memory until it synchronises: bytes for a host buffer arrive then, other bytes before this returns. If
-/// the read fails, the bytes are set to not-a-number (floats) or 0 (others), and the next graph reports the failure.
+/// Reads `size` bytes from byte `offset` of a tensor to `data`, in order with the backend's other
+/// work. The caller does not touch the memory until it synchronises: bytes for a host buffer arrive
+/// then, other bytes before this returns. If the read fails, the bytes are set to not-a-number
+/// (floats) or 0 (others), and the next graph reports the failure.
 unsafe extern "C" fn get_tensor_async(
     backend: ggml_backend_t,
     tensor: *const ggml_tensor,
@@ -128,8 +131,8 @@ unsafe extern "C" fn get_tensor_async(
     size: usize,
 ) {
     guard("get_tensor_async", (), || {
-        // SAFETY: ggml passes a backend of this table, a valid tensor with a buffer that is not freed, and `size`
-        // writable bytes that nobody accesses until the synchronisation.
+        // SAFETY: ggml passes a backend of this table, a valid tensor with a buffer that is not
+        // freed, and `size` writable bytes that nobody accesses until the synchronisation.
         unsafe {
             let (Some(backend), Some(tensor)) = (context(backend), object(tensor)) else {
                 return;
@@ -149,7 +152,8 @@ fn log_foreign_tensor(backend: &Backend, what: &str) {
     );
 }
 
-/// `copies` writes of `size` bytes, each as by [`set_tensor_async`], at multiples of the two strides in bytes.
+/// `copies` writes of `size` bytes, each as by [`set_tensor_async`], at multiples of the two
+/// strides in bytes.
 unsafe extern "C" fn set_tensor_2d_async(
     backend: ggml_backend_t,
     tensor: *mut ggml_tensor,
@@ -167,7 +171,8 @@ unsafe extern "C" fn set_tensor_2d_async(
     }
 }
 
-/// `copies` reads of `size` bytes, each as by [`get_tensor_async`], at multiples of the two strides in bytes.
+/// `copies` reads of `size` bytes, each as by [`get_tensor_async`], at multiples of the two strides
+/// in bytes.
 unsafe extern "C" fn get_tensor_2d_async(
     backend: ggml_backend_t,
     tensor: *const ggml_tensor,
@@ -185,8 +190,9 @@ unsafe extern "C" fn get_tensor_2d_async(
     }
 }
 
-/// Copies the tensor `src` to the tensor `dst` in the executor, in order with the work of both backends. `false`, and
-/// nothing is copied, if the tensors are not of one session: ggml then copies through its own memory.
+/// Copies the tensor `src` to the tensor `dst` in the executor, in order with the work of both
+/// backends. `false`, and nothing is copied, if the tensors are not of one session: ggml then
+/// copies through its own memory.
 unsafe extern "C" fn cpy_tensor_async(
     _from: ggml_backend_t,
     to: ggml_backend_t,
@@ -194,8 +200,8 @@ unsafe extern "C" fn cpy_tensor_async(
     dst: *mut ggml_tensor,
 ) -> bool {
     guard("cpy_tensor_async", false, || {
-        // SAFETY: ggml calls the table of the backend `to`, so that one is of this table and not freed, and passes two
-        // valid tensors with buffers that are not freed.
+        // SAFETY: ggml calls the table of the backend `to`, so that one is of this table and not
+        // freed, and passes two valid tensors with buffers that are not freed.
         unsafe {
             let (Some(to), Some(src), Some(dst)) = (context(to), object(src), object(dst)) else {
                 return false;
@@ -209,27 +215,28 @@ unsafe extern "C" fn cpy_tensor_async(
 /// Puts an event behind the backend's work so far.
 unsafe extern "C" fn event_record(backend: ggml_backend_t, event: ggml_backend_event_t) {
     guard("event_record", (), || {
-        // SAFETY: ggml passes a backend of this table and an event of the same device, neither freed.
+        // SAFETY: ggml passes a backend of this table and an event of the same device, neither
+        // freed.
         if let (Some(backend), Some(event)) = unsafe { (context(backend), event::context(event)) } {
             event.record(backend.session());
         }
     });
 }
 
-/// Orders the backend's later work behind an event. Waits for an event of another session, and returns at once for
-/// one of the same session.
+/// Orders the backend's later work behind an event. Waits for an event of another session, and
+/// returns at once for one of the same session.
 unsafe extern "C" fn event_wait(backend: ggml_backend_t, event: ggml_backend_event_t) {
     guard("event_wait", (), || {
-        // SAFETY: ggml passes a backend of this table and an event of a device of this plugin, neither freed: ggml
-        // compares the devices before it mixes backends and events.
+        // SAFETY: ggml passes a backend of this table and an event of a device of this plugin,
+        // neither freed: ggml compares the devices before it mixes backends and events.
         if let (Some(backend), Some(event)) = unsafe { (context(backend), event::context(event)) } {
             event.wait_on(backend.session());
         }
     });
 }
 
-/// Waits until the backend's work so far is done. Returns at once if it is, and if the session is lost: the next graph
-/// reports the loss.
+/// Waits until the backend's work so far is done. Returns at once if it is, and if the session is
+/// lost: the next graph reports the loss.
 unsafe extern "C" fn synchronize(backend: ggml_backend_t) {
     guard("synchronize", (), || {
         // SAFETY: ggml passes a backend of this table that it has not freed.
@@ -239,15 +246,16 @@ unsafe extern "C" fn synchronize(backend: ggml_backend_t) {
     });
 }
 
-/// Submits a graph and returns when it is on its way. `GGML_STATUS_FAILED`, with a log line, if the graph cannot be
-/// submitted, if an earlier graph of the backend has failed, or if the session is lost. ggml leaves the graph unchanged
-/// during the call.
+/// Submits a graph and returns when it is on its way. `GGML_STATUS_FAILED`, with a log line, if the
+/// graph cannot be submitted, if an earlier graph of the backend has failed, or if the session is
+/// lost. ggml leaves the graph unchanged during the call.
 unsafe extern "C" fn graph_compute(
     backend: ggml_backend_t,
     cgraph: *mut ggml_cgraph,
 ) -> ggml_status {
     guard("graph_compute", GGML_STATUS_FAILED, || {
-        // SAFETY: ggml passes a backend of this table and a valid graph that nobody changes during the call.
+        // SAFETY: ggml passes a backend of this table and a valid graph that nobody changes during
+        // the call.
         let computed = unsafe {
             let (Some(backend), Some(cgraph)) = (context(backend), object(cgraph)) else {
                 return GGML_STATUS_FAILED;

@@ -27,8 +27,9 @@ const CALLBACKS: ggml_backend_buffer_i = ggml_backend_buffer_i {
     reset: None, // init_tensor attaches nothing
 };
 
-/// A new buffer of `size` zero bytes in ggml's form, which ggml owns and frees with [`free_buffer`]. Null, with a log
-/// line, if the executor has no room or cannot be reached. `buft` is the type of the buffer.
+/// A new buffer of `size` zero bytes in ggml's form, which ggml owns and frees with
+/// [`free_buffer`]. Null, with a log line, if the executor has no room or cannot be reached. `buft`
+/// is the type of the buffer.
 pub(super) fn alloc(
     device: &'static DeviceContext,
     buft: ggml_backend_buffer_type_t,
@@ -44,8 +45,8 @@ pub(super) fn alloc(
     let mut context = into_context(buffer);
     // SAFETY: the buffer type lives as long as the process, and the context until `free_buffer`.
     let object = unsafe { device.ggml().buffer(buft, CALLBACKS, context, size) };
-    // SAFETY: the context is the `Buffer` of `into_context`. ggml knows it only if there is an object. Without one it
-    // is freed here, and no reference to it is left.
+    // SAFETY: the context is the `Buffer` of `into_context`. ggml knows it only if there is an
+    // object. Without one it is freed here, and no reference to it is left.
     unsafe {
         if object.is_null() {
             drop_context::<Buffer>(&mut context);
@@ -62,15 +63,16 @@ pub(super) fn alloc(
 ///
 /// `buffer` must be null or come from [`alloc`], not freed.
 unsafe fn context<'a>(buffer: ggml_backend_buffer_t) -> Option<&'a Buffer> {
-    // SAFETY: null or a live object of `alloc` (this function's contract), which has set the context.
+    // SAFETY: null or a live object of `alloc` (this function's contract), which has set the
+    // context.
     unsafe { object(object(buffer.cast_const())?.context.cast_const().cast()) }
 }
 
 /// Frees the buffer. The last call for this buffer. ggml frees its own object afterwards.
 unsafe extern "C" fn free_buffer(buffer: ggml_backend_buffer_t) {
     guard("free_buffer", (), || {
-        // SAFETY: ggml passes an object of `alloc`, whose context is a `Buffer`, and uses neither during this call nor
-        // the context after it.
+        // SAFETY: ggml passes an object of `alloc`, whose context is a `Buffer`, and uses neither
+        // during this call nor the context after it.
         unsafe {
             if let Some(buffer) = buffer.as_mut() {
                 drop_context::<Buffer>(&mut buffer.context);
@@ -79,7 +81,8 @@ unsafe extern "C" fn free_buffer(buffer: ggml_backend_buffer_t) {
     });
 }
 
-/// The address from which ggml places tensors. ggml computes with it and does not follow it. Null on failure.
+/// The address from which ggml places tensors. ggml computes with it and does not follow it. Null
+/// on failure.
 unsafe extern "C" fn get_base(buffer: ggml_backend_buffer_t) -> *mut c_void {
     guard("get_base", ptr::null_mut(), || {
         // SAFETY: ggml passes a buffer of this table that it has not freed.
@@ -94,7 +97,8 @@ unsafe extern "C" fn init_tensor(_: ggml_backend_buffer_t, _: *mut ggml_tensor) 
     GGML_STATUS_SUCCESS
 }
 
-/// Sets `size` bytes from byte `offset` of a tensor to `value`. A failure is logged, and the next graph reports it.
+/// Sets `size` bytes from byte `offset` of a tensor to `value`. A failure is logged, and the next
+/// graph reports it.
 unsafe extern "C" fn memset_tensor(
     buffer: ggml_backend_buffer_t,
     tensor: *mut ggml_tensor,
@@ -103,15 +107,16 @@ unsafe extern "C" fn memset_tensor(
     size: usize,
 ) {
     guard("memset_tensor", (), || {
-        // SAFETY: ggml passes a buffer of this table that it has not freed, and a valid tensor in it.
+        // SAFETY: ggml passes a buffer of this table that it has not freed, and a valid tensor in
+        // it.
         if let (Some(buffer), Some(tensor)) = unsafe { (context(buffer), object(tensor)) } {
             buffer.fill(tensor, offset, size, value);
         }
     });
 }
 
-/// Writes `size` bytes from `data` to byte `offset` of a tensor. The caller may change the data after the return. A
-/// failure is logged, and the next graph reports it.
+/// Writes `size` bytes from `data` to byte `offset` of a tensor. The caller may change the data
+/// after the return. A failure is logged, and the next graph reports it.
 unsafe extern "C" fn set_tensor(
     buffer: ggml_backend_buffer_t,
     tensor: *mut ggml_tensor,
@@ -120,8 +125,8 @@ unsafe extern "C" fn set_tensor(
     size: usize,
 ) {
     guard("set_tensor", (), || {
-        // SAFETY: ggml passes a buffer of this table that it has not freed, a valid tensor in it, and `size` readable
-        // bytes.
+        // SAFETY: ggml passes a buffer of this table that it has not freed, a valid tensor in it,
+        // and `size` readable bytes.
         unsafe {
             if let (Some(buffer), Some(tensor)) = (context(buffer), object(tensor)) {
                 buffer.set(tensor, offset, Bytes::from_raw(data.cast(), size));
@@ -130,8 +135,9 @@ unsafe extern "C" fn set_tensor(
     });
 }
 
-/// Reads `size` bytes from byte `offset` of a tensor to `data`, after all earlier work. If the read fails, the bytes are
-/// set to not-a-number (floats) or 0 (others), and the next graph reports the failure.
+/// Reads `size` bytes from byte `offset` of a tensor to `data`, after all earlier work. If the read
+/// fails, the bytes are set to not-a-number (floats) or 0 (others), and the next graph reports the
+/// failure.
 unsafe extern "C" fn get_tensor(
     buffer: ggml_backend_buffer_t,
     tensor: *const ggml_tensor,
@@ -140,8 +146,8 @@ unsafe extern "C" fn get_tensor(
     size: usize,
 ) {
     guard("get_tensor", (), || {
-        // SAFETY: ggml passes a buffer of this table that it has not freed, a valid tensor in it, and `size` writable
-        // bytes.
+        // SAFETY: ggml passes a buffer of this table that it has not freed, a valid tensor in it,
+        // and `size` writable bytes.
         unsafe {
             if let (Some(buffer), Some(tensor)) = (context(buffer), object(tensor)) {
                 buffer.get(tensor, offset, BytesMut::from_raw(data.cast(), size));
@@ -150,16 +156,17 @@ unsafe extern "C" fn get_tensor(
     });
 }
 
-/// Copies the tensor `src` to the tensor `dst` of this buffer in the executor. `false`, and nothing is copied, if `src`
-/// is not a tensor of the same session: ggml then copies through its own memory.
+/// Copies the tensor `src` to the tensor `dst` of this buffer in the executor. `false`, and nothing
+/// is copied, if `src` is not a tensor of the same session: ggml then copies through its own
+/// memory.
 unsafe extern "C" fn cpy_tensor(
     buffer: ggml_backend_buffer_t,
     src: *const ggml_tensor,
     dst: *mut ggml_tensor,
 ) -> bool {
     guard("cpy_tensor", false, || {
-        // SAFETY: ggml passes a buffer of this table that it has not freed, and two valid tensors with buffers that are
-        // not freed, `dst` in this one.
+        // SAFETY: ggml passes a buffer of this table that it has not freed, and two valid tensors
+        // with buffers that are not freed, `dst` in this one.
         unsafe {
             match (context(buffer), object(src), object(dst)) {
                 (Some(to), Some(src), Some(dst)) => to.copy_from(src, dst),
@@ -169,7 +176,8 @@ unsafe extern "C" fn cpy_tensor(
     })
 }
 
-/// `copies` writes of `size` bytes, each as by [`set_tensor`], at multiples of the two strides in bytes.
+/// `copies` writes of `size` bytes, each as by [`set_tensor`], at multiples of the two strides in
+/// bytes.
 unsafe extern "C" fn set_tensor_2d(
     buffer: ggml_backend_buffer_t,
     tensor: *mut ggml_tensor,
@@ -187,7 +195,8 @@ unsafe extern "C" fn set_tensor_2d(
     }
 }
 
-/// `copies` reads of `size` bytes, each as by [`get_tensor`], at multiples of the two strides in bytes.
+/// `copies` reads of `size` bytes, each as by [`get_tensor`], at multiples of the two strides in
+/// bytes.
 unsafe extern "C" fn get_tensor_2d(
     buffer: ggml_backend_buffer_t,
     tensor: *const ggml_tensor,

@@ -1,4 +1,5 @@
-//! `ggml_backend_buffer_type`: the two kinds of memory of a device, the executor's and the program's.
+//! `ggml_backend_buffer_type`: the two kinds of memory of a device, the executor's and the
+//! program's.
 
 use std::ffi::c_char;
 use std::ptr;
@@ -34,8 +35,8 @@ pub(super) const HOST_CALLBACKS: ggml_backend_buffer_type_i_v3 = ggml_backend_bu
     is_host: Some(host_is_host),
 };
 
-/// `VGPU0`, the name of the device: Ollama counts memory by it. The device owns the string, which is valid until the
-/// process ends.
+/// `VGPU0`, the name of the device: Ollama counts memory by it. The device owns the string, which
+/// is valid until the process ends.
 unsafe extern "C" fn get_name(buft: ggml_backend_buffer_type_t) -> *const c_char {
     guard("get_name", c"VGPU".as_ptr(), || {
         // SAFETY: ggml passes a buffer type of this table.
@@ -44,8 +45,8 @@ unsafe extern "C" fn get_name(buft: ggml_backend_buffer_type_t) -> *const c_char
     })
 }
 
-/// A new buffer of `size` zero bytes, which ggml owns and frees with its `free_buffer` callback. Null, with a log line,
-/// if the executor has no room or cannot be reached.
+/// A new buffer of `size` zero bytes, which ggml owns and frees with its `free_buffer` callback.
+/// Null, with a log line, if the executor has no room or cannot be reached.
 unsafe extern "C" fn alloc_buffer(
     buft: ggml_backend_buffer_type_t,
     size: usize,
@@ -77,16 +78,17 @@ unsafe extern "C" fn host_get_name(buft: ggml_backend_buffer_type_t) -> *const c
     })
 }
 
-/// A new buffer of `size` bytes, which ggml owns and frees with its `free_buffer` callback. Null, with a log line, if
-/// the process has no memory.
+/// A new buffer of `size` bytes, which ggml owns and frees with its `free_buffer` callback. Null,
+/// with a log line, if the process has no memory.
 unsafe extern "C" fn host_alloc_buffer(
     buft: ggml_backend_buffer_type_t,
     size: usize,
 ) -> ggml_backend_buffer_t {
     guard("alloc_buffer", ptr::null_mut(), || {
         // SAFETY: ggml passes a buffer type of this table.
-        unsafe { DeviceContext::of_buffer_type(buft) }
-            .map_or(ptr::null_mut(), |device| host_buffer::alloc(device, buft, size))
+        unsafe { DeviceContext::of_buffer_type(buft) }.map_or(ptr::null_mut(), |device| {
+            host_buffer::alloc(device, buft, size)
+        })
     })
 }
 

@@ -47,8 +47,8 @@ pub(super) fn new(parts: DeviceParts) -> &'static DeviceContext {
 ///
 /// `dev` must be null or the object of a device of [`new`].
 unsafe fn context(dev: ggml_backend_dev_t) -> Option<&'static DeviceContext> {
-    // SAFETY: null or the object of a device (this function's contract), whose context is the device. Devices are never
-    // freed.
+    // SAFETY: null or the object of a device (this function's contract), whose context is the
+    // device. Devices are never freed.
     unsafe { object(object(dev.cast_const())?.context.cast_const().cast()) }
 }
 
@@ -68,8 +68,8 @@ unsafe extern "C" fn get_description(dev: ggml_backend_dev_t) -> *const c_char {
     })
 }
 
-/// Free and total memory in bytes. Asks the executor, because other guests use its memory, too. Without an executor no
-/// memory is free.
+/// Free and total memory in bytes. Asks the executor, because other guests use its memory, too.
+/// Without an executor no memory is free.
 unsafe extern "C" fn get_memory(dev: ggml_backend_dev_t, free: *mut usize, total: *mut usize) {
     guard("get_memory", (), || {
         // SAFETY: ggml passes a device of this table.
@@ -91,8 +91,8 @@ unsafe extern "C" fn get_type(_: ggml_backend_dev_t) -> ggml_backend_dev_type {
     GGML_BACKEND_DEVICE_TYPE_GPU
 }
 
-/// Fills in `props`, with the memory as by [`get_memory`]. The device owns the strings, which are valid until the
-/// process ends.
+/// Fills in `props`, with the memory as by [`get_memory`]. The device owns the strings, which are
+/// valid until the process ends.
 unsafe extern "C" fn get_props(dev: ggml_backend_dev_t, props: *mut ggml_backend_dev_props) {
     guard("get_props", (), || {
         // SAFETY: ggml passes a device of this table.
@@ -120,8 +120,8 @@ unsafe extern "C" fn get_props(dev: ggml_backend_dev_t, props: *mut ggml_backend
     });
 }
 
-/// A new backend, which ggml owns and frees with its `free` callback. Null, with a log line, if the executor cannot be
-/// reached. The parameters are not used.
+/// A new backend, which ggml owns and frees with its `free` callback. Null, with a log line, if the
+/// executor cannot be reached. The parameters are not used.
 unsafe extern "C" fn init_backend(dev: ggml_backend_dev_t, _: *const c_char) -> ggml_backend_t {
     guard("init_backend", ptr::null_mut(), || {
         // SAFETY: ggml passes a device of this table.
@@ -129,7 +129,8 @@ unsafe extern "C" fn init_backend(dev: ggml_backend_dev_t, _: *const c_char) -> 
     })
 }
 
-/// The type of buffers in the executor's memory. The device owns the object, which is valid until the process ends.
+/// The type of buffers in the executor's memory. The device owns the object, which is valid until
+/// the process ends.
 unsafe extern "C" fn get_buffer_type(dev: ggml_backend_dev_t) -> ggml_backend_buffer_type_t {
     guard("get_buffer_type", ptr::null_mut(), || {
         // SAFETY: ggml passes a device of this table.
@@ -137,7 +138,8 @@ unsafe extern "C" fn get_buffer_type(dev: ggml_backend_dev_t) -> ggml_backend_bu
     })
 }
 
-/// The type of buffers in the program's memory. The device owns the object, which is valid until the process ends.
+/// The type of buffers in the program's memory. The device owns the object, which is valid until
+/// the process ends.
 unsafe extern "C" fn get_host_buffer_type(dev: ggml_backend_dev_t) -> ggml_backend_buffer_type_t {
     guard("get_host_buffer_type", ptr::null_mut(), || {
         // SAFETY: ggml passes a device of this table.
@@ -145,8 +147,8 @@ unsafe extern "C" fn get_host_buffer_type(dev: ggml_backend_dev_t) -> ggml_backe
     })
 }
 
-/// Whether the device computes the node `op`. Answered from the capabilities of the handshake, without a message.
-/// `false` on failure: the node is left to another backend.
+/// Whether the device computes the node `op`. Answered from the capabilities of the handshake,
+/// without a message. `false` on failure: the node is left to another backend.
 unsafe extern "C" fn supports_op(dev: ggml_backend_dev_t, op: *const ggml_tensor) -> bool {
     guard("supports_op", false, || {
         // SAFETY: ggml passes a device of this table and a valid tensor with valid sources.

@@ -25,8 +25,8 @@ const CALLBACKS: ggml_backend_buffer_i = ggml_backend_buffer_i {
     reset: None, // init_tensor attaches nothing
 };
 
-/// A new buffer of `size` bytes in ggml's form, which ggml owns and frees with [`free_buffer`]. Null, with a log line, if
-/// there is no memory. `buft` is the type of the buffer.
+/// A new buffer of `size` bytes in ggml's form, which ggml owns and frees with [`free_buffer`].
+/// Null, with a log line, if there is no memory. `buft` is the type of the buffer.
 pub(super) fn alloc(
     device: &'static DeviceContext,
     buft: ggml_backend_buffer_type_t,
@@ -53,12 +53,13 @@ pub(super) fn alloc(
 ///
 /// `buffer` must be null or come from [`alloc`], not freed.
 unsafe fn context<'a>(buffer: ggml_backend_buffer_t) -> Option<&'a HostBuffer> {
-    // SAFETY: null or a live object of `alloc` (this function's contract), which has set the context.
+    // SAFETY: null or a live object of `alloc` (this function's contract), which has set the
+    // context.
     unsafe { object(object(buffer.cast_const())?.context.cast_const().cast()) }
 }
 
-/// The address of `size` bytes from byte `offset` of a tensor. `None` if a pointer is null or the buffer does not have
-/// these bytes.
+/// The address of `size` bytes from byte `offset` of a tensor. `None` if a pointer is null or the
+/// buffer does not have these bytes.
 ///
 /// # Safety
 ///
@@ -74,12 +75,12 @@ unsafe fn address(
     buffer.at(tensor, offset, size)
 }
 
-/// Frees the buffer, after everything under way from and to its memory is done. The last call for this buffer. ggml
-/// frees its own object afterwards.
+/// Frees the buffer, after everything under way from and to its memory is done. The last call for
+/// this buffer. ggml frees its own object afterwards.
 unsafe extern "C" fn free_buffer(buffer: ggml_backend_buffer_t) {
     guard("free_buffer", (), || {
-        // SAFETY: ggml passes an object of `alloc`, whose context is a `HostBuffer`, and uses neither during this call
-        // nor the context after it.
+        // SAFETY: ggml passes an object of `alloc`, whose context is a `HostBuffer`, and uses
+        // neither during this call nor the context after it.
         unsafe {
             if let Some(buffer) = buffer.as_mut() {
                 drop_context::<HostBuffer>(&mut buffer.context);
@@ -101,8 +102,8 @@ unsafe extern "C" fn init_tensor(_: ggml_backend_buffer_t, _: *mut ggml_tensor) 
     GGML_STATUS_SUCCESS
 }
 
-/// Sets `size` bytes from byte `offset` of a tensor to `value`. Does nothing, with a log line, if they are outside the
-/// buffer.
+/// Sets `size` bytes from byte `offset` of a tensor to `value`. Does nothing, with a log line, if
+/// they are outside the buffer.
 unsafe extern "C" fn memset_tensor(
     buffer: ggml_backend_buffer_t,
     tensor: *mut ggml_tensor,
@@ -111,8 +112,8 @@ unsafe extern "C" fn memset_tensor(
     size: usize,
 ) {
     guard("memset_tensor", (), || {
-        // SAFETY: ggml passes a buffer of this table that it has not freed, and a valid tensor. `address` has checked that
-        // the buffer has the bytes.
+        // SAFETY: ggml passes a buffer of this table that it has not freed, and a valid tensor.
+        // `address` has checked that the buffer has the bytes.
         unsafe {
             if let Some(to) = address(buffer, tensor, offset, size) {
                 to.write_bytes(value, size);
@@ -121,8 +122,8 @@ unsafe extern "C" fn memset_tensor(
     });
 }
 
-/// Writes `size` bytes from `data` to byte `offset` of a tensor. Does nothing, with a log line, if they are outside the
-/// buffer.
+/// Writes `size` bytes from `data` to byte `offset` of a tensor. Does nothing, with a log line, if
+/// they are outside the buffer.
 unsafe extern "C" fn set_tensor(
     buffer: ggml_backend_buffer_t,
     tensor: *mut ggml_tensor,
@@ -131,8 +132,9 @@ unsafe extern "C" fn set_tensor(
     size: usize,
 ) {
     guard("set_tensor", (), || {
-        // SAFETY: ggml passes a buffer of this table that it has not freed, a valid tensor, and `size` readable bytes.
-        // `address` has checked that the buffer has the bytes. The two ranges may overlap, which `ptr::copy` allows.
+        // SAFETY: ggml passes a buffer of this table that it has not freed, a valid tensor, and
+        // `size` readable bytes. `address` has checked that the buffer has the bytes. The two
+        // ranges may overlap, which `ptr::copy` allows.
         unsafe {
             if let Some(to) = address(buffer, tensor, offset, size) {
                 ptr::copy(data.cast(), to, size);
@@ -141,8 +143,8 @@ unsafe extern "C" fn set_tensor(
     });
 }
 
-/// Reads `size` bytes from byte `offset` of a tensor to `data`. Does nothing, with a log line, if they are outside the
-/// buffer.
+/// Reads `size` bytes from byte `offset` of a tensor to `data`. Does nothing, with a log line, if
+/// they are outside the buffer.
 unsafe extern "C" fn get_tensor(
     buffer: ggml_backend_buffer_t,
     tensor: *const ggml_tensor,
@@ -151,8 +153,9 @@ unsafe extern "C" fn get_tensor(
     size: usize,
 ) {
     guard("get_tensor", (), || {
-        // SAFETY: ggml passes a buffer of this table that it has not freed, a valid tensor, and `size` writable bytes.
-        // `address` has checked that the buffer has the bytes. The two ranges may overlap, which `ptr::copy` allows.
+        // SAFETY: ggml passes a buffer of this table that it has not freed, a valid tensor, and
+        // `size` writable bytes. `address` has checked that the buffer has the bytes. The two
+        // ranges may overlap, which `ptr::copy` allows.
         unsafe {
             if let Some(from) = address(buffer, tensor, offset, size) {
                 ptr::copy(from.cast_const(), data.cast(), size);
@@ -164,7 +167,8 @@ unsafe extern "C" fn get_tensor(
 /// Sets every byte of the buffer to `value`.
 unsafe extern "C" fn clear(buffer: ggml_backend_buffer_t, value: u8) {
     guard("clear", (), || {
-        // SAFETY: ggml passes a buffer of this table that it has not freed. A HostBuffer has `size` bytes at `base`.
+        // SAFETY: ggml passes a buffer of this table that it has not freed. A HostBuffer has `size`
+        // bytes at `base`.
         unsafe {
             if let Some(buffer) = context(buffer) {
                 buffer.base().write_bytes(value, buffer.size());

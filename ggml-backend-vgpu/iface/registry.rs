@@ -17,8 +17,8 @@ use crate::ggml::Ggml;
 use crate::logging;
 use crate::translate::Translator;
 
-/// The score with an executor. ggml compares the scores of the variants of one backend, and this backend has one
-/// variant.
+/// The score with an executor. ggml compares the scores of the variants of one backend, and this
+/// backend has one variant.
 const SCORE: i32 = 100;
 
 const CALLBACKS: ggml_backend_reg_i = ggml_backend_reg_i {
@@ -28,8 +28,8 @@ const CALLBACKS: ggml_backend_reg_i = ggml_backend_reg_i {
     get_proc_address: Some(get_proc_address),
 };
 
-/// The registry and its devices. ggml's object comes first, so that a pointer to the object is a pointer to the
-/// registry.
+/// The registry and its devices. ggml's object comes first, so that a pointer to the object is a
+/// pointer to the registry.
 #[repr(C)]
 struct Registry {
     object: ggml_backend_reg,
@@ -41,7 +41,8 @@ struct Registry {
 #[derive(Clone, Copy)]
 struct RegistryPtr(*mut Registry);
 
-// SAFETY: the registry is complete before the pointer is stored in `REGISTRY`, and only read from then on.
+// SAFETY: the registry is complete before the pointer is stored in `REGISTRY`, and only read from
+// then on.
 unsafe impl Send for RegistryPtr {}
 
 /// The registry, once there is a device.
@@ -75,8 +76,8 @@ fn find_or_make() -> Option<RegistryPtr> {
             // SAFETY: the pointer comes from `make`, and a registry is never freed.
             let served = unsafe { &*known.0 }.ggml.object();
             if served != ggml.object() {
-                // The dynamic linker loads the plugin once for both, and the objects of one ggml mean nothing to
-                // another.
+                // The dynamic linker loads the plugin once for both, and the objects of one ggml
+                // mean nothing to another.
                 ggml.log(
                     GGML_LOG_LEVEL_WARN,
                     &format!(
@@ -141,8 +142,8 @@ fn make(ggml: Arc<Ggml>) -> Option<RegistryPtr> {
     }
     let watched = devices.clone();
     fail_fast::watch(move || watched.iter().any(|device| device.is_lost()));
-    // SAFETY: the pointer comes from a box, and nobody reads the registry before this function returns: the devices
-    // only hold its address.
+    // SAFETY: the pointer comes from a box, and nobody reads the registry before this function
+    // returns: the devices only hold its address.
     unsafe { (*registry).devices = devices };
     Some(RegistryPtr(registry))
 }
@@ -153,7 +154,8 @@ fn make(ggml: Arc<Ggml>) -> Option<RegistryPtr> {
 ///
 /// `reg` must be null or come from [`init`].
 unsafe fn context(reg: ggml_backend_reg_t) -> Option<&'static Registry> {
-    // SAFETY: null or a pointer to the first field of a registry (this function's contract), which is never freed.
+    // SAFETY: null or a pointer to the first field of a registry (this function's contract), which
+    // is never freed.
     unsafe { object(reg.cast::<Registry>().cast_const()) }
 }
 
@@ -170,8 +172,8 @@ unsafe extern "C" fn get_device_count(reg: ggml_backend_reg_t) -> usize {
     })
 }
 
-/// The device number `index`. The plugin owns the object, which is valid until the process ends. Null if there is no such
-/// device.
+/// The device number `index`. The plugin owns the object, which is valid until the process ends.
+/// Null if there is no such device.
 unsafe extern "C" fn get_device(reg: ggml_backend_reg_t, index: usize) -> ggml_backend_dev_t {
     guard("get_device", ptr::null_mut(), || {
         // SAFETY: ggml passes the registry of `init`.

@@ -1,8 +1,8 @@
 //! One end of a session: numbered requests out, replies in, and what is under way between them.
 //!
-//! The executor executes the requests of a session in order and answers in order. One-way requests have no answer:
-//! the link says up to which request all are done, and a failure arrives as a message of its own, before the link says
-//! that the failed request is done.
+//! The executor executes the requests of a session in order and answers in order. One-way requests
+//! have no answer: the link says up to which request all are done, and a failure arrives as a
+//! message of its own, before the link says that the failed request is done.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use super::pending::{BackendId, Failure, PendingRead, Submission};
 use crate::graph_cache::{GraphCache, GraphUpload, Known};
 use crate::stats::{Copied, Sent, Stats, SubmittedGraph, Traffic};
 
-/// The most bytes of all pending reads together. The executor must be able to put all answers into the ring:
-/// otherwise it would wait for a program that is busy elsewhere.
+/// The most bytes of all pending reads together. The executor must be able to put all answers into
+/// the ring: otherwise it would wait for a program that is busy elsewhere.
 const MAX_PENDING_READS: usize = 2 << 20;
 
 /// The guest's end of a session. Shared by all threads under one lock
@@ -32,7 +32,8 @@ pub(super) struct Connection {
     pub(super) graphs: GraphCache,
     /// The number of the last request.
     sent: u64,
-    /// The last request that was answered: done, with all requests before it, even if the link does not say so yet.
+    /// The last request that was answered: done, with all requests before it, even if the link does
+    /// not say so yet.
     answered: u64,
     /// The last request whose payload is in the program's memory until the request is done.
     last_staged: u64,
@@ -124,8 +125,8 @@ impl Connection {
         Ok(self.sent)
     }
 
-    /// Sends a request whose payload is in the memory of the link, at these bytes of it. The payload must not change
-    /// before the request is done.
+    /// Sends a request whose payload is in the memory of the link, at these bytes of it. The
+    /// payload must not change before the request is done.
     ///
     /// # Errors
     ///
@@ -146,15 +147,16 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// [`SessionError::Refused`] if the executor refuses, [`SessionError::Lost`] if the session is lost.
+    /// [`SessionError::Refused`] if the executor refuses, [`SessionError::Lost`] if the session is
+    /// lost.
     pub(super) fn ask(&mut self, request: &Request) -> Result<Reply, SessionError> {
         self.round_trips += 1;
         let request = self.send(request)?;
         self.reply_to(request, (&mut [][..]).into())
     }
 
-    /// Waits for the answer to `request`, after it has received the pending reads before it. The payload of the answer
-    /// fills `payload`.
+    /// Waits for the answer to `request`, after it has received the pending reads before it. The
+    /// payload of the answer fills `payload`.
     ///
     /// # Errors
     ///
@@ -186,7 +188,8 @@ impl Connection {
         self.end.retired().max(self.answered)
     }
 
-    /// Whether all requests are done. The executor then does not access memory that both sides have mapped.
+    /// Whether all requests are done. The executor then does not access memory that both sides have
+    /// mapped.
     pub(super) fn is_idle(&self) -> bool {
         self.done() == self.sent
     }
@@ -210,7 +213,8 @@ impl Connection {
         self.host_buffers.iter().find(contains).copied()
     }
 
-    /// Sends a read whose answer is received later. Returns `false`, and sends nothing, if too many bytes are pending.
+    /// Sends a read whose answer is received later. Returns `false`, and sends nothing, if too many
+    /// bytes are pending.
     ///
     /// # Errors
     ///
@@ -238,9 +242,9 @@ impl Connection {
         !self.pending_reads.is_empty()
     }
 
-    /// The request that a synchronisation waits for: the last graph, or the last write whose payload is in the program's
-    /// memory. Later writes are not waited for: their data was copied, and every request that could see their effect
-    /// comes after them.
+    /// The request that a synchronisation waits for: the last graph, or the last write whose
+    /// payload is in the program's memory. Later writes are not waited for: their data was copied,
+    /// and every request that could see their effect comes after them.
     pub(super) fn last_to_wait_for(&self) -> u64 {
         let submission = self.submissions.back().map_or(0, |s| s.request);
         submission.max(self.last_staged)
@@ -257,7 +261,11 @@ impl Connection {
 
     /// Waits for the pending reads before `request`. A read that fails poisons its memory.
     fn receive_reads_before(&mut self, request: u64) -> Result<(), SessionError> {
-        while self.pending_reads.front().is_some_and(|r| r.request < request) {
+        while self
+            .pending_reads
+            .front()
+            .is_some_and(|r| r.request < request)
+        {
             let Some(mut read) = self.pending_reads.pop_front() else {
                 break;
             };
@@ -273,8 +281,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Checks that no failed request may have written the buffer. A failure remains until a graph reports it, because a
-    /// read cannot report it to ggml.
+    /// Checks that no failed request may have written the buffer. A failure remains until a graph
+    /// reports it, because a read cannot report it to ggml.
     ///
     /// # Errors
     ///
@@ -315,7 +323,8 @@ impl Connection {
         }
     }
 
-    /// Waits for the next answer, which must be the answer to `request`. Keeps the failures that arrive before it.
+    /// Waits for the next answer, which must be the answer to `request`. Keeps the failures that
+    /// arrive before it.
     fn next_reply(
         &mut self,
         request: u64,
@@ -360,14 +369,15 @@ impl Connection {
         }
     }
 
-    /// Receives all messages that have arrived, without waiting: the answers to pending reads that are done, and
-    /// failures.
+    /// Receives all messages that have arrived, without waiting: the answers to pending reads that
+    /// are done, and failures.
     ///
     /// # Errors
     ///
     /// [`SessionError::Lost`] if the session is lost.
     pub(super) fn drain(&mut self) -> Result<(), SessionError> {
-        // The executor sends the answer to a request, or its failure, before it marks the request as done.
+        // The executor sends the answer to a request, or its failure, before it marks the request
+        // as done.
         let done = self.end.retired();
         self.receive_reads_before(done.saturating_add(1))?;
         loop {
@@ -412,8 +422,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Submits a graph: sends what the executor lacks of it, and the request to run it. `before` is the traffic before
-    /// the graph was looked up.
+    /// Submits a graph: sends what the executor lacks of it, and the request to run it. `before` is
+    /// the traffic before the graph was looked up.
     ///
     /// # Errors
     ///

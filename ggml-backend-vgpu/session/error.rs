@@ -50,7 +50,8 @@ pub(crate) enum LossReason {
     /// The executor's fault: the message is not one.
     #[error("it sent a broken message: {0}")]
     BrokenMessage(WireError),
-    /// The executor's fault: the reply answers no request, or is not one of the replies to the request.
+    /// The executor's fault: the reply answers no request, or is not one of the replies to the
+    /// request.
     #[error("it sent {0:?} out of turn")]
     UnexpectedReply(Box<Reply>),
     /// The executor's fault: it skipped a request.

@@ -25,8 +25,8 @@ pub(crate) struct Welcome {
 ///
 /// # Errors
 ///
-/// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::Lost`] if the link is broken or
-/// the answer makes no sense.
+/// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::Lost`] if
+/// the link is broken or the answer makes no sense.
 pub(super) fn handshake(end: &mut dyn GuestEnd, name: String) -> Result<Welcome, SessionError> {
     let mut message = Vec::new();
     let hello = Request::Hello {

@@ -1,7 +1,7 @@
 //! The guest's side of a session with an executor.
 //!
-//! A session that has lost its executor stays lost: every call fails at once. The device opens a new session the next
-//! time that somebody allocates memory.
+//! A session that has lost its executor stays lost: every call fails at once. The device opens a
+//! new session the next time that somebody allocates memory.
 //!
 //! # Lock order
 //!
@@ -9,13 +9,13 @@
 //!
 //! 1. `DeviceContext::current`: the session of a device. Held during a handshake.
 //! 2. `Backend::encoder`: one graph at a time is encoded for a backend.
-//! 3. `WeightUpload::state`: the upload of one buffer. Held while its requests are sent, so that its writes stay in
-//!    order with the lookups. Never two at a time.
+//! 3. `WeightUpload::state`: the upload of one buffer. Held while its requests are sent, so that
+//!    its writes stay in order with the lookups. Never two at a time.
 //! 4. `SharedConnection::connection`: one exchange with the executor.
 //!
-//! Encoding a graph, hashing weights for a lookup and copying from mapped memory happen without lock 4. All other locks
-//! (`Session::open_uploads`, `Event::point`, those in `weights` and `load_progress`) are held for a few instructions
-//! that take no other lock of this list.
+//! Encoding a graph, hashing weights for a lookup and copying from mapped memory happen without
+//! lock 4. All other locks (`Session::open_uploads`, `Event::point`, those in `weights` and
+//! `load_progress`) are held for a few instructions that take no other lock of this list.
 
 mod allocation;
 mod connection;
@@ -47,8 +47,8 @@ use error::LossReason;
 use shared::SharedConnection;
 use upload::WeightUpload;
 
-/// The largest host buffer that gets memory of the link. The link has little, and what goes to the executor again and
-/// again makes the best use of it.
+/// The largest host buffer that gets memory of the link. The link has little, and what goes to the
+/// executor again and again makes the best use of it.
 const MAX_STAGED_BYTES: usize = 16 << 20;
 
 /// An open session with an executor.
@@ -75,12 +75,14 @@ impl SessionBuffer {
 }
 
 impl Session {
-    /// Opens a session over a new link. `name` says who the guest is, for the executor's log. `hashes_first` says
-    /// whether the link is slower than hashing, so that large weights are hashed before they are sent.
+    /// Opens a session over a new link. `name` says who the guest is, for the executor's log.
+    /// `hashes_first` says whether the link is slower than hashing, so that large weights are
+    /// hashed before they are sent.
     ///
     /// # Errors
     ///
-    /// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::Lost`] if the link breaks.
+    /// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::Lost`]
+    /// if the link breaks.
     pub(crate) fn open(
         mut end: Box<dyn GuestEnd>,
         name: String,
@@ -109,7 +111,8 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// [`SessionError::Refused`] if the executor has no room, [`SessionError::Lost`] if the session is lost.
+    /// [`SessionError::Refused`] if the executor has no room, [`SessionError::Lost`] if the session
+    /// is lost.
     pub(crate) fn alloc(&self, size: u64) -> Result<Arc<SessionBuffer>, SessionError> {
         let allocation = self.connection.with_conn(|c| {
             let buffer = c.new_buffer_id();
@@ -157,13 +160,15 @@ impl Session {
         })
     }
 
-    /// Writes `data` to `offset` of a buffer, in order with all other requests. The data may change after the return.
-    /// `is_for_weights` says whether ggml uses the buffer for weights: then only what the executor lacks is sent.
+    /// Writes `data` to `offset` of a buffer, in order with all other requests. The data may change
+    /// after the return. `is_for_weights` says whether ggml uses the buffer for weights: then only
+    /// what the executor lacks is sent.
     ///
     /// # Errors
     ///
-    /// [`SessionError::OutOfRange`] if the buffer is mapped and does not have these bytes, [`SessionError::Lost`] if
-    /// the session is lost. The failure of a write by message is reported by the next graph.
+    /// [`SessionError::OutOfRange`] if the buffer is mapped and does not have these bytes,
+    /// [`SessionError::Lost`] if the session is lost. The failure of a write by message is reported
+    /// by the next graph.
     pub(crate) fn write(
         &self,
         to: &Arc<SessionBuffer>,
@@ -195,7 +200,8 @@ impl Session {
         }
     }
 
-    /// Offers `data` to the upload of the buffer. Returns whether the executor has put the bytes into the buffer.
+    /// Offers `data` to the upload of the buffer. Returns whether the executor has put the bytes
+    /// into the buffer.
     fn offer(
         &self,
         to: &Arc<SessionBuffer>,
@@ -203,17 +209,21 @@ impl Session {
         data: Bytes<'_>,
         is_for_weights: bool,
     ) -> Result<bool, SessionError> {
-        let offer =
-            to.upload
-                .offer(&self.connection, &to.allocation, offset, data, is_for_weights)?;
+        let offer = to.upload.offer(
+            &self.connection,
+            &to.allocation,
+            offset,
+            data,
+            is_for_weights,
+        )?;
         if offer.has_begun {
             self.open_uploads().push(Arc::clone(to));
         }
         Ok(offer.is_present)
     }
 
-    /// The buffer is used for something else than weights. Must be called before a request other than a write changes
-    /// the buffer.
+    /// The buffer is used for something else than weights. Must be called before a request other
+    /// than a write changes the buffer.
     pub(crate) fn mark_not_weights(&self, buffer: &SessionBuffer) {
         buffer.upload.mark_not_weights();
     }
@@ -223,8 +233,9 @@ impl Session {
     /// # Errors
     ///
     /// [`SessionError::Failed`] if an earlier request that may have written the buffer has failed,
-    /// [`SessionError::OutOfRange`] or [`SessionError::Refused`] if the buffer does not have these bytes,
-    /// [`SessionError::Lost`] if the session is lost. After an error the content of `out` means nothing.
+    /// [`SessionError::OutOfRange`] or [`SessionError::Refused`] if the buffer does not have these
+    /// bytes, [`SessionError::Lost`] if the session is lost. After an error the content of `out`
+    /// means nothing.
     pub(crate) fn read(
         &self,
         from: &SessionBuffer,
@@ -234,9 +245,10 @@ impl Session {
         transfer::read(&self.connection, &from.allocation, offset, out)
     }
 
-    /// Requests bytes at `offset` of a buffer, which are in memory at `to` after the next synchronisation. If they
-    /// cannot be read, every byte there is then `poison`. Returns `false`, and requests nothing, if the memory is not
-    /// that of a [host buffer](Session::add_host_buffer), or if too much is requested already.
+    /// Requests bytes at `offset` of a buffer, which are in memory at `to` after the next
+    /// synchronisation. If they cannot be read, every byte there is then `poison`. Returns `false`,
+    /// and requests nothing, if the memory is not that of a [host
+    /// buffer](Session::add_host_buffer), or if too much is requested already.
     ///
     /// # Errors
     ///
@@ -264,8 +276,9 @@ impl Session {
         }
     }
 
-    /// Memory of the link for a host buffer of `size` bytes. `None` if the link has none left, or none for so large a
-    /// buffer. Given back with [`remove_host_buffer`](Session::remove_host_buffer).
+    /// Memory of the link for a host buffer of `size` bytes. `None` if the link has none left, or
+    /// none for so large a buffer. Given back with
+    /// [`remove_host_buffer`](Session::remove_host_buffer).
     pub(crate) fn alloc_staging(&self, size: usize) -> Option<Lent> {
         if size > MAX_STAGED_BYTES {
             return None;
@@ -274,8 +287,8 @@ impl Session {
         staging.ok().flatten()
     }
 
-    /// From now on, asynchronous reads and writes may use the `size` bytes at `base`. `staging` is the memory of the
-    /// link that these bytes are, if they are.
+    /// From now on, asynchronous reads and writes may use the `size` bytes at `base`. `staging` is
+    /// the memory of the link that these bytes are, if they are.
     pub(crate) fn add_host_buffer(&self, base: usize, size: usize, staging: Option<&Lent>) {
         self.connection.lock().add_host_buffer(HostBufferRange {
             base,
@@ -284,7 +297,8 @@ impl Session {
         });
     }
 
-    /// The opposite. Waits for everything under way from and to the memory, so that it can be freed.
+    /// The opposite. Waits for everything under way from and to the memory, so that it can be
+    /// freed.
     pub(crate) fn remove_host_buffer(&self, base: usize, staging: Option<Lent>) {
         let waited = self.connection.with_conn(|c| {
             c.wait(c.last_to_wait_for())?;
@@ -321,7 +335,8 @@ impl Session {
         self.connection.with_conn(|c| c.send(&request).map(drop))
     }
 
-    /// Copies `len` bytes between two buffers of this session, each with its offset in bytes. One-way.
+    /// Copies `len` bytes between two buffers of this session, each with its offset in bytes.
+    /// One-way.
     ///
     /// # Errors
     ///
@@ -365,14 +380,15 @@ impl Session {
         self.connection.lock().forget_failures(backend);
     }
 
-    /// Begins the submission of a graph of `ggml_nodes` nodes: seals the uploads before it, reports an earlier failure
-    /// of the backend, and runs the graph if the executor has the graph with this `key`. Returns whether the graph was
-    /// submitted. If not, the caller encodes the graph and calls [`submit`](Session::submit).
+    /// Begins the submission of a graph of `ggml_nodes` nodes: seals the uploads before it, reports
+    /// an earlier failure of the backend, and runs the graph if the executor has the graph with
+    /// this `key`. Returns whether the graph was submitted. If not, the caller encodes the graph
+    /// and calls [`submit`](Session::submit).
     ///
     /// # Errors
     ///
-    /// [`SessionError::Failed`] if an earlier graph of the backend has failed, which is then forgotten.
-    /// [`SessionError::Lost`] if the session is lost.
+    /// [`SessionError::Failed`] if an earlier graph of the backend has failed, which is then
+    /// forgotten. [`SessionError::Lost`] if the session is lost.
     pub(crate) fn submit_known(
         &self,
         backend: BackendId,
@@ -397,8 +413,9 @@ impl Session {
         })
     }
 
-    /// Submits a graph that was encoded: sends the image, unless the executor has it, and runs the graph. `key`
-    /// identifies the graph from now on. `buffers` are the buffers that the graph uses. `began` is when encoding began.
+    /// Submits a graph that was encoded: sends the image, unless the executor has it, and runs the
+    /// graph. `key` identifies the graph from now on. `buffers` are the buffers that the graph
+    /// uses. `began` is when encoding began.
     ///
     /// # Errors
     ///
@@ -438,8 +455,8 @@ impl Session {
         Ok(())
     }
 
-    /// Waits until every graph is done, every asynchronous read has its bytes, and the data of every asynchronous write
-    /// may change.
+    /// Waits until every graph is done, every asynchronous read has its bytes, and the data of
+    /// every asynchronous write may change.
     ///
     /// # Errors
     ///
@@ -490,10 +507,10 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
+    use vgpu_cpu::CpuEngine;
+    use vgpu_engine::Engine;
     use vgpu_executor::weights::Sharing;
     use vgpu_executor::{Limits, Stop};
-    use vgpu_engine::Engine;
-    use vgpu_cpu::CpuEngine;
     use vgpu_transport::ir::Graph;
     use vgpu_transport::link::window::inproc_pair;
     use vgpu_transport::wire::MIN_EXTENT;
@@ -594,7 +611,8 @@ mod tests {
         assert!(read == large);
     }
 
-    /// After the upload, the executor keeps nothing for the buffer any more: asking for it would be a protocol error.
+    /// After the upload, the executor keeps nothing for the buffer any more: asking for it would be
+    /// a protocol error.
     #[test]
     fn weights_that_are_written_again_after_the_upload_are_sent() {
         let executors = Executors::new();

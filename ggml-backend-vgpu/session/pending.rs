@@ -29,8 +29,8 @@ pub(super) struct PendingRead {
     poison: u8,
 }
 
-// SAFETY: the memory at `to` is writable until the next synchronisation, from every thread: the contract of
-// `PendingRead::new`. A `PendingRead` holds no reference to it.
+// SAFETY: the memory at `to` is writable until the next synchronisation, from every thread: the
+// contract of `PendingRead::new`. A `PendingRead` holds no reference to it.
 unsafe impl Send for PendingRead {}
 
 impl PendingRead {
@@ -38,8 +38,8 @@ impl PendingRead {
     ///
     /// # Safety
     ///
-    /// `len` bytes at `to` must stay writable until the value is dropped, and no Rust reference to them may be in use
-    /// while [`room`](PendingRead::room) or [`poison`](PendingRead::poison) is.
+    /// `len` bytes at `to` must stay writable until the value is dropped, and no Rust reference to
+    /// them may be in use while [`room`](PendingRead::room) or [`poison`](PendingRead::poison) is.
     pub(super) unsafe fn new(
         buffer: BufferId,
         (to, len): (*mut u8, usize),
@@ -72,11 +72,11 @@ impl PendingRead {
     }
 }
 
-/// A one-way request that failed. The next graph of the same backend reports the failure. Until then, a read of a
-/// buffer that the request may have written fails.
+/// A one-way request that failed. The next graph of the same backend reports the failure. Until
+/// then, a read of a buffer that the request may have written fails.
 pub(super) struct Failure {
-    /// The backend and the buffers of the graph that failed; `None` if another request failed, which concerns every
-    /// backend and every buffer.
+    /// The backend and the buffers of the graph that failed; `None` if another request failed,
+    /// which concerns every backend and every buffer.
     pub(super) graph: Option<(BackendId, Arc<[BufferId]>)>,
     /// The executor's reason.
     pub(super) reason: String,

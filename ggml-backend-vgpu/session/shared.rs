@@ -30,8 +30,8 @@ impl SharedConnection {
         }
     }
 
-    /// Runs `exchange` with the connection locked. The first error [`SessionError::Lost`] makes the connection lost:
-    /// it is logged, and the memory of all pending reads is poisoned.
+    /// Runs `exchange` with the connection locked. The first error [`SessionError::Lost`] makes the
+    /// connection lost: it is logged, and the memory of all pending reads is poisoned.
     ///
     /// # Errors
     ///
@@ -54,7 +54,8 @@ impl SharedConnection {
 
     /// The connection, lost or not.
     pub(super) fn lock(&self) -> MutexGuard<'_, Connection> {
-        // A panic during an exchange cannot leave half a message behind: the link sends whole messages.
+        // A panic during an exchange cannot leave half a message behind: the link sends whole
+        // messages.
         self.connection
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -81,8 +82,8 @@ impl SharedConnection {
     fn set_lost(&self, reason: LossReason) {
         if self.lost.set(reason.clone()).is_ok() {
             tracing::error!(
-                "{} is lost: {reason}. Its buffers are gone and its work fails from now on. When the executor is \
-                 back, loading a model works again",
+                "{} is lost: {reason}. Its buffers are gone and its work fails from now on. When \
+                 the executor is back, loading a model works again",
                 self.name,
             );
             fail_fast::end_process_if_enabled(&format!("the executor is lost: {reason}"));

@@ -11,23 +11,25 @@ use super::error::SessionError;
 use super::pending::PendingRead;
 use super::shared::SharedConnection;
 
-/// Writes of at least so many bytes wait until the executor is idle and then go into memory that both sides have
-/// mapped. Waiting is cheaper than copying so many bytes twice.
+/// Writes of at least so many bytes wait until the executor is idle and then go into memory that
+/// both sides have mapped. Waiting is cheaper than copying so many bytes twice.
 const MIN_WAIT_BYTES: usize = 256 << 10;
 
-/// Asynchronous writes of at least so many bytes are sent from where they are. Smaller ones are copied, which costs less
-/// than the bookkeeping.
+/// Asynchronous writes of at least so many bytes are sent from where they are. Smaller ones are
+/// copied, which costs less than the bookkeeping.
 const MIN_STAGED_BYTES: usize = 16 << 10;
 
 /// The number of pieces of a read that are requested before the first answer is awaited.
 const READS_IN_FLIGHT: usize = 4;
 
-/// Writes `data` to `offset` of a buffer, in order with all other requests. The data may change after the return.
+/// Writes `data` to `offset` of a buffer, in order with all other requests. The data may change
+/// after the return.
 ///
 /// # Errors
 ///
-/// [`SessionError::OutOfRange`] if the buffer is mapped and does not have these bytes, [`SessionError::Lost`] if the
-/// session is lost. The failure of a write by message is reported by the next graph.
+/// [`SessionError::OutOfRange`] if the buffer is mapped and does not have these bytes,
+/// [`SessionError::Lost`] if the session is lost. The failure of a write by message is reported by
+/// the next graph.
 pub(super) fn write(
     connection: &SharedConnection,
     to: &Allocation,
@@ -36,8 +38,8 @@ pub(super) fn write(
 ) -> Result<(), SessionError> {
     let len = data.len();
     if let Some(mut mapped) = to.mapped(offset, len)? {
-        // Requests that are under way must not see these bytes; later requests must. So the bytes go straight into the
-        // memory if nothing is under way, and in a message otherwise.
+        // Requests that are under way must not see these bytes; later requests must. So the bytes
+        // go straight into the memory if nothing is under way, and in a message otherwise.
         let is_idle = connection.with_conn(|c| {
             if !c.is_idle() && len >= MIN_WAIT_BYTES {
                 c.wait(c.sent())?;
@@ -66,8 +68,8 @@ pub(super) fn write(
     })
 }
 
-/// As [`write`], but the data must not change before the next synchronisation. Data in a host buffer that is part of
-/// the link's memory is not copied.
+/// As [`write`], but the data must not change before the next synchronisation. Data in a host
+/// buffer that is part of the link's memory is not copied.
 ///
 /// # Errors
 ///
@@ -83,7 +85,8 @@ pub(super) fn write_async(
             return Ok(false);
         }
         let range = c.host_buffer_of(data.as_ptr(), data.len());
-        let Some((base, staging)) = range.and_then(|range| Some((range.base, range.staging_offset?)))
+        let Some((base, staging)) =
+            range.and_then(|range| Some((range.base, range.staging_offset?)))
         else {
             return Ok(false);
         };
@@ -110,8 +113,9 @@ pub(super) fn write_async(
 /// # Errors
 ///
 /// [`SessionError::Failed`] if an earlier request that may have written the buffer has failed,
-/// [`SessionError::OutOfRange`] or [`SessionError::Refused`] if the buffer does not have these bytes,
-/// [`SessionError::Lost`] if the session is lost. After an error the content of `out` means nothing.
+/// [`SessionError::OutOfRange`] or [`SessionError::Refused`] if the buffer does not have these
+/// bytes, [`SessionError::Lost`] if the session is lost. After an error the content of `out` means
+/// nothing.
 pub(super) fn read(
     connection: &SharedConnection,
     from: &Allocation,
@@ -158,9 +162,10 @@ pub(super) fn read(
     })
 }
 
-/// Requests bytes at `offset` of a buffer, which are in memory at `to` after the next synchronisation. If they cannot
-/// be read, every byte there is then `poison`. Returns `false`, and requests nothing, if the memory is not that of a host
-/// buffer of this session, or if too much is requested already.
+/// Requests bytes at `offset` of a buffer, which are in memory at `to` after the next
+/// synchronisation. If they cannot be read, every byte there is then `poison`. Returns `false`, and
+/// requests nothing, if the memory is not that of a host buffer of this session, or if too much is
+/// requested already.
 ///
 /// # Errors
 ///
@@ -168,8 +173,9 @@ pub(super) fn read(
 ///
 /// # Safety
 ///
-/// `len` bytes at `to` must be writable, and not accessed, until the next synchronisation. If the program frees the
-/// host buffer earlier, [`Session::remove_host_buffer`](super::Session::remove_host_buffer) receives the answer before
+/// `len` bytes at `to` must be writable, and not accessed, until the next synchronisation. If the
+/// program frees the host buffer earlier,
+/// [`Session::remove_host_buffer`](super::Session::remove_host_buffer) receives the answer before
 /// the memory goes.
 pub(super) unsafe fn read_async(
     connection: &SharedConnection,
@@ -182,8 +188,9 @@ pub(super) unsafe fn read_async(
         if c.host_buffer_of(to, len).is_none() {
             return Ok(false);
         }
-        // SAFETY: the memory is writable and not accessed until the next synchronisation (this function's contract),
-        // and a synchronisation receives the answer, which drops the pending read.
+        // SAFETY: the memory is writable and not accessed until the next synchronisation (this
+        // function's contract), and a synchronisation receives the answer, which drops the pending
+        // read.
         let read = unsafe { PendingRead::new(from.id(), (to, len), poison) };
         c.send_read(offset, read)
     })

@@ -9,16 +9,17 @@
 //!      └───► NotWeights    any other first use
 //! ```
 //!
-//! Every write to an open upload of at least [`MIN_EXTENT`] bytes is first looked up by its hash, if the executor has
-//! weights of this length. If the executor has the bytes, they are not sent. Otherwise they are sent, and named as a unit
-//! that the executor can offer to others. The hash comes
+//! Every write to an open upload of at least [`MIN_EXTENT`] bytes is first looked up by its hash,
+//! if the executor has weights of this length. If the executor has the bytes, they are not sent.
+//! Otherwise they are sent, and named as a unit that the executor can offer to others. The hash
+//! comes
 //!
 //! - from the hash cache, if the program has mapped the file that it reads the weights from;
 //! - else from the bytes, if the link is slower than hashing;
 //! - else from nowhere: the bytes are sent, and the executor finds duplicates by itself.
 //!
-//! The first graph after an upload ends it: the model is loaded. A background thread then computes the hashes that the
-//! hash cache lacks, for the next load.
+//! The first graph after an upload ends it: the model is loaded. A background thread then computes
+//! the hashes that the hash cache lacks, for the next load.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -89,7 +90,8 @@ impl WeightUpload {
         }
     }
 
-    /// The buffer is used for something else than weights: its content must not be replaced any more.
+    /// The buffer is used for something else than weights: its content must not be replaced any
+    /// more.
     pub(super) fn mark_not_weights(&self) {
         let mut state = self.state();
         if matches!(*state, State::Unwritten) {
@@ -97,12 +99,13 @@ impl WeightUpload {
         }
     }
 
-    /// Must be called before `data` is written to `offset` of the buffer. `is_for_weights` says whether ggml uses the
-    /// buffer for weights.
+    /// Must be called before `data` is written to `offset` of the buffer. `is_for_weights` says
+    /// whether ggml uses the buffer for weights.
     ///
     /// # Errors
     ///
-    /// [`SessionError::Lost`] if the session is lost, [`SessionError::Refused`] if the executor refuses.
+    /// [`SessionError::Lost`] if the session is lost, [`SessionError::Refused`] if the executor
+    /// refuses.
     pub(super) fn offer(
         &self,
         connection: &SharedConnection,
@@ -122,9 +125,7 @@ impl WeightUpload {
             *state = upload.map_or(State::NotWeights, State::Open);
         }
         let is_present = match &mut *state {
-            State::Open(upload) => {
-                upload.offer(connection, to, offset, data, self.hashes_first)?
-            }
+            State::Open(upload) => upload.offer(connection, to, offset, data, self.hashes_first)?,
             State::Unwritten | State::NotWeights | State::Sealed => false,
         };
         Ok(Offer {
@@ -133,8 +134,8 @@ impl WeightUpload {
         })
     }
 
-    /// Ends the upload, if it is open. Returns `false`, and leaves the upload open, if another thread is writing to the
-    /// buffer: then the model is not loaded yet.
+    /// Ends the upload, if it is open. Returns `false`, and leaves the upload open, if another
+    /// thread is writing to the buffer: then the model is not loaded yet.
     ///
     /// # Errors
     ///
@@ -177,7 +178,8 @@ impl OpenUpload {
         }))
     }
 
-    /// As for [`WeightUpload::offer`]. Returns whether the executor has put the bytes into the buffer.
+    /// As for [`WeightUpload::offer`]. Returns whether the executor has put the bytes into the
+    /// buffer.
     fn offer(
         &mut self,
         connection: &SharedConnection,
@@ -222,14 +224,19 @@ impl OpenUpload {
         Ok(false)
     }
 
-    /// Queries all known hashes of a file, once. A lookup of each part would cost a round trip each.
+    /// Queries all known hashes of a file, once. A lookup of each part would cost a round trip
+    /// each.
     fn query_file(
         &mut self,
         connection: &SharedConnection,
         to: &Allocation,
         file: &Arc<MappedFile>,
     ) -> Result<(), SessionError> {
-        if self.queried.iter().any(|queried| Arc::ptr_eq(queried, file)) {
+        if self
+            .queried
+            .iter()
+            .any(|queried| Arc::ptr_eq(queried, file))
+        {
             return Ok(());
         }
         self.queried.push(Arc::clone(file));

@@ -7,8 +7,9 @@ use super::allocation::Allocation;
 use super::error::SessionError;
 use super::shared::SharedConnection;
 
-/// Turns a buffer, to which nothing was written, into one for weights. Returns the lengths in bytes of the weights that
-/// the executor has, or `None` if the executor does not share weights. The buffer is then accessed by messages only.
+/// Turns a buffer, to which nothing was written, into one for weights. Returns the lengths in bytes
+/// of the weights that the executor has, or `None` if the executor does not share weights. The
+/// buffer is then accessed by messages only.
 ///
 /// # Errors
 ///
@@ -35,12 +36,14 @@ pub(super) fn begin(
     })
 }
 
-/// Asks the executor to put `len` bytes with this hash at `offset` of a buffer. Returns whether the executor has done
-/// so. `proof` computes the hash of the bytes keyed with a nonce: it shows that the program has the bytes.
+/// Asks the executor to put `len` bytes with this hash at `offset` of a buffer. Returns whether the
+/// executor has done so. `proof` computes the hash of the bytes keyed with a nonce: it shows that
+/// the program has the bytes.
 ///
 /// # Errors
 ///
-/// [`SessionError::Lost`] if the session is lost, [`SessionError::Refused`] if the executor refuses.
+/// [`SessionError::Lost`] if the session is lost, [`SessionError::Refused`] if the executor
+/// refuses.
 pub(super) fn lookup(
     connection: &SharedConnection,
     to: &Allocation,
@@ -74,12 +77,13 @@ pub(super) fn lookup(
     })
 }
 
-/// Asks which of the `wanted` bytes (hash, length) the executor has. Returns their indices. The executor keeps these
-/// bytes for the buffer until [`seal`].
+/// Asks which of the `wanted` bytes (hash, length) the executor has. Returns their indices. The
+/// executor keeps these bytes for the buffer until [`seal`].
 ///
 /// # Errors
 ///
-/// [`SessionError::Lost`] if the session is lost, [`SessionError::Refused`] if the executor refuses.
+/// [`SessionError::Lost`] if the session is lost, [`SessionError::Refused`] if the executor
+/// refuses.
 pub(super) fn query(
     connection: &SharedConnection,
     to: &Allocation,
@@ -99,7 +103,8 @@ pub(super) fn query(
     })
 }
 
-/// Has the executor put bytes that it keeps for a buffer (see [`query`]) at `offset` of the buffer. One-way.
+/// Has the executor put bytes that it keeps for a buffer (see [`query`]) at `offset` of the buffer.
+/// One-way.
 ///
 /// # Errors
 ///
@@ -124,7 +129,8 @@ pub(super) fn attach(
     })
 }
 
-/// Names `len` bytes at `offset` of a buffer as a unit that others may ask for by its hash. One-way.
+/// Names `len` bytes at `offset` of a buffer as a unit that others may ask for by its hash.
+/// One-way.
 ///
 /// # Errors
 ///

@@ -1,7 +1,7 @@
 //! From ggml's ids and untyped parameters to the graph IR.
 //!
-//! Ids are translated by name ([`Ids`]), because their values move between ggml releases. `op_params` are decoded in
-//! [`op`] and [`params`] and nowhere else.
+//! Ids are translated by name ([`Ids`]), because their values move between ggml releases.
+//! `op_params` are decoded in [`op`] and [`params`] and nowhere else.
 
 mod op;
 mod params;
@@ -75,8 +75,8 @@ pub(crate) enum Meaning {
     Compute {
         /// The operator with its parameters.
         op: Op,
-        /// The number of the node's sources that the operator reads. Some nodes of ggml have more sources, which only
-        /// order the nodes.
+        /// The number of the node's sources that the operator reads. Some nodes of ggml have more
+        /// sources, which only order the nodes.
         sources: usize,
     },
 }
@@ -92,7 +92,8 @@ impl Translator {
         }
     }
 
-    /// The shape of a tensor. `None` if the IR does not have the type, or if a dimension is negative.
+    /// The shape of a tensor. `None` if the IR does not have the type, or if a dimension is
+    /// negative.
     ///
     /// # Safety
     ///
@@ -102,7 +103,8 @@ impl Translator {
         for (ne, &elements) in ne.iter_mut().zip(&tensor.ne) {
             *ne = u64::try_from(elements).ok()?;
         }
-        // SAFETY: the id is the type of a valid tensor of the translator's ggml: this function's contract.
+        // SAFETY: the id is the type of a valid tensor of the translator's ggml: this function's
+        // contract.
         let ty = unsafe { self.types.get(tensor.type_) }?;
         Some(Shape {
             ty,
@@ -117,7 +119,8 @@ impl Translator {
     ///
     /// As for [`shape`](Translator::shape).
     pub(crate) unsafe fn is_callback(&self, tensor: &ggml_tensor) -> bool {
-        // SAFETY: the id is the operator of a valid tensor of the translator's ggml: this function's contract.
+        // SAFETY: the id is the operator of a valid tensor of the translator's ggml: this
+        // function's contract.
         unsafe { self.ops.get(tensor.op) == Some(GgmlOp::Callback) }
     }
 
@@ -128,7 +131,8 @@ impl Translator {
     /// As for [`shape`](Translator::shape).
     pub(crate) unsafe fn meaning(&self, tensor: &ggml_tensor) -> Option<Meaning> {
         let p = Params::of(tensor);
-        // SAFETY: the id is the operator of a valid tensor of the translator's ggml: this function's contract.
+        // SAFETY: the id is the operator of a valid tensor of the translator's ggml: this
+        // function's contract.
         let op = match unsafe { self.ops.get(tensor.op) }? {
             GgmlOp::View => return Some(Meaning::Nothing),
             GgmlOp::Callback => return None,
@@ -153,13 +157,15 @@ impl Translator {
             GgmlOp::Op(kind) => op::with_params(kind, &p)?,
         };
         let kind = op.kind();
-        // The other sources of these operators are the tensor that the result is a view of, or give only its shape.
+        // The other sources of these operators are the tensor that the result is a view of, or give
+        // only its shape.
         let sources = match kind {
             OpKind::Copy | OpKind::Repeat => 1,
             OpKind::SetRows | OpKind::GetRowsBack => 2,
             _ => kind.sources().1,
         };
-        // A source that the IR does not know could change the meaning: the node is left to another backend.
+        // A source that the IR does not know could change the meaning: the node is left to another
+        // backend.
         let has_unknown_source = tensor
             .src
             .iter()

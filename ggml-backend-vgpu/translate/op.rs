@@ -1,13 +1,14 @@
 //! The operators of the IR with their parameters, from the `op_params` of a ggml node.
 //!
-//! The layout of the parameters of each operator is that of `ggml.c`, in every release that the plugin supports.
+//! The layout of the parameters of each operator is that of `ggml.c`, in every release that the
+//! plugin supports.
 
 use vgpu_transport::ir::{Op, OpKind, RopeMode, ScaleMode, SortOrder, TriKind};
 
 use super::params::Params;
 
-/// The operator `kind` with its parameters. `None` if a parameter has a value that the IR does not know, and for the
-/// operators whose parameters contain an id.
+/// The operator `kind` with its parameters. `None` if a parameter has a value that the IR does not
+/// know, and for the operators whose parameters contain an id.
 pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
     Some(match kind {
         OpKind::Copy => Op::Copy {},
@@ -289,7 +290,8 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
     })
 }
 
-/// ROPE, or ROPE_BACK if `backward`. The parameters 0 and 3 were n_past and n_ctx and have no meaning any more.
+/// ROPE, or ROPE_BACK if `backward`. The parameters 0 and 3 were n_past and n_ctx and have no
+/// meaning any more.
 pub(super) fn rope(p: &Params<'_>, backward: bool) -> Option<Op> {
     Some(Op::Rope {
         // GGML_ROPE_TYPE_*: bits, with these combinations only

@@ -28,7 +28,8 @@ pub(crate) fn store_in_background(hashes: Vec<UnstoredHash>) {
     let spawned = std::thread::Builder::new()
         .name("vgpu-hash".into())
         .spawn(move || {
-            // On Linux a priority belongs to one thread, not to the process: `who` 0 is this thread.
+            // On Linux a priority belongs to one thread, not to the process: `who` 0 is this
+            // thread.
             // SAFETY: `setpriority` takes integers only.
             unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 15) };
             store(hashes);

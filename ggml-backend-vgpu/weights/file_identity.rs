@@ -4,8 +4,8 @@ use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The time after a change during which a file may change again without a change of its times. Linux writes dirty pages
-/// of a mapping back within 30 seconds, and only then updates the times.
+/// The time after a change during which a file may change again without a change of its times.
+/// Linux writes dirty pages of a mapping back within 30 seconds, and only then updates the times.
 const SETTLING_TIME: Duration = Duration::from_secs(60);
 
 /// A file is unchanged as long as all these values are the same.

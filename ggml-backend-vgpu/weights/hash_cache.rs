@@ -8,8 +8,8 @@
 //! end HASH                    (the hash of all lines above)
 //! ```
 //!
-//! A file in any other form counts as absent. The folder is used only if no other user can write to it: who writes there
-//! can make the plugin ask for other bytes than those of the program.
+//! A file in any other form counts as absent. The folder is used only if no other user can write to
+//! it: who writes there can make the plugin ask for other bytes than those of the program.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -1,11 +1,13 @@
 //! Which part of which file a pointer of the program shows, if the program has mapped the file.
 //!
-//! The kernel is asked each time (`PROCMAP_QUERY`, Linux 6.11), because a program may map another file at the same
-//! address at any time. Only shared mappings without write permission count: what they show is the content of the file.
+//! The kernel is asked each time (`PROCMAP_QUERY`, Linux 6.11), because a program may map another
+//! file at the same address at any time. Only shared mappings without write permission count: what
+//! they show is the content of the file.
 //!
-//! A file is unchanged if its device, inode, size and times are ([`FileIdentity`]). That is as reliable as the file
-//! system. Only file systems are trusted that update the times with every write, including a write through a mapping
-//! once the page was written back, and only files that have not changed for longer than a write-back takes.
+//! A file is unchanged if its device, inode, size and times are ([`FileIdentity`]). That is as
+//! reliable as the file system. Only file systems are trusted that update the times with every
+//! write, including a write through a mapping once the page was written back, and only files that
+//! have not changed for longer than a write-back takes.
 
 use std::ffi::{OsStr, c_ulong};
 use std::fs::File;
@@ -23,7 +25,8 @@ use super::hash_cache::HashCache;
 /// Files that are kept open. A model has one file, or a few.
 const MAX_OPEN_FILES: usize = 8;
 
-/// `statfs.f_type` of the trusted file systems: ext4, XFS, Btrfs, F2FS, bcachefs, overlayfs (of these).
+/// `statfs.f_type` of the trusted file systems: ext4, XFS, Btrfs, F2FS, bcachefs, overlayfs (of
+/// these).
 const TRUSTED_FILE_SYSTEMS: [i64; 6] = [
     0xef53,
     0x5846_5342,
@@ -50,8 +53,8 @@ pub(crate) struct MappedFile {
 }
 
 impl FileRange {
-    /// The range of a file that `len` bytes at `data` show; `None` if these bytes are not (only) part of a mapping of a
-    /// trusted, unchanged file.
+    /// The range of a file that `len` bytes at `data` show; `None` if these bytes are not (only)
+    /// part of a mapping of a trusted, unchanged file.
     pub(crate) fn find(data: *const u8, len: usize) -> Option<FileRange> {
         let mapping = Mapping::at(data.addr() as u64)?;
         let start = data.addr() as u64;
@@ -128,7 +131,8 @@ impl MappedFile {
 fn is_trusted(file: &File) -> bool {
     // SAFETY: `statfs` consists of integers, for which all zeros are a value.
     let mut found: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open while `file` is borrowed, and `found` is a local that the kernel fills in.
+    // SAFETY: the descriptor is open while `file` is borrowed, and `found` is a local that the
+    // kernel fills in.
     let done = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut found) };
     #[allow(clippy::unnecessary_cast)] // the type of `f_type` depends on the platform
     let kind = found.f_type as i64;
@@ -179,7 +183,8 @@ const WANTED: u64 = 0x01 | 0x08 | 0x20;
 const WRITABLE: u64 = 0x02;
 
 impl Mapping {
-    /// The mapping that contains `address`, if the mapping is readable, shared, not writable, and of a file.
+    /// The mapping that contains `address`, if the mapping is readable, shared, not writable, and
+    /// of a file.
     fn at(address: u64) -> Option<Mapping> {
         static MAPS: Mutex<Option<(u32, Option<File>)>> = Mutex::new(None);
         let mut maps = MAPS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -198,8 +203,9 @@ impl Mapping {
             vma_name_addr: path.as_mut_ptr() as u64,
             ..ProcmapQuery::default()
         };
-        // SAFETY: the kernel writes into `query`, and at most `vma_name_size` bytes to `vma_name_addr`, which is
-        // `path` with as many bytes. Both are locals that live until the call returns.
+        // SAFETY: the kernel writes into `query`, and at most `vma_name_size` bytes to
+        // `vma_name_addr`, which is `path` with as many bytes. Both are locals that live until the
+        // call returns.
         let done = unsafe { libc::ioctl(file.as_raw_fd(), PROCMAP_QUERY as _, &raw mut query) };
         if done != 0 || query.vma_flags & WRITABLE != 0 || query.inode == 0 {
             return None;

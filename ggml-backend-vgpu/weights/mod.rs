@@ -1,7 +1,7 @@
 //! What this process knows about the content of weights before it sends them.
 //!
-//! The executor keeps weights by the BLAKE3 hash of their bytes. To ask for bytes by their hash, the plugin must know
-//! the hash without hashing gigabytes at each start:
+//! The executor keeps weights by the BLAKE3 hash of their bytes. To ask for bytes by their hash,
+//! the plugin must know the hash without hashing gigabytes at each start:
 //!
 //! - [`mapped_file`]: which part of which file a pointer of the program shows.
 //! - [`hash_cache`]: the hashes of the parts of a file, kept on disk.
