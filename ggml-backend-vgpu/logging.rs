@@ -9,8 +9,9 @@ use std::sync::{Arc, Once};
 
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::Registry;
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
-use tracing_subscriber::{EnvFilter, Registry};
 
 use crate::abi::{
     GGML_LOG_LEVEL_DEBUG, GGML_LOG_LEVEL_ERROR, GGML_LOG_LEVEL_INFO, GGML_LOG_LEVEL_WARN,
@@ -22,7 +23,11 @@ use crate::ggml::{Ggml, GgmlError};
 pub(crate) fn start(ggml: Arc<Ggml>) {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
-        let filter = EnvFilter::try_from_env("VGPU_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+        let named = std::env::var("VGPU_LOG").ok();
+        let named = named.filter(|named| !named.is_empty());
+        let filter = named
+            .and_then(|named| named.parse::<Targets>().ok())
+            .unwrap_or_else(|| Targets::new().with_default(Level::INFO));
         let subscriber = Registry::default().with(filter).with(GgmlLog(ggml));
         // Fails if there is a subscriber already. Only a test can have set one.
         let _ = tracing::subscriber::set_global_default(subscriber);
