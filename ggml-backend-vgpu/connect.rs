@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vgpu_transport::link::dial::dial;
+use vgpu_transport::link;
 use vgpu_transport::link::{Endpoint, GuestEnd};
 
 use crate::ggml::Ggml;
@@ -50,7 +50,7 @@ pub(crate) enum ConnectError {
 pub(crate) fn connect(endpoint: &Endpoint, ggml: &Ggml) -> Result<Arc<Session>, ConnectError> {
     let end: Box<dyn GuestEnd> = match endpoint {
         Endpoint::Inproc => inproc()?,
-        other => dial(other, TIMEOUT).map_err(|error| ConnectError::Link {
+        other => link::connect::connect(other, TIMEOUT).map_err(|error| ConnectError::Link {
             endpoint: endpoint.clone(),
             error,
         })?,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vgpu_transport::link::dial::expand;
+use vgpu_transport::link::connect::expand;
 use vgpu_transport::link::{Endpoint, EndpointError};
 
 use crate::connect::connect;

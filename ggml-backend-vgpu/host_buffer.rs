@@ -9,7 +9,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use vgpu_transport::link::Lent;
+use vgpu_transport::link::StagingRegion;
 
 use crate::abi::ggml_tensor;
 use crate::device_context::DeviceContext;
@@ -33,7 +33,7 @@ pub(crate) struct HostBuffer {
 /// Where the memory comes from.
 enum Memory {
     /// The link.
-    Link(Lent),
+    Link(StagingRegion),
     /// The allocator of this process.
     Heap(Layout),
 }
@@ -98,7 +98,7 @@ impl HostBuffer {
         }
     }
 
-    fn staging(&self) -> Option<&Lent> {
+    fn staging(&self) -> Option<&StagingRegion> {
         match &self.memory {
             Memory::Link(staging) => Some(staging),
             Memory::Heap(_) => None,

@@ -357,7 +357,7 @@ fn host_buffers_are_memory_of_the_program() {
     assert_eq!(seen, values);
     assert_eq!(graph.get::<i32>(a), values);
     drop(buffer);
-    // More than the link can lend, and nothing: both are buffers.
+    // More than the link can stage, and nothing: both are buffers.
     for size in [
         0,
         1,

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use vgpu_transport::bytes::BytesMut;
 use vgpu_transport::ir::BufferId;
-use vgpu_transport::window::memory::Window;
+use vgpu_transport::shm::memory::Window;
 
 use super::error::SessionError;
 

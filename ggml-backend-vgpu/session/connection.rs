@@ -138,7 +138,7 @@ impl Connection {
     ) -> Result<u64, SessionError> {
         self.message.clear();
         request.encode(&mut self.message);
-        self.sent = self.end.send_lent(&self.message, payload)?;
+        self.sent = self.end.send_staged(&self.message, payload)?;
         self.last_staged = self.sent;
         Ok(self.sent)
     }

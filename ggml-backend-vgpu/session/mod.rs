@@ -36,7 +36,7 @@ use std::time::Instant;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::BufferId;
-use vgpu_transport::link::{GuestEnd, Lent};
+use vgpu_transport::link::{GuestEnd, StagingRegion};
 use vgpu_transport::wire::{Reply, Request};
 
 use crate::graph_cache::GraphImage;
@@ -279,17 +279,22 @@ impl Session {
     /// Memory of the link for a host buffer of `size` bytes. `None` if the link has none left, or
     /// none for so large a buffer. Given back with
     /// [`remove_host_buffer`](Session::remove_host_buffer).
-    pub(crate) fn alloc_staging(&self, size: usize) -> Option<Lent> {
+    pub(crate) fn alloc_staging(&self, size: usize) -> Option<StagingRegion> {
         if size > MAX_STAGED_BYTES {
             return None;
         }
-        let staging = self.connection.with_conn(|c| Ok(c.end.lend(size)));
+        let staging = self.connection.with_conn(|c| Ok(c.end.alloc_staging(size)));
         staging.ok().flatten()
     }
 
     /// From now on, asynchronous reads and writes may use the `size` bytes at `base`. `staging` is
     /// the memory of the link that these bytes are, if they are.
-    pub(crate) fn add_host_buffer(&self, base: usize, size: usize, staging: Option<&Lent>) {
+    pub(crate) fn add_host_buffer(
+        &self,
+        base: usize,
+        size: usize,
+        staging: Option<&StagingRegion>,
+    ) {
         self.connection.lock().add_host_buffer(HostBufferRange {
             base,
             size,
@@ -299,7 +304,7 @@ impl Session {
 
     /// The opposite. Waits for everything under way from and to the memory, so that it can be
     /// freed.
-    pub(crate) fn remove_host_buffer(&self, base: usize, staging: Option<Lent>) {
+    pub(crate) fn remove_host_buffer(&self, base: usize, staging: Option<StagingRegion>) {
         let waited = self.connection.with_conn(|c| {
             c.wait(c.last_to_wait_for())?;
             c.receive_reads()
@@ -310,7 +315,7 @@ impl Session {
             connection.poison_reads();
         }
         if let Some(staging) = staging {
-            connection.end.take_back(staging);
+            connection.end.free_staging(staging);
         }
     }
 

@@ -25,7 +25,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::wire::{ContentHash, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT};
+use vgpu_transport::wire::{ContentHash, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT};
 
 use super::allocation::Allocation;
 use super::error::SessionError;
@@ -246,7 +246,7 @@ impl OpenUpload {
             .filter(|(_, len)| self.lengths.contains(len))
             .take(MAX_EXTENTS)
             .collect();
-        for chunk in wanted.chunks(MAX_ASKED) {
+        for chunk in wanted.chunks(MAX_QUERIED) {
             let places = weight_requests::query(connection, to, chunk)?;
             self.kept
                 .extend(places.into_iter().map(|place| chunk[place]));

@@ -52,7 +52,7 @@ pub(super) fn lookup(
     hash: ContentHash,
     proof: impl FnOnce(ContentHash) -> ContentHash,
 ) -> Result<bool, SessionError> {
-    let request = Request::Adopt {
+    let request = Request::Lookup {
         buffer: to.id(),
         offset,
         len,
@@ -89,7 +89,7 @@ pub(super) fn query(
     to: &Allocation,
     wanted: &[(ContentHash, u64)],
 ) -> Result<Vec<usize>, SessionError> {
-    let request = Request::Ask {
+    let request = Request::Query {
         buffer: to.id(),
         wanted: Wanted(wanted.to_vec()),
     };
@@ -116,7 +116,7 @@ pub(super) fn attach(
     len: u64,
     hash: ContentHash,
 ) -> Result<(), SessionError> {
-    let request = Request::Take {
+    let request = Request::Attach {
         buffer: to.id(),
         offset,
         len,
@@ -157,6 +157,6 @@ pub(super) fn name_extent(
 pub(super) fn seal(connection: &SharedConnection, buffer: BufferId) -> Result<(), SessionError> {
     connection.with_conn(|c| {
         c.forget_users(buffer)?;
-        c.send(&Request::Settle { buffer }).map(drop)
+        c.send(&Request::Seal { buffer }).map(drop)
     })
 }

@@ -9,8 +9,8 @@ use tracing::{error, info_span};
 use vgpu_engine::Engine;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::window::{WindowGuest, inproc_pair};
-use vgpu_transport::link::{Counters, GuestEnd, Lent, LinkError};
-use vgpu_transport::window::memory::Window;
+use vgpu_transport::link::{Counters, GuestEnd, LinkError, StagingRegion};
+use vgpu_transport::shm::memory::Window;
 
 use crate::limits::Limits;
 use crate::session::{Session, Stop};
@@ -67,16 +67,16 @@ impl GuestEnd for Inproc {
         self.guest.wait_retired(request)
     }
 
-    fn lend(&mut self, len: usize) -> Option<Lent> {
-        self.guest.lend(len)
+    fn alloc_staging(&mut self, len: usize) -> Option<StagingRegion> {
+        self.guest.alloc_staging(len)
     }
 
-    fn take_back(&mut self, lent: Lent) {
-        self.guest.take_back(lent);
+    fn free_staging(&mut self, staging: StagingRegion) {
+        self.guest.free_staging(staging);
     }
 
-    fn send_lent(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
-        self.guest.send_lent(message, payload)
+    fn send_staged(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
+        self.guest.send_staged(message, payload)
     }
 
     fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {

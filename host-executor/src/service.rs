@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tracing::warn;
-use vgpu_transport::link::rights;
+use vgpu_transport::link::scm_rights;
 
 /// Files passed to a service begin here.
 const FIRST: RawFd = 3;
@@ -90,6 +90,6 @@ fn send(path: &[u8], message: &str, file: Option<BorrowedFd<'_>>) -> rustix::io:
         SocketFlags::CLOEXEC,
         None,
     )?;
-    rights::send_to(&socket, &address, message.as_bytes(), file.as_slice())?;
+    scm_rights::send_to(&socket, &address, message.as_bytes(), file.as_slice())?;
     Ok(())
 }

@@ -10,7 +10,7 @@ use vgpu_transport::wire::Request;
 /// Names of the kinds of request, in the order of their numbers on the wire.
 const KINDS: [&str; 20] = [
     "HELLO", "ALLOC", "FREE", "WRITE", "READ", "FILL", "COPY", "GRAPH", "SUBMIT", "FORGET",
-    "MEMORY", "FENCE", "PATCH", "WEIGHTS", "ADOPT", "PROOF", "EXTENT", "SETTLE", "ASK", "TAKE",
+    "MEMORY", "FENCE", "PATCH", "WEIGHTS", "LOOKUP", "PROOF", "EXTENT", "SEAL", "QUERY", "ATTACH",
 ];
 
 /// The kind of a request.
@@ -34,12 +34,12 @@ impl Kind {
             Request::Fence { .. } => 11,
             Request::Patch { .. } => 12,
             Request::Weights { .. } => 13,
-            Request::Adopt { .. } => 14,
+            Request::Lookup { .. } => 14,
             Request::Proof { .. } => 15,
             Request::Extent { .. } => 16,
-            Request::Settle { .. } => 17,
-            Request::Ask { .. } => 18,
-            Request::Take { .. } => 19,
+            Request::Seal { .. } => 17,
+            Request::Query { .. } => 18,
+            Request::Attach { .. } => 19,
         })
     }
 

@@ -11,8 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use vgpu_transport::link::pci::directory;
-use vgpu_transport::window::layout;
-use vgpu_transport::window::memory::{Memory, Window};
+use vgpu_transport::shm::layout;
+use vgpu_transport::shm::memory::{Memory, Window};
 use vgpu_transport::wire::GraphId;
 
 use common::{Guest, add, bytes, floats};

@@ -17,7 +17,7 @@ use vgpu_engine::Engine;
 use vgpu_executor::{Limits, Server};
 use vgpu_transport::ir::{BufferId, Graph, Op, Type, patch};
 use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
-use vgpu_transport::window::memory::Window;
+use vgpu_transport::shm::memory::Window;
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 const GUESTS: usize = 4;

@@ -12,7 +12,7 @@ use vfio_user::Client;
 use vgpu_executor::vm::VfioUserDoor;
 use vgpu_executor::{Limits, Server};
 use vgpu_transport::link::pci::{DOORBELL, directory};
-use vgpu_transport::window::memory::{Memory as _, Window};
+use vgpu_transport::shm::memory::{Memory as _, Window};
 
 use common::cpu;
 use machine::{Dir, wait_for};

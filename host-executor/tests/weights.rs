@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::model::{adopt, for_weights, hash, read_all, upload, write};
+use common::model::{for_weights, hash, lookup, read_all, upload, write};
 use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::{CacheOptions, Sharing};
 use vgpu_executor::{Limits, Process, Weights};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, Reply, Request, Wanted,
+    ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request, Wanted,
 };
 
 const GRAPH: GraphId = GraphId(1);
@@ -65,7 +65,7 @@ fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
     let (buffer, lengths) = for_weights(guest, model.len() as u64);
     let mut not_sent = 0;
     for (offset, part) in parts(model) {
-        if lengths.contains(&(part.len() as u64)) && adopt(guest, buffer, offset, part) {
+        if lengths.contains(&(part.len() as u64)) && lookup(guest, buffer, offset, part) {
             not_sent += part.len() as u64;
         } else {
             upload(guest, buffer, offset, part);
@@ -77,7 +77,7 @@ fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
         FIRST,
         &model[FIRST as usize..][..SMALL as usize],
     );
-    guest.send(&Request::Settle { buffer });
+    guest.send(&Request::Seal { buffer });
     guest.fence();
     (buffer, not_sent)
 }
@@ -153,7 +153,7 @@ fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
 /// What the host keeps of these for a buffer.
 fn ask(guest: &mut Guest, buffer: BufferId, wanted: &[(ContentHash, u64)]) -> Vec<u64> {
     let wanted = Wanted(wanted.to_vec());
-    match guest.ask(&Request::Ask { buffer, wanted }) {
+    match guest.ask(&Request::Query { buffer, wanted }) {
         Reply::Have { places, .. } => places.0,
         other => panic!("{other:?}"),
     }
@@ -173,7 +173,7 @@ fn what_is_kept_is_taken_without_waiting_even_from_the_dead() {
     drop(one);
     wait("the first one's end", || host.server.sessions().len() == 1);
     for (offset, part) in parts(&model) {
-        two.send(&Request::Take {
+        two.send(&Request::Attach {
             buffer,
             offset,
             len: part.len() as u64,
@@ -190,9 +190,9 @@ fn what_is_kept_is_taken_without_waiting_even_from_the_dead() {
     let (buffer, _) = for_weights(&mut small, SECOND);
     assert_eq!(ask(&mut small, buffer, &wanted), [3, 4]);
     // Nor what is not asked for, nor any longer than until the weights are complete.
-    small.send(&Request::Settle { buffer });
+    small.send(&Request::Seal { buffer });
     assert_eq!(ask(&mut small, buffer, &wanted).len(), 0);
-    small.send(&Request::Take {
+    small.send(&Request::Attach {
         buffer,
         offset: 0,
         len: SECOND,
@@ -204,10 +204,10 @@ fn what_is_kept_is_taken_without_waiting_even_from_the_dead() {
     let mut other = guest(&host, 8);
     let (buffer, _) = for_weights(&mut other, MODEL);
     assert_eq!(ask(&mut other, buffer, &wanted).len(), 0);
-    let wanted = Wanted(vec![first; MAX_ASKED + 1]);
-    other.send(&Request::Ask { buffer, wanted });
+    let wanted = Wanted(vec![first; MAX_QUERIED + 1]);
+    other.send(&Request::Query { buffer, wanted });
     let reason = other.ended();
-    assert!(reason.contains("ASK is for 1025 extents"), "{reason}");
+    assert!(reason.contains("QUERY is for 1025 extents"), "{reason}");
     drop((two, host));
 }
 
@@ -273,7 +273,7 @@ fn graphs_compiled_before_the_weights_were_complete_or_merged_go_on() {
         common::floats(&two.read(result, 0, 4 * COUNT)),
         numbers(1.0)
     );
-    two.send(&Request::Settle { buffer: two_has });
+    two.send(&Request::Seal { buffer: two_has });
     two.submit(reader);
     wait("the second copy's end", || {
         two.fence();
@@ -346,7 +346,7 @@ fn what_two_have_sent_is_held_once_after_all() {
                 len,
             });
         }
-        guest.send(&Request::Settle { buffer });
+        guest.send(&Request::Seal { buffer });
         guest.fence();
     }
     wait("merging", || {
@@ -383,7 +383,7 @@ fn a_hash_gets_nothing_that_was_not_uploaded_under_it() {
         (hash(part), FIRST - 1),
         (hash(part), FIRST + 1),
     ] {
-        let answer = two.ask(&Request::Adopt {
+        let answer = two.ask(&Request::Lookup {
             buffer,
             offset: 0,
             len,
@@ -396,7 +396,7 @@ fn a_hash_gets_nothing_that_was_not_uploaded_under_it() {
     for i in 0..20_000u32 {
         let mut hash = ContentHash([9; 32]);
         hash.0[..4].copy_from_slice(&i.to_le_bytes());
-        two.send(&Request::Adopt {
+        two.send(&Request::Lookup {
             buffer,
             offset: 0,
             len: FIRST,
@@ -424,7 +424,7 @@ fn a_name_without_the_bytes_is_a_name_for_what_is_there() {
         offset,
         len,
     });
-    liar.send(&Request::Settle { buffer });
+    liar.send(&Request::Seal { buffer });
     liar.fence();
     wait("hashing", || weights.stats().extents == 1);
     // Named and written by half, and never settled; one of them goes in between.
@@ -437,8 +437,8 @@ fn a_name_without_the_bytes_is_a_name_for_what_is_there() {
             let mut two = guest(&host, 7);
             let (buffer, lengths) = for_weights(&mut two, FIRST);
             assert_eq!(lengths, [FIRST], "of the zeros");
-            assert!(!adopt(&mut two, buffer, 0, &model[..FIRST as usize]));
-            assert!(adopt(&mut two, buffer, 0, &vec![0; FIRST as usize]));
+            assert!(!lookup(&mut two, buffer, 0, &model[..FIRST as usize]));
+            assert!(lookup(&mut two, buffer, 0, &vec![0; FIRST as usize]));
             assert!(read_all(&mut two, buffer, FIRST).iter().all(|&b| b == 0));
         }
     }
@@ -468,14 +468,14 @@ fn other_users_get_nothing() {
     let (buffer, lengths) = for_weights(&mut other, MODEL);
     assert!(lengths.is_empty(), "not even the lengths: {lengths:?}");
     let [(offset, part), _] = parts(&model);
-    assert!(!adopt(&mut other, buffer, offset, part));
+    assert!(!lookup(&mut other, buffer, offset, part));
     // Nor does anybody of whom nothing is known, from anybody.
     let (mut stranger, mut twin) = (host.guest(), host.guest());
     load(&mut stranger, &model);
     wait("hashing", || weights.stats().extents == 4);
     let (buffer, lengths) = for_weights(&mut twin, MODEL);
     assert!(lengths.is_empty(), "{lengths:?}");
-    assert!(!adopt(&mut twin, buffer, offset, part));
+    assert!(!lookup(&mut twin, buffer, offset, part));
 }
 
 #[test]
@@ -488,7 +488,7 @@ fn among_all_a_proof_is_asked_for() {
     assert_eq!(lengths.len(), 2);
     let [(offset, part), _] = parts(&model);
     let len = part.len() as u64;
-    let ask = Request::Adopt {
+    let ask = Request::Lookup {
         buffer,
         offset,
         len,
@@ -515,12 +515,12 @@ fn among_all_a_proof_is_asked_for() {
         assert!(matches!(answer, Reply::Missing { .. }), "{answer:?}");
     }
     assert!(read_all(&mut other, buffer, len).iter().all(|&b| b == 0));
-    assert!(adopt(&mut other, buffer, offset, part));
+    assert!(lookup(&mut other, buffer, offset, part));
     assert!(read_all(&mut other, buffer, len) == part);
     // Who has proven it once is asked no more.
     let mut again = guest(&host, 8);
     let (buffer, _) = for_weights(&mut again, MODEL);
-    let ask = Request::Adopt {
+    let ask = Request::Lookup {
         buffer,
         offset,
         len,
@@ -530,7 +530,7 @@ fn among_all_a_proof_is_asked_for() {
     // A proof belongs to the question before it.
     let mut late = guest(&host, 9);
     let (buffer, _) = for_weights(&mut late, MODEL);
-    let ask = Request::Adopt {
+    let ask = Request::Lookup {
         buffer,
         offset,
         len,
@@ -555,7 +555,7 @@ fn broken_rules_end_the_session() {
         offset,
         len,
     };
-    let adopt = |buffer, offset, len| Request::Adopt {
+    let lookup = |buffer, offset, len| Request::Lookup {
         buffer,
         offset,
         len,
@@ -567,12 +567,12 @@ fn broken_rules_end_the_session() {
         ("an extent of 65535 bytes", &|w, _| {
             extent(w, 0, MIN_EXTENT - 1)
         }),
-        ("an extent of 0 bytes", &|w, _| adopt(w, 0, 0)),
+        ("an extent of 0 bytes", &|w, _| lookup(w, 0, 0)),
         ("touches bytes", &|w, _| extent(w, 1, MODEL)),
-        ("touches bytes", &|w, _| adopt(w, u64::MAX, MODEL)),
+        ("touches bytes", &|w, _| lookup(w, u64::MAX, MODEL)),
         ("not for weights", &|_, plain| extent(plain, 0, MIN_EXTENT)),
-        ("not for weights", &|_, plain| adopt(plain, 0, MIN_EXTENT)),
-        ("not for weights", &|_, plain| Request::Settle {
+        ("not for weights", &|_, plain| lookup(plain, 0, MIN_EXTENT)),
+        ("not for weights", &|_, plain| Request::Seal {
             buffer: plain,
         }),
         ("does not have", &|_, _| Request::Weights {
@@ -723,7 +723,7 @@ fn a_model_known_from_before_a_restart_is_not_sent_again() {
     let mut other = guest(&host, 8);
     let (buffer, lengths) = for_weights(&mut other, MODEL);
     assert!(lengths.is_empty(), "{lengths:?}");
-    assert!(!adopt(&mut other, buffer, 0, parts(&model)[0].1));
+    assert!(!lookup(&mut other, buffer, 0, parts(&model)[0].1));
 }
 
 #[test]

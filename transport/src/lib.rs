@@ -3,11 +3,11 @@
 //! - [`ir`]: graphs, operators, capabilities; what both sides agree a graph means.
 //! - [`wire`]: the messages of a session.
 //! - [`link`]: the ends that carry messages, and what an implementation promises.
-//! - [`window`]: shared memory, the rings in it, sleeping and waking.
+//! - [`shm`]: shared memory, the rings in it, sleeping and waking.
 //! - [`bytes`]: payloads that the peer may be changing.
 
 pub mod bytes;
 pub mod ir;
 pub mod link;
-pub mod window;
+pub mod shm;
 pub mod wire;

@@ -36,8 +36,8 @@ pub const MAX_EXTENTS: usize = 4096;
 /// Most lengths in one [`Reply::Held`].
 pub const MAX_LENGTHS: usize = 4096;
 
-/// Most extents in one [`Request::Ask`].
-pub const MAX_ASKED: usize = 1024;
+/// Most extents in one [`Request::Query`].
+pub const MAX_QUERIED: usize = 1024;
 
 /// The BLAKE3 hash of an extent's bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -222,7 +222,7 @@ messages! {
         },
         /// Asks for bytes that the host has already. Answered by [`Reply::Done`], and they are in the buffer, by
         /// [`Reply::Missing`], or by [`Reply::Prove`].
-        15 Adopt {
+        15 Lookup {
             /// A buffer for weights.
             buffer: BufferId,
             /// Where in it, in bytes.
@@ -248,14 +248,14 @@ messages! {
             len: u64,
         },
         /// Asks which extents the host has for this guest, to be taken later. Answered by [`Reply::Have`].
-        19 Ask {
+        19 Query {
             /// A buffer for weights that is not settled.
             buffer: BufferId,
             /// What is wanted.
             wanted: Wanted,
         },
         /// Puts bytes that the host [has](Reply::Have) for this buffer into it. One-way.
-        20 Take {
+        20 Attach {
             /// The buffer.
             buffer: BufferId,
             /// Where in it, in bytes.
@@ -266,7 +266,7 @@ messages! {
             hash: ContentHash,
         },
         /// The weights of a buffer are complete. It can still be written; that costs the host a copy. One-way.
-        18 Settle {
+        18 Seal {
             /// The buffer.
             buffer: BufferId,
         },
@@ -353,7 +353,7 @@ messages! {
             request: u64,
         },
         /// Which of the extents asked for the host has: it keeps them for this buffer until that is settled. Others
-        /// may be there all the same, for those who ask for one ([`Request::Adopt`]).
+        /// may be there all the same, for those who ask for one ([`Request::Lookup`]).
         12 Have {
             /// The request.
             request: u64,
@@ -375,7 +375,7 @@ messages! {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lengths(pub Vec<u64>);
 
-/// Extents by hash and length, at most [`MAX_ASKED`].
+/// Extents by hash and length, at most [`MAX_QUERIED`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Wanted(pub Vec<(ContentHash, u64)>);
 
@@ -558,7 +558,7 @@ mod tests {
     #[test]
     fn hashes_and_lengths_round_trip() {
         let hash = ContentHash(std::array::from_fn(|i| i as u8));
-        let request = Request::Adopt {
+        let request = Request::Lookup {
             buffer: BufferId(3),
             offset: 1 << 40,
             len: MIN_EXTENT,
@@ -578,9 +578,9 @@ mod tests {
         assert!(bytes.len() <= MAX_MESSAGE, "{} bytes", bytes.len());
         assert_eq!(Reply::decode(&bytes), Ok(held));
 
-        let ask = Request::Ask {
+        let ask = Request::Query {
             buffer: BufferId(3),
-            wanted: Wanted(vec![(hash, 1 << 50); MAX_ASKED]),
+            wanted: Wanted(vec![(hash, 1 << 50); MAX_QUERIED]),
         };
         bytes.clear();
         ask.encode(&mut bytes);

@@ -9,10 +9,10 @@ use std::time::Duration;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::window::{WindowGuest, WindowHost};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
-use vgpu_transport::window::doorbell::EventDoorbell;
-use vgpu_transport::window::heartbeat::Pulse;
-use vgpu_transport::window::layout::{Layout, MIN_SIZE, STATE_CLOSED, word};
-use vgpu_transport::window::memory::{Memory, Window};
+use vgpu_transport::shm::doorbell::EventDoorbell;
+use vgpu_transport::shm::layout::{Layout, MIN_SIZE, STATE_CLOSED, word};
+use vgpu_transport::shm::liveness::Liveness;
+use vgpu_transport::shm::memory::{Memory, Window};
 use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 
 /// Sessions tried per test.
@@ -193,8 +193,8 @@ fn a_guest_notices_that_its_window_is_gone() {
 fn a_guest_gives_up_a_host_without_a_heart() {
     let (window, layout) = window();
     let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
-    let pulse = Pulse::new(&window, Duration::from_millis(1200));
-    let mut guest = WindowGuest::new(window, &layout, Box::new(guest_bell), Some(pulse));
+    let liveness = Liveness::new(&window, Duration::from_millis(1200));
+    let mut guest = WindowGuest::new(window, &layout, Box::new(guest_bell), Some(liveness));
     assert_eq!(guest.send(b"request", Bytes::from(&[][..])), Ok(1));
     let stalled = Err(LinkError::Stalled { seconds: 1 });
     assert_eq!(guest.wait_retired(1), stalled);

@@ -10,9 +10,9 @@ use loom::sync::atomic::{AtomicU64, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use vgpu_transport::window::memory::Memory;
-use vgpu_transport::window::ring::{Arrived, Consumer, Limits, Payload, Place, Producer};
-use vgpu_transport::window::sleep::{SleepWords, Sleeper, Waker};
+use vgpu_transport::shm::memory::Memory;
+use vgpu_transport::shm::notify::{SleepWords, Sleeper, Waker};
+use vgpu_transport::shm::ring::{Arrived, Consumer, Limits, Payload, Producer, RingArea};
 
 const LINE: usize = 64;
 
@@ -115,8 +115,8 @@ impl Bell {
     }
 }
 
-fn place(ring: usize) -> Place {
-    Place {
+fn place(ring: usize) -> RingArea {
+    RingArea {
         data: DATA..DATA + ring,
         tail: TAIL,
         head: HEAD,

@@ -24,7 +24,7 @@ use vgpu_transport::link::unix::{
 };
 use vgpu_transport::link::window::WindowGuest;
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
-use vgpu_transport::window::layout::{DEFAULT_SIZE, MIN_SIZE};
+use vgpu_transport::shm::layout::{DEFAULT_SIZE, MIN_SIZE};
 
 const WAIT: Duration = Duration::from_secs(20);
 

@@ -7,9 +7,9 @@ use std::ops::Range;
 use proptest::prelude::*;
 
 use vgpu_transport::link::LinkError;
-use vgpu_transport::window::memory::Memory;
-use vgpu_transport::window::ring::{
-    Arrived, Consumer, HEADER, Limits, Payload, Place, Producer, RECORD_ALIGN,
+use vgpu_transport::shm::memory::Memory;
+use vgpu_transport::shm::ring::{
+    Arrived, Consumer, HEADER, Limits, Payload, Producer, RECORD_ALIGN, RingArea,
 };
 
 const TAIL: usize = 0;
@@ -63,8 +63,8 @@ impl Memory for Plain {
     fn full_fence(&self) {}
 }
 
-fn place() -> Place {
-    Place {
+fn place() -> RingArea {
+    RingArea {
         data: DATA,
         tail: TAIL,
         head: HEAD,

@@ -22,7 +22,7 @@ use clap::Parser;
 use rustix::net::RecvFlags;
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGINT, SIGTERM};
-use vgpu_transport::link::rights;
+use vgpu_transport::link::scm_rights;
 
 /// Most files kept: three for each virtual machine.
 const MOST_FILES: usize = 1024;
@@ -213,7 +213,7 @@ impl Post {
     fn receive(&self, kept: &mut Vec<(String, OwnedFd)>) -> anyhow::Result<()> {
         let mut bytes = [0; 4096];
         // Files stay open in the programs we start: they are for them.
-        let got = match rights::receive(&self.socket, &mut bytes, RecvFlags::empty()) {
+        let got = match scm_rights::receive(&self.socket, &mut bytes, RecvFlags::empty()) {
             Ok(got) => got,
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
             Err(error) => return Err(error).context("hearing from the executor"),

@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use common::model::{adopt, for_weights, read_all, upload};
+use common::model::{lookup, for_weights, read_all, upload};
 use common::{Build, Bystander, Guest, PATIENCE, add, bytes, get_rows, image};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::Signal;
@@ -523,7 +523,7 @@ fn put_on_disk(guest: &mut Guest, folder: &Path, content: &[u8]) {
     let kept = files(folder);
     let (buffer, _) = for_weights(guest, content.len() as u64);
     upload(guest, buffer, 0, content);
-    guest.send(&Request::Settle { buffer });
+    guest.send(&Request::Seal { buffer });
     guest.fence();
     let since = Instant::now();
     while files(folder).iter().all(|file| kept.contains(file)) {
@@ -564,13 +564,13 @@ fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
     // What a guest says is the hash of something makes no entry: this is other bytes under a hash that is asked for.
     let claimed = self::content(2);
     let (buffer, _) = for_weights(&mut guest, content.len() as u64);
-    assert!(!adopt(&mut guest, buffer, 0, &claimed));
+    assert!(!lookup(&mut guest, buffer, 0, &claimed));
     upload(&mut guest, buffer, 0, &content);
-    guest.send(&Request::Settle { buffer });
+    guest.send(&Request::Seal { buffer });
     guest.fence();
     let (buffer, _) = for_weights(&mut guest, content.len() as u64);
     assert!(
-        !adopt(&mut guest, buffer, 0, &claimed),
+        !lookup(&mut guest, buffer, 0, &claimed),
         "a claim has become an entry"
     );
     drop(guest);
@@ -588,7 +588,7 @@ fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
     let mut guest = serve.guest(&scratch.socket());
     let (buffer, _) = for_weights(&mut guest, content.len() as u64);
     assert!(
-        !adopt(&mut guest, buffer, 0, &content),
+        !lookup(&mut guest, buffer, 0, &content),
         "wrong weights were handed out"
     );
     assert!(
@@ -635,7 +635,7 @@ fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
     let serve = Serve::start(&scratch.socket(), &["--weights-cache", &cache]);
     let mut guest = serve.guest(&scratch.socket());
     let (buffer, _) = for_weights(&mut guest, last.len() as u64);
-    assert!(adopt(&mut guest, buffer, 0, &last));
+    assert!(lookup(&mut guest, buffer, 0, &last));
     assert!(read_all(&mut guest, buffer, last.len() as u64) == last);
     drop(guest);
     serve.signal(Signal::TERM);

@@ -11,14 +11,14 @@ use std::fs;
 use std::os::fd::AsFd as _;
 use std::time::Instant;
 
-use common::model::{adopt, for_weights, read_all, upload};
+use common::model::{lookup, for_weights, read_all, upload};
 use common::{Guest, PATIENCE, add, bytes};
 use machine::Machine;
 use rustix::process::{Pid, Signal, kill_process};
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::pci::directory;
-use vgpu_transport::window::memory::{Memory as _, Window};
+use vgpu_transport::shm::memory::{Memory as _, Window};
 use vgpu_transport::wire::{GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
 
 /// Workers of a supervisor, by the number of their first session, once there are `count` of them.
@@ -520,12 +520,12 @@ fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
     let content: Vec<u8> = (0..4 * MIN_EXTENT).map(|i| ((i * i) >> 5) as u8).collect();
     let (buffer, _) = for_weights(&mut first, content.len() as u64);
     upload(&mut first, buffer, 0, &content);
-    first.send(&Request::Settle { buffer });
+    first.send(&Request::Seal { buffer });
     first.fence();
     // A thread hashes them meanwhile.
     let (buffer, _) = for_weights(&mut second, content.len() as u64);
     let start = Instant::now();
-    while !adopt(&mut second, buffer, 0, &content) {
+    while !lookup(&mut second, buffer, 0, &content) {
         assert!(
             start.elapsed() < PATIENCE,
             "the same guest does not get them"
@@ -535,7 +535,7 @@ fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
     assert!(read_all(&mut second, buffer, content.len() as u64) == content);
     let (buffer, _) = for_weights(&mut other, content.len() as u64);
     assert!(
-        !adopt(&mut other, buffer, 0, &content),
+        !lookup(&mut other, buffer, 0, &content),
         "another guest gets them"
     );
     let status = status_when(&scratch, |status| {

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use vgpu_transport::link::rights;
+use vgpu_transport::link::scm_rights;
 
 use crate::roster::Rules;
 use crate::server::Peer;
@@ -92,7 +92,7 @@ impl Post {
         let text = serde_json::to_vec(message)?;
         let file = file.map(AsFd::as_fd);
         loop {
-            return match rights::send(&self.0, &text, file.as_slice(), SendFlags::DONTWAIT) {
+            return match scm_rights::send(&self.0, &text, file.as_slice(), SendFlags::DONTWAIT) {
                 Ok(_) => Ok(()),
                 Err(Errno::INTR) => continue,
                 Err(error) => Err(error.into()),
@@ -115,7 +115,7 @@ impl Post {
             }
         }
         let mut text = vec![0; MOST_BYTES];
-        let got = match rights::receive(&self.0, &mut text, RecvFlags::CMSG_CLOEXEC) {
+        let got = match scm_rights::receive(&self.0, &mut text, RecvFlags::CMSG_CLOEXEC) {
             Ok(got) => got,
             Err(Errno::INTR) => return Ok(Heard::Nothing),
             // How a socket ends whose other side had something unread.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use vgpu_transport::ir::{BufferId, DecodeError, IR_VERSION, Invalid};
 use vgpu_transport::link::LinkError;
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, PROTOCOL_VERSION, WireError,
+    ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, WireError,
 };
 
 /// Why a session ended.
@@ -109,9 +109,9 @@ pub enum Violation {
     ShortExtent { kind: &'static str, len: u64 },
     #[error("EXTENT names more than {MAX_EXTENTS} extents in buffer {}", .0.0)]
     TooManyExtents(BufferId),
-    #[error("ASK is for {asked} extents at once, at most {MAX_ASKED} are possible")]
+    #[error("QUERY is for {asked} extents at once, at most {MAX_QUERIED} are possible")]
     TooMuchAsked { asked: usize },
-    #[error("TAKE names {len} bytes by {hash}, which the host does not keep for buffer {}", .buffer.0)]
+    #[error("ATTACH names {len} bytes by {hash}, which the host does not keep for buffer {}", .buffer.0)]
     NotKept {
         buffer: BufferId,
         len: u64,

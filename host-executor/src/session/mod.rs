@@ -536,12 +536,12 @@ impl Session {
             }
             Request::Fence {} => Ok(Answer::Message(Reply::Done { request })),
             Request::Weights { .. }
-            | Request::Adopt { .. }
+            | Request::Lookup { .. }
             | Request::Proof { .. }
             | Request::Extent { .. }
-            | Request::Settle { .. }
-            | Request::Ask { .. }
-            | Request::Take { .. } => self.weights_request(request, kind, &message),
+            | Request::Seal { .. }
+            | Request::Query { .. }
+            | Request::Attach { .. } => self.weights_request(request, kind, &message),
         }
     }
 

@@ -8,7 +8,7 @@ use tracing::{debug, info, warn};
 use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{
-    ContentHash, Lengths, MAX_ASKED, MAX_EXTENTS, MIN_EXTENT, Reply, Request,
+    ContentHash, Lengths, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request,
 };
 
 use super::ending::Violation;
@@ -30,9 +30,9 @@ pub(super) struct Weights {
 struct WeightBuffer {
     /// First byte to length. Disjoint.
     extents: BTreeMap<u64, u64>,
-    is_settled: bool,
-    /// How often something was adopted.
-    adoptions: usize,
+    is_sealed: bool,
+    /// How often something was attached.
+    attachments: usize,
     /// Bytes that came so.
     not_sent: u64,
     /// Bytes of it that are another buffer's, too.
@@ -102,7 +102,7 @@ impl Session {
         let challenge = self.weights.challenge.take();
         match *message {
             Request::Weights { buffer } => self.make_weights(request, buffer),
-            Request::Adopt {
+            Request::Lookup {
                 buffer,
                 offset,
                 len,
@@ -113,10 +113,10 @@ impl Session {
                     offset,
                     len,
                 };
-                self.adopt(request, kind, place, hash)
+                self.lookup(request, kind, place, hash)
             }
-            Request::Ask { buffer, ref wanted } => self.ask(request, kind, buffer, &wanted.0),
-            Request::Take {
+            Request::Query { buffer, ref wanted } => self.query(request, kind, buffer, &wanted.0),
+            Request::Attach {
                 buffer,
                 offset,
                 len,
@@ -156,8 +156,8 @@ impl Session {
                 self.name_extent(kind, place)?;
                 Ok(Answer::Nothing)
             }
-            Request::Settle { buffer } => {
-                self.settle(kind, buffer)?;
+            Request::Seal { buffer } => {
+                self.seal(kind, buffer)?;
                 Ok(Answer::Nothing)
             }
             _ => Ok(Answer::Nothing),
@@ -204,7 +204,7 @@ impl Session {
         Ok(Answer::Message(Reply::Held { request, lengths }))
     }
 
-    fn adopt(
+    fn lookup(
         &mut self,
         request: u64,
         kind: &'static str,
@@ -213,7 +213,7 @@ impl Session {
     ) -> Result<Answer, Ending> {
         let weights = self.check_extent(kind, place)?;
         let missing = Ok(Answer::Message(Reply::Missing { request }));
-        if weights.is_settled || weights.adoptions >= MAX_EXTENTS {
+        if weights.is_sealed || weights.attachments >= MAX_EXTENTS {
             return missing;
         }
         let Some(held) = &self.weights.held else {
@@ -221,7 +221,7 @@ impl Session {
         };
         let len = place.len;
         match held.find(Lookup { hash, len }) {
-            Found::Yes(source) => Ok(self.take(request, place, &source)),
+            Found::Yes(source) => Ok(self.attach(request, place, &source)),
             Found::OnProof(source) => {
                 let mut nonce = ContentHash([0; 32]);
                 if let Err(error) = getrandom(&mut nonce.0) {
@@ -241,7 +241,7 @@ impl Session {
     }
 
     /// Keeps what is there of what the guest asks for.
-    fn ask(
+    fn query(
         &mut self,
         request: u64,
         kind: &'static str,
@@ -251,13 +251,13 @@ impl Session {
         let size = self.buffers.get(kind, buffer)?.size();
         let weights = self.weights.buffers.get_mut(&buffer);
         let weights = weights.ok_or(Violation::NotForWeights { kind, buffer })?;
-        if wanted.len() > MAX_ASKED {
+        if wanted.len() > MAX_QUERIED {
             let asked = wanted.len();
             return Err(Violation::TooMuchAsked { asked }.into());
         }
         let mut places = Vec::new();
         for (place, &(hash, len)) in wanted.iter().enumerate() {
-            let Some(held) = self.weights.held.as_ref().filter(|_| !weights.is_settled) else {
+            let Some(held) = self.weights.held.as_ref().filter(|_| !weights.is_sealed) else {
                 break;
             };
             let is_kept = match weights.kept.get(&hash) {
@@ -305,11 +305,11 @@ impl Session {
         if let Some(held) = &self.weights.held {
             held.proven(hash);
         }
-        self.take(request, place, &source)
+        self.attach(request, place, &source)
     }
 
     /// Puts bytes that are there where the guest wants them, and says so.
-    fn take(&mut self, request: u64, place: Place, source: &Source) -> Answer {
+    fn attach(&mut self, request: u64, place: Place, source: &Source) -> Answer {
         Answer::Message(match self.place(place, source) {
             Ok(true) => Reply::Done { request },
             Ok(false) => Reply::Missing { request },
@@ -356,7 +356,7 @@ impl Session {
             }
         };
         weights.name(offset, if is_from_disk { len } else { 0 }, len);
-        weights.adoptions += 1;
+        weights.attachments += 1;
         weights.not_sent += len;
         weights.shared += shared;
         held.saved(len, is_from_disk);
@@ -367,7 +367,7 @@ impl Session {
 
     fn name_extent(&mut self, kind: &'static str, place: Place) -> Result<(), Ending> {
         let weights = self.check_extent(kind, place)?;
-        if weights.is_settled {
+        if weights.is_sealed {
             return Ok(());
         }
         weights.name(place.offset, place.len, place.len);
@@ -397,18 +397,18 @@ impl Session {
     }
 
     /// Freezes a buffer, and has its extents hashed.
-    fn settle(&mut self, kind: &'static str, buffer: BufferId) -> Result<(), Ending> {
+    fn seal(&mut self, kind: &'static str, buffer: BufferId) -> Result<(), Ending> {
         let memory = Arc::clone(self.buffers.get(kind, buffer)?);
         let weights = self.weights.buffers.get_mut(&buffer);
         let weights = weights.ok_or(Violation::NotForWeights { kind, buffer })?;
-        if std::mem::replace(&mut weights.is_settled, true) {
+        if std::mem::replace(&mut weights.is_sealed, true) {
             return Ok(());
         }
         weights.kept.clear();
         memory.freeze();
         let mut extents: Vec<(u64, Arc<dyn Extent>)> = Vec::new();
         for (offset, len) in std::mem::take(&mut weights.extents) {
-            // What was adopted over a named extent is not this buffer's to offer.
+            // What was attached over a named extent is not this buffer's to offer.
             match memory.extent(offset, len) {
                 Ok(extent) => extents.push((offset, extent)),
                 Err(error) => debug!("bytes {offset}..+{len} are not shared: {error}"),

@@ -1,9 +1,9 @@
 //! Weights held once: what guests have uploaded, by content.
 //!
-//! A guest names the parts of a buffer for weights (`EXTENT`) and says when they are complete (`SETTLE`). A thread of
+//! A guest names the parts of a buffer for weights (`EXTENT`) and says when they are complete (`SEAL`). A thread of
 //! the store then hashes them with BLAKE3, from memory that cannot change any more. The first of its content is kept
 //! as an entry, for as long as some buffer needs it; of each later one, the pages are given back and those of the
-//! first are mapped in their place. A guest that knows the hash of what it is about to upload asks first (`ADOPT`).
+//! first are mapped in their place. A guest that knows the hash of what it is about to upload asks first (`LOOKUP`).
 //!
 //! A hash that a guest says is only ever looked up. Entries are made under hashes that the store has computed itself.
 //!

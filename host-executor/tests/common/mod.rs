@@ -14,7 +14,7 @@ use vgpu_engine::Engine;
 use vgpu_executor::{Door, Guest as Arriving, Limits, LinkKind, Peer, Process, Server};
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
-use vgpu_transport::window::memory::Window;
+use vgpu_transport::shm::memory::Window;
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 /// Memory of the engine that most tests run on.

@@ -22,8 +22,8 @@ pub(crate) fn for_weights(guest: &mut Guest, size: u64) -> (BufferId, Vec<u64>) 
 }
 
 /// Asks for an extent. Whether it is there.
-pub(crate) fn adopt(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) -> bool {
-    let answer = guest.ask(&Request::Adopt {
+pub(crate) fn lookup(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) -> bool {
+    let answer = guest.ask(&Request::Lookup {
         buffer,
         offset,
         len: content.len() as u64,

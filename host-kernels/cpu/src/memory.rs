@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use rustix::mm::Advice;
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::window::memory::sealed_file_named;
+use vgpu_transport::shm::memory::sealed_file_named;
 
 use super::region::{Budget, Charge, Region};
 use super::weights::{CpuExtent, Weights};
@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn shared_memory_is_the_same_for_both_and_gone_when_it_is_freed() {
         use std::os::fd::AsFd;
-        use vgpu_transport::window::memory::Window;
+        use vgpu_transport::shm::memory::Window;
         let budget = Arc::new(Budget::new(Some(1 << 20)));
         let SharedMemory { memory, file, size } = CpuMemory::shared(5000, &budget).unwrap();
         assert_eq!((memory.size(), size), (5000, 8192));

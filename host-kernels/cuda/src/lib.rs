@@ -42,7 +42,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
 use vgpu_transport::ir::{Capabilities, ValidGraph};
-use vgpu_transport::window::memory::Window;
+use vgpu_transport::shm::memory::Window;
 
 use autotune::TuningTable;
 use context::ExecutionContext;

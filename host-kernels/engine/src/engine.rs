@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Capabilities, ValidGraph};
-use vgpu_transport::window::memory::Window;
+use vgpu_transport::shm::memory::Window;
 
 /// A device that does the arithmetic.
 pub trait Engine: Send + Sync + 'static {

@@ -459,7 +459,7 @@ impl<'a> Script<'a> {
                 offset,
                 len,
             },
-            4 => Request::Settle { buffer },
+            4 => Request::Seal { buffer },
             5 if self.input.chance(16) => Request::Proof {
                 proof: ContentHash([self.input.byte(); 32]),
             },
@@ -471,7 +471,7 @@ impl<'a> Script<'a> {
                 };
                 let hash = self.model.hash_of(from, offset, len);
                 if self.model.is_kept(buffer.0, hash) || self.input.chance(128) {
-                    return Request::Take {
+                    return Request::Attach {
                         buffer,
                         offset,
                         len,
@@ -479,12 +479,12 @@ impl<'a> Script<'a> {
                     };
                 }
                 if self.input.chance(2) {
-                    return Request::Ask {
+                    return Request::Query {
                         buffer,
                         wanted: Wanted(vec![(hash, len); self.input.below(4)]),
                     };
                 }
-                Request::Adopt {
+                Request::Lookup {
                     buffer,
                     offset,
                     len,

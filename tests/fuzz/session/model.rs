@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Tensor, patch};
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_ASKED, MAX_PAYLOAD, MIN_EXTENT, PROTOCOL_VERSION, Request,
+    ContentHash, GraphId, MAX_PAYLOAD, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, Request,
 };
 
 /// What should come of a request.
@@ -250,7 +250,7 @@ impl Model {
                     Expect::Held
                 }
             },
-            Request::Adopt {
+            Request::Lookup {
                 buffer,
                 offset,
                 len,
@@ -271,14 +271,14 @@ impl Model {
                     }
                 }
             },
-            Request::Ask { buffer, wanted } => match self.weights.contains_key(&buffer.0) {
-                true if wanted.0.len() <= MAX_ASKED => Expect::Have {
+            Request::Query { buffer, wanted } => match self.weights.contains_key(&buffer.0) {
+                true if wanted.0.len() <= MAX_QUERIED => Expect::Have {
                     buffer: buffer.0,
                     wanted: wanted.0,
                 },
                 _ => Expect::End,
             },
-            Request::Take {
+            Request::Attach {
                 buffer,
                 offset,
                 len,
@@ -308,7 +308,7 @@ impl Model {
                 None => Expect::End,
                 Some(_) => Expect::Nothing,
             },
-            Request::Settle { buffer } => match self.weights.get_mut(&buffer.0) {
+            Request::Seal { buffer } => match self.weights.get_mut(&buffer.0) {
                 None => Expect::End,
                 Some(state) => {
                     if *state == Weights::Open {

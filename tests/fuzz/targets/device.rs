@@ -7,8 +7,8 @@ use std::time::Duration;
 use vgpu_transport::link::HostEnd as _;
 use vgpu_transport::link::pci::directory::{MIN_SIZE, PAGE, SLOTS, word};
 use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow, ivshmem};
-use vgpu_transport::window::doorbell::new_eventfd;
-use vgpu_transport::window::memory::{Memory as _, Window, sealed_file};
+use vgpu_transport::shm::doorbell::new_eventfd;
+use vgpu_transport::shm::memory::{Memory as _, Window, sealed_file};
 
 use super::session::input::Input;
 

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use vgpu_transport::window::memory::Memory;
+use vgpu_transport::shm::memory::Memory;
 
 pub(crate) struct Bytes(pub(crate) RefCell<Vec<u8>>);
 

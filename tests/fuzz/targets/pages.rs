@@ -1,8 +1,8 @@
 //! The pages that say what a window or a device is, as a hostile host would write them.
 
 use vgpu_transport::link::pci::directory::{self, Directory};
-use vgpu_transport::window::layout::{self, Layout};
-use vgpu_transport::window::memory::Memory as _;
+use vgpu_transport::shm::layout::{self, Layout};
+use vgpu_transport::shm::memory::Memory as _;
 
 use super::memory::Bytes;
 use super::session::input::Input;

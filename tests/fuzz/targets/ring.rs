@@ -3,8 +3,8 @@
 //! What arrives lies in the ring or in the bulk area and within the limits; a side that has seen a broken rule does not
 //! go on; what an honest producer sends to an honest consumer arrives as it was sent.
 
-use vgpu_transport::window::memory::Memory as _;
-use vgpu_transport::window::ring::{Consumer, Limits, Payload, Place, Producer};
+use vgpu_transport::shm::memory::Memory as _;
+use vgpu_transport::shm::ring::{Consumer, Limits, Payload, Producer, RingArea};
 
 use super::memory::Bytes;
 use super::session::input::Input;
@@ -19,7 +19,7 @@ const PAYLOAD: usize = 1024;
 pub(crate) fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let memory = Bytes::new(BULK.end);
-    let place = Place {
+    let place = RingArea {
         data: RING,
         tail: TAIL,
         head: HEAD,

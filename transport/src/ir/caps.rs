@@ -1,10 +1,10 @@
 //! What an engine can run: a list of rules, sent once in the handshake.
 
 use super::check::{Refusal, check};
+use super::codec::{DecodeError, Reader, Word, Writer};
 use super::graph::Shape;
 use super::ops::{Op, OpKind};
 use super::types::TypeSet;
-use super::words::{DecodeError, Reader, Word, Writer};
 
 /// One way in which an engine runs an operator. An operator without a rule is not supported.
 #[derive(Debug, Clone, PartialEq, Eq)]

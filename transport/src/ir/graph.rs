@@ -1,8 +1,8 @@
 //! Tensors, nodes, graphs, and the image of a graph in words.
 
+use super::codec::{DecodeError, Reader, Word, Writer};
 use super::ops::{MAX_SOURCES, Op, OpKind};
 use super::types::Type;
-use super::words::{DecodeError, Reader, Word, Writer};
 
 /// First word of every graph image: `VGIR`.
 const MAGIC: u32 = u32::from_le_bytes(*b"VGIR");

@@ -12,15 +12,16 @@
 
 mod caps;
 mod check;
+mod codec;
 mod graph;
 mod ops;
 pub mod patch;
 mod types;
 mod validate;
-mod words;
 
 pub use caps::{Capabilities, Rule};
 pub use check::{Refusal, check};
+pub use codec::DecodeError;
 pub use graph::{BufferId, Graph, IR_VERSION, Node, Shape, Sources, Tensor};
 pub use ops::{
     GluKind, MAX_SOURCES, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind,
@@ -28,4 +29,3 @@ pub use ops::{
 };
 pub use types::{Type, TypeSet};
 pub use validate::{Invalid, Limits, ValidGraph, validate};
-pub use words::DecodeError;

@@ -4,7 +4,7 @@
 //! plain [`OpKind`] ids, the names that ggml uses, and the encoding. Parameters are decoded from
 //! ggml's untyped `op_params` in the guest, so a change of their layout in ggml never reaches a host.
 
-use super::words::{DecodeError, Reader, Word, Writer};
+use super::codec::{DecodeError, Reader, Word, Writer};
 
 /// The largest number of sources a node can have (`GGML_MAX_SRC`).
 pub const MAX_SOURCES: usize = 10;

@@ -3,7 +3,7 @@
 //! llama.cpp builds its graph anew whenever the visible part of the KV cache grows. The new one has the same nodes;
 //! a few extents and offsets differ. A patch says which words: runs of `position, count, words...`.
 
-use super::words::DecodeError;
+use super::codec::DecodeError;
 
 /// Equal words between two differing ones that travel along, because a run of their own would take as many.
 const GAP: usize = 2;

@@ -4,17 +4,17 @@
 //! both ways. What the messages mean is not its business ([`wire`](crate::wire)); that they arrive whole, that waiting
 //! is cheap and ends when the peer dies, is.
 
+pub mod connect;
 mod credentials;
-pub mod dial;
 pub mod endpoint;
-mod files;
-mod line;
+mod fd_passing;
 pub mod pci;
-pub mod rights;
+pub mod scm_rights;
 mod socket;
 pub mod stream;
 pub mod unix;
 pub mod window;
+mod window_end;
 
 pub use endpoint::{Endpoint, EndpointError};
 
@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bytes::{Bytes, BytesMut};
-use crate::window::memory::Window;
+use crate::shm::memory::Window;
 
 /// Into pieces of how many bytes to cut a transfer of `len`, so that one side copies a piece while the other copies the
 /// next. Measured: smaller ones cost messages; larger ones overlap less and fall out of the processors' own caches.
@@ -57,19 +57,19 @@ pub trait GuestEnd: Send {
     fn wait_retired(&mut self, request: u64) -> Result<(), LinkError>;
 
     /// Memory that the host can take payloads from where they lie. `None` when the link has none (left).
-    fn lend(&mut self, len: usize) -> Option<Lent> {
+    fn alloc_staging(&mut self, len: usize) -> Option<StagingRegion> {
         let _ = len;
         None
     }
 
     /// Takes lent memory back. Requests that name it must have retired.
-    fn take_back(&mut self, lent: Lent) {
-        let _ = lent;
+    fn free_staging(&mut self, staging: StagingRegion) {
+        let _ = staging;
     }
 
     /// Sends a request whose payload lies in lent memory, at these bytes of its window: it is not copied, and must
     /// stay as it is until the request has retired.
-    fn send_lent(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
+    fn send_staged(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
         Err(LinkError::TooLarge {
             len: message.len(),
             payload: payload.len(),
@@ -173,9 +173,9 @@ pub trait HostEnd: Send {
     fn counters(&self) -> Counters;
 }
 
-/// A part of a window that is lent to somebody in the guest. Given back with [`GuestEnd::take_back`].
+/// A part of a window that is lent to somebody in the guest. Given back with [`GuestEnd::free_staging`].
 #[derive(Debug, Clone)]
-pub struct Lent {
+pub struct StagingRegion {
     /// The window.
     pub window: Arc<Window>,
     /// Which bytes of it.

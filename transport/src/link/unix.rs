@@ -30,13 +30,13 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::LinkError;
-use super::files::Files;
-use super::rights;
+use super::fd_passing::Files;
+use super::scm_rights;
 use super::window::{WindowGuest, WindowHost};
-use crate::window::doorbell::{EventDoorbell, is_eventfd, new_eventfd, poll, system};
-use crate::window::heartbeat::{self, Pulse, STALL};
-use crate::window::layout::{self, DEFAULT_SIZE, Layout, LayoutError, MAX_SIZE, MIN_SIZE};
-use crate::window::memory::{MapError, Window, sealed_file};
+use crate::shm::doorbell::{EventDoorbell, is_eventfd, new_eventfd, poll, system};
+use crate::shm::layout::{self, DEFAULT_SIZE, Layout, LayoutError, MAX_SIZE, MIN_SIZE};
+use crate::shm::liveness::{self, Liveness, STALL};
+use crate::shm::memory::{MapError, Window, sealed_file};
 
 /// What both sides begin with: `VGPULINK`.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"VGPULINK");
@@ -148,11 +148,11 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
     };
     let layout = Layout::read(&*window, window.size()).map_err(|e| garbage(&e.to_string()))?;
     send_packet(&socket, &[MAGIC, layout.epoch()], &[], deadline).map_err(failed)?;
-    let pulse = Pulse::new(&window, STALL);
+    let liveness = Liveness::new(&window, STALL);
     // When no file can be opened any more nothing is shared.
     let files = socket.try_clone().ok().map(Files::Socket);
     let doorbell = EventDoorbell::new(guest_bell, host_bell, Some(socket));
-    let mut guest = WindowGuest::new(window, &layout, Box::new(doorbell), Some(pulse));
+    let mut guest = WindowGuest::new(window, &layout, Box::new(doorbell), Some(liveness));
     guest.files = files;
     Ok(guest)
 }
@@ -384,7 +384,7 @@ impl Arrival {
                 words[1]
             )));
         }
-        heartbeat::start(&window).map_err(|error| LinkError::System {
+        liveness::start(&window).map_err(|error| LinkError::System {
             what: "starting the heartbeat's thread",
             error: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
         })?;
@@ -480,7 +480,7 @@ pub(super) fn send_packet(
 ) -> Result<(), StepError> {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     loop {
-        match rights::send(socket, &bytes, fds, SendFlags::empty()) {
+        match scm_rights::send(socket, &bytes, fds, SendFlags::empty()) {
             Ok(_) => return Ok(()),
             Err(Errno::AGAIN) => wait_for(socket, PollFlags::OUT, deadline)?,
             Err(Errno::INTR) => {}
@@ -500,7 +500,7 @@ pub(super) fn receive_packet(
     loop {
         // One byte more than is right, to notice what is too long.
         let mut bytes = vec![0; count * 8 + 1];
-        let got = match rights::receive(socket, &mut bytes, RecvFlags::CMSG_CLOEXEC) {
+        let got = match scm_rights::receive(socket, &mut bytes, RecvFlags::CMSG_CLOEXEC) {
             Ok(got) => got,
             Err(Errno::AGAIN) => {
                 wait_for(socket, PollFlags::IN, deadline)?;

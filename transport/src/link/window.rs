@@ -7,16 +7,16 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::files::Files;
-use super::line::{Line, Side, Waiting};
-use super::{Counters, GuestEnd, HostEnd, Incoming, Lent, LinkError};
+use super::fd_passing::Files;
+use super::window_end::{Side, Waiting, WindowEnd};
+use super::{Counters, GuestEnd, HostEnd, Incoming, LinkError, StagingRegion};
 use crate::bytes::{Bytes, BytesMut};
-use crate::window::bulk::{Pool, Stream};
-use crate::window::doorbell::{Doorbell, EventDoorbell};
-use crate::window::heartbeat::Pulse;
-use crate::window::layout::{DEFAULT_SIZE, Layout, LayoutError, STATE_OPEN, word};
-use crate::window::memory::{MapError, Memory, Window};
-use crate::window::ring::{Arrived, Consumer, Limits, Payload, Place, Producer};
+use crate::shm::bulk::{StagingHeap, StagingRing};
+use crate::shm::doorbell::{Doorbell, EventDoorbell};
+use crate::shm::layout::{DEFAULT_SIZE, Layout, LayoutError, STATE_OPEN, word};
+use crate::shm::liveness::Liveness;
+use crate::shm::memory::{MapError, Memory, Window};
+use crate::shm::ring::{Arrived, Consumer, Limits, Payload, Producer, RingArea};
 use crate::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 
 /// Payloads up to this size go through the ring itself, message and payload in one piece. (Larger ones would be as fast
@@ -54,11 +54,11 @@ pub fn inproc_pair() -> Result<(WindowGuest, WindowHost), LinkError> {
 /// The guest's end of a window.
 pub struct WindowGuest {
     window: Arc<Window>,
-    line: Line,
+    line: WindowEnd,
     submissions: Producer,
     completions: Consumer,
-    stream: Stream,
-    pool: Pool,
+    stream: StagingRing,
+    pool: StagingHeap,
     /// Number of the last request sent.
     sent: u64,
     /// Replies that came while something else was waited for, oldest first: message and payload.
@@ -70,13 +70,13 @@ pub struct WindowGuest {
 }
 
 impl WindowGuest {
-    /// The guest's end of a window from which `layout` has been read. With a `pulse`, a host whose heart stops is
+    /// The guest's end of a window from which `layout` has been read. With a `liveness`, a host whose heart stops is
     /// given up.
     pub fn new(
         window: Arc<Window>,
         layout: &Layout,
         doorbell: Box<dyn Doorbell>,
-        pulse: Option<Pulse>,
+        liveness: Option<Liveness>,
     ) -> WindowGuest {
         let bulk = layout.bulk();
         let cut = bulk.start + STREAM_SIZE.min(bulk.len());
@@ -87,18 +87,18 @@ impl WindowGuest {
             bulk: 0..0,
         };
         WindowGuest {
-            line: Line::new(
+            line: WindowEnd::new(
                 Arc::clone(&window),
                 layout.epoch(),
                 doorbell,
-                pulse,
+                liveness,
                 Side::Guest,
             ),
             window,
             submissions: Producer::new(submission_ring(layout)),
             completions: Consumer::new(completion_ring(layout), limits),
-            stream: Stream::new(bulk.start..cut),
-            pool: Pool::new(cut..bulk.end),
+            stream: StagingRing::new(bulk.start..cut),
+            pool: StagingHeap::new(cut..bulk.end),
             sent: 0,
             stash: VecDeque::new(),
             stashed: 0,
@@ -355,24 +355,27 @@ impl GuestEnd for WindowGuest {
         Ok(())
     }
 
-    fn lend(&mut self, len: usize) -> Option<Lent> {
+    fn alloc_staging(&mut self, len: usize) -> Option<StagingRegion> {
         if self.window.is_device() {
             // Programs read what they are lent, too, and may lock it: neither goes well in a device's memory.
             return None;
         }
         let range = self.pool.take(len)?;
-        Some(Lent {
+        Some(StagingRegion {
             window: Arc::clone(&self.window),
             range,
         })
     }
 
-    fn take_back(&mut self, lent: Lent) {
-        debug_assert!(Arc::ptr_eq(&lent.window, &self.window), "of another link");
-        self.pool.give_back(lent.range);
+    fn free_staging(&mut self, staging: StagingRegion) {
+        debug_assert!(
+            Arc::ptr_eq(&staging.window, &self.window),
+            "of another link"
+        );
+        self.pool.give_back(staging.range);
     }
 
-    fn send_lent(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
+    fn send_staged(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
         self.send_in_place(message, payload)
     }
 
@@ -405,7 +408,7 @@ enum News {
 /// The host's end of a window.
 pub struct WindowHost {
     window: Arc<Window>,
-    line: Line,
+    line: WindowEnd,
     submissions: Consumer,
     completions: Producer,
     /// The request received last, until it is retired.
@@ -424,12 +427,12 @@ impl WindowHost {
         WindowHost::with_pulse(window, layout, doorbell, None)
     }
 
-    /// The same; with a `pulse`, a guest whose heart stops is given up.
+    /// The same; with a `liveness`, a guest whose heart stops is given up.
     pub fn with_pulse(
         window: Arc<Window>,
         layout: &Layout,
         doorbell: Box<dyn Doorbell>,
-        pulse: Option<Pulse>,
+        liveness: Option<Liveness>,
     ) -> WindowHost {
         let limits = Limits {
             message: MAX_MESSAGE,
@@ -437,11 +440,11 @@ impl WindowHost {
             bulk: layout.bulk(),
         };
         WindowHost {
-            line: Line::new(
+            line: WindowEnd::new(
                 Arc::clone(&window),
                 layout.epoch(),
                 doorbell,
-                pulse,
+                liveness,
                 Side::Host,
             ),
             window,
@@ -612,16 +615,16 @@ impl HostEnd for WindowHost {
     }
 }
 
-fn submission_ring(layout: &Layout) -> Place {
-    Place {
+fn submission_ring(layout: &Layout) -> RingArea {
+    RingArea {
         data: layout.submission(),
         tail: word::SUBMISSION_TAIL,
         head: word::SUBMISSION_HEAD,
     }
 }
 
-fn completion_ring(layout: &Layout) -> Place {
-    Place {
+fn completion_ring(layout: &Layout) -> RingArea {
+    RingArea {
         data: layout.completion(),
         tail: word::COMPLETION_TAIL,
         head: word::COMPLETION_HEAD,

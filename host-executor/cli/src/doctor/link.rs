@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use vgpu_transport::ir::IR_VERSION;
-use vgpu_transport::link::dial::{dial, expand};
+use vgpu_transport::link::connect::{connect, expand};
 use vgpu_transport::link::{Endpoint, GuestEnd};
 use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
 
@@ -75,7 +75,7 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
 
 /// Opens a session and asks what a program would ask.
 fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
-    let mut end = dial(endpoint, TIMEOUT)?;
+    let mut end = connect(endpoint, TIMEOUT)?;
     let hello = Request::Hello {
         protocol: PROTOCOL_VERSION,
         ir: IR_VERSION,

@@ -8,7 +8,7 @@ use vfio_user::{DmaMapFlags, DmaUnmapFlags, ServerBackend};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::link::pci::DOORBELL;
 use vgpu_transport::link::pci::discover::{VGPU, VGPU_CLASS, VGPU_SUBSYSTEM};
-use vgpu_transport::window::memory::{MapError, Window};
+use vgpu_transport::shm::memory::{MapError, Window};
 
 /// Bytes of the region with the registers.
 pub(super) const BAR0_SIZE: usize = 64 << 10;
@@ -166,8 +166,8 @@ impl ServerBackend for Function {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vgpu_transport::window::doorbell::new_eventfd;
-    use vgpu_transport::window::memory::sealed_file;
+    use vgpu_transport::shm::doorbell::new_eventfd;
+    use vgpu_transport::shm::memory::sealed_file;
 
     #[test]
     fn nothing_beyond_the_window_is_touched() {

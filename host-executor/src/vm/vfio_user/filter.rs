@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvFlags, SendFlags};
-use vgpu_transport::link::rights;
+use vgpu_transport::link::scm_rights;
 
 /// Bytes of a message's head: id, command, size, flags, error.
 pub(super) const HEAD: usize = 16;
@@ -75,7 +75,7 @@ fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
     let mut message = vec![0; HEAD];
     let mut got = 0;
     while got < HEAD {
-        match rights::receive(monitor, &mut message[got..], RecvFlags::CMSG_CLOEXEC)?.bytes {
+        match scm_rights::receive(monitor, &mut message[got..], RecvFlags::CMSG_CLOEXEC)?.bytes {
             0 if got == 0 => return Ok(None),
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             count => got += count,
@@ -158,12 +158,12 @@ pub(super) fn word(bytes: &[u8], at: usize) -> u32 {
 /// Passes on what the device says, with its files. `false` when it has hung up.
 fn pass_back(device: &UnixStream, monitor: &UnixStream) -> io::Result<bool> {
     let mut bytes = [0; 16384];
-    let got = rights::receive(device, &mut bytes, RecvFlags::CMSG_CLOEXEC)?;
+    let got = scm_rights::receive(device, &mut bytes, RecvFlags::CMSG_CLOEXEC)?;
     if got.bytes == 0 {
         return Ok(false);
     }
     let files: Vec<_> = got.files.iter().map(|file| file.as_fd()).collect();
-    let sent = rights::send(monitor, &bytes[..got.bytes], &files, SendFlags::empty())?;
+    let sent = scm_rights::send(monitor, &bytes[..got.bytes], &files, SendFlags::empty())?;
     // The files went with the first byte.
     (&*monitor).write_all(&bytes[sent..got.bytes])?;
     Ok(true)

@@ -1,8 +1,8 @@
 //! The way of a monitor's message without sockets and threads, for the fuzzer.
 
 use vfio_user::ServerBackend as _;
-use vgpu_transport::window::doorbell::new_eventfd;
-use vgpu_transport::window::memory::sealed_file;
+use vgpu_transport::shm::doorbell::new_eventfd;
+use vgpu_transport::shm::memory::sealed_file;
 
 use super::device::Function;
 use super::filter;

@@ -19,8 +19,8 @@ use std::time::Duration;
 use tracing::{info, warn};
 use vfio_user::{IrqInfo, Server, ServerRegion, SparseArea};
 use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow};
-use vgpu_transport::window::doorbell::new_eventfd;
-use vgpu_transport::window::memory::sealed_file;
+use vgpu_transport::shm::doorbell::new_eventfd;
+use vgpu_transport::shm::memory::sealed_file;
 
 use super::{VmListenError, VmOptions, listen_stream};
 use crate::server::{Door, Guest};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::device::Device;
 use vgpu_engine::{Engine, EngineError};
-use vgpu_transport::window::memory::Window;
+use vgpu_transport::shm::memory::Window;
 
 use crate::engine_on;
 use crate::spy::{Call, Fails, Spy};

@@ -6,8 +6,8 @@
 
 use std::ops::Range;
 
-use crate::window::layout::{self, LayoutError};
-use crate::window::memory::Memory;
+use crate::shm::layout::{self, LayoutError};
+use crate::shm::memory::Memory;
 
 /// The first word of a device: `VGPUPCI` and a newline, in memory order.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"VGPUPCI\n");
@@ -193,7 +193,7 @@ impl Directory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::window::memory::Window;
+    use crate::shm::memory::Window;
 
     #[test]
     fn what_a_host_writes_a_guest_reads() {

@@ -18,10 +18,10 @@ use super::lock::lock_byte;
 use crate::link::LinkError;
 use crate::link::unix::new_epoch;
 use crate::link::window::WindowGuest;
-use crate::window::doorbell::{Doorbell, Wake};
-use crate::window::heartbeat::{self, Pulse, STALL};
-use crate::window::layout::{Layout, word};
-use crate::window::memory::{MapError, Memory as _, Registers, Window};
+use crate::shm::doorbell::{Doorbell, Wake};
+use crate::shm::layout::{Layout, word};
+use crate::shm::liveness::{self, Liveness, STALL};
+use crate::shm::memory::{MapError, Memory as _, Registers, Window};
 
 /// The doorbell's register: `ivshmem-doorbell`'s, and our own function does as it does.
 pub const DOORBELL: usize = 12;
@@ -237,12 +237,12 @@ impl Device {
         let window = Arc::new(window);
         let layout = Layout::read(&*window, window.size())
             .map_err(|error| not_vgpu(&self.name, &error.into()))?;
-        heartbeat::start_at(&window, word::GUEST_HEARTBEAT).map_err(|error| PciError::Io {
+        liveness::start_at(&window, word::GUEST_HEARTBEAT).map_err(|error| PciError::Io {
             device: self.name.clone(),
             what: "starting the heartbeat's thread",
             error,
         })?;
-        let pulse = Pulse::new(&window, STALL);
+        let liveness = Liveness::new(&window, STALL);
         let doorbell = PciDoorbell {
             registers: self.registers,
             page: self.page,
@@ -254,7 +254,7 @@ impl Device {
             window,
             &layout,
             Box::new(doorbell),
-            Some(pulse),
+            Some(liveness),
         ))
     }
 }

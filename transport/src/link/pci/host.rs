@@ -15,10 +15,10 @@ use super::directory::{
 use crate::link::LinkError;
 use crate::link::unix::new_epoch;
 use crate::link::window::WindowHost;
-use crate::window::doorbell::{Doorbell, Wake, new_eventfd, system};
-use crate::window::heartbeat::{self, Pulse};
-use crate::window::layout::{self, Layout};
-use crate::window::memory::{MapError, Memory as _, Window};
+use crate::shm::doorbell::{Doorbell, Wake, new_eventfd, system};
+use crate::shm::layout::{self, Layout};
+use crate::shm::liveness::{self, Liveness};
+use crate::shm::memory::{MapError, Memory as _, Window};
 
 /// How long a session whose slot is wanted again may take to end before the guest is told to look elsewhere.
 const EVICTION: Duration = Duration::from_millis(500);
@@ -143,7 +143,7 @@ impl VmWindow {
         });
         let slots = slots.collect();
         directory.write(&*page);
-        heartbeat::start_at(&page, word::HEARTBEAT).map_err(VmError::Heartbeat)?;
+        liveness::start_at(&page, word::HEARTBEAT).map_err(VmError::Heartbeat)?;
         let ear = bell.listener()?;
         Ok(VmWindow {
             file: Arc::new(file),
@@ -281,10 +281,10 @@ impl PciArrival {
             window.store(offset, 0);
         }
         layout.write(&*window);
-        heartbeat::start(&window).map_err(VmError::Heartbeat)?;
-        let pulse = self
+        liveness::start(&window).map_err(VmError::Heartbeat)?;
+        let liveness = self
             .silence
-            .map(|silence| Pulse::at(&window, layout::word::GUEST_HEARTBEAT, silence));
+            .map(|silence| Liveness::at(&window, layout::word::GUEST_HEARTBEAT, silence));
         let ear = self.bell.listener()?;
         let Some(token) = self.token.take() else {
             return Err(LinkError::Closed.into()); // only `drop` and this take it
@@ -306,7 +306,7 @@ impl PciArrival {
             window,
             &layout,
             Box::new(doorbell),
-            pulse,
+            liveness,
         ))
     }
 }

@@ -20,9 +20,9 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::host::VmError;
-use crate::link::{LinkError, rights};
-use crate::window::doorbell::{new_eventfd, system};
-use crate::window::memory::sealed_file;
+use crate::link::{LinkError, scm_rights};
+use crate::shm::doorbell::{new_eventfd, system};
+use crate::shm::memory::sealed_file;
 
 /// The number of the virtual machine; the host is peer 0, so that a doorbell is the number of its vector.
 const VM_ID: i64 = 1;
@@ -61,7 +61,7 @@ pub fn welcome(socket: OwnedFd, size: usize) -> Result<Parts, VmError> {
 fn send(socket: &OwnedFd, number: i64, file: Option<BorrowedFd<'_>>) -> Result<(), LinkError> {
     let bytes = number.to_le_bytes();
     loop {
-        match rights::send(socket, &bytes, file.as_slice(), SendFlags::empty()) {
+        match scm_rights::send(socket, &bytes, file.as_slice(), SendFlags::empty()) {
             // A fresh socket has room for these few words; one without is not QEMU's.
             Ok(8) => return Ok(()),
             Ok(_) | Err(Errno::AGAIN) => {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
-use crate::window::doorbell::poll;
+use crate::shm::doorbell::poll;
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 {

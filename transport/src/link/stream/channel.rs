@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::link::LinkError;
-use crate::window::doorbell::{poll, system};
+use crate::shm::doorbell::{poll, system};
 
 /// A stream of bytes that never blocks: what would have to wait is `WouldBlock`.
 pub trait Channel: Send {

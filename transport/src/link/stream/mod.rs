@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use self::core::{Core, Frame, Kind};
 use super::{Counters, GuestEnd, HostEnd, Incoming, LinkError};
 use crate::bytes::{Bytes, BytesMut};
-use crate::window::heartbeat::{PERIOD, STALL};
+use crate::shm::liveness::{PERIOD, STALL};
 use crate::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 
 pub use channel::{Channel, Plain};

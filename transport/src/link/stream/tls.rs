@@ -17,7 +17,7 @@ use rustls::{
 };
 
 use super::channel::Channel;
-use crate::window::doorbell::poll;
+use crate::shm::doorbell::poll;
 
 /// The files of a folder with certificates: who vouches for the others, and who we are.
 pub const AUTHORITY: &str = "ca.pem";

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use super::channel::Plain;
 use super::{StreamGuest, StreamHost};
 use crate::link::socket::vsock;
-use crate::window::doorbell::poll;
+use crate::shm::doorbell::poll;
 
 /// The port that executors listen on, unless told otherwise.
 pub const DEFAULT_PORT: u32 = 4780;

@@ -3,9 +3,9 @@
 //!
 //! The area is cut in two:
 //!
-//! - a [`Stream`]: payloads on their way, given back in the order they were sent as the host retires
+//! - a [`StagingRing`]: payloads on their way, given back in the order they were sent as the host retires
 //!   requests. Small enough that it stays in the processors' caches however much goes through it.
-//! - a [`Pool`]: memory given out for longer, for buffers whose bytes the host can take from where they lie.
+//! - a [`StagingHeap`]: memory given out for longer, for buffers whose bytes the host can take from where they lie.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -18,7 +18,7 @@ pub const BULK_ALIGN: usize = 4096;
 ///
 /// `head` and `tail` count bytes since the link began, as those of a ring do; `tail - head <= size`.
 #[derive(Debug)]
-pub struct Stream {
+pub struct StagingRing {
     area: Range<usize>,
     head: u64,
     tail: u64,
@@ -26,14 +26,14 @@ pub struct Stream {
     live: VecDeque<(u64, u64)>,
 }
 
-impl Stream {
+impl StagingRing {
     /// A stream through `area`, a whole number of pages.
-    pub fn new(area: Range<usize>) -> Stream {
+    pub fn new(area: Range<usize>) -> StagingRing {
         assert!(
             area.len().is_multiple_of(BULK_ALIGN),
             "stream through {area:?}"
         );
-        Stream {
+        StagingRing {
             area,
             head: 0,
             tail: 0,
@@ -89,16 +89,16 @@ impl Stream {
 
 /// Memory given out for longer, in ranges of any size.
 #[derive(Debug)]
-pub struct Pool {
+pub struct StagingHeap {
     /// Free ranges by their beginning: length. No two touch.
     free: BTreeMap<usize, usize>,
 }
 
-impl Pool {
+impl StagingHeap {
     /// A pool of the memory in `area`.
-    pub fn new(area: Range<usize>) -> Pool {
+    pub fn new(area: Range<usize>) -> StagingHeap {
         let free = (!area.is_empty()).then(|| (area.start, area.len()));
-        Pool {
+        StagingHeap {
             free: free.into_iter().collect(),
         }
     }
@@ -114,7 +114,7 @@ impl Pool {
         Some(start..start + len)
     }
 
-    /// Takes back a range that [`take`](Pool::take) gave out.
+    /// Takes back a range that [`take`](StagingHeap::take) gave out.
     pub fn give_back(&mut self, range: Range<usize>) {
         let Range { mut start, mut end } = range;
         if let Some(len) = self.free.remove(&end) {
@@ -146,7 +146,7 @@ mod tests {
         fn a_stream_gives_out_what_is_free(
             steps in prop::collection::vec((1..=AREA.len(), 0..3u64), 1..100)
         ) {
-            let mut stream = Stream::new(AREA);
+            let mut stream = StagingRing::new(AREA);
             let mut live: VecDeque<(u64, Range<usize>)> = VecDeque::new();
             let (mut sent, mut retired) = (0, 0);
             for (len, retire) in steps {
@@ -174,7 +174,7 @@ mod tests {
         fn a_pool_becomes_whole_again(
             steps in prop::collection::vec((0..6 * BULK_ALIGN, any::<prop::sample::Index>()), 1..60)
         ) {
-            let mut pool = Pool::new(AREA);
+            let mut pool = StagingHeap::new(AREA);
             let mut out: Vec<Range<usize>> = Vec::new();
             for (len, which) in steps {
                 match pool.take(len) {
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_pool_of_nothing_gives_nothing() {
-        assert_eq!(Pool::new(0..0).take(1), None);
-        assert_eq!(Pool::new(AREA).take(usize::MAX), None);
+        assert_eq!(StagingHeap::new(0..0).take(1), None);
+        assert_eq!(StagingHeap::new(AREA).take(usize::MAX), None);
     }
 }

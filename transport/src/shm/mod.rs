@@ -8,14 +8,14 @@
 //! - [`memory`]: the mapping, and the only way to touch it.
 //! - [`ring`]: records in order from one side to the other.
 //! - [`bulk`]: room for payloads too large for a ring, managed by the guest.
-//! - [`sleep`]: how an end waits without missing its peer and without burning a core.
+//! - [`notify`]: how an end waits without missing its peer and without burning a core.
 //! - [`doorbell`]: how a sleeping end is woken, and how the death of a peer is noticed.
-//! - [`heartbeat`]: how a host process that has stopped is told from one that is busy.
+//! - [`liveness`]: how a host process that has stopped is told from one that is busy.
 
 pub mod bulk;
 pub mod doorbell;
-pub mod heartbeat;
 pub mod layout;
+pub mod liveness;
 pub mod memory;
+pub mod notify;
 pub mod ring;
-pub mod sleep;

@@ -92,7 +92,7 @@ impl Files {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::window::memory::{Window, sealed_file};
+    use crate::shm::memory::{Window, sealed_file};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::os::fd::AsFd;
 

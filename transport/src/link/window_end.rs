@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{Counters, LinkError};
-use crate::window::doorbell::{Doorbell, Wake};
-use crate::window::heartbeat::Pulse;
-use crate::window::layout::{STATE_CLOSED, STATE_OPEN, word};
-use crate::window::memory::{Memory, Window};
-use crate::window::sleep::{MAX_SLEEP, SleepWords, Sleeper, SpinBudget, Waker};
+use crate::shm::doorbell::{Doorbell, Wake};
+use crate::shm::layout::{STATE_CLOSED, STATE_OPEN, word};
+use crate::shm::liveness::Liveness;
+use crate::shm::memory::{Memory, Window};
+use crate::shm::notify::{MAX_SLEEP, SleepWords, Sleeper, SpinBudget, Waker};
 
 /// How often an end that does not wait asks the kernel whether the peer is still there.
 const LOOK_PERIOD: Duration = Duration::from_millis(10);
@@ -40,7 +40,7 @@ pub(super) enum Side {
 }
 
 /// What the two ends have in common.
-pub(super) struct Line {
+pub(super) struct WindowEnd {
     window: Arc<Window>,
     epoch: u64,
     doorbell: Box<dyn Doorbell>,
@@ -50,7 +50,7 @@ pub(super) struct Line {
     spin: [SpinBudget; 2],
     side: Side,
     /// The heart of the peer, if it has one that can stop.
-    pulse: Option<Pulse>,
+    liveness: Option<Liveness>,
     /// When the kernel was last asked for the peer.
     looked: Instant,
     /// The first error: links do not recover.
@@ -59,19 +59,19 @@ pub(super) struct Line {
     pub(super) counters: Counters,
 }
 
-impl Line {
+impl WindowEnd {
     pub(super) fn new(
         window: Arc<Window>,
         epoch: u64,
         doorbell: Box<dyn Doorbell>,
-        pulse: Option<Pulse>,
+        liveness: Option<Liveness>,
         side: Side,
-    ) -> Line {
+    ) -> WindowEnd {
         let (own, peer) = match side {
             Side::Guest => (GUEST_SLEEP, HOST_SLEEP),
             Side::Host => (HOST_SLEEP, GUEST_SLEEP),
         };
-        Line {
+        WindowEnd {
             window,
             epoch,
             doorbell,
@@ -79,7 +79,7 @@ impl Line {
             waker: Waker::new(peer),
             spin: [SpinBudget::new(), SpinBudget::new()],
             side,
-            pulse,
+            liveness,
             looked: Instant::now(),
             error: None,
             process: std::process::id(),
@@ -139,9 +139,9 @@ impl Line {
             return Err(LinkError::Closed);
         }
         let stopped = self
-            .pulse
+            .liveness
             .as_mut()
-            .and_then(|pulse| pulse.has_stopped(&self.window));
+            .and_then(|liveness| liveness.has_stopped(&self.window));
         stopped.map_or(Ok(()), |still| {
             Err(LinkError::Stalled {
                 seconds: still.as_secs(),
@@ -269,7 +269,7 @@ impl Line {
     }
 }
 
-impl Drop for Line {
+impl Drop for WindowEnd {
     fn drop(&mut self) {
         // A child of a process that forked is not the one that opened the link, and must not close it.
         if std::process::id() != self.process {

@@ -44,7 +44,7 @@ const KIND_BULK: u32 = 2;
 
 /// Where a ring is: its bytes, and its two cursors. A private value, not read from the window.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct RingArea {
     /// The bytes of the ring; their number is a power of two.
     pub data: Range<usize>,
     /// Offset of the word with the tail.
@@ -53,7 +53,7 @@ pub struct Place {
     pub head: usize,
 }
 
-impl Place {
+impl RingArea {
     fn size(&self) -> u64 {
         self.data.len() as u64
     }
@@ -97,7 +97,7 @@ pub struct Room {
 /// The sending end of a ring.
 #[derive(Debug)]
 pub struct Producer {
-    place: Place,
+    place: RingArea,
     tail: u64,
     /// The head as last seen: at most the true one.
     head: u64,
@@ -105,7 +105,7 @@ pub struct Producer {
 
 impl Producer {
     /// The sending end of a ring that nothing has gone through yet.
-    pub fn new(place: Place) -> Producer {
+    pub fn new(place: RingArea) -> Producer {
         assert!(place.data.len().is_power_of_two(), "ring of {place:?}");
         Producer {
             place,
@@ -231,7 +231,7 @@ pub struct Arrived {
 /// The receiving end of a ring.
 #[derive(Debug)]
 pub struct Consumer {
-    place: Place,
+    place: RingArea,
     limits: Limits,
     head: u64,
     /// The tail as last seen: at most the true one.
@@ -240,7 +240,7 @@ pub struct Consumer {
 
 impl Consumer {
     /// The receiving end of a ring that nothing has gone through yet.
-    pub fn new(place: Place, limits: Limits) -> Consumer {
+    pub fn new(place: RingArea, limits: Limits) -> Consumer {
         assert!(place.data.len().is_power_of_two(), "ring of {place:?}");
         Consumer {
             place,

@@ -366,7 +366,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::window::memory::Window;
+    use crate::shm::memory::Window;
     use proptest::prelude::*;
 
     fn window() -> Window {

@@ -72,7 +72,7 @@ fn beat() {
 
 /// The peer's view of a heart.
 #[derive(Debug)]
-pub struct Pulse {
+pub struct Liveness {
     word: usize,
     limit: Duration,
     last: u64,
@@ -80,15 +80,15 @@ pub struct Pulse {
     still: Duration,
 }
 
-impl Pulse {
+impl Liveness {
     /// The host's heart, which beats now, and may be still for up to `limit` ([`STALL`], unless there is a reason).
-    pub fn new(window: &Window, limit: Duration) -> Pulse {
-        Pulse::at(window, word::HEARTBEAT, limit)
+    pub fn new(window: &Window, limit: Duration) -> Liveness {
+        Liveness::at(window, word::HEARTBEAT, limit)
     }
 
     /// The heart whose word is at `word`.
-    pub fn at(window: &Window, word: usize, limit: Duration) -> Pulse {
-        Pulse {
+    pub fn at(window: &Window, word: usize, limit: Duration) -> Liveness {
+        Liveness {
             word,
             limit,
             last: window.load(word),
@@ -145,16 +145,16 @@ mod tests {
     #[test]
     fn stillness_counts_by_looks() {
         let window = Window::anonymous(4096).unwrap();
-        let mut pulse = Pulse::new(&window, STALL);
+        let mut liveness = Liveness::new(&window, STALL);
         // We were stopped for an hour: that is one look.
-        pulse.looked -= Duration::from_secs(3600);
-        assert_eq!(pulse.still_for(&window), PERIOD);
-        pulse.looked -= Duration::from_secs(3600);
-        assert_eq!(pulse.still_for(&window), 2 * PERIOD);
+        liveness.looked -= Duration::from_secs(3600);
+        assert_eq!(liveness.still_for(&window), PERIOD);
+        liveness.looked -= Duration::from_secs(3600);
+        assert_eq!(liveness.still_for(&window), 2 * PERIOD);
         window.store(word::HEARTBEAT, 9);
-        assert_eq!(pulse.still_for(&window), Duration::ZERO);
-        pulse.looked -= Duration::from_millis(300);
-        let still = pulse.still_for(&window);
+        assert_eq!(liveness.still_for(&window), Duration::ZERO);
+        liveness.looked -= Duration::from_millis(300);
+        let still = liveness.still_for(&window);
         assert!(still >= Duration::from_millis(300) && still <= PERIOD);
     }
 }

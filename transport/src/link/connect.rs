@@ -13,7 +13,7 @@ use super::{Endpoint, GuestEnd, pci, unix};
 pub const CERTIFICATES: &str = "VGPU_CERTS";
 
 /// Connects to the executor at `endpoint`, waiting no longer than `timeout`. An error says what to do about it.
-pub fn dial(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEnd>, String> {
+pub fn connect(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEnd>, String> {
     match endpoint {
         Endpoint::Unix(path) => {
             let end = unix::connect(path, timeout).map_err(|e| e.to_string())?;
