@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use vgpu_engine::{Plan, Progress, RunError, Turn};
+use vgpu_engine::{Plan, RunStatus, RunError, Turn};
 
 pub(crate) use queue::{Party, Terms};
 use queue::{Queue, Ticket};
@@ -91,7 +91,7 @@ impl Flight {
             queued,
             mut times,
         } = self;
-        let outcome = plan.land();
+        let outcome = plan.wait();
         let turn = held.end(queued, true);
         times.add(turn);
         after_turn(turn);
@@ -118,19 +118,19 @@ impl Scheduler {
             let queued = start.saturating_sub(wait_began);
             held.start = start;
             let progress = plan.launch(&self.turn);
-            if progress == Ok(Progress::UnderWay) {
+            if progress == Ok(RunStatus::InFlight) {
                 return Ran::UnderWay(Flight {
                     held,
                     queued,
                     times,
                 });
             }
-            let turn = held.end(queued, progress != Ok(Progress::Yielded));
+            let turn = held.end(queued, progress != Ok(RunStatus::Yielded));
             wait_began = self.turn.now();
             times.add(turn);
             after_turn(turn);
             match progress {
-                Ok(Progress::Yielded) => {}
+                Ok(RunStatus::Yielded) => {}
                 Ok(_) => return Ran::Done(Ok(()), times),
                 Err(error) => return Ran::Done(Err(error), times),
             }

@@ -13,11 +13,7 @@ struct Work<'a> {
 }
 
 impl Plan for Work<'_> {
-    fn run(&mut self) -> Result<(), RunError> {
-        unreachable!("the scheduler advances plans")
-    }
-
-    fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         assert!(
             !self.device.swap(true, Ordering::Acquire),
             "two plans at once"
@@ -36,8 +32,8 @@ impl Plan for Work<'_> {
         }
         self.device.store(false, Ordering::Release);
         match self.left {
-            0 => Ok(Progress::Done),
-            _ => Ok(Progress::Yielded),
+            0 => Ok(RunStatus::Done),
+            _ => Ok(RunStatus::Yielded),
         }
     }
 }
@@ -98,20 +94,16 @@ struct Launches<'a> {
 }
 
 impl Plan for Launches<'_> {
-    fn run(&mut self) -> Result<(), RunError> {
-        unreachable!("the scheduler launches plans")
-    }
-
-    fn launch(&mut self, _: &Turn) -> Result<Progress, RunError> {
+    fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
         assert!(
             !self.device.swap(true, Ordering::Acquire),
             "two plans at once"
         );
         self.is_under_way = true;
-        Ok(Progress::UnderWay)
+        Ok(RunStatus::InFlight)
     }
 
-    fn land(&mut self) -> Result<(), RunError> {
+    fn wait(&mut self) -> Result<(), RunError> {
         assert!(std::mem::take(&mut self.is_under_way));
         self.device.store(false, Ordering::Release);
         Ok(())

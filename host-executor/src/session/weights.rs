@@ -167,7 +167,7 @@ impl Session {
     fn make_weights(&mut self, request: u64, buffer: BufferId) -> Result<Answer, Ending> {
         let memory = self.buffers.get("WEIGHTS", buffer)?;
         // Whether or not others get them, too.
-        memory.hold_weights();
+        memory.mark_weights();
         let size = memory.size();
         let refused = |reason: &str| {
             Ok(Answer::Message(Reply::Refused {
@@ -178,7 +178,7 @@ impl Session {
         let Some(held) = &self.weights.held else {
             return refused("this host does not share weights");
         };
-        if !self.engine.keeps_weights() || size < MIN_EXTENT {
+        if !self.engine.supports_weights() || size < MIN_EXTENT {
             return refused("this memory cannot be shared");
         }
         let lengths = Lengths(held.lengths());
@@ -194,7 +194,7 @@ impl Session {
             Some(memory) => memory,
             None => self.engine.alloc(size).map_err(failed)?,
         };
-        memory.hold_weights();
+        memory.mark_weights();
         self.buffers.replace(buffer, memory);
         self.count_holdings();
         if !is_for_weights {
@@ -335,7 +335,7 @@ impl Session {
             return Ok(false);
         };
         let (shared, is_from_disk) = match source {
-            Source::Memory(extent) => (memory.adopt(offset, extent)?, false),
+            Source::Memory(extent) => (memory.attach(offset, extent)?, false),
             Source::Disk(cached) => {
                 let read = cached.read(|at, piece| {
                     memory
@@ -459,10 +459,10 @@ impl Session {
             let (Some(memory), Some(weights)) = (memory, weights) else {
                 continue;
             };
-            if !memory.is_pristine() {
+            if !memory.is_unmodified() {
                 continue;
             }
-            match memory.adopt(merge.offset, &merge.extent) {
+            match memory.attach(merge.offset, &merge.extent) {
                 Ok(shared) => {
                     weights.shared += shared;
                     merged += shared;

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex};
 
 use vgpu_cpu::CpuEngine;
-use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, Progress, RunError, Turn};
+use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunStatus, RunError, Turn};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Capabilities, OpKind, Rule, Type, TypeSet, ValidGraph};
 
@@ -108,7 +108,7 @@ impl Engine for Puppet {
 struct PuppetPlan(Act, Vec<Arc<dyn Memory>>);
 
 impl Plan for PuppetPlan {
-    fn run(&mut self) -> Result<(), RunError> {
+    fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
         match &self.0 {
             Act::RunPanics => panic!("told to panic"),
             Act::KernelPanics => Err(RunError::Kernel {
@@ -119,22 +119,18 @@ impl Plan for PuppetPlan {
             Act::Waits(running, go_on) => {
                 running.send(()).expect("the test listens");
                 go_on.recv().expect("the test says go on");
-                Ok(())
+                Ok(RunStatus::Done)
             }
-            _ => Ok(()),
+            Act::Launches { running, go_on, .. } => {
+                running.send(()).expect("the test listens");
+                go_on.recv().expect("the test says go on");
+                Ok(RunStatus::InFlight)
+            }
+            _ => Ok(RunStatus::Done),
         }
     }
 
-    fn launch(&mut self, turn: &Turn) -> Result<Progress, RunError> {
-        let Act::Launches { running, go_on, .. } = &self.0 else {
-            return self.advance(turn);
-        };
-        running.send(()).expect("the test listens");
-        go_on.recv().expect("the test says go on");
-        Ok(Progress::UnderWay)
-    }
-
-    fn land(&mut self) -> Result<(), RunError> {
+    fn wait(&mut self) -> Result<(), RunError> {
         let Act::Launches { fails, .. } = self.0 else {
             return Ok(());
         };

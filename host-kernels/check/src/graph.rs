@@ -113,7 +113,7 @@ impl Builder {
         more: impl FnOnce(&dyn Memory) -> Result<(), String>,
     ) -> Result<Loaded, String> {
         self.prepared(engine, size, |memory| {
-            memory.hold_weights();
+            memory.mark_weights();
             let written = memory.write(0, self.bytes.as_slice().into());
             written.map_err(|error| error.to_string())?;
             more(memory)

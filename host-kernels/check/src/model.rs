@@ -759,7 +759,7 @@ impl Built {
         let buffers: Vec<_> = { self.sizes.iter() }
             .map(|&size| engine.alloc(size).expect("memory"))
             .collect();
-        buffers[WEIGHTS as usize].hold_weights();
+        buffers[WEIGHTS as usize].mark_weights();
         let mut state = 1u64;
         let mut number = || {
             state = state

@@ -31,9 +31,10 @@ fn run_in_turns(plan: &mut dyn Plan) -> Option<()> {
     let turn = Turn::new();
     turn.set_end(Some(std::time::Duration::ZERO));
     let mut turns = 1;
-    while plan.advance(&turn).ok()? == vgpu_engine::Progress::Yielded {
+    while plan.launch(&turn).ok()? == vgpu_engine::RunStatus::Yielded {
         turns += 1;
     }
+    plan.wait().ok()?;
     assert!(turns > 10, "the turns were over: {turns}");
     Some(())
 }
@@ -134,7 +135,7 @@ fn together(model: Model, tokens: u64) -> Vec<Vec<OpKind>> {
     let loaded = built.load(&engine);
     let mut plan = built.compile(&engine, &loaded);
     built.write_inputs(&loaded, 0);
-    let spans = plan.timeline().expect("it runs");
+    let spans = plan.profile().expect("it runs");
     let kinds = |mut nodes: Vec<usize>| {
         nodes.sort_unstable();
         { nodes.iter() }
@@ -190,7 +191,7 @@ fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
         built.write_inputs(&loaded, 0);
         plan.run().expect("it runs");
         let ran = built.read_result(&loaded);
-        let spans = plan.timeline().expect("it runs");
+        let spans = plan.profile().expect("it runs");
         let mut nodes: Vec<usize> = spans.iter().flat_map(|span| span.nodes.clone()).collect();
         nodes.sort_unstable();
         assert!(nodes.windows(2).all(|pair| pair[0] < pair[1]), "{spans:?}");

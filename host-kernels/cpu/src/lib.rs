@@ -127,7 +127,7 @@ impl Engine for CpuEngine {
         }
     }
 
-    fn keeps_weights(&self) -> bool {
+    fn supports_weights(&self) -> bool {
         true
     }
 

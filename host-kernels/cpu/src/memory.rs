@@ -235,15 +235,15 @@ impl Memory for CpuMemory {
         Ok(self.as_weights()?.extent(offset, len)?)
     }
 
-    fn adopt(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
+    fn attach(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
         check_range(offset, extent.size(), self.size)?;
         let weights = self.as_weights()?;
         let extent = Arc::clone(extent).into_any().downcast::<CpuExtent>();
-        weights.adopt(offset, &extent.map_err(|_| EngineError::ForeignMemory)?)
+        weights.attach(offset, &extent.map_err(|_| EngineError::ForeignMemory)?)
     }
 
-    fn is_pristine(&self) -> bool {
-        self.as_weights().is_ok_and(Weights::is_pristine)
+    fn is_unmodified(&self) -> bool {
+        self.as_weights().is_ok_and(Weights::is_unmodified)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -15,7 +15,7 @@ use super::pool::{Pool, Started, Worker};
 use super::stages::{Part, SMALL, Stages, Step, Touches, elements, is_small, only_shares};
 use super::view::View;
 use vgpu_engine::fuse::{Arrangement, Kind};
-use vgpu_engine::{EngineError, Memory, Plan, Progress, RunError, Span, Turn};
+use vgpu_engine::{EngineError, Memory, Plan, RunStatus, RunError, NodeTiming, Turn};
 
 /// A graph, compiled: steps over pointers into buffers that are kept alive.
 pub(super) struct CpuPlan {
@@ -210,35 +210,29 @@ fn written(node: &Node) -> impl Iterator<Item = usize> {
 }
 
 impl Plan for CpuPlan {
-    fn run(&mut self) -> Result<(), RunError> {
-        let turn = Turn::new();
-        while self.advance(&turn)? == Progress::Yielded {}
-        Ok(())
-    }
-
-    fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
+    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         let started = self.started.take();
         if started.is_none() && !self.is_current() {
-            return Err(RunError::Moved);
+            return Err(RunError::Stale);
         }
         let started =
             started.unwrap_or_else(|| self.pool.start(self.scratch_bytes, self.kept_bytes));
         self.started = self.pool.run(&self.steps, started, turn)?;
         Ok(match self.started {
-            None => Progress::Done,
-            Some(_) => Progress::Yielded,
+            None => RunStatus::Done,
+            Some(_) => RunStatus::Yielded,
         })
     }
 
-    fn timeline(&mut self) -> Result<Vec<Span>, RunError> {
+    fn profile(&mut self) -> Result<Vec<NodeTiming>, RunError> {
         if !self.is_current() {
-            return Err(RunError::Moved);
+            return Err(RunError::Stale);
         }
         // One that has yielded begins anew.
         self.started = None;
         let started = self.pool.start(self.scratch_bytes, self.kept_bytes);
         let ends = self.pool.run_timed(&self.steps, started)?;
-        let (mut spans, mut before) = (Vec::<Span>::new(), Duration::ZERO);
+        let (mut spans, mut before) = (Vec::<NodeTiming>::new(), Duration::ZERO);
         for (step, end) in self.steps.iter().zip(ends) {
             let nodes: Vec<usize> = { step.parts.iter() }
                 .flat_map(|part| part.nodes.iter().copied())
@@ -247,7 +241,7 @@ impl Plan for CpuPlan {
                 Some(span) => span.seconds += (end - before).as_secs_f64(),
                 // What only prepares counts for what follows.
                 None if nodes.is_empty() => continue,
-                None => spans.push(Span {
+                None => spans.push(NodeTiming {
                     nodes,
                     seconds: (end - before).as_secs_f64(),
                 }),

@@ -106,7 +106,7 @@ impl Weights {
         self.state().moves
     }
 
-    pub(super) fn is_pristine(&self) -> bool {
+    pub(super) fn is_unmodified(&self) -> bool {
         let state = self.state();
         state.is_frozen && !state.is_written
     }
@@ -184,7 +184,7 @@ impl Weights {
 
     /// Takes an extent as the bytes at `offset`, which is inside with all of them. Returns how many are held elsewhere
     /// from now on. Frozen memory holds the same bytes there already.
-    pub(super) fn adopt(&self, offset: u64, extent: &Arc<CpuExtent>) -> Result<u64, EngineError> {
+    pub(super) fn attach(&self, offset: u64, extent: &Arc<CpuExtent>) -> Result<u64, EngineError> {
         let range = offset..offset + extent.len;
         let mut state = self.state();
         if state.is_written || Arc::ptr_eq(&extent.home, &self.home) {
@@ -513,7 +513,7 @@ mod tests {
         let (offset, to, len) = (256, 512, PAGES * page() - 512);
         let extent = shared(&one, offset, len);
         let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-        assert_eq!(two.adopt(to, &extent).unwrap(), len);
+        assert_eq!(two.attach(to, &extent).unwrap(), len);
         let mut two_has = vec![0; (PAGES * page()) as usize];
         two_has[to as usize..].copy_from_slice(&bytes[256..][..len as usize]);
         assert_eq!(held(&home(&two)), 0);
@@ -544,7 +544,7 @@ mod tests {
         let one = weights(&budget, &bytes);
         let extent = shared(&one, page(), 4 * page());
         let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-        two.adopt(page(), &extent).unwrap();
+        two.attach(page(), &extent).unwrap();
         drop(extent);
         let before = one.moves();
         one.fill(2 * page(), 1, !bytes[2 * page() as usize])
@@ -576,7 +576,7 @@ mod tests {
         let first = shared(&one, 0, 4 * page());
         let second = one.extent(4 * page() + 256, 4 * page()).unwrap();
         let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-        two.adopt(4 * page() + 256, &second).unwrap();
+        two.attach(4 * page() + 256, &second).unwrap();
         drop(first);
         let home = home(&one);
         let pages = || held(&home) / page();
@@ -606,22 +606,22 @@ mod tests {
         let extents = ranges.map(|(offset, len)| shared(&one, offset, len));
         let own = ranges.map(|(offset, len)| shared(&two, offset, len));
         assert_eq!(held(&home(&two)), PAGES * page());
-        let adopt = |i: usize| two.adopt(ranges[i].0, &extents[i]).unwrap();
+        let attach = |i: usize| two.attach(ranges[i].0, &extents[i]).unwrap();
         let before = two.moves();
-        assert_eq!((adopt(0), adopt(1)), (ranges[0].1, ranges[1].1));
+        assert_eq!((attach(0), attach(1)), (ranges[0].1, ranges[1].1));
         assert_ne!(two.moves(), before);
         // Somebody may still hold what is held twice now; when not, it goes.
         assert_eq!(held(&home(&two)), PAGES * page());
         drop(own);
-        adopt(0);
-        adopt(1);
+        attach(0);
+        attach(1);
         assert_eq!(held(&home(&two)), 0, "the page with both, too");
         assert!(read(&two, 0, PAGES * page()) == bytes);
         // What has changed is not replaced by what it was.
         let three = weights(&budget, &bytes);
         three.freeze();
         three.fill(0, 1, !bytes[0]).unwrap();
-        assert_eq!(three.adopt(0, &extents[0]).unwrap(), 0);
+        assert_eq!(three.attach(0, &extents[0]).unwrap(), 0);
         assert_eq!(read(&three, 0, 1), [!bytes[0]]);
     }
 
@@ -632,7 +632,7 @@ mod tests {
         let (one, two) = (weights(&budget, &bytes), weights(&budget, &bytes));
         let extent = shared(&one, 100, PAGES * page() - 200);
         two.freeze();
-        two.adopt(100, &extent).unwrap();
+        two.attach(100, &extent).unwrap();
         assert_eq!(held(&home(&two)), 2 * page());
         assert!(read(&two, 0, PAGES * page()) == bytes);
     }
@@ -645,18 +645,18 @@ mod tests {
         let first = shared(&one, 0, 4 * page());
         let second = one.extent(4 * page(), 4 * page()).unwrap();
         let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-        two.adopt(0, &first).unwrap();
-        assert_eq!(two.adopt(2 * page(), &second).unwrap(), 0);
+        two.attach(0, &first).unwrap();
+        assert_eq!(two.attach(2 * page(), &second).unwrap(), 0);
         let mut two_has = vec![0; 6 * page() as usize];
         two_has[..2 * page() as usize].copy_from_slice(&bytes[..2 * page() as usize]);
         two_has[2 * page() as usize..]
             .copy_from_slice(&bytes[4 * page() as usize..][..4 * page() as usize]);
         assert!(read(&two, 0, 6 * page()) == two_has);
-        assert_eq!(two.adopt(0, &second).unwrap(), 4 * page());
+        assert_eq!(two.attach(0, &second).unwrap(), 4 * page());
         assert!(read(&two, 0, 4 * page()) == bytes[4 * page() as usize..][..4 * page() as usize]);
-        assert!(two.adopt((PAGES - 1) * page(), &first).is_err(), "no room");
+        assert!(two.attach((PAGES - 1) * page(), &first).is_err(), "no room");
         let plain = CpuMemory::new(PAGES * page(), &budget).unwrap();
-        assert!(plain.adopt(0, &first).is_err());
+        assert!(plain.attach(0, &first).is_err());
         assert!(!plain.freeze());
     }
 
@@ -669,7 +669,7 @@ mod tests {
         for (to, from) in [(3 * page(), 2 * page() + 5), (page() + 5, 2 * page())] {
             let two = weights(&budget, &bytes);
             two.freeze();
-            two.adopt(4 * page(), &extent).unwrap();
+            two.attach(4 * page(), &extent).unwrap();
             two.copy_from(to, &two, from, 5 * page()).unwrap();
             let mut expected = bytes.clone();
             expected.copy_within(from as usize..(from + 5 * page()) as usize, to as usize);
@@ -690,7 +690,7 @@ mod tests {
             one.fill(0, 1, 1),
             Err(EngineError::OutOfMemory { .. })
         ));
-        assert!(one.is_pristine());
+        assert!(one.is_unmodified());
         drop(extent);
         one.fill(0, 1, 1).unwrap();
         assert_eq!(budget.used(), 2 * PAGES * page(), "nobody else had them");

@@ -17,7 +17,7 @@ use tracing::warn;
 use crate::device::{Device, Event, GraphExecId, Launch};
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::policy::LaunchPolicy;
-use vgpu_engine::{EngineError, Progress, Turn};
+use vgpu_engine::{EngineError, RunStatus, Turn};
 
 /// So many launches go between two looks before it is known how long they take.
 const FIRST_PIECE: usize = 32;
@@ -149,7 +149,7 @@ impl LaunchSequence {
         device: &Arc<dyn Device>,
         policy: LaunchPolicy,
         turn: &Turn,
-    ) -> Result<Progress, Failure> {
+    ) -> Result<RunStatus, Failure> {
         // SAFETY: the caller's promise.
         let outcome = unsafe { self.go_on(device, policy, turn) };
         let (Err(Failure { error, .. }), Some(at)) = (&outcome, self.refused.take()) else {
@@ -173,7 +173,7 @@ impl LaunchSequence {
         device: &Arc<dyn Device>,
         policy: LaunchPolicy,
         turn: &Turn,
-    ) -> Result<Progress, Failure> {
+    ) -> Result<RunStatus, Failure> {
         let template = Arc::clone(&self.template);
         let mut template = template.lock().unwrap_or_else(PoisonError::into_inner);
         let failed = |node: usize, error| Failure { node, error };
@@ -222,7 +222,7 @@ impl LaunchSequence {
             }
             if turn.is_over() {
                 device.synchronize().map_err(|error| failed(here, error))?;
-                return Ok(Progress::Yielded);
+                return Ok(RunStatus::Yielded);
             }
         }
         if template.piece.is_none() && !self.has_yielded {
@@ -231,7 +231,7 @@ impl LaunchSequence {
             template.learn(start.elapsed(), self.launches.len(), policy);
         }
         self.rewind();
-        Ok(Progress::Done)
+        Ok(RunStatus::Done)
     }
 
     /// Runs all launches, none of them as steps, and says how many seconds each took.

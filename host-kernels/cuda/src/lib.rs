@@ -160,7 +160,7 @@ impl CudaEngine {
             return Err(error.clone());
         }
         let Some(open) = &self.open else {
-            return Err(EngineError::Lost { reason });
+            return Err(EngineError::DeviceLost { reason });
         };
         warn!("{} is set up anew: {reason}", self.name);
         // Its memory must be free before somebody else can have it.
@@ -219,7 +219,7 @@ impl Engine for CudaEngine {
         Ok(Arc::new(CudaMemory::new(&self.context()?.allocator, size)?))
     }
 
-    fn beyond_repair(&self) -> Option<String> {
+    fn fatal_error(&self) -> Option<String> {
         let error = self.context().err()?;
         let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         // One that nobody can set up anew is lost for good at once.

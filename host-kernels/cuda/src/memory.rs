@@ -84,7 +84,7 @@ impl CudaMemory {
     pub(crate) fn check_there(&self) -> Result<(), EngineError> {
         match self.allocator.device().lost() {
             None => Ok(()),
-            Some(reason) => Err(EngineError::Lost { reason }),
+            Some(reason) => Err(EngineError::DeviceLost { reason }),
         }
     }
 
@@ -308,7 +308,7 @@ impl Memory for CudaMemory {
         }
     }
 
-    fn hold_weights(&self) {
+    fn mark_weights(&self) {
         self.repack_state.allow();
     }
 

@@ -25,7 +25,7 @@ use crate::params::{VgFault, VgView};
 use crate::repack::pass::RepackPass;
 use crate::scratch::Claim;
 use vgpu_engine::fuse::{Arrangement, Kind};
-use vgpu_engine::{EngineError, Memory, Plan, Progress, RunError, Span, Turn};
+use vgpu_engine::{EngineError, Memory, Plan, RunStatus, RunError, NodeTiming, Turn};
 
 /// A graph, compiled: launches in order, and now and then work of the host.
 pub(crate) struct CudaPlan {
@@ -147,7 +147,7 @@ impl CudaPlan {
     ///
     /// # Safety
     /// The device is the caller's.
-    unsafe fn go_on(&mut self, turn: &Turn) -> Result<(Progress, usize), RunError> {
+    unsafe fn go_on(&mut self, turn: &Turn) -> Result<(RunStatus, usize), RunError> {
         let context = Arc::clone(&self.context);
         let device = &context.device;
         // SAFETY: the device is ours; what failed has ended, or the device is lost.
@@ -164,12 +164,12 @@ impl CudaPlan {
                 }
                 // SAFETY: as above.
                 Part::Cpu { work, node } => unsafe { work.run(&**device) }
-                    .map(|()| Progress::Done)
+                    .map(|()| RunStatus::Done)
                     .map_err(|error| at_node(&self.ops, *node, error)),
             };
             // What runs on the device still can fail as well, and comes first in the graph.
             let outcome = match outcome {
-                Ok(Progress::Done) => {
+                Ok(RunStatus::Done) => {
                     self.at += 1;
                     continue;
                 }
@@ -190,7 +190,7 @@ impl CudaPlan {
             }
             return outcome;
         }
-        Ok((Progress::Done, last))
+        Ok((RunStatus::Done, last))
     }
 
     /// Begins anew the next time, whatever became of this run.
@@ -483,44 +483,31 @@ fn at_node(ops: &[&'static str], at: usize, mut error: RunError) -> RunError {
         RunError::Index { node, op, .. } | RunError::Kernel { node, op, .. } => {
             (*node, *op) = (at, ops[at]);
         }
-        RunError::Moved => {}
+        RunError::Stale => {}
     }
     error
 }
 
 impl Plan for CudaPlan {
-    fn run(&mut self) -> Result<(), RunError> {
-        let turn = Turn::new();
-        while self.advance(&turn)? == Progress::Yielded {}
-        Ok(())
-    }
-
-    fn advance(&mut self, turn: &Turn) -> Result<Progress, RunError> {
-        match self.launch(turn)? {
-            Progress::UnderWay => self.land().map(|()| Progress::Done),
-            progress => Ok(progress),
-        }
-    }
-
-    fn launch(&mut self, turn: &Turn) -> Result<Progress, RunError> {
-        self.land()?;
+    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
+        self.wait()?;
         if !self.has_yielded && !self.is_current() {
-            return Err(RunError::Moved);
+            return Err(RunError::Stale);
         }
         let context = Arc::clone(&self.context);
         let taken = context.lock_device();
         if let Some(reason) = context.device.lost() {
             self.rewind();
-            return Err(failure(&self.ops, 0, &EngineError::Lost { reason }));
+            return Err(failure(&self.ops, 0, &EngineError::DeviceLost { reason }));
         }
         // SAFETY: the device is ours.
         match unsafe { self.go_on(turn) } {
-            Ok((Progress::Done, node)) => {
+            Ok((RunStatus::Done, node)) => {
                 self.under_way = Some(UnderWay {
                     node,
                     _device: taken,
                 });
-                Ok(Progress::UnderWay)
+                Ok(RunStatus::InFlight)
             }
             Ok((progress, _)) => {
                 self.has_yielded = true;
@@ -533,7 +520,7 @@ impl Plan for CudaPlan {
         }
     }
 
-    fn land(&mut self) -> Result<(), RunError> {
+    fn wait(&mut self) -> Result<(), RunError> {
         let Some(under_way) = self.under_way.take() else {
             return Ok(());
         };
@@ -552,29 +539,29 @@ impl Plan for CudaPlan {
         outcome.map_err(|error| self.failed(error))
     }
 
-    fn timeline(&mut self) -> Result<Vec<Span>, RunError> {
-        self.land()?;
+    fn profile(&mut self) -> Result<Vec<NodeTiming>, RunError> {
+        self.wait()?;
         if !self.is_current() {
-            return Err(RunError::Moved);
+            return Err(RunError::Stale);
         }
         let context = Arc::clone(&self.context);
         let _device = context.lock_device();
         if let Some(reason) = context.device.lost() {
-            return Err(failure(&self.ops, 0, &EngineError::Lost { reason }));
+            return Err(failure(&self.ops, 0, &EngineError::DeviceLost { reason }));
         }
         // SAFETY: the device is ours for as long as this runs.
         let times = unsafe { self.time() };
         self.rewind();
         let mut times = times.map_err(|error| self.failed(error))?.into_iter();
-        let spans = self.groups.iter().map(|(count, nodes)| Span {
+        let spans = self.groups.iter().map(|(count, nodes)| NodeTiming {
             nodes: nodes.clone(),
             seconds: times.by_ref().take(*count).sum(),
         });
         Ok(spans.collect())
     }
 
-    fn set_label(&mut self, name: &str) {
-        self.name = name.to_owned();
+    fn set_label(&mut self, label: &str) {
+        self.name = label.to_owned();
     }
 
     fn is_current(&self) -> bool {
@@ -587,7 +574,7 @@ impl Plan for CudaPlan {
 impl Drop for CudaPlan {
     fn drop(&mut self) {
         // Its memory must not be used any more, and the next plan must not find its faults.
-        let _ = self.land();
+        let _ = self.wait();
     }
 }
 

@@ -228,7 +228,7 @@ impl Device for UploadBatcher {
             return Ok(());
         }
         if let Some(reason) = self.device.lost() {
-            return Err(EngineError::Lost { reason });
+            return Err(EngineError::DeviceLost { reason });
         }
         let mut state = self.state();
         let end = to + len as u64;

@@ -1,18 +1,23 @@
-//! What every engine of the host shares.
+//! What all engines of the host share.
 //!
 //! - [`Engine`], [`Memory`], [`Plan`]: the contract between the executor and an engine.
-//! - [`fuse`]: which nodes of a graph an engine can run as one kernel.
-//! - [`roofline`]: the least memory traffic and arithmetic of a graph.
-//! - [`rope`]: the parameters of a rotation, as kernels take them.
+//! - [`fuse`]: operator fusion, which finds nodes that one kernel can compute.
+//! - [`roofline`]: a lower bound of a graph's memory traffic and arithmetic.
+//! - [`rope`]: the parameters of ROPE, as kernels take them.
 //! - [`types`]: sets of tensor types.
+//!
+//! Each module of this list uses only modules below it: `engine`, `plan`, `memory`, `error`.
 
 mod engine;
+mod error;
 pub mod fuse;
+mod memory;
+mod plan;
 pub mod roofline;
 pub mod rope;
 pub mod types;
 
-pub use engine::{
-    Engine, EngineError, Extent, Memory, MemoryInfo, Plan, Progress, RunError, SharedMemory, Span,
-    Turn, check_range,
-};
+pub use engine::Engine;
+pub use error::{EngineError, RunError, check_range};
+pub use memory::{Extent, Memory, MemoryInfo, SharedMemory};
+pub use plan::{NodeTiming, Plan, RunStatus, Turn};

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use vgpu_check::Options;
 use vgpu_check::model::{self, Built, Model, Step};
 use vgpu_engine::roofline::{self, Cost, Rates};
-use vgpu_engine::{Engine, Span};
+use vgpu_engine::{Engine, NodeTiming};
 use vgpu_transport::ir::{Graph, Type};
 
 use vgpu_executor::engine;
@@ -337,7 +337,7 @@ fn rates(args: &Args, engine: Option<&dyn Engine>) -> anyhow::Result<Rates> {
 }
 
 /// The median of whole runs, and what the parts of one took.
-fn measure(engine: &dyn Engine, built: &Built, args: &Args) -> anyhow::Result<(f64, Vec<Span>)> {
+fn measure(engine: &dyn Engine, built: &Built, args: &Args) -> anyhow::Result<(f64, Vec<NodeTiming>)> {
     let wanted: u64 = built.sizes.iter().sum();
     let free = engine.memory().free;
     ensure!(
@@ -363,8 +363,8 @@ fn measure(engine: &dyn Engine, built: &Built, args: &Args) -> anyhow::Result<(f
         .collect::<anyhow::Result<Vec<Duration>>>()?;
     times.sort();
     let mut lines = (0..args.repeats)
-        .map(|_| plan.timeline())
-        .collect::<Result<Vec<Vec<Span>>, _>>()?;
+        .map(|_| plan.profile())
+        .collect::<Result<Vec<Vec<NodeTiming>>, _>>()?;
     let mut spans = lines.pop().unwrap_or_default();
     for (at, span) in spans.iter_mut().enumerate() {
         let others = lines.iter().map(|line| line[at].seconds);
@@ -384,7 +384,7 @@ struct Part {
 }
 
 /// The parts in the order they run; without spans, the nodes.
-fn parts(graph: &Graph, costs: &[Cost], spans: &[Span]) -> Vec<Part> {
+fn parts(graph: &Graph, costs: &[Cost], spans: &[NodeTiming]) -> Vec<Part> {
     let part = |nodes: &[usize], seconds| {
         let mut names: Vec<String> = Vec::new();
         for &at in nodes {

@@ -96,7 +96,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut running = settings;
     let outcome = serve(
         &events,
-        || engine.beyond_repair(),
+        || engine.fatal_error(),
         || reload(&args, &mut server, &mut doors, &mut logging, &mut running),
     );
     service::stopping();
@@ -170,13 +170,13 @@ const LOOK: Duration = Duration::from_secs(1);
 /// whatever guests had is lost with it, and a new process may get the device to work.
 fn serve(
     events: &Receiver<Event>,
-    beyond_repair: impl Fn() -> Option<String>,
+    fatal_error: impl Fn() -> Option<String>,
     mut reload: impl FnMut() -> anyhow::Result<String>,
 ) -> anyhow::Result<()> {
     loop {
         let event = match events.recv_timeout(LOOK) {
             Ok(event) => event,
-            Err(RecvTimeoutError::Timeout) => match beyond_repair() {
+            Err(RecvTimeoutError::Timeout) => match fatal_error() {
                 None => continue,
                 Some(reason) => anyhow::bail!(
                     "{reason}; nothing that guests had there is left, so vgpu serve ends, for whoever supervises it to start it again"

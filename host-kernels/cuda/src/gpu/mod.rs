@@ -265,7 +265,7 @@ impl Gpu {
         // Both in one order with those of `abandon`: either it waits for this call, or this call sees that it came first.
         if self.is_gone.load(Ordering::SeqCst) {
             let reason = self.lost.get().cloned().unwrap_or_default();
-            return Err(EngineError::Lost { reason });
+            return Err(EngineError::DeviceLost { reason });
         }
         // SAFETY: the context is there until it is given up, which waits for this call.
         let code = unsafe { sys::cuCtxSetCurrent(self.context) };

@@ -11,7 +11,7 @@ use tracing::{Level, Metadata};
 
 use vgpu_check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
 use vgpu_cuda::LaunchPolicy;
-use vgpu_engine::{Memory, Plan, Progress, RunError, Turn};
+use vgpu_engine::{Memory, Plan, RunStatus, RunError, Turn};
 use vgpu_transport::ir::Type;
 
 use crate::engine_with;
@@ -383,9 +383,10 @@ fn long_steps_are_cut() {
         over.set_end(Some(Duration::ZERO));
         tried.built.write_inputs(&tried.loaded, 1);
         let mut yields = 0;
-        while tried.plan.advance(&over).unwrap() == Progress::Yielded {
+        while tried.plan.launch(&over).unwrap() == RunStatus::Yielded {
             yields += 1;
         }
+        tried.plan.wait().unwrap();
         assert!(yields >= 2, "{yields}");
         assert_eq!(tried.built.read_result(&tried.loaded), tried.want[1]);
     }

@@ -219,11 +219,11 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
         device.fail(Fails::Launch(0));
         plan.run().unwrap_err();
     };
-    assert_eq!(engine.beyond_repair(), None, "it works");
+    assert_eq!(engine.fatal_error(), None, "it works");
     lose(&device);
-    assert_eq!(engine.beyond_repair(), None, "one attempt");
+    assert_eq!(engine.fatal_error(), None, "one attempt");
     heals.store(true, Ordering::Relaxed);
-    assert_eq!(engine.beyond_repair(), None, "it works again");
+    assert_eq!(engine.fatal_error(), None, "it works again");
     engine.alloc(1).unwrap();
 
     let device = Arc::new(Spy::running());
@@ -242,9 +242,9 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
     let mut plan = built.compile(&engine, &loaded);
     device.fail(Fails::Launch(0));
     plan.run().unwrap_err();
-    let found: Vec<bool> = (0..4).map(|_| engine.beyond_repair().is_some()).collect();
+    let found: Vec<bool> = (0..4).map(|_| engine.fatal_error().is_some()).collect();
     assert_eq!(found, [false, false, true, true]);
-    let reason = engine.beyond_repair().unwrap();
+    let reason = engine.fatal_error().unwrap();
     assert!(reason.contains("illegal memory access"), "{reason}");
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::LaunchPolicy;
 use vgpu_cuda::autotune::{GemmVariant, TuningTable};
-use vgpu_engine::{Engine, Plan, Progress, RunError, Turn};
+use vgpu_engine::{Engine, Plan, RunStatus, RunError, Turn};
 
 use crate::spy::{Call, Fails, Spy};
 use crate::{engine_on, engine_with};
@@ -285,13 +285,14 @@ fn a_plan_gives_way_and_goes_on() {
     for _ in 0..3 {
         built.write_inputs(&loaded, 0);
         let mut yields = 0;
-        while plan.advance(&over).unwrap() == Progress::Yielded {
+        while plan.launch(&over).unwrap() == RunStatus::Yielded {
             yields += 1;
             other.write_inputs(&other_loaded, 0);
             other_plan.run().unwrap();
             assert_eq!(other.read_result(&other_loaded), other_want);
             assert!(yields < 1000, "every turn gets ahead");
         }
+        plan.wait().unwrap();
         assert!(yields > 10, "{yields}");
         assert_eq!(built.read_result(&loaded), want);
     }
@@ -313,7 +314,7 @@ fn a_fault_is_told_to_the_one_who_made_it() {
     let over = Turn::new();
     over.set_end(Some(Duration::ZERO));
     // In the first piece; nobody else may run into it.
-    let error = plan.advance(&over).unwrap_err();
+    let error = plan.launch(&over).unwrap_err();
     assert!(
         matches!(
             error,
@@ -381,7 +382,7 @@ fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
         let wanted = built.read_result(&loaded);
         built.write_inputs(&loaded, 0);
         device.take_log();
-        let spans = plan.timeline().expect("it runs");
+        let spans = plan.profile().expect("it runs");
         assert_eq!(built.read_result(&loaded), wanted);
         assert!(
             spans
@@ -417,9 +418,9 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
         // What a guest's session does when the guest asks for the result while the step is under way.
         built.write_inputs(&loaded, position as u64);
         assert_eq!(device.take_whole_log(), [], "nothing goes up by itself");
-        assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
+        assert_eq!(plan.launch(&turn).unwrap(), RunStatus::InFlight);
         let got = built.read_result(&loaded);
-        plan.land().unwrap();
+        plan.wait().unwrap();
         assert_near(&got, want);
         let log = device.take_whole_log();
         if position >= 2 {
@@ -429,9 +430,9 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
     }
     // Nobody asks for the result: there is a wait nevertheless, and no second one.
     built.write_inputs(&loaded, 5);
-    assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
-    plan.land().unwrap();
-    plan.land().unwrap();
+    assert_eq!(plan.launch(&turn).unwrap(), RunStatus::InFlight);
+    plan.wait().unwrap();
+    plan.wait().unwrap();
     assert_eq!(
         device.take_whole_log(),
         [Call::Puts, Call::Replay, Call::Wait]
@@ -449,16 +450,16 @@ fn a_fault_of_a_step_under_way_is_told_when_it_lands() {
     for _ in 0..3 {
         built.write_inputs(&loaded, 0);
         built.write_input(&loaded, "tokens", 1000);
-        assert_eq!(plan.launch(&turn).unwrap(), Progress::UnderWay);
+        assert_eq!(plan.launch(&turn).unwrap(), RunStatus::InFlight);
         built.read_result(&loaded);
-        let error = plan.land().unwrap_err();
+        let error = plan.wait().unwrap_err();
         assert!(
             matches!(error, RunError::Index { index: 1000, .. }),
             "{error:?}"
         );
         // A plan that is given up in between takes its faults along.
         let mut other = built.compile(&engine, &loaded);
-        assert_eq!(other.launch(&turn).unwrap(), Progress::UnderWay);
+        assert_eq!(other.launch(&turn).unwrap(), RunStatus::InFlight);
         drop(other);
         built.write_inputs(&loaded, 0);
         plan.run().unwrap();

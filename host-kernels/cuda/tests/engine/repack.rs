@@ -115,7 +115,7 @@ impl Loaded {
             engine.alloc(weights.len() as u64).unwrap(),
             engine.alloc(OTHER_BYTES).unwrap(),
         ];
-        buffers[0].hold_weights();
+        buffers[0].mark_weights();
         buffers[0].write(0, weights.into()).unwrap();
         let x: Vec<u8> = (0..OTHER_BYTES / 16)
             .flat_map(|i| ((i * 37 % 101) as f32 / 50.0 - 1.0).to_le_bytes())
@@ -357,7 +357,7 @@ fn whatever_comes_in_between_memory_is_what_was_written() {
             }
             let which = random(3) as usize;
             if !plans[which].is_current() {
-                assert_eq!(plans[which].run(), Err(RunError::Moved));
+                assert_eq!(plans[which].run(), Err(RunError::Stale));
                 plans[which] = loaded.compile(&engine, &graphs[which]);
                 counts[0] += 1;
                 counts[1] += arranged(&device);
@@ -448,8 +448,8 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
     let want = loaded.result(&graph);
     let mut second = loaded.compile(&engine, &rows);
     assert!(!first.is_current());
-    assert_eq!(first.run(), Err(RunError::Moved));
-    assert_eq!(first.timeline(), Err(RunError::Moved));
+    assert_eq!(first.run(), Err(RunError::Stale));
+    assert_eq!(first.profile(), Err(RunError::Stale));
     second.run().unwrap();
     assert_eq!(loaded.result(&rows), plain_result(&bytes, &rows));
     // From now on it stays.
@@ -502,7 +502,7 @@ fn memory_that_is_not_for_weights_and_a_full_device_are_left_alone() {
     let other = others.compile(&engine, &graph);
     assert_eq!(arranged(&device), 0);
     // Now it is.
-    others.weights().hold_weights();
+    others.weights().mark_weights();
     assert!(!other.is_current());
     others.compile(&engine, &graph);
     assert_eq!(arranged(&device), 1);

@@ -1,0 +1,140 @@
+//! Memory of an engine.
+
+use std::any::Any;
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use vgpu_transport::bytes::{Bytes, BytesMut};
+
+use crate::error::EngineError;
+
+/// Total and free memory of a device, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryInfo {
+    /// Capacity of the device.
+    pub total: u64,
+    /// Bytes that allocations can still get.
+    pub free: u64,
+}
+
+/// Memory that another process can map.
+#[derive(Debug)]
+pub struct SharedMemory {
+    /// The memory. Dropping it frees the pages, even if another process still maps the file.
+    pub memory: Arc<dyn Memory>,
+    /// The memory file (memfd), sealed against shrinking and growing.
+    pub file: OwnedFd,
+    /// Size of the file in bytes.
+    pub size: u64,
+}
+
+/// One allocation of an engine. Dropping it frees it.
+///
+/// The caller orders accesses with the plans of the same engine: no access overlaps the run of a
+/// plan that uses this memory. Offsets and lengths are in bytes.
+pub trait Memory: Send + Sync + Any {
+    /// Size in bytes.
+    fn size(&self) -> u64;
+
+    /// Writes `data` at `offset`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the range does not lie inside; else what the device reports.
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError>;
+
+    /// Reads `out.len()` bytes at `offset` into `out`.
+    ///
+    /// # Errors
+    /// As [`write`](Memory::write).
+    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError>;
+
+    /// Sets `len` bytes at `offset` to `value`.
+    ///
+    /// # Errors
+    /// As [`write`](Memory::write).
+    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError>;
+
+    /// Copies `len` bytes at `source_offset` of `source` to `offset`. `source` is memory of the same
+    /// engine and may be this memory. Ranges may overlap; the result is as with `memmove`.
+    ///
+    /// # Errors
+    /// As [`write`](Memory::write), and [`EngineError::ForeignMemory`] if `source` belongs to
+    /// another engine.
+    fn copy_from(
+        &self,
+        offset: u64,
+        source: &dyn Memory,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<(), EngineError>;
+
+    /// Tells the engine that this memory holds weights: they are written once and read by many
+    /// runs. The engine may store them in the layout that its kernels prefer; reads still return
+    /// what was written. Plans may have to be compiled again.
+    fn mark_weights(&self) {}
+
+    /// Makes the present contents available as [extents](Extent). Later writes to this memory do not
+    /// change the extents. Returns whether this memory supports extents.
+    fn freeze(&self) -> bool {
+        false
+    }
+
+    /// Part of the contents at the time of [`freeze`](Memory::freeze). Extents of one memory do not
+    /// overlap.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the range does not lie inside;
+    /// [`EngineError::ForeignMemory`] if this memory does not support extents.
+    fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+        let _ = (offset, len);
+        Err(EngineError::ForeignMemory)
+    }
+
+    /// Replaces the contents at `offset` by those of `extent`, sharing pages with the extent where
+    /// possible. Returns the number of bytes that are shared. If this memory is frozen, it must
+    /// already hold the same bytes. Plans may have to be compiled again.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the range does not lie inside;
+    /// [`EngineError::ForeignMemory`] if either side does not support extents.
+    fn attach(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
+        let _ = (offset, extent);
+        Err(EngineError::ForeignMemory)
+    }
+
+    /// Whether this memory is frozen and has not been written since.
+    fn is_unmodified(&self) -> bool {
+        false
+    }
+
+    /// For engines to downcast to their own type.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// Immutable bytes in memory of an engine. The pages stay allocated while an extent refers to them.
+pub trait Extent: Send + Sync + Any {
+    /// Size in bytes.
+    fn size(&self) -> u64;
+
+    /// Reads `out.len()` bytes at `offset` into `out`. May run concurrently with anything else.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the range does not lie inside; else what the device reports.
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), EngineError>;
+
+    /// For engines to downcast to their own type.
+    fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync>;
+}
+
+impl fmt::Debug for dyn Extent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Extent({} bytes)", self.size())
+    }
+}
+
+impl fmt::Debug for dyn Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memory({} bytes)", self.size())
+    }
+}

@@ -1,0 +1,152 @@
+//! Compiled graphs and the turns in which they run.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::error::RunError;
+
+/// A compiled graph.
+///
+/// [`launch`](Plan::launch) and [`wait`](Plan::wait) are the two steps of every run. Callers without
+/// a turn to respect use `run`, which is made of both.
+pub trait Plan: Send {
+    /// Starts a run of the graph, or continues one that has yielded. Returns when `turn` is over,
+    /// when all results are in memory, or when the device has been given all remaining work.
+    ///
+    /// Every call makes progress, however short its turn. An engine that cannot stop in the middle
+    /// of a graph ignores `turn`; other guests wait that long.
+    ///
+    /// After [`RunStatus::InFlight`] the device works until [`wait`](Plan::wait) returns. Reads of
+    /// the engine's memory are ordered after that work, so one wait is enough for both.
+    ///
+    /// # Errors
+    /// Why the run failed. The next call starts a new run.
+    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError>;
+
+    /// Waits for the work that [`launch`](Plan::launch) left in flight. Returns at once if there is
+    /// none.
+    ///
+    /// # Errors
+    /// Why the run failed.
+    fn wait(&mut self) -> Result<(), RunError> {
+        Ok(())
+    }
+
+    /// Runs the graph once, part by part, each after the one before has finished, and returns the
+    /// time that each part took. The sum exceeds the time of a normal run, in which parts overlap.
+    ///
+    /// An engine that cannot time parts returns one part without nodes.
+    ///
+    /// # Errors
+    /// Why the run failed.
+    fn profile(&mut self) -> Result<Vec<NodeTiming>, RunError> {
+        let start = Instant::now();
+        run(self)?;
+        Ok(vec![NodeTiming {
+            nodes: Vec::new(),
+            seconds: start.elapsed().as_secs_f64(),
+        }])
+    }
+
+    /// Sets the name of the plan in logs and profiles.
+    fn set_label(&mut self, label: &str) {
+        let _ = label;
+    }
+
+    /// Whether the memory of the graph still has the addresses and layouts that the plan was
+    /// compiled for. If not, the graph must be compiled again: weights have been deduplicated,
+    /// written, or converted to another layout.
+    fn is_current(&self) -> bool {
+        true
+    }
+}
+
+impl dyn Plan + '_ {
+    /// Runs the graph once, or completes a run that has yielded. All results are in memory on
+    /// return.
+    ///
+    /// # Errors
+    /// Why the run failed.
+    pub fn run(&mut self) -> Result<(), RunError> {
+        run(self)
+    }
+}
+
+fn run<P: Plan + ?Sized>(plan: &mut P) -> Result<(), RunError> {
+    let turn = Turn::new();
+    loop {
+        match plan.launch(&turn)? {
+            RunStatus::Done => return Ok(()),
+            RunStatus::InFlight => return plan.wait(),
+            RunStatus::Yielded => {}
+        }
+    }
+}
+
+/// Part of a plan, and how long it took.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NodeTiming {
+    /// Indices of the graph's nodes that the part computes.
+    pub nodes: Vec<usize>,
+    /// Duration in seconds.
+    pub seconds: f64,
+}
+
+/// State of a run after [`Plan::launch`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunStatus {
+    /// All results are in memory.
+    Done,
+    /// The turn was over before the graph was. The destinations are undefined until the run is
+    /// done.
+    Yielded,
+    /// The device has been given all remaining work. [`Plan::wait`] waits for it.
+    InFlight,
+}
+
+/// A time slice of a device. The scheduler can change its end at any time; an engine checks
+/// [`is_over`](Turn::is_over) between pieces of work of about a millisecond.
+#[derive(Debug)]
+pub struct Turn {
+    epoch: Instant,
+    /// Nanoseconds after `epoch`; `u64::MAX` for no end.
+    end: AtomicU64,
+}
+
+impl Turn {
+    /// A turn without an end.
+    pub fn new() -> Turn {
+        Turn {
+            epoch: Instant::now(),
+            end: AtomicU64::new(u64::MAX),
+        }
+    }
+
+    /// The time since the turn was created.
+    pub fn now(&self) -> Duration {
+        self.epoch.elapsed()
+    }
+
+    /// Sets the end of the turn, as a time since it was created. `None` removes the end.
+    pub fn set_end(&self, end: Option<Duration>) {
+        let end = end.map_or(u64::MAX, |end| {
+            u64::try_from(end.as_nanos()).unwrap_or(u64::MAX)
+        });
+        // Relaxed: a hint about time, which orders no other memory.
+        self.end.store(end, Ordering::Relaxed);
+    }
+
+    /// Whether the plan should stop. Reads the clock only if the turn has an end.
+    pub fn is_over(&self) -> bool {
+        match self.end.load(Ordering::Relaxed) {
+            u64::MAX => false,
+            end => self.now().as_nanos() >= u128::from(end),
+        }
+    }
+}
+
+impl Default for Turn {
+    fn default() -> Turn {
+        Turn::new()
+    }
+}
