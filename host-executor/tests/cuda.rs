@@ -232,7 +232,7 @@ fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote
         .collect();
     let arranged = |device: &Spy| {
         let log = device.take_log();
-        log.contains(&Call::Launch("vg_arrange"))
+        log.contains(&Call::Launch("vg_repack"))
     };
     let mut results = Vec::new();
     for is_declared in [false, true] {

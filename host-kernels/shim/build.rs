@@ -8,7 +8,7 @@ fn main() {
         "shim.h",
         "fibers.h",
         "shim.cpp",
-        "hopper.cpp",
+        "sm90.cpp",
         "checks.cpp",
     ] {
         println!("cargo::rerun-if-changed={watched}");
@@ -27,7 +27,7 @@ fn main() {
         .include(".")
         .flag("-xc++") // whatever its file is called
         .file("shim.cpp")
-        .file("hopper.cpp")
+        .file("sm90.cpp")
         .file("checks.cpp")
         .files(kernels)
         .flag("-fno-strict-aliasing")

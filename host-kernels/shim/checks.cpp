@@ -1,5 +1,5 @@
 // Kernels that do what a GPU does not forgive, each in one place: the shim's tests look whether they are caught.
-#include "../cuda/kernels/hopper.cuh"
+#include "../cuda/kernels/sm90.cuh"
 
 struct CheckParams {
     u64 from;   // 16 KiB of halves

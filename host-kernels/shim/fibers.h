@@ -1,4 +1,4 @@
-// What `shim.cpp`, which runs the threads of a block, and `hopper.cpp` need of each other.
+// What `shim.cpp`, which runs the threads of a block, and `sm90.cpp` need of each other.
 #pragma once
 #include "shim.h"
 

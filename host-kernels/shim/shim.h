@@ -111,7 +111,7 @@ void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool 
 // Matrices of halves from where the lanes say: see `load_matrices` in `device.cuh`.
 void load_matrices(unsigned* fragments, const void* row, bool transposed);
 
-// ---- What only Hopper GPUs have: see `hopper.cuh`.
+// ---- What only Hopper GPUs have: see `sm90.cuh`.
 
 // Where in the block's shared memory `at` is, which kernels ask for.
 unsigned shared_address(const void* at);

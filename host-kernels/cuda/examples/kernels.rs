@@ -21,31 +21,30 @@ use vgpu_cuda::source::{ARCHITECTURES, SOURCES, Source};
 /// Kernels that must not spill: they run in every step of a model. (Attention and products for operands that lie in unusual
 /// ways are not among them: they take any type, and call what reads an element.)
 const HOT: &[&str] = &[
-    "vg_group",
-    "vg_halves",
-    "vg_map",
+    "vg_convert_f16",
+    "vg_convert_f16_sm90",
+    "vg_elementwise",
+    "vg_moe_sort",
     "vg_norm",
     "vg_norm_fused",
-    "vg_quantize",
+    "vg_quantize_q8",
     "vg_rope",
     "vg_rope_rows",
-    "vg_route",
+    "vg_topk_moe",
     "vg_set_rows",
     "vg_soft_max",
     "vg_weighted_sum",
 ];
 
 /// The same, by how their names begin.
-const HOT_FAMILIES: &[&str] = &[
-    "vg_attend_",
-    "vg_gemm_",
-    "vg_hopper_",
-    "vg_vector_",
-    "vg_vectors_",
-];
+const HOT_FAMILIES: &[&str] = &["vg_fattn_", "vg_gemm_", "vg_mmv_"];
+
+/// The fallback for any type and layout, which calls a function for each element. It may spill.
+const FALLBACK: &str = "vg_fattn_simt";
 
 fn is_hot(kernel: &str) -> bool {
-    HOT.contains(&kernel) || HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))
+    HOT.contains(&kernel)
+        || kernel != FALLBACK && HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))
 }
 
 /// Bytes that a hot kernel may spill: none where it was made to fit. For newer GPUs the assembler puts a few words

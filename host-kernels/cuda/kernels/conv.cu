@@ -1,5 +1,5 @@
 // CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D, IM2COL, IM2COL_3D, IM2COL_BACK, COL2IM_1D.
-#include "tile.cuh"
+#include "gemm_simt.cuh"
 
 namespace {
 
@@ -15,7 +15,7 @@ DEVICE const u8* start_of(const VgVolume& v, i64 channel, i64 image) {
 }
 
 // The element that tap `tap` of a kernel at `place` falls on, if it falls on the image.
-DEVICE bool falls_on(const VgMoves& moves, const VgVolume& image, const Place& place, const Place& tap, i64* bytes) {
+DEVICE bool falls_on(const VgConvGeometry& moves, const VgVolume& image, const Place& place, const Place& tap, i64* bytes) {
     *bytes = 0;
     for (int d = 0; d < 3; d++) {
         i64 i = place.at[d] * moves.stride[d] + tap.at[d] * moves.dilation[d] - moves.padding[d];
@@ -105,7 +105,7 @@ KERNEL(vg_conv_transposed, VgConvParams, 256) {
     }
 }
 
-KERNEL(vg_im2col, VgPatchParams, 256) {
+KERNEL(vg_im2col, VgIm2colParams, 256) {
     i64 n = elements(p.patches), taps = count(p.taps);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.patches, e);
@@ -119,7 +119,7 @@ KERNEL(vg_im2col, VgPatchParams, 256) {
     }
 }
 
-KERNEL(vg_im2col_back, VgPatchParams, 256) {
+KERNEL(vg_im2col_back, VgIm2colParams, 256) {
     i64 pixels = count(p.image.ne), total = pixels * p.channels * p.images, taps = count(p.taps);
     for (i64 e = thread_index(); e < total; e += thread_count()) {
         Place pixel = place_of(p.image.ne, e % pixels);

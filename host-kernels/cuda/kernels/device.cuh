@@ -439,7 +439,7 @@ template <class X> DEVICE float factor_of_row(i64 n, const X& x) {
 // ---- Faults.
 
 // Whether `index` is one of `count`; says so to the host if it is not.
-DEVICE bool check_index(const VgPlace& place, i64 index, i64 count) {
+DEVICE bool check_index(const VgFaultSite& place, i64 index, i64 count) {
     if (index >= 0 && index < count) {
         return true;
     }

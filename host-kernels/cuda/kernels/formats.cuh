@@ -10,8 +10,8 @@ struct Geometry {
 };
 
 // Whether quants and scales lie in planes of their own (numbers below 0 are no types), and the type whatever its planes.
-DEVICE constexpr bool is_planes(int type) { return type > 0 && (type & VG_PLANES) != 0; }
-DEVICE constexpr int plain(int type) { return type & ~VG_PLANES; }
+DEVICE constexpr bool is_planes(int type) { return type > 0 && (type & VG_REPACKED) != 0; }
+DEVICE constexpr int plain(int type) { return type & ~VG_REPACKED; }
 
 DEVICE constexpr Geometry geometry(u32 type) {
     switch (plain(type)) {

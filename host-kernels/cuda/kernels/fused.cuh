@@ -2,7 +2,7 @@
 // takes; the sum of what they give.
 #pragma once
 #include "device.cuh"
-#include "scales.cuh"
+#include "q8_layout.cuh"
 
 namespace {
 
@@ -123,7 +123,7 @@ DEVICE u32 rank(float x) {
 DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
 // A warp for each token.
-DEVICE void route(const VgRouteParams& p, const Blocks& b) {
+DEVICE void route(const VgTopkMoeParams& p, const Blocks& b) {
     int lane = threadIdx.x % WARP, experts = static_cast<int>(p.logits.ne[0]);
     const float* bias = reinterpret_cast<const float*>(p.bias);
     i64 first = static_cast<i64>(b.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
@@ -136,7 +136,7 @@ DEVICE void route(const VgRouteParams& p, const Blocks& b) {
             x[i] = expert < experts ? *reinterpret_cast<const float*>(row + expert * p.logits.nb[0]) : -INFINITY_F;
             most = fmaxf(most, x[i]);
         }
-        if (p.op == VG_ROUTE_SOFT_MAX) {
+        if (p.op == VG_GATING_SOFT_MAX) {
             most = warp_reduce<Largest>(most);
             UNROLL
             for (int i = 0; i < LANE_EXPERTS; i++) {
@@ -148,7 +148,7 @@ DEVICE void route(const VgRouteParams& p, const Blocks& b) {
             for (int i = 0; i < LANE_EXPERTS; i++) {
                 x[i] *= sum;
             }
-        } else if (p.op == VG_ROUTE_SIGMOID) {
+        } else if (p.op == VG_GATING_SIGMOID) {
             UNROLL
             for (int i = 0; i < LANE_EXPERTS; i++) {
                 x[i] = 1.0f / (1.0f + expf(-x[i]));
@@ -192,7 +192,7 @@ DEVICE void route(const VgRouteParams& p, const Blocks& b) {
             }
         }
         bool mine = static_cast<u32>(lane) < p.used;
-        if (p.op == VG_ROUTE_LOGITS) {
+        if (p.op == VG_GATING_LOGITS) {
             float top = warp_reduce<Largest>(mine ? weight : -INFINITY_F);
             weight = mine ? expf(weight - top) : 0.0f;
             weight /= warp_reduce<Sum>(weight);

@@ -1,15 +1,15 @@
 // Products of weights of any type with many columns of activations, on tensor cores: both are halves, sums are f32.
 //
-// Activations are made halves first (`vg_halves`), each column times a power of two that lets its largest element be about
+// Activations are made halves first (`vg_convert_f16`), each column times a power of two that lets its largest element be about
 // 1, so that none is beyond what a half can hold. A block of threads has a tile of 128 rows by 128 columns, and goes
 // along the sum 64 elements at a time: while it multiplies one step from shared memory, each thread unpacks 32 weights
 // of the next in its registers, and the next activations are on their way to shared memory.
 //
 // Weights in f32, and weights of any type that lie in any way (`ANY`), are not rounded to halves. They and their activations
-// (`vg_pairs`) become pairs of bfloat16: the second is what the first leaves, so that both together are off by 2^-16. Three
+// (`vg_split_bf16`) become pairs of bfloat16: the second is what the first leaves, so that both together are off by 2^-16. Three
 // products are added, all but that of the second ones. Steps are half as long.
 #pragma once
-#include "quants.cuh"
+#include "dequantize.cuh"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // MUL_MAT, MUL_MAT_ID, OUT_PROD with operands of any type and layout, and many columns of weights in f32.
 #include "gemm.cuh"
-#include "tile.cuh"
+#include "gemm_simt.cuh"
 
 namespace {
 
@@ -37,22 +37,6 @@ template <bool OUTER> DEVICE void multiply(const VgMulMatParams& p) {
 
 } // namespace
 
-// Rows of `src` as pairs of bfloat16, for each row those that come first, then what they leave, both filled up with zeros to
-// whole steps; a block for each row.
-KERNEL(vg_pairs, VgHalvesParams, 256) {
-    const VgCodebooks* books = codebooks(p.codebooks);
-    i64 n = p.src.ne[0], length = (n + GEMM_STEP - 1) / GEMM_STEP * GEMM_STEP;
-    for (i64 r = blockIdx.x; r < rows(p.src); r += gridDim.x) {
-        const u8* from = address(p.src, row_of(p.src, r));
-        u32* to = reinterpret_cast<u32*>(p.halves) + r * length;
-        auto x = [&](i64 i) { return i < n ? row_value(p.src.type, books, from, p.src.nb[0], i) : 0.0f; };
-        for (i64 i = threadIdx.x; i < length / 2; i += blockDim.x) {
-            split(x(2 * i), x(2 * i + 1), to[i], to[length / 2 + i]);
-        }
-    }
-}
-
-KERNEL(vg_gemm_f32, VgGemmParams, 256) { gemm<VG_F32>(p); }
 KERNEL(vg_gemm_any, VgGemmParams, 256) { gemm<ANY>(p); }
 
 // Many columns of more batches than `vg_gemm_any` has blocks for.

@@ -110,7 +110,7 @@ KERNEL(vg_copy, VgCopyParams, 256) {
     }
 }
 
-KERNEL(vg_repeat_back, VgPairParams, 256) {
+KERNEL(vg_repeat_back, VgRepeatBackParams, 256) {
     i64 n = elements(p.dst);
     // Of a source with nothing in it, the other extents are bounded by nothing.
     bool any = elements(p.src) > 0;
@@ -161,8 +161,8 @@ KERNEL(vg_get_rows_back, VgRowsParams, 256) {
 KERNEL(vg_set_rows, VgRowsParams, 256) { set_rows<true>(p, this_block()); }
 
 // Small writes of the host, each of blocks of its own: what a step of a model begins with.
-KERNEL(vg_put, VgPutParams, 128) {
-    const VgPut put = p.puts[blockIdx.y];
+KERNEL(vg_upload, VgUploadParams, 128) {
+    const VgUpload put = p.puts[blockIdx.y];
     u8* to = reinterpret_cast<u8*>(put.to);
     const u8* from = reinterpret_cast<const u8*>(put.from);
     u64 before = (16 - put.to % 16) % 16, head = before < put.len ? before : put.len;

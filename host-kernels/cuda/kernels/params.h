@@ -43,9 +43,9 @@ enum VgType {
 };
 
 /* With the id of a type: its blocks lie in planes. The quants of all blocks of a matrix (ne[0] by ne[1], contiguous), one
- * after the other, then their scales in the same order; `planes.cu` says what of a block is which. It takes the same bytes,
+ * after the other, then their scales in the same order; `repack.cu` says what of a block is which. It takes the same bytes,
  * and strides are those of the type as ggml has it. */
-#define VG_PLANES 0x100
+#define VG_REPACKED 0x100
 
 /* A tensor: the address of its first element, extents (ne[0] the fastest) and strides in bytes. nb[0] is from
  * block to block for quantised types. `data` is 0 for a tensor that is not there. */
@@ -77,70 +77,70 @@ struct VgFault {
 };
 
 /* Which fault to fill in, and what node the kernel belongs to. */
-struct VgPlace {
+struct VgFaultSite {
     unsigned long long fault; /* VgFault * */
     unsigned node;
     unsigned reserved;
 };
 
-/* vg_map: dst[i] = f(a[i], b[i]), sources repeated over the destination. */
-enum VgMap {
-    VG_MAP_ADD,
-    VG_MAP_SUB,
-    VG_MAP_MUL,
-    VG_MAP_DIV,
-    VG_MAP_SCALE,      /* a * c[0] + c[1] */
-    VG_MAP_CLAMP,      /* to c[0]..c[1] */
-    VG_MAP_SQR,
-    VG_MAP_SQRT,
-    VG_MAP_LOG,
-    VG_MAP_SIN,
-    VG_MAP_COS,
-    VG_MAP_LEAKY_RELU, /* slope c[0] */
-    VG_MAP_XIELU,      /* alpha_n, alpha_p, beta, eps */
-    VG_MAP_SILU_BACK,  /* gradient a, input b */
-    VG_MAP_ABS,
-    VG_MAP_SGN,
-    VG_MAP_NEG,
-    VG_MAP_STEP,
-    VG_MAP_TANH,
-    VG_MAP_ELU,
-    VG_MAP_RELU,
-    VG_MAP_SIGMOID,
-    VG_MAP_GELU,
-    VG_MAP_GELU_QUICK,
-    VG_MAP_SILU,
-    VG_MAP_HARDSWISH,
-    VG_MAP_HARDSIGMOID,
-    VG_MAP_EXP,
-    VG_MAP_EXPM1,
-    VG_MAP_SOFTPLUS,
-    VG_MAP_GELU_ERF,
-    VG_MAP_FLOOR,
-    VG_MAP_CEIL,
-    VG_MAP_ROUND,
-    VG_MAP_TRUNC,
+/* vg_elementwise: dst[i] = f(a[i], b[i]), sources repeated over the destination. */
+enum VgElementwiseOp {
+    VG_OP_ADD,
+    VG_OP_SUB,
+    VG_OP_MUL,
+    VG_OP_DIV,
+    VG_OP_SCALE,      /* a * c[0] + c[1] */
+    VG_OP_CLAMP,      /* to c[0]..c[1] */
+    VG_OP_SQR,
+    VG_OP_SQRT,
+    VG_OP_LOG,
+    VG_OP_SIN,
+    VG_OP_COS,
+    VG_OP_LEAKY_RELU, /* slope c[0] */
+    VG_OP_XIELU,      /* alpha_n, alpha_p, beta, eps */
+    VG_OP_SILU_BACK,  /* gradient a, input b */
+    VG_OP_ABS,
+    VG_OP_SGN,
+    VG_OP_NEG,
+    VG_OP_STEP,
+    VG_OP_TANH,
+    VG_OP_ELU,
+    VG_OP_RELU,
+    VG_OP_SIGMOID,
+    VG_OP_GELU,
+    VG_OP_GELU_QUICK,
+    VG_OP_SILU,
+    VG_OP_HARDSWISH,
+    VG_OP_HARDSIGMOID,
+    VG_OP_EXP,
+    VG_OP_EXPM1,
+    VG_OP_SOFTPLUS,
+    VG_OP_GELU_ERF,
+    VG_OP_FLOOR,
+    VG_OP_CEIL,
+    VG_OP_ROUND,
+    VG_OP_TRUNC,
     /* Gated linear units: f(a) times b. */
-    VG_MAP_REGLU,
-    VG_MAP_GEGLU,
-    VG_MAP_SWIGLU,
-    VG_MAP_SWIGLU_OAI, /* alpha, limit */
-    VG_MAP_GEGLU_ERF,
-    VG_MAP_GEGLU_QUICK,
-    VG_MAP_SWIGLU_CLAMP, /* alpha unused, limit */
+    VG_OP_REGLU,
+    VG_OP_GEGLU,
+    VG_OP_SWIGLU,
+    VG_OP_SWIGLU_OAI, /* alpha, limit */
+    VG_OP_GEGLU_ERF,
+    VG_OP_GEGLU_QUICK,
+    VG_OP_SWIGLU_CLAMP, /* alpha unused, limit */
 };
 
-struct VgMapParams {
+struct VgElementwiseParams {
     struct VgView dst, a, b;
     float c[4];
-    unsigned op; /* enum VgMap */
+    unsigned op; /* enum VgElementwiseOp */
     unsigned flat; /* all operands there are f32, dense and of the same extents */
 };
 
 /* vg_add_id: dst[:, u, t] = a[:, u, t] + b[:, ids[u, t]]. */
 struct VgAddIdParams {
     struct VgView dst, a, b, ids;
-    struct VgPlace place;
+    struct VgFaultSite place;
 };
 
 /* vg_copy: all elements of src in order, as elements of dst. */
@@ -171,7 +171,7 @@ struct VgMoveParams {
 };
 
 /* vg_repeat_back: sums of what was repeated. */
-struct VgPairParams {
+struct VgRepeatBackParams {
     struct VgView dst, src;
 };
 
@@ -185,7 +185,7 @@ struct VgArangeParams {
 struct VgRowsParams {
     struct VgView dst, src, ids;
     unsigned long long codebooks;
-    struct VgPlace place;
+    struct VgFaultSite place;
 };
 
 /* vg_norm: what is done with each row (of GROUP: with the channels of a group). */
@@ -232,10 +232,10 @@ struct VgRopeParams {
 struct VgRopeRowsParams {
     struct VgRopeParams rope;
     struct VgView cache, ids;
-    struct VgPlace place;
+    struct VgFaultSite place;
 };
 
-/* vg_norm_fused: x = a + add, into sum; dst = x / sqrt(mean of squares + eps) * w; the same rounded, as vg_quantize
+/* vg_norm_fused: x = a + add, into sum; dst = x / sqrt(mean of squares + eps) * w; the same rounded, as vg_quantize_q8
  * leaves it. What is 0 is not there; rows of add and w repeat. All f32, rows dense, at multiples of 16. */
 struct VgNormFusedParams {
     struct VgView dst, a, add, sum, w;
@@ -244,20 +244,20 @@ struct VgNormFusedParams {
     unsigned reserved;
 };
 
-/* vg_route: the experts of each token, the most probable first, and their weights. */
-enum VgRoute {
-    VG_ROUTE_SOFT_MAX,
-    VG_ROUTE_SIGMOID,
-    VG_ROUTE_LOGITS, /* weights are the soft-max of the logits of those chosen */
+/* vg_topk_moe: the experts of each token, the most probable first, and their weights. */
+enum VgGating {
+    VG_GATING_SOFT_MAX,
+    VG_GATING_SIGMOID,
+    VG_GATING_LOGITS, /* weights are the soft-max of the logits of those chosen */
 };
 
-struct VgRouteParams {
+struct VgTopkMoeParams {
     struct VgView logits, ids, weights; /* [experts, tokens], [used or more, tokens], [1, used, tokens] */
     unsigned long long bias; /* f32 for each expert: counts for the choice, not for the weights; or 0 */
     float least; /* of the sum that weights are divided by */
     float scale;
     unsigned used;
-    unsigned op; /* enum VgRoute */
+    unsigned op; /* enum VgGating */
     unsigned normalized;
     unsigned reserved;
 };
@@ -290,12 +290,12 @@ struct VgTotalParams {
 struct VgMulMatParams {
     struct VgView dst, w, x, ids;
     unsigned long long codebooks;
-    struct VgPlace place;
+    struct VgFaultSite place;
 };
 
-/* vg_quantize: rows of src as blocks of 32: 32 signed bytes in quants, a factor and the sums of the halves of what they
+/* vg_quantize_q8: rows of src as blocks of 32: 32 signed bytes in quants, a factor and the sums of the halves of what they
  * stand for in scales (four floats). */
-struct VgQuantizeParams {
+struct VgQuantizeQ8Params {
     struct VgView src;
     unsigned long long quants, scales;
 };
@@ -306,51 +306,51 @@ struct VgProduct {
     struct VgView dst, w, add;
 };
 
-/* vg_vector_*, vg_vectors_*: as vg_mul_vec, of at most eight columns, or, with ids, as vg_mul_mat_id; with activations
- * from vg_quantize, or with x as it is if weights are floats. Up to three products of the same activations; or two, of
+/* vg_mmv_*, vg_mmv_*_cols8: as vg_mul_vec, of at most eight columns, or, with ids, as vg_mul_mat_id; with activations
+ * from vg_quantize_q8, or with x as it is if weights are floats. Up to three products of the same activations; or two, of
  * which a gated unit is the result: of the first, times the second, in the first's dst. */
-struct VgVectorParams {
+struct VgMmvParams {
     struct VgProduct products[3];
     struct VgView x, ids;
     unsigned long long quants, scales;
     unsigned long long codebooks;
-    struct VgPlace place;
+    struct VgFaultSite place;
     long long slots; /* of the activations, in dimension 1 */
     float c[2];
     unsigned count; /* of products */
-    unsigned unit;  /* enum VgMap: the gated unit; VG_MAP_ADD if there is none */
+    unsigned unit;  /* enum VgElementwiseOp: the gated unit; VG_OP_ADD if there is none */
 };
 
-/* vg_step, vg_steps: what a launch of another kernel would do, as a stage. */
-enum VgBody {
-    VG_BODY_PRODUCTS, /* vg_vector_* */
-    VG_BODY_NORM_FUSED,
-    VG_BODY_QUANTIZE,
-    VG_BODY_ROPE,
-    VG_BODY_ROPE_ROWS,
-    VG_BODY_SET_ROWS,
-    VG_BODY_SET_BLOCKS, /* vg_set_rows into quantised rows */
-    VG_BODY_GET_ROWS,
-    VG_BODY_MAP,
-    VG_BODY_ADD_ID,
-    VG_BODY_ROUTE,
-    VG_BODY_WEIGHTED_SUM,
-    VG_BODY_ATTEND_HALF_64, /* vg_attend_half_64_few */
-    VG_BODY_ATTEND_HALF_128,
-    VG_BODY_ATTEND_BRAIN_64,
-    VG_BODY_ATTEND_BRAIN_128,
-    VG_BODY_ATTEND_RAW_64,
-    VG_BODY_ATTEND_RAW_128,
+/* vg_megakernel, vg_megakernel_cols8: what a launch of another kernel would do, as a stage. */
+enum VgStageOp {
+    VG_STAGE_MMV, /* vg_mmv_* */
+    VG_STAGE_NORM_FUSED,
+    VG_STAGE_QUANTIZE_Q8,
+    VG_STAGE_ROPE,
+    VG_STAGE_ROPE_ROWS,
+    VG_STAGE_SET_ROWS,
+    VG_STAGE_SET_BLOCKS, /* vg_set_rows into quantised rows */
+    VG_STAGE_GET_ROWS,
+    VG_STAGE_ELEMENTWISE,
+    VG_STAGE_ADD_ID,
+    VG_STAGE_TOPK_MOE,
+    VG_STAGE_WEIGHTED_SUM,
+    VG_STAGE_FATTN_F16_64, /* vg_fattn_f16_64_decode */
+    VG_STAGE_FATTN_F16_128,
+    VG_STAGE_FATTN_BF16_64,
+    VG_STAGE_FATTN_BF16_128,
+    VG_STAGE_FATTN_QUANT_64,
+    VG_STAGE_FATTN_QUANT_128,
 };
 
 /* Stages that a stage waits for, at most. */
-enum { VG_MOST_WAITS = 6 };
+enum { VG_MAX_WAITS = 6 };
 
 /* Bytes from stage to stage in a table: a VgStage, then the parameters of its launch. */
 enum { VG_STAGE_BYTES = 1152 };
 
 /* Numbers of 32 bits from counter to counter: they lie in lines of their own. */
-enum { VG_COUNTER_STEP = 32 };
+enum { VG_COUNTER_STRIDE = 32 };
 
 /* A stage, and how many blocks count up when they are done with it. */
 struct VgWait {
@@ -359,20 +359,20 @@ struct VgWait {
 };
 
 struct VgStage {
-    unsigned body;    /* enum VgBody */
+    unsigned body;    /* enum VgStageOp */
     unsigned type;    /* of products: of the weights */
     unsigned grid[3]; /* of the launch; of products: pairs of rows, slots, tokens or batches */
     unsigned total;   /* what there is to do for blocks; of products: blocks of a pair for each warp */
     unsigned first;   /* the block of the step that does the first of that */
     unsigned waits;   /* how many */
-    struct VgWait wait[VG_MOST_WAITS];
+    struct VgWait wait[VG_MAX_WAITS];
     unsigned next;      /* the next stage behind it that has products, or the number of stages */
     unsigned from;      /* of products: the stage, plus 1, that a block must have begun before it fetches weights; or 0 */
     unsigned following; /* bytes of the next stage, with its parameters */
     unsigned reserved;
 };
 
-struct VgStagesParams {
+struct VgMegakernelParams {
     unsigned long long table;    /* of `stages` times VG_STAGE_BYTES */
     unsigned long long counters; /* of blocks that are done: with the launch, then with each stage; 0 before and after */
     unsigned stages;
@@ -381,9 +381,9 @@ struct VgStagesParams {
     unsigned ring;      /* bytes of weights on their way, for each warp */
 };
 
-/* vg_halves: rows of src as halves (`brain`: bfloat16), each filled up to a multiple of 64, and what each row is to be
- * multiplied with. vg_pairs: as pairs of bfloat16, without factors. */
-struct VgHalvesParams {
+/* vg_convert_f16: rows of src as halves (`brain`: bfloat16), each filled up to a multiple of 64, and what each row is to be
+ * multiplied with. vg_split_bf16: as pairs of bfloat16, without factors. */
+struct VgConvertF16Params {
     struct VgView src;
     unsigned long long halves, factors;
     unsigned long long codebooks;
@@ -391,19 +391,19 @@ struct VgHalvesParams {
     unsigned reserved;
 };
 
-/* vg_group: slots of tokens in the order of their experts. In groups: for each expert and the end, where its slots begin
+/* vg_moe_sort: slots of tokens in the order of their experts. In groups: for each expert and the end, where its slots begin
  * in the order; the same in tiles of columns; the order, of token * slots + slot. */
-struct VgGroupParams {
+struct VgMoeSortParams {
     struct VgView ids;
     unsigned long long groups; /* unsigned[2 * (experts + 1) + slots * tokens + (align - 1) * experts] */
-    struct VgPlace place;
+    struct VgFaultSite place;
     unsigned experts;
     unsigned columns; /* of a tile */
     unsigned align;   /* experts' slots begin at multiples of it; what is between them is ~0 */
     unsigned reserved;
 };
 
-/* vg_gemm_*: as vg_mul_mat, or with groups as vg_mul_mat_id, with activations from vg_halves. */
+/* vg_gemm_*: as vg_mul_mat, or with groups as vg_mul_mat_id, with activations from vg_convert_f16. */
 struct VgGemmParams {
     struct VgView dst, w;
     unsigned long long halves, factors;
@@ -412,10 +412,10 @@ struct VgGemmParams {
     long long slots; /* of the activations, in dimension 1 */
 };
 
-/* vg_hopper_halves: as vg_halves, for vg_hopper_gemm_*: in steps of 64 elements, of each step `rows` rows of 128 bytes, in
+/* vg_convert_f16_sm90: as vg_convert_f16, for vg_gemm_sm90_*: in steps of 64 elements, of each step `rows` rows of 128 bytes, in
  * each of which elements lie as the kernels' threads have them in registers. Rows of src, each batch (of dimensions 2 and
  * 3) filled up to `padded` of them; or, with groups, in their order. */
-struct VgHopperHalvesParams {
+struct VgConvertF16Sm90Params {
     struct VgView src;
     unsigned long long halves, factors;
     unsigned long long groups;
@@ -426,31 +426,31 @@ struct VgHopperHalvesParams {
     unsigned steps;
 };
 
-/* vg_hopper_gemm_*: as vg_gemm_*, with activations from vg_hopper_halves. */
-struct VgHopperGemmParams {
+/* vg_gemm_sm90_*: as vg_gemm_*, with activations from vg_convert_f16_sm90. */
+struct VgGemmSm90Params {
     struct VgView dst, w;
     unsigned long long halves, factors;
     unsigned long long groups;
     long long rows, padded;
 };
 
-/* vg_attention */
-struct VgAttentionParams {
+/* vg_fattn_simt */
+struct VgFattnSimtParams {
     struct VgView dst, q, k, v, mask, sinks;
     unsigned long long codebooks;
     float scale, cap, max_bias;
     unsigned heads_log2; /* the largest power of two of heads */
 };
 
-/* vg_attend_*: as vg_attention. `group` query heads, which have a head of keys and values in common, make the rows of a
+/* vg_attend_*: as vg_fattn_simt. `group` query heads, which have a head of keys and values in common, make the rows of a
  * tile with each token. */
-struct VgAttendParams {
+struct VgFattnParams {
     struct VgView dst, q, k, v, mask, sinks;
-    unsigned long long states;   /* from vg_attend_states, or 0 */
+    unsigned long long states;   /* from vg_fattn_mask_tiles, or 0 */
     unsigned long long parts;    /* sums of each split: scratch */
     unsigned long long counters; /* of splits that are done, 0 before and after: one for each tile of rows */
     unsigned long long codebooks;
-    unsigned long long quants, scales; /* dst as vg_quantize leaves it, if quants is not 0; then it is dense */
+    unsigned long long quants, scales; /* dst as vg_quantize_q8 leaves it, if quants is not 0; then it is dense */
     float scale, cap, max_bias;
     unsigned heads_log2; /* the largest power of two of heads */
     unsigned group;
@@ -459,9 +459,9 @@ struct VgAttendParams {
     unsigned reserved;
 };
 
-/* vg_attend_states: what the mask does with each tile of keys, for each tile of rows, a byte each: tiles of keys the
+/* vg_fattn_mask_tiles: what the mask does with each tile of keys, for each tile of rows, a byte each: tiles of keys the
  * fastest, then tiles of rows, then dimensions 2 and 3 of the mask. */
-struct VgAttendStatesParams {
+struct VgFattnMaskTilesParams {
     struct VgView mask;
     unsigned long long states;
     int keys, tokens;
@@ -482,23 +482,23 @@ struct VgVolume {
 };
 
 /* How a kernel moves in each dimension. */
-struct VgMoves {
+struct VgConvGeometry {
     long long stride[3], padding[3], dilation[3];
 };
 
 /* vg_conv, vg_conv_depthwise (of each channel by itself), vg_conv_transposed */
 struct VgConvParams {
     struct VgVolume dst, kernel, image;
-    struct VgMoves moves;
+    struct VgConvGeometry moves;
     long long channels, results, images;
 };
 
 /* vg_im2col: dst[k, x, y, z + depth * n] is tap k of the patch at (x, y, z) of image n. vg_im2col_back: the image from
  * the sum of its places in patches. */
-struct VgPatchParams {
+struct VgIm2colParams {
     struct VgView patches;
     struct VgVolume image;
-    struct VgMoves moves;
+    struct VgConvGeometry moves;
     long long taps[3]; /* extents of the kernel */
     long long channels, images, depth;
 };
@@ -568,7 +568,7 @@ struct VgSsmConvParams {
 /* vg_ssm_scan: see the IR for what the sources are. */
 struct VgSsmScanParams {
     struct VgView dst, s, x, dt, a, b, c, ids;
-    struct VgPlace place;
+    struct VgFaultSite place;
     long long snapshots;
 };
 
@@ -591,7 +591,7 @@ struct VgDeltaNetParams {
 };
 
 /* vg_solve_tri: a * dst = b, a lower triangular */
-struct VgSolveParams {
+struct VgSolveTriParams {
     struct VgView dst, a, b;
 };
 
@@ -622,7 +622,7 @@ struct VgIndexerParams {
 
 /* vg_cross_entropy: -mean over rows of sum(log_softmax(a) * b), partial sums in scratch, then (`finish`) their sum.
  * vg_cross_entropy_back: the gradient, for the gradient behind it. */
-struct VgLossParams {
+struct VgCrossEntropyParams {
     struct VgView dst, a, b, gradient;
     unsigned long long scratch;
     unsigned parts;
@@ -630,25 +630,25 @@ struct VgLossParams {
 };
 
 /* vg_adamw (w, gradient, m, v), vg_sgd (w, gradient): steps with the settings that lie in a tensor */
-struct VgStepParams {
+struct VgOptimizerParams {
     struct VgView dst, w, gradient, m, v, settings;
 };
 
-/* vg_put: bytes from memory of the host to where they belong. `from` and `to` are equally far from a multiple of 16. */
-struct VgPut {
+/* vg_upload: bytes from memory of the host to where they belong. `from` and `to` are equally far from a multiple of 16. */
+struct VgUpload {
     unsigned long long to, from;
     unsigned long long len;
 };
 
-#define VG_MOST_PUTS 16
+#define VG_MAX_UPLOADS 16
 
-struct VgPutParams {
-    struct VgPut puts[VG_MOST_PUTS];
+struct VgUploadParams {
+    struct VgUpload puts[VG_MAX_UPLOADS];
 };
 
-/* vg_arrange: blocks, as ggml has them, to planes. `quants` and `scales` are where those of the first block go; `from` and
+/* vg_repack: blocks, as ggml has them, to planes. `quants` and `scales` are where those of the first block go; `from` and
  * `quants` are multiples of 16, and neither plane is where the blocks are. */
-struct VgArrangeParams {
+struct VgRepackParams {
     unsigned long long from, quants, scales;
     unsigned long long blocks;
     unsigned type;

@@ -235,7 +235,7 @@ KERNEL(vg_delta_net, VgDeltaNetParams, WARPS* WARP) {
 }
 
 // A thread for each column.
-KERNEL(vg_solve_tri, VgSolveParams, 256) {
+KERNEL(vg_solve_tri, VgSolveTriParams, 256) {
     i64 columns = p.dst.ne[0], total = columns * p.dst.ne[2] * p.dst.ne[3];
     for (i64 e = thread_index(); e < total; e += thread_count()) {
         i64 j = e % columns, i2 = e / columns % p.dst.ne[2], i3 = e / (columns * p.dst.ne[2]);

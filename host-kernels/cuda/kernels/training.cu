@@ -21,7 +21,7 @@ DEVICE float log_sum_exp(const View& v, const u8* row) {
 
 } // namespace
 
-KERNEL(vg_cross_entropy, VgLossParams, 256) {
+KERNEL(vg_cross_entropy, VgCrossEntropyParams, 256) {
     double* parts = reinterpret_cast<double*>(p.scratch);
     double sum = 0.0;
     if (p.finish) {
@@ -49,7 +49,7 @@ KERNEL(vg_cross_entropy, VgLossParams, 256) {
     }
 }
 
-KERNEL(vg_cross_entropy_back, VgLossParams, 256) {
+KERNEL(vg_cross_entropy_back, VgCrossEntropyParams, 256) {
     float scale = *reinterpret_cast<const float*>(p.gradient.data) / static_cast<float>(rows(p.a));
     for (i64 r = blockIdx.x; r < rows(p.dst); r += gridDim.x) {
         Index at = row_of(p.dst, r);
@@ -67,14 +67,14 @@ namespace {
 
 DEVICE float& element(const View& v, const Index& at) { return *reinterpret_cast<float*>(address(v, at)); }
 
-DEVICE float setting(const VgStepParams& p, int i) {
+DEVICE float setting(const VgOptimizerParams& p, int i) {
     return *reinterpret_cast<const float*>(p.settings.data + i * p.settings.nb[0]);
 }
 
 } // namespace
 
 // dst is the new w; the momenta m and v are changed where they are.
-KERNEL(vg_adamw, VgStepParams, 256) {
+KERNEL(vg_adamw, VgOptimizerParams, 256) {
     float alpha = setting(p, 0), beta1 = setting(p, 1), beta2 = setting(p, 2), eps = setting(p, 3);
     float keep = 1.0f - alpha * setting(p, 4), beta1h = setting(p, 5), beta2h = setting(p, 6);
     i64 n = elements(p.dst);
@@ -89,7 +89,7 @@ KERNEL(vg_adamw, VgStepParams, 256) {
     }
 }
 
-KERNEL(vg_sgd, VgStepParams, 256) {
+KERNEL(vg_sgd, VgOptimizerParams, 256) {
     float alpha = setting(p, 0), keep = 1.0f - alpha * setting(p, 1);
     i64 n = elements(p.dst);
     for (i64 e = thread_index(); e < n; e += thread_count()) {

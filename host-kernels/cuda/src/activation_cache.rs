@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use crate::device::Address;
 use crate::launch::q8::{Q8Activations, q8_elements};
-use crate::params::{VgHopperHalvesParams, VgView};
+use crate::params::{VgConvertF16Sm90Params, VgView};
 
 /// Bytes of working memory for it.
 pub(crate) const ACTIVATION_CACHE_BYTES: u64 = 4 << 20;
@@ -34,7 +34,7 @@ struct Halves {
     sources: Vec<Range<Address>>,
     /// Bytes of nodes' working memory.
     place: Range<u64>,
-    params: VgHopperHalvesParams,
+    params: VgConvertF16Sm90Params,
     made: usize,
 }
 
@@ -87,7 +87,7 @@ impl ActivationCache {
     }
 
     /// The halves that were made of this, for launch `user`.
-    pub(crate) fn halves(&mut self, key: &[u8], user: usize) -> Option<VgHopperHalvesParams> {
+    pub(crate) fn halves(&mut self, key: &[u8], user: usize) -> Option<VgConvertF16Sm90Params> {
         let halves = self.halves.as_ref().filter(|halves| halves.key == key)?;
         self.spans.push((halves.made, user));
         Some(halves.params)
@@ -100,7 +100,7 @@ impl ActivationCache {
         key: Vec<u8>,
         sources: Vec<Range<Address>>,
         place: Range<u64>,
-        params: VgHopperHalvesParams,
+        params: VgConvertF16Sm90Params,
         made: usize,
     ) {
         self.halves = Some(Halves {
@@ -225,9 +225,9 @@ mod tests {
     fn halves_are_kept_until_what_they_were_made_of_is_written() {
         let mut kept = ActivationCache::new(0);
         assert_eq!(kept.reserved(), 0);
-        let made = VgHopperHalvesParams {
+        let made = VgConvertF16Sm90Params {
             halves: 7,
-            ..VgHopperHalvesParams::default()
+            ..VgConvertF16Sm90Params::default()
         };
         kept.cache_f16(vec![1, 2], vec![4096..8192, 64..128], 256..1024, made, 3);
         assert_eq!(kept.reserved(), 1024);

@@ -119,10 +119,10 @@ fn gated(nodes: &[GroupNode], b: &mut Builder<'_>) -> Added {
         return None;
     };
     let map = match kind {
-        GluKind::Reglu => VG_MAP_REGLU,
-        GluKind::Geglu => VG_MAP_GEGLU,
-        GluKind::Swiglu => VG_MAP_SWIGLU,
-        GluKind::SwigluOai => VG_MAP_SWIGLU_OAI,
+        GluKind::Reglu => VG_OP_REGLU,
+        GluKind::Geglu => VG_OP_GEGLU,
+        GluKind::Swiglu => VG_OP_SWIGLU,
+        GluKind::SwigluOai => VG_OP_SWIGLU_OAI,
         _ => return None,
     };
     let [mut gate, mut up] = with_rows(terms)?.try_into().ok()?;
@@ -164,8 +164,8 @@ fn route(nodes: &[GroupNode], b: &mut Builder<'_>) -> Added {
         ids: rows.src(1),
         weights,
         op: match nodes.first()?.op {
-            Op::SoftMax { .. } => VG_ROUTE_SOFT_MAX,
-            _ => VG_ROUTE_LOGITS,
+            Op::SoftMax { .. } => VG_GATING_SOFT_MAX,
+            _ => VG_GATING_LOGITS,
         },
         normalized: None,
         scale: 1.0,

@@ -9,7 +9,7 @@ use zerocopy::IntoBytes;
 
 use crate::allocator::Allocator;
 use crate::device::{Address, KernelId, Launch};
-use crate::params::VgArrangeParams;
+use crate::params::VgRepackParams;
 use crate::repack::format::RepackFormat;
 use crate::repack::state::RepackState;
 use vgpu_engine::{EngineError, Memory, check_range};
@@ -26,7 +26,7 @@ pub(crate) struct CudaMemory {
 /// Bytes of weights that are arranged at a time.
 const PIECE: u64 = 16 << 20;
 
-/// Threads of a block of `vg_arrange`, and most blocks.
+/// Threads of a block of `vg_repack`, and most blocks.
 const THREADS: u64 = 256;
 const MAX_BLOCKS: u64 = 4096;
 
@@ -48,7 +48,7 @@ impl RepackBuffer {
     /// RepackBuffer of so many bytes.
     pub(crate) fn new(allocator: &Arc<Allocator>, bytes: u64) -> Result<RepackBuffer, EngineError> {
         Ok(RepackBuffer {
-            kernel: allocator.device().kernel("vg_arrange")?,
+            kernel: allocator.device().kernel("vg_repack")?,
             memory: CudaMemory::new(allocator, bytes)?,
         })
     }
@@ -109,7 +109,7 @@ impl CudaMemory {
             let aside = (parts.len() > 1).then_some(from + PIECE);
             for part in &parts {
                 let bytes = part.whole.end - part.whole.start;
-                let params = VgArrangeParams {
+                let params = VgRepackParams {
                     from,
                     quants: at + part.quants.start,
                     scales: aside.unwrap_or(at + begin) + (part.scales.start - begin),

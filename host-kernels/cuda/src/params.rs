@@ -58,13 +58,13 @@ impl VgView {
 
     /// Of weights: the type, and whether they lie in planes.
     pub(crate) fn weights(&self) -> Option<(Type, bool)> {
-        let plain = u8::try_from(self.type_ & !VG_PLANES).ok()?;
+        let plain = u8::try_from(self.type_ & !VG_REPACKED).ok()?;
         Some((Type::from_id(plain)?, self.is_in_planes()))
     }
 
     /// Whether its blocks lie in planes.
     pub(crate) fn is_in_planes(&self) -> bool {
-        self.type_ & VG_PLANES != 0
+        self.type_ & VG_REPACKED != 0
     }
 
     /// Number of elements.

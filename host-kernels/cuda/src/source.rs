@@ -35,16 +35,72 @@ macro_rules! headers {
 
 /// Every source file.
 pub const SOURCES: &[Source] = sources! {
-    "attend_brain" "attend_halves" "attend_pairs" "attend_raw" "attention" "conv" "deepseek" "elementwise" "fused" "gemm_books" "gemm_groups" "gemm_planes" "gemm_supers" "image" "matmul" "movement" "norm" "planes" "recurrent" "reduce" "rope"
-    "step" "steps" "training" "vector_books" "vector_floats" "vector_groups" "vector_planes" "vector_supers";
-    "sm_90a": "attend_hopper" "gemm_hopper_blocks" "gemm_hopper_fives" "gemm_hopper_floats" "gemm_hopper_planes" "gemm_hopper_supers"
-        "gemm_hopper_twos"
+    "conv"
+    "convert_f16"
+    "deepseek"
+    "elementwise"
+    "fattn_bf16"
+    "fattn_f16"
+    "fattn_f32"
+    "fattn_mask_tiles"
+    "fattn_quant"
+    "fattn_simt"
+    "fused"
+    "gemm_float"
+    "gemm_iq"
+    "gemm_k"
+    "gemm_q32"
+    "gemm_repack"
+    "image"
+    "matmul"
+    "megakernel"
+    "megakernel_cols8"
+    "mmv_float"
+    "mmv_iq"
+    "mmv_k"
+    "mmv_q32"
+    "mmv_repack"
+    "moe_sort"
+    "movement"
+    "norm"
+    "quantize_q8"
+    "recurrent"
+    "reduce"
+    "repack"
+    "rope"
+    "training";
+    "sm_90a":
+    "convert_f16_sm90"
+    "fattn_sm90"
+    "gemm_sm90_float"
+    "gemm_sm90_k"
+    "gemm_sm90_k_low"
+    "gemm_sm90_q32"
+    "gemm_sm90_q5"
+    "gemm_sm90_repack"
 };
 
 /// What they include, by name.
 pub const HEADERS: &[(&str, &str)] = headers! {
-    "attend.cuh" "chunks.cuh" "device.cuh" "formats.cuh" "fused.cuh" "gemm.cuh" "gemm_hopper.cuh" "hopper.cuh" "map.cuh" "params.h"
-    "quants.cuh" "rope.cuh" "rounding.cuh" "rows.cuh" "scales.cuh" "step.cuh" "tile.cuh" "units.cuh" "vector.cuh"
+    "activation_fns.cuh"
+    "dequantize.cuh"
+    "device.cuh"
+    "elementwise.cuh"
+    "fattn.cuh"
+    "formats.cuh"
+    "fused.cuh"
+    "gemm.cuh"
+    "gemm_simt.cuh"
+    "gemm_sm90.cuh"
+    "megakernel.cuh"
+    "mmv.cuh"
+    "params.h"
+    "q8_layout.cuh"
+    "quantize_q8.cuh"
+    "rope.cuh"
+    "rows.cuh"
+    "sm90.cuh"
+    "vec_dot_q8.cuh"
 };
 
 /// What it is told besides the architecture.
@@ -152,18 +208,18 @@ mod tests {
             text,
             only: None,
         };
-        let plain = source("#include \"attend.cuh\"\nKERNEL(a, P, 1) {}");
+        let plain = source("#include \"fattn.cuh\"\nKERNEL(a, P, 1) {}");
         let names: Vec<&str> = plain.headers().iter().map(|(name, _)| *name).collect();
-        assert!(names.contains(&"attend.cuh") && names.contains(&"device.cuh"));
+        assert!(names.contains(&"fattn.cuh") && names.contains(&"device.cuh"));
         assert!(
-            names.contains(&"params.h") && !names.contains(&"vector.cuh"),
+            names.contains(&"params.h") && !names.contains(&"mmv.cuh"),
             "{names:?}"
         );
         let name = |source: &Source| source.code_name("sm_80", (13, 0));
         assert_eq!(name(&plain), name(&plain));
         let others = [
-            name(&source("#include \"attend.cuh\"\nKERNEL(b, P, 1) {}")),
-            name(&source("#include \"vector.cuh\"\nKERNEL(a, P, 1) {}")),
+            name(&source("#include \"fattn.cuh\"\nKERNEL(b, P, 1) {}")),
+            name(&source("#include \"mmv.cuh\"\nKERNEL(a, P, 1) {}")),
             plain.code_name("sm_89", (13, 0)),
             plain.code_name("sm_80", (13, 1)),
         ];

@@ -15,7 +15,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use zerocopy::IntoBytes;
 
 use crate::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
-use crate::params::{VG_MOST_PUTS, VgPut, VgPutParams};
+use crate::params::{VG_MAX_UPLOADS, VgUpload, VgUploadParams};
 use vgpu_engine::{EngineError, MemoryInfo};
 
 /// Writes of at most so many bytes are gathered.
@@ -45,7 +45,7 @@ pub(crate) struct UploadBatcher {
 #[derive(Default)]
 struct State {
     /// Not yet asked of the device. They do not overlap.
-    puts: Vec<VgPut>,
+    puts: Vec<VgUpload>,
     /// Where in the room the next one goes. What lies before it may be on its way.
     next: usize,
     /// Writes so far.
@@ -55,7 +55,7 @@ struct State {
 impl UploadBatcher {
     pub(crate) fn new(device: Arc<dyn Device>) -> Result<UploadBatcher, EngineError> {
         Ok(UploadBatcher {
-            put: device.kernel("vg_put")?,
+            put: device.kernel("vg_upload")?,
             room: device.alloc_mapped(ROOM)?,
             device,
             state: Mutex::default(),
@@ -74,7 +74,7 @@ impl UploadBatcher {
         let Some(longest) = state.puts.iter().map(|put| put.len).max() else {
             return Ok(());
         };
-        let mut params = VgPutParams::default();
+        let mut params = VgUploadParams::default();
         let count = state.puts.len();
         params.puts[..count].copy_from_slice(&state.puts);
         state.puts.clear();
@@ -232,9 +232,9 @@ impl Device for UploadBatcher {
         }
         let mut state = self.state();
         let end = to + len as u64;
-        let meets = |put: &VgPut| put.to < end && to < put.to + put.len;
+        let meets = |put: &VgUpload| put.to < end && to < put.to + put.len;
         // Writes of one launch come in no order.
-        if state.puts.len() == VG_MOST_PUTS as usize || state.puts.iter().any(meets) {
+        if state.puts.len() == VG_MAX_UPLOADS as usize || state.puts.iter().any(meets) {
             self.send(&mut state)?;
         }
         let place = |state: &State| state.next + (to % 16) as usize;
@@ -248,7 +248,7 @@ impl Device for UploadBatcher {
         // SAFETY: `at + len` is at most ROOM, and what the device may still read lies before `next`. The state's lock makes
         // this thread the only one that writes there.
         from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.room.host.add(at), len) });
-        state.puts.push(VgPut {
+        state.puts.push(VgUpload {
             to,
             from: self.room.device + at as u64,
             len: len as u64,

@@ -13,7 +13,9 @@ use crate::device::{Address, Launch};
 use crate::launch::grid::MAX_GRID_YZ;
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::q8::Q8Activations;
-use crate::params::{Params, VG_MOVE_REPEAT, VgHopperHalvesParams, VgMoveParams, VgPlace, VgView};
+use crate::params::{
+    Params, VG_MOVE_REPEAT, VgConvertF16Sm90Params, VgFaultSite, VgMoveParams, VgView,
+};
 use crate::source::HOPPER;
 use vgpu_engine::EngineError;
 
@@ -121,8 +123,8 @@ impl Builder<'_> {
     }
 
     /// Where kernels of this node report faults.
-    pub(crate) fn place(&self) -> VgPlace {
-        VgPlace {
+    pub(crate) fn place(&self) -> VgFaultSite {
+        VgFaultSite {
             fault: self.context.fault(),
             node: self.index as u32,
             reserved: 0,
@@ -151,7 +153,7 @@ impl Builder<'_> {
     }
 
     /// The halves that were laid out before under this key, for the launch that is added next.
-    pub(crate) fn cached_f16(&mut self, key: &[u8]) -> Option<VgHopperHalvesParams> {
+    pub(crate) fn cached_f16(&mut self, key: &[u8]) -> Option<VgConvertF16Sm90Params> {
         self.kept.halves(key, self.before + self.launches.len())
     }
 
@@ -182,7 +184,7 @@ impl Builder<'_> {
         key: Vec<u8>,
         sources: &[&VgView],
         (place, made): (Range<u64>, usize),
-        params: VgHopperHalvesParams,
+        params: VgConvertF16Sm90Params,
     ) {
         let sources = { sources.iter() }.filter(|source| source.data != 0);
         let sources = sources.map(|source| source.extent()).collect();

@@ -20,8 +20,8 @@ impl MatmulKernels {
         macro_rules! tuned {
             ($type:literal, $alignment:literal) => {
                 Some(MatmulKernels {
-                    vector: concat!("vg_vector_", $type),
-                    vectors: concat!("vg_vectors_", $type),
+                    vector: concat!("vg_mmv_", $type),
+                    vectors: concat!("vg_mmv_", $type, "_cols8"),
                     gemm: concat!("vg_gemm_", $type),
                     alignment: $alignment,
                 })
@@ -29,11 +29,11 @@ impl MatmulKernels {
         }
         if in_planes {
             return match ty {
-                Type::Q4_0 => tuned!("q4_0_planes", 16),
-                Type::Q8_0 => tuned!("q8_0_planes", 16),
-                Type::Mxfp4 => tuned!("mxfp4_planes", 16),
-                Type::Iq4Nl => tuned!("iq4_nl_planes", 16),
-                Type::Q6K => tuned!("q6_k_planes", 16),
+                Type::Q4_0 => tuned!("q4_0_repacked", 16),
+                Type::Q8_0 => tuned!("q8_0_repacked", 16),
+                Type::Mxfp4 => tuned!("mxfp4_repacked", 16),
+                Type::Iq4Nl => tuned!("iq4_nl_repacked", 16),
+                Type::Q6K => tuned!("q6_k_repacked", 16),
                 _ => None,
             };
         }

@@ -9,7 +9,7 @@ use crate::params::VgView;
 /// Up to this many columns a row of weights is multiplied with each as it is read.
 pub(crate) const FEW_COLUMNS: i64 = 8;
 
-/// Elements of a piece of a row, of which rounded activations have whole ones: `cuda/scales.cuh`.
+/// Elements of a piece of a row, of which rounded activations have whole ones: `cuda/q8_layout.cuh`.
 const ROUNDED_PIECE: i64 = 1024;
 
 /// Elements that there is room for where activations are rounded. Each takes a byte, and half a byte of factors and sums.
@@ -17,7 +17,7 @@ pub(crate) fn q8_elements(x: &VgView) -> i64 {
     x.rows() * div_ceil(x.ne[0], ROUNDED_PIECE) * ROUNDED_PIECE
 }
 
-/// Activations rounded to 8 bits, what `vg_quantize` writes: rows in order, each in whole pieces.
+/// Activations rounded to 8 bits, what `vg_quantize_q8` writes: rows in order, each in whole pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Q8Activations {
     /// The bytes.

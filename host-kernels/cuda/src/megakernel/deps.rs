@@ -1,7 +1,7 @@
 //! Which stages wait for which: as few as keep all that share memory in order.
 
 use super::stages::{MemoryAccess, meet};
-use crate::params::VG_MOST_WAITS;
+use crate::params::VG_MAX_WAITS;
 
 /// What a stage waits for, by number.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -58,7 +58,7 @@ pub(crate) fn order(stages: &[&MemoryAccess]) -> Vec<StageDeps> {
                 break;
             }
         }
-        if order.waits.len() > VG_MOST_WAITS as usize {
+        if order.waits.len() > VG_MAX_WAITS as usize {
             break;
         }
         before.push(mine);

@@ -1,5 +1,5 @@
 //! Runs of launches as one: *steps*, whose blocks are all resident and wait for each other instead of ending
-//! (`cuda/step.cuh`).
+//! (`cuda/megakernel.cuh`).
 //!
 //! What a plan does is compiled into launches first. Here the longest runs of launches that have a stage (`stage_kernel`) become a
 //! launch each, with a table of stages in device memory: what each does, and which others it waits for (`order`). A
@@ -224,7 +224,7 @@ fn step(
     let bytes = table(tasks, order, layout.blocks);
     let memory = CudaMemory::new(&context.allocator, bytes.len() as u64)?;
     vgpu_engine::Memory::write(&memory, 0, bytes.as_slice().into())?;
-    let params = VgStagesParams {
+    let params = VgMegakernelParams {
         table: memory.address(),
         counters: context.step_counters(),
         stages: tasks.len() as u32,

@@ -16,7 +16,7 @@ pub(crate) const MAX_STAGES: usize = 1024;
 
 /// Bytes of counters of a step: one for the launch and one for each stage.
 pub(crate) const COUNTER_BYTES: u64 =
-    (MAX_STAGES as u64 + 1) * VG_COUNTER_STEP as u64 * size_of::<u32>() as u64;
+    (MAX_STAGES as u64 + 1) * VG_COUNTER_STRIDE as u64 * size_of::<u32>() as u64;
 
 /// Most bytes of parameters.
 const MAX_PARAMS: usize = VG_STAGE_BYTES as usize - size_of::<VgStage>();
@@ -29,65 +29,65 @@ pub(crate) const THREADS: u32 = 128;
 
 /// Types of weights that steps multiply, and those of planes, with their kernels for one column and for several.
 const WEIGHTS: [(&str, &str, VgType); 15] = [
-    ("vg_vector_f32", "vg_vectors_f32", VG_F32),
-    ("vg_vector_f16", "vg_vectors_f16", VG_F16),
-    ("vg_vector_bf16", "vg_vectors_bf16", VG_BF16),
-    ("vg_vector_q4_0", "vg_vectors_q4_0", VG_Q4_0),
-    ("vg_vector_q8_0", "vg_vectors_q8_0", VG_Q8_0),
-    ("vg_vector_iq4_nl", "vg_vectors_iq4_nl", VG_IQ4_NL),
-    ("vg_vector_mxfp4", "vg_vectors_mxfp4", VG_MXFP4),
-    ("vg_vector_q4_k", "vg_vectors_q4_k", VG_Q4_K),
-    ("vg_vector_q5_k", "vg_vectors_q5_k", VG_Q5_K),
-    ("vg_vector_q6_k", "vg_vectors_q6_k", VG_Q6_K),
+    ("vg_mmv_f32", "vg_mmv_f32_cols8", VG_F32),
+    ("vg_mmv_f16", "vg_mmv_f16_cols8", VG_F16),
+    ("vg_mmv_bf16", "vg_mmv_bf16_cols8", VG_BF16),
+    ("vg_mmv_q4_0", "vg_mmv_q4_0_cols8", VG_Q4_0),
+    ("vg_mmv_q8_0", "vg_mmv_q8_0_cols8", VG_Q8_0),
+    ("vg_mmv_iq4_nl", "vg_mmv_iq4_nl_cols8", VG_IQ4_NL),
+    ("vg_mmv_mxfp4", "vg_mmv_mxfp4_cols8", VG_MXFP4),
+    ("vg_mmv_q4_k", "vg_mmv_q4_k_cols8", VG_Q4_K),
+    ("vg_mmv_q5_k", "vg_mmv_q5_k_cols8", VG_Q5_K),
+    ("vg_mmv_q6_k", "vg_mmv_q6_k_cols8", VG_Q6_K),
     (
-        "vg_vector_q4_0_planes",
-        "vg_vectors_q4_0_planes",
-        VG_Q4_0 | VG_PLANES,
+        "vg_mmv_q4_0_repacked",
+        "vg_mmv_q4_0_repacked_cols8",
+        VG_Q4_0 | VG_REPACKED,
     ),
     (
-        "vg_vector_q8_0_planes",
-        "vg_vectors_q8_0_planes",
-        VG_Q8_0 | VG_PLANES,
+        "vg_mmv_q8_0_repacked",
+        "vg_mmv_q8_0_repacked_cols8",
+        VG_Q8_0 | VG_REPACKED,
     ),
     (
-        "vg_vector_iq4_nl_planes",
-        "vg_vectors_iq4_nl_planes",
-        VG_IQ4_NL | VG_PLANES,
+        "vg_mmv_iq4_nl_repacked",
+        "vg_mmv_iq4_nl_repacked_cols8",
+        VG_IQ4_NL | VG_REPACKED,
     ),
     (
-        "vg_vector_mxfp4_planes",
-        "vg_vectors_mxfp4_planes",
-        VG_MXFP4 | VG_PLANES,
+        "vg_mmv_mxfp4_repacked",
+        "vg_mmv_mxfp4_repacked_cols8",
+        VG_MXFP4 | VG_REPACKED,
     ),
     (
-        "vg_vector_q6_k_planes",
-        "vg_vectors_q6_k_planes",
-        VG_Q6_K | VG_PLANES,
+        "vg_mmv_q6_k_repacked",
+        "vg_mmv_q6_k_repacked_cols8",
+        VG_Q6_K | VG_REPACKED,
     ),
 ];
 
 /// Other kernels with a stage that does the same.
-const BODIES: [(&str, VgBody); 10] = [
-    ("vg_norm_fused", VG_BODY_NORM_FUSED),
-    ("vg_quantize", VG_BODY_QUANTIZE),
-    ("vg_rope", VG_BODY_ROPE),
-    ("vg_rope_rows", VG_BODY_ROPE_ROWS),
-    ("vg_set_rows", VG_BODY_SET_ROWS),
-    ("vg_get_rows", VG_BODY_GET_ROWS),
-    ("vg_map", VG_BODY_MAP),
-    ("vg_add_id", VG_BODY_ADD_ID),
-    ("vg_route", VG_BODY_ROUTE),
-    ("vg_weighted_sum", VG_BODY_WEIGHTED_SUM),
+const BODIES: [(&str, VgStageOp); 10] = [
+    ("vg_norm_fused", VG_STAGE_NORM_FUSED),
+    ("vg_quantize_q8", VG_STAGE_QUANTIZE_Q8),
+    ("vg_rope", VG_STAGE_ROPE),
+    ("vg_rope_rows", VG_STAGE_ROPE_ROWS),
+    ("vg_set_rows", VG_STAGE_SET_ROWS),
+    ("vg_get_rows", VG_STAGE_GET_ROWS),
+    ("vg_elementwise", VG_STAGE_ELEMENTWISE),
+    ("vg_add_id", VG_STAGE_ADD_ID),
+    ("vg_topk_moe", VG_STAGE_TOPK_MOE),
+    ("vg_weighted_sum", VG_STAGE_WEIGHTED_SUM),
 ];
 
 /// Kernels of attention with their stages, and the width of heads that they are for.
-const ATTENTION: [(&str, VgBody, i64); 6] = [
-    ("vg_attend_half_64_few", VG_BODY_ATTEND_HALF_64, 64),
-    ("vg_attend_half_128_few", VG_BODY_ATTEND_HALF_128, 128),
-    ("vg_attend_brain_64_few", VG_BODY_ATTEND_BRAIN_64, 64),
-    ("vg_attend_brain_128_few", VG_BODY_ATTEND_BRAIN_128, 128),
-    ("vg_attend_raw_64_few", VG_BODY_ATTEND_RAW_64, 64),
-    ("vg_attend_raw_128_few", VG_BODY_ATTEND_RAW_128, 128),
+const ATTENTION: [(&str, VgStageOp, i64); 6] = [
+    ("vg_fattn_f16_64_decode", VG_STAGE_FATTN_F16_64, 64),
+    ("vg_fattn_f16_128_decode", VG_STAGE_FATTN_F16_128, 128),
+    ("vg_fattn_bf16_64_decode", VG_STAGE_FATTN_BF16_64, 64),
+    ("vg_fattn_bf16_128_decode", VG_STAGE_FATTN_BF16_128, 128),
+    ("vg_fattn_quant_64_decode", VG_STAGE_FATTN_QUANT_64, 64),
+    ("vg_fattn_quant_128_decode", VG_STAGE_FATTN_QUANT_128, 128),
 ];
 
 /// Rows of a tile of all of those.
@@ -102,7 +102,7 @@ const FOR_FEW: &str = "steps are for up to 8 tokens";
 #[derive(Debug, Clone, Copy)]
 struct StageKernel {
     name: &'static str,
-    body: VgBody,
+    body: VgStageOp,
     /// Whether it has several columns at a time, for which steps have a kernel of their own.
     is_of_several: bool,
     /// Of attention: the width of heads.
@@ -120,8 +120,8 @@ impl StageKernels {
     /// Those of a device, if it has the kernels that run stages.
     pub(crate) fn of(device: &dyn Device) -> Option<StageKernels> {
         let kernels = [
-            device.kernel("vg_step").ok()?,
-            device.kernel("vg_steps").ok()?,
+            device.kernel("vg_megakernel").ok()?,
+            device.kernel("vg_megakernel_cols8").ok()?,
         ];
         let plain = |name, body, is_of_several| StageKernel {
             name,
@@ -131,8 +131,8 @@ impl StageKernels {
         };
         let products = WEIGHTS.iter().flat_map(|&(one, several, _)| {
             [
-                plain(one, VG_BODY_PRODUCTS, false),
-                plain(several, VG_BODY_PRODUCTS, true),
+                plain(one, VG_STAGE_MMV, false),
+                plain(several, VG_STAGE_MMV, true),
             ]
         });
         let attention = ATTENTION.iter().map(|&(name, body, width)| StageKernel {
@@ -175,33 +175,33 @@ impl StageKernels {
             ..Shape::default()
         };
         match body {
-            VG_BODY_PRODUCTS => access.products(&read(launch)?, &mut shape)?,
-            VG_BODY_NORM_FUSED => access.norm(&read(launch)?),
-            VG_BODY_QUANTIZE => access.quantize(&read(launch)?),
-            VG_BODY_ROPE => {
+            VG_STAGE_MMV => access.products(&read(launch)?, &mut shape)?,
+            VG_STAGE_NORM_FUSED => access.norm(&read(launch)?),
+            VG_STAGE_QUANTIZE_Q8 => access.quantize(&read(launch)?),
+            VG_STAGE_ROPE => {
                 let it: VgRopeParams = read(launch)?;
                 access.reads_at(&it.src, &[&it.dst]);
                 access.rope(&it);
                 access.writes(&it.dst);
             }
-            VG_BODY_ROPE_ROWS => {
+            VG_STAGE_ROPE_ROWS => {
                 let it: VgRopeRowsParams = read(launch)?;
                 access.reads(&it.rope.src);
                 access.rope(&it.rope);
                 access.reads(&it.ids);
                 access.writes(&it.cache);
             }
-            VG_BODY_SET_ROWS => {
+            VG_STAGE_SET_ROWS => {
                 let it: VgRowsParams = read(launch)?;
                 if Type::from_id(it.dst.type_ as u8).is_some_and(Type::is_quantized) {
-                    body = VG_BODY_SET_BLOCKS;
+                    body = VG_STAGE_SET_BLOCKS;
                 }
                 access.reads(&it.src);
                 access.reads(&it.ids);
                 access.writes(&it.dst);
                 shape.elements(each_element);
             }
-            VG_BODY_GET_ROWS => {
+            VG_STAGE_GET_ROWS => {
                 let it: VgRowsParams = read(launch)?;
                 if ![VG_F32, VG_F16, VG_BF16, VG_I32].contains(&it.src.type_) {
                     return Err("stages read no quantised rows");
@@ -211,7 +211,7 @@ impl StageKernels {
                 access.writes(&it.dst);
                 shape.elements(each_element);
             }
-            VG_BODY_ADD_ID => {
+            VG_STAGE_ADD_ID => {
                 let it: VgAddIdParams = read(launch)?;
                 access.reads_at(&it.a, &[&it.dst]);
                 access.reads(&it.b);
@@ -219,21 +219,21 @@ impl StageKernels {
                 access.writes(&it.dst);
                 shape.elements(each_element);
             }
-            VG_BODY_MAP => {
-                let it: VgMapParams = read(launch)?;
+            VG_STAGE_ELEMENTWISE => {
+                let it: VgElementwiseParams = read(launch)?;
                 access.reads_at(&it.a, &[&it.dst]);
                 access.reads_at(&it.b, &[&it.dst]);
                 access.writes(&it.dst);
                 shape.elements(each_element);
             }
-            VG_BODY_ROUTE => {
-                let it: VgRouteParams = read(launch)?;
+            VG_STAGE_TOPK_MOE => {
+                let it: VgTopkMoeParams = read(launch)?;
                 access.reads(&it.logits);
                 access.reads_bytes(it.bias, it.logits.ne[0] * 4);
                 access.writes(&it.ids);
                 access.writes(&it.weights);
             }
-            VG_BODY_WEIGHTED_SUM => {
+            VG_STAGE_WEIGHTED_SUM => {
                 let it: VgWeightedSumParams = read(launch)?;
                 access.reads(&it.experts);
                 access.reads(&it.weights);
@@ -264,7 +264,7 @@ impl StageKernels {
 
 /// A launch as a stage.
 pub(crate) struct Stage {
-    pub(crate) body: VgBody,
+    pub(crate) body: VgStageOp,
     /// Of products: the type of the weights, with their planes if they lie so.
     pub(crate) weights: Option<VgType>,
     /// Whether only the kernel for several columns does it.
@@ -279,9 +279,9 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    /// Bytes of a warp's ring that a piece of a pair of rows takes: `stage_bytes` in `vector.cuh`, twice. In planes it is as many.
+    /// Bytes of a warp's ring that a piece of a pair of rows takes: `stage_bytes` in `mmv.cuh`, twice. In planes it is as many.
     pub(crate) fn slot(&self) -> u32 {
-        let plain = |of: VgType| Type::from_id((of & !VG_PLANES) as u8);
+        let plain = |of: VgType| Type::from_id((of & !VG_REPACKED) as u8);
         self.weights.and_then(plain).map_or(0, |ty| {
             let piece = match ty.is_quantized() {
                 true => 1024 / ty.block_elements() * ty.block_bytes(),
@@ -385,8 +385,8 @@ impl MemoryAccess {
         }
     }
 
-    fn products(&mut self, it: &VgVectorParams, shape: &mut Shape) -> Result<(), &'static str> {
-        let has_unit = it.unit != VG_MAP_ADD;
+    fn products(&mut self, it: &VgMmvParams, shape: &mut Shape) -> Result<(), &'static str> {
+        let has_unit = it.unit != VG_OP_ADD;
         let all = &it.products[..it.count as usize];
         let (first, dst) = (&all[0], &all[0].dst);
         let of = first.w.type_;
@@ -447,7 +447,7 @@ impl MemoryAccess {
         self.rounded(it.quants, it.scales, &it.a);
     }
 
-    fn quantize(&mut self, it: &VgQuantizeParams) {
+    fn quantize(&mut self, it: &VgQuantizeQ8Params) {
         self.reads(&it.src);
         self.rounded(it.quants, it.scales, &it.src);
     }
@@ -466,7 +466,7 @@ impl MemoryAccess {
 
     fn attend(
         &mut self,
-        it: &VgAttendParams,
+        it: &VgFattnParams,
         launch: &Launch,
         width: i64,
     ) -> Result<(), &'static str> {

@@ -1,8 +1,8 @@
 //! FLASH_ATTN_EXT.
 //!
-//! `cuda/attend.cuh` has the kernels, on tensor cores: of halves where keys and values are such, or become such without loss
+//! `cuda/fattn.cuh` has the kernels, on tensor cores: of halves where keys and values are such, or become such without loss
 //! of range, and of pairs of bfloat16 for all other types and layouts. Only heads wider than 576, and queries or results that do
-//! not lie as ggml has them, take `cuda/attention.cu`, which reads any element of anything.
+//! not lie as ggml has them, take `cuda/fattn_simt.cu`, which reads any element of anything.
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
@@ -16,7 +16,7 @@ use crate::types::READABLE;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::F32;
 
-/// Warps of a block of `vg_attention`, each with sums of its own.
+/// Warps of a block of `vg_fattn_simt`, each with sums of its own.
 const WARPS: i64 = 4;
 
 pub(crate) fn rules() -> Vec<Rule> {
@@ -39,7 +39,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     };
     Some(b.staged(|b, dst| {
         let (q, k, v) = (b.src(0), b.src(1), b.src(2));
-        let params = VgAttentionParams {
+        let params = VgFattnSimtParams {
             dst,
             q,
             k,
@@ -64,7 +64,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     }))
 }
 
-fn attend_to_anything(b: &mut Builder<'_>, params: &VgAttentionParams) -> Result<(), EngineError> {
+fn attend_to_anything(b: &mut Builder<'_>, params: &VgFattnSimtParams) -> Result<(), EngineError> {
     let (q, [dk, dv]) = (&params.q, [params.k.ne[0], params.v.ne[0]]);
     let shared = 4 * (dk + WARPS * dv);
     let shared = u32::try_from(shared)
@@ -72,7 +72,7 @@ fn attend_to_anything(b: &mut Builder<'_>, params: &VgAttentionParams) -> Result
         .filter(|&bytes| bytes <= b.max_shared_per_block())
         .ok_or_else(|| b.unsupported(format!("heads of {dk} and {dv}")))?;
     let grid = [q.ne[1], q.ne[2], q.ne[3]];
-    b.launch_over("vg_attention", grid, 128, shared, params)
+    b.launch_over("vg_fattn_simt", grid, 128, shared, params)
 }
 
 /// What keys and values are for the kernels on tensor cores.
@@ -101,10 +101,10 @@ macro_rules! shape {
     ($name:literal, [$k:literal, $v:literal], [$rows:expr, $keys:expr]) => {
         Shape {
             kernels: [
-                concat!("vg_attend_half_", $name),
-                concat!("vg_attend_brain_", $name),
-                concat!("vg_attend_raw_", $name),
-                concat!("vg_attend_pairs_", $name),
+                concat!("vg_fattn_f16_", $name),
+                concat!("vg_fattn_bf16_", $name),
+                concat!("vg_fattn_quant_", $name),
+                concat!("vg_fattn_f32_", $name),
             ],
             k: $k,
             v: $v,
@@ -119,20 +119,20 @@ macro_rules! shape {
 const fn shapes(keys_of_256: i64, rows_of_256: i64, keys_of_576: i64) -> [[Shape; 2]; 4] {
     [
         [
-            shape!("64_few", [64, 64], [16, 64]),
-            shape!("64_many", [64, 64], [64, 64]),
+            shape!("64_decode", [64, 64], [16, 64]),
+            shape!("64_prefill", [64, 64], [64, 64]),
         ],
         [
-            shape!("128_few", [128, 128], [16, 64]),
-            shape!("128_many", [128, 128], [64, 64]),
+            shape!("128_decode", [128, 128], [16, 64]),
+            shape!("128_prefill", [128, 128], [64, 64]),
         ],
         [
-            shape!("256_few", [256, 256], [16, keys_of_256]),
-            shape!("256_many", [256, 256], [rows_of_256, 32]),
+            shape!("256_decode", [256, 256], [16, keys_of_256]),
+            shape!("256_prefill", [256, 256], [rows_of_256, 32]),
         ],
         [
-            shape!("576_few", [576, 512], [16, keys_of_576]),
-            shape!("576_few", [576, 512], [16, keys_of_576]),
+            shape!("576_decode", [576, 512], [16, keys_of_576]),
+            shape!("576_decode", [576, 512], [16, keys_of_576]),
         ],
     ]
 }
@@ -174,7 +174,7 @@ struct Tiles {
 impl Tiles {
     /// The kernel for an attention, if there is one for such operands.
     /// However many rows there are, tiles are of few if that `is_few`.
-    fn of(params: &VgAttentionParams, max_shared_per_block: u32, is_few: bool) -> Option<Tiles> {
+    fn of(params: &VgFattnSimtParams, max_shared_per_block: u32, is_few: bool) -> Option<Tiles> {
         let kind = kind_of(&params.k, &params.v);
         // Pairs need least of what a block shares with wide heads.
         let kinds = [kind, Kind::Pairs].into_iter();
@@ -183,11 +183,11 @@ impl Tiles {
 
     fn of_kind(
         kind: Kind,
-        params: &VgAttentionParams,
+        params: &VgFattnSimtParams,
         max_shared_per_block: u32,
         is_few: bool,
     ) -> Option<Tiles> {
-        let VgAttentionParams {
+        let VgFattnSimtParams {
             dst,
             q,
             k,
@@ -245,8 +245,8 @@ impl Tiles {
     }
 
     /// Adds the launches: what the mask does with each tile, if there are many tokens, then attention.
-    fn attend(&self, b: &mut Builder<'_>, params: &VgAttentionParams) -> Result<(), EngineError> {
-        let VgAttentionParams { q, k, mask, .. } = params;
+    fn attend(&self, b: &mut Builder<'_>, params: &VgFattnSimtParams) -> Result<(), EngineError> {
+        let VgFattnSimtParams { q, k, mask, .. } = params;
         let Shape { rows, keys, v, .. } = *self.shape;
         let across = div_ceil(q.ne[1] * self.group, rows);
         let tiles = div_ceil(k.ne[1], keys);
@@ -276,7 +276,7 @@ impl Tiles {
             0
         };
         let rounded = round_for_products(b, &params.dst);
-        let params = VgAttendParams {
+        let params = VgFattnParams {
             dst: params.dst,
             q: *q,
             k: *k,
@@ -342,17 +342,17 @@ pub(crate) fn kind_of(k: &VgView, v: &VgView) -> Kind {
 /// keys, and returns where it does; 0 where there is no mask.
 pub(crate) fn mask_states(
     b: &mut Builder<'_>,
-    params: &VgAttentionParams,
+    params: &VgFattnSimtParams,
     group: i64,
     [rows, columns]: [i64; 2],
 ) -> Result<u64, EngineError> {
-    let VgAttentionParams { q, k, mask, .. } = params;
+    let VgFattnSimtParams { q, k, mask, .. } = params;
     if mask.data == 0 {
         return Ok(0);
     }
     let across = div_ceil(q.ne[1] * group, rows);
     let masks = mask.ne[2] * mask.ne[3];
-    let found = VgAttendStatesParams {
+    let found = VgFattnMaskTilesParams {
         mask: *mask,
         states: b.scratch((masks * across * div_ceil(k.ne[1], columns)) as u64),
         keys: k.ne[1] as i32,
@@ -362,7 +362,7 @@ pub(crate) fn mask_states(
         columns: columns as u32,
         reserved: 0,
     };
-    b.launch_over("vg_attend_states", [across, masks, 1], 128, 0, &found)?;
+    b.launch_over("vg_fattn_mask_tiles", [across, masks, 1], 128, 0, &found)?;
     Ok(found.states)
 }
 
@@ -407,12 +407,12 @@ mod tests {
         for k in TYPES_OF_CACHES {
             for v in TYPES_OF_CACHES {
                 for (tokens, width) in [(1, 64), (1, 128), (512, 128), (512, 256), (1, 512)] {
-                    let params = VgAttentionParams {
+                    let params = VgFattnSimtParams {
                         dst: view(Type::F32, [width, 32, tokens, 1]),
                         q: view(Type::F32, [width, tokens, 32, 1]),
                         k: view(k, [width, 500, 8, 1]),
                         v: view(v, [width, 500, 8, 1]),
-                        ..VgAttentionParams::default()
+                        ..VgFattnSimtParams::default()
                     };
                     // What a block may have on the smallest GPUs.
                     let tiles = Tiles::of(&params, 99 << 10, false);
@@ -435,13 +435,13 @@ mod tests {
                 &Extents::contiguous(ty, ne).expect("a small shape"),
             )
         };
-        let params = VgAttentionParams {
+        let params = VgFattnSimtParams {
             dst: view(Type::F32, [dv, heads, tokens, 1]),
             q: view(Type::F32, [dk, tokens, heads, 1]),
             k: view(ty, [dk, 500, shared, 1]),
             v: view(ty, [dv, 500, shared, 1]),
             mask: view(Type::F16, [500, tokens, 1, 1]),
-            ..VgAttentionParams::default()
+            ..VgFattnSimtParams::default()
         };
         Tiles::of(&params, 96 << 10, false).map(|tiles| tiles.kernel)
     }
@@ -449,29 +449,29 @@ mod tests {
     #[test]
     fn usual_shapes_have_kernels_on_tensor_cores() {
         for (ty, widths, sizes, expected) in [
-            (Type::F16, [128; 2], [32, 8, 1], "half_128_few"),
-            (Type::F16, [128; 2], [32, 8, 4], "half_128_few"),
-            (Type::F16, [128; 2], [32, 8, 5], "half_128_many"),
-            (Type::F16, [64; 2], [64, 8, 1], "half_64_few"),
-            (Type::F16, [80; 2], [32, 32, 512], "half_128_many"),
-            (Type::F16, [256; 2], [16, 8, 512], "half_256_many"),
-            (Type::F16, [192, 128], [128, 128, 1], "half_256_few"),
-            (Type::F16, [576, 512], [128, 1, 1], "half_576_few"),
-            (Type::Bf16, [128; 2], [32, 8, 1], "brain_128_few"),
-            (Type::Q8_0, [128; 2], [32, 8, 1], "raw_128_few"),
-            (Type::Q4_0, [256; 2], [32, 8, 20], "raw_256_many"),
-            (Type::F32, [128; 2], [32, 8, 1], "pairs_128_few"),
-            (Type::F32, [256; 2], [32, 8, 20], "pairs_256_many"),
-            (Type::F16, [68; 2], [32, 8, 1], "pairs_128_few"),
-            (Type::Q4K, [512; 2], [32, 8, 1], "pairs_576_few"),
+            (Type::F16, [128; 2], [32, 8, 1], "f16_128_decode"),
+            (Type::F16, [128; 2], [32, 8, 4], "f16_128_decode"),
+            (Type::F16, [128; 2], [32, 8, 5], "f16_128_prefill"),
+            (Type::F16, [64; 2], [64, 8, 1], "f16_64_decode"),
+            (Type::F16, [80; 2], [32, 32, 512], "f16_128_prefill"),
+            (Type::F16, [256; 2], [16, 8, 512], "f16_256_prefill"),
+            (Type::F16, [192, 128], [128, 128, 1], "f16_256_decode"),
+            (Type::F16, [576, 512], [128, 1, 1], "f16_576_decode"),
+            (Type::Bf16, [128; 2], [32, 8, 1], "bf16_128_decode"),
+            (Type::Q8_0, [128; 2], [32, 8, 1], "quant_128_decode"),
+            (Type::Q4_0, [256; 2], [32, 8, 20], "quant_256_prefill"),
+            (Type::F32, [128; 2], [32, 8, 1], "f32_128_decode"),
+            (Type::F32, [256; 2], [32, 8, 20], "f32_256_prefill"),
+            (Type::F16, [68; 2], [32, 8, 1], "f32_128_decode"),
+            (Type::Q4K, [512; 2], [32, 8, 1], "f32_576_decode"),
         ] {
             let kernel = kernel(ty, widths, sizes, 4096).expect("a kernel on tensor cores");
-            assert_eq!(kernel.strip_prefix("vg_attend_"), Some(expected));
+            assert_eq!(kernel.strip_prefix("vg_fattn_"), Some(expected));
         }
         // Halves where 16 bytes cannot be copied, and what takes the kernel for anything.
         let sizes = [32, 8, 1];
         let odd = kernel(Type::F16, [128; 2], sizes, 4096 + 8);
-        assert_eq!(odd, Some("vg_attend_raw_128_few"));
+        assert_eq!(odd, Some("vg_fattn_quant_128_decode"));
         assert_eq!(kernel(Type::F16, [1024; 2], sizes, 4096), None);
     }
 }

@@ -117,7 +117,7 @@ impl Bench {
         }
     }
 
-    /// Of each block of 32 the bytes, the factor and the sums, as `cuda/scales.cuh` says where they are.
+    /// Of each block of 32 the bytes, the factor and the sums, as `cuda/q8_layout.cuh` says where they are.
     pub(crate) fn blocks(&self, it: &Q8Activations, x: &VgView) -> Vec<(Vec<u8>, [u32; 4])> {
         let elements = crate::launch::q8::q8_elements(x) as usize;
         let (quants, scales) = (

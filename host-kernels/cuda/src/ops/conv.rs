@@ -141,7 +141,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         } => {
             let (kernel, image) = (b.src(0), b.src(1));
             let images = image.ne[3] / i64::from(ic);
-            let params = VgPatchParams {
+            let params = VgIm2colParams {
                 patches: dst,
                 image: space(&image, ic.into()),
                 moves: moves([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
@@ -184,8 +184,8 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 }
 
 /// Strides, paddings and dilations of up to three dimensions.
-fn moves<const N: usize>(steps: [(i32, i32, i32); N]) -> VgMoves {
-    let mut all = VgMoves {
+fn moves<const N: usize>(steps: [(i32, i32, i32); N]) -> VgConvGeometry {
+    let mut all = VgConvGeometry {
         stride: [1; 3],
         padding: [0; 3],
         dilation: [1; 3],
@@ -240,9 +240,9 @@ fn patches(
     image: VgView,
     [x, y]: [(i32, i32, i32); 2],
     is_2d: bool,
-) -> VgPatchParams {
+) -> VgIm2colParams {
     if is_2d {
-        return VgPatchParams {
+        return VgIm2colParams {
             patches,
             image: plane(&image),
             moves: moves([x, y]),
@@ -252,7 +252,7 @@ fn patches(
             depth: 1,
         };
     }
-    VgPatchParams {
+    VgIm2colParams {
         patches: VgView {
             ne: [patches.ne[0], patches.ne[1], 1, patches.ne[2]],
             nb: [patches.nb[0], patches.nb[1], 0, patches.nb[2]],
@@ -297,7 +297,7 @@ fn transposed(
             ..plane(&kernel)
         },
         image: plane(&image),
-        moves: VgMoves {
+        moves: VgConvGeometry {
             stride: [stride; 3],
             padding: [0; 3],
             dilation: [1; 3],

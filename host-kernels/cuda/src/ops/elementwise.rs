@@ -42,25 +42,25 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     let none = [0.0; 4];
     let (code, c) = match *op {
         Op::AddId {} => return Some(add_id(b)),
-        Op::Add {} | Op::Add1 {} => (VG_MAP_ADD, none),
-        Op::Sub {} => (VG_MAP_SUB, none),
-        Op::Mul {} => (VG_MAP_MUL, none),
-        Op::Div {} => (VG_MAP_DIV, none),
-        Op::Scale { scale, bias } => (VG_MAP_SCALE, [scale, bias, 0.0, 0.0]),
-        Op::Clamp { min, max } => (VG_MAP_CLAMP, [min, max, 0.0, 0.0]),
-        Op::Sqr {} => (VG_MAP_SQR, none),
-        Op::Sqrt {} => (VG_MAP_SQRT, none),
-        Op::Log {} => (VG_MAP_LOG, none),
-        Op::Sin {} => (VG_MAP_SIN, none),
-        Op::Cos {} => (VG_MAP_COS, none),
-        Op::LeakyRelu { negative_slope } => (VG_MAP_LEAKY_RELU, [negative_slope, 0.0, 0.0, 0.0]),
+        Op::Add {} | Op::Add1 {} => (VG_OP_ADD, none),
+        Op::Sub {} => (VG_OP_SUB, none),
+        Op::Mul {} => (VG_OP_MUL, none),
+        Op::Div {} => (VG_OP_DIV, none),
+        Op::Scale { scale, bias } => (VG_OP_SCALE, [scale, bias, 0.0, 0.0]),
+        Op::Clamp { min, max } => (VG_OP_CLAMP, [min, max, 0.0, 0.0]),
+        Op::Sqr {} => (VG_OP_SQR, none),
+        Op::Sqrt {} => (VG_OP_SQRT, none),
+        Op::Log {} => (VG_OP_LOG, none),
+        Op::Sin {} => (VG_OP_SIN, none),
+        Op::Cos {} => (VG_OP_COS, none),
+        Op::LeakyRelu { negative_slope } => (VG_OP_LEAKY_RELU, [negative_slope, 0.0, 0.0, 0.0]),
         Op::Xielu {
             alpha_n,
             alpha_p,
             beta,
             eps,
-        } => (VG_MAP_XIELU, [alpha_n, alpha_p, beta, eps]),
-        Op::SiluBack {} => (VG_MAP_SILU_BACK, none),
+        } => (VG_OP_XIELU, [alpha_n, alpha_p, beta, eps]),
+        Op::SiluBack {} => (VG_OP_SILU_BACK, none),
         Op::Unary { kind } => (unary(kind), none),
         Op::Glu {
             kind,
@@ -75,41 +75,41 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     Some(map(b, code, c, sources))
 }
 
-fn unary(kind: UnaryKind) -> VgMap {
+fn unary(kind: UnaryKind) -> VgElementwiseOp {
     match kind {
-        UnaryKind::Abs => VG_MAP_ABS,
-        UnaryKind::Sgn => VG_MAP_SGN,
-        UnaryKind::Neg => VG_MAP_NEG,
-        UnaryKind::Step => VG_MAP_STEP,
-        UnaryKind::Tanh => VG_MAP_TANH,
-        UnaryKind::Elu => VG_MAP_ELU,
-        UnaryKind::Relu => VG_MAP_RELU,
-        UnaryKind::Sigmoid => VG_MAP_SIGMOID,
-        UnaryKind::Gelu => VG_MAP_GELU,
-        UnaryKind::GeluQuick => VG_MAP_GELU_QUICK,
-        UnaryKind::Silu => VG_MAP_SILU,
-        UnaryKind::HardSwish => VG_MAP_HARDSWISH,
-        UnaryKind::HardSigmoid => VG_MAP_HARDSIGMOID,
-        UnaryKind::Exp => VG_MAP_EXP,
-        UnaryKind::Expm1 => VG_MAP_EXPM1,
-        UnaryKind::Softplus => VG_MAP_SOFTPLUS,
-        UnaryKind::GeluErf => VG_MAP_GELU_ERF,
-        UnaryKind::Floor => VG_MAP_FLOOR,
-        UnaryKind::Ceil => VG_MAP_CEIL,
-        UnaryKind::Round => VG_MAP_ROUND,
-        UnaryKind::Trunc => VG_MAP_TRUNC,
+        UnaryKind::Abs => VG_OP_ABS,
+        UnaryKind::Sgn => VG_OP_SGN,
+        UnaryKind::Neg => VG_OP_NEG,
+        UnaryKind::Step => VG_OP_STEP,
+        UnaryKind::Tanh => VG_OP_TANH,
+        UnaryKind::Elu => VG_OP_ELU,
+        UnaryKind::Relu => VG_OP_RELU,
+        UnaryKind::Sigmoid => VG_OP_SIGMOID,
+        UnaryKind::Gelu => VG_OP_GELU,
+        UnaryKind::GeluQuick => VG_OP_GELU_QUICK,
+        UnaryKind::Silu => VG_OP_SILU,
+        UnaryKind::HardSwish => VG_OP_HARDSWISH,
+        UnaryKind::HardSigmoid => VG_OP_HARDSIGMOID,
+        UnaryKind::Exp => VG_OP_EXP,
+        UnaryKind::Expm1 => VG_OP_EXPM1,
+        UnaryKind::Softplus => VG_OP_SOFTPLUS,
+        UnaryKind::GeluErf => VG_OP_GELU_ERF,
+        UnaryKind::Floor => VG_OP_FLOOR,
+        UnaryKind::Ceil => VG_OP_CEIL,
+        UnaryKind::Round => VG_OP_ROUND,
+        UnaryKind::Trunc => VG_OP_TRUNC,
     }
 }
 
 fn glu(b: &mut Builder<'_>, kind: GluKind, swapped: bool, c: [f32; 4]) -> Result<(), EngineError> {
     let code = match kind {
-        GluKind::Reglu => VG_MAP_REGLU,
-        GluKind::Geglu => VG_MAP_GEGLU,
-        GluKind::Swiglu => VG_MAP_SWIGLU,
-        GluKind::SwigluOai => VG_MAP_SWIGLU_OAI,
-        GluKind::GegluErf => VG_MAP_GEGLU_ERF,
-        GluKind::GegluQuick => VG_MAP_GEGLU_QUICK,
-        GluKind::SwigluClamp => VG_MAP_SWIGLU_CLAMP,
+        GluKind::Reglu => VG_OP_REGLU,
+        GluKind::Geglu => VG_OP_GEGLU,
+        GluKind::Swiglu => VG_OP_SWIGLU,
+        GluKind::SwigluOai => VG_OP_SWIGLU_OAI,
+        GluKind::GegluErf => VG_OP_GEGLU_ERF,
+        GluKind::GegluQuick => VG_OP_GEGLU_QUICK,
+        GluKind::SwigluClamp => VG_OP_SWIGLU_CLAMP,
     };
     let (x, gate) = (b.src(0), b.optional(1));
     if gate.data != 0 {
@@ -130,7 +130,7 @@ fn glu(b: &mut Builder<'_>, kind: GluKind, swapped: bool, c: [f32; 4]) -> Result
 
 fn map(
     b: &mut Builder<'_>,
-    op: VgMap,
+    op: VgElementwiseOp,
     c: [f32; 4],
     sources: [VgView; 2],
 ) -> Result<(), EngineError> {
@@ -140,13 +140,13 @@ fn map(
 
 /// Adds `x` to `part` of the destination.
 pub(crate) fn add(b: &mut Builder<'_>, part: VgView, x: VgView) -> Result<(), EngineError> {
-    map_to(b, part, VG_MAP_ADD, [0.0; 4], [part, x])
+    map_to(b, part, VG_OP_ADD, [0.0; 4], [part, x])
 }
 
 fn map_to(
     b: &mut Builder<'_>,
     dst: VgView,
-    op: VgMap,
+    op: VgElementwiseOp,
     c: [f32; 4],
     [x, y]: [VgView; 2],
 ) -> Result<(), EngineError> {
@@ -154,7 +154,7 @@ fn map_to(
         return Ok(());
     }
     let plain = |v: &VgView| v.data == 0 || v.ne == dst.ne && v.is_dense(Type::F32);
-    let params = VgMapParams {
+    let params = VgElementwiseParams {
         dst,
         a: x,
         b: y,
@@ -162,7 +162,7 @@ fn map_to(
         op,
         flat: u32::from([dst, x, y].iter().all(plain)),
     };
-    b.for_each("vg_map", dst.elements(), &params)
+    b.for_each("vg_elementwise", dst.elements(), &params)
 }
 
 fn add_id(b: &mut Builder<'_>) -> Result<(), EngineError> {

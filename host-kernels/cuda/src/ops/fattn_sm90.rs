@@ -1,4 +1,4 @@
-//! Attention of many tokens on Hopper GPUs: what `cuda/attend_hopper.cu` has kernels for, and their launches.
+//! Attention of many tokens on Hopper GPUs: what `cuda/fattn_sm90.cu` has kernels for, and their launches.
 
 use super::attention::{Kind, kind_of, mask_states};
 use crate::launch::builder::Builder;
@@ -24,17 +24,17 @@ struct Shape {
 
 const SHAPES: [Shape; 3] = [
     Shape {
-        kernel: "vg_hopper_attend_64",
+        kernel: "vg_fattn_sm90_64",
         width: 64,
         keys: 128,
     },
     Shape {
-        kernel: "vg_hopper_attend_128",
+        kernel: "vg_fattn_sm90_128",
         width: 128,
         keys: 128,
     },
     Shape {
-        kernel: "vg_hopper_attend_256",
+        kernel: "vg_fattn_sm90_256",
         width: 256,
         keys: 64,
     },
@@ -52,8 +52,8 @@ pub(crate) struct FattnSm90 {
 impl FattnSm90 {
     /// The kernel for an attention on this device, if there is one, and it has work for the device: it does not split keys.
     /// The operands are such that the kernels for any GPU with tensor cores take them.
-    pub(crate) fn of(b: &Builder<'_>, params: &VgAttentionParams, group: i64) -> Option<FattnSm90> {
-        let VgAttentionParams { q, k, v, .. } = params;
+    pub(crate) fn of(b: &Builder<'_>, params: &VgFattnSimtParams, group: i64) -> Option<FattnSm90> {
+        let VgFattnSimtParams { q, k, v, .. } = params;
         let shape = SHAPES.iter().find(|shape| shape.width == k.ne[0])?;
         let rows = q.ne[1] * group;
         let across = div_ceil(rows, ROWS);
@@ -76,11 +76,11 @@ impl FattnSm90 {
     pub(crate) fn attend(
         &self,
         b: &mut Builder<'_>,
-        params: &VgAttentionParams,
+        params: &VgFattnSimtParams,
     ) -> Result<(), EngineError> {
-        let VgAttentionParams { q, k, mask, .. } = params;
+        let VgFattnSimtParams { q, k, mask, .. } = params;
         let states = mask_states(b, params, self.group, [ROWS, self.shape.keys])?;
-        let attention = VgAttendParams {
+        let attention = VgFattnParams {
             dst: params.dst,
             q: *q,
             k: *k,
@@ -94,7 +94,7 @@ impl FattnSm90 {
             heads_log2: params.heads_log2,
             group: self.group as u32,
             splits: 1,
-            ..VgAttendParams::default()
+            ..VgFattnParams::default()
         };
         let grid = [self.across, q.ne[2] / self.group, q.ne[3]];
         b.launch_over(self.shape.kernel, grid, THREADS, SHARED, &attention)

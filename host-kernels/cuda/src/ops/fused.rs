@@ -121,14 +121,14 @@ pub(crate) struct Route {
     /// `[1, used, tokens]`, f32.
     pub(crate) weights: VgView,
     /// What weights are of logits.
-    pub(crate) op: VgRoute,
+    pub(crate) op: VgGating,
     /// Whether weights are divided by their sum, or by this if that is less.
     pub(crate) normalized: Option<f32>,
     /// What weights are multiplied with in the end.
     pub(crate) scale: f32,
 }
 
-/// Most experts, and most of them for a token, that `vg_route` chooses among; the former holds for `vg_group`, too.
+/// Most experts, and most of them for a token, that `vg_topk_moe` chooses among; the former holds for `vg_moe_sort`, too.
 pub(crate) const MAX_EXPERTS: i64 = 512;
 const MAX_USED: i64 = 32;
 
@@ -156,7 +156,7 @@ pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
     if !fits {
         return None;
     }
-    let params = VgRouteParams {
+    let params = VgTopkMoeParams {
         logits,
         ids,
         weights,
@@ -168,7 +168,7 @@ pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
         normalized: u32::from(it.normalized.is_some()),
         reserved: 0,
     };
-    Some(b.for_each_row("vg_route", div_ceil(tokens, 4), 128, 0, &params))
+    Some(b.for_each_row("vg_topk_moe", div_ceil(tokens, 4), 128, 0, &params))
 }
 
 /// The sum of what a token's experts give, each times its weight.

@@ -59,7 +59,7 @@ fn norms() {
         if has_add {
             compare("sum", &bench.read(&sum), x, 1e-6);
         }
-        // Exactly what `vg_quantize` makes of the result.
+        // Exactly what `vg_quantize_q8` makes of the result.
         let mut alone = rounded;
         assert!(bench.run(|b| Some(mmv::round(b, dst).map(|r| alone = r))));
         assert_eq!(bench.blocks(&rounded, &dst), bench.blocks(&alone, &dst));
@@ -136,11 +136,11 @@ fn gated_units_of_experts() {
     let mut bench = Bench::new();
     let silu = |x: f64| x / (1.0 + (-x).exp());
     for (ty, k, rows, experts, used, tokens, unit) in [
-        (Type::Q4_0, 64, 11, 1, 1, 1, VG_MAP_SWIGLU),
-        (Type::Q6K, 256, 6, 4, 2, 3, VG_MAP_SWIGLU),
-        (Type::F16, 96, 7, 3, 2, 2, VG_MAP_SWIGLU_OAI),
-        (Type::F32, 32, 5, 2, 1, 1, VG_MAP_GEGLU),
-        (Type::Bf16, 64, 5, 2, 1, 1, VG_MAP_REGLU),
+        (Type::Q4_0, 64, 11, 1, 1, 1, VG_OP_SWIGLU),
+        (Type::Q6K, 256, 6, 4, 2, 3, VG_OP_SWIGLU),
+        (Type::F16, 96, 7, 3, 2, 2, VG_OP_SWIGLU_OAI),
+        (Type::F32, 32, 5, 2, 1, 1, VG_OP_GEGLU),
+        (Type::Bf16, 64, 5, 2, 1, 1, VG_OP_REGLU),
     ] {
         let (x, x_values) = bench.randoms([k, 1, tokens, 1]);
         let chosen: Vec<u64> = (0..used * tokens).map(|i| (i * 5 + 1) % experts).collect();
@@ -168,12 +168,12 @@ fn gated_units_of_experts() {
             halves.push(results);
         }
         let want = halves[0].iter().zip(&halves[1]).map(|(&a, &b)| match unit {
-            VG_MAP_SWIGLU => silu(a) * b,
-            VG_MAP_GEGLU => {
+            VG_OP_SWIGLU => silu(a) * b,
+            VG_OP_GEGLU => {
                 let inner = (2.0 / std::f64::consts::PI).sqrt() * (a + 0.044715 * a * a * a);
                 0.5 * a * (1.0 + inner.tanh()) * b
             }
-            VG_MAP_REGLU => a.max(0.0) * b,
+            VG_OP_REGLU => a.max(0.0) * b,
             _ => {
                 let a = a.min(2.0);
                 a / (1.0 + (-1.7 * a).exp()) * (1.0 + b.clamp(-2.0, 2.0))
@@ -275,12 +275,12 @@ fn rotations_into_a_cache() {
 fn routes() {
     let mut bench = Bench::new();
     for (experts, used, op, normalized, has_bias) in [
-        (8, 2, VG_ROUTE_SOFT_MAX, None, false),
-        (128, 8, VG_ROUTE_SOFT_MAX, Some(0.0), false),
-        (256, 8, VG_ROUTE_SIGMOID, Some(1e-20), true),
-        (32, 4, VG_ROUTE_LOGITS, None, false),
-        (500, 32, VG_ROUTE_SOFT_MAX, Some(0.9), false),
-        (3, 3, VG_ROUTE_SOFT_MAX, None, false),
+        (8, 2, VG_GATING_SOFT_MAX, None, false),
+        (128, 8, VG_GATING_SOFT_MAX, Some(0.0), false),
+        (256, 8, VG_GATING_SIGMOID, Some(1e-20), true),
+        (32, 4, VG_GATING_LOGITS, None, false),
+        (500, 32, VG_GATING_SOFT_MAX, Some(0.9), false),
+        (3, 3, VG_GATING_SOFT_MAX, None, false),
     ] {
         let tokens = 5u64;
         let (logits, values) = bench.randoms([experts, tokens, 1, 1]);
@@ -307,8 +307,8 @@ fn routes() {
             let total: f64 = row.iter().map(|x| x.exp()).sum();
             let probability: Vec<f64> = { row.iter() }
                 .map(|&x| match op {
-                    VG_ROUTE_SOFT_MAX => x.exp() / total,
-                    VG_ROUTE_SIGMOID => 1.0 / (1.0 + (-x).exp()),
+                    VG_GATING_SOFT_MAX => x.exp() / total,
+                    VG_GATING_SIGMOID => 1.0 / (1.0 + (-x).exp()),
                     _ => x,
                 })
                 .collect();
@@ -331,7 +331,7 @@ fn routes() {
                     .all(|&id| id as u32 == 0xa5a5_a5a5)
             );
             let mut want: Vec<f64> = order[..used].iter().map(|&i| probability[i]).collect();
-            if op == VG_ROUTE_LOGITS {
+            if op == VG_GATING_LOGITS {
                 let total: f64 = want.iter().map(|x| x.exp()).sum();
                 want = want.iter().map(|x| x.exp() / total).collect();
             }

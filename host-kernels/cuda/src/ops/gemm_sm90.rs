@@ -1,4 +1,4 @@
-//! Products of many columns on Hopper GPUs: which of them `cuda/gemm_hopper.cuh` has kernels for, and their launches.
+//! Products of many columns on Hopper GPUs: which of them `cuda/gemm_sm90.cuh` has kernels for, and their launches.
 
 use vgpu_transport::ir::Type;
 use zerocopy::IntoBytes;
@@ -55,8 +55,8 @@ impl GemmSm90 {
         macro_rules! kernels {
             ($type:literal) => {
                 GemmSm90 {
-                    wide: concat!("vg_hopper_gemm_", $type, "_256"),
-                    narrow: concat!("vg_hopper_gemm_", $type, "_128"),
+                    wide: concat!("vg_gemm_sm90_", $type, "_256"),
+                    narrow: concat!("vg_gemm_sm90_", $type, "_128"),
                     measured: None,
                 }
             };
@@ -68,11 +68,11 @@ impl GemmSm90 {
             .all(|place| place % 16 == 0);
         let (ty, in_planes) = w.weights()?;
         let kernels = match ty {
-            Type::Q4_0 if in_planes => kernels!("q4_0_planes"),
-            Type::Q8_0 if in_planes => kernels!("q8_0_planes"),
-            Type::Mxfp4 if in_planes => kernels!("mxfp4_planes"),
-            Type::Iq4Nl if in_planes => kernels!("iq4_nl_planes"),
-            Type::Q6K if in_planes => kernels!("q6_k_planes"),
+            Type::Q4_0 if in_planes => kernels!("q4_0_repacked"),
+            Type::Q8_0 if in_planes => kernels!("q8_0_repacked"),
+            Type::Mxfp4 if in_planes => kernels!("mxfp4_repacked"),
+            Type::Iq4Nl if in_planes => kernels!("iq4_nl_repacked"),
+            Type::Q6K if in_planes => kernels!("q6_k_repacked"),
             _ if in_planes => return None,
             Type::F16 if is_aligned => kernels!("f16"),
             Type::Bf16 if is_aligned => kernels!("bf16"),
@@ -131,10 +131,10 @@ impl GemmSm90 {
         };
         let tiles = tiles_of(if is_wide { WIDE } else { NARROW });
         let padded = div_ceil(dst.ne[1], UNIT) * UNIT;
-        let activations = VgHopperHalvesParams {
+        let activations = VgConvertF16Sm90Params {
             rows: padded * batches,
             padded,
-            ..VgHopperHalvesParams::default()
+            ..VgConvertF16Sm90Params::default()
         };
         let activations = lay_out(b, params, activations, 0)?;
         self.launch(b, params, &activations, is_wide, tiles)
@@ -152,11 +152,11 @@ impl GemmSm90 {
         let is_wide = vectors / experts >= WIDE;
         let columns = if is_wide { WIDE } else { NARROW };
         // Each expert's columns begin with a unit.
-        let activations = VgHopperHalvesParams {
+        let activations = VgConvertF16Sm90Params {
             rows: div_ceil(vectors + (UNIT - 1) * experts, UNIT) * UNIT,
             experts: experts as u32,
             slots: dst.ne[1] as u32,
-            ..VgHopperHalvesParams::default()
+            ..VgConvertF16Sm90Params::default()
         };
         let activations = lay_out(b, params, activations, columns)?;
         let tiles = div_ceil(dst.ne[0], ROWS) * (vectors / columns + experts).min(vectors);
@@ -168,11 +168,11 @@ impl GemmSm90 {
         &self,
         b: &mut Builder<'_>,
         params: &VgMulMatParams,
-        activations: &VgHopperHalvesParams,
+        activations: &VgConvertF16Sm90Params,
         is_wide: bool,
         tiles: i64,
     ) -> Result<(), EngineError> {
-        let product = VgHopperGemmParams {
+        let product = VgGemmSm90Params {
             dst: params.dst,
             w: params.w,
             halves: activations.halves,
@@ -192,14 +192,14 @@ impl GemmSm90 {
 fn lay_out(
     b: &mut Builder<'_>,
     params: &VgMulMatParams,
-    layout: VgHopperHalvesParams,
+    layout: VgConvertF16Sm90Params,
     columns: i64,
-) -> Result<VgHopperHalvesParams, EngineError> {
+) -> Result<VgConvertF16Sm90Params, EngineError> {
     let VgMulMatParams { w, x, ids, .. } = params;
     let is_grouped = columns != 0;
     let ids = if is_grouped { *ids } else { VgView::default() };
     let steps = 2 * div_ceil(w.ne[0], STEPS);
-    let mut made = VgHopperHalvesParams {
+    let mut made = VgConvertF16Sm90Params {
         src: *x,
         brain: u32::from(w.type_ == VG_BF16),
         steps: steps as u32,
@@ -228,7 +228,7 @@ fn lay_out(
     (made.halves, made.factors) = (at(0), at(halves));
     if is_grouped {
         made.groups = at(halves + factors);
-        let groups = VgGroupParams {
+        let groups = VgMoeSortParams {
             ids: VgView {
                 ne: [params.dst.ne[1], params.dst.ne[2], 1, 1],
                 ..ids
@@ -240,10 +240,10 @@ fn lay_out(
             align: UNIT as u32,
             reserved: 0,
         };
-        b.launch("vg_group", [1, 1, 1], 512, 0, &groups)?;
+        b.launch("vg_moe_sort", [1, 1, 1], 512, 0, &groups)?;
     }
     b.for_each_row(
-        "vg_hopper_halves",
+        "vg_convert_f16_sm90",
         made.rows,
         threads_for(w.ne[0]),
         0,

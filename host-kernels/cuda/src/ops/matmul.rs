@@ -236,7 +236,7 @@ impl Gemm {
         let VgMulMatParams { dst, w, x, ids, .. } = *params;
         let halves = halves(b, x, params.codebooks, self.form)?;
         let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
-        let groups = VgGroupParams {
+        let groups = VgMoeSortParams {
             ids: VgView {
                 ne: [dst.ne[1], dst.ne[2], 1, 1],
                 ..ids
@@ -248,7 +248,7 @@ impl Gemm {
             align: 1,
             reserved: 0,
         };
-        b.launch("vg_group", [1, 1, 1], 512, 0, &groups)?;
+        b.launch("vg_moe_sort", [1, 1, 1], 512, 0, &groups)?;
         let product = VgGemmParams {
             dst,
             w,
@@ -290,11 +290,11 @@ fn halves(
     x: VgView,
     codebooks: Address,
     form: Form,
-) -> Result<VgHalvesParams, EngineError> {
+) -> Result<VgConvertF16Params, EngineError> {
     let length = div_ceil(x.ne[0], GEMM_STEP) * GEMM_STEP;
     let is_pairs = form == Form::Pairs;
     let factors = if is_pairs { 0 } else { x.rows() as u64 * 4 };
-    let halves = VgHalvesParams {
+    let halves = VgConvertF16Params {
         src: x,
         halves: b.scratch((x.rows() * length * 2 * form.planes()) as u64),
         factors: b.scratch(factors),
@@ -302,7 +302,11 @@ fn halves(
         brain: u32::from(form == Form::Brain),
         reserved: 0,
     };
-    let kernel = if is_pairs { "vg_pairs" } else { "vg_halves" };
+    let kernel = if is_pairs {
+        "vg_split_bf16"
+    } else {
+        "vg_convert_f16"
+    };
     b.for_each_row(kernel, x.rows(), threads_for(length), 0, &halves)?;
     Ok(halves)
 }

@@ -1,4 +1,4 @@
-//! Products with few columns, several of the same activations in one launch, with what may follow them: `cuda/vector.cuh`.
+//! Products with few columns, several of the same activations in one launch, with what may follow them: `cuda/mmv.cuh`.
 
 use vgpu_transport::ir::Type;
 
@@ -43,7 +43,7 @@ pub(crate) struct Products<'a> {
     pub(crate) products: &'a [Product],
     /// Of exactly two products, a unit of the first gated by the second: REGLU, GEGLU, SWIGLU, SWIGLU_OAI with its alpha
     /// and limit.
-    pub(crate) unit: Option<(VgMap, [f32; 2])>,
+    pub(crate) unit: Option<(VgElementwiseOp, [f32; 2])>,
 }
 
 /// Rounds activations to 8 bits.
@@ -57,12 +57,12 @@ pub(crate) fn round(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, Eng
         quants: b.scratch(elements),
         scales: b.scratch(elements / 2),
     });
-    let params = VgQuantizeParams {
+    let params = VgQuantizeQ8Params {
         src: x,
         quants: place.quants,
         scales: place.scales,
     };
-    b.for_each_row("vg_quantize", div_ceil(blocks, 4), 128, 0, &params)?;
+    b.for_each_row("vg_quantize_q8", div_ceil(blocks, 4), 128, 0, &params)?;
     Ok(Q8Activations {
         quants: params.quants,
         scales: params.scales,
@@ -102,7 +102,7 @@ fn fitting(all: &Products<'_>) -> Option<(Type, MatmulKernels)> {
         Some((unit, _)) => {
             more.len() == 1
                 && more[0].w.ne == first.w.ne
-                && [VG_MAP_REGLU, VG_MAP_GEGLU, VG_MAP_SWIGLU, VG_MAP_SWIGLU_OAI].contains(&unit)
+                && [VG_OP_REGLU, VG_OP_GEGLU, VG_OP_SWIGLU, VG_OP_SWIGLU_OAI].contains(&unit)
         }
         None => more.len() < MAX_PRODUCTS,
     };
@@ -150,7 +150,7 @@ fn launch(
             scales: 0,
         },
     };
-    let mut params = VgVectorParams {
+    let mut params = VgMmvParams {
         x: all.x,
         ids: all.ids,
         quants: rounded.quants,
@@ -159,8 +159,8 @@ fn launch(
         place: b.place(),
         slots: all.x.ne[1],
         count: all.products.len() as u32,
-        unit: VG_MAP_ADD,
-        ..VgVectorParams::default()
+        unit: VG_OP_ADD,
+        ..VgMmvParams::default()
     };
     for (to, &Product { dst, w, add }) in params.products.iter_mut().zip(all.products) {
         *to = VgProduct { dst, w, add };

@@ -46,7 +46,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             repeat(b, dst, src)
         }
         Op::RepeatBack {} => {
-            let params = VgPairParams {
+            let params = VgRepeatBackParams {
                 dst: b.dst(),
                 src: b.src(0),
             };

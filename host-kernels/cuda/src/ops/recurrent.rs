@@ -108,7 +108,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             for_rows_of_states(b, "vg_delta_net", rows, &params)
         }
         Op::SolveTri {} => {
-            let params = VgSolveParams {
+            let params = VgSolveTriParams {
                 dst,
                 a: b.src(0),
                 b: b.src(1),

@@ -31,7 +31,7 @@ fn in_planes(bench: &Bench, w: &VgView, ty: Type) -> VgView {
     unsafe { bench.device.upload(address, bytes.as_slice().into()) }.expect("a copy");
     VgView {
         data: address,
-        type_: w.type_ | VG_PLANES,
+        type_: w.type_ | VG_REPACKED,
         ..*w
     }
 }
@@ -126,7 +126,7 @@ fn several_products_and_units() {
         let (x, _) = bench.randoms([k, 1, 1, 1]);
         for (rows, unit) in [
             (vec![10, 3, 7], None),
-            (vec![9, 9], Some((VG_MAP_SWIGLU, [0.0; 2]))),
+            (vec![9, 9], Some((VG_OP_SWIGLU, [0.0; 2]))),
         ] {
             let weights: Vec<VgView> = { rows.iter() }
                 .map(|&m| bench.weights(ty, [k, m, 1, 1]).0)

@@ -24,12 +24,12 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     Some(match op {
         Op::CrossEntropyLoss {} => loss(b),
         Op::CrossEntropyLossBack {} => {
-            let params = VgLossParams {
+            let params = VgCrossEntropyParams {
                 dst: b.dst(),
                 gradient: b.src(0),
                 a: b.src(1),
                 b: b.src(2),
-                ..VgLossParams::default()
+                ..VgCrossEntropyParams::default()
             };
             let threads = threads_for(params.dst.ne[0]);
             b.for_each_row(
@@ -41,7 +41,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             )
         }
         Op::OptStepAdamw {} => {
-            let params = VgStepParams {
+            let params = VgOptimizerParams {
                 dst: b.dst(),
                 w: b.src(0),
                 gradient: b.src(1),
@@ -52,12 +52,12 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             b.for_each("vg_adamw", params.dst.elements(), &params)
         }
         Op::OptStepSgd {} => {
-            let params = VgStepParams {
+            let params = VgOptimizerParams {
                 dst: b.dst(),
                 w: b.src(0),
                 gradient: b.src(1),
                 settings: b.src(2),
-                ..VgStepParams::default()
+                ..VgOptimizerParams::default()
             };
             b.for_each("vg_sgd", params.dst.elements(), &params)
         }
@@ -68,13 +68,13 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 fn loss(b: &mut Builder<'_>) -> Result<(), EngineError> {
     let a = b.src(0);
     let parts = a.rows().clamp(1, PARTS) as u32;
-    let mut params = VgLossParams {
+    let mut params = VgCrossEntropyParams {
         dst: b.dst(),
         a,
         b: b.src(1),
         scratch: b.scratch(u64::from(parts) * 8),
         parts,
-        ..VgLossParams::default()
+        ..VgCrossEntropyParams::default()
     };
     b.launch(
         "vg_cross_entropy",

@@ -2,7 +2,7 @@
 //!
 //! A block of 17, 18, 34 or 210 bytes begins anywhere, and a kernel that reads it takes it in small pieces. In planes the
 //! quants of all blocks of a matrix lie one after the other, each at a multiple of 16 bytes, then the blocks' scales in the
-//! same order: the same bytes in all, so a tensor is arranged where it is. `cuda/planes.cu` arranges (`vg_arrange`). The way
+//! same order: the same bytes in all, so a tensor is arranged where it is. `cuda/repack.cu` arranges (`vg_repack`). The way
 //! back is here, on the host: it is taken when a guest reads weights or changes a part of them, which hardly any does, and it
 //! needs no memory of a device that may have none left.
 

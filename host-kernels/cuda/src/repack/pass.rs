@@ -14,7 +14,7 @@ use vgpu_transport::ir::{Graph, Op};
 use crate::context::ExecutionContext;
 use crate::device::Address;
 use crate::memory::{CudaMemory, RepackBuffer};
-use crate::params::{VG_PLANES, VgView};
+use crate::params::{VG_REPACKED, VgView};
 use crate::repack::format::RepackFormat;
 use crate::repack::state::Placement;
 use vgpu_engine::EngineError;
@@ -152,7 +152,7 @@ impl<'m> RepackPass<'m> {
     /// Marks the views of the graph's tensors that are in planes.
     pub(crate) fn mark(&self, views: &mut [VgView]) {
         for &tensor in self.planes.iter().flat_map(|it| &it.tensors) {
-            views[tensor as usize].type_ |= VG_PLANES;
+            views[tensor as usize].type_ |= VG_REPACKED;
         }
     }
 

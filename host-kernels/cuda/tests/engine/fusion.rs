@@ -38,7 +38,8 @@ fn kernels(built: &Built, fusion: bool) -> Vec<&'static str> {
 /// activations lay that are still read keeps nodes apart, and in the last layer memory is not used again, so that some
 /// results could be wanted.
 fn between_attentions(kernels: &[&'static str], which: usize) -> Vec<&'static str> {
-    let is_attention = |kernel: &str| kernel.starts_with("vg_att") && !kernel.contains("states");
+    let is_attention =
+        |kernel: &str| kernel.starts_with("vg_fattn") && !kernel.contains("mask_tiles");
     let places: Vec<usize> = { 0..kernels.len() }
         .filter(|&i| is_attention(kernels[i]))
         .collect();
@@ -67,14 +68,14 @@ fn a_dense_layer_is_few_launches() {
     // Two norms with the sums before and the products behind them, which also round.
     assert_eq!(count("vg_norm_fused"), 2, "{fused:?}");
     // Q, K and V; the result of attention; gate, up and their unit; down.
-    assert_eq!(count("vg_vector"), 4, "{fused:?}");
+    assert_eq!(count("vg_mmv"), 4, "{fused:?}");
     // For down; attention rounds what it gives by itself.
-    assert_eq!(count("vg_quantize"), 1, "{fused:?}");
+    assert_eq!(count("vg_quantize_q8"), 1, "{fused:?}");
     // Q by itself, K into the cache; V into the cache.
     assert_eq!(count("vg_rope"), 2, "{fused:?}");
     assert_eq!(count("vg_rope_rows"), 1, "{fused:?}");
     assert_eq!(count("vg_set_rows"), 1, "{fused:?}");
-    assert_eq!(count("vg_map"), 0, "{fused:?}");
+    assert_eq!(count("vg_elementwise"), 0, "{fused:?}");
     assert!(fused.len() <= 12, "{fused:?}");
 }
 
@@ -86,10 +87,10 @@ fn a_layer_of_experts_is_few_launches() {
     let count = |name: &str| fused.iter().filter(|kernel| kernel.contains(name)).count();
     // As above, and heads of Q and K.
     assert_eq!(count("vg_norm_fused"), 4, "{fused:?}");
-    assert_eq!(count("vg_route"), 1, "{fused:?}");
+    assert_eq!(count("vg_topk_moe"), 1, "{fused:?}");
     assert_eq!(count("vg_weighted_sum"), 1, "{fused:?}");
     assert_eq!(count("vg_argsort"), 0, "{fused:?}");
-    assert_eq!(count("vg_map"), 0, "{fused:?}");
+    assert_eq!(count("vg_elementwise"), 0, "{fused:?}");
     assert!(fused.len() <= 17, "{fused:?}");
 }
 
@@ -105,10 +106,10 @@ fn biases_take_no_launches_of_their_own() {
     let fused = of_a_layer(TINY_GPT_OSS, true);
     let plain = of_a_layer(TINY_GPT_OSS, false);
     // Of Q, K, V, what attention gives, the router, gate, up and down.
-    assert!(count(&plain, "vg_map") + count(&plain, "vg_add_id") >= 8);
-    assert_eq!(count(&fused, "vg_map"), 0, "{fused:?}");
+    assert!(count(&plain, "vg_elementwise") + count(&plain, "vg_add_id") >= 8);
+    assert_eq!(count(&fused, "vg_elementwise"), 0, "{fused:?}");
     assert_eq!(count(&fused, "vg_add_id"), 0, "{fused:?}");
-    assert_eq!(count(&fused, "vg_route"), 1, "{fused:?}");
+    assert_eq!(count(&fused, "vg_topk_moe"), 1, "{fused:?}");
     assert_eq!(count(&fused, "vg_soft_max"), 0, "{fused:?}");
     assert_eq!(count(&fused, "vg_weighted_sum"), 1, "{fused:?}");
     assert!(fused.len() <= 16, "{fused:?}");
@@ -160,7 +161,7 @@ fn attention_rounds_what_it_gives() {
             let mut plan = built.compile(&engine, &loaded);
             device.take_log();
             plan.run().expect("it runs");
-            let rounding = Call::Launch("vg_quantize");
+            let rounding = Call::Launch("vg_quantize_q8");
             let log = device.take_log();
             let rounds = log.iter().filter(|call| **call == rounding).count();
             let mut bytes = vec![0; loaded.buffers[2].size() as usize];
@@ -254,7 +255,10 @@ fn what_somebody_wants_is_not_left_out() {
     });
     let units = |built: &Built| {
         let kernels = between_attentions(&kernels(built, true), 1);
-        kernels.iter().filter(|kernel| **kernel == "vg_map").count()
+        kernels
+            .iter()
+            .filter(|kernel| **kernel == "vg_elementwise")
+            .count()
     };
     let nodes = &built.graph.nodes;
     let is_unit = |op: &Op| {

@@ -90,7 +90,10 @@ fn memory_at(
 }
 
 /// The kernels of steps: with one column, and with several.
-const STEPS: [Call; 2] = [Call::Launch("vg_step"), Call::Launch("vg_steps")];
+const STEPS: [Call; 2] = [
+    Call::Launch("vg_megakernel"),
+    Call::Launch("vg_megakernel_cols8"),
+];
 
 fn of_steps(log: &[Call]) -> usize {
     log.iter().filter(|call| STEPS.contains(call)).count()

@@ -42,9 +42,9 @@ fn count(log: &[Call], of: &Call) -> usize {
 #[test]
 fn products_are_done_in_the_way_that_was_the_fastest() {
     for (variant, kernel) in [
-        (GemmVariant::General, "vg_gemm_q8_0_planes"),
-        (GemmVariant::Narrow, "vg_hopper_gemm_q8_0_planes_128"),
-        (GemmVariant::Wide, "vg_hopper_gemm_q8_0_planes_256"),
+        (GemmVariant::General, "vg_gemm_q8_0_repacked"),
+        (GemmVariant::Narrow, "vg_gemm_sm90_q8_0_repacked_128"),
+        (GemmVariant::Wide, "vg_gemm_sm90_q8_0_repacked_256"),
     ] {
         let device = Arc::new(Spy::on_sm90());
         let engine = engine_on(&device).with_tuning(TuningTable::forced(variant));

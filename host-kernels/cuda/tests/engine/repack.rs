@@ -168,7 +168,7 @@ impl Loaded {
 /// How often the device was asked to arrange.
 fn arranged(device: &Spy) -> usize {
     let log = device.take_log();
-    let asked = |call: &&Call| **call == Call::Launch("vg_arrange");
+    let asked = |call: &&Call| **call == Call::Launch("vg_repack");
     log.iter().filter(asked).count()
 }
 

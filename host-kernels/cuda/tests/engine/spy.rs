@@ -326,7 +326,7 @@ impl Device for Spy {
             let known = { state.names.iter() }.find(|(id, _)| *id == launch.kernel);
             known.expect("kernels are looked up by name").1
         };
-        if name == "vg_put" {
+        if name == "vg_upload" {
             self.check_there()?;
             self.note(Call::Puts);
             // SAFETY: the caller's promise.
