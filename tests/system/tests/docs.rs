@@ -1,0 +1,338 @@
+//! The documentation against the sources: links, names of functions and tests, quoted messages, flags and
+//! environment variables.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use xtask_common::workspace;
+
+/// Prose has lines of at most this many characters.
+const MAX_COLUMNS: usize = 100;
+
+/// Every file of the repository with one of these extensions, with its text; paths are relative to the root.
+fn files(extensions: &[&str]) -> BTreeMap<PathBuf, String> {
+    fn walk(
+        folder: &Path,
+        root: &Path,
+        extensions: &[&str],
+        found: &mut BTreeMap<PathBuf, String>,
+    ) {
+        for entry in fs::read_dir(folder).expect("a folder of the repository") {
+            let path = entry.expect("an entry").path();
+            let name = path
+                .file_name()
+                .and_then(|name| name.to_str())
+                .unwrap_or_default();
+            let is_ours = !name.starts_with('.') && name != "target" && name != "shared";
+            if path.is_dir() && !path.is_symlink() && is_ours {
+                walk(&path, root, extensions, found);
+            } else if path
+                .extension()
+                .is_some_and(|e| extensions.iter().any(|known| e == *known))
+            {
+                let text = fs::read_to_string(&path).expect("a text");
+                let relative = path.strip_prefix(root).expect("below the root");
+                found.insert(relative.to_owned(), text);
+            }
+        }
+    }
+    let mut found = BTreeMap::new();
+    walk(workspace::root(), workspace::root(), extensions, &mut found);
+    found
+}
+
+fn page(name: &str) -> String {
+    let path = workspace::root().join(name);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The lines of a page outside of code blocks, with their numbers.
+fn prose(text: &str) -> Vec<(usize, &str)> {
+    let mut in_code = false;
+    let mut lines = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        if line.trim_start().starts_with("```") {
+            in_code = !in_code;
+        } else if !in_code {
+            lines.push((index + 1, line));
+        }
+    }
+    lines
+}
+
+/// The code spans of a page: what stands between two backticks of a line.
+fn spans(text: &str) -> Vec<&str> {
+    let lines = prose(text).into_iter();
+    lines
+        .flat_map(|(_, line)| line.split('`').skip(1).step_by(2))
+        .collect()
+}
+
+/// The anchor that GitHub gives a heading.
+fn anchor(heading: &str) -> String {
+    let kept = heading.trim().chars().filter_map(|c| match c {
+        ' ' => Some('-'),
+        c if c.is_alphanumeric() || c == '-' || c == '_' => Some(c.to_ascii_lowercase()),
+        _ => None,
+    });
+    kept.collect()
+}
+
+fn anchors(text: &str) -> BTreeSet<String> {
+    let headings = prose(text)
+        .into_iter()
+        .filter(|(_, line)| line.starts_with('#'));
+    headings
+        .map(|(_, line)| anchor(line.trim_start_matches('#')))
+        .collect()
+}
+
+/// A path without `.` and `..`.
+fn normal(path: &Path) -> PathBuf {
+    let mut normal = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::ParentDir => {
+                normal.pop();
+            }
+            Component::CurDir => {}
+            other => normal.push(other),
+        }
+    }
+    normal
+}
+
+/// `path.rs: function` and `path.rs: Type::function` among the code spans.
+fn named_functions(text: &str) -> Vec<(String, &str)> {
+    let named = spans(text).into_iter().filter_map(|span| {
+        let (file, function) = span.split_once(".rs: ")?;
+        Some((format!("{file}.rs"), function))
+    });
+    named.collect()
+}
+
+/// Why a function that a page names is not in its file.
+fn missing_function(file: &str, function: &str) -> Option<String> {
+    let Ok(text) = fs::read_to_string(workspace::root().join(file)) else {
+        return Some(format!("{file} does not exist"));
+    };
+    let (owner, name) = match function.rsplit_once("::") {
+        Some((owner, name)) => (Some(owner), name),
+        None => (None, function),
+    };
+    let is_defined = |after: char| text.contains(&format!("fn {name}{after}"));
+    if !is_defined('(') && !is_defined('<') {
+        return Some(format!("{file} has no function {name}"));
+    }
+    let owner = owner.filter(|owner| !text.contains(owner));
+    owner.map(|owner| format!("{file} does not mention {owner}"))
+}
+
+#[test]
+fn every_relative_link_resolves() {
+    let pages = files(&["md"]);
+    let (mut links, mut broken) = (0, Vec::new());
+    for (file, text) in &pages {
+        for (number, line) in prose(text) {
+            for link in line.split("](").skip(1) {
+                let target = link.split(')').next().unwrap_or_default();
+                if target.contains("://") {
+                    continue;
+                }
+                links += 1;
+                let (path, fragment) = target.split_once('#').unwrap_or((target, ""));
+                let place = match path {
+                    "" => file.clone(),
+                    path => normal(&file.parent().expect("a folder").join(path)),
+                };
+                let is_broken = match pages.get(&place) {
+                    Some(page) => !fragment.is_empty() && !anchors(page).contains(fragment),
+                    None => !workspace::root().join(&place).exists(),
+                };
+                if is_broken {
+                    broken.push(format!("{}:{number}: {target}", file.display()));
+                }
+            }
+        }
+    }
+    assert!(links > 50, "only {links} links were found");
+    assert!(broken.is_empty(), "broken links:\n{}", broken.join("\n"));
+}
+
+#[test]
+fn the_functions_that_the_architecture_names_exist() {
+    let text = page("docs/ARCHITECTURE.md");
+    let named = named_functions(&text);
+    assert!(
+        named.len() >= 20,
+        "only {} functions are named",
+        named.len()
+    );
+    let missing: Vec<_> = { named.iter() }
+        .filter_map(|(file, function)| missing_function(file, function))
+        .collect();
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
+}
+
+#[test]
+fn the_tests_that_the_guarantees_name_exist() {
+    let text = page("docs/guarantees.md");
+    let named = named_functions(&text);
+    assert!(named.len() > 25, "only {} tests are named", named.len());
+    let missing: Vec<_> = { named.iter() }
+        .filter_map(|(file, function)| missing_function(file, function))
+        .collect();
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
+}
+
+#[test]
+fn the_messages_that_troubleshooting_quotes_exist() {
+    // A string that goes on in the next line has a backslash and the next line's indentation in it.
+    let mut sources = String::new();
+    for text in files(&["rs"]).into_values() {
+        let mut pieces = text.split("\\\n");
+        sources.push_str(pieces.next().unwrap_or_default());
+        pieces.for_each(|piece| sources.push_str(piece.trim_start()));
+    }
+    let text = page("docs/troubleshooting.md");
+    let symptoms = prose(&text).into_iter().filter_map(|(_, line)| {
+        let symptom = line.strip_prefix("| ")?.split(" | ").next()?;
+        Some(symptom)
+    });
+    let (mut quoted, mut missing) = (0, Vec::new());
+    for symptom in symptoms {
+        for message in symptom.split('`').skip(1).step_by(2) {
+            // What a program fills in is written as dots or in capitals.
+            let fixed = message
+                .split("...")
+                .flat_map(|piece| piece.split([':', '(', ')']));
+            for piece in fixed
+                .map(str::trim)
+                .filter(|piece| piece.split(' ').count() > 2)
+            {
+                quoted += 1;
+                if !sources.contains(piece) {
+                    missing.push(piece);
+                }
+            }
+        }
+    }
+    assert!(quoted > 8, "only {quoted} messages are quoted");
+    assert!(missing.is_empty(), "no program says: {missing:#?}");
+}
+
+/// The names that begin with `VGPU_` in a text, where `is_name` takes what stands before and behind.
+fn variables(text: &str) -> BTreeSet<String> {
+    let is_part = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+    let names = text
+        .split(|c| !is_part(c))
+        .filter(|name| name.starts_with("VGPU_"));
+    names.map(str::to_owned).collect()
+}
+
+#[test]
+fn every_environment_variable_is_documented() {
+    let documented = variables(&page("docs/environment.md"));
+    let sources = files(&["rs"]);
+    let mut used = BTreeSet::new();
+    for (file, text) in &sources {
+        let is_shipped = [
+            "ggml-backend-vgpu",
+            "transport/src",
+            "host-executor",
+            "host-kernels",
+        ]
+        .iter()
+        .any(|folder| file.starts_with(folder));
+        let is_test = { file.components() }
+            .any(|part| matches!(part.as_os_str().to_str(), Some("tests" | "shim")));
+        if is_shipped && !is_test {
+            // Only names that are strings by themselves: others are static items and macros.
+            let strings = text.split('"').skip(1);
+            used.extend(strings.flat_map(variables_alone));
+        }
+    }
+    let undocumented: Vec<_> = { used.iter() }
+        .filter(|name| !name.starts_with("VGPU_TEST_") && !documented.contains(*name))
+        .collect();
+    assert!(
+        undocumented.is_empty(),
+        "not in docs/environment.md: {undocumented:?}"
+    );
+    let all: String = sources.into_values().collect();
+    let unused: Vec<_> = { documented.iter() }
+        .filter(|name| !all.contains(&format!("\"{name}\"")))
+        .collect();
+    assert!(unused.is_empty(), "no program reads {unused:?}");
+    assert!(used.len() > 10, "only {} variables are read", used.len());
+}
+
+/// The text itself, if it is a name of a variable.
+fn variables_alone(text: &str) -> Option<String> {
+    variables(text).pop_first().filter(|name| name == text)
+}
+
+#[test]
+fn every_flag_of_serve_is_documented() {
+    let arguments = page("host-executor/cli/src/serve/args.rs");
+    let documented = page("docs/configuration.md");
+    let mut flags = 0;
+    let mut lines = arguments.lines();
+    while let Some(line) = lines.next() {
+        if !line.trim_start().starts_with("#[arg(long") {
+            continue;
+        }
+        let field = lines.by_ref().find(|line| line.contains(": "));
+        let field = field.expect("a field behind its attribute").trim_start();
+        let name = field.split(':').next().unwrap_or_default();
+        let name = name.rsplit(' ').next().unwrap_or_default();
+        let flag = format!("`--{}", name.replace('_', "-"));
+        flags += 1;
+        if flag != "`--config" {
+            assert!(
+                documented.contains(&flag),
+                "{flag}` is not in docs/configuration.md"
+            );
+        }
+    }
+    assert!(flags > 15, "only {flags} flags were found");
+}
+
+#[test]
+fn prose_keeps_to_its_columns() {
+    let mut long = Vec::new();
+    for (file, text) in files(&["md"]) {
+        for (number, line) in prose(&text) {
+            let is_prose = !line.starts_with('|') && line.trim().contains(' ');
+            if is_prose && line.chars().count() > MAX_COLUMNS {
+                long.push(format!("{}:{number}", file.display()));
+            }
+        }
+    }
+    assert!(
+        long.is_empty(),
+        "lines of more than {MAX_COLUMNS} columns:\n{}",
+        long.join("\n")
+    );
+}
+
+#[test]
+fn a_planted_error_is_found() {
+    assert_eq!(
+        anchor(" A process for each guest"),
+        "a-process-for-each-guest"
+    );
+    assert_eq!(anchor("`vgpu ps`"), "vgpu-ps");
+    let text = "see `transport/src/lib.rs: no_such_function`\n```\n`a.rs: b`\n```\n";
+    let named = named_functions(text);
+    assert_eq!(
+        named,
+        [("transport/src/lib.rs".to_owned(), "no_such_function")]
+    );
+    assert!(missing_function(&named[0].0, named[0].1).is_some());
+    assert!(missing_function("transport/src/no_such_file.rs", "f").is_some());
+    let file = "transport/src/link/endpoint.rs";
+    assert!(missing_function(file, "Endpoint::defaults").is_none());
+    assert!(missing_function(file, "NoSuchType::defaults").is_some());
+}
