@@ -10,15 +10,15 @@ use std::process::Command;
 use libclang::fail;
 
 fn main() {
-    // The name that a loader knows the plugin by; cargo itself spells the file `libggml_vgpu.so`.
+    // The file name under which the library is installed. cargo names the file `libggml_vgpu.so`.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libggml-vgpu.so");
-    // ggml closes a plugin that has scored 0; threads of ours may still be on their way out then.
+    // ggml unloads a plugin that has scored 0, while threads of the plugin may still be ending.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     stamp();
     bindings();
 }
 
-/// Translates `vendor/*.h` to Rust, with a compile-time assertion for every size and offset.
+/// Translates `vendor/*.h` to Rust, with an assertion at compile time for every size and offset.
 fn bindings() {
     println!("cargo::rerun-if-changed=vendor");
     libclang::load();
@@ -39,14 +39,14 @@ fn bindings() {
         .unwrap_or_else(|error| fail(&format!("{}: {error}", out.display())));
 }
 
-/// Passes `git describe` on to the stamp that is compiled into the library.
+/// Passes `git describe` to the version stamp in the library.
 fn stamp() {
     let describe = git(&["describe", "--always", "--tags"]);
     println!(
         "cargo::rustc-env=VGPU_GIT={}",
         describe.as_deref().unwrap_or("unknown")
     );
-    // The reflog of HEAD grows with every commit and checkout. A path that does not exist would
+    // The reflog of HEAD changes with every commit and checkout. A path that does not exist would
     // make cargo run this script every time.
     if let Some(reflog) = git(&["rev-parse", "--git-path", "logs/HEAD"])
         && Path::new(&reflog).exists()
@@ -55,12 +55,13 @@ fn stamp() {
     }
 }
 
-/// What a git command prints, or `None` without git or outside our own repository.
+/// The output of a git command. `None` without git, and outside the repository of this package.
 fn git(arguments: &[&str]) -> Option<String> {
     let package = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     let output = Command::new("git")
         .args(arguments)
-        // A copy of the sources inside somebody else's repository must not carry its name.
+        // The sources may be a copy inside another repository, whose version is not that of the
+        // plugin.
         .env(
             "GIT_CEILING_DIRECTORIES",
             package.parent().unwrap_or(&package),

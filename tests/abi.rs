@@ -1,8 +1,7 @@
-//! The plugin against real ggml: layouts compared with real headers, symbols found in real
-//! libraries.
+//! Compares the plugin's declarations of ggml's C interface with the headers and libraries of real
+//! ggml releases.
 //!
-//! The ggml releases come from package registries; `cargo xtask test` puts them into the cache
-//! folder.
+//! The releases come from package registries. `cargo xtask setup` puts them into the cache folder.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -14,10 +13,10 @@ use ggml_vgpu::abi::{self, ApiVersion};
 use ggml_vgpu::ggml::{Ggml, GgmlError, UnsupportedVersion};
 use ggml_vgpu::stamp;
 
-/// ggml 0.25.3, which speaks API version 2: headers, and a build with dynamic backends.
+/// ggml 0.25.3, API version 2: headers, and a build with dynamic backends.
 const GGML_0_25: &str = "llama-cpp-python-0.3.36/vendor/llama.cpp/ggml";
 const GGML_0_25_BUILD: &str = "build-llama-0.3.36/bin";
-/// ggml 0.26.0, which speaks API version 3: headers.
+/// ggml 0.26.0, API version 3: headers.
 const GGML_0_26: &str = "llama-cpp-sys-2-0.1.161/llama.cpp/ggml";
 
 // ---- layouts ----
@@ -32,8 +31,9 @@ fn layouts_and_types_are_those_of_ggml_0_26() {
     compare_with_ggml(ApiVersion::V3, &cached(GGML_0_26));
 }
 
-/// Compiles one program with our headers and with ggml's, and compares what they print: the size of
-/// every structure, offset, size and type of every field, every constant, every function's type.
+/// Compiles one program with the plugin's headers and with ggml's, and compares the output of both:
+/// the size of every structure, the offset, size and type of every field, every constant, the type
+/// of every function.
 fn compare_with_ggml(api: ApiVersion, ggml: &Path) {
     let number = api.number();
     let folder = scratch(&format!("layout-v{number}"));
@@ -53,7 +53,7 @@ fn compare_with_ggml(api: ApiVersion, ggml: &Path) {
             .map(with_plain_ids)
             .collect::<Vec<_>>()
     };
-    // In ggml's own headers, names do not say the version.
+    // In ggml's headers these names have no version.
     let versioned = ["ggml_backend_buffer_type_i", "ggml_backend_buffer_type"];
     let mut arguments = vec![
         format!(
@@ -86,9 +86,9 @@ fn compare_with_ggml(api: ApiVersion, ggml: &Path) {
     );
 }
 
-/// Everything the plugin knows of ggml, as the macro calls that layout.cpp defines.
+/// All declarations of the plugin's headers, as calls of the macros of layout.cpp.
 ///
-/// Taken from the translated headers, so that nothing the plugin uses can be forgotten here.
+/// They are taken from the translated headers, so that no declaration can be missing here.
 fn items(api: ApiVersion) -> String {
     let bindings = include_str!(concat!(env!("OUT_DIR"), "/ggml_abi.rs"));
     let mut items = Vec::new();
@@ -117,7 +117,7 @@ fn items(api: ApiVersion) -> String {
         let header = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("vendor")
             .join(header);
-        let text = fs::read_to_string(&header).expect("our own header");
+        let text = fs::read_to_string(&header).expect("a header of this repository");
         for line in text.lines() {
             if let Some(name) = line
                 .strip_prefix("struct ")
@@ -139,7 +139,8 @@ fn items(api: ApiVersion) -> String {
         .fold(items.join("\n"), |items, suffix| items.replace(suffix, ""))
 }
 
-/// Our headers declare ids as `int` and leave the enums out, on purpose.
+/// Replaces ggml's enums of ids by `int`: the plugin's headers do not declare these enums, because
+/// their values differ between releases.
 fn with_plain_ids(line: &str) -> String {
     let enums = [
         "ggml_type",
@@ -161,11 +162,11 @@ fn with_plain_ids(line: &str) -> String {
         .collect()
 }
 
-// ---- the host's symbols ----
+// ---- the symbols of ggml ----
 
 #[test]
-fn without_ggml_the_error_says_where_we_looked() {
-    alone("without_ggml_the_error_says_where_we_looked", || {
+fn without_ggml_the_error_names_the_searched_objects() {
+    alone("without_ggml_the_error_names_the_searched_objects", || {
         let error = Ggml::find().expect_err("this process has no ggml");
         let GgmlError::NoGgml { searched } = &error else {
             panic!("{error:?}")
@@ -198,25 +199,25 @@ fn a_real_ggml_is_found_in_the_global_scope() {
 fn check_ggml_0_25(scope: c_int) {
     let library = cached(GGML_0_25_BUILD).join("libggml-base.so.0");
     load(&library, scope);
-    let host = Ggml::find().expect("it has just been loaded");
-    assert_eq!(host.object(), library.to_str().expect("a plain path"));
-    assert_eq!(host.release(), "0.25.3");
-    assert_eq!(host.version().to_string(), "0.25");
-    assert_eq!(host.api(), ApiVersion::V2);
-    assert!(host.commit().is_some_and(|commit| !commit.is_empty()));
+    let ggml = Ggml::find().expect("it has just been loaded");
+    assert_eq!(ggml.object(), library.to_str().expect("a plain path"));
+    assert_eq!(ggml.release(), "0.25.3");
+    assert_eq!(ggml.version().to_string(), "0.25");
+    assert_eq!(ggml.api(), ApiVersion::V2);
+    assert!(ggml.commit().is_some_and(|commit| !commit.is_empty()));
 
     fn keep(name: &str) -> Option<&'static str> {
         Some(name.to_owned().leak())
     }
-    // The lengths of the arrays of names, which only a test of one release can know.
+    // The lengths of the arrays of names in this release.
     let names = |ids: ggml_vgpu::ggml::Ids<&'static str>, count| -> Vec<&'static str> {
         // SAFETY: 0 to `count` are the values of the enum in this release.
         (0..count).filter_map(|id| unsafe { ids.get(id) }).collect()
     };
-    let ops = names(host.ops(keep), 101);
-    let unary = names(host.unary_ops(keep), 22);
-    let glu = names(host.glu_ops(keep), 7);
-    let types = names(host.types(keep), 43);
+    let ops = names(ggml.ops(keep), 101);
+    let unary = names(ggml.unary_ops(keep), 22);
+    let glu = names(ggml.glu_ops(keep), 7);
+    let types = names(ggml.types(keep), 43);
     for (kind, names, count, first, last, other) in [
         ("op", &ops, 101, "NONE", "GLU", "MUL_MAT"),
         ("unary op", &unary, 22, "ABS", "TRUNC", "SILU"),
@@ -245,7 +246,7 @@ fn a_buffer_is_made_by_the_real_ggml() {
             &cached(GGML_0_25_BUILD).join("libggml-base.so.0"),
             libc::RTLD_LOCAL,
         );
-        let host = Ggml::find().expect("it has just been loaded");
+        let ggml = Ggml::find().expect("it has just been loaded");
         unsafe extern "C" fn base(buffer: abi::ggml_backend_buffer_t) -> *mut c_void {
             // SAFETY: ggml hands back the buffer that it made.
             unsafe { (*buffer).context }
@@ -256,7 +257,7 @@ fn a_buffer_is_made_by_the_real_ggml() {
         let context = std::ptr::without_provenance_mut(0x5ca1_ab1e);
         let buft = std::ptr::without_provenance_mut(0x7e57);
         // SAFETY: ggml stores the pointers; the one callback does not follow them.
-        let buffer = unsafe { &*host.buffer(buft, iface, context, 4096) };
+        let buffer = unsafe { &*ggml.buffer(buft, iface, context, 4096) };
         assert_eq!(
             (buffer.buft, buffer.context, buffer.size),
             (buft, context, 4096)
@@ -295,13 +296,13 @@ fn the_version_decides_the_interface() {
         ),
     ];
     for (release, option, expected) in fakes {
-        // A process for each, because a ggml that was found is never unloaded.
+        // One process for each case, because a ggml that was found is never unloaded.
         let case = format!("{release} {option:?}");
         alone_in_case("the_version_decides_the_interface", &case, || {
             let library = fake("version", release, option);
             load(&library, libc::RTLD_LOCAL);
             match (Ggml::find(), &expected) {
-                (Ok(host), Ok(api)) => assert_eq!(host.api(), *api, "{release}"),
+                (Ok(ggml), Ok(api)) => assert_eq!(ggml.api(), *api, "{release}"),
                 (Err(GgmlError::Unsupported { object, reason }), Err(expected)) => {
                     assert_eq!(&reason, expected);
                     assert_eq!(Path::new(&object), library);
@@ -330,8 +331,8 @@ fn an_incomplete_ggml_is_named_with_what_it_lacks() {
 }
 
 #[test]
-fn of_two_ggml_the_callers_is_ours() {
-    alone("of_two_ggml_the_callers_is_ours", || {
+fn of_two_ggml_the_callers_is_used() {
+    alone("of_two_ggml_the_callers_is_used", || {
         let stranger = fake("two/stranger", "0.24.0", None);
         let own = fake("two/own", "0.25.3", None);
         let registry = own.with_file_name("registry.so");
@@ -344,12 +345,12 @@ fn of_two_ggml_the_callers_is_ours() {
         let stranger_library = load(&stranger, libc::RTLD_LOCAL);
         let registry = load(&registry, libc::RTLD_LOCAL);
 
-        // Called by nobody with a ggml of its own: the first one loaded, and a word about the
+        // The caller has no ggml of its own: the first one loaded is used, and a warning names the
         // other.
-        let host = Ggml::find().expect("there are two");
-        assert_eq!(Path::new(host.object()), stranger);
+        let ggml = Ggml::find().expect("there are two");
+        assert_eq!(Path::new(ggml.object()), stranger);
         let logged = symbol(stranger_library, c"fake_logged");
-        // SAFETY: fake_ggml.c defines it so.
+        // SAFETY: the type is that of the definition in fake_ggml.c.
         let logged = unsafe {
             let logged: unsafe extern "C" fn() -> *const c_char = std::mem::transmute(logged);
             CStr::from_ptr(logged()).to_str().expect("plain text")
@@ -363,14 +364,14 @@ fn of_two_ggml_the_callers_is_ours() {
             "{logged}"
         );
 
-        // Called by the registry: the one that the registry depends on.
+        // The caller is the registry: the ggml that the registry depends on is used.
         extern "C" fn find() -> c_int {
             Ggml::find()
-                .is_ok_and(|host| host.release() == "0.25.3")
+                .is_ok_and(|ggml| ggml.release() == "0.25.3")
                 .into()
         }
         let call = symbol(registry, c"fake_registry_call");
-        // SAFETY: fake_registry.c defines it so.
+        // SAFETY: the type is that of the definition in fake_registry.c.
         let found = unsafe {
             let call: unsafe extern "C" fn(extern "C" fn() -> c_int) -> c_int =
                 std::mem::transmute(call);
@@ -384,16 +385,16 @@ fn of_two_ggml_the_callers_is_ours() {
 fn a_message_reaches_the_log_as_it_is() {
     alone("a_message_reaches_the_log_as_it_is", || {
         let library = load(&fake("log", "0.25.3", None), libc::RTLD_LOCAL);
-        let host = Ggml::find().expect("it has just been loaded");
+        let ggml = Ggml::find().expect("it has just been loaded");
         let logged = symbol(library, c"fake_logged");
-        // SAFETY: fake_ggml.c defines it so.
+        // SAFETY: the type is that of the definition in fake_ggml.c.
         let logged: unsafe extern "C" fn() -> *const c_char =
             unsafe { std::mem::transmute(logged) };
         for (message, expected) in [
             ("100%s %n of it\n", "4 100%s %n of it\n"),
             ("cut\0off", "4 cut"),
         ] {
-            host.log(abi::GGML_LOG_LEVEL_ERROR, message);
+            ggml.log(abi::GGML_LOG_LEVEL_ERROR, message);
             // SAFETY: returns a C string that stays until the next message.
             assert_eq!(unsafe { CStr::from_ptr(logged()) }.to_str(), Ok(expected));
         }
@@ -433,7 +434,7 @@ fn the_library_has_its_name_its_stamp_and_no_other_exports() {
         );
     }
 
-    // A tool that reads the file finds each line once, whole.
+    // A tool that reads the file finds each line once and complete.
     let bytes = fs::read(&library).expect("cargo has built it");
     assert!(stamp::stamp().contains(env!("CARGO_PKG_VERSION")));
     assert!(stamp::needs().contains("ggml_backend_buffer_init"));
@@ -457,7 +458,7 @@ fn the_library_has_its_name_its_stamp_and_no_other_exports() {
 
 // ---- helpers ----
 
-/// An entry of the cache folder.
+/// A file or folder in the cache.
 fn cached(entry: &str) -> PathBuf {
     let folder = |name| {
         env::var_os(name)
@@ -471,20 +472,20 @@ fn cached(entry: &str) -> PathBuf {
     let path = cache.join(entry);
     assert!(
         path.exists(),
-        "{} is missing: `cargo xtask test` fetches it",
+        "{} is missing: `cargo xtask setup` fetches it",
         path.display()
     );
     path
 }
 
-/// A file beside this one.
+/// A file in `tests/abi`.
 fn source(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/abi")
         .join(name)
 }
 
-/// An empty folder of this process.
+/// A folder for the files of a test.
 fn scratch(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"))
         .join("abi")
@@ -493,7 +494,7 @@ fn scratch(name: &str) -> PathBuf {
     folder
 }
 
-/// Runs a command and returns what it prints.
+/// Runs a command and returns its output.
 fn output(command: &mut Command) -> String {
     let output = command
         .output()
@@ -507,7 +508,7 @@ fn output(command: &mut Command) -> String {
     String::from_utf8(output.stdout).expect("plain text")
 }
 
-/// Compiles a ggml that calls itself `release`, under a name that does not tell.
+/// Compiles a fake ggml whose version is `release`, under a file name that is not ggml's.
 fn fake(name: &str, release: &str, option: Option<&str>) -> PathBuf {
     let library = scratch(name).join(format!(
         "renamed-{release}{}.so",
@@ -526,20 +527,21 @@ fn fake(name: &str, release: &str, option: Option<&str>) -> PathBuf {
 /// Loads a library for the rest of the process.
 fn load(library: &Path, scope: c_int) -> *mut c_void {
     let name = CString::new(library.to_str().expect("a plain path")).expect("no zero byte");
-    // SAFETY: `name` is a C string; ggml's and our fakes' initialisers do nothing of note.
+    // SAFETY: `name` is a C string. The initialisers of ggml and of the fakes have no
+    // preconditions.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | scope) };
     assert!(!handle.is_null(), "cannot load {}", library.display());
     handle
 }
 
 fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: the handle is from `load`, `name` is a C string.
+    // SAFETY: the handle comes from `load`, and `name` is a C string.
     let symbol = unsafe { libc::dlsym(library, name.as_ptr()) };
     assert!(!symbol.is_null(), "{name:?}");
     symbol
 }
 
-/// Runs `body` in a process of its own, in which nothing else loads a ggml.
+/// Runs `body` in a process of its own, in which no other test loads a ggml.
 fn alone(test: &str, body: impl FnOnce()) {
     alone_in_case(test, "", body);
 }

@@ -1,5 +1,6 @@
-//! Our block formats and dot products against a real ggml: `libggml-base` and `libggml-cpu` of the
-//! build that `cargo xtask test` keeps in the cache folder, called through `dlopen`.
+//! Compares the CPU engine's block formats and dot products with those of a real ggml:
+//! `libggml-base` and `libggml-cpu` of the build that `cargo xtask setup` puts into the cache
+//! folder, loaded with `dlopen`.
 #![cfg(feature = "inproc")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -42,7 +43,7 @@ struct CpuTraits {
     rows: i64,
 }
 
-/// `ggml_quantize_chunk`: how ggml writes types that want to know which elements matter.
+/// `ggml_quantize_chunk`: writes the types that need to know the importance of each element.
 type QuantizeChunk = unsafe extern "C" fn(
     ty: c_int,
     src: *const f32,
@@ -53,7 +54,7 @@ type QuantizeChunk = unsafe extern "C" fn(
     importance: *const f32,
 ) -> usize;
 
-/// A loaded ggml. Never unloaded: it starts threads of its own.
+/// A loaded ggml. Never unloaded, because ggml starts threads.
 struct Ggml {
     quantize_chunk: QuantizeChunk,
     traits: unsafe extern "C" fn(c_int) -> *const Traits,
@@ -76,8 +77,8 @@ impl Ggml {
             open(&bin.join("libggml-base.so")),
             open(&bin.join("libggml-cpu.so")),
         );
-        // SAFETY: the signatures are those of ggml.h and ggml-cpu.h; `ggml_cpu_init` fills the
-        // tables that the functions in the traits read, and may be called at any time.
+        // SAFETY: the types are those of ggml.h and ggml-cpu.h. `ggml_cpu_init` fills the tables
+        // that the functions in the traits read, and may be called at any time.
         unsafe {
             let init: unsafe extern "C" fn() = std::mem::transmute(symbol(cpu, "ggml_cpu_init"));
             init();
@@ -98,7 +99,8 @@ impl Ggml {
         }
     }
 
-    /// The traits of `ty`; wire ids of types equal ggml's values in the release this test builds.
+    /// The traits of `ty`. The wire ids of types are ggml's values in the release that this test
+    /// loads.
     fn traits(&self, ty: Type) -> (&'static Traits, &'static CpuTraits) {
         // SAFETY: ggml returns entries of constant tables.
         let (traits, cpu) = unsafe {
@@ -114,17 +116,16 @@ impl Ggml {
     }
 }
 
-/// Loads a library for good.
+/// Loads a library for the rest of the process.
 fn open(path: &Path) -> *mut c_void {
     let name = CString::new(path.to_str().expect("the cache has a printable path")).unwrap();
-    // SAFETY: the library is the ggml we built, whose initialisers only register things; `dlerror`
-    // returns a string.
+    // SAFETY: the library is the ggml that xtask built, whose initialisers have no preconditions;
+    // `dlerror` returns a string.
     unsafe {
         let library = libc::dlopen(name.as_ptr(), libc::RTLD_NOW);
         assert!(
             !library.is_null(),
-            "no ggml to compare with: run `cargo xtask test`, which builds it, or point VGPU_CACHE to \
-             the folder that has it ({})",
+            "no ggml to compare with: `cargo xtask setup` builds it, in the folder VGPU_CACHE ({})",
             CStr::from_ptr(libc::dlerror()).to_string_lossy()
         );
         library
@@ -157,7 +158,7 @@ impl Random {
     }
 }
 
-/// Rows that tell quantisers apart: of several sizes, one-sided, sparse, flat, with ties.
+/// Rows that distinguish quantisers: of several magnitudes, one-sided, sparse, flat, with ties.
 fn rows(random: &mut Random) -> Vec<Vec<f32>> {
     const N: usize = 1024;
     let mut rows = vec![
@@ -212,7 +213,7 @@ fn quantisers_write_the_bytes_that_ggml_writes() {
             {
                 let x = &x[block * format.block..][..format.block];
                 if format.ty == Type::Iq4Nl && x.iter().all(|x| x.abs() < 1e-15) {
-                    // A block of about zeros: ggml leaves the quants of the block before.
+                    // A block of values near zero: ggml leaves the quants of the block before.
                     assert_eq!(got[..2], expected[..2]);
                     continue;
                 }
@@ -226,8 +227,8 @@ fn quantisers_write_the_bytes_that_ggml_writes() {
     );
 }
 
-/// Formats whose quants come from codebooks. ggml's CPU backend does not write them; its quantising
-/// tool does, with other bytes for every importance matrix.
+/// Formats whose quants are indices into codebooks. ggml's CPU backend does not write them. ggml's
+/// quantising tool does, with other bytes for every importance matrix.
 const CODEBOOKS: [Type; 7] = [
     Type::Iq1S,
     Type::Iq1M,
@@ -247,7 +248,7 @@ fn codebook_quantisers_leave_no_more_error_than_ggml() {
         for x in rows(&mut Random(17)) {
             let squares: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum();
             if squares < 1e-2 {
-                continue; // the scale, a half, is 0 or nearly so
+                continue; // the scale, a half-precision float, is 0 or nearly 0
             }
             let error = |bytes: &[u8]| -> f64 {
                 let mut y = vec![0.0f32; x.len()];
@@ -289,13 +290,13 @@ fn dequantised_values_are_those_of_ggml() {
     let mut random = Random(11);
     for format in formats() {
         let (traits, _) = ggml.traits(format.ty);
-        // F32 needs no conversion there.
+        // ggml has no conversion for F32.
         let Some(theirs) = traits.to_float else {
             continue;
         };
         let n = 16 * format.block;
         for _ in 0..200 {
-            // Any bytes are a block; scales that are infinite or NaN must agree, too.
+            // Any bytes are a block. Scales that are infinite or NaN must agree, too.
             let bytes: Vec<u8> = (0..format.row_bytes(n))
                 .map(|_| random.bits() as u8)
                 .collect();
@@ -337,7 +338,7 @@ fn dot_products_agree_with_ggml_up_to_the_order_of_sums() {
         let (_, cpu) = ggml.traits(format.ty);
         let dot = cpu
             .vec_dot
-            .expect("ggml multiplies with every type we multiply with");
+            .expect("ggml multiplies with every type that the engine multiplies with");
         assert_eq!(
             cpu.vec_dot_type,
             scalar.activation.format().ty as c_int,

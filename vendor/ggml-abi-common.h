@@ -1,17 +1,16 @@
 // The C interface between ggml and a backend plugin, as this plugin needs it.
 //
-// These are our own declarations of ggml's binary interface: names, order and types of the fields are
-// ggml's, because they are the interface; the words are ours. What holds in every supported version
-// is here. The one structure that differs is in ggml-abi-v2.h and ggml-abi-v3.h, named after
-// GGML_BACKEND_API_VERSION. tests/abi.rs compares every size, offset, type and value below with the
-// real headers.
+// The names, the order and the types of the fields are ggml's: they are the interface. The comments
+// are this project's. What is the same in every supported version is here. The one structure that
+// differs is in ggml-abi-v2.h and ggml-abi-v3.h, named after GGML_BACKEND_API_VERSION. tests/abi.rs
+// compares every size, offset, type and value below with ggml's headers.
 //
-// Two rules keep this file small and lasting:
+// Two rules:
 //
-// 1. No ids. Operators and element types are plain `int` here, and their enums are not declared: the
-//    values move between releases, so the plugin learns them from the running ggml, by name.
-// 2. No #include. Only compiler built-ins are used, so that a bare libclang, without system headers
-//    or clang's own, can read it.
+// 1. No ids. Operators and element types are `int` here, and their enums are not declared: the
+//    values differ between releases, so that the plugin asks ggml for their names.
+// 2. No #include. A bare libclang, without system headers or clang's own, can read this file,
+//    because only compiler built-ins are used.
 
 #ifndef VGPU_GGML_ABI_COMMON_H
 #define VGPU_GGML_ABI_COMMON_H
@@ -32,7 +31,7 @@ extern "C" {
 #endif
 
 //
-// Objects. ggml hands them around by pointer; the structures follow further down.
+// Objects, which ggml passes by pointer. The structures follow below.
 //
 
 struct ggml_backend_graph_optimize_params;
@@ -43,9 +42,9 @@ struct ggml_tensor;
 typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
 // A block of that memory, in which ggml places tensors.
 typedef struct ggml_backend_buffer * ggml_backend_buffer_t;
-// A point in the work of a stream that another stream can wait for.
+// A point in the work of a backend that another backend can wait for.
 typedef struct ggml_backend_event * ggml_backend_event_t;
-// A stream: an ordered queue of graphs and copies on one device. ggml calls it a backend.
+// A backend: an ordered queue of graphs and copies on one device.
 typedef struct ggml_backend * ggml_backend_t;
 // A graph compiled by the backend for repeated use.
 typedef void * ggml_backend_graph_plan_t;
@@ -73,7 +72,7 @@ enum ggml_backend_buffer_usage {
     GGML_BACKEND_BUFFER_USAGE_COMPUTE = 2,
 };
 
-// What a device is. Hosts offload to GPU devices first.
+// The kind of a device. Programs offload to GPU devices first.
 enum ggml_backend_dev_type {
     GGML_BACKEND_DEVICE_TYPE_CPU   = 0,
     GGML_BACKEND_DEVICE_TYPE_GPU   = 1,
@@ -112,7 +111,7 @@ enum ggml_tensor_flag {
 
 // An array of up to four dimensions and, at the same time, the operator that computes it.
 struct ggml_tensor {
-    // element type: an id of the running ggml, see ggml_type_name
+    // element type: an id of this release of ggml, see ggml_type_name
     int type;
     // where the elements live; null until allocated, and for a view until it is initialised
     struct ggml_backend_buffer * buffer;
@@ -120,7 +119,7 @@ struct ggml_tensor {
     int64_t ne[GGML_MAX_DIMS];
     // stride of each dimension in bytes; nb[0] is the size of one block of the element type
     size_t nb[GGML_MAX_DIMS];
-    // operator: an id of the running ggml, see ggml_op_name
+    // operator: an id of this release of ggml, see ggml_op_name
     int op;
     // untyped arguments of the operator
     int32_t op_params[GGML_MAX_OP_PARAMS / sizeof(int32_t)];
@@ -128,14 +127,14 @@ struct ggml_tensor {
     int32_t flags;
     // operands; null where there is none
     struct ggml_tensor * src[GGML_MAX_SRC];
-    // the tensor whose memory this one looks at, and where in it, in bytes
+    // the tensor that this one is a view of, and the offset in it in bytes
     struct ggml_tensor * view_src;
     size_t               view_offs;
     // address of the first element, in the address space of the buffer
     void * data;
-    // a label for people, zero-terminated
+    // name for people, zero-terminated
     char name[GGML_MAX_NAME];
-    // belongs to the backend
+    // for the backend's use
     void * extra;
     char padding[8];
 };
@@ -152,11 +151,11 @@ struct ggml_hash_set {
 
 // Nodes in an order in which they can be computed.
 struct ggml_cgraph {
-    // room in the arrays below
+    // capacity of the arrays below
     int size;
-    // nodes: tensors that are computed
+    // number of nodes: tensors that are computed
     int n_nodes;
-    // leafs: tensors that are given
+    // number of leafs: tensors that are given
     int n_leafs;
     struct ggml_tensor ** nodes;
     struct ggml_tensor ** grads;
@@ -177,24 +176,24 @@ struct ggml_cgraph {
 
 // What a buffer can do. Slots marked optional may be null.
 struct ggml_backend_buffer_i {
-    // optional; frees what `context` stands for, ggml frees the structure itself
+    // optional; frees what `context` points to. ggml frees the structure itself
     void (*free_buffer)(ggml_backend_buffer_t buffer);
     // address that the tensors of this buffer are placed from; need not be mapped
     void * (*get_base)(ggml_backend_buffer_t buffer);
-    // optional; told about each tensor that ggml has placed
+    // optional; called for each tensor that ggml has placed
     enum ggml_status (*init_tensor)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor);
-    // data access; `offset` counts from the start of the tensor, `data` is the host's memory
+    // data access; `offset` counts from the start of the tensor, `data` is the program's memory
     void (*memset_tensor)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, uint8_t value, size_t offset, size_t size);
     void (*set_tensor)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size);
     void (*get_tensor)(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
-    // optional; n_copies pieces of `size` bytes, apart by a stride on either side
+    // optional; n_copies pieces of `size` bytes, at multiples of a stride on each side
     void (*set_tensor_2d)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data);
     void (*get_tensor_2d)(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data);
-    // optional; copies into this buffer from any other, false leaves it to ggml
+    // optional; copies into this buffer from any other; false leaves the copy to ggml
     bool (*cpy_tensor)(ggml_backend_buffer_t buffer, const struct ggml_tensor * src, struct ggml_tensor * dst);
     // fills the whole buffer
     void (*clear)(ggml_backend_buffer_t buffer, uint8_t value);
-    // optional; forgets what init_tensor has attached
+    // optional; removes what init_tensor has attached
     void (*reset)(ggml_backend_buffer_t buffer);
 };
 
@@ -208,33 +207,34 @@ struct ggml_backend_buffer {
 };
 
 //
-// Streams
+// Backends
 //
 
 // Given to graph_optimize.
 struct ggml_backend_graph_optimize_params {
-    // keeps the memory of `tensor` from being reused before the node `until` has run
+    // the memory of `tensor` is not reused before the node `until` has run
     void (*add_alloc_dep)(void * user_data, struct ggml_tensor * tensor, struct ggml_tensor * until);
     void * user_data;
 };
 
-// What a stream can do. Slots marked optional may be null.
+// What a backend can do. Slots marked optional may be null.
 struct ggml_backend_i {
     const char * (*get_name)(ggml_backend_t backend);
-    // frees the stream, the structure included
+    // frees the backend, the structure included
     void (*free)(ggml_backend_t backend);
 
-    // optional; copies in stream order, the caller keeps `data` alive until it synchronises
+    // optional; copies in order with the backend's other work. The caller keeps `data` valid until it
+    // synchronises
     void (*set_tensor_async)(ggml_backend_t backend, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size);
     void (*get_tensor_async)(ggml_backend_t backend, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
     void (*set_tensor_2d_async)(ggml_backend_t backend, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data);
     void (*get_tensor_2d_async)(ggml_backend_t backend, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data);
     bool (*cpy_tensor_async)(ggml_backend_t backend_src, ggml_backend_t backend_dst, const struct ggml_tensor * src, struct ggml_tensor * dst);
 
-    // optional for a stream without asynchronous calls; returns when all work so far is done
+    // optional for a backend without asynchronous calls; returns when all work so far is done
     void (*synchronize)(ggml_backend_t backend);
 
-    // optional; compile a graph once, compute it many times
+    // optional; compile a graph once and compute it many times
     ggml_backend_graph_plan_t (*graph_plan_create)(ggml_backend_t backend, const struct ggml_cgraph * cgraph);
     void (*graph_plan_free)(ggml_backend_t backend, ggml_backend_graph_plan_t plan);
     void (*graph_plan_update)(ggml_backend_t backend, ggml_backend_graph_plan_t plan, const struct ggml_cgraph * cgraph);
@@ -243,16 +243,16 @@ struct ggml_backend_i {
     // computes a graph; may return before it is done if synchronize is provided
     enum ggml_status (*graph_compute)(ggml_backend_t backend, struct ggml_cgraph * cgraph);
 
-    // optional; marks a point of this stream, and waits for a point of another
+    // optional; records a point of this backend, and waits for a point of another
     void (*event_record)(ggml_backend_t backend, ggml_backend_event_t event);
     void (*event_wait)(ggml_backend_t backend, ggml_backend_event_t event);
 
     // optional; may reorder the nodes of a graph before ggml allocates it.
     //
-    // `params` came late and without a new API version: 0.21 passes two arguments, 0.24 and later
-    // three. One declaration serves both. In C's calling conventions the caller owns the arguments,
-    // and the first ones travel in registers, so an older host merely leaves the third undefined:
-    // harmless as long as `params` is not read unless the host is known to pass it.
+    // `params` was added without a new API version: 0.21 passes two arguments, 0.24 and later three.
+    // One declaration serves both. In C's calling conventions the caller owns the arguments, and the
+    // first ones are in registers, so that an older ggml leaves the third undefined. A plugin must
+    // not read `params` unless it knows that its ggml passes it.
     void (*graph_optimize)(ggml_backend_t backend, struct ggml_cgraph * cgraph, struct ggml_backend_graph_optimize_params * params);
 };
 
@@ -276,11 +276,11 @@ struct ggml_backend_event {
 // Devices
 //
 
-// What a device offers. mmap_support came late; older hosts see padding in its place.
+// What a device offers. mmap_support was added later: older releases have padding in its place.
 struct ggml_backend_dev_caps {
-    // work and copies may outlive the call that started them
+    // work and copies may continue after the call that started them
     bool async;
-    // get_host_buffer_type gives memory that both sides can reach
+    // get_host_buffer_type returns a type of memory that both sides can access
     bool host_buffer;
     // buffer_from_host_ptr works
     bool buffer_from_host_ptr;
@@ -290,7 +290,7 @@ struct ggml_backend_dev_caps {
     bool mmap_support;
 };
 
-// Everything a device says about itself in one call. The strings stay the device's.
+// The properties of a device. The device owns the strings.
 struct ggml_backend_dev_props {
     const char *                 name;
     const char *                 description;
@@ -306,22 +306,22 @@ struct ggml_backend_dev_props {
 struct ggml_backend_device_i {
     const char * (*get_name)(ggml_backend_dev_t dev);
     const char * (*get_description)(ggml_backend_dev_t dev);
-    // bytes; 0 means that nothing is known
+    // bytes; 0 means unknown
     void (*get_memory)(ggml_backend_dev_t dev, size_t * free, size_t * total);
     enum ggml_backend_dev_type (*get_type)(ggml_backend_dev_t dev);
     void (*get_props)(ggml_backend_dev_t dev, struct ggml_backend_dev_props * props);
-    // makes a stream; `params` is free text, and may be null
+    // makes a backend; `params` is free text, and may be null
     ggml_backend_t (*init_backend)(ggml_backend_dev_t dev, const char * params);
     ggml_backend_buffer_type_t (*get_buffer_type)(ggml_backend_dev_t dev);
-    // optional; memory that host and device both reach
+    // optional; memory that program and device can both access
     ggml_backend_buffer_type_t (*get_host_buffer_type)(ggml_backend_dev_t dev);
-    // optional; wraps memory of the host
+    // optional; makes a buffer of the program's memory
     ggml_backend_buffer_t (*buffer_from_host_ptr)(ggml_backend_dev_t dev, void * ptr, size_t size, size_t max_tensor_size);
     // whether the device can compute this node
     bool (*supports_op)(ggml_backend_dev_t dev, const struct ggml_tensor * op);
     // whether the device can use tensors in this kind of memory
     bool (*supports_buft)(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft);
-    // optional; whether the node is worth moving here although its weights are elsewhere
+    // optional; whether the node is worth computing here although its weights are elsewhere
     bool (*offload_op)(ggml_backend_dev_t dev, const struct ggml_tensor * op);
     // optional
     ggml_backend_event_t (*event_new)(ggml_backend_dev_t dev);
@@ -349,7 +349,7 @@ struct ggml_backend_reg_i {
 };
 
 struct ggml_backend_reg {
-    // must equal the host's GGML_BACKEND_API_VERSION, or the host drops the plugin
+    // must equal ggml's GGML_BACKEND_API_VERSION, otherwise ggml unloads the plugin
     int                       api_version;
     struct ggml_backend_reg_i iface;
     void *                    context;
@@ -363,8 +363,8 @@ struct ggml_backend_reg {
 typedef int ggml_backend_score_fn(void);
 typedef ggml_backend_reg_t ggml_backend_init_fn(void);
 
-// Exported by the host's ggml and found at run time. The four name functions index an array without a
-// bounds check.
+// Exported by ggml and found at run time. The four name functions index an array without a bounds
+// check.
 typedef const char * ggml_version_fn(void);
 typedef const char * ggml_commit_fn(void);
 typedef const char * ggml_op_name_fn(int op);

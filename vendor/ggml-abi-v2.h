@@ -12,13 +12,13 @@ struct ggml_backend_buffer_type_i_v2 {
     const char * (*get_name)(ggml_backend_buffer_type_t buft);
     // null when there is no room
     ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t buft, size_t size);
-    // power of two that every tensor starts on
+    // every tensor starts at a multiple of this power of two
     size_t (*get_alignment)(ggml_backend_buffer_type_t buft);
     // optional; largest buffer, unlimited by default
     size_t (*get_max_size)(ggml_backend_buffer_type_t buft);
-    // optional; bytes that a tensor takes, its own size by default
+    // optional; bytes that a tensor takes, by default its own size
     size_t (*get_alloc_size)(ggml_backend_buffer_type_t buft, const struct ggml_tensor * tensor);
-    // optional; whether the host's CPU can read the memory, no by default
+    // optional; whether the program's CPU can access the memory, no by default
     bool (*is_host)(ggml_backend_buffer_type_t buft);
 };
 

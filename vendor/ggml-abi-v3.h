@@ -14,15 +14,15 @@ struct ggml_backend_buffer_type_i_v3 {
     ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t buft, size_t size);
     // optional; one buffer with all the tensors placed in it, by default done with alloc_buffer
     ggml_backend_buffer_t (*alloc_buffer_n)(ggml_backend_buffer_type_t buft, struct ggml_tensor ** tensors, int n_tensors);
-    // power of two that every tensor starts on
+    // every tensor starts at a multiple of this power of two
     size_t (*get_alignment)(ggml_backend_buffer_type_t buft);
     // optional; largest buffer, unlimited by default
     size_t (*get_max_size)(ggml_backend_buffer_type_t buft);
-    // optional; bytes that a tensor takes, its own size by default
+    // optional; bytes that a tensor takes, by default its own size
     size_t (*get_alloc_size)(ggml_backend_buffer_type_t buft, const struct ggml_tensor * tensor);
     // optional; bytes that the tensors take together, by default from get_alloc_size
     size_t (*get_alloc_size_n)(ggml_backend_buffer_type_t buft, struct ggml_tensor ** tensors, int n_tensors);
-    // optional; whether the host's CPU can read the memory, no by default
+    // optional; whether the program's CPU can access the memory, no by default
     bool (*is_host)(ggml_backend_buffer_type_t buft);
 };
 

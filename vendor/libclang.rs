@@ -1,32 +1,31 @@
-//! What build scripts that run bindgen share: finding libclang.
+//! Finding libclang, for build scripts that run bindgen.
 
 use std::env;
 use std::path::PathBuf;
 use std::process::exit;
 
-/// Loads libclang for bindgen, which would panic if it had to say that there is none.
+/// Loads libclang for bindgen. Ends the build with a reason if there is none, where bindgen would
+/// panic.
 ///
-/// `LIBCLANG_PATH` comes first, then the copy that xtask keeps in its cache, then the system's.
-/// They all read headers alike, so a change of these variables is no reason to run this script
-/// again.
+/// The first of these is used: `LIBCLANG_PATH`, the copy in xtask's cache, the copy of the system.
+/// All of them read headers alike, so that the build script need not run again if one changes.
 pub(crate) fn load() {
     let cached = cache().map(|cache| cache.join("libclang"));
     if env::var_os("LIBCLANG_PATH").is_none()
         && let Some(cached) = cached.filter(|dir| dir.join("libclang.so").exists())
     {
-        // SAFETY: this process has a single thread, so nobody reads the environment meanwhile.
+        // SAFETY: a build script has one thread, so that nobody reads the environment meanwhile.
         unsafe { env::set_var("LIBCLANG_PATH", cached) };
     }
     if let Err(reason) = clang_sys::load() {
         fail(&format!(
-            "libclang, which reads C headers, was not found. \
-             `cargo xtask build` installs it; or set LIBCLANG_PATH to the folder of a libclang.so.\n\
-             {reason}"
+            "libclang, which reads C headers, was not found. `cargo xtask build` installs it. Or \
+             set LIBCLANG_PATH to the folder of a libclang.so.\n{reason}"
         ));
     }
 }
 
-/// The folder for everything that xtask downloads.
+/// The folder of xtask's downloads.
 fn cache() -> Option<PathBuf> {
     let folder = |name| {
         env::var_os(name)
@@ -38,7 +37,7 @@ fn cache() -> Option<PathBuf> {
         .or_else(|| folder("HOME").map(|home| home.join(".cache/ggml-vgpu")))
 }
 
-/// Ends the build with a reason.
+/// Ends the build and prints the reason.
 pub(crate) fn fail(reason: &str) -> ! {
     eprintln!("ggml-vgpu: {reason}");
     exit(1)

@@ -1,11 +1,10 @@
 //! ggml's C interface for backend plugins: structures, constants and function types.
 //!
-//! The names are C's, so that whoever knows ggml knows them. They are described where they are
-//! declared, in `vendor/ggml-abi-*.h`; `build.rs` translates the headers and asserts every size and
-//! offset at compile time, and `tests/abi.rs` compares the headers with those of real ggml
-//! releases.
+//! The names are those of C. The headers `vendor/ggml-abi-*.h` declare and describe them. `build.rs`
+//! translates the headers and asserts every size and offset at compile time. `tests/abi.rs`
+//! compares the headers with those of real ggml releases.
 //!
-//! Exactly one structure depends on the version of the interface, [`BufferType`].
+//! One structure depends on the version of the interface: [`BufferType`].
 
 pub use bindings::*;
 
@@ -15,7 +14,7 @@ mod bindings {
     include!(concat!(env!("OUT_DIR"), "/ggml_abi.rs"));
 }
 
-/// `GGML_BACKEND_API_VERSION` of a host, as far as this plugin speaks it.
+/// `GGML_BACKEND_API_VERSION` of a ggml that the plugin supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(i32)]
 pub enum ApiVersion {
@@ -34,10 +33,9 @@ impl ApiVersion {
 
 /// A buffer type object in the layout of one API version.
 ///
-/// `device` and `context` sit behind a table of callbacks whose length depends on the version. A
-/// callback that is handed a `ggml_backend_buffer_type_t` therefore cannot read its context without
-/// knowing the version; it is simpler to put this object first in a `repr(C)` structure of ours and
-/// to cast the pointer.
+/// `device` and `context` follow a table of callbacks whose length depends on the version, so that
+/// a callback cannot find its context without knowing the version. The plugin therefore puts this
+/// object first in a `repr(C)` structure of its own, behind which it finds its data.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub union BufferType {
@@ -46,8 +44,8 @@ pub union BufferType {
 }
 
 impl BufferType {
-    /// Lays `newest` out for a host of version `api`. Callbacks that the version lacks are dropped;
-    /// they are optional wherever they exist.
+    /// `newest` in the layout of version `api`. Callbacks that the version lacks are dropped: they
+    /// are optional in every version that has them.
     pub fn new(api: ApiVersion, newest: ggml_backend_buffer_type_v3) -> Self {
         match api {
             ApiVersion::V2 => Self { v2: newest.into() },
@@ -79,5 +77,5 @@ impl From<ggml_backend_buffer_type_v3> for ggml_backend_buffer_type_v2 {
     }
 }
 
-// An id of the running ggml fits the `int` that stands for its enum.
+// An id of ggml fits the `int` that replaces its enum.
 const _: () = assert!(size_of::<std::ffi::c_int>() == size_of::<i32>());

@@ -1,22 +1,23 @@
-//! From the host's ids to ours, by name.
+//! From the ids of ggml's enums to the plugin's own, by name.
 //!
-//! ggml's enum values move between releases, its names do not. The names are in arrays that
-//! `ggml_op_name` and its siblings index without a bounds check, and nothing in the interface says
-//! how long the arrays are: reading them from end to end would take a table of lengths for every
-//! release and every development build in between. So nothing is enumerated. An id is looked up
-//! when a tensor of the host first shows it, which proves that it is in range, and remembered.
+//! The values of ggml's enums differ between releases, the names do not. ggml keeps the names in
+//! arrays that `ggml_op_name` and its siblings index without a bounds check, and no function
+//! returns the lengths of the arrays. A table of lengths would need an entry for every release and
+//! every development build. So the plugin does not enumerate ids: it looks an id up when a tensor
+//! of ggml has it, which proves that the id is in range, and remembers the result.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 use std::sync::OnceLock;
 
-/// Ids at or above this are unknown; ggml has about a hundred operators, fewer of anything else.
+/// Ids at or above this have no translation. ggml has about 100 operators, and fewer types and
+/// kinds.
 const MAX_IDS: usize = 512;
 
-/// A function that indexes one of the arrays of names.
+/// A function of ggml that indexes an array of names.
 type Name = unsafe extern "C" fn(c_int) -> *const c_char;
 
-/// What the ids of one of the host's enums mean to us.
+/// The translation of the ids of one of ggml's enums.
 pub struct Ids<T> {
     name: Name,
     parse: fn(&str) -> Option<T>,
@@ -24,11 +25,12 @@ pub struct Ids<T> {
 }
 
 impl<T: Copy> Ids<T> {
-    /// `name` is the host's function, `parse` finds our equivalent of a name, if there is one.
+    /// `name` is ggml's function. `parse` translates a name; `None` if the name has no translation.
     ///
     /// # Safety
-    /// `name` must be safe to call with every id of its enum and return null or a C string that is
-    /// never freed or changed.
+    ///
+    /// `name` must accept every id of the enum, and return null or a C string that is never freed
+    /// or changed.
     pub(super) unsafe fn new(name: Name, parse: fn(&str) -> Option<T>) -> Self {
         Self {
             name,
@@ -37,20 +39,22 @@ impl<T: Copy> Ids<T> {
         }
     }
 
-    /// What `id` means, or `None` if it has no equivalent here.
+    /// The translation of `id`; `None` if it has none.
     ///
     /// # Safety
-    /// `id` must be a value of the host's enum, read from a tensor that the host made.
+    ///
+    /// `id` must be a value of ggml's enum, read from a tensor that ggml has made.
     pub unsafe fn get(&self, id: c_int) -> Option<T> {
         let slot = self.seen.get(usize::try_from(id).ok()?)?;
         *slot.get_or_init(|| {
-            // SAFETY: `new` was promised that `name` accepts every id of the enum, our caller
-            // promises that this is one.
+            // SAFETY: `id` is a value of the enum (this function's contract), and `name` accepts
+            // every value (the contract of `new`).
             let name = unsafe { (self.name)(id) };
             if name.is_null() {
-                return None; // the id of a type that ggml has retired
+                return None; // the id of a type that ggml has removed
             }
-            // SAFETY: not null, so `new` was promised a C string that stays.
+            // SAFETY: a C string that is never freed, because it is not null: the contract of
+            // `new`.
             (self.parse)(unsafe { CStr::from_ptr(name) }.to_str().ok()?)
         })
     }
@@ -82,11 +86,11 @@ mod tests {
             c"new".as_ptr(),
             c"\xff".as_ptr(),
         ];
-        names[usize::try_from(id).expect("ids out of range are not asked for")]
+        names[usize::try_from(id).expect("ids out of range are not looked up")]
     }
 
     #[test]
-    fn an_id_is_asked_for_once_and_only_in_range() {
+    fn an_id_is_looked_up_once_and_only_in_range() {
         // SAFETY: `name` answers ids 0 to 3 with static strings or null.
         let ids = unsafe { Ids::new(name, |name| (name == "F32").then_some('f')) };
         // SAFETY: 0 to 3 are the ids of `name`; the others never reach it.

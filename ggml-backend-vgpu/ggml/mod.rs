@@ -1,15 +1,14 @@
-//! The ggml that has loaded us: found among the loaded objects, its functions resolved by name.
+//! The ggml of this process: found among the loaded objects, with its functions resolved by name.
 //!
-//! The plugin is not linked with ggml. Which ggml runs it is known only when it is loaded: under
-//! any file name, in the global scope or private to a library, as a shared object or inside the
-//! executable. Programs with two of them exist. [`Ggml::find`] looks where the dynamic linker would
-//! have looked:
+//! The plugin is not linked with ggml. A program may load ggml under any file name, in the global
+//! scope or private to a library, as a shared object or inside the executable, and more than once.
+//! [`Ggml::find`] looks where the dynamic linker would have looked:
 //!
 //! 1. in the global scope,
-//! 2. in the object that is calling us, and in what that one depends on,
+//! 2. in the object that calls the plugin, and in what that object depends on,
 //! 3. in every loaded object, in load order.
 //!
-//! All functions come from the one object found; a mixture of two ggml is refused.
+//! All functions come from the one object that is found.
 
 mod ids;
 mod objects;
@@ -26,8 +25,8 @@ pub use ids::Ids;
 pub(crate) use versions::supported;
 pub use versions::{UnsupportedVersion, Version};
 
-/// The functions that every ggml has and that we call, in words. A macro so that it can be part of
-/// the stamp, which has to be a literal. [`GgmlObject::needed`] takes no others.
+/// The functions that the plugin calls and that every ggml has, separated by spaces. A macro,
+/// because the version stamp is a literal. [`GgmlObject::needed`] accepts no other names.
 macro_rules! needed {
     () => {
         "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name ggml_glu_op_name \
@@ -36,14 +35,14 @@ macro_rules! needed {
 }
 pub(crate) use needed;
 
-/// What makes an object a ggml-base: it makes buffers.
-const LANDMARK: &CStr = c"ggml_backend_buffer_init";
+/// An object that exports this function is a ggml.
+const MARKER_SYMBOL: &CStr = c"ggml_backend_buffer_init";
 
-/// Came with API version 3. A development build carries the number of the release before it, so
-/// this is better evidence than the number.
-const LANDMARK_V3: &CStr = c"ggml_backend_buft_alloc_buffer_n";
+/// A ggml that exports this function speaks API version 3. A development build has the version
+/// number of the release before it, so that the function is better evidence than the number.
+const V3_SYMBOL: &CStr = c"ggml_backend_buft_alloc_buffer_n";
 
-/// The running ggml.
+/// The ggml of this process.
 #[derive(Debug)]
 pub struct Ggml {
     object: String,
@@ -53,41 +52,41 @@ pub struct Ggml {
     functions: Functions,
 }
 
-/// Why there is no ggml to work with.
+/// Why there is no usable ggml.
 #[derive(Debug, Error)]
 pub enum GgmlError {
     /// No loaded object is a ggml.
     #[error(
         "no ggml in this process: none of its {} objects exports `{}`. A program that links ggml \
          statically must export its symbols (-rdynamic). Searched: {}",
-        .searched.len(), LANDMARK.to_string_lossy(), .searched.join(", ")
+        .searched.len(), MARKER_SYMBOL.to_string_lossy(), .searched.join(", ")
     )]
     NoGgml {
         /// The names of all objects, in load order.
         searched: Vec<String>,
     },
-    /// An object with the landmark, but without a function that every ggml has.
+    /// The object is a ggml, but lacks a function that every ggml has.
     #[error("{object} is not a complete ggml: it does not define `{symbol}`")]
     MissingSymbol {
-        /// The incomplete object.
+        /// The object.
         object: String,
-        /// The function it lacks.
+        /// The function.
         symbol: String,
     },
-    /// A ggml that this plugin was not written for.
+    /// The plugin does not support this release of ggml.
     #[error("{object}: {reason}")]
     Unsupported {
-        /// The object it is in.
+        /// The object.
         object: String,
-        /// What is wrong with its version.
+        /// Why the release is not supported.
         reason: UnsupportedVersion,
     },
 }
 
-/// The function that a C declaration `NAME_fn` stands for, without the null that C allows.
+/// The function type of the C declaration `NAME_fn`, without null, which C allows.
 type Function<F> = <F as Nullable>::NonNull;
 
-/// Implemented for the translated function pointers.
+/// A function pointer of the bindings, which may be null.
 trait Nullable {
     type NonNull;
 }
@@ -96,7 +95,7 @@ impl<F> Nullable for Option<F> {
     type NonNull = F;
 }
 
-/// What we call in ggml.
+/// The functions of ggml that the plugin calls.
 #[derive(Debug)]
 struct Functions {
     buffer_init: Function<abi::ggml_backend_buffer_init_fn>,
@@ -112,18 +111,19 @@ impl Ggml {
     /// Finds the ggml of this process and keeps it loaded until the process ends.
     ///
     /// # Errors
-    /// When there is none, or one that this plugin does not know.
+    ///
+    /// [`GgmlError`] if there is no ggml, or if the plugin does not support it.
     pub fn find() -> Result<Self, GgmlError> {
         let objects = Object::loaded();
         let (ggml, rivals) = locate(&objects)?;
         let version: Function<abi::ggml_version_fn>;
         let functions;
-        // SAFETY: every symbol is paired with the type that vendor/ declares for it, which
-        // tests/abi.rs compares with ggml's own declaration.
+        // SAFETY: the type of each symbol is that of its declaration in vendor/, which tests/abi.rs
+        // compares with the declaration in ggml's headers.
         unsafe {
             version = ggml.needed(c"ggml_version")?;
             functions = Functions {
-                buffer_init: ggml.needed(LANDMARK)?,
+                buffer_init: ggml.needed(MARKER_SYMBOL)?,
                 op_name: ggml.needed(c"ggml_op_name")?,
                 unary_op_name: ggml.needed(c"ggml_unary_op_name")?,
                 glu_op_name: ggml.needed(c"ggml_glu_op_name")?,
@@ -132,7 +132,8 @@ impl Ggml {
                 commit: ggml.function(c"ggml_commit").ok(),
             };
         }
-        // SAFETY: ggml_version takes nothing and returns a string literal of the loaded object.
+        // SAFETY: `ggml_version` takes no argument and returns a string literal of the object,
+        // which is loaded as long as `ggml` holds its handle.
         let release = unsafe { text(version()) };
         let object = ggml.object.to_string();
         let (version, api) =
@@ -140,12 +141,12 @@ impl Ggml {
                 object: object.clone(),
                 reason,
             })?;
-        let api = match ggml.symbol(LANDMARK_V3) {
+        let api = match ggml.symbol(V3_SYMBOL) {
             Some(_) => api.max(ApiVersion::V3),
             None => api,
         };
         ggml.handle.keep();
-        let host = Self {
+        let found = Self {
             object,
             version,
             release,
@@ -153,19 +154,19 @@ impl Ggml {
             functions,
         };
         if !rivals.is_empty() {
-            host.log(
+            found.log(
                 abi::GGML_LOG_LEVEL_WARN,
                 &format!(
                     "ggml-vgpu: several ggml in this process; using {}, not {}\n",
-                    host.object,
+                    found.object,
                     rivals.join(", ")
                 ),
             );
         }
-        Ok(host)
+        Ok(found)
     }
 
-    /// The file it was loaded from, or `the executable`.
+    /// The file that ggml was loaded from, or `the executable`.
     pub fn object(&self) -> &str {
         &self.object
     }
@@ -175,56 +176,60 @@ impl Ggml {
         self.version
     }
 
-    /// What `ggml_version()` says, for example `0.25.3-dirty`.
+    /// The answer of `ggml_version()`, for example `0.25.3-dirty`.
     pub fn release(&self) -> &str {
         &self.release
     }
 
-    /// The commit it was built from, if it says so.
+    /// The commit that ggml was built from, if ggml says so.
     pub fn commit(&self) -> Option<String> {
-        // SAFETY: ggml_commit takes nothing and returns a string literal of an object that stays
-        // loaded.
+        // SAFETY: `ggml_commit` takes no argument and returns a string literal of an object that is
+        // never unloaded.
         self.functions
             .commit
             .map(|commit| unsafe { text(commit()) })
     }
 
-    /// The plugin interface it speaks.
+    /// The version of the plugin interface.
     pub fn api(&self) -> ApiVersion {
         self.api
     }
 
-    /// Translates `ggml_tensor.op`.
+    /// Translates `ggml_tensor.op`. `parse` translates a name.
     pub fn ops<T: Copy>(&self, parse: fn(&str) -> Option<T>) -> Ids<T> {
-        // SAFETY: indexes an array of string literals, one for each id, of an object that stays
-        // loaded.
+        // SAFETY: `ggml_op_name` indexes an array with one string literal for each id, in an object
+        // that is never unloaded.
         unsafe { Ids::new(self.functions.op_name, parse) }
     }
 
-    /// Translates `ggml_tensor.op_params[0]` of a UNARY operator.
+    /// Translates `ggml_tensor.op_params[0]` of a UNARY operator. `parse` translates a name.
     pub fn unary_ops<T: Copy>(&self, parse: fn(&str) -> Option<T>) -> Ids<T> {
-        // SAFETY: as for `ops`.
+        // SAFETY: `ggml_unary_op_name` indexes an array with one string literal for each id, in an
+        // object that is never unloaded.
         unsafe { Ids::new(self.functions.unary_op_name, parse) }
     }
 
-    /// Translates `ggml_tensor.op_params[0]` of a GLU operator.
+    /// Translates `ggml_tensor.op_params[0]` of a GLU operator. `parse` translates a name.
     pub fn glu_ops<T: Copy>(&self, parse: fn(&str) -> Option<T>) -> Ids<T> {
-        // SAFETY: as for `ops`.
+        // SAFETY: `ggml_glu_op_name` indexes an array with one string literal for each id, in an
+        // object that is never unloaded.
         unsafe { Ids::new(self.functions.glu_op_name, parse) }
     }
 
-    /// Translates `ggml_tensor.type_`.
+    /// Translates `ggml_tensor.type_`. `parse` translates a name.
     pub fn types<T: Copy>(&self, parse: fn(&str) -> Option<T>) -> Ids<T> {
-        // SAFETY: as for `ops`, with null for types that have been retired.
+        // SAFETY: `ggml_type_name` indexes an array with one string literal for each id, or null
+        // for a type that ggml has removed, in an object that is never unloaded.
         unsafe { Ids::new(self.functions.type_name, parse) }
     }
 
-    /// Makes the buffer object that `alloc_buffer` returns. ggml owns it and deletes it after
-    /// calling `free_buffer`.
+    /// Makes the buffer object that `alloc_buffer` returns. ggml owns the object and frees it after
+    /// it has called `free_buffer`. Null if ggml has no memory.
     ///
     /// # Safety
-    /// `buft` and all that the callbacks in `iface` reach through `context` must live until
-    /// `free_buffer` is called.
+    ///
+    /// `buft`, and everything that the callbacks in `iface` use through `context`, must live until
+    /// ggml calls `free_buffer`.
     pub unsafe fn buffer(
         &self,
         buft: abi::ggml_backend_buffer_type_t,
@@ -232,45 +237,50 @@ impl Ggml {
         context: *mut c_void,
         size: usize,
     ) -> abi::ggml_backend_buffer_t {
-        // SAFETY: the function copies its arguments into a new object; the rest is our caller's
-        // promise.
+        // SAFETY: `ggml_backend_buffer_init` copies its arguments into a new object. What the
+        // object uses later lives long enough: this function's contract.
         unsafe { (self.functions.buffer_init)(buft, iface, context, size) }
     }
 
-    /// Writes to ggml's log, where the program expects messages of its backends. ggml adds nothing:
-    /// a line ends in a line feed.
+    /// Writes `message` to ggml's log, which is where a program expects the messages of its
+    /// backends. The message must end with a line feed: ggml adds none.
     pub fn log(&self, level: abi::ggml_log_level, message: &str) {
         let Some(log) = self.functions.log_internal else {
             eprint!("{message}");
             return;
         };
-        // A C string ends at its first zero byte, so does the message.
+        // A C string ends at its first zero byte, and so does the message.
         let end = message.find('\0').unwrap_or(message.len());
         let message = CString::new(&message[..end]).unwrap_or_default();
-        // SAFETY: the format asks for one C string, which outlives the call, and nothing in the
-        // message is taken for a format. ggml copies what it keeps.
+        // SAFETY: the format takes one C string, which lives until the call returns. ggml copies
+        // what it keeps.
         unsafe { log(level, c"%s".as_ptr(), message.as_ptr()) };
     }
 }
 
-/// A loaded object that is a ggml.
+/// A loaded object that is a ggml, with a handle that keeps it loaded.
 struct GgmlObject<'a> {
     object: &'a Object,
     handle: Handle,
 }
 
 impl GgmlObject<'_> {
-    /// The symbol `name`, if this very object defines it.
+    /// The symbol `name`, if the object itself defines it.
     fn symbol(&self, name: &CStr) -> Option<Symbol> {
         self.handle
             .find(name)
             .filter(|symbol| self.object.contains(*symbol))
     }
 
-    /// The function `name`, which is one of those that the stamp says we need.
+    /// The function `name`, one of those in the list `needed!`.
+    ///
+    /// # Errors
+    ///
+    /// [`GgmlError::MissingSymbol`] if the object does not define the function.
     ///
     /// # Safety
-    /// As for [`GgmlObject::function`].
+    ///
+    /// `F` must be the type of a pointer to the function.
     unsafe fn needed<F: Copy>(&self, name: &CStr) -> Result<F, GgmlError> {
         debug_assert!(
             needed!()
@@ -278,27 +288,34 @@ impl GgmlObject<'_> {
                 .any(|one| one.as_bytes() == name.to_bytes()),
             "{name:?} is missing from the list of needed functions"
         );
-        // SAFETY: our caller's promise.
+        // SAFETY: `F` is the type of the function: this function's contract.
         unsafe { self.function(name) }
     }
 
-    /// The function `name` of this very object.
+    /// The function `name`, if the object itself defines it.
+    ///
+    /// # Errors
+    ///
+    /// [`GgmlError::MissingSymbol`] if the object does not define the function.
     ///
     /// # Safety
-    /// `F` must be the type of a pointer to that function.
+    ///
+    /// `F` must be the type of a pointer to the function.
     unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, GgmlError> {
         const { assert!(size_of::<F>() == size_of::<Symbol>()) };
         let symbol = self.symbol(name).ok_or_else(|| GgmlError::MissingSymbol {
             object: self.object.to_string(),
             symbol: name.to_string_lossy().into_owned(),
         })?;
-        // SAFETY: the address of the function whose type the caller vouches for, and not null.
+        // SAFETY: `symbol` is the address of the function and not null, `F` is the type of a
+        // pointer to the function (this function's contract), and the sizes are equal (asserted
+        // above).
         Ok(unsafe { std::mem::transmute_copy(&symbol) })
     }
 }
 
-/// Finds ggml by its landmark. Also returns the names of other candidates, if nothing but the load
-/// order spoke against them.
+/// Finds the object that is ggml. Also returns the names of the other candidates, if only the load
+/// order spoke for the first.
 fn locate(objects: &[Object]) -> Result<(GgmlObject<'_>, Vec<String>), GgmlError> {
     let open = |object| {
         Some(GgmlObject {
@@ -306,17 +323,17 @@ fn locate(objects: &[Object]) -> Result<(GgmlObject<'_>, Vec<String>), GgmlError
             handle: Object::open(object)?,
         })
     };
-    let global = || Object::containing(objects::find_global(LANDMARK)?, objects);
+    let global = || Object::containing(objects::find_global(MARKER_SYMBOL)?, objects);
     let called_from = || {
         let caller = objects::caller(objects)?.open()?;
-        Object::containing(caller.find(LANDMARK)?, objects)
+        Object::containing(caller.find(MARKER_SYMBOL)?, objects)
     };
     if let Some(ggml) = global().or_else(called_from).and_then(open) {
         return Ok((ggml, Vec::new()));
     }
     let mut candidates = objects
         .iter()
-        .filter(|object| object.defines(LANDMARK).is_some());
+        .filter(|object| object.defines(MARKER_SYMBOL).is_some());
     let ggml = candidates
         .next()
         .and_then(open)
@@ -326,15 +343,16 @@ fn locate(objects: &[Object]) -> Result<(GgmlObject<'_>, Vec<String>), GgmlError
     Ok((ggml, candidates.map(Object::to_string).collect()))
 }
 
-/// Copies a string of ggml's.
+/// A copy of a string of ggml; empty if the pointer is null.
 ///
 /// # Safety
-/// `string` must be a C string or null.
+///
+/// `string` must be null or a C string.
 unsafe fn text(string: *const c_char) -> String {
     if string.is_null() {
         return String::new();
     }
-    // SAFETY: not null, so our caller promises a C string.
+    // SAFETY: a C string, because it is not null: this function's contract.
     unsafe { CStr::from_ptr(string) }
         .to_string_lossy()
         .into_owned()

@@ -1,7 +1,8 @@
-//! The objects that the dynamic linker has loaded into this process, and the symbols they define.
+//! The objects that the dynamic linker has loaded into this process, and the symbols that they
+//! define.
 //!
-//! Everything here looks; nothing loads. A handle is only ever taken to an object that is already
-//! there (`RTLD_NOLOAD`).
+//! Nothing here loads an object: a handle is taken with `RTLD_NOLOAD`, which finds loaded objects
+//! only.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ops::Range;
@@ -14,9 +15,9 @@ pub(super) type Symbol = NonNull<c_void>;
 /// A loaded object: the executable or a shared library.
 #[derive(Debug)]
 pub(super) struct Object {
-    /// The name it was loaded by; empty for the executable.
+    /// The name that the object was loaded by; empty for the executable.
     name: CString,
-    /// Where its segments lie in memory.
+    /// The addresses of its segments.
     segments: Vec<Range<usize>>,
 }
 
@@ -28,12 +29,13 @@ impl Object {
     /// All objects in load order, the executable first.
     pub(super) fn loaded() -> Vec<Self> {
         let mut objects: Vec<Self> = Vec::new();
-        // SAFETY: `collect` is called with this vector only, and only before the call returns.
+        // SAFETY: `collect` gets a pointer to `objects`, which lives until the call returns and is
+        // not used otherwise during the call. `collect` does not unwind: it allocates and pushes.
         unsafe { libc::dl_iterate_phdr(Some(collect), (&raw mut objects).cast()) };
         objects
     }
 
-    /// The object whose memory holds `address`.
+    /// The object that has `address` in one of its segments.
     pub(super) fn containing(address: Symbol, objects: &[Self]) -> Option<&Self> {
         objects.iter().find(|object| object.contains(address))
     }
@@ -45,21 +47,21 @@ impl Object {
             .any(|segment| segment.contains(&address))
     }
 
-    /// Takes a handle. `None` for what only looks like an object, such as the kernel's vDSO, and
-    /// for one that has been unloaded meanwhile.
+    /// A handle to the object. `None` if the object is not one of the dynamic linker (the kernel's
+    /// vDSO), or was unloaded meanwhile.
     pub(super) fn open(&self) -> Option<Handle> {
         let name = if self.name.is_empty() {
             ptr::null()
         } else {
             self.name.as_ptr()
         };
-        // SAFETY: `name` is null, which means the executable, or a C string that outlives the call.
-        // Nothing is loaded, so no foreign initialiser runs.
+        // SAFETY: `name` is null, which means the executable, or a C string that lives until the
+        // call returns. With RTLD_NOLOAD no initialiser of another object runs.
         let handle = unsafe { libc::dlopen(name, libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         NonNull::new(handle).map(Handle)
     }
 
-    /// The symbol `name`, if this object itself defines and exports it.
+    /// The symbol `name`, if the object itself defines and exports it.
     pub(super) fn defines(&self, name: &CStr) -> Option<Symbol> {
         self.open()?
             .find(name)
@@ -77,9 +79,10 @@ impl fmt::Display for Object {
 }
 
 impl Handle {
-    /// The symbol `name` in this object or, failing that, in the ones it depends on.
+    /// The symbol `name` of the object or, if the object does not define it, of an object that it
+    /// depends on.
     pub(super) fn find(&self, name: &CStr) -> Option<Symbol> {
-        // SAFETY: the handle is open for as long as `self` lives; `name` is a C string.
+        // SAFETY: the handle is open as long as `self` lives, and `name` is a C string.
         NonNull::new(unsafe { libc::dlsym(self.0.as_ptr(), name.as_ptr()) })
     }
 
@@ -91,25 +94,26 @@ impl Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: the handle came from `dlopen` and is closed once. It was never the last
-        // reference: the object was loaded before the handle was taken.
+        // SAFETY: the handle comes from `dlopen` and is closed once. It is not the last reference
+        // to the object, which was loaded before the handle was taken, so that no finaliser runs.
         unsafe { libc::dlclose(self.0.as_ptr()) };
     }
 }
 
-/// The symbol `name` in the global scope, where ordinary libraries find theirs: the executable,
-/// what it was linked with, and what was loaded with `RTLD_GLOBAL`.
+/// The symbol `name` in the global scope: that of the executable, the objects that it was linked
+/// with, and those that were loaded with `RTLD_GLOBAL`.
 pub(super) fn find_global(name: &CStr) -> Option<Symbol> {
     // SAFETY: `name` is a C string.
     NonNull::new(unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) })
 }
 
-/// The object that has called into ours, by the return addresses on the stack.
+/// The object that has called the plugin, according to the return addresses on the stack.
 pub(super) fn caller(objects: &[Object]) -> Option<&Object> {
     let own = NonNull::new(collect as *mut c_void)?;
     let own = Object::containing(own, objects)?;
     let mut walk = Walk { own, caller: None };
-    // SAFETY: `step` is called with `walk` only, and only before the call returns.
+    // SAFETY: `step` gets a pointer to `walk`, which lives until the call returns and is not used
+    // otherwise during the call.
     unsafe { _Unwind_Backtrace(step, (&raw mut walk).cast()) };
     Object::containing(walk.caller?, objects)
 }
@@ -120,8 +124,8 @@ unsafe extern "C" fn collect(
     _size: usize,
     objects: *mut c_void,
 ) -> c_int {
-    // SAFETY: `loaded` passes its vector, which nothing else touches during the call; the linker
-    // passes a description that is valid during the call, with a C string (or null) for the name.
+    // SAFETY: `objects` is the vector of `loaded`, which nobody else uses during the call. The
+    // linker passes a description that is valid during the call, whose name is null or a C string.
     let (objects, info, name) = unsafe {
         let info = &*info;
         let name =
@@ -134,8 +138,8 @@ unsafe extern "C" fn collect(
     };
     let headers = match info.dlpi_phnum {
         0 => &[],
-        // SAFETY: the linker keeps `dlpi_phnum` program headers at `dlpi_phdr` while the object is
-        // loaded, and holds its lock during this call.
+        // SAFETY: an object has `dlpi_phnum` program headers at `dlpi_phdr` while it is loaded, and
+        // the linker unloads none during the call, because it holds its lock.
         count => unsafe { slice::from_raw_parts(info.dlpi_phdr, count.into()) },
     };
     let segments = headers
@@ -153,16 +157,16 @@ unsafe extern "C" fn collect(
     0
 }
 
-/// State of a walk up the stack.
+/// The state of a walk up the stack.
 struct Walk<'a> {
     own: &'a Object,
     caller: Option<Symbol>,
 }
 
-/// `_Unwind_Backtrace` callback: stops at the first frame outside our own object.
+/// `_Unwind_Backtrace` callback: stops at the first frame outside the plugin's own object.
 unsafe extern "C" fn step(frame: *mut UnwindContext, walk: *mut c_void) -> c_int {
-    // SAFETY: `caller` passes its `Walk`, which nothing else touches during the call; the unwinder
-    // passes a frame that is valid during the call.
+    // SAFETY: `walk` is the `Walk` of `caller`, which nobody else uses during the call. The
+    // unwinder passes a frame that is valid during the call.
     let (walk, address) = unsafe { (&mut *walk.cast::<Walk<'_>>(), _Unwind_GetIP(frame)) };
     match NonNull::new(ptr::without_provenance_mut(address)) {
         Some(address) if !walk.own.contains(address) => {
@@ -184,8 +188,7 @@ const URC_NO_REASON: c_int = 0;
 /// `_URC_NORMAL_STOP`: stop.
 const URC_NORMAL_STOP: c_int = 4;
 
-// The Itanium C++ ABI's unwinder, which Rust's standard library uses for panics and therefore
-// links.
+// The unwinder of the Itanium C++ ABI. Rust's standard library uses it for panics and links it.
 unsafe extern "C" {
     fn _Unwind_Backtrace(
         step: unsafe extern "C" fn(*mut UnwindContext, *mut c_void) -> c_int,

@@ -1,7 +1,7 @@
-//! Which ggml releases the plugin works with, and which API version each speaks.
+//! The supported releases of ggml, and the API version of each.
 //!
-//! This is the one place to touch when ggml moves on: add a series here, after the layout test
-//! (`tests/abi.rs`) has seen its headers.
+//! To support a new release, add its series here, after the layout test (`tests/abi.rs`) has
+//! compared the plugin's declarations with its headers.
 
 use std::fmt;
 
@@ -9,8 +9,7 @@ use thiserror::Error;
 
 use crate::abi::ApiVersion;
 
-/// The supported releases, in words. A macro so that it can be part of the stamp, which has to be a
-/// literal.
+/// The supported releases, as text. A macro, because the version stamp is a literal.
 macro_rules! supported {
     () => {
         "0.21-0.25 (API 2), 0.26 (API 3)"
@@ -24,26 +23,26 @@ const SERIES: &[(Version, ApiVersion)] = &[
     (Version::new(0, 26), ApiVersion::V3),
 ];
 
-/// The first release that nobody has checked.
+/// The first release that is not supported.
 const END: Version = Version::new(0, 27);
 
-/// Major and minor number of a ggml release. Patch releases keep the interface.
+/// The major and minor number of a ggml release. Patch releases do not change the interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
     major: u32,
     minor: u32,
 }
 
-/// Why a ggml release cannot be served.
+/// Why a ggml release is not supported.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum UnsupportedVersion {
-    /// Not a version number at all.
+    /// The text is not a version number.
     #[error("`{0}` is not a ggml version (this plugin works with {known})", known = supported!())]
     Unreadable(String),
-    /// From before the first release we know.
+    /// The release is older than the first supported one.
     #[error("ggml {0} is too old for this plugin, which works with {known}", known = supported!())]
     TooOld(String),
-    /// Newer than the plugin.
+    /// The release is newer than the last supported one.
     #[error(
         "ggml {0} is newer than this plugin, which works with {known}: update the plugin",
         known = supported!()
@@ -56,7 +55,7 @@ impl Version {
         Self { major, minor }
     }
 
-    /// Reads what `ggml_version()` says, for example `0.25.3` or `0.25.3-dirty`.
+    /// Reads the answer of `ggml_version()`, for example `0.25.3` or `0.25.3-dirty`.
     fn parse(text: &str) -> Option<Self> {
         let mut numbers = text.split('.').map_while(|part| {
             let digits = part
@@ -74,10 +73,11 @@ impl fmt::Display for Version {
     }
 }
 
-/// The release that `ggml_version()` names, and the API version that it speaks.
+/// The release that `ggml_version()` names, and its API version.
 ///
 /// # Errors
-/// When the release is outside the supported series: its structures may have other layouts.
+///
+/// [`UnsupportedVersion`] if the release is not supported: its structures may have other layouts.
 pub(super) fn api_of(text: &str) -> Result<(Version, ApiVersion), UnsupportedVersion> {
     let version =
         Version::parse(text).ok_or_else(|| UnsupportedVersion::Unreadable(text.to_owned()))?;
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_words_say_what_the_table_says() {
+    fn the_text_agrees_with_the_table() {
         let mut firsts = SERIES.iter().map(|(first, _)| *first).skip(1).chain([END]);
         let words: Vec<String> = SERIES
             .iter()

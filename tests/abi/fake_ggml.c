@@ -1,6 +1,6 @@
-// As much of a ggml-base as the plugin looks for when it searches for its host.
+// The symbols that the plugin looks for when it searches for ggml.
 //
-// -DVERSION="..." is what it calls itself; -DAPI_3 adds the symbol that came with API version 3;
+// -DVERSION="..." is the answer of ggml_version. -DAPI_3 adds the symbol that is new in API version 3.
 // -DINCOMPLETE leaves out a function.
 
 #include <stdarg.h>

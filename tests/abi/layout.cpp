@@ -1,7 +1,7 @@
-// Prints what a compiler makes of the declarations listed in items.inc, one line for each.
+// Prints the layout of the declarations that items.inc lists, one line for each.
 //
-// Compiled twice: with our headers (-DOURS="file") and with those of a real ggml. C++ instead of C,
-// because it can print the type of a field, parameters of callbacks included.
+// Compiled twice: with the plugin's headers (-DOURS="file") and with those of a real ggml. In C++, which
+// can print the type of a field, including the parameters of a callback.
 
 #ifdef OURS
 #    include OURS
@@ -10,7 +10,7 @@
 #    include "ggml-backend-impl.h"
 #    include "ggml-impl.h"
 #    include <type_traits>
-// What a plugin exports is declared as a pointer type only.
+// ggml declares the functions that a plugin exports as pointer types only.
 extern std::remove_pointer_t<ggml_backend_init_t>  ggml_backend_init;
 extern std::remove_pointer_t<ggml_backend_score_t> ggml_backend_score;
 #    define FUNCTION_TYPE(name) decltype(name)
