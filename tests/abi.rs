@@ -3,12 +3,15 @@
 //!
 //! The releases come from package registries. `cargo xtask setup` puts them into the cache folder.
 
+mod common;
+
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
+use common::cached;
 use ggml_vgpu::abi::{self, ApiVersion};
 use ggml_vgpu::ggml::{Ggml, GgmlError, UnsupportedVersion};
 use ggml_vgpu::stamp;
@@ -457,26 +460,6 @@ fn the_library_has_its_name_its_stamp_and_no_other_exports() {
 }
 
 // ---- helpers ----
-
-/// A file or folder in the cache.
-fn cached(entry: &str) -> PathBuf {
-    let folder = |name| {
-        env::var_os(name)
-            .filter(|path| !path.is_empty())
-            .map(PathBuf::from)
-    };
-    let cache = folder("VGPU_CACHE")
-        .or_else(|| folder("XDG_CACHE_HOME").map(|cache| cache.join("ggml-vgpu")))
-        .or_else(|| folder("HOME").map(|home| home.join(".cache/ggml-vgpu")))
-        .expect("VGPU_CACHE or HOME is set");
-    let path = cache.join(entry);
-    assert!(
-        path.exists(),
-        "{} is missing: `cargo xtask setup` fetches it",
-        path.display()
-    );
-    path
-}
 
 /// A file in `tests/abi`.
 fn source(name: &str) -> PathBuf {

@@ -3,9 +3,12 @@
 //! folder, loaded with `dlopen`.
 #![cfg(feature = "inproc")]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::path::{Path, PathBuf};
+mod common;
 
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::Path;
+
+use common::cached;
 use vgpu_cpu::formats::{Format, Type};
 use vgpu_cpu::gemm::{Level, MatmulKernel};
 
@@ -63,16 +66,7 @@ struct Ggml {
 
 impl Ggml {
     fn load() -> Ggml {
-        let variable = |name| {
-            std::env::var_os(name)
-                .filter(|v| !v.is_empty())
-                .map(PathBuf::from)
-        };
-        let cache = variable("VGPU_CACHE")
-            .or_else(|| variable("XDG_CACHE_HOME").map(|dir| dir.join("ggml-vgpu")))
-            .or_else(|| variable("HOME").map(|dir| dir.join(".cache/ggml-vgpu")))
-            .expect("VGPU_CACHE, XDG_CACHE_HOME or HOME is set");
-        let bin = cache.join("build-llama-0.3.36/bin");
+        let bin = cached("build-llama-0.3.36/bin");
         let (base, cpu) = (
             open(&bin.join("libggml-base.so")),
             open(&bin.join("libggml-cpu.so")),
@@ -125,7 +119,8 @@ fn open(path: &Path) -> *mut c_void {
         let library = libc::dlopen(name.as_ptr(), libc::RTLD_NOW);
         assert!(
             !library.is_null(),
-            "no ggml to compare with: `cargo xtask setup` builds it, in the folder VGPU_CACHE ({})",
+            "cannot load {}: {}",
+            path.display(),
             CStr::from_ptr(libc::dlerror()).to_string_lossy()
         );
         library

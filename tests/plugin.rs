@@ -1,30 +1,33 @@
-//! The plugin as ggml sees it: its objects, driven through ggml's own functions, with the executor
-//! inside.
+//! Drives the plugin's objects through the functions of a real ggml, with the executor in this
+//! process.
 //!
-//! ggml comes from the build that `cargo xtask test` keeps in the cache folder.
+//! ggml comes from the build that `cargo xtask setup` puts into the cache folder.
+
+mod common;
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::{env, ptr};
 
+use common::cached;
 use ggml_vgpu::abi::{
     self, ggml_backend_buffer_t, ggml_backend_dev_t, ggml_backend_t, ggml_tensor,
 };
 
-/// `enum ggml_type` of the ggml we test with.
+/// `enum ggml_type` of the ggml that the test loads.
 const F32: c_int = 0;
 const I32: c_int = 26;
 
-/// The device has one session, whose messages some tests count: a test at a time.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+/// The device has one session, and some tests count its messages: one test runs at a time.
+fn exclusive() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[test]
-fn the_device_says_what_hosts_rely_on() {
-    let _turn = turn();
+fn the_device_has_the_properties_that_programs_rely_on() {
+    let _lock = exclusive();
     let ggml = Ggml::get();
     let mut props = std::mem::MaybeUninit::<abi::ggml_backend_dev_props>::zeroed();
     // SAFETY: ggml fills the structure in, and returns strings that stay.
@@ -48,7 +51,7 @@ fn the_device_says_what_hosts_rely_on() {
 
 #[test]
 fn buffers_are_aligned_disjoint_and_zero() {
-    let _turn = turn();
+    let _lock = exclusive();
     let ggml = Ggml::get();
     let buffers: Vec<Buffer> = [1, 255, 256, 4096, 100_000]
         .map(|size| ggml.alloc(size).expect("there is room"))
@@ -79,22 +82,22 @@ fn buffers_are_aligned_disjoint_and_zero() {
 
 #[test]
 fn allocations_that_cannot_be_met_give_null_and_leave_the_device_working() {
-    let _turn = turn();
+    let _lock = exclusive();
     let ggml = Ggml::get();
     for size in [1 << 50, usize::MAX / 2, usize::MAX - 4096] {
         assert!(ggml.alloc(size).is_none(), "{size} bytes were handed out");
     }
-    // ggml itself answers for size 0, with a buffer that nobody has allocated.
+    // ggml makes an empty buffer by itself, without the device.
     drop(ggml.alloc(0).expect("an empty buffer is a buffer"));
     drop(ggml.alloc(1 << 20).expect("the device goes on"));
 }
 
 #[test]
 fn bytes_written_filled_and_copied_are_the_bytes_read() {
-    let _turn = turn();
+    let _lock = exclusive();
     let ggml = Ggml::get();
     let graph = Graph::new();
-    // More than one message's payload, and not a multiple of it.
+    // More bytes than the payload of one message, and not a multiple of it.
     let (a, b) = (
         graph.tensor(I32, [777_777, 1]),
         graph.tensor(I32, [777_777, 1]),
@@ -113,18 +116,18 @@ fn bytes_written_filled_and_copied_are_the_bytes_read() {
 
 #[test]
 fn a_graph_is_computed_and_computed_again_with_other_inputs() {
-    let _turn = turn();
+    let _lock = exclusive();
     let graph = Graph::new();
     let (a, b) = (graph.tensor(F32, [8, 3]), graph.tensor(F32, [8, 1]));
     let sum = graph.add(a, b);
     let _buffer = graph.place();
-    let stream = Stream::new();
+    let backend = Backend::new();
     for round in 0..3 {
         let x: Vec<f32> = (0..24).map(|i| (i * round) as f32).collect();
         let y: Vec<f32> = (0..8).map(|i| 0.5 * i as f32).collect();
         graph.set(a, &x);
         graph.set(b, &y);
-        assert_eq!(stream.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
+        assert_eq!(backend.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
         let expected: Vec<f32> = (0..24).map(|i| x[i] + y[i % 8]).collect();
         assert_eq!(graph.get::<f32>(sum), expected);
     }
@@ -132,7 +135,7 @@ fn a_graph_is_computed_and_computed_again_with_other_inputs() {
 
 #[test]
 fn a_step_costs_at_most_one_round_trip_however_large_its_result() {
-    let _turn = turn();
+    let _lock = exclusive();
     let graph = Graph::new();
     let (a, b) = (
         graph.tensor(F32, [600_000, 1]),
@@ -140,61 +143,61 @@ fn a_step_costs_at_most_one_round_trip_however_large_its_result() {
     );
     let sum = graph.add(a, b);
     let _buffer = graph.place();
-    let stream = Stream::new();
+    let backend = Backend::new();
     for _ in 0..20 {
-        assert_eq!(stream.submit(&graph, sum), abi::GGML_STATUS_SUCCESS);
+        assert_eq!(backend.submit(&graph, sum), abi::GGML_STATUS_SUCCESS);
         assert_eq!(graph.get::<f32>(sum).len(), 600_000);
     }
-    drop(stream); // writes the statistics
+    drop(backend); // writes the statistics
     let stats = std::fs::read(stats_path()).expect("VGPU_STATS names a file");
     let stats: serde_json::Value = serde_json::from_slice(&stats).expect("it is JSON");
     let steps = stats["steps"].as_array().expect("steps are a list");
     let counts = |name: &str| -> Vec<u64> {
-        let ours = &steps[steps.len() - 19..]; // the first one also has the graph to send
-        ours.iter()
+        let last = &steps[steps.len() - 19..]; // the first step also sends the graph
+        last.iter()
             .map(|step| step[name].as_u64().expect("a count"))
             .collect()
     };
-    // None, where the result was there before anybody waited for it.
+    // None if the result arrived before the read.
     assert!(counts("round_trips").iter().all(|&n| n <= 1), "{stats}");
-    // The result is copied out of memory that both sides have mapped, or comes with a message.
+    // The result is copied from memory that both sides have mapped, or comes with a message.
     let (sent, copied) = (counts("bytes_from_host"), counts("copied_from_host"));
     let all = sent.iter().zip(&copied).map(|(sent, copied)| sent + copied);
     assert!(all.into_iter().all(|n| n >= 2_400_000), "{stats}");
     assert!(
         counts("bytes_to_host").iter().all(|&n| n < 100),
-        "only the order to run the graph: {stats}"
+        "only the request to run the graph: {stats}"
     );
 }
 
 #[test]
-fn an_index_out_of_range_fails_the_graph_and_poisons_what_is_read_then_is_over() {
-    let _turn = turn();
+fn an_index_out_of_range_fails_one_graph_and_poisons_its_result() {
+    let _lock = exclusive();
     let graph = Graph::new();
     let (table, ids) = (graph.tensor(F32, [4, 5]), graph.tensor(I32, [2, 1]));
     let rows = graph.get_rows(table, ids);
     let _buffer = graph.place();
     graph.set(table, &(0..20).map(|i| i as f32).collect::<Vec<f32>>());
-    let stream = Stream::new();
+    let backend = Backend::new();
 
     graph.set(ids, &[1, 5]);
     assert_eq!(
-        stream.compute(&graph, rows),
+        backend.compute(&graph, rows),
         abi::GGML_STATUS_SUCCESS,
-        "it is on its way"
+        "the graph is on its way"
     );
     assert!(
         graph.get::<f32>(rows).iter().all(|x| x.is_nan()),
-        "nobody can take this for a result"
+        "not-a-number is no result"
     );
     assert_eq!(
-        stream.compute(&graph, rows),
+        backend.compute(&graph, rows),
         abi::GGML_STATUS_FAILED,
         "the failure is reported once"
     );
 
     graph.set(ids, &[4, 0]);
-    assert_eq!(stream.compute(&graph, rows), abi::GGML_STATUS_SUCCESS);
+    assert_eq!(backend.compute(&graph, rows), abi::GGML_STATUS_SUCCESS);
     assert_eq!(
         graph.get::<f32>(rows),
         [16.0, 17.0, 18.0, 19.0, 0.0, 1.0, 2.0, 3.0]
@@ -202,7 +205,7 @@ fn an_index_out_of_range_fails_the_graph_and_poisons_what_is_read_then_is_over()
 }
 
 #[test]
-fn what_calls_back_into_the_program_is_refused_by_name_and_nothing_is_called() {
+fn a_callback_into_the_program_is_refused_by_name_and_not_called() {
     extern "C" fn callback(
         _: *mut ggml_tensor,
         _: *const ggml_tensor,
@@ -210,9 +213,9 @@ fn what_calls_back_into_the_program_is_refused_by_name_and_nothing_is_called() {
         _: c_int,
         _: *mut c_void,
     ) {
-        std::process::abort(); // a panic could not leave this function
+        std::process::abort(); // a panic cannot unwind out of this function
     }
-    let _turn = turn();
+    let _lock = exclusive();
     let (ggml, graph) = (Ggml::get(), Graph::new());
     let a = graph.tensor(F32, [8, 3]);
     let mapped = (ggml.map_custom1)(graph.0, a, callback, 1, ptr::null_mut());
@@ -220,15 +223,15 @@ fn what_calls_back_into_the_program_is_refused_by_name_and_nothing_is_called() {
     let _buffer = graph.place();
     assert!((ggml.dev_supports_op)(ggml.device, sum));
     assert!(!(ggml.dev_supports_op)(ggml.device, mapped));
-    let stream = Stream::new();
-    assert_eq!(stream.compute(&graph, mapped), abi::GGML_STATUS_FAILED);
+    let backend = Backend::new();
+    assert_eq!(backend.compute(&graph, mapped), abi::GGML_STATUS_FAILED);
     graph.set(a, &[1.0f32; 24]);
-    assert_eq!(stream.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
+    assert_eq!(backend.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
 }
 
 #[test]
-fn what_is_written_and_read_asynchronously_is_there_after_synchronising() {
-    let _turn = turn();
+fn asynchronous_writes_and_reads_are_done_after_a_synchronisation() {
+    let _lock = exclusive();
     let ggml = Ggml::get();
     let graph = Graph::new();
     let (a, b) = (
@@ -237,9 +240,9 @@ fn what_is_written_and_read_asynchronously_is_there_after_synchronising() {
     );
     let sum = graph.add(a, b);
     let _buffer = graph.place();
-    let stream = Stream::new();
+    let backend = Backend::new();
     graph.set(b, &vec![1.0f32; 300_000]);
-    // Large enough to be taken from where it lies, and to be read later; then in ordinary memory.
+    // First in a host buffer, large enough to be sent without a copy. Then in ordinary memory.
     let host = HostBuffer::new(2 * 1_200_000);
     let mut own = vec![0f32; 600_000];
     for memory in [host.floats(), &mut own[..]] {
@@ -250,13 +253,13 @@ fn what_is_written_and_read_asynchronously_is_there_after_synchronising() {
                 *x = (i + round) as f32;
             }
             output.fill(-1.0);
-            (ggml.tensor_set_async)(stream.0, a, input.as_ptr().cast(), 0, 1_200_000);
-            assert_eq!(stream.submit(&graph, sum), abi::GGML_STATUS_SUCCESS);
-            (ggml.tensor_get_async)(stream.0, sum, output.as_mut_ptr().cast(), 0, 1_200_000);
-            // Behind the read in the stream: must not be seen by it.
+            (ggml.tensor_set_async)(backend.0, a, input.as_ptr().cast(), 0, 1_200_000);
+            assert_eq!(backend.submit(&graph, sum), abi::GGML_STATUS_SUCCESS);
+            (ggml.tensor_get_async)(backend.0, sum, output.as_mut_ptr().cast(), 0, 1_200_000);
+            // The read comes before this in the backend, and must not see it.
             // SAFETY: a placed tensor.
             unsafe { (ggml.tensor_memset)(sum, 0xff, 0, 1_200_000) };
-            (ggml.synchronize)(stream.0);
+            (ggml.synchronize)(backend.0);
             assert!(output == expected, "round {round}");
         }
     }
@@ -264,12 +267,12 @@ fn what_is_written_and_read_asynchronously_is_there_after_synchronising() {
 
 #[test]
 fn pieces_of_a_tensor_are_written_and_read_in_one_call() {
-    let _turn = turn();
+    let _lock = exclusive();
     let ggml = Ggml::get();
     let graph = Graph::new();
     let a = graph.tensor(I32, [6, 4]);
     let _buffer = graph.place();
-    let stream = Stream::new();
+    let backend = Backend::new();
     let data: Vec<i32> = (0..12).collect();
     let mut back = vec![0i32; 12];
     // Columns 1 to 3 of each row, from and to rows of three.
@@ -281,14 +284,14 @@ fn pieces_of_a_tensor_are_written_and_read_in_one_call() {
             0
         }
     };
-    (ggml.tensor_set_2d_async)(stream.0, a, from, 4, 12, 4, 24, 12);
-    (ggml.synchronize)(stream.0);
+    (ggml.tensor_set_2d_async)(backend.0, a, from, 4, 12, 4, 24, 12);
+    (ggml.synchronize)(backend.0);
     assert_eq!(
         graph.get::<i32>(a),
         (0..24).map(expected).collect::<Vec<_>>()
     );
-    (ggml.tensor_get_2d_async)(stream.0, a, to, 4, 12, 4, 24, 12);
-    (ggml.synchronize)(stream.0);
+    (ggml.tensor_get_2d_async)(backend.0, a, to, 4, 12, 4, 24, 12);
+    (ggml.synchronize)(backend.0);
     assert_eq!(back, data);
 
     let twice: Vec<i32> = data.iter().map(|x| 2 * x).collect();
@@ -298,8 +301,8 @@ fn pieces_of_a_tensor_are_written_and_read_in_one_call() {
 }
 
 #[test]
-fn events_and_asynchronous_copies_keep_the_order_of_streams() {
-    let _turn = turn();
+fn events_and_asynchronous_copies_keep_the_order_of_backends() {
+    let _lock = exclusive();
     let ggml = Ggml::get();
     let graph = Graph::new();
     let (a, b) = (graph.tensor(F32, [1000, 1]), graph.tensor(F32, [1000, 1]));
@@ -307,10 +310,10 @@ fn events_and_asynchronous_copies_keep_the_order_of_streams() {
     let _buffer = graph.place();
     graph.set(a, &[1.0f32; 1000]);
     graph.set(b, &[2.0f32; 1000]);
-    let (first, second) = (Stream::new(), Stream::new());
+    let (first, second) = (Backend::new(), Backend::new());
     let event = (ggml.event_new)(ggml.device);
     assert!(!event.is_null());
-    (ggml.event_synchronize)(event); // never recorded: passed
+    (ggml.event_synchronize)(event); // an event that was never recorded has passed
     assert_eq!(first.submit(&graph, sum), abi::GGML_STATUS_SUCCESS);
     (ggml.event_record)(event, first.0);
     (ggml.event_wait)(second.0, event);
@@ -322,27 +325,27 @@ fn events_and_asynchronous_copies_keep_the_order_of_streams() {
 }
 
 #[test]
-fn a_failed_graph_poisons_what_was_asked_for_later() {
-    let _turn = turn();
+fn a_failed_graph_poisons_asynchronous_reads() {
+    let _lock = exclusive();
     let ggml = Ggml::get();
     let graph = Graph::new();
     let (table, ids) = (graph.tensor(F32, [4, 5]), graph.tensor(I32, [2, 1]));
     let rows = graph.get_rows(table, ids);
     let _buffer = graph.place();
-    let stream = Stream::new();
+    let backend = Backend::new();
     graph.set(ids, &[1, 5]);
     let host = HostBuffer::new(32);
     host.floats().fill(1.0);
-    assert_eq!(stream.submit(&graph, rows), abi::GGML_STATUS_SUCCESS);
-    (ggml.tensor_get_async)(stream.0, rows, host.floats().as_mut_ptr().cast(), 0, 32);
-    (ggml.synchronize)(stream.0);
+    assert_eq!(backend.submit(&graph, rows), abi::GGML_STATUS_SUCCESS);
+    (ggml.tensor_get_async)(backend.0, rows, host.floats().as_mut_ptr().cast(), 0, 32);
+    (ggml.synchronize)(backend.0);
     assert!(host.floats().iter().all(|x| x.is_nan()));
-    assert_eq!(stream.submit(&graph, rows), abi::GGML_STATUS_FAILED);
+    assert_eq!(backend.submit(&graph, rows), abi::GGML_STATUS_FAILED);
 }
 
 #[test]
-fn host_buffers_are_memory_of_the_program() {
-    let _turn = turn();
+fn host_buffers_are_in_the_memory_of_the_program() {
+    let _lock = exclusive();
     let ggml = Ggml::get();
     let buft = (ggml.dev_host_buffer_type)(ggml.device);
     assert_eq!(text((ggml.buft_name)(buft)), "VGPU0_Host");
@@ -372,20 +375,20 @@ fn host_buffers_are_memory_of_the_program() {
         assert!(buffer.0.base().is_multiple_of(64));
     }
     let many: Vec<HostBuffer> = (0..8).map(|_| HostBuffer::new(12 << 20)).collect();
-    let stream = Stream::new();
+    let backend = Backend::new();
     let graph = Graph::new();
     let b = graph.tensor(I32, [3 << 20, 1]);
     let _buffer = graph.place();
     for (i, buffer) in many.iter().enumerate() {
         buffer.floats().fill(i as f32);
         let data = buffer.floats().as_ptr().cast();
-        (ggml.tensor_set_async)(stream.0, b, data, 0, 12 << 20);
-        (ggml.synchronize)(stream.0);
+        (ggml.tensor_set_async)(backend.0, b, data, 0, 12 << 20);
+        (ggml.synchronize)(backend.0);
         assert!(graph.get::<f32>(b).iter().all(|&x| x == i as f32));
     }
 }
 
-/// The functions of a real ggml, and our device registered with it.
+/// The functions of a real ggml, and the device of the plugin.
 struct Ggml {
     device: ggml_backend_dev_t,
     init: extern "C" fn(InitParams) -> *mut c_void,
@@ -443,7 +446,8 @@ struct Ggml {
 /// `ggml_custom1_op_t`.
 type Callback = extern "C" fn(*mut ggml_tensor, *const ggml_tensor, c_int, c_int, *mut c_void);
 
-/// Offset, size, number of pieces, stride in the tensor, stride in the data.
+/// Parameters after the pointers: offset, size, number of pieces, stride in the tensor, stride in
+/// the data.
 type Set2d = extern "C" fn(*mut ggml_tensor, *const c_void, usize, usize, usize, usize, usize);
 type Get2d = extern "C" fn(*const ggml_tensor, *mut c_void, usize, usize, usize, usize, usize);
 type Set2dAsync = extern "C" fn(
@@ -475,9 +479,9 @@ struct InitParams {
     no_alloc: bool,
 }
 
-// SAFETY: functions, and a device that ggml allows any thread to use.
+// SAFETY: function pointers, and a device that any thread may use.
 unsafe impl Send for Ggml {}
-// SAFETY: as above.
+// SAFETY: as for Send.
 unsafe impl Sync for Ggml {}
 
 impl Ggml {
@@ -490,21 +494,21 @@ impl Ggml {
         let library = cached("build-llama-0.3.36/bin/libggml-base.so");
         let path = CString::new(library.to_str().expect("the cache has a UTF-8 path"))
             .expect("no NUL in a path");
-        // SAFETY: loading ggml runs its constructors, which have no preconditions.
+        // SAFETY: the path is a C string. The initialisers of ggml have no preconditions.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         assert!(!handle.is_null(), "{} cannot be loaded", library.display());
-        // SAFETY: the test's own threads come here one at a time (OnceLock), before anything reads
-        // it.
+        // SAFETY: the OnceLock runs this once, and every test calls `Ggml::get` first, so that no
+        // thread reads the environment meanwhile.
         unsafe {
             env::set_var("VGPU_ENDPOINT", "inproc");
             env::set_var("VGPU_STATS", stats_path());
         }
         assert!(
             ggml_vgpu::ggml_backend_score() > 0,
-            "the executor inside the plugin is always there"
+            "the executor in this process can always be reached"
         );
         let registry = ggml_vgpu::ggml_backend_init();
-        // SAFETY: the registry was just made, and has the functions that its interface demands.
+        // SAFETY: the registry was just made, and is never freed.
         let device = unsafe {
             assert_eq!((*registry).api_version, 2, "ggml 0.25 speaks API version 2");
             let iface = &(*registry).iface;
@@ -518,15 +522,16 @@ impl Ggml {
                 .map(|get| get(registry, 0))
                 .expect("get_device is not optional")
         };
-        // The type of each symbol is that of the field it is stored in.
+        // The type of each symbol is that of the field for it.
         fn cast<F: Copy>(symbol: *mut c_void) -> F {
             assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
-            // SAFETY: every caller below asks for the type that ggml's headers give the symbol.
+            // SAFETY: `F` is the type that ggml's headers declare for the symbol, in every use
+            // below.
             unsafe { std::mem::transmute_copy(&symbol) }
         }
         macro_rules! symbol {
             ($name:literal) => {{
-                // SAFETY: a loaded library and a terminated name.
+                // SAFETY: a library that is never unloaded, and a C string.
                 let symbol = unsafe { libc::dlsym(handle, concat!($name, "\0").as_ptr().cast()) };
                 assert!(!symbol.is_null(), "ggml has no {}", $name);
                 cast(symbol)
@@ -602,7 +607,7 @@ impl Drop for Buffer {
     }
 }
 
-/// A buffer in memory of this process, as the device hands them out.
+/// A host buffer of the device.
 struct HostBuffer(Buffer);
 
 impl HostBuffer {
@@ -614,11 +619,11 @@ impl HostBuffer {
         HostBuffer(Buffer(buffer))
     }
 
-    #[allow(clippy::mut_from_ref)] // as raw as memory is
+    #[allow(clippy::mut_from_ref)] // the tests use one slice at a time
     fn floats(&self) -> &mut [f32] {
         let len = self.0.size() / 4;
-        // SAFETY: the buffer has so many bytes, aligned to 64; the tests use one slice at a time,
-        // and let nothing be under way while they look at it.
+        // SAFETY: the buffer has so many bytes, aligned to 64. The tests use one slice at a time,
+        // and synchronise before they read it.
         unsafe { std::slice::from_raw_parts_mut(self.0.base() as *mut f32, len) }
     }
 }
@@ -648,14 +653,14 @@ impl Graph {
         (Ggml::get().get_rows)(self.0, a, ids)
     }
 
-    /// What has to be computed for `result`.
+    /// The graph that computes `result`.
     fn towards(&self, result: *mut ggml_tensor) -> *mut abi::ggml_cgraph {
         let cgraph = (Ggml::get().new_graph)(self.0);
         (Ggml::get().build_forward_expand)(cgraph, result);
         cgraph
     }
 
-    /// Gives every tensor its place on the device.
+    /// Allocates every tensor on the device.
     fn place(&self) -> Buffer {
         let ggml = Ggml::get();
         let buffer = (ggml.alloc_ctx_tensors)(self.0, (ggml.dev_buffer_type)(ggml.device));
@@ -683,34 +688,34 @@ impl Drop for Graph {
     }
 }
 
-struct Stream(ggml_backend_t);
+struct Backend(ggml_backend_t);
 
-impl Stream {
-    fn new() -> Stream {
-        let stream = (Ggml::get().dev_init)(Ggml::get().device, ptr::null());
-        assert!(!stream.is_null());
-        Stream(stream)
+impl Backend {
+    fn new() -> Backend {
+        let backend = (Ggml::get().dev_init)(Ggml::get().device, ptr::null());
+        assert!(!backend.is_null());
+        Backend(backend)
     }
 
-    /// Computes, and waits until it is done.
+    /// Computes `result` and waits for it.
     fn compute(&self, graph: &Graph, result: *mut ggml_tensor) -> abi::ggml_status {
         (Ggml::get().graph_compute)(self.0, graph.towards(result))
     }
 
-    /// Sends the graph on its way.
+    /// Submits the graph of `result`.
     fn submit(&self, graph: &Graph, result: *mut ggml_tensor) -> abi::ggml_status {
         (Ggml::get().graph_compute_async)(self.0, graph.towards(result))
     }
 }
 
-impl Drop for Stream {
+impl Drop for Backend {
     fn drop(&mut self) {
         (Ggml::get().backend_free)(self.0);
     }
 }
 
 fn text(string: *const c_char) -> String {
-    // SAFETY: only called with strings of the device, which stay.
+    // SAFETY: the callers pass strings of the device, which are valid until the process ends.
     unsafe { std::ffi::CStr::from_ptr(string) }
         .to_string_lossy()
         .into_owned()
@@ -718,20 +723,4 @@ fn text(string: *const c_char) -> String {
 
 fn stats_path() -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("plugin-stats.json")
-}
-
-/// A file in the cache of `cargo xtask`.
-fn cached(path: &str) -> PathBuf {
-    let folder = |variable| env::var_os(variable).map(PathBuf::from);
-    let cache = folder("VGPU_CACHE")
-        .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("ggml-vgpu")))
-        .or_else(|| Some(folder("HOME")?.join(".cache/ggml-vgpu")))
-        .expect("VGPU_CACHE, XDG_CACHE_HOME or HOME is set");
-    let path = cache.join(path);
-    assert!(
-        path.exists(),
-        "{} is missing; `cargo xtask test` makes it",
-        path.display()
-    );
-    path
 }

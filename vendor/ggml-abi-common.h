@@ -183,14 +183,22 @@ struct ggml_backend_buffer_i {
     // optional; called for each tensor that ggml has placed
     enum ggml_status (*init_tensor)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor);
     // data access; `offset` counts from the start of the tensor, `data` is the program's memory
-    void (*memset_tensor)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, uint8_t value, size_t offset, size_t size);
-    void (*set_tensor)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size);
-    void (*get_tensor)(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
+    void (*memset_tensor)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, uint8_t value,
+        size_t offset, size_t size);
+    void (*set_tensor)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data,
+        size_t offset, size_t size);
+    void (*get_tensor)(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data,
+        size_t offset, size_t size);
     // optional; n_copies pieces of `size` bytes, at multiples of a stride on each side
-    void (*set_tensor_2d)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data);
-    void (*get_tensor_2d)(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data);
+    void (*set_tensor_2d)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor,
+        const void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor,
+        size_t stride_data);
+    void (*get_tensor_2d)(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor,
+        void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor,
+        size_t stride_data);
     // optional; copies into this buffer from any other; false leaves the copy to ggml
-    bool (*cpy_tensor)(ggml_backend_buffer_t buffer, const struct ggml_tensor * src, struct ggml_tensor * dst);
+    bool (*cpy_tensor)(ggml_backend_buffer_t buffer, const struct ggml_tensor * src,
+        struct ggml_tensor * dst);
     // fills the whole buffer
     void (*clear)(ggml_backend_buffer_t buffer, uint8_t value);
     // optional; removes what init_tensor has attached
@@ -213,7 +221,8 @@ struct ggml_backend_buffer {
 // Given to graph_optimize.
 struct ggml_backend_graph_optimize_params {
     // the memory of `tensor` is not reused before the node `until` has run
-    void (*add_alloc_dep)(void * user_data, struct ggml_tensor * tensor, struct ggml_tensor * until);
+    void (*add_alloc_dep)(void * user_data, struct ggml_tensor * tensor,
+        struct ggml_tensor * until);
     void * user_data;
 };
 
@@ -223,21 +232,30 @@ struct ggml_backend_i {
     // frees the backend, the structure included
     void (*free)(ggml_backend_t backend);
 
-    // optional; copies in order with the backend's other work. The caller keeps `data` valid until it
-    // synchronises
-    void (*set_tensor_async)(ggml_backend_t backend, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size);
-    void (*get_tensor_async)(ggml_backend_t backend, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
-    void (*set_tensor_2d_async)(ggml_backend_t backend, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data);
-    void (*get_tensor_2d_async)(ggml_backend_t backend, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data);
-    bool (*cpy_tensor_async)(ggml_backend_t backend_src, ggml_backend_t backend_dst, const struct ggml_tensor * src, struct ggml_tensor * dst);
+    // optional; copies in order with the backend's other work. The caller keeps `data` valid until
+    // it synchronises
+    void (*set_tensor_async)(ggml_backend_t backend, struct ggml_tensor * tensor, const void * data,
+        size_t offset, size_t size);
+    void (*get_tensor_async)(ggml_backend_t backend, const struct ggml_tensor * tensor, void * data,
+        size_t offset, size_t size);
+    void (*set_tensor_2d_async)(ggml_backend_t backend, struct ggml_tensor * tensor,
+        const void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor,
+        size_t stride_data);
+    void (*get_tensor_2d_async)(ggml_backend_t backend, const struct ggml_tensor * tensor,
+        void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor,
+        size_t stride_data);
+    bool (*cpy_tensor_async)(ggml_backend_t backend_src, ggml_backend_t backend_dst,
+        const struct ggml_tensor * src, struct ggml_tensor * dst);
 
     // optional for a backend without asynchronous calls; returns when all work so far is done
     void (*synchronize)(ggml_backend_t backend);
 
     // optional; compile a graph once and compute it many times
-    ggml_backend_graph_plan_t (*graph_plan_create)(ggml_backend_t backend, const struct ggml_cgraph * cgraph);
+    ggml_backend_graph_plan_t (*graph_plan_create)(ggml_backend_t backend,
+        const struct ggml_cgraph * cgraph);
     void (*graph_plan_free)(ggml_backend_t backend, ggml_backend_graph_plan_t plan);
-    void (*graph_plan_update)(ggml_backend_t backend, ggml_backend_graph_plan_t plan, const struct ggml_cgraph * cgraph);
+    void (*graph_plan_update)(ggml_backend_t backend, ggml_backend_graph_plan_t plan,
+        const struct ggml_cgraph * cgraph);
     enum ggml_status (*graph_plan_compute)(ggml_backend_t backend, ggml_backend_graph_plan_t plan);
 
     // computes a graph; may return before it is done if synchronize is provided
@@ -249,11 +267,12 @@ struct ggml_backend_i {
 
     // optional; may reorder the nodes of a graph before ggml allocates it.
     //
-    // `params` was added without a new API version: 0.21 passes two arguments, 0.24 and later three.
-    // One declaration serves both. In C's calling conventions the caller owns the arguments, and the
-    // first ones are in registers, so that an older ggml leaves the third undefined. A plugin must
-    // not read `params` unless it knows that its ggml passes it.
-    void (*graph_optimize)(ggml_backend_t backend, struct ggml_cgraph * cgraph, struct ggml_backend_graph_optimize_params * params);
+    // `params` was added without a new API version: 0.21 passes two arguments, 0.24 and later
+    // three. One declaration serves both. In C's calling conventions the caller owns the arguments,
+    // and the first ones are in registers, so that an older ggml leaves the third undefined. A
+    // plugin must not read `params` unless it knows that its ggml passes it.
+    void (*graph_optimize)(ggml_backend_t backend, struct ggml_cgraph * cgraph,
+        struct ggml_backend_graph_optimize_params * params);
 };
 
 // Identity of a backend implementation: 16 bytes chosen once.
@@ -316,7 +335,8 @@ struct ggml_backend_device_i {
     // optional; memory that program and device can both access
     ggml_backend_buffer_type_t (*get_host_buffer_type)(ggml_backend_dev_t dev);
     // optional; makes a buffer of the program's memory
-    ggml_backend_buffer_t (*buffer_from_host_ptr)(ggml_backend_dev_t dev, void * ptr, size_t size, size_t max_tensor_size);
+    ggml_backend_buffer_t (*buffer_from_host_ptr)(ggml_backend_dev_t dev, void * ptr, size_t size,
+        size_t max_tensor_size);
     // whether the device can compute this node
     bool (*supports_op)(ggml_backend_dev_t dev, const struct ggml_tensor * op);
     // whether the device can use tensors in this kind of memory
@@ -372,7 +392,8 @@ typedef const char * ggml_unary_op_name_fn(int op);
 typedef const char * ggml_glu_op_name_fn(int op);
 typedef const char * ggml_type_name_fn(int type);
 typedef void ggml_log_internal_fn(enum ggml_log_level level, const char * format, ...);
-typedef ggml_backend_buffer_t ggml_backend_buffer_init_fn(ggml_backend_buffer_type_t buft, struct ggml_backend_buffer_i iface, void * context, size_t size);
+typedef ggml_backend_buffer_t ggml_backend_buffer_init_fn(ggml_backend_buffer_type_t buft,
+    struct ggml_backend_buffer_i iface, void * context, size_t size);
 
 #ifdef __cplusplus
 }

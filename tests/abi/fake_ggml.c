@@ -1,7 +1,7 @@
 // The symbols that the plugin looks for when it searches for ggml.
 //
-// -DVERSION="..." is the answer of ggml_version. -DAPI_3 adds the symbol that is new in API version 3.
-// -DINCOMPLETE leaves out a function.
+// -DVERSION="..." is the answer of ggml_version. -DAPI_3 adds the symbol that is new in API version
+// 3. -DINCOMPLETE leaves out a function.
 
 #include <stdarg.h>
 #include <stdio.h>

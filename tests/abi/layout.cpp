@@ -1,7 +1,7 @@
 // Prints the layout of the declarations that items.inc lists, one line for each.
 //
-// Compiled twice: with the plugin's headers (-DOURS="file") and with those of a real ggml. In C++, which
-// can print the type of a field, including the parameters of a callback.
+// Compiled twice: with the plugin's headers (-DOURS="file") and with those of a real ggml. In C++,
+// which can print the type of a field, including the parameters of a callback.
 
 #ifdef OURS
 #    include OURS
@@ -30,8 +30,13 @@ template <class T> static void print(const char * what, size_t offset) {
     std::printf("%s at %zu, %zu bytes: %s\n", what, offset, sizeof(T), type_name(typeid(T)));
 }
 
-#define STRUCT(s) std::printf("struct " #s ": %zu bytes, aligned to %zu\n", sizeof(struct s), alignof(struct s));
-#define FIELD(s, f) { using owner = struct s; print<decltype(owner::f)>(#s "." #f, offsetof(owner, f)); }
+#define STRUCT(s) \
+    std::printf("struct " #s ": %zu bytes, aligned to %zu\n", sizeof(struct s), alignof(struct s));
+#define FIELD(s, f) \
+    { \
+        using owner = struct s; \
+        print<decltype(owner::f)>(#s "." #f, offsetof(owner, f)); \
+    }
 #define VALUE(v) std::printf(#v " = %lld\n", static_cast<long long>(v));
 #define FUNCTION(n) std::printf(#n ": %s\n", type_name(typeid(FUNCTION_TYPE(n))));
 

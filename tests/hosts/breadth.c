@@ -1,12 +1,12 @@
-// A ggml of any release, however it got into the process, computes on the plugin's device.
+// Computes on the plugin's device with a ggml of any release, loaded in any way.
 //
 // breadth SCOPE GGML PLUGIN
 //
-// SCOPE says where GGML's symbols are: `global` or `local` as dlopen means it, or `self` when this program
-// carries a ggml of its own (GGML is then not used). Prints "RELEASE DEVICE ok". Exit status 3: the plugin
-// says that it is not for this ggml, or reaches no executor.
+// SCOPE says where the symbols of GGML are: `global` or `local`, as in dlopen, or `self` if this
+// program contains a ggml (the argument GGML is then not used). Prints "RELEASE api VERSION DEVICE
+// ok". Exit status 3: the plugin does not support this ggml, or reaches no executor.
 //
-// Nothing of ggml's headers is used, so that one program serves all releases.
+// No header of ggml is used, so that one program works with all releases.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -61,9 +61,10 @@ int main(int argc, char ** argv) {
         return 1;
     }
     int (*score)(void) = (int (*)(void)) need(plugin, "ggml_backend_score");
-    struct registry * (*init)(void) = (struct registry * (*)(void)) need(plugin, "ggml_backend_init");
+    struct registry * (*init)(void) =
+        (struct registry * (*)(void)) need(plugin, "ggml_backend_init");
     if (score() == 0) {
-        // A host that asks all the same gets nothing, and lives.
+        // A program that asks for the registry all the same gets null, and goes on.
         return init() ? 1 : 3;
     }
     struct registry * registry = init();
@@ -71,7 +72,7 @@ int main(int argc, char ** argv) {
         return 1;
     }
     void * device = registry->device(registry, 0);
-    void * stream = GGML(void *, "ggml_backend_dev_init", void *, const char *)(device, NULL);
+    void * backend = GGML(void *, "ggml_backend_dev_init", void *, const char *)(device, NULL);
 
     struct init_params params = { 1 << 20, NULL, true };
     void * context = GGML(void *, "ggml_init", struct init_params)(params);
@@ -84,9 +85,10 @@ int main(int argc, char ** argv) {
     void * sum = GGML(void *, "ggml_add", void *, void *, void *)(context, product, c);
     void * graph = GGML(void *, "ggml_new_graph", void *)(context);
     GGML(void, "ggml_build_forward_expand", void *, void *)(graph, sum);
-    void * buffer = GGML(void *, "ggml_backend_alloc_ctx_tensors", void *, void *)(context, stream);
-    if (!stream || !buffer) {
-        fprintf(stderr, "no stream or no memory\n");
+    void * buffer =
+        GGML(void *, "ggml_backend_alloc_ctx_tensors", void *, void *)(context, backend);
+    if (!backend || !buffer) {
+        fprintf(stderr, "no backend or no memory\n");
         return 1;
     }
 
@@ -95,7 +97,7 @@ int main(int argc, char ** argv) {
     void (*get)(const void *, void *, size_t, size_t) =
         GGML(void, "ggml_backend_tensor_get", const void *, void *, size_t, size_t);
     int (*compute)(void *, void *) = GGML(int, "ggml_backend_graph_compute", void *, void *);
-    // Several times: the graph is sent once and named afterwards.
+    // Several rounds: the graph is sent in the first one.
     for (int round = 1; round <= 3; round++) {
         float x[N][K], y[M][K], z[N], result[M][N];
         for (int i = 0; i < N * K; i++) { (&x[0][0])[i] = (float) (i % 5 - 2); }
@@ -104,7 +106,7 @@ int main(int argc, char ** argv) {
         set(a, x, 0, sizeof x);
         set(b, y, 0, sizeof y);
         set(c, z, 0, sizeof z);
-        int status = compute(stream, graph);
+        int status = compute(backend, graph);
         get(sum, result, 0, sizeof result);
         for (int m = 0; m < M; m++) {
             for (int n = 0; n < N; n++) {
@@ -119,9 +121,10 @@ int main(int argc, char ** argv) {
         }
     }
     const char * name = GGML(const char *, "ggml_backend_dev_name", void *)(device);
-    printf("%s api %d %s ok\n", GGML(const char *, "ggml_version", void)(), registry->api_version, name);
+    const char * version = GGML(const char *, "ggml_version", void)();
+    printf("%s api %d %s ok\n", version, registry->api_version, name);
     GGML(void, "ggml_backend_buffer_free", void *)(buffer);
-    GGML(void, "ggml_backend_free", void *)(stream);
+    GGML(void, "ggml_backend_free", void *)(backend);
     GGML(void, "ggml_free", void *)(context);
     return 0;
 }

@@ -1,8 +1,8 @@
-// A small host on libllama: greedy tokens of one prompt, as a line of numbers.
+// A small program on libllama: prints the greedy tokens of one prompt as a line of numbers.
 //
 // complete BACKENDS MODEL GPU_LAYERS TOKENS PROMPT
 //
-// BACKENDS is the folder of ggml's own backends; others come in through GGML_BACKEND_PATH.
+// BACKENDS is the folder of ggml's own backends. GGML_BACKEND_PATH names another one.
 
 #include "ggml-backend.h"
 #include "llama.h"

@@ -1,5 +1,6 @@
-// What the node scripts share: node-llama-cpp, loaded from where xtask installed it, and greedy
-// generation. The plugin comes in by itself, through GGML_BACKEND_PATH in the environment.
+// What the node scripts share: node-llama-cpp, loaded from the folder in which xtask has installed
+// it, and greedy generation. ggml loads the plugin that the environment variable GGML_BACKEND_PATH
+// names.
 
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -7,7 +8,7 @@ import { pathToFileURL } from "node:url";
 const installed = join(process.env.NODE_LLAMA_CPP, "node_modules/node-llama-cpp/dist/index.js");
 const { getLlama } = await import(pathToFileURL(installed).href);
 
-/** The library, without a GPU of its own: every device it has was registered by a ggml backend. */
+/** The library without GPU support of its own: all devices come from ggml backends. */
 export async function openLlama(threads) {
     return await getLlama({
         gpu: false,
@@ -22,7 +23,7 @@ export async function openLlama(threads) {
 export async function openModel(llama, {model: modelPath, gpuLayers, contextSize, threads}) {
     const model = await llama.loadModel({
         modelPath, gpuLayers,
-        // Its memory estimates know nothing of a device they did not probe.
+        // The memory estimates of node-llama-cpp do not know the device.
         ignoreMemorySafetyChecks: true
     });
     const context = await model.createContext({
@@ -33,7 +34,7 @@ export async function openModel(llama, {model: modelPath, gpuLayers, contextSize
     return {model, context, sequence: context.getSequence()};
 }
 
-/** Greedy tokens and the seconds each took; the first includes the prompt. */
+/** Greedy tokens, and the seconds that each took. The first includes the prompt. */
 export async function generate({model, sequence}, prompt, count) {
     await sequence.clearHistory();
     const tokens = [], seconds = [];
@@ -50,8 +51,8 @@ export async function generate({model, sequence}, prompt, count) {
 }
 
 /**
- * The same tokens once more, with the `top` largest log-probabilities at each place. Differences of
- * log-probabilities within one place are differences of logits.
+ * The same tokens once more, with the `top` largest log-probabilities of each step. Differences of
+ * log-probabilities within one step are differences of logits.
  */
 export async function generateWithLogprobs({model, sequence}, prompt, count, top) {
     await sequence.clearHistory();
@@ -68,7 +69,7 @@ export async function generateWithLogprobs({model, sequence}, prompt, count, top
     return steps;
 }
 
-// An end-of-text token of a model with random weights means nothing: go on.
+// The end-of-text token of a model with random weights has no meaning: generation goes on.
 const greedy = {temperature: 0, yieldEogToken: true};
 
 function promptTokens(model, prompt) {

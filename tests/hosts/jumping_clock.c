@@ -1,5 +1,5 @@
-// Preloaded into a program, this makes its wall clock jump by years, back and forth, each time it is looked at. The
-// monotonic clocks are left alone: Linux does not let anybody set them.
+// A library to preload: the wall clock of the program jumps by years, back and forth, with each
+// read. The monotonic clocks are unchanged: on Linux nobody can set them.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -8,10 +8,10 @@
 #include <time.h>
 
 static time_t jump(void) {
-    static atomic_uint looks;
+    static atomic_uint reads;
     static const time_t years[] = {0, 20, -15, 3, -30, 12};
-    const unsigned look = atomic_fetch_add_explicit(&looks, 1, memory_order_relaxed);
-    return years[look % (sizeof(years) / sizeof(years[0]))] * 365 * 24 * 3600;
+    const unsigned read_index = atomic_fetch_add_explicit(&reads, 1, memory_order_relaxed);
+    return years[read_index % (sizeof(years) / sizeof(years[0]))] * 365 * 24 * 3600;
 }
 
 int clock_gettime(clockid_t clock, struct timespec * out) {

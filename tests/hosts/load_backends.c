@@ -1,5 +1,5 @@
-/* Preloaded into programs that use only the backends they were linked with: loads all there are, the one in
- * GGML_BACKEND_PATH included, before the program looks for one by name. */
+/* A library to preload into programs that use only the backends that they were linked with. Loads
+ * all backends, including that of GGML_BACKEND_PATH, before the program looks for one. */
 
 #include "ggml-backend.h"
 

@@ -1,8 +1,11 @@
-// A program that loads a model and generates, again and again, whatever happens to its executor.
+// A program that loads a model and generates, again and again, also after it has lost its executor.
 //
-// patient BACKENDS MODEL LAYERS: loads the backends of a folder (and the one that GGML_BACKEND_PATH names). For each line
-// "run N" on stdin it loads the model, generates N tokens greedily, frees everything, and says on stdout what came of
-// it: "tokens ID ID ..." or "failed WHY". While it goes on it says "token" for each. Ends at the end of stdin.
+// patient BACKENDS MODEL LAYERS
+//
+// Loads the backends in the folder BACKENDS, and the one that GGML_BACKEND_PATH names. For each
+// line "run N" on stdin the program loads the model, generates N tokens greedily, frees everything,
+// and prints "tokens ID ID ..." or "failed REASON". It prints "token" for each token at once. The
+// program ends at the end of stdin.
 
 #include <stdbool.h>
 #include <stdio.h>
@@ -46,7 +49,7 @@ static const char * generate(struct llama_model * model, int count, llama_token 
                 best = word;
             }
         }
-        // What a read answers when its executor is gone. A failure is otherwise seen with the next graph.
+        // The result of a read without an executor. Other failures are reported by the next graph.
         if (logits[best] != logits[best]) {
             failure = "the logits are not numbers";
             break;

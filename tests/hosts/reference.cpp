@@ -1,9 +1,10 @@
-// The operations that ggml's CPU backend cannot compute, in double precision, slow and obvious.
+// A reference for the operations that ggml's CPU backend cannot compute, in double precision.
 //
-// test-backend-ops compares a backend with the first device of the CPU kind. Preloaded into it, this
-// library is that device. It claims just the cases that ggml's own CPU backend denies, so that a run with
-// it and one without it cover every case that has a reference at all. What it does not claim either are
-// floats written to the codebook formats (IQ1, IQ2, IQ3): many results are right there.
+// test-backend-ops compares a backend with the first CPU device. Preloaded into test-backend-ops,
+// this library is that device. It supports only the cases that ggml's CPU backend does not support,
+// so that a run with the library and a run without it cover every case that has a reference.
+// Neither supports floats written to the codebook formats (IQ1, IQ2, IQ3), for which many results
+// are right.
 
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
@@ -19,13 +20,15 @@ namespace {
 // The elements of a tensor as doubles, in order.
 class Values {
   public:
-    explicit Values(const ggml_tensor * t) : ne0(t->ne[0]), ne1(t->ne[1]), ne2(t->ne[2]), ne3(t->ne[3]) {
+    explicit Values(const ggml_tensor * t)
+        : ne0(t->ne[0]), ne1(t->ne[1]), ne2(t->ne[2]), ne3(t->ne[3]) {
         values.resize(ne0 * ne1 * ne2 * ne3);
         std::vector<float> row(ne0);
         for (int64_t i3 = 0; i3 < ne3; i3++) {
             for (int64_t i2 = 0; i2 < ne2; i2++) {
                 for (int64_t i1 = 0; i1 < ne1; i1++) {
-                    read_row(t, (const char *) t->data + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3], row);
+                    const size_t offset = i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
+                    read_row(t, (const char *) t->data + offset, row);
                     for (int64_t i0 = 0; i0 < ne0; i0++) {
                         values[index(i0, i1, i2, i3)] = row[i0];
                     }
@@ -34,12 +37,16 @@ class Values {
         }
     }
 
-    double operator()(int64_t i0, int64_t i1, int64_t i2, int64_t i3) const { return values[index(i0, i1, i2, i3)]; }
+    double operator()(int64_t i0, int64_t i1, int64_t i2, int64_t i3) const {
+        return values[index(i0, i1, i2, i3)];
+    }
 
     const int64_t ne0, ne1, ne2, ne3;
 
   private:
-    size_t index(int64_t i0, int64_t i1, int64_t i2, int64_t i3) const { return ((i3 * ne2 + i2) * ne1 + i1) * ne0 + i0; }
+    size_t index(int64_t i0, int64_t i1, int64_t i2, int64_t i3) const {
+        return ((i3 * ne2 + i2) * ne1 + i1) * ne0 + i0;
+    }
 
     static void read_row(const ggml_tensor * t, const char * from, std::vector<float> & row) {
         if (ggml_is_quantized(t->type)) {
@@ -50,8 +57,12 @@ class Values {
             const char * element = from + i * t->nb[0];
             switch (t->type) {
                 case GGML_TYPE_F32:  row[i] = *(const float *) element; break;
-                case GGML_TYPE_F16:  row[i] = ggml_fp16_to_fp32(*(const ggml_fp16_t *) element); break;
-                case GGML_TYPE_BF16: row[i] = ggml_bf16_to_fp32(*(const ggml_bf16_t *) element); break;
+                case GGML_TYPE_F16:
+                    row[i] = ggml_fp16_to_fp32(*(const ggml_fp16_t *) element);
+                    break;
+                case GGML_TYPE_BF16:
+                    row[i] = ggml_bf16_to_fp32(*(const ggml_bf16_t *) element);
+                    break;
                 case GGML_TYPE_I32:  row[i] = (float) *(const int32_t *) element; break;
                 default: GGML_ABORT("no reference reads %s", ggml_type_name(t->type));
             }
@@ -67,7 +78,8 @@ template <typename F> void write(ggml_tensor * t, F value) {
         for (int64_t i2 = 0; i2 < t->ne[2]; i2++) {
             for (int64_t i1 = 0; i1 < t->ne[1]; i1++) {
                 for (int64_t i0 = 0; i0 < t->ne[0]; i0++) {
-                    char * to = (char *) t->data + i0 * t->nb[0] + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
+                    char * to = (char *) t->data + i0 * t->nb[0] + i1 * t->nb[1] + i2 * t->nb[2]
+                        + i3 * t->nb[3];
                     *(float *) to = (float) value(i0, i1, i2, i3);
                 }
             }
@@ -75,7 +87,7 @@ template <typename F> void write(ggml_tensor * t, F value) {
     }
 }
 
-// dst[m, n] = sum over k of a[k, m] * b[k, n], for each matrix of b; those of a repeat.
+// dst[m, n] = sum over k of a[k, m] * b[k, n], for each matrix of b. The matrices of a repeat.
 void mul_mat(ggml_tensor * dst) {
     const Values a(dst->src[0]), b(dst->src[1]);
     write(dst, [&](int64_t m, int64_t n, int64_t i2, int64_t i3) {
@@ -87,7 +99,7 @@ void mul_mat(ggml_tensor * dst) {
     });
 }
 
-// dst[m, n] = sum over k of a[m, k] * b[n, k], for each matrix of b; those of a repeat.
+// dst[m, n] = sum over k of a[m, k] * b[n, k], for each matrix of b. The matrices of a repeat.
 void out_prod(ggml_tensor * dst) {
     const Values a(dst->src[0]), b(dst->src[1]);
     write(dst, [&](int64_t m, int64_t n, int64_t i2, int64_t i3) {
@@ -99,8 +111,8 @@ void out_prod(ggml_tensor * dst) {
     });
 }
 
-// dst[x, y, oc, n] = sum over the kernel [kw, kh, channels, oc] laid on the padded image. Each element of the
-// kernel is laid on the whole image at once: some images are large.
+// dst[x, y, oc, n] = sum over the kernel [kw, kh, channels, oc] applied to the padded image. The
+// outer loop is over the kernel, because some images are large.
 void conv_2d(ggml_tensor * dst) {
     const Values kernel(dst->src[0]), image(dst->src[1]);
     int32_t p[6]; // strides, paddings, dilations
@@ -111,7 +123,8 @@ void conv_2d(ggml_tensor * dst) {
         for (int64_t oc = 0; oc < dst->ne[2]; oc++) {
             std::fill(sums.begin(), sums.end(), 0.0);
             for (int64_t i = 0; i < kernel.ne0 * kernel.ne1 * kernel.ne2; i++) {
-                const int64_t kx = i % kernel.ne0, ky = i / kernel.ne0 % kernel.ne1, c = i / (kernel.ne0 * kernel.ne1);
+                const int64_t kx = i % kernel.ne0, ky = i / kernel.ne0 % kernel.ne1,
+                    c = i / (kernel.ne0 * kernel.ne1);
                 const double  k = kernel(kx, ky, c, oc);
                 for (int64_t oy = 0; oy < height; oy++) {
                     const int64_t y = oy * p[1] - p[3] + ky * p[5];
@@ -127,7 +140,8 @@ void conv_2d(ggml_tensor * dst) {
                 }
             }
             for (int64_t i = 0; i < width * height; i++) {
-                char * to = (char *) dst->data + i % width * dst->nb[0] + i / width * dst->nb[1] + oc * dst->nb[2] + n * dst->nb[3];
+                char * to = (char *) dst->data + i % width * dst->nb[0] + i / width * dst->nb[1]
+                    + oc * dst->nb[2] + n * dst->nb[3];
                 *(float *) to = (float) sums[i];
             }
         }
@@ -148,8 +162,8 @@ void get_rows_back(ggml_tensor * dst) {
     });
 }
 
-// The gradient of y = softmax(scale * x + bias): scale * y * (dy - sum of y * dy). ALiBi is a bias, and does
-// not depend on x.
+// The gradient of y = softmax(scale * x + bias): scale * y * (dy - sum of y * dy). ALiBi is a bias
+// and does not depend on x.
 void soft_max_back(ggml_tensor * dst) {
     const Values dy(dst->src[0]), y(dst->src[1]);
     float scale;
@@ -171,7 +185,8 @@ void copy(ggml_tensor * dst) {
     const auto place = [](const ggml_tensor * t, int64_t i) {
         const int64_t row = t->ne[0] / ggml_blck_size(t->type);
         return (char *) t->data + i % row * t->nb[0] + i / row % t->ne[1] * t->nb[1] +
-               i / (row * t->ne[1]) % t->ne[2] * t->nb[2] + i / (row * t->ne[1] * t->ne[2]) * t->nb[3];
+               i / (row * t->ne[1]) % t->ne[2] * t->nb[2] +
+               i / (row * t->ne[1] * t->ne[2]) * t->nb[3];
     };
     for (int64_t i = 0; i < blocks; i++) {
         memcpy(place(dst, i), place(src, i), size);
@@ -180,7 +195,7 @@ void copy(ggml_tensor * dst) {
 
 using Operation = void (*)(ggml_tensor * dst);
 
-// What computes this tensor; null if nothing here does.
+// The function that computes the tensor; null if there is none.
 Operation operation(const ggml_tensor * t) {
     switch (t->op) {
         case GGML_OP_MUL_MAT:       return mul_mat;
@@ -195,11 +210,11 @@ Operation operation(const ggml_tensor * t) {
 }
 
 bool computes_nothing(const ggml_tensor * t) {
-    return t->op == GGML_OP_NONE || t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE ||
-           t->op == GGML_OP_TRANSPOSE;
+    return t->op == GGML_OP_NONE || t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE ||
+           t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
 }
 
-// The backend: a device of the CPU kind with memory of the host.
+// The backend: a CPU device with memory of this process.
 
 const char * name() { return "REFERENCE"; }
 
@@ -220,7 +235,7 @@ ggml_status compute(ggml_backend_t, ggml_cgraph * graph) {
 
 bool supports(ggml_backend_dev_t, const ggml_tensor * t) {
     static ggml_backend_dev_t cpu = ggml_backend_dev_by_name("CPU");
-    if (computes_nothing(t) || t->op == GGML_OP_CONT) { // CONT brings operands of others into order
+    if (computes_nothing(t) || t->op == GGML_OP_CONT) { // CONT prepares operands of other nodes
         return true;
     }
     return operation(t) != nullptr && !ggml_backend_dev_supports_op(cpu, t);
@@ -229,7 +244,8 @@ bool supports(ggml_backend_dev_t, const ggml_tensor * t) {
 ggml_backend_reg_t registry();
 
 ggml_backend_t new_backend(ggml_backend_dev_t dev, const char *) {
-    static ggml_guid guid = { 'v', 'g', 'p', 'u', '-', 'r', 'e', 'f', 'e', 'r', 'e', 'n', 'c', 'e', 0, 1 };
+    static ggml_guid guid = { 'v', 'g', 'p', 'u', '-', 'r', 'e', 'f',
+                              'e', 'r', 'e', 'n', 'c', 'e', 0,   1 };
     ggml_backend_i   iface{};
     iface.get_name      = [](ggml_backend_t) { return name(); };
     iface.free          = [](ggml_backend_t backend) { delete backend; };
@@ -242,7 +258,9 @@ ggml_backend_dev_t device() {
         ggml_backend_device_i iface{};
         iface.get_name        = [](ggml_backend_dev_t) { return name(); };
         iface.get_description = [](ggml_backend_dev_t) { return "double precision"; };
-        iface.get_memory      = [](ggml_backend_dev_t, size_t * free, size_t * total) { *free = *total = 0; };
+        iface.get_memory      = [](ggml_backend_dev_t, size_t * free, size_t * total) {
+            *free = *total = 0;
+        };
         iface.get_type        = [](ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_CPU; };
         iface.get_props       = [](ggml_backend_dev_t, ggml_backend_dev_props * props) {
             *props             = {};
@@ -253,7 +271,9 @@ ggml_backend_dev_t device() {
         iface.init_backend    = new_backend;
         iface.get_buffer_type = [](ggml_backend_dev_t) { return ggml_backend_cpu_buffer_type(); };
         iface.supports_op     = supports;
-        iface.supports_buft   = [](ggml_backend_dev_t, ggml_backend_buffer_type_t type) { return ggml_backend_buft_is_host(type); };
+        iface.supports_buft   = [](ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
+            return ggml_backend_buft_is_host(type);
+        };
         return ggml_backend_device{ iface, registry(), nullptr };
     }();
     return &device;
@@ -270,7 +290,7 @@ ggml_backend_reg_t registry() {
     return &reg;
 }
 
-// Before the program loads any backend: the first one is what it compares with.
+// Runs before the program loads a backend, because the program compares with the first one.
 __attribute__((constructor)) void be_the_first() {
     ggml_backend_register(registry());
 }

@@ -1,10 +1,12 @@
-// A host that outlives its executor: generates, is interrupted, loads the model again.
+// A program that goes on after it has lost its executor: generates, fails, loads the model again.
 //
-// node reload.mjs '{"model", "prompt", "tokens", "gpuLayers", "contextSize", "threads"}'
+// node reload.mjs TASK
 //
-// Says on stdout, one JSON object per line: {"event": "generated", "tokens", "devices"}, then
-// {"event": "generating"} while it goes on without end, {"event": "failed", "error"} when that broke,
-// and, after a line on stdin, "generated" for the same text from a newly loaded model.
+// TASK is a JSON object: {"model", "prompt", "tokens", "gpuLayers", "contextSize", "threads"}.
+// Prints one JSON object per line: {"event": "generated", "tokens", "devices"}; then {"event":
+// "generating"} during a generation without end; then {"event": "failed", "error"} when that
+// generation fails; and, after a line on stdin, "generated" for the same text from a newly loaded
+// model.
 
 import { createInterface } from "node:readline/promises";
 import { generate, openLlama, openModel } from "./host.mjs";
@@ -29,7 +31,7 @@ try {
     say("failed", {error: String(error)});
 }
 
-// What is left of the first load is freed as after any error, while nobody answers.
+// What the first load has left is freed as after any error, without an executor.
 await first.context.dispose();
 await first.model.dispose();
 

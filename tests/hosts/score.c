@@ -1,7 +1,9 @@
-// Loads the plugin the way ggml does and says what it answers.
+// Loads the plugin as ggml does and prints its answers.
 //
-// score LIBGGML_BASE PLUGIN: prints the score, then whether there is a registry ("yes" or "no"). ggml asks
-// for the registry only after a score above 0; a plugin that is asked all the same must not crash.
+// score LIBGGML_BASE PLUGIN
+//
+// Prints the score, and whether there is a registry ("yes" or "no"). ggml asks for the registry
+// only after a score above 0. A plugin that is asked all the same must not crash.
 
 #include <dlfcn.h>
 #include <stdio.h>
@@ -20,7 +22,7 @@ int main(int argc, char ** argv) {
         return 2;
     }
     for (int i = 1; i < argc; i++) {
-        // As in a program that loads ggml itself as a plugin: in nobody's global scope.
+        // In a private scope, as in a program that loads ggml itself as a plugin.
         if (!dlopen(argv[i], RTLD_NOW | RTLD_LOCAL)) {
             fprintf(stderr, "%s\n", dlerror());
             return 1;
