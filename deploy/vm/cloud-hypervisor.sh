@@ -1,5 +1,5 @@
 #!/bin/sh
-# A virtual machine on Cloud Hypervisor, whose vsock ends in unix sockets.
+# A virtual machine on Cloud Hypervisor, which connects vsock to Unix sockets.
 #   vgpu serve --listen vsock:/run/vgpu/vm1.vsock:4780
 exec cloud-hypervisor \
     --kernel vmlinux --cmdline 'console=hvc0 root=/dev/vda1 rw' \

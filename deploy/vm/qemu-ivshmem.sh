@@ -1,5 +1,5 @@
 #!/bin/sh
-# A virtual machine with a vGPU, on any QEMU. The executor has to run before:
+# A virtual machine with a vGPU, on any QEMU. Start the executor first:
 #   vgpu serve --vm vm1,socket=/run/vgpu/vm1.sock
 exec qemu-system-x86_64 \
     -machine q35 -accel kvm -cpu host -smp 4 -m 4G \

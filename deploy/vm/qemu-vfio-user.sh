@@ -1,5 +1,6 @@
 #!/bin/sh
-# A virtual machine with our own PCI function (10de:2331), on QEMU 10.1 or newer. The executor has to run before:
+# A virtual machine with the PCI function 10de:2331, on QEMU 10.1 or newer. Start the executor
+# first:
 #   vgpu serve --device vfio-user --vm vm1,socket=/run/vgpu/vm1.sock
 exec qemu-system-x86_64 \
     -object memory-backend-memfd,id=mem,size=4G,share=on \
