@@ -217,22 +217,22 @@ fn render(findings: &Findings, published: &Path) -> Result<String> {
 
     let mut text = format!(
         "# Operators\n\n\
-         What `test-backend-ops` of ggml {release} lists, and what VGPU0 makes of it on the CPU engine. \
-         Written by `cargo xtask ops-table` from runs over a Unix socket; `cargo xtask test` fails if it is \
-         not what it finds.\n\n\
-         - **cases**: listed by `test-backend-ops support`. Three of MUL_MAT_ID whose weights take minutes to \
-         quantise are left out; `cargo xtask test --full` runs them.\n\
-         - **VGPU0**: supported, in percent of these.\n\
-         - **CPU**: cases whose result agrees with that of ggml's CPU backend.\n\
-         - **f64**: cases that ggml's CPU backend cannot compute and whose result agrees with our reference in \
-         double precision (`tests/hosts/reference.cpp`).\n\
-         - Behind them, in percent: what ggml {release} publishes about other backends (`docs/ops/*.csv` in \
-         llama.cpp; their lists are of different ages). The {shown} that run most are shown.\n\n\
-         What has no result to compare with are floats written to the codebook formats (IQ1, IQ2, IQ3): many \
-         are right. Our quantisers are proven by their error, against a search through every codebook entry \
-         and against ggml's quantising tool.\n\n\
-         Not supported by design: `MAP_CUSTOM1` to `MAP_CUSTOM3` and `CUSTOM`, which call functions of the guest \
-         program by their address.\n\n",
+         The operators in `test-backend-ops` of ggml {release}, and their support by VGPU0 on the CPU engine.\n\
+         `cargo xtask ops-table` generates this page from runs over a Unix socket. `cargo xtask test` fails\n\
+         if the page differs from its results.\n\n\
+         - **cases**: listed by `test-backend-ops support`. Three cases of MUL_MAT_ID whose weights take\n\
+         \x20\x20minutes to quantise are left out; `cargo xtask test --full` runs them.\n\
+         - **VGPU0**: percentage of these cases that is supported.\n\
+         - **CPU**: cases whose result agrees with ggml's CPU backend.\n\
+         - **f64**: cases that ggml's CPU backend cannot compute, and whose result agrees with our reference\n\
+         \x20\x20in double precision (`tests/hosts/reference.cpp`).\n\
+         - The other columns: percentages that ggml {release} publishes about other backends (`docs/ops/*.csv`\n\
+         \x20\x20in llama.cpp; the lists differ in age). The {shown} backends with the most cases are shown.\n\n\
+         Several results are correct for floats written to the codebook formats (IQ1, IQ2, IQ3), so these\n\
+         have no reference. Tests compare the error of our quantisers with a search through every codebook\n\
+         entry, and with ggml's quantising tool.\n\n\
+         Not supported by design: `MAP_CUSTOM1` to `MAP_CUSTOM3` and `CUSTOM`, which call functions of the\n\
+         guest program by their address.\n\n",
         release = findings.release,
         shown = others.len(),
     );
@@ -273,7 +273,8 @@ fn render(findings: &Findings, published: &Path) -> Result<String> {
 
     text.push_str(
         "\n## Fused operators\n\n\
-         Several operators that a backend may compute as one: run by `test-backend-ops test`, listed nowhere.\n\n\
+         Operators that a backend may compute as one. `test-backend-ops test` runs them, and\n\
+         `test-backend-ops support` does not list them.\n\n\
          | ops | cases | CPU |\n|---|--:|--:|\n",
     );
     for (op, counts) in cpu.iter().filter(|(op, _)| !ops.contains_key(*op)) {
