@@ -176,6 +176,41 @@ fn the_functions_that_the_architecture_names_exist() {
 }
 
 #[test]
+fn the_files_that_the_documentation_names_exist() {
+    const FOLDERS: [&str; 10] = [
+        "benches/",
+        "deploy/",
+        "docs/",
+        "ggml-backend-vgpu/",
+        "host-executor/",
+        "host-kernels/",
+        "tests/",
+        "transport/",
+        "vendor/",
+        "xtask/",
+    ];
+    let (mut named, mut missing) = (0, Vec::new());
+    for (file, text) in files(&["md"]) {
+        // The changelog names what was, too; ggml's own files have such paths as well.
+        if file == Path::new("CHANGELOG.md") || file == Path::new("docs/OPS.md") {
+            continue;
+        }
+        for span in spans(&text) {
+            let path = span.split(": ").next().unwrap_or_default();
+            let is_path = FOLDERS.iter().any(|folder| path.starts_with(folder));
+            if is_path && !path.contains(['*', ' ']) {
+                named += 1;
+                if !workspace::root().join(path).exists() {
+                    missing.push(format!("{}: {path}", file.display()));
+                }
+            }
+        }
+    }
+    assert!(named > 30, "only {named} files are named");
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
+}
+
+#[test]
 fn the_tests_that_the_guarantees_name_exist() {
     let text = page("docs/guarantees.md");
     let named = named_functions(&text);
@@ -313,6 +348,13 @@ fn prose_keeps_to_its_columns() {
             if is_prose && line.chars().count() > MAX_COLUMNS {
                 long.push(format!("{}:{number}", file.display()));
             }
+            // The other tests look for code spans line by line.
+            let is_whole = line.matches('`').count() % 2 == 0;
+            assert!(
+                is_whole,
+                "{}:{number}: a code span goes on in the next line",
+                file.display()
+            );
         }
     }
     assert!(

@@ -99,24 +99,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tests_that_the_table_of_guarantees_names_exist() {
-        let table = std::fs::read_to_string(workspace::root().join("docs/guarantees.md")).unwrap();
-        let named: Vec<_> = table
-            .split('`')
-            .filter_map(|code| code.split_once(".rs: "))
-            .collect();
-        assert!(named.len() > 25, "{} tests are named", named.len());
-        for (file, name) in named {
-            let text = std::fs::read_to_string(workspace::root().join(format!("{file}.rs")));
-            let text = text.unwrap_or_else(|error| panic!("{file}.rs: {error}"));
-            assert!(
-                text.contains(&format!("fn {name}(")),
-                "{file}.rs has no {name}"
-            );
-        }
-    }
-
-    #[test]
     fn outcomes_are_counted() {
         let mut counted = Counted::default();
         for line in [
