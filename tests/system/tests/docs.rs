@@ -340,6 +340,66 @@ fn every_flag_of_serve_is_documented() {
 }
 
 #[test]
+fn the_commands_of_xtask_that_the_documentation_names_exist() {
+    let commands = |file: &str| {
+        let text = page(file);
+        let start = text.find("enum Arguments {").expect("the commands");
+        let variants = text[start..]
+            .lines()
+            .skip(1)
+            .take_while(|line| *line != "}");
+        let names = variants.filter_map(|line| {
+            let name = line.trim().split(['(', ',']).next()?;
+            let is_variant = name.starts_with(|c: char| c.is_ascii_uppercase());
+            is_variant.then(|| kebab(name))
+        });
+        names.collect::<BTreeSet<_>>()
+    };
+    let (known, benches) = (
+        commands("xtask/src/main.rs"),
+        commands("benches/src/main.rs"),
+    );
+    assert!(
+        known.len() > 8 && benches.len() > 3,
+        "{known:?}, {benches:?}"
+    );
+    let mut named = 0;
+    for (file, text) in files(&["md"]) {
+        if file == Path::new("CHANGELOG.md") {
+            continue;
+        }
+        for rest in text.split("cargo xtask ").skip(1) {
+            let mut words = rest.split(|c: char| !c.is_ascii_lowercase() && c != '-');
+            let command = words.next().unwrap_or_default();
+            named += 1;
+            assert!(
+                known.contains(command),
+                "{}: cargo xtask {command}",
+                file.display()
+            );
+            let bench = words
+                .next()
+                .filter(|bench| command == "bench" && !bench.is_empty());
+            let is_known = bench.is_none_or(|bench| benches.contains(bench));
+            assert!(is_known, "{}: cargo xtask bench {bench:?}", file.display());
+        }
+    }
+    assert!(named > 30, "only {named} commands are named");
+}
+
+/// `ops-table` for `OpsTable`.
+fn kebab(name: &str) -> String {
+    let mut kebab = String::new();
+    for c in name.chars() {
+        if c.is_ascii_uppercase() && !kebab.is_empty() {
+            kebab.push('-');
+        }
+        kebab.push(c.to_ascii_lowercase());
+    }
+    kebab
+}
+
+#[test]
 fn prose_keeps_to_its_columns() {
     let mut long = Vec::new();
     for (file, text) in files(&["md"]) {
