@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{Entry, GLIBC, VERSION, epoch, lay_out};
+use super::layout::{Entry, GLIBC, VERSION, epoch, lay_out};
 use xtask_common::dist::Dist;
 use xtask_common::process;
 use xtask_common::scratch::Scratch;

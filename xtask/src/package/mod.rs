@@ -1,9 +1,9 @@
 //! `cargo xtask package`: what a server's administrator installs, as Debian packages and as an archive.
 
 mod deb;
+mod layout;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -17,10 +17,7 @@ use xtask_common::progress::{Step, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The oldest C library that the files have to run with: that of RHEL 9 and its relatives. Ubuntu 22.04
-/// (2.35) and Debian 12 (2.36) have newer ones.
-const GLIBC: (u32, u32) = (2, 34);
+use layout::{GLIBC, VERSION, epoch, lay_out};
 
 /// The files that were made.
 #[derive(Debug)]
@@ -30,9 +27,6 @@ struct Packages {
     archive: PathBuf,
     checksums: PathBuf,
 }
-
-/// A file of a package: where it goes, what it is, its permissions.
-type Entry<'a> = (&'a str, &'a Path, u32);
 
 /// Options of the packaging.
 #[derive(Debug, clap::Args)]
@@ -171,24 +165,6 @@ fn pages(docs: &Path) -> Result<Vec<(String, PathBuf)>> {
     Ok(pages)
 }
 
-/// Copies files below `root`.
-fn lay_out(root: &Path, entries: &[Entry<'_>]) -> Result<()> {
-    for (place, file, mode) in entries {
-        let target = root.join(place);
-        let placing = || format!("placing {} as {place}", file.display());
-        let mut folder = target.parent().with_context(placing)?.to_owned();
-        fs::create_dir_all(&folder).with_context(placing)?;
-        while folder.starts_with(root) {
-            fs::set_permissions(&folder, fs::Permissions::from_mode(0o755))
-                .with_context(placing)?;
-            folder.pop();
-        }
-        fs::copy(file, &target).with_context(placing)?;
-        fs::set_permissions(&target, fs::Permissions::from_mode(*mode)).with_context(placing)?;
-    }
-    Ok(())
-}
-
 fn checksums(packages: &Packages, folder: &Path) -> Result<()> {
     let mut sha256sum = Command::new("sha256sum");
     for file in packages.all() {
@@ -196,15 +172,4 @@ fn checksums(packages: &Packages, folder: &Path) -> Result<()> {
     }
     let sums = process::output(sha256sum.current_dir(folder))?;
     fs::write(&packages.checksums, sums).context("writing the checksums")
-}
-
-/// When the sources were last changed, in seconds: what files in a package say of their age.
-fn epoch() -> Result<u64> {
-    let mut git = Command::new("git");
-    git.args(["log", "-1", "--format=%ct"])
-        .current_dir(workspace::root());
-    let text = process::output(&mut git)?;
-    text.trim()
-        .parse()
-        .with_context(|| format!("git says {text:?}"))
 }

@@ -9,9 +9,9 @@ use rustix::process::{Pid, Resource, Rlimit};
 use xtask_common::executor::Executor;
 use xtask_common::progress::Step;
 
-use super::guest::{Guest, Outcome, Program};
+use super::guest::{Guest, HANG, Outcome, Program};
 use super::leaks::{Holdings, expect_no_more};
-use super::setup::{HANG, Row, Setup, TOKENS, exists};
+use super::setup::{Row, Setup, TOKENS, exists};
 
 /// Memory that one guest fits into, and two do not: of the model some 21 MiB come to the host, and its context and graphs have some ten.
 const FOR_ONE: &str = "48M";

@@ -10,9 +10,9 @@ use xtask_common::node_llama::{self, Backend};
 use xtask_common::process::Daemon;
 use xtask_common::progress::Step;
 
-use super::guest::Outcome;
+use super::guest::{HANG, Outcome};
 use super::leaks::{Holdings, expect_no_more};
-use super::setup::{HANG, Row, Setup, TOKENS, exists, moment};
+use super::setup::{Row, Setup, TOKENS, exists, moment};
 
 /// Rounds before holdings are compared: allocators and libraries take some memory for good when they are first used.
 const WARM_UP: usize = 5;

@@ -6,9 +6,9 @@ use serde_json::Value;
 use xtask_common::executor;
 use xtask_common::progress::Step;
 
-use super::guest::{Guest, Outcome};
+use super::guest::{Guest, HANG, Outcome};
 use super::leaks::{Holdings, expect_no_more};
-use super::setup::{HANG, Row, Setup, TOKENS};
+use super::setup::{Row, Setup, TOKENS};
 
 /// Programs that generate at once.
 const MANY: usize = 3;

@@ -17,10 +17,6 @@ use xtask_common::scratch::Scratch;
 /// Tokens of one generation.
 pub(super) const TOKENS: usize = 24;
 
-/// Waits that are longer than this are hangs. Not a measure of speed: the work takes a second or two, on a machine that
-/// does nothing else.
-pub(super) const HANG: Duration = Duration::from_secs(120);
-
 /// How often each fault is injected.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Counts {

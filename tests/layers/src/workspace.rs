@@ -1,0 +1,74 @@
+//! The packages of this workspace, as cargo lists them.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+
+/// A package of the workspace.
+#[derive(Clone, Debug)]
+pub struct Package {
+    /// Its name.
+    pub name: String,
+    /// The root files of its libraries and programs, relative to the workspace.
+    pub roots: Vec<PathBuf>,
+    /// The packages of this workspace that it is built with, tests aside.
+    pub dependencies: Vec<String>,
+}
+
+/// The folder of the workspace.
+pub fn root() -> &'static Path {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.ancestors()
+        .nth(2)
+        .expect("tests/layers lies in the workspace")
+}
+
+/// All packages.
+///
+/// # Errors
+/// If cargo cannot be started, or does not understand the workspace.
+pub fn packages() -> Result<Vec<Package>> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo
+        .args(["metadata", "--no-deps", "--format-version", "1"])
+        .current_dir(root());
+    let output = cargo.output().context("starting cargo metadata")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.success(),
+        "cargo metadata ended with {}\n{said}",
+        output.status
+    );
+    let metadata: Value =
+        serde_json::from_slice(&output.stdout).context("reading cargo's metadata")?;
+    let listed = metadata["packages"]
+        .as_array()
+        .context("cargo lists no packages")?;
+    listed.iter().map(package).collect()
+}
+
+fn package(value: &Value) -> Result<Package> {
+    let name = value["name"].as_str().context("a package without a name")?;
+    let mut roots = Vec::new();
+    for target in value["targets"].as_array().into_iter().flatten() {
+        let kinds = target["kind"].as_array().into_iter().flatten();
+        let is_code = { kinds.filter_map(Value::as_str) }
+            .any(|kind| matches!(kind, "lib" | "rlib" | "cdylib" | "bin"));
+        if let (true, Some(path)) = (is_code, target["src_path"].as_str()) {
+            let path = Path::new(path);
+            roots.push(path.strip_prefix(root()).unwrap_or(path).to_owned());
+        }
+    }
+    let mut dependencies: Vec<String> = { value["dependencies"].as_array().into_iter().flatten() }
+        .filter(|dependency| dependency["source"].is_null() && dependency["kind"] != "dev")
+        .filter_map(|dependency| Some(dependency["name"].as_str()?.to_owned()))
+        .collect();
+    dependencies.sort();
+    Ok(Package {
+        name: name.to_owned(),
+        roots,
+        dependencies,
+    })
+}

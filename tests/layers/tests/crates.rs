@@ -1,0 +1,140 @@
+//! Which crate may depend on which, and how much the plugin brings into somebody else's process.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use vgpu_layers::{packages, root};
+
+/// The packages, lowest first, and the packages of this workspace that each may be built with. Tests may use more.
+const ALLOWED: &[(&str, &[&str])] = &[
+    ("vgpu-transport", &[]),
+    ("vgpu-engine", &["vgpu-transport"]),
+    ("vgpu-cpu", &["vgpu-engine", "vgpu-transport"]),
+    ("vgpu-cuda-shim", &[]),
+    // What a GPU does not compute, its engine computes on the CPU.
+    ("vgpu-cuda", &["vgpu-cpu", "vgpu-engine", "vgpu-transport"]),
+    (
+        "vgpu-check",
+        &["vgpu-cpu", "vgpu-cuda", "vgpu-engine", "vgpu-transport"],
+    ),
+    (
+        "vgpu-executor",
+        &["vgpu-cpu", "vgpu-cuda", "vgpu-engine", "vgpu-transport"],
+    ),
+    (
+        "vgpu",
+        &[
+            "vgpu-check",
+            "vgpu-cpu",
+            "vgpu-cuda",
+            "vgpu-engine",
+            "vgpu-executor",
+            "vgpu-transport",
+        ],
+    ),
+    (
+        "ggml-vgpu",
+        &["vgpu-cpu", "vgpu-engine", "vgpu-executor", "vgpu-transport"],
+    ),
+    ("xtask-common", &[]),
+    ("xtask", &["xtask-common"]),
+    ("vgpu-layers", &[]),
+    ("vgpu-system-tests", &["xtask-common"]),
+    ("vgpu-benches", &["xtask-common"]),
+];
+
+/// The plugin is loaded into programs of others: with all that it depends on, at most so many crates.
+const MAX_PLUGIN_CRATES: usize = 70;
+
+/// Crates for a command, a terminal or a device, which have no place in the plugin. (rustls has one: the TCP link.)
+const BANNED: [&str; 6] = [
+    "clap",
+    "crossterm",
+    "ratatui",
+    "rcgen",
+    "tiny_http",
+    "vfio_user",
+];
+
+#[test]
+fn crates_depend_on_lower_ones_only() {
+    let packages = packages().unwrap();
+    let mut below: BTreeSet<&str> = BTreeSet::new();
+    for (name, allowed) in ALLOWED {
+        for lower in *allowed {
+            assert!(
+                below.contains(lower),
+                "{name} may depend on {lower}, which is not below it"
+            );
+        }
+        below.insert(name);
+        let package = packages.iter().find(|package| package.name == *name);
+        let package =
+            package.unwrap_or_else(|| panic!("ALLOWED names {name}, which is no package"));
+        for dependency in &package.dependencies {
+            assert!(
+                allowed.contains(&dependency.as_str()),
+                "{name} must not depend on {dependency}"
+            );
+        }
+    }
+    for package in &packages {
+        assert!(
+            below.contains(package.name.as_str()),
+            "ALLOWED does not name {}",
+            package.name
+        );
+    }
+}
+
+/// The crates that a package is built with, itself included: lines such as `libc v0.2.191`.
+fn tree(package: &str) -> BTreeSet<String> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args([
+        "tree",
+        "--package",
+        package,
+        "--edges",
+        "normal",
+        "--prefix",
+        "none",
+    ]);
+    let output = cargo.current_dir(root()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success(),
+        "cargo tree ended with {}\n{said}",
+        output.status
+    );
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines()
+        .map(|line| line.trim_end_matches(" (*)").to_owned())
+        .collect()
+}
+
+#[test]
+fn the_plugin_brings_few_crates_and_no_command() {
+    let crates = tree("ggml-vgpu");
+    assert!(
+        crates.len() <= MAX_PLUGIN_CRATES,
+        "{} crates: {crates:#?}",
+        crates.len()
+    );
+    for banned in BANNED {
+        let found = crates
+            .iter()
+            .find(|line| line.starts_with(&format!("{banned} ")));
+        assert_eq!(found, None, "the plugin must do without {banned}");
+    }
+    // Read wrongly, the list would hold nothing that is banned either.
+    assert!(
+        crates
+            .iter()
+            .any(|line| line.starts_with("vgpu-transport ")),
+        "{crates:?}"
+    );
+    assert!(
+        tree("vgpu").iter().any(|line| line.starts_with("clap ")),
+        "the command has clap"
+    );
+}

@@ -1,0 +1,243 @@
+//! The rule of the crate's documentation, on small trees and on this workspace.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use vgpu_layers::{Disk, Graph, Memory, Tree, graph, packages, root};
+
+/// Packages whose modules still form cycles, with the number of files in them: a list that may only become shorter.
+const KNOWN: &[(&str, usize)] = &[
+    ("ggml-vgpu", 13),
+    ("vgpu-cpu", 84),
+    ("vgpu-engine", 4),
+    ("vgpu-transport", 14),
+    ("vgpu-cuda", 33),
+    ("vgpu-executor", 15),
+    ("vgpu", 9),
+];
+
+/// The graph of a crate whose root is `lib.rs`.
+fn of(files: &[(&str, &str)]) -> Graph {
+    let files = files
+        .iter()
+        .map(|(path, text)| (PathBuf::from(path), (*text).to_owned()));
+    let mut tree = Tree::parse(&Memory(files.collect()), Path::new("lib.rs")).unwrap();
+    graph(&mut tree)
+}
+
+fn uses(graph: &Graph, from: &str, to: &str) -> bool {
+    graph.has(Path::new(from), Path::new(to))
+}
+
+#[test]
+fn a_planted_cycle_is_found() {
+    let mut files = vec![
+        ("lib.rs", "mod device; mod session; mod error;"),
+        (
+            "device.rs",
+            "use crate::session::Session; pub struct Device(Session);",
+        ),
+        (
+            "session.rs",
+            "use crate::error::Error; pub struct Session(Error);",
+        ),
+        ("error.rs", "pub struct Error;"),
+    ];
+    assert_eq!(of(&files).cycles(), []);
+
+    files[3].1 = "pub struct Error(crate::device::Device);";
+    let cycles = of(&files).cycles();
+    assert_eq!(cycles.len(), 1);
+    assert_eq!(
+        cycles[0].files,
+        ["device.rs", "error.rs", "session.rs"].map(PathBuf::from)
+    );
+    let text = cycles[0].to_string();
+    assert!(
+        text.contains("error.rs -> device.rs: device::Device"),
+        "{text}"
+    );
+}
+
+#[test]
+fn two_cycles_are_told_apart() {
+    let graph = of(&[
+        ("lib.rs", "mod a; mod b; mod c; mod d;"),
+        ("a.rs", "pub struct A; fn f(_: crate::b::B) {}"),
+        (
+            "b.rs",
+            "pub struct B; fn f(_: crate::a::A, _: crate::c::C) {}",
+        ),
+        ("c.rs", "pub struct C; fn f(_: crate::d::D) {}"),
+        ("d.rs", "pub struct D; fn f(_: crate::c::C) {}"),
+    ]);
+    let files: Vec<_> = graph
+        .cycles()
+        .into_iter()
+        .map(|cycle| cycle.files)
+        .collect();
+    assert_eq!(
+        files,
+        [
+            ["a.rs", "b.rs"].map(PathBuf::from),
+            ["c.rs", "d.rs"].map(PathBuf::from)
+        ]
+    );
+}
+
+#[test]
+fn a_parent_may_declare_and_reexport_its_children() {
+    let graph = of(&[
+        ("lib.rs", "mod gpu; pub use gpu::Gpu;"),
+        (
+            "gpu/mod.rs",
+            "mod graph; mod memory; pub use graph::Gpu; pub(crate) use memory::*;",
+        ),
+        ("gpu/graph.rs", "use super::Memory; pub struct Gpu(Memory);"),
+        ("gpu/memory.rs", "pub struct Memory;"),
+    ]);
+    assert!(uses(&graph, "gpu/graph.rs", "gpu/memory.rs"));
+    assert!(!uses(&graph, "gpu/graph.rs", "gpu/mod.rs"));
+    assert_eq!(graph.cycles(), []);
+}
+
+#[test]
+fn a_parent_whose_children_use_what_it_defines_must_not_use_them() {
+    let parent = "mod child; pub struct Basic;";
+    let child = ("child.rs", "use super::Basic; pub fn run(_: Basic) {}");
+    assert_eq!(of(&[("lib.rs", parent), child]).cycles(), []);
+    let parent = "mod child; pub struct Basic; pub fn run() { child::run(Basic) }";
+    assert_eq!(of(&[("lib.rs", parent), child]).cycles().len(), 1);
+}
+
+#[test]
+fn every_way_to_name_something_counts() {
+    let ways = [
+        "use crate::b::B; fn f(_: B) {}",
+        "use crate::b::{self as other}; fn f(_: other::B) {}",
+        "use crate::{b::B as C}; fn f(_: C) {}",
+        "use crate::b::*; fn f(_: B) {}",
+        "fn f(_: crate::b::B) {}",
+        "fn f(_: super::b::B) {}",
+        "fn f() { crate::b::free() }",
+        "fn f() { use crate::b; b::free() }",
+        "fn f() -> usize { crate::b::B::LEN }",
+        "fn f() { vec![1, crate::b::free()]; }",
+        "fn f() { println!(\"{}\", crate::b::free()); }",
+        "fn f() { help!() }",
+        "impl crate::b::T for u8 {}",
+        "struct A<X: crate::b::T>(X);",
+        "mod inner { fn f(_: crate::b::B) {} }",
+        "mod inner { use super::super::b; fn f(_: b::B) {} }",
+        "fn f(x: u8) { match x { crate::b::CONST => {} _ => {} } }",
+        "use crate::re::B; fn f(_: B) {}",
+    ];
+    for way in ways {
+        let graph = of(&[
+            ("lib.rs", "#[macro_use] mod b; mod a; mod re;"),
+            ("a.rs", way),
+            (
+                "b.rs",
+                "pub struct B; pub trait T {} pub const CONST: u8 = 1; pub fn free() {} macro_rules! help { () => {} }",
+            ),
+            ("re.rs", "pub use crate::b::B;"),
+        ]);
+        assert!(uses(&graph, "a.rs", "b.rs"), "{way}");
+        assert!(
+            !uses(&graph, "a.rs", "re.rs") && !uses(&graph, "a.rs", "lib.rs"),
+            "{way}"
+        );
+    }
+}
+
+#[test]
+fn what_is_no_use_does_not_count() {
+    let ways = [
+        "#[cfg(test)] mod tests { use crate::b::B; }",
+        "#[cfg(all(test, unix))] use crate::b::B;",
+        "pub use crate::b::B;",
+        "pub(crate) use crate::b::*;",
+        "fn f(x: Pair) { assert!(x.free); println!(\"{}\", x.b.free) }",
+        "use std::b::B;",
+        "struct B; fn f(_: B) {}",
+        "/// Like [`crate::b::B`].\nstruct A;",
+    ];
+    for way in ways {
+        let files = [
+            ("lib.rs", "mod a; mod b;"),
+            ("a.rs", way),
+            ("b.rs", "pub struct B; pub fn free() {}"),
+        ];
+        assert!(!uses(&of(&files), "a.rs", "b.rs"), "{way}");
+    }
+    let files = [
+        ("lib.rs", "mod a; mod b;"),
+        ("a.rs", "#[cfg(not(test))] use crate::b::B;"),
+        ("b.rs", "pub struct B;"),
+    ];
+    assert!(uses(&of(&files), "a.rs", "b.rs"), "not for tests only");
+}
+
+#[test]
+fn files_are_found_where_rust_looks_for_them() {
+    let graph = of(&[
+        (
+            "lib.rs",
+            "mod a; #[path = \"../elsewhere/c.rs\"] mod c; mod inline { mod d; }",
+        ),
+        ("a.rs", "mod b; fn f() { b::f(); crate::c::f(); }"),
+        ("a/b.rs", "pub fn f() {}"),
+        ("../elsewhere/c.rs", "pub fn f() {}"),
+        ("elsewhere/c.rs", "pub fn f() {}"),
+        ("inline/d.rs", "pub fn f() { crate::a::g() }"),
+    ]);
+    assert!(uses(&graph, "a.rs", "a/b.rs"));
+    assert!(uses(&graph, "a.rs", "elsewhere/c.rs"));
+    let missing = Memory(BTreeMap::from([("lib.rs".into(), "mod gone;".to_owned())]));
+    let error = Tree::parse(&missing, Path::new("lib.rs"))
+        .err()
+        .unwrap()
+        .to_string();
+    assert!(error.contains("gone"), "{error}");
+}
+
+#[test]
+fn modules_of_every_crate_form_no_cycle() {
+    let sources = Disk {
+        root: root().to_owned(),
+    };
+    let packages = packages().unwrap();
+    assert!(packages.len() >= 8, "only {} packages", packages.len());
+    let mut wrong = String::new();
+    for package in &packages {
+        let known = KNOWN
+            .iter()
+            .find(|(name, _)| *name == package.name)
+            .map_or(0, |(_, count)| *count);
+        let (mut count, mut text) = (0, String::new());
+        for path in &package.roots {
+            let mut tree = Tree::parse(&sources, path).unwrap();
+            for cycle in graph(&mut tree).cycles() {
+                count += cycle.files.len();
+                text += &cycle.to_string();
+            }
+        }
+        if count > known {
+            wrong += &format!(
+                "{}: {count} files in cycles, {known} known\n{text}",
+                package.name
+            );
+        } else if count < known {
+            wrong += &format!(
+                "{}: KNOWN says {known} files in cycles, {count} are left\n",
+                package.name
+            );
+        }
+    }
+    for (name, _) in KNOWN {
+        if !packages.iter().any(|package| package.name == *name) {
+            wrong += &format!("KNOWN names {name}, which is no package\n");
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong}");
+}
