@@ -11,6 +11,7 @@ use anyhow::{Context as _, Result};
 
 use crate::progress;
 
+/// The cache folder.
 #[derive(Debug)]
 pub struct Cache {
     root: PathBuf,

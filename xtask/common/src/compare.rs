@@ -10,7 +10,9 @@ use crate::model::Weights;
 /// One generated token and the largest log-probabilities it was chosen from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
+    /// The token that was chosen.
     pub token: u64,
+    /// Log-probabilities of the most probable tokens, by token.
     pub logprobs: HashMap<u64, f64>,
 }
 
@@ -49,7 +51,9 @@ pub struct Parting {
 /// What a comparison found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
+    /// Tokens that were compared.
     pub tokens: usize,
+    /// Where the two sides chose different tokens, if they did.
     pub parting: Option<Parting>,
     /// The largest difference between log-probabilities of the same token after the same text.
     pub largest_difference: f64,

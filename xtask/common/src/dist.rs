@@ -21,7 +21,9 @@ const COMMAND: &str = "vgpu";
 /// What [`build`] made.
 #[derive(Clone, Debug)]
 pub struct Dist {
+    /// `libggml-vgpu.so`.
     pub plugin: PathBuf,
+    /// The command `vgpu`.
     pub vgpu: PathBuf,
 }
 

@@ -9,7 +9,9 @@ use object::read::elf::{ElfFile64, Sym as _};
 /// The parts of a library's dynamic section a loader acts on.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Library {
+    /// Its own name, `DT_SONAME`.
     pub soname: Option<String>,
+    /// Names of the libraries that it needs, `DT_NEEDED`.
     pub needed: Vec<String>,
     /// Names of the symbols others can bind to, sorted.
     pub exports: Vec<String>,
@@ -20,6 +22,10 @@ pub struct Library {
 }
 
 impl Library {
+    /// Reads the library at `path`.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is no 64-bit ELF file with a dynamic section.
     pub fn read(path: &Path) -> Result<Library> {
         let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
         Library::parse(&data).with_context(|| format!("reading {} as ELF", path.display()))

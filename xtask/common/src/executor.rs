@@ -81,10 +81,15 @@ impl Executor {
         })
     }
 
+    /// Its process id.
     pub fn pid(&self) -> u32 {
         self.daemon.pid()
     }
 
+    /// Sends it a signal.
+    ///
+    /// # Errors
+    /// If it has ended.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         self.daemon.signal(signal)
     }

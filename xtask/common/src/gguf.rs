@@ -25,19 +25,31 @@ const MAX_ARRAY: u64 = 1 << 24;
 /// A metadata value; the discriminants of `gguf_type` are in [`Value::kind`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
+    /// `uint8`.
     U8(u8),
+    /// `int8`.
     I8(i8),
+    /// `uint16`.
     U16(u16),
+    /// `int16`.
     I16(i16),
+    /// `uint32`.
     U32(u32),
+    /// `int32`.
     I32(i32),
+    /// `float32`.
     F32(f32),
+    /// `bool`, one byte.
     Bool(bool),
+    /// Bytes, mostly UTF-8.
     String(Vec<u8>),
     /// Elements of one type; the type is kept apart because an array may be empty.
     Array(u32, Vec<Value>),
+    /// `uint64`.
     U64(u64),
+    /// `int64`.
     I64(i64),
+    /// `float64`.
     F64(f64),
 }
 
@@ -171,6 +183,7 @@ impl Metadata {
             .map(Metadata)
     }
 
+    /// The value of `key`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.0.iter().find(|(k, _)| k == key).map(|(_, v)| v)
     }
@@ -206,13 +219,21 @@ impl Metadata {
 /// How a tensor's numbers are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorType {
+    /// 32-bit floats.
     F32,
+    /// 16-bit floats.
     F16,
+    /// Blocks of 32 with 4 bits each.
     Q4_0,
+    /// Blocks of 32 with 8 bits each.
     Q8_0,
+    /// Super-blocks of 256 with 4 bits each.
     Q4K,
+    /// Super-blocks of 256 with 6 bits each.
     Q6K,
+    /// Blocks of 32 with 4 bits each that index a table.
     Iq4Nl,
+    /// Blocks of 32 four-bit floats with a shared exponent.
     Mxfp4,
 }
 
@@ -257,17 +278,21 @@ impl TensorType {
 /// One row of the tensor table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
+    /// The name by which a model finds it.
     pub name: String,
     /// Innermost dimension first, as ggml counts them.
     pub dims: Vec<u64>,
+    /// How its numbers are stored.
     pub kind: TensorType,
 }
 
 impl Tensor {
+    /// How many numbers it has.
     pub fn elements(&self) -> u64 {
         self.dims.iter().product()
     }
 
+    /// How many bytes its data has.
     pub fn bytes(&self) -> u64 {
         self.elements() / self.kind.block_len() * self.kind.block_bytes()
     }

@@ -36,23 +36,31 @@ const PIECE_BYTES: u64 = 1 << 20;
 /// How the weights are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Weights {
+    /// 16-bit floats.
     #[value(name = "f16")]
     F16,
+    /// Blocks of 32 with 8 bits each.
     #[value(name = "q8_0")]
     Q8_0,
+    /// Blocks of 32 with 4 bits each.
     #[value(name = "q4_0")]
     Q4_0,
+    /// `Q4_K`, with `Q6_K` for some tensors.
     #[value(name = "q4_k_m")]
     Q4KM,
+    /// Super-blocks of 256 with 6 bits each.
     #[value(name = "q6_k")]
     Q6K,
+    /// Blocks of 32 with 4 bits each that index a table.
     #[value(name = "iq4_nl")]
     Iq4Nl,
+    /// Blocks of 32 four-bit floats with a shared exponent.
     #[value(name = "mxfp4")]
     Mxfp4,
 }
 
 impl Weights {
+    /// The name on command lines and in file names; for a shape, the model's name.
     pub fn name(self) -> &'static str {
         match self {
             Weights::F16 => "f16",
@@ -116,12 +124,19 @@ enum Role {
 /// The hyper-parameters of a llama model.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
+    /// The name on command lines and in file names; for a shape, the model's name.
     pub name: &'static str,
+    /// Width of the embedding.
     pub embedding: u64,
+    /// Width of the feed-forward layers.
     pub feed_forward: u64,
+    /// Number of layers.
     pub layers: u32,
+    /// Attention heads.
     pub heads: u64,
+    /// Heads of keys and values: fewer than `heads` with grouped-query attention.
     pub kv_heads: u64,
+    /// Context length in tokens.
     pub context: u32,
 }
 

@@ -24,6 +24,10 @@ pub struct Node {
 }
 
 impl Node {
+    /// Installs Node.js and node-llama-cpp in the cache, unless they are there.
+    ///
+    /// # Errors
+    /// If something cannot be fetched or installed.
     pub fn ensure(cache: &Cache) -> Result<Node> {
         let path = packages::node(cache)?;
         let machine = packages::machine()?;

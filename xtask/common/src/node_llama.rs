@@ -19,9 +19,13 @@ const TOP: usize = 16;
 /// What to generate.
 #[derive(Clone, Debug)]
 pub struct Task {
+    /// The GGUF file.
     pub model: PathBuf,
+    /// What the text starts with.
     pub prompt: String,
+    /// Tokens to generate.
     pub tokens: usize,
+    /// Threads of ggml's CPU backend.
     pub threads: usize,
 }
 
@@ -31,13 +35,20 @@ pub enum Backend<'a> {
     /// ggml's own CPU backend; the plugin is not loaded.
     Cpu,
     /// The plugin, and the executor it shall use.
-    Plugin { dist: &'a Dist, endpoint: &'a str },
+    Plugin {
+        /// The build whose plugin is loaded.
+        dist: &'a Dist,
+        /// The value of `VGPU_ENDPOINT`.
+        endpoint: &'a str,
+    },
 }
 
 /// What the host did.
 #[derive(Debug)]
 pub struct Generation {
+    /// The generated text.
     pub text: String,
+    /// The generated tokens, each with the probabilities of its rivals.
     pub choices: Vec<Choice>,
     /// Seconds until the model was loaded.
     pub load: f64,

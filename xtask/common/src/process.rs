@@ -162,6 +162,10 @@ pub struct Daemon {
 }
 
 impl Daemon {
+    /// Starts the program; its output goes to `log`.
+    ///
+    /// # Errors
+    /// If it cannot be started, or `log` cannot be created.
     pub fn start(command: &mut Command, log: &Path) -> Result<Daemon> {
         let file = create(log)?;
         let copy = file.try_clone().context("duplicating a log")?;
@@ -226,10 +230,15 @@ impl Daemon {
         self.signal(Signal::KILL)
     }
 
+    /// Its process id.
     pub fn pid(&self) -> u32 {
         self.child.0.id()
     }
 
+    /// Sends it a signal.
+    ///
+    /// # Errors
+    /// If it has ended.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         self.child.signal(signal)
     }
@@ -271,6 +280,10 @@ pub struct Dialogue {
 }
 
 impl Dialogue {
+    /// Starts the program; its output goes to `log`.
+    ///
+    /// # Errors
+    /// If it cannot be started, or `log` cannot be created.
     pub fn start(command: &mut Command, log: &Path) -> Result<Dialogue> {
         command
             .stdin(Stdio::piped())
@@ -323,10 +336,15 @@ impl Dialogue {
         writeln!(stdin, "{line}").with_context(|| format!("talking to {}", self.name))
     }
 
+    /// Its process id.
     pub fn pid(&self) -> u32 {
         self.child.0.id()
     }
 
+    /// Sends it a signal.
+    ///
+    /// # Errors
+    /// If it has ended.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         self.child.signal(signal)
     }

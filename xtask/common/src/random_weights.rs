@@ -44,6 +44,7 @@ impl Rng {
         }))
     }
 
+    /// The next 64 random bits.
     pub fn next(&mut self) -> u64 {
         let s = &mut self.0;
         let result = s[0].wrapping_add(s[3]).rotate_left(23).wrapping_add(s[0]);

@@ -6,8 +6,11 @@ use std::collections::BTreeMap;
 /// One computed node of a graph (views are not printed: they compute nothing).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
+    /// The op, cut to ten characters.
     pub op: String,
+    /// The node's name, cut to twenty characters.
     pub name: String,
+    /// The device that computes it, cut to five characters.
     pub device: String,
     /// What it reads, as far as it is printed on the same line.
     reads: String,

@@ -15,6 +15,10 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    /// Creates the folder.
+    ///
+    /// # Errors
+    /// If the system's folder for temporary files has no room, or is not writable.
     pub fn new() -> Result<Scratch> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name = format!(
@@ -31,6 +35,7 @@ impl Scratch {
         Ok(Scratch { path })
     }
 
+    /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
     }

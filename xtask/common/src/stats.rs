@@ -14,7 +14,9 @@ pub struct Traffic {
     pub nodes: u64,
     /// Messages in both directions.
     pub messages: u64,
+    /// Bytes of the messages to the executor.
     pub bytes_to_host: u64,
+    /// Bytes of the messages from the executor.
     pub bytes_from_host: u64,
     /// Bytes copied into memory that both sides have mapped, without a message.
     pub copied_to_host: u64,
@@ -26,6 +28,7 @@ pub struct Traffic {
     pub encode_ns: u64,
     /// Whether the graph was sent whole, or as a patch of another.
     pub full_graph: bool,
+    /// Whether the graph was sent as a patch of another.
     pub patch: bool,
 }
 
@@ -49,6 +52,7 @@ impl Traffic {
 /// The whole file.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Stats {
+    /// The name of the device.
     pub device: String,
     /// Graphs submitted since the plugin was loaded.
     pub graphs: u64,
@@ -68,6 +72,10 @@ impl Stats {
         Ok(number(totals, "bytes_to_host")? + number(totals, "copied_to_host")?)
     }
 
+    /// Reads the file at `path`.
+    ///
+    /// # Errors
+    /// If the file is missing or incomplete.
     pub fn read(path: &Path) -> Result<Stats> {
         let text = std::fs::read_to_string(path).with_context(|| {
             format!(
