@@ -11,7 +11,7 @@ const KNOWN: &[(&str, usize)] = &[
     ("vgpu-cpu", 84),
     ("vgpu-engine", 4),
     ("vgpu-transport", 14),
-    ("vgpu-cuda", 33),
+    ("vgpu-cuda", 5),
     ("vgpu-executor", 15),
     ("vgpu", 9),
 ];
