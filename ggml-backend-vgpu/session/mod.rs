@@ -515,7 +515,7 @@ mod tests {
     use vgpu_cpu::CpuEngine;
     use vgpu_engine::Engine;
     use vgpu_executor::weights::Sharing;
-    use vgpu_executor::{Limits, Stop};
+    use vgpu_executor::{Limits, StopFlag};
     use vgpu_transport::ir::Graph;
     use vgpu_transport::link::window::inproc_pair;
     use vgpu_transport::wire::MIN_EXTENT;
@@ -523,14 +523,14 @@ mod tests {
     /// Executors in this process that share one store of weights.
     struct Executors {
         engine: Arc<dyn Engine>,
-        store: vgpu_executor::Weights,
+        store: vgpu_executor::WeightStore,
     }
 
     impl Executors {
         fn new() -> Executors {
             Executors {
                 engine: Arc::new(CpuEngine::new(1, Some(64 << 20)).unwrap()),
-                store: vgpu_executor::Weights::new(Sharing::All, None).unwrap(),
+                store: vgpu_executor::WeightStore::new(Sharing::All, None).unwrap(),
             }
         }
 
@@ -540,7 +540,7 @@ mod tests {
             let (engine, store) = (Arc::clone(&self.engine), self.store.clone());
             std::thread::spawn(move || {
                 let session = vgpu_executor::Session::new(1, engine, Limits::default());
-                session.sharing(&store, user).run(&mut host, &Stop::new())
+                session.sharing(&store, user).run(&mut host, &StopFlag::new())
             });
             Session::open(Box::new(guest), "test".into(), true).unwrap()
         }

@@ -1,11 +1,13 @@
-//! A socket through which the executor's user asks what it is doing, and has it read its configuration again.
+//! The control socket: `vgpu ps`, `vgpu top` and `vgpu reload` talk to a running executor through
+//! it.
 //!
-//! One line each way: a word, and a JSON document. The socket is for the executor's user and root (mode 600).
+//! The client sends one line with a command, the executor answers with one JSON document. The
+//! socket is for the executor's user and root (mode 600). The protocol is not HTTP, as that of the
+//! metrics is: supervisors are clients of it, too, and `tiny_http` has no client.
+#![forbid(unsafe_code)]
 
-use std::fs;
 use std::io::{self, BufRead, BufReader, Read as _, Write as _};
-use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,118 +17,141 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
 
-use crate::status::{Report, Status, Watch};
-use crate::vm::{SocketFile, listen_stream};
+use crate::listener::{SocketFile, bind_stream};
+use crate::status::{Report, Status, StatusHandle};
 
-/// How long somebody may take for his word, and for taking the answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Permissions of the socket.
+const MODE: u32 = 0o600;
 
-/// Bytes of a request that are read; more is not one.
-const MOST: u64 = 64;
+/// How long a client may take to send its command, and to take the answer.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Who asks at once; more are sent away.
-const ASKERS: usize = 16;
+/// Longest command in bytes.
+const MAX_COMMAND: u64 = 64;
 
-/// What came of reading the configuration again.
+/// Clients that are answered at once. Further clients are disconnected.
+const MAX_CLIENTS: usize = 16;
+
+/// How long a client waits for an answer: longer than a reload takes.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Pause after a failed accept.
+const ERROR_PAUSE: Duration = Duration::from_secs(1);
+
+/// The outcome of reloading the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reloaded {
-    /// Whether it took effect.
+pub struct ReloadOutcome {
+    /// Whether the configuration took effect.
     pub ok: bool,
-    /// What changed, or what is wrong.
+    /// What has changed, or what is wrong.
     pub message: String,
 }
 
-/// Has the configuration read again.
-pub type Reload = Box<dyn Fn() -> Reloaded + Send + Sync>;
+/// Reloads the configuration.
+pub type Reload = Box<dyn Fn() -> ReloadOutcome + Send + Sync>;
 
-/// Answers at `path` from now on. The file is removed when what this returns is dropped.
-pub fn serve(path: &Path, watch: Watch, reload: Reload) -> io::Result<SocketFile> {
-    let listener = listen_stream(path).map_err(io::Error::other)?;
-    let file = SocketFile::at(path)?;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+/// Serves the control socket at `path` on threads of its own, for the life of the process. Dropping
+/// the [`SocketFile`] removes the file.
+///
+/// # Errors
+/// The socket cannot be bound, or no thread can be started.
+pub fn serve(path: &Path, status: StatusHandle, reload: Reload) -> io::Result<SocketFile> {
+    let (listener, file) = bind_stream(path, MODE).map_err(io::Error::other)?;
     listener.set_nonblocking(false)?;
-    let (reload, askers) = (Arc::new(reload), Arc::new(AtomicUsize::new(0)));
+    let reload = Arc::new(reload);
     thread::Builder::new()
         .name("vgpu-control".into())
-        .spawn(move || {
-            for asker in listener.incoming() {
-                let asker = match asker {
-                    Ok(asker) => asker,
-                    Err(error) => {
-                        error!("nobody can ask for a second: {error}");
-                        thread::sleep(Duration::from_secs(1));
-                        continue;
-                    }
-                };
-                if askers.fetch_add(1, Ordering::Relaxed) >= ASKERS {
-                    askers.fetch_sub(1, Ordering::Relaxed);
-                    continue;
-                }
-                let (watch, reload, askers) =
-                    (watch.clone(), Arc::clone(&reload), Arc::clone(&askers));
-                let spawned = thread::Builder::new()
-                    .name("vgpu-control-answer".into())
-                    .spawn(move || {
-                        if let Err(error) = answer(asker, &watch, reload.as_ref()) {
-                            debug!("a question was not answered: {error}");
-                        }
-                        askers.fetch_sub(1, Ordering::Relaxed);
-                    });
-                if let Err(error) = spawned {
-                    error!("no thread to answer with: {error}");
-                }
-            }
-        })?;
+        .spawn(move || accept(&listener, &status, &reload))?;
     Ok(file)
 }
 
-fn answer(asker: UnixStream, watch: &Watch, reload: &Reload) -> io::Result<()> {
-    asker.set_read_timeout(Some(PATIENCE))?;
-    asker.set_write_timeout(Some(PATIENCE))?;
-    let mut word = String::new();
-    BufReader::new((&asker).take(MOST)).read_line(&mut word)?;
-    let answer = match word.trim() {
-        "status" => serde_json::to_string(&watch.status()),
-        "report" => serde_json::to_string(&watch.report()),
+/// Accepts clients, and answers each on a thread of its own.
+fn accept(listener: &UnixListener, status: &StatusHandle, reload: &Arc<Reload>) {
+    let clients = Arc::new(AtomicUsize::new(0));
+    for client in listener.incoming() {
+        let client = match client {
+            Ok(client) => client,
+            Err(error) => {
+                error!("cannot accept a control client, next try in {ERROR_PAUSE:?}: {error}");
+                thread::sleep(ERROR_PAUSE);
+                continue;
+            }
+        };
+        if clients.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
+            clients.fetch_sub(1, Ordering::Relaxed);
+            continue;
+        }
+        let (status, reload) = (status.clone(), Arc::clone(reload));
+        let count = Arc::clone(&clients);
+        let spawned = thread::Builder::new()
+            .name("vgpu-control-answer".into())
+            .spawn(move || {
+                if let Err(error) = answer(client, &status, reload.as_ref()) {
+                    debug!("a control client was not answered: {error}");
+                }
+                count.fetch_sub(1, Ordering::Relaxed);
+            });
+        if let Err(error) = spawned {
+            clients.fetch_sub(1, Ordering::Relaxed);
+            error!("no thread for a control client: {error}");
+        }
+    }
+}
+
+fn answer(client: UnixStream, status: &StatusHandle, reload: &Reload) -> io::Result<()> {
+    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
+    let mut command = String::new();
+    BufReader::new((&client).take(MAX_COMMAND)).read_line(&mut command)?;
+    let answer = match command.trim() {
+        "status" => serde_json::to_string(&status.status()),
+        "report" => serde_json::to_string(&status.report()),
         "reload" => serde_json::to_string(&reload()),
-        _ => serde_json::to_string(&Reloaded {
+        _ => serde_json::to_string(&ReloadOutcome {
             ok: false,
-            message: "the words are status and reload".into(),
+            message: "unknown command: expected status or reload".into(),
         }),
     };
     let mut answer = answer.map_err(io::Error::other)?;
     answer.push('\n');
-    (&asker).write_all(answer.as_bytes())
+    (&client).write_all(answer.as_bytes())
 }
 
-/// Asks the executor at `path` what it is doing.
+/// Asks the executor at `path` for a snapshot.
+///
+/// # Errors
+/// Nothing listens at `path`, this user may not connect, or the answer is not one.
 pub fn status(path: &Path) -> io::Result<Status> {
-    ask(path, "status", LONG)
+    ask(path, "status", ANSWER_TIMEOUT)
 }
 
-/// The same of one that this process has started, which answers at once or not at all.
-pub(crate) fn report(path: &Path, patience: Duration) -> io::Result<Report> {
-    ask(path, "report", patience)
+/// Asks an executor that this process has started for its complete report.
+pub(crate) fn report(path: &Path, timeout: Duration) -> io::Result<Report> {
+    ask(path, "report", timeout)
 }
 
-/// Has the executor at `path` read its configuration again.
-pub fn reload(path: &Path) -> io::Result<Reloaded> {
-    ask(path, "reload", LONG)
+/// Makes the executor at `path` reload its configuration.
+///
+/// # Errors
+/// As [`status`]. A configuration with a mistake is no error here: see [`ReloadOutcome::ok`].
+pub fn reload(path: &Path) -> io::Result<ReloadOutcome> {
+    ask(path, "reload", ANSWER_TIMEOUT)
 }
 
-/// Longer than an executor may take for a reload.
-const LONG: Duration = Duration::from_secs(60);
-
-fn ask<T: for<'de> Deserialize<'de>>(path: &Path, word: &str, patience: Duration) -> io::Result<T> {
+fn ask<T: for<'de> Deserialize<'de>>(
+    path: &Path,
+    command: &str,
+    timeout: Duration,
+) -> io::Result<T> {
     let mut socket = UnixStream::connect(path)?;
-    socket.set_read_timeout(Some(patience))?;
-    socket.set_write_timeout(Some(PATIENCE))?;
-    socket.write_all(format!("{word}\n").as_bytes())?;
+    socket.set_read_timeout(Some(timeout))?;
+    socket.set_write_timeout(Some(CLIENT_TIMEOUT))?;
+    socket.write_all(format!("{command}\n").as_bytes())?;
     let mut answer = String::new();
     socket.read_to_string(&mut answer)?;
     serde_json::from_str(&answer).map_err(|error| {
         io::Error::other(format!(
-            "the answer is none ({error}): is it a vgpu of another version?"
+            "invalid answer ({error}): is the executor a vgpu of another version?"
         ))
     })
 }

@@ -73,15 +73,17 @@ pub enum KeepError {
     Write { path: PathBuf, error: io::Error },
 }
 
-/// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what the machine or its
-/// control group has) apply to the CPU engine alone.
+/// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what
+/// the machine or its control group has) apply to the CPU engine alone.
 ///
-/// Three environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one launch of a persistent kernel,
-/// `VGPU_KERNELS=general` disables the kernels that are tuned for one architecture, and `VGPU_REPACK=off` keeps weights
-/// in the layout in which guests have written them.
+/// Three environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
+/// launch of a persistent kernel, `VGPU_KERNELS=general` disables the kernels that are tuned for
+/// one architecture, and `VGPU_REPACK=off` keeps weights in the layout in which guests have written
+/// them.
 ///
 /// # Errors
-/// [`StartError`] names the engine and says what it lacks. [`EngineKind::Auto`] fails only if the CPU engine does.
+/// [`StartError`] names the engine and says what it lacks. [`EngineKind::Auto`] fails only if the
+/// CPU engine does.
 pub fn start(
     kind: EngineKind,
     threads: Threads,

@@ -1,7 +1,8 @@
 //! Who somebody is by his certificate.
 //!
-//! Certificates come here after TLS has found them good: signed by the authority that the operator has chosen, in time, and
-//! shown by who has the key. What stands in them is therefore the authority's word, but it is still read as if it were not.
+//! Certificates come here after TLS has found them good: signed by the authority that the operator
+//! has chosen, in time, and shown by who has the key. What stands in them is therefore the
+//! authority's word, but it is still read as if it were not.
 #![forbid(unsafe_code)]
 
 use std::fmt;

@@ -13,18 +13,22 @@ use vgpu_transport::link::{Counters, GuestEnd, LinkError, StagingRegion};
 use vgpu_transport::shm::memory::Window;
 
 use crate::limits::Limits;
-use crate::session::{Session, Stop};
+use crate::session::Session;
+use crate::stop::StopFlag;
 
-/// Starts an executor for one guest in this process and returns the guest's end of the link to it. When
-/// that is dropped, the executor finishes what it runs, frees everything, and is gone on return.
+/// Starts an executor for one guest in this process, and returns the guest's end of the link to it.
+/// Dropping the end waits until the executor has completed its request and freed all memory.
+///
+/// # Errors
+/// The shared window cannot be made, or no thread can be started.
 pub fn start(engine: Arc<dyn Engine>) -> io::Result<Inproc> {
     let (guest, mut host) = inproc_pair().map_err(io::Error::other)?;
     let thread = thread::Builder::new()
         .name("vgpu-inproc".into())
         .spawn(move || {
             let _span = info_span!("session", id = 1, peer = "inproc").entered();
-            // Nobody asks it to stop: the guest's end closes.
-            Session::new(1, engine, Limits::default()).run(&mut host, &Stop::new());
+            // The session ends when the guest's end is closed.
+            Session::new(1, engine, Limits::default()).run(&mut host, &StopFlag::new());
         })?;
     Ok(Inproc {
         guest,
@@ -37,7 +41,7 @@ pub fn start(engine: Arc<dyn Engine>) -> io::Result<Inproc> {
 
 /// The guest's end of a link to an executor in this process.
 pub struct Inproc {
-    // Dropped in this order: the end of the guest is what makes the executor stop.
+    // Fields are dropped in this order: closing `guest` makes the executor stop.
     guest: WindowGuest,
     _executor: Executor,
 }
@@ -92,7 +96,7 @@ impl GuestEnd for Inproc {
     }
 }
 
-/// The thread of the session. Waits for its end when dropped.
+/// The thread of the session. Dropping this waits for the thread.
 struct Executor {
     thread: Option<JoinHandle<()>>,
     process: u32,
@@ -103,9 +107,9 @@ impl Drop for Executor {
         let Some(thread) = self.thread.take() else {
             return;
         };
-        // In the child of a fork there is no such thread, and waiting for it would be for ever.
+        // The child of a fork does not have the thread, and would wait forever.
         if std::process::id() == self.process && thread.join().is_err() {
-            error!("the executor in this process has panicked, a bug of vgpu");
+            error!("the executor in this process panicked; this is a bug of vgpu");
         }
     }
 }

@@ -1,26 +1,29 @@
-//! The host: it serves guests on an engine.
+//! The executor: it serves guests on an engine.
 //!
-//! - [`session`]: one guest, its memory, its graphs; where hostile requests end.
-//! - [`Server`]: listeners, a thread for each session, shutdown.
-//! - [`config`]: what the executor is told; who the guests are and what each may use.
-//! - `sched`: graphs of several guests take turns on the engine.
-//! - [`engine`]: what computes.
-//! - [`status`], [`metrics`], [`control`]: what it is doing, for people and for Prometheus.
+//! - [`session`]: one guest, its buffers, its graphs. Invalid requests end here.
+//! - [`engine`]: which engine executes graphs, and how it starts.
+//! - [`weights`]: weights that several guests use, stored once.
 //! - [`inproc`]: a session inside the guest's own process.
-//! - [`isolate`]: guests in processes of their own.
-//! - [`sandbox`]: what the process gives up before it serves anybody.
-//! - [`vm`]: doors of virtual machines; [`service`]: the service manager, which keeps their files across a restart.
+//! - `sched`: the graphs of several tenants take turns on the engine.
+//! - `tenant`, `ledger`, [`tenant_registry`]: who the guests are, and how much memory each uses and
+//!   may use.
 //!
-//! The `vgpu` command is a shell around these.
-
-#![cfg_attr(not(feature = "server"), allow(dead_code))] // sessions, tenants and statistics are used in part
+//! With the feature `server`:
+//! - [`Server`]: a thread and a session for each guest that connects.
+//! - [`listener`], [`vm`]: the sockets to which guests and virtual machines connect.
+//! - [`isolate`]: guests in processes of their own.
+//! - [`config`]: the settings of an executor.
+//! - [`sandbox`]: the privileges and system calls that a process gives up before it serves guests.
+//! - [`status`], [`metrics`], [`control`]: what an executor is doing.
+//! - [`service`]: the service manager, and the files that it keeps across a restart.
+//!
+//! The `vgpu` command is the package in `cli/`.
+#![cfg_attr(not(feature = "server"), allow(dead_code))] // a single session uses a part
 
 #[cfg(feature = "server")]
 pub mod config;
 #[cfg(feature = "server")]
 pub mod control;
-#[cfg(feature = "server")]
-mod doors;
 #[cfg(feature = "engines")]
 pub mod engine;
 mod histogram;
@@ -29,13 +32,15 @@ mod identity;
 pub mod inproc;
 #[cfg(feature = "server")]
 pub mod isolate;
+mod ledger;
 mod limits;
+#[cfg(feature = "server")]
+pub mod listener;
 #[cfg(feature = "server")]
 pub mod metrics;
 #[cfg(feature = "server")]
-mod net;
-#[cfg(feature = "server")]
-mod roster;
+mod peer;
+mod policy;
 #[cfg(feature = "server")]
 pub mod sandbox;
 mod sched;
@@ -48,23 +53,25 @@ pub mod size;
 mod stats;
 #[cfg(feature = "server")]
 pub mod status;
+mod stop;
 mod tenant;
 #[cfg(feature = "server")]
-mod unix;
+pub mod tenant_registry;
 #[cfg(feature = "server")]
 pub mod vm;
 pub mod weights;
 
 #[cfg(feature = "server")]
-pub use doors::DoorId;
-#[cfg(feature = "server")]
 pub use identity::{CertificateRule, Identity};
 pub use limits::Limits;
 #[cfg(feature = "server")]
-pub use roster::{GuestRule, Rules, TooMuchPromised};
+pub use peer::{Peer, Process};
+pub use policy::{LinkKind, ParseLinkKindError, Policy};
 #[cfg(feature = "server")]
-pub use server::{Door, Guest, Open, Peer, Process, Server, SessionInfo};
-pub use session::{Ending, Session, Stop, Violation};
+pub use server::{Server, SessionInfo};
+pub use session::{Session, SessionEnd, Violation};
 pub use stats::Stats;
-pub use tenant::{LinkKind, Policy};
-pub use weights::Weights;
+pub use stop::StopFlag;
+#[cfg(feature = "server")]
+pub use tenant_registry::{GuestRule, QuotaError, Rules};
+pub use weights::WeightStore;

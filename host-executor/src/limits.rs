@@ -5,8 +5,8 @@ use std::time::Duration;
 use vgpu_transport::ir;
 use vgpu_transport::wire::MAX_GRAPHS;
 
-/// Limits of a session. What they bound is host memory and host time that the engine's own budget does
-/// not see; device memory is bounded by the engine.
+/// Limits of a session. What they bound is host memory and host time that the engine's own budget
+/// does not see; device memory is bounded by the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Buffers alive at once. One more is refused.

@@ -1,4 +1,5 @@
 //! Metrics in the text format of OpenMetrics, which Prometheus scrapes.
+#![forbid(unsafe_code)]
 
 use std::fmt;
 
@@ -8,36 +9,39 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
 use crate::histogram::Distribution;
-use crate::status::{Status, Waits, Watch, Work};
+use crate::status::{Status, StatusHandle, TenantLatency, Usage};
 
 /// The media type of what [`render`] returns.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// All metrics, as they are now.
-pub fn render(watch: &Watch) -> Result<String, fmt::Error> {
+/// The current values of all metrics.
+///
+/// # Errors
+/// A metric cannot be encoded; this is a bug of the host.
+pub fn render(status_handle: &StatusHandle) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Snapshot {
-        status: watch.status(),
-        waits: watch.waits(),
+    registry.register_collector(Box::new(MetricsCollector {
+        status: status_handle.status(),
+        latencies: status_handle.latencies(),
     }));
     let mut text = String::new();
     text::encode(&mut text, &registry)?;
     Ok(text)
 }
 
-struct Snapshot {
+struct MetricsCollector {
     status: Status,
-    waits: Vec<Waits>,
+    latencies: Vec<TenantLatency>,
 }
 
-impl fmt::Debug for Snapshot {
+impl fmt::Debug for MetricsCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.status.fmt(f)
     }
 }
 
-/// A counter of what guests have done: its name, what it says, and the figure.
-type Count = (&'static str, &'static str, fn(&Work) -> f64);
+/// A counter per guest: its name, its help text, and its value.
+type Count = (&'static str, &'static str, fn(&Usage) -> f64);
 
 const COUNTS: [Count; 9] = [
     (
@@ -85,9 +89,9 @@ const COUNTS: [Count; 9] = [
     ),
 ];
 
-impl Collector for Snapshot {
+impl Collector for MetricsCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let Snapshot { status, waits } = self;
+        let MetricsCollector { status, latencies } = self;
         let engine = [("engine", status.engine.name.as_str())];
         let mut gauge = |name: &str, help: &str, labels: &[(&str, &str)], value: f64| {
             encoder
@@ -171,7 +175,7 @@ impl Collector for Snapshot {
             (
                 "vgpu_guest_memory_used_bytes",
                 "Memory of the engine that the guest has",
-                |g| Some(g.work.memory as f64),
+                |g| Some(g.usage.memory as f64),
             ),
             (
                 "vgpu_guest_memory_quota_bytes",
@@ -181,7 +185,7 @@ impl Collector for Snapshot {
             (
                 "vgpu_guest_weights_shared_bytes",
                 "Memory of the guest that is held once, and for somebody else first",
-                |g| Some(g.work.weights_shared as f64),
+                |g| Some(g.usage.weights_shared as f64),
             ),
             (
                 "vgpu_guest_weight",
@@ -202,13 +206,17 @@ impl Collector for Snapshot {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
             for guest in guests {
                 let labels = [("guest", guest.name.as_str())];
-                let value = figure(&guest.work);
+                let value = figure(&guest.usage);
                 family
                     .encode_family(&labels)?
                     .encode_counter::<[(&str, &str); 0], f64, f64>(&value, None)?;
             }
         }
-        type Durations = (&'static str, &'static str, fn(&Waits) -> &Distribution);
+        type Durations = (
+            &'static str,
+            &'static str,
+            fn(&TenantLatency) -> &Distribution,
+        );
         let durations: [Durations; 2] = [
             (
                 "vgpu_graph_queue_seconds",
@@ -223,9 +231,9 @@ impl Collector for Snapshot {
         ];
         for (name, help, which) in durations {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
-            for wait in waits {
-                let labels = [("guest", wait.guest.as_str())];
-                histogram(family.encode_family(&labels)?, which(wait))?;
+            for latency in latencies {
+                let labels = [("guest", latency.guest.as_str())];
+                histogram(family.encode_family(&labels)?, which(latency))?;
             }
         }
         Ok(())

@@ -1,95 +1,75 @@
-//! The service manager that may have started us: it is told when guests can come, and keeps files across a restart.
+//! The service manager that has started this process, if there is one: readiness, and the fd store.
 //!
-//! The protocol is systemd's (`sd_notify`, `FDSTORE`, `LISTEN_FDS`); `vgpu hold` speaks the other side of it where there
-//! is no systemd. What is kept: each virtual machine's memory, its doorbell and the socket to its QEMU, which cannot
+//! The protocol is systemd's (`sd_notify(3)`, `sd_listen_fds(3)`). `vgpu fd-store` implements the
+//! manager's side of it where there is no systemd. The fd store keeps each virtual machine's
+//! memory, doorbell and socket to its QEMU while an executor is replaced, since a QEMU cannot
 //! connect a second time.
 
 use std::collections::BTreeMap;
-use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
-use std::sync::Mutex;
+use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use sd_notify::NotifyState;
 use tracing::warn;
-use vgpu_transport::link::scm_rights;
 
-/// Files passed to a service begin here.
-const FIRST: RawFd = 3;
-
-/// More files than this are not ours.
-const MOST: RawFd = 4096;
-
-/// Names the files that have been kept for us, and hands them over, once.
-pub fn kept_files() -> BTreeMap<String, OwnedFd> {
-    static TAKEN: Mutex<bool> = Mutex::new(false);
-    let mut taken = TAKEN.lock().unwrap_or_else(|e| e.into_inner());
-    if std::mem::replace(&mut *taken, true) {
+/// The files of the fd store by name. Only the first call returns any.
+pub fn stored_files() -> BTreeMap<String, OwnedFd> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    if TAKEN.swap(true, Ordering::Relaxed) {
         return BTreeMap::new();
     }
-    let variable = |name| std::env::var(name).ok();
-    let is_for_us = variable("LISTEN_PID") == Some(std::process::id().to_string());
-    let count = variable("LISTEN_FDS").and_then(|n| n.parse::<RawFd>().ok());
-    let (true, Some(count)) = (is_for_us, count) else {
-        return BTreeMap::new();
-    };
-    let names = variable("LISTEN_FDNAMES").unwrap_or_default();
-    let files = (FIRST..FIRST + count.clamp(0, MOST)).zip(names.split(':'));
-    files
-        .map(|(fd, name)| {
-            // SAFETY: LISTEN_PID says that the service manager has opened these descriptors for this very process, and
-            // they are taken once.
-            let file = unsafe { OwnedFd::from_raw_fd(fd) };
-            // Not for programs that we start. Failing is harmless: we start none.
-            let _ = rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC);
-            (name.to_owned(), file)
-        })
-        .collect()
+    match sd_notify::listen_fds_with_names() {
+        Ok(files) => files
+            .map(|(fd, name)| {
+                // SAFETY: LISTEN_PID says that the service manager has opened these descriptors for
+                // this process, and the library has checked that they are open. `TAKEN` lets only
+                // one call own them.
+                (name, unsafe { OwnedFd::from_raw_fd(fd) })
+            })
+            .collect(),
+        Err(error) => {
+            warn!("the files of the fd store cannot be used: {error}");
+            BTreeMap::new()
+        }
+    }
 }
 
-/// Whether somebody keeps files for us.
-pub fn is_watched() -> bool {
+/// Whether a service manager with an fd store has started this process.
+pub fn has_fd_store() -> bool {
     std::env::var_os("NOTIFY_SOCKET").is_some()
 }
 
-/// Guests can come.
+/// Tells the service manager that guests can connect.
 pub fn ready() {
-    notify("READY=1\n", None);
+    notify(&[NotifyState::Ready], None);
 }
 
-/// We are about to end.
+/// Tells the service manager that this process is about to end.
 pub fn stopping() {
-    notify("STOPPING=1\n", None);
+    notify(&[NotifyState::Stopping], None);
 }
 
-/// Has `file` kept under `name`, for the one who comes after us.
-pub fn keep(name: &str, file: BorrowedFd<'_>) {
-    notify(&format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0\n"), Some(file));
+/// Puts a copy of `file` into the fd store.
+pub fn store(name: &str, file: BorrowedFd<'_>) {
+    let states = [
+        NotifyState::FdStore,
+        NotifyState::FdName(name),
+        // Otherwise the manager removes the file when its other end is closed.
+        NotifyState::Custom("FDPOLL=0"),
+    ];
+    notify(&states, Some(file));
 }
 
-/// What is kept under `name` is needed no more.
-pub fn forget(name: &str) {
-    notify(&format!("FDSTOREREMOVE=1\nFDNAME={name}\n"), None);
-}
-
-fn notify(message: &str, file: Option<BorrowedFd<'_>>) {
-    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else {
-        return;
-    };
-    if let Err(error) = send(path.as_encoded_bytes(), message, file) {
-        warn!("the service manager cannot be told: {error}");
-    }
-}
-
-fn send(path: &[u8], message: &str, file: Option<BorrowedFd<'_>>) -> rustix::io::Result<()> {
-    let address = match path {
-        [b'@', name @ ..] => SocketAddrUnix::new_abstract_name(name)?,
-        path => SocketAddrUnix::new(path)?,
-    };
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::DGRAM,
-        SocketFlags::CLOEXEC,
+/// Removes the files of a name from the fd store.
+pub fn remove(name: &str) {
+    notify(
+        &[NotifyState::FdStoreRemove, NotifyState::FdName(name)],
         None,
-    )?;
-    scm_rights::send_to(&socket, &address, message.as_bytes(), file.as_slice())?;
-    Ok(())
+    );
+}
+
+fn notify(states: &[NotifyState<'_>], file: Option<BorrowedFd<'_>>) {
+    if let Err(error) = sd_notify::notify_with_fds(states, file.as_slice()) {
+        warn!("the service manager cannot be notified: {error}");
+    }
 }

@@ -1,8 +1,24 @@
 //! Sizes as people write them.
+#![forbid(unsafe_code)]
+
+/// Why a text is not a size.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum ParseSizeError {
+    #[error("{0:?} is not a size, such as 512M or 8G")]
+    Number(String),
+    #[error("unknown unit {0:?}: use K, M, G or T")]
+    Unit(String),
+    #[error("{0} is more than 2^64 bytes")]
+    TooLarge(String),
+}
 
 /// Reads a number of bytes, with an optional unit: `1073741824`, `512M`, `1.5GiB`, `8 G`. Units are
 /// powers of 1024, whether written `G`, `GB` or `GiB`.
-pub fn parse(text: &str) -> Result<u64, String> {
+///
+/// # Errors
+/// [`ParseSizeError`] if the number or the unit is not one, or the size does not fit 64 bits.
+pub fn parse(text: &str) -> Result<u64, ParseSizeError> {
     let text = text.trim();
     let digits = text
         .find(|c: char| !c.is_ascii_digit() && c != '.')
@@ -14,15 +30,15 @@ pub fn parse(text: &str) -> Result<u64, String> {
         "M" | "MB" | "MIB" => 20,
         "G" | "GB" | "GIB" => 30,
         "T" | "TB" | "TIB" => 40,
-        unit => return Err(format!("unknown unit {unit:?}: use K, M, G or T")),
+        unit => return Err(ParseSizeError::Unit(unit.into())),
     };
-    let too_large = || format!("{text} is more than 2^64 bytes");
+    let too_large = || ParseSizeError::TooLarge(text.into());
     if let Ok(whole) = number.parse::<u64>() {
         return whole.checked_mul(1 << shift).ok_or_else(too_large);
     }
     let fraction: f64 = number
         .parse()
-        .map_err(|_| format!("{text:?} is not a size, such as 512M or 8G"))?;
+        .map_err(|_| ParseSizeError::Number(text.into()))?;
     let bytes = fraction * (1u64 << shift) as f64;
     if bytes < u64::MAX as f64 {
         Ok(bytes as u64)
@@ -63,9 +79,14 @@ mod tests {
             "16777216T",
             "99999999999999999999",
         ] {
-            let reason = parse(text).unwrap_err();
+            let reason = parse(text).unwrap_err().to_string();
             assert!(!reason.is_empty(), "{text}");
         }
-        assert!(parse("8X").unwrap_err().contains("use K, M, G or T"));
+        assert!(
+            parse("8X")
+                .unwrap_err()
+                .to_string()
+                .contains("use K, M, G or T")
+        );
     }
 }

@@ -1,37 +1,36 @@
-//! What an executor is doing, for `vgpu ps`, `vgpu top` and Prometheus: one snapshot for all of them.
+//! Snapshots of what an executor is doing, for `vgpu ps`, `vgpu top` and Prometheus.
 
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use crate::histogram::Distribution;
-use crate::server::Shared;
 use crate::stats::Stats;
-use crate::tenant::Tenant;
-use crate::weights::Weights;
 
-/// Reads what an executor is doing, from any thread, without holding it up.
+/// Takes snapshots of an executor, from any thread, without delaying its sessions.
 #[derive(Clone)]
-pub struct Watch(Arc<dyn Look>);
+pub struct StatusHandle(Arc<dyn StatusSource>);
 
-/// What can be looked at: an executor in one process, or the supervisor of several.
-pub(crate) trait Look: Send + Sync {
+/// What snapshots are taken of: an executor in one process, or the supervisor of several.
+pub(crate) trait StatusSource: Send + Sync {
+    /// A snapshot without latencies.
     fn status(&self) -> Status;
-    fn waits(&self) -> Vec<Waits>;
+    /// How long the graphs of each tenant waited and ran.
+    fn latencies(&self) -> Vec<TenantLatency>;
 }
 
-/// An executor at some moment. Figures may be a request apart.
+/// A snapshot of an executor. Its figures may be taken a request apart.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// Of the program.
+    /// Version of the program.
     pub version: String,
-    /// Seconds since it started.
+    /// Seconds since the start.
     pub uptime: f64,
-    /// What does the arithmetic.
+    /// The engine that executes graphs.
     pub engine: EngineStatus,
     /// Guests with names, and one that stands for all others.
     pub guests: Vec<GuestStatus>,
-    /// Programs of guests that are connected.
+    /// The connected programs of the guests.
     pub sessions: Vec<SessionStatus>,
 }
 
@@ -40,33 +39,33 @@ pub struct Status {
 pub struct EngineStatus {
     /// `cpu` or `cuda:0`.
     pub name: String,
-    /// For people.
+    /// The model of the device.
     pub description: String,
-    /// Bytes that guests may use.
+    /// Bytes of device memory that guests may use in all.
     pub memory_total: u64,
-    /// What an allocation could still get.
+    /// Bytes that an allocation could still get.
     pub memory_free: u64,
-    /// Weights that are held by content.
+    /// The store of shared weights.
     pub weights: WeightsStatus,
 }
 
-/// Weights that are held by content, for all guests together.
+/// The store of shared weights, for all guests together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct WeightsStatus {
-    /// Bytes known and in memory.
+    /// Bytes of known extents in device memory.
     pub bytes: u64,
     /// Bytes in the cache on disk.
     pub disk_bytes: u64,
     /// Bytes that guests did not have to send.
     pub not_sent: u64,
-    /// Of these, bytes that came from the cache on disk.
+    /// Part of `not_sent` that came from the cache on disk.
     pub from_disk: u64,
-    /// Bytes that were sent and found to be there already.
+    /// Bytes that were sent and turned out to be duplicates.
     pub merged: u64,
 }
 
 impl WeightsStatus {
-    /// Adds those of another process.
+    /// Adds the figures of another process.
     pub(crate) fn add(&mut self, other: &WeightsStatus) {
         let WeightsStatus {
             bytes,
@@ -87,50 +86,51 @@ impl WeightsStatus {
     }
 }
 
-/// A guest.
+/// A tenant.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GuestStatus {
-    /// As the configuration calls it; `-` for all that it does not name.
+    /// The name in the configuration; `-` for all guests without a name.
     pub name: String,
-    /// Bytes it may use; none: what nobody has reserved.
+    /// Quota of device memory in bytes. `None`: the memory that no quota reserves.
     pub quota: Option<u64>,
-    /// Its part of the device's time, against the others.
+    /// Share of the device's time, relative to the other guests.
     pub weight: u32,
-    /// Programs that are connected.
+    /// Number of connected programs.
     pub sessions: usize,
-    /// What it has done, its programs of earlier included.
+    /// What the programs of the guest use and have done, including programs that have disconnected.
     #[serde(flatten)]
-    pub work: Work,
+    pub usage: Usage,
 }
 
-/// A program of a guest.
+/// A session: a connected program of a guest.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SessionStatus {
-    /// Its number.
+    /// The number of the session.
     pub id: u64,
-    /// Whose it is.
+    /// The name of the guest.
     pub guest: String,
-    /// Where it came in.
+    /// The listener and the position there.
     pub endpoint: String,
-    /// Its process, where the link tells.
+    /// The process id, where the link tells.
     pub pid: Option<i32>,
-    /// The user of that.
+    /// The user id of the process.
     pub uid: Option<u32>,
-    /// What it calls itself; none until it has said hello.
+    /// The name that the program gave in HELLO. `None` before HELLO.
     pub program: Option<String>,
-    /// Seconds since it connected.
+    /// Seconds since the program connected.
     pub age: f64,
-    /// What it has done.
+    /// What the program uses and has done.
     #[serde(flatten)]
-    pub work: Work,
+    pub usage: Usage,
 }
 
-/// What somebody has and has done.
+/// Resources that are in use, and work that has been done.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
-pub struct Work {
-    /// Bytes of device memory held.
+pub struct Usage {
+    /// Bytes of device memory in use.
     pub memory: u64,
-    /// Graphs run. A program that decodes runs one a token, as long as no other part of the model is elsewhere.
+    /// Graphs run. A program that decodes runs one graph per token if the whole model is on the
+    /// vGPU.
     pub graphs: u64,
     /// Nodes of all graphs run.
     pub nodes: u64,
@@ -138,23 +138,23 @@ pub struct Work {
     pub busy: f64,
     /// Seconds that graphs waited for the device.
     pub queued: f64,
-    /// Turns that the graphs took.
+    /// Turns of the scheduler that the graphs took.
     pub turns: u64,
-    /// Bytes of messages and payloads that came.
+    /// Bytes of messages and payloads received.
     pub bytes_in: u64,
-    /// Bytes of messages and payloads that went.
+    /// Bytes of messages and payloads sent.
     pub bytes_out: u64,
     /// Requests that were refused or failed.
     pub failures: u64,
-    /// Bytes of weights that did not have to be sent.
+    /// Bytes of weights that the guest did not have to send.
     pub weights_not_sent: u64,
-    /// Bytes of the memory held that are held once for several buffers, and for another one first.
+    /// Part of `memory` that is a shared copy, first uploaded to another buffer.
     pub weights_shared: u64,
 }
 
-impl From<&Stats> for Work {
-    fn from(stats: &Stats) -> Work {
-        Work {
+impl From<&Stats> for Usage {
+    fn from(stats: &Stats) -> Usage {
+        Usage {
             memory: stats.buffer_bytes,
             graphs: stats.graphs_run,
             nodes: stats.nodes_run,
@@ -170,10 +170,10 @@ impl From<&Stats> for Work {
     }
 }
 
-impl Work {
-    /// Adds what somebody else has and has done.
-    pub(crate) fn add(&mut self, other: &Work) {
-        let Work {
+impl Usage {
+    /// Adds the figures of another session or process.
+    pub(crate) fn add(&mut self, other: &Usage) {
+        let Usage {
             memory,
             graphs,
             nodes,
@@ -204,134 +204,39 @@ impl Work {
     }
 }
 
-/// All that an executor in a process of its own tells its supervisor.
+/// The complete snapshot that a worker sends to its supervisor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Report {
     pub(crate) status: Status,
-    pub(crate) waits: Vec<Waits>,
+    pub(crate) latencies: Vec<TenantLatency>,
 }
 
-/// How long graphs of a guest waited and ran.
+/// How long the graphs of a tenant waited and ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Waits {
+pub(crate) struct TenantLatency {
     pub(crate) guest: String,
     pub(crate) queued: Distribution,
     pub(crate) ran: Distribution,
 }
 
-impl Watch {
-    pub(crate) fn new(executor: Arc<dyn Look>) -> Watch {
-        Watch(executor)
+impl StatusHandle {
+    pub(crate) fn new(executor: Arc<dyn StatusSource>) -> StatusHandle {
+        StatusHandle(executor)
     }
 
-    /// What the executor is doing now.
+    /// Takes a snapshot.
     pub fn status(&self) -> Status {
         self.0.status()
     }
 
-    pub(crate) fn waits(&self) -> Vec<Waits> {
-        self.0.waits()
+    pub(crate) fn latencies(&self) -> Vec<TenantLatency> {
+        self.0.latencies()
     }
 
     pub(crate) fn report(&self) -> Report {
         Report {
             status: self.status(),
-            waits: self.waits(),
+            latencies: self.latencies(),
         }
-    }
-}
-
-impl Look for Shared {
-    fn status(&self) -> Status {
-        let shared = self;
-        // Guests and sessions under one lock: a session that ends is seen once.
-        let entries = shared.sessions();
-        let (named, unnamed) = shared.roster.tenants();
-        let sessions: Vec<SessionStatus> = entries
-            .iter()
-            .map(|(&id, entry)| SessionStatus {
-                id,
-                guest: match entry.tenant.is_named() {
-                    true => entry.tenant.name().to_owned(),
-                    false => unnamed.name().to_owned(),
-                },
-                endpoint: entry.peer.endpoint.clone(),
-                pid: entry.peer.process.as_ref().map(|process| process.pid),
-                uid: entry.peer.process.as_ref().map(|process| process.uid),
-                program: entry.counters.guest.get().cloned(),
-                age: entry.since.elapsed().as_secs_f64(),
-                work: Work::from(&entry.counters.snapshot()),
-            })
-            .collect();
-        let mut guests: Vec<(Arc<Tenant>, Stats)> = named
-            .into_iter()
-            .chain([unnamed])
-            .map(|tenant| {
-                let ended = tenant.ended();
-                (tenant, ended)
-            })
-            .collect();
-        let mut counts = vec![0; guests.len()];
-        for entry in entries.values() {
-            // Sessions of guests that are named no longer count with the unnamed.
-            let whose = guests
-                .iter()
-                .position(|(t, _)| Arc::ptr_eq(t, &entry.tenant));
-            let whose = whose.unwrap_or(guests.len() - 1);
-            let stats = entry.counters.snapshot();
-            guests[whose].1.add(&stats);
-            guests[whose].1.buffer_bytes += stats.buffer_bytes;
-            guests[whose].1.weights_shared += stats.weights_shared;
-            counts[whose] += 1;
-        }
-        drop(entries);
-        let guests = guests.iter().zip(counts);
-        let memory = shared.engine.memory();
-        let weights = shared.weights.get().map(Weights::stats).unwrap_or_default();
-        Status {
-            version: env!("CARGO_PKG_VERSION").into(),
-            uptime: shared.since.elapsed().as_secs_f64(),
-            engine: EngineStatus {
-                name: shared.engine.name().into(),
-                description: shared.engine.description().into(),
-                memory_total: memory.total,
-                memory_free: memory.free,
-                weights: WeightsStatus {
-                    bytes: weights.bytes,
-                    disk_bytes: weights.disk_bytes,
-                    not_sent: weights.not_sent,
-                    from_disk: weights.from_disk,
-                    merged: weights.merged,
-                },
-            },
-            guests: guests
-                .map(|((tenant, stats), sessions)| {
-                    let policy = match tenant.is_named() {
-                        true => tenant.policy(),
-                        false => shared.roster.unnamed_policy(),
-                    };
-                    GuestStatus {
-                        name: tenant.name().to_owned(),
-                        quota: policy.memory,
-                        weight: policy.weight,
-                        sessions,
-                        work: Work::from(stats),
-                    }
-                })
-                .collect(),
-            sessions,
-        }
-    }
-
-    fn waits(&self) -> Vec<Waits> {
-        let (named, unnamed) = self.roster.tenants();
-        let tenants = named.into_iter().chain([unnamed]);
-        tenants
-            .map(|tenant| Waits {
-                guest: tenant.name().to_owned(),
-                queued: tenant.measures.queued.read(),
-                ran: tenant.measures.ran.read(),
-            })
-            .collect()
     }
 }

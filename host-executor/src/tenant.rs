@@ -1,213 +1,37 @@
-//! Guests as the operator of the host knows them: by a name, with what they may use and what they do use.
+//! A tenant: a guest as the operator knows it, with what it may use and what it has used.
 //!
-//! A tenant may be here with several sessions, one for each of its programs. They share its memory and its weight.
-//! A guest that no configuration names is a tenant of its own with each session.
+//! A tenant has one session for each of its programs; they share its quota and its weight. A guest
+//! that the configuration does not name is a tenant of its own for each session.
+#![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
-use std::fmt;
-use std::str::FromStr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use serde::{Deserialize, Serialize};
 use vgpu_engine::{Engine, EngineError, MemoryInfo};
 
 use crate::histogram::Histogram;
-use crate::sched::{Party, Terms};
+use crate::ledger::Ledger;
+use crate::policy::Policy;
+use crate::sched::{Share, TenantId};
 use crate::stats::Stats;
 
-/// A kind of link.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum LinkKind {
-    /// The unix socket of a program or a container on this machine.
-    Unix,
-    /// A PCI device of a virtual machine.
-    Pci,
-    /// A virtual machine through vsock.
-    Vsock,
-    /// Another machine.
-    Tcp,
-}
-
-impl LinkKind {
-    /// All of them.
-    pub const ALL: [LinkKind; 4] = [
-        LinkKind::Unix,
-        LinkKind::Pci,
-        LinkKind::Vsock,
-        LinkKind::Tcp,
-    ];
-
-    /// As users write it.
-    pub fn name(self) -> &'static str {
-        match self {
-            LinkKind::Unix => "unix",
-            LinkKind::Pci => "pci",
-            LinkKind::Vsock => "vsock",
-            LinkKind::Tcp => "tcp",
-        }
-    }
-}
-
-impl fmt::Display for LinkKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for LinkKind {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<LinkKind, String> {
-        let found = LinkKind::ALL.into_iter().find(|kind| kind.name() == text);
-        found.ok_or_else(|| {
-            format!("no link is called {text:?}: there are unix, pci, vsock and tcp")
-        })
-    }
-}
-
-/// What a guest may use.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Policy {
-    /// Bytes of device memory; `None`: what nobody has reserved.
-    pub memory: Option<u64>,
-    /// Its part of the device's time, against the weights of the others.
-    pub weight: u32,
-    /// Graphs of all its programs that may be under way at once. More wait for their turn.
-    pub graphs_in_flight: usize,
-    /// The links it may come over.
-    pub links: Vec<LinkKind>,
-}
-
-impl Policy {
-    /// The largest weight there is.
-    pub const MAX_WEIGHT: u32 = 1000;
-}
-
-impl Default for Policy {
-    fn default() -> Policy {
-        Policy {
-            memory: None,
-            weight: 1,
-            graphs_in_flight: 8,
-            links: LinkKind::ALL.into(),
-        }
-    }
-}
-
-/// The memory of an engine, and who may have how much of it.
-///
-/// What a named guest's quota promises is set aside for it, unless the operator allows overcommitment. Everybody
-/// else shares the rest: what the engine has free beyond the promises, by the engine's own figure. Guests are charged for
-/// their buffers in full, weights that they share included.
-#[derive(Debug)]
-pub(crate) struct Ledger {
-    books: Mutex<Books>,
-}
-
-#[derive(Debug)]
-struct Books {
-    total: u64,
-    overcommit: bool,
-    accounts: BTreeMap<u64, Account>,
-    /// Charged, but not yet taken from the engine.
-    pending: u64,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Account {
-    is_named: bool,
-    quota: Option<u64>,
-    used: u64,
-}
-
-impl Books {
-    /// What is set aside for an account.
-    fn reserved(&self, account: &Account) -> Option<u64> {
-        let quota = account
-            .quota
-            .filter(|_| account.is_named && !self.overcommit)?;
-        // After its quota was lowered it may still have more than that.
-        Some(quota.max(account.used))
-    }
-
-    /// What is left for the accounts for which nothing is set aside, of an engine with so much free.
-    fn commons(&self, free: u64) -> MemoryInfo {
-        let (mut set_aside, mut promised) = (0u64, 0u64);
-        for account in self.accounts.values() {
-            if let Some(reserved) = self.reserved(account) {
-                set_aside = set_aside.saturating_add(reserved);
-                promised = promised.saturating_add(reserved - account.used);
-            }
-        }
-        MemoryInfo {
-            total: self.total.saturating_sub(set_aside),
-            free: free.saturating_sub(promised).saturating_sub(self.pending),
-        }
-    }
-
-    /// What `account` may have in all, and still.
-    fn share(&self, account: &Account, free: u64) -> MemoryInfo {
-        let quota = account.quota.map(|total| MemoryInfo {
-            total,
-            free: total.saturating_sub(account.used),
-        });
-        if let Some(quota) = quota.filter(|_| self.reserved(account).is_some()) {
-            return quota;
-        }
-        let commons = self.commons(free);
-        let quota = quota.unwrap_or(commons);
-        MemoryInfo {
-            total: quota.total.min(commons.total),
-            free: quota.free.min(commons.free),
-        }
-    }
-}
-
-impl Ledger {
-    pub(crate) fn new(total: u64) -> Arc<Ledger> {
-        Arc::new(Ledger {
-            books: Mutex::new(Books {
-                total,
-                overcommit: false,
-                accounts: BTreeMap::new(),
-                pending: 0,
-            }),
-        })
-    }
-
-    pub(crate) fn total(&self) -> u64 {
-        self.books().total
-    }
-
-    pub(crate) fn set_overcommit(&self, overcommit: bool) {
-        self.books().overcommit = overcommit;
-    }
-
-    fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Numbers of tenants, for the life of the process.
+/// The number of the tenant that was made last in this process.
 static LAST_TENANT: AtomicU64 = AtomicU64::new(0);
 
-/// A guest, with what it may use and what it has used.
+/// A guest, with its account and its statistics.
 #[derive(Debug)]
 pub(crate) struct Tenant {
-    id: u64,
+    id: TenantId,
     name: String,
-    is_named: AtomicBool,
-    policy: Mutex<Policy>,
     ledger: Arc<Ledger>,
     /// Sums over the sessions that have ended.
     ended: Mutex<Stats>,
-    pub(crate) measures: Arc<Measures>,
+    pub(crate) latency: Arc<LatencyHistograms>,
 }
 
-/// What is measured for a guest while it is served.
+/// How long the graphs of a tenant wait and run.
 #[derive(Debug, Default)]
-pub(crate) struct Measures {
+pub(crate) struct LatencyHistograms {
     /// How long each graph waited for the device.
     pub(crate) queued: Histogram,
     /// How long each graph had the device.
@@ -220,14 +44,14 @@ impl Tenant {
         Tenant::new(name.into(), true, policy, ledger, Arc::default())
     }
 
-    /// A guest that it does not name. `measures` are those of all such guests.
+    /// A guest that the configuration does not name. `latency` is shared by all such guests.
     pub(crate) fn unnamed(
         name: String,
         policy: Policy,
         ledger: &Arc<Ledger>,
-        measures: Arc<Measures>,
+        latency: Arc<LatencyHistograms>,
     ) -> Arc<Tenant> {
-        Tenant::new(name, false, policy, ledger, measures)
+        Tenant::new(name, false, policy, ledger, latency)
     }
 
     fn new(
@@ -235,23 +59,16 @@ impl Tenant {
         is_named: bool,
         policy: Policy,
         ledger: &Arc<Ledger>,
-        measures: Arc<Measures>,
+        latency: Arc<LatencyHistograms>,
     ) -> Arc<Tenant> {
-        let id = LAST_TENANT.fetch_add(1, Ordering::Relaxed) + 1;
-        let account = Account {
-            is_named,
-            quota: policy.memory,
-            used: 0,
-        };
-        ledger.books().accounts.insert(id, account);
+        let id = TenantId(LAST_TENANT.fetch_add(1, Ordering::Relaxed) + 1);
+        ledger.open(id, is_named, policy);
         Arc::new(Tenant {
             id,
             name,
-            is_named: AtomicBool::new(is_named),
-            policy: Mutex::new(policy),
             ledger: Arc::clone(ledger),
             ended: Mutex::default(),
-            measures,
+            latency,
         })
     }
 
@@ -259,92 +76,68 @@ impl Tenant {
         &self.name
     }
 
-    /// Whether the configuration names it.
+    /// The tenant's number, by which the scheduler knows it.
+    pub(crate) fn id(&self) -> TenantId {
+        self.id
+    }
+
+    /// Whether the configuration names the tenant.
     pub(crate) fn is_named(&self) -> bool {
-        self.is_named.load(Ordering::Relaxed)
+        self.ledger.is_named(self.id)
     }
 
     pub(crate) fn policy(&self) -> Policy {
-        self.lock().clone()
+        self.ledger.read_policy(self.id, Policy::clone)
     }
 
-    /// What the scheduler knows it by.
-    pub(crate) fn party(&self) -> Party {
-        Party(self.id)
-    }
-
-    pub(crate) fn terms(&self) -> Terms {
-        let policy = self.lock();
-        Terms {
+    /// What the scheduler grants the tenant.
+    pub(crate) fn share(&self) -> Share {
+        self.ledger.read_policy(self.id, |policy| Share {
             weight: policy.weight,
             in_flight: policy.graphs_in_flight,
-        }
+        })
     }
 
-    /// Changes what it may use from now on. What it has it keeps.
+    /// Changes the tenant's limits from now on. What it uses stays its own.
     pub(crate) fn set_policy(&self, policy: Policy) {
-        if let Some(account) = self.ledger.books().accounts.get_mut(&self.id) {
-            account.quota = policy.memory;
-        }
-        *self.lock() = policy;
+        self.ledger.set_policy(self.id, policy);
     }
 
-    /// The configuration names it no longer: nothing is set aside for it, and it counts with those without a name.
-    pub(crate) fn unname(&self) {
-        self.is_named.store(false, Ordering::Relaxed);
-        if let Some(account) = self.ledger.books().accounts.get_mut(&self.id) {
-            account.is_named = false;
-        }
+    /// The configuration names the tenant no longer: it counts with the unnamed ones, and nothing
+    /// is reserved for it.
+    pub(crate) fn remove_name(&self) {
+        self.ledger.remove_name(self.id);
     }
 
     /// What the guest sees as the memory of its device.
     pub(crate) fn memory(&self, engine: &dyn Engine) -> MemoryInfo {
         let device = engine.memory();
-        let share = self.share(device.free);
+        let limits = self.ledger.limits(self.id, device.free);
         MemoryInfo {
-            total: share.total.min(device.total),
-            free: share.free.min(device.free),
+            total: limits.total.min(device.total),
+            free: limits.free.min(device.free),
         }
     }
 
-    /// Bytes of device memory that it has.
-    #[cfg(test)]
-    fn used(&self) -> u64 {
-        let books = self.ledger.books();
-        books.accounts.get(&self.id).map_or(0, |a| a.used)
-    }
-
-    /// Takes `size` bytes of what the guest may use, ahead of the engine. They are given back when the charge is
-    /// dropped.
+    /// Charges `size` bytes to the tenant, before the engine allocates them. Dropping the charge
+    /// gives them back.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] with the tenant's own figures.
     pub(crate) fn charge(
         self: &Arc<Tenant>,
         size: u64,
         engine: &dyn Engine,
     ) -> Result<Charge, EngineError> {
-        self.take(size, || engine.memory().free)
+        self.charge_with(size, || engine.memory().free)
     }
 
-    /// The same with `free` for what the engine has free, which is asked when nobody else can take of it.
-    fn take(
+    fn charge_with(
         self: &Arc<Tenant>,
         size: u64,
-        free: impl FnOnce() -> u64,
+        engine_free: impl Fn() -> u64,
     ) -> Result<Charge, EngineError> {
-        let mut books = self.ledger.books();
-        let account = books.accounts.get(&self.id).copied();
-        let free = free();
-        let share = account.map_or_else(MemoryInfo::default, |a| books.share(&a, free));
-        if size > share.free {
-            return Err(EngineError::OutOfMemory {
-                wanted: size,
-                free: share.free,
-                total: share.total,
-            });
-        }
-        if let Some(account) = books.accounts.get_mut(&self.id) {
-            account.used += size;
-        }
-        books.pending += size;
+        self.ledger.charge(self.id, size, engine_free)?;
         Ok(Charge {
             tenant: Arc::clone(self),
             size,
@@ -352,7 +145,7 @@ impl Tenant {
         })
     }
 
-    /// Adds what a session has done in its life.
+    /// Adds what a session has done, when it ends.
     pub(crate) fn add_ended(&self, stats: &Stats) {
         self.ended
             .lock()
@@ -364,54 +157,43 @@ impl Tenant {
     pub(crate) fn ended(&self) -> Stats {
         *self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    fn share(&self, free: u64) -> MemoryInfo {
-        let books = self.ledger.books();
-        let account = books.accounts.get(&self.id);
-        account.map_or_else(MemoryInfo::default, |account| books.share(account, free))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Policy> {
-        self.policy.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for Tenant {
     fn drop(&mut self) {
-        self.ledger.books().accounts.remove(&self.id);
+        self.ledger.close(self.id);
     }
 }
 
-/// Memory that a tenant has taken.
+/// Memory that is charged to a tenant.
 #[derive(Debug)]
 pub(crate) struct Charge {
     tenant: Arc<Tenant>,
     size: u64,
-    /// Whether the engine still counts it as free.
+    /// Whether the engine still reports the memory as free.
     is_pending: bool,
 }
 
 impl Charge {
-    /// The engine has given the memory.
-    pub(crate) fn settle(&mut self) {
+    /// The engine has allocated the memory.
+    pub(crate) fn allocated(&mut self) {
         if std::mem::take(&mut self.is_pending) {
-            self.tenant.ledger.books().pending -= self.size;
+            self.tenant.ledger.allocated(self.size);
         }
     }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.settle();
-        let mut books = self.tenant.ledger.books();
-        if let Some(account) = books.accounts.get_mut(&self.tenant.id) {
-            account.used -= self.size;
-        }
+        self.allocated();
+        self.tenant.ledger.release(self.tenant.id, self.size);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
 
     fn quota(memory: impl Into<Option<u64>>) -> Policy {
@@ -427,14 +209,14 @@ mod tests {
 
     /// Total and free, on an engine that has so much free.
     fn figures(tenant: &Tenant, free: u64) -> (u64, u64) {
-        let MemoryInfo { total, free } = tenant.share(free);
+        let MemoryInfo { total, free } = tenant.ledger.limits(tenant.id, free);
         (total, free)
     }
 
     /// Memory that the engine has given: its free figure is the caller's to lower.
     fn take(tenant: &Arc<Tenant>, size: u64, free: u64) -> Result<Charge, EngineError> {
-        let mut charge = tenant.take(size, || free)?;
-        charge.settle();
+        let mut charge = tenant.charge_with(size, || free)?;
+        charge.allocated();
         Ok(charge)
     }
 
@@ -454,7 +236,7 @@ mod tests {
             "somebody else has touched it"
         );
         assert_eq!(figures(&two, 40), (50, 0));
-        let error = two.take(1, || 40).unwrap_err();
+        let error = two.charge_with(1, || 40).unwrap_err();
         assert_eq!(
             error.to_string(),
             "out of memory: 1 bytes wanted, 0 of 50 free"
@@ -462,20 +244,41 @@ mod tests {
         let mine = take(&named, 40, 40).unwrap();
         assert!(take(&named, 1, 0).is_err());
         drop(mine);
-        assert_eq!((figures(&named, 40), named.used()), ((40, 40), 0));
+        assert_eq!((figures(&named, 40), ledger.used(named.id)), ((40, 40), 0));
     }
 
     #[test]
     fn what_is_charged_and_not_yet_taken_is_nobody_elses() {
         let ledger = Ledger::new(100);
         let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
-        let mut charge = one.take(70, || 100).unwrap();
-        assert!(two.take(31, || 100).is_err(), "both would get it");
-        charge.settle();
+        let mut charge = one.charge_with(70, || 100).unwrap();
+        assert!(two.charge_with(31, || 100).is_err(), "both would get it");
+        charge.allocated();
         assert_eq!(figures(&two, 30), (100, 30));
         drop(charge);
-        drop(one.take(100, || 100).unwrap());
+        drop(one.charge_with(100, || 100).unwrap());
         assert_eq!(figures(&two, 100), (100, 100));
+    }
+
+    #[test]
+    fn a_charge_is_not_decided_by_a_figure_from_before_another_allocation() {
+        let ledger = Ledger::new(100);
+        let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
+        let other = RefCell::new(None);
+        let engine_free = || match other.borrow().is_none() {
+            true => {
+                let mut charge = one.charge_with(60, || 100).unwrap();
+                charge.allocated();
+                *other.borrow_mut() = Some(charge);
+                100
+            }
+            false => 40,
+        };
+        let error = two.charge_with(60, engine_free).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "out of memory: 60 bytes wanted, 40 of 100 free"
+        );
     }
 
     #[test]

@@ -105,7 +105,8 @@ fn a_guest_at_its_quota_is_refused_while_the_device_has_memory_for_others() {
 fn memory_of_one_guest_is_zero_for_the_next() {
     let device = Arc::new(Spy::with_memory(512 * MIB));
     let host = host_on(&device);
-    // Parts of the pool's chunks, and one that is the driver's own; with ends at no multiple of anything.
+    // Parts of the pool's chunks, and one that is the driver's own; with ends at no multiple of
+    // anything.
     let sizes = [24, 4096, 70_001, MIB, 5 * MIB + 3, 15 * MIB, 40 * MIB];
     let mut first = host.guest();
     for size in sizes {

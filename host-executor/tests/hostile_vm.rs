@@ -1,5 +1,5 @@
-//! A hostile driver in a virtual machine: it writes what it likes to every word of its window, while commands run, and rings
-//! without end. Nobody else may notice.
+//! A hostile driver in a virtual machine: it writes what it likes to every word of its window,
+//! while commands run, and rings without end. Nobody else may notice.
 
 mod common;
 mod machine;
@@ -47,7 +47,8 @@ impl Random {
     }
 }
 
-/// Writes at random to the window: most to the words, some to rings and bulk area, some to the directory.
+/// Writes at random to the window: most to the words, some to rings and bulk area, some to the
+/// directory.
 fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &AtomicU64) {
     let mut random = Random(seed);
     let slot_size = size / directory::PARTS;
@@ -99,7 +100,8 @@ fn victim(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
             continue;
         };
         sessions.fetch_add(1, Ordering::Relaxed);
-        // Its own end may notice that the window is broken, at any point; that is not what is tested.
+        // Its own end may notice that the window is broken, at any point; that is not what is
+        // tested.
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut guest = Guest::new(Box::new(end));
             guest.hello();
@@ -150,7 +152,8 @@ fn a_machine_that_attacks_harms_only_itself() {
             }
         }
         stop.store(true, Ordering::Relaxed);
-        // The machine hangs up. Of its programs one may wait for an answer to what its machine has overwritten.
+        // The machine hangs up. Of its programs one may wait for an answer to what its machine has
+        // overwritten.
         bad.line.shutdown(std::net::Shutdown::Both).unwrap();
     });
     let [writes, rings, sessions] = [&writes, &rings, &sessions].map(|n| n.load(Ordering::Relaxed));

@@ -498,7 +498,8 @@ fn buffers_are_shared_only_if_the_host_wants_it() {
     assert!(guest.alloc_mapped(BufferId(1), 5000).is_none());
 }
 
-/// Indices that a guest changes while the kernel reads them: each one is either in range, or fails the graph.
+/// Indices that a guest changes while the kernel reads them: each one is either in range, or fails
+/// the graph.
 #[test]
 fn a_guest_that_writes_while_its_graph_runs_harms_nobody() {
     const ROWS: u64 = 64;

@@ -1,4 +1,5 @@
-//! What guests with names may use: memory, links, the device's time; and that nobody gets at what is another's.
+//! What guests with names may use: memory, links, the device's time; and that nobody gets at what
+//! is another's.
 
 mod common;
 
@@ -177,7 +178,8 @@ fn who_may_not_come_is_told_why() {
     host.guest_of(2).fence();
 }
 
-/// Everything that one guest can try to see of another's bytes, and of those it has given back itself.
+/// Everything that one guest can try to see of another's bytes, and of those it has given back
+/// itself.
 #[test]
 fn no_byte_of_one_guest_is_ever_another_s() {
     const SECRET: u8 = 0xa5;
@@ -274,7 +276,8 @@ fn no_byte_of_one_guest_is_ever_another_s() {
     look("after it has gone");
 }
 
-/// Heavy and light guests at once, all results right: turns of one do not disturb the other's graphs.
+/// Heavy and light guests at once, all results right: turns of one do not disturb the other's
+/// graphs.
 #[test]
 fn graphs_that_take_turns_compute_what_they_compute_alone() {
     let host = Host::new(cpu());
@@ -309,11 +312,11 @@ fn graphs_that_take_turns_compute_what_they_compute_alone() {
             });
         }
     });
-    let status = host.server.watch().status();
+    let status = host.server.status_handle().status();
     let named: Vec<(&str, u64)> = status
         .guests
         .iter()
-        .map(|guest| (guest.name.as_str(), guest.work.graphs))
+        .map(|guest| (guest.name.as_str(), guest.usage.graphs))
         .collect();
     assert_eq!(
         named,
@@ -337,7 +340,8 @@ fn products(side: u64, [w, x, b, c]: [BufferId; 4]) -> Graph {
     build.0
 }
 
-/// Products that take many milliseconds, cut in the middle to let others in, give the very bits that they give alone.
+/// Products that take many milliseconds, cut in the middle to let others in, give the very bits
+/// that they give alone.
 #[test]
 fn products_that_are_cut_in_the_middle_are_the_same_to_the_bit() {
     const SIDE: u64 = 640;
@@ -371,11 +375,11 @@ fn products_that_are_cut_in_the_middle_are_the_same_to_the_bit() {
     };
     let alone = [1, 2, 3].map(|uid| compute(uid).swap_remove(0));
     let turns = || {
-        let status = host.server.watch().status();
+        let status = host.server.status_handle().status();
         let sums = status
             .guests
             .iter()
-            .map(|guest| (guest.work.turns, guest.work.graphs));
+            .map(|guest| (guest.usage.turns, guest.usage.graphs));
         sums.fold((0, 0), |(a, b), (turns, graphs)| (a + turns, b + graphs))
     };
     host.wait_until_empty();

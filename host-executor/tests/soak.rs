@@ -1,7 +1,8 @@
-//! A soak: random commands of several guests at once, over unix sockets, against what each of them should see.
+//! A soak: random commands of several guests at once, over unix sockets, against what each of them
+//! should see.
 //!
-//! `VGPU_SOAK=1000000 cargo test --release -p vgpu-executor --test soak` runs as many commands in all; `cargo xtask
-//! bench soak` does the same.
+//! `VGPU_SOAK=1000000 cargo test --release -p vgpu-executor --test soak` runs as many commands in
+//! all; `cargo xtask bench soak` does the same.
 
 mod common;
 
@@ -22,7 +23,8 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 const GUESTS: usize = 4;
 
-/// Buffers of a guest at once, and the bytes of the largest: four guests stay within the engine's memory.
+/// Buffers of a guest at once, and the bytes of the largest: four guests stay within the engine's
+/// memory.
 const BUFFERS: usize = 12;
 const LARGEST: u64 = 3 * MAX_PAYLOAD as u64 / 2;
 
@@ -36,7 +38,7 @@ fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
     let path = std::env::temp_dir().join(format!("vgpu-soak-{}.sock", std::process::id()));
     let listener = Listener::bind(&path, ListenOptions::default()).expect("a socket");
     let mut server = Server::new(Arc::clone(&engine), Limits::default(), GUESTS);
-    server.open(listener).expect("a thread for the door");
+    server.listen(listener).expect("a thread for the door");
 
     // Once to touch everything that is touched once in a process; then for the figures.
     visit(&server, &path, 1, GUESTS * 500);

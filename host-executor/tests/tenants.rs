@@ -14,7 +14,8 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 
 const GRAPH: GraphId = GraphId(1);
 
-/// What a good guest does: adds 1 to its own numbers, over and over, and finds them right each time.
+/// What a good guest does: adds 1 to its own numbers, over and over, and finds them right each
+/// time.
 fn work(host: &Host, tenant: usize, rounds: usize) {
     const COUNT: u64 = 1000;
     let mut guest = host.guest();

@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use vfio_user::Client;
-use vgpu_executor::vm::VfioUserDoor;
+use vgpu_executor::vm::VfioUserListener;
 use vgpu_executor::{Limits, Server};
 use vgpu_transport::link::pci::{DOORBELL, directory};
 use vgpu_transport::shm::memory::{Memory as _, Window};
@@ -22,8 +22,8 @@ const CONFIG: u32 = 7;
 fn executor(socket: &Path) -> Server {
     let mut server = Server::new(cpu(), Limits::default(), 64);
     let options = format!("a,socket={},window=64M,silence=0", socket.display());
-    let door = VfioUserDoor::open(options.parse().unwrap()).unwrap();
-    server.open(door).unwrap();
+    let door = VfioUserListener::open(options.parse().unwrap()).unwrap();
+    server.listen(door).unwrap();
     server
 }
 
@@ -94,7 +94,8 @@ fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
     let dir = Dir::new();
     let socket = dir.0.join("a.sock");
     let _server = executor(&socket);
-    // A size that is smaller than its message; an access without a bound; a text without an end; noise.
+    // A size that is smaller than its message; an access without a bound; a text without an end;
+    // noise.
     let head = |command: u16, size: u32| {
         let mut head = vec![0; 16];
         head[2..4].copy_from_slice(&command.to_le_bytes());

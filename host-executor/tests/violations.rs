@@ -1,6 +1,7 @@
 //! Every way to break the protocol ends the session that does it, with the reason, and no other.
 //!
-//! The weaknesses that peers of this project were found to have are in `cve.rs`, each under its name.
+//! The weaknesses that peers of this project were found to have are in `cve.rs`, each under its
+//! name.
 
 mod common;
 
@@ -14,8 +15,9 @@ use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Re
 
 const GRAPH: GraphId = GraphId(7);
 
-/// What `crime` does ends its session with a reason that has every word of `words`. Another guest, with
-/// data and a graph from before, notices nothing, and the memory of the ended session comes back.
+/// What `crime` does ends its session with a reason that has every word of `words`. Another guest,
+/// with data and a graph from before, notices nothing, and the memory of the ended session comes
+/// back.
 fn ends_only_its_session(words: &[&str], crime: impl FnOnce(&mut Guest)) {
     ends_only_its_session_on(Host::new(cpu()), words, crime);
 }

@@ -65,8 +65,8 @@ fn a_silent_program_loses_its_session() {
     let server = executor(&dir.0, &["a"], 5);
     let machine = Machine::plug(&dir.0.join("a.sock"));
     let lively = machine.guest();
-    // A program that dies without a word: the lock on its slot goes, its window stays as it was. Here: one that asks
-    // for a slot and never opens it.
+    // A program that dies without a word: the lock on its slot goes, its window stays as it was.
+    // Here: one that asks for a slot and never opens it.
     let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
     page.store(directory::word::request(5), 12345);
     rustix::io::write(&machine.bell, &1u64.to_ne_bytes()).unwrap();
@@ -109,7 +109,8 @@ fn an_executor_that_comes_back_serves_the_same_machine() {
     let machine = Machine::plug(&dir.0.join("a.sock"));
     let mut guest = machine.guest();
     guest.alloc(4096);
-    // What a service manager keeps, and gives to the next. (The socket: our end of it has seen the first one go.)
+    // What a service manager keeps, and gives to the next. (The socket: our end of it has seen the
+    // first one go.)
     let (line, _qemu) = UnixStream::pair().unwrap();
     let mut kept: BTreeMap<String, OwnedFd> = [
         ("vgpu-a-memory", machine.memory.try_clone().unwrap()),

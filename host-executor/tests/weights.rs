@@ -11,7 +11,7 @@ use common::model::{for_weights, hash, lookup, read_all, upload, write};
 use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::{CacheOptions, Sharing};
-use vgpu_executor::{Limits, Process, Weights};
+use vgpu_executor::{Limits, Process, WeightStore};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request, Wanted,
@@ -35,7 +35,7 @@ fn model(seed: u32) -> Vec<u8> {
 
 fn host(sharing: Sharing, cache: Option<CacheOptions>) -> (Host, Weights) {
     let host = Host::limited(cpu(), Limits::default(), 64);
-    let weights = Weights::new(sharing, cache).expect("a store");
+    let weights = WeightStore::new(sharing, cache).expect("a store");
     host.server.share_weights(weights.clone());
     (host, weights)
 }
@@ -598,7 +598,7 @@ fn a_buffer_has_so_many_extents_and_no_more() {
     const MEMORY: u64 = 1 << 30; // never touched
     let engine = CpuEngine::new(1, Some(MEMORY)).expect("a thread");
     let host = Host::limited(Arc::new(engine), Limits::default(), 64);
-    let weights = Weights::new(Sharing::Tenant, None).expect("a store");
+    let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
     host.server.share_weights(weights);
     let mut guest = guest(&host, 7);
     let (buffer, _) = for_weights(&mut guest, (MAX_EXTENTS as u64 + 1) * MIN_EXTENT);
@@ -807,7 +807,7 @@ fn a_folder_that_others_can_write_to_is_refused() {
     let folder = Folder::new("weights-open");
     fs::create_dir_all(&folder.0).unwrap();
     fs::set_permissions(&folder.0, fs::Permissions::from_mode(0o777)).unwrap();
-    let error = Weights::new(Sharing::Tenant, folder.cache(1 << 30))
+    let error = WeightStore::new(Sharing::Tenant, folder.cache(1 << 30))
         .err()
         .unwrap();
     assert!(error.to_string().contains("777"), "{error}");
@@ -817,7 +817,7 @@ fn a_folder_that_others_can_write_to_is_refused() {
         folder: file.join("x"),
         size: 1,
     };
-    assert!(Weights::new(Sharing::Tenant, Some(under_a_file)).is_err());
+    assert!(WeightStore::new(Sharing::Tenant, Some(under_a_file)).is_err());
 }
 
 #[test]

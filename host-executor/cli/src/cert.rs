@@ -16,11 +16,12 @@ use vgpu_transport::link::stream::tls::{AUTHORITY, CERTIFICATE, KEY};
 /// The authority's key: the one file that must not leave this machine.
 const AUTHORITY_KEY: &str = "ca-key.pem";
 
-/// Makes certificates for links over TCP: an authority of your own, and a pair for each host and guest.
+/// Makes certificates for links over TCP: an authority of your own, and a pair for each host and
+/// guest.
 ///
-/// FOLDER gets the authority, made by the first call. Each call makes one more folder in it, NAME, with all that one side
-/// needs: ca.pem, cert.pem, key.pem. Give the host its folder with `vgpu serve --certs`, and a guest its own with the
-/// environment variable VGPU_CERTS.
+/// FOLDER gets the authority, made by the first call. Each call makes one more folder in it, NAME,
+/// with all that one side needs: ca.pem, cert.pem, key.pem. Give the host its folder with `vgpu
+/// serve --certs`, and a guest its own with the environment variable VGPU_CERTS.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// Where the authority is kept.
@@ -29,7 +30,8 @@ pub(crate) struct Args {
     /// Which side the certificate is for.
     side: Side,
 
-    /// The name of the folder, and of the certificate. A host is reached by this name, unless --address says otherwise.
+    /// The name of the folder, and of the certificate. A host is reached by this name, unless
+    /// --address says otherwise.
     name: String,
 
     /// Names and addresses by which guests reach a host, as in VGPU_ENDPOINT=tcp:ADDRESS:PORT.

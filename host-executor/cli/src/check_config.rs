@@ -12,8 +12,8 @@ use vgpu_executor::engine::EngineKind;
 
 /// Says whether a configuration is good, and if not, where it is wrong.
 ///
-/// The exit status is 0 for a good one, 1 for one with a mistake, 2 for one that cannot be read. Nothing is started, and
-/// a running executor does not notice.
+/// The exit status is 0 for a good one, 1 for one with a mistake, 2 for one that cannot be read.
+/// Nothing is started, and a running executor does not notice.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The file.

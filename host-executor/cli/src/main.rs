@@ -3,12 +3,17 @@
 mod bench;
 mod cert;
 mod check_config;
+mod control_client;
 mod doctor;
+mod fd_store;
 mod gpu_check;
-mod hold;
 mod install;
-mod look;
+mod ps;
+mod reload;
+mod runtime_dir;
 mod serve;
+mod top;
+mod units;
 
 use std::process::ExitCode;
 
@@ -26,31 +31,33 @@ struct Cli {
 enum Command {
     Serve(serve::Args),
     CheckConfig(check_config::Args),
-    Ps(look::PsArgs),
-    Top(look::TopArgs),
-    Reload(look::ReloadArgs),
+    Ps(ps::Args),
+    Top(top::Args),
+    Reload(reload::Args),
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
     GpuCheck(gpu_check::Args),
     Bench(bench::Args),
     Cert(cert::Args),
-    Hold(hold::Args),
+    /// `hold` is the name of earlier versions.
+    #[command(alias = "hold")]
+    FdStore(fd_store::Args),
     #[command(hide = true)]
     ServeGuest(serve::WorkerArgs),
     #[command(hide = true)]
-    HoldExec(hold::ExecArgs),
+    FdStoreExec(fd_store::ExecArgs),
 }
 
 fn main() -> ExitCode {
     let Cli { command } = Cli::parse();
     let outcome = match command {
-        Command::Serve(args) => serve::run(args),
-        Command::ServeGuest(args) => serve::work(args),
+        Command::Serve(args) => serve::run(&args),
+        Command::ServeGuest(args) => serve::run_worker(args),
         Command::CheckConfig(args) => return check_config::run(&args),
-        Command::Ps(args) => look::ps(&args),
-        Command::Top(args) => look::top(&args),
-        Command::Reload(args) => look::reload(&args),
+        Command::Ps(args) => ps::run(&args),
+        Command::Top(args) => top::run(&args),
+        Command::Reload(args) => reload::run(&args),
         Command::Install(args) => install::install(args),
         Command::Uninstall(args) => install::uninstall(args),
         Command::Doctor(args) => return doctor::run(&args),
@@ -63,8 +70,8 @@ fn main() -> ExitCode {
             Err(error) => Err(error),
         },
         Command::Cert(args) => cert::run(&args),
-        Command::Hold(args) => hold::run(&args),
-        Command::HoldExec(args) => hold::exec(&args),
+        Command::FdStore(args) => fd_store::run(&args),
+        Command::FdStoreExec(args) => fd_store::exec(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

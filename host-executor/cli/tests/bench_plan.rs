@@ -1,4 +1,5 @@
-//! `vgpu bench plan`: what a step takes at least, what it takes, and whether that has become longer.
+//! `vgpu bench plan`: what a step takes at least, what it takes, and whether that has become
+//! longer.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -31,7 +32,8 @@ fn the_least_needs_neither_engine_nor_memory() {
     let output = plan(&args);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let figures: Value = serde_json::from_slice(&fs::read(&json).expect("figures")).expect("JSON");
-    // 7.5e9 parameters that are multiplied, of 4.85 bits on average, and the operations of their products.
+    // 7.5e9 parameters that are multiplied, of 4.85 bits on average, and the operations of their
+    // products.
     let memory = figures["total"]["memory"].as_u64().expect("bytes");
     assert!((4_550_000_000..4_750_000_000).contains(&memory), "{memory}");
     let operations = figures["total"]["operations"].as_u64().expect("operations");

@@ -1,4 +1,5 @@
-//! Guests over TCP that are told apart by their certificates: a real `vgpu serve`, real TLS, certificates of `vgpu cert`.
+//! Guests over TCP that are told apart by their certificates: a real `vgpu serve`, real TLS,
+//! certificates of `vgpu cert`.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;

@@ -264,8 +264,8 @@ fn errors_say_what_to_do() {
 
 #[test]
 fn a_directory_without_permission_is_explained() {
-    // The superuser may write anywhere, so the command runs as somebody else, who may not be able to
-    // reach the build folder.
+    // The superuser may write anywhere, so the command runs as somebody else, who may not be able
+    // to reach the build folder.
     let scratch = Scratch::new("permission");
     let copy = scratch.0.join("vgpu");
     fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");

@@ -1,8 +1,9 @@
-//! The weaknesses that peers of this project (remote execution of ggml graphs) were found to have, each under the name
-//! it is known by: an advisory, a CVE, an issue of llama.cpp, or its class where it got none.
+//! The weaknesses that peers of this project (remote execution of ggml graphs) were found to have,
+//! each under the name it is known by: an advisory, a CVE, an issue of llama.cpp, or its class
+//! where it got none.
 //!
-//! Each test drives a real `vgpu serve`, a process of its own, with the bytes of the attack: it is refused with a reason,
-//! and another guest, with data and a graph from before, does not notice.
+//! Each test drives a real `vgpu serve`, a process of its own, with the bytes of the attack: it is
+//! refused with a reason, and another guest, with data and a graph from before, does not notice.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -12,7 +13,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use common::model::{lookup, for_weights, read_all, upload};
+use common::model::{for_weights, lookup, read_all, upload};
 use common::{Build, Bystander, Guest, PATIENCE, add, bytes, get_rows, image};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::Signal;
@@ -47,13 +48,14 @@ impl Executor {
         self.serve.guest(&self.scratch.socket())
     }
 
-    /// What `crime` does ends its session with a reason that has every word of `words`. Another guest notices nothing,
-    /// and the memory of the ended session comes back.
+    /// What `crime` does ends its session with a reason that has every word of `words`. Another
+    /// guest notices nothing, and the memory of the ended session comes back.
     fn refuses(&self, words: &[&str], crime: impl FnOnce(&mut Guest)) {
         let mut bystander = Bystander::new(self.guest());
         let free = free(&mut bystander.guest);
         bystander.outlives(self.connect(), words, crime);
-        // The guest hears of its end before its memory is free. (More may be free: what the bystander before this one had.)
+        // The guest hears of its end before its memory is free. (More may be free: what the
+        // bystander before this one had.)
         let since = Instant::now();
         while self::free(&mut bystander.guest) < free {
             assert!(since.elapsed() < PATIENCE, "its memory does not come back");
@@ -298,7 +300,8 @@ fn ghsa_2phh_px2f_2qmx_use_after_free_by_free_and_recompute() {
 #[test]
 fn llama_cpp_25289_function_pointer_in_a_custom_operator() {
     let executor = Executor::start();
-    // The IR has no operator that carries code; an id that is not in the table is the nearest to it.
+    // The IR has no operator that carries code; an id that is not in the table is the nearest to
+    // it.
     for id in [0u16, 19, 200, u16::MAX] {
         let words = format!("unknown operator id {id}");
         executor.refuses(&[&words], |guest| {
@@ -460,8 +463,8 @@ fn llama_cpp_26912_set_rows_writes_past_its_destination() {
     );
 }
 
-/// Runs a graph with one id after the other, each of which is out of range: it fails, its result of `len` bytes stays zero,
-/// the session goes on, and what another guest has is not touched.
+/// Runs a graph with one id after the other, each of which is out of range: it fails, its result of
+/// `len` bytes stays zero, the session goes on, and what another guest has is not touched.
 fn fails_and_writes_nothing<const N: usize>(
     executor: &Executor,
     ids: &[[u8; N]],
@@ -550,7 +553,8 @@ fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
     files
 }
 
-/// ggml-rpc names what it keeps by a hash of 64 bits that is easy to collide, and takes a file for what its name says.
+/// ggml-rpc names what it keeps by a hash of 64 bits that is easy to collide, and takes a file for
+/// what its name says.
 #[test]
 fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
     let scratch = Scratch::new("cve-cache");
@@ -561,7 +565,8 @@ fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
     let serve = Serve::start(&scratch.socket(), &options);
     let mut guest = serve.guest(&scratch.socket());
     put_on_disk(&mut guest, &folder, &content);
-    // What a guest says is the hash of something makes no entry: this is other bytes under a hash that is asked for.
+    // What a guest says is the hash of something makes no entry: this is other bytes under a hash
+    // that is asked for.
     let claimed = self::content(2);
     let (buffer, _) = for_weights(&mut guest, content.len() as u64);
     assert!(!lookup(&mut guest, buffer, 0, &claimed));
@@ -642,8 +647,9 @@ fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
     serve.wait();
 }
 
-/// ggml-rpc's client aborts its process when the server has gone, five times of five; ggml-virtgpu's waits for ever.
-/// (What a whole llama.cpp does then: `cargo xtask test --only failures --only faults`.)
+/// ggml-rpc's client aborts its process when the server has gone, five times of five;
+/// ggml-virtgpu's waits for ever. (What a whole llama.cpp does then: `cargo xtask test --only
+/// failures --only faults`.)
 #[test]
 fn ggml_rpc_the_death_of_the_server_is_the_death_of_the_client() {
     let scratch = Scratch::new("cve-death");

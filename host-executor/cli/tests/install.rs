@@ -314,8 +314,8 @@ fn a_failure_at_the_second_file_takes_the_first_one_back() {
 #[test]
 fn without_permission_nothing_is_begun() {
     let machine = Machine::new("permission");
-    // The superuser may write anywhere, so the command runs as somebody else, who may not be able to
-    // reach the build folder.
+    // The superuser may write anywhere, so the command runs as somebody else, who may not be able
+    // to reach the build folder.
     let copy = machine.root.join("vgpu");
     fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");
     let before = machine.files();

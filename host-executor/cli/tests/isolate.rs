@@ -11,7 +11,7 @@ use std::fs;
 use std::os::fd::AsFd as _;
 use std::time::Instant;
 
-use common::model::{lookup, for_weights, read_all, upload};
+use common::model::{for_weights, lookup, read_all, upload};
 use common::{Guest, PATIENCE, add, bytes};
 use machine::Machine;
 use rustix::process::{Pid, Signal, kill_process};
@@ -92,7 +92,8 @@ fn a_worker_that_dies_takes_down_no_other() {
         let (mut victim, session) = guest(&serve, &scratch);
         compute(&mut victim);
         let worker = workers(&serve, 2)[&session];
-        // More than once: what Rust does at a SIGSEGV that no access has caused is to wait for the access.
+        // More than once: what Rust does at a SIGSEGV that no access has caused is to wait for the
+        // access.
         let start = Instant::now();
         while kill_process(worker, signal).is_ok() {
             assert!(start.elapsed() < PATIENCE, "{signal:?} does not end it");
@@ -204,7 +205,8 @@ fn workers_are_in_the_sandbox_and_end_with_their_supervisor() {
     }
 }
 
-/// A virtual machine's worker dies, and the next one serves the machine on: somebody has kept its files.
+/// A virtual machine's worker dies, and the next one serves the machine on: somebody has kept its
+/// files.
 #[test]
 fn a_virtual_machine_outlives_its_worker() {
     let scratch = Scratch::new("isolate-vm");
@@ -265,7 +267,8 @@ fn a_virtual_machine_outlives_its_worker() {
         assert!(start.elapsed() < PATIENCE, "no new worker");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    // The program in the machine connects again, as the plugin does; the machine has noticed nothing.
+    // The program in the machine connects again, as the plugin does; the machine has noticed
+    // nothing.
     drop(inside);
     let mut again = machine.guest();
     compute(&mut again);
@@ -406,7 +409,8 @@ memory = "10MiB"
 listen = ["@B@"]
 "#;
 
-/// Names, quotas and weights of the configuration, in processes of their own, and what the operator sees of them.
+/// Names, quotas and weights of the configuration, in processes of their own, and what the operator
+/// sees of them.
 #[test]
 fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
     let scratch = Scratch::new("isolate-names");

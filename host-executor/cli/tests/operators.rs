@@ -1,4 +1,5 @@
-//! What the operator of a host does with a running executor: configures it, looks at it, changes it.
+//! What the operator of a host does with a running executor: configures it, looks at it, changes
+//! it.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -381,7 +382,8 @@ impl Terminal {
             ws_ypixel: 0,
         };
         let part = |n| std::num::NonZero::new(n).expect("a terminal of some size");
-        // SAFETY: the two places are ours, name and modes may be null, and the size is there for the call.
+        // SAFETY: the two places are ours, name and modes may be null, and the size is there for
+        // the call.
         let made = unsafe {
             libc::openpty(
                 &mut ours,

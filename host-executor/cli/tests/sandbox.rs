@@ -13,7 +13,8 @@ use served::{Scratch, Serve};
 use vgpu_executor::sandbox::{self, Profile};
 use vgpu_transport::wire::GraphId;
 
-/// Set in the process that goes into the sandbox: a test runs itself again, since there is no way back.
+/// Set in the process that goes into the sandbox: a test runs itself again, since there is no way
+/// back.
 const INSIDE: &str = "VGPU_TEST_SANDBOX";
 
 /// Runs `test` of this file again, inside.
@@ -31,8 +32,8 @@ fn run_inside(test: &str, profile: &str) {
 
 /// A system call by number, whose arguments are numbers.
 fn call(number: libc::c_long, arguments: [u64; 3]) -> io::Result<i64> {
-    // SAFETY: the calls below get null pointers or numbers; what they would do if they passed is harmless in a process
-    // that exists for this test.
+    // SAFETY: the calls below get null pointers or numbers; what they would do if they passed is
+    // harmless in a process that exists for this test.
     let result = unsafe { libc::syscall(number, arguments[0], arguments[1], arguments[2]) };
     if result < 0 {
         Err(io::Error::last_os_error())
@@ -126,7 +127,8 @@ fn forbidden_calls_fail_and_guests_are_served() {
     everybody_is_inside(std::process::id());
 }
 
-/// By the word of the kernel: no thread has capabilities or can get any, and each is behind the filter.
+/// By the word of the kernel: no thread has capabilities or can get any, and each is behind the
+/// filter.
 fn everybody_is_inside(pid: u32) {
     let mut threads = 0;
     for entry in std::fs::read_dir(format!("/proc/{pid}/task")).expect("threads") {

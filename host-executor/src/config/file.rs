@@ -1,9 +1,10 @@
-//! The file, as it is written.
+//! The configuration file.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::Deserialize;
@@ -12,15 +13,62 @@ use toml::Spanned;
 use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
 
-use super::{GuestSettings, LogFormat, MetricsAddress, Problem, Settings, VmDevice};
+use super::settings::{GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice};
 use crate::engine::EngineKind;
 use crate::identity::CertificateRule;
+use crate::policy::{LinkKind, Policy};
 use crate::size;
-use crate::tenant::{LinkKind, Policy};
-use crate::vm::VmOptions;
+use crate::vm::{ParseVmError, VmOptions};
 use crate::weights::{CacheOptions, Sharing};
 
-/// The largest configuration that is read: a thousand guests fit many times.
+/// A mistake in the text of a configuration.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{line}:{column}: {reason}")]
+pub struct Problem {
+    /// The line, counted from 1.
+    pub line: usize,
+    /// The column in characters, counted from 1.
+    pub column: usize,
+    /// What is wrong.
+    pub reason: String,
+}
+
+/// Why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum LoadError {
+    #[error("{path}: {error}", path = path.display())]
+    Read { path: PathBuf, error: io::Error },
+    #[error("{path}:{problem}", path = path.display())]
+    Problem { path: PathBuf, problem: Problem },
+}
+
+impl Settings {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`LoadError`] if the file cannot be read, or has a mistake.
+    pub fn load(path: &Path) -> Result<Settings, LoadError> {
+        let text = std::fs::read_to_string(path).map_err(|error| LoadError::Read {
+            path: path.into(),
+            error,
+        })?;
+        Settings::parse(&text).map_err(|problem| LoadError::Problem {
+            path: path.into(),
+            problem,
+        })
+    }
+
+    /// Reads the text of a file.
+    ///
+    /// # Errors
+    /// [`Problem`]: the first mistake in the text.
+    pub fn parse(text: &str) -> Result<Settings, Problem> {
+        parse(text)
+    }
+}
+
+/// The largest configuration in bytes.
 const MAX_BYTES: usize = 16 << 20;
 
 #[derive(Deserialize, Default)]
@@ -138,7 +186,7 @@ enum Device {
 }
 
 /// Reads the text of a file.
-pub(super) fn parse(text: &str) -> Result<Settings, Problem> {
+fn parse(text: &str) -> Result<Settings, Problem> {
     let problem = |span: Option<Range<usize>>, reason: String| {
         let (line, column) = place(text, span.map_or(0, |span| span.start));
         Problem {
@@ -148,7 +196,7 @@ pub(super) fn parse(text: &str) -> Result<Settings, Problem> {
         }
     };
     if text.len() > MAX_BYTES {
-        let reason = format!("{} bytes; at most {MAX_BYTES} are read", text.len());
+        let reason = format!("{} bytes, at most {MAX_BYTES} are allowed", text.len());
         return Err(problem(None, reason));
     }
     let file: File = toml::from_str(text)
@@ -156,7 +204,7 @@ pub(super) fn parse(text: &str) -> Result<Settings, Problem> {
     settings(file).map_err(|(span, reason)| problem(Some(span), reason))
 }
 
-/// Line and column of a byte, counted from 1, the column in characters.
+/// Line and column of a byte, both counted from 1. The column counts characters.
 fn place(text: &str, byte: usize) -> (usize, usize) {
     let mut before = byte.min(text.len());
     while !text.is_char_boundary(before) {
@@ -168,9 +216,10 @@ fn place(text: &str, byte: usize) -> (usize, usize) {
     (line, before[start..].chars().count() + 1)
 }
 
-type Misplaced = (Range<usize>, String);
+/// The position of a mistake in bytes, and what is wrong.
+type Mistake = (Range<usize>, String);
 
-fn settings(file: File) -> Result<Settings, Misplaced> {
+fn settings(file: File) -> Result<Settings, Mistake> {
     let defaults = Settings::default();
     let unnamed = policy(
         file.unnamed.memory,
@@ -179,7 +228,7 @@ fn settings(file: File) -> Result<Settings, Misplaced> {
         file.unnamed.links,
     );
     let mut used = Used::default();
-    let listen = doors(file.server.listen, &mut used)?;
+    let listen = endpoints_of(file.server.listen, &mut used)?;
     let mut guests: Vec<GuestSettings> = Vec::new();
     for entry in file.guest {
         guests.push(guest(entry, &mut used)?);
@@ -223,36 +272,35 @@ fn settings(file: File) -> Result<Settings, Misplaced> {
     })
 }
 
-/// What belongs to one guest only: where it was said first.
+/// What may occur only once in a configuration, and the guest to which it belongs.
 #[derive(Default)]
 struct Used {
-    names: BTreeMap<String, ()>,
-    places: BTreeMap<String, String>,
+    names: BTreeSet<String>,
+    addresses: BTreeSet<String>,
     uids: BTreeMap<u32, String>,
     cids: BTreeMap<u32, String>,
     certificates: BTreeMap<CertificateRule, String>,
 }
 
-fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Misplaced> {
+fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mistake> {
     let whole = entry.span();
     let entry = entry.into_inner();
     let (span, name) = (entry.name.span(), entry.name.into_inner());
     let is_name = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
     if name.is_empty() || name.len() > 64 || !name.bytes().all(is_name) {
         let reason =
-            format!("the name {name:?}: 1 to 64 letters, digits, `.`, `_` and `-` are possible");
+            format!("the name {name:?}: expected 1 to 64 letters, digits, `.`, `_` and `-`");
         return Err((span, reason));
     }
-    if used.names.insert(name.clone(), ()).is_some() {
-        return Err((span, format!("a second guest is called {name:?}")));
+    if !used.names.insert(name.clone()) {
+        return Err((span, format!("two guests have the name {name:?}")));
     }
-    let listen = doors(entry.listen, used)?;
+    let listen = endpoints_of(entry.listen, used)?;
     let vm = match entry.vm {
         None => None,
         Some(vm) => {
             let span = vm.span();
             let vm = vm.into_inner();
-            let at = |reason| (span.clone(), reason);
             let mut options = format!("{name},socket={}", vm.socket.display());
             if let Some(window) = vm.window {
                 options.push_str(&format!(",window={}", window.0));
@@ -260,8 +308,10 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mispla
             if let Some(silence) = vm.silence {
                 options.push_str(&format!(",silence={silence}"));
             }
-            let options: VmOptions = options.parse().map_err(at)?;
-            take_place(used, &options.socket.display().to_string(), &name).map_err(at)?;
+            let options: VmOptions = options
+                .parse()
+                .map_err(|error: ParseVmError| (span.clone(), error.to_string()))?;
+            claim(used, span, options.socket.display().to_string())?;
             Some(options)
         }
     };
@@ -270,7 +320,10 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mispla
         for number in numbers {
             let (span, number) = (number.span(), number.into_inner());
             if let Some(other) = used.insert(number, name.clone()) {
-                return Err((span, format!("{what} {number} is guest {other} already")));
+                return Err((
+                    span,
+                    format!("{what} {number} already identifies guest {other}"),
+                ));
             }
             taken.push(number);
         }
@@ -284,17 +337,15 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mispla
         if let Some(other) = used.certificates.insert(certificate.clone(), name.clone()) {
             return Err((
                 span,
-                format!("the certificate {certificate} is guest {other} already"),
+                format!("the certificate {certificate} already identifies guest {other}"),
             ));
         }
         certificates.push(certificate);
     }
-    let is_told = vm.is_some() || !listen.is_empty() || !certificates.is_empty();
-    if !is_told && uids.is_empty() && cids.is_empty() {
-        let reason = format!(
-            "guest {name} cannot be told from others: give it a listen or vm of its own, or uids, cids or certificates that \
-             are it"
-        );
+    let is_identified = vm.is_some() || !listen.is_empty() || !certificates.is_empty();
+    if !is_identified && uids.is_empty() && cids.is_empty() {
+        let reason =
+            format!("nothing identifies guest {name}: add listen, vm, uids, cids or certificates");
         return Err((whole, reason));
     }
     let mut settings = GuestSettings::new(&name);
@@ -332,38 +383,39 @@ fn policy(
     }
 }
 
-fn doors(
+fn endpoints_of(
     endpoints: Vec<Spanned<Text<Endpoint>>>,
     used: &mut Used,
-) -> Result<Vec<Endpoint>, Misplaced> {
-    let mut doors = Vec::new();
+) -> Result<Vec<Endpoint>, Mistake> {
+    let mut claimed = Vec::new();
     for endpoint in endpoints {
         let (span, Text(endpoint)) = (endpoint.span(), endpoint.into_inner());
         match &endpoint {
             Endpoint::Inproc | Endpoint::Pci(_) => {
                 let reason = format!(
-                    "nobody can listen on {endpoint}: there are unix:PATH, tcp:HOST:PORT and vsock:PORT, and for \
-                     virtual machines `vm` of a guest"
+                    "an executor cannot listen on {endpoint}: use unix:PATH, tcp:HOST:PORT or vsock:PORT, \
+                     and `vm` of a guest for virtual machines"
                 );
                 return Err((span, reason));
             }
-            Endpoint::Unix(path) => take_place(used, &path.display().to_string(), "another"),
-            _ => take_place(used, &endpoint.to_string(), "another"),
+            Endpoint::Unix(path) => claim(used, span, path.display().to_string())?,
+            _ => claim(used, span, endpoint.to_string())?,
         }
-        .map_err(|reason| (span, reason))?;
-        doors.push(endpoint);
+        claimed.push(endpoint);
     }
-    Ok(doors)
+    Ok(claimed)
 }
 
-fn take_place(used: &mut Used, place: &str, who: &str) -> Result<(), String> {
-    match used.places.insert(place.into(), who.into()) {
-        None => Ok(()),
-        Some(_) => Err(format!("{place} is listened on already, further up")),
+/// Records a listening address. Each address may occur once.
+fn claim(used: &mut Used, span: Range<usize>, address: String) -> Result<(), Mistake> {
+    let reason = format!("{address} is already a listening address further up");
+    match used.addresses.insert(address) {
+        true => Ok(()),
+        false => Err((span, reason)),
     }
 }
 
-/// A text with a meaning.
+/// A value that is written as text.
 struct Text<T>(T);
 
 impl<'de, T> Deserialize<'de> for Text<T>
@@ -377,7 +429,7 @@ where
     }
 }
 
-/// A number of bytes: `24GiB`, or a plain number.
+/// A number of bytes: text such as `24GiB`, or a number.
 struct Size(u64);
 
 impl<'de> Deserialize<'de> for Size {
@@ -398,7 +450,7 @@ impl<'de> Deserialize<'de> for Size {
                 let bytes = u64::try_from(bytes);
                 bytes
                     .map(Size)
-                    .map_err(|_| E::custom("a size is not negative"))
+                    .map_err(|_| E::custom("a size cannot be negative"))
             }
 
             fn visit_u64<E: serde::de::Error>(self, bytes: u64) -> Result<Size, E> {
@@ -419,9 +471,7 @@ impl<'de> Deserialize<'de> for Mode {
         mode.filter(|mode| mode & !0o777 == 0)
             .map(Mode)
             .ok_or_else(|| {
-                D::Error::custom(format!(
-                    "{text:?} are not permissions of a socket, such as \"0660\""
-                ))
+                D::Error::custom(format!("{text:?} is not a socket mode, such as \"0660\""))
             })
     }
 }

@@ -1,4 +1,5 @@
-//! The process of one guest: a server like any other, to which a supervisor hands the sockets.
+//! A worker: the process of one guest. A server whose guests a supervisor hands over.
+#![forbid(unsafe_code)]
 
 use std::error::Error;
 use std::io;
@@ -14,119 +15,130 @@ use vgpu_transport::link::stream::tls::Certificates;
 use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenOptions};
 
-use super::post::{Away, Heard, News, Order, Post};
-use crate::net::HANDSHAKE;
-use crate::server::{Guest, Peer, Server};
-use crate::session::{Ending, Stop, dismiss};
-use crate::tenant::LinkKind;
+use super::ipc::{Command, IpcSocket, Received, Rejection, WorkerReport};
+use crate::listener::{HANDSHAKE_TIMEOUT, IncomingGuest};
+use crate::peer::Peer;
+use crate::policy::LinkKind;
+use crate::server::Server;
+use crate::session::{SessionEnd, reject};
+use crate::stop::StopFlag;
 
-/// How often a worker looks whether to stop.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// How often a worker checks its stop flag.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How often it says how it is, if nobody comes or goes.
-const PERIOD: Duration = Duration::from_millis(500);
+/// How often a worker reports while no session begins or ends.
+const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Serves the programs of one guest that the supervisor at the other end of `socket` hands over, until that closes the
-/// socket, or `stop` is asked for.
-pub fn serve(socket: OwnedFd, server: Server, certificates: Option<&Certificates>, stop: &Stop) {
-    let post = Post::new(socket);
+/// Serves the programs of one guest that the supervisor at the other end of `socket` hands over,
+/// until the supervisor closes the socket or `stop` is set.
+pub fn serve(
+    socket: OwnedFd,
+    server: Server,
+    certificates: Option<&Certificates>,
+    stop: &StopFlag,
+) {
+    let ipc = IpcSocket::new(socket);
     let (served, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
-    let watch = server.watch();
-    let tell = |served| {
-        let report = watch.report();
+    let handle = server.status_handle();
+    let report_to_supervisor = |served| {
+        let report = handle.report();
         let ids: Vec<u64> = report.status.sessions.iter().map(|s| s.id).collect();
-        if let Err(error) = post.send(&News { served, report }, None) {
-            debug!("the supervisor does not listen: {error}");
+        if let Err(error) = ipc.send(&WorkerReport { served, report }, None) {
+            debug!("no report to the supervisor: {error}");
         }
         ids
     };
     thread::scope(|scope| {
         let reporter = scope.spawn(|| {
             while !is_over.load(Ordering::Relaxed) {
-                // In this order: whoever is counted was on the list before.
-                let known = tell(served.load(Ordering::Acquire));
-                server.wait_for_change(&known, &is_over, PERIOD);
+                // The counter is read first: a guest that it counts is in the table by then.
+                let known = report_to_supervisor(served.load(Ordering::Acquire));
+                server.wait_for_change(&known, &is_over, REPORT_INTERVAL);
             }
         });
-        while !stop.is_asked() {
-            match post.receive(Some(PATIENCE)) {
-                Ok(Heard::Message(order, socket)) => {
-                    follow(&server, order, socket, certificates, &served);
-                    // Who was turned away is no session whose end anybody would notice.
-                    tell(served.load(Ordering::Acquire));
+        while !stop.is_set() {
+            match ipc.receive(Some(POLL_INTERVAL)) {
+                Ok(Received::Message(command, socket)) => {
+                    carry_out(&server, command, socket, certificates, &served);
+                    // A rejected guest has no session whose end would cause a report.
+                    report_to_supervisor(served.load(Ordering::Acquire));
                 }
-                Ok(Heard::Nothing) => {}
-                Ok(Heard::Garbage(why)) => error!("the supervisor says {why}, a bug of the host"),
-                Ok(Heard::End) => break,
+                Ok(Received::Nothing) => {}
+                Ok(Received::Invalid(why)) => {
+                    error!("invalid message from the supervisor: {why}; this is a bug of the host");
+                }
+                Ok(Received::Closed) => break,
                 Err(error) => {
-                    error!("the supervisor is not heard any more: {error}");
+                    error!("no connection to the supervisor any more: {error}");
                     break;
                 }
             }
         }
         is_over.store(true, Ordering::Relaxed);
-        server.nudge();
+        server.wake_waiters();
         if reporter.join().is_err() {
-            error!("the reporter has panicked, a bug of the host");
+            error!("the reporting thread panicked; this is a bug of the host");
         }
     });
     let served = served.into_inner();
     server.shutdown();
-    // What the last sessions have done, if there is still somebody to hear it.
-    tell(served);
+    // The final figures of the sessions.
+    report_to_supervisor(served);
 }
 
-fn follow(
+fn carry_out(
     server: &Server,
-    order: Order,
+    command: Command,
     socket: Option<OwnedFd>,
     certificates: Option<&Certificates>,
     served: &AtomicU64,
 ) {
-    match order {
-        Order::Rules(rules) => {
+    match command {
+        Command::Rules(rules) => {
             if let Err(error) = server.apply(rules) {
-                error!("the guest's quota stays as it was: {error}");
+                error!("the guest's limits stay unchanged: {error}");
             }
         }
-        Order::Serve {
+        Command::Serve {
             session,
             guest,
             peer,
-            away,
+            rejection,
         } => {
-            match (socket, away) {
+            match (socket, rejection) {
                 (None, _) => error!(
                     session,
-                    "the supervisor has sent no socket, a bug of the host"
+                    "the supervisor has sent no socket; this is a bug of the host"
                 ),
                 (Some(socket), None) => {
                     let (kind, certificates) = (peer.link, certificates.cloned());
                     let open = Box::new(move || open(socket, kind, certificates));
-                    server.receive(session, guest.as_deref(), Guest { peer, open });
+                    server.serve_guest(session, guest.as_deref(), IncomingGuest { peer, open });
                 }
-                (Some(socket), Some(away)) => turn_away(session, &peer, socket, away, certificates),
+                (Some(socket), Some(rejection)) => {
+                    reject_guest(session, &peer, socket, rejection, certificates)
+                }
             }
             served.fetch_add(1, Ordering::Release);
         }
     }
 }
 
-fn turn_away(
+fn reject_guest(
     session: u64,
     peer: &Peer,
     socket: OwnedFd,
-    away: Away,
+    rejection: Rejection,
     certificates: Option<&Certificates>,
 ) {
     let _span = info_span!("session", id = session, %peer).entered();
-    let ending = Ending::from(away);
+    let end = SessionEnd::from(rejection);
     match open(socket, peer.link, certificates.cloned()) {
         Ok(mut link) => {
-            warn!("turned away: {ending}");
-            dismiss(link.as_mut(), &ending);
+            warn!("rejected: {end}");
+            reject(link.as_mut(), &end);
         }
-        Err(error) => warn!("the guest got no session: {error}"),
+        Err(error) => warn!("the guest gets no session: {error}"),
     }
 }
 
@@ -140,16 +152,19 @@ fn open(
             Box::new(unix::Arrival::from_socket(socket, ListenOptions::default())?.handshake()?)
         }
         LinkKind::Tcp => {
-            Box::new(tcp::Arrival::from_socket(socket, certificates)?.handshake(HANDSHAKE)?)
+            Box::new(tcp::Arrival::from_socket(socket, certificates)?.handshake(HANDSHAKE_TIMEOUT)?)
         }
         LinkKind::Vsock => Box::new(vsock::host(UnixStream::from(socket))?),
         LinkKind::Pci => {
-            return Err("virtual machines have no socket that could be handed on".into());
+            return Err("the link of a virtual machine cannot be handed to a worker".into());
         }
     })
 }
 
-/// The socket to the supervisor, which has given it to this process as its standard input.
+/// The socket to the supervisor: the standard input of this process.
+///
+/// # Errors
+/// Standard input is closed.
 pub fn take_socket() -> io::Result<OwnedFd> {
     io::stdin().as_fd().try_clone_to_owned()
 }

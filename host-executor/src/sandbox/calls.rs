@@ -10,7 +10,8 @@ use seccompiler::{
 
 use super::{Profile, SandboxError};
 
-/// Conditions on a call's arguments; a call passes (or is refused) if one of its rules holds. None: always.
+/// Conditions on a call's arguments; a call passes (or is refused) if one of its rules holds. None:
+/// always.
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
 /// Puts all threads of the process behind the filters of `profile`.
@@ -20,7 +21,8 @@ pub(super) fn filter(profile: Profile) -> Result<(), SandboxError> {
         Profile::Cpu => (allowed()?, SeccompAction::Allow, refuse),
         Profile::Driver => (refused()?, refuse, SeccompAction::Allow),
     };
-    // The flags of `clone3` lie in memory, where no filter sees them. The C library uses `clone` where there is none.
+    // The flags of `clone3` lie in memory, where no filter sees them. The C library uses `clone`
+    // where there is none.
     let clone3 = Rules::from([(libc::SYS_clone3, Vec::new())]);
     let no_clone3 = SeccompAction::Errno(libc::ENOSYS as u32);
     for (rules, listed, others) in [
@@ -42,7 +44,8 @@ fn failed(error: impl std::fmt::Display) -> SandboxError {
 /// Families of sockets that links use.
 const FAMILIES: [i32; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK];
 
-/// What of `ioctl` is used: whether a file is a terminal, flags of files and sockets, the number of this machine on vsock.
+/// What of `ioctl` is used: whether a file is a terminal, flags of files and sockets, the number of
+/// this machine on vsock.
 const IOCTLS: [u64; 6] = [
     libc::TCGETS,
     libc::TIOCGWINSZ,
@@ -235,7 +238,8 @@ fn allowed() -> Result<Rules, SandboxError> {
     Ok(rules)
 }
 
-/// The calls that no driver makes once it is loaded, and that start, touch or change something beyond this process.
+/// The calls that no driver makes once it is loaded, and that start, touch or change something
+/// beyond this process.
 fn refused() -> Result<Rules, SandboxError> {
     let plain = [
         libc::SYS_execve,

@@ -1,5 +1,5 @@
-//! Capabilities belong to threads, and a thread can only give up its own: each is asked by a signal, as the C library does
-//! when a process changes its user.
+//! Capabilities belong to threads, and a thread can only give up its own: each is asked by a
+//! signal, as the C library does when a process changes its user.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -34,7 +34,8 @@ pub(super) fn drop_everywhere() -> Result<usize, SandboxError> {
 fn ask(signal: i32) -> Result<(), SandboxError> {
     give_up().map_err(SandboxError::Privileges)?;
     let start = Instant::now();
-    // Threads that start meanwhile have what the one that starts them has: none, once all of these have none.
+    // Threads that start meanwhile have what the one that starts them has: none, once all of these
+    // have none.
     loop {
         let left = holders()?;
         let Some(first) = left.first() else {
@@ -47,7 +48,8 @@ fn ask(signal: i32) -> Result<(), SandboxError> {
             });
         }
         for thread in &left {
-            // SAFETY: a system call without pointers. A thread that has ended meanwhile is an error of no interest.
+            // SAFETY: a system call without pointers. A thread that has ended meanwhile is an error
+            // of no interest.
             unsafe {
                 libc::syscall(
                     libc::SYS_tgkill,
@@ -65,7 +67,8 @@ fn give_up() -> rustix::io::Result<()> {
     rustix::thread::set_capabilities(None, NONE)
 }
 
-/// Runs in the thread that is asked. It makes one system call, without the C library: that is allowed here.
+/// Runs in the thread that is asked. It makes one system call, without the C library: that is
+/// allowed here.
 extern "C" fn on_signal(_: i32) {
     // Whether it has worked is seen from outside.
     let _ = give_up();
@@ -79,8 +82,8 @@ fn listen(signal: i32) -> Result<libc::sigaction, SandboxError> {
     action.sa_sigaction = on_signal as extern "C" fn(i32) as libc::sighandler_t;
     // What is interrupted goes on where it can.
     action.sa_flags = libc::SA_RESTART;
-    // SAFETY: both structures are valid for the call; the handler lives as long as the program, and does nothing that is
-    // not allowed in one.
+    // SAFETY: both structures are valid for the call; the handler lives as long as the program, and
+    // does nothing that is not allowed in one.
     let result = unsafe { libc::sigaction(signal, &raw const action, &raw mut before) };
     match result {
         0 => Ok(before),

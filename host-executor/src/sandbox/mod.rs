@@ -1,17 +1,19 @@
-//! What an executor gives up once it has started: privileges, and the system calls that it does not make.
+//! What an executor gives up once it has started: privileges, and the system calls that it does not
+//! make.
 //!
-//! A guest that finds a fault in us gets what we have. So, before the first guest is served, every thread gives up its
-//! capabilities and the right to get new ones (`no_new_privs`), and the whole process is put behind a filter of system
-//! calls (seccomp):
+//! A guest that finds a fault in us gets what we have. So, before the first guest is served, every
+//! thread gives up its capabilities and the right to get new ones (`no_new_privs`), and the whole
+//! process is put behind a filter of system calls (seccomp):
 //!
 //! | engine | what passes |
 //! |---|---|
 //! | cpu | the calls of a list: memory (never executable), threads, files, sockets, time. Everything else is an error. |
 //! | cuda | everything but a list: the driver talks to its devices in ways that nobody has written down. |
 //!
-//! In both, no program is started, no other process is touched, nothing is mounted, and no module, BPF program, io_uring
-//! or key is made. A call that does not pass answers "operation not permitted" and ends nobody: if a library makes a new
-//! call one day, guests lose a feature, not their sessions.
+//! In both, no program is started, no other process is touched, nothing is mounted, and no module,
+//! BPF program, io_uring or key is made. A call that does not pass answers "operation not
+//! permitted" and ends nobody: if a library makes a new call one day, guests lose a feature, not
+//! their sessions.
 
 mod calls;
 mod capabilities;

@@ -1,61 +1,64 @@
-//! Who is next: the rule alone, without threads and without a clock.
+//! The scheduling rule: start-time fair queuing, without threads and without a clock.
 //!
-//! Every guest has a virtual time: the time that its graphs have had the device, divided by its weight. The guest
-//! whose virtual time is least behind runs next (start-time fair queueing), so that over any stretch in which two
-//! guests always want the device, their times on it are as their weights. What is charged is time as measured, not as
-//! guessed.
+//! Every tenant has a virtual time: the time that its graphs have had the device, divided by its
+//! weight. The tenant with the lowest virtual time runs next. Over any interval in which two
+//! tenants always have graphs waiting, their times on the device are proportional to their weights.
+//! Virtual time advances by measured time, not by estimates. (Goyal, Vin, Cheng: "Start-time Fair
+//! Queuing", SIGCOMM 1996.)
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// What a guest may use before it stops for one that is owed time.
+/// How far a tenant may get ahead of a waiting one before its turn ends.
 pub(crate) const SLICE: Duration = Duration::from_millis(2);
 
-/// The least that a turn lasts, whoever comes: a switch costs some ten microseconds and warm caches.
-pub(crate) const LEAST: Duration = Duration::from_micros(500);
+/// The shortest turn. A switch costs about 10 µs and the contents of the caches.
+pub(crate) const MIN_SLICE: Duration = Duration::from_micros(500);
 
-/// How much of the time that it did not use a guest may claim when it comes back. A guest that decodes is away for a
-/// moment after each token; without this it would lose those moments to whoever never leaves.
+/// How far behind the others a tenant may start when it returns after a pause. A guest that decodes
+/// pauses after each token; without this credit it would lose that time to tenants that never
+/// pause.
 const CREDIT: Duration = Duration::from_millis(5);
 
-/// Virtual nanoseconds of a nanosecond at weight 1: rounding is far below what can be measured, whatever the weight.
+/// Virtual nanoseconds per nanosecond at weight 1. Makes rounding errors negligible for every
+/// weight.
 const SCALE: u128 = 1 << 20;
 
-/// Guests remembered though they want nothing, before those that owe nothing are forgotten.
-const REMEMBERED: usize = 256;
+/// Number of tenants that are kept before idle ones without a lead are removed.
+const MAX_IDLE_TENANTS: usize = 256;
 
-/// A guest, to the scheduler.
+/// Number of a tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Party(pub(crate) u64);
+pub(crate) struct TenantId(pub(crate) u64);
 
-/// A graph that wants the device.
+/// Number of a submitted graph.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Ticket(pub(crate) u64);
 
-/// What a guest may have.
+/// What a tenant is granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Terms {
-    /// Its part of the device, against those of the others. At least 1.
+pub(crate) struct Share {
+    /// Share of the device's time, relative to the other tenants. At least 1.
     pub(crate) weight: u32,
-    /// Graphs of it that may be under way at once. At least 1.
+    /// Graphs of the tenant that may be started and unfinished at once. At least 1.
     pub(crate) in_flight: usize,
 }
 
-/// The graphs that want the device, and what each guest has had of it.
+/// The graphs that wait for the device, and the virtual time of each tenant.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
-    parties: BTreeMap<Party, State>,
-    /// Virtual time of the guest that was furthest behind when it got its turn. Never goes back.
+    tenants: BTreeMap<TenantId, State>,
+    /// Virtual time of the system: that of the tenant that got the last turn. Never decreases.
     now: u128,
 }
 
 #[derive(Debug)]
 struct State {
-    terms: Terms,
+    share: Share,
     time: u128,
     waiting: VecDeque<Waiting>,
-    /// Graphs that have had a turn and are not done.
+    /// Graphs that have had a turn and have not ended.
     started: usize,
 }
 
@@ -70,39 +73,39 @@ impl State {
         self.waiting.is_empty() && self.started == 0
     }
 
-    /// The place in `waiting` of the graph that may run next.
+    /// Index in `waiting` of the graph that may run next.
     fn next(&self) -> Option<usize> {
-        match self.started < self.terms.in_flight {
+        match self.started < self.share.in_flight {
             true => (!self.waiting.is_empty()).then_some(0),
             false => self.waiting.iter().position(|w| w.started),
         }
     }
 
     fn virtual_time(&self, real: Duration) -> u128 {
-        real.as_nanos() * SCALE / u128::from(self.terms.weight.max(1))
+        real.as_nanos() * SCALE / u128::from(self.share.weight.max(1))
     }
 
     fn real_time(&self, time: u128) -> Duration {
-        let nanos = time * u128::from(self.terms.weight.max(1)) / SCALE;
+        let nanos = time * u128::from(self.share.weight.max(1)) / SCALE;
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 }
 
 impl Queue {
-    /// A graph wants the device for the first time.
-    pub(crate) fn enter(&mut self, party: Party, terms: Terms, ticket: Ticket) {
-        if self.parties.len() > REMEMBERED {
+    /// Adds a graph that has had no turn yet.
+    pub(crate) fn enter(&mut self, tenant: TenantId, share: Share, ticket: Ticket) {
+        if self.tenants.len() > MAX_IDLE_TENANTS {
             let now = self.now;
-            self.parties.retain(|_, s| !s.is_idle() || s.time > now);
+            self.tenants.retain(|_, s| !s.is_idle() || s.time > now);
         }
         let now = self.now;
-        let state = self.parties.entry(party).or_insert(State {
-            terms,
+        let state = self.tenants.entry(tenant).or_insert(State {
+            share,
             time: 0,
             waiting: VecDeque::new(),
             started: 0,
         });
-        state.terms = terms;
+        state.share = share;
         if state.is_idle() {
             let earliest = now.saturating_sub(state.virtual_time(CREDIT));
             state.time = state.time.max(earliest);
@@ -111,31 +114,31 @@ impl Queue {
         state.waiting.push_back(Waiting { ticket, started });
     }
 
-    /// The graph that gets the device now; it is waiting no longer.
-    pub(crate) fn next(&mut self) -> Option<(Party, Ticket)> {
-        let party = self.first()?;
-        let state = self.parties.get_mut(&party)?;
+    /// Takes the graph that gets the device now out of the queue.
+    pub(crate) fn next(&mut self) -> Option<(TenantId, Ticket)> {
+        let tenant = self.first()?;
+        let state = self.tenants.get_mut(&tenant)?;
         let place = state.next()?;
         let waiting = state.waiting.remove(place)?;
         self.now = self.now.max(state.time);
         if !waiting.started {
             state.started += 1;
         }
-        Some((party, waiting.ticket))
+        Some((tenant, waiting.ticket))
     }
 
-    /// The turn of a graph is over, in which it used the device for `took` that was not told yet. One that is not done waits again, ahead of its
-    /// guest's others.
-    pub(crate) fn used(&mut self, party: Party, ticket: Ticket, took: Duration, is_done: bool) {
-        let Some(state) = self.parties.get_mut(&party) else {
+    /// Ends the turn of a graph. `took`: time on the device that [`progress`](Queue::progress) has
+    /// not reported. A graph that is not done waits again, ahead of the tenant's other graphs.
+    pub(crate) fn used(&mut self, tenant: TenantId, ticket: Ticket, took: Duration, is_done: bool) {
+        let Some(state) = self.tenants.get_mut(&tenant) else {
             return;
         };
         state.time += state.virtual_time(took);
         if is_done {
             state.started = state.started.saturating_sub(1);
             let time = state.time;
-            // Nobody wants the device: what was used too much was nobody's loss.
-            if self.parties.values().all(State::is_idle) {
+            // No tenant waits, so nobody has lost time to this one: its lead is forgiven.
+            if self.tenants.values().all(State::is_idle) {
                 self.now = self.now.max(time);
             }
         } else {
@@ -144,41 +147,41 @@ impl Queue {
         }
     }
 
-    /// The device has been used for `more` by a graph whose turn goes on. Told before somebody enters, so that he is
-    /// placed by what is so now.
-    pub(crate) fn progress(&mut self, party: Party, more: Duration) {
-        let ready = self.first().and_then(|first| self.parties.get(&first));
+    /// Reports `more` time on the device by a graph whose turn goes on. Called before
+    /// [`enter`](Queue::enter), so that the new graph is placed by current virtual times.
+    pub(crate) fn progress(&mut self, tenant: TenantId, more: Duration) {
+        let ready = self.first().and_then(|first| self.tenants.get(&first));
         let ready = ready.map_or(u128::MAX, |state| state.time);
-        if let Some(state) = self.parties.get_mut(&party) {
+        if let Some(state) = self.tenants.get_mut(&tenant) {
             state.time += state.virtual_time(more);
             self.now = self.now.max(state.time.min(ready));
         }
     }
 
-    /// How long `party`, whose turn begins now, may keep the device; `None` while nobody else wants it.
-    pub(crate) fn allowance(&self, party: Party) -> Option<Duration> {
-        let next = self.parties.get(&self.first()?)?;
-        let own = self.parties.get(&party)?;
+    /// How long `tenant`, whose turn begins now, may keep the device. `None`: no other graph waits.
+    pub(crate) fn allowance(&self, tenant: TenantId) -> Option<Duration> {
+        let next = self.tenants.get(&self.first()?)?;
+        let own = self.tenants.get(&tenant)?;
         let ahead = own.real_time(next.time.saturating_sub(own.time));
-        Some((ahead + SLICE).max(LEAST))
+        Some((ahead + SLICE).max(MIN_SLICE))
     }
 
-    /// How far into its turn `party` is to stop, now that somebody has come who may be owed more. It has run for `ran`,
-    /// all of which was told.
-    pub(crate) fn cut(&self, party: Party, ran: Duration) -> Option<Duration> {
-        let next = self.parties.get(&self.first()?)?;
-        let own = self.parties.get(&party)?;
+    /// When the turn of `tenant` is to end, from its start, after another graph has entered. The
+    /// turn has lasted `ran`, all of which has been reported.
+    pub(crate) fn cut(&self, tenant: TenantId, ran: Duration) -> Option<Duration> {
+        let next = self.tenants.get(&self.first()?)?;
+        let own = self.tenants.get(&tenant)?;
         let more = match next.time < own.time {
             true => Duration::ZERO,
             false => own.real_time(next.time - own.time) + SLICE,
         };
-        Some((ran + more).max(LEAST))
+        Some((ran + more).max(MIN_SLICE))
     }
 
-    /// The guest that is furthest behind among those that have a graph which may run.
-    fn first(&self) -> Option<Party> {
-        let ready = self.parties.iter().filter(|(_, s)| s.next().is_some());
-        ready.min_by_key(|(_, s)| s.time).map(|(&party, _)| party)
+    /// The tenant with the lowest virtual time among those with a graph that may run.
+    fn first(&self) -> Option<TenantId> {
+        let ready = self.tenants.iter().filter(|(_, s)| s.next().is_some());
+        ready.min_by_key(|(_, s)| s.time).map(|(&tenant, _)| tenant)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The rule, by a clock of its own.
+//! The scheduling rule with a simulated clock.
 
 use proptest::prelude::*;
 
@@ -6,31 +6,31 @@ use super::*;
 
 const MS: Duration = Duration::from_millis(1);
 
-/// A guest that runs graphs of one length, each a moment after the one before.
+/// A tenant that runs graphs of one length, with a pause between them.
 #[derive(Debug, Clone)]
 struct Guest {
     weight: u32,
     graph: Duration,
-    /// What the engine cannot cut.
+    /// The longest piece that the engine cannot interrupt.
     piece: Duration,
     pause: Duration,
 }
 
-/// What a guest has got.
+/// What a tenant has got.
 #[derive(Debug, Clone, Default)]
 struct Got {
     ran: Duration,
     graphs: u32,
-    /// The longest time that a graph stood in the queue at a stretch.
+    /// The longest uninterrupted wait of a graph.
     longest_wait: Duration,
 }
 
-/// Serves the guests for `length`, one piece after the other, as [`super::super::Scheduler`] does.
+/// Simulates the scheduler for `length`.
 fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
     let mut queue = Queue::default();
     let mut got = vec![Got::default(); guests.len()];
     let mut left: Vec<Duration> = guests.iter().map(|g| g.graph).collect();
-    // When a guest submits next; `None` while it has submitted.
+    // When a tenant submits its next graph; `None` while one is submitted.
     let mut submits: Vec<Option<Duration>> = guests.iter().map(|_| Some(Duration::ZERO)).collect();
     let mut waits_since = vec![Duration::ZERO; guests.len()];
     let mut now = Duration::ZERO;
@@ -42,11 +42,11 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
         for (i, at) in submits.iter_mut().enumerate() {
             if at.is_some_and(|at| at <= now) {
                 waits[i] = at.take().unwrap_or(now);
-                let terms = Terms {
+                let share = Share {
                     weight: guests[i].weight,
                     in_flight: 1,
                 };
-                queue.enter(Party(i as u64), terms, Ticket(i as u64));
+                queue.enter(TenantId(i as u64), share, Ticket(i as u64));
                 any = true;
             }
         }
@@ -54,33 +54,33 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
     };
     while now < length {
         arrive(&mut queue, &mut submits, now, &mut waits_since);
-        let Some((party, ticket)) = queue.next() else {
+        let Some((tenant, ticket)) = queue.next() else {
             now = submits
                 .iter()
                 .flatten()
                 .min()
                 .copied()
-                .expect("somebody comes back");
+                .expect("a tenant submits again");
             continue;
         };
-        let i = party.0 as usize;
+        let i = tenant.0 as usize;
         got[i].longest_wait = got[i].longest_wait.max(now - waits_since[i]);
         let since = now;
-        let mut end = queue.allowance(party);
+        let mut end = queue.allowance(tenant);
         loop {
             let piece = guests[i].piece.min(left[i]);
             now += piece;
             left[i] -= piece;
-            queue.progress(party, piece);
+            queue.progress(tenant, piece);
             if arrive(&mut queue, &mut submits, now, &mut waits_since) {
-                end = queue.cut(party, now - since);
+                end = queue.cut(tenant, now - since);
             }
             if left[i].is_zero() || end.is_some_and(|end| now - since >= end) {
                 break;
             }
         }
         let is_done = left[i].is_zero();
-        queue.used(party, ticket, Duration::ZERO, is_done);
+        queue.used(tenant, ticket, Duration::ZERO, is_done);
         got[i].ran += now - since;
         waits_since[i] = now;
         if is_done {
@@ -104,8 +104,8 @@ fn busy(weight: u32, graph_us: u64, piece_us: u64) -> Guest {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Over any stretch, guests that always want the device have had it as their weights say, to within what one turn
-    /// can be too long.
+    /// Tenants that always have graphs waiting get time in proportion to their weights, to within
+    /// the overrun of one turn.
     #[test]
     fn busy_guests_share_by_weight(
         guests in prop::collection::vec((1u32..20, 100u64..200_000, 20u64..1500), 2..6),
@@ -116,14 +116,14 @@ proptest! {
         for (a, i) in got.iter().zip(&guests) {
             for (b, j) in got.iter().zip(&guests) {
                 let (va, vb) = (a.ran.as_secs_f64() / f64::from(i.weight), b.ran.as_secs_f64() / f64::from(j.weight));
-                let too_long = |g: &Guest| (SLICE + LEAST + 2 * g.piece).as_secs_f64() / f64::from(g.weight);
+                let too_long = |g: &Guest| (SLICE + MIN_SLICE + 2 * g.piece).as_secs_f64() / f64::from(g.weight);
                 prop_assert!((va - vb).abs() <= too_long(i) + too_long(j), "{va} and {vb} of {guests:?}");
             }
         }
     }
 
-    /// Nobody waits longer at a stretch than it takes to give each other guest its part of a turn, whatever the others
-    /// run, and everybody's graphs get done.
+    /// No graph waits longer than one turn of each other tenant plus the lead of its own, and every
+    /// tenant makes progress.
     #[test]
     fn nobody_waits_beyond_the_bound(
         guests in prop::collection::vec((1u32..5, 100u64..300_000, 20u64..1500, 0u64..20_000), 1..6),
@@ -135,12 +135,12 @@ proptest! {
         let got = simulate(&guests, Duration::from_secs(5));
         for (i, (a, guest)) in got.iter().zip(&guests).enumerate() {
             prop_assert!(a.graphs > 0, "{guests:?}: {got:?}");
-            // What it may be ahead by its own last turn, and the credit of each other.
-            let own = (SLICE + LEAST + 2 * guest.piece).as_secs_f64() / f64::from(guest.weight);
+            // The lead of its own last turn, and the credit of each other tenant.
+            let own = (SLICE + MIN_SLICE + 2 * guest.piece).as_secs_f64() / f64::from(guest.weight);
             let others = guests.iter().enumerate().filter(|&(j, _)| j != i);
             let bound: f64 = others
                 .map(|(_, g)| {
-                    own * f64::from(g.weight) + (SLICE + LEAST + 2 * g.piece + CREDIT).as_secs_f64()
+                    own * f64::from(g.weight) + (SLICE + MIN_SLICE + 2 * g.piece + CREDIT).as_secs_f64()
                 })
                 .sum();
             prop_assert!(a.longest_wait.as_secs_f64() <= bound, "{i} waited {:?}, {bound}: {guests:?}", a.longest_wait);
@@ -173,41 +173,41 @@ fn decoding_keeps_its_half_beside_a_prefill_without_pause() {
 }
 
 #[test]
-fn who_is_alone_is_never_told_to_stop() {
+fn a_lone_tenant_has_no_end_of_turn() {
     let mut queue = Queue::default();
-    let terms = Terms {
+    let share = Share {
         weight: 1,
         in_flight: 4,
     };
-    queue.enter(Party(1), terms, Ticket(1));
-    assert_eq!(queue.next(), Some((Party(1), Ticket(1))));
-    assert_eq!(queue.allowance(Party(1)), None);
-    assert_eq!(queue.cut(Party(1), MS), None);
+    queue.enter(TenantId(1), share, Ticket(1));
+    assert_eq!(queue.next(), Some((TenantId(1), Ticket(1))));
+    assert_eq!(queue.allowance(TenantId(1)), None);
+    assert_eq!(queue.cut(TenantId(1), MS), None);
     assert_eq!(queue.next(), None);
 }
 
 #[test]
-fn no_more_graphs_of_a_guest_are_under_way_than_it_may_have() {
+fn started_graphs_of_a_tenant_are_limited() {
     let mut queue = Queue::default();
-    let terms = Terms {
+    let share = Share {
         weight: 1,
         in_flight: 2,
     };
     for ticket in 1..=4 {
-        queue.enter(Party(1), terms, Ticket(ticket));
+        queue.enter(TenantId(1), share, Ticket(ticket));
     }
-    let mut under_way = std::collections::BTreeSet::new();
+    let mut started = std::collections::BTreeSet::new();
     let mut done = Vec::new();
     for turn in 0u64.. {
-        let Some((party, ticket)) = queue.next() else {
+        let Some((tenant, ticket)) = queue.next() else {
             break;
         };
-        under_way.insert(ticket);
-        assert!(under_way.len() <= 2, "{under_way:?}");
+        started.insert(ticket);
+        assert!(started.len() <= 2, "{started:?}");
         let is_done = turn % 3 == 2;
-        queue.used(party, ticket, MS, is_done);
+        queue.used(tenant, ticket, MS, is_done);
         if is_done {
-            under_way.remove(&ticket);
+            started.remove(&ticket);
             done.push(ticket);
         }
     }
@@ -217,38 +217,38 @@ fn no_more_graphs_of_a_guest_are_under_way_than_it_may_have() {
 #[test]
 fn time_not_used_is_not_saved_up() {
     let mut queue = Queue::default();
-    let terms = Terms {
+    let share = Share {
         weight: 1,
         in_flight: 1,
     };
     for turn in 0..1000 {
-        queue.enter(Party(1), terms, Ticket(turn));
-        let (party, ticket) = queue.next().expect("it is there");
-        queue.used(party, ticket, 10 * MS, true);
+        queue.enter(TenantId(1), share, Ticket(turn));
+        let (tenant, ticket) = queue.next().expect("the graph waits");
+        queue.used(tenant, ticket, 10 * MS, true);
     }
-    // Ten seconds later somebody comes who has never asked before.
-    queue.enter(Party(2), terms, Ticket(5000));
-    queue.enter(Party(1), terms, Ticket(5001));
-    assert_eq!(queue.next(), Some((Party(2), Ticket(5000))));
-    let allowance = queue.allowance(Party(2)).expect("the other one waits");
+    // After ten seconds a tenant enters for the first time.
+    queue.enter(TenantId(2), share, Ticket(5000));
+    queue.enter(TenantId(1), share, Ticket(5001));
+    assert_eq!(queue.next(), Some((TenantId(2), Ticket(5000))));
+    let allowance = queue.allowance(TenantId(2)).expect("the other one waits");
     assert!(allowance <= CREDIT + 10 * MS + SLICE, "{allowance:?}");
 }
 
 #[test]
-fn guests_that_come_once_are_forgotten() {
+fn idle_tenants_are_removed() {
     let mut queue = Queue::default();
-    let terms = Terms {
+    let share = Share {
         weight: 1,
         in_flight: 1,
     };
     for guest in 0..10_000 {
-        queue.enter(Party(guest), terms, Ticket(guest));
-        let (party, ticket) = queue.next().expect("it is there");
-        queue.used(party, ticket, MS, true);
+        queue.enter(TenantId(guest), share, Ticket(guest));
+        let (tenant, ticket) = queue.next().expect("the graph waits");
+        queue.used(tenant, ticket, MS, true);
     }
     assert!(
-        queue.parties.len() <= REMEMBERED + 2,
+        queue.tenants.len() <= MAX_IDLE_TENANTS + 2,
         "{}",
-        queue.parties.len()
+        queue.tenants.len()
     );
 }

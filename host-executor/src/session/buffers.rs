@@ -6,27 +6,27 @@ use std::sync::Arc;
 use vgpu_engine::Memory;
 use vgpu_transport::ir::BufferId;
 
-use super::ending::Violation;
+use super::error::Violation;
 use crate::tenant::Charge;
 
-/// The buffers that a guest has, and the names it can no longer use.
+/// The buffers of a session, and the ids that have been used.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
     live: HashMap<BufferId, Buffer>,
     /// Sum of the sizes of `live`.
     bytes: u64,
-    used: Names,
+    used: IdSet,
 }
 
 #[derive(Debug)]
 struct Buffer {
     memory: Arc<dyn Memory>,
-    /// Behind the memory: what the guest may use again is free.
+    /// Declared after `memory`, so that the memory is freed before the charge is released.
     _charge: Charge,
 }
 
 impl Buffers {
-    /// Whether `buffer` may name a new buffer.
+    /// Checks that `buffer` may identify a new buffer.
     pub(super) fn check_new(&self, buffer: BufferId) -> Result<(), Violation> {
         if buffer.0 == 0 {
             Err(Violation::BufferZero)
@@ -37,7 +37,7 @@ impl Buffers {
         }
     }
 
-    /// Adds a buffer whose name was checked. `limit` bounds the memory that the used names take.
+    /// Adds a buffer whose id has been checked. `limit` bounds the number of ranges of used ids.
     pub(super) fn insert(
         &mut self,
         buffer: BufferId,
@@ -50,7 +50,7 @@ impl Buffers {
         let _charge = charge;
         self.live.insert(buffer, Buffer { memory, _charge });
         match self.used.ranges() {
-            ranges if ranges > limit => Err(Violation::ScatteredNames { ranges }),
+            ranges if ranges > limit => Err(Violation::ScatteredIds { ranges }),
             _ => Ok(()),
         }
     }
@@ -66,7 +66,7 @@ impl Buffers {
             .ok_or(Violation::UnknownBuffer { kind, buffer })
     }
 
-    /// A buffer of which bytes `offset..+len` exist.
+    /// A buffer that has the bytes `offset..offset + len`.
     pub(super) fn range(
         &self,
         kind: &'static str,
@@ -93,7 +93,7 @@ impl Buffers {
         self.live.get(&buffer).map(|buffer| &buffer.memory)
     }
 
-    /// Puts other memory of the same size behind a name. Returns what was there.
+    /// Replaces the memory of a buffer. Returns the old memory.
     pub(super) fn replace(
         &mut self,
         buffer: BufferId,
@@ -101,7 +101,7 @@ impl Buffers {
     ) -> Option<Arc<dyn Memory>> {
         let slot = self.live.get_mut(&buffer)?;
         self.bytes = self.bytes + memory.size() - slot.memory.size();
-        // What the guest is charged for stays the same, however many hold it.
+        // The charge stays the same: shared weights are charged in full.
         Some(std::mem::replace(&mut slot.memory, memory))
     }
 
@@ -128,30 +128,27 @@ impl Buffers {
     }
 }
 
-/// A set of names that takes no more memory than there are gaps in it: guests count up.
+/// A set of buffer ids, stored as ranges. Guests count up, so there are few ranges.
 #[derive(Debug, Default)]
-struct Names {
-    /// First name of a range to its last. Ranges neither overlap nor touch.
+struct IdSet {
+    /// First to last id of each range. Ranges neither overlap nor touch.
     ranges: BTreeMap<u64, u64>,
 }
 
-impl Names {
-    fn contains(&self, name: u64) -> bool {
-        self.before(name).is_some_and(|(_, last)| name <= last)
+impl IdSet {
+    fn contains(&self, id: u64) -> bool {
+        self.before(id).is_some_and(|(_, last)| id <= last)
     }
 
-    /// Adds a name that is not in the set.
-    fn insert(&mut self, name: u64) {
-        let last = match name
-            .checked_add(1)
-            .and_then(|next| self.ranges.remove(&next))
-        {
+    /// Adds an id that is not in the set.
+    fn insert(&mut self, id: u64) {
+        let last = match id.checked_add(1).and_then(|next| self.ranges.remove(&next)) {
             Some(last) => last,
-            None => name,
+            None => id,
         };
-        let first = match self.before(name) {
-            Some((first, end)) if end.checked_add(1) == Some(name) => first,
-            _ => name,
+        let first = match self.before(id) {
+            Some((first, end)) if end.checked_add(1) == Some(id) => first,
+            _ => id,
         };
         self.ranges.insert(first, last);
     }
@@ -160,9 +157,9 @@ impl Names {
         self.ranges.len()
     }
 
-    /// The range that starts at or before `name`.
-    fn before(&self, name: u64) -> Option<(u64, u64)> {
-        let (&first, &last) = self.ranges.range(..=name).next_back()?;
+    /// The last range that starts at or before `id`.
+    fn before(&self, id: u64) -> Option<(u64, u64)> {
+        let (&first, &last) = self.ranges.range(..=id).next_back()?;
         Some((first, last))
     }
 }
@@ -172,25 +169,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_that_count_up_take_one_range() {
-        let mut names = Names::default();
-        for name in 1..=1000 {
-            assert!(!names.contains(name));
-            names.insert(name);
-            assert!(names.contains(name));
+    fn consecutive_ids_take_one_range() {
+        let mut ids = IdSet::default();
+        for id in 1..=1000 {
+            assert!(!ids.contains(id));
+            ids.insert(id);
+            assert!(ids.contains(id));
         }
-        assert_eq!(names.ranges(), 1);
+        assert_eq!(ids.ranges(), 1);
     }
 
     #[test]
     fn ranges_merge_from_both_sides_and_at_the_ends() {
-        let mut names = Names::default();
-        for name in [5, 3, 4, u64::MAX, u64::MAX - 1, 0] {
-            assert!(!names.contains(name));
-            names.insert(name);
+        let mut ids = IdSet::default();
+        for id in [5, 3, 4, u64::MAX, u64::MAX - 1, 0] {
+            assert!(!ids.contains(id));
+            ids.insert(id);
         }
         assert_eq!(
-            names.ranges.into_iter().collect::<Vec<_>>(),
+            ids.ranges.into_iter().collect::<Vec<_>>(),
             [(0, 0), (3, 5), (u64::MAX - 1, u64::MAX)]
         );
     }

@@ -1,4 +1,4 @@
-//! The graphs of a session: assembled from parts, validated, compiled, kept.
+//! The graphs of a session: assembled from parts, validated, compiled, stored.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,46 +9,46 @@ use vgpu_transport::ir::{BufferId, Graph, patch, validate};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 
 use super::buffers::Buffers;
-use super::ending::Violation;
+use super::error::Violation;
 use crate::limits::Limits;
 
-/// Assembly memory above which it is given back after a graph.
-const KEEP_ASSEMBLY: usize = 4 << 20;
+/// Bytes of the assembly buffer that are kept between graphs.
+const MAX_IDLE_ASSEMBLY: usize = 4 << 20;
 
-/// The graphs that a guest has sent.
+/// The graphs of a session.
 #[derive(Default)]
 pub(super) struct Graphs {
-    kept: HashMap<GraphId, Kept>,
-    /// Sums over `kept`.
+    stored: HashMap<GraphId, StoredGraph>,
+    /// Sums over `stored`: bytes of the images, nodes.
     bytes: u64,
     nodes: usize,
     assembly: Option<Assembly>,
-    /// The image under assembly.
+    /// The part of the image that has been received.
     image: Vec<u8>,
 }
 
-/// A graph of which the first `image.len()` bytes are here.
+/// A graph that is being received.
 #[derive(Debug, Clone, Copy)]
 struct Assembly {
     graph: GraphId,
     total: u64,
 }
 
-/// A graph that can be submitted.
-pub(super) struct Kept {
-    /// The words it came in, for later graphs that differ from it in a few.
+/// A graph that has been received completely.
+pub(super) struct StoredGraph {
+    /// The encoded graph, the base of later patches.
     image: Box<[u32]>,
-    /// An engine that cannot compile a graph fails each run of it.
+    /// The compiled graph. With an error, every SUBMIT of the graph fails.
     pub(super) plan: Result<Box<dyn Plan>, EngineError>,
     pub(super) nodes: usize,
-    /// Sorted.
+    /// The buffers that the graph uses, sorted.
     buffers: Vec<BufferId>,
 }
 
-/// What a part of a graph led to.
+/// What a received part of a graph led to.
 #[derive(Debug)]
-pub(super) enum Progress {
-    /// More parts are to come.
+pub(super) enum GraphStatus {
+    /// Further parts are missing.
     Incomplete,
     /// The graph can be submitted.
     Compiled {
@@ -62,15 +62,15 @@ pub(super) enum Progress {
 }
 
 impl Graphs {
-    /// Takes a part of an image; with the last one, the graph.
+    /// Receives a part of a graph. Compiles the graph when the part is the last.
     pub(super) fn part(
         &mut self,
         graph: GraphId,
         offset: u64,
         total: u64,
         part: Bytes<'_>,
-        host: &Host<'_>,
-    ) -> Result<Progress, Violation> {
+        context: &CompileContext<'_>,
+    ) -> Result<GraphStatus, Violation> {
         if total == 0 || total > MAX_GRAPH || !total.is_multiple_of(4) {
             return Err(Violation::ImageSize {
                 graph,
@@ -99,26 +99,26 @@ impl Graphs {
         self.image.resize(have + part.len(), 0);
         part.copy_to(&mut self.image[have..]);
         if (self.image.len() as u64) < total {
-            return Ok(Progress::Incomplete);
+            return Ok(GraphStatus::Incomplete);
         }
 
         self.assembly = None;
         let words = words(&self.image);
         self.image.clear();
-        self.image.shrink_to(KEEP_ASSEMBLY);
-        let kept = compile(graph, words, host)?;
-        self.keep(graph, kept, host.limits)
+        self.image.shrink_to(MAX_IDLE_ASSEMBLY);
+        let stored = compile(graph, words, context)?;
+        self.keep(graph, stored, context.limits)
     }
 
-    /// Takes a graph that differs from another by `patch`.
+    /// Receives a graph as the difference `patch` to the stored graph `base`, and compiles it.
     pub(super) fn patch(
         &mut self,
         graph: GraphId,
         base: GraphId,
         patch: Bytes<'_>,
-        host: &Host<'_>,
-    ) -> Result<Progress, Violation> {
-        let Some(kept) = self.kept.get(&base) else {
+        context: &CompileContext<'_>,
+    ) -> Result<GraphStatus, Violation> {
+        let Some(stored) = self.stored.get(&base) else {
             let bytes = patch.len();
             return Err(Violation::UnknownBase { base, bytes });
         };
@@ -131,24 +131,29 @@ impl Graphs {
         }
         let mut bytes = vec![0; patch.len()];
         patch.copy_to(&mut bytes);
-        let words = patch::apply(&kept.image, &words(&bytes))
+        let words = patch::apply(&stored.image, &words(&bytes))
             .map_err(|error| Violation::Image { graph, error })?;
-        let kept = compile(graph, words, host)?;
-        self.keep(graph, kept, host.limits)
+        let stored = compile(graph, words, context)?;
+        self.keep(graph, stored, context.limits)
     }
 
-    fn keep(&mut self, graph: GraphId, kept: Kept, limits: &Limits) -> Result<Progress, Violation> {
-        let (bytes, nodes) = (kept.bytes(), kept.nodes);
-        let progress = match &kept.plan {
-            Ok(_) => Progress::Compiled { bytes, nodes },
-            Err(error) => Progress::Failed(error.clone()),
+    fn keep(
+        &mut self,
+        graph: GraphId,
+        stored: StoredGraph,
+        limits: &Limits,
+    ) -> Result<GraphStatus, Violation> {
+        let (bytes, nodes) = (stored.bytes(), stored.nodes);
+        let status = match &stored.plan {
+            Ok(_) => GraphStatus::Compiled { bytes, nodes },
+            Err(error) => GraphStatus::Failed(error.clone()),
         };
         self.forget(graph);
         self.bytes += bytes;
         self.nodes += nodes;
-        self.kept.insert(graph, kept);
+        self.stored.insert(graph, stored);
         for (what, count, limit) in [
-            ("graphs", self.kept.len() as u64, limits.graphs as u64),
+            ("graphs", self.stored.len() as u64, limits.graphs as u64),
             ("bytes of graphs", self.bytes, limits.graph_bytes),
             ("nodes", self.nodes as u64, limits.graph_nodes as u64),
         ] {
@@ -161,64 +166,69 @@ impl Graphs {
                 });
             }
         }
-        Ok(progress)
+        Ok(status)
     }
 
-    /// A graph to run, compiled for where memory lies now.
-    pub(super) fn get(&mut self, graph: GraphId, host: &Host<'_>) -> Result<&mut Kept, Violation> {
-        let kept = self.kept.get_mut(&graph);
-        let kept = kept.ok_or(Violation::UnknownGraph(graph))?;
-        if kept.plan.as_ref().is_ok_and(|plan| !plan.is_current()) {
-            *kept = compile(graph, kept.image.to_vec(), host)?;
+    /// A graph to run. Compiles it again if its memory has moved.
+    pub(super) fn get(
+        &mut self,
+        graph: GraphId,
+        context: &CompileContext<'_>,
+    ) -> Result<&mut StoredGraph, Violation> {
+        let stored = self.stored.get_mut(&graph);
+        let stored = stored.ok_or(Violation::UnknownGraph(graph))?;
+        if stored.plan.as_ref().is_ok_and(|plan| !plan.is_current()) {
+            *stored = compile(graph, stored.image.to_vec(), context)?;
         }
-        Ok(kept)
+        Ok(stored)
     }
 
-    /// The plan of a graph that was submitted.
-    pub(super) fn under_way(&mut self, graph: GraphId) -> Option<&mut dyn Plan> {
-        let kept = self.kept.get_mut(&graph)?;
-        Some(kept.plan.as_mut().ok()?.as_mut())
+    /// The plan of a graph that the device is executing.
+    pub(super) fn submitted(&mut self, graph: GraphId) -> Option<&mut dyn Plan> {
+        let stored = self.stored.get_mut(&graph)?;
+        Some(stored.plan.as_mut().ok()?.as_mut())
     }
 
-    /// The nodes of a graph.
+    /// The number of nodes of a graph.
     pub(super) fn nodes(&self, graph: GraphId) -> usize {
-        self.kept.get(&graph).map_or(0, |kept| kept.nodes)
+        self.stored.get(&graph).map_or(0, |stored| stored.nodes)
     }
 
-    /// Drops a graph. Unknown ones are fine: a guest may not know that freeing a buffer has taken them.
+    /// Drops a graph, if it exists. Freeing a buffer drops graphs, too, so a guest may name one
+    /// that is gone.
     pub(super) fn forget(&mut self, graph: GraphId) {
-        if let Some(kept) = self.kept.remove(&graph) {
-            self.bytes -= kept.bytes();
-            self.nodes -= kept.nodes;
+        if let Some(stored) = self.stored.remove(&graph) {
+            self.bytes -= stored.bytes();
+            self.nodes -= stored.nodes;
         }
     }
 
     /// Drops every graph that uses `buffer`.
     pub(super) fn forget_users(&mut self, buffer: BufferId) {
         let (bytes, nodes) = (&mut self.bytes, &mut self.nodes);
-        self.kept.retain(|_, kept| {
-            let uses = kept.buffers.binary_search(&buffer).is_ok();
+        self.stored.retain(|_, stored| {
+            let uses = stored.buffers.binary_search(&buffer).is_ok();
             if uses {
-                *bytes -= kept.bytes();
-                *nodes -= kept.nodes;
+                *bytes -= stored.bytes();
+                *nodes -= stored.nodes;
             }
             !uses
         });
     }
 
     pub(super) fn len(&self) -> usize {
-        self.kept.len()
+        self.stored.len()
     }
 }
 
-/// What a graph is compiled against.
-pub(super) struct Host<'a> {
+/// What graphs are compiled against.
+pub(super) struct CompileContext<'a> {
     pub(super) engine: &'a dyn Engine,
     pub(super) buffers: &'a Buffers,
     pub(super) limits: &'a Limits,
 }
 
-impl Kept {
+impl StoredGraph {
     /// Bytes of its image.
     fn bytes(&self) -> u64 {
         4 * self.image.len() as u64
@@ -232,22 +242,26 @@ fn words(bytes: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-fn compile(id: GraphId, words: Vec<u32>, host: &Host<'_>) -> Result<Kept, Violation> {
+fn compile(
+    id: GraphId,
+    words: Vec<u32>,
+    context: &CompileContext<'_>,
+) -> Result<StoredGraph, Violation> {
     let graph = Graph::decode(&words).map_err(|error| Violation::Image { graph: id, error })?;
-    // More names than buffers means repeated names; there is no use for them, and the tables that
-    // engines make of them would be larger than the image.
-    if graph.buffers.len() > host.buffers.len() {
+    // A table longer than the number of buffers repeats entries. Engines allocate memory per entry,
+    // so the length has to be limited.
+    if graph.buffers.len() > context.buffers.len() {
         return Err(Violation::BufferTable {
             graph: id,
             names: graph.buffers.len(),
-            buffers: host.buffers.len(),
+            buffers: context.buffers.len(),
         });
     }
-    let size_of = |buffer| host.buffers.find(buffer).map(|memory| memory.size());
+    let size_of = |buffer| context.buffers.find(buffer).map(|memory| memory.size());
     let graph = validate(
         graph,
-        host.engine.capabilities(),
-        &host.limits.graph,
+        context.engine.capabilities(),
+        &context.limits.graph,
         size_of,
     )
     .map_err(|invalid| Violation::Graph { graph: id, invalid })?;
@@ -255,16 +269,16 @@ fn compile(id: GraphId, words: Vec<u32>, host: &Host<'_>) -> Result<Kept, Violat
         .graph()
         .buffers
         .iter()
-        .filter_map(|&buffer| host.buffers.find(buffer).cloned())
+        .filter_map(|&buffer| context.buffers.find(buffer).cloned())
         .collect();
     let mut buffers = graph.graph().buffers.clone();
     buffers.sort_unstable();
     buffers.dedup();
-    let mut plan = host.engine.compile(&graph, &memory);
+    let mut plan = context.engine.compile(&graph, &memory);
     if let Ok(plan) = &mut plan {
         plan.set_label(&format!("graph {}", id.0));
     }
-    Ok(Kept {
+    Ok(StoredGraph {
         plan,
         buffers,
         nodes: graph.graph().nodes.len(),

@@ -1,6 +1,6 @@
-//! Buffers for weights of a session, and what it asks the store for.
+//! Requests on weights: buffers for weights, and what a session asks the store for.
+#![forbid(unsafe_code)]
 
-use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::sync::Arc;
 
@@ -11,54 +11,13 @@ use vgpu_transport::wire::{
     ContentHash, Lengths, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request,
 };
 
-use super::ending::Violation;
-use super::{Answer, Ending, MODEL_SCALE, Session};
-use crate::weights::{Found, Held, Lookup, Source};
+use super::answer::{Answer, failed};
+use super::error::{SessionEnd, Violation};
+use super::state::{MODEL_SCALE, Session};
+use super::weights_state::{BufferRange, Challenge, WeightBuffer};
+use crate::weights::{ContentKey, LookupResult, Source};
 
-/// What a session knows of its weights.
-#[derive(Default)]
-pub(super) struct Weights {
-    /// The store, if this session shares anything.
-    held: Option<Held>,
-    buffers: HashMap<BufferId, WeightBuffer>,
-    /// What the guest is to prove with its next request.
-    challenge: Option<Challenge>,
-}
-
-/// A buffer for weights.
-#[derive(Default)]
-struct WeightBuffer {
-    /// First byte to length. Disjoint.
-    extents: BTreeMap<u64, u64>,
-    is_sealed: bool,
-    /// How often something was attached.
-    attachments: usize,
-    /// Bytes that came so.
-    not_sent: u64,
-    /// Bytes of it that are another buffer's, too.
-    shared: u64,
-    /// What the guest has asked for and may take.
-    kept: HashMap<ContentHash, Arc<dyn Extent>>,
-    /// Bytes of these: no more than the buffer has, so that nobody keeps what nobody is charged for.
-    kept_bytes: u64,
-}
-
-struct Challenge {
-    place: Place,
-    hash: ContentHash,
-    nonce: ContentHash,
-    source: Source,
-}
-
-/// Bytes of a buffer.
-#[derive(Debug, Clone, Copy)]
-struct Place {
-    buffer: BufferId,
-    offset: u64,
-    len: u64,
-}
-
-/// Why bytes did not come from the cache.
+/// Why bytes cannot be read from the cache.
 #[derive(Debug, thiserror::Error)]
 enum ReadError {
     #[error(transparent)]
@@ -67,38 +26,14 @@ enum ReadError {
     Memory(#[from] EngineError),
 }
 
-impl Weights {
-    pub(super) fn new(held: Option<Held>) -> Weights {
-        Weights {
-            held,
-            ..Weights::default()
-        }
-    }
-
-    /// The buffer is gone, or for other things.
-    pub(super) fn forget(&mut self, buffer: BufferId) {
-        self.buffers.remove(&buffer);
-    }
-
-    /// The guest did something else than prove what it was asked to.
-    pub(super) fn forget_challenge(&mut self) {
-        self.challenge = None;
-    }
-
-    /// Bytes that are held for another buffer first.
-    pub(super) fn shared(&self) -> u64 {
-        self.buffers.values().map(|buffer| buffer.shared).sum()
-    }
-}
-
 impl Session {
-    /// Executes a request on weights.
+    /// Carries out a request on weights.
     pub(super) fn weights_request(
         &mut self,
         request: u64,
         kind: &'static str,
         message: &Request,
-    ) -> Result<Answer, Ending> {
+    ) -> Result<Answer, SessionEnd> {
         let challenge = self.weights.challenge.take();
         match *message {
             Request::Weights { buffer } => self.make_weights(request, buffer),
@@ -108,12 +43,12 @@ impl Session {
                 len,
                 hash,
             } => {
-                let place = Place {
+                let range = BufferRange {
                     buffer,
                     offset,
                     len,
                 };
-                self.lookup(request, kind, place, hash)
+                self.lookup(request, kind, range, hash)
             }
             Request::Query { buffer, ref wanted } => self.query(request, kind, buffer, &wanted.0),
             Request::Attach {
@@ -122,21 +57,19 @@ impl Session {
                 len,
                 hash,
             } => {
-                let place = Place {
+                let range = BufferRange {
                     buffer,
                     offset,
                     len,
                 };
-                let kept = self.check_extent(kind, place)?.kept.get(&hash);
-                let kept = kept.filter(|extent| extent.size() == len);
-                let extent = kept.ok_or(Violation::NotKept { buffer, len, hash })?;
+                let reserved = self.check_extent(kind, range)?.reserved.get(&hash);
+                let reserved = reserved.filter(|extent| extent.size() == len);
+                let extent = reserved.ok_or(Violation::NotKept { buffer, len, hash })?;
                 let source = Source::Memory(Arc::clone(extent));
-                Ok(match self.place(place, &source) {
+                Ok(match self.attach(range, &source) {
                     Ok(true) => Answer::Nothing,
-                    Ok(false) => {
-                        super::failed(request, kind, buffer.0, &EngineError::ForeignMemory)
-                    }
-                    Err(error) => super::failed(request, kind, buffer.0, &error),
+                    Ok(false) => failed(request, kind, buffer.0, &EngineError::ForeignMemory),
+                    Err(error) => failed(request, kind, buffer.0, &error),
                 })
             }
             Request::Proof { proof } => {
@@ -148,12 +81,12 @@ impl Session {
                 offset,
                 len,
             } => {
-                let place = Place {
+                let range = BufferRange {
                     buffer,
                     offset,
                     len,
                 };
-                self.name_extent(kind, place)?;
+                self.name_extent(kind, range)?;
                 Ok(Answer::Nothing)
             }
             Request::Seal { buffer } => {
@@ -164,9 +97,10 @@ impl Session {
         }
     }
 
-    fn make_weights(&mut self, request: u64, buffer: BufferId) -> Result<Answer, Ending> {
+    /// Turns a new buffer into one for weights. Its content is lost.
+    fn make_weights(&mut self, request: u64, buffer: BufferId) -> Result<Answer, SessionEnd> {
         let memory = self.buffers.get("WEIGHTS", buffer)?;
-        // Whether or not others get them, too.
+        // Also if they cannot be shared: the engine may choose a layout for weights.
         memory.mark_weights();
         let size = memory.size();
         let refused = |reason: &str| {
@@ -175,17 +109,17 @@ impl Session {
                 reason: reason.to_owned(),
             }))
         };
-        let Some(held) = &self.weights.held else {
+        let Some(store) = &self.weights.store else {
             return refused("this host does not share weights");
         };
         if !self.engine.supports_weights() || size < MIN_EXTENT {
             return refused("this memory cannot be shared");
         }
-        let lengths = Lengths(held.lengths());
+        let lengths = Lengths(store.lengths());
         self.graphs.forget_users(buffer);
         self.weights.forget(buffer);
-        let failed = |error: EngineError| Ending::Engine(error.to_string());
-        // One goes before the other comes, so that there is room for both.
+        let failed = |error: EngineError| SessionEnd::Engine(error.to_string());
+        // Frees the old memory first, so that the new memory needs no extra room.
         let nothing = self.engine.alloc(0).map_err(failed)?;
         drop(self.buffers.replace(buffer, nothing));
         let memory = self.engine.alloc_weights(size).map_err(failed)?;
@@ -196,7 +130,7 @@ impl Session {
         };
         memory.mark_weights();
         self.buffers.replace(buffer, memory);
-        self.count_holdings();
+        self.update_gauges();
         if !is_for_weights {
             return refused("this memory cannot be shared");
         }
@@ -204,50 +138,51 @@ impl Session {
         Ok(Answer::Message(Reply::Held { request, lengths }))
     }
 
+    /// Looks up one extent by its hash, and attaches it to the buffer if the guest may have it.
     fn lookup(
         &mut self,
         request: u64,
         kind: &'static str,
-        place: Place,
+        range: BufferRange,
         hash: ContentHash,
-    ) -> Result<Answer, Ending> {
-        let weights = self.check_extent(kind, place)?;
+    ) -> Result<Answer, SessionEnd> {
+        let weights = self.check_extent(kind, range)?;
         let missing = Ok(Answer::Message(Reply::Missing { request }));
-        if weights.is_sealed || weights.attachments >= MAX_EXTENTS {
+        if weights.is_sealed || weights.lookups >= MAX_EXTENTS {
             return missing;
         }
-        let Some(held) = &self.weights.held else {
+        let Some(store) = &self.weights.store else {
             return missing;
         };
-        let len = place.len;
-        match held.find(Lookup { hash, len }) {
-            Found::Yes(source) => Ok(self.attach(request, place, &source)),
-            Found::OnProof(source) => {
+        let len = range.len;
+        match store.find(ContentKey { hash, len }) {
+            LookupResult::Granted(source) => Ok(self.attach_and_reply(request, range, &source)),
+            LookupResult::NeedsProof(source) => {
                 let mut nonce = ContentHash([0; 32]);
                 if let Err(error) = getrandom(&mut nonce.0) {
-                    warn!("no proof can be asked for: {error}");
+                    warn!("no random challenge, the weights have to be sent: {error}");
                     return missing;
                 }
                 self.weights.challenge = Some(Challenge {
-                    place,
+                    range,
                     hash,
                     nonce,
                     source,
                 });
                 Ok(Answer::Message(Reply::Prove { request, nonce }))
             }
-            Found::No => missing,
+            LookupResult::Missing => missing,
         }
     }
 
-    /// Keeps what is there of what the guest asks for.
+    /// Reserves the known ones among the extents that the guest asks for.
     fn query(
         &mut self,
         request: u64,
         kind: &'static str,
         buffer: BufferId,
         wanted: &[(ContentHash, u64)],
-    ) -> Result<Answer, Ending> {
+    ) -> Result<Answer, SessionEnd> {
         let size = self.buffers.get(kind, buffer)?.size();
         let weights = self.weights.buffers.get_mut(&buffer);
         let weights = weights.ok_or(Violation::NotForWeights { kind, buffer })?;
@@ -255,82 +190,86 @@ impl Session {
             let asked = wanted.len();
             return Err(Violation::TooMuchAsked { asked }.into());
         }
-        let mut places = Vec::new();
-        for (place, &(hash, len)) in wanted.iter().enumerate() {
-            let Some(held) = self.weights.held.as_ref().filter(|_| !weights.is_sealed) else {
+        let mut known = Vec::new();
+        for (index, &(hash, len)) in wanted.iter().enumerate() {
+            let Some(store) = self.weights.store.as_ref().filter(|_| !weights.is_sealed) else {
                 break;
             };
-            let is_kept = match weights.kept.get(&hash) {
-                Some(kept) => kept.size() == len,
-                None => match held.find(Lookup { hash, len }) {
-                    Found::Yes(Source::Memory(extent)) if len <= size - weights.kept_bytes => {
-                        weights.kept_bytes += len;
-                        weights.kept.insert(hash, extent);
+            let is_reserved = match weights.reserved.get(&hash) {
+                Some(reserved) => reserved.size() == len,
+                None => match store.find(ContentKey { hash, len }) {
+                    LookupResult::Granted(Source::Memory(extent))
+                        if len <= size - weights.reserved_bytes =>
+                    {
+                        weights.reserved_bytes += len;
+                        weights.reserved.insert(hash, extent);
                         true
                     }
                     _ => false,
                 },
             };
-            if is_kept {
-                places.push(place as u64);
+            if is_reserved {
+                known.push(index as u64);
             }
         }
-        let places = Lengths(places);
+        let places = Lengths(known);
         Ok(Answer::Message(Reply::Have { request, places }))
     }
 
+    /// Checks a proof of possession, and attaches the extent if the proof is right.
     fn proof(&mut self, request: u64, challenge: Challenge, proof: ContentHash) -> Answer {
         let Challenge {
-            place,
+            range,
             hash,
             nonce,
             source,
         } = challenge;
         let is_right = match source.proof(nonce) {
-            // Hashes of the crate are compared in the same time, whatever they are.
+            // `blake3::Hash` compares in constant time.
             Ok(expected) => {
                 blake3::Hash::from_bytes(expected.0) == blake3::Hash::from_bytes(proof.0)
             }
             Err(error) => {
-                warn!("a proof cannot be checked: {error}");
+                warn!("a proof of possession cannot be checked: {error}");
                 false
             }
         };
         if !is_right {
-            if self.is_loud() {
-                warn!(%hash, "the guest does not have the weights that it has asked for");
+            if self.may_log() {
+                warn!(%hash, "the guest cannot prove that it has the weights that it asks for");
             }
             return Answer::Message(Reply::Missing { request });
         }
-        if let Some(held) = &self.weights.held {
-            held.proven(hash);
+        if let Some(store) = &self.weights.store {
+            store.proven(hash);
         }
-        self.attach(request, place, &source)
+        self.attach_and_reply(request, range, &source)
     }
 
-    /// Puts bytes that are there where the guest wants them, and says so.
-    fn attach(&mut self, request: u64, place: Place, source: &Source) -> Answer {
-        Answer::Message(match self.place(place, source) {
+    /// Attaches known bytes to a range of a buffer, and tells the guest.
+    fn attach_and_reply(&mut self, request: u64, range: BufferRange, source: &Source) -> Answer {
+        Answer::Message(match self.attach(range, source) {
             Ok(true) => Reply::Done { request },
             Ok(false) => Reply::Missing { request },
             Err(error) => {
-                warn!("weights cannot be shared: {error}");
+                warn!("known weights cannot be attached: {error}");
                 Reply::Missing { request }
             }
         })
     }
 
-    /// Puts bytes that are there where the guest wants them. `false` when they are not what they should be.
-    fn place(&mut self, place: Place, source: &Source) -> Result<bool, EngineError> {
-        let Place {
+    /// Copies or maps known bytes into a range of a buffer. Returns `false` if the source no longer
+    /// has the bytes that its hash promises.
+    fn attach(&mut self, range: BufferRange, source: &Source) -> Result<bool, EngineError> {
+        let BufferRange {
             buffer,
             offset,
             len,
-        } = place;
-        let (Some(memory), Some(weights), Some(held)) = (
+        } = range;
+        let (Some(memory), Some(weights), Some(store)) = (
             self.buffers.find(buffer),
             self.weights.buffers.get_mut(&buffer),
-            &self.weights.held,
+            &self.weights.store,
         ) else {
             return Ok(false);
         };
@@ -348,7 +287,7 @@ impl Session {
                         if let Err(error) = outcome {
                             warn!("weights cannot be read from disk: {error}");
                         }
-                        // Nobody knows whose bytes these are.
+                        // The bytes failed the check and must not be visible to the guest.
                         memory.fill(offset, len, 0)?;
                         return Ok(false);
                     }
@@ -356,38 +295,39 @@ impl Session {
             }
         };
         weights.name(offset, if is_from_disk { len } else { 0 }, len);
-        weights.attachments += 1;
+        weights.lookups += 1;
         weights.not_sent += len;
         weights.shared += shared;
-        held.saved(len, is_from_disk);
+        store.count_saved(len, is_from_disk);
         self.counters.weights_not_sent.add(len);
-        self.count_holdings();
+        self.update_gauges();
         Ok(true)
     }
 
-    fn name_extent(&mut self, kind: &'static str, place: Place) -> Result<(), Ending> {
-        let weights = self.check_extent(kind, place)?;
+    /// Names a range of a buffer that the guest uploads as one extent.
+    fn name_extent(&mut self, kind: &'static str, range: BufferRange) -> Result<(), SessionEnd> {
+        let weights = self.check_extent(kind, range)?;
         if weights.is_sealed {
             return Ok(());
         }
-        weights.name(place.offset, place.len, place.len);
+        weights.name(range.offset, range.len, range.len);
         match weights.extents.len() > MAX_EXTENTS {
-            true => Err(Violation::TooManyExtents(place.buffer).into()),
+            true => Err(Violation::TooManyExtents(range.buffer).into()),
             false => Ok(()),
         }
     }
 
-    /// An extent of the right size in a buffer for weights.
+    /// Checks that a range is inside a buffer for weights and long enough for an extent.
     fn check_extent(
         &mut self,
         kind: &'static str,
-        place: Place,
+        range: BufferRange,
     ) -> Result<&mut WeightBuffer, Violation> {
-        let Place {
+        let BufferRange {
             buffer,
             offset,
             len,
-        } = place;
+        } = range;
         self.buffers.range(kind, buffer, offset, len)?;
         if len < MIN_EXTENT {
             return Err(Violation::ShortExtent { kind, len });
@@ -396,31 +336,31 @@ impl Session {
         weights.ok_or(Violation::NotForWeights { kind, buffer })
     }
 
-    /// Freezes a buffer, and has its extents hashed.
-    fn seal(&mut self, kind: &'static str, buffer: BufferId) -> Result<(), Ending> {
+    /// Freezes a buffer, and hands its extents to the store, which hashes them.
+    fn seal(&mut self, kind: &'static str, buffer: BufferId) -> Result<(), SessionEnd> {
         let memory = Arc::clone(self.buffers.get(kind, buffer)?);
         let weights = self.weights.buffers.get_mut(&buffer);
         let weights = weights.ok_or(Violation::NotForWeights { kind, buffer })?;
         if std::mem::replace(&mut weights.is_sealed, true) {
             return Ok(());
         }
-        weights.kept.clear();
+        weights.reserved.clear();
         memory.freeze();
         let mut extents: Vec<(u64, Arc<dyn Extent>)> = Vec::new();
         for (offset, len) in std::mem::take(&mut weights.extents) {
-            // What was attached over a named extent is not this buffer's to offer.
+            // An extent that came from the store belongs to the buffer that uploaded it.
             match memory.extent(offset, len) {
                 Ok(extent) => extents.push((offset, extent)),
-                Err(error) => debug!("bytes {offset}..+{len} are not shared: {error}"),
+                Err(error) => debug!("{len} bytes at {offset} are not shared: {error}"),
             }
         }
         let (not_sent, shared) = (weights.not_sent, weights.shared);
-        if let Some(held) = &self.weights.held {
-            held.settle(buffer, &extents);
+        if let Some(store) = &self.weights.store {
+            store.hash_later(buffer, &extents);
         }
         let size = memory.size();
         let (count, buffer) = (extents.len(), buffer.0);
-        if size >= MODEL_SCALE && self.is_loud() {
+        if size >= MODEL_SCALE && self.may_log() {
             info!(
                 buffer,
                 size,
@@ -439,16 +379,16 @@ impl Session {
                 "weights complete"
             );
         }
-        self.count_holdings();
+        self.update_gauges();
         Ok(())
     }
 
-    /// Gives back what turned out to be there twice.
+    /// Replaces extents that the store has found to be duplicates by the first copy.
     pub(super) fn merge_weights(&mut self) {
-        let Some(held) = &self.weights.held else {
+        let Some(store) = &self.weights.store else {
             return;
         };
-        let merges = held.merges();
+        let merges = store.merges();
         if merges.is_empty() {
             return;
         }
@@ -467,32 +407,16 @@ impl Session {
                     weights.shared += shared;
                     merged += shared;
                 }
-                Err(error) => debug!("weights stay where they are: {error}"),
+                Err(error) => debug!("duplicate weights cannot be merged: {error}"),
             }
         }
-        held.merged(merged);
+        store.count_merged(merged);
         debug!(count = merges.len(), merged, "weights merged");
-        self.count_holdings();
+        self.update_gauges();
     }
 }
 
-impl WeightBuffer {
-    /// `len` bytes are named as an extent (0: none), in place of whatever overlaps `covered` bytes.
-    fn name(&mut self, offset: u64, len: u64, covered: u64) {
-        let end = offset + covered;
-        while let Some((&start, &other)) = self.extents.range(..end).next_back() {
-            if start + other <= offset {
-                break;
-            }
-            self.extents.remove(&start);
-        }
-        if len > 0 {
-            self.extents.insert(offset, len);
-        }
-    }
-}
-
-/// Random bytes, from the kernel.
+/// Fills `out` with random bytes of the kernel.
 fn getrandom(out: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
     while done < out.len() {

@@ -1,55 +1,71 @@
-//! A virtual machine on stock QEMU: we are its ivshmem server.
+//! A virtual machine on stock QEMU: this executor is its ivshmem server.
+#![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Duration;
 
 use tracing::{info, warn};
 use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow, ivshmem};
 
-use super::{VmListenError, VmOptions, listen_stream};
-use crate::server::{Door, Guest};
+use super::options::VmOptions;
+use crate::listener::{
+    DEFAULT_MODE, GuestListener, IncomingGuest, SocketFile, SocketFileError, bind_stream,
+    wait_readable,
+};
 use crate::service;
 
-/// Where a virtual machine's guests come in.
-pub struct IvshmemDoor {
+/// The files of a virtual machine that outlive an executor: its memory, its doorbell, and the
+/// socket to its QEMU.
+const FILES: [&str; 3] = ["memory", "bell", "line"];
+
+/// Listens for one QEMU, and accepts the programs of its virtual machine.
+pub struct IvshmemListener {
     options: VmOptions,
     listener: UnixListener,
+    _file: SocketFile,
     machine: Option<VmWindow>,
 }
 
-impl IvshmemDoor {
-    /// Listens for the virtual machine's QEMU. If `kept` has the files of one that an executor before us has served, it is
-    /// served on.
+impl IvshmemListener {
+    /// Listens for a virtual machine's QEMU. If `stored` has the files of a machine that an earlier
+    /// executor has served, takes them, and serves that machine.
+    ///
+    /// # Errors
+    /// [`SocketFileError`] if the socket of `options` cannot be bound.
     pub fn open(
         options: VmOptions,
-        kept: &mut BTreeMap<String, OwnedFd>,
-    ) -> Result<IvshmemDoor, VmListenError> {
-        let listener = listen_stream(&options.socket)?;
-        let mut door = IvshmemDoor {
+        stored: &mut BTreeMap<String, OwnedFd>,
+    ) -> Result<IvshmemListener, SocketFileError> {
+        let (listener, file) = bind_stream(&options.socket, DEFAULT_MODE)?;
+        let mut this = IvshmemListener {
             options,
             listener,
+            _file: file,
             machine: None,
         };
-        let mut take = |part| kept.remove(&door.file_name(part));
-        if let (Some(memory), Some(bell), Some(line)) = (take("memory"), take("bell"), take("line"))
-        {
+        let [memory, bell, line] = FILES.map(|part| stored.remove(&this.stored_name(part)));
+        if let (Some(memory), Some(bell), Some(line)) = (memory, bell, line) {
             let size = rustix::fs::fstat(&memory).map_or(0, |stat| stat.st_size as usize);
-            info!(vm = door.options.name, "serving it on, {size} bytes");
-            door.serve(ivshmem::Parts { memory, bell, line }, size);
+            info!(
+                vm = this.options.name,
+                "serving the running virtual machine, window {size}"
+            );
+            this.serve(ivshmem::Parts { memory, bell, line }, size);
         }
-        Ok(door)
+        Ok(this)
     }
 
-    /// The socket.
-    pub fn path(&self) -> &PathBuf {
+    /// The path of the socket.
+    pub fn path(&self) -> &Path {
         &self.options.socket
     }
 
-    fn file_name(&self, part: &str) -> String {
+    /// The name of a file in the fd store.
+    fn stored_name(&self, part: &str) -> String {
         format!("vgpu-{}-{part}", self.options.name)
     }
 
@@ -58,12 +74,12 @@ impl IvshmemDoor {
         let bell = Bell::new(bell, Some(line));
         match VmWindow::new(memory, size, bell, self.options.silence) {
             Ok(machine) => self.machine = Some(machine),
-            Err(error) => warn!(vm = self.options.name, "it gets no vGPU: {error}"),
+            Err(error) => warn!(vm = self.options.name, "no vGPU for this machine: {error}"),
         }
     }
 
-    /// A QEMU that has connected gets its device, unless the virtual machine has one.
-    fn accept(&mut self) -> io::Result<()> {
+    /// Gives a QEMU that has connected its device, unless the virtual machine has one.
+    fn accept_qemu(&mut self) -> io::Result<()> {
         let socket = match self.listener.accept() {
             Ok((socket, _)) => socket,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
@@ -73,7 +89,7 @@ impl IvshmemDoor {
         if self.machine.is_some() {
             warn!(
                 vm,
-                "a second QEMU at {}, turned away: each virtual machine needs a --vm of its own",
+                "a second QEMU at {} is disconnected: each virtual machine needs its own --vm",
                 self.options.socket.display()
             );
             return Ok(());
@@ -82,18 +98,15 @@ impl IvshmemDoor {
         let parts = match ivshmem::welcome(socket.into(), self.options.window) {
             Ok(parts) => parts,
             Err(error) => {
-                warn!(vm, "a QEMU got no vGPU: {error}");
+                warn!(vm, "no vGPU for a QEMU that has connected: {error}");
                 return Ok(());
             }
         };
-        info!(vm, "its QEMU has connected, window {}", self.options.window);
-        if service::is_watched() {
-            for (part, file) in [
-                ("memory", &parts.memory),
-                ("bell", &parts.bell),
-                ("line", &parts.line),
-            ] {
-                service::keep(&self.file_name(part), file.as_fd());
+        info!(vm, "QEMU has connected, window {}", self.options.window);
+        if service::has_fd_store() {
+            let files = [&parts.memory, &parts.bell, &parts.line];
+            for (part, file) in FILES.into_iter().zip(files) {
+                service::store(&self.stored_name(part), file.as_fd());
             }
         }
         self.serve(parts, self.options.window);
@@ -101,40 +114,26 @@ impl IvshmemDoor {
     }
 }
 
-impl Door for IvshmemDoor {
-    fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>> {
-        self.accept()?;
+impl GuestListener for IvshmemListener {
+    fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
+        self.accept_qemu()?;
         let Some(machine) = &mut self.machine else {
-            let mut fds = [rustix::event::PollFd::new(
-                &self.listener,
-                rustix::event::PollFlags::IN,
-            )];
-            let timeout = rustix::event::Timespec::try_from(timeout).map_err(io::Error::other)?;
-            match rustix::event::poll(&mut fds, Some(&timeout)) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => return Ok(None),
-                Err(error) => return Err(error.into()),
-            }
+            wait_readable(&self.listener, timeout)?;
+            return Ok(None);
         };
         match machine.next(timeout).map_err(io::Error::other)? {
             VmEvent::Nothing => Ok(None),
             VmEvent::Gone => {
-                info!(vm = self.options.name, "its QEMU has ended");
+                info!(vm = self.options.name, "QEMU has ended");
                 self.machine = None;
-                if service::is_watched() {
-                    for part in ["memory", "bell", "line"] {
-                        service::forget(&self.file_name(part));
+                if service::has_fd_store() {
+                    for part in FILES {
+                        service::remove(&self.stored_name(part));
                     }
                 }
                 Ok(None)
             }
-            VmEvent::Arrival(arrival) => Ok(Some(self.options.guest(arrival))),
+            VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),
         }
-    }
-}
-
-impl Drop for IvshmemDoor {
-    fn drop(&mut self) {
-        // Nobody can connect to it any more; whoever comes after us makes it anew.
-        let _ = std::fs::remove_file(&self.options.socket);
     }
 }

@@ -1,9 +1,10 @@
-//! Weights on disk: what is known from before a restart.
+//! The cache of weights on disk, which outlives a restart.
 //!
-//! One file for each content, named after its hash, in a folder for each origin. A file is written under another name,
-//! made durable, and renamed, so that a crash leaves either the whole file or one that the next start removes. What
-//! is read is hashed again before anybody gets to see it. The least recently used files go when the cache is full;
-//! when the disk is, nothing is written and the log says so once.
+//! Each content has one file, named after its hash, in the folder of its origin. A file is written
+//! under a temporary name, synced, and renamed: a crash leaves either the whole file or a temporary
+//! file, which the next start removes. Everything that is read is hashed again before a guest can
+//! see it. When the cache is full, the least recently used files are removed. When the disk is
+//! full, nothing is written, and the log says so once.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -19,37 +20,31 @@ use tracing::{info, warn};
 use vgpu_engine::Extent;
 use vgpu_transport::wire::ContentHash;
 
-use super::store::Lookup;
+use super::options::CacheOptions;
 
-/// Bytes read or written at once.
-const PIECE: usize = 256 << 10;
+/// Bytes that are read or written at once.
+const CHUNK: usize = 256 << 10;
 
-/// The folder of what belongs to all. Others are named after hashes.
-const COMMON: &str = "all";
+/// The folder of contents that all origins share. Other folders are named after a hash of the
+/// origin.
+const SHARED_FOLDER: &str = "all";
 
-/// Where weights are kept, and how many of them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CacheOptions {
-    /// The folder. Made if it is not there; nothing else may be in it.
-    pub folder: PathBuf,
-    /// Bytes of files, at most.
-    pub size: u64,
-}
-
-/// Why there is no store.
+/// Why there is no weight store.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
-    /// The folder cannot be used.
+    /// A system call on the folder failed.
     #[error("{}: {error}", .path.display())]
     Folder {
-        /// What failed.
+        /// The path.
         path: PathBuf,
-        /// How.
+        /// The error of the system call.
         error: io::Error,
     },
-    /// Others could change what is read.
+    /// Another user could change the files.
     #[error(
-        "{}: its owner is {owner} and its mode {mode:o}; weights are kept only where nobody else can write (chown, chmod 700)", .path.display()
+        "{}: its owner is {owner} and its mode {mode:o}; weights are kept only where no other user \
+         can write (chown, chmod 700)",
+        .path.display()
     )]
     Open {
         /// The folder.
@@ -59,12 +54,21 @@ pub enum CacheError {
         /// Its permissions.
         mode: u32,
     },
-    /// No thread.
-    #[error("no thread for weights: {0}")]
+    /// The hashing thread cannot be started.
+    #[error("no thread for hashing weights: {0}")]
     Thread(io::Error),
 }
 
-/// The cache.
+/// Identifies a content.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ContentKey {
+    /// BLAKE3 of the bytes.
+    pub(crate) hash: ContentHash,
+    /// Number of bytes.
+    pub(crate) len: u64,
+}
+
+/// The cache on disk.
 pub(super) struct Disk {
     folder: PathBuf,
     limit: u64,
@@ -75,25 +79,25 @@ pub(super) struct Disk {
 
 #[derive(Default)]
 struct Index {
-    files: HashMap<Name, Place>,
-    /// Sum of the lengths.
+    files: HashMap<Name, CacheEntry>,
+    /// Sum of the lengths of `files`.
     bytes: u64,
-    /// Counts up with each use.
+    /// Number of uses so far; orders entries by last use.
     clock: u64,
 }
 
-/// A folder's name and a hash.
+/// The name of a folder, and the hash of a content in it.
 type Name = (Arc<str>, ContentHash);
 
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct CacheEntry {
     len: u64,
     used: u64,
 }
 
-/// A file whose name says what is in it. It has not been looked into.
+/// A cached file. Its content has not been checked against its hash.
 #[derive(Debug)]
-pub(crate) struct Cached {
+pub(crate) struct CachedExtent {
     file: File,
     path: PathBuf,
     pub(crate) len: u64,
@@ -101,7 +105,8 @@ pub(crate) struct Cached {
 }
 
 impl Disk {
-    /// Looks at what is there, removes what a crash has left, and what is too much.
+    /// Opens a cache: indexes its files, removes temporary files of a crash, and shrinks the cache
+    /// to its limit.
     pub(super) fn open(options: CacheOptions) -> Result<Disk, CacheError> {
         let CacheOptions { folder, size } = options;
         make_private(&folder)?;
@@ -109,7 +114,7 @@ impl Disk {
         for entry in list(&folder)? {
             let path = entry.path();
             let name = entry.file_name();
-            let is_ours = name == COMMON || parse(&name).is_some();
+            let is_ours = name == SHARED_FOLDER || parse(&name).is_some();
             if !is_ours || !path.is_dir() {
                 continue;
             }
@@ -122,7 +127,7 @@ impl Disk {
                         let used = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
                         found.push((used, (Arc::clone(&name), hash), metadata.len()));
                     }
-                    (Some(_), None) => remove(&path), // not finished
+                    (Some(_), None) => remove(&path), // a temporary file
                     (None, _) => {}
                 }
             }
@@ -149,7 +154,7 @@ impl Disk {
         self.index().bytes
     }
 
-    /// Lengths of what an origin has.
+    /// Lengths of the contents of an origin.
     pub(super) fn lengths(&self, origin: Option<&str>) -> Vec<u64> {
         let folder = folder_name(origin);
         let index = self.index();
@@ -160,8 +165,8 @@ impl Disk {
         of_origin.map(|(_, place)| place.len).collect()
     }
 
-    /// Opens what has this hash and length.
-    pub(super) fn find(&self, origin: Option<&str>, wanted: Lookup) -> Option<Cached> {
+    /// Opens the file of a content.
+    pub(super) fn find(&self, origin: Option<&str>, wanted: ContentKey) -> Option<CachedExtent> {
         let name: Name = (folder_name(origin).into(), wanted.hash);
         {
             let mut index = self.index();
@@ -182,9 +187,9 @@ impl Disk {
                 return None;
             }
         };
-        // For the order of the next start. Failing is harmless.
+        // Orders the entries after a restart. If this fails, the order is less exact.
         let _ = file.set_modified(SystemTime::now());
-        Some(Cached {
+        Some(CachedExtent {
             file,
             path,
             len: wanted.len,
@@ -192,7 +197,8 @@ impl Disk {
         })
     }
 
-    /// Keeps an extent, if there is room. Others make way for it.
+    /// Writes an extent. Removes the least recently used files to make room. Errors are logged
+    /// once.
     pub(super) fn put(&self, origin: Option<&str>, hash: ContentHash, extent: &dyn Extent) {
         let name: Name = (folder_name(origin).into(), hash);
         let len = extent.size();
@@ -205,7 +211,7 @@ impl Disk {
             Err(error) => {
                 if !self.has_warned.swap(true, Ordering::Relaxed) {
                     let folder = self.folder.display();
-                    warn!("{folder}: {len} bytes of weights are not kept: {error}");
+                    warn!("{folder}: {len} bytes of weights cannot be cached: {error}");
                 }
             }
         }
@@ -223,11 +229,11 @@ impl Disk {
             remove(&temporary);
         }
         written?;
-        // The name, too. A file system that cannot do that loses the file in a crash, and nothing else.
+        // Makes the name durable, too. A file system that cannot loses the file in a crash.
         File::open(folder)?.sync_all()
     }
 
-    /// Removes what was not used for longest until `len` more bytes fit.
+    /// Removes the least recently used files until `len` more bytes fit.
     fn make_room(&self, len: u64) {
         let mut index = self.index();
         while index.bytes.saturating_add(len) > self.limit {
@@ -253,7 +259,7 @@ impl Index {
     fn add(&mut self, name: Name, len: u64) {
         self.clock += 1;
         let used = self.clock;
-        if self.files.insert(name, Place { len, used }).is_none() {
+        if self.files.insert(name, CacheEntry { len, used }).is_none() {
             self.bytes += len;
         }
     }
@@ -265,26 +271,27 @@ impl Index {
     }
 }
 
-impl Cached {
-    /// The hash of what is in the file, by another hasher.
+impl CachedExtent {
+    /// Feeds the content of the file to `hasher`.
     pub(crate) fn hash(&self, mut hasher: blake3::Hasher) -> io::Result<ContentHash> {
-        self.pieces(|_, piece| {
-            hasher.update(piece);
+        self.chunks(|_, chunk| {
+            hasher.update(chunk);
         })?;
         Ok(ContentHash(*hasher.finalize().as_bytes()))
     }
 
-    /// Reads the file, piece by piece, and says whether it held what its name says. If it did not, it is removed.
+    /// Passes the content of the file to `take`, chunk by chunk with the offset. Returns whether
+    /// the content has the hash of its name; if not, removes the file.
     pub(crate) fn read<E: From<io::Error>>(
         &self,
         mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
     ) -> Result<bool, E> {
         let mut hasher = blake3::Hasher::new();
         let mut failed = None;
-        self.pieces(|at, piece| {
-            hasher.update(piece);
+        self.chunks(|at, chunk| {
+            hasher.update(chunk);
             if failed.is_none() {
-                failed = take(at, piece).err();
+                failed = take(at, chunk).err();
             }
         })?;
         if let Some(error) = failed {
@@ -292,20 +299,23 @@ impl Cached {
         }
         let is_right = *hasher.finalize().as_bytes() == self.hash.0;
         if !is_right {
-            warn!("{}: not what it was, removed", self.path.display());
+            warn!(
+                "{}: content does not match its hash, file removed",
+                self.path.display()
+            );
             remove(&self.path);
         }
         Ok(is_right)
     }
 
-    fn pieces(&self, mut take: impl FnMut(u64, &[u8])) -> io::Result<()> {
+    fn chunks(&self, mut take: impl FnMut(u64, &[u8])) -> io::Result<()> {
         use std::os::unix::fs::FileExt;
-        let mut piece = vec![0; PIECE];
+        let mut chunk = vec![0; CHUNK];
         let mut at = 0;
         while at < self.len {
-            let len = (self.len - at).min(PIECE as u64) as usize;
-            self.file.read_exact_at(&mut piece[..len], at)?;
-            take(at, &piece[..len]);
+            let len = (self.len - at).min(CHUNK as u64) as usize;
+            self.file.read_exact_at(&mut chunk[..len], at)?;
+            take(at, &chunk[..len]);
             at += len as u64;
         }
         Ok(())
@@ -314,14 +324,14 @@ impl Cached {
 
 fn copy_to(path: &Path, extent: &dyn Extent) -> io::Result<()> {
     let mut file = File::create_new(path)?;
-    let mut piece = vec![0; PIECE];
+    let mut chunk = vec![0; CHUNK];
     let mut at = 0;
     while at < extent.size() {
-        let len = (extent.size() - at).min(PIECE as u64) as usize;
+        let len = (extent.size() - at).min(CHUNK as u64) as usize;
         extent
-            .read(at, &mut piece[..len])
+            .read(at, &mut chunk[..len])
             .map_err(io::Error::other)?;
-        file.write_all(&piece[..len])?;
+        file.write_all(&chunk[..len])?;
         at += len as u64;
     }
     file.sync_all()
@@ -369,7 +379,7 @@ fn remove(path: &Path) {
 /// The folder of an origin: a hash, since its name may be anything.
 fn folder_name(origin: Option<&str>) -> String {
     match origin {
-        None => COMMON.to_owned(),
+        None => SHARED_FOLDER.to_owned(),
         Some(origin) => ContentHash(*blake3::hash(origin.as_bytes()).as_bytes()).to_string(),
     }
 }
@@ -437,7 +447,8 @@ mod tests {
         );
     }
 
-    /// No file grows beyond a mebibyte: the kernel fails the write in the middle, as a full disk does.
+    /// No file grows beyond a mebibyte: the kernel fails the write in the middle, as a full disk
+    /// does.
     fn on_a_full_disk(folder: PathBuf) {
         let limit = libc::rlimit {
             rlim_cur: 1 << 20,
@@ -459,19 +470,21 @@ mod tests {
             (disk.bytes(), disk.has_warned.load(Ordering::Relaxed)),
             (0, true)
         );
-        let lookup = |bytes: &Bytes| Lookup {
+        let lookup = |bytes: &Bytes| ContentKey {
             hash: hash_of(bytes),
             len: bytes.size(),
         };
         assert!(disk.find(None, lookup(&large)).is_none());
-        let left = fs::read_dir(disk.folder.join(COMMON)).unwrap().count();
+        let left = fs::read_dir(disk.folder.join(SHARED_FOLDER))
+            .unwrap()
+            .count();
         assert_eq!(left, 0, "nothing half-written is left");
         // What fits is kept all the same, and read.
         disk.put(None, hash_of(&small), &small);
         let cached = disk.find(None, lookup(&small)).unwrap();
         let mut read = Vec::new();
-        let is_right = cached.read(|_, piece| {
-            read.extend_from_slice(piece);
+        let is_right = cached.read(|_, chunk| {
+            read.extend_from_slice(chunk);
             Ok::<(), io::Error>(())
         });
         assert!(is_right.unwrap() && read == small.0);

@@ -1,4 +1,5 @@
-//! The entries, and the thread that hashes.
+//! The entries of the weight store, and the thread that hashes.
+#![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
@@ -13,17 +14,17 @@ use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, MAX_LENGTHS};
 
-use super::Sharing;
-use super::disk::{CacheError, CacheOptions, Cached, Disk};
+use super::disk::{CacheError, CachedExtent, ContentKey, Disk};
+use super::options::{CacheOptions, Sharing};
 
-/// Bytes hashed at once: what fits a processor's own caches.
-const PIECE: usize = 256 << 10;
+/// Bytes that are hashed at once: fits the caches of a core.
+const CHUNK: usize = 256 << 10;
 
-/// The weights of one engine's guests. Clones are the same.
+/// The shared weights of one engine. Clones share the store.
 #[derive(Clone)]
-pub struct Weights {
+pub struct WeightStore {
     shared: Arc<Shared>,
-    /// When the last one is dropped, the thread ends.
+    /// When the last clone is dropped, the thread ends.
     jobs: Sender<Job>,
 }
 
@@ -37,11 +38,11 @@ struct Shared {
 #[derive(Default)]
 struct Entries {
     by_key: HashMap<Key, Entry>,
-    /// When `by_key` has become this large, what is gone is swept out of it.
+    /// When `by_key` has this many entries, entries of freed extents are removed.
     sweep_at: usize,
 }
 
-/// Content, in the name space of an origin, or of all.
+/// A content of an origin. `None`: shared by all origins.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     origin: Option<Arc<str>>,
@@ -51,24 +52,24 @@ struct Key {
 struct Entry {
     len: u64,
     extent: Weak<dyn Extent>,
-    /// Who has uploaded it, or has proven to have it.
+    /// Origins that have uploaded the content, or have proven that they have it.
     known_to: Vec<Arc<str>>,
 }
 
-/// What the store has done since it began.
+/// What the store has done since its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct WeightsStats {
+pub struct WeightStoreStats {
     /// Bytes that guests did not have to send.
     pub not_sent: u64,
-    /// Of these, bytes that came from the cache on disk.
+    /// Part of `not_sent` that came from the cache on disk.
     pub from_disk: u64,
-    /// Bytes that were sent and found to be there already.
+    /// Bytes that were sent and turned out to be duplicates.
     pub merged: u64,
     /// Bytes hashed.
     pub hashed: u64,
-    /// Extents known and in memory.
+    /// Known extents in device memory.
     pub extents: u64,
-    /// Bytes of these.
+    /// Bytes of `extents`.
     pub bytes: u64,
     /// Bytes in the cache on disk.
     pub disk_bytes: u64,
@@ -82,60 +83,59 @@ struct Counters {
     hashed: AtomicU64,
 }
 
-/// Settled extents of a buffer, to be hashed.
+/// The extents of a sealed buffer, to be hashed.
 struct Job {
     origin: Arc<str>,
     buffer: BufferId,
-    /// Weak: what waits here keeps no memory of a guest that is gone.
+    /// Offsets and extents. Weak, so that the queue keeps no memory of a guest that has
+    /// disconnected.
     extents: Vec<(u64, Weak<dyn Extent>)>,
     inbox: Weak<Inbox>,
 }
 
-/// What the store has found out for a session.
+/// Duplicates that the store has found for a session.
 #[derive(Default)]
 struct Inbox {
     is_full: AtomicBool,
     merges: Mutex<Vec<Merge>>,
 }
 
-/// The bytes at `offset` of a buffer are those of an extent that is there already.
+/// The bytes at `offset` of a buffer are a duplicate of `extent`.
 pub(crate) struct Merge {
     pub(crate) buffer: BufferId,
     pub(crate) offset: u64,
     pub(crate) extent: Arc<dyn Extent>,
 }
 
-/// Where bytes can be had.
+/// Where the bytes of a content are.
 pub(crate) enum Source {
     Memory(Arc<dyn Extent>),
-    Disk(Cached),
+    Disk(CachedExtent),
 }
 
-/// The answer to a hash.
-pub(crate) enum Found {
-    Yes(Source),
-    /// Only for those who have it.
-    OnProof(Source),
-    No,
+/// The result of a lookup.
+pub(crate) enum LookupResult {
+    /// The origin may have the content.
+    Granted(Source),
+    /// The origin has to prove that it has the content.
+    NeedsProof(Source),
+    /// The content is unknown.
+    Missing,
 }
 
-/// What is looked for.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Lookup {
-    pub(crate) hash: ContentHash,
-    pub(crate) len: u64,
-}
-
-/// The store as one session sees it.
-pub(crate) struct Held {
-    weights: Weights,
+/// Access of one session to the store.
+pub(crate) struct SessionStore {
+    weights: WeightStore,
     origin: Arc<str>,
     inbox: Arc<Inbox>,
 }
 
-impl Weights {
-    /// A store with nothing in memory, and what is on disk. Starts a thread.
-    pub fn new(sharing: Sharing, cache: Option<CacheOptions>) -> Result<Weights, CacheError> {
+impl WeightStore {
+    /// A store without entries, with the contents of the cache on disk. Starts the hashing thread.
+    ///
+    /// # Errors
+    /// [`CacheError`] if the cache cannot be opened or the thread cannot be started.
+    pub fn new(sharing: Sharing, cache: Option<CacheOptions>) -> Result<WeightStore, CacheError> {
         let disk = cache.map(Disk::open).transpose()?;
         let shared = Arc::new(Shared {
             sharing,
@@ -149,16 +149,16 @@ impl Weights {
             .name("vgpu-weights".into())
             .spawn(move || worker.work(&queue))
             .map_err(CacheError::Thread)?;
-        Ok(Weights { shared, jobs })
+        Ok(WeightStore { shared, jobs })
     }
 
-    /// What has come of it so far.
-    pub fn stats(&self) -> WeightsStats {
+    /// What the store has done so far.
+    pub fn stats(&self) -> WeightStoreStats {
         let counters = &self.shared.counters;
         let entries = self.shared.entries();
         let live = entries.by_key.values().filter(|entry| entry.is_live());
         let (extents, bytes) = live.fold((0, 0), |(n, sum), entry| (n + 1, sum + entry.len));
-        WeightsStats {
+        WeightStoreStats {
             not_sent: counters.not_sent.load(Ordering::Relaxed),
             from_disk: counters.from_disk.load(Ordering::Relaxed),
             merged: counters.merged.load(Ordering::Relaxed),
@@ -169,9 +169,9 @@ impl Weights {
         }
     }
 
-    /// The store for a session of `origin`; `None` when nothing is shared.
-    pub(crate) fn of(&self, origin: &str) -> Option<Held> {
-        (self.shared.sharing != Sharing::Off).then(|| Held {
+    /// Access for a session of `origin`. `None` if nothing is shared.
+    pub(crate) fn for_origin(&self, origin: &str) -> Option<SessionStore> {
+        (self.shared.sharing != Sharing::Off).then(|| SessionStore {
             weights: self.clone(),
             origin: origin.into(),
             inbox: Arc::default(),
@@ -179,8 +179,8 @@ impl Weights {
     }
 }
 
-impl Held {
-    /// The lengths of what this session may have.
+impl SessionStore {
+    /// The lengths of the contents that this session may look up.
     pub(crate) fn lengths(&self) -> Vec<u64> {
         let shared = &self.weights.shared;
         let is_for_us = |key: &Key| {
@@ -201,8 +201,8 @@ impl Held {
         lengths.into_iter().take(MAX_LENGTHS).collect()
     }
 
-    /// Looks a hash up.
-    pub(crate) fn find(&self, wanted: Lookup) -> Found {
+    /// Looks a content up.
+    pub(crate) fn find(&self, wanted: ContentKey) -> LookupResult {
         let shared = &self.weights.shared;
         let key = shared.key(&self.origin, wanted.hash);
         let in_memory = shared.entries().by_key.get(&key).and_then(|entry| {
@@ -212,20 +212,20 @@ impl Held {
         if let Some((extent, is_known)) = in_memory {
             let source = Source::Memory(extent);
             return match is_known {
-                true => Found::Yes(source),
-                false => Found::OnProof(source),
+                true => LookupResult::Granted(source),
+                false => LookupResult::NeedsProof(source),
             };
         }
         let disk = shared.disk.as_ref();
         match disk.and_then(|disk| disk.find(key.origin.as_deref(), wanted)) {
-            Some(cached) if key.origin.is_some() => Found::Yes(Source::Disk(cached)),
-            // Nobody remembers whose it was.
-            Some(cached) => Found::OnProof(Source::Disk(cached)),
-            None => Found::No,
+            Some(cached) if key.origin.is_some() => LookupResult::Granted(Source::Disk(cached)),
+            // The cache does not store which origins have uploaded a content.
+            Some(cached) => LookupResult::NeedsProof(Source::Disk(cached)),
+            None => LookupResult::Missing,
         }
     }
 
-    /// The guest has proven to have this content.
+    /// Records that the origin has proven to have a content.
     pub(crate) fn proven(&self, hash: ContentHash) {
         let shared = &self.weights.shared;
         let key = shared.key(&self.origin, hash);
@@ -234,8 +234,8 @@ impl Held {
         }
     }
 
-    /// So many bytes were not sent.
-    pub(crate) fn saved(&self, bytes: u64, is_from_disk: bool) {
+    /// Counts bytes that the guest did not have to send.
+    pub(crate) fn count_saved(&self, bytes: u64, is_from_disk: bool) {
         let counters = &self.weights.shared.counters;
         counters.not_sent.fetch_add(bytes, Ordering::Relaxed);
         if is_from_disk {
@@ -243,8 +243,9 @@ impl Held {
         }
     }
 
-    /// Has extents of a buffer hashed; what comes of it is told by [`merges`](Held::merges).
-    pub(crate) fn settle(&self, buffer: BufferId, extents: &[(u64, Arc<dyn Extent>)]) {
+    /// Queues the extents of a sealed buffer for hashing. [`merges`](SessionStore::merges) returns
+    /// the duplicates.
+    pub(crate) fn hash_later(&self, buffer: BufferId, extents: &[(u64, Arc<dyn Extent>)]) {
         let weak = |(offset, extent): &(u64, Arc<dyn Extent>)| (*offset, Arc::downgrade(extent));
         let job = Job {
             origin: Arc::clone(&self.origin),
@@ -253,28 +254,31 @@ impl Held {
             inbox: Arc::downgrade(&self.inbox),
         };
         if self.weights.jobs.send(job).is_err() {
-            warn!("weights are not shared any more: their thread has ended, a bug of the host");
+            warn!(
+                "weights are no longer shared: the hashing thread has ended; this is a bug of the host"
+            );
         }
     }
 
-    /// What was found to be there twice since the last call.
+    /// The duplicates that have been found since the last call.
     pub(crate) fn merges(&self) -> Vec<Merge> {
-        // Pairs with the release in `Shared::settle`; what is missed now is seen by the next call.
+        // Pairs with the release in `Shared::enter`. A merge that is missed now is seen by the next
+        // call.
         match self.inbox.is_full.swap(false, Ordering::AcqRel) {
             true => std::mem::take(&mut *lock(&self.inbox.merges)),
             false => Vec::new(),
         }
     }
 
-    /// So many bytes were given back.
-    pub(crate) fn merged(&self, bytes: u64) {
+    /// Counts bytes that a merge has freed.
+    pub(crate) fn count_merged(&self, bytes: u64) {
         let merged = &self.weights.shared.counters.merged;
         merged.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
 impl Source {
-    /// The proof that whoever has these bytes gives for `nonce`.
+    /// The proof of possession for `nonce`: the keyed hash of all bytes.
     pub(crate) fn proof(&self, nonce: ContentHash) -> io::Result<ContentHash> {
         let hasher = blake3::Hasher::new_keyed(&nonce.0);
         match self {
@@ -289,7 +293,7 @@ impl Shared {
         lock(&self.entries)
     }
 
-    /// Whose entries somebody uses.
+    /// The origin whose entries a session of `origin` uses. `None`: those of all origins.
     fn origin_of(&self, origin: &Arc<str>) -> Option<Arc<str>> {
         match self.sharing {
             Sharing::All => None,
@@ -302,19 +306,19 @@ impl Shared {
         Key { origin, hash }
     }
 
-    /// The thread's life.
+    /// The hashing thread.
     fn work(&self, queue: &Receiver<Job>) {
         while let Ok(job) = queue.recv() {
             let began = Instant::now();
             let (mut bytes, mut count) = (0, 0);
             for (offset, extent) in &job.extents {
                 let Some(extent) = extent.upgrade() else {
-                    continue; // the guest is gone
+                    continue; // freed
                 };
                 bytes += extent.size();
                 count += 1;
                 match hash(blake3::Hasher::new(), extent.as_ref()) {
-                    Ok(hash) => self.settle(&job, *offset, extent, hash),
+                    Ok(hash) => self.enter(&job, *offset, extent, hash),
                     Err(error) => warn!("weights cannot be hashed: {error}"),
                 }
             }
@@ -324,8 +328,8 @@ impl Shared {
         }
     }
 
-    /// Makes an entry of an extent, or finds that there is one.
-    fn settle(&self, job: &Job, offset: u64, extent: Arc<dyn Extent>, hash: ContentHash) {
+    /// Makes an extent an entry, or reports it as a duplicate.
+    fn enter(&self, job: &Job, offset: u64, extent: Arc<dyn Extent>, hash: ContentHash) {
         let key = self.key(&job.origin, hash);
         let known = {
             let mut entries = self.entries();
@@ -349,7 +353,7 @@ impl Shared {
         };
         match known {
             Some(first) if !Arc::ptr_eq(&first, &extent) => {
-                // Whoever merges gives pages back that nobody may hold on to.
+                // The merge frees the pages of this extent, so no reference may be left.
                 drop(extent);
                 if let Some(inbox) = job.inbox.upgrade() {
                     lock(&inbox.merges).push(Merge {
@@ -398,14 +402,14 @@ impl Entry {
     }
 }
 
-/// The hash of an extent.
+/// Feeds an extent to `hasher`.
 fn hash(mut hasher: blake3::Hasher, extent: &dyn Extent) -> Result<ContentHash, EngineError> {
     let size = extent.size();
-    let mut piece = vec![0; PIECE.min(usize::try_from(size).unwrap_or(PIECE))];
+    let mut chunk = vec![0; CHUNK.min(usize::try_from(size).unwrap_or(CHUNK))];
     let mut at = 0;
     while at < size {
-        let len = (size - at).min(PIECE as u64);
-        let part = &mut piece[..len as usize];
+        let len = (size - at).min(CHUNK as u64);
+        let part = &mut chunk[..len as usize];
         extent.read(at, part)?;
         hasher.update(part);
         at += len;

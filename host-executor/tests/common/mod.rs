@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
-use vgpu_executor::{Door, Guest as Arriving, Limits, LinkKind, Peer, Process, Server};
+use vgpu_executor::listener::{GuestListener, IncomingGuest};
+use vgpu_executor::{Limits, LinkKind, Peer, Process, Server};
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
 use vgpu_transport::shm::memory::Window;
@@ -30,7 +31,7 @@ pub(crate) fn cpu() -> Arc<dyn Engine> {
 /// A server that guests of this process walk into.
 pub(crate) struct Host {
     pub(crate) server: Server,
-    door: Sender<Arriving>,
+    door: Sender<IncomingGuest>,
     pub(crate) engine: Arc<dyn Engine>,
 }
 
@@ -42,7 +43,9 @@ impl Host {
     pub(crate) fn limited(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Host {
         let mut server = Server::new(Arc::clone(&engine), limits, max_sessions);
         let (door, arrivals) = mpsc::channel();
-        server.open(Hall(arrivals)).expect("a thread for the door");
+        server
+            .listen(Hall(arrivals))
+            .expect("a thread for the door");
         Host {
             server,
             door,
@@ -74,7 +77,7 @@ impl Host {
     /// The same, of a process that the host's kernel knows.
     pub(crate) fn connect_as(&self, process: Option<Process>) -> Guest {
         let (guest, host) = pair();
-        let arriving = Arriving {
+        let arriving = IncomingGuest {
             peer: Peer {
                 endpoint: "test".into(),
                 link: LinkKind::Unix,
@@ -105,10 +108,10 @@ impl Host {
     }
 }
 
-struct Hall(Receiver<Arriving>);
+struct Hall(Receiver<IncomingGuest>);
 
-impl Door for Hall {
-    fn knock(&mut self, timeout: Duration) -> io::Result<Option<Arriving>> {
+impl GuestListener for Hall {
+    fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         match self.0.recv_timeout(timeout) {
             Ok(arriving) => Ok(Some(arriving)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
@@ -281,7 +284,8 @@ impl Guest {
         assert_eq!(self.receive().0, Reply::Done { request });
     }
 
-    /// The reason with which the host ends the session, as its next message, after which nothing comes.
+    /// The reason with which the host ends the session, as its next message, after which nothing
+    /// comes.
     pub(crate) fn ended(mut self) -> String {
         let (reply, _) = self.receive();
         let Reply::Ended { reason } = reply else {
@@ -309,8 +313,8 @@ impl Bystander {
         Bystander { guest, data }
     }
 
-    /// What `crime` does ends the session of `criminal` with a reason that has every word of `words`; this guest
-    /// computes on.
+    /// What `crime` does ends the session of `criminal` with a reason that has every word of
+    /// `words`; this guest computes on.
     pub(crate) fn outlives(
         &mut self,
         mut criminal: Guest,

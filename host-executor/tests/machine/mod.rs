@@ -1,4 +1,5 @@
-//! A virtual machine without a virtual machine: a client that does what QEMU and a guest's kernel do.
+//! A virtual machine without a virtual machine: a client that does what QEMU and a guest's kernel
+//! do.
 #![allow(dead_code)] // each test binary uses its part
 
 use std::collections::BTreeMap;
@@ -14,7 +15,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
-use vgpu_executor::vm::{IvshmemDoor, VmOptions};
+use vgpu_executor::vm::{IvshmemListener, VmOptions};
 use vgpu_executor::{Limits, Server};
 use vgpu_transport::link::pci::discover::{Address, all};
 use vgpu_transport::link::pci::{DOORBELL, PciError, connect, directory};
@@ -64,13 +65,14 @@ pub(crate) fn executor_with(
         );
         let options: VmOptions = text.parse().unwrap();
         server
-            .open(IvshmemDoor::open(options, kept).unwrap())
+            .listen(IvshmemListener::open(options, kept).unwrap())
             .unwrap();
     }
     server
 }
 
-/// QEMU and its guest's kernel: has the shared memory and the doorbell, and shows them as sysfs does.
+/// QEMU and its guest's kernel: has the shared memory and the doorbell, and shows them as sysfs
+/// does.
 pub(crate) struct Machine {
     pub(crate) sysfs: Dir,
     pub(crate) memory: OwnedFd,
@@ -101,7 +103,8 @@ impl Machine {
         Machine::new(memory, bell.unwrap(), line)
     }
 
-    /// A device at 0000:00:05.0, of the window and of registers that a thread watches, as QEMU watches them.
+    /// A device at 0000:00:05.0, of the window and of registers that a thread watches, as QEMU
+    /// watches them.
     pub(crate) fn new(memory: OwnedFd, bell: OwnedFd, line: UnixStream) -> Machine {
         let sysfs = Dir::new();
         let device = sysfs.0.join("0000:00:05.0");

@@ -23,7 +23,7 @@ use std::time::Duration;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::weights::Sharing;
-use vgpu_executor::{Ending, Limits, Session, Stop, Weights};
+use vgpu_executor::{Limits, Session, SessionEnd, StopFlag, WeightStore};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{self, BufferId, IR_VERSION};
 use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};
@@ -71,11 +71,11 @@ pub(crate) fn run(data: &[u8]) {
     let engine = engine.lock().unwrap_or_else(PoisonError::into_inner);
     let mut script = Script::new(data, Arc::clone(&engine) as Arc<dyn Engine>);
     static WEIGHTS: OnceLock<Weights> = OnceLock::new();
-    let weights =
-        WEIGHTS.get_or_init(|| Weights::new(Sharing::Tenant, None).expect("a thread for weights"));
+    let weights = WEIGHTS
+        .get_or_init(|| WeightStore::new(Sharing::Tenant, None).expect("a thread for weights"));
     let session = Session::new(1, Arc::clone(&engine) as Arc<dyn Engine>, limits());
     let session = session.sharing(weights, "fuzz");
-    let ending = session.run(&mut script, &Stop::new());
+    let ending = session.run(&mut script, &StopFlag::new());
     script.finish(&ending);
     assert_eq!(
         engine.memory().free,
@@ -124,10 +124,10 @@ impl<'a> Script<'a> {
     }
 
     /// The session has ended by itself or because nothing more came.
-    fn finish(mut self, ending: &Ending) {
+    fn finish(mut self, ending: &SessionEnd) {
         match ending {
-            Ending::Closed => assert!(self.expect.is_none(), "it did not wait for the end"),
-            Ending::Violation(violation) => {
+            SessionEnd::Closed => assert!(self.expect.is_none(), "it did not wait for the end"),
+            SessionEnd::Violation(violation) => {
                 let last = self.replies.pop();
                 let Some((Reply::Ended { reason }, _)) = last else {
                     panic!("{violation}, but the last reply is {last:?}");

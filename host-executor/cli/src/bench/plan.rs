@@ -20,10 +20,11 @@ use vgpu_executor::engine::EngineKind;
 
 /// Shows what one step of a model takes at least on this engine, and what it takes, by operator.
 ///
-/// The model has random weights and the shapes of a known one; no file is needed. The least is what its bytes take at
-/// the fastest that this engine reads memory, or its operations at the fastest that it computes, whichever is longer;
-/// both are measured first, or given. Then the step runs as guests run it, and once more part by part, with the time of
-/// each. Parts by themselves take longer together than the whole, where one begins while the other ends.
+/// The model has random weights and the shapes of a known one; no file is needed. The least is what
+/// its bytes take at the fastest that this engine reads memory, or its operations at the fastest
+/// that it computes, whichever is longer; both are measured first, or given. Then the step runs as
+/// guests run it, and once more part by part, with the time of each. Parts by themselves take
+/// longer together than the whole, where one begins while the other ends.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The engine, as for `vgpu serve`.
@@ -38,8 +39,8 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value = "8b")]
     model: Shapes,
 
-    /// The type of its matrices: q4_k_m, or a type as ggml calls it. By default q4_k_m; of gpt-oss-20b mxfp4 for experts
-    /// and q8_0 for all else.
+    /// The type of its matrices: q4_k_m, or a type as ggml calls it. By default q4_k_m; of
+    /// gpt-oss-20b mxfp4 for experts and q8_0 for all else.
     #[arg(long, value_name = "TYPE")]
     weights: Option<String>,
 
@@ -71,7 +72,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "TFLOPS")]
     tflops: Option<f64>,
 
-    /// Run nothing: only what the step takes at least. Needs --bandwidth and --tflops, and no memory for the model.
+    /// Run nothing: only what the step takes at least. Needs --bandwidth and --tflops, and no
+    /// memory for the model.
     #[arg(long, requires = "bandwidth", requires = "tflops")]
     floor_only: bool,
 
@@ -79,7 +81,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
-    /// Compare with the figures in this file, which `--json` wrote. The exit status says whether the step is slower.
+    /// Compare with the figures in this file, which `--json` wrote. The exit status says whether
+    /// the step is slower.
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
 
@@ -106,7 +109,8 @@ enum Shapes {
     /// 30 billion with 128 experts, 8 of them for a token, as Qwen3-30B-A3B.
     #[value(name = "30b-a3b")]
     Experts30B,
-    /// 20 billion with 32 experts, 4 of them for a token, with the shapes of gpt-oss-20b, whose experts are MXFP4.
+    /// 20 billion with 32 experts, 4 of them for a token, with the shapes of gpt-oss-20b, whose
+    /// experts are MXFP4.
     #[value(name = "gpt-oss-20b")]
     Experts20B,
 }
@@ -375,7 +379,8 @@ fn measure(engine: &dyn Engine, built: &Built, args: &Args) -> anyhow::Result<(f
     Ok((times[times.len() / 2].as_secs_f64(), spans))
 }
 
-/// A part of the plan: what it is called, how many nodes it computes, what they cost, how long it took.
+/// A part of the plan: what it is called, how many nodes it computes, what they cost, how long it
+/// took.
 struct Part {
     name: String,
     nodes: usize,

@@ -14,20 +14,22 @@ use vgpu_transport::link::Endpoint;
 
 /// Looks for what may keep programs from using a vGPU: in a guest, in a container, or on the host.
 ///
-/// Each line is `ok`, `note` (nothing wrong, but worth knowing) or `FAIL` with what to do. The exit status is 0 when nothing
-/// failed, 1 otherwise.
+/// Each line is `ok`, `note` (nothing wrong, but worth knowing) or `FAIL` with what to do. The exit
+/// status is 0 when nothing failed, 1 otherwise.
 #[derive(Parser)]
 pub(crate) struct Args {
-    /// Where the executor should be, as in VGPU_ENDPOINT. May be given several times. [default: VGPU_ENDPOINT, or all
-    /// the places where the plugin looks]
+    /// Where the executor should be, as in VGPU_ENDPOINT. May be given several times. [default:
+    /// VGPU_ENDPOINT, or all the places where the plugin looks]
     #[arg(long, value_name = "ENDPOINT")]
     endpoint: Vec<Endpoint>,
 
-    /// The plugin. [default: GGML_BACKEND_PATH, or libggml-vgpu.so beside this program or in ../lib/vgpu]
+    /// The plugin. [default: GGML_BACKEND_PATH, or libggml-vgpu.so beside this program or in
+    /// ../lib/vgpu]
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
 
-    /// The ggml that is to load the plugin, libggml-base.so. [default: the one beside the plugin, if there is one]
+    /// The ggml that is to load the plugin, libggml-base.so. [default: the one beside the plugin,
+    /// if there is one]
     #[arg(long, value_name = "FILE")]
     ggml: Option<PathBuf>,
 

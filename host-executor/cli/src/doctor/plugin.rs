@@ -72,8 +72,8 @@ pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Rep
     let Some(score) = object.symbol(c"ggml_backend_score") else {
         return;
     };
-    // SAFETY: the symbol of this name is, by ggml's plugin interface, a function without arguments that returns an int;
-    // the object is never closed.
+    // SAFETY: the symbol of this name is, by ggml's plugin interface, a function without arguments
+    // that returns an int; the object is never closed.
     let score = unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> c_int>(score)() };
     if score > 0 {
         report.ok(
@@ -107,8 +107,8 @@ fn check_ggml(file: &Path, report: &mut Report) -> bool {
         );
         return false;
     };
-    // SAFETY: the symbol of this name is, in ggml, a function without arguments that returns a string constant; the
-    // object is never closed.
+    // SAFETY: the symbol of this name is, in ggml, a function without arguments that returns a
+    // string constant; the object is never closed.
     let version = unsafe {
         let version =
             std::mem::transmute::<*mut c_void, extern "C" fn() -> *const c_char>(version)();
@@ -136,11 +136,12 @@ impl Object {
         // A name without a slash would be looked for in the system's folders.
         let file = file.canonicalize().map_err(|e| e.to_string())?;
         let name = CString::new(file.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
-        // SAFETY: a terminated string. The file's initialisers run; that is what loading a plugin means, and the user
-        // has named this one.
+        // SAFETY: a terminated string. The file's initialisers run; that is what loading a plugin
+        // means, and the user has named this one.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         if handle.is_null() {
-            // SAFETY: after a failure dlerror returns a terminated string that stays until the next call, or null.
+            // SAFETY: after a failure dlerror returns a terminated string that stays until the next
+            // call, or null.
             let error = unsafe {
                 let error = libc::dlerror();
                 (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())

@@ -24,11 +24,12 @@ use vgpu_executor::size;
 
 use report::Report;
 
-/// Looks at a GPU: all kernels load, each family of operators gives what the CPU engine gives, and how fast copies,
-/// products and attention are.
+/// Looks at a GPU: all kernels load, each family of operators gives what the CPU engine gives, and
+/// how fast copies, products and attention are.
 ///
-/// Needs neither models nor guests. Rates of products with few columns are in bytes of weights a second, beside what
-/// a copy within the device's memory reaches. The exit status is 0 when all cases agree.
+/// Needs neither models nor guests. Rates of products with few columns are in bytes of weights a
+/// second, beside what a copy within the device's memory reaches. The exit status is 0 when all
+/// cases agree.
 #[derive(Parser)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -72,8 +73,8 @@ pub(crate) struct Args {
 enum Job {
     /// Says which models can be written.
     Models,
-    /// Writes a model with the shape of a published one and random weights, without a tokenizer: to measure with on a
-    /// machine that no model can be brought to.
+    /// Writes a model with the shape of a published one and random weights, without a tokenizer: to
+    /// measure with on a machine that no model can be brought to.
     Model {
         /// One of those that `vgpu gpu-check models` says.
         name: String,
@@ -83,7 +84,8 @@ enum Job {
         #[arg(long)]
         small: bool,
     },
-    /// Measures which kernels do products of many columns the fastest on a GPU, and keeps that for `vgpu serve`.
+    /// Measures which kernels do products of many columns the fastest on a GPU, and keeps that for
+    /// `vgpu serve`.
     Tune {
         /// The GPU, as for `vgpu serve`.
         #[arg(long, value_name = "ENGINE", default_value = "cuda")]
@@ -97,7 +99,8 @@ enum Job {
         /// The folder.
         folder: PathBuf,
     },
-    /// Sets what the parts of speed.sh have left in a folder beside what it should be, in a table and in `speed.json` there.
+    /// Sets what the parts of speed.sh have left in a folder beside what it should be, in a table
+    /// and in `speed.json` there.
     Targets {
         /// The folder.
         folder: PathBuf,

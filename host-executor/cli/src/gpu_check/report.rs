@@ -1,5 +1,5 @@
-//! What was found out about a GPU, as a file that is there from the first finding on: whoever ends the work before its time
-//! has what came until then.
+//! What was found out about a GPU, as a file that is there from the first finding on: whoever ends
+//! the work before its time has what came until then.
 
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,8 @@
 //! What the scripts of the bundle leave in a folder.
 //!
-//! `parts.tsv` says of each part its name, exit status and seconds. `check.json` is ours. `bench-<engine>-<model>.json` is
-//! what llama-bench writes with `-o json`, `plan-<name>.json` what `vgpu bench plan` does.
+//! `parts.tsv` says of each part its name, exit status and seconds. `check.json` is ours.
+//! `bench-<engine>-<model>.json` is what llama-bench writes with `-o json`, `plan-<name>.json` what
+//! `vgpu bench plan` does.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -44,8 +45,8 @@ pub(super) fn parts(text: &str) -> Vec<Part> {
     text.lines().filter_map(part).collect()
 }
 
-/// The files of a kind, read as JSON, by what their names have between `kind` and `.json`. A program that was ended in the
-/// middle has left half a file, which is none.
+/// The files of a kind, read as JSON, by what their names have between `kind` and `.json`. A
+/// program that was ended in the middle has left half a file, which is none.
 fn files(folder: &Path, kind: &str) -> anyhow::Result<BTreeMap<String, Value>> {
     let mut files = BTreeMap::new();
     let entries = fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))?;

@@ -1,4 +1,5 @@
-//! One table of all that was found out about a GPU, from the files that the parts have left in a folder.
+//! One table of all that was found out about a GPU, from the files that the parts have left in a
+//! folder.
 //!
 //! What is missing is left out: a part that failed must not hide the others.
 
@@ -11,7 +12,8 @@ use serde_json::{Value, json};
 
 use super::results::{OURS, Part, Speeds, TIME_IS_UP, parts, read, speeds};
 
-/// Prints the table, and writes everything to `summary.json` in the folder. Returns whether all parts went well.
+/// Prints the table, and writes everything to `summary.json` in the folder. Returns whether all
+/// parts went well.
 pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
     let parts = parts(&read(&folder.join("parts.tsv"))?);
     let speeds = speeds(folder)?;
@@ -51,7 +53,8 @@ struct Ops {
 }
 
 impl Ops {
-    /// Reads what they write: a line for each case, `  OP(parameters): ` and how it went, in colours.
+    /// Reads what they write: a line for each case, `  OP(parameters): ` and how it went, in
+    /// colours.
     fn of(said: &str) -> Ops {
         let mut ops = Ops::default();
         for line in said.lines() {

@@ -1,5 +1,6 @@
-//! How fast models are beside what they should be: tokens a second as shares of what memory and tensor cores give, and beside
-//! ggml's own backend. What was not measured is in the table, too, as such.
+//! How fast models are beside what they should be: tokens a second as shares of what memory and
+//! tensor cores give, and beside ggml's own backend. What was not measured is in the table, too, as
+//! such.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -46,8 +47,8 @@ impl Kind {
     }
 }
 
-/// What a model should reach at least: of the memory's rate when it decodes, of the tensor cores' when it reads in; and of
-/// the speed on ggml's own backend.
+/// What a model should reach at least: of the memory's rate when it decodes, of the tensor cores'
+/// when it reads in; and of the speed on ggml's own backend.
 struct Goal {
     model: &'static str,
     kind: Kind,

@@ -1,8 +1,8 @@
 //! Several files put in place, or taken away, together: all of them or none.
 //!
-//! Everything that can fail for want of room or permission happens beside the target, under a name that
-//! nobody looks for. Then each file appears, or vanishes, by one rename. Should one of these fail, those
-//! before it are undone. A program that has the old file open keeps it.
+//! Everything that can fail for want of room or permission happens beside the target, under a name
+//! that nobody looks for. Then each file appears, or vanishes, by one rename. Should one of these
+//! fail, those before it are undone. A program that has the old file open keeps it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write as _};

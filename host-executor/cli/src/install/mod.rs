@@ -1,8 +1,8 @@
 //! `vgpu install` and `vgpu uninstall`: the plugin in an Ollama installation.
 //!
-//! Ollama finds a backend in a folder of its own below its libraries, and uses it alone when told the
-//! folder's name. So an installation is two files: the plugin, and a drop-in for Ollama's service with
-//! the environment. Nothing of Ollama's is changed.
+//! Ollama finds a backend in a folder of its own below its libraries, and uses it alone when told
+//! the folder's name. So an installation is two files: the plugin, and a drop-in for Ollama's
+//! service with the environment. Nothing of Ollama's is changed.
 
 mod elf;
 mod files;
@@ -31,9 +31,9 @@ const GROUP: &str = "vgpu";
 
 /// Gives an Ollama installation the vGPU plugin.
 ///
-/// Checks Ollama's ggml (version, interface, functions), places libggml-vgpu.so in a folder of its own
-/// below Ollama's libraries, and writes a systemd drop-in with the environment that makes Ollama use it.
-/// Both or neither: what fails leaves everything as it was.
+/// Checks Ollama's ggml (version, interface, functions), places libggml-vgpu.so in a folder of its
+/// own below Ollama's libraries, and writes a systemd drop-in with the environment that makes
+/// Ollama use it. Both or neither: what fails leaves everything as it was.
 #[derive(Parser)]
 pub(crate) struct InstallArgs {
     #[command(flatten)]
@@ -43,8 +43,8 @@ pub(crate) struct InstallArgs {
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
 
-    /// Where Ollama shall find its executor, such as unix:/run/vgpu/vgpu.sock. [default: the environment
-    /// variable VGPU_ENDPOINT; without one, the plugin looks for a vGPU itself]
+    /// Where Ollama shall find its executor, such as unix:/run/vgpu/vgpu.sock. [default: the
+    /// environment variable VGPU_ENDPOINT; without one, the plugin looks for a vGPU itself]
     #[arg(long, value_name = "ENDPOINT")]
     endpoint: Option<String>,
 }
@@ -58,8 +58,9 @@ pub(crate) struct UninstallArgs {
 
 #[derive(Parser)]
 struct Place {
-    /// Ollama's folder: the one with llama-server, the prefix above it, or a container's root. [default:
-    /// /usr/local/lib/ollama, /usr/lib/ollama, or where the `ollama` on the search path belongs]
+    /// Ollama's folder: the one with llama-server, the prefix above it, or a container's root.
+    /// [default: /usr/local/lib/ollama, /usr/lib/ollama, or where the `ollama` on the search path
+    /// belongs]
     #[arg(long, value_name = "DIR")]
     ollama: Option<PathBuf>,
 
@@ -256,8 +257,8 @@ fn environment(endpoint: Option<&str>) -> Vec<String> {
         "OLLAMA_LLM_LIBRARY=vgpu".to_owned(),
         // Ollama does not ask a backend it does not know whether it can.
         "OLLAMA_FLASH_ATTENTION=1".to_owned(),
-        // A model whose executor is gone ends with an error, and is loaded anew for the next request,
-        // instead of staying in memory without its weights, or coming back on the CPU.
+        // A model whose executor is gone ends with an error, and is loaded anew for the next
+        // request, instead of staying in memory without its weights, or coming back on the CPU.
         "VGPU_REQUIRED=1".to_owned(),
     ];
     environment.extend(endpoint.map(|endpoint| format!("VGPU_ENDPOINT={endpoint}")));

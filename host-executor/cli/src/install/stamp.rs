@@ -1,4 +1,5 @@
-//! What a plugin says about itself, read from its file: which plugin it is, and which ggml it works with.
+//! What a plugin says about itself, read from its file: which plugin it is, and which ggml it works
+//! with.
 
 use std::fmt;
 

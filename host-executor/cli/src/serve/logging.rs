@@ -1,4 +1,4 @@
-//! What `vgpu serve` writes to standard error.
+//! The log of `vgpu serve`, on standard error.
 
 use std::io::{IsTerminal, stderr};
 
@@ -9,7 +9,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
 use vgpu_executor::config::{LogFormat, Settings};
 
-/// The log, whose filter can be changed.
+/// The log. Its filter can be changed.
 pub(super) struct Logging {
     filter: reload::Handle<EnvFilter, Registry>,
 }
@@ -17,7 +17,8 @@ pub(super) struct Logging {
 impl Logging {
     pub(super) fn start(settings: &Settings) -> anyhow::Result<Logging> {
         let (layer, filter) = reload::Layer::new(filter(settings)?);
-        // A line that cannot be written (a full disk) is lost. To say so on standard error would be a panic there.
+        // A line that cannot be written (a full disk) is lost. Reporting the error on standard
+        // error would panic.
         let registry = tracing_subscriber::registry().with(layer);
         match settings.log_format {
             LogFormat::Text => registry
@@ -40,14 +41,14 @@ impl Logging {
         Ok(Logging { filter })
     }
 
-    /// The filter that the settings ask for, if it is one.
+    /// Parses the filter of the settings.
     pub(super) fn check(&self, settings: &Settings) -> anyhow::Result<EnvFilter> {
         filter(settings)
     }
 
-    /// Logs by another filter from now on.
+    /// Changes the filter.
     pub(super) fn change(&mut self, filter: EnvFilter) {
-        // Fails when the subscriber is gone, and then there is no log anyway.
+        // Fails only if the subscriber is gone, and then there is no log.
         let _ = self.filter.reload(filter);
     }
 }
@@ -62,7 +63,7 @@ fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
     };
     EnvFilter::try_new(&filter).map_err(|error| {
         anyhow!(
-            "{source}: {filter:?} is not a filter ({error}); try info, debug or vgpu_executor=trace"
+            "{source}: {filter:?} is not a log filter ({error}); try info, debug or vgpu_executor=trace"
         )
     })
 }

@@ -1,4 +1,5 @@
-//! A `vgpu serve` of a test's own, in a process of its own.
+//! A `vgpu serve` process for a test.
+#![allow(dead_code)] // each test binary uses its part
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};

@@ -70,7 +70,8 @@ impl Function {
         }
     }
 
-    /// The part of the window that an access is to; the monitor maps the window, and seldom comes this way.
+    /// The part of the window that an access is to; the monitor maps the window, and seldom comes
+    /// this way.
     fn part(&self, offset: u64, len: usize) -> io::Result<std::ops::Range<usize>> {
         let start = usize::try_from(offset).ok();
         start

@@ -1,8 +1,9 @@
 //! Between a monitor and the crate that serves it: whole messages of the right size, and no files.
 //!
-//! The crate reads what a command's structure says, whatever the size in the message's head; it allocates as much as
-//! a message asks for, and unwraps a text. Here each message is read whole, checked, and only then passed on. The files
-//! that a monitor sends (all of its machine's memory) are closed: the device needs none.
+//! The crate reads what a command's structure says, whatever the size in the message's head; it
+//! allocates as much as a message asks for, and unwraps a text. Here each message is read whole,
+//! checked, and only then passed on. The files that a monitor sends (all of its machine's memory)
+//! are closed: the device needs none.
 #![forbid(unsafe_code)]
 
 use std::fs::DirBuilder;

@@ -1,8 +1,10 @@
-//! A virtual machine on a monitor that speaks vfio-user (QEMU 10.1 or newer, Cloud Hypervisor): we are its PCI device.
+//! A virtual machine on a monitor that speaks vfio-user (QEMU 10.1 or newer, Cloud Hypervisor):
+//! this executor is its PCI device.
 //!
-//! The function is 10de:2331, class 0302, with a subsystem that no real GPU has. The protocol is the `vfio_user` crate's
-//! business; between the monitor and the crate stands a [filter], because the crate trusts the sizes in what it reads.
-//! A monitor that reaches past that can still only end the threads of its own virtual machine.
+//! The function is 10de:2331, class 0302, with a subsystem id that no real GPU has. The `vfio_user`
+//! crate implements the protocol. The crate trusts the sizes in the messages that it reads, so a
+//! [filter] checks every message of the monitor first. A monitor that gets past the filter can end
+//! only the threads of its own virtual machine.
 
 mod device;
 mod filter;
@@ -12,7 +14,7 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -22,58 +24,62 @@ use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow};
 use vgpu_transport::shm::doorbell::new_eventfd;
 use vgpu_transport::shm::memory::sealed_file;
 
-use super::{VmListenError, VmOptions, listen_stream};
-use crate::server::{Door, Guest};
+use super::options::VmOptions;
+use crate::listener::{
+    DEFAULT_MODE, GuestListener, IncomingGuest, SocketFile, SocketFileError, bind_stream,
+    wait_readable,
+};
 use device::{BAR0_SIZE, CONFIG_SIZE, Function};
 
-/// Regions of a VFIO PCI device: six BARs, ROM, configuration space, VGA.
+/// Regions of a VFIO PCI device: six BARs, ROM, configuration space, VGA (`linux/vfio.h`).
 const REGIONS: u32 = 9;
 const CONFIG: u32 = 7;
 
-/// Kinds of interrupt of a VFIO PCI device. The function has none of any.
+/// Kinds of interrupt of a VFIO PCI device. The function has no interrupts.
 const INTERRUPTS: u32 = 5;
 
-/// Where a virtual machine's guests come in.
-pub struct VfioUserDoor {
+/// Listens for one monitor, and accepts the programs of its virtual machine.
+pub struct VfioUserListener {
     options: VmOptions,
     listener: UnixListener,
+    _file: SocketFile,
     machine: Option<VmWindow>,
 }
 
-impl VfioUserDoor {
-    /// Listens for the virtual machine's monitor.
-    pub fn open(options: VmOptions) -> Result<VfioUserDoor, VmListenError> {
-        Ok(VfioUserDoor {
-            listener: listen_stream(&options.socket)?,
+impl VfioUserListener {
+    /// Listens for a virtual machine's monitor.
+    ///
+    /// # Errors
+    /// [`SocketFileError`] if the socket of `options` cannot be bound.
+    pub fn open(options: VmOptions) -> Result<VfioUserListener, SocketFileError> {
+        let (listener, file) = bind_stream(&options.socket, DEFAULT_MODE)?;
+        Ok(VfioUserListener {
             options,
+            listener,
+            _file: file,
             machine: None,
         })
     }
 
-    /// The socket.
-    pub fn path(&self) -> &PathBuf {
+    /// The path of the socket.
+    pub fn path(&self) -> &Path {
         &self.options.socket
     }
 
-    fn accept(&mut self, timeout: Duration) -> io::Result<()> {
-        let mut fds = [rustix::event::PollFd::new(
-            &self.listener,
-            rustix::event::PollFlags::IN,
-        )];
-        let timeout = rustix::event::Timespec::try_from(timeout).map_err(io::Error::other)?;
-        match rustix::event::poll(&mut fds, Some(&timeout)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
+    /// Waits up to `timeout` for a monitor, and gives it a device, unless the virtual machine has
+    /// one.
+    fn accept_monitor(&mut self, timeout: Duration) -> io::Result<()> {
+        wait_readable(&self.listener, timeout)?;
         let socket = match self.listener.accept() {
             Ok((socket, _)) => socket,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
             Err(error) => return Err(error),
         };
+        let vm = &self.options.name;
         if self.machine.is_some() {
             warn!(
-                vm = self.options.name,
-                "a second monitor at {}, turned away: each virtual machine needs a --vm of its own",
+                vm,
+                "a second monitor at {} is disconnected: each virtual machine needs its own --vm",
                 self.options.socket.display()
             );
             return Ok(());
@@ -81,12 +87,12 @@ impl VfioUserDoor {
         match self.serve(socket) {
             Ok(machine) => {
                 info!(
-                    vm = self.options.name,
-                    "its monitor has connected, window {}", self.options.window
+                    vm,
+                    "the monitor has connected, window {}", self.options.window
                 );
                 self.machine = Some(machine);
             }
-            Err(error) => warn!(vm = self.options.name, "it gets no vGPU: {error}"),
+            Err(error) => warn!(vm, "no vGPU for this machine: {error}"),
         }
         Ok(())
     }
@@ -97,7 +103,7 @@ impl VfioUserDoor {
         let memory = sealed_file(size).map_err(io::Error::other)?;
         let bell = new_eventfd().map_err(io::Error::other)?;
         let ringer = bell.try_clone()?;
-        // Ours hangs up when the filter has ended, whatever ended it.
+        // `lifeline` is closed when the filter thread ends, for whatever reason.
         let (lifeline, held) = UnixStream::pair()?;
         let (near, listener) = filter::private_listener()?;
         let function =
@@ -113,20 +119,20 @@ impl VfioUserDoor {
                 let served = catch_unwind(AssertUnwindSafe(|| server.run(&mut function)));
                 match served {
                     Ok(Ok(())) => {}
-                    Ok(Err(error)) => info!(vm = name, "its device has ended: {error}"),
+                    Ok(Err(error)) => info!(vm = name, "the device has ended: {error}"),
                     Err(_) => warn!(
                         vm = name,
-                        "its device has panicked; its monitor broke the protocol"
+                        "the device panicked: the monitor broke the protocol"
                     ),
                 }
-                drop(file); // named by its number until here
+                drop(file); // `regions` refers to the file by its number until here
             })?;
         let name = self.options.name.clone();
         thread::Builder::new()
             .name("vgpu-vfio-filter".into())
             .spawn(move || {
                 if let Err(error) = filter::run(&monitor, &near) {
-                    warn!(vm = name, "its monitor is hung up on: {error}");
+                    warn!(vm = name, "the monitor is disconnected: {error}");
                 }
                 drop(held);
             })?;
@@ -140,36 +146,30 @@ impl VfioUserDoor {
     }
 }
 
-impl Door for VfioUserDoor {
-    fn knock(&mut self, timeout: Duration) -> io::Result<Option<Guest>> {
+impl GuestListener for VfioUserListener {
+    fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         let idle = if self.machine.is_some() {
             Duration::ZERO
         } else {
             timeout
         };
-        self.accept(idle)?;
+        self.accept_monitor(idle)?;
         let Some(machine) = &mut self.machine else {
             return Ok(None);
         };
         match machine.next(timeout).map_err(io::Error::other)? {
             VmEvent::Nothing => Ok(None),
             VmEvent::Gone => {
-                info!(vm = self.options.name, "its monitor has ended");
+                info!(vm = self.options.name, "the monitor has ended");
                 self.machine = None;
                 Ok(None)
             }
-            VmEvent::Arrival(arrival) => Ok(Some(self.options.guest(arrival))),
+            VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),
         }
     }
 }
 
-impl Drop for VfioUserDoor {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.options.socket);
-    }
-}
-
-/// What the device's regions are. The window is one area, so that the monitor maps all of it.
+/// The regions of the device. The window is one area, so the monitor maps all of it.
 fn regions(window: usize, memory: i32) -> Vec<ServerRegion> {
     use vfio_bindings::bindings::vfio::{
         VFIO_REGION_INFO_FLAG_MMAP, VFIO_REGION_INFO_FLAG_READ, VFIO_REGION_INFO_FLAG_WRITE,

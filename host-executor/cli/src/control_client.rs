@@ -1,0 +1,32 @@
+//! The control socket of a running executor, with errors that say what to do.
+
+use std::io;
+use std::path::Path;
+
+use anyhow::anyhow;
+use vgpu_executor::control::{self, ReloadOutcome};
+use vgpu_executor::status::Status;
+
+/// Asks the executor for a snapshot.
+pub(crate) fn status(path: &Path) -> anyhow::Result<Status> {
+    control::status(path).map_err(|error| explain(path, &error))
+}
+
+/// Makes the executor reload its configuration.
+pub(crate) fn reload(path: &Path) -> anyhow::Result<ReloadOutcome> {
+    control::reload(path).map_err(|error| explain(path, &error))
+}
+
+fn explain(path: &Path, error: &io::Error) -> anyhow::Error {
+    let path = path.display();
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => anyhow!(
+            "{path}: {error}; is an executor running with this control socket (vgpu serve --control, \
+             or [control] in its configuration)?"
+        ),
+        io::ErrorKind::PermissionDenied => {
+            anyhow!("{path}: {error}; only the executor's user and root may use the control socket")
+        }
+        _ => anyhow!("{path}: {error}"),
+    }
+}

@@ -1,0 +1,236 @@
+//! `vgpu fd-store`: keeps the files of virtual machines while an executor is replaced, where there
+//! is no systemd.
+//!
+//! A QEMU connects to its device's server once. For an executor to be restarted under a running
+//! virtual machine, another process has to keep the machine's memory, its doorbell and the socket
+//! to its QEMU. This process does so with systemd's protocol: it receives files by `NOTIFY_SOCKET`
+//! and `FDSTORE`, passes them on by `LISTEN_FDS`, and starts the executor again when it has died.
+
+use std::io::{Write as _, stderr};
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, anyhow};
+use clap::Parser;
+use command_fds::{CommandFdExt as _, FdMapping};
+use rustix::net::RecvFlags;
+use rustix::process::{Pid, Signal};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use tempfile::TempDir;
+use vgpu_transport::link::scm_rights;
+
+use crate::runtime_dir;
+
+/// Most files that are kept: three per virtual machine.
+const MAX_FILES: usize = 1024;
+
+/// Number of the first passed file (`SD_LISTEN_FDS_START`).
+const FIRST_FD: RawFd = 3;
+
+/// How often the state of the executor is checked while it sends nothing.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Pause before a dead executor is started again: at first, and at most. Doubled while executors
+/// die early.
+const MIN_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+
+/// An executor that has lived shorter than this has died early.
+const EARLY: Duration = Duration::from_secs(10);
+
+/// Runs a command such as `vgpu serve`, restarts it when it dies, and keeps the files of virtual
+/// machines for it.
+///
+/// Under systemd this command is not needed: FileDescriptorStoreMax= and Restart= do the same.
+#[derive(Parser)]
+pub(crate) struct Args {
+    /// The command: vgpu serve --vm vm1,socket=/run/vgpu/vm1.sock
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    command: Vec<String>,
+}
+
+/// Becomes the command, with `LISTEN_PID` and the other variables set. Only `vgpu fd-store` starts
+/// this.
+#[derive(Parser)]
+pub(crate) struct ExecArgs {
+    /// The names of the passed files, in the order of their numbers.
+    #[arg(long = "file", value_name = "NAME")]
+    files: Vec<String>,
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    command: Vec<String>,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let signal = Arc::new(AtomicUsize::new(0));
+    for number in [SIGTERM, SIGINT] {
+        signal_hook::flag::register_usize(number, Arc::clone(&signal), number as usize)
+            .context("signals cannot be caught")?;
+    }
+    let socket = NotifySocket::open()?;
+    let mut stored: Vec<(String, OwnedFd)> = Vec::new();
+    let mut pause = MIN_PAUSE;
+    loop {
+        let started = Instant::now();
+        let mut child = start(&args.command, &socket, &stored)?;
+        log(&format!(
+            "pid {} runs {}",
+            child.id(),
+            args.command.join(" ")
+        ));
+        let mut forwarded = 0;
+        let status = loop {
+            socket.receive(&mut stored)?;
+            let received = signal.load(Ordering::Relaxed);
+            if received != forwarded {
+                forwarded = received;
+                // The child has not been waited for, so the pid is its own.
+                let _ = rustix::process::kill_process(Pid::from_child(&child), Signal::TERM);
+            }
+            if let Some(status) = child.try_wait().context("waiting for the executor")? {
+                break status;
+            }
+        };
+        if status.success() {
+            return Ok(());
+        }
+        if forwarded != 0 {
+            return Err(anyhow!("{} ended with {status}", args.command[0]));
+        }
+        pause = if started.elapsed() > EARLY {
+            MIN_PAUSE
+        } else {
+            (pause * 2).min(MAX_PAUSE)
+        };
+        log(&format!(
+            "pid {} ended with {status}; {} files are kept, the next executor starts in {} ms",
+            child.id(),
+            stored.len(),
+            pause.as_millis()
+        ));
+        let until = Instant::now() + pause;
+        while Instant::now() < until && signal.load(Ordering::Relaxed) == 0 {
+            socket.receive(&mut stored)?; // messages that the dead executor has sent
+        }
+        if signal.load(Ordering::Relaxed) != 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// Writes a line to standard error. A line that cannot be written (a full disk) is lost: this
+/// process must not end for it.
+fn log(line: &str) {
+    let _ = writeln!(stderr(), "vgpu fd-store: {line}");
+}
+
+fn start(
+    command: &[String],
+    socket: &NotifySocket,
+    stored: &[(String, OwnedFd)],
+) -> anyhow::Result<Child> {
+    let own = std::env::current_exe().context("finding this program")?;
+    let mut exec = Command::new(own);
+    exec.arg("fd-store-exec");
+    let mut mappings = Vec::new();
+    for ((name, file), child_fd) in stored.iter().zip(FIRST_FD..) {
+        exec.arg(format!("--file={name}"));
+        let parent_fd = file.try_clone().context("duplicating a file")?;
+        mappings.push(FdMapping {
+            parent_fd,
+            child_fd,
+        });
+    }
+    exec.fd_mappings(mappings).context("passing files on")?;
+    exec.arg("--")
+        .args(command)
+        .env("NOTIFY_SOCKET", socket.folder.path().join("notify"))
+        .spawn()
+        .with_context(|| format!("starting {}", command[0]))
+}
+
+pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
+    // The executor ends with the process that keeps its files.
+    rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
+        .context("asking for a signal at the end of vgpu fd-store")?;
+    let error = Command::new(&args.command[0])
+        .args(&args.command[1..])
+        .env("LISTEN_PID", std::process::id().to_string())
+        .env("LISTEN_FDS", args.files.len().to_string())
+        .env("LISTEN_FDNAMES", args.files.join(":"))
+        .exec();
+    Err(anyhow!("{}: {error}", args.command[0]))
+}
+
+/// The socket by which the executor says which files to keep. Its folder is for this user only.
+struct NotifySocket {
+    socket: UnixDatagram,
+    folder: TempDir,
+}
+
+impl NotifySocket {
+    fn open() -> anyhow::Result<NotifySocket> {
+        let folder = runtime_dir::create("vgpu-fd-store-")?;
+        let path = folder.path().join("notify");
+        let socket = UnixDatagram::bind(&path)
+            .with_context(|| format!("listening at {}", path.display()))?;
+        socket
+            .set_read_timeout(Some(POLL_INTERVAL))
+            .context("preparing the socket")?;
+        Ok(NotifySocket { socket, folder })
+    }
+
+    /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out.
+    fn receive(&self, stored: &mut Vec<(String, OwnedFd)>) -> anyhow::Result<()> {
+        let mut bytes = [0; 4096];
+        let got = match scm_rights::receive(&self.socket, &mut bytes, RecvFlags::CMSG_CLOEXEC) {
+            Ok(got) => got,
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
+            Err(error) => return Err(error).context("receiving from the executor"),
+        };
+        let text = String::from_utf8_lossy(&bytes[..got.bytes]).into_owned();
+        apply(&text, got.files.into_iter().next(), stored);
+        Ok(())
+    }
+}
+
+/// Carries out a message with `FDSTORE` or `FDSTOREREMOVE`. Ignores all others.
+fn apply<F>(text: &str, file: Option<F>, stored: &mut Vec<(String, F)>) {
+    let value = |key: &str| {
+        text.lines()
+            .find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+    };
+    let name = value("FDNAME").unwrap_or("stored").to_owned();
+    if value("FDSTOREREMOVE") == Some("1") {
+        stored.retain(|(known, _)| *known != name);
+    } else if value("FDSTORE") == Some("1")
+        && let Some(file) = file
+    {
+        stored.retain(|(known, _)| *known != name);
+        if stored.len() < MAX_FILES {
+            stored.push((name, file));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_stored_by_name() {
+        let mut stored = Vec::new();
+        apply("READY=1\n", None, &mut stored);
+        apply("FDSTORE=1\nFDNAME=a\n", Some(1), &mut stored);
+        apply("FDSTORE=1\nFDNAME=b\nFDPOLL=0\n", Some(2), &mut stored);
+        apply("FDSTORE=1\nFDNAME=a\n", Some(3), &mut stored);
+        apply("FDSTORE=1\nFDNAME=c\n", None, &mut stored);
+        assert_eq!(stored, [("b".to_owned(), 2), ("a".to_owned(), 3)]);
+        apply("FDSTOREREMOVE=1\nFDNAME=b\n", None, &mut stored);
+        assert_eq!(stored, [("a".to_owned(), 3)]);
+    }
+}

@@ -1,0 +1,147 @@
+//! What the main thread waits for: signals, reloads, and the loss of the engine.
+
+use std::io::{Write as _, stdout};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tracing::{error, info, warn};
+use vgpu_executor::config::Settings;
+use vgpu_executor::control::ReloadOutcome;
+
+/// Signals within this time of the first one count as one: `timeout` and some service managers
+/// signal a process and its process group.
+const SAME_SIGNAL: Duration = Duration::from_millis(500);
+
+/// How often the state of the engine is checked.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What the main thread waits for.
+pub(super) enum Event {
+    /// A signal of this name asks the process to end.
+    Stop(&'static str),
+    /// The configuration is to be reloaded. The sender, if there is one, gets the outcome.
+    Reload(Option<Sender<ReloadOutcome>>),
+}
+
+/// Waits until the process is to end. Reloads the configuration whenever an event asks for it.
+///
+/// Fails if the engine is lost for good: all data of the guests is lost with it, and only a new
+/// process can use the device.
+pub(super) fn wait_for_end(
+    events: &Receiver<Event>,
+    engine_failure: impl Fn() -> Option<String>,
+    mut reload: impl FnMut() -> anyhow::Result<String>,
+) -> anyhow::Result<()> {
+    loop {
+        let event = match events.recv_timeout(POLL_INTERVAL) {
+            Ok(event) => event,
+            Err(RecvTimeoutError::Timeout) => match engine_failure() {
+                None => continue,
+                Some(reason) => anyhow::bail!(
+                    "{reason}; all data of the guests is lost, so vgpu serve ends, and a supervisor can \
+                     start it again"
+                ),
+            },
+            Err(RecvTimeoutError::Disconnected) => {
+                anyhow::bail!("the thread for signals has ended")
+            }
+        };
+        match event {
+            Event::Stop(signal) => {
+                info!(
+                    "{signal} received: ending the sessions; a second signal ends the process at once"
+                );
+                return Ok(());
+            }
+            Event::Reload(sender) => {
+                let outcome = match reload() {
+                    Ok(message) => {
+                        info!("{message}");
+                        ReloadOutcome { ok: true, message }
+                    }
+                    Err(error) => {
+                        let message = format!("the configuration is unchanged: {error:#}");
+                        error!("{message}");
+                        ReloadOutcome { ok: false, message }
+                    }
+                };
+                if let Some(sender) = sender {
+                    // The client may have disconnected.
+                    let _ = sender.send(outcome);
+                }
+            }
+        }
+    }
+}
+
+/// Describes a reload. `late`: the settings that need a restart.
+pub(super) fn describe_reload(settings: &Settings, late: &[&str]) -> String {
+    let guests = settings.guests.len();
+    let mut text = format!("the configuration was reloaded: {guests} named guests");
+    if !late.is_empty() {
+        text.push_str(&format!(
+            "; {} take effect after a restart",
+            late.join(", ")
+        ));
+    }
+    text
+}
+
+/// Sends an event for the first SIGTERM or SIGINT and for each SIGHUP. A second SIGTERM or SIGINT
+/// ends the process at once.
+pub(super) fn catch_signals(events: Sender<Event>) -> anyhow::Result<()> {
+    let mut signals =
+        Signals::new([SIGTERM, SIGINT, SIGHUP]).context("signals cannot be caught")?;
+    std::thread::Builder::new()
+        .name("vgpu-signals".into())
+        .spawn(move || {
+            let mut first: Option<Instant> = None;
+            for signal in signals.forever() {
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                match first {
+                    // The receiver is gone if the start has failed.
+                    _ if signal == SIGHUP => drop(events.send(Event::Reload(None))),
+                    None => {
+                        first = Some(Instant::now());
+                        let _ = events.send(Event::Stop(name));
+                    }
+                    Some(first) if first.elapsed() < SAME_SIGNAL => {}
+                    Some(_) => {
+                        warn!("{name} received again: ending at once");
+                        std::process::exit(1);
+                    }
+                }
+            }
+        })
+        .context("no thread for signals")?;
+    Ok(())
+}
+
+/// Prints the line "ready" with the listening addresses on standard output.
+pub(super) fn announce(addresses: &[String]) {
+    let mut out = stdout().lock();
+    // The reader may have closed the pipe.
+    let _ = writeln!(out, "ready {}", addresses.join(" ")).and_then(|()| out.flush());
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn a_lost_engine_ends_the_executor() {
+        let (sender, events) = mpsc::channel();
+        let no_reload = || anyhow::bail!("no reload is expected");
+        let outcome = wait_for_end(&events, || Some("it is lost".into()), no_reload);
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.starts_with("it is lost; "), "{error}");
+        // An engine that works does not.
+        sender.send(Event::Stop("SIGTERM")).unwrap();
+        wait_for_end(&events, || None, no_reload).unwrap();
+    }
+}

@@ -1,0 +1,117 @@
+//! What workers can do, and how memory is divided among them.
+
+use anyhow::{Context as _, bail, ensure};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine as _;
+use vgpu_executor::config::{GuestSettings, Settings};
+use vgpu_executor::engine::EngineKind;
+use vgpu_executor::isolate::Partition;
+use vgpu_executor::weights::Sharing;
+
+use crate::serve::args::Args;
+
+/// Refuses settings that need all guests in one process.
+pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
+    ensure!(
+        !settings.threads.pin,
+        "--isolate and --pin exclude each other: the processes of all guests would use the same cores"
+    );
+    ensure!(
+        settings.weights_cache.is_none(),
+        "--isolate and the cache of weights exclude each other: several processes would write to one \
+         folder, each with an index of its own"
+    );
+    ensure!(
+        settings.share_weights != Sharing::All,
+        "--isolate and --share-weights all exclude each other: the weights of each guest are in its own \
+         process. The programs of one guest share weights with --share-weights tenant"
+    );
+    let known = |guest: &&GuestSettings| !guest.rule.certificates.is_empty();
+    if let Some(guest) = settings.guests.iter().find(known) {
+        bail!(
+            "--isolate and guests with certificates exclude each other: only a worker sees the certificate \
+             of guest {:?}, and the worker is chosen before; give the guest a listen of its own",
+            guest.rule.name
+        );
+    }
+    let both = |guest: &&GuestSettings| guest.vm.is_some() && !guest.listen.is_empty();
+    if let Some(guest) = settings.guests.iter().find(both) {
+        bail!(
+            "guest {:?} has a vm and a listen: with --isolate the process of a virtual machine serves no \
+             other programs; configure two guests",
+            guest.rule.name
+        );
+    }
+    Ok(())
+}
+
+/// The memory that is divided among the workers. `None`: the driver of the engine divides its
+/// memory.
+pub(super) fn memory(settings: &Settings) -> anyhow::Result<Option<u64>> {
+    Ok(match (settings.engine, settings.memory) {
+        (EngineKind::Cpu, Some(all)) => Some(all),
+        // The memory of the machine or its control group.
+        (EngineKind::Cpu, None) => {
+            let engine = CpuEngine::new(1, None).context("reading the size of the memory")?;
+            Some(engine.memory().total)
+        }
+        _ => None,
+    })
+}
+
+/// A guest's part of the memory.
+pub(super) fn part(args: &Args, guest: &GuestSettings) -> Option<u64> {
+    guest.rule.policy.memory.or(args.guest_memory)
+}
+
+/// Divides `memory` bytes among the guests.
+pub(super) fn partition(
+    args: &Args,
+    settings: &Settings,
+    memory: Option<u64>,
+) -> anyhow::Result<Partition> {
+    let mut rules = settings.rules();
+    let Some(all) = memory else {
+        ensure!(
+            args.guest_memory.is_none(),
+            "--guest-memory is for the cpu engine; the driver of a GPU divides its memory"
+        );
+        return Ok(Partition {
+            rules,
+            max_unnamed: settings.max_guests,
+            max_sessions: settings.max_guests,
+        });
+    };
+    const NEEDED: &str =
+        "--isolate needs --guest-memory, such as --guest-memory 4G: processes cannot share memory";
+    ensure!(args.guest_memory != Some(0), NEEDED);
+    let mut promised = 0u64;
+    for (rule, guest) in rules.guests.iter_mut().zip(&settings.guests) {
+        let part = part(args, guest)
+            .with_context(|| format!("{NEEDED}. Guest {:?} has no memory setting", rule.name))?;
+        rule.policy.memory = Some(part);
+        promised = promised.saturating_add(part);
+    }
+    ensure!(
+        settings.overcommit || promised <= all,
+        "the named guests have {promised} bytes of memory in all, {all} are available: make their parts \
+         smaller, or set overcommit = true"
+    );
+    let mut max_unnamed = 0;
+    if let Some(unnamed) = &mut rules.unnamed {
+        let each = unnamed.memory.or(args.guest_memory).context(NEEDED)?;
+        unnamed.memory = Some(each);
+        let left = all.saturating_sub(if settings.overcommit { 0 } else { promised });
+        max_unnamed = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
+        max_unnamed = max_unnamed.min(settings.max_guests);
+        ensure!(
+            max_unnamed > 0 || !rules.guests.is_empty(),
+            "{all} bytes of memory are not enough for one guest with {each} (--guest-memory); make it smaller"
+        );
+    }
+    Ok(Partition {
+        rules,
+        max_unnamed,
+        max_sessions: settings.max_guests,
+    })
+}

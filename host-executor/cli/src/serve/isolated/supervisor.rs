@@ -1,0 +1,216 @@
+//! The supervisor: starts a process for each guest.
+
+use std::ffi::OsString;
+use std::process::Command;
+use std::sync::mpsc::{Receiver, Sender};
+
+use anyhow::{Context as _, anyhow};
+use tracing::info;
+use vgpu_executor::config::{LogFormat, Settings, VmDevice};
+use vgpu_executor::isolate::{Resources, Supervisor};
+use vgpu_executor::service;
+use vgpu_executor::vm::VmOptions;
+use vgpu_executor::weights::Sharing;
+
+use super::partition;
+use crate::runtime_dir;
+use crate::serve::args::Args;
+use crate::serve::events::{Event, announce, describe_reload, wait_for_end};
+use crate::serve::listeners::Listeners;
+use crate::serve::logging::Logging;
+use crate::serve::observe;
+use crate::serve::trim_pages::{self, Scope};
+
+pub(in crate::serve) fn run(
+    args: &Args,
+    settings: Settings,
+    sender: Sender<Event>,
+    events: &Receiver<Event>,
+    logging: &mut Logging,
+) -> anyhow::Result<()> {
+    partition::check(&settings)?;
+    let memory = partition::memory(&settings)?;
+    let partition = partition::partition(args, &settings, memory)?;
+    let mut listeners = Listeners::without_machines(&settings)?;
+    let prepared = listeners.prepare(&settings, &mut Default::default())?;
+    // Child processes inherit this.
+    rustix::thread::set_no_new_privs(true).context("giving up new privileges")?;
+    info!(
+        version = env!("CARGO_PKG_VERSION"),
+        engine = %settings.engine,
+        guests = settings.guests.len(),
+        others = partition.max_unnamed,
+        guest_memory = args.guest_memory,
+        "vgpu starts, with a process for each guest"
+    );
+
+    let own = std::env::current_exe().context("finding this program")?;
+    let common = common(args, &settings);
+    let worker = {
+        let (own, common, certs) = (own.clone(), common.clone(), settings.certs.clone());
+        Box::new(move |memory: Option<u64>| {
+            let mut command = Command::new(&own);
+            command.arg("serve-guest").args(&common);
+            command.args(memory.map(|bytes| format!("--memory={bytes}")));
+            if let Some(certs) = &certs {
+                command.arg("--certs").arg(certs);
+            }
+            command
+        })
+    };
+    let resources = Resources {
+        engine: settings.engine.to_string(),
+        memory,
+    };
+    let mut supervisor =
+        Supervisor::new(worker, resources, partition).context("memory of the guests")?;
+    let _files = observe::start(&settings, &supervisor.status_handle(), sender)?;
+    listeners.switch(&mut supervisor, &settings, prepared)?;
+    let mut addresses = listeners.addresses();
+    let mut folder = None;
+    for guest in &settings.guests {
+        let Some(vm) = &guest.vm else { continue };
+        let folder = match &mut folder {
+            Some(folder) => folder,
+            none => none.insert(runtime_dir::create("vgpu-serve-")?),
+        };
+        // `vgpu fd-store` keeps the machine's files when its executor dies, and starts the next
+        // executor.
+        let mut command = Command::new(&own);
+        command
+            .args(["fd-store", "--"])
+            .arg(&own)
+            .arg("serve")
+            .args(&common);
+        let part = partition::part(args, guest).filter(|_| memory.is_some());
+        command.args(part.map(|bytes| format!("--memory={bytes}")));
+        let control = folder.path().join(format!("{}.sock", vm.name));
+        // No file: all settings are in the arguments.
+        command
+            .args(["--config", "/dev/null", "--device"])
+            .arg(device(settings.device))
+            .arg("--control")
+            .arg(&control)
+            .arg("--vm")
+            .arg(argument(vm));
+        supervisor
+            .start_vm(&vm.name, command, &vm.socket, &control)
+            .map_err(|error| anyhow!("--vm {}: {error}", vm.name))?;
+        let address = format!("vm:{}", vm.socket.display());
+        info!("listening on {address}");
+        addresses.push(address);
+    }
+    announce(&addresses);
+    service::ready();
+    trim_pages::trim(Scope::Program);
+
+    let mut running = settings;
+    // The engines are in the workers, and each guest gets a new one.
+    wait_for_end(
+        events,
+        || None,
+        || {
+            reload(
+                args,
+                memory,
+                &mut supervisor,
+                &mut listeners,
+                logging,
+                &mut running,
+            )
+        },
+    )?;
+    service::stopping();
+    supervisor.shutdown();
+    info!("vgpu ends");
+    Ok(())
+}
+
+/// Applies the configuration as it is now, also to running workers. On failure nothing has changed.
+fn reload(
+    args: &Args,
+    memory: Option<u64>,
+    supervisor: &mut Supervisor,
+    listeners: &mut Listeners,
+    logging: &mut Logging,
+    running: &mut Settings,
+) -> anyhow::Result<String> {
+    let mut wanted = args.settings()?;
+    let mut late = wanted.needs_restart(running);
+    if machines(args, &wanted) != machines(args, running) {
+        late.push("virtual machines");
+    }
+    wanted.keep_until_restart(running);
+    partition::check(&wanted)?;
+    let partition = partition::partition(args, &wanted, memory)?;
+    let filter = logging.check(&wanted)?;
+    let prepared = listeners.prepare(&wanted, &mut Default::default())?;
+    supervisor
+        .apply(partition)
+        .context("memory of the guests")?;
+    logging.change(filter);
+    listeners.switch(supervisor, &wanted, prepared)?;
+    *running = wanted;
+    Ok(describe_reload(running, &late))
+}
+
+/// The virtual machines, each with the memory and the weight of its process.
+fn machines<'a>(args: &Args, settings: &'a Settings) -> Vec<(&'a VmOptions, Option<u64>, u32)> {
+    let guests = settings.guests.iter();
+    guests
+        .filter_map(|guest| {
+            let vm = guest.vm.as_ref()?;
+            Some((vm, partition::part(args, guest), guest.rule.policy.weight))
+        })
+        .collect()
+}
+
+/// The arguments of workers and of the processes of virtual machines.
+fn common(args: &Args, settings: &Settings) -> Vec<OsString> {
+    let format = match settings.log_format {
+        LogFormat::Text => "text",
+        LogFormat::Json => "json",
+    };
+    let sharing = match settings.share_weights {
+        Sharing::Off => "off",
+        Sharing::Tenant | Sharing::All => "tenant",
+    };
+    let mut common: Vec<OsString> = vec![
+        format!("--engine={}", settings.engine).into(),
+        format!("--threads={}", settings.threads.count).into(),
+        format!("--log-format={format}").into(),
+        format!("--share-weights={sharing}").into(),
+    ];
+    if !settings.share_buffers {
+        common.push("--no-shared-buffers".into());
+    }
+    if args.no_sandbox {
+        common.push("--no-sandbox".into());
+    }
+    common.extend(
+        settings
+            .log
+            .as_ref()
+            .map(|log| format!("--log={log}").into()),
+    );
+    common
+}
+
+/// The value of `--device`.
+fn device(device: VmDevice) -> &'static str {
+    match device {
+        VmDevice::Ivshmem => "ivshmem",
+        VmDevice::VfioUser => "vfio-user",
+    }
+}
+
+/// The value of `--vm`.
+fn argument(vm: &VmOptions) -> OsString {
+    let silence = vm.silence.map_or(0, |silence| silence.as_secs());
+    let mut text = OsString::from(format!(
+        "{},window={},silence={silence},socket=",
+        vm.name, vm.window
+    ));
+    text.push(&vm.socket);
+    text
+}

@@ -1,0 +1,89 @@
+//! The process of one guest.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use anyhow::Context as _;
+use clap::Parser;
+use vgpu_executor::config::{LogFormat, Settings};
+use vgpu_executor::engine::{self, EngineKind};
+use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
+use vgpu_transport::link::stream::tls::Certificates;
+
+use crate::serve::args::ShareWeights;
+use crate::serve::events::{Event, catch_signals};
+use crate::serve::logging::Logging;
+use crate::serve::{sandboxing, trim_pages};
+
+/// Serves one guest for the supervisor at the other end of standard input. Only `vgpu serve
+/// --isolate` starts this.
+#[derive(Parser)]
+pub(crate) struct WorkerArgs {
+    /// The number of the worker, for people who look at processes
+    #[arg(long)]
+    worker: u64,
+    #[arg(long)]
+    certs: Option<PathBuf>,
+    #[arg(long)]
+    engine: EngineKind,
+    #[arg(long)]
+    threads: usize,
+    #[arg(long, value_parser = size::parse)]
+    memory: Option<u64>,
+    #[arg(long, value_enum)]
+    share_weights: ShareWeights,
+    #[arg(long)]
+    no_shared_buffers: bool,
+    #[arg(long)]
+    no_sandbox: bool,
+    #[arg(long)]
+    log: Option<String>,
+    #[arg(long)]
+    log_format: String,
+}
+
+pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
+    let log_format: LogFormat = args.log_format.parse()?;
+    let _logging = Logging::start(&Settings {
+        log: args.log,
+        log_format,
+        ..Settings::default()
+    })?;
+    let (sender, events) = mpsc::channel();
+    catch_signals(sender)?;
+    let socket = isolate::take_socket().context("standard input is not a socket")?;
+    let certificates = certificates(args.certs.as_ref())?;
+    let engine = engine::start(args.engine, args.threads.into(), args.memory)?;
+    let limits = Limits {
+        share: !args.no_shared_buffers,
+        ..Limits::default()
+    };
+    // The supervisor limits the number of sessions.
+    let server = Server::new(Arc::clone(&engine), limits, usize::MAX);
+    let weights = WeightStore::new(args.share_weights.into(), None).context("weights")?;
+    server.share_weights(weights);
+    sandboxing::enter(engine.as_ref(), args.no_sandbox)?;
+    trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
+    let stop = StopFlag::new();
+    let flag = stop.clone();
+    std::thread::Builder::new()
+        .name("vgpu-stop".into())
+        .spawn(move || {
+            while let Ok(event) = events.recv() {
+                if matches!(event, Event::Stop(_)) {
+                    flag.set();
+                }
+            }
+        })
+        .context("no thread for signals")?;
+    tracing::debug!(worker = args.worker, "the worker starts");
+    isolate::serve(socket, server, certificates.as_ref(), &stop);
+    Ok(())
+}
+
+fn certificates(folder: Option<&PathBuf>) -> anyhow::Result<Option<Certificates>> {
+    folder
+        .map(|folder| Certificates::load(folder).context("certificates"))
+        .transpose()
+}

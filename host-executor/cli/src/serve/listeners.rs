@@ -1,0 +1,346 @@
+//! The listeners that the settings describe.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, anyhow, bail};
+use rustix::io::Errno;
+use tracing::{error, info};
+use vgpu_executor::Server;
+use vgpu_executor::config::{GuestSettings, Settings, VmDevice};
+use vgpu_executor::isolate::Supervisor;
+use vgpu_executor::listener::{DEFAULT_MODE, ListenerId, SocketFileError, bind_stream};
+use vgpu_executor::vm::{IvshmemListener, VfioUserListener, VmOptions};
+use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::stream::tls::Certificates;
+use vgpu_transport::link::stream::{tcp, vsock};
+use vgpu_transport::link::unix::{self, ListenError, ListenOptions};
+
+/// A listener that the settings ask for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct ListenerSpec {
+    /// The guest to which the listener belongs. `None`: all guests.
+    guest: Option<String>,
+    address: ListenAddress,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum ListenAddress {
+    Endpoint { endpoint: Endpoint, mode: u32 },
+    Vm(VmOptions),
+}
+
+impl ListenerSpec {
+    /// The address in text. Only one listener can have it.
+    fn address(&self) -> String {
+        match &self.address {
+            ListenAddress::Endpoint { endpoint, .. } => endpoint.to_string(),
+            ListenAddress::Vm(options) => format!("vm:{}", options.socket.display()),
+        }
+    }
+}
+
+fn specs(settings: &Settings) -> Vec<ListenerSpec> {
+    let endpoint = |endpoint: &Endpoint, mode| ListenAddress::Endpoint {
+        endpoint: endpoint.clone(),
+        mode,
+    };
+    let common = settings.listen.iter().map(|listen| ListenerSpec {
+        guest: None,
+        address: endpoint(listen, settings.mode),
+    });
+    let own = settings.guests.iter().flat_map(|guest| {
+        let endpoints = { guest.listen.iter() }.map(move |listen| endpoint(listen, guest.mode));
+        let addresses = endpoints.chain(guest.vm.clone().map(ListenAddress::Vm));
+        addresses.map(|address| ListenerSpec {
+            guest: Some(guest.rule.name.clone()),
+            address,
+        })
+    });
+    common.chain(own).collect()
+}
+
+/// Accepts guests on listeners: a server, or a supervisor.
+pub(super) trait Acceptor {
+    /// Accepts guests on `listener` from now on. With a name, everyone who connects to it is that
+    /// guest.
+    fn accept_on(&mut self, guest: Option<String>, listener: AnyListener)
+    -> io::Result<ListenerId>;
+    /// Closes a listener. Connected guests stay.
+    fn close(&mut self, listener: ListenerId);
+}
+
+impl Acceptor for Server {
+    fn accept_on(
+        &mut self,
+        guest: Option<String>,
+        listener: AnyListener,
+    ) -> io::Result<ListenerId> {
+        match listener {
+            AnyListener::Unix(listener) => self.listen_for(guest, listener),
+            AnyListener::Tcp(listener) => self.listen_for(guest, listener),
+            AnyListener::Vsock(listener) => self.listen_for(guest, listener),
+            AnyListener::Ivshmem(listener) => self.listen_for(guest, listener),
+            AnyListener::VfioUser(listener) => self.listen_for(guest, listener),
+        }
+    }
+
+    fn close(&mut self, listener: ListenerId) {
+        Server::close(self, listener);
+    }
+}
+
+impl Acceptor for Supervisor {
+    fn accept_on(
+        &mut self,
+        guest: Option<String>,
+        listener: AnyListener,
+    ) -> io::Result<ListenerId> {
+        match listener {
+            AnyListener::Unix(listener) => self.listen_for(guest, listener),
+            AnyListener::Tcp(listener) => self.listen_for(guest, listener),
+            AnyListener::Vsock(listener) => self.listen_for(guest, listener),
+            AnyListener::Ivshmem(_) | AnyListener::VfioUser(_) => Err(io::Error::other(
+                "a supervisor does not listen for virtual machines: each has a process that does",
+            )),
+        }
+    }
+
+    fn close(&mut self, listener: ListenerId) {
+        Supervisor::close(self, listener);
+    }
+}
+
+/// The open listeners.
+pub(super) struct Listeners {
+    certificates: Option<Certificates>,
+    device: VmDevice,
+    /// Whether virtual machines are among them.
+    has_machines: bool,
+    open: Vec<(ListenerSpec, ListenerId)>,
+}
+
+/// A listener that is bound and does not accept yet.
+pub(super) struct BoundListener(ListenerSpec, AnyListener);
+
+impl Listeners {
+    pub(super) fn new(settings: &Settings) -> anyhow::Result<Listeners> {
+        let folder = settings.certs.as_deref();
+        Ok(Listeners {
+            certificates: folder
+                .map(|folder| Certificates::load(folder).context("certificates"))
+                .transpose()?,
+            device: settings.device,
+            has_machines: true,
+            open: Vec::new(),
+        })
+    }
+
+    /// The listeners of a supervisor, without those of virtual machines.
+    pub(super) fn without_machines(settings: &Settings) -> anyhow::Result<Listeners> {
+        Ok(Listeners {
+            has_machines: false,
+            ..Listeners::new(settings)?
+        })
+    }
+
+    fn specs(&self, settings: &Settings) -> Vec<ListenerSpec> {
+        let mut specs = specs(settings);
+        specs.retain(|spec| self.has_machines || !matches!(spec.address, ListenAddress::Vm(_)));
+        specs
+    }
+
+    /// Binds the listeners whose addresses are not in use here. Takes the files of virtual machines
+    /// from `stored`. If one cannot be bound, nothing has changed.
+    pub(super) fn prepare(
+        &self,
+        settings: &Settings,
+        stored: &mut BTreeMap<String, OwnedFd>,
+    ) -> anyhow::Result<Vec<BoundListener>> {
+        let is_open = |spec: &ListenerSpec| {
+            let address = spec.address();
+            self.open.iter().any(|(open, _)| open.address() == address)
+        };
+        let has_certificates = |guest: &&GuestSettings| !guest.rule.certificates.is_empty();
+        let identified = settings.guests.iter().find(has_certificates);
+        if let (None, Some(guest)) = (&self.certificates, identified) {
+            bail!(
+                "a certificate identifies guest {:?}, and this executor has none: make certificates \
+                 with `vgpu cert`, and name their folder with certs in [server], or --certs",
+                guest.rule.name
+            );
+        }
+        let specs = self.specs(settings);
+        let new = specs.into_iter().filter(|spec| !is_open(spec));
+        new.map(|spec| self.bind(spec, stored)).collect()
+    }
+
+    /// Opens the prepared listeners, and closes those that the settings no longer have. A listener
+    /// that belongs to another guest now is closed and opened again.
+    pub(super) fn switch(
+        &mut self,
+        acceptor: &mut impl Acceptor,
+        settings: &Settings,
+        prepared: Vec<BoundListener>,
+    ) -> anyhow::Result<()> {
+        let specs = self.specs(settings);
+        let (kept, removed): (Vec<_>, Vec<_>) = std::mem::take(&mut self.open)
+            .into_iter()
+            .partition(|(spec, _)| specs.contains(spec));
+        self.open = kept;
+        for (spec, id) in removed {
+            info!("listening on {} no longer", spec.address());
+            acceptor.close(id);
+        }
+        for bound in prepared {
+            self.open(acceptor, bound)?;
+        }
+        for spec in specs {
+            if self.open.iter().any(|(open, _)| *open == spec) {
+                continue;
+            }
+            match self.bind(spec, &mut BTreeMap::new()) {
+                Ok(bound) => self.open(acceptor, bound)?,
+                Err(error) => error!("a listener stays closed: {error:#}"),
+            }
+        }
+        Ok(())
+    }
+
+    /// The addresses of the open listeners.
+    pub(super) fn addresses(&self) -> Vec<String> {
+        self.open.iter().map(|(spec, _)| spec.address()).collect()
+    }
+
+    fn open(&mut self, acceptor: &mut impl Acceptor, bound: BoundListener) -> anyhow::Result<()> {
+        let BoundListener(spec, listener) = bound;
+        let address = spec.address();
+        match &spec.guest {
+            Some(guest) => info!(guest, "listening on {address}"),
+            None => info!("listening on {address}"),
+        }
+        let id = acceptor
+            .accept_on(spec.guest.clone(), listener)
+            .context("no thread for a listener")?;
+        self.open.push((spec, id));
+        Ok(())
+    }
+
+    fn bind(
+        &self,
+        spec: ListenerSpec,
+        stored: &mut BTreeMap<String, OwnedFd>,
+    ) -> anyhow::Result<BoundListener> {
+        let listener = match &spec.address {
+            ListenAddress::Endpoint { endpoint, mode } => {
+                bind_endpoint(endpoint, *mode, self.certificates.as_ref())?
+            }
+            ListenAddress::Vm(options) => bind_vm(options.clone(), self.device, stored)?,
+        };
+        Ok(BoundListener(spec, listener))
+    }
+}
+
+/// A listener of any kind.
+pub(super) enum AnyListener {
+    Unix(unix::Listener),
+    Tcp(tcp::Listener),
+    Vsock(vsock::Listener),
+    Ivshmem(IvshmemListener),
+    VfioUser(VfioUserListener),
+}
+
+fn bind_endpoint(
+    endpoint: &Endpoint,
+    mode: u32,
+    certificates: Option<&Certificates>,
+) -> anyhow::Result<AnyListener> {
+    let failed = |error: &dyn std::fmt::Display| anyhow!("cannot listen on {endpoint}: {error}");
+    match endpoint {
+        Endpoint::Unix(path) => {
+            let options = ListenOptions {
+                mode,
+                ..ListenOptions::default()
+            };
+            let listener = unix::Listener::bind(path, options);
+            listener.map(AnyListener::Unix).map_err(|error| {
+                let hint = hint(path, &error);
+                anyhow!("cannot listen on {endpoint}: {error}{hint}")
+            })
+        }
+        Endpoint::Tcp { host, port } => {
+            let listener = tcp::Listener::bind(host, *port, certificates.cloned());
+            listener.map(AnyListener::Tcp).map_err(|e| failed(&e))
+        }
+        Endpoint::Vsock { port, .. } => {
+            let listener = vsock::Listener::kernel(*port);
+            listener.map(AnyListener::Vsock).map_err(|e| failed(&e))
+        }
+        Endpoint::VsockUnix { path, port } => {
+            let mut name = path.clone().into_os_string();
+            name.push(format!("_{port}"));
+            let path = PathBuf::from(name);
+            let (listener, file) = bind_stream(&path, DEFAULT_MODE).map_err(|e| failed(&e))?;
+            file.keep(); // the listener removes it
+            Ok(AnyListener::Vsock(vsock::Listener::unix(listener, &path)))
+        }
+        Endpoint::Inproc | Endpoint::Pci(_) => bail!(
+            "--listen {endpoint}: an executor cannot listen there; use unix:/path/to/socket, \
+             tcp:HOST:PORT or vsock:PORT, and --vm for virtual machines"
+        ),
+    }
+}
+
+fn bind_vm(
+    options: VmOptions,
+    device: VmDevice,
+    stored: &mut BTreeMap<String, OwnedFd>,
+) -> anyhow::Result<AnyListener> {
+    let path = options.socket.clone();
+    let opened = match device {
+        VmDevice::Ivshmem => IvshmemListener::open(options, stored).map(AnyListener::Ivshmem),
+        VmDevice::VfioUser => VfioUserListener::open(options).map(AnyListener::VfioUser),
+    };
+    opened.map_err(|error| {
+        let directory = path.parent().unwrap_or(&path).display();
+        let hint = match &error {
+            SocketFileError::InUse { .. } => {
+                "; stop that process, or give this virtual machine another socket".into()
+            }
+            SocketFileError::System { error, .. } if error.kind() == io::ErrorKind::NotFound => {
+                format!("; create the directory (mkdir -p {directory})")
+            }
+            _ => String::new(),
+        };
+        anyhow!("--vm: {error}{hint}")
+    })
+}
+
+/// What the user can do about a socket that cannot be bound.
+fn hint(path: &Path, error: &ListenError) -> String {
+    let directory = path.parent().unwrap_or(path).display();
+    match error {
+        ListenError::InUse { .. } => {
+            "; stop that process, or listen elsewhere with --listen unix:/path/to/socket".into()
+        }
+        ListenError::NotASocket { .. } => {
+            "; remove the file, or listen elsewhere with --listen".into()
+        }
+        ListenError::NoDirectory { .. } => {
+            format!(
+                "; create the directory (mkdir -p {directory}), or listen elsewhere with --listen"
+            )
+        }
+        ListenError::System {
+            error: Errno::ACCESS | Errno::PERM | Errno::ROFS,
+            ..
+        } => format!(
+            "; this user may not write to {directory}: start vgpu as the owner of the directory, or \
+             listen in a directory of your own, such as --listen unix:$XDG_RUNTIME_DIR/vgpu.sock, and \
+             set VGPU_ENDPOINT to the same address for guests"
+        ),
+        _ => String::new(),
+    }
+}

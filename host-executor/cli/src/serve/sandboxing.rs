@@ -1,0 +1,36 @@
+//! What an executor gives up after its start, depending on its engine.
+
+use anyhow::Context as _;
+use tracing::{info, warn};
+use vgpu_engine::Engine;
+use vgpu_executor::sandbox::{self, Profile};
+
+use super::trim_pages::Scope;
+
+fn profile(engine: &dyn Engine) -> Profile {
+    match engine.name() {
+        "cpu" => Profile::Cpu,
+        // The system calls of drivers are not documented.
+        _ => Profile::Driver,
+    }
+}
+
+/// The code pages that can be dropped.
+pub(super) fn trim_scope(engine: &dyn Engine) -> Scope {
+    match profile(engine) {
+        Profile::Cpu => Scope::AllObjects,
+        Profile::Driver => Scope::Program,
+    }
+}
+
+/// Enters the sandbox, unless the operator has disabled it.
+pub(super) fn enter(engine: &dyn Engine, is_disabled: bool) -> anyhow::Result<()> {
+    if is_disabled {
+        warn!("no sandbox: --no-sandbox");
+        return Ok(());
+    }
+    let sandbox =
+        sandbox::enter(profile(engine)).context("no sandbox; --no-sandbox starts without one")?;
+    info!("sandboxed: {sandbox}");
+    Ok(())
+}

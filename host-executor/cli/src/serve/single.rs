@@ -1,0 +1,101 @@
+//! `vgpu serve`: all guests in one process.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+
+use anyhow::Context as _;
+use tracing::info;
+use vgpu_executor::config::Settings;
+use vgpu_executor::{Limits, Server, WeightStore, engine, service};
+
+use super::args::Args;
+use super::events::{Event, announce, describe_reload, wait_for_end};
+use super::listeners::Listeners;
+use super::logging::Logging;
+use super::{observe, sandboxing, trim_pages};
+
+pub(super) fn run(
+    args: &Args,
+    settings: Settings,
+    sender: Sender<Event>,
+    events: &Receiver<Event>,
+    logging: &mut Logging,
+) -> anyhow::Result<()> {
+    let engine = engine::start(settings.engine, settings.threads, settings.memory)?;
+    let memory = engine.memory();
+    let limits = Limits {
+        share: settings.share_buffers,
+        ..Limits::default()
+    };
+    let mut server = Server::new(Arc::clone(&engine), limits, settings.max_guests);
+    server
+        .apply(settings.rules())
+        .context("memory of the guests")?;
+    let weights = WeightStore::new(settings.share_weights, settings.weights_cache.clone())
+        .context("the cache of weights")?;
+    server.share_weights(weights);
+    let mut listeners = Listeners::new(&settings)?;
+    let mut stored = service::stored_files();
+    let prepared = listeners.prepare(&settings, &mut stored)?;
+    // Files of virtual machines that the settings no longer have.
+    for (name, _file) in stored {
+        service::remove(&name);
+    }
+
+    info!(
+        version = env!("CARGO_PKG_VERSION"),
+        engine = engine.name(),
+        device = engine.description(),
+        memory = memory.total,
+        free = memory.free,
+        "vgpu starts"
+    );
+    if let Some(file) = args.file() {
+        info!(
+            guests = settings.guests.len(),
+            "configuration {}",
+            file.display()
+        );
+    }
+    let _files = observe::start(&settings, &server.status_handle(), sender)?;
+    listeners.switch(&mut server, &settings, prepared)?;
+    sandboxing::enter(engine.as_ref(), args.no_sandbox)?;
+    announce(&listeners.addresses());
+    service::ready();
+    trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
+
+    let mut running = settings;
+    let outcome = wait_for_end(
+        events,
+        || engine.fatal_error(),
+        || reload(args, &mut server, &mut listeners, logging, &mut running),
+    );
+    service::stopping();
+    server.shutdown();
+    outcome?;
+    info!("vgpu ends");
+    Ok(())
+}
+
+/// Applies the configuration as it is now. On failure nothing has changed.
+fn reload(
+    args: &Args,
+    server: &mut Server,
+    listeners: &mut Listeners,
+    logging: &mut Logging,
+    running: &mut Settings,
+) -> anyhow::Result<String> {
+    let mut wanted = args.settings()?;
+    let late = wanted.needs_restart(running);
+    let filter = logging.check(&wanted)?;
+    let prepared = listeners.prepare(&wanted, &mut Default::default())?;
+    server
+        .apply(wanted.rules())
+        .context("memory of the guests")?;
+    server.set_max_sessions(wanted.max_guests);
+    logging.change(filter);
+    listeners.switch(server, &wanted, prepared)?;
+    wanted.keep_until_restart(running);
+    *running = wanted;
+    Ok(describe_reload(running, &late))
+}

@@ -1,0 +1,109 @@
+//! `vgpu top`.
+
+mod rates;
+mod screen;
+
+use std::collections::BTreeMap;
+use std::io::{IsTerminal, stdout};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use clap::Parser;
+use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use vgpu_executor::config::DEFAULT_CONTROL_PATH;
+use vgpu_executor::status::Status;
+
+use crate::control_client;
+use rates::rates;
+use screen::{View, draw};
+
+/// Shows the guests with their memory and their rates, continuously.
+///
+/// GRAPHS/S is the number of graphs that a guest runs per second (a program that decodes runs one
+/// graph per token), TIME its share of the engine's time, WAITING the average number of its graphs
+/// in the queue. q or Ctrl+C ends the program.
+#[derive(Parser)]
+pub(crate) struct Args {
+    /// The executor's control socket: `vgpu serve --control`, or [control] in its configuration
+    #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL_PATH)]
+    control: PathBuf,
+
+    /// Seconds between two updates
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
+    interval: f64,
+}
+
+fn interval(text: &str) -> Result<f64, String> {
+    let seconds: f64 = text.parse().map_err(|_| "a number of seconds".to_owned())?;
+    match (0.1..=3600.0).contains(&seconds) {
+        true => Ok(seconds),
+        false => Err("from 0.1 to 3600 seconds".into()),
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if !stdout().is_terminal() {
+        bail!("standard output is not a terminal; use `vgpu ps`, with or without --json");
+    }
+    // Errors here appear on the normal screen, before the alternate screen is entered.
+    let first = control_client::status(&args.control)?;
+    let mut terminal = ratatui::try_init().context("the terminal")?;
+    let outcome = show(args, &mut terminal, first);
+    ratatui::restore();
+    outcome
+}
+
+fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> anyhow::Result<()> {
+    let pause = Duration::from_secs_f64(args.interval);
+    let mut status = first;
+    let mut shown = BTreeMap::new();
+    let mut notice: Option<String> = None;
+    let mut skip = 0usize;
+    let mut next = Instant::now() + pause;
+    loop {
+        terminal
+            .draw(|frame| {
+                let view = View {
+                    status: &status,
+                    rates: &shown,
+                    notice: notice.as_deref(),
+                    skip,
+                };
+                draw(frame, &view);
+            })
+            .context("the terminal")?;
+        let left = next.saturating_duration_since(Instant::now());
+        if event::poll(left).context("the terminal")?
+            && let Event::Key(key) = event::read().context("the terminal")?
+        {
+            let ctrl = key.modifiers.contains(KeyModifiers::CONTROL);
+            match key.code {
+                _ if key.kind == KeyEventKind::Release => {}
+                KeyCode::Char('q') | KeyCode::Esc => return Ok(()),
+                KeyCode::Char('c') if ctrl => return Ok(()),
+                KeyCode::Down | KeyCode::Char('j') => {
+                    skip = (skip + 1).min(status.sessions.len().saturating_sub(1));
+                }
+                KeyCode::Up | KeyCode::Char('k') => skip = skip.saturating_sub(1),
+                _ => {}
+            }
+        }
+        if Instant::now() >= next {
+            next = Instant::now() + pause;
+            match control_client::status(&args.control) {
+                Ok(now) => {
+                    shown = rates(&status, &now);
+                    skip = skip.min(now.sessions.len().saturating_sub(1));
+                    status = now;
+                    notice = None;
+                }
+                // A service manager may restart the executor.
+                Err(_) => {
+                    notice = Some(format!("no answer from {}", args.control.display()));
+                    shown.clear();
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! Rates per second, from the difference of two snapshots.
+
+use std::collections::BTreeMap;
+
+use vgpu_executor::status::{Status, Usage};
+
+/// The rates of a guest.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Rates {
+    pub(super) graphs: f64,
+    /// Share of the device's time, 0 to 1.
+    pub(super) busy: f64,
+    /// Average number of waiting graphs.
+    pub(super) waiting: f64,
+    pub(super) bytes_in: f64,
+    pub(super) bytes_out: f64,
+}
+
+impl Rates {
+    fn between(before: &Usage, after: &Usage, seconds: f64) -> Rates {
+        // Counters only decrease when the executor has been restarted.
+        let rate = |before: f64, after: f64| (after - before).max(0.0) / seconds;
+        Rates {
+            graphs: rate(before.graphs as f64, after.graphs as f64),
+            busy: rate(before.busy, after.busy),
+            waiting: rate(before.queued, after.queued),
+            bytes_in: rate(before.bytes_in as f64, after.bytes_in as f64),
+            bytes_out: rate(before.bytes_out as f64, after.bytes_out as f64),
+        }
+    }
+}
+
+/// The rates of each guest, by name. Empty if no time has passed, or the executor has been
+/// restarted.
+pub(super) fn rates(before: &Status, after: &Status) -> BTreeMap<String, Rates> {
+    let seconds = after.uptime - before.uptime;
+    if seconds <= 0.0 {
+        return BTreeMap::new();
+    }
+    let mut rates = BTreeMap::new();
+    for guest in &after.guests {
+        let earlier = before.guests.iter().find(|g| g.name == guest.name);
+        let nothing = Usage::default();
+        let earlier = earlier.map_or(&nothing, |g| &g.usage);
+        rates.insert(
+            guest.name.clone(),
+            Rates::between(earlier, &guest.usage, seconds),
+        );
+    }
+    rates
+}

@@ -1,0 +1,272 @@
+//! The settings of `vgpu serve`.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use vgpu_cpu::Threads;
+use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::endpoint::DEFAULT_UNIX_PATH;
+
+use crate::engine::EngineKind;
+use crate::listener::DEFAULT_MODE;
+use crate::policy::Policy;
+use crate::tenant_registry::{GuestRule, Rules};
+use crate::vm::VmOptions;
+use crate::weights::{CacheOptions, Sharing};
+
+/// The configuration that `vgpu serve` reads if none is named.
+pub const DEFAULT_PATH: &str = "/etc/vgpu/vgpu.toml";
+
+/// The control socket if none is named.
+pub const DEFAULT_CONTROL_PATH: &str = "/run/vgpu/control.sock";
+
+/// The device of virtual machines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum VmDevice {
+    /// QEMU's `ivshmem-doorbell`.
+    #[default]
+    Ivshmem,
+    /// A PCI function of our own, over vfio-user.
+    VfioUser,
+}
+
+/// The format of log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LogFormat {
+    /// Text for people.
+    #[default]
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// A text that names no format of log lines.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown log format {0:?}: expected text or json")]
+pub struct ParseLogFormatError(String);
+
+impl FromStr for LogFormat {
+    type Err = ParseLogFormatError;
+
+    fn from_str(text: &str) -> Result<LogFormat, ParseLogFormatError> {
+        match text {
+            "text" => Ok(LogFormat::Text),
+            "json" => Ok(LogFormat::Json),
+            _ => Err(ParseLogFormatError(text.into())),
+        }
+    }
+}
+
+/// Where metrics are served. Reachable from this machine only: metrics have no authentication.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// An address of the loopback interface.
+    Tcp(SocketAddr),
+    /// A unix socket.
+    Unix(PathBuf),
+}
+
+/// Why a text is no address for metrics.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum ParseMetricsAddressError {
+    #[error("{0:?}: the path of the socket has to be absolute")]
+    RelativePath(String),
+    #[error("{0:?} is not an address, such as 127.0.0.1:9400 or unix:/run/vgpu/metrics.sock")]
+    Address(String),
+    #[error(
+        "{0} can be reached from other machines, and metrics have no authentication: use 127.0.0.1 \
+         or unix:PATH, behind a proxy or a node agent"
+    )]
+    NotLoopback(SocketAddr),
+}
+
+impl FromStr for MetricsAddress {
+    type Err = ParseMetricsAddressError;
+
+    fn from_str(text: &str) -> Result<MetricsAddress, ParseMetricsAddressError> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            return match Path::new(path).is_absolute() {
+                true => Ok(MetricsAddress::Unix(path.into())),
+                false => Err(ParseMetricsAddressError::RelativePath(text.into())),
+            };
+        }
+        let address = text.parse::<SocketAddr>();
+        let address = address.map_err(|_| ParseMetricsAddressError::Address(text.into()))?;
+        match address.ip().is_loopback() {
+            true => Ok(MetricsAddress::Tcp(address)),
+            false => Err(ParseMetricsAddressError::NotLoopback(address)),
+        }
+    }
+}
+
+impl fmt::Display for MetricsAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            MetricsAddress::Tcp(address) => write!(f, "{address}"),
+            MetricsAddress::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// A guest that the configuration names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GuestSettings {
+    /// How the guest is identified, and its limits.
+    pub rule: GuestRule,
+    /// Listeners for this guest only.
+    pub listen: Vec<Endpoint>,
+    /// Permissions of the unix sockets among them.
+    pub mode: u32,
+    /// The virtual machine that is this guest.
+    pub vm: Option<VmOptions>,
+}
+
+impl GuestSettings {
+    /// A guest with default limits, no identity and no listeners.
+    pub fn new(name: &str) -> GuestSettings {
+        GuestSettings {
+            rule: GuestRule {
+                name: name.into(),
+                uids: Vec::new(),
+                cids: Vec::new(),
+                certificates: Vec::new(),
+                policy: Policy::default(),
+            },
+            listen: Vec::new(),
+            mode: DEFAULT_MODE,
+            vm: None,
+        }
+    }
+}
+
+/// The settings of `vgpu serve`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// Listeners for all guests.
+    pub listen: Vec<Endpoint>,
+    /// Permissions of the unix sockets among them.
+    pub mode: u32,
+    /// The folder with certificates for TCP.
+    pub certs: Option<PathBuf>,
+    /// Guests served at once.
+    pub max_guests: usize,
+    /// Whether guests may map their buffers.
+    pub share_buffers: bool,
+    /// Whether the sum of the quotas may exceed the engine's memory.
+    pub overcommit: bool,
+    /// Which engine executes graphs.
+    pub engine: EngineKind,
+    /// The threads of the CPU engine.
+    pub threads: Threads,
+    /// Bytes of memory that guests may use in all. `None`: what the machine or its control group
+    /// has.
+    pub memory: Option<u64>,
+    /// The device of virtual machines.
+    pub device: VmDevice,
+    /// The log filter.
+    pub log: Option<String>,
+    /// The format of log lines.
+    pub log_format: LogFormat,
+    /// Where metrics are served.
+    pub metrics: Option<MetricsAddress>,
+    /// The control socket.
+    pub control: Option<PathBuf>,
+    /// Whose weights are shared.
+    pub share_weights: Sharing,
+    /// The cache of weights on disk.
+    pub weights_cache: Option<CacheOptions>,
+    /// Limits of a guest without a name. `None`: guests without a name are rejected.
+    pub unnamed: Option<Policy>,
+    /// Guests with names.
+    pub guests: Vec<GuestSettings>,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            listen: Vec::new(),
+            mode: DEFAULT_MODE,
+            certs: None,
+            max_guests: 64,
+            share_buffers: true,
+            overcommit: false,
+            engine: EngineKind::Cpu,
+            threads: Threads::default(),
+            memory: None,
+            device: VmDevice::default(),
+            log: None,
+            log_format: LogFormat::default(),
+            metrics: None,
+            control: None,
+            share_weights: Sharing::default(),
+            weights_cache: None,
+            unnamed: Some(Policy::default()),
+            guests: Vec::new(),
+        }
+    }
+}
+
+impl Settings {
+    /// Adds the default listener for all guests if there is no other listener.
+    pub fn with_default_listener(mut self) -> Settings {
+        let has_listener = |guest: &GuestSettings| guest.vm.is_some() || !guest.listen.is_empty();
+        if self.listen.is_empty() && !self.guests.iter().any(has_listener) {
+            self.listen.push(Endpoint::Unix(DEFAULT_UNIX_PATH.into()));
+        }
+        self
+    }
+
+    /// Which guests are served, with which limits.
+    pub fn rules(&self) -> Rules {
+        Rules {
+            guests: self.guests.iter().map(|guest| guest.rule.clone()).collect(),
+            unnamed: self.unnamed.clone(),
+            overcommit: self.overcommit,
+        }
+    }
+
+    /// Replaces the settings that need a restart by those of `running`.
+    pub fn keep_until_restart(&mut self, running: &Settings) {
+        self.engine = running.engine;
+        self.threads = running.threads;
+        self.memory = running.memory;
+        self.certs.clone_from(&running.certs);
+        self.share_buffers = running.share_buffers;
+        self.device = running.device;
+        self.log_format = running.log_format;
+        self.metrics.clone_from(&running.metrics);
+        self.control.clone_from(&running.control);
+        self.share_weights = running.share_weights;
+        self.weights_cache.clone_from(&running.weights_cache);
+    }
+
+    /// The names of the settings that differ from `running` and need a restart.
+    pub fn needs_restart(&self, running: &Settings) -> Vec<&'static str> {
+        let differs = [
+            ("engine.kind", self.engine != running.engine),
+            (
+                "engine.threads",
+                self.threads.count != running.threads.count,
+            ),
+            ("engine.pin", self.threads.pin != running.threads.pin),
+            ("engine.memory", self.memory != running.memory),
+            ("server.certs", self.certs != running.certs),
+            (
+                "server.share-buffers",
+                self.share_buffers != running.share_buffers,
+            ),
+            ("server.vm-device", self.device != running.device),
+            ("server.log-format", self.log_format != running.log_format),
+            ("metrics.listen", self.metrics != running.metrics),
+            ("control.socket", self.control != running.control),
+            ("weights.share", self.share_weights != running.share_weights),
+            ("weights.cache", self.weights_cache != running.weights_cache),
+        ];
+        let differing = differs.into_iter().filter(|&(_, differs)| differs);
+        differing.map(|(name, _)| name).collect()
+    }
+}

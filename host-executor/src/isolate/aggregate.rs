@@ -1,0 +1,175 @@
+//! The figures of all workers, added up by guest.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tracing::debug;
+
+use super::state::Shared;
+use super::totals::{GuestTotals, counted_as};
+use crate::control;
+use crate::status::{
+    EngineStatus, GuestStatus, Report, SessionStatus, Status, StatusSource, TenantLatency, Usage,
+    WeightsStatus,
+};
+
+/// How long the process of a virtual machine may take to report.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Longest program name that is passed on, in characters.
+const MAX_NAME_CHARS: usize = 200;
+
+/// A snapshot of all guests.
+struct Snapshot {
+    totals: BTreeMap<String, GuestTotals>,
+    programs: BTreeMap<String, usize>,
+    sessions: Vec<SessionStatus>,
+    weights: WeightsStatus,
+    /// Bytes of device memory in use.
+    memory: u64,
+    /// Bytes of memory of the largest engine of a worker. With a GPU, all workers share that
+    /// memory.
+    largest: u64,
+}
+
+impl Shared {
+    fn snapshot(&self) -> Snapshot {
+        let processes = self.processes();
+        let mut snapshot = Snapshot {
+            totals: processes.ended_workers.guests.clone(),
+            programs: BTreeMap::new(),
+            sessions: Vec::new(),
+            weights: processes.ended_workers.weights,
+            memory: 0,
+            largest: 0,
+        };
+        for worker in processes.workers.values() {
+            let counted = counted_as(worker.guest.as_deref(), &self.registry);
+            if !worker.is_rejection {
+                *snapshot.programs.entry(counted.clone()).or_default() += worker.sessions.len();
+            }
+            let Some(report) = &worker.report else {
+                continue;
+            };
+            snapshot.add(&counted, &report.report);
+            // The supervisor itself knows the peer. The worker reports the figures and the program
+            // name.
+            for session in &report.report.status.sessions {
+                if let Some((_, peer)) = worker.sessions.get(&session.id) {
+                    let process = peer.process.as_ref();
+                    snapshot.sessions.push(SessionStatus {
+                        guest: counted.clone(),
+                        endpoint: peer.endpoint.clone(),
+                        pid: process.map(|process| process.pid),
+                        uid: process.map(|process| process.uid),
+                        program: session.program.as_deref().map(printable),
+                        ..session.clone()
+                    });
+                }
+            }
+        }
+        let machines: Vec<(String, PathBuf)> = processes
+            .machines
+            .values()
+            .map(|machine| (machine.name.clone(), machine.control.clone()))
+            .collect();
+        drop(processes);
+        // Each of these processes counts its sessions from 1, so their numbers need distinct upper
+        // halves.
+        for ((name, control), base) in machines.iter().zip((1u64..).map(|n| n << 32)) {
+            match control::report(control, REPORT_TIMEOUT) {
+                Ok(report) => {
+                    let counted = counted_as(Some(name), &self.registry);
+                    let sessions = &report.status.sessions;
+                    *snapshot.programs.entry(counted.clone()).or_default() += sessions.len();
+                    snapshot
+                        .sessions
+                        .extend(sessions.iter().map(|session| SessionStatus {
+                            id: session.id | base,
+                            guest: counted.clone(),
+                            program: session.program.as_deref().map(printable),
+                            endpoint: printable(&session.endpoint),
+                            ..session.clone()
+                        }));
+                    snapshot.add(&counted, &report);
+                }
+                Err(error) => debug!(vm = name, "its process does not report: {error}"),
+            }
+        }
+        snapshot
+    }
+}
+
+impl Snapshot {
+    fn add(&mut self, counted: &str, report: &Report) {
+        self.totals.entry(counted.into()).or_default().add(report);
+        self.weights.add(&report.status.engine.weights);
+        self.largest = self.largest.max(report.status.engine.memory_total);
+        for GuestStatus { usage, .. } in &report.status.guests {
+            let held = usage.memory.saturating_sub(usage.weights_shared);
+            self.memory = self.memory.saturating_add(held);
+        }
+    }
+}
+
+impl StatusSource for Shared {
+    fn status(&self) -> Status {
+        let snapshot = self.snapshot();
+        let (named, unnamed) = self.registry.tenants();
+        let guests = named.iter().chain([&unnamed]).map(|tenant| {
+            let policy = match tenant.is_named() {
+                true => tenant.policy(),
+                false => self.registry.unnamed_policy(),
+            };
+            let name = tenant.name().to_owned();
+            GuestStatus {
+                quota: policy.memory,
+                weight: policy.weight,
+                sessions: snapshot.programs.get(&name).copied().unwrap_or_default(),
+                usage: snapshot
+                    .totals
+                    .get(&name)
+                    .map_or_else(Usage::default, |a| a.usage),
+                name,
+            }
+        });
+        let total = self.resources.memory.unwrap_or(snapshot.largest);
+        Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            uptime: self.since.elapsed().as_secs_f64(),
+            engine: EngineStatus {
+                name: self.resources.engine.clone(),
+                description: "a process for each guest".into(),
+                memory_total: total,
+                memory_free: total.saturating_sub(snapshot.memory),
+                weights: snapshot.weights,
+            },
+            guests: guests.collect(),
+            sessions: snapshot.sessions,
+        }
+    }
+
+    fn latencies(&self) -> Vec<TenantLatency> {
+        let mut totals = self.snapshot().totals;
+        let (named, unnamed) = self.registry.tenants();
+        let tenants = named.iter().chain([&unnamed]);
+        tenants
+            .map(|tenant| {
+                let counted = totals.remove(tenant.name()).unwrap_or_default();
+                TenantLatency {
+                    guest: tenant.name().to_owned(),
+                    queued: counted.queued,
+                    ran: counted.ran,
+                }
+            })
+            .collect()
+    }
+}
+
+/// Text of a guest, made safe for terminals.
+fn printable(text: &str) -> String {
+    let printable = text.chars().filter(|c| !c.is_control());
+    printable.take(MAX_NAME_CHARS).collect()
+}

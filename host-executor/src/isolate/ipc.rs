@@ -1,0 +1,193 @@
+//! Messages between a supervisor and a worker: JSON in packets, over a private socket pair.
+//!
+//! A guest may have taken over its worker. The supervisor therefore uses a worker's messages only
+//! for figures of the worker's own guest.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use vgpu_transport::link::scm_rights;
+
+use crate::peer::Peer;
+use crate::session::SessionEnd;
+use crate::status::Report;
+use crate::tenant_registry::Rules;
+
+/// The longest packet in bytes: below the default socket buffer of Linux, and enough for the report
+/// of [`MAX_WORKER_SESSIONS`] sessions.
+const MAX_PACKET: usize = 200 << 10;
+
+/// Most programs of a guest that one worker serves.
+pub(super) const MAX_WORKER_SESSIONS: usize = 96;
+
+/// A message from the supervisor.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Command {
+    /// The limits of the guest from now on.
+    Rules(Rules),
+    /// A program of the guest to serve. Its socket comes with the message.
+    Serve {
+        session: u64,
+        /// The guest's name, if it has one.
+        guest: Option<String>,
+        peer: Peer,
+        /// The program is not to be served, but to be told this reason.
+        rejection: Option<Rejection>,
+    },
+}
+
+/// Why a program is not served.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Rejection {
+    Full { sessions: usize, limit: usize },
+    Rejected { reason: String },
+}
+
+impl From<Rejection> for SessionEnd {
+    fn from(rejection: Rejection) -> SessionEnd {
+        match rejection {
+            Rejection::Full { sessions, limit } => SessionEnd::Full { sessions, limit },
+            Rejection::Rejected { reason } => SessionEnd::Rejected { reason },
+        }
+    }
+}
+
+/// A message from a worker: sent periodically, and whenever a session has begun or ended.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct WorkerReport {
+    /// How many [`Command::Serve`] the worker has carried out.
+    pub(super) served: u64,
+    pub(super) report: Report,
+}
+
+/// One end of the socket pair.
+#[derive(Debug)]
+pub(super) struct IpcSocket(OwnedFd);
+
+impl IpcSocket {
+    /// The end of the supervisor, and the socket of the worker.
+    pub(super) fn pair() -> io::Result<(IpcSocket, OwnedFd)> {
+        let (ours, theirs) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        Ok((IpcSocket(ours), theirs))
+    }
+
+    /// The end of the worker.
+    pub(super) fn new(socket: OwnedFd) -> IpcSocket {
+        IpcSocket(socket)
+    }
+
+    /// Sends a message, with a file if there is one. Does not wait for the receiver.
+    pub(super) fn send(&self, message: &impl Serialize, file: Option<&OwnedFd>) -> io::Result<()> {
+        let text = serde_json::to_vec(message)?;
+        let file = file.map(AsFd::as_fd);
+        loop {
+            return match scm_rights::send(&self.0, &text, file.as_slice(), SendFlags::DONTWAIT) {
+                Ok(_) => Ok(()),
+                Err(Errno::INTR) => continue,
+                Err(error) => Err(error.into()),
+            };
+        }
+    }
+
+    /// Waits for the next message, at most for `timeout` if there is one.
+    pub(super) fn receive<T: DeserializeOwned>(
+        &self,
+        timeout: Option<Duration>,
+    ) -> io::Result<Received<T>> {
+        if let Some(timeout) = timeout {
+            let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+            let timeout = Timespec::try_from(timeout).map_err(io::Error::other)?;
+            match rustix::event::poll(&mut fds, Some(&timeout)) {
+                Ok(0) | Err(Errno::INTR) => return Ok(Received::Nothing),
+                Ok(_) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let mut text = vec![0; MAX_PACKET];
+        let got = match scm_rights::receive(&self.0, &mut text, RecvFlags::CMSG_CLOEXEC) {
+            Ok(got) => got,
+            Err(Errno::INTR) => return Ok(Received::Nothing),
+            // The other end was closed with unread messages.
+            Err(Errno::CONNRESET) => return Ok(Received::Closed),
+            Err(error) => return Err(error.into()),
+        };
+        if got.bytes == 0 {
+            return Ok(Received::Closed);
+        }
+        let message = match got.is_cut {
+            true => Err(format!("a packet of more than {MAX_PACKET} bytes")),
+            false => serde_json::from_slice(&text[..got.bytes]).map_err(|error| error.to_string()),
+        };
+        Ok(match message {
+            Ok(message) => Received::Message(message, got.files.into_iter().next()),
+            Err(why) => Received::Invalid(why),
+        })
+    }
+
+    /// Closes the connection for both ends.
+    pub(super) fn close(&self) {
+        // Fails if the other end is closed already.
+        let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
+    }
+}
+
+/// The result of [`IpcSocket::receive`].
+#[derive(Debug)]
+pub(super) enum Received<T> {
+    Message(T, Option<OwnedFd>),
+    /// A packet that is not a message, and why.
+    Invalid(String),
+    /// No message in time.
+    Nothing,
+    /// The other end is closed.
+    Closed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::LinkKind;
+
+    #[test]
+    fn messages_arrive_and_invalid_packets_are_detected() {
+        let (ours, theirs) = IpcSocket::pair().unwrap();
+        let theirs = IpcSocket::new(theirs);
+        let order = Command::Serve {
+            session: 7,
+            guest: Some("a".into()),
+            peer: Peer::new("test".into(), LinkKind::Unix),
+            rejection: None,
+        };
+        let (file, _) = IpcSocket::pair().unwrap();
+        ours.send(&order, Some(&file.0)).unwrap();
+        let Received::Message(Command::Serve { session: 7, .. }, Some(_)) =
+            theirs.receive(None).unwrap()
+        else {
+            panic!("an unexpected message");
+        };
+        let none = theirs
+            .receive::<Command>(Some(Duration::from_millis(1)))
+            .unwrap();
+        assert!(matches!(none, Received::Nothing), "{none:?}");
+        theirs.send(&"nonsense", None).unwrap();
+        let invalid = ours.receive::<WorkerReport>(None).unwrap();
+        assert!(matches!(invalid, Received::Invalid(_)), "{invalid:?}");
+        ours.close();
+        assert!(matches!(
+            theirs.receive::<Command>(None).unwrap(),
+            Received::Closed
+        ));
+    }
+}

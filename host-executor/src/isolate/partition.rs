@@ -1,0 +1,86 @@
+//! How memory and processor time are divided among the workers.
+#![forbid(unsafe_code)]
+
+use crate::tenant_registry::{GuestRule, Rules};
+
+/// What is divided.
+#[derive(Debug, Clone)]
+pub struct Resources {
+    /// The name of the engine.
+    pub engine: String,
+    /// Bytes of memory that guests may use in all. `None`: the driver of the engine divides its
+    /// memory.
+    pub memory: Option<u64>,
+}
+
+/// How the resources are divided.
+#[derive(Debug, Clone)]
+pub struct Partition {
+    /// The named guests, each with its memory, and the limits of a guest without a name.
+    pub rules: Rules,
+    /// Guests without a name that are served at once: as many as the remaining memory is enough
+    /// for.
+    pub max_unnamed: usize,
+    /// Programs that are served at once, of all guests.
+    pub max_sessions: usize,
+}
+
+impl Partition {
+    /// The rules for the worker of a guest. `None`: the configuration names no such guest.
+    pub(super) fn rules_of(&self, guest: Option<&str>) -> Option<Rules> {
+        let (guests, unnamed) = match guest {
+            None => (Vec::new(), self.rules.unnamed.clone()),
+            Some(name) => {
+                let rule = self.rules.guests.iter().find(|rule| rule.name == name)?;
+                (vec![rule.clone()], None)
+            }
+        };
+        Some(Rules {
+            guests,
+            unnamed,
+            overcommit: false,
+        })
+    }
+
+    fn policy_weight(&self, guest: Option<&str>) -> u32 {
+        let named = |name: &str| self.rules.guests.iter().find(|rule| rule.name == name);
+        match guest.and_then(named) {
+            Some(rule) => rule.policy.weight,
+            None => self
+                .rules
+                .unnamed
+                .as_ref()
+                .map_or(1, |policy| policy.weight),
+        }
+    }
+
+    /// The nice level of a guest's processes.
+    pub(super) fn nice(&self, guest: Option<&str>) -> i32 {
+        let weights = |rule: &GuestRule| rule.policy.weight;
+        let unnamed = self.rules.unnamed.as_ref().map(|policy| policy.weight);
+        let heaviest = self.rules.guests.iter().map(weights).chain(unnamed).max();
+        nice(self.policy_weight(guest), heaviest.unwrap_or(1))
+    }
+}
+
+/// The nice level of a process of `weight` when the greatest weight is `heaviest`. The kernel gives
+/// a process about 1.25 times the processor time of one that is a level above it. The highest
+/// level, 19, is about one part in seventy.
+fn nice(weight: u32, heaviest: u32) -> i32 {
+    let ratio = f64::from(heaviest.max(1)) / f64::from(weight.max(1));
+    (ratio.ln() / 1.25f64.ln()).round().clamp(0.0, 19.0) as i32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_become_nice_levels_with_the_heaviest_at_none() {
+        assert_eq!(nice(3, 3), 0);
+        assert_eq!(nice(1, 1), 0);
+        // 1.25 to the fifth is 3.05.
+        assert_eq!(nice(1, 3), 5);
+        assert_eq!(nice(1, 1000), 19);
+    }
+}

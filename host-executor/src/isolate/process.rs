@@ -1,0 +1,41 @@
+//! Child processes of a supervisor.
+
+use std::fmt;
+use std::io;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Child, Command, ExitStatus};
+
+use rustix::process::Signal;
+
+/// Starts a process that receives SIGTERM when its parent thread ends, at the nice level `nice`.
+pub(super) fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
+    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
+    // makes two system calls, allocates nothing and takes no lock.
+    unsafe {
+        command.pre_exec(move || {
+            // The kernel sends the signal when the thread that forked ends. That thread waits for
+            // the child, or is the main thread of the supervisor.
+            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            if nice > 0 {
+                rustix::process::setpriority_process(None, nice)?;
+            }
+            Ok(())
+        });
+    }
+    command.spawn()
+}
+
+/// Describes how a process ended.
+pub(super) struct ExitReason(pub(super) ExitStatus);
+
+impl fmt::Display for ExitReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.signal() {
+            Some(signal) => {
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                write!(f, "was ended by {name} (signal {signal})")
+            }
+            None => write!(f, "ended with {}", self.0),
+        }
+    }
+}

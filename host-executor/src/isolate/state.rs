@@ -1,0 +1,189 @@
+//! What the threads of a supervisor share.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::process;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use rustix::process::Pid;
+
+use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
+use super::partition::{Partition, Resources};
+use super::totals::EndedWorkers;
+use crate::peer::Peer;
+use crate::stop::StopFlag;
+use crate::tenant_registry::{QuotaError, TenantRegistry};
+
+/// Makes the command of a worker whose engine has so many bytes of memory. The supervisor adds the
+/// socket and a number.
+pub type MakeCommand = Box<dyn Fn(Option<u64>) -> process::Command + Send + Sync>;
+
+/// What the threads of a supervisor share.
+pub(super) struct Shared {
+    pub(super) command: MakeCommand,
+    pub(super) resources: Resources,
+    pub(super) since: Instant,
+    pub(super) registry: TenantRegistry,
+    pub(super) stop: StopFlag,
+    last_id: AtomicU64,
+    processes: Mutex<Processes>,
+    /// Notified when a process has ended.
+    pub(super) ended: Condvar,
+}
+
+/// The processes of the guests.
+pub(super) struct Processes {
+    pub(super) partition: Partition,
+    /// Workers by the number of their first session.
+    pub(super) workers: BTreeMap<u64, Worker>,
+    pub(super) machines: BTreeMap<u64, VmProcess>,
+    pub(super) ended_workers: EndedWorkers,
+}
+
+/// A worker, until its process has ended.
+pub(super) struct Worker {
+    pub(super) ipc: Arc<IpcSocket>,
+    /// The guest's name, if it has one.
+    pub(super) guest: Option<String>,
+    /// Whether the worker only tells a guest why it is rejected.
+    pub(super) is_rejection: bool,
+    /// Programs that the worker has been given and has not reported as ended, each with its
+    /// position in the order of giving.
+    pub(super) sessions: BTreeMap<u64, (u64, Peer)>,
+    given: u64,
+    /// Whether the worker has been told to end, and gets no further programs.
+    pub(super) is_closing: bool,
+    /// The last report.
+    pub(super) report: Option<WorkerReport>,
+}
+
+/// The process that serves a virtual machine.
+#[derive(Debug)]
+pub(super) struct VmProcess {
+    pub(super) name: String,
+    pub(super) pid: Pid,
+    /// The control socket of the process.
+    pub(super) control: PathBuf,
+}
+
+impl Shared {
+    pub(super) fn new(
+        command: MakeCommand,
+        resources: Resources,
+        partition: Partition,
+    ) -> Result<Shared, QuotaError> {
+        let registry = TenantRegistry::new(resources.memory.unwrap_or(u64::MAX));
+        registry.apply(partition.rules.clone())?;
+        Ok(Shared {
+            command,
+            resources,
+            since: Instant::now(),
+            registry,
+            stop: StopFlag::new(),
+            last_id: AtomicU64::new(0),
+            processes: Mutex::new(Processes {
+                partition,
+                workers: BTreeMap::new(),
+                machines: BTreeMap::new(),
+                ended_workers: EndedWorkers::default(),
+            }),
+            ended: Condvar::new(),
+        })
+    }
+
+    pub(super) fn processes(&self) -> MutexGuard<'_, Processes> {
+        self.processes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A number that no session and no process of this supervisor has had.
+    pub(super) fn new_id(&self) -> u64 {
+        self.last_id.fetch_add(1, Ordering::Relaxed) + 1
+    }
+}
+
+impl Worker {
+    /// A worker without programs.
+    pub(super) fn new(ipc: IpcSocket, guest: Option<String>, is_rejection: bool) -> Worker {
+        Worker {
+            ipc: Arc::new(ipc),
+            guest,
+            is_rejection,
+            sessions: BTreeMap::new(),
+            given: 0,
+            is_closing: false,
+            report: None,
+        }
+    }
+
+    pub(super) fn send(&self, command: &Command, socket: Option<&OwnedFd>) -> io::Result<()> {
+        self.ipc.send(command, socket)
+    }
+
+    /// Gives the worker a program of its guest.
+    pub(super) fn give(
+        &mut self,
+        session: u64,
+        peer: &Peer,
+        rejection: Option<Rejection>,
+        socket: &OwnedFd,
+    ) -> io::Result<()> {
+        let command = Command::Serve {
+            session,
+            guest: self.guest.clone(),
+            peer: peer.clone(),
+            rejection,
+        };
+        self.send(&command, Some(socket))?;
+        self.given += 1;
+        self.sessions.insert(session, (self.given, peer.clone()));
+        Ok(())
+    }
+}
+
+impl Processes {
+    /// A worker that serves a guest and has room for another program.
+    pub(super) fn worker_of(&mut self, guest: &str) -> Option<&mut Worker> {
+        self.workers.values_mut().find(|worker| {
+            worker.guest.as_deref() == Some(guest)
+                && !worker.is_closing
+                && worker.sessions.len() < MAX_WORKER_SESSIONS
+        })
+    }
+
+    /// Why there is no room for another program of a guest. `None`: there is room.
+    pub(super) fn full(&self, guest: Option<&str>) -> Option<Rejection> {
+        let served = self.workers.values().filter(|worker| !worker.is_rejection);
+        let sessions = served.clone().map(|worker| worker.sessions.len()).sum();
+        // A process holds its part of the memory until it has ended.
+        let unnamed = served.filter(|worker| worker.guest.is_none()).count();
+        let max_unnamed = self.partition.max_unnamed;
+        if guest.is_none() && unnamed >= max_unnamed {
+            return Some(Rejection::Full {
+                sessions: unnamed,
+                limit: max_unnamed,
+            });
+        }
+        // The report of one worker has to fit into a packet.
+        let own = self
+            .workers
+            .values()
+            .filter(|worker| guest.is_some() && worker.guest.as_deref() == guest)
+            .map(|worker| worker.sessions.len())
+            .max();
+        if let Some(own) = own.filter(|own| *own >= MAX_WORKER_SESSIONS) {
+            return Some(Rejection::Full {
+                sessions: own,
+                limit: MAX_WORKER_SESSIONS,
+            });
+        }
+        let limit = self.partition.max_sessions;
+        (sessions >= limit).then_some(Rejection::Full { sessions, limit })
+    }
+}

@@ -1,0 +1,347 @@
+//! The supervisor: accepts guests, starts and watches workers.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+use tracing::{error, info, warn};
+
+use super::ipc::{self, IpcSocket, Received, Rejection, WorkerReport};
+use super::partition::{Partition, Resources};
+use super::process::{ExitReason, spawn};
+use super::state::{MakeCommand, Processes, Shared, VmProcess, Worker};
+use crate::listener::threads::ListenerThreads;
+use crate::listener::{ListenerId, SocketListener};
+use crate::peer::Peer;
+use crate::status::StatusHandle;
+use crate::tenant_registry::QuotaError;
+
+/// How long the supervisor waits for the process of a virtual machine to listen before it goes on.
+const READY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Rejected guests that are told why by a worker. Further guests are disconnected without a
+/// message.
+const MAX_REJECTIONS: usize = 16;
+
+/// Starts a worker for each guest.
+pub struct Supervisor {
+    shared: Arc<Shared>,
+    listeners: ListenerThreads,
+}
+
+impl Supervisor {
+    /// A supervisor without listeners. `command` makes the command of a worker, which has to call
+    /// [`serve`](super::serve) with [`take_socket`](super::take_socket).
+    ///
+    /// # Errors
+    /// [`QuotaError`] if the quotas exceed the memory.
+    pub fn new(
+        command: MakeCommand,
+        resources: Resources,
+        partition: Partition,
+    ) -> Result<Supervisor, QuotaError> {
+        Ok(Supervisor {
+            shared: Arc::new(Shared::new(command, resources, partition)?),
+            listeners: ListenerThreads::default(),
+        })
+    }
+
+    /// Applies a partition, and sends each worker its new limits.
+    ///
+    /// # Errors
+    /// [`QuotaError`] if the quotas exceed the memory: nothing has changed.
+    pub fn apply(&self, partition: Partition) -> Result<(), QuotaError> {
+        let mut processes = self.shared.processes();
+        self.shared.registry.apply(partition.rules.clone())?;
+        processes.partition = partition;
+        for worker in processes.workers.values().filter(|w| !w.is_closing) {
+            let Some(rules) = processes.partition.rules_of(worker.guest.as_deref()) else {
+                continue; // The configuration names the guest no longer. Its programs stay.
+            };
+            if let Err(error) = worker.send(&ipc::Command::Rules(rules), None) {
+                warn!(
+                    guest = worker.guest,
+                    "the worker cannot be sent its limits: {error}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// A handle that takes snapshots of the workers on any thread.
+    pub fn status_handle(&self) -> StatusHandle {
+        StatusHandle::new(Arc::clone(&self.shared) as _)
+    }
+
+    /// Accepts guests on a listener. With a name, everyone who connects to the listener is that
+    /// guest.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn listen_for(
+        &mut self,
+        guest: Option<String>,
+        mut listener: impl SocketListener,
+    ) -> io::Result<ListenerId> {
+        let shared = Arc::clone(&self.shared);
+        self.listeners
+            .start(self.shared.stop.clone(), move |timeout| {
+                if let Some((socket, peer)) = listener.accept_socket(timeout)? {
+                    shared.admit(guest.as_deref(), socket, &peer);
+                }
+                Ok(())
+            })
+    }
+
+    /// Stops accepting on a listener and drops it. Connected guests stay.
+    pub fn close(&mut self, listener: ListenerId) {
+        self.listeners.close(listener);
+    }
+
+    /// Starts `command`, which serves the virtual machine `name`, and ends it at shutdown. Returns
+    /// when the process listens at `socket`, or after 10 s. The command restarts its executor
+    /// itself, so its end is an error. Its control socket is `control`.
+    ///
+    /// # Errors
+    /// The command cannot be started, or it has ended before it listens.
+    pub fn start_vm(
+        &mut self,
+        name: &str,
+        mut command: Command,
+        socket: &Path,
+        control: &Path,
+    ) -> io::Result<()> {
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let id = self.shared.new_id();
+        let nice = self.shared.processes().partition.nice(Some(name));
+        let mut child = spawn(&mut command, nice)?;
+        let machine = VmProcess {
+            name: name.into(),
+            pid: Pid::from_child(&child),
+            control: control.into(),
+        };
+        self.shared.processes().machines.insert(id, machine);
+        let start = Instant::now();
+        while !socket.exists() {
+            if let Some(status) = child.try_wait()? {
+                self.shared.processes().machines.remove(&id);
+                let reason = ExitReason(status);
+                return Err(io::Error::other(format!("its process {reason}")));
+            }
+            if start.elapsed() > READY_TIMEOUT {
+                break; // The log of the process says why it does not listen.
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        let (shared, name) = (Arc::clone(&self.shared), name.to_owned());
+        thread::Builder::new()
+            .name(format!("vgpu-vm-{name}"))
+            .spawn(move || shared.wait_for_vm(id, child, &name))?;
+        Ok(())
+    }
+
+    /// Closes the listeners, lets each worker complete its requests and tell its guest, and returns
+    /// when all processes have ended.
+    pub fn shutdown(mut self) {
+        self.shared.stop.set();
+        self.listeners.close_all();
+        let mut processes = self.shared.processes();
+        processes.workers.values().for_each(|w| w.ipc.close());
+        for machine in processes.machines.values() {
+            // The process is in the list, so it has not been waited for, and the pid is still its
+            // own.
+            let _ = rustix::process::kill_process(machine.pid, Signal::TERM);
+        }
+        while !processes.workers.is_empty() || !processes.machines.is_empty() {
+            processes = self
+                .shared
+                .ended
+                .wait(processes)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Shared {
+    /// Gives a program to the worker of its guest.
+    fn admit(self: &Arc<Shared>, owner: Option<&str>, socket: OwnedFd, peer: &Peer) {
+        let id = self.new_id();
+        let (guest, rejected) = match self.registry.admit(owner, peer) {
+            Ok(tenant) => (tenant.is_named().then(|| tenant.name().to_owned()), None),
+            Err(error) => {
+                let reason = error.to_string();
+                (None, Some(Rejection::Rejected { reason }))
+            }
+        };
+        // Locked until the worker has the socket, so that no worker is told to end meanwhile, and a
+        // shutdown misses none.
+        let mut processes = self.processes();
+        if self.stop.is_set() {
+            return;
+        }
+        let rejection = rejected.or_else(|| processes.full(guest.as_deref()));
+        let rejections = processes.workers.values().filter(|w| w.is_rejection);
+        let count = rejections.count();
+        if rejection.is_some() && count >= MAX_REJECTIONS {
+            warn!(%peer, "disconnected without a message: {count} other guests are being rejected");
+            return;
+        }
+        let worker = match (&guest, &rejection) {
+            (Some(name), None) => processes.worker_of(name),
+            _ => None,
+        };
+        let outcome = match worker {
+            Some(worker) => worker.give(id, peer, None, &socket),
+            None => self.start_worker(&mut processes, id, guest, rejection, &socket, peer),
+        };
+        if let Err(error) = outcome {
+            error!(session = id, %peer, "no worker for this guest, which is disconnected: {error}");
+        }
+    }
+
+    /// Starts a worker, whose first program is `session`.
+    fn start_worker(
+        self: &Arc<Shared>,
+        processes: &mut Processes,
+        session: u64,
+        guest: Option<String>,
+        rejection: Option<Rejection>,
+        socket: &OwnedFd,
+        peer: &Peer,
+    ) -> io::Result<()> {
+        let (ipc, theirs) = IpcSocket::pair()?;
+        let mut worker = Worker::new(ipc, guest, rejection.is_some());
+        let guest = worker.guest.as_deref();
+        // A reload can change the quota of a named guest, but not the size of an engine: it gets
+        // all memory.
+        let memory = match (guest, &processes.partition.rules.unnamed) {
+            (None, Some(policy)) => policy.memory,
+            _ => None,
+        };
+        let memory = memory.or(self.resources.memory);
+        let nice = processes.partition.nice(guest);
+        if let Some(rules) = processes.partition.rules_of(guest) {
+            worker.send(&ipc::Command::Rules(rules), None)?;
+        }
+        worker.give(session, peer, rejection, socket)?;
+        let (shared, ipc) = (Arc::clone(self), Arc::clone(&worker.ipc));
+        thread::Builder::new()
+            .name(format!("vgpu-worker-{session}"))
+            .spawn(move || {
+                let mut command = (shared.command)(memory);
+                command
+                    .arg(format!("--worker={session}"))
+                    .stdin(Stdio::from(theirs))
+                    .stdout(Stdio::null());
+                let started = spawn(&mut command, nice);
+                // The command owns the worker's end of the socket, which must not stay open here.
+                drop(command);
+                shared.watch_worker(session, &ipc, started);
+            })?;
+        processes.workers.insert(session, worker);
+        Ok(())
+    }
+
+    /// Receives the reports of a worker until its process has ended.
+    fn watch_worker(&self, id: u64, ipc: &IpcSocket, started: io::Result<Child>) {
+        let mut process = match started {
+            Ok(process) => process,
+            Err(error) => {
+                self.remove_worker(id, |session, peer| {
+                    error!(session, %peer, "no worker can be started, the guest is disconnected: {error}");
+                });
+                return;
+            }
+        };
+        let mut has_logged = false;
+        loop {
+            match ipc.receive(None) {
+                Ok(Received::Message(report, _)) => self.on_report(id, report),
+                Ok(Received::Nothing) => {}
+                Ok(Received::Invalid(_)) if has_logged => {}
+                Ok(Received::Invalid(why)) => {
+                    has_logged = true;
+                    error!(worker = id, "invalid message from the worker: {why}");
+                }
+                Ok(Received::Closed) => break,
+                Err(error) => {
+                    error!(worker = id, "no connection to the worker any more: {error}");
+                    ipc.close();
+                    break;
+                }
+            }
+        }
+        let pid = process.id();
+        let status = process.wait();
+        let is_good = matches!(&status, Ok(status) if status.success());
+        self.remove_worker(id, |session, peer| match &status {
+            Ok(_) if is_good => {}
+            Ok(status) => error!(
+                session,
+                %peer,
+                pid,
+                "the worker of this guest {}: the session has ended, no other guest is affected; the \
+                 guest's next session gets a new worker",
+                ExitReason(*status)
+            ),
+            Err(error) => error!(session, %peer, pid, "cannot wait for the worker: {error}"),
+        });
+        if !self.stop.is_set() {
+            info!(worker = id, pid, "the worker has ended");
+        }
+    }
+
+    /// Removes a worker from the list, and calls `log` for each program that it still had.
+    fn remove_worker(&self, id: u64, log: impl Fn(u64, &Peer)) {
+        let mut processes = self.processes();
+        if let Some(worker) = processes.workers.remove(&id) {
+            for (session, (_, peer)) in &worker.sessions {
+                log(*session, peer);
+            }
+            if let Some(WorkerReport { report, .. }) = &worker.report {
+                let guest = worker.guest.as_deref();
+                processes.ended_workers.add(guest, report, &self.registry);
+            }
+        }
+        drop(processes);
+        self.ended.notify_all();
+    }
+
+    /// Stores a report. Tells a worker without programs to end.
+    fn on_report(&self, id: u64, report: WorkerReport) {
+        let mut processes = self.processes();
+        let Some(worker) = processes.workers.get_mut(&id) else {
+            return;
+        };
+        let sessions = &report.report.status.sessions;
+        let is_open = |session| sessions.iter().any(|s| s.id == session);
+        worker
+            .sessions
+            .retain(|&session, (number, _)| *number > report.served || is_open(session));
+        worker.report = Some(report);
+        if worker.sessions.is_empty() && !worker.is_closing {
+            worker.is_closing = true;
+            worker.ipc.close();
+        }
+    }
+
+    fn wait_for_vm(&self, id: u64, mut process: Child, name: &str) {
+        let pid = process.id();
+        let status = process.wait();
+        // Between these two lines the kernel could give the pid to a new process, but it uses all
+        // other pids first.
+        self.processes().machines.remove(&id);
+        self.ended.notify_all();
+        match status {
+            Ok(status) if status.success() => {}
+            Ok(status) => error!(vm = name, pid, "its process {}", ExitReason(status)),
+            Err(error) => error!(vm = name, pid, "cannot wait for its process: {error}"),
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! What the operator allows a guest: links, memory, a share of the device's time.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A kind of link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum LinkKind {
+    /// A unix socket: a program or a container on this machine.
+    Unix,
+    /// A PCI device of a virtual machine.
+    Pci,
+    /// A vsock connection of a virtual machine.
+    Vsock,
+    /// A TCP connection.
+    Tcp,
+}
+
+impl LinkKind {
+    /// Every kind of link.
+    pub const ALL: [LinkKind; 4] = [
+        LinkKind::Unix,
+        LinkKind::Pci,
+        LinkKind::Vsock,
+        LinkKind::Tcp,
+    ];
+
+    /// The name in configurations, logs and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            LinkKind::Unix => "unix",
+            LinkKind::Pci => "pci",
+            LinkKind::Vsock => "vsock",
+            LinkKind::Tcp => "tcp",
+        }
+    }
+}
+
+impl fmt::Display for LinkKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A text that names no kind of link.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown kind of link {0:?}: expected unix, pci, vsock or tcp")]
+pub struct ParseLinkKindError(String);
+
+impl FromStr for LinkKind {
+    type Err = ParseLinkKindError;
+
+    fn from_str(text: &str) -> Result<LinkKind, ParseLinkKindError> {
+        let found = LinkKind::ALL.into_iter().find(|kind| kind.name() == text);
+        found.ok_or_else(|| ParseLinkKindError(text.into()))
+    }
+}
+
+/// Limits of a guest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Policy {
+    /// Quota of device memory in bytes. `None`: the memory that no quota reserves.
+    pub memory: Option<u64>,
+    /// Share of the device's time, relative to the weights of the other guests.
+    pub weight: u32,
+    /// Graphs of all the guest's programs that may be started and unfinished at once. Further
+    /// graphs wait.
+    pub graphs_in_flight: usize,
+    /// The kinds of link over which the guest may connect.
+    pub links: Vec<LinkKind>,
+}
+
+impl Policy {
+    /// The largest weight.
+    pub const MAX_WEIGHT: u32 = 1000;
+}
+
+impl Default for Policy {
+    fn default() -> Policy {
+        Policy {
+            memory: None,
+            weight: 1,
+            graphs_in_flight: 8,
+            links: LinkKind::ALL.into(),
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! The threads that wait for the device, and the one that has it.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use vgpu_engine::{Plan, RunError, RunStatus, Turn};
+
+use super::queue::{Queue, Share, TenantId, Ticket};
+
+/// Grants turns on one device.
+#[derive(Debug, Default)]
+pub(crate) struct Scheduler {
+    state: Mutex<State>,
+    /// The turn that is in progress, shared with the plan that runs in it.
+    turn: Turn,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: Queue,
+    last_ticket: u64,
+    /// The graph that has the device; its thread may still be waking up.
+    holder: Option<Holder>,
+    waiters: BTreeMap<Ticket, Arc<Condvar>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Holder {
+    tenant: TenantId,
+    ticket: Ticket,
+    /// Start of its turn, on the clock of `Scheduler::turn`.
+    since: Duration,
+    /// Part of the time since then that has been reported to the queue.
+    reported: Duration,
+}
+
+/// Time that a graph took.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Times {
+    /// Waiting for the device, before the first turn and between turns.
+    pub(crate) queued: Duration,
+    /// Having the device.
+    pub(crate) ran: Duration,
+    /// Number of turns.
+    pub(crate) turns: u64,
+}
+
+impl Times {
+    fn add(&mut self, more: Times) {
+        self.queued += more.queued;
+        self.ran += more.ran;
+        self.turns += more.turns;
+    }
+}
+
+/// State of a plan after [`Scheduler::run`].
+#[must_use]
+pub(crate) enum RunState {
+    /// The run has ended.
+    Done(Result<(), RunError>, Times),
+    /// The device executes the rest of the plan asynchronously.
+    InFlight(InFlight),
+}
+
+/// A run of which the device executes the rest. No other graph gets the device until the run has
+/// ended.
+#[must_use]
+pub(crate) struct InFlight {
+    guard: DeviceGuard,
+    /// Waiting time of the last turn.
+    queued: Duration,
+    /// Times of the earlier turns.
+    times: Times,
+}
+
+impl InFlight {
+    /// Waits until the run of `plan` has ended. Calls `after_turn` as [`Scheduler::run`] does.
+    pub(crate) fn wait(
+        self,
+        plan: &mut dyn Plan,
+        after_turn: impl FnOnce(Times),
+    ) -> (Result<(), RunError>, Times) {
+        let InFlight {
+            guard,
+            queued,
+            mut times,
+        } = self;
+        let outcome = plan.wait();
+        let turn = guard.end(queued, true);
+        times.add(turn);
+        after_turn(turn);
+        (outcome, times)
+    }
+}
+
+impl Scheduler {
+    /// Runs a plan, in as many turns as it takes, until all of it has been handed to the device.
+    /// Calls `after_turn` with the times of each turn that has ended.
+    pub(crate) fn run(
+        self: &Arc<Self>,
+        tenant: TenantId,
+        share: Share,
+        plan: &mut dyn Plan,
+        mut after_turn: impl FnMut(Times),
+    ) -> RunState {
+        let mut times = Times::default();
+        let mut wait_began = self.turn.now();
+        let ticket = self.enter(tenant, share);
+        loop {
+            let mut guard = self.wait(tenant, ticket);
+            let start = self.turn.now();
+            let queued = start.saturating_sub(wait_began);
+            guard.start = start;
+            let status = plan.launch(&self.turn);
+            if status == Ok(RunStatus::InFlight) {
+                return RunState::InFlight(InFlight {
+                    guard,
+                    queued,
+                    times,
+                });
+            }
+            let turn = guard.end(queued, status != Ok(RunStatus::Yielded));
+            wait_began = self.turn.now();
+            times.add(turn);
+            after_turn(turn);
+            match status {
+                Ok(RunStatus::Yielded) => {}
+                Ok(_) => return RunState::Done(Ok(()), times),
+                Err(error) => return RunState::Done(Err(error), times),
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn enter(&self, tenant: TenantId, share: Share) -> Ticket {
+        let mut state = self.lock();
+        state.last_ticket += 1;
+        let ticket = Ticket(state.last_ticket);
+        let now = self.turn.now();
+        let State { holder, queue, .. } = &mut *state;
+        if let Some(holder) = holder {
+            let more = now.saturating_sub(holder.since + holder.reported);
+            holder.reported += more;
+            queue.progress(holder.tenant, more);
+        }
+        queue.enter(tenant, share, ticket);
+        match state.holder {
+            None => state.hand_over(&self.turn),
+            Some(holder) => {
+                let ran = now.saturating_sub(holder.since);
+                let cut = state.queue.cut(holder.tenant, ran);
+                self.turn.set_end(cut.map(|cut| holder.since + cut));
+            }
+        }
+        ticket
+    }
+
+    /// Sleeps until the graph with this ticket has the device.
+    fn wait(self: &Arc<Self>, tenant: TenantId, ticket: Ticket) -> DeviceGuard {
+        let mut state = self.lock();
+        let mut wakeup = None;
+        while state.holder.is_none_or(|holder| holder.ticket != ticket) {
+            let wakeup = wakeup.get_or_insert_with(|| {
+                let wakeup = Arc::new(Condvar::new());
+                state.waiters.insert(ticket, Arc::clone(&wakeup));
+                wakeup
+            });
+            state = wakeup.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if wakeup.is_some() {
+            state.waiters.remove(&ticket);
+        }
+        DeviceGuard {
+            scheduler: Arc::clone(self),
+            tenant,
+            ticket,
+            start: self.turn.now(),
+            is_done: true,
+        }
+    }
+}
+
+impl State {
+    /// Gives the idle device to the next graph of the queue.
+    fn hand_over(&mut self, turn: &Turn) {
+        self.holder = self.queue.next().map(|(tenant, ticket)| Holder {
+            tenant,
+            ticket,
+            since: turn.now(),
+            reported: Duration::ZERO,
+        });
+        let Some(holder) = self.holder else { return };
+        let allowance = self.queue.allowance(holder.tenant);
+        turn.set_end(allowance.map(|allowance| holder.since + allowance));
+        if let Some(wakeup) = self.waiters.get(&holder.ticket) {
+            wakeup.notify_one();
+        }
+    }
+}
+
+/// Possession of the device. Dropping this hands the device over, also while a panic in the engine
+/// unwinds.
+struct DeviceGuard {
+    scheduler: Arc<Scheduler>,
+    tenant: TenantId,
+    ticket: Ticket,
+    start: Duration,
+    is_done: bool,
+}
+
+impl DeviceGuard {
+    /// Ends a turn that began after `queued` of waiting. `is_done`: the graph needs no further
+    /// turn.
+    fn end(mut self, queued: Duration, is_done: bool) -> Times {
+        self.is_done = is_done;
+        Times {
+            queued,
+            ran: self.scheduler.turn.now().saturating_sub(self.start),
+            turns: 1,
+        }
+    }
+}
+
+impl Drop for DeviceGuard {
+    fn drop(&mut self) {
+        let Scheduler { turn, .. } = &*self.scheduler;
+        let mut state = self.scheduler.lock();
+        let took = turn.now().saturating_sub(self.start);
+        state
+            .queue
+            .used(self.tenant, self.ticket, took, self.is_done);
+        state.hand_over(turn);
+    }
+}
+
+#[cfg(test)]
+#[path = "scheduler_tests.rs"]
+mod tests;

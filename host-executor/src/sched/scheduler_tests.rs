@@ -1,0 +1,191 @@
+//! The scheduler with threads.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use super::*;
+
+/// A plan of many pieces, which asserts that no other plan runs at the same time.
+struct Pieces<'a> {
+    device: &'a AtomicBool,
+    left: u32,
+    fails: bool,
+}
+
+impl Plan for Pieces<'_> {
+    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
+        assert!(
+            !self.device.swap(true, Ordering::Acquire),
+            "two plans at once"
+        );
+        loop {
+            self.left -= 1;
+            if self.fails && self.left == 0 {
+                self.device.store(false, Ordering::Release);
+                panic!("told to panic");
+            }
+            let over = self.left == 0 || turn.is_over();
+            if over {
+                break;
+            }
+            std::hint::spin_loop();
+        }
+        self.device.store(false, Ordering::Release);
+        match self.left {
+            0 => Ok(RunStatus::Done),
+            _ => Ok(RunStatus::Yielded),
+        }
+    }
+}
+
+/// Runs a plan that is done when `Scheduler::run` returns.
+fn run(
+    scheduler: &Arc<Scheduler>,
+    tenant: u64,
+    share: Share,
+    plan: &mut dyn Plan,
+) -> (Result<(), RunError>, Times) {
+    match scheduler.run(TenantId(tenant), share, plan, |_| {}) {
+        RunState::Done(outcome, times) => (outcome, times),
+        RunState::InFlight(_) => panic!("the plan is in flight"),
+    }
+}
+
+#[test]
+fn plans_of_many_threads_take_turns_and_all_get_done() {
+    let scheduler = Arc::new(Scheduler::default());
+    let device = AtomicBool::new(false);
+    let (graphs, turns) = (AtomicU64::new(0), AtomicU64::new(0));
+    thread::scope(|scope| {
+        for guest in 0..6u64 {
+            let (scheduler, device, graphs, turns) = (&scheduler, &device, &graphs, &turns);
+            scope.spawn(move || {
+                let share = Share {
+                    weight: guest as u32 + 1,
+                    in_flight: 1 + guest as usize % 2,
+                };
+                for round in 0..30 {
+                    let left = if guest % 2 == 0 { 200_000 } else { 1 + round };
+                    let mut work = Pieces {
+                        device,
+                        left,
+                        fails: false,
+                    };
+                    // Two threads are one tenant.
+                    let (outcome, times) = run(scheduler, guest / 2, share, &mut work);
+                    outcome.expect("the work does not fail");
+                    assert_eq!(work.left, 0);
+                    graphs.fetch_add(1, Ordering::Relaxed);
+                    turns.fetch_add(times.turns, Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    assert_eq!(graphs.into_inner(), 180);
+    assert!(turns.into_inner() >= 180);
+    let state = scheduler.lock();
+    assert!(state.holder.is_none() && state.waiters.is_empty());
+}
+
+/// A plan that the device ends asynchronously.
+struct Launches<'a> {
+    device: &'a AtomicBool,
+    is_in_flight: bool,
+}
+
+impl Plan for Launches<'_> {
+    fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
+        assert!(
+            !self.device.swap(true, Ordering::Acquire),
+            "two plans at once"
+        );
+        self.is_in_flight = true;
+        Ok(RunStatus::InFlight)
+    }
+
+    fn wait(&mut self) -> Result<(), RunError> {
+        assert!(std::mem::take(&mut self.is_in_flight));
+        self.device.store(false, Ordering::Release);
+        Ok(())
+    }
+}
+
+#[test]
+fn nobody_gets_the_device_before_what_is_in_flight_has_landed() {
+    let scheduler = Arc::new(Scheduler::default());
+    let device = AtomicBool::new(false);
+    let share = Share {
+        weight: 1,
+        in_flight: 1,
+    };
+    thread::scope(|scope| {
+        for guest in 0..4 {
+            let (scheduler, device) = (&scheduler, &device);
+            scope.spawn(move || {
+                for _ in 0..200 {
+                    let mut plan = Launches {
+                        device,
+                        is_in_flight: false,
+                    };
+                    let mut calls = 0;
+                    match scheduler.run(TenantId(guest), share, &mut plan, |_| calls += 1) {
+                        RunState::InFlight(run) => {
+                            thread::yield_now();
+                            let (outcome, times) = run.wait(&mut plan, |_| calls += 1);
+                            assert_eq!((outcome, times.turns, calls), (Ok(()), 1, 1));
+                        }
+                        RunState::Done(..) => panic!("the plan was not in flight"),
+                    }
+                }
+            });
+        }
+    });
+    assert!(scheduler.lock().holder.is_none());
+}
+
+#[test]
+fn a_plan_that_panics_gives_the_device_back() {
+    let scheduler = Arc::new(Scheduler::default());
+    let device = AtomicBool::new(false);
+    let share = Share {
+        weight: 1,
+        in_flight: 1,
+    };
+    thread::scope(|scope| {
+        let panics = scope.spawn(|| {
+            let mut work = Pieces {
+                device: &device,
+                left: 50,
+                fails: true,
+            };
+            let _ = run(&scheduler, 1, share, &mut work);
+        });
+        assert!(panics.join().is_err());
+    });
+    for tenant in [1, 2] {
+        let mut work = Pieces {
+            device: &device,
+            left: 50,
+            fails: false,
+        };
+        let (outcome, _) = run(&scheduler, tenant, share, &mut work);
+        outcome.expect("the device is free");
+    }
+}
+
+#[test]
+fn a_lone_plan_takes_one_turn() {
+    let scheduler = Arc::new(Scheduler::default());
+    let device = AtomicBool::new(false);
+    let share = Share {
+        weight: 1,
+        in_flight: 1,
+    };
+    let mut work = Pieces {
+        device: &device,
+        left: 1_000_000,
+        fails: false,
+    };
+    let (outcome, times) = run(&scheduler, 1, share, &mut work);
+    assert_eq!((outcome, times.turns), (Ok(()), 1));
+}

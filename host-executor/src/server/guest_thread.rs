@@ -1,0 +1,194 @@
+//! The thread of one guest: handshake, admission, session.
+#![forbid(unsafe_code)]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Instant;
+
+use tracing::{error, info, info_span, warn};
+
+use super::shared::{Entry, Shared};
+use crate::identity::Identity;
+use crate::listener::{IncomingGuest, OpenLink};
+use crate::peer::Peer;
+use crate::session::{Session, SessionEnd, reject};
+use crate::stats::Counters;
+use crate::tenant::Tenant;
+
+/// Guests beyond the limit that are told why they are rejected. Further guests are disconnected
+/// without a message.
+const MAX_REJECTIONS: usize = 16;
+
+/// A guest that has connected, on its own thread.
+struct Guest {
+    id: u64,
+    /// The guest to which the listener belongs.
+    owner: Option<String>,
+    peer: Peer,
+    counters: Arc<Counters>,
+    tenant: Arc<Tenant>,
+    /// Why the rules reject the guest, if they do.
+    rejected: Option<SessionEnd>,
+    /// Why there is no room for the guest, if there is none.
+    full: Option<SessionEnd>,
+}
+
+/// Enters a guest in the table of sessions and starts its thread.
+pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming: IncomingGuest) {
+    let IncomingGuest { peer, open } = incoming;
+    let counters = Arc::new(Counters::default());
+    let (tenant, rejected) = tenant_of(shared, owner, &peer);
+    let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
+    let open_sessions = {
+        let mut sessions = shared.sessions();
+        let count = sessions.len();
+        if count >= max_sessions.saturating_add(MAX_REJECTIONS) {
+            warn!(%peer, "disconnected without a message: {count} sessions are open, the limit is {max_sessions}");
+            return;
+        }
+        sessions.insert(
+            id,
+            Entry {
+                peer: peer.clone(),
+                since: Instant::now(),
+                counters: Arc::clone(&counters),
+                tenant: Arc::clone(&tenant),
+            },
+        );
+        count
+    };
+    let registration = Registration {
+        id,
+        shared: Arc::clone(shared),
+    };
+    let guest = Guest {
+        id,
+        owner: owner.map(str::to_owned),
+        peer,
+        counters,
+        tenant,
+        rejected,
+        full: (open_sessions >= max_sessions).then_some(SessionEnd::Full {
+            sessions: open_sessions,
+            limit: max_sessions,
+        }),
+    };
+    let spawned = thread::Builder::new()
+        .name(format!("vgpu-guest-{id}"))
+        .spawn(move || {
+            let (tenant, peer) = (guest.tenant.name(), &guest.peer);
+            let _span = info_span!("session", id, tenant, %peer).entered();
+            // A panic in a link or in this code ends this guest's thread only. The log reports it.
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                serve(&registration.shared, guest, open);
+            }));
+            if outcome.is_err() {
+                error!("the thread of the session panicked; this is a bug of the host");
+            }
+        });
+    if let Err(error) = spawned {
+        error!("no thread for session {id}, its guest is disconnected: {error}");
+    }
+}
+
+/// The tenant of a guest, and why the guest is rejected, if it is.
+fn tenant_of(
+    shared: &Shared,
+    owner: Option<&str>,
+    peer: &Peer,
+) -> (Arc<Tenant>, Option<SessionEnd>) {
+    match shared.registry.admit(owner, peer) {
+        Ok(tenant) => (tenant, None),
+        Err(error) => (
+            shared.registry.tenants().1,
+            Some(SessionEnd::Rejected {
+                reason: error.to_string(),
+            }),
+        ),
+    }
+}
+
+fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
+    let Guest {
+        id,
+        owner,
+        mut peer,
+        counters,
+        mut tenant,
+        mut rejected,
+        full,
+    } = guest;
+    let mut link = match open() {
+        Ok(link) => link,
+        Err(error) => {
+            warn!("the guest gets no session: {error}");
+            return;
+        }
+    };
+    // A certificate is known only after the handshake, and may change who the guest is.
+    if let Some(identity) = link.certificate().map(Identity::of) {
+        info!("the guest presented the certificate {identity}");
+        peer.certificate = Some(identity);
+        (tenant, rejected) = tenant_of(shared, owner.as_deref(), &peer);
+        if tenant.is_named() {
+            info!("the certificate identifies guest {}", tenant.name());
+        }
+        if let Some(entry) = shared.sessions().get_mut(&id) {
+            entry.tenant = Arc::clone(&tenant);
+            entry.peer.certificate.clone_from(&peer.certificate);
+        }
+    }
+    let origin = match tenant.is_named() {
+        true => format!("guest {}", tenant.name()),
+        false => origin(id, &peer),
+    };
+    if let Some(end) = rejected.or(full) {
+        warn!("rejected: {end}");
+        reject(link.as_mut(), &end);
+        return;
+    }
+    let engine = Arc::clone(&shared.engine);
+    let scheduler = Arc::clone(&shared.scheduler);
+    let session = Session::of_tenant(id, engine, scheduler, tenant, shared.limits, counters);
+    let session = match shared.weights.get() {
+        Some(weights) => session.sharing(weights, &origin),
+        None => session,
+    };
+    session.run(link.as_mut(), &shared.stop);
+}
+
+/// Whose weights a guest without a name shares without proof: those of the same user of this
+/// machine, or of the same virtual machine. Every other session has an origin of its own.
+fn origin(id: u64, peer: &Peer) -> String {
+    let machine = peer.endpoint.strip_prefix("vm ");
+    let machine = machine.and_then(|rest| rest.rsplit_once(" slot "));
+    match (&peer.process, machine) {
+        (Some(process), _) => format!("user {}", process.uid),
+        (None, Some((name, _))) => format!("vm {name}"),
+        (None, None) => format!("session {id}"),
+    }
+}
+
+/// An entry in the table of sessions. Removed when the session's thread ends, however it ends.
+struct Registration {
+    id: u64,
+    shared: Arc<Shared>,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut sessions = self.shared.sessions();
+        // Under the lock of the table, so that a snapshot counts the session exactly once.
+        if let Some(entry) = sessions.remove(&self.id) {
+            let stats = entry.counters.snapshot();
+            match entry.tenant.is_named() {
+                true => entry.tenant.add_ended(&stats),
+                false => self.shared.registry.tenants().1.add_ended(&stats),
+            }
+        }
+        drop(sessions);
+        self.shared.ended.notify_all();
+    }
+}

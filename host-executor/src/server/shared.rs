@@ -1,0 +1,71 @@
+//! What the threads of a server share.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
+
+use vgpu_engine::Engine;
+
+use crate::limits::Limits;
+use crate::peer::Peer;
+use crate::sched::Scheduler;
+use crate::stats::Counters;
+use crate::stop::StopFlag;
+use crate::tenant::Tenant;
+use crate::tenant_registry::TenantRegistry;
+use crate::weights::WeightStore;
+
+/// The engine, the tenants, and the table of sessions.
+pub(super) struct Shared {
+    pub(super) engine: Arc<dyn Engine>,
+    pub(super) since: Instant,
+    pub(super) scheduler: Arc<Scheduler>,
+    pub(super) registry: TenantRegistry,
+    pub(super) weights: OnceLock<WeightStore>,
+    pub(super) limits: Limits,
+    /// Guests served at once.
+    pub(super) max_sessions: AtomicUsize,
+    pub(super) stop: StopFlag,
+    last_id: AtomicU64,
+    sessions: Mutex<BTreeMap<u64, Entry>>,
+    /// Notified when a session has ended.
+    pub(super) ended: Condvar,
+}
+
+/// A session in the table of sessions.
+pub(super) struct Entry {
+    pub(super) peer: Peer,
+    pub(super) since: Instant,
+    pub(super) counters: Arc<Counters>,
+    pub(super) tenant: Arc<Tenant>,
+}
+
+impl Shared {
+    pub(super) fn new(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Shared {
+        Shared {
+            registry: TenantRegistry::new(engine.memory().total),
+            since: Instant::now(),
+            scheduler: Arc::default(),
+            engine,
+            weights: OnceLock::new(),
+            limits,
+            max_sessions: AtomicUsize::new(max_sessions),
+            stop: StopFlag::new(),
+            last_id: AtomicU64::new(0),
+            sessions: Mutex::default(),
+            ended: Condvar::new(),
+        }
+    }
+
+    /// The table of sessions.
+    pub(super) fn sessions(&self) -> MutexGuard<'_, BTreeMap<u64, Entry>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A session number that this server has not used.
+    pub(super) fn new_id(&self) -> u64 {
+        self.last_id.fetch_add(1, Ordering::Relaxed) + 1
+    }
+}

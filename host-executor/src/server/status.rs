@@ -1,0 +1,112 @@
+//! Snapshots of a server.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::shared::Shared;
+use crate::stats::Stats;
+use crate::status::{
+    EngineStatus, GuestStatus, SessionStatus, Status, StatusSource, TenantLatency, Usage,
+    WeightsStatus,
+};
+use crate::tenant::Tenant;
+use crate::weights::WeightStore;
+
+impl StatusSource for Shared {
+    fn status(&self) -> Status {
+        let shared = self;
+        // One lock for tenants and sessions: a session that ends meanwhile is counted once.
+        let entries = shared.sessions();
+        let (named, unnamed) = shared.registry.tenants();
+        let sessions: Vec<SessionStatus> = entries
+            .iter()
+            .map(|(&id, entry)| SessionStatus {
+                id,
+                guest: match entry.tenant.is_named() {
+                    true => entry.tenant.name().to_owned(),
+                    false => unnamed.name().to_owned(),
+                },
+                endpoint: entry.peer.endpoint.clone(),
+                pid: entry.peer.process.as_ref().map(|process| process.pid),
+                uid: entry.peer.process.as_ref().map(|process| process.uid),
+                program: entry.counters.guest.get().cloned(),
+                age: entry.since.elapsed().as_secs_f64(),
+                usage: Usage::from(&entry.counters.snapshot()),
+            })
+            .collect();
+        let mut guests: Vec<(Arc<Tenant>, Stats)> = named
+            .into_iter()
+            .chain([unnamed])
+            .map(|tenant| {
+                let ended = tenant.ended();
+                (tenant, ended)
+            })
+            .collect();
+        let mut counts = vec![0; guests.len()];
+        for entry in entries.values() {
+            // Tenants that are named no longer count with the unnamed ones.
+            let whose = guests
+                .iter()
+                .position(|(t, _)| Arc::ptr_eq(t, &entry.tenant));
+            let whose = whose.unwrap_or(guests.len() - 1);
+            let stats = entry.counters.snapshot();
+            guests[whose].1.add(&stats);
+            guests[whose].1.buffer_bytes += stats.buffer_bytes;
+            guests[whose].1.weights_shared += stats.weights_shared;
+            counts[whose] += 1;
+        }
+        drop(entries);
+        let guests = guests.iter().zip(counts);
+        let memory = shared.engine.memory();
+        let weights = shared
+            .weights
+            .get()
+            .map(WeightStore::stats)
+            .unwrap_or_default();
+        Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            uptime: shared.since.elapsed().as_secs_f64(),
+            engine: EngineStatus {
+                name: shared.engine.name().into(),
+                description: shared.engine.description().into(),
+                memory_total: memory.total,
+                memory_free: memory.free,
+                weights: WeightsStatus {
+                    bytes: weights.bytes,
+                    disk_bytes: weights.disk_bytes,
+                    not_sent: weights.not_sent,
+                    from_disk: weights.from_disk,
+                    merged: weights.merged,
+                },
+            },
+            guests: guests
+                .map(|((tenant, stats), sessions)| {
+                    let policy = match tenant.is_named() {
+                        true => tenant.policy(),
+                        false => shared.registry.unnamed_policy(),
+                    };
+                    GuestStatus {
+                        name: tenant.name().to_owned(),
+                        quota: policy.memory,
+                        weight: policy.weight,
+                        sessions,
+                        usage: Usage::from(stats),
+                    }
+                })
+                .collect(),
+            sessions,
+        }
+    }
+
+    fn latencies(&self) -> Vec<TenantLatency> {
+        let (named, unnamed) = self.registry.tenants();
+        let tenants = named.into_iter().chain([unnamed]);
+        tenants
+            .map(|tenant| TenantLatency {
+                guest: tenant.name().to_owned(),
+                queued: tenant.latency.queued.read(),
+                ran: tenant.latency.ran.read(),
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,322 @@
+//! What each request does, except those on weights.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tracing::{debug, info, trace};
+use vgpu_engine::{RunError, SharedMemory};
+use vgpu_transport::bytes::Bytes;
+use vgpu_transport::ir::{BufferId, IR_VERSION};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+
+use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
+use super::error::{SessionEnd, Violation};
+use super::graphs::{CompileContext, GraphStatus};
+use super::state::{MODEL_SCALE, Session, count_turn};
+use crate::sched::{RunState, Times};
+use crate::stats::Kind;
+
+/// Longest guest name that is kept, in characters.
+const MAX_NAME_CHARS: usize = 200;
+
+impl Session {
+    /// Carries out a request.
+    pub(super) fn perform(
+        &mut self,
+        request: u64,
+        message: Request,
+        payload: Bytes<'_>,
+    ) -> Result<Answer, SessionEnd> {
+        let kind = Kind::of(&message);
+        self.counters.request(kind);
+        let kind = kind.name();
+        trace!(request, kind, payload = payload.len(), "request");
+        self.check(kind, &message, payload)?;
+        match message {
+            Request::Hello { protocol, ir, name } => self.hello(protocol, ir, &name),
+            Request::Alloc { buffer, size } => self.alloc(request, buffer, size),
+            Request::Free { buffer } => {
+                self.buffers.remove(buffer)?;
+                self.weights.forget(buffer);
+                self.graphs.forget_users(buffer);
+                debug!(buffer = buffer.0, "freed");
+                self.update_gauges();
+                Ok(Answer::Nothing)
+            }
+            Request::Write { buffer, offset } => {
+                let len = payload.len() as u64;
+                let memory = self.buffers.range(kind, buffer, offset, len)?;
+                Ok(done(request, kind, buffer, memory.write(offset, payload)))
+            }
+            Request::Read {
+                buffer,
+                offset,
+                len,
+            } => self.read(kind, buffer, offset, len),
+            Request::Fill {
+                buffer,
+                offset,
+                len,
+                value,
+            } => {
+                let memory = self.buffers.range(kind, buffer, offset, len)?;
+                Ok(done(request, kind, buffer, memory.fill(offset, len, value)))
+            }
+            Request::Copy {
+                dst,
+                dst_offset,
+                src,
+                src_offset,
+                len,
+            } => {
+                let from = self.buffers.range(kind, src, src_offset, len)?;
+                let to = self.buffers.range(kind, dst, dst_offset, len)?;
+                let copied = to.copy_from(dst_offset, from.as_ref(), src_offset, len);
+                Ok(done(request, kind, dst, copied))
+            }
+            Request::Graph {
+                graph,
+                offset,
+                total,
+            } => self.graph(request, graph, offset, total, payload),
+            Request::Patch { graph, base } => self.patch(request, graph, base, payload),
+            Request::Submit { graph } => self.submit(request, graph),
+            Request::Forget { graph } => {
+                self.graphs.forget(graph);
+                self.update_gauges();
+                Ok(Answer::Nothing)
+            }
+            Request::Memory {} => {
+                let memory = self.tenant.memory(self.engine.as_ref());
+                Ok(Answer::Message(Reply::Memory {
+                    request,
+                    total: memory.total,
+                    free: memory.free,
+                }))
+            }
+            Request::Fence {} => Ok(Answer::Message(Reply::Done { request })),
+            Request::Weights { .. }
+            | Request::Lookup { .. }
+            | Request::Proof { .. }
+            | Request::Extent { .. }
+            | Request::Seal { .. }
+            | Request::Query { .. }
+            | Request::Attach { .. } => self.weights_request(request, kind, &message),
+        }
+    }
+
+    /// The rules that every request has to keep: HELLO comes first, a PROOF directly follows its
+    /// challenge, and only some kinds carry a payload.
+    fn check(
+        &mut self,
+        kind: &'static str,
+        message: &Request,
+        payload: Bytes<'_>,
+    ) -> Result<(), Violation> {
+        if self.guest().is_none() && !matches!(message, Request::Hello { .. }) {
+            return Err(Violation::NoHello { kind });
+        }
+        if !matches!(message, Request::Proof { .. }) {
+            self.weights.forget_challenge();
+        }
+        match message {
+            Request::Write { .. } | Request::Graph { .. } | Request::Patch { .. } => Ok(()),
+            _ if payload.is_empty() => Ok(()),
+            _ => {
+                let payload = payload.len();
+                Err(Violation::Payload { kind, payload })
+            }
+        }
+    }
+
+    fn hello(&mut self, protocol: u32, ir: u32, name: &str) -> Result<Answer, SessionEnd> {
+        if self.guest().is_some() {
+            return Err(Violation::SecondHello.into());
+        }
+        // The guest chooses the name, and terminals show it: control characters are removed and the
+        // length is limited.
+        let name: String = name
+            .chars()
+            .filter(|c| !c.is_control())
+            .take(MAX_NAME_CHARS)
+            .collect();
+        info!(guest = %name, protocol, ir, "session opened");
+        // Cannot fail: the name is unset, and only this thread sets it.
+        let _ = self.counters.guest.set(name);
+        if protocol != PROTOCOL_VERSION {
+            return Err(Violation::Protocol { guest: protocol }.into());
+        }
+        if ir != IR_VERSION {
+            return Err(Violation::Ir { guest: ir }.into());
+        }
+        let memory = self.tenant.memory(self.engine.as_ref());
+        Ok(Answer::Message(Reply::Welcome {
+            protocol: PROTOCOL_VERSION,
+            session: self.id,
+            engine: self.engine.name().to_owned(),
+            description: self.engine.description().to_owned(),
+            memory_total: memory.total,
+            memory_free: memory.free,
+            capabilities: self.engine.capabilities().clone(),
+        }))
+    }
+
+    fn alloc(&mut self, request: u64, buffer: BufferId, size: u64) -> Result<Answer, SessionEnd> {
+        self.buffers.check_new(buffer)?;
+        let limit = self.limits.buffers;
+        if self.buffers.len() >= limit {
+            let reason = format!("the session already has {limit} buffers, which is the limit");
+            return Ok(refused(request, buffer, reason));
+        }
+        let mut charge = match self.tenant.charge(size, self.engine.as_ref()) {
+            Ok(charge) => charge,
+            Err(error) => {
+                let reason = format!("guest {}: {error}", self.tenant.name());
+                return Ok(refused(request, buffer, reason));
+            }
+        };
+        let shared = match self.can_share && size > 0 {
+            true => self.engine.alloc_shared(size),
+            false => Ok(None),
+        };
+        let allocated = shared.and_then(|shared| match shared {
+            Some(SharedMemory { memory, file, size }) => Ok((memory, Some((file, size)))),
+            None => Ok((self.engine.alloc(size)?, None)),
+        });
+        let (memory, shared) = match allocated {
+            Ok(allocated) => allocated,
+            Err(error) => return Ok(refused(request, buffer, error.to_string())),
+        };
+        charge.allocated();
+        self.buffers.insert(buffer, memory, charge, limit)?;
+        self.update_gauges();
+        if size >= MODEL_SCALE && self.may_log() {
+            let free = self.tenant.memory(self.engine.as_ref()).free;
+            info!(buffer = buffer.0, size, free, "allocated");
+        } else {
+            debug!(buffer = buffer.0, size, "allocated");
+        }
+        Ok(match shared {
+            Some((file, size)) => Answer::Shared { file, size },
+            None => Answer::Message(Reply::Done { request }),
+        })
+    }
+
+    fn read(
+        &self,
+        kind: &'static str,
+        buffer: BufferId,
+        offset: u64,
+        len: u64,
+    ) -> Result<Answer, SessionEnd> {
+        let memory = self.buffers.range(kind, buffer, offset, len)?;
+        let limit = MAX_PAYLOAD;
+        match usize::try_from(len) {
+            Ok(len) if len <= limit => Ok(Answer::Data(ReadRange {
+                memory: Arc::clone(memory),
+                offset,
+                len,
+            })),
+            _ => Err(Violation::ReadTooLong { len, limit }.into()),
+        }
+    }
+
+    fn graph(
+        &mut self,
+        request: u64,
+        graph: GraphId,
+        offset: u64,
+        total: u64,
+        part: Bytes<'_>,
+    ) -> Result<Answer, SessionEnd> {
+        let start = Instant::now();
+        let (graphs, context) = self.compile_context();
+        let status = graphs.part(graph, offset, total, part, &context)?;
+        if !matches!(status, GraphStatus::Incomplete) {
+            self.counters.full_graphs.add(1);
+        }
+        Ok(self.compiled(request, "GRAPH", graph, status, start))
+    }
+
+    fn patch(
+        &mut self,
+        request: u64,
+        graph: GraphId,
+        base: GraphId,
+        patch: Bytes<'_>,
+    ) -> Result<Answer, SessionEnd> {
+        let start = Instant::now();
+        let (graphs, context) = self.compile_context();
+        let status = graphs.patch(graph, base, patch, &context)?;
+        self.counters.patches.add(1);
+        Ok(self.compiled(request, "PATCH", graph, status, start))
+    }
+
+    /// The answer to a request that has brought a graph, or a part of one.
+    fn compiled(
+        &mut self,
+        request: u64,
+        kind: &'static str,
+        graph: GraphId,
+        status: GraphStatus,
+        start: Instant,
+    ) -> Answer {
+        let answer = match status {
+            GraphStatus::Incomplete => return Answer::Nothing,
+            GraphStatus::Compiled { bytes, nodes } => {
+                let took = start.elapsed();
+                debug!(kind, graph = graph.0, nodes, bytes, ?took, "graph compiled");
+                Answer::Nothing
+            }
+            GraphStatus::Failed(error) => failed(request, kind, graph.0, &error),
+        };
+        self.update_gauges();
+        answer
+    }
+
+    fn submit(&mut self, request: u64, graph: GraphId) -> Result<Answer, SessionEnd> {
+        let context = CompileContext {
+            engine: self.engine.as_ref(),
+            buffers: &self.buffers,
+            limits: &self.limits,
+        };
+        let stored = self.graphs.get(graph, &context)?;
+        let plan = match &mut stored.plan {
+            Ok(plan) => plan,
+            Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
+        };
+        let (tenant, share) = (self.tenant.id(), self.tenant.share());
+        let counters = &self.counters;
+        // Counted turn by turn, so that a snapshot during a long graph is current.
+        let count = |turn| count_turn(counters, turn);
+        match self.scheduler.run(tenant, share, plan.as_mut(), count) {
+            RunState::Done(outcome, times) => Ok(self.ran(request, graph, outcome, times)),
+            RunState::InFlight(run) => Ok(Answer::InFlight(Submitted {
+                request,
+                graph,
+                run,
+            })),
+        }
+    }
+
+    /// Counts a run of a graph that has ended. Returns the answer to its SUBMIT.
+    pub(super) fn ran(
+        &self,
+        request: u64,
+        graph: GraphId,
+        outcome: Result<(), RunError>,
+        times: Times,
+    ) -> Answer {
+        let nodes = self.graphs.nodes(graph);
+        let Times { queued, ran, turns } = times;
+        self.counters.graphs_run.add(1);
+        self.counters.nodes_run.add(nodes as u64);
+        self.tenant.latency.queued.observe(queued);
+        self.tenant.latency.ran.observe(ran);
+        trace!(graph = graph.0, nodes, ?ran, ?queued, turns, "graph run");
+        match outcome {
+            Ok(()) => Answer::Nothing,
+            Err(error) => failed(request, "SUBMIT", graph.0, &error),
+        }
+    }
+}

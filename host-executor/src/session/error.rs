@@ -1,0 +1,176 @@
+//! Why sessions end.
+
+use std::time::Duration;
+
+use vgpu_transport::ir::{BufferId, DecodeError, IR_VERSION, Invalid};
+use vgpu_transport::link::LinkError;
+use vgpu_transport::wire::{
+    ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, WireError,
+};
+
+/// Why a session ended.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SessionEnd {
+    /// The guest disconnected. This is the normal end.
+    #[error("the guest disconnected")]
+    Closed,
+    /// The link failed, or the guest broke its rules.
+    #[error("the link failed: {0}")]
+    Link(LinkError),
+    /// The guest broke the protocol.
+    #[error("the guest broke the protocol: {0}")]
+    Violation(#[from] Violation),
+    /// The guest connected and did not send HELLO in time.
+    #[error("the guest did not send HELLO within {0:?}")]
+    NoHello(Duration),
+    /// The host shuts down.
+    #[error("the host is shutting down")]
+    Shutdown,
+    /// The configuration of the host rejects this guest.
+    #[error("the host does not serve this guest: {reason}")]
+    Rejected {
+        /// The rule that rejects the guest.
+        reason: String,
+    },
+    /// The host serves as many guests as its limit allows.
+    #[error("the host already serves {sessions} guests, its limit is {limit}")]
+    Full {
+        /// Open sessions.
+        sessions: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// The engine could not read or write its own memory.
+    #[error("the engine failed: {0}")]
+    Engine(String),
+    /// Code of the host panicked while it served this guest. This is a bug of the host.
+    #[error("the host failed while it executed a request: {0}")]
+    Panic(String),
+}
+
+impl From<LinkError> for SessionEnd {
+    fn from(error: LinkError) -> SessionEnd {
+        match error {
+            LinkError::Closed => SessionEnd::Closed,
+            other => SessionEnd::Link(other),
+        }
+    }
+}
+
+/// How a guest broke the protocol. Ends its session.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum Violation {
+    #[error("request {request} ({len} bytes) cannot be decoded: {error}")]
+    Message {
+        request: u64,
+        len: usize,
+        error: WireError,
+    },
+    #[error("the first request is {kind}, not HELLO")]
+    NoHello { kind: &'static str },
+    #[error("HELLO came twice")]
+    SecondHello,
+    #[error(
+        "the guest speaks protocol version {guest}, this host speaks {PROTOCOL_VERSION}: update the \
+         older of the two"
+    )]
+    Protocol { guest: u32 },
+    #[error(
+        "the guest speaks graph IR version {guest}, this host speaks {IR_VERSION}: update the older \
+         of the two"
+    )]
+    Ir { guest: u32 },
+    #[error("{kind} carries a payload of {payload} bytes, but takes none")]
+    Payload { kind: &'static str, payload: usize },
+    #[error("ALLOC names buffer 0, which is not a valid id")]
+    BufferZero,
+    #[error("ALLOC names buffer {}, an id that the session has used before", .0.0)]
+    BufferReused(BufferId),
+    #[error("the ids of buffers form {ranges} separate ranges; a guest has to count up")]
+    ScatteredIds { ranges: usize },
+    #[error("{kind} names buffer {}, which the session does not have", .buffer.0)]
+    UnknownBuffer {
+        kind: &'static str,
+        buffer: BufferId,
+    },
+    #[error("{kind} accesses {len} bytes at {offset} of buffer {}, which has {size}", .buffer.0)]
+    OutOfBounds {
+        kind: &'static str,
+        buffer: BufferId,
+        offset: u64,
+        len: u64,
+        size: u64,
+    },
+    #[error("{kind} names buffer {}, which is not for weights", .buffer.0)]
+    NotForWeights {
+        kind: &'static str,
+        buffer: BufferId,
+    },
+    #[error("{kind} names an extent of {len} bytes, the minimum is {MIN_EXTENT}")]
+    ShortExtent { kind: &'static str, len: u64 },
+    #[error("EXTENT names more than {MAX_EXTENTS} extents in buffer {}", .0.0)]
+    TooManyExtents(BufferId),
+    #[error("QUERY names {asked} extents, at most {MAX_QUERIED} are allowed")]
+    TooMuchAsked { asked: usize },
+    #[error("ATTACH names {len} bytes with hash {hash}, which QUERY has not reserved for buffer {}", .buffer.0)]
+    NotKept {
+        buffer: BufferId,
+        len: u64,
+        hash: ContentHash,
+    },
+    #[error("PROOF without a challenge in the reply before it")]
+    UnaskedProof,
+    #[error("READ asks for {len} bytes, at most {limit} are allowed")]
+    ReadTooLong { len: u64, limit: usize },
+    #[error(
+        "SUBMIT names graph {}, which was never sent, was forgotten, or used a buffer that was freed",
+        .0.0
+    )]
+    UnknownGraph(GraphId),
+    #[error(
+        "PATCH of {bytes} bytes is based on graph {}, which was never sent, was forgotten, or used a \
+         buffer that was freed",
+        .base.0
+    )]
+    UnknownBase { base: GraphId, bytes: usize },
+    #[error("graph {} has an image of {total} bytes; the size is a multiple of 4 from 4 to {limit}", .graph.0)]
+    ImageSize {
+        graph: GraphId,
+        total: u64,
+        limit: u64,
+    },
+    #[error(
+        "a part of graph {} has {len} bytes at {offset} of {total}, expected are bytes from \
+         {expected_offset} of {expected_total} of graph {}",
+        .graph.0,
+        .expected_graph.0
+    )]
+    Part {
+        graph: GraphId,
+        offset: u64,
+        len: usize,
+        total: u64,
+        expected_graph: GraphId,
+        expected_offset: u64,
+        expected_total: u64,
+    },
+    #[error("graph {} cannot be decoded: {error}", .graph.0)]
+    Image { graph: GraphId, error: DecodeError },
+    #[error("graph {} names {names} buffers, the session has {buffers}", .graph.0)]
+    BufferTable {
+        graph: GraphId,
+        names: usize,
+        buffers: usize,
+    },
+    #[error("graph {} is invalid: {invalid}", .graph.0)]
+    Graph { graph: GraphId, invalid: Invalid },
+    #[error("with graph {} the session stores {count} {what}, at most {limit} are allowed",
+        .graph.0)]
+    TooManyGraphs {
+        graph: GraphId,
+        what: &'static str,
+        count: u64,
+        limit: u64,
+    },
+}

@@ -1,0 +1,327 @@
+//! The loop of a session: receives requests, executes them, sends replies.
+
+use std::any::Any;
+use std::os::fd::AsFd as _;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use tracing::{debug, error, info, warn};
+use vgpu_transport::bytes::Bytes;
+use vgpu_transport::link::{HostEnd, LinkError};
+use vgpu_transport::wire::{Reply, Request};
+
+use super::answer::{Answer, ReadRange, Submitted};
+use super::error::{SessionEnd, Violation};
+use super::state::{Session, count_turn};
+use crate::stop::StopFlag;
+
+/// How often an idle session checks its stop flag.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// How long the session waits for the guest's next request while the device executes a graph. A
+/// guest that wants a result asks for it right after SUBMIT.
+const LOOK_AHEAD: Duration = Duration::from_micros(50);
+
+/// Buffers of the loop for one received and one sent message.
+#[derive(Default)]
+struct Messages {
+    incoming: Vec<u8>,
+    outgoing: Vec<u8>,
+}
+
+impl Session {
+    /// Serves the guest until it disconnects, breaks the protocol, or `stop` is set. Tells the
+    /// guest why, if it still listens. All resources of the session are freed when this returns.
+    /// The caller's tracing span identifies the guest.
+    pub fn run(mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
+        let start = Instant::now();
+        let end = self.serve(link, stop);
+        if !matches!(end, SessionEnd::Closed | SessionEnd::Link(_)) {
+            reject(link, &end);
+        }
+        self.log_end(link, start, &end);
+        end
+    }
+
+    fn log_end(&self, link: &dyn HostEnd, start: Instant, end: &SessionEnd) {
+        let stats = self.stats();
+        let link = link.counters();
+        let guest = self.guest().unwrap_or("unknown, no HELLO received");
+        macro_rules! closed {
+            ($level:ident) => {
+                $level!(
+                    guest,
+                    requests = stats.requests(),
+                    kinds = %stats,
+                    replies = link.messages_out,
+                    bytes_in = stats.bytes_in,
+                    bytes_out = stats.bytes_out,
+                    round_trips = stats.round_trips,
+                    spins = link.spins,
+                    sleeps = link.sleeps,
+                    kicks = link.kicks,
+                    failures = stats.failures,
+                    full_graphs = stats.full_graphs,
+                    patches = stats.patches,
+                    graphs_run = stats.graphs_run,
+                    nodes_run = stats.nodes_run,
+                    busy = ?stats.busy,
+                    queued = ?stats.queued,
+                    turns = stats.turns,
+                    open = ?start.elapsed(),
+                    freed = stats.buffer_bytes,
+                    weights_not_sent = stats.weights_not_sent,
+                    weights_shared = stats.weights_shared,
+                    "session closed: {end}"
+                )
+            };
+        }
+        match end {
+            SessionEnd::Closed | SessionEnd::Shutdown => closed!(info),
+            SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
+            _ => closed!(warn),
+        }
+    }
+
+    fn serve(&mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
+        let connected = Instant::now();
+        self.can_share = self.limits.share && link.can_share();
+        // Lets the device copy from and to the window directly, for as long as the session lives.
+        let _pinned = link.window().and_then(|window| self.engine.pin(window));
+        let mut messages = Messages::default();
+        loop {
+            if stop.is_set() {
+                return SessionEnd::Shutdown;
+            }
+            if self.guest().is_none() && connected.elapsed() > self.limits.hello {
+                return SessionEnd::NoHello(self.limits.hello);
+            }
+            self.merge_weights();
+            messages.incoming.clear();
+            let request = match link.receive(&mut messages.incoming, POLL_INTERVAL) {
+                Ok(Some(incoming)) => incoming.request,
+                Ok(None) => continue,
+                Err(error) => return error.into(),
+            };
+            let answer = match self.execute(request, &messages.incoming, link.payload()) {
+                Ok(answer) => answer,
+                Err(end) => return end,
+            };
+            let outcome = match answer {
+                Answer::InFlight(submitted) => self.complete(submitted, link, &mut messages),
+                answer => self.answer(request, answer, link, &mut messages.outgoing),
+            };
+            if let Err(end) = outcome {
+                return end;
+            }
+            link.retire();
+        }
+    }
+
+    /// Decodes and executes a request. A panic is a bug of the host and ends the session.
+    fn execute(
+        &mut self,
+        request: u64,
+        message: &[u8],
+        payload: Bytes<'_>,
+    ) -> Result<Answer, SessionEnd> {
+        let bytes = message.len() + payload.len();
+        self.counters.bytes_in.add(bytes as u64);
+        let decoded = Request::decode(message).map_err(|error| Violation::Message {
+            request,
+            len: message.len(),
+            error,
+        })?;
+        // The session ends after a panic, so nothing sees state that the panic left inconsistent.
+        catch_unwind(AssertUnwindSafe(|| self.perform(request, decoded, payload)))
+            .unwrap_or_else(|panic| Err(SessionEnd::Panic(panic_message(panic.as_ref()))))
+    }
+
+    /// Completes a graph that the device is executing. If the guest's next request is a READ, its
+    /// copy is queued on the device behind the graph, and one wait serves both.
+    fn complete(
+        &mut self,
+        submitted: Submitted,
+        link: &mut dyn HostEnd,
+        messages: &mut Messages,
+    ) -> Result<(), SessionEnd> {
+        let Messages { incoming, outgoing } = messages;
+        let submit = submitted.request;
+        incoming.clear();
+        let next = link.receive_ahead(&is_read, incoming, LOOK_AHEAD);
+        let next = next.map(|next| {
+            let request = next?.request;
+            Some((request, self.execute(request, incoming, link.payload())))
+        });
+        let next = match next {
+            // A guest that does not take its replies must not keep the device from other guests.
+            Ok(Some((request, Ok(Answer::Data(read))))) if has_room(link, request, read.len) => {
+                return self.send_behind(submitted, request, read, link, outgoing);
+            }
+            next => next,
+        };
+        let outcome = self.wait(submitted)?;
+        self.answer(submit, outcome, link, outgoing)?;
+        match next? {
+            Some((request, answer)) => self.answer(request, answer?, link, outgoing),
+            None => Ok(()),
+        }
+    }
+
+    /// Sends the bytes that READ `request` asks for, as they are after the graph that is in flight.
+    fn send_behind(
+        &mut self,
+        submitted: Submitted,
+        request: u64,
+        read: ReadRange,
+        link: &mut dyn HostEnd,
+        outgoing: &mut Vec<u8>,
+    ) -> Result<(), SessionEnd> {
+        outgoing.clear();
+        Reply::Data { request }.encode(outgoing);
+        let submit = submitted.request;
+        let mut in_flight = Some(submitted);
+        let mut outcome = Ok(Answer::Nothing);
+        let sent = link.send_if(outgoing, read.len, &mut |out| {
+            let copied = read.memory.read(read.offset, out);
+            if let Some(submitted) = in_flight.take() {
+                outcome = self.wait(submitted);
+            }
+            copied.is_ok() && matches!(outcome, Ok(Answer::Nothing))
+        });
+        // The link did not ask for the payload: nothing has waited for the graph yet.
+        if let Some(submitted) = in_flight {
+            outcome = self.wait(submitted);
+        }
+        let outcome = outcome?;
+        if sent? {
+            self.counters.round_trips.add(1);
+            self.count_sent(outgoing.len() + read.len);
+            return Ok(());
+        }
+        // The guest learns of the graph's failure before its READ is answered. A lost device fails
+        // the READ, too.
+        self.answer(submit, outcome, link, outgoing)?;
+        self.answer(request, Answer::Data(read), link, outgoing)
+    }
+
+    /// Waits until the device has executed a graph.
+    fn wait(&mut self, submitted: Submitted) -> Result<Answer, SessionEnd> {
+        let Submitted {
+            request,
+            graph,
+            run,
+        } = submitted;
+        let Some(plan) = self.graphs.submitted(graph) else {
+            // No request is executed between SUBMIT and this that could remove the graph.
+            return Err(SessionEnd::Panic("a graph in flight is gone".into()));
+        };
+        let counters = &self.counters;
+        let wait = AssertUnwindSafe(|| run.wait(plan, |turn| count_turn(counters, turn)));
+        let (outcome, times) =
+            catch_unwind(wait).map_err(|panic| SessionEnd::Panic(panic_message(panic.as_ref())))?;
+        Ok(self.ran(request, graph, outcome, times))
+    }
+
+    /// Sends what a request calls for.
+    fn answer(
+        &mut self,
+        request: u64,
+        answer: Answer,
+        link: &mut dyn HostEnd,
+        outgoing: &mut Vec<u8>,
+    ) -> Result<(), SessionEnd> {
+        outgoing.clear();
+        let reply = match answer {
+            Answer::Nothing => return Ok(()),
+            Answer::InFlight(submitted) => {
+                let outcome = self.wait(submitted)?;
+                return self.answer(request, outcome, link, outgoing);
+            }
+            Answer::Data(read) => return self.send_data(request, &read, link, outgoing),
+            Answer::Message(reply) => {
+                self.counters.round_trips.add(1);
+                reply
+            }
+            Answer::Shared { file, size } => {
+                self.counters.round_trips.add(1);
+                // A guest that does not take the file reads and writes by messages.
+                match link.share(file.as_fd()) {
+                    true => Reply::Shared { request, size },
+                    false => Reply::Done { request },
+                }
+            }
+            Answer::Failure { reply, reason } => {
+                self.counters.failures.add(1);
+                if self.may_log() {
+                    warn!(request, "{reason}");
+                } else {
+                    debug!(request, "{reason}");
+                }
+                reply
+            }
+        };
+        reply.encode(outgoing);
+        link.send(outgoing, 0, &mut |_| {})?;
+        self.count_sent(outgoing.len());
+        Ok(())
+    }
+
+    fn send_data(
+        &mut self,
+        request: u64,
+        read: &ReadRange,
+        link: &mut dyn HostEnd,
+        outgoing: &mut Vec<u8>,
+    ) -> Result<(), SessionEnd> {
+        self.counters.round_trips.add(1);
+        Reply::Data { request }.encode(outgoing);
+        let mut copied = Ok(());
+        link.send(outgoing, read.len, &mut |out| {
+            copied = read.memory.read(read.offset, out);
+        })?;
+        self.count_sent(outgoing.len() + read.len);
+        copied.map_err(|error| SessionEnd::Engine(error.to_string()))
+    }
+
+    fn count_sent(&self, bytes: usize) {
+        self.counters.bytes_out.add(bytes as u64);
+    }
+}
+
+/// Whether a message is a READ of at least one byte.
+fn is_read(message: &[u8]) -> bool {
+    matches!(Request::decode(message), Ok(Request::Read { len, .. }) if len > 0)
+}
+
+/// Whether the link can take the reply to a READ without waiting for the guest.
+fn has_room(link: &mut dyn HostEnd, request: u64, len: usize) -> bool {
+    let mut message = Vec::new();
+    Reply::Data { request }.encode(&mut message);
+    link.has_room(message.len(), len)
+}
+
+/// Tells a guest why its session ends. The guest may be gone already, so a failure is only logged.
+pub(crate) fn reject(link: &mut dyn HostEnd, end: &SessionEnd) {
+    let reason = match end {
+        // The panic message is for the host's log.
+        SessionEnd::Panic(_) => "the host failed while it executed a request".to_owned(),
+        other => other.to_string(),
+    };
+    let mut message = Vec::new();
+    Reply::Ended { reason }.encode(&mut message);
+    match link.send(&message, 0, &mut |_| {}) {
+        Ok(()) | Err(LinkError::Closed) => {}
+        Err(error) => debug!("the guest cannot be told why its session ends: {error}"),
+    }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    if let Some(message) = panic.downcast_ref::<&str>() {
+        (*message).to_owned()
+    } else if let Some(message) = panic.downcast_ref::<String>() {
+        message.clone()
+    } else {
+        "a panic without a message".to_owned()
+    }
+}

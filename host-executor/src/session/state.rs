@@ -1,0 +1,131 @@
+//! The state of a session.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tracing::warn;
+use vgpu_engine::Engine;
+
+use super::buffers::Buffers;
+use super::graphs::{CompileContext, Graphs};
+use super::weights_state::SessionWeights;
+use crate::ledger::Ledger;
+use crate::limits::Limits;
+use crate::policy::Policy;
+use crate::sched::{Scheduler, Times};
+use crate::stats::{Counters, Stats};
+use crate::tenant::Tenant;
+use crate::weights::WeightStore;
+
+/// Buffers of at least this size belong to a model rather than to a graph; the log reports them at
+/// the info level.
+pub(super) const MODEL_SCALE: u64 = 64 << 20;
+
+/// Events of one session that the log reports at the info and warn levels. A guest can cause any
+/// number of events; the rest is reported at the debug level.
+const MAX_LOGGED_EVENTS: u32 = 100;
+
+/// The host's side of one guest.
+pub struct Session {
+    /// The session's number, for people.
+    pub(super) id: u64,
+    pub(super) engine: Arc<dyn Engine>,
+    pub(super) scheduler: Arc<Scheduler>,
+    pub(super) tenant: Arc<Tenant>,
+    pub(super) limits: Limits,
+    pub(super) counters: Arc<Counters>,
+    pub(super) buffers: Buffers,
+    pub(super) graphs: Graphs,
+    pub(super) weights: SessionWeights,
+    logged_events: u32,
+    /// Whether the link can share memory with the guest.
+    pub(super) can_share: bool,
+}
+
+impl Session {
+    /// A session of a guest that has the engine to itself. `id` is for people.
+    pub fn new(id: u64, engine: Arc<dyn Engine>, limits: Limits) -> Session {
+        let ledger = Ledger::new(engine.memory().total);
+        let tenant = Tenant::unnamed("-".into(), Policy::default(), &ledger, Arc::default());
+        Session::of_tenant(id, engine, Arc::default(), tenant, limits, Arc::default())
+    }
+
+    /// A session of a tenant that shares the engine. Other threads may read `counters`.
+    pub(crate) fn of_tenant(
+        id: u64,
+        engine: Arc<dyn Engine>,
+        scheduler: Arc<Scheduler>,
+        tenant: Arc<Tenant>,
+        limits: Limits,
+        counters: Arc<Counters>,
+    ) -> Session {
+        Session {
+            id,
+            engine,
+            scheduler,
+            tenant,
+            limits,
+            counters,
+            buffers: Buffers::default(),
+            graphs: Graphs::default(),
+            weights: SessionWeights::default(),
+            logged_events: 0,
+            can_share: false,
+        }
+    }
+
+    /// The same session, which shares weights with other sessions of `origin`.
+    #[must_use]
+    pub fn sharing(mut self, weights: &WeightStore, origin: &str) -> Session {
+        self.weights = SessionWeights::new(weights.for_origin(origin));
+        self
+    }
+
+    /// What the session has done so far.
+    pub fn stats(&self) -> Stats {
+        self.counters.snapshot()
+    }
+
+    /// The name that the guest gave in HELLO. `None` before HELLO.
+    pub(super) fn guest(&self) -> Option<&str> {
+        self.counters.guest.get().map(String::as_str)
+    }
+
+    /// What graphs are compiled against.
+    pub(super) fn compile_context(&mut self) -> (&mut Graphs, CompileContext<'_>) {
+        let context = CompileContext {
+            engine: self.engine.as_ref(),
+            buffers: &self.buffers,
+            limits: &self.limits,
+        };
+        (&mut self.graphs, context)
+    }
+
+    /// Whether the next event may be logged at the info or warn level. Counts the event.
+    pub(super) fn may_log(&mut self) -> bool {
+        self.logged_events = self.logged_events.saturating_add(1);
+        if self.logged_events == MAX_LOGGED_EVENTS {
+            warn!(
+                "{MAX_LOGGED_EVENTS} events in this session; further events are logged at the debug level"
+            );
+        }
+        self.logged_events <= MAX_LOGGED_EVENTS
+    }
+
+    /// Publishes the numbers of buffers and graphs and their bytes.
+    pub(super) fn update_gauges(&self) {
+        let counters = &self.counters;
+        counters.buffers.set(self.buffers.len() as u64);
+        counters.buffer_bytes.set(self.buffers.bytes());
+        counters.graphs.set(self.graphs.len() as u64);
+        counters.weights_shared.set(self.weights.shared());
+    }
+}
+
+/// Adds the times of a turn to the session's counters.
+pub(super) fn count_turn(counters: &Counters, turn: Times) {
+    let nanoseconds = |time: Duration| time.as_nanos() as u64;
+    counters.busy_nanoseconds.add(nanoseconds(turn.ran));
+    counters.queued_nanoseconds.add(nanoseconds(turn.queued));
+    counters.turns.add(turn.turns);
+}
