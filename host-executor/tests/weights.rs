@@ -33,7 +33,7 @@ fn model(seed: u32) -> Vec<u8> {
     bytes(&numbers)
 }
 
-fn host(sharing: Sharing, cache: Option<CacheOptions>) -> (Host, Weights) {
+fn host(sharing: Sharing, cache: Option<CacheOptions>) -> (Host, WeightStore) {
     let host = Host::limited(cpu(), Limits::default(), 64);
     let weights = WeightStore::new(sharing, cache).expect("a store");
     host.server.share_weights(weights.clone());
@@ -92,7 +92,7 @@ fn wait(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 /// A guest with the model, hashed.
-fn first(host: &Host, weights: &Weights, uid: u32, model: &[u8]) -> (Guest, BufferId) {
+fn first(host: &Host, weights: &WeightStore, uid: u32, model: &[u8]) -> (Guest, BufferId) {
     let before = weights.stats().extents;
     let mut first = guest(host, uid);
     let (buffer, not_sent) = load(&mut first, model);

@@ -341,7 +341,11 @@ fn rates(args: &Args, engine: Option<&dyn Engine>) -> anyhow::Result<Rates> {
 }
 
 /// The median of whole runs, and what the parts of one took.
-fn measure(engine: &dyn Engine, built: &Built, args: &Args) -> anyhow::Result<(f64, Vec<NodeTiming>)> {
+fn measure(
+    engine: &dyn Engine,
+    built: &Built,
+    args: &Args,
+) -> anyhow::Result<(f64, Vec<NodeTiming>)> {
     let wanted: u64 = built.sizes.iter().sum();
     let free = engine.memory().free;
     ensure!(
