@@ -148,7 +148,7 @@ fn tuning_file(cache: &Path, fingerprint: &str) -> PathBuf {
     cache.join(format!("tuning-{fingerprint}.txt"))
 }
 
-/// What `vgpu gpu-check tune` has found out about a device, if it has.
+/// Reads the tuning table that `vgpu gpu-check tune` has written for a device, if there is one.
 fn load_tuning(cache: &Path, device: &str) -> TuningTable {
     let fingerprint = autotune::fingerprint(device);
     let path = tuning_file(cache, &fingerprint);
@@ -182,7 +182,7 @@ pub fn save_tuning(device: &str, table: &TuningTable) -> Result<PathBuf, KeepErr
     let fingerprint = autotune::fingerprint(device);
     let path = tuning_file(&cache, &fingerprint);
     let part = path.with_extension(format!("{}.part", std::process::id()));
-    // Whole or not at all: others may read it at any time.
+    // Written to a temporary file and renamed: another process may read the table at any time.
     let written = std::fs::create_dir_all(&cache)
         .and_then(|()| std::fs::write(&part, table.to_text(&fingerprint)))
         .and_then(|()| std::fs::rename(&part, &path));
@@ -192,7 +192,7 @@ pub fn save_tuning(device: &str, table: &TuningTable) -> Result<PathBuf, KeepErr
     }
 }
 
-/// A GPU, with `VGPU_KERNELS=general` without the kernels for its own architecture.
+/// Opens a GPU. With `VGPU_KERNELS=general`, without the kernels for its own architecture.
 fn gpu(ordinal: u32) -> Result<Gpu, GpuError> {
     let gpu = Gpu::new(ordinal, kernel_cache())?;
     Ok(match std::env::var_os("VGPU_KERNELS") {
@@ -204,7 +204,7 @@ fn gpu(ordinal: u32) -> Result<Gpu, GpuError> {
     })
 }
 
-/// Where compiled kernels are kept, if the user has a place for such things.
+/// The folder for compiled kernels, if the environment names one.
 fn kernel_cache() -> Option<PathBuf> {
     let folder = |name| {
         std::env::var_os(name)

@@ -1,34 +1,35 @@
-//! How durations are distributed, in buckets that Prometheus can add up.
+//! Histograms of durations, with fixed buckets that can be added up.
+#![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Upper ends of the buckets, in seconds; above the last there is one more.
+/// Upper bounds of the buckets in seconds. One more bucket follows, without a bound.
 pub(crate) const BOUNDS: [f64; 12] = [
     0.000_01, 0.000_1, 0.000_5, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, 10.0,
 ];
 
-/// Counts durations, from any thread.
+/// Counts durations. Any thread may add one.
 #[derive(Debug, Default)]
 pub(crate) struct Histogram {
     counts: [AtomicU64; BOUNDS.len() + 1],
     nanoseconds: AtomicU64,
 }
 
-/// What a histogram held at some time. Figures may be a graph apart.
+/// A snapshot of a histogram. Its figures may be taken a graph apart.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Counts", into = "Counts")]
 pub(crate) struct Distribution {
-    /// The upper end of each bucket and how many durations lie in it; the last has no end.
+    /// The upper bound of each bucket in seconds, and its count. The last bound is infinite.
     pub(crate) buckets: Vec<(f64, u64)>,
-    /// Of all durations, in seconds.
+    /// Sum of all durations in seconds.
     pub(crate) sum: f64,
     pub(crate) count: u64,
 }
 
-/// A distribution as processes tell it each other: the bounds are the same everywhere.
+/// A distribution in messages between processes, which all have the same bounds.
 #[derive(Serialize, Deserialize)]
 struct Counts {
     counts: Vec<u64>,
@@ -63,7 +64,7 @@ impl Distribution {
         }
     }
 
-    /// Adds the durations of another.
+    /// Adds the durations of another distribution.
     pub(crate) fn add(&mut self, other: &Distribution) {
         for (mine, theirs) in self.buckets.iter_mut().zip(&other.buckets) {
             mine.1 = mine.1.saturating_add(theirs.1);

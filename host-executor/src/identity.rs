@@ -1,8 +1,7 @@
-//! Who somebody is by his certificate.
+//! The identity of a guest by its TLS certificate.
 //!
-//! Certificates come here after TLS has found them good: signed by the authority that the operator
-//! has chosen, in time, and shown by who has the key. What stands in them is therefore the
-//! authority's word, but it is still read as if it were not.
+//! TLS has verified each certificate here: the operator's authority has signed it, it is within its
+//! validity, and the guest has its key. The parser still treats the content as untrusted.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -12,27 +11,27 @@ use serde::{Deserialize, Serialize};
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
-/// Bytes of a SHA-256.
+/// Bytes of a SHA-256 digest.
 const DIGEST: usize = 32;
 
-/// Before the hexadecimal digits of a fingerprint.
+/// Prefix of a fingerprint in text.
 const SHA256: &str = "sha256:";
 
-/// Most names of one certificate, and characters of each, that are looked at.
+/// Most names of a certificate that are read, and most characters of each.
 const MOST_NAMES: usize = 64;
 const MOST_CHARS: usize = 253;
 
-/// What a certificate says of its owner.
+/// The identity in a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// The subject's common name, then its alternative DNS names.
     pub names: Vec<String>,
-    /// SHA-256 of the certificate.
+    /// SHA-256 of the certificate in DER.
     pub fingerprint: [u8; DIGEST],
 }
 
 impl Identity {
-    /// The owner of a certificate in DER. One that cannot be read has a fingerprint and no names.
+    /// Reads a certificate in DER. An unreadable certificate has a fingerprint and no names.
     pub fn of(certificate: &[u8]) -> Identity {
         let digest = ring::digest::digest(&ring::digest::SHA256, certificate);
         let mut fingerprint = [0; DIGEST];
@@ -81,17 +80,17 @@ impl fmt::Display for Identity {
     }
 }
 
-/// What of a certificate tells that its owner is a guest.
+/// What a certificate must have to identify a guest.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum CertificateRule {
-    /// Its common name, or one of its DNS names, whatever the case of letters.
+    /// This common name or DNS name, in any case.
     Name(String),
-    /// Its SHA-256.
+    /// This SHA-256 digest.
     Fingerprint([u8; DIGEST]),
 }
 
 impl CertificateRule {
-    /// Whether a certificate is meant.
+    /// Whether a certificate satisfies the rule.
     pub fn fits(&self, identity: &Identity) -> bool {
         match self {
             CertificateRule::Name(name) => {
@@ -118,7 +117,7 @@ impl FromStr for CertificateRule {
                 )),
             };
         };
-        // As `openssl x509 -fingerprint -sha256` writes them, or without the colons.
+        // In the format of `openssl x509 -fingerprint -sha256`, or without the colons.
         let digits: Vec<u8> = digits
             .bytes()
             .filter(|b| *b != b':')

@@ -1,34 +1,36 @@
-//! How much one guest may make the host keep.
+//! Limits of a session.
+#![forbid(unsafe_code)]
 
 use std::time::Duration;
 
 use vgpu_transport::ir;
 use vgpu_transport::wire::MAX_GRAPHS;
 
-/// Limits of a session. What they bound is host memory and host time that the engine's own budget
-/// does not see; device memory is bounded by the engine.
+/// Limits of a session on host memory and host time that the memory ledger does not count. Device
+/// memory is limited by the tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Buffers alive at once. One more is refused.
+    /// Buffers that exist at once. ALLOC of one more is refused.
     pub buffers: usize,
-    /// Graphs kept at once. One more ends the session.
+    /// Graphs that are stored at once. One more ends the session.
     pub graphs: usize,
-    /// Bytes of the images of all graphs kept. More end the session.
+    /// Bytes of the images of all stored graphs. One more ends the session.
     pub graph_bytes: u64,
-    /// Nodes of all graphs kept. More end the session.
+    /// Nodes of all stored graphs. One more ends the session.
     pub graph_nodes: usize,
-    /// What a single graph may ask for.
+    /// Limits of a single graph.
     pub graph: ir::Limits,
-    /// How long a guest may take to say hello.
+    /// How long a guest may take to send HELLO.
     pub hello: Duration,
-    /// Whether guests may map buffers of an engine whose memory is memory of this machine.
+    /// Whether guests may map buffers that are in memory of this machine.
     pub share: bool,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
         Limits {
-            // Each buffer is at least one mapping; Linux allows a process 65,530.
+            // Each buffer is at least one mapping; Linux allows 65,530 per process
+            // (vm.max_map_count).
             buffers: 1 << 14,
             graphs: MAX_GRAPHS,
             graph_bytes: 256 << 20,

@@ -46,7 +46,7 @@ type Count = (&'static str, &'static str, fn(&Usage) -> f64);
 const COUNTS: [Count; 9] = [
     (
         "vgpu_guest_graphs",
-        "Graphs run; a program that decodes runs one a token",
+        "Graphs run; a program that decodes runs one graph per token",
         |w| w.graphs as f64,
     ),
     ("vgpu_guest_nodes", "Nodes of all graphs run", |w| {
@@ -54,17 +54,17 @@ const COUNTS: [Count; 9] = [
     }),
     (
         "vgpu_guest_turns",
-        "Turns on the engine that graphs took; more than graphs when they made way for others",
+        "Turns on the engine that graphs took; more than graphs if graphs yielded",
         |w| w.turns as f64,
     ),
     (
         "vgpu_guest_run_seconds",
-        "Time that graphs had the engine",
+        "Time during which graphs had the engine",
         |w| w.busy,
     ),
     (
         "vgpu_guest_queue_seconds",
-        "Time that graphs waited for the engine",
+        "Time during which graphs waited for the engine",
         |w| w.queued,
     ),
     (
@@ -84,7 +84,7 @@ const COUNTS: [Count; 9] = [
     ),
     (
         "vgpu_guest_weights_not_sent_bytes",
-        "Bytes of weights that did not have to be sent, because they were there",
+        "Bytes of weights that the guest did not have to send",
         |w| w.weights_not_sent as f64,
     ),
 ];
@@ -128,7 +128,7 @@ impl Collector for MetricsCollector {
         for (name, help, value) in [
             (
                 "vgpu_weights_bytes",
-                "Weights that are held by content",
+                "Weights in the weight store",
                 weights.bytes,
             ),
             (
@@ -147,12 +147,12 @@ impl Collector for MetricsCollector {
             ),
             (
                 "vgpu_weights_from_disk_bytes",
-                "Of these, bytes from the cache on disk",
+                "Part of the bytes not sent that came from the cache on disk",
                 weights.from_disk,
             ),
             (
                 "vgpu_weights_merged_bytes",
-                "Bytes of weights that were sent and found to be there",
+                "Bytes of weights that were sent and turned out to be duplicates",
                 weights.merged,
             ),
         ] {
@@ -169,27 +169,27 @@ impl Collector for MetricsCollector {
             fn(&crate::status::GuestStatus) -> Option<f64>,
         );
         let gauges: [Gauge; 5] = [
-            ("vgpu_guest_sessions", "Programs that are connected", |g| {
+            ("vgpu_guest_sessions", "Connected programs", |g| {
                 Some(g.sessions as f64)
             }),
             (
                 "vgpu_guest_memory_used_bytes",
-                "Memory of the engine that the guest has",
+                "Memory of the engine that the guest uses",
                 |g| Some(g.usage.memory as f64),
             ),
             (
                 "vgpu_guest_memory_quota_bytes",
-                "Memory that the guest may have; absent without a quota",
+                "Quota of the guest; absent without a quota",
                 |g| g.quota.map(|quota| quota as f64),
             ),
             (
                 "vgpu_guest_weights_shared_bytes",
-                "Memory of the guest that is held once, and for somebody else first",
+                "Memory of the guest that is a shared copy, first uploaded to another buffer",
                 |g| Some(g.usage.weights_shared as f64),
             ),
             (
                 "vgpu_guest_weight",
-                "Part of the engine's time, against the other guests",
+                "Share of the engine's time, relative to the other guests",
                 |g| Some(f64::from(g.weight)),
             ),
         ];

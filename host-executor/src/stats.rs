@@ -1,4 +1,5 @@
-//! What a session has done, readable while it goes on.
+//! Statistics of a session, readable by other threads while the session runs.
+#![forbid(unsafe_code)]
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -7,7 +8,7 @@ use std::time::Duration;
 
 use vgpu_transport::wire::Request;
 
-/// Names of the kinds of request, in the order of their numbers on the wire.
+/// Names of the kinds of request, in the order of their tags on the wire.
 const KINDS: [&str; 20] = [
     "HELLO", "ALLOC", "FREE", "WRITE", "READ", "FILL", "COPY", "GRAPH", "SUBMIT", "FORGET",
     "MEMORY", "FENCE", "PATCH", "WEIGHTS", "LOOKUP", "PROOF", "EXTENT", "SEAL", "QUERY", "ATTACH",
@@ -48,12 +49,12 @@ impl Kind {
     }
 }
 
-/// A number that one thread counts up and any thread reads.
+/// A counter that one thread writes and any thread reads.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(AtomicU64);
 
 impl Counter {
-    /// Adds, without the bus lock that several writers would need.
+    /// Adds to the counter. A plain load and store suffice, since there is one writer.
     pub(crate) fn add(&self, count: u64) {
         let now = self.0.load(Ordering::Relaxed);
         self.set(now.wrapping_add(count));
@@ -68,10 +69,10 @@ impl Counter {
     }
 }
 
-/// Counters of a session. Written by its thread alone.
+/// Counters of a session. Only the session's thread writes them.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// What the guest calls itself, once it has said so.
+    /// The name that the guest gave in HELLO. Unset before HELLO.
     pub(crate) guest: OnceLock<String>,
     requests: [Counter; KINDS.len()],
     pub(crate) bytes_in: Counter,
@@ -120,51 +121,52 @@ impl Counters {
     }
 }
 
-/// What a session has done so far. Read without stopping it, so figures may be a request apart.
+/// What a session has done so far. The figures are read without stopping the session, so they may
+/// be taken a request apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
     requests: [u64; KINDS.len()],
-    /// Bytes of messages and payloads that came.
+    /// Bytes of messages and payloads received.
     pub bytes_in: u64,
-    /// Bytes of messages and payloads that went.
+    /// Bytes of messages and payloads sent.
     pub bytes_out: u64,
     /// Requests that were refused or failed.
     pub failures: u64,
-    /// Requests that the guest waited for the answer of.
+    /// Requests with a reply that the guest waits for.
     pub round_trips: u64,
-    /// Graphs that came whole.
+    /// Graphs received completely.
     pub full_graphs: u64,
-    /// Graphs that came as what differs from an earlier one.
+    /// Graphs received as patches of earlier graphs.
     pub patches: u64,
-    /// Graphs run.
+    /// Number of graph runs.
     pub graphs_run: u64,
-    /// Nodes of all graphs run.
+    /// Nodes of all graph runs.
     pub nodes_run: u64,
-    /// Time that graphs had the engine.
+    /// Time during which the session's graphs had the engine.
     pub busy: Duration,
-    /// Time that graphs waited for the engine, because others had it.
+    /// Time during which the session's graphs waited for the engine.
     pub queued: Duration,
-    /// Turns on the engine that all graphs took: one each, unless they made way for others.
+    /// Turns of the scheduler: one per graph run, and one more for each time a run yielded.
     pub turns: u64,
-    /// Buffers alive.
+    /// Buffers that exist.
     pub buffers: u64,
-    /// Bytes of the buffers alive.
+    /// Bytes of these buffers.
     pub buffer_bytes: u64,
-    /// Graphs kept.
+    /// Graphs that are stored.
     pub graphs: u64,
     /// Bytes of weights that the guest did not have to send.
     pub weights_not_sent: u64,
-    /// Bytes of the buffers alive that are held once for several buffers, and by another one first.
+    /// Part of `buffer_bytes` that is a shared copy, first uploaded to another buffer.
     pub weights_shared: u64,
 }
 
 impl Stats {
-    /// Requests of all kinds.
+    /// The number of requests of all kinds.
     pub fn requests(&self) -> u64 {
         self.requests.iter().sum()
     }
 
-    /// Adds what another session has done in its life; what is held at the moment is not added.
+    /// Adds the totals of another session. Current holdings (buffers, graphs) are not added.
     pub(crate) fn add(&mut self, other: &Stats) {
         for (sum, count) in self.requests.iter_mut().zip(other.requests) {
             *sum += count;
@@ -183,7 +185,7 @@ impl Stats {
         self.weights_not_sent += other.weights_not_sent;
     }
 
-    /// Every kind of request with how many there were.
+    /// Each kind of request with its number of requests.
     pub fn requests_by_kind(&self) -> impl Iterator<Item = (&'static str, u64)> {
         KINDS.into_iter().zip(self.requests)
     }

@@ -1,4 +1,4 @@
-//! `vgpu cert`: a private authority, and certificates for hosts and guests.
+//! `vgpu cert`: a private certificate authority, and certificates for hosts and guests.
 
 use std::fs;
 use std::io::Write as _;
@@ -13,28 +13,28 @@ use rcgen::{
 };
 use vgpu_transport::link::stream::tls::{AUTHORITY, CERTIFICATE, KEY};
 
-/// The authority's key: the one file that must not leave this machine.
+/// The authority's private key, which must not leave this machine.
 const AUTHORITY_KEY: &str = "ca-key.pem";
 
-/// Makes certificates for links over TCP: an authority of your own, and a pair for each host and
+/// Makes certificates for TCP links: a private authority, and a certificate for each host and
 /// guest.
 ///
-/// FOLDER gets the authority, made by the first call. Each call makes one more folder in it, NAME,
-/// with all that one side needs: ca.pem, cert.pem, key.pem. Give the host its folder with `vgpu
-/// serve --certs`, and a guest its own with the environment variable VGPU_CERTS.
+/// FOLDER holds the authority, which the first call creates. Each call creates one more folder in
+/// it, NAME, with the files that one side needs: ca.pem, cert.pem, key.pem. A host uses its folder
+/// with `vgpu serve --certs`, a guest with the environment variable VGPU_CERTS.
 #[derive(Parser)]
 pub(crate) struct Args {
-    /// Where the authority is kept.
+    /// The folder of the authority
     folder: PathBuf,
 
-    /// Which side the certificate is for.
+    /// The side that uses the certificate
     side: Side,
 
-    /// The name of the folder, and of the certificate. A host is reached by this name, unless
-    /// --address says otherwise.
+    /// The name of the folder and of the certificate. Guests reach a host by this name, unless
+    /// --address is given
     name: String,
 
-    /// Names and addresses by which guests reach a host, as in VGPU_ENDPOINT=tcp:ADDRESS:PORT.
+    /// Names and addresses by which guests reach a host, as in VGPU_ENDPOINT=tcp:ADDRESS:PORT
     #[arg(long = "address", value_name = "ADDRESS")]
     addresses: Vec<String>,
 }
@@ -43,7 +43,7 @@ pub(crate) struct Args {
 enum Side {
     /// A machine that runs `vgpu serve`.
     Host,
-    /// A machine whose programs use it.
+    /// A machine with guest programs.
     Guest,
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         );
     }
     if args.side == Side::Guest && !args.addresses.is_empty() {
-        bail!("--address is for hosts: nobody connects to a guest");
+        bail!("--address is for hosts: nothing connects to a guest");
     }
     fs::create_dir_all(&args.folder)
         .with_context(|| format!("creating {}", args.folder.display()))?;
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         _ => vec![args.name.clone()],
     };
     let mut params =
-        CertificateParams::new(names).context("these names do not go into a certificate")?;
+        CertificateParams::new(names).context("the names are not valid in a certificate")?;
     params
         .distinguished_name
         .push(DnType::CommonName, args.name.as_str());
@@ -100,10 +100,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The authority of a folder: its certificate, and what signs in its name. Made if there is none.
+/// Loads the authority of a folder: its certificate and its key. Creates it if there is none.
 fn authority(folder: &Path) -> anyhow::Result<(String, Issuer<'static, KeyPair>)> {
     let (certificate, key) = (folder.join(AUTHORITY), folder.join(AUTHORITY_KEY));
-    // The same for every authority, so that its key is all there is to keep.
+    // All authorities have the same parameters, so only the key has to be stored.
     let mut params = CertificateParams::new(Vec::new()).context("making an authority")?;
     params
         .distinguished_name
@@ -116,7 +116,7 @@ fn authority(folder: &Path) -> anyhow::Result<(String, Issuer<'static, KeyPair>)
         };
         let text = read(&certificate)?;
         let key = KeyPair::from_pem(&read(&key)?)
-            .with_context(|| format!("{} is no private key", key.display()))?;
+            .with_context(|| format!("{} is not a private key", key.display()))?;
         return Ok((text, Issuer::new(params, key)));
     }
     let pair = KeyPair::generate().context("making a key")?;
@@ -126,7 +126,7 @@ fn authority(folder: &Path) -> anyhow::Result<(String, Issuer<'static, KeyPair>)
     Ok((signed.pem(), Issuer::new(params, pair)))
 }
 
-/// Writes a file that was not there.
+/// Writes a new file. Fails if the file exists.
 fn write(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let file = fs::OpenOptions::new()
         .write(true)

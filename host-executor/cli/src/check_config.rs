@@ -10,17 +10,17 @@ use vgpu_engine::Engine as _;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
 use vgpu_executor::engine::EngineKind;
 
-/// Says whether a configuration is good, and if not, where it is wrong.
+/// Checks a configuration, and reports the position of a mistake.
 ///
-/// The exit status is 0 for a good one, 1 for one with a mistake, 2 for one that cannot be read.
-/// Nothing is started, and a running executor does not notice.
+/// The exit status is 0 for a valid configuration, 1 for one with a mistake, 2 for one that cannot
+/// be read. Nothing is started or changed.
 #[derive(Parser)]
 pub(crate) struct Args {
-    /// The file.
+    /// The configuration file
     #[arg(default_value = DEFAULT_PATH)]
     file: PathBuf,
 
-    /// Answer with one JSON object.
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     ExitCode::from(status)
 }
 
-/// Whether the quotas fit the engine, and its memory, where that can be told without starting it.
+/// Checks the quotas against the engine's memory, where that is known without starting the engine.
 fn checked(settings: &Settings) -> Result<Option<u64>, String> {
     let total = match (settings.memory, settings.engine) {
         (Some(memory), _) => memory,
@@ -86,10 +86,10 @@ fn summary(settings: &Settings, memory: Option<u64>) -> String {
     let promised: u64 = quotas.sum();
     let memory = match memory {
         Some(memory) => format!("of {memory}"),
-        None => "of a GPU's memory, which is not looked at here".into(),
+        None => "of the GPU's memory, which is not checked here".into(),
     };
     format!(
-        "good: engine {}, {} guests with names, {promised} bytes {memory} set aside",
+        "valid: engine {}, {} named guests, {promised} bytes {memory} reserved",
         settings.engine,
         settings.guests.len()
     )

@@ -19,7 +19,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Runs tensor work for guests that load libggml-vgpu.so.
+/// Executes tensor graphs for guests that load libggml-vgpu.so.
 #[derive(Parser)]
 #[command(name = "vgpu", version, max_term_width = 100)]
 struct Cli {
@@ -40,7 +40,7 @@ enum Command {
     GpuCheck(gpu_check::Args),
     Bench(bench::Args),
     Cert(cert::Args),
-    /// `hold` is the name of earlier versions.
+    // `hold` is the name in earlier versions.
     #[command(alias = "hold")]
     FdStore(fd_store::Args),
     #[command(hide = true)]

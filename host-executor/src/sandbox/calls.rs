@@ -1,4 +1,4 @@
-//! The filters of system calls.
+//! The seccomp filters.
 
 use std::collections::BTreeMap;
 
@@ -10,19 +10,19 @@ use seccompiler::{
 
 use super::{Profile, SandboxError};
 
-/// Conditions on a call's arguments; a call passes (or is refused) if one of its rules holds. None:
-/// always.
+/// Conditions on the arguments of a call: the rule matches if one of them holds. Empty: the rule
+/// always matches.
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
-/// Puts all threads of the process behind the filters of `profile`.
+/// Installs the filters of `profile` for all threads of the process.
 pub(super) fn filter(profile: Profile) -> Result<(), SandboxError> {
     let refuse = SeccompAction::Errno(libc::EPERM as u32);
     let (rules, listed, others) = match profile {
         Profile::Cpu => (allowed()?, SeccompAction::Allow, refuse),
         Profile::Driver => (refused()?, refuse, SeccompAction::Allow),
     };
-    // The flags of `clone3` lie in memory, where no filter sees them. The C library uses `clone`
-    // where there is none.
+    // The flags of `clone3` are in memory, which a filter cannot read. The C library falls back to
+    // `clone`, if `clone3` is not implemented.
     let clone3 = Rules::from([(libc::SYS_clone3, Vec::new())]);
     let no_clone3 = SeccompAction::Errno(libc::ENOSYS as u32);
     for (rules, listed, others) in [
@@ -41,11 +41,11 @@ fn failed(error: impl std::fmt::Display) -> SandboxError {
     SandboxError::Filter(error.to_string())
 }
 
-/// Families of sockets that links use.
+/// The socket families of the links.
 const FAMILIES: [i32; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK];
 
-/// What of `ioctl` is used: whether a file is a terminal, flags of files and sockets, the number of
-/// this machine on vsock.
+/// The requests of `ioctl` that are used: whether a file is a terminal, flags of files and sockets,
+/// the local vsock cid.
 const IOCTLS: [u64; 6] = [
     libc::TCGETS,
     libc::TIOCGWINSZ,
@@ -55,10 +55,10 @@ const IOCTLS: [u64; 6] = [
     0x7b9, // IOCTL_VM_SOCKETS_GET_LOCAL_CID
 ];
 
-/// What of `prctl` is used: names of threads, and of memory by the C library.
+/// The requests of `prctl` that are used: names of threads, and names of memory by the C library.
 const PRCTLS: [i32; 3] = [libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
 
-/// The calls of an executor with the CPU engine.
+/// The system calls of an executor with the CPU engine.
 fn allowed() -> Result<Rules, SandboxError> {
     let plain = [
         // Memory.
@@ -72,8 +72,8 @@ fn allowed() -> Result<Rules, SandboxError> {
         libc::SYS_mincore,
         libc::SYS_msync,
         libc::SYS_membarrier,
-        libc::SYS_mbind, // where pages lie, on machines with several nodes
-        // Threads and signals. Processes are made by `clone`, below.
+        libc::SYS_mbind, // NUMA placement
+        // Threads and signals. The rule for `clone` is below.
         libc::SYS_clone3, // answered by the other filter
         libc::SYS_exit,
         libc::SYS_exit_group,
@@ -148,7 +148,7 @@ fn allowed() -> Result<Rules, SandboxError> {
         libc::SYS_inotify_init1,
         libc::SYS_inotify_add_watch,
         libc::SYS_inotify_rm_watch,
-        // Sockets, and waiting. Their families are below.
+        // Sockets and polling. The rule for socket families is below.
         libc::SYS_bind,
         libc::SYS_listen,
         libc::SYS_accept,
@@ -170,7 +170,7 @@ fn allowed() -> Result<Rules, SandboxError> {
         libc::SYS_epoll_pwait,
         libc::SYS_epoll_pwait2,
         libc::SYS_eventfd2,
-        // What the machine and this process are.
+        // Properties of the machine and of this process.
         libc::SYS_getrandom,
         libc::SYS_uname,
         libc::SYS_sysinfo,
@@ -182,7 +182,7 @@ fn allowed() -> Result<Rules, SandboxError> {
         libc::SYS_getegid,
         libc::SYS_getgroups,
     ];
-    // The older forms that one architecture still has.
+    // Older variants, which x86-64 has.
     #[cfg(target_arch = "x86_64")]
     let older = &[
         libc::SYS_open,
@@ -209,17 +209,17 @@ fn allowed() -> Result<Rules, SandboxError> {
     let older = &[];
     let mut rules = always(&plain, older);
 
-    // No memory that can be executed: whoever gets in brings no code.
+    // No executable memory: an attacker cannot bring code.
     let not_executable = vec![rule([masked(2, libc::PROT_EXEC as u64, 0)?])?];
     rules.insert(libc::SYS_mmap, not_executable.clone());
     rules.insert(libc::SYS_mprotect, not_executable);
-    // Threads, not processes.
+    // Threads, no processes.
     let thread = libc::CLONE_THREAD as u64;
     rules.insert(libc::SYS_clone, vec![rule([masked(0, thread, thread)?])?]);
-    // Signals to this process, as `abort` sends one.
+    // Signals to this process, such as those of `abort`.
     let own = equals(0, u64::from(std::process::id()))?;
     rules.insert(libc::SYS_tgkill, vec![rule([own])?]);
-    // Limits of this process are read.
+    // Resource limits of this process can be read.
     rules.insert(libc::SYS_prlimit64, vec![rule([equals(2, 0)?])?]);
     let one_of = |values: &[u64], argument| {
         values
@@ -238,8 +238,8 @@ fn allowed() -> Result<Rules, SandboxError> {
     Ok(rules)
 }
 
-/// The calls that no driver makes once it is loaded, and that start, touch or change something
-/// beyond this process.
+/// The system calls that affect something outside this process, and that no driver uses once it is
+/// loaded.
 fn refused() -> Result<Rules, SandboxError> {
     let plain = [
         libc::SYS_execve,
@@ -323,7 +323,7 @@ fn refused() -> Result<Rules, SandboxError> {
     Ok(rules)
 }
 
-/// Rules under which these calls pass (or are refused) whatever their arguments.
+/// Rules that match these calls with any arguments.
 fn always(calls: &[c_long], older: &[c_long]) -> Rules {
     let calls = calls.iter().chain(older);
     calls.map(|&call| (call, Vec::new())).collect()
@@ -333,7 +333,7 @@ fn rule<const N: usize>(conditions: [SeccompCondition; N]) -> Result<SeccompRule
     SeccompRule::new(conditions.to_vec()).map_err(failed)
 }
 
-/// All bits of an argument: kernels look at more than the 32 that are in use today.
+/// A mask of all bits of an argument. The kernel reads more than the 32 bits that are in use today.
 fn condition(
     argument: u8,
     how: SeccompCmpOp,

@@ -1,5 +1,5 @@
-//! Capabilities belong to threads, and a thread can only give up its own: each is asked by a
-//! signal, as the C library does when a process changes its user.
+//! Dropping the capabilities of all threads. A thread can drop only its own, so each thread is sent
+//! a signal, as the C library does to change the user of a process.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use super::SandboxError;
 
-/// How long a thread may take to hear the signal. It has nothing else to do than to run.
+/// How long the threads may take to handle the signal.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 const NONE: CapabilitySets = CapabilitySets {
@@ -17,7 +17,7 @@ const NONE: CapabilitySets = CapabilitySets {
     inheritable: CapabilitySet::empty(),
 };
 
-/// Every thread of this process gives up its capabilities. Returns how many had some.
+/// Drops the capabilities of every thread of this process. Returns how many threads had some.
 pub(super) fn drop_everywhere() -> Result<usize, SandboxError> {
     let had = holders()?;
     if had.is_empty() {
@@ -26,7 +26,8 @@ pub(super) fn drop_everywhere() -> Result<usize, SandboxError> {
     let signal = libc::SIGRTMAX() - 2;
     let before = listen(signal)?;
     let outcome = ask(signal);
-    // SAFETY: `before` is what the kernel has told about this signal.
+    // SAFETY: `before` was filled in by `sigaction` for this signal, so it is a valid disposition;
+    // the third pointer may be null.
     unsafe { libc::sigaction(signal, &raw const before, std::ptr::null_mut()) };
     outcome.map(|()| had.len())
 }
@@ -34,8 +35,8 @@ pub(super) fn drop_everywhere() -> Result<usize, SandboxError> {
 fn ask(signal: i32) -> Result<(), SandboxError> {
     give_up().map_err(SandboxError::Privileges)?;
     let start = Instant::now();
-    // Threads that start meanwhile have what the one that starts them has: none, once all of these
-    // have none.
+    // A thread that is started meanwhile inherits the capabilities of its creator. The loop ends
+    // when no thread has any.
     loop {
         let left = holders()?;
         let Some(first) = left.first() else {
@@ -48,8 +49,8 @@ fn ask(signal: i32) -> Result<(), SandboxError> {
             });
         }
         for thread in &left {
-            // SAFETY: a system call without pointers. A thread that has ended meanwhile is an error
-            // of no interest.
+            // SAFETY: `tgkill` takes no pointers. If the thread has ended, the call fails, and that
+            // is ignored.
             unsafe {
                 libc::syscall(
                     libc::SYS_tgkill,
@@ -67,23 +68,23 @@ fn give_up() -> rustix::io::Result<()> {
     rustix::thread::set_capabilities(None, NONE)
 }
 
-/// Runs in the thread that is asked. It makes one system call, without the C library: that is
-/// allowed here.
+/// Handles the signal in each thread. Makes one system call, which is async-signal-safe.
 extern "C" fn on_signal(_: i32) {
-    // Whether it has worked is seen from outside.
+    // `holders` checks the result.
     let _ = give_up();
 }
 
-/// Takes the signal; returns what was done with it before.
+/// Installs the handler. Returns the previous disposition of the signal.
 fn listen(signal: i32) -> Result<libc::sigaction, SandboxError> {
-    // SAFETY: all zero is a valid `sigaction`: the default action, no flags, an empty mask.
+    // SAFETY: `sigaction` is a C struct of integers and pointers, for which all zero bits are
+    // valid: default action, no flags, empty mask.
     let (mut action, mut before): (libc::sigaction, libc::sigaction) =
         unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_signal as extern "C" fn(i32) as libc::sighandler_t;
-    // What is interrupted goes on where it can.
+    // Interrupted system calls are restarted where possible.
     action.sa_flags = libc::SA_RESTART;
-    // SAFETY: both structures are valid for the call; the handler lives as long as the program, and
-    // does nothing that is not allowed in one.
+    // SAFETY: both pointers are to valid structures for the call. The handler is a function of this
+    // program, which is never unloaded, and calls only async-signal-safe functions.
     let result = unsafe { libc::sigaction(signal, &raw const action, &raw mut before) };
     match result {
         0 => Ok(before),
@@ -99,12 +100,12 @@ struct Thread {
     name: String,
 }
 
-/// The threads with capabilities that they have, may take, or would hand on.
+/// The threads that have effective, permitted or inheritable capabilities.
 fn holders() -> Result<Vec<Thread>, SandboxError> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc/self/task").map_err(SandboxError::Threads)? {
         let entry = entry.map_err(SandboxError::Threads)?;
-        // One that has ended meanwhile has none.
+        // A thread that has ended meanwhile has no file.
         let Ok(status) = fs::read_to_string(entry.path().join("status")) else {
             continue;
         };

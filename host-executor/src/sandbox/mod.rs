@@ -1,18 +1,17 @@
-//! What an executor gives up once it has started: privileges, and the system calls that it does not
-//! make.
+//! The sandbox: privileges and system calls that an executor gives up after its start.
 //!
-//! A guest that finds a fault in us gets what we have. So, before the first guest is served, every
-//! thread gives up its capabilities and the right to get new ones (`no_new_privs`), and the whole
-//! process is put behind a filter of system calls (seccomp):
+//! A guest that exploits a fault gets the rights of the executor. Before the first guest is served,
+//! every thread therefore drops its capabilities and the right to get new ones (`no_new_privs`),
+//! and a seccomp filter restricts the system calls of the whole process:
 //!
-//! | engine | what passes |
+//! | engine | allowed system calls |
 //! |---|---|
-//! | cpu | the calls of a list: memory (never executable), threads, files, sockets, time. Everything else is an error. |
-//! | cuda | everything but a list: the driver talks to its devices in ways that nobody has written down. |
+//! | cpu | a list: memory (never executable), threads, files, sockets, time. All others fail. |
+//! | cuda | all but a list: the system calls of the driver are not documented. |
 //!
-//! In both, no program is started, no other process is touched, nothing is mounted, and no module,
-//! BPF program, io_uring or key is made. A call that does not pass answers "operation not
-//! permitted" and ends nobody: if a library makes a new call one day, guests lose a feature, not
+//! Under both filters a process cannot start programs, access other processes, mount, load modules
+//! or BPF programs, or create io_urings or keys. A forbidden system call fails with EPERM and does
+//! not end the process: if a library begins to use another call, guests lose a feature and keep
 //! their sessions.
 
 mod calls;
@@ -23,42 +22,45 @@ use std::io;
 
 use rustix::io::Errno;
 
-/// What the process goes on to do.
+/// What the process does after it has entered the sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
-    /// Arithmetic on the processors.
+    /// Computes on the CPU.
     Cpu,
-    /// Arithmetic by a driver that is loaded into the process.
+    /// Computes with a driver that is loaded into the process.
     Driver,
 }
 
-/// Why there is no sandbox.
+/// Why the sandbox cannot be entered.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum SandboxError {
-    #[error("privileges cannot be given up: {0}")]
+    #[error("capabilities cannot be dropped: {0}")]
     Privileges(Errno),
     #[error("the threads of this process cannot be listed: {0}")]
     Threads(io::Error),
-    #[error("thread {name} ({tid}) keeps its capabilities: it takes no signals")]
+    #[error("thread {name} ({tid}) keeps its capabilities: it does not handle signals")]
     Stubborn { name: String, tid: i32 },
-    #[error("system calls cannot be filtered: {0}")]
+    #[error("the seccomp filter cannot be installed: {0}")]
     Filter(String),
 }
 
-/// What is in force.
+/// The restrictions that are in force.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sandbox {
     profile: Profile,
-    /// Threads that had capabilities, and have none.
+    /// Number of threads that had capabilities and have dropped them.
     pub threads: usize,
 }
 
-/// Puts the whole process, all of its threads, into the sandbox. There is no way back.
+/// Puts all threads of the process into the sandbox, for good.
+///
+/// # Errors
+/// [`SandboxError`] names the step that failed. The process may have lost some rights by then.
 pub fn enter(profile: Profile) -> Result<Sandbox, SandboxError> {
     rustix::thread::set_no_new_privs(true).map_err(SandboxError::Privileges)?;
     let threads = capabilities::drop_everywhere()?;
-    // With the filter, all other threads get `no_new_privs`, too.
+    // Installing the filter sets `no_new_privs` on all other threads, too.
     calls::filter(profile)?;
     Ok(Sandbox { profile, threads })
 }
@@ -68,11 +70,11 @@ impl fmt::Display for Sandbox {
         write!(f, "no new privileges, ")?;
         match self.threads {
             0 => write!(f, "no capabilities (there were none), ")?,
-            threads => write!(f, "no capabilities (given up by {threads} threads), ")?,
+            threads => write!(f, "no capabilities (dropped by {threads} threads), ")?,
         }
         match self.profile {
             Profile::Cpu => write!(f, "only the system calls of the cpu engine"),
-            Profile::Driver => write!(f, "no system calls that start or touch others"),
+            Profile::Driver => write!(f, "no system calls that affect other processes"),
         }
     }
 }

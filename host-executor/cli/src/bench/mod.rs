@@ -1,4 +1,4 @@
-//! `vgpu bench`: how fast engines are.
+//! `vgpu bench`: benchmarks of the engines.
 
 mod plan;
 

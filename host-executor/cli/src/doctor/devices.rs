@@ -8,7 +8,7 @@ use vgpu_transport::link::pci::discover::{Kind, SYSFS, all};
 
 use super::Report;
 
-/// An executor's heart beats once a second.
+/// Time without a heartbeat after which an executor counts as dead. It beats once a second.
 const BEAT: Duration = Duration::from_secs(3);
 
 pub(super) fn check(report: &mut Report) {
@@ -18,10 +18,7 @@ pub(super) fn check(report: &mut Report) {
         match device.kind {
             Kind::Other => continue,
             Kind::RealGpu => {
-                report.note(
-                    "pci",
-                    format!("{device}: a real NVIDIA GPU; not ours, left alone"),
-                );
+                report.note("pci", format!("{device}: a real NVIDIA GPU, ignored"));
                 continue;
             }
             Kind::Ivshmem | Kind::Vgpu => {}
@@ -29,7 +26,7 @@ pub(super) fn check(report: &mut Report) {
         if let Some(driver) = &device.driver {
             report.note(
                 "pci",
-                format!("{device}: bound to the driver {driver}, left alone"),
+                format!("{device}: bound to the driver {driver}, ignored"),
             );
             continue;
         }
@@ -47,16 +44,18 @@ pub(super) fn check(report: &mut Report) {
                     ),
                 );
                 if open.is_alive(BEAT) {
-                    report.ok("pci", format!("{device}: its executor is alive"));
+                    report.ok("pci", format!("{device}: the executor is alive"));
                 } else {
                     report.fail(
                         "pci",
-                        format!("{device}: its executor shows no life; start `vgpu serve --vm` on the host again"),
+                        format!(
+                            "{device}: no heartbeat of an executor; start `vgpu serve --vm` on the host again"
+                        ),
                     );
                 }
             }
             Err(error) if device.kind == Kind::Ivshmem && is_other(&error) => {
-                report.note("pci", format!("{error}: shared memory of something else"));
+                report.note("pci", format!("{error}: not a vGPU's shared memory"));
             }
             Err(error) => report.fail("pci", error.to_string()),
         }
@@ -65,7 +64,7 @@ pub(super) fn check(report: &mut Report) {
         report.note(
             "pci",
             format!(
-                "no vGPU among the {} PCI devices; in a virtual machine, give its QEMU one as `vgpu serve --help` says",
+                "no vGPU among the {} PCI devices; in a virtual machine, add the device as `vgpu serve --help` says",
                 devices.len()
             ),
         );

@@ -1,4 +1,4 @@
-//! What this machine is, and what it could do for guests.
+//! The machine: its kind, its processors, and what keeps programs from using a PCI device.
 
 use std::fs;
 
@@ -20,7 +20,7 @@ pub(super) fn check(report: &mut Report) {
     let kind = if is_guest {
         "a virtual machine"
     } else {
-        "no virtual machine"
+        "not a virtual machine"
     };
     report.ok("machine", format!("{kind}, {cores} processors, {memory}"));
     #[cfg(target_arch = "x86_64")]
@@ -33,16 +33,16 @@ pub(super) fn check(report: &mut Report) {
         } else {
             "neither AVX2 nor AVX-512: slow as a host"
         };
-        report.ok("machine", format!("its own processors have {level}"));
+        report.ok("machine", format!("the processors have {level}"));
     }
-    // "[none] integrity confidentiality": the one in brackets is in force.
+    // The file reads "[none] integrity confidentiality", with the active level in brackets.
     if let Ok(text) = fs::read_to_string("/sys/kernel/security/lockdown")
         && !text.contains("[none]")
     {
         report.note(
             "machine",
             format!(
-                "kernel lockdown is on ({}): programs may not map PCI memory; use a vsock link, or turn it off",
+                "kernel lockdown is on ({}): programs may not map PCI memory; use a vsock link, or disable lockdown",
                 text.trim()
             ),
         );

@@ -1,4 +1,4 @@
-//! The way to an executor: a session like a program's, and how long a round trip takes.
+//! The links to executors: opens a session like a program, and measures the round-trip time.
 
 use std::time::{Duration, Instant};
 
@@ -68,12 +68,12 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
     if reached == 0 && !are_named {
         report.fail(
             "link",
-            "no executor was reached; start one with `vgpu serve` on the host, or name it in VGPU_ENDPOINT",
+            "no executor was reached; start `vgpu serve` on the host, or set VGPU_ENDPOINT to its address",
         );
     }
 }
 
-/// Opens a session and asks what a program would ask.
+/// Opens a session, and sends the requests of a starting program.
 fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
     let mut end = connect(endpoint, TIMEOUT)?;
     let hello = Request::Hello {
@@ -95,7 +95,7 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
             Reply::Ended { reason } | Reply::Refused { reason, .. } => {
                 format!("the executor refuses: {reason}")
             }
-            other => format!("the executor answers a greeting with {other:?}"),
+            other => format!("unexpected reply to HELLO: {other:?}"),
         });
     };
     let mut times = Vec::new();
@@ -103,7 +103,7 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
         let began = Instant::now();
         match ask(end.as_mut(), &Request::Memory {})? {
             Reply::Memory { .. } => times.push(began.elapsed()),
-            other => return Err(format!("the executor answers a question with {other:?}")),
+            other => return Err(format!("unexpected reply to MEMORY: {other:?}")),
         }
     }
     times.sort();

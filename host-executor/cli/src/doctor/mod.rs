@@ -1,4 +1,4 @@
-//! `vgpu doctor`: walks the whole chain, and says in plain words what is right and what to do.
+//! `vgpu doctor`: checks each part from the machine to the executor, and says what to do.
 
 mod devices;
 mod host;
@@ -12,14 +12,14 @@ use clap::Parser;
 use serde_json::{Value, json};
 use vgpu_transport::link::Endpoint;
 
-/// Looks for what may keep programs from using a vGPU: in a guest, in a container, or on the host.
+/// Finds what keeps programs from using a vGPU: in a guest, in a container, or on the host.
 ///
-/// Each line is `ok`, `note` (nothing wrong, but worth knowing) or `FAIL` with what to do. The exit
-/// status is 0 when nothing failed, 1 otherwise.
+/// Each line is `ok`, `note` (information) or `FAIL` with what to do. The exit status is 0 when
+/// nothing failed, 1 otherwise.
 #[derive(Parser)]
 pub(crate) struct Args {
-    /// Where the executor should be, as in VGPU_ENDPOINT. May be given several times. [default:
-    /// VGPU_ENDPOINT, or all the places where the plugin looks]
+    /// The executor's address, as in VGPU_ENDPOINT. May be given several times. [default:
+    /// VGPU_ENDPOINT, or the addresses that the plugin tries]
     #[arg(long, value_name = "ENDPOINT")]
     endpoint: Vec<Endpoint>,
 
@@ -28,17 +28,17 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
 
-    /// The ggml that is to load the plugin, libggml-base.so. [default: the one beside the plugin,
-    /// if there is one]
+    /// The ggml library that loads the plugin, libggml-base.so. [default: the one beside the
+    /// plugin, if there is one]
     #[arg(long, value_name = "FILE")]
     ggml: Option<PathBuf>,
 
-    /// Print one JSON object instead of lines.
+    /// Print one JSON object instead of lines
     #[arg(long)]
     json: bool,
 }
 
-/// How a check went.
+/// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Ok,
@@ -56,7 +56,7 @@ impl Outcome {
     }
 }
 
-/// One thing that was looked at.
+/// One check.
 #[derive(Debug)]
 struct Check {
     part: &'static str,
@@ -64,7 +64,7 @@ struct Check {
     what: String,
 }
 
-/// What was found so far.
+/// The checks so far.
 #[derive(Debug, Default)]
 struct Report {
     checks: Vec<Check>,
@@ -106,9 +106,9 @@ impl Report {
             text.push_str(&format!("{:<5} {part:<9} {what}\n", outcome.name()));
         }
         text.push_str(if self.is_well() {
-            "\nA vGPU can be used here.\n"
+            "\nThis machine can use a vGPU.\n"
         } else {
-            "\nSomething is wrong; see the lines with FAIL.\n"
+            "\nSome checks failed; see the lines with FAIL.\n"
         });
         text
     }

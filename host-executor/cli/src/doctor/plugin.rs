@@ -1,4 +1,4 @@
-//! The plugin's file, and the ggml that is to load it.
+//! The plugin's file, and the ggml that loads it.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt as _;
@@ -6,25 +6,26 @@ use std::path::{Path, PathBuf};
 
 use super::Report;
 
-/// The symbols that ggml looks for.
+/// The symbols of the plugin that ggml calls.
 const SYMBOLS: [&CStr; 2] = [c"ggml_backend_init", c"ggml_backend_score"];
 
-/// Names that a ggml has, beside a plugin.
+/// File names of ggml libraries beside a plugin.
 const GGML: [&str; 2] = ["libggml-base.so", "libggml-base.so.0"];
 
 pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Report) {
     let named = plugin
         .map(Path::to_path_buf)
         .or_else(|| std::env::var_os("GGML_BACKEND_PATH").map(PathBuf::from));
-    // Where the packages put it.
+    // The folder of the packages.
     let Some(file) = named.or_else(|| crate::install::plugin(None).ok()) else {
         report.note(
             "plugin",
-            "not looked at: name it with --plugin (the host itself needs none)",
+            "not checked: name the plugin with --plugin (the host needs no plugin)",
         );
         return;
     };
-    // First, as in a program: the plugin looks for a ggml that is already there.
+    // Before the plugin, as in a program: the plugin resolves symbols of a ggml that is already
+    // loaded.
     let folder = file.parent().unwrap_or(Path::new("."));
     let ggml = ggml.map(Path::to_path_buf).or_else(|| {
         let beside = GGML.iter().map(|name| folder.join(name));
@@ -48,7 +49,7 @@ pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Rep
         report.fail(
             "plugin",
             format!(
-                "{}: no plugin of ggml's: {} is missing",
+                "{}: not a ggml plugin: the symbol {} is missing",
                 file.display(),
                 missing.join(" and ")
             ),
@@ -57,7 +58,10 @@ pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Rep
     }
     report.ok(
         "plugin",
-        format!("{}: loads, and exports what ggml looks for", file.display()),
+        format!(
+            "{}: loads, and exports the symbols that ggml needs",
+            file.display()
+        ),
     );
     if let Ok(stamp) = crate::install::describe(&file) {
         report.ok("plugin", stamp);
@@ -65,30 +69,30 @@ pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Rep
     if !has_ggml {
         report.note(
             "plugin",
-            "not asked for a device: no ggml beside it; name one with --ggml",
+            "not asked for a device: no ggml beside the plugin; name one with --ggml",
         );
         return;
     }
     let Some(score) = object.symbol(c"ggml_backend_score") else {
         return;
     };
-    // SAFETY: the symbol of this name is, by ggml's plugin interface, a function without arguments
-    // that returns an int; the object is never closed.
+    // SAFETY: by ggml's plugin interface a symbol of this name is a function without arguments that
+    // returns an int. The object is never unloaded, so the function stays valid.
     let score = unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> c_int>(score)() };
     if score > 0 {
         report.ok(
             "plugin",
-            format!("it fits this ggml and finds an executor: score {score}"),
+            format!("compatible with this ggml, and an executor answers: score {score}"),
         );
     } else {
         report.fail(
             "plugin",
-            "it gives itself a score of 0; its own line above says why",
+            "the plugin's score is 0; the line that the plugin has logged above says why",
         );
     }
 }
 
-/// Loads a ggml for the plugin to find. Whether there is one now.
+/// Loads a ggml library for the plugin. Returns whether a ggml is loaded now.
 fn check_ggml(file: &Path, report: &mut Report) -> bool {
     let object = match Object::load(file) {
         Ok(object) => object,
@@ -101,14 +105,14 @@ fn check_ggml(file: &Path, report: &mut Report) -> bool {
         report.fail(
             "ggml",
             format!(
-                "{}: no ggml of a release since 0.9: it has no ggml_version",
+                "{}: this ggml is older than 0.9: the function ggml_version is missing",
                 file.display()
             ),
         );
         return false;
     };
-    // SAFETY: the symbol of this name is, in ggml, a function without arguments that returns a
-    // string constant; the object is never closed.
+    // SAFETY: in ggml a symbol of this name is a function without arguments that returns a string
+    // constant. The object is never unloaded, so function and string stay valid.
     let version = unsafe {
         let version =
             std::mem::transmute::<*mut c_void, extern "C" fn() -> *const c_char>(version)();
@@ -125,7 +129,7 @@ fn check_ggml(file: &Path, report: &mut Report) -> bool {
     true
 }
 
-/// A shared object in this process. Stays for good.
+/// A shared object in this process. Never unloaded.
 struct Object(*mut c_void);
 
 impl Object {
@@ -133,26 +137,26 @@ impl Object {
         if let Err(error) = std::fs::File::open(file) {
             return Err(error.to_string());
         }
-        // A name without a slash would be looked for in the system's folders.
+        // A name without a slash would be searched for in the system's library folders.
         let file = file.canonicalize().map_err(|e| e.to_string())?;
         let name = CString::new(file.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
-        // SAFETY: a terminated string. The file's initialisers run; that is what loading a plugin
-        // means, and the user has named this one.
+        // SAFETY: `path` is a terminated string. dlopen runs the initialisers of the file, which
+        // the user has named for that purpose.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         if handle.is_null() {
-            // SAFETY: after a failure dlerror returns a terminated string that stays until the next
-            // call, or null.
+            // SAFETY: dlerror returns null or a terminated string, which stays valid until the next
+            // call of this thread.
             let error = unsafe {
                 let error = libc::dlerror();
                 (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
             };
-            return Err(error.unwrap_or_else(|| "it does not load".into()));
+            return Err(error.unwrap_or_else(|| "the file cannot be loaded".into()));
         }
         Ok(Object(handle))
     }
 
     fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
-        // SAFETY: a live handle and a terminated string.
+        // SAFETY: the handle is from dlopen and never closed; the name is a terminated string.
         let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         (!symbol.is_null()).then_some(symbol)
     }

@@ -8,6 +8,9 @@ use object::elf;
 use object::read::elf::{ElfFile64, Sym as _};
 use object::{Endianness, Object as _, ObjectSection as _};
 
+/// The plugin's file name.
+pub(super) const PLUGIN: &str = "libggml-vgpu.so";
+
 /// The largest library that is read into memory: many times what a ggml takes.
 const LARGEST: u64 = 1 << 30;
 /// How far into a function the instruction that loads its result is looked for.

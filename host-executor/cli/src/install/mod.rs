@@ -16,13 +16,11 @@ use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use clap::Parser;
 use vgpu_transport::link::Endpoint;
 
-use elf::Library;
+use elf::{Library, PLUGIN};
 use files::{Change, Lock};
 use ollama::Ollama;
 use stamp::Stamp;
 
-/// The plugin's file name.
-const PLUGIN: &str = "libggml-vgpu.so";
 /// The drop-in's file name, and its first line, by which it is known again.
 const DROP_IN: &str = "vgpu.conf";
 const HEADER: &str = "# Written by `vgpu install`; `vgpu uninstall` removes it.";

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::elf::Library;
+use super::elf::{Library, PLUGIN};
 use super::stamp::Stamp;
 
 /// Where installers put Ollama's libraries.
@@ -143,7 +143,7 @@ impl Ollama {
         let names = names(&folder)?;
         let strangers = names
             .iter()
-            .filter(|name| name.contains("ggml-") && *name != super::PLUGIN);
+            .filter(|name| name.contains("ggml-") && *name != PLUGIN);
         Ok(strangers.map(|name| folder.join(name)).collect())
     }
 

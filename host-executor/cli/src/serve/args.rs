@@ -1,4 +1,4 @@
-//! The flags of `vgpu serve`, and what they make of the settings in the file.
+//! The flags of `vgpu serve`, and how they change the settings of the file.
 
 use std::path::{Path, PathBuf};
 
@@ -15,161 +15,160 @@ use vgpu_transport::link::Endpoint;
 /// Serves guests until SIGTERM or SIGINT.
 ///
 /// Guests are programs that load libggml-vgpu.so (llama.cpp, Ollama and others); they see this
-/// executor as a GPU. When it accepts guests, one line "ready ENDPOINT..." is printed on standard
-/// output; logs go to standard error. At the first signal no more guests are accepted, running
-/// graphs are finished, and the exit status is 0; a second signal ends it at once.
+/// executor as a GPU. When guests can connect, the line "ready ENDPOINT..." is printed on standard
+/// output. Logs go to standard error. The first signal closes the listeners, completes the running
+/// graphs, and ends the process with exit status 0. A second signal ends the process at once.
 #[derive(Parser, Default)]
 pub(crate) struct Args {
-    /// The configuration: guests with their quotas and weights, and everything that the flags below
-    /// say, which take the place of what stands in it. [default: /etc/vgpu/vgpu.toml, if there is
-    /// one]
+    /// The configuration: guests with their quotas and weights, and all settings of the flags
+    /// below. Flags take precedence over the file. [default: /etc/vgpu/vgpu.toml, if it exists]
     ///
-    /// SIGHUP and `vgpu reload` have it read again. Guests that are here stay; what takes a restart
-    /// is said. A file with a mistake changes nothing.
+    /// SIGHUP and `vgpu reload` reload the file. Connected guests stay. Settings that need a
+    /// restart are reported. A file with a mistake changes nothing.
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
 
     /// Where to listen: unix:/path/to/socket, tcp:HOST:PORT, vsock:PORT, or vsock:/path:PORT for
-    /// Firecracker and its relatives. May be given several times. [default:
-    /// unix:/run/vgpu/vgpu.sock]
+    /// monitors with unix sockets for vsock, such as Firecracker. May be given several times.
+    /// [default: unix:/run/vgpu/vgpu.sock]
     ///
-    /// Guests find the default by themselves; for any other, set VGPU_ENDPOINT to the same text in
-    /// the guest. Who may open the socket may use the executor: it is made for its owner and group
-    /// (mode 660).
+    /// Guests find the default address without configuration; for another one, set VGPU_ENDPOINT in
+    /// the guest to the same text. Every user who may open a unix socket may use the executor: its
+    /// mode is 660.
     #[arg(long, value_name = "ENDPOINT", num_args = 1..)]
     listen: Vec<Endpoint>,
 
-    /// A folder with certificates that `vgpu cert` has made, for tcp. Without one, tcp is for this
-    /// machine only.
+    /// A folder with certificates that `vgpu cert` has made, for tcp. Without certificates, tcp
+    /// accepts only connections from this machine.
     #[arg(long, value_name = "FOLDER")]
     certs: Option<PathBuf>,
 
-    /// A virtual machine to serve: NAME,socket=PATH and, where the defaults will not do,
-    /// ",window=SIZE" and ",silence=SECONDS". May be given several times.
+    /// A virtual machine to serve: NAME,socket=PATH, with ",window=SIZE" and ",silence=SECONDS" for
+    /// other values than the defaults. May be given several times.
     ///
-    /// Its QEMU, of any version, gets the device by -chardev socket,id=vgpu0,path=PATH -device
-    /// ivshmem-doorbell,chardev=vgpu0,vectors=1 and has to be started after this. The window (256M,
-    /// a power of two) is a memory region of the virtual machine, shared by up to 7 programs in it.
-    /// A program that gives no sign of life for so many seconds (60; 0: no limit) has died. With
-    /// --vm and without --listen, only virtual machines are served.
+    /// QEMU (any version) gets the device by -chardev socket,id=vgpu0,path=PATH -device
+    /// ivshmem-doorbell,chardev=vgpu0,vectors=1, and is started after this command. The window
+    /// (256M, a power of two) is a memory region of the virtual machine, which up to 7 programs
+    /// there share. A program without a sign of life for SECONDS (60; 0: no limit) counts as dead.
+    /// With --vm and without --listen, only virtual machines are served.
     #[arg(long, value_name = "VM")]
     vm: Vec<VmOptions>,
 
-    /// What the virtual machines see. [default: ivshmem]
+    /// The device that virtual machines get. [default: ivshmem]
     #[arg(long, value_enum)]
     device: Option<Device>,
 
-    /// What does the arithmetic: cpu, cuda (the first NVIDIA GPU), cuda:N, or auto (a GPU if there
-    /// is one that can be used, else the processors). With VGPU_MEGAKERNEL=on in the environment a
-    /// token is one launch on a GPU, and not a CUDA graph. [default: cpu]
+    /// The engine that executes graphs: cpu, cuda (the first NVIDIA GPU), cuda:N, or auto (a GPU if
+    /// one can be used, else the CPU). With VGPU_MEGAKERNEL=on in the environment, a GPU runs a
+    /// token as one persistent kernel instead of a CUDA graph. [default: cpu]
     #[arg(long, value_name = "ENGINE")]
     engine: Option<EngineKind>,
 
-    /// Threads of the cpu engine; 0 for one on each physical core this process may use. [default:
-    /// 0]
+    /// Threads of the cpu engine; 0: one for each physical core that this process may use.
+    /// [default: 0]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
 
-    /// Keep each thread of the cpu engine on a core of its own: for hosts that do nothing else.
-    /// With more threads than cores, cores get a second one.
+    /// Pin each thread of the cpu engine to a core, for hosts without other work. More threads than
+    /// cores share cores.
     #[arg(long)]
     pin: bool,
 
-    /// Memory that guests may use in all, such as 512M or 8G. [default: what the machine or its
-    /// control group has]
+    /// Memory that all guests together may use, such as 512M or 8G. [default: the memory of the
+    /// machine or its control group]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
 
-    /// Guests served at once; more are turned away. [default: 64]
+    /// Guests served at once; further guests are rejected. [default: 64]
     #[arg(long, value_name = "N")]
     max_guests: Option<usize>,
 
-    /// Keep the memory of guests' buffers to this process: no guest on this machine maps it, every
-    /// byte goes through a message.
+    /// Do not let guests on this machine map the memory of their buffers.
     ///
-    /// Without this option a guest maps its own buffers, and nobody else's, and copies into them
-    /// itself.
+    /// Without this option a guest maps its own buffers, and no others, and copies data directly.
+    /// With it, all data goes through messages.
     #[arg(long)]
     no_shared_buffers: bool,
 
-    /// Serve each guest, and each virtual machine, in a process of its own, so that a fault in one
-    /// takes down no other.
+    /// Serve each guest, and each virtual machine, in a process of its own, so that a fault affects
+    /// one guest only.
     ///
-    /// Each has an engine of its own. A guest that the configuration names has one process for all
-    /// its programs, with its quota; who has no name has one for each program, with --guest-memory
-    /// of --memory, and as many are served as that is enough for. Processors are shared out by the
-    /// kernel, weights are nice levels there. Weights of models are shared by the programs of one
-    /// guest. The cache of weights, --share-weights all and guests by certificate need one process
-    /// for all.
+    /// Each process has its own engine. A guest that the configuration names has one process for
+    /// all its programs, with its quota. A guest without a name has one process per program, with
+    /// --guest-memory; the number of these processes is limited by --memory. The kernel divides
+    /// processor time; weights become nice levels. The programs of one guest share the weights of
+    /// models. The cache of weights, --share-weights all and guests with certificates need a single
+    /// process.
     #[arg(long)]
     pub(super) isolate: bool,
 
-    /// With --isolate and the cpu engine: the memory of each guest for which the configuration says
-    /// nothing, such as 4G.
+    /// With --isolate and the cpu engine: memory of each guest without a memory setting in the
+    /// configuration, such as 4G
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "isolate")]
     pub(super) guest_memory: Option<u64>,
 
-    /// Keep privileges and all system calls.
+    /// Do not enter the sandbox.
     ///
-    /// Without this option the process gives up its capabilities once it has started, and the
-    /// system calls that it does not make.
+    /// Without this option the process drops its capabilities after the start, and restricts its
+    /// system calls.
     #[arg(long)]
     pub(super) no_sandbox: bool,
 
-    /// Whose weights are held once: the same bytes, uploaded by several guests, take memory once,
-    /// and are not sent by a guest that says their hash. [default: tenant]
+    /// Whose weights are shared: equal bytes of several guests are stored once, and a guest that
+    /// sends their hash does not have to send the bytes. [default: tenant]
     ///
-    /// With "all", a guest can find out whether another one has the same content, by asking for it
-    /// and by the time things take. With "tenant" it only can for its own user, virtual machine or
-    /// name. What a guest writes is never seen by another.
+    /// With "all", a guest can find out whether another guest has the same content, from the
+    /// answers and from their timing. With "tenant", it can only for its own user, virtual machine
+    /// or name. No guest ever sees what another guest writes.
     #[arg(long, value_enum, value_name = "WHOSE")]
     share_weights: Option<ShareWeights>,
 
-    /// Keeps weights on disk, so that a model known from before a restart is not sent again:
-    /// FOLDER,size=SIZE, such as /var/cache/vgpu/weights,size=50G. What was not used for longest
-    /// goes when the size is reached.
+    /// Cache weights on disk, so that models do not have to be sent again after a restart:
+    /// FOLDER,size=SIZE, such as /var/cache/vgpu/weights,size=50G. When the cache is full, the
+    /// least recently used weights are removed.
     #[arg(long, value_name = "CACHE")]
     weights_cache: Option<CacheOptions>,
 
-    /// What to log: error, warn, info, debug, trace, off, or for parts of the program, as in
+    /// The log filter: error, warn, info, debug, trace, off, or per module, as in
     /// info,vgpu_executor=debug. [default: the environment variable VGPU_LOG, or info]
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
 
-    /// How log lines look. [default: text]
+    /// The format of log lines. [default: text]
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"])]
     log_format: Option<String>,
 
-    /// Where Prometheus finds metrics: an address of the loopback interface, such as
-    /// 127.0.0.1:9400, or unix:/path/to/socket. [default: nowhere]
+    /// Serve metrics for Prometheus at this address: an address of the loopback interface, such as
+    /// 127.0.0.1:9400, or unix:/path/to/socket. [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<MetricsAddress>,
 
-    /// A socket for `vgpu ps`, `vgpu top` and `vgpu reload`, for this user and root. [default: none
-    /// without --config]
+    /// The control socket for `vgpu ps`, `vgpu top` and `vgpu reload`. Only this user and root may
+    /// use it. [default: none without --config]
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Device {
-    /// QEMU's own shared-memory device, 1af4:1110. Any QEMU; survives a restart of this program.
+    /// QEMU's own shared-memory device, 1af4:1110. Works with any QEMU. Survives a restart of this
+    /// program.
     Ivshmem,
-    /// A PCI function 10de:2331 of class 0302, over vfio-user: QEMU 10.1 or newer (-device
-    /// '{"driver":"vfio-user-pci","socket":{"type":"unix","path":"PATH"}}', the machine's memory
-    /// shared) and Cloud Hypervisor (--user-device socket=PATH).
+    /// A PCI function 10de:2331 of class 0302 over vfio-user, for QEMU 10.1 or newer (-device
+    /// '{"driver":"vfio-user-pci","socket":{"type":"unix","path":"PATH"}}', with shared guest
+    /// memory) and Cloud Hypervisor (--user-device socket=PATH).
     VfioUser,
 }
 
 /// Values of `--share-weights`.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum ShareWeights {
-    /// Nobody's, not even its own.
+    /// Nothing is shared, not even among the buffers of one guest.
     Off,
-    /// Those of the same tenant: what the same user of this machine, the same virtual machine, or
-    /// the guest of the same name has uploaded.
+    /// Weights of the same user of this machine, the same virtual machine, or the guest of the same
+    /// name.
     Tenant,
-    /// Everybody's. A guest can then find out whether another one has the same content.
+    /// All weights. A guest can then find out whether another guest has the same content.
     All,
 }
 
@@ -184,7 +183,7 @@ impl From<ShareWeights> for Sharing {
 }
 
 impl Args {
-    /// The file that is read: the one that was named, or the usual one if it is there.
+    /// The configuration file: the named one, or the default if it exists.
     pub(super) fn file(&self) -> Option<PathBuf> {
         let usual = || {
             let path = Path::new(DEFAULT_PATH);
@@ -193,7 +192,7 @@ impl Args {
         self.config.clone().or_else(usual)
     }
 
-    /// What the file says, with the flags in its place. Reads the file each time.
+    /// Reads the file, and applies the flags.
     pub(super) fn settings(&self) -> anyhow::Result<Settings> {
         let mut settings = match self.file() {
             Some(path) => Settings::load(&path)?,

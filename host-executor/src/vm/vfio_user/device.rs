@@ -10,30 +10,30 @@ use vgpu_transport::link::pci::DOORBELL;
 use vgpu_transport::link::pci::discover::{VGPU, VGPU_CLASS, VGPU_SUBSYSTEM};
 use vgpu_transport::shm::memory::{MapError, Window};
 
-/// Bytes of the region with the registers.
+/// Bytes of the region with the registers (BAR 0).
 pub(super) const BAR0_SIZE: usize = 64 << 10;
 
 /// Bytes of the configuration space.
 pub(super) const CONFIG_SIZE: usize = 256;
 
-/// The first register: `VGPU`, in memory order.
+/// The value of the register at 0: `VGPU` in memory order.
 const ID: u32 = u32::from_le_bytes(*b"VGPU");
-/// The second: the version of the registers.
+/// The value of the register at 4: the version of the registers.
 const VERSION: u32 = 1;
 
-/// Where things lie in the configuration space.
+/// Offsets in the configuration space (PCI Local Bus Specification 3.0, 6.1).
 const COMMAND: usize = 0x04;
 const BAR0: usize = 0x10;
 const BAR1: usize = 0x14;
 const INTERRUPT_LINE: usize = 0x3c;
 
-/// A BAR of 64 bits in memory that may be prefetched.
+/// Type bits of a BAR: 64 bits wide, prefetchable memory.
 const BAR_64_PREFETCH: u32 = 0xc;
 
-/// Memory and bus master: the bits of the command register that a guest may set.
+/// The bits of the command register that a guest can set: memory space, bus master.
 const COMMAND_MASK: u8 = 0x06;
 
-/// The function of one virtual machine.
+/// The PCI function of a virtual machine.
 pub(super) struct Function {
     config: [u8; CONFIG_SIZE],
     window: Window,
@@ -49,7 +49,7 @@ impl Function {
         put(0x02, &VGPU.1.to_le_bytes());
         put(0x09, &VGPU_CLASS.to_le_bytes()[..3]);
         put(BAR0, &0u32.to_le_bytes());
-        // Two words: BARs 1 and 2 in one.
+        // A 64-bit BAR takes the slots of BARs 1 and 2.
         put(BAR1, &BAR_64_PREFETCH.to_le_bytes());
         put(0x2c, &VGPU_SUBSYSTEM.0.to_le_bytes());
         put(0x2e, &VGPU_SUBSYSTEM.1.to_le_bytes());
@@ -70,14 +70,14 @@ impl Function {
         }
     }
 
-    /// The part of the window that an access is to; the monitor maps the window, and seldom comes
-    /// this way.
+    /// The range of the window that an access is to. Monitors map the window, so such accesses are
+    /// rare.
     fn part(&self, offset: u64, len: usize) -> io::Result<std::ops::Range<usize>> {
         let start = usize::try_from(offset).ok();
         start
             .and_then(|start| Some(start..start.checked_add(len)?))
             .filter(|part| part.end <= self.size)
-            .ok_or_else(|| io::Error::other(format!("{len} bytes at {offset:#x} of the window")))
+            .ok_or_else(|| io::Error::other(format!("no {len} bytes at {offset:#x} in the window")))
     }
 }
 
@@ -112,7 +112,7 @@ impl ServerBackend for Function {
         match region {
             0 if offset == DOORBELL as u64 => {
                 match rustix::io::write(&self.bell, &1u64.to_ne_bytes()) {
-                    // Full to the brim counts as rung.
+                    // A counter at its maximum is signalled already.
                     Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
                     Err(error) => return Err(error.into()),
                 }
@@ -126,7 +126,7 @@ impl ServerBackend for Function {
                     match usize::try_from(offset).ok().and_then(|o| o.checked_add(i)) {
                         Some(COMMAND) => self.config[COMMAND] = byte & COMMAND_MASK,
                         Some(INTERRUPT_LINE) => self.config[INTERRUPT_LINE] = *byte,
-                        // The monitor places BARs itself; all else cannot be changed.
+                        // The monitor emulates the BARs. All other registers are read-only.
                         _ => {}
                     }
                 }
@@ -136,7 +136,7 @@ impl ServerBackend for Function {
         Ok(())
     }
 
-    /// The device never reads the machine's memory. The filter has closed the file.
+    /// The device does not read the guest's memory. The filter has closed the file.
     fn dma_map(
         &mut self,
         _: DmaMapFlags,
@@ -152,13 +152,13 @@ impl ServerBackend for Function {
         Ok(())
     }
 
-    /// A machine that starts anew asks for its slots anew; there is nothing else to reset.
+    /// A reset machine discovers the device again. Nothing else has state to reset.
     fn reset(&mut self) -> io::Result<()> {
         self.config[COMMAND] = 0;
         Ok(())
     }
 
-    /// There are no interrupts.
+    /// The function has no interrupts.
     fn set_irqs(&mut self, _: u32, _: u32, _: u32, _: u32, _: Vec<File>) -> io::Result<()> {
         Ok(())
     }
@@ -178,7 +178,7 @@ mod tests {
         for offset in [size as u64 - 4, size as u64, u64::MAX - 3, u64::MAX] {
             function.region_read(1, offset, &mut [0; 8]).unwrap_err();
             function.region_write(1, offset, &[1; 8]).unwrap_err();
-            // Registers and configuration space read as nothing there, and take nothing.
+            // Registers and configuration space read as zero there, and ignore writes.
             for region in [0, 2, CONFIG_REGION, 8, u32::MAX] {
                 function.region_read(region, offset, &mut [0; 8]).unwrap();
                 function.region_write(region, offset, &[1; 8]).unwrap();
@@ -190,6 +190,6 @@ mod tests {
         assert_eq!(out, [7; 8]);
     }
 
-    /// Of the configuration space.
+    /// Index of the configuration space region.
     const CONFIG_REGION: u32 = 7;
 }

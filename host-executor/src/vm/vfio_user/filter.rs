@@ -1,9 +1,10 @@
-//! Between a monitor and the crate that serves it: whole messages of the right size, and no files.
+//! The filter between a monitor and the `vfio_user` crate: passes on only complete messages of the
+//! right size, without files.
 //!
-//! The crate reads what a command's structure says, whatever the size in the message's head; it
-//! allocates as much as a message asks for, and unwraps a text. Here each message is read whole,
-//! checked, and only then passed on. The files that a monitor sends (all of its machine's memory)
-//! are closed: the device needs none.
+//! The crate reads the structure of a command regardless of the size in the header, allocates as
+//! much as a message asks for, and unwraps a string conversion. The filter reads each message
+//! completely and checks it before the crate sees it. The files that a monitor sends (the guest's
+//! memory) are closed: the device needs none.
 #![forbid(unsafe_code)]
 
 use std::fs::DirBuilder;
@@ -17,22 +18,22 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvFlags, SendFlags};
 use vgpu_transport::link::scm_rights;
 
-/// Bytes of a message's head: id, command, size, flags, error.
+/// Bytes of a message header: id, command, size, flags, error.
 pub(super) const HEAD: usize = 16;
 
-/// Most bytes of one access to a region.
+/// Largest access to a region in bytes.
 const MOST_ACCESS: usize = 4096;
 
-/// Most bytes of the text with a monitor's capabilities.
+/// Longest capability string of a monitor in bytes.
 const MOST_TEXT: usize = 4096;
 
-/// A listener that nobody else can connect to, and the connection to it.
+/// A listener on an address that no other process knows, and a connection to it.
 pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let name = format!(
         "vgpu-vfio-{}-{}",
         std::process::id(),
-        COUNT.fetch_add(1, Ordering::Relaxed) // only has to differ
+        COUNT.fetch_add(1, Ordering::Relaxed) // makes the address unique
     );
     let folder = std::env::temp_dir().join(name);
     DirBuilder::new().mode(0o700).create(&folder)?;
@@ -43,7 +44,7 @@ pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
     both
 }
 
-/// Passes messages on until one side hangs up, or the monitor breaks the rules.
+/// Passes messages on until one side disconnects or the monitor breaks the protocol.
 pub(super) fn run(monitor: &UnixStream, device: &UnixStream) -> io::Result<()> {
     monitor.set_nonblocking(false)?;
     let mut has_met = false;
@@ -71,7 +72,7 @@ pub(super) fn run(monitor: &UnixStream, device: &UnixStream) -> io::Result<()> {
     }
 }
 
-/// A message of the monitor; files that come with it are closed. `None` when it has hung up.
+/// Reads a message of the monitor, and closes its files. `None`: the monitor has disconnected.
 fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
     let mut message = vec![0; HEAD];
     let mut got = 0;
@@ -87,7 +88,7 @@ fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(message))
 }
 
-/// Bytes of the message with this head.
+/// The size of the message with this header, in bytes.
 pub(super) fn size(head: &[u8]) -> Result<usize, String> {
     let size = word(head, 4) as usize;
     let most = HEAD + MOST_ACCESS.max(MOST_TEXT) + 64;
@@ -97,7 +98,7 @@ pub(super) fn size(head: &[u8]) -> Result<usize, String> {
     Ok(size)
 }
 
-/// Whether the crate can read the message.
+/// Checks that the crate can read the message.
 pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
     let command = u16::from_le_bytes([message[2], message[3]]);
     let size = message.len();
@@ -112,12 +113,12 @@ pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
     };
     if (command == 1) == has_met {
         return Err(format!(
-            "command {command} {} the versions were settled",
+            "command {command} {} the version negotiation",
             if has_met { "after" } else { "before" }
         ));
     }
     match command {
-        // Versions and a text: one zero, at its end.
+        // Version numbers and a string with one zero byte, at its end.
         1 => {
             let text = message.get(20..).unwrap_or_default();
             let is_text = !text.is_empty()
@@ -126,7 +127,7 @@ pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
             if is_text {
                 Ok(())
             } else {
-                Err("its capabilities are no text".into())
+                Err("the capabilities are not a string".into())
             }
         }
         2 => exactly(48),     // map memory
@@ -156,7 +157,7 @@ pub(super) fn word(bytes: &[u8], at: usize) -> u32 {
         .fold(0, |word, byte| word << 8 | u32::from(*byte))
 }
 
-/// Passes on what the device says, with its files. `false` when it has hung up.
+/// Passes on a message of the device with its files. `false`: the device has disconnected.
 fn pass_back(device: &UnixStream, monitor: &UnixStream) -> io::Result<bool> {
     let mut bytes = [0; 16384];
     let got = scm_rights::receive(device, &mut bytes, RecvFlags::CMSG_CLOEXEC)?;
@@ -165,7 +166,7 @@ fn pass_back(device: &UnixStream, monitor: &UnixStream) -> io::Result<bool> {
     }
     let files: Vec<_> = got.files.iter().map(|file| file.as_fd()).collect();
     let sent = scm_rights::send(monitor, &bytes[..got.bytes], &files, SendFlags::empty())?;
-    // The files went with the first byte.
+    // The files were sent with the first byte.
     (&*monitor).write_all(&bytes[sent..got.bytes])?;
     Ok(true)
 }
@@ -207,19 +208,19 @@ mod tests {
 
     #[test]
     fn what_it_cannot_does_not() {
-        // Too early, too late.
+        // Commands before and after the negotiation.
         check(&message(4, 32), false).unwrap_err();
         let mut version = message(1, 23);
         version[20..].copy_from_slice(b"{}\0");
         check(&version, true).unwrap_err();
-        // No text, a text with a hole, one without an end.
+        // No string, a string with an inner zero byte, a string without an end.
         check(&message(1, 16), false).unwrap_err();
         check(&message(1, 20), false).unwrap_err();
         version[20..].copy_from_slice(b"{\0\0");
         check(&version, false).unwrap_err();
         version[20..].copy_from_slice(b"{} ");
         check(&version, false).unwrap_err();
-        // Sizes.
+        // Wrong sizes.
         for command in 2..20 {
             check(&message(command, 17), true).unwrap_err();
         }

@@ -1,4 +1,4 @@
-//! The way of a monitor's message without sockets and threads, for the fuzzer.
+//! The path of a monitor's message without sockets and threads, for the fuzzer.
 
 use vfio_user::ServerBackend as _;
 use vgpu_transport::shm::doorbell::new_eventfd;
@@ -7,10 +7,10 @@ use vgpu_transport::shm::memory::sealed_file;
 use super::device::Function;
 use super::filter;
 
-/// Bytes of its window.
+/// Bytes of the window.
 const SIZE: usize = 1 << 20;
 
-/// A function, and what a monitor says to it.
+/// A PCI function, and the messages of a monitor.
 pub struct Machine(Function);
 
 impl Default for Machine {
@@ -24,14 +24,14 @@ impl Machine {
     ///
     /// # Panics
     ///
-    /// If there is no memory for it.
+    /// The window's memory cannot be allocated.
     pub fn new() -> Machine {
         let memory = sealed_file(SIZE).expect("memory for a window");
         let bell = new_eventfd().expect("an eventfd");
         Machine(Function::new(memory, SIZE, bell).expect("a mapping"))
     }
 
-    /// Takes a stream of messages up to the first that the filter does not let through.
+    /// Processes a stream of messages up to the first one that the filter rejects.
     pub fn hear(&mut self, mut stream: &[u8]) {
         let mut has_met = false;
         while let Some(head) = stream.get(..filter::HEAD) {
@@ -47,7 +47,7 @@ impl Machine {
         }
     }
 
-    /// What the crate does with an access that has passed.
+    /// Makes the access that the crate makes for a message that has passed.
     fn act(&mut self, message: &[u8]) {
         let command = u16::from_le_bytes([message[2], message[3]]);
         if !matches!(command, 9 | 10) {
@@ -56,7 +56,7 @@ impl Machine {
         let word = |at| filter::word(message, at);
         let offset = u64::from(word(16)) | u64::from(word(20)) << 32;
         let (region, count) = (word(24), word(28) as usize);
-        // What is out of place is an error, which the crate passes on.
+        // An access outside the regions is an error, which the crate returns.
         let _ = match command {
             9 => self.0.region_read(region, offset, &mut vec![0; count]),
             _ => self.0.region_write(region, offset, &message[32..]),

@@ -21,7 +21,7 @@ use crate::serve::logging::Logging;
 use crate::serve::observe;
 use crate::serve::trim_pages::{self, Scope};
 
-pub(in crate::serve) fn run(
+pub(crate) fn run(
     args: &Args,
     settings: Settings,
     sender: Sender<Event>,

@@ -14,7 +14,8 @@ use vgpu_transport::link::stream::tls::Certificates;
 use crate::serve::args::ShareWeights;
 use crate::serve::events::{Event, catch_signals};
 use crate::serve::logging::Logging;
-use crate::serve::{sandboxing, trim_pages};
+use crate::serve::sandboxing;
+use crate::serve::trim_pages;
 
 /// Serves one guest for the supervisor at the other end of standard input. Only `vgpu serve
 /// --isolate` starts this.
