@@ -70,7 +70,7 @@ pub(crate) fn run(data: &[u8]) {
     // One session at a time, so that memory can be accounted for.
     let engine = engine.lock().unwrap_or_else(PoisonError::into_inner);
     let mut script = Script::new(data, Arc::clone(&engine) as Arc<dyn Engine>);
-    static WEIGHTS: OnceLock<Weights> = OnceLock::new();
+    static WEIGHTS: OnceLock<WeightStore> = OnceLock::new();
     let weights = WEIGHTS
         .get_or_init(|| WeightStore::new(Sharing::Tenant, None).expect("a thread for weights"));
     let session = Session::new(1, Arc::clone(&engine) as Arc<dyn Engine>, limits());

@@ -9,7 +9,7 @@ pub(crate) fn run(data: &[u8]) {
     match Settings::parse(text) {
         Ok(settings) => {
             assert!(settings.max_guests > 0);
-            let settings = settings.with_default_door();
+            let settings = settings.with_default_listener();
             assert!(settings.needs_restart(&settings).is_empty());
             let mut names: Vec<_> = settings
                 .guests
