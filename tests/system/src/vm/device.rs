@@ -27,7 +27,7 @@ impl Served {
     fn start(prepared: &Prepared, device: Device, log: &Path) -> Result<Served> {
         let socket = prepared.scratch.path().join("vm.sock");
         let mut hold = Command::new(&prepared.dist.vgpu);
-        hold.args(["hold", "--"])
+        hold.args(["fd-store", "--"])
             .arg(&prepared.dist.vgpu)
             .args(["serve", "--engine", "cpu", "--vm"])
             .arg(format!("test,socket={},window=64M", socket.display()))
@@ -55,18 +55,18 @@ impl Served {
         let line = log
             .lines()
             .rev()
-            .find(|line| line.starts_with("vgpu hold: pid ") && line.contains(" runs "))
-            .context("vgpu hold does not say what it runs")?;
+            .find(|line| line.starts_with("vgpu fd-store: pid ") && line.contains(" runs "))
+            .context("vgpu fd-store does not say what it runs")?;
         line.split_whitespace()
             .nth(3)
             .and_then(|pid| pid.parse().ok())
-            .context("vgpu hold does not say which process it runs")
+            .context("vgpu fd-store does not say which process it runs")
     }
 
     /// Kills the executor, and returns when the next one serves.
     fn kill(&mut self, count: usize) -> Result<()> {
         let pid = rustix::process::Pid::from_raw(self.pid()?).context("a process id")?;
-        // It is a child of `vgpu hold`, which has not said that it ended: the id is its own.
+        // It is a child of `vgpu fd-store`, which has not said that it ended: the id is its own.
         rustix::process::kill_process(pid, rustix::process::Signal::KILL)
             .context("killing the executor")?;
         self.wait_for(count + 1)
