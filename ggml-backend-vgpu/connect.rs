@@ -22,7 +22,7 @@ pub(crate) enum ConnectError {
         /// The endpoint that was tried.
         endpoint: Endpoint,
         /// What went wrong.
-        error: String,
+        error: link::connect::ConnectError,
     },
     /// The executor in this process cannot start.
     #[cfg(feature = "inproc")]

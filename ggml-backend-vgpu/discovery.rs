@@ -49,7 +49,7 @@ pub(crate) fn discover(ggml: &Ggml) -> Result<Discovery, DiscoveryError> {
         let endpoints = match expand(&candidate) {
             Ok(endpoints) => endpoints,
             Err(reason) => {
-                missing.push(reason);
+                missing.push(reason.to_string());
                 continue;
             }
         };

@@ -1,13 +1,27 @@
-//! The boundary between guest and host: what is said, and how it crosses.
+//! The boundary between guest and host: the messages of a session, and the links that carry them.
 //!
-//! - [`ir`]: graphs, operators, capabilities; what both sides agree a graph means.
-//! - [`wire`]: the messages of a session.
-//! - [`link`]: the ends that carry messages, and what an implementation promises.
-//! - [`shm`]: shared memory, the rings in it, sleeping and waking.
-//! - [`bytes`]: payloads that the peer may be changing.
+//! The modules form layers. A module imports only modules of the layers below its own:
+//!
+//! | layer | modules |
+//! |---|---|
+//! | 4 | [`link`]: the ends of a link over shared memory, PCI, vsock and TCP |
+//! | 3 | [`wire`]: the requests and replies of a session |
+//! | 2 | [`ir`]: the graph IR; [`shm`]: shared memory, rings, doorbells. Independent of each other |
+//! | 1 | [`bytes`]: payloads that the peer may be changing; [`error`]; [`limits`]; `poll` |
+//!
+//! [`link`] does not import [`wire`]: a link carries bytes and does not know their meaning.
+//!
+//! # Users
+//!
+//! The guest plugin and the executor use every layer. Engines (`host-kernels`) compute graphs and
+//! know nothing of messages or links: an engine imports [`ir`], [`bytes`] and [`shm::memory`], and
+//! no other module of this crate.
 
 pub mod bytes;
+pub mod error;
 pub mod ir;
+pub mod limits;
 pub mod link;
+mod poll;
 pub mod shm;
 pub mod wire;

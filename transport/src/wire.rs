@@ -12,14 +12,10 @@ use std::fmt;
 
 use crate::ir::{BufferId, Capabilities, DecodeError};
 
+pub use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
+
 /// Version of the messages. Both sides must speak the same.
 pub const PROTOCOL_VERSION: u32 = 3;
-
-/// Most bytes of payload with one message.
-pub const MAX_PAYLOAD: usize = 1 << 20;
-
-/// Most bytes of one message.
-pub const MAX_MESSAGE: usize = 1 << 16;
 
 /// The largest graph image a host assembles, in bytes.
 pub const MAX_GRAPH: u64 = 64 << 20;

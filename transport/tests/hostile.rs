@@ -82,7 +82,7 @@ fn a_host_survives_any_guest() {
     for session in 1..=SESSIONS {
         let (window, layout) = window();
         let (host_bell, _guest_bell) = EventDoorbell::pair().unwrap();
-        let mut host = WindowHost::new(Arc::clone(&window), &layout, Box::new(host_bell));
+        let mut host = WindowHost::new(Arc::clone(&window), &layout, Box::new(host_bell), None);
         let stop = Arc::new(AtomicBool::new(false));
         let vandal = vandal(
             Arc::clone(&window),

@@ -56,7 +56,7 @@ on_each_link! {
     the_last_words_of_a_host_arrive
     a_guest_that_leaves_is_noticed
     limits_are_kept
-    payloads_in_place
+    staged_payloads
     a_host_looks_ahead
 }
 
@@ -255,9 +255,10 @@ fn limits_are_kept((mut guest, mut host): (WindowGuest, WindowHost)) {
     assert_eq!(guest.send(b"x", nothing()), misbehaved.map(|_| 0));
 }
 
-/// Payloads that lie in the window are taken from there.
-fn payloads_in_place((mut guest, mut host): (WindowGuest, WindowHost)) {
-    let shared = guest.take_shared(100_000).unwrap();
+/// Payloads that lie in a staging region are not copied.
+fn staged_payloads((mut guest, mut host): (WindowGuest, WindowHost)) {
+    let region = guest.alloc_staging(100_000).unwrap();
+    let shared = region.range.clone();
     assert!(shared.len() >= 100_000);
     let data = pattern(3, 5000);
     let part = shared.start + 64..shared.start + 64 + data.len();
@@ -265,7 +266,7 @@ fn payloads_in_place((mut guest, mut host): (WindowGuest, WindowHost)) {
         .window()
         .bytes_mut(part.clone())
         .copy_from(Bytes::from(&data[..]));
-    assert_eq!(guest.send_in_place(b"here", part), Ok(1));
+    assert_eq!(guest.send_staged(b"here", part), Ok(1));
     let mut message = Vec::new();
     let incoming = host.receive(&mut message, WAIT).unwrap().unwrap();
     assert_eq!(
@@ -277,9 +278,9 @@ fn payloads_in_place((mut guest, mut host): (WindowGuest, WindowHost)) {
     assert_eq!(seen, data);
     host.retire();
     guest.wait_retired(1).unwrap();
-    guest.give_back_shared(shared);
-    // A place outside the area for payloads is refused by the host.
-    assert_eq!(guest.send_in_place(b"there", 0..100), Ok(2));
+    guest.free_staging(region);
+    // The host refuses a payload outside the bulk area.
+    assert_eq!(guest.send_staged(b"there", 0..100), Ok(2));
     let refused = host.receive(&mut message, WAIT);
     assert!(
         matches!(refused, Err(LinkError::PeerMisbehaved(_))),

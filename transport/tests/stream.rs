@@ -15,7 +15,7 @@ fn channels() -> (Box<dyn Channel>, Box<dyn Channel>) {
     let (a, b) = UnixStream::pair().unwrap();
     a.set_nonblocking(true).unwrap();
     b.set_nonblocking(true).unwrap();
-    (Box::new(Plain(a)), Box::new(Plain(b)))
+    (Box::new(Plain::new(a)), Box::new(Plain::new(b)))
 }
 
 fn pair() -> (StreamGuest, StreamHost) {

@@ -126,7 +126,7 @@ impl IpcSocket {
         if got.bytes == 0 {
             return Ok(Received::Closed);
         }
-        let message = match got.is_cut {
+        let message = match got.is_truncated {
             true => Err(format!("a packet of more than {MAX_PACKET} bytes")),
             false => serde_json::from_slice(&text[..got.bytes]).map_err(|error| error.to_string()),
         };

@@ -4,7 +4,6 @@
 use std::error::Error;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -154,7 +153,7 @@ fn open(
         LinkKind::Tcp => {
             Box::new(tcp::Arrival::from_socket(socket, certificates)?.handshake(HANDSHAKE_TIMEOUT)?)
         }
-        LinkKind::Vsock => Box::new(vsock::host(UnixStream::from(socket))?),
+        LinkKind::Vsock => Box::new(vsock::host(socket)?),
         LinkKind::Pci => {
             return Err("the link of a virtual machine cannot be handed to a worker".into());
         }

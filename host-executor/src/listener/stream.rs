@@ -50,7 +50,7 @@ impl SocketListener for vsock::Listener {
         let accepted = vsock::Listener::accept(self, timeout)?;
         Ok(accepted.map(|(socket, cid)| {
             let peer = vsock_peer(self, cid);
-            (socket.into(), peer)
+            (socket, peer)
         }))
     }
 }

@@ -54,7 +54,14 @@ impl IvshmemListener {
                 vm = this.options.name,
                 "serving the running virtual machine, window {size}"
             );
-            this.serve(ivshmem::Parts { memory, bell, line }, size);
+            this.serve(
+                ivshmem::Parts {
+                    memory,
+                    bell,
+                    lifeline: line,
+                },
+                size,
+            );
         }
         Ok(this)
     }
@@ -70,7 +77,11 @@ impl IvshmemListener {
     }
 
     fn serve(&mut self, parts: ivshmem::Parts, size: usize) {
-        let ivshmem::Parts { memory, bell, line } = parts;
+        let ivshmem::Parts {
+            memory,
+            bell,
+            lifeline: line,
+        } = parts;
         let bell = Bell::new(bell, Some(line));
         match VmWindow::new(memory, size, bell, self.options.silence) {
             Ok(machine) => self.machine = Some(machine),
@@ -104,7 +115,7 @@ impl IvshmemListener {
         };
         info!(vm, "QEMU has connected, window {}", self.options.window);
         if service::has_fd_store() {
-            let files = [&parts.memory, &parts.bell, &parts.line];
+            let files = [&parts.memory, &parts.bell, &parts.lifeline];
             for (part, file) in FILES.into_iter().zip(files) {
                 service::store(&self.stored_name(part), file.as_fd());
             }

@@ -1,43 +1,86 @@
-//! From an endpoint to a link: the guest's side, for every kind of link that leaves the process.
+//! Opening the guest's end of the link to an endpoint, for every link that leaves the process.
 #![forbid(unsafe_code)]
 
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
+use super::end::GuestEnd;
+use super::endpoint::Endpoint;
 use super::pci::discover::{self, Kind};
-use super::stream::tls::Certificates;
-use super::stream::{tcp, vsock};
-use super::{Endpoint, GuestEnd, pci, unix};
+use super::pci::{self, PciError};
+use super::stream::tcp::{self, TcpError};
+use super::stream::tls::{Certificates, TlsError};
+use super::stream::vsock;
+use super::unix;
 
 /// The environment variable with the folder of certificates for `tcp`.
 pub const CERTIFICATES: &str = "VGPU_CERTS";
 
-/// Connects to the executor at `endpoint`, waiting no longer than `timeout`. An error says what to do about it.
-pub fn connect(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEnd>, String> {
+/// Why the guest has no link to an endpoint. The message says what the user can do.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The link over a unix socket has failed.
+    #[error(transparent)]
+    Unix(#[from] unix::ConnectError),
+    /// The link over a PCI device has failed.
+    #[error(transparent)]
+    Pci(#[from] PciError),
+    /// The endpoint `pci` stands for all vGPUs, and this machine has none.
+    #[error("pci: no vGPU among the {devices} PCI devices of this machine")]
+    NoVgpu {
+        /// The number of PCI devices.
+        devices: usize,
+    },
+    /// The machine has no vsock device.
+    #[error("this machine has no vsock device")]
+    NoVsock,
+    /// The link over vsock has failed.
+    #[error("vsock {cid}:{port}: {error}")]
+    Vsock {
+        /// The context id of the executor's machine.
+        cid: u32,
+        /// The port of the executor.
+        port: u32,
+        /// The failed step.
+        error: io::Error,
+    },
+    /// The folder of certificates is unusable.
+    #[error("{CERTIFICATES}: {0}")]
+    Certificates(TlsError),
+    /// The link over TCP has failed.
+    #[error(transparent)]
+    Tcp(#[from] TcpError),
+    /// The caller has passed an endpoint for another function: `inproc`, `pci` without an address, or an
+    /// endpoint of the host's side.
+    #[error("{0}: a guest cannot connect to this endpoint")]
+    NotRemote(Endpoint),
+}
+
+/// Connects to the executor at `endpoint`. `timeout` limits the wait for the executor.
+///
+/// # Errors
+///
+/// A [`ConnectError`] of the kind of the endpoint.
+pub fn connect(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEnd>, ConnectError> {
     match endpoint {
-        Endpoint::Unix(path) => {
-            let end = unix::connect(path, timeout).map_err(|e| e.to_string())?;
-            Ok(Box::new(end))
-        }
+        Endpoint::Unix(path) => Ok(Box::new(unix::connect(path, timeout)?)),
         Endpoint::Pci(Some(address)) => {
             let found = discover::Found::read(Path::new(discover::SYSFS), *address)
-                .map_err(|_| "there is no such PCI device".to_owned())?;
-            let device = pci::Device::open(&found).map_err(|e| e.to_string())?;
+                .map_err(|_| PciError::NoDevice { address: *address })?;
+            let device = pci::Device::open(&found)?;
             tracing::info!(
-                "{found}: a vGPU, window of {} bytes",
+                "{found}: a vGPU with a window of {} bytes",
                 device.directory().size
             );
-            Ok(Box::new(
-                device.connect(timeout).map_err(|e| e.to_string())?,
-            ))
+            Ok(Box::new(device.connect(timeout)?))
         }
-        Endpoint::Vsock { cid, port } => {
-            let end = vsock::connect(*cid, *port, timeout).map_err(|e| match e.raw_os_error() {
-                Some(libc::EAFNOSUPPORT | libc::ENODEV) => {
-                    "this machine has no vsock device".to_owned()
-                }
-                _ => e.to_string(),
-            })?;
+        &Endpoint::Vsock { cid, port } => {
+            let end =
+                vsock::connect(cid, port, timeout).map_err(|error| match error.raw_os_error() {
+                    Some(libc::EAFNOSUPPORT | libc::ENODEV) => ConnectError::NoVsock,
+                    _ => ConnectError::Vsock { cid, port, error },
+                })?;
             Ok(Box::new(end))
         }
         Endpoint::Tcp { host, port } => {
@@ -45,19 +88,23 @@ pub fn connect(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEn
             let certificates = folder
                 .map(|folder| Certificates::load(Path::new(&folder)))
                 .transpose()
-                .map_err(|e| format!("{CERTIFICATES}: {e}"))?;
-            let end = tcp::connect(host, *port, certificates.as_ref(), timeout)
-                .map_err(|e| e.to_string())?;
+                .map_err(ConnectError::Certificates)?;
+            let end = tcp::connect(host, *port, certificates.as_ref(), timeout)?;
             Ok(Box::new(end))
         }
         Endpoint::Inproc | Endpoint::Pci(None) | Endpoint::VsockUnix { .. } => {
-            Err("this is not a place that a guest can connect to".into())
+            Err(ConnectError::NotRemote(endpoint.clone()))
         }
     }
 }
 
-/// The endpoints that a user's one stands for: `pci` is every vGPU of this machine. Says why, if that is none.
-pub fn expand(endpoint: &Endpoint) -> Result<Vec<Endpoint>, String> {
+/// The endpoints that `endpoint` stands for: `pci` stands for every vGPU of this machine, and any other
+/// endpoint for itself.
+///
+/// # Errors
+///
+/// [`ConnectError::NoVgpu`] when `endpoint` is `pci` and this machine has no vGPU.
+pub fn expand(endpoint: &Endpoint) -> Result<Vec<Endpoint>, ConnectError> {
     let Endpoint::Pci(None) = endpoint else {
         return Ok(vec![endpoint.clone()]);
     };
@@ -65,9 +112,11 @@ pub fn expand(endpoint: &Endpoint) -> Result<Vec<Endpoint>, String> {
     for device in &devices {
         match (&device.kind, &device.driver) {
             (Kind::Other, _) => {}
-            (Kind::RealGpu, _) => tracing::info!("{device}: a real GPU, left alone"),
-            (_, Some(driver)) => tracing::info!("{device}: has the driver {driver}, left alone"),
-            _ => tracing::debug!("{device}: looked at"),
+            (Kind::RealGpu, _) => tracing::info!("{device}: a physical GPU, not touched"),
+            (_, Some(driver)) => {
+                tracing::info!("{device}: the driver {driver} is bound, not touched");
+            }
+            _ => tracing::debug!("{device}: a candidate for a vGPU"),
         }
     }
     let found: Vec<Endpoint> = devices
@@ -76,10 +125,9 @@ pub fn expand(endpoint: &Endpoint) -> Result<Vec<Endpoint>, String> {
         .map(|device| Endpoint::Pci(Some(device.address)))
         .collect();
     if found.is_empty() {
-        return Err(format!(
-            "pci: no vGPU among the {} PCI devices of this machine",
-            devices.len()
-        ));
+        return Err(ConnectError::NoVgpu {
+            devices: devices.len(),
+        });
     }
     Ok(found)
 }

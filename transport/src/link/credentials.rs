@@ -1,17 +1,24 @@
-//! Who is at the other end of a socket.
+//! The credentials of the process at the other end of a unix socket.
 
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use rustix::io::Errno;
+use crate::error::LinkError;
 
-use super::LinkError;
-use super::unix::Peer;
+/// A peer's credentials, as the kernel reports them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// The process id. 0 for a process in a PID namespace that is not visible from this one.
+    pub pid: i32,
+    /// The user id.
+    pub uid: u32,
+    /// The group id.
+    pub gid: u32,
+}
 
-/// Asks the kernel who connected to `socket`.
+/// Reads the credentials of the process that connected to `socket` (`SO_PEERCRED`).
 ///
-/// (`rustix` has this call too, but its process id cannot be 0, which is what the kernel gives for a
-/// process in a namespace that we cannot see into.)
+/// `rustix` has this call too, but its process id cannot be 0.
 pub(super) fn of(socket: &OwnedFd) -> Result<Peer, LinkError> {
     let mut credentials = libc::ucred {
         pid: 0,
@@ -19,8 +26,8 @@ pub(super) fn of(socket: &OwnedFd) -> Result<Peer, LinkError> {
         gid: 0,
     };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: the pointers are to a ucred and to its length, both ours and both living longer than the call; every bit
-    // pattern is a ucred.
+    // SAFETY: the pointers refer to a local ucred and to its length, and both outlive the call. The kernel
+    // writes at most `len` bytes, and every bit pattern is a valid ucred.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -31,10 +38,8 @@ pub(super) fn of(socket: &OwnedFd) -> Result<Peer, LinkError> {
         )
     };
     if result != 0 {
-        return Err(LinkError::System {
-            what: "asking who the guest is",
-            error: Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO),
-        });
+        let error = std::io::Error::last_os_error();
+        return Err(LinkError::io("reading the guest's credentials")(error));
     }
     Ok(Peer {
         pid: credentials.pid,

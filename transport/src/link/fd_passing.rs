@@ -1,7 +1,7 @@
-//! Files that the host sends beside the messages: memory of its engine that the guest may map.
+//! Passing of files from the host to the guest: memory of the engine that the guest may map.
 //!
-//! A file goes before the reply that speaks of it, so that it is there when the reply is. The guest never sends
-//! any, and what it writes to the socket all the same is not read.
+//! The host sends a file before the reply that announces the file, so the file has arrived when the reply
+//! arrives. The guest never sends a file, and the host does not read from the socket.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -9,49 +9,49 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::LinkError;
-use super::unix::{StepError, receive_packet, send_packet};
+use super::packet::{self, PacketError};
+use crate::error::LinkError;
 
-/// Words of the packet that carries a file: magic, [`FILE`].
+/// The words of the packet that carries a file: magic, [`FILE`].
 const WORDS: usize = 2;
 
-/// Second word of the packet: `FILE`.
+/// The second word of the packet: `FILE`.
 const FILE: u64 = u32::from_le_bytes(*b"FILE") as u64;
 
-/// How long a guest looks for a file that must have come already.
+/// The time that a guest waits for a file that should have arrived already.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The way of the files, from either end.
+/// One end of the channel for files.
 #[derive(Debug)]
 pub(super) enum Files {
     /// Between processes: the socket of the handshake.
     Socket(OwnedFd),
-    /// Inside this process.
+    /// Inside one process.
     Queue(Arc<Mutex<VecDeque<OwnedFd>>>),
 }
 
 impl Files {
-    /// The host's end of a socket. Files that a guest does not take count against what this user may have on the way to
-    /// anybody, so there is room for a few only.
+    /// The host's end of a socket. The kernel limits the number of files in flight per user, so the host
+    /// shrinks the socket's buffer to a few packets per guest.
     pub(super) fn of_host(socket: OwnedFd) -> Files {
-        // The kernel makes the least it allows of this. If it refuses, the guest gets its files all the same.
+        // The kernel rounds the size up to its minimum. A failure only leaves more room in the buffer.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, 1);
         Files::Socket(socket)
     }
 
-    /// Both ends inside this process.
+    /// Both ends inside one process.
     pub(super) fn pair() -> (Files, Files) {
         let queue = Arc::default();
         (Files::Queue(Arc::clone(&queue)), Files::Queue(queue))
     }
 
-    /// The host's part. Whether the file is on its way; it is not when the guest does not take what was sent before.
+    /// Sends a file. The host calls this. `false` when the guest has not received the files before.
     pub(super) fn send(&self, file: BorrowedFd<'_>) -> bool {
         match self {
-            // The deadline has passed at once: a host does not wait for a guest that does not look.
+            // The deadline is now: the host does not wait for a guest that does not read its socket.
             Files::Socket(socket) => {
-                let words = [super::unix::MAGIC, FILE];
-                send_packet(socket, &words, &[file], Instant::now()).is_ok()
+                let words = [packet::MAGIC, FILE];
+                packet::send(socket, &words, &[file], Instant::now()).is_ok()
             }
             Files::Queue(queue) => match file.try_clone_to_owned() {
                 Ok(file) => {
@@ -64,17 +64,17 @@ impl Files {
         }
     }
 
-    /// The guest's part: the next file.
+    /// Receives the next file. The guest calls this.
     pub(super) fn receive(&self) -> Result<OwnedFd, LinkError> {
-        let none = || LinkError::PeerMisbehaved("it announced a file and sent none".into());
+        let none = || LinkError::PeerMisbehaved("the host announced a file and sent none".into());
         match self {
             Files::Socket(socket) => {
                 let deadline = Instant::now() + PATIENCE;
-                let (words, mut files) = match receive_packet(socket, WORDS, 1, deadline) {
+                let (words, mut files) = match packet::receive(socket, WORDS, 1, deadline) {
                     Ok(packet) => packet,
-                    Err(StepError::Late) => return Err(none()),
-                    Err(StepError::Garbage(why)) => return Err(LinkError::PeerMisbehaved(why)),
-                    Err(StepError::Link(error)) => return Err(error),
+                    Err(PacketError::Late) => return Err(none()),
+                    Err(PacketError::Garbage(why)) => return Err(LinkError::PeerMisbehaved(why)),
+                    Err(PacketError::Link(error)) => return Err(error),
                 };
                 match files.pop() {
                     Some(file) if words[1] == FILE => Ok(file),
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ends_see_the_same_bytes_of_each_file_in_order() {
+    fn files_arrive_in_order_and_are_shared() {
         for (host, guest) in [sockets(), Files::pair()] {
             let files = [4096, 8192].map(|size| sealed_file(size).unwrap());
             for file in &files {
@@ -122,17 +122,17 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_takes_nothing_is_not_waited_for() {
+    fn the_host_does_not_wait_for_a_guest_that_reads_nothing() {
         let (host, guest) = sockets();
         let file = sealed_file(4096).unwrap();
         let sent = (0..100_000).take_while(|_| host.send(file.as_fd())).count();
         assert!(sent > 0 && sent < 64, "{sent}");
-        // What was sent is still there.
+        // The files in the buffer are still there.
         guest.receive().unwrap();
     }
 
     #[test]
-    fn a_file_that_was_only_announced_is_an_error() {
+    fn a_missing_file_is_an_error() {
         let (_host, guest) = Files::pair();
         guest.receive().unwrap_err();
         let (host, guest) = sockets();

@@ -1,5 +1,5 @@
-//! Open files, sent over a unix socket with the bytes they belong to: the one place where control messages are put
-//! together and taken apart.
+//! `SCM_RIGHTS`: open files sent over a unix socket together with bytes. This module encodes and decodes
+//! all control messages of the project.
 #![forbid(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
@@ -12,21 +12,26 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix,
 };
 
-/// The most files that go, or are taken, with one message.
-pub const MOST: usize = 16;
+/// The maximum number of files in one message.
+pub const MAX_FILES: usize = 16;
 
-/// What came in one call.
+/// The result of one receive call.
 #[derive(Debug)]
 pub struct Received {
-    /// Bytes; 0 when the other side has hung up.
+    /// The number of bytes; 0 when the other side has closed the socket.
     pub bytes: usize,
-    /// Files, in the order they were sent.
+    /// The files, in the order in which they were sent.
     pub files: Vec<OwnedFd>,
-    /// There were more files than [`MOST`], or more bytes than there was room for. They are lost.
-    pub is_cut: bool,
+    /// Whether the kernel has dropped bytes or files that exceeded the buffers.
+    pub is_truncated: bool,
 }
 
-/// Sends `bytes` and `files`, at most [`MOST`]. Returns how many bytes went; the files went with the first of them.
+/// Sends `bytes` and at most [`MAX_FILES`] files. Returns the number of bytes sent. The files travel with
+/// the first byte.
+///
+/// # Errors
+///
+/// `TOOBIG` for more than [`MAX_FILES`] files, and the errors of `sendmsg(2)`.
 pub fn send(
     socket: impl AsFd,
     bytes: &[u8],
@@ -39,7 +44,11 @@ pub fn send(
     })
 }
 
-/// The same to an address, on a socket that is not connected.
+/// The same as [`send`], to an address, on an unconnected socket.
+///
+/// # Errors
+///
+/// As [`send`].
 pub fn send_to(
     socket: impl AsFd,
     address: &SocketAddrUnix,
@@ -56,10 +65,10 @@ fn with_control<T>(
     files: &[BorrowedFd<'_>],
     send: impl FnOnce(&mut SendAncillaryBuffer<'_, '_, '_>) -> Result<T, Errno>,
 ) -> Result<T, Errno> {
-    if files.len() > MOST {
+    if files.len() > MAX_FILES {
         return Err(Errno::TOOBIG);
     }
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
         return Err(Errno::TOOBIG);
@@ -67,14 +76,18 @@ fn with_control<T>(
     send(&mut control)
 }
 
-/// Receives bytes into `bytes`, and the files that come with them. With [`RecvFlags::CMSG_CLOEXEC`] programs that this one
-/// starts do not have them.
+/// Receives bytes into `bytes`, and the files that came with them. [`RecvFlags::CMSG_CLOEXEC`] sets the
+/// close-on-exec flag of the files.
+///
+/// # Errors
+///
+/// The errors of `recvmsg(2)`.
 pub fn receive(socket: impl AsFd, bytes: &mut [u8], flags: RecvFlags) -> Result<Received, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut control = RecvAncillaryBuffer::new(&mut space[..]);
     let mut parts = [IoSliceMut::new(bytes)];
     let got = rustix::net::recvmsg(socket, &mut parts, &mut control, flags)?;
-    // Taken out in any case, so that they are closed if nobody wants them.
+    // The iterator must run to its end: every received descriptor needs an owner that closes it.
     let files = control
         .drain()
         .filter_map(|message| match message {
@@ -86,7 +99,7 @@ pub fn receive(socket: impl AsFd, bytes: &mut [u8], flags: RecvFlags) -> Result<
     Ok(Received {
         bytes: got.bytes,
         files,
-        is_cut: got
+        is_truncated: got
             .flags
             .intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC),
     })
@@ -117,7 +130,10 @@ mod tests {
         files.clear();
         let mut bytes = [0; 16];
         let got = receive(&there, &mut bytes, RecvFlags::CMSG_CLOEXEC).unwrap();
-        assert_eq!((&bytes[..got.bytes], got.is_cut), (&b"three"[..], false));
+        assert_eq!(
+            (&bytes[..got.bytes], got.is_truncated),
+            (&b"three"[..], false)
+        );
         for (number, file) in (0..).zip(got.files) {
             let (mut file, mut content) = (std::fs::File::from(file), Vec::new());
             file.rewind().unwrap();
@@ -127,13 +143,13 @@ mod tests {
         }
         assert_eq!(files.len(), 3);
         let got = receive(&there, &mut bytes[..2], RecvFlags::CMSG_CLOEXEC).unwrap();
-        assert!(got.is_cut && got.files.is_empty());
+        assert!(got.is_truncated && got.files.is_empty());
     }
 
     #[test]
-    fn more_files_than_fit_are_refused() {
+    fn too_many_files_are_refused() {
         let (here, _there) = UnixDatagram::pair().unwrap();
-        let many = [here.as_fd(); MOST + 1];
+        let many = [here.as_fd(); MAX_FILES + 1];
         assert_eq!(
             send(&here, b"x", &many, SendFlags::empty()),
             Err(Errno::TOOBIG)

@@ -1,18 +1,27 @@
-//! What the two ends of a window have in common: waiting, waking, and knowing whether the peer is there.
+//! The common part of both ends of a link over a window: waiting, waking, and detection of a dead peer.
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Counters, LinkError};
+use super::end::Counters;
+use crate::error::LinkError;
 use crate::shm::doorbell::{Doorbell, Wake};
-use crate::shm::layout::{STATE_CLOSED, STATE_OPEN, word};
+use crate::shm::layout::{Layout, STATE_CLOSED, STATE_OPEN, word};
 use crate::shm::liveness::Liveness;
-use crate::shm::memory::{Memory, Window};
+use crate::shm::memory::{MapError, Memory, Window};
 use crate::shm::notify::{MAX_SLEEP, SleepWords, Sleeper, SpinBudget, Waker};
+use crate::shm::ring::RingArea;
 
-/// How often an end that does not wait asks the kernel whether the peer is still there.
-const LOOK_PERIOD: Duration = Duration::from_millis(10);
+/// The wake-on values of a host. A guest stores the number of the request whose retirement it awaits, and
+/// every message wakes the guest.
+pub(super) const WAKE_ON_REQUEST: u64 = 1;
+/// The host waits for room in the completion ring.
+pub(super) const WAKE_ON_ROOM: u64 = 2;
+
+/// The period of the checks for a dead peer by an end that does not wait.
+const CHECK_PERIOD: Duration = Duration::from_millis(10);
 
 const GUEST_SLEEP: SleepWords = SleepWords {
     sleeping: word::GUEST_SLEEPING,
@@ -23,38 +32,39 @@ const HOST_SLEEP: SleepWords = SleepWords {
     wake_on: word::HOST_WAKE_ON,
 };
 
-/// What an end waits for. It learns for each how long to spin.
+/// The condition that an end waits for. Each has its own spin budget.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Waiting {
     /// A message from the peer.
     Message = 0,
-    /// The peer's progress with what was sent.
+    /// The peer's progress with the messages of this end.
     Progress = 1,
 }
 
-/// Which end.
+/// The side of a link that an end belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Guest,
     Host,
 }
 
-/// What the two ends have in common.
+/// The common state of a guest's end and a host's end.
 pub(super) struct WindowEnd {
     window: Arc<Window>,
     epoch: u64,
     doorbell: Box<dyn Doorbell>,
     sleeper: Sleeper,
     waker: Waker,
-    /// One for each [`Waiting`].
+    /// One budget for each [`Waiting`].
     spin: [SpinBudget; 2],
     side: Side,
-    /// The heart of the peer, if it has one that can stop.
+    /// The observer of the peer's heartbeat, on a link where the peer has one.
     liveness: Option<Liveness>,
-    /// When the kernel was last asked for the peer.
-    looked: Instant,
-    /// The first error: links do not recover.
+    /// The time of the last check for a dead peer.
+    checked: Instant,
+    /// The first error. It is final.
     error: Option<LinkError>,
+    /// The process that has opened the link.
     process: u32,
     pub(super) counters: Counters,
 }
@@ -80,20 +90,20 @@ impl WindowEnd {
             spin: [SpinBudget::new(), SpinBudget::new()],
             side,
             liveness,
-            looked: Instant::now(),
+            checked: Instant::now(),
             error: None,
             process: std::process::id(),
             counters: Counters::default(),
         }
     }
 
-    /// Remembers an error for ever, unless there is one already.
+    /// Stores the first error and returns it.
     pub(super) fn fail(&mut self, error: LinkError) -> LinkError {
         self.error.get_or_insert(error).clone()
     }
 
-    /// Whether anything was wrong so far. That the peer has closed the link is not: what it said before can still be
-    /// read.
+    /// The stored error, unless it is [`LinkError::Closed`]: an end may still read the messages that the
+    /// peer sent before it closed the link.
     pub(super) fn check_rules(&self) -> Result<(), LinkError> {
         match &self.error {
             None | Some(LinkError::Closed) => Ok(()),
@@ -101,14 +111,14 @@ impl WindowEnd {
         }
     }
 
-    /// Whether the link is in order, as far as memory tells.
+    /// Checks the stored error and the peer's state word.
     pub(super) fn check(&mut self) -> Result<(), LinkError> {
         if let Some(error) = &self.error {
             return Err(error.clone());
         }
         let is_open = match self.side {
             Side::Guest => self.window.load(word::HOST_STATE) == STATE_OPEN,
-            // Until the guest has come its state is another.
+            // The state is STATE_NEW before the guest has opened the link.
             Side::Host => self.window.load(word::GUEST_STATE) != STATE_CLOSED,
         };
         if is_open {
@@ -118,23 +128,23 @@ impl WindowEnd {
         }
     }
 
-    /// The same, and now and then as far as the kernel and the peer's heart tell.
-    pub(super) fn check_well(&mut self) -> Result<(), LinkError> {
+    /// [`check`](WindowEnd::check), and once per [`CHECK_PERIOD`] the doorbell and the heartbeat.
+    pub(super) fn check_peer_alive(&mut self) -> Result<(), LinkError> {
         self.check()?;
-        if self.looked.elapsed() < LOOK_PERIOD {
+        if self.checked.elapsed() < CHECK_PERIOD {
             return Ok(());
         }
-        self.looked = Instant::now();
+        self.checked = Instant::now();
         let peer = self
             .doorbell
             .wait(Duration::ZERO)
-            .and_then(|wake| self.check_peer(wake));
+            .and_then(|wake| self.check_wake(wake));
         peer.map_err(|e| self.fail(e))
     }
 
-    /// Whether the peer is there after a wait.
-    fn check_peer(&mut self, wake: Wake) -> Result<(), LinkError> {
-        // The epoch is another one when a new session was begun in the same memory.
+    /// Checks for a dead peer after a wait.
+    fn check_wake(&mut self, wake: Wake) -> Result<(), LinkError> {
+        // The epoch changes when another session begins in the same memory.
         if wake == Wake::PeerGone || self.window.load(word::EPOCH) != self.epoch {
             return Err(LinkError::Closed);
         }
@@ -149,16 +159,16 @@ impl WindowEnd {
         })
     }
 
-    /// After publishing: wakes the peer if it sleeps for what was published.
-    pub(super) fn wake(&mut self, is_news: impl FnOnce(u64) -> bool) -> Result<(), LinkError> {
-        if !self.waker.must_ring(&*self.window, is_news) {
+    /// Wakes the peer after a publication, if `is_awaited` accepts the peer's wake-on value.
+    pub(super) fn wake(&mut self, is_awaited: impl FnOnce(u64) -> bool) -> Result<(), LinkError> {
+        if !self.waker.must_ring(&*self.window, is_awaited) {
             return Ok(());
         }
         self.counters.kicks += 1;
         self.doorbell.ring().map_err(|e| self.fail(e))
     }
 
-    /// Waits until `ready` gives something. `None` when `timeout` has passed.
+    /// Waits until `ready` returns a value. `None` when `timeout` has passed.
     pub(super) fn wait<T>(
         &mut self,
         waiting: Waiting,
@@ -185,20 +195,20 @@ impl WindowEnd {
                 self.sleep(wake_on, began, timeout, &mut ready)?
             }
         };
-        self.spin[waiting as usize].learn(began.elapsed());
+        self.spin[waiting as usize].adapt(began.elapsed());
         Ok(found)
     }
 
-    /// Looks again and again for as long as `budget` says.
+    /// Calls `ready` in a loop for at most `budget`.
     fn spin<T>(
         &mut self,
         began: Instant,
         budget: Duration,
         ready: &mut impl FnMut() -> Result<Option<T>, LinkError>,
     ) -> Result<Option<T>, LinkError> {
-        /// From here on others who want the processor go first: one of them may be the peer.
-        const POLITE: Duration = Duration::from_micros(2);
-        /// Giving way takes a fraction of this when nobody wants the processor.
+        /// After this time the loop yields the processor to other threads. One of them may be the peer.
+        const YIELD_AFTER: Duration = Duration::from_micros(2);
+        /// A yield without another runnable thread takes a fraction of this time.
         const CROWDED: Duration = Duration::from_micros(5);
         let mut spun = Duration::ZERO;
         let mut is_crowded = false;
@@ -210,11 +220,12 @@ impl WindowEnd {
                 std::hint::spin_loop();
             }
             if is_crowded {
-                // Who spins gets the processor back after the others' time slices; who is woken, at once.
+                // A thread that yields waits for the other threads' time slices. A thread that sleeps runs
+                // soon after its wake-up.
                 break;
             }
             let before = began.elapsed();
-            if before > POLITE {
+            if before > YIELD_AFTER {
                 std::thread::yield_now();
             }
             spun = began.elapsed();
@@ -223,7 +234,7 @@ impl WindowEnd {
         Ok(None)
     }
 
-    /// Sleeps until there is something, or the time is over.
+    /// Sleeps until `ready` returns a value or `timeout` has passed.
     fn sleep<T>(
         &mut self,
         wake_on: u64,
@@ -236,8 +247,8 @@ impl WindowEnd {
             if left == Some(Duration::ZERO) {
                 return Ok(None);
             }
-            let nap = left.map_or(MAX_SLEEP, |left| left.min(MAX_SLEEP));
-            let found = self.nap(wake_on, nap, ready);
+            let once = left.map_or(MAX_SLEEP, |left| left.min(MAX_SLEEP));
+            let found = self.sleep_once(wake_on, once, ready);
             self.sleeper.awake(&*self.window);
             if let Some(found) = found.map_err(|e| self.fail(e))? {
                 return Ok(Some(found));
@@ -245,11 +256,11 @@ impl WindowEnd {
         }
     }
 
-    /// One turn of the sleep protocol, without the waking up.
-    fn nap<T>(
+    /// Steps S1 to S5 of the [sleep protocol](crate::shm::notify).
+    fn sleep_once<T>(
         &mut self,
         wake_on: u64,
-        nap: Duration,
+        timeout: Duration,
         ready: &mut impl FnMut() -> Result<Option<T>, LinkError>,
     ) -> Result<Option<T>, LinkError> {
         self.doorbell.clear()?;
@@ -258,10 +269,10 @@ impl WindowEnd {
             return Ok(Some(found));
         }
         let peer = self.check().and_then(|()| {
-            let wake = self.doorbell.wait(nap)?;
-            self.check_peer(wake)
+            let wake = self.doorbell.wait(timeout)?;
+            self.check_wake(wake)
         });
-        // What the peer did before it went still counts, so its state is looked at first.
+        // The peer's last publication counts even if the peer has died, so `ready` comes before the error.
         match ready()? {
             Some(found) => Ok(Some(found)),
             None => peer.map(|()| None),
@@ -271,7 +282,7 @@ impl WindowEnd {
 
 impl Drop for WindowEnd {
     fn drop(&mut self) {
-        // A child of a process that forked is not the one that opened the link, and must not close it.
+        // A forked child has a copy of this end, and must not close the link of its parent.
         if std::process::id() != self.process {
             return;
         }
@@ -282,5 +293,52 @@ impl Drop for WindowEnd {
         self.window.drain_writes();
         self.window.store(own_state, STATE_CLOSED);
         let _ = self.wake(|_| true);
+    }
+}
+
+/// The offsets of the submission ring.
+pub(super) fn submission_ring(layout: &Layout) -> RingArea {
+    RingArea {
+        data: layout.submission(),
+        tail: word::SUBMISSION_TAIL,
+        head: word::SUBMISSION_HEAD,
+    }
+}
+
+/// The offsets of the completion ring.
+pub(super) fn completion_ring(layout: &Layout) -> RingArea {
+    RingArea {
+        data: layout.completion(),
+        tail: word::COMPLETION_TAIL,
+        head: word::COMPLETION_HEAD,
+    }
+}
+
+/// Appends the message at `range` of the window to `message`.
+pub(super) fn read_message(window: &Window, range: &Range<usize>, message: &mut Vec<u8>) {
+    let begin = message.len();
+    message.resize(begin + range.len(), 0);
+    window.read(range.start, &mut message[begin..]);
+}
+
+/// Counts one received message of `bytes` bytes with its payload.
+pub(super) fn count_in(counters: &mut Counters, bytes: usize) {
+    counters.messages_in += 1;
+    counters.bytes_in += bytes as u64;
+}
+
+/// The error for a message above the limits.
+pub(super) fn too_large(message: &[u8], payload: usize) -> LinkError {
+    LinkError::TooLarge {
+        len: message.len(),
+        payload,
+    }
+}
+
+/// The error of a link whose window cannot be mapped.
+pub(super) fn unmapped(error: MapError) -> LinkError {
+    match error {
+        MapError::System { what, error } => LinkError::System { what, error },
+        other => LinkError::PeerMisbehaved(other.to_string()),
     }
 }

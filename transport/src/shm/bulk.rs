@@ -1,37 +1,43 @@
-//! Room for payloads that are too large for a ring. The guest gives it out and takes it back; the host only
-//! checks that a range lies in the bulk area.
+//! Allocation of payload memory for payloads that are too large for a ring. The guest allocates and
+//! frees. The host only checks that a range lies in the bulk area.
 //!
-//! The area is cut in two:
+//! The bulk area has two parts:
 //!
-//! - a [`StagingRing`]: payloads on their way, given back in the order they were sent as the host retires
-//!   requests. Small enough that it stays in the processors' caches however much goes through it.
-//! - a [`StagingHeap`]: memory given out for longer, for buffers whose bytes the host can take from where they lie.
+//! - a [`StagingRing`] for payloads in transit. Requests retire in the order in which they were sent,
+//!   and so does their memory. The ring is small, so that it stays in the processors' caches.
+//! - a [`StagingHeap`] for long-lived allocations: host buffers of the guest whose bytes the host
+//!   reads in place.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-/// Ranges begin at multiples of this: a page.
+/// The alignment of every allocation, in bytes: one page.
 pub const BULK_ALIGN: usize = 4096;
 
-/// Memory for payloads on their way: a ring whose parts are freed by the retiring of their requests.
+/// A ring of staging memory. The retirement of a request frees the memory of its payload.
 ///
-/// `head` and `tail` count bytes since the link began, as those of a ring do; `tail - head <= size`.
+/// `head` and `tail` count bytes since the link was opened, as the cursors of a
+/// [`ring`](super::ring) do. Invariant: `tail - head <= size`.
 #[derive(Debug)]
 pub struct StagingRing {
     area: Range<usize>,
     head: u64,
     tail: u64,
-    /// The request of each part in use, and the tail behind it. Both ascend.
+    /// For each allocation in use: its request, and the tail behind it. Both ascend.
     live: VecDeque<(u64, u64)>,
 }
 
 impl StagingRing {
-    /// A stream through `area`, a whole number of pages.
+    /// An empty ring over the window's bytes `area`.
+    ///
+    /// # Panics
+    ///
+    /// If `area` is not a whole number of pages.
     pub fn new(area: Range<usize>) -> StagingRing {
         assert!(
             area.len().is_multiple_of(BULK_ALIGN),
-            "stream through {area:?}"
+            "staging ring over {area:?}"
         );
         StagingRing {
             area,
@@ -41,17 +47,18 @@ impl StagingRing {
         }
     }
 
-    /// The largest payload that can ever pass.
+    /// The size of the largest payload that fits an empty ring, in bytes.
     pub fn capacity(&self) -> usize {
         self.area.len()
     }
 
-    /// Room for the payload of `request`, the next to be sent. `None` while there is none.
+    /// Allocates `len` bytes for the payload of `request`, the next request. `None` while the ring is
+    /// too full.
     pub fn reserve(&mut self, len: usize, request: u64) -> Option<Range<usize>> {
         let size = self.area.len() as u64;
         let len = len as u64;
         if self.live.is_empty() {
-            // Begin again where the caches are warm.
+            // The beginning of the ring is the part that is most likely in the caches.
             (self.head, self.tail) = (0, 0);
         }
         let position = self.tail % size;
@@ -70,7 +77,7 @@ impl StagingRing {
         Some(offset..offset + len as usize)
     }
 
-    /// Takes back what the requests up to `retired` held.
+    /// Frees the memory of all requests up to `retired`.
     pub fn retire(&mut self, retired: u64) {
         while let Some(&(request, end)) = self.live.front() {
             if request > retired {
@@ -81,21 +88,21 @@ impl StagingRing {
         }
     }
 
-    /// The request that has to retire before more room can be found.
+    /// The oldest request that holds memory. Its retirement frees the next part of the ring.
     pub fn oldest(&self) -> Option<u64> {
         self.live.front().map(|&(request, _)| request)
     }
 }
 
-/// Memory given out for longer, in ranges of any size.
+/// A first-fit heap of staging memory.
 #[derive(Debug)]
 pub struct StagingHeap {
-    /// Free ranges by their beginning: length. No two touch.
+    /// Free ranges, by start offset: length. No two free ranges are adjacent.
     free: BTreeMap<usize, usize>,
 }
 
 impl StagingHeap {
-    /// A pool of the memory in `area`.
+    /// A heap over the window's bytes `area`.
     pub fn new(area: Range<usize>) -> StagingHeap {
         let free = (!area.is_empty()).then(|| (area.start, area.len()));
         StagingHeap {
@@ -103,8 +110,8 @@ impl StagingHeap {
         }
     }
 
-    /// Takes `len` bytes, from the first place they fit.
-    pub fn take(&mut self, len: usize) -> Option<Range<usize>> {
+    /// Allocates `len` bytes, rounded up to whole pages, in the first free range that is long enough.
+    pub fn alloc(&mut self, len: usize) -> Option<Range<usize>> {
         let len = len.max(1).checked_next_multiple_of(BULK_ALIGN)?;
         let (&start, &room) = self.free.iter().find(|&(_, &room)| room >= len)?;
         self.free.remove(&start);
@@ -114,8 +121,8 @@ impl StagingHeap {
         Some(start..start + len)
     }
 
-    /// Takes back a range that [`take`](StagingHeap::take) gave out.
-    pub fn give_back(&mut self, range: Range<usize>) {
+    /// Frees a range that [`alloc`](StagingHeap::alloc) has returned.
+    pub fn free(&mut self, range: Range<usize>) {
         let Range { mut start, mut end } = range;
         if let Some(len) = self.free.remove(&end) {
             end += len;
@@ -141,16 +148,16 @@ mod tests {
     }
 
     proptest! {
-        /// Payloads on their way never overlap; what is retired can be used again, to the last page.
+        /// Live allocations never overlap, and retirement makes every page available again.
         #[test]
-        fn a_stream_gives_out_what_is_free(
+        fn a_staging_ring_allocates_only_free_memory(
             steps in prop::collection::vec((1..=AREA.len(), 0..3u64), 1..100)
         ) {
-            let mut stream = StagingRing::new(AREA);
+            let mut ring = StagingRing::new(AREA);
             let mut live: VecDeque<(u64, Range<usize>)> = VecDeque::new();
             let (mut sent, mut retired) = (0, 0);
             for (len, retire) in steps {
-                if let Some(range) = stream.reserve(len, sent + 1) {
+                if let Some(range) = ring.reserve(len, sent + 1) {
                     sent += 1;
                     prop_assert_eq!(range.len(), len);
                     prop_assert!(range.start >= AREA.start && range.end <= AREA.end);
@@ -158,26 +165,26 @@ mod tests {
                     prop_assert!(!live.iter().any(|(_, other)| overlap(&range, other)));
                     live.push_back((sent, range));
                 } else {
-                    prop_assert_eq!(stream.oldest(), live.front().map(|(request, _)| *request));
-                    prop_assert!(!live.is_empty(), "an empty stream refused {} bytes", len);
+                    prop_assert_eq!(ring.oldest(), live.front().map(|(request, _)| *request));
+                    prop_assert!(!live.is_empty(), "an empty ring refused {} bytes", len);
                 }
                 retired = sent.min(retired + retire);
-                stream.retire(retired);
+                ring.retire(retired);
                 live.retain(|(request, _)| *request > retired);
             }
-            stream.retire(sent);
-            prop_assert_eq!(stream.reserve(AREA.len(), sent + 1), Some(AREA));
+            ring.retire(sent);
+            prop_assert_eq!(ring.reserve(AREA.len(), sent + 1), Some(AREA));
         }
 
-        /// Memory given out for longer never overlaps, and is one piece again when all of it is back.
+        /// Live allocations never overlap, and the heap is one free range after all are freed.
         #[test]
-        fn a_pool_becomes_whole_again(
+        fn a_staging_heap_coalesces(
             steps in prop::collection::vec((0..6 * BULK_ALIGN, any::<prop::sample::Index>()), 1..60)
         ) {
-            let mut pool = StagingHeap::new(AREA);
+            let mut heap = StagingHeap::new(AREA);
             let mut out: Vec<Range<usize>> = Vec::new();
             for (len, which) in steps {
-                match pool.take(len) {
+                match heap.alloc(len) {
                     Some(range) => {
                         prop_assert!(range.len() >= len && range.start.is_multiple_of(BULK_ALIGN));
                         prop_assert!(range.start >= AREA.start && range.end <= AREA.end);
@@ -186,21 +193,21 @@ mod tests {
                     }
                     None => {
                         prop_assert!(!out.is_empty());
-                        pool.give_back(out.swap_remove(which.index(out.len())));
+                        heap.free(out.swap_remove(which.index(out.len())));
                     }
                 }
             }
             for range in out {
-                pool.give_back(range);
+                heap.free(range);
             }
-            prop_assert_eq!(pool.take(AREA.len()), Some(AREA));
-            prop_assert_eq!(pool.take(0), None);
+            prop_assert_eq!(heap.alloc(AREA.len()), Some(AREA));
+            prop_assert_eq!(heap.alloc(0), None);
         }
     }
 
     #[test]
-    fn a_pool_of_nothing_gives_nothing() {
-        assert_eq!(StagingHeap::new(0..0).take(1), None);
-        assert_eq!(StagingHeap::new(AREA).take(usize::MAX), None);
+    fn an_empty_heap_allocates_nothing() {
+        assert_eq!(StagingHeap::new(0..0).alloc(1), None);
+        assert_eq!(StagingHeap::new(AREA).alloc(usize::MAX), None);
     }
 }

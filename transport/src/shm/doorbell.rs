@@ -1,52 +1,69 @@
-//! How a sleeping end is woken, and how the death of a peer is noticed.
+//! Doorbells: waking the sleeping peer, and detecting the death of the peer.
 //!
-//! A doorbell is seen from one end: [`ring`](Doorbell::ring) wakes the peer, [`wait`](Doorbell::wait) sleeps until the
-//! peer rings. Rings are remembered, not counted: one that comes before `wait` ends it at once, several
-//! are one. A wait may end for no reason.
+//! A doorbell belongs to one end of a link. [`ring`](Doorbell::ring) wakes the peer;
+//! [`wait`](Doorbell::wait) sleeps until the peer rings. A doorbell has one pending bit and no counter:
+//! a ring before `wait` ends that `wait` at once, and several rings count as one. A wait may end
+//! spuriously.
 #![forbid(unsafe_code)]
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use rustix::io::Errno;
 
-use crate::link::LinkError;
+use crate::error::LinkError;
+use crate::poll::poll;
 
-/// Wakes the peer and is woken by it.
+/// The doorbell of one end.
 pub trait Doorbell: Send {
-    /// Wakes the peer, now or when it next waits.
+    /// Wakes the peer from its current wait or its next one.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::System`] when a system call fails.
     fn ring(&self) -> Result<(), LinkError>;
 
-    /// Forgets rings that have already come.
+    /// Clears the pending bit of this end.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::System`] when a system call fails.
     fn clear(&self) -> Result<(), LinkError>;
 
-    /// Sleeps until the peer rings, is gone, or `timeout` has passed. With no time it only looks.
+    /// Sleeps until the peer rings, the peer is gone, or `timeout` has passed. A `timeout` of zero
+    /// returns the current state.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::System`] when a system call fails.
     fn wait(&self, timeout: Duration) -> Result<Wake, LinkError>;
 }
 
 /// Why a wait ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wake {
-    /// The peer rang, the time is over, or there was no reason.
+    /// The peer rang, the timeout has passed, or the wake-up is spurious. The caller checks the shared
+    /// memory.
     Look,
-    /// The peer has died or has closed its side: there will be no ring.
+    /// The peer has died or has closed its end. The peer will not ring again.
     PeerGone,
 }
 
-/// Two eventfds, and a socket that hangs up when the peer dies.
+/// A doorbell of two eventfds, and a socket that the kernel closes when the peer dies.
 #[derive(Debug)]
 pub struct EventDoorbell {
-    /// Rung by the peer.
+    /// The peer writes this eventfd.
     own: OwnedFd,
-    /// Rung by us.
+    /// This end writes this eventfd.
     peer: OwnedFd,
-    /// Nothing is sent on it; open as long as the peer lives. Inside one process there is none.
+    /// A socket without traffic; the peer's end is open while the peer lives. `None` inside one process.
     lifeline: Option<OwnedFd>,
 }
 
 impl EventDoorbell {
-    /// A doorbell of two eventfds that do not block.
+    /// A doorbell of two non-blocking eventfds: the one that the peer writes, and the one that this end
+    /// writes.
     pub fn new(own: OwnedFd, peer: OwnedFd, lifeline: Option<OwnedFd>) -> EventDoorbell {
         EventDoorbell {
             own,
@@ -55,14 +72,16 @@ impl EventDoorbell {
         }
     }
 
-    /// Both sides of a doorbell inside one process.
+    /// The doorbells of both ends of a link inside one process.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::System`] when the process has no file descriptor left.
     pub fn pair() -> Result<(EventDoorbell, EventDoorbell), LinkError> {
         let (a, b) = (new_eventfd()?, new_eventfd()?);
         let duplicate = |fd: &OwnedFd| {
-            fd.try_clone().map_err(|error| LinkError::System {
-                what: "duplicating an eventfd",
-                error: Errno::from_io_error(&error).unwrap_or(Errno::IO),
-            })
+            fd.try_clone()
+                .map_err(LinkError::io("duplicating an eventfd"))
         };
         let (a2, b2) = (duplicate(&a)?, duplicate(&b)?);
         Ok((
@@ -75,21 +94,21 @@ impl EventDoorbell {
 impl Doorbell for EventDoorbell {
     fn ring(&self) -> Result<(), LinkError> {
         match rustix::io::write(&self.peer, &1u64.to_ne_bytes()) {
-            // Full to the brim counts as rung.
+            // A saturated counter is pending already.
             Ok(_) | Err(Errno::AGAIN) => Ok(()),
-            Err(error) => Err(system("ringing the peer's eventfd")(error)),
+            Err(error) => Err(LinkError::system("writing the peer's eventfd")(error)),
         }
     }
 
     fn clear(&self) -> Result<(), LinkError> {
         match rustix::io::read(&self.own, &mut [0; 8]) {
             Ok(_) | Err(Errno::AGAIN) => Ok(()),
-            Err(error) => Err(system("reading an eventfd")(error)),
+            Err(error) => Err(LinkError::system("reading an eventfd")(error)),
         }
     }
 
     fn wait(&self, timeout: Duration) -> Result<Wake, LinkError> {
-        let waiting = system("waiting for the peer");
+        let waiting = LinkError::system("waiting for the peer");
         let rung = PollFd::new(&self.own, PollFlags::IN);
         let Some(lifeline) = &self.lifeline else {
             poll(&mut [rung], timeout).map_err(waiting)?;
@@ -97,44 +116,30 @@ impl Doorbell for EventDoorbell {
         };
         let mut fds = [rung, PollFd::new(lifeline, PollFlags::RDHUP)];
         poll(&mut fds, timeout).map_err(waiting)?;
-        // Hang-ups and errors are reported without being asked for.
+        // `poll` reports hang-ups and errors in addition to the requested events.
         let is_gone = !fds[1].revents().is_empty();
         Ok(if is_gone { Wake::PeerGone } else { Wake::Look })
     }
 }
 
-/// An eventfd as doorbells need it: never blocking, not inherited by programs that are started.
+/// A new eventfd for a doorbell: non-blocking and close-on-exec.
+///
+/// # Errors
+///
+/// [`LinkError::System`] when the process has no file descriptor left.
 pub fn new_eventfd() -> Result<OwnedFd, LinkError> {
     rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(system("making an eventfd"))
+        .map_err(LinkError::system("creating an eventfd"))
 }
 
-/// Whether a file descriptor that the peer sent is an eventfd that does not block: not one that would make
-/// [`EventDoorbell`] wait for the peer.
+/// Whether a file descriptor from the peer is a non-blocking eventfd. A blocking descriptor would let
+/// the peer block [`EventDoorbell`].
 pub fn is_eventfd(fd: BorrowedFd<'_>) -> bool {
     let is_nonblocking =
         rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::NONBLOCK));
-    // Eventfds are anonymous inodes: no file type at all.
+    // An eventfd is an anonymous inode, which has no file type.
     let is_anonymous = rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_mode & 0o170_000 == 0);
     is_nonblocking && is_anonymous
-}
-
-/// `poll`, not ended early by a signal's handler more than a caller can bear: it reports no event then.
-pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> Result<usize, Errno> {
-    let timeout = Timespec::try_from(timeout).map_err(|_| Errno::INVAL)?;
-    match rustix::event::poll(fds, Some(&timeout)) {
-        Err(Errno::INTR) => {
-            for fd in fds {
-                fd.clear_revents();
-            }
-            Ok(0)
-        }
-        other => other,
-    }
-}
-
-pub(crate) fn system(what: &'static str) -> impl FnOnce(Errno) -> LinkError {
-    move |error| LinkError::System { what, error }
 }
 
 #[cfg(test)]
@@ -145,7 +150,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn rings_are_kept_until_cleared() {
+    fn a_ring_is_pending_until_cleared() {
         let (a, b) = EventDoorbell::pair().unwrap();
         for _ in 0..3 {
             a.ring().unwrap();
@@ -159,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_has_gone_ends_every_wait() {
+    fn the_death_of_the_peer_ends_every_wait() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let doorbell = EventDoorbell::new(
             new_eventfd().unwrap(),
@@ -173,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn only_eventfds_are_eventfds() {
+    fn only_nonblocking_eventfds_are_accepted() {
         assert!(is_eventfd(new_eventfd().unwrap().as_fd()));
         let blocking = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         assert!(!is_eventfd(blocking.as_fd()));

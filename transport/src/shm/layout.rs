@@ -1,9 +1,9 @@
-//! What lies where in a window, and who may write it.
+//! The layout of a window: the offset of every part, and the side that writes it.
 //!
 //! ```text
 //!        0 +--------------------------------------------------------------+
 //!          | page 0 (4 KiB)                                               |
-//!          |   0x000  facts    magic version size epoch, where things lie | host, before the guest looks
+//!          |   0x000  header   magic version size epoch, part offsets     | host, before the guest reads
 //!          |   0x100  guest    submission tail                            | guest
 //!          |   0x140           completion head                            | guest
 //!          |   0x180           sleeping, wake-on                          | guest
@@ -17,36 +17,38 @@
 //!          +--------------------------------------------------------------+
 //!          | completion ring   records host -> guest                      | host
 //!          +--------------------------------------------------------------+
-//!          | bulk area         large payloads guest -> host, given out    | guest
-//!          |                   and taken back by the guest alone          |
+//!          | bulk area         large payloads guest -> host; the guest    | guest
+//!          |                   alone allocates and frees                  |
 //!     size +--------------------------------------------------------------+
 //! ```
 //!
-//! Every word is a little-endian `u64`. The last column is who writes; nobody writes where the peer does, and
-//! no two words that different sides write share a cache line. What the guest writes is hostile to the host:
-//! it is copied once, checked, then used. The guest checks the host's words too: a broken host must not crash it.
+//! Every word is a little-endian `u64`. The last column names the side that writes. No part has two
+//! writers, and no cache line holds words of two writers. The guest is hostile to the host: the host
+//! copies each word once, checks the copy, then uses the copy. The guest checks the host's words in the
+//! same way, so that a defective host cannot crash the guest.
 //!
 //! # The words
 //!
 //! | word | invariant | pairs with |
 //! |---|---|---|
-//! | submission tail | bytes ever put into the submission ring; grows; `head <= tail <= head + size`; a multiple of [`RECORD_ALIGN`] | stored (release, after the write buffers are drained) by the guest when a record is complete; loaded (acquire) by the host before it reads the record |
-//! | submission head | bytes ever taken out; grows; `head <= tail` | stored (release) by the host when it has finished with a record and its payload; loaded (acquire) by the guest before it overwrites them |
-//! | completion tail, completion head | the same with guest and host exchanged | the same |
-//! | retired | the number of the last request the host has finished with; grows; at most the last number sent | stored (release) after the effects of the request; loaded (acquire) by the guest before it reuses the request's bulk range |
-//! | sleeping | 0 while its owner is awake; otherwise a number not used for an earlier sleep | see [`sleep`](super::sleep) |
-//! | wake-on | what its owner sleeps for; written before sleeping | see [`sleep`](super::sleep) |
-//! | state | [`STATE_NEW`], then [`STATE_OPEN`], then [`STATE_CLOSED`] | closing is stored (release) after the last record; loaded (acquire) before the ring is looked at for the last time |
-//! | heartbeat | changes about every second while the host process runs (the guest's: on links into virtual machines) | relaxed in meaning: only change matters |
+//! | submission tail | total bytes put into the submission ring; never decreases; `head <= tail <= head + size`; a multiple of [`RECORD_ALIGN`] | the guest's release store, after it has drained its write buffers and the record is complete, pairs with the host's acquire load before it reads the record |
+//! | submission head | total bytes taken out; never decreases; `head <= tail` | the host's release store, after its last read of a record and its payload, pairs with the guest's acquire load before the guest overwrites them |
+//! | completion tail, completion head | the same with guest and host exchanged | the same with guest and host exchanged |
+//! | retired | the number of the last request that the host has finished; never decreases; at most the last number sent | the host's release store, after the effects of the request, pairs with the guest's acquire load before the guest reuses the request's bulk range |
+//! | sleeping | 0 while its writer is awake; otherwise a number that no earlier sleep has used | see [`notify`](super::notify) |
+//! | wake-on | the condition that its writer sleeps for; stored before `sleeping` | see [`notify`](super::notify) |
+//! | state | [`STATE_NEW`], then [`STATE_OPEN`], then [`STATE_CLOSED`] | the release store of `STATE_CLOSED`, after the last record, pairs with the peer's acquire load before its last check of the ring |
+//! | heartbeat | changes about once a second while the host process runs; the guest's word only on links into virtual machines | nothing: only the change matters |
 //!
-//! A word of all ones is what a PCI device that has gone away reads as: no state, so the peer is taken for closed.
+//! The memory of a removed PCI device reads as all ones. All ones is no valid state, so the reader
+//! treats the peer as closed.
 
 use std::mem::offset_of;
 use std::ops::Range;
 
 use super::memory::Memory;
 use super::ring::RECORD_ALIGN;
-use crate::wire::{MAX_MESSAGE, MAX_PAYLOAD};
+use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 
 /// The first word of a window: `VGPUWIN` and a newline, in memory order.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"VGPUWIN\n");
@@ -54,45 +56,48 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"VGPUWIN\n");
 /// The version of the layout.
 pub const VERSION: u64 = 1;
 
-/// The size of a window unless something else is asked for.
+/// The default size of a window, in bytes.
 pub const DEFAULT_SIZE: usize = 64 << 20;
 
-/// The smallest window: the rings take 4.25 MiB, and the bulk area must hold a few payloads.
+/// The minimum size of a window, in bytes. The rings occupy 4.25 MiB, and the bulk area must hold
+/// several payloads.
 pub const MIN_SIZE: usize = 8 << 20;
 
-/// The largest window.
+/// The maximum size of a window, in bytes.
 pub const MAX_SIZE: usize = 1 << 33;
 
-/// The guest has not come yet.
+/// The guest has not opened the link yet.
 pub const STATE_NEW: u64 = 0;
-/// The side is there.
+/// The side has opened the link.
 pub const STATE_OPEN: u64 = 1;
-/// The side has closed the link; final.
+/// The side has closed the link. The state is final.
 pub const STATE_CLOSED: u64 = 2;
 
-/// Bytes of the submission ring. It holds messages and small payloads: some thousand of them.
+/// The size of the submission ring, in bytes. The ring holds some thousand messages with small payloads.
 const SUBMISSION_SIZE: usize = 256 << 10;
 
-/// Bytes of the completion ring. It holds the payloads of replies too, several of the largest at once.
+/// The size of the completion ring, in bytes. The ring holds several replies with payloads of maximum
+/// size.
 const COMPLETION_SIZE: usize = 4 << 20;
 
-/// Where the bulk area begins in a window we make: past the rings, on a boundary that suits large pages of 64 KiB.
+/// The offset of the bulk area in a window of this version: behind the rings, aligned to the 64 KiB
+/// pages of some processors.
 const BULK_OFFSET: usize = (PAGE + SUBMISSION_SIZE + COMPLETION_SIZE).next_multiple_of(64 << 10);
 
-/// Bytes of page 0, and the alignment of what follows it.
+/// The size of page 0 and the alignment of the parts behind it, in bytes.
 pub const PAGE: usize = 4096;
 
-/// Page 0. Never referenced: it only gives the offsets below.
+/// Page 0. The type only provides the offsets below. No reference of this type exists.
 #[repr(C)]
 struct Page0 {
-    facts: Facts,
+    header: Header,
     guest: GuestWords,
     host: HostWords,
     reserved: [u64; 416],
 }
 
 #[repr(C, align(256))]
-struct Facts {
+struct Header {
     magic: u64,
     version: u64,
     features: u64,
@@ -125,63 +130,63 @@ struct HostWords {
     alive: CacheLine<[u64; 2]>,
 }
 
-/// Where each word lies.
+/// The offset of each word, in bytes.
 pub mod word {
-    use super::{Facts, GuestWords, HostWords, Page0, offset_of};
+    use super::{GuestWords, Header, HostWords, Page0, offset_of};
 
-    const FACTS: usize = offset_of!(Page0, facts);
+    const HEADER: usize = offset_of!(Page0, header);
     const GUEST: usize = offset_of!(Page0, guest);
     const HOST: usize = offset_of!(Page0, host);
 
-    /// [`MAGIC`](super::MAGIC). Written last, so that a window with a magic is a window.
-    pub const MAGIC: usize = FACTS + offset_of!(Facts, magic);
+    /// [`MAGIC`](super::MAGIC). The host stores the magic last: a window with a magic is complete.
+    pub const MAGIC: usize = HEADER + offset_of!(Header, magic);
     /// [`VERSION`](super::VERSION).
-    pub const VERSION: usize = FACTS + offset_of!(Facts, version);
-    /// Bits for additions that an older guest can ignore. None yet.
-    pub const FEATURES: usize = FACTS + offset_of!(Facts, features);
-    /// Bytes of the window.
-    pub const SIZE: usize = FACTS + offset_of!(Facts, size);
-    /// A number that differs for every session in this memory.
-    pub const EPOCH: usize = FACTS + offset_of!(Facts, epoch);
-    /// Where the submission ring begins.
-    pub const SUBMISSION_OFFSET: usize = FACTS + offset_of!(Facts, submission_offset);
-    /// Bytes of the submission ring.
-    pub const SUBMISSION_SIZE: usize = FACTS + offset_of!(Facts, submission_size);
-    /// Where the completion ring begins.
-    pub const COMPLETION_OFFSET: usize = FACTS + offset_of!(Facts, completion_offset);
-    /// Bytes of the completion ring.
-    pub const COMPLETION_SIZE: usize = FACTS + offset_of!(Facts, completion_size);
-    /// Where the bulk area begins.
-    pub const BULK_OFFSET: usize = FACTS + offset_of!(Facts, bulk_offset);
-    /// Bytes of the bulk area.
-    pub const BULK_SIZE: usize = FACTS + offset_of!(Facts, bulk_size);
+    pub const VERSION: usize = HEADER + offset_of!(Header, version);
+    /// Feature bits that an older guest can ignore. No bit is defined yet.
+    pub const FEATURES: usize = HEADER + offset_of!(Header, features);
+    /// The size of the window, in bytes.
+    pub const SIZE: usize = HEADER + offset_of!(Header, size);
+    /// A number that is unique for every session in this memory.
+    pub const EPOCH: usize = HEADER + offset_of!(Header, epoch);
+    /// The offset of the submission ring.
+    pub const SUBMISSION_OFFSET: usize = HEADER + offset_of!(Header, submission_offset);
+    /// The size of the submission ring, in bytes.
+    pub const SUBMISSION_SIZE: usize = HEADER + offset_of!(Header, submission_size);
+    /// The offset of the completion ring.
+    pub const COMPLETION_OFFSET: usize = HEADER + offset_of!(Header, completion_offset);
+    /// The size of the completion ring, in bytes.
+    pub const COMPLETION_SIZE: usize = HEADER + offset_of!(Header, completion_size);
+    /// The offset of the bulk area.
+    pub const BULK_OFFSET: usize = HEADER + offset_of!(Header, bulk_offset);
+    /// The size of the bulk area, in bytes.
+    pub const BULK_SIZE: usize = HEADER + offset_of!(Header, bulk_size);
 
-    /// Guest: bytes ever put into the submission ring.
+    /// Guest: total bytes put into the submission ring.
     pub const SUBMISSION_TAIL: usize = GUEST + offset_of!(GuestWords, submission_tail);
-    /// Guest: bytes ever taken out of the completion ring.
+    /// Guest: total bytes taken out of the completion ring.
     pub const COMPLETION_HEAD: usize = GUEST + offset_of!(GuestWords, completion_head);
-    /// Guest: 0, or the number of its sleep.
+    /// Guest: 0 while awake, or the sleep number.
     pub const GUEST_SLEEPING: usize = GUEST + offset_of!(GuestWords, sleep);
-    /// Guest: what it sleeps for.
+    /// Guest: the condition that the guest sleeps for.
     pub const GUEST_WAKE_ON: usize = GUEST_SLEEPING + 8;
-    /// Guest: its state.
+    /// Guest: the state of the guest's end.
     pub const GUEST_STATE: usize = GUEST + offset_of!(GuestWords, alive);
-    /// Guest: changes every second, on links where the host cannot see the guest die.
+    /// Guest: the heartbeat, on links where the host cannot observe the death of the guest.
     pub const GUEST_HEARTBEAT: usize = GUEST_STATE + 8;
 
-    /// Host: bytes ever put into the completion ring.
+    /// Host: total bytes put into the completion ring.
     pub const COMPLETION_TAIL: usize = HOST + offset_of!(HostWords, completion_tail);
-    /// Host: bytes ever taken out of the submission ring.
+    /// Host: total bytes taken out of the submission ring.
     pub const SUBMISSION_HEAD: usize = HOST + offset_of!(HostWords, done);
-    /// Host: number of the last request finished with.
+    /// Host: the number of the last finished request.
     pub const RETIRED: usize = SUBMISSION_HEAD + 8;
-    /// Host: 0, or the number of its sleep.
+    /// Host: 0 while awake, or the sleep number.
     pub const HOST_SLEEPING: usize = HOST + offset_of!(HostWords, sleep);
-    /// Host: what it sleeps for.
+    /// Host: the condition that the host sleeps for.
     pub const HOST_WAKE_ON: usize = HOST_SLEEPING + 8;
-    /// Host: its state.
+    /// Host: the state of the host's end.
     pub const HOST_STATE: usize = HOST + offset_of!(HostWords, alive);
-    /// Host: changes every second.
+    /// Host: the heartbeat.
     pub const HEARTBEAT: usize = HOST_STATE + 8;
 }
 
@@ -200,34 +205,36 @@ const _: () = {
     assert!(word::HOST_SLEEPING == 0x280 && word::HOST_WAKE_ON == 0x288);
     assert!(word::HOST_STATE == 0x2c0 && word::HEARTBEAT == 0x2c8);
     assert!(BULK_OFFSET + 3 * MAX_PAYLOAD <= MIN_SIZE);
-    // A record goes into a ring in one piece, behind a pad of less than its own size.
+    // A record is contiguous, and a pad shorter than the record may precede it.
     assert!(SUBMISSION_SIZE >= 2 * (MAX_MESSAGE + (32 << 10)));
     assert!(COMPLETION_SIZE >= 2 * (MAX_MESSAGE + MAX_PAYLOAD + RECORD_ALIGN));
 };
 
-/// Why something is no window. Says what was found.
+/// Why memory is not a window.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum LayoutError {
     #[error(
-        "window of {size} bytes: the size must be a power of two from {MIN_SIZE} to {MAX_SIZE}"
+        "a window of {size} bytes: the size must be a power of two from {MIN_SIZE} to {MAX_SIZE}"
     )]
     Size { size: usize },
-    #[error("no window here: it begins with {found:#018x}, not with {MAGIC:#018x}")]
+    #[error("not a window: the memory begins with {found:#018x}, not with {MAGIC:#018x}")]
     Magic { found: u64 },
-    #[error("window of layout {found}; this side speaks layout {VERSION}")]
+    #[error("a window of layout version {found}; this side supports version {VERSION}")]
     Version { found: u64 },
-    #[error("window says it has {said} bytes; {mapped} are mapped")]
+    #[error("the window's header says {said} bytes; {mapped} bytes are mapped")]
     OtherSize { said: u64, mapped: usize },
-    #[error("the window's {what} cannot lie at {offset:#x} with {size:#x} bytes")]
-    Place {
+    #[error(
+        "the window's {what} of {size:#x} bytes at {offset:#x} is misaligned, too small or out of bounds"
+    )]
+    Part {
         what: &'static str,
         offset: u64,
         size: u64,
     },
 }
 
-/// Where the parts of a window lie: a private, checked copy of its facts.
+/// The offsets of a window's parts: a private, checked copy of the window's header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     size: usize,
@@ -238,7 +245,11 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a new window.
+    /// The layout of a new window of `size` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`LayoutError::Size`] when `size` is not a power of two within the limits.
     pub fn new(size: usize, epoch: u64) -> Result<Layout, LayoutError> {
         if !size.is_power_of_two() || !(MIN_SIZE..=MAX_SIZE).contains(&size) {
             return Err(LayoutError::Size { size });
@@ -254,7 +265,7 @@ impl Layout {
         })
     }
 
-    /// Writes the facts into memory that is all zero. The host's part.
+    /// Writes the header into zeroed memory. The host calls this.
     pub fn write(&self, memory: &impl Memory) {
         for (offset, value) in [
             (word::VERSION, VERSION),
@@ -275,7 +286,11 @@ impl Layout {
         memory.store(word::MAGIC, MAGIC);
     }
 
-    /// Reads and checks the facts of a window of which `mapped` bytes are mapped. The guest's part.
+    /// Reads and checks the header of a window of `mapped` bytes. The guest calls this.
+    ///
+    /// # Errors
+    ///
+    /// A [`LayoutError`] that names the first wrong word. The host is at fault.
     pub fn read(memory: &impl Memory, mapped: usize) -> Result<Layout, LayoutError> {
         let found = memory.load(word::MAGIC);
         if found != MAGIC {
@@ -289,17 +304,17 @@ impl Layout {
         if said != mapped as u64 {
             return Err(LayoutError::OtherSize { said, mapped });
         }
-        // Each part begins where the one before it ended or later, so none overlap.
+        // Each part begins at or behind the end of the part before it, so no parts overlap.
         let mut free_from = PAGE as u64;
-        let mut part = |what, offset, size, ring, least: usize| {
+        let mut part = |what, offset, size, ring, min: usize| {
             let (offset, size) = (memory.load(offset), memory.load(size));
-            let wrong = LayoutError::Place { what, offset, size };
+            let wrong = LayoutError::Part { what, offset, size };
             let end = offset.checked_add(size).ok_or(wrong.clone())?;
             let aligned = offset.is_multiple_of(PAGE as u64) && size.is_multiple_of(PAGE as u64);
             if !aligned
                 || offset < free_from
                 || end > mapped as u64
-                || size < least as u64
+                || size < min as u64
                 || (ring && !size.is_power_of_two())
             {
                 return Err(wrong);
@@ -337,12 +352,12 @@ impl Layout {
         })
     }
 
-    /// Bytes of the window.
+    /// The size of the window, in bytes.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// The session's number.
+    /// The unique number of the session.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -376,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_host_writes_a_guest_reads() {
+    fn the_guest_reads_the_layout_that_the_host_wrote() {
         for size in [MIN_SIZE, DEFAULT_SIZE] {
             let window = Window::anonymous(size).unwrap();
             let layout = Layout::new(size, 77).unwrap();
@@ -392,8 +407,8 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_believes_no_nonsense() {
-        let place = |what, offset: usize, size: usize| LayoutError::Place {
+    fn a_guest_rejects_every_wrong_header() {
+        let part = |what, offset: usize, size: usize| LayoutError::Part {
             what,
             offset: offset as u64,
             size: size as u64,
@@ -411,35 +426,35 @@ mod tests {
                     mapped: MIN_SIZE,
                 },
             ),
-            // Over page 0.
+            // Overlaps page 0.
             (
                 word::SUBMISSION_OFFSET,
                 0,
-                place("submission ring", 0, SUBMISSION_SIZE),
+                part("submission ring", 0, SUBMISSION_SIZE),
             ),
-            // No power of two.
+            // Not a power of two.
             (
                 word::COMPLETION_SIZE,
                 (COMPLETION_SIZE + PAGE) as u64,
-                place("completion ring", completion, COMPLETION_SIZE + PAGE),
+                part("completion ring", completion, COMPLETION_SIZE + PAGE),
             ),
-            // Over the ring before.
+            // Overlaps the submission ring.
             (
                 word::COMPLETION_OFFSET,
                 submission as u64,
-                place("completion ring", submission, COMPLETION_SIZE),
+                part("completion ring", submission, COMPLETION_SIZE),
             ),
-            // Beyond the window.
+            // Ends behind the window.
             (
                 word::BULK_SIZE,
                 MIN_SIZE as u64,
-                place("bulk area", BULK_OFFSET, MIN_SIZE),
+                part("bulk area", BULK_OFFSET, MIN_SIZE),
             ),
-            // Beyond all numbers.
+            // Overflows.
             (
                 word::BULK_OFFSET,
                 !0xfff,
-                place("bulk area", !0xfff, MIN_SIZE - BULK_OFFSET),
+                part("bulk area", !0xfff, MIN_SIZE - BULK_OFFSET),
             ),
         ];
         for (offset, value, error) in cases {
@@ -450,9 +465,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the facts say: if they are taken, the parts lie in the window and apart.
+        /// The parts of every accepted header lie in the window and do not overlap.
         #[test]
-        fn parts_lie_in_the_window(changes in prop::collection::vec(
+        fn parts_of_an_accepted_header_lie_in_the_window(changes in prop::collection::vec(
             (0..11usize, prop_oneof![(0..5000u64).prop_map(|page| page << 12), any::<u64>()]),
             1..4,
         )) {

@@ -1,11 +1,12 @@
-//! How a host process that has stopped is told from one that is busy.
+//! Heartbeats: telling a stopped process from a busy one.
 //!
-//! A session's thread may compute for minutes, so it cannot beat for itself: one thread of the process counts
-//! up the heartbeat word of every window, once a second. A guest that waits and sees no change for
-//! [`STALL`] gives the host up. (A host that died is noticed at once, by other means.)
+//! The thread of a session may compute for minutes and cannot send a heartbeat meanwhile. One thread of
+//! the host process therefore increments the heartbeat word of every window once a second. A guest that
+//! waits and sees no change for [`STALL`] closes the link. The doorbell reports a host process that has
+//! died, at once.
 //!
-//! A host cannot see a process inside a virtual machine die. There the guest beats too, in a word of its own, and the
-//! host gives up a guest that has been still for as long as its user says.
+//! A host cannot observe the death of a process inside a virtual machine. On that link the guest has a
+//! heartbeat word of its own, and the host closes a link without heartbeat after a configured time.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex, Weak};
@@ -14,55 +15,65 @@ use std::time::{Duration, Instant};
 use super::layout::word;
 use super::memory::{Memory, Window};
 
-/// Time between beats.
+/// The period of the heartbeat.
 pub const PERIOD: Duration = Duration::from_secs(1);
 
-/// A heart that does not beat for so long has stopped.
+/// A peer without a heartbeat for this long has stopped.
 pub const STALL: Duration = Duration::from_secs(10);
 
-/// A window with a heart, and which word of it beats.
-type Heart = (Weak<Window>, usize);
+/// A window, and the offset of the heartbeat word that this process increments in it.
+type Heartbeat = (Weak<Window>, usize);
 
-/// The hearts of this process. `None`: there is no beating thread.
-static BEATING: Mutex<Option<Vec<Heart>>> = Mutex::new(None);
+/// The heartbeats of this process. `None` while the thread does not run.
+static HEARTBEATS: Mutex<Option<Vec<Heartbeat>>> = Mutex::new(None);
 
-/// Lets the host's heart beat in the window for as long as the window lives.
+/// Starts the host's heartbeat in a window. The heartbeat ends when the window is dropped.
+///
+/// # Errors
+///
+/// When the process cannot start another thread.
 pub fn start(window: &Arc<Window>) -> std::io::Result<()> {
     start_at(window, word::HEARTBEAT)
 }
 
-/// Lets the heart beat in the word at `offset`, for as long as the window lives.
+/// Starts a heartbeat in the word at `offset` of a window. The heartbeat ends when the window is
+/// dropped.
+///
+/// # Errors
+///
+/// When the process cannot start another thread.
 pub fn start_at(window: &Arc<Window>, offset: usize) -> std::io::Result<()> {
-    let mut beating = BEATING.lock().unwrap_or_else(|e| e.into_inner());
-    let heart = (Arc::downgrade(window), offset);
-    match &mut *beating {
-        Some(hearts) => hearts.push(heart),
+    let mut heartbeats = HEARTBEATS.lock().unwrap_or_else(|e| e.into_inner());
+    let heartbeat = (Arc::downgrade(window), offset);
+    match &mut *heartbeats {
+        Some(all) => all.push(heartbeat),
         None => {
             std::thread::Builder::new()
                 .name("vgpu-heartbeat".into())
-                .spawn(beat)?;
-            *beating = Some(vec![heart]);
+                .spawn(run)?;
+            *heartbeats = Some(vec![heartbeat]);
         }
     }
     Ok(())
 }
 
-fn beat() {
+/// The heartbeat thread. It ends when no window is left.
+fn run() {
     for count in 1.. {
         {
-            let mut beating = BEATING.lock().unwrap_or_else(|e| e.into_inner());
-            let Some(hearts) = &mut *beating else { return };
-            hearts.retain(|(window, offset)| match window.upgrade() {
+            let mut heartbeats = HEARTBEATS.lock().unwrap_or_else(|e| e.into_inner());
+            let Some(all) = &mut *heartbeats else { return };
+            all.retain(|(window, offset)| match window.upgrade() {
                 Some(window) => {
                     window.store(*offset, count);
-                    // In write-combined memory a lone store may otherwise stay in the processor.
+                    // Without the fence a store to write-combined memory may stay in the processor.
                     window.full_fence();
                     true
                 }
                 None => false,
             });
-            if hearts.is_empty() {
-                *beating = None;
+            if all.is_empty() {
+                *heartbeats = None;
                 return;
             }
         }
@@ -70,34 +81,37 @@ fn beat() {
     }
 }
 
-/// The peer's view of a heart.
+/// The observer of the peer's heartbeat.
 #[derive(Debug)]
 pub struct Liveness {
     word: usize,
     limit: Duration,
     last: u64,
-    looked: Instant,
+    checked: Instant,
+    /// The time without a change that this end has observed.
     still: Duration,
 }
 
 impl Liveness {
-    /// The host's heart, which beats now, and may be still for up to `limit` ([`STALL`], unless there is a reason).
+    /// Observes the host's heartbeat. The host has stopped after `limit` without a change, usually
+    /// [`STALL`].
     pub fn new(window: &Window, limit: Duration) -> Liveness {
         Liveness::at(window, word::HEARTBEAT, limit)
     }
 
-    /// The heart whose word is at `word`.
+    /// Observes the heartbeat word at offset `word`.
     pub fn at(window: &Window, word: usize, limit: Duration) -> Liveness {
         Liveness {
             word,
             limit,
             last: window.load(word),
-            looked: Instant::now(),
+            checked: Instant::now(),
             still: Duration::ZERO,
         }
     }
 
-    /// How long the heart has been still, as far as we were awake to see, if that is too long.
+    /// The time without a heartbeat, if it has reached the limit. Time during which this process did not
+    /// run does not count.
     pub fn has_stopped(&mut self, window: &Window) -> Option<Duration> {
         let still = self.still_for(window);
         (still >= self.limit).then_some(still)
@@ -109,11 +123,11 @@ impl Liveness {
             self.last = beat;
             self.still = Duration::ZERO;
         } else {
-            // Whatever kept us from looking (a stopped process, a paused machine) may have kept the host
-            // from beating: no more than a beat counts for one look.
-            self.still += (now - self.looked).min(PERIOD);
+            // A stopped process or a paused machine delays both this check and the peer's heartbeat. One
+            // check therefore counts for one period at most.
+            self.still += (now - self.checked).min(PERIOD);
         }
-        self.looked = now;
+        self.checked = now;
         self.still
     }
 }
@@ -123,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_heart_beats_until_its_window_goes() {
+    fn a_heartbeat_ends_with_its_window() {
         let window = Arc::new(Window::anonymous(4096).unwrap());
         start(&window).unwrap();
         let other = Arc::new(Window::anonymous(4096).unwrap());
@@ -137,23 +151,23 @@ mod tests {
         drop(other);
         let gone = Arc::downgrade(&window);
         drop(window);
-        while gone.upgrade().is_some() || BEATING.lock().unwrap().is_some() {
+        while gone.upgrade().is_some() || HEARTBEATS.lock().unwrap().is_some() {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
     #[test]
-    fn stillness_counts_by_looks() {
+    fn one_check_counts_for_one_period_at_most() {
         let window = Window::anonymous(4096).unwrap();
         let mut liveness = Liveness::new(&window, STALL);
-        // We were stopped for an hour: that is one look.
-        liveness.looked -= Duration::from_secs(3600);
+        // This process was stopped for an hour: one check, one period.
+        liveness.checked -= Duration::from_secs(3600);
         assert_eq!(liveness.still_for(&window), PERIOD);
-        liveness.looked -= Duration::from_secs(3600);
+        liveness.checked -= Duration::from_secs(3600);
         assert_eq!(liveness.still_for(&window), 2 * PERIOD);
         window.store(word::HEARTBEAT, 9);
         assert_eq!(liveness.still_for(&window), Duration::ZERO);
-        liveness.looked -= Duration::from_millis(300);
+        liveness.checked -= Duration::from_millis(300);
         let still = liveness.still_for(&window);
         assert!(still >= Duration::from_millis(300) && still <= PERIOD);
     }

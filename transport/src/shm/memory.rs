@@ -1,80 +1,91 @@
-//! The mapping of a window, and the only way to touch it.
+//! The mapping of a window, and all accesses to it.
 //!
-//! The peer can change any byte at any time, so there is never a reference into a window:
+//! The peer can change any byte of a window at any time. The crate therefore never forms a reference
+//! to the bytes of a window:
 //!
-//! - words and messages are read and written as whole atomic words, so a value that was checked is the value
-//!   that is used: the compiler cannot read it a second time;
-//! - payloads are copied by pointer through [`Bytes`] and [`BytesMut`] and mean nothing to the code that
-//!   copies them.
+//! - Words and messages are read and written as whole atomic words. The value that was checked is the
+//!   value that is used, because the compiler cannot read an atomic word a second time.
+//! - Payloads are copied by pointer through [`Bytes`] and [`BytesMut`]. The code that copies a payload
+//!   does not interpret it.
 //!
-//! Only plain loads, plain stores and fences are used, nothing that locks the bus: the window may be
-//! device memory, where a locked instruction is an error or does not work across the PCI bus.
+//! All accesses are plain loads, plain stores and fences. There is no locked instruction: a window may
+//! be device memory, where a locked instruction faults or is not atomic across the PCI bus.
 //!
 //! # Device memory
 //!
-//! In a virtual machine a window is a PCI memory region, mapped write-combined where that is on offer: stores gather in the
-//! processor and reach memory in any order, loads are not cached. Everything above holds there as it stands, because
+//! In a virtual machine a window is a PCI BAR. The kernel maps it write-combined where the device
+//! permits: the processor gathers stores and writes them to memory in any order, and does not cache
+//! loads. The accesses above are correct in such memory too:
 //!
-//! - nothing is published without [`drain_writes`](Memory::drain_writes) before it, which empties the processor's write
-//!   buffers;
-//! - a word that has been stored may linger in such a buffer until the next fence, and every store that a peer may be
-//!   waiting for is followed by the full fence of [`sleep`](super::sleep) (a doorbell is looked at after each
-//!   publication);
-//! - payloads are read once, from front to back, with loads made for such memory (see [`bytes`](crate::bytes)).
+//! - [`drain_writes`](Memory::drain_writes), which empties the processor's write buffers, precedes
+//!   every publication.
+//! - A store may stay in a write buffer until the next fence. The full fence of
+//!   [`notify`](super::notify) follows every store that a peer may be waiting for, because a producer
+//!   checks for a sleeping peer after each publication.
+//! - A payload is read once, from front to back, with streaming loads (see [`bytes`](crate::bytes)).
 //!
-//! With [`bytes`](crate::bytes), this is the only module of the crate with unsafe code (and a few calls to the kernel
-//! that `rustix` does not have).
+//! # Unsafe code
+//!
+//! This module and [`bytes`](crate::bytes) contain the crate's unsafe memory accesses. The remaining
+//! unsafe blocks are three system calls that `rustix` lacks, and the mapping of a PCI BAR
+//! ([`Window::map_device`]).
 
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
+use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::bytes::{Bytes, BytesMut};
 
-/// Shared memory, as the rings see it. Offsets are in bytes from the window's beginning.
+/// Shared memory as the rings access it. Offsets are in bytes from the start of the window.
 ///
-/// A trait, so that the rings can be run against memory that checks every interleaving.
+/// The trait exists so that a model checker can run the rings over a memory model.
 pub trait Memory {
-    /// Loads a word (acquire).
+    /// Loads a word (acquire). `offset` is a multiple of 8.
     fn load(&self, offset: usize) -> u64;
 
-    /// Stores a word (release).
+    /// Stores a word (release). `offset` is a multiple of 8.
     fn store(&self, offset: usize, value: u64);
 
-    /// Copies bytes out, each read once. `offset` is a multiple of 8.
+    /// Copies bytes out and reads each byte once. `offset` is a multiple of 8.
     fn read(&self, offset: usize, out: &mut [u8]);
 
-    /// Copies bytes in, filling up with zeroes to a multiple of 8. `offset` is a multiple of 8.
+    /// Copies bytes in and pads with zeroes to a multiple of 8 bytes. `offset` is a multiple of 8.
     fn write(&self, offset: usize, data: &[u8]);
 
-    /// Makes everything written so far, by whatever kind of store, visible before any later
+    /// Makes every earlier write, by any kind of store, visible before any later
     /// [`store`](Memory::store).
     fn drain_writes(&self);
 
-    /// Orders every earlier access before every later one, for all who do the same (sequentially consistent).
+    /// A sequentially consistent fence: orders every earlier access before every later one.
     fn full_fence(&self);
 }
 
-/// The seals of a window's memfd: nobody can shrink it under a mapping, which would kill the reader.
+/// The seals of a window's memfd. Without `SHRINK` the peer could truncate the file, and an access of
+/// this process to the mapping would raise SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
-/// Why there is no mapping.
+/// Why a file cannot be mapped.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum MapError {
+    /// A system call of this process failed.
     #[error("{what}: {error}")]
     System { what: &'static str, error: Errno },
-    #[error("the window's file is not sealed against resizing (seals {seals:#x})")]
+    /// The sender of the file has not sealed it.
+    #[error("the window's file is not sealed against shrinking (seals {seals:#x})")]
     NotSealed { seals: u32 },
-    #[error("the window's file has {found} bytes, not the {said} that were announced")]
+    /// The sender of the file has announced another size.
+    #[error("the window's file has {found} bytes, not the announced {said}")]
     OtherSize { found: u64, said: u64 },
+    /// The part does not lie in the file.
+    #[error("{len} bytes at {offset} lie outside the window's file of {size} bytes")]
+    OutOfFile { offset: u64, len: usize, size: u64 },
 }
 
 impl MapError {
@@ -83,139 +94,125 @@ impl MapError {
     }
 }
 
-/// Mapped shared memory. Unmapped when dropped.
+/// Mapped shared memory. Dropping the window unmaps the memory.
 #[derive(Debug)]
 pub struct Window {
-    base: NonNull<u8>,
-    size: usize,
-    /// Whether the memory may be a device's: not cached.
+    map: MmapRaw,
+    /// Whether the memory may be device memory, which is not cached.
     is_device: bool,
 }
 
-// SAFETY: a Window owns a mapping, which belongs to the process and not to a thread.
-unsafe impl Send for Window {}
-// SAFETY: the mapping is only accessed by atomic words and by raw copies, both of which other
-// processes do concurrently anyway; no method hands out a reference into it.
-unsafe impl Sync for Window {}
-
 impl Window {
-    /// Zeroed memory of this process, for both ends of a link inside it.
+    /// Zeroed memory of this process, for both ends of a link inside the process.
+    ///
+    /// # Errors
+    ///
+    /// [`MapError::System`] when the kernel has no memory or no file descriptor left.
     pub fn anonymous(size: usize) -> Result<Window, MapError> {
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: no address is given, so the kernel picks one where nothing is mapped.
-        let base = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                size,
-                ProtFlags::READ | ProtFlags::WRITE,
-                flags,
-            )
-        };
-        Window::from_mapping(base, size)
+        Window::map(sealed_file(size)?.as_fd(), size)
     }
 
-    /// Maps a file that [`sealed_file`] made: the host's side.
+    /// Maps a whole file of `size` bytes, such as one that [`sealed_file`] has made.
+    ///
+    /// The function checks the seal and the size of the file, so that the mapping stays accessible
+    /// whatever the holders of other descriptors of the file do.
+    ///
+    /// # Errors
+    ///
+    /// [`MapError::NotSealed`] and [`MapError::OtherSize`] are the fault of whoever made the file;
+    /// [`MapError::System`] when a system call fails.
     pub fn map(file: BorrowedFd<'_>, size: usize) -> Result<Window, MapError> {
-        // SAFETY: no address is given, so the kernel picks one where nothing is mapped. The file is sealed
-        // (by us, or checked in `map_foreign`), so it stays as long as the mapping and no access faults.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                size,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                file,
-                0,
-            )
-        };
-        Window::from_mapping(base, size)
+        Window::map_foreign(file, size as u64)
     }
 
-    /// Maps a part of a file that [`sealed_file`] made, as a window of its own. `offset` is a multiple of the page size.
-    pub fn map_part(file: BorrowedFd<'_>, offset: u64, size: usize) -> Result<Window, MapError> {
-        // SAFETY: as in `map`; the file is one of ours, sealed, and the caller names a part inside it. (Beyond its end
-        // an access would fault, but no memory of ours would be touched.)
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                size,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                file,
-                offset,
-            )
-        };
-        Window::from_mapping(base, size)
-    }
-
-    /// Maps a part of a PCI device's memory, by its file in sysfs: the side of a guest in a virtual machine. The kernel
-    /// refuses what does not lie in the region. (If the device is unplugged under the mapping, an access ends the
-    /// process; nobody unplugs a device that is in use.)
-    pub fn map_device(
-        resource: BorrowedFd<'_>,
-        offset: u64,
-        size: usize,
-    ) -> Result<Window, MapError> {
-        let mut window = Window::map_part(resource, offset, size)?;
-        window.is_device = true;
-        Ok(window)
-    }
-
-    /// Maps a file that the peer sent and says has `said` bytes: the guest's side. Trusts neither.
+    /// Maps a whole file that the peer has sent. The peer says that the file has `said` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`MapError::NotSealed`] and [`MapError::OtherSize`] are the peer's fault;
+    /// [`MapError::System`] when a system call fails or the descriptor is no memfd.
     pub fn map_foreign(file: BorrowedFd<'_>, said: u64) -> Result<Window, MapError> {
-        let seals = rustix::fs::fcntl_get_seals(file)
-            .map_err(MapError::system("asking for the window's seals"))?;
-        if !seals.contains(SealFlags::SHRINK) {
-            return Err(MapError::NotSealed {
-                seals: seals.bits(),
-            });
-        }
-        // Looked at after the seals: from there on it cannot shrink.
-        let found = rustix::fs::fstat(file)
-            .map_err(MapError::system("asking for the window's size"))?
-            .st_size as u64;
+        let found = sealed_size(file)?;
         match usize::try_from(said) {
-            Ok(size) if found == said && size > 0 => Window::map(file, size),
+            Ok(size) if found == said && size > 0 => Window::map_bytes(file, 0, size),
             _ => Err(MapError::OtherSize { found, said }),
         }
     }
 
-    fn from_mapping(
-        base: Result<*mut std::ffi::c_void, Errno>,
-        size: usize,
+    /// Maps `len` bytes at `offset` of a sealed file as a window of their own. `offset` is a multiple
+    /// of the page size.
+    ///
+    /// # Errors
+    ///
+    /// [`MapError::OutOfFile`] and [`MapError::NotSealed`] are the caller's fault;
+    /// [`MapError::System`] when a system call fails.
+    pub fn map_part(file: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Window, MapError> {
+        let size = sealed_size(file)?;
+        match offset.checked_add(len as u64) {
+            Some(end) if end <= size => Window::map_bytes(file, offset, len),
+            _ => Err(MapError::OutOfFile { offset, len, size }),
+        }
+    }
+
+    /// Maps `len` bytes at `offset` of a PCI device's memory region by its file in sysfs. This is the
+    /// side of a guest in a virtual machine. `offset` is a multiple of the page size.
+    ///
+    /// # Errors
+    ///
+    /// [`MapError::System`] when the kernel refuses the mapping. The kernel refuses a range outside the
+    /// region, and every range while the kernel is in lockdown mode.
+    ///
+    /// # Safety
+    ///
+    /// The bytes must stay accessible while the window exists: `resource` is the `resourceN` file of a
+    /// device that is not removed, or a file of at least `offset + len` bytes that nobody truncates. An
+    /// access to a byte that has gone raises SIGBUS.
+    pub unsafe fn map_device(
+        resource: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
     ) -> Result<Window, MapError> {
-        let base = base.map_err(MapError::system("mapping the window"))?;
-        let base = NonNull::new(base.cast()).ok_or(MapError::System {
-            what: "mapping the window",
-            error: Errno::FAULT,
-        })?;
+        let mut window = Window::map_bytes(resource, offset, len)?;
+        window.is_device = true;
+        Ok(window)
+    }
+
+    /// The callers guarantee that the bytes exist for as long as the mapping.
+    fn map_bytes(file: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Window, MapError> {
+        let map = MmapOptions::new()
+            .offset(offset)
+            .len(len)
+            .map_raw(file.as_raw_fd())
+            .map_err(|error| MapError::System {
+                what: "mapping the window",
+                error: Errno::from_io_error(&error).unwrap_or(Errno::INVAL),
+            })?;
         Ok(Window {
-            base,
-            size,
+            map,
             is_device: false,
         })
     }
 
-    /// Where it is mapped, for those who are lent a part of it.
+    /// The address of the mapping, for the user of a staging region.
     pub fn as_ptr(&self) -> *mut u8 {
-        self.base.as_ptr()
+        self.map.as_mut_ptr()
     }
 
-    /// Bytes mapped.
+    /// The size of the mapping, in bytes.
     pub fn size(&self) -> usize {
-        self.size
+        self.map.len()
     }
 
-    /// Whether the memory may be a device's: not cached, slow to read.
+    /// Whether the memory may be device memory: not cached, slow to read.
     pub fn is_device(&self) -> bool {
         self.is_device
     }
 
-    /// A part of the window, to copy a payload from.
+    /// The bytes of `range`, to copy a payload from.
     ///
     /// # Panics
     ///
-    /// If the range does not lie in the window. Ranges named by a peer are checked before they come here.
+    /// If the range does not lie in the window. The caller checks ranges that a peer names.
     pub fn bytes(&self, range: Range<usize>) -> Bytes<'_> {
         let ptr = self.at(range.start, range.len());
         // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as `self`.
@@ -227,70 +224,81 @@ impl Window {
         }
     }
 
-    /// A part of the window, to copy a payload to.
+    /// The bytes of `range`, to copy a payload to.
     ///
     /// # Panics
     ///
     /// If the range does not lie in the window.
     pub fn bytes_mut(&self, range: Range<usize>) -> BytesMut<'_> {
         let ptr = self.at(range.start, range.len());
-        // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as `self`. There
-        // is no Rust reference to any of it.
+        // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as `self`.
+        // No Rust reference to these bytes exists: this type forms references to atomic words only,
+        // and an atomic word may change at any time.
         unsafe { BytesMut::from_raw(ptr, range.len()) }
     }
 
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
+        let size = self.size();
         assert!(
-            offset <= self.size && len <= self.size - offset,
-            "{len} bytes at {offset} are outside a window of {} bytes",
-            self.size
+            offset <= size && len <= size - offset,
+            "{len} bytes at {offset} are outside a window of {size} bytes"
         );
-        // SAFETY: the offset has just been checked to lie in the mapping (or at its end).
-        unsafe { self.base.as_ptr().add(offset) }
+        // SAFETY: the assertion has checked that `offset` lies in the mapping or at its end.
+        unsafe { self.as_ptr().add(offset) }
     }
 
     fn words(&self, offset: usize, count: usize) -> impl Iterator<Item = &AtomicU64> {
         assert!(offset.is_multiple_of(8), "word at {offset}");
         let first = self.at(offset, count * 8).cast::<AtomicU64>();
-        // SAFETY: `at` has checked that `count` words lie in the mapping, which is page-aligned, so each word is
-        // aligned. An AtomicU64 may be changed by others at any time, and whoever accesses words of the
-        // window, here or in another process, does so by such atomics.
+        // SAFETY: `at` has checked that `count` words lie in the mapping. The mapping begins on a page
+        // and `offset` is a multiple of 8, so each word is aligned. Other threads and processes may
+        // change the word at any time, which an AtomicU64 permits.
         (0..count).map(move |i| unsafe { &*first.add(i) })
     }
 
     fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8), "word at {offset}");
         let word = self.at(offset, 8).cast::<AtomicU64>();
-        // SAFETY: as in `words`.
+        // SAFETY: `at` has checked that the word lies in the mapping. The mapping begins on a page and
+        // `offset` is a multiple of 8, so the word is aligned; an AtomicU64 may change at any time.
         unsafe { &*word }
     }
 }
 
-/// The registers of a PCI device, mapped: 32-bit words that mean something to who implements the device. Only ever
-/// accessed whole, in program order.
+/// The mapped registers of a PCI device: 32-bit words whose meaning the device defines. Every access
+/// is a whole register, in program order.
 #[derive(Debug)]
 pub struct Registers(Window);
 
 impl Registers {
-    /// Maps the first page of a PCI device's registers, by their file in sysfs.
-    pub fn map(resource: BorrowedFd<'_>) -> Result<Registers, MapError> {
-        Window::map_device(resource, 0, 4096).map(Registers)
+    /// Maps the first page of a PCI device's registers by their file in sysfs.
+    ///
+    /// # Errors
+    ///
+    /// As [`Window::map_device`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Window::map_device`], for the first 4096 bytes of `resource`.
+    pub unsafe fn map(resource: BorrowedFd<'_>) -> Result<Registers, MapError> {
+        // SAFETY: the caller's promise is the one that `map_device` asks for.
+        unsafe { Window::map_device(resource, 0, 4096) }.map(Registers)
     }
 
-    /// Reads a register.
+    /// Reads the register at `offset`, in bytes.
     ///
     /// # Panics
     ///
-    /// If there is none at `offset`.
+    /// If `offset` is not a multiple of 4 below 4096.
     pub fn read(&self, offset: usize) -> u32 {
         u32::from_le(self.register(offset).load(Ordering::Acquire))
     }
 
-    /// Writes a register.
+    /// Writes the register at `offset`, in bytes.
     ///
     /// # Panics
     ///
-    /// If there is none at `offset`.
+    /// If `offset` is not a multiple of 4 below 4096.
     pub fn write(&self, offset: usize, value: u32) {
         self.register(offset)
             .store(value.to_le(), Ordering::Release);
@@ -299,8 +307,9 @@ impl Registers {
     fn register(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4), "register at {offset}");
         let register = self.0.at(offset, 4).cast::<AtomicU32>();
-        // SAFETY: `at` has checked that it lies in the mapping, which is page-aligned, so it is aligned; whoever
-        // accesses it does so by such atomics.
+        // SAFETY: `at` has checked that the register lies in the mapping. The mapping begins on a page
+        // and `offset` is a multiple of 4, so the register is aligned; an AtomicU32 may change at any
+        // time.
         unsafe { &*register }
     }
 }
@@ -332,9 +341,9 @@ impl Memory for Window {
     }
 
     fn drain_writes(&self) {
-        // On x86 a release store does not wait for write-combined or non-temporal stores; this does.
+        // On x86 a release store does not wait for write-combined or non-temporal stores. `sfence` does.
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: sfence belongs to SSE, which every x86-64 processor has.
+        // SAFETY: `sfence` is part of SSE, which every x86-64 processor has.
         unsafe {
             std::arch::x86_64::_mm_sfence();
         }
@@ -346,30 +355,44 @@ impl Memory for Window {
     }
 }
 
-impl Drop for Window {
-    fn drop(&mut self) {
-        // SAFETY: `base` and `size` are what mmap gave and took; nothing borrowed from the window outlives
-        // it, by the lifetimes of what it hands out.
-        // A failure would leave the memory mapped, which harms nobody.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.size) };
-    }
-}
-
-/// Makes the file behind a window: all zero, of `size` bytes for ever.
+/// Makes the file of a window: a memfd of `size` zero bytes, sealed against resizing.
+///
+/// # Errors
+///
+/// [`MapError::System`] when a system call fails.
 pub fn sealed_file(size: usize) -> Result<OwnedFd, MapError> {
     sealed_file_named("vgpu-window", size)
 }
 
-/// The same under another name, which is what `/proc/*/maps` shows.
+/// The same as [`sealed_file`], under another name. `/proc/*/maps` shows the name.
+///
+/// # Errors
+///
+/// [`MapError::System`] when a system call fails.
 pub fn sealed_file_named(name: &str, size: usize) -> Result<OwnedFd, MapError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = rustix::fs::memfd_create(name, flags)
-        .map_err(MapError::system("making the window's file"))?;
+        .map_err(MapError::system("creating the window's file"))?;
     rustix::fs::ftruncate(&file, size as u64)
-        .map_err(MapError::system("sizing the window's file"))?;
+        .map_err(MapError::system("setting the size of the window's file"))?;
     rustix::fs::fcntl_add_seals(file.as_fd(), SEALS)
         .map_err(MapError::system("sealing the window's file"))?;
     Ok(file)
+}
+
+/// The size of a file that nobody can shrink, in bytes.
+fn sealed_size(file: BorrowedFd<'_>) -> Result<u64, MapError> {
+    let seals = rustix::fs::fcntl_get_seals(file)
+        .map_err(MapError::system("reading the seals of the window's file"))?;
+    if !seals.contains(SealFlags::SHRINK) {
+        return Err(MapError::NotSealed {
+            seals: seals.bits(),
+        });
+    }
+    // The order matters: after the check of the seal the file cannot shrink below this size.
+    let stat = rustix::fs::fstat(file)
+        .map_err(MapError::system("reading the size of the window's file"))?;
+    Ok(stat.st_size as u64)
 }
 
 #[cfg(test)]
@@ -436,10 +459,30 @@ mod tests {
             Window::map_foreign(unsealed.as_fd(), 8192).unwrap_err(),
             MapError::NotSealed { seals: 0 }
         );
+        assert_eq!(
+            Window::map_part(unsealed.as_fd(), 0, 4096).unwrap_err(),
+            MapError::NotSealed { seals: 0 }
+        );
         let other = std::fs::File::open("/dev/null").unwrap();
         assert!(matches!(
             Window::map_foreign(other.as_fd(), 8192),
             Err(MapError::System { .. })
         ));
+    }
+
+    #[test]
+    fn a_part_lies_in_its_file() {
+        let file = sealed_file(8192).unwrap();
+        let whole = Window::map(file.as_fd(), 8192).unwrap();
+        let part = Window::map_part(file.as_fd(), 4096, 4096).unwrap();
+        part.store(8, 5);
+        assert_eq!(whole.load(4104), 5);
+        for (offset, len) in [(4096, 4097), (8192, 1), (u64::MAX & !4095, 4096)] {
+            let size = 8192;
+            assert_eq!(
+                Window::map_part(file.as_fd(), offset, len).unwrap_err(),
+                MapError::OutOfFile { offset, len, size }
+            );
+        }
     }
 }

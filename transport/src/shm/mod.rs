@@ -1,16 +1,16 @@
-//! The window: memory that guest and host share, and everything that happens in it.
+//! Shared memory between guest and host, and the protocols in it.
 //!
-//! One format for every link that has shared memory: a memfd over a unix socket, anonymous memory in one
-//! process, a PCI BAR. What differs between them is only where the memory comes from and what a
-//! [`Doorbell`](doorbell::Doorbell) is.
+//! The shared memory of a session is a *window*. All links with shared memory use one window format:
+//! a memfd passed over a unix socket, memory inside one process, a PCI BAR. Links differ only in the
+//! origin of the memory and in their [`Doorbell`](doorbell::Doorbell).
 //!
-//! - [`layout`]: what lies where, and who may write it.
-//! - [`memory`]: the mapping, and the only way to touch it.
-//! - [`ring`]: records in order from one side to the other.
-//! - [`bulk`]: room for payloads too large for a ring, managed by the guest.
-//! - [`notify`]: how an end waits without missing its peer and without burning a core.
-//! - [`doorbell`]: how a sleeping end is woken, and how the death of a peer is noticed.
-//! - [`liveness`]: how a host process that has stopped is told from one that is busy.
+//! - [`layout`]: the offsets of the parts of a window, and the side that may write each part.
+//! - [`memory`]: the mapping, and all accesses to it.
+//! - [`ring`]: a single-producer single-consumer queue of records.
+//! - [`bulk`]: allocation of payload memory outside the rings. The guest allocates.
+//! - [`notify`]: waiting for the peer by spinning, then sleeping, without a lost wake-up.
+//! - [`doorbell`]: waking the sleeping peer, and detecting the death of the peer.
+//! - [`liveness`]: telling a stopped host process from a busy one.
 
 pub mod bulk;
 pub mod doorbell;

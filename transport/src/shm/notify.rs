@@ -1,40 +1,44 @@
-//! How an end waits without missing its peer and without burning a core.
+//! Sleep and wake-up without a lost notification.
 //!
-//! First it spins, for as long as spinning has lately paid off; then it sleeps. A sleep goes like this:
+//! An end that waits spins first, for as long as spinning has recently been successful
+//! ([`SpinBudget`]), and then sleeps. The protocol of one sleep:
 //!
 //! ```text
 //!  sleeper                                     peer
-//!  S1  wake-on  = what it waits for            P1  publish (tail, head or retired)
-//!  S2  sleeping = a new number                 P2  full fence
-//!  S3  full fence                              P3  look at sleeping
-//!  S4  look whether it has already come        P4  if not 0: ring, once for that number
+//!  S1  wake-on  = the awaited condition        P1  publish (tail, head or retired)
+//!  S2  sleeping = a new sleep number           P2  full fence
+//!  S3  full fence                              P3  load sleeping
+//!  S4  check the awaited condition             P4  if not 0: ring, once per sleep number
 //!  S5  wait for the doorbell, 50 ms at most
 //!  S6  sleeping = 0
 //! ```
 //!
-//! The fences at S3 and P2 pair: one of them is first. If S3, then P3 sees the number and rings; if P2, then S4
-//! sees what was published. So no wake is lost. The bound at S5 is not needed for that: it is for peers that
-//! break the rules, and for links whose doorbell cannot be heard.
+//! The fence at S3 pairs with the fence at P2, and closes the race between the check at S4 and the load
+//! at P3. Sequential consistency orders the two fences. If S3 is first, then P3 loads the sleep number of
+//! S2, and P4 rings. If P2 is first, then S4 sees the publication of P1. No wake-up is lost either way.
+//! The bound at S5 is not part of this argument: it serves peers that violate the protocol, and links
+//! whose doorbell does not reach this end.
 //!
-//! A ring can be spurious (the sleeper saw the news at S4, or the ring was for a sleep before): the sleeper looks,
-//! finds nothing, and sleeps again under a new number. Rings that came before S1 are forgotten there, which
-//! is harmless for the same reason: they cannot have been for the new number.
+//! A ring may be spurious: the sleeper has seen the publication at S4, or the ring belongs to an earlier
+//! sleep. The sleeper then checks its condition, finds it false, and sleeps again under a new number. The
+//! sleeper clears its doorbell before S1. The clear cannot lose a wake-up, because a ring before S1
+//! cannot be for the new sleep number.
 #![forbid(unsafe_code)]
 
 use std::time::Duration;
 
 use super::memory::Memory;
 
-/// The two words of a sleeper.
+/// The offsets of a sleeper's two words.
 #[derive(Debug, Clone, Copy)]
 pub struct SleepWords {
-    /// Offset of the word that is 0 while the sleeper is awake.
+    /// The word `sleeping`: 0 while the sleeper is awake.
     pub sleeping: usize,
-    /// Offset of the word that says what it waits for.
+    /// The word `wake-on`: the condition that the sleeper waits for.
     pub wake_on: usize,
 }
 
-/// The sleeper's half of the protocol.
+/// The sleeper's side of the protocol.
 #[derive(Debug)]
 pub struct Sleeper {
     words: SleepWords,
@@ -42,12 +46,12 @@ pub struct Sleeper {
 }
 
 impl Sleeper {
-    /// A sleeper that is awake.
+    /// A sleeper in the awake state.
     pub fn new(words: SleepWords) -> Sleeper {
         Sleeper { words, number: 0 }
     }
 
-    /// S1 to S3. Afterwards: look, and wait only if there is nothing.
+    /// S1 to S3. The caller then checks its condition, and waits only if the condition is false.
     pub fn announce(&mut self, memory: &impl Memory, wake_on: u64) {
         self.number += 1;
         memory.store(self.words.wake_on, wake_on);
@@ -61,27 +65,33 @@ impl Sleeper {
     }
 }
 
-/// The peer's half of the protocol.
+/// The peer's side of the protocol.
 #[derive(Debug)]
 pub struct Waker {
     words: SleepWords,
+    /// The last sleep number that was rung for.
     rung: u64,
 }
 
 impl Waker {
-    /// A waker of the sleeper with these words.
+    /// The waker for the sleeper with these words.
     pub fn new(words: SleepWords) -> Waker {
         Waker { words, rung: 0 }
     }
 
-    /// P2 to P4: whether the doorbell has to be rung after publishing. `is_news` says whether a sleeper that waits for the
-    /// given wake-on value is to be woken.
-    pub fn must_ring(&mut self, memory: &impl Memory, is_news: impl FnOnce(u64) -> bool) -> bool {
+    /// P2 to P4: whether the caller must ring the doorbell after a publication. `is_awaited` says whether
+    /// the publication satisfies a given wake-on value.
+    pub fn must_ring(
+        &mut self,
+        memory: &impl Memory,
+        is_awaited: impl FnOnce(u64) -> bool,
+    ) -> bool {
         memory.full_fence();
         let number = memory.load(self.words.sleeping);
-        // If wake-on belongs to a later sleep than the number, then that sleep was announced after our
-        // fence, and its sleeper has looked since.
-        if number == 0 || number == self.rung || !is_news(memory.load(self.words.wake_on)) {
+        // The loads of `sleeping` and `wake-on` are not atomic together. If `wake-on` belongs to a later
+        // sleep than `number`, then that sleep began after the fence above, and its check at S4 saw the
+        // publication: no ring is needed.
+        if number == 0 || number == self.rung || !is_awaited(memory.load(self.words.wake_on)) {
             return false;
         }
         self.rung = number;
@@ -89,10 +99,10 @@ impl Waker {
     }
 }
 
-/// The longest sleep without looking.
+/// The longest sleep between two checks of the condition.
 pub const MAX_SLEEP: Duration = Duration::from_millis(50);
 
-/// How long to spin before sleeping: as long as it has lately paid off.
+/// The adaptive duration of spinning before a sleep.
 #[derive(Debug)]
 pub struct SpinBudget {
     budget: Duration,
@@ -100,32 +110,33 @@ pub struct SpinBudget {
 }
 
 impl SpinBudget {
-    /// Waits shorter than this are worth spinning for: a sleep and a wake cost as much.
-    const WORTH: Duration = Duration::from_micros(100);
-    const LEAST: Duration = Duration::from_micros(2);
+    /// The maximum. A sleep and a wake-up cost about as much.
+    const MAX: Duration = Duration::from_micros(100);
+    const MIN: Duration = Duration::from_micros(2);
 
-    /// A fresh budget. With one processor it stays zero: the peer cannot move while we spin.
+    /// The initial budget. On a machine with one processor the budget is always zero, because the peer
+    /// does not run while this end spins.
     pub fn new() -> SpinBudget {
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         let max = if processors > 1 {
-            SpinBudget::WORTH
+            SpinBudget::MAX
         } else {
             Duration::ZERO
         };
         SpinBudget { budget: max, max }
     }
 
-    /// How long to spin now.
+    /// The duration of the next spin.
     pub fn get(&self) -> Duration {
         self.budget
     }
 
-    /// Learns from a wait that took so long in all. Long waits make for shorter spins.
-    pub fn learn(&mut self, waited: Duration) {
-        self.budget = if waited <= SpinBudget::WORTH {
-            (self.budget * 2).max(SpinBudget::LEAST * 4).min(self.max)
+    /// Adapts to the total duration of a wait: a short wait doubles the budget, a long one halves it.
+    pub fn adapt(&mut self, waited: Duration) {
+        self.budget = if waited <= SpinBudget::MAX {
+            (self.budget * 2).max(SpinBudget::MIN * 4).min(self.max)
         } else {
-            (self.budget / 2).max(SpinBudget::LEAST).min(self.max)
+            (self.budget / 2).max(SpinBudget::MIN).min(self.max)
         };
     }
 }
@@ -141,28 +152,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_budget_follows_what_pays_off() {
+    fn a_budget_adapts_to_the_waits() {
         let mut budget = SpinBudget {
-            budget: SpinBudget::WORTH,
-            max: SpinBudget::WORTH,
+            budget: SpinBudget::MAX,
+            max: SpinBudget::MAX,
         };
         for _ in 0..20 {
-            budget.learn(Duration::from_millis(5));
+            budget.adapt(Duration::from_millis(5));
         }
-        assert_eq!(budget.get(), SpinBudget::LEAST);
-        budget.learn(Duration::from_micros(60));
-        assert_eq!(budget.get(), SpinBudget::LEAST * 4);
+        assert_eq!(budget.get(), SpinBudget::MIN);
+        budget.adapt(Duration::from_micros(60));
+        assert_eq!(budget.get(), SpinBudget::MIN * 4);
         for _ in 0..20 {
-            budget.learn(Duration::from_micros(60));
+            budget.adapt(Duration::from_micros(60));
         }
-        assert_eq!(budget.get(), SpinBudget::WORTH);
-        // On one processor it stays zero.
+        assert_eq!(budget.get(), SpinBudget::MAX);
+        // On one processor the budget stays zero.
         let mut none = SpinBudget {
             budget: Duration::ZERO,
             max: Duration::ZERO,
         };
-        none.learn(Duration::ZERO);
-        none.learn(Duration::from_secs(1));
+        none.adapt(Duration::ZERO);
+        none.adapt(Duration::from_secs(1));
         assert_eq!(none.get(), Duration::ZERO);
     }
 }

@@ -1,4 +1,4 @@
-//! A ring: records in order from one producer to one consumer.
+//! A single-producer single-consumer queue of records in shared memory.
 //!
 //! ```text
 //!      position 0                                                       size
@@ -7,49 +7,57 @@
 //!        +--------+----------------+-------------------+--------+---------+
 //!                 ^ head % size                        ^ tail % size
 //!
-//!  record:  0 size | 4 kind | 8 request | 16 message | 20 payload | 24 place | 32 message ... payload ...
+//!  record:  0 size | 4 kind | 8 request | 16 message | 20 payload | 24 offset | 32 message ... payload ...
 //! ```
 //!
-//! `head` and `tail` count bytes since the link began; they never wrap (at 100 GB/s that takes five years).
-//! A record lies in one piece and begins on a cache line; a pad fills the end of the ring when the
-//! next record does not fit there. A short message and its header share one cache line.
+//! `head` and `tail` count bytes since the link was opened. They do not wrap: at 100 GB/s a wrap takes
+//! five years. A record is contiguous and begins on a cache line. A pad record fills the end of the ring
+//! when the next record does not fit there. A short message shares one cache line with its header.
 //!
-//! Invariants, each kept by the side that owns the word and checked by the other:
+//! Invariants. The side that writes a word keeps its invariants, and the other side checks them:
 //!
-//! - `head <= tail <= head + size`, both multiples of [`RECORD_ALIGN`], and neither ever goes back;
-//! - between `head` and `tail` lie whole records, and the producer does not touch them;
-//! - a pad is followed by a record in the same publication.
+//! - `head <= tail <= head + size`. Both are multiples of [`RECORD_ALIGN`], and neither decreases.
+//! - The bytes from `head` to `tail` are whole records, which the producer does not modify.
+//! - The producer publishes a pad and the record behind the pad together.
 //!
-//! A cursor or header that breaks a rule is the peer's fault, ends the link and is never followed: the
-//! consumer works on a private copy of the tail and of the header, each read once.
+//! A cursor or header that violates an invariant is the peer's fault and ends the link. The consumer
+//! works on a private copy of the tail and of each header, and reads each of them from shared memory
+//! once.
+//!
+//! # Ordering
+//!
+//! - The release store of `tail` in [`Producer::publish`] pairs with the acquire load of `tail` in
+//!   [`Consumer::peek`]: a consumer that sees the tail sees the record.
+//! - The release store of `head` in [`Consumer::release`] pairs with the acquire load of `head` in
+//!   [`Producer::reserve`]: the consumer has finished its reads of the bytes that the producer reuses.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
 
 use super::memory::Memory;
-use crate::link::LinkError;
+use crate::error::LinkError;
 
-/// Records begin at multiples of this: a cache line.
+/// The alignment of records, in bytes: one cache line.
 pub const RECORD_ALIGN: usize = 64;
 
-/// Bytes of a record's header.
+/// The size of a record's header, in bytes.
 pub const HEADER: usize = 32;
 
 const _: () = assert!(HEADER < RECORD_ALIGN && HEADER.is_multiple_of(8));
 
-/// The kinds of record.
+/// The kinds of record on the wire.
 const KIND_PAD: u32 = 0;
 const KIND_INLINE: u32 = 1;
 const KIND_BULK: u32 = 2;
 
-/// Where a ring is: its bytes, and its two cursors. A private value, not read from the window.
+/// The offsets of a ring and of its two cursors. A private value, not one read from shared memory.
 #[derive(Debug, Clone)]
 pub struct RingArea {
-    /// The bytes of the ring; their number is a power of two.
+    /// The bytes of the ring. The size is a power of two.
     pub data: Range<usize>,
-    /// Offset of the word with the tail.
+    /// The offset of the tail.
     pub tail: usize,
-    /// Offset of the word with the head.
+    /// The offset of the head.
     pub head: usize,
 }
 
@@ -62,31 +70,31 @@ impl RingArea {
         self.data.start + (cursor & (self.size() - 1)) as usize
     }
 
-    /// Bytes from the cursor to the ring's end.
+    /// The number of bytes from the cursor to the end of the ring.
     fn rest(&self, cursor: u64) -> u64 {
         self.size() - (cursor & (self.size() - 1))
     }
 }
 
-/// What is sent with a message.
+/// The payload of a message to send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Payload {
-    /// So many bytes, in the record itself.
+    /// A payload of this many bytes inside the record.
     Inline(usize),
-    /// Bytes that lie in the bulk area.
+    /// A payload in the bulk area.
     Bulk {
-        /// Where, from the window's beginning.
+        /// The offset from the start of the window, in bytes.
         offset: usize,
-        /// How many.
+        /// The size in bytes.
         len: usize,
     },
 }
 
-/// Room for a record, not yet visible to the consumer.
+/// A reserved record. The consumer does not see it before [`Producer::publish`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Room {
-    /// Where the payload goes, if it goes into the record.
+    /// The range for an inline payload; empty for a payload in the bulk area.
     pub payload: Range<usize>,
     record: usize,
     header: Header,
@@ -94,37 +102,46 @@ pub struct Room {
     pad: u64,
 }
 
-/// The sending end of a ring.
+/// The producer of a ring.
 #[derive(Debug)]
 pub struct Producer {
-    place: RingArea,
+    area: RingArea,
     tail: u64,
-    /// The head as last seen: at most the true one.
+    /// The last value of the head that this side has loaded: at most the current one.
     head: u64,
 }
 
 impl Producer {
-    /// The sending end of a ring that nothing has gone through yet.
-    pub fn new(place: RingArea) -> Producer {
-        assert!(place.data.len().is_power_of_two(), "ring of {place:?}");
+    /// The producer of an unused ring.
+    ///
+    /// # Panics
+    ///
+    /// If the size of the ring is not a power of two.
+    pub fn new(area: RingArea) -> Producer {
+        assert!(area.data.len().is_power_of_two(), "ring of {area:?}");
         Producer {
-            place,
+            area,
             tail: 0,
             head: 0,
         }
     }
 
-    /// Whether a record with so much in it can ever go through this ring.
+    /// Whether a record with a message of `message` bytes and `inline` bytes of payload fits an empty
+    /// ring.
     pub fn can_hold(&self, message: usize, inline: usize) -> bool {
-        // Half: behind a pad that is shorter than the record it must still fit.
-        record_size(message, inline) <= self.place.size() / 2
+        // Half of the ring, because a pad shorter than the record may precede the record.
+        record_size(message, inline) <= self.area.size() / 2
     }
 
-    /// Finds room for a record. `None` while the ring is too full.
+    /// Reserves a record. `None` while the ring is too full.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::PeerMisbehaved`] when the consumer's head violates an invariant.
     ///
     /// # Panics
     ///
-    /// If the ring [can never hold](Producer::can_hold) it.
+    /// If the ring cannot [hold](Producer::can_hold) such a record.
     pub fn reserve(
         &mut self,
         memory: &impl Memory,
@@ -139,21 +156,21 @@ impl Producer {
         assert!(
             self.can_hold(message, inline),
             "record of {message} + {inline} bytes in a ring of {}",
-            self.place.size()
+            self.area.size()
         );
         let size = record_size(message, inline);
-        let rest = self.place.rest(self.tail);
+        let rest = self.area.rest(self.tail);
         let pad = if rest < size { rest } else { 0 };
         let tail = self.tail + pad + size;
-        if tail - self.head > self.place.size() {
-            self.head = checked_head(memory.load(self.place.head), self.head, self.tail)?;
-            if tail - self.head > self.place.size() {
+        if tail - self.head > self.area.size() {
+            self.head = checked_head(memory.load(self.area.head), self.head, self.tail)?;
+            if tail - self.head > self.area.size() {
                 return Ok(None);
             }
         }
-        let record = self.place.offset(self.tail + pad);
-        let place = payload_offset(message, inline);
-        let start = record + place;
+        let record = self.area.offset(self.tail + pad);
+        let inline_offset = payload_offset(message, inline);
+        let start = record + inline_offset;
         Ok(Some(Room {
             payload: start..start + inline,
             record,
@@ -168,8 +185,8 @@ impl Producer {
                 payload: match payload {
                     Payload::Inline(len) | Payload::Bulk { len, .. } => len as u32,
                 },
-                place: match payload {
-                    Payload::Inline(_) => place as u64,
+                offset: match payload {
+                    Payload::Inline(_) => inline_offset as u64,
                     Payload::Bulk { offset, .. } => offset as u64,
                 },
             },
@@ -178,11 +195,12 @@ impl Producer {
         }))
     }
 
-    /// Completes the record, whose payload has been written, and shows it to the consumer.
+    /// Writes the header and the message of a reserved record and publishes the record. The caller has
+    /// written the payload.
     ///
     /// # Panics
     ///
-    /// If the message has another length than `room` was asked for.
+    /// If the length of the message differs from the reserved one.
     pub fn publish(&mut self, memory: &impl Memory, room: Room, message: &[u8]) {
         assert_eq!(
             message.len(),
@@ -194,68 +212,83 @@ impl Producer {
                 size: room.pad as u32,
                 ..Header::default()
             };
-            memory.write(self.place.offset(self.tail), &pad.encode());
+            memory.write(self.area.offset(self.tail), &pad.encode());
         }
         memory.write(room.record, &room.header.encode());
         memory.write(room.record + HEADER, message);
-        // The consumer's acquire load of the tail sees the record, header, message and payload.
+        // Pairs with the acquire load of the tail in `Consumer::look`: a consumer that sees the new tail
+        // sees the header, the message and the payload, including those in write-combining buffers.
         memory.drain_writes();
         self.tail = room.tail;
-        memory.store(self.place.tail, self.tail);
+        memory.store(self.area.tail, self.tail);
     }
 }
 
-/// What a consumer accepts.
+/// The limits that a consumer enforces.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Bytes of a message.
+    /// The maximum size of a message, in bytes.
     pub message: usize,
-    /// Bytes of a payload.
+    /// The maximum size of a payload, in bytes.
     pub payload: usize,
-    /// Where payloads outside the ring may lie. Empty: nowhere.
+    /// The area for payloads outside the ring. Empty: such payloads are forbidden.
     pub bulk: Range<usize>,
 }
 
-/// A record that has arrived: checked, and in place until it is [released](Consumer::release).
+/// A checked record in the ring. It stays in place until its [release](Consumer::release).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Arrived {
-    /// Its number.
+    /// The number of the request or reply.
     pub request: u64,
-    /// Where its message lies.
+    /// The range of the message in the window.
     pub message: Range<usize>,
-    /// Where its payload lies.
+    /// The range of the payload in the window.
     pub payload: Range<usize>,
     next: u64,
 }
 
-/// The receiving end of a ring.
+/// The consumer of a ring.
 #[derive(Debug)]
 pub struct Consumer {
-    place: RingArea,
+    area: RingArea,
     limits: Limits,
     head: u64,
-    /// The tail as last seen: at most the true one.
+    /// The last value of the tail that this side has loaded: at most the current one.
     tail: u64,
 }
 
 impl Consumer {
-    /// The receiving end of a ring that nothing has gone through yet.
-    pub fn new(place: RingArea, limits: Limits) -> Consumer {
-        assert!(place.data.len().is_power_of_two(), "ring of {place:?}");
+    /// The consumer of an unused ring.
+    ///
+    /// # Panics
+    ///
+    /// If the size of the ring is not a power of two.
+    pub fn new(area: RingArea, limits: Limits) -> Consumer {
+        assert!(area.data.len().is_power_of_two(), "ring of {area:?}");
         Consumer {
-            place,
+            area,
             limits,
             head: 0,
             tail: 0,
         }
     }
 
-    /// The next record, if there is one. Looking does not consume it.
+    /// The next record, if there is one. The call does not consume the record.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::PeerMisbehaved`] when the producer's tail or the record's header violates an
+    /// invariant or a limit.
     pub fn peek(&mut self, memory: &impl Memory) -> Result<Option<Arrived>, LinkError> {
         self.peek_from(memory, self.head)
     }
 
-    /// The record behind one that has arrived and is not released, if there is one. Releasing that releases both.
+    /// The record behind an unreleased record, if there is one. The release of the second record
+    /// releases both.
+    ///
+    /// # Errors
+    ///
+    /// As [`peek`](Consumer::peek).
     pub fn peek_behind(
         &mut self,
         memory: &impl Memory,
@@ -264,7 +297,7 @@ impl Consumer {
         self.peek_from(memory, arrived.next)
     }
 
-    /// The record at `from`: the head, or a boundary of records that was checked, so at most the tail.
+    /// The record at `from`. `from` is the head or the end of a checked record, so it is at most the tail.
     fn peek_from(&mut self, memory: &impl Memory, from: u64) -> Result<Option<Arrived>, LinkError> {
         if from == self.tail {
             self.look(memory)?;
@@ -276,14 +309,13 @@ impl Consumer {
         if header.kind != KIND_PAD {
             return self.arrived(header, from).map(Some);
         }
-        // A pad ends the ring, and the record it made room for was published with it.
+        // A pad reaches to the end of the ring, and a record follows the pad in the same publication.
         let size = u64::from(header.size);
         let next = from + size;
-        if size == self.place.size() || size != self.place.rest(from) || next == self.tail {
+        if size == self.area.size() || size != self.area.rest(from) || next == self.tail {
             return Err(misbehaved(format!(
-                "a pad of {size} bytes at {} of a ring of {}, tail {}",
-                from,
-                self.place.size(),
+                "a pad of {size} bytes at {from} of a ring of {} bytes with tail {}",
+                self.area.size(),
                 self.tail
             )));
         }
@@ -291,26 +323,32 @@ impl Consumer {
         self.arrived(header, next).map(Some)
     }
 
-    /// Gives the record's memory back to the producer.
+    /// Returns the memory of a record to the producer.
     pub fn release(&mut self, memory: &impl Memory, arrived: &Arrived) {
         self.head = arrived.next;
-        // The producer's acquire load of the head keeps it from overwriting what is still being read.
-        memory.store(self.place.head, self.head);
+        // Pairs with the acquire load of the head in `Producer::reserve`: the producer overwrites the
+        // record only after the reads of this side.
+        memory.store(self.area.head, self.head);
     }
 
-    /// Whether more than a quarter of the ring is in use, so that the producer may be waiting.
+    /// Whether more than a quarter of the ring is in use. The producer may then be waiting for room.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::PeerMisbehaved`] when the producer's tail violates an invariant.
     pub fn is_filling(&mut self, memory: &impl Memory) -> Result<bool, LinkError> {
         self.look(memory)?;
-        Ok(self.tail - self.head > self.place.size() / 4)
+        Ok(self.tail - self.head > self.area.size() / 4)
     }
 
+    /// Loads and checks the tail.
     fn look(&mut self, memory: &impl Memory) -> Result<(), LinkError> {
-        let tail = memory.load(self.place.tail);
-        let size = self.place.size();
+        let tail = memory.load(self.area.tail);
+        let size = self.area.size();
         let used = tail.wrapping_sub(self.head);
         if tail < self.tail || used > size || !tail.is_multiple_of(RECORD_ALIGN as u64) {
             return Err(misbehaved(format!(
-                "ring tail {tail} with head {}, tail {} before and {size} bytes",
+                "ring tail {tail} after tail {1}, with head {0} and a ring of {size} bytes",
                 self.head, self.tail
             )));
         }
@@ -318,51 +356,54 @@ impl Consumer {
         Ok(())
     }
 
-    /// A copy of the header at `cursor`, with a size that lies in what was published.
+    /// A private copy of the header at `cursor`. The size of the record lies in the published bytes.
     fn header(&self, memory: &impl Memory, cursor: u64) -> Result<Header, LinkError> {
         let mut bytes = [0; HEADER];
-        memory.read(self.place.offset(cursor), &mut bytes);
+        memory.read(self.area.offset(cursor), &mut bytes);
         let header = Header::decode(&bytes);
         let size = u64::from(header.size);
-        let room = (self.tail - cursor).min(self.place.rest(cursor));
+        let room = (self.tail - cursor).min(self.area.rest(cursor));
         if size == 0 || !size.is_multiple_of(RECORD_ALIGN as u64) || size > room {
             return Err(misbehaved(format!(
-                "a record of {size} bytes where {room} are published"
+                "a record of {size} bytes with {room} bytes published"
             )));
         }
         Ok(header)
     }
 
     fn arrived(&self, header: Header, cursor: u64) -> Result<Arrived, LinkError> {
-        let record = self.place.offset(cursor);
+        let record = self.area.offset(cursor);
         let size = header.size as usize;
         let (message, payload) = (header.message as usize, header.payload as usize);
         let wrong = |what: &str| {
             misbehaved(format!(
-                "{what}: kind {}, {size} bytes, message {message}, payload {payload} at {:#x}",
-                header.kind, header.place
+                "{what}: kind {}, {size} bytes, message of {message}, payload of {payload} at {:#x}",
+                header.kind, header.offset
             ))
         };
         if message > self.limits.message || message > size - HEADER {
-            return Err(wrong("a record with too long a message"));
+            return Err(wrong("a record whose message is too long"));
         }
         if payload > self.limits.payload {
-            return Err(wrong("a record with too long a payload"));
+            return Err(wrong("a record whose payload is too long"));
         }
         let (start, within) = match header.kind {
             KIND_INLINE => (
-                usize::try_from(header.place)
+                usize::try_from(header.offset)
                     .ok()
-                    .and_then(|place| record.checked_add(place)),
+                    .and_then(|offset| record.checked_add(offset)),
                 record + HEADER + message..record + size,
             ),
-            KIND_BULK => (usize::try_from(header.place).ok(), self.limits.bulk.clone()),
-            _ => return Err(wrong("a record of an unknown kind")),
+            KIND_BULK => (
+                usize::try_from(header.offset).ok(),
+                self.limits.bulk.clone(),
+            ),
+            _ => return Err(wrong("a record of unknown kind")),
         };
         let payload = start
             .and_then(|start| Some(start..start.checked_add(payload)?))
             .filter(|range| within.start <= range.start && range.end <= within.end)
-            .ok_or_else(|| wrong("a record with its payload out of place"))?;
+            .ok_or_else(|| wrong("a record whose payload lies out of bounds"))?;
         let message = record + HEADER..record + HEADER + message;
         Ok(Arrived {
             request: header.request,
@@ -373,19 +414,19 @@ impl Consumer {
     }
 }
 
-/// The header of a record.
+/// A private copy of a record's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Header {
-    /// Bytes of the whole record.
+    /// The size of the whole record, in bytes.
     size: u32,
     kind: u32,
     request: u64,
-    /// Bytes of the message, directly behind the header.
+    /// The size of the message, in bytes. The message follows the header.
     message: u32,
-    /// Bytes of the payload.
+    /// The size of the payload, in bytes.
     payload: u32,
-    /// Where the payload begins: in the record, or (bulk) in the window.
-    place: u64,
+    /// The offset of the payload: from the start of the record, or of the window for a bulk payload.
+    offset: u64,
 }
 
 impl Header {
@@ -394,7 +435,7 @@ impl Header {
             u64::from(self.size) | u64::from(self.kind) << 32,
             self.request,
             u64::from(self.message) | u64::from(self.payload) << 32,
-            self.place,
+            self.offset,
         ];
         let mut bytes = [0; HEADER];
         for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -415,7 +456,7 @@ impl Header {
             request: word(1),
             message: word(2) as u32,
             payload: (word(2) >> 32) as u32,
-            place: word(3),
+            offset: word(3),
         }
     }
 }
@@ -423,14 +464,14 @@ impl Header {
 fn checked_head(head: u64, before: u64, tail: u64) -> Result<u64, LinkError> {
     if head < before || head > tail || !head.is_multiple_of(RECORD_ALIGN as u64) {
         return Err(misbehaved(format!(
-            "ring head {head} with tail {tail} and head {before} before"
+            "ring head {head} after head {before}, with tail {tail}"
         )));
     }
     Ok(head)
 }
 
-/// Where an inline payload begins in its record: a small one right behind the message, so that both may
-/// share a cache line; one worth a fast copy on a cache line of its own.
+/// The offset of an inline payload in its record. A small payload follows the message, so that both may
+/// share a cache line. A larger payload begins on a cache line, for a fast copy.
 fn payload_offset(message: usize, inline: usize) -> usize {
     let align = if inline < 4 * RECORD_ALIGN {
         8

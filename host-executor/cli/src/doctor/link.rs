@@ -42,7 +42,7 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
         let here = match expand(&candidate) {
             Ok(here) => here,
             Err(miss) => {
-                misses.push(miss);
+                misses.push(miss.to_string());
                 continue;
             }
         };
@@ -75,7 +75,7 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
 
 /// Opens a session, and sends the requests of a starting program.
 fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
-    let mut end = connect(endpoint, TIMEOUT)?;
+    let mut end = connect(endpoint, TIMEOUT).map_err(|error| error.to_string())?;
     let hello = Request::Hello {
         protocol: PROTOCOL_VERSION,
         ir: IR_VERSION,

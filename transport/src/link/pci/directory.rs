@@ -1,7 +1,7 @@
-//! The first page of a device's memory: what the device is, and who asks for a slot.
+//! The directory, the first page of a device's memory: the device's parameters and the requests for slots.
 //!
-//! Every word is a little-endian `u64`, written by one side only. What the guest writes is hostile to the host; it is
-//! a number that is compared, never followed.
+//! Every word is a little-endian `u64` with one writer. The guest is hostile to the host: the host compares
+//! the guest's words and never uses them as an index or an offset.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -15,54 +15,54 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"VGPUPCI\n");
 /// The version of the directory.
 pub const VERSION: u64 = 1;
 
-/// Bytes of the directory.
+/// The size of the directory, in bytes.
 pub const PAGE: usize = 4096;
 
-/// Parts that a device is cut into. The first is the directory's.
+/// The number of equal parts of a device's memory. The first part holds the directory.
 pub const PARTS: usize = 8;
 
-/// Sessions at once.
+/// The maximum number of concurrent sessions.
 pub const SLOTS: usize = PARTS - 1;
 
-/// The smallest device: each slot has to hold a window.
+/// The minimum size of a device, in bytes: each slot holds a window.
 pub const MIN_SIZE: usize = PARTS * layout::MIN_SIZE;
 
-/// The largest device.
+/// The maximum size of a device, in bytes.
 pub const MAX_SIZE: usize = layout::MAX_SIZE;
 
-/// The size of a device unless something else is asked for.
+/// The default size of a device, in bytes.
 pub const DEFAULT_SIZE: usize = 256 << 20;
 
-/// Where each word lies.
+/// The offset of each word, in bytes.
 pub mod word {
-    /// [`MAGIC`](super::MAGIC). Written last, so that a device with a magic is one.
+    /// [`MAGIC`](super::MAGIC). The host stores the magic last: a directory with a magic is complete.
     pub const MAGIC: usize = 0x00;
     /// [`VERSION`](super::VERSION).
     pub const VERSION: usize = 0x08;
-    /// Bytes of the device.
+    /// The size of the device, in bytes.
     pub const SIZE: usize = 0x10;
-    /// Number of slots.
+    /// The number of slots.
     pub const SLOTS: usize = 0x18;
-    /// Bytes of a slot. The first begins at as many bytes.
+    /// The size of a slot, in bytes. The first slot begins at this offset.
     pub const SLOT_SIZE: usize = 0x20;
-    /// A number that differs for every run of the executor.
+    /// A number that is unique for every run of the executor.
     pub const EPOCH: usize = 0x28;
-    /// Host: 1 while it serves, 0 when it has ended.
+    /// Host: 1 while the executor serves, 0 after its end.
     pub const HOST_STATE: usize = 0x40;
-    /// Host: changes every second.
+    /// Host: the heartbeat.
     pub const HEARTBEAT: usize = 0x48;
 
-    /// Guest: the number of the session it asks for in slot `k`.
+    /// Guest: the number of its request for a session in slot `k`.
     pub const fn request(k: usize) -> usize {
         0x100 + k * 0x80
     }
 
-    /// Host: the number it has answered last in slot `k`.
+    /// Host: the number of the last answered request for slot `k`.
     pub const fn answered(k: usize) -> usize {
         0x140 + k * 0x80
     }
 
-    /// Host: its answer, written before the number.
+    /// Host: the verdict on the request. The host stores the verdict before the number.
     pub const fn verdict(k: usize) -> usize {
         0x148 + k * 0x80
     }
@@ -71,26 +71,26 @@ pub mod word {
 const _: () = assert!(word::verdict(SLOTS - 1) + 8 <= PAGE);
 
 /// A session begins in the slot.
-pub const VERDICT_COME_IN: u64 = 0;
-/// The session before still runs something.
+pub const VERDICT_ACCEPTED: u64 = 0;
+/// The previous session in the slot has not ended yet.
 pub const VERDICT_BUSY: u64 = 1;
-/// The host could not make a session; its log says why.
+/// The host could not create a session. Its log says why.
 pub const VERDICT_FAILED: u64 = 2;
 
-/// A checked, private copy of the facts.
+/// A checked, private copy of the parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Directory {
-    /// Bytes of the device.
+    /// The size of the device, in bytes.
     pub size: usize,
-    /// Number of slots.
+    /// The number of slots.
     pub slots: usize,
-    /// Bytes of each.
+    /// The size of each slot, in bytes.
     pub slot_size: usize,
-    /// The run of the executor.
+    /// The unique number of the executor's run.
     pub epoch: u64,
 }
 
-/// Why something is no device of ours. Says what was found.
+/// Why a device's memory has no valid directory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum DirectoryError {
@@ -98,11 +98,13 @@ pub enum DirectoryError {
         "a device of {size} bytes: the size must be a power of two from {MIN_SIZE} to {MAX_SIZE}"
     )]
     Size { size: usize },
-    #[error("its memory begins with {found:#018x}, not with {MAGIC:#018x}")]
+    #[error("the device's memory begins with {found:#018x}, not with {MAGIC:#018x}")]
     Magic { found: u64 },
-    #[error("it speaks directory {found}; this side speaks {VERSION}")]
+    #[error("the device has directory version {found}; this side supports version {VERSION}")]
     Version { found: u64 },
-    #[error("it says it has {said} bytes in {slots} slots of {slot_size}; its region has {mapped}")]
+    #[error(
+        "the directory says {said} bytes in {slots} slots of {slot_size} bytes; the device's region has {mapped} bytes"
+    )]
     Shape {
         said: u64,
         slots: u64,
@@ -115,6 +117,10 @@ pub enum DirectoryError {
 
 impl Directory {
     /// The directory of a device of `size` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`DirectoryError::Size`] when `size` is not a power of two within the limits.
     pub fn new(size: usize, epoch: u64) -> Result<Directory, DirectoryError> {
         if !size.is_power_of_two() || !(MIN_SIZE..=MAX_SIZE).contains(&size) {
             return Err(DirectoryError::Size { size });
@@ -127,7 +133,8 @@ impl Directory {
         })
     }
 
-    /// Writes the facts: the host's part. What a run before has left is replaced; its guests see another epoch.
+    /// Writes the parameters. The host calls this. The call replaces the directory of an earlier run, whose
+    /// guests then see another epoch.
     pub fn write(&self, memory: &impl Memory) {
         for (offset, value) in [
             (word::MAGIC, 0),
@@ -144,7 +151,11 @@ impl Directory {
         memory.store(word::MAGIC, MAGIC);
     }
 
-    /// Reads and checks the facts of a device whose region has `mapped` bytes: the guest's part.
+    /// Reads and checks the parameters of a device whose region has `mapped` bytes. The guest calls this.
+    ///
+    /// # Errors
+    ///
+    /// A [`DirectoryError`] that names the wrong word. The host is at fault, or the device is not a vGPU.
     pub fn read(memory: &impl Memory, mapped: usize) -> Result<Directory, DirectoryError> {
         let found = memory.load(word::MAGIC);
         if found != MAGIC {
@@ -196,7 +207,7 @@ mod tests {
     use crate::shm::memory::Window;
 
     #[test]
-    fn what_a_host_writes_a_guest_reads() {
+    fn the_guest_reads_the_directory_that_the_host_wrote() {
         let page = Window::anonymous(PAGE).unwrap();
         let directory = Directory::new(MIN_SIZE, 5).unwrap();
         directory.write(&page);
@@ -208,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_believes_no_nonsense() {
+    fn a_guest_rejects_every_wrong_directory() {
         for (offset, value) in [
             (word::MAGIC, !0),
             (word::VERSION, 9),

@@ -1,8 +1,8 @@
-//! Which PCI devices of this machine are vGPUs.
+//! Discovery of the vGPUs among this machine's PCI devices.
 //!
-//! Read straight from sysfs: ids, class, driver. A device of another maker is not touched, and neither is one that
-//! has a driver; a real NVIDIA GPU with the id that our own function also has is told apart by its subsystem id, before
-//! any of its memory is looked at.
+//! The module reads ids, class and driver from sysfs. It does not touch devices with other ids, nor devices
+//! with a bound driver. A physical NVIDIA GPU may have the same id as the project's own function; its
+//! subsystem id differs, and the module checks it before any access to the device's memory.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -11,22 +11,23 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Where the kernel lists PCI devices.
+/// The folder in which the kernel lists PCI devices.
 pub const SYSFS: &str = "/sys/bus/pci/devices";
 
-/// QEMU's shared-memory device.
+/// The vendor and device id of QEMU's `ivshmem` devices.
 pub const IVSHMEM: (u16, u16) = (0x1af4, 0x1110);
 
-/// Our own function. NVIDIA's H100 has the same id: programs that know that one find a GPU.
+/// The vendor and device id of the project's own function. NVIDIA's H100 has the same id, so programs that
+/// know the H100 find a GPU.
 pub const VGPU: (u16, u16) = (0x10de, 0x2331);
 
-/// The subsystem of our own function, which no device of NVIDIA has.
+/// The subsystem id of the project's own function. No NVIDIA device has this id.
 pub const VGPU_SUBSYSTEM: (u16, u16) = (0x1af4, 0x5647);
 
-/// The class of our own function: a 3D controller.
+/// The class of the project's own function: a 3D controller.
 pub const VGPU_CLASS: u32 = 0x03_02_00;
 
-/// Where a PCI device is.
+/// The address of a PCI device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Address {
     /// PCI domain.
@@ -78,35 +79,35 @@ impl FromStr for Address {
     }
 }
 
-/// What a device is to us.
+/// The kind of a PCI device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// `ivshmem-doorbell`; a vGPU if its memory says so.
+    /// `ivshmem-doorbell`. The device is a vGPU if its memory has a directory.
     Ivshmem,
-    /// Our own function.
+    /// The project's own function.
     Vgpu,
-    /// The id of our own function, but somebody else's subsystem: a real GPU. Left alone.
+    /// A physical GPU: the id of the project's own function with another subsystem. Not touched.
     RealGpu,
-    /// Nothing to us.
+    /// Any other device. Not touched.
     Other,
 }
 
-/// A PCI device, as sysfs shows it.
+/// A PCI device, as sysfs describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
-    /// Where it is.
+    /// The address.
     pub address: Address,
-    /// Vendor and device.
+    /// Vendor and device id.
     pub id: (u16, u16),
-    /// Vendor and device of the subsystem.
+    /// Vendor and device id of the subsystem.
     pub subsystem: (u16, u16),
     /// Base class, subclass, programming interface.
     pub class: u32,
-    /// The driver that it belongs to, if one is bound.
+    /// The bound driver.
     pub driver: Option<String>,
-    /// What it is to us.
+    /// The kind of the device.
     pub kind: Kind,
-    /// Its folder in sysfs.
+    /// The device's folder in sysfs.
     pub path: PathBuf,
 }
 
@@ -124,7 +125,11 @@ impl fmt::Display for Found {
 }
 
 impl Found {
-    /// Reads what sysfs says of the device at `address`.
+    /// Reads the description of the device at `address`.
+    ///
+    /// # Errors
+    ///
+    /// When the device does not exist, or sysfs has no valid id or class of it.
     pub fn read(sysfs: &Path, address: Address) -> io::Result<Found> {
         let path = sysfs.join(address.to_string());
         let number = |name: &str| {
@@ -156,18 +161,18 @@ impl Found {
         })
     }
 
-    /// Whether its memory may be looked at: it may be a vGPU, and no driver uses it.
+    /// Whether the device may be a vGPU and has no bound driver. The guest may access its memory.
     pub fn is_candidate(&self) -> bool {
         matches!(self.kind, Kind::Ivshmem | Kind::Vgpu) && self.driver.is_none()
     }
 
-    /// Number of the region with the window.
+    /// The number of the BAR with the window.
     pub fn window_bar(&self) -> usize {
         if self.kind == Kind::Vgpu { 1 } else { 2 }
     }
 
-    /// The file of the window, write-combined where the kernel offers that. (Mapping a region both ways at once would
-    /// make both uncached, so there is one answer.)
+    /// The sysfs file of the window's BAR, write-combined where the kernel offers that. All users must map
+    /// the same file: two mappings of different kinds would both be uncached.
     pub fn window_file(&self) -> PathBuf {
         let bar = self.window_bar();
         let combined = self.path.join(format!("resource{bar}_wc"));
@@ -178,12 +183,12 @@ impl Found {
         }
     }
 
-    /// The file of the registers.
+    /// The sysfs file of the BAR with the registers.
     pub fn register_file(&self) -> PathBuf {
         self.path.join("resource0")
     }
 
-    /// Bytes of the region with the window, by the kernel's table.
+    /// The size of the BAR with the window, in bytes, from the kernel's table.
     pub fn window_size(&self) -> Option<u64> {
         let table = fs::read_to_string(self.path.join("resource")).ok()?;
         let line = table.lines().nth(self.window_bar())?;
@@ -194,13 +199,13 @@ impl Found {
         (start != 0 && end > start).then(|| end - start + 1)
     }
 
-    /// Whether the device answers accesses to its memory.
+    /// Whether the device responds to accesses to its memory.
     pub fn is_enabled(&self) -> bool {
         fs::read_to_string(self.path.join("enable")).is_ok_and(|text| text.trim() != "0")
     }
 }
 
-/// All PCI devices of this machine, in the order of their addresses. None where there is no PCI.
+/// All PCI devices of this machine, in the order of their addresses. Empty on a machine without PCI.
 pub fn all(sysfs: &Path) -> Vec<Found> {
     let Ok(entries) = fs::read_dir(sysfs) else {
         return Vec::new();
@@ -244,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_written_as_lspci_does() {
+    fn addresses_have_the_format_of_lspci() {
         let address = Address {
             domain: 0,
             bus: 0,
@@ -269,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_told_apart() {
+    fn devices_are_classified() {
         let tree = Tree::new("kinds");
         let ids = |vendor: &'static str, device, sub_vendor, sub_device| {
             [

@@ -1,5 +1,4 @@
 //! The guest's side: from a PCI address to a link.
-#![forbid(unsafe_code)]
 
 use std::fs::File;
 use std::io;
@@ -11,25 +10,25 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::directory::{
-    self, Directory, DirectoryError, VERDICT_BUSY, VERDICT_COME_IN, VERDICT_FAILED,
+    self, Directory, DirectoryError, VERDICT_ACCEPTED, VERDICT_BUSY, VERDICT_FAILED,
 };
 use super::discover::{Address, Found, Kind};
 use super::lock::lock_byte;
-use crate::link::LinkError;
-use crate::link::unix::new_epoch;
+use crate::error::LinkError;
+use crate::link::epoch::new_epoch;
 use crate::link::window::WindowGuest;
 use crate::shm::doorbell::{Doorbell, Wake};
 use crate::shm::layout::{Layout, word};
 use crate::shm::liveness::{self, Liveness, STALL};
 use crate::shm::memory::{MapError, Memory as _, Registers, Window};
 
-/// The doorbell's register: `ivshmem-doorbell`'s, and our own function does as it does.
+/// The offset of the doorbell's register, in bytes. Both devices have it at the same place.
 pub const DOORBELL: usize = 12;
 
-/// What is written there: vector 0 of peer 0, the host.
+/// The value of the doorbell: vector 0 of peer 0, the host.
 const RING: u32 = 0;
 
-/// Why there is no link to the executor behind a PCI device.
+/// Why a PCI device gives no link to an executor.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum PciError {
@@ -37,22 +36,24 @@ pub enum PciError {
     NoDevice { address: Address },
     #[error("{device}: not a vGPU ({why})")]
     NotVgpu { device: String, why: String },
-    #[error("{device}: a real GPU (subsystem {vendor:04x}:{id:04x}), left alone")]
+    #[error("{device}: a physical GPU (subsystem {vendor:04x}:{id:04x}), not touched")]
     RealGpu {
         device: String,
         vendor: u16,
         id: u16,
     },
-    #[error("{device}: the driver {driver} has it; unbind it to use the vGPU")]
+    #[error(
+        "{device}: the driver {driver} is bound to the device; unbind the driver to use the vGPU"
+    )]
     Driver { device: String, driver: String },
     #[error(
-        "{device}: no permission for {file}; add a udev rule for the group vgpu (deploy/guest has one), or be root",
+        "{device}: no permission for {file}; add a udev rule for the group vgpu (deploy/guest has one), or run as root",
         file = file.display()
     )]
     Permission { device: String, file: PathBuf },
     #[error(
-        "{device}: the kernel does not let programs map PCI memory (lockdown, as with Secure Boot); turn lockdown off, \
-         or use a vsock link"
+        "{device}: the kernel's lockdown mode (Secure Boot) forbids mapping PCI memory; turn lockdown off, or use \
+         a vsock link"
     )]
     Lockdown { device: String },
     #[error("{device}: {what}: {error}")]
@@ -66,16 +67,16 @@ pub enum PciError {
     #[error("{device}: the executor has ended; start it again on the host")]
     Ended { device: String },
     #[error(
-        "{device}: no answer from the executor within {ms} ms; does `vgpu serve` run on the host?"
+        "{device}: the executor did not answer within {ms} ms; does `vgpu serve` run on the host?"
     )]
     Timeout { device: String, ms: u128 },
-    #[error("{device}: the executor could not make a session; its log says why")]
+    #[error("{device}: the executor could not create a session; its log says why")]
     Refused { device: String },
     #[error("{device}: {error}")]
     Link { device: String, error: LinkError },
 }
 
-/// A device that has been opened and found to be a vGPU: everything but a session.
+/// An open vGPU device without a session.
 pub struct Device {
     name: String,
     window_file: PathBuf,
@@ -86,7 +87,13 @@ pub struct Device {
 }
 
 impl Device {
-    /// Opens the device, enables it and checks what it is.
+    /// Opens the device, enables it and checks its directory.
+    ///
+    /// # Errors
+    ///
+    /// [`PciError::RealGpu`], [`PciError::NotVgpu`] and [`PciError::Driver`] when the device is not a free
+    /// vGPU; [`PciError::Permission`], [`PciError::Lockdown`] and [`PciError::Io`] when this process cannot
+    /// access the device.
     pub fn open(found: &Found) -> Result<Device, PciError> {
         let device = found.to_string();
         match found.kind {
@@ -101,7 +108,7 @@ impl Device {
             Kind::Other => {
                 return Err(PciError::NotVgpu {
                     device,
-                    why: "not one of the ids 1af4:1110 and 10de:2331".into(),
+                    why: "the id is neither 1af4:1110 nor 10de:2331".into(),
                 });
             }
         }
@@ -114,43 +121,48 @@ impl Device {
         if !found.is_enabled() {
             let enable = found.path.join("enable");
             std::fs::write(&enable, "1")
-                .map_err(|error| denied(&device, &enable, "enabling it", error))?;
+                .map_err(|error| denied(&device, &enable, "enabling the device", error))?;
         }
         let open = |path: &Path, what| {
             let file = File::options().read(true).write(true).open(path);
             file.map_err(|error| denied(&device, path, what, error))
         };
         let window_file = found.window_file();
-        let file = open(&window_file, "opening its window")?;
-        let register_file = open(&found.register_file(), "opening its registers")?;
+        let file = open(&window_file, "opening the window's region")?;
+        let register_file = open(&found.register_file(), "opening the registers' region")?;
         let size = found
             .window_size()
             .and_then(|size| usize::try_from(size).ok())
             .ok_or_else(|| PciError::NotVgpu {
                 device: device.clone(),
-                why: "it has no memory where the window should be".into(),
+                why: "the device has no region for a window".into(),
             })?;
-        let page = Window::map_device(file.as_fd(), 0, directory::PAGE)
+        // SAFETY: `file` is the device's region in sysfs, and the kernel refuses to map more than the region
+        // has. The region exists while the device does. Removing a device in use ends its users by SIGBUS,
+        // which the crate documents.
+        let page = unsafe { Window::map_device(file.as_fd(), 0, directory::PAGE) }
             .map_err(|error| unmapped(&device, error))?;
-        let facts = Directory::read(&page, size).map_err(|error| not_vgpu(&device, &error))?;
-        let registers =
-            Registers::map(register_file.as_fd()).map_err(|error| unmapped(&device, error))?;
+        let directory = Directory::read(&page, size).map_err(|error| not_vgpu(&device, &error))?;
+        // SAFETY: as for `page`; the file is the region of the registers.
+        let registers = unsafe { Registers::map(register_file.as_fd()) }
+            .map_err(|error| unmapped(&device, error))?;
         Ok(Device {
             name: device,
             window_file,
             file,
             registers: Arc::new(registers),
             page: Arc::new(page),
-            directory: facts,
+            directory,
         })
     }
 
-    /// What its memory says of it.
+    /// The directory of the device.
     pub fn directory(&self) -> &Directory {
         &self.directory
     }
 
-    /// Whether the executor behind it lives: its heart beats once a second.
+    /// Whether the executor behind the device runs. Waits up to `patience` for a heartbeat, which comes once
+    /// a second.
     pub fn is_alive(&self, patience: Duration) -> bool {
         let began = Instant::now();
         let before = self.page.load(directory::word::HEARTBEAT);
@@ -163,7 +175,12 @@ impl Device {
         false
     }
 
-    /// Asks for a session in a slot that nobody in this machine uses.
+    /// Requests a session in a free slot. `timeout` limits the call.
+    ///
+    /// # Errors
+    ///
+    /// [`PciError::Full`] when all slots are in use, [`PciError::Ended`], [`PciError::Timeout`] and
+    /// [`PciError::Refused`] when the executor does not serve, and [`PciError::Io`] when a system call fails.
     pub fn connect(self, timeout: Duration) -> Result<WindowGuest, PciError> {
         let deadline = Instant::now() + timeout;
         if self.page.load(directory::word::HOST_STATE) != 1 {
@@ -179,10 +196,10 @@ impl Device {
             if !locked {
                 continue;
             }
-            if self.ask(k, deadline, timeout)? {
-                return self.enter(k, file);
+            if self.request(k, deadline, timeout)? {
+                return self.open_slot(k, file);
             }
-            // What ran there has not ended yet. The lock goes with its file.
+            // The previous session in the slot has not ended. Closing the file releases the lock.
             file = self.open_again()?;
         }
         Err(PciError::Full {
@@ -196,17 +213,24 @@ impl Device {
             .read(true)
             .write(true)
             .open(&self.window_file);
-        file.map_err(|error| denied(&self.name, &self.window_file, "opening its window", error))
+        file.map_err(|error| {
+            denied(
+                &self.name,
+                &self.window_file,
+                "opening the window's region",
+                error,
+            )
+        })
     }
 
-    /// Whether the host has begun a session for us in slot `k`.
-    fn ask(&self, k: usize, deadline: Instant, timeout: Duration) -> Result<bool, PciError> {
+    /// Requests a session in slot `k`. `false` when the slot is busy.
+    fn request(&self, k: usize, deadline: Instant, timeout: Duration) -> Result<bool, PciError> {
         use directory::word::{answered, request, verdict};
         let number = new_epoch();
         self.page.store(request(k), number);
         self.page.full_fence();
         self.registers.write(DOORBELL, RING);
-        let mut nap = Duration::from_micros(20);
+        let mut sleep = Duration::from_micros(20);
         while self.page.load(answered(k)) != number {
             if Instant::now() > deadline {
                 return Err(PciError::Timeout {
@@ -214,32 +238,35 @@ impl Device {
                     ms: timeout.as_millis(),
                 });
             }
-            std::thread::sleep(nap);
-            nap = (nap * 2).min(Duration::from_millis(5));
+            std::thread::sleep(sleep);
+            sleep = (sleep * 2).min(Duration::from_millis(5));
         }
         match self.page.load(verdict(k)) {
-            VERDICT_COME_IN => Ok(true),
+            VERDICT_ACCEPTED => Ok(true),
             VERDICT_BUSY => Ok(false),
             VERDICT_FAILED => Err(PciError::Refused {
                 device: self.name.clone(),
             }),
             other => Err(PciError::NotVgpu {
                 device: self.name.clone(),
-                why: format!("it answered with {other}"),
+                why: format!("the executor answered with the verdict {other}"),
             }),
         }
     }
 
-    fn enter(self, k: usize, lock: File) -> Result<WindowGuest, PciError> {
+    /// Maps slot `k` and opens the link. `lock` is the file that holds the slot's lock.
+    fn open_slot(self, k: usize, lock: File) -> Result<WindowGuest, PciError> {
         let slot = self.directory.slot(k);
-        let window = Window::map_device(self.file.as_fd(), slot.start as u64, slot.len())
-            .map_err(|error| unmapped(&self.name, error))?;
+        // SAFETY: as for the page of the directory in `open`; `file` is the same region.
+        let window =
+            unsafe { Window::map_device(self.file.as_fd(), slot.start as u64, slot.len()) }
+                .map_err(|error| unmapped(&self.name, error))?;
         let window = Arc::new(window);
         let layout = Layout::read(&*window, window.size())
             .map_err(|error| not_vgpu(&self.name, &error.into()))?;
         liveness::start_at(&window, word::GUEST_HEARTBEAT).map_err(|error| PciError::Io {
             device: self.name.clone(),
-            what: "starting the heartbeat's thread",
+            what: "starting the heartbeat thread",
             error,
         })?;
         let liveness = Liveness::new(&window, STALL);
@@ -247,7 +274,7 @@ impl Device {
             registers: self.registers,
             page: self.page,
             epoch: self.directory.epoch,
-            naps: Mutex::new(Naps::new()),
+            sleeps: Mutex::new(SleepTimes::new()),
             _lock: lock,
         };
         Ok(WindowGuest::new(
@@ -259,26 +286,31 @@ impl Device {
     }
 }
 
-/// Connects to the executor behind the device at `address`, waiting no longer than `timeout` for it.
+/// Connects to the executor behind the device at `address`. `timeout` limits the wait for the executor.
+///
+/// # Errors
+///
+/// [`PciError::NoDevice`], and the errors of [`Device::open`] and [`Device::connect`].
 pub fn connect(sysfs: &Path, address: Address, timeout: Duration) -> Result<WindowGuest, PciError> {
     let found = Found::read(sysfs, address).map_err(|_| PciError::NoDevice { address })?;
     Device::open(&found)?.connect(timeout)
 }
 
-/// A register to write to, and a clock instead of an ear.
+/// The doorbell of a guest: a register that wakes the host. The guest itself polls.
 struct PciDoorbell {
     registers: Arc<Registers>,
     page: Arc<Window>,
-    /// The executor that the session is with.
+    /// The epoch of the executor's run.
     epoch: u64,
-    naps: Mutex<Naps>,
-    /// Keeps the slot ours.
+    sleeps: Mutex<SleepTimes>,
+    /// The open file that holds the lock of the slot.
     _lock: File,
 }
 
 impl Doorbell for PciDoorbell {
     fn ring(&self) -> Result<(), LinkError> {
-        // A store to a register does not overtake what the full fence before it has let go.
+        // The full fence of `Waker::must_ring` precedes this store, so the host sees the publication when it
+        // sees the ring.
         self.registers.write(DOORBELL, RING);
         Ok(())
     }
@@ -289,51 +321,45 @@ impl Doorbell for PciDoorbell {
 
     fn wait(&self, timeout: Duration) -> Result<Wake, LinkError> {
         if !timeout.is_zero() {
-            let nap = self
-                .naps
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .next(Instant::now());
-            std::thread::sleep(nap.min(timeout));
-            self.naps
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .woke(Instant::now());
+            let lock = || self.sleeps.lock().unwrap_or_else(PoisonError::into_inner);
+            let sleep = lock().next(Instant::now());
+            std::thread::sleep(sleep.min(timeout));
+            lock().woke(Instant::now());
         }
-        // An executor that ends says so in the slot, after its last word. One that was killed is replaced by another; should
-        // the device itself be gone, all words read as ones.
+        // An executor that ends closes the slot's window after its last reply. An executor that was killed is
+        // replaced by another, with another epoch. A removed device reads as all ones.
         let is_there = self.page.load(directory::word::EPOCH) == self.epoch;
         Ok(if is_there { Wake::Look } else { Wake::PeerGone })
     }
 }
 
-/// How long to sleep: an eighth of what has been waited so far, so that a wait takes at most an eighth longer than it has
-/// to, and a long one costs next to nothing.
+/// The length of the sleeps of one wait: an eighth of the time waited so far. A wait then takes at most an
+/// eighth longer than necessary, and a long wait costs almost no processor time.
 #[derive(Debug)]
-struct Naps {
+struct SleepTimes {
     began: Instant,
     woke: Instant,
 }
 
-impl Naps {
-    const LEAST: Duration = Duration::from_micros(20);
-    const MOST: Duration = Duration::from_millis(5);
-    /// Naps further apart than this belong to two waits.
-    const APART: Duration = Duration::from_micros(500);
+impl SleepTimes {
+    const MIN: Duration = Duration::from_micros(20);
+    const MAX: Duration = Duration::from_millis(5);
+    /// Sleeps further apart than this belong to two waits.
+    const NEW_WAIT: Duration = Duration::from_micros(500);
 
-    fn new() -> Naps {
+    fn new() -> SleepTimes {
         let now = Instant::now();
-        Naps {
+        SleepTimes {
             began: now,
             woke: now,
         }
     }
 
     fn next(&mut self, now: Instant) -> Duration {
-        if now.saturating_duration_since(self.woke) > Naps::APART {
+        if now.saturating_duration_since(self.woke) > SleepTimes::NEW_WAIT {
             self.began = now;
         }
-        (now.saturating_duration_since(self.began) / 8).clamp(Naps::LEAST, Naps::MOST)
+        (now.saturating_duration_since(self.began) / 8).clamp(SleepTimes::MIN, SleepTimes::MAX)
     }
 
     fn woke(&mut self, now: Instant) {
@@ -359,7 +385,7 @@ fn denied(device: &str, path: &Path, what: &'static str, error: io::Error) -> Pc
 fn unmapped(device: &str, error: MapError) -> PciError {
     let device = device.to_owned();
     match error {
-        // Whoever may open the file may map it, but for lockdown.
+        // The process has opened the file, so only lockdown mode forbids the mapping.
         MapError::System {
             error: Errno::PERM, ..
         } => PciError::Lockdown { device },
@@ -387,17 +413,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn naps_grow_with_the_wait() {
-        let mut naps = Naps::new();
+    fn sleeps_grow_with_the_wait() {
+        let mut sleeps = SleepTimes::new();
         let start = Instant::now() + Duration::from_secs(1);
-        assert_eq!(naps.next(start), Naps::LEAST);
-        // Woken as asked, and asleep again at once.
-        naps.woke(start + Duration::from_millis(8));
-        let nap = naps.next(start + Duration::from_millis(8));
-        assert_eq!(nap, Duration::from_millis(1));
-        naps.woke(start + Duration::from_secs(9));
-        assert_eq!(naps.next(start + Duration::from_secs(9)), Naps::MOST);
+        assert_eq!(sleeps.next(start), SleepTimes::MIN);
+        // Awake on time, and asleep again at once.
+        sleeps.woke(start + Duration::from_millis(8));
+        let sleep = sleeps.next(start + Duration::from_millis(8));
+        assert_eq!(sleep, Duration::from_millis(1));
+        sleeps.woke(start + Duration::from_secs(9));
+        assert_eq!(sleeps.next(start + Duration::from_secs(9)), SleepTimes::MAX);
         // Another wait.
-        assert_eq!(naps.next(start + Duration::from_secs(10)), Naps::LEAST);
+        assert_eq!(
+            sleeps.next(start + Duration::from_secs(10)),
+            SleepTimes::MIN
+        );
     }
 }

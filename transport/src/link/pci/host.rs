@@ -1,4 +1,4 @@
-//! The host's side: one virtual machine, its device's memory, and the guests that come through it.
+//! The host's side: the memory of one virtual machine's device, and the sessions in its slots.
 #![forbid(unsafe_code)]
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -10,47 +10,53 @@ use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 
 use super::directory::{
-    Directory, DirectoryError, PAGE, VERDICT_BUSY, VERDICT_COME_IN, VERDICT_FAILED, word,
+    Directory, DirectoryError, PAGE, VERDICT_ACCEPTED, VERDICT_BUSY, VERDICT_FAILED, word,
 };
-use crate::link::LinkError;
-use crate::link::unix::new_epoch;
+use crate::error::LinkError;
+use crate::link::epoch::new_epoch;
 use crate::link::window::WindowHost;
-use crate::shm::doorbell::{Doorbell, Wake, new_eventfd, system};
+use crate::shm::doorbell::{Doorbell, Wake, new_eventfd};
 use crate::shm::layout::{self, Layout};
 use crate::shm::liveness::{self, Liveness};
 use crate::shm::memory::{MapError, Memory as _, Window};
 
-/// How long a session whose slot is wanted again may take to end before the guest is told to look elsewhere.
+/// The time that a session has to end after another guest has requested its slot. After it, the host
+/// answers [`VERDICT_BUSY`].
 const EVICTION: Duration = Duration::from_millis(500);
 
-/// What a virtual machine rings, and how its end is noticed.
+/// The doorbell of a virtual machine, and the detection of the machine's end.
 ///
-/// The eventfd is one for all slots. Everybody who listens has an epoll of his own on it, edge-triggered, and nobody reads
-/// it: each ring wakes all, none can take another's ring away, and the count (a 64-bit number) never gets full.
+/// One eventfd serves all slots. Each session has an edge-triggered epoll instance on the eventfd, and no
+/// session reads the eventfd. A ring therefore wakes all sessions, no session consumes the ring of
+/// another, and the 64-bit counter does not saturate.
 #[derive(Debug)]
 pub struct Bell {
     event: OwnedFd,
-    /// Hangs up when the virtual machine ends.
+    /// A socket that the kernel closes when the virtual machine ends.
     lifeline: Option<OwnedFd>,
 }
 
+/// Epoll data: the virtual machine has rung its doorbell.
 const RUNG: u64 = 0;
+/// Epoll data: the virtual machine has ended.
 const GONE: u64 = 1;
+/// Epoll data: another guest has requested the slot.
 const EVICTED: u64 = 2;
 
 impl Bell {
-    /// A bell of the eventfd that the virtual machine rings, and of a socket that hangs up when it ends.
+    /// The doorbell of the eventfd that the virtual machine rings, and of a socket that the kernel closes
+    /// when the machine ends.
     pub fn new(event: OwnedFd, lifeline: Option<OwnedFd>) -> Bell {
         Bell { event, lifeline }
     }
 
-    /// Somebody who listens.
-    fn listener(&self) -> Result<OwnedFd, LinkError> {
+    /// A new epoll instance on the doorbell.
+    fn subscribe(&self) -> Result<OwnedFd, LinkError> {
         let set = epoll::create(epoll::CreateFlags::CLOEXEC)
-            .map_err(system("making an epoll instance"))?;
+            .map_err(LinkError::system("creating an epoll instance"))?;
         let add = |fd: BorrowedFd<'_>, data, flags| {
             epoll::add(&set, fd, epoll::EventData::new_u64(data), flags)
-                .map_err(system("adding to an epoll instance"))
+                .map_err(LinkError::system("adding to an epoll instance"))
         };
         add(
             self.event.as_fd(),
@@ -64,10 +70,10 @@ impl Bell {
     }
 }
 
-/// Waits for events and returns what they were about.
-fn listen(set: &OwnedFd, timeout: Duration) -> Result<Vec<u64>, LinkError> {
-    let timeout =
-        Timespec::try_from(timeout).map_err(|_| system("waiting for a guest")(Errno::INVAL))?;
+/// Waits up to `timeout` for events and returns their epoll data.
+fn wait_events(set: &OwnedFd, timeout: Duration) -> Result<Vec<u64>, LinkError> {
+    let timeout = Timespec::try_from(timeout)
+        .map_err(|_| LinkError::system("waiting for a guest")(Errno::INVAL))?;
     let mut events = [epoll::Event {
         flags: epoll::EventFlags::empty(),
         data: epoll::EventData::new_u64(0),
@@ -75,59 +81,65 @@ fn listen(set: &OwnedFd, timeout: Duration) -> Result<Vec<u64>, LinkError> {
     match epoll::wait(set, &mut events, Some(&timeout)) {
         Ok(count) => Ok(events[..count].iter().map(|e| e.data.u64()).collect()),
         Err(Errno::INTR) => Ok(Vec::new()),
-        Err(error) => Err(system("waiting for a guest")(error)),
+        Err(error) => Err(LinkError::system("waiting for a guest")(error)),
     }
 }
 
-/// The device's memory of one virtual machine.
+/// The memory of one virtual machine's device.
 #[derive(Debug)]
 pub struct VmWindow {
     file: Arc<OwnedFd>,
     page: Arc<Window>,
     directory: Directory,
     bell: Arc<Bell>,
-    ear: OwnedFd,
+    events: OwnedFd,
     slots: Vec<Slot>,
     silence: Option<Duration>,
 }
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// The number answered last, or taken up.
+    /// The number of the last request that the host has accepted or answered.
     seen: u64,
     running: Option<Running>,
-    /// A guest that waits for the session before it to end.
+    /// The request of a guest that waits for the end of the previous session, and its time.
     waiting: Option<(u64, Instant)>,
 }
 
-/// A session that may still run in a slot.
+/// A session in a slot.
 #[derive(Debug)]
 struct Running {
-    /// Gone when the session has let go of the slot's memory.
+    /// Dropped when the session has unmapped the slot's memory.
     token: Weak<Eviction>,
 }
 
-/// How a session is told to leave.
+/// The request to a session to release its slot.
 #[derive(Debug)]
 struct Eviction {
     is_asked: AtomicBool,
     event: OwnedFd,
 }
 
-/// What happened at the device.
+/// An event of the device.
 #[derive(Debug)]
 pub enum VmEvent {
-    /// Nothing, for as long as was to be waited.
+    /// The timeout has passed.
     Nothing,
-    /// A guest asks for a session.
+    /// A guest has requested a session.
     Arrival(PciArrival),
     /// The virtual machine has ended.
     Gone,
 }
 
 impl VmWindow {
-    /// The memory in `file`, of `size` bytes, sealed; new, or with what an executor before this one has left: its guests see
-    /// that it is gone. A guest that has been still for `silence` has died.
+    /// Serves the sealed memory `file` of `size` bytes. The memory is new, or an earlier executor has
+    /// served it; the guests of that executor then see a new epoch. A guest without a heartbeat for
+    /// `silence` has died.
+    ///
+    /// # Errors
+    ///
+    /// [`VmError::Directory`] for a wrong size, [`VmError::Map`] for a file that is unsealed or smaller than
+    /// `size`, [`VmError::Heartbeat`] and [`VmError::Link`] when a system call fails.
     pub fn new(
         file: OwnedFd,
         size: usize,
@@ -137,48 +149,52 @@ impl VmWindow {
         let directory = Directory::new(size, new_epoch())?;
         let page = Arc::new(Window::map_part(file.as_fd(), 0, PAGE)?);
         let slots = (0..directory.slots).map(|k| Slot {
-            // What has been answered needs no answer again; what has not still does.
+            // The earlier executor has answered the requests up to this number.
             seen: page.load(word::answered(k)),
             ..Slot::default()
         });
         let slots = slots.collect();
         directory.write(&*page);
         liveness::start_at(&page, word::HEARTBEAT).map_err(VmError::Heartbeat)?;
-        let ear = bell.listener()?;
+        let events = bell.subscribe()?;
         Ok(VmWindow {
             file: Arc::new(file),
             page,
             directory,
             bell: Arc::new(bell),
-            ear,
+            events,
             slots,
             silence,
         })
     }
 
-    /// Its directory.
+    /// The directory of the device.
     pub fn directory(&self) -> &Directory {
         &self.directory
     }
 
-    /// Waits up to `timeout` for something to happen.
+    /// Waits up to `timeout` for an event.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::System`] when a system call fails.
     pub fn next(&mut self, timeout: Duration) -> Result<VmEvent, LinkError> {
         if let Some(arrival) = self.look()? {
             return Ok(VmEvent::Arrival(arrival));
         }
-        let is_waited_for = self.slots.iter().any(|slot| slot.waiting.is_some());
-        let nap = if is_waited_for {
+        let is_slot_awaited = self.slots.iter().any(|slot| slot.waiting.is_some());
+        let wait = if is_slot_awaited {
             timeout.min(Duration::from_millis(1))
         } else {
             timeout
         };
-        if listen(&self.ear, nap)?.contains(&GONE) {
+        if wait_events(&self.events, wait)?.contains(&GONE) {
             return Ok(VmEvent::Gone);
         }
         Ok(self.look()?.map_or(VmEvent::Nothing, VmEvent::Arrival))
     }
 
-    /// A guest that can have its slot now.
+    /// The next request whose slot is free.
     fn look(&mut self) -> Result<Option<PciArrival>, LinkError> {
         for k in 0..self.slots.len() {
             let number = self.page.load(word::request(k));
@@ -235,21 +251,21 @@ fn answer(page: &Window, k: usize, number: u64, verdict: u64) {
     page.store(word::answered(k), number);
 }
 
-/// Why there is no device for a virtual machine.
+/// Why the host cannot serve a virtual machine.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum VmError {
-    #[error("{0}")]
+    #[error(transparent)]
     Directory(#[from] DirectoryError),
-    #[error("{0}")]
+    #[error(transparent)]
     Map(#[from] MapError),
-    #[error("{0}")]
+    #[error(transparent)]
     Link(#[from] LinkError),
-    #[error("no thread for the heartbeat: {0}")]
+    #[error("starting the heartbeat thread: {0}")]
     Heartbeat(std::io::Error),
 }
 
-/// A guest that has asked for a session.
+/// A guest's request for a session.
 #[derive(Debug)]
 pub struct PciArrival {
     slot: usize,
@@ -263,12 +279,16 @@ pub struct PciArrival {
 }
 
 impl PciArrival {
-    /// Number of the slot.
+    /// The number of the slot.
     pub fn slot(&self) -> usize {
         self.slot
     }
 
-    /// Writes the slot's window anew and lets the guest in.
+    /// Resets the slot's window and begins the session.
+    ///
+    /// # Errors
+    ///
+    /// As [`VmWindow::new`].
     pub fn handshake(mut self) -> Result<WindowHost, VmError> {
         let epoch = new_epoch();
         let layout = Layout::new(self.range.len(), epoch).map_err(DirectoryError::from)?;
@@ -285,24 +305,24 @@ impl PciArrival {
         let liveness = self
             .silence
             .map(|silence| Liveness::at(&window, layout::word::GUEST_HEARTBEAT, silence));
-        let ear = self.bell.listener()?;
+        let events = self.bell.subscribe()?;
         let Some(token) = self.token.take() else {
-            return Err(LinkError::Closed.into()); // only `drop` and this take it
+            return Err(LinkError::Closed.into()); // unreachable: `handshake` consumes the arrival
         };
         let listened = epoll::add(
-            &ear,
+            &events,
             &token.event,
             epoll::EventData::new_u64(EVICTED),
             epoll::EventFlags::IN,
         );
-        listened.map_err(system("adding to an epoll instance"))?;
+        listened.map_err(LinkError::system("adding to an epoll instance"))?;
         let doorbell = SlotDoorbell {
-            ear,
+            events,
             token,
             _bell: Arc::clone(&self.bell),
         };
-        answer(&self.page, self.slot, self.number, VERDICT_COME_IN);
-        Ok(WindowHost::with_pulse(
+        answer(&self.page, self.slot, self.number, VERDICT_ACCEPTED);
+        Ok(WindowHost::new(
             window,
             &layout,
             Box::new(doorbell),
@@ -313,33 +333,33 @@ impl PciArrival {
 
 impl Drop for PciArrival {
     fn drop(&mut self) {
-        // Nobody has answered: it was turned away, or something failed.
+        // The caller has rejected the guest, or the handshake has failed.
         if self.page.load(word::answered(self.slot)) != self.number {
             answer(&self.page, self.slot, self.number, VERDICT_FAILED);
         }
     }
 }
 
-/// The bell as one session hears it.
+/// The doorbell of one session.
 struct SlotDoorbell {
-    ear: OwnedFd,
+    events: OwnedFd,
     token: Arc<Eviction>,
     _bell: Arc<Bell>,
 }
 
 impl Doorbell for SlotDoorbell {
-    /// There is nobody to hear it: the guest looks by itself.
+    /// The guest receives no interrupts and polls instead.
     fn ring(&self) -> Result<(), LinkError> {
         Ok(())
     }
 
     fn clear(&self) -> Result<(), LinkError> {
-        listen(&self.ear, Duration::ZERO).map(drop)
+        wait_events(&self.events, Duration::ZERO).map(drop)
     }
 
     fn wait(&self, timeout: Duration) -> Result<Wake, LinkError> {
-        let heard = listen(&self.ear, timeout)?;
-        let is_gone = heard.contains(&GONE) || self.token.is_asked.load(Ordering::Relaxed);
+        let events = wait_events(&self.events, timeout)?;
+        let is_gone = events.contains(&GONE) || self.token.is_asked.load(Ordering::Relaxed);
         Ok(if is_gone { Wake::PeerGone } else { Wake::Look })
     }
 }

@@ -1,12 +1,12 @@
-//! A lock on one byte of a file, held by the open file and not by the process.
+//! A lock on one byte of a file, owned by the open file description and not by the process.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
 
-/// Takes the lock on byte `at`, which lasts until the file is closed. `false` when somebody else has it.
+/// Locks byte `at` of `file` until the file is closed. `false` when another open file holds the lock.
 ///
-/// (`rustix` locks for the process, so that two sessions of one program could not keep each other out.)
+/// `rustix` has process-owned locks only, which do not exclude two sessions of one process.
 pub(super) fn lock_byte(file: &File, at: usize) -> io::Result<bool> {
     let range = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
@@ -15,7 +15,7 @@ pub(super) fn lock_byte(file: &File, at: usize) -> io::Result<bool> {
         l_len: 1,
         l_pid: 0,
     };
-    // SAFETY: the pointer is to a flock that is ours and lives longer than the call, which only reads it.
+    // SAFETY: the pointer refers to a local flock, which outlives the call. F_OFD_SETLK only reads it.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
     if result == 0 {
         return Ok(true);

@@ -1,43 +1,70 @@
-//! A stream of bytes that never blocks.
+//! Non-blocking byte streams.
+#![forbid(unsafe_code)]
 
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
-use crate::link::LinkError;
-use crate::shm::doorbell::{poll, system};
+use crate::error::LinkError;
+use crate::poll::poll;
 
-/// A stream of bytes that never blocks: what would have to wait is `WouldBlock`.
+/// A non-blocking byte stream. A call that would block returns `WouldBlock`.
 pub trait Channel: Send {
-    /// Takes bytes that have come. 0 is the end.
+    /// Reads bytes that have arrived. 0 is the end of the stream.
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock`, or the failure of the stream.
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
 
-    /// Gives bytes out.
+    /// Writes bytes and returns the number of bytes accepted.
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock`, or the failure of the stream.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize>;
 
-    /// Pushes out what the channel itself still holds. `true` when that is nothing any more.
+    /// Writes the bytes that the channel itself has buffered. `true` when none are left.
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock`, or the failure of the stream.
     fn flush(&mut self) -> io::Result<bool>;
 
-    /// Says goodbye.
+    /// Closes the stream in both directions.
     fn close(&mut self);
 
-    /// The socket, to wait for: a copy.
+    /// A duplicate of the socket, to poll.
+    ///
+    /// # Errors
+    ///
+    /// When the process has no file descriptor left.
     fn socket(&self) -> io::Result<OwnedFd>;
 }
 
-/// A socket as it is.
+/// A connected, non-blocking stream socket of any address family, without encryption.
 #[derive(Debug)]
-pub struct Plain<S>(pub S);
+pub struct Plain(OwnedFd);
 
-impl<S: Read + Write + AsFd + Send> Channel for Plain<S> {
+impl Plain {
+    /// The channel of a connected, non-blocking stream socket.
+    pub fn new(socket: impl Into<OwnedFd>) -> Plain {
+        Plain(socket.into())
+    }
+}
+
+impl Channel for Plain {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.0.read(bytes)
+        let (count, _) = rustix::net::recv(&self.0, bytes, RecvFlags::empty())?;
+        Ok(count)
     }
 
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write(bytes)
+        // The plugin's host program may not ignore SIGPIPE.
+        Ok(rustix::net::send(&self.0, bytes, SendFlags::NOSIGNAL)?)
     }
 
     fn flush(&mut self) -> io::Result<bool> {
@@ -45,7 +72,7 @@ impl<S: Read + Write + AsFd + Send> Channel for Plain<S> {
     }
 
     fn close(&mut self) {
-        let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
+        let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
     }
 
     fn socket(&self) -> io::Result<OwnedFd> {
@@ -53,17 +80,14 @@ impl<S: Read + Write + AsFd + Send> Channel for Plain<S> {
     }
 }
 
-/// A wait for a socket, which needs nothing of the channel.
-pub(super) struct Wait<'a> {
-    pub(super) socket: &'a OwnedFd,
-    pub(super) events: PollFlags,
-}
-
-impl Wait<'_> {
-    pub(super) fn wait(&self, timeout: Duration) -> Result<(), LinkError> {
-        let mut fds = [PollFd::new(self.socket, self.events)];
-        poll(&mut fds, timeout)
-            .map(drop)
-            .map_err(system("waiting for the peer"))
-    }
+/// Waits up to `timeout` for events of a socket.
+pub(super) fn wait(
+    socket: impl AsFd,
+    events: PollFlags,
+    timeout: Duration,
+) -> Result<(), LinkError> {
+    let mut fds = [PollFd::new(&socket, events)];
+    poll(&mut fds, timeout)
+        .map(drop)
+        .map_err(LinkError::system("waiting for the peer's socket"))
 }

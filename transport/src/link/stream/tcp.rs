@@ -1,22 +1,26 @@
-//! TCP: an executor on another machine. Off the loopback only with TLS, both sides with certificates.
+//! The link over TCP, to an executor on another machine. Off the loopback the link requires TLS, with a
+//! certificate on each side.
+#![forbid(unsafe_code)]
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use super::accept::accept_within;
 use super::channel::{Channel, Plain};
+use super::guest::StreamGuest;
+use super::host::StreamHost;
 use super::tls::{Certificates, TlsError};
-use super::{StreamGuest, StreamHost};
 
-/// How long the other machine may leave bytes unacknowledged.
-const UNACKNOWLEDGED: Duration = Duration::from_secs(15);
+/// The time that the peer may leave bytes unacknowledged (`TCP_USER_TIMEOUT`).
+const USER_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Why there is no connection.
+/// Why a TCP link cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum TcpError {
-    #[error("{host}: no address of this name: {error}")]
+    #[error("{host}: the name has no address: {error}")]
     Name { host: String, error: io::Error },
     #[error("{host}:{port}: {error}")]
     Connect {
@@ -25,14 +29,20 @@ pub enum TcpError {
         error: io::Error,
     },
     #[error(
-        "{host} is another machine, and there are no certificates: set VGPU_CERTS to a folder that `vgpu cert` has made"
+        "{host} is another machine, and this guest has no certificates: set VGPU_CERTS to a folder that `vgpu cert` has made"
     )]
     Unprotected { host: String },
     #[error("{0}")]
     Tls(#[from] TlsError),
 }
 
-/// Connects to the executor at `host`:`port`, waiting no longer than `timeout` in all.
+/// Connects to the executor at `host`:`port`. `timeout` limits the connection and the TLS handshake; the
+/// name lookup has its own time limit.
+///
+/// # Errors
+///
+/// A [`TcpError`] that names the failed step. [`TcpError::Unprotected`] is the caller's fault: it gave no
+/// certificates for another machine.
 pub fn connect(
     host: &str,
     port: u16,
@@ -62,7 +72,7 @@ pub fn connect(
                 prepare(&socket).map_err(failed)?;
                 let channel: Box<dyn Channel> = match certificates {
                     Some(certificates) => Box::new(certificates.connect(host, socket, deadline)?),
-                    None => Box::new(Plain(socket)),
+                    None => Box::new(Plain::new(socket)),
                 };
                 return Ok(StreamGuest::new(channel));
             }
@@ -72,32 +82,33 @@ pub fn connect(
     Err(failed(last))
 }
 
+/// Sets the options of a connected socket.
 fn prepare(socket: &TcpStream) -> io::Result<()> {
     socket.set_nodelay(true)?;
     socket.set_nonblocking(true)?;
-    // A machine that has gone without a word is noticed.
+    // Keep-alive probes detect a peer machine that has lost power or network.
     rustix::net::sockopt::set_socket_keepalive(socket, true)?;
     rustix::net::sockopt::set_tcp_keepidle(socket, Duration::from_secs(5))?;
     rustix::net::sockopt::set_tcp_keepintvl(socket, Duration::from_secs(2))?;
     rustix::net::sockopt::set_tcp_keepcnt(socket, 5)?;
-    rustix::net::sockopt::set_tcp_user_timeout(socket, UNACKNOWLEDGED.as_millis() as u32)?;
+    rustix::net::sockopt::set_tcp_user_timeout(socket, USER_TIMEOUT.as_millis() as u32)?;
     Ok(())
 }
 
-/// Why an executor cannot listen.
+/// Why an executor cannot listen on TCP.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum TcpListenError {
     #[error("{address}: {error}")]
     Bind { address: String, error: io::Error },
     #[error(
-        "{address} can be reached from other machines, and there are no certificates: make some with `vgpu cert`, and \
-         name their folder with --certs"
+        "{address} is reachable from other machines, and there are no certificates: create them with \
+         `vgpu cert` and pass their folder with --certs"
     )]
     Unprotected { address: String },
 }
 
-/// A socket at which guests from other machines arrive.
+/// A listening socket for guests on other machines.
 #[derive(Debug)]
 pub struct Listener {
     socket: TcpListener,
@@ -105,7 +116,12 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `host`:`port`. Without certificates only on the loopback.
+    /// Listens at `host`:`port`. Without `certificates` the address must be a loopback address.
+    ///
+    /// # Errors
+    ///
+    /// [`TcpListenError::Unprotected`] when `certificates` are missing, and [`TcpListenError::Bind`] when a
+    /// system call fails.
     pub fn bind(
         host: &str,
         port: u16,
@@ -129,14 +145,22 @@ impl Listener {
         })
     }
 
-    /// Where it listens.
+    /// The local address.
+    ///
+    /// # Errors
+    ///
+    /// The error of the system call.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.socket.local_addr()
     }
 
-    /// Waits up to `timeout` for a guest to arrive. `None` when none came.
+    /// Waits up to `timeout` for a guest to connect. `None` when no guest has connected.
+    ///
+    /// # Errors
+    ///
+    /// The error of a system call.
     pub fn accept(&self, timeout: Duration) -> io::Result<Option<Arrival>> {
-        match super::vsock::accept_within(&self.socket, timeout, || self.socket.accept())? {
+        match accept_within(&self.socket, timeout, || self.socket.accept())? {
             Some((socket, address)) => Ok(Some(Arrival {
                 socket,
                 from: address.ip(),
@@ -147,7 +171,7 @@ impl Listener {
     }
 }
 
-/// A guest that has connected and has not been spoken to.
+/// A connected guest before the handshake.
 #[derive(Debug)]
 pub struct Arrival {
     socket: TcpStream,
@@ -156,7 +180,12 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// The guest at the other end of a socket that [`into_socket`](Arrival::into_socket) has given, in another process.
+    /// The guest at the other end of `socket`. Another process may have accepted the socket and passed it
+    /// on from [`into_socket`](Arrival::into_socket).
+    ///
+    /// # Errors
+    ///
+    /// When the socket is not connected.
     pub fn from_socket(socket: OwnedFd, certificates: Option<Certificates>) -> io::Result<Arrival> {
         let socket = TcpStream::from(socket);
         Ok(Arrival {
@@ -166,17 +195,21 @@ impl Arrival {
         })
     }
 
-    /// The socket, for another process to talk to the guest.
+    /// The socket, for a handshake in another process.
     pub fn into_socket(self) -> OwnedFd {
         self.socket.into()
     }
 
-    /// Where it comes from.
+    /// The address of the guest.
     pub fn from(&self) -> IpAddr {
         self.from
     }
 
-    /// Brings the stream up; with TLS this waits for the guest, but not for ever.
+    /// Opens the stream. With TLS the call waits for the guest, for at most `timeout`.
+    ///
+    /// # Errors
+    ///
+    /// [`TcpError::Tls`] when the TLS handshake fails, and [`TcpError::Connect`] when a system call fails.
     pub fn handshake(self, timeout: Duration) -> Result<StreamHost, TcpError> {
         let failed = |error| TcpError::Connect {
             host: self.from.to_string(),
@@ -190,7 +223,7 @@ impl Arrival {
                 let certificate = secure.certificate();
                 (Box::new(secure), certificate)
             }
-            None => (Box::new(Plain(self.socket)), None),
+            None => (Box::new(Plain::new(self.socket)), None),
         };
         let host = StreamHost::new(channel).map_err(failed)?;
         Ok(host.with_certificate(certificate))

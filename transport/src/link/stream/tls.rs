@@ -1,4 +1,5 @@
-//! TLS 1.3 over a socket, each side with a certificate of one private authority.
+//! TLS 1.3 over a socket. Both sides have certificates of one private authority.
+#![forbid(unsafe_code)]
 
 use std::fmt;
 use std::io::{self, Read as _, Write as _};
@@ -17,32 +18,32 @@ use rustls::{
 };
 
 use super::channel::Channel;
-use crate::shm::doorbell::poll;
+use crate::poll::poll;
 
-/// The files of a folder with certificates: who vouches for the others, and who we are.
+/// The file of the authority's certificate, in a folder with certificates.
 pub const AUTHORITY: &str = "ca.pem";
-/// Our own certificate.
+/// The file of this side's certificate.
 pub const CERTIFICATE: &str = "cert.pem";
-/// Its private key.
+/// The file of the private key of [`CERTIFICATE`].
 pub const KEY: &str = "key.pem";
 
-/// Why there is no TLS.
+/// Why TLS has failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum TlsError {
     #[error("{file}: {why}", file = file.display())]
     File { file: PathBuf, why: String },
-    #[error("the certificates do not work: {0}")]
+    #[error("the certificates do not fit together: {0}")]
     Configuration(String),
-    #[error("{0:?} is no name that a certificate can have")]
+    #[error("{0:?} is not a name that a certificate can have")]
     Name(String),
     #[error("TLS: {0}")]
     Handshake(String),
-    #[error("TLS: no answer in time; does the other side speak TLS?")]
+    #[error("TLS: the handshake did not end in time; does the peer use TLS?")]
     Timeout,
 }
 
-/// An authority, and a certificate with its key.
+/// An authority's certificate, and a certificate of this side with its key.
 #[derive(Clone)]
 pub struct Certificates {
     client: Arc<ClientConfig>,
@@ -57,6 +58,11 @@ impl fmt::Debug for Certificates {
 
 impl Certificates {
     /// Reads the three files of a folder that `vgpu cert` has made.
+    ///
+    /// # Errors
+    ///
+    /// [`TlsError::File`] names the file that is missing or malformed; [`TlsError::Configuration`] when the
+    /// certificates do not fit together.
     pub fn load(folder: &Path) -> Result<Certificates, TlsError> {
         let bad = |name: &str| {
             let file = folder.join(name);
@@ -68,7 +74,7 @@ impl Certificates {
                 .collect();
             let list = list.map_err(|e| bad(name)(pem(&e)))?;
             if list.is_empty() {
-                return Err(bad(name)("there is no certificate in it".into()));
+                return Err(bad(name)("the file holds no certificate".into()));
             }
             Ok(list)
         };
@@ -106,7 +112,7 @@ impl Certificates {
         })
     }
 
-    /// The guest's side of a connection to `host`, which must have a certificate for that name.
+    /// Opens the guest's side of a connection to `host`. The host must have a certificate for that name.
     pub(super) fn connect(
         &self,
         host: &str,
@@ -120,7 +126,7 @@ impl Certificates {
         Secure::begin(connection.into(), socket, deadline)
     }
 
-    /// The host's side.
+    /// Opens the host's side of a connection.
     pub(super) fn accept(&self, socket: TcpStream, deadline: Instant) -> Result<Secure, TlsError> {
         let connection = ServerConnection::new(Arc::clone(&self.server))
             .map_err(|e| TlsError::Configuration(e.to_string()))?;
@@ -131,11 +137,11 @@ impl Certificates {
 fn pem(error: &rustls::pki_types::pem::Error) -> String {
     match error {
         rustls::pki_types::pem::Error::Io(error) => error.to_string(),
-        error => format!("not a PEM file of the right kind ({error:?})"),
+        error => format!("not a PEM file of the expected kind ({error:?})"),
     }
 }
 
-/// An encrypted socket.
+/// An encrypted channel.
 pub(super) struct Secure {
     connection: Connection,
     socket: TcpStream,
@@ -164,7 +170,7 @@ impl Secure {
             }
             poll(&mut [PollFd::new(&secure.socket, events)], left).map_err(|e| failed(e.into()))?;
             if secure.connection.is_handshaking() {
-                match secure.take_in() {
+                match secure.read_encrypted() {
                     Ok(()) => {}
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     Err(error) => return Err(failed(error)),
@@ -173,31 +179,31 @@ impl Secure {
         }
     }
 
-    /// The other side's certificate.
+    /// The peer's certificate, in DER.
     pub(super) fn certificate(&self) -> Option<Vec<u8>> {
         let chain = self.connection.peer_certificates()?;
         chain.first().map(|own| own.to_vec())
     }
 
-    /// Takes in what has come, encrypted.
-    fn take_in(&mut self) -> io::Result<()> {
+    /// Reads and decrypts the bytes that have arrived.
+    fn read_encrypted(&mut self) -> io::Result<()> {
         if self.connection.read_tls(&mut self.socket)? == 0 {
             return Err(io::Error::new(
                 io::ErrorKind::UnexpectedEof,
-                "the other side hung up",
+                "the peer closed the connection",
             ));
         }
         match self.connection.process_new_packets() {
             Ok(_) => Ok(()),
             Err(error) => {
-                // The peer is told what is wrong, if it still listens.
+                // Sends the alert that tells the peer the reason.
                 let _ = self.flush_out();
-                Err(io::Error::new(io::ErrorKind::InvalidData, say(&error)))
+                Err(io::Error::new(io::ErrorKind::InvalidData, explain(&error)))
             }
         }
     }
 
-    /// Whether everything is out.
+    /// Writes the encrypted bytes. Returns whether none are left.
     fn flush_out(&mut self) -> io::Result<bool> {
         while self.connection.wants_write() {
             match self.connection.write_tls(&mut self.socket) {
@@ -210,15 +216,15 @@ impl Secure {
     }
 }
 
-fn say(error: &rustls::Error) -> String {
+fn explain(error: &rustls::Error) -> String {
     match error {
         rustls::Error::AlertReceived(_) => {
-            format!("the other side does not accept this side's certificate ({error})")
+            format!("the peer rejects this side's certificate ({error})")
         }
         rustls::Error::InvalidCertificate(_) => {
-            format!("the other side's certificate is not accepted ({error})")
+            format!("this side rejects the peer's certificate ({error})")
         }
-        rustls::Error::NoCertificatesPresented => "the other side has shown no certificate".into(),
+        rustls::Error::NoCertificatesPresented => "the peer has sent no certificate".into(),
         error => error.to_string(),
     }
 }
@@ -227,7 +233,7 @@ impl Channel for Secure {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.connection.reader().read(bytes) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.take_in()?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.read_encrypted()?,
                 other => return other,
             }
         }

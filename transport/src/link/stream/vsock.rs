@@ -1,70 +1,87 @@
-//! vsock: out of a virtual machine that has no window, to its host.
+//! The link over vsock: out of a virtual machine without a window, to its host.
 //!
-//! A guest always opens a socket of the family `AF_VSOCK`. What the host sees depends on the monitor: with the kernel's
-//! own vhost-vsock it is such a socket too; Firecracker and its relatives (and `vhost-device-vsock`) connect to a unix
-//! socket, whose path is one that they were given, an underscore and the port.
+//! A guest always opens a socket of the family `AF_VSOCK`. The host's socket depends on the virtual
+//! machine monitor. With the kernel's vhost-vsock the host has an `AF_VSOCK` socket too. Firecracker,
+//! Cloud Hypervisor and `vhost-device-vsock` connect to a unix socket on the host. Its path is the one
+//! that the monitor was given, an underscore and the port.
+#![forbid(unsafe_code)]
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
-
+use super::accept::accept_within;
 use super::channel::Plain;
-use super::{StreamGuest, StreamHost};
-use crate::link::socket::vsock;
-use crate::shm::doorbell::poll;
+use super::guest::StreamGuest;
+use super::host::StreamHost;
+use crate::link::vsock;
 
-/// The port that executors listen on, unless told otherwise.
+/// The default port of an executor.
 pub const DEFAULT_PORT: u32 = 4780;
 
-/// The host, from a guest's point of view.
+/// The context id of the host (`VMADDR_CID_HOST`).
 pub const HOST: u32 = 2;
 
-/// Anybody, for a listener.
+/// The context id of a listener for every machine (`VMADDR_CID_ANY`).
 pub const ANY: u32 = u32::MAX;
 
-/// Connects to the executor at `port` of the machine `cid`.
+/// Connects to the executor at `port` of the machine `cid`. `timeout` limits the wait.
+///
+/// # Errors
+///
+/// `TimedOut`, or the error of the system call. `ENODEV` and `EAFNOSUPPORT` mean that this machine has no
+/// vsock device.
 pub fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<StreamGuest> {
     let socket = vsock::connect(cid, port, timeout)?;
-    Ok(StreamGuest::new(Box::new(Plain(UnixStream::from(socket)))))
+    Ok(StreamGuest::new(Box::new(Plain::new(socket))))
 }
 
-/// A socket at which guests arrive.
+/// A listening socket for guests.
 #[derive(Debug)]
 pub enum Listener {
-    /// Of the kernel's own vsock.
+    /// An `AF_VSOCK` socket.
     Kernel(OwnedFd),
-    /// Of a monitor that connects to unix sockets.
+    /// A unix socket that a virtual machine monitor connects to, and its path.
     Unix(UnixListener, PathBuf),
 }
 
 impl Listener {
-    /// Listens at a port of this machine, for all its guests.
+    /// Listens at `port` of this machine for guests of every virtual machine.
+    ///
+    /// # Errors
+    ///
+    /// The error of the system call.
     pub fn kernel(port: u32) -> io::Result<Listener> {
         vsock::listen(port).map(Listener::Kernel)
     }
 
-    /// Listens for the guests of one monitor, which was given the path `uds`.
+    /// Listens for the guests of one monitor at the unix socket `path`. Dropping the listener removes the
+    /// socket file.
     pub fn unix(listener: UnixListener, path: &Path) -> Listener {
         Listener::Unix(listener, path.into())
     }
 
-    /// Waits up to `timeout` for a guest to arrive: its machine's number, where the kernel knows it.
-    pub fn accept(&self, timeout: Duration) -> io::Result<Option<(UnixStream, Option<u32>)>> {
+    /// Waits up to `timeout` for a guest to connect. Returns the non-blocking socket, and the context id
+    /// of the guest's machine where the kernel knows it.
+    ///
+    /// # Errors
+    ///
+    /// The error of a system call.
+    pub fn accept(&self, timeout: Duration) -> io::Result<Option<(OwnedFd, Option<u32>)>> {
         match self {
-            Listener::Kernel(socket) => accept_within(socket, timeout, || vsock::accept(socket))
-                .map(|got| got.map(|(socket, cid)| (UnixStream::from(socket), Some(cid)))),
+            Listener::Kernel(socket) => {
+                let accepted = accept_within(socket, timeout, || vsock::accept(socket))?;
+                Ok(accepted.map(|(socket, cid)| (socket, Some(cid))))
+            }
             Listener::Unix(listener, _) => {
-                let got = accept_within(listener, timeout, || listener.accept())?;
-                let Some((socket, _)) = got else {
+                let accepted = accept_within(listener, timeout, || listener.accept())?;
+                let Some((socket, _)) = accepted else {
                     return Ok(None);
                 };
                 socket.set_nonblocking(true)?;
-                Ok(Some((socket, None)))
+                Ok(Some((socket.into(), None)))
             }
         }
     }
@@ -78,26 +95,11 @@ impl Drop for Listener {
     }
 }
 
-/// The host's end of a stream that has been accepted.
-pub fn host(socket: UnixStream) -> io::Result<StreamHost> {
-    StreamHost::new(Box::new(Plain(socket)))
-}
-
-/// Waits for `socket` to have a guest, and takes it. `None` when none came, or it did not wait for us.
-pub(super) fn accept_within<T>(
-    socket: impl AsFd,
-    timeout: Duration,
-    accept: impl FnOnce() -> io::Result<T>,
-) -> io::Result<Option<T>> {
-    let mut fds = [PollFd::new(&socket, PollFlags::IN)];
-    if poll(&mut fds, timeout)? == 0 {
-        return Ok(None);
-    }
-    match accept() {
-        Ok(accepted) => Ok(Some(accepted)),
-        Err(error) => match Errno::from_io_error(&error) {
-            Some(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
-            _ => Err(error),
-        },
-    }
+/// The host's end of a link over an accepted, non-blocking socket.
+///
+/// # Errors
+///
+/// When the process cannot start the heartbeat thread.
+pub fn host(socket: OwnedFd) -> io::Result<StreamHost> {
+    StreamHost::new(Box::new(Plain::new(socket)))
 }

@@ -1,37 +1,55 @@
-//! Frames into and out of a channel. Shared by a link's own thread and the one that beats.
+//! Frames over a channel. The link's own thread and its heartbeat thread share one `Framing`.
+#![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 
-use super::channel::{Channel, Wait};
-use crate::link::LinkError;
-use crate::wire::{MAX_MESSAGE, MAX_PAYLOAD};
+use super::channel::{self, Channel};
+use crate::error::LinkError;
+use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 
-/// Bytes of a frame's head.
-const HEAD: usize = 24;
+/// The size of a frame's header, in bytes.
+const HEADER: usize = 24;
 
-/// Bytes read in one go.
+/// The size of one read, in bytes.
 const CHUNK: usize = 256 << 10;
 
-/// Most bytes of frames that have come and have not been taken.
-const MAX_WAITING: usize = 256 << 20;
+/// The maximum size of the received frames that the link has not consumed, in bytes.
+const MAX_RECEIVED: usize = 256 << 20;
 
-/// What a frame is.
+/// The maximum number of received frames that the link has not consumed.
+const MAX_FRAMES: usize = 256;
+
+/// The number of unsent bytes at which a sender waits.
+pub(super) const HIGH_WATER: usize = 8 << 20;
+
+/// The maximum time of one wait. After it, a link checks whether the peer is alive.
+pub(super) const POLL_PERIOD: Duration = Duration::from_millis(200);
+
+/// The framing of a link, shared with the heartbeat thread.
+pub(super) type Shared = Arc<Mutex<Framing>>;
+
+/// Locks the framing. A panic of the other thread does not make its state invalid.
+pub(super) fn lock(framing: &Shared) -> MutexGuard<'_, Framing> {
+    framing.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The kind of a frame, as on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Request = 1,
     Reply = 2,
     Retired = 3,
-    Beat = 4,
+    Heartbeat = 4,
 }
 
-/// A frame with a message, as it came.
+/// A received frame with a message.
 #[derive(Debug)]
 pub(super) struct Frame {
     number: u64,
@@ -53,7 +71,7 @@ impl Frame {
     }
 }
 
-/// A frame that is still coming.
+/// A frame of which the payload is incomplete.
 #[derive(Debug)]
 struct Partial {
     kind: Kind,
@@ -63,46 +81,52 @@ struct Partial {
     bytes: Vec<u8>,
 }
 
-pub(super) struct Core {
+/// Both directions of a link over a channel.
+pub(super) struct Framing {
     channel: Box<dyn Channel>,
     socket: Option<Arc<OwnedFd>>,
-    /// Bytes on their way out, from `sent` on.
+    /// Outgoing bytes. The channel has accepted the first `sent` of them.
     out: Vec<u8>,
     sent: usize,
-    /// Whether the channel itself holds bytes back.
-    is_held: bool,
-    /// A head that has not come whole.
-    head: Vec<u8>,
+    /// Whether the channel itself has buffered bytes.
+    is_buffered: bool,
+    /// The bytes of an incomplete header.
+    header: Vec<u8>,
     partial: Option<Partial>,
     frames: VecDeque<Frame>,
-    waiting: usize,
+    /// The size of `frames`, in bytes.
+    received: usize,
+    /// The last retired request that the peer has reported.
     retired: u64,
-    heard: bool,
+    /// Whether bytes have arrived since the last call of `take_activity`.
+    activity: bool,
+    /// The first error. It is final.
     error: Option<LinkError>,
+    /// The buffer of one read.
     chunk: Vec<u8>,
 }
 
-impl Core {
-    pub(super) fn new(channel: Box<dyn Channel>) -> Core {
+impl Framing {
+    pub(super) fn new(channel: Box<dyn Channel>) -> Framing {
         let socket = channel.socket().ok().map(Arc::new);
-        Core {
+        Framing {
             channel,
             socket,
             out: Vec::new(),
             sent: 0,
-            is_held: false,
-            head: Vec::with_capacity(HEAD),
+            is_buffered: false,
+            header: Vec::with_capacity(HEADER),
             partial: None,
             frames: VecDeque::new(),
-            waiting: 0,
+            received: 0,
             retired: 0,
-            heard: false,
+            activity: false,
             error: None,
             chunk: vec![0; CHUNK],
         }
     }
 
-    /// Remembers an error for ever, unless there is one already.
+    /// Stores the first error and returns it.
     pub(super) fn fail(&mut self, error: LinkError) -> LinkError {
         self.error.get_or_insert(error).clone()
     }
@@ -115,29 +139,29 @@ impl Core {
         self.retired
     }
 
-    /// Whether anything has come since the last call.
-    pub(super) fn take_heard(&mut self) -> bool {
-        std::mem::take(&mut self.heard)
+    /// Whether bytes have arrived since the last call.
+    pub(super) fn take_activity(&mut self) -> bool {
+        std::mem::take(&mut self.activity)
     }
 
-    /// Bytes that have not gone out.
+    /// The number of outgoing bytes that the socket has not accepted.
     pub(super) fn unsent(&self) -> usize {
-        self.out.len() - self.sent + usize::from(self.is_held)
+        self.out.len() - self.sent + usize::from(self.is_buffered)
     }
 
-    /// The next frame with a message.
+    /// Consumes the next frame with a message.
     pub(super) fn take_frame(&mut self) -> Option<Frame> {
         let frame = self.frames.pop_front()?;
-        self.waiting -= frame.bytes.len();
+        self.received -= frame.bytes.len();
         Some(frame)
     }
 
-    /// Bytes of payload of the next frame.
+    /// The payload size of the next frame with a message, in bytes.
     pub(super) fn front_payload(&self) -> Option<usize> {
         self.frames.front().map(|frame| frame.payload().len())
     }
 
-    /// Puts a frame into the queue; `fill` writes its payload.
+    /// Queues a frame. `fill` writes the payload.
     pub(super) fn push(
         &mut self,
         kind: Kind,
@@ -152,7 +176,8 @@ impl Core {
         });
     }
 
-    /// The same, but `fill` says whether there is a frame at all. One without payload is.
+    /// The same as [`push`](Framing::push), but queues nothing if `fill` returns `false`. A frame without
+    /// payload is always queued.
     pub(super) fn push_if(
         &mut self,
         kind: Kind,
@@ -180,14 +205,14 @@ impl Core {
         is_sent
     }
 
-    /// Moves what can be moved, both ways.
+    /// Writes and reads as much as possible without blocking.
     pub(super) fn pump(&mut self) -> Result<(), LinkError> {
         let out = self.push_out();
         self.pull_in()?;
         out
     }
 
-    /// Moves out what can be moved.
+    /// Writes as much as possible without blocking.
     pub(super) fn push_out(&mut self) -> Result<(), LinkError> {
         self.check()?;
         while self.sent < self.out.len() {
@@ -203,8 +228,8 @@ impl Core {
             self.sent = 0;
         }
         match self.channel.flush() {
-            Ok(is_empty) => self.is_held = !is_empty,
-            Err(error) if would_block(&error) => self.is_held = true,
+            Ok(is_empty) => self.is_buffered = !is_empty,
+            Err(error) if would_block(&error) => self.is_buffered = true,
             Err(error) => return Err(self.broken(&error)),
         }
         Ok(())
@@ -212,19 +237,19 @@ impl Core {
 
     fn pull_in(&mut self) -> Result<(), LinkError> {
         self.check()?;
-        // A frame that is complete is taken out before more is read, so a flood waits in the kernel; replies have to be taken
-        // in while a request waits for room.
-        while self.waiting < MAX_WAITING {
+        // The limits leave further bytes in the kernel's buffer, and so apply backpressure. A guest must
+        // read replies while its request waits for room, so the limit in bytes is generous.
+        while self.received < MAX_RECEIVED {
             let mut chunk = std::mem::take(&mut self.chunk);
             let got = self.channel.read(&mut chunk);
             let outcome = match got {
-                // What little came was the alert of a side that speaks TLS.
-                Ok(0) if self.head.starts_with(&[0x15, 0x03]) => Err(LinkError::PeerMisbehaved(
-                    "it wants TLS, and this side has no certificates (VGPU_CERTS)".into(),
+                // The received bytes are the alert record of a peer that expects TLS.
+                Ok(0) if self.header.starts_with(&[0x15, 0x03]) => Err(LinkError::PeerMisbehaved(
+                    "the peer expects TLS, and this side has no certificates (VGPU_CERTS)".into(),
                 )),
                 Ok(0) => Err(LinkError::Closed),
                 Ok(count) => {
-                    self.heard = true;
+                    self.activity = true;
                     self.parse(&chunk[..count]).map(|()| true)
                 }
                 Err(error) if would_block(&error) => Ok(false),
@@ -232,8 +257,7 @@ impl Core {
             };
             self.chunk = chunk;
             match outcome {
-                // The host's requests are taken one at a time: what came behind this one stays in the kernel.
-                Ok(true) if self.frames.len() < 256 => {}
+                Ok(true) if self.frames.len() < MAX_FRAMES => {}
                 Ok(_) => return Ok(()),
                 Err(error) => return Err(self.fail(error)),
             }
@@ -244,12 +268,12 @@ impl Core {
     fn parse(&mut self, mut bytes: &[u8]) -> Result<(), LinkError> {
         while !bytes.is_empty() || self.partial.as_ref().is_some_and(|p| p.len == 0) {
             let Some(partial) = &mut self.partial else {
-                let wanted = (HEAD - self.head.len()).min(bytes.len());
-                self.head.extend_from_slice(&bytes[..wanted]);
+                let wanted = (HEADER - self.header.len()).min(bytes.len());
+                self.header.extend_from_slice(&bytes[..wanted]);
                 bytes = &bytes[wanted..];
-                if self.head.len() == HEAD {
-                    self.partial = Some(open(&self.head)?);
-                    self.head.clear();
+                if self.header.len() == HEADER {
+                    self.partial = Some(parse_header(&self.header)?);
+                    self.header.clear();
                 }
                 continue;
             };
@@ -259,13 +283,14 @@ impl Core {
             if partial.bytes.len() == partial.len
                 && let Some(partial) = self.partial.take()
             {
-                self.take(partial)?;
+                self.complete(partial)?;
             }
         }
         Ok(())
     }
 
-    fn take(&mut self, partial: Partial) -> Result<(), LinkError> {
+    /// Processes a complete frame.
+    fn complete(&mut self, partial: Partial) -> Result<(), LinkError> {
         let Partial {
             kind,
             number,
@@ -276,14 +301,14 @@ impl Core {
         if matches!(kind, Kind::Reply | Kind::Retired) {
             if number < self.retired {
                 return Err(LinkError::PeerMisbehaved(format!(
-                    "{number} requests retired after {}",
+                    "request {number} retired after request {}",
                     self.retired
                 )));
             }
             self.retired = number;
         }
         if matches!(kind, Kind::Reply | Kind::Request) {
-            self.waiting += bytes.len();
+            self.received += bytes.len();
             self.frames.push_back(Frame {
                 number,
                 bytes,
@@ -293,7 +318,7 @@ impl Core {
         Ok(())
     }
 
-    /// What to wait for: bytes to come, and room if there is something to go out.
+    /// The wait for incoming bytes, and for room in the socket if bytes are outgoing.
     pub(super) fn waiting(&self) -> Waiting {
         let mut events = PollFlags::IN;
         if self.unsent() > 0 {
@@ -305,7 +330,7 @@ impl Core {
         }
     }
 
-    /// Room for what is to go out.
+    /// The wait for room in the socket.
     pub(super) fn waiting_out(&self) -> Waiting {
         Waiting {
             socket: self.socket.clone(),
@@ -324,7 +349,7 @@ impl Core {
     }
 }
 
-/// A wait that needs no lock.
+/// A wait for the socket. The caller releases the lock on the `Framing` before the wait.
 pub(super) struct Waiting {
     socket: Option<Arc<OwnedFd>>,
     events: PollFlags,
@@ -333,12 +358,8 @@ pub(super) struct Waiting {
 impl Waiting {
     pub(super) fn wait(&self, timeout: Duration) -> Result<(), LinkError> {
         match &self.socket {
-            Some(socket) => Wait {
-                socket,
-                events: self.events,
-            }
-            .wait(timeout),
-            // No descriptor was left for a copy: look again and again.
+            Some(socket) => channel::wait(socket, self.events, timeout),
+            // The process had no descriptor left for a duplicate of the socket, so the caller polls.
             None => {
                 std::thread::sleep(timeout.min(Duration::from_millis(1)));
                 Ok(())
@@ -347,10 +368,10 @@ impl Waiting {
     }
 }
 
-/// Reads the head of a frame.
-fn open(head: &[u8]) -> Result<Partial, LinkError> {
+/// Parses and checks the header of a frame.
+fn parse_header(header: &[u8]) -> Result<Partial, LinkError> {
     let word = |i: usize| {
-        head[i * 4..i * 4 + 4]
+        header[i * 4..i * 4 + 4]
             .iter()
             .rev()
             .fold(0u32, |word, byte| word << 8 | u32::from(*byte))
@@ -361,17 +382,17 @@ fn open(head: &[u8]) -> Result<Partial, LinkError> {
         1 => Kind::Request,
         2 => Kind::Reply,
         3 => Kind::Retired,
-        4 => Kind::Beat,
+        4 => Kind::Heartbeat,
         other => {
             return Err(LinkError::PeerMisbehaved(format!(
-                "a frame of kind {other}: not a vgpu, or not the encryption that this end expects"
+                "a frame of kind {other}: the peer is not vgpu, or only one side uses TLS"
             )));
         }
     };
-    let is_empty = matches!(kind, Kind::Retired | Kind::Beat);
+    let is_empty = matches!(kind, Kind::Retired | Kind::Heartbeat);
     if message > MAX_MESSAGE || payload > MAX_PAYLOAD || (is_empty && message + payload > 0) {
         return Err(LinkError::PeerMisbehaved(format!(
-            "a frame {kind:?} with {message} bytes of message and {payload} of payload"
+            "a {kind:?} frame with a message of {message} bytes and a payload of {payload} bytes"
         )));
     }
     Ok(Partial {
@@ -379,7 +400,7 @@ fn open(head: &[u8]) -> Result<Partial, LinkError> {
         number,
         message,
         len: message + payload,
-        // As it comes, not as it is announced.
+        // The buffer grows with the received bytes, not with the announced size.
         bytes: Vec::with_capacity((message + payload).min(CHUNK)),
     })
 }
@@ -397,11 +418,12 @@ fn broken(error: &io::Error) -> LinkError {
         | io::ErrorKind::BrokenPipe
         | io::ErrorKind::UnexpectedEof
         | io::ErrorKind::ConnectionAborted => LinkError::Closed,
-        // TLS says why in words.
+        // `Secure` reports a TLS error this way.
         io::ErrorKind::InvalidData => LinkError::PeerMisbehaved(error.to_string()),
+        // `TCP_USER_TIMEOUT` of `tcp` has passed.
         io::ErrorKind::TimedOut => LinkError::Stalled { seconds: 15 },
         _ => LinkError::System {
-            what: "a stream",
+            what: "the peer's stream",
             error: Errno::from_io_error(error).unwrap_or(Errno::IO),
         },
     }

@@ -1,0 +1,258 @@
+//! The two ends of a link: what every implementation promises.
+
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::bytes::{Bytes, BytesMut};
+use crate::error::LinkError;
+use crate::shm::memory::Window;
+
+/// The size of the pieces of a transfer of `len` bytes, in bytes. One side copies a piece while the other
+/// side copies the next one. By measurement, smaller pieces cost more messages, and larger pieces overlap
+/// less and do not stay in the cache of one core.
+pub fn piece_len(len: usize) -> usize {
+    const MIN: usize = 64 << 10;
+    const MAX: usize = 256 << 10;
+    (len / 4).next_multiple_of(MIN).clamp(MIN, MAX)
+}
+
+/// The guest's end of a link.
+///
+/// The end numbers requests from 1, in the order in which the guest sends them.
+///
+/// # Errors
+///
+/// Every method that fails returns a [`LinkError`]. Apart from [`LinkError::TooLarge`], which is the
+/// caller's fault, an error is final: later calls return the same error.
+pub trait GuestEnd: Send {
+    /// Sends a request and returns its number. The call blocks only while the link is full.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::TooLarge`] for a message or payload above the [limits](crate::limits), and the
+    /// errors of a broken link.
+    fn send(&mut self, message: &[u8], payload: Bytes<'_>) -> Result<u64, LinkError>;
+
+    /// Waits for the host's next message and appends it to `message`. The message's payload goes to the
+    /// beginning of `payload`. Returns the size of the payload in bytes.
+    ///
+    /// # Errors
+    ///
+    /// The errors of a broken link. A payload longer than `payload` is the host's fault.
+    fn receive(&mut self, message: &mut Vec<u8>, payload: BytesMut<'_>)
+    -> Result<usize, LinkError>;
+
+    /// Receives a message without payload, if one has arrived. Returns `false` at once if none has.
+    ///
+    /// # Errors
+    ///
+    /// The errors of a broken link.
+    fn try_receive(&mut self, message: &mut Vec<u8>) -> Result<bool, LinkError>;
+
+    /// The number of the last request that the host has finished. The effects of the request are in
+    /// memory. The call does not block and sends no message.
+    fn retired(&self) -> u64;
+
+    /// Waits until [`retired`](GuestEnd::retired) reaches `request`.
+    ///
+    /// # Errors
+    ///
+    /// The errors of a broken link.
+    fn wait_retired(&mut self, request: u64) -> Result<(), LinkError>;
+
+    /// Allocates `len` bytes of shared memory, from which the host can read payloads in place. `None`
+    /// when the link has no such memory, or none left.
+    fn alloc_staging(&mut self, len: usize) -> Option<StagingRegion> {
+        let _ = len;
+        None
+    }
+
+    /// Frees a staging region. The requests whose payloads lie in the region must have retired.
+    fn free_staging(&mut self, staging: StagingRegion) {
+        let _ = staging;
+    }
+
+    /// Sends a request whose payload lies in a staging region. `payload` is a range of bytes of the
+    /// region's window. The end does not copy the payload, so the caller must not change the payload
+    /// before the request has retired.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::TooLarge`] for a message or payload above the limits, or when the link has no staging
+    /// memory; the errors of a broken link.
+    fn send_staged(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
+        Err(LinkError::TooLarge {
+            len: message.len(),
+            payload: payload.len(),
+        })
+    }
+
+    /// Maps the file of `size` bytes that the host has [shared](HostEnd::share) ahead of the last received
+    /// reply.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::PeerMisbehaved`] when the host has sent no such file, or an unsealed one. The link
+    /// stays usable.
+    fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
+        Err(LinkError::PeerMisbehaved(format!(
+            "the host shares a file of {size} bytes over a link that cannot carry files"
+        )))
+    }
+
+    /// Whether this end knows that the host has gone. The call does not block.
+    fn is_closed(&mut self) -> bool;
+
+    /// The traffic of this end so far.
+    fn counters(&self) -> Counters;
+}
+
+/// The host's end of a link.
+///
+/// # Errors
+///
+/// Every method that fails returns a [`LinkError`]. Apart from [`LinkError::TooLarge`], which is the
+/// caller's fault, an error is final: later calls return the same error.
+pub trait HostEnd: Send {
+    /// Waits up to `timeout` for the guest's next request and appends it to `message`. `None` when no
+    /// request has arrived. The call [retires](HostEnd::retire) the request before.
+    ///
+    /// # Errors
+    ///
+    /// The errors of a broken link. A request out of sequence is the guest's fault.
+    fn receive(
+        &mut self,
+        message: &mut Vec<u8>,
+        timeout: Duration,
+    ) -> Result<Option<Incoming>, LinkError>;
+
+    /// The payload of the last received request. The guest may be writing to these bytes.
+    fn payload(&self) -> Bytes<'_>;
+
+    /// Receives the next request before the last received one has retired, if it arrives within
+    /// `patience` and `wanted` accepts it. The two requests then retire together. `None` on a link
+    /// without look-ahead.
+    ///
+    /// # Errors
+    ///
+    /// The errors of a broken link.
+    fn receive_ahead(
+        &mut self,
+        wanted: &dyn Fn(&[u8]) -> bool,
+        message: &mut Vec<u8>,
+        patience: Duration,
+    ) -> Result<Option<Incoming>, LinkError> {
+        let _ = (wanted, message, patience);
+        Ok(None)
+    }
+
+    /// Sends a message with `payload_len` bytes of payload, which `fill` writes in place.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::TooLarge`] for a message or payload above the [limits](crate::limits), and the
+    /// errors of a broken link.
+    fn send(
+        &mut self,
+        message: &[u8],
+        payload_len: usize,
+        fill: &mut dyn FnMut(BytesMut<'_>),
+    ) -> Result<(), LinkError> {
+        let mut fill = |out: BytesMut<'_>| {
+            fill(out);
+            true
+        };
+        self.send_if(message, payload_len, &mut fill).map(|_| ())
+    }
+
+    /// Whether the end can send a message with such a payload without waiting for the guest to receive
+    /// others first. `false` on a link that does not know.
+    fn has_room(&mut self, message_len: usize, payload_len: usize) -> bool {
+        let _ = (message_len, payload_len);
+        false
+    }
+
+    /// The same as [`send`](HostEnd::send), but sends nothing if `fill` returns `false`. Returns whether
+    /// the end has sent the message. The end always sends a message without payload.
+    ///
+    /// # Errors
+    ///
+    /// As [`send`](HostEnd::send).
+    fn send_if(
+        &mut self,
+        message: &[u8],
+        payload_len: usize,
+        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
+    ) -> Result<bool, LinkError>;
+
+    /// The verified certificate of the guest, in DER. `None` on a link without certificates.
+    fn certificate(&self) -> Option<&[u8]> {
+        None
+    }
+
+    /// Whether this end can share files with the guest.
+    fn can_share(&self) -> bool {
+        false
+    }
+
+    /// The window that holds the payloads. `None` on a link without shared memory.
+    fn window(&self) -> Option<&Arc<Window>> {
+        None
+    }
+
+    /// Sends the guest a sealed file to map. The host then sends the message that announces the file.
+    /// `false`, without an error, when the guest does not read its socket. The call does not block.
+    fn share(&mut self, file: BorrowedFd<'_>) -> bool {
+        let _ = file;
+        false
+    }
+
+    /// Tells the guest that the host has finished the last received request. No message crosses the link.
+    fn retire(&mut self);
+
+    /// The traffic of this end so far.
+    fn counters(&self) -> Counters;
+}
+
+/// A part of a window that the guest has allocated with [`GuestEnd::alloc_staging`] and frees with
+/// [`GuestEnd::free_staging`].
+#[derive(Debug, Clone)]
+pub struct StagingRegion {
+    /// The window.
+    pub window: Arc<Window>,
+    /// The bytes of the window.
+    pub range: Range<usize>,
+}
+
+/// A received request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Incoming {
+    /// The number of the request.
+    pub request: u64,
+    /// The size of the payload, in bytes.
+    pub payload_len: usize,
+}
+
+/// The traffic of a link, as one end counts it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counters {
+    /// Messages sent.
+    pub messages_out: u64,
+    /// Messages received.
+    pub messages_in: u64,
+    /// Bytes sent, of messages and payloads.
+    pub bytes_out: u64,
+    /// Bytes received, of messages and payloads.
+    pub bytes_in: u64,
+    /// Times this end has waited for a reply or for the retirement of a request. Waits for room do not
+    /// count.
+    pub round_trips: u64,
+    /// Waits that ended while spinning.
+    pub spins: u64,
+    /// Waits that went on to sleep.
+    pub sleeps: u64,
+    /// Times this end has woken the sleeping peer.
+    pub kicks: u64,
+}

@@ -1,3 +1,0 @@
-//! Sockets of families that `rustix` does not know.
-
-pub(super) mod vsock;

@@ -1,0 +1,161 @@
+//! The guest's end of a link over a byte stream.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use super::channel::Channel;
+use super::framing::{Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
+use crate::bytes::{Bytes, BytesMut};
+use crate::error::LinkError;
+use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
+use crate::link::end::{Counters, GuestEnd};
+use crate::shm::liveness::STALL;
+
+/// The guest's end of a link over a byte stream.
+pub struct StreamGuest {
+    framing: Shared,
+    sent: u64,
+    counters: Counters,
+    process: u32,
+}
+
+impl StreamGuest {
+    /// The guest's end of an open stream.
+    pub fn new(channel: Box<dyn Channel>) -> StreamGuest {
+        StreamGuest {
+            framing: Arc::new(Mutex::new(Framing::new(channel))),
+            sent: 0,
+            counters: Counters::default(),
+            process: std::process::id(),
+        }
+    }
+
+    /// Moves bytes in both directions until `done` returns a value.
+    fn pump_until<T>(
+        &mut self,
+        mut done: impl FnMut(&mut Framing) -> Option<T>,
+    ) -> Result<T, LinkError> {
+        let mut active = Instant::now();
+        loop {
+            let mut framing = lock(&self.framing);
+            // The bytes before the end of the stream count, so `done` comes before the error.
+            let pumped = framing.pump();
+            if framing.take_activity() {
+                active = Instant::now();
+            }
+            if let Some(found) = done(&mut framing) {
+                return Ok(found);
+            }
+            pumped?;
+            if active.elapsed() > STALL {
+                let seconds = STALL.as_secs();
+                return Err(framing.fail(LinkError::Stalled { seconds }));
+            }
+            let wait = framing.waiting();
+            drop(framing);
+            self.counters.sleeps += 1;
+            wait.wait(POLL_PERIOD)?;
+        }
+    }
+}
+
+impl GuestEnd for StreamGuest {
+    fn send(&mut self, message: &[u8], payload: Bytes<'_>) -> Result<u64, LinkError> {
+        if message.len() > MAX_MESSAGE || payload.len() > MAX_PAYLOAD {
+            return Err(LinkError::TooLarge {
+                len: message.len(),
+                payload: payload.len(),
+            });
+        }
+        let number = self.sent + 1;
+        {
+            let mut framing = lock(&self.framing);
+            framing.check()?;
+            framing.push(Kind::Request, number, message, payload.len(), |room| {
+                payload.copy_to(room);
+            });
+            framing.pump()?;
+        }
+        self.sent = number;
+        self.counters.messages_out += 1;
+        self.counters.bytes_out += (message.len() + payload.len()) as u64;
+        self.pump_until(|framing| (framing.unsent() < HIGH_WATER).then_some(()))?;
+        Ok(number)
+    }
+
+    fn receive(
+        &mut self,
+        message: &mut Vec<u8>,
+        mut payload: BytesMut<'_>,
+    ) -> Result<usize, LinkError> {
+        self.counters.round_trips += 1;
+        let frame = self.pump_until(Framing::take_frame)?;
+        let (sent, wanted) = (frame.payload().len(), payload.len());
+        if sent > wanted {
+            return Err(lock(&self.framing).fail(LinkError::PeerMisbehaved(format!(
+                "a reply has a payload of {sent} bytes; the guest asked for at most {wanted}"
+            ))));
+        }
+        payload
+            .reborrow()
+            .split_at(sent)
+            .0
+            .copy_from(Bytes::from(frame.payload()));
+        message.extend_from_slice(frame.message());
+        self.counters.messages_in += 1;
+        self.counters.bytes_in += (frame.message().len() + sent) as u64;
+        Ok(sent)
+    }
+
+    fn try_receive(&mut self, message: &mut Vec<u8>) -> Result<bool, LinkError> {
+        let mut framing = lock(&self.framing);
+        let pumped = framing.pump();
+        match framing.front_payload() {
+            Some(0) => {}
+            Some(_) => return Ok(false),
+            None => return pumped.map(|()| false),
+        }
+        let Some(frame) = framing.take_frame() else {
+            return Ok(false);
+        };
+        message.extend_from_slice(frame.message());
+        self.counters.messages_in += 1;
+        self.counters.bytes_in += frame.message().len() as u64;
+        Ok(true)
+    }
+
+    fn retired(&self) -> u64 {
+        let mut framing = lock(&self.framing);
+        // `Framing` stores a failure, and the next call that returns a result reports it.
+        let _ = framing.pump();
+        framing.retired().min(self.sent)
+    }
+
+    fn wait_retired(&mut self, request: u64) -> Result<(), LinkError> {
+        let request = request.min(self.sent);
+        if self.retired() >= request {
+            return Ok(());
+        }
+        self.counters.round_trips += 1;
+        self.pump_until(|framing| (framing.retired() >= request).then_some(()))
+    }
+
+    fn is_closed(&mut self) -> bool {
+        let mut framing = lock(&self.framing);
+        framing.pump().is_err()
+    }
+
+    fn counters(&self) -> Counters {
+        self.counters
+    }
+}
+
+impl Drop for StreamGuest {
+    fn drop(&mut self) {
+        // A forked child has a copy of this end, and must not close the link of its parent.
+        if std::process::id() == self.process {
+            lock(&self.framing).close();
+        }
+    }
+}

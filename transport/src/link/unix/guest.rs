@@ -1,0 +1,157 @@
+//! The guest's side of the handshake.
+#![forbid(unsafe_code)]
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::handshake::{
+    HELLO_WORDS, VERDICT_ACCEPTED, VERDICT_OTHER_LAYOUT, WELCOME_FILES, WELCOME_WORDS,
+};
+use super::socket;
+use crate::error::LinkError;
+use crate::link::fd_passing::Files;
+use crate::link::packet::{self, PacketError};
+use crate::link::window::WindowGuest;
+use crate::shm::doorbell::{EventDoorbell, is_eventfd};
+use crate::shm::layout::{self, Layout, MAX_SIZE};
+use crate::shm::liveness::{Liveness, STALL};
+use crate::shm::memory::{MapError, Window};
+
+/// Why the guest cannot connect.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum ConnectError {
+    #[error("{path}: no such socket; is the executor running?", path = path.display())]
+    NoSuchFile { path: PathBuf },
+    #[error("{path}: no process listens on this socket; the executor has ended", path = path.display())]
+    Refused { path: PathBuf },
+    #[error("{path}: no permission to open this socket (its owner and group may open it)", path = path.display())]
+    Permission { path: PathBuf },
+    #[error("{path}: not the socket of a vgpu executor: {why}", path = path.display())]
+    NotVgpu { path: PathBuf, why: String },
+    #[error("{path}: no answer within {ms} ms", path = path.display())]
+    Timeout { path: PathBuf, ms: u128 },
+    #[error("{path}: the executor supports window layout {theirs}, this guest supports {ours}", path = path.display())]
+    OtherLayout {
+        path: PathBuf,
+        ours: u64,
+        theirs: u64,
+    },
+    #[error("{path}: {error}", path = path.display())]
+    Link { path: PathBuf, error: LinkError },
+}
+
+/// Connects to the executor that listens at `path`. `timeout` limits the whole call.
+///
+/// # Errors
+///
+/// A [`ConnectError`] that tells apart a missing executor, missing permission, another program at
+/// `path`, and an executor that broke the handshake or did not answer in time.
+pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectError> {
+    let path = path.to_path_buf();
+    let deadline = Instant::now() + timeout;
+    let late = || ConnectError::Timeout {
+        path: path.clone(),
+        ms: timeout.as_millis(),
+    };
+    let failed = |error| match error {
+        PacketError::Late => late(),
+        PacketError::Garbage(why) => ConnectError::NotVgpu {
+            path: path.clone(),
+            why,
+        },
+        PacketError::Link(LinkError::Closed) => ConnectError::NotVgpu {
+            path: path.clone(),
+            why: "the peer closed the socket".into(),
+        },
+        PacketError::Link(error) => ConnectError::Link {
+            path: path.clone(),
+            error,
+        },
+    };
+
+    let socket = loop {
+        let socket = socket::new()
+            .map_err(LinkError::system("creating a socket"))
+            .map_err(|error| failed(error.into()))?;
+        match socket::connect(&socket, &path) {
+            Ok(()) => break socket,
+            // The backlog of the listener is full.
+            Err(Errno::AGAIN) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(Errno::AGAIN) => return Err(late()),
+            Err(error) => return Err(not_connected(path, error)),
+        }
+    };
+
+    let hello: [u64; HELLO_WORDS] = [packet::MAGIC, layout::VERSION, layout::VERSION, 0];
+    packet::send(&socket, &hello, &[], deadline).map_err(failed)?;
+    let (words, mut fds) =
+        packet::receive(&socket, WELCOME_WORDS, WELCOME_FILES, deadline).map_err(failed)?;
+    if words[1] == VERDICT_OTHER_LAYOUT {
+        return Err(ConnectError::OtherLayout {
+            path,
+            ours: layout::VERSION,
+            theirs: words[2],
+        });
+    }
+    let garbage = |why: &str| failed(PacketError::Garbage(why.into()));
+    if words[1] != VERDICT_ACCEPTED || words[2] != layout::VERSION || fds.len() != WELCOME_FILES {
+        return Err(garbage("its welcome is malformed"));
+    }
+    let (Some(host_bell), Some(guest_bell), Some(file)) = (fds.pop(), fds.pop(), fds.pop()) else {
+        return Err(garbage("its welcome lacks files"));
+    };
+    if !is_eventfd(host_bell.as_fd()) || !is_eventfd(guest_bell.as_fd()) {
+        return Err(garbage("its doorbells are not non-blocking eventfds"));
+    }
+    if words[3] > MAX_SIZE as u64 {
+        return Err(garbage("its window is too large"));
+    }
+    let window = match Window::map_foreign(file.as_fd(), words[3]) {
+        Ok(window) => Arc::new(window),
+        Err(MapError::System { what, error }) => {
+            return Err(failed(LinkError::System { what, error }.into()));
+        }
+        Err(error) => return Err(garbage(&error.to_string())),
+    };
+    let layout = Layout::read(&*window, window.size()).map_err(|e| garbage(&e.to_string()))?;
+    packet::send(&socket, &[packet::MAGIC, layout.epoch()], &[], deadline).map_err(failed)?;
+    let liveness = Liveness::new(&window, STALL);
+    // Without a free file descriptor the link works, and the host shares no files.
+    let files = socket.try_clone().ok().map(Files::Socket);
+    let doorbell = EventDoorbell::new(guest_bell, host_bell, Some(socket));
+    let guest = WindowGuest::new(window, &layout, Box::new(doorbell), Some(liveness));
+    Ok(guest.with_files(files))
+}
+
+fn not_connected(path: PathBuf, error: Errno) -> ConnectError {
+    match error {
+        Errno::NOENT => ConnectError::NoSuchFile { path },
+        Errno::CONNREFUSED => match std::fs::symlink_metadata(&path) {
+            // The kernel also refuses a connection to a file that is not a socket.
+            Ok(file) if !socket::is_socket(&file) => ConnectError::NotVgpu {
+                path,
+                why: "the file is not a socket".into(),
+            },
+            _ => ConnectError::Refused { path },
+        },
+        Errno::ACCESS | Errno::PERM => ConnectError::Permission { path },
+        Errno::PROTOTYPE => ConnectError::NotVgpu {
+            path,
+            why: "the socket has another type".into(),
+        },
+        error => ConnectError::Link {
+            path,
+            error: LinkError::System {
+                what: "connecting",
+                error,
+            },
+        },
+    }
+}

@@ -1,0 +1,108 @@
+//! Sockets of the family `AF_VSOCK`.
+//!
+//! The crate `vsock` does not serve here: its `connect` blocks without a time limit, while the plugin's
+//! search for an executor has a deadline, and its sockets are blocking until a second system call. This
+//! module adds the address family to `rustix`, whose sockets are non-blocking from the start, and costs
+//! the plugin no further crates.
+
+use std::io;
+use std::mem::size_of;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
+use rustix::net::{AddressFamily, SocketAddrAny, SocketFlags, SocketType};
+
+use crate::poll::poll;
+
+const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+
+/// A vsock address: the context id of a machine, and a port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct VsockAddr {
+    cid: u32,
+    port: u32,
+}
+
+// SAFETY: `with_sockaddr` passes a pointer to a complete `sockaddr_vm` and its length, and the address
+// lives until the closure returns.
+unsafe impl SocketAddrArg for VsockAddr {
+    unsafe fn with_sockaddr<R>(
+        &self,
+        f: impl FnOnce(*const SocketAddrOpaque, SocketAddrLen) -> R,
+    ) -> R {
+        // SAFETY: `sockaddr_vm` consists of integers, for which zero is a valid value.
+        let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+        address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+        address.svm_cid = self.cid;
+        address.svm_port = self.port;
+        f(
+            (&raw const address).cast(),
+            size_of::<libc::sockaddr_vm>() as SocketAddrLen,
+        )
+    }
+}
+
+fn socket() -> Result<OwnedFd, Errno> {
+    rustix::net::socket_with(AddressFamily::VSOCK, SocketType::STREAM, FLAGS, None)
+}
+
+/// Connects to `port` of the machine `cid`. `timeout` limits the wait.
+pub(super) fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<OwnedFd> {
+    let socket = socket()?;
+    match rustix::net::connect(&socket, &VsockAddr { cid, port }) {
+        Ok(()) => return Ok(socket),
+        Err(Errno::INPROGRESS) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let mut fds = [PollFd::new(&socket, PollFlags::OUT)];
+    if poll(&mut fds, timeout)? == 0 {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    rustix::net::sockopt::socket_error(&socket)??;
+    Ok(socket)
+}
+
+/// Listens at `port` for guests of every machine.
+pub(super) fn listen(port: u32) -> io::Result<OwnedFd> {
+    let socket = socket()?;
+    let cid = libc::VMADDR_CID_ANY;
+    rustix::net::bind(&socket, &VsockAddr { cid, port })?;
+    rustix::net::listen(&socket, 64)?;
+    Ok(socket)
+}
+
+/// Accepts a connection. Returns the socket, and the context id of the peer's machine.
+pub(super) fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, u32)> {
+    let (socket, address) = rustix::net::acceptfrom_with(listener, FLAGS)?;
+    let cid = address.as_ref().and_then(cid_of);
+    let cid = cid.ok_or(io::ErrorKind::InvalidData)?;
+    Ok((socket, cid))
+}
+
+/// The context id of a vsock address. `None` for an address of another family.
+fn cid_of(address: &SocketAddrAny) -> Option<u32> {
+    let is_vsock = address.address_family() == AddressFamily::VSOCK
+        && address.addr_len() as usize >= size_of::<libc::sockaddr_vm>();
+    // SAFETY: `as_ptr` points to `addr_len` initialised bytes of the kernel's answer. The condition has
+    // checked that these bytes are a whole `sockaddr_vm`; the read does not depend on its alignment.
+    is_vsock.then(|| unsafe { address.as_ptr().cast::<libc::sockaddr_vm>().read_unaligned() }.svm_cid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_survives_the_kernel_format() {
+        let address = VsockAddr {
+            cid: 0x0102_0304,
+            port: 0x0506_0708,
+        };
+        assert_eq!(cid_of(&address.as_any()), Some(address.cid));
+        let other = SocketAddrAny::from(std::net::SocketAddr::from(([127, 0, 0, 1], 80)));
+        assert_eq!(cid_of(&other), None);
+    }
+}

@@ -1,0 +1,235 @@
+//! The host's end of a link over a window.
+#![forbid(unsafe_code)]
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::bytes::{Bytes, BytesMut};
+use crate::error::LinkError;
+use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
+use crate::link::end::{Counters, HostEnd, Incoming};
+use crate::link::fd_passing::Files;
+use crate::link::window_end::{
+    Side, WAKE_ON_REQUEST, WAKE_ON_ROOM, Waiting, WindowEnd, completion_ring, count_in,
+    read_message, submission_ring, too_large,
+};
+use crate::shm::doorbell::Doorbell;
+use crate::shm::layout::{Layout, word};
+use crate::shm::liveness::Liveness;
+use crate::shm::memory::{Memory, Window};
+use crate::shm::ring::{Arrived, Consumer, Limits, Payload, Producer};
+
+/// The time that a host waits for a guest to receive replies.
+const GUEST_STALL: Duration = Duration::from_secs(60);
+
+/// The host's end of a link over a window.
+pub struct WindowHost {
+    window: Arc<Window>,
+    end: WindowEnd,
+    submissions: Consumer,
+    completions: Producer,
+    /// The last received request, until its retirement.
+    current: Option<Arrived>,
+    /// The number of the last received request.
+    received: u64,
+    /// The number of the last sent message.
+    sent: u64,
+    /// The channel for shared files, on a link with such a channel.
+    files: Option<Files>,
+}
+
+impl WindowHost {
+    /// The host's end of a window to which the caller has written `layout`. With a `liveness`, the end
+    /// closes the link when the guest's heartbeat stops.
+    pub fn new(
+        window: Arc<Window>,
+        layout: &Layout,
+        doorbell: Box<dyn Doorbell>,
+        liveness: Option<Liveness>,
+    ) -> WindowHost {
+        let limits = Limits {
+            message: MAX_MESSAGE,
+            payload: MAX_PAYLOAD,
+            bulk: layout.bulk(),
+        };
+        WindowHost {
+            end: WindowEnd::new(
+                Arc::clone(&window),
+                layout.epoch(),
+                doorbell,
+                liveness,
+                Side::Host,
+            ),
+            window,
+            submissions: Consumer::new(submission_ring(layout), limits),
+            completions: Producer::new(completion_ring(layout)),
+            current: None,
+            received: 0,
+            sent: 0,
+            files: None,
+        }
+    }
+
+    /// The same end, which shares files through `files`.
+    pub(in crate::link) fn with_files(self, files: Option<Files>) -> WindowHost {
+        WindowHost { files, ..self }
+    }
+}
+
+impl HostEnd for WindowHost {
+    fn receive(
+        &mut self,
+        message: &mut Vec<u8>,
+        timeout: Duration,
+    ) -> Result<Option<Incoming>, LinkError> {
+        self.retire();
+        // The requests of a dead guest have no effect that anybody could observe.
+        self.end.check_peer_alive()?;
+        let (window, submissions) = (&*self.window, &mut self.submissions);
+        let arrived = self
+            .end
+            .wait(Waiting::Message, WAKE_ON_REQUEST, Some(timeout), || {
+                submissions.peek(window)
+            })?;
+        let Some(arrived) = arrived else {
+            return Ok(None);
+        };
+        if arrived.request != self.received + 1 {
+            return Err(self.end.fail(LinkError::PeerMisbehaved(format!(
+                "request {} follows request {}",
+                arrived.request, self.received
+            ))));
+        }
+        self.received = arrived.request;
+        read_message(window, &arrived.message, message);
+        let incoming = Incoming {
+            request: arrived.request,
+            payload_len: arrived.payload.len(),
+        };
+        count_in(
+            &mut self.end.counters,
+            arrived.message.len() + incoming.payload_len,
+        );
+        self.current = Some(arrived);
+        Ok(Some(incoming))
+    }
+
+    fn window(&self) -> Option<&Arc<Window>> {
+        Some(&self.window)
+    }
+
+    fn payload(&self) -> Bytes<'_> {
+        match &self.current {
+            Some(arrived) => self.window.bytes(arrived.payload.clone()),
+            None => Bytes::from(&[][..]),
+        }
+    }
+
+    fn receive_ahead(
+        &mut self,
+        wanted: &dyn Fn(&[u8]) -> bool,
+        message: &mut Vec<u8>,
+        patience: Duration,
+    ) -> Result<Option<Incoming>, LinkError> {
+        let Some(current) = &self.current else {
+            return Ok(None);
+        };
+        let (window, submissions) = (&*self.window, &mut self.submissions);
+        let began = Instant::now();
+        let arrived = loop {
+            let next = submissions.peek_behind(window, current);
+            if let Some(arrived) = next.map_err(|e| self.end.fail(e))? {
+                break arrived;
+            }
+            if began.elapsed() >= patience {
+                return Ok(None);
+            }
+            std::hint::spin_loop();
+        };
+        let start = message.len();
+        read_message(window, &arrived.message, message);
+        // `receive` reports a request out of sequence.
+        if arrived.request != self.received + 1 || !wanted(&message[start..]) {
+            message.truncate(start);
+            return Ok(None);
+        }
+        self.received = arrived.request;
+        let incoming = Incoming {
+            request: arrived.request,
+            payload_len: arrived.payload.len(),
+        };
+        let bytes = arrived.message.len() + incoming.payload_len;
+        count_in(&mut self.end.counters, bytes);
+        // The retirement of this request retires the request before it too.
+        self.current = Some(arrived);
+        Ok(Some(incoming))
+    }
+
+    fn has_room(&mut self, message_len: usize, payload_len: usize) -> bool {
+        let payload = Payload::Inline(payload_len);
+        // The next send reports a ring that the guest has corrupted.
+        message_len <= MAX_MESSAGE
+            && payload_len <= MAX_PAYLOAD
+            && self
+                .completions
+                .reserve(&*self.window, self.sent + 1, message_len, payload)
+                .is_ok_and(|room| room.is_some())
+    }
+
+    fn send_if(
+        &mut self,
+        message: &[u8],
+        payload_len: usize,
+        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
+    ) -> Result<bool, LinkError> {
+        self.end.check()?;
+        if message.len() > MAX_MESSAGE || payload_len > MAX_PAYLOAD {
+            return Err(too_large(message, payload_len));
+        }
+        let number = self.sent + 1;
+        let (window, completions) = (&*self.window, &mut self.completions);
+        let payload = Payload::Inline(payload_len);
+        let room = self
+            .end
+            .wait(Waiting::Progress, WAKE_ON_ROOM, Some(GUEST_STALL), || {
+                completions.reserve(window, number, message.len(), payload)
+            })?;
+        let Some(room) = room else {
+            return Err(self.end.fail(LinkError::Stalled {
+                seconds: GUEST_STALL.as_secs(),
+            }));
+        };
+        if payload_len > 0 && !fill(window.bytes_mut(room.payload.clone())) {
+            // The bytes behind the tail are not published, so the reserved record needs no cleanup.
+            return Ok(false);
+        }
+        completions.publish(window, room, message);
+        self.sent = number;
+        self.end.counters.messages_out += 1;
+        self.end.counters.bytes_out += (message.len() + payload_len) as u64;
+        self.end.wake(|_| true).map(|()| true)
+    }
+
+    fn can_share(&self) -> bool {
+        self.files.is_some()
+    }
+
+    fn share(&mut self, file: BorrowedFd<'_>) -> bool {
+        self.files.as_ref().is_some_and(|files| files.send(file))
+    }
+
+    fn retire(&mut self) {
+        let Some(arrived) = self.current.take() else {
+            return;
+        };
+        self.submissions.release(&*self.window, &arrived);
+        self.window.store(word::RETIRED, arrived.request);
+        // `WindowEnd` stores a failure, and the next call that returns a result reports it.
+        let _ = self.end.wake(|wake_on| wake_on <= arrived.request);
+    }
+
+    fn counters(&self) -> Counters {
+        self.end.counters
+    }
+}
