@@ -4,6 +4,7 @@ mod boundary;
 mod common;
 mod cpu;
 mod driver;
+mod plot;
 mod soak;
 mod table;
 mod tenants;
@@ -23,6 +24,8 @@ enum Arguments {
     Boundary(boundary::Options),
     /// The CPU engine beside ggml's own CPU backend: kernels, prefill and decoding, type by type
     Cpu(cpu::Options),
+    /// Draw what benchmarks have measured, from their JSON, as SVG
+    Plot(plot::Options),
     /// A million random commands of four guests at once, and what they leave behind
     Soak(soak::Options),
     /// Several guests on one executor: shares by weight, decoding beside a prefill, eight at once
@@ -46,6 +49,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     match arguments {
         Arguments::Boundary(options) => boundary::run(cache, options),
         Arguments::Cpu(options) => cpu::run(cache, options),
+        Arguments::Plot(options) => plot::run(options),
         Arguments::Soak(options) => soak::run(cache, options),
         Arguments::Tenants(options) => tenants::run(cache, options),
         Arguments::Weights(options) => weights::run(cache, options),

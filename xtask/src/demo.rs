@@ -1,6 +1,7 @@
 //! `cargo xtask demo`: a real host generates text on `VGPU0`, then on its own CPU.
 
 use std::fmt::Display;
+use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
@@ -23,6 +24,9 @@ const TOKENS: u32 = 64;
 /// Options of the demo.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
+    /// Use libggml-vgpu.so and vgpu of this folder instead of building them
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
     /// Run the executor inside the host's process, with no `vgpu serve`
     #[arg(long)]
     inproc: bool,
@@ -46,12 +50,29 @@ pub(crate) struct Options {
 /// Runs the demo; an error if the plugin was not used or does not compute what the CPU computes.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     heading("what is needed");
-    let node = Node::ensure(cache)?;
-    let dist = dist::build(cache)?;
-    let model = model::ensure(cache, &model::DEMO, options.weights)?;
-
     let dir = workspace::root().join("target/demo");
     std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    let plugin = match options.inproc {
+        true => dist::Plugin::Inproc,
+        false => dist::Plugin::Remote,
+    };
+    // The network brings the host program and the model's vocabulary while the compiler works.
+    let (fetched, built) = std::thread::scope(|scope| {
+        let fetching = scope.spawn(|| -> Result<(Node, PathBuf)> {
+            let model = model::ensure(cache, &model::DEMO, options.weights)?;
+            Ok((Node::ensure(cache)?, model))
+        });
+        let built = match &options.dist {
+            Some(folder) => Ok(dist::at(folder)),
+            None => dist::build_quick(cache, plugin, &dir),
+        };
+        let fetched = fetching.join();
+        (
+            fetched.unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            built,
+        )
+    });
+    let ((node, model), dist) = (fetched?, built?);
     let threads = options.threads.unwrap_or_else(workspace::cores);
     let tokens = options.tokens as usize;
     let task = Task {

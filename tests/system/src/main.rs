@@ -8,6 +8,7 @@ mod ops;
 mod parts;
 mod suite;
 mod test_run;
+mod times;
 mod vm;
 
 use std::process::ExitCode;
@@ -20,7 +21,8 @@ use xtask_common::cache::Cache;
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Arguments {
-    /// Run all tests, in the end with real hosts
+    /// Run the tests, from formatting to real hosts
+    #[command(after_help = test_run::FULL)]
     Test(test_run::Options),
     /// Boot a guest under QEMU and run the tests inside
     Vm(test_run::VmOptions),

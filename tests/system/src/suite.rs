@@ -12,6 +12,7 @@ use crate::parts::{
     ollama, ops, packages, unit, vm,
 };
 use crate::test_run::{Options, PARTS, Part, TestRun};
+use crate::times::Times;
 
 /// Runs the tests; an error if one failed.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
@@ -25,7 +26,15 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         failed: Vec::new(),
     };
     let wanted = |part: &Part| options.only.is_empty() || options.only.contains(part);
+    if !options.full {
+        println!(
+            "samples are drawn with --seed {}; --full runs everything",
+            options.seed()
+        );
+    }
+    let mut times = Times::default();
     for part in PARTS.into_iter().filter(wanted) {
+        let begun = times.begin(run.passed, run.failed.len());
         match part {
             Part::Lints => lints::run(&mut run),
             Part::Dependencies => dependencies::run(&mut run),
@@ -43,9 +52,10 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Deploy => deploy::run(&mut run),
             Part::Vm => vm::run(&mut run),
         }
+        times.end(part, &begun, run.passed, run.failed.len());
     }
 
-    println!();
+    println!("\n{times}");
     run.failed
         .iter()
         .for_each(|name| println!("failed: {name}"));

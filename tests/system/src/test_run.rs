@@ -23,9 +23,12 @@ pub(crate) const PROMPT: &str = "A virtual machine has no graphics processor of 
 /// Options of the tests.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Also the few cases of test-backend-ops that take minutes each, and all cases with fewer instruction sets
+    /// Run everything there is, for hours: see the last lines of `--help` for what is left out otherwise
     #[arg(long)]
     pub(crate) full: bool,
+    /// Decides which cases a sample holds [default: changes daily; printed]
+    #[arg(long, value_name = "NUMBER")]
+    pub(crate) seed: Option<u64>,
     /// Only these parts [default: all]
     #[arg(long, value_enum, value_name = "PART")]
     pub(crate) only: Vec<Part>,
@@ -36,10 +39,22 @@ pub(crate) struct Options {
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
     #[arg(long, value_name = "FOLDER")]
     pub(crate) dist: Option<PathBuf>,
-    /// Only the virtual machine of this kind.
+    /// Virtual machines of these kinds, instead of the default or all.
     #[arg(skip)]
-    pub(crate) machine: Option<Kind>,
+    pub(crate) machines: Vec<Kind>,
 }
+
+/// What `--full` adds, for the end of `--help`.
+pub(crate) const FULL: &str = "\
+Only `--full` runs:
+  kernels   every GPU architecture instead of sm_80 and sm_90a
+  ops       every case of ggml 0.26.0 over inproc instead of a sample; the three cases of MUL_MAT_ID that take minutes
+            each; every case again with the kernels of each lower SIMD level
+  demo      the variant with the executor in the host's process, built by the demo itself
+  faults    each fault twice as often (`cargo xtask faults`: hundreds of times)
+  ollama    everything again without flash attention
+  deploy    KubeVirt's own types
+  vm        the guests with vfio-user, with vsock and TCP, and with systemd (`cargo xtask vm` runs these, too)";
 
 /// Options of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]
@@ -57,13 +72,24 @@ impl From<&VmOptions> for Options {
     fn from(options: &VmOptions) -> Options {
         Options {
             dist: options.dist.clone(),
-            machine: options.only,
+            machines: options
+                .only
+                .map_or_else(|| Kind::ALL.to_vec(), |kind| vec![kind]),
             ..Options::only(Part::Vm)
         }
     }
 }
 
 impl Options {
+    /// What samples are drawn by.
+    pub(crate) fn seed(&self) -> u64 {
+        const DAY: u64 = 24 * 60 * 60;
+        self.seed.unwrap_or_else(|| {
+            let since = std::time::SystemTime::UNIX_EPOCH.elapsed();
+            since.map_or(0, |since| since.as_secs() / DAY)
+        })
+    }
+
     /// As from the command line with `--only part`.
     pub(crate) fn only(part: Part) -> Options {
         Options {
@@ -82,7 +108,7 @@ pub(crate) enum Part {
     Dependencies,
     /// cargo test: unit, property and ABI tests
     Unit,
-    /// The CUDA kernels, compiled for every architecture
+    /// The CUDA kernels, compiled to machine code
     Kernels,
     /// ggml's test-backend-ops on VGPU0, over both links
     Ops,
@@ -125,6 +151,14 @@ pub(crate) const PARTS: [Part; 15] = [
     Part::Deploy,
     Part::Vm,
 ];
+
+impl Part {
+    /// Its name on the command line.
+    pub(crate) fn name(self) -> String {
+        let value = clap::ValueEnum::to_possible_value(&self);
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
 
 /// What the parts share: the things under test, and the score.
 pub(crate) struct TestRun<'a> {
@@ -177,7 +211,7 @@ impl TestRun<'_> {
             let _ = self.dist.set(Some(dist::at(folder))); // the same each time
         }
         if self.dist.get().is_none() {
-            let built = self.prepare("release build", |bench| dist::build(bench.cache));
+            let built = self.prepare("release build", |run| dist::build(run.cache));
             self.passed += u64::from(built.is_some());
             let _ = self.dist.set(built); // it was empty
         }

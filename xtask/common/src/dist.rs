@@ -1,4 +1,4 @@
-//! The release build: the two files a user needs.
+//! Builds of the two files that a user needs, the plugin and the command `vgpu`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -37,7 +37,10 @@ pub fn at(folder: &Path) -> Dist {
     }
 }
 
-/// Builds the plugin and `vgpu` into `target/dist`.
+/// Builds the plugin and `vgpu` into `target/dist`, as they are shipped.
+///
+/// # Errors
+/// If the build fails, or the plugin is not as a host expects it.
 pub fn build(cache: &Cache) -> Result<Dist> {
     build_with(cache, None)
 }
@@ -78,6 +81,47 @@ fn release(package: &str) -> Command {
     cargo
 }
 
+/// What [`build_quick`] makes of the plugin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plugin {
+    /// Reaches an executor in another process, for which `vgpu` is built.
+    Remote,
+    /// Has an executor in it. `vgpu` is not built.
+    Inproc,
+}
+
+/// Builds what the demo needs into `folder`, with the profile `quick`: it takes a third of the release build's time.
+///
+/// # Errors
+/// If the build fails.
+pub fn build_quick(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Dist> {
+    packages::libclang(cache)?;
+    std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    let step = Step::new("building libggml-vgpu.so and vgpu (about two minutes on two cores)");
+    let mut cargo = workspace::cargo();
+    cargo.args(["build", "--profile", "quick", "--package", "ggml-vgpu"]);
+    if plugin == Plugin::Remote {
+        cargo.args(["--no-default-features", "--package", "vgpu"]);
+    }
+    cargo.arg("--message-format=json-render-diagnostics");
+    let mut built = artifacts_of(
+        &mut cargo,
+        &cache.log("cargo-build-quick"),
+        &step,
+        &[("cdylib", "ggml_vgpu"), ("bin", COMMAND)],
+    )?;
+    let dist = at(folder);
+    place(
+        &built.remove(0).context("cargo built no plugin")?,
+        &dist.plugin,
+    )?;
+    if plugin == Plugin::Remote {
+        place(&built.remove(0).context("cargo built no vgpu")?, &dist.vgpu)?;
+    }
+    step.done("");
+    Ok(dist)
+}
+
 /// Runs `cargo`. Returns the file that it built for the target `name` of kind `kind`.
 fn artifact_of(
     cargo: &mut Command,
@@ -87,21 +131,36 @@ fn artifact_of(
     name: &str,
 ) -> Result<PathBuf> {
     let log = cache.log(&format!("cargo-build-{name}"));
-    let mut built = None;
-    let status = process::run_lines(cargo, &log, |line| {
-        // Cargo writes one JSON object per line to stdout, and what it does to stderr.
+    let mut built = artifacts_of(cargo, &log, step, &[(kind, name)])?;
+    built
+        .remove(0)
+        .with_context(|| format!("cargo built no {name}"))
+}
+
+/// Runs `cargo`. Returns the files that it built for each wanted kind and name of a target.
+fn artifacts_of(
+    cargo: &mut Command,
+    log: &Path,
+    step: &Step,
+    wanted: &[(&str, &str)],
+) -> Result<Vec<Option<PathBuf>>> {
+    let mut built = vec![None; wanted.len()];
+    let status = process::run_lines(cargo, log, |line| {
+        // Cargo writes one JSON object per line to stdout, and its progress to stderr.
         if !line.starts_with('{') {
             step.note(line);
         } else if let Ok(message) = serde_json::from_str::<Value>(line) {
-            built = artifact(&message, kind, name).or(built.take());
+            for ((kind, name), built) in wanted.iter().zip(&mut built) {
+                *built = artifact(&message, kind, name).or(built.take());
+            }
         }
     })?;
     anyhow::ensure!(
         status.success(),
         "cargo ended with {status}\n{}",
-        readable_tail(&log)
+        readable_tail(log)
     );
-    built.with_context(|| format!("cargo built no {name}"))
+    Ok(built)
 }
 
 /// The file of an artifact message for the target `name` of kind `kind`.

@@ -5,4 +5,4 @@ mod suite;
 pub(crate) mod table;
 
 pub(crate) use report::{DEVICE, Report};
-pub(crate) use suite::{Claim, Suite, compare_with_cpu, compare_with_reference};
+pub(crate) use suite::{Claim, Suite, compare_with_cpu, compare_with_reference, sample};

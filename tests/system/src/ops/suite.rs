@@ -10,6 +10,7 @@ use xtask_common::node_llama::{self, Backend};
 use xtask_common::preload;
 use xtask_common::process;
 use xtask_common::progress::Step;
+use xtask_common::random_weights::Rng;
 use xtask_common::workspace;
 
 use super::report::{DEVICE, Report};
@@ -27,6 +28,8 @@ pub(crate) struct Suite<'a> {
     pub(crate) giants: bool,
     /// Only these ops, separated by commas.
     pub(crate) ops: Option<&'a str>,
+    /// Only cases with these parameters, as [`sample`] draws them.
+    pub(crate) sample: Option<String>,
     /// A library to preload: [`preload::Library`].
     pub(crate) preload: Option<PathBuf>,
     /// For the names of logs and statistics.
@@ -46,8 +49,14 @@ impl Suite<'_> {
     fn command(&self, mode: &str) -> Command {
         let mut program = Command::new(self.bin.join("test-backend-ops"));
         program.args([mode, "-b", DEVICE]);
-        if !self.giants {
-            program.args(["-p", WITHOUT_GIANTS]);
+        match &self.sample {
+            Some(cases) => {
+                program.args(["-p", cases]);
+            }
+            None if !self.giants => {
+                program.args(["-p", WITHOUT_GIANTS]);
+            }
+            None => {}
         }
         if let Some(ops) = self.ops {
             program.args(["-o", ops]);
@@ -97,6 +106,39 @@ impl Suite<'_> {
         );
         Ok(report)
     }
+}
+
+/// Draws `count` of the listed cases: a regular expression of their parameters, for the option `-p` of the program. It also
+/// takes the cases of other ops with the same parameters.
+pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> String {
+    let mut parameters: Vec<&str> = { claims.iter() }
+        .filter_map(|claim| claim.case.split_once('(')?.1.strip_suffix(')'))
+        .collect();
+    parameters.sort_unstable();
+    parameters.dedup();
+    let count = count.min(parameters.len());
+    for drawn in 0..count {
+        // The remainder's bias is one in 2^64 / length.
+        let left = (parameters.len() - drawn) as u64;
+        parameters.swap(drawn, drawn + (rng.next() % left) as usize);
+    }
+    let escaped: Vec<String> = parameters[..count]
+        .iter()
+        .map(|text| escape(text))
+        .collect();
+    format!("^(?:{})$", escaped.join("|"))
+}
+
+/// A text as a regular expression of itself.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for letter in text.chars() {
+        if !(letter.is_ascii_alphanumeric() || matches!(letter, '_' | ',' | '=' | ' ')) {
+            escaped.push('\\');
+        }
+        escaped.push(letter);
+    }
+    escaped
 }
 
 /// Where a run keeps what the program wrote.
@@ -217,6 +259,39 @@ pub(super) fn none(what: &str, cases: &[impl AsRef<str>]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_sample_is_drawn_by_its_seed_and_names_whole_cases() {
+        let claims: Vec<Claim> = (0..100)
+            .map(|n| Claim {
+                op: "ADD".into(),
+                case: format!("ADD(type=f32,ne=[{n},1.5])"),
+                supported: true,
+            })
+            .collect();
+        let draw = |seed| sample(&claims, 7, &mut Rng::new(seed, 0));
+        assert_eq!(draw(1), draw(1));
+        assert_ne!(draw(1), draw(2));
+        let drawn = draw(1);
+        let cases = drawn.strip_prefix("^(?:").unwrap();
+        let cases: Vec<String> = { cases.strip_suffix(")$").unwrap().split('|') }
+            .map(|case| format!("ADD({})", case.replace('\\', "")))
+            .collect();
+        let different: std::collections::BTreeSet<_> = cases.iter().collect();
+        assert_eq!(different.len(), 7);
+        assert!(
+            different
+                .iter()
+                .all(|case| claims.iter().any(|claim| claim.case == **case))
+        );
+        assert!(draw(1).contains("ne=\\["), "{}", draw(1));
+        assert_eq!(
+            sample(&claims, 1000, &mut Rng::new(1, 0))
+                .split('|')
+                .count(),
+            100
+        );
+    }
 
     const LIST: &str = "\
 \"backend_name\",\"op_name\",\"op_params\",\"test_mode\",\"supported\",\"error_message\",\"backend_reg_name\"

@@ -149,6 +149,7 @@ fn run(cache: &Cache) -> Result<Findings> {
         },
         giants: false,
         ops: None,
+        sample: None,
         preload: None,
         name: "table",
     };
@@ -162,6 +163,7 @@ fn run(cache: &Cache) -> Result<Findings> {
     let of = of.join(",");
     let against = Suite {
         ops: Some(&of),
+        sample: None,
         preload: Some(Library::Reference.build(cache, &bin)?),
         ..suite()
     };

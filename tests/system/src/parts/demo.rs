@@ -1,5 +1,7 @@
 //! `cargo xtask demo`, as a newcomer runs it, over both links.
 
+use anyhow::Context as _;
+
 use xtask_common::process;
 use xtask_common::progress::heading;
 use xtask_common::workspace;
@@ -8,6 +10,7 @@ use crate::test_run::TestRun;
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("the demo");
+    let Some(dist) = tests.dist() else { return };
     let variants: [(&str, &[&str]); 2] = [
         ("demo, f16", &["--type", "f16"]),
         ("demo, q4_k_m, inproc", &["--type", "q4_k_m", "--inproc"]),
@@ -16,6 +19,11 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         tests.check(name, |tests, step| {
             let mut cargo = workspace::cargo();
             cargo.args(["xtask", "demo"]).args(arguments);
+            // The first is built as a newcomer's is. The second is built like that with `--full`.
+            if arguments.contains(&"--inproc") && !tests.options.full {
+                let built = dist.plugin.parent().context("a build lies in a folder")?;
+                cargo.arg("--dist").arg(built);
+            }
             process::run(&mut cargo, step, &tests.log(&name.replace(", ", "-")))?;
             Ok(String::new())
         });

@@ -50,12 +50,14 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 .map(|_| "kubernetes-validate".into())
         });
     }
-    tests.check("kubernetes/kubevirt.yaml", |tests, _| {
-        let source = workspace::root().join("tests/kubevirt");
-        let program = packages::kubevirt_validate(tests.cache, &source)?;
-        process::output(Command::new(program).arg(at("kubernetes/kubevirt.yaml")))
-            .map(|_| "KubeVirt's types".into())
-    });
+    if tests.options.full {
+        tests.check("kubernetes/kubevirt.yaml", |tests, _| {
+            let source = workspace::root().join("tests/kubevirt");
+            let program = packages::kubevirt_validate(tests.cache, &source)?;
+            process::output(Command::new(program).arg(at("kubernetes/kubevirt.yaml")))
+                .map(|_| "KubeVirt's types".into())
+        });
+    }
     tests.check("the QEMU line is the tested one", |_, _| {
         for file in ["vm/qemu-ivshmem.sh", "vm/proxmox.conf"] {
             let text = std::fs::read_to_string(at(file)).context("reading it")?;

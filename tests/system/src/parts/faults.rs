@@ -1,14 +1,23 @@
 //! [`crate::faults`] in short.
 
+use anyhow::Context as _;
+
 use crate::faults::{self, Counts, FAULTS};
 use xtask_common::progress::heading;
 
 use crate::test_run::TestRun;
 
 /// Enough to find what goes wrong often; `cargo xtask faults` finds the rest.
-const COUNTS: Counts = Counts {
+const FULL: Counts = Counts {
     kills: 6,
     others: 2,
+    seed: 1,
+};
+
+/// Counts of a default run.
+const DEFAULT: Counts = Counts {
+    kills: 3,
+    others: 1,
     seed: 1,
 };
 
@@ -16,13 +25,19 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("faults");
     let Some(dist) = tests.dist() else { return };
     let cache = tests.cache;
+    let counts = Counts {
+        seed: tests.options.seed(),
+        ..if tests.options.full { FULL } else { DEFAULT }
+    };
     let prepared = tests.prepare("the guest program", |_| {
-        faults::Setup::new(cache, &dist, COUNTS)
+        faults::Setup::new(cache, &dist, counts)
     });
     let Some(prepared) = prepared else { return };
     for (name, inject) in FAULTS {
         tests.check(name, |_, step| {
-            inject(&prepared, step).map(|row| format!("{} times: {}", row.times, row.found))
+            inject(&prepared, step)
+                .map(|row| format!("{} times: {}", row.times, row.found))
+                .with_context(|| format!("with --seed {}", counts.seed))
         });
     }
 }

@@ -50,7 +50,12 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     let Some(needed) = needed else { return };
 
-    for flash in [true, false] {
+    let variants = if tests.options.full {
+        &[true, false][..]
+    } else {
+        &[true][..]
+    };
+    for &flash in variants {
         let with = if flash { "with" } else { "without" };
         heading(&format!("Ollama {with} flash attention"));
         let ready = tests.prepare("Ollama with the plugin installed", |tests| {

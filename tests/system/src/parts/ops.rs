@@ -13,8 +13,12 @@ use xtask_common::llama;
 use xtask_common::node_llama::Backend;
 use xtask_common::preload::Library;
 use xtask_common::progress::{Step, heading};
+use xtask_common::random_weights::Rng;
 
 use crate::test_run::{Served, TestRun};
+
+/// Different parameters of cases in a sample: as many as fit into a regular expression that the program still takes.
+const SAMPLE: usize = 400;
 
 /// Instruction sets below those that machines of developers have.
 fn lower() -> Vec<&'static str> {
@@ -46,16 +50,31 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         Ok(result)
     });
     // The other link, and the other version of the plugin ABI.
-    tests.check("every op inproc, ggml 0.26.0", |tests, step| {
-        let suite = Suite {
+    let is_sampled = !tests.options.full && tests.options.ops.is_none();
+    let name = match is_sampled {
+        true => "a sample of the ops inproc, ggml 0.26.0",
+        false => "every op inproc, ggml 0.26.0",
+    };
+    tests.check(name, |tests, step| {
+        let mut suite = Suite {
             backend: Backend::Plugin {
                 dist: &dist,
                 endpoint: "inproc",
             },
             ..suite(tests, &newest, "inproc")
         };
+        let mut drawn = String::new();
+        if is_sampled {
+            let seed = tests.options.seed();
+            suite.sample = Some(ops::sample(
+                &suite.claims()?,
+                SAMPLE,
+                &mut Rng::new(seed, 0),
+            ));
+            drawn = format!("; --seed {seed}");
+        }
         let (claims, report) = ops::compare_with_cpu(&suite, step)?;
-        Ok(summary(&claims, &report))
+        Ok(format!("{}{drawn}", summary(&claims, &report)))
     });
 
     // What other processors run of our kernels, each a run as long as the first.
@@ -107,6 +126,7 @@ fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
         backend: Backend::Cpu,
         giants: tests.options.full,
         ops: tests.options.ops.as_deref(),
+        sample: None,
         preload: None,
         name,
     }

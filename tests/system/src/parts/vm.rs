@@ -11,8 +11,12 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let Some(prepared) = tests.prepare("guests to boot", |b| vm::prepare(b.cache, &dist)) else {
         return;
     };
-    let only = tests.options.machine;
-    let wanted = |kind: Kind| only.is_none_or(|only| only == kind);
+    let kinds = match tests.options.machines.as_slice() {
+        [] if tests.options.full => Kind::ALL.to_vec(),
+        [] => vec![Kind::Ivshmem],
+        named => named.to_vec(),
+    };
+    let wanted = |kind: Kind| kinds.contains(&kind);
     if wanted(Kind::Ivshmem) {
         ivshmem(tests, &prepared);
     }

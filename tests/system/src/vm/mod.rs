@@ -29,3 +29,8 @@ pub(crate) enum Kind {
     /// With systemd and our Debian packages: services
     Systemd,
 }
+
+impl Kind {
+    /// All kinds.
+    pub(crate) const ALL: [Kind; 4] = [Kind::Ivshmem, Kind::VfioUser, Kind::Links, Kind::Systemd];
+}
