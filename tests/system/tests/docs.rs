@@ -225,7 +225,10 @@ fn the_tests_that_the_guarantees_name_exist() {
 fn the_messages_that_troubleshooting_quotes_exist() {
     // A string that goes on in the next line has a backslash and the next line's indentation in it.
     let mut sources = String::new();
-    for text in files(&["rs"]).into_values() {
+    for (file, text) in files(&["rs"]) {
+        if file.components().any(|part| part.as_os_str() == "tests") {
+            continue;
+        }
         let mut pieces = text.split("\\\n");
         sources.push_str(pieces.next().unwrap_or_default());
         pieces.for_each(|piece| sources.push_str(piece.trim_start()));
