@@ -1,8 +1,8 @@
 //! ggml's C interface for backend plugins: structures, constants and function types.
 //!
-//! The names are those of C. The headers `vendor/ggml-abi-*.h` declare and describe them. `build.rs`
-//! translates the headers and asserts every size and offset at compile time. `tests/abi.rs`
-//! compares the headers with those of real ggml releases.
+//! The names are those of C. The headers `vendor/ggml-abi-*.h` declare and describe them.
+//! `build.rs` translates the headers and asserts every size and offset at compile time.
+//! `tests/abi.rs` compares the headers with those of real ggml releases.
 //!
 //! One structure depends on the version of the interface: [`BufferType`].
 

@@ -13,9 +13,9 @@
 //!    its writes stay in order with the lookups. Never two at a time.
 //! 4. `SharedConnection::connection`: one exchange with the executor.
 //!
-//! Encoding a graph, hashing weights for a lookup and copying from mapped memory happen without
-//! lock 4. All other locks (`Session::open_uploads`, `Event::point`, those in `weights` and
-//! `load_progress`) are held for a few instructions that take no other lock of this list.
+//! Encoding a graph, hashing weights for the first lookup and copying from mapped memory happen
+//! without lock 4. Every other lock (`Session::open_uploads`, `Event::point`, those in `weights`
+//! and `load_progress`) is innermost: a thread that holds it takes no other lock.
 
 mod allocation;
 mod connection;
@@ -209,17 +209,11 @@ impl Session {
         data: Bytes<'_>,
         is_for_weights: bool,
     ) -> Result<bool, SessionError> {
-        let offer = to.upload.offer(
-            &self.connection,
-            &to.allocation,
-            offset,
-            data,
-            is_for_weights,
-        )?;
-        if offer.has_begun {
+        let (upload, allocation) = (&to.upload, &to.allocation);
+        if upload.begin_write(&self.connection, allocation, is_for_weights)? {
             self.open_uploads().push(Arc::clone(to));
         }
-        Ok(offer.is_present)
+        upload.offer(&self.connection, allocation, offset, data)
     }
 
     /// The buffer is used for something else than weights. Must be called before a request other

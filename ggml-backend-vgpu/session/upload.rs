@@ -72,15 +72,6 @@ struct OpenUpload {
     not_sent: u64,
 }
 
-/// What an upload makes of a write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Offer {
-    /// Whether the write has opened the upload.
-    pub(super) has_begun: bool,
-    /// Whether the executor has put the bytes into the buffer, so that they need not be sent.
-    pub(super) is_present: bool,
-}
-
 impl WeightUpload {
     /// For a new buffer.
     pub(super) fn new(hashes_first: bool) -> WeightUpload {
@@ -99,8 +90,32 @@ impl WeightUpload {
         }
     }
 
-    /// Must be called before `data` is written to `offset` of the buffer. `is_for_weights` says
-    /// whether ggml uses the buffer for weights.
+    /// Must be called before the buffer is written to. Opens the upload if this is the first write
+    /// and ggml uses the buffer for weights. Returns whether this call has opened the upload.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(super) fn begin_write(
+        &self,
+        connection: &SharedConnection,
+        to: &Allocation,
+        is_for_weights: bool,
+    ) -> Result<bool, SessionError> {
+        let mut state = self.state();
+        if !matches!(*state, State::Unwritten) {
+            return Ok(false);
+        }
+        let upload = match is_for_weights && to.size() >= MIN_EXTENT {
+            true => OpenUpload::begin(connection, to)?,
+            false => None,
+        };
+        *state = upload.map_or(State::NotWeights, State::Open);
+        Ok(matches!(*state, State::Open(_)))
+    }
+
+    /// Offers `data` for `offset` of the buffer to the upload, if it is open. Returns whether the
+    /// executor has put the bytes into the buffer, so that they need not be sent.
     ///
     /// # Errors
     ///
@@ -112,26 +127,11 @@ impl WeightUpload {
         to: &Allocation,
         offset: u64,
         data: Bytes<'_>,
-        is_for_weights: bool,
-    ) -> Result<Offer, SessionError> {
-        let mut state = self.state();
-        let mut has_begun = false;
-        if matches!(*state, State::Unwritten) {
-            let upload = match is_for_weights && to.size() >= MIN_EXTENT {
-                true => OpenUpload::begin(connection, to)?,
-                false => None,
-            };
-            has_begun = upload.is_some();
-            *state = upload.map_or(State::NotWeights, State::Open);
+    ) -> Result<bool, SessionError> {
+        match &mut *self.state() {
+            State::Open(upload) => upload.offer(connection, to, offset, data, self.hashes_first),
+            State::Unwritten | State::NotWeights | State::Sealed => Ok(false),
         }
-        let is_present = match &mut *state {
-            State::Open(upload) => upload.offer(connection, to, offset, data, self.hashes_first)?,
-            State::Unwritten | State::NotWeights | State::Sealed => false,
-        };
-        Ok(Offer {
-            has_begun,
-            is_present,
-        })
     }
 
     /// Ends the upload, if it is open. Returns `false`, and leaves the upload open, if another
