@@ -1,8 +1,9 @@
-//! Hearing from the GPU when it is done.
+//! Waiting for the GPU by polling host memory.
 //!
-//! Behind what is to be waited for, the GPU writes a number into a word of memory of this process (`cuStreamWriteValue32`). Whoever
-//! waits looks at that word, which takes a fraction of what a call of the driver takes, for as long as a decode step lasts, and
-//! sleeps in the driver from then on. An error never gets as far as the word: the driver then tells it.
+//! Behind the work to wait for, the GPU writes a number to a word of host memory
+//! (`cuStreamWriteValue32`). The host polls the word for about as long as a decode step lasts, which
+//! is a fraction of the time of a driver call, and then sleeps in the driver. After an error the GPU
+//! does not reach the write, and the driver call reports the error.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -12,58 +13,61 @@ use cudarc::driver::sys::{self, CUresult};
 
 use crate::device::MappedHostMemory;
 
-/// How long the word is looked at: about as long as the pieces that long graphs are cut into.
-const LOOK: Duration = Duration::from_millis(3);
+/// How long the host polls: about the time slice of long plans (`LaunchPolicy::time_slice`), twice.
+const POLL_TIME: Duration = Duration::from_millis(3);
 
-/// Looks between two at the clock.
-const LOOKS: u32 = 64;
+/// Polls between two looks at the clock.
+const POLLS: u32 = 64;
 
-/// A word that the GPU counts up.
-pub(crate) struct Completion {
+/// A word of host memory that the GPU counts up.
+pub(super) struct Completion {
     word: MappedHostMemory,
-    /// What it was asked to write last. Numbers go to the stream in order.
+    /// The last number that the GPU was asked to write. The lock keeps numbers in stream order.
     last: Mutex<u32>,
 }
 
 impl Completion {
-    /// A word of memory of the device, which is 0. `None` if the GPU does not write there.
+    /// Takes a word of mapped host memory that is 0. `None` if the GPU does not write there.
     ///
     /// # Safety
-    /// The context of `stream`, and of `word`, is current, and stays for as long as this is used.
-    pub(crate) unsafe fn new(word: MappedHostMemory, stream: sys::CUstream) -> Option<Completion> {
+    /// The context of `stream` and `word` is current to the calling thread, and `word` stays mapped
+    /// while the result is used.
+    pub(super) unsafe fn new(word: MappedHostMemory, stream: sys::CUstream) -> Option<Completion> {
         let completion = Completion {
             word,
             last: Mutex::new(0),
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: `request` has the same contract as this function; the stream is of the context
+        // that is current.
         unsafe {
-            let number = completion.ask(stream).ok()?;
+            let number = completion.request(stream).ok()?;
             let code = sys::cuStreamSynchronize(stream);
             (code == CUresult::CUDA_SUCCESS && completion.has_reached(number)).then_some(completion)
         }
     }
 
-    /// Waits a while for what the stream was asked for so far. `false`: it takes longer, or does not end well.
+    /// Polls for all work that the stream was asked for. `false` if the work takes longer than
+    /// [`POLL_TIME`], or an error ends it.
     ///
     /// # Safety
     /// As for [`Completion::new`].
-    pub(crate) unsafe fn wait(&self, stream: sys::CUstream) -> bool {
+    pub(super) unsafe fn wait(&self, stream: sys::CUstream) -> bool {
         // SAFETY: the caller's promise.
-        match unsafe { self.ask(stream) } {
-            Ok(number) => look(|| self.has_reached(number), LOOK),
+        match unsafe { self.request(stream) } {
+            Ok(number) => poll(|| self.has_reached(number), POLL_TIME),
             Err(_) => false,
         }
     }
 
-    /// Has the GPU write the next number behind all that it was asked for. Returns the number.
+    /// Asks the GPU to write the next number, in stream order. Returns the number.
     ///
     /// # Safety
     /// As for [`Completion::new`].
-    unsafe fn ask(&self, stream: sys::CUstream) -> Result<u32, CUresult> {
+    unsafe fn request(&self, stream: sys::CUstream) -> Result<u32, CUresult> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let next = last.wrapping_add(1);
         let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
-        // SAFETY: the word is the device's for as long as the context lives.
+        // SAFETY: the caller's promise: the stream's context is current, and the word is mapped.
         let code = unsafe { sys::cuStreamWriteValue32_v2(stream, self.word.device, next, flags) };
         if code != CUresult::CUDA_SUCCESS {
             return Err(code);
@@ -73,29 +77,31 @@ impl Completion {
     }
 
     fn has_reached(&self, number: u32) -> bool {
-        // SAFETY: four bytes at a multiple of four, which live as long as the device; only the GPU writes there.
+        // SAFETY: the word is 4 bytes at the start of a page, mapped while this object is used. The
+        // host never writes to it.
         let word = unsafe { AtomicU32::from_ptr(self.word.host.cast()) };
-        // What the GPU wrote before the number is seen after it.
-        has_passed(word.load(Ordering::Acquire), number)
+        // Acquire pairs with the GPU's write, which CU_STREAM_WRITE_VALUE_DEFAULT puts behind a
+        // memory barrier: what the GPU wrote to host memory before is visible after this load.
+        is_at_or_after(word.load(Ordering::Acquire), number)
     }
 }
 
-/// Whether a count that starts again from 0 at its end has come to `number`.
-fn has_passed(count: u32, number: u32) -> bool {
+/// Whether a counter that wraps around has reached `number`.
+fn is_at_or_after(count: u32, number: u32) -> bool {
     count.wrapping_sub(number) < 1 << 31
 }
 
-/// Looks again and again, for about so long.
-fn look(is_there: impl Fn() -> bool, patience: Duration) -> bool {
+/// Polls a condition for about `limit`.
+fn poll(is_true: impl Fn() -> bool, limit: Duration) -> bool {
     let began = Instant::now();
     loop {
-        for _ in 0..LOOKS {
-            if is_there() {
+        for _ in 0..POLLS {
+            if is_true() {
                 return true;
             }
             std::hint::spin_loop();
         }
-        if began.elapsed() >= patience {
+        if began.elapsed() >= limit {
             return false;
         }
     }
@@ -106,22 +112,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_start_again_from_0() {
+    fn counters_wrap_around() {
         for number in [0, 1, 1 << 31, u32::MAX] {
-            assert!(has_passed(number, number));
-            assert!(has_passed(number.wrapping_add(5), number));
-            assert!(!has_passed(number.wrapping_sub(1), number));
+            assert!(is_at_or_after(number, number));
+            assert!(is_at_or_after(number.wrapping_add(5), number));
+            assert!(!is_at_or_after(number.wrapping_sub(1), number));
         }
     }
 
     #[test]
-    fn looking_ends_when_it_is_there_and_when_it_never_is() {
+    fn polling_ends_on_success_and_at_the_limit() {
         let word = AtomicU32::new(0);
-        let is_there = || word.load(Ordering::Acquire) == 1;
-        assert!(!look(is_there, Duration::from_millis(1)));
+        let is_set = || word.load(Ordering::Acquire) == 1;
+        assert!(!poll(is_set, Duration::from_millis(1)));
         std::thread::scope(|scope| {
             scope.spawn(|| word.store(1, Ordering::Release));
-            assert!(look(is_there, Duration::from_secs(3600)));
+            assert!(poll(is_set, Duration::from_secs(3600)));
         });
     }
 }

@@ -1,38 +1,50 @@
-//! Launches as CUDA graphs: a node for each, in a chain.
+//! CUDA graphs: launches as a chain of kernel nodes, instantiated once and launched as one.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
-
-use super::Gpu;
-use crate::device::{GraphExecId, Launch};
 use vgpu_engine::EngineError;
 
-/// The graphs of a GPU.
-#[derive(Default)]
-pub(crate) struct Graphs {
-    last: u64,
-    known: HashMap<u64, Graph>,
+use super::kernels::Kernels;
+use super::stream::Stream;
+use crate::device::{GraphExecId, Launch};
+
+/// The instantiated graphs of a GPU.
+pub(super) struct Graphs {
+    stream: Arc<Stream>,
+    kernels: Arc<Kernels>,
+    table: Mutex<Table>,
 }
 
-/// A graph with what can be run of it.
+#[derive(Default)]
+struct Table {
+    last: u64,
+    graphs: HashMap<u64, Graph>,
+}
+
+/// A graph, and its executable instance. Either handle may be null.
 struct Graph {
     graph: sys::CUgraph,
     exec: sys::CUgraphExec,
-    /// A node for each launch.
+    /// One node for each launch.
     nodes: Vec<sys::CUgraphNode>,
 }
 
+// SAFETY: the handles may be used from any thread with the context current. The CUDA driver API
+// ("Graph Management") asks callers to synchronise access to a graph object: the table has a lock.
+unsafe impl Send for Graph {}
+
 impl Graph {
-    /// Gives back what there is of it.
+    /// Destroys what there is of the graph.
     ///
     /// # Safety
-    /// Its context is current and not destroyed.
+    /// The context of the graph is entered, and nobody uses the handles from now on.
     unsafe fn destroy(&self) {
-        // SAFETY: handles of the driver that nobody uses from here on. Replays under way end first: the driver keeps
-        // what they need. What a call says about handles that cannot be given back helps nobody.
+        // SAFETY: the handles are null or valid, and not used again. The driver keeps what launches
+        // under way need. There is nothing to do about a handle that cannot be destroyed.
         unsafe {
             if !self.exec.is_null() {
                 sys::cuGraphExecDestroy(self.exec);
@@ -44,19 +56,31 @@ impl Graph {
     }
 }
 
-impl Gpu {
-    /// Calls `body` with a launch as the driver wants nodes of graphs.
-    fn as_node<T>(
+impl Graphs {
+    /// No graphs yet, of `kernels`, to be launched on `stream`.
+    pub(super) fn new(stream: Arc<Stream>, kernels: Arc<Kernels>) -> Graphs {
+        Graphs {
+            stream,
+            kernels,
+            table: Mutex::default(),
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls `body` with the node parameters of a launch.
+    fn with_node_params<T>(
         &self,
         launch: &Launch,
         body: impl FnOnce(&sys::CUDA_KERNEL_NODE_PARAMS) -> T,
     ) -> T {
-        let (_, function) = self.kernels[launch.kernel.0 as usize];
         let ([gx, gy, gz], [tx, ty, tz]) = (launch.grid, launch.threads);
-        // Kernels have one parameter, a structure, which the driver copies. It knows its size.
+        // Every kernel has one parameter, a structure. The driver knows its size.
         let mut params: [*mut c_void; 1] = [launch.params.as_ptr().cast_mut().cast()];
         body(&sys::CUDA_KERNEL_NODE_PARAMS {
-            func: function,
+            func: self.kernels.function(launch.kernel),
             gridDimX: gx,
             gridDimY: gy,
             gridDimZ: gz,
@@ -71,40 +95,44 @@ impl Gpu {
         })
     }
 
-    pub(crate) fn graph_create(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError> {
-        let _entered = self.enter()?;
+    /// Creates and instantiates a graph of launches, each after the one before.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver refuses the graph.
+    pub(super) fn create(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError> {
+        let _entered = self.stream.context().enter()?;
         let mut graph = Graph {
             graph: ptr::null_mut(),
             exec: ptr::null_mut(),
             nodes: Vec::with_capacity(launches.len()),
         };
-        let outcome = self.fill_graph(&mut graph, launches);
-        if let Err(error) = outcome {
-            // SAFETY: entered above; the graph goes nowhere.
+        if let Err(error) = self.build(&mut graph, launches) {
+            // SAFETY: the context is entered; `graph` is dropped here.
             unsafe { graph.destroy() };
             return Err(error);
         }
-        let mut graphs = self.graphs();
-        graphs.last += 1;
-        let id = graphs.last;
-        graphs.known.insert(id, graph);
+        let mut table = self.table();
+        table.last += 1;
+        let id = table.last;
+        table.graphs.insert(id, graph);
         Ok(GraphExecId(id))
     }
 
-    fn fill_graph(&self, graph: &mut Graph, launches: &[Launch]) -> Result<(), EngineError> {
-        // SAFETY: a place for the result.
+    fn build(&self, graph: &mut Graph, launches: &[Launch]) -> Result<(), EngineError> {
+        let context = self.stream.context();
+        // SAFETY: `graph.graph` is a valid place for the handle.
         let code = unsafe { sys::cuGraphCreate(&mut graph.graph, 0) };
-        self.done("cuGraphCreate", code)?;
+        context.check("cuGraphCreate", code)?;
         for launch in launches {
             let mut node = ptr::null_mut();
-            let before = graph.nodes.last();
-            let (dependencies, count) = match before {
+            let (dependencies, count) = match graph.nodes.last() {
                 Some(before) => (ptr::from_ref(before), 1),
                 None => (ptr::null(), 0),
             };
-            let code = self.as_node(launch, |params| {
-                // SAFETY: a graph of ours with the node before; a function of ours with a structure of the size that
-                // it takes, which is copied before this returns.
+            let code = self.with_node_params(launch, |params| {
+                // SAFETY: the graph was created above; `dependencies` has `count` nodes of it. The
+                // function is of this context, and its parameter structure, which the driver copies
+                // before it returns, has the size that the kernel takes.
                 unsafe {
                     sys::cuGraphAddKernelNode_v2(
                         &mut node,
@@ -115,66 +143,82 @@ impl Gpu {
                     )
                 }
             });
-            self.done("cuGraphAddKernelNode", code)?;
+            context.check("cuGraphAddKernelNode", code)?;
             if launch.cooperative {
-                // SAFETY: plain numbers, of which one is set.
+                // SAFETY: the union consists of integers and plain structures, so all zeros are a
+                // valid value.
                 let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
                 value.cooperative = 1;
                 let which = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-                // SAFETY: the node that was just added, and a whole structure.
+                // SAFETY: `node` is the kernel node that was just added; `value` holds the member
+                // that `which` names.
                 let code = unsafe { sys::cuGraphKernelNodeSetAttribute(node, which, &value) };
-                self.done("cuGraphKernelNodeSetAttribute", code)?;
+                context.check("cuGraphKernelNodeSetAttribute", code)?;
             }
             graph.nodes.push(node);
         }
-        // SAFETY: a whole graph, and a place for the result.
+        // SAFETY: the graph is complete; `graph.exec` is a valid place for the handle.
         let code = unsafe { sys::cuGraphInstantiateWithFlags(&mut graph.exec, graph.graph, 0) };
-        self.done("cuGraphInstantiate", code)
+        context.check("cuGraphInstantiate", code)
     }
 
-    pub(crate) fn graph_update(
+    /// Replaces the parameters of node `index` of an instance by those of `launch`, of the same
+    /// kernel. Launches of the graph that are under way keep the old parameters.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if there is no such graph, or the driver refuses the change.
+    pub(super) fn update(
         &self,
         id: GraphExecId,
         index: usize,
         launch: &Launch,
     ) -> Result<(), EngineError> {
-        let _entered = self.enter()?;
-        let graphs = self.graphs();
-        let graph = graphs.find(id)?;
-        let code = self.as_node(launch, |params| {
-            // SAFETY: a node of the graph that this was made of; function and structure as above. Replays that are
-            // under way keep what they began with.
+        let _entered = self.stream.context().enter()?;
+        let table = self.table();
+        let graph = table.find(id)?;
+        let code = self.with_node_params(launch, |params| {
+            // SAFETY: the node is of the graph that `exec` was instantiated from; function and
+            // parameters are as in `build`.
             unsafe {
                 sys::cuGraphExecKernelNodeSetParams_v2(graph.exec, graph.nodes[index], params)
             }
         });
-        self.done("cuGraphExecKernelNodeSetParams", code)
+        self.stream
+            .context()
+            .check("cuGraphExecKernelNodeSetParams", code)
     }
 
+    /// Launches a graph on the stream.
+    ///
+    /// # Errors
+    /// As for [`Graphs::update`].
+    ///
     /// # Safety
-    /// The addresses in the launches are of memory that the kernels may use.
-    pub(crate) unsafe fn graph_launch(&self, id: GraphExecId) -> Result<(), EngineError> {
-        let _entered = self.enter()?;
-        let graphs = self.graphs();
-        let graph = graphs.find(id)?;
-        // SAFETY: the caller's promise; graph and stream are there.
-        self.done("cuGraphLaunch", unsafe {
-            sys::cuGraphLaunch(graph.exec, self.stream)
-        })
+    /// The addresses in the parameters of all nodes are of memory that the kernels may use, until
+    /// the stream is synchronised.
+    pub(super) unsafe fn launch(&self, id: GraphExecId) -> Result<(), EngineError> {
+        let _entered = self.stream.context().enter()?;
+        let table = self.table();
+        let graph = table.find(id)?;
+        // SAFETY: `exec` and the stream are of the context that is entered, and alive while the
+        // table is locked; the caller vouches for the addresses.
+        let code = unsafe { sys::cuGraphLaunch(graph.exec, self.stream.raw()) };
+        self.stream.context().check("cuGraphLaunch", code)
     }
 
-    pub(crate) fn graph_destroy(&self, id: GraphExecId) {
-        let graph = self.graphs().known.remove(&id.0);
-        if let (Some(graph), Ok(_entered)) = (graph, self.enter()) {
-            // SAFETY: entered; it is in no table any more.
+    /// Destroys a graph.
+    pub(super) fn destroy(&self, id: GraphExecId) {
+        let graph = self.table().graphs.remove(&id.0);
+        if let (Some(graph), Ok(_entered)) = (graph, self.stream.context().enter()) {
+            // SAFETY: the context is entered, and the table no longer has the graph.
             unsafe { graph.destroy() };
         }
     }
 }
 
-impl Graphs {
+impl Table {
     fn find(&self, id: GraphExecId) -> Result<&Graph, EngineError> {
-        self.known.get(&id.0).ok_or_else(|| EngineError::Device {
+        self.graphs.get(&id.0).ok_or_else(|| EngineError::Device {
             message: format!("there is no graph {}", id.0),
         })
     }

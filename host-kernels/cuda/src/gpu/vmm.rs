@@ -1,79 +1,116 @@
-//! Addresses that get memory when it is needed: the driver's virtual memory management.
+//! Address ranges whose physical memory is mapped later (CUDA programming guide, "Virtual Memory
+//! Management").
 
-use cudarc::driver::sys;
+use std::sync::Arc;
 
-use super::Gpu;
+use cudarc::driver::sys::{self, CUresult};
+use tracing::error;
+use vgpu_engine::EngineError;
+
+use super::memory::DeviceMemory;
+use super::stream::Stream;
 use crate::device::Address;
-use vgpu_engine::{EngineError, MemoryInfo};
+use vgpu_engine::MemoryInfo;
 
-impl Gpu {
-    fn location(&self) -> sys::CUmemLocation {
-        sys::CUmemLocation {
-            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: self.device,
-        }
-    }
+/// Reserves address ranges, and maps physical memory of the GPU into them.
+pub(super) struct AddressSpace {
+    /// The name of the GPU, for the log.
+    name: String,
+    stream: Arc<Stream>,
+    memory: Arc<DeviceMemory>,
+    device: sys::CUdevice,
+    granularity: u64,
+}
 
-    /// Memory of this GPU.
-    fn memory_properties(&self) -> sys::CUmemAllocationProp {
-        // SAFETY: plain numbers and a pointer that may be null.
-        let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
-        properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-        properties.location = self.location();
-        properties
-    }
-
-    /// The unit of memory that can be mapped.
-    pub(crate) fn unit(&self) -> Result<u64, EngineError> {
-        let _entered = self.enter()?;
-        let mut unit = 0;
-        let properties = self.memory_properties();
+impl AddressSpace {
+    /// The address space of `device`, in the context of `stream`.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver does not tell the granularity.
+    pub(super) fn new(
+        name: String,
+        stream: Arc<Stream>,
+        memory: Arc<DeviceMemory>,
+        device: sys::CUdevice,
+    ) -> Result<AddressSpace, EngineError> {
+        let mut granularity = 0;
+        let properties = properties(device);
         let kind = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        // SAFETY: a place for the result, and a whole structure.
-        let code = unsafe { sys::cuMemGetAllocationGranularity(&mut unit, &properties, kind) };
-        self.done("cuMemGetAllocationGranularity", code)?;
-        Ok(unit as u64)
+        let entered = stream.context().enter()?;
+        // SAFETY: `granularity` is a valid place for the result; `properties` is fully initialised.
+        let code =
+            unsafe { sys::cuMemGetAllocationGranularity(&mut granularity, &properties, kind) };
+        let outcome = stream
+            .context()
+            .check("cuMemGetAllocationGranularity", code);
+        drop(entered);
+        outcome?;
+        Ok(AddressSpace {
+            name,
+            stream,
+            memory,
+            device,
+            granularity: granularity as u64,
+        })
     }
 
-    pub(crate) fn reserve_addresses(&self, size: u64) -> Result<Address, EngineError> {
-        let _entered = self.enter()?;
+    /// The unit of mappings, in bytes.
+    pub(super) fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
+    /// Reserves `size` bytes of addresses, for as long as the context exists.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver has no such range.
+    pub(super) fn reserve(&self, size: u64) -> Result<Address, EngineError> {
+        let context = self.stream.context();
+        let _entered = context.enter()?;
         let mut address = 0;
-        // SAFETY: a place for the result; the driver chooses where.
+        // SAFETY: `address` is a valid place for the result. With address 0 the driver chooses a
+        // free range.
         let code = unsafe { sys::cuMemAddressReserve(&mut address, size as usize, 0, 0, 0) };
-        self.done("cuMemAddressReserve", code)?;
+        context.check("cuMemAddressReserve", code)?;
         Ok(address)
     }
 
+    /// Maps new physical memory of unknown content at `at`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the GPU has not that much left.
+    ///
     /// # Safety
-    /// The addresses are reserved and have no memory.
-    pub(crate) unsafe fn map_memory(&self, at: Address, size: u64) -> Result<(), EngineError> {
-        let _entered = self.enter()?;
+    /// The range is reserved, has no memory, and is a multiple of the granularity.
+    pub(super) unsafe fn map(&self, at: Address, size: u64) -> Result<(), EngineError> {
+        let context = self.stream.context();
+        let _entered = context.enter()?;
         let bytes = size as usize;
-        let properties = self.memory_properties();
-        let mut memory = 0;
-        // SAFETY: a place for the result, and a whole structure.
-        let code = unsafe { sys::cuMemCreate(&mut memory, bytes, &properties, 0) };
-        if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            let MemoryInfo { total, free } = crate::device::Device::memory(self);
-            let wanted = size;
+        let properties = properties(self.device);
+        let mut handle = 0;
+        // SAFETY: `handle` is a valid place for the result; `properties` is fully initialised.
+        let code = unsafe { sys::cuMemCreate(&mut handle, bytes, &properties, 0) };
+        if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            let MemoryInfo { total, free } = self.memory.info();
             return Err(EngineError::OutOfMemory {
-                wanted,
+                wanted: size,
                 free,
                 total,
             });
         }
-        self.done("cuMemCreate", code)?;
+        context.check("cuMemCreate", code)?;
         let access = sys::CUmemAccessDesc {
-            location: self.location(),
+            location: location(self.device),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // SAFETY: the caller's addresses, this memory, all of it. The handle is not needed once the memory is mapped,
-        // and must not stay if it could not be.
+        // SAFETY: the caller vouches for the range; `handle` was created above with `bytes` bytes. A
+        // mapping holds a reference to its memory, so the handle is released at once, whether the
+        // mapping was made or not. If access cannot be set, the mapping is undone.
         unsafe {
-            let mapped = self.done("cuMemMap", sys::cuMemMap(at, bytes, 0, memory, 0));
-            let released = self.done("cuMemRelease", sys::cuMemRelease(memory));
+            let mapped = context.check("cuMemMap", sys::cuMemMap(at, bytes, 0, handle, 0));
+            let released = context.check("cuMemRelease", sys::cuMemRelease(handle));
             mapped.and(released)?;
-            let usable = self.done("cuMemSetAccess", sys::cuMemSetAccess(at, bytes, &access, 1));
+            let usable =
+                context.check("cuMemSetAccess", sys::cuMemSetAccess(at, bytes, &access, 1));
             if usable.is_err() {
                 sys::cuMemUnmap(at, bytes);
             }
@@ -81,11 +118,43 @@ impl Gpu {
         }
     }
 
+    /// Unmaps and frees memory once the stream has finished.
+    ///
     /// # Safety
-    /// One call of `map_memory` has put the memory there, and nothing uses it any more.
-    pub(crate) unsafe fn unmap_memory(&self, at: Address, size: u64) -> Result<(), EngineError> {
-        let _entered = self.enter()?;
-        // SAFETY: the caller's promise.
-        self.done("cuMemUnmap", unsafe { sys::cuMemUnmap(at, size as usize) })
+    /// One call of [`AddressSpace::map`] has mapped this range, and nothing uses it from now on.
+    pub(super) unsafe fn unmap(&self, at: Address, size: u64) {
+        let context = self.stream.context();
+        if context.lost().is_some() {
+            // Mappings belong to the process, not to the context. A failure here changes nothing.
+            // SAFETY: the caller's promise; in a lost context no kernel runs.
+            unsafe { sys::cuMemUnmap(at, size as usize) };
+            return;
+        }
+        let outcome = self.stream.synchronize().and_then(|()| {
+            let _entered = context.enter()?;
+            // SAFETY: the caller's promise; the stream, which may have used the memory, was
+            // synchronised first.
+            context.check("cuMemUnmap", unsafe { sys::cuMemUnmap(at, size as usize) })
+        });
+        if let Err(reason) = outcome {
+            error!("{}: scratch memory is leaked: {reason}", self.name);
+        }
     }
+}
+
+fn location(device: sys::CUdevice) -> sys::CUmemLocation {
+    sys::CUmemLocation {
+        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+        id: device,
+    }
+}
+
+/// Physical memory of `device`.
+fn properties(device: sys::CUdevice) -> sys::CUmemAllocationProp {
+    // SAFETY: the structure consists of integers, an enum that has the value 0, and a pointer that
+    // may be null, so all zeros are a valid value.
+    let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location = location(device);
+    properties
 }

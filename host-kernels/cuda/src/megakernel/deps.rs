@@ -1,6 +1,6 @@
 //! Which stages wait for which: as few as keep all that share memory in order.
 
-use super::stages::{MemoryAccess, meet};
+use super::access::{MemoryAccess, meet};
 use crate::params::VG_MAX_WAITS;
 
 /// What a stage waits for, by number.

@@ -1,5 +1,6 @@
 //! Runs of launches as one cooperative launch.
 
+mod access;
 mod deps;
 pub(crate) mod lowering;
 pub(crate) mod report;

@@ -1,6 +1,6 @@
 //! Attention of many tokens on Hopper GPUs: what `cuda/fattn_sm90.cu` has kernels for, and their launches.
 
-use super::attention::{Kind, kind_of, mask_states};
+use super::fattn_operands::{KvPath, mask_states, path_of};
 use crate::launch::builder::Builder;
 use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
 use crate::params::*;
@@ -60,7 +60,7 @@ impl FattnSm90 {
         let blocks = across * (q.ne[2] / group) * q.ne[3];
         let fits = b.is_sm90()
             && b.max_shared_per_block() >= SHARED
-            && kind_of(k, v) == Kind::Halves
+            && path_of(k, v) == KvPath::F16
             && v.ne[0] == shape.width
             && 2 * rows > ROWS
             && 2 * blocks >= b.sm_count().into()

@@ -7,6 +7,8 @@ mod bench;
 mod conv;
 mod deepseek;
 mod elementwise;
+mod fattn;
+mod fattn_operands;
 mod fattn_sm90;
 pub(crate) mod fused;
 mod gemm_sm90;

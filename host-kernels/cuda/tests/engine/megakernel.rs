@@ -11,7 +11,7 @@ use tracing::{Level, Metadata};
 
 use vgpu_check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
 use vgpu_cuda::LaunchPolicy;
-use vgpu_engine::{Memory, Plan, RunStatus, RunError, Turn};
+use vgpu_engine::{Memory, Plan, RunError, RunStatus, Turn};
 use vgpu_transport::ir::Type;
 
 use crate::engine_with;

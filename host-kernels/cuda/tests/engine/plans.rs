@@ -6,7 +6,7 @@ use std::time::Duration;
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::LaunchPolicy;
 use vgpu_cuda::autotune::{GemmVariant, TuningTable};
-use vgpu_engine::{Engine, Plan, RunStatus, RunError, Turn};
+use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
 use crate::spy::{Call, Fails, Spy};
 use crate::{engine_on, engine_with};

@@ -1,31 +1,27 @@
-//! From a graph to launches.
+//! Plans: compiled graphs, and running them.
 
-use std::ops::Range;
+mod compiler;
+mod part;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use tracing::error;
-use vgpu_transport::ir::{Graph, Op, Shape, Tensor, Type};
+use vgpu_transport::ir::Graph;
 
-use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
 use crate::context::{DeviceGuard, ExecutionContext};
-use crate::cpu_fallback::{CpuFallback, FallbackNode};
 use crate::device::Address;
-use crate::fused_launch::{GroupNode, emit};
-use crate::graph_exec::{Failure, LaunchSequence};
-use crate::launch::builder::Builder;
-use crate::launch::planned::PlannedLaunch;
+use crate::graph_exec::Failure;
 use crate::launch::q8::FEW_COLUMNS;
-use crate::launch::q8::next_product_quantizes;
-use crate::megakernel::lowering;
 use crate::memory::CudaMemory;
-use crate::ops;
 use crate::params::{VgFault, VgView};
 use crate::repack::pass::RepackPass;
 use crate::scratch::Claim;
-use vgpu_engine::fuse::{Arrangement, Kind};
-use vgpu_engine::{EngineError, Memory, Plan, RunStatus, RunError, NodeTiming, Turn};
+use compiler::{Compiler, is_aligned};
+use part::{Part, at_node, failure};
+use vgpu_engine::fuse::Arrangement;
+use vgpu_engine::{EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn};
 
 /// A graph, compiled: launches in order, and now and then work of the host.
 pub(crate) struct CudaPlan {
@@ -55,15 +51,6 @@ struct UnderWay {
     /// The node of the last launch.
     node: usize,
     _device: DeviceGuard,
-}
-
-enum Part {
-    Launches(LaunchSequence),
-    /// Runs on the host, between launches.
-    Cpu {
-        work: FallbackNode,
-        node: usize,
-    },
 }
 
 impl CudaPlan {
@@ -260,232 +247,9 @@ impl CudaPlan {
     }
 }
 
-/// A plan in the making.
-struct Compiler<'a> {
-    context: &'a Arc<ExecutionContext>,
-    bases: &'a [Address],
-    views: &'a [VgView],
-    /// In our order, and where nodes were in the guest's.
-    graph: &'a Graph,
-    origin: &'a [usize],
-    kept: ActivationCache,
-    work: Vec<Work>,
-    groups: Vec<(usize, Vec<usize>)>,
-    scratch_bytes: u64,
-    /// Weights in planes that kernels do not read so.
-    refused: Vec<Address>,
-}
-
-/// What a plan does, in order.
-enum Work {
-    Launch(PlannedLaunch),
-    Cpu(FallbackNode, usize),
-}
-
-impl<'a> Compiler<'a> {
-    /// Compiles all nodes, over tensors at these places.
-    fn of(
-        arrangement: &'a Arrangement,
-        views: &'a [VgView],
-        bases: &'a [Address],
-        context: &'a Arc<ExecutionContext>,
-    ) -> Result<Compiler<'a>, EngineError> {
-        let mut compiler = Compiler {
-            context,
-            bases,
-            views,
-            graph: &arrangement.graph,
-            origin: &arrangement.origin,
-            kept: ActivationCache::new(context.scratch.base()),
-            work: Vec::new(),
-            groups: Vec::new(),
-            scratch_bytes: 0,
-            refused: Vec::new(),
-        };
-        let mut at = 0;
-        while at < arrangement.graph.nodes.len() {
-            at = match arrangement.group_at(at) {
-                Some((kind, nodes)) => {
-                    compiler.group(kind, nodes.clone())?;
-                    nodes.end
-                }
-                None => {
-                    compiler.node(at)?;
-                    at + 1
-                }
-            };
-        }
-        Ok(compiler)
-    }
-
-    /// Compiles nodes that may become one launch.
-    fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<(), EngineError> {
-        let seen: Vec<GroupNode> = { self.graph.nodes[nodes.clone()].iter() }
-            .map(|node| GroupNode {
-                op: node.op,
-                dst: self.views[node.dst as usize],
-                src: { node.src.as_slice().iter() }
-                    .map(|src| src.map_or_else(VgView::default, |src| self.views[src as usize]))
-                    .collect(),
-            })
-            .collect();
-        let (graph, views) = (self.graph, self.views);
-        let is_rounded = |x: &VgView| next_product_quantizes(graph, views, nodes.end, x);
-        let added = self.build(nodes.clone(), |builder| {
-            emit(kind, &seen, is_rounded, builder)
-        });
-        match added {
-            Some(outcome) => outcome,
-            None => nodes.clone().try_for_each(|at| self.node(at)),
-        }
-    }
-
-    /// Compiles a node by itself.
-    fn node(&mut self, at: usize) -> Result<(), EngineError> {
-        let node = &self.graph.nodes[at];
-        if self.graph.dst(node).shape.is_empty() {
-            return Ok(());
-        }
-        if CpuFallback::takes(self.graph, node) {
-            let work = self
-                .context
-                .cpu_fallback
-                .compile(self.graph, node, self.bases)?;
-            self.work.push(Work::Cpu(work, self.origin[at]));
-            self.groups.push((1, vec![self.origin[at]]));
-            self.wrote(at..at + 1, usize::MAX);
-            return Ok(());
-        }
-        let outcome = self.build(at..at + 1, |builder| Some(ops::compile(&node.op, builder)));
-        outcome.unwrap_or(Ok(()))
-    }
-
-    /// Adds what `body` adds for some nodes.
-    fn build(
-        &mut self,
-        nodes: Range<usize>,
-        body: impl FnOnce(&mut Builder<'_>) -> Option<Result<(), EngineError>>,
-    ) -> Option<Result<(), EngineError>> {
-        let before = self.work.len();
-        let kept = (&mut self.kept, before);
-        let mut builder = Builder::new(self.graph, self.views, nodes.start, self.context, kept);
-        builder.set_label(self.origin[nodes.start]);
-        if let Err(error) = body(&mut builder)? {
-            return Some(Err(error));
-        }
-        self.scratch_bytes = self.scratch_bytes.max(builder.scratch_bytes());
-        self.refused.extend(builder.refused());
-        let steps: Vec<PlannedLaunch> = builder.into_launches().collect();
-        let origin = &self.origin[nodes.clone()];
-        self.groups.push((steps.len(), origin.to_vec()));
-        self.work.extend(steps.into_iter().map(Work::Launch));
-        self.wrote(nodes, before);
-        Some(Ok(()))
-    }
-
-    /// Forgets what was kept, before launch `since`, of what nodes have written.
-    fn wrote(&mut self, nodes: Range<usize>, since: usize) {
-        for node in &self.graph.nodes[nodes] {
-            let also = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
-            let sources = node.src.as_slice().iter().flatten().filter(|_| also);
-            for &written in sources.chain([&node.dst]) {
-                self.kept
-                    .wrote(&self.views[written as usize].extent(), since);
-            }
-        }
-    }
-
-    /// Bytes of working memory that the plan needs.
-    fn needed(&self) -> u64 {
-        match (self.scratch_bytes, self.kept.is_used()) {
-            (0, false) => 0,
-            (bytes, _) => ACTIVATION_CACHE_BYTES + bytes,
-        }
-    }
-
-    /// The plan's parts, over the memory at these addresses, and the tables of its steps.
-    fn into_parts(
-        mut self,
-        memory: &[usize],
-        ops: &[&'static str],
-    ) -> Result<(Vec<Part>, Vec<CudaMemory>), EngineError> {
-        for &(made, used) in self.kept.spans() {
-            for work in &mut self.work[made..used] {
-                if let Work::Launch(step) = work {
-                    step.may_yield = false;
-                }
-            }
-        }
-        let templates = &self.context.templates;
-        let mut tables = Vec::new();
-        let mut sequence = |plain: Vec<PlannedLaunch>| -> Result<Part, EngineError> {
-            let arranged = lowering::arrange(&plain, self.context, ops)?;
-            let has_steps = !arranged.memory.is_empty();
-            tables.extend(arranged.memory);
-            let plain = LaunchSequence::new(plain, memory, templates);
-            Ok(Part::Launches(match has_steps {
-                true => LaunchSequence::new(arranged.steps, memory, templates).or(plain),
-                false => plain,
-            }))
-        };
-        let mut parts = Vec::new();
-        let mut steps: Vec<PlannedLaunch> = Vec::new();
-        for work in self.work {
-            match work {
-                Work::Launch(step) => steps.push(step),
-                Work::Cpu(work, node) => {
-                    if !steps.is_empty() {
-                        parts.push(sequence(std::mem::take(&mut steps))?);
-                    }
-                    parts.push(Part::Cpu { work, node });
-                }
-            }
-        }
-        if !steps.is_empty() {
-            parts.push(sequence(steps)?);
-        }
-        Ok((parts, tables))
-    }
-}
-
 /// Memory as the engine's own.
 fn cuda_memory(memory: &Arc<dyn Memory>) -> Option<&CudaMemory> {
     memory.as_any().downcast_ref()
-}
-
-/// Whether elements lie at multiples of their size, and blocks at multiples of the 16-bit numbers in them. A GPU ends
-/// everything that runs on it when a kernel reads elsewhere; ggml never puts tensors there.
-fn is_aligned(tensor: &Tensor) -> bool {
-    let Shape { ty, .. } = tensor.shape;
-    let wanted = match ty {
-        Type::Mxfp4 => 1,
-        ty if ty.is_quantized() => 2,
-        ty => ty.block_bytes(),
-    };
-    // Those of dimensions without extent do not count.
-    let strides = tensor.shape.with_plain_strides().nb;
-    std::iter::once(tensor.offset)
-        .chain(strides)
-        .all(|place| place.is_multiple_of(wanted))
-}
-
-fn failure(ops: &[&'static str], node: usize, error: &EngineError) -> RunError {
-    RunError::Kernel {
-        node,
-        op: ops[node],
-        message: error.to_string(),
-    }
-}
-
-/// An error of a graph that consists of this one node, as one of the whole graph.
-fn at_node(ops: &[&'static str], at: usize, mut error: RunError) -> RunError {
-    match &mut error {
-        RunError::Index { node, op, .. } | RunError::Kernel { node, op, .. } => {
-            (*node, *op) = (at, ops[at]);
-        }
-        RunError::Stale => {}
-    }
-    error
 }
 
 impl Plan for CudaPlan {
@@ -575,39 +339,5 @@ impl Drop for CudaPlan {
     fn drop(&mut self) {
         // Its memory must not be used any more, and the next plan must not find its faults.
         let _ = self.wait();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_a_gpu_cannot_read_is_found() {
-        let tensor = |ty, offset, stride: u64| {
-            let mut shape = Shape::contiguous(ty, [256, 4, 1, 1]).expect("a small shape");
-            shape.nb[1] += stride;
-            Tensor {
-                shape,
-                buffer: 0,
-                offset,
-            }
-        };
-        for (ty, offset, stride, is_right) in [
-            (Type::Q8_0, 24, 0, true),
-            (Type::Q8_0, 25, 0, false),
-            (Type::Q8_0, 24, 1, false),
-            (Type::Mxfp4, 25, 1, true),
-            (Type::F32, 4, 4, true),
-            (Type::F32, 4, 2, false),
-            (Type::F16, 2, 2, true),
-        ] {
-            let tensor = tensor(ty, offset, stride);
-            assert_eq!(is_aligned(&tensor), is_right, "{tensor:?}");
-        }
-        // A stride over a dimension of one element says nothing.
-        let mut one = tensor(Type::Q8_0, 24, 0);
-        (one.shape.ne[1], one.shape.nb[1]) = (1, 33);
-        assert!(is_aligned(&one));
     }
 }

@@ -1,0 +1,232 @@
+//! The CUDA engine.
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tracing::{error, info, warn};
+use vgpu_transport::ir::{Capabilities, ValidGraph};
+use vgpu_transport::shm::memory::Window;
+
+use crate::autotune::TuningTable;
+use crate::context::ExecutionContext;
+use crate::device::Device;
+use crate::launch::policy::LaunchPolicy;
+use crate::memory::CudaMemory;
+use crate::plan::CudaPlan;
+use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
+
+/// How long to leave a device alone that could not be set up anew.
+const RETRY_DELAY: Duration = Duration::from_secs(5);
+
+/// So often it is tried before the device counts as beyond repair.
+const MAX_ATTEMPTS: u32 = 3;
+
+/// Sets a device up.
+type Opener = Box<dyn Fn() -> Result<Arc<dyn Device>, EngineError> + Send + Sync>;
+
+/// The engine that runs on a GPU.
+pub struct CudaEngine {
+    name: String,
+    description: String,
+    capabilities: Capabilities,
+    policy: LaunchPolicy,
+    tuning: Arc<TuningTable>,
+    open: Option<Opener>,
+    retry_delay: Duration,
+    current: Mutex<Current>,
+}
+
+/// The device as it is now.
+struct Current {
+    context: Arc<ExecutionContext>,
+    /// When it could not be set up anew, and why.
+    failed: Option<(Instant, EngineError)>,
+    /// How often that was tried.
+    attempts: u32,
+}
+
+impl CudaEngine {
+    /// An engine on `device`.
+    pub fn new(device: Arc<dyn Device>) -> Result<CudaEngine, EngineError> {
+        CudaEngine::with_policy(device, LaunchPolicy::default())
+    }
+
+    /// The same with another policy, for devices that are not as fast as a GPU.
+    pub fn with_policy(
+        device: Arc<dyn Device>,
+        policy: LaunchPolicy,
+    ) -> Result<CudaEngine, EngineError> {
+        Ok(CudaEngine {
+            name: device.name().to_owned(),
+            description: device.description().to_owned(),
+            capabilities: Capabilities::new(crate::ops::rules()),
+            policy,
+            tuning: Arc::default(),
+            open: None,
+            retry_delay: RETRY_DELAY,
+            current: Mutex::new(Current {
+                context: Arc::new(ExecutionContext::new(device, policy)?),
+                failed: None,
+                attempts: 0,
+            }),
+        })
+    }
+
+    /// Whether there is anything to choose: products that several kernels can do.
+    pub fn is_tunable(&self) -> bool {
+        let architecture =
+            |context: Arc<ExecutionContext>| context.device.architecture() == crate::source::HOPPER;
+        self.context().is_ok_and(architecture)
+    }
+
+    /// The same engine, which chooses among kernels so.
+    #[must_use]
+    pub fn with_tuning(self, tuning: TuningTable) -> CudaEngine {
+        let tuning = Arc::new(tuning);
+        { self.current.lock() }
+            .unwrap_or_else(PoisonError::into_inner)
+            .context
+            .set_tuning(&tuning);
+        CudaEngine { tuning, ..self }
+    }
+
+    /// The same engine, which sets its device up anew with `open` when it is lost.
+    #[must_use]
+    pub fn with_reopen(
+        self,
+        open: impl Fn() -> Result<Arc<dyn Device>, EngineError> + Send + Sync + 'static,
+    ) -> CudaEngine {
+        CudaEngine {
+            open: Some(Box::new(open)),
+            ..self
+        }
+    }
+
+    /// The same engine, which leaves a device that it could not set up anew alone for so long.
+    #[must_use]
+    pub fn with_retry_delay(self, rest: Duration) -> CudaEngine {
+        CudaEngine {
+            retry_delay: rest,
+            ..self
+        }
+    }
+
+    /// The device, set up anew if it is lost.
+    fn context(&self) -> Result<Arc<ExecutionContext>, EngineError> {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(reason) = current.context.device.lost() else {
+            return Ok(Arc::clone(&current.context));
+        };
+        if let Some((when, error)) = &current.failed
+            && when.elapsed() < self.retry_delay
+        {
+            return Err(error.clone());
+        }
+        let Some(open) = &self.open else {
+            return Err(EngineError::DeviceLost { reason });
+        };
+        warn!("{} is set up anew: {reason}", self.name);
+        // Its memory must be free before somebody else can have it.
+        current.context.device.abandon();
+        let opened = open().and_then(|device| ExecutionContext::new(device, self.policy));
+        match opened.and_then(|context| context.probe().map(|()| context)) {
+            Ok(context) => {
+                info!("{} works again, for new sessions", self.name);
+                context.set_tuning(&self.tuning);
+                current.context = Arc::new(context);
+                current.failed = None;
+                current.attempts = 0;
+                Ok(Arc::clone(&current.context))
+            }
+            Err(error) => {
+                current.attempts += 1;
+                error!(
+                    "{} cannot be set up anew, attempt {} of {MAX_ATTEMPTS}: {error}",
+                    self.name, current.attempts
+                );
+                let error = EngineError::Device {
+                    message: format!(
+                        "it is lost ({reason}) and cannot be set up anew ({error}); \
+                         the host's administrator has to restart vgpu serve"
+                    ),
+                };
+                current.failed = Some((Instant::now(), error.clone()));
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Engine for CudaEngine {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        // A device that is lost has none.
+        self.context().map_or_else(
+            |_| MemoryInfo::default(),
+            |context| context.allocator.memory(),
+        )
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
+        Ok(Arc::new(CudaMemory::new(&self.context()?.allocator, size)?))
+    }
+
+    fn fatal_error(&self) -> Option<String> {
+        let error = self.context().err()?;
+        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that nobody can set up anew is lost for good at once.
+        (self.open.is_none() || current.attempts >= MAX_ATTEMPTS).then(|| error.to_string())
+    }
+
+    fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
+        let device = Arc::clone(&self.context().ok()?.device);
+        // SAFETY: the window is mapped for as long as it lives, and `Pinned` holds on to it.
+        match unsafe { device.pin(window.as_ptr(), window.size()) } {
+            Ok(()) => Some(Box::new(Pinned {
+                device,
+                window: Arc::clone(window),
+            })),
+            Err(error) => {
+                info!("what crosses the guest's window takes a detour in the driver: {error}");
+                None
+            }
+        }
+    }
+
+    fn compile(
+        &self,
+        graph: &ValidGraph,
+        buffers: &[Arc<dyn Memory>],
+    ) -> Result<Box<dyn Plan>, EngineError> {
+        let context = self.context()?;
+        Ok(Box::new(CudaPlan::compile(
+            graph.graph(),
+            buffers,
+            &context,
+        )?))
+    }
+}
+
+/// A window that the device reaches by itself.
+struct Pinned {
+    device: Arc<dyn Device>,
+    window: Arc<Window>,
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.device.unpin(self.window.as_ptr());
+    }
+}

@@ -1,0 +1,341 @@
+//! Flash attention on tensor cores.
+
+use vgpu_transport::ir::Type;
+
+use super::fattn_operands::{KvPath, is_aligned, mask_states, path_of};
+use crate::context::COUNTERS;
+use crate::launch::builder::Builder;
+use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
+use crate::launch::q8::Q8Activations;
+use crate::params::*;
+use vgpu_engine::EngineError;
+
+/// Tiles of rows and keys for a width of heads, and the kernels that have them, by kind.
+struct Shape {
+    kernels: [&'static str; 4],
+    k: i64,
+    v: i64,
+    rows: i64,
+    keys: i64,
+}
+
+macro_rules! shape {
+    ($name:literal, [$k:literal, $v:literal], [$rows:expr, $keys:expr]) => {
+        Shape {
+            kernels: [
+                concat!("vg_fattn_f16_", $name),
+                concat!("vg_fattn_bf16_", $name),
+                concat!("vg_fattn_quant_", $name),
+                concat!("vg_fattn_f32_", $name),
+            ],
+            k: $k,
+            v: $v,
+            rows: $rows,
+            keys: $keys,
+        }
+    };
+}
+
+/// For few rows and for many, by the widest heads they take. Where heads are wide, kinds differ in what there is room for: keys
+/// for few rows and rows for many with heads of 256, keys with those of 576.
+const fn shapes(keys_of_256: i64, rows_of_256: i64, keys_of_576: i64) -> [[Shape; 2]; 4] {
+    [
+        [
+            shape!("64_decode", [64, 64], [16, 64]),
+            shape!("64_prefill", [64, 64], [64, 64]),
+        ],
+        [
+            shape!("128_decode", [128, 128], [16, 64]),
+            shape!("128_prefill", [128, 128], [64, 64]),
+        ],
+        [
+            shape!("256_decode", [256, 256], [16, keys_of_256]),
+            shape!("256_prefill", [256, 256], [rows_of_256, 32]),
+        ],
+        [
+            shape!("576_decode", [576, 512], [16, keys_of_576]),
+            shape!("576_decode", [576, 512], [16, keys_of_576]),
+        ],
+    ]
+}
+
+const SHAPES: [[Shape; 2]; 4] = shapes(64, 64, 32);
+/// Tiles are unpacked, which takes room for their bytes.
+const SHAPES_QUANT: [[Shape; 2]; 4] = shapes(32, 64, 32);
+const SHAPES_F32: [[Shape; 2]; 4] = shapes(32, 32, 16);
+
+fn shapes_of(path: KvPath) -> &'static [[Shape; 2]] {
+    match path {
+        KvPath::Quant => &SHAPES_QUANT,
+        KvPath::F32 => &SHAPES_F32,
+        KvPath::F16 | KvPath::Bf16 => &SHAPES,
+    }
+}
+
+/// Most rows of a tile of which most are none.
+const FEW_ROWS: i64 = 16;
+
+/// Bytes that are to be on their way on a multiprocessor.
+const UNDER_WAY: i64 = 64 << 10;
+
+/// Fewest tiles of keys that are worth a block of their own.
+const MIN_TILES: i64 = 2;
+
+/// A launch of a kernel on tensor cores.
+pub(crate) struct Tiles {
+    kernel: &'static str,
+    shape: &'static Shape,
+    /// Query heads whose queries share tiles.
+    pub(crate) group: i64,
+    raw: i64,
+    shared: u32,
+}
+
+impl Tiles {
+    /// The kernel for an attention, if there is one for such operands.
+    /// However many rows there are, tiles are of few if that `is_few`.
+    pub(crate) fn of(
+        params: &VgFattnSimtParams,
+        max_shared_per_block: u32,
+        is_few: bool,
+    ) -> Option<Tiles> {
+        let path = path_of(&params.k, &params.v);
+        // Pairs need least of what a block shares with wide heads.
+        let paths = [path, KvPath::F32].into_iter();
+        { paths }.find_map(|path| Tiles::of_path(path, params, max_shared_per_block, is_few))
+    }
+
+    fn of_path(
+        path: KvPath,
+        params: &VgFattnSimtParams,
+        max_shared_per_block: u32,
+        is_few: bool,
+    ) -> Option<Tiles> {
+        let VgFattnSimtParams {
+            dst,
+            q,
+            k,
+            v,
+            mask,
+            sinks,
+            ..
+        } = params;
+        let is_dense = |x: &VgView| x.nb[0] == 4 && x.nb.iter().all(|step| step % 4 == 0);
+        let fits = is_dense(q)
+            && is_dense(dst)
+            && (mask.data == 0 || is_aligned(mask, Type::F16, 4))
+            && (sinks.data == 0 || sinks.is_dense(Type::F32))
+            && q.ne[2] % k.ne[2] == 0
+            && k.ne[1] > 0
+            && k.ne[1] <= 1 << 28
+            && k.ne[0] > 0
+            && v.ne[0] > 0;
+        if !fits {
+            return None;
+        }
+        // Heads that have keys and values in common, and the mask.
+        let alike = k.ne[2] == v.ne[2] && (mask.data == 0 || mask.ne[2] == 1);
+        let group = if alike { q.ne[2] / k.ne[2] } else { 1 };
+        let rows = q.ne[1].checked_mul(group).filter(|&n| n <= 1 << 28)?;
+        let shapes = { shapes_of(path).iter() }
+            .find(|[shape, _]| k.ne[0] <= shape.k && v.ne[0] <= shape.v)?;
+        let shape = &shapes[usize::from(rows > FEW_ROWS && !is_few)];
+        let raw = match path {
+            KvPath::Quant => [k, v].map(raw_bytes).into_iter().max().unwrap_or(0),
+            _ => 0,
+        };
+        let [queries, keys, values] = [
+            shape.rows * (shape.k + 8),
+            shape.keys * (shape.k + 8),
+            shape.keys * (shape.v + 8),
+        ];
+        let halves = match path {
+            // Two of each element; keys and values have the same place.
+            KvPath::F32 => 2 * (queries + keys.max(values)),
+            _ => queries + keys + values,
+        };
+        let shared = u32::try_from(2 * halves + 2 * shape.keys * raw).ok()?;
+        let fits = shared <= max_shared_per_block
+            && q.ne[2] / group <= MAX_GRID_YZ
+            && q.ne[3] <= MAX_GRID_YZ
+            && (mask.data == 0 || mask.ne[2] * mask.ne[3] <= MAX_GRID_YZ);
+        fits.then_some(Tiles {
+            kernel: shape.kernels[path as usize],
+            shape,
+            group,
+            raw,
+            shared,
+        })
+    }
+
+    /// Adds the launches: what the mask does with each tile, if there are many tokens, then attention.
+    pub(crate) fn attend(
+        &self,
+        b: &mut Builder<'_>,
+        params: &VgFattnSimtParams,
+    ) -> Result<(), EngineError> {
+        let VgFattnSimtParams { q, k, mask, .. } = params;
+        let Shape { rows, keys, v, .. } = *self.shape;
+        let across = div_ceil(q.ne[1] * self.group, rows);
+        let tiles = div_ceil(k.ne[1], keys);
+        let states = match rows > FEW_ROWS {
+            true => mask_states(b, params, self.group, [rows, keys])?,
+            false => 0,
+        };
+        let heads = q.ne[2] / self.group;
+        let items = across * heads * q.ne[3];
+        let mut splits = 1;
+        if items <= COUNTERS {
+            // A block has a tile of keys and one of values under way.
+            let bytes = match self.raw {
+                0 => keys * 2 * (k.ne[0] + params.v.ne[0]),
+                raw => 2 * keys * raw,
+            };
+            let blocks = (UNDER_WAY / bytes).clamp(2, 4);
+            let wanted = div_ceil(i64::from(b.sm_count()) * blocks, items);
+            splits = wanted
+                .min(div_ceil(tiles, MIN_TILES))
+                .min(MAX_GRID_YZ / q.ne[3])
+                .max(1);
+        }
+        let parts = if splits > 1 {
+            b.scratch((items * splits * rows * (v + 2) * 4) as u64)
+        } else {
+            0
+        };
+        let rounded = round_for_products(b, &params.dst);
+        let params = VgFattnParams {
+            dst: params.dst,
+            q: *q,
+            k: *k,
+            v: params.v,
+            mask: *mask,
+            sinks: params.sinks,
+            states,
+            parts,
+            counters: b.counters(),
+            codebooks: params.codebooks,
+            quants: rounded.map_or(0, |rounded| rounded.quants),
+            scales: rounded.map_or(0, |rounded| rounded.scales),
+            scale: params.scale,
+            cap: params.cap,
+            max_bias: params.max_bias,
+            heads_log2: params.heads_log2,
+            group: self.group as u32,
+            splits: splits as u32,
+            raw: self.raw as u32,
+            reserved: 0,
+        };
+        let grid = [across, heads, splits * q.ne[3]];
+        b.launch_over(self.kernel, grid, 128, self.shared, &params)
+    }
+}
+
+/// Where the result is left rounded, too, if a product comes next that wants it so.
+fn round_for_products(b: &mut Builder<'_>, dst: &VgView) -> Option<Q8Activations> {
+    let rows = dst.with_merged_heads();
+    let fits = dst.is_dense(Type::F32) && dst.ne[0] % 32 == 0 && b.next_quantizes(&rows);
+    fits.then(|| b.reserve_q8(&rows, true)).flatten()
+}
+
+/// Bytes that a row takes in shared memory, copied in whole 16 bytes, wherever it begins.
+fn raw_bytes(x: &VgView) -> i64 {
+    let Some(ty) = Type::from_id(x.type_ as u8) else {
+        return 0;
+    };
+    let bytes = x.ne[0] / ty.block_elements() as i64 * ty.block_bytes() as i64;
+    div_ceil(bytes + 15, 16) * 16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vgpu_transport::ir::Shape as Extents;
+
+    /// A machine that runs llama.cpp may have any of these for keys and any for values.
+    const TYPES_OF_CACHES: [Type; 9] = [
+        Type::F32,
+        Type::F16,
+        Type::Bf16,
+        Type::Q8_0,
+        Type::Q4_0,
+        Type::Q4_1,
+        Type::Iq4Nl,
+        Type::Q5_0,
+        Type::Q5_1,
+    ];
+
+    #[test]
+    fn every_pair_of_types_of_caches_has_kernels_on_tensor_cores() {
+        let view = |ty, ne| VgView::new(4096, &Extents::contiguous(ty, ne).expect("a small shape"));
+        for k in TYPES_OF_CACHES {
+            for v in TYPES_OF_CACHES {
+                for (tokens, width) in [(1, 64), (1, 128), (512, 128), (512, 256), (1, 512)] {
+                    let params = VgFattnSimtParams {
+                        dst: view(Type::F32, [width, 32, tokens, 1]),
+                        q: view(Type::F32, [width, tokens, 32, 1]),
+                        k: view(k, [width, 500, 8, 1]),
+                        v: view(v, [width, 500, 8, 1]),
+                        ..VgFattnSimtParams::default()
+                    };
+                    // What a block may have on the smallest GPUs.
+                    let tiles = Tiles::of(&params, 99 << 10, false);
+                    assert!(tiles.is_some(), "{k:?} and {v:?}, {width} wide");
+                }
+            }
+        }
+    }
+
+    /// The kernel for so many query heads and tokens over keys and values of a type.
+    fn kernel(
+        ty: Type,
+        [dk, dv]: [u64; 2],
+        [heads, shared, tokens]: [u64; 3],
+        address: u64,
+    ) -> Option<&'static str> {
+        let view = |ty, ne| {
+            VgView::new(
+                address,
+                &Extents::contiguous(ty, ne).expect("a small shape"),
+            )
+        };
+        let params = VgFattnSimtParams {
+            dst: view(Type::F32, [dv, heads, tokens, 1]),
+            q: view(Type::F32, [dk, tokens, heads, 1]),
+            k: view(ty, [dk, 500, shared, 1]),
+            v: view(ty, [dv, 500, shared, 1]),
+            mask: view(Type::F16, [500, tokens, 1, 1]),
+            ..VgFattnSimtParams::default()
+        };
+        Tiles::of(&params, 96 << 10, false).map(|tiles| tiles.kernel)
+    }
+
+    #[test]
+    fn usual_shapes_have_kernels_on_tensor_cores() {
+        for (ty, widths, sizes, expected) in [
+            (Type::F16, [128; 2], [32, 8, 1], "f16_128_decode"),
+            (Type::F16, [128; 2], [32, 8, 4], "f16_128_decode"),
+            (Type::F16, [128; 2], [32, 8, 5], "f16_128_prefill"),
+            (Type::F16, [64; 2], [64, 8, 1], "f16_64_decode"),
+            (Type::F16, [80; 2], [32, 32, 512], "f16_128_prefill"),
+            (Type::F16, [256; 2], [16, 8, 512], "f16_256_prefill"),
+            (Type::F16, [192, 128], [128, 128, 1], "f16_256_decode"),
+            (Type::F16, [576, 512], [128, 1, 1], "f16_576_decode"),
+            (Type::Bf16, [128; 2], [32, 8, 1], "bf16_128_decode"),
+            (Type::Q8_0, [128; 2], [32, 8, 1], "quant_128_decode"),
+            (Type::Q4_0, [256; 2], [32, 8, 20], "quant_256_prefill"),
+            (Type::F32, [128; 2], [32, 8, 1], "f32_128_decode"),
+            (Type::F32, [256; 2], [32, 8, 20], "f32_256_prefill"),
+            (Type::F16, [68; 2], [32, 8, 1], "f32_128_decode"),
+            (Type::Q4K, [512; 2], [32, 8, 1], "f32_576_decode"),
+        ] {
+            let kernel = kernel(ty, widths, sizes, 4096).expect("a kernel on tensor cores");
+            assert_eq!(kernel.strip_prefix("vg_fattn_"), Some(expected));
+        }
+        // Halves where 16 bytes cannot be copied, and what takes the kernel for anything.
+        let sizes = [32, 8, 1];
+        let odd = kernel(Type::F16, [128; 2], sizes, 4096 + 8);
+        assert_eq!(odd, Some("vg_fattn_quant_128_decode"));
+        assert_eq!(kernel(Type::F16, [1024; 2], sizes, 4096), None);
+    }
+}

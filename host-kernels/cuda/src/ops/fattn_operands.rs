@@ -1,0 +1,85 @@
+//! Which keys and values the flash attention kernels take, and what the mask hides.
+
+use vgpu_transport::ir::Type;
+
+use crate::launch::builder::Builder;
+use crate::launch::grid::div_ceil;
+use crate::params::*;
+use vgpu_engine::EngineError;
+
+/// What keys and values are for the kernels on tensor cores.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum KvPath {
+    /// Both halves, where whole 16 bytes can be copied.
+    F16,
+    /// Both bfloat16, there too.
+    Bf16,
+    /// Halves or blocks of 32.
+    Quant,
+    /// Anything.
+    F32,
+}
+
+/// What the kernels take keys and values of these types and places for.
+pub(crate) fn path_of(k: &VgView, v: &VgView) -> KvPath {
+    let types = [k, v].map(|x| Type::from_id(x.type_ as u8));
+    // Halves are multiplied and copied by eight.
+    if [k, v].iter().any(|x| x.ne[0] % 8 != 0) {
+        return KvPath::F32;
+    }
+    let are =
+        |ty, places| types == [Some(ty); 2] && [k, v].iter().all(|x| is_aligned(x, ty, places));
+    if are(Type::F16, 16) {
+        return KvPath::F16;
+    }
+    if are(Type::Bf16, 16) {
+        return KvPath::Bf16;
+    }
+    let is_raw = |x: &VgView| match Type::from_id(x.type_ as u8) {
+        Some(ty @ (Type::F16 | Type::Q4_0 | Type::Q5_0 | Type::Q8_0 | Type::Iq4Nl)) => {
+            is_aligned(x, ty, 2)
+        }
+        Some(ty @ (Type::Q4_1 | Type::Q5_1)) => is_aligned(x, ty, 4),
+        _ => false,
+    };
+    match is_raw(k) && is_raw(v) {
+        true => KvPath::Quant,
+        false => KvPath::F32,
+    }
+}
+
+/// Adds the launch that notes what the mask does with each tile of so many rows (tokens, and heads of a group) by so many
+/// keys, and returns where it does; 0 where there is no mask.
+pub(crate) fn mask_states(
+    b: &mut Builder<'_>,
+    params: &VgFattnSimtParams,
+    group: i64,
+    [rows, columns]: [i64; 2],
+) -> Result<u64, EngineError> {
+    let VgFattnSimtParams { q, k, mask, .. } = params;
+    if mask.data == 0 {
+        return Ok(0);
+    }
+    let across = div_ceil(q.ne[1] * group, rows);
+    let masks = mask.ne[2] * mask.ne[3];
+    let found = VgFattnMaskTilesParams {
+        mask: *mask,
+        states: b.scratch((masks * across * div_ceil(k.ne[1], columns)) as u64),
+        keys: k.ne[1] as i32,
+        tokens: q.ne[1] as i32,
+        group: group as u32,
+        rows: rows as u32,
+        columns: columns as u32,
+        reserved: 0,
+    };
+    b.launch_over("vg_fattn_mask_tiles", [across, masks, 1], 128, 0, &found)?;
+    Ok(found.states)
+}
+
+/// Whether rows of type `ty` are dense and lie at multiples of `places`.
+pub(crate) fn is_aligned(x: &VgView, ty: Type, places: i64) -> bool {
+    x.type_ == u32::from(ty as u8)
+        && x.nb[0] == ty.block_bytes() as i64
+        && x.data.is_multiple_of(places as u64)
+        && x.nb[1..].iter().all(|step| step % places == 0)
+}
