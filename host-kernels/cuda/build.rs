@@ -1,5 +1,5 @@
-//! Build script of the kernels: the parameters of CUDA kernels, translated to Rust, and their machine code, if
-//! there is any.
+//! Build script of the CUDA engine: translates the parameter structures of kernels to Rust, and
+//! lists precompiled machine code.
 
 #[path = "../../vendor/libclang.rs"]
 mod libclang;
@@ -15,7 +15,7 @@ fn main() {
     cubins();
 }
 
-/// `kernels/params.h` in Rust.
+/// Translates `kernels/params.h` to Rust.
 fn params() {
     println!("cargo::rerun-if-changed=kernels/params.h");
     libclang::load();
@@ -37,8 +37,8 @@ fn params() {
         .unwrap_or_else(|error| fail(&format!("{}: {error}", out.display())));
 }
 
-/// A table of the machine code in the folder that `VGPU_CUBINS` names: files called `<source>.<architecture>.cubin`.
-/// Without the variable the table is empty, and code is compiled where it runs.
+/// Lists the files `<source>.<architecture>.cubin` of the folder `VGPU_CUBINS`. Without the
+/// variable the list is empty, and kernels are compiled at run time.
 fn cubins() {
     println!("cargo::rerun-if-env-changed=VGPU_CUBINS");
     let mut table = String::from("&[");
@@ -63,7 +63,7 @@ fn cubins() {
         .unwrap_or_else(|error| fail(&format!("{}: {error}", out.display())));
 }
 
-/// Derives that structures are made of their fields' bytes alone.
+/// Derives `zerocopy` traits, which fail to compile for a structure with padding.
 #[derive(Debug)]
 struct AsBytes;
 

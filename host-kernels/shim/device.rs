@@ -1,4 +1,4 @@
-//! A device for the CUDA engine that runs its kernels on the CPU.
+//! A device for the CUDA engine that runs the kernels on the CPU.
 
 use std::collections::HashMap;
 use std::ptr;
@@ -12,31 +12,31 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 
 const PAGE: usize = 4096;
 
-/// Memory is mapped with a page behind it that nobody may touch, so that a kernel that runs past an end is
-/// caught.
+/// The device. A guard page follows each allocation, so that a kernel that accesses memory beyond
+/// the end crashes.
 #[derive(Default)]
 pub(crate) struct Shim {
     kernels: Mutex<Vec<(&'static str, Kernel)>>,
-    /// Where each allocation was mapped, and how much.
+    /// The start and the length of the mapping of each allocation.
     mappings: Mutex<HashMap<Address, (usize, usize)>>,
     graphs: Mutex<HashMap<u64, Vec<Launch>>>,
     is_sm90: bool,
-    /// Blocks that run at the same time, if not as many as [`BLOCKS`].
+    /// The most blocks of a cooperative launch; 0: [`BLOCKS`].
     pub(crate) blocks: AtomicU32,
-    /// Bytes of shared memory that those on a multiprocessor share, if not as many as a small GPU has.
+    /// Bytes of shared memory of an SM; 0: those of a small GPU.
     pub(crate) room: AtomicU32,
-    /// In which order those do what. Every launch has another one.
+    /// The seed of the order of blocks in a cooperative launch, counted up by each launch.
     pub(crate) seed: AtomicU64,
 }
 
-/// Blocks that run at the same time. Not a multiple of anything, so that work is shared out unevenly.
+/// The most blocks of a cooperative launch: a prime number, so that work is distributed unevenly.
 const BLOCKS: u32 = 5;
 
-/// Of a device on which blocks cannot wait for each other.
+/// A value of `blocks`: the device has no cooperative launches.
 pub(crate) const NO_BLOCKS: u32 = u32::MAX;
 
 impl Shim {
-    /// A device with the kernels for Hopper GPUs.
+    /// A device with the kernels for sm_90a.
     #[allow(dead_code)] // in the tests that have no operators
     pub(crate) fn hopper() -> Shim {
         Shim {
@@ -48,7 +48,8 @@ impl Shim {
     fn map(&self, size: u64) -> Address {
         let bytes = (size as usize).next_multiple_of(256);
         let len = bytes.next_multiple_of(PAGE) + PAGE;
-        // SAFETY: a new private mapping touches nothing that exists; its last page is inside.
+        // SAFETY: a new private mapping overlaps nothing; the page that is protected is its last
+        // one.
         let start = unsafe {
             let start = libc::mmap(
                 ptr::null_mut(),
@@ -132,7 +133,7 @@ impl Device for Shim {
     unsafe fn free(&self, address: Address, _: u64) {
         let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
         let (start, len) = mappings.remove(&address).expect("it was allocated");
-        // SAFETY: mapped in `map`; the caller no longer uses it.
+        // SAFETY: `map` has made this mapping, and the caller no longer uses it.
         unsafe { libc::munmap(start as *mut libc::c_void, len) };
     }
 
@@ -236,7 +237,7 @@ impl Device for Shim {
     }
 
     fn reserve_addresses(&self, size: u64) -> Result<Address, EngineError> {
-        // SAFETY: a new private mapping touches nothing that exists. It stays for good.
+        // SAFETY: a new private mapping overlaps nothing. It is never unmapped.
         let start = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -264,7 +265,8 @@ impl Device for Shim {
 
     unsafe fn unmap_memory(&self, address: Address, size: u64) {
         let (at, len) = (address as *mut libc::c_void, size as usize);
-        // SAFETY: as above.
+        // SAFETY: `map_memory` has made these pages of a mapping of `reserve_addresses` accessible,
+        // and the caller no longer uses them.
         unsafe {
             assert_eq!(libc::madvise(at, len, libc::MADV_DONTNEED), 0);
             assert_eq!(libc::mprotect(at, len, libc::PROT_NONE), 0);

@@ -1,11 +1,12 @@
-//! Compiles all CUDA kernels to machine code, for every architecture or for those named, and reports what each
-//! kernel uses. Needs NVRTC, but no GPU.
+//! Compiles all CUDA kernels to machine code, for all architectures or for those named, and reports
+//! the resources of each kernel. Needs NVRTC, but no GPU.
 //!
 //!     cargo run -p vgpu-cuda --example kernels -- <folder of libnvrtc> <output folder> [sm_90a ...]
 //!
-//! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output folder>` compiles into a program, and
-//! `report.json`. Code is kept in the folder `VGPU_KERNEL_CACHE`, by what it is made of, with what the compiler said of it, so
-//! that only what has changed is compiled. Fails if a kernel does not compile, or if a hot one spills registers.
+//! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output folder>` builds into a
+//! program, and `report.json`. The folder `VGPU_KERNEL_CACHE` keeps machine code and compiler logs
+//! by a hash of all inputs, so that only changed kernels are compiled. Fails if a kernel does not
+//! compile or a hot kernel spills registers.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -18,8 +19,9 @@ use std::{env, fs, thread};
 use vgpu_cuda::nvrtc::Nvrtc;
 use vgpu_cuda::source::{ARCHITECTURES, SOURCES, Source};
 
-/// Kernels that must not spill: they run in every step of a model. (Attention and products for operands that lie in unusual
-/// ways are not among them: they take any type, and call what reads an element.)
+/// Kernels that must not spill registers, because they run in every decode step. Kernels for
+/// operands with unusual strides are not listed: they take any type and call a function for each
+/// element.
 const HOT: &[&str] = &[
     "vg_convert_f16",
     "vg_convert_f16_sm90",
@@ -36,7 +38,7 @@ const HOT: &[&str] = &[
     "vg_weighted_sum",
 ];
 
-/// The same, by how their names begin.
+/// More of these kernels, by prefix.
 const HOT_FAMILIES: &[&str] = &["vg_fattn_", "vg_gemm_", "vg_mmv_"];
 
 /// The fallback for any type and layout, which calls a function for each element. It may spill.
@@ -47,8 +49,8 @@ fn is_hot(kernel: &str) -> bool {
         || kernel != FALLBACK && HOT_FAMILIES.iter().any(|family| kernel.starts_with(family))
 }
 
-/// Bytes that a hot kernel may spill: none where it was made to fit. For newer GPUs the assembler puts a few words
-/// aside in some, far from the limit of registers.
+/// The most bytes that a hot kernel may spill: 0 on architectures that it was tuned for. For newer
+/// ones ptxas spills a few words although registers are left.
 fn most_spilled(arch: &str) -> u32 {
     match arch {
         "sm_80" | "sm_89" | "sm_90a" => 0,
@@ -56,7 +58,7 @@ fn most_spilled(arch: &str) -> u32 {
     }
 }
 
-/// What the assembler says of a kernel.
+/// The resources of a kernel, as ptxas reports them.
 #[derive(Debug, Default, Clone)]
 struct Use {
     registers: u32,
@@ -111,8 +113,8 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
     let results = results.into_inner().expect("nobody panics with it");
     for (arch, compiled) in results {
         let log = compiled?;
-        // The assembler waits for each product of a group of warps where it does not understand who uses its registers, and
-        // leaves registers where they are where it does not know how many there are.
+        // ptxas serialises `wgmma` instructions if it cannot analyse their registers, and ignores
+        // `setmaxnreg` if it does not know the register count. Both make kernels slow.
         let complaint =
             { log.lines() }.find(|line| line.contains("serializ") || line.contains("setmaxnreg"));
         if let Some(line) = complaint {
@@ -154,15 +156,15 @@ fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
     }
 }
 
-/// Puts a file's machine code into the output folder: from the cache, with what the compiler said then, or compiled now. Returns
-/// what the compiler said.
+/// Writes the machine code of a file to the output folder, from the cache or compiled. Returns the
+/// compiler's log.
 fn compile(nvrtc: &Nvrtc, source: &Source, arch: &str, out: &Path) -> Result<String, String> {
     let cache = env::var_os("VGPU_KERNEL_CACHE").map_or_else(|| out.join("cache"), PathBuf::from);
     let name = source.code_name(arch, nvrtc.version());
     let kept = |kind: &str| cache.join(format!("{name}.{kind}"));
     let cubin = out.join(format!("{}.{arch}.cubin", source.name));
     let failed = |error: std::io::Error| format!("{}: {error}", out.display());
-    // The log comes last, so where there is one the code is there, too.
+    // The log is written last, so a log implies the code.
     if let Ok(log) = fs::read_to_string(kept("log")) {
         fs::copy(kept("cubin"), &cubin).map_err(failed)?;
         return Ok(log);
@@ -174,7 +176,7 @@ fn compile(nvrtc: &Nvrtc, source: &Source, arch: &str, out: &Path) -> Result<Str
         ("cubin", &compiled.cubin[..]),
         ("log", compiled.log.as_bytes()),
     ] {
-        // Whole or not at all: others may compile the same.
+        // Other processes may write the same file, so it appears complete or not at all.
         let part = kept(&format!("{kind}.{}", std::process::id()));
         fs::write(&part, bytes)
             .and_then(|()| fs::rename(&part, kept(kind)))
@@ -183,7 +185,7 @@ fn compile(nvrtc: &Nvrtc, source: &Source, arch: &str, out: &Path) -> Result<Str
     Ok(compiled.log)
 }
 
-/// The report of the assembler, by kernel.
+/// The resources of each kernel, from a log of ptxas.
 fn uses(log: &str) -> HashMap<String, Use> {
     let mut all = HashMap::new();
     let mut kernel = String::new();
@@ -199,7 +201,7 @@ fn uses(log: &str) -> HashMap<String, Use> {
             }
             _ => continue,
         };
-        // Numbers come before what they count: "16 bytes stack frame, 24 bytes spill stores".
+        // A number precedes its unit: "16 bytes stack frame, 24 bytes spill stores".
         let number = |what: &str| -> u32 {
             let before = line
                 .split(what)
@@ -209,7 +211,7 @@ fn uses(log: &str) -> HashMap<String, Use> {
             last.and_then(|word| word.parse().ok()).unwrap_or(0)
         };
         if line.contains("stack frame") {
-            // Of the kernel, then of functions that it calls.
+            // The lines are about the kernel, then about functions that it calls.
             used.stack = used.stack.max(number(" bytes stack frame"));
             let spilled = number(" bytes spill stores").max(number(" bytes spill loads"));
             used.spilled = used.spilled.max(spilled);

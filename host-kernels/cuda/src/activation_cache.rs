@@ -1,11 +1,12 @@
-//! Activations that were rounded for one product and are kept for the next ones that multiply the same.
+//! Activations that were converted for one product and are kept for later products of the same
+//! activations.
 //!
-//! Q, K and V have the same activations, as have gate and up: they are rounded once, or by the norm before. What is
-//! rounded lies in the first part of working memory, used round and round, and is good until somebody writes to the
-//! activations it was made of.
+//! Q, K and V multiply the same activations, and so do gate and up: these are quantised once, or by
+//! the norm before them. Q8 activations lie in the first part of the scratch memory, which is used
+//! as a ring. They are valid until a launch writes to their source.
 //!
-//! Activations of many columns that were laid out as halves lie in working memory of the node that did it, which later nodes
-//! leave alone: one of those at a time.
+//! The F16 activations of products with many columns lie in the scratch memory of the node that
+//! made them, and later nodes leave this part alone. The cache holds one of these at a time.
 
 use std::ops::Range;
 
@@ -13,26 +14,26 @@ use crate::device::Address;
 use crate::launch::q8::{Q8Activations, q8_elements};
 use crate::params::{VgConvertF16Sm90Params, VgView};
 
-/// Bytes of working memory for it.
+/// Bytes of scratch memory for q8 activations.
 pub(crate) const ACTIVATION_CACHE_BYTES: u64 = 4 << 20;
 
-/// What is kept while a plan is compiled.
+/// The cache while a plan is compiled. It holds addresses, not data.
 pub(crate) struct ActivationCache {
     base: Address,
     next: u64,
     entries: Vec<Entry>,
-    /// Pairs of launches of the plan between which something is kept.
+    /// Pairs of launches of the plan: the one that writes an entry and one that reads it.
     spans: Vec<(usize, usize)>,
     is_used: bool,
     halves: Option<Halves>,
 }
 
-/// Activations laid out as halves for products of many columns.
+/// F16 activations for a product with many columns.
 struct Halves {
     /// What they were made of, and how, as bytes.
     key: Vec<u8>,
     sources: Vec<Range<Address>>,
-    /// Bytes of nodes' working memory.
+    /// Their range in the nodes' scratch memory.
     place: Range<u64>,
     params: VgConvertF16Sm90Params,
     made: usize,
@@ -40,18 +41,19 @@ struct Halves {
 
 struct Entry {
     key: Key,
-    /// Bytes of the activations.
+    /// The addresses of the activations.
     source: Range<Address>,
-    /// Bytes of working memory, from its beginning.
+    /// The range in the cache's scratch memory.
     place: Range<u64>,
     rounded: Q8Activations,
-    /// The launch that makes it.
+    /// The index of the launch that writes the entry.
     made: usize,
-    /// Whether that launch makes the activations, too, and does not only read them.
+    /// Whether that launch also computes the activations, rather than only reads them.
     is_result: bool,
 }
 
-/// Dense activations: where they are, the length of a row, the number of rows. Other extents do not matter.
+/// Dense activations: address, row length, number of rows and type. The other extents do not
+/// matter.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Key(Address, i64, i64, u32);
 
@@ -69,7 +71,7 @@ impl Key {
 }
 
 impl ActivationCache {
-    /// Nothing yet; working memory begins at `base`.
+    /// An empty cache; the scratch memory begins at `base`.
     pub(crate) fn new(base: Address) -> ActivationCache {
         ActivationCache {
             base,
@@ -81,20 +83,21 @@ impl ActivationCache {
         }
     }
 
-    /// Bytes at the beginning of nodes' working memory that are in use from node to node.
+    /// Bytes at the start of the nodes' scratch memory that hold F16 activations.
     pub(crate) fn reserved(&self) -> u64 {
         self.halves.as_ref().map_or(0, |halves| halves.place.end)
     }
 
-    /// The halves that were made of this, for launch `user`.
+    /// The F16 activations with this key, for launch `user`.
     pub(crate) fn halves(&mut self, key: &[u8], user: usize) -> Option<VgConvertF16Sm90Params> {
         let halves = self.halves.as_ref().filter(|halves| halves.key == key)?;
         self.spans.push((halves.made, user));
         Some(halves.params)
     }
 
-    /// Keeps what launch `made`, and those behind it, lay out at `place` of nodes' working memory, in place of what was kept
-    /// before. It is good until somebody writes to `sources`.
+    /// Caches the F16 activations that launch `made`, and those after it, write to `place` of the
+    /// nodes' scratch memory, and drops those cached before. They are valid until a launch writes
+    /// to `sources`.
     pub(crate) fn cache_f16(
         &mut self,
         key: Vec<u8>,
@@ -112,7 +115,7 @@ impl ActivationCache {
         });
     }
 
-    /// Whether anything was kept at all.
+    /// Whether the plan uses the cache's scratch memory.
     pub(crate) fn is_used(&self) -> bool {
         self.is_used
     }
@@ -122,7 +125,7 @@ impl ActivationCache {
         &self.spans
     }
 
-    /// What is kept of `x`, for launch `user`.
+    /// The q8 activations of `x`, for launch `user`.
     pub(crate) fn get(&mut self, x: &VgView, user: usize) -> Option<Q8Activations> {
         let key = Key::of(x)?;
         let entry = self.entries.iter().find(|entry| entry.key == key)?;
@@ -130,8 +133,8 @@ impl ActivationCache {
         Some(entry.rounded)
     }
 
-    /// A place for what launch `made` makes of `x`, which it may have made itself (`is_result`). `None` if that is too large
-    /// to be kept.
+    /// Allocates room for the q8 activations of `x`, which launch `made` writes. `is_result`: that
+    /// launch also computes `x`. `None` if they are too large.
     pub(crate) fn put(
         &mut self,
         x: &VgView,
@@ -169,14 +172,14 @@ impl ActivationCache {
         Some(rounded)
     }
 
-    /// Forgets what was made of `x`.
+    /// Drops the entry of `x`.
     pub(crate) fn forget(&mut self, x: &VgView) {
         let key = Key::of(x);
         self.entries.retain(|entry| Some(entry.key) != key);
     }
 
-    /// Forgets what was made of anything in bytes that launches from `since` on write, unless they made it of what they
-    /// have written.
+    /// Drops all entries made of bytes in `written`, which launches from `since` on write. An entry
+    /// stays if one of these launches has computed both.
     pub(crate) fn wrote(&mut self, written: &Range<Address>, since: usize) {
         self.entries.retain(|entry| {
             let is_apart = entry.source.end <= written.start || written.end <= entry.source.start;
@@ -209,13 +212,13 @@ mod tests {
         assert_eq!(kept.get(&view(4096, [64, 1, 2, 1]), 4), Some(rounded));
         assert_eq!(kept.get(&view(4096, [128, 1, 1, 1]), 4), None);
         assert_eq!(kept.spans(), [(0, 3), (0, 4)]);
-        // Beside it, by whoever made it, and into it.
+        // Writes beside the source, by the launch that made the entry, and into the source.
         kept.wrote(&(4096 + 512..8192), 5);
         kept.wrote(&(4096..8192), 0);
         assert_eq!(kept.get(&x, 5), Some(rounded));
         kept.wrote(&(4096 + 508..8192), 5);
         assert_eq!(kept.get(&x, 6), None);
-        // Who only read them has not made it of what it wrote after that.
+        // A launch that only reads its source did not make the entry of what it writes later.
         kept.put(&x, 7, false).unwrap();
         kept.wrote(&(4096..8192), 7);
         assert_eq!(kept.get(&x, 8), None);
@@ -247,7 +250,7 @@ mod tests {
         let x = |i: u64| view(i << 30, [32 * 1024, 1, 1, 1]);
         let first = kept.put(&x(1), 0, false).unwrap();
         let mut count = 1;
-        // Each has 48 bytes for 32 elements.
+        // An entry has 48 bytes for 32 elements.
         while kept.get(&x(1), 0).is_some() {
             count += 1;
             kept.put(&x(count), 0, false).unwrap();

@@ -1,8 +1,9 @@
-//! Memory of a device, handed out in parts of large chunks.
+//! A suballocator for device memory.
 //!
-//! The driver takes long to allocate, and waits for all that runs when it frees. So small and middling allocations are
-//! parts of chunks that stay, the best fitting gap first; only what is large goes to the driver each time. What is freed is
-//! free at once: the device does things in order, so whoever gets the memory next comes after whoever had it.
+//! `cuMemAlloc` is slow, and `cuMemFree` waits for all work of the device. So small allocations are
+//! parts of large chunks that stay allocated (best fit), and only large allocations go to the
+//! driver. Freed memory can be reused at once: the device works in order, so its next user comes
+//! after the last one.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,16 +14,16 @@ use vgpu_engine::{EngineError, MemoryInfo};
 /// Bytes of a chunk.
 const CHUNK: u64 = 64 << 20;
 
-/// Allocations of at most so many bytes are parts of chunks.
+/// The largest allocation in bytes that is a part of a chunk.
 const LARGEST_PART: u64 = 16 << 20;
 
-/// Parts begin and end at multiples of this.
+/// The alignment of parts in bytes.
 const ALIGN: u64 = 256;
 
-/// So many chunks are kept although nothing of them is in use.
+/// The number of unused chunks that are kept.
 const SPARE_CHUNKS: usize = 2;
 
-/// Hands out memory of a device.
+/// Allocates memory of a device.
 pub(crate) struct Allocator {
     device: Arc<dyn Device>,
     state: Mutex<State>,
@@ -30,7 +31,7 @@ pub(crate) struct Allocator {
 
 #[derive(Default)]
 struct State {
-    /// Chunks: their gaps, by where they begin, with their lengths.
+    /// The chunks: the address and length of each gap.
     chunks: BTreeMap<Address, Gaps>,
 }
 
@@ -49,7 +50,7 @@ impl Allocator {
         &self.device
     }
 
-    /// Whether memory of this size is a part of a chunk.
+    /// Whether an allocation of this size is a part of a chunk.
     fn is_part(&self, size: u64) -> bool {
         size <= LARGEST_PART && self.device.prefers_suballocation()
     }
@@ -58,7 +59,7 @@ impl Allocator {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Memory of the device; gaps in chunks are free.
+    /// The device's memory in bytes. Gaps in chunks count as free.
     pub(crate) fn memory(&self) -> MemoryInfo {
         let gaps: u64 = {
             let state = self.state();
@@ -71,13 +72,16 @@ impl Allocator {
         }
     }
 
-    /// `size` bytes, not 0, all zero.
+    /// Allocates `size` zero bytes, at least 1.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if neither the chunks nor the device have that much.
     pub(crate) fn alloc(&self, size: u64) -> Result<Address, EngineError> {
         if !self.is_part(size) {
             return self.patiently(|| self.device.alloc(size), size);
         }
         let address = self.part(size.next_multiple_of(ALIGN))?;
-        // SAFETY: a part of a chunk that nobody has.
+        // SAFETY: the part lies in a chunk of this allocator and has no other user.
         match unsafe { self.device.fill(address, size, 0) } {
             Ok(()) => Ok(address),
             Err(error) => {
@@ -87,7 +91,7 @@ impl Allocator {
         }
     }
 
-    /// A part that nobody has, of a chunk that is there or a new one.
+    /// Allocates a part of a chunk, of a new one if need be.
     fn part(&self, size: u64) -> Result<Address, EngineError> {
         if let Some(address) = self.state().take(size) {
             return Ok(address);
@@ -98,7 +102,8 @@ impl Allocator {
         Ok({ state.take(size) }.expect("a chunk has room for a part"))
     }
 
-    /// Tries again without spare chunks if there is no memory. The error names what was `wanted`.
+    /// Calls `alloc`, and again without spare chunks if there is no memory. The error names the
+    /// bytes `wanted`.
     fn patiently(
         &self,
         alloc: impl Fn() -> Result<Address, EngineError>,
@@ -122,10 +127,11 @@ impl Allocator {
         })
     }
 
-    /// Takes memory back.
+    /// Frees memory.
     ///
     /// # Safety
-    /// `address` is from [`Allocator::alloc`] with this size, and nothing that is yet to be asked for uses it.
+    /// `address` is from [`Allocator::alloc`] with this size, and no work that is asked for later
+    /// uses it.
     pub(crate) unsafe fn free(&self, address: Address, size: u64) {
         if !self.is_part(size) {
             // SAFETY: the caller's promise.
@@ -139,7 +145,7 @@ impl Allocator {
         self.state().put(address, size.next_multiple_of(ALIGN));
     }
 
-    /// Gives back chunks of which nothing is in use, but `spare` of them.
+    /// Frees unused chunks, all but `spare`.
     fn trim(&self, spare: usize) {
         let mut empty: Vec<Address> = {
             let state = self.state();
@@ -151,13 +157,14 @@ impl Allocator {
         while empty.len() > spare {
             let chunk = empty.pop().expect("there are more than the spare ones");
             let mut state = self.state();
-            // Somebody may have taken a part of it by now.
+            // Another thread may have allocated a part of the chunk.
             let is_empty =
                 { state.chunks.get(&chunk) }.is_some_and(|gaps| gaps.get(&chunk) == Some(&CHUNK));
             if is_empty {
                 state.chunks.remove(&chunk);
                 drop(state);
-                // SAFETY: allocated as a chunk; nobody has a part, and none is given out any more.
+                // SAFETY: `chunk` was allocated with this size. It has no parts, and it was removed
+                // from the table, so it gets no new ones.
                 unsafe { self.device.free(chunk, CHUNK) };
             }
         }
@@ -171,7 +178,7 @@ impl Drop for Allocator {
 }
 
 impl State {
-    /// The smallest gap that has room.
+    /// Takes memory from the smallest gap that is large enough.
     fn take(&mut self, size: u64) -> Option<Address> {
         let gaps = { self.chunks.iter() }
             .flat_map(|(&chunk, gaps)| gaps.iter().map(move |(&at, &len)| (len, at, chunk)));
@@ -184,7 +191,7 @@ impl State {
         Some(at)
     }
 
-    /// Makes a part a gap, one with those beside it.
+    /// Returns a part, and merges it with the gaps beside it.
     fn put(&mut self, mut at: Address, mut len: u64) {
         let (&chunk, gaps) = { self.chunks.range_mut(..=at) }
             .next_back()

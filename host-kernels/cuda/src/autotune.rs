@@ -1,8 +1,9 @@
-//! Which of several kernels multiplies: the one that was the fastest on this GPU, where that was measured.
+//! Which kernel variant of a matrix product is the fastest on a GPU.
 //!
-//! Products of many columns can be done by the kernels for any GPU, and on Hopper GPUs by others in tiles of two widths. Which
-//! is the fastest depends on the type of the weights and on extents; `vgpu gpu-check tune` measures it and keeps the outcome in
-//! a file. What was not measured is chosen by a rule of thumb (`ops/hopper.rs`).
+//! The kernels for any GPU can run a product of many columns, and on sm_90a also kernels with tiles
+//! of two widths. Which variant is the fastest depends on the weight type and the extents. `vgpu
+//! gpu-check tune` measures it and writes a file. For products that are not in the table, a rule of
+//! thumb decides (`ops/gemm_sm90.rs`).
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,23 +12,23 @@ use vgpu_transport::ir::Type;
 
 use crate::source::SOURCES;
 
-/// How a product of many columns can be done.
+/// A kernel variant of a product of many columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GemmVariant {
-    /// By the kernels for any GPU.
+    /// The kernels for any GPU.
     General,
-    /// By those for Hopper GPUs, in tiles of 128 columns.
+    /// The sm_90a kernels in tiles of 128 columns.
     Narrow,
-    /// By the same, in tiles of 256 columns.
+    /// The sm_90a kernels in tiles of 256 columns.
     Wide,
 }
 
 impl GemmVariant {
-    /// All of them.
+    /// All variants.
     pub const ALL: [GemmVariant; 3] =
         [GemmVariant::General, GemmVariant::Narrow, GemmVariant::Wide];
 
-    /// A word for it.
+    /// The name in files and reports.
     pub fn name(self) -> &'static str {
         match self {
             GemmVariant::General => "general",
@@ -37,10 +38,10 @@ impl GemmVariant {
     }
 }
 
-/// Rows and columns of a result: what was measured for these counts for those that are less than twice or half of either.
+/// Rows and columns of a result. A measurement holds for results of half to twice as many of both.
 type Extents = (u64, u64);
 
-/// What was measured.
+/// The fastest variants that were measured on a device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TuningTable {
     forced: Option<GemmVariant>,
@@ -48,7 +49,7 @@ pub struct TuningTable {
 }
 
 impl TuningTable {
-    /// This variant for everything that can be done so.
+    /// A table that names one variant for every product.
     pub fn forced(variant: GemmVariant) -> TuningTable {
         TuningTable {
             forced: Some(variant),
@@ -56,23 +57,24 @@ impl TuningTable {
         }
     }
 
-    /// Notes the fastest variant for weights of type `ty` and a result of so many rows and columns.
+    /// Adds the fastest variant for weights of type `ty` and a result of `rows` by `columns`.
     pub fn record(&mut self, ty: Type, rows: u64, columns: u64, variant: GemmVariant) {
         let of_type = self.measured.entry(ty as u8).or_default();
         of_type.push(((rows, columns), variant));
     }
 
-    /// How many were noted.
+    /// The number of entries.
     pub fn len(&self) -> usize {
         self.measured.values().map(Vec::len).sum()
     }
 
-    /// Whether nothing is known.
+    /// Whether the table names no variant.
     pub fn is_empty(&self) -> bool {
         self.forced.is_none() && self.measured.is_empty()
     }
 
-    /// The variant for a result of so many rows and columns, if something near was measured: the nearest, by factors.
+    /// The variant for a result of `rows` by `columns`: that of the nearest measurement by ratio,
+    /// if one is near enough.
     pub fn lookup(&self, ty: Type, rows: u64, columns: u64) -> Option<GemmVariant> {
         if self.forced.is_some() {
             return self.forced;
@@ -88,7 +90,7 @@ impl TuningTable {
             .map(|(_, variant)| *variant)
     }
 
-    /// As the text of a file, good for the device and program that `fingerprint` is of.
+    /// The table as text, valid for the device and kernels with this [`fingerprint`].
     pub fn to_text(&self, fingerprint: &str) -> String {
         let mut text = format!("{HEADER}{fingerprint}\n");
         for (&ty, measured) in &self.measured {
@@ -103,7 +105,11 @@ impl TuningTable {
         text
     }
 
-    /// Reads such a text. An error says what is wrong with it.
+    /// Parses a text of [`TuningTable::to_text`].
+    ///
+    /// # Errors
+    /// [`TuningError`] if the text is not a table, or a table of another device or of other
+    /// kernels.
     pub fn parse(text: &str, fingerprint: &str) -> Result<TuningTable, String> {
         let mut lines = text.lines();
         let first = lines.next().unwrap_or_default();
@@ -132,13 +138,13 @@ impl TuningTable {
     }
 }
 
-/// A line that begins so is the first one.
+/// The start of the first line.
 const HEADER: &str = "vgpu's table of kernels, ";
 
-/// What extents that a choice is good for may be apart from those that were measured, as a power of two.
+/// The largest ratio to a measurement, as a power of two.
 const MAX_LOG2_DISTANCE: f64 = 1.0;
 
-/// What changes with anything that table depend on: the device, and the text of all kernels.
+/// A hash of all that measurements depend on: the device, and the sources of all kernels.
 pub fn fingerprint(device: &str) -> String {
     let mut hash = blake3::Hasher::new();
     hash.update(device.as_bytes());

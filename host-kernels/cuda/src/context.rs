@@ -1,4 +1,4 @@
-//! What plans of an engine share.
+//! What the plans of an engine share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -20,7 +20,7 @@ use crate::scratch::Scratch;
 use crate::upload_batch::UploadBatcher;
 use vgpu_engine::{EngineError, Memory};
 
-/// A device with what kernels need besides their tensors. One plan runs at a time.
+/// A device, with the buffers that kernels need besides their tensors. One plan runs at a time.
 pub(crate) struct ExecutionContext {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) allocator: Arc<Allocator>,
@@ -29,22 +29,22 @@ pub(crate) struct ExecutionContext {
     pub(crate) templates: GraphTemplates,
     pub(crate) policy: LaunchPolicy,
     tuning: OnceLock<Arc<TuningTable>>,
-    /// Whether somebody has the device for a plan.
+    /// Whether a plan has the device.
     is_locked: Mutex<bool>,
-    /// Tells that nobody has any more.
+    /// Signals that no plan has the device.
     unlocked: Condvar,
-    /// What can be a stage of a step, on devices that have steps.
+    /// The kernels with a megakernel stage, if the device has the megakernel.
     pub(crate) stage_kernels: Option<StageKernels>,
-    /// What has been reported of plans that are not one step.
+    /// The reasons that the log has given for launches outside a megakernel.
     pub(crate) reported: ReportedReasons,
-    /// Whether a run has ended before its kernels did, so that counters may not be 0.
+    /// Whether a run has failed, so that counters may not be 0.
     pub(crate) counters_dirty: AtomicBool,
     fault: MappedHostMemory,
     codebooks: CudaMemory,
     counters: CudaMemory,
 }
 
-/// See [`ExecutionContext::counters`].
+/// The number of counters: see [`ExecutionContext::counters`].
 pub(crate) const COUNTERS: i64 = 1 << 16;
 
 impl ExecutionContext {
@@ -78,17 +78,20 @@ impl ExecutionContext {
         })
     }
 
-    /// Has plans choose among kernels so from now on. The first one counts.
+    /// Sets the tuning table. Only the first call has an effect.
     pub(crate) fn set_tuning(&self, tuning: &Arc<TuningTable>) {
         self.tuning.get_or_init(|| Arc::clone(tuning));
     }
 
-    /// How to choose among kernels, if something is known of it.
+    /// The tuning table, if there is one.
     pub(crate) fn tuning(&self) -> Option<&TuningTable> {
         self.tuning.get().map(|tuning| &**tuning)
     }
 
-    /// Whether the device computes: a kernel gives what it should.
+    /// Runs a kernel and checks its result.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the result is wrong.
     pub(crate) fn probe(&self) -> Result<(), EngineError> {
         const COUNT: usize = 64;
         let shape = Shape::contiguous(Type::F32, [COUNT as u64, 1, 1, 1]);
@@ -108,7 +111,8 @@ impl ExecutionContext {
             cooperative: false,
         };
         let mut bytes = [0; 4 * COUNT];
-        // SAFETY: the kernel writes as many numbers as there is memory for, which is there until it has been read.
+        // SAFETY: the kernel writes `COUNT` numbers, for which `memory` has room; `memory` lives
+        // until the read below, which waits for the kernel.
         unsafe { self.device.launch(&launch) }?;
         memory.read(0, bytes.as_mut_slice().into())?;
         let right = (0..COUNT).flat_map(|i| (1.0 + 2.0 * i as f32).to_le_bytes());
@@ -120,7 +124,7 @@ impl ExecutionContext {
         })
     }
 
-    /// Takes the device for a plan; waits while another one has it.
+    /// Takes the device for a plan. Waits while another plan has it.
     pub(crate) fn lock_device(self: &Arc<Self>) -> DeviceGuard {
         let mut is_locked = { self.is_locked.lock() }.unwrap_or_else(PoisonError::into_inner);
         while *is_locked {
@@ -130,7 +134,7 @@ impl ExecutionContext {
         DeviceGuard(Arc::clone(self))
     }
 
-    /// Where kernels report faults.
+    /// The address of the cell where kernels report faults (`VgFault`).
     pub(crate) fn fault(&self) -> Address {
         self.fault.device
     }
@@ -140,37 +144,42 @@ impl ExecutionContext {
         self.codebooks.address()
     }
 
-    /// [`COUNTERS`] numbers of 32 bits, all 0 before and after every launch: for blocks of a launch to tell each other
-    /// how far they are. Launches that use them do not run side by side.
+    /// [`COUNTERS`] 32-bit counters, all 0 before and after every launch, by which the blocks of a
+    /// launch count what is done. Launches that use them do not run at the same time.
     pub(crate) fn counters(&self) -> Address {
         self.counters.address()
     }
 
-    /// The counters of a step ([`COUNTER_BYTES`]), all 0 before and after every launch.
+    /// The counters of a megakernel ([`COUNTER_BYTES`] bytes), all 0 before and after every launch.
     pub(crate) fn step_counters(&self) -> Address {
         self.counters.address() + COUNTERS as u64 * 4
     }
 
-    /// Sets all counters to 0, if a run that did not come to its end may have left others.
+    /// Sets all counters to 0 if a failed run may have left others.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     ///
     /// # Safety
-    /// No kernel runs, and the caller has the context to itself.
+    /// No kernel runs, and the caller has the device.
     pub(crate) unsafe fn reset_counters(&self) -> Result<(), EngineError> {
         if !self.counters_dirty.swap(false, Ordering::Relaxed) {
             return Ok(());
         }
         let bytes = COUNTERS as u64 * 4 + COUNTER_BYTES;
-        // SAFETY: all of the counters' memory, which nobody uses now.
+        // SAFETY: `counters` has this many bytes, and no kernel runs, by the caller's promise.
         unsafe { self.device.fill(self.counters(), bytes, 0) }
     }
 
-    /// What kernels have reported since this was asked last.
+    /// The fault that kernels have reported since the last call.
     ///
     /// # Safety
-    /// No kernel runs, and the caller has the context to itself.
+    /// No kernel runs, and the caller has the device.
     pub(crate) unsafe fn take_fault(&self) -> Option<VgFault> {
         let cell = self.fault.host.cast::<VgFault>();
-        // SAFETY: the cell has this size and lives as long as the device; nobody else uses it now.
+        // SAFETY: `alloc_mapped` has returned memory for one `VgFault`, mapped while the device
+        // exists. No kernel writes it now, by the caller's promise, and the caller is the only
+        // user.
         unsafe {
             let found = cell.read_volatile();
             if found.taken == 0 {
@@ -182,7 +191,7 @@ impl ExecutionContext {
     }
 }
 
-/// The device, until this is dropped.
+/// A plan's hold of the device; dropping it releases the device.
 pub(crate) struct DeviceGuard(Arc<ExecutionContext>);
 
 impl Drop for DeviceGuard {
@@ -192,7 +201,7 @@ impl Drop for DeviceGuard {
     }
 }
 
-/// The bytes of `VgCodebooks`.
+/// The bytes of `VgCodebooks`, in the order of its fields.
 fn codebooks_of_formats() -> Vec<u8> {
     use vgpu_cpu::formats::grids::{IQ1, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
     let books: [&[u64]; 6] = [&IQ2_XXS, &IQ2_XS, &IQ2_S, &IQ3_XXS, &IQ3_S, &IQ1];

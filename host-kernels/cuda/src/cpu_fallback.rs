@@ -1,8 +1,8 @@
-//! Nodes of a CUDA plan that run on the host.
+//! Nodes of a CUDA plan that run on the CPU engine.
 //!
-//! Some operators no model runs at speed, and a kernel for them would be a search written a second time: numbers into
-//! K-quants, IQ and FP4 formats. A plan takes such a node's tensors to the CPU engine and its result back, so that a
-//! guest's graph is never split because of them. Slow, and right.
+//! These operators quantise to K-quants, IQ and FP4 types, which needs a search, and no model does
+//! it often. A plan copies the node's tensors to the host and the result back, so that a guest's
+//! graph is never split. This is slow but correct.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -19,14 +19,14 @@ use vgpu_cpu::CpuEngine;
 use vgpu_engine::types::FLOATS;
 use vgpu_engine::{Engine, EngineError, Memory, Plan, RunError};
 
-/// What runs on the host.
+/// The operators and types of the fallback.
 pub(crate) fn rules() -> Vec<Rule> {
     let searched = READABLE.without(WRITABLE);
     let mut rules = vec![
         Rule::new(OpKind::Copy, searched, &[READABLE]),
         Rule::new(OpKind::SetRows, searched, &[FLOATS]),
     ];
-    // What is added to a quantised tensor is quantised again.
+    // The sum with a quantised tensor is quantised again.
     for ty in READABLE.without(FLOATS).iter() {
         let set = TypeSet::of(&[ty]);
         rules.push(Rule::new(OpKind::Add, set, &[set, FLOATS]));
@@ -35,7 +35,7 @@ pub(crate) fn rules() -> Vec<Rule> {
     rules
 }
 
-/// The CPU engine of a CUDA engine, started when a node first needs it.
+/// The CPU engine of a CUDA engine, started for the first such node.
 #[derive(Default)]
 pub(crate) struct CpuFallback {
     engine: OnceLock<Result<CpuEngine, EngineError>>,
@@ -47,7 +47,7 @@ impl CpuFallback {
         engine.as_ref().map_err(Clone::clone)
     }
 
-    /// Whether the node runs here and not on the device.
+    /// Whether the CPU engine runs this node.
     pub(crate) fn takes(graph: &Graph, node: &Node) -> bool {
         if !matches!(
             node.op,
@@ -64,7 +64,10 @@ impl CpuFallback {
         }
     }
 
-    /// A node of `graph`, whose buffers begin at `bases`, to run on the host.
+    /// Compiles a node of `graph`, whose buffers begin at `bases`.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the CPU engine.
     pub(crate) fn compile(
         &self,
         graph: &Graph,
@@ -122,20 +125,20 @@ impl CpuFallback {
     }
 }
 
-/// Bytes of a buffer of the graph that tensors of a node lie in.
+/// A range of a buffer that contains tensors of a node.
 struct Region {
     buffer: u32,
     bytes: Range<u64>,
 }
 
 impl Region {
-    /// The regions that the tensors lie in, apart from each other.
+    /// The disjoint ranges that contain the tensors.
     fn around(tensors: &[Tensor]) -> Vec<Region> {
         let mut all: Vec<Region> = tensors
             .iter()
             .map(|tensor| Region {
                 buffer: tensor.buffer,
-                // Places keep the alignment that the device's memory gives them.
+                // Offsets keep the alignment of the device's memory.
                 bytes: tensor.offset & !255..tensor.offset + extent(tensor),
             })
             .collect();
@@ -165,20 +168,23 @@ fn extent(tensor: &Tensor) -> u64 {
     extent.expect("a validated tensor has a size")
 }
 
-/// A node that runs on the host, with memory for its tensors.
+/// A node for the CPU engine, with host memory for its tensors.
 pub(crate) struct FallbackNode {
     plan: Box<dyn Plan>,
-    /// Where tensors lie on the device and on the host.
+    /// The address of each range on the device, and its host memory.
     places: Vec<(Address, Arc<dyn Memory>)>,
-    /// Which of the places has the destination.
+    /// The index in `places` of the range with the destination.
     result: usize,
 }
 
 impl FallbackNode {
-    /// Runs the node after all that the device was asked for before.
+    /// Runs the node, after all work that the device was asked for.
+    ///
+    /// # Errors
+    /// [`RunError`] of the CPU engine, or of a copy.
     ///
     /// # Safety
-    /// The memory of the graph it was compiled from is still there.
+    /// The memory of the graph that the node was compiled from still exists.
     pub(crate) unsafe fn run(&mut self, device: &dyn Device) -> Result<(), RunError> {
         let failed = |error: EngineError| RunError::Kernel {
             node: 0,
@@ -188,7 +194,8 @@ impl FallbackNode {
         let mut bytes = Vec::new();
         for (address, memory) in &self.places {
             bytes.resize(memory.size() as usize, 0u8);
-            // SAFETY: a region of the graph's memory, which the caller vouches for.
+            // SAFETY: the range lies in a buffer of the graph, which exists by the caller's
+            // promise.
             unsafe { device.download(*address, BytesMut::from(bytes.as_mut_slice())) }
                 .and_then(|()| memory.write(0, Bytes::from(bytes.as_slice())))
                 .map_err(failed)?;
@@ -198,7 +205,7 @@ impl FallbackNode {
         bytes.resize(memory.size() as usize, 0);
         memory
             .read(0, BytesMut::from(bytes.as_mut_slice()))
-            // SAFETY: as above.
+            // SAFETY: as for the download.
             .and_then(|()| unsafe { device.upload(*address, Bytes::from(bytes.as_slice())) })
             .map_err(failed)
     }

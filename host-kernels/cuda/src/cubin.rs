@@ -1,4 +1,4 @@
-//! Machine code for a GPU: built in, from the cache, or compiled now.
+//! Machine code of kernels: built in, from the cache, or compiled now.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,20 +8,20 @@ use tracing::{debug, info, warn};
 use crate::nvrtc::{CompileError, Nvrtc};
 use crate::source::Source;
 
-/// Machine code that was compiled with this program: file, architecture, code. The build script lists what
-/// `VGPU_CUBINS` names.
+/// Machine code that is built into this program: file, architecture, code. The build script lists
+/// the files of the folder `VGPU_CUBINS`.
 static BUILT_IN: &[(&str, &str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 
 /// Finds machine code for one architecture.
 pub(crate) struct CubinLoader {
     arch: String,
     cache: Option<PathBuf>,
-    /// Loaded when it is first needed.
+    /// Loaded for the first file that has to be compiled.
     compiler: Option<Nvrtc>,
 }
 
 impl CubinLoader {
-    /// CubinLoader for `arch`, kept in `cache` where it must be compiled.
+    /// A loader for `arch`, which keeps compiled code in the folder `cache`.
     pub(crate) fn new(arch: String, cache: Option<PathBuf>) -> CubinLoader {
         CubinLoader {
             arch,
@@ -30,7 +30,10 @@ impl CubinLoader {
         }
     }
 
-    /// The machine code of a file.
+    /// The machine code of a source file.
+    ///
+    /// # Errors
+    /// [`CompileError`] if the code has to be compiled and cannot be.
     pub(crate) fn load(&mut self, source: &Source) -> Result<Vec<u8>, CompileError> {
         let built_in = BUILT_IN
             .iter()
@@ -57,7 +60,7 @@ impl CubinLoader {
         info!(file = source.name, arch = self.arch, "compiling kernels");
         let code = compiler.compile(source, &self.arch)?.cubin;
         if let Some(path) = kept {
-            // Whole or not at all: others may read it at any time.
+            // Other processes may read the file at any time, so it appears complete or not at all.
             let part = path.with_extension(format!("{}.part", std::process::id()));
             let parent = path.parent().expect("a file in the cache has a folder");
             let written = fs::create_dir_all(parent)

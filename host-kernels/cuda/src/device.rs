@@ -1,7 +1,8 @@
-//! What the CUDA engine needs of a device: memory, copies, launches, in order.
+//! The device that the CUDA engine runs on: memory, copies and launches, in order.
 //!
-//! Engine and plans know devices by this trait alone. Besides the GPU itself there are, in tests, a device that
-//! runs the same kernels on the CPU, and one that only writes down what it is asked for.
+//! The engine and its plans know a device by the trait [`Device`] only. There are three: the GPU
+//! ([`crate::gpu::Gpu`]), and in tests a device that runs the same kernels on the CPU and a device
+//! that records what it is asked for.
 
 use std::time::Instant;
 
@@ -13,183 +14,225 @@ use vgpu_engine::{EngineError, MemoryInfo};
 /// An address in device memory.
 pub type Address = u64;
 
-/// A kernel of a device: a number that the device chose.
+/// A kernel of a device, by a number that the device has chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelId(pub u32);
 
-/// A kernel to run, with everything it needs.
+/// A launch of a kernel.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
-    /// What to run.
+    /// The kernel.
     pub kernel: KernelId,
-    /// Blocks in each dimension, at least 1.
+    /// Blocks of the grid in each dimension, at least 1.
     pub grid: [u32; 3],
     /// Threads of a block in each dimension, at least 1.
     pub threads: [u32; 3],
-    /// Bytes of shared memory of a block, beyond what the kernel declares.
+    /// Bytes of dynamic shared memory of a block.
     pub shared: u32,
-    /// The structure the kernel takes.
+    /// The bytes of the parameter structure of the kernel.
     pub params: Vec<u8>,
-    /// Whether blocks wait for each other, so that all must run at the same time (a cooperative launch): not more than
-    /// [`Device::max_cooperative_blocks`], in dimension 0 of the grid.
+    /// Whether the launch is cooperative: the blocks wait for each other, so all blocks have to be
+    /// resident. The grid has dimension 0 only, with at most [`Device::max_cooperative_blocks`]
+    /// blocks.
     pub cooperative: bool,
 }
 
-/// Launches that a device keeps to do again as one: a number that the device chose.
+/// An instantiated graph of launches, by a number that the device has chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GraphExecId(pub u64);
 
-/// A place in the order of what a device was asked for.
+/// A position in the order of the work that the device was asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Event(pub u64);
 
-/// Memory that device and host both see: where it is for either.
+/// Host memory that is mapped into the address space of the device.
 #[derive(Debug, Clone, Copy)]
 pub struct MappedHostMemory {
-    /// For kernels.
+    /// The address for kernels.
     pub device: Address,
-    /// For the host.
+    /// The address for the host.
     pub host: *mut u8,
 }
 
-// SAFETY: a place, not access to it.
+// SAFETY: the structure holds two addresses. Who reads or writes there has to argue for that
+// access.
 unsafe impl Send for MappedHostMemory {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for MappedHostMemory {}
 
-/// A device. All that it is asked for happens in order, as if one after the other; launches and fills may
-/// still be under way when the call returns, until [`Device::synchronize`].
+/// A device. All work happens in the order in which it was asked for, as on one CUDA stream.
+/// Launches, fills and copies within the device may still be under way when their call returns,
+/// until [`Device::synchronize`].
+///
+/// # Errors
+/// Unless a method says otherwise, an error is [`EngineError::Device`] with the reason that the
+/// device gives, or [`EngineError::DeviceLost`] after [`Device::abandon`]. An error of earlier work
+/// may be reported by a later call.
 pub trait Device: Send + Sync + 'static {
-    /// A short name, `cuda:0`.
+    /// A short name, such as `cuda:0`.
     fn name(&self) -> &str;
 
-    /// One line for people: the model.
+    /// The model, in one line for people.
     fn description(&self) -> &str;
 
-    /// Memory in bytes, as it is now.
+    /// The memory of the device in bytes, now.
     fn memory(&self) -> MemoryInfo;
 
-    /// The architecture that its kernels are compiled for: some are for one alone.
+    /// The architecture that the kernels are compiled for. Some kernels exist for one architecture
+    /// only.
     fn architecture(&self) -> &str {
         GENERAL
     }
 
-    /// Multiprocessors: so many blocks, or a few times as many, keep the device busy.
+    /// The number of SMs. A grid of as many blocks, or a few times as many, keeps the device busy.
     fn sm_count(&self) -> u32;
 
-    /// Most bytes of shared memory that a block can have.
+    /// The most bytes of dynamic shared memory of a block, with the opt-in of the kernel.
     fn max_shared_per_block(&self) -> u32;
 
-    /// Bytes of shared memory of a multiprocessor, which the blocks on it share; a block takes 1 KiB more than it is given.
+    /// Bytes of shared memory of an SM. The resident blocks of an SM share them, and each block
+    /// takes 1 KiB more than it is given (CUDA programming guide, "Shared Memory" of compute
+    /// capability 8.x).
     fn shared_per_sm(&self) -> u32;
 
-    /// Bytes a second of the device's memory, as far as it is known.
+    /// Bytes per second of the device's memory; 0 if unknown.
     fn memory_bandwidth(&self) -> u64;
 
-    /// How many blocks of a kernel run at the same time, of so many threads and bytes of shared memory beyond what the
-    /// kernel declares: 0 if the device has no launches of blocks that wait for each other.
+    /// The most blocks of a cooperative launch of `kernel` with `threads` threads and `shared`
+    /// bytes of dynamic shared memory a block. 0 if the device has no cooperative launches.
     fn max_cooperative_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32;
 
-    /// Whether small allocations are better made as parts of large ones. Devices that look for accesses beyond the end
-    /// of an allocation say no.
+    /// Whether small allocations are better made as parts of large ones. A device that detects
+    /// accesses beyond the end of an allocation says no.
     fn prefers_suballocation(&self) -> bool {
         true
     }
 
-    /// Why nothing on the device works any more, if so: an error that it does not recover from.
+    /// The error that has made the device unusable, if there was one.
     fn lost(&self) -> Option<String>;
 
-    /// Gives up a device that is lost, with all memory: every call fails from now on, or does nothing.
+    /// Gives up a lost device with all its memory. Later calls fail or do nothing.
     fn abandon(&self);
 
-    /// Prepares memory of this process for copies.
+    /// Page-locks the `len` bytes of host memory at `start`, so that copies need no staging buffer.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver cannot lock the pages.
     ///
     /// # Safety
-    ///
-    /// It is mapped, and stays so until [`Device::unpin`].
+    /// The range is mapped, and stays mapped until [`Device::unpin`].
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError>;
 
-    /// Undoes [`Device::pin`], after all that was asked for before.
+    /// Undoes [`Device::pin`], after all work that was asked for.
     fn unpin(&self, start: *mut u8);
 
-    /// `size` bytes, all zero, at least 256-byte aligned. `size` is not 0.
+    /// Allocates `size` zero bytes, at least 1, aligned to at least 256 bytes.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has no such block left.
     fn alloc(&self, size: u64) -> Result<Address, EngineError>;
 
-    /// Takes memory back, after all that was asked for before.
+    /// Frees memory, after all work that was asked for.
     ///
     /// # Safety
-    ///
-    /// `address` is from [`Device::alloc`] with this size, and nothing uses it from now on.
+    /// `address` is from [`Device::alloc`] with this `size`, and nothing uses the memory from now
+    /// on.
     unsafe fn free(&self, address: Address, size: u64);
 
-    /// The unit in which [`Device::back`] puts memory behind addresses: a power of two.
+    /// The unit of [`Device::map_memory`] in bytes, a power of two.
     fn map_granularity(&self) -> u64;
 
-    /// Addresses for `size` bytes, a multiple of the granularity, with no memory behind them. Nobody else gets them for
-    /// as long as the device lives.
+    /// Reserves `size` bytes of addresses, a multiple of the granularity, without memory, for as
+    /// long as the device exists.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if there is no such range.
     fn reserve_addresses(&self, size: u64) -> Result<Address, EngineError>;
 
-    /// Puts memory behind reserved addresses. Nothing is known of its content.
+    /// Maps new memory of unknown content at reserved addresses.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has not that much left.
     ///
     /// # Safety
-    ///
-    /// The addresses, whole units, are from [`Device::reserve`], and have no memory.
+    /// The range is from [`Device::reserve_addresses`], a multiple of the granularity, and has no
+    /// memory.
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError>;
 
-    /// Takes this memory away again, after all that was asked for before.
+    /// Unmaps and frees memory, after all work that was asked for.
     ///
     /// # Safety
-    ///
-    /// One call of [`Device::back`] has put it behind these addresses, and nothing uses it from now on.
+    /// One call of [`Device::map_memory`] has mapped this range, and nothing uses the memory from
+    /// now on.
     unsafe fn unmap_memory(&self, address: Address, size: u64);
 
-    /// `size` zero bytes that both sides see, for as long as the device lives.
+    /// Allocates `size` zero bytes of mapped host memory, at least 1, for as long as the device
+    /// exists.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver cannot lock or map the pages.
     fn alloc_mapped(&self, size: usize) -> Result<MappedHostMemory, EngineError>;
 
-    /// Writes `from` and returns when it has been read.
+    /// Copies `from` to the device. `from` may be reused when the call returns.
+    ///
+    /// # Errors
+    /// As said for the trait.
     ///
     /// # Safety
-    ///
-    /// There is device memory for it at `to`.
+    /// There are `from.len()` bytes of device memory at `to`.
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError>;
 
-    /// Reads into `to` what is there after all that was asked for before.
+    /// Copies from the device to `to`, after all work that was asked for, and waits for the copy.
+    ///
+    /// # Errors
+    /// As said for the trait.
     ///
     /// # Safety
-    ///
-    /// There is as much device memory at `from`.
+    /// There are `to.len()` bytes of device memory at `from`.
     unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError>;
 
     /// Sets `size` bytes to `value`.
     ///
-    /// # Safety
+    /// # Errors
+    /// As said for the trait.
     ///
-    /// There is as much device memory at `to`.
+    /// # Safety
+    /// There are `size` bytes of device memory at `to`.
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError>;
 
-    /// Copies `size` bytes, which do not overlap.
+    /// Copies `size` bytes within the device.
+    ///
+    /// # Errors
+    /// As said for the trait.
     ///
     /// # Safety
-    ///
-    /// There is as much device memory at both.
+    /// There are `size` bytes of device memory at both addresses, and they do not overlap.
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError>;
 
     /// The kernel called `name`.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device has no such kernel.
     fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError>;
 
-    /// Runs a kernel. A launch of more blocks [`cooperative`](Launch::cooperative) than the device has room for is
-    /// [`EngineError::Unsupported`], and nothing of it happens.
+    /// Launches a kernel.
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] if a [`cooperative`](Launch::cooperative) launch has more
+    /// blocks than fit on the device; nothing of it has run then.
     ///
     /// # Safety
-    ///
-    /// The addresses in its parameters are of device memory that the kernel may use as it does, until the next
-    /// [`Device::synchronize`] has returned.
+    /// The addresses in the parameters are of device memory that the kernel may use as it does,
+    /// until the next [`Device::synchronize`] has returned.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError>;
 
-    /// Runs launches one after the other, waits for the last, and returns the seconds that each took.
+    /// Runs launches one after the other, waits for the last, and returns the seconds that each
+    /// took.
+    ///
+    /// # Errors
+    /// As for [`Device::launch`].
     ///
     /// # Safety
-    ///
     /// As for [`Device::launch`], for each of them.
     unsafe fn time_launches(&self, launches: &[Launch]) -> Result<Vec<f64>, EngineError> {
         self.synchronize()?;
@@ -203,10 +246,17 @@ pub trait Device: Send + Sync + 'static {
         launches.iter().map(time).collect()
     }
 
-    /// Prepares launches to be done again and again as one, each after the one before.
+    /// Instantiates a graph of launches, each after the one before.
+    ///
+    /// # Errors
+    /// As said for the trait.
     fn create_graph(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError>;
 
-    /// Puts `launch` in the place of the one at `index`, of the same kernel. Replays under way do not see it.
+    /// Replaces the parameters of node `index` of a graph by those of `launch`, of the same kernel.
+    /// A launch of the graph that is under way keeps the old parameters.
+    ///
+    /// # Errors
+    /// As said for the trait.
     fn update_graph_node(
         &self,
         graph: GraphExecId,
@@ -214,22 +264,33 @@ pub trait Device: Send + Sync + 'static {
         launch: &Launch,
     ) -> Result<(), EngineError>;
 
-    /// Runs the launches of a recording.
+    /// Launches a graph.
+    ///
+    /// # Errors
+    /// As said for the trait.
     ///
     /// # Safety
-    ///
-    /// As for [`Device::launch`], for each of them as it is now.
+    /// As for [`Device::launch`], for each node with its current parameters.
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError>;
 
-    /// Gives a recording up, which is not used again.
+    /// Destroys a graph, which is not used again.
     fn destroy_graph(&self, graph: GraphExecId);
 
-    /// The place behind all that was asked for so far.
+    /// Records an event behind all work that was asked for.
+    ///
+    /// # Errors
+    /// As said for the trait.
     fn record_event(&self) -> Result<Event, EngineError>;
 
-    /// Waits for what was asked for before a mark.
+    /// Waits for the work that was asked for before `event` was recorded.
+    ///
+    /// # Errors
+    /// As said for the trait.
     fn wait_event(&self, event: Event) -> Result<(), EngineError>;
 
-    /// Waits for all that was asked for.
+    /// Waits for all work that was asked for.
+    ///
+    /// # Errors
+    /// As said for the trait; also an error of a kernel.
     fn synchronize(&self) -> Result<(), EngineError>;
 }

@@ -16,13 +16,13 @@ use crate::memory::CudaMemory;
 use crate::plan::CudaPlan;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 
-/// How long to leave a device alone that could not be set up anew.
+/// The pause after a failed attempt to reopen a lost device.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
 
-/// So often it is tried before the device counts as beyond repair.
+/// The number of failed attempts after which the engine reports a fatal error.
 const MAX_ATTEMPTS: u32 = 3;
 
-/// Sets a device up.
+/// Opens the device again.
 type Opener = Box<dyn Fn() -> Result<Arc<dyn Device>, EngineError> + Send + Sync>;
 
 /// The engine that runs on a GPU.
@@ -37,22 +37,29 @@ pub struct CudaEngine {
     current: Mutex<Current>,
 }
 
-/// The device as it is now.
+/// The device in use.
 struct Current {
     context: Arc<ExecutionContext>,
-    /// When it could not be set up anew, and why.
+    /// When the last attempt to reopen it has failed, and why.
     failed: Option<(Instant, EngineError)>,
-    /// How often that was tried.
+    /// The number of failed attempts in a row.
     attempts: u32,
 }
 
 impl CudaEngine {
-    /// An engine on `device`.
+    /// An engine on `device` with the default policy.
+    ///
+    /// # Errors
+    /// As for [`CudaEngine::with_policy`].
     pub fn new(device: Arc<dyn Device>) -> Result<CudaEngine, EngineError> {
         CudaEngine::with_policy(device, LaunchPolicy::default())
     }
 
-    /// The same with another policy, for devices that are not as fast as a GPU.
+    /// An engine on `device` with `policy`.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device, if it has no memory for the engine's own buffers or lacks a
+    /// kernel.
     pub fn with_policy(
         device: Arc<dyn Device>,
         policy: LaunchPolicy,
@@ -73,14 +80,14 @@ impl CudaEngine {
         })
     }
 
-    /// Whether there is anything to choose: products that several kernels can do.
+    /// Whether there is anything to tune: matrix products that several kernel variants can run.
     pub fn is_tunable(&self) -> bool {
         let architecture =
             |context: Arc<ExecutionContext>| context.device.architecture() == crate::source::HOPPER;
         self.context().is_ok_and(architecture)
     }
 
-    /// The same engine, which chooses among kernels so.
+    /// The same engine with a tuning table.
     #[must_use]
     pub fn with_tuning(self, tuning: TuningTable) -> CudaEngine {
         let tuning = Arc::new(tuning);
@@ -91,7 +98,7 @@ impl CudaEngine {
         CudaEngine { tuning, ..self }
     }
 
-    /// The same engine, which sets its device up anew with `open` when it is lost.
+    /// The same engine, which reopens a lost device with `open`.
     #[must_use]
     pub fn with_reopen(
         self,
@@ -103,7 +110,7 @@ impl CudaEngine {
         }
     }
 
-    /// The same engine, which leaves a device that it could not set up anew alone for so long.
+    /// The same engine with another pause after a failed attempt to reopen the device.
     #[must_use]
     pub fn with_retry_delay(self, rest: Duration) -> CudaEngine {
         CudaEngine {
@@ -112,7 +119,7 @@ impl CudaEngine {
         }
     }
 
-    /// The device, set up anew if it is lost.
+    /// The context of the device, which is reopened if it is lost.
     fn context(&self) -> Result<Arc<ExecutionContext>, EngineError> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(reason) = current.context.device.lost() else {
@@ -127,7 +134,7 @@ impl CudaEngine {
             return Err(EngineError::DeviceLost { reason });
         };
         warn!("{} is set up anew: {reason}", self.name);
-        // Its memory must be free before somebody else can have it.
+        // The memory of the lost device has to be free before the new one allocates.
         current.context.device.abandon();
         let opened = open().and_then(|device| ExecutionContext::new(device, self.policy));
         match opened.and_then(|context| context.probe().map(|()| context)) {
@@ -168,7 +175,7 @@ impl Engine for CudaEngine {
     }
 
     fn memory(&self) -> MemoryInfo {
-        // A device that is lost has none.
+        // A lost device has no memory.
         self.context().map_or_else(
             |_| MemoryInfo::default(),
             |context| context.allocator.memory(),
@@ -186,13 +193,14 @@ impl Engine for CudaEngine {
     fn fatal_error(&self) -> Option<String> {
         let error = self.context().err()?;
         let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that nobody can set up anew is lost for good at once.
+        // Without a way to reopen the device, a lost device is a fatal error at once.
         (self.open.is_none() || current.attempts >= MAX_ATTEMPTS).then(|| error.to_string())
     }
 
     fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
         let device = Arc::clone(&self.context().ok()?.device);
-        // SAFETY: the window is mapped for as long as it lives, and `Pinned` holds on to it.
+        // SAFETY: the region is mapped for as long as `window` lives, and `Pinned` holds `window`
+        // until it has called `unpin`.
         match unsafe { device.pin(window.as_ptr(), window.size()) } {
             Ok(()) => Some(Box::new(Pinned {
                 device,
@@ -219,7 +227,7 @@ impl Engine for CudaEngine {
     }
 }
 
-/// A window that the device reaches by itself.
+/// A shared memory region that is page-locked for the device.
 struct Pinned {
     device: Arc<dyn Device>,
     window: Arc<Window>,

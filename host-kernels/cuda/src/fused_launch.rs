@@ -1,4 +1,4 @@
-//! From groups to launches.
+//! Launches for groups of nodes that fusion has found (`vgpu_engine::fuse`).
 
 use vgpu_transport::ir::{GluKind, Op};
 
@@ -12,7 +12,7 @@ use vgpu_engine::fuse::Kind;
 
 type Added = Option<Result<(), EngineError>>;
 
-/// A node of a group with the views of its tensors.
+/// A node of a group, with the views of its tensors.
 #[derive(Clone)]
 pub(crate) struct GroupNode {
     pub(crate) op: Op,
@@ -26,8 +26,8 @@ impl GroupNode {
     }
 }
 
-/// Adds the launch of a group of these nodes. `None`, and nothing added, where there is no kernel for it. `is_rounded` says
-/// whether products that come next round the result.
+/// Adds the launch of a group. `None` if there is no kernel for the group; then nothing was added.
+/// `is_rounded`: whether the next products quantise a result.
 pub(crate) fn emit(
     kind: Kind,
     nodes: &[GroupNode],
@@ -90,13 +90,13 @@ fn products(nodes: &[GroupNode], b: &mut Builder<'_>) -> Added {
     mmv::products(b, &work)
 }
 
-/// Products with the rows that nodes behind them add.
+/// The products of a group, with the biases that later nodes add.
 fn with_rows(nodes: &[GroupNode]) -> Option<Vec<Product>> {
     let mut all: Vec<Product> = Vec::new();
     for node in nodes {
         match node.op {
             Op::Add {} | Op::AddId {} => {
-                // The last that gave this: places are used again.
+                // The last product with this result: memory of intermediates is reused.
                 let of = { all.iter_mut().rev() }.find(|it| it.dst.data == node.src(0).data)?;
                 (of.add, of.dst) = (node.src(1), node.dst);
             }

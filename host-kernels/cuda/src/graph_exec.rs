@@ -1,12 +1,12 @@
-//! Launches between two pieces of the host's work, and how they get to the device: one by one the first time, as
-//! recordings (CUDA graphs) from then on.
+//! Sequences of launches, and how they reach the device: one by one the first time, as CUDA graphs
+//! from then on.
 //!
-//! A recording outlives the plan it was made for. When a model's cache of keys and values has grown, the guest sends a
-//! graph that differs from the one before in some extents and offsets, and its plan has the same kernels in the same
-//! order, on the same memory, with other parameters here and there. Such plans are of one *template* and hand the
-//! template's recordings on: what differs is changed in place, which costs a microsecond for each launch that does, and
-//! nothing is recorded anew. Parameters so stay constants of their launches, and no kernel has to fetch them from
-//! memory before it can begin.
+//! A graph instance outlives the plan that it was made for. When the KV cache has grown, the guest
+//! sends a graph with other extents and offsets, and its plan has the same kernels in the same
+//! order, on the same memory, with other parameters here and there. Such plans share a *template*
+//! ([`GraphTemplate`]) with its graph instances: nodes whose parameters differ are updated in
+//! place, about a microsecond each, and nothing is instantiated again. So parameters stay constants
+//! of their launches, and no kernel has to read them from memory first.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -19,49 +19,49 @@ use crate::launch::planned::PlannedLaunch;
 use crate::launch::policy::LaunchPolicy;
 use vgpu_engine::{EngineError, RunStatus, Turn};
 
-/// So many launches go between two looks before it is known how long they take.
+/// Launches of a batch until it is known how long they take.
 const FIRST_PIECE: usize = 32;
 
-/// Fewer are as fast one by one.
+/// Fewer launches are as fast one by one.
 const MIN_RECORDED: usize = 4;
 
-/// Pieces that are handed to the device ahead of the one that it works on.
+/// Batches that are handed to the device beyond the one that is running.
 const AHEAD: usize = 1;
 
-/// Launches that follow each other.
+/// A sequence of launches.
 pub(crate) struct LaunchSequence {
     launches: Arc<[Launch]>,
     nodes: Vec<u32>,
-    /// After which launches another plan may run.
+    /// Whether another plan may run after each launch.
     stops: Vec<bool>,
-    /// How many of the launches of `plain` each stands for.
+    /// The number of launches of `plain` that each launch replaces.
     covers: Vec<usize>,
-    /// The same with no steps, for devices that refuse them.
+    /// The same work without megakernels, for a device that refuses one.
     plain: Option<Box<LaunchSequence>>,
     template: Arc<Mutex<GraphTemplate>>,
-    /// Launches done in the run under way.
+    /// Launches that the current run has handed to the device.
     done: usize,
-    /// The step that the device has just refused to launch.
+    /// The megakernel launch that the device has just refused.
     refused: Option<usize>,
-    /// Whether the run under way has yielded, so that its time says nothing.
+    /// Whether the current run has yielded, so that its duration is not a measurement.
     has_yielded: bool,
 }
 
-/// A failure in a launch, or in what was under way.
+/// An error of a launch, or of work under way when it was handed to the device.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) node: usize,
     pub(crate) error: EngineError,
 }
 
-/// The kernels of a sequence in order, and the memory its plan was compiled for.
+/// What sequences of a template have in common: the kernels in order, and the memory of the plan.
 #[derive(Debug, PartialEq, Eq, Hash, Clone)]
 struct Key {
     kernels: Vec<u32>,
     memory: Vec<usize>,
 }
 
-/// The templates of a context that have plans.
+/// The templates of a context that are in use.
 #[derive(Default)]
 pub(crate) struct GraphTemplates {
     known: Mutex<HashMap<Key, Weak<Mutex<GraphTemplate>>>>,
@@ -80,19 +80,19 @@ impl GraphTemplates {
     }
 }
 
-/// What segments with the same kernels on the same memory share.
+/// What sequences with the same kernels on the same memory share.
 #[derive(Default)]
 struct GraphTemplate {
-    /// Launches in a piece, once a run has shown how long they take.
+    /// Launches of a batch, once a run was measured.
     piece: Option<usize>,
-    /// Whether recordings are of no use, or the device does not make them.
+    /// Whether graphs are of no use, or the device does not make them.
     is_plain: bool,
     recordings: Vec<Recording>,
-    /// The launches that the recordings do.
+    /// The launches whose parameters the graph instances have.
     holds: Option<Arc<[Launch]>>,
 }
 
-/// A recording of some of the launches.
+/// A graph instance of consecutive launches.
 struct Recording {
     device: Arc<dyn Device>,
     id: GraphExecId,
@@ -107,7 +107,8 @@ impl Drop for Recording {
 }
 
 impl LaunchSequence {
-    /// A sequence of `steps`, at least one, over the memory at the addresses `memory`, which the plan keeps.
+    /// A sequence of `steps`, at least one, over the memory with the addresses `memory`, which the
+    /// plan keeps alive.
     pub(crate) fn new(
         steps: Vec<PlannedLaunch>,
         memory: &[usize],
@@ -130,7 +131,7 @@ impl LaunchSequence {
         }
     }
 
-    /// The same, which becomes `plain` when the device refuses a step.
+    /// The same sequence, which is replaced by `plain` when the device refuses a megakernel.
     #[must_use]
     pub(crate) fn or(self, plain: LaunchSequence) -> LaunchSequence {
         LaunchSequence {
@@ -139,11 +140,14 @@ impl LaunchSequence {
         }
     }
 
-    /// Goes on with the launches until they are done or, at a place where that is possible, the turn is over. Then
-    /// nothing runs on the device any more; otherwise it may.
+    /// Hands launches to the device until all are under way, or until another plan waits and may
+    /// run. In the latter case the device is idle when the call returns.
+    ///
+    /// # Errors
+    /// [`Failure`] with the node and the error of the device.
     ///
     /// # Safety
-    /// The memory that the launches use is there, and nobody else uses the device.
+    /// The memory that the launches use exists, and nobody else uses the device.
     pub(crate) unsafe fn advance(
         &mut self,
         device: &Arc<dyn Device>,
@@ -158,11 +162,11 @@ impl LaunchSequence {
         let Some(mut plain) = self.plain.take() else {
             return outcome;
         };
-        // Nothing of a launch that is refused has run. What came before it has, or is under way.
+        // A refused launch has not run. The launches before it have run or are under way.
         warn!("a step is not launched, and goes launch by launch from now on: {error}");
         plain.done = self.covers[..at].iter().sum();
         *self = *plain;
-        // SAFETY: as above.
+        // SAFETY: the caller's promise; the plain sequence uses the same memory.
         unsafe { self.go_on(device, policy, turn) }
     }
 
@@ -234,10 +238,13 @@ impl LaunchSequence {
         Ok(RunStatus::Done)
     }
 
-    /// Runs all launches, none of them as steps, and says how many seconds each took.
+    /// Runs all launches without megakernels, and returns the seconds that each took.
+    ///
+    /// # Errors
+    /// As for [`LaunchSequence::advance`].
     ///
     /// # Safety
-    /// As for [`advance`](LaunchSequence::advance).
+    /// As for [`LaunchSequence::advance`].
     pub(crate) unsafe fn time(&mut self, device: &dyn Device) -> Result<Vec<f64>, Failure> {
         self.rewind();
         // SAFETY: the caller's promise.
@@ -254,21 +261,21 @@ impl LaunchSequence {
         *self.nodes.last().expect("a sequence has launches") as usize
     }
 
-    /// Begins from the first launch the next time.
+    /// Starts the next run at the first launch.
     pub(crate) fn rewind(&mut self) {
         self.done = 0;
         self.has_yielded = false;
     }
 
-    /// The end of the piece that begins with launch `at`.
+    /// The end of the batch that begins with launch `at`.
     fn end_of_piece(&self, at: usize, piece: usize) -> usize {
         let least = at.saturating_add(piece).min(self.launches.len());
         let stop = (least..self.launches.len()).find(|&end| self.stops[end - 1]);
         stop.unwrap_or(self.launches.len())
     }
 
-    /// Sees that the template's recordings do the launches of this sequence. Where the device fails to, launches go one
-    /// by one.
+    /// Makes the graph instances of the template run the launches of this sequence. If the device
+    /// cannot, launches go one by one.
     fn prepare(&self, template: &mut GraphTemplate, device: &Arc<dyn Device>, piece: usize) {
         if template.is_plain || template.holds_of(self).is_some() {
             return;
@@ -309,7 +316,7 @@ impl LaunchSequence {
         Ok(())
     }
 
-    /// Changes what differs from the launches that the recordings held until now.
+    /// Updates the nodes that differ from the launches `held`, which the instances have now.
     fn change(
         &self,
         template: &GraphTemplate,
@@ -329,25 +336,25 @@ impl LaunchSequence {
 }
 
 impl GraphTemplate {
-    /// Something, if the recordings hold the launches of this very sequence.
+    /// `Some` if the graph instances have the parameters of this sequence.
     fn holds_of(&self, sequence: &LaunchSequence) -> Option<()> {
         let held = self.holds.as_ref()?;
         Arc::ptr_eq(held, &sequence.launches).then_some(())
     }
 
-    /// The recording that begins with launch `at`.
+    /// The graph instance that begins with launch `at`.
     fn at(&self, at: usize) -> Option<&Recording> {
         self.recordings
             .iter()
             .find(|recording| recording.first == at)
     }
 
-    /// Takes from the time of a whole run how to cut the next ones.
+    /// Derives the size of batches from the duration of a whole run.
     fn learn(&mut self, took: Duration, launches: usize, policy: LaunchPolicy) {
         let each = took / launches.max(1) as u32;
         let fitting = policy.time_slice.as_nanos() / each.as_nanos().max(1);
         let fitting = usize::try_from(fitting).unwrap_or(usize::MAX).max(1);
-        // What nearly fits is not cut.
+        // A sequence of at most two batches is not cut.
         self.piece = Some(if fitting.saturating_mul(2) >= launches {
             usize::MAX
         } else {

@@ -1,17 +1,20 @@
-//! The CUDA engine: plans of launches, on any [`Device`] that runs the kernels in `host-kernels/cuda/kernels/`.
+//! The CUDA engine: compiles graphs to kernel launches on a [`device::Device`], which runs the
+//! kernels of `host-kernels/cuda/kernels/`.
 //!
-//! - [`device`]: what the engine needs of a device.
-//! - `source`, `nvrtc`, `code`: the kernels' texts, their compiler, and machine code.
-//! - `ops`: one file for each family of operators, from a node to launches.
-//! - `host`: the few nodes that run on the CPU engine instead.
-//! - `params`: the structures that kernels take.
-//! - [`tuning`]: which of several kernels was the fastest.
-//! - `builder`: what operators' files see of a plan that is compiled.
-//! - `emit`: what becomes one launch together (`vgpu_engine::fuse`); `kept`: activations rounded for several products.
-//! - `plan`, `sequence`: a graph as launches, and running them: one by one, then as recordings (CUDA graphs).
-//! - `step`: runs of launches as one, whose blocks wait for each other.
-//! - `layout`, `arranged`, `planes`: weights that lie as kernels like to read them.
-//! - `context`, `scratch`: what plans share. `allocator`, `memory`: memory of the device; `gather`: small writes to it.
+//! - [`device`], [`gpu`]: the device trait, and the GPU through NVIDIA's driver.
+//! - [`source`], [`nvrtc`], `cubin`: kernel sources, their compiler, and machine code.
+//! - `params`, `types`: parameter structures of kernels, and sets of tensor types.
+//! - `allocator`, `memory`, `scratch`, `upload_batch`: device memory, and small uploads in one
+//!   launch.
+//! - `launch`: what operators build launches with; `ops`: one file for each family of operators.
+//! - [`autotune`]: which variant of a matrix kernel is the fastest.
+//! - `fused_launch`, `activation_cache`: one launch for several nodes, and activations that several
+//!   launches read.
+//! - `graph_exec`: launches as CUDA graphs, reused from plan to plan.
+//! - `megakernel`: runs of launches as one cooperative launch.
+//! - `repack`: weights as structures of arrays.
+//! - `cpu_fallback`: the nodes that the CPU engine runs.
+//! - `context`, `plan`, `engine`: what plans share, plans, and the engine.
 
 mod activation_cache;
 mod allocator;
@@ -40,6 +43,6 @@ mod upload_batch;
 pub use engine::CudaEngine;
 pub use launch::policy::LaunchPolicy;
 
-// The shim's device, which the unit tests include, names this crate by its name.
+// Unit tests include the shim's device by path (`ops/bench.rs`), and the device names this crate.
 #[cfg(test)]
 extern crate self as vgpu_cuda;

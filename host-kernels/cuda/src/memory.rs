@@ -1,4 +1,4 @@
-//! Memory of the CUDA engine.
+//! The memory of a buffer on a device.
 
 use std::any::Any;
 use std::ops::Range;
@@ -14,30 +14,31 @@ use crate::repack::format::RepackFormat;
 use crate::repack::state::RepackState;
 use vgpu_engine::{EngineError, Memory, check_range};
 
-/// An allocation on a device.
+/// An allocation on a device, some tensors of which may be repacked.
 pub(crate) struct CudaMemory {
     allocator: Arc<Allocator>,
-    /// Something unmapped when the size is 0.
+    /// An address that is not mapped if the size is 0.
     address: Address,
     size: u64,
     repack_state: RepackState,
 }
 
-/// Bytes of weights that are arranged at a time.
+/// Bytes of weights that one launch repacks.
 const PIECE: u64 = 16 << 20;
 
-/// Threads of a block of `vg_repack`, and most blocks.
+/// The grid and block limits of `vg_repack`.
 const THREADS: u64 = 256;
 const MAX_BLOCKS: u64 = 4096;
 
-/// RepackBuffer to arrange weights in.
+/// Device memory to repack weights through.
 pub(crate) struct RepackBuffer {
     memory: CudaMemory,
     kernel: KernelId,
 }
 
 impl RepackBuffer {
-    /// How much a tensor needs: a piece of a matrix, and the scales of those that are more than that.
+    /// The bytes that repacking a tensor needs: one piece, and the scales of a matrix that is
+    /// larger than a piece.
     pub(crate) fn bytes_for(planes: &RepackFormat) -> u64 {
         match planes.of_matrix() {
             bytes if bytes <= PIECE => bytes,
@@ -45,7 +46,10 @@ impl RepackBuffer {
         }
     }
 
-    /// RepackBuffer of so many bytes.
+    /// A buffer of `bytes` bytes.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has not that much left.
     pub(crate) fn new(allocator: &Arc<Allocator>, bytes: u64) -> Result<RepackBuffer, EngineError> {
         Ok(RepackBuffer {
             kernel: allocator.device().kernel("vg_repack")?,
@@ -55,7 +59,10 @@ impl RepackBuffer {
 }
 
 impl CudaMemory {
-    /// `size` bytes, all zero.
+    /// `size` zero bytes.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has not that much left.
     pub(crate) fn new(allocator: &Arc<Allocator>, size: u64) -> Result<CudaMemory, EngineError> {
         let address = if size == 0 {
             256
@@ -70,17 +77,20 @@ impl CudaMemory {
         })
     }
 
-    /// Where it is.
+    /// The address of the first byte.
     pub(crate) fn address(&self) -> Address {
         self.address
     }
 
-    /// Whether it is memory of `allocator`.
+    /// Whether the memory is from `allocator`.
     pub(crate) fn is_of(&self, allocator: &Arc<Allocator>) -> bool {
         Arc::ptr_eq(&self.allocator, allocator)
     }
 
-    /// Fails if the memory went with its device.
+    /// Checks that the device of the memory is not lost.
+    ///
+    /// # Errors
+    /// [`EngineError::DeviceLost`] if the device is lost.
     pub(crate) fn check_there(&self) -> Result<(), EngineError> {
         match self.allocator.device().lost() {
             None => Ok(()),
@@ -88,12 +98,15 @@ impl CudaMemory {
         }
     }
 
-    /// What of it lies in planes.
+    /// Which tensors of the memory are repacked.
     pub(crate) fn repack_state(&self) -> &RepackState {
         &self.repack_state
     }
 
-    /// Puts a tensor at `start`, inside, which lies as the guest has it, in planes.
+    /// Repacks the plain tensor at `start`, which lies inside the memory.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     pub(crate) fn arrange(
         &self,
         start: u64,
@@ -105,7 +118,8 @@ impl CudaMemory {
         for parts in planes.parts(PIECE) {
             let begin = parts[0].scales.start;
             let end = parts[parts.len() - 1].scales.end;
-            // Where the scales of a matrix go, later parts of it lie still.
+            // The final place of a matrix's scales still holds its last plain blocks, so the scales
+            // of a matrix of several pieces are collected in the buffer.
             let aside = (parts.len() > 1).then_some(from + PIECE);
             for part in &parts {
                 let bytes = part.whole.end - part.whole.start;
@@ -126,15 +140,18 @@ impl CudaMemory {
                     params: params.as_bytes().to_vec(),
                     cooperative: false,
                 };
-                // SAFETY: the part is inside, and the room, apart from it, holds a piece. The kernel writes the part's
-                // quants where parts up to this one lay, which are copied, and its scales where nothing else is.
+                // SAFETY: the part lies inside this memory. The buffer is another allocation with
+                // room for a piece. The kernel writes quants only where this and earlier parts lay,
+                // which were copied to the buffer, and scales to the end of the buffer or of a
+                // matrix of one part.
                 unsafe {
                     device.copy(from, at + part.whole.start, bytes)?;
                     device.launch(&launch)?;
                 }
             }
             if let Some(aside) = aside {
-                // SAFETY: behind the quants, inside; the room holds the scales of a matrix behind a piece.
+                // SAFETY: the scales lie behind the quants, inside this memory; the buffer has room
+                // for a piece and the scales of a matrix.
                 unsafe { device.copy(at + begin, aside, end - begin)? };
             }
         }
@@ -143,19 +160,24 @@ impl CudaMemory {
         Ok(())
     }
 
-    /// Brings tensors in planes with bytes of `range` back, for good.
+    /// Restores all repacked tensors with bytes in `range`. They stay plain from then on.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     pub(crate) fn keep_plain(&self, range: &Range<u64>) -> Result<(), EngineError> {
         self.settle(range, |_| false)
     }
 
-    /// The same before all bytes of `range` are written: tensors that lie in it are nobody's any more.
+    /// The same before all bytes of `range` are overwritten: tensors inside `range` are dropped,
+    /// and not restored.
     fn before_change(&self, range: &Range<u64>) -> Result<(), EngineError> {
         self.settle(range, |tensor| {
             range.start <= tensor.start && tensor.end <= range.end
         })
     }
 
-    /// Has no tensor with bytes of `range` in planes: what of it is to be forgotten is, the rest is brought back.
+    /// Leaves no tensor with bytes in `range` repacked: drops those that `is_forgotten` names, and
+    /// restores the others.
     fn settle(
         &self,
         range: &Range<u64>,
@@ -170,7 +192,7 @@ impl CudaMemory {
                 state.forget(start);
             } else {
                 let put = |at, bytes: &[u8]| {
-                    // SAFETY: a part of the tensor, which is inside.
+                    // SAFETY: the bytes are a part of the tensor, which lies inside this memory.
                     unsafe {
                         self.allocator
                             .device()
@@ -185,23 +207,26 @@ impl CudaMemory {
         Ok(())
     }
 
-    /// What lies in `range` of a tensor at `start`, inside, in planes or not.
+    /// The bytes in `range` of the tensor at `start`, as they are in memory.
     fn fetch(&self, start: u64, range: Range<u64>) -> Result<Vec<u8>, EngineError> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
         self.download(start + range.start, bytes.as_mut_slice().into())?;
         Ok(bytes)
     }
 
-    /// Reads what lies at `offset`, inside.
+    /// Reads the bytes at `offset` as they are in memory.
     fn download(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
         if out.is_empty() {
             return Ok(());
         }
-        // SAFETY: the range is inside.
+        // SAFETY: the callers have checked that the range is inside this memory.
         unsafe { self.allocator.device().download(self.address + offset, out) }
     }
 
     /// The address of `len` bytes at `offset`.
+    ///
+    /// # Errors
+    /// [`EngineError`] if the range is not inside the memory, or the device is lost.
     fn range(&self, offset: u64, len: u64) -> Result<Address, EngineError> {
         check_range(offset, len, self.size)?;
         self.check_there()?;
@@ -212,7 +237,8 @@ impl CudaMemory {
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         if self.size != 0 {
-            // SAFETY: allocated in `new` with this size; plans that use it hold on to it.
+            // SAFETY: `new` has allocated this address with this size. Plans that use the memory
+            // hold it alive.
             unsafe { self.allocator.free(self.address, self.size) };
         }
     }
@@ -229,7 +255,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         self.before_change(&(offset..offset + data.len() as u64))?;
-        // SAFETY: the range is inside.
+        // SAFETY: `range` has checked that the bytes are inside this memory.
         unsafe { self.allocator.device().upload(to, data) }
     }
 
@@ -273,7 +299,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         self.before_change(&(offset..offset + len))?;
-        // SAFETY: the range is inside.
+        // SAFETY: `range` has checked that the bytes are inside this memory.
         unsafe { self.allocator.device().fill(to, len, value) }
     }
 
@@ -296,12 +322,12 @@ impl Memory for CudaMemory {
         source.keep_plain(&(source_offset..source_offset + len))?;
         self.before_change(&(offset..offset + len))?;
         if to.abs_diff(from) >= len {
-            // SAFETY: both ranges are inside, and apart.
+            // SAFETY: `range` has checked both ranges, and they do not overlap.
             return unsafe { self.allocator.device().copy(to, from, len) };
         }
         let through = CudaMemory::new(&self.allocator, len)?;
-        // SAFETY: both ranges are inside; the memory in between is apart from either, and is freed after the
-        // copies.
+        // SAFETY: `range` has checked both ranges. `through` is another allocation of `len` bytes,
+        // and the allocator reuses it only for work behind these copies.
         unsafe {
             self.allocator.device().copy(through.address, from, len)?;
             self.allocator.device().copy(to, through.address, len)

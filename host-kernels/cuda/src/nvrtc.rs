@@ -1,6 +1,7 @@
-//! NVRTC, NVIDIA's compiler as a library, loaded when it is needed and if it is there.
+//! NVRTC, NVIDIA's run-time compiler, loaded when it is first needed.
 //!
-//! cudarc looks for the NVRTC of one CUDA version and gives out PTX only; we take any, and want machine code.
+//! cudarc loads the NVRTC of one CUDA version and returns PTX only. This module loads any version
+//! and returns machine code.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
@@ -9,7 +10,7 @@ use libloading::Library;
 
 use crate::source::{HEADERS, OPTIONS, Source};
 
-/// Names it is known by, the newest first.
+/// The names of the library, the newest first.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
 /// Why a kernel was not compiled.
@@ -28,12 +29,12 @@ pub enum CompileError {
     Failed { call: &'static str, code: c_int },
 }
 
-/// Machine code with what the compiler said.
+/// Machine code, and the log of the compiler.
 #[derive(Debug)]
 pub struct Compiled {
     /// The machine code.
     pub cubin: Vec<u8>,
-    /// Warnings, and the assembler's report of registers, shared memory and spills.
+    /// Warnings, and the report of ptxas: registers, shared memory and spills.
     pub log: String,
 }
 
@@ -52,7 +53,8 @@ type Text = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 type Destroy = unsafe extern "C" fn(*mut Program) -> c_int;
 type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
 
-/// The compiler. Functions point into the library, which stays loaded as long.
+/// The compiler. The function pointers are valid while the library is loaded, which this object
+/// ensures.
 pub struct Nvrtc {
     create: Create,
     compile: Compile,
@@ -66,7 +68,10 @@ pub struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Loads the library from a folder, or from where the system finds it.
+    /// Loads the library from a folder, or by the search path of the system.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] if there is no library, or it lacks a function.
     pub fn load(folder: Option<&Path>) -> Result<Nvrtc, CompileError> {
         if let Some(folder) = folder {
             builtins(folder);
@@ -74,9 +79,9 @@ impl Nvrtc {
         let mut reason = String::new();
         for name in NAMES {
             let path = folder.map_or_else(|| name.into(), |folder| folder.join(name));
-            // SAFETY: NVIDIA's library runs nothing when it is loaded but its own set-up.
+            // SAFETY: loading a library runs its initialisers; NVRTC's only set up its own state.
             match unsafe { Library::new(&path) } {
-                // SAFETY: it is NVRTC, by its name.
+                // SAFETY: the file has NVRTC's name.
                 Ok(library) => return unsafe { Nvrtc::of(library) },
                 Err(error) if reason.is_empty() => reason = error.to_string(),
                 Err(_) => {}
@@ -91,7 +96,8 @@ impl Nvrtc {
         let missing = |error: libloading::Error| CompileError::NoCompiler {
             reason: error.to_string(),
         };
-        // SAFETY: the functions have these types in nvrtc.h since CUDA 11.
+        // SAFETY: the functions have these types in nvrtc.h since CUDA 11, and the caller vouches
+        // for the library. Each pointer is used while `_library` is loaded.
         unsafe {
             let mut version = (0, 0);
             let get_version: Version = *library.get(b"nvrtcVersion\0").map_err(missing)?;
@@ -110,12 +116,16 @@ impl Nvrtc {
         }
     }
 
-    /// Major and minor version.
+    /// The major and the minor version.
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// Compiles a file to machine code for `arch`, such as `sm_90a`.
+    /// Compiles a source file to machine code for `arch`, such as `sm_90a`.
+    ///
+    /// # Errors
+    /// [`CompileError::Rejected`] with the log if the source does not compile,
+    /// [`CompileError::Failed`] if NVRTC itself fails.
     pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled, CompileError> {
         let text = |text: &str| CString::new(text).expect("our texts have no zero bytes");
         let arch_option = format!("--gpu-architecture={arch}");
@@ -133,7 +143,9 @@ impl Nvrtc {
             nvrtc: self,
             program: std::ptr::null_mut(),
         };
-        // SAFETY: all strings live until the end of this function; their numbers are those of the lists.
+        // SAFETY: all strings end with a zero byte and live until the end of this function; the
+        // counts are the lengths of the lists. `program.program` is set by the first call before
+        // the second uses it.
         let outcome = unsafe {
             check(
                 "nvrtcCreateProgram",
@@ -168,17 +180,18 @@ impl Nvrtc {
     }
 }
 
-/// A program that NVRTC holds.
+/// A program object of NVRTC, destroyed when dropped.
 struct Open<'a> {
     nvrtc: &'a Nvrtc,
     program: Program,
 }
 
 impl Open<'_> {
-    /// What a pair of functions gives out: first its size, then itself.
+    /// Reads a result by a pair of functions: its size, then its bytes.
     fn read(&self, call: &'static str, size: Size, text: Text) -> Result<Vec<u8>, CompileError> {
         let mut bytes = 0;
-        // SAFETY: the program is open; the second call writes as many bytes as the first has said.
+        // SAFETY: the program exists; the second function writes exactly as many bytes as the first
+        // has reported.
         unsafe {
             check(call, size(self.program, &mut bytes))?;
             let mut out = vec![0u8; bytes];
@@ -191,19 +204,21 @@ impl Open<'_> {
 impl Drop for Open<'_> {
     fn drop(&mut self) {
         if !self.program.is_null() {
-            // SAFETY: created by this library, used no more.
+            // SAFETY: `nvrtcCreateProgram` has created the program, and nothing uses it from now
+            // on.
             unsafe { (self.nvrtc.destroy)(&mut self.program) };
         }
     }
 }
 
-/// The library that NVRTC itself loads by name when it compiles, and would not find in a folder of ours. Once loaded,
-/// it is found; it stays.
+/// Loads the library `libnvrtc-builtins` of a folder. NVRTC loads it by name when it compiles, and
+/// finds it only if it is loaded already. It is never unloaded.
 fn builtins(folder: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name();
         if name.to_string_lossy().starts_with("libnvrtc-builtins.so") {
-            // SAFETY: data and functions of NVIDIA's compiler; nothing runs when it is loaded.
+            // SAFETY: loading a library runs its initialisers; this one only has data and functions
+            // for NVRTC.
             if let Ok(library) = unsafe { Library::new(entry.path()) } {
                 std::mem::forget(library);
             }

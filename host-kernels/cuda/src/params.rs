@@ -1,4 +1,4 @@
-//! What kernels are given: `cuda/params.h` in Rust.
+//! The parameter structures of kernels: `kernels/params.h` in Rust.
 
 #[allow(
     missing_docs,
@@ -18,15 +18,15 @@ pub(crate) use bindings::*;
 use vgpu_transport::ir::{Shape, Type};
 use zerocopy::{Immutable, IntoBytes};
 
-/// A structure that kernels take as their parameters. All of `params.h` are: the build script derives that they
+/// A parameter structure. The build script derives `IntoBytes`, so the structures of `params.h`
 /// have no padding.
 pub(crate) trait Params: IntoBytes + Immutable {}
 
 impl<T: IntoBytes + Immutable> Params for T {}
 
 impl VgView {
-    /// The view of a tensor whose first element lies at `address`. Strides of dimensions with less than two
-    /// elements, which may be anything, become those of a dense tensor.
+    /// The view of a tensor whose first element is at `address`. Strides of dimensions with one
+    /// element, which may have any value, become those of a dense tensor.
     pub(crate) fn new(address: u64, shape: &Shape) -> VgView {
         let shape = shape.with_plain_strides();
         VgView {
@@ -38,7 +38,7 @@ impl VgView {
         }
     }
 
-    /// A dense result of attention as products read it: a row has all heads of a token.
+    /// A dense result of attention as products read it: each row has all heads of a token.
     pub(crate) fn with_merged_heads(&self) -> VgView {
         let row = self.ne[0] * self.ne[1];
         let end = self.nb[3] * self.ne[3];
@@ -49,35 +49,35 @@ impl VgView {
         }
     }
 
-    /// The same with the elements of each row adjacent, if they are farther apart.
+    /// The same view with adjacent elements in each row, if the stride is larger.
     pub(crate) fn with_dense_rows(mut self) -> VgView {
         let size = Type::from_id(self.type_ as u8).map_or(0, Type::block_bytes);
         self.nb[0] = self.nb[0].min(size as i64);
         self
     }
 
-    /// Of weights: the type, and whether they lie in planes.
+    /// Of weights: the type, and whether they are repacked.
     pub(crate) fn weights(&self) -> Option<(Type, bool)> {
         let plain = u8::try_from(self.type_ & !VG_REPACKED).ok()?;
         Some((Type::from_id(plain)?, self.is_in_planes()))
     }
 
-    /// Whether its blocks lie in planes.
+    /// Whether the weights are repacked.
     pub(crate) fn is_in_planes(&self) -> bool {
         self.type_ & VG_REPACKED != 0
     }
 
-    /// Number of elements.
+    /// The number of elements.
     pub(crate) fn elements(&self) -> i64 {
         self.ne.iter().product()
     }
 
-    /// Number of rows.
+    /// The number of rows.
     pub(crate) fn rows(&self) -> i64 {
         self.ne[1..].iter().product()
     }
 
-    /// Whether the elements are of type `ty` and lie one after the other.
+    /// Whether the tensor has type `ty` and no gaps.
     pub(crate) fn is_dense(&self, ty: Type) -> bool {
         let mut step = ty.block_bytes() as i64;
         for d in 0..4 {
@@ -92,7 +92,7 @@ impl VgView {
         self.type_ == u32::from(ty as u8)
     }
 
-    /// The addresses from the first to one past the last byte.
+    /// The addresses from the first byte to one past the last.
     pub(crate) fn extent(&self) -> std::ops::Range<u64> {
         let ty = Type::from_id(self.type_ as u8).expect("views are of tensors, which have types");
         let shape = Shape {
@@ -103,7 +103,7 @@ impl VgView {
         self.data..self.data + shape.extent().expect("the tensor was validated")
     }
 
-    /// Whether the two share memory, as far as their extents tell.
+    /// Whether the extents of the two views have a byte in common.
     pub(crate) fn overlaps(&self, other: &VgView) -> bool {
         if self.data == 0 || other.data == 0 {
             return false;

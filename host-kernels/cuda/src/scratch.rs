@@ -1,8 +1,9 @@
-//! Working memory of plans.
+//! Scratch memory of plans.
 //!
-//! One plan runs at a time, and none keeps anything in working memory beyond a place where it may stop. So all plans of
-//! a context share it: a range of addresses that never changes, with as much memory behind it as the plan that needs most.
-//! Plans know their addresses when they are compiled, and stay right when the memory grows.
+//! One plan runs at a time, and no plan keeps data in scratch memory where it may yield. So all
+//! plans of a context share one range of addresses, which has as much memory as the plan that needs
+//! the most. Plans know their addresses when they are compiled, and stay valid when the memory
+//! grows.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,13 +11,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::device::{Address, Device};
 use vgpu_engine::EngineError;
 
-/// In pieces of at least so many bytes it grows and shrinks.
+/// The unit in bytes in which the memory grows and shrinks.
 const PIECE: u64 = 32 << 20;
 
-/// Most addresses that are reserved.
+/// The most bytes of addresses that are reserved.
 const MAX_RESERVED: u64 = 1 << 38;
 
-/// Working memory that plans share.
+/// Scratch memory that plans share.
 pub(crate) struct Scratch {
     device: Arc<dyn Device>,
     base: Address,
@@ -27,16 +28,16 @@ pub(crate) struct Scratch {
 
 #[derive(Default)]
 struct State {
-    /// Pieces that have memory, from the first on.
+    /// The number of pieces with memory, from the start.
     backed: u64,
-    /// How many plans need how many pieces.
+    /// The number of plans for each number of pieces that they need.
     needs: BTreeMap<u64, usize>,
 }
 
 impl Scratch {
     pub(crate) fn new(device: &Arc<dyn Device>) -> Result<Scratch, EngineError> {
         let unit = device.map_granularity();
-        // Devices of the tests have small units, to catch what lies behind the end.
+        // Test devices have small units, so that accesses beyond the end are detected.
         let piece = if unit < 1 << 16 {
             unit
         } else {
@@ -53,12 +54,15 @@ impl Scratch {
         })
     }
 
-    /// Where it begins.
+    /// The first address.
     pub(crate) fn base(&self) -> Address {
         self.base
     }
 
-    /// Makes sure that the first `bytes` have memory, for as long as the claim lives.
+    /// Maps memory for the first `bytes` bytes, for as long as the claim lives.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has not that much left.
     pub(crate) fn claim(self: &Arc<Self>, bytes: u64) -> Result<Claim, EngineError> {
         let out_of_memory = || {
             let info = self.device.memory();
@@ -76,7 +80,8 @@ impl Scratch {
         let before = state.backed;
         while state.backed < pieces {
             let at = self.base + state.backed * self.piece;
-            // SAFETY: a piece of the reserved range, behind those that have memory.
+            // SAFETY: the piece is in the reserved range, a multiple of the granularity, behind the
+            // pieces with memory.
             if let Err(error) = unsafe { self.device.map_memory(at, self.piece) } {
                 self.shrink(&mut state, before);
                 return Err(match error {
@@ -93,12 +98,13 @@ impl Scratch {
         })
     }
 
-    /// Gives back all pieces but the first `keep`, which no plan needs.
+    /// Unmaps all pieces but the first `keep`, which no plan needs.
     fn shrink(&self, state: &mut State, keep: u64) {
         while state.backed > keep {
             state.backed -= 1;
             let at = self.base + state.backed * self.piece;
-            // SAFETY: `claim` has put memory there piece by piece; launches of plans that still run end before theirs.
+            // SAFETY: `claim` has mapped this piece with one call. No plan needs it, and the device
+            // unmaps it after all work that was asked for.
             unsafe { self.device.unmap_memory(at, self.piece) };
         }
     }
@@ -112,7 +118,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A plan's need of working memory.
+/// A plan's claim of scratch memory.
 pub(crate) struct Claim {
     scratch: Arc<Scratch>,
     pieces: u64,
@@ -135,8 +141,8 @@ impl Drop for Claim {
             .needs
             .last_key_value()
             .map_or(0, |(&pieces, _)| pieces);
-        // The next plan needs about as much as this one, which most often is compiled before this one goes. What is
-        // much more is given back.
+        // The next plan needs about as much as this one, and is often compiled before this one is
+        // dropped. So only a large excess is unmapped.
         if state.backed > 2 * needed + 2 {
             self.scratch.shrink(&mut state, needed);
         }

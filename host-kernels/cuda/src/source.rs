@@ -1,13 +1,13 @@
-//! The kernels' sources, and which file a kernel is in.
+//! The sources of the kernels.
 
-/// A source file, compiled by itself.
+/// A source file, which is compiled by itself.
 #[derive(Debug)]
 pub struct Source {
     /// The name without `.cu`.
     pub name: &'static str,
     /// The text.
     pub text: &'static str,
-    /// The architecture it can be compiled for, if there is only one.
+    /// The one architecture that the file compiles for; `None`: any.
     pub only: Option<&'static str>,
 }
 
@@ -33,7 +33,7 @@ macro_rules! headers {
     };
 }
 
-/// Every source file.
+/// All source files.
 pub const SOURCES: &[Source] = sources! {
     "conv"
     "convert_f16"
@@ -80,7 +80,7 @@ pub const SOURCES: &[Source] = sources! {
     "gemm_sm90_repack"
 };
 
-/// What they include, by name.
+/// The headers that the sources include, by name.
 pub const HEADERS: &[(&str, &str)] = headers! {
     "activation_fns.cuh"
     "dequantize.cuh"
@@ -103,43 +103,43 @@ pub const HEADERS: &[(&str, &str)] = headers! {
     "vec_dot_q8.cuh"
 };
 
-/// What it is told besides the architecture.
+/// Compiler options besides the architecture.
 pub(crate) const OPTIONS: [&str; 3] = [
     "--std=c++17",
     "--ptxas-options=-v",
-    // Lambdas with `auto` take no annotation.
+    // Generic lambdas need no `__device__`.
     "--device-as-default-execution-space",
 ];
 
-/// The architectures that machine code is made for ahead of time: A100, L4 and L40, H100 and H200, B200, and
-/// the GeForce and workstation cards of its generation.
+/// The architectures for which packages contain machine code: A100; L4 and L40; H100 and H200;
+/// B200; GeForce and workstation cards of the Blackwell generation.
 pub const ARCHITECTURES: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
 
-/// The architecture with warp groups that multiply, which the kernels for Hopper GPUs are for.
+/// The architecture of Hopper GPUs with warpgroup matrix instructions (`wgmma`).
 pub const HOPPER: &str = "sm_90a";
 
-/// The oldest architecture, which has the kernels for any GPU alone.
+/// The oldest architecture, with the kernels for any GPU only.
 pub const GENERAL: &str = "sm_80";
 
-/// The files that can be compiled for an architecture.
+/// The source files that compile for an architecture.
 pub fn sources_for(arch: &str) -> impl Iterator<Item = &'static Source> {
     SOURCES.iter().filter(move |source| source.is_for(arch))
 }
 
 impl Source {
-    /// Whether it can be compiled for this architecture.
+    /// Whether the file compiles for this architecture.
     pub fn is_for(&self, arch: &str) -> bool {
         self.only.is_none_or(|only| only == arch)
     }
 
-    /// The names of the kernels in it.
+    /// The names of the kernels in the file.
     pub fn kernels(&self) -> impl Iterator<Item = &'static str> {
         self.text
             .lines()
             .filter_map(|line| line.strip_prefix("KERNEL(")?.split(',').next())
     }
 
-    /// The headers that it includes, and that those include, by name and in order of their names.
+    /// The headers that the file includes, directly or not, sorted by name.
     pub fn headers(&self) -> Vec<(&'static str, &'static str)> {
         let mut found: Vec<(&str, &str)> = Vec::new();
         let mut texts = vec![self.text];
@@ -149,7 +149,7 @@ impl Source {
                 rest.split('"').next()
             });
             for name in included {
-                // The shim's own header is none of them.
+                // The shim's own header is not in the table.
                 let header = HEADERS.iter().find(|(known, _)| *known == name);
                 if let Some(&(name, text)) = header
                     && !found.iter().any(|(known, _)| *known == name)
@@ -163,14 +163,14 @@ impl Source {
         found
     }
 
-    /// A name that changes with everything its machine code depends on: its text, the headers it includes, the options and
-    /// the version of the compiler, the architecture.
+    /// A name for machine code with a hash of all that the code depends on: source, headers,
+    /// options, compiler version and architecture.
     pub fn code_name(&self, arch: &str, (major, minor): (i32, i32)) -> String {
         let mut hash = blake3::Hasher::new();
         let options = OPTIONS.iter().map(|option| ("", *option));
         let texts = std::iter::once((self.name, self.text));
         for (name, text) in options.chain(texts).chain(self.headers()) {
-            // With lengths, so that no text can go on in the next.
+            // Lengths keep the texts apart.
             for part in [name, text] {
                 hash.update(&(part.len() as u64).to_le_bytes());
                 hash.update(part.as_bytes());
@@ -181,7 +181,7 @@ impl Source {
     }
 }
 
-/// The architecture that code must be made for to run on a GPU of this compute capability as fast as it can.
+/// The architecture with all features of a GPU of this compute capability.
 pub fn architecture(major: i32, minor: i32) -> String {
     let suffix = if major >= 9 { "a" } else { "" };
     format!("sm_{major}{minor}{suffix}")
@@ -227,7 +227,7 @@ mod tests {
             others.iter().all(|other| *other != name(&plain)),
             "{others:?}"
         );
-        // All that a file includes is known.
+        // Every file includes `params.h`, so the search for headers finds something in each.
         for source in SOURCES {
             assert!(
                 source.headers().iter().any(|(name, _)| *name == "params.h"),

@@ -1,9 +1,9 @@
-//! The types that kernels read and write.
+//! Sets of tensor types that kernels read and write.
 
 use vgpu_engine::types::FLOATS;
 use vgpu_transport::ir::{Type, TypeSet};
 
-/// The types that real numbers can be written to.
+/// The types that kernels convert real numbers to.
 pub(crate) const WRITABLE: TypeSet = FLOATS.union(TypeSet::of(&[
     Type::Q4_0,
     Type::Q4_1,
@@ -13,7 +13,7 @@ pub(crate) const WRITABLE: TypeSet = FLOATS.union(TypeSet::of(&[
     Type::Iq4Nl,
 ]));
 
-/// The types that can be read as real numbers.
+/// The types that kernels convert to real numbers.
 pub(crate) const READABLE: TypeSet = WRITABLE.union(TypeSet::of(&[
     Type::Q8_1,
     Type::Q1_0,

@@ -1,12 +1,12 @@
-//! Small writes, gathered.
+//! A device that batches small uploads.
 //!
-//! A step of a model begins with a handful of small writes: tokens, positions, places in the cache, a mask. A copy for each
-//! would cost the host two to four microseconds and the device one or two. So their bytes are put side by side into memory that
-//! the device sees, and one launch brings all of them where they belong, just before anything else is asked of the device.
-//! The bytes are copied once by the host, from the guest's window to memory that no guest can change, and the guest has
-//! its window back at once.
+//! A decode step begins with a few small uploads: tokens, positions, KV cache indices, a mask. A
+//! copy for each costs the host 2 to 4 microseconds and the device 1 to 2. So the bytes are
+//! collected in mapped host memory, and one launch moves all of them to their places, before any
+//! other work. The host copies the bytes once, out of shared memory to memory that no guest can
+//! change, and the guest may reuse its memory at once.
 //!
-//! Besides, nobody waits for a device that has been waited for since it was asked for something.
+//! The device also skips a wait if no work was asked for since the last wait.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,37 +18,38 @@ use crate::device::{Address, Device, Event, GraphExecId, KernelId, Launch, Mappe
 use crate::params::{VG_MAX_UPLOADS, VgUpload, VgUploadParams};
 use vgpu_engine::{EngineError, MemoryInfo};
 
-/// Writes of at most so many bytes are gathered.
+/// The largest upload in bytes that is batched.
 const LARGEST: usize = 64 << 10;
 
-/// Bytes of the memory they are gathered in.
+/// Bytes of the mapped host memory.
 const ROOM: usize = 1 << 20;
 
-/// Bytes that a block moves at a time.
+/// Bytes that a block moves at a time: 16 for each of its 128 threads.
 const BLOCK_BYTES: u64 = 128 * 16;
 
-/// Most blocks for a write.
+/// The most blocks for one upload.
 const MAX_BLOCKS: u64 = 8;
 
-/// A device whose small writes are gathered.
+/// A device that batches small uploads.
 pub(crate) struct UploadBatcher {
     device: Arc<dyn Device>,
     put: KernelId,
     room: MappedHostMemory,
     state: Mutex<State>,
-    /// How often the device was asked for something that takes time: counted when it has been asked.
+    /// The number of calls that gave the device work, counted after the call.
     asked: AtomicU64,
-    /// That count, up to which everything is done.
+    /// The value of `asked` up to which all work is done.
     done: AtomicU64,
 }
 
 #[derive(Default)]
 struct State {
-    /// Not yet asked of the device. They do not overlap.
+    /// Uploads that were not yet launched. They do not overlap.
     puts: Vec<VgUpload>,
-    /// Where in the room the next one goes. What lies before it may be on its way.
+    /// The offset of the next upload in the mapped memory. The device may still read the bytes
+    /// before it.
     next: usize,
-    /// Writes so far.
+    /// The number of uploads so far.
     count: u64,
 }
 
@@ -68,8 +69,8 @@ impl UploadBatcher {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks the device for the writes that were gathered. Where that fails they are lost, with the device: a launch of this
-    /// kernel has no other reason to fail.
+    /// Launches the batched uploads. If the launch fails, they are lost with the device: the launch
+    /// has no other reason to fail.
     fn send(&self, state: &mut State) -> Result<(), EngineError> {
         let Some(longest) = state.puts.iter().map(|put| put.len).max() else {
             return Ok(());
@@ -87,24 +88,26 @@ impl UploadBatcher {
             params: params.as_bytes().to_vec(),
             cooperative: false,
         };
-        // SAFETY: `upload` was promised memory at each of these places, and memory is given back only through `free`, which
-        // sends first; their bytes lie in the room until the device has been waited for.
+        // SAFETY: the callers of `upload` vouched for the memory at each destination. Memory is
+        // freed only through `free`, which sends the batch first. The sources stay in the mapped
+        // memory until the device was synchronised.
         unsafe { self.device.launch(&launch) }?;
         self.has_asked();
         Ok(())
     }
 
-    /// Sends what was gathered: something else comes behind it.
+    /// Launches the batched uploads before other work.
     fn before_more(&self) -> Result<(), EngineError> {
         self.send(&mut self.state())
     }
 
     fn has_asked(&self) {
-        // Release: whoever sees the count has what was asked before in front of what it asks itself.
+        // Release pairs with the loads of `asked`: who sees the new count asks the device after
+        // this work.
         self.asked.fetch_add(1, Ordering::Release);
     }
 
-    /// Does what waits for the device, `all` that it was asked for, and notes that nothing is on its way then.
+    /// Calls `body`, which waits for the device, and notes that all work before is done.
     fn waiting(&self, body: impl FnOnce() -> Result<(), EngineError>) -> Result<(), EngineError> {
         let count = {
             let mut state = self.state();
@@ -116,7 +119,7 @@ impl UploadBatcher {
         self.done.fetch_max(asked, Ordering::AcqRel);
         let mut state = self.state();
         if state.count == count {
-            // All that lies in the room has been read.
+            // The device has read all of the mapped memory.
             state.next = 0;
         }
         Ok(())
@@ -189,7 +192,7 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn free(&self, address: Address, size: u64) {
-        // What cannot be sent any more is of no use to anybody.
+        // A batch that cannot be launched was for a lost device.
         let _ = self.before_more();
         // SAFETY: the caller's promise.
         unsafe { self.device.free(address, size) };
@@ -233,20 +236,20 @@ impl Device for UploadBatcher {
         let mut state = self.state();
         let end = to + len as u64;
         let meets = |put: &VgUpload| put.to < end && to < put.to + put.len;
-        // Writes of one launch come in no order.
+        // The uploads of a launch run in any order.
         if state.puts.len() == VG_MAX_UPLOADS as usize || state.puts.iter().any(meets) {
             self.send(&mut state)?;
         }
         let place = |state: &State| state.next + (to % 16) as usize;
         if place(&state) + len > ROOM {
             self.send(&mut state)?;
-            // Seldom: whoever runs a graph waits for it, and the room is empty then.
+            // Rare: running a graph ends with a wait, which empties the mapped memory.
             self.device.synchronize()?;
             state.next = 0;
         }
         let at = place(&state);
-        // SAFETY: `at + len` is at most ROOM, and what the device may still read lies before `next`. The state's lock makes
-        // this thread the only one that writes there.
+        // SAFETY: `at + len` is at most ROOM, and the device reads only bytes before `next`. The
+        // lock of the state makes this thread the only writer.
         from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.room.host.add(at), len) });
         state.puts.push(VgUpload {
             to,

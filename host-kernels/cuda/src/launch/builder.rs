@@ -1,4 +1,4 @@
-//! What operators' files see of a plan that is compiled: a node, and where its launches go.
+//! The builder of launches: what an operator sees of a node, and where it adds launches.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use crate::params::{
 use crate::source::HOPPER;
 use vgpu_engine::EngineError;
 
-/// What an operator's file sees of a node, and where it puts launches.
+/// The builder of the launches of a node, or of a group of nodes.
 pub(crate) struct Builder<'a> {
     graph: &'a Graph,
     views: &'a [VgView],
@@ -29,16 +29,17 @@ pub(crate) struct Builder<'a> {
     scratch_bytes: u64,
     launches: Vec<Launch>,
     kept: &'a mut ActivationCache,
-    /// Bytes of working memory that others use before this node's.
+    /// Bytes at the start of the nodes' scratch memory that other nodes still use.
     reserved: u64,
-    /// Launches of the plan before these.
+    /// The number of launches of the plan before these.
     before: usize,
-    /// Weights in planes that no kernel reads so.
+    /// Repacked weights that no kernel reads.
     refused: Vec<Address>,
 }
 
 impl<'a> Builder<'a> {
-    /// For node `index` of a graph whose tensors lie at `views`, with what is kept of the launches `before`.
+    /// A builder for node `index` of a graph whose tensors are at `views`, with the activation
+    /// cache of the plan and the number of launches `before`.
     pub(crate) fn new(
         graph: &'a Graph,
         views: &'a [VgView],
@@ -63,27 +64,29 @@ impl<'a> Builder<'a> {
 }
 
 impl Builder<'_> {
-    /// Gives the node the number that the guest knows it by.
+    /// Sets the node number that faults and errors name: the number in the guest's graph.
     pub(crate) fn set_label(&mut self, node: usize) {
         self.index = node;
     }
 
-    /// Bytes of working memory that the launches use, and others before them.
+    /// Bytes of scratch memory that the launches use, those of other nodes before them included.
     pub(crate) fn scratch_bytes(&self) -> u64 {
         self.reserved + self.scratch_bytes
     }
 
-    /// Says that `w` is in planes, and there is no kernel that reads it so. Then nothing of the plan is of use.
+    /// Says that `w` is repacked and that no kernel reads it so. The graph has to be compiled again
+    /// with plain weights.
     pub(crate) fn refuse(&mut self, w: &VgView) {
         self.refused.push(w.data);
     }
 
-    /// What was [refused](Builder::refuse).
+    /// The weights that were [refused](Builder::refuse).
     pub(crate) fn refused(&self) -> &[Address] {
         &self.refused
     }
 
-    /// The launches. What one leaves in working memory for the next is in use until the last.
+    /// The launches. Scratch memory is in use from the first launch to the last, so only the last
+    /// may yield.
     pub(crate) fn into_launches(self) -> impl Iterator<Item = PlannedLaunch> {
         let count = self.launches.len();
         let node = self.index;
@@ -100,18 +103,18 @@ impl Builder<'_> {
         self.views[self.node.dst as usize]
     }
 
-    /// The destination's type, extents and strides as the IR has them.
+    /// The destination's type, extents and strides in the IR.
     pub(crate) fn dst_shape(&self) -> &Shape {
         &self.graph.tensors[self.node.dst as usize].shape
     }
 
-    /// Source `i`, which the operator's rules demand.
+    /// Source `i`, which the rules of the operator require.
     pub(crate) fn src(&self, i: usize) -> VgView {
         let index = self.source(i);
         self.views[index.expect("validation refuses operations without a source they need")]
     }
 
-    /// Source `i`, if there is one; a view of nothing otherwise.
+    /// Source `i`, or an empty view if there is none.
     pub(crate) fn optional(&self, i: usize) -> VgView {
         self.source(i)
             .map_or_else(VgView::default, |index| self.views[index])
@@ -122,7 +125,7 @@ impl Builder<'_> {
         Some(index as usize)
     }
 
-    /// Where kernels of this node report faults.
+    /// Where kernels report faults of this node.
     pub(crate) fn place(&self) -> VgFaultSite {
         VgFaultSite {
             fault: self.context.fault(),
@@ -136,12 +139,12 @@ impl Builder<'_> {
         self.context.codebooks()
     }
 
-    /// What blocks of a launch count with: see [`ExecutionContext::counters`].
+    /// The counters for the blocks of a launch: see [`ExecutionContext::counters`].
     pub(crate) fn counters(&self) -> Address {
         self.context.counters()
     }
 
-    /// Working memory of the node: `bytes` more, aligned to 256 bytes. Nothing is known of its content.
+    /// Allocates `bytes` of scratch memory of unknown content for the node, aligned to 256 bytes.
     pub(crate) fn scratch(&mut self, bytes: u64) -> Address {
         let address = self.scratch_at(self.reserved + self.scratch_bytes);
         self.scratch_bytes += bytes.next_multiple_of(256);
@@ -152,16 +155,16 @@ impl Builder<'_> {
         self.context.scratch.base() + ACTIVATION_CACHE_BYTES + offset
     }
 
-    /// The halves that were laid out before under this key, for the launch that is added next.
+    /// The F16 activations cached under this key, for the launch that is added next.
     pub(crate) fn cached_f16(&mut self, key: &[u8]) -> Option<VgConvertF16Sm90Params> {
         self.kept.halves(key, self.before + self.launches.len())
     }
 
-    /// `bytes` of working memory for what the launches that are added next lay out, and later nodes may find. Returns where
-    /// it is and the launch that is next, for [`cache_f16`](Builder::cache_f16).
+    /// Allocates `bytes` of scratch memory for F16 activations that later nodes may find. Returns
+    /// the range and the index of the next launch, for [`cache_f16`](Builder::cache_f16).
     pub(crate) fn reserve_f16(&mut self, bytes: u64) -> (Range<u64>, usize) {
         let bytes = bytes.next_multiple_of(256);
-        // What was kept before is not used any more.
+        // The activations that were cached before are given up.
         let begin = if bytes <= self.reserved {
             0
         } else {
@@ -173,12 +176,12 @@ impl Builder<'_> {
         (begin..begin + bytes, self.before + self.launches.len())
     }
 
-    /// The address of a part of [`reserve_f16`](Builder::reserve_f16).
+    /// The address at `offset` of a range from [`reserve_f16`](Builder::reserve_f16).
     pub(crate) fn f16_address(&self, place: &Range<u64>, offset: u64) -> Address {
         self.scratch_at(place.start + offset)
     }
 
-    /// Has later nodes find what was laid out there of these sources.
+    /// Caches F16 activations in that range, made of these sources.
     pub(crate) fn cache_f16(
         &mut self,
         key: Vec<u8>,
@@ -191,51 +194,55 @@ impl Builder<'_> {
         self.kept.cache_f16(key, sources, place, params, made);
     }
 
-    /// What is kept of `x`, rounded, for the launch that is added next.
+    /// The cached q8 activations of `x`, for the launch that is added next.
     pub(crate) fn cached_q8(&mut self, x: &VgView) -> Option<Q8Activations> {
         self.kept.get(x, self.before + self.launches.len())
     }
 
-    /// A place where the launch that is added next leaves `x`, rounded, for products of later nodes, too. `None` where it
-    /// is too large for that. `is_result` where that launch makes `x`.
+    /// Allocates room in the activation cache for the q8 activations of `x`, which the launch that
+    /// is added next writes. `is_result`: that launch also computes `x`. `None` if they are too
+    /// large.
     pub(crate) fn reserve_q8(&mut self, x: &VgView, is_result: bool) -> Option<Q8Activations> {
         self.kept
             .put(x, self.before + self.launches.len(), is_result)
     }
 
-    /// Whether a product that comes next rounds `x`, and may find that done by the node before it.
+    /// Whether a product soon after this node quantises `x`, so that this node may do it.
     pub(crate) fn next_quantizes(&self, x: &VgView) -> bool {
         self.context.policy.fusion
             && next_product_quantizes(self.graph, self.views, self.index + 1, x)
     }
 
-    /// Takes [`reserve_q8`](Builder::reserve_q8) back.
+    /// Undoes [`reserve_q8`](Builder::reserve_q8).
     pub(crate) fn drop_q8(&mut self, x: &VgView) {
         self.kept.forget(x);
     }
 
-    /// Whether there are the kernels for Hopper GPUs.
+    /// Whether the device has the kernels for sm_90a.
     pub(crate) fn is_sm90(&self) -> bool {
         self.context.device.architecture() == HOPPER
     }
 
-    /// The way of a product with weights of type `ty` and a result of so many rows and columns that was the fastest on this
-    /// device, if that was measured.
+    /// The fastest kernel variant for a product with weights of type `ty` and a result of this many
+    /// rows and columns, if the tuning table knows one.
     pub(crate) fn tuned_variant(&self, ty: Type, rows: i64, columns: i64) -> Option<GemmVariant> {
         { self.context.tuning() }?.lookup(ty, rows as u64, columns as u64)
     }
 
-    /// Whether launches become steps where they can.
+    /// Whether launches become megakernels where possible.
     pub(crate) fn uses_megakernel(&self) -> bool {
         self.context.policy.megakernel
     }
 
-    /// Multiprocessors of the device.
+    /// The number of SMs of the device.
     pub(crate) fn sm_count(&self) -> u32 {
         self.context.device.sm_count()
     }
 
-    /// Adds a launch.
+    /// Adds a launch with a grid and a block in one dimension of threads.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device has no such kernel; the same for the methods below.
     pub(crate) fn launch(
         &mut self,
         kernel: &'static str,
@@ -255,8 +262,8 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Adds a launch with a thread for each of `n` things, or, where that would be very many, a thread for
-    /// several of them.
+    /// Adds a launch with one thread for each of `n` elements. For very large `n` the kernel loops
+    /// over the grid.
     pub(crate) fn for_each(
         &mut self,
         kernel: &'static str,
@@ -269,7 +276,8 @@ impl Builder<'_> {
         self.launch(kernel, [blocks as u32, 1, 1], threads as u32, 0, params)
     }
 
-    /// Adds a launch with a block for each of `rows`, or for several of them where there are very many.
+    /// Adds a launch with one block for each of `rows`. For very many rows the kernel loops over
+    /// the grid.
     pub(crate) fn for_each_row(
         &mut self,
         kernel: &'static str,
@@ -282,8 +290,8 @@ impl Builder<'_> {
         self.launch(kernel, [blocks, 1, 1], threads, shared, params)
     }
 
-    /// Adds a launch with a block for each index below `grid`, or in dimensions 1 and 2 for every so many of them: the
-    /// kernel goes on from its own index by the extent of the grid.
+    /// Adds a launch with one block for each index below `grid`. Beyond the limits of a grid the
+    /// kernel loops over the grid.
     pub(crate) fn launch_over(
         &mut self,
         kernel: &'static str,
@@ -297,9 +305,9 @@ impl Builder<'_> {
         self.launch(kernel, blocks, threads, shared, params)
     }
 
-    /// Has `body` add launches that write rows of `f32` to the view it is given: the destination, or, if that overlaps a
-    /// source, scratch memory that is copied there in the end. No sane graph lets them overlap, but the result must not
-    /// depend on which block comes first.
+    /// Calls `body` to add launches that write rows of f32 to the given view: the destination or,
+    /// if the destination overlaps a source, scratch memory that is copied there afterwards. Valid
+    /// graphs do not overlap them, but the result must not depend on the order of blocks.
     pub(crate) fn staged(
         &mut self,
         body: impl FnOnce(&mut Self, VgView) -> Result<(), EngineError>,
@@ -324,12 +332,12 @@ impl Builder<'_> {
         self.for_each("vg_move", dst.elements(), &copy)
     }
 
-    /// Most bytes of shared memory that a launch may ask for.
+    /// The most bytes of dynamic shared memory of a block.
     pub(crate) fn max_shared_per_block(&self) -> u32 {
         self.context.device.max_shared_per_block()
     }
 
-    /// The error for what the engine cannot do after all.
+    /// The error for an operation that the engine cannot run.
     pub(crate) fn unsupported(&self, why: impl Into<String>) -> EngineError {
         EngineError::Unsupported {
             op: self.node.op.kind().ggml_name(),

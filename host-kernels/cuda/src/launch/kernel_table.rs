@@ -1,17 +1,17 @@
-//! The matrix kernels of each type of weights.
+//! The matrix kernels of each weight type.
 
 use vgpu_transport::ir::Type;
 
 use crate::params::VgView;
 
-/// Kernels of one type of weights.
+/// The kernels of one weight type, plain or repacked.
 pub(crate) struct MatmulKernels {
     /// For one column, and for up to eight.
     pub(crate) vector: &'static str,
     pub(crate) vectors: &'static str,
-    /// For many, on tensor cores.
+    /// For many columns, on tensor cores.
     pub(crate) gemm: &'static str,
-    /// What the weights' places must be multiples of.
+    /// The alignment in bytes of the weights' address and strides.
     alignment: i64,
 }
 
@@ -70,14 +70,14 @@ impl MatmulKernels {
         }
     }
 
-    /// Whether they can read weights of their type that lie so.
+    /// Whether the kernels can read weights with these extents and strides.
     pub(crate) fn takes_weights(&self, w: &VgView, ty: Type) -> bool {
-        // In planes rows are one after the other, and matrices begin at multiples.
+        // Repacked rows are adjacent, and only matrices begin at aligned addresses.
         let in_planes = w.is_in_planes();
         let row = w.ne[0] / ty.block_elements() as i64 * w.nb[0];
         let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
         let counts = |d: usize| !in_planes || d == 0 || d > 1 && w.ne[d] > 1;
-        // Bytes of a row, and rows, are counted in 32 bits.
+        // The kernels index the bytes of a row, and the rows, with 32 bits.
         (1..=1 << 28).contains(&w.ne[0])
             && w.ne[1] <= 1 << 28
             && w.ne[0] % 32 == 0
@@ -86,7 +86,7 @@ impl MatmulKernels {
             && (0..4).all(|d| !counts(d) || places[d] % self.alignment == 0)
     }
 
-    /// The kernels for few columns and weights of this type.
+    /// The kernels for weights of this type and format.
     pub(crate) fn of_vectors(w: &VgView) -> Option<(Type, MatmulKernels)> {
         let (ty, in_planes) = w.weights()?;
         Some((ty, MatmulKernels::of(ty, in_planes)?))

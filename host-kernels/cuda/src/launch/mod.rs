@@ -1,4 +1,4 @@
-//! Launches of a plan: what operators build them with.
+//! What operators build the launches of a plan with.
 
 pub(crate) mod builder;
 pub(crate) mod grid;

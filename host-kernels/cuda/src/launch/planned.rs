@@ -6,10 +6,10 @@ use crate::device::Launch;
 #[derive(Debug, Clone)]
 pub(crate) struct PlannedLaunch {
     pub(crate) launch: Launch,
-    /// The node it is of.
+    /// The node that the launch belongs to.
     pub(crate) node: usize,
-    /// Whether nothing in working memory is needed after it, so that another plan may run.
+    /// Whether no scratch memory is in use after the launch, so that another plan may run.
     pub(crate) may_yield: bool,
-    /// How many launches it stands for: 1, or as many as were made a step.
+    /// The number of launches that this one replaces: 1, or more for a megakernel.
     pub(crate) covers: usize,
 }

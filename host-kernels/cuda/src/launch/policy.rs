@@ -2,19 +2,19 @@
 
 use std::time::Duration;
 
-/// How plans hand launches to the device.
+/// How a plan hands launches to the device.
 #[derive(Debug, Clone, Copy)]
 pub struct LaunchPolicy {
-    /// How long the launches between two looks at the turn should take.
+    /// How long the launches between two checks for other plans should take.
     pub time_slice: Duration,
-    /// Launches that take longer than this on average hide the time that it takes to launch the next: recording them
-    /// saves nothing.
+    /// The average duration of a launch above which CUDA graphs are not used: longer kernels hide
+    /// the time of the next launch.
     pub graph_threshold: Duration,
-    /// Whether nodes that can be one launch are.
+    /// Whether several nodes may become one launch.
     pub fusion: bool,
-    /// Whether launches that can be one step are, on devices that have steps.
+    /// Whether launches become megakernels, on devices that have the megakernel.
     pub megakernel: bool,
-    /// Whether weights are arranged as kernels like to read them.
+    /// Whether weights are repacked.
     pub repack: bool,
 }
 
@@ -24,7 +24,7 @@ impl Default for LaunchPolicy {
             time_slice: Duration::from_micros(1500),
             graph_threshold: Duration::from_micros(40),
             fusion: true,
-            // No GPU has run one yet.
+            // No GPU has run it yet.
             megakernel: false,
             repack: true,
         }

@@ -1,4 +1,4 @@
-//! Activations quantised to 8 bits.
+//! Activations quantised to 8 bits (q8), and which nodes need them.
 
 use vgpu_transport::ir::{Graph, Op};
 
@@ -6,30 +6,33 @@ use crate::device::Address;
 use crate::launch::grid::div_ceil;
 use crate::params::VgView;
 
-/// Up to this many columns a row of weights is multiplied with each as it is read.
+/// The most columns of a matrix-vector kernel, which multiplies each row of weights with all of
+/// them as it is read.
 pub(crate) const FEW_COLUMNS: i64 = 8;
 
-/// Elements of a piece of a row, of which rounded activations have whole ones: `cuda/q8_layout.cuh`.
+/// Elements of a q8 chunk; rows are padded to whole chunks (`kernels/q8_layout.cuh`).
 const ROUNDED_PIECE: i64 = 1024;
 
-/// Elements that there is room for where activations are rounded. Each takes a byte, and half a byte of factors and sums.
+/// The number of padded elements of the q8 activations of `x`. Each element takes one byte for the
+/// quant and half a byte for scales and sums.
 pub(crate) fn q8_elements(x: &VgView) -> i64 {
     x.rows() * div_ceil(x.ne[0], ROUNDED_PIECE) * ROUNDED_PIECE
 }
 
-/// Activations rounded to 8 bits, what `vg_quantize_q8` writes: rows in order, each in whole pieces.
+/// Activations quantised to 8 bits, as `vg_quantize_q8` writes them: rows in order, each padded to
+/// whole chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Q8Activations {
-    /// The bytes.
+    /// The address of the quants.
     pub(crate) quants: Address,
-    /// Factors and sums.
+    /// The address of the scales and sums.
     pub(crate) scales: Address,
 }
 
-/// How many nodes ahead of a norm its products are looked for.
+/// The number of nodes after a norm in which its products are looked for.
 const PRODUCTS_AHEAD: usize = 16;
 
-/// Whether one of the nodes from `first` on rounds `x` for a product of few columns.
+/// Whether one of the next nodes from `first` on quantises `x` for a matrix-vector kernel.
 pub(crate) fn next_product_quantizes(
     graph: &Graph,
     views: &[VgView],

@@ -1,13 +1,14 @@
-//! Which stages wait for which: as few as keep all that share memory in order.
+//! Dependencies of stages: the fewest waits that keep all stages with common memory in order.
 
 use super::access::{MemoryAccess, meet};
 use crate::params::VG_MAX_WAITS;
 
-/// What a stage waits for, by number.
+/// What a stage waits for, by the numbers of stages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct StageDeps {
     pub(crate) waits: Vec<usize>,
-    /// The stage, plus 1, that a block must have begun before it fetches this one's weights; 0 if it may at once.
+    /// 1 plus the number of the stage that a block must have begun before it prefetches weights of
+    /// this stage. 0: no restriction.
     pub(crate) from: usize,
 }
 
@@ -39,10 +40,11 @@ impl Set {
     }
 }
 
-/// Orders stages, of which the first are given, as far as each waits for few enough others.
+/// The dependencies of the first stages, up to a stage that would wait for more than
+/// [`VG_MAX_WAITS`].
 pub(crate) fn order(stages: &[&MemoryAccess]) -> Vec<StageDeps> {
     let mut all: Vec<StageDeps> = Vec::with_capacity(stages.len());
-    // Whom each waits for, and for whom those do.
+    // For each stage, all stages that are done before it begins.
     let mut before: Vec<Set> = Vec::with_capacity(stages.len());
     for (at, stage) in stages.iter().enumerate() {
         let mut mine = Set::none(stages.len());
@@ -68,7 +70,7 @@ pub(crate) fn order(stages: &[&MemoryAccess]) -> Vec<StageDeps> {
     all
 }
 
-/// From which stage on the weights of `at` may be fetched.
+/// The stage from which on the weights of stage `at` may be prefetched.
 fn fetched_from(stages: &[&MemoryAccess], before: &[Set], at: usize) -> usize {
     let stage = stages[at];
     let mut writers = stages[..at].iter().map(|other| &other.written);
@@ -81,17 +83,20 @@ fn fetched_from(stages: &[&MemoryAccess], before: &[Set], at: usize) -> usize {
     if choosers.is_empty() {
         return 0;
     }
-    // Whichever of these stages a block has begun, who chooses was done.
+    // A block that has begun one of these stages knows that the ids are written.
     let waited = |stage: &usize| choosers.iter().all(|&other| before[*stage].has(other));
     let first = { 0..=at }.rev().take_while(waited).last();
     first.map_or(at + 1, |first| first + 1)
 }
 
-/// Says what is wrong with an order: two stages that share memory, and nothing keeps them apart. Written from what an
-/// order must be, not from how it is made.
+/// Checks dependencies: stages with common memory are ordered by a path of waits. Written from the
+/// requirement, independently of [`order`].
+///
+/// # Errors
+/// The two stages that are not in order.
 pub(crate) fn verify(stages: &[&MemoryAccess], order: &[StageDeps]) -> Result<(), String> {
     let count = stages.len();
-    // reaches[b][a]: whoever has begun b knows that a is done.
+    // reaches[b][a]: a block that has begun b knows that a is done.
     let mut reaches = vec![vec![false; count]; count];
     for b in 0..count {
         for &wait in &order[b].waits {
@@ -126,7 +131,7 @@ pub(crate) fn verify(stages: &[&MemoryAccess], order: &[StageDeps]) -> Result<()
                     return Err(format!("stage {b} {what}, but does not wait for {a}"));
                 }
             }
-            // Fetching begins when a block has begun some stage from `from - 1` on.
+            // A block prefetches when it has begun some stage from `from - 1` on.
             if meet(&before.written, ahead) || meet(&before.written, ids) {
                 let from = order[b].from;
                 if from == 0 || (from - 1..=b).any(|begun| !reaches[begun][a]) {
@@ -228,7 +233,7 @@ mod tests {
         }
         let order = order_of(&all);
         let from: Vec<usize> = order.iter().map(|order| order.from).collect();
-        // Who has begun stage 4 need not have waited for the choice.
+        // A block that has begun stage 4 need not have waited for the ids.
         assert_eq!(from, [0, 2, 0, 2, 0, 6]);
     }
 

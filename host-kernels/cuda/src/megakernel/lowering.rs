@@ -1,10 +1,11 @@
-//! Runs of launches as one: *steps*, whose blocks are all resident and wait for each other instead of ending
-//! (`cuda/megakernel.cuh`).
+//! Lowers runs of launches to megakernels: cooperative launches that run a table of stages
+//! (`kernels/megakernel.cuh`).
 //!
-//! What a plan does is compiled into launches first. Here the longest runs of launches that have a stage (`stage_kernel`) become a
-//! launch each, with a table of stages in device memory: what each does, and which others it waits for (`order`). A
-//! launch that has none, or too many to wait for, ends the step before it. Steps that take long are cut where another plan
-//! may run. The launches stay at hand: a device that refuses a step gets them.
+//! A plan is compiled to launches first. The longest runs of launches that have a stage (`stages`)
+//! then become one launch each. Its stage table in device memory says what each stage does and
+//! which stages it waits for (`deps`). A launch without a stage, or with too many dependencies,
+//! ends a megakernel. Long megakernels are cut where another plan may run. The plan keeps the
+//! launches for a device that refuses a megakernel.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -23,36 +24,42 @@ use vgpu_engine::EngineError;
 use super::deps::{self, StageDeps};
 use super::stages::{Stage, THREADS};
 
-/// Fewest launches that are worth a step.
+/// The fewest launches that are worth a megakernel.
 const MIN_STAGES: usize = 4;
 
-/// Blocks of a multiprocessor that are tried, the most first: registers are enough for three.
+/// Blocks per SM to try, the most first. The registers of an SM are enough for three.
 const BLOCKS: [u32; 3] = [3, 2, 1];
 
-/// Bytes of shared memory that a block takes beside what it is given: what the kernel declares, and what the device keeps.
+/// Bytes of shared memory that a block takes beyond its dynamic shared memory: the static shared
+/// memory of the kernel, and 1 KiB that CUDA reserves.
 const OWN_SHARED: u32 = 21 << 8;
 
-/// Most pieces of weights on their way to a warp.
+/// The most pieces of weights in the ring of a warp.
 const MAX_PIECES: u32 = 12;
 
-/// How long a byte of weights is on its way when all of the device's memory is busy, in microseconds: twice the latency.
+/// The time in microseconds from a request for weights to their arrival under full load: twice the
+/// latency of global memory.
 const LATENCY: u64 = 2;
 
-/// What a stage is taken to cost beside the bytes that it reads, in nanoseconds, and of memory's rate how much is used.
+/// The estimated cost of a stage in nanoseconds without its memory traffic, and the fraction of the
+/// memory bandwidth that a stage reaches.
 const STAGE_COST: f64 = 1500.0;
 const RATE: f64 = 0.6;
 
-/// What a rate that nobody knows is taken for.
+/// The bandwidth in bytes per second that is assumed if it is unknown.
 const SOME_RATE: u64 = 1 << 40;
 
-/// The launches of a plan, with steps for what can be one.
+/// The launches of a plan after lowering.
 pub(crate) struct Lowering {
     pub(crate) steps: Vec<PlannedLaunch>,
-    /// The tables of the steps.
+    /// The stage tables of the megakernels.
     pub(crate) memory: Vec<CudaMemory>,
 }
 
-/// Makes steps of launches. `ops` are the names of the graph's nodes.
+/// Lowers launches. `ops` are the names of the graph's nodes.
+///
+/// # Errors
+/// [`EngineError::OutOfMemory`] if there is no memory for a stage table.
 pub(crate) fn arrange(
     plain: &[PlannedLaunch],
     context: &Arc<ExecutionContext>,
@@ -72,7 +79,7 @@ pub(crate) fn arrange(
     };
     let tasks: Vec<Result<Stage, &'static str>> =
         plain.iter().map(|step| stage_kernels.task(step)).collect();
-    // Why launches are in no step, by operator.
+    // The reasons for launches outside a megakernel, by operator.
     let mut ends: BTreeSet<(&str, &str)> = BTreeSet::new();
     let mut first = 0;
     while first < plain.len() {
@@ -93,7 +100,7 @@ pub(crate) fn arrange(
         let tasks_of = &tasks_of[..count];
         let access: Vec<_> = tasks_of.iter().map(|task| &task.access).collect();
         let order = deps::order(&access);
-        // Anywhere: what follows a step comes right after.
+        // No launch boundary is needed here: the rest follows directly.
         let count = order.len();
         let (tasks_of, order) = (&tasks_of[..count], &order[..count]);
         debug_assert_eq!(deps::verify(&access[..count], order), Ok(()));
@@ -131,11 +138,11 @@ pub(crate) fn arrange(
     Ok(arranged)
 }
 
-/// Why launches that have stages are no step.
+/// Reasons for launches that have stages but are in no megakernel.
 const TOO_FEW: &str = "too few launches in a row have stages";
 const NO_ROOM: &str = "the device has no room for blocks that wait for each other";
 
-/// What a stage is taken to cost, in nanoseconds.
+/// The estimated cost of a stage in nanoseconds.
 fn cost(task: &Stage, context: &ExecutionContext) -> f64 {
     let rate = match context.device.memory_bandwidth() {
         0 => SOME_RATE,
@@ -144,8 +151,8 @@ fn cost(task: &Stage, context: &ExecutionContext) -> f64 {
     STAGE_COST + task.access.bytes() as f64 * 1e9 / (RATE * rate as f64)
 }
 
-/// How many of these launches make a step, if those that belong together stay so: all, unless they take much longer than a
-/// piece should.
+/// How many of these launches become one megakernel: all, or as many as take one time slice, up to
+/// a launch that may yield, if all of them take longer than two.
 fn end_of_step(steps: &[PlannedLaunch], costs: &[f64], policy: LaunchPolicy) -> usize {
     let piece = policy.time_slice.as_nanos() as f64;
     if costs.iter().sum::<f64>() <= 2.0 * piece {
@@ -161,15 +168,15 @@ fn end_of_step(steps: &[PlannedLaunch], costs: &[f64], policy: LaunchPolicy) -> 
     steps.len()
 }
 
-/// Blocks, and bytes of shared memory of a block and of a warp's ring.
+/// Blocks of a launch, bytes of dynamic shared memory of a block, and bytes of a warp's ring.
 struct LaunchConfig {
     blocks: u32,
     shared: u32,
     ring: u32,
 }
 
-/// How a step of these stages lies on the device: as many blocks as leave enough room for weights on their way. `None` if
-/// the device runs no such kernel, or has no room.
+/// The launch configuration for these stages: the most blocks per SM that leave enough shared
+/// memory to keep the memory busy with weights. `None` if the device has no megakernel, or no room.
 fn layout(
     tasks: &[&Stage],
     context: &ExecutionContext,
@@ -178,7 +185,7 @@ fn layout(
     let (device, kernel) = (&context.device, stage_kernels.kernel(tasks));
     let most = |of: fn(&Stage) -> u32| tasks.iter().map(|task| of(task)).max().unwrap_or(0);
     let (arena, slot) = (most(|task| task.arena), most(Stage::slot));
-    // Tiles are read in 16 bytes.
+    // Tiles are read in units of 16 bytes.
     let arena = arena.next_multiple_of(16);
     let rate = device.memory_bandwidth().max(1);
     let wanted = rate * LATENCY / 1_000_000 / u64::from(device.sm_count().max(1));
@@ -211,7 +218,7 @@ fn layout(
     best.map(|(_, layout)| layout)
 }
 
-/// The launch of a step and its table.
+/// The launch of a megakernel, and its stage table.
 fn step(
     tasks: &[&Stage],
     order: &[StageDeps],
@@ -243,24 +250,24 @@ fn step(
     Ok(Some((launch, memory)))
 }
 
-/// The first stage from `from` on that has products.
+/// The first stage from `from` on with products.
 fn next_products(tasks: &[&Stage], from: usize) -> u32 {
     let mut behind = tasks[from..].iter();
     let found = behind.position(|task| task.weights.is_some());
     found.map_or(tasks.len(), |found| from + found) as u32
 }
 
-/// Bytes of a stage with its parameters, in whole 16; 0 behind the last.
+/// Bytes of a stage with its parameters, a multiple of 16; 0 behind the last stage.
 fn size_of_stage(tasks: &[&Stage], at: usize) -> u32 {
     tasks.get(at).map_or(0, |task| {
         (size_of::<VgStage>() + task.params.len()).next_multiple_of(16) as u32
     })
 }
 
-/// The table of a step of so many blocks.
+/// The stage table for this number of blocks.
 fn table(tasks: &[&Stage], order: &[StageDeps], blocks: u32) -> Vec<u8> {
     let mut bytes = vec![0; tasks.len() * VG_STAGE_BYTES as usize];
-    // Work is dealt out to blocks in turn, from stage to stage.
+    // Work items go to blocks round-robin, from stage to stage.
     let mut first = 0;
     let places = bytes.chunks_exact_mut(VG_STAGE_BYTES as usize);
     for (at, (task, place)) in tasks.iter().zip(places).enumerate() {

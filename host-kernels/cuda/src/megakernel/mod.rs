@@ -1,4 +1,4 @@
-//! Runs of launches as one cooperative launch.
+//! Megakernels: runs of launches as one cooperative launch.
 
 mod access;
 mod deps;

@@ -1,19 +1,21 @@
-//! What the log says of plans that are not one megakernel.
+//! Log messages about launches outside megakernels.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 
 use tracing::{debug, info};
 
-/// What has been said of plans that are not one step: a reason once, and not again for each plan that a grown cache makes.
+/// The reasons that were logged. Each set of reasons is logged once at level info, not for each
+/// plan.
 #[derive(Default)]
 pub(crate) struct ReportedReasons(Mutex<BTreeSet<String>>);
 
-/// Most reasons that are remembered. A guest may send whatever graphs it likes.
+/// The most sets of reasons that are remembered, since a guest may send any graph.
 const MAX_SAID: usize = 256;
 
 impl ReportedReasons {
-    /// Says what became of a plan of so many launches: to whoever looks for what is slow, if some are in no step.
+    /// Logs how the launches of a plan were lowered: at level info if some are outside megakernels
+    /// for a new set of reasons, else at level debug.
     pub(crate) fn say(
         &self,
         launches: usize,

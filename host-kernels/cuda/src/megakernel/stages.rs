@@ -1,4 +1,4 @@
-//! Launches as stages: which can be one, what they read and write.
+//! Stages of a megakernel: which launches have one, and what memory each accesses.
 
 use std::collections::HashMap;
 
@@ -11,23 +11,24 @@ use crate::launch::planned::PlannedLaunch;
 use crate::launch::q8::q8_elements;
 use crate::params::*;
 
-/// Most launches that become one.
+/// The most stages of a megakernel.
 pub(crate) const MAX_STAGES: usize = 1024;
 
-/// Bytes of counters of a step: one for the launch and one for each stage.
+/// Bytes of the counters of a megakernel: one for the launch and one for each stage.
 pub(crate) const COUNTER_BYTES: u64 =
     (MAX_STAGES as u64 + 1) * VG_COUNTER_STRIDE as u64 * size_of::<u32>() as u64;
 
-/// Most bytes of parameters.
+/// The most bytes of a stage's parameters.
 const MAX_PARAMS: usize = VG_STAGE_BYTES as usize - size_of::<VgStage>();
 
-/// Pairs of rows that a block of a stage multiplies, one for each warp.
+/// Pairs of weight rows that a block multiplies in a work item, one for each warp.
 pub(crate) const BLOCK_PAIRS: u64 = 4;
 
 /// Threads of a block.
 pub(crate) const THREADS: u32 = 128;
 
-/// Types of weights that steps multiply, and those of planes, with their kernels for one column and for several.
+/// The weight types of products, plain and repacked, with the kernels for one column and for
+/// several.
 const WEIGHTS: [(&str, &str, VgType); 15] = [
     ("vg_mmv_f32", "vg_mmv_f32_cols8", VG_F32),
     ("vg_mmv_f16", "vg_mmv_f16_cols8", VG_F16),
@@ -66,7 +67,7 @@ const WEIGHTS: [(&str, &str, VgType); 15] = [
     ),
 ];
 
-/// Other kernels with a stage that does the same.
+/// The other kernels that have a stage.
 const BODIES: [(&str, VgStageOp); 10] = [
     ("vg_norm_fused", VG_STAGE_NORM_FUSED),
     ("vg_quantize_q8", VG_STAGE_QUANTIZE_Q8),
@@ -80,7 +81,7 @@ const BODIES: [(&str, VgStageOp); 10] = [
     ("vg_weighted_sum", VG_STAGE_WEIGHTED_SUM),
 ];
 
-/// Kernels of attention with their stages, and the width of heads that they are for.
+/// The attention kernels that have a stage, and their head size.
 const ATTENTION: [(&str, VgStageOp, i64); 6] = [
     ("vg_fattn_f16_64_decode", VG_STAGE_FATTN_F16_64, 64),
     ("vg_fattn_f16_128_decode", VG_STAGE_FATTN_F16_128, 128),
@@ -90,34 +91,34 @@ const ATTENTION: [(&str, VgStageOp, i64); 6] = [
     ("vg_fattn_quant_128_decode", VG_STAGE_FATTN_QUANT_128, 128),
 ];
 
-/// Rows of a tile of all of those.
+/// Query rows of a tile of these kernels.
 const TILE_ROWS: i64 = 16;
 
-/// Most tokens of a step: so many columns weights are multiplied with at a time.
+/// The most tokens of a megakernel: the most columns of a matrix-vector kernel.
 const MAX_TOKENS: i64 = 8;
 
 const FOR_FEW: &str = "steps are for up to 8 tokens";
 
-/// What a kernel's launches are as stages.
+/// The stage of a kernel.
 #[derive(Debug, Clone, Copy)]
 struct StageKernel {
     name: &'static str,
     body: VgStageOp,
-    /// Whether it has several columns at a time, for which steps have a kernel of their own.
+    /// Whether the stage has several columns, which needs the megakernel for several columns.
     is_of_several: bool,
-    /// Of attention: the width of heads.
+    /// The head size, of attention.
     width: i64,
 }
 
-/// The kernels of a device that have stages.
+/// The kernels of a device that have a stage.
 pub(crate) struct StageKernels {
     stage_kernels: HashMap<u32, StageKernel>,
-    /// The kernels that run them: with one column, and with several.
+    /// The megakernels: for one column, and for several.
     kernels: [KernelId; 2],
 }
 
 impl StageKernels {
-    /// Those of a device, if it has the kernels that run stages.
+    /// The kernels of a device, if it has the megakernels.
     pub(crate) fn of(device: &dyn Device) -> Option<StageKernels> {
         let kernels = [
             device.kernel("vg_megakernel").ok()?,
@@ -151,12 +152,15 @@ impl StageKernels {
         })
     }
 
-    /// The kernel that runs these stages.
+    /// The megakernel that runs these stages.
     pub(crate) fn kernel(&self, tasks: &[&Stage]) -> KernelId {
         self.kernels[usize::from(tasks.iter().any(|task| task.is_of_several))]
     }
 
-    /// A launch as a stage, or why it is none.
+    /// A launch as a stage.
+    ///
+    /// # Errors
+    /// The reason why the launch has no stage, for the log.
     pub(crate) fn task(&self, step: &PlannedLaunch) -> Result<Stage, &'static str> {
         let launch = &step.launch;
         let stage_kernel = self.stage_kernels.get(&launch.kernel.0);
@@ -167,7 +171,7 @@ impl StageKernels {
         }
         let mut access = MemoryAccess::default();
         let [x, y, z] = launch.grid.map(u64::from);
-        // Kernels that give an element a thread go on by what they are told is all of them.
+        // Kernels with one thread per element loop over the grid.
         let each_element = (x * u64::from(launch.threads[0])).div_ceil(u64::from(THREADS));
         let mut shape = Shape {
             grid: launch.grid,
@@ -265,12 +269,12 @@ impl StageKernels {
 /// A launch as a stage.
 pub(crate) struct Stage {
     pub(crate) body: VgStageOp,
-    /// Of products: the type of the weights, with their planes if they lie so.
+    /// The weight type of products, repacked or not.
     pub(crate) weights: Option<VgType>,
-    /// Whether only the kernel for several columns does it.
+    /// Whether only the megakernel for several columns has the stage.
     is_of_several: bool,
     pub(crate) grid: [u32; 3],
-    /// What there is to do for blocks.
+    /// The number of work items.
     pub(crate) total: u32,
     /// Bytes of shared memory for tiles.
     pub(crate) arena: u32,
@@ -279,7 +283,8 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    /// Bytes of a warp's ring that a piece of a pair of rows takes: `stage_bytes` in `mmv.cuh`, twice. In planes it is as many.
+    /// Bytes of a warp's ring for one piece of two weight rows: twice `stage_bytes` of `mmv.cuh`,
+    /// plain or repacked.
     pub(crate) fn slot(&self) -> u32 {
         let plain = |of: VgType| Type::from_id((of & !VG_REPACKED) as u8);
         self.weights.and_then(plain).map_or(0, |ty| {
@@ -351,7 +356,7 @@ impl MemoryAccess {
             return Err("it is too large for a stage");
         };
         let units = u64::from(x).saturating_mul(u64::from(y) * u64::from(z));
-        // Units are counted, with one round more, in 32 bits.
+        // Items are counted in 32 bits, with one more round of blocks.
         if units > 1 << 30 {
             return Err("it is too large for a stage");
         }
@@ -415,7 +420,7 @@ impl MemoryAccess {
     }
 }
 
-/// The parameters of a launch.
+/// The parameter structure of a launch.
 fn read<T: FromBytes + KnownLayout + Immutable>(launch: &Launch) -> Result<T, &'static str> {
     T::read_from_bytes(&launch.params).map_err(|_| "its parameters are none of a stage")
 }

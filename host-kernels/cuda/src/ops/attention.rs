@@ -1,8 +1,9 @@
 //! FLASH_ATTN_EXT.
 //!
-//! `cuda/fattn.cuh` has the kernels, on tensor cores: of halves where keys and values are such, or become such without loss
-//! of range, and of pairs of bfloat16 for all other types and layouts. Only heads wider than 576, and queries or results that do
-//! not lie as ggml has them, take `cuda/fattn_simt.cu`, which reads any element of anything.
+//! The kernels of `kernels/fattn.cuh` run on tensor cores: with F16 operands where keys and values
+//! are F16 or convert to it without loss of range, with BF16 operands, and with f32 split into two
+//! BF16 numbers for all other types. Heads wider than 576, and operands with unusual strides, use
+//! `kernels/fattn_simt.cu`, which reads any type.
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
@@ -15,7 +16,7 @@ use crate::types::READABLE;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::F32;
 
-/// Warps of a block of `vg_fattn_simt`, each with sums of its own.
+/// Warps of a block of `vg_fattn_simt`, each with its own partial sums.
 const WARPS: i64 = 4;
 
 pub(crate) fn rules() -> Vec<Rule> {
@@ -51,7 +52,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             max_bias,
             heads_log2: 1 << q.ne[2].ilog2(),
         };
-        // A step has attention of few rows only: tiles of them for as many tokens as a step takes.
+        // A megakernel has attention with tiles of few rows only, for as many tokens as it takes.
         let is_few = b.uses_megakernel() && q.ne[1] <= FEW_COLUMNS;
         match Tiles::of(&params, b.max_shared_per_block(), is_few) {
             Some(tiles) => match FattnSm90::of(b, &params, tiles.group).filter(|_| !is_few) {

@@ -1,4 +1,4 @@
-//! Launches of operators by themselves, on the CPU, and what they leave.
+//! A bench for unit tests: runs the launches of single operators on the CPU.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ type Added = Option<Result<(), EngineError>>;
 #[path = "../../../shim/device.rs"]
 mod shim;
 
-/// A device, and the tensors of a test in its memory, which nobody frees.
+/// A device with the tensors of a test, which are not freed.
 pub(crate) struct Bench {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) context: ExecutionContext,
@@ -32,7 +32,7 @@ impl Bench {
         Bench::on(shim::Shim::default())
     }
 
-    /// With the kernels for Hopper GPUs.
+    /// A bench with the kernels for sm_90a.
     pub(crate) fn on_sm90() -> Bench {
         Bench::on(shim::Shim::hopper())
     }
@@ -74,7 +74,7 @@ impl Bench {
             .device
             .alloc(bytes.len() as u64)
             .expect("little memory");
-        // SAFETY: just allocated with this size.
+        // SAFETY: the memory was just allocated with this size.
         unsafe { self.device.upload(address, bytes.into()) }.expect("a copy");
         VgView::new(address, &Shape::contiguous(ty, ne).expect("a small shape"))
     }
@@ -84,18 +84,18 @@ impl Bench {
         self.tensor(Type::F32, ne, &bytes)
     }
 
-    /// A dense tensor of random numbers between -1 and 1, and those.
+    /// A dense tensor of random numbers between -1 and 1, and the numbers.
     pub(crate) fn randoms(&mut self, ne: [u64; 4]) -> (VgView, Vec<f32>) {
         let values: Vec<f32> = (0..ne.iter().product()).map(|_| self.random()).collect();
         (self.floats(ne, &values), values)
     }
 
-    /// Random weights of a type: the tensor, and what its elements are.
+    /// Random weights of a type: the tensor, and the values of its elements.
     pub(crate) fn weights(&mut self, ty: Type, ne: [u64; 4]) -> (VgView, Vec<f32>) {
         let format = vgpu_cpu::formats::Format::of(ty).expect("a type of real numbers");
         let mut values: Vec<f32> = (0..ne.iter().product()).map(|_| self.random()).collect();
         let mut bytes = vec![0; format.row_bytes(values.len())];
-        // SAFETY: all hold that many elements, in whole blocks.
+        // SAFETY: both buffers hold `values.len()` elements in whole blocks.
         unsafe {
             (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len());
             (format.dequantize_row)(bytes.as_ptr(), values.as_mut_ptr(), values.len());
@@ -117,7 +117,8 @@ impl Bench {
         }
     }
 
-    /// Of each block of 32 the bytes, the factor and the sums, as `cuda/q8_layout.cuh` says where they are.
+    /// The quants, the scale and the sums of each block of 32, at the places that
+    /// `kernels/q8_layout.cuh` defines.
     pub(crate) fn blocks(&self, it: &Q8Activations, x: &VgView) -> Vec<(Vec<u8>, [u32; 4])> {
         let elements = crate::launch::q8::q8_elements(x) as usize;
         let (quants, scales) = (
@@ -145,7 +146,7 @@ impl Bench {
 
     pub(crate) fn bytes(&self, address: Address, n: usize) -> Vec<u8> {
         let mut bytes = vec![0; n];
-        // SAFETY: tests ask for no more than they have allocated.
+        // SAFETY: tests read no more bytes than they have allocated.
         unsafe { self.device.download(address, bytes.as_mut_slice().into()) }.expect("a copy");
         bytes
     }
@@ -165,7 +166,7 @@ impl Bench {
             .collect()
     }
 
-    /// Runs the launches of `add`, and returns whether there were any.
+    /// Runs the launches that `add` adds. Returns whether there were any.
     pub(crate) fn run(&self, add: impl FnOnce(&mut Builder<'_>) -> Added) -> bool {
         let views = [VgView::default(); 2];
         let mut kept = ActivationCache::new(self.context.scratch.base());
@@ -180,7 +181,8 @@ impl Bench {
             .claim(ACTIVATION_CACHE_BYTES + builder.scratch_bytes())
             .expect("little memory");
         for step in builder.into_launches() {
-            // SAFETY: over tensors of this bench and claimed scratch memory.
+            // SAFETY: the launch uses tensors of this bench and the scratch memory that was claimed
+            // above.
             unsafe { self.device.launch(&step.launch) }.expect("a launch");
         }
         true
@@ -205,7 +207,7 @@ pub(crate) fn compare(
     }
 }
 
-/// Rows of weights times columns, in f64, of activations as they are.
+/// Weight rows times columns in f64, with unquantised activations.
 pub(crate) fn product(w: &[f32], x: &[f32], k: usize) -> Vec<f64> {
     { x.chunks(k) }
         .flat_map(|x| {

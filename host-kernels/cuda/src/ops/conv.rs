@@ -1,6 +1,8 @@
-//! CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D, IM2COL, IM2COL_3D, IM2COL_BACK, COL2IM_1D.
+//! CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D, IM2COL, IM2COL_3D,
+//! IM2COL_BACK, COL2IM_1D.
 //!
-//! Kernels know images of three dimensions; one or two are such with an extent of 1.
+//! Kernels process three-dimensional images. Images of one or two dimensions have an extent of 1 in
+//! the others.
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
@@ -10,7 +12,7 @@ use crate::params::*;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{ANY, F32, FLOATS};
 
-/// The tile of results that a block of `vg_conv` computes.
+/// The result tile of a block of `vg_conv`.
 const TILE: [i64; 2] = [64, 32];
 
 pub(crate) fn rules() -> Vec<Rule> {
@@ -23,7 +25,7 @@ pub(crate) fn rules() -> Vec<Rule> {
     ];
     let mut rules = Vec::from(convolutions.map(|op| Rule::new(op, F32, &[FLOATS, F32])));
     rules.extend([
-        // Of the kernel only the extents matter.
+        // Only the extents of the kernel matter.
         Rule::new(OpKind::Im2col, FLOATS, &[ANY, F32]),
         Rule::new(OpKind::Im2col3d, FLOATS, &[ANY, F32]),
         Rule::new(OpKind::Im2colBack, F32, &[FLOATS, ANY]),
@@ -105,7 +107,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             b.for_each("vg_conv_depthwise", dst.elements(), &params)
         }
         Op::ConvTranspose1d { s0, .. } => {
-            // Lines are planes of one row: [k, results, channels] are [k, 1, results, channels].
+            // A line is a plane of one row: [k, results, channels] is [k, 1, results, channels].
             let (kernel, image) = (as_plane(b.src(0)), as_plane(b.src(1)));
             transposed(b, as_plane(dst), kernel, image, s0.into())
         }
@@ -165,7 +167,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             let steps = [(s0, p0, d0), (s1, p1, d1)];
             let mut params = patches(gradient, kernel, dst, steps, is_2d);
             if gradient.elements() == 0 {
-                // The sums of nothing. The extents of the kernel are bounded by the patches alone.
+                // All sums are empty. Only patches would limit the extents of the kernel.
                 params.taps = [0; 3];
             }
             b.for_each("vg_im2col_back", dst.elements(), &params)
@@ -233,7 +235,7 @@ fn as_plane(v: VgView) -> VgView {
     }
 }
 
-/// Patches of planes, or of lines, as an operator of the IM2COL family has them.
+/// The patches of planes or lines of the IM2COL operators.
 fn patches(
     patches: VgView,
     kernel: VgView,
@@ -291,7 +293,7 @@ fn transposed(
     let params = VgConvParams {
         dst: plane(&dst),
         kernel: VgVolume {
-            // A kernel sums over its last dimension here.
+            // The kernel is summed over its last dimension.
             channel: kernel.nb[3],
             image: kernel.nb[2],
             ..plane(&kernel)

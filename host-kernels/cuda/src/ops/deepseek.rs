@@ -9,7 +9,7 @@ use crate::types::READABLE;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
-/// Warps of a block of the indexer, each with a key.
+/// Warps of a block of the indexer, one for each key.
 const WARPS: i64 = 4;
 
 pub(crate) fn rules() -> Vec<Rule> {

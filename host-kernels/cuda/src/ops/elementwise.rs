@@ -1,5 +1,5 @@
-//! ADD, SUB, MUL, DIV, ADD1, ADD_ID, SCALE, CLAMP; UNARY of every kind, SQR, SQRT, LOG, SIN, COS, LEAKY_RELU,
-//! XIELU, SILU_BACK; GLU of every kind.
+//! ADD, SUB, MUL, DIV, ADD1, ADD_ID, SCALE, CLAMP; all kinds of UNARY, SQR, SQRT, LOG, SIN, COS,
+//! LEAKY_RELU, XIELU, SILU_BACK; all kinds of GLU.
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Rule, Type, UnaryKind};
 
@@ -71,7 +71,8 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         _ => return None,
     };
     let sources = [b.src(0), b.optional(1)];
-    // ADD1 and the binary operators have two, the second repeated; all others one.
+    // ADD1 and the binary operators have two sources, of which the second is repeated; the others
+    // have one.
     Some(map(b, code, c, sources))
 }
 
@@ -115,7 +116,7 @@ fn glu(b: &mut Builder<'_>, kind: GluKind, swapped: bool, c: [f32; 4]) -> Result
     if gate.data != 0 {
         return map(b, code, c, [x, gate]);
     }
-    // Without a second source, the halves of the first.
+    // Without a second source the operands are the halves of the first.
     let dst = b.dst();
     let half = |second: bool| {
         let offset = if second { dst.ne[0] * x.nb[0] } else { 0 };

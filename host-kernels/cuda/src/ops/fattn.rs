@@ -10,7 +10,8 @@ use crate::launch::q8::Q8Activations;
 use crate::params::*;
 use vgpu_engine::EngineError;
 
-/// Tiles of rows and keys for a width of heads, and the kernels that have them, by kind.
+/// The tiles for a head size: the kernel of each [`KvPath`], the largest head sizes of keys and
+/// values, query rows, and keys.
 struct Shape {
     kernels: [&'static str; 4],
     k: i64,
@@ -36,8 +37,9 @@ macro_rules! shape {
     };
 }
 
-/// For few rows and for many, by the widest heads they take. Where heads are wide, kinds differ in what there is room for: keys
-/// for few rows and rows for many with heads of 256, keys with those of 576.
+/// The tiles for few rows and for many, by head size. For large heads the paths differ in what fits
+/// into shared memory: keys with few rows and rows with many for heads of 256, keys for heads of
+/// 576.
 const fn shapes(keys_of_256: i64, rows_of_256: i64, keys_of_576: i64) -> [[Shape; 2]; 4] {
     [
         [
@@ -60,7 +62,7 @@ const fn shapes(keys_of_256: i64, rows_of_256: i64, keys_of_576: i64) -> [[Shape
 }
 
 const SHAPES: [[Shape; 2]; 4] = shapes(64, 64, 32);
-/// Tiles are unpacked, which takes room for their bytes.
+/// Tiles of quantised keys and values are unpacked, which takes shared memory for their bytes.
 const SHAPES_QUANT: [[Shape; 2]; 4] = shapes(32, 64, 32);
 const SHAPES_F32: [[Shape; 2]; 4] = shapes(32, 32, 16);
 
@@ -72,35 +74,35 @@ fn shapes_of(path: KvPath) -> &'static [[Shape; 2]] {
     }
 }
 
-/// Most rows of a tile of which most are none.
+/// The rows of the tiles for few rows, of which most may be unused.
 const FEW_ROWS: i64 = 16;
 
-/// Bytes that are to be on their way on a multiprocessor.
+/// Bytes that an SM should have in flight from global memory.
 const UNDER_WAY: i64 = 64 << 10;
 
-/// Fewest tiles of keys that are worth a block of their own.
+/// The fewest tiles of keys that are worth a block.
 const MIN_TILES: i64 = 2;
 
 /// A launch of a kernel on tensor cores.
 pub(crate) struct Tiles {
     kernel: &'static str,
     shape: &'static Shape,
-    /// Query heads whose queries share tiles.
+    /// Query heads that share keys and values, and a tile.
     pub(crate) group: i64,
     raw: i64,
     shared: u32,
 }
 
 impl Tiles {
-    /// The kernel for an attention, if there is one for such operands.
-    /// However many rows there are, tiles are of few if that `is_few`.
+    /// The kernel for an attention, if there is one for such operands. `is_few`: use the tiles for
+    /// few rows in any case.
     pub(crate) fn of(
         params: &VgFattnSimtParams,
         max_shared_per_block: u32,
         is_few: bool,
     ) -> Option<Tiles> {
         let path = path_of(&params.k, &params.v);
-        // Pairs need least of what a block shares with wide heads.
+        // The F32 path needs the least shared memory for wide heads.
         let paths = [path, KvPath::F32].into_iter();
         { paths }.find_map(|path| Tiles::of_path(path, params, max_shared_per_block, is_few))
     }
@@ -133,7 +135,7 @@ impl Tiles {
         if !fits {
             return None;
         }
-        // Heads that have keys and values in common, and the mask.
+        // Query heads that share keys, values and the mask.
         let alike = k.ne[2] == v.ne[2] && (mask.data == 0 || mask.ne[2] == 1);
         let group = if alike { q.ne[2] / k.ne[2] } else { 1 };
         let rows = q.ne[1].checked_mul(group).filter(|&n| n <= 1 << 28)?;
@@ -150,7 +152,7 @@ impl Tiles {
             shape.keys * (shape.v + 8),
         ];
         let halves = match path {
-            // Two of each element; keys and values have the same place.
+            // Two numbers for each element; keys and values share their memory.
             KvPath::F32 => 2 * (queries + keys.max(values)),
             _ => queries + keys + values,
         };
@@ -168,7 +170,7 @@ impl Tiles {
         })
     }
 
-    /// Adds the launches: what the mask does with each tile, if there are many tokens, then attention.
+    /// Adds the launches: the classification of mask tiles if there are many rows, then attention.
     pub(crate) fn attend(
         &self,
         b: &mut Builder<'_>,
@@ -186,7 +188,7 @@ impl Tiles {
         let items = across * heads * q.ne[3];
         let mut splits = 1;
         if items <= COUNTERS {
-            // A block has a tile of keys and one of values under way.
+            // A block has one tile of keys and one of values in flight.
             let bytes = match self.raw {
                 0 => keys * 2 * (k.ne[0] + params.v.ne[0]),
                 raw => 2 * keys * raw,
@@ -231,14 +233,14 @@ impl Tiles {
     }
 }
 
-/// Where the result is left rounded, too, if a product comes next that wants it so.
+/// Room for the q8 result, if a product comes next that quantises it.
 fn round_for_products(b: &mut Builder<'_>, dst: &VgView) -> Option<Q8Activations> {
     let rows = dst.with_merged_heads();
     let fits = dst.is_dense(Type::F32) && dst.ne[0] % 32 == 0 && b.next_quantizes(&rows);
     fits.then(|| b.reserve_q8(&rows, true)).flatten()
 }
 
-/// Bytes that a row takes in shared memory, copied in whole 16 bytes, wherever it begins.
+/// Bytes of a row in shared memory: whole units of 16 bytes, from any first byte.
 fn raw_bytes(x: &VgView) -> i64 {
     let Some(ty) = Type::from_id(x.type_ as u8) else {
         return 0;
@@ -252,7 +254,7 @@ mod tests {
     use super::*;
     use vgpu_transport::ir::Shape as Extents;
 
-    /// A machine that runs llama.cpp may have any of these for keys and any for values.
+    /// The types that llama.cpp offers for the KV cache, keys and values independently.
     const TYPES_OF_CACHES: [Type; 9] = [
         Type::F32,
         Type::F16,
@@ -278,7 +280,7 @@ mod tests {
                         v: view(v, [width, 500, 8, 1]),
                         ..VgFattnSimtParams::default()
                     };
-                    // What a block may have on the smallest GPUs.
+                    // Shared memory of a block on the smallest supported GPUs.
                     let tiles = Tiles::of(&params, 99 << 10, false);
                     assert!(tiles.is_some(), "{k:?} and {v:?}, {width} wide");
                 }
@@ -286,7 +288,8 @@ mod tests {
         }
     }
 
-    /// The kernel for so many query heads and tokens over keys and values of a type.
+    /// The kernel for these head sizes, query heads, KV heads and tokens, with keys and values of a
+    /// type.
     fn kernel(
         ty: Type,
         [dk, dv]: [u64; 2],
@@ -332,7 +335,7 @@ mod tests {
             let kernel = kernel(ty, widths, sizes, 4096).expect("a kernel on tensor cores");
             assert_eq!(kernel.strip_prefix("vg_fattn_"), Some(expected));
         }
-        // Halves where 16 bytes cannot be copied, and what takes the kernel for anything.
+        // F16 where 16-byte copies are not possible, and heads that only the SIMT kernel takes.
         let sizes = [32, 8, 1];
         let odd = kernel(Type::F16, [128; 2], sizes, 4096 + 8);
         assert_eq!(odd, Some("vg_fattn_quant_128_decode"));

@@ -1,4 +1,4 @@
-//! Which keys and values the flash attention kernels take, and what the mask hides.
+//! Operands of flash attention: how kernels read keys and values, and what the mask hides.
 
 use vgpu_transport::ir::Type;
 
@@ -7,23 +7,23 @@ use crate::launch::grid::div_ceil;
 use crate::params::*;
 use vgpu_engine::EngineError;
 
-/// What keys and values are for the kernels on tensor cores.
+/// How a kernel on tensor cores reads keys and values.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum KvPath {
-    /// Both halves, where whole 16 bytes can be copied.
+    /// Both are F16, aligned for 16-byte copies.
     F16,
-    /// Both bfloat16, there too.
+    /// Both are BF16, aligned for 16-byte copies.
     Bf16,
-    /// Halves or blocks of 32.
+    /// F16 with less alignment, or blocks of 32, unpacked to F16.
     Quant,
-    /// Anything.
+    /// Any type, as f32 split into two BF16 numbers.
     F32,
 }
 
-/// What the kernels take keys and values of these types and places for.
+/// The path for keys and values of these types and alignments.
 pub(crate) fn path_of(k: &VgView, v: &VgView) -> KvPath {
     let types = [k, v].map(|x| Type::from_id(x.type_ as u8));
-    // Halves are multiplied and copied by eight.
+    // F16 is multiplied and copied in units of eight.
     if [k, v].iter().any(|x| x.ne[0] % 8 != 0) {
         return KvPath::F32;
     }
@@ -48,8 +48,9 @@ pub(crate) fn path_of(k: &VgView, v: &VgView) -> KvPath {
     }
 }
 
-/// Adds the launch that notes what the mask does with each tile of so many rows (tokens, and heads of a group) by so many
-/// keys, and returns where it does; 0 where there is no mask.
+/// Adds the launch that classifies the tiles of the mask (all hidden, partly hidden, all visible),
+/// of `rows` tokens and heads of a group by `columns` keys. Returns the address of the classes, or
+/// 0 if there is no mask.
 pub(crate) fn mask_states(
     b: &mut Builder<'_>,
     params: &VgFattnSimtParams,
@@ -76,7 +77,7 @@ pub(crate) fn mask_states(
     Ok(found.states)
 }
 
-/// Whether rows of type `ty` are dense and lie at multiples of `places`.
+/// Whether rows of type `ty` are dense, with address and strides that are multiples of `places`.
 pub(crate) fn is_aligned(x: &VgView, ty: Type, places: i64) -> bool {
     x.type_ == u32::from(ty as u8)
         && x.nb[0] == ty.block_bytes() as i64

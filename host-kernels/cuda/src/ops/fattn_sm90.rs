@@ -1,4 +1,4 @@
-//! Attention of many tokens on Hopper GPUs: what `cuda/fattn_sm90.cu` has kernels for, and their launches.
+//! Flash attention of many tokens on sm_90a: the launches of `kernels/fattn_sm90.cu`.
 
 use super::fattn_operands::{KvPath, mask_states, path_of};
 use crate::launch::builder::Builder;
@@ -6,16 +6,17 @@ use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
 use crate::params::*;
 use vgpu_engine::EngineError;
 
-/// Bytes of shared memory of a block: all there are, as it is alone on a multiprocessor.
+/// Bytes of dynamic shared memory of a block, which is alone on its SM: the opt-in limit of compute
+/// capability 9.0.
 const SHARED: u32 = 227 << 10;
 
-/// Threads of a block.
+/// Threads of a block: three warpgroups.
 const THREADS: u32 = 384;
 
 /// Rows of a tile: tokens and heads.
 const ROWS: i64 = 128;
 
-/// A kernel, by the width of heads.
+/// A kernel, its head size, and the keys of a tile.
 struct Shape {
     kernel: &'static str,
     width: i64,
@@ -43,15 +44,16 @@ const SHAPES: [Shape; 3] = [
 /// A launch of one of the kernels.
 pub(crate) struct FattnSm90 {
     shape: &'static Shape,
-    /// Query heads whose queries share tiles.
+    /// Query heads that share a tile.
     group: i64,
     /// Tiles of rows.
     across: i64,
 }
 
 impl FattnSm90 {
-    /// The kernel for an attention on this device, if there is one, and it has work for the device: it does not split keys.
-    /// The operands are such that the kernels for any GPU with tensor cores take them.
+    /// The kernel for an attention on this device, if there is one and it fills the device, since
+    /// it does not split keys. The operands must be valid for the kernels on tensor cores of any
+    /// GPU.
     pub(crate) fn of(b: &Builder<'_>, params: &VgFattnSimtParams, group: i64) -> Option<FattnSm90> {
         let VgFattnSimtParams { q, k, v, .. } = params;
         let shape = SHAPES.iter().find(|shape| shape.width == k.ne[0])?;
@@ -72,7 +74,7 @@ impl FattnSm90 {
         })
     }
 
-    /// Adds the launches: what the mask does with each tile, then attention.
+    /// Adds the launches: the classification of mask tiles, then attention.
     pub(crate) fn attend(
         &self,
         b: &mut Builder<'_>,

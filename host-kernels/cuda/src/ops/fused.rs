@@ -1,7 +1,8 @@
-//! Several nodes in one launch: what the plan calls where it finds them one after the other.
+//! Launches for several nodes, which fusion adds.
 //!
-//! Each function adds its launch, or, if its kernel does not do such operands, nothing: then it is None. Results do not
-//! overlap operands, but for `sum` and `dst` of [`Norm`], which may lie where `a` does, row by row.
+//! Each function adds its launch. If its kernel does not take the operands, the function adds
+//! nothing and returns `None`. Results do not overlap operands, except `sum` and `dst` of [`Norm`],
+//! which may have the memory of `a`, row by row.
 
 use vgpu_transport::ir::Type;
 
@@ -13,23 +14,23 @@ use vgpu_engine::EngineError;
 
 type Added = Option<Result<(), EngineError>>;
 
-/// RMS_NORM with the sum before it and the product behind it.
+/// RMS_NORM with the ADD before it and the MUL behind it.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Norm {
-    /// The result; its `data` may be 0 if only `rounded` is read.
+    /// The result; `data` may be 0 if only `rounded` is read.
     pub(crate) dst: VgView,
-    /// What is normalised, plus `add` if that is there; the sum goes to `sum` if that is.
+    /// The input. `add` is added if present, and the sum goes to `sum` if present.
     pub(crate) a: VgView,
     pub(crate) add: VgView,
     pub(crate) sum: VgView,
-    /// What the result is multiplied with, if there.
+    /// The factor of the result, if present.
     pub(crate) w: VgView,
     pub(crate) eps: f32,
-    /// Where the result is left rounded for products.
+    /// Where the q8 result goes, if products need it.
     pub(crate) rounded: Option<Q8Activations>,
 }
 
-/// RMS_NORM with the sum before it and the product behind it.
+/// RMS_NORM with the ADD before it and the MUL behind it.
 pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
     let Norm {
         dst,
@@ -68,7 +69,8 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
         eps: it.eps,
         reserved: 0,
     };
-    // Where launches become steps not more than a block of a step has, so that sums are the same in both.
+    // A stage of a megakernel has blocks of 128 threads. The same number here gives the same order
+    // of sums.
     let threads = match b.uses_megakernel() {
         true => threads_for(a.ne[0]).min(128),
         false => threads_for(a.ne[0]),
@@ -76,17 +78,17 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
     Some(b.for_each_row("vg_norm_fused", a.rows(), threads, 0, &params))
 }
 
-/// ROPE, then SET_ROWS of what it gives, with a token's heads one after the other in a row.
+/// ROPE, then SET_ROWS of its result with the heads of a token as one row.
 #[derive(Clone, Copy)]
 pub(crate) struct RopeRows {
-    /// As for ROPE alone (see `rope::params`); its `dst` is not written.
+    /// As for ROPE alone (see `rope::params`); `dst` is not written.
     pub(crate) rope: VgRopeParams,
     pub(crate) cache: VgView,
-    /// Which row of the cache each token's is.
+    /// The row of the cache for each token.
     pub(crate) ids: VgView,
 }
 
-/// ROPE, then SET_ROWS of what it gives.
+/// ROPE, then SET_ROWS of its result.
 pub(crate) fn rope_rows(b: &mut Builder<'_>, it: &RopeRows) -> Added {
     let RopeRows { rope, cache, ids } = *it;
     let src = &rope.src;
@@ -109,30 +111,31 @@ pub(crate) fn rope_rows(b: &mut Builder<'_>, it: &RopeRows) -> Added {
     Some(b.for_each_row("vg_rope_rows", src.rows(), threads, 0, &params))
 }
 
-/// Which experts each token takes, and how much each counts.
+/// The experts of each token, and their weights.
 #[derive(Clone, Copy)]
 pub(crate) struct Route {
     /// `[experts, tokens]`, f32.
     pub(crate) logits: VgView,
-    /// f32 for each expert, added for the choice only; or not there.
+    /// f32 for each expert, added for the choice only; may be absent.
     pub(crate) bias: VgView,
     /// `[used, tokens]` or longer rows, of which the first `used` are written; i32.
     pub(crate) ids: VgView,
     /// `[1, used, tokens]`, f32.
     pub(crate) weights: VgView,
-    /// What weights are of logits.
+    /// The gating function.
     pub(crate) op: VgGating,
-    /// Whether weights are divided by their sum, or by this if that is less.
+    /// Whether weights are divided by their sum, or by this number if the sum is smaller.
     pub(crate) normalized: Option<f32>,
-    /// What weights are multiplied with in the end.
+    /// The factor of the weights.
     pub(crate) scale: f32,
 }
 
-/// Most experts, and most of them for a token, that `vg_topk_moe` chooses among; the former holds for `vg_moe_sort`, too.
+/// The most experts of `vg_topk_moe` and `vg_moe_sort`, and the most experts of a token of
+/// `vg_topk_moe`.
 pub(crate) const MAX_EXPERTS: i64 = 512;
 const MAX_USED: i64 = 32;
 
-/// SOFT_MAX or another function, TOP_K or ARGSORT, GET_ROWS, and the division by the sum.
+/// SOFT_MAX or another gating function, TOP_K or ARGSORT, GET_ROWS, and the division by the sum.
 pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
     let Route {
         logits,
@@ -171,7 +174,7 @@ pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
     Some(b.for_each_row("vg_topk_moe", div_ceil(tokens, 4), 128, 0, &params))
 }
 
-/// The sum of what a token's experts give, each times its weight.
+/// The sum of the results of a token's experts, each times its weight.
 #[derive(Clone, Copy)]
 pub(crate) struct WeightedSum {
     /// `[n, tokens]`, f32.
@@ -182,7 +185,7 @@ pub(crate) struct WeightedSum {
     pub(crate) weights: VgView,
 }
 
-/// MUL and the ADDs behind it.
+/// MUL, and the ADDs behind it.
 pub(crate) fn weighted_sum(b: &mut Builder<'_>, it: &WeightedSum) -> Added {
     let WeightedSum {
         dst,
@@ -205,7 +208,7 @@ pub(crate) fn weighted_sum(b: &mut Builder<'_>, it: &WeightedSum) -> Added {
     Some(b.for_each("vg_weighted_sum", dst.elements(), &params))
 }
 
-/// Whether rows are dense f32 at multiples of `places` bytes.
+/// Whether rows are dense f32 with address and strides that are multiples of `places` bytes.
 fn is_dense_f32(v: &VgView, places: i64) -> bool {
     v.type_ == VG_F32
         && v.nb[0] == 4

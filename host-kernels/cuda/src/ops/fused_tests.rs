@@ -1,4 +1,4 @@
-//! Fused launches on the CPU, beside what their nodes give one after the other, in f64.
+//! Fused launches on the CPU, compared with their nodes one by one in f64.
 
 use vgpu_transport::ir::Op;
 
@@ -10,7 +10,7 @@ use crate::activation_cache::ACTIVATION_CACHE_BYTES;
 #[test]
 fn norms() {
     let mut bench = Bench::new();
-    // What one run leaves there is read after it.
+    // A later launch reads what an earlier one has left in scratch memory.
     let claim = bench
         .context
         .scratch
@@ -59,7 +59,7 @@ fn norms() {
         if has_add {
             compare("sum", &bench.read(&sum), x, 1e-6);
         }
-        // Exactly what `vg_quantize_q8` makes of the result.
+        // The q8 result has exactly the bytes of `vg_quantize_q8`.
         let mut alone = rounded;
         assert!(bench.run(|b| Some(mmv::round(b, dst).map(|r| alone = r))));
         assert_eq!(bench.blocks(&rounded, &dst), bench.blocks(&alone, &dst));
@@ -87,14 +87,14 @@ fn products_of_the_same_activations() {
         (Type::F32, 288, [17, 1, 1], 2),
     ] {
         let (x, x_values) = bench.randoms([k, columns, 1, 1]);
-        // Activations are rounded to 8 bits for quantised weights.
+        // Quantised weights are multiplied with q8 activations.
         let tolerance = if ty.is_quantized() { 0.03 } else { 1e-5 } * (k as f64).sqrt();
         let mut all = Vec::new();
         let mut want = Vec::new();
         for (i, rows) in rows.into_iter().enumerate() {
             let (w, w_values) = bench.weights(ty, [k, rows, 1, 1]);
             let mut results = product(&w_values, &x_values, k as usize);
-            // The second has a row added to each column, the third something to each element.
+            // The second product has a bias row for all columns, the third a bias for each element.
             let add = match i {
                 0 => VgView::default(),
                 _ => {
@@ -239,7 +239,7 @@ fn rotations_into_a_cache() {
         let all = bench.bytes(cache.data, row_bytes * 10);
         for (token, position) in [7.0f64, 8.0, 100.0, 3.0].into_iter().enumerate() {
             let mut got = vec![0.0f32; (n * heads) as usize];
-            // SAFETY: both hold a row.
+            // SAFETY: both buffers hold a row.
             unsafe {
                 let from = all[rows[token] as usize * row_bytes..].as_ptr();
                 (format.dequantize_row)(from, got.as_mut_ptr(), got.len());
@@ -324,7 +324,7 @@ fn routes() {
                     .all(|(&id, &want)| id as usize == want),
                 "{chosen:?}"
             );
-            // What is not chosen is not written.
+            // Experts that were not chosen are not written.
             assert!(
                 got_ids[token * experts + used..][..experts - used]
                     .iter()

@@ -1,4 +1,4 @@
-//! Products of many columns on Hopper GPUs: which of them `cuda/gemm_sm90.cuh` has kernels for, and their launches.
+//! Matrix products of many columns on sm_90a: the launches of `kernels/gemm_sm90.cuh`.
 
 use vgpu_transport::ir::Type;
 use zerocopy::IntoBytes;
@@ -9,35 +9,35 @@ use crate::launch::grid::{div_ceil, threads_for};
 use crate::params::*;
 use vgpu_engine::EngineError;
 
-/// Bytes of shared memory of a block: all there are.
+/// Bytes of dynamic shared memory of a block: the opt-in limit of compute capability 9.0.
 const SHARED: u32 = 227 << 10;
 
-/// Threads of a block.
+/// Threads of a block: three warpgroups.
 const THREADS: u32 = 384;
 
-/// Rows of weights of a tile.
+/// Weight rows of a tile.
 const ROWS: i64 = 128;
 
-/// Bytes of a row of activations in a step.
+/// Bytes of a row of activations in one step along K.
 const STEP_BYTES: i64 = 128;
 
-/// Elements of two steps along the sum, which are multiplied in turns.
+/// Elements of two steps along K, which alternate.
 const STEPS: i64 = 128;
 
-/// Rows of activations that lie together.
+/// Rows of activations in a swizzle unit.
 const UNIT: i64 = 8;
 
-/// Fewer columns are multiplied by the kernels that take eight at a time.
+/// The fewest columns; fewer use the matrix-vector kernels or the kernels for any GPU.
 const MIN_COLUMNS: i64 = 33;
 
-/// Most elements of a row of weights: kernels count its bytes in 32 bits.
+/// The most elements of a weight row: kernels index its bytes with 32 bits.
 const MAX_ELEMENTS: i64 = 1 << 28;
 
-/// Kernels of a type of weights, by the columns of a tile.
+/// The kernels of a weight type, by the columns of a tile.
 pub(crate) struct GemmSm90 {
     wide: &'static str,
     narrow: &'static str,
-    /// How wide tiles are, if that was measured.
+    /// The variant from the tuning table, if it has one.
     measured: Option<GemmVariant>,
 }
 
@@ -45,12 +45,12 @@ pub(crate) struct GemmSm90 {
 const WIDE: i64 = 256;
 const NARROW: i64 = 128;
 
-/// What a wide tile takes, of what two narrow ones take: weights are unpacked once, and there is less to wait for.
+/// The cost of a wide tile relative to two narrow ones: weights are unpacked once.
 const WIDE_SHARE: f64 = 0.9;
 
 impl GemmSm90 {
-    /// The kernels for a product on this device, if there are any. The operands are such that the kernels for any GPU take
-    /// them.
+    /// The kernels for a product on this device, if there are any. The operands must be valid for
+    /// the kernels for any GPU.
     pub(crate) fn of(b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90> {
         macro_rules! kernels {
             ($type:literal) => {
@@ -62,7 +62,8 @@ impl GemmSm90 {
             };
         }
         let VgMulMatParams { dst, w, x, ids, .. } = params;
-        // Rows of these are copied as they are; those of others from and to the next multiple of 16.
+        // Rows of these types are copied as they are; rows of other types are copied in whole units
+        // of 16 bytes.
         let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
             .iter()
             .all(|place| place % 16 == 0);
@@ -93,7 +94,7 @@ impl GemmSm90 {
         };
         let columns = dst.rows();
         let tiles = div_ceil(dst.ne[0], ROWS).checked_mul(columns)?;
-        // Experts' results are written as columns of one matrix.
+        // The results of experts are written as columns of one matrix.
         let is_plain = dst.nb[0] == 4 && (ids.data == 0 || dst.nb[2] == dst.ne[1] * dst.nb[1]);
         let fits = b.is_sm90()
             && is_plain
@@ -103,7 +104,7 @@ impl GemmSm90 {
             && tiles <= i64::from(i32::MAX)
             && columns + x.rows() + UNIT * (w.rows() + dst.ne[2] * dst.ne[3])
                 <= i64::from(i32::MAX);
-        // Only products without groups were measured.
+        // Only products without experts were measured.
         let measured = match ids.data {
             0 => b.tuned_variant(ty, dst.ne[0], columns),
             _ => None,
@@ -114,7 +115,7 @@ impl GemmSm90 {
         })
     }
 
-    /// Adds the launches of a product: activations to halves, then the product.
+    /// Adds the launches of a product: the conversion of activations, then the product.
     pub(crate) fn multiply(
         &self,
         b: &mut Builder<'_>,
@@ -140,8 +141,7 @@ impl GemmSm90 {
         self.launch(b, params, &activations, is_wide, tiles)
     }
 
-    /// The same where each expert's weights are multiplied with its columns: slots of tokens are put in the order of their
-    /// experts.
+    /// The same for products with experts: the slots of tokens are sorted by expert.
     pub(crate) fn multiply_groups(
         &self,
         b: &mut Builder<'_>,
@@ -151,7 +151,7 @@ impl GemmSm90 {
         let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
         let is_wide = vectors / experts >= WIDE;
         let columns = if is_wide { WIDE } else { NARROW };
-        // Each expert's columns begin with a unit.
+        // The columns of each expert begin at a swizzle unit.
         let activations = VgConvertF16Sm90Params {
             rows: div_ceil(vectors + (UNIT - 1) * experts, UNIT) * UNIT,
             experts: experts as u32,
@@ -163,7 +163,7 @@ impl GemmSm90 {
         self.launch(b, params, &activations, is_wide, tiles)
     }
 
-    /// Adds the launch of a product in at most so many tiles.
+    /// Adds the launch of a product of at most `tiles` tiles.
     fn launch(
         &self,
         b: &mut Builder<'_>,
@@ -187,8 +187,9 @@ impl GemmSm90 {
     }
 }
 
-/// Adds the launches that make halves of a product's activations, in groups if tiles of groups have `columns` of them,
-/// unless that was done before. `layout` says how many there are.
+/// Adds the launches that convert the activations of a product, sorted by expert if `columns`, the
+/// columns of an expert's tile, is not 0. Returns cached activations if there are any. `layout` has
+/// the number of rows.
 fn lay_out(
     b: &mut Builder<'_>,
     params: &VgMulMatParams,
@@ -221,7 +222,7 @@ fn lay_out(
             0
         },
     ];
-    // Each part begins where any type may.
+    // Each part is aligned for any type.
     let [halves, factors, groups] = sizes.map(|bytes| (bytes as u64).next_multiple_of(256));
     let place = b.reserve_f16(halves + factors + groups);
     let at = |offset| b.f16_address(&place.0, offset);

@@ -26,7 +26,8 @@ pub(crate) fn rules() -> Vec<Rule> {
 pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let (dst, src) = (b.dst(), b.optional(0));
     Some(match *op {
-        // An average is over what the window covers in one dimension, over all of it, padding included, in two.
+        // In one dimension an average is over the elements inside the image; in two it is over the
+        // whole window, padding included.
         Op::Pool1d { kind, k0, s0, p0 } => {
             let mut params = pool(dst, src, kind, [(k0, s0, p0), (1, 1, 0)]);
             params.covered = 1;

@@ -15,10 +15,10 @@ use crate::types::READABLE;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
-/// The tile of results that a block of `vg_mul_mat` and `vg_out_prod` computes.
+/// The result tile of a block of `vg_mul_mat` and `vg_out_prod`: rows and columns.
 const TILE: [i64; 2] = [64, 32];
 
-/// Rows of weights that a block of `vg_mul_vec` and `vg_mul_mat_id` multiplies.
+/// Weight rows of a block of `vg_mul_vec` and `vg_mul_mat_id`.
 const VECTOR_ROWS: i64 = 4;
 
 pub(crate) fn rules() -> Vec<Rule> {
@@ -91,7 +91,7 @@ pub(crate) fn multiply(
             None => gemm.multiply_tiles(b, params),
         };
     }
-    // What is left reads weights element by element, as ggml has them.
+    // The remaining kernels read plain weights element by element.
     if params.w.is_in_planes() {
         b.refuse(&params.w);
         return Ok(());
@@ -116,23 +116,23 @@ pub(crate) fn multiply(
     }
 }
 
-/// The tile of results of a block of the kernels for many columns, and the elements of a step along the sum.
+/// The result tile of a block of the tensor-core kernels, and the elements of a step along K.
 const GEMM_TILE: [i64; 2] = [128, 128];
 const GEMM_STEP: i64 = 64;
 
-/// What weights and activations become for products of many columns.
+/// The number format of weights and activations on tensor cores.
 #[derive(Clone, Copy, PartialEq)]
 enum Form {
-    /// Halves, each row of activations with a factor.
+    /// F16, with a scale for each row of activations.
     Halves,
-    /// Bfloat16.
+    /// BF16.
     Brain,
-    /// Pairs of bfloat16.
+    /// f32 split into two BF16 numbers.
     Pairs,
 }
 
 impl Form {
-    /// Numbers of 16 bits for each element.
+    /// 16-bit numbers for each element.
     fn planes(self) -> i64 {
         match self {
             Form::Pairs => 2,
@@ -141,14 +141,15 @@ impl Form {
     }
 }
 
-/// A kernel for many columns, on tensor cores.
+/// A tensor-core kernel for many columns.
 struct Gemm {
     kernel: &'static str,
     form: Form,
 }
 
 impl Gemm {
-    /// The kernel for a product: that for weights of a type if they lie as it wants them, or one that takes pairs.
+    /// The kernel for a product: that of the weight type if the weights are aligned for it, else
+    /// one with split f32.
     fn of(params: &VgMulMatParams) -> Option<Gemm> {
         let VgMulMatParams { dst, w, x, .. } = params;
         let fits = w.ne[0] > 0
@@ -174,7 +175,7 @@ impl Gemm {
         if w.is_in_planes() {
             return None;
         }
-        // Whole 16 bytes are read up to the end of a row.
+        // Rows are read to their end in units of 16 bytes.
         let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3], 4 * w.ne[0]];
         let is_dense = w.type_ == VG_F32 && w.nb[0] == 4 && places.iter().all(|p| p % 16 == 0);
         Some(Gemm {
@@ -186,7 +187,7 @@ impl Gemm {
         })
     }
 
-    /// The kernels for Hopper GPUs, if they do such products on this device.
+    /// The sm_90a kernels, if the device has them for this product.
     fn hopper(&self, b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90> {
         match self.form {
             Form::Pairs => None,
@@ -194,7 +195,7 @@ impl Gemm {
         }
     }
 
-    /// Adds the launches: activations to halves, then the product.
+    /// Adds the launches: the conversion of activations, then the product.
     fn multiply_tiles(
         &self,
         b: &mut Builder<'_>,
@@ -219,15 +220,15 @@ impl Gemm {
         b.launch_over(self.kernel, grid, 256, self.shared(), &product)
     }
 
-    /// Bytes of shared memory of a block: weights of a step, and activations of two.
+    /// Bytes of dynamic shared memory of a block: weights of one step, activations of two.
     fn shared(&self) -> u32 {
         let planes = self.form.planes();
         let row = 2 * (GEMM_STEP / planes + 8);
         (planes * (GEMM_TILE[0] + 2 * GEMM_TILE[1]) * row) as u32
     }
 
-    /// Adds the launches: activations to halves, slots of tokens in the order of their experts, then the products, each
-    /// expert's weights with all its vectors.
+    /// Adds the launches: the conversion of activations, the sort of slots by expert, then the
+    /// product of each expert's weights with its columns.
     fn multiply_groups(
         &self,
         b: &mut Builder<'_>,
@@ -267,7 +268,7 @@ impl Gemm {
     }
 }
 
-/// Whether there can be groups of tokens for each expert.
+/// Whether the slots of tokens can be sorted by expert.
 fn takes_groups(params: &VgMulMatParams) -> bool {
     let VgMulMatParams { dst, w, ids, .. } = params;
     let vectors = dst.ne[1] * dst.ne[2];
@@ -279,12 +280,12 @@ fn takes_groups(params: &VgMulMatParams) -> bool {
         && most_tiles(vectors, w.ne[2]) <= MAX_GRID_YZ
 }
 
-/// Tiles of columns that so many vectors fill, shared out among experts in any way.
+/// The most column tiles that `vectors` columns fill, distributed among experts in any way.
 fn most_tiles(vectors: i64, experts: i64) -> i64 {
     (vectors / GEMM_TILE[1] + experts).min(vectors)
 }
 
-/// Makes activations halves, or pairs.
+/// Adds the launch that converts activations.
 fn halves(
     b: &mut Builder<'_>,
     x: VgView,

@@ -1,4 +1,5 @@
-//! Products with few columns, several of the same activations in one launch, with what may follow them: `cuda/mmv.cuh`.
+//! Matrix-vector products: up to eight columns, up to three products of the same activations in one
+//! launch, and a gated unit behind two (`kernels/mmv.cuh`).
 
 use vgpu_transport::ir::Type;
 
@@ -10,24 +11,24 @@ use crate::params::*;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::FLOATS;
 
-/// Pairs of rows of weights that a block works on at a time.
+/// Pairs of weight rows that a block works on at a time.
 const BLOCK_PAIRS: i64 = 4;
 
-/// Blocks on a multiprocessor at a time.
+/// Blocks per SM.
 const BLOCKS: i64 = 8;
 
-/// Most products of a launch.
+/// The most products of a launch.
 pub(crate) const MAX_PRODUCTS: usize = 3;
 
-/// A product with `w` in `dst`, plus `add` if there is one: of the extents of `dst`, or one row for all columns; with
-/// expert ids a row for each expert. All but the weights are f32.
+/// A product with `w` in `dst`, plus `add` if there is one. `add` has the extents of `dst`, or one
+/// row for all columns, or with expert ids one row for each expert. All but the weights are f32.
 #[derive(Clone, Copy)]
 pub(crate) struct Product {
-    /// The result; with a gated unit, that of the unit, and only of the first product.
+    /// The result. With a gated unit: the result of the unit, in the first product only.
     pub(crate) dst: VgView,
     /// The weights.
     pub(crate) w: VgView,
-    /// What is added.
+    /// The bias.
     pub(crate) add: VgView,
 }
 
@@ -35,18 +36,21 @@ pub(crate) struct Product {
 pub(crate) struct Products<'a> {
     /// The activations.
     pub(crate) x: VgView,
-    /// The same rounded, if they are already.
+    /// The q8 activations, if they exist already.
     pub(crate) rounded: Option<Q8Activations>,
-    /// Which expert each slot of a token takes, if weights are experts.
+    /// The expert of each slot of a token, if the weights are experts.
     pub(crate) ids: VgView,
-    /// The products. Weights have one type and one length of rows.
+    /// The products. Their weights have the same type and row length.
     pub(crate) products: &'a [Product],
-    /// Of exactly two products, a unit of the first gated by the second: REGLU, GEGLU, SWIGLU, SWIGLU_OAI with its alpha
-    /// and limit.
+    /// A unit of the first of two products, gated by the second: REGLU, GEGLU, SWIGLU, or
+    /// SWIGLU_OAI with alpha and limit.
     pub(crate) unit: Option<(VgElementwiseOp, [f32; 2])>,
 }
 
-/// Rounds activations to 8 bits.
+/// Quantises activations to q8, unless the cache has them.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 pub(crate) fn round(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, EngineError> {
     if let Some(rounded) = b.cached_q8(&x) {
         return Ok(rounded);
@@ -69,14 +73,14 @@ pub(crate) fn round(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, Eng
     })
 }
 
-/// Adds the launch, and before it that which rounds the activations if it must. None, and nothing added, if the products
-/// are none that the kernels do.
+/// Adds the launch, and before it the quantisation of the activations if needed. `None` if the
+/// kernels do not take these products; then nothing was added.
 pub(crate) fn products(b: &mut Builder<'_>, all: &Products<'_>) -> Option<Result<(), EngineError>> {
     let (ty, kernels) = fitting(all)?;
     Some(launch(b, all, ty, &kernels))
 }
 
-/// The type of the weights and its kernels, if they do these products.
+/// The weight type and its kernels, if they take these products.
 fn fitting(all: &Products<'_>) -> Option<(Type, MatmulKernels)> {
     let Products { x, ids, .. } = all;
     let (first, more) = all.products.split_first()?;
@@ -127,7 +131,7 @@ fn fitting(all: &Products<'_>) -> Option<(Type, MatmulKernels)> {
     fits.then_some((ty, kernels))
 }
 
-/// Whether there is something in `add` for each element of `dst`.
+/// Whether `add` has an element for each element of `dst`.
 fn fits_on(add: &VgView, dst: &VgView, has_ids: bool, w: &VgView) -> bool {
     let wanted = match has_ids {
         true => add.ne[1] == w.ne[2] && add.ne[2..] == [1, 1],
@@ -183,7 +187,7 @@ fn launch(
         true => (dst.ne[1], dst.ne[2]),
         false => (1, dst.ne[2] * dst.ne[3]),
     };
-    // As many blocks as there is room for, each with its share of the rows.
+    // As many blocks as are resident at a time; each loops over its share of the rows.
     let most = (i64::from(b.sm_count()) * BLOCKS).div_euclid(slots * batches);
     let across = div_ceil(pairs, BLOCK_PAIRS).min(most.max(1));
     b.launch_over(kernel, [across, slots, batches], 128, 0, &params)

@@ -1,5 +1,6 @@
-//! The operators, one file for each family, as in the CPU engine. A family's file has `rules()`, the type
-//! combinations it runs, and `compile()`, which turns a node into launches, if it is one of its own.
+//! The operators, one file for each family, as in the CPU engine. The file of a family has
+//! `rules()`, the combinations of types that it supports, and `compile()`, which adds the launches
+//! of a node that belongs to the family.
 
 pub(crate) mod attention;
 #[cfg(test)]
@@ -29,7 +30,7 @@ use vgpu_transport::ir::{Op, Rule};
 use crate::launch::builder::Builder;
 use vgpu_engine::EngineError;
 
-/// Everything the engine runs.
+/// All operators and types that the engine supports.
 pub(crate) fn rules() -> Vec<Rule> {
     [
         crate::cpu_fallback::rules(),
@@ -49,7 +50,7 @@ pub(crate) fn rules() -> Vec<Rule> {
     .concat()
 }
 
-/// Turns a node into launches, if it belongs to the family.
+/// Adds the launches of a node if it belongs to the family.
 type Family = fn(&Op, &mut Builder<'_>) -> Option<Result<(), EngineError>>;
 
 const FAMILIES: [Family; 12] = [
@@ -67,7 +68,10 @@ const FAMILIES: [Family; 12] = [
     training::compile,
 ];
 
-/// Turns a node into launches. Its destination is not empty.
+/// Adds the launches of a node with a non-empty destination.
+///
+/// # Errors
+/// [`EngineError::Unsupported`] if no kernel takes the operands.
 pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Result<(), EngineError> {
     FAMILIES
         .iter()
@@ -83,8 +87,8 @@ mod tests {
     use vgpu_cpu::CpuEngine;
     use vgpu_engine::Engine as _;
 
-    /// Every combination of types that a rule allows: the operator, its variants, the destination's and the first
-    /// sources' types.
+    /// All combinations of types that rules allow: operator, variants, types of the destination and
+    /// the first sources.
     fn combinations(capabilities: &Capabilities) -> std::collections::BTreeSet<String> {
         let mut all = std::collections::BTreeSet::new();
         for rule in capabilities.rules() {
@@ -111,8 +115,8 @@ mod tests {
         all
     }
 
-    /// A guest's graph is not split for want of an operator that the CPU engine has, and no operator runs on one engine
-    /// only.
+    /// Both engines support the same operators and types, so that a graph is not split for one of
+    /// them.
     #[test]
     fn the_engine_runs_what_the_cpu_engine_runs() {
         let cpu = CpuEngine::new(1, None).expect("an engine");
@@ -122,8 +126,8 @@ mod tests {
         );
         let missing: Vec<_> = theirs.difference(&ours).collect();
         assert!(missing.is_empty(), "{} missing: {missing:?}", missing.len());
-        // A kernel that reads any element of any type also reads weights of types that ggml quantises activations to;
-        // the CPU engine has no products with those.
+        // Kernels that read any element of any type also take weights of the types of quantised
+        // activations; the CPU engine has no products with these.
         let readers = [OpKind::MulMat, OpKind::MulMatId, OpKind::FlashAttnExt];
         let more: Vec<_> = ours
             .difference(&theirs)

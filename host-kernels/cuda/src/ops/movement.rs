@@ -169,7 +169,7 @@ fn copy(b: &mut Builder<'_>) -> Result<(), EngineError> {
     b.for_each(kernel, dst.elements() / block, &params)
 }
 
-/// The elements of `src`, repeated, in `dst`, a part of the destination.
+/// Repeats the elements of `src` in `dst`, a part of the destination.
 fn repeat(b: &mut Builder<'_>, dst: VgView, src: VgView) -> Result<(), EngineError> {
     moved(
         b,
@@ -182,7 +182,7 @@ fn repeat(b: &mut Builder<'_>, dst: VgView, src: VgView) -> Result<(), EngineErr
     )
 }
 
-/// Elements of the first source, placed by `kind` and `shift`.
+/// Moves the elements of the first source to the places that `kind` and `shift` define.
 fn shuffle(b: &mut Builder<'_>, kind: VgMove, shift: [i64; 4]) -> Result<(), EngineError> {
     let params = VgMoveParams {
         dst: b.dst(),
@@ -194,7 +194,7 @@ fn shuffle(b: &mut Builder<'_>, kind: VgMove, shift: [i64; 4]) -> Result<(), Eng
     moved(b, &params)
 }
 
-/// The first source where `low <= i0 - i1 < high`, `other` elsewhere.
+/// Keeps the elements of the first source where `low <= i0 - i1 < high`; `other` elsewhere.
 fn keep(b: &mut Builder<'_>, low: i64, high: i64, other: u64) -> Result<(), EngineError> {
     let params = VgMoveParams {
         dst: b.dst(),
@@ -208,7 +208,7 @@ fn keep(b: &mut Builder<'_>, low: i64, high: i64, other: u64) -> Result<(), Engi
     moved(b, &params)
 }
 
-/// Moves elements of the destination's type, whole blocks of quantised ones.
+/// Moves elements of the destination's type, or whole blocks.
 fn moved(b: &mut Builder<'_>, params: &VgMoveParams) -> Result<(), EngineError> {
     let ty = b.dst_shape().ty;
     let mut params = *params;
@@ -239,7 +239,7 @@ fn concat(b: &mut Builder<'_>, dim: usize) -> Result<(), EngineError> {
     repeat(b, second, y)
 }
 
-/// A copy of the first source in the destination to go on from, if they are not the same memory.
+/// Copies the first source to the destination, if they are not the same memory.
 fn start_from(b: &mut Builder<'_>) -> Result<(), EngineError> {
     let (dst, src) = (b.dst(), b.src(0));
     if dst.data == src.data {
@@ -249,7 +249,8 @@ fn start_from(b: &mut Builder<'_>) -> Result<(), EngineError> {
     }
 }
 
-/// The place in the destination that SET and ACC change: as large as the second source, with strides of its own.
+/// The part of the destination that SET and ACC change: the extents of the second source, with the
+/// strides of the operator.
 fn placed(b: &Builder<'_>, nb: [u64; 3], offset: u64) -> VgView {
     let (dst, part) = (b.dst(), b.src(1));
     let [nb1, nb2, nb3] = nb;

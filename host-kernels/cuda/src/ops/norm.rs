@@ -27,7 +27,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         Op::RmsNorm { eps } => norm(b, VG_NORM_RMS, eps),
         Op::L2Norm { eps } => norm(b, VG_NORM_L2, eps),
         Op::RmsNormBack { eps } => norm(b, VG_NORM_RMS_BACK, eps),
-        // ALiBi adds to the logits what does not depend on them, and so leaves the gradient alone.
+        // ALiBi adds constants to the logits, so it does not change the gradient.
         Op::SoftMaxBack { scale, .. } => norm(b, VG_NORM_SOFT_MAX_BACK, scale),
         Op::GroupNorm { n_groups, eps } => {
             let (dst, src) = (b.dst(), b.src(0));

@@ -8,7 +8,7 @@ use crate::params::*;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
-/// Warps of a block, each with a row of a state.
+/// Warps of a block, one for each row of a state.
 const WARPS: i64 = 4;
 
 pub(crate) fn rules() -> Vec<Rule> {
@@ -120,7 +120,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     })
 }
 
-/// Adds a launch with a warp for each of `rows`.
+/// Adds a launch with one warp for each of `rows`.
 fn for_rows_of_states(
     b: &mut Builder<'_>,
     kernel: &'static str,

@@ -8,10 +8,10 @@ use crate::params::*;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::{FLOATS, I32};
 
-/// Most keys that are sorted in shared memory: 32 KiB of them.
+/// The most keys that are sorted in shared memory: 32 KiB.
 const SHARED_KEYS: u32 = 4096;
 
-/// Most blocks that sort in scratch memory at a time.
+/// The most blocks that sort in scratch memory.
 const SORTING_BLOCKS: u64 = 256;
 
 pub(crate) fn rules() -> Vec<Rule> {
@@ -37,7 +37,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         ..VgReduceParams::default()
     };
     Some(match *op {
-        // Of rows that are not dense, ggml adds up what follows their first element in memory.
+        // For rows with gaps, ggml adds the bytes that follow the first element in memory.
         Op::Sum {} => total(b, "vg_sum", src.with_dense_rows()),
         Op::CountEqual {} => total(b, "vg_count_equal", src),
         Op::SumRows {} => b.for_each_row(
@@ -91,8 +91,8 @@ fn sort(
     b.launch("vg_argsort", [blocks as u32, 1, 1], 256, 0, &params)
 }
 
-/// A reduction of whole tensors: each block a part, then one block all parts. How many there are depends on the
-/// extents alone.
+/// A reduction of a whole tensor in two launches: each block reduces a part, then one block all
+/// parts. The number of parts depends on the extents only, so the result does too.
 fn total(b: &mut Builder<'_>, kernel: &'static str, src: VgView) -> Result<(), EngineError> {
     let parts = (src.elements() as u64).div_ceil(1 << 14).clamp(1, 1024) as u32;
     let mut params = VgTotalParams {

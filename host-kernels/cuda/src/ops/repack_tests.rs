@@ -1,4 +1,4 @@
-//! Products with weights in planes, beside those with the same weights as ggml has them.
+//! Products with repacked weights, compared with products with the same plain weights.
 
 use vgpu_transport::ir::{Op, Precision, Type};
 
@@ -19,7 +19,7 @@ const MUL_MAT_ID: Op = Op::MulMatId {
     activation: Precision::Default,
 };
 
-/// Another tensor with the same weights in planes, each matrix for itself. Behind it is what nobody may read.
+/// A tensor with the same weights repacked, each matrix by itself. A guard page follows the tensor.
 fn in_planes(bench: &Bench, w: &VgView, ty: Type) -> VgView {
     let all = bench.bytes(w.data, w.nb[3] as usize * w.ne[3] as usize);
     let bytes: Vec<u8> = { all.chunks(w.nb[2] as usize) }
@@ -27,7 +27,7 @@ fn in_planes(bench: &Bench, w: &VgView, ty: Type) -> VgView {
         .collect();
     assert_eq!(bytes.len(), all.len());
     let address = bench.device.alloc(bytes.len() as u64).expect("memory");
-    // SAFETY: just allocated with this size.
+    // SAFETY: the memory was just allocated with this size.
     unsafe { bench.device.upload(address, bytes.as_slice().into()) }.expect("a copy");
     VgView {
         data: address,
@@ -36,13 +36,13 @@ fn in_planes(bench: &Bench, w: &VgView, ty: Type) -> VgView {
     }
 }
 
-/// Products of the same operands are the same up to the order in which f32 are added up.
+/// The two results differ only by the order of f32 additions.
 fn compare_products(what: &str, bench: &Bench, k: u64, got: &VgView, want: &VgView) {
     let want = { bench.read(want).into_iter() }.map(f64::from);
     compare(what, &bench.read(got), want, 1e-6 * (k as f64).sqrt());
 }
 
-/// A product, with weights as they were and in planes.
+/// A product with plain and with repacked weights.
 fn check(bench: &mut Bench, ty: Type, [k, m, n]: [u64; 3], [w2, w3, r2, r3]: [u64; 4]) {
     let (w, _) = bench.weights(ty, [k, m, w2, w3]);
     let (x, _) = bench.randoms([k, n, w2 * r2, w3 * r3]);
@@ -60,7 +60,7 @@ fn check(bench: &mut Bench, ty: Type, [k, m, n]: [u64; 3], [w2, w3, r2, r3]: [u6
     compare_products(&what, bench, k, &got, &want);
 }
 
-/// A product with experts, the same.
+/// A product with experts, with plain and with repacked weights.
 fn check_experts(bench: &mut Bench, ty: Type, [k, m]: [u64; 2], used: u64, tokens: u64) {
     let experts = 5;
     let (w, _) = bench.weights(ty, [k, m, experts, 1]);
@@ -89,7 +89,7 @@ fn few_columns() {
     let mut bench = Bench::new();
     for ty in TYPES {
         let block = ty.block_elements();
-        // Rows of whole blocks that end anywhere in a piece, and scales that begin at any byte.
+        // Rows whose last piece has any length, and scales at any byte.
         for k in [1, 3, 17, 33, 90, 128].map(|blocks| (blocks * 32 / block).max(1) * block) {
             for (m, n) in [(5, 1), (19, 8), (2, 3)] {
                 check(&mut bench, ty, [k, m, n], [1; 4]);

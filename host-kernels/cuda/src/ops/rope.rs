@@ -19,7 +19,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     Some(b.for_each_row("vg_rope", params.src.rows(), threads, 0, &params))
 }
 
-/// What the kernels take for a ROPE operator and its sources.
+/// The kernel parameters of a ROPE operator with these sources.
 pub(crate) fn params(
     op: &Op,
     dst: VgView,
@@ -44,7 +44,7 @@ pub(crate) fn params(
     })
 }
 
-/// Threads of a block, which has a row.
+/// Threads of a block, which processes one row.
 pub(crate) fn threads(src: &VgView) -> u32 {
     let pairs = u32::try_from(src.ne[0] / 2).unwrap_or(u32::MAX / 2);
     pairs.next_multiple_of(32).clamp(32, 256)

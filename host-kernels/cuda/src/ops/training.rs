@@ -8,7 +8,7 @@ use crate::params::*;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::F32;
 
-/// Most blocks that sum up a loss.
+/// The most blocks that sum a loss.
 const PARTS: i64 = 512;
 
 pub(crate) fn rules() -> Vec<Rule> {

@@ -22,30 +22,30 @@ use crate::memory::CudaMemory;
 use crate::ops;
 use crate::params::VgView;
 
-/// A plan in the making.
+/// The state of a compilation.
 pub(crate) struct Compiler<'a> {
     context: &'a Arc<ExecutionContext>,
     bases: &'a [Address],
     views: &'a [VgView],
-    /// In our order, and where nodes were in the guest's.
+    /// The graph in the order of execution, and the position of each node in the guest's graph.
     graph: &'a Graph,
     origin: &'a [usize],
     kept: ActivationCache,
     work: Vec<Work>,
     pub(crate) groups: Vec<(usize, Vec<usize>)>,
     scratch_bytes: u64,
-    /// Weights in planes that kernels do not read so.
+    /// Repacked weights that no kernel reads.
     pub(crate) refused: Vec<Address>,
 }
 
-/// What a plan does, in order.
+/// The work of a plan, in order.
 enum Work {
     Launch(PlannedLaunch),
     Cpu(FallbackNode, usize),
 }
 
 impl<'a> Compiler<'a> {
-    /// Compiles all nodes, over tensors at these places.
+    /// Compiles all nodes over tensors at these views.
     pub(crate) fn of(
         arrangement: &'a Arrangement,
         views: &'a [VgView],
@@ -80,7 +80,7 @@ impl<'a> Compiler<'a> {
         Ok(compiler)
     }
 
-    /// Compiles nodes that may become one launch.
+    /// Compiles a group of nodes, to one launch if there is a kernel for it.
     fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<(), EngineError> {
         let seen: Vec<GroupNode> = { self.graph.nodes[nodes.clone()].iter() }
             .map(|node| GroupNode {
@@ -102,7 +102,7 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// Compiles a node by itself.
+    /// Compiles one node.
     fn node(&mut self, at: usize) -> Result<(), EngineError> {
         let node = &self.graph.nodes[at];
         if self.graph.dst(node).shape.is_empty() {
@@ -122,7 +122,7 @@ impl<'a> Compiler<'a> {
         outcome.unwrap_or(Ok(()))
     }
 
-    /// Adds what `body` adds for some nodes.
+    /// Adds the launches that `body` builds for some nodes.
     fn build(
         &mut self,
         nodes: Range<usize>,
@@ -145,7 +145,7 @@ impl<'a> Compiler<'a> {
         Some(Ok(()))
     }
 
-    /// Forgets what was kept, before launch `since`, of what nodes have written.
+    /// Drops cached activations that were made before launch `since` from what these nodes write.
     fn wrote(&mut self, nodes: Range<usize>, since: usize) {
         for node in &self.graph.nodes[nodes] {
             let also = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
@@ -157,7 +157,7 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// Bytes of working memory that the plan needs.
+    /// Bytes of scratch memory of the plan.
     pub(crate) fn needed(&self) -> u64 {
         match (self.scratch_bytes, self.kept.is_used()) {
             (0, false) => 0,
@@ -165,7 +165,8 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// The plan's parts, over the memory at these addresses, and the tables of its steps.
+    /// The parts of the plan, over the memory with these addresses, and the stage tables of its
+    /// megakernels.
     pub(crate) fn into_parts(
         mut self,
         memory: &[usize],
@@ -210,8 +211,9 @@ impl<'a> Compiler<'a> {
     }
 }
 
-/// Whether elements lie at multiples of their size, and blocks at multiples of the 16-bit numbers in them. A GPU ends
-/// everything that runs on it when a kernel reads elsewhere; ggml never puts tensors there.
+/// Whether the tensor is aligned for kernels: plain elements to their size, quantised blocks to
+/// their 16-bit fields. A misaligned access is a sticky error on a GPU; ggml never places tensors
+/// so.
 pub(crate) fn is_aligned(tensor: &Tensor) -> bool {
     let Shape { ty, .. } = tensor.shape;
     let wanted = match ty {
@@ -219,7 +221,7 @@ pub(crate) fn is_aligned(tensor: &Tensor) -> bool {
         ty if ty.is_quantized() => 2,
         ty => ty.block_bytes(),
     };
-    // Those of dimensions without extent do not count.
+    // Strides of dimensions with one element do not count.
     let strides = tensor.shape.with_plain_strides().nb;
     std::iter::once(tensor.offset)
         .chain(strides)
@@ -253,7 +255,7 @@ mod tests {
             let tensor = tensor(ty, offset, stride);
             assert_eq!(is_aligned(&tensor), is_right, "{tensor:?}");
         }
-        // A stride over a dimension of one element says nothing.
+        // The stride of a dimension with one element does not count.
         let mut one = tensor(Type::Q8_0, 24, 0);
         (one.shape.ne[1], one.shape.nb[1]) = (1, 33);
         assert!(is_aligned(&one));

@@ -23,30 +23,31 @@ use part::{Part, at_node, failure};
 use vgpu_engine::fuse::Arrangement;
 use vgpu_engine::{EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn};
 
-/// A graph, compiled: launches in order, and now and then work of the host.
+/// A compiled graph: launches in order, and nodes for the CPU engine between them.
 pub(crate) struct CudaPlan {
     context: Arc<ExecutionContext>,
     parts: Vec<Part>,
-    /// The part that a run that has yielded goes on with.
+    /// The part that a run that has yielded resumes with.
     at: usize,
-    /// What the launches and the host's pieces of work are for, in order: how many, and the nodes.
+    /// For each group of nodes, in order: the number of launches or CPU nodes, and the nodes.
     groups: Vec<(usize, Vec<usize>)>,
-    /// Names of the nodes' operators, for errors.
+    /// The names of the nodes' operators, for errors.
     ops: Vec<&'static str>,
-    /// What it is called in logs.
+    /// The label in logs.
     name: String,
-    /// That the device works on the end of a run.
+    /// The end of a run that the device works on.
     under_way: Option<UnderWay>,
-    /// Whether a run has yielded and is not over.
+    /// Whether a run has yielded and not ended.
     has_yielded: bool,
-    /// What the addresses in the launches point into, and [`Arranged::changes`](crate::repack::state::RepackState::changes) of each.
+    /// The memory that the launches use, each with its
+    /// [`RepackState::changes`](crate::repack::state::RepackState::changes) at compilation.
     memory: Vec<(Arc<dyn Memory>, u64)>,
     _scratch: Claim,
-    /// The tables of steps.
+    /// The stage tables of megakernels.
     _tables: Vec<CudaMemory>,
 }
 
-/// The end of a run, which the device works on.
+/// The end of a run that the device works on.
 struct UnderWay {
     /// The node of the last launch.
     node: usize,
@@ -129,32 +130,33 @@ impl CudaPlan {
         })
     }
 
-    /// Goes on from where the last turn has ended; `Done` says that all is launched. The node of the last launch is told,
-    /// too, if there was one.
+    /// Resumes where the last slice has ended. `Done`: all launches were handed to the device.
+    /// Returns also the node of the last launch.
     ///
     /// # Safety
-    /// The device is the caller's.
+    /// The caller has the device.
     unsafe fn go_on(&mut self, turn: &Turn) -> Result<(RunStatus, usize), RunError> {
         let context = Arc::clone(&self.context);
         let device = &context.device;
-        // SAFETY: the device is ours; what failed has ended, or the device is lost.
+        // SAFETY: the caller has the device. A failed run was synchronised, or the device is lost,
+        // so no kernel runs.
         unsafe { context.reset_counters() }.map_err(|error| failure(&self.ops, 0, &error))?;
         let mut last = 0;
         while let Some(part) = self.parts.get_mut(self.at) {
             let outcome = match part {
                 Part::Launches(sequence) => {
                     last = sequence.last_node();
-                    // SAFETY: compiled from a validated graph over memory that this plan holds on to; the device is
-                    // the caller's.
+                    // SAFETY: the launches were compiled from a validated graph over memory that
+                    // this plan keeps alive; the caller has the device.
                     unsafe { sequence.advance(device, context.policy, turn) }
                         .map_err(|Failure { node, error }| failure(&self.ops, node, &error))
                 }
-                // SAFETY: as above.
+                // SAFETY: this plan keeps the memory of the graph alive.
                 Part::Cpu { work, node } => unsafe { work.run(&**device) }
                     .map(|()| RunStatus::Done)
                     .map_err(|error| at_node(&self.ops, *node, error)),
             };
-            // What runs on the device still can fail as well, and comes first in the graph.
+            // Earlier launches may fail, too, and their fault comes first in the graph.
             let outcome = match outcome {
                 Ok(RunStatus::Done) => {
                     self.at += 1;
@@ -166,12 +168,12 @@ impl CudaPlan {
                 }
                 other => other,
             };
-            // One error is enough; and what runs on reports no fault.
+            // If waiting fails, kernels may still run, and the fault cell cannot be read.
             let outcome = outcome.map(|progress| (progress, last));
             if outcome.is_err() && device.synchronize().is_err() {
                 return outcome;
             }
-            // SAFETY: no kernel runs, and the device is the caller's.
+            // SAFETY: the device was synchronised, and the caller has it.
             if let Some(fault) = unsafe { context.take_fault() } {
                 return Err(self.fault(&fault));
             }
@@ -180,7 +182,7 @@ impl CudaPlan {
         Ok((RunStatus::Done, last))
     }
 
-    /// Begins anew the next time, whatever became of this run.
+    /// Starts the next run at the first part.
     fn rewind(&mut self) {
         (self.at, self.has_yielded) = (0, false);
         for part in &mut self.parts {
@@ -190,10 +192,10 @@ impl CudaPlan {
         }
     }
 
-    /// The failure of a run on a device that was there when it began. If it is lost now, that is logged with what ran.
+    /// Logs an error that has made the device unusable, with the plan that ran.
     fn failed(&self, error: RunError) -> RunError {
         if let Some(reason) = self.context.device.lost() {
-            // What failed began at this node or before: the device works on several at a time.
+            // Several launches are under way at a time, so the cause is this node or one before it.
             error!(
                 "{} of {} nodes: {error}; the device is lost, with the memory of all guests: {reason}",
                 self.name,
@@ -203,10 +205,10 @@ impl CudaPlan {
         error
     }
 
-    /// Runs part by part, and says how many seconds each launch and each piece of the host's work took.
+    /// Runs part by part, and returns the seconds of each launch and of each CPU node.
     ///
     /// # Safety
-    /// The device is the caller's.
+    /// The caller has the device.
     unsafe fn time(&mut self) -> Result<Vec<f64>, RunError> {
         let context = Arc::clone(&self.context);
         let mut times = Vec::new();
@@ -229,7 +231,7 @@ impl CudaPlan {
                 }
             }
         }
-        // SAFETY: all has been waited for, and the device is the caller's.
+        // SAFETY: `time` of each sequence has synchronised the device, and the caller has it.
         match unsafe { context.take_fault() } {
             Some(fault) => Err(self.fault(&fault)),
             None => Ok(times),
@@ -247,7 +249,7 @@ impl CudaPlan {
     }
 }
 
-/// Memory as the engine's own.
+/// The engine's own type of memory.
 fn cuda_memory(memory: &Arc<dyn Memory>) -> Option<&CudaMemory> {
     memory.as_any().downcast_ref()
 }
@@ -264,7 +266,7 @@ impl Plan for CudaPlan {
             self.rewind();
             return Err(failure(&self.ops, 0, &EngineError::DeviceLost { reason }));
         }
-        // SAFETY: the device is ours.
+        // SAFETY: `taken` holds the device.
         match unsafe { self.go_on(turn) } {
             Ok((RunStatus::Done, node)) => {
                 self.under_way = Some(UnderWay {
@@ -294,7 +296,7 @@ impl Plan for CudaPlan {
                 self.context.counters_dirty.store(true, Ordering::Relaxed);
                 Err(failure(&self.ops, under_way.node, &error))
             }
-            // SAFETY: nothing runs any more, and the device is still ours.
+            // SAFETY: the device was synchronised, and `under_way` still holds it.
             Ok(()) => match unsafe { self.context.take_fault() } {
                 Some(fault) => Err(self.fault(&fault)),
                 None => Ok(()),
@@ -313,7 +315,7 @@ impl Plan for CudaPlan {
         if let Some(reason) = context.device.lost() {
             return Err(failure(&self.ops, 0, &EngineError::DeviceLost { reason }));
         }
-        // SAFETY: the device is ours for as long as this runs.
+        // SAFETY: `_device` holds the device until this function returns.
         let times = unsafe { self.time() };
         self.rewind();
         let mut times = times.map_err(|error| self.failed(error))?.into_iter();
@@ -337,7 +339,8 @@ impl Plan for CudaPlan {
 
 impl Drop for CudaPlan {
     fn drop(&mut self) {
-        // Its memory must not be used any more, and the next plan must not find its faults.
+        // Kernels must not use the memory of a dropped plan, and the next plan must not find its
+        // faults.
         let _ = self.wait();
     }
 }

@@ -1,14 +1,14 @@
-//! The parts of a plan, and errors that name the node.
+//! The parts of a plan, and errors that name a node.
 
 use vgpu_engine::{EngineError, RunError};
 
 use crate::cpu_fallback::FallbackNode;
 use crate::graph_exec::LaunchSequence;
 
-/// A part of a plan, run in order.
+/// A part of a plan. Parts run in order.
 pub(crate) enum Part {
     Launches(LaunchSequence),
-    /// Runs on the host, between launches.
+    /// A node for the CPU engine.
     Cpu {
         work: FallbackNode,
         node: usize,
@@ -23,7 +23,7 @@ pub(crate) fn failure(ops: &[&'static str], node: usize, error: &EngineError) ->
     }
 }
 
-/// An error of a graph that consists of this one node, as one of the whole graph.
+/// An error of a graph of one node as an error of node `at` of the whole graph.
 pub(crate) fn at_node(ops: &[&'static str], at: usize, mut error: RunError) -> RunError {
     match &mut error {
         RunError::Index { node, op, .. } | RunError::Kernel { node, op, .. } => {

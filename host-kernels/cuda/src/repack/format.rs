@@ -1,10 +1,11 @@
-//! Weights in planes: which tensors can be, and the guest's bytes back from them.
+//! The repacked format of weights: which tensors may have it, and the way back to ggml's format.
 //!
-//! A block of 17, 18, 34 or 210 bytes begins anywhere, and a kernel that reads it takes it in small pieces. In planes the
-//! quants of all blocks of a matrix lie one after the other, each at a multiple of 16 bytes, then the blocks' scales in the
-//! same order: the same bytes in all, so a tensor is arranged where it is. `cuda/repack.cu` arranges (`vg_repack`). The way
-//! back is here, on the host: it is taken when a guest reads weights or changes a part of them, which hardly any does, and it
-//! needs no memory of a device that may have none left.
+//! Blocks of 17, 18, 34 or 210 bytes are not aligned, so a kernel reads them in small pieces.
+//! Repacked, a matrix is a structure of arrays: the quants of all blocks, each aligned to 16 bytes,
+//! then the scales of all blocks in the same order. The bytes are the same in number, so a tensor
+//! is repacked in place. `kernels/repack.cu` (`vg_repack`) repacks. The way back is on the host: it
+//! is rare (a guest reads weights, or changes a part of a tensor), and needs no device memory, of
+//! which none may be left.
 
 use std::ops::Range;
 
@@ -12,14 +13,15 @@ use vgpu_transport::ir::{Tensor, Type};
 
 use vgpu_engine::EngineError;
 
-/// What quants and matrices begin at multiples of.
+/// The alignment of quants and matrices in bytes.
 const ALIGN: u64 = 16;
 
-/// About so many bytes are brought back at a time.
+/// About the number of bytes that are restored at a time.
 const PIECE: u64 = 1 << 20;
 
-/// A block of a type: bytes of quants and of scale, whether the scale comes first in the guest's block, and whether its
-/// bytes have elements `i` and `i + 16`, of which planes make nibbles in the order of the elements.
+/// The layout of a block: bytes of quants and of the scale, whether ggml's block begins with the
+/// scale, and whether its bytes have elements `i` and `i + 16`, which become nibbles in element
+/// order when repacked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Block {
     quants: u64,
@@ -29,7 +31,7 @@ struct Block {
 }
 
 impl Block {
-    /// Of the types whose weights are arranged: every kernel for products has a form that reads them so.
+    /// The block of a type that is repacked: every matrix kernel has a variant for it.
     fn of(ty: Type) -> Option<Block> {
         let (quants, scale, is_first, has_nibbles) = match ty {
             Type::Mxfp4 => (16, 1, true, true),
@@ -51,7 +53,7 @@ impl Block {
         self.quants + self.scale
     }
 
-    /// Appends the guest's block to `out`.
+    /// Appends ggml's block to `out`.
     fn restore(&self, quants: &[u8], scale: &[u8], out: &mut Vec<u8>) {
         if self.is_first {
             out.extend_from_slice(scale);
@@ -68,38 +70,38 @@ impl Block {
     }
 }
 
-/// Matrices in planes, one behind the other: what is written down of a tensor.
+/// The repacked format of a tensor: adjacent matrices of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RepackFormat {
     /// Its type.
     pub(crate) ty: Type,
-    /// Blocks of a matrix.
+    /// The number of blocks of a matrix.
     blocks: u64,
     matrices: u64,
 }
 
-/// Where parts of a matrix lie in its tensor.
+/// The ranges of some blocks of a matrix in their tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Part {
-    /// Blocks of it.
+    /// The number of blocks.
     pub(crate) blocks: u64,
-    /// Their bytes as the guest has them.
+    /// Their bytes in ggml's format.
     pub(crate) whole: Range<u64>,
-    /// Their quants and their scales in planes.
+    /// Their quants, repacked.
     pub(crate) quants: Range<u64>,
-    /// See there.
+    /// Their scales, repacked.
     pub(crate) scales: Range<u64>,
 }
 
 impl Part {
-    /// How often there are 16 bytes of quants.
+    /// The number of 16-byte units of quants.
     pub(crate) fn quants_of_16(&self) -> u64 {
         (self.quants.end - self.quants.start) / ALIGN
     }
 }
 
 impl RepackFormat {
-    /// How a tensor lies in planes, if products can read it so.
+    /// The repacked format of a tensor, if kernels can read it.
     pub(crate) fn of(tensor: &Tensor) -> Option<RepackFormat> {
         let shape = &tensor.shape;
         let fits = Block::of(shape.ty).is_some()
@@ -114,7 +116,7 @@ impl RepackFormat {
             blocks: shape.ne[0] / shape.ty.block_elements() * shape.ne[1],
             matrices: shape.ne[2] * shape.ne[3],
         };
-        // Each matrix begins with quants.
+        // Each matrix begins with quants, which have to be aligned.
         let is_aligned = planes.matrices == 1 || planes.of_matrix().is_multiple_of(ALIGN);
         is_aligned.then_some(planes)
     }
@@ -138,7 +140,7 @@ impl RepackFormat {
         self.blocks * self.block().scale
     }
 
-    /// The matrices, each in parts of about so many bytes, at least one block, in order.
+    /// The matrices in order, each in parts of about `bytes` bytes, at least one block.
     pub(crate) fn parts(&self, bytes: u64) -> impl DoubleEndedIterator<Item = Vec<Part>> {
         let planes = *self;
         let step = (bytes / planes.block().bytes()).max(1);
@@ -150,7 +152,7 @@ impl RepackFormat {
         })
     }
 
-    /// Some blocks of a matrix.
+    /// A range of blocks of a matrix.
     fn part(&self, matrix: u64, blocks: Range<u64>) -> Part {
         let Block { quants, scale, .. } = self.block();
         let begin = matrix * self.of_matrix();
@@ -165,7 +167,7 @@ impl RepackFormat {
         }
     }
 
-    /// The guest's bytes of a part.
+    /// The bytes of some blocks in ggml's format.
     fn guests(&self, quants: &[u8], scales: &[u8]) -> Vec<u8> {
         let block = self.block();
         let mut out = Vec::with_capacity(quants.len() + scales.len());
@@ -176,7 +178,11 @@ impl RepackFormat {
         out
     }
 
-    /// Hands the guest's bytes in `range` of the tensor to `give`, in order and in pieces; `fetch` reads what lies in planes.
+    /// Passes the bytes in `range` of the tensor, in ggml's format, to `give`, in order and in
+    /// pieces. `fetch` reads repacked bytes.
+    ///
+    /// # Errors
+    /// The first error of `fetch` or `give`.
     pub(crate) fn read(
         &self,
         range: Range<u64>,
@@ -198,7 +204,10 @@ impl RepackFormat {
         Ok(())
     }
 
-    /// Brings the whole tensor back where it lies: `fetch` reads bytes of it, `put` writes there.
+    /// Restores the whole tensor in place: `fetch` reads bytes of it, `put` writes them.
+    ///
+    /// # Errors
+    /// The first error of `fetch` or `put`.
     pub(crate) fn restore(
         &self,
         mut fetch: impl FnMut(Range<u64>) -> Result<Vec<u8>, EngineError>,
@@ -210,7 +219,8 @@ impl RepackFormat {
             };
             let begin = first.scales.start;
             let scales = fetch(begin..last.scales.end)?;
-            // From the end: blocks lie behind their quants, where only those of later blocks were.
+            // From the end: plain blocks lie behind their quants, where only quants of later blocks
+            // were.
             for part in parts.iter().rev() {
                 let quants = fetch(part.quants.clone())?;
                 let scales = &scales
@@ -222,16 +232,16 @@ impl RepackFormat {
     }
 }
 
-/// What tests compare with.
+/// A second implementation for tests.
 #[cfg(test)]
 pub(crate) mod reference {
     use super::*;
 
-    /// The types that are arranged.
+    /// The types that are repacked.
     pub(crate) const TYPES: [Type; 5] =
         [Type::Mxfp4, Type::Iq4Nl, Type::Q4_0, Type::Q8_0, Type::Q6K];
 
-    /// A matrix in planes as the text above says, from the guest's bytes.
+    /// A matrix in repacked format, by the description of this module, from ggml's bytes.
     pub(crate) fn arranged(matrix: &[u8], ty: Type) -> Vec<u8> {
         let block = Block::of(ty).expect("a type with planes");
         let (mut out, mut scales) = (Vec::new(), Vec::new());
@@ -343,7 +353,7 @@ mod tests {
             buffer: 0,
             offset,
         };
-        // Rows need not be multiples of 16 bytes; matrices behind the first do.
+        // Rows need not be multiples of 16 bytes; matrices behind the first need to be.
         let rows = RepackFormat::of(&tensor([2880, 3, 1, 1], 32)).expect("one matrix");
         assert_eq!(rows.bytes(), 3 * 90 * 17);
         assert!(RepackFormat::of(&tensor([2880, 3, 2, 1], 32)).is_none());

@@ -1,4 +1,4 @@
-//! Repacked weights: blocks of quants and scales as structures of arrays.
+//! Repacked weights: the quants and scales of blocks as structures of arrays.
 
 pub(crate) mod format;
 pub(crate) mod pass;

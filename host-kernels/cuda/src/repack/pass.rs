@@ -1,9 +1,9 @@
-//! Which weights of a graph lie in planes.
+//! Which weights of a graph are repacked.
 //!
-//! A tensor can if the guest has its memory for weights and the graph does nothing with any of its bytes but multiply by it,
-//! always as the same matrices. It is arranged when the first such plan is compiled, once for each upload. A plan that uses
-//! it otherwise has it brought back, and then it stays as the guest has it; plans compiled before are
-//! [not current](vgpu_engine::Plan::is_current) any more.
+//! A tensor is repacked if its memory is for weights, and the graph does nothing with its bytes but
+//! multiply by it, always as the same matrices. The first such plan repacks it when it is compiled,
+//! once for each upload. A plan that uses the tensor otherwise restores it, and the tensor stays
+//! plain. Plans compiled before are then [stale](vgpu_engine::Plan::is_current).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,41 +19,44 @@ use crate::repack::format::RepackFormat;
 use crate::repack::state::Placement;
 use vgpu_engine::EngineError;
 
-/// How the weights of a graph are to lie.
+/// The format of each weight tensor of a graph.
 pub(crate) struct RepackPass<'m> {
     memories: &'m [&'m CudaMemory],
-    /// Tensors that its kernels read in planes.
+    /// The tensors that kernels read repacked.
     planes: Vec<Weights>,
-    /// Other bytes of memory for weights that it uses: whose memory, and which.
+    /// Other bytes of weight memory that the graph uses: the index of the memory, and the range.
     plain: Vec<(usize, Range<u64>)>,
-    /// RepackBuffer to arrange those that are not in planes yet.
+    /// The buffer to repack through, if a tensor is still plain.
     room: Option<RepackBuffer>,
 }
 
-/// A tensor that is only multiplied by.
+/// A tensor that is only a factor of products.
 struct Weights {
-    /// Whose memory it is in.
+    /// The index of its memory.
     memory: usize,
     start: u64,
     planes: RepackFormat,
     is_arranged: bool,
-    /// The graph's tensors that are this one.
+    /// The tensors of the graph that are this one.
     tensors: Vec<u32>,
 }
 
-/// What a node does with bytes.
+/// The bytes that a node uses.
 struct Use {
     memory: usize,
-    /// In the memory, and on the device.
+    /// The range in the memory, and the address on the device.
     bytes: Range<u64>,
     at: Address,
-    /// If it multiplies by them, and they could be in planes.
+    /// The repacked format, if the node multiplies by them and they can have it.
     planes: Option<RepackFormat>,
     tensor: u32,
 }
 
 impl<'m> RepackPass<'m> {
-    /// Looks at a graph whose buffers are `memories`. Nothing is changed yet.
+    /// Decides for a graph whose buffers are `memories`. Nothing is changed yet.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device, other than a lack of memory.
     pub(crate) fn of(
         graph: &Graph,
         memories: &'m [&'m CudaMemory],
@@ -72,7 +75,7 @@ impl<'m> RepackPass<'m> {
         uses.sort_unstable_by_key(|it| (it.at, it.bytes.end - it.bytes.start));
         let mut rest = uses.as_slice();
         while let Some(first) = rest.first() {
-            // Those that share bytes with each other.
+            // Uses with bytes in common.
             let mut end = first.at;
             let meets = |it: &&Use| {
                 let is_met = it.at < end || end == first.at;
@@ -87,7 +90,7 @@ impl<'m> RepackPass<'m> {
         Ok(layout)
     }
 
-    /// Takes in uses of the same bytes.
+    /// Decides for uses of the same bytes.
     fn add(&mut self, uses: &[Use]) {
         let first = &uses[0];
         let memory = self.memories[first.memory];
@@ -118,7 +121,7 @@ impl<'m> RepackPass<'m> {
         }
     }
 
-    /// Takes memory to arrange in. What there is none for stays as the guest has it.
+    /// Allocates the buffer. Tensors that there is no memory for stay plain.
     fn find_room(&mut self, context: &Arc<ExecutionContext>) -> Result<(), EngineError> {
         let new = { self.planes.iter() }.filter(|it| !it.is_arranged);
         let Some(bytes) = new.map(|it| RepackBuffer::bytes_for(&it.planes)).max() else {
@@ -135,7 +138,7 @@ impl<'m> RepackPass<'m> {
         Ok(())
     }
 
-    /// Leaves some as the guest has them. Whether there were any.
+    /// Leaves some tensors plain. Returns whether there were any.
     fn leave(&mut self, which: impl Fn(&Weights) -> bool) -> bool {
         let before = self.planes.len();
         self.planes.retain(|it| {
@@ -149,21 +152,24 @@ impl<'m> RepackPass<'m> {
         self.planes.len() < before
     }
 
-    /// Marks the views of the graph's tensors that are in planes.
+    /// Marks the views of the tensors that are repacked.
     pub(crate) fn mark(&self, views: &mut [VgView]) {
         for &tensor in self.planes.iter().flat_map(|it| &it.tensors) {
             views[tensor as usize].type_ |= VG_REPACKED;
         }
     }
 
-    /// Leaves those as the guest has them that kernels have refused, by their addresses. Whether there were any: then the
-    /// graph has to be compiled again.
+    /// Leaves tensors plain whose addresses kernels have refused. Returns whether there were any:
+    /// the graph has to be compiled again then.
     pub(crate) fn refuse(&mut self, refused: &[Address]) -> bool {
         let memories = self.memories;
         self.leave(|it| refused.contains(&(memories[it.memory].address() + it.start)))
     }
 
-    /// Has all of it so.
+    /// Repacks and restores tensors as decided.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     pub(crate) fn apply(self) -> Result<(), EngineError> {
         for (memory, bytes) in &self.plain {
             self.memories[*memory].keep_plain(bytes)?;
@@ -182,7 +188,7 @@ impl<'m> RepackPass<'m> {
     }
 }
 
-/// What the nodes of a graph do with memory that is for weights.
+/// The bytes of weight memory that the nodes of a graph use.
 fn uses(graph: &Graph, memories: &[&CudaMemory]) -> Vec<Use> {
     let mut uses = Vec::new();
     let nodes = { graph.nodes.iter() }.filter(|node| !graph.dst(node).shape.is_empty());

@@ -1,4 +1,4 @@
-//! What of a memory lies in planes: written down for each memory that a guest has for weights.
+//! Which tensors of a buffer's memory are repacked.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,72 +7,72 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::repack::format::RepackFormat;
 
-/// Most tensors of a memory of which something is written down: models have a few thousand.
+/// The most tensors of a memory that are tracked. Models have a few thousand.
 const MAX_TENSORS: usize = 1 << 16;
 
-/// What is written down of a memory.
+/// The repacked tensors of a memory.
 #[derive(Default)]
 pub(crate) struct RepackState {
     is_for_weights: AtomicBool,
-    /// How often plans compiled before have become wrong.
+    /// How often plans that were compiled before became stale.
     changes: AtomicU64,
     state: Mutex<RepackedTensors>,
 }
 
-/// Where tensors lie in planes, and where none will any more.
+/// The tensors that are repacked, and the ranges that stay plain.
 #[derive(Default)]
 pub(crate) struct RepackedTensors {
-    /// Tensors in planes, by their first byte. Disjoint.
+    /// The repacked tensors by their first byte, disjoint.
     tensors: BTreeMap<u64, RepackFormat>,
-    /// First byte to one past the last of tensors that were in planes until somebody needed them as the guest has them: they
-    /// stay so. Disjoint.
+    /// The ranges, from the first byte to one past the last, of tensors that were restored and stay
+    /// plain. Disjoint.
     plain: BTreeMap<u64, u64>,
 }
 
-/// Whether a tensor can lie in planes.
+/// Whether a tensor can be repacked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Placement {
-    /// It does already.
+    /// The tensor is repacked.
     Repacked,
-    /// It can be arranged.
+    /// The tensor is plain and can be repacked.
     Plain,
-    /// It must stay, or lies there as another tensor.
+    /// The tensor has to stay plain, or other tensors share its bytes.
     Fixed,
 }
 
 impl RepackState {
-    /// From now on tensors can be arranged.
+    /// Allows tensors to be repacked from now on.
     pub(crate) fn allow(&self) {
         if !self.is_for_weights.swap(true, Ordering::Relaxed) {
-            // Plans compiled before have not looked whether tensors are arranged.
+            // Plans compiled before did not look for repacked tensors.
             self.has_changed();
         }
     }
 
-    /// Whether tensors can be arranged at all.
+    /// Whether tensors may be repacked.
     pub(crate) fn is_allowed(&self) -> bool {
         self.is_for_weights.load(Ordering::Relaxed)
     }
 
-    /// Changes whenever a tensor has come to lie otherwise. Accesses to memory and plans that use it come one after the
-    /// other, so this orders nothing.
+    /// A number that changes whenever the format of a tensor changes. Plans and accesses to the
+    /// memory run one after the other, so the number orders nothing (`Relaxed`).
     pub(crate) fn changes(&self) -> u64 {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// Plans compiled before are wrong.
+    /// Makes plans compiled before stale.
     pub(crate) fn has_changed(&self) {
         self.changes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What lies how, for as long as nobody else looks.
+    /// The table, locked.
     pub(crate) fn state(&self) -> MutexGuard<'_, RepackedTensors> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl RepackedTensors {
-    /// Tensors in planes with bytes of `range`, in order.
+    /// The repacked tensors with bytes in `range`, in order.
     pub(crate) fn meeting(&self, range: &Range<u64>) -> Vec<(u64, RepackFormat)> {
         if range.is_empty() {
             return Vec::new();
@@ -85,7 +85,7 @@ impl RepackedTensors {
             .collect()
     }
 
-    /// How a tensor at `start` lies.
+    /// Whether a tensor at `start` can be repacked.
     pub(crate) fn placement(&self, start: u64, planes: &RepackFormat) -> Placement {
         let range = start..start + planes.bytes();
         let meets_plain = { self.plain.range(..range.end).next_back() }
@@ -100,22 +100,22 @@ impl RepackedTensors {
         }
     }
 
-    /// Writes down a tensor that lies [as the guest has it](Placement::Plain), and is in planes now.
+    /// Adds a tensor that was [plain](Placement::Plain) and is repacked now.
     pub(crate) fn insert(&mut self, start: u64, planes: RepackFormat) {
         self.tensors.insert(start, planes);
     }
 
-    /// Forgets a tensor whose bytes are written anew, all of them.
+    /// Drops a tensor all bytes of which are overwritten.
     pub(crate) fn forget(&mut self, start: u64) {
         self.tensors.remove(&start);
     }
 
-    /// Writes down that a tensor is as the guest has it again, and stays so.
+    /// Notes that a tensor was restored and stays plain.
     pub(crate) fn keep_plain(&mut self, start: u64) {
         let Some(planes) = self.tensors.remove(&start) else {
             return;
         };
-        // One range with those beside it.
+        // Merged with the ranges beside it.
         let mut range = start..start + planes.bytes();
         if let Some(end) = self.plain.remove(&range.end) {
             range.end = end;

@@ -1,4 +1,4 @@
-//! Nodes that become one launch: how many launches a layer takes, and that memory is the same in the end.
+//! Fusion: how many launches a layer takes, and that memory is the same as without fusion.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::engine_with;
 use crate::spy::{Call, Spy};
 use vgpu_check::model::{Built, Model, Step, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 
-/// One launch after the other, so that they can be counted.
+/// A policy with one launch after the other, so that launches can be counted.
 fn policy(fusion: bool) -> LaunchPolicy {
     LaunchPolicy {
         fusion,
@@ -34,9 +34,9 @@ fn kernels(built: &Built, fusion: bool) -> Vec<&'static str> {
         .collect()
 }
 
-/// The kernels from one layer's attention up to the next one's. Not every layer has the same: a result that lies where
-/// activations lay that are still read keeps nodes apart, and in the last layer memory is not used again, so that some
-/// results could be wanted.
+/// The kernels from the attention of layer `which` up to that of the next layer. Layers may differ:
+/// a result in the memory of activations that are still read prevents fusion, and the last layer's
+/// results are not overwritten, so they may be read.
 fn between_attentions(kernels: &[&'static str], which: usize) -> Vec<&'static str> {
     let is_attention =
         |kernel: &str| kernel.starts_with("vg_fattn") && !kernel.contains("mask_tiles");
@@ -46,7 +46,7 @@ fn between_attentions(kernels: &[&'static str], which: usize) -> Vec<&'static st
     kernels[places[which]..places[which + 1]].to_vec()
 }
 
-/// The kernels of a layer of several.
+/// The kernels of a middle layer.
 fn of_a_layer(model: Model, fusion: bool) -> Vec<&'static str> {
     let model = Model { layers: 4, ..model };
     let all = kernels(
@@ -65,13 +65,13 @@ fn a_dense_layer_is_few_launches() {
     let fused = of_a_layer(TINY, true);
     assert!(plain.len() >= 18, "{plain:?}");
     let count = |name: &str| fused.iter().filter(|kernel| kernel.contains(name)).count();
-    // Two norms with the sums before and the products behind them, which also round.
+    // Two norms with the ADD before and the MUL behind, which also quantise.
     assert_eq!(count("vg_norm_fused"), 2, "{fused:?}");
-    // Q, K and V; the result of attention; gate, up and their unit; down.
+    // Q, K and V; the output projection; gate, up and their unit; down.
     assert_eq!(count("vg_mmv"), 4, "{fused:?}");
-    // For down; attention rounds what it gives by itself.
+    // For down only: attention quantises its own result.
     assert_eq!(count("vg_quantize_q8"), 1, "{fused:?}");
-    // Q by itself, K into the cache; V into the cache.
+    // Q by itself, and K into the cache; V into the cache.
     assert_eq!(count("vg_rope"), 2, "{fused:?}");
     assert_eq!(count("vg_rope_rows"), 1, "{fused:?}");
     assert_eq!(count("vg_set_rows"), 1, "{fused:?}");
@@ -85,7 +85,7 @@ fn a_layer_of_experts_is_few_launches() {
     let fused = of_a_layer(TINY_EXPERTS, true);
     assert!(plain.len() >= 30, "{plain:?}");
     let count = |name: &str| fused.iter().filter(|kernel| kernel.contains(name)).count();
-    // As above, and heads of Q and K.
+    // As above, and the heads of Q and K.
     assert_eq!(count("vg_norm_fused"), 4, "{fused:?}");
     assert_eq!(count("vg_topk_moe"), 1, "{fused:?}");
     assert_eq!(count("vg_weighted_sum"), 1, "{fused:?}");
@@ -105,7 +105,7 @@ fn biases_take_no_launches_of_their_own() {
     assert_eq!(dense, of_a_layer(TINY, true), "those of Q, K and V");
     let fused = of_a_layer(TINY_GPT_OSS, true);
     let plain = of_a_layer(TINY_GPT_OSS, false);
-    // Of Q, K, V, what attention gives, the router, gate, up and down.
+    // The biases of Q, K, V, the output projection, the router, gate, up and down.
     assert!(count(&plain, "vg_elementwise") + count(&plain, "vg_add_id") >= 8);
     assert_eq!(count(&fused, "vg_elementwise"), 0, "{fused:?}");
     assert_eq!(count(&fused, "vg_add_id"), 0, "{fused:?}");
@@ -115,8 +115,8 @@ fn biases_take_no_launches_of_their_own() {
     assert!(fused.len() <= 16, "{fused:?}");
 }
 
-/// Attention and the product behind it: what attention leaves rounded is what a launch of its own would, to the last bit, with
-/// one block for all keys and with several, for few rows and for many.
+/// The q8 result of attention has exactly the bytes of a separate launch, with one block for all
+/// keys and with several, for few rows and for many.
 #[test]
 fn attention_rounds_what_it_gives() {
     let with = |cache, heads, head| Model {
@@ -148,7 +148,7 @@ fn attention_rounds_what_it_gives() {
             let loaded = built.load(&engine);
             let mut below = random(3);
             for memory in &loaded.buffers[1..] {
-                // Numbers around 1 and -1, as halves and as floats.
+                // Numbers around 1 and -1, as F16 and as f32.
                 let bytes: Vec<u8> = (0..memory.size())
                     .map(|at| match at % 2 {
                         0 => below(256) as u8,
@@ -177,7 +177,7 @@ fn attention_rounds_what_it_gives() {
     }
 }
 
-/// What is in the buffers that graphs write to after a run; `None` if the run fails.
+/// The contents of the buffers that the graph writes to, after a run; `None` if the run fails.
 fn memory_after(built: &Built, fusion: bool) -> Option<Vec<Vec<u8>>> {
     let device = Arc::new(Spy::running());
     let engine = engine_with(&device, policy(fusion));
@@ -193,9 +193,9 @@ fn memory_after(built: &Built, fusion: bool) -> Option<Vec<Vec<u8>>> {
     Some(loaded.buffers[1..].iter().map(read).collect())
 }
 
-/// Compares as numbers of two and of four bytes: launches of several nodes add up in another order.
+/// Compares as F16 and as f32 numbers, since fused launches add in another order.
 fn assert_same(fused: &[Vec<u8>], plain: &[Vec<u8>], what: &str) {
-    // The cache has halves, of which the larger part of a word says how large it is.
+    // The cache has F16 numbers; the upper one of a word tells the magnitude.
     let half = |bits: u16| {
         let (sign, exponent) = (f64::from(bits >> 15), i32::from(bits >> 10 & 31));
         let mantissa = f64::from(bits & 1023) / 1024.0;
@@ -225,7 +225,7 @@ fn assert_same(fused: &[Vec<u8>], plain: &[Vec<u8>], what: &str) {
             4 * at
         );
     }
-    // Most is as it was: what was never written, and inputs.
+    // Most bytes are equal: inputs, and memory that is never written.
     assert!(differing < fused[1].len() / 8);
 }
 
@@ -246,7 +246,7 @@ fn memory_is_the_same_in_the_end() {
     }
 }
 
-/// A graph in which somebody wants what a launch would leave out has it.
+/// A result that another node reads is not left out.
 #[test]
 fn what_somebody_wants_is_not_left_out() {
     let built = Model { layers: 4, ..TINY }.graph(Step {
@@ -273,7 +273,7 @@ fn what_somebody_wants_is_not_left_out() {
     // Of the second layer.
     let unit = { 0..nodes.len() }.filter(|&i| is_unit(&nodes[i].op)).nth(1);
     let unit = unit.expect("four layers");
-    // Somebody who looks at the gate before its memory is used again.
+    // A node that reads the gate before its memory is reused.
     let mut wanted = built.clone();
     let gate = nodes[unit].src.as_slice()[0];
     let mut copy = wanted.graph.tensors[gate.expect("units have sources") as usize];
@@ -289,7 +289,7 @@ fn what_somebody_wants_is_not_left_out() {
     assert_eq!(units(&wanted), 2, "the look, and the unit by itself");
 }
 
-/// Numbers below others.
+/// A generator of random numbers below a bound.
 pub(crate) fn random(seed: u64) -> impl FnMut(usize) -> usize {
     let mut state = seed;
     move |n| {
@@ -300,7 +300,7 @@ pub(crate) fn random(seed: u64) -> impl FnMut(usize) -> usize {
     }
 }
 
-/// A step in which a tensor lies where no sane graph has it; not always.
+/// A decode step with a tensor at a random wrong place; `None` if the place is an input.
 pub(crate) fn displaced(model: Model, mut below: impl FnMut(usize) -> usize) -> Option<Built> {
     let mut built = model.graph(Step {
         tokens: 1,
@@ -309,7 +309,7 @@ pub(crate) fn displaced(model: Model, mut below: impl FnMut(usize) -> usize) -> 
     let compute: Vec<usize> = { 0..built.graph.tensors.len() }
         .filter(|&i| built.graph.tensors[i].buffer == 2)
         .collect();
-    // A result, and all views of it, go to where another one is, or half into it.
+    // A result with all its views moves to the place of another result, or half into it.
     let moved = built.graph.tensors[compute[below(compute.len())]];
     let other = built.graph.tensors[compute[below(compute.len())]];
     let place = other.offset + [0, 0, 128][below(3)];
@@ -324,7 +324,7 @@ pub(crate) fn displaced(model: Model, mut below: impl FnMut(usize) -> usize) -> 
     Some(built)
 }
 
-/// Tensors that lie where no sane graph has them: launches of several nodes give what the nodes give.
+/// Fused launches give the results of their nodes even if tensors overlap at random.
 #[test]
 fn overlapping_memory_is_respected() {
     let mut below = random(7);
@@ -338,10 +338,10 @@ fn overlapping_memory_is_respected() {
         let Some(plain) = memory_after(&built, false) else {
             continue; // indices that are none
         };
-        // Numbers that got too large say nothing.
+        // Numbers out of range are not comparable.
         let is_tame = plain[1].chunks_exact(4).all(|b| {
             let x = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-            // Masks are of halves, some of them infinite.
+            // Masks are F16, some of them infinite.
             let is_mask = [&b[..2], &b[2..]]
                 .iter()
                 .all(|half| [[0, 0], [0, 0xfc]].contains(&[half[0], half[1]]));

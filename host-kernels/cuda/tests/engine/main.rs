@@ -1,4 +1,4 @@
-//! The CUDA engine around its kernels: how plans reach a device, share its memory, and give way.
+//! The CUDA engine around its kernels: how plans reach a device, share its memory, and yield.
 
 mod fusion;
 mod megakernel;
@@ -16,7 +16,7 @@ use std::time::Duration;
 use vgpu_cuda::device::Device;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 
-/// An engine on a device that somebody watches, which records whatever runs a second time as one.
+/// An engine on a spy device, which uses a CUDA graph for whatever runs a second time.
 fn engine_on(device: &Arc<spy::Spy>) -> CudaEngine {
     let forever = Duration::from_secs(1 << 30);
     engine_with(
@@ -31,7 +31,7 @@ fn engine_on(device: &Arc<spy::Spy>) -> CudaEngine {
     )
 }
 
-/// The same at a policy of its own.
+/// The same with a policy.
 fn engine_with(device: &Arc<spy::Spy>, policy: LaunchPolicy) -> CudaEngine {
     let device: Arc<dyn Device> = Arc::clone(device) as Arc<dyn Device>;
     CudaEngine::with_policy(device, policy).expect("an engine")

@@ -1,4 +1,4 @@
-//! Steps: many launches as one, whose blocks wait for each other. Whatever the order in which blocks come to do what,
+//! Megakernels: many launches as one, whose blocks wait for each other. In any order of blocks,
 //! memory is the same to the last bit as after the launches one by one.
 
 use std::sync::atomic::Ordering;
@@ -24,7 +24,7 @@ const DECODE: Step = Step {
     seen: 32,
 };
 
-/// Everything in one piece.
+/// A policy with one time slice for all.
 fn policy() -> LaunchPolicy {
     let forever = Duration::from_secs(1 << 30);
     LaunchPolicy {
@@ -35,18 +35,18 @@ fn policy() -> LaunchPolicy {
     }
 }
 
-/// A device on which blocks cannot wait for each other, so that launches go one by one.
+/// A device without cooperative launches, so that launches go one by one.
 fn plain() -> Arc<Spy> {
     let spy = Spy::running();
     spy.shim.blocks.store(NO_BLOCKS, Ordering::Relaxed);
     Arc::new(spy)
 }
 
-/// How a device runs steps.
+/// A configuration of the device.
 #[derive(Debug, Clone, Copy)]
 struct Manner {
     blocks: u32,
-    /// Bytes of shared memory.
+    /// Bytes of shared memory of an SM.
     room: u32,
     seed: u64,
 }
@@ -67,12 +67,13 @@ fn read(memory: &Arc<dyn Memory>) -> Vec<u8> {
     bytes
 }
 
-/// What is in the buffers that graphs write to after runs of several tokens; the error of a run that fails.
+/// The contents of the buffers that the graph writes to, after runs of several tokens, or the error
+/// of a failed run.
 fn memory_after(built: &Built, device: &Arc<Spy>, tokens: u64) -> Result<Vec<Vec<u8>>, RunError> {
     memory_at(policy(), built, device, tokens)
 }
 
-/// The same at a policy of its own.
+/// The same with a policy.
 fn memory_at(
     policy: LaunchPolicy,
     built: &Built,
@@ -89,7 +90,7 @@ fn memory_at(
     Ok(loaded.buffers[1..].iter().map(read).collect())
 }
 
-/// The kernels of steps: with one column, and with several.
+/// The megakernels: for one column, and for several.
 const STEPS: [Call; 2] = [
     Call::Launch("vg_megakernel"),
     Call::Launch("vg_megakernel_cols8"),
@@ -99,8 +100,8 @@ fn of_steps(log: &[Call]) -> usize {
     log.iter().filter(|call| STEPS.contains(call)).count()
 }
 
-/// How often a plan with a step ran. Where the step is one of several launches, they are recorded the second time, all
-/// together, and replayed from then on.
+/// The number of runs with a megakernel. If a plan has several launches, they become a graph in the
+/// second run.
 fn runs_with_steps(log: &[Call]) -> usize {
     match of_steps(log) {
         0 => 0,
@@ -151,7 +152,7 @@ fn models() -> Vec<(&'static str, Model)> {
     ]
 }
 
-/// The same models, and those of which a step does more than one token, or with a cache of another type.
+/// The models above, with one token and with several, and with other types of cache.
 fn cases() -> Vec<(&'static str, Model, u64)> {
     let shared = Model {
         heads: 4,
@@ -197,11 +198,11 @@ fn a_token_is_one_step() {
         device.take_log();
         plan.run().unwrap();
         let log = device.take_log();
-        // The table of tokens is read before, if it is not of floats.
+        // A quantised embedding is read by a launch before the megakernel.
         let before = usize::from(model.weights.is_quantized());
         assert_eq!(log[0] == Call::Launch("vg_get_rows"), before == 1, "{what}");
-        // In the last layer nothing says that nobody wants what a choice of experts of one token leaves out: it is several
-        // launches.
+        // In the last layer no node overwrites what the choice of experts leaves out, so it stays
+        // several launches.
         let steps = 1 + usize::from(model.experts.is_some() && tokens == 1);
         assert_eq!(of_steps(&log), steps, "{what}: {log:?}");
         let all = before + 1;
@@ -217,10 +218,10 @@ fn memory_is_the_same_in_any_order() {
     let known = models().len();
     for (at, (what, model, tokens)) in cases().into_iter().enumerate() {
         let built = model.graph(step_of(tokens));
-        // With weights in planes, and as they are.
+        // With repacked and with plain weights.
         let policies = [true, false].map(|repack| LaunchPolicy { repack, ..policy() });
         let plain = policies.map(|policy| memory_at(policy, &built, &plain(), 3).expect("it runs"));
-        // Of 60 blocks some have no part in most stages, and wait for nobody there.
+        // Of 60 blocks some have no work item in most stages, and do not wait there.
         let manners = [(1, 0), (5, 0), (60, 0), (2, 36 << 10), (8, 41 << 10)];
         let is_small = at < known && model.head <= 64;
         for (i, (blocks, room)) in manners.into_iter().enumerate() {
@@ -271,8 +272,9 @@ fn overlapping_memory_is_the_same_in_any_order() {
     }
 }
 
-/// A block that has no part in some stages passes by them without waiting. It must not take experts for chosen that the
-/// stages before it choose: this one of the displaced graphs, in this order, had it fetch the weights of others.
+/// A block without work items in some stages passes these without waiting. It must not use expert
+/// ids that the stages before it are still writing: this displaced graph, in this order of blocks,
+/// made it prefetch weights of other experts.
 #[test]
 fn experts_are_fetched_when_they_are_chosen() {
     let mut below = random(11);
@@ -288,7 +290,7 @@ fn experts_are_fetched_when_they_are_chosen() {
     assert!(got == plain, "memory differs");
 }
 
-/// A plan with steps on a device, and the results that it should have.
+/// A plan with megakernels on a device, and the expected results.
 struct Tried {
     device: Arc<Spy>,
     built: Built,
@@ -339,7 +341,7 @@ fn a_refused_step_goes_launch_by_launch() {
     let mut tried = Tried::new(TINY, policy());
     tried.run(0);
     assert_eq!(of_steps(&tried.device.take_log()), 1);
-    // Somebody else has taken some of the sm_count.
+    // Another process has taken some of the SMs.
     tried.device.shim.blocks.store(2, Ordering::Relaxed);
     for position in 1..4 {
         tried.run(position);
@@ -357,7 +359,7 @@ fn a_step_that_fails_leaves_nothing_behind() {
     tried.built.write_inputs(&tried.loaded, 1);
     tried.plan.run().expect_err("it fails on command");
     tried.device.fail(None);
-    // An index that is none, in the midst of the step.
+    // An index out of range in the middle of the megakernel.
     tried.run(1);
     tried.built.write_input(&tried.loaded, "places", 1000);
     let error = tried.plan.run().unwrap_err();
@@ -417,7 +419,7 @@ fn a_grown_cache_gets_a_new_table() {
             small.write_inputs(&loaded, position);
             first.run().unwrap();
         }
-        // The same text goes on with a graph that sees more of the cache.
+        // The same text continues with a graph that reads more of the cache.
         let mut next = grown.compile(&engine, &loaded);
         device.take_log();
         for position in 2..4 {
@@ -426,15 +428,15 @@ fn a_grown_cache_gets_a_new_table() {
         }
         let log = device.take_log();
         assert!(!log.iter().any(|call| matches!(call, Call::Record(_))));
-        // What was recorded for the first graph has the new table now.
+        // The graph instance of the first plan now has the new stage table.
         assert!(log.iter().any(|call| matches!(call, Call::Change(_))));
         assert_eq!(log.iter().filter(|call| **call == Call::Replay).count(), 2);
-        // The cache of keys and values is that of the text.
+        // The KV cache is that of the text.
         assert!(read(&loaded.buffers[1]) == plain[0], "seed {seed}");
     }
 }
 
-/// What is said to whoever reads the log, and at what level.
+/// A log subscriber that keeps messages and levels.
 #[derive(Default, Clone)]
 struct Log(Arc<Mutex<Vec<(Level, String)>>>);
 
@@ -490,7 +492,7 @@ fn what_is_in_no_step_is_said_once() {
         weights: Type::Q4_1,
         ..TINY
     });
-    // Of both graphs, which differ in what they see of the cache.
+    // Both graphs, which differ in the length of the cache.
     let [(level, line)] = lines.as_slice() else {
         panic!("{lines:?}");
     };

@@ -1,4 +1,4 @@
-//! Memory: parts of large chunks, zero for whoever gets them; and what becomes of it when the device fails.
+//! Memory: suballocation, zeroed memory, and a device that fails.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -39,7 +39,7 @@ fn small_allocations_are_parts_of_large_ones() {
     let taken: u64 = (1..=100u64).map(|i| (i * 1000).next_multiple_of(256)).sum();
     assert_eq!(engine.memory().free, before.free - taken);
 
-    // What somebody wrote is nobody else's to read.
+    // A new allocation does not show what another user wrote.
     for memory in &held {
         memory.fill(0, memory.size(), 0xee).unwrap();
     }
@@ -54,7 +54,7 @@ fn small_allocations_are_parts_of_large_ones() {
     }
     assert!(allocations(&device.take_log()).is_empty());
 
-    // What is large is the device's, and goes back to it.
+    // Large allocations come from the device, and return to it.
     let large = engine.alloc(100 * MIB).unwrap();
     assert_eq!(allocations(&device.take_log()), [100 * MIB]);
     drop(large);
@@ -67,7 +67,7 @@ fn a_full_device_refuses_one_and_serves_others() {
     let engine = engine_on(&device);
     let neighbour = engine.alloc(1000).unwrap();
     neighbour.fill(0, 1000, 7).unwrap();
-    // Chunks that are not in use make room for what is large.
+    // Unused chunks make room for large allocations.
     let parts: Vec<_> = (0..12).map(|_| engine.alloc(16 * MIB).unwrap()).collect();
     drop(parts);
     let large = engine
@@ -90,7 +90,7 @@ fn a_full_device_refuses_one_and_serves_others() {
     engine.alloc(200 * MIB).expect("there is room again");
 }
 
-/// An engine that sets up a new device each time one is lost, and all its devices.
+/// An engine that reopens a lost device, and all its devices.
 fn patient_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
     let devices = Arc::new(Mutex::new(vec![Arc::new(Spy::running())]));
     let first = Arc::clone(&devices.lock().unwrap()[0]);
@@ -124,7 +124,7 @@ fn a_device_that_fails_for_good_is_set_up_anew() {
     let error = my_plan.run().unwrap_err().to_string();
     assert!(error.contains("illegal memory access"), "{error}");
 
-    // The other one hears that its memory is lost, whatever it asks for.
+    // The other guest learns that its memory is lost, whatever it calls.
     let lost = |error: String| {
         assert!(error.contains("illegal memory access"), "{error}");
         assert!(error.contains("what was in its memory is lost"), "{error}");
@@ -154,17 +154,18 @@ fn a_device_that_fails_for_good_is_set_up_anew() {
     let log = first.take_log();
     assert_eq!(log.iter().filter(|call| **call == Call::Abandon).count(), 1);
 
-    // Whoever comes next is served.
+    // The next guest is served.
     let next = built.load(&engine);
     let mut plan = built.compile(&engine, &next);
     built.write_inputs(&next, 0);
     plan.run().unwrap();
     assert_eq!(built.read_result(&next), want);
     assert_eq!(devices.lock().unwrap().len(), 2);
-    // What is left of the old device goes without harm, also while the new one is in use.
+    // The memory and the plans of the old device are dropped without harm while the new device is
+    // in use.
     drop((my_plan, their_plan, mine, theirs));
     plan.run().unwrap();
-    // Memory of both is not mixed.
+    // Memory of the two devices is not mixed.
     assert!(engine.memory().free > 0);
 }
 
@@ -262,7 +263,7 @@ fn windows_are_prepared_until_they_are_not_needed() {
     drop(pinned);
     assert_eq!(device.take_log(), [Call::Unpin]);
     assert!(weak.upgrade().is_none());
-    // Where it cannot be done, nothing is lost.
+    // If the memory cannot be page-locked, nothing is lost.
     device.fail(Fails::Pinning);
     let window = Arc::new(Window::anonymous(1 << 20).unwrap());
     assert!(engine.pin(&window).is_none());

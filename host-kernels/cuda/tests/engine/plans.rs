@@ -1,4 +1,5 @@
-//! Plans: compiled once, run launch by launch, then replayed; changed in place when the cache grows.
+//! Plans: compiled once, run launch by launch, then as graphs, which are updated when the cache
+//! grows.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,15 +13,15 @@ use crate::spy::{Call, Fails, Spy};
 use crate::{engine_on, engine_with};
 use vgpu_check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
 
-/// A decode step that sees this much of the cache.
+/// A decode step that reads this much of the cache.
 fn decode(seen: u64) -> Step {
     Step { tokens: 1, seen }
 }
 
-/// The products round activations to 8 bits in both engines, differently in the last place.
+/// Both engines quantise activations to 8 bits, and round the last place differently.
 const TOLERANCE: f32 = 4e-2;
 
-/// As often as possible another plan may run; pieces that are worth it are recorded.
+/// The shortest time slices; batches of enough launches become graphs.
 const SHORT_SLICES: LaunchPolicy = LaunchPolicy {
     time_slice: Duration::ZERO,
     graph_threshold: Duration::MAX,
@@ -71,7 +72,7 @@ fn products_are_done_in_the_way_that_was_the_fastest() {
     }
 }
 
-/// The results of tokens one after the other, each with a run of the plan.
+/// The results of tokens one after the other, each from a run of the plan.
 fn results(
     built: &Built,
     loaded: &Loaded,
@@ -95,7 +96,7 @@ fn oracle(model: Model, tokens: std::ops::Range<u64>) -> Vec<Vec<f32>> {
     results(&built, &loaded, plan.as_mut(), tokens)
 }
 
-/// Differences are small beside the results as a whole: a product of rounded activations may round another way.
+/// Differences are small compared with the largest result: q8 activations may round the other way.
 #[track_caller]
 fn assert_near(got: &[f32], want: &[f32]) {
     assert_eq!(got.len(), want.len());
@@ -139,7 +140,7 @@ fn a_grown_cache_changes_launches_in_place() {
     plan.run().unwrap();
     plan.run().unwrap();
     device.take_log();
-    // What a guest sends next is this graph as a patch of the other.
+    // A guest sends this graph next, as a patch of the first.
     let large = TINY.graph(decode(64));
     let mut next = large.compile(&engine, &loaded);
     device.take_log();
@@ -151,12 +152,12 @@ fn a_grown_cache_changes_launches_in_place() {
     assert_eq!(launches(&log), 0);
     assert_eq!(count(&log, &Call::Replay), 1);
     assert_eq!(log.len(), changes + 1, "{log:?}");
-    // Attention sees more of the cache, in each layer. The mask is longer, and what lies behind it in memory moves:
-    // at most everything changes once, and then nothing any more.
+    // Attention reads more of the cache in each layer. The mask is longer and moves the memory
+    // behind it, so everything may change once, and then nothing more.
     assert!(changes >= 2, "{log:?}");
     next.run().unwrap();
     assert_eq!(device.take_log(), [Call::Replay]);
-    // Both live: they take turns with the one recording.
+    // Both plans are alive and take turns with one graph instance.
     drop(next);
     plan.run().unwrap();
     let log = device.take_log();
@@ -180,7 +181,7 @@ fn guests_do_not_share_recordings() {
             matches!(log[..], [Call::Record(_), Call::Replay]),
             "{log:?}"
         );
-        // The memory stays: a plan that comes next must not find what the one before has left.
+        // The memory stays allocated, so a later plan cannot find the results of this one.
         std::mem::forget((loaded, plan));
     }
 }
@@ -196,7 +197,7 @@ fn what_is_replayed_is_right() {
         let mut plan = built.compile(&engine, &loaded);
         let mut got = results(&built, &loaded, plan.as_mut(), 0..4);
         assert!(count(&device.take_log(), &Call::Replay) >= 3);
-        // The same text goes on with a graph that sees more of the cache.
+        // The same text continues with a graph that reads more of the cache.
         let grown = model.graph(decode(64));
         let mut next = grown.compile(&engine, &loaded);
         got.extend(results(&grown, &loaded, next.as_mut(), 4..6));
@@ -252,7 +253,7 @@ fn faults_are_found_in_replays() {
         "{error:?}"
     );
     assert!(count(&device.take_log(), &Call::Replay) > 0);
-    // The next run knows nothing of it.
+    // The next run is not affected.
     let got = results(&built, &loaded, plan.as_mut(), 1..3);
     assert_near(&got[1], &oracle(TINY, 0..3)[2]);
 }
@@ -272,7 +273,7 @@ fn a_plan_gives_way_and_goes_on() {
     plan.run().unwrap();
     let want = built.read_result(&loaded);
 
-    // Another guest, which uses the same working memory.
+    // Another guest, which uses the same scratch memory.
     let other = TINY_EXPERTS.graph(step);
     let other_loaded = other.load(&engine);
     let mut other_plan = other.compile(&engine, &other_loaded);
@@ -313,7 +314,7 @@ fn a_fault_is_told_to_the_one_who_made_it() {
     built.write_input(&loaded, "tokens", -1);
     let over = Turn::new();
     over.set_end(Some(Duration::ZERO));
-    // In the first piece; nobody else may run into it.
+    // In the first slice; no other plan may run in it.
     let error = plan.launch(&over).unwrap_err();
     assert!(
         matches!(
@@ -360,7 +361,7 @@ fn working_memory_is_shared() {
     drop((first, second, third));
     assert_eq!(backed(device.take_log()), -(one + more));
 
-    // Without room a plan is refused, and takes nothing.
+    // Without memory a plan is refused, and keeps nothing.
     device.fail(Fails::Memory);
     let refused = engine.compile(&large.valid(&engine), &loaded.buffers);
     let error = refused.err().expect("there is no memory");
@@ -397,7 +398,7 @@ fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
             launches(&device.take_log()) >= spans.len(),
             "each part has a launch"
         );
-        // A run afterwards is as before.
+        // The next run works as before.
         built.write_inputs(&loaded, 0);
         plan.run().expect("it runs");
         assert_eq!(built.read_result(&loaded), wanted);
@@ -415,7 +416,7 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
     let turn = Turn::new();
     for (position, want) in want.iter().enumerate() {
         device.take_whole_log();
-        // What a guest's session does when the guest asks for the result while the step is under way.
+        // As a session does when the guest asks for the result while the step is under way.
         built.write_inputs(&loaded, position as u64);
         assert_eq!(device.take_whole_log(), [], "nothing goes up by itself");
         assert_eq!(plan.launch(&turn).unwrap(), RunStatus::InFlight);
@@ -428,7 +429,7 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
             assert_eq!(log, wanted, "a download waits until it is there");
         }
     }
-    // Nobody asks for the result: there is a wait nevertheless, and no second one.
+    // If nobody asks for the result, there is still one wait, and only one.
     built.write_inputs(&loaded, 5);
     assert_eq!(plan.launch(&turn).unwrap(), RunStatus::InFlight);
     plan.wait().unwrap();
@@ -457,7 +458,7 @@ fn a_fault_of_a_step_under_way_is_told_when_it_lands() {
             matches!(error, RunError::Index { index: 1000, .. }),
             "{error:?}"
         );
-        // A plan that is given up in between takes its faults along.
+        // A plan that is dropped during a run takes its faults along.
         let mut other = built.compile(&engine, &loaded);
         assert_eq!(other.launch(&turn).unwrap(), RunStatus::InFlight);
         drop(other);

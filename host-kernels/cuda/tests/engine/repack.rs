@@ -1,4 +1,5 @@
-//! Weights in planes: arranged once, and whoever reads the memory finds what was written, whatever comes in between.
+//! Repacked weights: repacked once, and whoever reads the memory finds ggml's bytes, whatever
+//! happens in between.
 
 use std::sync::Arc;
 
@@ -11,12 +12,12 @@ use vgpu_transport::ir::{
 use crate::engine_with;
 use crate::spy::{Call, Fails, Spy};
 
-/// Where what lies: weights in the first buffer, everything else in the second.
+/// Buffers: the weights, and all other tensors.
 const WEIGHTS: u32 = 0;
 const OTHERS: u32 = 1;
 const OTHER_BYTES: u64 = 4 << 20;
 
-/// An engine that arranges weights or leaves them, and a device that runs its kernels.
+/// An engine that repacks weights or not, and the device that runs its kernels.
 fn engine(repack: bool) -> (CudaEngine, Arc<Spy>) {
     let device = Arc::new(Spy::running());
     let policy = LaunchPolicy {
@@ -26,7 +27,7 @@ fn engine(repack: bool) -> (CudaEngine, Arc<Spy>) {
     (engine_with(&device, policy), device)
 }
 
-/// A tensor of a buffer, dense.
+/// A dense tensor of a buffer.
 fn tensor(buffer: u32, ty: Type, ne: [u64; 4], offset: u64) -> Tensor {
     Tensor {
         shape: Shape::contiguous(ty, ne).expect("a small tensor"),
@@ -39,7 +40,7 @@ fn size(tensor: &Tensor) -> u64 {
     tensor.shape.extent().expect("a small tensor")
 }
 
-/// Nodes over the tensors, given by operator, destination and sources.
+/// A graph of nodes with operator, destination and sources.
 fn graph(tensors: &[Tensor], nodes: &[(Op, u32, &[u32])]) -> Graph {
     let nodes = nodes.iter().map(|&(op, dst, src)| Node {
         op,
@@ -59,7 +60,7 @@ const MUL_MAT: Op = Op::MulMat {
     hadamard: false,
 };
 
-/// Weights times so many columns, which lie before the result.
+/// Weights times `columns` columns, which lie before the result.
 fn product(weights: Tensor, columns: u64) -> Graph {
     let [length, rows, ..] = weights.shape.ne;
     let x = tensor(OTHERS, Type::F32, [length, columns, 1, 1], 0);
@@ -67,7 +68,7 @@ fn product(weights: Tensor, columns: u64) -> Graph {
     graph(&[weights, x, dst], &[(MUL_MAT, 2, &[0, 1])])
 }
 
-/// Experts' weights times a token for each of two slots.
+/// Expert weights times a token for each of two slots.
 fn experts(weights: Tensor) -> Graph {
     let [length, rows, ..] = weights.shape.ne;
     let x = tensor(OTHERS, Type::F32, [length, 1, 1, 1], 0);
@@ -80,7 +81,7 @@ fn experts(weights: Tensor) -> Graph {
     graph(&[weights, x, ids, dst], &[(op, 3, &[0, 1, 2])])
 }
 
-/// Rows of the weights, as numbers.
+/// Rows of the weights as f32.
 fn rows_of(weights: Tensor) -> Graph {
     let ids = tensor(OTHERS, Type::I32, [2, 1, 1, 1], OTHER_BYTES / 4);
     let ne = [weights.shape.ne[0], 2, 1, 1];
@@ -88,15 +89,15 @@ fn rows_of(weights: Tensor) -> Graph {
     graph(&[weights, ids, dst], &[(Op::GetRows {}, 2, &[0, 1])])
 }
 
-/// The types whose weights are arranged.
+/// The types that are repacked.
 const TYPES: [Type; 5] = [Type::Mxfp4, Type::Iq4Nl, Type::Q4_0, Type::Q8_0, Type::Q6K];
 
-/// Bytes that look random and are scales, of MXFP4 near 1, and quants wherever they lie.
+/// Pseudo-random bytes that are valid blocks, with MXFP4 scales near 1.
 fn content(len: u64, seed: u32) -> Vec<u8> {
     content_of(Type::Mxfp4, len, seed)
 }
 
-/// The same of another type, whose scales are halves.
+/// The same for another type, whose scales are F16.
 fn content_of(ty: Type, len: u64, seed: u32) -> Vec<u8> {
     let least = if ty == Type::Mxfp4 { 0x78 } else { 0x34 };
     (0..len as u32)
@@ -104,7 +105,7 @@ fn content_of(ty: Type, len: u64, seed: u32) -> Vec<u8> {
         .collect()
 }
 
-/// Two buffers on an engine: weights, declared so, and what is multiplied.
+/// Two buffers on an engine: weights, marked so, and all other tensors.
 struct Loaded {
     buffers: Vec<Arc<dyn Memory>>,
 }
@@ -152,7 +153,7 @@ impl Loaded {
         out
     }
 
-    /// What the last run of a graph has left in its last tensor.
+    /// The last tensor of a graph after its run.
     fn result(&self, graph: &Graph) -> Vec<f32> {
         let dst = graph.tensors.last().unwrap();
         let mut out = vec![0; size(dst) as usize];
@@ -165,14 +166,14 @@ impl Loaded {
     }
 }
 
-/// How often the device was asked to arrange.
+/// The number of launches that repacked.
 fn arranged(device: &Spy) -> usize {
     let log = device.take_log();
     let asked = |call: &&Call| **call == Call::Launch("vg_repack");
     log.iter().filter(asked).count()
 }
 
-/// The results of the two are the same but for the order of sums.
+/// The two results differ only by the order of additions.
 fn assert_close(got: &[f32], want: &[f32], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     let largest = want.iter().fold(0.0f32, |most, x| most.max(x.abs()));
@@ -185,7 +186,7 @@ fn assert_close(got: &[f32], want: &[f32], what: &str) {
     }
 }
 
-/// What a graph gives with weights that are left as they are.
+/// The result of a graph with plain weights.
 fn plain_result(weights: &[u8], graph: &Graph) -> Vec<f32> {
     let (engine, device) = engine(false);
     let loaded = Loaded::new(&engine, weights);
@@ -197,7 +198,7 @@ fn plain_result(weights: &[u8], graph: &Graph) -> Vec<f32> {
 #[test]
 fn weights_are_arranged_once_and_read_as_they_were_written() {
     for ty in TYPES {
-        // Rows that are no multiple of 16 bytes, an odd number of them; and something beside them.
+        // An odd number of rows that are no multiple of 16 bytes, and another tensor beside them.
         let length = 2880 / ty.block_elements() * ty.block_elements();
         let weights = tensor(WEIGHTS, ty, [length, 5, 1, 1], 64);
         let bytes = content_of(ty, 64 + size(&weights) + 100, 1);
@@ -229,7 +230,7 @@ fn weights_are_arranged_once_and_read_as_they_were_written() {
             let want = &bytes[range.start as usize..range.end as usize];
             assert!(got == want, "{ty:?} {range:?}");
         }
-        // Nobody has brought anything back.
+        // No tensor was restored.
         loaded.compile(&engine, &product(weights, 1));
         assert_eq!(arranged(&device), 0);
     }
@@ -269,7 +270,7 @@ fn large_matrices_are_arranged_in_pieces() {
     let loaded = Loaded::new(&engine, &bytes);
     device.take_log();
     let mut graph = product(weights, 1);
-    // Of the whole matrix, which the plan multiplies by, some rows are enough here.
+    // Some rows of the matrix that the plan multiplies by.
     let mut plan = loaded.compile(&engine, &graph);
     assert_eq!(arranged(&device), 2);
     assert!(loaded.read(0, bytes.len() as u64) == bytes);
@@ -280,7 +281,7 @@ fn large_matrices_are_arranged_in_pieces() {
     graph = product(last, 1);
     let want = plain_result(&bytes[bytes.len() - size(&last) as usize..], &graph);
     assert_close(&got[4096..], &want, "the last rows");
-    // A byte of it, and all is as it was.
+    // Writing one byte restores the tensor.
     loaded
         .weights()
         .fill(bytes.len() as u64 / 2, 1, 0x7a)
@@ -293,7 +294,7 @@ fn large_matrices_are_arranged_in_pieces() {
 
 #[test]
 fn whatever_comes_in_between_memory_is_what_was_written() {
-    // Beside each other, with a gap, the last with experts.
+    // Tensors beside each other and with a gap, the last one with experts.
     let tensors = [
         tensor(WEIGHTS, Type::Mxfp4, [64, 48, 1, 1], 0),
         tensor(WEIGHTS, Type::Mxfp4, [128, 16, 1, 1], 1632),
@@ -344,7 +345,7 @@ fn whatever_comes_in_between_memory_is_what_was_written() {
                     bytes[range].copy_from_slice(&data);
                 }
                 3 => {
-                    // A tensor anew.
+                    // Overwrites a whole tensor.
                     let it = &tensors[random(3) as usize];
                     let data = content(size(it), random(1000) as u32);
                     let range = it.offset as usize..(it.offset + size(it)) as usize;
@@ -399,7 +400,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
     let bytes = content(256 + size(&weights), 7);
     let (engine, device) = engine(true);
 
-    // The first layer and the last have the same matrix.
+    // The first and the last layer have the same matrix.
     let loaded = Loaded::new(&engine, &bytes);
     let rows = rows_of(weights);
     let x = tensor(OTHERS, Type::F32, [64, 2, 1, 1], OTHER_BYTES / 2);
@@ -417,7 +418,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
         "a tied matrix",
     );
 
-    // A part of the matrix, or the same as another.
+    // A part of the matrix, or the same bytes with other extents.
     for other in [
         tensor(WEIGHTS, Type::Mxfp4, [64, 20, 1, 1], 256),
         tensor(WEIGHTS, Type::Mxfp4, [64, 20, 1, 1], 256 + 20 * 34),
@@ -438,7 +439,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
         assert_close(&loaded.result(&both), &plain_result(&bytes, &both), "parts");
     }
 
-    // Another plan needs rows of it.
+    // Another plan reads rows of it.
     let loaded = Loaded::new(&engine, &bytes);
     let graph = product(weights, 1);
     device.take_log();
@@ -452,7 +453,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
     assert_eq!(first.profile(), Err(RunError::Stale));
     second.run().unwrap();
     assert_eq!(loaded.result(&rows), plain_result(&bytes, &rows));
-    // From now on it stays.
+    // It stays plain from now on.
     let mut first = loaded.compile(&engine, &graph);
     assert_eq!(arranged(&device), 0);
     assert!(second.is_current());
@@ -463,7 +464,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
 
 #[test]
 fn products_without_a_kernel_for_planes_have_weights_as_they_are() {
-    // Activations in blocks are read by a kernel that reads anything.
+    // The kernel for quantised activations reads weights element by element.
     let weights = tensor(WEIGHTS, Type::Mxfp4, [64, 40, 1, 1], 0);
     let bytes = content(size(&weights), 8);
     let (engine, device) = engine(true);
@@ -501,13 +502,13 @@ fn memory_that_is_not_for_weights_and_a_full_device_are_left_alone() {
     device.take_log();
     let other = others.compile(&engine, &graph);
     assert_eq!(arranged(&device), 0);
-    // Now it is.
+    // Now the buffer is for weights.
     others.weights().mark_weights();
     assert!(!other.is_current());
     others.compile(&engine, &graph);
     assert_eq!(arranged(&device), 1);
 
-    // Working memory is there, for another plan; for more there is no room.
+    // Scratch memory exists, for another plan; there is no memory for more.
     let loaded = Loaded::new(&engine, &bytes);
     device.fail(Fails::Memory);
     let mut plan = loaded.compile(&engine, &graph);
@@ -521,7 +522,7 @@ fn memory_that_is_not_for_weights_and_a_full_device_are_left_alone() {
     assert!(!plan.is_current());
     later.run().unwrap();
     assert_close(&loaded.result(&graph), &want, "with room");
-    // To bring it back takes no memory of the device.
+    // Restoring needs no device memory.
     device.fail(Fails::Memory);
     assert!(loaded.read(0, size(&weights)) == bytes);
     loaded.weights().fill(3, 5, 0x7b).unwrap();

@@ -1,4 +1,4 @@
-//! A device that writes down what it is asked for, runs kernels or does not, and fails on command.
+//! A device that records its calls, runs kernels or not, and fails on command.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -8,12 +8,12 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 
 use crate::shim::Shim;
 
-/// The shim with somebody who watches it.
+/// The shim device with a log of its calls.
 pub(crate) struct Spy {
     pub(crate) shim: Shim,
-    /// Whether kernels run at all.
+    /// Whether kernels run.
     runs: bool,
-    /// Whether it has memory as a GPU has: in large chunks, and not more than this.
+    /// Bytes of memory, for a device that suballocates like a GPU.
     limit: Option<u64>,
     state: Mutex<State>,
 }
@@ -28,22 +28,22 @@ struct State {
     used: u64,
 }
 
-/// What went wrong, from some call on.
+/// A failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fails {
-    /// Nothing can be recorded.
+    /// Graphs cannot be created.
     Recording,
-    /// There is no memory for more.
+    /// There is no memory left.
     Memory,
-    /// The launch after so many others ends everything that runs on the device.
+    /// The launch after this many others makes the device unusable.
     Launch(usize),
-    /// A step ends before its blocks do, some of which have counted up.
+    /// A megakernel fails after some of its blocks have counted up.
     Step,
-    /// Memory of the process cannot be prepared.
+    /// Host memory cannot be page-locked.
     Pinning,
 }
 
-/// What the device was asked for.
+/// A call of the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Call {
     Launch(&'static str),
@@ -58,7 +58,7 @@ pub(crate) enum Call {
     Abandon,
     Pin(usize),
     Unpin,
-    /// Several small writes in one launch.
+    /// A launch for several small uploads.
     Puts,
     Upload(usize),
     Download(usize),
@@ -66,7 +66,7 @@ pub(crate) enum Call {
 }
 
 impl Call {
-    /// Whether it is about data that comes and goes, and not about launches and memory.
+    /// Whether the call is about data, not about launches and memory.
     fn is_traffic(&self) -> bool {
         matches!(
             self,
@@ -81,17 +81,17 @@ impl Spy {
         Spy::new(true, None)
     }
 
-    /// A device that only writes down.
+    /// A device that only records its calls.
     pub(crate) fn recording() -> Spy {
         Spy::new(false, None)
     }
 
-    /// A device that runs kernels and has so much memory.
+    /// A device that runs kernels and has this much memory.
     pub(crate) fn with_memory(limit: u64) -> Spy {
         Spy::new(true, Some(limit))
     }
 
-    /// A Hopper GPU that only writes down.
+    /// A device for sm_90a that only records its calls.
     pub(crate) fn on_sm90() -> Spy {
         Spy {
             shim: Shim::hopper(),
@@ -112,7 +112,7 @@ impl Spy {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What it was asked for since this was asked last, apart from data.
+    /// The calls since the last one of this function, without data.
     pub(crate) fn take_log(&self) -> Vec<Call> {
         let mut log = self.take_whole_log();
         log.retain(|call| !call.is_traffic());
@@ -124,7 +124,7 @@ impl Spy {
         std::mem::take(&mut self.state().log)
     }
 
-    /// From now on this fails, or nothing does.
+    /// Makes this fail from now on, or nothing.
     pub(crate) fn fail(&self, fails: impl Into<Option<Fails>>) {
         self.state().fails = fails.into();
     }
@@ -133,7 +133,7 @@ impl Spy {
         self.state().log.push(call);
     }
 
-    /// Fails if nothing on the device works any more.
+    /// Fails if the device is unusable.
     fn check_there(&self) -> Result<(), EngineError> {
         match &self.state().lost {
             None => Ok(()),
@@ -339,7 +339,7 @@ impl Device for Spy {
         if launch.cooperative && self.check(Fails::Step).is_err() {
             let counters = u64::from_ne_bytes(launch.params[8..16].try_into().expect("an address"));
             for stage in [0, 3, 4] {
-                // SAFETY: counters of the device, which is this process.
+                // SAFETY: the counters are memory of the shim, which is this process.
                 unsafe { *(counters as *mut u32).add(32 * stage) += 2 };
             }
             return Err(EngineError::Device {

@@ -1,4 +1,4 @@
-//! Small writes, gathered: whatever comes in between, memory is as if each had been made at once.
+//! Batched uploads: with any calls in between, memory is as if each upload had been made at once.
 
 use std::sync::Arc;
 
@@ -70,7 +70,7 @@ fn several_writes_are_one_launch() {
     let got = bytes_of(&*memory);
     assert!((0..10u8).all(|i| got[usize::from(i) * 100 + 49] == i));
     assert_eq!(device.take_whole_log(), [Call::Puts, Call::Download(4096)]);
-    // To the same place one after the other.
+    // Overlapping uploads, one after the other.
     memory.write(0, [1; 50][..].into()).unwrap();
     memory.write(40, [2; 50][..].into()).unwrap();
     assert_eq!(bytes_of(&*memory)[38..42], [1, 1, 2, 2]);
