@@ -151,7 +151,7 @@ fn a_guest_that_reads_behind_its_graph_waits_once() {
     assert_eq!(floats(&guest.read(a, 0, 16)), [6.0; 4]);
     let log = device.take_whole_log();
     let count = |of: fn(&Call) -> bool| log.iter().filter(|event| of(event)).count();
-    assert_eq!(count(|event| *event == Call::Puts), 1, "{log:?}");
+    assert_eq!(count(|event| *event == Call::UploadBatch), 1, "{log:?}");
     assert_eq!(
         count(|event| matches!(event, Call::Launch(_))),
         1,

@@ -200,8 +200,8 @@ impl Device for Shim {
         if launch.cooperative {
             let most = self.max_cooperative_blocks(launch.kernel, threads[0], shared);
             if grid[0] > most || grid[1..] != [1, 1] {
-                let message = format!("blocks {grid:?} do not run at the same time, {most} do");
-                let op = "a step";
+                let message = format!("a grid of {grid:?} blocks, of which {most} are resident");
+                let op = "a cooperative launch";
                 return Err(EngineError::Unsupported { op, why: message });
             }
             let seed = self.seed.fetch_add(1, Ordering::Relaxed);
@@ -287,8 +287,11 @@ impl Device for Shim {
         launch: &Launch,
     ) -> Result<(), EngineError> {
         let mut graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
-        let held = graphs.get_mut(&graph.0).expect("it was recorded");
-        assert_eq!(held[index].kernel, launch.kernel, "kernels stay");
+        let held = graphs.get_mut(&graph.0).expect("the graph exists");
+        assert_eq!(
+            held[index].kernel, launch.kernel,
+            "the kernel of a node is fixed"
+        );
         held[index] = launch.clone();
         Ok(())
     }
@@ -304,7 +307,7 @@ impl Device for Shim {
 
     fn destroy_graph(&self, graph: GraphExecId) {
         let mut graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
-        graphs.remove(&graph.0).expect("it was recorded");
+        graphs.remove(&graph.0).expect("the graph exists");
     }
 
     fn record_event(&self) -> Result<Event, EngineError> {

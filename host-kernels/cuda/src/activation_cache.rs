@@ -25,11 +25,11 @@ pub(crate) struct ActivationCache {
     /// Pairs of launches of the plan: the one that writes an entry and one that reads it.
     spans: Vec<(usize, usize)>,
     is_used: bool,
-    halves: Option<Halves>,
+    f16: Option<F16Activations>,
 }
 
 /// F16 activations for a product with many columns.
-struct Halves {
+struct F16Activations {
     /// What they were made of, and how, as bytes.
     key: Vec<u8>,
     sources: Vec<Range<Address>>,
@@ -79,18 +79,18 @@ impl ActivationCache {
             entries: Vec::new(),
             spans: Vec::new(),
             is_used: false,
-            halves: None,
+            f16: None,
         }
     }
 
     /// Bytes at the start of the nodes' scratch memory that hold F16 activations.
     pub(crate) fn reserved(&self) -> u64 {
-        self.halves.as_ref().map_or(0, |halves| halves.place.end)
+        self.f16.as_ref().map_or(0, |halves| halves.place.end)
     }
 
     /// The F16 activations with this key, for launch `user`.
-    pub(crate) fn halves(&mut self, key: &[u8], user: usize) -> Option<VgConvertF16Sm90Params> {
-        let halves = self.halves.as_ref().filter(|halves| halves.key == key)?;
+    pub(crate) fn f16(&mut self, key: &[u8], user: usize) -> Option<VgConvertF16Sm90Params> {
+        let halves = self.f16.as_ref().filter(|halves| halves.key == key)?;
         self.spans.push((halves.made, user));
         Some(halves.params)
     }
@@ -106,7 +106,7 @@ impl ActivationCache {
         params: VgConvertF16Sm90Params,
         made: usize,
     ) {
-        self.halves = Some(Halves {
+        self.f16 = Some(F16Activations {
             key,
             sources,
             place,
@@ -187,7 +187,7 @@ impl ActivationCache {
         });
         let is_apart =
             |source: &Range<Address>| source.end <= written.start || written.end <= source.start;
-        self.halves
+        self.f16
             .take_if(|halves| !halves.sources.iter().all(is_apart));
     }
 }
@@ -203,64 +203,64 @@ mod tests {
 
     #[test]
     fn activations_are_kept_until_they_are_written() {
-        let mut kept = ActivationCache::new(1 << 30);
+        let mut cache = ActivationCache::new(1 << 30);
         let x = view(4096, [64, 2, 1, 1]);
-        assert_eq!(kept.get(&x, 0), None);
-        let rounded = kept.put(&x, 0, true).unwrap();
-        assert_eq!(kept.get(&x, 3), Some(rounded));
+        assert_eq!(cache.get(&x, 0), None);
+        let rounded = cache.put(&x, 0, true).unwrap();
+        assert_eq!(cache.get(&x, 3), Some(rounded));
         // Other extents, the same rows.
-        assert_eq!(kept.get(&view(4096, [64, 1, 2, 1]), 4), Some(rounded));
-        assert_eq!(kept.get(&view(4096, [128, 1, 1, 1]), 4), None);
-        assert_eq!(kept.spans(), [(0, 3), (0, 4)]);
+        assert_eq!(cache.get(&view(4096, [64, 1, 2, 1]), 4), Some(rounded));
+        assert_eq!(cache.get(&view(4096, [128, 1, 1, 1]), 4), None);
+        assert_eq!(cache.spans(), [(0, 3), (0, 4)]);
         // Writes beside the source, by the launch that made the entry, and into the source.
-        kept.wrote(&(4096 + 512..8192), 5);
-        kept.wrote(&(4096..8192), 0);
-        assert_eq!(kept.get(&x, 5), Some(rounded));
-        kept.wrote(&(4096 + 508..8192), 5);
-        assert_eq!(kept.get(&x, 6), None);
+        cache.wrote(&(4096 + 512..8192), 5);
+        cache.wrote(&(4096..8192), 0);
+        assert_eq!(cache.get(&x, 5), Some(rounded));
+        cache.wrote(&(4096 + 508..8192), 5);
+        assert_eq!(cache.get(&x, 6), None);
         // A launch that only reads its source did not make the entry of what it writes later.
-        kept.put(&x, 7, false).unwrap();
-        kept.wrote(&(4096..8192), 7);
-        assert_eq!(kept.get(&x, 8), None);
+        cache.put(&x, 7, false).unwrap();
+        cache.wrote(&(4096..8192), 7);
+        assert_eq!(cache.get(&x, 8), None);
     }
 
     #[test]
     fn halves_are_kept_until_what_they_were_made_of_is_written() {
-        let mut kept = ActivationCache::new(0);
-        assert_eq!(kept.reserved(), 0);
+        let mut cache = ActivationCache::new(0);
+        assert_eq!(cache.reserved(), 0);
         let made = VgConvertF16Sm90Params {
             halves: 7,
             ..VgConvertF16Sm90Params::default()
         };
-        kept.cache_f16(vec![1, 2], vec![4096..8192, 64..128], 256..1024, made, 3);
-        assert_eq!(kept.reserved(), 1024);
-        assert!(kept.halves(&[1], 5).is_none());
-        assert_eq!(kept.halves(&[1, 2], 5).map(|made| made.halves), Some(7));
-        assert_eq!(kept.spans(), [(3, 5)]);
-        kept.wrote(&(128..4096), 5);
-        assert!(kept.halves(&[1, 2], 6).is_some());
-        kept.wrote(&(127..128), 6);
-        assert!(kept.halves(&[1, 2], 7).is_none());
-        assert_eq!(kept.reserved(), 0);
+        cache.cache_f16(vec![1, 2], vec![4096..8192, 64..128], 256..1024, made, 3);
+        assert_eq!(cache.reserved(), 1024);
+        assert!(cache.f16(&[1], 5).is_none());
+        assert_eq!(cache.f16(&[1, 2], 5).map(|made| made.halves), Some(7));
+        assert_eq!(cache.spans(), [(3, 5)]);
+        cache.wrote(&(128..4096), 5);
+        assert!(cache.f16(&[1, 2], 6).is_some());
+        cache.wrote(&(127..128), 6);
+        assert!(cache.f16(&[1, 2], 7).is_none());
+        assert_eq!(cache.reserved(), 0);
     }
 
     #[test]
     fn places_are_used_again_and_forgotten_then() {
-        let mut kept = ActivationCache::new(0);
+        let mut cache = ActivationCache::new(0);
         let x = |i: u64| view(i << 30, [32 * 1024, 1, 1, 1]);
-        let first = kept.put(&x(1), 0, false).unwrap();
+        let first = cache.put(&x(1), 0, false).unwrap();
         let mut count = 1;
         // An entry has 48 bytes for 32 elements.
-        while kept.get(&x(1), 0).is_some() {
+        while cache.get(&x(1), 0).is_some() {
             count += 1;
-            kept.put(&x(count), 0, false).unwrap();
+            cache.put(&x(count), 0, false).unwrap();
             assert!(count < 1000);
         }
         assert_eq!(count, ACTIVATION_CACHE_BYTES / (48 * 1024) + 1);
-        assert_eq!(kept.get(&x(count), 0), Some(first));
-        assert!(kept.get(&x(count - 1), 0).is_some());
+        assert_eq!(cache.get(&x(count), 0), Some(first));
+        assert!(cache.get(&x(count - 1), 0).is_some());
         assert_eq!(
-            kept.put(&view(0, [32 * 1024 * 64, 1, 1, 1]), 0, false),
+            cache.put(&view(0, [32 * 1024 * 64, 1, 1, 1]), 0, false),
             None,
             "too large"
         );

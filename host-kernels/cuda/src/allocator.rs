@@ -15,7 +15,7 @@ use vgpu_engine::{EngineError, MemoryInfo};
 const CHUNK: u64 = 64 << 20;
 
 /// The largest allocation in bytes that is a part of a chunk.
-const LARGEST_PART: u64 = 16 << 20;
+const MAX_PART: u64 = 16 << 20;
 
 /// The alignment of parts in bytes.
 const ALIGN: u64 = 256;
@@ -52,7 +52,7 @@ impl Allocator {
 
     /// Whether an allocation of this size is a part of a chunk.
     fn is_part(&self, size: u64) -> bool {
-        size <= LARGEST_PART && self.device.prefers_suballocation()
+        size <= MAX_PART && self.device.prefers_suballocation()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -78,7 +78,7 @@ impl Allocator {
     /// [`EngineError::OutOfMemory`] if neither the chunks nor the device have that much.
     pub(crate) fn alloc(&self, size: u64) -> Result<Address, EngineError> {
         if !self.is_part(size) {
-            return self.patiently(|| self.device.alloc(size), size);
+            return self.alloc_or_trim(|| self.device.alloc(size), size);
         }
         let address = self.part(size.next_multiple_of(ALIGN))?;
         // SAFETY: the part lies in a chunk of this allocator and has no other user.
@@ -96,7 +96,7 @@ impl Allocator {
         if let Some(address) = self.state().take(size) {
             return Ok(address);
         }
-        let chunk = self.patiently(|| self.device.alloc(CHUNK), size)?;
+        let chunk = self.alloc_or_trim(|| self.device.alloc(CHUNK), size)?;
         let mut state = self.state();
         state.chunks.insert(chunk, Gaps::from([(chunk, CHUNK)]));
         Ok({ state.take(size) }.expect("a chunk has room for a part"))
@@ -104,7 +104,7 @@ impl Allocator {
 
     /// Calls `alloc`, and again without spare chunks if there is no memory. The error names the
     /// bytes `wanted`.
-    fn patiently(
+    fn alloc_or_trim(
         &self,
         alloc: impl Fn() -> Result<Address, EngineError>,
         wanted: u64,

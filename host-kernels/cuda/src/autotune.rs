@@ -12,6 +12,21 @@ use vgpu_transport::ir::Type;
 
 use crate::source::SOURCES;
 
+/// Why a text is no tuning table for a device.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum TuningError {
+    #[error("the file is not a tuning table")]
+    NotATable,
+    #[error(
+        "the table was measured on another GPU or with other kernels: its fingerprint is {found}, \
+         {expected} is expected"
+    )]
+    OtherDevice { expected: String, found: String },
+    #[error("line {number} is not an entry of a tuning table: {text:?}")]
+    Line { number: usize, text: String },
+}
+
 /// A kernel variant of a product of many columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GemmVariant {
@@ -99,7 +114,8 @@ impl TuningTable {
             };
             for ((rows, columns), variant) in measured {
                 let (ty, variant) = (ty.ggml_name(), variant.name());
-                writeln!(text, "{ty} {rows} {columns} {variant}").expect("a string grows");
+                writeln!(text, "{ty} {rows} {columns} {variant}")
+                    .expect("writing to a string cannot fail");
             }
         }
         text
@@ -110,16 +126,22 @@ impl TuningTable {
     /// # Errors
     /// [`TuningError`] if the text is not a table, or a table of another device or of other
     /// kernels.
-    pub fn parse(text: &str, fingerprint: &str) -> Result<TuningTable, String> {
+    pub fn parse(text: &str, fingerprint: &str) -> Result<TuningTable, TuningError> {
         let mut lines = text.lines();
         let first = lines.next().unwrap_or_default();
-        let of = first.strip_prefix(HEADER).ok_or("not a file of table")?;
+        let of = first.strip_prefix(HEADER).ok_or(TuningError::NotATable)?;
         if of != fingerprint {
-            return Err("measured on another GPU or with other kernels".into());
+            return Err(TuningError::OtherDevice {
+                expected: fingerprint.to_owned(),
+                found: of.to_owned(),
+            });
         }
         let mut table = TuningTable::default();
         for (number, line) in lines.enumerate() {
-            let wrong = || format!("line {}: {line:?} is no choice", number + 2);
+            let wrong = || TuningError::Line {
+                number: number + 2,
+                text: line.to_owned(),
+            };
             let words: Vec<&str> = line.split(' ').collect();
             let [ty, rows, columns, variant] = words[..] else {
                 return Err(wrong());
@@ -139,7 +161,7 @@ impl TuningTable {
 }
 
 /// The start of the first line.
-const HEADER: &str = "vgpu's table of kernels, ";
+const HEADER: &str = "vgpu kernel tuning, ";
 
 /// The largest ratio to a measurement, as a power of two.
 const MAX_LOG2_DISTANCE: f64 = 1.0;
@@ -191,15 +213,15 @@ mod tests {
         let text = table.to_text(&here);
         assert_eq!(TuningTable::parse(&text, &here), Ok(table));
         let there = fingerprint("NVIDIA H100, driver 13.0");
-        let refused = TuningTable::parse(&text, &there).unwrap_err();
+        let refused = TuningTable::parse(&text, &there).unwrap_err().to_string();
         assert!(refused.contains("another GPU"), "{refused}");
         for (wrong, expected) in [
-            (String::new(), "not a file"),
+            (String::new(), "not a tuning table"),
             (format!("{text}q4_K 1 2\n"), "line 4"),
             (format!("{text}q4_K 1 -2 wide\n"), "line 4"),
             (format!("{text}q4_K 1 2 widest\n"), "line 4"),
         ] {
-            let refused = TuningTable::parse(&wrong, &here).unwrap_err();
+            let refused = TuningTable::parse(&wrong, &here).unwrap_err().to_string();
             assert!(refused.contains(expected), "{refused}");
         }
     }

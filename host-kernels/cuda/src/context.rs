@@ -120,7 +120,7 @@ impl ExecutionContext {
             return Ok(());
         }
         Err(EngineError::Device {
-            message: "a kernel gives wrong results".into(),
+            message: "a test kernel gives wrong results".into(),
         })
     }
 

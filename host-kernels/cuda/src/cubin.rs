@@ -53,7 +53,7 @@ impl CubinLoader {
             debug!(
                 file = source.name,
                 arch = self.arch,
-                "kernels from the cache"
+                "kernels are loaded from the cache"
             );
             return Ok(code);
         }
@@ -67,7 +67,7 @@ impl CubinLoader {
                 .and_then(|()| fs::write(&part, &code))
                 .and_then(|()| fs::rename(&part, &path));
             if let Err(error) = written {
-                warn!("kernels are not kept in {}: {error}", path.display());
+                warn!("the cache {} cannot be written: {error}", path.display());
             }
         }
         Ok(code)

@@ -133,13 +133,16 @@ impl CudaEngine {
         let Some(open) = &self.open else {
             return Err(EngineError::DeviceLost { reason });
         };
-        warn!("{} is set up anew: {reason}", self.name);
+        warn!(
+            "{}: reopening the device, which is lost: {reason}",
+            self.name
+        );
         // The memory of the lost device has to be free before the new one allocates.
         current.context.device.abandon();
         let opened = open().and_then(|device| ExecutionContext::new(device, self.policy));
         match opened.and_then(|context| context.probe().map(|()| context)) {
             Ok(context) => {
-                info!("{} works again, for new sessions", self.name);
+                info!("{}: the device works again, for new sessions", self.name);
                 context.set_tuning(&self.tuning);
                 current.context = Arc::new(context);
                 current.failed = None;
@@ -149,7 +152,7 @@ impl CudaEngine {
             Err(error) => {
                 current.attempts += 1;
                 error!(
-                    "{} cannot be set up anew, attempt {} of {MAX_ATTEMPTS}: {error}",
+                    "{}: reopening the device failed, attempt {} of {MAX_ATTEMPTS}: {error}",
                     self.name, current.attempts
                 );
                 let error = EngineError::Device {
@@ -207,7 +210,9 @@ impl Engine for CudaEngine {
                 window: Arc::clone(window),
             })),
             Err(error) => {
-                info!("what crosses the guest's window takes a detour in the driver: {error}");
+                info!(
+                    "copies of this guest use the driver's staging buffer, shared memory is not page-locked: {error}"
+                );
                 None
             }
         }

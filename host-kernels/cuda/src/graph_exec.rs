@@ -20,13 +20,13 @@ use crate::launch::policy::LaunchPolicy;
 use vgpu_engine::{EngineError, RunStatus, Turn};
 
 /// Launches of a batch until it is known how long they take.
-const FIRST_PIECE: usize = 32;
+const FIRST_BATCH: usize = 32;
 
 /// Fewer launches are as fast one by one.
-const MIN_RECORDED: usize = 4;
+const MIN_GRAPH_LAUNCHES: usize = 4;
 
 /// Batches that are handed to the device beyond the one that is running.
-const AHEAD: usize = 1;
+const BATCHES_AHEAD: usize = 1;
 
 /// A sequence of launches.
 pub(crate) struct LaunchSequence {
@@ -84,23 +84,23 @@ impl GraphTemplates {
 #[derive(Default)]
 struct GraphTemplate {
     /// Launches of a batch, once a run was measured.
-    piece: Option<usize>,
+    batch: Option<usize>,
     /// Whether graphs are of no use, or the device does not make them.
-    is_plain: bool,
-    recordings: Vec<Recording>,
+    is_disabled: bool,
+    graphs: Vec<GraphExec>,
     /// The launches whose parameters the graph instances have.
-    holds: Option<Arc<[Launch]>>,
+    params_of: Option<Arc<[Launch]>>,
 }
 
 /// A graph instance of consecutive launches.
-struct Recording {
+struct GraphExec {
     device: Arc<dyn Device>,
     id: GraphExecId,
     first: usize,
     count: usize,
 }
 
-impl Drop for Recording {
+impl Drop for GraphExec {
     fn drop(&mut self) {
         self.device.destroy_graph(self.id);
     }
@@ -163,7 +163,7 @@ impl LaunchSequence {
             return outcome;
         };
         // A refused launch has not run. The launches before it have run or are under way.
-        warn!("a step is not launched, and goes launch by launch from now on: {error}");
+        warn!("the device refuses a megakernel, its launches run one by one from now on: {error}");
         plain.done = self.covers[..at].iter().sum();
         *self = *plain;
         // SAFETY: the caller's promise; the plain sequence uses the same memory.
@@ -183,21 +183,21 @@ impl LaunchSequence {
         let failed = |node: usize, error| Failure { node, error };
         self.has_yielded |= self.done > 0;
         let start = Instant::now();
-        let (first, piece) = (self.done, template.piece.unwrap_or(FIRST_PIECE));
-        if template.piece.is_some() && first == 0 {
-            self.prepare(&mut template, device, piece);
+        let (first, batch) = (self.done, template.batch.unwrap_or(FIRST_BATCH));
+        if template.batch.is_some() && first == 0 {
+            self.prepare(&mut template, device, batch);
         }
         let mut under_way: Vec<Event> = Vec::new();
         while self.done < self.launches.len() {
-            let end = self.end_of_piece(self.done, piece);
-            let recording = template
-                .holds_of(self)
+            let end = self.end_of_batch(self.done, batch);
+            let graph = template
+                .has_params_of(self)
                 .and_then(|()| template.at(self.done));
-            match recording {
-                Some(recording) if recording.count == end - self.done => {
+            match graph {
+                Some(graph) if graph.count == end - self.done => {
                     let node = self.nodes[self.done] as usize;
-                    // SAFETY: the caller's promise; the recording holds the launches of this sequence.
-                    unsafe { device.launch_graph(recording.id) }
+                    // SAFETY: the caller's promise; the graph params_of the launches of this sequence.
+                    unsafe { device.launch_graph(graph.id) }
                         .map_err(|error| failed(node, error))?;
                 }
                 _ => {
@@ -218,7 +218,7 @@ impl LaunchSequence {
             }
             let here = self.nodes[end - 1] as usize;
             under_way.push(device.record_event().map_err(|error| failed(here, error))?);
-            if under_way.len() > AHEAD {
+            if under_way.len() > BATCHES_AHEAD {
                 let event = under_way.remove(0);
                 device
                     .wait_event(event)
@@ -229,7 +229,7 @@ impl LaunchSequence {
                 return Ok(RunStatus::Yielded);
             }
         }
-        if template.piece.is_none() && !self.has_yielded {
+        if template.batch.is_none() && !self.has_yielded {
             let last = self.last_node();
             device.synchronize().map_err(|error| failed(last, error))?;
             template.learn(start.elapsed(), self.launches.len(), policy);
@@ -268,43 +268,43 @@ impl LaunchSequence {
     }
 
     /// The end of the batch that begins with launch `at`.
-    fn end_of_piece(&self, at: usize, piece: usize) -> usize {
-        let least = at.saturating_add(piece).min(self.launches.len());
+    fn end_of_batch(&self, at: usize, batch: usize) -> usize {
+        let least = at.saturating_add(batch).min(self.launches.len());
         let stop = (least..self.launches.len()).find(|&end| self.stops[end - 1]);
         stop.unwrap_or(self.launches.len())
     }
 
     /// Makes the graph instances of the template run the launches of this sequence. If the device
     /// cannot, launches go one by one.
-    fn prepare(&self, template: &mut GraphTemplate, device: &Arc<dyn Device>, piece: usize) {
-        if template.is_plain || template.holds_of(self).is_some() {
+    fn prepare(&self, template: &mut GraphTemplate, device: &Arc<dyn Device>, batch: usize) {
+        if template.is_disabled || template.has_params_of(self).is_some() {
             return;
         }
-        let outcome = match template.holds.take() {
-            Some(held) => self.change(template, device, &held),
-            None => self.record(template, device, piece),
+        let outcome = match template.params_of.take() {
+            Some(held) => self.update(template, device, &held),
+            None => self.instantiate(template, device, batch),
         };
         match outcome {
-            Ok(()) => template.holds = Some(Arc::clone(&self.launches)),
+            Ok(()) => template.params_of = Some(Arc::clone(&self.launches)),
             Err(error) => {
-                warn!("launches are not recorded, and go one by one: {error}");
-                template.recordings.clear();
-                template.is_plain = true;
+                warn!("no CUDA graph is made, launches run one by one: {error}");
+                template.graphs.clear();
+                template.is_disabled = true;
             }
         }
     }
 
-    fn record(
+    fn instantiate(
         &self,
         template: &mut GraphTemplate,
         device: &Arc<dyn Device>,
-        piece: usize,
+        batch: usize,
     ) -> Result<(), EngineError> {
         let mut first = 0;
         while first < self.launches.len() {
-            let end = self.end_of_piece(first, piece);
-            if end - first >= MIN_RECORDED {
-                template.recordings.push(Recording {
+            let end = self.end_of_batch(first, batch);
+            if end - first >= MIN_GRAPH_LAUNCHES {
+                template.graphs.push(GraphExec {
                     id: device.create_graph(&self.launches[first..end])?,
                     device: Arc::clone(device),
                     first,
@@ -317,17 +317,17 @@ impl LaunchSequence {
     }
 
     /// Updates the nodes that differ from the launches `held`, which the instances have now.
-    fn change(
+    fn update(
         &self,
         template: &GraphTemplate,
         device: &Arc<dyn Device>,
         held: &[Launch],
     ) -> Result<(), EngineError> {
-        for recording in &template.recordings {
-            for index in 0..recording.count {
-                let at = recording.first + index;
+        for graph in &template.graphs {
+            for index in 0..graph.count {
+                let at = graph.first + index;
                 if self.launches[at] != held[at] {
-                    device.update_graph_node(recording.id, index, &self.launches[at])?;
+                    device.update_graph_node(graph.id, index, &self.launches[at])?;
                 }
             }
         }
@@ -337,16 +337,14 @@ impl LaunchSequence {
 
 impl GraphTemplate {
     /// `Some` if the graph instances have the parameters of this sequence.
-    fn holds_of(&self, sequence: &LaunchSequence) -> Option<()> {
-        let held = self.holds.as_ref()?;
+    fn has_params_of(&self, sequence: &LaunchSequence) -> Option<()> {
+        let held = self.params_of.as_ref()?;
         Arc::ptr_eq(held, &sequence.launches).then_some(())
     }
 
     /// The graph instance that begins with launch `at`.
-    fn at(&self, at: usize) -> Option<&Recording> {
-        self.recordings
-            .iter()
-            .find(|recording| recording.first == at)
+    fn at(&self, at: usize) -> Option<&GraphExec> {
+        self.graphs.iter().find(|graph| graph.first == at)
     }
 
     /// Derives the size of batches from the duration of a whole run.
@@ -355,11 +353,11 @@ impl GraphTemplate {
         let fitting = policy.time_slice.as_nanos() / each.as_nanos().max(1);
         let fitting = usize::try_from(fitting).unwrap_or(usize::MAX).max(1);
         // A sequence of at most two batches is not cut.
-        self.piece = Some(if fitting.saturating_mul(2) >= launches {
+        self.batch = Some(if fitting.saturating_mul(2) >= launches {
             usize::MAX
         } else {
             fitting
         });
-        self.is_plain |= each > policy.graph_threshold;
+        self.is_disabled |= each > policy.graph_threshold;
     }
 }

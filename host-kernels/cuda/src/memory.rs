@@ -107,14 +107,14 @@ impl CudaMemory {
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    pub(crate) fn arrange(
+    pub(crate) fn repack(
         &self,
         start: u64,
         planes: RepackFormat,
-        room: &RepackBuffer,
+        buffer: &RepackBuffer,
     ) -> Result<(), EngineError> {
         let device = self.allocator.device();
-        let (at, from) = (self.address + start, room.memory.address);
+        let (at, from) = (self.address + start, buffer.memory.address);
         for parts in planes.parts(PIECE) {
             let begin = parts[0].scales.start;
             let end = parts[parts.len() - 1].scales.end;
@@ -133,7 +133,7 @@ impl CudaMemory {
                 };
                 let blocks = part.quants_of_16().div_ceil(THREADS).min(MAX_BLOCKS);
                 let launch = Launch {
-                    kernel: room.kernel,
+                    kernel: buffer.kernel,
                     grid: [blocks as u32, 1, 1],
                     threads: [THREADS as u32, 1, 1],
                     shared: 0,
@@ -141,7 +141,7 @@ impl CudaMemory {
                     cooperative: false,
                 };
                 // SAFETY: the part lies inside this memory. The buffer is another allocation with
-                // room for a piece. The kernel writes quants only where this and earlier parts lay,
+                // buffer for a piece. The kernel writes quants only where this and earlier parts lay,
                 // which were copied to the buffer, and scales to the end of the buffer or of a
                 // matrix of one part.
                 unsafe {
@@ -150,7 +150,7 @@ impl CudaMemory {
                 }
             }
             if let Some(aside) = aside {
-                // SAFETY: the scales lie behind the quants, inside this memory; the buffer has room
+                // SAFETY: the scales lie behind the quants, inside this memory; the buffer has buffer
                 // for a piece and the scales of a matrix.
                 unsafe { device.copy(at + begin, aside, end - begin)? };
             }
@@ -164,21 +164,21 @@ impl CudaMemory {
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    pub(crate) fn keep_plain(&self, range: &Range<u64>) -> Result<(), EngineError> {
-        self.settle(range, |_| false)
+    pub(crate) fn restore(&self, range: &Range<u64>) -> Result<(), EngineError> {
+        self.drop_or_restore(range, |_| false)
     }
 
     /// The same before all bytes of `range` are overwritten: tensors inside `range` are dropped,
     /// and not restored.
-    fn before_change(&self, range: &Range<u64>) -> Result<(), EngineError> {
-        self.settle(range, |tensor| {
+    fn before_write(&self, range: &Range<u64>) -> Result<(), EngineError> {
+        self.drop_or_restore(range, |tensor| {
             range.start <= tensor.start && tensor.end <= range.end
         })
     }
 
     /// Leaves no tensor with bytes in `range` repacked: drops those that `is_forgotten` names, and
     /// restores the others.
-    fn settle(
+    fn drop_or_restore(
         &self,
         range: &Range<u64>,
         is_forgotten: impl Fn(&Range<u64>) -> bool,
@@ -200,7 +200,7 @@ impl CudaMemory {
                     }
                 };
                 planes.restore(|bytes| self.fetch(start, bytes), put)?;
-                state.keep_plain(start);
+                state.restore(start);
             }
             self.repack_state.has_changed();
         }
@@ -254,7 +254,7 @@ impl Memory for CudaMemory {
         if data.is_empty() {
             return Ok(());
         }
-        self.before_change(&(offset..offset + data.len() as u64))?;
+        self.before_write(&(offset..offset + data.len() as u64))?;
         // SAFETY: `range` has checked that the bytes are inside this memory.
         unsafe { self.allocator.device().upload(to, data) }
     }
@@ -275,10 +275,10 @@ impl Memory for CudaMemory {
             let (here, behind) = from_here.split_at((wanted.end - wanted.start) as usize);
             let mut here = Some(here);
             let give = |bytes: &[u8]| {
-                let room = here
+                let buffer = here
                     .take()
-                    .expect("pieces are given until there is no room left");
-                let (mut first, left) = room.split_at(bytes.len());
+                    .expect("pieces are given until there is no buffer left");
+                let (mut first, left) = buffer.split_at(bytes.len());
                 first.copy_from(bytes.into());
                 here = Some(left);
                 Ok(())
@@ -298,7 +298,7 @@ impl Memory for CudaMemory {
         if len == 0 {
             return Ok(());
         }
-        self.before_change(&(offset..offset + len))?;
+        self.before_write(&(offset..offset + len))?;
         // SAFETY: `range` has checked that the bytes are inside this memory.
         unsafe { self.allocator.device().fill(to, len, value) }
     }
@@ -319,8 +319,8 @@ impl Memory for CudaMemory {
         if len == 0 || to == from {
             return Ok(());
         }
-        source.keep_plain(&(source_offset..source_offset + len))?;
-        self.before_change(&(offset..offset + len))?;
+        source.restore(&(source_offset..source_offset + len))?;
+        self.before_write(&(offset..offset + len))?;
         if to.abs_diff(from) >= len {
             // SAFETY: `range` has checked both ranges, and they do not overlap.
             return unsafe { self.allocator.device().copy(to, from, len) };

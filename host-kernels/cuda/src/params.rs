@@ -59,11 +59,11 @@ impl VgView {
     /// Of weights: the type, and whether they are repacked.
     pub(crate) fn weights(&self) -> Option<(Type, bool)> {
         let plain = u8::try_from(self.type_ & !VG_REPACKED).ok()?;
-        Some((Type::from_id(plain)?, self.is_in_planes()))
+        Some((Type::from_id(plain)?, self.is_repacked()))
     }
 
     /// Whether the weights are repacked.
-    pub(crate) fn is_in_planes(&self) -> bool {
+    pub(crate) fn is_repacked(&self) -> bool {
         self.type_ & VG_REPACKED != 0
     }
 

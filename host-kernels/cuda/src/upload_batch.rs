@@ -19,10 +19,10 @@ use crate::params::{VG_MAX_UPLOADS, VgUpload, VgUploadParams};
 use vgpu_engine::{EngineError, MemoryInfo};
 
 /// The largest upload in bytes that is batched.
-const LARGEST: usize = 64 << 10;
+const MAX_BATCHED_UPLOAD: usize = 64 << 10;
 
 /// Bytes of the mapped host memory.
-const ROOM: usize = 1 << 20;
+const BUFFER_BYTES: usize = 1 << 20;
 
 /// Bytes that a block moves at a time: 16 for each of its 128 threads.
 const BLOCK_BYTES: u64 = 128 * 16;
@@ -33,8 +33,8 @@ const MAX_BLOCKS: u64 = 8;
 /// A device that batches small uploads.
 pub(crate) struct UploadBatcher {
     device: Arc<dyn Device>,
-    put: KernelId,
-    room: MappedHostMemory,
+    kernel: KernelId,
+    buffer: MappedHostMemory,
     state: Mutex<State>,
     /// The number of calls that gave the device work, counted after the call.
     asked: AtomicU64,
@@ -45,7 +45,7 @@ pub(crate) struct UploadBatcher {
 #[derive(Default)]
 struct State {
     /// Uploads that were not yet launched. They do not overlap.
-    puts: Vec<VgUpload>,
+    uploads: Vec<VgUpload>,
     /// The offset of the next upload in the mapped memory. The device may still read the bytes
     /// before it.
     next: usize,
@@ -56,8 +56,8 @@ struct State {
 impl UploadBatcher {
     pub(crate) fn new(device: Arc<dyn Device>) -> Result<UploadBatcher, EngineError> {
         Ok(UploadBatcher {
-            put: device.kernel("vg_upload")?,
-            room: device.alloc_mapped(ROOM)?,
+            kernel: device.kernel("vg_upload")?,
+            buffer: device.alloc_mapped(BUFFER_BYTES)?,
             device,
             state: Mutex::default(),
             asked: AtomicU64::new(1),
@@ -72,16 +72,16 @@ impl UploadBatcher {
     /// Launches the batched uploads. If the launch fails, they are lost with the device: the launch
     /// has no other reason to fail.
     fn send(&self, state: &mut State) -> Result<(), EngineError> {
-        let Some(longest) = state.puts.iter().map(|put| put.len).max() else {
+        let Some(longest) = state.uploads.iter().map(|upload| upload.len).max() else {
             return Ok(());
         };
         let mut params = VgUploadParams::default();
-        let count = state.puts.len();
-        params.puts[..count].copy_from_slice(&state.puts);
-        state.puts.clear();
+        let count = state.uploads.len();
+        params.puts[..count].copy_from_slice(&state.uploads);
+        state.uploads.clear();
         let blocks = longest.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS);
         let launch = Launch {
-            kernel: self.put,
+            kernel: self.kernel,
             grid: [blocks as u32, count as u32, 1],
             threads: [128, 1, 1],
             shared: 0,
@@ -92,16 +92,16 @@ impl UploadBatcher {
         // freed only through `free`, which sends the batch first. The sources stay in the mapped
         // memory until the device was synchronised.
         unsafe { self.device.launch(&launch) }?;
-        self.has_asked();
+        self.count_work();
         Ok(())
     }
 
     /// Launches the batched uploads before other work.
-    fn before_more(&self) -> Result<(), EngineError> {
+    fn flush(&self) -> Result<(), EngineError> {
         self.send(&mut self.state())
     }
 
-    fn has_asked(&self) {
+    fn count_work(&self) {
         // Release pairs with the loads of `asked`: who sees the new count asks the device after
         // this work.
         self.asked.fetch_add(1, Ordering::Release);
@@ -172,7 +172,7 @@ impl Device for UploadBatcher {
     }
 
     fn abandon(&self) {
-        self.state().puts.clear();
+        self.state().uploads.clear();
         self.device.abandon();
     }
 
@@ -187,13 +187,13 @@ impl Device for UploadBatcher {
 
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
         let address = self.device.alloc(size)?;
-        self.has_asked(); // for zeros
+        self.count_work(); // for zeros
         Ok(address)
     }
 
     unsafe fn free(&self, address: Address, size: u64) {
         // A batch that cannot be launched was for a lost device.
-        let _ = self.before_more();
+        let _ = self.flush();
         // SAFETY: the caller's promise.
         unsafe { self.device.free(address, size) };
     }
@@ -212,7 +212,7 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn unmap_memory(&self, address: Address, size: u64) {
-        let _ = self.before_more(); // as in `free`
+        let _ = self.flush(); // as in `free`
         // SAFETY: the caller's promise.
         unsafe { self.device.unmap_memory(address, size) };
     }
@@ -223,11 +223,11 @@ impl Device for UploadBatcher {
 
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
         let len = from.len();
-        if len > LARGEST {
-            self.before_more()?;
+        if len > MAX_BATCHED_UPLOAD {
+            self.flush()?;
             // SAFETY: the caller's promise.
             unsafe { self.device.upload(to, from) }?;
-            self.has_asked();
+            self.count_work();
             return Ok(());
         }
         if let Some(reason) = self.device.lost() {
@@ -235,25 +235,25 @@ impl Device for UploadBatcher {
         }
         let mut state = self.state();
         let end = to + len as u64;
-        let meets = |put: &VgUpload| put.to < end && to < put.to + put.len;
+        let meets = |upload: &VgUpload| upload.to < end && to < upload.to + upload.len;
         // The uploads of a launch run in any order.
-        if state.puts.len() == VG_MAX_UPLOADS as usize || state.puts.iter().any(meets) {
+        if state.uploads.len() == VG_MAX_UPLOADS as usize || state.uploads.iter().any(meets) {
             self.send(&mut state)?;
         }
         let place = |state: &State| state.next + (to % 16) as usize;
-        if place(&state) + len > ROOM {
+        if place(&state) + len > BUFFER_BYTES {
             self.send(&mut state)?;
             // Rare: running a graph ends with a wait, which empties the mapped memory.
             self.device.synchronize()?;
             state.next = 0;
         }
         let at = place(&state);
-        // SAFETY: `at + len` is at most ROOM, and the device reads only bytes before `next`. The
+        // SAFETY: `at + len` is at most BUFFER_BYTES, and the device reads only bytes before `next`. The
         // lock of the state makes this thread the only writer.
-        from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.room.host.add(at), len) });
-        state.puts.push(VgUpload {
+        from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.buffer.host.add(at), len) });
+        state.uploads.push(VgUpload {
             to,
-            from: self.room.device + at as u64,
+            from: self.buffer.device + at as u64,
             len: len as u64,
         });
         state.next = (at + len).next_multiple_of(16);
@@ -267,18 +267,18 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
-        self.before_more()?;
+        self.flush()?;
         // SAFETY: the caller's promise.
         unsafe { self.device.fill(to, size, value) }?;
-        self.has_asked();
+        self.count_work();
         Ok(())
     }
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
-        self.before_more()?;
+        self.flush()?;
         // SAFETY: the caller's promise.
         unsafe { self.device.copy(to, from, size) }?;
-        self.has_asked();
+        self.count_work();
         Ok(())
     }
 
@@ -287,10 +287,10 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
-        self.before_more()?;
+        self.flush()?;
         // SAFETY: the caller's promise.
         unsafe { self.device.launch(launch) }?;
-        self.has_asked();
+        self.count_work();
         Ok(())
     }
 
@@ -318,10 +318,10 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
-        self.before_more()?;
+        self.flush()?;
         // SAFETY: the caller's promise.
         unsafe { self.device.launch_graph(graph) }?;
-        self.has_asked();
+        self.count_work();
         Ok(())
     }
 
@@ -330,7 +330,7 @@ impl Device for UploadBatcher {
     }
 
     fn record_event(&self) -> Result<Event, EngineError> {
-        self.before_more()?;
+        self.flush()?;
         self.device.record_event()
     }
 
@@ -339,7 +339,7 @@ impl Device for UploadBatcher {
     }
 
     fn synchronize(&self) -> Result<(), EngineError> {
-        self.before_more()?;
+        self.flush()?;
         let asked = self.asked.load(Ordering::Acquire);
         if self.done.load(Ordering::Acquire) >= asked && self.device.lost().is_none() {
             return Ok(());

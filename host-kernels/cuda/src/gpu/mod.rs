@@ -128,7 +128,7 @@ impl Gpu {
         // SAFETY: the context is current to this thread; `word` stays until the context is destroyed.
         unsafe { stream.set_completion(word) };
         Ok(Gpu {
-            description: format!("{model}, {sm_count} multiprocessors"),
+            description: format!("{model}, {sm_count} SMs"),
             architecture,
             sm_count,
             max_shared_per_block,

@@ -28,7 +28,7 @@ pub(crate) struct Builder<'a> {
     context: &'a ExecutionContext,
     scratch_bytes: u64,
     launches: Vec<Launch>,
-    kept: &'a mut ActivationCache,
+    cache: &'a mut ActivationCache,
     /// Bytes at the start of the nodes' scratch memory that other nodes still use.
     reserved: u64,
     /// The number of launches of the plan before these.
@@ -45,7 +45,7 @@ impl<'a> Builder<'a> {
         views: &'a [VgView],
         index: usize,
         context: &'a ExecutionContext,
-        (kept, before): (&'a mut ActivationCache, usize),
+        (cache, before): (&'a mut ActivationCache, usize),
     ) -> Builder<'a> {
         Builder {
             graph,
@@ -55,8 +55,8 @@ impl<'a> Builder<'a> {
             context,
             scratch_bytes: 0,
             launches: Vec::new(),
-            reserved: kept.reserved(),
-            kept,
+            reserved: cache.reserved(),
+            cache,
             before,
             refused: Vec::new(),
         }
@@ -111,7 +111,7 @@ impl Builder<'_> {
     /// Source `i`, which the rules of the operator require.
     pub(crate) fn src(&self, i: usize) -> VgView {
         let index = self.source(i);
-        self.views[index.expect("validation refuses operations without a source they need")]
+        self.views[index.expect("validation refuses nodes without a required source")]
     }
 
     /// Source `i`, or an empty view if there is none.
@@ -157,7 +157,7 @@ impl Builder<'_> {
 
     /// The F16 activations cached under this key, for the launch that is added next.
     pub(crate) fn cached_f16(&mut self, key: &[u8]) -> Option<VgConvertF16Sm90Params> {
-        self.kept.halves(key, self.before + self.launches.len())
+        self.cache.f16(key, self.before + self.launches.len())
     }
 
     /// Allocates `bytes` of scratch memory for F16 activations that later nodes may find. Returns
@@ -191,19 +191,19 @@ impl Builder<'_> {
     ) {
         let sources = { sources.iter() }.filter(|source| source.data != 0);
         let sources = sources.map(|source| source.extent()).collect();
-        self.kept.cache_f16(key, sources, place, params, made);
+        self.cache.cache_f16(key, sources, place, params, made);
     }
 
     /// The cached q8 activations of `x`, for the launch that is added next.
     pub(crate) fn cached_q8(&mut self, x: &VgView) -> Option<Q8Activations> {
-        self.kept.get(x, self.before + self.launches.len())
+        self.cache.get(x, self.before + self.launches.len())
     }
 
     /// Allocates room in the activation cache for the q8 activations of `x`, which the launch that
     /// is added next writes. `is_result`: that launch also computes `x`. `None` if they are too
     /// large.
     pub(crate) fn reserve_q8(&mut self, x: &VgView, is_result: bool) -> Option<Q8Activations> {
-        self.kept
+        self.cache
             .put(x, self.before + self.launches.len(), is_result)
     }
 
@@ -215,7 +215,7 @@ impl Builder<'_> {
 
     /// Undoes [`reserve_q8`](Builder::reserve_q8).
     pub(crate) fn drop_q8(&mut self, x: &VgView) {
-        self.kept.forget(x);
+        self.cache.forget(x);
     }
 
     /// Whether the device has the kernels for sm_90a.
@@ -318,7 +318,7 @@ impl Builder<'_> {
             return body(self, dst);
         }
         let shape = Shape::contiguous(Type::F32, dst.ne.map(|n| n as u64))
-            .ok_or_else(|| self.unsupported("results beyond any memory"))?;
+            .ok_or_else(|| self.unsupported("the result is larger than any memory"))?;
         let bytes = shape.extent().unwrap_or(u64::MAX / 2);
         let staged = VgView::new(self.scratch(bytes), &shape);
         body(self, staged)?;

@@ -16,7 +16,7 @@ pub(crate) struct MatmulKernels {
 }
 
 impl MatmulKernels {
-    fn of(ty: Type, in_planes: bool) -> Option<MatmulKernels> {
+    fn of(ty: Type, repacked: bool) -> Option<MatmulKernels> {
         macro_rules! tuned {
             ($type:literal, $alignment:literal) => {
                 Some(MatmulKernels {
@@ -27,7 +27,7 @@ impl MatmulKernels {
                 })
             };
         }
-        if in_planes {
+        if repacked {
             return match ty {
                 Type::Q4_0 => tuned!("q4_0_repacked", 16),
                 Type::Q8_0 => tuned!("q8_0_repacked", 16),
@@ -73,22 +73,22 @@ impl MatmulKernels {
     /// Whether the kernels can read weights with these extents and strides.
     pub(crate) fn takes_weights(&self, w: &VgView, ty: Type) -> bool {
         // Repacked rows are adjacent, and only matrices begin at aligned addresses.
-        let in_planes = w.is_in_planes();
+        let repacked = w.is_repacked();
         let row = w.ne[0] / ty.block_elements() as i64 * w.nb[0];
         let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
-        let counts = |d: usize| !in_planes || d == 0 || d > 1 && w.ne[d] > 1;
+        let counts = |d: usize| !repacked || d == 0 || d > 1 && w.ne[d] > 1;
         // The kernels index the bytes of a row, and the rows, with 32 bits.
         (1..=1 << 28).contains(&w.ne[0])
             && w.ne[1] <= 1 << 28
             && w.ne[0] % 32 == 0
             && w.nb[0] == ty.block_bytes() as i64
-            && (!in_planes || w.nb[1] == row)
+            && (!repacked || w.nb[1] == row)
             && (0..4).all(|d| !counts(d) || places[d] % self.alignment == 0)
     }
 
     /// The kernels for weights of this type and format.
     pub(crate) fn of_vectors(w: &VgView) -> Option<(Type, MatmulKernels)> {
-        let (ty, in_planes) = w.weights()?;
-        Some((ty, MatmulKernels::of(ty, in_planes)?))
+        let (ty, repacked) = w.weights()?;
+        Some((ty, MatmulKernels::of(ty, repacked)?))
     }
 }

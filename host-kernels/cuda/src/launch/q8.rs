@@ -11,12 +11,12 @@ use crate::params::VgView;
 pub(crate) const FEW_COLUMNS: i64 = 8;
 
 /// Elements of a q8 chunk; rows are padded to whole chunks (`kernels/q8_layout.cuh`).
-const ROUNDED_PIECE: i64 = 1024;
+const Q8_CHUNK: i64 = 1024;
 
 /// The number of padded elements of the q8 activations of `x`. Each element takes one byte for the
 /// quant and half a byte for scales and sums.
 pub(crate) fn q8_elements(x: &VgView) -> i64 {
-    x.rows() * div_ceil(x.ne[0], ROUNDED_PIECE) * ROUNDED_PIECE
+    x.rows() * div_ceil(x.ne[0], Q8_CHUNK) * Q8_CHUNK
 }
 
 /// Activations quantised to 8 bits, as `vg_quantize_q8` writes them: rows in order, each padded to

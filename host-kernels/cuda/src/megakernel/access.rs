@@ -18,7 +18,7 @@ pub(crate) struct MemoryAccess {
 }
 
 /// Whether a range of `these` has a byte in common with a range of `those`.
-pub(crate) fn meet(these: &[Range<Address>], those: &[Range<Address>]) -> bool {
+pub(crate) fn overlap(these: &[Range<Address>], those: &[Range<Address>]) -> bool {
     let meets = |a: &Range<Address>| those.iter().any(|b| a.start < b.end && b.start < a.end);
     these.iter().any(meets)
 }
@@ -27,11 +27,13 @@ impl MemoryAccess {
     /// Whether the two stages have to run in order.
     pub(crate) fn conflicts(&self, other: &MemoryAccess) -> bool {
         let writes_to = |a: &MemoryAccess, b: &MemoryAccess| {
-            meet(&a.written, &b.read) || meet(&a.written, &b.written) || meet(&a.written, &b.ahead)
+            overlap(&a.written, &b.read)
+                || overlap(&a.written, &b.written)
+                || overlap(&a.written, &b.ahead)
         };
         writes_to(self, other)
-            || meet(&other.written, &self.read)
-            || meet(&other.written, &self.ahead)
+            || overlap(&other.written, &self.read)
+            || overlap(&other.written, &self.ahead)
     }
 
     /// Bytes that are read once: weights, keys and values.
@@ -57,11 +59,11 @@ impl MemoryAccess {
 
     /// Whether blocks of the stage write what other blocks of it read or write. The result of such
     /// a launch depends on the order of its blocks, which a megakernel distributes differently.
-    pub(crate) fn is_in_its_own_way(&self) -> bool {
+    pub(crate) fn has_internal_conflict(&self) -> bool {
         let mut all = self.written.iter().enumerate();
-        all.any(|(i, mine)| meet(std::slice::from_ref(mine), &self.written[i + 1..]))
-            || meet(&self.written, &self.read)
-            || meet(&self.written, &self.ahead)
+        all.any(|(i, mine)| overlap(std::slice::from_ref(mine), &self.written[i + 1..]))
+            || overlap(&self.written, &self.read)
+            || overlap(&self.written, &self.ahead)
     }
 
     pub(crate) fn writes(&mut self, view: &VgView) {

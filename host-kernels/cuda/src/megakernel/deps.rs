@@ -1,6 +1,6 @@
 //! Dependencies of stages: the fewest waits that keep all stages with common memory in order.
 
-use super::access::{MemoryAccess, meet};
+use super::access::{MemoryAccess, overlap};
 use crate::params::VG_MAX_WAITS;
 
 /// What a stage waits for, by the numbers of stages.
@@ -74,11 +74,11 @@ pub(crate) fn order(stages: &[&MemoryAccess]) -> Vec<StageDeps> {
 fn fetched_from(stages: &[&MemoryAccess], before: &[Set], at: usize) -> usize {
     let stage = stages[at];
     let mut writers = stages[..at].iter().map(|other| &other.written);
-    if writers.any(|written| meet(written, &stage.ahead)) {
+    if writers.any(|written| overlap(written, &stage.ahead)) {
         return at + 1;
     }
     let choosers: Vec<usize> = { 0..at }
-        .filter(|&other| meet(&stages[other].written, &stage.ids))
+        .filter(|&other| overlap(&stages[other].written, &stage.ids))
         .collect();
     if choosers.is_empty() {
         return 0;
@@ -127,12 +127,12 @@ pub(crate) fn verify(stages: &[&MemoryAccess], order: &[StageDeps]) -> Result<()
                 (&before.written, ahead, "reads weights that it writes"),
             ];
             for (its, mine, what) in shared {
-                if meet(its, mine) && !reaches[b][a] {
+                if overlap(its, mine) && !reaches[b][a] {
                     return Err(format!("stage {b} {what}, but does not wait for {a}"));
                 }
             }
             // A block prefetches when it has begun some stage from `from - 1` on.
-            if meet(&before.written, ahead) || meet(&before.written, ids) {
+            if overlap(&before.written, ahead) || overlap(&before.written, ids) {
                 let from = order[b].from;
                 if from == 0 || (from - 1..=b).any(|begun| !reaches[begun][a]) {
                     return Err(format!("stage {b} fetches before {a} is done"));

@@ -44,10 +44,10 @@ const LATENCY: u64 = 2;
 /// The estimated cost of a stage in nanoseconds without its memory traffic, and the fraction of the
 /// memory bandwidth that a stage reaches.
 const STAGE_COST: f64 = 1500.0;
-const RATE: f64 = 0.6;
+const BANDWIDTH_SHARE: f64 = 0.6;
 
 /// The bandwidth in bytes per second that is assumed if it is unknown.
-const SOME_RATE: u64 = 1 << 40;
+const DEFAULT_BANDWIDTH: u64 = 1 << 40;
 
 /// The launches of a plan after lowering.
 pub(crate) struct Lowering {
@@ -139,16 +139,16 @@ pub(crate) fn arrange(
 }
 
 /// Reasons for launches that have stages but are in no megakernel.
-const TOO_FEW: &str = "too few launches in a row have stages";
-const NO_ROOM: &str = "the device has no room for blocks that wait for each other";
+const TOO_FEW: &str = "too few consecutive launches have a stage";
+const NO_ROOM: &str = "the blocks of a cooperative launch do not fit on the device";
 
 /// The estimated cost of a stage in nanoseconds.
 fn cost(task: &Stage, context: &ExecutionContext) -> f64 {
     let rate = match context.device.memory_bandwidth() {
-        0 => SOME_RATE,
+        0 => DEFAULT_BANDWIDTH,
         rate => rate,
     };
-    STAGE_COST + task.access.bytes() as f64 * 1e9 / (RATE * rate as f64)
+    STAGE_COST + task.access.bytes() as f64 * 1e9 / (BANDWIDTH_SHARE * rate as f64)
 }
 
 /// How many of these launches become one megakernel: all, or as many as take one time slice, up to

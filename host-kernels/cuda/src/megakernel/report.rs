@@ -11,7 +11,7 @@ use tracing::{debug, info};
 pub(crate) struct ReportedReasons(Mutex<BTreeSet<String>>);
 
 /// The most sets of reasons that are remembered, since a guest may send any graph.
-const MAX_SAID: usize = 256;
+const MAX_REPORTED: usize = 256;
 
 impl ReportedReasons {
     /// Logs how the launches of a plan were lowered: at level info if some are outside megakernels
@@ -28,12 +28,15 @@ impl ReportedReasons {
             .collect();
         let reasons = reasons.join("; ");
         let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if ends.is_empty() || said.len() >= MAX_SAID || said.contains(&reasons) {
-            debug!("{launches} launches of a plan as {all}, of which {steps} are steps {reasons}");
+        if ends.is_empty() || said.len() >= MAX_REPORTED || said.contains(&reasons) {
+            debug!(
+                "a plan of {launches} launches runs as {all}, of which {steps} are megakernels {reasons}"
+            );
             return;
         }
         info!(
-            "{launches} launches of a plan as {all}, of which {steps} are steps; not in a step are {reasons}"
+            "a plan of {launches} launches runs as {all}, of which {steps} are megakernels; outside \
+             megakernels: {reasons}"
         );
         said.insert(reasons);
     }

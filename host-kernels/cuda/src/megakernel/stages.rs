@@ -97,7 +97,7 @@ const TILE_ROWS: i64 = 16;
 /// The most tokens of a megakernel: the most columns of a matrix-vector kernel.
 const MAX_TOKENS: i64 = 8;
 
-const FOR_FEW: &str = "steps are for up to 8 tokens";
+const FOR_FEW: &str = "a megakernel takes up to 8 tokens";
 
 /// The stage of a kernel.
 #[derive(Debug, Clone, Copy)]
@@ -105,7 +105,7 @@ struct StageKernel {
     name: &'static str,
     body: VgStageOp,
     /// Whether the stage has several columns, which needs the megakernel for several columns.
-    is_of_several: bool,
+    is_cols8: bool,
     /// The head size, of attention.
     width: i64,
 }
@@ -124,10 +124,10 @@ impl StageKernels {
             device.kernel("vg_megakernel").ok()?,
             device.kernel("vg_megakernel_cols8").ok()?,
         ];
-        let plain = |name, body, is_of_several| StageKernel {
+        let plain = |name, body, is_cols8| StageKernel {
             name,
             body,
-            is_of_several,
+            is_cols8,
             width: 0,
         };
         let products = WEIGHTS.iter().flat_map(|&(one, several, _)| {
@@ -154,7 +154,7 @@ impl StageKernels {
 
     /// The megakernel that runs these stages.
     pub(crate) fn kernel(&self, tasks: &[&Stage]) -> KernelId {
-        self.kernels[usize::from(tasks.iter().any(|task| task.is_of_several))]
+        self.kernels[usize::from(tasks.iter().any(|task| task.is_cols8))]
     }
 
     /// A launch as a stage.
@@ -164,10 +164,10 @@ impl StageKernels {
     pub(crate) fn task(&self, step: &PlannedLaunch) -> Result<Stage, &'static str> {
         let launch = &step.launch;
         let stage_kernel = self.stage_kernels.get(&launch.kernel.0);
-        let stage_kernel = *stage_kernel.ok_or("no stage does what its kernel does")?;
+        let stage_kernel = *stage_kernel.ok_or("its kernel has no stage")?;
         let mut body = stage_kernel.body;
         if launch.params.len() > MAX_PARAMS {
-            return Err("its parameters are too large for a stage");
+            return Err("its parameters are larger than those of a stage");
         }
         let mut access = MemoryAccess::default();
         let [x, y, z] = launch.grid.map(u64::from);
@@ -208,7 +208,7 @@ impl StageKernels {
             VG_STAGE_GET_ROWS => {
                 let it: VgRowsParams = read(launch)?;
                 if ![VG_F32, VG_F16, VG_BF16, VG_I32].contains(&it.src.type_) {
-                    return Err("stages read no quantised rows");
+                    return Err("no stage reads quantised rows");
                 }
                 access.reads(&it.src);
                 access.reads(&it.ids);
@@ -249,14 +249,14 @@ impl StageKernels {
                 shape.arena = launch.shared;
             }
         }
-        if access.is_in_its_own_way() {
-            return Err("what it gives depends on the order of its blocks");
+        if access.has_internal_conflict() {
+            return Err("its result depends on the order of its blocks");
         }
-        let total = u32::try_from(shape.total).map_err(|_| "it is too large for a stage")?;
+        let total = u32::try_from(shape.total).map_err(|_| "its grid is too large for a stage")?;
         Ok(Stage {
             body,
             weights: shape.weights,
-            is_of_several: stage_kernel.is_of_several,
+            is_cols8: stage_kernel.is_cols8,
             grid: shape.grid,
             total,
             arena: shape.arena,
@@ -272,7 +272,7 @@ pub(crate) struct Stage {
     /// The weight type of products, repacked or not.
     pub(crate) weights: Option<VgType>,
     /// Whether only the megakernel for several columns has the stage.
-    is_of_several: bool,
+    is_cols8: bool,
     pub(crate) grid: [u32; 3],
     /// The number of work items.
     pub(crate) total: u32,
@@ -321,7 +321,7 @@ impl MemoryAccess {
         let known = WEIGHTS.iter().any(|&(_, _, known)| known == of);
         let (ty, _) = { first.w.weights() }
             .filter(|_| known)
-            .ok_or("stages have no products with such weights")?;
+            .ok_or("no stage multiplies weights of this type")?;
         for (i, product) in all.iter().enumerate() {
             self.ahead.push(product.w.extent());
             match it.ids.data != 0 {
@@ -353,12 +353,12 @@ impl MemoryAccess {
         };
         let grid = [pairs, slots, batches].map(u32::try_from);
         let [Ok(x), Ok(y), Ok(z)] = grid else {
-            return Err("it is too large for a stage");
+            return Err("its grid is too large for a stage");
         };
         let units = u64::from(x).saturating_mul(u64::from(y) * u64::from(z));
         // Items are counted in 32 bits, with one more round of blocks.
         if units > 1 << 30 {
-            return Err("it is too large for a stage");
+            return Err("its grid is too large for a stage");
         }
         shape.grid = [x, y, z];
         shape.total = units.div_ceil(BLOCK_PAIRS);
@@ -402,7 +402,7 @@ impl MemoryAccess {
             return Err(FOR_FEW);
         }
         if it.states != 0 {
-            return Err("stages look at masks themselves");
+            return Err("no stage uses classified mask tiles");
         }
         for view in [&it.q, &it.k, &it.v, &it.mask, &it.sinks] {
             self.reads(view);
@@ -422,5 +422,5 @@ impl MemoryAccess {
 
 /// The parameter structure of a launch.
 fn read<T: FromBytes + KnownLayout + Immutable>(launch: &Launch) -> Result<T, &'static str> {
-    T::read_from_bytes(&launch.params).map_err(|_| "its parameters are none of a stage")
+    T::read_from_bytes(&launch.params).map_err(|_| "its parameters are not those of its stage")
 }

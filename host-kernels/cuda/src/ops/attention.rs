@@ -56,21 +56,25 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         let is_few = b.uses_megakernel() && q.ne[1] <= FEW_COLUMNS;
         match Tiles::of(&params, b.max_shared_per_block(), is_few) {
             Some(tiles) => match FattnSm90::of(b, &params, tiles.group).filter(|_| !is_few) {
-                Some(hopper) => hopper.attend(b, &params),
+                Some(sm90) => sm90.attend(b, &params),
                 None => tiles.attend(b, &params),
             },
-            None => attend_to_anything(b, &params),
+            None => launch_simt(b, &params),
         }
     }))
 }
 
-fn attend_to_anything(b: &mut Builder<'_>, params: &VgFattnSimtParams) -> Result<(), EngineError> {
+fn launch_simt(b: &mut Builder<'_>, params: &VgFattnSimtParams) -> Result<(), EngineError> {
     let (q, [dk, dv]) = (&params.q, [params.k.ne[0], params.v.ne[0]]);
     let shared = 4 * (dk + WARPS * dv);
     let shared = u32::try_from(shared)
         .ok()
         .filter(|&bytes| bytes <= b.max_shared_per_block())
-        .ok_or_else(|| b.unsupported(format!("heads of {dk} and {dv}")))?;
+        .ok_or_else(|| {
+            b.unsupported(format!(
+                "heads of {dk} and {dv} elements do not fit into shared memory"
+            ))
+        })?;
     let grid = [q.ne[1], q.ne[2], q.ne[3]];
     b.launch_over("vg_fattn_simt", grid, 128, shared, params)
 }

@@ -278,7 +278,7 @@ fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineE
     ];
     if grid[1] > MAX_GRID_YZ {
         let results = params.results;
-        return Err(b.unsupported(format!("a convolution with {results} results")));
+        return Err(b.unsupported(format!("a convolution with {results} output channels")));
     }
     b.launch_over("vg_conv", grid, 256, 0, params)
 }

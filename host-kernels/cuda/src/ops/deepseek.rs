@@ -69,7 +69,9 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 .ok()
                 .filter(|&bytes| bytes <= b.max_shared_per_block());
             let Some(shared) = shared else {
-                return Some(Err(b.unsupported(format!("keys of {n}"))));
+                return Some(Err(b.unsupported(format!(
+                    "keys of {n} elements do not fit into shared memory"
+                ))));
             };
             let units = params.k.ne[2] * params.q.ne[3];
             let threads = WARPS as u32 * 32;

@@ -78,10 +78,10 @@ fn shapes_of(path: KvPath) -> &'static [[Shape; 2]] {
 const FEW_ROWS: i64 = 16;
 
 /// Bytes that an SM should have in flight from global memory.
-const UNDER_WAY: i64 = 64 << 10;
+const BYTES_IN_FLIGHT: i64 = 64 << 10;
 
 /// The fewest tiles of keys that are worth a block.
-const MIN_TILES: i64 = 2;
+const MIN_TILES_PER_BLOCK: i64 = 2;
 
 /// A launch of a kernel on tensor cores.
 pub(crate) struct Tiles {
@@ -143,7 +143,7 @@ impl Tiles {
             .find(|[shape, _]| k.ne[0] <= shape.k && v.ne[0] <= shape.v)?;
         let shape = &shapes[usize::from(rows > FEW_ROWS && !is_few)];
         let raw = match path {
-            KvPath::Quant => [k, v].map(raw_bytes).into_iter().max().unwrap_or(0),
+            KvPath::Quant => [k, v].map(row_bytes).into_iter().max().unwrap_or(0),
             _ => 0,
         };
         let [queries, keys, values] = [
@@ -193,10 +193,10 @@ impl Tiles {
                 0 => keys * 2 * (k.ne[0] + params.v.ne[0]),
                 raw => 2 * keys * raw,
             };
-            let blocks = (UNDER_WAY / bytes).clamp(2, 4);
+            let blocks = (BYTES_IN_FLIGHT / bytes).clamp(2, 4);
             let wanted = div_ceil(i64::from(b.sm_count()) * blocks, items);
             splits = wanted
-                .min(div_ceil(tiles, MIN_TILES))
+                .min(div_ceil(tiles, MIN_TILES_PER_BLOCK))
                 .min(MAX_GRID_YZ / q.ne[3])
                 .max(1);
         }
@@ -205,7 +205,7 @@ impl Tiles {
         } else {
             0
         };
-        let rounded = round_for_products(b, &params.dst);
+        let rounded = reserve_q8_result(b, &params.dst);
         let params = VgFattnParams {
             dst: params.dst,
             q: *q,
@@ -234,14 +234,14 @@ impl Tiles {
 }
 
 /// Room for the q8 result, if a product comes next that quantises it.
-fn round_for_products(b: &mut Builder<'_>, dst: &VgView) -> Option<Q8Activations> {
+fn reserve_q8_result(b: &mut Builder<'_>, dst: &VgView) -> Option<Q8Activations> {
     let rows = dst.with_merged_heads();
     let fits = dst.is_dense(Type::F32) && dst.ne[0] % 32 == 0 && b.next_quantizes(&rows);
     fits.then(|| b.reserve_q8(&rows, true)).flatten()
 }
 
 /// Bytes of a row in shared memory: whole units of 16 bytes, from any first byte.
-fn raw_bytes(x: &VgView) -> i64 {
+fn row_bytes(x: &VgView) -> i64 {
     let Some(ty) = Type::from_id(x.type_ as u8) else {
         return 0;
     };

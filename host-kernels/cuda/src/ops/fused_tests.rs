@@ -61,7 +61,7 @@ fn norms() {
         }
         // The q8 result has exactly the bytes of `vg_quantize_q8`.
         let mut alone = rounded;
-        assert!(bench.run(|b| Some(mmv::round(b, dst).map(|r| alone = r))));
+        assert!(bench.run(|b| Some(mmv::quantize(b, dst).map(|r| alone = r))));
         assert_eq!(bench.blocks(&rounded, &dst), bench.blocks(&alone, &dst));
     }
     let (a, _) = bench.randoms([30, 1, 1, 1]);

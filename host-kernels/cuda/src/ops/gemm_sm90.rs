@@ -67,14 +67,14 @@ impl GemmSm90 {
         let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
             .iter()
             .all(|place| place % 16 == 0);
-        let (ty, in_planes) = w.weights()?;
+        let (ty, repacked) = w.weights()?;
         let kernels = match ty {
-            Type::Q4_0 if in_planes => kernels!("q4_0_repacked"),
-            Type::Q8_0 if in_planes => kernels!("q8_0_repacked"),
-            Type::Mxfp4 if in_planes => kernels!("mxfp4_repacked"),
-            Type::Iq4Nl if in_planes => kernels!("iq4_nl_repacked"),
-            Type::Q6K if in_planes => kernels!("q6_k_repacked"),
-            _ if in_planes => return None,
+            Type::Q4_0 if repacked => kernels!("q4_0_repacked"),
+            Type::Q8_0 if repacked => kernels!("q8_0_repacked"),
+            Type::Mxfp4 if repacked => kernels!("mxfp4_repacked"),
+            Type::Iq4Nl if repacked => kernels!("iq4_nl_repacked"),
+            Type::Q6K if repacked => kernels!("q6_k_repacked"),
+            _ if repacked => return None,
             Type::F16 if is_aligned => kernels!("f16"),
             Type::Bf16 if is_aligned => kernels!("bf16"),
             Type::Q4K if is_aligned => kernels!("q4_k"),

@@ -62,8 +62,8 @@ pub(crate) fn multiply(
     if let (true, Some(gemm)) = (has_ids && dst.ne[2] > FEW_COLUMNS, Gemm::of(params))
         && takes_groups(params)
     {
-        return match gemm.hopper(b, params) {
-            Some(hopper) => hopper.multiply_groups(b, params),
+        return match gemm.sm90(b, params) {
+            Some(sm90) => sm90.multiply_groups(b, params),
             None => gemm.multiply_groups(b, params),
         };
     }
@@ -86,13 +86,13 @@ pub(crate) fn multiply(
         }
     }
     if let (false, Some(gemm)) = (is_few || is_outer, Gemm::of(params)) {
-        return match gemm.hopper(b, params) {
-            Some(hopper) => hopper.multiply(b, params),
+        return match gemm.sm90(b, params) {
+            Some(sm90) => sm90.multiply(b, params),
             None => gemm.multiply_tiles(b, params),
         };
     }
     // The remaining kernels read plain weights element by element.
-    if params.w.is_in_planes() {
+    if params.w.is_repacked() {
         b.refuse(&params.w);
         return Ok(());
     }
@@ -122,20 +122,20 @@ const GEMM_STEP: i64 = 64;
 
 /// The number format of weights and activations on tensor cores.
 #[derive(Clone, Copy, PartialEq)]
-enum Form {
+enum Operand {
     /// F16, with a scale for each row of activations.
-    Halves,
+    F16,
     /// BF16.
-    Brain,
+    Bf16,
     /// f32 split into two BF16 numbers.
-    Pairs,
+    SplitF32,
 }
 
-impl Form {
+impl Operand {
     /// 16-bit numbers for each element.
-    fn planes(self) -> i64 {
+    fn words(self) -> i64 {
         match self {
-            Form::Pairs => 2,
+            Operand::SplitF32 => 2,
             _ => 1,
         }
     }
@@ -144,7 +144,7 @@ impl Form {
 /// A tensor-core kernel for many columns.
 struct Gemm {
     kernel: &'static str,
-    form: Form,
+    operand: Operand,
 }
 
 impl Gemm {
@@ -166,13 +166,13 @@ impl Gemm {
         {
             return Some(Gemm {
                 kernel: kernels.gemm,
-                form: match ty {
-                    Type::Bf16 => Form::Brain,
-                    _ => Form::Halves,
+                operand: match ty {
+                    Type::Bf16 => Operand::Bf16,
+                    _ => Operand::F16,
                 },
             });
         }
-        if w.is_in_planes() {
+        if w.is_repacked() {
             return None;
         }
         // Rows are read to their end in units of 16 bytes.
@@ -183,14 +183,14 @@ impl Gemm {
                 true => "vg_gemm_f32",
                 false => "vg_gemm_any",
             },
-            form: Form::Pairs,
+            operand: Operand::SplitF32,
         })
     }
 
     /// The sm_90a kernels, if the device has them for this product.
-    fn hopper(&self, b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90> {
-        match self.form {
-            Form::Pairs => None,
+    fn sm90(&self, b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90> {
+        match self.operand {
+            Operand::SplitF32 => None,
             _ => GemmSm90::of(b, params),
         }
     }
@@ -202,7 +202,7 @@ impl Gemm {
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
         let VgMulMatParams { dst, w, x, .. } = *params;
-        let halves = halves(b, x, params.codebooks, self.form)?;
+        let halves = halves(b, x, params.codebooks, self.operand)?;
         let product = VgGemmParams {
             dst,
             w,
@@ -222,9 +222,9 @@ impl Gemm {
 
     /// Bytes of dynamic shared memory of a block: weights of one step, activations of two.
     fn shared(&self) -> u32 {
-        let planes = self.form.planes();
-        let row = 2 * (GEMM_STEP / planes + 8);
-        (planes * (GEMM_TILE[0] + 2 * GEMM_TILE[1]) * row) as u32
+        let words = self.operand.words();
+        let row = 2 * (GEMM_STEP / words + 8);
+        (words * (GEMM_TILE[0] + 2 * GEMM_TILE[1]) * row) as u32
     }
 
     /// Adds the launches: the conversion of activations, the sort of slots by expert, then the
@@ -235,7 +235,7 @@ impl Gemm {
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
         let VgMulMatParams { dst, w, x, ids, .. } = *params;
-        let halves = halves(b, x, params.codebooks, self.form)?;
+        let halves = halves(b, x, params.codebooks, self.operand)?;
         let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
         let groups = VgMoeSortParams {
             ids: VgView {
@@ -261,7 +261,7 @@ impl Gemm {
         };
         let grid = [
             div_ceil(dst.ne[0], GEMM_TILE[0]),
-            most_tiles(vectors, experts),
+            max_tiles(vectors, experts),
             1,
         ];
         b.launch_over(self.kernel, grid, 256, self.shared(), &product)
@@ -277,11 +277,11 @@ fn takes_groups(params: &VgMulMatParams) -> bool {
         && w.ne[3] == 1
         && dst.ne[3] == 1
         && vectors <= i64::from(i32::MAX)
-        && most_tiles(vectors, w.ne[2]) <= MAX_GRID_YZ
+        && max_tiles(vectors, w.ne[2]) <= MAX_GRID_YZ
 }
 
 /// The most column tiles that `vectors` columns fill, distributed among experts in any way.
-fn most_tiles(vectors: i64, experts: i64) -> i64 {
+fn max_tiles(vectors: i64, experts: i64) -> i64 {
     (vectors / GEMM_TILE[1] + experts).min(vectors)
 }
 
@@ -290,20 +290,20 @@ fn halves(
     b: &mut Builder<'_>,
     x: VgView,
     codebooks: Address,
-    form: Form,
+    operand: Operand,
 ) -> Result<VgConvertF16Params, EngineError> {
     let length = div_ceil(x.ne[0], GEMM_STEP) * GEMM_STEP;
-    let is_pairs = form == Form::Pairs;
-    let factors = if is_pairs { 0 } else { x.rows() as u64 * 4 };
+    let is_split = operand == Operand::SplitF32;
+    let factors = if is_split { 0 } else { x.rows() as u64 * 4 };
     let halves = VgConvertF16Params {
         src: x,
-        halves: b.scratch((x.rows() * length * 2 * form.planes()) as u64),
+        halves: b.scratch((x.rows() * length * 2 * operand.words()) as u64),
         factors: b.scratch(factors),
         codebooks,
-        brain: u32::from(form == Form::Brain),
+        brain: u32::from(operand == Operand::Bf16),
         reserved: 0,
     };
-    let kernel = if is_pairs {
+    let kernel = if is_split {
         "vg_split_bf16"
     } else {
         "vg_convert_f16"

@@ -51,7 +51,7 @@ pub(crate) struct Products<'a> {
 ///
 /// # Errors
 /// [`EngineError::Device`] if the device lacks a kernel.
-pub(crate) fn round(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, EngineError> {
+pub(crate) fn quantize(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, EngineError> {
     if let Some(rounded) = b.cached_q8(&x) {
         return Ok(rounded);
     }
@@ -148,7 +148,7 @@ fn launch(
 ) -> Result<(), EngineError> {
     let rounded = match all.rounded {
         Some(rounded) => rounded,
-        None if ty.is_quantized() => round(b, all.x)?,
+        None if ty.is_quantized() => quantize(b, all.x)?,
         None => Q8Activations {
             quants: 0,
             scales: 0,

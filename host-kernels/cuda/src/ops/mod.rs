@@ -76,7 +76,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Result<(), EngineError> {
     FAMILIES
         .iter()
         .find_map(|compile| compile(op, b))
-        .unwrap_or_else(|| Err(b.unsupported("the engine has no kernel for it")))
+        .unwrap_or_else(|| Err(b.unsupported("the engine has no kernel for the operator")))
 }
 
 #[cfg(test)]

@@ -73,7 +73,12 @@ fn sort(
     let columns = u32::try_from(params.src.ne[0])
         .ok()
         .and_then(u32::checked_next_power_of_two)
-        .ok_or_else(|| b.unsupported(format!("rows of {} to sort", params.src.ne[0])))?;
+        .ok_or_else(|| {
+            b.unsupported(format!(
+                "rows of {} elements cannot be sorted",
+                params.src.ne[0]
+            ))
+        })?;
     params.descending = u32::from(order == SortOrder::Descending);
     params.columns = columns.max(2);
     let rows = params.dst.rows();

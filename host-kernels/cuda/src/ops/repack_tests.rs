@@ -20,7 +20,7 @@ const MUL_MAT_ID: Op = Op::MulMatId {
 };
 
 /// A tensor with the same weights repacked, each matrix by itself. A guard page follows the tensor.
-fn in_planes(bench: &Bench, w: &VgView, ty: Type) -> VgView {
+fn repacked(bench: &Bench, w: &VgView, ty: Type) -> VgView {
     let all = bench.bytes(w.data, w.nb[3] as usize * w.ne[3] as usize);
     let bytes: Vec<u8> = { all.chunks(w.nb[2] as usize) }
         .flat_map(|matrix| arranged(matrix, ty))
@@ -47,7 +47,7 @@ fn check(bench: &mut Bench, ty: Type, [k, m, n]: [u64; 3], [w2, w3, r2, r3]: [u6
     let (w, _) = bench.weights(ty, [k, m, w2, w3]);
     let (x, _) = bench.randoms([k, n, w2 * r2, w3 * r3]);
     let [got, want] = [0; 2].map(|_| bench.nothing(Type::F32, [m, n, w2 * r2, w3 * r3]));
-    for (w, dst) in [(w, want), (in_planes(bench, &w, ty), got)] {
+    for (w, dst) in [(w, want), (repacked(bench, &w, ty), got)] {
         let params = VgMulMatParams {
             dst,
             w,
@@ -70,7 +70,7 @@ fn check_experts(bench: &mut Bench, ty: Type, [k, m]: [u64; 2], used: u64, token
         .collect();
     let ids = bench.tensor(Type::I32, [used, tokens, 1, 1], &bytes);
     let [got, want] = [0; 2].map(|_| bench.nothing(Type::F32, [m, used, tokens, 1]));
-    for (w, dst) in [(w, want), (in_planes(bench, &w, ty), got)] {
+    for (w, dst) in [(w, want), (repacked(bench, &w, ty), got)] {
         let params = VgMulMatParams {
             dst,
             w,
@@ -132,7 +132,7 @@ fn several_products_and_units() {
                 .map(|&m| bench.weights(ty, [k, m, 1, 1]).0)
                 .collect();
             let planes: Vec<VgView> = { weights.iter() }
-                .map(|w| in_planes(&bench, w, ty))
+                .map(|w| repacked(&bench, w, ty))
                 .collect();
             let [want, got] = [&weights, &planes].map(|weights| {
                 let products: Vec<Product> = { weights.iter() }

@@ -30,7 +30,7 @@ pub(crate) struct Compiler<'a> {
     /// The graph in the order of execution, and the position of each node in the guest's graph.
     graph: &'a Graph,
     origin: &'a [usize],
-    kept: ActivationCache,
+    cache: ActivationCache,
     work: Vec<Work>,
     pub(crate) groups: Vec<(usize, Vec<usize>)>,
     scratch_bytes: u64,
@@ -58,7 +58,7 @@ impl<'a> Compiler<'a> {
             views,
             graph: &arrangement.graph,
             origin: &arrangement.origin,
-            kept: ActivationCache::new(context.scratch.base()),
+            cache: ActivationCache::new(context.scratch.base()),
             work: Vec::new(),
             groups: Vec::new(),
             scratch_bytes: 0,
@@ -129,8 +129,8 @@ impl<'a> Compiler<'a> {
         body: impl FnOnce(&mut Builder<'_>) -> Option<Result<(), EngineError>>,
     ) -> Option<Result<(), EngineError>> {
         let before = self.work.len();
-        let kept = (&mut self.kept, before);
-        let mut builder = Builder::new(self.graph, self.views, nodes.start, self.context, kept);
+        let cache = (&mut self.cache, before);
+        let mut builder = Builder::new(self.graph, self.views, nodes.start, self.context, cache);
         builder.set_label(self.origin[nodes.start]);
         if let Err(error) = body(&mut builder)? {
             return Some(Err(error));
@@ -151,7 +151,7 @@ impl<'a> Compiler<'a> {
             let also = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
             let sources = node.src.as_slice().iter().flatten().filter(|_| also);
             for &written in sources.chain([&node.dst]) {
-                self.kept
+                self.cache
                     .wrote(&self.views[written as usize].extent(), since);
             }
         }
@@ -159,7 +159,7 @@ impl<'a> Compiler<'a> {
 
     /// Bytes of scratch memory of the plan.
     pub(crate) fn needed(&self) -> u64 {
-        match (self.scratch_bytes, self.kept.is_used()) {
+        match (self.scratch_bytes, self.cache.is_used()) {
             (0, false) => 0,
             (bytes, _) => ACTIVATION_CACHE_BYTES + bytes,
         }
@@ -172,7 +172,7 @@ impl<'a> Compiler<'a> {
         memory: &[usize],
         ops: &[&'static str],
     ) -> Result<(Vec<Part>, Vec<CudaMemory>), EngineError> {
-        for &(made, used) in self.kept.spans() {
+        for &(made, used) in self.cache.spans() {
             for work in &mut self.work[made..used] {
                 if let Work::Launch(step) = work {
                     step.may_yield = false;

@@ -75,7 +75,7 @@ impl CudaPlan {
             return Err(EngineError::Unsupported {
                 op: "a graph",
                 why: format!(
-                    "{} at offset {} with strides {:?} is not where a GPU reads it",
+                    "{} at offset {} with strides {:?} is not aligned for the GPU",
                     tensor.shape.ty.ggml_name(),
                     tensor.offset,
                     tensor.shape.nb
@@ -197,7 +197,7 @@ impl CudaPlan {
         if let Some(reason) = self.context.device.lost() {
             // Several launches are under way at a time, so the cause is this node or one before it.
             error!(
-                "{} of {} nodes: {error}; the device is lost, with the memory of all guests: {reason}",
+                "{} of {} nodes: {error}; the device and the memory of all guests are lost: {reason}",
                 self.name,
                 self.ops.len()
             );

@@ -122,7 +122,7 @@ impl RepackFormat {
     }
 
     fn block(&self) -> Block {
-        Block::of(self.ty).expect("the types that are arranged have such blocks")
+        Block::of(self.ty).expect("only types with such blocks are repacked")
     }
 
     /// Bytes of a matrix.
@@ -168,7 +168,7 @@ impl RepackFormat {
     }
 
     /// The bytes of some blocks in ggml's format.
-    fn guests(&self, quants: &[u8], scales: &[u8]) -> Vec<u8> {
+    fn original(&self, quants: &[u8], scales: &[u8]) -> Vec<u8> {
         let block = self.block();
         let mut out = Vec::with_capacity(quants.len() + scales.len());
         let scales = scales.chunks_exact(block.scale as usize);
@@ -196,7 +196,7 @@ impl RepackFormat {
             let (of, first) = (at / matrix, at % matrix / block);
             let until = (range.end - of * matrix).div_ceil(block);
             let part = self.part(of, first..until.min(first + step).min(self.blocks));
-            let bytes = self.guests(&fetch(part.quants)?, &fetch(part.scales)?);
+            let bytes = self.original(&fetch(part.quants)?, &fetch(part.scales)?);
             let end = part.whole.end.min(range.end);
             give(&bytes[(at - part.whole.start) as usize..(end - part.whole.start) as usize])?;
             at = end;
@@ -225,7 +225,7 @@ impl RepackFormat {
                 let quants = fetch(part.quants.clone())?;
                 let scales = &scales
                     [(part.scales.start - begin) as usize..(part.scales.end - begin) as usize];
-                put(part.whole.start, &self.guests(&quants, scales))?;
+                put(part.whole.start, &self.original(&quants, scales))?;
             }
         }
         Ok(())
@@ -243,7 +243,7 @@ pub(crate) mod reference {
 
     /// A matrix in repacked format, by the description of this module, from ggml's bytes.
     pub(crate) fn arranged(matrix: &[u8], ty: Type) -> Vec<u8> {
-        let block = Block::of(ty).expect("a type with planes");
+        let block = Block::of(ty).expect("a type that is repacked");
         let (mut out, mut scales) = (Vec::new(), Vec::new());
         for bytes in matrix.chunks_exact(block.bytes() as usize) {
             let (scale, quants) = match block.is_first {
@@ -302,12 +302,13 @@ mod tests {
                     blocks,
                     matrices,
                 };
-                let guests = bytes(planes.bytes());
-                let mut lies: Vec<u8> = { guests.chunks(planes.of_matrix() as usize) }
+                let original = bytes(planes.bytes());
+                let mut repacked: Vec<u8> = { original.chunks(planes.of_matrix() as usize) }
                     .flat_map(|matrix| arranged(matrix, ty))
                     .collect();
-                let fetch =
-                    |range: Range<u64>| Ok(lies[range.start as usize..range.end as usize].to_vec());
+                let fetch = |range: Range<u64>| {
+                    Ok(repacked[range.start as usize..range.end as usize].to_vec())
+                };
                 let size = planes.bytes();
                 let block = planes.block().bytes();
                 for range in [
@@ -325,23 +326,27 @@ mod tests {
                     };
                     planes.read(range.clone(), fetch, give).unwrap();
                     assert!(
-                        out == guests[range.start as usize..range.end as usize],
+                        out == original[range.start as usize..range.end as usize],
                         "{planes:?} {range:?}"
                     );
                 }
-                let lies = std::cell::RefCell::new(&mut lies);
+                let repacked = std::cell::RefCell::new(&mut repacked);
                 planes
                     .restore(
                         |range| {
-                            Ok(lies.borrow()[range.start as usize..range.end as usize].to_vec())
+                            Ok(
+                                repacked.borrow()[range.start as usize..range.end as usize]
+                                    .to_vec(),
+                            )
                         },
                         |at, bytes| {
-                            lies.borrow_mut()[at as usize..][..bytes.len()].copy_from_slice(bytes);
+                            repacked.borrow_mut()[at as usize..][..bytes.len()]
+                                .copy_from_slice(bytes);
                             Ok(())
                         },
                     )
                     .unwrap();
-                assert!(**lies.borrow() == guests, "{planes:?}");
+                assert!(**repacked.borrow() == original, "{planes:?}");
             }
         }
     }

@@ -27,7 +27,7 @@ pub(crate) struct RepackPass<'m> {
     /// Other bytes of weight memory that the graph uses: the index of the memory, and the range.
     plain: Vec<(usize, Range<u64>)>,
     /// The buffer to repack through, if a tensor is still plain.
-    room: Option<RepackBuffer>,
+    buffer: Option<RepackBuffer>,
 }
 
 /// A tensor that is only a factor of products.
@@ -66,7 +66,7 @@ impl<'m> RepackPass<'m> {
             memories,
             planes: Vec::new(),
             plain: Vec::new(),
-            room: None,
+            buffer: None,
         };
         if !context.policy.repack || !memories.iter().any(|it| it.repack_state().is_allowed()) {
             return Ok(layout);
@@ -86,7 +86,7 @@ impl<'m> RepackPass<'m> {
             layout.add(&rest[..count]);
             rest = &rest[count..];
         }
-        layout.find_room(context)?;
+        layout.alloc_buffer(context)?;
         Ok(layout)
     }
 
@@ -122,15 +122,15 @@ impl<'m> RepackPass<'m> {
     }
 
     /// Allocates the buffer. Tensors that there is no memory for stay plain.
-    fn find_room(&mut self, context: &Arc<ExecutionContext>) -> Result<(), EngineError> {
+    fn alloc_buffer(&mut self, context: &Arc<ExecutionContext>) -> Result<(), EngineError> {
         let new = { self.planes.iter() }.filter(|it| !it.is_arranged);
         let Some(bytes) = new.map(|it| RepackBuffer::bytes_for(&it.planes)).max() else {
             return Ok(());
         };
         match RepackBuffer::new(&context.allocator, bytes) {
-            Ok(room) => self.room = Some(room),
+            Ok(buffer) => self.buffer = Some(buffer),
             Err(error @ EngineError::OutOfMemory { .. }) => {
-                debug!("weights are not arranged: {error}");
+                debug!("weights are not repacked: {error}");
                 self.leave(|it| !it.is_arranged);
             }
             Err(error) => return Err(error),
@@ -172,17 +172,17 @@ impl<'m> RepackPass<'m> {
     /// [`EngineError`] of the device.
     pub(crate) fn apply(self) -> Result<(), EngineError> {
         for (memory, bytes) in &self.plain {
-            self.memories[*memory].keep_plain(bytes)?;
+            self.memories[*memory].restore(bytes)?;
         }
         let mut count = 0;
         for it in self.planes.iter().filter(|it| !it.is_arranged) {
-            let room = self.room.as_ref();
-            let room = room.expect("there is room, or nothing that needs it");
-            self.memories[it.memory].arrange(it.start, it.planes, room)?;
+            let buffer = self.buffer.as_ref();
+            let buffer = buffer.expect("there is buffer, or nothing that needs it");
+            self.memories[it.memory].repack(it.start, it.planes, buffer)?;
             count += 1;
         }
         if count > 0 {
-            debug!("{count} tensors of weights lie in planes now");
+            debug!("{count} weight tensors were repacked");
         }
         Ok(())
     }

@@ -111,7 +111,7 @@ impl RepackedTensors {
     }
 
     /// Notes that a tensor was restored and stays plain.
-    pub(crate) fn keep_plain(&mut self, start: u64) {
+    pub(crate) fn restore(&mut self, start: u64) {
         let Some(planes) = self.tensors.remove(&start) else {
             return;
         };
@@ -143,7 +143,7 @@ mod tests {
             buffer: 0,
             offset: 0,
         };
-        RepackFormat::of(&tensor).expect("it can be arranged")
+        RepackFormat::of(&tensor).expect("it can be repacked")
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         }
         state.forget(0);
         for i in [1, 3, 2] {
-            state.keep_plain(i * bytes);
+            state.restore(i * bytes);
         }
         assert_eq!(state.plain, BTreeMap::from([(bytes, 4 * bytes)]));
         let lies = [0, 1, 2, 3, 4].map(|i| state.placement(i * bytes, &planes) == Placement::Plain);

@@ -20,7 +20,7 @@ fn policy(fusion: bool) -> LaunchPolicy {
 
 /// The kernels that a run launches, in order.
 fn kernels(built: &Built, fusion: bool) -> Vec<&'static str> {
-    let device = Arc::new(Spy::recording());
+    let device = Arc::new(Spy::logging());
     let engine = engine_with(&device, policy(fusion));
     let loaded = built.load(&engine);
     let mut plan = built.compile(&engine, &loaded);

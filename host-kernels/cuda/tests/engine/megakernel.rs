@@ -91,13 +91,13 @@ fn memory_at(
 }
 
 /// The megakernels: for one column, and for several.
-const STEPS: [Call; 2] = [
+const MEGAKERNELS: [Call; 2] = [
     Call::Launch("vg_megakernel"),
     Call::Launch("vg_megakernel_cols8"),
 ];
 
 fn of_steps(log: &[Call]) -> usize {
-    log.iter().filter(|call| STEPS.contains(call)).count()
+    log.iter().filter(|call| MEGAKERNELS.contains(call)).count()
 }
 
 /// The number of runs with a megakernel. If a plan has several launches, they become a graph in the
@@ -105,12 +105,18 @@ fn of_steps(log: &[Call]) -> usize {
 fn runs_with_steps(log: &[Call]) -> usize {
     match of_steps(log) {
         0 => 0,
-        steps => steps + log.iter().filter(|call| **call == Call::Replay).count(),
+        steps => {
+            steps
+                + log
+                    .iter()
+                    .filter(|call| **call == Call::LaunchGraph)
+                    .count()
+        }
     }
 }
 
 /// A model with rows of whole blocks of 256.
-const SUPERS: Model = Model {
+const K_QUANTS: Model = Model {
     weights: Type::Q4K,
     width: 256,
     heads: 4,
@@ -124,7 +130,7 @@ fn models() -> Vec<(&'static str, Model)> {
     vec![
         ("Q8_0", TINY),
         ("experts", TINY_EXPERTS),
-        ("Q4_K", SUPERS),
+        ("Q4_K", K_QUANTS),
         (
             "Q6_K with wide heads",
             Model {
@@ -132,7 +138,7 @@ fn models() -> Vec<(&'static str, Model)> {
                 head: 128,
                 heads: 2,
                 key_heads: 1,
-                ..SUPERS
+                ..K_QUANTS
             },
         ),
         (
@@ -157,7 +163,7 @@ fn cases() -> Vec<(&'static str, Model, u64)> {
     let shared = Model {
         heads: 4,
         key_heads: 1,
-        ..SUPERS
+        ..K_QUANTS
     };
     let wide = Model {
         head: 128,
@@ -190,7 +196,7 @@ fn step_of(tokens: u64) -> Step {
 fn a_token_is_one_step() {
     for (what, model, tokens) in cases() {
         let model = Model { layers: 4, ..model };
-        let device = Arc::new(Spy::recording());
+        let device = Arc::new(Spy::logging());
         let engine = engine_with(&device, policy());
         let built = model.graph(step_of(tokens));
         let loaded = built.load(&engine);
@@ -291,7 +297,7 @@ fn experts_are_fetched_when_they_are_chosen() {
 }
 
 /// A plan with megakernels on a device, and the expected results.
-struct Tried {
+struct Trial {
     device: Arc<Spy>,
     built: Built,
     loaded: Loaded,
@@ -299,8 +305,8 @@ struct Tried {
     want: Vec<Vec<f32>>,
 }
 
-impl Tried {
-    fn new(model: Model, policy: LaunchPolicy) -> Tried {
+impl Trial {
+    fn new(model: Model, policy: LaunchPolicy) -> Trial {
         let built = model.graph(DECODE);
         let with = |device: Arc<Spy>, policy: LaunchPolicy| {
             let engine = engine_with(&device, policy);
@@ -318,7 +324,7 @@ impl Tried {
             .collect();
         let (device, loaded, plan) = with(Arc::new(Spy::running()), policy);
         device.take_log();
-        Tried {
+        Trial {
             device,
             built,
             loaded,
@@ -338,39 +344,39 @@ impl Tried {
 
 #[test]
 fn a_refused_step_goes_launch_by_launch() {
-    let mut tried = Tried::new(TINY, policy());
-    tried.run(0);
-    assert_eq!(of_steps(&tried.device.take_log()), 1);
+    let mut trial = Trial::new(TINY, policy());
+    trial.run(0);
+    assert_eq!(of_steps(&trial.device.take_log()), 1);
     // Another process has taken some of the SMs.
-    tried.device.shim.blocks.store(2, Ordering::Relaxed);
+    trial.device.shim.blocks.store(2, Ordering::Relaxed);
     for position in 1..4 {
-        tried.run(position);
-        let log = tried.device.take_log();
+        trial.run(position);
+        let log = trial.device.take_log();
         assert_eq!(of_steps(&log), usize::from(position == 1), "{log:?}");
-        assert!(log.len() > 20 || log.contains(&Call::Replay));
+        assert!(log.len() > 20 || log.contains(&Call::LaunchGraph));
     }
 }
 
 #[test]
 fn a_step_that_fails_leaves_nothing_behind() {
-    let mut tried = Tried::new(TINY, policy());
-    tried.run(0);
-    tried.device.fail(Fails::Step);
-    tried.built.write_inputs(&tried.loaded, 1);
-    tried.plan.run().expect_err("it fails on command");
-    tried.device.fail(None);
+    let mut trial = Trial::new(TINY, policy());
+    trial.run(0);
+    trial.device.fail(Fails::Megakernel);
+    trial.built.write_inputs(&trial.loaded, 1);
+    trial.plan.run().expect_err("it fails on command");
+    trial.device.fail(None);
     // An index out of range in the middle of the megakernel.
-    tried.run(1);
-    tried.built.write_input(&tried.loaded, "places", 1000);
-    let error = tried.plan.run().unwrap_err();
+    trial.run(1);
+    trial.built.write_input(&trial.loaded, "places", 1000);
+    let error = trial.plan.run().unwrap_err();
     assert!(
         matches!(error, RunError::Index { index: 1000, .. }),
         "{error:?}"
     );
     for position in 2..4 {
-        tried.run(position);
+        trial.run(position);
     }
-    assert_eq!(of_steps(&tried.device.take_log()), 6);
+    assert_eq!(of_steps(&trial.device.take_log()), 6);
 }
 
 #[test]
@@ -380,20 +386,20 @@ fn long_steps_are_cut() {
             time_slice: Duration::from_micros(25),
             ..policy()
         };
-        let mut tried = Tried::new(Model { layers: 4, ..model }, short);
-        tried.run(0);
-        assert!(of_steps(&tried.device.take_log()) >= 3);
+        let mut trial = Trial::new(Model { layers: 4, ..model }, short);
+        trial.run(0);
+        assert!(of_steps(&trial.device.take_log()) >= 3);
         // Another plan may run in between.
         let over = Turn::new();
         over.set_end(Some(Duration::ZERO));
-        tried.built.write_inputs(&tried.loaded, 1);
+        trial.built.write_inputs(&trial.loaded, 1);
         let mut yields = 0;
-        while tried.plan.launch(&over).unwrap() == RunStatus::Yielded {
+        while trial.plan.launch(&over).unwrap() == RunStatus::Yielded {
             yields += 1;
         }
-        tried.plan.wait().unwrap();
+        trial.plan.wait().unwrap();
         assert!(yields >= 2, "{yields}");
-        assert_eq!(tried.built.read_result(&tried.loaded), tried.want[1]);
+        assert_eq!(trial.built.read_result(&trial.loaded), trial.want[1]);
     }
 }
 
@@ -427,10 +433,15 @@ fn a_grown_cache_gets_a_new_table() {
             next.run().unwrap();
         }
         let log = device.take_log();
-        assert!(!log.iter().any(|call| matches!(call, Call::Record(_))));
+        assert!(!log.iter().any(|call| matches!(call, Call::CreateGraph(_))));
         // The graph instance of the first plan now has the new stage table.
-        assert!(log.iter().any(|call| matches!(call, Call::Change(_))));
-        assert_eq!(log.iter().filter(|call| **call == Call::Replay).count(), 2);
+        assert!(log.iter().any(|call| matches!(call, Call::UpdateNode(_))));
+        assert_eq!(
+            log.iter()
+                .filter(|call| **call == Call::LaunchGraph)
+                .count(),
+            2
+        );
         // The KV cache is that of the text.
         assert!(read(&loaded.buffers[1]) == plain[0], "seed {seed}");
     }
@@ -472,7 +483,7 @@ fn what_is_in_no_step_is_said_once() {
     let lines_of = |model: Model| {
         let log = Log::default();
         tracing::subscriber::with_default(log.clone(), || {
-            let engine = engine_with(&Arc::new(Spy::recording()), policy());
+            let engine = engine_with(&Arc::new(Spy::logging()), policy());
             for seen in [32, 64] {
                 let built = model.graph(Step { tokens: 1, seen });
                 let loaded = built.load(&engine);
@@ -497,7 +508,7 @@ fn what_is_in_no_step_is_said_once() {
         panic!("{lines:?}");
     };
     assert_eq!(*level, Level::INFO);
-    for wanted in ["MUL_MAT: no stage does what its kernel does", "launches"] {
+    for wanted in ["MUL_MAT: its kernel has no stage", "launches"] {
         assert!(line.contains(wanted), "{wanted}: {line}");
     }
 }

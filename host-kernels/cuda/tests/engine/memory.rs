@@ -251,7 +251,7 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
 
 #[test]
 fn windows_are_prepared_until_they_are_not_needed() {
-    let device = Arc::new(Spy::recording());
+    let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     device.take_log();
     let window = Arc::new(Window::anonymous(1 << 20).unwrap());

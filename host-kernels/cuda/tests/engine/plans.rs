@@ -108,7 +108,7 @@ fn assert_near(got: &[f32], want: &[f32]) {
 
 #[test]
 fn the_second_run_is_a_replay() {
-    let device = Arc::new(Spy::recording());
+    let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     let built = TINY.graph(decode(32));
     let loaded = built.load(&engine);
@@ -121,18 +121,21 @@ fn the_second_run_is_a_replay() {
     assert_eq!(first.len(), all, "launches and nothing else: {first:?}");
     assert!(all > 20);
     plan.run().unwrap();
-    assert_eq!(device.take_log(), [Call::Record(all), Call::Replay]);
+    assert_eq!(
+        device.take_log(),
+        [Call::CreateGraph(all), Call::LaunchGraph]
+    );
     for _ in 0..3 {
         plan.run().unwrap();
-        assert_eq!(device.take_log(), [Call::Replay]);
+        assert_eq!(device.take_log(), [Call::LaunchGraph]);
     }
     drop(plan);
-    assert_eq!(count(&device.take_log(), &Call::Forget), 1);
+    assert_eq!(count(&device.take_log(), &Call::DestroyGraph), 1);
 }
 
 #[test]
 fn a_grown_cache_changes_launches_in_place() {
-    let device = Arc::new(Spy::recording());
+    let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     let small = TINY.graph(decode(32));
     let loaded = small.load(&engine);
@@ -147,27 +150,27 @@ fn a_grown_cache_changes_launches_in_place() {
     next.run().unwrap();
     let log = device.take_log();
     let changes = { log.iter() }
-        .filter(|e| matches!(e, Call::Change(_)))
+        .filter(|e| matches!(e, Call::UpdateNode(_)))
         .count();
     assert_eq!(launches(&log), 0);
-    assert_eq!(count(&log, &Call::Replay), 1);
+    assert_eq!(count(&log, &Call::LaunchGraph), 1);
     assert_eq!(log.len(), changes + 1, "{log:?}");
     // Attention reads more of the cache in each layer. The mask is longer and moves the memory
     // behind it, so everything may change once, and then nothing more.
     assert!(changes >= 2, "{log:?}");
     next.run().unwrap();
-    assert_eq!(device.take_log(), [Call::Replay]);
+    assert_eq!(device.take_log(), [Call::LaunchGraph]);
     // Both plans are alive and take turns with one graph instance.
     drop(next);
     plan.run().unwrap();
     let log = device.take_log();
     assert_eq!(log.len(), changes + 1);
-    assert_eq!(count(&log, &Call::Replay), 1);
+    assert_eq!(count(&log, &Call::LaunchGraph), 1);
 }
 
 #[test]
 fn guests_do_not_share_recordings() {
-    let device = Arc::new(Spy::recording());
+    let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     let built = TINY.graph(decode(32));
     for _ in 0..2 {
@@ -178,7 +181,7 @@ fn guests_do_not_share_recordings() {
         plan.run().unwrap();
         let log = device.take_log();
         assert!(
-            matches!(log[..], [Call::Record(_), Call::Replay]),
+            matches!(log[..], [Call::CreateGraph(_), Call::LaunchGraph]),
             "{log:?}"
         );
         // The memory stays allocated, so a later plan cannot find the results of this one.
@@ -196,17 +199,17 @@ fn what_is_replayed_is_right() {
         let loaded = built.load(&engine);
         let mut plan = built.compile(&engine, &loaded);
         let mut got = results(&built, &loaded, plan.as_mut(), 0..4);
-        assert!(count(&device.take_log(), &Call::Replay) >= 3);
+        assert!(count(&device.take_log(), &Call::LaunchGraph) >= 3);
         // The same text continues with a graph that reads more of the cache.
         let grown = model.graph(decode(64));
         let mut next = grown.compile(&engine, &loaded);
         got.extend(results(&grown, &loaded, next.as_mut(), 4..6));
         let log = device.take_log();
         assert!(
-            !log.iter().any(|call| matches!(call, Call::Record(_))),
+            !log.iter().any(|call| matches!(call, Call::CreateGraph(_))),
             "{log:?}"
         );
-        assert!(count(&log, &Call::Replay) >= 2);
+        assert!(count(&log, &Call::LaunchGraph) >= 2);
         for (got, want) in got.iter().zip(&want) {
             assert_near(got, want);
         }
@@ -216,7 +219,7 @@ fn what_is_replayed_is_right() {
 #[test]
 fn a_device_that_cannot_record_goes_launch_by_launch() {
     let device = Arc::new(Spy::running());
-    device.fail(Fails::Recording);
+    device.fail(Fails::Graphs);
     let engine = engine_on(&device);
     let built = TINY.graph(decode(32));
     let loaded = built.load(&engine);
@@ -226,7 +229,7 @@ fn a_device_that_cannot_record_goes_launch_by_launch() {
         assert_near(got, want);
     }
     let log = device.take_log();
-    assert_eq!(count(&log, &Call::Replay), 0);
+    assert_eq!(count(&log, &Call::LaunchGraph), 0);
     assert!(launches(&log) > 60);
 }
 
@@ -252,7 +255,7 @@ fn faults_are_found_in_replays() {
         ),
         "{error:?}"
     );
-    assert!(count(&device.take_log(), &Call::Replay) > 0);
+    assert!(count(&device.take_log(), &Call::LaunchGraph) > 0);
     // The next run is not affected.
     let got = results(&built, &loaded, plan.as_mut(), 1..3);
     assert_near(&got[1], &oracle(TINY, 0..3)[2]);
@@ -333,13 +336,13 @@ fn a_fault_is_told_to_the_one_who_made_it() {
 
 #[test]
 fn working_memory_is_shared() {
-    let device = Arc::new(Spy::recording());
+    let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     let backed = |log: Vec<Call>| -> i64 {
         { log.iter() }
             .map(|call| match *call {
-                Call::Back(bytes) => bytes as i64,
-                Call::Unback(bytes) => -(bytes as i64),
+                Call::Map(bytes) => bytes as i64,
+                Call::Unmap(bytes) => -(bytes as i64),
                 _ => 0,
             })
             .sum()
@@ -425,7 +428,11 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
         assert_near(&got, want);
         let log = device.take_whole_log();
         if position >= 2 {
-            let wanted = [Call::Puts, Call::Replay, Call::Download(4 * got.len())];
+            let wanted = [
+                Call::UploadBatch,
+                Call::LaunchGraph,
+                Call::Download(4 * got.len()),
+            ];
             assert_eq!(log, wanted, "a download waits until it is there");
         }
     }
@@ -436,7 +443,7 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
     plan.wait().unwrap();
     assert_eq!(
         device.take_whole_log(),
-        [Call::Puts, Call::Replay, Call::Wait]
+        [Call::UploadBatch, Call::LaunchGraph, Call::Wait]
     );
 }
 

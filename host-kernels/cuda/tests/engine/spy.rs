@@ -32,13 +32,13 @@ struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fails {
     /// Graphs cannot be created.
-    Recording,
+    Graphs,
     /// There is no memory left.
     Memory,
     /// The launch after this many others makes the device unusable.
     Launch(usize),
     /// A megakernel fails after some of its blocks have counted up.
-    Step,
+    Megakernel,
     /// Host memory cannot be page-locked.
     Pinning,
 }
@@ -47,19 +47,19 @@ pub(crate) enum Fails {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Call {
     Launch(&'static str),
-    Record(usize),
-    Change(usize),
-    Replay,
-    Forget,
-    Back(u64),
-    Unback(u64),
+    CreateGraph(usize),
+    UpdateNode(usize),
+    LaunchGraph,
+    DestroyGraph,
+    Map(u64),
+    Unmap(u64),
     Alloc(u64),
     Free(u64),
     Abandon,
     Pin(usize),
     Unpin,
     /// A launch for several small uploads.
-    Puts,
+    UploadBatch,
     Upload(usize),
     Download(usize),
     Wait,
@@ -70,7 +70,7 @@ impl Call {
     fn is_traffic(&self) -> bool {
         matches!(
             self,
-            Call::Puts | Call::Upload(_) | Call::Download(_) | Call::Wait
+            Call::UploadBatch | Call::Upload(_) | Call::Download(_) | Call::Wait
         )
     }
 }
@@ -82,7 +82,7 @@ impl Spy {
     }
 
     /// A device that only records its calls.
-    pub(crate) fn recording() -> Spy {
+    pub(crate) fn logging() -> Spy {
         Spy::new(false, None)
     }
 
@@ -95,7 +95,7 @@ impl Spy {
     pub(crate) fn on_sm90() -> Spy {
         Spy {
             shim: Shim::hopper(),
-            ..Spy::recording()
+            ..Spy::logging()
         }
     }
 
@@ -270,13 +270,13 @@ impl Device for Spy {
 
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
         self.check(Fails::Memory)?;
-        self.note(Call::Back(size));
+        self.note(Call::Map(size));
         // SAFETY: the caller's promise.
         unsafe { self.shim.map_memory(address, size) }
     }
 
     unsafe fn unmap_memory(&self, address: Address, size: u64) {
-        self.note(Call::Unback(size));
+        self.note(Call::Unmap(size));
         // SAFETY: the caller's promise.
         unsafe { self.shim.unmap_memory(address, size) };
     }
@@ -328,7 +328,7 @@ impl Device for Spy {
         };
         if name == "vg_upload" {
             self.check_there()?;
-            self.note(Call::Puts);
+            self.note(Call::UploadBatch);
             // SAFETY: the caller's promise.
             return unsafe { self.shim.launch(launch) };
         }
@@ -336,7 +336,7 @@ impl Device for Spy {
         let mut state = self.state();
         state.log.push(Call::Launch(name));
         drop(state);
-        if launch.cooperative && self.check(Fails::Step).is_err() {
+        if launch.cooperative && self.check(Fails::Megakernel).is_err() {
             let counters = u64::from_ne_bytes(launch.params[8..16].try_into().expect("an address"));
             for stage in [0, 3, 4] {
                 // SAFETY: the counters are memory of the shim, which is this process.
@@ -354,8 +354,8 @@ impl Device for Spy {
     }
 
     fn create_graph(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError> {
-        self.check(Fails::Recording)?;
-        self.note(Call::Record(launches.len()));
+        self.check(Fails::Graphs)?;
+        self.note(Call::CreateGraph(launches.len()));
         self.shim.create_graph(launches)
     }
 
@@ -365,14 +365,14 @@ impl Device for Spy {
         index: usize,
         launch: &Launch,
     ) -> Result<(), EngineError> {
-        self.check(Fails::Recording)?;
-        self.note(Call::Change(index));
+        self.check(Fails::Graphs)?;
+        self.note(Call::UpdateNode(index));
         self.shim.update_graph_node(graph, index, launch)
     }
 
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
         self.check(Fails::Launch(0))?;
-        self.note(Call::Replay);
+        self.note(Call::LaunchGraph);
         match self.runs {
             // SAFETY: the caller's promise.
             true => unsafe { self.shim.launch_graph(graph) },
@@ -381,7 +381,7 @@ impl Device for Spy {
     }
 
     fn destroy_graph(&self, graph: GraphExecId) {
-        self.note(Call::Forget);
+        self.note(Call::DestroyGraph);
         self.shim.destroy_graph(graph);
     }
 

@@ -69,14 +69,17 @@ fn several_writes_are_one_launch() {
     }
     let got = bytes_of(&*memory);
     assert!((0..10u8).all(|i| got[usize::from(i) * 100 + 49] == i));
-    assert_eq!(device.take_whole_log(), [Call::Puts, Call::Download(4096)]);
+    assert_eq!(
+        device.take_whole_log(),
+        [Call::UploadBatch, Call::Download(4096)]
+    );
     // Overlapping uploads, one after the other.
     memory.write(0, [1; 50][..].into()).unwrap();
     memory.write(40, [2; 50][..].into()).unwrap();
     assert_eq!(bytes_of(&*memory)[38..42], [1, 1, 2, 2]);
     assert_eq!(
         device.take_whole_log(),
-        [Call::Puts, Call::Puts, Call::Download(4096)]
+        [Call::UploadBatch, Call::UploadBatch, Call::Download(4096)]
     );
 }
 
