@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 
 use vgpu_cpu::formats::{Format, Type};
-use vgpu_cpu::gemm::{Level, MatmulKernel};
+use vgpu_cpu::gemm::{GemmArgs, Level, MatmulKernel};
 
 mod ceiling;
 mod ggml;
@@ -215,17 +215,17 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
         }
         // SAFETY: the vectors hold `rows` rows, `cols` columns and their products.
         unsafe {
-            (kernel.gemm)(
-                K,
-                weights.bytes().as_ptr(),
-                row_bytes,
+            (kernel.gemm)(&GemmArgs {
+                k: K,
+                w: weights.bytes().as_ptr(),
+                w_stride: row_bytes,
                 rows,
-                columns.as_ptr(),
-                column_bytes,
+                x: columns.as_ptr(),
+                x_stride: column_bytes,
                 cols,
-                y.as_mut_ptr(),
-                rows,
-            );
+                dst: y.as_mut_ptr(),
+                dst_stride: rows,
+            });
         }
         black_box(&y);
     };

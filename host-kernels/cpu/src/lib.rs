@@ -4,22 +4,26 @@
 //! - [`gemm`]: dot products and matrix products on rows of blocks.
 //! - `simd`, `math`: vectors of f32 at every level, and elementary functions of them.
 //! - `ops`: one file for each family of operators, from a node to steps.
-//! - `topology`, `crew`: the machine's cores, and the threads on them.
+//! - `topology`, `team`: the machine's cores, and the threads on them.
 //! - `plan`, `stages`, `pool`: a graph is a list of steps; threads enter once per graph and meet at a barrier
 //!   after each step.
 
-mod crew;
+mod barrier_schedule;
+mod convert;
 pub mod formats;
 pub mod gemm;
+mod gemm_rows;
+mod isa;
+mod kernel;
 mod math;
 mod memory;
-mod mix;
+mod operands;
 mod ops;
 mod plan;
-mod pool;
 mod region;
+mod runner;
 mod simd;
-mod stages;
+mod thread_team;
 mod topology;
 mod view;
 mod weights;
@@ -29,8 +33,8 @@ use std::sync::Arc;
 use vgpu_transport::ir::{Capabilities, ValidGraph};
 
 use memory::CpuMemory;
-use pool::Pool;
 use region::Budget;
+use runner::Runner;
 use topology::Topology;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, SharedMemory};
 
@@ -40,8 +44,8 @@ pub struct CpuEngine {
     capabilities: Capabilities,
     budget: Arc<Budget>,
     /// The largest buffer that guests may map.
-    most_shared: u64,
-    pool: Arc<Pool>,
+    max_shared: u64,
+    runner: Arc<Runner>,
     fuses: bool,
 }
 
@@ -80,14 +84,14 @@ impl CpuEngine {
             true => topology.places(),
             false => Vec::new(),
         };
-        let pool = Pool::new(count, &places)?;
+        let runner = Runner::new(count, &places)?;
         let pinned = if threads.pin { ", each on a core" } else { "" };
         Ok(CpuEngine {
             description: format!("{}, {count} threads{pinned}", memory::processor_name()),
             capabilities: Capabilities::new(ops::rules()),
             budget: Arc::new(Budget::new(memory_limit)),
-            most_shared: memory::most_shared(),
-            pool: Arc::new(pool),
+            max_shared: memory::max_shared(),
+            runner: Arc::new(runner),
             fuses: true,
         })
     }
@@ -121,7 +125,7 @@ impl Engine for CpuEngine {
     }
 
     fn alloc_shared(&self, size: u64) -> Result<Option<SharedMemory>, EngineError> {
-        match size > self.most_shared {
+        match size > self.max_shared {
             true => Ok(None),
             false => CpuMemory::shared(size, &self.budget).map(Some),
         }
@@ -146,7 +150,7 @@ impl Engine for CpuEngine {
         Ok(Box::new(plan::CpuPlan::compile(
             graph.graph(),
             buffers,
-            &self.pool,
+            &self.runner,
             self.fuses,
         )?))
     }

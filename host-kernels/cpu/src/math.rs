@@ -3,7 +3,7 @@
 //! The polynomials are minimax fits (Remez) of the function named beside them, relative to the
 //! result. Infinities, NaN and denormal results are those of the real function.
 
-use super::simd::{Lanes, Simd};
+use crate::simd::{Lanes, Simd};
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// `LN2_HI + LN2_LO` is ln 2; the first part has so few bits that its product with a whole number of
@@ -153,9 +153,9 @@ impl<S: Simd> Lanes<S> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::gemm::Level;
-    use super::super::simd::{Task, chunks, dispatch_at};
     use super::*;
+    use crate::isa::Level;
+    use crate::simd::{Task, chunks, dispatch_at};
 
     /// A function of one float, for the tests.
     trait Function {

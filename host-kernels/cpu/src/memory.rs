@@ -16,7 +16,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::shm::memory::sealed_file_named;
 
 use super::region::{Budget, Charge, Region};
-use super::weights::{CpuExtent, Weights};
+use super::weights::{CpuExtent, WeightRegion};
 use vgpu_engine::{EngineError, Extent, Memory, SharedMemory, check_range};
 
 /// Files have whole pages. (Of the smallest size there is; larger ones are multiples.)
@@ -37,7 +37,7 @@ enum Kind {
     /// A file that another process may map.
     Shared(Region),
     /// Bytes that other buffers of this process may have, too.
-    Weights(Weights),
+    Weights(WeightRegion),
 }
 
 impl CpuMemory {
@@ -56,7 +56,7 @@ impl CpuMemory {
     /// Memory for weights. `size` is not 0.
     pub(super) fn weights(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
         CpuMemory::mapped(size, budget, |len| {
-            Weights::create(len, budget).map(Kind::Weights)
+            WeightRegion::create(len, budget).map(Kind::Weights)
         })
     }
 
@@ -97,7 +97,7 @@ impl CpuMemory {
     }
 
     /// What is behind it, if it is for weights.
-    pub(super) fn as_weights(&self) -> Result<&Weights, EngineError> {
+    pub(super) fn as_weights(&self) -> Result<&WeightRegion, EngineError> {
         match &self.kind {
             Kind::Weights(weights) => Ok(weights),
             _ => Err(EngineError::ForeignMemory),
@@ -107,19 +107,19 @@ impl CpuMemory {
     /// Where `len` bytes lie, one behind the other, for reading. It is right as long as [`moves`](CpuMemory::moves) stays
     /// what it is.
     pub(super) fn locate(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
-        self.place(offset, len, Weights::locate)
+        self.place(offset, len, WeightRegion::locate)
     }
 
     /// The same for writing, here or in a plan.
     pub(super) fn own(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
-        self.place(offset, len, Weights::own)
+        self.place(offset, len, WeightRegion::own)
     }
 
     fn place(
         &self,
         offset: u64,
         len: u64,
-        of_weights: impl FnOnce(&Weights, Range<u64>) -> Result<*mut u8, EngineError>,
+        of_weights: impl FnOnce(&WeightRegion, Range<u64>) -> Result<*mut u8, EngineError>,
     ) -> Result<*mut u8, EngineError> {
         check_range(offset, len, self.size)?;
         match &self.kind {
@@ -133,7 +133,7 @@ impl CpuMemory {
 
     /// How often bytes came to lie elsewhere.
     pub(super) fn moves(&self) -> u64 {
-        self.as_weights().map_or(0, Weights::moves)
+        self.as_weights().map_or(0, WeightRegion::moves)
     }
 
     /// Calls `each` with the places of bytes, one after the other, and how many are there.
@@ -227,7 +227,7 @@ impl Memory for CpuMemory {
     }
 
     fn freeze(&self) -> bool {
-        self.as_weights().map(Weights::freeze).is_ok()
+        self.as_weights().map(WeightRegion::freeze).is_ok()
     }
 
     fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
@@ -243,7 +243,7 @@ impl Memory for CpuMemory {
     }
 
     fn is_unmodified(&self) -> bool {
-        self.as_weights().is_ok_and(Weights::is_unmodified)
+        self.as_weights().is_ok_and(WeightRegion::is_unmodified)
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -254,7 +254,7 @@ impl Memory for CpuMemory {
 /// The largest buffer worth sharing. Linux gives files in memory large pages only if it is told to, and without them
 /// the first touch of a page costs ten times what it costs in large ones: too much for weights, which are written
 /// once. What goes back and forth with every token is smaller.
-pub(super) fn most_shared() -> u64 {
+pub(super) fn max_shared() -> u64 {
     const WITHOUT_LARGE_PAGES: u64 = 64 << 20;
     let setting = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
     let setting = setting.unwrap_or_default();

@@ -1,44 +1,50 @@
-//! From a graph to steps.
+//! Compiles a graph into phases, and runs them.
 
-use std::any::Any;
-use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use vgpu_engine::fuse::{Arrangement, Kind};
+use vgpu_engine::{EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn};
 use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 
-use super::gemm::Activation;
-use super::memory::CpuMemory;
-use super::ops;
-use super::pool::{Pool, Started, Worker};
-use super::stages::{Part, SMALL, Stages, Step, Touches, elements, is_small, only_shares};
-use super::view::View;
-use vgpu_engine::fuse::{Arrangement, Kind};
-use vgpu_engine::{EngineError, Memory, Plan, RunStatus, RunError, NodeTiming, Turn};
+use crate::barrier_schedule::{
+    BarrierSchedule, MemoryAccess, Part, Phase, SOLO_ELEMENTS, elements, is_small, only_shares,
+};
+use crate::kernel::Compiled;
+use crate::memory::CpuMemory;
+use crate::operands::{ActivationCache, Operands, Recorded};
+use crate::ops;
+use crate::runner::{RunState, Runner};
+use crate::view::View;
 
-/// A graph, compiled: steps over pointers into buffers that are kept alive.
-pub(super) struct CpuPlan {
-    steps: Vec<Step>,
+/// A compiled graph: kernels with pointers into buffers that the plan keeps alive.
+pub(crate) struct CpuPlan {
+    phases: Vec<Phase>,
     scratch_bytes: usize,
-    /// Bytes that a node leaves for those that follow.
-    kept_bytes: usize,
-    pool: Arc<Pool>,
+    /// Memory for converted activations, in bytes.
+    activation_bytes: usize,
+    runner: Arc<Runner>,
     /// A run that has yielded.
-    started: Option<Started>,
-    /// What the pointers in the steps point into.
+    yielded: Option<RunState>,
+    /// The buffers that the kernels' pointers point into.
     buffers: Vec<Arc<dyn Memory>>,
-    /// How often the bytes of each had moved when the plan was compiled.
+    /// For each buffer, its number of moves when the plan was compiled.
     moves: Vec<u64>,
 }
 
 impl CpuPlan {
-    /// Compiles a graph. With `fuses`, nodes become one kernel where that gives the same, and threads do not meet where
-    /// they need not.
-    pub(super) fn compile(
+    /// Compiles a graph. With `fuses`, nodes are fused where this gives the same results, and barriers
+    /// are left out where they are not needed.
+    ///
+    /// # Errors
+    /// [`EngineError::ForeignMemory`] if a buffer belongs to another engine;
+    /// [`EngineError::Unsupported`] if a node has no kernel; [`EngineError::OutOfMemory`] if weights
+    /// that the graph writes need memory of their own.
+    pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
-        pool: &Arc<Pool>,
+        runner: &Arc<Runner>,
         fuses: bool,
     ) -> Result<CpuPlan, EngineError> {
         let memories = memories(buffers).ok_or(EngineError::ForeignMemory)?;
@@ -51,9 +57,9 @@ impl CpuPlan {
             graph: &arrangement.graph,
             origin: &arrangement.origin,
             views: &views,
-            keeper: Keeper::default(),
-            workers: pool.workers(),
-            stages: Stages::new(fuses),
+            cache: ActivationCache::default(),
+            workers: runner.workers(),
+            schedule: BarrierSchedule::new(fuses),
         };
         let mut at = 0;
         while at < arrangement.graph.nodes.len() {
@@ -66,29 +72,30 @@ impl CpuPlan {
                 }
             };
         }
-        let kept_bytes = compiler.keeper.bytes.get();
-        let (steps, scratch_bytes) = compiler.stages.finish();
+        let activation_bytes = compiler.cache.bytes();
+        let (phases, scratch_bytes) = compiler.schedule.finish();
         Ok(CpuPlan {
-            steps,
+            phases,
             scratch_bytes,
-            kept_bytes,
-            pool: Arc::clone(pool),
-            started: None,
+            activation_bytes,
+            runner: Arc::clone(runner),
+            yielded: None,
             buffers: buffers.to_vec(),
             moves,
         })
     }
 }
 
-/// A plan in the making.
+/// A plan during compilation.
 struct Compiler<'a> {
-    /// In our order, and where nodes were in the guest's.
+    /// The graph with its nodes in the order of the arrangement.
     graph: &'a Graph,
+    /// The index of each node in the guest's graph.
     origin: &'a [usize],
     views: &'a [View],
-    keeper: Keeper,
+    cache: ActivationCache,
     workers: usize,
-    stages: Stages,
+    schedule: BarrierSchedule,
 }
 
 impl Compiler<'_> {
@@ -96,28 +103,28 @@ impl Compiler<'_> {
         Operands {
             views: self.views,
             node: &self.graph.nodes[at],
-            keeper: &self.keeper,
+            cache: &self.cache,
             workers: self.workers,
         }
     }
 
-    /// Compiles nodes as one. `false`, and nothing done, where there is no kernel for them.
+    /// Compiles fused nodes. Returns `false` and changes nothing if there is no kernel for them.
     fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<bool, EngineError> {
         let operands: Vec<Operands<'_>> = nodes.clone().map(|at| self.operands(at)).collect();
         let Some(compiled) = ops::compile_group(kind, &operands) else {
             return Ok(false);
         };
-        // What can fail in a group is an index, which the node that ends it reads.
-        let named = match kind {
+        // Only an index can be invalid. In these groups, the last node reads it.
+        let reported = match kind {
             Kind::RopeRows => nodes.end - 1,
             _ => nodes.start,
         };
         let shares = matches!(kind, Kind::Norm | Kind::RopeRows);
-        self.add(nodes, named, compiled, shares);
+        self.add(nodes, reported, compiled, shares);
         Ok(true)
     }
 
-    /// Compiles a node by itself.
+    /// Compiles one node.
     fn node(&mut self, at: usize) -> Result<(), EngineError> {
         let op = &self.graph.nodes[at].op;
         let compiled = ops::compile(op, &self.operands(at))?;
@@ -125,44 +132,44 @@ impl Compiler<'_> {
         Ok(())
     }
 
-    /// Adds the kernels of some nodes, `named` for errors. `shares`: if there is one kernel, it deals no chunks.
-    fn add(&mut self, nodes: Range<usize>, named: usize, compiled: Compiled, shares: bool) {
+    /// Adds the kernels of `nodes`. Errors report node `reported`. `shares`: a single kernel deals no
+    /// chunks.
+    fn add(&mut self, nodes: Range<usize>, reported: usize, compiled: Compiled, shares: bool) {
         let graph = self.graph;
-        let op = graph.nodes[named].op.kind().ggml_name();
+        let op = graph.nodes[reported].op.kind().ggml_name();
         let all = self.origin[nodes.clone()].to_vec();
         let shares = shares && compiled.kernels.len() == 1;
         let scratch_bytes = compiled.scratch_bytes;
-        let converts = self.keeper.converts.take();
-        let (rows, makes) = (self.keeper.rows.take(), self.keeper.makes.take());
-        self.keeper.rows.set(makes);
-        self.stages.needs(scratch_bytes);
+        let Recorded { converts, follows } = self.cache.take_recorded();
+        self.schedule.reserve(scratch_bytes);
         for (i, kernel) in compiled.kernels.into_iter().enumerate() {
-            let is_first = i == 0 && converts.is_some();
-            let computes = if is_first { Vec::new() } else { all.clone() };
-            let part = Part::new(kernel, computes, self.origin[named], op);
-            if i == 0
-                && let Some(source) = converts
-            {
+            let only_converts = i == 0 && converts.is_some();
+            let computes = match only_converts {
+                true => Vec::new(),
+                false => all.clone(),
+            };
+            let part = Part::new(kernel, computes, self.origin[reported], op);
+            if only_converts {
                 let x = { graph.nodes[nodes.start].src.as_slice() }[1].expect("activations");
                 let x = &graph.tensors[x as usize];
-                let is_small = elements(x) <= SMALL;
-                let follows = rows == Some(source);
-                (self.stages).share(part, Touches::reading(x), is_small, 0, follows);
+                let is_small = elements(x) <= SOLO_ELEMENTS;
+                let access = MemoryAccess::reading(x);
+                (self.schedule).push_shared(part, access, is_small, 0, follows);
             } else if shares {
                 let is_small = nodes.clone().all(|at| is_small(graph, at));
-                let touches = Touches::of(graph, nodes.clone());
-                (self.stages).share(part, touches, is_small, scratch_bytes, false);
+                let access = MemoryAccess::of(graph, nodes.clone());
+                (self.schedule).push_shared(part, access, is_small, scratch_bytes, false);
             } else {
-                self.stages.alone(part);
+                self.schedule.push_alone(part);
             }
         }
         for at in nodes {
-            written(&graph.nodes[at]).for_each(|index| self.keeper.written(&self.views[index]));
+            written(&graph.nodes[at]).for_each(|index| self.cache.invalidate(&self.views[index]));
         }
     }
 }
 
-/// The engine's own type of memory; `None` if any is another engine's.
+/// The buffers as this engine's type; `None` if one belongs to another engine.
 fn memories(buffers: &[Arc<dyn Memory>]) -> Option<Vec<&CpuMemory>> {
     buffers.iter().map(cpu_memory).collect()
 }
@@ -175,10 +182,10 @@ fn moves(memories: &[&CpuMemory]) -> Vec<u64> {
     memories.iter().map(|memory| memory.moves()).collect()
 }
 
-/// Where the tensors of a graph lie, and how often the bytes of each memory had moved by then.
+/// The addresses of the tensors of a graph, and the number of moves of each memory at that time.
 fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>), EngineError> {
     let place = |tensor: &Tensor| {
-        // Validation has computed it, too.
+        // The same value as in validation.
         let len = tensor.shape.extent().unwrap_or(u64::MAX);
         (memories[tensor.buffer as usize], tensor.offset, len)
     };
@@ -190,18 +197,22 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
         let before = moves(memories);
         let views = graph.tensors.iter().map(|tensor| {
             let (memory, offset, len) = place(tensor);
-            Ok(View::new(memory.locate(offset, len)?, &tensor.shape))
+            let ptr = memory.locate(offset, len)?;
+            // SAFETY: `locate` returns `len` contiguous bytes of the buffer, which the plan keeps alive
+            // with the views. Validation has checked the alignment and the extent of the shape. The
+            // plan does not run once the bytes have moved.
+            Ok(unsafe { View::new(ptr, &tensor.shape) })
         });
         let views = views.collect::<Result<Vec<View>, EngineError>>()?;
-        // A tensor that lay in several places was put together, which may have moved others. That ends: each time
-        // there are fewer places.
+        // Locating a tensor that was in several places merges them, which may move other tensors. The
+        // loop ends because each round reduces the number of places.
         if moves(memories) == before {
             return Ok((views, before));
         }
     }
 }
 
-/// The tensors that a node writes: its destination, and what optimisers keep in their sources.
+/// The tensors that a node writes: its destination, and for optimisers the state in its sources.
 fn written(node: &Node) -> impl Iterator<Item = usize> {
     let is_optimiser = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
     let sources = node.src.as_slice().iter().flatten();
@@ -211,14 +222,13 @@ fn written(node: &Node) -> impl Iterator<Item = usize> {
 
 impl Plan for CpuPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
-        let started = self.started.take();
-        if started.is_none() && !self.is_current() {
-            return Err(RunError::Stale);
-        }
-        let started =
-            started.unwrap_or_else(|| self.pool.start(self.scratch_bytes, self.kept_bytes));
-        self.started = self.pool.run(&self.steps, started, turn)?;
-        Ok(match self.started {
+        let state = match self.yielded.take() {
+            Some(state) => state,
+            None if !self.is_current() => return Err(RunError::Stale),
+            None => (self.runner).start(self.scratch_bytes, self.activation_bytes),
+        };
+        self.yielded = self.runner.run(&self.phases, state, turn)?;
+        Ok(match self.yielded {
             None => RunStatus::Done,
             Some(_) => RunStatus::Yielded,
         })
@@ -228,27 +238,27 @@ impl Plan for CpuPlan {
         if !self.is_current() {
             return Err(RunError::Stale);
         }
-        // One that has yielded begins anew.
-        self.started = None;
-        let started = self.pool.start(self.scratch_bytes, self.kept_bytes);
-        let ends = self.pool.run_timed(&self.steps, started)?;
-        let (mut spans, mut before) = (Vec::<NodeTiming>::new(), Duration::ZERO);
-        for (step, end) in self.steps.iter().zip(ends) {
-            let nodes: Vec<usize> = { step.parts.iter() }
+        // A run that has yielded starts again from the beginning.
+        self.yielded = None;
+        let state = (self.runner).start(self.scratch_bytes, self.activation_bytes);
+        let ends = self.runner.run_timed(&self.phases, state)?;
+        let (mut timings, mut before) = (Vec::<NodeTiming>::new(), Duration::ZERO);
+        for (phase, end) in self.phases.iter().zip(ends) {
+            let nodes: Vec<usize> = { phase.parts.iter() }
                 .flat_map(|part| part.nodes.iter().copied())
                 .collect();
-            match spans.last_mut().filter(|span| span.nodes == nodes) {
-                Some(span) => span.seconds += (end - before).as_secs_f64(),
-                // What only prepares counts for what follows.
+            match timings.last_mut().filter(|timing| timing.nodes == nodes) {
+                Some(timing) => timing.seconds += (end - before).as_secs_f64(),
+                // A phase that only prepares data counts as part of the next.
                 None if nodes.is_empty() => continue,
-                None => spans.push(NodeTiming {
+                None => timings.push(NodeTiming {
                     nodes,
                     seconds: (end - before).as_secs_f64(),
                 }),
             }
             before = end;
         }
-        Ok(spans)
+        Ok(timings)
     }
 
     fn is_current(&self) -> bool {
@@ -256,150 +266,4 @@ impl Plan for CpuPlan {
         let mut then = self.moves.iter();
         now.all(|memory| memory.map(CpuMemory::moves) == then.next().copied())
     }
-}
-
-/// What nodes tell those that follow: the tensor that was last converted, and to what. (The products with several weights, of queries, keys and values or of a gate, begin with the same activations.)
-#[derive(Default)]
-struct Keeper {
-    kept: Cell<Option<(View, Activation)>>,
-    /// The most that was ever to be kept.
-    bytes: Cell<usize>,
-    /// What the first kernel of the node that is compiled converts, if it does nothing else.
-    converts: Cell<Option<View>>,
-    /// What the node that is compiled makes row by row, and what the one before has made.
-    makes: Cell<Option<View>>,
-    rows: Cell<Option<View>>,
-}
-
-impl Keeper {
-    /// Something was written there: what was made of it holds no longer.
-    fn written(&self, view: &View) {
-        if self.kept.get().is_some_and(|(kept, _)| kept.overlaps(view)) {
-            self.kept.set(None);
-        }
-    }
-}
-
-/// What an operator's file sees of a node.
-pub(crate) struct Operands<'a> {
-    views: &'a [View],
-    node: &'a Node,
-    keeper: &'a Keeper,
-    workers: usize,
-}
-
-impl Operands<'_> {
-    /// The operator with its parameters.
-    pub(crate) fn op(&self) -> &Op {
-        &self.node.op
-    }
-
-    /// The destination.
-    pub(crate) fn dst(&self) -> View {
-        self.views[self.node.dst as usize]
-    }
-
-    /// Source `i`, which the operator's rules demand.
-    pub(crate) fn src(&self, i: usize) -> View {
-        self.optional(i)
-            .expect("validation refuses operations without a source they need")
-    }
-
-    /// Source `i`, if there is one.
-    pub(crate) fn optional(&self, i: usize) -> Option<View> {
-        let index = self.node.src.as_slice().get(i).copied().flatten()?;
-        Some(self.views[index as usize])
-    }
-
-    /// Whether the kept memory ([`Worker::kept`]) already has `source` as `activation` from a node before this one. If not,
-    /// it is for this node's first kernel to write there: so many bytes, for itself and the nodes that follow.
-    pub(crate) fn keep(&self, source: View, activation: Activation, bytes: usize) -> bool {
-        let keeper = self.keeper;
-        keeper.bytes.set(keeper.bytes.get().max(bytes));
-        keeper.kept.replace(Some((source, activation))) == Some((source, activation))
-    }
-
-    /// The node has one kernel, of which each thread makes its [share](Worker::share) of the rows of `view`, and
-    /// touches nothing that belongs to other rows.
-    pub(crate) fn makes_rows(&self, view: View) {
-        self.keeper.makes.set(Some(view));
-    }
-
-    /// Whether `view` was made so just before: a kernel that takes the same rows need not wait for other threads.
-    pub(crate) fn follows_rows(&self, view: View) -> bool {
-        self.keeper.rows.get() == Some(view)
-    }
-
-    /// The first kernel reads `source`, which is the node's second, writes [kept memory](Operands::keep) and does nothing
-    /// else.
-    pub(crate) fn converts_first(&self, source: View) {
-        self.keeper.converts.set(Some(source));
-    }
-
-    /// How many threads will run each kernel.
-    pub(crate) fn workers(&self) -> usize {
-        self.workers
-    }
-}
-
-/// What every thread runs between two barriers.
-pub(crate) type Kernel = Box<dyn Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync>;
-
-/// A node, compiled: kernels that run one after the other.
-pub(crate) struct Compiled {
-    /// The kernels, with a barrier after each.
-    pub(crate) kernels: Vec<Kernel>,
-    /// Shared working memory they need, in bytes.
-    pub(crate) scratch_bytes: usize,
-}
-
-impl Compiled {
-    /// A single kernel that needs no working memory.
-    pub(crate) fn one(
-        kernel: impl Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync + 'static,
-    ) -> Compiled {
-        Compiled {
-            kernels: vec![Box::new(kernel)],
-            scratch_bytes: 0,
-        }
-    }
-}
-
-/// Why a kernel stopped.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Fault {
-    /// An index in tensor data points nowhere.
-    Index {
-        /// The index.
-        index: i64,
-        /// How many there are.
-        count: u64,
-    },
-    /// The kernel panicked: a bug of ours.
-    Panic {
-        /// What it said.
-        message: String,
-    },
-}
-
-impl Fault {
-    pub(super) fn panic(payload: &(dyn Any + Send)) -> Fault {
-        let message = payload
-            .downcast_ref::<String>()
-            .cloned()
-            .or_else(|| payload.downcast_ref::<&str>().map(|&s| s.to_owned()))
-            .unwrap_or_else(|| "a panic without a message".to_owned());
-        Fault::Panic { message }
-    }
-}
-
-/// Checks an index read from tensor data.
-pub(crate) fn check_index(index: i64, count: usize) -> Result<usize, Fault> {
-    usize::try_from(index)
-        .ok()
-        .filter(|&i| i < count)
-        .ok_or(Fault::Index {
-            index,
-            count: count as u64,
-        })
 }

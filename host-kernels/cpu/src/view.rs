@@ -6,10 +6,10 @@ use vgpu_transport::ir::{Shape, Type};
 
 /// A tensor in memory.
 ///
-/// Views are made by the plan from a validated graph, so that every element lies inside a buffer that
-/// the plan keeps alive, and plain elements are aligned. Two views may overlap in any way (operations in
-/// place, or a hostile graph), and so a kernel never makes a `&mut [T]` of one while it reads another:
-/// where source and destination can be the same memory it goes through raw pointers.
+/// The contract of [`View::new`] is that every element lies inside memory that stays allocated while
+/// kernels use the view, and that plain elements are aligned. Two views may overlap in any way
+/// (operations in place, or a hostile graph). So a kernel never creates a `&mut [T]` of one view while
+/// it reads another: where source and destination can be the same memory, it uses raw pointers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct View {
     ptr: *mut u8,
@@ -18,15 +18,21 @@ pub(crate) struct View {
     pub(crate) nb: [usize; 4],
 }
 
-// SAFETY: a view is a place, not access to it; what happens there is the kernel's to argue.
+// SAFETY: a view is an address without access. Each kernel argues why its accesses do not race.
 unsafe impl Send for View {}
-// SAFETY: as above.
+// SAFETY: as for `Send`: a shared view gives no access.
 unsafe impl Sync for View {}
 
 impl View {
-    /// The view of a tensor whose first element lies at `ptr`. Its strides are plain
-    /// ([`Shape::with_plain_strides`]): kernels may compute with them.
-    pub(super) fn new(ptr: *mut u8, shape: &Shape) -> View {
+    /// The view of a tensor whose first element is at `ptr`. The strides of the view are plain
+    /// ([`Shape::with_plain_strides`]), so that kernels may compute with them.
+    ///
+    /// # Safety
+    /// - `shape` is valid, and its extent in bytes from `ptr` on lies inside one allocation that exists
+    ///   as long as kernels use the view or a copy of it;
+    /// - `ptr` and the strides are aligned for the elements of plain types;
+    /// - only the plan that owns the view accesses these bytes while its kernels run.
+    pub(crate) unsafe fn new(ptr: *mut u8, shape: &Shape) -> View {
         let shape = shape.with_plain_strides();
         View {
             ptr,
@@ -52,15 +58,15 @@ impl View {
         [row % ne1, row / ne1 % ne2, row / (ne1 * ne2)]
     }
 
-    /// Where the row with these indices begins. The indices must be inside the extents; the pointer is
-    /// then inside the buffer.
+    /// The address of the row with these indices. The indices must be below the extents; the address
+    /// is then inside the buffer.
     pub(crate) fn row_ptr(&self, [i1, i2, i3]: [usize; 3]) -> *mut u8 {
         debug_assert!(i1 < self.ne[1] && i2 < self.ne[2] && i3 < self.ne[3]);
         self.ptr
             .wrapping_add(i1 * self.nb[1] + i2 * self.nb[2] + i3 * self.nb[3])
     }
 
-    /// Asks for `count` dense rows, neighbours in dimension 1, to be brought to the level-2 cache.
+    /// Prefetches `count` dense rows, adjacent in dimension 1, into the level-2 cache.
     pub(crate) fn prefetch_rows(&self, [i1, i2, i3]: [usize; 3], count: usize) {
         let bytes = self.shape().row_bytes() as usize;
         for row in (i1..i1 + count).map(|i1| self.row_ptr([i1, i2, i3])) {
@@ -77,7 +83,7 @@ impl View {
         }
     }
 
-    /// Where the tensor begins.
+    /// The address of the first element.
     pub(crate) fn ptr(&self) -> *mut u8 {
         self.ptr
     }
@@ -87,21 +93,21 @@ impl View {
         self.shape().has_dense_rows()
     }
 
-    /// The addresses from the first byte of the tensor to one past its last.
+    /// The addresses of the tensor, from its first byte to one past its last.
     pub(crate) fn span(&self) -> Range<usize> {
         let start = self.ptr.addr();
         let extent = self.shape().extent().unwrap_or(0) as usize; // validated: there is one
         start..start + extent
     }
 
-    /// Whether the two may share memory.
+    /// Whether the address ranges of both tensors intersect.
     pub(crate) fn overlaps(&self, other: &View) -> bool {
         let (a, b) = (self.span(), other.span());
         a.start < b.end && b.start < a.end
     }
 
-    /// Whether no two rows can share memory: each dimension's stride reaches over all of the smaller
-    /// ones. (Rows interleaved in other ways count as shared.)
+    /// Whether no two rows can share memory: the stride of each dimension is at least the extent of
+    /// all dimensions with smaller strides. (Rows interleaved in other ways count as shared.)
     pub(crate) fn distinct_rows(&self) -> bool {
         let mut outer: Vec<(usize, usize)> = (1..4)
             .filter(|&d| self.ne[d] != 1)

@@ -1,16 +1,16 @@
 //! Memory for weights: bytes that several buffers hold once.
 //!
-//! A buffer for weights begins as a region of its own, its *home*, like any other buffer. When it is frozen, parts of it
+//! A buffer for weights begins as a region of its own, its *base*, like any other buffer. When it is frozen, parts of it
 //! can be offered to other buffers, as *extents*. A buffer that takes one (adopts it) writes down that these bytes lie
-//! elsewhere, and the pages of its own home that they would have had stay untouched or are given back. There are no mappings to
+//! elsewhere, and the pages of its own base that they would have had stay untouched or are given back. There are no mappings to
 //! make, no faults to take, and weights have the large pages that all other memory has.
 //!
-//! Plans ask where a tensor's bytes [lie](Weights::locate) when they are compiled. Whoever writes to bytes that others
+//! Plans ask where a tensor's bytes [lie](WeightRegion::locate) when they are compiled. Whoever writes to bytes that others
 //! may read gets a place of its own for them first: copy-on-write, by extents. When bytes have come to lie elsewhere,
-//! [`moves`](Weights::moves) changes, and plans compiled before are not run any more.
+//! [`moves`](WeightRegion::moves) changes, and plans compiled before are not run any more.
 //!
-//! An extent outlives the buffer that it was offered from: pages of a home are given back when neither its buffer nor an
-//! extent needs them, and the home itself with the last of these.
+//! An extent outlives the buffer that it was offered from: pages of a base are given back when neither its buffer nor an
+//! extent needs them, and the base itself with the last of these.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -24,8 +24,8 @@ use super::region::{Budget, Charge, Region, page};
 use vgpu_engine::{EngineError, Extent, check_range};
 
 /// What is behind a buffer for weights.
-pub(super) struct Weights {
-    home: Arc<Home>,
+pub(super) struct WeightRegion {
+    base: Arc<BaseRegion>,
     budget: Arc<Budget>,
     state: Mutex<State>,
 }
@@ -37,7 +37,7 @@ struct State {
     is_written: bool,
     /// How often bytes came to lie elsewhere.
     moves: u64,
-    /// What does not lie at home, by its first byte. Disjoint.
+    /// What does not lie at base, by its first byte. Disjoint.
     pieces: BTreeMap<u64, Piece>,
     /// What is offered. Disjoint, and disjoint from `pieces`.
     offered: Vec<Arc<CpuExtent>>,
@@ -46,18 +46,18 @@ struct State {
 /// Bytes of a buffer that lie elsewhere.
 struct Piece {
     len: u64,
-    place: Place,
+    place: Backing,
 }
 
-enum Place {
-    /// In somebody's home, and not to be written.
+enum Backing {
+    /// In somebody's base, and not to be written.
     Shared(Arc<CpuExtent>),
     /// In memory for this piece alone.
     Own { region: Region, _charge: Charge },
 }
 
 /// The region that a buffer for weights began as.
-struct Home {
+struct BaseRegion {
     region: Region,
     uses: Mutex<Uses>,
 }
@@ -69,22 +69,22 @@ struct Uses {
     extents: BTreeMap<u64, u64>,
 }
 
-/// Bytes of a home that do not change as long as this exists.
+/// Bytes of a base that do not change as long as this exists.
 pub(super) struct CpuExtent {
-    home: Arc<Home>,
+    base: Arc<BaseRegion>,
     offset: u64,
     len: u64,
 }
 
-impl Weights {
+impl WeightRegion {
     /// `size` zero bytes; `None` when the kernel has none. `size` is not 0.
-    pub(super) fn create(size: usize, budget: &Arc<Budget>) -> Option<Weights> {
+    pub(super) fn create(size: usize, budget: &Arc<Budget>) -> Option<WeightRegion> {
         let uses = Uses {
             has_owner: true,
             extents: BTreeMap::new(),
         };
-        Some(Weights {
-            home: Arc::new(Home {
+        Some(WeightRegion {
+            base: Arc::new(BaseRegion {
                 region: Region::private(size)?,
                 uses: Mutex::new(uses),
             }),
@@ -98,7 +98,7 @@ impl Weights {
     }
 
     fn size(&self) -> u64 {
-        self.home.region.len() as u64
+        self.base.region.len() as u64
     }
 
     /// Changes whenever an address that was given out before may be wrong.
@@ -124,7 +124,7 @@ impl Weights {
     /// Where the bytes of `range` lie, one behind the other, for reading. The range is inside.
     pub(super) fn locate(&self, range: Range<u64>) -> Result<*mut u8, EngineError> {
         let mut state = self.state();
-        if let Some(place) = state.find(&self.home, &range) {
+        if let Some(place) = state.find(&self.base, &range) {
             return Ok(place);
         }
         state.gather(self, range)
@@ -150,11 +150,11 @@ impl Weights {
         };
         for (&start, piece) in state.touched(&range) {
             let (from, to) = (start.max(range.start), (start + piece.len).min(range.end));
-            part(self.home.at(at), from - at);
+            part(self.base.at(at), from - at);
             part(piece.at(from - start), to - from);
             at = to;
         }
-        part(self.home.at(at), range.end - at);
+        part(self.base.at(at), range.end - at);
         parts
     }
 
@@ -162,7 +162,7 @@ impl Weights {
     pub(super) fn extent(&self, offset: u64, len: u64) -> Result<Arc<CpuExtent>, EngineError> {
         let mut state = self.state();
         let range = offset..offset + len;
-        let mut uses = self.home.uses();
+        let mut uses = self.base.uses();
         let fits = state.is_frozen
             && !state.is_written
             && len > 0
@@ -174,7 +174,7 @@ impl Weights {
         }
         uses.extents.insert(range.start, range.end);
         let extent = Arc::new(CpuExtent {
-            home: Arc::clone(&self.home),
+            base: Arc::clone(&self.base),
             offset,
             len,
         });
@@ -187,7 +187,7 @@ impl Weights {
     pub(super) fn attach(&self, offset: u64, extent: &Arc<CpuExtent>) -> Result<u64, EngineError> {
         let range = offset..offset + extent.len;
         let mut state = self.state();
-        if state.is_written || Arc::ptr_eq(&extent.home, &self.home) {
+        if state.is_written || Arc::ptr_eq(&extent.base, &self.base) {
             return Ok(0);
         }
         let is_inside = |(&start, piece): (&u64, &Piece)| {
@@ -207,22 +207,22 @@ impl Weights {
         state.pieces.retain(|&start, _| !range.contains(&start));
         let piece = Piece {
             len: extent.len,
-            place: Place::Shared(Arc::clone(extent)),
+            place: Backing::Shared(Arc::clone(extent)),
         };
         state.pieces.insert(offset, piece);
         state.moves += 1;
-        let unneeded = state.pages_under(&self.home, &range);
-        self.home.release(unneeded);
+        let unneeded = state.pages_under(&self.base, &range);
+        self.base.release(unneeded);
         Ok(extent.len)
     }
 }
 
-impl Drop for Weights {
+impl Drop for WeightRegion {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         state.offered.clear();
-        self.home.uses().has_owner = false;
-        self.home.release(0..self.home.region.len() as u64);
+        self.base.uses().has_owner = false;
+        self.base.release(0..self.base.region.len() as u64);
     }
 }
 
@@ -233,10 +233,10 @@ impl State {
     }
 
     /// The place of bytes that lie one behind the other.
-    fn find(&self, home: &Home, range: &Range<u64>) -> Option<*mut u8> {
+    fn find(&self, base: &BaseRegion, range: &Range<u64>) -> Option<*mut u8> {
         let mut touched = self.touched(range);
         match touched.next() {
-            None => Some(home.at(range.start)),
+            None => Some(base.at(range.start)),
             Some((&start, piece)) => (start <= range.start && range.end <= start + piece.len)
                 .then(|| piece.at(range.start - start)),
         }
@@ -249,18 +249,22 @@ impl State {
     }
 
     /// A place for the bytes of `range` that nobody else uses, with what they are.
-    fn gather(&mut self, weights: &Weights, range: Range<u64>) -> Result<*mut u8, EngineError> {
-        let home = &weights.home;
+    fn gather(
+        &mut self,
+        weights: &WeightRegion,
+        range: Range<u64>,
+    ) -> Result<*mut u8, EngineError> {
+        let base = &weights.base;
         // What nobody has taken is not offered any more, and what somebody has stays where it is.
         self.forget_offers(&range);
         if let Some((&start, piece)) = self.touched(&range).next()
-            && matches!(piece.place, Place::Own { .. })
+            && matches!(piece.place, Backing::Own { .. })
             && start <= range.start
             && range.end <= start + piece.len
         {
             return Ok(piece.at(range.start - start));
         }
-        let uses = home.uses();
+        let uses = base.uses();
         let mut all = range.clone();
         loop {
             let mut more = all.clone();
@@ -278,10 +282,10 @@ impl State {
         let is_free = uses.touched(&all).next().is_none();
         drop(uses);
         if is_home && is_free {
-            return Ok(home.at(range.start));
+            return Ok(base.at(range.start));
         }
         let (to, place) = if is_free {
-            (home.at(all.start), None)
+            (base.at(all.start), None)
         } else {
             let len = all.end - all.start;
             let charge = Charge::take(&weights.budget, len)?;
@@ -289,7 +293,7 @@ impl State {
                 None => return Err(charge.refused()),
                 Some(region) => (
                     region.as_ptr(),
-                    Some(Place::Own {
+                    Some(Backing::Own {
                         region,
                         _charge: charge,
                     }),
@@ -306,11 +310,11 @@ impl State {
             }
         };
         for (&start, piece) in self.touched(&all) {
-            copy(home.at(at), at..start);
+            copy(base.at(at), at..start);
             copy(piece.at(0), start..start + piece.len);
             at = start + piece.len;
         }
-        copy(home.at(at), at..all.end);
+        copy(base.at(at), at..all.end);
         self.pieces.retain(|start, _| !all.contains(start));
         self.moves += 1;
         if let Some(place) = place {
@@ -320,14 +324,14 @@ impl State {
         Ok(to.wrapping_add((range.start - all.start) as usize))
     }
 
-    /// The pages of a home that nobody needs, now that `range` lies elsewhere: all that it touches, but at the ends only
+    /// The pages of a base that nobody needs, now that `range` lies elsewhere: all that it touches, but at the ends only
     /// those that hold nothing else but zeros.
-    fn pages_under(&self, home: &Home, range: &Range<u64>) -> Range<u64> {
+    fn pages_under(&self, base: &BaseRegion, range: &Range<u64>) -> Range<u64> {
         let is_zero = |part: Range<u64>| {
             let len = part.end.saturating_sub(part.start) as usize;
             let mut copy = vec![0; len];
-            // SAFETY: bytes of the home, which nobody writes during the call.
-            unsafe { Bytes::from_raw(home.at(part.start), len) }.copy_to(&mut copy);
+            // SAFETY: bytes of the base, which nobody writes during the call.
+            unsafe { Bytes::from_raw(base.at(part.start), len) }.copy_to(&mut copy);
             copy.iter().all(|&byte| byte == 0)
         };
         let is_empty = |part: Range<u64>| {
@@ -340,7 +344,7 @@ impl State {
             }
             is_zero(at..part.end)
         };
-        let len = home.region.len() as u64;
+        let len = base.region.len() as u64;
         let (first, last) = (
             range.start - range.start % page(),
             range.end.next_multiple_of(page()).min(len),
@@ -360,13 +364,13 @@ impl State {
 impl Piece {
     fn at(&self, offset: u64) -> *mut u8 {
         match &self.place {
-            Place::Shared(extent) => extent.home.at(extent.offset + offset),
-            Place::Own { region, .. } => region.as_ptr().wrapping_add(offset as usize),
+            Backing::Shared(extent) => extent.base.at(extent.offset + offset),
+            Backing::Own { region, .. } => region.as_ptr().wrapping_add(offset as usize),
         }
     }
 }
 
-impl Home {
+impl BaseRegion {
     fn at(&self, offset: u64) -> *mut u8 {
         self.region.as_ptr().wrapping_add(offset as usize)
     }
@@ -416,8 +420,8 @@ impl CpuExtent {
     }
 
     fn bytes(&self) -> Bytes<'_> {
-        // SAFETY: an extent lies in its home, and its bytes do not change while there is one.
-        unsafe { Bytes::from_raw(self.home.at(self.offset), self.len as usize) }
+        // SAFETY: an extent lies in its base, and its bytes do not change while there is one.
+        unsafe { Bytes::from_raw(self.base.at(self.offset), self.len as usize) }
     }
 }
 
@@ -441,15 +445,15 @@ impl Extent for CpuExtent {
 impl Drop for CpuExtent {
     fn drop(&mut self) {
         let has_owner = {
-            let mut uses = self.home.uses();
+            let mut uses = self.base.uses();
             uses.extents.remove(&self.offset);
             uses.has_owner
         };
         // An owner needs these pages, or gives them back when it goes.
         if !has_owner {
-            let len = self.home.region.len() as u64;
+            let len = self.base.region.len() as u64;
             let start = self.offset - self.offset % page();
-            self.home
+            self.base
                 .release(start..self.end().next_multiple_of(page()).min(len));
         }
     }
@@ -482,21 +486,21 @@ mod tests {
         out
     }
 
-    /// Bytes of memory that a home holds.
-    fn held(home: &Home) -> u64 {
-        let count = home.region.len().div_ceil(page() as usize);
+    /// Bytes of memory that a base holds.
+    fn held(base: &BaseRegion) -> u64 {
+        let count = base.region.len().div_ceil(page() as usize);
         let mut resident = vec![0; count];
         // SAFETY: our own mapping, and a place for an answer about each of its pages.
         let asked = unsafe {
-            let at = home.region.as_ptr().cast();
-            libc::mincore(at, home.region.len(), resident.as_mut_ptr())
+            let at = base.region.as_ptr().cast();
+            libc::mincore(at, base.region.len(), resident.as_mut_ptr())
         };
         assert_eq!(asked, 0);
         resident.iter().filter(|&page| page & 1 != 0).count() as u64 * page()
     }
 
-    fn home(memory: &CpuMemory) -> Arc<Home> {
-        Arc::clone(&memory.as_weights().unwrap().home)
+    fn base(memory: &CpuMemory) -> Arc<BaseRegion> {
+        Arc::clone(&memory.as_weights().unwrap().base)
     }
 
     fn shared(one: &CpuMemory, offset: u64, len: u64) -> Arc<dyn Extent> {
@@ -516,7 +520,7 @@ mod tests {
         assert_eq!(two.attach(to, &extent).unwrap(), len);
         let mut two_has = vec![0; (PAGES * page()) as usize];
         two_has[to as usize..].copy_from_slice(&bytes[256..][..len as usize]);
-        assert_eq!(held(&home(&two)), 0);
+        assert_eq!(held(&base(&two)), 0);
         assert!(read(&two, 0, PAGES * page()) == two_has);
         assert_eq!(two.locate(to, len).unwrap(), one.locate(256, len).unwrap());
 
@@ -578,8 +582,8 @@ mod tests {
         let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
         two.attach(4 * page() + 256, &second).unwrap();
         drop(first);
-        let home = home(&one);
-        let pages = || held(&home) / page();
+        let base = base(&one);
+        let pages = || held(&base) / page();
         assert_eq!(pages(), PAGES, "the owner has them all");
         drop(one);
         assert_eq!(pages(), 5, "those of the second extent");
@@ -605,17 +609,17 @@ mod tests {
         let ranges = [(0, end), (start, PAGES * page() - start)];
         let extents = ranges.map(|(offset, len)| shared(&one, offset, len));
         let own = ranges.map(|(offset, len)| shared(&two, offset, len));
-        assert_eq!(held(&home(&two)), PAGES * page());
+        assert_eq!(held(&base(&two)), PAGES * page());
         let attach = |i: usize| two.attach(ranges[i].0, &extents[i]).unwrap();
         let before = two.moves();
         assert_eq!((attach(0), attach(1)), (ranges[0].1, ranges[1].1));
         assert_ne!(two.moves(), before);
         // Somebody may still hold what is held twice now; when not, it goes.
-        assert_eq!(held(&home(&two)), PAGES * page());
+        assert_eq!(held(&base(&two)), PAGES * page());
         drop(own);
         attach(0);
         attach(1);
-        assert_eq!(held(&home(&two)), 0, "the page with both, too");
+        assert_eq!(held(&base(&two)), 0, "the page with both, too");
         assert!(read(&two, 0, PAGES * page()) == bytes);
         // What has changed is not replaced by what it was.
         let three = weights(&budget, &bytes);
@@ -633,7 +637,7 @@ mod tests {
         let extent = shared(&one, 100, PAGES * page() - 200);
         two.freeze();
         two.attach(100, &extent).unwrap();
-        assert_eq!(held(&home(&two)), 2 * page());
+        assert_eq!(held(&base(&two)), 2 * page());
         assert!(read(&two, 0, PAGES * page()) == bytes);
     }
 

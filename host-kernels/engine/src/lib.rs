@@ -5,9 +5,8 @@
 //! - [`roofline`]: a lower bound of a graph's memory traffic and arithmetic.
 //! - [`rope`]: the parameters of ROPE, as kernels take them.
 //! - [`types`]: sets of tensor types.
-//!
-//! Each module of this list uses only modules below it: `engine`, `plan`, `memory`, `error`.
 
+mod byte_range;
 mod engine;
 mod error;
 pub mod fuse;

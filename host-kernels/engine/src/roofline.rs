@@ -1,43 +1,46 @@
-//! What a graph must do at least: bytes that come from memory, bytes that go through caches, operations; and how long
-//! that takes on a device of known rates. No engine is faster, whatever its plan; how near one comes is what
-//! `vgpu bench plan` shows.
+//! The roofline model of a graph: a lower bound of its memory traffic and arithmetic, and of its time on
+//! a device of known peak rates (Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009). No
+//! engine is faster. `vgpu bench plan` shows how close an engine comes.
 
 use std::collections::BTreeMap;
 use std::iter::Sum;
-use std::ops::Add;
+use std::ops::{Add, Range};
 
 use vgpu_transport::ir::{Graph, Node, Op, Shape, Tensor};
 
-/// What a node, or several, must do at least.
+use crate::byte_range::ByteRange;
+
+/// A lower bound of the work of one or several nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Cost {
-    /// Bytes that come from the device's memory or stay there: weights, cached keys and values, inputs, results that
-    /// no later node reads. Each is read once, however many nodes want it.
+    /// Bytes read from or written to the device's memory: weights, the KV cache, inputs, and results that
+    /// no later node reads. Each byte counts once, however many nodes read it.
     pub memory: u64,
-    /// Bytes that one node leaves for another, read and written. Caches and registers can hold them.
+    /// Bytes of intermediate results, read and written. Caches and registers can hold them.
     pub cached: u64,
-    /// Floating-point operations: two for each product that is added to a sum, one for each element of what is
-    /// no product and no copy. Attention counts every key that the graph shows it, since only the mask says which are hidden.
+    /// Floating-point operations: two for each multiply-add of a matrix product or of attention, one for
+    /// each element of other operators, none for copies. Attention counts every key of the graph, since
+    /// only the mask tensor knows which keys are hidden.
     pub operations: u64,
 }
 
-/// What a device does in a second at most.
+/// Peak rates of a device, per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rates {
-    /// Bytes from memory.
+    /// Memory bandwidth in bytes.
     pub memory: f64,
-    /// Floating-point operations of products.
+    /// Floating-point operations of matrix products.
     pub operations: f64,
 }
 
 impl Cost {
-    /// The seconds that this takes at least, bytes and operations at the same time.
+    /// The lower bound of the time in seconds: memory traffic and arithmetic overlap fully.
     pub fn floor(&self, rates: &Rates) -> f64 {
         let memory = self.memory as f64 / rates.memory;
         memory.max(self.operations as f64 / rates.operations)
     }
 
-    /// Whether the memory, not the arithmetic, is what the floor comes from.
+    /// Whether memory bandwidth, not arithmetic, limits the time.
     pub fn is_bound_by_memory(&self, rates: &Rates) -> bool {
         self.memory as f64 / rates.memory >= self.operations as f64 / rates.operations
     }
@@ -63,7 +66,7 @@ impl Sum for Cost {
 
 /// The cost of each node of a validated graph.
 pub fn of(graph: &Graph) -> Vec<Cost> {
-    let mut held = Held::default();
+    let mut accessed = Accessed::default();
     let mut costs = Vec::with_capacity(graph.nodes.len());
     for (at, node) in graph.nodes.iter().enumerate() {
         let dst = graph.dst(node);
@@ -81,17 +84,17 @@ pub fn of(graph: &Graph) -> Vec<Cost> {
             match reads(graph, node, i, tensor) {
                 Reads::Nothing => {}
                 Reads::Part(bytes) => cost.memory += bytes,
-                Reads::All if held.has(tensor) => cost.cached += bytes(&tensor.shape),
+                Reads::All if accessed.has(tensor) => cost.cached += bytes(&tensor.shape),
                 Reads::All => {
                     cost.memory += bytes(&tensor.shape);
-                    held.take(tensor);
+                    accessed.take(tensor);
                 }
             }
         }
         match written_part(graph, node) {
             Some(bytes) => cost.memory += bytes,
             None => {
-                held.take(dst);
+                accessed.take(dst);
                 match is_read_later(graph, at) {
                     true => cost.cached += bytes(&dst.shape),
                     false => cost.memory += bytes(&dst.shape),
@@ -103,7 +106,8 @@ pub fn of(graph: &Graph) -> Vec<Cost> {
     costs
 }
 
-/// What a node is called in tables: its operator, and for products and attention the type that costs.
+/// The name of a node in tables: its operator, and for products, attention and GET_ROWS the type of the
+/// weights or keys.
 pub fn label(graph: &Graph, node: &Node) -> String {
     let name = node.op.kind().ggml_name();
     let weights = match node.op {
@@ -124,16 +128,16 @@ fn bytes(shape: &Shape) -> u64 {
 
 enum Reads {
     Nothing,
-    /// So many bytes: which ones is in another tensor.
+    /// This number of bytes; another tensor holds the indices.
     Part(u64),
     All,
 }
 
-/// What a node reads of its source `i`.
+/// The bytes that a node reads of its source `i`.
 fn reads(graph: &Graph, node: &Node, i: usize, tensor: &Tensor) -> Reads {
     let shape = &tensor.shape;
     match (&node.op, i) {
-        // At most one expert for each slot of each token, none twice.
+        // At most one expert for each slot of each token, and each expert once.
         (Op::MulMatId { .. }, 0) => {
             let slots = graph
                 .src(node, 2)
@@ -144,13 +148,13 @@ fn reads(graph: &Graph, node: &Node, i: usize, tensor: &Tensor) -> Reads {
         (Op::GetRows {}, 0) => {
             Reads::Part(bytes(shape).min(graph.dst(node).shape.rows() * shape.row_bytes()))
         }
-        // The destination, which SET_ROWS names once more.
+        // The destination, which SET_ROWS also has as a source.
         (Op::SetRows {}, 2) => Reads::Nothing,
         _ => Reads::All,
     }
 }
 
-/// Bytes of the destination that a node writes, if it leaves the rest as it is.
+/// The bytes that a node writes, if it writes only part of its destination.
 fn written_part(graph: &Graph, node: &Node) -> Option<u64> {
     match node.op {
         Op::SetRows {} => {
@@ -161,21 +165,21 @@ fn written_part(graph: &Graph, node: &Node) -> Option<u64> {
     }
 }
 
-/// Whether a node behind `at` reads anything of its result before it is written over.
+/// Whether a later node reads part of the result of node `at` before it is overwritten.
 fn is_read_later(graph: &Graph, at: usize) -> bool {
     let dst = graph.dst(&graph.nodes[at]);
-    let Some(own) = Place::of(dst) else {
+    let Some(own) = range_of(dst) else {
         return false;
     };
     for node in &graph.nodes[at + 1..] {
         let mut sources = node.src.as_slice().iter().flatten();
         if sources.any(|&src| {
-            Place::of(&graph.tensors[src as usize]).is_some_and(|place| place.meets(&own))
+            range_of(&graph.tensors[src as usize]).is_some_and(|range| range.overlaps(&own))
         }) {
             return true;
         }
         let is_whole = written_part(graph, node).is_none();
-        if is_whole && Place::of(graph.dst(node)).is_some_and(|place| place.covers(&own)) {
+        if is_whole && range_of(graph.dst(node)).is_some_and(|range| range.contains(&own)) {
             return false;
         }
     }
@@ -187,10 +191,10 @@ fn operations(graph: &Graph, node: &Node) -> u64 {
     let dst = graph.dst(node);
     let extent = |i: usize, d: usize| graph.src(node, i).map_or(0, |tensor| tensor.shape.ne[d]);
     match node.op {
-        // Each result is a sum over rows of the first source; of OUT_PROD over its columns.
+        // Each result is a sum over a row of the first source; for OUT_PROD, over a column.
         Op::MulMat { .. } | Op::MulMatId { .. } => 2 * elements(dst) * extent(0, 0),
         Op::OutProd {} => 2 * elements(dst) * extent(0, 1),
-        // Each query with each key, and each weight with each value.
+        // Queries times keys, and probabilities times values.
         Op::FlashAttnExt { .. } => {
             let queries = extent(0, 1) * extent(0, 2) * extent(0, 3);
             2 * queries * extent(1, 1) * (extent(1, 0) + extent(2, 0))
@@ -200,66 +204,47 @@ fn operations(graph: &Graph, node: &Node) -> u64 {
     }
 }
 
-/// Bytes of a buffer, from the first that a tensor touches to its last.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
-    buffer: u32,
-    start: u64,
-    end: u64,
+/// The bytes of a tensor; `None` if it is empty.
+fn range_of(tensor: &Tensor) -> Option<ByteRange> {
+    Some(ByteRange::of(tensor)).filter(|range| !range.bytes.is_empty())
 }
 
-impl Place {
-    fn of(tensor: &Tensor) -> Option<Place> {
-        let len = tensor.shape.extent().filter(|&len| len > 0)?;
-        Some(Place {
-            buffer: tensor.buffer,
-            start: tensor.offset,
-            end: tensor.offset.checked_add(len)?,
-        })
-    }
-
-    fn meets(&self, other: &Place) -> bool {
-        self.buffer == other.buffer && self.start < other.end && other.start < self.end
-    }
-
-    fn covers(&self, other: &Place) -> bool {
-        self.buffer == other.buffer && self.start <= other.start && other.end <= self.end
-    }
-}
-
-/// Bytes that nodes so far have read or written: the end of each run by buffer and start.
+/// Bytes that earlier nodes have read or written: the end of each range, by buffer and start.
 #[derive(Default)]
-struct Held(BTreeMap<(u32, u64), u64>);
+struct Accessed(BTreeMap<(u32, u64), u64>);
 
-impl Held {
+impl Accessed {
     fn has(&self, tensor: &Tensor) -> bool {
-        let Some(place) = Place::of(tensor) else {
+        let Some(ByteRange { buffer, bytes }) = range_of(tensor) else {
             return true;
         };
-        let mut before = self
-            .0
-            .range((place.buffer, 0)..=(place.buffer, place.start));
-        before.next_back().is_some_and(|(_, &end)| end >= place.end)
+        let mut before = self.0.range((buffer, 0)..=(buffer, bytes.start));
+        before.next_back().is_some_and(|(_, &end)| end >= bytes.end)
     }
 
     fn take(&mut self, tensor: &Tensor) {
-        let Some(mut place) = Place::of(tensor) else {
+        let Some(ByteRange {
+            buffer,
+            bytes: range,
+        }) = range_of(tensor)
+        else {
             return;
         };
-        // Of one with gaps nothing is known of what lies in them.
-        if bytes(&tensor.shape) < place.end - place.start {
+        // A tensor with gaps does not access the bytes in its gaps.
+        if bytes(&tensor.shape) < range.end - range.start {
             return;
         }
+        let Range { mut start, mut end } = range;
         loop {
-            let mut touching = self.0.range((place.buffer, 0)..=(place.buffer, place.end));
-            let Some((&key, &end)) = touching.next_back().filter(|(_, end)| **end >= place.start)
+            let mut touching = self.0.range((buffer, 0)..=(buffer, end));
+            let Some((&key, &other_end)) = touching.next_back().filter(|(_, end)| **end >= start)
             else {
                 break;
             };
             self.0.remove(&key);
-            place.start = place.start.min(key.1);
-            place.end = place.end.max(end);
+            start = start.min(key.1);
+            end = end.max(other_end);
         }
-        self.0.insert((place.buffer, place.start), place.end);
+        self.0.insert((buffer, start), end);
     }
 }

@@ -1,34 +1,35 @@
-//! ROPE: what the frequencies of a rotation follow from, for every engine.
+//! The parameters of ROPE (rotary position embedding, Su et al., arXiv:2104.09864) with YaRN scaling
+//! (Peng et al., arXiv:2309.00071), computed as ggml computes them.
 
 use vgpu_transport::ir::{Op, RopeMode};
 
-/// How pairs of elements of a row are turned, but for the positions.
+/// The rotation of a row's pairs of elements, except for the positions.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotation {
-    /// Which pairs of elements are rotated.
+    /// Which elements form a pair.
     pub mode: RopeMode,
-    /// The first element that is turned.
+    /// The first rotated element.
     pub start: u32,
-    /// The number of pairs that are rotated.
+    /// The number of rotated pairs.
     pub pairs: u32,
-    /// What a pair's frequency is of the one before it.
+    /// The ratio of a pair's frequency to that of the pair before: `freq_base^(-2 / n_dims)`.
     pub step: f32,
-    /// How many pairs each of four axes has.
+    /// The number of pairs of each of the four position axes (M-RoPE).
     pub sections: [i32; 4],
-    /// -1 for the gradient, which turns back.
+    /// 1, or -1 for the gradient, which is the inverse rotation.
     pub sign: f32,
-    /// The factor of interpolated angles.
+    /// The factor of interpolated angles (position interpolation).
     pub freq_scale: f32,
-    /// The share of extrapolated angles, as in YaRN.
+    /// The weight of extrapolated angles in the YaRN mix; 0 without YaRN.
     pub ext_factor: f32,
-    /// The length of the turned vectors, in units of theirs.
+    /// The factor of the rotated elements.
     pub magnitude: f32,
-    /// The pairs between which YaRN goes from extrapolated to interpolated frequencies.
+    /// The pairs between which YaRN changes from extrapolated to interpolated frequencies.
     pub ramp: [f32; 2],
 }
 
 impl Rotation {
-    /// The rotation of a ROPE operator; `None` for any other.
+    /// The rotation of a ROPE operator; `None` for any other operator.
     pub fn of(op: &Op) -> Option<Rotation> {
         let &Op::Rope {
             mode,
@@ -47,7 +48,7 @@ impl Rotation {
         else {
             return None;
         };
-        // The pair that turns `rotations` times over the context the model was trained with.
+        // The pair that makes `rotations` full turns over the training context.
         let pair_of = |rotations: f32| {
             let turns = n_ctx_orig as f32 / (rotations * 2.0 * std::f32::consts::PI);
             n_dims as f32 * turns.ln() / (2.0 * freq_base.ln())
@@ -57,7 +58,7 @@ impl Rotation {
         Some(Rotation {
             mode,
             start: n_offs,
-            // Vision positions turn each element of the rotated half with one of the other half.
+            // In vision mode, each element of the rotated half pairs with one of the other half.
             pairs: if mode == RopeMode::Vision {
                 n_dims
             } else {
@@ -78,12 +79,12 @@ impl Rotation {
     }
 }
 
-/// The greater; `b` if it is NaN.
+/// The greater of both; `b` if either is NaN.
 pub fn greater(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
 
-/// The less; `b` if it is NaN.
+/// The smaller of both; `b` if either is NaN.
 pub fn less(a: f32, b: f32) -> f32 {
     if a < b { a } else { b }
 }

@@ -1,8 +1,8 @@
-//! Sets of types that the rules of every engine are made of.
+//! Sets of tensor types, for the rules of every engine.
 
 use vgpu_transport::ir::{Type, TypeSet};
 
-/// All types there are.
+/// All types.
 pub const ANY: TypeSet = TypeSet::of(Type::ALL);
 
 /// Types with one element per block.
@@ -17,10 +17,10 @@ pub const PLAIN: TypeSet = TypeSet::of(&[
     Type::I64,
 ]);
 
-/// Types that kernels compute with element by element.
+/// Floating-point types of element-wise kernels.
 pub const FLOATS: TypeSet = TypeSet::of(&[Type::F32, Type::F16, Type::Bf16]);
 
-/// F32 alone.
+/// Only F32.
 pub const F32: TypeSet = TypeSet::of(&[Type::F32]);
-/// I32 alone.
+/// Only I32.
 pub const I32: TypeSet = TypeSet::of(&[Type::I32]);

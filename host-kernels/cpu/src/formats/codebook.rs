@@ -493,7 +493,10 @@ mod tests {
 
     /// Compares blocks with the least error that there is for several scales of the block: every step and
     /// every entry tried, in f64.
-    fn close_to_the_least<B: super::super::supers::QuantizeSuper>(steps: i32, ways: &[&Least<'_>]) {
+    fn close_to_the_least<B: super::super::k_quants::QuantizeSuperBlock>(
+        steps: i32,
+        ways: &[&Least<'_>],
+    ) {
         let mut state = 3_545_345_734_534_531u64;
         let (mut ours, mut least) = (0.0, 0.0);
         for _ in 0..2 {

@@ -1,37 +1,7 @@
 //! Plain floating-point rows: F32, F16, BF16.
 
-use half::f16;
-
-use crate::simd::{Simd, Task, chunks, dispatch};
-
-/// The value of an IEEE half given by its bits.
-#[inline(always)]
-pub const fn f16_to_f32(bits: u16) -> f32 {
-    f16::from_bits(bits).to_f32_const()
-}
-
-/// The bits of the IEEE half nearest to `value`, ties to even, as F16C rounds.
-#[inline(always)]
-pub const fn f32_to_f16(value: f32) -> u16 {
-    f16::from_f32_const(value).to_bits()
-}
-
-/// The value of a bfloat16 given by its bits.
-#[inline(always)]
-pub const fn bf16_to_f32(bits: u16) -> f32 {
-    f32::from_bits((bits as u32) << 16)
-}
-
-/// The bits of the bfloat16 nearest to `value`, ties to even; a NaN stays one and becomes quiet.
-#[inline(always)]
-pub const fn f32_to_bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    if value.is_nan() {
-        (bits >> 16) as u16 | 0x40
-    } else {
-        ((bits + (0x7fff + (bits >> 16 & 1))) >> 16) as u16
-    }
-}
+use crate::convert::f32_to_bf16;
+use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 
 /// F32 to `f32`: a copy.
 ///
@@ -57,29 +27,32 @@ pub(super) unsafe fn write_f32(src: *const f32, dst: *mut u8, n: usize) {
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn read_f16(src: *const u8, dst: *mut f32, n: usize) {
-    dispatch(ReadF16(src.cast(), dst, n));
+    // SAFETY: the caller's contract is that of the task.
+    unsafe { dispatch_ptr(ReadF16(src.cast(), dst, n)) };
 }
 
 /// # Safety
 /// As [`super::QuantizeRow`].
 pub(super) unsafe fn write_f16(src: *const f32, dst: *mut u8, n: usize) {
-    dispatch(WriteF16(src, dst.cast(), n));
+    // SAFETY: the caller's contract is that of the task.
+    unsafe { dispatch_ptr(WriteF16(src, dst.cast(), n)) };
 }
 
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn read_bf16(src: *const u8, dst: *mut f32, n: usize) {
-    dispatch(ReadBf16(src.cast(), dst, n));
+    // SAFETY: the caller's contract is that of the task.
+    unsafe { dispatch_ptr(ReadBf16(src.cast(), dst, n)) };
 }
 
 /// A row of so many halves, and where it is read to.
 struct ReadF16(*const u16, *mut f32, usize);
 
-impl Task for ReadF16 {
+impl PtrTask for ReadF16 {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let ReadF16(src, dst, n) = self;
         chunks::<S>(n, |i, lanes| {
             // SAFETY: `i + lanes <= n`, for which the caller of `read_f16` vouches.
@@ -94,11 +67,11 @@ impl Task for ReadF16 {
 /// A row of so many floats, and where it is written to.
 struct WriteF16(*const f32, *mut u16, usize);
 
-impl Task for WriteF16 {
+impl PtrTask for WriteF16 {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let WriteF16(src, dst, n) = self;
         chunks::<S>(n, |i, lanes| {
             // SAFETY: `i + lanes <= n`, for which the caller of `write_f16` vouches.
@@ -113,11 +86,11 @@ impl Task for WriteF16 {
 /// A row of so many bfloat16, and where it is read to.
 struct ReadBf16(*const u16, *mut f32, usize);
 
-impl Task for ReadBf16 {
+impl PtrTask for ReadBf16 {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let ReadBf16(src, dst, n) = self;
         chunks::<S>(n, |i, lanes| {
             // SAFETY: `i + lanes <= n`, for which the caller of `read_bf16` vouches.

@@ -3,8 +3,8 @@
 
 use super::codebook::{Room, fit, shifted_either_way};
 use super::grids::{IQ1, shifted};
-use super::supers::QuantizeSuper;
-use super::{Super, SuperBlock, f16_to_f32};
+use super::k_quants::QuantizeSuperBlock;
+use super::{Quants256, SuperBlockFormat, f16_to_f32};
 
 /// ggml's `block_iq1_m`.
 #[derive(Debug, Clone, Copy)]
@@ -22,12 +22,12 @@ pub struct BlockIq1M {
 
 const _: () = assert!(size_of::<BlockIq1M>() == 56);
 
-impl SuperBlock for BlockIq1M {
+impl SuperBlockFormat for BlockIq1M {
     const SUB: usize = 16;
     const OFFSET: i32 = 16;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
         for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             let nibble = self.qh[i / 2] >> (4 * (i % 2)) & 15;
@@ -39,7 +39,7 @@ impl SuperBlock for BlockIq1M {
             *scale = 2 * (packed[j / 4] >> (3 * (j % 4)) & 7) as i16 + 1;
         }
         let d = (0..4).fold(0, |d, i| d | (packed[i] >> 12) << (4 * i));
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -49,7 +49,7 @@ impl SuperBlock for BlockIq1M {
     }
 }
 
-impl QuantizeSuper for BlockIq1M {
+impl QuantizeSuperBlock for BlockIq1M {
     fn quantize(x: &[f32; 256]) -> Self {
         let room = Room {
             sub: 16,

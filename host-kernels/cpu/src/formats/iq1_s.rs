@@ -3,8 +3,8 @@
 
 use super::codebook::{self, Room, fit};
 use super::grids::{IQ1, shifted};
-use super::supers::QuantizeSuper;
-use super::{Super, SuperBlock, f16_to_f32};
+use super::k_quants::QuantizeSuperBlock;
+use super::{Quants256, SuperBlockFormat, f16_to_f32};
 
 /// ggml's `block_iq1_s`.
 #[derive(Debug, Clone, Copy)]
@@ -21,12 +21,12 @@ pub struct BlockIq1S {
 
 const _: () = assert!(size_of::<BlockIq1S>() == 50);
 
-impl SuperBlock for BlockIq1S {
+impl SuperBlockFormat for BlockIq1S {
     const SUB: usize = 32;
     const OFFSET: i32 = 16;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
         for (j, (q, qh)) in q.chunks_exact_mut(32).zip(self.qh).enumerate() {
             scales[j] = 2 * (qh >> 12 & 7) as i16 + 1;
@@ -35,7 +35,7 @@ impl SuperBlock for BlockIq1S {
                 *q = shifted(IQ1[usize::from(index)], qh >> 15 == 1);
             }
         }
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -45,7 +45,7 @@ impl SuperBlock for BlockIq1S {
     }
 }
 
-impl QuantizeSuper for BlockIq1S {
+impl QuantizeSuperBlock for BlockIq1S {
     fn quantize(x: &[f32; 256]) -> Self {
         let room = Room {
             sub: 32,

@@ -2,8 +2,8 @@
 
 use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ2_S, SIGN_OFFSET, signed};
-use super::supers::{QuantizeSuper, pack_scale_nibbles};
-use super::{Super, SuperBlock, f16_to_f32};
+use super::k_quants::{QuantizeSuperBlock, pack_scale_nibbles};
+use super::{Quants256, SuperBlockFormat, f16_to_f32};
 
 /// ggml's `block_iq2_s`.
 #[derive(Debug, Clone, Copy)]
@@ -23,12 +23,12 @@ pub struct BlockIq2S {
 
 const _: () = assert!(size_of::<BlockIq2S>() == 82);
 
-impl SuperBlock for BlockIq2S {
+impl SuperBlockFormat for BlockIq2S {
     const SUB: usize = 16;
     const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
         for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             let high = self.qh[i / 4] >> (2 * (i % 4)) & 3;
@@ -39,7 +39,7 @@ impl SuperBlock for BlockIq2S {
             *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;
         }
         // Scales are `(s + 1/2) / 4`, here `(2 s + 1) / 8`.
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -49,7 +49,7 @@ impl SuperBlock for BlockIq2S {
     }
 }
 
-impl QuantizeSuper for BlockIq2S {
+impl QuantizeSuperBlock for BlockIq2S {
     fn quantize(x: &[f32; 256]) -> Self {
         let room = Room {
             sub: 16,

@@ -2,8 +2,8 @@
 
 use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ2_XS, SIGN_OFFSET, signed_evenly};
-use super::supers::{QuantizeSuper, pack_scale_nibbles};
-use super::{Super, SuperBlock, f16_to_f32};
+use super::k_quants::{QuantizeSuperBlock, pack_scale_nibbles};
+use super::{Quants256, SuperBlockFormat, f16_to_f32};
 
 /// ggml's `block_iq2_xs`.
 #[derive(Debug, Clone, Copy)]
@@ -19,12 +19,12 @@ pub struct BlockIq2Xs {
 
 const _: () = assert!(size_of::<BlockIq2Xs>() == 74);
 
-impl SuperBlock for BlockIq2Xs {
+impl SuperBlockFormat for BlockIq2Xs {
     const SUB: usize = 16;
     const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
         for (q, code) in q.as_chunks_mut::<8>().0.iter_mut().zip(self.qs) {
             let magnitudes = IQ2_XS[usize::from(code & 511)];
@@ -34,7 +34,7 @@ impl SuperBlock for BlockIq2Xs {
             *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;
         }
         // Scales are `(s + 1/2) / 4`, here `(2 s + 1) / 8`.
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -44,7 +44,7 @@ impl SuperBlock for BlockIq2Xs {
     }
 }
 
-impl QuantizeSuper for BlockIq2Xs {
+impl QuantizeSuperBlock for BlockIq2Xs {
     fn quantize(x: &[f32; 256]) -> Self {
         let room = Room {
             sub: 16,

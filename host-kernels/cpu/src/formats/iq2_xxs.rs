@@ -2,8 +2,8 @@
 
 use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ2_XXS, SIGN_OFFSET, signed_evenly};
-use super::supers::QuantizeSuper;
-use super::{Super, SuperBlock, f16_to_f32};
+use super::k_quants::QuantizeSuperBlock;
+use super::{Quants256, SuperBlockFormat, f16_to_f32};
 
 /// ggml's `block_iq2_xxs`.
 #[derive(Debug, Clone, Copy)]
@@ -18,12 +18,12 @@ pub struct BlockIq2Xxs {
 
 const _: () = assert!(size_of::<BlockIq2Xxs>() == 66);
 
-impl SuperBlock for BlockIq2Xxs {
+impl SuperBlockFormat for BlockIq2Xxs {
     const SUB: usize = 32;
     const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
         for (j, (q, qs)) in q
             .chunks_exact_mut(32)
@@ -37,7 +37,7 @@ impl SuperBlock for BlockIq2Xxs {
             }
         }
         // Scales are `(s + 1/2) / 4`, here `(2 s + 1) / 8`.
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -47,7 +47,7 @@ impl SuperBlock for BlockIq2Xxs {
     }
 }
 
-impl QuantizeSuper for BlockIq2Xxs {
+impl QuantizeSuperBlock for BlockIq2Xxs {
     fn quantize(x: &[f32; 256]) -> Self {
         let room = Room {
             sub: 32,

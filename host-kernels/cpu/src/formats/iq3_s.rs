@@ -2,8 +2,8 @@
 
 use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ3_S, SIGN_OFFSET, signed};
-use super::supers::{QuantizeSuper, pack_scale_nibbles};
-use super::{Super, SuperBlock, f16_to_f32};
+use super::k_quants::{QuantizeSuperBlock, pack_scale_nibbles};
+use super::{Quants256, SuperBlockFormat, f16_to_f32};
 
 /// ggml's `block_iq3_s`.
 #[derive(Debug, Clone, Copy)]
@@ -23,12 +23,12 @@ pub struct BlockIq3S {
 
 const _: () = assert!(size_of::<BlockIq3S>() == 110);
 
-impl SuperBlock for BlockIq3S {
+impl SuperBlockFormat for BlockIq3S {
     const SUB: usize = 32;
     const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
         for (i, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             let ninth = usize::from(self.qh[i / 4]) >> (2 * (i % 4));
@@ -39,7 +39,7 @@ impl SuperBlock for BlockIq3S {
         for (j, scale) in scales.iter_mut().enumerate().take(8) {
             *scale = 2 * i16::from(self.scales[j / 2] >> (4 * (j % 2)) & 15) + 1;
         }
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -49,7 +49,7 @@ impl SuperBlock for BlockIq3S {
     }
 }
 
-impl QuantizeSuper for BlockIq3S {
+impl QuantizeSuperBlock for BlockIq3S {
     fn quantize(x: &[f32; 256]) -> Self {
         let room = Room {
             sub: 32,

@@ -2,8 +2,8 @@
 
 use super::codebook::{self, Room, fit, with_signs};
 use super::grids::{IQ3_XXS, SIGN_OFFSET, signed_evenly};
-use super::supers::QuantizeSuper;
-use super::{Super, SuperBlock, f16_to_f32};
+use super::k_quants::QuantizeSuperBlock;
+use super::{Quants256, SuperBlockFormat, f16_to_f32};
 
 /// ggml's `block_iq3_xxs`.
 #[derive(Debug, Clone, Copy)]
@@ -19,12 +19,12 @@ pub struct BlockIq3Xxs {
 
 const _: () = assert!(size_of::<BlockIq3Xxs>() == 98);
 
-impl SuperBlock for BlockIq3Xxs {
+impl SuperBlockFormat for BlockIq3Xxs {
     const SUB: usize = 32;
     const OFFSET: i32 = SIGN_OFFSET as i32;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (mut q, mut scales) = ([0; 256], [0; 16]);
         for (j, q) in q.chunks_exact_mut(32).enumerate() {
             let signs = u32::from_le_bytes(self.signs[j]);
@@ -36,7 +36,7 @@ impl SuperBlock for BlockIq3Xxs {
             }
         }
         // Scales are `(s + 1/2) / 2`, here `(2 s + 1) / 4`.
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -46,7 +46,7 @@ impl SuperBlock for BlockIq3Xxs {
     }
 }
 
-impl QuantizeSuper for BlockIq3Xxs {
+impl QuantizeSuperBlock for BlockIq3Xxs {
     fn quantize(x: &[f32; 256]) -> Self {
         let room = Room {
             sub: 32,

@@ -1,9 +1,9 @@
 //! IQ4_NL: 32 quants of 4 bits, unevenly spaced, and a scale.
 
+use super::block32::{QuantizeBlock32, nibbles, pack_nibbles};
 use super::grids::IQ4_VALUES;
-use super::groups::{QuantizeGroup, nibbles, pack_nibbles};
 use super::search::{UnevenFit, nearest_uneven};
-use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
+use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_iq4_nl`.
 #[derive(Debug, Clone, Copy)]
@@ -17,14 +17,14 @@ pub struct BlockIq4Nl {
 
 const _: () = assert!(size_of::<BlockIq4Nl>() == 18);
 
-impl GroupBlock for BlockIq4Nl {
+impl Block32Format for BlockIq4Nl {
     const ELEMENTS: usize = 32;
     const OFFSET: i32 = 128;
 
     #[inline(always)]
-    fn group(&self, _: usize) -> Group {
+    fn group(&self, _: usize) -> Quants32 {
         let q = nibbles(&self.qs).map(|q| IQ4_VALUES[usize::from(q)] as u8 ^ 0x80);
-        Group {
+        Quants32 {
             q,
             d: [f16_to_f32(self.d); 2],
             m: 0.0,
@@ -32,7 +32,7 @@ impl GroupBlock for BlockIq4Nl {
     }
 }
 
-impl QuantizeGroup<32> for BlockIq4Nl {
+impl QuantizeBlock32<32> for BlockIq4Nl {
     fn quantize(x: &[f32; 32]) -> Self {
         let Some(fit) = UnevenFit::start(x, false) else {
             return BlockIq4Nl { d: 0, qs: [0; 16] };

@@ -1,10 +1,10 @@
 //! IQ4_XS: 8 sub-blocks of 32 quants of 4 bits, unevenly spaced, each with a 6-bit scale.
 
+use super::block32::{inverse, nibbles, pack_nibbles};
 use super::grids::IQ4_VALUES;
-use super::groups::{inverse, nibbles, pack_nibbles};
+use super::k_quants::QuantizeSuperBlock;
 use super::search::{UnevenFit, nearest_int, nearest_uneven};
-use super::supers::QuantizeSuper;
-use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_iq4_xs`.
 #[derive(Debug, Clone, Copy)]
@@ -22,12 +22,12 @@ pub struct BlockIq4Xs {
 
 const _: () = assert!(size_of::<BlockIq4Xs>() == 136);
 
-impl SuperBlock for BlockIq4Xs {
+impl SuperBlockFormat for BlockIq4Xs {
     const SUB: usize = 32;
     const OFFSET: i32 = 128;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let mut q = [0; 256];
         for (q, qs) in q
             .as_chunks_mut::<32>()
@@ -43,7 +43,7 @@ impl SuperBlock for BlockIq4Xs {
             let high = (self.scales_h >> (2 * j) & 3) as u8;
             *scale = i16::from(low | high << 4) - 32;
         }
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -53,7 +53,7 @@ impl SuperBlock for BlockIq4Xs {
     }
 }
 
-impl QuantizeSuper for BlockIq4Xs {
+impl QuantizeSuperBlock for BlockIq4Xs {
     fn quantize(x: &[f32; 256]) -> Self {
         let x = x.as_chunks::<32>().0;
         let mut scales = [0.0f32; 8];
@@ -63,7 +63,7 @@ impl QuantizeSuper for BlockIq4Xs {
                 *scale = fit.scale;
             }
         }
-        let d = -super::groups::signed_max(&scales) / 32.0;
+        let d = -super::block32::signed_max(&scales) / 32.0;
         let id = inverse(d);
         let mut block = BlockIq4Xs {
             d: f32_to_f16(d),

@@ -3,9 +3,9 @@
 //! Every quantised format belongs to one of two families, named after the activations it is
 //! multiplied with:
 //!
-//! - [`GroupBlock`]: activations in groups of 32 ([`BlockQ8_0`], [`BlockQ8_1`]);
+//! - [`Block32Format`]: activations in groups of 32 ([`BlockQ8_0`], [`BlockQ8_1`]);
 //!   `value = d * (q - OFFSET) + m`.
-//! - [`SuperBlock`]: activations in super-blocks of 256 ([`BlockQ8K`]);
+//! - [`SuperBlockFormat`]: activations in super-blocks of 256 ([`BlockQ8K`]);
 //!   `value = (d * scale[j]) * (q - OFFSET) - dmin * min[j]`, `j` being the sub-block.
 //!
 //! A format's file says only how one block becomes unsigned small integers and scales (and back);
@@ -16,10 +16,10 @@
 //! Blocks are `repr(C, packed)`: a view of a tensor may begin at any block, so nothing may be assumed
 //! about alignment.
 
+mod block32;
 mod codebook;
 mod float;
 pub mod grids;
-mod groups;
 mod iq1_m;
 mod iq1_s;
 mod iq2_s;
@@ -29,6 +29,7 @@ mod iq3_s;
 mod iq3_xxs;
 mod iq4_nl;
 mod iq4_xs;
+mod k_quants;
 mod mxfp4;
 mod nvfp4;
 mod q1_0;
@@ -46,13 +47,12 @@ mod q8_0;
 mod q8_1;
 mod q8_k;
 mod search;
-mod supers;
 mod tq1_0;
 mod tq2_0;
 
-pub use float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub use crate::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub use block32::{Block32Format, Quants32};
 pub(crate) use grids::{FP4_VALUES, IQ4_VALUES};
-pub use groups::{Group, GroupBlock};
 pub use iq1_m::BlockIq1M;
 pub use iq1_s::BlockIq1S;
 pub use iq2_s::BlockIq2S;
@@ -62,6 +62,7 @@ pub use iq3_s::BlockIq3S;
 pub use iq3_xxs::BlockIq3Xxs;
 pub use iq4_nl::BlockIq4Nl;
 pub use iq4_xs::BlockIq4Xs;
+pub use k_quants::{Quants256, SuperBlockFormat};
 pub use mxfp4::BlockMxfp4;
 pub use nvfp4::BlockNvfp4;
 pub(crate) use nvfp4::SCALES as NVFP4_SCALES;
@@ -79,7 +80,6 @@ pub use q6_k::BlockQ6K;
 pub use q8_0::BlockQ8_0;
 pub use q8_1::BlockQ8_1;
 pub use q8_k::BlockQ8K;
-pub use supers::{Super, SuperBlock};
 pub use tq1_0::BlockTq1_0;
 pub use tq2_0::BlockTq2_0;
 
@@ -148,33 +148,33 @@ impl Format {
             F32: float::copy_f32, float::write_f32;
             F16: float::read_f16, float::write_f16;
             Bf16: float::read_bf16, float::write_bf16;
-            Q4_0: groups::dequantize::<BlockQ4_0>, groups::quantize::<32, BlockQ4_0>;
-            Q4_1: groups::dequantize::<BlockQ4_1>, groups::quantize::<32, BlockQ4_1>;
-            Q5_0: groups::dequantize::<BlockQ5_0>, groups::quantize::<32, BlockQ5_0>;
-            Q5_1: groups::dequantize::<BlockQ5_1>, groups::quantize::<32, BlockQ5_1>;
-            Q8_0: groups::dequantize::<BlockQ8_0>, groups::quantize::<32, BlockQ8_0>;
-            Q8_1: groups::dequantize::<BlockQ8_1>, groups::quantize::<32, BlockQ8_1>;
-            Q1_0: groups::dequantize::<BlockQ1_0>, groups::quantize::<128, BlockQ1_0>;
-            Q2_0: groups::dequantize::<BlockQ2_0>, groups::quantize::<64, BlockQ2_0>;
-            Iq4Nl: groups::dequantize::<BlockIq4Nl>, groups::quantize::<32, BlockIq4Nl>;
-            Mxfp4: groups::dequantize::<BlockMxfp4>, groups::quantize::<32, BlockMxfp4>;
-            Nvfp4: groups::dequantize::<BlockNvfp4>, groups::quantize::<64, BlockNvfp4>;
-            Q2K: supers::dequantize::<BlockQ2K>, supers::quantize::<BlockQ2K>;
-            Q3K: supers::dequantize::<BlockQ3K>, supers::quantize::<BlockQ3K>;
-            Q4K: supers::dequantize::<BlockQ4K>, supers::quantize::<BlockQ4K>;
-            Q5K: supers::dequantize::<BlockQ5K>, supers::quantize::<BlockQ5K>;
-            Q6K: supers::dequantize::<BlockQ6K>, supers::quantize::<BlockQ6K>;
-            Q8K: supers::dequantize::<BlockQ8K>, supers::quantize::<BlockQ8K>;
-            Iq1S: supers::dequantize::<BlockIq1S>, supers::quantize::<BlockIq1S>;
-            Iq1M: supers::dequantize::<BlockIq1M>, supers::quantize::<BlockIq1M>;
-            Iq2Xxs: supers::dequantize::<BlockIq2Xxs>, supers::quantize::<BlockIq2Xxs>;
-            Iq2Xs: supers::dequantize::<BlockIq2Xs>, supers::quantize::<BlockIq2Xs>;
-            Iq2S: supers::dequantize::<BlockIq2S>, supers::quantize::<BlockIq2S>;
-            Iq3Xxs: supers::dequantize::<BlockIq3Xxs>, supers::quantize::<BlockIq3Xxs>;
-            Iq3S: supers::dequantize::<BlockIq3S>, supers::quantize::<BlockIq3S>;
-            Iq4Xs: supers::dequantize::<BlockIq4Xs>, supers::quantize::<BlockIq4Xs>;
-            Tq1_0: supers::dequantize::<BlockTq1_0>, supers::quantize::<BlockTq1_0>;
-            Tq2_0: supers::dequantize::<BlockTq2_0>, supers::quantize::<BlockTq2_0>;
+            Q4_0: block32::dequantize::<BlockQ4_0>, block32::quantize::<32, BlockQ4_0>;
+            Q4_1: block32::dequantize::<BlockQ4_1>, block32::quantize::<32, BlockQ4_1>;
+            Q5_0: block32::dequantize::<BlockQ5_0>, block32::quantize::<32, BlockQ5_0>;
+            Q5_1: block32::dequantize::<BlockQ5_1>, block32::quantize::<32, BlockQ5_1>;
+            Q8_0: block32::dequantize::<BlockQ8_0>, block32::quantize::<32, BlockQ8_0>;
+            Q8_1: block32::dequantize::<BlockQ8_1>, block32::quantize::<32, BlockQ8_1>;
+            Q1_0: block32::dequantize::<BlockQ1_0>, block32::quantize::<128, BlockQ1_0>;
+            Q2_0: block32::dequantize::<BlockQ2_0>, block32::quantize::<64, BlockQ2_0>;
+            Iq4Nl: block32::dequantize::<BlockIq4Nl>, block32::quantize::<32, BlockIq4Nl>;
+            Mxfp4: block32::dequantize::<BlockMxfp4>, block32::quantize::<32, BlockMxfp4>;
+            Nvfp4: block32::dequantize::<BlockNvfp4>, block32::quantize::<64, BlockNvfp4>;
+            Q2K: k_quants::dequantize::<BlockQ2K>, k_quants::quantize::<BlockQ2K>;
+            Q3K: k_quants::dequantize::<BlockQ3K>, k_quants::quantize::<BlockQ3K>;
+            Q4K: k_quants::dequantize::<BlockQ4K>, k_quants::quantize::<BlockQ4K>;
+            Q5K: k_quants::dequantize::<BlockQ5K>, k_quants::quantize::<BlockQ5K>;
+            Q6K: k_quants::dequantize::<BlockQ6K>, k_quants::quantize::<BlockQ6K>;
+            Q8K: k_quants::dequantize::<BlockQ8K>, k_quants::quantize::<BlockQ8K>;
+            Iq1S: k_quants::dequantize::<BlockIq1S>, k_quants::quantize::<BlockIq1S>;
+            Iq1M: k_quants::dequantize::<BlockIq1M>, k_quants::quantize::<BlockIq1M>;
+            Iq2Xxs: k_quants::dequantize::<BlockIq2Xxs>, k_quants::quantize::<BlockIq2Xxs>;
+            Iq2Xs: k_quants::dequantize::<BlockIq2Xs>, k_quants::quantize::<BlockIq2Xs>;
+            Iq2S: k_quants::dequantize::<BlockIq2S>, k_quants::quantize::<BlockIq2S>;
+            Iq3Xxs: k_quants::dequantize::<BlockIq3Xxs>, k_quants::quantize::<BlockIq3Xxs>;
+            Iq3S: k_quants::dequantize::<BlockIq3S>, k_quants::quantize::<BlockIq3S>;
+            Iq4Xs: k_quants::dequantize::<BlockIq4Xs>, k_quants::quantize::<BlockIq4Xs>;
+            Tq1_0: k_quants::dequantize::<BlockTq1_0>, k_quants::quantize::<BlockTq1_0>;
+            Tq2_0: k_quants::dequantize::<BlockTq2_0>, k_quants::quantize::<BlockTq2_0>;
         }
     }
 

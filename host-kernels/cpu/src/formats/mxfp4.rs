@@ -1,9 +1,9 @@
 //! MXFP4: 32 floats of 4 bits (E2M1) and an exponent.
 
+use super::block32::{QuantizeBlock32, nibbles, pack_nibbles};
 use super::grids::FP4_VALUES;
-use super::groups::{QuantizeGroup, nibbles, pack_nibbles};
 use super::search::nearest_fp4;
-use super::{Group, GroupBlock};
+use super::{Block32Format, Quants32};
 
 /// ggml's `block_mxfp4`.
 #[derive(Debug, Clone, Copy)]
@@ -28,14 +28,14 @@ pub(crate) const fn exponent_to_f32(e: u8) -> f32 {
     })
 }
 
-impl GroupBlock for BlockMxfp4 {
+impl Block32Format for BlockMxfp4 {
     const ELEMENTS: usize = 32;
     const OFFSET: i32 = 12;
 
     #[inline(always)]
-    fn group(&self, _: usize) -> Group {
+    fn group(&self, _: usize) -> Quants32 {
         let q = nibbles(&self.qs).map(|q| (FP4_VALUES[usize::from(q)] + 12) as u8);
-        Group {
+        Quants32 {
             q,
             d: [exponent_to_f32(self.e); 2],
             m: 0.0,
@@ -43,7 +43,7 @@ impl GroupBlock for BlockMxfp4 {
     }
 }
 
-impl QuantizeGroup<32> for BlockMxfp4 {
+impl QuantizeBlock32<32> for BlockMxfp4 {
     fn quantize(x: &[f32; 32]) -> Self {
         let mut amax = 0.0f32;
         for &x in x {

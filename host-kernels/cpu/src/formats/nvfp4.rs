@@ -1,9 +1,9 @@
 //! NVFP4: 64 floats of 4 bits (E2M1), every 16 with a scale that is a float of 8 bits (UE4M3).
 
+use super::block32::QuantizeBlock32;
 use super::grids::FP4_VALUES;
-use super::groups::QuantizeGroup;
 use super::search::nearest_fp4;
-use super::{Group, GroupBlock};
+use super::{Block32Format, Quants32};
 
 /// ggml's `block_nvfp4`.
 #[derive(Debug, Clone, Copy)]
@@ -59,13 +59,13 @@ fn f32_to_scale(x: f32) -> u8 {
     }
 }
 
-impl GroupBlock for BlockNvfp4 {
+impl Block32Format for BlockNvfp4 {
     const ELEMENTS: usize = 64;
     const OFFSET: i32 = 12;
     const HALF_SCALES: bool = true;
 
     #[inline(always)]
-    fn group(&self, index: usize) -> Group {
+    fn group(&self, index: usize) -> Quants32 {
         let value = |q: u8| (FP4_VALUES[usize::from(q)] + 12) as u8;
         let mut q = [0; 32];
         for (half, q) in q.chunks_exact_mut(16).enumerate() {
@@ -79,11 +79,11 @@ impl GroupBlock for BlockNvfp4 {
             scale_to_f32(self.d[2 * index]),
             scale_to_f32(self.d[2 * index + 1]),
         ];
-        Group { q, d, m: 0.0 }
+        Quants32 { q, d, m: 0.0 }
     }
 }
 
-impl QuantizeGroup<64> for BlockNvfp4 {
+impl QuantizeBlock32<64> for BlockNvfp4 {
     fn quantize(x: &[f32; 64]) -> Self {
         let mut block = BlockNvfp4 {
             d: [0; 4],

@@ -1,7 +1,7 @@
 //! Q1_0: 128 signs and a magnitude.
 
-use super::groups::QuantizeGroup;
-use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
+use super::block32::QuantizeBlock32;
+use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q1_0`.
 #[derive(Debug, Clone, Copy)]
@@ -15,17 +15,17 @@ pub struct BlockQ1_0 {
 
 const _: () = assert!(size_of::<BlockQ1_0>() == 18);
 
-impl GroupBlock for BlockQ1_0 {
+impl Block32Format for BlockQ1_0 {
     const ELEMENTS: usize = 128;
     const OFFSET: i32 = 1;
 
     #[inline(always)]
-    fn group(&self, index: usize) -> Group {
+    fn group(&self, index: usize) -> Quants32 {
         let mut q = [0; 32];
         for (j, q) in q.iter_mut().enumerate() {
             *q = (self.qs[4 * index + j / 8] >> (j % 8) & 1) << 1;
         }
-        Group {
+        Quants32 {
             q,
             d: [f16_to_f32(self.d); 2],
             m: 0.0,
@@ -33,7 +33,7 @@ impl GroupBlock for BlockQ1_0 {
     }
 }
 
-impl QuantizeGroup<128> for BlockQ1_0 {
+impl QuantizeBlock32<128> for BlockQ1_0 {
     fn quantize(x: &[f32; 128]) -> Self {
         let mut sum = 0.0f32;
         for &x in x {

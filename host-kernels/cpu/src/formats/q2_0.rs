@@ -1,7 +1,7 @@
 //! Q2_0: 64 quants of -1, 0, 1 or 2, and a scale.
 
-use super::groups::{QuantizeGroup, inverse};
-use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
+use super::block32::{QuantizeBlock32, inverse};
+use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q2_0`.
 #[derive(Debug, Clone, Copy)]
@@ -15,17 +15,17 @@ pub struct BlockQ2_0 {
 
 const _: () = assert!(size_of::<BlockQ2_0>() == 18);
 
-impl GroupBlock for BlockQ2_0 {
+impl Block32Format for BlockQ2_0 {
     const ELEMENTS: usize = 64;
     const OFFSET: i32 = 1;
 
     #[inline(always)]
-    fn group(&self, index: usize) -> Group {
+    fn group(&self, index: usize) -> Quants32 {
         let mut q = [0; 32];
         for (j, q) in q.iter_mut().enumerate() {
             *q = self.qs[8 * index + j / 4] >> (2 * (j % 4)) & 3;
         }
-        Group {
+        Quants32 {
             q,
             d: [f16_to_f32(self.d); 2],
             m: 0.0,
@@ -33,7 +33,7 @@ impl GroupBlock for BlockQ2_0 {
     }
 }
 
-impl QuantizeGroup<64> for BlockQ2_0 {
+impl QuantizeBlock32<64> for BlockQ2_0 {
     fn quantize(x: &[f32; 64]) -> Self {
         let mut d = 0.0f32;
         for &x in x {

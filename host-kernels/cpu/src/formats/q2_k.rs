@@ -1,8 +1,8 @@
 //! Q2_K: 16 sub-blocks of 16 unsigned 2-bit quants, each with a 4-bit scale and minimum.
 
+use super::k_quants::{QuantizeSuperBlock, pack_two_bits, unpack_two_bits};
 use super::search::{Error, fit_affine, nearest_int};
-use super::supers::{QuantizeSuper, pack_two_bits, unpack_two_bits};
-use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q2_K`.
 #[derive(Debug, Clone, Copy)]
@@ -21,14 +21,14 @@ pub struct BlockQ2K {
 
 const _: () = assert!(size_of::<BlockQ2K>() == 84);
 
-impl SuperBlock for BlockQ2K {
+impl SuperBlockFormat for BlockQ2K {
     const SUB: usize = 16;
     const OFFSET: i32 = 0;
     const HAS_MIN: bool = true;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
-        Super {
+    fn decode(&self) -> Quants256 {
+        Quants256 {
             q: unpack_two_bits(&self.qs),
             scales: self.scales.map(|s| i16::from(s & 15)),
             mins: self.scales.map(|s| i16::from(s >> 4)),
@@ -38,7 +38,7 @@ impl SuperBlock for BlockQ2K {
     }
 }
 
-impl QuantizeSuper for BlockQ2K {
+impl QuantizeSuperBlock for BlockQ2K {
     fn quantize(x: &[f32; 256]) -> Self {
         let mut q = [0; 256];
         let (mut scales, mut mins) = ([0.0f32; 16], [0.0f32; 16]);

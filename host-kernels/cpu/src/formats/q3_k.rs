@@ -1,8 +1,8 @@
 //! Q3_K: 16 sub-blocks of 16 signed 3-bit quants, each with a 6-bit scale.
 
+use super::k_quants::{QuantizeSuperBlock, pack_two_bits, unpack_two_bits};
 use super::search::{fit_signed_scale_stepwise, nearest_int};
-use super::supers::{QuantizeSuper, pack_two_bits, unpack_two_bits};
-use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q3_K`.
 #[derive(Debug, Clone, Copy)]
@@ -22,12 +22,12 @@ pub struct BlockQ3K {
 
 const _: () = assert!(size_of::<BlockQ3K>() == 110);
 
-impl SuperBlock for BlockQ3K {
+impl SuperBlockFormat for BlockQ3K {
     const SUB: usize = 16;
     const OFFSET: i32 = 4;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let mut q = unpack_two_bits(&self.qs);
         for (i, q) in q.chunks_exact_mut(32).enumerate() {
             for (q, mask) in q.iter_mut().zip(self.hmask) {
@@ -40,7 +40,7 @@ impl SuperBlock for BlockQ3K {
             let high = self.scales[8 + j % 4] >> (2 * (j / 4)) & 3;
             *scale = i16::from(low | high << 4) - 32;
         }
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -50,7 +50,7 @@ impl SuperBlock for BlockQ3K {
     }
 }
 
-impl QuantizeSuper for BlockQ3K {
+impl QuantizeSuperBlock for BlockQ3K {
     fn quantize(x: &[f32; 256]) -> Self {
         let mut block = BlockQ3K {
             hmask: [0; 32],
@@ -69,7 +69,7 @@ impl QuantizeSuper for BlockQ3K {
         {
             scales[j] = fit_signed_scale_stepwise(x, 4, q);
         }
-        let max = super::groups::signed_max(&scales);
+        let max = super::block32::signed_max(&scales);
         if max != 0.0 {
             let inverse = -32.0 / max;
             for (j, scale) in scales.into_iter().enumerate() {

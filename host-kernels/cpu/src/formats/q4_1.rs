@@ -1,7 +1,7 @@
 //! Q4_1: 32 unsigned 4-bit quants, a scale and a minimum.
 
-use super::groups::{QuantizeGroup, inverse, nibbles, pack_nibbles, range, round_quant};
-use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
+use super::block32::{QuantizeBlock32, inverse, nibbles, pack_nibbles, range, round_quant};
+use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q4_1`.
 #[derive(Debug, Clone, Copy)]
@@ -17,14 +17,14 @@ pub struct BlockQ4_1 {
 
 const _: () = assert!(size_of::<BlockQ4_1>() == 20);
 
-impl GroupBlock for BlockQ4_1 {
+impl Block32Format for BlockQ4_1 {
     const ELEMENTS: usize = 32;
     const OFFSET: i32 = 0;
     const HAS_MIN: bool = true;
 
     #[inline(always)]
-    fn group(&self, _: usize) -> Group {
-        Group {
+    fn group(&self, _: usize) -> Quants32 {
+        Quants32 {
             q: nibbles(&self.qs),
             d: [f16_to_f32(self.d); 2],
             m: f16_to_f32(self.m),
@@ -32,7 +32,7 @@ impl GroupBlock for BlockQ4_1 {
     }
 }
 
-impl QuantizeGroup<32> for BlockQ4_1 {
+impl QuantizeBlock32<32> for BlockQ4_1 {
     fn quantize(x: &[f32; 32]) -> Self {
         let (min, max) = range(x);
         let d = (max - min) / 15.0;

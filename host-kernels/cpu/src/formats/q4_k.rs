@@ -1,8 +1,8 @@
 //! Q4_K: 8 sub-blocks of 32 unsigned 4-bit quants, each with a 6-bit scale and minimum.
 
+use super::k_quants::{QuantizeSuperBlock, pack_scales, unpack_scales};
 use super::search::{fit_scales_and_mins, nearest_int};
-use super::supers::{QuantizeSuper, pack_scales, unpack_scales};
-use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q4_K`.
 #[derive(Debug, Clone, Copy)]
@@ -20,13 +20,13 @@ pub struct BlockQ4K {
 
 const _: () = assert!(size_of::<BlockQ4K>() == 144);
 
-impl SuperBlock for BlockQ4K {
+impl SuperBlockFormat for BlockQ4K {
     const SUB: usize = 32;
     const OFFSET: i32 = 0;
     const HAS_MIN: bool = true;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (scales, mins) = unpack_scales(&self.scales);
         let mut q = [0; 256];
         for (q, qs) in q.chunks_exact_mut(64).zip(self.qs.chunks_exact(32)) {
@@ -35,7 +35,7 @@ impl SuperBlock for BlockQ4K {
                 q[j + 32] = qs[j] >> 4;
             }
         }
-        Super {
+        Quants256 {
             q,
             scales,
             mins,
@@ -45,7 +45,7 @@ impl SuperBlock for BlockQ4K {
     }
 }
 
-impl QuantizeSuper for BlockQ4K {
+impl QuantizeSuperBlock for BlockQ4K {
     fn quantize(x: &[f32; 256]) -> Self {
         let fit = fit_scales_and_mins(x, 15, -1.0, 20);
         let (d, dmin) = (f32_to_f16(fit.d), f32_to_f16(fit.dmin));

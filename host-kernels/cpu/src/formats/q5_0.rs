@@ -1,9 +1,9 @@
 //! Q5_0: 32 signed 5-bit quants and a scale.
 
-use super::groups::{
-    QuantizeGroup, add_fifth_bits, inverse, nibbles, pack_nibbles, round_quant, signed_max,
+use super::block32::{
+    QuantizeBlock32, add_fifth_bits, inverse, nibbles, pack_nibbles, round_quant, signed_max,
 };
-use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
+use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q5_0`.
 #[derive(Debug, Clone, Copy)]
@@ -19,15 +19,15 @@ pub struct BlockQ5_0 {
 
 const _: () = assert!(size_of::<BlockQ5_0>() == 22);
 
-impl GroupBlock for BlockQ5_0 {
+impl Block32Format for BlockQ5_0 {
     const ELEMENTS: usize = 32;
     const OFFSET: i32 = 16;
 
     #[inline(always)]
-    fn group(&self, _: usize) -> Group {
+    fn group(&self, _: usize) -> Quants32 {
         let mut q = nibbles(&self.qs);
         add_fifth_bits(&mut q, u32::from_le_bytes(self.qh));
-        Group {
+        Quants32 {
             q,
             d: [f16_to_f32(self.d); 2],
             m: 0.0,
@@ -35,7 +35,7 @@ impl GroupBlock for BlockQ5_0 {
     }
 }
 
-impl QuantizeGroup<32> for BlockQ5_0 {
+impl QuantizeBlock32<32> for BlockQ5_0 {
     fn quantize(x: &[f32; 32]) -> Self {
         let d = signed_max(x) / -16.0;
         let id = inverse(d);

@@ -1,7 +1,7 @@
 //! Q5_1: 32 unsigned 5-bit quants, a scale and a minimum.
 
-use super::groups::{QuantizeGroup, add_fifth_bits, inverse, nibbles, pack_nibbles, range};
-use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
+use super::block32::{QuantizeBlock32, add_fifth_bits, inverse, nibbles, pack_nibbles, range};
+use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q5_1`.
 #[derive(Debug, Clone, Copy)]
@@ -19,16 +19,16 @@ pub struct BlockQ5_1 {
 
 const _: () = assert!(size_of::<BlockQ5_1>() == 24);
 
-impl GroupBlock for BlockQ5_1 {
+impl Block32Format for BlockQ5_1 {
     const ELEMENTS: usize = 32;
     const OFFSET: i32 = 0;
     const HAS_MIN: bool = true;
 
     #[inline(always)]
-    fn group(&self, _: usize) -> Group {
+    fn group(&self, _: usize) -> Quants32 {
         let mut q = nibbles(&self.qs);
         add_fifth_bits(&mut q, u32::from_le_bytes(self.qh));
-        Group {
+        Quants32 {
             q,
             d: [f16_to_f32(self.d); 2],
             m: f16_to_f32(self.m),
@@ -36,7 +36,7 @@ impl GroupBlock for BlockQ5_1 {
     }
 }
 
-impl QuantizeGroup<32> for BlockQ5_1 {
+impl QuantizeBlock32<32> for BlockQ5_1 {
     fn quantize(x: &[f32; 32]) -> Self {
         let (min, max) = range(x);
         let d = (max - min) / 31.0;

@@ -1,8 +1,8 @@
 //! Q5_K: 8 sub-blocks of 32 unsigned 5-bit quants, each with a 6-bit scale and minimum.
 
+use super::k_quants::{QuantizeSuperBlock, pack_scales, unpack_scales};
 use super::search::{fit_scales_and_mins, nearest_int};
-use super::supers::{QuantizeSuper, pack_scales, unpack_scales};
-use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q5_K`.
 #[derive(Debug, Clone, Copy)]
@@ -22,13 +22,13 @@ pub struct BlockQ5K {
 
 const _: () = assert!(size_of::<BlockQ5K>() == 176);
 
-impl SuperBlock for BlockQ5K {
+impl SuperBlockFormat for BlockQ5K {
     const SUB: usize = 32;
     const OFFSET: i32 = 0;
     const HAS_MIN: bool = true;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let (scales, mins) = unpack_scales(&self.scales);
         let mut q = [0; 256];
         for (pair, (q, qs)) in q
@@ -41,7 +41,7 @@ impl SuperBlock for BlockQ5K {
                 q[j + 32] = qs[j] >> 4 | (self.qh[j] >> (2 * pair + 1) & 1) << 4;
             }
         }
-        Super {
+        Quants256 {
             q,
             scales,
             mins,
@@ -51,7 +51,7 @@ impl SuperBlock for BlockQ5K {
     }
 }
 
-impl QuantizeSuper for BlockQ5K {
+impl QuantizeSuperBlock for BlockQ5K {
     fn quantize(x: &[f32; 256]) -> Self {
         let fit = fit_scales_and_mins(x, 31, -0.5, 15);
         let (d, dmin) = (f32_to_f16(fit.d), f32_to_f16(fit.dmin));

@@ -1,8 +1,8 @@
 //! Q6_K: 16 sub-blocks of 16 signed 6-bit quants, each with an 8-bit scale.
 
+use super::k_quants::QuantizeSuperBlock;
 use super::search::{GROUP_MAX_EPS, fit_signed_scale, nearest_int};
-use super::supers::QuantizeSuper;
-use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q6_K`.
 #[derive(Debug, Clone, Copy)]
@@ -21,12 +21,12 @@ pub struct BlockQ6K {
 
 const _: () = assert!(size_of::<BlockQ6K>() == 210);
 
-impl SuperBlock for BlockQ6K {
+impl SuperBlockFormat for BlockQ6K {
     const SUB: usize = 16;
     const OFFSET: i32 = 32;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let mut q = [0; 256];
         for (half, q) in q.chunks_exact_mut(128).enumerate() {
             let (ql, qh) = (&self.ql[64 * half..][..64], &self.qh[32 * half..][..32]);
@@ -38,7 +38,7 @@ impl SuperBlock for BlockQ6K {
             }
         }
         let scales = self.scales.map(i16::from);
-        Super {
+        Quants256 {
             q,
             scales,
             mins: [0; 16],
@@ -48,7 +48,7 @@ impl SuperBlock for BlockQ6K {
     }
 }
 
-impl QuantizeSuper for BlockQ6K {
+impl QuantizeSuperBlock for BlockQ6K {
     fn quantize(x: &[f32; 256]) -> Self {
         let mut block = BlockQ6K {
             ql: [0; 128],

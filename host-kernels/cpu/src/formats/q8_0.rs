@@ -1,7 +1,7 @@
 //! Q8_0: 32 signed bytes and a scale; also the activations of the group formats without a minimum.
 
-use super::groups::QuantizeGroup;
-use super::{Group, GroupBlock, f16_to_f32, f32_to_f16};
+use super::block32::QuantizeBlock32;
+use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_q8_0`.
 #[derive(Debug, Clone, Copy)]
@@ -15,13 +15,13 @@ pub struct BlockQ8_0 {
 
 const _: () = assert!(size_of::<BlockQ8_0>() == 34);
 
-impl GroupBlock for BlockQ8_0 {
+impl Block32Format for BlockQ8_0 {
     const ELEMENTS: usize = 32;
     const OFFSET: i32 = 128;
 
     #[inline(always)]
-    fn group(&self, _: usize) -> Group {
-        Group {
+    fn group(&self, _: usize) -> Quants32 {
+        Quants32 {
             q: self.qs.map(|q| q as u8 ^ 0x80),
             d: [f16_to_f32(self.d); 2],
             m: 0.0,
@@ -29,7 +29,7 @@ impl GroupBlock for BlockQ8_0 {
     }
 }
 
-impl QuantizeGroup<32> for BlockQ8_0 {
+impl QuantizeBlock32<32> for BlockQ8_0 {
     fn quantize(x: &[f32; 32]) -> Self {
         let (d, qs) = quantize_bytes(x);
         BlockQ8_0 {

@@ -1,9 +1,9 @@
 //! Q8_K: 256 signed bytes, a scale, and the sums of every 16: the activations of the super-block formats.
 
-use super::groups::signed_max;
+use super::block32::signed_max;
+use super::k_quants::QuantizeSuperBlock;
 use super::search::nearest_int;
-use super::supers::QuantizeSuper;
-use super::{Super, SuperBlock};
+use super::{Quants256, SuperBlockFormat};
 
 /// ggml's `block_q8_K`.
 #[derive(Debug, Clone, Copy)]
@@ -19,14 +19,14 @@ pub struct BlockQ8K {
 
 const _: () = assert!(size_of::<BlockQ8K>() == 292);
 
-impl SuperBlock for BlockQ8K {
+impl SuperBlockFormat for BlockQ8K {
     const SUB: usize = 32;
     const OFFSET: i32 = 128;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let q = self.qs.map(|q| q as u8 ^ 0x80);
-        Super {
+        Quants256 {
             q,
             scales: [1; 16],
             mins: [0; 16],
@@ -36,7 +36,7 @@ impl SuperBlock for BlockQ8K {
     }
 }
 
-impl QuantizeSuper for BlockQ8K {
+impl QuantizeSuperBlock for BlockQ8K {
     fn quantize(x: &[f32; 256]) -> Self {
         let max = signed_max(x);
         if max == 0.0 {

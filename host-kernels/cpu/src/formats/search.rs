@@ -160,7 +160,7 @@ pub(super) fn fit_affine(
 
 /// The best `x ~ scale * (q - qmax)` with `q` in `0..2 * qmax`, weighted by `x * x`. Returns the scale.
 pub(super) fn fit_signed_scale(x: &[f32], qmax: i32, q: &mut [u8]) -> f32 {
-    let max = super::groups::signed_max(x);
+    let max = super::block32::signed_max(x);
     if max.abs() < GROUP_MAX_EPS {
         q.fill(0);
         return 0.0;
@@ -201,7 +201,7 @@ pub(super) fn fit_signed_scale(x: &[f32], qmax: i32, q: &mut [u8]) -> f32 {
 /// As [`fit_signed_scale`], improving one quant at a time instead of trying scales. `qmax` is added to
 /// the quants, except where all of `x` is about zero.
 pub(super) fn fit_signed_scale_stepwise(x: &[f32; 16], qmax: i32, q: &mut [u8]) -> f32 {
-    let max = super::groups::signed_max(x);
+    let max = super::block32::signed_max(x);
     if max.abs() < GROUP_MAX_EPS {
         q.fill(0);
         return 0.0;
@@ -286,7 +286,7 @@ impl UnevenFit {
     /// The guess that maps the largest value to the first quant, or with `flip` to its opposite; `None`
     /// if all values are about zero.
     pub(super) fn start(x: &[f32; 32], flip: bool) -> Option<UnevenFit> {
-        let max = super::groups::signed_max(x);
+        let max = super::block32::signed_max(x);
         if max.abs() < GROUP_MAX_EPS {
             return None;
         }

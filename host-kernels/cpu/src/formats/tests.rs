@@ -125,7 +125,7 @@ fn both_ternary_formats_hold_the_same_values() {
 fn six_bit_scales_pack_and_unpack() {
     let scales = [0, 63, 1, 32, 17, 48, 63, 5];
     let mins = [63, 0, 31, 16, 33, 62, 2, 15];
-    let (s, m) = supers::unpack_scales(&supers::pack_scales(&scales, &mins));
+    let (s, m) = k_quants::unpack_scales(&k_quants::pack_scales(&scales, &mins));
     assert!(scales.iter().zip(s).all(|(&a, b)| i16::from(a) == b));
     assert!(mins.iter().zip(m).all(|(&a, b)| i16::from(a) == b));
 }

@@ -1,7 +1,7 @@
 //! TQ1_0: 256 quants of -1, 0 or 1, five to a byte, and a scale.
 
-use super::supers::{QuantizeSuper, quantize_ternary};
-use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+use super::k_quants::{QuantizeSuperBlock, quantize_ternary};
+use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_tq1_0`.
 ///
@@ -34,12 +34,12 @@ fn pack(digits: impl Iterator<Item = u8>) -> u8 {
     (number * 256).div_ceil(243) as u8
 }
 
-impl SuperBlock for BlockTq1_0 {
+impl SuperBlockFormat for BlockTq1_0 {
     const SUB: usize = 32;
     const OFFSET: i32 = 1;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let mut q = [0; 256];
         for i in 0..5 {
             for j in 0..32 {
@@ -54,7 +54,7 @@ impl SuperBlock for BlockTq1_0 {
                 q[240 + 4 * i + j] = digit(self.qh[j], i);
             }
         }
-        Super {
+        Quants256 {
             q,
             scales: [1; 16],
             mins: [0; 16],
@@ -64,7 +64,7 @@ impl SuperBlock for BlockTq1_0 {
     }
 }
 
-impl QuantizeSuper for BlockTq1_0 {
+impl QuantizeSuperBlock for BlockTq1_0 {
     fn quantize(x: &[f32; 256]) -> Self {
         let (d, q) = quantize_ternary(x);
         let mut block = BlockTq1_0 {

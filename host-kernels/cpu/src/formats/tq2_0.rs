@@ -1,7 +1,7 @@
 //! TQ2_0: 256 quants of -1, 0 or 1, four to a byte, and a scale.
 
-use super::supers::{QuantizeSuper, pack_two_bits, quantize_ternary, unpack_two_bits};
-use super::{Super, SuperBlock, f16_to_f32, f32_to_f16};
+use super::k_quants::{QuantizeSuperBlock, pack_two_bits, quantize_ternary, unpack_two_bits};
+use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_tq2_0`.
 #[derive(Debug, Clone, Copy)]
@@ -16,14 +16,14 @@ pub struct BlockTq2_0 {
 
 const _: () = assert!(size_of::<BlockTq2_0>() == 66);
 
-impl SuperBlock for BlockTq2_0 {
+impl SuperBlockFormat for BlockTq2_0 {
     const SUB: usize = 32;
     const OFFSET: i32 = 1;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
+    fn decode(&self) -> Quants256 {
         let q = unpack_two_bits(&self.qs);
-        Super {
+        Quants256 {
             q,
             scales: [1; 16],
             mins: [0; 16],
@@ -33,7 +33,7 @@ impl SuperBlock for BlockTq2_0 {
     }
 }
 
-impl QuantizeSuper for BlockTq2_0 {
+impl QuantizeSuperBlock for BlockTq2_0 {
     fn quantize(x: &[f32; 256]) -> Self {
         let (d, q) = quantize_ternary(x);
         BlockTq2_0 {

@@ -13,53 +13,15 @@
 //! of the other rows or columns, of the piece the row came in, or of addresses. So an engine that cuts by rows
 //! gets the same bits for every number of threads.
 
-mod level;
+mod kernel;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use level::Level;
-#[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{transpose_8, transpose_16};
+pub use crate::isa::Level;
+pub use kernel::{Activation, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
 
-use super::formats::{self, Format, Type};
-
-/// Multiplies rows of weights with columns of activations.
-///
-/// `dst[c * dst_col_stride + r] = dot(row r of w, column c of x)` for `r` in `0..rows`, `c` in
-/// `0..cols`. Strides of `w` and `x` are in bytes, that of `dst` in floats.
-///
-/// # Safety
-/// - `k` is a multiple of the blocks of the weight and the activation type, if that has any;
-/// - `w` is readable for `rows` rows of `k` weights, `w_row_stride` bytes apart;
-/// - `x` is readable for `cols` columns of `k` activations, `x_col_stride` bytes apart;
-/// - `dst` is writable for `cols` columns of `rows` floats, `dst_col_stride` floats apart, no two of
-///   which overlap, and overlaps neither `w` nor `x`;
-/// - the processor supports the level the kernel was made for.
-pub type Gemm = unsafe fn(
-    k: usize,
-    w: *const u8,
-    w_row_stride: usize,
-    rows: usize,
-    x: *const u8,
-    x_col_stride: usize,
-    cols: usize,
-    dst: *mut f32,
-    dst_col_stride: usize,
-);
-
-/// From this many columns on, products may be [`MatmulKernel::rounded`]. Fewer wait for the weights, not for the
-/// processor.
-pub const ROUNDED_COLUMNS: usize = 8;
-
-/// What columns of activations are converted to before they are multiplied.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// Elements of a type of ggml's. All kernels that are not [`MatmulKernel::rounded`] take one.
-    Typed(Type),
-    /// Integers of 14 bits with a scale for 32: chunks of 256 elements, the last one with as much room as the others.
-    Shorts,
-}
+use crate::formats::Type;
 
 impl Activation {
     /// Bytes of a column of `k` activations.
@@ -67,39 +29,11 @@ impl Activation {
         match self {
             Activation::Typed(_) => self.format().row_bytes(k),
             #[cfg(target_arch = "x86_64")]
-            Activation::Shorts => x86::short_column_bytes(k),
+            Activation::I16 => x86::i16_column_bytes(k),
             #[cfg(not(target_arch = "x86_64"))]
-            Activation::Shorts => unreachable!("no kernel here takes them"),
+            Activation::I16 => unreachable!("only kernels of x86-64 take 14-bit integers"),
         }
     }
-
-    /// The format of a type of ggml's.
-    ///
-    /// # Panics
-    /// For [`Activation::Shorts`].
-    pub fn format(self) -> &'static Format {
-        match self {
-            Activation::Typed(ty) => Format::of(ty).expect("every activation is a format"),
-            Activation::Shorts => panic!("these integers are no type of ggml's"),
-        }
-    }
-}
-
-/// How to multiply with one type of weights.
-#[derive(Debug, Clone, Copy)]
-pub struct MatmulKernel {
-    /// The type of the weights.
-    pub weight: Type,
-    /// What the activations are converted to.
-    pub activation: Activation,
-    /// Converts a column of `k` activations.
-    pub quantize_activation: formats::QuantizeRow,
-    /// Multiplies.
-    pub gemm: Gemm,
-    /// From this many columns on, `gemm` unpacks weights into panels and is fastest per column.
-    pub panel_cols: usize,
-    /// Rows are best cut into multiples of this.
-    pub row_tile: usize,
 }
 
 impl MatmulKernel {

@@ -3,46 +3,46 @@
 //! Each weight block is decoded once and multiplied with all columns; sums run over the blocks in
 //! order, in `dst` itself.
 
-use super::{Activation, MatmulKernel};
+use super::kernel::{Activation, GemmArgs, MatmulKernel};
 use crate::formats::{
-    self, BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs,
-    BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K,
-    BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, BlockQ8_1,
-    BlockQ8K, BlockTq1_0, BlockTq2_0, Format, GroupBlock, SuperBlock, Type, bf16_to_f32,
+    self, Block32Format, BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S,
+    BlockIq3Xxs, BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K,
+    BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
+    BlockQ8_1, BlockQ8K, BlockTq1_0, BlockTq2_0, Format, SuperBlockFormat, Type, bf16_to_f32,
     f16_to_f32,
 };
 
 /// The scalar kernel for `weight`.
 pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
-    let (activation, gemm): (Type, super::Gemm) = match weight {
+    let (activation, gemm): (Type, super::kernel::Gemm) = match weight {
         Type::F32 => (Type::F32, floats::<F32>),
         Type::F16 => (Type::F16, floats::<F16>),
         Type::Bf16 => (Type::Bf16, floats::<Bf16>),
-        Type::Q4_0 => (Type::Q8_0, groups::<BlockQ4_0>),
+        Type::Q4_0 => (Type::Q8_0, block32::<BlockQ4_0>),
         Type::Q4_1 => (Type::Q8_1, groups_with_min::<BlockQ4_1>),
-        Type::Q5_0 => (Type::Q8_0, groups::<BlockQ5_0>),
+        Type::Q5_0 => (Type::Q8_0, block32::<BlockQ5_0>),
         Type::Q5_1 => (Type::Q8_1, groups_with_min::<BlockQ5_1>),
-        Type::Q8_0 => (Type::Q8_0, groups::<BlockQ8_0>),
-        Type::Q1_0 => (Type::Q8_0, groups::<BlockQ1_0>),
-        Type::Q2_0 => (Type::Q8_0, groups::<BlockQ2_0>),
-        Type::Iq4Nl => (Type::Q8_0, groups::<BlockIq4Nl>),
-        Type::Mxfp4 => (Type::Q8_0, groups::<BlockMxfp4>),
-        Type::Nvfp4 => (Type::Q8_0, groups::<BlockNvfp4>),
-        Type::Q2K => (Type::Q8K, supers::<BlockQ2K>),
-        Type::Q3K => (Type::Q8K, supers::<BlockQ3K>),
-        Type::Q4K => (Type::Q8K, supers::<BlockQ4K>),
-        Type::Q5K => (Type::Q8K, supers::<BlockQ5K>),
-        Type::Q6K => (Type::Q8K, supers::<BlockQ6K>),
-        Type::Iq1S => (Type::Q8K, supers::<BlockIq1S>),
-        Type::Iq1M => (Type::Q8K, supers::<BlockIq1M>),
-        Type::Iq2Xxs => (Type::Q8K, supers::<BlockIq2Xxs>),
-        Type::Iq2Xs => (Type::Q8K, supers::<BlockIq2Xs>),
-        Type::Iq2S => (Type::Q8K, supers::<BlockIq2S>),
-        Type::Iq3Xxs => (Type::Q8K, supers::<BlockIq3Xxs>),
-        Type::Iq3S => (Type::Q8K, supers::<BlockIq3S>),
-        Type::Iq4Xs => (Type::Q8K, supers::<BlockIq4Xs>),
-        Type::Tq1_0 => (Type::Q8K, supers::<BlockTq1_0>),
-        Type::Tq2_0 => (Type::Q8K, supers::<BlockTq2_0>),
+        Type::Q8_0 => (Type::Q8_0, block32::<BlockQ8_0>),
+        Type::Q1_0 => (Type::Q8_0, block32::<BlockQ1_0>),
+        Type::Q2_0 => (Type::Q8_0, block32::<BlockQ2_0>),
+        Type::Iq4Nl => (Type::Q8_0, block32::<BlockIq4Nl>),
+        Type::Mxfp4 => (Type::Q8_0, block32::<BlockMxfp4>),
+        Type::Nvfp4 => (Type::Q8_0, block32::<BlockNvfp4>),
+        Type::Q2K => (Type::Q8K, k_quants::<BlockQ2K>),
+        Type::Q3K => (Type::Q8K, k_quants::<BlockQ3K>),
+        Type::Q4K => (Type::Q8K, k_quants::<BlockQ4K>),
+        Type::Q5K => (Type::Q8K, k_quants::<BlockQ5K>),
+        Type::Q6K => (Type::Q8K, k_quants::<BlockQ6K>),
+        Type::Iq1S => (Type::Q8K, k_quants::<BlockIq1S>),
+        Type::Iq1M => (Type::Q8K, k_quants::<BlockIq1M>),
+        Type::Iq2Xxs => (Type::Q8K, k_quants::<BlockIq2Xxs>),
+        Type::Iq2Xs => (Type::Q8K, k_quants::<BlockIq2Xs>),
+        Type::Iq2S => (Type::Q8K, k_quants::<BlockIq2S>),
+        Type::Iq3Xxs => (Type::Q8K, k_quants::<BlockIq3Xxs>),
+        Type::Iq3S => (Type::Q8K, k_quants::<BlockIq3S>),
+        Type::Iq4Xs => (Type::Q8K, k_quants::<BlockIq4Xs>),
+        Type::Tq1_0 => (Type::Q8K, k_quants::<BlockTq1_0>),
+        Type::Tq2_0 => (Type::Q8K, k_quants::<BlockTq2_0>),
         _ => return None,
     };
     let quantize_activation: formats::QuantizeRow = Format::of(activation)?.quantize_row;
@@ -97,29 +97,29 @@ impl Float for Bf16 {
 }
 
 /// # Safety
-/// As [`super::Gemm`].
-#[allow(clippy::too_many_arguments)]
-unsafe fn floats<T: Float>(
-    k: usize,
-    w: *const u8,
-    w_row_stride: usize,
-    rows: usize,
-    x: *const u8,
-    x_col_stride: usize,
-    cols: usize,
-    dst: *mut f32,
-    dst_col_stride: usize,
-) {
+/// As [`super::kernel::Gemm`].
+unsafe fn floats<T: Float>(args: &GemmArgs) {
+    let &GemmArgs {
+        k,
+        w,
+        w_stride,
+        rows,
+        x,
+        x_stride,
+        cols,
+        dst,
+        dst_stride,
+    } = args;
     for r in 0..rows {
         for c in 0..cols {
             // SAFETY: row `r`, column `c` and element `i` are within what the caller promised.
             unsafe {
-                let (w, x) = (w.add(r * w_row_stride), x.add(c * x_col_stride));
+                let (w, x) = (w.add(r * w_stride), x.add(c * x_stride));
                 let mut sum = 0.0f32;
                 for i in 0..k {
                     sum += T::read(w.add(i * T::BYTES)) * T::read(x.add(i * T::BYTES));
                 }
-                *dst.add(c * dst_col_stride + r) = sum;
+                *dst.add(c * dst_stride + r) = sum;
             }
         }
     }
@@ -128,102 +128,60 @@ unsafe fn floats<T: Float>(
 /// A group format times Q8_0: `sum of (d_w * d_x) * integer dot`.
 ///
 /// # Safety
-/// As [`super::Gemm`].
-#[allow(clippy::too_many_arguments)]
-unsafe fn groups<B: GroupBlock>(
-    k: usize,
-    w: *const u8,
-    w_row_stride: usize,
-    rows: usize,
-    x: *const u8,
-    x_col_stride: usize,
-    cols: usize,
-    dst: *mut f32,
-    dst_col_stride: usize,
-) {
+/// As [`super::kernel::Gemm`].
+unsafe fn block32<B: Block32Format>(args: &GemmArgs) {
     // SAFETY: the caller's promise, passed on; Q8_0 has a scale and quants.
     unsafe {
-        groups_of::<B, BlockQ8_0>(
-            |x| (f16_to_f32(x.d), 0.0, &x.qs),
-            k,
-            w,
-            w_row_stride,
-            rows,
-            x,
-            x_col_stride,
-            cols,
-            dst,
-            dst_col_stride,
-        );
+        block32_with::<B, BlockQ8_0>(|x| (f16_to_f32(x.d), 0.0, &x.qs), args);
     }
 }
 
 /// A group format with a minimum times Q8_1: as [`groups`], plus `m_w * s_x`.
 ///
 /// # Safety
-/// As [`super::Gemm`].
-#[allow(clippy::too_many_arguments)]
-unsafe fn groups_with_min<B: GroupBlock>(
-    k: usize,
-    w: *const u8,
-    w_row_stride: usize,
-    rows: usize,
-    x: *const u8,
-    x_col_stride: usize,
-    cols: usize,
-    dst: *mut f32,
-    dst_col_stride: usize,
-) {
+/// As [`super::kernel::Gemm`].
+unsafe fn groups_with_min<B: Block32Format>(args: &GemmArgs) {
     // SAFETY: the caller's promise, passed on; Q8_1 has a scale, a sum and quants.
     unsafe {
-        groups_of::<B, BlockQ8_1>(
-            |x| (f16_to_f32(x.d), f16_to_f32(x.s), &x.qs),
-            k,
-            w,
-            w_row_stride,
-            rows,
-            x,
-            x_col_stride,
-            cols,
-            dst,
-            dst_col_stride,
-        );
+        block32_with::<B, BlockQ8_1>(|x| (f16_to_f32(x.d), f16_to_f32(x.s), &x.qs), args);
     }
 }
 
 /// # Safety
-/// As [`super::Gemm`], the activations being blocks `X` of 32.
-#[allow(clippy::too_many_arguments)]
+/// As [`super::kernel::Gemm`], the activations being blocks `X` of 32.
 #[inline(always)]
-unsafe fn groups_of<B: GroupBlock, X>(
+unsafe fn block32_with<B: Block32Format, X>(
     parts: impl Fn(&X) -> (f32, f32, &[i8; 32]),
-    k: usize,
-    w: *const u8,
-    w_row_stride: usize,
-    rows: usize,
-    x: *const u8,
-    x_col_stride: usize,
-    cols: usize,
-    dst: *mut f32,
-    dst_col_stride: usize,
+    args: &GemmArgs,
 ) {
+    let &GemmArgs {
+        k,
+        w,
+        w_stride,
+        rows,
+        x,
+        x_stride,
+        cols,
+        dst,
+        dst_stride,
+    } = args;
     let groups = B::ELEMENTS / 32;
     for r in 0..rows {
         for c in 0..cols {
             // SAFETY: row `r` and column `c` are within what the caller promised.
-            unsafe { *dst.add(c * dst_col_stride + r) = 0.0 };
+            unsafe { *dst.add(c * dst_stride + r) = 0.0 };
         }
         for g in 0..k / 32 {
             // SAFETY: group `g` of row `r` is within the row; B and X are packed, and any bytes are
             // valid ones because they consist of integers.
             let group =
-                unsafe { (*w.add(r * w_row_stride).cast::<B>().add(g / groups)).group(g % groups) };
+                unsafe { (*w.add(r * w_stride).cast::<B>().add(g / groups)).group(g % groups) };
             for c in 0..cols {
                 // SAFETY: as above, for block `g` of column `c`.
                 let (x, dst) = unsafe {
                     (
-                        &*x.add(c * x_col_stride).cast::<X>().add(g),
-                        &mut *dst.add(c * dst_col_stride + r),
+                        &*x.add(c * x_stride).cast::<X>().add(g),
+                        &mut *dst.add(c * dst_stride + r),
                     )
                 };
                 let (d, s, qs) = parts(x);
@@ -251,33 +209,33 @@ unsafe fn groups_of<B: GroupBlock, X>(
 /// A super-block format times Q8_K.
 ///
 /// # Safety
-/// As [`super::Gemm`].
-#[allow(clippy::too_many_arguments)]
-unsafe fn supers<B: SuperBlock>(
-    k: usize,
-    w: *const u8,
-    w_row_stride: usize,
-    rows: usize,
-    x: *const u8,
-    x_col_stride: usize,
-    cols: usize,
-    dst: *mut f32,
-    dst_col_stride: usize,
-) {
+/// As [`super::kernel::Gemm`].
+unsafe fn k_quants<B: SuperBlockFormat>(args: &GemmArgs) {
+    let &GemmArgs {
+        k,
+        w,
+        w_stride,
+        rows,
+        x,
+        x_stride,
+        cols,
+        dst,
+        dst_stride,
+    } = args;
     for r in 0..rows {
         for c in 0..cols {
             // SAFETY: row `r` and column `c` are within what the caller promised.
-            unsafe { *dst.add(c * dst_col_stride + r) = 0.0 };
+            unsafe { *dst.add(c * dst_stride + r) = 0.0 };
         }
         for b in 0..k / 256 {
             // SAFETY: block `b` of row `r` is within the row; B is packed and any bytes are a valid one.
-            let block = unsafe { (*w.add(r * w_row_stride).cast::<B>().add(b)).decode() };
+            let block = unsafe { (*w.add(r * w_stride).cast::<B>().add(b)).decode() };
             for c in 0..cols {
                 // SAFETY: as above, for block `b` of column `c`.
                 let (x, dst) = unsafe {
                     (
-                        &*x.add(c * x_col_stride).cast::<BlockQ8K>().add(b),
-                        &mut *dst.add(c * dst_col_stride + r),
+                        &*x.add(c * x_stride).cast::<BlockQ8K>().add(b),
+                        &mut *dst.add(c * dst_stride + r),
                     )
                 };
                 let (mut sum, mut min_sum) = (0, 0);

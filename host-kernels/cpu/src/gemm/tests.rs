@@ -1,4 +1,5 @@
 use super::*;
+use crate::formats::Format;
 use proptest::prelude::*;
 use std::cell::Cell;
 
@@ -93,7 +94,7 @@ impl Case {
                         let dequantize = kernel.activation.format().dequantize_row;
                         dequantize(column.as_ptr(), x_values.as_mut_ptr(), k);
                     }
-                    Activation::Shorts => x_values.copy_from_slice(&values),
+                    Activation::I16 => x_values.copy_from_slice(&values),
                 }
             };
         }
@@ -135,17 +136,17 @@ impl Case {
         let mut dst = vec![GUARD; cols.len() * stride];
         // SAFETY: the ranges lie within the case, and `dst` has a column of `stride` for each.
         unsafe {
-            (kernel.gemm)(
-                self.k,
-                self.w.as_ptr().add(rows.start * self.w_stride),
-                self.w_stride,
-                rows.len(),
-                self.x.as_ptr().add(cols.start * self.x_stride),
-                self.x_stride,
-                cols.len(),
-                dst.as_mut_ptr(),
-                stride,
-            );
+            (kernel.gemm)(&GemmArgs {
+                k: self.k,
+                w: self.w.as_ptr().add(rows.start * self.w_stride),
+                w_stride: self.w_stride,
+                rows: rows.len(),
+                x: self.x.as_ptr().add(cols.start * self.x_stride),
+                x_stride: self.x_stride,
+                cols: cols.len(),
+                dst: dst.as_mut_ptr(),
+                dst_stride: stride,
+            });
         }
         let mut results = Vec::new();
         for column in dst.chunks(stride) {
@@ -245,7 +246,7 @@ fn rounding_kernels_give_the_products_of_what_they_round_to() {
             for k in [1, 2, 31, 32, 33, 127, 128, 129, 160, 1023] {
                 for (rows, cols) in [(1, 1), (5, 3), (9, 8), (3, 13), (33, 40), (64, 32)] {
                     let shape = [k, rows, cols];
-                    if kernel.activation == Activation::Shorts {
+                    if kernel.activation == Activation::I16 {
                         let case = Case::of(kernel, |w| w, |x| x, shape, &mut random);
                         case.compare(level, 4e-6, off(k));
                     } else {
@@ -274,7 +275,7 @@ fn scaled_integers_hold_every_magnitude() {
             let Some(kernel) = MatmulKernel::rounded_at(ty, MANY, MANY, level) else {
                 continue;
             };
-            if kernel.activation != Activation::Shorts {
+            if kernel.activation != Activation::I16 {
                 continue;
             }
             let shape = [96, 17, 5];
@@ -436,17 +437,17 @@ fn floats_propagate_infinity_and_nan() {
                 let mut run = |w: &[u8]| {
                     // SAFETY: the buffers hold 40 rows and `cols` columns of 33.
                     unsafe {
-                        (kernel.gemm)(
-                            33,
-                            w.as_ptr(),
-                            33 * bytes,
-                            40,
-                            x.as_ptr(),
-                            33 * bytes,
+                        (kernel.gemm)(&GemmArgs {
+                            k: 33,
+                            w: w.as_ptr(),
+                            w_stride: 33 * bytes,
+                            rows: 40,
+                            x: x.as_ptr(),
+                            x_stride: 33 * bytes,
                             cols,
-                            dst.as_mut_ptr(),
-                            40,
-                        );
+                            dst: dst.as_mut_ptr(),
+                            dst_stride: 40,
+                        });
                     }
                     dst.clone()
                 };

@@ -6,15 +6,16 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::elements::{self, Element, copy_line};
+use super::copy_raw::{self, Element, copy_line};
+use super::f32_rows::{Access, Map, STAGE, apply, maps};
 use super::im2col::{Images, Move, Patches};
-use super::lines::{Access, Map, STAGE, apply, maps};
+use super::scratch::ScratchLayout;
 use super::sequence::Sequence;
-use super::staging::Layout;
 use crate::formats::Format;
-use crate::gemm::MatmulKernel;
-use crate::plan::{Compiled, Kernel, Operands};
-use crate::pool::Worker;
+use crate::gemm::{GemmArgs, MatmulKernel};
+use crate::kernel::Worker;
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
@@ -226,7 +227,7 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(view: View, format: &'static Format, layout: &mut Layout) -> Prepared {
+    fn new(view: View, format: &'static Format, layout: &mut ScratchLayout) -> Prepared {
         let sequence = Sequence::new(view);
         Prepared {
             reader: Access::new(view.ty, sequence.step()),
@@ -267,7 +268,7 @@ fn tile_places(k: usize, results: usize, places: usize) -> usize {
 /// The sum of no channels.
 fn nothing(dst: View) -> Compiled {
     Compiled {
-        kernels: vec![elements::fill(dst, Element::zero(dst.ty))],
+        kernels: vec![copy_raw::fill(dst, Element::zero(dst.ty))],
         scratch_bytes: 0,
     }
 }
@@ -292,7 +293,7 @@ fn convolution(
     let busy = workers.min(tiles * out.images);
     let weight = Format::of(kernel.ty).expect("floats are a format");
 
-    let mut layout = Layout::default();
+    let mut layout = ScratchLayout::default();
     let kernels = Prepared::new(kernel, product.activation.format(), &mut layout);
     let kernels_at = kernels.at;
     let kernel_bytes = kernels.format.row_bytes(k);
@@ -325,17 +326,17 @@ fn convolution(
                         (weight.quantize_row)(patch, row, k);
                     }
                 }
-                (product.gemm)(
+                (product.gemm)(&GemmArgs {
                     k,
-                    rows,
-                    weight.row_bytes(k),
-                    n,
-                    w.scratch().add(kernels_at),
-                    kernel_bytes,
-                    out.results,
-                    results,
-                    tile,
-                );
+                    w: rows,
+                    w_stride: weight.row_bytes(k),
+                    rows: n,
+                    x: w.scratch().add(kernels_at),
+                    x_stride: kernel_bytes,
+                    cols: out.results,
+                    dst: results,
+                    dst_stride: tile,
+                });
                 for result in 0..out.results {
                     out.write(image, result, start, results.add(result * tile), n);
                 }
@@ -464,7 +465,7 @@ fn transposed(out: Axes, kernel: Axes, image: Axes, stride: usize, workers: usiz
         super::walk::laid_out(a.view, 0, d.map(|d| a.extents[d]), d.map(|d| a.steps[d]))
     };
     let weight = Format::of(kernel.view.ty).expect("floats are a format");
-    let mut layout = Layout::default();
+    let mut layout = ScratchLayout::default();
     let weights = Prepared::new(order(kernel, [3, 0, 1, 2]), weight, &mut layout);
     let columns = Prepared::new(
         order(image, [2, 0, 1, 3]),
@@ -504,18 +505,18 @@ fn transposed(out: Axes, kernel: Axes, image: Axes, stride: usize, workers: usiz
                 plane.fill(0.0);
                 for start in (0..pixels).step_by(tile) {
                     let count = tile.min(pixels - start);
-                    (product.gemm)(
-                        channels,
-                        w.scratch().add(weights_at + result * taps * weight_bytes),
-                        weight_bytes,
-                        taps,
-                        w.scratch()
+                    (product.gemm)(&GemmArgs {
+                        k: channels,
+                        w: w.scratch().add(weights_at + result * taps * weight_bytes),
+                        w_stride: weight_bytes,
+                        rows: taps,
+                        x: w.scratch()
                             .add(columns_at + (n * pixels + start) * column_bytes),
-                        column_bytes,
-                        count,
-                        values,
-                        taps,
-                    );
+                        x_stride: column_bytes,
+                        cols: count,
+                        dst: values,
+                        dst_stride: taps,
+                    });
                     for i in 0..count {
                         let (x, y) = ((start + i) % iw, (start + i) / iw);
                         let laid = std::slice::from_raw_parts(values.add(i * taps), taps);

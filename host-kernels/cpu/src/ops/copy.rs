@@ -2,11 +2,12 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::elements::{self, copy_line};
+use super::copy_raw::{self, copy_line};
+use super::f32_rows::Access;
 use super::gather::real_types;
-use super::lines::Access;
 use super::sequence::Sequence;
-use crate::plan::{Compiled, Operands};
+use crate::kernel::Compiled;
+use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{ANY, FLOATS};
 
@@ -39,7 +40,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 fn same_type(dst: View, src: View) -> Compiled {
     if dst.ne == src.ne {
         return Compiled {
-            kernels: vec![elements::copy(dst, src)],
+            kernels: vec![copy_raw::copy(dst, src)],
             scratch_bytes: 0,
         };
     }

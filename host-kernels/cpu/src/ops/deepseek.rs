@@ -3,11 +3,12 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
 use super::elementwise::{Add, Scale};
+use super::f32_rows::{Access, Map, STAGE, Weighted, apply, maps};
 use super::gather::real_types;
-use super::lines::{Access, Map, STAGE, Weighted, apply, maps};
-use super::staging::Layout;
-use crate::gemm::{Activation, MatmulKernel};
-use crate::plan::{Compiled, Kernel, Operands};
+use super::scratch::ScratchLayout;
+use crate::gemm::{Activation, GemmArgs, MatmulKernel};
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
@@ -206,7 +207,7 @@ fn lightning_indexer(
     let row_bytes = n * size_of::<f32>();
     let tiles = keys.div_ceil(KEYS);
     let busy = workers.min(tiles * streams);
-    let mut layout = Layout::default();
+    let mut layout = ScratchLayout::default();
     let tile_at = layout.room(busy, KEYS * row_bytes);
     let scores_at = layout.room(busy, heads * KEYS * size_of::<f32>());
     let kernel: Kernel = Box::new(move |w| {
@@ -228,17 +229,17 @@ fn lightning_indexer(
                     key_rows.load(key, n, tile.add(i * n));
                 }
                 for t in 0..tokens {
-                    (product.gemm)(
-                        n,
-                        tile.cast_const().cast(),
-                        row_bytes,
-                        count,
-                        q.row_ptr([0, t, s]),
-                        q.nb[1],
-                        heads,
-                        scores,
-                        KEYS,
-                    );
+                    (product.gemm)(&GemmArgs {
+                        k: n,
+                        w: tile.cast_const().cast(),
+                        w_stride: row_bytes,
+                        rows: count,
+                        x: q.row_ptr([0, t, s]),
+                        x_stride: q.nb[1],
+                        cols: heads,
+                        dst: scores,
+                        dst_stride: KEYS,
+                    });
                     let mut sums = [0.0; KEYS];
                     let place = sums.as_mut_ptr();
                     let sum = (Access::direct(), place.cast_const().cast());

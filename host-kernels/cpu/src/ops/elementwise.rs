@@ -2,9 +2,10 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::lines::{Access, Map, STAGE, apply, map, maps};
+use super::f32_rows::{Access, Map, STAGE, apply, map, maps};
 use crate::formats::Format;
-use crate::plan::{Compiled, Operands, check_index};
+use crate::kernel::{Compiled, check_index};
+use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};

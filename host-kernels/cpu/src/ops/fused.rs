@@ -2,12 +2,13 @@
 
 use vgpu_transport::ir::Op;
 
-use super::elements::each_row;
+use super::copy_raw::each_row;
 use super::elementwise::{Add, Scale};
-use super::lines::{Access, Map, apply, maps, sum};
+use super::f32_rows::{Access, Map, apply, maps, sum};
 use super::unary::Sqr;
 use super::{matmul, rope};
-use crate::plan::{Compiled, Operands};
+use crate::kernel::Compiled;
+use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use vgpu_engine::fuse::Kind;
 

@@ -2,10 +2,11 @@
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Rule};
 
-use super::lines::{Access, Map, apply, map, maps};
+use super::f32_rows::{Access, Map, apply, map, maps};
 use super::unary::{Gelu, GeluErf, GeluQuick, Silu};
 use super::walk::window;
-use crate::plan::{Compiled, Operands};
+use crate::kernel::Compiled;
+use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use vgpu_engine::types::FLOATS;
 

@@ -2,9 +2,10 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::elements::{self, Element, each_row};
-use super::lines::Access;
-use crate::plan::{Compiled, Kernel, Operands};
+use super::copy_raw::{self, Element, each_row};
+use super::f32_rows::Access;
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{ANY, F32, FLOATS};
 
@@ -311,7 +312,7 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
         // The sums of nothing. The extents of the kernel are bounded by the patches alone.
         let zero = Element::zero(dst.ty);
         return Compiled {
-            kernels: vec![elements::fill(dst, zero)],
+            kernels: vec![copy_raw::fill(dst, zero)],
             scratch_bytes: 0,
         };
     }

@@ -3,11 +3,12 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, ScaleMode, Type, TypeSet};
 
-use super::elements::{self, Element, copy_line, each_row};
+use super::copy_raw::{self, Element, copy_line, each_row};
 use super::elementwise::Add;
-use super::lines::map;
+use super::f32_rows::map;
 use super::walk::laid_out;
-use crate::plan::{Compiled, Kernel, Operands};
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
 
@@ -284,7 +285,7 @@ fn get_rel_pos(dst: View, src: View) -> Kernel {
 fn add_rel_pos(dst: View, a: View, pw: View, ph: View) -> Vec<Kernel> {
     let mut kernels = Vec::new();
     if dst.ptr() != a.ptr() {
-        kernels.push(elements::copy(dst, a));
+        kernels.push(copy_raw::copy(dst, a));
     }
     let n = pw.ne[0];
     let rows = pw.ne[1] * pw.ne[2] * pw.ne[3];

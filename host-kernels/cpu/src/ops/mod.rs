@@ -33,15 +33,15 @@
 mod attention;
 mod conv;
 mod copy;
+mod copy_raw;
 mod deepseek;
-mod elements;
 mod elementwise;
+mod f32_rows;
 mod fused;
 mod gather;
 mod glu;
 mod im2col;
 mod image;
-mod lines;
 mod matmul;
 mod movement;
 mod norm;
@@ -50,16 +50,17 @@ mod recurrent;
 mod reduce;
 mod rope;
 mod rows;
+mod scratch;
 mod sequence;
 mod softmax;
-mod staging;
 mod training;
 mod unary;
 mod walk;
 
 use vgpu_transport::ir::{Op, Rule};
 
-use super::plan::{Compiled, Operands};
+use crate::kernel::Compiled;
+use crate::operands::Operands;
 use vgpu_engine::EngineError;
 
 pub(super) use fused::compile_group;

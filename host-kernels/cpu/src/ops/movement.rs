@@ -3,11 +3,12 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, TriKind};
 
-use super::elements::{self, Element, copy_line, each_row};
+use super::copy_raw::{self, Element, copy_line, each_row};
 use super::elementwise::Add;
-use super::lines::{Access, STAGE, map};
+use super::f32_rows::{Access, STAGE, map};
 use super::walk::{laid_out, window};
-use crate::plan::{Compiled, Kernel, Operands};
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{ANY, F32, FLOATS, PLAIN};
 
@@ -33,7 +34,7 @@ pub(super) fn rules() -> Vec<Rule> {
 pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     let kernels: Vec<Kernel> = match *op {
-        Op::Repeat {} => vec![elements::copy(dst, o.src(0))],
+        Op::Repeat {} => vec![copy_raw::copy(dst, o.src(0))],
         Op::RepeatBack {} => vec![repeat_back(dst, o.src(0))],
         Op::Concat { dim } => concat(dst, o.src(0), o.src(1), dim as usize),
         Op::Set {
@@ -44,7 +45,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
         } => {
             let part = placed(dst, o.src(1), [nb1, nb2, nb3], offset);
             let mut kernels = start_from(dst, o.src(0));
-            kernels.push(elements::copy(part, o.src(1)));
+            kernels.push(copy_raw::copy(part, o.src(1)));
             kernels
         }
         Op::Acc {
@@ -92,7 +93,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
             };
             vec![keep(dst, o.src(0), kept, Element::zero(dst.ty))]
         }
-        Op::Fill { value } => vec![elements::fill(dst, Element::of(dst.ty, value))],
+        Op::Fill { value } => vec![copy_raw::fill(dst, Element::of(dst.ty, value))],
         Op::Arange { start, step, .. } => vec![arange(dst, start, step)],
         _ => return None,
     };
@@ -107,7 +108,7 @@ fn start_from(dst: View, src: View) -> Vec<Kernel> {
     if dst.ptr() == src.ptr() {
         Vec::new()
     } else {
-        vec![elements::copy(dst, src)]
+        vec![copy_raw::copy(dst, src)]
     }
 }
 
@@ -167,8 +168,8 @@ fn concat(dst: View, a: View, b: View, dim: usize) -> Vec<Kernel> {
     let mut start = [0; 4];
     start[dim] = a.ne[dim];
     vec![
-        elements::copy(window(dst, [0; 4], a.ne), a),
-        elements::copy(window(dst, start, b.ne), b),
+        copy_raw::copy(window(dst, [0; 4], a.ne), a),
+        copy_raw::copy(window(dst, start, b.ne), b),
     ]
 }
 

@@ -2,11 +2,12 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::elements::each_row;
+use super::copy_raw::each_row;
 use super::elementwise::{Mul, Scale};
-use super::lines::{Access, Identity, Map, apply, maps, sum};
+use super::f32_rows::{Access, Identity, Map, apply, maps, sum};
 use super::unary::Sqr;
-use crate::plan::{Compiled, Kernel, Operands};
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
 use vgpu_engine::types::FLOATS;

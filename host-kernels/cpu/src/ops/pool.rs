@@ -2,10 +2,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, PoolKind, Rule};
 
-use super::elements::{Element, each_row};
+use super::copy_raw::{Element, each_row};
+use super::f32_rows::Access;
 use super::im2col::Move;
-use super::lines::Access;
-use crate::plan::{Compiled, Kernel, Operands};
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
 

@@ -6,9 +6,10 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::lines::{Access, STAGE, Weighted, apply};
-use crate::plan::{Compiled, Kernel, Operands, check_index};
-use crate::simd::{Lanes, Simd, Task, chunks, dispatch};
+use super::f32_rows::{Access, STAGE, Weighted, apply};
+use crate::kernel::{Compiled, Kernel, check_index};
+use crate::operands::Operands;
+use crate::simd::{Lanes, PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
 
@@ -182,11 +183,11 @@ struct Scan {
     snapshots: usize,
 }
 
-impl Task for Scan {
+impl PtrTask for Scan {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Scan {
             state,
             before,
@@ -275,7 +276,10 @@ fn ssm_scan(dst: View, sources: [View; 7], snapshots: usize) -> Compiled {
                 snapshot_step: per_seq * seqs,
                 snapshots,
             };
-            dispatch(scan);
+            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
+            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
+            // its own part of the destination.
+            unsafe { dispatch_ptr(scan) };
         }
         Ok(())
     })
@@ -398,11 +402,11 @@ struct Attention<C> {
     y_step: usize,
 }
 
-impl<C: Cell> Task for Attention<C> {
+impl<C: Cell> PtrTask for Attention<C> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Attention {
             cell,
             size,
@@ -457,17 +461,22 @@ fn linear_attention<C: Cell + 'static>(
             };
             let at = (seq * heads + h) * size * size;
             let out = dst.ptr().cast::<f32>();
-            dispatch(Attention {
-                cell: cell(head),
-                k: head.of(&k),
-                v: head.of(&v),
-                size,
-                tokens,
-                state: out.wrapping_add(size * heads * tokens * seqs + at),
-                before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
-                y: out.wrapping_add((seq * tokens * heads + h) * size),
-                y_step: heads * size,
-            });
+            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
+            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
+            // its own part of the destination.
+            unsafe {
+                dispatch_ptr(Attention {
+                    cell: cell(head),
+                    k: head.of(&k),
+                    v: head.of(&v),
+                    size,
+                    tokens,
+                    state: out.wrapping_add(size * heads * tokens * seqs + at),
+                    before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
+                    y: out.wrapping_add((seq * tokens * heads + h) * size),
+                    y_step: heads * size,
+                })
+            };
         }
         Ok(())
     })
@@ -485,11 +494,11 @@ struct Wkv7 {
     y_step: usize,
 }
 
-impl Task for Wkv7 {
+impl PtrTask for Wkv7 {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Wkv7 {
             size,
             tokens,
@@ -541,15 +550,20 @@ fn rwkv_wkv7(dst: View, sources: [View; 7]) -> Compiled {
             };
             let at = (seq * heads + h) * size * size;
             let out = dst.ptr().cast::<f32>();
-            dispatch(Wkv7 {
-                inputs: inputs.map(|input| head.of(&input)),
-                size,
-                tokens,
-                state: out.wrapping_add(size * heads * tokens * seqs + at),
-                before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
-                y: out.wrapping_add((seq * tokens * heads + h) * size),
-                y_step: heads * size,
-            });
+            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
+            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
+            // its own part of the destination.
+            unsafe {
+                dispatch_ptr(Wkv7 {
+                    inputs: inputs.map(|input| head.of(&input)),
+                    size,
+                    tokens,
+                    state: out.wrapping_add(size * heads * tokens * seqs + at),
+                    before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
+                    y: out.wrapping_add((seq * tokens * heads + h) * size),
+                    y_step: heads * size,
+                })
+            };
         }
         Ok(())
     })
@@ -576,11 +590,11 @@ struct DeltaNet {
     snapshots: usize,
 }
 
-impl Task for DeltaNet {
+impl PtrTask for DeltaNet {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let DeltaNet {
             size,
             tokens,
@@ -646,24 +660,29 @@ fn gated_delta_net(dst: View, sources: [View; 6], snapshots: usize, workers: usi
                 |source: &View| Tokens::new(source, h % source.ne[1], seq / (seqs / source.ne[3]));
             let at = unit * size * size;
             let out = dst.ptr().cast::<f32>();
-            dispatch(DeltaNet {
-                q: shared(&q),
-                k: shared(&k),
-                v: Tokens::new(&v, h, seq),
-                gate: Tokens::new(&g, h, seq),
-                gates: g.ne[0],
-                beta: Tokens::new(&beta, h, seq),
-                // Units are only dealt to the workers that there is room for.
-                decay: w.scratch().cast::<f32>().wrapping_add(w.index() * size),
-                size,
-                tokens,
-                state: out.wrapping_add(size * heads * tokens * seqs + at),
-                before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
-                y: out.wrapping_add((seq * tokens * heads + h) * size),
-                y_step: heads * size,
-                snapshot_step: size * size * units,
-                snapshots,
-            });
+            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
+            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
+            // its own part of the destination.
+            unsafe {
+                dispatch_ptr(DeltaNet {
+                    q: shared(&q),
+                    k: shared(&k),
+                    v: Tokens::new(&v, h, seq),
+                    gate: Tokens::new(&g, h, seq),
+                    gates: g.ne[0],
+                    beta: Tokens::new(&beta, h, seq),
+                    // Units are only dealt to the workers that there is room for.
+                    decay: w.scratch().cast::<f32>().wrapping_add(w.index() * size),
+                    size,
+                    tokens,
+                    state: out.wrapping_add(size * heads * tokens * seqs + at),
+                    before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
+                    y: out.wrapping_add((seq * tokens * heads + h) * size),
+                    y_step: heads * size,
+                    snapshot_step: size * size * units,
+                    snapshots,
+                })
+            };
         }
         Ok(())
     });
@@ -684,11 +703,11 @@ struct Solve {
     columns: usize,
 }
 
-impl Task for Solve {
+impl PtrTask for Solve {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Solve {
             a,
             b,
@@ -731,14 +750,19 @@ fn solve_tri(dst: View, a: View, b: View) -> Compiled {
         for unit in w.share(pieces * b.ne[2] * b.ne[3]) {
             let (piece, matrix) = (unit % pieces, unit / pieces);
             let first = piece * SOLVE_COLUMNS;
-            dispatch(Solve {
-                a,
-                b,
-                x: dst,
-                matrix: [matrix % b.ne[2], matrix / b.ne[2]],
-                first,
-                columns: SOLVE_COLUMNS.min(columns - first),
-            });
+            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
+            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
+            // its own part of the destination.
+            unsafe {
+                dispatch_ptr(Solve {
+                    a,
+                    b,
+                    x: dst,
+                    matrix: [matrix % b.ne[2], matrix / b.ne[2]],
+                    first,
+                    columns: SOLVE_COLUMNS.min(columns - first),
+                })
+            };
         }
         Ok(())
     })

@@ -2,10 +2,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, SortOrder, Type, TypeSet};
 
-use super::elements::each_row;
-use super::lines::{Access, Identity, STAGE, sum};
+use super::copy_raw::each_row;
+use super::f32_rows::{Access, Identity, STAGE, sum};
 use super::sequence::Sequence;
-use crate::plan::{Compiled, Kernel, Operands};
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::FLOATS;
 

@@ -1,15 +1,16 @@
 //! ROPE: rotary position embedding, and its gradient.
 //!
-//! Each row is one head of one token. Pairs of its elements are points in the plane, turned by an angle
+//! Each row is one head of one token. Bf16Weights of its elements are points in the plane, turned by an angle
 //! that is the token's position times a frequency, which falls from pair to pair.
 
 use vgpu_transport::ir::{OpKind, RopeMode, Rule, Type, TypeSet};
 
+use super::f32_rows::Access;
 use super::gather::RowReader;
-use super::lines::Access;
 use super::rows::index as row_id;
 use crate::formats::Format;
-use crate::plan::{Compiled, Fault, Operands};
+use crate::kernel::{Compiled, Fault};
+use crate::operands::Operands;
 use crate::simd::{Simd, Task, chunks, dispatch};
 use crate::view::View;
 use vgpu_engine::EngineError;

@@ -4,11 +4,12 @@ use std::mem::MaybeUninit;
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::elements::copy_line;
+use super::copy_raw::copy_line;
 use super::elementwise::Add;
+use super::f32_rows::{Access, STAGE, apply};
 use super::gather::real_types;
-use super::lines::{Access, STAGE, apply};
-use crate::plan::{Compiled, Fault, Operands, check_index};
+use crate::kernel::{Compiled, Fault, check_index};
+use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS, I32};
 
@@ -111,7 +112,7 @@ fn get_rows_back(dst: View, a: View, ids: View) -> Compiled {
         unsafe {
             for i in 0..dst.ne[1] {
                 let row = sums.at(dst.row_ptr([i, 0, 0]), start);
-                super::elements::Element::zero(dst.ty).fill(row.cast_mut(), dst.nb[0], n);
+                super::copy_raw::Element::zero(dst.ty).fill(row.cast_mut(), dst.nb[0], n);
             }
             for i in 0..ids.ne[0] {
                 let row = dst.row_ptr([index(&ids, [i, 0, 0], dst.ne[1])?, 0, 0]);

@@ -3,8 +3,9 @@
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
 use super::gather::RowReader;
-use crate::plan::{Compiled, Operands};
-use crate::simd::{Simd, Task, chunks, dispatch};
+use crate::kernel::Compiled;
+use crate::operands::Operands;
+use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use vgpu_engine::EngineError;
 
 /// What this file runs.
@@ -70,15 +71,19 @@ pub(super) fn soft_max(operands: &Operands<'_>) -> Result<Compiled, EngineError>
             });
             // SAFETY: sinks are contiguous, one for each head.
             let sink = sinks.map(|s| unsafe { s.ptr().cast::<f32>().add(head).read() });
-            dispatch(Row {
-                n: x.ne[0],
-                x: x.row_ptr(index).cast(),
-                dst: dst.row_ptr(index).cast(),
-                mask,
-                scale,
-                slope: slopes.of(head),
-                sink,
-            });
+            // SAFETY: both rows are dense rows of `n` floats by the operator's rules, and the mask has as
+            // many elements. Each row belongs to one thread.
+            unsafe {
+                dispatch_ptr(Row {
+                    n: x.ne[0],
+                    x: x.row_ptr(index).cast(),
+                    dst: dst.row_ptr(index).cast(),
+                    mask,
+                    scale,
+                    slope: slopes.of(head),
+                    sink,
+                })
+            };
         }
         Ok(())
     }))
@@ -96,11 +101,11 @@ struct Row {
     sink: Option<f32>,
 }
 
-impl Task for Row {
+impl PtrTask for Row {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Row { n, x, dst, .. } = self;
         // Logits go to the destination first; each is read from the source just before.
         let mut largest = simd.splat(f32::NEG_INFINITY);

@@ -2,10 +2,11 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
-use super::elements::each_row;
-use super::lines::{Access, Map, apply, largest, maps, sum};
+use super::copy_raw::each_row;
+use super::f32_rows::{Access, Map, apply, largest, maps, sum};
 use super::reduce::total;
-use crate::plan::{Compiled, Operands};
+use crate::kernel::Compiled;
+use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
 use vgpu_engine::types::F32;

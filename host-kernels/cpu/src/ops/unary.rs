@@ -3,8 +3,9 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, UnaryKind};
 
-use super::lines::{Map, map, maps};
-use crate::plan::{Compiled, Operands};
+use super::f32_rows::{Map, map, maps};
+use crate::kernel::Compiled;
+use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use vgpu_engine::types::FLOATS;
 

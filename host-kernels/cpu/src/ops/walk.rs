@@ -2,7 +2,7 @@
 
 use vgpu_transport::ir::Shape;
 
-use crate::pool::Worker;
+use crate::kernel::Worker;
 use crate::view::View;
 
 /// Visits the elements of a destination, and with each the element of every source that belongs to
@@ -258,5 +258,15 @@ pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]
         ne: ne.map(|n| n as u64),
         nb: nb.map(|n| n as u64),
     };
-    View::new(view.ptr().wrapping_add(offset), &shape)
+    let extent = shape
+        .extent()
+        .and_then(|extent| usize::try_from(extent).ok());
+    let end = extent.and_then(|extent| extent.checked_add(offset));
+    assert!(
+        extent == Some(0) || end.is_some_and(|end| end <= view.span().len()),
+        "a view of bytes {offset}.. with shape {shape:?} does not lie inside its tensor"
+    );
+    // SAFETY: the bytes lie inside those of `view`, whose contract covers them. The strides are those
+    // of `view` or multiples of its elements.
+    unsafe { View::new(view.ptr().wrapping_add(offset), &shape) }
 }

@@ -1,8 +1,9 @@
-//! Groups of a mixture of experts: which experts a token has, and the sum of what they give.
+//! Groups of a mixture of experts: routing, and the weighted sum of the results.
 
 use vgpu_transport::ir::{Op, SortOrder, Tensor, Type};
 
-use super::{Finder, Group, Kind, is_apart, is_f32, is_reshaped, is_same, life};
+use super::finder::{Finder, Group, Kind, is_apart, is_f32, is_reshaped, is_same};
+use super::liveness;
 
 /// SOFT_MAX, ARGSORT (or TOP_K), GET_ROWS, possibly SUM_ROWS, CLAMP and DIV, possibly SCALE.
 pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
@@ -43,7 +44,7 @@ pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
         weights = finder.dst(scale);
     }
     let place = *nodes.last()?;
-    // All but the ids, of those of which only the chosen are written, and the weights are left out.
+    // Only the weights and the chosen ids are stored; all other results must be dead.
     let left_out = { nodes.iter() }.filter(|&&at| at != place && at != sort);
     let fits = weights.shape.ty == Type::F32
         && weights.shape.is_contiguous()
@@ -51,7 +52,7 @@ pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
         && is_apart(ids, logits)
         && is_apart(weights, logits)
         && { left_out }.all(|&at| finder.is_dead(at, &nodes))
-        && life::is_dead(finder.graph(), sort, &nodes, Some(ids))
+        && liveness::is_dead(finder.graph(), sort, &nodes, Some(ids))
         && finder.can_be_at(&nodes, place);
     fits.then_some(Group {
         kind: Kind::Route,
@@ -60,7 +61,7 @@ pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
     })
 }
 
-/// ARGSORT (or TOP_K) of logits, GET_ROWS of them, SOFT_MAX of those of a token, as in gpt-oss.
+/// ARGSORT (or TOP_K) of logits, GET_ROWS of the chosen logits, SOFT_MAX of them, as in gpt-oss.
 pub(super) fn route_first(finder: &Finder<'_>, sort: usize) -> Option<Group> {
     if !is_by_size(&finder.node(sort).op) {
         return None;
@@ -89,7 +90,7 @@ pub(super) fn route_first(finder: &Finder<'_>, sort: usize) -> Option<Group> {
         && is_apart(ids, logits)
         && is_apart(weights, logits)
         && finder.is_dead(rows, &nodes)
-        && life::is_dead(finder.graph(), sort, &nodes, Some(ids))
+        && liveness::is_dead(finder.graph(), sort, &nodes, Some(ids))
         && finder.can_be_at(&nodes, soft_max);
     fits.then_some(Group {
         kind: Kind::Route,
@@ -98,7 +99,7 @@ pub(super) fn route_first(finder: &Finder<'_>, sort: usize) -> Option<Group> {
     })
 }
 
-/// Whether it sorts with the largest first.
+/// Whether the operator sorts in descending order.
 fn is_by_size(op: &Op) -> bool {
     matches!(
         op,
@@ -109,13 +110,13 @@ fn is_by_size(op: &Op) -> bool {
     )
 }
 
-/// Whether a SOFT_MAX is of its rows and nothing else.
+/// Whether a SOFT_MAX has no scale, no mask and no sinks.
 fn is_plain_soft_max(finder: &Finder<'_>, at: usize) -> bool {
     let is_plain = matches!(finder.node(at).op, Op::SoftMax { scale, max_bias } if scale == 1.0 && max_bias == 0.0);
     is_plain && finder.src(at, 1).is_none() && finder.src(at, 2).is_none()
 }
 
-/// The nodes that divide a token's weights by their sum.
+/// SUM_ROWS, CLAMP and DIV: a token's weights divided by their sum.
 fn normalised(finder: &Finder<'_>, rows: usize, used: u64, tokens: u64) -> Option<[usize; 3]> {
     let weights = finder.dst(rows);
     let sum = finder.next(rows, |op| matches!(op, Op::SumRows {}))?;
@@ -133,7 +134,7 @@ fn normalised(finder: &Finder<'_>, rows: usize, used: u64, tokens: u64) -> Optio
     fits.then_some([sum, clamp, div])
 }
 
-/// MUL of the results of experts with their weights, and the sums of a token's slots in order.
+/// MUL of the results of experts with their weights, and ADDs over a token's slots in order.
 pub(super) fn weighted_sum(finder: &Finder<'_>, mul: usize) -> Option<Group> {
     let (experts, weights) = (finder.src(mul, 0)?, finder.src(mul, 1)?);
     let product = finder.dst(mul);

@@ -1,17 +1,19 @@
-//! Groups of products of the same activations, each with the row that is added to it if there is one: Q, K and V; gate and
-//! up with their unit.
+//! Groups of products of the same activations, each with an optional bias: Q, K and V; gate and up
+//! with their GLU.
 
 use vgpu_transport::ir::{GluKind, Op, Tensor};
 
-use super::{Finder, Group, Kind, is_apart, is_f32, is_same, rows};
+use super::finder::{Finder, Group, Kind, is_apart, is_f32, is_same};
+use super::rows;
 
-/// Most tokens whose experts' products are a group: of more, each expert's weights are read once for all of its own.
-const FEW_TOKENS: u64 = 8;
+/// The maximum number of tokens in a group of MUL_MAT_IDs. With more tokens, each expert's weights are
+/// read once for all of its tokens.
+const MAX_EXPERT_TOKENS: u64 = 8;
 
-/// Most products of a group.
-const MOST: usize = 3;
+/// The maximum number of products in a group.
+const MAX_PRODUCTS: usize = 3;
 
-/// The weights, activations and ids of a product that may be of a group.
+/// The weights, activations and ids of a product that can be in a group.
 fn operands<'g>(
     finder: &Finder<'g>,
     at: usize,
@@ -20,15 +22,17 @@ fn operands<'g>(
     let [_, columns, n2, n3] = finder.dst(at).shape.ne;
     match finder.node(at).op {
         Op::MulMat { hadamard, .. } => {
-            let is_plain = columns <= finder.columns && n2 == 1 && n3 == 1;
+            let is_plain = columns <= finder.max_columns && n2 == 1 && n3 == 1;
             (is_plain && !hadamard).then_some((w, x, None))
         }
-        Op::MulMatId { .. } => (n2 <= FEW_TOKENS).then_some((w, x, Some(finder.src(at, 2)?))),
+        Op::MulMatId { .. } => {
+            (n2 <= MAX_EXPERT_TOKENS).then_some((w, x, Some(finder.src(at, 2)?)))
+        }
         _ => None,
     }
 }
 
-/// Whether node `b` multiplies what `a` multiplies, with weights of the same type.
+/// Whether nodes `a` and `b` multiply the same activations with weights of the same type.
 fn is_sibling(finder: &Finder<'_>, a: usize, b: usize) -> bool {
     let (Some(one), Some(other)) = (operands(finder, a), operands(finder, b)) else {
         return false;
@@ -45,7 +49,7 @@ fn is_sibling(finder: &Finder<'_>, a: usize, b: usize) -> bool {
         && w.shape.ne[0] == other_w.shape.ne[0]
 }
 
-/// A product, and the node that adds a row to it, if one does and nobody else reads the product.
+/// A product, and the node that adds a bias to it, if no other node reads the product.
 #[derive(Debug, Clone, Copy)]
 struct Term {
     product: usize,
@@ -80,7 +84,8 @@ impl Term {
         };
         let add = { finder.ahead(product).find(adds) }.filter(|&add| {
             let nodes = [product, add];
-            // A sum that is normed next goes with the norm: with one token, what a layer began with is a row, too.
+            // A sum that is normed next is fused with the norm. With one token, the residual is a row and
+            // looks like a bias.
             let is_plain = rows::norm(finder, add).is_none();
             is_plain && finder.is_dead(product, &nodes) && finder.can_be_at(&nodes, product)
         });
@@ -91,13 +96,13 @@ impl Term {
         std::iter::once(self.product).chain(self.add)
     }
 
-    /// Where its nodes write.
+    /// The destinations of its nodes.
     fn places<'g>(self, finder: &Finder<'g>) -> impl Iterator<Item = &'g Tensor> {
         let graph = finder.graph();
         self.nodes().map(|at| graph.dst(&graph.nodes[at]))
     }
 
-    /// What it gives in the end.
+    /// Its final result.
     fn result<'g>(&self, finder: &Finder<'g>) -> &'g Tensor {
         finder.dst(self.add.unwrap_or(self.product))
     }
@@ -110,8 +115,9 @@ fn nodes_of(terms: &[Term]) -> Vec<usize> {
     nodes
 }
 
-/// Whether what a launch writes is apart from what it reads, and from what else it writes. And what it leaves out is apart
-/// from what it reads, too: node by node, a product would read what the one before it has written there.
+/// Whether the results of a fused kernel overlap neither its inputs nor each other, and the results
+/// that it does not store do not overlap its inputs. Otherwise, node by node, a product would read what
+/// the product before it has written.
 fn is_clean(finder: &Finder<'_>, terms: &[Term], results: &[&Tensor]) -> bool {
     let mut inputs = { terms.iter() }.flat_map(|term| {
         let operands = operands(finder, term.product);
@@ -126,13 +132,13 @@ fn is_clean(finder: &Finder<'_>, terms: &[Term], results: &[&Tensor]) -> bool {
     from_inputs && pairs.all(|(i, a)| results[i + 1..].iter().all(|b| is_apart(a, b)))
 }
 
-/// Whether nobody wants what the products gave before their rows were added.
+/// Whether all products that a bias is added to are dead without the bias.
 fn are_dead(finder: &Finder<'_>, terms: &[Term], nodes: &[usize]) -> bool {
     let mut with_rows = terms.iter().filter(|term| term.add.is_some());
     with_rows.all(|term| finder.is_dead(term.product, nodes))
 }
 
-/// Up to three products of the same activations, or one and the row that is added to it.
+/// Up to [`MAX_PRODUCTS`] products of the same activations, or one product and its bias.
 pub(super) fn products(finder: &Finder<'_>, first: usize) -> Option<Group> {
     operands(finder, first)?;
     let mut terms = vec![Term::of(finder, first)];
@@ -140,14 +146,14 @@ pub(super) fn products(finder: &Finder<'_>, first: usize) -> Option<Group> {
         terms[0].add = None;
     }
     for at in finder.ahead(first) {
-        if terms.len() == MOST {
+        if terms.len() == MAX_PRODUCTS {
             break;
         }
         if !is_sibling(finder, first, at) {
             continue;
         }
         let term = Term::of(finder, at);
-        // Those that a unit gates come with it.
+        // A product that a GLU reads is fused with the GLU.
         if unit_of(finder, &term).is_some() {
             continue;
         }
@@ -168,7 +174,7 @@ pub(super) fn products(finder: &Finder<'_>, first: usize) -> Option<Group> {
     })
 }
 
-/// Whether terms can be a launch in the place of the first.
+/// Whether one kernel at the place of node `first` can compute the terms.
 fn fits(finder: &Finder<'_>, terms: &[Term], first: usize) -> bool {
     let nodes = nodes_of(terms);
     let results: Vec<&Tensor> = terms.iter().map(|term| term.result(finder)).collect();
@@ -177,7 +183,7 @@ fn fits(finder: &Finder<'_>, terms: &[Term], first: usize) -> bool {
         && finder.can_be_at(&nodes, first)
 }
 
-/// The unit that a term goes into, not far away.
+/// The GLU that reads the result of a term, among the next nodes.
 fn unit_of(finder: &Finder<'_>, term: &Term) -> Option<usize> {
     let result = term.result(finder);
     let last = term.add.unwrap_or(term.product);
@@ -193,7 +199,7 @@ fn unit_of(finder: &Finder<'_>, term: &Term) -> Option<usize> {
     })
 }
 
-/// Two products and the unit that gates the second with the first. The group's first node is the one that is activated.
+/// Two products and the GLU of both. The first node of the group is the earlier product.
 pub(super) fn gated(finder: &Finder<'_>, first: usize) -> Option<Group> {
     operands(finder, first)?;
     let one = Term::of(finder, first);
@@ -217,7 +223,7 @@ pub(super) fn gated(finder: &Finder<'_>, first: usize) -> Option<Group> {
         && finder.src(first, 0)?.shape == finder.src(second, 0)?.shape
         && { left_out }.all(|&at| finder.is_dead(at, &nodes))
         && is_clean(finder, &terms, &[finder.dst(unit)])
-        // The unit takes both: neither may be written over by what gives the other.
+        // The GLU reads both results: neither may be overwritten by the nodes of the other.
         && { one.places(finder) }.all(|a| other.places(finder).all(|b| is_apart(a, b)))
         && finder.can_be_at(&nodes, first);
     fits.then_some(Group {

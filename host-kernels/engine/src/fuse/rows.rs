@@ -1,10 +1,12 @@
-//! Groups of work on rows: norms with what comes before and after, rotations on their way to the cache.
+//! Groups of operations on rows: a norm with its ADD and MUL, and ROPE with its SET_ROWS.
 
 use vgpu_transport::ir::Op;
 
-use super::{Finder, Group, Kind, is_apart, is_apart_or_in_place, is_f32, is_reshaped, is_same};
+use super::finder::{
+    Finder, Group, Kind, is_apart, is_apart_or_in_place, is_f32, is_reshaped, is_same,
+};
 
-/// ADD, RMS_NORM and MUL, one right after the other, from the first of them that is there.
+/// Consecutive ADD, RMS_NORM and MUL; ADD and MUL are optional.
 pub(super) fn norm(finder: &Finder<'_>, first: usize) -> Option<Group> {
     if !matches!(finder.node(first).op, Op::Add {} | Op::RmsNorm { .. }) {
         return None;
@@ -60,7 +62,7 @@ pub(super) fn norm(finder: &Finder<'_>, first: usize) -> Option<Group> {
     })
 }
 
-/// ROPE and the SET_ROWS that takes its result.
+/// ROPE and the SET_ROWS that stores its result in the KV cache.
 pub(super) fn rope_rows(finder: &Finder<'_>, rope: usize) -> Option<Group> {
     let turned = finder.dst(rope);
     let rows = finder.ahead(rope).find(|&at| {

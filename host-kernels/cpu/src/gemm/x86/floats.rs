@@ -3,10 +3,10 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::Call;
+use super::int_simd::IntSimd;
 use super::panel::{self, Ahead, Panel, Tile};
 use super::scratch::{DECODED, PREPARED};
-use super::simd::Simd;
+use crate::gemm::kernel::GemmArgs;
 
 /// Elements of `k` in a panel: with a tile's columns, half of the first-level cache.
 const CHUNK: usize = 128;
@@ -23,11 +23,11 @@ pub(super) trait Float: Copy + 'static {
     /// Bytes of an element.
     const BYTES: usize;
     /// A vector of elements.
-    unsafe fn load<S: Simd>(p: *const u8) -> S::F;
+    unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector;
 
     /// `n < S::LANES` elements, the rest 0.
     #[inline(always)]
-    unsafe fn load_first<S: Simd>(p: *const u8, n: usize) -> S::F {
+    unsafe fn load_first<S: IntSimd>(p: *const u8, n: usize) -> S::Vector {
         let mut elements = [0u8; 64];
         // SAFETY: the module's contract; an element has at most 4 bytes, a vector at most 16 elements.
         unsafe {
@@ -47,36 +47,36 @@ pub(super) struct Bf16;
 impl Float for F32 {
     const BYTES: usize = 4;
     #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const u8) -> S::F {
+    unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
         // SAFETY: the module's contract.
-        unsafe { S::load_floats(p.cast()) }
+        unsafe { S::v_load(p.cast(), S::LANES) }
     }
 }
 
 impl Float for F16 {
     const BYTES: usize = 2;
     #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const u8) -> S::F {
+    unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
         // SAFETY: the module's contract.
-        unsafe { S::load_halves(p) }
+        unsafe { S::v_load_f16(p.cast(), S::LANES) }
     }
 }
 
 impl Float for Bf16 {
     const BYTES: usize = 2;
     #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const u8) -> S::F {
+    unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
         // SAFETY: the module's contract.
-        unsafe { S::load_bf16(p) }
+        unsafe { S::v_load_bf16(p.cast(), S::LANES) }
     }
 }
 
 /// Multiplies, choosing between rows and panels.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`.
+/// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
-pub(super) unsafe fn gemm<S: Simd, T: Float>(call: &Call) {
+pub(super) unsafe fn gemm<S: IntSimd, T: Float>(call: &GemmArgs) {
     // SAFETY: the caller's promise.
     unsafe {
         if call.cols >= PANEL_COLS {
@@ -92,17 +92,17 @@ pub(super) unsafe fn gemm<S: Simd, T: Float>(call: &Call) {
 /// # Safety
 /// `x` has `n` elements, `to` room for `padded`, a multiple of `S::LANES`.
 #[inline(always)]
-unsafe fn widen<S: Simd, T: Float>(x: *const u8, n: usize, padded: usize, to: *mut f32) {
+unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to: *mut f32) {
     // SAFETY: the caller's promise.
     unsafe {
         let mut i = 0;
         while i < padded {
             let v = match n.saturating_sub(i) {
-                0 => S::zero_floats(),
+                0 => S::v_splat(0.0),
                 left if left < S::LANES => T::load_first::<S>(x.add(i * T::BYTES), left),
                 _ => T::load::<S>(x.add(i * T::BYTES)),
             };
-            S::store_first(to.add(i), S::LANES, v);
+            S::v_store(v, to.add(i), S::LANES);
             i += S::LANES;
         }
     }
@@ -112,9 +112,9 @@ unsafe fn widen<S: Simd, T: Float>(x: *const u8, n: usize, padded: usize, to: *m
 /// own.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`.
+/// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
-unsafe fn rows<S: Simd, T: Float>(call: &Call) {
+unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
     if call.cols == 1 {
         for r in 0..call.rows {
             // SAFETY: a row of the call, its column, and its place in the result.
@@ -164,8 +164,8 @@ struct Block {
 
 impl Block {
     /// All blocks of a call, in order: an empty one if it has no elements, since it has results.
-    fn all(call: &Call) -> impl Iterator<Item = Block> {
-        let &Call { k, cols, .. } = call;
+    fn all(call: &GemmArgs) -> impl Iterator<Item = Block> {
+        let &GemmArgs { k, cols, .. } = call;
         (0..k.max(1)).step_by(DEPTH).map(move |start| Block {
             start,
             len: DEPTH.min(k - start),
@@ -178,7 +178,7 @@ impl Block {
     }
 
     /// Its elements in whole vectors.
-    fn whole<S: Simd>(&self) -> usize {
+    fn whole<S: IntSimd>(&self) -> usize {
         self.len / S::LANES * S::LANES
     }
 
@@ -192,10 +192,10 @@ impl Block {
 /// as they are; the last one's are the results.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`; at `columns` are those of the call, as `f32`, block by block and
+/// As [`crate::gemm::Gemm`], with the features of `S`; at `columns` are those of the call, as `f32`, block by block and
 /// padded with zeros.
 #[inline(always)]
-unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32) {
+unsafe fn few<S: IntSimd, T: Float>(call: &GemmArgs, columns: *const f32) {
     let mut memory = DECODED.take(FEW_ROWS * call.cols * 4 * S::LANES);
     let sums = memory.as_mut_ptr().cast::<f32>();
     let wide = S::LANES == 16 && call.cols >= WIDE_COLUMNS;
@@ -242,7 +242,7 @@ unsafe fn few<S: Simd, T: Float>(call: &Call, columns: *const f32) {
 
 /// A block of `k` of a few rows.
 struct Tiles<'a> {
-    call: &'a Call,
+    call: &'a GemmArgs,
     columns: *const f32,
     first: usize,
     block: Block,
@@ -290,7 +290,7 @@ impl Tiles<'_> {
     /// # Safety
     /// As [`few`]; there are as many rows.
     #[inline(always)]
-    unsafe fn row<S: Simd, T: Float, const R: usize>(&mut self, r: usize) -> usize {
+    unsafe fn row<S: IntSimd, T: Float, const R: usize>(&mut self, r: usize) -> usize {
         let mut c = 0;
         while c < self.call.cols {
             // SAFETY: the caller's promise.
@@ -313,7 +313,7 @@ impl Tiles<'_> {
     /// # Safety
     /// As [`few`]; there are as many rows and columns.
     #[inline(always)]
-    unsafe fn tile<S: Simd, T: Float, const R: usize, const C: usize>(
+    unsafe fn tile<S: IntSimd, T: Float, const R: usize, const C: usize>(
         &mut self,
         r: usize,
         c: usize,
@@ -327,11 +327,11 @@ impl Tiles<'_> {
                 .add((self.first + r) * call.w_stride + block.start * T::BYTES);
             let x = self.columns.add(block.column(c));
             let sums = self.sums.add((r * call.cols + c) * S::LANES);
-            let mut acc = [[S::zero_floats(); C]; R];
+            let mut acc = [[S::v_splat(0.0); C]; R];
             if block.start > 0 {
                 for r in 0..R {
                     for c in 0..C {
-                        acc[r][c] = S::load_floats(sums.add((r * call.cols + c) * S::LANES));
+                        acc[r][c] = S::v_load(sums.add((r * call.cols + c) * S::LANES), S::LANES);
                     }
                 }
             }
@@ -340,14 +340,14 @@ impl Tiles<'_> {
                 if i % (64 / T::BYTES) == 0 {
                     self.ask(R);
                 }
-                let mut w_now = [S::zero_floats(); R];
+                let mut w_now = [S::v_splat(0.0); R];
                 for r in 0..R {
                     w_now[r] = T::load::<S>(w.add(r * call.w_stride + i * T::BYTES));
                 }
                 for c in 0..C {
-                    let x = S::load_floats(x.add(c * DEPTH + i));
+                    let x = S::v_load(x.add(c * DEPTH + i), S::LANES);
                     for r in 0..R {
-                        acc[r][c] = S::mul_add(w_now[r], x, acc[r][c]);
+                        acc[r][c] = S::v_mul_add(w_now[r], x, acc[r][c]);
                     }
                 }
             }
@@ -356,8 +356,8 @@ impl Tiles<'_> {
                     let w = w.add(r * call.w_stride + whole * T::BYTES);
                     let w = T::load_first::<S>(w, block.len - whole);
                     for c in 0..C {
-                        let x = S::load_floats(x.add(c * DEPTH + whole));
-                        acc[r][c] = S::mul_add(w, x, acc[r][c]);
+                        let x = S::v_load(x.add(c * DEPTH + whole), S::LANES);
+                        acc[r][c] = S::v_mul_add(w, x, acc[r][c]);
                     }
                 }
             }
@@ -365,17 +365,17 @@ impl Tiles<'_> {
                 let dst = call.dst.add(c * call.dst_stride + self.first + r);
                 for c in 0..C {
                     for r in 0..R {
-                        *dst.add(c * call.dst_stride + r) = S::sum(acc[r][c]);
+                        *dst.add(c * call.dst_stride + r) = S::v_sum(acc[r][c]);
                     }
                 }
                 return C;
             }
             for r in 0..R {
                 for c in 0..C {
-                    S::store_first(
+                    S::v_store(
+                        acc[r][c],
                         sums.add((r * call.cols + c) * S::LANES),
                         S::LANES,
-                        acc[r][c],
                     );
                 }
             }
@@ -392,16 +392,16 @@ const UNROLL: usize = 4;
 /// # Safety
 /// Both have `k` elements.
 #[inline(always)]
-unsafe fn dot<S: Simd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 {
+unsafe fn dot<S: IntSimd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 {
     // SAFETY: the caller's promise.
     unsafe {
-        let mut acc = [S::zero_floats(); UNROLL];
+        let mut acc = [S::v_splat(0.0); UNROLL];
         let mut i = 0;
         while i + UNROLL * S::LANES <= k {
             S::prefetch(row.add(i * T::BYTES), UNROLL * S::LANES * T::BYTES);
             for u in 0..UNROLL {
                 let at = (i + u * S::LANES) * T::BYTES;
-                acc[u] = S::mul_add(T::load::<S>(row.add(at)), T::load::<S>(x.add(at)), acc[u]);
+                acc[u] = S::v_mul_add(T::load::<S>(row.add(at)), T::load::<S>(x.add(at)), acc[u]);
             }
             i += UNROLL * S::LANES;
         }
@@ -413,11 +413,11 @@ unsafe fn dot<S: Simd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 
                 }
                 _ => (T::load::<S>(w), T::load::<S>(x)),
             };
-            acc[0] = S::mul_add(w, x, acc[0]);
+            acc[0] = S::v_mul_add(w, x, acc[0]);
             i += S::LANES;
         }
-        let (low, high) = (S::add_floats(acc[0], acc[1]), S::add_floats(acc[2], acc[3]));
-        S::sum(S::add_floats(low, high))
+        let (low, high) = (S::v_add(acc[0], acc[1]), S::v_add(acc[2], acc[3]));
+        S::v_sum(S::v_add(low, high))
     }
 }
 
@@ -430,7 +430,7 @@ struct FloatPanel<S, T> {
     format: PhantomData<(S, T)>,
 }
 
-impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
+impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
     const CHUNK: usize = CHUNK;
     const BYTES: usize = CHUNK * T::BYTES;
     const VECTORS: usize = 2;
@@ -457,7 +457,7 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
     }
 
     #[inline(always)]
-    unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, len: usize) {
+    unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
         // SAFETY: the caller's promise.
         unsafe {
             let padded = len.next_multiple_of(S::LANES);
@@ -487,7 +487,7 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
         let Tile { columns, sums, .. } = tile;
         // SAFETY: the caller's promise; the panel has `len` elements.
         unsafe {
-            let mut acc = [[S::zero_floats(); C]; P];
+            let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {
                 for c in 0..C {
                     acc[p][c] = sums.load::<S, P>(p, c);
@@ -498,15 +498,15 @@ impl<S: Simd, T: Float> Panel<S> for FloatPanel<S, T> {
                 if i % STEP == 0 {
                     ahead.more();
                 }
-                let mut w = [S::zero_floats(); P];
+                let mut w = [S::v_splat(0.0); P];
                 for p in 0..P {
-                    w[p] = S::load_floats(panel.add(p * S::LANES));
+                    w[p] = S::v_load(panel.add(p * S::LANES), S::LANES);
                 }
                 panel = panel.add(P * S::LANES);
                 for c in 0..C {
-                    let x = S::splat_float(*columns.cast::<f32>().add(c * CHUNK + i));
+                    let x = S::v_splat(*columns.cast::<f32>().add(c * CHUNK + i));
                     for p in 0..P {
-                        acc[p][c] = S::mul_add(w[p], x, acc[p][c]);
+                        acc[p][c] = S::v_mul_add(w[p], x, acc[p][c]);
                     }
                 }
             }

@@ -15,92 +15,42 @@
 #![allow(clippy::needless_range_loop)]
 
 mod activations;
+mod bf16_dot;
+mod block32;
+mod block32_decode;
+mod block_simd;
 mod blocks;
 mod floats;
-mod groups;
-mod pairs;
+mod int16;
+mod int_simd;
+mod k_quants;
 mod panel;
 mod plain;
+mod q8_int16;
 mod scratch;
-mod shorts;
-mod simd;
-mod supers;
-mod wide;
 
-pub(super) use shorts::column_bytes as short_column_bytes;
+pub(super) use int16::column_bytes as i16_column_bytes;
 
-use super::{Activation, Level, MatmulKernel, ROUNDED_COLUMNS};
+use super::kernel::{Activation, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
 use crate::formats::{
     BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs, BlockIq4Nl,
     BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K, BlockQ4_0,
     BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, BlockTq1_0,
     BlockTq2_0, Type,
 };
-use pairs::Pairs;
+use crate::isa::Level;
+use bf16_dot::Bf16Weights;
 
-/// Transposes 8 rows of 8 words, strides in bytes apart.
-///
-/// # Safety
-/// The rows are readable and writable, and the processor has AVX2.
-#[inline(always)]
-pub(crate) unsafe fn transpose_8(src: *const u8, from: usize, dst: *mut u8, to: usize) {
-    // SAFETY: the caller's promise.
-    unsafe { <simd::Avx2 as simd::Simd>::transpose(src, from, dst, to) }
-}
-
-/// Transposes 16 rows of 16 words, strides in bytes apart.
-///
-/// # Safety
-/// The rows are readable and writable, and the processor has AVX-512.
-#[inline(always)]
-pub(crate) unsafe fn transpose_16(src: *const u8, from: usize, dst: *mut u8, to: usize) {
-    // SAFETY: the caller's promise.
-    unsafe { <simd::Avx512 as simd::Simd>::transpose(src, from, dst, to) }
-}
-
-/// The arguments of a [`super::Gemm`].
-#[derive(Clone, Copy)]
-struct Call {
-    k: usize,
-    w: *const u8,
-    w_stride: usize,
-    rows: usize,
-    x: *const u8,
-    x_stride: usize,
-    cols: usize,
-    dst: *mut f32,
-    dst_stride: usize,
-}
-
-impl Call {
-    /// Where row `r` of the weights begins; behind the last row, that one.
-    #[inline(always)]
-    fn row(&self, r: usize) -> *const u8 {
-        self.w.wrapping_add(r.min(self.rows - 1) * self.w_stride)
-    }
-}
-
-/// A function of the type [`super::Gemm`] around one that takes a [`Call`].
+/// A [`Gemm`] with the instructions of a level.
 macro_rules! gemm {
     ($(#[$attribute:meta])* $name:ident $(<$format:ident: $bound:ident>)?, $body:expr) => {
         /// # Safety
         /// As [`crate::gemm::Gemm`].
         $(#[$attribute])*
-        #[allow(clippy::too_many_arguments)]
-        pub(super) unsafe fn $name $(<$format: $bound>)? (
-            k: usize,
-            w: *const u8,
-            w_stride: usize,
-            rows: usize,
-            x: *const u8,
-            x_stride: usize,
-            cols: usize,
-            dst: *mut f32,
-            dst_stride: usize,
-        ) {
-            let call = Call { k, w, w_stride, rows, x, x_stride, cols, dst, dst_stride };
-            // SAFETY: the caller's promise; the function has the instructions of the level.
-            unsafe { $body(&call) }
+        pub(super) unsafe fn $name $(<$format: $bound>)? (args: &GemmArgs) {
+            // SAFETY: the caller guarantees the contract of `Gemm`, and with it the instructions that
+            // this function is compiled for.
+            unsafe { $body(args) }
         }
     };
 }
@@ -110,20 +60,21 @@ macro_rules! gemm {
 macro_rules! entry_points {
     ($module:ident, $simd:ty, $features:literal) => {
         mod $module {
-            use super::blocks::{Groups, Supers};
+            use super::blocks::{Block32Kernel, SuperBlockKernel};
             use super::floats::{self as float_kernels, Float};
-            use super::{Call, groups as group_kernels, plain, shorts, supers as super_kernels};
-            use crate::formats::SuperBlock;
+            use super::{block32 as block32_kernels, int16, k_quants as k_quant_kernels, plain};
+            use crate::formats::SuperBlockFormat;
+            use crate::gemm::kernel::GemmArgs;
 
             gemm!(
                 #[target_feature(enable = $features)]
-                groups<B: Groups>,
-                group_kernels::gemm::<$simd, B>
+                block32<B: Block32Kernel>,
+                block32_kernels::gemm::<$simd, B>
             );
             gemm!(
                 #[target_feature(enable = $features)]
-                supers<B: Supers>,
-                super_kernels::gemm::<$simd, B>
+                k_quants<B: SuperBlockKernel>,
+                k_quant_kernels::gemm::<$simd, B>
             );
             gemm!(
                 #[target_feature(enable = $features)]
@@ -133,72 +84,72 @@ macro_rules! entry_points {
             gemm!(
                 #[target_feature(enable = $features)]
                 rounded<B: Float>,
-                shorts::gemm::<$simd, B>
+                int16::gemm::<$simd, B>
             );
             gemm!(
                 #[target_feature(enable = $features)]
-                rare<B: SuperBlock>,
-                |call| plain::gemm::<B>(call, multiply_plain)
+                rare<B: SuperBlockFormat>,
+                |args| plain::gemm::<B>(args, multiply_plain)
             );
 
             /// # Safety
-            /// As [`shorts::round_column`].
+            /// As [`int16::round_column`].
             #[target_feature(enable = $features)]
             pub(super) unsafe fn round_column(from: *const f32, to: *mut u8, k: usize) {
                 // SAFETY: the caller's promise; the function has the instructions of the level.
-                unsafe { shorts::round_column::<$simd>(from, to, k) }
+                unsafe { int16::round_column::<$simd>(from, to, k) }
             }
 
             /// # Safety
             /// As [`plain::multiply`].
             #[target_feature(enable = $features)]
-            unsafe fn multiply_plain(call: &Call) {
+            unsafe fn multiply_plain(args: &GemmArgs) {
                 // SAFETY: the caller's promise; the function has the instructions of the level.
-                unsafe { plain::multiply::<$simd>(call) }
+                unsafe { plain::multiply::<$simd>(args) }
             }
         }
     };
 }
 
-entry_points!(avx2, super::simd::Avx2, "avx2,fma,f16c");
-entry_points!(avx2_vnni, super::simd::Avx2Vnni, "avx2,fma,f16c,avxvnni");
+entry_points!(avx2, crate::simd::Avx2, "avx2,fma,f16c");
+entry_points!(avx2_vnni, crate::simd::Avx2Vnni, "avx2,fma,f16c,avxvnni");
 entry_points!(
     avx512,
-    super::simd::Avx512,
+    crate::simd::Avx512,
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
 );
 gemm!(
     #[target_feature(
         enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
     )]
-    bf16_pairs<W: Pairs>,
-    pairs::gemm::<W>
+    bf16_dot_product<W: Bf16Weights>,
+    bf16_dot::gemm::<W>
 );
 
 /// The kernel for `weight` at `level`, above [`Level::Scalar`].
 pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
-    let portable = super::scalar::kernel(weight)?;
+    let portable = crate::gemm::scalar::kernel(weight)?;
     macro_rules! at_level {
         ($module:ident) => {
             match weight {
                 Type::F32 => $module::floats::<floats::F32>,
                 Type::F16 => $module::floats::<floats::F16>,
                 Type::Bf16 => $module::floats::<floats::Bf16>,
-                Type::Q4_0 => $module::groups::<BlockQ4_0>,
-                Type::Q4_1 => $module::groups::<BlockQ4_1>,
-                Type::Q5_0 => $module::groups::<BlockQ5_0>,
-                Type::Q5_1 => $module::groups::<BlockQ5_1>,
-                Type::Q8_0 => $module::groups::<BlockQ8_0>,
-                Type::Q1_0 => $module::groups::<BlockQ1_0>,
-                Type::Q2_0 => $module::groups::<BlockQ2_0>,
-                Type::Iq4Nl => $module::groups::<BlockIq4Nl>,
-                Type::Mxfp4 => $module::groups::<BlockMxfp4>,
-                Type::Nvfp4 => $module::groups::<BlockNvfp4>,
-                Type::Q2K => $module::supers::<BlockQ2K>,
-                Type::Q3K => $module::supers::<BlockQ3K>,
-                Type::Q4K => $module::supers::<BlockQ4K>,
-                Type::Q5K => $module::supers::<BlockQ5K>,
-                Type::Q6K => $module::supers::<BlockQ6K>,
+                Type::Q4_0 => $module::block32::<BlockQ4_0>,
+                Type::Q4_1 => $module::block32::<BlockQ4_1>,
+                Type::Q5_0 => $module::block32::<BlockQ5_0>,
+                Type::Q5_1 => $module::block32::<BlockQ5_1>,
+                Type::Q8_0 => $module::block32::<BlockQ8_0>,
+                Type::Q1_0 => $module::block32::<BlockQ1_0>,
+                Type::Q2_0 => $module::block32::<BlockQ2_0>,
+                Type::Iq4Nl => $module::block32::<BlockIq4Nl>,
+                Type::Mxfp4 => $module::block32::<BlockMxfp4>,
+                Type::Nvfp4 => $module::block32::<BlockNvfp4>,
+                Type::Q2K => $module::k_quants::<BlockQ2K>,
+                Type::Q3K => $module::k_quants::<BlockQ3K>,
+                Type::Q4K => $module::k_quants::<BlockQ4K>,
+                Type::Q5K => $module::k_quants::<BlockQ5K>,
+                Type::Q6K => $module::k_quants::<BlockQ6K>,
                 Type::Iq1S => $module::rare::<BlockIq1S>,
                 Type::Iq1M => $module::rare::<BlockIq1M>,
                 Type::Iq2Xxs => $module::rare::<BlockIq2Xxs>,
@@ -206,16 +157,16 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
                 Type::Iq2S => $module::rare::<BlockIq2S>,
                 Type::Iq3Xxs => $module::rare::<BlockIq3Xxs>,
                 Type::Iq3S => $module::rare::<BlockIq3S>,
-                Type::Iq4Xs => $module::supers::<BlockIq4Xs>,
+                Type::Iq4Xs => $module::k_quants::<BlockIq4Xs>,
                 Type::Tq1_0 => $module::rare::<BlockTq1_0>,
-                Type::Tq2_0 => $module::supers::<BlockTq2_0>,
+                Type::Tq2_0 => $module::k_quants::<BlockTq2_0>,
                 _ => return Some(portable),
             }
         };
     }
-    let gemm: super::Gemm = match (level, weight) {
+    let gemm: Gemm = match (level, weight) {
         (Level::Scalar, _) => return Some(portable),
-        (Level::Avx512Bf16, Type::Bf16) => bf16_pairs::<pairs::Bf16>,
+        (Level::Avx512Bf16, Type::Bf16) => bf16_dot_product::<bf16_dot::Bf16>,
         (Level::Avx2, _) => at_level!(avx2),
         (Level::Avx2Vnni, _) => at_level!(avx2_vnni),
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
@@ -223,8 +174,8 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
     let activation = portable.activation.format().ty;
     let panel_cols = match activation {
         Type::F32 | Type::F16 | Type::Bf16 => floats::PANEL_COLS,
-        Type::Q8K => supers::PANEL_COLS,
-        _ => groups::PANEL_COLS,
+        Type::Q8K => k_quants::PANEL_COLS,
+        _ => block32::PANEL_COLS,
     };
     let wide = level >= Level::Avx512;
     Some(MatmulKernel {
@@ -247,19 +198,19 @@ pub(super) fn rounded(
     if columns < ROUNDED_COLUMNS {
         return None;
     }
-    let pays = columns >= shorts::COLUMNS && k >= shorts::ELEMENTS;
-    macro_rules! shorts {
+    let pays = columns >= int16::COLUMNS && k >= int16::ELEMENTS;
+    macro_rules! rounded {
         ($module:ident) => {{
-            let gemm: super::Gemm = match weight {
+            let gemm: Gemm = match weight {
                 Type::F16 => $module::rounded::<floats::F16>,
                 Type::Bf16 => $module::rounded::<floats::Bf16>,
                 _ => return None,
             };
             Some(MatmulKernel {
                 gemm,
-                activation: Activation::Shorts,
+                activation: Activation::I16,
                 quantize_activation: $module::round_column,
-                panel_cols: shorts::COLUMNS,
+                panel_cols: int16::COLUMNS,
                 ..kernel(weight, level)?
             })
         }};
@@ -267,12 +218,12 @@ pub(super) fn rounded(
     match (level, weight) {
         (Level::Avx512Bf16, Type::F16) => Some(MatmulKernel {
             weight,
-            gemm: bf16_pairs::<pairs::F16>,
+            gemm: bf16_dot_product::<bf16_dot::F16>,
             ..kernel(Type::Bf16, level)?
         }),
-        (Level::Avx2, _) if pays => shorts!(avx2),
-        (Level::Avx2Vnni, _) if pays => shorts!(avx2_vnni),
-        (Level::Avx512, _) if pays => shorts!(avx512),
+        (Level::Avx2, _) if pays => rounded!(avx2),
+        (Level::Avx2Vnni, _) if pays => rounded!(avx2_vnni),
+        (Level::Avx512, _) if pays => rounded!(avx512),
         _ => None,
     }
 }

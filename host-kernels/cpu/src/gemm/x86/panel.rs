@@ -11,9 +11,9 @@
 
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
-use super::Call;
+use super::int_simd::IntSimd;
 use super::scratch::PREPARED;
-use super::simd::Simd;
+use crate::gemm::kernel::GemmArgs;
 
 /// Columns of a block.
 const COLUMNS: usize = 256;
@@ -26,7 +26,7 @@ const FEW_COLUMNS: usize = 32;
 ///
 /// # Safety
 /// As in [`super::simd`]; `start` is a multiple of `CHUNK`, `start + len <= k` and `len <= CHUNK`.
-pub(super) trait Panel<S: Simd>: Sized {
+pub(super) trait Panel<S: IntSimd>: Sized {
     /// Elements of `k` unpacked at once.
     const CHUNK: usize;
     /// Bytes of a chunk of a row of weights.
@@ -46,7 +46,7 @@ pub(super) trait Panel<S: Simd>: Sized {
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut Self::Column);
     /// Unpacks a chunk of the rows `row..`, repeating the last one where there are fewer than
     /// `VECTORS * S::LANES`.
-    unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, len: usize);
+    unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize);
     /// Adds the products with the `C` columns of a tile to their sums.
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
@@ -110,9 +110,9 @@ impl Sums {
     /// # Safety
     /// The tile has the column, and the panel `P` vectors.
     #[inline(always)]
-    pub(super) unsafe fn load<S: Simd, const P: usize>(self, p: usize, c: usize) -> S::F {
+    pub(super) unsafe fn load<S: IntSimd, const P: usize>(self, p: usize, c: usize) -> S::Vector {
         // SAFETY: the caller's promise.
-        unsafe { S::load_floats(self.0.add((c * P + p) * S::LANES)) }
+        unsafe { S::v_load(self.0.add((c * P + p) * S::LANES), S::LANES) }
     }
 
     /// Writes vector `p` of `P` of column `c`.
@@ -120,18 +120,18 @@ impl Sums {
     /// # Safety
     /// As [`Sums::load`].
     #[inline(always)]
-    pub(super) unsafe fn store<S: Simd, const P: usize>(self, p: usize, c: usize, v: S::F) {
+    pub(super) unsafe fn store<S: IntSimd, const P: usize>(self, p: usize, c: usize, v: S::Vector) {
         // SAFETY: the caller's promise; a whole vector is asked for.
-        unsafe { S::store_first(self.0.add((c * P + p) * S::LANES), S::LANES, v) }
+        unsafe { S::v_store(v, self.0.add((c * P + p) * S::LANES), S::LANES) }
     }
 }
 
 /// Multiplies through panels.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`.
+/// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
-pub(super) unsafe fn gemm<S: Simd, T: Panel<S>>(call: &Call) {
+pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
     let height = T::VECTORS * S::LANES;
     if call.cols <= FEW_COLUMNS {
         // SAFETY: the caller's promise.
@@ -171,10 +171,10 @@ struct Block {
 /// One block of [`gemm`].
 ///
 /// # Safety
-/// As [`super::super::Gemm`]; `sums` and `columns` have room for the block.
+/// As [`crate::gemm::Gemm`]; `sums` and `columns` have room for the block.
 #[inline(always)]
-unsafe fn multiply_block<S: Simd, T: Panel<S>>(
-    call: &Call,
+unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
+    call: &GemmArgs,
     panel: &mut T,
     block: Block,
     sums: *mut f32,
@@ -223,7 +223,11 @@ unsafe fn multiply_block<S: Simd, T: Panel<S>>(
                 let sums = sums.add((i * block.cols + c) * height);
                 for v in (0..height.min(call.rows - row)).step_by(S::LANES) {
                     let left = call.rows - row - v;
-                    S::store_first(dst.add(v), left, S::load_floats(sums.add(v)));
+                    S::v_store(
+                        S::v_load(sums.add(v), S::LANES),
+                        dst.add(v),
+                        left.min(S::LANES),
+                    );
                 }
             }
         }
@@ -235,7 +239,7 @@ unsafe fn multiply_block<S: Simd, T: Panel<S>>(
 /// # Safety
 /// As [`Panel::multiply`], for the columns from those of `tile` on.
 #[inline(always)]
-unsafe fn tiles<S: Simd, T: Panel<S>>(
+unsafe fn tiles<S: IntSimd, T: Panel<S>>(
     panel: &T,
     mut tile: Tile<T::Column>,
     cols: usize,
@@ -281,9 +285,9 @@ fn tiles_of(cols: usize, most: usize) -> usize {
 /// [`gemm`] for few columns.
 ///
 /// # Safety
-/// As [`super::super::Gemm`].
+/// As [`crate::gemm::Gemm`].
 #[inline(always)]
-unsafe fn by_panels<S: Simd, T: Panel<S>>(call: &Call, height: usize) {
+unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
     let chunks = call.k.div_ceil(T::CHUNK);
     let sum_bytes = (call.cols * height * size_of::<f32>()).next_multiple_of(64);
     let mut memory = PREPARED.take(sum_bytes + chunks * call.cols * size_of::<T::Column>());
@@ -330,8 +334,8 @@ unsafe fn by_panels<S: Simd, T: Panel<S>>(call: &Call, height: usize) {
                 let dst = call.dst.add(c * call.dst_stride + row);
                 for v in (0..height.min(call.rows - row)).step_by(S::LANES) {
                     let left = call.rows - row - v;
-                    let sum = S::load_floats(sums.add(c * height + v));
-                    S::store_first(dst.add(v), left, sum);
+                    let sum = S::v_load(sums.add(c * height + v), S::LANES);
+                    S::v_store(sum, dst.add(v), left.min(S::LANES));
                 }
             }
         }
@@ -345,7 +349,7 @@ unsafe fn by_panels<S: Simd, T: Panel<S>>(call: &Call, height: usize) {
 /// # Safety
 /// As in [`super::simd`]; `src` has the rows `src_stride` bytes apart, and `dst` room for the words.
 #[inline(always)]
-pub(super) unsafe fn interleave<S: Simd>(
+pub(super) unsafe fn interleave<S: IntSimd>(
     src: *const u8,
     src_stride: usize,
     words: usize,
@@ -357,7 +361,7 @@ pub(super) unsafe fn interleave<S: Simd>(
         for v in 0..vectors {
             // SAFETY: the caller's promise.
             unsafe {
-                S::transpose(
+                S::v_transpose(
                     src.add(v * S::LANES * src_stride + first * 4),
                     src_stride,
                     dst.add(first * dst_stride + v * S::LANES * 4),

@@ -3,12 +3,12 @@
 
 use std::arch::x86_64::*;
 
-use super::Call;
-use super::blocks::Supers;
+use super::block_simd::BlockSimd;
+use super::blocks::SuperBlockKernel;
+use super::k_quants::{self, PANEL_COLS};
 use super::scratch::DECODED;
-use super::simd::Simd;
-use super::supers::{self, PANEL_COLS};
-use crate::formats::{Super, SuperBlock};
+use crate::formats::{Quants256, SuperBlockFormat};
+use crate::gemm::kernel::GemmArgs;
 
 /// Rows decoded at once for a panel, and for few columns.
 const PANEL_ROWS: usize = 32;
@@ -27,14 +27,14 @@ struct PlainSuper {
     dmin: f32,
 }
 
-impl SuperBlock for PlainSuper {
+impl SuperBlockFormat for PlainSuper {
     const SUB: usize = 16;
     const OFFSET: i32 = 0;
     const HAS_MIN: bool = true;
 
     #[inline(always)]
-    fn decode(&self) -> Super {
-        Super {
+    fn decode(&self) -> Quants256 {
+        Quants256 {
             q: self.q,
             scales: self.scales,
             mins: self.mins,
@@ -44,8 +44,8 @@ impl SuperBlock for PlainSuper {
     }
 }
 
-impl Supers for PlainSuper {
-    const MOST: usize = 127;
+impl SuperBlockKernel for PlainSuper {
+    const MAX_QUANT: usize = 127;
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
@@ -75,10 +75,10 @@ impl Supers for PlainSuper {
 /// Decodes a few rows of `B` at a time and hands them to `multiply`.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with blocks `B`; `multiply` is [`multiply`] in a function with instructions
+/// As [`crate::gemm::Gemm`], with blocks `B`; `multiply` is [`multiply`] in a function with instructions
 /// that the processor has.
 #[inline(always)]
-pub(super) unsafe fn gemm<B: SuperBlock>(call: &Call, multiply: unsafe fn(&Call)) {
+pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe fn(&GemmArgs)) {
     let blocks = call.k / 256;
     let w_stride = blocks * size_of::<PlainSuper>();
     let step = if call.cols < PANEL_COLS {
@@ -103,7 +103,7 @@ pub(super) unsafe fn gemm<B: SuperBlock>(call: &Call, multiply: unsafe fn(&Call)
         // SAFETY: the caller's promise for these rows, now decoded.
         unsafe {
             let dst = call.dst.add(first);
-            multiply(&Call {
+            multiply(&GemmArgs {
                 w: rows.cast(),
                 w_stride,
                 rows: n,
@@ -118,15 +118,15 @@ pub(super) unsafe fn gemm<B: SuperBlock>(call: &Call, multiply: unsafe fn(&Call)
 /// Multiplies with decoded rows: the second half of [`gemm`], the same for every format.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`; the weights are decoded.
+/// As [`crate::gemm::Gemm`], with the features of `S`; the weights are decoded.
 #[inline(always)]
-pub(super) unsafe fn multiply<S: Simd>(call: &Call) {
+pub(super) unsafe fn multiply<S: BlockSimd>(call: &GemmArgs) {
     // SAFETY: the caller's promise.
-    unsafe { supers::gemm::<S, PlainSuper>(call) }
+    unsafe { k_quants::gemm::<S, PlainSuper>(call) }
 }
 
 #[inline(always)]
-fn decode<B: SuperBlock>(block: &B, plain: &mut PlainSuper) {
+fn decode<B: SuperBlockFormat>(block: &B, plain: &mut PlainSuper) {
     let block = block.decode();
     let (mut scales, mut mins) = ([0; 16], [0; 16]);
     for i in 0..16 {

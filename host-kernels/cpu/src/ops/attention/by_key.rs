@@ -1,15 +1,10 @@
 //! Scores by key: all rows for each key. Keys and queries are floats; a vector holds one key's scores of as many rows,
 //! so that nothing is summed or compared across the lanes of a vector.
 
-use half::{bf16, f16};
-use vgpu_transport::ir::Type;
-
-use super::super::gather::RowReader;
 use super::mask::{Visible, shaped};
-use super::{Attention, Block, LINE_FLOATS, Sums, Workspace};
-use crate::mix::{Element, Mix};
-use crate::simd::{Simd, Task, Transpose, chunks, dispatch};
-use crate::view::View;
+use super::state::{Attention, Block, LINE_FLOATS, Sums, Workspace};
+use crate::gemm_rows::GemmRows;
+use crate::simd::{PtrTask, Simd, Task, Transpose, chunks, dispatch, dispatch_ptr};
 
 impl Attention {
     /// Brings the queries of a block to floats, scaled, an element of all rows after the other, and finds the slopes of
@@ -31,7 +26,7 @@ impl Attention {
                     if is_query {
                         let (token, head) = (block.first_token + token, block.first_head + head);
                         let query = self.q.row_ptr([token, head, block.sequence]);
-                        dispatch(Scaled(query.cast(), n, self.scale, to));
+                        dispatch_ptr(Scaled(query.cast(), n, self.scale, to));
                         space.slopes.add(first + lane).write(self.slopes.of(head));
                     } else {
                         to.write_bytes(0, n);
@@ -87,7 +82,7 @@ impl Attention {
                 }
             };
             space.scores.write_bytes(0, keys * rows);
-            let scores = Mix {
+            let scores = GemmRows {
                 results: keys,
                 terms: n,
                 n: rows,
@@ -118,115 +113,20 @@ impl Attention {
     }
 }
 
-/// The rows of keys or of values.
-#[derive(Clone, Copy)]
-pub(super) struct Rows {
-    view: View,
-    reader: RowReader,
-}
-
-impl Rows {
-    pub(super) fn new(view: View) -> Rows {
-        Rows {
-            view,
-            reader: RowReader::new(&view),
-        }
-    }
-
-    /// Reads `count` rows of keys or values from `at` on as floats, `stride` apart; zeros in place of those that are not
-    /// `live`.
-    ///
-    /// # Safety
-    /// There are so many rows; `to` has room for them.
-    pub(super) unsafe fn read(
-        &self,
-        [first, i2, i3]: [usize; 3],
-        count: usize,
-        live: u64,
-        to: *mut f32,
-        stride: usize,
-    ) {
-        let Rows { view: x, reader } = self;
-        let all = live | !(u64::MAX >> (64 - count)) == u64::MAX;
-        let rows = x.row_ptr([first, i2, i3]).cast_const();
-        // SAFETY: the caller's promise; rows are dense, their strides whole elements.
-        unsafe {
-            match x.ty {
-                Type::F16 if all && x.dense_rows() => dispatch(ReadTile {
-                    rows: rows.cast::<f16>(),
-                    rows_stride: x.nb[1] / size_of::<f16>(),
-                    count,
-                    n: x.ne[0],
-                    to,
-                    stride,
-                }),
-                Type::Bf16 if all && x.dense_rows() => dispatch(ReadTile {
-                    rows: rows.cast::<bf16>(),
-                    rows_stride: x.nb[1] / size_of::<bf16>(),
-                    count,
-                    n: x.ne[0],
-                    to,
-                    stride,
-                }),
-                _ => {
-                    for i in 0..count {
-                        let to = to.add(i * stride);
-                        if live >> i & 1 == 1 {
-                            let row = x.row_ptr([first + i, i2, i3]);
-                            reader.read(row, 0, x.ne[0], to);
-                        } else {
-                            // What nobody sees may hold anything, and 0 times NaN is NaN.
-                            to.write_bytes(0, x.ne[0]);
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
 /// So many floats, times a factor, to another place; made only by [`Attention::read_queries_by_key`], which vouches for
 /// both.
 struct Scaled(*const f32, usize, f32, *mut f32);
 
-impl Task for Scaled {
+impl PtrTask for Scaled {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Scaled(from, n, factor, to) = self;
         chunks::<S>(n, |i, lanes| {
             // SAFETY: whoever made this vouches for `n` floats in both places.
             unsafe { (simd.load_ptr(from.add(i), lanes) * factor).store_ptr(to.add(i), lanes) }
         });
-    }
-}
-
-/// `count` rows of `n` elements as floats; made only by [`Rows::read`], which vouches for both places.
-struct ReadTile<T> {
-    rows: *const T,
-    rows_stride: usize,
-    count: usize,
-    n: usize,
-    to: *mut f32,
-    stride: usize,
-}
-
-impl<T: Element> Task for ReadTile<T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        for row in 0..self.count {
-            chunks::<S>(self.n, |i, lanes| {
-                // SAFETY: whoever made this vouches for the rows in both places.
-                unsafe {
-                    let from = self.rows.add(row * self.rows_stride + i);
-                    let to = self.to.add(row * self.stride + i);
-                    T::load(simd, from, lanes).store_ptr(to, lanes);
-                }
-            });
-        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Scores by row: a tile of keys for each query. Keys are multiplied in the type they have.
 
 use super::mask::{Visible, shaped};
-use super::{Attention, Block, Sums, TILE_KEYS, Workspace};
+use super::state::{Attention, Block, Sums, TILE_KEYS, Workspace};
+use crate::gemm::GemmArgs;
 use crate::simd::{Simd, Task, chunks, dispatch};
 
 impl Attention {
@@ -41,17 +42,17 @@ impl Attention {
             if !visible.plain {
                 self.read_mask_by_row(block, first, keys, space);
             }
-            (self.kernel.gemm)(
-                self.k.ne[0],
-                self.k.row_ptr([first, k2, k3]),
-                self.k.nb[1],
-                keys,
-                space.queries,
-                self.query_bytes,
-                block.rows(),
-                space.scores,
-                TILE_KEYS,
-            );
+            (self.kernel.gemm)(&GemmArgs {
+                k: self.k.ne[0],
+                w: self.k.row_ptr([first, k2, k3]),
+                w_stride: self.k.nb[1],
+                rows: keys,
+                x: space.queries,
+                x_stride: self.query_bytes,
+                cols: block.rows(),
+                dst: space.scores,
+                dst_stride: TILE_KEYS,
+            });
             dispatch(WeighByRow {
                 attention: self,
                 block,

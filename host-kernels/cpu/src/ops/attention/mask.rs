@@ -1,6 +1,6 @@
 //! What a mask says of a tile of keys, and the tile's mask as floats.
 
-use super::{Attention, Block, TILE_KEYS, Workspace};
+use super::state::{Attention, Block, TILE_KEYS, Workspace};
 use crate::formats::{Format, Type};
 use crate::simd::{Lanes, Simd, Transpose};
 use crate::view::View;

@@ -2,8 +2,9 @@
 
 use super::super::gather::RowReader;
 use crate::gemm::{Activation, MatmulKernel};
-use crate::plan::{Kernel, Operands};
-use crate::pool::Worker;
+use crate::kernel::Kernel;
+use crate::kernel::Worker;
+use crate::operands::Operands;
 use crate::view::View;
 
 /// Elements of a column that a thread converts at once, a multiple of every block and chunk.
@@ -31,7 +32,7 @@ impl Activations {
         let in_place = Activation::Typed(source.ty) == kernel.activation && source.dense_rows();
         let bytes = (source.rows().checked_mul(column_bytes))
             .expect("converted columns are a small multiple of operands that were validated");
-        let done = in_place || operands.keep(source, kernel.activation, bytes);
+        let done = in_place || operands.cache_activations(source, kernel.activation, bytes);
         Activations {
             source,
             reader: RowReader::new(&source),
@@ -65,7 +66,7 @@ impl Activations {
     pub(super) fn base(&self, w: &Worker<'_>) -> *const u8 {
         match self.in_place {
             true => self.source.ptr(),
-            false => w.kept(),
+            false => w.activations(),
         }
     }
 
@@ -99,7 +100,7 @@ impl Activations {
                         buffer.as_ptr()
                     }
                 };
-                (self.kernel.quantize_activation)(values, w.kept().add(to), n);
+                (self.kernel.quantize_activation)(values, w.activations().add(to), n);
             }
         }
     }

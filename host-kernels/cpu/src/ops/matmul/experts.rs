@@ -2,13 +2,14 @@
 
 use vgpu_transport::ir::Op;
 
-use super::super::staging::{Layout, Output};
+use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
-use super::groups::{Term, Unit, add_row};
+use super::term::{Term, Unit, add_row};
 use super::tiles::{LINE_FLOATS, tile_columns, tile_rows};
-use crate::gemm::MatmulKernel;
-use crate::plan::{Compiled, Fault, Kernel, Operands, check_index};
-use crate::pool::Worker;
+use crate::gemm::{GemmArgs, MatmulKernel};
+use crate::kernel::Worker;
+use crate::kernel::{Compiled, Fault, Kernel, check_index};
+use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::EngineError;
 
@@ -32,7 +33,7 @@ struct Grouping {
     pairs: usize,
     /// The most columns in a tile.
     grain: usize,
-    most_tiles: usize,
+    max_tiles: usize,
     /// Offsets in scratch: the expert of each pair (`u32`), where each expert's columns begin
     /// (`usize`, one more than experts), the pairs in order of experts (`usize`), the tiles, and how
     /// many there are (`usize`).
@@ -44,19 +45,19 @@ struct Grouping {
 }
 
 impl Grouping {
-    fn new(ids: View, experts: usize, grain: usize, scratch: &mut Layout) -> Grouping {
+    fn new(ids: View, experts: usize, grain: usize, scratch: &mut ScratchLayout) -> Grouping {
         let pairs = ids.ne[0] * ids.ne[1];
-        let most_tiles = pairs.min(experts) + pairs / grain;
+        let max_tiles = pairs.min(experts) + pairs / grain;
         Grouping {
             ids,
             experts,
             pairs,
             grain,
-            most_tiles,
+            max_tiles,
             chosen: scratch.room(pairs, size_of::<u32>()),
             starts: scratch.room(experts + 1, size_of::<usize>()),
             order: scratch.room(pairs, size_of::<usize>()),
-            tiles: scratch.room(most_tiles, size_of::<ExpertTile>()),
+            tiles: scratch.room(max_tiles, size_of::<ExpertTile>()),
             count: scratch.room(1, size_of::<usize>()),
         }
     }
@@ -73,7 +74,7 @@ impl Grouping {
                 std::slice::from_raw_parts_mut(part(self.order).cast::<usize>(), self.pairs),
                 std::slice::from_raw_parts_mut(
                     part(self.tiles).cast::<ExpertTile>(),
-                    self.most_tiles,
+                    self.max_tiles,
                 ),
                 &mut *part(self.count).cast::<usize>(),
             )
@@ -157,7 +158,7 @@ struct Tile<'w> {
 }
 
 impl Columns {
-    fn new(first: &Operands<'_>, activations: Activations, scratch: &mut Layout) -> Columns {
+    fn new(first: &Operands<'_>, activations: Activations, scratch: &mut ScratchLayout) -> Columns {
         let (ids, experts) = (first.src(2), first.src(0).ne[2]);
         let [used, tokens, ..] = ids.ne;
         let pairs = used * tokens;
@@ -321,17 +322,17 @@ impl Product {
         // SAFETY: the caller's promise; the expert is one of the weights', and of the rows that are added, which are as long
         // as the weights have rows.
         unsafe {
-            (self.kernel.gemm)(
-                weight.ne[0],
-                { weight.ptr() }.add(tile.expert * weight.nb[2] + row * weight.nb[1]),
-                weight.nb[1],
-                self.height(row),
-                tile.columns,
-                self.column_bytes,
-                columns,
-                out,
-                self.grain,
-            );
+            (self.kernel.gemm)(&GemmArgs {
+                k: weight.ne[0],
+                w: { weight.ptr() }.add(tile.expert * weight.nb[2] + row * weight.nb[1]),
+                w_stride: weight.nb[1],
+                rows: self.height(row),
+                x: tile.columns,
+                x_stride: self.column_bytes,
+                cols: columns,
+                dst: out,
+                dst_stride: self.grain,
+            });
             if let Some(bias) = &self.bias {
                 let bias = bias.row_ptr([tile.expert, 0, 0]).cast::<f32>().add(row);
                 for column in 0..columns {
@@ -348,7 +349,7 @@ fn own_floats(
     columns: &Columns,
     grain: usize,
     count: usize,
-    scratch: &mut Layout,
+    scratch: &mut ScratchLayout,
 ) -> (usize, usize) {
     let floats = (grain * columns.grain).next_multiple_of(LINE_FLOATS);
     let size = floats * size_of::<f32>();
@@ -364,7 +365,7 @@ pub(in super::super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, 
             scratch_bytes: 0,
         });
     }
-    let mut scratch = Layout::default();
+    let mut scratch = ScratchLayout::default();
     let output = Output::new(operands.dst(), &[weight, x, ids], &mut scratch);
     let term = Term {
         node: operands,
@@ -382,7 +383,7 @@ pub(super) fn products(terms: &[Term<'_>]) -> Option<Compiled> {
     {
         return None;
     }
-    let mut scratch = Layout::default();
+    let mut scratch = ScratchLayout::default();
     let outputs = { terms.iter() }.map(|term| Output::new(term.dst, &[], &mut scratch));
     let outputs: Vec<Output> = outputs.collect();
     Some(compile(terms, &outputs, scratch))
@@ -401,7 +402,7 @@ fn activations(first: &Operands<'_>) -> Activations {
     Activations::new(first, first.src(1), kernel)
 }
 
-fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: Layout) -> Compiled {
+fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -> Compiled {
     let first = terms[0].node;
     let columns = Columns::new(first, activations(first), &mut scratch);
     let each = terms.iter().zip(outputs).map(|(term, &output)| {
@@ -467,7 +468,7 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
     if !terms.iter().all(|term| is_plain(&terms[0], term)) {
         return None;
     }
-    let mut scratch = Layout::default();
+    let mut scratch = ScratchLayout::default();
     let columns = Columns::new(first, activations(first), &mut scratch);
     let grain = columns.grain_rows(&terms[0].weight(), 1, first.workers());
     let [activated, factor] =

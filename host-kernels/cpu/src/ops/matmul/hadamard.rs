@@ -1,8 +1,8 @@
 //! Products with a Hadamard matrix.
 
 use super::super::gather::RowReader;
-use super::super::staging::Layout;
-use crate::plan::Compiled;
+use super::super::scratch::ScratchLayout;
+use crate::kernel::Compiled;
 use crate::simd::{Simd, Task, chunks, dispatch};
 use crate::view::View;
 
@@ -10,7 +10,7 @@ use crate::view::View;
 pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
     let reader = RowReader::new(&x);
     let n = x.ne[0];
-    let mut scratch = Layout::default();
+    let mut scratch = ScratchLayout::default();
     let own = scratch.room(workers, n * size_of::<f32>());
     Compiled {
         kernels: vec![Box::new(move |w| {

@@ -1,9 +1,10 @@
 //! OUT_PROD.
 
 use super::super::gather::RowReader;
-use super::super::staging::{Layout, Output};
-use crate::mix::Mix;
-use crate::plan::{Compiled, Kernel, Operands};
+use super::super::scratch::{Output, ScratchLayout};
+use crate::gemm_rows::GemmRows;
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 use vgpu_engine::EngineError;
 
 /// Rows of the result of OUT_PROD in a tile.
@@ -18,7 +19,7 @@ const OUTER_TERMS: usize = 64;
 /// OUT_PROD: `dst[m, n] = sum over k of a[m, k] * b[n, k]`, batch by batch.
 pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     let (a, b, dst) = (operands.src(0), operands.src(1), operands.dst());
-    let mut scratch = Layout::default();
+    let mut scratch = ScratchLayout::default();
     let mut kernels: Vec<Kernel> = Vec::new();
     if dst.elements() == 0 {
         return Ok(Compiled {
@@ -72,7 +73,7 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
                             *weights.add(i * OUTER_TERMS + t) = weight;
                         }
                     }
-                    let mix = Mix {
+                    let mix = GemmRows {
                         results: height,
                         terms: count,
                         n: width,

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use super::super::staging::Output;
+use super::super::scratch::Output;
 use super::activations::Activations;
-use super::groups::add_row;
+use super::term::add_row;
 use crate::formats::Format;
-use crate::gemm::MatmulKernel;
-use crate::plan::Operands;
-use crate::pool::Worker;
+use crate::gemm::{GemmArgs, MatmulKernel};
+use crate::kernel::Worker;
+use crate::operands::Operands;
 use crate::view::View;
 
 /// Most columns in a tile, and most rows where something is prepared for all of a tile, weights or columns: what
@@ -252,17 +252,17 @@ impl Product {
         // SAFETY: the tile's rows and columns are inside the operands, and for the results the caller's promise; the bias is
         // a dense row of as many floats as the weights have rows.
         unsafe {
-            (self.kernel.gemm)(
-                weight.ne[0],
-                weight.ptr().add(at.w + rows.start * weight.nb[1]),
-                weight.nb[1],
-                rows.len(),
-                self.activations.base(w).add(at.x + columns.start * x),
-                x,
-                columns.len(),
-                out,
-                stride,
-            );
+            (self.kernel.gemm)(&GemmArgs {
+                k: weight.ne[0],
+                w: weight.ptr().add(at.w + rows.start * weight.nb[1]),
+                w_stride: weight.nb[1],
+                rows: rows.len(),
+                x: self.activations.base(w).add(at.x + columns.start * x),
+                x_stride: x,
+                cols: columns.len(),
+                dst: out,
+                dst_stride: stride,
+            });
             if let Some(bias) = &self.bias {
                 let bias = bias.ptr().cast::<f32>().add(rows.start);
                 for column in 0..columns.len() {

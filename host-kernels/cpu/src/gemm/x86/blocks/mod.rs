@@ -4,14 +4,14 @@
 //! As in [`super::simd`]: functions on `__m256i` need AVX2 and F16C, those on `__m512i` AVX-512. `row`
 //! and `block` point to whole blocks of the format, at least up to the group asked for.
 
-mod groups;
+mod block32;
+mod k_quants;
 mod scales;
-mod supers;
 
 use std::arch::x86_64::*;
 
-use super::simd::Simd;
-use crate::formats::{GroupBlock, IQ4_VALUES, SuperBlock};
+use super::int_simd::IntSimd;
+use crate::formats::{Block32Format, IQ4_VALUES, SuperBlockFormat};
 
 /// How the quants of a group lie in a block of one group.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -25,22 +25,22 @@ pub(super) enum Codes {
 }
 
 /// A group format as vectors.
-pub(super) trait Groups: GroupBlock {
+pub(super) trait Block32Kernel: Block32Format {
     /// Whether quants go beyond 127.
     const WIDE: bool = Self::OFFSET > 64;
 
     /// The largest quant.
-    const MOST: usize;
+    const MAX_QUANT: usize;
 
     /// Whether a quant less 128 is never -128, so that its sign may be turned.
     const TURNS: bool = false;
 
-    /// Where the codes are that [`Groups::decode`] makes quants of.
+    /// Where the codes are that [`Block32Kernel::decode`] makes quants of.
     const CODES: Codes = Codes::Other;
 
     /// The quants that codes stand for.
     #[inline(always)]
-    unsafe fn decode<S: Simd>(codes: S::I) -> S::I {
+    unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
         codes
     }
 
@@ -82,14 +82,14 @@ pub(super) trait Groups: GroupBlock {
 }
 
 /// A super-block format as vectors.
-pub(super) trait Supers: SuperBlock {
+pub(super) trait SuperBlockKernel: SuperBlockFormat {
     /// Whether quants go beyond 127.
     const WIDE: bool = Self::OFFSET > 64;
 
     /// The largest quant.
-    const MOST: usize;
+    const MAX_QUANT: usize;
 
-    /// The piece of 32 elements in each half of [`Supers::quants_512`].
+    /// The piece of 32 elements in each half of [`SuperBlockKernel::quants_512`].
     const ORDER_512: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
 
     /// For each 16-bit lane of vector `v`, the index of its scale.

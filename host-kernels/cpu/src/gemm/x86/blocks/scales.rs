@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::formats::GroupBlock;
+use crate::formats::Block32Format;
 
 /// Keeps bits that were put together in integer registers, whose arithmetic is idle here, from being put together in
 /// vectors: an insertion takes the units that shuffle, of which there are few.
@@ -93,7 +93,11 @@ pub(super) unsafe fn halved_powers(e: __m256i) -> __m256i {
 
 /// The scale of the block of each of `n <= 8` groups from `g` on, blocks beginning with it.
 #[inline(always)]
-pub(super) unsafe fn scales_of_blocks<B: GroupBlock>(row: *const u8, g: usize, n: usize) -> __m256 {
+pub(super) unsafe fn scales_of_blocks<B: Block32Format>(
+    row: *const u8,
+    g: usize,
+    n: usize,
+) -> __m256 {
     let groups = B::ELEMENTS / 32;
     let mut bits = [0u16; 8];
     for (i, bits) in bits.iter_mut().enumerate().take(n) {

@@ -4,10 +4,10 @@
 
 use std::marker::PhantomData;
 
-use super::Call;
+use super::block_simd::BlockSimd;
 use super::floats::{F32, Float};
 use super::panel::{self, Ahead, Panel, Tile};
-use super::simd::Simd;
+use crate::gemm::kernel::GemmArgs;
 
 /// Elements that share a scale.
 const GROUP: usize = 32;
@@ -17,14 +17,14 @@ const GROUPS: usize = CHUNK / GROUP;
 /// Vectors of rows in a panel.
 pub(super) const VECTORS: usize = 2;
 /// The largest integer: 32 products of two such are the most that 32 bits hold.
-const MOST: f32 = 8191.0;
+const MAX_VALUE: f32 = 8191.0;
 const _: () = assert!(GROUP as i64 * 8191 * 8191 <= i32::MAX as i64);
-/// Groups without a larger element are zero: the inverse of their scale might be infinite.
-const LEAST: f32 = 1e-30;
+/// Block32Kernel without a larger element are zero: the inverse of their scale might be infinite.
+const MIN_VALUE: f32 = 1e-30;
 
 /// Bytes of `k` rounded activations: whole chunks.
 pub(in crate::gemm) const fn column_bytes(k: usize) -> usize {
-    k.div_ceil(CHUNK) * size_of::<ShortColumn>()
+    k.div_ceil(CHUNK) * size_of::<I16Column>()
 }
 
 /// From this many columns on it pays to round the weights.
@@ -35,11 +35,11 @@ pub(super) const ELEMENTS: usize = CHUNK;
 /// Multiplies floats.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`; the activations are of [`round_column`].
+/// As [`crate::gemm::Gemm`], with the features of `S`; the activations are of [`round_column`].
 #[inline(always)]
-pub(super) unsafe fn gemm<S: Simd, W: Float>(call: &Call) {
+pub(super) unsafe fn gemm<S: BlockSimd, W: Float>(call: &GemmArgs) {
     // SAFETY: the caller's promise.
-    unsafe { panel::gemm::<S, ShortPanel<S, Rounded<W>>>(call) }
+    unsafe { panel::gemm::<S, I16Panel<S, Rounded<W>>>(call) }
 }
 
 /// Rounds a column of `k` activations, chunk by chunk: what [`gemm`] takes.
@@ -47,8 +47,8 @@ pub(super) unsafe fn gemm<S: Simd, W: Float>(call: &Call) {
 /// # Safety
 /// As [`crate::formats::QuantizeRow`], with the features of `S`; there is room for [`column_bytes`].
 #[inline(always)]
-pub(super) unsafe fn round_column<S: Simd>(from: *const f32, to: *mut u8, k: usize) {
-    let to = to.cast::<ShortColumn>();
+pub(super) unsafe fn round_column<S: BlockSimd>(from: *const f32, to: *mut u8, k: usize) {
+    let to = to.cast::<I16Column>();
     for chunk in 0..k.div_ceil(CHUNK) {
         let start = chunk * CHUNK;
         // SAFETY: the caller's promise: the chunk's elements are there, and room for all of its columns' bytes, which are
@@ -68,7 +68,12 @@ pub(super) unsafe fn round_column<S: Simd>(from: *const f32, to: *mut u8, k: usi
 /// # Safety
 /// `from` has `len` elements; there is room for whole groups. No alignment.
 #[inline(always)]
-unsafe fn round<S: Simd, T: Float>(from: *const u8, len: usize, to: *mut u8, scales: *mut f32) {
+unsafe fn round<S: BlockSimd, T: Float>(
+    from: *const u8,
+    len: usize,
+    to: *mut u8,
+    scales: *mut f32,
+) {
     let whole = len / GROUP;
     // SAFETY: the caller's promise; what is left of a group is less than the room for one of the widest elements.
     unsafe {
@@ -96,32 +101,32 @@ unsafe fn round<S: Simd, T: Float>(from: *const u8, len: usize, to: *mut u8, sca
 /// # Safety
 /// As [`round`], for `GROUP` elements.
 #[inline(always)]
-unsafe fn round_group<S: Simd, T: Float>(from: *const u8, to: *mut u8) -> f32 {
+unsafe fn round_group<S: BlockSimd, T: Float>(from: *const u8, to: *mut u8) -> f32 {
     // SAFETY: the caller's promise.
     unsafe {
-        let mut x = [S::zero_floats(); 4];
+        let mut x = [S::v_splat(0.0); 4];
         let vectors = GROUP / S::LANES;
-        let mut largest = S::zero();
+        let mut largest = S::zero_int();
         for i in 0..vectors {
             x[i] = T::load::<S>(from.add(i * S::LANES * T::BYTES));
             largest = S::larger_magnitudes(largest, x[i]);
         }
         let largest = f32::from_bits(S::largest(largest));
-        let is_usual = largest > LEAST && largest.is_finite();
-        let factor = S::splat_float(if is_usual { MOST / largest } else { 0.0 });
+        let is_usual = largest > MIN_VALUE && largest.is_finite();
+        let factor = S::v_splat(if is_usual { MAX_VALUE / largest } else { 0.0 });
         for i in 0..vectors / 2 {
-            let shorts = S::to_shorts(S::mul(x[2 * i], factor), S::mul(x[2 * i + 1], factor));
-            S::store(to.add(4 * S::LANES * i), shorts);
+            let shorts = S::to_i16(S::v_mul(x[2 * i], factor), S::v_mul(x[2 * i + 1], factor));
+            S::store_int(to.add(4 * S::LANES * i), shorts);
         }
-        largest * (1.0 / MOST)
+        largest * (1.0 / MAX_VALUE)
     }
 }
 
-/// A chunk of a column. Groups beyond the end of the column are never read.
+/// A chunk of a column. Block32Kernel beyond the end of the column are never read.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct ShortColumn {
-    /// Pairs of integers, in an order that the weights share.
+pub(super) struct I16Column {
+    /// Bf16Weights of integers, in an order that the weights share.
     pub(super) pairs: [[u32; GROUP / 2]; GROUPS],
     /// The scale of each group.
     pub(super) scales: [f32; GROUPS],
@@ -129,7 +134,7 @@ pub(super) struct ShortColumn {
 
 /// Up to 32 rows of a chunk, interleaved by pairs.
 #[repr(C, align(64))]
-pub(super) struct ShortPanel<S, W> {
+pub(super) struct I16Panel<S, W> {
     /// For each pair of elements, that of each row.
     pairs: [[u32; 32]; CHUNK / 2],
     /// For each group, the scale of each row. (A vector has up to 16 lanes to be transposed.)
@@ -147,11 +152,11 @@ pub(super) trait Source: Sized {
     /// Bytes of a chunk of a row of weights.
     const BYTES: usize;
     /// The integers of the column at `x`.
-    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut ShortColumn);
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column);
     /// Those of the weights, as [`Panel::unpack`].
-    unsafe fn unpack<S: Simd>(
-        panel: &mut ShortPanel<S, Self>,
-        call: &Call,
+    unsafe fn unpack<S: BlockSimd>(
+        panel: &mut I16Panel<S, Self>,
+        call: &GemmArgs,
         row: usize,
         start: usize,
         len: usize,
@@ -165,20 +170,20 @@ impl<W: Float> Source for Rounded<W> {
     const BYTES: usize = CHUNK * W::BYTES;
 
     #[inline(always)]
-    unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut ShortColumn) {
+    unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut I16Column) {
         // Side by side with the same chunk of the other columns: columns are whole pages apart.
         // SAFETY: the caller's promise; a column has whole chunks, aligned or not.
         unsafe {
             let chunk = x.add(column_bytes(start));
-            let bytes = size_of::<ShortColumn>();
+            let bytes = size_of::<I16Column>();
             column.cast::<u8>().copy_from_nonoverlapping(chunk, bytes);
         }
     }
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(
-        panel: &mut ShortPanel<S, Self>,
-        call: &Call,
+    unsafe fn unpack<S: BlockSimd>(
+        panel: &mut I16Panel<S, Self>,
+        call: &GemmArgs,
         row: usize,
         start: usize,
         len: usize,
@@ -199,7 +204,7 @@ impl<W: Float> Source for Rounded<W> {
     }
 }
 
-impl<S: Simd, W> ShortPanel<S, W> {
+impl<S: BlockSimd, W> I16Panel<S, W> {
     /// Sets vector `v` of pair `pair` of the rows.
     ///
     /// # Safety
@@ -209,7 +214,7 @@ impl<S: Simd, W> ShortPanel<S, W> {
         debug_assert!(pair < CHUNK / 2 && v < VECTORS);
         let to = self.pairs.as_mut_ptr().cast::<u32>();
         // SAFETY: there is room for 32 words of each pair, as many as two vectors have at most.
-        unsafe { S::store(to.add((VECTORS * pair + v) * S::LANES).cast(), pairs) }
+        unsafe { S::store_int(to.add((VECTORS * pair + v) * S::LANES).cast(), pairs) }
     }
 
     /// The scales of the groups of a row.
@@ -231,17 +236,17 @@ impl<S: Simd, W> ShortPanel<S, W> {
     }
 }
 
-impl<S: Simd, W: Source> Panel<S> for ShortPanel<S, W> {
+impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
     const CHUNK: usize = CHUNK;
     const BYTES: usize = W::BYTES;
     const VECTORS: usize = VECTORS;
     const COLS: usize = 6;
-    type Column = ShortColumn;
+    type Column = I16Column;
     const UNITS: usize = GROUPS;
 
     #[inline(always)]
     fn new() -> Self {
-        ShortPanel {
+        I16Panel {
             pairs: [[0; 32]; CHUNK / 2],
             scales: [[0.0; 32]; 16],
             rows: [[0; CHUNK / 2]; 32],
@@ -251,13 +256,13 @@ impl<S: Simd, W: Source> Panel<S> for ShortPanel<S, W> {
     }
 
     #[inline(always)]
-    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut ShortColumn) {
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
         // SAFETY: the caller's promise.
         unsafe { W::prepare(x, start, len, column) }
     }
 
     #[inline(always)]
-    unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, len: usize) {
+    unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
         // SAFETY: the caller's promise.
         unsafe { W::unpack::<S>(self, call, row, start, len) }
     }
@@ -265,7 +270,7 @@ impl<S: Simd, W: Source> Panel<S> for ShortPanel<S, W> {
     #[inline(always)]
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
-        tile: Tile<ShortColumn>,
+        tile: Tile<I16Column>,
         _: usize,
         len: usize,
         ahead: &mut Ahead,
@@ -274,7 +279,7 @@ impl<S: Simd, W: Source> Panel<S> for ShortPanel<S, W> {
         let height = P * S::LANES;
         // SAFETY: the caller's promise; the panel has `len` elements.
         unsafe {
-            let mut acc = [[S::zero_floats(); C]; P];
+            let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {
                 for c in 0..C {
                     acc[p][c] = sums.load::<S, P>(p, c);
@@ -284,26 +289,26 @@ impl<S: Simd, W: Source> Panel<S> for ShortPanel<S, W> {
             let scales = self.scales.as_ptr().cast::<f32>();
             for g in 0..len.div_ceil(GROUP) {
                 ahead.more();
-                let mut dots = [[S::zero(); C]; P];
+                let mut dots = [[S::zero_int(); C]; P];
                 for i in 0..GROUP / 2 {
-                    let mut w = [S::zero(); P];
+                    let mut w = [S::zero_int(); P];
                     for p in 0..P {
-                        w[p] = S::load(panel.add(p * S::LANES * 4));
+                        w[p] = S::load_int(panel.add(p * S::LANES * 4));
                     }
                     panel = panel.add(height * 4);
                     for c in 0..C {
-                        let x = S::splat((*columns.add(c)).pairs[g][i]);
+                        let x = S::splat_int((*columns.add(c)).pairs[g][i]);
                         for p in 0..P {
                             dots[p][c] = S::dot_pairs(dots[p][c], w[p], x);
                         }
                     }
                 }
                 for p in 0..P {
-                    let d = S::load_floats(scales.add(g * height + p * S::LANES));
+                    let d = S::v_load(scales.add(g * height + p * S::LANES), S::LANES);
                     for c in 0..C {
-                        let d_x = S::splat_float((*columns.add(c)).scales[g]);
+                        let d_x = S::v_splat((*columns.add(c)).scales[g]);
                         let dot = S::to_floats(dots[p][c]);
-                        acc[p][c] = S::mul_add(dot, S::mul(d, d_x), acc[p][c]);
+                        acc[p][c] = S::v_mul_add(dot, S::v_mul(d, d_x), acc[p][c]);
                     }
                 }
             }

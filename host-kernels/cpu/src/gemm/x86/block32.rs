@@ -2,23 +2,23 @@
 
 use std::marker::PhantomData;
 
-use super::Call;
-use super::blocks::{Codes, Groups, half};
+use super::block_simd::BlockSimd;
+use super::block32_decode::{activation, chunk_scales, decode_words, depth, rows_from};
+use super::blocks::{Block32Kernel, Codes, half};
+use super::int16::I16Panel;
 use super::panel::{self, Ahead, Panel, Tile};
+use super::q8_int16::Q8AsI16;
 use super::scratch::PREPARED;
-use super::shorts::ShortPanel;
-use super::simd::Simd;
-use super::wide::Wide;
-use crate::formats::{BlockQ8_0, BlockQ8_1};
+use crate::gemm::kernel::GemmArgs;
 use std::arch::x86_64::*;
 
 /// Elements handled at once; their eight scales fill a vector.
 const CHUNK: usize = 256;
-/// Groups in a chunk.
+/// Block32Kernel in a chunk.
 const GROUPS: usize = CHUNK / 32;
 
 /// The offset that a dot product of level `S` leaves in the quants of `B`.
-const fn offset<S: Simd, B: Groups>() -> i32 {
+const fn offset<S: BlockSimd, B: Block32Kernel>() -> i32 {
     if B::WIDE && S::WIDE_IS_SIGNED {
         0
     } else {
@@ -27,7 +27,7 @@ const fn offset<S: Simd, B: Groups>() -> i32 {
 }
 
 #[inline(always)]
-unsafe fn dot<S: Simd, B: Groups>(acc: S::I, quants: S::I, x: S::I) -> S::I {
+unsafe fn dot<S: BlockSimd, B: Block32Kernel>(acc: S::I, quants: S::I, x: S::I) -> S::I {
     // SAFETY: the contract of `simd`.
     unsafe {
         if B::WIDE {
@@ -38,31 +38,20 @@ unsafe fn dot<S: Simd, B: Groups>(acc: S::I, quants: S::I, x: S::I) -> S::I {
     }
 }
 
-/// Of quants up to `most`, how many products of a lane are summed in 16 bits before they are widened: 1 if the level
-/// has an instruction that sums in 32 bits.
-pub(super) const fn depth<S: Simd>(most: usize, words: usize) -> usize {
-    let mut depth = words;
-    // Two products with signed bytes go to each 16-bit lane.
-    while depth > 1 && (!S::SHORTS || depth * 2 * 128 * most > i16::MAX as usize) {
-        depth /= 2;
-    }
-    depth
-}
-
 /// Whether what the offset adds is taken off each product with the scales of the weights, as a minimum is, rather
 /// than from every integer. A format with scales of half groups has no one scale to do that with.
-const fn folds<S: Simd, B: Groups>() -> bool {
+const fn folds<S: BlockSimd, B: Block32Kernel>() -> bool {
     offset::<S, B>() != 0 && !B::HALF_SCALES
 }
 
 /// Whether products by rows move the signs of the activations to the weights: then it is the activations whose magnitudes
 /// are needed, and those are prepared once for all rows.
-const fn turns<S: Simd, B: Groups>() -> bool {
+const fn turns<S: BlockSimd, B: Block32Kernel>() -> bool {
     B::WIDE && S::WIDE_IS_SIGNED && B::TURNS && matches!(B::CODES, Codes::Nibbles(_))
 }
 
 /// Where the scale of group `g` of a prepared column lies.
-const fn scale_place<S: Simd, B: Groups>(g: usize) -> usize {
+const fn scale_place<S: BlockSimd, B: Block32Kernel>(g: usize) -> usize {
     if !matches!(B::CODES, Codes::Nibbles(_)) {
         return g;
     }
@@ -92,31 +81,22 @@ unsafe fn half_sums(x: __m256i) -> [i32; 2] {
     }
 }
 
-/// Bytes of an activation block of `B`, and where its quants begin.
-pub(super) const fn activation<B: Groups>() -> (usize, usize) {
-    if B::HAS_MIN {
-        (size_of::<BlockQ8_1>(), 4)
-    } else {
-        (size_of::<BlockQ8_0>(), 2)
-    }
-}
-
 /// From this many columns on, interleaving a panel pays.
 pub(super) const PANEL_COLS: usize = 5;
 
 /// Multiplies, choosing between rows and panels.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`.
+/// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
-pub(super) unsafe fn gemm<S: Simd, B: Groups>(call: &Call) {
+pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     // SAFETY: the caller's promise.
     unsafe {
         if call.cols >= PANEL_COLS {
             if B::WIDE && S::WIDE_IS_SIGNED {
-                panel::gemm::<S, ShortPanel<S, Wide<B>>>(call);
+                panel::gemm::<S, I16Panel<S, Q8AsI16<B>>>(call);
             } else {
-                panel::gemm::<S, GroupPanel<S, B>>(call);
+                panel::gemm::<S, Block32Panel<S, B>>(call);
             }
         } else {
             rows::<S, B>(call);
@@ -141,9 +121,9 @@ struct Columns {
 /// columns.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`.
+/// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
-unsafe fn rows<S: Simd, B: Groups>(call: &Call) {
+unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     let groups = call.k / 32;
     // Whole chunks, so that a vector may be read past the last group; what lies there is 0.
     let padded = call.k.next_multiple_of(CHUNK);
@@ -194,7 +174,7 @@ unsafe fn rows<S: Simd, B: Groups>(call: &Call) {
 
 /// Where the halves of group `g` of a prepared column lie: in the order of [`Simd::load_quads`] where nibbles are taken
 /// apart behind it.
-const fn places<S: Simd, B: Groups>(g: usize) -> (usize, usize) {
+const fn places<S: BlockSimd, B: Block32Kernel>(g: usize) -> (usize, usize) {
     match B::CODES {
         Codes::Nibbles(_) => {
             let quads = S::LANES / 4;
@@ -210,7 +190,7 @@ const fn places<S: Simd, B: Groups>(g: usize) -> (usize, usize) {
 /// # Safety
 /// `x` has `groups` blocks, and `column` room for the layout.
 #[inline(always)]
-unsafe fn prepare<S: Simd, B: Groups>(
+unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     x: *const u8,
     groups: usize,
     padded: usize,
@@ -250,18 +230,18 @@ unsafe fn prepare<S: Simd, B: Groups>(
         }
         if turns::<S, B>() {
             for at in (0..padded).step_by(4 * S::LANES) {
-                let x = S::load(column.add(at));
-                S::store(column.add(layout.corrections + at), S::magnitudes(x));
+                let x = S::load_int(column.add(at));
+                S::store_int(column.add(layout.corrections + at), S::magnitudes(x));
             }
         }
         let offset = offset::<S, B>();
         if offset != 0 && !folds::<S, B>() {
-            let offsets = S::splat(u32::from_ne_bytes([offset as u8; 4]));
+            let offsets = S::splat_int(u32::from_ne_bytes([offset as u8; 4]));
             for v in 0..padded / (4 * S::LANES) {
-                let x = S::load(column.add(v * 4 * S::LANES));
-                let excess = dot::<S, B>(S::zero(), offsets, x);
+                let x = S::load_int(column.add(v * 4 * S::LANES));
+                let excess = dot::<S, B>(S::zero_int(), offsets, x);
                 let to = column.add(layout.corrections + v * 4 * S::LANES);
-                S::store(to, S::sub(S::zero(), excess));
+                S::store_int(to, S::sub_int(S::zero_int(), excess));
             }
         }
     }
@@ -272,7 +252,7 @@ unsafe fn prepare<S: Simd, B: Groups>(
 /// # Safety
 /// The row has `groups` groups, the columns are prepared, and `dst` has `C` floats.
 #[inline(always)]
-unsafe fn row_times<S: Simd, B: Groups, const C: usize, const U: usize>(
+unsafe fn row_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usize>(
     row: *const u8,
     groups: usize,
     x: *const u8,
@@ -283,7 +263,7 @@ unsafe fn row_times<S: Simd, B: Groups, const C: usize, const U: usize>(
     // SAFETY: the caller's promise; past the last group the prepared columns are 0 and so are the
     // scales of the weights.
     unsafe {
-        let mut acc = [[S::zero_floats(); U]; C];
+        let mut acc = [[S::v_splat(0.0); U]; C];
         let mut mins = [_mm256_setzero_ps(); C];
         let mut chunk = 0;
         while chunk + GROUPS <= groups {
@@ -299,12 +279,12 @@ unsafe fn row_times<S: Simd, B: Groups, const C: usize, const U: usize>(
         for c in 0..C {
             let mut all = acc[c][0];
             for u in 1..U {
-                all = S::add_floats(all, acc[c][u]);
+                all = S::v_add(all, acc[c][u]);
             }
             *dst.add(c * dst_stride) = if B::HAS_MIN || folds::<S, B>() {
                 S::sum_both(all, mins[c])
             } else {
-                S::sum(all)
+                S::v_sum(all)
             };
         }
     }
@@ -316,14 +296,14 @@ unsafe fn row_times<S: Simd, B: Groups, const C: usize, const U: usize>(
 /// As [`row_times`].
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
+unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usize>(
     row: *const u8,
     first: usize,
     n: usize,
     groups: usize,
     x: *const u8,
     layout: &Columns,
-    acc: &mut [[S::F; U]; C],
+    acc: &mut [[S::Vector; U]; C],
     mins: &mut [__m256; C],
 ) {
     // SAFETY: the caller's promise.
@@ -347,7 +327,7 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
                 mins[c] = _mm256_fmadd_ps(m, s_x, mins[c]);
             }
         }
-        // Groups whose products are summed in one vector.
+        // Block32Kernel whose products are summed in one vector.
         let at_once = match B::CODES {
             Codes::Nibbles(_) => S::LANES / 4,
             _ => S::GROUPS,
@@ -370,23 +350,25 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
                     let high = B::decode::<S>(S::high_nibbles(codes));
                     for c in 0..C {
                         let x = x.add(c * layout.stride);
-                        let (x_low, x_high) = (S::load(x), S::load(x.add(4 * S::LANES)));
-                        let dots = if const { depth::<S>(B::MOST, 2) } == 2 {
+                        let (x_low, x_high) = (S::load_int(x), S::load_int(x.add(4 * S::LANES)));
+                        let dots = if const { depth::<S>(B::MAX_QUANT, 2) } == 2 {
                             let low = S::multiply_pairs(low, x_low);
                             let high = S::multiply_pairs(high, x_high);
-                            S::add_short_pairs(S::zero(), S::add_shorts(low, high))
+                            S::add_i16_pairs(S::zero_int(), S::add_i16(low, high))
                         } else if turns::<S, B>() {
                             let magnitudes = x.add(layout.corrections);
-                            let (m_low, m_high) =
-                                (S::load(magnitudes), S::load(magnitudes.add(4 * S::LANES)));
-                            let dots = S::dot_turned(S::zero(), S::flip(low), x_low, m_low);
+                            let (m_low, m_high) = (
+                                S::load_int(magnitudes),
+                                S::load_int(magnitudes.add(4 * S::LANES)),
+                            );
+                            let dots = S::dot_turned(S::zero_int(), S::flip(low), x_low, m_low);
                             S::dot_turned(dots, S::flip(high), x_high, m_high)
                         } else {
-                            let dots = dot::<S, B>(S::zero(), low, x_low);
+                            let dots = dot::<S, B>(S::zero_int(), low, x_low);
                             dot::<S, B>(dots, high, x_high)
                         };
                         let scale = S::spread_quads(scales[c], v);
-                        acc[c][u] = S::mul_add(S::to_floats(dots), scale, acc[c][u]);
+                        acc[c][u] = S::v_mul_add(S::to_floats(dots), scale, acc[c][u]);
                     }
                     continue;
                 }
@@ -394,89 +376,25 @@ unsafe fn chunk_times<S: Simd, B: Groups, const C: usize, const U: usize>(
                 for c in 0..C {
                     let x = x.add(c * layout.stride);
                     let start = if offset::<S, B>() == 0 || folds::<S, B>() {
-                        S::zero()
+                        S::zero_int()
                     } else {
-                        S::load(x.add(layout.corrections))
+                        S::load_int(x.add(layout.corrections))
                     };
-                    let dots = dot::<S, B>(start, q, S::load(x));
+                    let dots = dot::<S, B>(start, q, S::load_int(x));
                     let mut scale = S::spread_groups(scales[c], v);
                     if B::HALF_SCALES {
                         scale = S::second_halves(scale, S::spread_groups(second_scales[c], v));
                     }
-                    acc[c][u] = S::mul_add(S::to_floats(dots), scale, acc[c][u]);
+                    acc[c][u] = S::v_mul_add(S::to_floats(dots), scale, acc[c][u]);
                 }
             }
-        }
-    }
-}
-
-/// Where `n` rows of weights begin, from `row` on; the last one is repeated where there are fewer.
-#[inline(always)]
-pub(super) fn rows_from(call: &Call, row: usize, n: usize) -> [*const u8; 32] {
-    let mut from = [call.w; 32];
-    for r in 0..n {
-        from[r] = call.row(row + r);
-    }
-    from
-}
-
-/// The scales and minimums of `groups` groups of a row, of which there usually are as many as in a chunk: then that is a
-/// constant, and no loop over it is left.
-///
-/// # Safety
-/// As [`Simd::scales`].
-#[inline(always)]
-pub(super) unsafe fn chunk_scales<S: Simd, B: Groups>(
-    row: *const u8,
-    first: usize,
-    groups: usize,
-) -> (__m256, __m256) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match groups {
-            GROUPS => S::scales::<B>(row, first, GROUPS),
-            _ => S::scales::<B>(row, first, groups),
-        }
-    }
-}
-
-/// The quants of the group in block `block` of a vector of rows, decoded where they lie: for each four elements `i`, a
-/// vector with those of each row.
-///
-/// # Safety
-/// As [`Simd::transpose_words`], for each row.
-#[inline(always)]
-pub(super) unsafe fn decode_words<S: Simd, B: Groups>(
-    rows: *const *const u8,
-    block: usize,
-    mut place: impl FnMut(usize, S::I),
-) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match B::CODES {
-            Codes::Nibbles(offset) => {
-                let words = S::transpose_words(rows, block + offset);
-                for (i, word) in words.into_iter().enumerate() {
-                    place(i, B::decode::<S>(S::low_nibbles(word)));
-                    place(4 + i, B::decode::<S>(S::high_nibbles(word)));
-                }
-            }
-            Codes::Bytes(offset) => {
-                for half in 0..2 {
-                    let words = S::transpose_words(rows, block + offset + 16 * half);
-                    for (i, word) in words.into_iter().enumerate() {
-                        place(4 * half + i, B::decode::<S>(word));
-                    }
-                }
-            }
-            Codes::Other => {}
         }
     }
 }
 
 /// Up to 32 rows of a chunk, interleaved.
 #[repr(C, align(64))]
-struct GroupPanel<S, B> {
+struct Block32Panel<S, B> {
     /// For each four elements, four bytes of each row.
     quants: [[u8; 128]; CHUNK / 4],
     /// For each group, the scale of each row; then for each group, the minimum of each row, or the scale of its second
@@ -500,7 +418,7 @@ struct GroupColumn {
     corrections: [[i32; 2]; GROUPS],
 }
 
-impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
+impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
     const CHUNK: usize = CHUNK;
     const BYTES: usize = CHUNK / B::ELEMENTS * size_of::<B>();
     const VECTORS: usize = S::PANEL;
@@ -510,7 +428,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
 
     #[inline(always)]
     fn new() -> Self {
-        GroupPanel {
+        Block32Panel {
             quants: [[0; 128]; CHUNK / 4],
             scales: [[0.0; 32]; 2 * GROUPS],
             rows: [[0; CHUNK]; 32],
@@ -545,7 +463,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
     }
 
     #[inline(always)]
-    unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, len: usize) {
+    unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
         let height = S::PANEL * S::LANES;
         let groups = len / 32;
         // SAFETY: the caller's promise: groups `start / 32 ..` exist in every row below `call.rows`.
@@ -570,7 +488,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                     let rows = from.as_ptr().add(v * S::LANES);
                     decode_words::<S, B>(rows, block, |i, word| {
                         let place = ((8 * g + i) * S::PANEL + v) * 4 * S::LANES;
-                        S::store(quants.add(place), word);
+                        S::store_int(quants.add(place), word);
                     });
                 }
             }
@@ -579,7 +497,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                     let mut g = 0;
                     while g < groups {
                         let q = S::groups::<B>(from[r], first + g, last);
-                        S::store(self.rows[r].as_mut_ptr().add(32 * g), q);
+                        S::store_int(self.rows[r].as_mut_ptr().add(32 * g), q);
                         g += S::GROUPS;
                     }
                 }
@@ -607,7 +525,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
         // SAFETY: the caller's promise; the panel has as many groups as `len` says.
         unsafe {
             let x = x.add(start / 32 * bytes + quants);
-            let mut acc = [[S::zero_floats(); C]; P];
+            let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {
                 for c in 0..C {
                     acc[p][c] = sums.load::<S, P>(p, c);
@@ -621,34 +539,35 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                 if part == 0 {
                     ahead.more();
                 }
-                let mut dots = [[S::zero(); C]; P];
+                let mut dots = [[S::zero_int(); C]; P];
                 if offset::<S, B>() != 0 {
                     for c in 0..C {
-                        let correction = S::splat((*columns.add(c)).corrections[g][part] as u32);
+                        let correction =
+                            S::splat_int((*columns.add(c)).corrections[g][part] as u32);
                         for p in 0..P {
                             dots[p][c] = correction;
                         }
                     }
                 }
                 let words = 8 / parts;
-                let depth = const { depth::<S>(B::MOST, if B::HALF_SCALES { 4 } else { 8 }) };
+                let depth = const { depth::<S>(B::MAX_QUANT, if B::HALF_SCALES { 4 } else { 8 }) };
                 for first in (0..words).step_by(depth) {
-                    let mut shorts = [[S::zero(); C]; P];
+                    let mut shorts = [[S::zero_int(); C]; P];
                     for i in first..first + depth {
-                        let mut w = [S::zero(); P];
+                        let mut w = [S::zero_int(); P];
                         for p in 0..P {
-                            w[p] = S::load(panel.add(p * S::LANES * 4));
+                            w[p] = S::load_int(panel.add(p * S::LANES * 4));
                         }
                         panel = panel.add(P * S::LANES * 4);
                         for c in 0..C {
                             let x = x.add(c * x_stride + g * bytes + 4 * (part * words + i));
-                            let x = S::splat(x.cast::<u32>().read_unaligned());
+                            let x = S::splat_int(x.cast::<u32>().read_unaligned());
                             for p in 0..P {
                                 if depth == 1 {
                                     dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);
                                 } else {
                                     let products = S::multiply_pairs(w[p], x);
-                                    shorts[p][c] = S::add_shorts(shorts[p][c], products);
+                                    shorts[p][c] = S::add_i16(shorts[p][c], products);
                                 }
                             }
                         }
@@ -656,7 +575,7 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                     if depth > 1 {
                         for p in 0..P {
                             for c in 0..C {
-                                dots[p][c] = S::add_short_pairs(dots[p][c], shorts[p][c]);
+                                dots[p][c] = S::add_i16_pairs(dots[p][c], shorts[p][c]);
                             }
                         }
                     }
@@ -665,18 +584,18 @@ impl<S: Simd, B: Groups> Panel<S> for GroupPanel<S, B> {
                 let (height, second) = (P * S::LANES, GROUPS * P * S::LANES);
                 let d = scales.add(part * second + g * height);
                 for p in 0..P {
-                    let d = S::load_floats(d.add(p * S::LANES));
+                    let d = S::v_load(d.add(p * S::LANES), S::LANES);
                     for c in 0..C {
-                        let d_x = S::splat_float((*columns.add(c)).scales[g]);
+                        let d_x = S::v_splat((*columns.add(c)).scales[g]);
                         let dot = S::to_floats(dots[p][c]);
-                        acc[p][c] = S::mul_add(dot, S::mul(d, d_x), acc[p][c]);
+                        acc[p][c] = S::v_mul_add(dot, S::v_mul(d, d_x), acc[p][c]);
                     }
                     if B::HAS_MIN {
                         let m = scales.add(second + g * height + p * S::LANES);
-                        let m = S::load_floats(m);
+                        let m = S::v_load(m, S::LANES);
                         for c in 0..C {
-                            let s_x = S::splat_float((*columns.add(c)).sums[g]);
-                            acc[p][c] = S::mul_add(m, s_x, acc[p][c]);
+                            let s_x = S::v_splat((*columns.add(c)).sums[g]);
+                            acc[p][c] = S::v_mul_add(m, s_x, acc[p][c]);
                         }
                     }
                 }

@@ -96,7 +96,7 @@ impl Barrier {
     }
 }
 
-/// What every thread does: a function of its number. It lives until `Crew::run` returns.
+/// What every thread does: a function of its number. It lives until `ThreadTeam::run` returns.
 type Job = *const (dyn Fn(usize) + Sync);
 
 struct Shared {
@@ -119,17 +119,17 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 /// Some threads. Runs one job at a time.
-pub(super) struct Crew {
+pub(super) struct ThreadTeam {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// Whether the caller of a job is one of those who do it.
     caller_works: bool,
 }
 
-impl Crew {
-    /// A crew of `count`, at least one. With `places`, thread `i` stays on the processors of place `i`, in turns; whoever
+impl ThreadTeam {
+    /// A team of `count`, at least one. With `places`, thread `i` stays on the processors of place `i`, in turns; whoever
     /// runs a job then only waits, since the caller's thread is not ours to move.
-    pub(super) fn new(count: usize, places: &[CpuSet]) -> Result<Crew, EngineError> {
+    pub(super) fn new(count: usize, places: &[CpuSet]) -> Result<ThreadTeam, EngineError> {
         let shared = Arc::new(Shared {
             orders: Signal::default(),
             job: UnsafeCell::new(None),
@@ -138,17 +138,17 @@ impl Crew {
             ends: AtomicBool::new(false),
             panic: Mutex::default(),
         });
-        let mut crew = Crew {
+        let mut team = ThreadTeam {
             shared,
             threads: Vec::new(),
             caller_works: places.is_empty(),
         };
         let failed = |e: std::io::Error| EngineError::Unsupported {
-            op: "a crew of threads",
+            op: "a team of threads",
             why: e.to_string(),
         };
-        for index in usize::from(crew.caller_works)..count {
-            let shared = Arc::clone(&crew.shared);
+        for index in usize::from(team.caller_works)..count {
+            let shared = Arc::clone(&team.shared);
             let place = (!places.is_empty()).then(|| places[index % places.len()]);
             let (tell, told) = std::sync::mpsc::sync_channel(1);
             let thread = thread::Builder::new()
@@ -158,11 +158,11 @@ impl Crew {
                     let _ = tell.send(outcome);
                     shared.work(index);
                 });
-            crew.threads.push(thread.map_err(failed)?);
+            team.threads.push(thread.map_err(failed)?);
             let placed = told.recv().unwrap_or(Ok(()));
             placed.map_err(|e| failed(e.into()))?;
         }
-        Ok(crew)
+        Ok(team)
     }
 
     /// How many do a job.
@@ -199,7 +199,7 @@ impl Crew {
     }
 }
 
-impl Drop for Crew {
+impl Drop for ThreadTeam {
     fn drop(&mut self) {
         self.shared.ends.store(true, Ordering::Relaxed);
         self.shared
@@ -250,13 +250,13 @@ mod tests {
             vec![],
             vec![rustix::thread::sched_getaffinity(None).unwrap()],
         ] {
-            let crew = Crew::new(3, &places).unwrap();
-            assert_eq!(crew.size(), 3);
+            let team = ThreadTeam::new(3, &places).unwrap();
+            assert_eq!(team.size(), 3);
             let counts = [const { AtomicUsize::new(0) }; 3];
             for _ in 0..1000 {
-                // SAFETY: nobody else has this crew.
+                // SAFETY: nobody else has this team.
                 unsafe {
-                    crew.run(&|i| {
+                    team.run(&|i| {
                         counts[i].fetch_add(1, Ordering::Relaxed);
                     });
                 }
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn a_panic_comes_out_when_all_are_done_and_the_crew_goes_on() {
-        let crew = Crew::new(3, &[]).unwrap();
+        let team = ThreadTeam::new(3, &[]).unwrap();
         for who in 0..3 {
             let done = AtomicUsize::new(0);
             let body = |i: usize| {
@@ -277,8 +277,8 @@ mod tests {
                 thread::sleep(Duration::from_millis(2));
                 done.fetch_add(1, Ordering::Relaxed);
             };
-            // SAFETY: nobody else has this crew.
-            let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { crew.run(&body) }));
+            // SAFETY: nobody else has this team.
+            let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { team.run(&body) }));
             assert!(outcome.is_err());
             assert_eq!(done.load(Ordering::Relaxed), 2);
         }
@@ -295,15 +295,15 @@ mod tests {
                 set
             })
             .collect();
-        let crew = Crew::new(cpus.len() + 1, &places).unwrap();
+        let team = ThreadTeam::new(cpus.len() + 1, &places).unwrap();
         let seen = Mutex::new(vec![Vec::new(); cpus.len() + 1]);
         let look = |i: usize| {
             let set = rustix::thread::sched_getaffinity(None).unwrap();
             let on = (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
             lock(&seen)[i] = on.collect();
         };
-        // SAFETY: nobody else has this crew.
-        unsafe { crew.run(&look) };
+        // SAFETY: nobody else has this team.
+        unsafe { team.run(&look) };
         for (i, seen) in lock(&seen).iter().enumerate() {
             assert_eq!(*seen, [cpus[i % cpus.len()]], "thread {i}");
         }
@@ -312,13 +312,13 @@ mod tests {
         let mut nowhere = CpuSet::new();
         nowhere.set(CpuSet::MAX_CPU - 1);
         if cpus.last() != Some(&(CpuSet::MAX_CPU - 1)) {
-            assert!(Crew::new(2, &[nowhere]).is_err());
+            assert!(ThreadTeam::new(2, &[nowhere]).is_err());
         }
     }
 
     #[test]
     fn who_waits_long_sleeps() {
-        let crew = Crew::new(3, &[]).unwrap();
+        let team = ThreadTeam::new(3, &[]).unwrap();
         let barrier = Barrier::new(3);
         let sleeping = AtomicBool::new(false);
         let body = |i: usize| {
@@ -333,12 +333,12 @@ mod tests {
             }
             barrier.wait();
         };
-        // SAFETY: nobody else has this crew.
-        unsafe { crew.run(&body) };
+        // SAFETY: nobody else has this team.
+        unsafe { team.run(&body) };
         assert!(sleeping.load(Ordering::Relaxed));
         // Between jobs, too.
         let end = Instant::now() + Duration::from_secs(20);
-        while crew.shared.orders.sleepers.load(Ordering::SeqCst) != 2 {
+        while team.shared.orders.sleepers.load(Ordering::SeqCst) != 2 {
             assert!(Instant::now() < end, "threads without a job are awake");
             thread::sleep(Duration::from_millis(1));
         }

@@ -5,14 +5,14 @@
 
 use half::{bf16, f16};
 
-use super::simd::{Lanes, Simd, Task, dispatch};
+use crate::simd::{Lanes, PtrTask, Simd, dispatch_ptr};
 
 /// The most rows of results for which each row that is summed up is read once.
 pub(crate) const TILE_RESULTS: usize = 6;
 
 /// The operands; strides are in elements. Each sum runs over its terms in order, whatever the extents.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Mix<T> {
+pub(crate) struct GemmRows<T> {
     /// Rows of results.
     pub(crate) results: usize,
     /// Rows that are summed up.
@@ -61,7 +61,7 @@ impl Element for bf16 {
     }
 }
 
-impl<T: Element> Mix<T> {
+impl<T: Element> GemmRows<T> {
     /// Adds the sums to `out`.
     ///
     /// # Safety
@@ -70,15 +70,16 @@ impl<T: Element> Mix<T> {
     /// - `out` is readable and writable for `results` rows of `n` floats, which overlap neither each
     ///   other nor the operands.
     pub(crate) unsafe fn add(self) {
-        dispatch(Add(self));
+        // SAFETY: the caller's contract is that of the task.
+        unsafe { dispatch_ptr(Add(self)) };
     }
 
     /// The same with other rows, of `U`, at `rows` and so many bytes apart.
     ///
     /// # Safety
-    /// As [`Mix::add`]; the stride is a multiple of the size of `U`.
+    /// As [`GemmRows::add`]; the stride is a multiple of the size of `U`.
     pub(crate) unsafe fn add_rows<U: Element>(self, rows: *const u8, stride: usize) {
-        let Mix {
+        let GemmRows {
             results,
             terms,
             n,
@@ -89,7 +90,7 @@ impl<T: Element> Mix<T> {
             out_stride,
             ..
         } = self;
-        let mix = Mix {
+        let mix = GemmRows {
             results,
             terms,
             n,
@@ -106,17 +107,17 @@ impl<T: Element> Mix<T> {
     }
 }
 
-/// A [`Mix`] whose operands are as [`Mix::add`] demands.
-struct Add<T>(Mix<T>);
+/// A [`GemmRows`] whose operands are as [`GemmRows::add`] demands.
+struct Add<T>(GemmRows<T>);
 
-impl<T: Element> Task for Add<T> {
+impl<T: Element> PtrTask for Add<T> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let mix = self.0;
         let mut column = 0;
-        // SAFETY: `Mix::add` had the operands vouched for; every strip begins before `n`, and only
+        // SAFETY: `GemmRows::add` had the operands vouched for; every strip begins before `n`, and only
         // the last of a single vector may be cut short.
         unsafe {
             // Wider strips need the registers of AVX-512, the widest all of them for few results.
@@ -140,12 +141,12 @@ impl<T: Element> Task for Add<T> {
     }
 }
 
-impl<T: Element> Mix<T> {
+impl<T: Element> GemmRows<T> {
     /// All rows of the columns from `column` on, as many as `W` vectors hold; the last vector has
     /// `last` floats.
     ///
     /// # Safety
-    /// As [`Mix::add`]; the columns are less than `n`.
+    /// As [`GemmRows::add`]; the columns are less than `n`.
     #[inline(always)]
     unsafe fn strip<S: Simd, const W: usize>(self, simd: S, column: usize, last: usize) {
         let mut row = 0;
@@ -169,7 +170,7 @@ impl<T: Element> Mix<T> {
     /// `R` rows of `W` vectors.
     ///
     /// # Safety
-    /// As [`Mix::add`]; rows and columns are less than `results` and `n`.
+    /// As [`GemmRows::add`]; rows and columns are less than `results` and `n`.
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const W: usize>(
         self,
@@ -214,9 +215,9 @@ impl<T: Element> Mix<T> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::gemm::Level;
-    use super::super::simd::dispatch_at;
     use super::*;
+    use crate::isa::Level;
+    use crate::simd::dispatch_ptr_at;
     use proptest::prelude::*;
 
     /// Mixes rows of elements that were rounded to `T`, at every level.
@@ -244,7 +245,7 @@ mod tests {
         let before = floats(results * out_stride);
         for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
             let mut out = before.clone();
-            let mix = Mix {
+            let mix = GemmRows {
                 results,
                 terms,
                 n,
@@ -256,7 +257,8 @@ mod tests {
                 out: out.as_mut_ptr(),
                 out_stride,
             };
-            dispatch_at(level, Add(mix));
+            // SAFETY: the vectors have the extents of the operands.
+            unsafe { dispatch_ptr_at(level, Add(mix)) };
             for (at, (&out, &before)) in out.iter().zip(&before).enumerate() {
                 let (i, c) = (at / out_stride, at % out_stride);
                 if c >= n {

@@ -4,13 +4,13 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::Call;
-use super::blocks::Supers;
-use super::groups::depth;
+use super::block_simd::BlockSimd;
+use super::block32_decode::depth;
+use super::blocks::SuperBlockKernel;
 use super::panel::{self, Ahead, Panel, Tile};
 use super::scratch::PREPARED;
-use super::simd::Simd;
 use crate::formats::BlockQ8K;
+use crate::gemm::kernel::GemmArgs;
 
 /// Elements of a block.
 const CHUNK: usize = 256;
@@ -26,13 +26,13 @@ pub(super) const PANEL_COLS: usize = 6;
 /// Multiplies, choosing between rows and panels.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`.
+/// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
-pub(super) unsafe fn gemm<S: Simd, B: Supers>(call: &Call) {
+pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     // SAFETY: the caller's promise.
     unsafe {
         if call.cols >= PANEL_COLS {
-            panel::gemm::<S, SuperPanel<S, B>>(call);
+            panel::gemm::<S, KQuantPanel<S, B>>(call);
         } else {
             rows::<S, B>(call);
         }
@@ -53,9 +53,9 @@ struct Column {
 /// columns.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with the features of `S`.
+/// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
-unsafe fn rows<S: Simd, B: Supers>(call: &Call) {
+unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     let blocks = call.k / 256;
     let mut memory = PREPARED.take(call.cols * blocks * size_of::<Column>());
     let columns = memory.as_mut_ptr().cast::<Column>();
@@ -98,7 +98,7 @@ unsafe fn rows<S: Simd, B: Supers>(call: &Call) {
 /// # Safety
 /// `x` is a block of Q8_K, `column` writable.
 #[inline(always)]
-unsafe fn prepare<S: Simd, B: Supers>(x: *const u8, column: *mut Column) {
+unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut Column) {
     // SAFETY: the caller's promise.
     unsafe {
         let column = &mut *column;
@@ -124,7 +124,7 @@ unsafe fn prepare<S: Simd, B: Supers>(x: *const u8, column: *mut Column) {
 /// # Safety
 /// The row has `blocks` blocks, the columns are prepared, and `dst` has `C` floats.
 #[inline(always)]
-unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
+unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     row: *const u8,
     blocks: usize,
     x: *const Column,
@@ -133,7 +133,7 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        let mut acc = [S::zero_floats(); C];
+        let mut acc = [S::v_splat(0.0); C];
         let mut acc_mins = [_mm256_setzero_ps(); C];
         for b in 0..blocks {
             let block = row.add(b * size_of::<B>());
@@ -141,21 +141,21 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
             let q = S::quants::<B>(block);
             let (scales, mins) = B::scales(block);
             let (d, dmin) = B::d(block);
-            let mut sums = [S::zero(); C];
+            let mut sums = [S::zero_int(); C];
             if B::OFFSET != 0 && !B::WIDE {
                 // The offset times the scales times the sums of the activations.
                 for c in 0..C {
                     let bsums = _mm256_loadu_si256((*x.add(c * blocks + b)).sums.as_ptr().cast());
                     let excess = _mm256_madd_epi16(scales, bsums);
                     let excess = _mm256_mullo_epi32(excess, _mm256_set1_epi32(B::OFFSET));
-                    sums[c] = S::sub(S::zero(), S::widen(excess));
+                    sums[c] = S::sub_int(S::zero_int(), S::widen(excess));
                 }
             }
             for v in 0..S::SUPER {
-                let scale = S::spread_supers::<B>(scales, v);
+                let scale = S::spread_superblock::<B>(scales, v);
                 for c in 0..C {
                     let x = (*x.add(c * blocks + b)).quants.as_ptr();
-                    let x = S::load(x.add(v * 4 * S::LANES));
+                    let x = S::load_int(x.add(v * 4 * S::LANES));
                     sums[c] = if B::WIDE {
                         S::dot_scaled_wide(sums[c], q[v], x, scale)
                     } else {
@@ -165,7 +165,7 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
             }
             for c in 0..C {
                 let x = &*x.add(c * blocks + b);
-                acc[c] = S::mul_add(S::to_floats(sums[c]), S::splat_float(d * x.d), acc[c]);
+                acc[c] = S::v_mul_add(S::to_floats(sums[c]), S::v_splat(d * x.d), acc[c]);
                 if B::HAS_MIN {
                     let bsums = _mm256_loadu_si256(x.sums.as_ptr().cast());
                     let sums = _mm256_cvtepi32_ps(_mm256_madd_epi16(mins, bsums));
@@ -178,7 +178,7 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
             *dst.add(c * dst_stride) = if B::HAS_MIN {
                 S::sum_both(acc[c], acc_mins[c])
             } else {
-                S::sum(acc[c])
+                S::v_sum(acc[c])
             };
         }
     }
@@ -188,14 +188,14 @@ unsafe fn row_times<S: Simd, B: Supers, const C: usize>(
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct SuperColumn {
-    /// Pairs of 16-bit sums of the sub-blocks.
+    /// Bf16Weights of 16-bit sums of the sub-blocks.
     sums: [u32; 8],
     d: f32,
 }
 
 /// Up to 32 rows of a super-block, interleaved.
 #[repr(C, align(64))]
-struct SuperPanel<S, B> {
+struct KQuantPanel<S, B> {
     /// For each four elements, four bytes of each row.
     quants: [[u8; 128]; CHUNK / 4],
     /// For each sub-block, the scale of each row.
@@ -210,13 +210,13 @@ struct SuperPanel<S, B> {
     format: PhantomData<(S, B)>,
 }
 
-impl<S: Simd, B: Supers> SuperPanel<S, B> {
+impl<S: BlockSimd, B: SuperBlockKernel> KQuantPanel<S, B> {
     /// Whether something is to be taken off by way of the sums of the activations: minimums, or the
     /// offset of the quants as if it were one.
     const MINS: bool = B::HAS_MIN || (B::OFFSET != 0 && !(B::WIDE && S::WIDE_IS_SIGNED));
 }
 
-impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
+impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     const CHUNK: usize = CHUNK;
     const BYTES: usize = size_of::<B>();
     const VECTORS: usize = S::PANEL;
@@ -226,7 +226,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
 
     #[inline(always)]
     fn new() -> Self {
-        SuperPanel {
+        KQuantPanel {
             quants: [[0; 128]; CHUNK / 4],
             scales: [[0.0; 32]; 16],
             mins: [[[0; 2]; 32]; 16],
@@ -262,7 +262,7 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
     }
 
     #[inline(always)]
-    unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, _: usize) {
+    unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, _: usize) {
         let height = S::PANEL * S::LANES;
         // SAFETY: the caller's promise: block `start / 256` exists in every row below `call.rows`.
         unsafe {
@@ -334,29 +334,29 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
         // SAFETY: the caller's promise.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
-            let mut scaled = [[S::zero_floats(); C]; P];
+            let mut scaled = [[S::v_splat(0.0); C]; P];
             let mut panel = self.quants.as_ptr().cast::<u8>();
             let mut scales = self.scales.as_ptr().cast::<f32>();
             let height = P * S::LANES;
             for j in 0..CHUNK / B::SUB {
                 ahead.more();
-                let mut dots = [[S::zero(); C]; P];
-                let depth = const { depth::<S>(B::MOST, B::SUB / 4) };
+                let mut dots = [[S::zero_int(); C]; P];
+                let depth = const { depth::<S>(B::MAX_QUANT, B::SUB / 4) };
                 for first in (0..B::SUB / 4).step_by(depth) {
-                    let mut shorts = [[S::zero(); C]; P];
+                    let mut shorts = [[S::zero_int(); C]; P];
                     for i in first..first + depth {
-                        let mut w = [S::zero(); P];
+                        let mut w = [S::zero_int(); P];
                         for p in 0..P {
-                            w[p] = S::load(panel.add(p * S::LANES * 4));
+                            w[p] = S::load_int(panel.add(p * S::LANES * 4));
                         }
                         panel = panel.add(height * 4);
                         for c in 0..C {
                             let x = x.add(c * x_stride + X_QUANTS + j * B::SUB + 4 * i);
-                            let x = S::splat(x.cast::<u32>().read_unaligned());
+                            let x = S::splat_int(x.cast::<u32>().read_unaligned());
                             for p in 0..P {
                                 if depth > 1 {
                                     let products = S::multiply_pairs(w[p], x);
-                                    shorts[p][c] = S::add_shorts(shorts[p][c], products);
+                                    shorts[p][c] = S::add_i16(shorts[p][c], products);
                                 } else if B::WIDE {
                                     dots[p][c] = S::dot_wide(dots[p][c], w[p], x);
                                 } else {
@@ -368,28 +368,28 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
                     if depth > 1 {
                         for p in 0..P {
                             for c in 0..C {
-                                dots[p][c] = S::add_short_pairs(dots[p][c], shorts[p][c]);
+                                dots[p][c] = S::add_i16_pairs(dots[p][c], shorts[p][c]);
                             }
                         }
                     }
                 }
                 // Integers times integers, and as long as they stay below 2^24 exact as floats, too.
                 for p in 0..P {
-                    let scale = S::load_floats(scales.add(p * S::LANES));
+                    let scale = S::v_load(scales.add(p * S::LANES), S::LANES);
                     for c in 0..C {
-                        scaled[p][c] = S::mul_add(S::to_floats(dots[p][c]), scale, scaled[p][c]);
+                        scaled[p][c] = S::v_mul_add(S::to_floats(dots[p][c]), scale, scaled[p][c]);
                     }
                 }
                 scales = scales.add(height);
             }
-            let mut min_sums = [[S::zero(); C]; P];
+            let mut min_sums = [[S::zero_int(); C]; P];
             if Self::MINS {
                 let mut mins = self.mins.as_ptr().cast::<u8>();
                 for i in 0..CHUNK / B::SUB / 2 {
                     for c in 0..C {
-                        let pair = S::splat((*columns.add(c)).sums[i]);
+                        let pair = S::splat_int((*columns.add(c)).sums[i]);
                         for p in 0..P {
-                            let m = S::load(mins.add(p * S::LANES * 4));
+                            let m = S::load_int(mins.add(p * S::LANES * 4));
                             min_sums[p][c] = S::dot_pairs(min_sums[p][c], m, pair);
                         }
                     }
@@ -397,15 +397,15 @@ impl<S: Simd, B: Supers> Panel<S> for SuperPanel<S, B> {
                 }
             }
             for p in 0..P {
-                let d = S::load_floats(self.d.as_ptr().add(p * S::LANES));
-                let dmin = S::load_floats(self.dmin.as_ptr().add(p * S::LANES));
+                let d = S::v_load(self.d.as_ptr().add(p * S::LANES), S::LANES);
+                let dmin = S::v_load(self.dmin.as_ptr().add(p * S::LANES), S::LANES);
                 for c in 0..C {
-                    let d_x = S::splat_float((*columns.add(c)).d);
+                    let d_x = S::v_splat((*columns.add(c)).d);
                     let mut acc = sums.load::<S, P>(p, c);
-                    acc = S::mul_add(scaled[p][c], S::mul(d, d_x), acc);
+                    acc = S::v_mul_add(scaled[p][c], S::v_mul(d, d_x), acc);
                     if Self::MINS {
                         let excess = S::to_floats(min_sums[p][c]);
-                        acc = S::neg_mul_add(excess, S::mul(dmin, d_x), acc);
+                        acc = S::v_neg_mul_add(excess, S::v_mul(dmin, d_x), acc);
                     }
                     sums.store::<S, P>(p, c, acc);
                 }

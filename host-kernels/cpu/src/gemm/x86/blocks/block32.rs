@@ -6,13 +6,13 @@ use super::scales::{
     eight_bytes, eight_halves, halved_powers, halves, halves_of_18, pick_words, scales_of_blocks,
 };
 use super::{
-    Codes, Groups, IQ4_TABLE, bits, look_up, look_up_pair, nibble_pair, nibbles, unsigned,
+    Block32Kernel, Codes, IQ4_TABLE, bits, look_up, look_up_pair, nibble_pair, nibbles, unsigned,
 };
 use crate::formats::{
     BlockIq4Nl, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ4_0, BlockQ4_1, BlockQ5_0,
     BlockQ5_1, BlockQ8_0, FP4_VALUES, IQ4_VALUES, NVFP4_SCALES,
 };
-use crate::gemm::x86::simd::Simd;
+use crate::gemm::x86::int_simd::IntSimd;
 
 const IQ4_SIGNED_TABLE: [u8; 16] = unsigned(&IQ4_VALUES, 0);
 const FP4_TABLE: [u8; 16] = unsigned(&FP4_VALUES, 12);
@@ -39,8 +39,8 @@ macro_rules! nibble_groups {
     ($($block:ty, $bytes:literal: d at 0, m at $m:expr, qh at $qh:expr, qs at $qs:literal;)*) => {
         $(
             // SAFETY (of the blocks below): the module's contract; the offsets are those of the fields.
-            impl Groups for $block {
-                const MOST: usize = match $qh {
+            impl Block32Kernel for $block {
+                const MAX_QUANT: usize = match $qh {
                     Some(_) => 31,
                     None => 15,
                 };
@@ -132,12 +132,12 @@ nibble_groups! {
     BlockQ5_1, 24: d at 0, m at Some(2), qh at Some(4), qs at 8;
 }
 
-impl Groups for BlockQ8_0 {
-    const MOST: usize = 255;
+impl Block32Kernel for BlockQ8_0 {
+    const MAX_QUANT: usize = 255;
     const CODES: Codes = Codes::Bytes(2);
 
     #[inline(always)]
-    unsafe fn decode<S: Simd>(codes: S::I) -> S::I {
+    unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
         // SAFETY: the module's contract.
         unsafe { S::flip(codes) }
     }
@@ -161,13 +161,13 @@ impl Groups for BlockQ8_0 {
     }
 }
 
-impl Groups for BlockIq4Nl {
-    const MOST: usize = 255;
+impl Block32Kernel for BlockIq4Nl {
+    const MAX_QUANT: usize = 255;
     const TURNS: bool = true;
     const CODES: Codes = Codes::Nibbles(2);
 
     #[inline(always)]
-    unsafe fn decode<S: Simd>(codes: S::I) -> S::I {
+    unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
         // SAFETY: the module's contract.
         unsafe {
             if S::WIDE_IS_SIGNED {
@@ -226,12 +226,12 @@ impl Groups for BlockIq4Nl {
     }
 }
 
-impl Groups for BlockMxfp4 {
-    const MOST: usize = 24;
+impl Block32Kernel for BlockMxfp4 {
+    const MAX_QUANT: usize = 24;
     const CODES: Codes = Codes::Nibbles(1);
 
     #[inline(always)]
-    unsafe fn decode<S: Simd>(codes: S::I) -> S::I {
+    unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
         // SAFETY: the module's contract.
         unsafe { S::look_up(FP4_TABLE, codes) }
     }
@@ -297,8 +297,8 @@ impl Groups for BlockMxfp4 {
     }
 }
 
-impl Groups for BlockNvfp4 {
-    const MOST: usize = 24;
+impl Block32Kernel for BlockNvfp4 {
+    const MAX_QUANT: usize = 24;
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
@@ -338,8 +338,8 @@ impl Groups for BlockNvfp4 {
     }
 }
 
-impl Groups for BlockQ1_0 {
-    const MOST: usize = 2;
+impl Block32Kernel for BlockQ1_0 {
+    const MAX_QUANT: usize = 2;
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
@@ -357,8 +357,8 @@ impl Groups for BlockQ1_0 {
     }
 }
 
-impl Groups for BlockQ2_0 {
-    const MOST: usize = 3;
+impl Block32Kernel for BlockQ2_0 {
+    const MAX_QUANT: usize = 3;
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {

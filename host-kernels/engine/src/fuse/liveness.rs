@@ -1,51 +1,28 @@
-//! What memory a node touches, and when what lies there is of no use any more.
+//! The memory that a node accesses, and whether a result is dead.
 //!
-//! A fused launch leaves results out that only its own nodes read. The graph does not say who else may want them: a guest
-//! can read any tensor after a run, and a scheduler may have cut the graph out of a larger one. So a result counts as
-//! dead only if the graph itself proves it: later nodes write over all of its bytes, and nobody reads them before. Memory
-//! for intermediates is used again and again, so that in graphs of models nearly all results are.
+//! A fused kernel does not store results that only its own nodes read. The graph does not say what
+//! else reads them: a guest can read any tensor after a run, and a scheduler may have cut the graph
+//! out of a larger one. So a result counts as dead only if the graph itself proves it: later nodes
+//! overwrite all of its bytes, and no node reads them before. ggml's allocator reuses the memory of
+//! intermediates, so nearly all intermediates of a model qualify.
 
 use std::ops::Range;
 
 use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 
-/// Bytes of a buffer of the graph.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Span {
-    buffer: u32,
-    bytes: Range<u64>,
-}
+use crate::byte_range::ByteRange;
 
-impl Span {
-    /// From the first to one past the last byte of a tensor.
-    pub fn of(tensor: &Tensor) -> Span {
-        let extent = tensor.shape.extent();
-        let extent = extent.expect("a validated tensor has a size");
-        Span {
-            buffer: tensor.buffer,
-            bytes: tensor.offset..tensor.offset + extent,
-        }
-    }
-
-    /// Whether the two share a byte.
-    pub fn meets(&self, other: &Span) -> bool {
-        self.buffer == other.buffer
-            && self.bytes.start < other.bytes.end
-            && other.bytes.start < self.bytes.end
-    }
-}
-
-/// What a node reads.
-pub fn reads<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = Span> + 'g {
+/// The bytes that a node reads.
+pub fn reads<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = ByteRange> + 'g {
     let sources = node.src.as_slice().iter().flatten();
-    sources.map(|&source| Span::of(&graph.tensors[source as usize]))
+    sources.map(|&source| ByteRange::of(&graph.tensors[source as usize]))
 }
 
-/// What a node writes: its destination; optimisers also what they keep in their sources.
-pub fn writes<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = Span> + 'g {
+/// The bytes that a node writes: its destination, and for optimisers the state in its sources.
+pub fn writes<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = ByteRange> + 'g {
     let is_optimiser = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
     let sources = reads(graph, node).filter(move |_| is_optimiser);
-    std::iter::once(Span::of(graph.dst(node))).chain(sources)
+    std::iter::once(ByteRange::of(graph.dst(node))).chain(sources)
 }
 
 /// Whether a node writes every byte between the first and the last of its destination.
@@ -54,12 +31,12 @@ fn covers(graph: &Graph, node: &Node) -> bool {
     !is_partial && graph.dst(node).shape.is_contiguous()
 }
 
-/// Whether nobody wants what node `of` has written, apart from the nodes of `group`; and apart from the part `kept` of it,
-/// which others may read.
-pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], kept: Option<&Tensor>) -> bool {
-    let whole = Span::of(graph.dst(&graph.nodes[of]));
+/// Whether only the nodes of `group` read the result of node `of`. Other nodes may read the part `live`
+/// of it.
+pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], live: Option<&Tensor>) -> bool {
+    let whole = ByteRange::of(graph.dst(&graph.nodes[of]));
     let mut left = vec![whole.bytes.clone()];
-    let remains = |left: &[Range<u64>], span: &Span| {
+    let remains = |left: &[Range<u64>], span: &ByteRange| {
         let bytes = &span.bytes;
         span.buffer == whole.buffer && { left.iter() }
             .any(|l| l.start < bytes.end && bytes.start < l.end)
@@ -67,7 +44,8 @@ pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], kept: Option<&T
     for (at, node) in graph.nodes.iter().enumerate().skip(of + 1) {
         let sources = node.src.as_slice().iter().flatten();
         let mut sources = sources.map(|&source| &graph.tensors[source as usize]);
-        let is_read = |source: &Tensor| remains(&left, &Span::of(source)) && kept != Some(source);
+        let is_read =
+            |source: &Tensor| remains(&left, &ByteRange::of(source)) && live != Some(source);
         if !group.contains(&at) && sources.any(is_read) {
             return false;
         }
@@ -91,18 +69,19 @@ pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], kept: Option<&T
     false
 }
 
-/// Whether node `at` can as well run before node `first`: no node from there to it reads or writes what it writes, or
-/// writes what it reads. `skipped` are nodes in between that move along.
+/// Whether node `at` can run before node `first` instead: no node between them reads or writes what it
+/// writes, or writes what it reads. `skipped` are nodes between them that move along.
 pub(super) fn can_move_up(graph: &Graph, at: usize, first: usize, skipped: &[usize]) -> bool {
     can_pass(graph, at, first..at, skipped)
 }
 
-/// Whether node `at` can as well run just before node `last`.
+/// Whether node `at` can run just before node `last` instead.
 pub(super) fn can_move_down(graph: &Graph, at: usize, last: usize, skipped: &[usize]) -> bool {
     can_pass(graph, at, at + 1..last, skipped)
 }
 
-/// Whether it makes no difference if node `at` runs before or after the nodes of a range, apart from those `skipped`.
+/// Whether the results are the same if node `at` runs before or after the nodes of `others`, except
+/// those in `skipped`.
 fn can_pass(graph: &Graph, at: usize, mut others: Range<usize>, skipped: &[usize]) -> bool {
     let node = &graph.nodes[at];
     let (written, read): (Vec<_>, Vec<_>) =
@@ -112,10 +91,10 @@ fn can_pass(graph: &Graph, at: usize, mut others: Range<usize>, skipped: &[usize
             return true;
         }
         let other = &graph.nodes[other];
-        let theirs: Vec<Span> = writes(graph, other).collect();
+        let theirs: Vec<ByteRange> = writes(graph, other).collect();
         let mut touched = reads(graph, other).chain(theirs.iter().cloned());
-        !touched.any(|span| written.iter().any(|w| w.meets(&span)))
-            && !theirs.iter().any(|t| read.iter().any(|r| r.meets(t)))
+        !touched.any(|span| written.iter().any(|w| w.overlaps(&span)))
+            && !theirs.iter().any(|t| read.iter().any(|r| r.overlaps(t)))
     })
 }
 
@@ -149,44 +128,44 @@ mod tests {
     const OTHER: (u64, u64) = (900, 8);
 
     #[test]
-    fn results_are_dead_when_all_of_them_is_written_over() {
+    fn results_are_dead_when_they_are_overwritten() {
         let make = (0, 8);
         let used = [(100, 8), make, OTHER];
-        // Not written over at all: somebody may read it after the run.
+        // Not overwritten: the guest may read it after the run.
         assert!(!is_dead(
             &sums(&[[make, OTHER, OTHER], used]),
             0,
             &[1],
             None
         ));
-        // Written over in two parts.
+        // Overwritten in two parts.
         let first = [(0, 4), OTHER, OTHER];
         let second = [(4, 4), OTHER, OTHER];
         let graph = sums(&[[make, OTHER, OTHER], used, first, second]);
         assert!(is_dead(&graph, 0, &[1], None));
-        // Only in part.
+        // Overwritten only in part.
         assert!(!is_dead(
             &sums(&[[make, OTHER, OTHER], used, first]),
             0,
             &[1],
             None
         ));
-        // Read by somebody else before; of the part that is left.
+        // Another node reads the part that is not yet overwritten.
         let reads_left = [(200, 4), (4, 4), OTHER];
         let graph = sums(&[[make, OTHER, OTHER], used, first, reads_left, second]);
         assert!(!is_dead(&graph, 0, &[1], None));
-        // What was written over in between is somebody else's.
+        // Another node reads the part that was overwritten before.
         let reads_gone = [(200, 4), (0, 4), OTHER];
         let graph = sums(&[[make, OTHER, OTHER], used, first, reads_gone, second]);
         assert!(is_dead(&graph, 0, &[1], None));
-        // In place: the reader itself writes over it.
+        // In place: the reader itself overwrites it.
         let graph = sums(&[[make, OTHER, OTHER], [make, make, OTHER]]);
         assert!(is_dead(&graph, 0, &[1], None));
         assert!(!is_dead(&graph, 1, &[], None));
     }
 
     #[test]
-    fn writing_some_rows_is_not_writing_over() {
+    fn writing_some_rows_does_not_overwrite_all() {
         let make = (0, 8);
         let mut graph = sums(&[
             [make, OTHER, OTHER],
@@ -199,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_move_past_those_that_do_not_mind() {
+    fn nodes_move_past_independent_nodes() {
         let far = [(500, 8), (510, 8), (520, 8)];
         let node = [(0, 8), (100, 8), (200, 8)];
         let moves = |between| {

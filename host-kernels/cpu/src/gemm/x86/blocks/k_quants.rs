@@ -1,8 +1,8 @@
-//! Super-blocks of 256.
+//! Quants256-blocks of 256.
 
 use std::arch::x86_64::*;
 
-use super::{IQ4_TABLE, Supers, bits, half, look_up, look_up_pair, nibble_pair, nibbles};
+use super::{IQ4_TABLE, SuperBlockKernel, bits, half, look_up, look_up_pair, nibble_pair, nibbles};
 use crate::formats::{BlockIq4Xs, BlockQ2K, BlockQ3K, BlockQ4K, BlockQ5K, BlockQ6K, BlockTq2_0};
 
 /// `(a & a_mask) | (b & b_mask)`
@@ -50,8 +50,8 @@ unsafe fn two_halves(block: *const u8) -> (f32, f32) {
 /// Where 64 bytes of nibbles of Q4_K and Q5_K, low ones before high ones, put pieces of 32.
 const NIBBLE_ORDER: [usize; 8] = [0, 2, 1, 3, 4, 6, 5, 7];
 
-impl Supers for BlockQ4K {
-    const MOST: usize = 15;
+impl SuperBlockKernel for BlockQ4K {
+    const MAX_QUANT: usize = 15;
     const ORDER_512: [usize; 8] = NIBBLE_ORDER;
 
     #[inline(always)]
@@ -98,8 +98,8 @@ impl Supers for BlockQ4K {
     }
 }
 
-impl Supers for BlockQ5K {
-    const MOST: usize = 31;
+impl SuperBlockKernel for BlockQ5K {
+    const MAX_QUANT: usize = 31;
     const ORDER_512: [usize; 8] = NIBBLE_ORDER;
 
     #[inline(always)]
@@ -171,8 +171,8 @@ impl Supers for BlockQ5K {
     }
 }
 
-impl Supers for BlockQ6K {
-    const MOST: usize = 63;
+impl SuperBlockKernel for BlockQ6K {
+    const MAX_QUANT: usize = 63;
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
@@ -271,8 +271,8 @@ unsafe fn two_bits_512(qs: *const u8) -> [__m512i; 4] {
     }
 }
 
-impl Supers for BlockQ2K {
-    const MOST: usize = 3;
+impl SuperBlockKernel for BlockQ2K {
+    const MAX_QUANT: usize = 3;
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
@@ -304,8 +304,8 @@ impl Supers for BlockQ2K {
     }
 }
 
-impl Supers for BlockQ3K {
-    const MOST: usize = 7;
+impl SuperBlockKernel for BlockQ3K {
+    const MAX_QUANT: usize = 7;
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
@@ -398,8 +398,8 @@ impl Supers for BlockQ3K {
     }
 }
 
-impl Supers for BlockIq4Xs {
-    const MOST: usize = 255;
+impl SuperBlockKernel for BlockIq4Xs {
+    const MAX_QUANT: usize = 255;
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
@@ -454,8 +454,8 @@ impl Supers for BlockIq4Xs {
     }
 }
 
-impl Supers for BlockTq2_0 {
-    const MOST: usize = 3;
+impl SuperBlockKernel for BlockTq2_0 {
+    const MAX_QUANT: usize = 3;
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {

@@ -5,15 +5,16 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::Call;
+use super::int_simd::IntSimd;
 use super::panel::{self, Ahead, Panel, Tile};
-use super::simd::{Avx512, Simd};
+use crate::gemm::kernel::GemmArgs;
+use crate::simd::{Avx512, Simd};
 
 /// Elements of `k` in a panel.
 const CHUNK: usize = 128;
-/// Pairs in a chunk.
+/// Bf16Weights in a chunk.
 const PAIRS: usize = CHUNK / 2;
-/// Pairs between two times that more weights are asked for.
+/// Bf16Weights between two times that more weights are asked for.
 const STEP: usize = 8;
 /// From this many columns on, interleaving a panel pays.
 pub(super) const PANEL_COLS: usize = 32;
@@ -24,7 +25,7 @@ const UNROLL: usize = 4;
 ///
 /// # Safety
 /// As in [`super::simd`], with AVX-512 BF16.
-pub(in crate::gemm) trait Pairs: Copy + 'static {
+pub(in crate::gemm) trait Bf16Weights: Copy + 'static {
     /// 32 weights whose bits are `halves`.
     unsafe fn round(halves: __m512i) -> __m512i;
 
@@ -32,7 +33,7 @@ pub(in crate::gemm) trait Pairs: Copy + 'static {
     #[inline(always)]
     unsafe fn load(p: *const u8) -> __m512i {
         // SAFETY: the contract of the trait.
-        unsafe { Self::round(Avx512::load(p)) }
+        unsafe { Self::round(Avx512::load_int(p)) }
     }
 
     /// `n < 32` weights, the rest 0.
@@ -48,14 +49,14 @@ pub(super) struct Bf16;
 #[derive(Clone, Copy)]
 pub(super) struct F16;
 
-impl Pairs for Bf16 {
+impl Bf16Weights for Bf16 {
     #[inline(always)]
     unsafe fn round(halves: __m512i) -> __m512i {
         halves
     }
 }
 
-impl Pairs for F16 {
+impl Bf16Weights for F16 {
     #[inline(always)]
     unsafe fn round(halves: __m512i) -> __m512i {
         // SAFETY: the contract of the trait; both types have the same size, and every pattern of bits is valid.
@@ -70,9 +71,9 @@ impl Pairs for F16 {
 /// Multiplies, choosing between rows and panels.
 ///
 /// # Safety
-/// As [`super::super::Gemm`], with AVX-512 BF16.
+/// As [`crate::gemm::Gemm`], with AVX-512 BF16.
 #[inline(always)]
-pub(super) unsafe fn gemm<W: Pairs>(call: &Call) {
+pub(super) unsafe fn gemm<W: Bf16Weights>(call: &GemmArgs) {
     // SAFETY: the caller's promise.
     unsafe {
         match call.cols {
@@ -93,7 +94,7 @@ pub(super) unsafe fn gemm<W: Pairs>(call: &Call) {
 /// # Safety
 /// As [`gemm`].
 #[inline(always)]
-unsafe fn few<W: Pairs>(call: &Call) {
+unsafe fn few<W: Bf16Weights>(call: &GemmArgs) {
     // Two rows with as many columns as the registers have sums for, or four with fewer.
     let height = if call.cols >= 8 { 2 } else { 4 };
     let mut r = 0;
@@ -136,7 +137,7 @@ unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
 /// # Safety
 /// Both have `k` elements.
 #[inline(always)]
-unsafe fn row_dot<W: Pairs>(row: *const u8, x: *const u8, k: usize) -> f32 {
+unsafe fn row_dot<W: Bf16Weights>(row: *const u8, x: *const u8, k: usize) -> f32 {
     // SAFETY: the caller's promise; the mask keeps the tail's loads within `k`.
     unsafe {
         let mut acc = [_mm512_setzero_ps(); UNROLL];
@@ -145,7 +146,7 @@ unsafe fn row_dot<W: Pairs>(row: *const u8, x: *const u8, k: usize) -> f32 {
             Avx512::prefetch(row.add(2 * i), UNROLL * 64);
             for u in 0..UNROLL {
                 let at = 2 * (i + 32 * u);
-                acc[u] = dot(acc[u], W::load(row.add(at)), Avx512::load(x.add(at)));
+                acc[u] = dot(acc[u], W::load(row.add(at)), Avx512::load_int(x.add(at)));
             }
             i += UNROLL * 32;
         }
@@ -161,7 +162,7 @@ unsafe fn row_dot<W: Pairs>(row: *const u8, x: *const u8, k: usize) -> f32 {
             i += 32;
         }
         let (low, high) = (_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3]));
-        Avx512::sum(_mm512_add_ps(low, high))
+        Avx512::v_sum(_mm512_add_ps(low, high))
     }
 }
 
@@ -170,7 +171,11 @@ unsafe fn row_dot<W: Pairs>(row: *const u8, x: *const u8, k: usize) -> f32 {
 /// # Safety
 /// The call has the rows and columns.
 #[inline(always)]
-unsafe fn tile<W: Pairs, const R: usize, const C: usize>(call: &Call, r: usize, c: usize) -> usize {
+unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
+    call: &GemmArgs,
+    r: usize,
+    c: usize,
+) -> usize {
     // SAFETY: the caller's promise; the mask keeps the tail's loads within `k`.
     unsafe {
         let w = call.w.add(r * call.w_stride);
@@ -180,7 +185,7 @@ unsafe fn tile<W: Pairs, const R: usize, const C: usize>(call: &Call, r: usize, 
         while i + 32 <= call.k {
             let mut x_now = [_mm512_setzero_si512(); C];
             for c in 0..C {
-                x_now[c] = Avx512::load(x.add(c * call.x_stride + 2 * i));
+                x_now[c] = Avx512::load_int(x.add(c * call.x_stride + 2 * i));
             }
             for r in 0..R {
                 let w = w.add(r * call.w_stride + 2 * i);
@@ -259,12 +264,12 @@ struct PairPanel<W> {
     format: PhantomData<W>,
 }
 
-impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
+impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
     const CHUNK: usize = CHUNK;
     const BYTES: usize = CHUNK * 2;
     const VECTORS: usize = 2;
     const COLS: usize = 12;
-    /// Pairs, the last of an odd chunk with a zero.
+    /// Bf16Weights, the last of an odd chunk with a zero.
     type Column = [u32; PAIRS];
     const UNITS: usize = PAIRS / STEP;
 
@@ -288,7 +293,7 @@ impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
     }
 
     #[inline(always)]
-    unsafe fn unpack(&mut self, call: &Call, row: usize, start: usize, len: usize) {
+    unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
         // SAFETY: the caller's promise.
         unsafe {
             for (r, to) in self.rows.iter_mut().enumerate() {
@@ -296,11 +301,11 @@ impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
                 let (from, to) = (from.add(2 * start), to.as_mut_ptr());
                 let whole = len / 32 * 32;
                 for i in (0..whole).step_by(32) {
-                    Avx512::store(to.add(i).cast(), W::load(from.add(2 * i)));
+                    Avx512::store_int(to.add(i).cast(), W::load(from.add(2 * i)));
                 }
                 if whole < len {
                     let last = W::load_first(from.add(2 * whole), len - whole);
-                    Avx512::store(to.add(whole).cast(), last);
+                    Avx512::store_int(to.add(whole).cast(), last);
                 }
             }
             let (rows, pairs) = (self.rows.as_ptr().cast(), self.pairs.as_mut_ptr().cast());
@@ -332,10 +337,10 @@ impl<W: Pairs> Panel<Avx512> for PairPanel<W> {
                 let panel = self.pairs.as_ptr().add(i).cast::<u8>();
                 let mut w = [_mm512_setzero_si512(); P];
                 for p in 0..P {
-                    w[p] = Avx512::load(panel.add(64 * p));
+                    w[p] = Avx512::load_int(panel.add(64 * p));
                 }
                 for c in 0..C {
-                    let x = Avx512::splat(*columns.cast::<u32>().add(c * PAIRS + i));
+                    let x = Avx512::splat_int(*columns.cast::<u32>().add(c * PAIRS + i));
                     for p in 0..P {
                         acc[p][c] = dot(acc[p][c], w[p], x);
                     }

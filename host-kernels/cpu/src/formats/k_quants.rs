@@ -1,11 +1,11 @@
 //! The family of formats multiplied with activations in super-blocks of 256.
 
-use crate::simd::{Simd, Task, dispatch};
+use crate::simd::{PtrTask, Simd, dispatch_ptr};
 
 /// One super-block: `value = (d * scales[j]) * (q - OFFSET) - dmin * mins[j]`, where `j` is the
 /// element's sub-block.
 #[derive(Debug, Clone, Copy)]
-pub struct Super {
+pub struct Quants256 {
     /// The quants, in element order, made unsigned by the format's `OFFSET`.
     pub q: [u8; 256],
     /// Scales of the sub-blocks; the first `256 / SUB` count.
@@ -19,7 +19,7 @@ pub struct Super {
 }
 
 /// A block of a super-block format: 256 elements.
-pub trait SuperBlock: Copy + 'static {
+pub trait SuperBlockFormat: Copy + 'static {
     /// Elements in a sub-block: 16 or 32.
     const SUB: usize;
     /// What was added to each quant to make it unsigned; 0 in formats with minimums.
@@ -28,30 +28,31 @@ pub trait SuperBlock: Copy + 'static {
     const HAS_MIN: bool = false;
 
     /// The decoded block.
-    fn decode(&self) -> Super;
+    fn decode(&self) -> Quants256;
 }
 
 /// A super-block format that can be written without an importance matrix.
-pub(super) trait QuantizeSuper: SuperBlock {
+pub(super) trait QuantizeSuperBlock: SuperBlockFormat {
     /// The block nearest to `x`: by ggml's rule where it has one.
     fn quantize(x: &[f32; 256]) -> Self;
 }
 
 /// # Safety
 /// As [`super::DequantizeRow`].
-pub(super) unsafe fn dequantize<B: SuperBlock>(src: *const u8, dst: *mut f32, n: usize) {
-    dispatch(Dequantize::<B>(src.cast(), dst, n));
+pub(super) unsafe fn dequantize<B: SuperBlockFormat>(src: *const u8, dst: *mut f32, n: usize) {
+    // SAFETY: the caller's contract is that of the task.
+    unsafe { dispatch_ptr(Dequantize::<B>(src.cast(), dst, n)) };
 }
 
 /// A row of blocks of so many elements, and where it is read to; a task, so that the compiler uses all
 /// the instructions there are.
 struct Dequantize<B>(*const B, *mut f32, usize);
 
-impl<B: SuperBlock> Task for Dequantize<B> {
+impl<B: SuperBlockFormat> PtrTask for Dequantize<B> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, _simd: S) {
+    unsafe fn run<S: Simd>(self, _simd: S) {
         let Dequantize(src, dst, n) = self;
         debug_assert!(n.is_multiple_of(256));
         for b in 0..n / 256 {
@@ -82,7 +83,7 @@ impl<B: SuperBlock> Task for Dequantize<B> {
 
 /// # Safety
 /// As [`super::QuantizeRow`].
-pub(super) unsafe fn quantize<B: QuantizeSuper>(src: *const f32, dst: *mut u8, n: usize) {
+pub(super) unsafe fn quantize<B: QuantizeSuperBlock>(src: *const f32, dst: *mut u8, n: usize) {
     debug_assert!(n.is_multiple_of(256));
     for b in 0..n / 256 {
         // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed.
@@ -146,7 +147,7 @@ pub(super) fn quantize_ternary(x: &[f32; 256]) -> (f32, [u8; 256]) {
     for &x in x {
         d = d.max(x.abs());
     }
-    let inverse = super::groups::inverse(d);
+    let inverse = super::block32::inverse(d);
     (
         d,
         x.map(|x| ((x * inverse).round().clamp(-1.0, 1.0) + 1.0) as u8),

@@ -4,7 +4,7 @@ use vgpu_transport::ir::Type;
 
 use super::walk::Walk;
 use crate::formats::{f32_to_bf16, f32_to_f16};
-use crate::plan::Kernel;
+use crate::kernel::Kernel;
 use crate::view::View;
 
 /// Bytes that one piece of work moves.

@@ -1,51 +1,16 @@
 //! Several nodes as one kernel: products of the same activations, the rows that are added to them, and the unit that one of
 //! them gates. Each result is rounded as its node rounds it.
 
-use vgpu_transport::ir::{GluKind, Op, Type};
+use vgpu_transport::ir::Op;
 
-use super::super::elementwise::Add;
-use super::super::glu::gate;
-use super::super::lines::{Access, apply};
-use super::super::staging::{Layout, Output};
+use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
+use super::dense::kernel_of;
+use super::experts;
+use super::term::{Term, Unit};
 use super::tiles::Product;
-use super::{experts, kernel_of};
-use crate::plan::{Compiled, Kernel, Operands};
-use crate::view::View;
-
-/// A product of a group, what is added to it, and where the result lies in the end.
-#[derive(Clone, Copy)]
-pub(super) struct Term<'a> {
-    pub(super) node: &'a Operands<'a>,
-    /// The row of an ADD; for products of experts the rows of an ADD_ID.
-    pub(super) bias: Option<View>,
-    pub(super) dst: View,
-}
-
-impl Term<'_> {
-    pub(super) fn weight(&self) -> View {
-        self.node.src(0)
-    }
-
-    /// Whether tiles of the result, which lies at `dst`, can be written there while others are computed: where it
-    /// shares no memory with what is read, or with itself.
-    pub(super) fn fits(&self, dst: &View) -> bool {
-        let (weight, rows) = (self.weight(), self.weight().ne[1]);
-        let is_bias = |bias: &View| bias.ty == Type::F32 && bias.dense_rows() && bias.ne[0] == rows;
-        let sources = [
-            Some(weight),
-            self.node.optional(1),
-            self.node.optional(2),
-            self.bias,
-        ];
-        self.bias.as_ref().is_none_or(is_bias)
-            && dst.ty == Type::F32
-            && dst.dense_rows()
-            && dst.distinct_rows()
-            && dst.ne == self.node.dst().ne
-            && !sources.iter().flatten().any(|source| source.overlaps(dst))
-    }
-}
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
 
 /// The products among some nodes, each with the node that adds to it, if there is one.
 fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
@@ -72,37 +37,6 @@ fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
     Some(terms)
 }
 
-/// Adds a row to another one.
-///
-/// # Safety
-/// Both have `n` floats, and are apart.
-pub(super) unsafe fn add_row(to: *mut f32, row: *const f32, n: usize) {
-    let to = to.cast::<u8>();
-    let src = [to.cast_const(), row.cast()].map(|row| (Access::direct(), row));
-    // SAFETY: handed on.
-    unsafe { apply(Add {}, (Access::direct(), to), src, n) };
-}
-
-/// A unit that one of two products gates.
-#[derive(Clone, Copy)]
-pub(super) struct Unit {
-    kind: GluKind,
-    parameters: [f32; 2],
-    pub(super) dst: View,
-}
-
-impl Unit {
-    /// `n` elements, from those that are activated and those that they are multiplied with; the first may lie at `to`.
-    ///
-    /// # Safety
-    /// There are `n` floats everywhere.
-    pub(super) unsafe fn apply(&self, to: *mut f32, from: [*mut f32; 2], n: usize) {
-        let from = from.map(<*mut f32>::cast_const);
-        // SAFETY: handed on.
-        unsafe { gate(self.parameters, self.kind, to, from, n) };
-    }
-}
-
 /// Products of the same activations: their tiles are dealt together.
 pub(in super::super) fn products(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let terms = terms(nodes)?;
@@ -125,7 +59,7 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
     if !terms.iter().all(is_plain) {
         return None;
     }
-    let mut scratch = Layout::default();
+    let mut scratch = ScratchLayout::default();
     let activations = Activations::new(first, first.src(1), kernel);
     let each = terms.iter().map(|term| {
         let output = Output::new(term.dst, &[], &mut scratch);
@@ -197,7 +131,7 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
     if !terms.iter().all(is_plain) || x.rows() != x.ne[1] || dst.rows() != x.ne[1] {
         return None;
     }
-    let mut scratch = Layout::default();
+    let mut scratch = ScratchLayout::default();
     let activations = Activations::new(first, x, kernel);
     let [activated, factor] = terms.map(|term| {
         let activations = activations.multiplied_by(kernel_of(term.node));

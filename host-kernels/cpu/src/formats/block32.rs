@@ -1,10 +1,10 @@
 //! The family of formats multiplied with activations in groups of 32.
 
-use crate::simd::{Simd, Task, dispatch};
+use crate::simd::{PtrTask, Simd, dispatch_ptr};
 
 /// 32 weights of one block: `value = d * (q - OFFSET) + m`.
 #[derive(Debug, Clone, Copy)]
-pub struct Group {
+pub struct Quants32 {
     /// The quants, in element order, made unsigned by the format's `OFFSET`.
     pub q: [u8; 32],
     /// The scale of each half; equal unless the format scales every 16 elements.
@@ -14,7 +14,7 @@ pub struct Group {
 }
 
 /// A block of a group format.
-pub trait GroupBlock: Copy + 'static {
+pub trait Block32Format: Copy + 'static {
     /// Elements in the block, a multiple of 32.
     const ELEMENTS: usize;
     /// What was added to each quant to make it unsigned.
@@ -25,30 +25,31 @@ pub trait GroupBlock: Copy + 'static {
     const HALF_SCALES: bool = false;
 
     /// The group `index < ELEMENTS / 32`.
-    fn group(&self, index: usize) -> Group;
+    fn group(&self, index: usize) -> Quants32;
 }
 
 /// A group format that ggml can write without an importance matrix.
-pub(super) trait QuantizeGroup<const N: usize>: GroupBlock {
+pub(super) trait QuantizeBlock32<const N: usize>: Block32Format {
     /// The block nearest to `x` by ggml's rule.
     fn quantize(x: &[f32; N]) -> Self;
 }
 
 /// # Safety
 /// As [`super::DequantizeRow`].
-pub(super) unsafe fn dequantize<B: GroupBlock>(src: *const u8, dst: *mut f32, n: usize) {
-    dispatch(Dequantize::<B>(src.cast(), dst, n));
+pub(super) unsafe fn dequantize<B: Block32Format>(src: *const u8, dst: *mut f32, n: usize) {
+    // SAFETY: the caller's contract is that of the task.
+    unsafe { dispatch_ptr(Dequantize::<B>(src.cast(), dst, n)) };
 }
 
 /// A row of blocks of so many elements, and where it is read to; a task, so that the compiler uses all
 /// the instructions there are.
 struct Dequantize<B>(*const B, *mut f32, usize);
 
-impl<B: GroupBlock> Task for Dequantize<B> {
+impl<B: Block32Format> PtrTask for Dequantize<B> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, _simd: S) {
+    unsafe fn run<S: Simd>(self, _simd: S) {
         let Dequantize(src, dst, n) = self;
         debug_assert!(n.is_multiple_of(B::ELEMENTS));
         for b in 0..n / B::ELEMENTS {
@@ -74,7 +75,7 @@ impl<B: GroupBlock> Task for Dequantize<B> {
 
 /// # Safety
 /// As [`super::QuantizeRow`].
-pub(super) unsafe fn quantize<const N: usize, B: QuantizeGroup<N>>(
+pub(super) unsafe fn quantize<const N: usize, B: QuantizeBlock32<N>>(
     src: *const f32,
     dst: *mut u8,
     n: usize,

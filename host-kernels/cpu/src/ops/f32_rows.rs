@@ -15,8 +15,8 @@ use vgpu_transport::ir::Type;
 
 use super::walk::Walk;
 use crate::formats::{Format, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
-use crate::plan::Compiled;
-use crate::simd::{Lanes, Simd, Task, chunks, dispatch};
+use crate::kernel::Compiled;
+use crate::simd::{Lanes, PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
 
 /// Floats brought together at once when they do not lie as dense `f32`.
@@ -193,11 +193,11 @@ struct Apply<const N: usize, M> {
     n: usize,
 }
 
-impl<const N: usize, M: Map<N>> Task for Apply<N, M> {
+impl<const N: usize, M: Map<N>> PtrTask for Apply<N, M> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Apply { f, dst, src, n } = self;
         chunks::<S>(n, |i, len| {
             // SAFETY: whoever makes an `Apply` vouches for `n` floats everywhere.
@@ -213,9 +213,9 @@ impl<const N: usize, M: Map<N>> Task for Apply<N, M> {
 }
 
 /// Rooms for floats, not cleared: most lines do not need them.
-type Stages<const N: usize> = [MaybeUninit<[f32; STAGE]>; N];
+type BarrierSchedule<const N: usize> = [MaybeUninit<[f32; STAGE]>; N];
 
-fn empty_stages<const N: usize>() -> Stages<N> {
+fn empty_stages<const N: usize>() -> BarrierSchedule<N> {
     [const { MaybeUninit::uninit() }; N]
 }
 
@@ -228,7 +228,7 @@ unsafe fn floats<const N: usize>(
     src: [(Access, *const u8); N],
     start: usize,
     n: usize,
-    stages: &mut Stages<N>,
+    stages: &mut BarrierSchedule<N>,
 ) -> [*const f32; N] {
     let mut places = [std::ptr::null(); N];
     for ((place, stage), (access, line)) in places.iter_mut().zip(stages).zip(src) {
@@ -256,12 +256,15 @@ pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
 ) {
     if out.is_direct() && src.iter().all(|(access, _)| access.is_direct()) {
         let src = src.map(|(_, ptr)| ptr.cast());
-        dispatch(Apply {
-            f,
-            dst: dst.cast(),
-            src,
-            n,
-        });
+        // SAFETY: the caller guarantees `n` dense floats in every row.
+        unsafe {
+            dispatch_ptr(Apply {
+                f,
+                dst: dst.cast(),
+                src,
+                n,
+            })
+        };
         return;
     }
     let mut stages = empty_stages();
@@ -273,7 +276,7 @@ pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
         // results.
         unsafe {
             let src = floats(src, start, n, &mut stages);
-            dispatch(Apply {
+            dispatch_ptr(Apply {
                 f,
                 dst: result,
                 src,
@@ -310,11 +313,11 @@ struct Sum<const N: usize, M> {
 /// Sums kept side by side: an addition takes a few cycles before its result can be added to.
 const SUMS: usize = 4;
 
-impl<const N: usize, M: Map<N>> Task for Sum<N, M> {
+impl<const N: usize, M: Map<N>> PtrTask for Sum<N, M> {
     type Output = f32;
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) -> f32 {
+    unsafe fn run<S: Simd>(self, simd: S) -> f32 {
         let Sum { term, src, n } = self;
         // SAFETY: whoever makes a `Sum` vouches for `n` floats everywhere.
         let load = |i: usize, len: usize| unsafe {
@@ -361,7 +364,8 @@ pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
         let n = part.min(n - start);
         // SAFETY: the caller vouches for the lines; a stage is used for parts of its size only.
         let src = unsafe { floats(src, start, n, &mut stages) };
-        total += f64::from(dispatch(Sum { term, src, n }));
+        // SAFETY: `floats` has returned `n` dense floats of every source.
+        total += f64::from(unsafe { dispatch_ptr(Sum { term, src, n }) });
     }
     total
 }
@@ -372,11 +376,11 @@ struct Largest {
     n: usize,
 }
 
-impl Task for Largest {
+impl PtrTask for Largest {
     type Output = f32;
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) -> f32 {
+    unsafe fn run<S: Simd>(self, simd: S) -> f32 {
         let Largest { src, n } = self;
         let mut largest = simd.splat(f32::NEG_INFINITY);
         let whole = n / S::LANES * S::LANES;
@@ -402,7 +406,8 @@ pub(super) unsafe fn largest(line: (Access, *const u8), n: usize) -> f32 {
         let n = STAGE.min(n - start);
         // SAFETY: the caller vouches for the line.
         let [src] = unsafe { floats([line], start, n, &mut stages) };
-        result = result.max(dispatch(Largest { src, n }));
+        // SAFETY: `floats` has returned `n` dense floats.
+        result = result.max(unsafe { dispatch_ptr(Largest { src, n }) });
     }
     result
 }

@@ -1,23 +1,25 @@
-//! Group formats whose quants have eight bits, for levels that multiply bytes only if those of one side have no sign: the sign
+//! Quants32 formats whose quants have eight bits, for levels that multiply bytes only if those of one side have no sign: the sign
 //! would have to move from side to side for every product, so many columns are multiplied in 16 bits ([`super::shorts`]).
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::Call;
-use super::blocks::{Codes, Groups, half};
-use super::groups::{activation, chunk_scales, decode_words, rows_from};
-use super::shorts::{CHUNK, ShortColumn, ShortPanel, Source, VECTORS};
-use super::simd::{Avx2, Simd};
+use super::block_simd::BlockSimd;
+use super::block32_decode::{activation, chunk_scales, decode_words, rows_from};
+use super::blocks::{Block32Kernel, Codes, half};
+use super::int_simd::IntSimd;
+use super::int16::{CHUNK, I16Column, I16Panel, Source, VECTORS};
+use crate::gemm::kernel::GemmArgs;
+use crate::simd::Avx2;
 
 /// The quants of weights and of activations, widened.
-pub(super) struct Wide<B>(PhantomData<B>);
+pub(super) struct Q8AsI16<B>(PhantomData<B>);
 
-impl<B: Groups> Source for Wide<B> {
+impl<B: Block32Kernel> Source for Q8AsI16<B> {
     const BYTES: usize = CHUNK / B::ELEMENTS * size_of::<B>();
 
     #[inline(always)]
-    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut ShortColumn) {
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
         const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
         let (bytes, quants) = activation::<B>();
         // SAFETY: the caller's promise: the groups are there, and `column` is one of the panel's own, aligned; the two vectors
@@ -29,7 +31,7 @@ impl<B: Groups> Source for Wide<B> {
                 column.scales[g] = half(block.cast::<u16>().read_unaligned());
                 let x = _mm256_loadu_si256(block.add(quants).cast());
                 let to = column.pairs[g].as_mut_ptr();
-                for (i, pairs) in <Avx2 as Simd>::widen_pairs(x).into_iter().enumerate() {
+                for (i, pairs) in <Avx2 as IntSimd>::widen_pairs(x).into_iter().enumerate() {
                     _mm256_storeu_si256(to.add(8 * i).cast(), pairs);
                 }
             }
@@ -37,9 +39,9 @@ impl<B: Groups> Source for Wide<B> {
     }
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(
-        panel: &mut ShortPanel<S, Self>,
-        call: &Call,
+    unsafe fn unpack<S: BlockSimd>(
+        panel: &mut I16Panel<S, Self>,
+        call: &GemmArgs,
         row: usize,
         start: usize,
         len: usize,

@@ -1,15 +1,15 @@
 //! How an operator divides up its scratch memory, and when results must pass through it.
 
-use crate::plan::Kernel;
+use crate::kernel::Kernel;
 use crate::view::View;
 
 /// The parts of an operator's scratch memory, one after the other, each at a multiple of 64 bytes.
 #[derive(Debug, Default)]
-pub(super) struct Layout {
+pub(super) struct ScratchLayout {
     bytes: usize,
 }
 
-impl Layout {
+impl ScratchLayout {
     /// Room for `count` things of `size` bytes; the offset it begins at.
     pub(super) fn room(&mut self, count: usize, size: usize) -> usize {
         let offset = self.bytes;
@@ -42,7 +42,7 @@ pub(super) struct Output {
 
 impl Output {
     /// The output of an operator that reads `sources` and writes dense rows of `f32` to `dst`.
-    pub(super) fn new(dst: View, sources: &[View], scratch: &mut Layout) -> Output {
+    pub(super) fn new(dst: View, sources: &[View], scratch: &mut ScratchLayout) -> Output {
         let safe = dst.distinct_rows() && !sources.iter().any(|s| s.overlaps(&dst));
         Output {
             dst,

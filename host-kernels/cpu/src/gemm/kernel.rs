@@ -1,0 +1,92 @@
+//! What a matrix product kernel is: its arguments, its activations, and how to call it.
+
+use crate::formats::{self, Format, Type};
+
+/// The arguments of a [`Gemm`].
+///
+/// `dst[c * dst_stride + r] = dot(row r of w, column c of x)` for `r` in `0..rows`, `c` in `0..cols`.
+#[derive(Debug, Clone, Copy)]
+pub struct GemmArgs {
+    /// Elements of a row of weights and of a column of activations.
+    pub k: usize,
+    /// The first row of weights.
+    pub w: *const u8,
+    /// Bytes from one row of weights to the next.
+    pub w_stride: usize,
+    /// Rows of weights.
+    pub rows: usize,
+    /// The first column of activations.
+    pub x: *const u8,
+    /// Bytes from one column of activations to the next.
+    pub x_stride: usize,
+    /// Columns of activations.
+    pub cols: usize,
+    /// The first column of results.
+    pub dst: *mut f32,
+    /// Floats from one column of results to the next.
+    pub dst_stride: usize,
+}
+
+impl GemmArgs {
+    /// Where row `r` of the weights begins; the last row for an `r` beyond it.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn row(&self, r: usize) -> *const u8 {
+        self.w.wrapping_add(r.min(self.rows - 1) * self.w_stride)
+    }
+}
+
+/// Multiplies rows of weights with columns of activations.
+///
+/// # Safety
+/// - `k` is a multiple of the block sizes of the weight type and of the activation type, if it has
+///   one;
+/// - `w` is readable for `rows` rows of `k` weights, `x` for `cols` columns of `k` activations;
+/// - `dst` is writable for `cols` columns of `rows` floats, no two of which overlap, and overlaps
+///   neither `w` nor `x`;
+/// - the processor supports the level that the kernel was compiled for.
+pub type Gemm = unsafe fn(args: &GemmArgs);
+
+/// From this many columns on, products may be [rounded](MatmulKernel::rounded). With fewer columns,
+/// the product is bound by memory, not by arithmetic.
+pub const ROUNDED_COLUMNS: usize = 8;
+
+/// The format that columns of activations are converted to before they are multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// A ggml type. All kernels that are not [rounded](MatmulKernel::rounded) take one.
+    Typed(Type),
+    /// Integers of 14 bits, stored as `i16`, with one scale per 32. Chunks have 256 elements; the
+    /// last chunk of a column occupies as much memory as the others.
+    I16,
+}
+
+impl Activation {
+    /// The format of a ggml type.
+    ///
+    /// # Panics
+    /// For [`Activation::I16`], which is no ggml type.
+    pub fn format(self) -> &'static Format {
+        match self {
+            Activation::Typed(ty) => Format::of(ty).expect("every activation is a format"),
+            Activation::I16 => panic!("the 14-bit integers are no ggml type"),
+        }
+    }
+}
+
+/// How to multiply with one type of weights.
+#[derive(Debug, Clone, Copy)]
+pub struct MatmulKernel {
+    /// The type of the weights.
+    pub weight: Type,
+    /// The format of the activations.
+    pub activation: Activation,
+    /// Converts a column of `k` activations.
+    pub quantize_activation: formats::QuantizeRow,
+    /// Multiplies.
+    pub gemm: Gemm,
+    /// From this many columns on, `gemm` unpacks weights into panels and is fastest per column.
+    pub panel_cols: usize,
+    /// Pieces of rows should be multiples of this.
+    pub row_tile: usize,
+}

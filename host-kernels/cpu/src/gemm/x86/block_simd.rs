@@ -1,0 +1,162 @@
+//! Blocks as vectors of an instruction set.
+
+use std::arch::x86_64::*;
+
+use super::blocks::{Block32Kernel, SuperBlockKernel};
+use super::int_simd::IntSimd;
+use crate::simd::{Avx512, Ymm};
+
+/// How an instruction set unpacks blocks into vectors.
+///
+/// # Safety
+/// Every function requires that the processor has the instructions of the type. `row` and `block` point
+/// to whole blocks of the format.
+#[allow(clippy::missing_safety_doc)] // see above
+pub(super) trait BlockSimd: IntSimd {
+    /// [`IntSimd::scales`] in the order of [`IntSimd::QUADS`].
+    unsafe fn scales_for_quads<B: Block32Kernel>(
+        row: *const u8,
+        g: usize,
+        n: usize,
+    ) -> (__m256, __m256);
+
+    /// The quants of a vector's worth of groups, from group `g` of a row on; past group `last` the
+    /// contents do not matter, but are not read.
+    unsafe fn groups<B: Block32Kernel>(row: *const u8, g: usize, last: usize) -> Self::I;
+
+    /// [`Block32Kernel::scales`], by the instructions of the level.
+    unsafe fn scales<B: Block32Kernel>(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
+
+    /// Vector `v` of a super-block's quants, in the order of [`IntSimd::order`].
+    unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [Self::I; 8];
+
+    /// Which piece of 32 elements lies in half `i` of the vectors of [`IntSimd::quants`].
+    fn order<B: SuperBlockKernel>(i: usize) -> usize;
+
+    /// Of a super-block's 16-bit scales, those of vector `v`, over their 16-bit lanes.
+    unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> Self::I;
+}
+
+impl BlockSimd for Avx512 {
+    #[inline(always)]
+    unsafe fn scales_for_quads<B: Block32Kernel>(
+        row: *const u8,
+        g: usize,
+        n: usize,
+    ) -> (__m256, __m256) {
+        // SAFETY: the caller guarantees `n` groups from `g` on in the row and the instructions.
+        unsafe { Self::scales::<B>(row, g, n) }
+    }
+
+    #[inline(always)]
+    unsafe fn groups<B: Block32Kernel>(row: *const u8, g: usize, last: usize) -> __m512i {
+        // SAFETY: the caller guarantees group `g` and the groups up to `last` in the row, and the
+        // instructions.
+        unsafe { B::pair(row, g, (g + 1).min(last)) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales<B: Block32Kernel>(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        // SAFETY: the caller guarantees `n` groups from `g` on in the row and the instructions.
+        unsafe {
+            match n {
+                8 => B::eight_scales(row, g),
+                _ => B::scales(row, g, n),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [__m512i; 8] {
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions.
+        unsafe {
+            let [a, b, c, d] = B::quants_512(block);
+            let zero = _mm512_setzero_si512();
+            [a, b, c, d, zero, zero, zero, zero]
+        }
+    }
+
+    #[inline(always)]
+    fn order<B: SuperBlockKernel>(i: usize) -> usize {
+        B::ORDER_512[i]
+    }
+
+    #[inline(always)]
+    unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> __m512i {
+        // SAFETY: `B::SPREAD_512[v]` is one vector of indices. The caller guarantees the
+        // instructions.
+        unsafe {
+            let lanes = _mm512_loadu_si512(B::SPREAD_512[v].as_ptr().cast());
+            _mm512_permutexvar_epi16(lanes, _mm512_castsi256_si512(scales))
+        }
+    }
+}
+
+impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
+    #[inline(always)]
+    unsafe fn scales_for_quads<B: Block32Kernel>(
+        row: *const u8,
+        g: usize,
+        n: usize,
+    ) -> (__m256, __m256) {
+        // SAFETY: the caller guarantees `n` groups from `g` on in the row and the instructions.
+        unsafe {
+            if n == 8 {
+                return B::scales_in_order(row, g, Self::QUADS);
+            }
+            let (d, m) = B::scales(row, g, n);
+            let lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+            (
+                _mm256_permutevar8x32_ps(d, lanes),
+                _mm256_permutevar8x32_ps(m, lanes),
+            )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn groups<B: Block32Kernel>(row: *const u8, g: usize, _: usize) -> __m256i {
+        // SAFETY: the caller guarantees group `g` and the groups up to `last` in the row, and the
+        // instructions.
+        unsafe { B::single(row, g) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales<B: Block32Kernel>(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
+        // SAFETY: the caller guarantees `n` groups from `g` on in the row and the instructions.
+        unsafe { B::scales(row, g, n) }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [__m256i; 8] {
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions.
+        unsafe { B::quants_256(block) }
+    }
+
+    #[inline(always)]
+    fn order<B: SuperBlockKernel>(i: usize) -> usize {
+        i
+    }
+
+    #[inline(always)]
+    unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> __m256i {
+        // Vector `v` is sub-block `v` of 32 elements, or sub-blocks `2 v` and `2 v + 1` of 16.
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            if B::SUB == 32 {
+                let both = _mm256_permute4x64_epi64(scales, 0b01_00_01_00);
+                let lane = _mm256_set1_epi16((2 * v + 256 * (2 * v + 1)) as i16);
+                _mm256_shuffle_epi8(both, lane)
+            } else {
+                let both = if v < 4 {
+                    _mm256_permute4x64_epi64(scales, 0b01_00_01_00)
+                } else {
+                    _mm256_permute4x64_epi64(scales, 0b11_10_11_10)
+                };
+                let first = 4 * (v % 4);
+                let low = _mm_set1_epi16((first + 256 * (first + 1)) as i16);
+                let high = _mm_set1_epi16((first + 2 + 256 * (first + 3)) as i16);
+                _mm256_shuffle_epi8(both, _mm256_set_m128i(high, low))
+            }
+        }
+    }
+}

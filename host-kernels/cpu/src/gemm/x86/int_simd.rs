@@ -1,0 +1,485 @@
+//! Integer operations on vectors, for the matrix products: for AVX2 with and without AVX-VNNI, and for
+//! AVX-512 with VNNI.
+//!
+//! The kernels are generic over [`IntSimd`] and `#[inline(always)]`. Only the entry points carry
+//! `#[target_feature]`; everything is inlined into them and so compiled for the right instructions.
+//! The table of kernels returns an entry point only where its level is supported
+//! ([`Level::is_supported`](crate::isa::Level::is_supported)).
+
+use std::arch::x86_64::*;
+
+use crate::simd::{Avx2, Avx512, Simd, Ymm};
+
+/// Distance of the software prefetch of weights in bytes. It reaches across the end of a page, where
+/// the processor's own prefetcher stops.
+const PREFETCH_DISTANCE: usize = 4096;
+
+/// Integer operations of an instruction set, beside the operations on `f32` of [`Simd`].
+///
+/// # Safety
+/// Every function requires that the processor has the instructions of the type. Functions that take
+/// pointers require memory of one vector behind them, unless they say otherwise, without alignment.
+#[allow(clippy::missing_safety_doc)] // see above
+pub(super) trait IntSimd: Simd {
+    /// Block32Kernel of 32 bytes in a vector.
+    const GROUPS: usize = Self::LANES / 8;
+    /// Vectors of bytes in a super-block of 256.
+    const SUPER: usize = 64 / Self::LANES;
+    /// Vectors of rows in a panel of integers; with the columns of a tile they fill the registers.
+    const PANEL: usize;
+    /// Columns of a tile of integers: with [`IntSimd::PANEL`] so many sums that no dot product waits for the one before.
+    const COLS: usize;
+    /// Whether [`IntSimd::dot_wide`] takes the offset of 128 out itself.
+    const WIDE_IS_SIGNED: bool;
+
+    /// Whether [`IntSimd::dot`] takes several instructions, so that products of small quants are better summed in 16
+    /// bits first: see [`IntSimd::multiply_pairs`].
+    const SUMS_I16: bool;
+
+    /// Integers.
+    type I: Copy;
+    /// Asks for the `bytes` that lie some way ahead of `p` in a stream.
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8, bytes: usize) {
+        for i in (0..bytes).step_by(64) {
+            // SAFETY: a hint; the address need not be valid.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.wrapping_add(PREFETCH_DISTANCE + i).cast()) }
+        }
+    }
+
+    unsafe fn zero_int() -> Self::I;
+    unsafe fn load_int(p: *const u8) -> Self::I;
+    unsafe fn store_int(p: *mut u8, v: Self::I);
+    /// Every lane the same 32 bits.
+    unsafe fn splat_int(bits: u32) -> Self::I;
+    unsafe fn sub_int(a: Self::I, b: Self::I) -> Self::I;
+    /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes.
+    unsafe fn dot(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
+    /// The same for quants up to 255, which stand for quants less 128 if `WIDE_IS_SIGNED`.
+    unsafe fn dot_wide(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
+    /// The same for signed quants, above -128 or times an `x` above -128.
+    unsafe fn dot_signed(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
+    /// The same for signed quants above -128 whose sign moves from `x` to them: `magnitudes` are those of `x`.
+    unsafe fn dot_turned(acc: Self::I, quants: Self::I, x: Self::I, magnitudes: Self::I)
+    -> Self::I;
+    /// The magnitudes of signed bytes.
+    unsafe fn magnitudes(x: Self::I) -> Self::I;
+    /// Of the four signed bytes of each lane, the first and the third in 16 bits, and the second and the fourth.
+    unsafe fn widen_pairs(v: Self::I) -> [Self::I; 2];
+    /// For each 16-bit lane, the sum of two products of quants below 128 with signed bytes.
+    unsafe fn multiply_pairs(quants: Self::I, x: Self::I) -> Self::I;
+    /// The sums of 16-bit lanes.
+    unsafe fn add_i16(a: Self::I, b: Self::I) -> Self::I;
+    /// Each lane of `acc` plus two 16-bit lanes.
+    unsafe fn add_i16_pairs(acc: Self::I, shorts: Self::I) -> Self::I;
+    /// Each lane of `acc` plus the dot product of two signed 16-bit pairs.
+    unsafe fn dot_pairs(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes, the
+    /// first two times the first 16-bit scale of the lane, the others times the second.
+    unsafe fn dot_scaled(acc: Self::I, quants: Self::I, x: Self::I, scales: Self::I) -> Self::I;
+    /// The same for quants up to 255, which stand for quants less 128.
+    unsafe fn dot_scaled_wide(
+        acc: Self::I,
+        quants: Self::I,
+        x: Self::I,
+        scales: Self::I,
+    ) -> Self::I;
+
+    /// The low 256 bits from `v`, the rest 0.
+    unsafe fn widen(v: __m256i) -> Self::I;
+
+    /// The groups of 32 bytes; the second is 0 where a vector has but one.
+    unsafe fn halves(v: Self::I) -> [__m256i; 2];
+
+    unsafe fn to_floats(v: Self::I) -> Self::Vector;
+    /// For each lane, the larger of `acc` and the bits of the magnitude of `v`; those of what is not finite are largest.
+    unsafe fn larger_magnitudes(acc: Self::I, v: Self::Vector) -> Self::I;
+    /// The largest lane.
+    unsafe fn largest(v: Self::I) -> u32;
+    /// The nearest integers of both in 16 bits, pairs of neighbours side by side.
+    unsafe fn to_i16(a: Self::Vector, b: Self::Vector) -> Self::I;
+    /// The sum of the lanes of both.
+    unsafe fn sum_both(v: Self::Vector, more: __m256) -> f32;
+
+    /// Of the eight scales of eight groups, those of the groups of vector `v`, over their lanes.
+    unsafe fn spread_groups(scales: __m256, v: usize) -> Self::Vector;
+    /// Of the eight scales of eight groups in the order of [`IntSimd::QUADS`], those of `LANES / 4` groups from `v` times as
+    /// many on, each over four lanes.
+    unsafe fn spread_quads(scales: __m256, v: usize) -> Self::Vector;
+    /// `first`, with the second half of each group's lanes from `second`.
+    unsafe fn second_halves(first: Self::Vector, second: Self::Vector) -> Self::Vector;
+
+    /// The low four bits of each byte.
+    unsafe fn low_nibbles(v: Self::I) -> Self::I;
+    /// The high four bits of each byte.
+    unsafe fn high_nibbles(v: Self::I) -> Self::I;
+    /// Bytes below 16 through a table.
+    unsafe fn look_up(table: [u8; 16], v: Self::I) -> Self::I;
+    /// Every byte plus 128.
+    unsafe fn flip(v: Self::I) -> Self::I;
+    /// The four words at `offset` behind each of `LANES` pointers: vector `j` has word `j` of each.
+    unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [Self::I; 4];
+
+    /// The order in which the scales of eight groups are spread soonest by [`IntSimd::spread_quads`].
+    const QUADS: [usize; 8];
+    /// 16 bytes at `p` and every `stride` bytes on, a vector of them, the last of them `last` strides on.
+    unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> Self::I;
+}
+
+/// Functions of [`IntSimd`] whose operands are registers.
+macro_rules! register_ops {
+    ($(fn $name:ident($($arg:tt: $ty:ty),* $(,)?) -> $ret:ty = $body:expr;)*) => {$(
+        #[inline(always)]
+        unsafe fn $name($($arg: $ty),*) -> $ret {
+            // SAFETY: the operands are registers and values; no memory is accessed. The caller
+            // guarantees the instructions of the level.
+            unsafe { $body }
+        }
+    )*};
+}
+
+impl IntSimd for Avx512 {
+    const PANEL: usize = 2;
+    const COLS: usize = 4;
+    const WIDE_IS_SIGNED: bool = false;
+    const SUMS_I16: bool = false;
+
+    type I = __m512i;
+
+    register_ops! {
+        fn zero_int() -> __m512i = _mm512_setzero_si512();
+        fn splat_int(bits: u32) -> __m512i = _mm512_set1_epi32(bits as i32);
+        fn sub_int(a: __m512i, b: __m512i) -> __m512i = _mm512_sub_epi32(a, b);
+        fn dot(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(acc, quants, x);
+        fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(acc, quants, x);
+        fn dot_turned(acc: __m512i, quants: __m512i, x: __m512i, _: __m512i) -> __m512i = Self::dot_signed(acc, quants, x);
+        fn magnitudes(x: __m512i) -> __m512i = _mm512_abs_epi8(x);
+        fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i = _mm512_maddubs_epi16(quants, x);
+        fn add_i16(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi16(a, b);
+        fn add_i16_pairs(acc: __m512i, shorts: __m512i) -> __m512i = _mm512_add_epi32(acc, _mm512_madd_epi16(shorts, _mm512_set1_epi16(1)));
+        fn low_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(v, _mm512_set1_epi8(15));
+        fn high_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
+        fn flip(v: __m512i) -> __m512i = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
+        fn dot_pairs(acc: __m512i, a: __m512i, b: __m512i) -> __m512i = _mm512_dpwssd_epi32(acc, a, b);
+        fn dot_scaled(acc: __m512i, quants: __m512i, x: __m512i, scales: __m512i) -> __m512i = _mm512_dpwssd_epi32(acc, _mm512_maddubs_epi16(quants, x), scales);
+        fn widen(v: __m256i) -> __m512i = _mm512_zextsi256_si512(v);
+        fn halves(v: __m512i) -> [__m256i; 2] = [_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)];
+        fn to_floats(v: __m512i) -> __m512 = _mm512_cvtepi32_ps(v);
+        fn larger_magnitudes(acc: __m512i, v: __m512) -> __m512i = _mm512_max_epi32(acc, _mm512_castps_si512(_mm512_abs_ps(v)));
+        fn largest(v: __m512i) -> u32 = _mm512_reduce_max_epi32(v) as u32;
+        fn to_i16(a: __m512, b: __m512) -> __m512i = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
+        fn second_halves(first: __m512, second: __m512) -> __m512 = _mm512_mask_mov_ps(first, 0xf0f0, second);
+    }
+
+    #[inline(always)]
+    unsafe fn load_int(p: *const u8) -> __m512i {
+        // SAFETY: the caller guarantees one readable vector at `p` and the instruction.
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_int(p: *mut u8, v: __m512i) {
+        // SAFETY: the caller guarantees one writable vector at `p` and the instruction.
+        unsafe { _mm512_storeu_si512(p.cast(), v) }
+    }
+    #[inline(always)]
+    unsafe fn dot_signed(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let negative = _mm512_movepi8_mask(quants);
+            let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
+            _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(quants), x)
+        }
+    }
+    #[inline(always)]
+    unsafe fn widen_pairs(v: __m512i) -> [__m512i; 2] {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let first = _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8);
+            [first, _mm512_srai_epi16(v, 8)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: [u8; 16], v: __m512i) -> __m512i {
+        // SAFETY: `table` has the 16 bytes that are loaded. The caller guarantees the instructions.
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), v)
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [__m512i; 4] {
+        // SAFETY: the caller guarantees `LANES` pointers at `rows`, each with four readable
+        // words at `offset`, and the instructions.
+        unsafe {
+            let load = |r: usize| _mm_loadu_si128((*rows.add(r)).add(offset).cast());
+            // Lane `l` of 128 bits has row `4 l + r`.
+            let four = |r: usize| {
+                let v = _mm512_castsi128_si512(load(r));
+                let v = _mm512_mask_broadcast_i32x4(v, 0x00f0, load(r + 4));
+                let v = _mm512_mask_broadcast_i32x4(v, 0x0f00, load(r + 8));
+                _mm512_mask_broadcast_i32x4(v, 0xf000, load(r + 12))
+            };
+            let (a, b, c, d) = (four(0), four(1), four(2), four(3));
+            let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+            [
+                _mm512_unpacklo_epi64(ab_low, cd_low),
+                _mm512_unpackhi_epi64(ab_low, cd_low),
+                _mm512_unpacklo_epi64(ab_high, cd_high),
+                _mm512_unpackhi_epi64(ab_high, cd_high),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_scaled_wide(
+        acc: __m512i,
+        quants: __m512i,
+        x: __m512i,
+        scales: __m512i,
+    ) -> __m512i {
+        // The sign of a quant moves to `x`, so that pairs of products fit 16 bits.
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let signed = _mm512_xor_si512(quants, _mm512_set1_epi8(-128));
+            let negative = _mm512_movepi8_mask(signed);
+            let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
+            Self::dot_scaled(acc, _mm512_abs_epi8(signed), x, scales)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sum_both(v: __m512, more: __m256) -> f32 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let high = _mm512_extractf32x8_ps(v, 1);
+            <Avx2 as IntSimd>::sum_both(_mm256_add_ps(_mm512_castps512_ps256(v), high), more)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn spread_groups(scales: __m256, v: usize) -> __m512 {
+        const fn lanes(v: i32) -> [i32; 16] {
+            let (a, b) = (2 * v, 2 * v + 1);
+            [a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b]
+        }
+        const LANES: [[i32; 16]; 4] = [lanes(0), lanes(1), lanes(2), lanes(3)];
+        // SAFETY: `LANES[v]` is one vector of indices; an index beyond the table panics. The
+        // caller guarantees the instructions.
+        unsafe {
+            let lanes = _mm512_loadu_si512(LANES[v].as_ptr().cast());
+            _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(scales))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn spread_quads(scales: __m256, v: usize) -> __m512 {
+        const fn lanes(v: i32) -> [i32; 16] {
+            let (a, b, c, d) = (4 * v, 4 * v + 1, 4 * v + 2, 4 * v + 3);
+            [a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d]
+        }
+        const LANES: [[i32; 16]; 2] = [lanes(0), lanes(1)];
+        // SAFETY: the table has one vector of indices for each `v`. The caller guarantees the
+        // instructions.
+        unsafe {
+            let lanes = _mm512_loadu_si512(LANES[v].as_ptr().cast());
+            _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(scales))
+        }
+    }
+
+    const QUADS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
+
+    #[inline(always)]
+    unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m512i {
+        // SAFETY: the caller guarantees 16 readable bytes at every multiple of `stride` up to
+        // `last`, which no index exceeds, and the instructions.
+        unsafe {
+            let load = |i: usize| _mm_loadu_si128(p.add(stride * i.min(last)).cast());
+            let v = _mm512_castsi128_si512(load(0));
+            let v = _mm512_mask_broadcast_i32x4(v, 0x00f0, load(1));
+            let v = _mm512_mask_broadcast_i32x4(v, 0x0f00, load(2));
+            _mm512_mask_broadcast_i32x4(v, 0xf000, load(3))
+        }
+    }
+}
+
+impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
+    const PANEL: usize = if VNNI { 2 } else { 1 };
+    const COLS: usize = if VNNI { 6 } else { 4 };
+    const WIDE_IS_SIGNED: bool = !VNNI;
+    const SUMS_I16: bool = !VNNI;
+
+    type I = __m256i;
+
+    register_ops! {
+        fn zero_int() -> __m256i = _mm256_setzero_si256();
+        fn splat_int(bits: u32) -> __m256i = _mm256_set1_epi32(bits as i32);
+        fn sub_int(a: __m256i, b: __m256i) -> __m256i = _mm256_sub_epi32(a, b);
+        fn dot_signed(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i = Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants));
+        fn dot_turned(
+        acc: __m256i,
+        quants: __m256i,
+        x: __m256i,
+        magnitudes: __m256i,
+    ) -> __m256i = Self::dot(acc, magnitudes, _mm256_sign_epi8(quants, x));
+        fn magnitudes(x: __m256i) -> __m256i = _mm256_abs_epi8(x);
+        fn multiply_pairs(quants: __m256i, x: __m256i) -> __m256i = _mm256_maddubs_epi16(quants, x);
+        fn add_i16(a: __m256i, b: __m256i) -> __m256i = _mm256_add_epi16(a, b);
+        fn add_i16_pairs(acc: __m256i, shorts: __m256i) -> __m256i = Self::dot_pairs(acc, shorts, _mm256_set1_epi16(1));
+        fn low_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(v, _mm256_set1_epi8(15));
+        fn high_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
+        fn flip(v: __m256i) -> __m256i = _mm256_xor_si256(v, _mm256_set1_epi8(-128));
+        fn dot_scaled(acc: __m256i, quants: __m256i, x: __m256i, scales: __m256i) -> __m256i = Self::dot_pairs(acc, _mm256_maddubs_epi16(quants, x), scales);
+        fn halves(v: __m256i) -> [__m256i; 2] = [v, _mm256_setzero_si256()];
+        fn to_floats(v: __m256i) -> __m256 = _mm256_cvtepi32_ps(v);
+        fn to_i16(a: __m256, b: __m256) -> __m256i = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+        fn sum_both(v: __m256, more: __m256) -> f32 = Self::v_sum(_mm256_add_ps(v, more));
+        fn spread_groups(scales: __m256, v: usize) -> __m256 = _mm256_permutevar8x32_ps(scales, _mm256_set1_epi32(v as i32));
+        fn second_halves(first: __m256, second: __m256) -> __m256 = _mm256_blend_ps(first, second, 0xf0);
+    }
+
+    #[inline(always)]
+    unsafe fn load_int(p: *const u8) -> __m256i {
+        // SAFETY: the caller guarantees one readable vector at `p` and the instruction.
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_int(p: *mut u8, v: __m256i) {
+        // SAFETY: the caller guarantees one writable vector at `p` and the instruction.
+        unsafe { _mm256_storeu_si256(p.cast(), v) }
+    }
+    #[inline(always)]
+    unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+        // Without the instruction: a pair of products is at most 2 * 127 * 127, which 16 bits hold.
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            if VNNI {
+                return _mm256_dpbusd_avx_epi32(acc, quants, x);
+            }
+            let pairs = _mm256_maddubs_epi16(quants, x);
+            Self::add_i16_pairs(acc, pairs)
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+        // Without the instruction: the magnitude of a quant less 128 is at most 128; the sign moves to `x`.
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            if VNNI {
+                return _mm256_dpbusd_avx_epi32(acc, quants, x);
+            }
+            let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
+            Self::dot_signed(acc, signed, x)
+        }
+    }
+    #[inline(always)]
+    unsafe fn widen_pairs(v: __m256i) -> [__m256i; 2] {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let first = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8);
+            [first, _mm256_srai_epi16(v, 8)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: [u8; 16], v: __m256i) -> __m256i {
+        // SAFETY: `table` has the 16 bytes that are loaded. The caller guarantees the instructions.
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), v)
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [__m256i; 4] {
+        // SAFETY: the caller guarantees `LANES` pointers at `rows`, each with four readable
+        // words at `offset`, and the instructions.
+        unsafe {
+            let load = |r: usize| _mm_loadu_si128((*rows.add(r)).add(offset).cast());
+            let two = |r: usize| _mm256_set_m128i(load(r + 4), load(r));
+            let (a, b, c, d) = (two(0), two(1), two(2), two(3));
+            let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+            let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+            [
+                _mm256_unpacklo_epi64(ab_low, cd_low),
+                _mm256_unpackhi_epi64(ab_low, cd_low),
+                _mm256_unpacklo_epi64(ab_high, cd_high),
+                _mm256_unpackhi_epi64(ab_high, cd_high),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_pairs(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            match VNNI {
+                true => _mm256_dpwssd_avx_epi32(acc, a, b),
+                false => _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_scaled_wide(
+        acc: __m256i,
+        quants: __m256i,
+        x: __m256i,
+        scales: __m256i,
+    ) -> __m256i {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
+            let x = _mm256_sign_epi8(x, signed);
+            Self::dot_scaled(acc, _mm256_abs_epi8(signed), x, scales)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen(v: __m256i) -> __m256i {
+        v
+    }
+
+    #[inline(always)]
+    unsafe fn larger_magnitudes(acc: __m256i, v: __m256) -> __m256i {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0), v);
+            _mm256_max_epi32(acc, _mm256_castps_si256(magnitude))
+        }
+    }
+    #[inline(always)]
+    unsafe fn largest(v: __m256i) -> u32 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let v = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+            let v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0b00_00_11_10));
+            let v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0b00_00_00_01));
+            _mm_cvtsi128_si32(v) as u32
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn spread_quads(scales: __m256, v: usize) -> __m256 {
+        // SAFETY: the table has one vector of indices for each `v`. The caller guarantees the
+        // instructions.
+        unsafe {
+            match v {
+                0 => _mm256_permute_ps(scales, 0b00_00_00_00),
+                1 => _mm256_permute_ps(scales, 0b01_01_01_01),
+                2 => _mm256_permute_ps(scales, 0b10_10_10_10),
+                _ => _mm256_permute_ps(scales, 0b11_11_11_11),
+            }
+        }
+    }
+
+    // The groups of each 128-bit half of a vector side by side.
+    const QUADS: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+
+    #[inline(always)]
+    unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m256i {
+        // SAFETY: the caller guarantees 16 readable bytes at every multiple of `stride` up to
+        // `last`, which no index exceeds, and the instructions.
+        unsafe {
+            let load = |i: usize| _mm_loadu_si128(p.add(stride * i.min(last)).cast());
+            _mm256_set_m128i(load(1), load(0))
+        }
+    }
+}

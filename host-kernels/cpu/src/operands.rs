@@ -1,0 +1,128 @@
+//! What an operator's module sees of a node when it compiles it.
+
+use std::cell::Cell;
+
+use vgpu_transport::ir::{Node, Op};
+
+use crate::gemm::Activation;
+use crate::view::View;
+
+/// What nodes tell later nodes during compilation: which tensor was converted last, and to which
+/// format. The products of one tensor with several weights (Q, K and V; gate and up) begin with the
+/// same activations, which are converted once.
+#[derive(Default)]
+pub(crate) struct ActivationCache {
+    cached: Cell<Option<(View, Activation)>>,
+    /// Size of the largest converted tensor.
+    bytes: Cell<usize>,
+    /// The tensor that the first kernel of the present node converts, if it does nothing else.
+    converts: Cell<Option<View>>,
+    /// The tensor that the present node makes row by row.
+    makes: Cell<Option<View>>,
+    /// The tensor that the node before it has made row by row.
+    made: Cell<Option<View>>,
+}
+
+/// What compiling a node has recorded in the [`ActivationCache`].
+pub(crate) struct Recorded {
+    /// The tensor that the first kernel converts, if it does nothing else.
+    pub(crate) converts: Option<View>,
+    /// Whether each thread reads only rows of that tensor that it has itself made in the kernel
+    /// before.
+    pub(crate) follows: bool,
+}
+
+impl ActivationCache {
+    /// Takes what the node that was just compiled has recorded.
+    pub(crate) fn take_recorded(&self) -> Recorded {
+        let converts = self.converts.take();
+        let made = self.made.take();
+        self.made.set(self.makes.take());
+        Recorded {
+            converts,
+            follows: converts.is_some() && made == converts,
+        }
+    }
+
+    /// Drops the converted activations if `view`, which is written, overlaps their source.
+    pub(crate) fn invalidate(&self, view: &View) {
+        if { self.cached.get() }.is_some_and(|(source, _)| source.overlaps(view)) {
+            self.cached.set(None);
+        }
+    }
+
+    /// Bytes of memory for converted activations.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes.get()
+    }
+}
+
+/// A node's operator, operands and surroundings.
+pub(crate) struct Operands<'a> {
+    pub(crate) views: &'a [View],
+    pub(crate) node: &'a Node,
+    pub(crate) cache: &'a ActivationCache,
+    pub(crate) workers: usize,
+}
+
+impl Operands<'_> {
+    /// The operator with its parameters.
+    pub(crate) fn op(&self) -> &Op {
+        &self.node.op
+    }
+
+    /// The destination.
+    pub(crate) fn dst(&self) -> View {
+        self.views[self.node.dst as usize]
+    }
+
+    /// Source `i`, which the operator's rules require.
+    pub(crate) fn src(&self, i: usize) -> View {
+        self.optional(i)
+            .expect("validation refuses operations without a source they need")
+    }
+
+    /// Source `i`, if there is one.
+    pub(crate) fn optional(&self, i: usize) -> Option<View> {
+        let index = self.node.src.as_slice().get(i).copied().flatten()?;
+        Some(self.views[index as usize])
+    }
+
+    /// Whether the activation memory ([`Worker::activations`](crate::kernel::Worker::activations))
+    /// already holds `source` as `activation` from an earlier node. If not, this node's first kernel
+    /// must write it there: `bytes` bytes, for this node and later nodes.
+    pub(crate) fn cache_activations(
+        &self,
+        source: View,
+        activation: Activation,
+        bytes: usize,
+    ) -> bool {
+        let cache = self.cache;
+        cache.bytes.set(cache.bytes.get().max(bytes));
+        cache.cached.replace(Some((source, activation))) == Some((source, activation))
+    }
+
+    /// Declares that the node has one kernel, of which each thread makes its
+    /// [share](crate::kernel::Worker::share) of the rows of `view` and touches nothing that belongs to
+    /// other rows.
+    pub(crate) fn makes_rows(&self, view: View) {
+        self.cache.makes.set(Some(view));
+    }
+
+    /// Whether the node before made `view` in this way: a kernel that takes the same share of rows
+    /// need not wait for other threads.
+    pub(crate) fn follows_rows(&self, view: View) -> bool {
+        self.cache.made.get() == Some(view)
+    }
+
+    /// Declares that the first kernel reads `source`, which is the node's second source, writes the
+    /// [activation memory](Operands::cache_activations), and does nothing else.
+    pub(crate) fn converts_first(&self, source: View) {
+        self.cache.converts.set(Some(source));
+    }
+
+    /// The number of threads that run each kernel.
+    pub(crate) fn workers(&self) -> usize {
+        self.workers
+    }
+}

@@ -1,0 +1,58 @@
+//! MUL_MAT of one node.
+
+use vgpu_engine::EngineError;
+use vgpu_transport::ir::{Op, Precision};
+
+use super::super::scratch::{Output, ScratchLayout};
+use super::activations::{Activations, converted};
+use super::hadamard;
+use super::tiles::Product;
+use crate::gemm::MatmulKernel;
+use crate::kernel::{Compiled, Kernel};
+use crate::operands::Operands;
+
+/// MUL_MAT: `dst[m, n] = weights[m] . x[n]`, batch by batch.
+pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    let (weight, x, dst) = (operands.src(0), operands.src(1), operands.dst());
+    let mut scratch = ScratchLayout::default();
+    let mut kernels: Vec<Kernel> = Vec::new();
+    if dst.elements() == 0 {
+        return Ok(Compiled {
+            kernels,
+            scratch_bytes: 0,
+        });
+    }
+    if matches!(operands.op(), Op::MulMat { hadamard: true, .. }) && weight.ne[0] == weight.ne[1] {
+        return Ok(hadamard::hadamard(x, dst, operands.workers()));
+    }
+    let kernel = kernel_of(operands);
+    let activations = Activations::new(operands, x, kernel);
+    let output = Output::new(dst, &[weight, x], &mut scratch);
+    let product = Product::new(operands, activations, output, None, 1);
+    kernels.extend(converted(operands, activations));
+    kernels.push(Box::new(move |w| {
+        for tile in w.chunks(product.tiles(), 1).flatten() {
+            // SAFETY: conversion has finished, a barrier ago; no other tile has these results.
+            unsafe { product.tile(w, tile) };
+        }
+        Ok(())
+    }));
+    output.finish(&mut kernels);
+    Ok(Compiled {
+        kernels,
+        scratch_bytes: scratch.bytes(),
+    })
+}
+
+/// How a MUL_MAT is computed.
+pub(super) fn kernel_of(operands: &Operands<'_>) -> MatmulKernel {
+    let (weight, x) = (operands.src(0), operands.src(1));
+    let exact = MatmulKernel::of(weight.ty).expect("the rules claim no other weights");
+    match operands.op() {
+        Op::MulMat {
+            accumulator: Precision::Default,
+            ..
+        } => MatmulKernel::rounded(weight.ty, x.ne[0], x.ne[1]).unwrap_or(exact),
+        _ => exact,
+    }
+}

@@ -1,0 +1,433 @@
+//! Runs the phases of a graph on the thread team. Threads enter a graph once and meet at a spinning
+//! barrier after each phase.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::thread::CpuSet;
+use vgpu_engine::{EngineError, RunError, Turn};
+
+use crate::barrier_schedule::Phase;
+use crate::kernel::{EarlyExit, Fault, Worker};
+use crate::thread_team::{Barrier, ThreadTeam};
+
+/// Scratch memories that are kept for later runs: as many as there are likely to be runs in progress.
+const MAX_FREE_SCRATCH: usize = 4;
+
+/// A fixed set of threads and the scratch memory that they share. Runs one graph at a time.
+pub(crate) struct Runner {
+    team: ThreadTeam,
+    running: Mutex<()>,
+    /// Scratch memories that no run owns, the most recently used last.
+    scratch: Mutex<Vec<Scratch>>,
+}
+
+/// A run between two turns.
+pub(crate) struct RunState {
+    /// The next phase.
+    phase: usize,
+    /// Chunks of that phase that were already dealt.
+    dealt: usize,
+    /// Carries data from one kernel of an operator to the next, so the run owns it until its end.
+    scratch: Scratch,
+    /// Offset of the activation memory in `scratch`, in bytes.
+    activations: usize,
+}
+
+/// Working memory of a run. Grows to the largest size that was ever requested.
+#[derive(Default)]
+struct Scratch {
+    lines: Vec<CacheLine>,
+}
+
+/// One cache line, so that scratch memory is aligned for every vector.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct CacheLine(#[allow(dead_code)] [u8; 64]);
+
+impl Runner {
+    /// A runner with `threads` threads. With `cpu_sets`, thread `i` is pinned to set `i` modulo their
+    /// number.
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] if a thread cannot be created or pinned.
+    pub(crate) fn new(threads: usize, cpu_sets: &[CpuSet]) -> Result<Runner, EngineError> {
+        Ok(Runner {
+            team: ThreadTeam::new(threads, cpu_sets)?,
+            running: Mutex::default(),
+            scratch: Mutex::default(),
+        })
+    }
+
+    /// The number of threads that run a phase.
+    pub(crate) fn workers(&self) -> usize {
+        self.team.size()
+    }
+
+    /// A run that begins with the first phase.
+    pub(crate) fn start(&self, scratch_bytes: usize, activation_bytes: usize) -> RunState {
+        let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
+        let scratch_lines = scratch_bytes.div_ceil(64);
+        let lines = scratch_lines + activation_bytes.div_ceil(64);
+        if scratch.lines.len() < lines {
+            scratch.lines.resize(lines, CacheLine([0; 64]));
+        }
+        RunState {
+            phase: 0,
+            dealt: 0,
+            scratch,
+            activations: scratch_lines * 64,
+        }
+    }
+
+    /// Runs the phases in order, each on all threads, until the end, the first failure, or the end of
+    /// the turn. Returns the state to continue from, or `None` at the end of the graph.
+    ///
+    /// # Errors
+    /// The first failure of a kernel.
+    pub(crate) fn run(
+        &self,
+        phases: &[Phase],
+        state: RunState,
+        turn: &Turn,
+    ) -> Result<Option<RunState>, RunError> {
+        self.run_with_clock(phases, state, turn, None)
+    }
+
+    /// Runs the phases to the end. Returns when each phase ended, as a time since the first began.
+    ///
+    /// # Errors
+    /// As [`run`](Runner::run).
+    pub(crate) fn run_timed(
+        &self,
+        phases: &[Phase],
+        state: RunState,
+    ) -> Result<Vec<Duration>, RunError> {
+        let clock = Clock {
+            begin: Instant::now(),
+            ends: Mutex::new(Vec::with_capacity(phases.len())),
+        };
+        // A turn without an end.
+        self.run_with_clock(phases, state, &Turn::new(), Some(&clock))?;
+        Ok(clock
+            .ends
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn run_with_clock(
+        &self,
+        phases: &[Phase],
+        mut state: RunState,
+        turn: &Turn,
+        clock: Option<&Clock>,
+    ) -> Result<Option<RunState>, RunError> {
+        let _guard = lock(&self.running);
+        let mut dealt = [0, 0];
+        dealt[state.phase % 2] = state.dealt;
+        let run = Run {
+            phases,
+            first: state.phase,
+            barrier: Barrier::new(self.workers()),
+            counters: dealt.map(AtomicUsize::new),
+            turn,
+            clock,
+            exit: EarlyExit::default(),
+            failure: Mutex::new(None),
+            scratch: ScratchPtr(state.scratch.lines.as_mut_ptr().cast()),
+            activations: state.activations,
+        };
+        let count = self.workers();
+        // SAFETY: the lock on `running` keeps other callers out.
+        unsafe { self.team.run(&|index| run.work(index, count)) };
+        let failure = run.failure.into_inner();
+        let failure = failure.unwrap_or_else(PoisonError::into_inner);
+        let next = run.exit.next(phases.len());
+        match (failure, next) {
+            (None, Some(phase)) => Ok(Some(RunState {
+                phase,
+                dealt: match phase == run.exit.after() {
+                    true => run.counters[phase % 2].load(Ordering::Relaxed),
+                    false => 0,
+                },
+                scratch: state.scratch,
+                activations: state.activations,
+            })),
+            (failure, _) => {
+                self.give_back(state.scratch);
+                failure.map_or(Ok(None), Err)
+            }
+        }
+    }
+
+    fn give_back(&self, scratch: Scratch) {
+        let mut free = lock(&self.scratch);
+        if free.len() < MAX_FREE_SCRATCH {
+            free.push(scratch);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct ScratchPtr(*mut u8);
+
+// SAFETY: the pointer is shared, not the access. The run owns the memory exclusively; kernels divide
+// it among the threads of a phase.
+unsafe impl Sync for ScratchPtr {}
+
+/// One turn of one graph.
+struct Run<'a> {
+    phases: &'a [Phase],
+    first: usize,
+    barrier: Barrier,
+    /// Chunk counters of this phase and the next, alternating. The counter that is not in use is reset
+    /// during the phase between its uses, when no thread can still count with it.
+    counters: [AtomicUsize; 2],
+    turn: &'a Turn,
+    clock: Option<&'a Clock>,
+    exit: EarlyExit,
+    failure: Mutex<Option<RunError>>,
+    scratch: ScratchPtr,
+    activations: usize,
+}
+
+/// When the phases of a timed run ended.
+struct Clock {
+    begin: Instant,
+    ends: Mutex<Vec<Duration>>,
+}
+
+impl Run<'_> {
+    fn work(&self, index: usize, count: usize) {
+        for (i, phase) in self.phases.iter().enumerate().skip(self.first) {
+            if index == 0 {
+                // Used by phase i - 1 and again by phase i + 1. The barriers before and after this
+                // phase keep both away from this store.
+                self.counters[(i + 1) % 2].store(0, Ordering::Relaxed);
+            }
+            for part in &phase.parts {
+                if part.is_solo && index != 0 {
+                    continue;
+                }
+                let worker = Worker {
+                    index,
+                    count: if part.is_solo { 1 } else { count },
+                    counter: &self.counters[i % 2],
+                    scratch: self.scratch.0.wrapping_add(part.scratch),
+                    activations: self.scratch.0.wrapping_add(self.activations),
+                    phase: i,
+                    is_alone: phase.parts.len() == 1,
+                    turn: self.turn,
+                    exit: &self.exit,
+                };
+                // A panic must not leave the other threads waiting at the barrier forever.
+                let outcome = catch_unwind(AssertUnwindSafe(|| (part.kernel)(&worker)));
+                let outcome = outcome.unwrap_or_else(|panic| Err(Fault::panic(panic.as_ref())));
+                if let Err(fault) = outcome {
+                    lock(&self.failure).get_or_insert_with(|| part.error(fault));
+                    self.exit.request(i, false);
+                    break;
+                }
+            }
+            if index == 0 && self.turn.is_over() {
+                self.exit.request(i, false);
+            }
+            self.barrier.wait();
+            if let (0, Some(clock)) = (index, self.clock) {
+                lock(&clock.ends).push(clock.begin.elapsed());
+            }
+            // The barrier orders the requests of this phase before this load: all threads leave here.
+            if self.exit.after() == i {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::barrier_schedule::Part;
+
+    fn phase(kernel: impl Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync + 'static) -> Phase {
+        Phase {
+            parts: vec![Part::new(Box::new(kernel), vec![3], 3, "TEST")],
+        }
+    }
+
+    /// Runs to the end without ever yielding.
+    fn run(runner: &Runner, phases: &[Phase]) -> Result<(), RunError> {
+        let left = runner.run(phases, runner.start(4096, 0), &Turn::new())?;
+        assert!(left.is_none(), "nobody has ended the turn");
+        Ok(())
+    }
+
+    #[test]
+    fn every_unit_is_done_once_and_phases_do_not_overlap() {
+        let runner = Runner::new(3, &[]).unwrap();
+        let done: &'static [AtomicUsize] = Box::leak(
+            (0..1000)
+                .map(|_| AtomicUsize::new(0))
+                .collect::<Vec<_>>()
+                .into_boxed_slice(),
+        );
+        let phases: Vec<Phase> = (0..50)
+            .map(|round| {
+                phase(move |w| {
+                    let add = |range: std::ops::Range<usize>| {
+                        for i in range {
+                            assert_eq!(done[i].fetch_add(1, Ordering::Relaxed), round);
+                        }
+                    };
+                    if round % 2 == 0 {
+                        w.chunks(1000, 7).for_each(add);
+                    } else {
+                        add(w.share(1000));
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        run(&runner, &phases).unwrap();
+        assert!(done.iter().all(|n| n.load(Ordering::Relaxed) == 50));
+    }
+
+    #[test]
+    fn a_fault_or_a_panic_ends_the_run_and_leaves_the_runner_usable() {
+        let runner = Runner::new(2, &[]).unwrap();
+        let after = phase(|_| unreachable!("a phase after the failure"));
+        let fault = phase(|w| {
+            if w.index() == 1 {
+                Err(Fault::Index {
+                    index: -1,
+                    count: 4,
+                })
+            } else {
+                Ok(())
+            }
+        });
+        let error = run(&runner, &[fault, after]).unwrap_err();
+        assert_eq!(
+            error,
+            RunError::Index {
+                node: 3,
+                op: "TEST",
+                index: -1,
+                count: 4
+            }
+        );
+        let panic = phase(|w| {
+            if w.index() == 0 {
+                panic!("boom {}", 7)
+            } else {
+                Ok(())
+            }
+        });
+        let error = run(&runner, &[panic]).unwrap_err();
+        assert_eq!(
+            error,
+            RunError::Kernel {
+                node: 3,
+                op: "TEST",
+                message: "boom 7".into()
+            }
+        );
+        run(&runner, &[phase(|_| Ok(()))]).unwrap();
+    }
+
+    #[test]
+    fn turns_of_several_graphs_mix_and_each_unit_is_done_once() {
+        const UNITS: usize = 40;
+        const PHASES: usize = 12;
+        let runner = Runner::new(3, &[]).unwrap();
+        let turn: &'static Turn = Box::leak(Box::new(Turn::new()));
+        turn.set_end(Some(std::time::Duration::ZERO));
+        // Each phase of a graph counts the units of the phase before in scratch, which the other graphs must not touch.
+        let graph = |name: usize| -> Vec<Phase> {
+            (0..PHASES)
+                .map(|round| {
+                    phase(move |w| {
+                        // SAFETY: asked for below; units are dealt once each, and read behind a barrier.
+                        let cells = unsafe {
+                            std::slice::from_raw_parts(w.scratch().cast::<AtomicUsize>(), UNITS)
+                        };
+                        let visit = |range: std::ops::Range<usize>| {
+                            for cell in &cells[range] {
+                                let found = cell.swap(name * 1000 + round, Ordering::Relaxed);
+                                assert!(round == 0 || found == name * 1000 + round - 1);
+                            }
+                        };
+                        match round % 3 {
+                            0 => visit(w.share(UNITS)),
+                            _ => w.chunks(UNITS, 3).for_each(visit),
+                        }
+                        Ok(())
+                    })
+                })
+                .collect()
+        };
+        let graphs = [graph(1), graph(2), graph(3)];
+        let mut states: Vec<_> = graphs
+            .iter()
+            .map(|_| Some(runner.start(8 * UNITS, 0)))
+            .collect();
+        let mut turns = 0;
+        while states.iter().any(Option::is_some) {
+            for (graph, state) in graphs.iter().zip(&mut states) {
+                if let Some(state) = state.take() {
+                    *state = runner.run(graph, state, turn).unwrap();
+                    turns += 1;
+                }
+            }
+        }
+        assert!(
+            turns > graphs.len() * PHASES,
+            "no phase was cut: {turns} turns"
+        );
+        assert!(
+            lock(&runner.scratch).len() == graphs.len(),
+            "scratch memory is lost"
+        );
+    }
+
+    #[test]
+    fn several_sessions_do_not_make_more_threads_run() {
+        const THREADS: usize = 2;
+        static RUNNING: AtomicUsize = AtomicUsize::new(0);
+        static MAX_RUNNING: AtomicUsize = AtomicUsize::new(0);
+        let runner = Runner::new(THREADS, &[]).unwrap();
+        let work = |_: &Worker<'_>| {
+            MAX_RUNNING.fetch_max(RUNNING.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            std::thread::sleep(std::time::Duration::from_micros(200));
+            RUNNING.fetch_sub(1, Ordering::SeqCst);
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let phases: Vec<Phase> = (0..20).map(|_| phase(work)).collect();
+                    run(&runner, &phases).unwrap();
+                });
+            }
+        });
+        assert_eq!(MAX_RUNNING.load(Ordering::SeqCst), THREADS);
+    }
+
+    #[test]
+    fn a_failure_behind_a_barrier_that_a_slow_thread_has_not_left_yet_keeps_nobody_waiting() {
+        let runner = Runner::new(4, &[]).unwrap();
+        let fault = |w: &Worker<'_>| match w.index() {
+            0 => Ok(()),
+            _ => Err(Fault::Index { index: 9, count: 1 }),
+        };
+        for _ in 0..2000 {
+            let phases = [phase(|_| Ok(())), phase(fault), phase(|_| unreachable!())];
+            run(&runner, &phases).unwrap_err();
+        }
+    }
+}

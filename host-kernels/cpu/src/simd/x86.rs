@@ -1,0 +1,450 @@
+//! Registers of x86-64: AVX2 and AVX-512.
+
+use std::arch::x86_64::*;
+
+use super::task::Task;
+use super::vector::Simd;
+
+/// AVX2, FMA and F16C, and AVX-VNNI if `VNNI`: 8 lanes.
+#[derive(Clone, Copy)]
+pub(crate) struct Ymm<const VNNI: bool>(());
+
+/// [`Level::Avx2`](crate::isa::Level::Avx2).
+pub(crate) type Avx2 = Ymm<false>;
+
+/// [`Level::Avx2Vnni`](crate::isa::Level::Avx2Vnni).
+pub(crate) type Avx2Vnni = Ymm<true>;
+
+/// [`Level::Avx512`](crate::isa::Level::Avx512): 16 lanes.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512(());
+
+/// Runs a task compiled for AVX2.
+///
+/// # Safety
+/// The processor supports [`Level::Avx2`](crate::isa::Level::Avx2).
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn avx2<T: Task>(task: T) -> T::Output {
+    task.run(Ymm::<false>(()))
+}
+
+/// Runs a task compiled for AVX-512.
+///
+/// # Safety
+/// The processor supports [`Level::Avx512`](crate::isa::Level::Avx512).
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(super) unsafe fn avx512<T: Task>(task: T) -> T::Output {
+    task.run(Avx512(()))
+}
+
+/// Operations on registers that are one intrinsic.
+macro_rules! intrinsics {
+    ($($name:ident($($arg:ident),*) -> $result:ident = $intrinsic:expr;)*) => {$(
+        #[inline(always)]
+        unsafe fn $name($($arg: Self::Vector),*) -> Self::$result {
+            // SAFETY: the intrinsic touches no memory. The caller guarantees its instruction.
+            unsafe { $intrinsic($($arg),*) }
+        }
+    )*};
+}
+
+const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+const DOWN: i32 = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+const UP: i32 = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
+const ZERO: i32 = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+
+impl<const VNNI: bool> Simd for Ymm<VNNI> {
+    type Vector = __m256;
+    type Mask = __m256;
+    const LANES: usize = 8;
+
+    #[inline(always)]
+    unsafe fn v_splat(x: f32) -> __m256 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn v_load(ptr: *const f32, n: usize) -> __m256 {
+        // SAFETY: the caller guarantees `n` floats at `ptr` and the instructions. Masked lanes
+        // are not accessed.
+        unsafe {
+            if n == 8 {
+                _mm256_loadu_ps(ptr)
+            } else {
+                _mm256_maskload_ps(ptr, first(n))
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_store(x: __m256, ptr: *mut f32, n: usize) {
+        // SAFETY: the caller guarantees `n` floats at `ptr` and the instructions. Masked lanes
+        // are not accessed.
+        unsafe {
+            if n == 8 {
+                _mm256_storeu_ps(ptr, x)
+            } else {
+                _mm256_maskstore_ps(ptr, first(n), x)
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_load_f16(ptr: *const u16, n: usize) -> __m256 {
+        // SAFETY: the caller guarantees `n` halves at `ptr` and the instructions.
+        unsafe { _mm256_cvtph_ps(load_words(ptr, n)) }
+    }
+    #[inline(always)]
+    unsafe fn v_store_f16(x: __m256, ptr: *mut u16, n: usize) {
+        // SAFETY: the caller guarantees `n` halves at `ptr` and the instructions.
+        unsafe {
+            let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+            if n == 8 {
+                _mm_storeu_si128(ptr.cast(), halves);
+            } else {
+                let mut stage = [0u16; 8];
+                _mm_storeu_si128(stage.as_mut_ptr().cast(), halves);
+                // By bytes, which need no alignment.
+                ptr.cast::<u8>()
+                    .copy_from_nonoverlapping(stage.as_ptr().cast(), n * size_of::<u16>());
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_load_bf16(ptr: *const u16, n: usize) -> __m256 {
+        // SAFETY: the caller guarantees `n` bfloat16 at `ptr` and the instructions.
+        unsafe {
+            let words = _mm256_cvtepu16_epi32(load_words(ptr, n));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+        }
+    }
+    intrinsics! {
+        v_add(a, b) -> Vector = _mm256_add_ps;
+        v_sub(a, b) -> Vector = _mm256_sub_ps;
+        v_mul(a, b) -> Vector = _mm256_mul_ps;
+        v_div(a, b) -> Vector = _mm256_div_ps;
+        v_mul_add(a, b, c) -> Vector = _mm256_fmadd_ps;
+        v_neg_mul_add(a, b, c) -> Vector = _mm256_fnmadd_ps;
+        v_min(a, b) -> Vector = _mm256_min_ps;
+        v_max(a, b) -> Vector = _mm256_max_ps;
+        v_sqrt(a) -> Vector = _mm256_sqrt_ps;
+        v_floor(a) -> Vector = _mm256_round_ps::<DOWN>;
+        v_ceil(a) -> Vector = _mm256_round_ps::<UP>;
+        v_trunc(a) -> Vector = _mm256_round_ps::<ZERO>;
+        v_round_even(a) -> Vector = _mm256_round_ps::<NEAREST>;
+        v_lt(a, b) -> Mask = _mm256_cmp_ps::<_CMP_LT_OQ>;
+        v_le(a, b) -> Mask = _mm256_cmp_ps::<_CMP_LE_OQ>;
+    }
+    #[inline(always)]
+    unsafe fn v_copysign(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let sign = _mm256_set1_ps(-0.0);
+            _mm256_or_ps(_mm256_andnot_ps(sign, a), _mm256_and_ps(sign, b))
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_scale(a: __m256, n: __m256) -> __m256 {
+        // A power of two that is an f32 has an exponent of at most 127: three factors reach 300.
+        // The smallest factor goes first, so that only the last product can round.
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let n = _mm256_cvtps_epi32(n);
+            let limit = |n| {
+                _mm256_max_epi32(
+                    _mm256_min_epi32(n, _mm256_set1_epi32(100)),
+                    _mm256_set1_epi32(-100),
+                )
+            };
+            let power = |n| {
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(
+                    n,
+                    _mm256_set1_epi32(127),
+                )))
+            };
+            let first = limit(n);
+            let rest = _mm256_sub_epi32(n, first);
+            let second = limit(rest);
+            let third = _mm256_sub_epi32(rest, second);
+            let a = _mm256_mul_ps(a, power(third));
+            let a = _mm256_mul_ps(a, power(second));
+            _mm256_mul_ps(a, power(first))
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_split(a: __m256) -> (__m256, __m256) {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let bits = _mm256_castps_si256(a);
+            let up = _mm256_add_epi32(bits, _mm256_set1_epi32(0x0040_0000));
+            let e = _mm256_sub_epi32(_mm256_srli_epi32::<23>(up), _mm256_set1_epi32(127));
+            let m = _mm256_sub_epi32(bits, _mm256_slli_epi32::<23>(e));
+            (_mm256_castsi256_ps(m), _mm256_cvtepi32_ps(e))
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_select(m: __m256, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe { _mm256_blendv_ps(b, a, m) }
+    }
+    #[inline(always)]
+    unsafe fn v_sum(a: __m256) -> f32 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let v = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize) {
+        // SAFETY: the caller guarantees `LANES` rows of one vector each at `src` and `dst`, without
+        // overlap, and the instructions. Loads and stores are unaligned.
+        unsafe {
+            let load = |p: *const u8| _mm256_loadu_si256(p.cast());
+            let store = |p: *mut u8, v| _mm256_storeu_si256(p.cast(), v);
+            let mut quads = [_mm256_setzero_si256(); 8];
+            for i in 0..2 {
+                let row = src.add(4 * i * src_stride);
+                let (a, b) = (load(row), load(row.add(src_stride)));
+                let row = row.add(2 * src_stride);
+                let (c, d) = (load(row), load(row.add(src_stride)));
+                let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+                let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+                quads[4 * i] = _mm256_unpacklo_epi64(ab_low, cd_low);
+                quads[4 * i + 1] = _mm256_unpackhi_epi64(ab_low, cd_low);
+                quads[4 * i + 2] = _mm256_unpacklo_epi64(ab_high, cd_high);
+                quads[4 * i + 3] = _mm256_unpackhi_epi64(ab_high, cd_high);
+            }
+            for j in 0..4 {
+                let (low, high) = (quads[j], quads[4 + j]);
+                let out = dst.add(j * dst_stride);
+                store(out, _mm256_permute2x128_si256(low, high, 0x20));
+                store(
+                    out.add(4 * dst_stride),
+                    _mm256_permute2x128_si256(low, high, 0x31),
+                );
+            }
+        }
+    }
+}
+
+/// `n` of 8 words, 0 beyond them.
+///
+/// # Safety
+/// `ptr` is readable for `n <= 8` words; the processor has AVX2.
+#[inline(always)]
+unsafe fn load_words(ptr: *const u16, n: usize) -> __m128i {
+    // SAFETY: the caller guarantees the words and the instructions.
+    unsafe {
+        if n == 8 {
+            return _mm_loadu_si128(ptr.cast());
+        }
+        let mut stage = [0u16; 8];
+        // By bytes, which need no alignment.
+        { stage.as_mut_ptr().cast::<u8>() }
+            .copy_from_nonoverlapping(ptr.cast(), n * size_of::<u16>());
+        _mm_loadu_si128(stage.as_ptr().cast())
+    }
+}
+
+/// A mask of the first `n` of 8 lanes.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn first(n: usize) -> __m256i {
+    // SAFETY: the caller guarantees the instructions, which touch no memory.
+    unsafe {
+        let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lane)
+    }
+}
+
+/// `n` of 16 words, 0 beyond them.
+///
+/// # Safety
+/// `ptr` is readable for `n <= 16` words; the processor has AVX-512 BW and VL.
+#[inline(always)]
+unsafe fn load_wide_words(ptr: *const u16, n: usize) -> __m256i {
+    // SAFETY: the caller guarantees the words and the instructions. Masked words are not
+    // accessed.
+    unsafe {
+        if n == 16 {
+            _mm256_loadu_si256(ptr.cast())
+        } else {
+            _mm256_maskz_loadu_epi16(((1u32 << n) - 1) as u16, ptr.cast())
+        }
+    }
+}
+
+impl Simd for Avx512 {
+    type Vector = __m512;
+    type Mask = __mmask16;
+    const LANES: usize = 16;
+
+    #[inline(always)]
+    unsafe fn v_splat(x: f32) -> __m512 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn v_load(ptr: *const f32, n: usize) -> __m512 {
+        // SAFETY: the caller guarantees `n` floats at `ptr` and the instructions. Masked lanes
+        // are not accessed.
+        unsafe {
+            if n == 16 {
+                _mm512_loadu_ps(ptr)
+            } else {
+                _mm512_maskz_loadu_ps(((1u32 << n) - 1) as u16, ptr)
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_store(x: __m512, ptr: *mut f32, n: usize) {
+        // SAFETY: the caller guarantees `n` floats at `ptr` and the instructions. Masked lanes
+        // are not accessed.
+        unsafe {
+            if n == 16 {
+                _mm512_storeu_ps(ptr, x)
+            } else {
+                _mm512_mask_storeu_ps(ptr, ((1u32 << n) - 1) as u16, x)
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_load_f16(ptr: *const u16, n: usize) -> __m512 {
+        // SAFETY: the caller guarantees `n` halves at `ptr` and the instructions. Masked lanes
+        // are not accessed.
+        unsafe { _mm512_cvtph_ps(load_wide_words(ptr, n)) }
+    }
+    #[inline(always)]
+    unsafe fn v_store_f16(x: __m512, ptr: *mut u16, n: usize) {
+        // SAFETY: the caller guarantees `n` halves at `ptr` and the instructions. Masked lanes
+        // are not accessed.
+        unsafe {
+            let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+            if n == 16 {
+                _mm256_storeu_si256(ptr.cast(), halves)
+            } else {
+                _mm256_mask_storeu_epi16(ptr.cast(), ((1u32 << n) - 1) as u16, halves)
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_load_bf16(ptr: *const u16, n: usize) -> __m512 {
+        // SAFETY: the caller guarantees `n` bfloat16 at `ptr` and the instructions. Masked lanes
+        // are not accessed.
+        unsafe {
+            let words = _mm512_cvtepu16_epi32(load_wide_words(ptr, n));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
+        }
+    }
+    intrinsics! {
+        v_add(a, b) -> Vector = _mm512_add_ps;
+        v_sub(a, b) -> Vector = _mm512_sub_ps;
+        v_mul(a, b) -> Vector = _mm512_mul_ps;
+        v_div(a, b) -> Vector = _mm512_div_ps;
+        v_mul_add(a, b, c) -> Vector = _mm512_fmadd_ps;
+        v_neg_mul_add(a, b, c) -> Vector = _mm512_fnmadd_ps;
+        v_min(a, b) -> Vector = _mm512_min_ps;
+        v_max(a, b) -> Vector = _mm512_max_ps;
+        v_sqrt(a) -> Vector = _mm512_sqrt_ps;
+        v_floor(a) -> Vector = _mm512_roundscale_ps::<DOWN>;
+        v_ceil(a) -> Vector = _mm512_roundscale_ps::<UP>;
+        v_trunc(a) -> Vector = _mm512_roundscale_ps::<ZERO>;
+        v_round_even(a) -> Vector = _mm512_roundscale_ps::<NEAREST>;
+        v_scale(a, n) -> Vector = _mm512_scalef_ps;
+    }
+    #[inline(always)]
+    unsafe fn v_copysign(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let sign = _mm512_set1_ps(-0.0);
+            _mm512_or_ps(_mm512_andnot_ps(sign, a), _mm512_and_ps(sign, b))
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_split(a: __m512) -> (__m512, __m512) {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe {
+            let bits = _mm512_castps_si512(a);
+            let up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x0040_0000));
+            let e = _mm512_sub_epi32(_mm512_srli_epi32::<23>(up), _mm512_set1_epi32(127));
+            let m = _mm512_sub_epi32(bits, _mm512_slli_epi32::<23>(e));
+            (_mm512_castsi512_ps(m), _mm512_cvtepi32_ps(e))
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_lt(a: __m512, b: __m512) -> __mmask16 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn v_le(a: __m512, b: __m512) -> __mmask16 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe { _mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn v_select(m: __mmask16, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        unsafe { _mm512_mask_blend_ps(m, b, a) }
+    }
+    #[inline(always)]
+    unsafe fn v_sum(a: __m512) -> f32 {
+        // SAFETY: the intrinsics touch no memory. The caller guarantees AVX-512, which includes AVX2.
+        unsafe {
+            let high = _mm512_extractf32x8_ps(a, 1);
+            Avx2::v_sum(_mm256_add_ps(_mm512_castps512_ps256(a), high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn v_transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize) {
+        // SAFETY: the caller guarantees `LANES` rows of one vector each at `src` and `dst`, without
+        // overlap, and the instructions. Loads and stores are unaligned.
+        unsafe {
+            let load = |p: *const u8| _mm512_loadu_si512(p.cast());
+            let store = |p: *mut u8, v| _mm512_storeu_si512(p.cast(), v);
+            // Words of two rows side by side, then of four: a vector holds, in each 128-bit lane `l`,
+            // word `4 l + j` of rows `4 i .. 4 i + 4`.
+            let mut quads = [_mm512_setzero_si512(); 16];
+            for i in 0..4 {
+                let row = src.add(4 * i * src_stride);
+                let (a, b) = (load(row), load(row.add(src_stride)));
+                let row = row.add(2 * src_stride);
+                let (c, d) = (load(row), load(row.add(src_stride)));
+                let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+                let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+                quads[4 * i] = _mm512_unpacklo_epi64(ab_low, cd_low);
+                quads[4 * i + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+                quads[4 * i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+                quads[4 * i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+            }
+            // What is left is a 4 x 4 transposition of 128-bit lanes for each `j`.
+            for j in 0..4 {
+                let (a, b, c, d) = (quads[j], quads[4 + j], quads[8 + j], quads[12 + j]);
+                let even_low = _mm512_shuffle_i32x4(a, b, 0b10_00_10_00);
+                let odd_low = _mm512_shuffle_i32x4(a, b, 0b11_01_11_01);
+                let even_high = _mm512_shuffle_i32x4(c, d, 0b10_00_10_00);
+                let odd_high = _mm512_shuffle_i32x4(c, d, 0b11_01_11_01);
+                let out = dst.add(j * dst_stride);
+                let four = 4 * dst_stride;
+                store(
+                    out,
+                    _mm512_shuffle_i32x4(even_low, even_high, 0b10_00_10_00),
+                );
+                store(
+                    out.add(four),
+                    _mm512_shuffle_i32x4(odd_low, odd_high, 0b10_00_10_00),
+                );
+                let out = out.add(2 * four);
+                store(
+                    out,
+                    _mm512_shuffle_i32x4(even_low, even_high, 0b11_01_11_01),
+                );
+                store(
+                    out.add(four),
+                    _mm512_shuffle_i32x4(odd_low, odd_high, 0b11_01_11_01),
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! A graph with its nodes reordered so that groups are contiguous.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use vgpu_transport::ir::{Graph, Node, Op};
+
+use super::finder::{Finder, Group, Kind};
+use super::{experts, products, rows};
+
+/// A graph with its nodes reordered, with the same results, and the groups among them.
+pub struct Arrangement {
+    /// The graph with its nodes in the order of `origin`.
+    pub graph: Graph,
+    /// For each node, its index in the guest's graph.
+    pub origin: Vec<usize>,
+    /// For each group, by the index of its first node in the guest's graph: its kind and its number of
+    /// consecutive nodes.
+    groups: BTreeMap<usize, (Kind, usize)>,
+    /// For each node of the guest's graph, whether it is in a group.
+    taken: Vec<bool>,
+}
+
+impl Arrangement {
+    /// The graph in its own order, without groups.
+    pub fn plain(graph: &Graph) -> Arrangement {
+        Arrangement {
+            graph: graph.clone(),
+            origin: (0..graph.nodes.len()).collect(),
+            groups: BTreeMap::new(),
+            taken: vec![false; graph.nodes.len()],
+        }
+    }
+
+    /// The graph with all groups that are found. Groups of products have up to `max_columns` columns
+    /// of activations.
+    pub fn of(graph: &Graph, max_columns: u64) -> Arrangement {
+        let mut all = Arrangement::plain(graph);
+        let mut first = 0;
+        while first < all.graph.nodes.len() {
+            let finder = Finder {
+                graph: &all.graph,
+                taken: { all.origin.iter() }.map(|&at| all.taken[at]).collect(),
+                max_columns,
+            };
+            match find_group(&finder, first) {
+                Some(group) => first = all.take(&group),
+                None => first += 1,
+            }
+        }
+        all
+    }
+
+    /// Moves the nodes of a group to its place. Returns the first node that was not searched.
+    fn take(&mut self, group: &Group) -> usize {
+        let Group { kind, nodes, place } = group;
+        let (first, last) = (nodes[0], nodes[nodes.len() - 1]);
+        let others = (first..=last).filter(|at| !nodes.contains(at));
+        let order: Vec<usize> = match *place == first {
+            true => nodes.iter().copied().chain(others).collect(),
+            false => others.chain(nodes.iter().copied()).collect(),
+        };
+        for &at in nodes {
+            self.taken[self.origin[at]] = true;
+        }
+        self.groups.insert(self.origin[first], (*kind, nodes.len()));
+        // Earlier groups stay contiguous, because all other nodes keep their order.
+        let moved: Vec<Node> = { order.iter() }
+            .map(|&at| self.graph.nodes[at].clone())
+            .collect();
+        let origin: Vec<usize> = order.iter().map(|&at| self.origin[at]).collect();
+        self.graph.nodes[first..=last].clone_from_slice(&moved);
+        self.origin[first..=last].copy_from_slice(&origin);
+        match *place == first {
+            true => first + nodes.len(),
+            // Other nodes are now before it.
+            false => first,
+        }
+    }
+
+    /// The group that begins with node `at`, and its nodes; `None` if the node is in no group.
+    pub fn group_at(&self, at: usize) -> Option<(Kind, Range<usize>)> {
+        let &(kind, len) = self.groups.get(&self.origin[at])?;
+        Some((kind, at..at + len))
+    }
+}
+
+/// The group that begins with node `first`.
+fn find_group(finder: &Finder<'_>, first: usize) -> Option<Group> {
+    if !finder.is_free(first) {
+        return None;
+    }
+    match finder.node(first).op {
+        Op::Add {} | Op::RmsNorm { .. } => rows::norm(finder, first),
+        Op::MulMat { .. } | Op::MulMatId { .. } => {
+            products::gated(finder, first).or_else(|| products::products(finder, first))
+        }
+        Op::Rope { .. } => rows::rope_rows(finder, first),
+        Op::SoftMax { .. } => experts::route(finder, first),
+        Op::TopK {} | Op::Argsort { .. } => experts::route_first(finder, first),
+        Op::Mul {} => experts::weighted_sum(finder, first),
+        _ => None,
+    }
+}
