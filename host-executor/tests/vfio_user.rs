@@ -77,7 +77,7 @@ fn a_monitor_finds_the_function_and_a_guest_its_window() {
     });
     assert_eq!(
         page.load(directory::word::verdict(2)),
-        directory::VERDICT_COME_IN
+        directory::VERDICT_ACCEPTED
     );
     wait_for("a session", || server.sessions().len() == 1);
 
