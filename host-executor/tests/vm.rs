@@ -155,5 +155,5 @@ fn what_is_no_vgpu_is_left_alone() {
     fs::write(device.join("device"), "0x2331").unwrap();
     fs::write(device.join("subsystem_vendor"), "0x10de").unwrap();
     fs::write(device.join("subsystem_device"), "0x1626").unwrap();
-    assert!(open().unwrap().contains("left alone"));
+    assert!(open().unwrap().contains("not touched"));
 }

@@ -1,8 +1,10 @@
-//! What crossing the boundary costs: `cargo bench -p vgpu-transport`.
+//! The cost of crossing the boundary: `cargo bench -p vgpu-transport`.
 //!
-//! The host is a process of its own behind a unix socket, or a thread behind an inproc link; it copies uploads into a
-//! buffer and downloads out of one, as an engine would. Bandwidth is shown beside one thread's memcpy of the same bytes
-//! in the same run, interleaved. Every figure is a median. With `--json`, the round trips alone, a JSON object to a line.
+//! The host is another process behind a unix socket, or a thread behind an in-process link. The
+//! host copies uploads into a buffer and downloads out of one, as an engine does. The benchmark
+//! shows bandwidth beside the bandwidth of one thread's memcpy of the same bytes, interleaved in
+//! the same run. Every figure is a median. `--json` prints only the round trips, one JSON object
+//! per line.
 
 use std::env;
 use std::hint::black_box;
@@ -16,13 +18,13 @@ use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
 use vgpu_transport::link::window::{WindowGuest, WindowHost, inproc_pair};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError, piece_len};
 
-/// The largest transfer.
+/// The size of the largest transfer, in bytes.
 const BUFFER: usize = 256 << 20;
 
-/// Alignment of the engine's buffer.
+/// The alignment of the engine's buffer, in bytes.
 const ALIGN: usize = 256;
 
-/// Names the socket in the process that plays the host.
+/// The environment variable with the socket's path in the host process.
 const HOST_VARIABLE: &str = "VGPU_BENCH_HOST";
 
 const WAIT: Duration = Duration::from_secs(20);
@@ -44,14 +46,14 @@ fn main() {
     process.child.wait().unwrap();
 }
 
-/// What the host is asked to do: the first byte of a message; an offset follows.
+/// The first byte of a message: the operation of the host. An offset follows.
 const EMPTY: u8 = 0;
 const NOTHING: u8 = 3;
 const WRITE: u8 = 1;
 const READ: u8 = 2;
 
 fn serve(mut host: WindowHost) {
-    // Aligned, as the buffers of an engine are: copies across cache lines are a third slower.
+    // The alignment is that of an engine's buffers. Copies across cache lines are a third slower.
     let mut memory = vec![1u8; BUFFER + ALIGN];
     let begin = memory.as_ptr().align_offset(ALIGN);
     let buffer = &mut memory[begin..begin + BUFFER];
@@ -134,7 +136,8 @@ fn measure(name: &str, mut guest: WindowGuest) {
     let mut target = vec![4u8; BUFFER];
     println!("{name}: GB/s   memcpy   upload          download");
     for size in [64 << 10, 1 << 20, 16 << 20, BUFFER] {
-        // Small transfers come in trains, as the tensors of a model do: one waits at the end.
+        // Small transfers come in sequences, as the tensors of a model do, with one wait at the
+        // end.
         let train = size.max(16 << 20);
         let (mut memcpy, mut upload, mut download) = (vec![], vec![], vec![]);
         for i in 0..((1 << 30) / train).max(5) {
@@ -205,7 +208,7 @@ fn put(guest: &mut WindowGuest, at: usize, data: &[u8], piece: usize) -> u64 {
     last
 }
 
-/// Downloads in pieces, asking for some ahead.
+/// Downloads in pieces, with several requests in flight.
 fn get(guest: &mut WindowGuest, at: usize, data: &mut [u8], piece: usize) {
     const AHEAD: usize = 4;
     let len = data.len();
@@ -253,7 +256,7 @@ fn show(what: &str, mut times: Vec<Duration>) {
     );
 }
 
-/// The process that plays the host.
+/// The host process.
 struct HostProcess {
     child: Child,
     path: PathBuf,

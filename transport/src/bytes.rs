@@ -1,22 +1,22 @@
-//! Bytes that somebody else may be writing: the only form in which payloads cross the boundary.
+//! Payload bytes that another process may be writing.
 //!
-//! A window is shared with a peer that can change it at any time, so a `&[u8]` into it would promise
-//! the compiler what nobody can promise. [`Bytes`] and [`BytesMut`] are a pointer and a length with a
-//! lifetime; they are copied in or out, never looked at in place.
+//! The peer can change a window at any time. A `&[u8]` into a window would assert to the compiler
+//! that nobody does. [`Bytes`] and [`BytesMut`] are a pointer, a length and a lifetime instead. The
+//! crate copies their contents in or out and never interprets them in place.
 
 use std::marker::PhantomData;
 
-/// Readable bytes, valid for `'a`, possibly changing while they are read.
+/// Readable bytes, valid for `'a`. Their contents may change during a read.
 #[derive(Debug, Clone, Copy)]
 pub struct Bytes<'a> {
     ptr: *const u8,
     len: usize,
-    /// Whether they may lie in a device's memory: not cached.
+    /// Whether the bytes may lie in device memory, which is not cached.
     is_device: bool,
     _memory: PhantomData<&'a [u8]>,
 }
 
-/// Writable bytes, valid for `'a`, possibly changing while they are written.
+/// Writable bytes, valid for `'a`. Their contents may change during a write.
 #[derive(Debug)]
 pub struct BytesMut<'a> {
     ptr: *mut u8,
@@ -25,11 +25,12 @@ pub struct BytesMut<'a> {
 }
 
 impl<'a> Bytes<'a> {
-    /// Bytes at `ptr`.
+    /// The `len` bytes at `ptr`.
     ///
     /// # Safety
     ///
-    /// `ptr..ptr + len` must be mapped and readable for `'a`. Other threads or processes may write it.
+    /// `ptr..ptr + len` must be mapped and readable for `'a`. Other threads or processes may write
+    /// it.
     pub unsafe fn from_raw(ptr: *const u8, len: usize) -> Bytes<'a> {
         Bytes {
             ptr,
@@ -39,8 +40,8 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// The same bytes, known to lie in memory that may be a device's: they are copied by loads that take a cache
-    /// line at a time, where ordinary ones would take a bus transfer each.
+    /// The same bytes, marked as device memory. A copy then uses streaming loads, which fetch a
+    /// cache line at a time. An ordinary load of device memory costs a bus transfer each.
     #[must_use]
     pub fn from_device(self) -> Bytes<'a> {
         Bytes {
@@ -49,43 +50,44 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// Number of bytes.
+    /// The number of bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the number of bytes is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where they are, for a copy by other means (a device's copy engine).
+    /// The address of the bytes, for a copy by other means, such as a device's copy engine.
     pub fn as_ptr(&self) -> *const u8 {
         self.ptr
     }
 
-    /// Copies them out, once.
+    /// Copies the bytes to `out`. The call reads each byte once.
     ///
     /// # Panics
     ///
-    /// If `out` has another length.
+    /// If the length of `out` differs.
     pub fn copy_to(&self, out: &mut [u8]) {
         assert_eq!(self.len, out.len(), "copy between different lengths");
-        // SAFETY: from_raw's caller (or the slice in From) vouches for `len` readable bytes; `out` is
-        // ours alone and has as many. A concurrent change of the source yields arbitrary bytes.
+        // SAFETY: the assertion has checked that `out` has `len` bytes, and `out` is an exclusive
+        // borrow.
         unsafe { self.copy(out.as_mut_ptr()) }
     }
 
-    /// Copies them to `to`.
+    /// Copies the bytes to `to`.
     ///
     /// # Safety
     ///
-    /// As many bytes must be writable at `to`.
+    /// `to..to + len` must be mapped and writable.
     unsafe fn copy(&self, to: *mut u8) {
         #[cfg(target_arch = "x86_64")]
         if self.is_device && std::arch::is_x86_feature_detected!("sse4.1") {
-            // SAFETY: from_raw's caller vouches for the source, ours for the target, and the processor has the
-            // instructions.
+            // SAFETY: the contract of `from_raw` covers the source and that of this function the
+            // target. The condition has checked for the instructions. Device memory does not
+            // overlap process memory.
             return unsafe { device::copy_streaming(self.ptr, to, self.len) };
         }
         #[cfg(target_arch = "x86_64")]
@@ -93,11 +95,12 @@ impl<'a> Bytes<'a> {
             && self.ptr.addr().abs_diff(to.addr()) >= self.len
             && std::arch::is_x86_feature_detected!("avx")
         {
-            // SAFETY: from_raw's caller vouches for the source, ours for the target; they do not overlap, and the
-            // processor has the instructions.
+            // SAFETY: the contract of `from_raw` covers the source and that of this function the
+            // target. The condition has checked that they do not overlap, and for the instructions.
             return unsafe { wide::copy(self.ptr, to, self.len) };
         }
-        // SAFETY: from_raw's caller vouches for the source, ours for the target.
+        // SAFETY: the contract of `from_raw` covers the source and that of this function the
+        // target.
         unsafe { copy_once(self.ptr, to, self.len) }
     }
 
@@ -105,10 +108,10 @@ impl<'a> Bytes<'a> {
     ///
     /// # Panics
     ///
-    /// If there are fewer than `mid`.
+    /// If `mid` is greater than the number of bytes.
     pub fn split_at(self, mid: usize) -> (Bytes<'a>, Bytes<'a>) {
         assert!(mid <= self.len, "split at {mid} of {} bytes", self.len);
-        // SAFETY: both parts lie inside the bytes this value stands for.
+        // SAFETY: the assertion has checked that both parts lie inside the bytes of `self`.
         unsafe {
             let (mut a, mut b) = (
                 Bytes::from_raw(self.ptr, mid),
@@ -122,13 +125,13 @@ impl<'a> Bytes<'a> {
 
 impl<'a> From<&'a [u8]> for Bytes<'a> {
     fn from(slice: &'a [u8]) -> Bytes<'a> {
-        // SAFETY: a slice is readable for its lifetime.
+        // SAFETY: a slice is mapped and readable for its lifetime.
         unsafe { Bytes::from_raw(slice.as_ptr(), slice.len()) }
     }
 }
 
 impl<'a> BytesMut<'a> {
-    /// Bytes at `ptr`.
+    /// The `len` bytes at `ptr`.
     ///
     /// # Safety
     ///
@@ -142,33 +145,34 @@ impl<'a> BytesMut<'a> {
         }
     }
 
-    /// Number of bytes.
+    /// The number of bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the number of bytes is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where they are, for a copy by other means (a device's copy engine).
+    /// The address of the bytes, for a copy by other means, such as a device's copy engine.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.ptr
     }
 
-    /// Copies bytes in, once.
+    /// Copies `data` into the bytes. The call writes each byte once.
     ///
     /// # Panics
     ///
-    /// If `data` has another length.
+    /// If the length of `data` differs.
     pub fn copy_from(&mut self, data: Bytes<'_>) {
         assert_eq!(self.len, data.len(), "copy between different lengths");
-        // SAFETY: both sides vouch for `len` accessible bytes.
+        // SAFETY: the contract of `from_raw` covers `len` writable bytes, and the assertion has
+        // checked that `data` has as many.
         unsafe { data.copy(self.ptr) }
     }
 
-    /// The same bytes for a shorter time.
+    /// The same bytes, for a shorter lifetime.
     pub fn reborrow(&mut self) -> BytesMut<'_> {
         BytesMut {
             ptr: self.ptr,
@@ -181,10 +185,11 @@ impl<'a> BytesMut<'a> {
     ///
     /// # Panics
     ///
-    /// If there are fewer than `mid`.
+    /// If `mid` is greater than the number of bytes.
     pub fn split_at(self, mid: usize) -> (BytesMut<'a>, BytesMut<'a>) {
         assert!(mid <= self.len, "split at {mid} of {} bytes", self.len);
-        // SAFETY: both parts lie inside the bytes this value stands for and do not overlap.
+        // SAFETY: the assertion has checked that both parts lie inside the bytes of `self`, and the
+        // parts do not overlap.
         unsafe {
             (
                 BytesMut::from_raw(self.ptr, mid),
@@ -196,48 +201,50 @@ impl<'a> BytesMut<'a> {
 
 impl<'a> From<BytesMut<'a>> for Bytes<'a> {
     fn from(bytes: BytesMut<'a>) -> Bytes<'a> {
-        // SAFETY: what is writable for 'a is readable for 'a.
+        // SAFETY: bytes that are writable for 'a are readable for 'a.
         unsafe { Bytes::from_raw(bytes.ptr, bytes.len) }
     }
 }
 
 impl<'a> From<&'a mut [u8]> for BytesMut<'a> {
     fn from(slice: &'a mut [u8]) -> BytesMut<'a> {
-        // SAFETY: a unique slice is writable for its lifetime, and borrowed for as long.
+        // SAFETY: an exclusive slice is writable for its lifetime, and the borrow lasts as long.
         unsafe { BytesMut::from_raw(slice.as_mut_ptr(), slice.len()) }
     }
 }
 
-/// Copies bytes that may be changing. Never inlined, so that the compiler cannot see where the copy came from and
-/// read the original a second time in place of it.
+/// Copies bytes that may change during the copy. The function is never inlined: the compiler must
+/// not see the source of the copy, or it could read the source a second time in place of the copy.
 ///
 /// # Safety
 ///
-/// `len` bytes must be readable at `from` and writable at `to`. They may overlap (where a caller has handed out the
-/// same memory twice), and others may access them.
+/// `len` bytes must be readable at `from` and writable at `to`. The two ranges may overlap. Other
+/// threads and processes may access both.
 #[inline(never)]
 unsafe fn copy_once(from: *const u8, to: *mut u8, len: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promises what `copy` requires.
     unsafe { std::ptr::copy(from, to, len) }
 }
 
-/// Copies of moderate size by vector instructions.
+/// Copies of moderate size with vector instructions.
 ///
-/// The C library copies these with `rep movsb` where the processor claims to be good at that. Zen processors are not
-/// when target and source start at nearly the same place in their pages, the target a little later; so it is
-/// between a mapped buffer (which starts with a page) and large memory of `malloc` (which starts 16 bytes into one).
+/// The C library uses `rep movsb` for these sizes on processors that report fast `rep movsb`
+/// (ERMS). Zen processors are slow at it when the target's offset within its page is slightly
+/// greater than the source's. That is the case between a mapped buffer, at a page boundary, and a
+/// large block of `malloc`, 16 bytes behind one.
 #[cfg(target_arch = "x86_64")]
 mod wide {
     use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_storeu_si256};
     use std::ops::RangeInclusive;
 
-    /// Bytes for which this is the faster way. Larger copies do not fit the caches, and the C library goes around them.
+    /// The sizes for which this copy is faster, in bytes. Larger copies do not fit the caches, and
+    /// the C library then uses non-temporal stores.
     pub(super) const WORTH_IT: RangeInclusive<usize> = (4 << 10)..=(4 << 20);
 
-    /// Bytes of a turn.
-    const TURN: usize = 128;
+    /// The number of bytes per iteration.
+    const STEP: usize = 128;
 
-    /// Like `copy_once`.
+    /// The same as `copy_once`.
     ///
     /// # Safety
     ///
@@ -245,10 +252,11 @@ mod wide {
     #[target_feature(enable = "avx")]
     #[inline(never)]
     pub(super) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
-        let turns = len / TURN;
-        // SAFETY: all offsets lie in the bytes that the caller vouches for; the instructions need no alignment.
+        let steps = len / STEP;
+        // SAFETY: all offsets are below `len`, and the caller guarantees `len` bytes on both sides.
+        // The instructions need no alignment.
         unsafe {
-            for at in (0..turns * TURN).step_by(TURN) {
+            for at in (0..steps * STEP).step_by(STEP) {
                 let source = from.add(at).cast::<__m256i>();
                 let target = to.add(at).cast::<__m256i>();
                 let parts = [0, 1, 2, 3].map(|i| _mm256_loadu_si256(source.add(i)));
@@ -256,7 +264,7 @@ mod wide {
                     _mm256_storeu_si256(target.add(i), part);
                 }
             }
-            let done = turns * TURN;
+            let done = steps * STEP;
             std::ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
         }
     }
@@ -266,10 +274,11 @@ mod wide {
 mod device {
     use std::arch::x86_64::{__m128i, _mm_mfence, _mm_storeu_si128, _mm_stream_load_si128};
 
-    /// Bytes of a cache line, and of the four loads that together fetch one.
+    /// The size of a cache line, in bytes. Four streaming loads fetch one line.
     const LINE: usize = 64;
 
-    /// Like `copy_once`, from memory that is not cached: the streaming loads of one line share one bus transfer.
+    /// The same as `copy_once`, from uncached memory: the streaming loads of one line share one bus
+    /// transfer.
     ///
     /// # Safety
     ///
@@ -280,10 +289,11 @@ mod device {
         let head = from.align_offset(LINE).min(len);
         let lines = (len - head) / LINE;
         let done = head + lines * LINE;
-        // Streaming loads are weakly ordered: not before what told us that there is something to read.
+        // Streaming loads are weakly ordered. This fence orders them after the load of the cursor
+        // that published the bytes.
         _mm_mfence();
-        // SAFETY: all three parts lie in the bytes that the caller vouches for; `from + head` is aligned to a line where
-        // there is one, so each streaming load is aligned.
+        // SAFETY: the three parts together are the `len` bytes that the caller guarantees. `from +
+        // head` is aligned to a line, so each streaming load is aligned.
         unsafe {
             std::ptr::copy_nonoverlapping(from, to, head);
             let (from_lines, to_lines) = (from.add(head), to.add(head));
@@ -297,7 +307,7 @@ mod device {
             }
             std::ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
         }
-        // And none of them after what tells the peer that we have read it.
+        // This fence orders the loads before the store of the cursor that releases the bytes.
         _mm_mfence();
     }
 }
@@ -307,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_of_all_sizes_and_places_are_copies() {
+    fn copies_of_all_sizes_and_alignments_are_exact() {
         let source: Vec<u8> = (0..9000u32).map(|i| (i * 31 % 251) as u8).collect();
         for len in [0, 1, 127, 4095, 4096, 4097, 4223, 4224, 8191] {
             for (from, to) in [(0, 0), (1, 0), (0, 1), (16, 3), (63, 64)] {
@@ -326,7 +336,8 @@ mod tests {
             let mut memory: Vec<u8> = (0..20_000u32).map(|i| (i * 31 % 251) as u8).collect();
             let expected = memory[from..from + 8192].to_vec();
             let base = memory.as_mut_ptr();
-            // SAFETY: both ranges lie in `memory`, which nobody else uses meanwhile.
+            // SAFETY: both ranges lie in `memory`, which nothing else accesses before the
+            // assertion.
             unsafe {
                 let source = Bytes::from_raw(base.add(from), 8192);
                 BytesMut::from_raw(base.add(to), 8192).copy_from(source);
@@ -336,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_from_a_device_is_a_copy() {
+    fn a_copy_from_device_memory_is_exact() {
         let source: Vec<u8> = (0..1000u32).map(|i| (i * 31 % 251) as u8).collect();
         for (start, len) in [
             (0, 0),

@@ -1,11 +1,12 @@
-//! What guest and host say to each other.
+//! The messages of a session.
 //!
-//! A session is a sequence of [`Request`]s from the guest, executed strictly in order, and of
-//! [`Reply`]s from the host. Most requests are one-way: the guest learns that they are done when a later
-//! reply arrives or when the link says so, and that one has failed from a [`Reply::Failed`] ahead of the
-//! next reply it waits for. Payloads (tensor bytes, graph images) travel beside the message.
+//! The guest sends [`Request`]s, which the host executes strictly in order. The host sends
+//! [`Reply`]s. Most requests are one-way. A guest learns of their completion from a later reply or
+//! from the link, and of a failure from a [`Reply::Failed`] ahead of the next reply. Payloads
+//! (tensor bytes, graph images) travel beside the message.
 //!
-//! Bytes are little-endian. A message is decoded from a private copy; nothing here is unsafe.
+//! All numbers are little-endian. The input of this module is hostile: a receiver decodes a message
+//! from a private copy. The module contains no unsafe code.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -14,25 +15,26 @@ use crate::ir::{BufferId, Capabilities, DecodeError};
 
 pub use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 
-/// Version of the messages. Both sides must speak the same.
+/// The version of the messages. Both sides must have the same version.
 pub const PROTOCOL_VERSION: u32 = 3;
 
-/// The largest graph image a host assembles, in bytes.
+/// The maximum size of a graph image, in bytes.
 pub const MAX_GRAPH: u64 = 64 << 20;
 
-/// Most graphs a host keeps for a session. A guest forgets one before it sends one more.
+/// The maximum number of graphs of a session. A guest at the limit sends [`Request::Forget`] first.
 pub const MAX_GRAPHS: usize = 1024;
 
-/// The least bytes of an extent of weights. Smaller ones are not worth a question.
+/// The minimum size of an extent of weights, in bytes. For smaller extents a lookup costs more than
+/// the upload.
 pub const MIN_EXTENT: u64 = 64 << 10;
 
-/// Most extents of one buffer. A guest writes what goes beyond without naming it.
+/// The maximum number of extents of one buffer. A guest writes further bytes without an extent.
 pub const MAX_EXTENTS: usize = 4096;
 
-/// Most lengths in one [`Reply::Held`].
+/// The maximum number of lengths in one [`Reply::Held`].
 pub const MAX_LENGTHS: usize = 4096;
 
-/// Most extents in one [`Request::Query`].
+/// The maximum number of extents in one [`Request::Query`].
 pub const MAX_QUERIED: usize = 1024;
 
 /// The BLAKE3 hash of an extent's bytes.
@@ -51,23 +53,23 @@ impl fmt::Display for ContentHash {
     }
 }
 
-/// A graph of a session. Chosen by the guest.
+/// The id of a graph of a session. The guest chooses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GraphId(pub u64);
 
-/// Why a message is not one. The sender's fault.
+/// Why a message cannot be decoded. The sender is at fault.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum WireError {
-    #[error("message of {len} bytes ends where byte {wanted} was expected")]
+    #[error("the message of {len} bytes is truncated: byte {wanted} was expected")]
     Truncated { len: usize, wanted: usize },
-    #[error("message has {extra} bytes behind its end")]
+    #[error("the message has {extra} bytes behind its end")]
     Trailing { extra: usize },
     #[error("unknown message kind {kind}")]
     UnknownKind { kind: u32 },
-    #[error("a text is not UTF-8")]
+    #[error("a string is not UTF-8")]
     Text,
-    #[error("the capabilities are broken: {0}")]
+    #[error("the capabilities are malformed: {0}")]
     Capabilities(#[from] DecodeError),
 }
 
@@ -92,7 +94,11 @@ macro_rules! messages {
                 }
             }
 
-            /// Reads a message.
+            /// Decodes a message.
+            ///
+            /// # Errors
+            ///
+            /// A [`WireError`] that names the malformed part.
             pub fn decode(bytes: &[u8]) -> Result<$enum, WireError> {
                 let mut bytes = Reader { bytes, at: 0 };
                 let message = match u32::get(&mut bytes)? {
@@ -112,26 +118,27 @@ macro_rules! messages {
 }
 
 messages! {
-    /// From the guest.
+    /// A message of the guest.
     Request {
-        /// The first message of a session. Answered by [`Reply::Welcome`], or by [`Reply::Ended`] when the
-        /// host does not want this guest.
+        /// The first message of a session. Answered by [`Reply::Welcome`], or by [`Reply::Ended`]
+        /// when the host does not want this guest.
         1 Hello {
             /// [`PROTOCOL_VERSION`] of the guest.
             protocol: u32,
             /// [`IR_VERSION`](crate::ir::IR_VERSION) of the guest.
             ir: u32,
-            /// Who it is, for logs: program, process id, ggml version.
+            /// The guest's program, process id and ggml version, for logs.
             name: String,
         },
-        /// Makes a buffer of zero bytes. Answered by [`Reply::Done`], [`Reply::Shared`] or [`Reply::Refused`].
+        /// Allocates a zeroed buffer. Answered by [`Reply::Done`], [`Reply::Shared`] or
+        /// [`Reply::Refused`].
         2 Alloc {
-            /// A name not used before in this session.
+            /// An id that the session has not used before.
             buffer: BufferId,
-            /// Size in bytes.
+            /// The size in bytes.
             size: u64,
         },
-        /// Gives a buffer up. One-way.
+        /// Frees a buffer. One-way.
         3 Free {
             /// The buffer.
             buffer: BufferId,
@@ -140,50 +147,50 @@ messages! {
         4 Write {
             /// The buffer.
             buffer: BufferId,
-            /// Where in it, in bytes.
+            /// The offset in the buffer, in bytes.
             offset: u64,
         },
         /// Reads from a buffer. Answered by [`Reply::Data`].
         5 Read {
             /// The buffer.
             buffer: BufferId,
-            /// Where in it, in bytes.
+            /// The offset in the buffer, in bytes.
             offset: u64,
-            /// How many bytes, at most [`MAX_PAYLOAD`].
+            /// The number of bytes, at most [`MAX_PAYLOAD`].
             len: u64,
         },
         /// Sets bytes of a buffer to a value. One-way.
         6 Fill {
             /// The buffer.
             buffer: BufferId,
-            /// Where in it, in bytes.
+            /// The offset in the buffer, in bytes.
             offset: u64,
-            /// How many bytes.
+            /// The number of bytes.
             len: u64,
             /// The value.
             value: u8,
         },
-        /// Copies between buffers (or within one). One-way.
+        /// Copies bytes between two buffers or within one. One-way.
         7 Copy {
-            /// The buffer written.
+            /// The destination buffer.
             dst: BufferId,
-            /// Where in it, in bytes.
+            /// The offset in the buffer, in bytes.
             dst_offset: u64,
-            /// The buffer read.
+            /// The source buffer.
             src: BufferId,
-            /// Where in it, in bytes.
+            /// The offset in the buffer, in bytes.
             src_offset: u64,
-            /// How many bytes.
+            /// The number of bytes.
             len: u64,
         },
-        /// A part of a graph image, in order; with the last part the graph is validated and compiled.
-        /// One-way.
+        /// A part of a graph image. The parts arrive in order. After the last part the host
+        /// validates and compiles the graph. One-way.
         8 Graph {
-            /// The name of the graph; an earlier graph of this name is replaced.
+            /// The id of the graph. The graph replaces an earlier one with this id.
             graph: GraphId,
-            /// Bytes of the image before this part.
+            /// The offset of this part in the image, in bytes.
             offset: u64,
-            /// Bytes of the whole image.
+            /// The size of the whole image, in bytes.
             total: u64,
         },
         /// Runs a graph. One-way.
@@ -191,77 +198,81 @@ messages! {
             /// The graph.
             graph: GraphId,
         },
-        /// Forgets a graph. One-way.
+        /// Deletes a graph. One-way.
         10 Forget {
             /// The graph.
             graph: GraphId,
         },
-        /// Asks for the device's memory. Answered by [`Reply::Memory`].
+        /// Reads the size of the device's memory. Answered by [`Reply::Memory`].
         11 Memory {},
-        /// Answered by [`Reply::Done`] when everything before it is done.
+        /// Waits for all earlier requests. Answered by [`Reply::Done`].
         12 Fence {},
-        /// A graph that differs from an earlier one in the words that the payload says
-        /// ([`patch`](crate::ir::patch)); it is validated and compiled. One-way.
+        /// A graph that differs from an earlier graph by the [`patch`](crate::ir::patch) in the
+        /// payload. The host validates and compiles the graph. One-way.
         13 Patch {
-            /// The name of the graph; an earlier graph of this name is replaced.
+            /// The id of the graph. The graph replaces an earlier one with this id.
             graph: GraphId,
-            /// The graph it differs from, which stays.
+            /// The earlier graph. It stays valid.
             base: GraphId,
         },
-        /// Turns a buffer into one for weights: memory that is written once, and that the host may hold once for
-        /// several buffers. It is zero again, the graphs that use it are forgotten, and a mapping of it shows
-        /// nothing any more. Answered by [`Reply::Held`], or, when the host keeps no weights, by [`Reply::Refused`],
-        /// and nothing has happened.
+        /// Turns a buffer into a buffer for weights: memory that the guest writes once, and that
+        /// the host may share between several buffers. The host zeroes the buffer, deletes the
+        /// graphs that use it, and detaches a mapping of it. Answered by [`Reply::Held`]. A host
+        /// that keeps no weights answers [`Reply::Refused`] and leaves the buffer as it is.
         14 Weights {
             /// The buffer.
             buffer: BufferId,
         },
-        /// Asks for bytes that the host has already. Answered by [`Reply::Done`], and they are in the buffer, by
-        /// [`Reply::Missing`], or by [`Reply::Prove`].
+        /// Looks up bytes that the host may have already. Answered by [`Reply::Done`] after the
+        /// host has put the bytes into the buffer, by [`Reply::Missing`], or by [`Reply::Prove`].
         15 Lookup {
             /// A buffer for weights.
             buffer: BufferId,
-            /// Where in it, in bytes.
+            /// The offset in the buffer, in bytes.
             offset: u64,
-            /// How many bytes, at least [`MIN_EXTENT`].
+            /// The number of bytes, at least [`MIN_EXTENT`].
             len: u64,
-            /// What they are.
+            /// The hash of the bytes.
             hash: ContentHash,
         },
         /// The answer to [`Reply::Prove`]. Answered by [`Reply::Done`] or [`Reply::Missing`].
         16 Proof {
-            /// BLAKE3 of the extent's bytes, keyed with the nonce.
+            /// The BLAKE3 hash of the extent's bytes, keyed with the nonce.
             proof: ContentHash,
         },
-        /// Says that these bytes of a buffer for weights are a unit that others may ask for by its hash: at
-        /// least [`MIN_EXTENT`] bytes, at most [`MAX_EXTENTS`] such units in a buffer. One-way.
+        /// Declares bytes of a buffer for weights as an extent, which other sessions may look up by
+        /// its hash. An extent has at least [`MIN_EXTENT`] bytes, and a buffer at most
+        /// [`MAX_EXTENTS`] extents. One-way.
         17 Extent {
             /// The buffer.
             buffer: BufferId,
-            /// Where in it, in bytes.
+            /// The offset in the buffer, in bytes.
             offset: u64,
-            /// How many bytes.
+            /// The number of bytes.
             len: u64,
         },
-        /// Asks which extents the host has for this guest, to be taken later. Answered by [`Reply::Have`].
+        /// Queries which extents the host has for this guest. The guest attaches them later.
+        /// Answered by [`Reply::Have`].
         19 Query {
-            /// A buffer for weights that is not settled.
+            /// A buffer for weights that is not sealed.
             buffer: BufferId,
-            /// What is wanted.
+            /// The wanted extents.
             wanted: Wanted,
         },
-        /// Puts bytes that the host [has](Reply::Have) for this buffer into it. One-way.
+        /// Attaches an extent to the buffer for which the host [has](Reply::Have) the extent.
+        /// One-way.
         20 Attach {
             /// The buffer.
             buffer: BufferId,
-            /// Where in it, in bytes.
+            /// The offset in the buffer, in bytes.
             offset: u64,
-            /// How many bytes.
+            /// The number of bytes.
             len: u64,
-            /// What they are.
+            /// The hash of the bytes.
             hash: ContentHash,
         },
-        /// The weights of a buffer are complete. It can still be written; that costs the host a copy. One-way.
+        /// Seals a buffer for weights: its contents are complete. A later write costs the host a
+        /// copy. One-way.
         18 Seal {
             /// The buffer.
             buffer: BufferId,
@@ -270,23 +281,23 @@ messages! {
 }
 
 messages! {
-    /// From the host. `request` is the sequence number of the request it answers.
+    /// A message of the host. `request` is the number of the request that the message answers.
     Reply {
         /// The session is open.
         1 Welcome {
             /// [`PROTOCOL_VERSION`] of the host.
             protocol: u32,
-            /// Number of the session, for logs on both sides.
+            /// The number of the session, for the logs of both sides.
             session: u64,
             /// The engine's name, `cpu` or `cuda:0`.
             engine: String,
             /// The engine's description.
             description: String,
-            /// Memory the guest may use, in bytes.
+            /// The memory that the guest may use, in bytes.
             memory_total: u64,
-            /// What of it is free.
+            /// The free part of that memory, in bytes.
             memory_free: u64,
-            /// What the engine runs.
+            /// The capabilities of the engine.
             capabilities: Capabilities,
         },
         /// The request is done.
@@ -294,70 +305,73 @@ messages! {
             /// The request.
             request: u64,
         },
-        /// The request could not be met; the session goes on.
+        /// The host has refused the request. The session goes on.
         3 Refused {
             /// The request.
             request: u64,
-            /// Why, for people.
+            /// The reason, in English.
             reason: String,
         },
-        /// The bytes asked for, as payload.
+        /// The requested bytes, as payload.
         4 Data {
             /// The request.
             request: u64,
         },
-        /// The device's memory.
+        /// The size of the device's memory.
         5 Memory {
             /// The request.
             request: u64,
-            /// Memory the guest may use, in bytes.
+            /// The memory that the guest may use, in bytes.
             total: u64,
-            /// What of it is free.
+            /// The free part of that memory, in bytes.
             free: u64,
         },
-        /// A one-way request failed while it ran; the session goes on.
+        /// A one-way request has failed. The session goes on.
         6 Failed {
             /// The request.
             request: u64,
-            /// Why, for people.
+            /// The reason, in English.
             reason: String,
         },
-        /// The session is over: the guest broke the protocol, or the host shuts down. The last message.
+        /// The session has ended: the guest has violated the protocol, or the host shuts down. The
+        /// last message.
         7 Ended {
-            /// Why, for people.
+            /// The reason, in English.
             reason: String,
         },
-        /// The buffer is there, and the link has brought a file to map it by: the guest may read and write it
-        /// itself whenever no request of its session is under way. Requests on it work all the same.
+        /// The buffer is allocated, and the link has delivered a file to map it. The guest may
+        /// access the mapping while no request of its session is in progress. Requests on the
+        /// buffer work as well.
         8 Shared {
             /// The request.
             request: u64,
-            /// Bytes of the file: those of the buffer, rounded up to whole pages.
+            /// The size of the file, in bytes: the size of the buffer, rounded up to whole pages.
             size: u64,
         },
-        /// The buffer is for weights now.
+        /// The buffer is a buffer for weights now.
         9 Held {
             /// The request.
             request: u64,
-            /// Lengths of extents that the host may have for this guest, at most [`MAX_LENGTHS`]: it need not
-            /// hash others.
+            /// The lengths of the extents that the host may have for this guest, at most
+            /// [`MAX_LENGTHS`]. The guest need not hash extents of other lengths.
             lengths: Lengths,
         },
-        /// The host does not have these bytes, or not for this guest.
+        /// The host does not have the bytes, or does not share them with this guest.
         10 Missing {
             /// The request.
             request: u64,
         },
-        /// Which of the extents asked for the host has: it keeps them for this buffer until that is settled. Others
-        /// may be there all the same, for those who ask for one ([`Request::Lookup`]).
+        /// The queried extents that the host has. The host keeps them for this buffer until the
+        /// guest seals the buffer. The host may have further extents, which [`Request::Lookup`]
+        /// finds.
         12 Have {
             /// The request.
             request: u64,
-            /// Places in what was asked for, from 0.
+            /// Indices into the queried extents, from 0.
             places: Lengths,
         },
-        /// The host has the bytes from somebody else: this guest is to prove that it has them, too, with
-        /// [`Request::Proof`] as its next request.
+        /// The host has the bytes from another tenant. The guest must prove that it has the bytes
+        /// too, with [`Request::Proof`] as its next request.
         11 Prove {
             /// The request.
             request: u64,
@@ -367,11 +381,11 @@ messages! {
     }
 }
 
-/// Lengths of extents, or places in a list.
+/// Lengths of extents, or indices into a list.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lengths(pub Vec<u64>);
 
-/// Extents by hash and length, at most [`MAX_QUERIED`].
+/// Extents by hash and length in bytes, at most [`MAX_QUERIED`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Wanted(pub Vec<(ContentHash, u64)>);
 
@@ -489,7 +503,7 @@ impl Field for Wanted {
 
     fn get(bytes: &mut Reader<'_>) -> Result<Wanted, WireError> {
         let count = u32::get(bytes)? as usize;
-        // No more room than there are bytes for.
+        // The capacity follows the received bytes, not the announced count. An extent has 40 bytes.
         let left = (bytes.bytes.len() - bytes.at.min(bytes.bytes.len())) / 40;
         let mut wanted = Vec::with_capacity(count.min(left));
         for _ in 0..count {

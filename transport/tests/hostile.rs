@@ -1,5 +1,6 @@
-//! Ends whose peer writes anything into its words and rings while they run. What must come out: valid
-//! data or an error, in the end always an error; never a wait without end, never an access outside the window.
+//! Ends of links whose peer writes arbitrary values into its words and rings meanwhile. An end must
+//! return valid data or an error, and an error at last. It must neither wait forever nor access
+//! memory outside the window.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,10 +16,10 @@ use vgpu_transport::shm::liveness::Liveness;
 use vgpu_transport::shm::memory::{Memory, Window};
 use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 
-/// Sessions tried per test.
+/// The number of sessions per test.
 const SESSIONS: u64 = 50;
 
-/// A small generator of numbers (xorshift), so that a failure can be repeated.
+/// A pseudo-random generator (xorshift) with a fixed seed, so that a failure is reproducible.
 struct Numbers(u64);
 
 impl Numbers {
@@ -33,7 +34,7 @@ impl Numbers {
         self.next() % limit
     }
 
-    /// Something that might pass for a cursor, a length or a place.
+    /// A value that resembles a cursor, a length or an offset.
     fn plausible(&mut self) -> u64 {
         match self.below(5) {
             0 => self.below(1 << 12) * 64,
@@ -52,7 +53,7 @@ fn window() -> (Arc<Window>, Layout) {
     (window, layout)
 }
 
-/// Writes nonsense over some words of page 0 and over headers in a ring until told to stop.
+/// Overwrites words of page 0 and headers in a ring with arbitrary values until `stop` is set.
 fn vandal(
     window: Arc<Window>,
     words: &'static [usize],
@@ -63,7 +64,7 @@ fn vandal(
     thread::spawn(move || {
         while !stop.load(Ordering::Relaxed) {
             for _ in 0..numbers.below(20) {
-                // The beginning of the ring: where the records are.
+                // The records are at the beginning of the ring.
                 let line = numbers.below(64) as usize;
                 let at = ring.start + line * 64 + 8 * numbers.below(5) as usize;
                 let word = numbers.plausible();
@@ -165,7 +166,7 @@ fn a_guest_survives_any_host() {
     }
 }
 
-/// A device that has gone away reads as all ones; a session that was replaced has another epoch.
+/// A removed device reads as all ones. A replaced session has another epoch.
 #[test]
 fn a_guest_notices_that_its_window_is_gone() {
     for (offset, value) in [
@@ -188,7 +189,7 @@ fn a_guest_notices_that_its_window_is_gone() {
     }
 }
 
-/// A host whose process has stopped: nothing closes, nothing moves.
+/// A host whose process is stopped: no descriptor closes, and no word changes.
 #[test]
 fn a_guest_gives_up_a_host_without_a_heart() {
     let (window, layout) = window();

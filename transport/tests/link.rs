@@ -1,4 +1,4 @@
-//! What every link promises, tried on each of them.
+//! The contract of every link, tested on each link.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 
 const WAIT: Duration = Duration::from_secs(20);
 
-/// A directory for sockets that goes away.
+/// A temporary directory for sockets.
 struct Dir(PathBuf);
 
 impl Dir {
@@ -41,7 +41,7 @@ fn unix_pair(name: &str) -> (WindowGuest, WindowHost) {
     (guest.join().unwrap(), host)
 }
 
-/// Runs a test body on each kind of link.
+/// Runs a test body on every kind of link.
 macro_rules! on_each_link {
     ($($name:ident)*) => {
         mod inproc { $(#[test] fn $name() { super::$name(super::inproc_pair().unwrap()); })* }
@@ -60,14 +60,14 @@ on_each_link! {
     a_host_looks_ahead
 }
 
-/// Bytes that tell where they are from.
+/// A byte pattern that depends on its seed and position.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64)
         .map(|i| (seed.wrapping_mul(0x9e37_79b9).wrapping_add(i * 7) >> 3) as u8)
         .collect()
 }
 
-/// A host that answers each request with its message and payload turned round.
+/// A host that answers each request with its message and payload reversed.
 fn mirror(mut host: WindowHost) -> thread::JoinHandle<Result<(), LinkError>> {
     thread::spawn(move || {
         let mut message = Vec::new();
@@ -131,7 +131,7 @@ fn messages_cross_both_ways((mut guest, host): (WindowGuest, WindowHost)) {
     assert_eq!(host.join().unwrap(), Err(LinkError::Closed));
 }
 
-/// One-way requests of many sizes, many more than fit at once.
+/// One-way requests of many sizes, more than fit into the link at once.
 fn a_flood_arrives_whole((mut guest, mut host): (WindowGuest, WindowHost)) {
     const REQUESTS: u64 = 3000;
     let len = |request: u64| match request % 50 {
@@ -165,7 +165,7 @@ fn a_flood_arrives_whole((mut guest, mut host): (WindowGuest, WindowHost)) {
     assert!(guest.is_closed());
 }
 
-/// The host answers everything at once with large payloads, the guest sends on without looking.
+/// The host sends large replies at once, and the guest sends further requests without receiving.
 fn replies_do_not_block_a_guest_that_floods((mut guest, host): (WindowGuest, WindowHost)) {
     let _host = mirror(host);
     let payload = pattern(5, MAX_PAYLOAD / 2);
@@ -195,7 +195,7 @@ fn the_last_words_of_a_host_arrive((mut guest, mut host): (WindowGuest, WindowHo
         Err(LinkError::Closed)
     );
     let (mut message, mut room) = (Vec::new(), [0; 3]);
-    // A reply with a payload is not for try_receive, and stays.
+    // `try_receive` does not consume a reply with a payload.
     assert_eq!(guest.try_receive(&mut message), Ok(false));
     assert_eq!(
         guest.receive(&mut message, BytesMut::from(&mut room[..])),
@@ -248,7 +248,7 @@ fn limits_are_kept((mut guest, mut host): (WindowGuest, WindowHost)) {
     assert_eq!(message, &long[..MAX_MESSAGE]);
     host.retire();
     assert_eq!(host.receive(&mut message, Duration::ZERO), Ok(None));
-    // A reply that does not fit where the guest wants it breaks the link.
+    // A reply larger than the guest's buffer breaks the link.
     host.send(b"x", 2, &mut |_| {}).unwrap();
     let misbehaved = guest.receive(&mut Vec::new(), BytesMut::from(&mut [0u8][..]));
     assert!(matches!(misbehaved, Err(LinkError::PeerMisbehaved(_))));
@@ -292,14 +292,14 @@ fn a_host_looks_ahead((mut guest, mut host): (WindowGuest, WindowHost)) {
     let mut message = Vec::new();
     let none = (&[][..]).into();
     let any = |_: &[u8]| true;
-    // Nothing is under way yet.
+    // The guest has sent nothing yet.
     assert_eq!(host.receive_ahead(&any, &mut message, WAIT), Ok(None));
     for word in [b"one", b"two", b"six"] {
         guest.send(word, none).unwrap();
     }
     host.receive(&mut message, WAIT).unwrap().unwrap();
     message.clear();
-    // What is not wanted stays.
+    // An unwanted request stays in the ring.
     let is_six = |m: &[u8]| m == b"six";
     assert_eq!(host.receive_ahead(&is_six, &mut message, WAIT), Ok(None));
     assert!(message.is_empty());
@@ -309,7 +309,7 @@ fn a_host_looks_ahead((mut guest, mut host): (WindowGuest, WindowHost)) {
     assert_eq!(message, b"two");
     assert_eq!(guest.retired(), 0, "the first is not finished with");
     assert!(host.has_room(3, 4) && !host.has_room(MAX_MESSAGE + 1, 0));
-    // An answer that is given up leaves nothing behind.
+    // A cancelled reply leaves nothing in the ring.
     let sent = host.send_if(b"no", 4, &mut |mut out| {
         out.copy_from((&b"left"[..]).into());
         false
@@ -322,7 +322,7 @@ fn a_host_looks_ahead((mut guest, mut host): (WindowGuest, WindowHost)) {
     let mut reply = Vec::new();
     guest.receive(&mut reply, (&mut [][..]).into()).unwrap();
     assert_eq!(reply, b"yes");
-    // The next comes in order, and nothing behind it.
+    // The next reply arrives in order, and no other follows.
     message.clear();
     let next = host.receive(&mut message, WAIT).unwrap().unwrap();
     assert_eq!((next.request, &message[..]), (3, &b"six"[..]));

@@ -1,9 +1,9 @@
-//! The ring and the sleep protocol, run through every interleaving that the C11 memory model allows (up to
-//! a number of preemptions that is named beside each model).
+//! The ring and the sleep protocol under every interleaving that the C11 memory model permits, up
+//! to the number of preemptions that each model states.
 //!
-//! The code is the code that runs in a window, on memory that notices races: words are loom's atomics, and each cache
-//! line of records is a cell that fails the model when one side touches it while the other does. Sleeping is without a
-//! time limit, so a lost wake is a deadlock, which loom reports.
+//! The models run the production code on memory that detects races. Words are loom's atomics. Each
+//! cache line of records is a loom cell, which fails the model when both sides access it at once. A
+//! sleep has no time limit, so a lost wake-up is a deadlock, which loom reports.
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
@@ -16,7 +16,7 @@ use vgpu_transport::shm::ring::{Arrived, Consumer, Limits, Payload, Producer, Ri
 
 const LINE: usize = 64;
 
-// The words of the model, each with its offset.
+// The offsets of the model's words.
 const TAIL: usize = 0;
 const HEAD: usize = 8;
 const CONSUMER: SleepWords = SleepWords {
@@ -35,7 +35,8 @@ struct ModelMemory {
     lines: Vec<UnsafeCell<[u8; LINE]>>,
 }
 
-// SAFETY: the lines are accessed through loom's cells, which fail the model when two threads do so at once.
+// SAFETY: the lines are accessed through loom's cells, which fail the model when two threads do so
+// at once.
 unsafe impl Sync for ModelMemory {}
 
 impl ModelMemory {
@@ -48,7 +49,7 @@ impl ModelMemory {
         }
     }
 
-    /// The line that holds `len` bytes at `offset`, and where in it they are.
+    /// The line of the `len` bytes at `offset`, and their range in the line.
     fn line(&self, offset: usize, len: usize) -> (&UnsafeCell<[u8; LINE]>, std::ops::Range<usize>) {
         let at = offset - DATA;
         let begin = at % LINE;
@@ -71,13 +72,13 @@ impl Memory for ModelMemory {
 
     fn read(&self, offset: usize, out: &mut [u8]) {
         let (line, range) = self.line(offset, out.len());
-        // SAFETY: loom has checked that nobody writes the line now.
+        // SAFETY: loom has checked that no other thread writes the line now.
         line.with(|bytes| out.copy_from_slice(unsafe { &(&*bytes)[range] }));
     }
 
     fn write(&self, offset: usize, data: &[u8]) {
         let (line, range) = self.line(offset, data.len());
-        // SAFETY: loom has checked that nobody else touches the line now.
+        // SAFETY: loom has checked that no other thread accesses the line now.
         line.with_mut(|bytes| unsafe { (&mut (*bytes))[range].copy_from_slice(data) });
     }
 
@@ -90,7 +91,7 @@ impl Memory for ModelMemory {
     }
 }
 
-/// A doorbell as an eventfd is one: it stays rung until it is cleared.
+/// A doorbell with the semantics of an eventfd: a ring is pending until it is cleared.
 #[derive(Default)]
 struct Bell {
     rung: Mutex<bool>,
@@ -131,14 +132,14 @@ fn limits() -> Limits {
     }
 }
 
-/// Puts a record into the ring if there is room.
+/// Publishes a record if the ring has room.
 fn try_put(producer: &mut Producer, memory: &ModelMemory, request: u64, payload: usize) -> bool {
     let room = producer
         .reserve(memory, request, 8, Payload::Inline(payload))
         .unwrap();
     let Some(room) = room else { return false };
     if payload > 0 {
-        // One touch of the payload's last line stands for all.
+        // An access to the payload's last line represents all accesses.
         memory.write(
             room.payload.end.next_multiple_of(8) - 8,
             &request.to_le_bytes(),
@@ -148,7 +149,7 @@ fn try_put(producer: &mut Producer, memory: &ModelMemory, request: u64, payload:
     true
 }
 
-/// Checks a record that has arrived, and gives its memory back.
+/// Checks and releases a record.
 fn take(consumer: &mut Consumer, memory: &ModelMemory, arrived: &Arrived, expected: u64) {
     assert_eq!(arrived.request, expected);
     let mut message = [0; 8];
@@ -167,11 +168,13 @@ fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
-/// Records of different sizes arrive whole and in order through a ring that is too small for them, and no side
-/// touches a line that the other is using: over the ring's end, with pads, full and empty.
+/// Records of different sizes arrive whole and in order through a ring that cannot hold all of
+/// them, and no line is accessed by both sides at once. The records wrap, need pads, and fill and
+/// empty the ring.
 #[test]
 fn records_are_never_touched_by_both() {
-    /// Bytes of payload: records of one and of two lines; the third needs a pad in a ring of four lines.
+    /// Payload sizes in bytes: records of one and of two lines. The third needs a pad in a ring of
+    /// four lines.
     const PAYLOADS: [usize; 4] = [0, 64, 72, 0];
     check(4, || {
         let memory = Arc::new(ModelMemory::new(4 * LINE));
@@ -199,7 +202,7 @@ fn records_are_never_touched_by_both() {
     });
 }
 
-/// A consumer that sleeps when there is nothing is woken for every record.
+/// The producer wakes a sleeping consumer for every record.
 #[test]
 fn no_wake_is_lost() {
     const RECORDS: u64 = 2;
@@ -232,7 +235,8 @@ fn no_wake_is_lost() {
     });
 }
 
-/// The same with a producer that sleeps when there is no room: both sides sleep and wake each other.
+/// The producer sleeps while the ring is full, the consumer while it is empty, and each wakes the
+/// other.
 #[test]
 fn no_wake_is_lost_between_two_sleepers() {
     const RECORDS: u64 = 3;
@@ -278,7 +282,7 @@ fn no_wake_is_lost_between_two_sleepers() {
                 }
             };
             take(&mut consumer, &memory, &arrived, expected);
-            // The producer wants room for one record: any release is news.
+            // The producer waits for room for one record, so every release satisfies it.
             if waker.must_ring(&*memory, |_| true) {
                 room_bell.ring();
             }
@@ -287,8 +291,8 @@ fn no_wake_is_lost_between_two_sleepers() {
     });
 }
 
-/// A sleeper that says which number it waits for is left alone before and woken then; and what it said for one sleep
-/// is not taken for another.
+/// A sleeper that waits for a request's number is woken by that request and not before, and the
+/// waker does not apply the wake-on value of one sleep to another sleep.
 #[test]
 fn who_waits_for_a_number_is_woken_by_it() {
     const LAST: u64 = 3;
@@ -320,7 +324,7 @@ fn who_waits_for_a_number_is_woken_by_it() {
     });
 }
 
-/// One turn of the sleeper's half of the protocol.
+/// One sleep of the sleeper's side of the protocol.
 fn sleep_for_record(
     memory: &ModelMemory,
     bell: &Bell,

@@ -1,7 +1,7 @@
-//! The unix link between processes: death, garbage, leaks, and what users are told.
+//! The unix link between processes: death of a peer, malformed packets, leaks, error messages.
 //!
-//! This program is both sides: without a role it runs the checks, one after another, and starts itself with a role
-//! where a second process is needed.
+//! This program is both sides. Without a role it runs the tests in sequence, and starts itself with
+//! a role for a test with a second process.
 
 use std::env;
 use std::io::{IoSlice, Read};
@@ -28,7 +28,8 @@ use vgpu_transport::shm::layout::{DEFAULT_SIZE, MIN_SIZE};
 
 const WAIT: Duration = Duration::from_secs(20);
 
-/// How long the death of a peer may stay unnoticed. (It is noticed at once; this tells that from a hang.)
+/// The time limit for the detection of a dead peer. Detection is immediate; the limit distinguishes
+/// it from a hang.
 const NOTICED: Duration = Duration::from_secs(2);
 
 /// What a second process does, and on which socket.
@@ -67,7 +68,7 @@ fn main() {
     }
 }
 
-/// A directory for sockets that goes away.
+/// A temporary directory for sockets.
 struct Dir(PathBuf);
 
 impl Dir {
@@ -88,7 +89,7 @@ impl Drop for Dir {
     }
 }
 
-/// This program in a role; killed when dropped.
+/// A second process of this program with a role. Dropping the value kills the process.
 struct Process(Child);
 
 impl Process {
@@ -102,7 +103,7 @@ impl Process {
         Process(child)
     }
 
-    /// Waits until it says something.
+    /// Waits for a line of the process's output.
     fn wait_ready(&mut self) {
         let mut byte = [0];
         self.0
@@ -130,7 +131,8 @@ fn say_ready() {
     println!("ready");
 }
 
-/// Answers each request with its own payload; says when there is a request "hold", and does nothing more then.
+/// Answers each request with its own payload. Prints a line at the request "hold", and then does
+/// nothing.
 fn play_host(path: &Path) {
     let listener = Listener::bind(path, ListenOptions::default()).unwrap();
     say_ready();
@@ -168,7 +170,7 @@ fn play_host(path: &Path) {
     }
 }
 
-/// Sends a request and then does nothing.
+/// Sends a request and then sleeps.
 fn play_guest(path: &Path) {
     let mut guest = connect(path, WAIT).unwrap();
     guest.send(b"hello", Bytes::from(&[][..])).unwrap();
@@ -195,7 +197,7 @@ fn a_killed_host_is_noticed(dir: &Dir) {
         },
         |guest| guest.wait_retired(u64::MAX).unwrap_err(),
         |guest| loop {
-            // More than there is room for.
+            // More requests than the link has room for.
             if let Err(error) = guest.send(b"hold", Bytes::from(&[0; 100_000][..])) {
                 return error;
             }
@@ -212,7 +214,7 @@ fn a_killed_host_is_noticed(dir: &Dir) {
             let error = wait(&mut guest);
             (guest, error, Instant::now())
         });
-        // Let it fall asleep.
+        // Wait until the peer sleeps.
         thread::sleep(Duration::from_millis(100));
         let killed = Instant::now();
         host.kill();
@@ -272,7 +274,7 @@ fn a_host_that_waits_for_room_notices_too(dir: &Dir) {
     let mut host = listener.accept(WAIT).unwrap().unwrap().handshake().unwrap();
     guest.wait_ready();
     let sender = thread::spawn(move || {
-        // It takes no replies.
+        // The guest receives no replies.
         loop {
             if let Err(error) = host.send(b"reply", 100_000, &mut |_| {}) {
                 return (error, Instant::now());
@@ -316,7 +318,7 @@ fn nothing_is_left_open_or_mapped(dir: &Dir) {
     assert_eq!(open_files(), before);
     assert_eq!(mapped_windows(), 0);
 
-    // The host's side, in this process.
+    // The host's side runs in this process.
     let listener = Listener::bind(&dir.0.join("own"), ListenOptions::default()).unwrap();
     let before = open_files();
     for _ in 0..20 {
@@ -326,7 +328,7 @@ fn nothing_is_left_open_or_mapped(dir: &Dir) {
         drop((guest.join().unwrap(), host));
     }
     assert_eq!(open_files(), before);
-    // A heartbeat may be under way.
+    // The heartbeat thread may hold the window for a moment.
     let began = Instant::now();
     while mapped_windows() > 0 {
         assert!(began.elapsed() < WAIT);
@@ -345,7 +347,7 @@ fn mapped_windows() -> usize {
         .count()
 }
 
-/// A client that speaks to the socket as it likes.
+/// A client that sends arbitrary packets to the socket.
 fn raw_client(path: &Path) -> OwnedFd {
     let kind = SocketType::SEQPACKET;
     let socket =
@@ -410,7 +412,7 @@ fn garbage_gets_no_session(dir: &Dir) {
         HandshakeError::OtherLayout { from: 9, to: 0 }
     );
     assert_eq!(try_with(&|_| {}), HandshakeError::Timeout { ms: 500 });
-    // A good beginning, then silence, or the wrong end.
+    // A valid hello, then silence, or a wrong opened.
     let hello = [MAGIC, 1, 1, u64::MAX];
     assert_eq!(
         try_with(&|socket| raw_send(socket, &hello, &[])),
@@ -421,7 +423,7 @@ fn garbage_gets_no_session(dir: &Dir) {
         raw_send(socket, &[MAGIC, 0], &[]);
     }));
     assert!(why.contains("session 0x0"), "{why}");
-    // Gone before it was spoken to.
+    // The guest closes its socket before the handshake.
     drop(raw_client(listener.path()));
     let gone = listener
         .accept(WAIT)
@@ -432,7 +434,7 @@ fn garbage_gets_no_session(dir: &Dir) {
     assert_eq!(gone, Err(HandshakeError::Link(LinkError::Closed)));
     drop(null);
 
-    // None of it is left, and a guest that knows how is served.
+    // No descriptor is left over, and a valid guest is served.
     assert_eq!(open_files(), before);
     let path = dir.socket();
     let guest = thread::spawn(move || connect(&path, WAIT).unwrap());
@@ -451,7 +453,7 @@ fn a_silent_guest_holds_up_nobody(dir: &Dir) {
     let mut waiting = Vec::new();
     let mut host = loop {
         let arrival = listener.accept(WAIT).unwrap().unwrap();
-        // Each on a thread of its own, as a host does it.
+        // Each handshake runs on its own thread, as in a host.
         let handshake = thread::spawn(move || arrival.handshake());
         if waiting.len() == silent.len() {
             break handshake.join().unwrap().unwrap();
@@ -483,14 +485,14 @@ fn users_are_told_why(dir: &Dir) {
         ConnectError::NoSuchFile { path: path.clone() }
     );
     std::fs::write(&path, "text").unwrap();
-    assert_eq!(try_connect(), not_vgpu("it is no socket"));
+    assert_eq!(try_connect(), not_vgpu("the file is not a socket"));
     std::fs::remove_file(&path).unwrap();
     let other = UnixListener::bind(&path).unwrap();
-    assert_eq!(try_connect(), not_vgpu("it is a socket of another type"));
+    assert_eq!(try_connect(), not_vgpu("the socket has another type"));
     drop(other);
     std::fs::remove_file(&path).unwrap();
 
-    // It listens, and never answers.
+    // The host listens and does not answer.
     let silent = Listener::bind(&path, ListenOptions::default()).unwrap();
     assert_eq!(
         try_connect(),
@@ -499,13 +501,13 @@ fn users_are_told_why(dir: &Dir) {
             ms: 60
         }
     );
-    // It has not even time to accept: the queue is full.
+    // The host does not accept, and its backlog is full.
     let queue: Vec<OwnedFd> = (0..).map_while(|_| raw_client_if_room(&path)).collect();
     assert!(queue.len() >= 10);
     assert!(matches!(try_connect(), ConnectError::Timeout { .. }));
     drop((queue, silent));
 
-    // It answers something else.
+    // The host sends something other than a welcome.
     let words: [&[u64]; 5] = [
         &[1, 2],
         &[1, 2, 3, 4],
@@ -525,8 +527,11 @@ fn users_are_told_why(dir: &Dir) {
             theirs: 3
         }
     );
-    assert_eq!(with_false_host(&path, |_| {}), not_vgpu("it hung up"));
-    // Files that are not what they should be.
+    assert_eq!(
+        with_false_host(&path, |_| {}),
+        not_vgpu("the peer closed the socket")
+    );
+    // The host sends wrong files.
     let null = std::fs::File::open("/dev/null").unwrap();
     let welcome = [MAGIC, 0, 1, MIN_SIZE as u64];
     for count in [1, 3, 4] {
@@ -541,7 +546,7 @@ fn users_are_told_why(dir: &Dir) {
     rustix::fs::ftruncate(&empty, MIN_SIZE as u64).unwrap();
     for (seals, said) in [
         (rustix::fs::SealFlags::empty(), "not sealed"),
-        (rustix::fs::SealFlags::SHRINK, "no window here"),
+        (rustix::fs::SealFlags::SHRINK, "not a window"),
     ] {
         rustix::fs::fcntl_add_seals(&empty, seals).unwrap();
         let fds = [empty.as_fd(), bell.as_fd(), bell.as_fd()];
@@ -549,7 +554,7 @@ fn users_are_told_why(dir: &Dir) {
         assert!(error.to_string().contains(said), "{error}");
     }
 
-    // Not for us to open. (Root may open anything, so the check runs as somebody else then.)
+    // No permission. Root may open every socket, so the test drops its privileges.
     let private = ListenOptions {
         mode: 0o000,
         ..ListenOptions::default()
@@ -568,7 +573,7 @@ fn users_are_told_why(dir: &Dir) {
     assert_eq!(refused.join().unwrap(), ConnectError::Permission { path });
 }
 
-/// Another client for a listener, unless its queue is full.
+/// Another client of a listener, unless its backlog is full.
 fn raw_client_if_room(path: &Path) -> Option<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let kind = SocketType::SEQPACKET;
@@ -577,7 +582,7 @@ fn raw_client_if_room(path: &Path) -> Option<OwnedFd> {
     Some(socket)
 }
 
-/// What a guest makes of a host that answers its hello as `answer` does.
+/// The error of a guest whose hello the host answers with `answer`.
 fn with_false_host(path: &Path, answer: impl Fn(&OwnedFd)) -> ConnectError {
     let kind = SocketType::SEQPACKET;
     let socket =
@@ -614,7 +619,7 @@ fn hosts_are_told_why(dir: &Dir) {
     let path = dir.socket();
     let other = UnixListener::bind(&path).unwrap();
     assert_eq!(bind(&path), Err(ListenError::InUse { path: path.clone() }));
-    // A dead socket of another type stands for nobody.
+    // A stale socket of another type has no listener.
     drop(other);
     assert_eq!(bind(&path), Ok(()));
     let options = ListenOptions {
@@ -623,7 +628,7 @@ fn hosts_are_told_why(dir: &Dir) {
     };
     let odd = Listener::bind(&path, options).map(|_| ());
     assert!(matches!(odd, Err(ListenError::Window(_))), "{odd:?}");
-    // A listener removes its own socket and no other.
+    // A listener removes its own socket file and no other.
     let first = Listener::bind(&path, ListenOptions::default()).unwrap();
     std::fs::remove_file(&path).unwrap();
     let second = Listener::bind(&path, ListenOptions::default()).unwrap();

@@ -1,4 +1,4 @@
-//! Rings with every mixture of records, and against peers that break the rules.
+//! Rings with arbitrary sequences of records, and rings whose peer violates the invariants.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -17,7 +17,7 @@ const HEAD: usize = 8;
 const DATA: Range<usize> = 64..64 + 4096;
 const BULK: Range<usize> = DATA.end..DATA.end + 10_000;
 
-/// Memory of one thread. An access outside the ring and its words fails the test.
+/// Memory of one thread. An access outside the ring and its words panics.
 struct Plain(RefCell<Vec<u8>>);
 
 impl Plain {
@@ -98,7 +98,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(prop_oneof![4 => put, 3 => Just(Step::Take)], 1..120)
 }
 
-/// Puts a record whose bytes are all `request`, if there is room.
+/// Publishes a record whose bytes are all `request`, if the ring has room.
 fn put(
     memory: &Plain,
     producer: &mut Producer,
@@ -116,7 +116,8 @@ fn put(
 }
 
 proptest! {
-    /// What goes in comes out, in order and unchanged; a ring is only full when it is.
+    /// Records arrive in order and unchanged, and the producer reports a full ring only when the
+    /// ring is full.
     #[test]
     fn records_come_out_as_they_went_in(steps in steps()) {
         let memory = Plain::new();
@@ -159,8 +160,8 @@ proptest! {
         }
     }
 
-    /// A producer that writes anything anywhere in its ring and its tail, at any time: the consumer gets
-    /// records that lie where they may, or an error, and comes to an end.
+    /// The producer writes arbitrary values to its ring and tail at any time. The consumer returns
+    /// records within bounds or an error, and terminates.
     #[test]
     fn a_hostile_producer_is_survived(
         steps in steps(),
@@ -175,7 +176,7 @@ proptest! {
             }
             match step {
                 Step::Put { message, payload } => {
-                    // The consumer may have followed a tail that was never the producer's.
+                    // The consumer may have accepted a tail that the producer itself never had.
                     if put(&memory, &mut producer, 1, message, payload).is_err() {
                         return Ok(());
                     }
@@ -189,7 +190,8 @@ proptest! {
         }
     }
 
-    /// A consumer that writes anything into its head: the producer writes where it may, or reports it.
+    /// The consumer writes arbitrary values to its head. The producer stays within bounds or
+    /// returns an error.
     #[test]
     fn a_hostile_consumer_is_survived(
         steps in steps(),
@@ -213,11 +215,11 @@ proptest! {
     }
 }
 
-/// What a hostile producer does.
+/// One action of a hostile producer.
 #[derive(Debug, Clone)]
 enum Blow {
     Tail(u64),
-    /// A header's word somewhere.
+    /// Writes a word of a header at any position.
     Word {
         line: usize,
         word: usize,
@@ -235,7 +237,7 @@ fn cursor() -> impl Strategy<Value = u64> {
 }
 
 fn blow() -> impl Strategy<Value = Blow> {
-    // Fields of 32 bits that are nearly right.
+    // 32-bit fields close to valid values.
     let field = prop_oneof![
         0..3u32,
         (0..70u32).prop_map(|line| line * RECORD_ALIGN as u32),
@@ -265,7 +267,7 @@ fn strike(memory: &Plain, blow: &Blow) {
     }
 }
 
-/// Takes whatever there is. With a tail that stays, that is at most one record for each line of the ring.
+/// Consumes all records. With a constant tail there is at most one record per line of the ring.
 fn drain(memory: &Plain, consumer: &mut Consumer) -> Result<(), LinkError> {
     for _ in 0..=DATA.len() / RECORD_ALIGN {
         let Some(arrived) = consumer.peek(memory)? else {
@@ -288,7 +290,7 @@ fn assert_allowed(arrived: &Arrived) {
     assert!(is_inline || is_bulk, "{arrived:?}");
 }
 
-/// The rules of a ring, one broken at a time: what is said of whom.
+/// Violations of one invariant at a time, and the errors that name them.
 #[test]
 fn broken_rules_are_named() {
     let header = |size: u32, kind: u32, message: u32, payload: u32, place: u64| {

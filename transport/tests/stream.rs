@@ -1,4 +1,4 @@
-//! Links over a stream: what they promise beyond what every link does, and encryption.
+//! Links over a byte stream: the properties beyond those of every link, and encryption.
 
 use std::os::unix::net::UnixStream;
 use std::thread;
@@ -23,7 +23,7 @@ fn pair() -> (StreamGuest, StreamHost) {
     (StreamGuest::new(a), StreamHost::new(b).unwrap())
 }
 
-/// A host that answers each request with its message and payload turned round.
+/// A host that answers each request with its message and payload reversed.
 fn mirror(mut host: StreamHost) -> thread::JoinHandle<LinkError> {
     thread::spawn(move || {
         let mut message = Vec::new();
@@ -70,7 +70,8 @@ fn messages_cross_both_ways() {
         assert!(reply.iter().eq(message.iter().rev()));
         assert!(room[..got].iter().eq(payload.iter().rev()));
     }
-    // The last reply went out before its request was finished with; the host says so when it is idle.
+    // The host sent the last reply before it retired the request. It reports the retirement when it
+    // is idle.
     guest.wait_retired(7).unwrap();
     assert_eq!(guest.retired(), 7);
     drop(guest);
@@ -82,7 +83,8 @@ fn a_flood_both_ways_does_not_block() {
     let (mut guest, host) = pair();
     let host = mirror(host);
     let payload = vec![5; MAX_PAYLOAD];
-    // Neither the kernel nor the queues have room for all of this: the guest has to take replies in while it sends.
+    // Neither the kernel nor the queues have room for all replies, so the guest must receive while
+    // it sends.
     for _ in 0..64 {
         guest.send(b"x", Bytes::from(&payload[..])).unwrap();
     }
@@ -118,7 +120,7 @@ fn a_host_that_computes_is_not_taken_for_a_dead_one() {
     guest.send(b"long", (&[][..]).into()).unwrap();
     assert!(host.receive(&mut Vec::new(), WAIT).unwrap().is_some());
     let worker = thread::spawn(move || {
-        // Longer than any silence that a guest bears.
+        // Longer than the silence after which a guest closes the link.
         thread::sleep(Duration::from_secs(12));
         host.send(b"done", 0, &mut |_| {}).unwrap();
         host
@@ -165,10 +167,10 @@ fn nonsense_ends_the_link() {
         );
         assert!(
             host.receive(&mut Vec::new(), WAIT).is_err(),
-            "links do not recover"
+            "the error of a link is final"
         );
     }
-    // A host that takes back what it has said.
+    // A host whose retired number decreases.
     let (mut a, b) = channels();
     let mut guest = StreamGuest::new(b);
     guest.send(b"x", (&[][..]).into()).unwrap();

@@ -1,5 +1,5 @@
-//! Tensors with strides of any size, in buffers that nobody has allocated: validation computes their extent
-//! without wrapping, and lets through exactly those that end inside their buffer.
+//! Tensors with arbitrary strides. Validation computes their extent without overflow and accepts
+//! exactly the tensors that end in their buffer. The buffers have sizes only, and no memory.
 
 use proptest::prelude::*;
 use vgpu_transport::ir::{
@@ -7,7 +7,7 @@ use vgpu_transport::ir::{
     Type, TypeSet, validate,
 };
 
-/// A copy of a tensor to itself, in a buffer of `size` bytes.
+/// A graph that copies a tensor to itself, in a buffer of `size` bytes.
 fn check(shape: Shape, offset: u64, size: u64) -> Result<(), Invalid> {
     let caps = Capabilities::new(vec![Rule::uniform(OpKind::Copy, TypeSet::of(Type::ALL), 1)]);
     let graph = Graph {
@@ -26,7 +26,7 @@ fn check(shape: Shape, offset: u64, size: u64) -> Result<(), Invalid> {
     validate(graph, &caps, &Limits::default(), |_| Some(size)).map(|_| ())
 }
 
-/// One past the last byte, in numbers that are large enough.
+/// The end of the last byte, computed in 128 bits.
 fn end(shape: &Shape, offset: u64) -> u128 {
     let blocks = shape.ne[0] / shape.ty.block_elements();
     let steps = [blocks, shape.ne[1], shape.ne[2], shape.ne[3]];
@@ -38,7 +38,7 @@ fn end(shape: &Shape, offset: u64) -> u128 {
     u128::from(offset) + last + u128::from(shape.ty.block_bytes())
 }
 
-/// Mostly around the powers of two at which something could wrap.
+/// Values mostly near the powers of two at which an overflow could occur.
 fn number() -> impl Strategy<Value = u64> {
     let near = (0..64u32, -64i64..64).prop_map(|(bit, by)| (1u64 << bit).wrapping_add_signed(by));
     prop_oneof![3 => near, 1 => any::<u64>()]
@@ -64,12 +64,12 @@ proptest! {
         }
         let offset = offset / element * element;
         let end = end(&shape, offset);
-        // Half of the buffers end with the tensor, or one byte before it does.
+        // Half of the buffers end with the tensor, or one byte before its end.
         let size = match u64::try_from(end) {
             Ok(end) if exactly => end - size % 2,
             _ => size,
         };
-        // Few elements, so that they visit no byte too often.
+        // Few elements, so that the tensor stays below the limit of revisits.
         let elements = shape.ne.iter().product::<u64>() / ty.block_elements() * ty.block_bytes();
         prop_assume!(elements <= size.saturating_mul(Limits::default().revisits));
         let fits = end <= u128::from(size);
@@ -91,8 +91,8 @@ fn strides_over_four_gigabytes_are_whole_numbers() {
         check(shape(far), 8, 8 + 2 * far + 7),
         Err(Invalid::OutOfBounds { end, .. }) if end == 16 + 2 * far
     ));
-    // Cut off to 32 bits these would fit.
+    // Truncated to 32 bits, these values would fit.
     assert!(check(shape(1 << 32), 0, 1 << 20).is_err());
-    // Twice the stride is 0 in 64 bits.
+    // Twice the stride overflows to 0 in 64 bits.
     assert!(check(shape(1 << 63), 0, 1 << 20).is_err());
 }

@@ -242,9 +242,9 @@ fn errors_say_what_to_do() {
         "{text}"
     );
     let text = fails(&mut vgpu(&["serve", "--listen", "udp:1.2.3.4:5"]));
-    assert!(text.contains("no link of the kind `udp`"), "{text}");
+    assert!(text.contains("unknown kind `udp`"), "{text}");
     let text = fails(&mut vgpu(&["serve", "--listen", "tcp:1.2.3.4:5"]));
-    assert!(text.contains("make some with `vgpu cert`"), "{text}");
+    assert!(text.contains("create them with `vgpu cert`"), "{text}");
     let text = fails(&mut vgpu(&["serve", "--memory", "lots"]));
     assert!(
         text.contains("unknown unit \"LOTS\": use K, M, G or T"),

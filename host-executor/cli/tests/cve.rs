@@ -270,7 +270,7 @@ fn cve_2026_34159_buffer_0_bypass() {
             },
         );
     }
-    executor.refuses(&["graph names buffer BufferId(0)"], |guest| {
+    executor.refuses(&["the graph uses buffer BufferId(0)"], |guest| {
         guest.hello();
         let a = guest.alloc(8);
         guest.alloc(8);

@@ -601,7 +601,7 @@ fn configurations_are_checked_without_being_used() {
     let (status, said) = check("[server]\nlisten = [\"usb:1\"]\n", &[]);
     assert_eq!(status, Some(1));
     assert!(
-        said.contains(&format!("{file}:2:10: ")) && said.contains("no link of the kind `usb`"),
+        said.contains(&format!("{file}:2:10: ")) && said.contains("unknown kind `usb`"),
         "{said}"
     );
     let (status, said) = check("[server]\nmax-guests = \"x\"\n", &["--json"]);

@@ -10,7 +10,6 @@ const KNOWN: &[(&str, usize)] = &[
     ("ggml-vgpu", 13),
     ("vgpu-cpu", 84),
     ("vgpu-engine", 4),
-    ("vgpu-transport", 14),
     ("vgpu-cuda", 5),
     ("vgpu-executor", 15),
     ("vgpu", 9),

@@ -1,4 +1,4 @@
-//! What an engine can run: a list of rules, sent once in the handshake.
+//! The capabilities of an engine: a list of rules, which the host sends in the handshake.
 
 use super::check::{Refusal, check};
 use super::codec::{DecodeError, Reader, Word, Writer};
@@ -6,26 +6,28 @@ use super::graph::Shape;
 use super::ops::{Op, OpKind};
 use super::types::TypeSet;
 
-/// One way in which an engine runs an operator. An operator without a rule is not supported.
+/// One form in which an engine supports an operator. An engine does not support an operator without
+/// a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     /// The operator.
     pub op: OpKind,
-    /// The variants it covers ([`Op::variant`]), one bit each; `!0` for all.
+    /// The covered variants ([`Op::variant`]), one bit each; `!0` for all.
     pub variants: u32,
-    /// Types the destination may have.
+    /// The types of the destination.
     pub dst: TypeSet,
-    /// Types of the first sources. Sources beyond the list may have any type that the operator's
-    /// own rules ([`check`]) accept; so may absent ones.
+    /// The types of the first sources. The rule does not restrict the types of absent sources and
+    /// of sources behind the list; the operator's own rules ([`check`]) do.
     pub src: Vec<TypeSet>,
-    /// The listed sources and the destination must all have one type.
+    /// Whether the listed sources and the destination must have the same type.
     pub same_type: bool,
     /// The sources, one bit each, whose rows must be dense ([`Shape::has_dense_rows`]).
     pub dense_rows: u32,
 }
 
 impl Rule {
-    /// Any variant of `op`, destination and first sources of the given types.
+    /// A rule for any variant of `op`, with these types of the destination and of the first
+    /// sources.
     pub fn new(op: OpKind, dst: TypeSet, src: &[TypeSet]) -> Rule {
         Rule {
             op,
@@ -37,7 +39,7 @@ impl Rule {
         }
     }
 
-    /// The same, all of one type out of `types`.
+    /// A rule whose first `sources` sources and destination have the same type out of `types`.
     pub fn uniform(op: OpKind, types: TypeSet, sources: usize) -> Rule {
         Rule {
             same_type: true,
@@ -45,7 +47,7 @@ impl Rule {
         }
     }
 
-    /// The same with sources that must have dense rows, one bit each.
+    /// The same rule, with sources that must have dense rows, one bit each.
     pub fn dense(self, sources: u32) -> Rule {
         Rule {
             dense_rows: sources,
@@ -71,26 +73,31 @@ impl Rule {
     }
 }
 
-/// Everything an engine can run.
+/// All operations that an engine supports.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Capabilities {
     rules: Vec<Rule>,
 }
 
 impl Capabilities {
-    /// Exactly what the rules say.
+    /// The capabilities of these rules.
     pub fn new(mut rules: Vec<Rule>) -> Capabilities {
-        rules.sort_by_key(|rule| rule.op); // stable: an operator's rules stay in order
+        rules.sort_by_key(|rule| rule.op); // a stable sort keeps the order of an operator's rules
         Capabilities { rules }
     }
 
-    /// The rules, by operator.
+    /// The rules, in order of operators.
     pub fn rules(&self) -> &[Rule] {
         &self.rules
     }
 
-    /// Whether an engine with these capabilities runs the operation: it is well-formed and a rule
-    /// covers it. The guest answers ggml's `supports_op` with this, the host validates with it.
+    /// Checks that the operation is well-formed and that a rule covers it. The guest answers ggml's
+    /// `supports_op` with this function, and the host validates graphs with it.
+    ///
+    /// # Errors
+    ///
+    /// [`Refusal::Malformed`] for an operation that [`check`] refuses, and [`Refusal::NotCapable`]
+    /// for one without a rule.
     pub fn accept(&self, op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal> {
         check(op, dst, src)?;
         let first = self.rules.partition_point(|rule| rule.op < op.kind());
@@ -105,7 +112,7 @@ impl Capabilities {
         }
     }
 
-    /// The encoding of the handshake, in words.
+    /// Encodes the capabilities in words.
     pub fn encode(&self) -> Vec<u32> {
         let mut out = Writer::default();
         out.u32(self.rules.len() as u32);
@@ -123,8 +130,12 @@ impl Capabilities {
         out.words
     }
 
-    /// Reads the encoding. Rules for operators that this build does not know are skipped: a newer
-    /// host may be able to run more than an older guest can ask for.
+    /// Decodes the capabilities. The decoder skips rules for unknown operators: a newer host may
+    /// support operators that an older guest does not know.
+    ///
+    /// # Errors
+    ///
+    /// A [`DecodeError`] for malformed words. The host is at fault.
     pub fn decode(words: &[u32]) -> Result<Capabilities, DecodeError> {
         let mut words = Reader::new(words);
         let count = words.u32()?;

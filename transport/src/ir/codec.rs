@@ -1,21 +1,21 @@
-//! The alphabet of the graph image: little-endian 32-bit words.
+//! The encoding of the graph image: little-endian 32-bit words.
 //!
-//! A graph is an array of words so that a later change to it is a list of (position, words) and needs
-//! no schema of its own.
+//! The image is an array of words. A change of a graph is then a list of positions and words, and
+//! needs no schema of its own.
 
-/// Why an image is not a graph. Always the sender's fault.
+/// Why words cannot be decoded. The sender is at fault.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum DecodeError {
-    #[error("graph image ends at word {len} where word {wanted} was expected")]
+    #[error("the graph image of {len} words is truncated: word {wanted} was expected")]
     Truncated { len: usize, wanted: usize },
-    #[error("graph image has {extra} words behind its end")]
+    #[error("the graph image has {extra} words behind its end")]
     Trailing { extra: usize },
-    #[error("graph image starts with {magic:#010x}, not {expected:#010x}")]
+    #[error("the graph image begins with {magic:#010x}, not with {expected:#010x}")]
     Magic { magic: u32, expected: u32 },
-    #[error("graph image has IR version {version}; this host speaks {expected}")]
+    #[error("the graph image has IR version {version}; this host supports {expected}")]
     Version { version: u32, expected: u32 },
-    #[error("graph image announces {count} {what}, more than its {len} words can hold")]
+    #[error("the graph image announces {count} {what}, more than its {len} words can hold")]
     Count {
         what: &'static str,
         count: u32,
@@ -37,10 +37,10 @@ pub enum DecodeError {
         index: u32,
         count: usize,
     },
-    #[error("flag word holds {value}, not 0 or 1")]
+    #[error("a flag has the value {value}, not 0 or 1")]
     Flag { value: u32 },
     #[error(
-        "a patch puts {count} words at {position} of an image of {len}, and has {words} words left"
+        "a patch writes {count} words at {position} of an image of {len} words, and {words} words of the patch are left"
     )]
     Patch {
         position: usize,
@@ -50,13 +50,13 @@ pub enum DecodeError {
     },
 }
 
-/// A value with an encoding in words.
+/// A value that has an encoding in words.
 pub(super) trait Word: Sized {
     fn put(&self, out: &mut Writer);
     fn get(words: &mut Reader<'_>) -> Result<Self, DecodeError>;
 }
 
-/// Appends words.
+/// An encoder.
 #[derive(Debug, Default)]
 pub(super) struct Writer {
     pub(super) words: Vec<u32>,
@@ -68,7 +68,7 @@ impl Writer {
     }
 }
 
-/// Reads words, never past the end.
+/// A decoder. It does not read behind the end.
 #[derive(Debug)]
 pub(super) struct Reader<'a> {
     words: &'a [u32],

@@ -1,26 +1,28 @@
-//! Tensors, nodes, graphs, and the image of a graph in words.
+//! Tensors, nodes, graphs, and the image of a graph in 32-bit words.
 
 use super::codec::{DecodeError, Reader, Word, Writer};
 use super::ops::{MAX_SOURCES, Op, OpKind};
 use super::types::Type;
 
-/// First word of every graph image: `VGIR`.
+/// The first word of every graph image: `VGIR`.
 const MAGIC: u32 = u32::from_le_bytes(*b"VGIR");
 
-/// Version of the image. A host refuses every other.
+/// The version of the image. A host rejects every other version.
 pub const IR_VERSION: u32 = 1;
 
-/// Words of one tensor in the image.
+/// The number of words of one tensor in the image.
 const TENSOR_WORDS: usize = 20;
 
-/// Words of the smallest node in the image: id and source count, destination, no source.
+/// The minimum number of words of a node in the image: one for id and source count, one for the
+/// destination.
 const NODE_WORDS_MIN: usize = 2;
 
-/// A buffer of a session. Chosen by the guest, never reused within a session, never 0.
+/// The id of a buffer of a session. The guest chooses it, never reuses it within a session, and
+/// never uses 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BufferId(pub u64);
 
-/// Shape of a tensor: what an operator needs to know to accept it.
+/// Type, extents and strides of a tensor.
 ///
 /// As in ggml, `ne[0]` is the fastest dimension. `nb[0]` is the stride from one *block* to the next
 /// for quantised types, from one element to the next for all others.
@@ -35,8 +37,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A dense tensor of the given extents. `None` when rows do not fill whole blocks or the size
-    /// does not fit 64 bits.
+    /// The shape of a dense tensor. `None` when rows do not fill whole blocks or the size does not
+    /// fit 64 bits.
     pub fn contiguous(ty: Type, ne: [u64; 4]) -> Option<Shape> {
         let mut nb = [ty.block_bytes(); 4];
         nb[1] = ty.row_bytes(ne[0])?;
@@ -46,7 +48,7 @@ impl Shape {
         Some(Shape { ty, ne, nb })
     }
 
-    /// Number of elements, `None` when it does not fit 64 bits.
+    /// The number of elements. `None` when it does not fit 64 bits.
     pub fn elements(&self) -> Option<u64> {
         self.ne.iter().try_fold(1u64, |n, &e| n.checked_mul(e))
     }
@@ -56,15 +58,17 @@ impl Shape {
         self.ne.contains(&0)
     }
 
-    /// Number of rows, `ne[1] * ne[2] * ne[3]`. Exact for validated tensors.
+    /// The number of rows, `ne[1] * ne[2] * ne[3]`. The product saturates; it is exact for
+    /// validated tensors.
     pub fn rows(&self) -> u64 {
         self.ne[1]
             .saturating_mul(self.ne[2])
             .saturating_mul(self.ne[3])
     }
 
-    /// Bytes from the first to one past the last byte the tensor touches; 0 for an empty tensor,
-    /// `None` when that does not fit 64 bits or a row does not fill whole blocks. (`ggml_nbytes`)
+    /// The distance from the first byte of the tensor to the end of its last, in bytes
+    /// (`ggml_nbytes`). 0 for an empty tensor. `None` when the distance does not fit 64 bits or a
+    /// row does not fill whole blocks.
     pub fn extent(&self) -> Option<u64> {
         if self.is_empty() {
             return Some(0);
@@ -85,7 +89,7 @@ impl Shape {
         Some(last)
     }
 
-    /// Bytes of one row when its blocks are adjacent.
+    /// The size of one row with adjacent blocks, in bytes.
     pub fn row_bytes(&self) -> u64 {
         self.ne[0] / self.ty.block_elements() * self.ty.block_bytes()
     }
@@ -96,8 +100,8 @@ impl Shape {
         self.nb[0] == self.ty.block_bytes() || self.ne[0] <= self.ty.block_elements()
     }
 
-    /// Whether all elements lie adjacent in memory in order (`ggml_is_contiguous`): strides of
-    /// dimensions with a single index do not matter.
+    /// Whether all elements are adjacent in memory and in order (`ggml_is_contiguous`). The strides
+    /// of dimensions with extent 1 do not matter.
     pub fn is_contiguous(&self) -> bool {
         let mut expected = self.ty.block_bytes();
         if self.ne[0] != self.ty.block_elements() && self.nb[0] != expected {
@@ -118,9 +122,9 @@ impl Shape {
         true
     }
 
-    /// The same tensor, with the strides of a dense one in the dimensions that have less than two elements,
-    /// where a stride says nothing and may be anything. Those of a validated tensor are then all less than
-    /// its buffer, and engines may compute with them.
+    /// The same shape, with dense strides in the dimensions with fewer than two elements. Such a
+    /// stride has no meaning and may have any value. After the call, all strides of a validated
+    /// tensor are smaller than its buffer, so engines may compute with them.
     pub fn with_plain_strides(&self) -> Shape {
         let Shape { ty, ne, mut nb } = *self;
         let mut dense = ty.block_bytes();
@@ -133,12 +137,12 @@ impl Shape {
             } else {
                 ne[d]
             };
-            dense = nb[d].wrapping_mul(units); // wraps only if there are no elements
+            dense = nb[d].wrapping_mul(units); // wraps only for an empty tensor
         }
         Shape { ty, ne, nb }
     }
 
-    /// Whether both have the same extents.
+    /// Whether both shapes have the same extents.
     pub fn same_extents(&self, other: &Shape) -> bool {
         self.ne == other.ne
     }
@@ -156,29 +160,29 @@ impl Shape {
     }
 }
 
-/// A tensor: a shape at a place in a buffer.
+/// A tensor: a shape at an offset of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tensor {
     /// Type, extents and strides.
     pub shape: Shape,
-    /// Index into [`Graph::buffers`].
+    /// The index of the buffer in [`Graph::buffers`].
     pub buffer: u32,
-    /// Byte offset of the first element in the buffer.
+    /// The offset of the first element in the buffer, in bytes.
     pub offset: u64,
 }
 
-/// One operation: reads its sources, writes its destination.
+/// One operation, which reads its sources and writes its destination.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Node {
-    /// What to do.
+    /// The operator with its parameters.
     pub op: Op,
-    /// Index of the destination in [`Graph::tensors`].
+    /// The index of the destination in [`Graph::tensors`].
     pub dst: u32,
-    /// Indices of the sources in [`Graph::tensors`]; `None` where an optional source is absent.
+    /// The indices of the sources in [`Graph::tensors`]. `None` for an absent optional source.
     pub src: Sources,
 }
 
-/// The sources of a node, at most [`MAX_SOURCES`], without a heap allocation.
+/// The sources of a node, at most [`MAX_SOURCES`]. The type has no heap allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Sources {
     len: u8,
@@ -186,8 +190,8 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// The sources of the iterator, trailing absent ones dropped. More than [`MAX_SOURCES`] are
-    /// ignored: ggml's own array holds no more.
+    /// The sources of the iterator without trailing absent ones. The function ignores sources
+    /// behind [`MAX_SOURCES`], the size of ggml's own array.
     pub fn new(sources: impl IntoIterator<Item = Option<u32>>) -> Sources {
         let mut all = Sources::default();
         for (i, source) in sources.into_iter().take(MAX_SOURCES).enumerate() {
@@ -205,17 +209,17 @@ impl Sources {
     }
 }
 
-/// A graph: nodes in the order they run, over a table of tensors over a table of buffers.
+/// A graph: nodes in execution order, a table of tensors and a table of buffers.
 ///
-/// Nodes run in sequence; a node sees all that earlier nodes wrote. An engine may run them in any
-/// other way with the same result.
+/// A node sees the writes of all earlier nodes. An engine may use any other order with the same
+/// result.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Graph {
-    /// The buffers that tensors lie in.
+    /// The buffers of the tensors.
     pub buffers: Vec<BufferId>,
-    /// The tensors that nodes name.
+    /// The tensors of the nodes.
     pub tensors: Vec<Tensor>,
-    /// The operations.
+    /// The operations, in execution order.
     pub nodes: Vec<Node>,
 }
 
@@ -235,14 +239,14 @@ impl Graph {
             .map(|t| &self.tensors[t as usize])
     }
 
-    /// The image: what goes over the wire.
+    /// Encodes the graph as an image.
     pub fn encode(&self) -> Vec<u32> {
         let mut words = Vec::new();
         self.encode_into(&mut words);
         words
     }
 
-    /// The image, in place of what `words` holds.
+    /// Encodes the graph as an image and replaces the contents of `words`.
     pub fn encode_into(&self, words: &mut Vec<u32>) {
         words.clear();
         let mut out = Writer {
@@ -271,7 +275,7 @@ impl Graph {
             out.u32(node.op.kind() as u32 | (sources.len() as u32) << 16);
             out.u32(node.dst);
             for source in sources {
-                // 0 is "absent", so that index i travels as i + 1.
+                // 0 stands for an absent source, and i + 1 for index i.
                 out.u32(source.map_or(0, |i| i + 1));
             }
             node.op.put_params(&mut out);
@@ -279,8 +283,12 @@ impl Graph {
         *words = out.words;
     }
 
-    /// Reads an image. The result names only tensors and buffers that exist; shapes and extents are
-    /// not yet checked ([`validate()`](super::validate())).
+    /// Decodes an image. The decoder checks that all indices exist. It does not check shapes and
+    /// bounds; [`validate()`](super::validate()) does.
+    ///
+    /// # Errors
+    ///
+    /// A [`DecodeError`] that names the malformed part. The guest is at fault.
     pub fn decode(words: &[u32]) -> Result<Graph, DecodeError> {
         let len = words.len();
         let mut words = Reader::new(words);
@@ -299,7 +307,7 @@ impl Graph {
             });
         }
         let [n_buffers, n_tensors, n_nodes] = <[u32; 3]>::get(&mut words)?;
-        // Counts are bounded by the words behind them before anything is reserved for them.
+        // The check of the counts against the remaining words precedes any allocation.
         for (what, count, each) in [
             ("buffers", n_buffers, 2),
             ("tensors", n_tensors, TENSOR_WORDS),
@@ -368,7 +376,7 @@ impl Graph {
                 };
             }
             let src = Sources::new(src);
-            // Those that are announced and absent at the end do not count.
+            // Trailing absent sources do not count.
             if src.as_slice().len() < min {
                 return Err(wrong(src.as_slice().len()));
             }

@@ -1,18 +1,21 @@
-//! The graph IR: what a guest asks to be computed, independent of any ggml version.
+//! The graph IR: computations of a guest, independent of any ggml version.
 //!
-//! - [`Type`], [`Op`]: stable ids with ggml's names; guests translate by name.
-//! - [`Graph`]: nodes over tensors over buffers, and its image in 32-bit words; [`patch`]: from one image to the next.
-//! - [`check()`]: the shape rules of every operator. Kernels rely on them and on nothing else.
-//! - [`Capabilities`]: what an engine runs, as data; the same function answers `supports_op` in the
-//!   guest and validates in the host.
-//! - [`validate()`]: a decoded graph against the buffers of its session.
+//! - [`Type`], [`Op`]: stable ids with ggml's names. A guest translates ggml's ids by name.
+//! - [`Graph`]: nodes over tensors over buffers, and the graph's image in 32-bit words.
+//! - [`patch`]: the differences between two images.
+//! - [`check()`]: the shape rules of every operator, on which kernels rely.
+//! - [`ConvGeometry`]: stride, padding and dilation of a convolution.
+//! - [`Capabilities`]: the operations that an engine runs, as data. One function answers
+//!   `supports_op` in the guest and validates graphs in the host.
+//! - [`validate()`]: checks a decoded graph against the buffers of its session.
 //!
-//! Everything here reads hostile input. Nothing here is unsafe.
+//! The input of this module is hostile. The module contains no unsafe code.
 #![forbid(unsafe_code)]
 
 mod caps;
 mod check;
 mod codec;
+mod conv;
 mod graph;
 mod ops;
 pub mod patch;
@@ -22,6 +25,7 @@ mod validate;
 pub use caps::{Capabilities, Rule};
 pub use check::{Refusal, check};
 pub use codec::DecodeError;
+pub use conv::ConvGeometry;
 pub use graph::{BufferId, Graph, IR_VERSION, Node, Shape, Sources, Tensor};
 pub use ops::{
     GluKind, MAX_SOURCES, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind,

@@ -1,8 +1,8 @@
-//! Operators: stable ids, typed parameters, and how both go on the wire.
+//! Operators: stable ids, typed parameters, and their encoding.
 //!
-//! One table (`ops!`) is the only place an operator is declared. It generates the [`Op`] enum, the
-//! plain [`OpKind`] ids, the names that ggml uses, and the encoding. Parameters are decoded from
-//! ggml's untyped `op_params` in the guest, so a change of their layout in ggml never reaches a host.
+//! One table (`ops!`) declares all operators. It generates the [`Op`] enum, the [`OpKind`] ids,
+//! ggml's names and the encoding. The guest decodes the parameters from ggml's untyped `op_params`,
+//! so a change of their layout in ggml does not affect the host.
 
 use super::codec::{DecodeError, Reader, Word, Writer};
 
@@ -22,7 +22,7 @@ macro_rules! kinds {
             /// Every kind, in order of id.
             pub const ALL: &'static [$enum] = &[$($enum::$variant,)*];
 
-            /// The kind that ggml calls `name`.
+            /// The kind with the name `name` in ggml.
             pub fn from_ggml_name(name: &str) -> Option<$enum> {
                 match name {
                     $($name => Some($enum::$variant),)*
@@ -30,7 +30,7 @@ macro_rules! kinds {
                 }
             }
 
-            /// ggml's name.
+            /// The name in ggml.
             pub const fn ggml_name(self) -> &'static str {
                 match self {
                     $($enum::$variant => $name,)*
@@ -54,8 +54,8 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// Element-wise functions of one operand (`enum ggml_unary_op`). XIELU, which has parameters, is
-    /// [`Op::Xielu`].
+    /// Element-wise functions of one operand (`enum ggml_unary_op`). XIELU, which has parameters,
+    /// is [`Op::Xielu`].
     UnaryKind {
         1  Abs         "ABS",
         2  Sgn         "SGN",
@@ -106,7 +106,7 @@ kinds! {
 }
 
 kinds! {
-    /// Which numbers a matrix product accumulates in or rounds activations to (`enum ggml_prec`).
+    /// The precision of a matrix product's accumulator or activations (`enum ggml_prec`).
     Precision {
         1 Default "default",
         2 F32     "f32",
@@ -156,16 +156,17 @@ macro_rules! ops {
     ($($id:literal $variant:ident $name:literal $min:literal..=$max:literal { $($field:ident: $ty:ty),* $(,)? })*) => {
         /// An operator with its parameters.
         ///
-        /// Names and meaning follow `enum ggml_op`; sources are in ggml's order. Fields carry the
-        /// name of the argument in `ggml.h` that they come from.
+        /// Names and meaning follow `enum ggml_op`, and the sources have ggml's order. Each field
+        /// has the name of its argument in `ggml.h`.
         #[derive(Debug, Clone, Copy, PartialEq)]
-        #[allow(missing_docs)] // fields are documented by ggml.h, as said above
+        #[allow(missing_docs)] // ggml.h documents the fields
         pub enum Op {
             $(#[doc = concat!("ggml `", $name, "`.")]
             $variant { $($field: $ty,)* },)*
         }
 
-        /// The operator alone, without parameters: the id on the wire, stable for ever.
+        /// An operator without its parameters. The discriminant is the id on the wire, which never
+        /// changes.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[repr(u16)]
         pub enum OpKind {
@@ -191,7 +192,7 @@ macro_rules! ops {
                 }
             }
 
-            /// How many sources the operator takes: at least, at most. Sources in between may be
+            /// The minimum and the maximum number of sources. Sources behind the minimum may be
             /// absent.
             pub const fn sources(self) -> (usize, usize) {
                 match self {
@@ -208,7 +209,7 @@ macro_rules! ops {
                 }
             }
 
-            /// Writes the parameters (not the id).
+            /// Encodes the parameters without the id.
             pub(super) fn put_params(&self, out: &mut Writer) {
                 match self {
                     $(Op::$variant { $($field,)* } => {
@@ -218,7 +219,7 @@ macro_rules! ops {
                 }
             }
 
-            /// Reads the parameters of `kind`.
+            /// Decodes the parameters of `kind`.
             pub(super) fn get_params(kind: OpKind, words: &mut Reader<'_>) -> Result<Op, DecodeError> {
                 Ok(match kind {
                     $(OpKind::$variant => {
@@ -232,7 +233,7 @@ macro_rules! ops {
 }
 
 ops! {
-    // Movement. DUP, CPY and CONT of ggml are one operator: dst takes the elements of src 0 in order.
+    // Movement. Copy stands for ggml's DUP, CPY and CONT: dst has the elements of src 0 in order.
     1  Copy           "CPY"            1..=2 {}
     2  Repeat         "REPEAT"         1..=2 {}
     3  RepeatBack     "REPEAT_BACK"    1..=1 {}
@@ -351,8 +352,8 @@ ops! {
 }
 
 impl Op {
-    /// The number of the operator's variant: the kind of a unary, GLU, pooling or rope operator, 0
-    /// for every other. Engines state the variants they can run in a mask
+    /// The number of the operator's variant: the kind of a unary, GLU, rope, pooling or upscale
+    /// operator, 0 for every other operator. An engine declares its variants in a mask
     /// ([`Rule::variants`](super::Rule)).
     pub const fn variant(&self) -> u32 {
         match self {

@@ -1,14 +1,16 @@
-//! What changed from one graph image to another of the same length.
+//! The differences between two graph images of the same length.
 //!
-//! llama.cpp builds its graph anew whenever the visible part of the KV cache grows. The new one has the same nodes;
-//! a few extents and offsets differ. A patch says which words: runs of `position, count, words...`.
+//! llama.cpp builds a new graph whenever the used part of the KV cache grows. The new graph has the
+//! same nodes, and only some extents and offsets differ. A patch lists the changed words as runs of
+//! `position, count, words...`.
 
 use super::codec::DecodeError;
 
-/// Equal words between two differing ones that travel along, because a run of their own would take as many.
+/// The maximum number of equal words between two differing words of one run. A second run would
+/// cost two words for its position and count.
 const GAP: usize = 2;
 
-/// The patch that makes `new` of `base`. `None` when they have different lengths, or the patch would have more than
+/// The patch from `base` to `new`. `None` when the lengths differ, or when the patch exceeds
 /// `limit` words.
 pub fn diff(base: &[u32], new: &[u32], limit: usize) -> Option<Vec<u32>> {
     if base.len() != new.len() {
@@ -17,7 +19,7 @@ pub fn diff(base: &[u32], new: &[u32], limit: usize) -> Option<Vec<u32>> {
     let mut patch = Vec::new();
     let mut at = 0;
     while let Some(first) = next_difference(base, new, at) {
-        // The end of the run: one behind its last differing word.
+        // The end of the run is the position behind its last differing word.
         let mut end = first + 1;
         while let Some(next) = next_difference(base, new, end).filter(|next| next - end <= GAP) {
             end = next + 1;
@@ -38,7 +40,12 @@ fn next_difference(base: &[u32], new: &[u32], from: usize) -> Option<usize> {
     Some(from + found)
 }
 
-/// The image that `patch` makes of `base`.
+/// Applies `patch` to `base` and returns the new image.
+///
+/// # Errors
+///
+/// [`DecodeError::Patch`] for a run outside the image or the patch, and [`DecodeError::Trailing`].
+/// The guest is at fault.
 pub fn apply(base: &[u32], patch: &[u32]) -> Result<Vec<u32>, DecodeError> {
     let mut image = base.to_vec();
     let mut rest = patch;
@@ -57,7 +64,7 @@ pub fn apply(base: &[u32], patch: &[u32]) -> Result<Vec<u32>, DecodeError> {
             .checked_add(count)
             .and_then(|end| image.get_mut(position..end))
         {
-            Some(place) => place.copy_from_slice(words),
+            Some(run) => run.copy_from_slice(words),
             None => return Err(broken),
         }
         rest = behind;
@@ -74,7 +81,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn runs_are_joined_over_short_gaps_only() {
+    fn runs_span_short_gaps_only() {
         let base = [0; 12];
         let mut new = base;
         (new[1], new[3], new[9]) = (7, 8, 9);
@@ -89,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patch_out_of_place_is_refused() {
+    fn a_run_out_of_bounds_is_an_error() {
         for patch in [
             &[4, 1, 7][..],
             &[3, 2, 7, 7],
@@ -106,7 +113,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_patch_makes_the_new_image(
+        fn a_patch_reproduces_the_new_image(
             words in prop::collection::vec((0u32..3, 0u32..3), 0..200)
         ) {
             let (base, new): (Vec<u32>, Vec<u32>) = words.into_iter().unzip();

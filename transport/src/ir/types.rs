@@ -1,11 +1,11 @@
-//! Element types: stable ids of the wire, with ggml's names and block geometry.
+//! Element types: stable wire ids, ggml's names, and block sizes.
 
 macro_rules! types {
     ($($id:literal $variant:ident $name:literal $block:literal $bytes:literal,)*) => {
         /// The element type of a tensor.
         ///
-        /// The discriminant is the id on the wire. It never changes, whatever ggml does to its own
-        /// `enum ggml_type`; guests translate by name ([`Type::from_ggml_name`]).
+        /// The discriminant is the id on the wire. It does not change when ggml changes `enum
+        /// ggml_type`: a guest translates ggml's types by name ([`Type::from_ggml_name`]).
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[repr(u8)]
         pub enum Type {
@@ -25,7 +25,7 @@ macro_rules! types {
                 }
             }
 
-            /// What `ggml_type_name` calls this type.
+            /// The name that `ggml_type_name` returns for this type.
             pub const fn ggml_name(self) -> &'static str {
                 match self {
                     $(Type::$variant => $name,)*
@@ -88,18 +88,18 @@ types! {
 }
 
 impl Type {
-    /// The type that `ggml_type_name` calls `name`.
+    /// The type with the name `name` in `ggml_type_name`.
     pub fn from_ggml_name(name: &str) -> Option<Type> {
         Type::ALL.iter().copied().find(|t| t.ggml_name() == name)
     }
 
-    /// Whether elements come in blocks that share scales.
+    /// Whether the type stores elements in blocks with shared scales.
     pub const fn is_quantized(self) -> bool {
         self.block_elements() > 1
     }
 
-    /// Bytes of `elements` consecutive elements, or `None` when they do not fill whole blocks or the
-    /// size does not fit 64 bits.
+    /// The size of `elements` consecutive elements, in bytes. `None` when the elements do not fill
+    /// whole blocks or the size does not fit 64 bits.
     pub const fn row_bytes(self, elements: u64) -> Option<u64> {
         if !elements.is_multiple_of(self.block_elements()) {
             return None;
@@ -113,7 +113,7 @@ impl Type {
 pub struct TypeSet(u64);
 
 impl TypeSet {
-    /// No type at all.
+    /// The empty set.
     pub const EMPTY: TypeSet = TypeSet(0);
 
     /// The set of the given types.
@@ -127,7 +127,7 @@ impl TypeSet {
         TypeSet(bits)
     }
 
-    /// The set with the bits of `bits`; bit `n` stands for wire id `n`.
+    /// The set of the wire ids whose bits are set in `bits`.
     pub const fn from_bits(bits: u64) -> TypeSet {
         TypeSet(bits)
     }
@@ -142,12 +142,12 @@ impl TypeSet {
         self.0 >> ty as u8 & 1 == 1
     }
 
-    /// Everything in either set.
+    /// The union of both sets.
     pub const fn union(self, other: TypeSet) -> TypeSet {
         TypeSet(self.0 | other.0)
     }
 
-    /// Everything in this set that is not in the other.
+    /// The types of this set that are not in the other set.
     pub const fn without(self, other: TypeSet) -> TypeSet {
         TypeSet(self.0 & !other.0)
     }

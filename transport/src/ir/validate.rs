@@ -1,17 +1,19 @@
-//! A decoded graph against the session it came from: operations an engine can run, tensors that lie
-//! inside their buffers.
+//! Validation of a decoded graph in its session: the engine supports every operation, and every
+//! tensor lies in its buffer.
 
 use super::caps::Capabilities;
 use super::check::Refusal;
 use super::graph::{BufferId, Graph, Node, Tensor};
+use super::ops::MAX_SOURCES;
 
-/// How much one graph may ask for.
+/// The limits of one graph.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Most nodes in a graph.
+    /// The maximum number of nodes.
     pub nodes: usize,
-    /// How many times the bytes of its buffer a tensor may visit. Strides smaller than a row let a
-    /// few bytes of memory stand for any amount of work; ggml itself never needs more than a small factor.
+    /// The maximum ratio of the bytes that a tensor visits to the size of its buffer. With strides
+    /// smaller than a row, a few bytes of memory could cause any amount of work. ggml itself needs
+    /// a small ratio only.
     pub revisits: u64,
 }
 
@@ -24,15 +26,15 @@ impl Default for Limits {
     }
 }
 
-/// Why a graph is refused. Always the guest's fault.
+/// Why a graph is invalid. The guest is at fault.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum Invalid {
-    #[error("graph has {nodes} nodes, more than the {limit} allowed")]
+    #[error("the graph has {nodes} nodes, the limit is {limit}")]
     TooManyNodes { nodes: usize, limit: usize },
-    #[error("graph names buffer {0:?}, which the session does not have")]
+    #[error("the graph uses buffer {0:?}, which the session does not have")]
     UnknownBuffer(BufferId),
-    #[error("tensor {tensor} ends at byte {end} of buffer {buffer:?}, which has {size}")]
+    #[error("tensor {tensor} ends at byte {end} of buffer {buffer:?}, which has {size} bytes")]
     OutOfBounds {
         tensor: usize,
         buffer: BufferId,
@@ -42,14 +44,14 @@ pub enum Invalid {
     #[error("tensor {tensor} has a size that does not fit 64 bits")]
     Overflow { tensor: usize },
     #[error(
-        "tensor {tensor} lies at offset {offset}, not a multiple of its {element}-byte elements"
+        "tensor {tensor} is misaligned: offset {offset} is not a multiple of its {element}-byte elements"
     )]
     Misaligned {
         tensor: usize,
         offset: u64,
         element: u64,
     },
-    #[error("tensor {tensor} visits {visits} bytes of a buffer of {size}")]
+    #[error("tensor {tensor} visits {visits} bytes of a buffer of {size} bytes")]
     Amplified {
         tensor: usize,
         visits: u64,
@@ -64,7 +66,7 @@ pub enum Invalid {
     },
 }
 
-/// A graph that may run: the only kind an engine is handed.
+/// A validated graph. Engines accept no other graphs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValidGraph(Graph);
 
@@ -75,8 +77,12 @@ impl ValidGraph {
     }
 }
 
-/// Checks everything a kernel relies on. `size_of` gives the size of a buffer of the session, or
-/// `None` when it has no such buffer.
+/// Checks all properties of a graph on which kernels rely. `size_of` returns the size of a buffer
+/// in bytes, or `None` when the session has no such buffer.
+///
+/// # Errors
+///
+/// An [`Invalid`] that names the node or tensor.
 pub fn validate(
     graph: Graph,
     caps: &Capabilities,
@@ -96,7 +102,7 @@ pub fn validate(
         .collect::<Result<Vec<u64>, Invalid>>()?;
     for (i, tensor) in graph.tensors.iter().enumerate() {
         let buffer = tensor.buffer as usize;
-        place(i, tensor, graph.buffers[buffer], sizes[buffer], limits)?;
+        bounds(i, tensor, graph.buffers[buffer], sizes[buffer], limits)?;
     }
     for (i, node) in graph.nodes.iter().enumerate() {
         operation(&graph, node, caps).map_err(|refusal| Invalid::Node {
@@ -111,8 +117,9 @@ pub fn validate(
     Ok(ValidGraph(graph))
 }
 
+/// Checks one node against the capabilities.
 fn operation(graph: &Graph, node: &Node, caps: &Capabilities) -> Result<(), Refusal> {
-    let mut src = [None; super::MAX_SOURCES];
+    let mut src = [None; MAX_SOURCES];
     let count = node.src.as_slice().len();
     for (i, shape) in src.iter_mut().take(count).enumerate() {
         *shape = graph.src(node, i).map(|t| &t.shape);
@@ -120,7 +127,8 @@ fn operation(graph: &Graph, node: &Node, caps: &Capabilities) -> Result<(), Refu
     caps.accept(&node.op, &graph.dst(node).shape, &src[..count])
 }
 
-fn place(
+/// Checks that a tensor lies in its buffer, is aligned and within the limits.
+fn bounds(
     i: usize,
     tensor: &Tensor,
     id: BufferId,

@@ -51,8 +51,8 @@ pub enum ConnectError {
     /// The link over TCP has failed.
     #[error(transparent)]
     Tcp(#[from] TcpError),
-    /// The caller has passed an endpoint for another function: `inproc`, `pci` without an address, or an
-    /// endpoint of the host's side.
+    /// The caller has passed an endpoint for another function: `inproc`, `pci` without an address,
+    /// or an endpoint of the host's side.
     #[error("{0}: a guest cannot connect to this endpoint")]
     NotRemote(Endpoint),
 }
@@ -98,8 +98,8 @@ pub fn connect(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEn
     }
 }
 
-/// The endpoints that `endpoint` stands for: `pci` stands for every vGPU of this machine, and any other
-/// endpoint for itself.
+/// The endpoints that `endpoint` stands for: `pci` stands for every vGPU of this machine, and any
+/// other endpoint for itself.
 ///
 /// # Errors
 ///

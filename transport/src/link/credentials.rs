@@ -26,8 +26,8 @@ pub(super) fn of(socket: &OwnedFd) -> Result<Peer, LinkError> {
         gid: 0,
     };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: the pointers refer to a local ucred and to its length, and both outlive the call. The kernel
-    // writes at most `len` bytes, and every bit pattern is a valid ucred.
+    // SAFETY: the pointers refer to a local ucred and to its length, and both outlive the call. The
+    // kernel writes at most `len` bytes, and every bit pattern is a valid ucred.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),

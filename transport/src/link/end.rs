@@ -9,9 +9,9 @@ use crate::bytes::{Bytes, BytesMut};
 use crate::error::LinkError;
 use crate::shm::memory::Window;
 
-/// The size of the pieces of a transfer of `len` bytes, in bytes. One side copies a piece while the other
-/// side copies the next one. By measurement, smaller pieces cost more messages, and larger pieces overlap
-/// less and do not stay in the cache of one core.
+/// The size of the pieces of a transfer of `len` bytes, in bytes. One side copies a piece while the
+/// other side copies the next one. By measurement, smaller pieces cost more messages, and larger
+/// pieces overlap less and do not stay in the cache of one core.
 pub fn piece_len(len: usize) -> usize {
     const MIN: usize = 64 << 10;
     const MAX: usize = 256 << 10;
@@ -24,8 +24,8 @@ pub fn piece_len(len: usize) -> usize {
 ///
 /// # Errors
 ///
-/// Every method that fails returns a [`LinkError`]. Apart from [`LinkError::TooLarge`], which is the
-/// caller's fault, an error is final: later calls return the same error.
+/// Every method that fails returns a [`LinkError`]. Apart from [`LinkError::TooLarge`], which is
+/// the caller's fault, an error is final: later calls return the same error.
 pub trait GuestEnd: Send {
     /// Sends a request and returns its number. The call blocks only while the link is full.
     ///
@@ -35,8 +35,8 @@ pub trait GuestEnd: Send {
     /// errors of a broken link.
     fn send(&mut self, message: &[u8], payload: Bytes<'_>) -> Result<u64, LinkError>;
 
-    /// Waits for the host's next message and appends it to `message`. The message's payload goes to the
-    /// beginning of `payload`. Returns the size of the payload in bytes.
+    /// Waits for the host's next message and appends it to `message`. The message's payload goes to
+    /// the beginning of `payload`. Returns the size of the payload in bytes.
     ///
     /// # Errors
     ///
@@ -62,8 +62,8 @@ pub trait GuestEnd: Send {
     /// The errors of a broken link.
     fn wait_retired(&mut self, request: u64) -> Result<(), LinkError>;
 
-    /// Allocates `len` bytes of shared memory, from which the host can read payloads in place. `None`
-    /// when the link has no such memory, or none left.
+    /// Allocates `len` bytes of shared memory, from which the host can read payloads in place.
+    /// `None` when the link has no such memory, or none left.
     fn alloc_staging(&mut self, len: usize) -> Option<StagingRegion> {
         let _ = len;
         None
@@ -75,13 +75,13 @@ pub trait GuestEnd: Send {
     }
 
     /// Sends a request whose payload lies in a staging region. `payload` is a range of bytes of the
-    /// region's window. The end does not copy the payload, so the caller must not change the payload
-    /// before the request has retired.
+    /// region's window. The end does not copy the payload, so the caller must not change the
+    /// payload before the request has retired.
     ///
     /// # Errors
     ///
-    /// [`LinkError::TooLarge`] for a message or payload above the limits, or when the link has no staging
-    /// memory; the errors of a broken link.
+    /// [`LinkError::TooLarge`] for a message or payload above the limits, or when the link has no
+    /// staging memory; the errors of a broken link.
     fn send_staged(&mut self, message: &[u8], payload: Range<usize>) -> Result<u64, LinkError> {
         Err(LinkError::TooLarge {
             len: message.len(),
@@ -89,13 +89,13 @@ pub trait GuestEnd: Send {
         })
     }
 
-    /// Maps the file of `size` bytes that the host has [shared](HostEnd::share) ahead of the last received
-    /// reply.
+    /// Maps the file of `size` bytes that the host has [shared](HostEnd::share) ahead of the last
+    /// received reply.
     ///
     /// # Errors
     ///
-    /// [`LinkError::PeerMisbehaved`] when the host has sent no such file, or an unsealed one. The link
-    /// stays usable.
+    /// [`LinkError::PeerMisbehaved`] when the host has sent no such file, or an unsealed one. The
+    /// link stays usable.
     fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
         Err(LinkError::PeerMisbehaved(format!(
             "the host shares a file of {size} bytes over a link that cannot carry files"
@@ -113,11 +113,11 @@ pub trait GuestEnd: Send {
 ///
 /// # Errors
 ///
-/// Every method that fails returns a [`LinkError`]. Apart from [`LinkError::TooLarge`], which is the
-/// caller's fault, an error is final: later calls return the same error.
+/// Every method that fails returns a [`LinkError`]. Apart from [`LinkError::TooLarge`], which is
+/// the caller's fault, an error is final: later calls return the same error.
 pub trait HostEnd: Send {
-    /// Waits up to `timeout` for the guest's next request and appends it to `message`. `None` when no
-    /// request has arrived. The call [retires](HostEnd::retire) the request before.
+    /// Waits up to `timeout` for the guest's next request and appends it to `message`. `None` when
+    /// no request has arrived. The call [retires](HostEnd::retire) the request before.
     ///
     /// # Errors
     ///
@@ -167,15 +167,15 @@ pub trait HostEnd: Send {
         self.send_if(message, payload_len, &mut fill).map(|_| ())
     }
 
-    /// Whether the end can send a message with such a payload without waiting for the guest to receive
-    /// others first. `false` on a link that does not know.
+    /// Whether the end can send a message with such a payload without waiting for the guest to
+    /// receive others first. `false` on a link that does not know.
     fn has_room(&mut self, message_len: usize, payload_len: usize) -> bool {
         let _ = (message_len, payload_len);
         false
     }
 
-    /// The same as [`send`](HostEnd::send), but sends nothing if `fill` returns `false`. Returns whether
-    /// the end has sent the message. The end always sends a message without payload.
+    /// The same as [`send`](HostEnd::send), but sends nothing if `fill` returns `false`. Returns
+    /// whether the end has sent the message. The end always sends a message without payload.
     ///
     /// # Errors
     ///
@@ -202,14 +202,16 @@ pub trait HostEnd: Send {
         None
     }
 
-    /// Sends the guest a sealed file to map. The host then sends the message that announces the file.
-    /// `false`, without an error, when the guest does not read its socket. The call does not block.
+    /// Sends the guest a sealed file to map. The host then sends the message that announces the
+    /// file. `false`, without an error, when the guest does not read its socket. The call does not
+    /// block.
     fn share(&mut self, file: BorrowedFd<'_>) -> bool {
         let _ = file;
         false
     }
 
-    /// Tells the guest that the host has finished the last received request. No message crosses the link.
+    /// Tells the guest that the host has finished the last received request. No message crosses the
+    /// link.
     fn retire(&mut self);
 
     /// The traffic of this end so far.
@@ -246,8 +248,8 @@ pub struct Counters {
     pub bytes_out: u64,
     /// Bytes received, of messages and payloads.
     pub bytes_in: u64,
-    /// Times this end has waited for a reply or for the retirement of a request. Waits for room do not
-    /// count.
+    /// Times this end has waited for a reply or for the retirement of a request. Waits for room do
+    /// not count.
     pub round_trips: u64,
     /// Waits that ended while spinning.
     pub spins: u64,

@@ -1,4 +1,4 @@
-//! Where an executor is.
+//! Endpoints: the addresses of executors.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -8,35 +8,36 @@ use std::str::FromStr;
 use super::pci::discover::Address;
 use super::stream::vsock;
 
-/// Where an executor listens unless told otherwise.
+/// The default path of an executor's unix socket.
 pub const DEFAULT_UNIX_PATH: &str = "/run/vgpu/vgpu.sock";
 
-/// Where an executor is, as users write it: `inproc`, `pci`, `unix:/path`, or just a path.
+/// The address of an executor, as users write it: `inproc`, `pci`, `unix:/path`, or a path alone.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Endpoint {
-    /// In this process.
+    /// The executor inside this process.
     Inproc,
-    /// Behind a PCI device of this virtual machine; without an address, behind every vGPU there is.
+    /// A PCI device of this virtual machine. Without an address: every vGPU of the machine.
     Pci(Option<Address>),
-    /// Behind a unix socket on this machine.
+    /// A unix socket on this machine.
     Unix(PathBuf),
-    /// Outside of this virtual machine, through vsock.
+    /// A vsock port.
     Vsock {
-        /// The machine: 2 is the host.
+        /// The context id of the machine. The host has 2.
         cid: u32,
         /// The port.
         port: u32,
     },
-    /// For an executor: the guests of a monitor that connects vsock to unix sockets.
+    /// For a listening executor: the guests of a virtual machine monitor that maps vsock ports to
+    /// unix sockets.
     VsockUnix {
-        /// The path that the monitor was given.
+        /// The path in the monitor's configuration.
         path: PathBuf,
         /// The port.
         port: u32,
     },
-    /// On another machine.
+    /// A TCP port.
     Tcp {
-        /// Its name or address.
+        /// The name or address of the machine.
         host: String,
         /// The port.
         port: u16,
@@ -44,7 +45,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// Where to look when nobody has said where, in this order.
+    /// The endpoints to try without configuration, in this order.
     pub fn defaults() -> Vec<Endpoint> {
         vec![
             Endpoint::Pci(None),
@@ -57,65 +58,65 @@ impl Endpoint {
     }
 }
 
-/// Why a text is not an endpoint.
+/// Why a text is not an endpoint. The user is at fault.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EndpointError {
-    /// There is nothing in it.
+    /// The text is empty.
     #[error("the endpoint is empty; it is `pci`, `inproc`, `unix:/path/to/socket` or a path")]
     Empty,
-    /// It names a kind of link that this version does not have.
+    /// The text names an unknown kind of link.
     #[error(
-        "endpoint `{text}`: no link of the kind `{kind}`; there are `pci`, `vsock`, `tcp:host:port`, `inproc` and `unix:/path/to/socket`"
+        "endpoint `{text}`: unknown kind `{kind}`; valid are `pci`, `vsock`, `tcp:host:port`, `inproc` and `unix:/path/to/socket`"
     )]
     Kind {
         /// The text.
         text: String,
-        /// What stands before its colon.
+        /// The part before the colon.
         kind: String,
     },
-    /// It names no PCI device.
+    /// The text is not a PCI address.
     #[error(
-        "endpoint `{text}`: `pci` alone, or with an address as `lspci` shows it, such as `pci:0000:00:05.0`"
+        "endpoint `{text}`: expected `pci`, or `pci:` with an address as `lspci` shows it, such as `pci:0000:00:05.0`"
     )]
     Address {
         /// The text.
         text: String,
     },
-    /// It names no place that vsock reaches.
+    /// The text is not a vsock address.
     #[error(
-        "endpoint `{text}`: `vsock`, `vsock:PORT`, `vsock:CID:PORT`, or for an executor `vsock:/path:PORT`"
+        "endpoint `{text}`: expected `vsock`, `vsock:PORT`, `vsock:CID:PORT`, or for an executor `vsock:/path:PORT`"
     )]
     Vsock {
         /// The text.
         text: String,
     },
-    /// It names no port of a machine.
+    /// The text is not a TCP address.
     #[error(
-        "endpoint `{text}`: `tcp:HOST:PORT`, such as `tcp:gpu1.example.org:4780` or `tcp:[::1]:4780`"
+        "endpoint `{text}`: expected `tcp:HOST:PORT`, such as `tcp:gpu1.example.org:4780` or `tcp:[::1]:4780`"
     )]
     Tcp {
         /// The text.
         text: String,
     },
-    /// It names a unix socket by a path that depends on where the program was started.
-    #[error("endpoint `{text}`: the path of a socket must be absolute (it begins with `/`)")]
+    /// The path of the unix socket is relative, so it depends on the working directory.
+    #[error("endpoint `{text}`: the path of a socket must be absolute")]
     Relative {
         /// The text.
         text: String,
     },
-    /// The kernel has no room for such a path.
-    #[error("endpoint `{text}`: the path of a socket has at most {max} bytes; this has {len}")]
+    /// The path exceeds the kernel's limit.
+    #[error("endpoint `{text}`: the path has {len} bytes, the kernel permits {max}")]
     TooLong {
         /// The text.
         text: String,
-        /// Its bytes.
+        /// The length of the path, in bytes.
         len: usize,
-        /// The kernel's limit.
+        /// The kernel's limit, in bytes.
         max: usize,
     },
 }
 
-/// Bytes of a socket's path that the kernel takes, without the closing zero.
+/// The maximum length of a socket's path (`sockaddr_un`) without the terminating zero, in bytes.
 const MAX_PATH: usize = 107;
 
 impl FromStr for Endpoint {
@@ -134,8 +135,8 @@ impl FromStr for Endpoint {
                 return Ok(Endpoint::Pci(Some(address)));
             }
             None if text == "pci" => return Ok(Endpoint::Pci(None)),
-            Some(("vsock", place)) => {
-                return vsock_place(place)
+            Some(("vsock", address)) => {
+                return parse_vsock(address)
                     .ok_or_else(|| EndpointError::Vsock { text: text.into() });
             }
             None if text == "vsock" => {
@@ -144,8 +145,8 @@ impl FromStr for Endpoint {
                     port: vsock::DEFAULT_PORT,
                 });
             }
-            Some(("tcp", place)) => {
-                return tcp_place(place).ok_or_else(|| EndpointError::Tcp { text: text.into() });
+            Some(("tcp", address)) => {
+                return parse_tcp(address).ok_or_else(|| EndpointError::Tcp { text: text.into() });
             }
             Some((kind, _)) => {
                 return Err(EndpointError::Kind {
@@ -177,7 +178,7 @@ impl FromStr for Endpoint {
 }
 
 /// `PORT`, `CID:PORT` or `/path:PORT`.
-fn vsock_place(text: &str) -> Option<Endpoint> {
+fn parse_vsock(text: &str) -> Option<Endpoint> {
     let Some((machine, port)) = text.rsplit_once(':') else {
         let port = text.parse().ok()?;
         return Some(Endpoint::Vsock {
@@ -197,7 +198,7 @@ fn vsock_place(text: &str) -> Option<Endpoint> {
 }
 
 /// `HOST:PORT`, with brackets around an IPv6 address.
-fn tcp_place(text: &str) -> Option<Endpoint> {
+fn parse_tcp(text: &str) -> Option<Endpoint> {
     let (host, port) = text.rsplit_once(':')?;
     let host = match host.strip_prefix('[') {
         Some(rest) => rest.strip_suffix(']')?,
@@ -233,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_users_write() {
+    fn endpoints_are_parsed() {
         let parse = |text: &str| text.parse::<Endpoint>();
         assert_eq!(parse("inproc"), Ok(Endpoint::Inproc));
         for text in ["unix:/a/b:c", "/a/b:c", " /a/b:c\n"] {
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_can_be_written() {
+    fn the_displayed_form_can_be_parsed() {
         for endpoint in [Endpoint::Inproc].into_iter().chain(Endpoint::defaults()) {
             assert_eq!(endpoint.to_string().parse(), Ok(endpoint));
         }

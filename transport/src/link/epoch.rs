@@ -9,7 +9,8 @@ pub(super) fn new_epoch() -> u64 {
     match rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::NONBLOCK) {
         // A random number, and not the wall clock: an administrator may set the wall clock back.
         Ok(8) => u64::from_le_bytes(number).max(1),
-        // A machine that has just booted may have no entropy yet. The time since boot is unique then.
+        // A machine that has just booted may have no entropy yet. The time since boot is unique
+        // then.
         _ => {
             static COUNT: AtomicU64 = AtomicU64::new(0);
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);

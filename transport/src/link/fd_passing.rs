@@ -1,7 +1,7 @@
 //! Passing of files from the host to the guest: memory of the engine that the guest may map.
 //!
-//! The host sends a file before the reply that announces the file, so the file has arrived when the reply
-//! arrives. The guest never sends a file, and the host does not read from the socket.
+//! The host sends a file before the reply that announces the file, so the file has arrived when the
+//! reply arrives. The guest never sends a file, and the host does not read from the socket.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -31,10 +31,11 @@ pub(super) enum Files {
 }
 
 impl Files {
-    /// The host's end of a socket. The kernel limits the number of files in flight per user, so the host
-    /// shrinks the socket's buffer to a few packets per guest.
+    /// The host's end of a socket. The kernel limits the number of files in flight per user, so the
+    /// host shrinks the socket's buffer to a few packets per guest.
     pub(super) fn of_host(socket: OwnedFd) -> Files {
-        // The kernel rounds the size up to its minimum. A failure only leaves more room in the buffer.
+        // The kernel rounds the size up to its minimum. A failure only leaves more room in the
+        // buffer.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, 1);
         Files::Socket(socket)
     }
@@ -48,7 +49,8 @@ impl Files {
     /// Sends a file. The host calls this. `false` when the guest has not received the files before.
     pub(super) fn send(&self, file: BorrowedFd<'_>) -> bool {
         match self {
-            // The deadline is now: the host does not wait for a guest that does not read its socket.
+            // The deadline is now: the host does not wait for a guest that does not read its
+            // socket.
             Files::Socket(socket) => {
                 let words = [packet::MAGIC, FILE];
                 packet::send(socket, &words, &[file], Instant::now()).is_ok()

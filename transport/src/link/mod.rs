@@ -1,8 +1,8 @@
 //! Links: the transport of messages between guest and host.
 //!
-//! A link is a pair of ends, [`GuestEnd`] and [`HostEnd`]. A link delivers messages with payloads whole
-//! and in order, in both directions. Waiting is cheap and ends when the peer dies. A link does not
-//! interpret messages; [`wire`](crate::wire) defines them.
+//! A link is a pair of ends, [`GuestEnd`] and [`HostEnd`]. A link delivers messages with payloads
+//! whole and in order, in both directions. Waiting is cheap and ends when the peer dies. A link
+//! does not interpret messages; [`wire`](crate::wire) defines them.
 //!
 //! | link | module | medium |
 //! |---|---|---|

@@ -52,7 +52,8 @@ pub(super) fn send(
     }
 }
 
-/// Receives one packet of exactly `count` words and at most `max_fds` files. The first word is [`MAGIC`].
+/// Receives one packet of exactly `count` words and at most `max_fds` files. The first word is
+/// [`MAGIC`].
 pub(super) fn receive(
     socket: &OwnedFd,
     count: usize,

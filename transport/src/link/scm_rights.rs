@@ -1,5 +1,5 @@
-//! `SCM_RIGHTS`: open files sent over a unix socket together with bytes. This module encodes and decodes
-//! all control messages of the project.
+//! `SCM_RIGHTS`: open files sent over a unix socket together with bytes. This module encodes and
+//! decodes all control messages of the project.
 #![forbid(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
@@ -26,8 +26,8 @@ pub struct Received {
     pub is_truncated: bool,
 }
 
-/// Sends `bytes` and at most [`MAX_FILES`] files. Returns the number of bytes sent. The files travel with
-/// the first byte.
+/// Sends `bytes` and at most [`MAX_FILES`] files. Returns the number of bytes sent. The files
+/// travel with the first byte.
 ///
 /// # Errors
 ///
@@ -76,8 +76,8 @@ fn with_control<T>(
     send(&mut control)
 }
 
-/// Receives bytes into `bytes`, and the files that came with them. [`RecvFlags::CMSG_CLOEXEC`] sets the
-/// close-on-exec flag of the files.
+/// Receives bytes into `bytes`, and the files that came with them. [`RecvFlags::CMSG_CLOEXEC`] sets
+/// the close-on-exec flag of the files.
 ///
 /// # Errors
 ///

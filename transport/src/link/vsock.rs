@@ -1,9 +1,9 @@
 //! Sockets of the family `AF_VSOCK`.
 //!
-//! The crate `vsock` does not serve here: its `connect` blocks without a time limit, while the plugin's
-//! search for an executor has a deadline, and its sockets are blocking until a second system call. This
-//! module adds the address family to `rustix`, whose sockets are non-blocking from the start, and costs
-//! the plugin no further crates.
+//! The crate `vsock` does not serve here: its `connect` blocks without a time limit, while the
+//! plugin's search for an executor has a deadline, and its sockets are blocking until a second
+//! system call. This module adds the address family to `rustix`, whose sockets are non-blocking
+//! from the start, and costs the plugin no further crates.
 
 use std::io;
 use std::mem::size_of;
@@ -26,8 +26,8 @@ struct VsockAddr {
     port: u32,
 }
 
-// SAFETY: `with_sockaddr` passes a pointer to a complete `sockaddr_vm` and its length, and the address
-// lives until the closure returns.
+// SAFETY: `with_sockaddr` passes a pointer to a complete `sockaddr_vm` and its length, and the
+// address lives until the closure returns.
 unsafe impl SocketAddrArg for VsockAddr {
     unsafe fn with_sockaddr<R>(
         &self,
@@ -86,9 +86,13 @@ pub(super) fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, u32)> {
 fn cid_of(address: &SocketAddrAny) -> Option<u32> {
     let is_vsock = address.address_family() == AddressFamily::VSOCK
         && address.addr_len() as usize >= size_of::<libc::sockaddr_vm>();
-    // SAFETY: `as_ptr` points to `addr_len` initialised bytes of the kernel's answer. The condition has
-    // checked that these bytes are a whole `sockaddr_vm`; the read does not depend on its alignment.
-    is_vsock.then(|| unsafe { address.as_ptr().cast::<libc::sockaddr_vm>().read_unaligned() }.svm_cid)
+    is_vsock.then(|| {
+        let address = address.as_ptr().cast::<libc::sockaddr_vm>();
+        // SAFETY: `as_ptr` points to `addr_len` initialised bytes of the kernel's answer. The
+        // condition has checked that these bytes are a whole `sockaddr_vm`, and `read_unaligned`
+        // does not depend on its alignment.
+        unsafe { address.read_unaligned() }.svm_cid
+    })
 }
 
 #[cfg(test)]

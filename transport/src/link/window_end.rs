@@ -1,4 +1,5 @@
-//! The common part of both ends of a link over a window: waiting, waking, and detection of a dead peer.
+//! The common part of both ends of a link over a window: waiting, waking, and detection of a dead
+//! peer.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -14,8 +15,8 @@ use crate::shm::memory::{MapError, Memory, Window};
 use crate::shm::notify::{MAX_SLEEP, SleepWords, Sleeper, SpinBudget, Waker};
 use crate::shm::ring::RingArea;
 
-/// The wake-on values of a host. A guest stores the number of the request whose retirement it awaits, and
-/// every message wakes the guest.
+/// The wake-on values of a host. A guest stores the number of the request whose retirement it
+/// awaits, and every message wakes the guest.
 pub(super) const WAKE_ON_REQUEST: u64 = 1;
 /// The host waits for room in the completion ring.
 pub(super) const WAKE_ON_ROOM: u64 = 2;
@@ -102,8 +103,8 @@ impl WindowEnd {
         self.error.get_or_insert(error).clone()
     }
 
-    /// The stored error, unless it is [`LinkError::Closed`]: an end may still read the messages that the
-    /// peer sent before it closed the link.
+    /// The stored error, unless it is [`LinkError::Closed`]: an end may still read the messages
+    /// that the peer sent before it closed the link.
     pub(super) fn check_rules(&self) -> Result<(), LinkError> {
         match &self.error {
             None | Some(LinkError::Closed) => Ok(()),
@@ -206,7 +207,8 @@ impl WindowEnd {
         budget: Duration,
         ready: &mut impl FnMut() -> Result<Option<T>, LinkError>,
     ) -> Result<Option<T>, LinkError> {
-        /// After this time the loop yields the processor to other threads. One of them may be the peer.
+        /// After this time the loop yields the processor to other threads. One of them may be the
+        /// peer.
         const YIELD_AFTER: Duration = Duration::from_micros(2);
         /// A yield without another runnable thread takes a fraction of this time.
         const CROWDED: Duration = Duration::from_micros(5);
@@ -220,8 +222,8 @@ impl WindowEnd {
                 std::hint::spin_loop();
             }
             if is_crowded {
-                // A thread that yields waits for the other threads' time slices. A thread that sleeps runs
-                // soon after its wake-up.
+                // A thread that yields waits for the other threads' time slices. A thread that
+                // sleeps runs soon after its wake-up.
                 break;
             }
             let before = began.elapsed();
@@ -272,7 +274,8 @@ impl WindowEnd {
             let wake = self.doorbell.wait(timeout)?;
             self.check_wake(wake)
         });
-        // The peer's last publication counts even if the peer has died, so `ready` comes before the error.
+        // The peer's last publication counts even if the peer has died, so `ready` comes before the
+        // error.
         match ready()? {
             Some(found) => Ok(Some(found)),
             None => peer.map(|()| None),

@@ -3,8 +3,8 @@
 //!
 //! The bulk area has two parts:
 //!
-//! - a [`StagingRing`] for payloads in transit. Requests retire in the order in which they were sent,
-//!   and so does their memory. The ring is small, so that it stays in the processors' caches.
+//! - a [`StagingRing`] for payloads in transit. Requests retire in the order in which they were
+//!   sent, and so does their memory. The ring is small, so that it stays in the processors' caches.
 //! - a [`StagingHeap`] for long-lived allocations: host buffers of the guest whose bytes the host
 //!   reads in place.
 #![forbid(unsafe_code)]
@@ -52,8 +52,8 @@ impl StagingRing {
         self.area.len()
     }
 
-    /// Allocates `len` bytes for the payload of `request`, the next request. `None` while the ring is
-    /// too full.
+    /// Allocates `len` bytes for the payload of `request`, the next request. `None` while the ring
+    /// is too full.
     pub fn reserve(&mut self, len: usize, request: u64) -> Option<Range<usize>> {
         let size = self.area.len() as u64;
         let len = len as u64;
@@ -110,7 +110,8 @@ impl StagingHeap {
         }
     }
 
-    /// Allocates `len` bytes, rounded up to whole pages, in the first free range that is long enough.
+    /// Allocates `len` bytes, rounded up to whole pages, in the first free range that is long
+    /// enough.
     pub fn alloc(&mut self, len: usize) -> Option<Range<usize>> {
         let len = len.max(1).checked_next_multiple_of(BULK_ALIGN)?;
         let (&start, &room) = self.free.iter().find(|&(_, &room)| room >= len)?;

@@ -1,9 +1,9 @@
 //! Doorbells: waking the sleeping peer, and detecting the death of the peer.
 //!
 //! A doorbell belongs to one end of a link. [`ring`](Doorbell::ring) wakes the peer;
-//! [`wait`](Doorbell::wait) sleeps until the peer rings. A doorbell has one pending bit and no counter:
-//! a ring before `wait` ends that `wait` at once, and several rings count as one. A wait may end
-//! spuriously.
+//! [`wait`](Doorbell::wait) sleeps until the peer rings. A doorbell has one pending bit and no
+//! counter: a ring before `wait` ends that `wait` at once, and several rings count as one. A wait
+//! may end spuriously.
 #![forbid(unsafe_code)]
 
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -43,8 +43,8 @@ pub trait Doorbell: Send {
 /// Why a wait ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wake {
-    /// The peer rang, the timeout has passed, or the wake-up is spurious. The caller checks the shared
-    /// memory.
+    /// The peer rang, the timeout has passed, or the wake-up is spurious. The caller checks the
+    /// shared memory.
     Look,
     /// The peer has died or has closed its end. The peer will not ring again.
     PeerGone,
@@ -57,13 +57,14 @@ pub struct EventDoorbell {
     own: OwnedFd,
     /// This end writes this eventfd.
     peer: OwnedFd,
-    /// A socket without traffic; the peer's end is open while the peer lives. `None` inside one process.
+    /// A socket without traffic; the peer's end is open while the peer lives. `None` inside one
+    /// process.
     lifeline: Option<OwnedFd>,
 }
 
 impl EventDoorbell {
-    /// A doorbell of two non-blocking eventfds: the one that the peer writes, and the one that this end
-    /// writes.
+    /// A doorbell of two non-blocking eventfds: the one that the peer writes, and the one that this
+    /// end writes.
     pub fn new(own: OwnedFd, peer: OwnedFd, lifeline: Option<OwnedFd>) -> EventDoorbell {
         EventDoorbell {
             own,
@@ -132,8 +133,8 @@ pub fn new_eventfd() -> Result<OwnedFd, LinkError> {
         .map_err(LinkError::system("creating an eventfd"))
 }
 
-/// Whether a file descriptor from the peer is a non-blocking eventfd. A blocking descriptor would let
-/// the peer block [`EventDoorbell`].
+/// Whether a file descriptor from the peer is a non-blocking eventfd. A blocking descriptor would
+/// let the peer block [`EventDoorbell`].
 pub fn is_eventfd(fd: BorrowedFd<'_>) -> bool {
     let is_nonblocking =
         rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::NONBLOCK));

@@ -23,9 +23,9 @@
 //! ```
 //!
 //! Every word is a little-endian `u64`. The last column names the side that writes. No part has two
-//! writers, and no cache line holds words of two writers. The guest is hostile to the host: the host
-//! copies each word once, checks the copy, then uses the copy. The guest checks the host's words in the
-//! same way, so that a defective host cannot crash the guest.
+//! writers, and no cache line holds words of two writers. The guest is hostile to the host: the
+//! host copies each word once, checks the copy, then uses the copy. The guest checks the host's
+//! words in the same way, so that a defective host cannot crash the guest.
 //!
 //! # The words
 //!
@@ -73,11 +73,12 @@ pub const STATE_OPEN: u64 = 1;
 /// The side has closed the link. The state is final.
 pub const STATE_CLOSED: u64 = 2;
 
-/// The size of the submission ring, in bytes. The ring holds some thousand messages with small payloads.
+/// The size of the submission ring, in bytes. The ring holds some thousand messages with small
+/// payloads.
 const SUBMISSION_SIZE: usize = 256 << 10;
 
-/// The size of the completion ring, in bytes. The ring holds several replies with payloads of maximum
-/// size.
+/// The size of the completion ring, in bytes. The ring holds several replies with payloads of
+/// maximum size.
 const COMPLETION_SIZE: usize = 4 << 20;
 
 /// The offset of the bulk area in a window of this version: behind the rings, aligned to the 64 KiB

@@ -1,12 +1,13 @@
 //! Heartbeats: telling a stopped process from a busy one.
 //!
-//! The thread of a session may compute for minutes and cannot send a heartbeat meanwhile. One thread of
-//! the host process therefore increments the heartbeat word of every window once a second. A guest that
-//! waits and sees no change for [`STALL`] closes the link. The doorbell reports a host process that has
-//! died, at once.
+//! The thread of a session may compute for minutes and cannot send a heartbeat meanwhile. One
+//! thread of the host process therefore increments the heartbeat word of every window once a
+//! second. A guest that waits and sees no change for [`STALL`] closes the link. The doorbell
+//! reports a host process that has died, at once.
 //!
-//! A host cannot observe the death of a process inside a virtual machine. On that link the guest has a
-//! heartbeat word of its own, and the host closes a link without heartbeat after a configured time.
+//! A host cannot observe the death of a process inside a virtual machine. On that link the guest
+//! has a heartbeat word of its own, and the host closes a link without heartbeat after a configured
+//! time.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex, Weak};
@@ -110,8 +111,8 @@ impl Liveness {
         }
     }
 
-    /// The time without a heartbeat, if it has reached the limit. Time during which this process did not
-    /// run does not count.
+    /// The time without a heartbeat, if it has reached the limit. Time during which this process
+    /// did not run does not count.
     pub fn has_stopped(&mut self, window: &Window) -> Option<Duration> {
         let still = self.still_for(window);
         (still >= self.limit).then_some(still)
@@ -123,8 +124,8 @@ impl Liveness {
             self.last = beat;
             self.still = Duration::ZERO;
         } else {
-            // A stopped process or a paused machine delays both this check and the peer's heartbeat. One
-            // check therefore counts for one period at most.
+            // A stopped process or a paused machine delays both this check and the peer's
+            // heartbeat. One check therefore counts for one period at most.
             self.still += (now - self.checked).min(PERIOD);
         }
         self.checked = now;

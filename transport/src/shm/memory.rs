@@ -1,15 +1,15 @@
 //! The mapping of a window, and all accesses to it.
 //!
-//! The peer can change any byte of a window at any time. The crate therefore never forms a reference
-//! to the bytes of a window:
+//! The peer can change any byte of a window at any time. The crate therefore never forms a
+//! reference to the bytes of a window:
 //!
-//! - Words and messages are read and written as whole atomic words. The value that was checked is the
-//!   value that is used, because the compiler cannot read an atomic word a second time.
-//! - Payloads are copied by pointer through [`Bytes`] and [`BytesMut`]. The code that copies a payload
-//!   does not interpret it.
+//! - Words and messages are read and written as whole atomic words. The value that was checked is
+//!   the value that is used, because the compiler cannot read an atomic word a second time.
+//! - Payloads are copied by pointer through [`Bytes`] and [`BytesMut`]. The code that copies a
+//!   payload does not interpret it.
 //!
-//! All accesses are plain loads, plain stores and fences. There is no locked instruction: a window may
-//! be device memory, where a locked instruction faults or is not atomic across the PCI bus.
+//! All accesses are plain loads, plain stores and fences. There is no locked instruction: a window
+//! may be device memory, where a locked instruction faults or is not atomic across the PCI bus.
 //!
 //! # Device memory
 //!
@@ -20,14 +20,15 @@
 //! - [`drain_writes`](Memory::drain_writes), which empties the processor's write buffers, precedes
 //!   every publication.
 //! - A store may stay in a write buffer until the next fence. The full fence of
-//!   [`notify`](super::notify) follows every store that a peer may be waiting for, because a producer
-//!   checks for a sleeping peer after each publication.
-//! - A payload is read once, from front to back, with streaming loads (see [`bytes`](crate::bytes)).
+//!   [`notify`](super::notify) follows every store that a peer may be waiting for, because a
+//!   producer checks for a sleeping peer after each publication.
+//! - A payload is read once, from front to back, with streaming loads (see
+//!   [`bytes`](crate::bytes)).
 //!
 //! # Unsafe code
 //!
-//! This module and [`bytes`](crate::bytes) contain the crate's unsafe memory accesses. The remaining
-//! unsafe blocks are three system calls that `rustix` lacks, and the mapping of a PCI BAR
+//! This module and [`bytes`](crate::bytes) contain the crate's unsafe memory accesses. The
+//! remaining unsafe blocks are three system calls that `rustix` lacks, and the mapping of a PCI BAR
 //! ([`Window::map_device`]).
 
 use std::ops::Range;
@@ -64,8 +65,8 @@ pub trait Memory {
     fn full_fence(&self);
 }
 
-/// The seals of a window's memfd. Without `SHRINK` the peer could truncate the file, and an access of
-/// this process to the mapping would raise SIGBUS.
+/// The seals of a window's memfd. Without `SHRINK` the peer could truncate the file, and an access
+/// of this process to the mapping would raise SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
@@ -139,8 +140,8 @@ impl Window {
         }
     }
 
-    /// Maps `len` bytes at `offset` of a sealed file as a window of their own. `offset` is a multiple
-    /// of the page size.
+    /// Maps `len` bytes at `offset` of a sealed file as a window of their own. `offset` is a
+    /// multiple of the page size.
     ///
     /// # Errors
     ///
@@ -154,19 +155,19 @@ impl Window {
         }
     }
 
-    /// Maps `len` bytes at `offset` of a PCI device's memory region by its file in sysfs. This is the
-    /// side of a guest in a virtual machine. `offset` is a multiple of the page size.
+    /// Maps `len` bytes at `offset` of a PCI device's memory region by its file in sysfs. This is
+    /// the side of a guest in a virtual machine. `offset` is a multiple of the page size.
     ///
     /// # Errors
     ///
-    /// [`MapError::System`] when the kernel refuses the mapping. The kernel refuses a range outside the
-    /// region, and every range while the kernel is in lockdown mode.
+    /// [`MapError::System`] when the kernel refuses the mapping. The kernel refuses a range outside
+    /// the region, and every range while the kernel is in lockdown mode.
     ///
     /// # Safety
     ///
-    /// The bytes must stay accessible while the window exists: `resource` is the `resourceN` file of a
-    /// device that is not removed, or a file of at least `offset + len` bytes that nobody truncates. An
-    /// access to a byte that has gone raises SIGBUS.
+    /// The bytes must stay accessible while the window exists: `resource` is the `resourceN` file
+    /// of a device that is not removed, or a file of at least `offset + len` bytes that nobody
+    /// truncates. An access to a byte that has gone raises SIGBUS.
     pub unsafe fn map_device(
         resource: BorrowedFd<'_>,
         offset: u64,
@@ -215,7 +216,8 @@ impl Window {
     /// If the range does not lie in the window. The caller checks ranges that a peer names.
     pub fn bytes(&self, range: Range<usize>) -> Bytes<'_> {
         let ptr = self.at(range.start, range.len());
-        // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as `self`.
+        // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as
+        // `self`.
         let bytes = unsafe { Bytes::from_raw(ptr, range.len()) };
         if self.is_device {
             bytes.from_device()
@@ -231,9 +233,9 @@ impl Window {
     /// If the range does not lie in the window.
     pub fn bytes_mut(&self, range: Range<usize>) -> BytesMut<'_> {
         let ptr = self.at(range.start, range.len());
-        // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as `self`.
-        // No Rust reference to these bytes exists: this type forms references to atomic words only,
-        // and an atomic word may change at any time.
+        // SAFETY: `at` has checked that the range lies in the mapping, which lives as long as
+        // `self`. No Rust reference to these bytes exists: this type forms references to atomic
+        // words only, and an atomic word may change at any time.
         unsafe { BytesMut::from_raw(ptr, range.len()) }
     }
 
@@ -250,23 +252,24 @@ impl Window {
     fn words(&self, offset: usize, count: usize) -> impl Iterator<Item = &AtomicU64> {
         assert!(offset.is_multiple_of(8), "word at {offset}");
         let first = self.at(offset, count * 8).cast::<AtomicU64>();
-        // SAFETY: `at` has checked that `count` words lie in the mapping. The mapping begins on a page
-        // and `offset` is a multiple of 8, so each word is aligned. Other threads and processes may
-        // change the word at any time, which an AtomicU64 permits.
+        // SAFETY: `at` has checked that `count` words lie in the mapping. The mapping begins on a
+        // page and `offset` is a multiple of 8, so each word is aligned. Other threads and
+        // processes may change the word at any time, which an AtomicU64 permits.
         (0..count).map(move |i| unsafe { &*first.add(i) })
     }
 
     fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8), "word at {offset}");
         let word = self.at(offset, 8).cast::<AtomicU64>();
-        // SAFETY: `at` has checked that the word lies in the mapping. The mapping begins on a page and
-        // `offset` is a multiple of 8, so the word is aligned; an AtomicU64 may change at any time.
+        // SAFETY: `at` has checked that the word lies in the mapping. The mapping begins on a page
+        // and `offset` is a multiple of 8, so the word is aligned; an AtomicU64 may change at any
+        // time.
         unsafe { &*word }
     }
 }
 
-/// The mapped registers of a PCI device: 32-bit words whose meaning the device defines. Every access
-/// is a whole register, in program order.
+/// The mapped registers of a PCI device: 32-bit words whose meaning the device defines. Every
+/// access is a whole register, in program order.
 #[derive(Debug)]
 pub struct Registers(Window);
 
@@ -307,9 +310,9 @@ impl Registers {
     fn register(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4), "register at {offset}");
         let register = self.0.at(offset, 4).cast::<AtomicU32>();
-        // SAFETY: `at` has checked that the register lies in the mapping. The mapping begins on a page
-        // and `offset` is a multiple of 4, so the register is aligned; an AtomicU32 may change at any
-        // time.
+        // SAFETY: `at` has checked that the register lies in the mapping. The mapping begins on a
+        // page and `offset` is a multiple of 4, so the register is aligned; an AtomicU32 may change
+        // at any time.
         unsafe { &*register }
     }
 }
@@ -341,7 +344,8 @@ impl Memory for Window {
     }
 
     fn drain_writes(&self) {
-        // On x86 a release store does not wait for write-combined or non-temporal stores. `sfence` does.
+        // On x86 a release store does not wait for write-combined or non-temporal stores. `sfence`
+        // does.
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `sfence` is part of SSE, which every x86-64 processor has.
         unsafe {

@@ -1,8 +1,8 @@
 //! Shared memory between guest and host, and the protocols in it.
 //!
-//! The shared memory of a session is a *window*. All links with shared memory use one window format:
-//! a memfd passed over a unix socket, memory inside one process, a PCI BAR. Links differ only in the
-//! origin of the memory and in their [`Doorbell`](doorbell::Doorbell).
+//! The shared memory of a session is a *window*. All links with shared memory use one window
+//! format: a memfd passed over a unix socket, memory inside one process, a PCI BAR. Links differ
+//! only in the origin of the memory and in their [`Doorbell`](doorbell::Doorbell).
 //!
 //! - [`layout`]: the offsets of the parts of a window, and the side that may write each part.
 //! - [`memory`]: the mapping, and all accesses to it.

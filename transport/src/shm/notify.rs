@@ -13,16 +13,16 @@
 //!  S6  sleeping = 0
 //! ```
 //!
-//! The fence at S3 pairs with the fence at P2, and closes the race between the check at S4 and the load
-//! at P3. Sequential consistency orders the two fences. If S3 is first, then P3 loads the sleep number of
-//! S2, and P4 rings. If P2 is first, then S4 sees the publication of P1. No wake-up is lost either way.
-//! The bound at S5 is not part of this argument: it serves peers that violate the protocol, and links
-//! whose doorbell does not reach this end.
+//! The fence at S3 pairs with the fence at P2, and closes the race between the check at S4 and the
+//! load at P3. Sequential consistency orders the two fences. If S3 is first, then P3 loads the
+//! sleep number of S2, and P4 rings. If P2 is first, then S4 sees the publication of P1. No wake-up
+//! is lost either way. The bound at S5 is not part of this argument: it serves peers that violate
+//! the protocol, and links whose doorbell does not reach this end.
 //!
-//! A ring may be spurious: the sleeper has seen the publication at S4, or the ring belongs to an earlier
-//! sleep. The sleeper then checks its condition, finds it false, and sleeps again under a new number. The
-//! sleeper clears its doorbell before S1. The clear cannot lose a wake-up, because a ring before S1
-//! cannot be for the new sleep number.
+//! A ring may be spurious: the sleeper has seen the publication at S4, or the ring belongs to an
+//! earlier sleep. The sleeper then checks its condition, finds it false, and sleeps again under a
+//! new number. The sleeper clears its doorbell before S1. The clear cannot lose a wake-up, because
+//! a ring before S1 cannot be for the new sleep number.
 #![forbid(unsafe_code)]
 
 use std::time::Duration;
@@ -79,8 +79,8 @@ impl Waker {
         Waker { words, rung: 0 }
     }
 
-    /// P2 to P4: whether the caller must ring the doorbell after a publication. `is_awaited` says whether
-    /// the publication satisfies a given wake-on value.
+    /// P2 to P4: whether the caller must ring the doorbell after a publication. `is_awaited` says
+    /// whether the publication satisfies a given wake-on value.
     pub fn must_ring(
         &mut self,
         memory: &impl Memory,
@@ -88,9 +88,9 @@ impl Waker {
     ) -> bool {
         memory.full_fence();
         let number = memory.load(self.words.sleeping);
-        // The loads of `sleeping` and `wake-on` are not atomic together. If `wake-on` belongs to a later
-        // sleep than `number`, then that sleep began after the fence above, and its check at S4 saw the
-        // publication: no ring is needed.
+        // The loads of `sleeping` and `wake-on` are not atomic together. If `wake-on` belongs to a
+        // later sleep than `number`, then that sleep began after the fence above, and its check at
+        // S4 saw the publication: no ring is needed.
         if number == 0 || number == self.rung || !is_awaited(memory.load(self.words.wake_on)) {
             return false;
         }
@@ -114,8 +114,8 @@ impl SpinBudget {
     const MAX: Duration = Duration::from_micros(100);
     const MIN: Duration = Duration::from_micros(2);
 
-    /// The initial budget. On a machine with one processor the budget is always zero, because the peer
-    /// does not run while this end spins.
+    /// The initial budget. On a machine with one processor the budget is always zero, because the
+    /// peer does not run while this end spins.
     pub fn new() -> SpinBudget {
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         let max = if processors > 1 {
@@ -131,7 +131,8 @@ impl SpinBudget {
         self.budget
     }
 
-    /// Adapts to the total duration of a wait: a short wait doubles the budget, a long one halves it.
+    /// Adapts to the total duration of a wait: a short wait doubles the budget, a long one halves
+    /// it.
     pub fn adapt(&mut self, waited: Duration) {
         self.budget = if waited <= SpinBudget::MAX {
             (self.budget * 2).max(SpinBudget::MIN * 4).min(self.max)

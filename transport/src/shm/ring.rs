@@ -10,9 +10,10 @@
 //!  record:  0 size | 4 kind | 8 request | 16 message | 20 payload | 24 offset | 32 message ... payload ...
 //! ```
 //!
-//! `head` and `tail` count bytes since the link was opened. They do not wrap: at 100 GB/s a wrap takes
-//! five years. A record is contiguous and begins on a cache line. A pad record fills the end of the ring
-//! when the next record does not fit there. A short message shares one cache line with its header.
+//! `head` and `tail` count bytes since the link was opened. They do not wrap: at 100 GB/s a wrap
+//! takes five years. A record is contiguous and begins on a cache line. A pad record fills the end
+//! of the ring when the next record does not fit there. A short message shares one cache line with
+//! its header.
 //!
 //! Invariants. The side that writes a word keeps its invariants, and the other side checks them:
 //!
@@ -20,16 +21,17 @@
 //! - The bytes from `head` to `tail` are whole records, which the producer does not modify.
 //! - The producer publishes a pad and the record behind the pad together.
 //!
-//! A cursor or header that violates an invariant is the peer's fault and ends the link. The consumer
-//! works on a private copy of the tail and of each header, and reads each of them from shared memory
-//! once.
+//! A cursor or header that violates an invariant is the peer's fault and ends the link. The
+//! consumer works on a private copy of the tail and of each header, and reads each of them from
+//! shared memory once.
 //!
 //! # Ordering
 //!
 //! - The release store of `tail` in [`Producer::publish`] pairs with the acquire load of `tail` in
 //!   [`Consumer::peek`]: a consumer that sees the tail sees the record.
 //! - The release store of `head` in [`Consumer::release`] pairs with the acquire load of `head` in
-//!   [`Producer::reserve`]: the consumer has finished its reads of the bytes that the producer reuses.
+//!   [`Producer::reserve`]: the consumer has finished its reads of the bytes that the producer
+//!   reuses.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -126,8 +128,8 @@ impl Producer {
         }
     }
 
-    /// Whether a record with a message of `message` bytes and `inline` bytes of payload fits an empty
-    /// ring.
+    /// Whether a record with a message of `message` bytes and `inline` bytes of payload fits an
+    /// empty ring.
     pub fn can_hold(&self, message: usize, inline: usize) -> bool {
         // Half of the ring, because a pad shorter than the record may precede the record.
         record_size(message, inline) <= self.area.size() / 2
@@ -195,8 +197,8 @@ impl Producer {
         }))
     }
 
-    /// Writes the header and the message of a reserved record and publishes the record. The caller has
-    /// written the payload.
+    /// Writes the header and the message of a reserved record and publishes the record. The caller
+    /// has written the payload.
     ///
     /// # Panics
     ///
@@ -216,8 +218,9 @@ impl Producer {
         }
         memory.write(room.record, &room.header.encode());
         memory.write(room.record + HEADER, message);
-        // Pairs with the acquire load of the tail in `Consumer::look`: a consumer that sees the new tail
-        // sees the header, the message and the payload, including those in write-combining buffers.
+        // Pairs with the acquire load of the tail in `Consumer::look`: a consumer that sees the new
+        // tail sees the header, the message and the payload, including those in write-combining
+        // buffers.
         memory.drain_writes();
         self.tail = room.tail;
         memory.store(self.area.tail, self.tail);
@@ -297,7 +300,8 @@ impl Consumer {
         self.peek_from(memory, arrived.next)
     }
 
-    /// The record at `from`. `from` is the head or the end of a checked record, so it is at most the tail.
+    /// The record at `from`. `from` is the head or the end of a checked record, so it is at most
+    /// the tail.
     fn peek_from(&mut self, memory: &impl Memory, from: u64) -> Result<Option<Arrived>, LinkError> {
         if from == self.tail {
             self.look(memory)?;
@@ -309,7 +313,8 @@ impl Consumer {
         if header.kind != KIND_PAD {
             return self.arrived(header, from).map(Some);
         }
-        // A pad reaches to the end of the ring, and a record follows the pad in the same publication.
+        // A pad reaches to the end of the ring, and a record follows the pad in the same
+        // publication.
         let size = u64::from(header.size);
         let next = from + size;
         if size == self.area.size() || size != self.area.rest(from) || next == self.tail {
@@ -326,12 +331,13 @@ impl Consumer {
     /// Returns the memory of a record to the producer.
     pub fn release(&mut self, memory: &impl Memory, arrived: &Arrived) {
         self.head = arrived.next;
-        // Pairs with the acquire load of the head in `Producer::reserve`: the producer overwrites the
-        // record only after the reads of this side.
+        // Pairs with the acquire load of the head in `Producer::reserve`: the producer overwrites
+        // the record only after the reads of this side.
         memory.store(self.area.head, self.head);
     }
 
-    /// Whether more than a quarter of the ring is in use. The producer may then be waiting for room.
+    /// Whether more than a quarter of the ring is in use. The producer may then be waiting for
+    /// room.
     ///
     /// # Errors
     ///
@@ -356,7 +362,8 @@ impl Consumer {
         Ok(())
     }
 
-    /// A private copy of the header at `cursor`. The size of the record lies in the published bytes.
+    /// A private copy of the header at `cursor`. The size of the record lies in the published
+    /// bytes.
     fn header(&self, memory: &impl Memory, cursor: u64) -> Result<Header, LinkError> {
         let mut bytes = [0; HEADER];
         memory.read(self.area.offset(cursor), &mut bytes);
@@ -425,7 +432,8 @@ struct Header {
     message: u32,
     /// The size of the payload, in bytes.
     payload: u32,
-    /// The offset of the payload: from the start of the record, or of the window for a bulk payload.
+    /// The offset of the payload: from the start of the record, or of the window for a bulk
+    /// payload.
     offset: u64,
 }
 
@@ -470,8 +478,8 @@ fn checked_head(head: u64, before: u64, tail: u64) -> Result<u64, LinkError> {
     Ok(head)
 }
 
-/// The offset of an inline payload in its record. A small payload follows the message, so that both may
-/// share a cache line. A larger payload begins on a cache line, for a fast copy.
+/// The offset of an inline payload in its record. A small payload follows the message, so that both
+/// may share a cache line. A larger payload begins on a cache line, for a fast copy.
 fn payload_offset(message: usize, inline: usize) -> usize {
     let align = if inline < 4 * RECORD_ALIGN {
         8

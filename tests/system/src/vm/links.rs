@@ -125,8 +125,8 @@ impl Linked {
             format!("VGPU_ENDPOINT={}", self.tcp),
         );
         for (environment, wanted) in [
-            (&stranger, "certificate is not accepted"),
-            (&nobody, "there are no certificates: set VGPU_CERTS"),
+            (&stranger, "this side rejects the peer's certificate"),
+            (&nobody, "this guest has no certificates: set VGPU_CERTS"),
         ] {
             let way = Way {
                 environment,

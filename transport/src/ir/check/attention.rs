@@ -1,9 +1,9 @@
 //! Rotary position embedding and attention.
 
-use super::{Operation, Refusal};
+use super::operation::{Operation, Refusal};
 use crate::ir::{RopeMode, Type};
 
-/// Rotates pairs of elements of each row by angles that grow with the row's position.
+/// ROPE: rotates pairs of elements of each row by angles proportional to the row's position.
 pub(super) fn rope(
     o: &Operation<'_>,
     mode: RopeMode,
@@ -27,20 +27,20 @@ pub(super) fn rope(
     )?;
     o.ensure(
         a.ne[2].checked_mul(ids_per_token) == Some(positions.ne[0]),
-        "there are not one (or, for multi-dimensional positions, four) positions for each token",
+        "the number of positions is not one per token (four for multi-dimensional positions)",
     )?;
     o.ensure(
         n_dims.is_multiple_of(2) && n_offs.is_multiple_of(2) && a.ne[0].is_multiple_of(2),
-        "rotated dimensions do not come in pairs",
+        "the number of rotated dimensions is odd",
     )?;
     o.ensure(
         n_offs + n_dims <= a.ne[0],
-        "more dimensions are rotated than a row has",
+        "the rotated dimensions exceed the row",
     )?;
     let pairs = if mode == RopeMode::Vision {
         o.ensure(
             n_dims * 2 == a.ne[0] && n_offs == 0,
-            "vision positions rotate whole rows",
+            "vision positions must rotate whole rows",
         )?;
         n_dims
     } else {
@@ -50,13 +50,13 @@ pub(super) fn rope(
         let dims: i64 = sections.iter().copied().map(i64::from).sum();
         o.ensure(
             sections.iter().all(|&s| s >= 0) && dims > 0 && dims as u64 <= a.ne[0],
-            "the sections are not a part of a row",
+            "the sections exceed the row",
         )?;
     }
     if let Some(factors) = o.optional(2) {
         o.ensure(
             factors.ty == Type::F32 && factors.nb[0] == 4 && factors.ne[0] >= pairs,
-            "frequency factors are not an f32 for each pair",
+            "the frequency factors are not one f32 per pair",
         )?;
     }
     Ok(())
@@ -64,8 +64,8 @@ pub(super) fn rope(
 
 /// `dst[:, h, q, s] = softmax(scale * K Q + slope * mask) V` for each head and sequence.
 ///
-/// q: `[dk, n_q, n_head, n_seq]`, k: `[dk, n_kv, n_head_kv, n_seq_kv]`, v: `[dv, n_kv, n_head_kv, n_seq_kv]`,
-/// mask: `[n_kv, n_q, ...]`, sinks: `[n_head]`, dst: `[dv, n_head, n_q, n_seq]`.
+/// q: `[dk, n_q, n_head, n_seq]`, k: `[dk, n_kv, n_head_kv, n_seq_kv]`, v: `[dv, n_kv, n_head_kv,
+/// n_seq_kv]`, mask: `[n_kv, n_q, ...]`, sinks: `[n_head]`, dst: `[dv, n_head, n_q, n_seq]`.
 pub(super) fn flash_attn_ext(o: &Operation<'_>, max_bias: f32) -> Result<(), Refusal> {
     let (q, k, v) = (o.src(0)?, o.src(1)?, o.src(2)?);
     o.ensure(q.ty == Type::F32, "queries are not f32")?;
@@ -74,7 +74,7 @@ pub(super) fn flash_attn_ext(o: &Operation<'_>, max_bias: f32) -> Result<(), Ref
         "rows of q, k or v are not dense",
     )?;
     o.ensure(q.ne[0] == k.ne[0], "queries and keys differ in length")?;
-    o.ensure(k.ne[1] == v.ne[1], "there is not one value for each key")?;
+    o.ensure(k.ne[1] == v.ne[1], "the numbers of keys and values differ")?;
     o.ensure(
         k.ne[0] > 0 && v.ne[0] > 0 && k.ne[2] > 0 && k.ne[3] > 0,
         "keys or values are empty",
@@ -119,7 +119,7 @@ pub(super) fn flash_attn_ext(o: &Operation<'_>, max_bias: f32) -> Result<(), Ref
     if let Some(sinks) = o.optional(4) {
         o.ensure(
             sinks.ty == Type::F32 && sinks.is_contiguous() && sinks.ne == [q.ne[2], 1, 1, 1],
-            "sinks are not one f32 for each head",
+            "the sinks are not one f32 per head",
         )?;
     }
     Ok(())

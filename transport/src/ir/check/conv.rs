@@ -1,61 +1,36 @@
-//! Convolution, pooling, resampling, and the operators around images.
+//! Convolution, pooling, resampling, and other image operators.
 
-use super::{Operation, Refusal};
-use crate::ir::{Shape, Type};
+use super::operation::{Operation, Refusal};
+use crate::ir::conv::{ConvGeometry, output_extent};
+use crate::ir::graph::Shape;
+use crate::ir::types::Type;
 
-/// How many places a kernel of `kernel` elements has on a padded line of `input`, as ggml counts them: with
-/// a division that rounds towards zero, so that a kernel that is a little too long still has one.
-fn places(input: u64, kernel: u64, stride: i32, padding: i32, dilation: i32) -> Option<u64> {
-    if stride <= 0 || padding < 0 || dilation <= 0 {
-        return None;
-    }
-    let room = i128::from(input) + 2 * i128::from(padding)
-        - i128::from(dilation) * (i128::from(kernel) - 1)
-        - 1;
-    u64::try_from(room / i128::from(stride) + 1).ok()
-}
-
-/// The dimensions of a kernel's movement: input, kernel, stride, padding, dilation of each.
-type Movement<const N: usize> = [(u64, u64, i32, i32, i32); N];
-
-fn all_places<const N: usize>(
+/// The output extents of a kernel on an input.
+fn outputs<const N: usize>(
     o: &Operation<'_>,
-    movement: Movement<N>,
+    geometry: ConvGeometry<N>,
+    input: &Shape,
+    kernel: &Shape,
 ) -> Result<[u64; N], Refusal> {
-    let mut out = [0; N];
-    for (out, (input, kernel, stride, padding, dilation)) in out.iter_mut().zip(movement) {
-        match places(input, kernel, stride, padding, dilation) {
-            Some(n) => *out = n,
-            None => o.ensure(false, "the kernel has no place on the input")?,
-        }
-    }
-    Ok(out)
+    let outputs = geometry.output_extents(input, kernel);
+    o.ensure(
+        outputs.is_some(),
+        "the kernel does not fit the padded input",
+    )?;
+    Ok(outputs.unwrap_or([0; N]))
 }
 
-/// Strides, paddings and dilations in two dimensions.
-#[derive(Clone, Copy)]
-pub(super) struct Steps {
-    pub(super) s: [i32; 2],
-    pub(super) p: [i32; 2],
-    pub(super) d: [i32; 2],
-}
-
-impl Steps {
-    fn movement(&self, input: &Shape, kernel: &Shape) -> Movement<2> {
-        std::array::from_fn(|i| (input.ne[i], kernel.ne[i], self.s[i], self.p[i], self.d[i]))
-    }
-}
-
-/// What IM2COL makes of an image: a row of kernel-sized patches for each place.
+/// The extents of IM2COL's result: `[patch, output x, output y, image]`. A patch has the size of
+/// the kernel.
 fn columns(
     o: &Operation<'_>,
     kernel: &Shape,
     image: &Shape,
-    steps: Steps,
+    geometry: ConvGeometry<2>,
     is_2d: bool,
 ) -> Result<[u64; 4], Refusal> {
     let row: Option<u64>;
-    let places = if is_2d {
+    let counts = if is_2d {
         o.ensure(
             kernel.ne[2] == image.ne[2],
             "kernel and image differ in channels",
@@ -63,7 +38,7 @@ fn columns(
         row = kernel.ne[0]
             .checked_mul(kernel.ne[1])
             .and_then(|n| n.checked_mul(kernel.ne[2]));
-        let [ow, oh] = all_places(o, steps.movement(image, kernel))?;
+        let [ow, oh] = outputs(o, geometry, image, kernel)?;
         [ow, oh, image.ne[3]]
     } else {
         o.ensure(
@@ -71,42 +46,52 @@ fn columns(
             "kernel and image differ in channels",
         )?;
         row = kernel.ne[0].checked_mul(kernel.ne[1]);
-        let [line, _] = steps.movement(image, kernel);
-        let [ow] = all_places(o, [line])?;
+        let line = ConvGeometry {
+            stride: [geometry.stride[0]],
+            padding: [geometry.padding[0]],
+            dilation: [geometry.dilation[0]],
+        };
+        let [ow] = outputs(o, line, image, kernel)?;
         [ow, image.ne[2], 1]
     };
     o.ensure(row.is_some(), "the kernel's size does not fit 64 bits")?;
-    Ok([row.unwrap_or(0), places[0], places[1], places[2]])
+    Ok([row.unwrap_or(0), counts[0], counts[1], counts[2]])
 }
 
-/// `dst[:, x, y, n]` is the patch of image `n` that the kernel covers at (x, y).
-pub(super) fn im2col(o: &Operation<'_>, steps: Steps, is_2d: bool) -> Result<(), Refusal> {
-    let columns = columns(o, o.src(0)?, o.src(1)?, steps, is_2d)?;
+/// `dst[:, x, y, n]` is the patch of image `n` that the kernel covers at output (x, y).
+pub(super) fn im2col(
+    o: &Operation<'_>,
+    geometry: ConvGeometry<2>,
+    is_2d: bool,
+) -> Result<(), Refusal> {
+    let columns = columns(o, o.src(0)?, o.src(1)?, geometry, is_2d)?;
     o.ensure(o.dst.ne == columns, "the destination has other extents")
 }
 
-/// The gradient of [`im2col`]: sums what went to several patches.
-pub(super) fn im2col_back(o: &Operation<'_>, steps: Steps, is_2d: bool) -> Result<(), Refusal> {
-    let columns = columns(o, o.src(1)?, o.dst, steps, is_2d)?;
+/// The gradient of [`im2col`]: each element of the image is the sum over the patches that contain
+/// it.
+pub(super) fn im2col_back(
+    o: &Operation<'_>,
+    geometry: ConvGeometry<2>,
+    is_2d: bool,
+) -> Result<(), Refusal> {
+    let columns = columns(o, o.src(1)?, o.dst, geometry, is_2d)?;
     o.ensure(
         o.src(0)?.ne == columns,
         "source 0 has other extents than patches of the destination",
     )
 }
 
-/// [`im2col`] with three dimensions of the image; its channels and images share the fourth.
+/// [`im2col`] of three-dimensional images. Channels and images share dimension 3.
 pub(super) fn im2col_3d(
     o: &Operation<'_>,
-    s: [i32; 3],
-    p: [i32; 3],
-    d: [i32; 3],
+    geometry: ConvGeometry<3>,
     channels: i32,
 ) -> Result<(), Refusal> {
     let (kernel, image) = (o.src(0)?, o.src(1)?);
     let channels = u64::try_from(channels).unwrap_or(0);
     o.ensure(channels > 0, "an image has no channels")?;
-    let movement = std::array::from_fn(|i| (image.ne[i], kernel.ne[i], s[i], p[i], d[i]));
-    let [ow, oh, od] = all_places(o, movement)?;
+    let [ow, oh, od] = outputs(o, geometry, image, kernel)?;
     let patch = kernel.ne[..3]
         .iter()
         .try_fold(channels, |n, &k| n.checked_mul(k));
@@ -143,40 +128,38 @@ pub(super) fn col2im_1d(o: &Operation<'_>, s0: i32, oc: i32, p0: i32) -> Result<
     )
 }
 
-/// src0: kernel [kw, kh, channels, results], src1: [w, h, channels, n].
-pub(super) fn conv_2d(o: &Operation<'_>, steps: Steps) -> Result<(), Refusal> {
+/// src0: kernel [kw, kh, channels, outputs], src1: [w, h, channels, n].
+pub(super) fn conv_2d(o: &Operation<'_>, geometry: ConvGeometry<2>) -> Result<(), Refusal> {
     let (kernel, image) = (o.src(0)?, o.src(1)?);
     o.ensure(
         kernel.ne[2] == image.ne[2],
         "kernel and image differ in channels",
     )?;
-    let [ow, oh] = all_places(o, steps.movement(image, kernel))?;
+    let [ow, oh] = outputs(o, geometry, image, kernel)?;
     o.ensure(
         o.dst.ne == [ow, oh, kernel.ne[3], image.ne[3]],
         "the destination has other extents",
     )
 }
 
-/// A kernel for each channel. src0: kernel [kw, kh, 1, channels], src1: [w, h, channels, n].
-pub(super) fn conv_2d_dw(o: &Operation<'_>, steps: Steps) -> Result<(), Refusal> {
+/// One kernel per channel. src0: kernel [kw, kh, 1, channels], src1: [w, h, channels, n].
+pub(super) fn conv_2d_dw(o: &Operation<'_>, geometry: ConvGeometry<2>) -> Result<(), Refusal> {
     let (kernel, image) = (o.src(0)?, o.src(1)?);
     o.ensure(
         kernel.ne[2] == 1 && kernel.ne[3] == image.ne[2],
         "there is not one kernel for each channel",
     )?;
-    let [ow, oh] = all_places(o, steps.movement(image, kernel))?;
+    let [ow, oh] = outputs(o, geometry, image, kernel)?;
     o.ensure(
         o.dst.ne == [ow, oh, image.ne[2], image.ne[3]],
         "the destination has other extents",
     )
 }
 
-/// src0: kernel [kw, kh, kd, channels * results], src1: [w, h, d, channels * n].
+/// src0: kernel [kw, kh, kd, channels * outputs], src1: [w, h, d, channels * n].
 pub(super) fn conv_3d(
     o: &Operation<'_>,
-    s: [i32; 3],
-    p: [i32; 3],
-    d: [i32; 3],
+    geometry: ConvGeometry<3>,
     [c, n, oc]: [i32; 3],
 ) -> Result<(), Refusal> {
     let (kernel, image) = (o.src(0)?, o.src(1)?);
@@ -189,22 +172,21 @@ pub(super) fn conv_3d(
         product(c, oc) == Some(kernel.ne[3]) && product(c, n) == Some(image.ne[3]),
         "kernel or image do not consist of whole channels",
     )?;
-    let movement = std::array::from_fn(|i| (image.ne[i], kernel.ne[i], s[i], p[i], d[i]));
-    let [ow, oh, od] = all_places(o, movement)?;
+    let [ow, oh, od] = outputs(o, geometry, image, kernel)?;
     o.ensure(
         product(oc, n).is_some_and(|m| o.dst.ne == [ow, oh, od, m]),
         "the destination has other extents",
     )
 }
 
-/// The length of a line on which each of `input` elements lays down a kernel, `stride` apart.
-fn spread(input: u64, kernel: u64, stride: i32) -> Option<u64> {
+/// The output extent of a transposed convolution: `(input - 1) * stride + kernel`.
+fn transposed_extent(input: u64, kernel: u64, stride: i32) -> Option<u64> {
     let stride = u64::try_from(stride).ok().filter(|&s| s > 0)?;
     let last = input.checked_sub(1)?.checked_mul(stride)?;
     last.checked_add(kernel).filter(|_| kernel > 0)
 }
 
-/// src0: kernel [k, results, channels], src1: [l, channels].
+/// src0: kernel [k, outputs, channels], src1: [l, channels].
 pub(super) fn conv_transpose_1d(
     o: &Operation<'_>,
     s0: i32,
@@ -214,19 +196,20 @@ pub(super) fn conv_transpose_1d(
     let (kernel, a) = (o.src(0)?, o.src(1)?);
     o.ensure(
         p0 == 0 && d0 == 1,
-        "padding or dilation of a transposed convolution",
+        "a transposed convolution has padding or dilation",
     )?;
     o.ensure(
         kernel.ne[2] == a.ne[1] && kernel.ne[3] == 1 && a.ne[2..] == [1, 1],
         "kernel and source 1 differ in channels, or have too many dimensions",
     )?;
     o.ensure(
-        spread(a.ne[0], kernel.ne[0], s0).is_some_and(|n| o.dst.ne == [n, kernel.ne[1], 1, 1]),
+        transposed_extent(a.ne[0], kernel.ne[0], s0)
+            .is_some_and(|n| o.dst.ne == [n, kernel.ne[1], 1, 1]),
         "the destination has other extents",
     )
 }
 
-/// src0: kernel [kw, kh, results, channels], src1: [w, h, channels, n].
+/// src0: kernel [kw, kh, outputs, channels], src1: [w, h, channels, n].
 pub(super) fn conv_transpose_2d(o: &Operation<'_>, stride: i32) -> Result<(), Refusal> {
     let (kernel, image) = (o.src(0)?, o.src(1)?);
     o.ensure(
@@ -235,8 +218,8 @@ pub(super) fn conv_transpose_2d(o: &Operation<'_>, stride: i32) -> Result<(), Re
     )?;
     let extents = || {
         Some([
-            spread(image.ne[0], kernel.ne[0], stride)?,
-            spread(image.ne[1], kernel.ne[1], stride)?,
+            transposed_extent(image.ne[0], kernel.ne[0], stride)?,
+            transposed_extent(image.ne[1], kernel.ne[1], stride)?,
             kernel.ne[2],
             image.ne[3],
         ])
@@ -247,7 +230,8 @@ pub(super) fn conv_transpose_2d(o: &Operation<'_>, stride: i32) -> Result<(), Re
     )
 }
 
-/// A window of `N` dimensions over `whole` gives `pooled`: kernel, stride and padding of each.
+/// Checks that pooling `whole` gives `pooled`. `windows` holds kernel, stride and padding of each
+/// dimension.
 fn pooled<const N: usize>(
     o: &Operation<'_>,
     whole: &Shape,
@@ -261,7 +245,7 @@ fn pooled<const N: usize>(
             "the window is empty or larger than the padded source",
         )?;
         o.ensure(
-            places(whole.ne[d], kernel, stride, padding, 1) == Some(pooled.ne[d]),
+            output_extent(whole.ne[d], kernel, stride, padding, 1) == Some(pooled.ne[d]),
             "source and destination do not fit the window",
         )?;
     }
@@ -279,7 +263,7 @@ pub(super) fn pool_2d(o: &Operation<'_>, windows: [(i32, i32, i32); 2]) -> Resul
     pooled(o, o.src(0)?, o.dst, windows)
 }
 
-/// The gradient of [`pool_2d`] of src1, for the gradient src0 behind it.
+/// The gradient of [`pool_2d`] with input src1, for the gradient src0 of its output.
 pub(super) fn pool_2d_back(
     o: &Operation<'_>,
     windows: [(i32, i32, i32); 2],
@@ -292,7 +276,7 @@ pub(super) fn pool_2d_back(
     pooled(o, o.dst, gradient, windows)
 }
 
-/// Any extents from any others, except from none.
+/// Resampling accepts any extents, except an empty source for a non-empty destination.
 pub(super) fn upscale(o: &Operation<'_>) -> Result<(), Refusal> {
     let a = o.src(0)?;
     o.ensure(
@@ -318,7 +302,7 @@ pub(super) fn timestep_embedding(
     )
 }
 
-/// How many windows of `w` cover `extent`.
+/// The number of windows of `w` elements that cover `extent` elements.
 fn windows(extent: u64, w: i32) -> Option<u64> {
     u64::try_from(w)
         .ok()
@@ -326,7 +310,7 @@ fn windows(extent: u64, w: i32) -> Option<u64> {
         .map(|w| extent.div_ceil(w))
 }
 
-/// Cuts the matrix of rows of src0 into windows, padded with zeros.
+/// Partitions dimensions 1 and 2 of src0 into windows, padded with zeros.
 pub(super) fn win_part(o: &Operation<'_>, npx: i32, npy: i32, w: i32) -> Result<(), Refusal> {
     let a = o.src(0)?;
     let counts = (u64::try_from(npx).ok(), u64::try_from(npy).ok());
@@ -366,7 +350,7 @@ pub(super) fn get_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
     )
 }
 
-/// `dst = src0`, to whose element (w, h) of each row `src1[w]` and `src2[h]` are added.
+/// `dst = src0`, plus `src1[w]` and `src2[h]` at element (w, h) of each row.
 pub(super) fn add_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, pw, ph) = (o.src(0)?, o.src(1)?, o.src(2)?);
     o.ensure(

@@ -1,6 +1,6 @@
-//! ADD, SUB, MUL, DIV and their relatives; unary functions; gated linear units.
+//! Element-wise operators: arithmetic, unary functions, gated linear units.
 
-use super::{Operation, Refusal};
+use super::operation::{Operation, Refusal};
 use crate::ir::Type;
 
 /// Destination and all sources have the same extents.
@@ -9,7 +9,7 @@ pub(super) fn same_extents(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(same, "extents of source and destination differ")
 }
 
-/// `dst = src0 (op) src1`, src1 repeated as often as needed.
+/// `dst = src0 (op) src1`, with src1 broadcast to src0.
 pub(super) fn broadcast(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, b) = (o.src(0)?, o.src(1)?);
     o.ensure(
@@ -19,7 +19,7 @@ pub(super) fn broadcast(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(b.repeats_into(a), "source 1 does not repeat into source 0")
 }
 
-/// `dst = src0 + src1`, src1 a single element.
+/// `dst = src0 + src1`, where src1 is a single element.
 pub(super) fn add1(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(
         o.src(0)?.same_extents(o.dst),
@@ -43,12 +43,12 @@ pub(super) fn add_id(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(ids.ty == Type::I32, "ids are not i32")?;
     o.ensure(
         ids.ne == [a.ne[1], a.ne[2], 1, 1] && a.ne[3] == 1,
-        "there is not one id for each row",
+        "the number of ids is not one per row",
     )
 }
 
-/// `dst = f(x) * g`; x and g are two sources, or the two halves of the rows of one, whose last element
-/// is left out if their number is odd.
+/// `dst = f(x) * g`. x and g are two sources, or the two halves of the rows of one source. The
+/// operator ignores the last element of rows of odd length.
 pub(super) fn glu(o: &Operation<'_>) -> Result<(), Refusal> {
     let a = o.src(0)?;
     match o.optional(1) {

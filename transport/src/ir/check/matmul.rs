@@ -1,9 +1,9 @@
 //! Matrix products.
 
-use super::{Operation, Refusal};
+use super::operation::{Operation, Refusal};
 use crate::ir::{Shape, Type};
 
-/// Whether `a` repeats into `b` over the two outer dimensions.
+/// Whether `a` broadcasts to `b` in the two outer dimensions.
 fn batches(a: &Shape, b: &Shape) -> bool {
     (2..4).all(|d| {
         if a.ne[d] == 0 {
@@ -29,7 +29,7 @@ pub(super) fn mul_mat(o: &Operation<'_>, hadamard: bool) -> Result<(), Refusal> 
     o.ensure(a.has_dense_rows(), "rows of source 0 are not dense")?;
     o.ensure(
         !hadamard || a.ne[0].is_power_of_two(),
-        "a Hadamard matrix has a power of two as its size",
+        "the size of a Hadamard matrix is not a power of two",
     )?;
     o.ensure(
         o.dst.ty == Type::F32 && o.dst.has_dense_rows(),
@@ -51,7 +51,7 @@ pub(super) fn mul_mat_id(o: &Operation<'_>) -> Result<(), Refusal> {
     )?;
     o.ensure(
         b.ne[2] == ids.ne[1],
-        "there is not one row of ids for each token",
+        "the number of rows of ids is not one per token",
     )?;
     o.ensure(
         if b.ne[1] == 0 {
@@ -59,7 +59,7 @@ pub(super) fn mul_mat_id(o: &Operation<'_>) -> Result<(), Refusal> {
         } else {
             ids.ne[0].is_multiple_of(b.ne[1])
         },
-        "source 1 does not repeat over the used experts",
+        "source 1 does not broadcast to the used experts",
     )?;
     o.ensure(
         o.dst.ne == [experts.ne[1], ids.ne[0], ids.ne[1], 1],

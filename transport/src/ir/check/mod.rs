@@ -1,11 +1,13 @@
-//! The shape rules of every operator: types where ggml fixes them, extents, strides, parameters.
+//! The shape rules of every operator: types that ggml fixes, extents, strides, parameters.
 //!
-//! A kernel may rely on what is checked here and on the extents checked by
-//! [`validate`](super::validate::validate), and on nothing else: the graph comes from a hostile guest. The
-//! rules restate the assertions of ggml's constructors (`ggml.c`) and of its CPU kernels.
+//! A kernel may rely on the rules of this module and on the bounds that
+//! [`validate`](super::validate::validate) checks, and on nothing else: the graph comes from a
+//! hostile guest. The rules follow the assertions of ggml's constructors (`ggml.c`) and of its CPU
+//! kernels.
 //!
-//! Which *types* an engine computes is its own affair ([`Capabilities`](super::Capabilities)); here only types that an
-//! operator's definition fixes (row ids are integers, masks are F16 or F32) are looked at.
+//! This module checks a type only where an operator's definition fixes the type: row ids are
+//! integers, masks are F16 or F32. The types that an engine supports are part of its
+//! [`Capabilities`](super::Capabilities).
 
 mod attention;
 mod conv;
@@ -13,69 +15,23 @@ mod elementwise;
 mod matmul;
 mod movement;
 mod normalise;
+mod operation;
 mod recurrent;
 mod reduce;
 mod training;
 
-use conv::Steps;
-
+use super::conv::ConvGeometry;
 use super::graph::Shape;
-use super::ops::{Op, OpKind};
-use super::types::Type;
+use super::ops::Op;
+use operation::{Operation, layout};
 
-/// Why an operation cannot run.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// The operation breaks a rule of its operator: the guest's fault.
-    #[error("{} is malformed: {why}", op.ggml_name())]
-    Malformed {
-        /// The operator.
-        op: OpKind,
-        /// The broken rule.
-        why: &'static str,
-    },
-    /// The operation is well-formed, but the engine does not run it in this form.
-    #[error("the engine does not run {} with these types and layouts", op.ggml_name())]
-    NotCapable {
-        /// The operator.
-        op: OpKind,
-    },
-}
-
-/// An operation under check.
-struct Operation<'a> {
-    kind: OpKind,
-    dst: &'a Shape,
-    src: &'a [Option<&'a Shape>],
-}
-
-impl<'a> Operation<'a> {
-    fn ensure(&self, holds: bool, why: &'static str) -> Result<(), Refusal> {
-        if holds {
-            Ok(())
-        } else {
-            Err(Refusal::Malformed { op: self.kind, why })
-        }
-    }
-
-    /// Source `i`, which must be there.
-    fn src(&self, i: usize) -> Result<&'a Shape, Refusal> {
-        self.optional(i).ok_or(Refusal::Malformed {
-            op: self.kind,
-            why: "a source is missing",
-        })
-    }
-
-    fn optional(&self, i: usize) -> Option<&'a Shape> {
-        self.src.get(i).copied().flatten()
-    }
-
-    fn not_capable(&self) -> Result<(), Refusal> {
-        Err(Refusal::NotCapable { op: self.kind })
-    }
-}
+pub use operation::Refusal;
 
 /// Checks one operation against the rules of its operator.
+///
+/// # Errors
+///
+/// [`Refusal::Malformed`] names the violated rule.
 pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal> {
     let o = Operation {
         kind: op.kind(),
@@ -165,97 +121,17 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
         } => attention::rope(&o, mode, n_dims, n_offs, sections),
         Op::FlashAttnExt { max_bias, .. } => attention::flash_attn_ext(&o, max_bias),
 
-        Op::Im2col {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-            is_2d,
-        } => conv::im2col(
-            &o,
-            Steps {
-                s: [s0, s1],
-                p: [p0, p1],
-                d: [d0, d1],
-            },
-            is_2d,
-        ),
-        Op::Im2colBack {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-            is_2d,
-        } => conv::im2col_back(
-            &o,
-            Steps {
-                s: [s0, s1],
-                p: [p0, p1],
-                d: [d0, d1],
-            },
-            is_2d,
-        ),
-        Op::Im2col3d {
-            s0,
-            s1,
-            s2,
-            p0,
-            p1,
-            p2,
-            d0,
-            d1,
-            d2,
-            ic,
-        } => conv::im2col_3d(&o, [s0, s1, s2], [p0, p1, p2], [d0, d1, d2], ic),
+        Op::Im2col { is_2d, .. } => conv::im2col(&o, o.geometry(ConvGeometry::<2>::of(op))?, is_2d),
+        Op::Im2colBack { is_2d, .. } => {
+            conv::im2col_back(&o, o.geometry(ConvGeometry::<2>::of(op))?, is_2d)
+        }
+        Op::Im2col3d { ic, .. } => conv::im2col_3d(&o, o.geometry(ConvGeometry::<3>::of(op))?, ic),
         Op::Col2im1d { s0, oc, p0 } => conv::col2im_1d(&o, s0, oc, p0),
-        Op::Conv2d {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-        } => conv::conv_2d(
-            &o,
-            Steps {
-                s: [s0, s1],
-                p: [p0, p1],
-                d: [d0, d1],
-            },
-        ),
-        Op::Conv2dDw {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-        } => conv::conv_2d_dw(
-            &o,
-            Steps {
-                s: [s0, s1],
-                p: [p0, p1],
-                d: [d0, d1],
-            },
-        ),
-        Op::Conv3d {
-            s0,
-            s1,
-            s2,
-            p0,
-            p1,
-            p2,
-            d0,
-            d1,
-            d2,
-            c,
-            n,
-            oc,
-        } => conv::conv_3d(&o, [s0, s1, s2], [p0, p1, p2], [d0, d1, d2], [c, n, oc]),
+        Op::Conv2d { .. } => conv::conv_2d(&o, o.geometry(ConvGeometry::<2>::of(op))?),
+        Op::Conv2dDw { .. } => conv::conv_2d_dw(&o, o.geometry(ConvGeometry::<2>::of(op))?),
+        Op::Conv3d { c, n, oc, .. } => {
+            conv::conv_3d(&o, o.geometry(ConvGeometry::<3>::of(op))?, [c, n, oc])
+        }
         Op::ConvTranspose1d { s0, p0, d0 } => conv::conv_transpose_1d(&o, s0, p0, d0),
         Op::ConvTranspose2d { stride } => conv::conv_transpose_2d(&o, stride),
         Op::Pool1d { k0, s0, p0, .. } => conv::pool_1d(&o, k0, s0, p0),
@@ -301,49 +177,8 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
         Op::OptStepAdamw {} => training::opt_step(&o, 7),
         Op::OptStepSgd {} => training::opt_step(&o, 2),
 
-        // No rules, no kernel: an engine's claim alone never lets an operation through. (ggml itself can
-        // no longer make one.)
+        // The operator has no shape rules and no kernel. ggml itself no longer creates it, so the
+        // check refuses it even if an engine claims to support it.
         Op::FlashAttnBack { .. } => o.not_capable(),
     }
-}
-
-/// What holds for every tensor of every operation: whole blocks, blocks of quantised rows adjacent,
-/// strides that keep plain elements aligned, sizes that fit.
-fn layout(o: &Operation<'_>, shape: &Shape) -> Result<(), Refusal> {
-    let block = shape.ty.block_bytes();
-    if shape.ty.is_quantized() {
-        o.ensure(
-            shape.ne[0].is_multiple_of(shape.ty.block_elements()),
-            "a row ends within a block",
-        )?;
-        o.ensure(
-            shape.nb[0] == block || shape.ne[0] <= shape.ty.block_elements(),
-            "the blocks of a quantised row are not adjacent",
-        )?;
-    } else {
-        o.ensure(
-            shape.nb.iter().all(|nb| nb.is_multiple_of(block)),
-            "a stride is not a multiple of the element size",
-        )?;
-    }
-    // Each extent too: those of an empty tensor are in no product, and ggml's are signed.
-    o.ensure(
-        shape.ne.iter().all(|&n| n <= i64::MAX as u64),
-        "an extent does not fit a signed integer",
-    )?;
-    // Without the extents that are 0, so that no product of some extents overflows.
-    let elements = shape
-        .ne
-        .iter()
-        .filter(|&&n| n > 0)
-        .try_fold(1u64, |all, &n| all.checked_mul(n));
-    o.ensure(
-        elements.is_some_and(|n| n <= i64::MAX as u64) && shape.extent().is_some(),
-        "the tensor's size does not fit 64 bits",
-    )
-}
-
-/// Types of integers that ggml uses as indices.
-fn is_index(ty: Type) -> bool {
-    matches!(ty, Type::I32 | Type::I64)
 }

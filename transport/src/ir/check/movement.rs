@@ -1,9 +1,10 @@
 //! Operators that move, repeat, gather, scatter or fill.
 
-use super::{Operation, Refusal, elementwise, is_index};
+use super::elementwise;
+use super::operation::{Operation, Refusal, is_index};
 use crate::ir::Type;
 
-/// `dst` takes the elements of `src0` in order, converted to its type.
+/// `dst` has the elements of `src0` in order, converted to the type of `dst`.
 pub(super) fn copy(o: &Operation<'_>) -> Result<(), Refusal> {
     let a = o.src(0)?;
     o.ensure(
@@ -21,7 +22,7 @@ pub(super) fn repeat(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(a.ty == o.dst.ty, "types of source and destination differ")
 }
 
-/// The gradient of [`repeat`]: sums what was repeated.
+/// The gradient of [`repeat`]: each element is the sum over its repetitions.
 pub(super) fn repeat_back(o: &Operation<'_>) -> Result<(), Refusal> {
     let a = o.src(0)?;
     o.ensure(
@@ -33,15 +34,18 @@ pub(super) fn repeat_back(o: &Operation<'_>) -> Result<(), Refusal> {
 
 pub(super) fn concat(o: &Operation<'_>, dim: u32) -> Result<(), Refusal> {
     let (a, b, dim) = (o.src(0)?, o.src(1)?, dim as usize);
-    o.ensure(dim < 4, "the dimension to join is not 0 to 3")?;
+    o.ensure(dim < 4, "the concatenated dimension is not 0 to 3")?;
     o.ensure(a.ty == b.ty && a.ty == o.dst.ty, "types differ")?;
     let others = (0..4)
         .filter(|&d| d != dim)
         .all(|d| a.ne[d] == b.ne[d] && a.ne[d] == o.dst.ne[d]);
-    o.ensure(others, "extents differ in a dimension that is not joined")?;
+    o.ensure(
+        others,
+        "extents differ in a dimension that is not concatenated",
+    )?;
     o.ensure(
         a.ne[dim].checked_add(b.ne[dim]) == Some(o.dst.ne[dim]),
-        "the joined extent is not the sum",
+        "the concatenated extent is not the sum",
     )
 }
 
@@ -60,7 +64,7 @@ pub(super) fn get_rows(o: &Operation<'_>) -> Result<(), Refusal> {
     )
 }
 
-/// `dst[:, ids[i]] += src0[:, i]`, a matrix. Rows beyond the ids are left out.
+/// `dst[:, ids[i]] += src0[:, i]` for a matrix `dst`. The operator ignores rows without an id.
 pub(super) fn get_rows_back(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, ids) = (o.src(0)?, o.src(1)?);
     o.ensure(ids.ty == Type::I32, "row ids are not i32")?;
@@ -85,7 +89,7 @@ pub(super) fn set_rows(o: &Operation<'_>) -> Result<(), Refusal> {
     )?;
     o.ensure(
         ids.ne[0] == a.ne[1] && ids.ne[3] == 1,
-        "there is not one id for each row",
+        "the number of ids is not one per row",
     )?;
     let divides = |part: u64, whole: u64| part != 0 && whole.is_multiple_of(part);
     o.ensure(
@@ -95,7 +99,7 @@ pub(super) fn set_rows(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(dst.has_dense_rows(), "destination rows are not dense")
 }
 
-/// SET and ACC: a copy of `src0` with `src1` written (added) at a view of it.
+/// SET and ACC: a copy of `src0`, to a view of which the operator writes (or adds) `src1`.
 pub(super) fn set(o: &Operation<'_>, nb: [u64; 3], offset: u64) -> Result<(), Refusal> {
     let (a, b) = (o.src(0)?, o.src(1)?);
     o.ensure(
@@ -125,7 +129,7 @@ pub(super) fn set(o: &Operation<'_>, nb: [u64; 3], offset: u64) -> Result<(), Re
     o.ensure(
         end.zip(o.dst.extent())
             .is_some_and(|(end, whole)| end <= whole),
-        "the view reaches beyond the destination",
+        "the view ends behind the destination",
     )
 }
 
@@ -133,7 +137,7 @@ pub(super) fn diag(o: &Operation<'_>) -> Result<(), Refusal> {
     let a = o.src(0)?;
     o.ensure(
         a.ne[1] == 1 && o.dst.ne == [a.ne[0], a.ne[0], a.ne[2], a.ne[3]],
-        "the destination is not a square for each vector",
+        "the destination is not one square matrix per vector",
     )
 }
 
@@ -180,7 +184,7 @@ pub(super) fn pad_reflect_1d(o: &Operation<'_>, p0: i32, p1: i32) -> Result<(), 
     )
 }
 
-/// `dst[i] = start + i * step`, as many as fit below `stop`.
+/// `dst[i] = start + i * step` for all values below `stop`.
 pub(super) fn arange(o: &Operation<'_>, start: f32, stop: f32, step: f32) -> Result<(), Refusal> {
     let steps = ((stop - start) / step).ceil();
     o.ensure(

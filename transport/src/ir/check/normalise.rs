@@ -1,6 +1,7 @@
 //! Normalisation and soft-max.
 
-use super::{Operation, Refusal, elementwise};
+use super::elementwise;
+use super::operation::{Operation, Refusal};
 use crate::ir::Type;
 
 pub(super) fn group_norm(o: &Operation<'_>, n_groups: i32) -> Result<(), Refusal> {
@@ -8,7 +9,8 @@ pub(super) fn group_norm(o: &Operation<'_>, n_groups: i32) -> Result<(), Refusal
     elementwise::same_extents(o)
 }
 
-/// Soft-max over rows of `src0 * scale + slope * mask`, with an extra logit (sink) for each head.
+/// Soft-max over the rows of `src0 * scale + slope * mask`, with an optional extra logit (sink) per
+/// head.
 pub(super) fn soft_max(o: &Operation<'_>, max_bias: f32) -> Result<(), Refusal> {
     let a = o.src(0)?;
     o.ensure(
@@ -43,7 +45,7 @@ pub(super) fn soft_max(o: &Operation<'_>, max_bias: f32) -> Result<(), Refusal> 
     if let Some(sinks) = o.optional(2) {
         o.ensure(
             sinks.ty == Type::F32 && sinks.is_contiguous() && sinks.ne == [a.ne[2], 1, 1, 1],
-            "sinks are not one f32 for each head",
+            "the sinks are not one f32 per head",
         )?;
     }
     Ok(())

@@ -1,14 +1,14 @@
 //! State-space and recurrent operators, and the mixers of DeepSeek V4.
 
-use super::{Operation, Refusal};
+use super::operation::{Operation, Refusal};
 use crate::ir::{Shape, Type};
 
-/// The product of extents, if it fits.
+/// The product of extents. `None` when it does not fit 64 bits.
 fn product(extents: &[u64]) -> Option<u64> {
     extents.iter().try_fold(1u64, |n, &e| n.checked_mul(e))
 }
 
-/// All these are dense `f32`.
+/// Checks that all these tensors are contiguous `f32`.
 fn contiguous(o: &Operation<'_>, tensors: &[&Shape]) -> Result<(), Refusal> {
     o.ensure(
         tensors
@@ -18,7 +18,7 @@ fn contiguous(o: &Operation<'_>, tensors: &[&Shape]) -> Result<(), Refusal> {
     )
 }
 
-/// All these have dense rows of `f32`.
+/// Checks that all these tensors have dense rows of `f32`.
 fn dense_rows(o: &Operation<'_>, tensors: &[&Shape]) -> Result<(), Refusal> {
     o.ensure(
         tensors
@@ -37,7 +37,7 @@ pub(super) fn ssm_conv(o: &Operation<'_>) -> Result<(), Refusal> {
     )?;
     o.ensure(
         x.ne[1] == kernel.ne[1],
-        "there is not one kernel for each channel",
+        "the number of kernels is not one per channel",
     )?;
     let tokens = (x.ne[0] + 1).checked_sub(kernel.ne[0]);
     o.ensure(
@@ -46,9 +46,10 @@ pub(super) fn ssm_conv(o: &Operation<'_>) -> Result<(), Refusal> {
     )
 }
 
-/// A selective scan. s: [d_state, dim, n_head, ...], x: [dim, n_head, n_tokens, n_seqs],
-/// dt: [n_head, n_tokens, n_seqs], A: [d_state or 1, n_head], B, C: [d_state, n_group, n_tokens, n_seqs],
-/// ids: `[n_seqs]`. dst: results like x, then the states after the last `snapshots` tokens.
+/// A selective scan. s: [d_state, dim, n_head, ...], x: [dim, n_head, n_tokens, n_seqs], dt:
+/// [n_head, n_tokens, n_seqs], A: [d_state or 1, n_head], B, C: [d_state, n_group, n_tokens,
+/// n_seqs], ids: `[n_seqs]`. dst: outputs with the extents of x, then the states after the last
+/// `snapshots` tokens.
 pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal> {
     let (s, x, dt, a) = (o.src(0)?, o.src(1)?, o.src(2)?, o.src(3)?);
     let (b, c, ids) = (o.src(4)?, o.src(5)?, o.src(6)?);
@@ -62,12 +63,12 @@ pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal>
     )?;
     o.ensure(
         dt.ne == [heads, tokens, seqs, 1],
-        "there is not one step for each head and token",
+        "the number of steps is not one per head and token",
     )?;
     o.ensure(b.same_extents(c), "B and C differ in extents")?;
     o.ensure(
         b.ne[0] == state && b.ne[2] == tokens && b.ne[3] == seqs,
-        "B and C do not fit the states and tokens",
+        "B or C does not match the states and tokens",
     )?;
     o.ensure(
         b.ne[1] > 0 && heads.is_multiple_of(b.ne[1]),
@@ -79,11 +80,11 @@ pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal>
     )?;
     o.ensure(
         snapshots == 1 || snapshots > 1 && a.ne[0] == 1,
-        "snapshots of a scan with a decay for each state",
+        "a scan with one decay per state has snapshots",
     )?;
     o.ensure(
         ids.ty == Type::I32 && ids.ne == [seqs, 1, 1, 1],
-        "there is not one i32 id for each sequence",
+        "the ids are not one i32 per sequence",
     )?;
     let states = product(&[snapshots.into(), state, dim, heads, seqs]);
     let total = states.zip(x.elements()).and_then(|(a, b)| a.checked_add(b));
@@ -93,8 +94,8 @@ pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal>
     )
 }
 
-/// What RWKV and gated linear attention have in common: sources of [size, heads, tokens], a state of
-/// size * size for each head and sequence, and results followed by states.
+/// RWKV and gated linear attention: sources of [size, heads, tokens], a state of size * size per
+/// head and sequence, and a destination of outputs followed by states.
 pub(super) fn linear_attention(
     o: &Operation<'_>,
     per_token: &[usize],
@@ -114,7 +115,7 @@ pub(super) fn linear_attention(
     contiguous(o, &[state, o.dst])?;
     o.ensure(
         product(&[size, size, heads, seqs]) == state.elements(),
-        "there is not one state for each head and sequence",
+        "the number of states is not one per head and sequence",
     )?;
     o.ensure(
         if seqs == 0 {
@@ -132,31 +133,31 @@ pub(super) fn linear_attention(
     )
 }
 
-/// [`linear_attention`] with a bonus for each head's first factors, source 3.
+/// [`linear_attention`] with a bonus per head (`u` of RWKV), source 3.
 pub(super) fn rwkv_wkv6(o: &Operation<'_>) -> Result<(), Refusal> {
     linear_attention(o, &[0, 1, 2, 4], 5)?;
     let (k, bonus) = (o.src(0)?, o.src(3)?);
     contiguous(o, &[bonus])?;
     o.ensure(
         bonus.elements() == product(&[k.ne[0], k.ne[1]]),
-        "there is not one bonus for each element of a head",
+        "the bonus is not one value per element of a head",
     )
 }
 
-/// q, k: [size, ..., n_tokens, ...], v: [size, n_head, n_tokens, n_seqs], g: [1 or size, n_head, n_tokens,
-/// n_seqs], beta: [1, n_head, n_tokens, n_seqs], state: [size, size, n_head, n_seqs]. dst: results like v,
-/// then the states after the last `snapshots` tokens.
+/// q, k: [size, ..., n_tokens, ...], v: [size, n_head, n_tokens, n_seqs], g: [1 or size, n_head,
+/// n_tokens, n_seqs], beta: [1, n_head, n_tokens, n_seqs], state: [size, size, n_head, n_seqs].
+/// dst: outputs with the extents of v, then the states after the last `snapshots` tokens.
 pub(super) fn gated_delta_net(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal> {
     let (q, k, v) = (o.src(0)?, o.src(1)?, o.src(2)?);
     let (g, beta, state) = (o.src(3)?, o.src(4)?, o.src(5)?);
     let [size, heads, tokens, seqs] = v.ne;
     dense_rows(o, &[q, k, v])?;
     contiguous(o, &[g, beta, state, o.dst])?;
-    o.ensure(snapshots > 0, "no snapshot, not even of the last state")?;
+    o.ensure(snapshots > 0, "the number of snapshots is 0")?;
     for source in [q, k] {
         o.ensure(
             source.ne[0] == size && source.ne[2] == tokens,
-            "queries or keys do not fit the values",
+            "queries or keys do not match the values",
         )?;
         o.ensure(
             source.ne[1] > 0 && source.ne[3] > 0 && seqs.is_multiple_of(source.ne[3]),
@@ -165,11 +166,11 @@ pub(super) fn gated_delta_net(o: &Operation<'_>, snapshots: u32) -> Result<(), R
     }
     o.ensure(
         (g.ne[0] == 1 || g.ne[0] == size) && g.ne[1..] == v.ne[1..],
-        "there is not one gate for each head and token",
+        "the number of gates is not one per head and token",
     )?;
     o.ensure(
         beta.ne[0] == 1 && beta.ne[1..] == v.ne[1..],
-        "there is not one beta for each gate",
+        "the number of betas is not one per gate",
     )?;
     o.ensure(
         state.ne == [size, size, heads, seqs],
@@ -202,7 +203,7 @@ pub(super) fn solve_tri(o: &Operation<'_>) -> Result<(), Refusal> {
     )
 }
 
-/// Streams that DSV4_HC_COMB mixes.
+/// The number of streams of DSV4_HC_COMB.
 const STREAMS: u64 = 4;
 
 /// mixes: `[24, n_tokens]`, scale: at least 3, base: `[24]`, dst: `[4, 4, n_tokens]`.
@@ -211,15 +212,15 @@ pub(super) fn dsv4_hc_comb(o: &Operation<'_>, n_iter: u32) -> Result<(), Refusal
     let factors = (2 + STREAMS) * STREAMS;
     o.ensure(
         (1..=MAX_ITERATIONS).contains(&n_iter),
-        "no iteration, or too many",
+        "the number of iterations is 0 or too large",
     )?;
     o.ensure(
         mixes.ne[0] == factors && mixes.ne[2..] == [1, 1],
-        "mixes are not of four streams",
+        "the mixes do not have four streams",
     )?;
     o.ensure(
         scale.ne[0] >= 3 && scale.ne[1..] == [1, 1, 1],
-        "there are less than three scales",
+        "the number of scales is less than three",
     )?;
     o.ensure(base.ne == [factors, 1, 1, 1], "the base has other extents")?;
     o.ensure(
@@ -228,10 +229,11 @@ pub(super) fn dsv4_hc_comb(o: &Operation<'_>, n_iter: u32) -> Result<(), Refusal
     )
 }
 
-/// More normalisations than this change nothing, and would let a graph run for ever.
+/// The maximum number of normalisations. More have no effect on the result, and would let a guest
+/// block the engine.
 const MAX_ITERATIONS: u32 = 1 << 16;
 
-/// `dst[:, t] = scale * sum_h x[:, h, t] * w[h, t]`, or with a gate for each element.
+/// `dst[:, t] = scale * sum_h x[:, h, t] * w[h, t]`, or with one gate per element.
 pub(super) fn dsv4_hc_pre(o: &Operation<'_>, gated: bool) -> Result<(), Refusal> {
     let (x, w) = (o.src(0)?, o.src(1)?);
     let [n, streams, tokens, _] = x.ne;
@@ -242,7 +244,7 @@ pub(super) fn dsv4_hc_pre(o: &Operation<'_>, gated: bool) -> Result<(), Refusal>
         } else {
             w.ne == [streams, tokens, 1, 1]
         },
-        "there is not one weight for each stream",
+        "the number of weights is not one per stream",
     )?;
     o.ensure(
         o.dst.ne == [n, tokens, 1, 1],

@@ -1,6 +1,6 @@
 //! Reductions and orderings.
 
-use super::{Operation, Refusal};
+use super::operation::{Operation, Refusal};
 use crate::ir::Type;
 
 pub(super) fn sum(o: &Operation<'_>) -> Result<(), Refusal> {
@@ -11,12 +11,12 @@ pub(super) fn sum(o: &Operation<'_>) -> Result<(), Refusal> {
     )
 }
 
-/// One element for each row.
+/// SUM_ROWS and MEAN: one element per row.
 pub(super) fn rows_to_one(o: &Operation<'_>) -> Result<(), Refusal> {
     let a = o.src(0)?;
     o.ensure(
         o.dst.ne[0] == 1 && o.dst.ne[1..] == a.ne[1..],
-        "the destination is not one element for each row",
+        "the destination is not one element per row",
     )
 }
 
@@ -30,7 +30,7 @@ pub(super) fn argmax(o: &Operation<'_>) -> Result<(), Refusal> {
     )?;
     o.ensure(
         a.ne[2..] == [1, 1] && o.dst.ne == [a.ne[1], 1, 1, 1],
-        "the destination is not one index for each row of a matrix",
+        "the destination is not one index per row of a matrix",
     )
 }
 
@@ -69,6 +69,6 @@ pub(super) fn top_k(o: &Operation<'_>) -> Result<(), Refusal> {
     )?;
     o.ensure(
         o.dst.ne[0] <= a.ne[0] && o.dst.ne[1..] == a.ne[1..],
-        "the destination wants more elements than a row has, or other rows",
+        "the destination has more elements than a row, or other rows",
     )
 }

@@ -1,6 +1,6 @@
-//! Losses and the steps of optimisers.
+//! Training: loss functions and optimiser steps.
 
-use super::{Operation, Refusal};
+use super::operation::{Operation, Refusal};
 use crate::ir::{Shape, Type};
 
 /// `dst = -mean over rows of sum(log_softmax(src0) * src1)`
@@ -13,7 +13,8 @@ pub(super) fn cross_entropy_loss(o: &Operation<'_>) -> Result<(), Refusal> {
     )
 }
 
-/// The gradient through [`cross_entropy_loss`] of src1 and src2, for the gradient src0 behind it.
+/// The gradient of [`cross_entropy_loss`] with inputs src1 and src2, for the gradient src0 of its
+/// output.
 pub(super) fn cross_entropy_loss_back(o: &Operation<'_>) -> Result<(), Refusal> {
     let (grad, a, b) = (o.src(0)?, o.src(1)?, o.src(2)?);
     o.ensure(grad.ne == [1; 4], "source 0 is not a single element")?;
@@ -23,8 +24,8 @@ pub(super) fn cross_entropy_loss_back(o: &Operation<'_>) -> Result<(), Refusal> 
     )
 }
 
-/// A step of an optimiser with `n` parameters, in the last source. All others have the destination's
-/// extents.
+/// An optimiser step. The last source holds `n` parameters, and all other sources have the
+/// destination's extents.
 pub(super) fn opt_step(o: &Operation<'_>, n: u64) -> Result<(), Refusal> {
     let (parameters, rest): (_, &[Option<&Shape>]) = match o.src.split_last() {
         Some((&parameters, rest)) => (parameters, rest),

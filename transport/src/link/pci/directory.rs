@@ -1,7 +1,8 @@
-//! The directory, the first page of a device's memory: the device's parameters and the requests for slots.
+//! The directory, the first page of a device's memory: the device's parameters and the requests for
+//! slots.
 //!
-//! Every word is a little-endian `u64` with one writer. The guest is hostile to the host: the host compares
-//! the guest's words and never uses them as an index or an offset.
+//! Every word is a little-endian `u64` with one writer. The guest is hostile to the host: the host
+//! compares the guest's words and never uses them as an index or an offset.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -35,7 +36,8 @@ pub const DEFAULT_SIZE: usize = 256 << 20;
 
 /// The offset of each word, in bytes.
 pub mod word {
-    /// [`MAGIC`](super::MAGIC). The host stores the magic last: a directory with a magic is complete.
+    /// [`MAGIC`](super::MAGIC). The host stores the magic last: a directory with a magic is
+    /// complete.
     pub const MAGIC: usize = 0x00;
     /// [`VERSION`](super::VERSION).
     pub const VERSION: usize = 0x08;
@@ -133,8 +135,8 @@ impl Directory {
         })
     }
 
-    /// Writes the parameters. The host calls this. The call replaces the directory of an earlier run, whose
-    /// guests then see another epoch.
+    /// Writes the parameters. The host calls this. The call replaces the directory of an earlier
+    /// run, whose guests then see another epoch.
     pub fn write(&self, memory: &impl Memory) {
         for (offset, value) in [
             (word::MAGIC, 0),
@@ -151,11 +153,13 @@ impl Directory {
         memory.store(word::MAGIC, MAGIC);
     }
 
-    /// Reads and checks the parameters of a device whose region has `mapped` bytes. The guest calls this.
+    /// Reads and checks the parameters of a device whose region has `mapped` bytes. The guest calls
+    /// this.
     ///
     /// # Errors
     ///
-    /// A [`DirectoryError`] that names the wrong word. The host is at fault, or the device is not a vGPU.
+    /// A [`DirectoryError`] that names the wrong word. The host is at fault, or the device is not a
+    /// vGPU.
     pub fn read(memory: &impl Memory, mapped: usize) -> Result<Directory, DirectoryError> {
         let found = memory.load(word::MAGIC);
         if found != MAGIC {

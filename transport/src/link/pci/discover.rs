@@ -1,8 +1,9 @@
 //! Discovery of the vGPUs among this machine's PCI devices.
 //!
-//! The module reads ids, class and driver from sysfs. It does not touch devices with other ids, nor devices
-//! with a bound driver. A physical NVIDIA GPU may have the same id as the project's own function; its
-//! subsystem id differs, and the module checks it before any access to the device's memory.
+//! The module reads ids, class and driver from sysfs. It does not touch devices with other ids, nor
+//! devices with a bound driver. A physical NVIDIA GPU may have the same id as the project's own
+//! function; its subsystem id differs, and the module checks it before any access to the device's
+//! memory.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -17,8 +18,8 @@ pub const SYSFS: &str = "/sys/bus/pci/devices";
 /// The vendor and device id of QEMU's `ivshmem` devices.
 pub const IVSHMEM: (u16, u16) = (0x1af4, 0x1110);
 
-/// The vendor and device id of the project's own function. NVIDIA's H100 has the same id, so programs that
-/// know the H100 find a GPU.
+/// The vendor and device id of the project's own function. NVIDIA's H100 has the same id, so
+/// programs that know the H100 find a GPU.
 pub const VGPU: (u16, u16) = (0x10de, 0x2331);
 
 /// The subsystem id of the project's own function. No NVIDIA device has this id.
@@ -171,8 +172,8 @@ impl Found {
         if self.kind == Kind::Vgpu { 1 } else { 2 }
     }
 
-    /// The sysfs file of the window's BAR, write-combined where the kernel offers that. All users must map
-    /// the same file: two mappings of different kinds would both be uncached.
+    /// The sysfs file of the window's BAR, write-combined where the kernel offers that. All users
+    /// must map the same file: two mappings of different kinds would both be uncached.
     pub fn window_file(&self) -> PathBuf {
         let bar = self.window_bar();
         let combined = self.path.join(format!("resource{bar}_wc"));
@@ -205,7 +206,8 @@ impl Found {
     }
 }
 
-/// All PCI devices of this machine, in the order of their addresses. Empty on a machine without PCI.
+/// All PCI devices of this machine, in the order of their addresses. Empty on a machine without
+/// PCI.
 pub fn all(sysfs: &Path) -> Vec<Found> {
     let Ok(entries) = fs::read_dir(sysfs) else {
         return Vec::new();

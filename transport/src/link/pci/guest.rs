@@ -91,9 +91,9 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`PciError::RealGpu`], [`PciError::NotVgpu`] and [`PciError::Driver`] when the device is not a free
-    /// vGPU; [`PciError::Permission`], [`PciError::Lockdown`] and [`PciError::Io`] when this process cannot
-    /// access the device.
+    /// [`PciError::RealGpu`], [`PciError::NotVgpu`] and [`PciError::Driver`] when the device is not
+    /// a free vGPU; [`PciError::Permission`], [`PciError::Lockdown`] and [`PciError::Io`] when this
+    /// process cannot access the device.
     pub fn open(found: &Found) -> Result<Device, PciError> {
         let device = found.to_string();
         match found.kind {
@@ -137,9 +137,9 @@ impl Device {
                 device: device.clone(),
                 why: "the device has no region for a window".into(),
             })?;
-        // SAFETY: `file` is the device's region in sysfs, and the kernel refuses to map more than the region
-        // has. The region exists while the device does. Removing a device in use ends its users by SIGBUS,
-        // which the crate documents.
+        // SAFETY: `file` is the device's region in sysfs, and the kernel refuses to map more than
+        // the region has. The region exists while the device does. Removing a device in use ends
+        // its users by SIGBUS, which the crate documents.
         let page = unsafe { Window::map_device(file.as_fd(), 0, directory::PAGE) }
             .map_err(|error| unmapped(&device, error))?;
         let directory = Directory::read(&page, size).map_err(|error| not_vgpu(&device, &error))?;
@@ -161,8 +161,8 @@ impl Device {
         &self.directory
     }
 
-    /// Whether the executor behind the device runs. Waits up to `patience` for a heartbeat, which comes once
-    /// a second.
+    /// Whether the executor behind the device runs. Waits up to `patience` for a heartbeat, which
+    /// comes once a second.
     pub fn is_alive(&self, patience: Duration) -> bool {
         let began = Instant::now();
         let before = self.page.load(directory::word::HEARTBEAT);
@@ -180,7 +180,8 @@ impl Device {
     /// # Errors
     ///
     /// [`PciError::Full`] when all slots are in use, [`PciError::Ended`], [`PciError::Timeout`] and
-    /// [`PciError::Refused`] when the executor does not serve, and [`PciError::Io`] when a system call fails.
+    /// [`PciError::Refused`] when the executor does not serve, and [`PciError::Io`] when a system
+    /// call fails.
     pub fn connect(self, timeout: Duration) -> Result<WindowGuest, PciError> {
         let deadline = Instant::now() + timeout;
         if self.page.load(directory::word::HOST_STATE) != 1 {
@@ -286,7 +287,8 @@ impl Device {
     }
 }
 
-/// Connects to the executor behind the device at `address`. `timeout` limits the wait for the executor.
+/// Connects to the executor behind the device at `address`. `timeout` limits the wait for the
+/// executor.
 ///
 /// # Errors
 ///
@@ -309,8 +311,8 @@ struct PciDoorbell {
 
 impl Doorbell for PciDoorbell {
     fn ring(&self) -> Result<(), LinkError> {
-        // The full fence of `Waker::must_ring` precedes this store, so the host sees the publication when it
-        // sees the ring.
+        // The full fence of `Waker::must_ring` precedes this store, so the host sees the
+        // publication when it sees the ring.
         self.registers.write(DOORBELL, RING);
         Ok(())
     }
@@ -326,15 +328,15 @@ impl Doorbell for PciDoorbell {
             std::thread::sleep(sleep.min(timeout));
             lock().woke(Instant::now());
         }
-        // An executor that ends closes the slot's window after its last reply. An executor that was killed is
-        // replaced by another, with another epoch. A removed device reads as all ones.
+        // An executor that ends closes the slot's window after its last reply. An executor that was
+        // killed is replaced by another, with another epoch. A removed device reads as all ones.
         let is_there = self.page.load(directory::word::EPOCH) == self.epoch;
         Ok(if is_there { Wake::Look } else { Wake::PeerGone })
     }
 }
 
-/// The length of the sleeps of one wait: an eighth of the time waited so far. A wait then takes at most an
-/// eighth longer than necessary, and a long wait costs almost no processor time.
+/// The length of the sleeps of one wait: an eighth of the time waited so far. A wait then takes at
+/// most an eighth longer than necessary, and a long wait costs almost no processor time.
 #[derive(Debug)]
 struct SleepTimes {
     began: Instant,

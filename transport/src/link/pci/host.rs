@@ -20,15 +20,15 @@ use crate::shm::layout::{self, Layout};
 use crate::shm::liveness::{self, Liveness};
 use crate::shm::memory::{MapError, Memory as _, Window};
 
-/// The time that a session has to end after another guest has requested its slot. After it, the host
-/// answers [`VERDICT_BUSY`].
+/// The time that a session has to end after another guest has requested its slot. After it, the
+/// host answers [`VERDICT_BUSY`].
 const EVICTION: Duration = Duration::from_millis(500);
 
 /// The doorbell of a virtual machine, and the detection of the machine's end.
 ///
-/// One eventfd serves all slots. Each session has an edge-triggered epoll instance on the eventfd, and no
-/// session reads the eventfd. A ring therefore wakes all sessions, no session consumes the ring of
-/// another, and the 64-bit counter does not saturate.
+/// One eventfd serves all slots. Each session has an edge-triggered epoll instance on the eventfd,
+/// and no session reads the eventfd. A ring therefore wakes all sessions, no session consumes the
+/// ring of another, and the 64-bit counter does not saturate.
 #[derive(Debug)]
 pub struct Bell {
     event: OwnedFd,
@@ -44,8 +44,8 @@ const GONE: u64 = 1;
 const EVICTED: u64 = 2;
 
 impl Bell {
-    /// The doorbell of the eventfd that the virtual machine rings, and of a socket that the kernel closes
-    /// when the machine ends.
+    /// The doorbell of the eventfd that the virtual machine rings, and of a socket that the kernel
+    /// closes when the machine ends.
     pub fn new(event: OwnedFd, lifeline: Option<OwnedFd>) -> Bell {
         Bell { event, lifeline }
     }
@@ -132,14 +132,14 @@ pub enum VmEvent {
 }
 
 impl VmWindow {
-    /// Serves the sealed memory `file` of `size` bytes. The memory is new, or an earlier executor has
-    /// served it; the guests of that executor then see a new epoch. A guest without a heartbeat for
-    /// `silence` has died.
+    /// Serves the sealed memory `file` of `size` bytes. The memory is new, or an earlier executor
+    /// has served it; the guests of that executor then see a new epoch. A guest without a heartbeat
+    /// for `silence` has died.
     ///
     /// # Errors
     ///
-    /// [`VmError::Directory`] for a wrong size, [`VmError::Map`] for a file that is unsealed or smaller than
-    /// `size`, [`VmError::Heartbeat`] and [`VmError::Link`] when a system call fails.
+    /// [`VmError::Directory`] for a wrong size, [`VmError::Map`] for a file that is unsealed or
+    /// smaller than `size`, [`VmError::Heartbeat`] and [`VmError::Link`] when a system call fails.
     pub fn new(
         file: OwnedFd,
         size: usize,

@@ -1,4 +1,5 @@
-//! The server's side of the protocol of QEMU's `ivshmem-doorbell` (QEMU, `docs/specs/ivshmem-spec.rst`).
+//! The server's side of the protocol of QEMU's `ivshmem-doorbell` (QEMU,
+//! `docs/specs/ivshmem-spec.rst`).
 //!
 //! The server sends little-endian `i64` words, some with a file:
 //!
@@ -10,8 +11,9 @@
 //!  1    + eventfd     the virtual machine: nobody rings this eventfd
 //! ```
 //!
-//! QEMU sends nothing. It closes the socket when the virtual machine ends. QEMU expects one eventfd per
-//! vector, and its default is one vector. QEMU exits when the size of the memory is not a power of two.
+//! QEMU sends nothing. It closes the socket when the virtual machine ends. QEMU expects one eventfd
+//! per vector, and its default is one vector. QEMU exits when the size of the memory is not a power
+//! of two.
 #![forbid(unsafe_code)]
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -43,8 +45,8 @@ pub struct Parts {
 ///
 /// # Errors
 ///
-/// [`VmError::Map`] when the host cannot create the memory, and [`VmError::Link`] when QEMU has closed the
-/// socket or the peer is not QEMU.
+/// [`VmError::Map`] when the host cannot create the memory, and [`VmError::Link`] when QEMU has
+/// closed the socket or the peer is not QEMU.
 pub fn welcome(socket: OwnedFd, size: usize) -> Result<Parts, VmError> {
     let memory = sealed_file(size)?;
     let (bell, unused) = (new_eventfd()?, new_eventfd()?);

@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
 
-/// Locks byte `at` of `file` until the file is closed. `false` when another open file holds the lock.
+/// Locks byte `at` of `file` until the file is closed. `false` when another open file holds the
+/// lock.
 ///
 /// `rustix` has process-owned locks only, which do not exclude two sessions of one process.
 pub(super) fn lock_byte(file: &File, at: usize) -> io::Result<bool> {
@@ -15,7 +16,8 @@ pub(super) fn lock_byte(file: &File, at: usize) -> io::Result<bool> {
         l_len: 1,
         l_pid: 0,
     };
-    // SAFETY: the pointer refers to a local flock, which outlives the call. F_OFD_SETLK only reads it.
+    // SAFETY: the pointer refers to a local flock, which outlives the call. F_OFD_SETLK only reads
+    // it.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
     if result == 0 {
         return Ok(true);

@@ -7,9 +7,9 @@
 //! | QEMU's `ivshmem-doorbell`, of any version | 1af4:1110 | BAR 2 | BAR 0 + 12: peer and vector, both 0 |
 //! | the project's own function, over vfio-user | 10de:2331, subsystem 1af4:5647, class 0302 | BAR 1 | BAR 0 + 12 |
 //!
-//! A virtual machine has one device, and several of its programs may open sessions. The device's memory
-//! therefore has equal parts: the first holds the [directory], and each of the others is a *slot* with
-//! the window of one session.
+//! A virtual machine has one device, and several of its programs may open sessions. The device's
+//! memory therefore has equal parts: the first holds the [directory], and each of the others is a
+//! *slot* with the window of one session.
 //!
 //! ```text
 //!      0 +-----------------------------+
@@ -30,14 +30,14 @@
 //!  map slot k                                     a session begins
 //! ```
 //!
-//! The guest's kernel holds the lock, on the device's file in sysfs. Processes and containers of one
-//! virtual machine therefore never use the same slot, and the kernel releases the slot of a dead process.
-//! The host does not rely on the lock.
+//! The guest's kernel holds the lock, on the device's file in sysfs. Processes and containers of
+//! one virtual machine therefore never use the same slot, and the kernel releases the slot of a
+//! dead process. The host does not rely on the lock.
 //!
-//! The guest has no driver and receives no interrupts. A waiting guest spins, then sleeps for a fraction
-//! of the time it has already waited. The guest detects a dead host by the heartbeat, and a restarted
-//! host by the directory's epoch. The host detects a dead guest by the guest's heartbeat, by the next
-//! request for its slot, or by the end of the virtual machine.
+//! The guest has no driver and receives no interrupts. A waiting guest spins, then sleeps for a
+//! fraction of the time it has already waited. The guest detects a dead host by the heartbeat, and
+//! a restarted host by the directory's epoch. The host detects a dead guest by the guest's
+//! heartbeat, by the next request for its slot, or by the end of the virtual machine.
 
 pub mod directory;
 pub mod discover;

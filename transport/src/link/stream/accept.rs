@@ -10,8 +10,8 @@ use rustix::io::Errno;
 
 use crate::poll::poll;
 
-/// Waits up to `timeout` for a connection at `listener` and calls `accept`. `None` when no guest has
-/// connected, or the guest has closed its socket already.
+/// Waits up to `timeout` for a connection at `listener` and calls `accept`. `None` when no guest
+/// has connected, or the guest has closed its socket already.
 pub(super) fn accept_within<T>(
     listener: impl AsFd,
     timeout: Duration,

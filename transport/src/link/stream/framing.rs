@@ -176,8 +176,8 @@ impl Framing {
         });
     }
 
-    /// The same as [`push`](Framing::push), but queues nothing if `fill` returns `false`. A frame without
-    /// payload is always queued.
+    /// The same as [`push`](Framing::push), but queues nothing if `fill` returns `false`. A frame
+    /// without payload is always queued.
     pub(super) fn push_if(
         &mut self,
         kind: Kind,
@@ -237,8 +237,8 @@ impl Framing {
 
     fn pull_in(&mut self) -> Result<(), LinkError> {
         self.check()?;
-        // The limits leave further bytes in the kernel's buffer, and so apply backpressure. A guest must
-        // read replies while its request waits for room, so the limit in bytes is generous.
+        // The limits leave further bytes in the kernel's buffer, and so apply backpressure. A guest
+        // must read replies while its request waits for room, so the limit in bytes is generous.
         while self.received < MAX_RECEIVED {
             let mut chunk = std::mem::take(&mut self.chunk);
             let got = self.channel.read(&mut chunk);
@@ -359,7 +359,8 @@ impl Waiting {
     pub(super) fn wait(&self, timeout: Duration) -> Result<(), LinkError> {
         match &self.socket {
             Some(socket) => channel::wait(socket, self.events, timeout),
-            // The process had no descriptor left for a duplicate of the socket, so the caller polls.
+            // The process had no descriptor left for a duplicate of the socket, so the caller
+            // polls.
             None => {
                 std::thread::sleep(timeout.min(Duration::from_millis(1)));
                 Ok(())

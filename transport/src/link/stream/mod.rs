@@ -1,5 +1,5 @@
-//! The link over a byte stream: TCP with TLS to another machine, vsock out of a virtual machine without a
-//! window.
+//! The link over a byte stream: TCP with TLS to another machine, vsock out of a virtual machine
+//! without a window.
 //!
 //! The link carries the same messages as every link. Each message travels in a frame:
 //!
@@ -14,8 +14,8 @@
 //! | retired | host | of the last retired request; no message |
 //! | heartbeat | host | 0; no message: the process runs, whatever it computes |
 //!
-//! The host sends `retired` only when it would otherwise be idle, so a sequence of requests does not
-//! cause a sequence of notifications. A guest that waits and receives nothing for
+//! The host sends `retired` only when it would otherwise be idle, so a sequence of requests does
+//! not cause a sequence of notifications. A guest that waits and receives nothing for
 //! [`STALL`](crate::shm::liveness::STALL) closes the link.
 
 mod accept;

@@ -1,5 +1,5 @@
-//! The link over TCP, to an executor on another machine. Off the loopback the link requires TLS, with a
-//! certificate on each side.
+//! The link over TCP, to an executor on another machine. Off the loopback the link requires TLS,
+//! with a certificate on each side.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -36,13 +36,13 @@ pub enum TcpError {
     Tls(#[from] TlsError),
 }
 
-/// Connects to the executor at `host`:`port`. `timeout` limits the connection and the TLS handshake; the
-/// name lookup has its own time limit.
+/// Connects to the executor at `host`:`port`. `timeout` limits the connection and the TLS
+/// handshake; the name lookup has its own time limit.
 ///
 /// # Errors
 ///
-/// A [`TcpError`] that names the failed step. [`TcpError::Unprotected`] is the caller's fault: it gave no
-/// certificates for another machine.
+/// A [`TcpError`] that names the failed step. [`TcpError::Unprotected`] is the caller's fault: it
+/// gave no certificates for another machine.
 pub fn connect(
     host: &str,
     port: u16,
@@ -120,8 +120,8 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`TcpListenError::Unprotected`] when `certificates` are missing, and [`TcpListenError::Bind`] when a
-    /// system call fails.
+    /// [`TcpListenError::Unprotected`] when `certificates` are missing, and
+    /// [`TcpListenError::Bind`] when a system call fails.
     pub fn bind(
         host: &str,
         port: u16,
@@ -180,8 +180,8 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// The guest at the other end of `socket`. Another process may have accepted the socket and passed it
-    /// on from [`into_socket`](Arrival::into_socket).
+    /// The guest at the other end of `socket`. Another process may have accepted the socket and
+    /// passed it on from [`into_socket`](Arrival::into_socket).
     ///
     /// # Errors
     ///
@@ -209,7 +209,8 @@ impl Arrival {
     ///
     /// # Errors
     ///
-    /// [`TcpError::Tls`] when the TLS handshake fails, and [`TcpError::Connect`] when a system call fails.
+    /// [`TcpError::Tls`] when the TLS handshake fails, and [`TcpError::Connect`] when a system call
+    /// fails.
     pub fn handshake(self, timeout: Duration) -> Result<StreamHost, TcpError> {
         let failed = |error| TcpError::Connect {
             host: self.from.to_string(),

@@ -61,8 +61,8 @@ impl Certificates {
     ///
     /// # Errors
     ///
-    /// [`TlsError::File`] names the file that is missing or malformed; [`TlsError::Configuration`] when the
-    /// certificates do not fit together.
+    /// [`TlsError::File`] names the file that is missing or malformed; [`TlsError::Configuration`]
+    /// when the certificates do not fit together.
     pub fn load(folder: &Path) -> Result<Certificates, TlsError> {
         let bad = |name: &str| {
             let file = folder.join(name);
@@ -112,7 +112,8 @@ impl Certificates {
         })
     }
 
-    /// Opens the guest's side of a connection to `host`. The host must have a certificate for that name.
+    /// Opens the guest's side of a connection to `host`. The host must have a certificate for that
+    /// name.
     pub(super) fn connect(
         &self,
         host: &str,

@@ -1,9 +1,9 @@
 //! The link over vsock: out of a virtual machine without a window, to its host.
 //!
 //! A guest always opens a socket of the family `AF_VSOCK`. The host's socket depends on the virtual
-//! machine monitor. With the kernel's vhost-vsock the host has an `AF_VSOCK` socket too. Firecracker,
-//! Cloud Hypervisor and `vhost-device-vsock` connect to a unix socket on the host. Its path is the one
-//! that the monitor was given, an underscore and the port.
+//! machine monitor. With the kernel's vhost-vsock the host has an `AF_VSOCK` socket too.
+//! Firecracker, Cloud Hypervisor and `vhost-device-vsock` connect to a unix socket on the host. Its
+//! path is the one that the monitor was given, an underscore and the port.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -31,8 +31,8 @@ pub const ANY: u32 = u32::MAX;
 ///
 /// # Errors
 ///
-/// `TimedOut`, or the error of the system call. `ENODEV` and `EAFNOSUPPORT` mean that this machine has no
-/// vsock device.
+/// `TimedOut`, or the error of the system call. `ENODEV` and `EAFNOSUPPORT` mean that this machine
+/// has no vsock device.
 pub fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<StreamGuest> {
     let socket = vsock::connect(cid, port, timeout)?;
     Ok(StreamGuest::new(Box::new(Plain::new(socket))))
@@ -57,14 +57,14 @@ impl Listener {
         vsock::listen(port).map(Listener::Kernel)
     }
 
-    /// Listens for the guests of one monitor at the unix socket `path`. Dropping the listener removes the
-    /// socket file.
+    /// Listens for the guests of one monitor at the unix socket `path`. Dropping the listener
+    /// removes the socket file.
     pub fn unix(listener: UnixListener, path: &Path) -> Listener {
         Listener::Unix(listener, path.into())
     }
 
-    /// Waits up to `timeout` for a guest to connect. Returns the non-blocking socket, and the context id
-    /// of the guest's machine where the kernel knows it.
+    /// Waits up to `timeout` for a guest to connect. Returns the non-blocking socket, and the
+    /// context id of the guest's machine where the kernel knows it.
     ///
     /// # Errors
     ///

@@ -67,8 +67,8 @@ pub enum HandshakeError {
 }
 
 impl Arrival {
-    /// The guest at the other end of `socket`. Another process may have accepted the socket and passed it
-    /// on from [`into_socket`](Arrival::into_socket).
+    /// The guest at the other end of `socket`. Another process may have accepted the socket and
+    /// passed it on from [`into_socket`](Arrival::into_socket).
     ///
     /// # Errors
     ///
@@ -95,9 +95,9 @@ impl Arrival {
     ///
     /// # Errors
     ///
-    /// [`HandshakeError::Timeout`], [`HandshakeError::Garbage`] and [`HandshakeError::OtherLayout`] are
-    /// the guest's fault. [`HandshakeError::Link`] is a system call of the host that has failed, or a
-    /// guest that has closed its socket.
+    /// [`HandshakeError::Timeout`], [`HandshakeError::Garbage`] and [`HandshakeError::OtherLayout`]
+    /// are the guest's fault. [`HandshakeError::Link`] is a system call of the host that has
+    /// failed, or a guest that has closed its socket.
     pub fn handshake(self) -> Result<WindowHost, HandshakeError> {
         let timeout = self.options.handshake_timeout;
         let deadline = Instant::now() + timeout;

@@ -1,7 +1,7 @@
 //! The packets of the handshake. The first word of each is [`MAGIC`](crate::link::packet::MAGIC).
 
-/// The words of a hello: magic, lowest and highest supported layout, wanted window size (0: the host
-/// chooses).
+/// The words of a hello: magic, lowest and highest supported layout, wanted window size (0: the
+/// host chooses).
 pub(super) const HELLO_WORDS: usize = 4;
 
 /// The words of a welcome: magic, verdict, chosen layout, window size.

@@ -48,7 +48,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `path`. The listener replaces the socket file of a dead executor, but no other file.
+    /// Listens at `path`. The listener replaces the socket file of a dead executor, but no other
+    /// file.
     ///
     /// # Errors
     ///
@@ -71,8 +72,8 @@ impl Listener {
             Err(Errno::NOENT) => return Err(ListenError::NoDirectory { path: path.into() }),
             Err(error) => return Err(at("binding the socket")(error)),
         }
-        // No client can connect between `bind` and `listen`, so the file never has other permissions
-        // while the socket accepts connections.
+        // No client can connect between `bind` and `listen`, so the file never has other
+        // permissions while the socket accepts connections.
         rustix::fs::chmod(path, Mode::from_raw_mode(options.mode))
             .map_err(at("setting the permissions of the socket"))?;
         let file = rustix::fs::lstat(path).map_err(at("reading the inode of the socket"))?;
@@ -92,8 +93,8 @@ impl Listener {
 
     /// Waits up to `timeout` for a guest to connect. `None` when no guest has connected.
     ///
-    /// The call exchanges no packets with the guest. [`Arrival::handshake`] does, and may run on another
-    /// thread.
+    /// The call exchanges no packets with the guest. [`Arrival::handshake`] does, and may run on
+    /// another thread.
     ///
     /// # Errors
     ///

@@ -1,5 +1,5 @@
-//! The link between processes of one machine: a unix socket for the handshake, a [window](crate::shm) for
-//! the messages.
+//! The link between processes of one machine: a unix socket for the handshake, a
+//! [window](crate::shm) for the messages.
 //!
 //! ```text
 //!  guest                                        host
@@ -10,14 +10,14 @@
 //!  opened: epoch      ------------------------> the session begins
 //! ```
 //!
-//! The socket is a `SOCK_SEQPACKET` socket, so each packet is one whole message, and `connect` fails with
-//! an error of its own at the socket of another program. After the handshake the socket carries the files
-//! that the host [shares](crate::link::HostEnd::share). It stays open as the lifeline: the kernel closes
-//! it when either process dies.
+//! The socket is a `SOCK_SEQPACKET` socket, so each packet is one whole message, and `connect`
+//! fails with an error of its own at the socket of another program. After the handshake the socket
+//! carries the files that the host [shares](crate::link::HostEnd::share). It stays open as the
+//! lifeline: the kernel closes it when either process dies.
 //!
-//! The permissions of the socket file decide who may use the executor. Beyond that the host trusts a
-//! guest with nothing. Each step of the handshake has a time limit. [`Listener::accept`] does not wait
-//! for the guest's packets, so a silent guest delays nobody else.
+//! The permissions of the socket file decide who may use the executor. Beyond that the host trusts
+//! a guest with nothing. Each step of the handshake has a time limit. [`Listener::accept`] does not
+//! wait for the guest's packets, so a silent guest delays nobody else.
 
 mod arrival;
 mod guest;

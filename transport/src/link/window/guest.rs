@@ -22,13 +22,13 @@ use crate::shm::liveness::Liveness;
 use crate::shm::memory::{Memory, Window};
 use crate::shm::ring::{Consumer, Limits, Payload, Producer};
 
-/// The largest payload that goes through the submission ring, in bytes. A larger payload would be as fast
-/// there, but would leave room for fewer messages.
+/// The largest payload that goes through the submission ring, in bytes. A larger payload would be
+/// as fast there, but would leave room for fewer messages.
 const INLINE_PAYLOAD: usize = 16384;
 
 /// The size of the staging ring, in bytes: one payload of maximum size, or the pieces of a transfer
-/// ([`piece_len`](crate::link::piece_len)), of which the guest fills one while others are in transit. A
-/// ring of this size stays in the caches.
+/// ([`piece_len`](crate::link::piece_len)), of which the guest fills one while others are in
+/// transit. A ring of this size stays in the caches.
 const STAGING_RING_SIZE: usize = 1 << 20;
 
 /// The maximum size of the backlog of replies, in bytes.
@@ -44,7 +44,8 @@ pub struct WindowGuest {
     staging_heap: StagingHeap,
     /// The number of the last sent request.
     sent: u64,
-    /// The replies that this end has received while it waited for room, oldest first: message and payload.
+    /// The replies that this end has received while it waited for room, oldest first: message and
+    /// payload.
     backlog: VecDeque<(Vec<u8>, Vec<u8>)>,
     /// The size of the backlog, in bytes.
     backlog_bytes: usize,
@@ -53,8 +54,8 @@ pub struct WindowGuest {
 }
 
 impl WindowGuest {
-    /// The guest's end of a window with this `layout`. With a `liveness`, the end closes the link when the
-    /// host's heartbeat stops.
+    /// The guest's end of a window with this `layout`. With a `liveness`, the end closes the link
+    /// when the host's heartbeat stops.
     pub fn new(
         window: Arc<Window>,
         layout: &Layout,
@@ -99,7 +100,8 @@ impl WindowGuest {
         &self.window
     }
 
-    /// Reserves a record in the submission ring, writes the record and publishes it. Waits for room.
+    /// Reserves a record in the submission ring, writes the record and publishes it. Waits for
+    /// room.
     fn submit(
         &mut self,
         message: &[u8],
@@ -115,7 +117,8 @@ impl WindowGuest {
         }
         let request = self.sent + 1;
         let room = loop {
-            // The order matters: the host takes a request out of the ring before it retires the request.
+            // The order matters: the host takes a request out of the ring before it retires the
+            // request.
             let retired = self.retired();
             let room = self
                 .submissions
@@ -196,7 +199,8 @@ impl WindowGuest {
         self.end.wake(|wake_on| wake_on == WAKE_ON_ROOM)
     }
 
-    /// Receives the next reply, if one has arrived. A payload longer than `payload` is the host's fault.
+    /// Receives the next reply, if one has arrived. A payload longer than `payload` is the host's
+    /// fault.
     fn take_reply(
         &mut self,
         message: &mut Vec<u8>,
@@ -253,7 +257,8 @@ impl GuestEnd for WindowGuest {
             if let Some(range) = self.staging_ring.reserve(len, self.sent + 1) {
                 break range;
             }
-            // The host writes the cache line of `retired` often, so this end loads it only when it must.
+            // The host writes the cache line of `retired` often, so this end loads it only when it
+            // must.
             if let Some(oldest) = self.staging_ring.oldest() {
                 self.wait_progress(oldest)?;
             }
@@ -319,8 +324,8 @@ impl GuestEnd for WindowGuest {
 
     fn alloc_staging(&mut self, len: usize) -> Option<StagingRegion> {
         if self.window.is_device() {
-            // The user of a staging region reads it and may lock it in memory. Reads of device memory are
-            // slow, and locking it fails.
+            // The user of a staging region reads it and may lock it in memory. Reads of device
+            // memory are slow, and locking it fails.
             return None;
         }
         let range = self.staging_heap.alloc(len)?;
@@ -353,7 +358,8 @@ impl GuestEnd for WindowGuest {
                 "the host shares a file of {size} bytes over a link that cannot carry files"
             )));
         };
-        // A failure here is not stored as the error of the link: the ring is intact, and the link goes on.
+        // A failure here is not stored as the error of the link: the ring is intact, and the link
+        // goes on.
         let file = files.receive()?;
         Window::map_foreign(file.as_fd(), size).map_err(unmapped)
     }

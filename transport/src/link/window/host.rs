@@ -40,8 +40,8 @@ pub struct WindowHost {
 }
 
 impl WindowHost {
-    /// The host's end of a window to which the caller has written `layout`. With a `liveness`, the end
-    /// closes the link when the guest's heartbeat stops.
+    /// The host's end of a window to which the caller has written `layout`. With a `liveness`, the
+    /// end closes the link when the guest's heartbeat stops.
     pub fn new(
         window: Arc<Window>,
         layout: &Layout,

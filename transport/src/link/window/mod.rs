@@ -1,8 +1,8 @@
 //! The ends of a link over a [window](crate::shm): the protocol of every link with shared memory.
 //!
-//! The guest sends requests through the submission ring. A payload of up to 16 KiB travels in its record;
-//! a larger payload travels in the bulk area. The host sends replies with their payloads through the
-//! completion ring. The word `retired` reports finished requests without a message.
+//! The guest sends requests through the submission ring. A payload of up to 16 KiB travels in its
+//! record; a larger payload travels in the bulk area. The host sends replies with their payloads
+//! through the completion ring. The word `retired` reports finished requests without a message.
 #![forbid(unsafe_code)]
 
 mod guest;

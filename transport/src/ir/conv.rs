@@ -1,0 +1,178 @@
+//! The geometry of convolutions: stride, padding and dilation in each dimension.
+
+use super::graph::Shape;
+use super::ops::Op;
+
+/// The parameters of a convolution over `N` dimensions. Dimension 0 is the fastest one, as in
+/// [`Shape::ne`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConvGeometry<const N: usize> {
+    /// The step of the kernel between two outputs, in input elements.
+    pub stride: [i32; N],
+    /// The zero elements before and behind the input.
+    pub padding: [i32; N],
+    /// The distance between two taps of the kernel, in input elements.
+    pub dilation: [i32; N],
+}
+
+impl ConvGeometry<2> {
+    /// The geometry of IM2COL, IM2COL_BACK, CONV_2D and CONV_2D_DW. `None` for every other
+    /// operator.
+    pub const fn of(op: &Op) -> Option<ConvGeometry<2>> {
+        let (Op::Im2col {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+            ..
+        }
+        | Op::Im2colBack {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+            ..
+        }
+        | Op::Conv2d {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+        }
+        | Op::Conv2dDw {
+            s0,
+            s1,
+            p0,
+            p1,
+            d0,
+            d1,
+        }) = op
+        else {
+            return None;
+        };
+        Some(ConvGeometry {
+            stride: [*s0, *s1],
+            padding: [*p0, *p1],
+            dilation: [*d0, *d1],
+        })
+    }
+}
+
+impl ConvGeometry<3> {
+    /// The geometry of IM2COL_3D and CONV_3D. `None` for every other operator.
+    pub const fn of(op: &Op) -> Option<ConvGeometry<3>> {
+        let (Op::Im2col3d {
+            s0,
+            s1,
+            s2,
+            p0,
+            p1,
+            p2,
+            d0,
+            d1,
+            d2,
+            ..
+        }
+        | Op::Conv3d {
+            s0,
+            s1,
+            s2,
+            p0,
+            p1,
+            p2,
+            d0,
+            d1,
+            d2,
+            ..
+        }) = op
+        else {
+            return None;
+        };
+        Some(ConvGeometry {
+            stride: [*s0, *s1, *s2],
+            padding: [*p0, *p1, *p2],
+            dilation: [*d0, *d1, *d2],
+        })
+    }
+}
+
+impl<const N: usize> ConvGeometry<N> {
+    /// The number of outputs in dimension `dim`, for an input of `input` elements and a kernel of
+    /// `kernel` elements. `None` when a parameter is out of range or the kernel does not fit.
+    pub fn output_extent(&self, dim: usize, input: u64, kernel: u64) -> Option<u64> {
+        let (stride, padding) = (self.stride[dim], self.padding[dim]);
+        output_extent(input, kernel, stride, padding, self.dilation[dim])
+    }
+
+    /// The number of outputs in each dimension. `None` when a parameter is out of range or the
+    /// kernel does not fit.
+    pub fn output_extents(&self, input: &Shape, kernel: &Shape) -> Option<[u64; N]> {
+        let mut extents = [0; N];
+        for (dim, extent) in extents.iter_mut().enumerate() {
+            *extent = self.output_extent(dim, input.ne[dim], kernel.ne[dim])?;
+        }
+        Some(extents)
+    }
+}
+
+/// The number of outputs of a kernel on a padded line (`ggml_calc_conv_output_size`).
+///
+/// The division rounds towards zero, as in ggml: a kernel that is slightly longer than the padded
+/// input still has one output.
+pub(super) fn output_extent(
+    input: u64,
+    kernel: u64,
+    stride: i32,
+    padding: i32,
+    dilation: i32,
+) -> Option<u64> {
+    if stride <= 0 || padding < 0 || dilation <= 0 {
+        return None;
+    }
+    let room = i128::from(input) + 2 * i128::from(padding)
+        - i128::from(dilation) * (i128::from(kernel) - 1)
+        - 1;
+    u64::try_from(room / i128::from(stride) + 1).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn geometry_comes_from_the_operator() {
+        let op = Op::Conv2d {
+            s0: 1,
+            s1: 2,
+            p0: 3,
+            p1: 4,
+            d0: 5,
+            d1: 6,
+        };
+        let geometry = ConvGeometry::<2>::of(&op).unwrap();
+        assert_eq!(geometry.stride, [1, 2]);
+        assert_eq!(geometry.padding, [3, 4]);
+        assert_eq!(geometry.dilation, [5, 6]);
+        assert_eq!(ConvGeometry::<3>::of(&op), None);
+        assert_eq!(ConvGeometry::<2>::of(&Op::Add {}), None);
+    }
+
+    #[test]
+    fn outputs_are_counted_as_ggml_does() {
+        // input, kernel, stride, padding, dilation
+        assert_eq!(output_extent(5, 3, 1, 0, 1), Some(3));
+        assert_eq!(output_extent(5, 3, 2, 1, 1), Some(3));
+        assert_eq!(output_extent(5, 3, 1, 0, 2), Some(1));
+        assert_eq!(output_extent(5, 6, 2, 0, 1), Some(1), "rounds towards zero");
+        assert_eq!(output_extent(5, 9, 1, 0, 1), None);
+        for (stride, padding, dilation) in [(0, 0, 1), (1, -1, 1), (1, 0, 0)] {
+            assert_eq!(output_extent(5, 3, stride, padding, dilation), None);
+        }
+    }
+}
