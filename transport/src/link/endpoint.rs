@@ -131,7 +131,7 @@ impl FromStr for Endpoint {
             Some(("pci", address)) => {
                 let address = address
                     .parse()
-                    .map_err(|()| EndpointError::Address { text: text.into() })?;
+                    .map_err(|_| EndpointError::Address { text: text.into() })?;
                 return Ok(Endpoint::Pci(Some(address)));
             }
             None if text == "pci" => return Ok(Endpoint::Pci(None)),

@@ -51,24 +51,29 @@ impl fmt::Display for Address {
     }
 }
 
+/// Why a text is not a PCI address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a PCI address such as 0000:00:05.0")]
+pub struct AddressError;
+
 impl FromStr for Address {
-    type Err = ();
+    type Err = AddressError;
 
     /// `0000:00:05.0`, or without the domain, as `lspci` shows it: `00:05.0`.
-    fn from_str(text: &str) -> Result<Address, ()> {
-        let (rest, function) = text.rsplit_once('.').ok_or(())?;
+    fn from_str(text: &str) -> Result<Address, AddressError> {
+        let (rest, function) = text.rsplit_once('.').ok_or(AddressError)?;
         let parts: Vec<&str> = rest.split(':').collect();
         let (domain, bus, device) = match parts[..] {
             [bus, device] => ("0", bus, device),
             [domain, bus, device] => (domain, bus, device),
-            _ => return Err(()),
+            _ => return Err(AddressError),
         };
         let hex = |text: &str, max: u32| {
-            let value = u32::from_str_radix(text, 16).map_err(|_| ())?;
+            let value = u32::from_str_radix(text, 16).map_err(|_| AddressError)?;
             if value <= max && text.bytes().all(|b| b.is_ascii_hexdigit()) {
                 Ok(value)
             } else {
-                Err(())
+                Err(AddressError)
             }
         };
         Ok(Address {
@@ -271,7 +276,7 @@ mod tests {
             "0:00:05.0:1",
             "+0:05.0",
         ] {
-            assert_eq!(text.parse::<Address>(), Err(()), "{text}");
+            assert_eq!(text.parse::<Address>(), Err(AddressError), "{text}");
         }
     }
 

@@ -155,10 +155,12 @@ impl WindowGuest {
         }
         let ready = |window: &Window, completions: &mut Consumer| {
             if window.load(word::RETIRED) >= request {
-                return Ok(Some(Progress::Retired));
+                return Ok(Some(WaitOutcome::Retired));
             }
             // The host may itself be waiting for room in the completion ring.
-            Ok(completions.is_filling(window)?.then_some(Progress::Replies))
+            Ok(completions
+                .is_filling(window)?
+                .then_some(WaitOutcome::Replies))
         };
         loop {
             let (window, completions) = (&*self.window, &mut self.completions);
@@ -166,8 +168,8 @@ impl WindowGuest {
                 ready(window, completions)
             })?;
             match progress {
-                Some(Progress::Replies) => self.receive_backlog()?,
-                Some(Progress::Retired) | None => return Ok(true),
+                Some(WaitOutcome::Replies) => self.receive_backlog()?,
+                Some(WaitOutcome::Retired) | None => return Ok(true),
             }
         }
     }
@@ -374,7 +376,7 @@ impl GuestEnd for WindowGuest {
 }
 
 /// The outcome of a guest's wait for progress.
-enum Progress {
+enum WaitOutcome {
     Retired,
     Replies,
 }
