@@ -378,9 +378,9 @@ mod tests {
             .collect();
         let mut turns = 0;
         while states.iter().any(Option::is_some) {
-            for (graph, state) in graphs.iter().zip(&mut states) {
-                if let Some(state) = state.take() {
-                    *state = runner.run(graph, state, turn).unwrap();
+            for (graph, slot) in graphs.iter().zip(&mut states) {
+                if let Some(state) = slot.take() {
+                    *slot = runner.run(graph, state, turn).unwrap();
                     turns += 1;
                 }
             }
