@@ -1,4 +1,5 @@
-//! The CPU engine's plans that fuse nodes leave the same bytes in memory as plans that run them one by one.
+//! The CPU engine's plans that fuse nodes leave the same bytes in memory as plans that run them one
+//! by one.
 
 use vgpu_check::model::{Built, Model, Step, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 use vgpu_cpu::CpuEngine;
@@ -150,7 +151,8 @@ fn products_are_computed_with_what_is_added_and_gated() {
     use OpKind::{Add, AddId, Glu, MulMat, MulMatId};
     for tokens in [1, 4, 40] {
         let has = |model: Model, wanted: &[OpKind]| {
-            // What the unit gives does not fit where its products' activations were, which would keep them apart.
+            // What the unit gives does not fit where its products' activations were, which would
+            // keep them apart.
             let model = Model {
                 layers: 4,
                 inner: 512,

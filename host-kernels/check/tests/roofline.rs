@@ -16,8 +16,8 @@ fn a_dense_step_reads_its_weights_once() {
     };
     let built = TINY.graph(step);
     let cost: Cost = of(&built.graph).into_iter().sum();
-    // By hand: all matrices but the table, of which one row is read; norms; the cache as far as it is seen and
-    // the new rows; inputs; the logits.
+    // By hand: all matrices but the table, of which one row is read; norms; the cache as far as it
+    // is seen and the new rows; inputs; the logits.
     let (width, inner, vocabulary, kv) = (64, 96, 40, 32);
     let q8_0 = |elements: u64| elements / 32 * 34;
     let layer = 2 * width * width + 2 * width * kv + 3 * width * inner;

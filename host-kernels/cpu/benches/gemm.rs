@@ -1,11 +1,11 @@
-//! Matrix products of one thread: decode (one column) in GB/s beside the read bandwidth, prefill (many
-//! columns) in GFLOPS, and the same products through ggml-cpu, interleaved in the same run.
+//! Matrix products of one thread: decode (one column) in GB/s beside the read bandwidth, prefill
+//! (many columns) in GFLOPS, and the same products through ggml-cpu, interleaved in the same run.
 //!
 //! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--cols N,N,..] [--json] [TYPE ..]`
 //!
-//! ggml is taken from `$VGPU_GGML_BIN`, a folder with `libggml-base.so` and `libggml-cpu.so`; without
-//! the variable only our side is measured. It is measured twice, with the weights as they are in the
-//! file and, where it has a layout of its own for the type, repacked.
+//! ggml is taken from `$VGPU_GGML_BIN`, a folder with `libggml-base.so` and `libggml-cpu.so`;
+//! without the variable only our side is measured. It is measured twice, with the weights as they
+//! are in the file and, where it has a layout of its own for the type, repacked.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -277,8 +277,8 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
     }
 }
 
-/// Processor time of this thread, which both sides compute on: unlike the time of day it does not count
-/// whoever else uses the machine.
+/// Processor time of this thread, which both sides compute on: unlike the time of day it does not
+/// count whoever else uses the machine.
 fn seconds(mut work: impl FnMut()) -> f64 {
     let now = || {
         let time = clock_gettime(ClockId::ThreadCPUTime);
@@ -313,7 +313,8 @@ fn random_weights(format: &Format, rows: usize) -> Pages {
     weights
 }
 
-/// Memory aligned to pages, as that of both engines is: rows that cross pages in other places are read at another speed.
+/// Memory aligned to pages, as that of both engines is: rows that cross pages in other places are
+/// read at another speed.
 struct Pages {
     memory: Vec<u8>,
     bytes: std::ops::Range<usize>,

@@ -1,4 +1,5 @@
-//! What fusing nodes brings: graphs of a model of 256 M parameters, fused and node by node, in turns.
+//! What fusing nodes brings: graphs of a model of 256 M parameters, fused and node by node, in
+//! turns.
 //!
 //! `cargo bench -p vgpu-cpu --bench plan -- [--threads N] [--repeats N] [--tokens N]... [TYPE]...`
 

@@ -3,8 +3,8 @@
 //! A barrier costs about a microsecond, more with many threads; decoding one token would need about
 //! twenty per layer. Two kernels need no barrier between them
 //! - if neither accesses what the other writes: ROPE of the queries and SET_ROWS of the values;
-//! - if both are so little work that one thread computes them alone, in order: operations on the row
-//!   of a single token;
+//! - if both are so little work that one thread computes them alone, in order: operations on the
+//!   row of a single token;
 //! - if each thread reads only what it has itself written: a norm of rows and their quantisation.
 //!
 //! A kernel that deals chunks is alone in its phase: a turn can end in the middle of it, and any
@@ -104,9 +104,9 @@ impl BarrierSchedule {
         self.phases.push(Phase { parts: vec![part] });
     }
 
-    /// Adds a kernel that divides its work into shares and deals no chunks, with `scratch_bytes` of its
-    /// own. `follows`: each thread reads what it has itself written in the part before, and nothing
-    /// else that this phase has written.
+    /// Adds a kernel that divides its work into shares and deals no chunks, with `scratch_bytes` of
+    /// its own. `follows`: each thread reads what it has itself written in the part before, and
+    /// nothing else that this phase has written.
     pub(crate) fn push_shared(
         &mut self,
         mut part: Part,

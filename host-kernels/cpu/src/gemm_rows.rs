@@ -1,16 +1,16 @@
-//! Weighted sums of rows: `out[i] += sum over j of weights[i][j] * rows[j]`.
+//! Products of two matrices that are both stored in rows:
+//! `out[i] += sum over j of weights[i][j] * rows[j]`.
 //!
-//! The product of two matrices that both lie in rows. Attention mixes values by probabilities with it,
-//! OUT_PROD mixes the rows of one matrix by the other.
+//! Attention multiplies probabilities and values with this, OUT_PROD its two operands.
 
 use half::{bf16, f16};
 
 use crate::simd::{Lanes, PtrTask, Simd, dispatch_ptr};
 
-/// The most rows of results for which each row that is summed up is read once.
+/// The maximum number of rows of results for which each row that is summed up is read once.
 pub(crate) const TILE_RESULTS: usize = 6;
 
-/// The operands; strides are in elements. Each sum runs over its terms in order, whatever the extents.
+/// The operands; strides are in elements. Each sum runs over its terms in order.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GemmRows<T> {
     /// Rows of results.
@@ -40,7 +40,7 @@ pub(crate) trait Element: Copy {
 impl Element for f32 {
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, ptr: *const f32, n: usize) -> Lanes<S> {
-        // SAFETY: handed on.
+        // SAFETY: the caller's contract is that of the callee.
         unsafe { simd.load_ptr(ptr, n) }
     }
 }
@@ -48,7 +48,7 @@ impl Element for f32 {
 impl Element for f16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, ptr: *const f16, n: usize) -> Lanes<S> {
-        // SAFETY: handed on.
+        // SAFETY: the caller's contract is that of the callee.
         unsafe { simd.load_f16_ptr(ptr.cast(), n) }
     }
 }
@@ -56,7 +56,7 @@ impl Element for f16 {
 impl Element for bf16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, ptr: *const bf16, n: usize) -> Lanes<S> {
-        // SAFETY: handed on.
+        // SAFETY: the caller's contract is that of the callee.
         unsafe { simd.load_bf16_ptr(ptr.cast(), n) }
     }
 }
@@ -67,8 +67,8 @@ impl<T: Element> GemmRows<T> {
     /// # Safety
     /// - `weights` is readable for `results` times `terms` floats;
     /// - `rows` is readable for `terms` rows of `n` elements;
-    /// - `out` is readable and writable for `results` rows of `n` floats, which overlap neither each
-    ///   other nor the operands.
+    /// - `out` is readable and writable for `results` rows of `n` floats, which overlap neither
+    ///   each other nor the operands.
     pub(crate) unsafe fn add(self) {
         // SAFETY: the caller's contract is that of the task.
         unsafe { dispatch_ptr(Add(self)) };
@@ -102,12 +102,12 @@ impl<T: Element> GemmRows<T> {
             out,
             out_stride,
         };
-        // SAFETY: handed on.
+        // SAFETY: the caller's contract is that of the callee.
         unsafe { mix.add() }
     }
 }
 
-/// A [`GemmRows`] whose operands are as [`GemmRows::add`] demands.
+/// The task of [`GemmRows::add`], with the same contract.
 struct Add<T>(GemmRows<T>);
 
 impl<T: Element> PtrTask for Add<T> {
@@ -117,8 +117,8 @@ impl<T: Element> PtrTask for Add<T> {
     unsafe fn run<S: Simd>(self, simd: S) {
         let mix = self.0;
         let mut column = 0;
-        // SAFETY: `GemmRows::add` had the operands vouched for; every strip begins before `n`, and only
-        // the last of a single vector may be cut short.
+        // SAFETY: `GemmRows::add` had the operands vouched for; every strip begins before `n`, and
+        // only the last of a single vector may be cut short.
         unsafe {
             // Wider strips need the registers of AVX-512, the widest all of them for few results.
             while S::LANES == 16 && mix.results <= 3 && column + 8 * S::LANES <= mix.n {

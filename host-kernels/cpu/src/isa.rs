@@ -11,7 +11,8 @@ pub enum Level {
     Avx2,
     /// The same with AVX-VNNI, the dot products of integers in 256 bits.
     Avx2Vnni,
-    /// AVX-512 F, BW, DQ, VL and VNNI, with all of AVX2's but for AVX-VNNI, which older processors lack.
+    /// AVX-512 F, BW, DQ, VL and VNNI, with all of AVX2's but for AVX-VNNI, which older processors
+    /// lack.
     Avx512,
     /// The same with the BF16 dot product.
     Avx512Bf16,
@@ -57,10 +58,10 @@ impl Level {
         }
     }
 
-    /// The fastest level of this machine, asked for once: the highest, but for one that only some processors are fast at
-    /// (`Level::pays`). The environment variable `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`)
-    /// names another one, or where that is not supported the next lower one, to find out whether a wrong result comes
-    /// from a kernel.
+    /// The fastest level of this machine, asked for once: the highest, but for one that only some
+    /// processors are fast at (`Level::pays`). The environment variable `VGPU_CPU_LEVEL` (`scalar`,
+    /// `avx2`, `avx2vnni`, `avx512`, `avx512bf16`) names another one, or where that is not
+    /// supported the next lower one, to find out whether a wrong result comes from a kernel.
     pub fn best() -> Level {
         static BEST: OnceLock<Level> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -82,11 +83,13 @@ impl Level {
         })
     }
 
-    /// Whether this processor, if it supports the level, is at least as fast with it as with the one below.
+    /// Whether this processor, if it supports the level, is at least as fast with it as with the
+    /// one below.
     ///
-    /// Intel's processors multiply pairs of bfloat16 in 512 bits no faster than AVX-512's other products: of many columns
-    /// 97 GFLOPS a thread on one with AMX, where F16 and BF16 reach 218 and 230 as integers of 16 bits, and 113 and 109 of
-    /// eight columns in single precision (`cargo bench -p vgpu-cpu --bench gemm -- --level avx512bf16`).
+    /// Intel's processors multiply pairs of bfloat16 in 512 bits no faster than AVX-512's other
+    /// products: of many columns 97 GFLOPS a thread on one with AMX, where F16 and BF16 reach 218
+    /// and 230 as integers of 16 bits, and 113 and 109 of eight columns in single precision (`cargo
+    /// bench -p vgpu-cpu --bench gemm -- --level avx512bf16`).
     fn pays(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         if self == Level::Avx512Bf16 {

@@ -76,8 +76,8 @@ pub(crate) fn check_index(index: i64, count: usize) -> Result<usize, Fault> {
 ///
 /// A thread may read this after the barrier of phase `i` while a faster thread is already in phase
 /// `i + 1` and requests an exit after that phase. So the request is the number of a phase, and only
-/// threads behind that phase's barrier leave. With a mere flag, the slow thread would leave, and the
-/// fast thread would wait for it forever.
+/// threads behind that phase's barrier leave. With a mere flag, the slow thread would leave, and
+/// the fast thread would wait for it forever.
 pub(crate) struct EarlyExit {
     after: AtomicUsize,
     /// Chunks of that phase are left.
@@ -94,8 +94,8 @@ impl Default for EarlyExit {
 }
 
 impl EarlyExit {
-    /// Requests that all threads leave after `phase`, which the caller executes. `in_phase`: chunks of
-    /// it are left.
+    /// Requests that all threads leave after `phase`, which the caller executes. `in_phase`: chunks
+    /// of it are left.
     pub(crate) fn request(&self, phase: usize, in_phase: bool) {
         // Relaxed: the barrier after the phase orders both stores before every load.
         if in_phase {
@@ -148,12 +148,12 @@ impl Worker<'_> {
         start..start + part + usize::from(self.index < rest)
     }
 
-    /// Chunks of up to `grain` out of `units`, each given to the first thread that asks. A phase uses
-    /// this at most once, with the same arguments on every thread.
+    /// Chunks of up to `grain` out of `units`, each given to the first thread that asks. A phase
+    /// uses this at most once, with the same arguments on every thread.
     ///
-    /// When the turn of the graph is over, no more chunks are given out, and the next turn calls the
-    /// kernel again for the rest. So work of a kernel before its chunks is repeated in each turn, and
-    /// a kernel must have no work after its chunks.
+    /// When the turn of the graph is over, no more chunks are given out, and the next turn calls
+    /// the kernel again for the rest. So work of a kernel before its chunks is repeated in each
+    /// turn, and a kernel must have no work after its chunks.
     pub(crate) fn chunks(&self, units: usize, grain: usize) -> impl Iterator<Item = Range<usize>> {
         debug_assert!(self.is_alone, "other kernels of the phase would run again");
         let grain = grain.max(1);
@@ -181,7 +181,8 @@ impl Worker<'_> {
     }
 
     /// The converted activations that operators leave for later operators, shared by all threads,
-    /// 64-byte aligned ([`Operands::cache_activations`](crate::operands::Operands::cache_activations)).
+    /// 64-byte aligned
+    /// ([`Operands::cache_activations`](crate::operands::Operands::cache_activations)).
     pub(crate) fn activations(&self) -> *mut u8 {
         self.activations
     }

@@ -1,12 +1,15 @@
-//! The CPU engine: SIMD kernels on a pool of threads.
+//! The CPU engine: SIMD kernels on a team of threads.
 //!
 //! - [`formats`]: block formats, to and from f32.
-//! - [`gemm`]: dot products and matrix products on rows of blocks.
-//! - `simd`, `math`: vectors of f32 at every level, and elementary functions of them.
-//! - `ops`: one file for each family of operators, from a node to steps.
-//! - `topology`, `team`: the machine's cores, and the threads on them.
-//! - `plan`, `stages`, `pool`: a graph is a list of steps; threads enter once per graph and meet at a barrier
-//!   after each step.
+//! - [`gemm`]: matrix products with rows of blocks.
+//! - `isa`: the instruction sets (levels) that kernels are compiled for.
+//! - `simd`, `math`: vectors of f32 for every level, and elementary functions of them.
+//! - `kernel`, `operands`, `view`: what threads execute, and what an operator sees of a node.
+//! - `ops`: one module for each family of operators, which compiles a node into kernels.
+//! - `topology`, `thread_team`: the machine's cores, and the threads on them.
+//! - `plan`, `barrier_schedule`, `runner`: a graph is compiled into phases. Threads enter a graph
+//!   once and meet at a barrier after each phase.
+//! - `memory`, `region`, `weights`: allocations, mappings, and weights shared between buffers.
 
 mod barrier_schedule;
 mod convert;
@@ -38,12 +41,12 @@ use runner::Runner;
 use topology::Topology;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, SharedMemory};
 
-/// The engine that runs on the processors of the host.
+/// The engine that runs on the host's processors.
 pub struct CpuEngine {
     description: String,
     capabilities: Capabilities,
     budget: Arc<Budget>,
-    /// The largest buffer that guests may map.
+    /// The size of the largest buffer that guests may map, in bytes.
     max_shared: u64,
     runner: Arc<Runner>,
     fuses: bool,
@@ -52,31 +55,38 @@ pub struct CpuEngine {
 /// The threads of an engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Threads {
-    /// How many; 0 for one on each core that this process may use.
+    /// Number of threads; 0 for one per core that this process may use.
     pub count: usize,
-    /// Whether each stays on its core.
+    /// Whether each thread is pinned to a core.
     pub pin: bool,
 }
 
 impl From<usize> for Threads {
-    /// So many, not pinned.
+    /// `count` threads, not pinned.
     fn from(count: usize) -> Threads {
         Threads { count, pin: false }
     }
 }
 
 impl CpuEngine {
-    /// An engine with `threads` threads (0: one for each core this process may use) that hands out at
-    /// most `memory_limit` bytes (`None`: what the machine or the control group has).
+    /// An engine with `threads` threads (0: one per core that this process may use) that allocates
+    /// at most `memory_limit` bytes (`None`: the memory of the machine or the limit of the control
+    /// group).
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] if a thread cannot be created.
     pub fn new(threads: usize, memory_limit: Option<u64>) -> Result<CpuEngine, EngineError> {
         CpuEngine::with(threads.into(), memory_limit)
     }
 
-    /// The same, with more to say about the threads.
+    /// As [`new`](CpuEngine::new), with threads that may be pinned.
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] if a thread cannot be created or pinned.
     pub fn with(threads: Threads, memory_limit: Option<u64>) -> Result<CpuEngine, EngineError> {
         let topology = Topology::of_this_process();
         let count = match threads.count {
-            // A second thread on a core finds its arithmetic taken. What a control group allows can be less.
+            // Two threads of one core share its arithmetic units. A control group can allow fewer.
             0 => std::thread::available_parallelism().map_or(1, |n| n.get().min(topology.cores())),
             n => n,
         };
@@ -96,7 +106,7 @@ impl CpuEngine {
         })
     }
 
-    /// The same engine; without `fuses`, it runs one node after the other, for comparisons.
+    /// Sets whether nodes are fused. Without, the engine runs node by node, for comparisons.
     pub fn fusing(mut self, fuses: bool) -> CpuEngine {
         self.fuses = fuses;
         self

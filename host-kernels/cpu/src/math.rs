@@ -1,13 +1,13 @@
-//! Elementary functions of vectors, within two and a half units in the last place.
+//! Elementary functions of vectors, with an error of at most 2.5 ulp.
 //!
-//! The polynomials are minimax fits (Remez) of the function named beside them, relative to the
-//! result. Infinities, NaN and denormal results are those of the real function.
+//! The polynomials are minimax fits (Remez algorithm) of the function named beside them, relative
+//! to the result. Infinities, NaN and denormal results are those of the exact function.
 
 use crate::simd::{Lanes, Simd};
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
-/// `LN2_HI + LN2_LO` is ln 2; the first part has so few bits that its product with a whole number of
-/// up to 15 bits is exact.
+/// `LN2_HI + LN2_LO` is ln 2; the first part has so few bits that its product with a whole number
+/// of up to 15 bits is exact.
 const LN2_HI: f32 = 355.0 / 512.0;
 const LN2_LO: f32 = -2.121_944_4e-4;
 

@@ -1,8 +1,8 @@
-//! Memory of the CPU engine: regions, counted against a budget.
+//! Memory of the CPU engine: regions, charged to a budget.
 //!
-//! A mapping is anonymous, or of a file that a guest maps too. In the second case any byte can change at any time,
-//! and nothing here or in the kernels relies on what memory holds: see "Memory that the guest maps" in
-//! `docs/ARCHITECTURE.md`.
+//! A region is anonymous memory, or a file that a guest maps too. In the second case any byte can
+//! change at any time, and neither this module nor the kernels rely on the contents of memory: see
+//! "Memory that the guest maps" in `docs/ARCHITECTURE.md`.
 
 use std::any::Any;
 use std::fs;
@@ -19,29 +19,29 @@ use super::region::{Budget, Charge, Region};
 use super::weights::{CpuExtent, WeightRegion};
 use vgpu_engine::{EngineError, Extent, Memory, SharedMemory, check_range};
 
-/// Files have whole pages. (Of the smallest size there is; larger ones are multiples.)
+/// Granularity of memory files: the smallest page size. Larger page sizes are multiples.
 const PAGE: usize = 4096;
 
-/// One zeroed allocation. Page-aligned, so that any alignment a kernel wants holds.
+/// One zeroed allocation, aligned to pages and so to the alignment of every kernel.
 pub(super) struct CpuMemory {
     size: u64,
     kind: Kind,
     _charge: Charge,
 }
 
-/// What is behind it.
+/// The kind of memory.
 enum Kind {
-    /// There are no bytes.
+    /// No bytes.
     Empty,
     Private(Region),
     /// A file that another process may map.
     Shared(Region),
-    /// Bytes that other buffers of this process may have, too.
+    /// Weights, which buffers of this process may share.
     Weights(WeightRegion),
 }
 
 impl CpuMemory {
-    /// Memory of this process alone.
+    /// Private memory of this process.
     pub(super) fn new(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
         if size == 0 {
             return Ok(CpuMemory {
@@ -53,14 +53,14 @@ impl CpuMemory {
         CpuMemory::mapped(size, budget, |len| Region::private(len).map(Kind::Private))
     }
 
-    /// Memory for weights. `size` is not 0.
+    /// Memory for weights; `size > 0`.
     pub(super) fn weights(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
         CpuMemory::mapped(size, budget, |len| {
             WeightRegion::create(len, budget).map(Kind::Weights)
         })
     }
 
-    /// Memory that a guest may map too. `size` is not 0.
+    /// Memory that a guest may map too; `size > 0`.
     pub(super) fn shared(size: u64, budget: &Arc<Budget>) -> Result<SharedMemory, EngineError> {
         let mut sealed = None;
         let memory = CpuMemory::mapped(size, budget, |len| {
@@ -96,7 +96,10 @@ impl CpuMemory {
         }
     }
 
-    /// What is behind it, if it is for weights.
+    /// The weights.
+    ///
+    /// # Errors
+    /// [`EngineError::ForeignMemory`] for memory of another kind.
     pub(super) fn as_weights(&self) -> Result<&WeightRegion, EngineError> {
         match &self.kind {
             Kind::Weights(weights) => Ok(weights),
@@ -104,13 +107,13 @@ impl CpuMemory {
         }
     }
 
-    /// Where `len` bytes lie, one behind the other, for reading. It is right as long as [`moves`](CpuMemory::moves) stays
-    /// what it is.
+    /// The address of `len` contiguous bytes, for reading. It is valid until
+    /// [`moves`](CpuMemory::moves) changes.
     pub(super) fn locate(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
         self.place(offset, len, WeightRegion::locate)
     }
 
-    /// The same for writing, here or in a plan.
+    /// As [`locate`](CpuMemory::locate), for writing.
     pub(super) fn own(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
         self.place(offset, len, WeightRegion::own)
     }
@@ -131,12 +134,12 @@ impl CpuMemory {
         }
     }
 
-    /// How often bytes came to lie elsewhere.
+    /// How often addresses of bytes have changed.
     pub(super) fn moves(&self) -> u64 {
         self.as_weights().map_or(0, WeightRegion::moves)
     }
 
-    /// Calls `each` with the places of bytes, one after the other, and how many are there.
+    /// Calls `each` with the address and length of each contiguous part of the bytes, in order.
     fn each_part(
         &self,
         offset: u64,
@@ -158,7 +161,8 @@ impl CpuMemory {
 impl Drop for CpuMemory {
     fn drop(&mut self) {
         if let Kind::Shared(region) = &self.kind {
-            // SAFETY: a guest may keep the file, but what this process has counted must not stay in it.
+            // SAFETY: a guest may keep the file, but what this process has counted must not stay in
+            // it.
             unsafe { region.discard(0..self.size, Advice::LinuxRemove) };
         }
     }
@@ -220,7 +224,8 @@ impl Memory for CpuMemory {
         }
         let mut to = self.own(offset, len)?;
         source.each_part(source_offset, len, |from, len| {
-            // SAFETY: so many bytes lie there, and `own` has given a place for all of them, which is none of these.
+            // SAFETY: so many bytes lie there, and `own` has given a place for all of them, which
+            // is none of these.
             unsafe { to.copy_from_nonoverlapping(from, len) };
             to = to.wrapping_add(len);
         })
@@ -251,9 +256,10 @@ impl Memory for CpuMemory {
     }
 }
 
-/// The largest buffer worth sharing. Linux gives files in memory large pages only if it is told to, and without them
-/// the first touch of a page costs ten times what it costs in large ones: too much for weights, which are written
-/// once. What goes back and forth with every token is smaller.
+/// The size of the largest buffer that is shared, in bytes. Linux backs memory files with huge
+/// pages only if configured to, and without them the first access to a page costs ten times as much
+/// per byte: too much for weights, which are written once. Buffers that are accessed with every
+/// token are smaller.
 pub(super) fn max_shared() -> u64 {
     const WITHOUT_LARGE_PAGES: u64 = 64 << 20;
     let setting = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
@@ -267,7 +273,7 @@ pub(super) fn max_shared() -> u64 {
     }
 }
 
-/// The processor's name as the kernel gives it, with the vector extensions the kernels can use.
+/// The processor's name from `/proc/cpuinfo`, with the vector extensions that the kernels can use.
 pub(super) fn processor_name() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info
@@ -314,7 +320,7 @@ mod tests {
         memory.read(4990, (&mut seen[..]).into()).unwrap();
         assert_eq!(seen, [7; 10]);
         assert!(memory.read(4991, (&mut seen[..]).into()).is_err());
-        // What is freed is not kept alive by a guest that holds on to it.
+        // A guest that keeps its mapping does not keep the pages.
         assert_eq!(budget.used(), 5000);
         drop(memory);
         assert_eq!(budget.used(), 0);

@@ -89,8 +89,8 @@ impl Operands<'_> {
     }
 
     /// Whether the activation memory ([`Worker::activations`](crate::kernel::Worker::activations))
-    /// already holds `source` as `activation` from an earlier node. If not, this node's first kernel
-    /// must write it there: `bytes` bytes, for this node and later nodes.
+    /// already holds `source` as `activation` from an earlier node. If not, this node's first
+    /// kernel must write it there: `bytes` bytes, for this node and later nodes.
     pub(crate) fn cache_activations(
         &self,
         source: View,
@@ -103,8 +103,8 @@ impl Operands<'_> {
     }
 
     /// Declares that the node has one kernel, of which each thread makes its
-    /// [share](crate::kernel::Worker::share) of the rows of `view` and touches nothing that belongs to
-    /// other rows.
+    /// [share](crate::kernel::Worker::share) of the rows of `view` and touches nothing that belongs
+    /// to other rows.
     pub(crate) fn makes_rows(&self, view: View) {
         self.cache.makes.set(Some(view));
     }

@@ -34,8 +34,8 @@ pub(crate) struct CpuPlan {
 }
 
 impl CpuPlan {
-    /// Compiles a graph. With `fuses`, nodes are fused where this gives the same results, and barriers
-    /// are left out where they are not needed.
+    /// Compiles a graph. With `fuses`, nodes are fused where this gives the same results, and
+    /// barriers are left out where they are not needed.
     ///
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer belongs to another engine;
@@ -132,8 +132,8 @@ impl Compiler<'_> {
         Ok(())
     }
 
-    /// Adds the kernels of `nodes`. Errors report node `reported`. `shares`: a single kernel deals no
-    /// chunks.
+    /// Adds the kernels of `nodes`. Errors report node `reported`. `shares`: a single kernel deals
+    /// no chunks.
     fn add(&mut self, nodes: Range<usize>, reported: usize, compiled: Compiled, shares: bool) {
         let graph = self.graph;
         let op = graph.nodes[reported].op.kind().ggml_name();
@@ -198,14 +198,14 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
         let views = graph.tensors.iter().map(|tensor| {
             let (memory, offset, len) = place(tensor);
             let ptr = memory.locate(offset, len)?;
-            // SAFETY: `locate` returns `len` contiguous bytes of the buffer, which the plan keeps alive
-            // with the views. Validation has checked the alignment and the extent of the shape. The
-            // plan does not run once the bytes have moved.
+            // SAFETY: `locate` returns `len` contiguous bytes of the buffer, which the plan keeps
+            // alive with the views. Validation has checked the alignment and the extent of the
+            // shape. The plan does not run once the bytes have moved.
             Ok(unsafe { View::new(ptr, &tensor.shape) })
         });
         let views = views.collect::<Result<Vec<View>, EngineError>>()?;
-        // Locating a tensor that was in several places merges them, which may move other tensors. The
-        // loop ends because each round reduces the number of places.
+        // Locating a tensor that was in several places merges them, which may move other tensors.
+        // The loop ends because each round reduces the number of places.
         if moves(memories) == before {
             return Ok((views, before));
         }

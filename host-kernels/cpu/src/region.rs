@@ -1,4 +1,4 @@
-//! Mappings of this process, and what they are counted against.
+//! Memory mappings of this process, and the budget that they are charged to.
 
 use std::ffi::c_void;
 use std::fs;
@@ -13,19 +13,20 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 use super::topology::memory_nodes;
 use vgpu_engine::{EngineError, MemoryInfo};
 
-/// Bytes of a page.
+/// The page size in bytes.
 pub(super) fn page() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// How much the engine may hand out, and how much it has.
+/// The memory that the engine may allocate, and the memory that it has allocated.
 pub(super) struct Budget {
     total: u64,
     used: AtomicU64,
 }
 
 impl Budget {
-    /// A budget of `limit` bytes, or of what the machine and its control group have.
+    /// A budget of `limit` bytes; `None` for the memory of the machine or the limit of its control
+    /// group.
     pub(super) fn new(limit: Option<u64>) -> Budget {
         Budget {
             total: limit.unwrap_or_else(|| physical_memory().min(cgroup_limit())),
@@ -41,7 +42,7 @@ impl Budget {
         }
     }
 
-    /// Bytes that were handed out.
+    /// Allocated bytes.
     #[cfg(test)]
     pub(super) fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
@@ -57,14 +58,17 @@ impl Budget {
     }
 }
 
-/// Bytes taken from a budget, until this is dropped.
+/// Bytes charged to a budget until the value is dropped.
 pub(super) struct Charge {
     budget: Arc<Budget>,
     bytes: u64,
 }
 
 impl Charge {
-    /// Takes `bytes`, if there are as many.
+    /// Charges `bytes`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the budget has fewer.
     pub(super) fn take(budget: &Arc<Budget>, bytes: u64) -> Result<Charge, EngineError> {
         let MemoryInfo { total, free } = budget.info();
         let fits = |used: u64| {
@@ -81,7 +85,7 @@ impl Charge {
         })
     }
 
-    /// What to say when the kernel does not give the bytes that the budget has.
+    /// The error for a mapping that failed although the budget allowed it.
     pub(super) fn refused(self) -> EngineError {
         let Charge { budget, bytes } = &self;
         let (budget, bytes) = (Arc::clone(budget), *bytes);
@@ -96,23 +100,24 @@ impl Drop for Charge {
     }
 }
 
-/// A mapping that nobody else in this process knows. Unmapped when dropped.
+/// A mapping with one owner. Unmapped when dropped.
 pub(super) struct Region {
     ptr: NonNull<u8>,
-    /// As asked for; what is mapped are whole pages.
+    /// The requested size; the mapping has whole pages.
     len: usize,
 }
 
-// SAFETY: the mapping belongs to this value alone and may be used from any thread; the order of accesses is the
-// contract of whoever holds it.
+// SAFETY: the mapping belongs to this value alone and may be used from any thread; the order of
+// accesses is the contract of whoever holds it.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// `len` zero bytes of this process alone. `len` is not 0.
+    /// A private mapping of `len > 0` zero bytes.
     pub(super) fn private(len: usize) -> Option<Region> {
-        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that exists.
+        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that
+        // exists.
         let mapping = unsafe {
             mmap_anonymous(
                 std::ptr::null_mut(),
@@ -124,10 +129,10 @@ impl Region {
         Region::new(mapping.ok()?, len)
     }
 
-    /// The first `len` bytes of a file that cannot shrink, shared with whoever maps it, too. `len` is not 0.
+    /// A shared mapping of the first `len > 0` bytes of a file that cannot shrink.
     pub(super) fn shared(file: BorrowedFd<'_>, len: usize) -> Option<Region> {
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists. No access to its
-        // pages can fault, since the file does not shrink.
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        // No access to its pages can fault, since the file does not shrink.
         let mapping = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -152,7 +157,7 @@ impl Region {
         Some(Region { ptr, len })
     }
 
-    /// The first byte.
+    /// The address of the first byte.
     pub(super) fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
     }
@@ -161,12 +166,12 @@ impl Region {
         self.len
     }
 
-    /// Gives whole pages back, which are zero then.
+    /// Frees the pages of `range`, which are zero afterwards.
     ///
     /// # Safety
     ///
-    /// Nobody needs what is there, and nobody accesses it meanwhile. `range` begins at a page, and ends at one or at the
-    /// end.
+    /// The contents of `range` are not needed, and no thread accesses them during the call. `range`
+    /// begins and ends at a page boundary, or ends at the end of the region.
     pub(super) unsafe fn discard(&self, range: Range<u64>, advice: Advice) {
         debug_assert!(range.start.is_multiple_of(page()) && range.end <= self.len as u64);
         if range.start < range.end {
@@ -181,23 +186,25 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made for this value with this length; nothing uses it after its owner.
+        // SAFETY: the mapping was made for this value with this length; nothing uses it after its
+        // owner.
         let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
     }
 }
 
-/// The nodes of this machine's memory.
+/// The NUMA nodes of this machine.
 fn nodes() -> &'static [usize] {
     static NODES: OnceLock<Vec<usize>> = OnceLock::new();
     NODES.get_or_init(memory_nodes)
 }
 
-/// Has the pages of a mapping lie on all `nodes` in turns, once they are touched.
+/// Interleaves the pages of a mapping over all `nodes`, from their first access on (`mbind`,
+/// `MPOL_INTERLEAVE`).
 ///
-/// Without this they would lie where the session's thread ran that wrote them: all reads of weights would go to one node's
-/// memory. Putting rows near the threads that read them would be better still if these were always the same; but rows are
-/// dealt to whichever thread comes first. Where it is not allowed, nothing changes.
+/// Otherwise, pages are on the node of the session thread that wrote them, and all reads of weights
+/// go to one node. Rows near the threads that read them would be better still, but rows are dealt
+/// to the first thread that asks. If the kernel refuses, nothing changes.
 fn interleave(ptr: NonNull<u8>, len: usize, nodes: &[usize]) -> bool {
     const WORDS: usize = 16;
     let mut mask = [0 as libc::c_ulong; WORDS];
@@ -206,7 +213,8 @@ fn interleave(ptr: NonNull<u8>, len: usize, nodes: &[usize]) -> bool {
         mask[node / bits] |= 1 << (node % bits);
     }
     let most = WORDS * bits;
-    // SAFETY: whole pages of a mapping of ours, whose contents stay, and a mask of as many bits as it says.
+    // SAFETY: whole pages of a mapping of ours, whose contents stay, and a mask of as many bits as
+    // it says.
     let outcome = unsafe {
         libc::syscall(
             libc::SYS_mbind,
@@ -221,7 +229,7 @@ fn interleave(ptr: NonNull<u8>, len: usize, nodes: &[usize]) -> bool {
     outcome == 0
 }
 
-/// Bytes of a `/proc/meminfo` line, which counts KiB.
+/// The bytes of a `/proc/meminfo` line, which counts KiB.
 fn meminfo(key: &str) -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text
@@ -242,7 +250,7 @@ fn available_memory() -> u64 {
     meminfo("MemAvailable").unwrap_or(u64::MAX)
 }
 
-/// The memory limit of our control group (version 2), if it has one.
+/// The memory limit of this process's control group (version 2), if it has one.
 fn cgroup_limit() -> u64 {
     let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let path = group
@@ -259,7 +267,7 @@ fn cgroup_limit() -> u64 {
 mod tests {
     use super::*;
 
-    /// The policy of the page at `ptr`; `None` where nobody may ask.
+    /// The policy of the page at `ptr`; `None` if the kernel refuses the question.
     fn policy(ptr: NonNull<u8>) -> Option<libc::c_int> {
         const OF_ADDRESS: libc::c_int = 2; // MPOL_F_ADDR
         let mut mode: libc::c_int = -1;

@@ -13,7 +13,8 @@ use crate::barrier_schedule::Phase;
 use crate::kernel::{EarlyExit, Fault, Worker};
 use crate::thread_team::{Barrier, ThreadTeam};
 
-/// Scratch memories that are kept for later runs: as many as there are likely to be runs in progress.
+/// Scratch memories that are kept for later runs: as many as there are likely to be runs in
+/// progress.
 const MAX_FREE_SCRATCH: usize = 4;
 
 /// A fixed set of threads and the scratch memory that they share. Runs one graph at a time.
@@ -48,8 +49,8 @@ struct Scratch {
 struct CacheLine(#[allow(dead_code)] [u8; 64]);
 
 impl Runner {
-    /// A runner with `threads` threads. With `cpu_sets`, thread `i` is pinned to set `i` modulo their
-    /// number.
+    /// A runner with `threads` threads. With `cpu_sets`, thread `i` is pinned to set `i` modulo
+    /// their number.
     ///
     /// # Errors
     /// [`EngineError::Unsupported`] if a thread cannot be created or pinned.
@@ -82,8 +83,8 @@ impl Runner {
         }
     }
 
-    /// Runs the phases in order, each on all threads, until the end, the first failure, or the end of
-    /// the turn. Returns the state to continue from, or `None` at the end of the graph.
+    /// Runs the phases in order, each on all threads, until the end, the first failure, or the end
+    /// of the turn. Returns the state to continue from, or `None` at the end of the graph.
     ///
     /// # Errors
     /// The first failure of a kernel.
@@ -176,8 +177,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 struct ScratchPtr(*mut u8);
 
-// SAFETY: the pointer is shared, not the access. The run owns the memory exclusively; kernels divide
-// it among the threads of a phase.
+// SAFETY: the pointer is shared, not the access. The run owns the memory exclusively; kernels
+// divide it among the threads of a phase.
 unsafe impl Sync for ScratchPtr {}
 
 /// One turn of one graph.
@@ -185,8 +186,8 @@ struct Run<'a> {
     phases: &'a [Phase],
     first: usize,
     barrier: Barrier,
-    /// Chunk counters of this phase and the next, alternating. The counter that is not in use is reset
-    /// during the phase between its uses, when no thread can still count with it.
+    /// Chunk counters of this phase and the next, alternating. The counter that is not in use is
+    /// reset during the phase between its uses, when no thread can still count with it.
     counters: [AtomicUsize; 2],
     turn: &'a Turn,
     clock: Option<&'a Clock>,
@@ -241,7 +242,8 @@ impl Run<'_> {
             if let (0, Some(clock)) = (index, self.clock) {
                 lock(&clock.ends).push(clock.begin.elapsed());
             }
-            // The barrier orders the requests of this phase before this load: all threads leave here.
+            // The barrier orders the requests of this phase before this load: all threads leave
+            // here.
             if self.exit.after() == i {
                 return;
             }
@@ -347,12 +349,14 @@ mod tests {
         let runner = Runner::new(3, &[]).unwrap();
         let turn: &'static Turn = Box::leak(Box::new(Turn::new()));
         turn.set_end(Some(std::time::Duration::ZERO));
-        // Each phase of a graph counts the units of the phase before in scratch, which the other graphs must not touch.
+        // Each phase of a graph counts the units of the phase before in scratch, which the other
+        // graphs must not touch.
         let graph = |name: usize| -> Vec<Phase> {
             (0..PHASES)
                 .map(|round| {
                     phase(move |w| {
-                        // SAFETY: asked for below; units are dealt once each, and read behind a barrier.
+                        // SAFETY: asked for below; units are dealt once each, and read behind a
+                        // barrier.
                         let cells = unsafe {
                             std::slice::from_raw_parts(w.scratch().cast::<AtomicUsize>(), UNITS)
                         };

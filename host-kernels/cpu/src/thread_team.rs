@@ -1,8 +1,9 @@
-//! Threads that sleep until there is a graph, and meet while there is one.
+//! Threads that run one job at a time together, and the barrier that they meet at.
 //!
-//! Whoever runs a graph is the first of its threads, so that a graph begins at once, and ends without anybody being woken.
-//! Waiting is bounded spinning, since what is waited for is mostly microseconds away; then the processor is offered to
-//! others some times; then the thread sleeps. Nothing here allocates once the threads exist.
+//! The caller of a job is the first of its threads (unless the threads are pinned), so a job starts
+//! and ends without waking a thread. A thread waits by spinning for some ten microseconds, then
+//! yields the processor a few times, then sleeps on a futex. No function allocates once the threads
+//! exist.
 
 use std::any::Any;
 use std::cell::UnsafeCell;
@@ -15,14 +16,14 @@ use rustix::thread::{CpuSet, futex, sched_setaffinity};
 
 use vgpu_engine::EngineError;
 
-/// Turns of a waiting loop before a thread lets others run: some ten microseconds.
+/// Iterations of a waiting loop before a thread yields the processor: some ten microseconds.
 const SPINS: u32 = 4096;
 
-/// How often it then lets others run before it sleeps. On a busy machine each of these costs a slice of time, and who has
-/// slept is served before who has only made way.
+/// How often the thread then yields before it sleeps. On a busy machine each yield costs a time
+/// slice, and the scheduler prefers threads that have slept.
 const YIELDS: u32 = 4;
 
-/// A number that threads wait to see changed.
+/// A number that threads wait for to change.
 #[derive(Default)]
 struct Signal {
     value: AtomicU32,
@@ -34,17 +35,19 @@ impl Signal {
         self.value.load(Ordering::Acquire)
     }
 
-    /// Changes it. What the caller did before, those who wait see after.
+    /// Changes the value. Memory accesses of the caller before happen before those of waiters
+    /// after.
     fn set(&self, value: u32) {
-        // SeqCst, as in `wait`: either this thread sees a sleeper, or the sleeper sees the value before it sleeps.
+        // SeqCst, as in `wait`: either this thread sees the sleeper, or the sleeper sees the new
+        // value before it sleeps.
         self.value.store(value, Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) != 0 {
-            // It fails for addresses that are none.
+            // A wake fails only for an invalid address.
             let _ = futex::wake(&self.value, futex::Flags::PRIVATE, i32::MAX as u32);
         }
     }
 
-    /// Returns when it is no longer `old`.
+    /// Returns when the value is no longer `old`.
     fn wait(&self, old: u32) {
         for turn in 0..SPINS + YIELDS {
             if self.get() != old {
@@ -52,20 +55,20 @@ impl Signal {
             }
             match turn < SPINS {
                 true => std::hint::spin_loop(),
-                // More threads than free cores: the one we wait for may need this core.
+                // There may be more threads than free cores: the awaited thread may need this core.
                 false => thread::yield_now(),
             }
         }
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         while self.value.load(Ordering::SeqCst) == old {
-            // Returns at once if the value has changed meanwhile, and now and then for no reason.
+            // Returns at once if the value has changed; it may also return spuriously.
             let _ = futex::wait(&self.value, futex::Flags::PRIVATE, old, None);
         }
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-/// Where threads wait for each other.
+/// A barrier for a fixed number of threads.
 pub(super) struct Barrier {
     members: usize,
     arrived: AtomicUsize,
@@ -81,14 +84,17 @@ impl Barrier {
         }
     }
 
-    /// Returns when all members have called it. What any did before, all see after.
+    /// Returns when all members have called it. Memory accesses of every member before happen
+    /// before those of every member after.
     pub(super) fn wait(&self) {
         let generation = self.generation.value.load(Ordering::Relaxed);
-        // AcqRel: a release of our work to the last to arrive, which acquires everybody's.
+        // AcqRel: each member releases its work to the last member to arrive, which acquires all of
+        // it.
         if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.members {
-            // Nobody can arrive again before the generation changes, so this store races with nothing.
+            // No member can arrive again before the generation changes, so this store races with
+            // nothing.
             self.arrived.store(0, Ordering::Relaxed);
-            // Passes on all that the last one has acquired.
+            // Releases all that the last member has acquired.
             self.generation.set(generation.wrapping_add(1));
         } else {
             self.generation.wait(generation);
@@ -96,11 +102,13 @@ impl Barrier {
     }
 }
 
-/// What every thread does: a function of its number. It lives until `ThreadTeam::run` returns.
+/// What every thread runs: a function of its number. It is valid until `ThreadTeam::run` returns.
+///
+/// The pointer erases a lifetime, as `rayon::ThreadPool::broadcast` does internally.
 type Job = *const (dyn Fn(usize) + Sync);
 
 struct Shared {
-    /// Counts jobs; the last change is the order to end.
+    /// Counts jobs; the last change tells the threads to end.
     orders: Signal,
     job: UnsafeCell<Option<Job>>,
     /// Threads that have not finished the job.
@@ -108,28 +116,32 @@ struct Shared {
     /// Counts finished jobs.
     done: Signal,
     ends: AtomicBool,
-    /// What a thread panicked with.
+    /// The payload of the first panic.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-// SAFETY: the job is written by whoever runs one while no thread is at work, and read by the threads between the order and
-// their last decrement of `left`; both are orderings that pass it on. What it points to is `Sync`.
+// SAFETY: `run` writes the job while no thread runs one. The threads read it between the change of
+// `orders` and their decrement of `left`, which order the accesses. The job is `Sync`.
 unsafe impl Sync for Shared {}
-// SAFETY: as above.
+// SAFETY: as for `Sync`; no field belongs to a particular thread.
 unsafe impl Send for Shared {}
 
-/// Some threads. Runs one job at a time.
+/// A fixed set of threads that run one job at a time together.
 pub(super) struct ThreadTeam {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// Whether the caller of a job is one of those who do it.
+    /// Whether the caller of a job runs it too, as thread 0.
     caller_works: bool,
 }
 
 impl ThreadTeam {
-    /// A team of `count`, at least one. With `places`, thread `i` stays on the processors of place `i`, in turns; whoever
-    /// runs a job then only waits, since the caller's thread is not ours to move.
-    pub(super) fn new(count: usize, places: &[CpuSet]) -> Result<ThreadTeam, EngineError> {
+    /// A team of `count >= 1` threads. With `cpu_sets`, thread `i` is pinned to set `i` modulo
+    /// their number; the caller of a job then only waits, because the engine must not pin the
+    /// caller's thread.
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] if a thread cannot be created or pinned.
+    pub(super) fn new(count: usize, cpu_sets: &[CpuSet]) -> Result<ThreadTeam, EngineError> {
         let shared = Arc::new(Shared {
             orders: Signal::default(),
             job: UnsafeCell::new(None),
@@ -141,15 +153,15 @@ impl ThreadTeam {
         let mut team = ThreadTeam {
             shared,
             threads: Vec::new(),
-            caller_works: places.is_empty(),
+            caller_works: cpu_sets.is_empty(),
         };
         let failed = |e: std::io::Error| EngineError::Unsupported {
-            op: "a team of threads",
+            op: "a thread team",
             why: e.to_string(),
         };
         for index in usize::from(team.caller_works)..count {
             let shared = Arc::clone(&team.shared);
-            let place = (!places.is_empty()).then(|| places[index % places.len()]);
+            let place = (!cpu_sets.is_empty()).then(|| cpu_sets[index % cpu_sets.len()]);
             let (tell, told) = std::sync::mpsc::sync_channel(1);
             let thread = thread::Builder::new()
                 .name(format!("vgpu-cpu-{index}"))
@@ -165,23 +177,24 @@ impl ThreadTeam {
         Ok(team)
     }
 
-    /// How many do a job.
+    /// The number of threads that run a job.
     pub(super) fn size(&self) -> usize {
         self.threads.len() + usize::from(self.caller_works)
     }
 
-    /// Has every thread call `body` with its number, and returns when all have. For one caller at a time.
+    /// Calls `body` with its number on every thread, and returns when all calls have. A panic of a
+    /// call is resumed on the caller.
     ///
     /// # Safety
-    /// Nobody else is in this function.
+    /// No other call of this function is in progress.
     pub(super) unsafe fn run(&self, body: &(dyn Fn(usize) + Sync)) {
         let shared = &*self.shared;
         if !self.threads.is_empty() {
             let before = shared.done.get();
-            // SAFETY: only a lifetime is left out, which `body` outlives: this function does not return, nor unwind, before
-            // all threads are done with it.
+            // SAFETY: the cast only erases the lifetime. This function neither returns nor unwinds
+            // before all threads have finished the job.
             let job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(body) };
-            // SAFETY: no thread is at work, and nobody else is here.
+            // SAFETY: no thread runs a job, and by the contract no other call is in progress.
             unsafe { *shared.job.get() = Some(job) };
             shared.left.store(self.threads.len(), Ordering::Relaxed);
             shared.orders.set(shared.orders.get().wrapping_add(1));
@@ -221,13 +234,15 @@ impl Shared {
             if self.ends.load(Ordering::Relaxed) {
                 return;
             }
-            // SAFETY: the order was given after the job was written, which stays until this thread is done.
+            // SAFETY: `run` has written the job before it changed `orders`, and keeps it valid
+            // until this thread has decremented `left`.
             let job = unsafe { (*self.job.get()).map(|job| &*job) };
             let outcome = catch_unwind(AssertUnwindSafe(|| job.map_or((), |job| job(index))));
             if let Err(panic) = outcome {
                 lock(&self.panic).get_or_insert(panic);
             }
-            // AcqRel: a release of our work to the last, which passes everybody's on.
+            // AcqRel: each thread releases its work to the last one, which passes it on to the
+            // caller.
             if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
                 self.done.set(self.done.get().wrapping_add(1));
             }
@@ -246,15 +261,15 @@ mod tests {
 
     #[test]
     fn every_thread_does_every_job_once() {
-        for places in [
+        for cpu_sets in [
             vec![],
             vec![rustix::thread::sched_getaffinity(None).unwrap()],
         ] {
-            let team = ThreadTeam::new(3, &places).unwrap();
+            let team = ThreadTeam::new(3, &cpu_sets).unwrap();
             assert_eq!(team.size(), 3);
             let counts = [const { AtomicUsize::new(0) }; 3];
             for _ in 0..1000 {
-                // SAFETY: nobody else has this team.
+                // SAFETY: this thread alone has the team.
                 unsafe {
                     team.run(&|i| {
                         counts[i].fetch_add(1, Ordering::Relaxed);
@@ -277,7 +292,7 @@ mod tests {
                 thread::sleep(Duration::from_millis(2));
                 done.fetch_add(1, Ordering::Relaxed);
             };
-            // SAFETY: nobody else has this team.
+            // SAFETY: this thread alone has the team.
             let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { team.run(&body) }));
             assert!(outcome.is_err());
             assert_eq!(done.load(Ordering::Relaxed), 2);
@@ -288,21 +303,21 @@ mod tests {
     fn threads_stay_where_they_were_put() {
         let all = rustix::thread::sched_getaffinity(None).unwrap();
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&i| all.is_set(i)).collect();
-        let places: Vec<CpuSet> = { cpus.iter() }
+        let cpu_sets: Vec<CpuSet> = { cpus.iter() }
             .map(|&cpu| {
                 let mut set = CpuSet::new();
                 set.set(cpu);
                 set
             })
             .collect();
-        let team = ThreadTeam::new(cpus.len() + 1, &places).unwrap();
+        let team = ThreadTeam::new(cpus.len() + 1, &cpu_sets).unwrap();
         let seen = Mutex::new(vec![Vec::new(); cpus.len() + 1]);
         let look = |i: usize| {
             let set = rustix::thread::sched_getaffinity(None).unwrap();
             let on = (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
             lock(&seen)[i] = on.collect();
         };
-        // SAFETY: nobody else has this team.
+        // SAFETY: this thread alone has the team.
         unsafe { team.run(&look) };
         for (i, seen) in lock(&seen).iter().enumerate() {
             assert_eq!(*seen, [cpus[i % cpus.len()]], "thread {i}");
@@ -317,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_long_sleeps() {
+    fn threads_that_wait_long_sleep() {
         let team = ThreadTeam::new(3, &[]).unwrap();
         let barrier = Barrier::new(3);
         let sleeping = AtomicBool::new(false);
@@ -333,7 +348,7 @@ mod tests {
             }
             barrier.wait();
         };
-        // SAFETY: nobody else has this team.
+        // SAFETY: this thread alone has the team.
         unsafe { team.run(&body) };
         assert!(sleeping.load(Ordering::Relaxed));
         // Between jobs, too.

@@ -1,4 +1,4 @@
-//! Which processors are threads of one core, and which memory is near to them.
+//! The topology of the machine: hardware threads of one core, and memory nodes (NUMA).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,18 +6,18 @@ use std::path::Path;
 
 use rustix::thread::{CpuSet, sched_getaffinity};
 
-/// Where Linux describes the machine.
+/// Where Linux describes the topology.
 const SYSTEM: &str = "/sys/devices/system";
 
-/// The processors that this process may use, by cores.
+/// The hardware threads that this process may use, by core.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Topology {
-    /// The processors of each core, in order of their first.
+    /// The hardware threads of each core, ordered by the first.
     cores: Vec<Vec<usize>>,
 }
 
 impl Topology {
-    /// What Linux says. Processors of which it says nothing are cores by themselves.
+    /// The topology that Linux reports. A hardware thread without an entry counts as a core.
     pub(super) fn of_this_process() -> Topology {
         // It fails for threads that are gone.
         let allowed = sched_getaffinity(None);
@@ -29,7 +29,7 @@ impl Topology {
         Topology::read(Path::new(SYSTEM), &allowed)
     }
 
-    /// What the files below `system` say of the processors `allowed`.
+    /// The topology of the hardware threads `allowed`, from the files below `system`.
     fn read(system: &Path, allowed: &[usize]) -> Topology {
         let mut cores: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for &cpu in allowed {
@@ -49,12 +49,12 @@ impl Topology {
         }
     }
 
-    /// How many cores there are.
+    /// The number of cores.
     pub(super) fn cores(&self) -> usize {
         self.cores.len().max(1)
     }
 
-    /// Where to put threads, one after the other: one on each core first, then a second one.
+    /// CPU sets for pinning, in order: first one thread per core, then the second threads.
     pub(super) fn places(&self) -> Vec<CpuSet> {
         let most = self.cores.iter().map(Vec::len).max().unwrap_or(0);
         let in_order =
@@ -69,7 +69,7 @@ impl Topology {
     }
 }
 
-/// The nodes of memory that this machine has; one if Linux does not say.
+/// The NUMA nodes of this machine; one node if Linux reports none.
 pub(super) fn memory_nodes() -> Vec<usize> {
     nodes_below(Path::new(SYSTEM))
 }
@@ -80,7 +80,7 @@ fn nodes_below(system: &Path) -> Vec<usize> {
     nodes.filter(|nodes| !nodes.is_empty()).unwrap_or(vec![0])
 }
 
-/// Numbers as Linux lists them, such as `0-3,8`; `None` if it is no list.
+/// The numbers of a list such as `0-3,8`; `None` if the text is no list.
 fn list(text: &str) -> Option<Vec<usize>> {
     let mut all = Vec::new();
     for part in text.trim().split(',').filter(|part| !part.is_empty()) {
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    /// A tree of files that is gone in the end.
+    /// A temporary tree of files.
     struct Tree(PathBuf);
 
     impl Tree {
@@ -128,7 +128,8 @@ mod tests {
 
     #[test]
     fn threads_of_a_core_count_once() {
-        // Four cores of two threads, numbered as many servers do; a file of an older kernel among them.
+        // Four cores of two threads, numbered as many servers do; a file of an older kernel among
+        // them.
         let tree = Tree::new(
             "cores",
             &[

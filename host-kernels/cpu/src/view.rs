@@ -6,10 +6,11 @@ use vgpu_transport::ir::{Shape, Type};
 
 /// A tensor in memory.
 ///
-/// The contract of [`View::new`] is that every element lies inside memory that stays allocated while
-/// kernels use the view, and that plain elements are aligned. Two views may overlap in any way
-/// (operations in place, or a hostile graph). So a kernel never creates a `&mut [T]` of one view while
-/// it reads another: where source and destination can be the same memory, it uses raw pointers.
+/// The contract of [`View::new`] is that every element lies inside memory that stays allocated
+/// while kernels use the view, and that plain elements are aligned. Two views may overlap in any
+/// way (operations in place, or a hostile graph). So a kernel never creates a `&mut [T]` of one
+/// view while it reads another: where source and destination can be the same memory, it uses raw
+/// pointers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct View {
     ptr: *mut u8,
@@ -28,8 +29,8 @@ impl View {
     /// ([`Shape::with_plain_strides`]), so that kernels may compute with them.
     ///
     /// # Safety
-    /// - `shape` is valid, and its extent in bytes from `ptr` on lies inside one allocation that exists
-    ///   as long as kernels use the view or a copy of it;
+    /// - `shape` is valid, and its extent in bytes from `ptr` on lies inside one allocation that
+    ///   exists as long as kernels use the view or a copy of it;
     /// - `ptr` and the strides are aligned for the elements of plain types;
     /// - only the plan that owns the view accesses these bytes while its kernels run.
     pub(crate) unsafe fn new(ptr: *mut u8, shape: &Shape) -> View {
@@ -58,8 +59,8 @@ impl View {
         [row % ne1, row / ne1 % ne2, row / (ne1 * ne2)]
     }
 
-    /// The address of the row with these indices. The indices must be below the extents; the address
-    /// is then inside the buffer.
+    /// The address of the row with these indices. The indices must be below the extents; the
+    /// address is then inside the buffer.
     pub(crate) fn row_ptr(&self, [i1, i2, i3]: [usize; 3]) -> *mut u8 {
         debug_assert!(i1 < self.ne[1] && i2 < self.ne[2] && i3 < self.ne[3]);
         self.ptr

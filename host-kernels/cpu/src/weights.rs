@@ -1,16 +1,18 @@
-//! Memory for weights: bytes that several buffers hold once.
+//! Memory for weights that buffers of several guests share.
 //!
-//! A buffer for weights begins as a region of its own, its *base*, like any other buffer. When it is frozen, parts of it
-//! can be offered to other buffers, as *extents*. A buffer that takes one (adopts it) writes down that these bytes lie
-//! elsewhere, and the pages of its own base that they would have had stay untouched or are given back. There are no mappings to
-//! make, no faults to take, and weights have the large pages that all other memory has.
+//! A buffer for weights begins with a region of its own, its *base*, like any other buffer. Once it
+//! is frozen, parts of it can be offered to other buffers as *extents*. A buffer that attaches an
+//! extent records that these bytes are elsewhere, and the pages of its own base under them stay
+//! untouched or are freed. This needs no further mappings and no page faults, and weights keep
+//! their huge pages.
 //!
-//! Plans ask where a tensor's bytes [lie](WeightRegion::locate) when they are compiled. Whoever writes to bytes that others
-//! may read gets a place of its own for them first: copy-on-write, by extents. When bytes have come to lie elsewhere,
-//! [`moves`](WeightRegion::moves) changes, and plans compiled before are not run any more.
+//! Plans ask for the [address](WeightRegion::locate) of a tensor when they are compiled. A write to
+//! bytes that others may read first gets memory of its own: copy-on-write, by extents. When the
+//! address of any byte changes, [`moves`](WeightRegion::moves) changes, and plans that were
+//! compiled before do not run again.
 //!
-//! An extent outlives the buffer that it was offered from: pages of a base are given back when neither its buffer nor an
-//! extent needs them, and the base itself with the last of these.
+//! An extent may outlive the buffer that it was offered from. Pages of a base are freed when
+//! neither its buffer nor an extent needs them, and the base itself with the last of these.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -23,7 +25,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use super::region::{Budget, Charge, Region, page};
 use vgpu_engine::{EngineError, Extent, check_range};
 
-/// What is behind a buffer for weights.
+/// The memory of a buffer for weights.
 pub(super) struct WeightRegion {
     base: Arc<BaseRegion>,
     budget: Arc<Budget>,
@@ -35,41 +37,41 @@ struct State {
     is_frozen: bool,
     /// Something was written after freezing.
     is_written: bool,
-    /// How often bytes came to lie elsewhere.
+    /// How often addresses of bytes have changed.
     moves: u64,
-    /// What does not lie at base, by its first byte. Disjoint.
+    /// The bytes that are not in the base, by first byte. Disjoint.
     pieces: BTreeMap<u64, Piece>,
-    /// What is offered. Disjoint, and disjoint from `pieces`.
+    /// The extents that are offered. Disjoint, and disjoint from `pieces`.
     offered: Vec<Arc<CpuExtent>>,
 }
 
-/// Bytes of a buffer that lie elsewhere.
+/// Bytes of a buffer that are not in its base.
 struct Piece {
     len: u64,
     place: Backing,
 }
 
 enum Backing {
-    /// In somebody's base, and not to be written.
+    /// In the base of this or another buffer, read-only.
     Shared(Arc<CpuExtent>),
-    /// In memory for this piece alone.
+    /// In a region of their own.
     Own { region: Region, _charge: Charge },
 }
 
-/// The region that a buffer for weights began as.
+/// The first region of a buffer for weights.
 struct BaseRegion {
     region: Region,
     uses: Mutex<Uses>,
 }
 
 struct Uses {
-    /// The buffer is there.
+    /// The buffer exists.
     has_owner: bool,
     /// First byte of an extent to one past its last. Disjoint.
     extents: BTreeMap<u64, u64>,
 }
 
-/// Bytes of a base that do not change as long as this exists.
+/// Bytes of a base that do not change while the extent exists.
 pub(super) struct CpuExtent {
     base: Arc<BaseRegion>,
     offset: u64,
@@ -77,7 +79,7 @@ pub(super) struct CpuExtent {
 }
 
 impl WeightRegion {
-    /// `size` zero bytes; `None` when the kernel has none. `size` is not 0.
+    /// `size > 0` zero bytes; `None` if the mapping fails.
     pub(super) fn create(size: usize, budget: &Arc<Budget>) -> Option<WeightRegion> {
         let uses = Uses {
             has_owner: true,
@@ -101,7 +103,7 @@ impl WeightRegion {
         self.base.region.len() as u64
     }
 
-    /// Changes whenever an address that was given out before may be wrong.
+    /// A number that changes whenever an address that was returned before may have become invalid.
     pub(super) fn moves(&self) -> u64 {
         self.state().moves
     }
@@ -111,17 +113,20 @@ impl WeightRegion {
         state.is_frozen && !state.is_written
     }
 
-    /// From now on, parts can be offered to others.
+    /// Makes the present contents available as extents.
     pub(super) fn freeze(&self) {
         let mut state = self.state();
         if !state.is_frozen {
             state.is_frozen = true;
-            // Plans that write were compiled when nobody minded.
+            // Plans that write were compiled without copy-on-write.
             state.moves += 1;
         }
     }
 
-    /// Where the bytes of `range` lie, one behind the other, for reading. The range is inside.
+    /// The address of the bytes of `range`, contiguous, for reading. The range lies inside.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the bytes are in several places and cannot be merged.
     pub(super) fn locate(&self, range: Range<u64>) -> Result<*mut u8, EngineError> {
         let mut state = self.state();
         if let Some(place) = state.find(&self.base, &range) {
@@ -130,7 +135,10 @@ impl WeightRegion {
         state.gather(self, range)
     }
 
-    /// The same for writing: nobody else sees it.
+    /// As [`locate`](WeightRegion::locate), for writing: no other buffer shares the bytes.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if shared bytes cannot be copied.
     pub(super) fn own(&self, range: Range<u64>) -> Result<*mut u8, EngineError> {
         let mut state = self.state();
         let place = state.gather(self, range)?;
@@ -138,7 +146,8 @@ impl WeightRegion {
         Ok(place)
     }
 
-    /// The places of the bytes of `range`, one behind the other, and how many are at each. The range is inside.
+    /// The addresses and lengths of the contiguous parts of `range`, in order. The range lies
+    /// inside.
     pub(super) fn parts(&self, range: Range<u64>) -> Vec<(*mut u8, usize)> {
         let state = self.state();
         let mut parts = Vec::new();
@@ -158,7 +167,11 @@ impl WeightRegion {
         parts
     }
 
-    /// Offers a part of what was frozen. The range is inside.
+    /// Part of the frozen contents as an extent. The range lies inside.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the memory is not frozen, was written since, or if the range is
+    /// empty or overlaps another extent.
     pub(super) fn extent(&self, offset: u64, len: u64) -> Result<Arc<CpuExtent>, EngineError> {
         let mut state = self.state();
         let range = offset..offset + len;
@@ -182,8 +195,11 @@ impl WeightRegion {
         Ok(extent)
     }
 
-    /// Takes an extent as the bytes at `offset`, which is inside with all of them. Returns how many are held elsewhere
-    /// from now on. Frozen memory holds the same bytes there already.
+    /// Replaces the bytes at `offset` by those of `extent`; they lie inside. Returns the number of
+    /// bytes that are now shared. Frozen memory already has the same bytes there.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if overlapping pieces cannot be merged.
     pub(super) fn attach(&self, offset: u64, extent: &Arc<CpuExtent>) -> Result<u64, EngineError> {
         let range = offset..offset + extent.len;
         let mut state = self.state();
@@ -194,11 +210,12 @@ impl WeightRegion {
             range.start <= start && start + piece.len <= range.end
         };
         if !state.touched(&range).all(is_inside) {
-            // Bytes that were put together for somebody stay together.
+            // Bytes that were merged for a plan stay contiguous.
             let is_frozen = state.is_frozen;
             let to = state.gather(self, range)?;
             if !is_frozen {
-                // SAFETY: `gather` has given a place for so many bytes, which only we use.
+                // SAFETY: `gather` has returned the address of as many bytes, which only this
+                // buffer uses.
                 unsafe { BytesMut::from_raw(to, extent.len as usize) }.copy_from(extent.bytes());
             }
             return Ok(0);
@@ -227,12 +244,12 @@ impl Drop for WeightRegion {
 }
 
 impl State {
-    /// The pieces with bytes of `range`.
+    /// The pieces that overlap `range`.
     fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &Piece)> {
         overlapping(&self.pieces, range, |start, piece| start + piece.len)
     }
 
-    /// The place of bytes that lie one behind the other.
+    /// The address of the bytes of `range`, if they are contiguous.
     fn find(&self, base: &BaseRegion, range: &Range<u64>) -> Option<*mut u8> {
         let mut touched = self.touched(range);
         match touched.next() {
@@ -242,20 +259,20 @@ impl State {
         }
     }
 
-    /// Does not offer any more what has bytes in `range`.
+    /// Withdraws the offered extents that overlap `range`.
     fn forget_offers(&mut self, range: &Range<u64>) {
         self.offered
             .retain(|extent| range.end <= extent.offset || extent.end() <= range.start);
     }
 
-    /// A place for the bytes of `range` that nobody else uses, with what they are.
+    /// The address of exclusive, contiguous memory with the bytes of `range`.
     fn gather(
         &mut self,
         weights: &WeightRegion,
         range: Range<u64>,
     ) -> Result<*mut u8, EngineError> {
         let base = &weights.base;
-        // What nobody has taken is not offered any more, and what somebody has stays where it is.
+        // Extents without a user are withdrawn. Extents in use keep their bytes.
         self.forget_offers(&range);
         if let Some((&start, piece)) = self.touched(&range).next()
             && matches!(piece.place, Backing::Own { .. })
@@ -305,7 +322,8 @@ impl State {
             let to = to.wrapping_add((range.start - all.start) as usize);
             if range.start < range.end && place != to {
                 let len = (range.end - range.start) as usize;
-                // SAFETY: both have as many bytes; pieces lie in other regions than the copy, or at the same place.
+                // SAFETY: both have as many bytes. Pieces are in other regions than the copy, or at
+                // the same address, which is excluded above.
                 unsafe { to.copy_from_nonoverlapping(place, len) };
             }
         };
@@ -324,13 +342,13 @@ impl State {
         Ok(to.wrapping_add((range.start - all.start) as usize))
     }
 
-    /// The pages of a base that nobody needs, now that `range` lies elsewhere: all that it touches, but at the ends only
-    /// those that hold nothing else but zeros.
+    /// The pages of a base that are no longer needed once `range` is elsewhere: all pages that it
+    /// touches, but at the ends only pages that otherwise hold zeros.
     fn pages_under(&self, base: &BaseRegion, range: &Range<u64>) -> Range<u64> {
         let is_zero = |part: Range<u64>| {
             let len = part.end.saturating_sub(part.start) as usize;
             let mut copy = vec![0; len];
-            // SAFETY: bytes of the base, which nobody writes during the call.
+            // SAFETY: the bytes lie in the base, and the lock excludes writes during the call.
             unsafe { Bytes::from_raw(base.at(part.start), len) }.copy_to(&mut copy);
             copy.iter().all(|&byte| byte == 0)
         };
@@ -379,12 +397,12 @@ impl BaseRegion {
         self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives back the pages of a range, which begins and ends with pages, in which no extent lies. The buffer does not
-    /// need them.
+    /// Gives back the pages of a range, which begins and ends with pages, in which no extent lies.
+    /// The buffer does not need them.
     fn release(&self, range: Range<u64>) {
         let uses = self.uses();
         let discard = |range: Range<u64>| {
-            // SAFETY: the caller's promise; and extents lie elsewhere.
+            // SAFETY: by the caller's contract; and extents lie elsewhere.
             unsafe { self.region.discard(range, Advice::LinuxDontNeed) };
         };
         let mut at = range.start;
@@ -403,7 +421,8 @@ impl Uses {
     }
 }
 
-/// What of `all`, which is disjoint and by its first bytes, shares bytes with `range`. `end` says where each ends.
+/// What of `all`, which is disjoint and by its first bytes, shares bytes with `range`. `end` says
+/// where each ends.
 fn overlapping<'m, T>(
     all: &'m BTreeMap<u64, T>,
     range: &Range<u64>,
@@ -566,7 +585,8 @@ mod tests {
         assert!(there == &one_has[..2 * page() as usize]);
         assert_eq!(at, one.own(0, 2 * page()).unwrap());
         assert!(read(&one, 0, PAGES * page()) == one_has);
-        // The other one has the bytes for itself now, and can write in place when the first has gone.
+        // The other one has the bytes for itself now, and can write in place when the first has
+        // gone.
         drop(one);
         two.own(page(), 4 * page()).unwrap();
         assert_eq!(budget.used(), PAGES * page());
@@ -697,7 +717,11 @@ mod tests {
         assert!(one.is_unmodified());
         drop(extent);
         one.fill(0, 1, 1).unwrap();
-        assert_eq!(budget.used(), 2 * PAGES * page(), "nobody else had them");
+        assert_eq!(
+            budget.used(),
+            2 * PAGES * page(),
+            "no other thread had them"
+        );
         drop(one);
         assert_eq!(budget.used(), 0);
     }

@@ -14,8 +14,8 @@ pub struct ByteRange {
 }
 
 impl ByteRange {
-    /// The bytes of a tensor of a validated graph, from its first to one past its last. A tensor with
-    /// gaps does not use all of them.
+    /// The bytes of a tensor of a validated graph, from its first to one past its last. A tensor
+    /// with gaps does not use all of them.
     ///
     /// # Panics
     /// If the extent of the tensor overflows, which validation excludes.

@@ -24,7 +24,8 @@ pub trait Engine: Send + Sync + 'static {
     /// Present memory of the device, in bytes.
     fn memory(&self) -> MemoryInfo;
 
-    /// The operators, types and shapes that the engine can run. Constant for the life of the engine.
+    /// The operators, types and shapes that the engine can run. Constant for the life of the
+    /// engine.
     fn capabilities(&self) -> &Capabilities;
 
     /// Allocates `size` zeroed bytes, aligned to at least 256 bytes. `size` may be 0.
@@ -34,9 +35,9 @@ pub trait Engine: Send + Sync + 'static {
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError>;
 
     /// As [`alloc`](Engine::alloc), in memory that a guest may map. The guest accesses it while no
-    /// graph of its session runs; a guest that breaks this rule may access it at any time. `None` if
-    /// the engine's memory is not host memory, or if shared memory of this size would slow down the
-    /// engine.
+    /// graph of its session runs; a guest that breaks this rule may access it at any time. `None`
+    /// if the engine's memory is not host memory, or if shared memory of this size would slow down
+    /// the engine.
     ///
     /// # Errors
     /// As [`alloc`](Engine::alloc).
@@ -61,22 +62,23 @@ pub trait Engine: Send + Sync + 'static {
         Ok(None)
     }
 
-    /// Why the engine cannot work again in this process, if so: the contents of its memory are lost,
-    /// and only a new process helps. An engine that may recover tries to recover first.
+    /// Why the engine cannot work again in this process, if so: the contents of its memory are
+    /// lost, and only a new process helps. An engine that may recover tries to recover first.
     fn fatal_error(&self) -> Option<String> {
         None
     }
 
-    /// Registers (pins) a window with the device, so that the device can copy from and to it by DMA.
-    /// Dropping the returned value unregisters it. `None` if the engine does not need this, or if
-    /// registration failed; copies then work without it.
+    /// Registers (pins) a window with the device, so that the device can copy from and to it by
+    /// DMA. Dropping the returned value unregisters it. `None` if the engine does not need this, or
+    /// if registration failed; copies then work without it.
     fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
         let _ = window;
         None
     }
 
-    /// Compiles a graph for many runs. `buffers[i]` is the memory of the graph's buffer `i`, at least
-    /// as large as the size that the graph was validated against. The plan keeps the buffers alive.
+    /// Compiles a graph for many runs. `buffers[i]` is the memory of the graph's buffer `i`, at
+    /// least as large as the size that the graph was validated against. The plan keeps the buffers
+    /// alive.
     ///
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer belongs to another engine;

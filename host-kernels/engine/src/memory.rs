@@ -55,8 +55,8 @@ pub trait Memory: Send + Sync + Any {
     /// As [`write`](Memory::write).
     fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError>;
 
-    /// Copies `len` bytes at `source_offset` of `source` to `offset`. `source` is memory of the same
-    /// engine and may be this memory. Ranges may overlap; the result is as with `memmove`.
+    /// Copies `len` bytes at `source_offset` of `source` to `offset`. `source` is memory of the
+    /// same engine and may be this memory. Ranges may overlap; the result is as with `memmove`.
     ///
     /// # Errors
     /// As [`write`](Memory::write), and [`EngineError::ForeignMemory`] if `source` belongs to
@@ -74,8 +74,8 @@ pub trait Memory: Send + Sync + Any {
     /// what was written. Plans may have to be compiled again.
     fn mark_weights(&self) {}
 
-    /// Makes the present contents available as [extents](Extent). Later writes to this memory do not
-    /// change the extents. Returns whether this memory supports extents.
+    /// Makes the present contents available as [extents](Extent). Later writes to this memory do
+    /// not change the extents. Returns whether this memory supports extents.
     fn freeze(&self) -> bool {
         false
     }

@@ -7,8 +7,8 @@ use crate::error::RunError;
 
 /// A compiled graph.
 ///
-/// [`launch`](Plan::launch) and [`wait`](Plan::wait) are the two steps of every run. Callers without
-/// a turn to respect use `run`, which is made of both.
+/// [`launch`](Plan::launch) and [`wait`](Plan::wait) are the two steps of every run. Callers
+/// without a turn to respect use `run`, which is made of both.
 pub trait Plan: Send {
     /// Starts a run of the graph, or continues one that has yielded. Returns when `turn` is over,
     /// when all results are in memory, or when the device has been given all remaining work.

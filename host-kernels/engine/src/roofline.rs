@@ -1,6 +1,6 @@
-//! The roofline model of a graph: a lower bound of its memory traffic and arithmetic, and of its time on
-//! a device of known peak rates (Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009). No
-//! engine is faster. `vgpu bench plan` shows how close an engine comes.
+//! The roofline model of a graph: a lower bound of its memory traffic and arithmetic, and of its
+//! time on a device of known peak rates (Williams, Waterman and Patterson, "Roofline", CACM 52(4),
+//! 2009). No engine is faster. `vgpu bench plan` shows how close an engine comes.
 
 use std::collections::BTreeMap;
 use std::iter::Sum;
@@ -13,14 +13,14 @@ use crate::byte_range::ByteRange;
 /// A lower bound of the work of one or several nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Cost {
-    /// Bytes read from or written to the device's memory: weights, the KV cache, inputs, and results that
-    /// no later node reads. Each byte counts once, however many nodes read it.
+    /// Bytes read from or written to the device's memory: weights, the KV cache, inputs, and
+    /// results that no later node reads. Each byte counts once, however many nodes read it.
     pub memory: u64,
     /// Bytes of intermediate results, read and written. Caches and registers can hold them.
     pub cached: u64,
-    /// Floating-point operations: two for each multiply-add of a matrix product or of attention, one for
-    /// each element of other operators, none for copies. Attention counts every key of the graph, since
-    /// only the mask tensor knows which keys are hidden.
+    /// Floating-point operations: two for each multiply-add of a matrix product or of attention,
+    /// one for each element of other operators, none for copies. Attention counts every key of the
+    /// graph, since only the mask tensor knows which keys are hidden.
     pub operations: u64,
 }
 
@@ -106,8 +106,8 @@ pub fn of(graph: &Graph) -> Vec<Cost> {
     costs
 }
 
-/// The name of a node in tables: its operator, and for products, attention and GET_ROWS the type of the
-/// weights or keys.
+/// The name of a node in tables: its operator, and for products, attention and GET_ROWS the type of
+/// the weights or keys.
 pub fn label(graph: &Graph, node: &Node) -> String {
     let name = node.op.kind().ggml_name();
     let weights = match node.op {

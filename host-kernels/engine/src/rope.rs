@@ -1,5 +1,5 @@
-//! The parameters of ROPE (rotary position embedding, Su et al., arXiv:2104.09864) with YaRN scaling
-//! (Peng et al., arXiv:2309.00071), computed as ggml computes them.
+//! The parameters of ROPE (rotary position embedding, Su et al., arXiv:2104.09864) with YaRN
+//! scaling (Peng et al., arXiv:2309.00071), computed as ggml computes them.
 
 use vgpu_transport::ir::{Op, RopeMode};
 

@@ -11,13 +11,15 @@ use crate::common::*;
 /// multiply what they are off.
 const TOLERANCE: f64 = 1e-4;
 
-/// The same for engines that have queries, keys, values and weights rounded to halves, as ggml's CUDA backend does.
+/// The same for engines that have queries, keys, values and weights rounded to halves, as ggml's
+/// CUDA backend does.
 const TOLERANCE_OF_HALVES: f64 = 2e-3;
 
 /// The same for bfloat16.
 const TOLERANCE_OF_BRAIN_HALVES: f64 = 1.5e-2;
 
-/// The sum of the squares of errors, of that of results, that ggml's own tests allow is 5e-4. This is a tenth.
+/// The sum of the squares of errors, of that of results, that ggml's own tests allow is 5e-4. This
+/// is a tenth.
 const NORMALIZED_ERROR: f64 = 5e-5;
 
 /// The operands of attention and its parameters.
@@ -287,7 +289,8 @@ pub(crate) fn many_tokens_and_long_contexts(engine: &dyn Engine) {
     }
 }
 
-/// Widths, types and numbers of rows that engines have kernels of their own for, with whole, causal and scattered masks.
+/// Widths, types and numbers of rows that engines have kernels of their own for, with whole, causal
+/// and scattered masks.
 pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
     use Type::{Bf16, F16, F32, Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
     for (i, (k, v, dk, dv, keys, tokens, group)) in [
@@ -357,8 +360,8 @@ pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
     }
 }
 
-/// Enough rows for groups of warps, with keys that end within a tile, tiles that are hidden, and values that are no numbers
-/// where nobody sees them.
+/// Enough rows for groups of warps, with keys that end within a tile, tiles that are hidden, and
+/// values that are no numbers where nobody sees them.
 pub(crate) fn many_tokens_of_pairs(engine: &dyn Engine) {
     for (i, (width, keys, tokens, heads, sequences)) in [
         (64, 300, 150, [1, 1, 1], [2, 1, 1]),

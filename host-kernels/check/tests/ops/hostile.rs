@@ -128,7 +128,8 @@ fn shape(ty: Type, ne: [u64; 4]) -> Shape {
     })
 }
 
-/// A tensor with one extent of 0 takes no memory, whatever the others are: it must take no time either.
+/// A tensor with one extent of 0 takes no memory, whatever the others are: it must take no time
+/// either.
 pub(crate) fn huge_extents_of_nothing(engine: &dyn Engine) {
     const HUGE: u64 = 1 << 31;
     for ne in [
@@ -221,8 +222,8 @@ pub(crate) fn rows_far_apart(engine: &dyn Engine) {
     }
 }
 
-/// Sources that overlap the destination in any way give any result, but nothing outside the destination
-/// changes.
+/// Sources that overlap the destination in any way give any result, but nothing outside the
+/// destination changes.
 pub(crate) fn overlapping_memory(engine: &dyn Engine) {
     property(150, |random| {
         let ne = std::array::from_fn(|_| 1 + random.below(7));

@@ -206,7 +206,8 @@ pub(crate) fn upscale(engine: &dyn Engine) {
             let mut sum = 0.0;
             for y in py.floor() as i64 - 2..=py.floor() as i64 + 3 {
                 for x in px.floor() as i64 - 2..=px.floor() as i64 + 3 {
-                    // Growing images have nothing to smooth: antialiasing leaves out what lies outside.
+                    // Growing images have nothing to smooth: antialiasing leaves out what lies
+                    // outside.
                     let w = weight(x as f64 - px) * weight(y as f64 - py);
                     sum += w * src.get([clamp(x, 0), clamp(y, 1), i2, i3]);
                 }

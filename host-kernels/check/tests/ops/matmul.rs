@@ -40,8 +40,8 @@ pub(crate) fn reals() -> Vec<Type> {
     Type::ALL.iter().copied().filter(is_real).collect()
 }
 
-/// A row of activations as ggml has them multiplied with `weight`: rounded to the type it pairs with
-/// the weight's.
+/// A row of activations as ggml has them multiplied with `weight`: rounded to the type it pairs
+/// with the weight's.
 pub(crate) fn as_activation(weight: Type, row: &[f64]) -> Vec<f64> {
     let kernel = MatmulKernel::of(weight).expect("a type of weights");
     let format = kernel.activation.format();
@@ -87,21 +87,24 @@ pub(crate) fn dot(a: &[f64], b: &[f64]) -> (f64, f64) {
     products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()))
 }
 
-/// What products may be off whose operands are rounded to halves, of the sum of magnitudes: 2^-11 each, and the scales.
+/// What products may be off whose operands are rounded to halves, of the sum of magnitudes: 2^-11
+/// each, and the scales.
 const TOLERANCE_OF_HALVES: f64 = 1.5e-3;
 
 /// The same for operands of bfloat16.
 const TOLERANCE_OF_BRAIN_HALVES: f64 = 8e-3;
 
-/// The same for operands in f32 that are pairs of bfloat16: each is off by 2^-16, and the product of what is small in both is
-/// left out.
+/// The same for operands in f32 that are pairs of bfloat16: each is off by 2^-16, and the product
+/// of what is small in both is left out.
 const TOLERANCE_OF_PAIRS: f64 = 5e-5;
 
-/// Columns from which on engines may have their operands rounded to halves, as ggml's CUDA backend has them.
+/// Columns from which on engines may have their operands rounded to halves, as ggml's CUDA backend
+/// has them.
 const MANY_COLUMNS: u64 = 9;
 
-/// Compares a row of `columns` rows of products of `k` terms with weights of type `weight`, between -1 and 1. Engines may round
-/// the activations `x` to the type that ggml multiplies the weights with, to 8 bits in blocks of 32, or not at all.
+/// Compares a row of `columns` rows of products of `k` terms with weights of type `weight`, between
+/// -1 and 1. Engines may round the activations `x` to the type that ggml multiplies the weights
+/// with, to 8 bits in blocks of 32, or not at all.
 #[track_caller]
 fn compare_with_activations(
     weight: Type,
@@ -135,8 +138,8 @@ fn compare_with_activations(
 /// Compares a row of products of `k` terms with weights of type `weight`, between -1 and 1.
 #[track_caller]
 fn compare_products(weight: Type, k: u64, got: &[f64], exact: impl Fn(u64) -> (f64, f64)) {
-    // Scales and sums of small activations are subnormal halves, off by up to 2^-25, times quants of
-    // up to 127.
+    // Scales and sums of small activations are subnormal halves, off by up to 2^-25, times quants
+    // of up to 127.
     let subnormal = if has_half_sums(weight) {
         k as f64 * 2f64.powi(-25) * 127.0
     } else {
@@ -198,7 +201,8 @@ pub(crate) fn mul_mat(engine: &dyn Engine) {
     });
 }
 
-/// Every type of weights with one, several and many columns, and sums that end within a step and a tile.
+/// Every type of weights with one, several and many columns, and sums that end within a step and a
+/// tile.
 pub(crate) fn few_and_many_columns(engine: &dyn Engine) {
     let mut random = Random::new(11);
     for weight in weights() {
@@ -210,8 +214,8 @@ pub(crate) fn few_and_many_columns(engine: &dyn Engine) {
     }
 }
 
-/// Types of weights with kernels for groups of warps: sums that end within a step, a chunk and a tile, batches that share
-/// weights, rows that lie apart, tiles of both widths.
+/// Types of weights with kernels for groups of warps: sums that end within a step, a chunk and a
+/// tile, batches that share weights, rows that lie apart, tiles of both widths.
 pub(crate) fn many_columns_of_groups(engine: &dyn Engine) {
     let mut random = Random::new(13);
     for weight in [

@@ -8,8 +8,9 @@ use crate::common::*;
 /// Sums of a row in f32, and the differences they go into.
 const TOLERANCE: f64 = 4e-6;
 
-/// The same where a mean is taken off. Of elements up to 8 it is off by up to 2^-22 in f32, and what divides the differences
-/// is at least the root of [`EPS`]: a row of few elements can be that narrow.
+/// The same where a mean is taken off. Of elements up to 8 it is off by up to 2^-22 in f32, and
+/// what divides the differences is at least the root of [`EPS`]: a row of few elements can be that
+/// narrow.
 const TOLERANCE_OF_DIFFERENCES: f64 = TOLERANCE + 7.6e-6;
 
 const FLOATS: [Type; 3] = [Type::F32, Type::F16, Type::Bf16];

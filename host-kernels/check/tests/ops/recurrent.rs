@@ -150,8 +150,8 @@ fn attention(random: &mut Random) -> [u64; 4] {
     ]
 }
 
-/// Steps through the tokens of all heads: `step` gets the head, the token, the state [i][j], and gives the
-/// results. Returns results and states as the operators lay them out.
+/// Steps through the tokens of all heads: `step` gets the head, the token, the state [i][j], and
+/// gives the results. Returns results and states as the operators lay them out.
 fn recur(
     [size, heads, tokens, seqs]: [u64; 4],
     state: &Data,

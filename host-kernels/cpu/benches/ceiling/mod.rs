@@ -1,5 +1,5 @@
-//! What the processor can do at most: products between registers, of single precision and of integers of 16 bits, nothing
-//! read or written.
+//! What the processor can do at most: products between registers, of single precision and of
+//! integers of 16 bits, nothing read or written.
 
 use std::hint::black_box;
 
@@ -10,8 +10,9 @@ use vgpu_cpu::gemm::Level;
 const SUMS: usize = 12;
 const ROUNDS: usize = 1 << 20;
 
-/// Floating-point operations of a second of one thread, in units of 10^9, by the instructions of `level`; `None` for the
-/// portable one, whose instructions the compiler chooses. `seconds` measures what it is given.
+/// Floating-point operations of a second of one thread, in units of 10^9, by the instructions of
+/// `level`; `None` for the portable one, whose instructions the compiler chooses. `seconds`
+/// measures what it is given.
 pub(crate) fn single_precision(level: Level, seconds: impl Fn(fn()) -> f64) -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     return rate(
@@ -31,7 +32,8 @@ pub(crate) fn single_precision(level: Level, seconds: impl Fn(fn()) -> f64) -> O
     }
 }
 
-/// The same for integers of 16 bits, of which an instruction adds up two products in 32 bits; adding up those is left out.
+/// The same for integers of 16 bits, of which an instruction adds up two products in 32 bits;
+/// adding up those is left out.
 pub(crate) fn shorts(level: Level, seconds: impl Fn(fn()) -> f64) -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     return rate(
@@ -63,7 +65,8 @@ fn rate(level: Level, work: [(fn(), usize); 2], seconds: impl Fn(fn()) -> f64) -
     Some((2 * lanes * SUMS * ROUNDS) as f64 / best / 1e9)
 }
 
-/// Whether products with weights of this type are products of single precision, which the ceiling holds for.
+/// Whether products with weights of this type are products of single precision, which the ceiling
+/// holds for.
 pub(crate) fn holds_for(ty: Type, level: Level) -> bool {
     match ty {
         Type::F32 | Type::F16 => true,

@@ -33,7 +33,8 @@ pub(crate) struct Product<'a> {
     buffers: [Object; 2],
 }
 
-/// The function `name` of a library as a function of the given type, which is that in ggml's headers.
+/// The function `name` of a library as a function of the given type, which is that in ggml's
+/// headers.
 macro_rules! function {
     ($library:expr, $name:literal, fn($($arg:ty),*) $(-> $result:ty)?) => {
         std::mem::transmute::<Object, unsafe extern "C" fn($($arg),*) $(-> $result)?>(
@@ -56,8 +57,8 @@ impl Ggml {
         let folder = PathBuf::from(std::env::var_os("VGPU_GGML_BIN")?);
         let open = |name: &str| {
             let path = CString::new(folder.join(name).as_os_str().as_bytes()).unwrap();
-            // SAFETY: the initialisers of ggml's libraries only register things; `dlerror` returns a
-            // string.
+            // SAFETY: the initialisers of ggml's libraries only register things; `dlerror` returns
+            // a string.
             unsafe {
                 let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
                 assert!(!library.is_null(), "{:?}", CStr::from_ptr(libc::dlerror()));
@@ -74,8 +75,8 @@ impl Ggml {
         Some(Ggml { base, cpu, backend })
     }
 
-    /// The product of `rows` rows of weights with `cols` columns; `None` if `repacked` is asked for and
-    /// ggml has no such layout for the type.
+    /// The product of `rows` rows of weights with `cols` columns; `None` if `repacked` is asked for
+    /// and ggml has no such layout for the type.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn product(
         &self,
@@ -87,8 +88,8 @@ impl Ggml {
         x: &[f32],
         repacked: bool,
     ) -> Option<Product<'_>> {
-        // SAFETY: ggml is called as its own examples call it; the sizes of `weights` and `x` are those
-        // of the tensors they are copied to.
+        // SAFETY: ggml is called as its own examples call it; the sizes of `weights` and `x` are
+        // those of the tensors they are copied to.
         unsafe {
             let init = function!(self.base, "ggml_init", fn(InitParams) -> Object);
             let tensor = function!(
@@ -158,8 +159,9 @@ impl Ggml {
     }
 }
 
-/// Whether ggml found a layout of its own for the tensor: its `extra` field, after `type`, `buffer`,
-/// `ne`, `nb`, `op`, `op_params`, `flags`, `src`, `view_src`, `view_offs`, `data` and `name`.
+/// Whether ggml found a layout of its own for the tensor: its `extra` field, after `type`,
+/// `buffer`, `ne`, `nb`, `op`, `op_params`, `flags`, `src`, `view_src`, `view_offs`, `data` and
+/// `name`.
 ///
 /// # Safety
 /// `tensor` is a ggml tensor allocated in the repacking buffer type.

@@ -1,4 +1,4 @@
-//! The family of formats multiplied with activations in groups of 32.
+//! The formats with scales per 32 elements (or 16), multiplied with activations in Q8_0 or Q8_1.
 
 use crate::simd::{PtrTask, Simd, dispatch_ptr};
 
@@ -41,8 +41,8 @@ pub(super) unsafe fn dequantize<B: Block32Format>(src: *const u8, dst: *mut f32,
     unsafe { dispatch_ptr(Dequantize::<B>(src.cast(), dst, n)) };
 }
 
-/// A row of blocks of so many elements, and where it is read to; a task, so that the compiler uses all
-/// the instructions there are.
+/// Dequantises a row of blocks: source, destination, number of elements. Contract:
+/// [`super::DequantizeRow`].
 struct Dequantize<B>(*const B, *mut f32, usize);
 
 impl<B: Block32Format> PtrTask for Dequantize<B> {
@@ -53,8 +53,8 @@ impl<B: Block32Format> PtrTask for Dequantize<B> {
         let Dequantize(src, dst, n) = self;
         debug_assert!(n.is_multiple_of(B::ELEMENTS));
         for b in 0..n / B::ELEMENTS {
-            // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any bytes are
-            // a valid B because it consists of integers.
+            // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any
+            // bytes are a valid B because it consists of integers.
             let (block, out) = unsafe {
                 let out = dst.add(b * B::ELEMENTS);
                 (

@@ -1,12 +1,13 @@
 //! Quantisers of the formats whose quants come from codebooks: IQ1, IQ2 and IQ3.
 //!
-//! ggml's CPU backend does not write them, and its quantising tool writes other bytes for every importance
-//! matrix: there are no bytes to repeat. These look for the least sum of squared errors:
+//! ggml's CPU backend does not write them, and its quantising tool writes other bytes for every
+//! importance matrix: there are no bytes to repeat. These look for the least sum of squared errors:
 //!
-//! 1. For each sub-block a range of scales is tried; at each, every eight values take the codebook's
-//!    nearest entry, and the scale is then the best one for these quants (least squares).
-//! 2. The largest of the scales gives the block's. Each sub-block takes the step of it, and the entries
-//!    at that step, that leave the least error; the block's scale becomes the best one for all quants.
+//! 1. For each sub-block a range of scales is tried; at each, every eight values take the
+//! codebook's nearest entry, and the scale is then the best one for these quants (least squares).
+//! 2. The largest of the scales gives the block's. Each sub-block takes the step of it, and the
+//! entries at that step, that leave the least error; the block's scale becomes the best one for all
+//! quants.
 
 use std::sync::LazyLock;
 
@@ -45,8 +46,8 @@ pub(super) struct Codebook<const D: usize> {
     levels: usize,
     /// What lies halfway between a level and the next; infinite beyond the last.
     halfway: [f32; MAX_LEVELS - 1],
-    /// For each combination of levels the entries near to it, the nearest first. If the combination is an
-    /// entry, that alone.
+    /// For each combination of levels the entries near to it, the nearest first. If the combination
+    /// is an entry, that alone.
     near: Vec<[u16; NEAR]>,
 }
 
@@ -236,8 +237,8 @@ pub(super) struct Fit {
     pub(super) octets: [Octet; 32],
 }
 
-/// Fits a block. Sub-blocks choose one of `ways`, each of which gives the quants for eight scaled values.
-/// What is not a number counts as 0.
+/// Fits a block. Sub-blocks choose one of `ways`, each of which gives the quants for eight scaled
+/// values. What is not a number counts as 0.
 pub(super) fn fit<W: Fn(&[f32; 8]) -> Octet>(x: &[f32; 256], room: Room, ways: &[W]) -> Fit {
     dispatch(FitBlock {
         x: x.map(|x| if x.is_nan() { 0.0 } else { x }),
@@ -296,7 +297,8 @@ impl<W: Fn(&[f32; 8]) -> Octet> Task for FitBlock<'_, W> {
 /// How often steps and quants are chosen, and the block's scale is fitted to them.
 const ROUNDS: usize = 2;
 
-/// The scales that are tried, relative to the one that maps the largest magnitude to the largest quant.
+/// The scales that are tried, relative to the one that maps the largest magnitude to the largest
+/// quant.
 const TRIES: [f32; 16] = {
     let mut tries = [0.0; 16];
     let mut i = 0;
@@ -350,8 +352,8 @@ fn best_scale<W: Fn(&[f32; 8]) -> Octet>(x: &[[f32; 8]], largest: f32, ways: &[W
     best
 }
 
-/// The step of `d`, near the one for the scale `target`, that leaves a sub-block the least error; writes
-/// the quants.
+/// The step of `d`, near the one for the scale `target`, that leaves a sub-block the least error;
+/// writes the quants.
 #[inline(always)]
 fn best_step<W: Fn(&[f32; 8]) -> Octet>(
     x: &[[f32; 8]],
@@ -399,8 +401,8 @@ mod tests {
             .fold(f64::INFINITY, f64::min)
     }
 
-    /// Compares with a look at every entry: mostly the nearest, seldom one much farther. Values evenly spread
-    /// are the worst case: codebooks hold the likely combinations.
+    /// Compares with a look at every entry: mostly the nearest, seldom one much farther. Values
+    /// evenly spread are the worst case: codebooks hold the likely combinations.
     fn finds_the_nearest<const D: usize>(book: &Codebook<D>, low: f32, high: f32) {
         let mut state = 88_172_645_463_325_252u64;
         let mut next = || {
@@ -449,8 +451,8 @@ mod tests {
         }
     }
 
-    /// The least squared error of eight values and the codebook's magnitudes with signs, of which an even
-    /// number must be negative with `even`.
+    /// The least squared error of eight values and the codebook's magnitudes with signs, of which
+    /// an even number must be negative with `even`.
     fn least_with_signs<const D: usize>(book: &Codebook<D>, x: &[f64; 8], even: bool) -> f64 {
         let part = |half: usize, flipped: Option<usize>| -> f64 {
             let error = |point: &[i8; D]| -> f64 {
@@ -491,8 +493,8 @@ mod tests {
     /// The least squared error that eight scaled values can be left with.
     type Least<'a> = dyn Fn(&[f64; 8]) -> f64 + 'a;
 
-    /// Compares blocks with the least error that there is for several scales of the block: every step and
-    /// every entry tried, in f64.
+    /// Compares blocks with the least error that there is for several scales of the block: every
+    /// step and every entry tried, in f64.
     fn close_to_the_least<B: super::super::k_quants::QuantizeSuperBlock>(
         steps: i32,
         ways: &[&Least<'_>],

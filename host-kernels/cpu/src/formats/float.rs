@@ -45,7 +45,7 @@ pub(super) unsafe fn read_bf16(src: *const u8, dst: *mut f32, n: usize) {
     unsafe { dispatch_ptr(ReadBf16(src.cast(), dst, n)) };
 }
 
-/// A row of so many halves, and where it is read to.
+/// Source, destination and number of elements. Contract: [`super::DequantizeRow`].
 struct ReadF16(*const u16, *mut f32, usize);
 
 impl PtrTask for ReadF16 {
@@ -64,7 +64,7 @@ impl PtrTask for ReadF16 {
     }
 }
 
-/// A row of so many floats, and where it is written to.
+/// Source, destination and number of elements. Contract: [`super::QuantizeRow`].
 struct WriteF16(*const f32, *mut u16, usize);
 
 impl PtrTask for WriteF16 {
@@ -83,7 +83,7 @@ impl PtrTask for WriteF16 {
     }
 }
 
-/// A row of so many bfloat16, and where it is read to.
+/// Source, destination and number of elements. Contract: [`super::DequantizeRow`].
 struct ReadBf16(*const u16, *mut f32, usize);
 
 impl PtrTask for ReadBf16 {
@@ -106,7 +106,7 @@ impl PtrTask for ReadBf16 {
 /// As [`super::QuantizeRow`].
 pub(super) unsafe fn write_bf16(src: *const f32, dst: *mut u8, n: usize) {
     for i in 0..n {
-        // SAFETY: `i < n`, for which the caller vouches.
+        // SAFETY: `i < n`; the caller guarantees `n` elements.
         unsafe {
             dst.cast::<u16>()
                 .add(i)

@@ -1,5 +1,5 @@
-//! IQ1_M: 16 sub-blocks of 16 quants, eight at a time from a codebook of -1, 0 and 1, each eight shifted
-//! by an eighth up or down.
+//! IQ1_M: 16 sub-blocks of 16 quants, eight at a time from a codebook of -1, 0 and 1, each eight
+//! shifted by an eighth up or down.
 
 use super::codebook::{Room, fit, shifted_either_way};
 use super::grids::{IQ1, shifted};
@@ -12,11 +12,11 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32};
 pub struct BlockIq1M {
     /// For each eight elements the low eight bits of an index.
     pub qs: [u8; 32],
-    /// For each eight elements a nibble: the high three bits of the index, and whether they are shifted
-    /// down.
+    /// For each eight elements a nibble: the high three bits of the index, and whether they are
+    /// shifted down.
     pub qh: [u8; 16],
-    /// Four times three bits of scale in the low bits of each; the high four bits are, in order, the
-    /// nibbles of the scale of the scales, a half.
+    /// Four times three bits of scale in the low bits of each; the high four bits are, in order,
+    /// the nibbles of the scale of the scales, a half.
     pub scales: [u16; 4],
 }
 

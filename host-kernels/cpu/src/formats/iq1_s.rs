@@ -14,8 +14,8 @@ pub struct BlockIq1S {
     pub d: u16,
     /// For each eight elements the low eight bits of an index.
     pub qs: [u8; 32],
-    /// For each sub-block four times the high three bits of an index, the scale, and whether it is shifted
-    /// down.
+    /// For each sub-block four times the high three bits of an index, the scale, and whether it is
+    /// shifted down.
     pub qh: [u16; 8],
 }
 

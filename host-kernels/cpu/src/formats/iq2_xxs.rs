@@ -11,8 +11,8 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32};
 pub struct BlockIq2Xxs {
     /// Scale, a half.
     pub d: u16,
-    /// Eight bytes for each sub-block: four indices; then, little endian, four times seven signs and the
-    /// scale.
+    /// Eight bytes for each sub-block: four indices; then, little endian, four times seven signs
+    /// and the scale.
     pub qs: [u8; 64],
 }
 

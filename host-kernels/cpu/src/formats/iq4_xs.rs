@@ -16,7 +16,8 @@ pub struct BlockIq4Xs {
     pub scales_h: u16,
     /// Low four bits of scale `j` in a nibble of byte `j / 2`; 32 stands for zero.
     pub scales_l: [u8; 4],
-    /// 16 bytes for each sub-block: element `j` in the low, `j + 16` in the high nibble of byte `j`.
+    /// 16 bytes for each sub-block: element `j` in the low, `j + 16` in the high nibble of byte
+    /// `j`.
     pub qs: [u8; 128],
 }
 

@@ -1,4 +1,4 @@
-//! The family of formats multiplied with activations in super-blocks of 256.
+//! The super-block formats: 256 elements, multiplied with activations in Q8_K.
 
 use crate::simd::{PtrTask, Simd, dispatch_ptr};
 
@@ -44,8 +44,8 @@ pub(super) unsafe fn dequantize<B: SuperBlockFormat>(src: *const u8, dst: *mut f
     unsafe { dispatch_ptr(Dequantize::<B>(src.cast(), dst, n)) };
 }
 
-/// A row of blocks of so many elements, and where it is read to; a task, so that the compiler uses all
-/// the instructions there are.
+/// Dequantises a row of blocks: source, destination, number of elements. Contract:
+/// [`super::DequantizeRow`].
 struct Dequantize<B>(*const B, *mut f32, usize);
 
 impl<B: SuperBlockFormat> PtrTask for Dequantize<B> {
@@ -56,8 +56,8 @@ impl<B: SuperBlockFormat> PtrTask for Dequantize<B> {
         let Dequantize(src, dst, n) = self;
         debug_assert!(n.is_multiple_of(256));
         for b in 0..n / 256 {
-            // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any bytes are
-            // a valid B because it consists of integers and floats.
+            // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any
+            // bytes are a valid B because it consists of integers and floats.
             let (block, out) = unsafe {
                 (
                     &*src.add(b),
@@ -91,9 +91,9 @@ pub(super) unsafe fn quantize<B: QuantizeSuperBlock>(src: *const f32, dst: *mut 
     }
 }
 
-/// The eight 6-bit scales and minimums that Q4_K and Q5_K pack into 12 bytes: the first four of each
-/// in the low six bits of bytes 0..8, the others in nibbles of bytes 8..12 with their top bits above
-/// the former.
+/// The eight 6-bit scales and minimums that Q4_K and Q5_K pack into 12 bytes: the first four of
+/// each in the low six bits of bytes 0..8, the others in nibbles of bytes 8..12 with their top bits
+/// above the former.
 #[inline(always)]
 pub(super) fn unpack_scales(packed: &[u8; 12]) -> ([i16; 16], [i16; 16]) {
     let (mut scales, mut mins) = ([0; 16], [0; 16]);
@@ -117,8 +117,8 @@ pub(super) fn pack_scales(scales: &[u8; 8], mins: &[u8; 8]) -> [u8; 12] {
     packed
 }
 
-/// The two-bit quants of Q2_K, Q3_K and TQ2_0: in each half of the block, element `32 * i + j` in bits
-/// `2 * i` of byte `j`.
+/// The two-bit quants of Q2_K, Q3_K and TQ2_0: in each half of the block, element `32 * i + j` in
+/// bits `2 * i` of byte `j`.
 #[inline(always)]
 pub(super) fn unpack_two_bits(qs: &[u8; 64]) -> [u8; 256] {
     let mut q = [0; 256];

@@ -13,8 +13,8 @@
 //! To add a format: one file with the block and its trait, one line in [`Format::of`] and one in
 //! [`crate::gemm`].
 //!
-//! Blocks are `repr(C, packed)`: a view of a tensor may begin at any block, so nothing may be assumed
-//! about alignment.
+//! Blocks are `repr(C, packed)`: a view of a tensor may begin at any block, so nothing may be
+//! assumed about alignment.
 
 mod block32;
 mod codebook;
@@ -111,7 +111,8 @@ pub struct Format {
     /// Reads a row.
     pub dequantize_row: DequantizeRow,
     /// Writes a row: with the very bytes ggml-cpu's `from_float` writes on x86, or, of types with
-    /// codebooks, which ggml-cpu does not write, with less error than ggml's quantising tool leaves.
+    /// codebooks, which ggml-cpu does not write, with less error than ggml's quantising tool
+    /// leaves.
     pub quantize_row: QuantizeRow,
 }
 

@@ -39,9 +39,9 @@ impl QuantizeBlock32<32> for BlockQ8_0 {
     }
 }
 
-/// Scale and quants of Q8_0 and Q8_1 by the rule of ggml-cpu on x86: the inverse scale is `127 / amax`
-/// and ties round to even. (ggml-base's portable code inverts the scale and rounds ties away, so files
-/// written by it differ from activations in a few quants.)
+/// Scale and quants of Q8_0 and Q8_1 by the rule of ggml-cpu on x86: the inverse scale is `127 /
+/// amax` and ties round to even. (ggml-base's portable code inverts the scale and rounds ties away,
+/// so files written by it differ from activations in a few quants.)
 pub(super) fn quantize_bytes(x: &[f32; 32]) -> (f32, [i8; 32]) {
     let mut amax = 0.0f32;
     for &x in x {

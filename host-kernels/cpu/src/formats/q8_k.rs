@@ -1,4 +1,5 @@
-//! Q8_K: 256 signed bytes, a scale, and the sums of every 16: the activations of the super-block formats.
+//! Q8_K: 256 signed bytes, a scale, and the sums of every 16: the activations of the super-block
+//! formats.
 
 use super::block32::signed_max;
 use super::k_quants::QuantizeSuperBlock;

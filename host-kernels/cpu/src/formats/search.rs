@@ -1,7 +1,7 @@
 //! Searches for the scales of a block, shared by several formats.
 //!
-//! They repeat ggml's reference floating-point operation by operation, in single precision and in its
-//! order, because a model quantised here must be byte for byte the model quantised there.
+//! They repeat ggml's reference floating-point operation by operation, in single precision and in
+//! its order, because a model quantised here must be byte for byte the model quantised there.
 
 use super::grids::{FP4_VALUES, IQ4_VALUES};
 
@@ -74,8 +74,8 @@ pub(super) enum Error {
     Magnitude,
 }
 
-/// The weighted best `x ~ scale * q - min` with `min >= 0` and `q` in `0..=qmax`, tried over a range
-/// of scales around `qmax / (max - min)`. Returns `(scale, min)`.
+/// The weighted best `x ~ scale * q - min` with `min >= 0` and `q` in `0..=qmax`, tried over a
+/// range of scales around `qmax / (max - min)`. Returns `(scale, min)`.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn fit_affine(
     x: &[f32],
@@ -158,7 +158,8 @@ pub(super) fn fit_affine(
     (scale, -min)
 }
 
-/// The best `x ~ scale * (q - qmax)` with `q` in `0..2 * qmax`, weighted by `x * x`. Returns the scale.
+/// The best `x ~ scale * (q - qmax)` with `q` in `0..2 * qmax`, weighted by `x * x`. Returns the
+/// scale.
 pub(super) fn fit_signed_scale(x: &[f32], qmax: i32, q: &mut [u8]) -> f32 {
     let max = super::block32::signed_max(x);
     if max.abs() < GROUP_MAX_EPS {
@@ -198,8 +199,8 @@ pub(super) fn fit_signed_scale(x: &[f32], qmax: i32, q: &mut [u8]) -> f32 {
     scale
 }
 
-/// As [`fit_signed_scale`], improving one quant at a time instead of trying scales. `qmax` is added to
-/// the quants, except where all of `x` is about zero.
+/// As [`fit_signed_scale`], improving one quant at a time instead of trying scales. `qmax` is added
+/// to the quants, except where all of `x` is about zero.
 pub(super) fn fit_signed_scale_stepwise(x: &[f32; 16], qmax: i32, q: &mut [u8]) -> f32 {
     let max = super::block32::signed_max(x);
     if max.abs() < GROUP_MAX_EPS {
@@ -283,8 +284,8 @@ pub(super) struct UnevenFit {
 }
 
 impl UnevenFit {
-    /// The guess that maps the largest value to the first quant, or with `flip` to its opposite; `None`
-    /// if all values are about zero.
+    /// The guess that maps the largest value to the first quant, or with `flip` to its opposite;
+    /// `None` if all values are about zero.
     pub(super) fn start(x: &[f32; 32], flip: bool) -> Option<UnevenFit> {
         let max = super::block32::signed_max(x);
         if max.abs() < GROUP_MAX_EPS {

@@ -5,12 +5,13 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_tq1_0`.
 ///
-/// A byte holds a number of five digits to base 3 as a fraction of 256, rounded up: multiplying by 3
-/// pushes the first digit out at the top.
+/// A byte holds a number of five digits to base 3 as a fraction of 256, rounded up: multiplying by
+/// 3 pushes the first digit out at the top.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockTq1_0 {
-    /// 32 bytes for the first 160 elements (`32 * i + j` is digit `i` of byte `j`), 16 for the next 80.
+    /// 32 bytes for the first 160 elements (`32 * i + j` is digit `i` of byte `j`), 16 for the next
+    /// 80.
     pub qs: [u8; 48],
     /// The last 16 elements: `4 * i + j` is digit `i` of byte `j`, the fifth digit is unused.
     pub qh: [u8; 4],

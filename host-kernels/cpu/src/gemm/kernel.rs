@@ -4,7 +4,8 @@ use crate::formats::{self, Format, Type};
 
 /// The arguments of a [`Gemm`].
 ///
-/// `dst[c * dst_stride + r] = dot(row r of w, column c of x)` for `r` in `0..rows`, `c` in `0..cols`.
+/// `dst[c * dst_stride + r] = dot(row r of w, column c of x)` for `r` in `0..rows`, `c` in
+/// `0..cols`.
 #[derive(Debug, Clone, Copy)]
 pub struct GemmArgs {
     /// Elements of a row of weights and of a column of activations.

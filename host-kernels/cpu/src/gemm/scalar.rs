@@ -1,7 +1,7 @@
-//! The reference: every format, no SIMD.
+//! The reference implementation: every format, without SIMD.
 //!
-//! Each weight block is decoded once and multiplied with all columns; sums run over the blocks in
-//! order, in `dst` itself.
+//! Each block of weights is decoded once and multiplied with all columns. Sums run over the blocks
+//! in order, in `dst` itself.
 
 use super::kernel::{Activation, GemmArgs, MatmulKernel};
 use crate::formats::{
@@ -73,7 +73,7 @@ impl Float for F32 {
     const BYTES: usize = 4;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe { p.cast::<f32>().read_unaligned() }
     }
 }
@@ -82,7 +82,7 @@ impl Float for F16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         f16_to_f32(unsafe { p.cast::<u16>().read_unaligned() })
     }
 }
@@ -91,7 +91,7 @@ impl Float for Bf16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         bf16_to_f32(unsafe { p.cast::<u16>().read_unaligned() })
     }
 }
@@ -112,7 +112,8 @@ unsafe fn floats<T: Float>(args: &GemmArgs) {
     } = args;
     for r in 0..rows {
         for c in 0..cols {
-            // SAFETY: row `r`, column `c` and element `i` are within what the caller promised.
+            // SAFETY: row `r`, column `c` and element `i` lie inside the operands, by the contract
+            // of `Gemm`.
             unsafe {
                 let (w, x) = (w.add(r * w_stride), x.add(c * x_stride));
                 let mut sum = 0.0f32;
@@ -130,7 +131,7 @@ unsafe fn floats<T: Float>(args: &GemmArgs) {
 /// # Safety
 /// As [`super::kernel::Gemm`].
 unsafe fn block32<B: Block32Format>(args: &GemmArgs) {
-    // SAFETY: the caller's promise, passed on; Q8_0 has a scale and quants.
+    // SAFETY: by the caller's contract, passed on; Q8_0 has a scale and quants.
     unsafe {
         block32_with::<B, BlockQ8_0>(|x| (f16_to_f32(x.d), 0.0, &x.qs), args);
     }
@@ -141,7 +142,7 @@ unsafe fn block32<B: Block32Format>(args: &GemmArgs) {
 /// # Safety
 /// As [`super::kernel::Gemm`].
 unsafe fn groups_with_min<B: Block32Format>(args: &GemmArgs) {
-    // SAFETY: the caller's promise, passed on; Q8_1 has a scale, a sum and quants.
+    // SAFETY: by the caller's contract, passed on; Q8_1 has a scale, a sum and quants.
     unsafe {
         block32_with::<B, BlockQ8_1>(|x| (f16_to_f32(x.d), f16_to_f32(x.s), &x.qs), args);
     }
@@ -168,7 +169,7 @@ unsafe fn block32_with<B: Block32Format, X>(
     let groups = B::ELEMENTS / 32;
     for r in 0..rows {
         for c in 0..cols {
-            // SAFETY: row `r` and column `c` are within what the caller promised.
+            // SAFETY: row `r` and column `c` lie inside the operands, by the contract of `Gemm`.
             unsafe { *dst.add(c * dst_stride + r) = 0.0 };
         }
         for g in 0..k / 32 {
@@ -224,11 +225,12 @@ unsafe fn k_quants<B: SuperBlockFormat>(args: &GemmArgs) {
     } = args;
     for r in 0..rows {
         for c in 0..cols {
-            // SAFETY: row `r` and column `c` are within what the caller promised.
+            // SAFETY: row `r` and column `c` lie inside the operands, by the contract of `Gemm`.
             unsafe { *dst.add(c * dst_stride + r) = 0.0 };
         }
         for b in 0..k / 256 {
-            // SAFETY: block `b` of row `r` is within the row; B is packed and any bytes are a valid one.
+            // SAFETY: block `b` of row `r` is within the row; B is packed and any bytes are a valid
+            // one.
             let block = unsafe { (*w.add(r * w_stride).cast::<B>().add(b)).decode() };
             for c in 0..cols {
                 // SAFETY: as above, for block `b` of column `c`.

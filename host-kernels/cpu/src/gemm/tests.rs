@@ -160,8 +160,9 @@ impl Case {
         results
     }
 
-    /// Floating-point sums of `k` terms differ from the exact one by a few roundings of the magnitudes
-    /// summed; Q8_1 carries its sums as halves, which is a format's error, not a kernel's.
+    /// Floating-point sums of `k` terms differ from the exact one by a few roundings of the
+    /// magnitudes summed; Q8_1 carries its sums as halves, which is a format's error, not a
+    /// kernel's.
     fn check(&self, level: Level) {
         let relative = match self.activation {
             Activation::Typed(Type::Q8_1) => 2e-3,
@@ -260,13 +261,14 @@ fn rounding_kernels_give_the_products_of_what_they_round_to() {
     }
 }
 
-/// What sums of `k` products of integers of 14 bits may be off: each operand, below 2, is at most half a step off, and
-/// errors have either sign.
+/// What sums of `k` products of integers of 14 bits may be off: each operand, below 2, is at most
+/// half a step off, and errors have either sign.
 fn off(k: usize) -> f64 {
     2.0 * 2.0 / 8191.0 * (k as f64).sqrt()
 }
 
-/// Integers with a scale are neither lost where they are small nor taken for numbers where they are none.
+/// Integers with a scale are neither lost where they are small nor taken for numbers where they are
+/// none.
 #[test]
 fn scaled_integers_hold_every_magnitude() {
     let mut random = Random(48);
@@ -336,7 +338,8 @@ fn a_result_depends_on_its_row_and_column_only() {
                         assert_eq!(part, &whole[c * 71..][rows.clone()], "{ty:?} at {level:?}");
                     }
                 }
-                // Cutting by columns is exact as long as a piece stays on its side of the threshold.
+                // Cutting by columns is exact as long as a piece stays on its side of the
+                // threshold.
                 let cut = cols / 2;
                 let same_side = |n: usize| n > 1 && (n < panel) == (cols < panel);
                 if same_side(cut) && same_side(cols - cut) {

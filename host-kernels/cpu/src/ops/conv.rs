@@ -1,8 +1,9 @@
 //! CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D.
 //!
-//! A convolution is the product of a matrix of patches and a matrix of kernels. Threads take tiles of
-//! patches, made just before they are multiplied; a transposed one multiplies first, and adds what it
-//! gets to the places the kernel covers.
+//! A convolution is the product of a matrix of patches (im2col) and a matrix of filters. Threads
+//! take tiles of patches, which are copied just before they are multiplied. A transposed
+//! convolution multiplies first and adds the products to the positions that the filter covers
+//! (col2im).
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
@@ -313,8 +314,8 @@ fn convolution(
             let patch = part(patch_at, k * size_of::<f32>()).cast::<f32>();
             let rows = part(patches_at, tile * weight.row_bytes(k));
             let results = part(results_at, tile * out.results * size_of::<f32>()).cast::<f32>();
-            // SAFETY: each worker with units has a part of the scratch memory for one patch, a tile of
-            // them and its results; the kernels were prepared before the barrier.
+            // SAFETY: each worker with units has a part of the scratch memory for one patch, a tile
+            // of them and its results; the kernels were prepared before the barrier.
             unsafe {
                 for i in 0..n {
                     let place = out.place(start + i);
@@ -383,8 +384,8 @@ fn depthwise(dst: View, kernel: View, image: View, moves: [Move; 2]) -> Compiled
                 let line = n * image.nb[3] + (y0 + y * moves[1].dilation()) * image.nb[1];
                 for kx in 0..kw {
                     let tap = kx * kernel.nb[0] + ky * kernel.nb[1];
-                    // The lanes for which this tap is on the image; the first element and the distance to
-                    // the next; the weight and the distance to that of the next lane.
+                    // The lanes for which this tap is on the image; the first element and the
+                    // distance to the next; the weight and the distance to that of the next lane.
                     let (range, from, step, weight, weight_step) = if by_channel {
                         let (xs, x0) = moves[0].taps(other, kw, iw);
                         if !xs.contains(&kx) {
@@ -420,7 +421,8 @@ fn depthwise(dst: View, kernel: View, image: View, moves: [Move; 2]) -> Compiled
                         Access::new(kernel.ty, weight_step),
                         kernel.ptr().wrapping_add(weight).cast_const(),
                     );
-                    // SAFETY: the taps are inside the image and the kernel, the lanes inside the sums.
+                    // SAFETY: the taps are inside the image and the kernel, the lanes inside the
+                    // sums.
                     unsafe {
                         let sum = (direct, place.cast_const().cast());
                         apply(
@@ -441,7 +443,8 @@ fn depthwise(dst: View, kernel: View, image: View, moves: [Move; 2]) -> Compiled
     })
 }
 
-/// A tensor of a transposed convolution as [width, height, results or channels, channels or images].
+/// A tensor of a transposed convolution as [width, height, results or channels, channels or
+/// images].
 #[derive(Clone, Copy)]
 struct Axes {
     view: View,
@@ -496,9 +499,9 @@ fn transposed(out: Axes, kernel: Axes, image: Axes, stride: usize, workers: usiz
         };
         for unit in w.share(units) {
             let (result, n) = (unit % results, unit / results);
-            // SAFETY: each worker with units has a plane and a tile of its own in the scratch memory;
-            // rows and columns were prepared before the barrier. The last pixel's kernel ends with the
-            // plane.
+            // SAFETY: each worker with units has a plane and a tile of its own in the scratch
+            // memory; rows and columns were prepared before the barrier. The last pixel's kernel
+            // ends with the plane.
             unsafe {
                 let plane = std::slice::from_raw_parts_mut(part(plane_at, ow * oh), ow * oh);
                 let values = part(tile_at, tile * taps);

@@ -1,4 +1,4 @@
-//! COPY: ggml's DUP, CPY and CONT. All elements in order, converted to the destination's type.
+//! COPY (ggml's DUP, CPY and CONT): all elements in order, converted to the destination's type.
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
@@ -11,8 +11,8 @@ use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{ANY, FLOATS};
 
-/// Elements of one piece of work, and floats on the stack while it is converted. A multiple of every
-/// block.
+/// Elements of one piece of work, and floats on the stack while it is converted. A multiple of
+/// every block.
 const PIECE: usize = 1024;
 
 pub(super) fn rules() -> Vec<Rule> {
@@ -76,8 +76,8 @@ fn convert(dst: View, src: View) -> Compiled {
         for piece in w.share(total.div_ceil(PIECE)) {
             let start = piece * PIECE;
             let n = PIECE.min(total - start);
-            // SAFETY: the sequences stay inside their tensors. Rows are whole blocks, and a piece begins
-            // at a multiple of every block: so do its parts on either side.
+            // SAFETY: the sequences stay inside their tensors. Rows are whole blocks, and a piece
+            // begins at a multiple of every block: so do its parts on either side.
             unsafe {
                 from.pieces(start / from_block, n / from_block, |place, done, len| {
                     let to = stage.as_mut_ptr().add(done * from_block);

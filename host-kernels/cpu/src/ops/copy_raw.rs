@@ -1,4 +1,4 @@
-//! Elements moved as they are: no conversion, no arithmetic, any type.
+//! Copies of elements of any type without conversion.
 
 use vgpu_transport::ir::Type;
 
@@ -13,8 +13,8 @@ const GRAIN_BYTES: usize = 1 << 15;
 /// Elements on a side of the tiles in which matrices are transposed: a few cache lines.
 const TILE_SIDE: usize = 32;
 
-/// Copies `n` elements (of quantised types: blocks) of `size` bytes that lie `dst_step` and `src_step`
-/// bytes apart.
+/// Copies `n` elements (of quantised types: blocks) of `size` bytes that lie `dst_step` and
+/// `src_step` bytes apart.
 ///
 /// # Safety
 /// All are in readable or writable memory. They may overlap; then an element may be read after it was
@@ -27,7 +27,7 @@ pub(super) unsafe fn copy_line(
     n: usize,
     size: usize,
 ) {
-    // SAFETY: the caller vouches for `n` elements on both sides.
+    // SAFETY: the caller guarantees `n` elements on both sides.
     unsafe {
         if dst_step == size && src_step == size {
             std::ptr::copy(src, dst, n * size);
@@ -56,7 +56,7 @@ unsafe fn copy_each<T>(dst: *mut u8, dst_step: usize, src: *const u8, src_step: 
             dst.wrapping_add(i * dst_step),
             src.wrapping_add(i * src_step),
         );
-        // SAFETY: the caller vouches for `n` elements on both sides.
+        // SAFETY: the caller guarantees `n` elements on both sides.
         unsafe {
             to.cast::<T>()
                 .write_unaligned(from.cast::<T>().read_unaligned())
@@ -97,7 +97,8 @@ impl Element {
     /// # Safety
     /// There are `n` elements of its type in writable memory.
     pub(super) unsafe fn fill(&self, dst: *mut u8, step: usize, n: usize) {
-        // SAFETY: copies of one element, which is no tensor memory; the caller vouches for the others.
+        // SAFETY: copies of one element, which is no tensor memory; the caller guarantees the
+        // others.
         unsafe { copy_line(dst, step, self.bytes.as_ptr(), 0, n, self.size) }
     }
 }

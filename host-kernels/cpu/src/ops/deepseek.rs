@@ -1,4 +1,4 @@
-//! DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER: the operators of DeepSeek's models.
+//! DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER: operators of DeepSeek models.
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
@@ -52,15 +52,15 @@ maps! {
 /// The index is inside the extents.
 unsafe fn float(view: &View, [i0, i1, i2, i3]: [usize; 4]) -> f32 {
     let place = view.row_ptr([i1, i2, i3]).wrapping_add(i0 * view.nb[0]);
-    // SAFETY: the caller vouches for the element.
+    // SAFETY: the caller guarantees the element.
     unsafe { place.cast::<f32>().read() }
 }
 
 /// Streams that are mixed.
 const STREAMS: usize = 4;
 
-/// A matrix `[to][from]` of mixing factors: soft-max of each row, then columns and rows in turn divided by
-/// their sums (Sinkhorn and Knopp).
+/// A matrix `[to][from]` of mixing factors: soft-max of each row, then columns and rows in turn
+/// divided by their sums (Sinkhorn and Knopp).
 fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u32) -> Compiled {
     Compiled::one(move |w| {
         for t in w.share(dst.ne[2]) {
@@ -106,7 +106,8 @@ fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u3
     })
 }
 
-/// `dst[:, t] = scale * sum_h x[:, h, t] * w[h, t]`, or with the sigmoid of a gate for each element.
+/// `dst[:, t] = scale * sum_h x[:, h, t] * w[h, t]`, or with the sigmoid of a gate for each
+/// element.
 fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
     let (out, values) = (Access::rows(&dst), Access::rows(&x));
     let gates = Access::rows(&w);
@@ -141,8 +142,8 @@ fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
     })
 }
 
-/// `dst[:, d, t] = x[:, t] * post[d, t] + sum_s residual[:, s, t] * comb[d, s, t]`; without comb, each
-/// stream keeps its own residual.
+/// `dst[:, d, t] = x[:, t] * post[d, t] + sum_s residual[:, s, t] * comb[d, s, t]`; without comb,
+/// each stream keeps its own residual.
 fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -> Compiled {
     let (out, values, old) = (
         Access::rows(&dst),
@@ -161,7 +162,8 @@ fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -
             let place = sums.as_mut_ptr();
             let sum = (Access::direct(), place.cast_const().cast());
             let to = (Access::direct(), place.cast());
-            // SAFETY: elements `start..start + len` are inside all rows, and the indices inside the extents.
+            // SAFETY: elements `start..start + len` are inside all rows, and the indices inside the
+            // extents.
             unsafe {
                 let value = (values, values.at(x.row_ptr([t, 0, 0]), start));
                 let weight = float(&post, [d, t, 0, 0]);
@@ -221,8 +223,8 @@ fn lightning_indexer(
             let count = KEYS.min(keys - start);
             let tile = part(tile_at, KEYS * row_bytes);
             let scores = part(scores_at, heads * KEYS * size_of::<f32>());
-            // SAFETY: each worker with units has room for a tile of keys and its scores; the rows of q and k
-            // have `n` dense elements, and the indices are inside the extents.
+            // SAFETY: each worker with units has room for a tile of keys and its scores; the rows
+            // of q and k have `n` dense elements, and the indices are inside the extents.
             unsafe {
                 for i in 0..count {
                     let key = k.row_ptr([0, start + i, s]);

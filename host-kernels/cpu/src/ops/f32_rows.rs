@@ -1,13 +1,13 @@
-//! Lines of elements, computed with as `f32`: the vocabulary of the element-wise and the row-wise
+//! Runs of elements, computed with as `f32`: the basis of the element-wise and the row-wise
 //! operators.
 //!
-//! A line is some elements at equal distances: a row, a part of one, or several rows that follow each
-//! other. [`Access`] says how its elements are read and written. Dense `f32` is used where it lies; all
-//! else goes through a stage of [`STAGE`] floats on the stack.
+//! A run consists of elements at equal distances: a row, part of a row, or several adjacent rows.
+//! [`Access`] describes how elements are read and written. Dense `f32` is used in place; everything
+//! else passes through a buffer of [`STAGE`] floats on the stack.
 //!
-//! Source and destination may be the same memory, or overlap in any way in a hostile graph. Nothing here
-//! makes references to tensor memory: elements are loaded through raw pointers before those at the same
-//! place are stored.
+//! Source and destination may be the same memory, or overlap in any way in a hostile graph. This
+//! module creates no references to tensor memory: elements are loaded through raw pointers before
+//! elements at the same address are stored.
 
 use std::mem::MaybeUninit;
 
@@ -76,7 +76,7 @@ impl Access {
     /// The line at `line` has `n` elements, a multiple of the type's block, in readable memory; `out`
     /// is writable for `n` floats and no part of a tensor.
     pub(super) unsafe fn load(&self, line: *const u8, n: usize, out: *mut f32) {
-        // SAFETY: the caller vouches for `n` elements `step` apart, and as many floats of room.
+        // SAFETY: the caller guarantees `n` elements `step` apart, and as many floats of room.
         unsafe {
             let (step, count) = (self.step, if self.step == 0 { n.min(1) } else { n });
             match (self.ty, self.format) {
@@ -102,7 +102,7 @@ impl Access {
     /// # Safety
     /// As [`Access::load`], the other way round.
     pub(super) unsafe fn store(&self, x: *const f32, n: usize, line: *mut u8) {
-        // SAFETY: the caller vouches for `n` floats, and as many elements of room `step` apart.
+        // SAFETY: the caller guarantees `n` floats, and as many elements of room `step` apart.
         unsafe {
             let step = self.step;
             match (self.ty, self.format) {
@@ -131,7 +131,7 @@ unsafe fn gather<T>(
     convert: impl Fn(T) -> f32,
 ) {
     for i in 0..n {
-        // SAFETY: the caller vouches for `n` floats.
+        // SAFETY: the caller guarantees `n` floats.
         unsafe {
             out.add(i)
                 .write(convert(line.wrapping_add(i * step).cast::<T>().read()))
@@ -151,7 +151,7 @@ unsafe fn scatter<T>(
     convert: impl Fn(f32) -> T,
 ) {
     for i in 0..n {
-        // SAFETY: the caller vouches for `n` elements and floats.
+        // SAFETY: the caller guarantees `n` elements and floats.
         unsafe {
             line.wrapping_add(i * step)
                 .cast::<T>()
@@ -185,7 +185,7 @@ macro_rules! maps {
 }
 pub(super) use maps;
 
-/// `dst[i] = f(src[0][i], ...)` on dense floats.
+/// `dst[i] = f(src[0][i], ...)` on dense floats. Contract: every pointer has `n` floats.
 struct Apply<const N: usize, M> {
     f: M,
     dst: *mut f32,
@@ -200,7 +200,7 @@ impl<const N: usize, M: Map<N>> PtrTask for Apply<N, M> {
     unsafe fn run<S: Simd>(self, simd: S) {
         let Apply { f, dst, src, n } = self;
         chunks::<S>(n, |i, len| {
-            // SAFETY: whoever makes an `Apply` vouches for `n` floats everywhere.
+            // SAFETY: the contract of `Apply` guarantees `n` floats everywhere.
             unsafe {
                 let mut x = [simd.splat(0.0); N];
                 for (x, s) in x.iter_mut().zip(src) {
@@ -236,7 +236,7 @@ unsafe fn floats<const N: usize>(
         *place = if access.is_direct() {
             line.cast()
         } else {
-            // SAFETY: the caller vouches for the line; a stage has room for `n` floats.
+            // SAFETY: the caller guarantees the line; a stage has room for `n` floats.
             unsafe { access.load(line, n, stage.as_mut_ptr().cast()) };
             stage.as_ptr().cast()
         };
@@ -272,8 +272,8 @@ pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
     let result = result.as_mut_ptr().cast::<f32>();
     for start in (0..n).step_by(STAGE) {
         let n = STAGE.min(n - start);
-        // SAFETY: the caller vouches for the lines; `n` is at most a stage, and the task writes as many
-        // results.
+        // SAFETY: the caller guarantees the lines; `n` is at most a stage, and the task writes as
+        // many results.
         unsafe {
             let src = floats(src, start, n, &mut stages);
             dispatch_ptr(Apply {
@@ -303,7 +303,7 @@ pub(super) fn map<const N: usize, M: Map<N>>(dst: View, src: [View; N], f: M) ->
     })
 }
 
-/// The sum of `term(src[0][i], ...)` over dense floats.
+/// The sum of `term(src[0][i], ...)` over dense floats. Contract: every pointer has `n` floats.
 struct Sum<const N: usize, M> {
     term: M,
     src: [*const f32; N],
@@ -319,7 +319,7 @@ impl<const N: usize, M: Map<N>> PtrTask for Sum<N, M> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) -> f32 {
         let Sum { term, src, n } = self;
-        // SAFETY: whoever makes a `Sum` vouches for `n` floats everywhere.
+        // SAFETY: the contract of `Sum` guarantees `n` floats everywhere.
         let load = |i: usize, len: usize| unsafe {
             let mut x = [simd.splat(0.0); N];
             for (x, s) in x.iter_mut().zip(src) {
@@ -362,7 +362,7 @@ pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
     let mut total = 0.0;
     for start in (0..n).step_by(part) {
         let n = part.min(n - start);
-        // SAFETY: the caller vouches for the lines; a stage is used for parts of its size only.
+        // SAFETY: the caller guarantees the lines; a stage is used for parts of its size only.
         let src = unsafe { floats(src, start, n, &mut stages) };
         // SAFETY: `floats` has returned `n` dense floats of every source.
         total += f64::from(unsafe { dispatch_ptr(Sum { term, src, n }) });
@@ -370,7 +370,7 @@ pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
     total
 }
 
-/// The largest of dense floats.
+/// The largest of dense floats. Contract: `src` has `n` floats.
 struct Largest {
     src: *const f32,
     n: usize,
@@ -384,7 +384,7 @@ impl PtrTask for Largest {
         let Largest { src, n } = self;
         let mut largest = simd.splat(f32::NEG_INFINITY);
         let whole = n / S::LANES * S::LANES;
-        // SAFETY: whoever makes a `Largest` vouches for `n` floats.
+        // SAFETY: the contract of `Largest` guarantees `n` floats.
         unsafe {
             chunks::<S>(whole, |i, len| {
                 largest = simd.load_ptr(src.add(i), len).max(largest);
@@ -404,7 +404,7 @@ pub(super) unsafe fn largest(line: (Access, *const u8), n: usize) -> f32 {
     let mut result = f32::NEG_INFINITY;
     for start in (0..n).step_by(STAGE) {
         let n = STAGE.min(n - start);
-        // SAFETY: the caller vouches for the line.
+        // SAFETY: the caller guarantees the line.
         let [src] = unsafe { floats([line], start, n, &mut stages) };
         // SAFETY: `floats` has returned `n` dense floats.
         result = result.max(unsafe { dispatch_ptr(Largest { src, n }) });

@@ -1,4 +1,4 @@
-//! Several nodes in one kernel, with the results that they have one by one, to the last bit.
+//! Fused nodes: one kernel for several nodes, with bit-identical results.
 
 use vgpu_transport::ir::Op;
 
@@ -28,7 +28,8 @@ maps! {
     ScaleBy { scale } |x, weight| Scale { scale, bias: 0.0 }.map([x]) * weight;
 }
 
-/// ADD, RMS_NORM and MUL, of which the first and the last can be absent. What the norm by itself would give nobody wants.
+/// ADD, RMS_NORM and MUL, of which the first and the last can be absent. What the norm by itself
+/// would give nobody wants.
 fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let (first, last) = (nodes.first()?, nodes.last()?);
     let eps = nodes.iter().find_map(|node| match node.op() {
@@ -47,8 +48,8 @@ fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     last.makes_rows(dst);
     let kernel = each_row(dst, move |index, row| {
         let line = x.row_ptr(index);
-        // SAFETY: all rows have `ne[0]` elements, and those of the operands the indices of the destination's; the row of
-        // weights is one.
+        // SAFETY: all rows have `ne[0]` elements, and those of the operands the indices of the
+        // destination's; the row of weights is one.
         unsafe {
             if let Some((a, b)) = added {
                 let src = [a, b].map(|x| (Access::rows(&x), x.row_ptr(index).cast_const()));

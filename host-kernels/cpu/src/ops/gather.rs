@@ -1,4 +1,4 @@
-//! Rows of numbers of any type and stride, read as `f32`.
+//! Rows of any type and stride, read as `f32`.
 
 use vgpu_transport::ir::TypeSet;
 
@@ -60,8 +60,8 @@ impl RowReader {
         for first in (0..n).step_by(STAGE) {
             let count = STAGE.min(n - first);
             for i in 0..count {
-                // SAFETY: element `start + first + i` is one of the caller's; the stage has room for
-                // `STAGE` elements of any plain type there is a format for.
+                // SAFETY: element `start + first + i` is one of the caller's; the stage has room
+                // for `STAGE` elements of any plain type there is a format for.
                 unsafe {
                     let element = row.add((start + first + i) * self.stride);
                     element.copy_to_nonoverlapping(stage.as_mut_ptr().add(i * bytes), bytes);

@@ -1,4 +1,4 @@
-//! GLU: gated linear units of every kind.
+//! GLU: gated linear units of every kind (Shazeer, arXiv:2002.05202).
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Rule};
 
@@ -47,7 +47,8 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// A line of a unit of floats: the first source is activated, the second is what it is multiplied with.
+/// A line of a unit of floats: the first source is activated, the second is what it is multiplied
+/// with.
 ///
 /// # Safety
 /// There are `n` floats everywhere.
@@ -60,7 +61,7 @@ pub(super) unsafe fn gate(
 ) {
     let to = (Access::direct(), to.cast());
     let from = from.map(|x| (Access::direct(), x.cast()));
-    // SAFETY: handed on.
+    // SAFETY: the caller's contract is that of the callee.
     unsafe {
         match kind {
             GluKind::Reglu => apply(Reglu {}, to, from, n),

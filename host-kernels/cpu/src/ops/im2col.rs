@@ -1,4 +1,4 @@
-//! IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D: between images and the patches that a kernel covers.
+//! IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D: between images and the patches that a filter covers.
 
 use vgpu_transport::ir::{Op, OpKind, Rule};
 
@@ -128,8 +128,8 @@ impl Move {
         dilation: 1,
     };
 
-    /// The taps of a kernel of `taps` at `place` that fall on a line of `size` elements, and the element
-    /// that the first of them falls on.
+    /// The taps of a kernel of `taps` at `place` that fall on a line of `size` elements, and the
+    /// element that the first of them falls on.
     pub(super) fn taps(
         &self,
         place: usize,
@@ -147,8 +147,8 @@ impl Move {
         )
     }
 
-    /// The places, of `places`, at which tap `tap` falls on a line of `size` elements, and the element that
-    /// it falls on at the first of them.
+    /// The places, of `places`, at which tap `tap` falls on a line of `size` elements, and the
+    /// element that it falls on at the first of them.
     pub(super) fn places(
         &self,
         tap: usize,
@@ -287,8 +287,8 @@ fn im2col(
             let index @ [x, i2, i3] = dst.row_index(row);
             let (y, z, image) = place([i2, i3]);
             let to = dst.row_ptr(index);
-            // SAFETY: the row has a place for each element of the patch. Direct output may overlap the
-            // image in a hostile graph, which is then read as it is.
+            // SAFETY: the row has a place for each element of the patch. Direct output may overlap
+            // the image in a hostile graph, which is then read as it is.
             unsafe {
                 let patch = if direct { to.cast() } else { stage };
                 patches.write(images.at(image), [x, y, z], patch);

@@ -1,5 +1,5 @@
-//! UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS: what image models need
-//! besides convolutions.
+//! UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS: operators of image
+//! models other than convolutions.
 
 use vgpu_transport::ir::{Op, OpKind, Rule, ScaleMode, Type, TypeSet};
 
@@ -270,8 +270,8 @@ fn win_unpart(dst: View, src: View, w: usize) -> Kernel {
     })
 }
 
-/// Row (k, q) is the one for the distance between k and q. Bits are copied: ggml declares the result as
-/// F16 whatever the source is.
+/// Row (k, q) is the one for the distance between k and q. Bits are copied: ggml declares the
+/// result as F16 whatever the source is.
 fn get_rel_pos(dst: View, src: View) -> Kernel {
     let size = dst.ty.block_bytes() as usize;
     each_row(dst, move |[k, q, _], row| {
@@ -281,7 +281,8 @@ fn get_rel_pos(dst: View, src: View) -> Kernel {
     })
 }
 
-/// A row of `a` is a matrix of `w` by `h`, to whose element (i, j) the row's `pw[i]` and `ph[j]` are added.
+/// A row of `a` is a matrix of `w` by `h`, to whose element (i, j) the row's `pw[i]` and `ph[j]`
+/// are added.
 fn add_rel_pos(dst: View, a: View, pw: View, ph: View) -> Vec<Kernel> {
     let mut kernels = Vec::new();
     if dst.ptr() != a.ptr() {

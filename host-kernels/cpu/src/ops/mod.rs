@@ -1,4 +1,4 @@
-//! The operators, one file for each family.
+//! The operators, one module for each family.
 //!
 //! | file | operators |
 //! |---|---|
@@ -22,13 +22,13 @@
 //! | `training` | CROSS_ENTROPY_LOSS, CROSS_ENTROPY_LOSS_BACK, OPT_STEP_ADAMW, OPT_STEP_SGD |
 //! | `unary` | UNARY, SQR, SQRT, LOG, SIN, COS, LEAKY_RELU, XIELU, SILU_BACK |
 //!
-//! `fused` has the kernels of several nodes. They are written in a small vocabulary: `walk` and `sequence` go through elements, `lines` computes with
-//! lines of them as `f32`, `elements` moves them as they are, `gather` reads rows, `staging` divides scratch
-//! memory.
+//! `fused` has the kernels of several nodes. The families share a few modules: `walk` and
+//! `sequence` loop over elements, `f32_rows` computes with runs of elements as `f32`, `copy_raw`
+//! copies them without conversion, `gather` reads rows, `scratch` divides scratch memory.
 //!
-//! A family's file has `rules()`, the type combinations it runs, and `compile()`, which turns a node
-//! into kernels, if it is one of its own. What shapes a node can have by then is written in the IR's
-//! `check` module.
+//! The module of a family has `rules()`, the type combinations that it runs, and `compile()`, which
+//! compiles a node if it belongs to the family. The `check` module of the IR defines which shapes a
+//! validated node can have.
 
 mod attention;
 mod conv;
@@ -65,7 +65,7 @@ use vgpu_engine::EngineError;
 
 pub(super) use fused::compile_group;
 
-/// Everything the engine runs.
+/// All rules of the engine.
 pub(super) fn rules() -> Vec<Rule> {
     [
         attention::rules(),
@@ -91,7 +91,7 @@ pub(super) fn rules() -> Vec<Rule> {
     .concat()
 }
 
-/// Turns a node into kernels, if it belongs to the family.
+/// Compiles a node, if it belongs to the family.
 type Family = fn(&Op, &Operands<'_>) -> Option<Compiled>;
 
 const FAMILIES: [Family; 15] = [
@@ -112,9 +112,12 @@ const FAMILIES: [Family; 15] = [
     unary::compile,
 ];
 
-/// Turns a node into kernels.
+/// Compiles a node.
+///
+/// # Errors
+/// [`EngineError::Unsupported`] if no family has a kernel for it.
 pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, EngineError> {
-    // Nothing to compute. Kernels need not think of extents that are large beside one that is 0.
+    // Nothing to compute. Kernels need not handle large extents beside an extent of 0.
     if operands.dst().elements() == 0 {
         return Ok(Compiled {
             kernels: Vec::new(),

@@ -202,7 +202,8 @@ fn diag(dst: View, src: View) -> Kernel {
     let zero = Element::zero(dst.ty);
     each_row(dst, move |[i1, i2, i3], row| {
         let value = src.row_ptr([0, i2, i3]).wrapping_add(i1 * src.nb[0]);
-        // SAFETY: the row has `ne[0]` elements, as many as there are rows and elements of the source.
+        // SAFETY: the row has `ne[0]` elements, as many as there are rows and elements of the
+        // source.
         unsafe {
             zero.fill(row, dst.nb[0], dst.ne[0]);
             copy_line(row.wrapping_add(i1 * dst.nb[0]), 0, value, 0, 1, size);

@@ -82,12 +82,13 @@ impl Window {
 /// It is there.
 unsafe fn element(access: Access, line: *const u8, i: usize) -> f32 {
     let mut value = 0.0;
-    // SAFETY: the caller vouches for the element.
+    // SAFETY: the caller guarantees the element.
     unsafe { access.load(access.at(line, i), 1, &mut value) };
     value
 }
 
-/// What a window holds before it has seen an element. The largest of nothing is the smallest number.
+/// What a window holds before it has seen an element. The largest of nothing is the smallest
+/// number.
 fn start(kind: PoolKind) -> f32 {
     match kind {
         PoolKind::Max => f32::MIN,
@@ -159,8 +160,8 @@ fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [Window; 2]) -> Kerne
     })
 }
 
-/// The gradient through POOL_2D of `forward`, for the gradient `grad` behind it. A maximum takes all of
-/// its window's, the first of several.
+/// The gradient through POOL_2D of `forward`, for the gradient `grad` behind it. A maximum takes
+/// all of its window's, the first of several.
 fn pool_2d_back(
     dst: View,
     grad: View,

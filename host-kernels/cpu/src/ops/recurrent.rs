@@ -1,8 +1,8 @@
-//! SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET, SOLVE_TRI: operators that
-//! go through tokens (or rows) one after the other.
+//! SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET, SOLVE_TRI:
+//! operators that process tokens (or rows) in order.
 //!
-//! Heads of sequences do not see each other: each is one unit of work, whose whole way through the
-//! tokens is one call of a SIMD kernel. States are updated where they end up, in the destination.
+//! Heads and sequences are independent. Each head of a sequence is one unit of work, and one call
+//! of a SIMD kernel processes all of its tokens. States are updated in place in the destination.
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
@@ -66,7 +66,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 /// `ptr` is readable for `n <= LANES` floats.
 #[inline(always)]
 unsafe fn load<S: Simd>(simd: S, ptr: *const f32, n: usize) -> Lanes<S> {
-    // SAFETY: handed on.
+    // SAFETY: the caller's contract is that of the callee.
     unsafe { simd.load_ptr(ptr, n) }
 }
 
@@ -99,7 +99,8 @@ fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
                 sums[..n].fill(0.0);
                 for i in 0..taps {
                     let (weight, from) = (weight(i), values.at(row, start + i));
-                    // SAFETY: the row has `tokens + taps - 1` elements, the sums a place for each token.
+                    // SAFETY: the row has `tokens + taps - 1` elements, the sums a place for each
+                    // token.
                     unsafe {
                         if n < MANY_TOKENS {
                             for (t, sum) in sums[..n].iter_mut().enumerate() {
@@ -130,7 +131,7 @@ fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
 unsafe fn dot<S: Simd>(simd: S, a: *const f32, b: *const f32, n: usize) -> f32 {
     let mut sum = simd.splat(0.0);
     chunks::<S>(n, |i, len| {
-        // SAFETY: the caller vouches for `n` floats; lanes beyond the last are 0.
+        // SAFETY: the caller guarantees `n` floats; lanes beyond the last are 0.
         sum = unsafe { load(simd, a.add(i), len).mul_add(load(simd, b.add(i), len), sum) };
     });
     sum.sum()
@@ -161,7 +162,10 @@ impl Tokens {
     }
 }
 
-/// One head of a selective scan.
+/// One head of a selective scan (Mamba, arXiv:2312.00752).
+///
+/// Contract: all pointers refer to as many floats as the fields say, and no other thread writes
+/// them.
 struct Scan {
     /// `rows` states of `n` floats, updated in place, from `before`.
     state: *mut f32,
@@ -196,8 +200,8 @@ impl PtrTask for Scan {
             tokens,
             ..
         } = self;
-        // SAFETY: whoever makes a `Scan` vouches for states of `rows * n` floats, and for as many vectors
-        // of `n` (B, C, A) or `rows` (x, y) floats as there are tokens.
+        // SAFETY: the contract of `Scan` guarantees states of `rows * n` floats, and for as many
+        // vectors of `n` (B, C, A) or `rows` (x, y) floats as there are tokens.
         unsafe {
             for t in 0..tokens {
                 let dt = self.dt.at_token(t).read();
@@ -276,9 +280,9 @@ fn ssm_scan(dst: View, sources: [View; 7], snapshots: usize) -> Compiled {
                 snapshot_step: per_seq * seqs,
                 snapshots,
             };
-            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
-            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
-            // its own part of the destination.
+            // SAFETY: the rules of the operator require sources and a destination of these shapes,
+            // and every view lies inside memory of the plan. Each unit is the work of one thread
+            // and writes only its own part of the destination.
             unsafe { dispatch_ptr(scan) };
         }
         Ok(())
@@ -348,7 +352,7 @@ impl Cell for Wkv6 {
         kv: Lanes<S>,
         state: Lanes<S>,
     ) -> (Lanes<S>, Lanes<S>) {
-        // SAFETY: the caller vouches for t and i.
+        // SAFETY: the caller guarantees t and i.
         let (r, bonus, decay) = unsafe {
             (
                 self.r.at_token(t).add(i).read(),
@@ -377,7 +381,7 @@ impl Cell for Gated {
         kv: Lanes<S>,
         state: Lanes<S>,
     ) -> (Lanes<S>, Lanes<S>) {
-        // SAFETY: the caller vouches for t and i.
+        // SAFETY: the caller guarantees t and i.
         let (q, gate) = unsafe {
             (
                 self.q.at_token(t).add(i).read(),
@@ -389,7 +393,7 @@ impl Cell for Gated {
     }
 }
 
-/// One head of a linear attention.
+/// One head of a linear attention. Contract: as [`Scan`].
 struct Attention<C> {
     cell: C,
     k: Tokens,
@@ -415,8 +419,8 @@ impl<C: Cell> PtrTask for Attention<C> {
             before,
             ..
         } = self;
-        // SAFETY: whoever makes an `Attention` vouches for states of `size * size` floats and vectors of
-        // `size` for each token.
+        // SAFETY: the contract of `Attention` guarantees states of `size * size` floats and vectors
+        // of `size` for each token.
         unsafe {
             for t in 0..tokens {
                 let (k, v) = (self.k.at_token(t), self.v.at_token(t));
@@ -461,9 +465,9 @@ fn linear_attention<C: Cell + 'static>(
             };
             let at = (seq * heads + h) * size * size;
             let out = dst.ptr().cast::<f32>();
-            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
-            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
-            // its own part of the destination.
+            // SAFETY: the rules of the operator require sources and a destination of these shapes,
+            // and every view lies inside memory of the plan. Each unit is the work of one thread
+            // and writes only its own part of the destination.
             unsafe {
                 dispatch_ptr(Attention {
                     cell: cell(head),
@@ -482,7 +486,7 @@ fn linear_attention<C: Cell + 'static>(
     })
 }
 
-/// One head of RWKV 7.
+/// One head of RWKV 7. Contract: as [`Scan`].
 struct Wkv7 {
     /// r, w, k, v, a, b
     inputs: [Tokens; 6],
@@ -506,8 +510,8 @@ impl PtrTask for Wkv7 {
             before,
             ..
         } = self;
-        // SAFETY: whoever makes a `Wkv7` vouches for states of `size * size` floats and vectors of `size`
-        // for each token.
+        // SAFETY: the contract of `Wkv7` guarantees states of `size * size` floats and vectors of
+        // `size` for each token.
         unsafe {
             for t in 0..tokens {
                 let [r, w, k, v, a, b] = self.inputs.map(|input| input.at_token(t));
@@ -550,9 +554,9 @@ fn rwkv_wkv7(dst: View, sources: [View; 7]) -> Compiled {
             };
             let at = (seq * heads + h) * size * size;
             let out = dst.ptr().cast::<f32>();
-            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
-            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
-            // its own part of the destination.
+            // SAFETY: the rules of the operator require sources and a destination of these shapes,
+            // and every view lies inside memory of the plan. Each unit is the work of one thread
+            // and writes only its own part of the destination.
             unsafe {
                 dispatch_ptr(Wkv7 {
                     inputs: inputs.map(|input| head.of(&input)),
@@ -569,7 +573,8 @@ fn rwkv_wkv7(dst: View, sources: [View; 7]) -> Compiled {
     })
 }
 
-/// One head of a gated delta net. The state is kept transposed: row j is what value j is made of.
+/// One head of a gated delta net (arXiv:2412.06464). The state is stored transposed: row j makes
+/// value j. Contract: as [`Scan`].
 struct DeltaNet {
     q: Tokens,
     k: Tokens,
@@ -603,8 +608,8 @@ impl PtrTask for DeltaNet {
             ..
         } = self;
         let scale = 1.0 / (size as f32).sqrt();
-        // SAFETY: whoever makes a `DeltaNet` vouches for states of `size * size` floats and vectors of
-        // `size` for each token.
+        // SAFETY: the contract of `DeltaNet` guarantees states of `size * size` floats and vectors
+        // of `size` for each token.
         unsafe {
             std::ptr::copy(self.before, state, size * size);
             for t in 0..tokens {
@@ -660,9 +665,9 @@ fn gated_delta_net(dst: View, sources: [View; 6], snapshots: usize, workers: usi
                 |source: &View| Tokens::new(source, h % source.ne[1], seq / (seqs / source.ne[3]));
             let at = unit * size * size;
             let out = dst.ptr().cast::<f32>();
-            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
-            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
-            // its own part of the destination.
+            // SAFETY: the rules of the operator require sources and a destination of these shapes,
+            // and every view lies inside memory of the plan. Each unit is the work of one thread
+            // and writes only its own part of the destination.
             unsafe {
                 dispatch_ptr(DeltaNet {
                     q: shared(&q),
@@ -692,7 +697,8 @@ fn gated_delta_net(dst: View, sources: [View; 6], snapshots: usize, workers: usi
     }
 }
 
-/// Some columns of a system of equations.
+/// Some columns of a system of equations. Contract: the views are valid, and no other thread writes
+/// these columns.
 struct Solve {
     a: View,
     b: View,
@@ -716,8 +722,8 @@ impl PtrTask for Solve {
             first,
             columns,
         } = self;
-        // SAFETY: whoever makes a `Solve` vouches for the matrix and for its columns from `first` on; all
-        // rows are dense.
+        // SAFETY: the contract of `Solve` guarantees the matrix and for its columns from `first`
+        // on; all rows are dense.
         unsafe {
             chunks::<S>(columns, |j, len| {
                 let row = |view: &View, i: usize| {
@@ -750,9 +756,9 @@ fn solve_tri(dst: View, a: View, b: View) -> Compiled {
         for unit in w.share(pieces * b.ne[2] * b.ne[3]) {
             let (piece, matrix) = (unit % pieces, unit / pieces);
             let first = piece * SOLVE_COLUMNS;
-            // SAFETY: the rules of the operator require sources and a destination of these shapes, and
-            // every view lies inside memory of the plan. Each unit is the work of one thread and writes only
-            // its own part of the destination.
+            // SAFETY: the rules of the operator require sources and a destination of these shapes,
+            // and every view lies inside memory of the plan. Each unit is the work of one thread
+            // and writes only its own part of the destination.
             unsafe {
                 dispatch_ptr(Solve {
                     a,

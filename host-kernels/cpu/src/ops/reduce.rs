@@ -46,8 +46,8 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// A reduction of a whole tensor to one value: partial results of `piece` elements (or rows) each, whose
-/// number does not depend on that of the threads, and then their sum in order.
+/// A reduction of a whole tensor to one value: partial results of `piece` elements (or rows) each,
+/// whose number does not depend on that of the threads, and then their sum in order.
 pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     elements: usize,
     piece: usize,
@@ -59,8 +59,8 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
         for i in w.share(pieces) {
             let start = i * piece;
             let value = partial(start, piece.min(elements - start));
-            // SAFETY: the scratch memory, aligned for anything, has a place for each piece; only this
-            // thread writes to this one.
+            // SAFETY: the scratch memory, aligned for anything, has a place for each piece; only
+            // this thread writes to this one.
             unsafe { w.scratch().cast::<T>().add(i).write(value) };
         }
         Ok(())
@@ -79,8 +79,9 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     }
 }
 
-/// The sum of all elements. ggml defines SUM for dense rows. Of others, its CPU backend adds up the memory
-/// from the first element of each row on, and so must we to give the result that a program gets there.
+/// The sum of all elements. ggml defines SUM for dense rows. Of others, its CPU backend adds up the
+/// memory from the first element of each row on, and so must we to give the result that a program
+/// gets there.
 fn sum_all(dst: View, mut src: View) -> Compiled {
     src.nb[0] = src.nb[0].min(src.ty.block_bytes() as usize);
     let sequence = Sequence::new(src);
@@ -166,7 +167,7 @@ unsafe fn each_value(access: Access, line: *const u8, n: usize, mut body: impl F
     let mut stage = [0.0; STAGE];
     for start in (0..n).step_by(STAGE) {
         let len = STAGE.min(n - start);
-        // SAFETY: the caller vouches for the row; the stage has room for a part.
+        // SAFETY: the caller guarantees the row; the stage has room for a part.
         unsafe { access.load(access.at(line, start), len, stage.as_mut_ptr()) };
         for (i, &value) in stage[..len].iter().enumerate() {
             body(start + i, value);
@@ -216,8 +217,8 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
         if rows.is_empty() {
             return Ok(());
         }
-        // SAFETY: the scratch memory, aligned for anything, has `n` places for each worker with rows; each
-        // uses its own.
+        // SAFETY: the scratch memory, aligned for anything, has `n` places for each worker with
+        // rows; each uses its own.
         let keys = unsafe {
             let first = w.scratch().cast::<u64>().add(w.index() * n);
             first.write_bytes(0, n);

@@ -1,7 +1,8 @@
 //! ROPE: rotary position embedding, and its gradient.
 //!
-//! Each row is one head of one token. Bf16Weights of its elements are points in the plane, turned by an angle
-//! that is the token's position times a frequency, which falls from pair to pair.
+//! Each row is one head of one token. Pairs of its elements are points in the plane, rotated by an
+//! angle: the token's position times a frequency that falls from pair to pair (see
+//! `vgpu_engine::rope`).
 
 use vgpu_transport::ir::{OpKind, RopeMode, Rule, Type, TypeSet};
 
@@ -33,7 +34,7 @@ pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     }))
 }
 
-/// ROPE and the SET_ROWS of its result, which nobody else wants.
+/// ROPE and the SET_ROWS of its result, which no other thread wants.
 pub(super) fn rope_rows(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let [turn, rows] = nodes else {
         return None;

@@ -1,4 +1,4 @@
-//! GET_ROWS, GET_ROWS_BACK, SET_ROWS: rows that are named by indices in a tensor.
+//! GET_ROWS, GET_ROWS_BACK, SET_ROWS: rows selected by indices in a tensor.
 
 use std::mem::MaybeUninit;
 
@@ -37,8 +37,8 @@ pub(super) fn index(ids: &View, [i0, i1, i2]: [usize; 3], count: usize) -> Resul
     let place = ids
         .ptr()
         .wrapping_add(i0 * ids.nb[0] + i1 * ids.nb[1] + i2 * ids.nb[2]);
-    // SAFETY: the caller's indices are inside the extents. Volatile: what is checked is what is used,
-    // even if the destination overlaps the indices.
+    // SAFETY: the caller's indices are inside the extents. Volatile: what is checked is what is
+    // used, even if the destination overlaps the indices.
     let id = unsafe {
         match ids.ty {
             Type::I64 => place.cast::<i64>().read_volatile(),
@@ -57,9 +57,9 @@ unsafe fn convert_row(
     (reader, from): (Access, *const u8),
     n: usize,
 ) {
-    // SAFETY: the caller vouches for both rows; a stage is whole blocks of every type. The output of a
-    // direct access is tensor memory, which the input overlaps in a hostile graph at worst: `load` and
-    // `store` go through raw pointers.
+    // SAFETY: the caller guarantees both rows; a stage is whole blocks of every type. The output of
+    // a direct access is tensor memory, which the input overlaps in a hostile graph at worst:
+    // `load` and `store` go through raw pointers.
     unsafe {
         let mut stage = MaybeUninit::<[f32; STAGE]>::uninit(); // rows can be short, and many
         let stage = stage.as_mut_ptr().cast::<f32>();

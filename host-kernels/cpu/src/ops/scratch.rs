@@ -1,4 +1,4 @@
-//! How an operator divides up its scratch memory, and when results must pass through it.
+//! How an operator divides its scratch memory, and when its results must pass through it.
 
 use crate::kernel::Kernel;
 use crate::view::View;

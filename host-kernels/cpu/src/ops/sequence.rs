@@ -1,4 +1,4 @@
-//! The elements of a tensor, one after the other.
+//! The elements of a tensor in order.
 
 use crate::view::View;
 
@@ -61,8 +61,8 @@ impl Sequence {
         (place, self.line - on_line)
     }
 
-    /// Calls `body` with the pieces that positions `start..start + n` fall into: where they are, which
-    /// of the `n` it is, how many.
+    /// Calls `body` with the pieces that positions `start..start + n` fall into: where they are,
+    /// which of the `n` it is, how many.
     pub(super) fn pieces(
         &self,
         start: usize,

@@ -1,4 +1,4 @@
-//! SOFT_MAX: of scaled, masked and biased rows, with an extra logit for each head.
+//! SOFT_MAX of scaled rows with a mask, ALiBi slopes, and sinks (one extra logit per head).
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
@@ -71,8 +71,8 @@ pub(super) fn soft_max(operands: &Operands<'_>) -> Result<Compiled, EngineError>
             });
             // SAFETY: sinks are contiguous, one for each head.
             let sink = sinks.map(|s| unsafe { s.ptr().cast::<f32>().add(head).read() });
-            // SAFETY: both rows are dense rows of `n` floats by the operator's rules, and the mask has as
-            // many elements. Each row belongs to one thread.
+            // SAFETY: both rows are dense rows of `n` floats by the operator's rules, and the mask
+            // has as many elements. Each row belongs to one thread.
             unsafe {
                 dispatch_ptr(Row {
                     n: x.ne[0],
@@ -89,8 +89,10 @@ pub(super) fn soft_max(operands: &Operands<'_>) -> Result<Compiled, EngineError>
     }))
 }
 
-/// A row: `n` readable and writable floats at `x` and `dst`, which may be the same, and as many
-/// elements of a mask.
+/// One row.
+///
+/// Contract: `x` is readable and `dst` writable for `n` floats (they may be the same row), and the
+/// mask has `n` elements.
 struct Row {
     n: usize,
     x: *const f32,

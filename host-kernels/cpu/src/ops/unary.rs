@@ -91,7 +91,8 @@ maps! {
     Elu |x| x.gt(x.splat(0.0)).select(x, x.expm1());
     Relu |x| x.max(x.splat(0.0));
     Sigmoid |x| x.sigmoid();
-    /// The form with tanh. `1 + tanh(u)` is `2 sigmoid(2 u)`, which keeps its accuracy for negative `u`.
+    /// The form with tanh. `1 + tanh(u)` is `2 sigmoid(2 u)`, which keeps its accuracy for negative
+    /// `u`.
     Gelu |x| {
         const SQRT_2_OVER_PI: f32 = 0.797_884_6;
         let u = (x * SQRT_2_OVER_PI) * (x * x).mul_add(x.splat(0.044_715), x.splat(1.0));

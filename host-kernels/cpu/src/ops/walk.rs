@@ -11,7 +11,8 @@ use crate::view::View;
 /// The four dimensions are taken apart and put together again as few, long loops: dimensions that
 /// follow each other in all tensors become one, so that a dense operation of any shape is one line.
 ///
-/// For quantised types the unit is the block instead of the element; all tensors are of one type then.
+/// For quantised types the unit is the block instead of the element; all tensors are of one type
+/// then.
 #[derive(Debug, Clone)]
 pub(super) struct Walk<const N: usize> {
     dst: View,
@@ -119,8 +120,8 @@ impl<const N: usize> Walk<N> {
         &self.outer[i]
     }
 
-    /// Calls `body` with the places of tiles, for this worker's share of all elements: neighbours of the line,
-    /// at most `side`, times neighbours of the loop `across`, as many at most.
+    /// Calls `body` with the places of tiles, for this worker's share of all elements: neighbours
+    /// of the line, at most `side`, times neighbours of the loop `across`, as many at most.
     pub(super) fn tiles(
         &self,
         w: &Worker<'_>,
@@ -155,8 +156,8 @@ impl<const N: usize> Walk<N> {
         }
     }
 
-    /// Calls `body` with the places of neighbouring elements, and their number, at most `grain`, for
-    /// this worker's share of all elements.
+    /// Calls `body` with the places of neighbouring elements, and their number, at most `grain`,
+    /// for this worker's share of all elements.
     pub(super) fn pieces(
         &self,
         w: &Worker<'_>,
@@ -242,8 +243,8 @@ fn push<const N: usize>(loops: &mut Vec<Loop<N>>, new: Loop<N>) {
     loops.push(new);
 }
 
-/// A part of `view`: `ne` elements in each dimension, from index `start` on. Parts of quantised rows
-/// begin and end with blocks.
+/// A part of `view`: `ne` elements in each dimension, from index `start` on. Parts of quantised
+/// rows begin and end with blocks.
 pub(super) fn window(view: View, start: [usize; 4], ne: [usize; 4]) -> View {
     let blocks = start[0] / view.ty.block_elements() as usize;
     let steps = [blocks, start[1], start[2], start[3]];
@@ -266,7 +267,7 @@ pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]
         extent == Some(0) || end.is_some_and(|end| end <= view.span().len()),
         "a view of bytes {offset}.. with shape {shape:?} does not lie inside its tensor"
     );
-    // SAFETY: the bytes lie inside those of `view`, whose contract covers them. The strides are those
-    // of `view` or multiples of its elements.
+    // SAFETY: the bytes lie inside those of `view`, whose contract covers them. The strides are
+    // those of `view` or multiples of its elements.
     unsafe { View::new(view.ptr().wrapping_add(offset), &shape) }
 }

@@ -112,8 +112,8 @@ impl Transpose {
     ///
     /// # Safety
     /// - `rows` and `columns` are multiples of 16, the lanes of the widest vector;
-    /// - `src` is readable for `rows` rows of `columns` floats, `dst` writable for `columns` rows of
-    ///   `rows` floats, and they do not overlap.
+    /// - `src` is readable for `rows` rows of `columns` floats, `dst` writable for `columns` rows
+    ///   of `rows` floats, and they do not overlap.
     pub(crate) unsafe fn run(self) {
         debug_assert!(
             self.rows.is_multiple_of(MAX_LANES) && self.columns.is_multiple_of(MAX_LANES)
@@ -149,8 +149,8 @@ impl PtrTask for Transpose {
 pub(crate) fn chunks<S: Simd>(n: usize, mut body: impl FnMut(usize, usize)) {
     let mut start = 0;
     while start < n {
-        // The only call: a closure with two call sites may not be inlined, and would then be compiled
-        // without the instructions of `S`.
+        // The only call: a closure with two call sites may not be inlined, and would then be
+        // compiled without the instructions of `S`.
         body(start, S::LANES.min(n - start));
         start += S::LANES;
     }

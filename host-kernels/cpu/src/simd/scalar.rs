@@ -116,7 +116,8 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     unsafe fn v_scale(a: f32, n: f32) -> f32 {
-        // In f64 neither the power nor the product leaves the normal range, and one rounding is left.
+        // In f64 neither the power nor the product leaves the normal range, and one rounding is
+        // left.
         let power = f64::from_bits(((n as i64 + 1023) as u64) << 52);
         (f64::from(a) * power) as f32
     }

@@ -390,7 +390,8 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_sum(a: __m512) -> f32 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees AVX-512, which includes AVX2.
+        // SAFETY: the intrinsics touch no memory. The caller guarantees AVX-512, which includes
+        // AVX2.
         unsafe {
             let high = _mm512_extractf32x8_ps(a, 1);
             Avx2::v_sum(_mm256_add_ps(_mm512_castps512_ps256(a), high))
@@ -403,8 +404,8 @@ impl Simd for Avx512 {
         unsafe {
             let load = |p: *const u8| _mm512_loadu_si512(p.cast());
             let store = |p: *mut u8, v| _mm512_storeu_si512(p.cast(), v);
-            // Words of two rows side by side, then of four: a vector holds, in each 128-bit lane `l`,
-            // word `4 l + j` of rows `4 i .. 4 i + 4`.
+            // Words of two rows side by side, then of four: a vector holds, in each 128-bit lane
+            // `l`, word `4 l + j` of rows `4 i .. 4 i + 4`.
             let mut quads = [_mm512_setzero_si512(); 16];
             for i in 0..4 {
                 let row = src.add(4 * i * src_stride);

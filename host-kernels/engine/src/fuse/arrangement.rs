@@ -14,8 +14,8 @@ pub struct Arrangement {
     pub graph: Graph,
     /// For each node, its index in the guest's graph.
     pub origin: Vec<usize>,
-    /// For each group, by the index of its first node in the guest's graph: its kind and its number of
-    /// consecutive nodes.
+    /// For each group, by the index of its first node in the guest's graph: its kind and its number
+    /// of consecutive nodes.
     groups: BTreeMap<usize, (Kind, usize)>,
     /// For each node of the guest's graph, whether it is in a group.
     taken: Vec<bool>,
@@ -32,8 +32,8 @@ impl Arrangement {
         }
     }
 
-    /// The graph with all groups that are found. Groups of products have up to `max_columns` columns
-    /// of activations.
+    /// The graph with all groups that are found. Groups of products have up to `max_columns`
+    /// columns of activations.
     pub fn of(graph: &Graph, max_columns: u64) -> Arrangement {
         let mut all = Arrangement::plain(graph);
         let mut first = 0;

@@ -21,15 +21,16 @@ pub(super) struct Group {
 pub enum Kind {
     /// ADD, RMS_NORM, MUL: the RMS norm of a sum, times a row. ADD and MUL are optional.
     Norm,
-    /// MUL_MATs or MUL_MAT_IDs of the same activations, in order, each followed by an optional ADD or
-    /// ADD_ID of a row (the bias).
+    /// MUL_MATs or MUL_MAT_IDs of the same activations, in order, each followed by an optional ADD
+    /// or ADD_ID of a row (the bias).
     Products,
     /// Two such products and the GLU of both.
     Gated,
     /// ROPE and SET_ROWS.
     RopeRows,
-    /// The routing of a mixture of experts. SOFT_MAX, ARGSORT or TOP_K, GET_ROWS, optionally SUM_ROWS,
-    /// CLAMP and DIV, optionally SCALE; or ARGSORT or TOP_K, GET_ROWS, SOFT_MAX of the chosen logits.
+    /// The routing of a mixture of experts. SOFT_MAX, ARGSORT or TOP_K, GET_ROWS, optionally
+    /// SUM_ROWS, CLAMP and DIV, optionally SCALE; or ARGSORT or TOP_K, GET_ROWS, SOFT_MAX of the
+    /// chosen logits.
     Route,
     /// MUL and ADDs: the weighted sum of the results of a token's experts.
     WeightedSum,

@@ -31,8 +31,8 @@ fn covers(graph: &Graph, node: &Node) -> bool {
     !is_partial && graph.dst(node).shape.is_contiguous()
 }
 
-/// Whether only the nodes of `group` read the result of node `of`. Other nodes may read the part `live`
-/// of it.
+/// Whether only the nodes of `group` read the result of node `of`. Other nodes may read the part
+/// `live` of it.
 pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], live: Option<&Tensor>) -> bool {
     let whole = ByteRange::of(graph.dst(&graph.nodes[of]));
     let mut left = vec![whole.bytes.clone()];
@@ -69,8 +69,8 @@ pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], live: Option<&T
     false
 }
 
-/// Whether node `at` can run before node `first` instead: no node between them reads or writes what it
-/// writes, or writes what it reads. `skipped` are nodes between them that move along.
+/// Whether node `at` can run before node `first` instead: no node between them reads or writes what
+/// it writes, or writes what it reads. `skipped` are nodes between them that move along.
 pub(super) fn can_move_up(graph: &Graph, at: usize, first: usize, skipped: &[usize]) -> bool {
     can_pass(graph, at, first..at, skipped)
 }
@@ -103,7 +103,8 @@ mod tests {
     use super::*;
     use vgpu_transport::ir::{BufferId, Shape, Sources, Type};
 
-    /// A graph of sums: each of a destination and two sources, given as first element and number of elements.
+    /// A graph of sums: each of a destination and two sources, given as first element and number of
+    /// elements.
     fn sums(nodes: &[[(u64, u64); 3]]) -> Graph {
         let mut graph = Graph {
             buffers: vec![BufferId(1)],

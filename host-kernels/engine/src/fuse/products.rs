@@ -6,8 +6,8 @@ use vgpu_transport::ir::{GluKind, Op, Tensor};
 use super::finder::{Finder, Group, Kind, is_apart, is_f32, is_same};
 use super::rows;
 
-/// The maximum number of tokens in a group of MUL_MAT_IDs. With more tokens, each expert's weights are
-/// read once for all of its tokens.
+/// The maximum number of tokens in a group of MUL_MAT_IDs. With more tokens, each expert's weights
+/// are read once for all of its tokens.
 const MAX_EXPERT_TOKENS: u64 = 8;
 
 /// The maximum number of products in a group.
@@ -84,8 +84,8 @@ impl Term {
         };
         let add = { finder.ahead(product).find(adds) }.filter(|&add| {
             let nodes = [product, add];
-            // A sum that is normed next is fused with the norm. With one token, the residual is a row and
-            // looks like a bias.
+            // A sum that is normed next is fused with the norm. With one token, the residual is a
+            // row and looks like a bias.
             let is_plain = rows::norm(finder, add).is_none();
             is_plain && finder.is_dead(product, &nodes) && finder.can_be_at(&nodes, product)
         });
@@ -116,8 +116,8 @@ fn nodes_of(terms: &[Term]) -> Vec<usize> {
 }
 
 /// Whether the results of a fused kernel overlap neither its inputs nor each other, and the results
-/// that it does not store do not overlap its inputs. Otherwise, node by node, a product would read what
-/// the product before it has written.
+/// that it does not store do not overlap its inputs. Otherwise, node by node, a product would read
+/// what the product before it has written.
 fn is_clean(finder: &Finder<'_>, terms: &[Term], results: &[&Tensor]) -> bool {
     let mut inputs = { terms.iter() }.flat_map(|term| {
         let operands = operands(finder, term.product);

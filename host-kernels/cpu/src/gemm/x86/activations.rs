@@ -1,4 +1,4 @@
-//! f32 to the activation formats, bit for bit as the portable code in [`crate::formats`] does it.
+//! f32 to the activation formats, bit-identical to the portable code in [`crate::formats`].
 
 use std::arch::x86_64::*;
 
@@ -24,7 +24,7 @@ pub(super) fn quantizer(activation: Type, wide: bool) -> Option<QuantizeRow> {
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn to_f16(src: *const f32, dst: *mut u8, n: usize) {
     const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
-    // SAFETY: the caller's promise; the tail goes through a vector on the stack.
+    // SAFETY: by the caller's contract; the tail goes through a vector on the stack.
     unsafe {
         let whole = n / 8 * 8;
         for i in (0..whole).step_by(8) {
@@ -48,7 +48,7 @@ unsafe fn to_f16(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2")]
 unsafe fn to_bf16(src: *const f32, dst: *mut u8, n: usize) {
     for i in 0..n {
-        // SAFETY: `i < n`, for which the caller vouches. The compiler makes vectors of this.
+        // SAFETY: `i < n`; the caller guarantees `n` elements. The compiler makes vectors of this.
         unsafe {
             dst.cast::<u16>()
                 .add(i)
@@ -146,7 +146,7 @@ fn group_factor(amax: f32) -> f32 {
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn quantize_group(src: *const f32, quants: *mut u8) -> (f32, i32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     let x = unsafe {
         [
             _mm256_loadu_ps(src),
@@ -167,7 +167,7 @@ unsafe fn quantize_group(src: *const f32, quants: *mut u8) -> (f32, i32) {
     // Packing works within 128-bit halves; this puts the words back in order.
     let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     let bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe { _mm256_storeu_si256(quants.cast(), bytes) };
     let sums = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
     (amax / 127.0, sum_of_lanes(sums))
@@ -198,7 +198,7 @@ fn sum_of_lanes(v: __m256i) -> i32 {
 #[inline]
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn quantize_group_wide(src: *const f32, quants: *mut u8) -> (f32, __m512i) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     let (a, b) = unsafe { (_mm512_loadu_ps(src), _mm512_loadu_ps(src.add(16))) };
     let largest = _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b));
     let high = _mm512_extractf32x8_ps::<1>(largest);
@@ -207,7 +207,7 @@ unsafe fn quantize_group_wide(src: *const f32, quants: *mut u8) -> (f32, __m512i
     // Conversion rounds to nearest, ties to even.
     let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor));
     let b = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         _mm_storeu_si128(quants.cast(), _mm512_cvtsepi32_epi8(a));
         _mm_storeu_si128(quants.add(16).cast(), _mm512_cvtsepi32_epi8(b));
@@ -328,8 +328,8 @@ unsafe fn to_q8_k_wide(src: *const f32, dst: *mut u8, n: usize) {
                 let to = block.qs.as_mut_ptr().add(16 * i);
                 _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(q));
             }
-            // Sums of four bytes, then a transposing sum of four such: in 128-bit lane `l` of `sums`,
-            // word `v` is the sum of the 16 quants from `64 v + 16 l` on.
+            // Sums of four bytes, then a transposing sum of four such: in 128-bit lane `l` of
+            // `sums`, word `v` is the sum of the 16 quants from `64 v + 16 l` on.
             let fours = |v: usize| {
                 let q = _mm512_loadu_si512(block.qs.as_ptr().add(64 * v).cast());
                 _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), q)

@@ -1,6 +1,7 @@
-//! Products of bfloat16 by the instruction made for them, which sums the products of pairs.
+//! Products with the BF16 dot product instruction (AVX-512 BF16), which adds the products of pairs.
 //!
-//! Weights are BF16, or F16 that are rounded to it on the way (see [`super::super::MatmulKernel::rounded`]).
+//! Weights are BF16, or F16 rounded to BF16 (see
+//! [`MatmulKernel::rounded`](crate::gemm::MatmulKernel::rounded)).
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -12,9 +13,9 @@ use crate::simd::{Avx512, Simd};
 
 /// Elements of `k` in a panel.
 const CHUNK: usize = 128;
-/// Bf16Weights in a chunk.
+/// Pairs in a chunk.
 const PAIRS: usize = CHUNK / 2;
-/// Bf16Weights between two times that more weights are asked for.
+/// Pairs between two prefetches of weights.
 const STEP: usize = 8;
 /// From this many columns on, interleaving a panel pays.
 pub(super) const PANEL_COLS: usize = 32;
@@ -24,7 +25,7 @@ const UNROLL: usize = 4;
 /// Weights that are loaded as bfloat16, two bytes each.
 ///
 /// # Safety
-/// As in [`super::simd`], with AVX-512 BF16.
+/// As in [`IntSimd`](super::int_simd::IntSimd), with AVX-512 BF16.
 pub(in crate::gemm) trait Bf16Weights: Copy + 'static {
     /// 32 weights whose bits are `halves`.
     unsafe fn round(halves: __m512i) -> __m512i;
@@ -59,7 +60,8 @@ impl Bf16Weights for Bf16 {
 impl Bf16Weights for F16 {
     #[inline(always)]
     unsafe fn round(halves: __m512i) -> __m512i {
-        // SAFETY: the contract of the trait; both types have the same size, and every pattern of bits is valid.
+        // SAFETY: the contract of the trait; both types have the same size, and every pattern of
+        // bits is valid.
         unsafe {
             let low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
             let high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
@@ -74,7 +76,7 @@ impl Bf16Weights for F16 {
 /// As [`crate::gemm::Gemm`], with AVX-512 BF16.
 #[inline(always)]
 pub(super) unsafe fn gemm<W: Bf16Weights>(call: &GemmArgs) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         match call.cols {
             PANEL_COLS.. => panel::gemm::<Avx512, PairPanel<W>>(call),
@@ -102,7 +104,7 @@ unsafe fn few<W: Bf16Weights>(call: &GemmArgs) {
         let rows = if call.rows - r >= height { height } else { 1 };
         let mut c = 0;
         while c < call.cols {
-            // SAFETY: the caller's promise; the tile ends at or before the last row and column.
+            // SAFETY: by the caller's contract; the tile ends at or before the last row and column.
             c += unsafe {
                 match (rows, call.cols - c) {
                     (2, 8..) => tile::<W, 2, 8>(call, r, c),
@@ -123,8 +125,8 @@ unsafe fn few<W: Bf16Weights>(call: &GemmArgs) {
 /// Adds the products of 16 pairs.
 #[inline(always)]
 unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
-    // SAFETY: AVX-512 BF16, of which the caller of [`gemm`] is sure; the types have the same size, and
-    // every pattern of bits is valid.
+    // SAFETY: AVX-512 BF16, of which the caller of [`gemm`] is sure; the types have the same size,
+    // and every pattern of bits is valid.
     unsafe {
         let a = std::mem::transmute::<__m512i, __m512bh>(a);
         let b = std::mem::transmute::<__m512i, __m512bh>(b);
@@ -138,7 +140,7 @@ unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
 /// Both have `k` elements.
 #[inline(always)]
 unsafe fn row_dot<W: Bf16Weights>(row: *const u8, x: *const u8, k: usize) -> f32 {
-    // SAFETY: the caller's promise; the mask keeps the tail's loads within `k`.
+    // SAFETY: by the caller's contract; the mask keeps the tail's loads within `k`.
     unsafe {
         let mut acc = [_mm512_setzero_ps(); UNROLL];
         let mut i = 0;
@@ -176,7 +178,7 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
     r: usize,
     c: usize,
 ) -> usize {
-    // SAFETY: the caller's promise; the mask keeps the tail's loads within `k`.
+    // SAFETY: by the caller's contract; the mask keeps the tail's loads within `k`.
     unsafe {
         let w = call.w.add(r * call.w_stride);
         let x = call.x.add(c * call.x_stride);
@@ -229,13 +231,14 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
     C
 }
 
-/// The sum of the lanes of each of 16 vectors, in two thirds of the instructions that one after the other would take.
+/// The sum of the lanes of each of 16 vectors, in two thirds of the instructions that one after the
+/// other would take.
 ///
 /// # Safety
 /// AVX-512.
 #[inline(always)]
 unsafe fn sum_each(v: [__m512; 16]) -> __m512 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         // For each four vectors, the sums of their four 128-bit lanes.
         let mut fours = [_mm512_setzero_ps(); 4];
@@ -269,7 +272,7 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
     const BYTES: usize = CHUNK * 2;
     const VECTORS: usize = 2;
     const COLS: usize = 12;
-    /// Bf16Weights, the last of an odd chunk with a zero.
+    /// Pairs; the last pair of an odd chunk has a zero.
     type Column = [u32; PAIRS];
     const UNITS: usize = PAIRS / STEP;
 
@@ -284,7 +287,7 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut [u32; PAIRS]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe {
             (*column)[len.div_ceil(2) - 1] = 0;
             x.add(2 * start)
@@ -294,7 +297,7 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe {
             for (r, to) in self.rows.iter_mut().enumerate() {
                 let from = call.row(row + r);
@@ -322,7 +325,7 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
         ahead: &mut Ahead,
     ) {
         let Tile { columns, sums, .. } = tile;
-        // SAFETY: the caller's promise; the panel has `len` elements.
+        // SAFETY: by the caller's contract; the panel has `len` elements.
         unsafe {
             let mut acc = [[_mm512_setzero_ps(); C]; P];
             for p in 0..P {

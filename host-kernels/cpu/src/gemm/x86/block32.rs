@@ -1,4 +1,5 @@
-//! Products with the group formats: `d_w * d_x * (integer dot product)` for every 32 elements.
+//! Products with the formats with scales per 32 elements: `d_w * d_x * (integer dot product)` for
+//! every 32 elements.
 
 use std::marker::PhantomData;
 
@@ -14,7 +15,7 @@ use std::arch::x86_64::*;
 
 /// Elements handled at once; their eight scales fill a vector.
 const CHUNK: usize = 256;
-/// Block32Kernel in a chunk.
+/// Groups of 32 in a chunk.
 const GROUPS: usize = CHUNK / 32;
 
 /// The offset that a dot product of level `S` leaves in the quants of `B`.
@@ -38,14 +39,15 @@ unsafe fn dot<S: BlockSimd, B: Block32Kernel>(acc: S::I, quants: S::I, x: S::I) 
     }
 }
 
-/// Whether what the offset adds is taken off each product with the scales of the weights, as a minimum is, rather
-/// than from every integer. A format with scales of half groups has no one scale to do that with.
+/// Whether what the offset adds is taken off each product with the scales of the weights, as a
+/// minimum is, rather than from every integer. A format with scales of half groups has no one scale
+/// to do that with.
 const fn folds<S: BlockSimd, B: Block32Kernel>() -> bool {
     offset::<S, B>() != 0 && !B::HALF_SCALES
 }
 
-/// Whether products by rows move the signs of the activations to the weights: then it is the activations whose magnitudes
-/// are needed, and those are prepared once for all rows.
+/// Whether products by rows move the signs of the activations to the weights: then it is the
+/// activations whose magnitudes are needed, and those are prepared once for all rows.
 const fn turns<S: BlockSimd, B: Block32Kernel>() -> bool {
     B::WIDE && S::WIDE_IS_SIGNED && B::TURNS && matches!(B::CODES, Codes::Nibbles(_))
 }
@@ -68,7 +70,7 @@ const fn scale_place<S: BlockSimd, B: Block32Kernel>(g: usize) -> usize {
 /// AVX2.
 #[inline(always)]
 unsafe fn half_sums(x: __m256i) -> [i32; 2] {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         // Bytes plus 128 are unsigned: summed by eights, less 16 * 128.
         let x = _mm256_xor_si256(x, _mm256_set1_epi8(-128));
@@ -90,7 +92,7 @@ pub(super) const PANEL_COLS: usize = 5;
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         if call.cols >= PANEL_COLS {
             if B::WIDE && S::WIDE_IS_SIGNED {
@@ -104,13 +106,13 @@ pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     }
 }
 
-/// What is prepared of a column for products by rows: vectors of quants, of corrections for the offset,
-/// and the scales.
+/// What is prepared of a column for products by rows: vectors of quants, of corrections for the
+/// offset, and the scales.
 struct Columns {
     /// Bytes from the quants of one column to those of the next.
     stride: usize,
-    /// From a column's quants to its corrections, lane by lane, if they are not folded, or to its magnitudes, if
-    /// its signs move to the weights.
+    /// From a column's quants to its corrections, lane by lane, if they are not folded, or to its
+    /// magnitudes, if its signs move to the weights.
     corrections: usize,
     /// To its scales, then what each group's scale or minimum is multiplied with once.
     scales: usize,
@@ -172,8 +174,9 @@ unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     PREPARED.give_back(memory);
 }
 
-/// Where the halves of group `g` of a prepared column lie: in the order of [`Simd::load_quads`] where nibbles are taken
-/// apart behind it.
+/// Where the halves of group `g` of a prepared column lie: in the order of
+/// [`IntSimd::load_quads`](super::int_simd::IntSimd::load_quads) where nibbles are taken apart
+/// behind it.
 const fn places<S: BlockSimd, B: Block32Kernel>(g: usize) -> (usize, usize) {
     match B::CODES {
         Codes::Nibbles(_) => {
@@ -198,7 +201,7 @@ unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     layout: &Columns,
 ) {
     let (bytes, quants) = activation::<B>();
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         let scales = column.add(layout.scales).cast::<f32>();
         let sums = column.add(layout.sums).cast::<f32>();
@@ -247,7 +250,8 @@ unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     }
 }
 
-/// One row times `C` columns, each summed in `U` vectors by turns, so that one addition need not wait for the last.
+/// One row times `C` columns, each summed in `U` vectors by turns, so that one addition need not
+/// wait for the last.
 ///
 /// # Safety
 /// The row has `groups` groups, the columns are prepared, and `dst` has `C` floats.
@@ -260,8 +264,8 @@ unsafe fn row_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usi
     dst: *mut f32,
     dst_stride: usize,
 ) {
-    // SAFETY: the caller's promise; past the last group the prepared columns are 0 and so are the
-    // scales of the weights.
+    // SAFETY: by the caller's contract; past the last group the prepared columns are 0 and so are
+    // the scales of the weights.
     unsafe {
         let mut acc = [[S::v_splat(0.0); U]; C];
         let mut mins = [_mm256_setzero_ps(); C];
@@ -306,7 +310,7 @@ unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: u
     acc: &mut [[S::Vector; U]; C],
     mins: &mut [__m256; C],
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         let (d, m) = match B::CODES {
             Codes::Nibbles(_) => S::scales_for_quads::<B>(row, first, n),
@@ -327,7 +331,7 @@ unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: u
                 mins[c] = _mm256_fmadd_ps(m, s_x, mins[c]);
             }
         }
-        // Block32Kernel whose products are summed in one vector.
+        // Groups whose products are summed in one vector.
         let at_once = match B::CODES {
             Codes::Nibbles(_) => S::LANES / 4,
             _ => S::GROUPS,
@@ -397,8 +401,8 @@ unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: u
 struct Block32Panel<S, B> {
     /// For each four elements, four bytes of each row.
     quants: [[u8; 128]; CHUNK / 4],
-    /// For each group, the scale of each row; then for each group, the minimum of each row, or the scale of its second
-    /// half.
+    /// For each group, the scale of each row; then for each group, the minimum of each row, or the
+    /// scale of its second half.
     scales: [[f32; 32]; 2 * GROUPS],
     rows: [[u8; CHUNK]; 32],
     row_scales: [[f32; 16]; 32],
@@ -413,8 +417,8 @@ struct GroupColumn {
     scales: [f32; GROUPS],
     /// `scale * sum` of each group.
     sums: [f32; GROUPS],
-    /// What the offset of the weights adds to each integer dot product, negated: to that of the group,
-    /// or to those of its halves if they have scales of their own.
+    /// What the offset of the weights adds to each integer dot product, negated: to that of the
+    /// group, or to those of its halves if they have scales of their own.
     corrections: [[i32; 2]; GROUPS],
 }
 
@@ -440,7 +444,7 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut GroupColumn) {
         let (bytes, quants) = activation::<B>();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe {
             let column = &mut *column;
             for g in 0..len / 32 {
@@ -466,7 +470,8 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
         let height = S::PANEL * S::LANES;
         let groups = len / 32;
-        // SAFETY: the caller's promise: groups `start / 32 ..` exist in every row below `call.rows`.
+        // SAFETY: by the caller's contract: groups `start / 32 ..` exist in every row below
+        // `call.rows`.
         unsafe {
             let first = start / 32;
             let last = first + groups - 1;
@@ -522,7 +527,7 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
             sums,
         } = tile;
         let (bytes, quants) = activation::<B>();
-        // SAFETY: the caller's promise; the panel has as many groups as `len` says.
+        // SAFETY: by the caller's contract; the panel has as many groups as `len` says.
         unsafe {
             let x = x.add(start / 32 * bytes + quants);
             let mut acc = [[S::v_splat(0.0); C]; P];

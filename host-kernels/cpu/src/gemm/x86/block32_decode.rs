@@ -10,8 +10,8 @@ use crate::gemm::kernel::GemmArgs;
 /// Groups of 32 elements in a chunk of 256.
 pub(super) const GROUPS: usize = 256 / 32;
 
-/// Of quants up to `most`, how many products of a lane are summed in 16 bits before they are widened: 1 if the level
-/// has an instruction that sums in 32 bits.
+/// Of quants up to `most`, how many products of a lane are summed in 16 bits before they are
+/// widened: 1 if the level has an instruction that sums in 32 bits.
 pub(super) const fn depth<S: BlockSimd>(most: usize, words: usize) -> usize {
     let mut depth = words;
     // Two products with signed bytes go to each 16-bit lane.
@@ -40,18 +40,18 @@ pub(super) fn rows_from(call: &GemmArgs, row: usize, n: usize) -> [*const u8; 32
     from
 }
 
-/// The scales and minimums of `groups` groups of a row, of which there usually are as many as in a chunk: then that is a
-/// constant, and no loop over it is left.
+/// The scales and minimums of `groups` groups of a row, of which there usually are as many as in a
+/// chunk: then that is a constant, and no loop over it is left.
 ///
 /// # Safety
-/// As [`Simd::scales`].
+/// As [`BlockSimd::scales`].
 #[inline(always)]
 pub(super) unsafe fn chunk_scales<S: BlockSimd, B: Block32Kernel>(
     row: *const u8,
     first: usize,
     groups: usize,
 ) -> (__m256, __m256) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         match groups {
             GROUPS => S::scales::<B>(row, first, GROUPS),
@@ -60,18 +60,18 @@ pub(super) unsafe fn chunk_scales<S: BlockSimd, B: Block32Kernel>(
     }
 }
 
-/// The quants of the group in block `block` of a vector of rows, decoded where they lie: for each four elements `i`, a
-/// vector with those of each row.
+/// The quants of the group in block `block` of a vector of rows, decoded where they lie: for each
+/// four elements `i`, a vector with those of each row.
 ///
 /// # Safety
-/// As [`Simd::transpose_words`], for each row.
+/// As [`IntSimd::transpose_words`](super::int_simd::IntSimd::transpose_words), for each row.
 #[inline(always)]
 pub(super) unsafe fn decode_words<S: BlockSimd, B: Block32Kernel>(
     rows: *const *const u8,
     block: usize,
     mut place: impl FnMut(usize, S::I),
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         match B::CODES {
             Codes::Nibbles(offset) => {

@@ -1,4 +1,4 @@
-//! Products with plain floats: F32, F16 and BF16, multiplied and summed in single precision.
+//! Products with F32, F16 and BF16, multiplied and summed in single precision.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -18,7 +18,7 @@ pub(super) const PANEL_COLS: usize = 32;
 /// A float format as vectors of `f32`.
 ///
 /// # Safety
-/// As in [`super::simd`].
+/// As in [`IntSimd`](super::int_simd::IntSimd).
 pub(super) trait Float: Copy + 'static {
     /// Bytes of an element.
     const BYTES: usize;
@@ -29,7 +29,8 @@ pub(super) trait Float: Copy + 'static {
     #[inline(always)]
     unsafe fn load_first<S: IntSimd>(p: *const u8, n: usize) -> S::Vector {
         let mut elements = [0u8; 64];
-        // SAFETY: the module's contract; an element has at most 4 bytes, a vector at most 16 elements.
+        // SAFETY: the module's contract; an element has at most 4 bytes, a vector at most 16
+        // elements.
         unsafe {
             p.copy_to_nonoverlapping(elements.as_mut_ptr(), n * Self::BYTES);
             Self::load::<S>(elements.as_ptr())
@@ -77,7 +78,7 @@ impl Float for Bf16 {
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: IntSimd, T: Float>(call: &GemmArgs) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         if call.cols >= PANEL_COLS {
             panel::gemm::<S, FloatPanel<S, T>>(call);
@@ -93,7 +94,7 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Float>(call: &GemmArgs) {
 /// `x` has `n` elements, `to` room for `padded`, a multiple of `S::LANES`.
 #[inline(always)]
 unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to: *mut f32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         let mut i = 0;
         while i < padded {
@@ -108,8 +109,8 @@ unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to:
     }
 }
 
-/// Fewer columns than pay for a panel: tiles of rows and columns, each product summed in a vector of its
-/// own.
+/// Fewer columns than pay for a panel: tiles of rows and columns, each product summed in a vector
+/// of its own.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
@@ -128,8 +129,8 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
     let room = call.k.next_multiple_of(DEPTH);
     let mut memory = PREPARED.take(call.cols * room * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: all offsets are those of columns and elements of the call; there is room for whole vectors of each column,
-    // and only the last block may end within one.
+    // SAFETY: all offsets are those of columns and elements of the call; there is room for whole
+    // vectors of each column, and only the last block may end within one.
     unsafe {
         for block in Block::all(call) {
             let padded = block.len.next_multiple_of(S::LANES);
@@ -147,14 +148,15 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
 const FEW_ROWS: usize = 12;
 /// Columns of a tile, if there are as many.
 const TILE_COLUMNS: usize = 4;
-/// The same where registers have 16 lanes, of which there are twice as many, and so many columns at least: each weight is
-/// converted once for all of them.
+/// The same where registers have 16 lanes, of which there are twice as many, and so many columns at
+/// least: each weight is converted once for all of them.
 const WIDE_COLUMNS: usize = 8;
 /// Elements of a block of `k`: few enough that those of all columns stay in the first-level cache.
 const DEPTH: usize = 512;
 
-/// A block of `k`. Its elements of all columns lie together, each column's in a place of [`DEPTH`]: whole columns apart, which
-/// often is a power of two, they would share few sets of the first-level cache.
+/// A block of `k`. Its elements of all columns lie together, each column's in a place of [`DEPTH`]:
+/// whole columns apart, which often is a power of two, they would share few sets of the first-level
+/// cache.
 #[derive(Clone, Copy)]
 struct Block {
     start: usize,
@@ -188,8 +190,8 @@ impl Block {
     }
 }
 
-/// A few columns: for each block of `k`, tiles of rows and columns. The sums wait in memory for the next block, vectors
-/// as they are; the last one's are the results.
+/// A few columns: for each block of `k`, tiles of rows and columns. The sums wait in memory for the
+/// next block, vectors as they are; the last one's are the results.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`; at `columns` are those of the call, as `f32`, block by block and
@@ -205,8 +207,8 @@ unsafe fn few<S: IntSimd, T: Float>(call: &GemmArgs, columns: *const f32) {
     };
     for first in (0..call.rows).step_by(FEW_ROWS) {
         let rows = FEW_ROWS.min(call.rows - first);
-        // SAFETY: the rows, columns and elements are those of the call; there is a vector of sums for each row and
-        // column.
+        // SAFETY: the rows, columns and elements are those of the call; there is a vector of sums
+        // for each row and column.
         unsafe {
             for block in Block::all(call) {
                 let mut tiles = Tiles {
@@ -247,8 +249,8 @@ struct Tiles<'a> {
     first: usize,
     block: Block,
     sums: *mut f32,
-    /// A row of the next weights: of the next block of `k`, behind the last one of the next rows; null where nothing comes
-    /// next.
+    /// A row of the next weights: of the next block of `k`, behind the last one of the next rows;
+    /// null where nothing comes next.
     ahead: *const u8,
     /// Lines of a row in whole vectors of the block.
     lines: usize,
@@ -261,11 +263,12 @@ struct Tiles<'a> {
 }
 
 impl Tiles<'_> {
-    /// Called for each line of weights of `rows` rows that a tile reads. All tiles of those rows ask for as many lines of the
-    /// next block, which the processor would not foresee while it goes from row to row: evenly, since it keeps track of few
-    /// that are on their way; one row after the other, which is the order in which it fetches more by itself; into the
-    /// second-level cache, since there are more than the first one has room for; and no further ahead, since nobody has
-    /// asked for the first ones of a call.
+    /// Called for each line of weights of `rows` rows that a tile reads. All tiles of those rows
+    /// ask for as many lines of the next block, which the processor would not foresee while it goes
+    /// from row to row: evenly, since it keeps track of few that are on their way; one row after
+    /// the other, which is the order in which it fetches more by itself; into the second-level
+    /// cache, since there are more than the first one has room for; and no further ahead, since
+    /// nobody has asked for the first ones of a call.
     #[inline(always)]
     fn ask(&mut self, rows: usize) {
         if self.ahead.is_null() {
@@ -293,7 +296,7 @@ impl Tiles<'_> {
     unsafe fn row<S: IntSimd, T: Float, const R: usize>(&mut self, r: usize) -> usize {
         let mut c = 0;
         while c < self.call.cols {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's contract covers these accesses.
             unsafe {
                 c += match self.call.cols - c {
                     WIDE_COLUMNS.. if S::LANES == 16 && R <= 3 => {
@@ -319,8 +322,9 @@ impl Tiles<'_> {
         c: usize,
     ) -> usize {
         let Tiles { call, block, .. } = *self;
-        // SAFETY: the caller's promise: the rows, the columns, which are padded with zeros to whole vectors, and their results
-        // are the call's; sums are read that the last block has written.
+        // SAFETY: by the caller's contract: the rows, the columns, which are padded with zeros to
+        // whole vectors, and their results are the call's; sums are read that the last block has
+        // written.
         unsafe {
             let w = call
                 .w
@@ -393,7 +397,7 @@ const UNROLL: usize = 4;
 /// Both have `k` elements.
 #[inline(always)]
 unsafe fn dot<S: IntSimd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         let mut acc = [S::v_splat(0.0); UNROLL];
         let mut i = 0;
@@ -449,7 +453,7 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut [f32; CHUNK]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe {
             let padded = len.next_multiple_of(S::LANES);
             widen::<S, T>(x.add(start * T::BYTES), len, padded, column.cast());
@@ -458,7 +462,7 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe {
             let padded = len.next_multiple_of(S::LANES);
             for r in 0..2 * S::LANES {
@@ -485,7 +489,7 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
         ahead: &mut Ahead,
     ) {
         let Tile { columns, sums, .. } = tile;
-        // SAFETY: the caller's promise; the panel has `len` elements.
+        // SAFETY: by the caller's contract; the panel has `len` elements.
         unsafe {
             let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {

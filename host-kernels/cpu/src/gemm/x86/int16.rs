@@ -1,6 +1,9 @@
-//! Products through integers of 16 bits, every 32 elements of a row or of a column with a scale of their own: of floats,
-//! rounded to 14 bits (see [`super::super::MatmulKernel::rounded`]), for levels whose instructions multiply twice as many
-//! of those as of floats; of quants of eight bits ([`super::groups`]), for levels that cannot multiply signed bytes.
+//! Products of 16-bit integers with one scale per 32 elements of a row or column.
+//!
+//! Floats are rounded to 14 bits (see
+//! [`MatmulKernel::rounded`](crate::gemm::MatmulKernel::rounded)) at levels that multiply twice as
+//! many 16-bit integers as floats. 8-bit quants are widened (`q8_int16`) at levels that cannot
+//! multiply signed bytes.
 
 use std::marker::PhantomData;
 
@@ -19,7 +22,7 @@ pub(super) const VECTORS: usize = 2;
 /// The largest integer: 32 products of two such are the most that 32 bits hold.
 const MAX_VALUE: f32 = 8191.0;
 const _: () = assert!(GROUP as i64 * 8191 * 8191 <= i32::MAX as i64);
-/// Block32Kernel without a larger element are zero: the inverse of their scale might be infinite.
+/// A group without a larger element becomes zero: the inverse of its scale might be infinite.
 const MIN_VALUE: f32 = 1e-30;
 
 /// Bytes of `k` rounded activations: whole chunks.
@@ -38,7 +41,7 @@ pub(super) const ELEMENTS: usize = CHUNK;
 /// As [`crate::gemm::Gemm`], with the features of `S`; the activations are of [`round_column`].
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, W: Float>(call: &GemmArgs) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe { panel::gemm::<S, I16Panel<S, Rounded<W>>>(call) }
 }
 
@@ -51,8 +54,9 @@ pub(super) unsafe fn round_column<S: BlockSimd>(from: *const f32, to: *mut u8, k
     let to = to.cast::<I16Column>();
     for chunk in 0..k.div_ceil(CHUNK) {
         let start = chunk * CHUNK;
-        // SAFETY: the caller's promise: the chunk's elements are there, and room for all of its columns' bytes, which are
-        // only ever pointed to, since nothing is known of their alignment.
+        // SAFETY: by the caller's contract: the chunk's elements are there, and room for all of its
+        // columns' bytes, which are only ever pointed to, since nothing is known of their
+        // alignment.
         unsafe {
             let column = to.add(chunk);
             let (pairs, scales) = (&raw mut (*column).pairs, &raw mut (*column).scales);
@@ -62,8 +66,8 @@ pub(super) unsafe fn round_column<S: BlockSimd>(from: *const f32, to: *mut u8, k
     }
 }
 
-/// Rounds `len` elements to whole multiples of the scales of their groups, zeros behind the last. A group that is not
-/// finite gets a scale that is not, and so do its products.
+/// Rounds `len` elements to whole multiples of the scales of their groups, zeros behind the last. A
+/// group that is not finite gets a scale that is not, and so do its products.
 ///
 /// # Safety
 /// `from` has `len` elements; there is room for whole groups. No alignment.
@@ -75,7 +79,8 @@ unsafe fn round<S: BlockSimd, T: Float>(
     scales: *mut f32,
 ) {
     let whole = len / GROUP;
-    // SAFETY: the caller's promise; what is left of a group is less than the room for one of the widest elements.
+    // SAFETY: by the caller's contract; what is left of a group is less than the room for one of
+    // the widest elements.
     unsafe {
         for g in 0..whole {
             let to = to.add(2 * g * GROUP);
@@ -102,7 +107,7 @@ unsafe fn round<S: BlockSimd, T: Float>(
 /// As [`round`], for `GROUP` elements.
 #[inline(always)]
 unsafe fn round_group<S: BlockSimd, T: Float>(from: *const u8, to: *mut u8) -> f32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         let mut x = [S::v_splat(0.0); 4];
         let vectors = GROUP / S::LANES;
@@ -122,7 +127,7 @@ unsafe fn round_group<S: BlockSimd, T: Float>(from: *const u8, to: *mut u8) -> f
     }
 }
 
-/// A chunk of a column. Block32Kernel beyond the end of the column are never read.
+/// A chunk of a column. Groups beyond the end of the column are never read.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct I16Column {
@@ -172,7 +177,7 @@ impl<W: Float> Source for Rounded<W> {
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut I16Column) {
         // Side by side with the same chunk of the other columns: columns are whole pages apart.
-        // SAFETY: the caller's promise; a column has whole chunks, aligned or not.
+        // SAFETY: by the caller's contract; a column has whole chunks, aligned or not.
         unsafe {
             let chunk = x.add(column_bytes(start));
             let bytes = size_of::<I16Column>();
@@ -188,7 +193,7 @@ impl<W: Float> Source for Rounded<W> {
         start: usize,
         len: usize,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe {
             for r in 0..VECTORS * S::LANES {
                 let from = call.row(row + r);
@@ -208,7 +213,7 @@ impl<S: BlockSimd, W> I16Panel<S, W> {
     /// Sets vector `v` of pair `pair` of the rows.
     ///
     /// # Safety
-    /// The contract of [`super::simd`]; a chunk has the pair, and a panel the vector.
+    /// The contract of [`super::int_simd`]; a chunk has the pair, and a panel the vector.
     #[inline(always)]
     pub(super) unsafe fn set_pairs(&mut self, pair: usize, v: usize, pairs: S::I) {
         debug_assert!(pair < CHUNK / 2 && v < VECTORS);
@@ -231,7 +236,7 @@ impl<S: BlockSimd, W> I16Panel<S, W> {
     pub(super) unsafe fn interleave_scales(&mut self, groups: usize) {
         let rows = self.row_scales.as_ptr().cast();
         let scales = self.scales.as_mut_ptr().cast();
-        // SAFETY: the caller's promise; whole vectors have room.
+        // SAFETY: by the caller's contract; whole vectors have room.
         unsafe { panel::interleave::<S>(rows, 64, groups, VECTORS, scales) }
     }
 }
@@ -257,13 +262,13 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe { W::prepare(x, start, len, column) }
     }
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe { W::unpack::<S>(self, call, row, start, len) }
     }
 
@@ -277,7 +282,7 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
     ) {
         let Tile { columns, sums, .. } = tile;
         let height = P * S::LANES;
-        // SAFETY: the caller's promise; the panel has `len` elements.
+        // SAFETY: by the caller's contract; the panel has `len` elements.
         unsafe {
             let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {

@@ -1,5 +1,5 @@
-//! Integer operations on vectors, for the matrix products: for AVX2 with and without AVX-VNNI, and for
-//! AVX-512 with VNNI.
+//! Integer operations on vectors, for the matrix products: for AVX2 with and without AVX-VNNI, and
+//! for AVX-512 with VNNI.
 //!
 //! The kernels are generic over [`IntSimd`] and `#[inline(always)]`. Only the entry points carry
 //! `#[target_feature]`; everything is inlined into them and so compiled for the right instructions.
@@ -10,8 +10,8 @@ use std::arch::x86_64::*;
 
 use crate::simd::{Avx2, Avx512, Simd, Ymm};
 
-/// Distance of the software prefetch of weights in bytes. It reaches across the end of a page, where
-/// the processor's own prefetcher stops.
+/// Distance of the software prefetch of weights in bytes. It reaches across the end of a page,
+/// where the processor's own prefetcher stops.
 const PREFETCH_DISTANCE: usize = 4096;
 
 /// Integer operations of an instruction set, beside the operations on `f32` of [`Simd`].
@@ -21,19 +21,20 @@ const PREFETCH_DISTANCE: usize = 4096;
 /// pointers require memory of one vector behind them, unless they say otherwise, without alignment.
 #[allow(clippy::missing_safety_doc)] // see above
 pub(super) trait IntSimd: Simd {
-    /// Block32Kernel of 32 bytes in a vector.
+    /// Groups of 32 bytes in a vector.
     const GROUPS: usize = Self::LANES / 8;
     /// Vectors of bytes in a super-block of 256.
     const SUPER: usize = 64 / Self::LANES;
     /// Vectors of rows in a panel of integers; with the columns of a tile they fill the registers.
     const PANEL: usize;
-    /// Columns of a tile of integers: with [`IntSimd::PANEL`] so many sums that no dot product waits for the one before.
+    /// Columns of a tile of integers: with [`IntSimd::PANEL`] so many sums that no dot product
+    /// waits for the one before.
     const COLS: usize;
     /// Whether [`IntSimd::dot_wide`] takes the offset of 128 out itself.
     const WIDE_IS_SIGNED: bool;
 
-    /// Whether [`IntSimd::dot`] takes several instructions, so that products of small quants are better summed in 16
-    /// bits first: see [`IntSimd::multiply_pairs`].
+    /// Whether [`IntSimd::dot`] takes several instructions, so that products of small quants are
+    /// better summed in 16 bits first: see [`IntSimd::multiply_pairs`].
     const SUMS_I16: bool;
 
     /// Integers.
@@ -59,12 +60,14 @@ pub(super) trait IntSimd: Simd {
     unsafe fn dot_wide(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
     /// The same for signed quants, above -128 or times an `x` above -128.
     unsafe fn dot_signed(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
-    /// The same for signed quants above -128 whose sign moves from `x` to them: `magnitudes` are those of `x`.
+    /// The same for signed quants above -128 whose sign moves from `x` to them: `magnitudes` are
+    /// those of `x`.
     unsafe fn dot_turned(acc: Self::I, quants: Self::I, x: Self::I, magnitudes: Self::I)
     -> Self::I;
     /// The magnitudes of signed bytes.
     unsafe fn magnitudes(x: Self::I) -> Self::I;
-    /// Of the four signed bytes of each lane, the first and the third in 16 bits, and the second and the fourth.
+    /// Of the four signed bytes of each lane, the first and the third in 16 bits, and the second
+    /// and the fourth.
     unsafe fn widen_pairs(v: Self::I) -> [Self::I; 2];
     /// For each 16-bit lane, the sum of two products of quants below 128 with signed bytes.
     unsafe fn multiply_pairs(quants: Self::I, x: Self::I) -> Self::I;
@@ -92,7 +95,8 @@ pub(super) trait IntSimd: Simd {
     unsafe fn halves(v: Self::I) -> [__m256i; 2];
 
     unsafe fn to_floats(v: Self::I) -> Self::Vector;
-    /// For each lane, the larger of `acc` and the bits of the magnitude of `v`; those of what is not finite are largest.
+    /// For each lane, the larger of `acc` and the bits of the magnitude of `v`; those of what is
+    /// not finite are largest.
     unsafe fn larger_magnitudes(acc: Self::I, v: Self::Vector) -> Self::I;
     /// The largest lane.
     unsafe fn largest(v: Self::I) -> u32;
@@ -103,8 +107,8 @@ pub(super) trait IntSimd: Simd {
 
     /// Of the eight scales of eight groups, those of the groups of vector `v`, over their lanes.
     unsafe fn spread_groups(scales: __m256, v: usize) -> Self::Vector;
-    /// Of the eight scales of eight groups in the order of [`IntSimd::QUADS`], those of `LANES / 4` groups from `v` times as
-    /// many on, each over four lanes.
+    /// Of the eight scales of eight groups in the order of [`IntSimd::QUADS`], those of `LANES / 4`
+    /// groups from `v` times as many on, each over four lanes.
     unsafe fn spread_quads(scales: __m256, v: usize) -> Self::Vector;
     /// `first`, with the second half of each group's lanes from `second`.
     unsafe fn second_halves(first: Self::Vector, second: Self::Vector) -> Self::Vector;
@@ -120,9 +124,11 @@ pub(super) trait IntSimd: Simd {
     /// The four words at `offset` behind each of `LANES` pointers: vector `j` has word `j` of each.
     unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [Self::I; 4];
 
-    /// The order in which the scales of eight groups are spread soonest by [`IntSimd::spread_quads`].
+    /// The order in which the scales of eight groups are spread soonest by
+    /// [`IntSimd::spread_quads`].
     const QUADS: [usize; 8];
-    /// 16 bytes at `p` and every `stride` bytes on, a vector of them, the last of them `last` strides on.
+    /// 16 bytes at `p` and every `stride` bytes on, a vector of them, the last of them `last`
+    /// strides on.
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> Self::I;
 }
 
@@ -362,8 +368,8 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // Without the instruction: the magnitude of a quant less 128 is at most 128; the sign moves to `x`.
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // Without the instruction: the magnitude of a quant less 128 is at most 128; the sign moves
+        // to `x`. SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
         unsafe {
             if VNNI {
                 return _mm256_dpbusd_avx_epi32(acc, quants, x);

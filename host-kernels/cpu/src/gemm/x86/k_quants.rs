@@ -1,5 +1,5 @@
-//! Products with the super-block formats: within 256 elements everything is an integer (quants times
-//! activations times scales), then `d_w * d_x` once.
+//! Products with the super-block formats (K-quants, IQ and TQ formats): within 256 elements all
+//! arithmetic is in integers (quants times activations times scales), then `d_w * d_x` once.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -29,7 +29,7 @@ pub(super) const PANEL_COLS: usize = 6;
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         if call.cols >= PANEL_COLS {
             panel::gemm::<S, KQuantPanel<S, B>>(call);
@@ -99,7 +99,7 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
 /// `x` is a block of Q8_K, `column` writable.
 #[inline(always)]
 unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut Column) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         let column = &mut *column;
         column.d = x.cast::<f32>().read_unaligned();
@@ -131,7 +131,7 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     dst: *mut f32,
     dst_stride: usize,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe {
         let mut acc = [S::v_splat(0.0); C];
         let mut acc_mins = [_mm256_setzero_ps(); C];
@@ -188,7 +188,7 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct SuperColumn {
-    /// Bf16Weights of 16-bit sums of the sub-blocks.
+    /// Pairs of 16-bit sums of the sub-blocks.
     sums: [u32; 8],
     d: f32,
 }
@@ -241,7 +241,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut SuperColumn) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
             (*column).d = x.cast::<f32>().read_unaligned();
@@ -264,7 +264,8 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, _: usize) {
         let height = S::PANEL * S::LANES;
-        // SAFETY: the caller's promise: block `start / 256` exists in every row below `call.rows`.
+        // SAFETY: by the caller's contract: block `start / 256` exists in every row below
+        // `call.rows`.
         unsafe {
             for r in 0..height {
                 let from = call.row(row + r);
@@ -331,7 +332,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
             columns,
             sums,
         } = tile;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
             let mut scaled = [[S::v_splat(0.0); C]; P];
@@ -373,7 +374,8 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                         }
                     }
                 }
-                // Integers times integers, and as long as they stay below 2^24 exact as floats, too.
+                // Integers times integers, and as long as they stay below 2^24 exact as floats,
+                // too.
                 for p in 0..P {
                     let scale = S::v_load(scales.add(p * S::LANES), S::LANES);
                     for c in 0..C {

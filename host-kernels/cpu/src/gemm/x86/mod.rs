@@ -1,15 +1,14 @@
 //! Kernels for x86-64.
 //!
-//! - [`simd`]: the vector operations, once for AVX2, once more with AVX-VNNI, and once for AVX-512.
-//! - [`blocks`]: blocks of each format as vectors of quants.
-//! - [`groups`], [`supers`], [`floats`]: the products of the three families, for few columns by rows,
-//!   for many through panels.
-//! - [`pairs`]: the products of bfloat16 by pairs, where there is an instruction for them.
-//! - [`shorts`]: products through integers of 16 bits, where those are multiplied faster: of floats that are rounded to
-//!   14 bits, and of quants of eight bits ([`wide`]).
-//! - [`panel`]: the loops around a panel.
-//! - [`plain`]: the rare formats, decoded first.
-//! - [`activations`]: f32 to the activation formats.
+//! - `int_simd`, `block_simd`: integer operations for AVX2, AVX2 with AVX-VNNI, and AVX-512.
+//! - `blocks`: blocks of each format as vectors of quants.
+//! - `block32`, `k_quants`, `floats`: products of the three families. Few columns are multiplied
+//!   row by row, many columns through panels.
+//! - `bf16_dot`: products with the BF16 dot product instruction.
+//! - `int16`, `q8_int16`: products of 16-bit integers, at levels that multiply these faster.
+//! - `panel`: the loops around a panel.
+//! - `plain`: super-block formats without a kernel of their own, decoded first.
+//! - `activations`: f32 to the activation formats.
 
 // Tiles index several arrays by the same row and column.
 #![allow(clippy::needless_range_loop)]
@@ -48,8 +47,8 @@ macro_rules! gemm {
         /// As [`crate::gemm::Gemm`].
         $(#[$attribute])*
         pub(super) unsafe fn $name $(<$format: $bound>)? (args: &GemmArgs) {
-            // SAFETY: the caller guarantees the contract of `Gemm`, and with it the instructions that
-            // this function is compiled for.
+            // SAFETY: the caller guarantees the contract of `Gemm`, and with it the instructions
+            // that this function is compiled for.
             unsafe { $body(args) }
         }
     };
@@ -96,7 +95,7 @@ macro_rules! entry_points {
             /// As [`int16::round_column`].
             #[target_feature(enable = $features)]
             pub(super) unsafe fn round_column(from: *const f32, to: *mut u8, k: usize) {
-                // SAFETY: the caller's promise; the function has the instructions of the level.
+                // SAFETY: by the caller's contract; the function has the instructions of the level.
                 unsafe { int16::round_column::<$simd>(from, to, k) }
             }
 
@@ -104,7 +103,7 @@ macro_rules! entry_points {
             /// As [`plain::multiply`].
             #[target_feature(enable = $features)]
             unsafe fn multiply_plain(args: &GemmArgs) {
-                // SAFETY: the caller's promise; the function has the instructions of the level.
+                // SAFETY: by the caller's contract; the function has the instructions of the level.
                 unsafe { plain::multiply::<$simd>(args) }
             }
         }

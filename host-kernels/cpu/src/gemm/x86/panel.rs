@@ -1,13 +1,13 @@
-//! Many columns: the weights of a panel of rows are unpacked once, interleaved so that a vector holds
-//! the same few elements of every row, and multiplied with all columns. Nothing is summed across lanes,
-//! and unpacking costs a few columns' worth of multiplying.
+//! Products of many columns. The weights of a panel of rows are unpacked once, interleaved so that
+//! a vector holds the same elements of every row, and multiplied with all columns. No sum crosses
+//! lanes, and unpacking costs as much as multiplying a few columns.
 //!
-//! Order of loops: blocks of columns and of rows whose running sums stay in the second-level cache,
-//! chunks of `k`, panels, tiles of columns. The sums are kept apart from `dst`, whose columns are often
-//! a power of two apart and would fight for a few lines of the cache. With few columns it is the memory that has to
-//! keep up: then a panel is multiplied along the whole of `k` before the next, whose rows are asked for meanwhile, a
-//! few lines at a time ([`Ahead`]). Each result is a sum over the chunks of `k` in order, whatever the order of the
-//! loops around them.
+//! Order of loops: blocks of columns and rows whose sums fit the L2 cache, chunks of `k`, panels,
+//! tiles of columns. The sums are kept apart from `dst`, whose columns are often a power of two
+//! apart and would map to few cache sets. With few columns the product is bound by memory: a panel
+//! is multiplied along all of `k` before the next panel, whose rows are prefetched meanwhile, a few
+//! cache lines at a time ([`Ahead`]). Each result is a sum over the chunks of `k` in order,
+//! whatever the order of the loops around them.
 
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
@@ -25,7 +25,7 @@ const FEW_COLUMNS: usize = 32;
 /// How one family of formats fills and uses a panel.
 ///
 /// # Safety
-/// As in [`super::simd`]; `start` is a multiple of `CHUNK`, `start + len <= k` and `len <= CHUNK`.
+/// As in [`IntSimd`](super::int_simd::IntSimd); `start` is a multiple of `CHUNK`, `start + len <= k` and `len <= CHUNK`.
 pub(super) trait Panel<S: IntSimd>: Sized {
     /// Elements of `k` unpacked at once.
     const CHUNK: usize;
@@ -68,8 +68,8 @@ pub(super) struct Tile<C> {
     pub(super) sums: Sums,
 }
 
-/// Weights that are asked for while others are multiplied: not many at once, since the processor keeps track of few, and
-/// waits where there are more.
+/// Weights that are asked for while others are multiplied: not many at once, since the processor
+/// keeps track of few, and waits where there are more.
 pub(super) struct Ahead {
     next: *const u8,
     /// Lines of 64 bytes at a time.
@@ -111,7 +111,7 @@ impl Sums {
     /// The tile has the column, and the panel `P` vectors.
     #[inline(always)]
     pub(super) unsafe fn load<S: IntSimd, const P: usize>(self, p: usize, c: usize) -> S::Vector {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         unsafe { S::v_load(self.0.add((c * P + p) * S::LANES), S::LANES) }
     }
 
@@ -121,7 +121,7 @@ impl Sums {
     /// As [`Sums::load`].
     #[inline(always)]
     pub(super) unsafe fn store<S: IntSimd, const P: usize>(self, p: usize, c: usize, v: S::Vector) {
-        // SAFETY: the caller's promise; a whole vector is asked for.
+        // SAFETY: by the caller's contract; a whole vector is asked for.
         unsafe { S::v_store(v, self.0.add((c * P + p) * S::LANES), S::LANES) }
     }
 }
@@ -134,7 +134,7 @@ impl Sums {
 pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
     let height = T::VECTORS * S::LANES;
     if call.cols <= FEW_COLUMNS {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         return unsafe { by_panels::<S, T>(call, height) };
     }
     let (block_cols, block_rows) = (call.cols.min(COLUMNS), call.rows.min(ROWS));
@@ -152,7 +152,7 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
                 first_col,
                 cols: COLUMNS.min(call.cols - first_col),
             };
-            // SAFETY: the caller's promise, for a part of the rows and columns.
+            // SAFETY: by the caller's contract, for a part of the rows and columns.
             unsafe { multiply_block::<S, T>(call, &mut panel, block, sums, columns, height) }
         }
     }
@@ -182,7 +182,8 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
     height: usize,
 ) {
     let panels = block.rows.div_ceil(height);
-    // SAFETY: the offsets are those of rows, columns and elements of the call, or of sums of the block.
+    // SAFETY: the offsets are those of rows, columns and elements of the call, or of sums of the
+    // block.
     unsafe {
         sums.write_bytes(0, panels * block.cols * height);
         let x = call.x.add(block.first_col * call.x_stride);
@@ -193,7 +194,8 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
             }
             for i in 0..panels {
                 panel.unpack(call, block.first_row + i * height, start, len);
-                // Where the next panel begins, its rows far apart: nothing the processor would foresee.
+                // Where the next panel begins, its rows far apart: nothing the processor would
+                // foresee.
                 let (row, chunk) = if i + 1 < panels {
                     (block.first_row + (i + 1) * height, start / T::CHUNK)
                 } else {
@@ -256,7 +258,7 @@ unsafe fn tiles<S: IntSimd, T: Panel<S>>(
                 $columns
             }};
         }
-        // SAFETY: the caller's promise; as many columns are left.
+        // SAFETY: by the caller's contract; as many columns are left.
         unsafe {
             let done = match (T::VECTORS, left) {
                 (2, 12..) if T::COLS == 12 => multiply!(2, 12),
@@ -296,8 +298,8 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
     // Whether most of what lies between the first and the last of some rows is rows.
     let dense = call.w_stride < 2 * chunks * T::BYTES;
     let turns = chunks * tiles_of(call.cols, T::COLS) * T::UNITS;
-    // SAFETY: the memory has room for the sums, whole lines, and the columns of each chunk behind them; all other offsets
-    // are those of rows, columns and elements of the call.
+    // SAFETY: the memory has room for the sums, whole lines, and the columns of each chunk behind
+    // them; all other offsets are those of rows, columns and elements of the call.
     unsafe {
         let columns = memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>();
         for chunk in 0..chunks {
@@ -343,11 +345,11 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
     PREPARED.give_back(memory);
 }
 
-/// Interleaves the words of `vectors * S::LANES` rows: word `i` of row `r` goes to `dst + (i * rows + r) * 4`.
-/// `words` is rounded up to whole vectors.
+/// Interleaves the words of `vectors * S::LANES` rows: word `i` of row `r` goes to `dst + (i * rows
+/// + r) * 4`. `words` is rounded up to whole vectors.
 ///
 /// # Safety
-/// As in [`super::simd`]; `src` has the rows `src_stride` bytes apart, and `dst` room for the words.
+/// As in [`IntSimd`](super::int_simd::IntSimd); `src` has the rows `src_stride` bytes apart, and `dst` room for the words.
 #[inline(always)]
 pub(super) unsafe fn interleave<S: IntSimd>(
     src: *const u8,
@@ -359,7 +361,7 @@ pub(super) unsafe fn interleave<S: IntSimd>(
     let dst_stride = vectors * S::LANES * 4;
     for first in (0..words).step_by(S::LANES) {
         for v in 0..vectors {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's contract covers these accesses.
             unsafe {
                 S::v_transpose(
                     src.add(v * S::LANES * src_stride + first * 4),

@@ -1,5 +1,6 @@
-//! The rare super-block formats: decoded by their portable code into one plain format, which is then
-//! multiplied like any other. Looking codebooks up takes most of the time however it is done.
+//! Super-block formats without a kernel of their own. Their portable code decodes blocks into one
+//! plain format, which is then multiplied like any other. The codebook lookups take most of the
+//! time either way.
 
 use std::arch::x86_64::*;
 
@@ -92,8 +93,8 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
         let n = step.min(call.rows - first);
         for r in 0..n {
             for b in 0..blocks {
-                // SAFETY: the block is one of the call's, and any bytes are a valid one; the memory has
-                // room for `step` rows; both are packed.
+                // SAFETY: the block is one of the call's, and any bytes are a valid one; the memory
+                // has room for `step` rows; both are packed.
                 unsafe {
                     let row = call.w.add((first + r) * call.w_stride);
                     decode(&*row.cast::<B>().add(b), &mut *rows.add(r * blocks + b));
@@ -121,7 +122,7 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
 /// As [`crate::gemm::Gemm`], with the features of `S`; the weights are decoded.
 #[inline(always)]
 pub(super) unsafe fn multiply<S: BlockSimd>(call: &GemmArgs) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract covers these accesses.
     unsafe { k_quants::gemm::<S, PlainSuper>(call) }
 }
 

@@ -1,5 +1,6 @@
-//! Quants32 formats whose quants have eight bits, for levels that multiply bytes only if those of one side have no sign: the sign
-//! would have to move from side to side for every product, so many columns are multiplied in 16 bits ([`super::shorts`]).
+//! 8-bit quants widened to 16 bits, for levels that multiply bytes only if one side is unsigned.
+//! There the sign would have to move from side to side for every product, so many columns are
+//! multiplied in 16 bits (`int16`).
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -22,8 +23,8 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
         const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
         let (bytes, quants) = activation::<B>();
-        // SAFETY: the caller's promise: the groups are there, and `column` is one of the panel's own, aligned; the two vectors
-        // of a group's pairs are all that it has.
+        // SAFETY: by the caller's contract: the groups are there, and `column` is one of the
+        // panel's own, aligned; the two vectors of a group's pairs are all that it has.
         unsafe {
             let column = &mut *column;
             for g in 0..len / 32 {
@@ -49,8 +50,9 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
         const { assert!(!(B::WIDE && matches!(B::CODES, Codes::Other))) }
         let from = rows_from(call, row, VECTORS * S::LANES);
         let (first, groups) = (start / 32, len / 32);
-        // SAFETY: the caller's promise: groups `start / 32 ..` exist in every row below `call.rows`, where all of `from` point;
-        // eight scales fit the sixteen of a row, and eight words of four elements are the sixteen pairs of a group.
+        // SAFETY: by the caller's contract: groups `start / 32 ..` exist in every row below
+        // `call.rows`, where all of `from` point; eight scales fit the sixteen of a row, and eight
+        // words of four elements are the sixteen pairs of a group.
         unsafe {
             for r in 0..VECTORS * S::LANES {
                 let (d, _) = chunk_scales::<S, B>(from[r], first, groups);

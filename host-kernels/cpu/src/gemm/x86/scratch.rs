@@ -1,4 +1,4 @@
-//! Memory for what is prepared for a multiplication, kept for each thread.
+//! Thread-local memory for operands that a product prepares.
 
 use std::cell::Cell;
 use std::thread::LocalKey;
@@ -22,8 +22,8 @@ thread_local! {
 }
 
 impl Scratch {
-    /// At least `bytes` of initialised, line-aligned memory with arbitrary contents. What is not given
-    /// back is freed.
+    /// At least `bytes` of initialised, line-aligned memory with arbitrary contents. What is not
+    /// given back is freed.
     pub(super) fn take(&self, bytes: usize) -> Vec<Line> {
         let mut memory = self.0.take();
         let lines = bytes.div_ceil(64);

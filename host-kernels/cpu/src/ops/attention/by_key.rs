@@ -1,5 +1,5 @@
-//! Scores by key: all rows for each key. Keys and queries are floats; a vector holds one key's scores of as many rows,
-//! so that nothing is summed or compared across the lanes of a vector.
+//! Scores stored by key: all rows for each key. Keys and queries are floats. A vector holds the
+//! scores of one key and as many rows as it has lanes, so no operation crosses lanes.
 
 use super::mask::{Visible, shaped};
 use super::state::{Attention, Block, LINE_FLOATS, Sums, Workspace};
@@ -7,8 +7,8 @@ use crate::gemm_rows::GemmRows;
 use crate::simd::{PtrTask, Simd, Task, Transpose, chunks, dispatch, dispatch_ptr};
 
 impl Attention {
-    /// Brings the queries of a block to floats, scaled, an element of all rows after the other, and finds the slopes of
-    /// their heads.
+    /// Brings the queries of a block to floats, scaled, an element of all rows after the other, and
+    /// finds the slopes of their heads.
     ///
     /// # Safety
     /// The workspace is of this operation and this thread.
@@ -19,8 +19,8 @@ impl Attention {
             for lane in 0..LINE_FLOATS {
                 let (head, token) = ((first + lane) / block.pitch, (first + lane) % block.pitch);
                 let is_query = head < block.heads && token < block.tokens;
-                // SAFETY: a query is a dense row of `n` floats; the tile of keys has room for a line of such rows, the
-                // slopes for all.
+                // SAFETY: a query is a dense row of `n` floats; the tile of keys has room for a
+                // line of such rows, the slopes for all.
                 unsafe {
                     let to = space.key_tile.add(lane * padded);
                     if is_query {
@@ -42,7 +42,8 @@ impl Attention {
                 dst: space.queries.cast::<f32>().wrapping_add(first),
                 dst_stride: rows,
             };
-            // SAFETY: the line of queries was written above; the workspace has room for all elements of all rows.
+            // SAFETY: the line of queries was written above; the workspace has room for all
+            // elements of all rows.
             unsafe { turn.run() };
         }
     }
@@ -70,7 +71,8 @@ impl Attention {
     ) {
         let (n, rows) = (self.k.ne[0], self.block_rows());
         let [k2, k3] = self.shared(block, &self.k);
-        // SAFETY: the caller's promise; the workspace has room for a tile of keys and of scores.
+        // SAFETY: by the caller's contract; the workspace has room for a tile of keys and of
+        // scores.
         unsafe {
             let (tile, stride) = match self.keys.reader.in_place(self.k.row_ptr([first, k2, k3])) {
                 Some(keys) => (keys, self.k.nb[1] / size_of::<f32>()),
@@ -113,8 +115,9 @@ impl Attention {
     }
 }
 
-/// So many floats, times a factor, to another place; made only by [`Attention::read_queries_by_key`], which vouches for
-/// both.
+/// Copies floats, times a factor.
+///
+/// Contract: both pointers have as many floats, without overlap.
 struct Scaled(*const f32, usize, f32, *mut f32);
 
 impl PtrTask for Scaled {
@@ -124,7 +127,7 @@ impl PtrTask for Scaled {
     unsafe fn run<S: Simd>(self, simd: S) {
         let Scaled(from, n, factor, to) = self;
         chunks::<S>(n, |i, lanes| {
-            // SAFETY: whoever made this vouches for `n` floats in both places.
+            // SAFETY: the contract of the task guarantees `n` floats in both places.
             unsafe { (simd.load_ptr(from.add(i), lanes) * factor).store_ptr(to.add(i), lanes) }
         });
     }

@@ -1,4 +1,4 @@
-//! Scores by row: a tile of keys for each query. Keys are multiplied in the type they have.
+//! Scores stored by row: a tile of keys for each query. Keys are multiplied in their own type.
 
 use super::mask::{Visible, shaped};
 use super::state::{Attention, Block, Sums, TILE_KEYS, Workspace};
@@ -13,8 +13,8 @@ impl Attention {
     pub(super) unsafe fn read_queries_by_row(&self, block: Block, space: &Workspace) {
         for (row, token, head) in block.queries() {
             let query = self.q.row_ptr([token, head, block.sequence]).cast::<f32>();
-            // SAFETY: a query is a dense row of floats, which the blocks of the keys divide; the workspace has room for
-            // one for each row.
+            // SAFETY: a query is a dense row of floats, which the blocks of the keys divide; the
+            // workspace has room for one for each row.
             unsafe {
                 let to = space.queries.add(row * self.query_bytes);
                 (self.kernel.quantize_activation)(query, to, self.k.ne[0]);
@@ -37,7 +37,8 @@ impl Attention {
     ) {
         let [k2, k3] = self.shared(block, &self.k);
         let floats = block.rows() * TILE_KEYS;
-        // SAFETY: the caller's promise; the workspace has room for a tile of scores for each row.
+        // SAFETY: by the caller's contract; the workspace has room for a tile of scores for each
+        // row.
         unsafe {
             if !visible.plain {
                 self.read_mask_by_row(block, first, keys, space);

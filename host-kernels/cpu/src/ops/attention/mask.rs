@@ -1,4 +1,4 @@
-//! What a mask says of a tile of keys, and the tile's mask as floats.
+//! Which keys of a tile the mask shows, and the mask of the tile as floats.
 
 use super::state::{Attention, Block, TILE_KEYS, Workspace};
 use crate::formats::{Format, Type};
@@ -85,8 +85,8 @@ impl Attention {
         mask.row_ptr(index).cast()
     }
 
-    /// Reads the mask for `keys` keys from `first` on as floats: a tile for each row of the block, or only for those of
-    /// its first head if they share them.
+    /// Reads the mask for `keys` keys from `first` on as floats: a tile for each row of the block,
+    /// or only for those of its first head if they share them.
     ///
     /// # Safety
     /// There is a mask and so many keys; the workspace is of this operation and this thread.
@@ -104,13 +104,14 @@ impl Attention {
         } {
             for token in 0..block.tokens {
                 let row = head * block.pitch + token;
-                // SAFETY: the caller's promise; the workspace has room for a tile for each row.
+                // SAFETY: by the caller's contract; the workspace has room for a tile for each row.
                 unsafe { self.read_mask_row(block, [token, head], [first, keys], space, row) };
             }
         }
     }
 
-    /// The same by key: for each key, the mask of as many rows as [`Attention::mask_lanes`], which repeats.
+    /// The same by key: for each key, the mask of as many rows as [`Attention::mask_lanes`], which
+    /// repeats.
     ///
     /// # Safety
     /// As [`Attention::read_mask_by_row`].
@@ -129,7 +130,7 @@ impl Attention {
                 true => 0,
                 false => (lane / block.pitch).min(block.heads - 1),
             };
-            // SAFETY: the caller's promise; there are no more lanes than rows.
+            // SAFETY: by the caller's contract; there are no more lanes than rows.
             unsafe { self.read_mask_row(block, [token, head], [first, keys], space, lane) };
         }
         let turn = Transpose {

@@ -1,15 +1,18 @@
-//! FLASH_ATTN_EXT: attention in tiles, without the matrix of all scores in memory.
+//! FLASH_ATTN_EXT: attention in tiles, without the matrix of all scores in memory (Dao et al.,
+//! "FlashAttention", arXiv:2205.14135).
 //!
-//! A *row* is a query: one head of one token. Rows that see the same keys and values (the heads of a
-//! group, the tokens of a sequence) make blocks, so that what is read of keys and values serves all of
-//! them. A thread goes with a block along the keys, a tile at a time: scores are products of keys and
-//! queries, their exponentials the weights of the values. The exponentials are relative to the largest
-//! score so far; when it grows, what has been summed up shrinks.
+//! A *row* is a query: one head of one token. Rows that see the same keys and values (the heads of
+//! a group, the tokens of a sequence) form blocks, so that keys and values are read once per block.
+//! A thread processes the keys of a block one tile at a time: it computes scores, their
+//! exponentials, and adds the values weighted by these. Exponentials are relative to the largest
+//! score so far; when that grows, the sums are rescaled (online softmax).
 //!
-//! Scores lie *by row* where there are few rows ([`by_row`]), *by key* where there are many of plain keys ([`by_key`]).
+//! Scores are stored *by row* (`by_row`) for few rows, *by key* (`by_key`) for many rows of plain
+//! keys.
 //!
-//! Few blocks (a decode step) are cut along the keys, too, into *spans*, whose sums are merged in a
-//! second step. How depends on the shapes alone: results are the same for any number of threads.
+//! Few blocks (a decode step) are also cut along the keys, into *spans*, whose sums are merged in a
+//! second kernel (flash decoding). The cuts depend only on the shapes, so results are the same for
+//! any number of threads.
 
 mod by_key;
 mod by_row;
@@ -92,7 +95,7 @@ impl Attention {
         // SAFETY: the state is this thread's, by index or by unit.
         let mut sums = unsafe { self.sums(scratch, state) };
         sums.clear();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         let space = unsafe { self.workspace(scratch, worker) };
         // SAFETY: the workspace is this thread's.
         unsafe {
@@ -170,8 +173,8 @@ impl Attention {
         let once = block.rows() <= TILE_RESULTS;
         let values = self.v.row_ptr([first, v2, v3]).cast_const();
         let stride = self.v.nb[1];
-        // SAFETY: the caller's promise; rows of values are dense, their strides whole elements; the
-        // workspace has room for a tile of them.
+        // SAFETY: by the caller's contract; rows of values are dense, their strides whole elements;
+        // the workspace has room for a tile of them.
         unsafe {
             match self.v.ty {
                 Type::F32 if all_live => mix.add_rows::<f32>(values, stride),
@@ -189,7 +192,7 @@ impl Attention {
     /// Merges the spans of a block into the first and writes the results.
     ///
     /// # Safety
-    /// The scratch is that of this operation; all spans have been run; nobody else has the block.
+    /// The scratch is that of this operation; all spans have been run; no other thread has the block.
     unsafe fn merge(&self, scratch: *mut u8, index: usize) {
         let block = self.block(index);
         // SAFETY: the states of the block's units are this thread's now, and distinct.

@@ -23,8 +23,8 @@ impl Rows {
         }
     }
 
-    /// Reads `count` rows of keys or values from `at` on as floats, `stride` apart; zeros in place of those that are not
-    /// `live`.
+    /// Reads `count` rows of keys or values from `at` on as floats, `stride` apart; zeros in place
+    /// of those that are not `live`.
     ///
     /// # Safety
     /// There are so many rows; `to` has room for them.
@@ -39,7 +39,7 @@ impl Rows {
         let Rows { view: x, reader } = self;
         let all = live | !(u64::MAX >> (64 - count)) == u64::MAX;
         let rows = x.row_ptr([first, i2, i3]).cast_const();
-        // SAFETY: the caller's promise; rows are dense, their strides whole elements.
+        // SAFETY: by the caller's contract; rows are dense, their strides whole elements.
         unsafe {
             match x.ty {
                 Type::F16 if all && x.dense_rows() => dispatch_ptr(ReadTile {
@@ -75,7 +75,9 @@ impl Rows {
     }
 }
 
-/// `count` rows of `n` elements as floats; made only by [`Rows::read`], which vouches for both places.
+/// `count` rows of `n` elements as floats.
+///
+/// Contract: the rows are readable, and `to` is writable for `count` rows of `n` floats.
 struct ReadTile<T> {
     rows: *const T,
     rows_stride: usize,
@@ -92,7 +94,7 @@ impl<T: Element> PtrTask for ReadTile<T> {
     unsafe fn run<S: Simd>(self, simd: S) {
         for row in 0..self.count {
             chunks::<S>(self.n, |i, lanes| {
-                // SAFETY: whoever made this vouches for the rows in both places.
+                // SAFETY: the contract of the task guarantees the rows in both places.
                 unsafe {
                     let from = self.rows.add(row * self.rows_stride + i);
                     let to = self.to.add(row * self.stride + i);

@@ -9,7 +9,7 @@ use crate::gemm::MatmulKernel;
 use crate::operands::Operands;
 use crate::view::View;
 
-/// Most rows in a block whose scores lie by row, and by key.
+/// Maximum number of rows in a block whose scores lie by row, and by key.
 pub(super) const BLOCK_ROWS: usize = 64;
 pub(super) const BLOCK_ROWS_BY_KEY: usize = 96;
 
@@ -22,7 +22,8 @@ pub(super) const MANY_ROWS: usize = 16;
 /// Floats of a cache line, a multiple of those of a vector.
 pub(super) const LINE_FLOATS: usize = 16;
 
-/// Keys are cut into spans until there is this much work to deal out, however many threads there are.
+/// Keys are cut into spans until there is this much work to deal out, however many threads there
+/// are.
 pub(super) const UNITS: usize = 64;
 
 /// The fewest keys in a span.
@@ -237,7 +238,8 @@ impl Attention {
     pub(super) fn block(&self, index: usize) -> Block {
         let [of_tokens, of_heads, groups, sequences] = self.extents();
         let (others, head) = (index / of_heads, index % of_heads * self.cut.heads);
-        // Late tokens see the most keys: they come first, so that no thread begins with much when the others end.
+        // Late tokens see the most keys: they come first, so that no thread begins with much when
+        // the others end.
         let token = (of_tokens - 1 - others / groups / sequences) * self.cut.tokens;
         let tokens = self.cut.tokens.min(self.q.ne[1] - token);
         Block {
@@ -276,8 +278,8 @@ impl Attention {
     /// The scratch is that of this operation.
     pub(super) unsafe fn workspace(&self, scratch: *mut u8, worker: usize) -> Workspace {
         let rows = self.block_rows();
-        // SAFETY: `new` has asked for as much for each thread; what scores by row have no need of is
-        // not used.
+        // SAFETY: `new` has asked for as much for each thread; what scores by row have no need of
+        // is not used.
         let part = |offset, floats| unsafe {
             scratch
                 .add(offset)
@@ -298,11 +300,12 @@ impl Attention {
     /// The sums in state `index`.
     ///
     /// # Safety
-    /// The scratch is that of this operation; nobody else uses the state for as long as the result
+    /// The scratch is that of this operation; no other thread uses the state for as long as the result
     /// lives.
     pub(super) unsafe fn sums<'a>(&self, scratch: *mut u8, index: usize) -> Sums<'a> {
         let rows = self.block_rows();
-        // SAFETY: `new` has asked for as many states; they hold floats, for which any bytes are valid.
+        // SAFETY: `new` has asked for as many states; they hold floats, for which any bytes are
+        // valid.
         unsafe {
             let start = scratch.add(self.sums).cast::<f32>();
             let start = start.add(index * self.state_floats());
@@ -352,8 +355,8 @@ impl Sums<'_> {
         self.weights.fill(0.0);
     }
 
-    /// Makes sure that the largest score of a row is not less than `score`, and returns the weight of
-    /// `score`.
+    /// Makes sure that the largest score of a row is not less than `score`, and returns the weight
+    /// of `score`.
     #[inline(always)]
     pub(super) fn rise(&mut self, row: usize, score: f32) -> f32 {
         let largest = self.largest[row];

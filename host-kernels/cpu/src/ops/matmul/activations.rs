@@ -1,4 +1,4 @@
-//! Columns of activations on their way to a product.
+//! The columns of activations of a product, and their conversion.
 
 use super::super::gather::RowReader;
 use crate::gemm::{Activation, MatmulKernel};
@@ -91,7 +91,8 @@ impl Activations {
             let row = self.source.row_ptr(self.source.row_index(column));
             let to = column * self.column_bytes + self.kernel.activation.column_bytes(start);
             // SAFETY: the row and its elements lie in the source; the place in kept memory is this
-            // piece's alone, inside what `new` asked for; blocks and chunks divide `PIECE`, and blocks, by the IR's rules, `k`.
+            // piece's alone, inside what `new` asked for; blocks and chunks divide `PIECE`, and
+            // blocks, by the IR's rules, `k`.
             unsafe {
                 let values = match self.reader.in_place(row) {
                     Some(row) => row.add(start),

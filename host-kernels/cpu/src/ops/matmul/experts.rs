@@ -1,4 +1,4 @@
-//! MUL_MAT_ID, by itself and in groups: products with the matrices of the experts that tokens have chosen.
+//! MUL_MAT_ID, alone and fused: products with the weights of the experts that tokens have chosen.
 
 use vgpu_transport::ir::Op;
 
@@ -24,8 +24,8 @@ struct ExpertTile {
 
 /// Which columns go to which expert, written by one thread into scratch and read by all.
 ///
-/// A *pair* is a choice of an expert by a token, `token * used + slot`; each gives one column of the
-/// result.
+/// A *pair* is a choice of an expert by a token, `token * used + slot`; each gives one column of
+/// the result.
 #[derive(Clone, Copy)]
 struct Grouping {
     ids: View,
@@ -35,8 +35,8 @@ struct Grouping {
     grain: usize,
     max_tiles: usize,
     /// Offsets in scratch: the expert of each pair (`u32`), where each expert's columns begin
-    /// (`usize`, one more than experts), the pairs in order of experts (`usize`), the tiles, and how
-    /// many there are (`usize`).
+    /// (`usize`, one more than experts), the pairs in order of experts (`usize`), the tiles, and
+    /// how many there are (`usize`).
     chosen: usize,
     starts: usize,
     order: usize,
@@ -64,8 +64,8 @@ impl Grouping {
 
     /// Reads the ids, each once, and groups the pairs. For one thread.
     fn group(&self, w: &Worker<'_>) -> Result<(), Fault> {
-        // SAFETY: the parts of scratch asked for in `new`, aligned to 64 bytes; until the barrier they
-        // are this thread's alone. They hold integers, for which any bytes are valid.
+        // SAFETY: the parts of scratch asked for in `new`, aligned to 64 bytes; until the barrier
+        // they are this thread's alone. They hold integers, for which any bytes are valid.
         let (chosen, starts, order, tiles, count) = unsafe {
             let part = |offset| w.scratch().add(offset);
             (
@@ -87,8 +87,8 @@ impl Grouping {
                 .ids
                 .row_ptr([token, 0, 0])
                 .wrapping_add(slot * self.ids.nb[0]);
-            // Read once: what is checked is what is used, whoever changes the memory meanwhile.
-            // SAFETY: an element of the ids, which are aligned i32.
+            // Read once: what is checked is what is used, even if a guest changes the memory
+            // meanwhile. SAFETY: an element of the ids, which are aligned i32.
             let id = unsafe { id.cast::<i32>().read_volatile() };
             let expert = check_index(i64::from(id), self.experts)?;
             *chosen = expert as u32;
@@ -141,8 +141,9 @@ struct Columns {
     experts: usize,
     used: usize,
     pairs: usize,
-    /// How the columns of each expert are brought together; `None` for a single token, which has (nearly) one column for
-    /// each expert: its ids are read where they are needed, and threads need not wait for one that groups.
+    /// How the columns of each expert are brought together; `None` for a single token, which has
+    /// (nearly) one column for each expert: its ids are read where they are needed, and threads
+    /// need not wait for one that groups.
     grouping: Option<Grouping>,
     /// Where they lie then, in scratch.
     gathered: usize,
@@ -236,7 +237,7 @@ impl Columns {
     unsafe fn tiles(&self, w: &Worker<'_>) -> usize {
         match self.grouping {
             None => self.pairs,
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's contract covers these accesses.
             Some(grouping) => unsafe { grouping.get(w).0.len() },
         }
     }
@@ -255,8 +256,8 @@ impl Columns {
             *pair = at;
             let id = self.ids.row_ptr([at / self.used, 0, 0]);
             let id = id.wrapping_add(at % self.used * self.ids.nb[0]);
-            // Read once: what is checked is what is used, whoever changes the memory meanwhile.
-            // SAFETY: an element of the ids, which are aligned i32.
+            // Read once: what is checked is what is used, even if a guest changes the memory
+            // meanwhile. SAFETY: an element of the ids, which are aligned i32.
             let id = unsafe { id.cast::<i32>().read_volatile() };
             return Ok(Tile {
                 expert: check_index(i64::from(id), self.experts)?,
@@ -264,7 +265,7 @@ impl Columns {
                 columns: self.column(w, at),
             });
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract covers these accesses.
         let (tiles, order) = unsafe { grouping.get(w) };
         let tile = tiles[at];
         let gathered = self.gathered + tile.first * self.activations.column_bytes;
@@ -313,14 +314,15 @@ impl Product {
         self.grain.min(self.rows() - row)
     }
 
-    /// The rows of a tile from `row` on, times its columns, with [`Product::grain`] floats from one result to the next.
+    /// The rows of a tile from `row` on, times its columns, with [`Product::grain`] floats from one
+    /// result to the next.
     ///
     /// # Safety
     /// The columns have been converted; `row` is one of the weights; `out` has room.
     unsafe fn multiply(&self, tile: &Tile<'_>, row: usize, out: *mut f32) {
         let (weight, columns) = (&self.weight, tile.pairs.len());
-        // SAFETY: the caller's promise; the expert is one of the weights', and of the rows that are added, which are as long
-        // as the weights have rows.
+        // SAFETY: by the caller's contract; the expert is one of the weights', and of the rows that
+        // are added, which are as long as the weights have rows.
         unsafe {
             (self.kernel.gemm)(&GemmArgs {
                 k: weight.ne[0],
@@ -343,7 +345,8 @@ impl Product {
     }
 }
 
-/// A tile's worth of floats, `count` for each thread: where the first begins, and how many floats each has.
+/// A tile's worth of floats, `count` for each thread: where the first begins, and how many floats
+/// each has.
 fn own_floats(
     first: &Operands<'_>,
     columns: &Columns,
@@ -463,7 +466,8 @@ fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -
     }
 }
 
-/// Two products over the columns of `first`, of which the first gates the second: what the unit gives.
+/// Two products over the columns of `first`, of which the first gates the second: what the unit
+/// gives.
 pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Option<Compiled> {
     if !terms.iter().all(|term| is_plain(&terms[0], term)) {
         return None;
@@ -478,7 +482,8 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
     let (own, floats) = own_floats(first, &columns, grain, 2, &mut scratch);
     let mut kernels = columns.prepare(first);
     kernels.push(Box::new(move |w| {
-        // SAFETY: what prepares has finished, a barrier ago; the parts of scratch are this thread's own.
+        // SAFETY: what prepares has finished, a barrier ago; the parts of scratch are this thread's
+        // own.
         let (tiles, [a, b]) = unsafe {
             let own = w.scratch().add(own).cast::<f32>();
             let own = [0, 1].map(|i| own.add((2 * w.index() + i) * floats));
@@ -486,9 +491,9 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
         };
         for part in w.chunks(tiles * row_tiles, 1).flatten() {
             let (mut pair, row) = (0, part % row_tiles * grain);
-            // SAFETY: conversion and gathering have finished, a barrier ago; the tile's rows and columns are inside the
-            // operands, its products have room in this thread's parts; no other tile has its results, which share no
-            // memory with what is read.
+            // SAFETY: conversion and gathering have finished, a barrier ago; the tile's rows and
+            // columns are inside the operands, its products have room in this thread's parts; no
+            // other tile has its results, which share no memory with what is read.
             unsafe {
                 let tile = columns.tile(w, part / row_tiles, &mut pair)?;
                 activated.multiply(&tile, row, a);

@@ -1,5 +1,5 @@
-//! Several nodes as one kernel: products of the same activations, the rows that are added to them, and the unit that one of
-//! them gates. Each result is rounded as its node rounds it.
+//! Fused products: products of the same activations, their biases, and the GLU of two of them. Each
+//! result is rounded as its own node rounds it.
 
 use vgpu_transport::ir::Op;
 
@@ -138,15 +138,17 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
         let output = Output::new(dst, &[], &mut scratch);
         Product::new(term.node, activations, output, term.bias, 1)
     });
-    // The activated product is computed where the result belongs, the other one in a tile of each thread's own.
+    // The activated product is computed where the result belongs, the other one in a tile of each
+    // thread's own.
     let (tile_floats, height) = (factor.tile_floats(), factor.grain_rows);
     let own = scratch.room(first.workers(), tile_floats * size_of::<f32>());
     let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
     kernels.push(Box::new(move |w| {
         for tile in w.chunks(activated.tiles(), 1).flatten() {
             let (rows, columns) = factor.extent(tile);
-            // SAFETY: conversion has finished, a barrier ago; both products are cut alike, and there is room for a tile of
-            // each thread in memory of its own; no other tile has these results, which overlap no source (`Term::fits`).
+            // SAFETY: conversion has finished, a barrier ago; both products are cut alike, and
+            // there is room for a tile of each thread in memory of its own; no other tile has these
+            // results, which overlap no source (`Term::fits`).
             unsafe {
                 let own = w.scratch().add(own).cast::<f32>();
                 let factors = own.add(w.index() * tile_floats);

@@ -1,4 +1,4 @@
-//! Products with a Hadamard matrix.
+//! Products with a Hadamard matrix, by the fast Walsh-Hadamard transform.
 
 use super::super::gather::RowReader;
 use super::super::scratch::ScratchLayout;
@@ -6,7 +6,8 @@ use crate::kernel::Compiled;
 use crate::simd::{Simd, Task, chunks, dispatch};
 use crate::view::View;
 
-/// MUL_MAT whose weights are known to be the normalised Hadamard matrix, in `n log n` steps a column.
+/// MUL_MAT whose weights are known to be the normalised Hadamard matrix, in `n log n` steps a
+/// column.
 pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
     let reader = RowReader::new(&x);
     let n = x.ne[0];

@@ -1,13 +1,12 @@
-//! MUL_MAT, MUL_MAT_ID, OUT_PROD: products of matrices.
+//! MUL_MAT, MUL_MAT_ID, OUT_PROD: matrix products.
 //!
-//! The first two multiply rows of weights with columns of activations. A first kernel brings the
-//! activations to the type that the weights are multiplied with ([`Activations`]), a second deals
-//! tiles of the result to the threads; for MUL_MAT_ID of several tokens, these are grouped by expert in between.
-//! `groups` has what several nodes compute together: products of the same activations, the rows added to them, the unit
-//! that one gates.
+//! MUL_MAT and MUL_MAT_ID multiply rows of weights with columns of activations. A first kernel
+//! converts the activations to the format that the weights are multiplied with (`activations`). A
+//! second kernel deals tiles of the result to the threads (`tiles`). MUL_MAT_ID of several tokens
+//! sorts tokens by expert in between (`experts`). `fused` computes several nodes at once.
 //!
-//! No result depends on how many threads there are: columns are cut by sizes alone, and how rows are
-//! cut makes no difference to a product (see [`crate::gemm`]).
+//! No result depends on the number of threads: columns are cut by sizes alone, and the cuts between
+//! rows do not change a product (see [`crate::gemm`]).
 
 mod activations;
 mod dense;

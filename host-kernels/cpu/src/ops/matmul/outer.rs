@@ -1,4 +1,4 @@
-//! OUT_PROD.
+//! OUT_PROD: `dst = a * transpose(b)`.
 
 use super::super::gather::RowReader;
 use super::super::scratch::{Output, ScratchLayout};

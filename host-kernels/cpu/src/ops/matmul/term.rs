@@ -1,4 +1,4 @@
-//! The terms of a fused product: a product, the row that is added to it, and the gated activation.
+//! The terms of a fused product: a product, its bias, and the GLU.
 
 use vgpu_transport::ir::{GluKind, Type};
 
@@ -22,8 +22,8 @@ impl Term<'_> {
         self.node.src(0)
     }
 
-    /// Whether tiles of the result, which lies at `dst`, can be written there while others are computed: where it
-    /// shares no memory with what is read, or with itself.
+    /// Whether tiles of the result, which lies at `dst`, can be written there while others are
+    /// computed: where it shares no memory with what is read, or with itself.
     pub(super) fn fits(&self, dst: &View) -> bool {
         let (weight, rows) = (self.weight(), self.weight().ne[1]);
         let is_bias = |bias: &View| bias.ty == Type::F32 && bias.dense_rows() && bias.ne[0] == rows;
@@ -49,7 +49,7 @@ impl Term<'_> {
 pub(super) unsafe fn add_row(to: *mut f32, row: *const f32, n: usize) {
     let to = to.cast::<u8>();
     let src = [to.cast_const(), row.cast()].map(|row| (Access::direct(), row));
-    // SAFETY: handed on.
+    // SAFETY: the caller's contract is that of the callee.
     unsafe { apply(Add {}, (Access::direct(), to), src, n) };
 }
 
@@ -62,13 +62,14 @@ pub(super) struct Unit {
 }
 
 impl Unit {
-    /// `n` elements, from those that are activated and those that they are multiplied with; the first may lie at `to`.
+    /// `n` elements, from those that are activated and those that they are multiplied with; the
+    /// first may lie at `to`.
     ///
     /// # Safety
     /// There are `n` floats everywhere.
     pub(super) unsafe fn apply(&self, to: *mut f32, from: [*mut f32; 2], n: usize) {
         let from = from.map(<*mut f32>::cast_const);
-        // SAFETY: handed on.
+        // SAFETY: the caller's contract is that of the callee.
         unsafe { gate(self.parameters, self.kind, to, from, n) };
     }
 }

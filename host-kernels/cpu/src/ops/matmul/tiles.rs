@@ -1,4 +1,4 @@
-//! How a product is cut into tiles, which threads take one by one.
+//! The tiles of a product, which threads take one by one.
 
 use std::ops::Range;
 
@@ -11,15 +11,16 @@ use crate::kernel::Worker;
 use crate::operands::Operands;
 use crate::view::View;
 
-/// Most columns in a tile, and most rows where something is prepared for all of a tile, weights or columns: what
-/// [`crate::gemm`] takes at once.
+/// Most columns in a tile, and most rows where something is prepared for all of a tile, weights or
+/// columns: what [`crate::gemm`] takes at once.
 const TILE_COLUMNS: usize = 256;
 const TILE_ROWS: usize = 256;
 
 /// Bytes of weights in a tile of a single column: enough to make the dealing of tiles cheap.
 const TILE_WEIGHT_BYTES: usize = 128 << 10;
 
-/// Rows are cut into multiples of a cache line of results, so that no two threads write to the same.
+/// Rows are cut into multiples of a cache line of results, so that no two threads write to the
+/// same.
 pub(super) const LINE_FLOATS: usize = 16;
 
 /// How many of `columns` make a tile: as equal parts as whole cache lines of results allow.
@@ -154,8 +155,8 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// `bias`: a dense row of floats for the rows of the weights. `beside`: how many products are computed at once, this
-    /// one included.
+    /// `bias`: a dense row of floats for the rows of the weights. `beside`: how many products are
+    /// computed at once, this one included.
     pub(super) fn new(
         operands: &Operands<'_>,
         activations: Activations,
@@ -189,7 +190,8 @@ impl Product {
         }
     }
 
-    /// How many tiles there are. Neighbouring ones share their activations, which stay in the cache.
+    /// How many tiles there are. Neighbouring ones share their activations, which stay in the
+    /// cache.
     pub(super) fn tiles(&self) -> usize {
         self.others * self.row_tiles
     }
@@ -215,12 +217,13 @@ impl Product {
     /// Computes a tile where it belongs.
     ///
     /// # Safety
-    /// As [`Product::multiply`]; nobody else computes this tile.
+    /// As [`Product::multiply`]; no other thread computes this tile.
     pub(super) unsafe fn tile(&self, w: &Worker<'_>, tile: usize) {
         let (rows, columns) = self.extent(tile);
         let at = self.offsets(tile);
         let stride = self.nest.columns.dst;
-        // SAFETY: the tile's results are inside the destination; no other tile has them, and they overlap no source.
+        // SAFETY: the tile's results are inside the destination; no other tile has them, and they
+        // overlap no source.
         unsafe {
             let out = self.output.base(w.scratch());
             let out = out.add(at.dst + columns.start * stride).cast::<f32>();
@@ -249,8 +252,8 @@ impl Product {
         let (rows, columns) = self.extent(tile);
         let at = self.offsets(tile);
         let x = self.nest.columns.x;
-        // SAFETY: the tile's rows and columns are inside the operands, and for the results the caller's promise; the bias is
-        // a dense row of as many floats as the weights have rows.
+        // SAFETY: the tile's rows and columns are inside the operands, and for the results the
+        // caller's promise; the bias is a dense row of as many floats as the weights have rows.
         unsafe {
             (self.kernel.gemm)(&GemmArgs {
                 k: weight.ne[0],

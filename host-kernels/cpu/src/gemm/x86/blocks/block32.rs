@@ -1,4 +1,4 @@
-//! Blocks of groups of 32.
+//! Vectors of the formats with scales per 32 elements.
 
 use std::arch::x86_64::*;
 
@@ -38,7 +38,8 @@ unsafe fn fifth_bits(qh: u32) -> __m256i {
 macro_rules! nibble_groups {
     ($($block:ty, $bytes:literal: d at 0, m at $m:expr, qh at $qh:expr, qs at $qs:literal;)*) => {
         $(
-            // SAFETY (of the blocks below): the module's contract; the offsets are those of the fields.
+            // SAFETY (of the blocks below): the module's contract; the offsets are those of the
+            // fields.
             impl Block32Kernel for $block {
                 const MAX_QUANT: usize = match $qh {
                     Some(_) => 31,

@@ -1,4 +1,4 @@
-//! Quants256-blocks of 256.
+//! Vectors of the super-block formats, 256 elements each.
 
 use std::arch::x86_64::*;
 
@@ -108,8 +108,8 @@ impl SuperBlockKernel for BlockQ5K {
         unsafe {
             let (low, fifth) = (_mm256_set1_epi8(15), _mm256_set1_epi8(16));
             let qh = _mm256_loadu_si256(block.add(16).cast());
-            // Bit `j` of a byte belongs to piece `j`; shifted to bit 4, whatever else a 16-bit shift
-            // drags along is masked off.
+            // Bit `j` of a byte belongs to piece `j`; shifted to bit 4, whatever else a 16-bit
+            // shift drags along is masked off.
             let fifths = [
                 _mm256_slli_epi16(qh, 4),
                 _mm256_slli_epi16(qh, 3),
@@ -144,7 +144,8 @@ impl SuperBlockKernel for BlockQ5K {
             let qh = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(16).cast()));
             let a = _mm512_loadu_si512(block.add(48).cast());
             let b = _mm512_loadu_si512(block.add(112).cast());
-            // Left by 4 and 2 puts bits 0 and 2 at bit 4; the other pieces follow by shifting right.
+            // Left by 4 and 2 puts bits 0 and 2 at bit 4; the other pieces follow by shifting
+            // right.
             let first = _mm512_sllv_epi64(qh, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2));
             let second = _mm512_sllv_epi64(qh, _mm512_setr_epi64(3, 3, 3, 3, 1, 1, 1, 1));
             let third = _mm512_srlv_epi64(qh, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));

@@ -1,8 +1,8 @@
 //! Blocks as vectors of unsigned quants.
 //!
 //! # Safety
-//! As in [`super::simd`]: functions on `__m256i` need AVX2 and F16C, those on `__m512i` AVX-512. `row`
-//! and `block` point to whole blocks of the format, at least up to the group asked for.
+//! As in [`super::int_simd`]: functions on `__m256i` need AVX2 and F16C, those on `__m512i` AVX-512. `row`
+//! and `block` point to whole blocks of the format, at least up to the requested group.
 
 mod block32;
 mod k_quants;
@@ -54,8 +54,8 @@ pub(super) trait Block32Kernel: Block32Format {
         unsafe { join(Self::single(row, g), Self::single(row, h)) }
     }
 
-    /// The scales and minimums of the `n <= 8` groups from `g` on, the rest 0. A format with scales of
-    /// half groups has those of the second halves in place of minimums.
+    /// The scales and minimums of the `n <= 8` groups from `g` on, the rest 0. A format with scales
+    /// of half groups has those of the second halves in place of minimums.
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
 
     /// The same of eight groups, with AVX-512.

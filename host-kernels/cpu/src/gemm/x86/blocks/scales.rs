@@ -4,8 +4,9 @@ use std::arch::x86_64::*;
 
 use crate::formats::Block32Format;
 
-/// Keeps bits that were put together in integer registers, whose arithmetic is idle here, from being put together in
-/// vectors: an insertion takes the units that shuffle, of which there are few.
+/// Keeps bits that were put together in integer registers, whose arithmetic is idle here, from
+/// being put together in vectors: an insertion takes the units that shuffle, of which there are
+/// few.
 #[inline(always)]
 fn in_integers(mut bits: u64) -> i64 {
     // SAFETY: there is no instruction in it.
