@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::mm::Advice;
+use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::shm::memory::sealed_file_named;
 
@@ -163,7 +163,7 @@ impl Drop for CpuMemory {
         if let Kind::Shared(region) = &self.kind {
             // SAFETY: a guest may keep the file, but what this process has counted must not stay in
             // it.
-            unsafe { region.discard(0..self.size, Advice::LinuxRemove) };
+            unsafe { region.discard(0..self.size, UncheckedAdvice::Remove) };
         }
     }
 }

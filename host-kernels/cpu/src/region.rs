@@ -1,14 +1,12 @@
 //! Memory mappings of this process, and the budget that they are charged to.
 
-use std::ffi::c_void;
 use std::fs;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw, UncheckedAdvice};
 
 use super::topology::memory_nodes;
 use vgpu_engine::{EngineError, MemoryInfo};
@@ -100,96 +98,58 @@ impl Drop for Charge {
     }
 }
 
-/// A mapping with one owner. Unmapped when dropped.
+/// A mapping with one owner, readable and writable. Unmapped when dropped.
 pub(super) struct Region {
-    ptr: NonNull<u8>,
-    /// The requested size; the mapping has whole pages.
-    len: usize,
+    mapping: MmapRaw,
 }
 
-// SAFETY: the mapping belongs to this value alone and may be used from any thread; the order of
-// accesses is the contract of whoever holds it.
-unsafe impl Send for Region {}
-// SAFETY: as above.
-unsafe impl Sync for Region {}
-
 impl Region {
-    /// A private mapping of `len > 0` zero bytes.
+    /// A private mapping of `len > 0` zero bytes; `None` if the kernel refuses it.
     pub(super) fn private(len: usize) -> Option<Region> {
-        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that
-        // exists.
-        let mapping = unsafe {
-            mmap_anonymous(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
-        };
-        Region::new(mapping.ok()?, len)
+        let mapping = MmapMut::map_anon(len).ok()?;
+        Some(Region::new(mapping.into()))
     }
 
-    /// A shared mapping of the first `len > 0` bytes of a file that cannot shrink.
+    /// A shared mapping of the first `len > 0` bytes of a file that cannot shrink, so that no access
+    /// can fault; `None` if the kernel refuses it.
     pub(super) fn shared(file: BorrowedFd<'_>, len: usize) -> Option<Region> {
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        // No access to its pages can fault, since the file does not shrink.
-        let mapping = unsafe {
-            mmap(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                file,
-                0,
-            )
-        };
-        Region::new(mapping.ok()?, len)
+        let mapping = MmapOptions::new().len(len).map_raw(&file).ok()?;
+        Some(Region::new(mapping))
     }
 
-    fn new(mapping: *mut c_void, len: usize) -> Option<Region> {
-        let ptr = NonNull::new(mapping.cast::<u8>())?;
-        // Large pages save most TLB misses of a weight matrix; without them everything still works.
-        // SAFETY: the range is a mapping just made; the advice does not change its contents.
-        let _ = unsafe { madvise(mapping, len, Advice::LinuxHugepage) };
+    fn new(mapping: MmapRaw) -> Region {
+        // Huge pages save most TLB misses of a weight matrix. Without them everything still works.
+        let _ = mapping.advise(Advice::HugePage);
         if nodes().len() > 1 {
-            interleave(ptr, len, nodes());
+            interleave(&mapping, nodes());
         }
-        Some(Region { ptr, len })
+        Region { mapping }
     }
 
     /// The address of the first byte.
     pub(super) fn as_ptr(&self) -> *mut u8 {
-        self.ptr.as_ptr()
+        self.mapping.as_mut_ptr()
     }
 
+    /// The requested size in bytes; the mapping has whole pages.
     pub(super) fn len(&self) -> usize {
-        self.len
+        self.mapping.len()
     }
 
     /// Frees the pages of `range`, which are zero afterwards.
     ///
     /// # Safety
-    ///
     /// The contents of `range` are not needed, and no thread accesses them during the call. `range`
     /// begins and ends at a page boundary, or ends at the end of the region.
-    pub(super) unsafe fn discard(&self, range: Range<u64>, advice: Advice) {
-        debug_assert!(range.start.is_multiple_of(page()) && range.end <= self.len as u64);
+    pub(super) unsafe fn discard(&self, range: Range<u64>, advice: UncheckedAdvice) {
+        debug_assert!(range.start.is_multiple_of(page()) && range.end <= self.len() as u64);
         if range.start < range.end {
-            let at = self.as_ptr().wrapping_add(range.start as usize);
-            let len = (range.end - range.start) as usize;
-            // SAFETY: whole pages of our own mapping, and the caller's promise.
-            let discarded = unsafe { madvise(at.cast(), len, advice) };
-            debug_assert!(discarded.is_ok(), "giving back pages: {discarded:?}");
+            let (at, len) = (range.start as usize, (range.end - range.start) as usize);
+            // SAFETY: the range lies in the mapping and begins at a page. The caller guarantees that
+            // no thread accesses the pages and that their contents are not needed.
+            let discarded = unsafe { self.mapping.unchecked_advise_range(advice, at, len) };
+            debug_assert!(discarded.is_ok(), "discarding pages: {discarded:?}");
         }
-    }
-}
-
-impl Drop for Region {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made for this value with this length; nothing uses it after its
-        // owner.
-        let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
-        debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
     }
 }
 
@@ -205,24 +165,23 @@ fn nodes() -> &'static [usize] {
 /// Otherwise, pages are on the node of the session thread that wrote them, and all reads of weights
 /// go to one node. Rows near the threads that read them would be better still, but rows are dealt
 /// to the first thread that asks. If the kernel refuses, nothing changes.
-fn interleave(ptr: NonNull<u8>, len: usize, nodes: &[usize]) -> bool {
+fn interleave(mapping: &MmapRaw, nodes: &[usize]) -> bool {
     const WORDS: usize = 16;
     let mut mask = [0 as libc::c_ulong; WORDS];
     let bits = libc::c_ulong::BITS as usize;
     for &node in nodes.iter().filter(|&&node| node < WORDS * bits) {
         mask[node / bits] |= 1 << (node % bits);
     }
-    let most = WORDS * bits;
-    // SAFETY: whole pages of a mapping of ours, whose contents stay, and a mask of as many bits as
-    // it says.
+    let max_node = WORDS * bits;
+    // SAFETY: the range is one mapping, whose contents do not change. `mask` has `max_node` bits.
     let outcome = unsafe {
         libc::syscall(
             libc::SYS_mbind,
-            ptr.as_ptr(),
-            len,
+            mapping.as_ptr(),
+            mapping.len(),
             libc::MPOL_INTERLEAVE,
             mask.as_ptr(),
-            most,
+            max_node,
             0,
         )
     };
@@ -268,21 +227,14 @@ mod tests {
     use super::*;
 
     /// The policy of the page at `ptr`; `None` if the kernel refuses the question.
-    fn policy(ptr: NonNull<u8>) -> Option<libc::c_int> {
+    fn policy(ptr: *const u8) -> Option<libc::c_int> {
         const OF_ADDRESS: libc::c_int = 2; // MPOL_F_ADDR
         let mut mode: libc::c_int = -1;
         let none = std::ptr::null_mut::<libc::c_ulong>();
-        // SAFETY: a place for the answer, and none for a mask.
+        // SAFETY: `mode` receives the answer; no mask is requested.
         let outcome = unsafe {
             let place = &raw mut mode;
-            libc::syscall(
-                libc::SYS_get_mempolicy,
-                place,
-                none,
-                0,
-                ptr.as_ptr(),
-                OF_ADDRESS,
-            )
+            libc::syscall(libc::SYS_get_mempolicy, place, none, 0, ptr, OF_ADDRESS)
         };
         (outcome == 0).then_some(mode)
     }
@@ -290,16 +242,16 @@ mod tests {
     #[test]
     fn pages_lie_on_all_nodes_where_there_are_several() {
         let region = Region::private(10 * page() as usize).unwrap();
-        let Some(before) = policy(region.ptr) else {
+        let Some(before) = policy(region.as_ptr()) else {
             return; // a container that forbids it; nothing is changed there
         };
         match nodes().len() {
             1 => assert_ne!(before, libc::MPOL_INTERLEAVE, "nothing to choose from"),
             _ => assert_eq!(before, libc::MPOL_INTERLEAVE),
         }
-        assert!(interleave(region.ptr, region.len, nodes()));
-        assert_eq!(policy(region.ptr), Some(libc::MPOL_INTERLEAVE));
+        assert!(interleave(&region.mapping, nodes()));
+        assert_eq!(policy(region.as_ptr()), Some(libc::MPOL_INTERLEAVE));
         // No node that this machine has.
-        assert!(!interleave(region.ptr, region.len, &[1000]));
+        assert!(!interleave(&region.mapping, &[1000]));
     }
 }

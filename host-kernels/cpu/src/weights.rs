@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::mm::Advice;
+use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
 use super::region::{Budget, Charge, Region, page};
@@ -403,7 +403,7 @@ impl BaseRegion {
         let uses = self.uses();
         let discard = |range: Range<u64>| {
             // SAFETY: by the caller's contract; and extents lie elsewhere.
-            unsafe { self.region.discard(range, Advice::LinuxDontNeed) };
+            unsafe { self.region.discard(range, UncheckedAdvice::DontNeed) };
         };
         let mut at = range.start;
         for (&start, &end) in uses.touched(&range) {
