@@ -160,7 +160,7 @@ fn products_are_computed_with_what_is_added_and_gated() {
             };
             let all = together(model, tokens);
             let count = all.iter().filter(|kinds| *kinds == wanted).count() as u64;
-            // Nobody writes over what the last layer leaves: somebody may want it.
+            // No node overwrites the results of the last layer: the guest may read them.
             assert!(
                 count + 1 >= model.layers,
                 "{count} of {wanted:?} in {all:?}"

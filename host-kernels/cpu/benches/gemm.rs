@@ -85,14 +85,14 @@ fn main() {
     let ggml = ggml::Ggml::load();
     let bandwidth = read_bandwidth();
     let ceiling = ceiling::single_precision(level, seconds);
-    let shorts = ceiling::shorts(level, seconds);
+    let int16 = ceiling::int16(level, seconds);
     if !json {
         println!(
             "level {}, read bandwidth of one thread {bandwidth:.1} GB/s, products of single precision at most {:.0} GF, \
              of integers of 16 bits {:.0}",
             level.name(),
             ceiling.unwrap_or(f64::NAN),
-            shorts.unwrap_or(f64::NAN)
+            int16.unwrap_or(f64::NAN)
         );
         println!(
             "{:>8} {:>5} {:>10} {:>12} {:>12} {:>12}",
@@ -104,7 +104,7 @@ fn main() {
             let mut line = measure(ty, level, cols, ggml.as_ref());
             line.ceiling = match line.is_rounded {
                 // Those of bfloat16 have an instruction of their own.
-                true => shorts.filter(|_| level < Level::Avx512Bf16),
+                true => int16.filter(|_| level < Level::Avx512Bf16),
                 false => ceiling.filter(|_| cols > 1 && ceiling::holds_for(ty, level)),
             };
             if json {
@@ -278,7 +278,7 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
 }
 
 /// Processor time of this thread, which both sides compute on: unlike the time of day it does not
-/// count whoever else uses the machine.
+/// count other processes on the machine.
 fn seconds(mut work: impl FnMut()) -> f64 {
     let now = || {
         let time = clock_gettime(ClockId::ThreadCPUTime);

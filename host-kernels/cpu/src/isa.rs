@@ -1,20 +1,20 @@
-//! What the processor can do.
+//! Instruction sets of the processor.
 
 use std::sync::OnceLock;
 
-/// A set of instructions that kernels are written for, in the order in which they are preferred.
+/// An instruction set that kernels are compiled for; higher levels are preferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// Portable Rust: the reference the others are tested against.
+    /// Portable Rust: the reference that the other levels are tested against.
     Scalar,
     /// AVX2, FMA and F16C.
     Avx2,
-    /// The same with AVX-VNNI, the dot products of integers in 256 bits.
+    /// AVX2 with AVX-VNNI: integer dot products in 256 bits.
     Avx2Vnni,
-    /// AVX-512 F, BW, DQ, VL and VNNI, with all of AVX2's but for AVX-VNNI, which older processors
-    /// lack.
+    /// AVX-512 F, BW, DQ, VL and VNNI, and those of [`Level::Avx2`]. AVX-VNNI is not included: older
+    /// processors with AVX-512 lack it.
     Avx512,
-    /// The same with the BF16 dot product.
+    /// AVX-512 with the BF16 dot product.
     Avx512Bf16,
 }
 
@@ -28,7 +28,7 @@ impl Level {
         Level::Avx512Bf16,
     ];
 
-    /// Whether this processor, under this operating system, runs the level.
+    /// Whether the processor and the operating system support the level.
     pub fn is_supported(self) -> bool {
         match self {
             Level::Scalar => true,
@@ -58,10 +58,10 @@ impl Level {
         }
     }
 
-    /// The fastest level of this machine, asked for once: the highest, but for one that only some
-    /// processors are fast at (`Level::pays`). The environment variable `VGPU_CPU_LEVEL` (`scalar`,
-    /// `avx2`, `avx2vnni`, `avx512`, `avx512bf16`) names another one, or where that is not
-    /// supported the next lower one, to find out whether a wrong result comes from a kernel.
+    /// The fastest level of this machine, determined once: the highest supported level that is not
+    /// slower than the level below on this processor. For diagnosis, the environment variable
+    /// `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`) selects another level;
+    /// if that is not supported, the next lower one is used.
     pub fn best() -> Level {
         static BEST: OnceLock<Level> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -83,13 +83,12 @@ impl Level {
         })
     }
 
-    /// Whether this processor, if it supports the level, is at least as fast with it as with the
-    /// one below.
+    /// Whether a processor that supports the level is at least as fast with it as with the level below.
     ///
-    /// Intel's processors multiply pairs of bfloat16 in 512 bits no faster than AVX-512's other
-    /// products: of many columns 97 GFLOPS a thread on one with AMX, where F16 and BF16 reach 218
-    /// and 230 as integers of 16 bits, and 113 and 109 of eight columns in single precision (`cargo
-    /// bench -p vgpu-cpu --bench gemm -- --level avx512bf16`).
+    /// On Intel processors, the BF16 dot product in 512 bits is no faster than other products of
+    /// AVX-512. On one with AMX, a thread reaches 97 GFLOPS with many columns; as 16-bit integers, F16
+    /// and BF16 reach 218 and 230, and with eight columns in single precision 113 and 109
+    /// (`cargo bench -p vgpu-cpu --bench gemm -- --level avx512bf16`).
     fn pays(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         if self == Level::Avx512Bf16 {

@@ -265,7 +265,7 @@ mod tests {
     /// Runs to the end without ever yielding.
     fn run(runner: &Runner, phases: &[Phase]) -> Result<(), RunError> {
         let left = runner.run(phases, runner.start(4096, 0), &Turn::new())?;
-        assert!(left.is_none(), "nobody has ended the turn");
+        assert!(left.is_none(), "the turn has no end");
         Ok(())
     }
 

@@ -580,7 +580,7 @@ mod tests {
         assert_eq!(budget.used(), (2 * PAGES + 4) * page());
         // A tensor over a border is put together.
         let at = one.locate(0, 2 * page()).unwrap();
-        // SAFETY: as many bytes are there, which nobody writes.
+        // SAFETY: the extent has as many bytes, which do not change.
         let there = unsafe { std::slice::from_raw_parts(at, 2 * page() as usize) };
         assert!(there == &one_has[..2 * page() as usize]);
         assert_eq!(at, one.own(0, 2 * page()).unwrap());

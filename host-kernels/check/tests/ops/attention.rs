@@ -209,7 +209,7 @@ impl Sizes {
     }
 }
 
-/// A mask with long runs that nobody sees, and single keys.
+/// A mask with long masked runs and single visible keys.
 fn mask(ne: [u64; 4], random: &mut Random) -> Data {
     let mut hidden = 0;
     Data::random_rows(Type::F16, ne, true, random).fill(|| {
@@ -361,7 +361,7 @@ pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
 }
 
 /// Enough rows for groups of warps, with keys that end within a tile, tiles that are hidden, and
-/// values that are no numbers where nobody sees them.
+/// values that are no numbers where the mask hides them.
 pub(crate) fn many_tokens_of_pairs(engine: &dyn Engine) {
     for (i, (width, keys, tokens, heads, sequences)) in [
         (64, 300, 150, [1, 1, 1], [2, 1, 1]),

@@ -34,7 +34,7 @@ pub(crate) fn single_precision(level: Level, seconds: impl Fn(fn()) -> f64) -> O
 
 /// The same for integers of 16 bits, of which an instruction adds up two products in 32 bits;
 /// adding up those is left out.
-pub(crate) fn shorts(level: Level, seconds: impl Fn(fn()) -> f64) -> Option<f64> {
+pub(crate) fn int16(level: Level, seconds: impl Fn(fn()) -> f64) -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     return rate(
         level,

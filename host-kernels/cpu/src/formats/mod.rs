@@ -1,12 +1,12 @@
-//! Block formats: how ggml stores a row of numbers, and how to read and write it.
+//! Block formats: how ggml stores a row of numbers (`ggml-common.h`), and how to read and write it.
 //!
-//! Every quantised format belongs to one of two families, named after the activations it is
-//! multiplied with:
+//! Every quantised format belongs to one of two families:
 //!
-//! - [`Block32Format`]: activations in groups of 32 ([`BlockQ8_0`], [`BlockQ8_1`]);
+//! - [`Block32Format`]: scales per 32 elements (or 16), with activations in groups of 32 ([`BlockQ8_0`], [`BlockQ8_1`]);
 //!   `value = d * (q - OFFSET) + m`.
-//! - [`SuperBlockFormat`]: activations in super-blocks of 256 ([`BlockQ8K`]);
-//!   `value = (d * scale[j]) * (q - OFFSET) - dmin * min[j]`, `j` being the sub-block.
+//! - [`SuperBlockFormat`]: super-blocks of 256 elements, with activations in super-blocks ([`BlockQ8K`]);
+//!   `value = (d * scale[j]) * (q - OFFSET) - dmin * min[j]`, where `j` is the
+//!   sub-block.
 //!
 //! A format's file says only how one block becomes unsigned small integers and scales (and back);
 //! dequantisation, dot products and matrix tiles are written once per family on top of that.
@@ -88,21 +88,21 @@ pub use vgpu_transport::ir::Type;
 /// Reads `n` elements of a format into `f32`.
 ///
 /// # Safety
-/// `n` is a multiple of the format's block; `src` is readable for `n` elements of the format and
-/// `dst` writable for `n` floats; the two do not overlap.
+/// `n` is a multiple of the format's block size. `src` is readable for `n` elements of the format, `dst`
+/// is writable for `n` floats, and they do not overlap.
 pub type DequantizeRow = unsafe fn(src: *const u8, dst: *mut f32, n: usize);
 
 /// Writes `n` floats as elements of a format.
 ///
 /// # Safety
-/// `n` is a multiple of the format's block; `src` is readable for `n` floats and `dst` writable for
-/// `n` elements of the format; the two do not overlap.
+/// `n` is a multiple of the format's block size. `src` is readable for `n` floats, `dst` is writable for
+/// `n` elements of the format, and they do not overlap.
 pub type QuantizeRow = unsafe fn(src: *const f32, dst: *mut u8, n: usize);
 
-/// What can be done with rows of one element type.
+/// How to read and write rows of one type.
 #[derive(Debug, Clone, Copy)]
 pub struct Format {
-    /// The type this describes.
+    /// The type.
     pub ty: Type,
     /// Elements in a block.
     pub block: usize,
@@ -117,7 +117,7 @@ pub struct Format {
 }
 
 impl Format {
-    /// The format of `ty`; `None` for integers and `F64`, which are no format of real numbers.
+    /// The format of `ty`; `None` for integers and `F64`.
     pub const fn of(ty: Type) -> Option<&'static Format> {
         macro_rules! format {
             ($dequantize:expr, $quantize:expr) => {
@@ -179,7 +179,7 @@ impl Format {
         }
     }
 
-    /// Bytes of `n` consecutive elements, which must fill whole blocks.
+    /// Bytes of `n` consecutive elements; `n` is a multiple of the block size.
     pub const fn row_bytes(&self, n: usize) -> usize {
         debug_assert!(n.is_multiple_of(self.block));
         n / self.block * self.bytes

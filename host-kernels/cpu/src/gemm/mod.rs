@@ -47,8 +47,7 @@ impl MatmulKernel {
     /// The kernel for `weight` at a given level, for tests and comparisons.
     ///
     /// # Panics
-    /// If this machine does not support `level`: that is a mistake of the caller, and the kernel would
-    /// die of an illegal instruction.
+    /// If this machine does not support `level`: the kernel would execute an illegal instruction.
     pub fn at(weight: Type, level: Level) -> Option<MatmulKernel> {
         assert!(
             level.is_supported(),
@@ -60,25 +59,23 @@ impl MatmulKernel {
         scalar::kernel(weight)
     }
 
-    /// A kernel for products of that many columns of `k` elements that is up to twice as fast
-    /// because it rounds weights *and* activations further than [`MatmulKernel::of`], if there is
-    /// one.
+    /// A kernel for products with `columns` columns of `k` elements that rounds weights *and*
+    /// activations further than [`MatmulKernel::of`] and is up to twice as fast, if there is one.
     ///
-    /// **With the dot product of bfloat16**, F16 from [`ROUNDED_COLUMNS`] columns on is rounded to
-    /// it: both have 8 bits, an operand is off by at most 2^-8 of itself, its root mean square is
-    /// 2^-9.3. The errors have either sign, so a sum of products is off by about 5 parts in a
-    /// million of its variance, of which `test-backend-ops` allows 500. That is what ggml computes
-    /// with for the same model published as BF16, a tenth of the deviation of a Q8_0 model, and
-    /// most F16 models were made from BF16 weights, which are not rounded at all. Splitting each
-    /// weight in two bfloat16 would make it exact, but cost what single precision costs.
+    /// **With the BF16 dot product**, F16 is rounded to BF16 from [`ROUNDED_COLUMNS`] columns on. An
+    /// operand of 8 significant bits has a relative error of at most 2^-8, with a root mean square of
+    /// 2^-9.3. Errors have either sign, so the error of a sum of products is about 5e-6 of its
+    /// variance; `test-backend-ops` allows 5e-4. ggml has the same error for a model published as
+    /// BF16, and ten times as much for Q8_0. Most F16 models were made from BF16 weights, which are not
+    /// rounded at all. Splitting each weight into two BF16 would be exact, but as slow as single
+    /// precision.
     ///
-    /// **Without it**, F16 and BF16 are rounded to integers of 14 bits that share a scale with the
-    /// 31 next to them, once there are columns enough to pay for that, and elements enough for
-    /// errors to cancel: an operand is off by at most 2^-14 of the largest of its group. Where
-    /// values are of the same order that is less than the 2^-12 of itself by which ggml rounds the
-    /// activations of F16 weights; where one is a thousand times as large as the others of its
-    /// group, those keep 4 bits, far more than the 8-bit activations of quantised weights leave of
-    /// them.
+    /// **Without it**, F16 and BF16 are rounded to integers of 14 bits with one scale per 32 elements, if
+    /// there are enough columns to pay for the conversion and enough elements for errors to cancel.
+    /// The error of an operand is at most 2^-14 of the largest of its group. For values of similar
+    /// magnitude this is less than the 2^-12 by which ggml rounds the activations of F16 weights. In a
+    /// group with one value a thousand times as large as the others, the others keep 4 bits, more than
+    /// in the 8-bit activations of quantised weights.
     pub fn rounded(weight: Type, k: usize, columns: usize) -> Option<MatmulKernel> {
         MatmulKernel::rounded_at(weight, k, columns, Level::best())
     }

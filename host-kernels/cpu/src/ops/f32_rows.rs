@@ -310,7 +310,7 @@ struct Sum<const N: usize, M> {
     n: usize,
 }
 
-/// Sums kept side by side: an addition takes a few cycles before its result can be added to.
+/// Independent partial sums, which hide the latency of an addition.
 const SUMS: usize = 4;
 
 impl<const N: usize, M: Map<N>> PtrTask for Sum<N, M> {

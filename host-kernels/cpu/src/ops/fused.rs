@@ -28,8 +28,7 @@ maps! {
     ScaleBy { scale } |x, weight| Scale { scale, bias: 0.0 }.map([x]) * weight;
 }
 
-/// ADD, RMS_NORM and MUL, of which the first and the last can be absent. What the norm by itself
-/// would give nobody wants.
+/// ADD, RMS_NORM and MUL; ADD and MUL are optional. The result of the norm itself is not stored.
 fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let (first, last) = (nodes.first()?, nodes.last()?);
     let eps = nodes.iter().find_map(|node| match node.op() {

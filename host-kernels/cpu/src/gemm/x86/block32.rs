@@ -557,7 +557,7 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
                 let words = 8 / parts;
                 let depth = const { depth::<S>(B::MAX_QUANT, if B::HALF_SCALES { 4 } else { 8 }) };
                 for first in (0..words).step_by(depth) {
-                    let mut shorts = [[S::zero_int(); C]; P];
+                    let mut sums_i16 = [[S::zero_int(); C]; P];
                     for i in first..first + depth {
                         let mut w = [S::zero_int(); P];
                         for p in 0..P {
@@ -572,7 +572,7 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
                                     dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);
                                 } else {
                                     let products = S::multiply_pairs(w[p], x);
-                                    shorts[p][c] = S::add_i16(shorts[p][c], products);
+                                    sums_i16[p][c] = S::add_i16(sums_i16[p][c], products);
                                 }
                             }
                         }
@@ -580,7 +580,7 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
                     if depth > 1 {
                         for p in 0..P {
                             for c in 0..C {
-                                dots[p][c] = S::add_i16_pairs(dots[p][c], shorts[p][c]);
+                                dots[p][c] = S::add_i16_pairs(dots[p][c], sums_i16[p][c]);
                             }
                         }
                     }

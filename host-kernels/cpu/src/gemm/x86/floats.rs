@@ -268,7 +268,7 @@ impl Tiles<'_> {
     /// from row to row: evenly, since it keeps track of few that are on their way; one row after
     /// the other, which is the order in which it fetches more by itself; into the second-level
     /// cache, since there are more than the first one has room for; and no further ahead, since
-    /// nobody has asked for the first ones of a call.
+    /// the first ones of a call have not been prefetched.
     #[inline(always)]
     fn ask(&mut self, rows: usize) {
         if self.ahead.is_null() {

@@ -120,8 +120,8 @@ unsafe fn round_group<S: BlockSimd, T: Float>(from: *const u8, to: *mut u8) -> f
         let is_usual = largest > MIN_VALUE && largest.is_finite();
         let factor = S::v_splat(if is_usual { MAX_VALUE / largest } else { 0.0 });
         for i in 0..vectors / 2 {
-            let shorts = S::to_i16(S::v_mul(x[2 * i], factor), S::v_mul(x[2 * i + 1], factor));
-            S::store_int(to.add(4 * S::LANES * i), shorts);
+            let words = S::to_i16(S::v_mul(x[2 * i], factor), S::v_mul(x[2 * i + 1], factor));
+            S::store_int(to.add(4 * S::LANES * i), words);
         }
         largest * (1.0 / MAX_VALUE)
     }

@@ -74,7 +74,7 @@ pub(super) trait IntSimd: Simd {
     /// The sums of 16-bit lanes.
     unsafe fn add_i16(a: Self::I, b: Self::I) -> Self::I;
     /// Each lane of `acc` plus two 16-bit lanes.
-    unsafe fn add_i16_pairs(acc: Self::I, shorts: Self::I) -> Self::I;
+    unsafe fn add_i16_pairs(acc: Self::I, pairs: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of two signed 16-bit pairs.
     unsafe fn dot_pairs(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes, the
@@ -162,7 +162,7 @@ impl IntSimd for Avx512 {
         fn magnitudes(x: __m512i) -> __m512i = _mm512_abs_epi8(x);
         fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i = _mm512_maddubs_epi16(quants, x);
         fn add_i16(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi16(a, b);
-        fn add_i16_pairs(acc: __m512i, shorts: __m512i) -> __m512i = _mm512_add_epi32(acc, _mm512_madd_epi16(shorts, _mm512_set1_epi16(1)));
+        fn add_i16_pairs(acc: __m512i, pairs: __m512i) -> __m512i = _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
         fn low_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(v, _mm512_set1_epi8(15));
         fn high_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
         fn flip(v: __m512i) -> __m512i = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
@@ -331,7 +331,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         fn magnitudes(x: __m256i) -> __m256i = _mm256_abs_epi8(x);
         fn multiply_pairs(quants: __m256i, x: __m256i) -> __m256i = _mm256_maddubs_epi16(quants, x);
         fn add_i16(a: __m256i, b: __m256i) -> __m256i = _mm256_add_epi16(a, b);
-        fn add_i16_pairs(acc: __m256i, shorts: __m256i) -> __m256i = Self::dot_pairs(acc, shorts, _mm256_set1_epi16(1));
+        fn add_i16_pairs(acc: __m256i, pairs: __m256i) -> __m256i = Self::dot_pairs(acc, pairs, _mm256_set1_epi16(1));
         fn low_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(v, _mm256_set1_epi8(15));
         fn high_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
         fn flip(v: __m256i) -> __m256i = _mm256_xor_si256(v, _mm256_set1_epi8(-128));

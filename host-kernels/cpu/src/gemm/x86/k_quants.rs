@@ -344,7 +344,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                 let mut dots = [[S::zero_int(); C]; P];
                 let depth = const { depth::<S>(B::MAX_QUANT, B::SUB / 4) };
                 for first in (0..B::SUB / 4).step_by(depth) {
-                    let mut shorts = [[S::zero_int(); C]; P];
+                    let mut sums_i16 = [[S::zero_int(); C]; P];
                     for i in first..first + depth {
                         let mut w = [S::zero_int(); P];
                         for p in 0..P {
@@ -357,7 +357,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                             for p in 0..P {
                                 if depth > 1 {
                                     let products = S::multiply_pairs(w[p], x);
-                                    shorts[p][c] = S::add_i16(shorts[p][c], products);
+                                    sums_i16[p][c] = S::add_i16(sums_i16[p][c], products);
                                 } else if B::WIDE {
                                     dots[p][c] = S::dot_wide(dots[p][c], w[p], x);
                                 } else {
@@ -369,7 +369,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                     if depth > 1 {
                         for p in 0..P {
                             for c in 0..C {
-                                dots[p][c] = S::add_i16_pairs(dots[p][c], shorts[p][c]);
+                                dots[p][c] = S::add_i16_pairs(dots[p][c], sums_i16[p][c]);
                             }
                         }
                     }

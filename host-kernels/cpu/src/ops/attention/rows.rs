@@ -65,7 +65,7 @@ impl Rows {
                             let row = x.row_ptr([first + i, i2, i3]);
                             reader.read(row, 0, x.ne[0], to);
                         } else {
-                            // What nobody sees may hold anything, and 0 times NaN is NaN.
+                            // Masked rows may hold NaN, and 0 times NaN is NaN.
                             to.write_bytes(0, x.ne[0]);
                         }
                     }

@@ -16,7 +16,7 @@ pub(super) struct Activations {
     pub(super) source: View,
     reader: RowReader,
     pub(super) kernel: MatmulKernel,
-    /// Whether the columns are used as they are in the source, not converted in kept memory.
+    /// Whether the columns are used as they are in the source, not converted.
     in_place: bool,
     /// Whether a node before has converted them.
     done: bool,
@@ -90,7 +90,7 @@ impl Activations {
             let n = PIECE.min(k - start);
             let row = self.source.row_ptr(self.source.row_index(column));
             let to = column * self.column_bytes + self.kernel.activation.column_bytes(start);
-            // SAFETY: the row and its elements lie in the source; the place in kept memory is this
+            // SAFETY: the row and its elements lie in the source; the place in the activation memory is this
             // piece's alone, inside what `new` asked for; blocks and chunks divide `PIECE`, and
             // blocks, by the IR's rules, `k`.
             unsafe {

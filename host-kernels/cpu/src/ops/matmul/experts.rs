@@ -120,7 +120,7 @@ impl Grouping {
     /// # Safety
     /// [`Grouping::group`] has finished, a barrier ago.
     unsafe fn get<'w>(&self, w: &'w Worker<'_>) -> (&'w [ExpertTile], &'w [usize]) {
-        // SAFETY: the parts of scratch that `group` has filled; nobody writes to them any more.
+        // SAFETY: the parts of scratch that `group` has filled; no later write touches them.
         unsafe {
             let count = w.scratch().add(self.count).cast::<usize>().read();
             let tiles = w.scratch().add(self.tiles).cast::<ExpertTile>();
