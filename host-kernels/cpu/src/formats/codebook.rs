@@ -1,13 +1,14 @@
-//! Quantisers of the formats whose quants come from codebooks: IQ1, IQ2 and IQ3.
+//! Quantisers of the formats with codebooks: IQ1, IQ2 and IQ3.
 //!
-//! ggml's CPU backend does not write them, and its quantising tool writes other bytes for every
-//! importance matrix: there are no bytes to repeat. These look for the least sum of squared errors:
+//! ggml's CPU backend does not write these formats, and the output of its quantisation tool depends on
+//! an importance matrix, so there are no reference bytes. These quantisers minimise the sum of squared
+//! errors:
 //!
-//! 1. For each sub-block a range of scales is tried; at each, every eight values take the
-//! codebook's nearest entry, and the scale is then the best one for these quants (least squares).
-//! 2. The largest of the scales gives the block's. Each sub-block takes the step of it, and the
-//! entries at that step, that leave the least error; the block's scale becomes the best one for all
-//! quants.
+//! 1. For each sub-block, try a range of scales. For each scale, every eight values take the nearest
+//!    entry of the codebook, and the scale becomes the best one for these quants (least squares).
+//! 2. The largest scale determines that of the block. Each sub-block takes the multiple of it, and the
+//!    entries for that, with the smallest error. The scale of the block becomes the best one for all
+//!    quants.
 
 use std::sync::LazyLock;
 

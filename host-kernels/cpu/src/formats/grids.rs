@@ -1,15 +1,15 @@
 //! The codebooks of the IQ formats: which combinations of magnitudes an index stands for, as ggml
 //! publishes them. Kept as small level numbers, spelled out at compile time.
 
-/// Magnitudes of IQ2_XXS by index, plus [`SIGN_OFFSET`].
+/// Magnitudes of IQ2_XXS by index, plus `SIGN_OFFSET`.
 pub static IQ2_XXS: [u64; 256] = expand(&IQ2_XXS_CODES, 2, &IQ2_LEVELS);
-/// Magnitudes of IQ2_XS by index, plus [`SIGN_OFFSET`].
+/// Magnitudes of IQ2_XS by index, plus `SIGN_OFFSET`.
 pub static IQ2_XS: [u64; 512] = expand(&IQ2_XS_CODES, 2, &IQ2_LEVELS);
-/// Magnitudes of IQ2_S by index, plus [`SIGN_OFFSET`].
+/// Magnitudes of IQ2_S by index, plus `SIGN_OFFSET`.
 pub static IQ2_S: [u64; 1024] = expand(&IQ2_S_CODES, 2, &IQ2_LEVELS);
-/// Magnitudes of IQ3_XXS by index, plus [`SIGN_OFFSET`], in the low four bytes.
+/// Magnitudes of IQ3_XXS by index, plus `SIGN_OFFSET`, in the low four bytes.
 pub static IQ3_XXS: [u64; 256] = expand(&IQ3_XXS_CODES, 3, &IQ3_XXS_LEVELS);
-/// Magnitudes of IQ3_S by index, plus [`SIGN_OFFSET`], in the low four bytes.
+/// Magnitudes of IQ3_S by index, plus `SIGN_OFFSET`, in the low four bytes.
 pub static IQ3_S: [u64; 512] = expand(&IQ3_S_CODES, 3, &IQ3_S_LEVELS);
 /// Values of IQ1_S and IQ1_M by index, eight times and plus 15: shifted down by an eighth.
 pub static IQ1: [u64; 2048] = expand(&IQ1_CODES, 2, &[15 - 8, 15, 15 + 8]);
@@ -29,7 +29,7 @@ pub(crate) const IQ4_VALUES: [i8; 16] = [
 /// Twice the values of the 4-bit float E2M1: MXFP4 and NVFP4. The upper half is negative.
 pub(crate) const FP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// Eight magnitudes, given plus [`SIGN_OFFSET`], with signs, plus the same.
+/// Eight magnitudes, given plus `SIGN_OFFSET`, with signs, plus the same.
 #[inline(always)]
 pub(super) fn signed(magnitudes: u64, signs: u8) -> [u8; 8] {
     // 64 - m is 128 - (64 + m): complemented within seven bits, plus one; no byte overflows.

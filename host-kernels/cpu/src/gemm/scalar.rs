@@ -19,9 +19,9 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
         Type::F16 => (Type::F16, floats::<F16>),
         Type::Bf16 => (Type::Bf16, floats::<Bf16>),
         Type::Q4_0 => (Type::Q8_0, block32::<BlockQ4_0>),
-        Type::Q4_1 => (Type::Q8_1, groups_with_min::<BlockQ4_1>),
+        Type::Q4_1 => (Type::Q8_1, block32_with_min::<BlockQ4_1>),
         Type::Q5_0 => (Type::Q8_0, block32::<BlockQ5_0>),
-        Type::Q5_1 => (Type::Q8_1, groups_with_min::<BlockQ5_1>),
+        Type::Q5_1 => (Type::Q8_1, block32_with_min::<BlockQ5_1>),
         Type::Q8_0 => (Type::Q8_0, block32::<BlockQ8_0>),
         Type::Q1_0 => (Type::Q8_0, block32::<BlockQ1_0>),
         Type::Q2_0 => (Type::Q8_0, block32::<BlockQ2_0>),
@@ -126,7 +126,7 @@ unsafe fn floats<T: Float>(args: &GemmArgs) {
     }
 }
 
-/// A group format times Q8_0: `sum of (d_w * d_x) * integer dot`.
+/// A format with scales per 32 elements times Q8_0: `sum of (d_w * d_x) * integer dot`.
 ///
 /// # Safety
 /// As [`super::kernel::Gemm`].
@@ -137,11 +137,11 @@ unsafe fn block32<B: Block32Format>(args: &GemmArgs) {
     }
 }
 
-/// A group format with a minimum times Q8_1: as [`groups`], plus `m_w * s_x`.
+/// A format with scales per 32 elements with a minimum times Q8_1: as [`block32`], plus `m_w * s_x`.
 ///
 /// # Safety
 /// As [`super::kernel::Gemm`].
-unsafe fn groups_with_min<B: Block32Format>(args: &GemmArgs) {
+unsafe fn block32_with_min<B: Block32Format>(args: &GemmArgs) {
     // SAFETY: by the caller's contract, passed on; Q8_1 has a scale, a sum and quants.
     unsafe {
         block32_with::<B, BlockQ8_1>(|x| (f16_to_f32(x.d), f16_to_f32(x.s), &x.qs), args);

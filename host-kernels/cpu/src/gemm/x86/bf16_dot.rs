@@ -25,7 +25,7 @@ const UNROLL: usize = 4;
 /// Weights that are loaded as bfloat16, two bytes each.
 ///
 /// # Safety
-/// As in [`IntSimd`](super::int_simd::IntSimd), with AVX-512 BF16.
+/// As in [`IntSimd`], with AVX-512 BF16.
 pub(in crate::gemm) trait Bf16Weights: Copy + 'static {
     /// 32 weights whose bits are `halves`.
     unsafe fn round(halves: __m512i) -> __m512i;

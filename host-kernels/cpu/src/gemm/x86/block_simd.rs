@@ -13,7 +13,7 @@ use crate::simd::{Avx512, Ymm};
 /// to whole blocks of the format.
 #[allow(clippy::missing_safety_doc)] // see above
 pub(super) trait BlockSimd: IntSimd {
-    /// [`IntSimd::scales`] in the order of [`IntSimd::QUADS`].
+    /// [`BlockSimd::scales`] in the order of [`IntSimd::QUADS`].
     unsafe fn scales_for_quads<B: Block32Kernel>(
         row: *const u8,
         g: usize,
@@ -27,10 +27,10 @@ pub(super) trait BlockSimd: IntSimd {
     /// [`Block32Kernel::scales`], by the instructions of the level.
     unsafe fn scales<B: Block32Kernel>(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
 
-    /// Vector `v` of a super-block's quants, in the order of [`IntSimd::order`].
+    /// Vector `v` of a super-block's quants, in the order of [`BlockSimd::order`].
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [Self::I; 8];
 
-    /// Which piece of 32 elements lies in half `i` of the vectors of [`IntSimd::quants`].
+    /// Which piece of 32 elements lies in half `i` of the vectors of [`BlockSimd::quants`].
     fn order<B: SuperBlockKernel>(i: usize) -> usize;
 
     /// Of a super-block's 16-bit scales, those of vector `v`, over their 16-bit lanes.

@@ -18,7 +18,7 @@ pub(super) const PANEL_COLS: usize = 32;
 /// A float format as vectors of `f32`.
 ///
 /// # Safety
-/// As in [`IntSimd`](super::int_simd::IntSimd).
+/// As in [`IntSimd`].
 pub(super) trait Float: Copy + 'static {
     /// Bytes of an element.
     const BYTES: usize;

@@ -25,7 +25,7 @@ const FEW_COLUMNS: usize = 32;
 /// How one family of formats fills and uses a panel.
 ///
 /// # Safety
-/// As in [`IntSimd`](super::int_simd::IntSimd); `start` is a multiple of `CHUNK`, `start + len <= k` and `len <= CHUNK`.
+/// As in [`IntSimd`]; `start` is a multiple of `CHUNK`, `start + len <= k` and `len <= CHUNK`.
 pub(super) trait Panel<S: IntSimd>: Sized {
     /// Elements of `k` unpacked at once.
     const CHUNK: usize;
@@ -349,7 +349,7 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
 /// + r) * 4`. `words` is rounded up to whole vectors.
 ///
 /// # Safety
-/// As in [`IntSimd`](super::int_simd::IntSimd); `src` has the rows `src_stride` bytes apart, and `dst` room for the words.
+/// As in [`IntSimd`]; `src` has the rows `src_stride` bytes apart, and `dst` room for the words.
 #[inline(always)]
 pub(super) unsafe fn interleave<S: IntSimd>(
     src: *const u8,
