@@ -77,9 +77,14 @@ pub(crate) enum InprocError {
         /// Why it is not an engine.
         reason: String,
     },
-    /// The engine cannot start.
+    /// The CPU engine cannot start.
+    #[cfg(not(feature = "inproc-cuda"))]
     #[error("the engine cannot start: {0}")]
-    Engine(String),
+    Engine(#[from] vgpu_engine::EngineError),
+    /// The engine cannot start.
+    #[cfg(feature = "inproc-cuda")]
+    #[error("the engine cannot start: {0}")]
+    Engine(#[from] vgpu_executor::engine::StartError),
     /// The executor cannot start.
     #[error("the executor cannot start: {0}")]
     Executor(#[from] std::io::Error),
@@ -119,9 +124,7 @@ fn threads() -> usize {
 /// Starts the CPU engine.
 #[cfg(all(feature = "inproc", not(feature = "inproc-cuda")))]
 fn start_engine() -> Result<Arc<dyn vgpu_engine::Engine>, InprocError> {
-    let engine = vgpu_cpu::CpuEngine::new(threads(), None)
-        .map_err(|error| InprocError::Engine(error.to_string()))?;
-    Ok(Arc::new(engine))
+    Ok(Arc::new(vgpu_cpu::CpuEngine::new(threads(), None)?))
 }
 
 /// Starts the engine that `VGPU_ENGINE` asks for, in the syntax of `vgpu serve --engine`; by
@@ -129,12 +132,9 @@ fn start_engine() -> Result<Arc<dyn vgpu_engine::Engine>, InprocError> {
 #[cfg(feature = "inproc-cuda")]
 fn start_engine() -> Result<Arc<dyn vgpu_engine::Engine>, InprocError> {
     let value = std::env::var("VGPU_ENGINE").unwrap_or_else(|_| "cpu".to_owned());
-    let kind = value.parse().map_err(|error| InprocError::UnknownEngine {
-        reason: format!("{error}"),
-        value: value.clone(),
-    })?;
-    vgpu_executor::engine::start(kind, threads().into(), None)
-        .map_err(|error| InprocError::Engine(format!("{error:#}")))
+    let kind = value.parse();
+    let kind = kind.map_err(|reason| InprocError::UnknownEngine { value, reason })?;
+    Ok(vgpu_executor::engine::start(kind, threads().into(), None)?)
 }
 
 /// Who the guest is, for the executor's log: program, process id, versions.

@@ -534,7 +534,9 @@ mod tests {
             let (engine, store) = (Arc::clone(&self.engine), self.store.clone());
             std::thread::spawn(move || {
                 let session = vgpu_executor::Session::new(1, engine, Limits::default());
-                session.sharing(&store, user).run(&mut host, &StopFlag::new())
+                session
+                    .sharing(&store, user)
+                    .run(&mut host, &StopFlag::new())
             });
             Session::open(Box::new(guest), "test".into(), true).unwrap()
         }

@@ -68,12 +68,12 @@ pub(super) fn write(
     })
 }
 
-/// As [`write`], but the data must not change before the next synchronisation. Data in a host
+/// As [`write()`], but the data must not change before the next synchronisation. Data in a host
 /// buffer that is part of the link's memory is not copied.
 ///
 /// # Errors
 ///
-/// As for [`write`].
+/// As for [`write()`].
 pub(super) fn write_async(
     connection: &SharedConnection,
     to: &Allocation,

@@ -6,7 +6,7 @@
 //! - [`mapped_file`]: which part of which file a pointer of the program shows.
 //! - [`hash_cache`]: the hashes of the parts of a file, kept on disk.
 //! - [`background_hash`]: hashes parts of files that the cache lacks, after the model is loaded.
-//! - [`content_hash`]: the hash of bytes in memory.
+//! - [`content_hash()`]: the hash of bytes in memory.
 //!
 //! What is sent to the executor, and when, is decided in `session::upload`.
 
