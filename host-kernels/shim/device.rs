@@ -254,7 +254,8 @@ impl Device for Shim {
 
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
         let read_and_write = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: pages of a mapping of `reserve`, by the caller's promise; what nobody wrote must not look like zeros.
+        // SAFETY: pages of a mapping of `reserve`, by the caller's promise; what nobody wrote must
+        // not look like zeros.
         unsafe {
             let at = address as *mut u8;
             assert_eq!(libc::mprotect(at.cast(), size as usize, read_and_write), 0);

@@ -45,7 +45,7 @@ struct Entry {
     source: Range<Address>,
     /// The range in the cache's scratch memory.
     place: Range<u64>,
-    rounded: Q8Activations,
+    q8: Q8Activations,
     /// The index of the launch that writes the entry.
     made: usize,
     /// Whether that launch also computes the activations, rather than only reads them.
@@ -85,14 +85,14 @@ impl ActivationCache {
 
     /// Bytes at the start of the nodes' scratch memory that hold F16 activations.
     pub(crate) fn reserved(&self) -> u64 {
-        self.f16.as_ref().map_or(0, |halves| halves.place.end)
+        self.f16.as_ref().map_or(0, |entry| entry.place.end)
     }
 
     /// The F16 activations with this key, for launch `user`.
     pub(crate) fn f16(&mut self, key: &[u8], user: usize) -> Option<VgConvertF16Sm90Params> {
-        let halves = self.f16.as_ref().filter(|halves| halves.key == key)?;
-        self.spans.push((halves.made, user));
-        Some(halves.params)
+        let entry = self.f16.as_ref().filter(|entry| entry.key == key)?;
+        self.spans.push((entry.made, user));
+        Some(entry.params)
     }
 
     /// Caches the F16 activations that launch `made`, and those after it, write to `place` of the
@@ -130,7 +130,7 @@ impl ActivationCache {
         let key = Key::of(x)?;
         let entry = self.entries.iter().find(|entry| entry.key == key)?;
         self.spans.push((entry.made, user));
-        Some(entry.rounded)
+        Some(entry.q8)
     }
 
     /// Allocates room for the q8 activations of `x`, which launch `made` writes. `is_result`: that
@@ -157,7 +157,7 @@ impl ActivationCache {
             entry.key != key && (entry.place.end <= place.start || place.end <= entry.place.start)
         });
         let at = self.base + place.start;
-        let rounded = Q8Activations {
+        let q8 = Q8Activations {
             quants: at,
             scales: at + quants,
         };
@@ -165,11 +165,11 @@ impl ActivationCache {
             key,
             source: x.extent(),
             place,
-            rounded,
+            q8,
             made,
             is_result,
         });
-        Some(rounded)
+        Some(q8)
     }
 
     /// Drops the entry of `x`.
@@ -188,7 +188,7 @@ impl ActivationCache {
         let is_apart =
             |source: &Range<Address>| source.end <= written.start || written.end <= source.start;
         self.f16
-            .take_if(|halves| !halves.sources.iter().all(is_apart));
+            .take_if(|entry| !entry.sources.iter().all(is_apart));
     }
 }
 
@@ -202,20 +202,20 @@ mod tests {
     }
 
     #[test]
-    fn activations_are_kept_until_they_are_written() {
+    fn q8_activations_are_valid_until_their_source_is_written() {
         let mut cache = ActivationCache::new(1 << 30);
         let x = view(4096, [64, 2, 1, 1]);
         assert_eq!(cache.get(&x, 0), None);
-        let rounded = cache.put(&x, 0, true).unwrap();
-        assert_eq!(cache.get(&x, 3), Some(rounded));
+        let q8 = cache.put(&x, 0, true).unwrap();
+        assert_eq!(cache.get(&x, 3), Some(q8));
         // Other extents, the same rows.
-        assert_eq!(cache.get(&view(4096, [64, 1, 2, 1]), 4), Some(rounded));
+        assert_eq!(cache.get(&view(4096, [64, 1, 2, 1]), 4), Some(q8));
         assert_eq!(cache.get(&view(4096, [128, 1, 1, 1]), 4), None);
         assert_eq!(cache.spans(), [(0, 3), (0, 4)]);
         // Writes beside the source, by the launch that made the entry, and into the source.
         cache.wrote(&(4096 + 512..8192), 5);
         cache.wrote(&(4096..8192), 0);
-        assert_eq!(cache.get(&x, 5), Some(rounded));
+        assert_eq!(cache.get(&x, 5), Some(q8));
         cache.wrote(&(4096 + 508..8192), 5);
         assert_eq!(cache.get(&x, 6), None);
         // A launch that only reads its source did not make the entry of what it writes later.
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_are_kept_until_what_they_were_made_of_is_written() {
+    fn f16_activations_are_valid_until_their_source_is_written() {
         let mut cache = ActivationCache::new(0);
         assert_eq!(cache.reserved(), 0);
         let made = VgConvertF16Sm90Params {
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn places_are_used_again_and_forgotten_then() {
+    fn the_ring_drops_the_oldest_entries() {
         let mut cache = ActivationCache::new(0);
         let x = |i: u64| view(i << 30, [32 * 1024, 1, 1, 1]);
         let first = cache.put(&x(1), 0, false).unwrap();

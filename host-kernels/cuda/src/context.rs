@@ -151,7 +151,7 @@ impl ExecutionContext {
     }
 
     /// The counters of a megakernel ([`COUNTER_BYTES`] bytes), all 0 before and after every launch.
-    pub(crate) fn step_counters(&self) -> Address {
+    pub(crate) fn megakernel_counters(&self) -> Address {
         self.counters.address() + COUNTERS as u64 * 4
     }
 

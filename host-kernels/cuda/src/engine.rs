@@ -210,9 +210,7 @@ impl Engine for CudaEngine {
                 window: Arc::clone(window),
             })),
             Err(error) => {
-                info!(
-                    "copies of this guest use the driver's staging buffer, shared memory is not page-locked: {error}"
-                );
+                info!("shared memory is not page-locked, copies are slower: {error}");
                 None
             }
         }

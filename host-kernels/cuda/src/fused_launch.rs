@@ -27,15 +27,15 @@ impl GroupNode {
 }
 
 /// Adds the launch of a group. `None` if there is no kernel for the group; then nothing was added.
-/// `is_rounded`: whether the next products quantise a result.
+/// `needs_q8`: whether the next products quantise a result.
 pub(crate) fn emit(
     kind: Kind,
     nodes: &[GroupNode],
-    is_rounded: impl Fn(&VgView) -> bool,
+    needs_q8: impl Fn(&VgView) -> bool,
     b: &mut Builder<'_>,
 ) -> Added {
     match kind {
-        Kind::Norm => norm(nodes, is_rounded, b),
+        Kind::Norm => norm(nodes, needs_q8, b),
         Kind::Products => products(nodes, b),
         Kind::Gated => gated(nodes, b),
         Kind::RopeRows => rope_rows(nodes, b),
@@ -44,7 +44,7 @@ pub(crate) fn emit(
     }
 }
 
-fn norm(nodes: &[GroupNode], is_rounded: impl Fn(&VgView) -> bool, b: &mut Builder<'_>) -> Added {
+fn norm(nodes: &[GroupNode], needs_q8: impl Fn(&VgView) -> bool, b: &mut Builder<'_>) -> Added {
     let (first, last) = (nodes.first()?, nodes.last()?);
     let (add, sum) = match first.op {
         Op::Add {} => (first.src(1), first.dst),
@@ -65,10 +65,10 @@ fn norm(nodes: &[GroupNode], is_rounded: impl Fn(&VgView) -> bool, b: &mut Build
             _ => VgView::default(),
         },
         eps,
-        rounded: None,
+        q8: None,
     };
-    if is_rounded(&dst) && dst.ne[0] % 32 == 0 {
-        work.rounded = b.reserve_q8(&dst, true);
+    if needs_q8(&dst) && dst.ne[0] % 32 == 0 {
+        work.q8 = b.reserve_q8(&dst, true);
     }
     let added = fused::norm(b, &work);
     if added.is_none() {
@@ -82,7 +82,7 @@ fn products(nodes: &[GroupNode], b: &mut Builder<'_>) -> Added {
     let first = nodes.first()?;
     let work = Products {
         x: first.src(1),
-        rounded: None,
+        q8: None,
         ids: first.src(2),
         products: &all,
         unit: None,
@@ -133,7 +133,7 @@ fn gated(nodes: &[GroupNode], b: &mut Builder<'_>) -> Added {
     let first = nodes.first()?;
     let work = Products {
         x: first.src(1),
-        rounded: None,
+        q8: None,
         ids: first.src(2),
         products: &[gate, up],
         unit: Some((map, [alpha, limit])),

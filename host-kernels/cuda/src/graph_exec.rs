@@ -196,7 +196,8 @@ impl LaunchSequence {
             match graph {
                 Some(graph) if graph.count == end - self.done => {
                     let node = self.nodes[self.done] as usize;
-                    // SAFETY: the caller's promise; the graph params_of the launches of this sequence.
+                    // SAFETY: the caller's promise; the instance has the parameters of this
+                    // sequence.
                     unsafe { device.launch_graph(graph.id) }
                         .map_err(|error| failed(node, error))?;
                 }

@@ -39,10 +39,10 @@ pub(crate) struct RepackBuffer {
 impl RepackBuffer {
     /// The bytes that repacking a tensor needs: one piece, and the scales of a matrix that is
     /// larger than a piece.
-    pub(crate) fn bytes_for(planes: &RepackFormat) -> u64 {
-        match planes.of_matrix() {
+    pub(crate) fn bytes_for(format: &RepackFormat) -> u64 {
+        match format.of_matrix() {
             bytes if bytes <= PIECE => bytes,
-            _ => PIECE + planes.scales(),
+            _ => PIECE + format.scales(),
         }
     }
 
@@ -110,12 +110,12 @@ impl CudaMemory {
     pub(crate) fn repack(
         &self,
         start: u64,
-        planes: RepackFormat,
+        format: RepackFormat,
         buffer: &RepackBuffer,
     ) -> Result<(), EngineError> {
         let device = self.allocator.device();
         let (at, from) = (self.address + start, buffer.memory.address);
-        for parts in planes.parts(PIECE) {
+        for parts in format.parts(PIECE) {
             let begin = parts[0].scales.start;
             let end = parts[parts.len() - 1].scales.end;
             // The final place of a matrix's scales still holds its last plain blocks, so the scales
@@ -128,7 +128,7 @@ impl CudaMemory {
                     quants: at + part.quants.start,
                     scales: aside.unwrap_or(at + begin) + (part.scales.start - begin),
                     blocks: part.blocks,
-                    type_: u32::from(planes.ty as u8),
+                    type_: u32::from(format.ty as u8),
                     reserved: 0,
                 };
                 let blocks = part.quants_of_16().div_ceil(THREADS).min(MAX_BLOCKS);
@@ -141,8 +141,8 @@ impl CudaMemory {
                     cooperative: false,
                 };
                 // SAFETY: the part lies inside this memory. The buffer is another allocation with
-                // buffer for a piece. The kernel writes quants only where this and earlier parts lay,
-                // which were copied to the buffer, and scales to the end of the buffer or of a
+                // room for a piece. The kernel writes quants only where this and earlier parts
+                // lay, which were copied to the buffer, and scales to the end of the buffer or of a
                 // matrix of one part.
                 unsafe {
                     device.copy(from, at + part.whole.start, bytes)?;
@@ -150,12 +150,12 @@ impl CudaMemory {
                 }
             }
             if let Some(aside) = aside {
-                // SAFETY: the scales lie behind the quants, inside this memory; the buffer has buffer
-                // for a piece and the scales of a matrix.
+                // SAFETY: the scales lie behind the quants, inside this memory; the buffer has
+                // room for a piece and the scales of a matrix.
                 unsafe { device.copy(at + begin, aside, end - begin)? };
             }
         }
-        self.repack_state.state().insert(start, planes);
+        self.repack_state.state().insert(start, format);
         self.repack_state.has_changed();
         Ok(())
     }
@@ -187,8 +187,8 @@ impl CudaMemory {
             return Ok(());
         }
         let mut state = self.repack_state.state();
-        for (start, planes) in state.meeting(range) {
-            if is_forgotten(&(start..start + planes.bytes())) {
+        for (start, format) in state.meeting(range) {
+            if is_forgotten(&(start..start + format.bytes())) {
                 state.forget(start);
             } else {
                 let put = |at, bytes: &[u8]| {
@@ -199,7 +199,7 @@ impl CudaMemory {
                             .upload(self.address + start + at, bytes.into())
                     }
                 };
-                planes.restore(|bytes| self.fetch(start, bytes), put)?;
+                format.restore(|bytes| self.fetch(start, bytes), put)?;
                 state.restore(start);
             }
             self.repack_state.has_changed();
@@ -268,8 +268,8 @@ impl Memory for CudaMemory {
         let state = self.repack_state.state();
         let (mut at, end) = (offset, offset + len);
         let mut rest = out;
-        for (start, planes) in state.meeting(&(offset..end)) {
-            let wanted = start.max(at)..(start + planes.bytes()).min(end);
+        for (start, format) in state.meeting(&(offset..end)) {
+            let wanted = start.max(at)..(start + format.bytes()).min(end);
             let (before, from_here) = rest.split_at((wanted.start - at) as usize);
             self.download(at, before)?;
             let (here, behind) = from_here.split_at((wanted.end - wanted.start) as usize);
@@ -283,7 +283,7 @@ impl Memory for CudaMemory {
                 here = Some(left);
                 Ok(())
             };
-            planes.read(
+            format.read(
                 wanted.start - start..wanted.end - start,
                 |bytes| self.fetch(start, bytes),
                 give,

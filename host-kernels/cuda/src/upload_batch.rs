@@ -248,8 +248,8 @@ impl Device for UploadBatcher {
             state.next = 0;
         }
         let at = place(&state);
-        // SAFETY: `at + len` is at most BUFFER_BYTES, and the device reads only bytes before `next`. The
-        // lock of the state makes this thread the only writer.
+        // SAFETY: `at + len` is at most BUFFER_BYTES, and the device reads only bytes before
+        // `next`. The lock of the state makes this thread the only writer.
         from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.buffer.host.add(at), len) });
         state.uploads.push(VgUpload {
             to,

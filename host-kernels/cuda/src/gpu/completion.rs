@@ -1,9 +1,9 @@
 //! Waiting for the GPU by polling host memory.
 //!
 //! Behind the work to wait for, the GPU writes a number to a word of host memory
-//! (`cuStreamWriteValue32`). The host polls the word for about as long as a decode step lasts, which
-//! is a fraction of the time of a driver call, and then sleeps in the driver. After an error the GPU
-//! does not reach the write, and the driver call reports the error.
+//! (`cuStreamWriteValue32`). The host polls the word for about as long as a decode step lasts,
+//! which is a fraction of the time of a driver call, and then sleeps in the driver. After an error
+//! the GPU does not reach the write, and the driver call reports the error.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -1,9 +1,9 @@
 //! The CUDA context of a GPU.
 //!
-//! Every GPU has a context of its own, not the process's primary context, so that the context can be
-//! destroyed after a sticky error without harm to other users of the GPU in this process. A context
-//! is current per thread (CUDA programming guide, "Driver API", "Context"), so every method that
-//! calls the driver begins with [`Context::enter`].
+//! Every GPU has a context of its own, not the process's primary context, so that the context can
+//! be destroyed after a sticky error without harm to other users of the GPU in this process. A
+//! context is current per thread (CUDA programming guide, "Driver API", "Context"), so every method
+//! that calls the driver begins with [`Context::enter`].
 
 use std::ffi::c_uint;
 use std::ptr;

@@ -85,9 +85,9 @@ impl Launcher {
         if launch.cooperative {
             // Every kernel has one parameter, a structure. The driver knows its size.
             let mut params: [*mut c_void; 1] = [launch.params.as_ptr().cast_mut().cast()];
-            // SAFETY: `function` is of the context that is entered; `params` points to one structure
-            // of the size that the kernel takes, which the driver copies before it returns. The
-            // caller vouches for the addresses in it.
+            // SAFETY: `function` is of the context that is entered; `params` points to one
+            // structure of the size that the kernel takes, which the driver copies before it
+            // returns. The caller vouches for the addresses in it.
             let code = unsafe {
                 sys::cuLaunchCooperativeKernel(
                     function,

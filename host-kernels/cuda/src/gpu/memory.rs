@@ -12,8 +12,8 @@ use super::host_memory::HostMemory;
 use super::stream::Stream;
 use crate::device::{Address, MappedHostMemory};
 
-/// Bytes of page-locked memory that small uploads pass through, so that the caller need not wait for
-/// the copy.
+/// Bytes of page-locked memory that small uploads pass through, so that the caller need not wait
+/// for the copy.
 const STAGING_BYTES: usize = 4 << 20;
 
 /// Uploads of at most this many bytes pass through the staging buffer.
@@ -224,8 +224,8 @@ impl DeviceMemory {
         let context = self.stream.context();
         let _entered = context.enter()?;
         let len = to.len();
-        // SAFETY: `to` outlives the copy, since this call synchronises before it returns; the caller
-        // vouches for `from`.
+        // SAFETY: `to` outlives the copy, since this call synchronises before it returns; the
+        // caller vouches for `from`.
         context.check("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, len, self.stream.raw())
         })?;

@@ -125,7 +125,8 @@ impl Gpu {
         )
         .map_err(GpuError::Engine)?;
         let word = { memory.alloc_mapped(size_of::<u32>()) }.map_err(GpuError::Engine)?;
-        // SAFETY: the context is current to this thread; `word` stays until the context is destroyed.
+        // SAFETY: the context is current to this thread; `word` stays until the context is
+        // destroyed.
         unsafe { stream.set_completion(word) };
         Ok(Gpu {
             description: format!("{model}, {sm_count} SMs"),

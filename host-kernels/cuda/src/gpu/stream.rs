@@ -68,12 +68,11 @@ impl Stream {
         })
     }
 
-    /// Polls a word of host memory before it waits in the driver, if the GPU can write there. `word`
-    /// is 4 zero bytes that nothing else uses.
+    /// Polls a word of host memory before it waits in the driver, if the GPU can write there.
+    /// `word` is 4 zero bytes that nothing else uses.
     ///
-    /// # Safety
-    /// The context is current to the calling thread, and `word` is mapped for as long as the context
-    /// exists.
+    /// # Safety The context is current to the calling thread, and `word` is mapped for as long as
+    /// the context exists.
     pub(super) unsafe fn set_completion(&self, word: MappedHostMemory) {
         // SAFETY: the caller's promise.
         if let Some(completion) = unsafe { Completion::new(word, self.raw) } {

@@ -102,8 +102,8 @@ impl AddressSpace {
             location: location(self.device),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // SAFETY: the caller vouches for the range; `handle` was created above with `bytes` bytes. A
-        // mapping holds a reference to its memory, so the handle is released at once, whether the
+        // SAFETY: the caller vouches for the range; `handle` was created above with `bytes` bytes.
+        // A mapping holds a reference to its memory, so the handle is released at once, whether the
         // mapping was made or not. If access cannot be set, the mapping is undone.
         unsafe {
             let mapped = context.check("cuMemMap", sys::cuMemMap(at, bytes, 0, handle, 0));

@@ -13,7 +13,7 @@ pub(crate) fn threads_for(n: i64) -> u32 {
     threads.clamp(32, u64::from(THREADS)) as u32
 }
 
-/// `n / by` rounded up, for `n >= 0` and `by > 0`.
+/// `n / by` q8 up, for `n >= 0` and `by > 0`.
 pub(crate) fn div_ceil(n: i64, by: i64) -> i64 {
     (n as u64).div_ceil(by as u64) as i64
 }

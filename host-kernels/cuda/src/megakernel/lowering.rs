@@ -51,91 +51,91 @@ const DEFAULT_BANDWIDTH: u64 = 1 << 40;
 
 /// The launches of a plan after lowering.
 pub(crate) struct Lowering {
-    pub(crate) steps: Vec<PlannedLaunch>,
+    pub(crate) launches: Vec<PlannedLaunch>,
     /// The stage tables of the megakernels.
-    pub(crate) memory: Vec<CudaMemory>,
+    pub(crate) tables: Vec<CudaMemory>,
 }
 
 /// Lowers launches. `ops` are the names of the graph's nodes.
 ///
 /// # Errors
 /// [`EngineError::OutOfMemory`] if there is no memory for a stage table.
-pub(crate) fn arrange(
+pub(crate) fn lower(
     plain: &[PlannedLaunch],
     context: &Arc<ExecutionContext>,
     ops: &[&'static str],
 ) -> Result<Lowering, EngineError> {
-    let mut arranged = Lowering {
-        steps: Vec::new(),
-        memory: Vec::new(),
+    let mut lowering = Lowering {
+        launches: Vec::new(),
+        tables: Vec::new(),
     };
     let Some(stage_kernels) = context
         .stage_kernels
         .as_ref()
         .filter(|_| context.policy.megakernel)
     else {
-        arranged.steps = plain.to_vec();
-        return Ok(arranged);
+        lowering.launches = plain.to_vec();
+        return Ok(lowering);
     };
-    let tasks: Vec<Result<Stage, &'static str>> =
-        plain.iter().map(|step| stage_kernels.task(step)).collect();
+    let stages: Vec<Result<Stage, &'static str>> =
+        plain.iter().map(|step| stage_kernels.stage(step)).collect();
     // The reasons for launches outside a megakernel, by operator.
     let mut ends: BTreeSet<(&str, &str)> = BTreeSet::new();
     let mut first = 0;
     while first < plain.len() {
-        if let Err(why) = &tasks[first] {
+        if let Err(why) = &stages[first] {
             ends.insert((ops[plain[first].node], why));
-            arranged.steps.push(plain[first].clone());
+            lowering.launches.push(plain[first].clone());
             first += 1;
             continue;
         }
-        let run = { tasks[first..].iter() }
+        let run = { stages[first..].iter() }
             .take(MAX_STAGES)
-            .take_while(|task| task.is_ok())
+            .take_while(|stage| stage.is_ok())
             .count();
         let run = first..first + run;
-        let tasks_of: Vec<&Stage> = tasks[run.clone()].iter().flatten().collect();
-        let costs: Vec<f64> = tasks_of.iter().map(|task| cost(task, context)).collect();
-        let count = end_of_step(&plain[run.clone()], &costs, context.policy);
-        let tasks_of = &tasks_of[..count];
-        let access: Vec<_> = tasks_of.iter().map(|task| &task.access).collect();
+        let stages_of: Vec<&Stage> = stages[run.clone()].iter().flatten().collect();
+        let costs: Vec<f64> = stages_of.iter().map(|stage| cost(stage, context)).collect();
+        let count = launches_to_take(&plain[run.clone()], &costs, context.policy);
+        let stages_of = &stages_of[..count];
+        let access: Vec<_> = stages_of.iter().map(|stage| &stage.access).collect();
         let order = deps::order(&access);
         // No launch boundary is needed here: the rest follows directly.
         let count = order.len();
-        let (tasks_of, order) = (&tasks_of[..count], &order[..count]);
+        let (stages_of, order) = (&stages_of[..count], &order[..count]);
         debug_assert_eq!(deps::verify(&access[..count], order), Ok(()));
         let step = match count < MIN_STAGES {
             true => None,
-            false => step(tasks_of, order, context, stage_kernels)?,
+            false => build_launch(stages_of, order, context, stage_kernels)?,
         };
         match step {
             Some((launch, memory)) => {
                 let last = &plain[first + count - 1];
-                arranged.steps.push(PlannedLaunch {
+                lowering.launches.push(PlannedLaunch {
                     launch,
                     node: plain[first].node,
                     may_yield: last.may_yield,
                     covers: count,
                 });
-                arranged.memory.push(memory);
+                lowering.tables.push(memory);
             }
             None => {
                 let few = count < MIN_STAGES;
                 let why = if few { TOO_FEW } else { NO_ROOM };
                 ends.insert((ops[plain[first].node], why));
                 let alone = &plain[first..first + count.max(1)];
-                arranged.steps.extend_from_slice(alone);
+                lowering.launches.extend_from_slice(alone);
             }
         }
         first += count.max(1);
     }
     context.reported.say(
         plain.len(),
-        arranged.steps.len(),
-        arranged.memory.len(),
+        lowering.launches.len(),
+        lowering.tables.len(),
         &ends,
     );
-    Ok(arranged)
+    Ok(lowering)
 }
 
 /// Reasons for launches that have stages but are in no megakernel.
@@ -143,17 +143,17 @@ const TOO_FEW: &str = "too few consecutive launches have a stage";
 const NO_ROOM: &str = "the blocks of a cooperative launch do not fit on the device";
 
 /// The estimated cost of a stage in nanoseconds.
-fn cost(task: &Stage, context: &ExecutionContext) -> f64 {
+fn cost(stage: &Stage, context: &ExecutionContext) -> f64 {
     let rate = match context.device.memory_bandwidth() {
         0 => DEFAULT_BANDWIDTH,
         rate => rate,
     };
-    STAGE_COST + task.access.bytes() as f64 * 1e9 / (BANDWIDTH_SHARE * rate as f64)
+    STAGE_COST + stage.access.bytes() as f64 * 1e9 / (BANDWIDTH_SHARE * rate as f64)
 }
 
 /// How many of these launches become one megakernel: all, or as many as take one time slice, up to
 /// a launch that may yield, if all of them take longer than two.
-fn end_of_step(steps: &[PlannedLaunch], costs: &[f64], policy: LaunchPolicy) -> usize {
+fn launches_to_take(steps: &[PlannedLaunch], costs: &[f64], policy: LaunchPolicy) -> usize {
     let piece = policy.time_slice.as_nanos() as f64;
     if costs.iter().sum::<f64>() <= 2.0 * piece {
         return steps.len();
@@ -177,14 +177,14 @@ struct LaunchConfig {
 
 /// The launch configuration for these stages: the most blocks per SM that leave enough shared
 /// memory to keep the memory busy with weights. `None` if the device has no megakernel, or no room.
-fn layout(
-    tasks: &[&Stage],
+fn launch_config(
+    stages: &[&Stage],
     context: &ExecutionContext,
     stage_kernels: &StageKernels,
 ) -> Option<LaunchConfig> {
-    let (device, kernel) = (&context.device, stage_kernels.kernel(tasks));
-    let most = |of: fn(&Stage) -> u32| tasks.iter().map(|task| of(task)).max().unwrap_or(0);
-    let (arena, slot) = (most(|task| task.arena), most(Stage::slot));
+    let (device, kernel) = (&context.device, stage_kernels.kernel(stages));
+    let most = |of: fn(&Stage) -> u32| stages.iter().map(|stage| of(stage)).max().unwrap_or(0);
+    let (arena, slot) = (most(|stage| stage.arena), most(Stage::slot));
     // Tiles are read in units of 16 bytes.
     let arena = arena.next_multiple_of(16);
     let rate = device.memory_bandwidth().max(1);
@@ -219,28 +219,28 @@ fn layout(
 }
 
 /// The launch of a megakernel, and its stage table.
-fn step(
-    tasks: &[&Stage],
+fn build_launch(
+    stages: &[&Stage],
     order: &[StageDeps],
     context: &Arc<ExecutionContext>,
     stage_kernels: &StageKernels,
 ) -> Result<Option<(Launch, CudaMemory)>, EngineError> {
-    let Some(layout) = layout(tasks, context, stage_kernels) else {
+    let Some(layout) = launch_config(stages, context, stage_kernels) else {
         return Ok(None);
     };
-    let bytes = table(tasks, order, layout.blocks);
+    let bytes = table(stages, order, layout.blocks);
     let memory = CudaMemory::new(&context.allocator, bytes.len() as u64)?;
     vgpu_engine::Memory::write(&memory, 0, bytes.as_slice().into())?;
     let params = VgMegakernelParams {
         table: memory.address(),
-        counters: context.step_counters(),
-        stages: tasks.len() as u32,
-        products: next_products(tasks, 0),
-        beginning: size_of_stage(tasks, 0),
+        counters: context.megakernel_counters(),
+        stages: stages.len() as u32,
+        products: next_products(stages, 0),
+        beginning: size_of_stage(stages, 0),
         ring: layout.ring,
     };
     let launch = Launch {
-        kernel: stage_kernels.kernel(tasks),
+        kernel: stage_kernels.kernel(stages),
         grid: [layout.blocks, 1, 1],
         threads: [THREADS, 1, 1],
         shared: layout.shared,
@@ -251,48 +251,48 @@ fn step(
 }
 
 /// The first stage from `from` on with products.
-fn next_products(tasks: &[&Stage], from: usize) -> u32 {
-    let mut behind = tasks[from..].iter();
-    let found = behind.position(|task| task.weights.is_some());
-    found.map_or(tasks.len(), |found| from + found) as u32
+fn next_products(stages: &[&Stage], from: usize) -> u32 {
+    let mut behind = stages[from..].iter();
+    let found = behind.position(|stage| stage.weights.is_some());
+    found.map_or(stages.len(), |found| from + found) as u32
 }
 
 /// Bytes of a stage with its parameters, a multiple of 16; 0 behind the last stage.
-fn size_of_stage(tasks: &[&Stage], at: usize) -> u32 {
-    tasks.get(at).map_or(0, |task| {
-        (size_of::<VgStage>() + task.params.len()).next_multiple_of(16) as u32
+fn size_of_stage(stages: &[&Stage], at: usize) -> u32 {
+    stages.get(at).map_or(0, |stage| {
+        (size_of::<VgStage>() + stage.params.len()).next_multiple_of(16) as u32
     })
 }
 
 /// The stage table for this number of blocks.
-fn table(tasks: &[&Stage], order: &[StageDeps], blocks: u32) -> Vec<u8> {
-    let mut bytes = vec![0; tasks.len() * VG_STAGE_BYTES as usize];
+fn table(stages: &[&Stage], order: &[StageDeps], blocks: u32) -> Vec<u8> {
+    let mut bytes = vec![0; stages.len() * VG_STAGE_BYTES as usize];
     // Work items go to blocks round-robin, from stage to stage.
     let mut first = 0;
     let places = bytes.chunks_exact_mut(VG_STAGE_BYTES as usize);
-    for (at, (task, place)) in tasks.iter().zip(places).enumerate() {
-        let mut stage = VgStage {
-            body: task.body,
-            type_: task.weights.unwrap_or(0),
-            grid: task.grid,
-            total: task.total,
+    for (at, (stage, place)) in stages.iter().zip(places).enumerate() {
+        let mut entry = VgStage {
+            body: stage.body,
+            type_: stage.weights.unwrap_or(0),
+            grid: stage.grid,
+            total: stage.total,
             first,
             waits: order[at].waits.len() as u32,
-            next: next_products(tasks, at + 1),
+            next: next_products(stages, at + 1),
             from: order[at].from as u32,
-            following: size_of_stage(tasks, at + 1),
+            following: size_of_stage(stages, at + 1),
             ..VgStage::default()
         };
-        for (to, &wait) in stage.wait.iter_mut().zip(&order[at].waits) {
+        for (to, &wait) in entry.wait.iter_mut().zip(&order[at].waits) {
             *to = VgWait {
                 stage: wait as u32,
-                count: tasks[wait].total.min(blocks),
+                count: stages[wait].total.min(blocks),
             };
         }
-        first = (first + task.total % blocks) % blocks;
+        first = (first + stage.total % blocks) % blocks;
         let (head, tail) = place.split_at_mut(size_of::<VgStage>());
-        head.copy_from_slice(stage.as_bytes());
-        tail[..task.params.len()].copy_from_slice(&task.params);
+        head.copy_from_slice(entry.as_bytes());
+        tail[..stage.params.len()].copy_from_slice(&stage.params);
     }
     bytes
 }

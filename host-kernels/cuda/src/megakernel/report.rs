@@ -30,13 +30,13 @@ impl ReportedReasons {
         let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if ends.is_empty() || said.len() >= MAX_REPORTED || said.contains(&reasons) {
             debug!(
-                "a plan of {launches} launches runs as {all}, of which {steps} are megakernels {reasons}"
+                "a plan of {launches} launches runs as {all}, {steps} of them megakernels {reasons}"
             );
             return;
         }
         info!(
-            "a plan of {launches} launches runs as {all}, of which {steps} are megakernels; outside \
-             megakernels: {reasons}"
+            "a plan of {launches} launches runs as {all}, {steps} of them megakernels; \
+             outside megakernels: {reasons}"
         );
         said.insert(reasons);
     }

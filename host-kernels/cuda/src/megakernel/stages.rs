@@ -153,15 +153,15 @@ impl StageKernels {
     }
 
     /// The megakernel that runs these stages.
-    pub(crate) fn kernel(&self, tasks: &[&Stage]) -> KernelId {
-        self.kernels[usize::from(tasks.iter().any(|task| task.is_cols8))]
+    pub(crate) fn kernel(&self, stages: &[&Stage]) -> KernelId {
+        self.kernels[usize::from(stages.iter().any(|stage| stage.is_cols8))]
     }
 
     /// A launch as a stage.
     ///
     /// # Errors
     /// The reason why the launch has no stage, for the log.
-    pub(crate) fn task(&self, step: &PlannedLaunch) -> Result<Stage, &'static str> {
+    pub(crate) fn stage(&self, step: &PlannedLaunch) -> Result<Stage, &'static str> {
         let launch = &step.launch;
         let stage_kernel = self.stage_kernels.get(&launch.kernel.0);
         let stage_kernel = *stage_kernel.ok_or("its kernel has no stage")?;
@@ -372,15 +372,15 @@ impl MemoryAccess {
         }
         self.writes(&it.sum);
         self.writes(&it.dst);
-        self.rounded(it.quants, it.scales, &it.a);
+        self.writes_q8(it.quants, it.scales, &it.a);
     }
 
     fn quantize(&mut self, it: &VgQuantizeQ8Params) {
         self.reads(&it.src);
-        self.rounded(it.quants, it.scales, &it.src);
+        self.writes_q8(it.quants, it.scales, &it.src);
     }
 
-    fn rounded(&mut self, quants: Address, scales: Address, x: &VgView) {
+    fn writes_q8(&mut self, quants: Address, scales: Address, x: &VgView) {
         let elements = q8_elements(x);
         self.writes_bytes(quants, elements);
         self.writes_bytes(scales, elements / 2);
@@ -408,7 +408,7 @@ impl MemoryAccess {
             self.reads(view);
         }
         self.writes(&it.dst);
-        self.rounded(it.quants, it.scales, &it.dst.with_merged_heads());
+        self.writes_q8(it.quants, it.scales, &it.dst.with_merged_heads());
         if it.splits > 1 {
             let [x, y, z] = launch.grid.map(i64::from);
             let items = x * y * (z / i64::from(it.splits));

@@ -15,6 +15,8 @@ use vgpu_engine::EngineError;
 
 type Added = Option<Result<(), EngineError>>;
 
+// The file, not a crate: a crate with the device would depend on this one, and in a unit test its
+// `Device` would be the trait of another build of this crate.
 #[allow(dead_code, unreachable_pub)]
 #[path = "../../../shim/device.rs"]
 mod shim;
@@ -108,7 +110,7 @@ impl Bench {
         self.tensor(ty, ne, &vec![0xa5; bytes as usize])
     }
 
-    pub(crate) fn rounded(&self, x: &VgView) -> Q8Activations {
+    pub(crate) fn alloc_q8(&self, x: &VgView) -> Q8Activations {
         let elements = crate::launch::q8::q8_elements(x) as u64;
         let alloc = |bytes| self.device.alloc(bytes).expect("little memory");
         Q8Activations {

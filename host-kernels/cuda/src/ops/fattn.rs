@@ -151,12 +151,12 @@ impl Tiles {
             shape.keys * (shape.k + 8),
             shape.keys * (shape.v + 8),
         ];
-        let halves = match path {
+        let elements = match path {
             // Two numbers for each element; keys and values share their memory.
             KvPath::F32 => 2 * (queries + keys.max(values)),
             _ => queries + keys + values,
         };
-        let shared = u32::try_from(2 * halves + 2 * shape.keys * raw).ok()?;
+        let shared = u32::try_from(2 * elements + 2 * shape.keys * raw).ok()?;
         let fits = shared <= max_shared_per_block
             && q.ne[2] / group <= MAX_GRID_YZ
             && q.ne[3] <= MAX_GRID_YZ
@@ -205,7 +205,7 @@ impl Tiles {
         } else {
             0
         };
-        let rounded = reserve_q8_result(b, &params.dst);
+        let q8 = reserve_q8_result(b, &params.dst);
         let params = VgFattnParams {
             dst: params.dst,
             q: *q,
@@ -217,8 +217,8 @@ impl Tiles {
             parts,
             counters: b.counters(),
             codebooks: params.codebooks,
-            quants: rounded.map_or(0, |rounded| rounded.quants),
-            scales: rounded.map_or(0, |rounded| rounded.scales),
+            quants: q8.map_or(0, |q8| q8.quants),
+            scales: q8.map_or(0, |q8| q8.scales),
             scale: params.scale,
             cap: params.cap,
             max_bias: params.max_bias,

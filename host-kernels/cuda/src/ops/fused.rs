@@ -17,7 +17,7 @@ type Added = Option<Result<(), EngineError>>;
 /// RMS_NORM with the ADD before it and the MUL behind it.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Norm {
-    /// The result; `data` may be 0 if only `rounded` is read.
+    /// The result; `data` may be 0 if only `q8` is read.
     pub(crate) dst: VgView,
     /// The input. `add` is added if present, and the sum goes to `sum` if present.
     pub(crate) a: VgView,
@@ -27,7 +27,7 @@ pub(crate) struct Norm {
     pub(crate) w: VgView,
     pub(crate) eps: f32,
     /// Where the q8 result goes, if products need it.
-    pub(crate) rounded: Option<Q8Activations>,
+    pub(crate) q8: Option<Q8Activations>,
 }
 
 /// RMS_NORM with the ADD before it and the MUL behind it.
@@ -45,7 +45,7 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
             || is_dense_f32(v, 16) && v.ne[0] == a.ne[0] && (1..4).all(|d| a.ne[d] % v.ne[d] == 0)
     };
     let is_like = |v: &VgView| v.data == 0 || is_dense_f32(v, 16) && v.ne == a.ne;
-    let whole = if it.rounded.is_some() { 32 } else { 4 };
+    let whole = if it.q8.is_some() { 32 } else { 4 };
     let fits = is_dense_f32(&a, 16)
         && a.ne[0] > 0
         && a.ne[0] % whole == 0
@@ -54,7 +54,7 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
         && repeats(&w)
         && is_like(&sum)
         && is_like(&dst)
-        && (dst.data != 0 || it.rounded.is_some());
+        && (dst.data != 0 || it.q8.is_some());
     if !fits {
         return None;
     }
@@ -64,8 +64,8 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
         add,
         sum,
         w,
-        quants: it.rounded.map_or(0, |rounded| rounded.quants),
-        scales: it.rounded.map_or(0, |rounded| rounded.scales),
+        quants: it.q8.map_or(0, |q8| q8.quants),
+        scales: it.q8.map_or(0, |q8| q8.scales),
         eps: it.eps,
         reserved: 0,
     };

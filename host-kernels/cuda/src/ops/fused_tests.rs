@@ -26,7 +26,7 @@ fn norms() {
         let (add, add_values) = bench.randoms(ne);
         let (w, w_values) = bench.randoms([n, 1, 1, 1]);
         let dst = bench.nothing(Type::F32, ne);
-        let rounded = bench.rounded(&dst);
+        let q8 = bench.alloc_q8(&dst);
         let sum = if in_place {
             a
         } else {
@@ -39,7 +39,7 @@ fn norms() {
             sum: if has_add { sum } else { VgView::default() },
             w,
             eps: 1e-5,
-            rounded: Some(rounded),
+            q8: Some(q8),
         };
         assert!(bench.run(|b| norm(b, &it)));
         let x: Vec<f64> = { a_values.iter().zip(&add_values) }
@@ -60,9 +60,9 @@ fn norms() {
             compare("sum", &bench.read(&sum), x, 1e-6);
         }
         // The q8 result has exactly the bytes of `vg_quantize_q8`.
-        let mut alone = rounded;
+        let mut alone = q8;
         assert!(bench.run(|b| Some(mmv::quantize(b, dst).map(|r| alone = r))));
-        assert_eq!(bench.blocks(&rounded, &dst), bench.blocks(&alone, &dst));
+        assert_eq!(bench.blocks(&q8, &dst), bench.blocks(&alone, &dst));
     }
     let (a, _) = bench.randoms([30, 1, 1, 1]);
     let it = Norm {
@@ -113,7 +113,7 @@ fn products_of_the_same_activations() {
         for count in 1..=3 {
             let it = Products {
                 x,
-                rounded: None,
+                q8: None,
                 ids: VgView::default(),
                 products: &all[3 - count..],
                 unit: None,
@@ -181,7 +181,7 @@ fn gated_units_of_experts() {
         });
         let it = Products {
             x,
-            rounded: None,
+            q8: None,
             ids,
             products: &all,
             unit: Some((unit, [1.7, 2.0])),

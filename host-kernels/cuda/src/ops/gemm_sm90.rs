@@ -137,7 +137,7 @@ impl GemmSm90 {
             padded,
             ..VgConvertF16Sm90Params::default()
         };
-        let activations = lay_out(b, params, activations, 0)?;
+        let activations = convert_activations(b, params, activations, 0)?;
         self.launch(b, params, &activations, is_wide, tiles)
     }
 
@@ -158,7 +158,7 @@ impl GemmSm90 {
             slots: dst.ne[1] as u32,
             ..VgConvertF16Sm90Params::default()
         };
-        let activations = lay_out(b, params, activations, columns)?;
+        let activations = convert_activations(b, params, activations, columns)?;
         let tiles = div_ceil(dst.ne[0], ROWS) * (vectors / columns + experts).min(vectors);
         self.launch(b, params, &activations, is_wide, tiles)
     }
@@ -190,7 +190,7 @@ impl GemmSm90 {
 /// Adds the launches that convert the activations of a product, sorted by expert if `columns`, the
 /// columns of an expert's tile, is not 0. Returns cached activations if there are any. `layout` has
 /// the number of rows.
-fn lay_out(
+fn convert_activations(
     b: &mut Builder<'_>,
     params: &VgMulMatParams,
     layout: VgConvertF16Sm90Params,

@@ -1,4 +1,5 @@
-//! POOL_1D, POOL_2D, POOL_2D_BACK, UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS.
+//! POOL_1D, POOL_2D, POOL_2D_BACK, UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS,
+//! ADD_REL_POS.
 
 use vgpu_transport::ir::{Op, OpKind, PoolKind, Rule, ScaleMode, Type, TypeSet};
 
@@ -9,7 +10,7 @@ use vgpu_engine::EngineError;
 use vgpu_engine::types::{F32, FLOATS};
 
 pub(crate) fn rules() -> Vec<Rule> {
-    let halves = TypeSet::of(&[Type::F16, Type::Bf16]);
+    let f16s = TypeSet::of(&[Type::F16, Type::Bf16]);
     vec![
         Rule::new(OpKind::Pool1d, F32, &[FLOATS]),
         Rule::new(OpKind::Pool2d, F32, &[FLOATS]),
@@ -18,7 +19,7 @@ pub(crate) fn rules() -> Vec<Rule> {
         Rule::new(OpKind::TimestepEmbedding, F32, &[F32]),
         Rule::uniform(OpKind::WinPart, FLOATS, 1),
         Rule::uniform(OpKind::WinUnpart, FLOATS, 1),
-        Rule::new(OpKind::GetRelPos, halves, &[halves]),
+        Rule::new(OpKind::GetRelPos, f16s, &[f16s]),
         Rule::uniform(OpKind::AddRelPos, F32, 3),
     ]
 }

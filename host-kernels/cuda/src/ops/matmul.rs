@@ -76,7 +76,7 @@ pub(crate) fn multiply(
         };
         let products = Products {
             x,
-            rounded: None,
+            q8: None,
             ids: if has_ids { ids } else { VgView::default() },
             products: &[product],
             unit: None,
@@ -202,12 +202,12 @@ impl Gemm {
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
         let VgMulMatParams { dst, w, x, .. } = *params;
-        let halves = halves(b, x, params.codebooks, self.operand)?;
+        let converted = convert_activations(b, x, params.codebooks, self.operand)?;
         let product = VgGemmParams {
             dst,
             w,
-            halves: halves.halves,
-            factors: halves.factors,
+            halves: converted.halves,
+            factors: converted.factors,
             codebooks: params.codebooks,
             groups: 0,
             slots: x.ne[1],
@@ -235,7 +235,7 @@ impl Gemm {
         params: &VgMulMatParams,
     ) -> Result<(), EngineError> {
         let VgMulMatParams { dst, w, x, ids, .. } = *params;
-        let halves = halves(b, x, params.codebooks, self.operand)?;
+        let converted = convert_activations(b, x, params.codebooks, self.operand)?;
         let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
         let groups = VgMoeSortParams {
             ids: VgView {
@@ -253,8 +253,8 @@ impl Gemm {
         let product = VgGemmParams {
             dst,
             w,
-            halves: halves.halves,
-            factors: halves.factors,
+            halves: converted.halves,
+            factors: converted.factors,
             codebooks: params.codebooks,
             groups: groups.groups,
             slots: x.ne[1],
@@ -286,7 +286,7 @@ fn max_tiles(vectors: i64, experts: i64) -> i64 {
 }
 
 /// Adds the launch that converts activations.
-fn halves(
+fn convert_activations(
     b: &mut Builder<'_>,
     x: VgView,
     codebooks: Address,
@@ -295,7 +295,7 @@ fn halves(
     let length = div_ceil(x.ne[0], GEMM_STEP) * GEMM_STEP;
     let is_split = operand == Operand::SplitF32;
     let factors = if is_split { 0 } else { x.rows() as u64 * 4 };
-    let halves = VgConvertF16Params {
+    let params = VgConvertF16Params {
         src: x,
         halves: b.scratch((x.rows() * length * 2 * operand.words()) as u64),
         factors: b.scratch(factors),
@@ -308,6 +308,6 @@ fn halves(
     } else {
         "vg_convert_f16"
     };
-    b.for_each_row(kernel, x.rows(), threads_for(length), 0, &halves)?;
-    Ok(halves)
+    b.for_each_row(kernel, x.rows(), threads_for(length), 0, &params)?;
+    Ok(params)
 }

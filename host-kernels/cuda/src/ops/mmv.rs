@@ -37,7 +37,7 @@ pub(crate) struct Products<'a> {
     /// The activations.
     pub(crate) x: VgView,
     /// The q8 activations, if they exist already.
-    pub(crate) rounded: Option<Q8Activations>,
+    pub(crate) q8: Option<Q8Activations>,
     /// The expert of each slot of a token, if the weights are experts.
     pub(crate) ids: VgView,
     /// The products. Their weights have the same type and row length.
@@ -52,8 +52,8 @@ pub(crate) struct Products<'a> {
 /// # Errors
 /// [`EngineError::Device`] if the device lacks a kernel.
 pub(crate) fn quantize(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, EngineError> {
-    if let Some(rounded) = b.cached_q8(&x) {
-        return Ok(rounded);
+    if let Some(q8) = b.cached_q8(&x) {
+        return Ok(q8);
     }
     let blocks = x.rows() * (x.ne[0] / 32);
     let elements = q8_elements(&x) as u64;
@@ -146,8 +146,8 @@ fn launch(
     ty: Type,
     kernels: &MatmulKernels,
 ) -> Result<(), EngineError> {
-    let rounded = match all.rounded {
-        Some(rounded) => rounded,
+    let q8 = match all.q8 {
+        Some(q8) => q8,
         None if ty.is_quantized() => quantize(b, all.x)?,
         None => Q8Activations {
             quants: 0,
@@ -157,8 +157,8 @@ fn launch(
     let mut params = VgMmvParams {
         x: all.x,
         ids: all.ids,
-        quants: rounded.quants,
-        scales: rounded.scales,
+        quants: q8.quants,
+        scales: q8.scales,
         codebooks: b.codebooks(),
         place: b.place(),
         slots: all.x.ne[1],

@@ -6,7 +6,7 @@ use super::bench::{Bench, compare};
 use super::matmul;
 use super::mmv::{self, Product, Products};
 use crate::params::*;
-use crate::repack::format::reference::{TYPES, arranged};
+use crate::repack::format::reference::{TYPES, repack};
 
 const MUL_MAT: Op = Op::MulMat {
     accumulator: Precision::Default,
@@ -23,7 +23,7 @@ const MUL_MAT_ID: Op = Op::MulMatId {
 fn repacked(bench: &Bench, w: &VgView, ty: Type) -> VgView {
     let all = bench.bytes(w.data, w.nb[3] as usize * w.ne[3] as usize);
     let bytes: Vec<u8> = { all.chunks(w.nb[2] as usize) }
-        .flat_map(|matrix| arranged(matrix, ty))
+        .flat_map(|matrix| repack(matrix, ty))
         .collect();
     assert_eq!(bytes.len(), all.len());
     let address = bench.device.alloc(bytes.len() as u64).expect("memory");
@@ -131,10 +131,10 @@ fn several_products_and_units() {
             let weights: Vec<VgView> = { rows.iter() }
                 .map(|&m| bench.weights(ty, [k, m, 1, 1]).0)
                 .collect();
-            let planes: Vec<VgView> = { weights.iter() }
+            let repacked: Vec<VgView> = { weights.iter() }
                 .map(|w| repacked(&bench, w, ty))
                 .collect();
-            let [want, got] = [&weights, &planes].map(|weights| {
+            let [want, got] = [&weights, &repacked].map(|weights| {
                 let products: Vec<Product> = { weights.iter() }
                     .map(|w| Product {
                         dst: bench.nothing(Type::F32, [w.ne[1] as u64, 1, 1, 1]),
@@ -144,7 +144,7 @@ fn several_products_and_units() {
                     .collect();
                 let it = Products {
                     x,
-                    rounded: None,
+                    q8: None,
                     ids: VgView::default(),
                     products: &products,
                     unit,

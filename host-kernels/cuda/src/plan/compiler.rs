@@ -92,9 +92,9 @@ impl<'a> Compiler<'a> {
             })
             .collect();
         let (graph, views) = (self.graph, self.views);
-        let is_rounded = |x: &VgView| next_product_quantizes(graph, views, nodes.end, x);
+        let needs_q8 = |x: &VgView| next_product_quantizes(graph, views, nodes.end, x);
         let added = self.build(nodes.clone(), |builder| {
-            emit(kind, &seen, is_rounded, builder)
+            emit(kind, &seen, needs_q8, builder)
         });
         match added {
             Some(outcome) => outcome,
@@ -182,12 +182,12 @@ impl<'a> Compiler<'a> {
         let templates = &self.context.templates;
         let mut tables = Vec::new();
         let mut sequence = |plain: Vec<PlannedLaunch>| -> Result<Part, EngineError> {
-            let arranged = lowering::arrange(&plain, self.context, ops)?;
-            let has_steps = !arranged.memory.is_empty();
-            tables.extend(arranged.memory);
+            let lowered = lowering::lower(&plain, self.context, ops)?;
+            let has_megakernels = !lowered.tables.is_empty();
+            tables.extend(lowered.tables);
             let plain = LaunchSequence::new(plain, memory, templates);
-            Ok(Part::Launches(match has_steps {
-                true => LaunchSequence::new(arranged.steps, memory, templates).or(plain),
+            Ok(Part::Launches(match has_megakernels {
+                true => LaunchSequence::new(lowered.launches, memory, templates).or(plain),
                 false => plain,
             }))
         };

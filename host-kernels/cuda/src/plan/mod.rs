@@ -197,7 +197,7 @@ impl CudaPlan {
         if let Some(reason) = self.context.device.lost() {
             // Several launches are under way at a time, so the cause is this node or one before it.
             error!(
-                "{} of {} nodes: {error}; the device and the memory of all guests are lost: {reason}",
+                "{} of {} nodes: {error}; all guests lose their memory: {reason}",
                 self.name,
                 self.ops.len()
             );

@@ -111,14 +111,14 @@ impl RepackFormat {
         if !fits {
             return None;
         }
-        let planes = RepackFormat {
+        let format = RepackFormat {
             ty: shape.ty,
             blocks: shape.ne[0] / shape.ty.block_elements() * shape.ne[1],
             matrices: shape.ne[2] * shape.ne[3],
         };
         // Each matrix begins with quants, which have to be aligned.
-        let is_aligned = planes.matrices == 1 || planes.of_matrix().is_multiple_of(ALIGN);
-        is_aligned.then_some(planes)
+        let is_aligned = format.matrices == 1 || format.of_matrix().is_multiple_of(ALIGN);
+        is_aligned.then_some(format)
     }
 
     fn block(&self) -> Block {
@@ -142,12 +142,12 @@ impl RepackFormat {
 
     /// The matrices in order, each in parts of about `bytes` bytes, at least one block.
     pub(crate) fn parts(&self, bytes: u64) -> impl DoubleEndedIterator<Item = Vec<Part>> {
-        let planes = *self;
-        let step = (bytes / planes.block().bytes()).max(1);
-        (0..planes.matrices).map(move |matrix| {
-            let firsts = (0..planes.blocks).step_by(step as usize);
+        let format = *self;
+        let step = (bytes / format.block().bytes()).max(1);
+        (0..format.matrices).map(move |matrix| {
+            let firsts = (0..format.blocks).step_by(step as usize);
             firsts
-                .map(|first| planes.part(matrix, first..(first + step).min(planes.blocks)))
+                .map(|first| format.part(matrix, first..(first + step).min(format.blocks)))
                 .collect()
         })
     }
@@ -242,7 +242,7 @@ pub(crate) mod reference {
         [Type::Mxfp4, Type::Iq4Nl, Type::Q4_0, Type::Q8_0, Type::Q6K];
 
     /// A matrix in repacked format, by the description of this module, from ggml's bytes.
-    pub(crate) fn arranged(matrix: &[u8], ty: Type) -> Vec<u8> {
+    pub(crate) fn repack(matrix: &[u8], ty: Type) -> Vec<u8> {
         let block = Block::of(ty).expect("a type that is repacked");
         let (mut out, mut scales) = (Vec::new(), Vec::new());
         for bytes in matrix.chunks_exact(block.bytes() as usize) {
@@ -272,7 +272,7 @@ pub(crate) mod reference {
 mod tests {
     use vgpu_transport::ir::Shape;
 
-    use super::reference::{TYPES, arranged};
+    use super::reference::{TYPES, repack};
     use super::*;
 
     fn bytes(len: u64) -> Vec<u8> {
@@ -286,8 +286,8 @@ mod tests {
         for ty in TYPES {
             assert_eq!(Block::of(ty).map(|it| it.bytes()), Some(ty.block_bytes()));
         }
-        let arranged = |ty: &Type| Block::of(*ty).is_some();
-        let count = Type::ALL.iter().filter(|ty| arranged(ty)).count();
+        let is_repacked = |ty: &Type| Block::of(*ty).is_some();
+        let count = Type::ALL.iter().filter(|ty| is_repacked(ty)).count();
         assert_eq!(count, TYPES.len());
         assert_eq!(Block::of(Type::Q4K), None);
     }
@@ -297,20 +297,20 @@ mod tests {
         for ty in TYPES {
             // Larger than a piece, and several matrices with an odd number of blocks.
             for (blocks, matrices) in [(PIECE / 16 + 5, 1), (37, 3), (1, 1)] {
-                let planes = RepackFormat {
+                let format = RepackFormat {
                     ty,
                     blocks,
                     matrices,
                 };
-                let original = bytes(planes.bytes());
-                let mut repacked: Vec<u8> = { original.chunks(planes.of_matrix() as usize) }
-                    .flat_map(|matrix| arranged(matrix, ty))
+                let original = bytes(format.bytes());
+                let mut repacked: Vec<u8> = { original.chunks(format.of_matrix() as usize) }
+                    .flat_map(|matrix| repack(matrix, ty))
                     .collect();
                 let fetch = |range: Range<u64>| {
                     Ok(repacked[range.start as usize..range.end as usize].to_vec())
                 };
-                let size = planes.bytes();
-                let block = planes.block().bytes();
+                let size = format.bytes();
+                let block = format.block().bytes();
                 for range in [
                     0..size,
                     0..1,
@@ -324,14 +324,14 @@ mod tests {
                         out.extend_from_slice(part);
                         Ok(())
                     };
-                    planes.read(range.clone(), fetch, give).unwrap();
+                    format.read(range.clone(), fetch, give).unwrap();
                     assert!(
                         out == original[range.start as usize..range.end as usize],
-                        "{planes:?} {range:?}"
+                        "{format:?} {range:?}"
                     );
                 }
                 let repacked = std::cell::RefCell::new(&mut repacked);
-                planes
+                format
                     .restore(
                         |range| {
                             Ok(
@@ -346,13 +346,13 @@ mod tests {
                         },
                     )
                     .unwrap();
-                assert!(**repacked.borrow() == original, "{planes:?}");
+                assert!(**repacked.borrow() == original, "{format:?}");
             }
         }
     }
 
     #[test]
-    fn only_dense_matrices_at_places_of_16_bytes_are_arranged() {
+    fn only_dense_matrices_at_places_of_16_bytes_are_repacked() {
         let tensor = |ne, offset| Tensor {
             shape: Shape::contiguous(Type::Mxfp4, ne).unwrap(),
             buffer: 0,

@@ -23,7 +23,7 @@ use vgpu_engine::EngineError;
 pub(crate) struct RepackPass<'m> {
     memories: &'m [&'m CudaMemory],
     /// The tensors that kernels read repacked.
-    planes: Vec<Weights>,
+    repacked: Vec<Weights>,
     /// Other bytes of weight memory that the graph uses: the index of the memory, and the range.
     plain: Vec<(usize, Range<u64>)>,
     /// The buffer to repack through, if a tensor is still plain.
@@ -35,8 +35,8 @@ struct Weights {
     /// The index of its memory.
     memory: usize,
     start: u64,
-    planes: RepackFormat,
-    is_arranged: bool,
+    format: RepackFormat,
+    is_done: bool,
     /// The tensors of the graph that are this one.
     tensors: Vec<u32>,
 }
@@ -48,7 +48,7 @@ struct Use {
     bytes: Range<u64>,
     at: Address,
     /// The repacked format, if the node multiplies by them and they can have it.
-    planes: Option<RepackFormat>,
+    format: Option<RepackFormat>,
     tensor: u32,
 }
 
@@ -64,7 +64,7 @@ impl<'m> RepackPass<'m> {
     ) -> Result<RepackPass<'m>, EngineError> {
         let mut layout = RepackPass {
             memories,
-            planes: Vec::new(),
+            repacked: Vec::new(),
             plain: Vec::new(),
             buffer: None,
         };
@@ -94,24 +94,24 @@ impl<'m> RepackPass<'m> {
     fn add(&mut self, uses: &[Use]) {
         let first = &uses[0];
         let memory = self.memories[first.memory];
-        let is_same = |it: &Use| it.planes == first.planes && it.at == first.at;
-        let planes = first.planes.filter(|_| uses.iter().all(is_same));
-        let lies = planes.map(|planes| {
+        let is_same = |it: &Use| it.format == first.format && it.at == first.at;
+        let format = first.format.filter(|_| uses.iter().all(is_same));
+        let lies = format.map(|format| {
             (
-                planes,
+                format,
                 memory
                     .repack_state()
                     .state()
-                    .placement(first.bytes.start, &planes),
+                    .placement(first.bytes.start, &format),
             )
         });
         match lies {
-            Some((planes, lies @ (Placement::Repacked | Placement::Plain))) => {
-                self.planes.push(Weights {
+            Some((format, lies @ (Placement::Repacked | Placement::Plain))) => {
+                self.repacked.push(Weights {
                     memory: first.memory,
                     start: first.bytes.start,
-                    planes,
-                    is_arranged: lies == Placement::Repacked,
+                    format,
+                    is_done: lies == Placement::Repacked,
                     tensors: uses.iter().map(|it| it.tensor).collect(),
                 })
             }
@@ -123,15 +123,15 @@ impl<'m> RepackPass<'m> {
 
     /// Allocates the buffer. Tensors that there is no memory for stay plain.
     fn alloc_buffer(&mut self, context: &Arc<ExecutionContext>) -> Result<(), EngineError> {
-        let new = { self.planes.iter() }.filter(|it| !it.is_arranged);
-        let Some(bytes) = new.map(|it| RepackBuffer::bytes_for(&it.planes)).max() else {
+        let new = { self.repacked.iter() }.filter(|it| !it.is_done);
+        let Some(bytes) = new.map(|it| RepackBuffer::bytes_for(&it.format)).max() else {
             return Ok(());
         };
         match RepackBuffer::new(&context.allocator, bytes) {
             Ok(buffer) => self.buffer = Some(buffer),
             Err(error @ EngineError::OutOfMemory { .. }) => {
                 debug!("weights are not repacked: {error}");
-                self.leave(|it| !it.is_arranged);
+                self.leave(|it| !it.is_done);
             }
             Err(error) => return Err(error),
         }
@@ -140,21 +140,21 @@ impl<'m> RepackPass<'m> {
 
     /// Leaves some tensors plain. Returns whether there were any.
     fn leave(&mut self, which: impl Fn(&Weights) -> bool) -> bool {
-        let before = self.planes.len();
-        self.planes.retain(|it| {
+        let before = self.repacked.len();
+        self.repacked.retain(|it| {
             let is_left = which(it);
             if is_left {
-                let bytes = it.start..it.start + it.planes.bytes();
+                let bytes = it.start..it.start + it.format.bytes();
                 self.plain.push((it.memory, bytes));
             }
             !is_left
         });
-        self.planes.len() < before
+        self.repacked.len() < before
     }
 
     /// Marks the views of the tensors that are repacked.
     pub(crate) fn mark(&self, views: &mut [VgView]) {
-        for &tensor in self.planes.iter().flat_map(|it| &it.tensors) {
+        for &tensor in self.repacked.iter().flat_map(|it| &it.tensors) {
             views[tensor as usize].type_ |= VG_REPACKED;
         }
     }
@@ -175,10 +175,10 @@ impl<'m> RepackPass<'m> {
             self.memories[*memory].restore(bytes)?;
         }
         let mut count = 0;
-        for it in self.planes.iter().filter(|it| !it.is_arranged) {
+        for it in self.repacked.iter().filter(|it| !it.is_done) {
             let buffer = self.buffer.as_ref();
             let buffer = buffer.expect("there is buffer, or nothing that needs it");
-            self.memories[it.memory].repack(it.start, it.planes, buffer)?;
+            self.memories[it.memory].repack(it.start, it.format, buffer)?;
             count += 1;
         }
         if count > 0 {
@@ -207,7 +207,7 @@ fn uses(graph: &Graph, memories: &[&CudaMemory]) -> Vec<Use> {
                 memory: it.buffer as usize,
                 bytes: it.offset..it.offset + bytes,
                 at: memory.address() + it.offset,
-                planes: RepackFormat::of(it).filter(|_| is_weights),
+                format: RepackFormat::of(it).filter(|_| is_weights),
                 tensor,
             });
         }

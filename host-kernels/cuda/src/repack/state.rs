@@ -78,21 +78,21 @@ impl RepackedTensors {
             return Vec::new();
         }
         let before = self.tensors.range(..range.start).next_back();
-        let before = before.filter(|&(&start, planes)| start + planes.bytes() > range.start);
+        let before = before.filter(|&(&start, format)| start + format.bytes() > range.start);
         { before.into_iter() }
             .chain(self.tensors.range(range.clone()))
-            .map(|(&start, &planes)| (start, planes))
+            .map(|(&start, &format)| (start, format))
             .collect()
     }
 
     /// Whether a tensor at `start` can be repacked.
-    pub(crate) fn placement(&self, start: u64, planes: &RepackFormat) -> Placement {
-        let range = start..start + planes.bytes();
+    pub(crate) fn placement(&self, start: u64, format: &RepackFormat) -> Placement {
+        let range = start..start + format.bytes();
         let meets_plain = { self.plain.range(..range.end).next_back() }
             .is_some_and(|(_, &end)| end > range.start);
         let met = self.meeting(&range);
         match met[..] {
-            [found] if found == (start, *planes) => Placement::Repacked,
+            [found] if found == (start, *format) => Placement::Repacked,
             [] if !meets_plain && self.tensors.len() + self.plain.len() < MAX_TENSORS => {
                 Placement::Plain
             }
@@ -101,8 +101,8 @@ impl RepackedTensors {
     }
 
     /// Adds a tensor that was [plain](Placement::Plain) and is repacked now.
-    pub(crate) fn insert(&mut self, start: u64, planes: RepackFormat) {
-        self.tensors.insert(start, planes);
+    pub(crate) fn insert(&mut self, start: u64, format: RepackFormat) {
+        self.tensors.insert(start, format);
     }
 
     /// Drops a tensor all bytes of which are overwritten.
@@ -112,11 +112,11 @@ impl RepackedTensors {
 
     /// Notes that a tensor was restored and stays plain.
     pub(crate) fn restore(&mut self, start: u64) {
-        let Some(planes) = self.tensors.remove(&start) else {
+        let Some(format) = self.tensors.remove(&start) else {
             return;
         };
         // Merged with the ranges beside it.
-        let mut range = start..start + planes.bytes();
+        let mut range = start..start + format.bytes();
         if let Some(end) = self.plain.remove(&range.end) {
             range.end = end;
         }
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     /// 32 rows of one block: 544 bytes.
-    fn planes() -> RepackFormat {
+    fn format() -> RepackFormat {
         let tensor = Tensor {
             shape: Shape::contiguous(Type::Mxfp4, [32, 32, 1, 1]).unwrap(),
             buffer: 0,
@@ -148,13 +148,13 @@ mod tests {
 
     #[test]
     fn tensors_are_found_by_any_of_their_bytes() {
-        let planes = planes();
-        let bytes = planes.bytes();
+        let format = format();
+        let bytes = format.bytes();
         let mut state = RepackedTensors::default();
         for start in [0, bytes, 4 * bytes] {
-            assert_eq!(state.placement(start, &planes), Placement::Plain);
-            state.insert(start, planes);
-            assert_eq!(state.placement(start, &planes), Placement::Repacked);
+            assert_eq!(state.placement(start, &format), Placement::Plain);
+            state.insert(start, format);
+            assert_eq!(state.placement(start, &format), Placement::Repacked);
         }
         let starts = |range: Range<u64>| -> Vec<u64> {
             let met = state.meeting(&range);
@@ -168,39 +168,39 @@ mod tests {
         assert_eq!(starts(5 * bytes - 1..u64::MAX), [4]);
         assert_eq!(starts(7..7), []);
         // Another tensor over the same bytes.
-        assert_eq!(state.placement(16, &planes), Placement::Fixed);
-        assert_eq!(state.placement(2 * bytes - 16, &planes), Placement::Fixed);
+        assert_eq!(state.placement(16, &format), Placement::Fixed);
+        assert_eq!(state.placement(2 * bytes - 16, &format), Placement::Fixed);
     }
 
     #[test]
     fn what_was_brought_back_stays_and_what_was_forgotten_does_not() {
-        let planes = planes();
-        let bytes = planes.bytes();
+        let format = format();
+        let bytes = format.bytes();
         let mut state = RepackedTensors::default();
         for i in 0..4 {
-            state.insert(i * bytes, planes);
+            state.insert(i * bytes, format);
         }
         state.forget(0);
         for i in [1, 3, 2] {
             state.restore(i * bytes);
         }
         assert_eq!(state.plain, BTreeMap::from([(bytes, 4 * bytes)]));
-        let lies = [0, 1, 2, 3, 4].map(|i| state.placement(i * bytes, &planes) == Placement::Plain);
+        let lies = [0, 1, 2, 3, 4].map(|i| state.placement(i * bytes, &format) == Placement::Plain);
         assert_eq!(lies, [true, false, false, false, true]);
-        assert_eq!(state.placement(16, &planes), Placement::Fixed);
-        assert_eq!(state.placement(4 * bytes - 16, &planes), Placement::Fixed);
+        assert_eq!(state.placement(16, &format), Placement::Fixed);
+        assert_eq!(state.placement(4 * bytes - 16, &format), Placement::Fixed);
     }
 
     #[test]
-    fn plans_hear_that_tensors_can_be_arranged_now() {
-        let arranged = RepackState::default();
-        assert!(!arranged.is_allowed());
-        let before = arranged.changes();
-        arranged.allow();
-        assert!(arranged.is_allowed());
-        assert_ne!(arranged.changes(), before);
-        let before = arranged.changes();
-        arranged.allow();
-        assert_eq!(arranged.changes(), before);
+    fn plans_hear_that_tensors_can_be_repacked_now() {
+        let state = RepackState::default();
+        assert!(!state.is_allowed());
+        let before = state.changes();
+        state.allow();
+        assert!(state.is_allowed());
+        assert_ne!(state.changes(), before);
+        let before = state.changes();
+        state.allow();
+        assert_eq!(state.changes(), before);
     }
 }
