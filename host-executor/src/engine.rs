@@ -24,10 +24,15 @@ pub enum EngineKind {
     Auto,
 }
 
-impl FromStr for EngineKind {
-    type Err = String;
+/// A text that names no engine.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("expected cpu, cuda, cuda:N or auto")]
+pub struct ParseEngineKindError;
 
-    fn from_str(text: &str) -> Result<EngineKind, String> {
+impl FromStr for EngineKind {
+    type Err = ParseEngineKindError;
+
+    fn from_str(text: &str) -> Result<EngineKind, ParseEngineKindError> {
         match text {
             "cpu" => Ok(EngineKind::Cpu),
             "cuda" => Ok(EngineKind::Cuda(0)),
@@ -36,7 +41,7 @@ impl FromStr for EngineKind {
                 .strip_prefix("cuda:")
                 .and_then(|ordinal| ordinal.parse().ok())
                 .map(EngineKind::Cuda)
-                .ok_or_else(|| "expected cpu, cuda, cuda:N or auto".into()),
+                .ok_or(ParseEngineKindError),
         }
     }
 }

@@ -18,8 +18,8 @@ const DIGEST: usize = 32;
 const SHA256: &str = "sha256:";
 
 /// Most names of a certificate that are read, and most characters of each.
-const MOST_NAMES: usize = 64;
-const MOST_CHARS: usize = 253;
+const MAX_NAMES: usize = 64;
+const MAX_CHARS: usize = 253;
 
 /// The identity in a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,11 +58,11 @@ fn names(certificate: &[u8]) -> Vec<String> {
             _ => None,
         });
     let is_sound = |name: &&str| {
-        name.len() <= MOST_CHARS && !name.is_empty() && !name.chars().any(char::is_control)
+        name.len() <= MAX_CHARS && !name.is_empty() && !name.chars().any(char::is_control)
     };
     let sound = common.chain(alternative).filter(is_sound);
     let mut names: Vec<String> = Vec::new();
-    for name in sound.take(MOST_NAMES) {
+    for name in sound.take(MAX_NAMES) {
         if !names.iter().any(|known| known == name) {
             names.push(name.to_owned());
         }
@@ -104,17 +104,28 @@ impl CertificateRule {
     }
 }
 
-impl FromStr for CertificateRule {
-    type Err = String;
+/// Why a text is no rule for certificates.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum ParseCertificateRuleError {
+    #[error("{0:?} is neither a name in a certificate nor sha256: and 64 hexadecimal digits")]
+    Name(String),
+    #[error(
+        "{0:?}: expected sha256: and 64 hexadecimal digits, as openssl x509 -fingerprint -sha256 \
+         prints them"
+    )]
+    Fingerprint(String),
+}
 
-    fn from_str(text: &str) -> Result<CertificateRule, String> {
+impl FromStr for CertificateRule {
+    type Err = ParseCertificateRuleError;
+
+    fn from_str(text: &str) -> Result<CertificateRule, ParseCertificateRuleError> {
         let Some(digits) = text.strip_prefix(SHA256) else {
-            let is_name = !text.is_empty() && text.len() <= MOST_CHARS;
+            let is_name = !text.is_empty() && text.len() <= MAX_CHARS;
             return match is_name && !text.chars().any(|c| c.is_control() || c == ':') {
                 true => Ok(CertificateRule::Name(text.to_ascii_lowercase())),
-                false => Err(format!(
-                    "{text:?} is neither a name in a certificate nor sha256: and 64 hexadecimal digits"
-                )),
+                false => Err(ParseCertificateRuleError::Name(text.into())),
             };
         };
         // In the format of `openssl x509 -fingerprint -sha256`, or without the colons.
@@ -126,9 +137,7 @@ impl FromStr for CertificateRule {
         let written = text[SHA256.len()..].bytes().filter(|b| *b != b':').count();
         let mut fingerprint = [0; DIGEST];
         if digits.len() != 2 * DIGEST || written != digits.len() {
-            return Err(format!(
-                "{text:?}: a fingerprint is sha256: and 64 hexadecimal digits, as openssl x509 -fingerprint -sha256 says it"
-            ));
+            return Err(ParseCertificateRuleError::Fingerprint(text.into()));
         }
         for (byte, pair) in fingerprint.iter_mut().zip(digits.chunks_exact(2)) {
             *byte = pair[0] << 4 | pair[1];

@@ -62,7 +62,7 @@ pub mod vm;
 pub mod weights;
 
 #[cfg(feature = "server")]
-pub use identity::{CertificateRule, Identity};
+pub use identity::{CertificateRule, Identity, ParseCertificateRuleError};
 pub use limits::Limits;
 #[cfg(feature = "server")]
 pub use peer::{Peer, Process};

@@ -51,7 +51,8 @@ impl Default for Rules {
 /// The sum of the quotas exceeds the engine's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the quotas of the guests add up to {promised} bytes, the engine has {total}: lower a quota, or \
+    "the quotas of the guests add up to {promised} bytes, the engine has {total}: lower a quota, \
+     or \
      set overcommit = true"
 )]
 pub struct QuotaError {

@@ -1,7 +1,7 @@
-//! The inputs that fuzzing has found interesting, as tests.
+//! The corpora of the fuzzers, as tests.
 
 #[path = "../../tests/fuzz/targets/mod.rs"]
-#[allow(dead_code)] // the targets name what the fuzzers need, too
+#[allow(dead_code, unreachable_pub)] // the fuzzers need more of the targets
 mod targets;
 
 use std::fs;
@@ -9,7 +9,7 @@ use std::path::Path;
 
 use targets::session;
 
-/// Each file of a corpus is a case that must be as the fuzzed one: see `targets`.
+/// Runs each file of a corpus through its fuzz target.
 fn corpus(name: &str, least: usize) {
     let (_, run) = targets::TARGETS
         .into_iter()
@@ -30,7 +30,7 @@ fn corpus(name: &str, least: usize) {
         corpus.display()
     );
     for file in files {
-        // Shown when the test fails: the last line names the culprit.
+        // Shown when the test fails: the last line names the input.
         println!("{}", file.display());
         run(&fs::read(&file).expect("a file"));
     }
@@ -65,7 +65,7 @@ corpora! {
     texts_of_the_corpus: "text", 10;
 }
 
-/// Sessions without a corpus, so that a change is met by more than the same old inputs.
+/// Sessions with random bytes, in addition to the corpus.
 #[test]
 fn sessions_at_random() {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;

@@ -1,4 +1,4 @@
-//! Guests on a device with memory of its own, which runs the CUDA kernels on the CPU.
+//! Guests on the CUDA engine, whose kernels run on the CPU here.
 
 mod common;
 #[path = "../../host-kernels/shim/device.rs"]
@@ -40,12 +40,12 @@ fn out_of_memory_is_an_error_to_that_guest_only() {
         panic!("{reply:?}")
     };
     assert!(reason.contains("memory"), "{reason}");
-    // Its session goes on, and so does everybody else's.
+    // The session goes on, and so do all others.
     greedy.fence();
     modest.graph(GRAPH, &add(4, a, a, a));
     modest.submit(GRAPH);
     assert_eq!(floats(&modest.read(a, 0, 16)), [2.0; 4]);
-    // What is given back is for others, and zero.
+    // Freed memory is zeroed before another guest gets it.
     greedy.send_with(
         &Request::Fill {
             buffer: held,
@@ -88,7 +88,7 @@ fn a_guest_at_its_quota_is_refused_while_the_device_has_memory_for_others() {
         reason.starts_with("guest alice: out of memory: 20971520 bytes wanted"),
         "{reason}"
     );
-    // What she has still works, as does what another takes beside her.
+    // The guest keeps what it has, and another one allocates beside it.
     let b = other.alloc_with(&bytes(&[2.0; 4]));
     let large = other.alloc(200 * MIB);
     for (guest, buffer, sum) in [(&mut alice, a, 2.0), (&mut other, b, 4.0)] {
@@ -105,8 +105,7 @@ fn a_guest_at_its_quota_is_refused_while_the_device_has_memory_for_others() {
 fn memory_of_one_guest_is_zero_for_the_next() {
     let device = Arc::new(Spy::with_memory(512 * MIB));
     let host = host_on(&device);
-    // Parts of the pool's chunks, and one that is the driver's own; with ends at no multiple of
-    // anything.
+    // Sizes within a chunk of the allocator, one above a chunk, and sizes without alignment.
     let sizes = [24, 4096, 70_001, MIB, 5 * MIB + 3, 15 * MIB, 40 * MIB];
     let mut first = host.guest();
     for size in sizes {
@@ -123,7 +122,7 @@ fn memory_of_one_guest_is_zero_for_the_next() {
     drop(first);
     host.wait_until_empty();
     let mut second = host.guest();
-    // Another order, so that places of small ones lie within those of large ones.
+    // In another order, so that small buffers lie where large ones were.
     for size in sizes.into_iter().rev() {
         let buffer = second.alloc(size);
         for offset in (0..size).step_by(MAX_PAYLOAD) {
@@ -144,7 +143,8 @@ fn a_guest_that_reads_behind_its_graph_waits_once() {
         guest.submit(GRAPH);
         guest.read(a, 0, 16);
     }
-    // Nobody can say here how soon the guest's next request is seen, so only what must not be is.
+    // The time until the host sees the next request is unknown here, so only an upper bound is
+    // checked.
     device.take_whole_log();
     guest.write(a, 0, &bytes(&[3.0; 4]));
     guest.submit(GRAPH);
@@ -198,7 +198,7 @@ fn a_device_that_is_lost_is_told_to_every_guest_that_had_memory_there() {
     );
 }
 
-/// Weights times a column, or some of their rows.
+/// A matrix product of weights with a column, or of a view of their rows.
 fn of_weights(weights: BufferId, ne: [u64; 4], others: [BufferId; 2], op: Op) -> Graph {
     let mut build = Build::default();
     let w = build.tensor(Type::Mxfp4, ne, weights);
@@ -251,7 +251,7 @@ fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote
         guest.submit(product);
         results.push(guest.read_f32(dst, 2048));
         assert!(read_all(&mut guest, weights, content.len() as u64) == content);
-        // Whoever needs rows has them, and the graph of before is compiled again by itself.
+        // Reading rows restores the original layout, and the earlier graph is compiled again.
         let ids = guest.alloc_with(&3i32.to_le_bytes());
         let row = guest.alloc(4 * 64);
         guest.graph(rows, &of_weights(weights, ne, [ids, row], Op::GetRows {}));

@@ -1,5 +1,5 @@
-//! A hostile driver in a virtual machine: it writes what it likes to every word of its window,
-//! while commands run, and rings without end. Nobody else may notice.
+//! A hostile driver in a virtual machine: it overwrites its window at random while commands run,
+//! and rings the doorbell without end. No other guest may be affected.
 
 mod common;
 mod machine;
@@ -18,10 +18,10 @@ use vgpu_transport::wire::GraphId;
 use common::{Guest, add, bytes, floats};
 use machine::{Dir, Machine, executor, wait_for};
 
-/// How long the attack lasts.
+/// Duration of the attack.
 const ATTACK: Duration = Duration::from_secs(8);
 
-/// Numbers without a pattern, the same each time.
+/// A deterministic generator of random numbers.
 struct Random(u64);
 
 impl Random {
@@ -32,7 +32,7 @@ impl Random {
         self.0
     }
 
-    /// Values that code trips over: small, huge, and near what is there.
+    /// Values at which code fails: small ones, huge ones, and neighbours of the present value.
     fn value(&mut self, there: u64) -> u64 {
         match self.next() % 8 {
             0 => 0,
@@ -47,8 +47,8 @@ impl Random {
     }
 }
 
-/// Writes at random to the window: most to the words, some to rings and bulk area, some to the
-/// directory.
+/// Writes random values to the window: mostly to control words, sometimes to rings, the bulk area
+/// and the directory.
 fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &AtomicU64) {
     let mut random = Random(seed);
     let slot_size = size / directory::PARTS;
@@ -63,7 +63,7 @@ fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &A
         let there = memory.load(offset);
         memory.store(offset, random.value(there));
         writes.fetch_add(1, Ordering::Relaxed);
-        // Slow enough that commands run in between, now and then for longer.
+        // Slowly enough for commands to run in between.
         if random.next().is_multiple_of(4) {
             thread::sleep(Duration::from_micros(random.next() % 300));
         }
@@ -71,13 +71,14 @@ fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &A
             thread::sleep(Duration::from_millis(random.next() % 50));
         }
         if offset < 0x100 {
-            // Without the directory's facts the machine's own programs would not come any more.
+            // Without the facts in the directory, the machine's own programs could not connect any
+            // more.
             memory.store(offset, there);
         }
     }
 }
 
-/// Steps of a well-behaved guest: what it computes is known.
+/// Steps of a well-behaved guest, whose results are known.
 fn step(guest: &mut Guest, i: u64) -> Vec<f32> {
     let values: Vec<f32> = (0..1024).map(|k| (k as u64 + i) as f32).collect();
     let a = guest.alloc_with(&bytes(&values));
@@ -93,15 +94,14 @@ fn step(guest: &mut Guest, i: u64) -> Vec<f32> {
     sum
 }
 
-/// A program in the attacked machine: it sends what it can and expects nothing.
+/// A program in the attacked machine: sends requests, and ignores all failures.
 fn victim(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
     while !stop.load(Ordering::Relaxed) {
         let Ok(end) = machine.try_connect(Duration::from_millis(200)) else {
             continue;
         };
         sessions.fetch_add(1, Ordering::Relaxed);
-        // Its own end may notice that the window is broken, at any point; that is not what is
-        // tested.
+        // The guest's end may detect the broken window at any point, which is allowed here.
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut guest = Guest::new(Box::new(end));
             guest.hello();
@@ -135,7 +135,7 @@ fn a_machine_that_attacks_harms_only_itself() {
         }
         scope.spawn(move || {
             while !stop.load(Ordering::Relaxed) {
-                // Wild, but the test's own threads need the processors too.
+                // Leaves processor time to the other threads of the test.
                 let _ = rustix::io::write(&bad.bell, &1u64.to_ne_bytes());
                 if rings.fetch_add(1, Ordering::Relaxed).is_multiple_of(100) {
                     thread::sleep(Duration::from_millis(1));
@@ -152,7 +152,7 @@ fn a_machine_that_attacks_harms_only_itself() {
             }
         }
         stop.store(true, Ordering::Relaxed);
-        // The machine hangs up. Of its programs one may wait for an answer to what its machine has
+        // Close the machine first: one of its programs may wait for a reply that the attack has
         // overwritten.
         bad.line.shutdown(std::net::Shutdown::Both).unwrap();
     });
@@ -163,14 +163,14 @@ fn a_machine_that_attacks_harms_only_itself() {
     assert!(writes > 1000 && rings > 100 && steps > 10 && sessions > 2);
     assert_eq!(untouched.load(directory::word::EPOCH), epoch);
 
-    // Nothing of it is left, and the other one goes on.
+    // No session of the machine is left, and the other guest goes on.
     drop(memory);
     drop(bad);
     wait_for("the end of the attacked sessions", || {
         server.sessions().len() == 1
     });
     assert_eq!(step(&mut guest, steps + 1)[0], 2.0 * (steps + 1) as f32);
-    // All memory that its sessions had is free again.
+    // All memory of its sessions is free again.
     let again = Machine::plug(&dir.0.join("bad.sock"));
     let mut guest = again.guest();
     guest.alloc(common::MEMORY / 2);

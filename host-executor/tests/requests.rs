@@ -1,4 +1,4 @@
-//! Every request, done right.
+//! Valid use of every request.
 
 mod common;
 
@@ -65,7 +65,7 @@ fn memory_is_zero_written_read_filled_copied_and_given_back() {
         len: 12,
     });
     assert_eq!(guest.read(b, 0, 14), b"\0\0tensor!!!!\0\0");
-    // Within one buffer, overlapping, as if through a temporary.
+    // Overlapping ranges of one buffer.
     guest.send(&Request::Copy {
         dst: b,
         dst_offset: 4,
@@ -180,7 +180,7 @@ fn a_graph_is_replaced_by_one_of_the_same_name_and_forgotten_on_request() {
     assert_eq!(guest.read_f32(a, 1), [11.0]);
     assert_eq!(host.server.sessions()[0].stats.graphs, 1);
     guest.send(&Request::Forget { graph: GRAPH });
-    // A guest that has freed a buffer cannot know which of its graphs the host still had.
+    // A guest cannot know which graphs the host has dropped with a buffer.
     guest.send(&Request::Forget { graph: GRAPH });
     guest.fence();
     assert_eq!(host.server.sessions()[0].stats.graphs, 0);
@@ -238,7 +238,7 @@ fn one_buffer_too_many_is_refused_and_the_session_goes_on() {
     };
     assert!(reason.contains("3 buffers"), "{reason}");
     guest.send(&Request::Free { buffer: first });
-    // The refused name was not used.
+    // The id of the refused buffer is still unused.
     guest.alloc_mapped(buffer, 8);
 }
 
@@ -297,7 +297,7 @@ fn a_failure_arrives_before_its_request_retires() {
     guest.fence();
 }
 
-/// A guest with a graph that is under way when the guest says so, whose end succeeds or fails.
+/// A guest with a graph that is in flight, and then succeeds or fails.
 fn guest_with_a_launch(
     fails: bool,
 ) -> (Host, Guest, BufferId, mpsc::Receiver<()>, mpsc::Sender<()>) {
@@ -330,12 +330,12 @@ fn what_a_guest_reads_behind_a_graph_is_read_before_the_graph_is_waited_for() {
         runs.recv().unwrap();
         let request = guest.send(&read);
         go.send(()).unwrap();
-        // This engine's device is in no order, so that it shows: the plan writes 9 when it lands.
+        // The plan writes 9 when the host waits for it: that shows what has been waited for.
         assert_eq!(guest.receive(), (Reply::Data { request }, vec![1; 4]));
         guest.end.wait_retired(submit).unwrap();
         assert_eq!(guest.read(a, 0, 4), [9; 4]);
     }
-    // With nothing or something else behind it, a graph is waited for first.
+    // Without a READ behind the graph, the host waits for the graph first.
     guest.submit(GRAPH);
     runs.recv().unwrap();
     guest.write(a, 0, &[2; 2]);
@@ -449,7 +449,8 @@ fn a_patched_graph_is_another_one_and_the_base_stays() {
     );
     guest.submit(GraphId(2));
     assert_eq!(guest.read_f32(sum, 8), [11.0; 8]);
-    // What freeing a buffer takes along can be patched no more; what is patched stands alone.
+    // A graph that was dropped with its buffer cannot be a base; a graph made from it is
+    // independent.
     guest.send(&Request::Forget { graph: GraphId(1) });
     guest.submit(GraphId(2));
     guest.fence();
@@ -475,9 +476,9 @@ fn a_shared_buffer_is_written_and_read_without_a_message() {
     let mut seen = [0; 8];
     maps[2].bytes(0..8).copy_to(&mut seen);
     assert_eq!(floats(&seen), [11.0, 22.0]);
-    // Messages see the same memory.
+    // Messages access the same memory.
     assert_eq!(guest.read_f32(sum, 2), [11.0, 22.0]);
-    // What a guest keeps mapped is not what somebody else gets.
+    // Memory that a guest keeps mapped is not given to another guest.
     drop(guest);
     host.wait_until_empty();
     maps[2].bytes_mut(0..8).copy_from((&[7; 8][..]).into());
@@ -498,8 +499,7 @@ fn buffers_are_shared_only_if_the_host_wants_it() {
     assert!(guest.alloc_mapped(BufferId(1), 5000).is_none());
 }
 
-/// Indices that a guest changes while the kernel reads them: each one is either in range, or fails
-/// the graph.
+/// Indices that a guest changes while the kernel reads them: each is in range, or the graph fails.
 #[test]
 fn a_guest_that_writes_while_its_graph_runs_harms_nobody() {
     const ROWS: u64 = 64;

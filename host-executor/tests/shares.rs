@@ -1,5 +1,5 @@
-//! What guests with names may use: memory, links, the device's time; and that nobody gets at what
-//! is another's.
+//! Named guests: memory quotas, links, shares of the device's time, and the isolation of their
+//! data.
 
 mod common;
 
@@ -36,7 +36,7 @@ fn rules(guests: Vec<GuestRule>) -> Rules {
     }
 }
 
-/// Total and free memory, as the guest sees them.
+/// Total and free memory that the guest is told.
 fn figures(guest: &mut Guest) -> (u64, u64) {
     match guest.ask(&Request::Memory {}) {
         Reply::Memory { total, free, .. } => (total, free),
@@ -67,7 +67,7 @@ fn a_guest_at_its_quota_is_refused_with_numbers_and_nobody_else_notices() {
         reason,
         "guest alice: out of memory: 5242880 bytes wanted, 4194304 of 10485760 free"
     );
-    // The same guest with another program has the same quota.
+    // A second program of the guest shares the quota.
     let mut again = host.guest_of(1);
     assert_eq!(figures(&mut again), (10 << 20, 4 << 20));
     again.alloc(4 << 20);
@@ -87,7 +87,7 @@ fn a_guest_at_its_quota_is_refused_with_numbers_and_nobody_else_notices() {
     drop(alice);
     let mut alice = host.guest_of(1);
     while figures(&mut alice).1 < 10 << 20 {
-        // The sessions of before are still giving back.
+        // The earlier sessions may still be freeing memory.
         thread::yield_now();
     }
 }
@@ -145,7 +145,7 @@ fn quotas_change_under_a_guest_that_stays() {
     apply(16384);
     assert_eq!(figures(&mut alice), (16384, 8192));
     alice.alloc(8192);
-    // No longer named: it stays as it is, and the next one is a stranger.
+    // The guest is no longer named: its session stays, and the next one is unnamed.
     host.server.apply(Rules::default()).expect("nothing to fit");
     assert_eq!(alice.read(buffer, 0, 8192), [7; 8192]);
     let (total, _) = figures(&mut host.guest_of(1));
@@ -170,16 +170,15 @@ fn who_may_not_come_is_told_why() {
         .expect("nothing to fit");
     let reason = host.connect_of(1).ended();
     assert!(
-        reason.contains("guest alice may not come over unix, only over pci, tcp"),
+        reason.contains("guest alice may not connect over unix, only over pci, tcp"),
         "{reason}"
     );
     let reason = host.connect_of(3).ended();
-    assert!(reason.contains("lets in no others"), "{reason}");
+    assert!(reason.contains("rejects guests without a name"), "{reason}");
     host.guest_of(2).fence();
 }
 
-/// Everything that one guest can try to see of another's bytes, and of those it has given back
-/// itself.
+/// Every way by which a guest could read another guest's data, or its own freed data.
 #[test]
 fn no_byte_of_one_guest_is_ever_another_s() {
     const SECRET: u8 = 0xa5;
@@ -195,7 +194,7 @@ fn no_byte_of_one_guest_is_ever_another_s() {
     });
     victim.fence();
 
-    // The victim's buffer by its name: names are a session's own.
+    // The victim's buffer by its id: ids belong to a session.
     let read = |buffer, offset, len| Request::Read {
         buffer,
         offset,
@@ -204,7 +203,7 @@ fn no_byte_of_one_guest_is_ever_another_s() {
     let mut thief = host.guest_of(2);
     thief.send(&read(secret, 0, 64));
     assert!(thief.ended().contains("which the session does not have"));
-    // Beyond a buffer of its own, in front of it, around the end of numbers.
+    // Ranges beyond the guest's own buffer, before it, and around the largest offset.
     for (offset, len) in [
         (4096, 1),
         (4095, 2),
@@ -222,7 +221,7 @@ fn no_byte_of_one_guest_is_ever_another_s() {
             "{offset}+{len}: {reason}"
         );
     }
-    // Copied from there into its own.
+    // Copies from such ranges.
     let mut thief = host.guest_of(2);
     let own = thief.alloc(8192);
     thief.send(&Request::Copy {
@@ -233,7 +232,7 @@ fn no_byte_of_one_guest_is_ever_another_s() {
         len: 64,
     });
     assert!(thief.ended().contains("buffer 77"));
-    // By a graph that reads beyond, or from a buffer that is not its own.
+    // Graphs that read beyond a buffer, or from another session's buffer.
     for (a, count) in [(BufferId(1), 2048), (BufferId(2), 16)] {
         let mut thief = host.guest_of(2);
         let own = thief.alloc(4096);
@@ -241,7 +240,7 @@ fn no_byte_of_one_guest_is_ever_another_s() {
         thief.submit(GRAPH);
         assert!(thief.ended().contains("broke the protocol"));
     }
-    // By a name of its own that it has freed, and a graph that was compiled over it.
+    // The id of a freed buffer, and a graph that was compiled with it.
     let mut thief = host.guest_of(2);
     let own = thief.alloc_with(&bytes(&[1.0; 16]));
     let kept = thief.alloc(64);
@@ -255,7 +254,7 @@ fn no_byte_of_one_guest_is_ever_another_s() {
     thief.send(&read(own, 0, 64));
     assert!(thief.ended().contains("which the session does not have"));
 
-    // What the victim gives back, in new memory, of all sizes, before and after it has gone.
+    // New memory of all sizes, before and after the victim has disconnected.
     let mut thief = host.guest_of(2);
     let mut look = |round: &str| {
         for size in [64, 4096, 65_536, SIZE, 2 * SIZE] {
@@ -276,8 +275,7 @@ fn no_byte_of_one_guest_is_ever_another_s() {
     look("after it has gone");
 }
 
-/// Heavy and light guests at once, all results right: turns of one do not disturb the other's
-/// graphs.
+/// Guests with heavy and light graphs at once: all results are right.
 #[test]
 fn graphs_that_take_turns_compute_what_they_compute_alone() {
     let host = Host::new(cpu());
@@ -340,8 +338,7 @@ fn products(side: u64, [w, x, b, c]: [BufferId; 4]) -> Graph {
     build.0
 }
 
-/// Products that take many milliseconds, cut in the middle to let others in, give the very bits
-/// that they give alone.
+/// Products of many milliseconds that yield to other guests have the same bits as without yielding.
 #[test]
 fn products_that_are_cut_in_the_middle_are_the_same_to_the_bit() {
     const SIDE: u64 = 640;

@@ -1,8 +1,8 @@
-//! A soak: random commands of several guests at once, over unix sockets, against what each of them
-//! should see.
+//! A soak test: random commands of several guests at once over unix sockets, checked against a
+//! model of each guest.
 //!
-//! `VGPU_SOAK=1000000 cargo test --release -p vgpu-executor --test soak` runs as many commands in
-//! all; `cargo xtask bench soak` does the same.
+//! `VGPU_SOAK=1000000 cargo test --release -p vgpu-executor --test soak` runs that many commands,
+//! as `cargo xtask` does for the soak benchmark.
 
 mod common;
 
@@ -23,12 +23,11 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 const GUESTS: usize = 4;
 
-/// Buffers of a guest at once, and the bytes of the largest: four guests stay within the engine's
-/// memory.
+/// Buffers of a guest at once, and the largest size in bytes. Four guests fit the engine's memory.
 const BUFFERS: usize = 12;
 const LARGEST: u64 = 3 * MAX_PAYLOAD as u64 / 2;
 
-/// Commands of the ordinary test, in all.
+/// Commands of the ordinary test.
 const FEW: usize = 20_000;
 
 #[test]
@@ -38,9 +37,9 @@ fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
     let path = std::env::temp_dir().join(format!("vgpu-soak-{}.sock", std::process::id()));
     let listener = Listener::bind(&path, ListenOptions::default()).expect("a socket");
     let mut server = Server::new(Arc::clone(&engine), Limits::default(), GUESTS);
-    server.listen(listener).expect("a thread for the door");
+    server.listen(listener).expect("a thread for the listener");
 
-    // Once to touch everything that is touched once in a process; then for the figures.
+    // The first round allocates what a process allocates once; the second one is measured.
     visit(&server, &path, 1, GUESTS * 500);
     let before = Holdings::now(engine.as_ref());
     visit(&server, &path, 2, commands);
@@ -52,7 +51,7 @@ fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
         after.mappings <= before.mappings + 16,
         "{after:?} after {before:?}"
     );
-    // Allocators keep some of what they had.
+    // Allocators keep some memory.
     assert!(
         after.resident <= before.resident + (32 << 20),
         "{after:?} after {before:?}"
@@ -60,7 +59,7 @@ fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
     server.shutdown();
 }
 
-/// Lets all guests come, do their share, and go.
+/// Runs all guests to their end.
 fn visit(server: &Server, path: &Path, seed: u64, commands: usize) {
     std::thread::scope(|scope| {
         for guest in 0..GUESTS as u64 {
@@ -81,14 +80,14 @@ fn visit(server: &Server, path: &Path, seed: u64, commands: usize) {
     }
 }
 
-/// What this process holds.
+/// Resources of this process.
 #[derive(Debug)]
 struct Holdings {
-    /// Bytes that the engine has handed out.
+    /// Bytes that the engine has allocated.
     used: u64,
     files: usize,
     mappings: usize,
-    /// Bytes of real memory.
+    /// Bytes of resident memory.
     resident: u64,
 }
 
@@ -109,13 +108,13 @@ impl Holdings {
     }
 }
 
-/// A guest, and what it believes its buffers to hold.
+/// A guest, and the expected contents of its buffers.
 struct Visitor {
     guest: Guest,
     random: u64,
     buffers: BTreeMap<u64, Held>,
     next_buffer: u64,
-    /// Graphs that the host has: copies of so many words from one buffer to another.
+    /// Graphs that the host has stored: copies of a number of words from one buffer to another.
     graphs: BTreeMap<u64, Copying>,
     next_graph: u64,
 }
@@ -153,13 +152,13 @@ impl Visitor {
         (self.random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % count.max(1)
     }
 
-    /// A buffer of the guest.
+    /// A random buffer of the guest.
     fn any(&mut self) -> u64 {
         let at = self.below(self.buffers.len() as u64) as usize;
         *self.buffers.keys().nth(at).expect("there is one")
     }
 
-    /// A range of a buffer: short mostly, now and then several messages long.
+    /// A random range of a buffer: mostly short, sometimes several messages long.
     fn range(&mut self, buffer: u64) -> (u64, u64) {
         let size = self.buffers[&buffer].bytes.len() as u64;
         let offset = self.below(size + 1);
@@ -235,7 +234,7 @@ impl Visitor {
         self.believe(buffer, offset, &data);
     }
 
-    /// Writes as a guest that has mapped its buffer does: when nothing is under way.
+    /// Writes like a guest that has mapped its buffer: only while no request is in flight.
     fn write_mapped(&mut self) {
         let buffer = self.any();
         let (offset, len) = self.range(buffer);
@@ -277,7 +276,7 @@ impl Visitor {
         self.believe(dst, dst_offset, &data);
     }
 
-    /// Sends a graph that copies words, whole or as a patch of another one.
+    /// Sends a graph that copies words, completely or as a patch of another graph.
     fn graph(&mut self) {
         let (dst, src) = (self.any(), self.any());
         let room = |buffer: u64| self.buffers[&buffer].bytes.len() as u64 / 4;

@@ -1,4 +1,4 @@
-//! Guests who do not know each other, on one host.
+//! Independent guests on one host.
 
 mod common;
 
@@ -14,8 +14,7 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 
 const GRAPH: GraphId = GraphId(1);
 
-/// What a good guest does: adds 1 to its own numbers, over and over, and finds them right each
-/// time.
+/// A well-behaved guest: adds 1 to its numbers repeatedly, and checks the result.
 fn work(host: &Host, tenant: usize, rounds: usize) {
     const COUNT: u64 = 1000;
     let mut guest = host.guest();
@@ -36,7 +35,7 @@ fn work(host: &Host, tenant: usize, rounds: usize) {
     }
 }
 
-/// What a bad guest does: something wrong, until it is thrown out, again and again.
+/// A misbehaving guest: breaks the protocol until its session ends, again and again.
 fn misbehave(host: &Host, round: usize) {
     let mut guest = host.connect();
     match round % 6 {
@@ -63,7 +62,7 @@ fn misbehave(host: &Host, round: usize) {
             guest.submit(GRAPH);
             guest.send(&Request::Free { buffer });
         }
-        // Leaves in the middle of a graph.
+        // Disconnects in the middle of a graph.
         _ => {
             guest.hello();
             guest.alloc(1 << 20);
@@ -101,7 +100,7 @@ fn good_guests_compute_beside_bad_ones() {
 #[test]
 fn memory_of_one_tenant_is_zero_for_the_next() {
     let host = Host::new(cpu());
-    // More than half of all there is, so that the next tenant gets the same memory again.
+    // More than half of the memory, so that the next tenant gets the same memory.
     let size = MEMORY / 4 * 3;
     let mut first = host.guest();
     let secret = first.alloc(size);
@@ -160,7 +159,8 @@ fn a_guest_that_goes_in_the_middle_of_anything_leaves_nothing_behind() {
     let host = Host::new(cpu());
     let mut bystander = host.guest();
     let kept = bystander.alloc_with(b"mine");
-    // Without a word, after hello, in the middle of a graph, with graphs and replies on their way.
+    // Disconnects before HELLO, after HELLO, in the middle of a graph, and with graphs and replies
+    // in flight.
     for stage in 0..4 {
         let mut guest = host.connect();
         if stage > 0 {
@@ -291,7 +291,7 @@ fn an_executor_in_the_process_serves_and_is_gone_when_its_guest_is() {
         guest.submit(GRAPH);
         assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
         if round == 2 {
-            // With work on its way.
+            // With requests in flight.
             for _ in 0..100 {
                 guest.submit(GRAPH);
             }

@@ -1,4 +1,4 @@
-//! The vfio-user device, by the client that comes with the protocol's crate.
+//! The vfio-user device, tested with the client of the protocol's crate.
 
 mod common;
 mod machine;
@@ -22,8 +22,8 @@ const CONFIG: u32 = 7;
 fn executor(socket: &Path) -> Server {
     let mut server = Server::new(cpu(), Limits::default(), 64);
     let options = format!("a,socket={},window=64M,silence=0", socket.display());
-    let door = VfioUserListener::open(options.parse().unwrap()).unwrap();
-    server.listen(door).unwrap();
+    let listener = VfioUserListener::open(options.parse().unwrap()).unwrap();
+    server.listen(listener).unwrap();
     server
 }
 
@@ -44,7 +44,7 @@ fn a_monitor_finds_the_function_and_a_guest_its_window() {
     assert_eq!(ids, [0x10de, 0x2331, 0x1af4, 0x5647]);
     assert_eq!(config(&mut client, 0x0a), 0x0302);
     assert_eq!(config(&mut client, 0x14), 0x000c, "64 bits, prefetchable");
-    // A guest may switch memory on, and change nothing else.
+    // A guest can enable memory space, and change nothing else.
     client.region_write(CONFIG, 0x04, &[0xff, 0xff]).unwrap();
     client.region_write(CONFIG, 0x00, &[0, 0, 0, 0]).unwrap();
     assert_eq!(config(&mut client, 0x04), 0x0006);
@@ -56,7 +56,7 @@ fn a_monitor_finds_the_function_and_a_guest_its_window() {
     assert_eq!(client.region(0).unwrap().size, 64 << 10);
     assert!(client.region(0).unwrap().file_offset.is_none(), "trapped");
 
-    // The window is the monitor's to map.
+    // The monitor can map the window.
     let region = client.region(1).unwrap();
     assert_eq!(region.size, 64 << 20);
     assert_eq!(region.sparse_areas.len(), 1);
@@ -64,12 +64,12 @@ fn a_monitor_finds_the_function_and_a_guest_its_window() {
     let page = Window::map_part(file.as_fd(), 0, 4096).unwrap();
     let found = directory::Directory::read(&page, 64 << 20).unwrap();
     assert_eq!(found.slots, directory::SLOTS);
-    // Also by messages, as far as it goes.
+    // Messages can access the window, too, within its bounds.
     let mut magic = [0; 8];
     client.region_read(1, 0, &mut magic).unwrap();
     assert_eq!(u64::from_le_bytes(magic), directory::MAGIC);
 
-    // A guest asks for a slot and rings.
+    // A guest asks for a slot, and rings the doorbell.
     page.store(directory::word::request(2), 77);
     client.region_write(0, DOORBELL as u64, &[0; 4]).unwrap();
     wait_for("an answer", || {
@@ -81,11 +81,11 @@ fn a_monitor_finds_the_function_and_a_guest_its_window() {
     );
     wait_for("a session", || server.sessions().len() == 1);
 
-    // The monitor hangs up.
+    // The monitor disconnects.
     client.shutdown().unwrap();
     drop(client);
     wait_for("its end", || server.sessions().is_empty());
-    // And another can come.
+    // Another monitor can connect.
     wait_for("the next", || Client::new(&socket).is_ok());
 }
 
@@ -94,8 +94,8 @@ fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
     let dir = Dir::new();
     let socket = dir.0.join("a.sock");
     let _server = executor(&socket);
-    // A size that is smaller than its message; an access without a bound; a text without an end;
-    // noise.
+    // A size smaller than the message, an access without bounds, a string without an end, random
+    // bytes.
     let head = |command: u16, size: u32| {
         let mut head = vec![0; 16];
         head[2..4].copy_from_slice(&command.to_le_bytes());
@@ -105,7 +105,7 @@ fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
     for bytes in [head(1, 3), head(9, u32::MAX), head(1, 16), vec![0xff; 4096]] {
         let mut monitor = UnixStream::connect(&socket).unwrap();
         let _ = monitor.write_all(&bytes);
-        // It is hung up on.
+        // The device disconnects the monitor.
         wait_for("its end", || {
             let _ = monitor.set_read_timeout(Some(std::time::Duration::from_millis(100)));
             matches!(std::io::Read::read(&mut monitor, &mut [0; 64]), Ok(0))

@@ -1,7 +1,7 @@
-//! Every way to break the protocol ends the session that does it, with the reason, and no other.
+//! Every violation of the protocol ends the session that commits it, with the reason, and no other
+//! session.
 //!
-//! The weaknesses that peers of this project were found to have are in `cve.rs`, each under its
-//! name.
+//! `cli/tests/cve.rs` has the known vulnerabilities of similar projects, each by its name.
 
 mod common;
 
@@ -15,9 +15,9 @@ use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Re
 
 const GRAPH: GraphId = GraphId(7);
 
-/// What `crime` does ends its session with a reason that has every word of `words`. Another guest,
-/// with data and a graph from before, notices nothing, and the memory of the ended session comes
-/// back.
+/// Checks that `crime` ends its session with a reason that contains all of `words`. Another guest,
+/// with data and a graph from before, is not affected, and the memory of the ended session is
+/// freed.
 fn ends_only_its_session(words: &[&str], crime: impl FnOnce(&mut Guest)) {
     ends_only_its_session_on(Host::new(cpu()), words, crime);
 }
@@ -33,7 +33,7 @@ fn ends_only_its_session_on(host: Host, words: &[&str], crime: impl FnOnce(&mut 
     newcomer.alloc(1 << 20);
 }
 
-// The handshake.
+// Handshake.
 
 #[test]
 fn hello_missing() {
@@ -94,7 +94,10 @@ fn hello_that_never_comes() {
     };
     let host = Host::limited(cpu(), limits, 64);
     let reason = host.connect().ended();
-    assert!(reason.contains("not said hello within 200ms"), "{reason}");
+    assert!(
+        reason.contains("did not send HELLO within 200ms"),
+        "{reason}"
+    );
     host.guest().fence();
 }
 
@@ -103,7 +106,7 @@ fn hello_that_never_comes() {
 #[test]
 fn message_of_unknown_kind() {
     ends_only_its_session(
-        &["(4 bytes) cannot be read", "unknown message kind 77"],
+        &["(4 bytes) cannot be decoded", "unknown message kind 77"],
         |guest| {
             guest.hello();
             guest.send_raw(&77u32.to_le_bytes(), &[]);
@@ -114,7 +117,7 @@ fn message_of_unknown_kind() {
 #[test]
 fn message_cut_short() {
     ends_only_its_session(
-        &["cannot be read", "message of 9 bytes ends where byte 12"],
+        &["cannot be decoded", "message of 9 bytes ends where byte 12"],
         |guest| {
             guest.hello();
             let mut message = Vec::new();
@@ -130,7 +133,7 @@ fn message_cut_short() {
 
 #[test]
 fn message_with_more_than_it_says() {
-    ends_only_its_session(&["cannot be read", "1 bytes behind its end"], |guest| {
+    ends_only_its_session(&["cannot be decoded", "1 bytes behind its end"], |guest| {
         guest.hello();
         let mut message = Vec::new();
         Request::Fence {}.encode(&mut message);
@@ -141,7 +144,7 @@ fn message_with_more_than_it_says() {
 
 #[test]
 fn message_empty() {
-    ends_only_its_session(&["(0 bytes) cannot be read"], |guest| {
+    ends_only_its_session(&["(0 bytes) cannot be decoded"], |guest| {
         guest.send_raw(&[], &[]);
     });
 }
@@ -174,7 +177,7 @@ fn payload_where_none_belongs() {
 #[test]
 fn buffer_named_again_while_it_lives() {
     ends_only_its_session(
-        &["buffer 1, a name that the session has used before"],
+        &["buffer 1, an id that the session has used before"],
         |guest| {
             guest.hello();
             let buffer = guest.alloc(8);
@@ -186,7 +189,7 @@ fn buffer_named_again_while_it_lives() {
 #[test]
 fn buffer_named_again_after_it_was_freed() {
     ends_only_its_session(
-        &["buffer 1, a name that the session has used before"],
+        &["buffer 1, an id that the session has used before"],
         |guest| {
             guest.hello();
             let buffer = guest.alloc(8);
@@ -313,7 +316,7 @@ fn buffer_of_another_guest() {
 
 #[test]
 fn read_longer_than_a_payload() {
-    ends_only_its_session(&["1048577 bytes at once, at most 1048576"], |guest| {
+    ends_only_its_session(&["1048577 bytes, at most 1048576"], |guest| {
         guest.hello();
         let buffer = guest.alloc(2 << 20);
         let len = MAX_PAYLOAD as u64 + 1;
@@ -354,7 +357,7 @@ fn graph_submitted_before_its_last_part() {
 #[test]
 fn patch_of_nothing_and_patches_out_of_place() {
     ends_only_its_session(
-        &["PATCH of 12 bytes starts from graph 7, which was never sent"],
+        &["PATCH of 12 bytes is based on graph 7, which was never sent"],
         |guest| {
             guest.hello();
             let patch = Request::Patch {
@@ -371,7 +374,7 @@ fn patch_of_nothing_and_patches_out_of_place() {
         (&[0], "1 words behind its end"),
     ];
     for (words, reason) in patches {
-        ends_only_its_session(&["graph 8 cannot be read", reason], |guest| {
+        ends_only_its_session(&["graph 8 cannot be decoded", reason], |guest| {
             guest.hello();
             let buffer = guest.alloc(16);
             guest.graph(GRAPH, &add(4, buffer, buffer, buffer));
@@ -442,7 +445,7 @@ fn graph_parts_out_of_order() {
     ];
     for (what, parts) in crimes {
         println!("an image that {what}");
-        ends_only_its_session(&["a part of graph", "come next"], |guest| {
+        ends_only_its_session(&["a part of graph", "expected are"], |guest| {
             guest.hello();
             for (part, len) in parts {
                 guest.send_with(&part, &vec![0; len]);
@@ -454,7 +457,7 @@ fn graph_parts_out_of_order() {
 #[test]
 fn graph_that_is_noise() {
     ends_only_its_session(
-        &["graph 7 cannot be read", "starts with 0x2a2a2a2a"],
+        &["graph 7 cannot be decoded", "starts with 0x2a2a2a2a"],
         |guest| {
             guest.hello();
             guest.image(GRAPH, &[42; 400]);
@@ -464,13 +467,16 @@ fn graph_that_is_noise() {
 
 #[test]
 fn graph_that_announces_more_than_it_has() {
-    ends_only_its_session(&["graph 7 cannot be read", "4294967295 tensors"], |guest| {
-        guest.hello();
-        let a = guest.alloc(8);
-        let mut image = image(&add(2, a, a, a));
-        image[12..16].copy_from_slice(&u32::MAX.to_le_bytes());
-        guest.image(GRAPH, &image);
-    });
+    ends_only_its_session(
+        &["graph 7 cannot be decoded", "4294967295 tensors"],
+        |guest| {
+            guest.hello();
+            let a = guest.alloc(8);
+            let mut image = image(&add(2, a, a, a));
+            image[12..16].copy_from_slice(&u32::MAX.to_le_bytes());
+            guest.image(GRAPH, &image);
+        },
+    );
 }
 
 #[test]
@@ -523,18 +529,15 @@ fn graphs_more_than_are_kept() {
         ..Limits::default()
     };
     for (limits, words) in [
-        (graphs, "graph 5 makes 5 graphs in all"),
-        (
-            graph_bytes,
-            "bytes of graphs in all that the session wants kept, at most 1000 are",
-        ),
-        (graph_nodes, "graph 5 makes 5 nodes in all"),
+        (graphs, "with graph 5 the session stores 5 graphs"),
+        (graph_bytes, "bytes of graphs, at most 1000 are allowed"),
+        (graph_nodes, "with graph 5 the session stores 5 nodes"),
     ] {
         ends_only_its_session_on(Host::limited(cpu(), limits, 64), &[words], |guest| {
             guest.hello();
             let a = guest.alloc(8);
             for i in 1..=5 {
-                // Replaced and forgotten graphs do not count.
+                // Replaced and forgotten graphs are not counted.
                 if i < 4 {
                     guest.graph(GraphId(100), &add(2, a, a, a));
                     guest.send(&Request::Forget {
@@ -548,7 +551,7 @@ fn graphs_more_than_are_kept() {
     }
 }
 
-// The host's own failures end a session too, and only that one.
+// Failures of the host also end only one session.
 
 #[test]
 fn panics_of_the_host_while_it_serves_a_guest() {
@@ -574,7 +577,7 @@ fn panics_of_the_host_while_it_serves_a_guest() {
             guest.graph(GRAPH, &add(1, buffer, buffer, buffer));
             guest.submit(GRAPH);
         }
-        // What panicked stays in the host's log.
+        // The panic message stays in the host's log.
         assert_eq!(guest.ended(), "the host failed while it executed a request");
         assert_eq!(bystander.read(a, 0, 9), b"untouched");
     }

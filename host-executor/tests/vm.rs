@@ -1,4 +1,4 @@
-//! Virtual machines: what their programs, and the executor's own restarts, may expect.
+//! Virtual machines: their programs, and restarts of the executor.
 
 mod common;
 mod machine;
@@ -32,7 +32,7 @@ fn programs_of_one_machine_have_sessions_of_their_own() {
     assert!(
         matches!(machine.connect(), Err(PciError::Full { slots, .. }) if slots == directory::SLOTS)
     );
-    // One that leaves makes room.
+    // A session that ends makes room.
     guests.remove(3);
     let mut late = machine.guest();
     late.alloc(64);
@@ -49,7 +49,7 @@ fn the_end_of_a_machine_ends_its_sessions_and_another_can_come() {
     let machine = Machine::plug(&socket);
     let mut guest = machine.guest();
     guest.alloc(4096);
-    // A second QEMU on the same socket gets nothing.
+    // A second QEMU on the same socket gets no device.
     let second = UnixStream::connect(&socket).unwrap();
     assert_eq!(std::io::Read::read(&mut &second, &mut [0; 8]).unwrap(), 0);
     machine.line.shutdown(std::net::Shutdown::Both).unwrap();
@@ -65,8 +65,8 @@ fn a_silent_program_loses_its_session() {
     let server = executor(&dir.0, &["a"], 5);
     let machine = Machine::plug(&dir.0.join("a.sock"));
     let lively = machine.guest();
-    // A program that dies without a word: the lock on its slot goes, its window stays as it was.
-    // Here: one that asks for a slot and never opens it.
+    // A program that dies: the lock on its slot is released, and its window stays. Here: a program
+    // that asks for a slot and never opens it.
     let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
     page.store(directory::word::request(5), 12345);
     rustix::io::write(&machine.bell, &1u64.to_ne_bytes()).unwrap();
@@ -91,7 +91,7 @@ fn a_slot_that_a_dead_program_held_is_taken_over() {
     wait_for("sessions for all", || {
         server.sessions().len() == directory::SLOTS
     });
-    // Nobody holds a lock, so a living program takes the first slot, and the host lets it.
+    // No lock is held, so a living program may take the first slot.
     let mut guest = machine.guest();
     guest.alloc(4096);
     assert!(
@@ -109,8 +109,8 @@ fn an_executor_that_comes_back_serves_the_same_machine() {
     let machine = Machine::plug(&dir.0.join("a.sock"));
     let mut guest = machine.guest();
     guest.alloc(4096);
-    // What a service manager keeps, and gives to the next. (The socket: our end of it has seen the
-    // first one go.)
+    // The files that a service manager stores and passes to the next executor. The socket is a copy
+    // of this end, since the first executor has closed its own.
     let (line, _qemu) = UnixStream::pair().unwrap();
     let mut kept: BTreeMap<String, OwnedFd> = [
         ("vgpu-a-memory", machine.memory.try_clone().unwrap()),
@@ -146,11 +146,11 @@ fn what_is_no_vgpu_is_left_alone() {
     };
     assert_eq!(open(), None);
     assert_eq!(fs::read_to_string(device.join("enable")).unwrap(), "1");
-    // Memory of somebody else.
+    // Shared memory of another program.
     let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
     page.store(0, 0x1234);
     assert!(open().unwrap().contains("0x0000000000001234"));
-    // A real GPU with our id.
+    // A real GPU with the same device id.
     fs::write(device.join("vendor"), "0x10de").unwrap();
     fs::write(device.join("device"), "0x2331").unwrap();
     fs::write(device.join("subsystem_vendor"), "0x10de").unwrap();

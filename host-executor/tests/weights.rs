@@ -1,4 +1,4 @@
-//! Weights held once: who gets what, who sees whose writes, what is left when somebody goes.
+//! Shared weights: access, copy on write, and the release of memory.
 
 mod common;
 
@@ -19,13 +19,13 @@ use vgpu_transport::wire::{
 
 const GRAPH: GraphId = GraphId(1);
 
-/// Bytes of the model that most tests load: two tensors and something small in between.
+/// Bytes of the model of most tests: two tensors and a small part in between.
 const FIRST: u64 = 8 * MIN_EXTENT;
 const SMALL: u64 = 512;
 const SECOND: u64 = 4 * MIN_EXTENT;
 const MODEL: u64 = FIRST + SMALL + SECOND;
 
-/// A model: numbers that are different in every place.
+/// A model in which all parts differ.
 fn model(seed: u32) -> Vec<u8> {
     let numbers: Vec<f32> = (0..MODEL as u32 / 4)
         .map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 9) as f32)
@@ -60,7 +60,7 @@ fn parts(model: &[u8]) -> [(u64, &[u8]); 2] {
     ]
 }
 
-/// What a guest does with a model. Returns its buffer and the bytes that it has not sent.
+/// Loads a model as a guest does. Returns the buffer, and the bytes that were not sent.
 fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
     let (buffer, lengths) = for_weights(guest, model.len() as u64);
     let mut not_sent = 0;
@@ -82,7 +82,7 @@ fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
     (buffer, not_sent)
 }
 
-/// Waits for what the store's thread does.
+/// Waits for the hashing thread.
 fn wait(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
@@ -91,7 +91,7 @@ fn wait(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A guest with the model, hashed.
+/// A guest with the model, after it has been hashed.
 fn first(host: &Host, weights: &WeightStore, uid: u32, model: &[u8]) -> (Guest, BufferId) {
     let before = weights.stats().extents;
     let mut first = guest(host, uid);
@@ -113,7 +113,7 @@ fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
     let mut witness = guest(&host, 7);
     let (witness_has, _) = load(&mut witness, &model);
 
-    // By messages: a write, a fill, a copy.
+    // By messages: WRITE, FILL, COPY.
     one.write(one_has, 10, &[1; 100]);
     let fill = Request::Fill {
         buffer: two_has,
@@ -138,7 +138,7 @@ fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
 
     assert!(read_all(&mut witness, witness_has, MODEL) == model);
 
-    // The next one gets what was uploaded, not what was written since.
+    // The next guest gets the uploaded bytes, not later changes.
     let mut next = guest(&host, 7);
     let (next_has, not_sent) = load(&mut next, &model);
     assert_eq!(not_sent, FIRST + SECOND);
@@ -150,7 +150,7 @@ fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
     assert!(shared[1] > (FIRST + SECOND) * 9 / 10, "{shared:?}");
 }
 
-/// What the host keeps of these for a buffer.
+/// The extents that the host reserves for a buffer.
 fn ask(guest: &mut Guest, buffer: BufferId, wanted: &[(ContentHash, u64)]) -> Vec<u64> {
     let wanted = Wanted(wanted.to_vec());
     match guest.ask(&Request::Query { buffer, wanted }) {
@@ -185,11 +185,11 @@ fn what_is_kept_is_taken_without_waiting_even_from_the_dead() {
         assert!(read[offset as usize..][..part.len()] == *part);
     }
     assert_eq!(weights.stats().not_sent, FIRST + SECOND);
-    // Nobody keeps more than he is charged for.
+    // A session reserves no more bytes than it has been charged for.
     let mut small = guest(&host, 7);
     let (buffer, _) = for_weights(&mut small, SECOND);
     assert_eq!(ask(&mut small, buffer, &wanted), [3, 4]);
-    // Nor what is not asked for, nor any longer than until the weights are complete.
+    // Only known extents are reserved, and only until the buffer is sealed.
     small.send(&Request::Seal { buffer });
     assert_eq!(ask(&mut small, buffer, &wanted).len(), 0);
     small.send(&Request::Attach {
@@ -199,15 +199,15 @@ fn what_is_kept_is_taken_without_waiting_even_from_the_dead() {
         hash: second.0,
     });
     let reason = small.ended();
-    assert!(reason.contains("which the host does not keep"), "{reason}");
-    // Other users are not told.
+    assert!(reason.contains("which QUERY has not reserved"), "{reason}");
+    // Other users are told nothing.
     let mut other = guest(&host, 8);
     let (buffer, _) = for_weights(&mut other, MODEL);
     assert_eq!(ask(&mut other, buffer, &wanted).len(), 0);
     let wanted = Wanted(vec![first; MAX_QUERIED + 1]);
     other.send(&Request::Query { buffer, wanted });
     let reason = other.ended();
-    assert!(reason.contains("QUERY is for 1025 extents"), "{reason}");
+    assert!(reason.contains("QUERY names 1025 extents"), "{reason}");
     drop((two, host));
 }
 
@@ -230,14 +230,14 @@ fn what_a_graph_writes_is_its_guests_alone() {
     assert_eq!(numbers(&read_all(&mut two, two_has, MODEL)), plus(2.0));
     assert!(read_all(&mut one, one_has, MODEL) == model);
 
-    // The one who had it first, with a graph.
+    // The first owner, with a graph.
     let ones = one.alloc_with(&bytes(&[1.0; COUNT as usize]));
     one.graph(GRAPH, &add(COUNT, one_has, one_has, ones));
     one.submit(GRAPH);
     assert_eq!(numbers(&read_all(&mut one, one_has, MODEL)), plus(1.0));
     assert_eq!(numbers(&read_all(&mut two, two_has, MODEL)), plus(2.0));
     assert!(read_all(&mut witness, witness_has, MODEL) == model);
-    // What nobody has any more is not offered.
+    // Freed contents are not offered.
     witness.send(&Request::Free {
         buffer: witness_has,
     });
@@ -327,7 +327,7 @@ fn what_two_have_sent_is_held_once_after_all() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(4);
     let mut guests: Vec<Guest> = (0..3).map(|_| guest(&host, 7)).collect();
-    // All at once: nobody can be asked yet.
+    // All at once, so that no content is known yet.
     let buffers: Vec<BufferId> = guests
         .iter_mut()
         .map(|guest| {
@@ -355,7 +355,7 @@ fn what_two_have_sent_is_held_once_after_all() {
     for (guest, &buffer) in guests.iter_mut().zip(&buffers) {
         assert!(read_all(guest, buffer, MODEL) == model);
     }
-    // Each goes its own way from here.
+    // The guests write different data from here on.
     for (i, (guest, &buffer)) in guests.iter_mut().zip(&buffers).enumerate() {
         guest.write(buffer, 5000, &[i as u8; 10_000]);
     }
@@ -374,7 +374,7 @@ fn a_hash_gets_nothing_that_was_not_uploaded_under_it() {
     let mut two = guest(&host, 7);
     let (buffer, _) = for_weights(&mut two, MODEL);
     let [(_, part), _] = parts(&model);
-    // Made up, nearly right, right but for the length.
+    // A random hash, a hash with one wrong bit, the right hash with a wrong length.
     let mut near = hash(part);
     near.0[31] ^= 1;
     for (hash, len) in [
@@ -392,7 +392,7 @@ fn a_hash_gets_nothing_that_was_not_uploaded_under_it() {
         assert!(matches!(answer, Reply::Missing { .. }), "{answer:?}");
     }
     assert!(read_all(&mut two, buffer, MODEL).iter().all(|&b| b == 0));
-    // A flood of claims, each of which is a lookup and no more.
+    // Many lookups of unknown contents.
     for i in 0..20_000u32 {
         let mut hash = ContentHash([9; 32]);
         hash.0[..4].copy_from_slice(&i.to_le_bytes());
@@ -415,7 +415,7 @@ fn a_hash_gets_nothing_that_was_not_uploaded_under_it() {
 fn a_name_without_the_bytes_is_a_name_for_what_is_there() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(6);
-    // Named and never written, then settled: zeros, under the hash of zeros.
+    // Named, never written, then sealed: zeros under the hash of zeros.
     let mut liar = guest(&host, 7);
     let (buffer, _) = for_weights(&mut liar, FIRST);
     let (offset, len) = (0, FIRST);
@@ -427,7 +427,7 @@ fn a_name_without_the_bytes_is_a_name_for_what_is_there() {
     liar.send(&Request::Seal { buffer });
     liar.fence();
     wait("hashing", || weights.stats().extents == 1);
-    // Named and written by half, and never settled; one of them goes in between.
+    // Named, half written, never sealed. One of them is freed meanwhile.
     for is_staying in [false, true] {
         let mut slow = guest(&host, 7);
         let (buffer, _) = for_weights(&mut slow, FIRST);
@@ -469,7 +469,7 @@ fn other_users_get_nothing() {
     assert!(lengths.is_empty(), "not even the lengths: {lengths:?}");
     let [(offset, part), _] = parts(&model);
     assert!(!lookup(&mut other, buffer, offset, part));
-    // Nor does anybody of whom nothing is known, from anybody.
+    // The same for a guest without an identity.
     let (mut stranger, mut twin) = (host.guest(), host.guest());
     load(&mut stranger, &model);
     wait("hashing", || weights.stats().extents == 4);
@@ -494,7 +494,7 @@ fn among_all_a_proof_is_asked_for() {
         len,
         hash: hash(part),
     };
-    // The hash alone is nothing, nor is an old proof, nor one of most of the bytes.
+    // Neither the hash alone, nor an old proof, nor a proof of a part of the bytes suffices.
     let mut nonces = Vec::new();
     for wrong in 0..3 {
         let Reply::Prove { nonce, .. } = other.ask(&ask) else {
@@ -517,7 +517,7 @@ fn among_all_a_proof_is_asked_for() {
     assert!(read_all(&mut other, buffer, len).iter().all(|&b| b == 0));
     assert!(lookup(&mut other, buffer, offset, part));
     assert!(read_all(&mut other, buffer, len) == part);
-    // Who has proven it once is asked no more.
+    // An origin with a proof is not asked again.
     let mut again = guest(&host, 8);
     let (buffer, _) = for_weights(&mut again, MODEL);
     let ask = Request::Lookup {
@@ -527,7 +527,7 @@ fn among_all_a_proof_is_asked_for() {
         hash: hash(part),
     };
     assert!(matches!(again.ask(&ask), Reply::Done { .. }));
-    // A proof belongs to the question before it.
+    // A proof belongs to the challenge directly before it.
     let mut late = guest(&host, 9);
     let (buffer, _) = for_weights(&mut late, MODEL);
     let ask = Request::Lookup {
@@ -544,7 +544,7 @@ fn among_all_a_proof_is_asked_for() {
         proof: ContentHash(*blake3::keyed_hash(&nonce.0, part).as_bytes()),
     });
     let reason = late.ended();
-    assert!(reason.contains("PROOF comes although none"), "{reason}");
+    assert!(reason.contains("PROOF without a challenge"), "{reason}");
 }
 
 #[test]
@@ -561,15 +561,15 @@ fn broken_rules_end_the_session() {
         len,
         hash: ContentHash([0; 32]),
     };
-    // The reason, and the request on a buffer for weights and one that is not.
+    // The reason, and the request on a buffer for weights and on another buffer.
     type Case<'a> = (&'a str, &'a dyn Fn(BufferId, BufferId) -> Request);
     let cases: [Case<'_>; 9] = [
         ("an extent of 65535 bytes", &|w, _| {
             extent(w, 0, MIN_EXTENT - 1)
         }),
         ("an extent of 0 bytes", &|w, _| lookup(w, 0, 0)),
-        ("touches bytes", &|w, _| extent(w, 1, MODEL)),
-        ("touches bytes", &|w, _| lookup(w, u64::MAX, MODEL)),
+        ("accesses", &|w, _| extent(w, 1, MODEL)),
+        ("accesses", &|w, _| lookup(w, u64::MAX, MODEL)),
         ("not for weights", &|_, plain| extent(plain, 0, MIN_EXTENT)),
         ("not for weights", &|_, plain| lookup(plain, 0, MIN_EXTENT)),
         ("not for weights", &|_, plain| Request::Seal {
@@ -578,7 +578,7 @@ fn broken_rules_end_the_session() {
         ("does not have", &|_, _| Request::Weights {
             buffer: BufferId(77),
         }),
-        ("PROOF comes although none", &|_, _| Request::Proof {
+        ("PROOF without a challenge", &|_, _| Request::Proof {
             proof: ContentHash([0; 32]),
         }),
     ];
@@ -595,7 +595,7 @@ fn broken_rules_end_the_session() {
 
 #[test]
 fn a_buffer_has_so_many_extents_and_no_more() {
-    const MEMORY: u64 = 1 << 30; // never touched
+    const MEMORY: u64 = 1 << 30; // never used
     let engine = CpuEngine::new(1, Some(MEMORY)).expect("a thread");
     let host = Host::limited(Arc::new(engine), Limits::default(), 64);
     let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
@@ -607,7 +607,7 @@ fn a_buffer_has_so_many_extents_and_no_more() {
         offset,
         len: MIN_EXTENT,
     };
-    // Those that overlap replace each other.
+    // Overlapping extents replace each other.
     for i in 0..2 * MAX_EXTENTS as u64 {
         guest.send(&extent(i % 1000));
     }
@@ -654,7 +654,7 @@ fn copies_of_what_others_have_have_to_fit_the_memory() {
     assert!(read_all(&mut two, two_has, MODEL) == model);
 }
 
-/// A folder of a test's own.
+/// A private folder of a test.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -701,7 +701,7 @@ fn a_model_known_from_before_a_restart_is_not_sent_again() {
         let (_one, _) = first(&host, &weights, 7, &model);
         wait("writing", || weights.stats().disk_bytes == FIRST + SECOND);
     }
-    // What a crash leaves: a file that is not finished.
+    // A temporary file of a crash.
     let [one, _] = &folder.files()[..] else {
         panic!("{:?}", folder.files());
     };
@@ -714,12 +714,12 @@ fn a_model_known_from_before_a_restart_is_not_sent_again() {
     assert_eq!(not_sent, FIRST + SECOND);
     assert!(read_all(&mut two, two_has, MODEL) == model);
     assert_eq!(weights.stats().from_disk, FIRST + SECOND);
-    // From here on it is in memory, and shared.
+    // From here on the extent is in memory, and shared.
     wait("hashing", || weights.stats().extents == 2);
     let mut three = guest(&host, 7);
     assert_eq!(load(&mut three, &model).1, FIRST + SECOND);
     assert_eq!(weights.stats().from_disk, FIRST + SECOND);
-    // Another user's is another user's, on disk, too.
+    // Other users have no access on disk, either.
     let mut other = guest(&host, 8);
     let (buffer, lengths) = for_weights(&mut other, MODEL);
     assert!(lengths.is_empty(), "{lengths:?}");
@@ -735,7 +735,7 @@ fn a_file_that_is_not_what_it_was_is_removed() {
         let (_one, _) = first(&host, &weights, 7, &model);
         wait("writing", || weights.stats().disk_bytes == FIRST + SECOND);
     }
-    // A bit of one, the end of the other.
+    // A changed bit in one file, a truncated other file.
     for path in folder.files() {
         let mut content = fs::read(&path).unwrap();
         match content.len() as u64 == FIRST {
@@ -770,13 +770,13 @@ fn the_cache_stays_within_its_size_and_keeps_what_was_used_last() {
         drop(guest);
         host.wait_until_empty();
         if i == 1 {
-            // The first one is used again: the second one is older now.
+            // The first file is used again, so the second one is the least recently used.
             let mut guest = self::guest(&host, 7);
             assert_eq!(load(&mut guest, &models[0]).1, both);
             wait("hashing", || weights.stats().extents == 2);
             drop(guest);
             host.wait_until_empty();
-            // That was hashed, too.
+            // This guest's bytes were hashed, too.
             wait("hashing", || weights.stats().hashed == both * 3);
         }
         assert!(weights.stats().disk_bytes <= 2 * both);

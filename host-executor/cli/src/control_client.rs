@@ -21,7 +21,8 @@ fn explain(path: &Path, error: &io::Error) -> anyhow::Error {
     let path = path.display();
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => anyhow!(
-            "{path}: {error}; is an executor running with this control socket (vgpu serve --control, \
+            "{path}: {error}; is an executor running with this control socket (vgpu serve \
+             --control, \
              or [control] in its configuration)?"
         ),
         io::ErrorKind::PermissionDenied => {

@@ -1,5 +1,5 @@
-//! `vgpu bench plan`: what a step takes at least, what it takes, and whether that has become
-//! longer.
+//! `vgpu bench plan`: the lower bound of a step, its measured time, and the comparison with earlier
+//! figures.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -32,8 +32,7 @@ fn the_least_needs_neither_engine_nor_memory() {
     let output = plan(&args);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let figures: Value = serde_json::from_slice(&fs::read(&json).expect("figures")).expect("JSON");
-    // 7.5e9 parameters that are multiplied, of 4.85 bits on average, and the operations of their
-    // products.
+    // 7.5e9 parameters in products, of 4.85 bits on average, and the operations of the products.
     let memory = figures["total"]["memory"].as_u64().expect("bytes");
     assert!((4_550_000_000..4_750_000_000).contains(&memory), "{memory}");
     let operations = figures["total"]["operations"].as_u64().expect("operations");
@@ -92,7 +91,7 @@ fn a_step_is_measured_and_compared() {
         "the timeline has the products of each layer: {lines}"
     );
 
-    // A step that took an hour before is not slower now; one that took no time is.
+    // Compared with a step of an hour, this one is not slower; compared with one of no time, it is.
     for (before, is_success) in [(3600.0, true), (1e-9, false)] {
         figures["seconds"] = before.into();
         fs::write(&json, figures.to_string()).expect("written");

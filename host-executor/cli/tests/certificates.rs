@@ -1,5 +1,5 @@
-//! Guests over TCP that are told apart by their certificates: a real `vgpu serve`, real TLS,
-//! certificates of `vgpu cert`.
+//! Guests over TCP that certificates identify: a real `vgpu serve`, real TLS, certificates of `vgpu
+//! cert`.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -31,7 +31,7 @@ fn certify(folder: &Path, side: &str, name: &str, more: &[&str]) -> Certificates
     Certificates::load(&folder.join(name)).expect("what vgpu cert has made can be loaded")
 }
 
-/// The SHA-256 of a guest's certificate, as openssl says it.
+/// The SHA-256 of a guest's certificate, in the format of openssl.
 fn fingerprint(folder: &Path, name: &str) -> String {
     let output = std::process::Command::new("openssl")
         .args(["x509", "-noout", "-fingerprint", "-sha256", "-in"])
@@ -108,7 +108,7 @@ impl Hall {
         Guest::new(Box::new(end.expect("TLS")))
     }
 
-    /// What a guest sees as the memory of its device.
+    /// The memory that a guest is told.
     fn memory(&self, port: u16, who: &str) -> u64 {
         let mut guest = self.connect(port, who);
         guest.hello();
@@ -132,7 +132,8 @@ fn a_certificate_says_whose_quota_a_guest_has() {
     assert_eq!(hall.memory(hall.common, "Laptop"), 20 << 20);
     assert_eq!(hall.memory(hall.common, "desk"), 10 << 20);
     assert_eq!(hall.memory(hall.own, "desk"), 10 << 20);
-    // Whom the configuration does not know has what such guests have, on the door that is for all.
+    // A guest that the configuration does not name gets the limits of such guests, on the listener
+    // for all guests.
     assert_eq!(hall.memory(hall.common, "stranger"), 5 << 20);
 
     // Two programs of one guest share its quota.
@@ -153,12 +154,12 @@ fn a_certificate_says_whose_quota_a_guest_has() {
         reason.contains("6291456 bytes wanted, 5242880 of 20971520 free"),
         "{reason}"
     );
-    // A door of somebody's own is for his certificate.
+    // A listener of one guest accepts only certificates of that guest.
     for other in ["Laptop", "stranger"] {
         let reason = hall.connect(hall.own, other).ended();
         assert!(
             reason.contains(&format!(
-                "guest desk has other certificates than of {other}"
+                "guest desk is identified by other certificates than of {other}"
             )),
             "{reason}"
         );
@@ -166,8 +167,8 @@ fn a_certificate_says_whose_quota_a_guest_has() {
     drop((one, two));
     let log = hall.end();
     assert!(
-        log.contains("it has shown the certificate of Laptop (sha256:")
-            && log.contains("by its certificate it is guest laptop"),
+        log.contains("the guest presented the certificate of Laptop (sha256:")
+            && log.contains("the certificate identifies guest laptop"),
         "{log}"
     );
 }
@@ -178,10 +179,10 @@ fn an_unknown_certificate_is_refused_where_only_known_guests_come_in() {
     assert_eq!(hall.memory(hall.common, "Laptop"), 20 << 20);
     let reason = hall.connect(hall.common, "stranger").ended();
     assert!(
-        reason.contains("names no such guest, and lets in no others"),
+        reason.contains("does not name this guest, and rejects guests without a name"),
         "{reason}"
     );
-    // One that another authority has signed does not even get that far.
+    // A certificate of another authority fails in the TLS handshake.
     let forged = certify(&hall.scratch.0.join("forged"), "guest", "Laptop", &[]);
     let end = tcp::connect(
         "127.0.0.1",

@@ -1,4 +1,4 @@
-//! The `vgpu` command, as users and service managers meet it.
+//! The `vgpu` command, as users and service managers see it.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -14,7 +14,7 @@ use served::{Scratch, Serve, vgpu};
 use vgpu_transport::link::unix::connect;
 use vgpu_transport::wire::{GraphId, Reply, Request};
 
-/// Runs a command that must fail, and returns what it says.
+/// Runs a command that must fail. Returns its error.
 fn fails(command: &mut Command) -> String {
     let output = command.output().expect("the command starts");
     let text = String::from_utf8(output.stderr).expect("text");
@@ -88,7 +88,7 @@ fn an_executor_that_was_killed_is_noticed_and_replaced() {
     let buffer = guest.alloc(8);
     serve.child.kill().expect("it is there");
     serve.wait();
-    // Requests may still fit the window; an answer will not come.
+    // Requests may still fit the window; a reply will not come.
     let mut message = Vec::new();
     Request::Read {
         buffer,
@@ -176,7 +176,7 @@ fn a_gpu_is_taken_if_there_is_one() {
     let (status, log) = serve.wait();
     assert!(status.success(), "{log}");
     assert!(
-        log.contains("no GPU is used:") || log.contains("cuda:0"),
+        log.contains("using the cpu engine:") || log.contains("cuda:0"),
         "{log}"
     );
 }
@@ -213,7 +213,7 @@ fn errors_say_what_to_do() {
     let in_use = format!("unix:{}", socket.display());
     let text = fails(&mut vgpu(&["serve", "--listen", &in_use]));
     assert!(
-        text.contains("an executor already listens here; stop it"),
+        text.contains("already listens here; stop that process"),
         "{text}"
     );
     serve.signal(Signal::TERM);
@@ -233,7 +233,7 @@ fn errors_say_what_to_do() {
         "--listen",
         &format!("unix:{}", file.display()),
     ]));
-    assert!(text.contains("not a socket; remove it"), "{text}");
+    assert!(text.contains("not a socket; remove the file"), "{text}");
     assert_eq!(fs::read_to_string(&file).expect("the file"), "precious");
 
     let text = fails(&mut vgpu(&["serve", "--listen", "inproc"]));
@@ -252,20 +252,20 @@ fn errors_say_what_to_do() {
     );
     let text = fails(&mut vgpu(&["serve", "--log", "a=b=c"]));
     assert!(
-        text.contains("--log") && text.contains("is not a filter"),
+        text.contains("--log") && text.contains("is not a log filter"),
         "{text}"
     );
     let text = fails(vgpu(&["serve"]).env("VGPU_LOG", "a=b=c"));
     assert!(
-        text.contains("VGPU_LOG") && text.contains("is not a filter"),
+        text.contains("VGPU_LOG") && text.contains("is not a log filter"),
         "{text}"
     );
 }
 
 #[test]
 fn a_directory_without_permission_is_explained() {
-    // The superuser may write anywhere, so the command runs as somebody else, who may not be able
-    // to reach the build folder.
+    // The superuser may write anywhere, so the command runs as another user, who may not be able to
+    // reach the build folder.
     let scratch = Scratch::new("permission");
     let copy = scratch.0.join("vgpu");
     fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");

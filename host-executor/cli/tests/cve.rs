@@ -1,9 +1,9 @@
-//! The weaknesses that peers of this project (remote execution of ggml graphs) were found to have,
-//! each under the name it is known by: an advisory, a CVE, an issue of llama.cpp, or its class
-//! where it got none.
+//! Known vulnerabilities of similar projects (remote execution of ggml graphs), each by the name of
+//! its advisory, its CVE, its issue of llama.cpp, or its class.
 //!
-//! Each test drives a real `vgpu serve`, a process of its own, with the bytes of the attack: it is
-//! refused with a reason, and another guest, with data and a graph from before, does not notice.
+//! Each test sends the bytes of the attack to a real `vgpu serve` in a process of its own: the
+//! attack is refused with a reason, and another guest, with data and a graph from before, is not
+//! affected.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -48,14 +48,14 @@ impl Executor {
         self.serve.guest(&self.scratch.socket())
     }
 
-    /// What `crime` does ends its session with a reason that has every word of `words`. Another
-    /// guest notices nothing, and the memory of the ended session comes back.
+    /// Checks that `crime` ends its session with a reason that contains all of `words`, that no
+    /// other guest is affected, and that the memory of the ended session is freed.
     fn refuses(&self, words: &[&str], crime: impl FnOnce(&mut Guest)) {
         let mut bystander = Bystander::new(self.guest());
         let free = free(&mut bystander.guest);
         bystander.outlives(self.connect(), words, crime);
-        // The guest hears of its end before its memory is free. (More may be free: what the
-        // bystander before this one had.)
+        // The guest learns of the end before its memory is free. More may be free: the memory of an
+        // earlier bystander.
         let since = Instant::now();
         while self::free(&mut bystander.guest) < free {
             assert!(since.elapsed() < PATIENCE, "its memory does not come back");
@@ -65,7 +65,7 @@ impl Executor {
 
 impl Drop for Executor {
     fn drop(&mut self) {
-        // What it has lived through has not ended it.
+        // The executor has survived all attacks.
         let ended = self.serve.child.try_wait();
         let _ = self.serve.child.kill();
         let _ = self.serve.child.wait();
@@ -79,7 +79,7 @@ impl Drop for Executor {
     }
 }
 
-/// Bytes that the host has left.
+/// Free memory of the host in bytes.
 fn free(guest: &mut Guest) -> u64 {
     match guest.ask(&Request::Memory {}) {
         Reply::Memory { free, .. } => free,
@@ -97,23 +97,26 @@ fn ghsa_wcr5_566p_9cwj_write_what_where() {
         (u64::MAX - 3, 8),
         (1 << 63, 4),
     ] {
-        let words = format!("WRITE touches bytes {offset}..+{len} of buffer 1, which has 8");
+        let words = format!("WRITE accesses {len} bytes at {offset} of buffer 1, which has 8");
         executor.refuses(&[&words], |guest| {
             guest.hello();
             let buffer = guest.alloc(8);
             guest.write(buffer, offset, &vec![0x41; len]);
         });
     }
-    executor.refuses(&["FILL touches bytes 4..+18446744073709551612"], |guest| {
-        guest.hello();
-        let buffer = guest.alloc(8);
-        guest.send(&Request::Fill {
-            buffer,
-            offset: 4,
-            len: u64::MAX - 3,
-            value: 0x41,
-        });
-    });
+    executor.refuses(
+        &["FILL accesses 18446744073709551612 bytes at 4"],
+        |guest| {
+            guest.hello();
+            let buffer = guest.alloc(8);
+            guest.send(&Request::Fill {
+                buffer,
+                offset: 4,
+                len: u64::MAX - 3,
+                value: 0x41,
+            });
+        },
+    );
     executor.refuses(
         &["tensor 0 ends at byte 12 of buffer BufferId(1), which has 8"],
         |guest| {
@@ -134,7 +137,7 @@ fn ghsa_wcr5_566p_9cwj_write_what_where() {
 fn ghsa_5vm9_p64x_gqw9_arbitrary_read() {
     let executor = Executor::start();
     for (offset, len) in [(8, 1), (0, 9), (u64::MAX, 1), (u64::MAX - 7, 16)] {
-        let words = format!("READ touches bytes {offset}..+{len} of buffer 1, which has 8");
+        let words = format!("READ accesses {len} bytes at {offset} of buffer 1, which has 8");
         executor.refuses(&[&words], |guest| {
             guest.hello();
             let buffer = guest.alloc(8);
@@ -162,12 +165,13 @@ fn ghsa_mqp6_7pv6_fqjf_unvalidated_type() {
             guest.hello();
             let a = guest.alloc(8);
             let mut image = image(&add(2, a, a, a));
-            // Header of 5 words, one buffer of 2, then the first tensor, whose type comes first.
+            // A header of 5 words, a buffer of 2, then the first tensor, which begins with its
+            // type.
             image[28..32].copy_from_slice(&ty.to_le_bytes());
             guest.image(GRAPH, &image);
         });
     }
-    // A type that exists, of which the engine has no such operation.
+    // An existing type for which the engine has no such operation.
     executor.refuses(&["does not run ADD with these types"], |guest| {
         guest.hello();
         let a = guest.alloc(1 << 10);
@@ -191,23 +195,23 @@ fn copy_tensor_heap_overflow() {
     for (request, words) in [
         (
             copy(0, 0, 16),
-            "COPY touches bytes 0..+16 of buffer 2, which has 8",
+            "COPY accesses 16 bytes at 0 of buffer 2, which has 8",
         ),
         (
             copy(4, 0, 8),
-            "COPY touches bytes 4..+8 of buffer 2, which has 8",
+            "COPY accesses 8 bytes at 4 of buffer 2, which has 8",
         ),
         (
             copy(0, 60, 8),
-            "COPY touches bytes 60..+8 of buffer 1, which has 64",
+            "COPY accesses 8 bytes at 60 of buffer 1, which has 64",
         ),
         (
             copy(u64::MAX, 0, 2),
-            "COPY touches bytes 18446744073709551615..+2 of buffer 2",
+            "COPY accesses 2 bytes at 18446744073709551615 of buffer 2",
         ),
         (
             copy(0, u64::MAX - 1, 4),
-            "COPY touches bytes 18446744073709551614..+4 of buffer 1",
+            "COPY accesses 4 bytes at 18446744073709551614 of buffer 1",
         ),
     ] {
         executor.refuses(&[words], |guest| {
@@ -217,7 +221,7 @@ fn copy_tensor_heap_overflow() {
             guest.send(&request);
         });
     }
-    // The same as an operation: more elements in than out.
+    // The same as an operator: more elements in the source than in the destination.
     executor.refuses(
         &["CPY is malformed", "different numbers of elements"],
         |guest| {
@@ -237,7 +241,7 @@ fn copy_tensor_heap_overflow() {
 fn cve_2026_34159_buffer_0_bypass() {
     let executor = Executor::start();
     let none = BufferId(0);
-    executor.refuses(&["buffer 0, which is not a name"], |guest| {
+    executor.refuses(&["buffer 0, which is not a valid id"], |guest| {
         guest.hello();
         guest.send(&Request::Alloc {
             buffer: none,
@@ -290,7 +294,7 @@ fn ghsa_2phh_px2f_2qmx_use_after_free_by_free_and_recompute() {
             guest.graph(GRAPH, &add(2, a, a, b));
             guest.submit(GRAPH);
             guest.send(&Request::Free { buffer: b });
-            // New memory where the old one may have been.
+            // New memory, possibly at the place of the old memory.
             guest.alloc(8);
             guest.submit(GRAPH);
         },
@@ -300,8 +304,7 @@ fn ghsa_2phh_px2f_2qmx_use_after_free_by_free_and_recompute() {
 #[test]
 fn llama_cpp_25289_function_pointer_in_a_custom_operator() {
     let executor = Executor::start();
-    // The IR has no operator that carries code; an id that is not in the table is the nearest to
-    // it.
+    // The IR has no operator with code. An unknown operator id is the closest equivalent.
     for id in [0u16, 19, 200, u16::MAX] {
         let words = format!("unknown operator id {id}");
         executor.refuses(&[&words], |guest| {
@@ -309,7 +312,7 @@ fn llama_cpp_25289_function_pointer_in_a_custom_operator() {
             let a = guest.alloc(8);
             let graph = add(2, a, a, a);
             let mut image = image(&graph);
-            // The last node of this graph: head, destination, two sources.
+            // The last node of the graph: header, destination, two sources.
             let head = image.len() - 16;
             image[head..head + 2].copy_from_slice(&id.to_le_bytes());
             guest.image(GRAPH, &image);
@@ -362,7 +365,7 @@ fn shape_driven_abort() {
             guest.graph(GRAPH, &build.0);
         });
     }
-    // A division by an extent of zero.
+    // A division by a size of zero.
     executor.refuses(&["graph 7 is invalid", "does not repeat"], |guest| {
         guest.hello();
         let a = guest.alloc(1 << 10);
@@ -377,7 +380,7 @@ fn shape_driven_abort() {
 #[test]
 fn llama_cpp_26825_get_rows_reads_past_its_table() {
     let executor = Executor::start();
-    // Ids are data, so the session goes on; what must not happen is a read outside of the table.
+    // Ids are data, so the session goes on; the graph must not read outside the table.
     let ids = [2i32, 3, 512, 1024, -1, -512, i32::MAX, i32::MIN];
     fails_and_writes_nothing(
         &executor,
@@ -388,7 +391,7 @@ fn llama_cpp_26825_get_rows_reads_past_its_table() {
             get_rows(2, dst, (table, 2), (ids, 1))
         },
     );
-    // The form that was reported: extents that do not belong together.
+    // The reported form: inconsistent sizes.
     executor.refuses(&["graph 7 is invalid"], |guest| {
         guest.hello();
         let a = guest.alloc(1 << 10);
@@ -404,7 +407,7 @@ fn llama_cpp_26825_get_rows_reads_past_its_table() {
 #[test]
 fn strides_over_4_gib_cut_to_32_bits() {
     let executor = Executor::start();
-    // Strides that are small, or zero, when cut to 32 bits.
+    // Strides that become small or zero if they are truncated to 32 bits.
     for stride in [1u64 << 32, (1 << 32) + 8, 1 << 40, (1 << 33) | 4] {
         executor.refuses(&["tensor 1 ends at byte", "which has 64"], |guest| {
             guest.hello();
@@ -420,7 +423,7 @@ fn strides_over_4_gib_cut_to_32_bits() {
             guest.graph(GRAPH, &build.0);
         });
     }
-    // In a dimension with one index a stride is never used, whatever its size.
+    // The stride of a dimension with one index is never used.
     let mut guest = executor.guest();
     let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
     let mut build = Build::default();
@@ -434,7 +437,7 @@ fn strides_over_4_gib_cut_to_32_bits() {
 #[test]
 fn llama_cpp_26912_set_rows_writes_past_its_destination() {
     let executor = Executor::start();
-    // Extents that do not belong together: more planes in the source than in the destination.
+    // Inconsistent sizes: more planes in the source than in the destination.
     executor.refuses(&["graph 7 is invalid"], |guest| {
         guest.hello();
         let a = guest.alloc(1 << 10);
@@ -445,7 +448,7 @@ fn llama_cpp_26912_set_rows_writes_past_its_destination() {
         build.node(Op::SetRows {}, dst, &[src, ids]);
         guest.graph(GRAPH, &build.0);
     });
-    // Ids are data: the graph fails, and nothing is written.
+    // Ids are data: the graph fails, and writes nothing.
     let ids = [2i64, -1, 1 << 32, i64::MAX, i64::MIN, 1 << 61];
     fails_and_writes_nothing(
         &executor,
@@ -463,8 +466,8 @@ fn llama_cpp_26912_set_rows_writes_past_its_destination() {
     );
 }
 
-/// Runs a graph with one id after the other, each of which is out of range: it fails, its result of
-/// `len` bytes stays zero, the session goes on, and what another guest has is not touched.
+/// Runs a graph with each of some ids, all out of range: the graph fails, its result of `len` bytes
+/// stays zero, the session goes on, and the data of another guest is unchanged.
 fn fails_and_writes_nothing<const N: usize>(
     executor: &Executor,
     ids: &[[u8; N]],
@@ -494,12 +497,12 @@ fn fails_and_writes_nothing<const N: usize>(
     assert_eq!(bystander.read(secret, 0, 4096), [0x5a; 4096]);
 }
 
-/// A server that accepts its clients one after the other hangs with the first that says nothing.
+/// A server that accepts one client after the other hangs if one client sends nothing.
 #[test]
 fn llama_cpp_28916_a_client_that_says_nothing_holds_up_nobody() {
     let executor = Executor::start();
     let silent: Vec<Guest> = (0..4).map(|_| executor.connect()).collect();
-    // Not even a handshake: a socket and nothing else.
+    // A socket without even a handshake.
     let address = SocketAddrUnix::new(executor.scratch.socket()).expect("a path");
     let mute: Vec<_> = (0..4)
         .map(|_| {
@@ -521,7 +524,7 @@ fn content(seed: u8) -> Vec<u8> {
         .collect()
 }
 
-/// Has an executor keep some weights, and waits until they are on its disk.
+/// Makes an executor cache weights, and waits until they are on its disk.
 fn put_on_disk(guest: &mut Guest, folder: &Path, content: &[u8]) {
     let kept = files(folder);
     let (buffer, _) = for_weights(guest, content.len() as u64);
@@ -535,7 +538,7 @@ fn put_on_disk(guest: &mut Guest, folder: &Path, content: &[u8]) {
     }
 }
 
-/// The files of a cache that are complete.
+/// The complete files of a cache.
 fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut files = Vec::new();
@@ -553,8 +556,8 @@ fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
     files
 }
 
-/// ggml-rpc names what it keeps by a hash of 64 bits that is easy to collide, and takes a file for
-/// what its name says.
+/// ggml-rpc identifies cached data by a 64-bit hash that is easy to collide, and does not verify
+/// the files.
 #[test]
 fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
     let scratch = Scratch::new("cve-cache");
@@ -565,8 +568,7 @@ fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
     let serve = Serve::start(&scratch.socket(), &options);
     let mut guest = serve.guest(&scratch.socket());
     put_on_disk(&mut guest, &folder, &content);
-    // What a guest says is the hash of something makes no entry: this is other bytes under a hash
-    // that is asked for.
+    // A hash from a guest makes no entry: here it is the hash of other bytes.
     let claimed = self::content(2);
     let (buffer, _) = for_weights(&mut guest, content.len() as u64);
     assert!(!lookup(&mut guest, buffer, 0, &claimed));
@@ -582,7 +584,7 @@ fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
     serve.signal(Signal::TERM);
     serve.wait();
 
-    // The disk has changed a byte, or somebody has.
+    // A changed byte on disk.
     for (file, _) in files(&folder) {
         let mut bytes = fs::read(&file).expect("a file of the cache");
         let middle = bytes.len() / 2;
@@ -602,7 +604,7 @@ fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
             .all(|&byte| byte == 0),
         "something of the wrong file is left"
     );
-    // The guest sends them, and all is well again.
+    // The guest sends the weights, which are cached again.
     upload(&mut guest, buffer, 0, &content);
     assert!(read_all(&mut guest, buffer, content.len() as u64) == content);
     drop(guest);
@@ -611,13 +613,13 @@ fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
     assert_eq!(status.code(), Some(0), "{log}");
 }
 
-/// 500 GB of files that nobody removes.
+/// 500 GB of files that nothing removes.
 #[test]
 fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
     let scratch = Scratch::new("cve-growth");
     let folder = scratch.0.join("cache");
-    const MOST: u64 = 12 * MIN_EXTENT;
-    let cache = format!("{},size={MOST}", folder.display());
+    const MAX_SIZE: u64 = 12 * MIN_EXTENT;
+    let cache = format!("{},size={MAX_SIZE}", folder.display());
     let serve = Serve::start(&scratch.socket(), &["--weights-cache", &cache]);
     let mut last = Vec::new();
     for seed in 0..8 {
@@ -625,18 +627,21 @@ fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
         last = content(seed);
         put_on_disk(&mut guest, &folder, &last);
         let held: u64 = files(&folder).iter().map(|(_, len)| len).sum();
-        // A file is renamed into the folder before the oldest goes.
+        // A file is renamed into the folder before the oldest file is removed.
         assert!(
-            held <= MOST + 5 * MIN_EXTENT,
-            "{held} bytes of {MOST} after {seed}"
+            held <= MAX_SIZE + 5 * MIN_EXTENT,
+            "{held} bytes of {MAX_SIZE} after {seed}"
         );
     }
     drop(serve.guest(&scratch.socket()));
     serve.signal(Signal::TERM);
     serve.wait();
     let held: u64 = files(&folder).iter().map(|(_, len)| len).sum();
-    assert!(held <= MOST + MIN_EXTENT, "{held} bytes of {MOST} are left");
-    // What came last is still there.
+    assert!(
+        held <= MAX_SIZE + MIN_EXTENT,
+        "{held} bytes of {MAX_SIZE} are left"
+    );
+    // The newest file is still there.
     let serve = Serve::start(&scratch.socket(), &["--weights-cache", &cache]);
     let mut guest = serve.guest(&scratch.socket());
     let (buffer, _) = for_weights(&mut guest, last.len() as u64);
@@ -647,9 +652,9 @@ fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
     serve.wait();
 }
 
-/// ggml-rpc's client aborts its process when the server has gone, five times of five;
-/// ggml-virtgpu's waits for ever. (What a whole llama.cpp does then: `cargo xtask test --only
-/// failures --only faults`.)
+/// The client of ggml-rpc aborts its process when the server has ended, five times of five. That of
+/// ggml-virtgpu waits forever. (`cargo xtask test --only failures --only faults` tests the same
+/// with llama.cpp.)
 #[test]
 fn ggml_rpc_the_death_of_the_server_is_the_death_of_the_client() {
     let scratch = Scratch::new("cve-death");
@@ -660,7 +665,7 @@ fn ggml_rpc_the_death_of_the_server_is_the_death_of_the_client() {
         guest.graph(GRAPH, &add(1024, a, a, a));
         let submitted = guest.submit(GRAPH);
         guest.fence();
-        // At rest, in the middle of requests, of graphs, of an answer.
+        // Idle, and in the middle of requests, of graphs, and of a reply.
         let sent = match round {
             0 => submitted + 1,
             1 => guest.send(&Request::Fill {
@@ -681,9 +686,9 @@ fn ggml_rpc_the_death_of_the_server_is_the_death_of_the_client() {
         };
         serve.child.kill().expect("it is there");
         serve.child.wait().expect("it can be waited for");
-        // It may have been done in time; what must not be is a wait without an end.
+        // The request may have been completed; an endless wait is the failure.
         let _either = guest.end.wait_retired(sent);
-        // What was on its way may still come; then the end does.
+        // Replies in flight may still arrive, then the end of the link.
         let mut payload = vec![0; 1 << 20];
         let ended = (0..64).any(|_| {
             let mut message = Vec::new();

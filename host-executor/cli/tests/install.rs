@@ -1,4 +1,4 @@
-//! `vgpu install` and `vgpu uninstall`, on file systems made for the test.
+//! `vgpu install` and `vgpu uninstall`, in file systems made for the test.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -9,7 +9,7 @@ const NEEDED: &str = "ggml_version ggml_backend_buffer_init ggml_op_name ggml_un
                       ggml_glu_op_name ggml_type_name";
 const SERIES: &str = "0.21-0.25 (API 2), 0.26 (API 3)";
 
-/// A file system with an Ollama and its service; and a plugin beside it.
+/// A file system with an Ollama and its service, and a plugin beside it.
 struct Machine {
     root: PathBuf,
     plugin: PathBuf,
@@ -57,7 +57,7 @@ impl Machine {
         succeeded(self.vgpu("install", more))
     }
 
-    /// Runs a command that must change nothing, and returns why.
+    /// Runs a command that must change nothing. Returns its error.
     fn refused(&self, command: &str, more: &[&str]) -> String {
         let before = self.files();
         let output = self.vgpu(command, more);
@@ -76,7 +76,7 @@ impl Machine {
             .join("etc/systemd/system/ollama.service.d/vgpu.conf")
     }
 
-    /// Everything there is, with permissions and contents.
+    /// All files, with permissions and contents.
     fn files(&self) -> Vec<(PathBuf, u32, Vec<u8>)> {
         let mut files = Vec::new();
         let mut folders = vec![self.root.clone()];
@@ -212,7 +212,7 @@ fn an_update_replaces_the_plugin_and_a_group_gives_access() {
 fn without_a_service_the_environment_is_said() {
     let machine = Machine::new("service");
     fs::remove_file(machine.root.join("etc/systemd/system/ollama.service")).expect("a file");
-    // As named by hand: the prefix above the libraries.
+    // A folder named by hand: the prefix above the libraries.
     let prefix = machine.root.join("usr/local");
     let said = machine.install(&["--ollama", prefix.to_str().expect("a plain path")]);
     let environment =
@@ -220,7 +220,7 @@ fn without_a_service_the_environment_is_said() {
     assert!(said.contains(environment), "{said}");
     assert!(!machine.drop_in().exists());
 
-    // A service that runs another Ollama is not touched.
+    // The service of another Ollama is not changed.
     let unit = "[Service]\nExecStart=/opt/other/bin/ollama serve\n";
     fs::write(machine.root.join("etc/systemd/system/ollama.service"), unit).expect("a file");
     compile_plugin(&machine.plugin, "2");
@@ -275,15 +275,18 @@ fn what_is_not_as_it_should_be_is_said_and_nothing_is_done() {
     fs::create_dir(machine.lib("vgpu")).expect("a folder");
     fs::write(machine.lib("vgpu/libggml-vgpu.so.0"), "").expect("a file");
     let text = machine.refused("install", &[]);
-    assert!(text.contains("libggml-vgpu.so.0 is not ours"), "{text}");
+    assert!(
+        text.contains("libggml-vgpu.so.0 does not belong to vgpu"),
+        "{text}"
+    );
     fs::remove_file(machine.lib("vgpu/libggml-vgpu.so.0")).expect("a file");
 
-    // Somebody's own drop-in of that name, and somebody's own library, stay.
+    // A drop-in of that name by another author, and another library, stay.
     fs::create_dir_all(machine.drop_in().parent().expect("a folder")).expect("a folder");
     fs::write(machine.drop_in(), "[Service]\n").expect("a file");
     for command in ["install", "uninstall"] {
         let text = machine.refused(command, &[]);
-        assert!(text.contains("vgpu.conf is not ours"), "{text}");
+        assert!(text.contains("vgpu.conf was not written by vgpu"), "{text}");
     }
     fs::remove_file(machine.drop_in()).expect("a file");
     fs::copy(
@@ -303,7 +306,7 @@ fn what_is_not_as_it_should_be_is_said_and_nothing_is_done() {
 fn a_failure_at_the_second_file_takes_the_first_one_back() {
     let machine = Machine::new("second");
     machine.install(&[]);
-    // A folder where the drop-in belongs: found out when the plugin's update is ready.
+    // A folder in the place of the drop-in: detected when the plugin's update is prepared.
     fs::remove_file(machine.drop_in()).expect("a file");
     fs::create_dir(machine.drop_in()).expect("a folder");
     compile_plugin(&machine.plugin, "2");
@@ -314,8 +317,8 @@ fn a_failure_at_the_second_file_takes_the_first_one_back() {
 #[test]
 fn without_permission_nothing_is_begun() {
     let machine = Machine::new("permission");
-    // The superuser may write anywhere, so the command runs as somebody else, who may not be able
-    // to reach the build folder.
+    // The superuser may write anywhere, so the command runs as another user, who may not be able to
+    // reach the build folder.
     let copy = machine.root.join("vgpu");
     fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");
     let before = machine.files();

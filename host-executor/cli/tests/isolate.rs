@@ -1,4 +1,4 @@
-//! `vgpu serve --isolate`: a fault in the process of one guest takes down no other.
+//! `vgpu serve --isolate`: a fault in the process of one guest affects no other guest.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -21,7 +21,8 @@ use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::memory::{Memory as _, Window};
 use vgpu_transport::wire::{GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
 
-/// Workers of a supervisor, by the number of their first session, once there are `count` of them.
+/// The workers of a supervisor, by the number of their first session, once there are `count` of
+/// them.
 fn workers(serve: &Serve, count: usize) -> BTreeMap<u64, Pid> {
     let start = Instant::now();
     loop {
@@ -58,7 +59,7 @@ fn children(pid: u32) -> Vec<i32> {
         .collect()
 }
 
-/// A guest that has said hello, and the number of its session.
+/// A guest that has sent HELLO, and the number of its session.
 fn guest(serve: &Serve, scratch: &Scratch) -> (Guest, u64) {
     let mut guest = serve.connect(&scratch.socket());
     match guest.hello() {
@@ -77,7 +78,8 @@ fn compute(guest: &mut Guest) {
 #[test]
 fn a_worker_that_dies_takes_down_no_other() {
     let scratch = Scratch::new("isolate");
-    // More places than guests: a dead worker's is free a moment after its process is gone.
+    // Room for more guests than needed: a dead worker's place is free only after its process has
+    // ended.
     let serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "10M"]);
     let (mut bystander, _) = guest(&serve, &scratch);
     compute(&mut bystander);
@@ -92,21 +94,21 @@ fn a_worker_that_dies_takes_down_no_other() {
         let (mut victim, session) = guest(&serve, &scratch);
         compute(&mut victim);
         let worker = workers(&serve, 2)[&session];
-        // More than once: what Rust does at a SIGSEGV that no access has caused is to wait for the
-        // access.
+        // Sent repeatedly: after a SIGSEGV without a faulting access, Rust's handler returns and
+        // waits for the access.
         let start = Instant::now();
         while kill_process(worker, signal).is_ok() {
             assert!(start.elapsed() < PATIENCE, "{signal:?} does not end it");
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
-        // It is told, and does not wait for an answer that will not come.
+        // The guest learns of the end, and does not wait for a reply.
         victim.send(&Request::Fence {});
         let told = victim.end.receive(&mut Vec::new(), (&mut [][..]).into());
         assert!(told.is_err(), "{told:?}");
         compute(&mut bystander);
         victims.push((session, signal));
     }
-    // Each worker has been replaced; so has the last.
+    // Every worker has been replaced, also the last one.
     let (mut next, _) = guest(&serve, &scratch);
     compute(&mut next);
     compute(&mut bystander);
@@ -159,7 +161,7 @@ fn each_guest_has_its_part_of_the_memory_and_no_more_come_than_there_are_parts()
         "{reason}"
     );
     drop(first);
-    // Its place becomes free when its process has ended.
+    // The place becomes free when the process has ended.
     let start = Instant::now();
     let mut next = loop {
         let mut next = serve.connect(&scratch.socket());
@@ -192,11 +194,12 @@ fn workers_are_in_the_sandbox_and_end_with_their_supervisor() {
     for line in ["Seccomp:\t2", "NoNewPrivs:\t1", "CapEff:\t0000000000000000"] {
         assert!(status.contains(line), "{line} is not in {status}");
     }
-    // A supervisor that is killed takes its workers with it: the guest is told, and nobody is left.
+    // The workers of a killed supervisor end with it: the guest learns of the end, and no process
+    // is left.
     serve.child.kill().expect("it is there");
     serve.child.wait().expect("it can be waited for");
     let mut message = Vec::new();
-    // A worker that is asked to end says so.
+    // A worker that is asked to end tells its guest.
     let _ = guest.end.receive(&mut message, (&mut [][..]).into());
     let start = Instant::now();
     while rustix::process::test_kill_process(worker).is_ok() {
@@ -205,8 +208,8 @@ fn workers_are_in_the_sandbox_and_end_with_their_supervisor() {
     }
 }
 
-/// A virtual machine's worker dies, and the next one serves the machine on: somebody has kept its
-/// files.
+/// The executor of a virtual machine dies, and the next one continues to serve the machine, with
+/// the stored files.
 #[test]
 fn a_virtual_machine_outlives_its_worker() {
     let scratch = Scratch::new("isolate-vm");
@@ -230,7 +233,7 @@ fn a_virtual_machine_outlives_its_worker() {
     let machine = Machine::plug(&socket);
     let mut inside = machine.guest();
     compute(&mut inside);
-    // The operator sees it beside the others.
+    // The operator sees the machine beside the other guests.
     let status = status_when(&scratch, |status| {
         of_guest(status, "vm1")["graphs"] == 1 && of_guest(status, "-")["graphs"] == 1
     });
@@ -246,11 +249,11 @@ fn a_virtual_machine_outlives_its_worker() {
         "{status:#}"
     );
 
-    // The keeper of the files is the supervisor's child, the worker is the keeper's.
+    // The fd store is the child of the supervisor, and the executor the child of the fd store.
     let worker = || {
         let keeper = children(serve.child.id()).into_iter().find(|pid| {
             fs::read_to_string(format!("/proc/{pid}/cmdline"))
-                .is_ok_and(|line| line.contains("hold"))
+                .is_ok_and(|line| line.contains("fd-store"))
         })?;
         children(keeper.cast_unsigned()).first().copied()
     };
@@ -267,8 +270,8 @@ fn a_virtual_machine_outlives_its_worker() {
         assert!(start.elapsed() < PATIENCE, "no new worker");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    // The program in the machine connects again, as the plugin does; the machine has noticed
-    // nothing.
+    // The program in the machine connects again, as the plugin does. The machine itself is not
+    // affected.
     drop(inside);
     let mut again = machine.guest();
     compute(&mut again);
@@ -278,7 +281,7 @@ fn a_virtual_machine_outlives_its_worker() {
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
-    assert!(log.contains("the next starts"), "{log}");
+    assert!(log.contains("the next executor starts"), "{log}");
 }
 
 #[test]
@@ -288,11 +291,11 @@ fn what_is_missing_is_said() {
         (&["--guest-memory", "1G"], "--isolate"),
         (
             &["--isolate", "--guest-memory", "10M", "--pin"],
-            "--isolate and --pin do not go together",
+            "--isolate and --pin exclude each other",
         ),
         (
             &["--isolate", "--memory", "1G", "--guest-memory", "2G"],
-            "for 0 guests",
+            "not enough for one guest",
         ),
         (
             &[
@@ -302,7 +305,7 @@ fn what_is_missing_is_said() {
                 "--share-weights",
                 "all",
             ],
-            "each guest's weights are in its own process",
+            "the weights of each guest are in its own process",
         ),
         (
             &[
@@ -332,20 +335,20 @@ fn what_is_missing_is_said() {
 /// Writes a configuration, and returns its path.
 fn configure(scratch: &Scratch, text: &str) -> String {
     let path = scratch.0.join("vgpu.toml");
-    let door = |name: &str| format!("unix:{}", scratch.0.join(name).display());
+    let address = |name: &str| format!("unix:{}", scratch.0.join(name).display());
     let text = text
         .replace(
             "@CONTROL@",
             &scratch.0.join("control.sock").display().to_string(),
         )
-        .replace("@METRICS@", &door("metrics.sock"))
-        .replace("@A@", &door("a.sock"))
-        .replace("@B@", &door("b.sock"));
+        .replace("@METRICS@", &address("metrics.sock"))
+        .replace("@A@", &address("a.sock"))
+        .replace("@B@", &address("b.sock"));
     fs::write(&path, text).expect("a configuration");
     path.display().to_string()
 }
 
-/// What `vgpu ps --json` says, once `is_so` holds.
+/// The output of `vgpu ps --json`, once `is_so` holds.
 fn status_when(scratch: &Scratch, is_so: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
     let control = scratch.0.join("control.sock").display().to_string();
     let start = Instant::now();
@@ -409,16 +412,16 @@ memory = "10MiB"
 listen = ["@B@"]
 "#;
 
-/// Names, quotas and weights of the configuration, in processes of their own, and what the operator
-/// sees of them.
+/// Names, quotas and weights of the configuration with a process per guest, and what the operator
+/// sees.
 #[test]
 fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
     let scratch = Scratch::new("isolate-names");
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
     let serve = Serve::start(&scratch.socket(), &isolate);
-    let enter = |door: &str| {
-        let mut guest = serve.connect(&scratch.0.join(door));
+    let enter = |socket: &str| {
+        let mut guest = serve.connect(&scratch.0.join(socket));
         let Reply::Welcome { session, .. } = guest.hello() else {
             panic!("no welcome");
         };
@@ -431,7 +434,7 @@ fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
     compute(&mut first);
     compute(&mut other);
 
-    // One quota for both programs of a guest; the other's does not move.
+    // Both programs of a guest share a quota; the other guest's quota is unaffected.
     let memory = |guest: &mut Guest| match guest.ask(&Request::Memory {}) {
         Reply::Memory { free, total, .. } => (free, total),
         other => panic!("{other:?}"),
@@ -454,7 +457,7 @@ fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
     );
     assert_eq!(memory(&mut other), before);
 
-    // The weight of 1, of 1 and 3, is five levels below.
+    // With weights of 1 and 3, the process with 1 is five nice levels above.
     let nice = |pid: Pid| {
         let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
         let stat = stat.expect("it runs");
@@ -492,7 +495,7 @@ fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
         assert!(text.contains(line), "{line} is not in {text}");
     }
 
-    // What a guest has done stays counted when its process is gone, by whatever end.
+    // Figures of a guest stay counted after its process has ended, for whatever reason.
     assert!(kill_process(processes[&two], Signal::KILL).is_ok());
     drop((first, second));
     workers(&serve, 0);
@@ -526,7 +529,7 @@ fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
     upload(&mut first, buffer, 0, &content);
     first.send(&Request::Seal { buffer });
     first.fence();
-    // A thread hashes them meanwhile.
+    // A thread hashes the weights meanwhile.
     let (buffer, _) = for_weights(&mut second, content.len() as u64);
     let start = Instant::now();
     while !lookup(&mut second, buffer, 0, &content) {
@@ -573,7 +576,7 @@ fn a_reload_reaches_the_workers_that_run() {
             .replace("listen = [\"@A@\"]", "uids = [4294967]"),
     );
     let said = reload(&scratch);
-    assert!(said.contains("read again: 2 guests"), "{said}");
+    assert!(said.contains("was reloaded: 2 named guests"), "{said}");
     let start = Instant::now();
     while total(&mut guest) != 12 << 20 {
         assert!(start.elapsed() < PATIENCE, "the worker has not heard of it");
@@ -581,14 +584,14 @@ fn a_reload_reaches_the_workers_that_run() {
     compute(&mut guest);
     assert!(
         !scratch.0.join("a.sock").exists(),
-        "its door is still there"
+        "its listener is still open"
     );
 
-    // What cannot be is refused as a whole.
+    // An impossible configuration changes nothing.
     for (wrong, reason) in [
         (
             TWO_GUESTS.replace("10MiB", "60MiB"),
-            "the guests with names have",
+            "the named guests have",
         ),
         (
             format!("{TWO_GUESTS}\nweight = 0"),
@@ -598,7 +601,7 @@ fn a_reload_reaches_the_workers_that_run() {
         configure(&scratch, &wrong);
         let said = reload(&scratch);
         assert!(
-            said.contains("stays as it was") && said.contains(reason),
+            said.contains("is unchanged") && said.contains(reason),
             "{said}"
         );
         assert_eq!(total(&mut guest), 12 << 20);

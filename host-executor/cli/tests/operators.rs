@@ -1,5 +1,4 @@
-//! What the operator of a host does with a running executor: configures it, looks at it, changes
-//! it.
+//! A running executor, as an operator configures, observes and changes it.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -32,7 +31,8 @@ struct Site {
 }
 
 impl Site {
-    /// `config` may say `DIR` for a folder of its own; the control socket is there.
+    /// `config` may contain `DIR`, which is replaced by a private folder. The control socket is in
+    /// it.
     fn start(test: &str, config: &str) -> Site {
         let scratch = Scratch::new(test);
         let folder = scratch.0.clone();
@@ -58,7 +58,7 @@ impl Site {
         fs::write(&self.config, Site::text(&self.folder, config)).expect("a file");
     }
 
-    /// Runs a command against its control socket.
+    /// Runs a command with the executor's control socket.
     fn run(&self, command: &str, more: &[&str]) -> Command {
         let control = self.folder.join("control.sock");
         let mut arguments = vec![command, "--control", control.to_str().expect("text")];
@@ -106,7 +106,7 @@ impl Site {
     }
 }
 
-/// Runs a command that must fail, and returns what it says.
+/// Runs a command that must fail. Returns its error.
 fn fails(command: &mut Command) -> String {
     let output = command.output().expect("the command starts");
     let text = String::from_utf8(output.stderr).expect("text");
@@ -142,14 +142,14 @@ fn a_configuration_changes_under_guests_that_stay() {
     let mut alice = site.guest("alice.sock");
     assert_eq!(figures(&mut alice), (1 << 20, 1 << 20));
 
-    // A quota, another guest with a door of its own, and something that takes a restart.
+    // A quota, another guest with its own listener, and a setting that needs a restart.
     site.write(&format!(
         "engine.kind = \"auto\"\n{}{BOB}",
         ALICE.replace("1MiB", "4MiB")
     ));
     let said = site.reload();
     assert!(
-        said.contains("2 guests with names; engine.kind will change"),
+        said.contains("2 named guests; engine.kind take effect after a restart"),
         "{said}"
     );
     assert_eq!(figures(&mut alice), (4 << 20, 4 << 20));
@@ -157,7 +157,7 @@ fn a_configuration_changes_under_guests_that_stay() {
     assert_eq!(figures(&mut bob), (2 << 20, 2 << 20));
     work(&mut bob);
 
-    // Mistakes, of all kinds, change nothing.
+    // Mistakes of all kinds change nothing.
     for (config, words) in [
         (
             format!("{ALICE}weight = 4\n"),
@@ -169,7 +169,7 @@ fn a_configuration_changes_under_guests_that_stay() {
         ),
         (
             format!("{ALICE}{}", BOB.replace("2M", "64M")),
-            "the guests' quotas are 68157440 bytes in all, the engine has 67108864",
+            "the quotas of the guests add up to 68157440 bytes, the engine has 67108864",
         ),
         (
             format!("{ALICE}{}", BOB.replace("DIR", "DIR/nowhere")),
@@ -179,14 +179,14 @@ fn a_configuration_changes_under_guests_that_stay() {
         site.write(&config);
         let said = fails(&mut site.run("reload", &[]));
         assert!(
-            said.contains("stays as it was") && said.contains(words),
+            said.contains("is unchanged") && said.contains(words),
             "{words}: {said}"
         );
         assert_eq!(figures(&mut alice), (4 << 20, 4 << 20));
         work(&mut site.guest("bob.sock"));
     }
 
-    // By signal, and bob is gone: not the program that is here, but its door.
+    // By signal. Bob is removed: his listener closes, and his connected program stays.
     site.write(ALICE);
     site.serve.signal(Signal::HUP);
     let start = Instant::now();
@@ -336,7 +336,7 @@ fn metrics_are_what_prometheus_reads() {
             "{counts:?}"
         );
         assert!(buckets.last().expect("buckets").less_than.is_infinite());
-        // The parser is lenient about what it does not know; these rules are the format's.
+        // The parser tolerates unknown parts; these are rules of the format.
         for line in body.lines() {
             assert!(line.is_ascii() && !line.is_empty(), "{line:?}");
         }
@@ -346,7 +346,7 @@ fn metrics_are_what_prometheus_reads() {
     }
 }
 
-/// Head and body of what a server answers.
+/// Header and body of an HTTP response.
 fn http(mut socket: impl Read + Write, path: &str) -> (String, String) {
     let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
     socket.write_all(request.as_bytes()).expect("it listens");
@@ -365,7 +365,7 @@ fn http(mut socket: impl Read + Write, path: &str) -> (String, String) {
     (head.into(), whole)
 }
 
-/// A terminal, and a program in it.
+/// A pseudo terminal with a program in it.
 struct Terminal {
     child: Child,
     keys: fs::File,
@@ -382,8 +382,8 @@ impl Terminal {
             ws_ypixel: 0,
         };
         let part = |n| std::num::NonZero::new(n).expect("a terminal of some size");
-        // SAFETY: the two places are ours, name and modes may be null, and the size is there for
-        // the call.
+        // SAFETY: both descriptors are valid locations for the results; name and modes may be null;
+        // the size is valid for the call.
         let made = unsafe {
             libc::openpty(
                 &mut ours,
@@ -394,7 +394,7 @@ impl Terminal {
             )
         };
         assert_eq!(made, 0, "a terminal");
-        // SAFETY: two new descriptors that nobody else has.
+        // SAFETY: openpty has opened the two descriptors, and nothing else owns them.
         let (ours, its) = unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(its)) };
         let end = || Stdio::from(its.try_clone().expect("a descriptor"));
         let child = command
@@ -429,7 +429,7 @@ impl Terminal {
         self.screen.lock().expect("the screen").screen().contents()
     }
 
-    /// Waits until all these words are on the screen at once.
+    /// Waits until all words are on the screen at the same time.
     fn wait_for(&self, words: &[&str]) -> String {
         let start = Instant::now();
         loop {
@@ -479,7 +479,7 @@ fn top_shows_guests_in_a_terminal() {
     assert!(line("bob").contains("0 B / 2.0 MiB"), "{shows}");
     assert!(line("memory").contains("of 64.0 MiB"), "{shows}");
 
-    // It is live: graphs that run are counted, memory that is freed is gone.
+    // The display is live: new graphs are counted, freed memory disappears.
     let a = alice.alloc_with(&bytes(&[1.0, 2.0]));
     alice.graph(GraphId(1), &add(2, a, a, a));
     let start = Instant::now();
@@ -506,7 +506,7 @@ fn top_shows_guests_in_a_terminal() {
     drop(alice);
     top.wait_for(&["nobody is connected"]);
 
-    // An executor that is away is said to be; q ends it, and the terminal is as it was.
+    // A lost executor is reported; q ends the program and restores the terminal.
     site.end();
     top.wait_for(&["no answer from"]);
     top.press("q");
@@ -532,7 +532,7 @@ fn top_without_a_terminal_or_an_executor_says_so() {
     let path = scratch.0.join("control.sock");
     let control = path.to_str().expect("text");
     let text = fails(&mut vgpu(&["top", "--control", control]));
-    assert!(text.contains("no terminal"), "{text}");
+    assert!(text.contains("not a terminal"), "{text}");
     let text = fails(&mut vgpu(&["ps", "--control", control]));
     assert!(
         text.contains(control) && text.contains("is an executor running"),
@@ -544,7 +544,7 @@ fn top_without_a_terminal_or_an_executor_says_so() {
 fn strangers_on_the_control_socket_hold_nobody_up() {
     let site = Site::start("control", "");
     let path = site.folder.join("control.sock");
-    // Says nothing, says too much, and goes away in the middle.
+    // Clients that send nothing, send too much, or disconnect in the middle.
     let _silent: Vec<UnixStream> = (0..8)
         .map(|_| UnixStream::connect(&path).expect("it listens"))
         .collect();
@@ -594,7 +594,7 @@ fn configurations_are_checked_without_being_used() {
     let (status, said) = check(example, &[]);
     assert_eq!(status, Some(0), "{said}");
     assert!(
-        said.contains("good: engine auto, 3 guests with names"),
+        said.contains("valid: engine auto, 3 named guests"),
         "{said}"
     );
 
@@ -617,10 +617,7 @@ fn configurations_are_checked_without_being_used() {
         &[],
     );
     assert_eq!(status, Some(1));
-    assert!(
-        said.contains("11 bytes in all, the engine has 10"),
-        "{said}"
-    );
+    assert!(said.contains("11 bytes, the engine has 10"), "{said}");
     fs::remove_file(&path).expect("it is there");
     let output = vgpu(&["check-config", file])
         .output()

@@ -1,4 +1,4 @@
-//! The sandbox: what it lets through is enough to serve guests, and nothing else gets through.
+//! The sandbox: guests can be served in it, and all other system calls fail.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -13,11 +13,11 @@ use served::{Scratch, Serve};
 use vgpu_executor::sandbox::{self, Profile};
 use vgpu_transport::wire::GraphId;
 
-/// Set in the process that goes into the sandbox: a test runs itself again, since there is no way
-/// back.
+/// Set in the process that enters the sandbox: a test runs itself again, since a process cannot
+/// leave the sandbox.
 const INSIDE: &str = "VGPU_TEST_SANDBOX";
 
-/// Runs `test` of this file again, inside.
+/// Runs `test` of this file again, in a sandboxed process.
 fn run_inside(test: &str, profile: &str) {
     let output = Command::new(std::env::current_exe().expect("this program"))
         .args(["--exact", test, "--nocapture", "--test-threads", "1"])
@@ -30,10 +30,10 @@ fn run_inside(test: &str, profile: &str) {
     assert!(text.contains("1 passed"), "nothing was run: {text}");
 }
 
-/// A system call by number, whose arguments are numbers.
+/// Makes a system call by its number, with numbers as arguments.
 fn call(number: libc::c_long, arguments: [u64; 3]) -> io::Result<i64> {
-    // SAFETY: the calls below get null pointers or numbers; what they would do if they passed is
-    // harmless in a process that exists for this test.
+    // SAFETY: the calls below get null pointers or numbers. If a call were allowed, its effect
+    // would be limited to this process, which exists for this test only.
     let result = unsafe { libc::syscall(number, arguments[0], arguments[1], arguments[2]) };
     if result < 0 {
         Err(io::Error::last_os_error())
@@ -65,7 +65,7 @@ fn forbidden_calls_fail_and_guests_are_served() {
         Ok("cpu") => Profile::Cpu,
         Ok(_) => Profile::Driver,
     };
-    // A server with guests before and after, so that threads of both kinds are there.
+    // A server with guests before and after entering, so that threads of both kinds exist.
     let host = Host::new(cpu());
     let mut before = host.guest();
     compute(&mut before);
@@ -97,10 +97,10 @@ fn forbidden_calls_fail_and_guests_are_served() {
         let raw = libc::SOCK_RAW as u64;
         assert_refused("a socket", call(libc::SYS_socket, [family as u64, raw, 0]));
     }
-    // A process of its own: SIGCHLD is the only flag.
+    // A new process: SIGCHLD is the only flag.
     assert_refused("clone", call(libc::SYS_clone, [libc::SIGCHLD as u64, 0, 0]));
     if profile == Profile::Cpu {
-        // SAFETY: a new mapping at no address in use.
+        // SAFETY: a new anonymous mapping at an address that the kernel chooses.
         let code = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -117,7 +117,7 @@ fn forbidden_calls_fail_and_guests_are_served() {
             call(libc::SYS_kill, [u64::from(std::process::id()), 0, 0]),
         );
     }
-    // The calls were refused in this thread; other threads are no different.
+    // The calls were made in this thread; the filter applies to all threads.
     std::thread::spawn(|| assert_refused("in a new thread", call(libc::SYS_execve, [0, 0, 0])))
         .join()
         .expect("a thread");
@@ -127,14 +127,13 @@ fn forbidden_calls_fail_and_guests_are_served() {
     everybody_is_inside(std::process::id());
 }
 
-/// By the word of the kernel: no thread has capabilities or can get any, and each is behind the
-/// filter.
+/// Checks in /proc that no thread has capabilities or can get any, and that each is filtered.
 fn everybody_is_inside(pid: u32) {
     let mut threads = 0;
     for entry in std::fs::read_dir(format!("/proc/{pid}/task")).expect("threads") {
         let path = entry.expect("a thread").path().join("status");
         let Ok(status) = std::fs::read_to_string(path) else {
-            continue; // it has ended
+            continue; // the thread has ended
         };
         let field = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name));

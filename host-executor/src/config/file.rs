@@ -393,7 +393,8 @@ fn endpoints_of(
         match &endpoint {
             Endpoint::Inproc | Endpoint::Pci(_) => {
                 let reason = format!(
-                    "an executor cannot listen on {endpoint}: use unix:PATH, tcp:HOST:PORT or vsock:PORT, \
+                    "an executor cannot listen on {endpoint}: use unix:PATH, tcp:HOST:PORT or \
+                     vsock:PORT, \
                      and `vm` of a guest for virtual machines"
                 );
                 return Err((span, reason));

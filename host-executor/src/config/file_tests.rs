@@ -76,14 +76,14 @@ fn what_is_wrong_is_said_with_its_place() {
         (
             "[server]\nlisten = [\"unix:/a\", \"unix:/a\"]\n",
             (2, 22),
-            "listened on already",
+            "already a listening address",
         ),
         (
             "[server]\nlisten = [\"pci\"]\n",
             (2, 11),
-            "nobody can listen",
+            "cannot listen on",
         ),
-        ("[server]\nmode = \"0999\"\n", (2, 8), "not permissions"),
+        ("[server]\nmode = \"0999\"\n", (2, 8), "not a socket mode"),
         (
             "[metrics]\nlisten = \"0.0.0.0:9400\"\n",
             (2, 10),
@@ -96,17 +96,17 @@ fn what_is_wrong_is_said_with_its_place() {
         (
             "\n[[guest]]\nname = \"a\"\n",
             (2, 1),
-            "cannot be told from others",
+            "nothing identifies guest",
         ),
         (
             "[[guest]]\nname = \"a\"\nuids = [1]\n[[guest]]\nname = \"a\"\nuids = [2]\n",
             (5, 8),
-            "a second guest is called",
+            "two guests have the name",
         ),
         (
             "[[guest]]\nname = \"a\"\nuids = [1]\n[[guest]]\nname = \"b\"\nuids = [3, 1]\n",
             (6, 12),
-            "user 1 is guest a already",
+            "user 1 already identifies guest a",
         ),
         (
             "[[guest]]\nname = \"a\"\nuids = [1]\nweight = 0\n",
@@ -121,7 +121,7 @@ fn what_is_wrong_is_said_with_its_place() {
         (
             "[[guest]]\nname = \"a\"\nlinks = [\"usb\"]\n",
             (3, 9),
-            "no link is called",
+            "unknown kind of link",
         ),
         (
             "[[guest]]\nname = \"a\"\nvm = { socket = \"s\" }\n",
@@ -168,13 +168,11 @@ fn what_takes_a_restart_is_told_from_what_does_not() {
 
 #[test]
 fn quotas_that_promise_too_much_are_refused_unless_that_is_wanted() {
-    let guests = "[[guest]]\nname = \"a\"\nuids = [1]\nmemory = 60\n[[guest]]\nname = \"b\"\nuids = [2]\nmemory = 60\n";
+    let guests = "[[guest]]\nname = \"a\"\nuids = [1]\nmemory = 60\n[[guest]]\nname = \"b\"\nuids \
+     = [2]\nmemory = 60\n";
     let rules = parse(guests).unwrap().rules();
     let error = rules.check_memory(100).unwrap_err().to_string();
-    assert!(
-        error.contains("120 bytes in all, the engine has 100"),
-        "{error}"
-    );
+    assert!(error.contains("120 bytes, the engine has 100"), "{error}");
     assert!(rules.check_memory(120).is_ok());
     let rules = parse(&format!("[server]\novercommit = true\n{guests}"))
         .unwrap()
@@ -189,7 +187,8 @@ proptest::proptest! {
     }
 
     #[test]
-    fn no_half_of_the_example_is_too_strange(cut in 0..EXAMPLE.len(), splice in "[\\]\\[\"=#\n a-z0-9{}]{0,6}") {
+    fn no_half_of_the_example_is_too_strange(cut in 0..EXAMPLE.len(), splice in "[\\]\\[\"=#\n \
+     a-z0-9{}]{0,6}") {
         if EXAMPLE.is_char_boundary(cut) {
             let text = format!("{}{splice}{}", &EXAMPLE[..cut], &EXAMPLE[cut..]);
             if let Err(problem) = parse(&text) {

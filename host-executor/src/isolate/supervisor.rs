@@ -254,7 +254,8 @@ impl Shared {
             Ok(process) => process,
             Err(error) => {
                 self.remove_worker(id, |session, peer| {
-                    error!(session, %peer, "no worker can be started, the guest is disconnected: {error}");
+                    error!(session, %peer, "no worker can be started, the guest is disconnected: \
+                     {error}");
                 });
                 return;
             }
@@ -286,7 +287,8 @@ impl Shared {
                 session,
                 %peer,
                 pid,
-                "the worker of this guest {}: the session has ended, no other guest is affected; the \
+                "the worker of this guest {}: the session has ended, no other guest is affected; \
+                 the \
                  guest's next session gets a new worker",
                 ExitReason(*status)
             ),

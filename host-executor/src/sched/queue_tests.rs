@@ -117,7 +117,8 @@ proptest! {
             for (b, j) in got.iter().zip(&guests) {
                 let (va, vb) = (a.ran.as_secs_f64() / f64::from(i.weight), b.ran.as_secs_f64() / f64::from(j.weight));
                 let too_long = |g: &Guest| (SLICE + MIN_SLICE + 2 * g.piece).as_secs_f64() / f64::from(g.weight);
-                prop_assert!((va - vb).abs() <= too_long(i) + too_long(j), "{va} and {vb} of {guests:?}");
+                prop_assert!((va - vb).abs() <= too_long(i) + too_long(j), "{va} and {vb} of \
+                 {guests:?}");
             }
         }
     }
@@ -143,7 +144,8 @@ proptest! {
                     own * f64::from(g.weight) + (SLICE + MIN_SLICE + 2 * g.piece + CREDIT).as_secs_f64()
                 })
                 .sum();
-            prop_assert!(a.longest_wait.as_secs_f64() <= bound, "{i} waited {:?}, {bound}: {guests:?}", a.longest_wait);
+            prop_assert!(a.longest_wait.as_secs_f64() <= bound, "{i} waited {:?}, {bound}: \
+             {guests:?}", a.longest_wait);
         }
     }
 }

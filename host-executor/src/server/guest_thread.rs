@@ -45,7 +45,8 @@ pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming
         let mut sessions = shared.sessions();
         let count = sessions.len();
         if count >= max_sessions.saturating_add(MAX_REJECTIONS) {
-            warn!(%peer, "disconnected without a message: {count} sessions are open, the limit is {max_sessions}");
+            warn!(%peer, "disconnected without a message: {count} sessions are open, the limit is \
+             {max_sessions}");
             return;
         }
         sessions.insert(

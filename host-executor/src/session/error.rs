@@ -72,12 +72,14 @@ pub enum Violation {
     #[error("HELLO came twice")]
     SecondHello,
     #[error(
-        "the guest speaks protocol version {guest}, this host speaks {PROTOCOL_VERSION}: update the \
+        "the guest speaks protocol version {guest}, this host speaks {PROTOCOL_VERSION}: update \
+         the \
          older of the two"
     )]
     Protocol { guest: u32 },
     #[error(
-        "the guest speaks graph IR version {guest}, this host speaks {IR_VERSION}: update the older \
+        "the guest speaks graph IR version {guest}, this host speaks {IR_VERSION}: update the \
+         older \
          of the two"
     )]
     Ir { guest: u32 },
@@ -113,7 +115,8 @@ pub enum Violation {
     TooManyExtents(BufferId),
     #[error("QUERY names {asked} extents, at most {MAX_QUERIED} are allowed")]
     TooMuchAsked { asked: usize },
-    #[error("ATTACH names {len} bytes with hash {hash}, which QUERY has not reserved for buffer {}", .buffer.0)]
+    #[error("ATTACH names {len} bytes with hash {hash}, which QUERY has not reserved for buffer \
+     {}", .buffer.0)]
     NotKept {
         buffer: BufferId,
         len: u64,
@@ -124,17 +127,20 @@ pub enum Violation {
     #[error("READ asks for {len} bytes, at most {limit} are allowed")]
     ReadTooLong { len: u64, limit: usize },
     #[error(
-        "SUBMIT names graph {}, which was never sent, was forgotten, or used a buffer that was freed",
+        "SUBMIT names graph {}, which was never sent, was forgotten, or used a buffer that was \
+         freed",
         .0.0
     )]
     UnknownGraph(GraphId),
     #[error(
-        "PATCH of {bytes} bytes is based on graph {}, which was never sent, was forgotten, or used a \
+        "PATCH of {bytes} bytes is based on graph {}, which was never sent, was forgotten, or \
+         used a \
          buffer that was freed",
         .base.0
     )]
     UnknownBase { base: GraphId, bytes: usize },
-    #[error("graph {} has an image of {total} bytes; the size is a multiple of 4 from 4 to {limit}", .graph.0)]
+    #[error("graph {} has an image of {total} bytes; the size is a multiple of 4 from 4 to \
+     {limit}", .graph.0)]
     ImageSize {
         graph: GraphId,
         total: u64,

@@ -106,7 +106,8 @@ impl Session {
         self.logged_events = self.logged_events.saturating_add(1);
         if self.logged_events == MAX_LOGGED_EVENTS {
             warn!(
-                "{MAX_LOGGED_EVENTS} events in this session; further events are logged at the debug level"
+                "{MAX_LOGGED_EVENTS} events in this session; further events are logged at the \
+                 debug level"
             );
         }
         self.logged_events <= MAX_LOGGED_EVENTS

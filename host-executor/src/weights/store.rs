@@ -255,7 +255,8 @@ impl SessionStore {
         };
         if self.weights.jobs.send(job).is_err() {
             warn!(
-                "weights are no longer shared: the hashing thread has ended; this is a bug of the host"
+                "weights are no longer shared: the hashing thread has ended; this is a bug of the \
+                 host"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! What the tests share: a guest that says what it is told to, and engines that misbehave.
+//! Helpers of the tests: a guest that sends given requests, and engines that misbehave.
 #![allow(dead_code)] // each test binary uses its part
 
 pub(crate) mod model;
@@ -21,17 +21,17 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 /// Memory of the engine that most tests run on.
 pub(crate) const MEMORY: u64 = 64 << 20;
 
-/// How long a test waits for what must happen, before it fails instead of hanging.
+/// How long a test waits for an event before it fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn cpu() -> Arc<dyn Engine> {
     Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("a thread and 64 MiB"))
 }
 
-/// A server that guests of this process walk into.
+/// A server to which guests of this process connect.
 pub(crate) struct Host {
     pub(crate) server: Server,
-    door: Sender<IncomingGuest>,
+    guests: Sender<IncomingGuest>,
     pub(crate) engine: Arc<dyn Engine>,
 }
 
@@ -42,23 +42,23 @@ impl Host {
 
     pub(crate) fn limited(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Host {
         let mut server = Server::new(Arc::clone(&engine), limits, max_sessions);
-        let (door, arrivals) = mpsc::channel();
+        let (guests, arrivals) = mpsc::channel();
         server
             .listen(Hall(arrivals))
-            .expect("a thread for the door");
+            .expect("a thread for the listener");
         Host {
             server,
-            door,
+            guests,
             engine,
         }
     }
 
-    /// A guest that has not said anything yet.
+    /// A guest that has not sent HELLO.
     pub(crate) fn connect(&self) -> Guest {
         self.connect_as(None)
     }
 
-    /// The same, a program of this user.
+    /// A program of this user that has not sent HELLO.
     pub(crate) fn connect_of(&self, uid: u32) -> Guest {
         self.connect_as(Some(Process {
             pid: 0,
@@ -67,14 +67,14 @@ impl Host {
         }))
     }
 
-    /// A guest of this user that has said hello.
+    /// A program of this user that has sent HELLO.
     pub(crate) fn guest_of(&self, uid: u32) -> Guest {
         let mut guest = self.connect_of(uid);
         guest.hello();
         guest
     }
 
-    /// The same, of a process that the host's kernel knows.
+    /// A guest with this process, as the host's kernel would report it.
     pub(crate) fn connect_as(&self, process: Option<Process>) -> Guest {
         let (guest, host) = pair();
         let arriving = IncomingGuest {
@@ -87,18 +87,18 @@ impl Host {
             },
             open: Box::new(move || Ok(host)),
         };
-        self.door.send(arriving).expect("the door is open");
+        self.guests.send(arriving).expect("the listener is open");
         Guest::new(guest)
     }
 
-    /// A guest that has said hello.
+    /// A guest that has sent HELLO.
     pub(crate) fn guest(&self) -> Guest {
         let mut guest = self.connect();
         guest.hello();
         guest
     }
 
-    /// Waits until no session is left, so that everything they held is free.
+    /// Waits until no session is left and all their memory is free.
     pub(crate) fn wait_until_empty(&self) {
         let start = std::time::Instant::now();
         while !self.server.sessions().is_empty() {
@@ -123,13 +123,13 @@ impl GuestListener for Hall {
     }
 }
 
-/// The two ends of a link inside this process.
+/// Both ends of a link inside this process.
 pub(crate) fn pair() -> (Box<dyn GuestEnd>, Box<dyn HostEnd>) {
     let (guest, host) = vgpu_transport::link::window::inproc_pair().expect("memory for a window");
     (Box::new(guest), Box::new(host))
 }
 
-/// A guest at the level of messages.
+/// A guest on the level of messages.
 pub(crate) struct Guest {
     pub(crate) end: Box<dyn GuestEnd>,
     last_buffer: u64,
@@ -146,7 +146,7 @@ impl Guest {
     pub(crate) fn send_raw(&mut self, message: &[u8], payload: &[u8]) -> u64 {
         match self.end.send(message, payload.into()) {
             Ok(request) => request,
-            // The host may have ended the session already, because of a request before.
+            // The host may have ended the session because of an earlier request.
             Err(LinkError::Closed) => u64::MAX,
             Err(error) => panic!("{error}"),
         }
@@ -174,7 +174,7 @@ impl Guest {
         (Reply::decode(&message).expect("a reply"), payload)
     }
 
-    /// Sends a request and returns what is said to it, which must be its own answer.
+    /// Sends a request, and returns its reply.
     pub(crate) fn ask(&mut self, request: &Request) -> Reply {
         self.send(request);
         self.receive().0
@@ -190,7 +190,7 @@ impl Guest {
         welcome
     }
 
-    /// A name for a buffer that was not used before.
+    /// A buffer id that has not been used.
     pub(crate) fn new_buffer(&mut self) -> BufferId {
         self.last_buffer += 1;
         BufferId(self.last_buffer)
@@ -202,7 +202,7 @@ impl Guest {
         buffer
     }
 
-    /// Why it does not get so much memory.
+    /// The reason with which ALLOC of this size is refused.
     pub(crate) fn refusal(&mut self, size: u64) -> String {
         let buffer = self.new_buffer();
         match self.ask(&Request::Alloc { buffer, size }) {
@@ -211,7 +211,7 @@ impl Guest {
         }
     }
 
-    /// Makes a buffer; its memory, if the host lets it be mapped.
+    /// Allocates a buffer. Returns its memory if the host lets the guest map it.
     pub(crate) fn alloc_mapped(&mut self, buffer: BufferId, size: u64) -> Option<Window> {
         let sent = self.send(&Request::Alloc { buffer, size });
         match self.receive().0 {
@@ -230,7 +230,7 @@ impl Guest {
         }
     }
 
-    /// A buffer that holds `data`.
+    /// Allocates a buffer with `data`.
     pub(crate) fn alloc_with(&mut self, data: &[u8]) -> BufferId {
         let buffer = self.alloc(data.len() as u64);
         self.write(buffer, 0, data);
@@ -257,12 +257,12 @@ impl Guest {
         floats(&self.read(buffer, 0, 4 * count))
     }
 
-    /// Sends a graph in as many parts as it takes.
+    /// Sends a graph in as many parts as necessary.
     pub(crate) fn graph(&mut self, graph: GraphId, content: &Graph) {
         self.image(graph, &image(content));
     }
 
-    /// Sends bytes that may be a graph.
+    /// Sends bytes as the image of a graph.
     pub(crate) fn image(&mut self, graph: GraphId, image: &[u8]) {
         for (i, part) in image.chunks(MAX_PAYLOAD).enumerate() {
             let request = Request::Graph {
@@ -278,14 +278,14 @@ impl Guest {
         self.send(&Request::Submit { graph })
     }
 
-    /// Waits until everything sent so far is done; nothing of it may have failed.
+    /// Waits until all requests so far are complete. None of them may have failed.
     pub(crate) fn fence(&mut self) {
         let request = self.send(&Request::Fence {});
         assert_eq!(self.receive().0, Reply::Done { request });
     }
 
-    /// The reason with which the host ends the session, as its next message, after which nothing
-    /// comes.
+    /// The reason with which the host ends the session. It must be the host's next and last
+    /// message.
     pub(crate) fn ended(mut self) -> String {
         let (reply, _) = self.receive();
         let Reply::Ended { reason } = reply else {
@@ -297,7 +297,7 @@ impl Guest {
     }
 }
 
-/// A guest with data and a graph from before, who must not notice what another one does.
+/// A guest with data and a graph, which must not be affected by other guests.
 pub(crate) struct Bystander {
     pub(crate) guest: Guest,
     data: BufferId,
@@ -313,8 +313,8 @@ impl Bystander {
         Bystander { guest, data }
     }
 
-    /// What `crime` does ends the session of `criminal` with a reason that has every word of
-    /// `words`; this guest computes on.
+    /// Checks that `crime` ends the session of `criminal` with a reason that contains all of
+    /// `words`, and that this guest still computes.
     pub(crate) fn outlives(
         &mut self,
         mut criminal: Guest,
@@ -331,7 +331,7 @@ impl Bystander {
     }
 }
 
-/// The image of a graph as it travels.
+/// The encoded image of a graph.
 pub(crate) fn image(graph: &Graph) -> Vec<u8> {
     graph
         .encode()
@@ -351,7 +351,7 @@ pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
         .collect()
 }
 
-/// Builds graphs tensor by tensor.
+/// Builds graphs.
 #[derive(Default)]
 pub(crate) struct Build(pub(crate) Graph);
 

@@ -1,4 +1,4 @@
-//! Weights, as guests send them and ask for them.
+//! Weights as guests upload and look them up.
 
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, Lengths, MIN_EXTENT, Reply, Request};
@@ -9,7 +9,7 @@ pub(crate) fn hash(bytes: &[u8]) -> ContentHash {
     ContentHash(*blake3::hash(bytes).as_bytes())
 }
 
-/// A buffer for weights, and the lengths that the host knows.
+/// Makes a buffer for weights. Returns the buffer and the lengths that the host knows.
 pub(crate) fn for_weights(guest: &mut Guest, size: u64) -> (BufferId, Vec<u64>) {
     let buffer = guest.alloc(size);
     match guest.ask(&Request::Weights { buffer }) {
@@ -21,7 +21,7 @@ pub(crate) fn for_weights(guest: &mut Guest, size: u64) -> (BufferId, Vec<u64>) 
     }
 }
 
-/// Asks for an extent. Whether it is there.
+/// Looks an extent up. Returns whether the host has it.
 pub(crate) fn lookup(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) -> bool {
     let answer = guest.ask(&Request::Lookup {
         buffer,

@@ -1,4 +1,4 @@
-//! An engine that fails on command, around the real one.
+//! An engine that fails on command, around the CPU engine.
 
 use std::any::Any;
 use std::sync::mpsc::{Receiver, Sender};
@@ -9,23 +9,24 @@ use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunSt
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Capabilities, OpKind, Rule, Type, TypeSet, ValidGraph};
 
-/// What the next graph does when it is compiled or run.
+/// What the next graph does.
 #[derive(Default)]
 pub(crate) enum Act {
-    /// Runs, without doing anything.
+    /// Does nothing.
     #[default]
     Run,
-    /// Panics while it is compiled.
+    /// Panics in `compile`.
     CompilePanics,
-    /// Cannot be compiled.
+    /// Fails to compile.
     CompileFails,
-    /// Panics while it runs, in the session's own thread.
+    /// Panics while it runs, on the session's thread.
     RunPanics,
-    /// Fails as if a kernel had panicked.
+    /// Fails like a kernel that has panicked.
     KernelPanics,
-    /// Says that it runs, and goes on when it is told to.
+    /// Announces that it runs, and waits for permission to go on.
     Waits(Sender<()>, Receiver<()>),
-    /// The same, and is under way then; when it lands it sets its first buffer to 9, or fails.
+    /// The same, and is in flight then. When it is waited for, it sets its first buffer to 9, or
+    /// fails.
     Launches {
         running: Sender<()>,
         go_on: Receiver<()>,
@@ -40,10 +41,10 @@ pub(crate) struct Puppet {
     act: Mutex<Act>,
 }
 
-/// A size with which an allocation panics.
+/// An allocation of this size panics.
 pub(crate) const PANIC_SIZE: u64 = 6666;
 
-/// A size with which an allocation gives memory that cannot be read.
+/// An allocation of this size returns memory that cannot be read.
 pub(crate) const UNREADABLE_SIZE: u64 = 4444;
 
 impl Puppet {
@@ -56,7 +57,7 @@ impl Puppet {
         })
     }
 
-    /// Decides what the next graph will do.
+    /// Sets what the next graph does.
     pub(crate) fn next(&self, act: Act) {
         *self.act.lock().unwrap() = act;
     }

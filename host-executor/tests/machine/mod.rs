@@ -1,5 +1,4 @@
-//! A virtual machine without a virtual machine: a client that does what QEMU and a guest's kernel
-//! do.
+//! A virtual machine without a hypervisor: a client that does what QEMU and the guest's kernel do.
 #![allow(dead_code)] // each test binary uses its part
 
 use std::collections::BTreeMap;
@@ -26,7 +25,7 @@ use crate::common::{Guest, PATIENCE, cpu};
 
 const PAGE: usize = 4096;
 
-/// A private folder that goes away.
+/// A private folder, removed when dropped.
 pub(crate) struct Dir(pub(crate) PathBuf);
 
 impl Dir {
@@ -45,7 +44,7 @@ impl Drop for Dir {
     }
 }
 
-/// An executor with one virtual machine's door for each name.
+/// An executor with a listener for each named virtual machine.
 pub(crate) fn executor(dir: &Path, names: &[&str], silence: u64) -> Server {
     executor_with(dir, names, silence, &mut BTreeMap::new())
 }
@@ -71,8 +70,8 @@ pub(crate) fn executor_with(
     server
 }
 
-/// QEMU and its guest's kernel: has the shared memory and the doorbell, and shows them as sysfs
-/// does.
+/// QEMU and the guest's kernel: has the shared memory and the doorbell, and presents them like
+/// sysfs.
 pub(crate) struct Machine {
     pub(crate) sysfs: Dir,
     pub(crate) memory: OwnedFd,
@@ -94,7 +93,7 @@ impl Machine {
         let (own, own_bell) = next(&line);
         assert_eq!(own, id);
         assert!(own_bell.is_some());
-        // Machines take longer to start than the host to write the first page of the window.
+        // A real machine takes longer to start than the host takes to initialise the window.
         let memory = memory.unwrap();
         let page = Window::map_part(memory.as_fd(), 0, PAGE).unwrap();
         wait_for("the first page of the window", || {
@@ -103,8 +102,8 @@ impl Machine {
         Machine::new(memory, bell.unwrap(), line)
     }
 
-    /// A device at 0000:00:05.0, of the window and of registers that a thread watches, as QEMU
-    /// watches them.
+    /// A device at 0000:00:05.0 with the window and with registers that a thread watches, as QEMU
+    /// does.
     pub(crate) fn new(memory: OwnedFd, bell: OwnedFd, line: UnixStream) -> Machine {
         let sysfs = Dir::new();
         let device = sysfs.0.join("0000:00:05.0");
@@ -148,7 +147,7 @@ impl Machine {
                 }
             }
         });
-        // The ringer holds the registers; the link to them must stay.
+        // The thread holds the registers; the link to them must stay.
         while !device.join("resource0").exists() {
             thread::yield_now();
         }
@@ -190,7 +189,7 @@ impl Drop for Machine {
     }
 }
 
-/// One message of the server, as QEMU reads it.
+/// Receives one message of the server, as QEMU does.
 fn next(line: &UnixStream) -> (i64, Option<OwnedFd>) {
     let mut bytes = [0; 8];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

@@ -1,4 +1,4 @@
-//! `vgpu bench plan`: what a model's plan takes at least, and what it takes.
+//! `vgpu bench plan`: the roofline of a model's plan, and its measured time.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,80 +18,81 @@ use vgpu_transport::ir::{Graph, Type};
 use vgpu_executor::engine;
 use vgpu_executor::engine::EngineKind;
 
-/// Shows what one step of a model takes at least on this engine, and what it takes, by operator.
+/// Shows the lower bound for the time of one step of a model on this engine, and the measured time,
+/// by operator.
 ///
-/// The model has random weights and the shapes of a known one; no file is needed. The least is what
-/// its bytes take at the fastest that this engine reads memory, or its operations at the fastest
-/// that it computes, whichever is longer; both are measured first, or given. Then the step runs as
-/// guests run it, and once more part by part, with the time of each. Parts by themselves take
-/// longer together than the whole, where one begins while the other ends.
+/// The model has random weights and the shapes of a known model; no file is needed. The lower bound
+/// of a node is the time that the engine needs at least to read its bytes, or to compute its
+/// operations, whichever is longer. Both peak rates are measured first, or given. Then the step
+/// runs as for guests, and once more part by part. The times of the parts add up to more than the
+/// time of the step, where parts overlap.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The engine, as for `vgpu serve`.
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     engine: EngineKind,
 
-    /// Threads of the CPU engine; 0 for as many as there are processors.
+    /// Threads of the CPU engine; 0 for one per processor
     #[arg(long, value_name = "N", default_value_t = 0)]
     threads: usize,
 
-    /// Whose shapes the model has.
+    /// The model whose shapes are used
     #[arg(long, value_enum, default_value = "8b")]
     model: Shapes,
 
-    /// The type of its matrices: q4_k_m, or a type as ggml calls it. By default q4_k_m; of
-    /// gpt-oss-20b mxfp4 for experts and q8_0 for all else.
+    /// The type of the matrices: q4_k_m, or a type by ggml's name. [default: q4_k_m; for
+    /// gpt-oss-20b mxfp4 for experts and q8_0 for the rest]
     #[arg(long, value_name = "TYPE")]
     weights: Option<String>,
 
-    /// The type of cached keys and values.
+    /// The type of cached keys and values
     #[arg(long, value_name = "TYPE", default_value = "f16")]
     cache: String,
 
-    /// Tokens of the step: 1 is decoding.
+    /// Tokens of the step: 1 is decoding
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=65536))]
     tokens: u64,
 
-    /// Tokens in the cache before the step.
+    /// Tokens in the cache before the step
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     past: u64,
 
-    /// How often the step runs, and how often part by part; medians count.
+    /// Number of runs, whole and part by part; medians are shown
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     repeats: u64,
 
-    /// Also list every part in the order they run.
+    /// Also list all parts in execution order
     #[arg(long)]
     timeline: bool,
 
-    /// Take this many GB/s as the fastest that memory can be read, instead of measuring it.
+    /// Peak memory bandwidth in GB/s, instead of a measurement
     #[arg(long, value_name = "GB/S")]
     bandwidth: Option<f64>,
 
-    /// Take this many TFLOPS as the fastest that products can be computed, instead of measuring it.
+    /// Peak rate of products in TFLOPS, instead of a measurement
     #[arg(long, value_name = "TFLOPS")]
     tflops: Option<f64>,
 
-    /// Run nothing: only what the step takes at least. Needs --bandwidth and --tflops, and no
-    /// memory for the model.
+    /// Do not run the step: show the lower bound only. Needs --bandwidth and --tflops, and no
+    /// memory for the model
     #[arg(long, requires = "bandwidth", requires = "tflops")]
     floor_only: bool,
 
-    /// Write the figures to this file, too, as JSON.
+    /// Also write the figures to this file, as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
-    /// Compare with the figures in this file, which `--json` wrote. The exit status says whether
-    /// the step is slower.
+    /// Compare with the figures in this file, which --json has written. The exit status says
+    /// whether the step is slower
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
 
-    /// By how many percent the step may be slower than the one compared with.
+    /// How much slower the step may be than the earlier one, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 10.0)]
     allow: f64,
 }
 
-/// Models whose shapes are known.
+/// Models with known shapes.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Shapes {
     /// 256 million parameters.
@@ -133,13 +134,13 @@ impl Shapes {
     }
 }
 
-/// What llama.cpp calls a mix of Q4_K and Q6_K.
+/// llama.cpp's name for a mix of Q4_K and Q6_K.
 const Q4_K_M: &str = "q4_k_m";
 
-/// Keys that a graph shows are a multiple of this, as llama.cpp has it.
+/// The number of keys of a graph is a multiple of this, as in llama.cpp.
 const SEEN_STEP: u64 = 256;
 
-/// Weights that peaks are measured with on the CPU: several times its caches, but not for minutes.
+/// Bytes of weights for measuring peak rates on the CPU: several times its caches.
 const CPU_WEIGHTS: u64 = 256 << 20;
 
 /// The figures of a run.
@@ -154,17 +155,17 @@ struct Figures {
     tokens: u64,
     past: u64,
     nodes: usize,
-    /// What the rates were: bytes and operations a second.
+    /// Peak rates: bytes and operations per second.
     bandwidth: f64,
     operations: f64,
     total: Line,
-    /// The median of whole runs, in seconds.
+    /// The median time of a step in seconds.
     seconds: Option<f64>,
-    /// By operator, what takes longest first.
+    /// Figures by operator, the slowest first.
     by_op: Vec<Line>,
 }
 
-/// What some nodes take.
+/// Figures of some nodes.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Line {
     name: String,
@@ -172,9 +173,9 @@ struct Line {
     memory: u64,
     cached: u64,
     operations: u64,
-    /// The least, in seconds.
+    /// The lower bound in seconds.
     floor: f64,
-    /// What it took part by part, in seconds.
+    /// The measured time part by part, in seconds.
     seconds: Option<f64>,
 }
 
@@ -204,7 +205,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
         let figures: Figures = serde_json::from_str(&text)
-            .with_context(|| format!("{} is not what --json writes", path.display()))?;
+            .with_context(|| format!("{} was not written by --json", path.display()))?;
         anyhow::Ok(figures)
     });
     let before = before.transpose()?;
@@ -315,7 +316,7 @@ fn model_of(args: &Args, step: Step) -> anyhow::Result<Model> {
     Ok(model)
 }
 
-/// The fastest that the engine reads memory and computes products.
+/// The peak rates of the engine: reading memory, and computing products.
 fn rates(args: &Args, engine: Option<&dyn Engine>) -> anyhow::Result<Rates> {
     let given = |value: Option<f64>, unit: f64| value.map(|value| value * unit);
     let (memory, operations) = (given(args.bandwidth, 1e9), given(args.tflops, 1e12));
@@ -328,7 +329,7 @@ fn rates(args: &Args, engine: Option<&dyn Engine>) -> anyhow::Result<Rates> {
     if let (Some(memory), Some(operations)) = (memory, operations) {
         return Ok(Rates { memory, operations });
     }
-    let engine = engine.context("rates are measured on an engine")?;
+    let engine = engine.context("peak rates are measured on an engine")?;
     let mut options = Options::default();
     if engine.name() == "cpu" {
         options.weights = CPU_WEIGHTS;
@@ -340,7 +341,7 @@ fn rates(args: &Args, engine: Option<&dyn Engine>) -> anyhow::Result<Rates> {
     })
 }
 
-/// The median of whole runs, and what the parts of one took.
+/// The median time of a step, and the times of its parts.
 fn measure(
     engine: &dyn Engine,
     built: &Built,
@@ -358,7 +359,7 @@ fn measure(
     let loaded = built.load(engine);
     built.write_inputs(&loaded, args.past);
     let mut plan = built.compile(engine, &loaded);
-    // The first run warms caches up; the second is where a GPU records.
+    // The first run warms the caches up. The second is the one in which a GPU captures its graph.
     for _ in 0..2 {
         plan.run()?;
     }
@@ -383,8 +384,7 @@ fn measure(
     Ok((times[times.len() / 2].as_secs_f64(), spans))
 }
 
-/// A part of the plan: what it is called, how many nodes it computes, what they cost, how long it
-/// took.
+/// A part of the plan: its name, the number of its nodes, their cost, and its time.
 struct Part {
     name: String,
     nodes: usize,
@@ -392,7 +392,7 @@ struct Part {
     seconds: Option<f64>,
 }
 
-/// The parts in the order they run; without spans, the nodes.
+/// The parts in execution order. Without timings, one part per node.
 fn parts(graph: &Graph, costs: &[Cost], spans: &[NodeTiming]) -> Vec<Part> {
     let part = |nodes: &[usize], seconds| {
         let mut names: Vec<String> = Vec::new();
@@ -459,15 +459,17 @@ fn report(figures: &Figures) -> String {
         operations: figures.operations,
     };
     let mut text = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = writeln!(
         text,
-        "{model} {weights}, cache {cache}, {tokens} token(s) after {past}: {nodes} nodes on {} ({})",
+        "{model} {weights}, cache {cache}, {tokens} token(s) after {past}: {nodes} nodes on {} \
+         ({})",
         figures.engine, figures.device
     );
     let _ = writeln!(
         text,
-        "at most {:.1} GB/s and {:.2} TFLOPS: at least {} a step for {} from memory and {:.1} GFLOP ({})",
+        "at most {:.1} GB/s and {:.2} TFLOPS: at least {} a step for {} from memory and {:.1} \
+         GFLOP ({})",
         rates.memory / 1e9,
         rates.operations / 1e12,
         time(total.floor),
@@ -529,7 +531,7 @@ fn timeline(parts: &[Part], rates: &Rates) -> String {
     text
 }
 
-/// What was measured, and how much of that the least is.
+/// The measured time, and the lower bound as a share of it.
 fn measured(floor: f64, seconds: Option<f64>) -> (String, String) {
     match seconds {
         Some(seconds) => (
@@ -556,7 +558,7 @@ fn size(bytes: u64) -> String {
     }
 }
 
-/// Prints what takes how much longer than before, and says whether the whole does.
+/// Prints the operators that have become slower. Returns whether the step is slower than allowed.
 fn compare(now: &Figures, before: &Figures, allow: f64) -> anyhow::Result<ExitCode> {
     fn same(figures: &Figures) -> impl PartialEq + std::fmt::Debug + '_ {
         let Figures {

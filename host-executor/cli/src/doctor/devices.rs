@@ -49,7 +49,8 @@ pub(super) fn check(report: &mut Report) {
                     report.fail(
                         "pci",
                         format!(
-                            "{device}: no heartbeat of an executor; start `vgpu serve --vm` on the host again"
+                            "{device}: no heartbeat of an executor; start `vgpu serve --vm` on \
+                             the host again"
                         ),
                     );
                 }
@@ -64,7 +65,8 @@ pub(super) fn check(report: &mut Report) {
         report.note(
             "pci",
             format!(
-                "no vGPU among the {} PCI devices; in a virtual machine, add the device as `vgpu serve --help` says",
+                "no vGPU among the {} PCI devices; in a virtual machine, add the device as `vgpu \
+                 serve --help` says",
                 devices.len()
             ),
         );

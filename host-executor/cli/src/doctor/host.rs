@@ -42,7 +42,8 @@ pub(super) fn check(report: &mut Report) {
         report.note(
             "machine",
             format!(
-                "kernel lockdown is on ({}): programs may not map PCI memory; use a vsock link, or disable lockdown",
+                "kernel lockdown is on ({}): programs may not map PCI memory; use a vsock link, \
+                 or disable lockdown",
                 text.trim()
             ),
         );

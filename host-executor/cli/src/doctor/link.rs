@@ -68,7 +68,8 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
     if reached == 0 && !are_named {
         report.fail(
             "link",
-            "no executor was reached; start `vgpu serve` on the host, or set VGPU_ENDPOINT to its address",
+            "no executor was reached; start `vgpu serve` on the host, or set VGPU_ENDPOINT to its \
+             address",
         );
     }
 }

@@ -1,4 +1,5 @@
-//! `vgpu gpu-check`: whether an engine is right and how fast it is, in a few minutes and one table.
+//! `vgpu gpu-check`: checks the results of an engine and measures its speed, in a few minutes and
+//! one table.
 
 mod report;
 mod results;
@@ -24,87 +25,88 @@ use vgpu_executor::size;
 
 use report::Report;
 
-/// Looks at a GPU: all kernels load, each family of operators gives what the CPU engine gives, and
-/// how fast copies, products and attention are.
+/// Checks a GPU: loads all kernels, compares each family of operators with the CPU engine, and
+/// measures the rates of copies, products and attention.
 ///
-/// Needs neither models nor guests. Rates of products with few columns are in bytes of weights a
-/// second, beside what a copy within the device's memory reaches. The exit status is 0 when all
-/// cases agree.
+/// Needs neither models nor guests. Rates of products with few columns are in bytes of weights per
+/// second, and in percent of the rate of a copy within the device's memory. The exit status is 0 if
+/// all cases agree.
 #[derive(Parser)]
 pub(crate) struct Args {
     #[command(subcommand)]
     job: Option<Job>,
 
-    /// The engine to look at, as for `vgpu serve`.
+    /// The engine to check, as for `vgpu serve`
     #[arg(long, value_name = "ENGINE", default_value = "cuda")]
     engine: EngineKind,
 
-    /// Bytes of weights to measure with: several times the device's cache.
+    /// Bytes of weights for the measurements: several times the device's cache
     #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "512M")]
     weights: u64,
 
-    /// Rows and columns of the weights; a multiple of 256.
+    /// Rows and columns of the weights; a multiple of 256
     #[arg(long, value_name = "N", default_value_t = 4096)]
     size: u64,
 
-    /// How long each rate is measured, in milliseconds.
+    /// Duration of each measurement in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 200)]
     time: u64,
 
-    /// For how long rates are measured at all, in seconds; the least important are left out.
+    /// Time for all measurements in seconds; the least important ones are left out
     #[arg(long, value_name = "S")]
     budget: Option<u64>,
 
-    /// Tokens of each text that both engines write; 0: no texts.
+    /// Tokens of each text that both engines generate; 0: no texts
     #[arg(long, value_name = "N", default_value_t = 48)]
     tokens: u64,
 
-    /// Only compare, measure nothing.
+    /// Only compare, measure nothing
     #[arg(long)]
     compare_only: bool,
 
-    /// Write everything to this file, too, as JSON.
+    /// Also write all findings to this file, as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
 
-/// What else there is to do around a GPU.
+/// Further tasks around a GPU.
 #[derive(Subcommand)]
 enum Job {
-    /// Says which models can be written.
+    /// Lists the models that can be written
     Models,
-    /// Writes a model with the shape of a published one and random weights, without a tokenizer: to
-    /// measure with on a machine that no model can be brought to.
+    /// Writes a model with the shapes of a published model and random weights, without a tokenizer,
+    /// for measurements on a machine without access to models
     Model {
-        /// One of those that `vgpu gpu-check models` says.
+        /// A model that `vgpu gpu-check models` lists
         name: String,
-        /// The file, in ggml's format (GGUF).
+        /// The GGUF file
         to: PathBuf,
-        /// A small model of the same kind.
+        /// A small model of the same architecture
         #[arg(long)]
         small: bool,
     },
-    /// Measures which kernels do products of many columns the fastest on a GPU, and keeps that for
-    /// `vgpu serve`.
+    /// Measures which kernels compute products of many columns fastest on a GPU, and stores the
+    /// result for `vgpu serve`
     Tune {
-        /// The GPU, as for `vgpu serve`.
+        /// The GPU, as for `vgpu serve`
         #[arg(long, value_name = "ENGINE", default_value = "cuda")]
         engine: EngineKind,
-        /// How long each is measured, in milliseconds.
+        /// Duration of each measurement in milliseconds
         #[arg(long, value_name = "MS", default_value_t = 20)]
         time: u64,
     },
-    /// Makes one table of what the parts of run.sh have left in a folder, and `summary.json` there.
+    /// Prints one table of the results that run.sh has left in a folder, and writes `summary.json`
+    /// there
     Table {
-        /// The folder.
+        /// The folder
         folder: PathBuf,
     },
-    /// Sets what the parts of speed.sh have left in a folder beside what it should be, in a table
-    /// and in `speed.json` there.
+    /// Compares the results that speed.sh has left in a folder with their targets, in a table and
+    /// in `speed.json` there
     Targets {
-        /// The folder.
+        /// The folder
         folder: PathBuf,
-        /// The models were small ones: only the table itself is tried.
+        /// The models are small ones: check only that the table works
         #[arg(long)]
         small: bool,
     },

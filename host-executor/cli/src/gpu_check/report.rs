@@ -1,5 +1,5 @@
-//! What was found out about a GPU, as a file that is there from the first finding on: whoever ends
-//! the work before its time has what came until then.
+//! The findings about a GPU, in a file that is rewritten with each finding: if the check is
+//! interrupted, the file has what was found before.
 
 use std::path::{Path, PathBuf};
 
@@ -8,16 +8,16 @@ use serde_json::{Value, json};
 use vgpu_check::{Case, Ceilings, Outcome, Rate, Text, Work};
 use vgpu_engine::Engine;
 
-/// Findings, and the file that has them.
+/// Findings, and their file.
 pub(super) struct Report {
     all: Value,
     path: Option<PathBuf>,
-    /// Why the file does not have them.
+    /// Why the file could not be written, if so.
     failed: Option<anyhow::Error>,
 }
 
 impl Report {
-    /// Nothing is known but the engine. Without a path there is no file.
+    /// A report about an engine, without findings. Without a path no file is written.
     pub(super) fn new(engine: &dyn Engine, path: Option<&Path>) -> Report {
         let mut report = Report {
             all: json!({
@@ -80,7 +80,7 @@ impl Report {
         self.add("rates", rate);
     }
 
-    /// Nothing more is to come. Fails if the file could not be written.
+    /// Marks the report as complete. Fails if the file could not be written.
     pub(super) fn end(mut self) -> anyhow::Result<()> {
         self.all["complete"] = true.into();
         self.save();
@@ -94,7 +94,7 @@ impl Report {
         self.save();
     }
 
-    /// Replaces the file, which so is never half of one. After a failure nothing is tried again.
+    /// Replaces the file atomically. After a failure the file is not written again.
     fn save(&mut self) {
         let (Some(path), None) = (&self.path, &self.failed) else {
             return;

@@ -1,8 +1,8 @@
-//! What the scripts of the bundle leave in a folder.
+//! The result files of the GPU check's scripts.
 //!
-//! `parts.tsv` says of each part its name, exit status and seconds. `check.json` is ours.
-//! `bench-<engine>-<model>.json` is what llama-bench writes with `-o json`, `plan-<name>.json` what
-//! `vgpu bench plan` does.
+//! `parts.tsv` has the name, exit status and seconds of each part. `check.json` is written by `vgpu
+//! gpu-check`, `bench-<engine>-<model>.json` by llama-bench with `-o json`, `plan-<name>.json` by
+//! `vgpu bench plan`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,20 +12,20 @@ use anyhow::Context as _;
 use serde::Serialize;
 use serde_json::Value;
 
-/// Tokens a second, by model and test, of each engine.
+/// Tokens per second of each engine, by model and test.
 pub(super) type Speeds = BTreeMap<(String, String), BTreeMap<String, f64>>;
 
-/// Our own engine, in names of files.
+/// The name of this project's engine in file names.
 pub(super) const OURS: &str = "vgpu";
 
-/// What `timeout` ends with when the time is up.
+/// The exit status of `timeout` after a timeout.
 pub(super) const TIME_IS_UP: i64 = 124;
 
 pub(super) fn read(path: &Path) -> anyhow::Result<String> {
     fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
 }
 
-/// A part of a script.
+/// A part of a script, with its outcome.
 #[derive(Serialize)]
 pub(super) struct Part {
     pub(super) name: String,
@@ -45,8 +45,8 @@ pub(super) fn parts(text: &str) -> Vec<Part> {
     text.lines().filter_map(part).collect()
 }
 
-/// The files of a kind, read as JSON, by what their names have between `kind` and `.json`. A
-/// program that was ended in the middle has left half a file, which is none.
+/// Reads the JSON files of a kind, by the part of the name between `kind` and `.json`. Ignores
+/// invalid files: a program that was interrupted leaves an incomplete one.
 fn files(folder: &Path, kind: &str) -> anyhow::Result<BTreeMap<String, Value>> {
     let mut files = BTreeMap::new();
     let entries = fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))?;
@@ -64,7 +64,7 @@ fn files(folder: &Path, kind: &str) -> anyhow::Result<BTreeMap<String, Value>> {
     Ok(files)
 }
 
-/// Reads what `vgpu bench plan` has left, by name.
+/// Reads the files of `vgpu bench plan`, by name.
 pub(super) fn plans(folder: &Path) -> anyhow::Result<BTreeMap<String, Value>> {
     files(folder, "plan-")
 }

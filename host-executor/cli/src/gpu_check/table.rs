@@ -1,7 +1,6 @@
-//! One table of all that was found out about a GPU, from the files that the parts have left in a
-//! folder.
+//! One table of all findings about a GPU, from the files in a folder.
 //!
-//! What is missing is left out: a part that failed must not hide the others.
+//! Missing findings are left out, so that a failed part does not hide the others.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -12,8 +11,7 @@ use serde_json::{Value, json};
 
 use super::results::{OURS, Part, Speeds, TIME_IS_UP, parts, read, speeds};
 
-/// Prints the table, and writes everything to `summary.json` in the folder. Returns whether all
-/// parts went well.
+/// Prints the table, and writes `summary.json` to the folder. Returns whether all parts succeeded.
 pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
     let parts = parts(&read(&folder.join("parts.tsv"))?);
     let speeds = speeds(folder)?;
@@ -39,22 +37,22 @@ pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
     Ok(parts.iter().all(|part| part.status == 0))
 }
 
-/// What ggml's own tests of operators have said, as far as they came.
+/// Results of ggml's test-backend-ops, as far as it ran.
 #[derive(Debug, Default, PartialEq)]
 struct Ops {
     ok: u64,
-    /// By our device.
+    /// Not supported by the vGPU.
     unsupported: u64,
-    /// Nothing to compare with: not supported by ggml's CPU backend.
+    /// Not supported by ggml's CPU backend, so there is no reference.
     incomparable: u64,
     failed: Vec<String>,
-    /// Whether they came to their end.
+    /// Whether the tests ran to the end.
     ended: bool,
 }
 
 impl Ops {
-    /// Reads what they write: a line for each case, `  OP(parameters): ` and how it went, in
-    /// colours.
+    /// Reads the output: one line per case, `  OP(parameters): ` and the outcome, with colour
+    /// codes.
     fn of(said: &str) -> Ops {
         let mut ops = Ops::default();
         for line in said.lines() {
@@ -63,7 +61,7 @@ impl Ops {
             let Some((case, outcome)) = line.rsplit_once("): ") else {
                 continue;
             };
-            // Before FAIL is what was wrong, on the same line.
+            // The reason of a FAIL precedes it on the same line.
             match outcome.trim() {
                 "OK" => ops.ok += 1,
                 outcome if outcome.starts_with("not supported [VGPU") => ops.unsupported += 1,
@@ -78,7 +76,7 @@ impl Ops {
     }
 }
 
-/// A line without what sets colours.
+/// A line without colour codes.
 fn plain(line: &str) -> String {
     let mut parts = line.split('\u{1b}');
     let first = parts.next().unwrap_or_default().to_owned();
@@ -87,12 +85,12 @@ fn plain(line: &str) -> String {
     })
 }
 
-/// Failed cases that are shown.
-const MOST_SHOWN: usize = 10;
+/// Most failed cases that are listed.
+const MAX_SHOWN: usize = 10;
 
 fn text(parts: &[Part], check: &Value, ops: Option<&Ops>, speeds: &Speeds) -> String {
     let mut out = String::new();
-    let mut line = |text: String| writeln!(out, "{text}").expect("a string grows");
+    let mut line = |text: String| writeln!(out, "{text}").expect("writing to a string");
     line(format!("{:32} {:>16} {:>9}", "part", "result", "seconds"));
     for part in parts {
         let result = match part.status {
@@ -109,13 +107,14 @@ fn text(parts: &[Part], check: &Value, ops: Option<&Ops>, speeds: &Speeds) -> St
     if let Some(ops) = ops {
         let end = if ops.ended { "" } else { ", not to the end" };
         line(format!(
-            "test-backend-ops: {} ok, {} failed, {} not supported, {} that ggml's CPU cannot compute{end}",
+            "test-backend-ops: {} ok, {} failed, {} not supported, {} that ggml's CPU cannot \
+             compute{end}",
             ops.ok,
             ops.failed.len(),
             ops.unsupported,
             ops.incomparable
         ));
-        for case in ops.failed.iter().take(MOST_SHOWN) {
+        for case in ops.failed.iter().take(MAX_SHOWN) {
             line(format!("  FAILED {case}"));
         }
     }
@@ -145,12 +144,12 @@ fn text(parts: &[Part], check: &Value, ops: Option<&Ops>, speeds: &Speeds) -> St
     out
 }
 
-/// What `vgpu gpu-check` has found out.
+/// The findings of `vgpu gpu-check`.
 fn compared(check: &Value, line: &mut impl FnMut(String)) {
     let all = |key: &str| check[key].as_array().into_iter().flatten();
     let count = all("cases").count();
     if check["complete"] == false {
-        line("vgpu gpu-check did not come to its end; until then:".to_owned());
+        line("vgpu gpu-check was interrupted; its findings until then:".to_owned());
     }
     if count > 0 {
         let right = { all("cases") }
@@ -235,7 +234,8 @@ mod tests {
             "complete": false,
         });
         let ops = Ops::of(
-            "  ADD(type=f32): \u{1b}[1;32mOK\u{1b}[0m\n  MUL(type=f16,ne=[1,2]): [MUL] ERR = 0.5 > 0.1 \u{1b}[1;31mFAIL\u{1b}[0m\n  \
+            "  ADD(type=f32): \u{1b}[1;32mOK\u{1b}[0m\n  MUL(type=f16,ne=[1,2]): [MUL] ERR = 0.5 \
+             > 0.1 \u{1b}[1;31mFAIL\u{1b}[0m\n  \
              SUB(type=f32): not supported [VGPU0] \n  DUP(type=q1): not supported [CPU] \n  DIV(type=f",
         );
         let expected = Ops {

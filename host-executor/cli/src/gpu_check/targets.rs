@@ -1,6 +1,5 @@
-//! How fast models are beside what they should be: tokens a second as shares of what memory and
-//! tensor cores give, and beside ggml's own backend. What was not measured is in the table, too, as
-//! such.
+//! Speeds of models beside their targets: tokens per second as shares of the rates of memory and
+//! tensor cores, and relative to ggml's own backend. The table shows what was not measured as such.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -12,7 +11,7 @@ use vgpu_check::{PUBLISHED, Published};
 
 use super::results::{OURS, Speeds, TIME_IS_UP, parts, plans, read, speeds};
 
-/// Ways to run a model, by what names of files call them, and in words.
+/// Ways to run a model: the name in file names, and the description.
 const WAYS: [(&str, &str); 7] = [
     (OURS, "launches"),
     ("vgpu_steps", "steps"),
@@ -25,13 +24,13 @@ const WAYS: [(&str, &str); 7] = [
 
 const THEIRS: &str = "cuda";
 
-/// With the window, and without it.
+/// The way with a shared window, and the same without.
 const WINDOWS: [(&str, &str); 2] = [(OURS, "vgpu_inproc"), ("vgpu_steps", "vgpu_inproc_steps")];
 
-/// What the window may leave of the speed in the process.
-const LEAST_WINDOW: f64 = 0.98;
+/// Least share of the in-process speed that the way with a window must reach.
+const MIN_WINDOW_SHARE: f64 = 0.98;
 
-/// Which of llama-bench's tests: reading a text in, or writing one.
+/// The tests of llama-bench: prompt processing, and text generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Prefill,
@@ -47,8 +46,8 @@ impl Kind {
     }
 }
 
-/// What a model should reach at least: of the memory's rate when it decodes, of the tensor cores'
-/// when it reads in; and of the speed on ggml's own backend.
+/// Least speeds of a model: as shares of the memory's rate (decoding) and the tensor cores' rate
+/// (prefill), and relative to ggml's own backend.
 struct Goal {
     model: &'static str,
     kind: Kind,
@@ -95,14 +94,14 @@ const GOALS: [Goal; 6] = [
     },
 ];
 
-/// Bytes and operations a second.
+/// Bytes and operations per second.
 #[derive(Debug, Clone, Copy)]
 struct Rates {
     memory: f64,
     operations: f64,
 }
 
-/// What data sheets say: bytes of memory, and dense products of halves.
+/// Rates of data sheets: memory bandwidth, and dense f16 products.
 const SHEETS: [(&str, Rates); 2] = [
     (
         "H200",
@@ -120,7 +119,7 @@ const SHEETS: [(&str, Rates); 2] = [
     ),
 ];
 
-/// One model in one way.
+/// A model, run in one way.
 struct Row {
     model: &'static str,
     test: String,
@@ -131,7 +130,7 @@ struct Row {
     ratio: Option<f64>,
 }
 
-/// Something that should be reached, and how near the best way comes: the way and its value.
+/// A target, and the best way with its value.
 struct Verdict {
     what: String,
     least: f64,
@@ -148,7 +147,7 @@ impl Verdict {
     }
 }
 
-/// Prints the table, and writes everything to `speed.json` in the folder.
+/// Prints the table, and writes `speed.json` to the folder.
 pub(super) fn print(folder: &Path, is_small: bool) -> anyhow::Result<()> {
     let (text, report) = tables(folder, is_small)?;
     print!("{text}");
@@ -161,7 +160,7 @@ fn tables(folder: &Path, is_small: bool) -> anyhow::Result<(String, Value)> {
     let speeds = speeds(folder)?;
     let plans = plans(folder)?;
     let device = plans.values().find_map(|plan| plan["device"].as_str());
-    let device = device.unwrap_or("a device that said nothing of itself");
+    let device = device.unwrap_or("an unknown device");
     let sheet = { SHEETS.iter() }
         .find(|(name, _)| device.contains(name))
         .map(|(_, rates)| *rates);
@@ -171,7 +170,7 @@ fn tables(folder: &Path, is_small: bool) -> anyhow::Result<(String, Value)> {
         .map(|(memory, operations)| Rates { memory, operations });
     let model_of = |name: &str| {
         let model = PUBLISHED.into_iter().find(|model| model.name == name);
-        let model = model.expect("goals are about models that are published");
+        let model = model.expect("targets are for published models");
         if is_small { model.small() } else { model }
     };
 
@@ -203,7 +202,7 @@ fn tables(folder: &Path, is_small: bool) -> anyhow::Result<(String, Value)> {
     });
 
     let mut out = String::new();
-    let mut line = |text: String| writeln!(out, "{text}").expect("a string grows");
+    let mut line = |text: String| writeln!(out, "{text}").expect("writing to a string");
     line(format!(
         "{device}{}",
         if is_small { ", small models" } else { "" }
@@ -278,7 +277,7 @@ fn percent(share: Option<f64>) -> String {
     share.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share))
 }
 
-/// The ways in which a goal's model ran its test.
+/// The ways in which the model of a target ran the test.
 fn rows_of(
     goal: &Goal,
     model: &Published,
@@ -316,7 +315,7 @@ fn rows_of(
     rows
 }
 
-/// How near the best of our ways, all through the window, comes to a goal.
+/// The value of the best way through a window for a target.
 fn verdicts_of(goal: &Goal, rows: &[Row]) -> Vec<Verdict> {
     let what = |of: &str| format!("{} {}, {of}", goal.model, goal.kind.prefix());
     let best = |value: fn(&Row) -> Option<f64>| {
@@ -342,7 +341,8 @@ fn verdicts_of(goal: &Goal, rows: &[Row]) -> Vec<Verdict> {
     share.into_iter().chain(ratio).collect()
 }
 
-/// What the window leaves of decoding in the process, in the way that loses most.
+/// The share of the in-process decoding speed that the way with a window reaches, for the worst
+/// pair of ways.
 fn window(rows: &[Row]) -> Verdict {
     let words = |way: &str| {
         WAYS.iter()
@@ -360,7 +360,7 @@ fn window(rows: &[Row]) -> Verdict {
     };
     Verdict {
         what: "8b-q4_k_m tg, unix window of in-process".into(),
-        least: LEAST_WINDOW,
+        least: MIN_WINDOW_SHARE,
         best: WINDOWS
             .iter()
             .filter_map(left)
@@ -372,7 +372,7 @@ fn window(rows: &[Row]) -> Verdict {
 mod tests {
     use super::*;
 
-    /// A folder with these files, and what becomes of it.
+    /// A folder with these files, and the report about it.
     fn tables_of(name: &str, files: &[(&str, &str)], is_small: bool) -> (String, Value) {
         let name = format!("vgpu-targets-{name}-{}", std::process::id());
         let folder = std::env::temp_dir().join(name);

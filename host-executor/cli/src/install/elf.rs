@@ -1,4 +1,4 @@
-//! What a shared library says about itself, read from its file: nothing is loaded, nothing is run.
+//! Reads a shared library from its file, without loading it or running its code.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -11,9 +11,9 @@ use object::{Endianness, Object as _, ObjectSection as _};
 /// The plugin's file name.
 pub(super) const PLUGIN: &str = "libggml-vgpu.so";
 
-/// The largest library that is read into memory: many times what a ggml takes.
+/// The largest library that is read into memory, far larger than any ggml.
 const LARGEST: u64 = 1 << 30;
-/// How far into a function the instruction that loads its result is looked for.
+/// How many bytes of a function are searched for the instruction that loads its result.
 const FUNCTION_START: usize = 32;
 
 /// A shared library's file.
@@ -32,13 +32,13 @@ impl Library {
             std::fs::metadata(path).with_context(|| format!("reading {}", path.display()))?;
         ensure!(
             file.is_file() && file.len() <= LARGEST,
-            "{} is not a library: {} bytes, or no file at all",
+            "{} is not a library: it has {} bytes, or is not a file",
             path.display(),
             file.len()
         );
         let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
         Library::parse(path, data)
-            .with_context(|| format!("{} is no shared library", path.display()))
+            .with_context(|| format!("{} is not a shared library", path.display()))
     }
 
     fn parse(path: &Path, data: Vec<u8>) -> Result<Library> {
@@ -46,7 +46,7 @@ impl Library {
         let endian = file.endian();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         let dynamic = file.elf_dynamic_table()?;
-        ensure!(!dynamic.is_empty(), "it has no dynamic section");
+        ensure!(!dynamic.is_empty(), "the library has no dynamic section");
         let mut soname = None;
         for entry in &dynamic {
             if entry.tag == elf::DT_SONAME {
@@ -80,17 +80,17 @@ impl Library {
         &self.data
     }
 
-    /// The name it is known by to the dynamic linker.
+    /// The name by which the dynamic linker knows the library (SONAME).
     pub(crate) fn soname(&self) -> Option<&str> {
         self.soname.as_deref()
     }
 
-    /// Whether others can bind to `symbol`.
+    /// Whether the library exports `symbol`.
     pub(crate) fn exports(&self, symbol: &str) -> bool {
         self.exports.contains(symbol)
     }
 
-    /// What kind of processor it is for, as people say it.
+    /// The kind of processor, for people.
     pub(crate) fn machine(&self) -> String {
         match self.machine {
             elf::EM_X86_64 => "x86-64".to_owned(),
@@ -99,7 +99,7 @@ impl Library {
         }
     }
 
-    /// The line of text that begins with `words`, up to the zero byte behind it.
+    /// The text that begins with `words`, up to the next zero byte.
     pub(crate) fn line(&self, words: &str) -> Option<&str> {
         let start = find(&self.data, words.as_bytes())?;
         let rest = &self.data[start + words.len()..];
@@ -107,9 +107,10 @@ impl Library {
         std::str::from_utf8(&rest[..end]).ok()
     }
 
-    /// The string that `function` returns, for a function that does nothing but return one.
+    /// The string constant that `function` returns. The function must do nothing else.
     ///
-    /// Compilers turn it into an instruction that computes the string's address and a return.
+    /// Compilers translate such a function into an instruction that computes the string's address,
+    /// and a return.
     pub(crate) fn returned_string(&self, function: &str) -> Result<String> {
         let file = ElfFile64::<Endianness>::parse(self.data.as_slice())?;
         let endian = file.endian();
@@ -131,11 +132,11 @@ impl Library {
                 {
                     let data = section.data()?;
                     let data = usize::try_from(offset).ok().and_then(|at| data.get(at..));
-                    let data = data.context("a section is shorter than it says")?;
+                    let data = data.context("a section is shorter than its header says")?;
                     return Ok(&data[..data.len().min(at_most)]);
                 }
             }
-            bail!("address {address:#x} is in no section")
+            bail!("address {address:#x} is in none of the sections")
         };
         let code = bytes(address, FUNCTION_START)?;
         let string = match self.machine {
@@ -145,7 +146,7 @@ impl Library {
         };
         let string = string.with_context(|| {
             format!(
-                "{function} in {} does not simply return a string",
+                "{function} in {} does not return a string constant",
                 self.path.display()
             )
         })?;
@@ -153,9 +154,9 @@ impl Library {
         let end = text
             .iter()
             .position(|&byte| byte == 0)
-            .context("the string has no end")?;
+            .context("the string is not terminated")?;
         Ok(std::str::from_utf8(&text[..end])
-            .context("the string is no text")?
+            .context("the string is not UTF-8")?
             .to_owned())
     }
 }
@@ -164,7 +165,7 @@ impl Library {
 fn x86_64_address(code: &[u8], start: u64) -> Option<u64> {
     let at = find(code, &[0x48, 0x8d, 0x05])?;
     let displacement = i32::from_le_bytes(code.get(at + 3..at + 7)?.try_into().ok()?);
-    // Relative to the instruction behind.
+    // Relative to the next instruction.
     start
         .checked_add(at as u64 + 7)?
         .checked_add_signed(displacement.into())
@@ -233,7 +234,8 @@ mod tests {
 
     #[test]
     fn a_real_library_is_read_and_other_files_are_refused() {
-        let libc = std::fs::read_to_string("/proc/self/maps").expect("our own mappings");
+        let libc =
+            std::fs::read_to_string("/proc/self/maps").expect("the mappings of this process");
         let libc = libc
             .lines()
             .filter_map(|line| line.split_whitespace().last())

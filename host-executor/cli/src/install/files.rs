@@ -1,8 +1,8 @@
-//! Several files put in place, or taken away, together: all of them or none.
+//! Changes several files together: all of them or none.
 //!
-//! Everything that can fail for want of room or permission happens beside the target, under a name
-//! that nobody looks for. Then each file appears, or vanishes, by one rename. Should one of these
-//! fail, those before it are undone. A program that has the old file open keeps it.
+//! All steps that can fail for lack of space or permission are done first, under temporary names
+//! beside the targets. Then each file is created, replaced or removed by one rename. If a rename
+//! fails, the earlier ones are undone. A program that has an old file open keeps it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write as _};
@@ -12,11 +12,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, anyhow, ensure};
 use rustix::fs::{Access, AtFlags, CWD, FlockOperation, accessat, flock};
 
-/// Names for what is unfinished. Ollama takes any file with `ggml-` in its name for a backend.
+/// Prefix of temporary names. Ollama takes every file with `ggml-` in its name for a backend, so it
+/// must not contain that.
 const NEW: &str = ".vgpu-install.new";
 const OLD: &str = ".vgpu-install.old";
 
-/// A file as it shall be. Only one in a folder.
+/// A file to write. A folder has at most one of them.
 #[derive(Debug)]
 pub(crate) struct Change<'a> {
     pub(crate) target: PathBuf,
@@ -24,7 +25,7 @@ pub(crate) struct Change<'a> {
 }
 
 impl Change<'_> {
-    /// Whether the file is as it shall be already.
+    /// Whether the file has these contents already.
     pub(crate) fn is_done(&self) -> bool {
         fs::read(&self.target).is_ok_and(|contents| contents == self.contents)
             && fs::symlink_metadata(&self.target)
@@ -32,23 +33,23 @@ impl Change<'_> {
     }
 }
 
-/// Everybody may read, only the owner may change.
+/// Everyone may read, only the owner may write.
 const MODE: u32 = 0o644;
 const FOLDER_MODE: u32 = 0o755;
 
-/// Held while files are changed. Gone with the process, however it ends.
+/// A lock that is held while files are changed. The kernel releases it when the process ends.
 #[derive(Debug)]
 pub(crate) struct Lock {
     _folder: File,
 }
 
 impl Lock {
-    /// Waits for nobody: two at once are a mistake.
+    /// Takes the lock. Fails at once if another process has it.
     pub(crate) fn take(folder: &Path) -> Result<Lock> {
         let file = File::open(folder).with_context(|| format!("opening {}", folder.display()))?;
         flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
             anyhow!(
-                "another `vgpu install` or `vgpu uninstall` is at work in {}",
+                "another `vgpu install` or `vgpu uninstall` is running in {}",
                 folder.display()
             )
         })?;
@@ -56,7 +57,8 @@ impl Lock {
     }
 }
 
-/// Whether this user may create and remove files where `path` is or would be.
+/// Checks that this user may create and remove files in the folder of `path`, or in its nearest
+/// existing parent.
 pub(crate) fn may_write(path: &Path) -> Result<()> {
     let folder = path.ancestors().skip(1).find(|folder| folder.exists());
     let folder = folder.with_context(|| format!("{} has no folder", path.display()))?;
@@ -74,7 +76,7 @@ pub(crate) fn may_write(path: &Path) -> Result<()> {
     })
 }
 
-/// Puts all files in place.
+/// Writes all files.
 pub(crate) fn write(changes: &[Change<'_>]) -> Result<()> {
     let mut made = Vec::new();
     let outcome = stage(changes, &mut made).and_then(|()| {
@@ -94,19 +96,19 @@ pub(crate) fn write(changes: &[Change<'_>]) -> Result<()> {
         outcome
     });
     for change in changes {
-        // Gone already where all went well.
+        // Nothing is left if all renames have succeeded.
         let _ = fs::remove_file(beside(&change.target, NEW));
         let _ = fs::remove_file(beside(&change.target, OLD));
     }
     if outcome.is_err() {
         made.iter().rev().for_each(|folder| {
-            let _ = fs::remove_dir(folder); // only if it is empty
+            let _ = fs::remove_dir(folder); // fails unless the folder is empty
         });
     }
     outcome
 }
 
-/// Writes the new files beside their targets, and copies of the old ones.
+/// Writes the new files beside their targets, and copies of the old files.
 fn stage(changes: &[Change<'_>], made: &mut Vec<PathBuf>) -> Result<()> {
     for Change { target, contents } in changes {
         let writing = || format!("writing {}", target.display());
@@ -114,13 +116,13 @@ fn stage(changes: &[Change<'_>], made: &mut Vec<PathBuf>) -> Result<()> {
         make_folders(folder, made)?;
         let (new, old) = (beside(target, NEW), beside(target, OLD));
         for stale in [&new, &old] {
-            remove_if_there(stale)?; // of one that was killed: we hold the lock
+            remove_if_there(stale)?; // left by a process that was killed: this process has the lock
         }
         match fs::symlink_metadata(target) {
             Ok(file) => {
                 ensure!(
                     file.is_file(),
-                    "{} is in the way: it is no plain file",
+                    "{} is in the way: it is not a regular file",
                     target.display()
                 );
                 fs::copy(target, &old).with_context(writing)?;
@@ -135,7 +137,7 @@ fn stage(changes: &[Change<'_>], made: &mut Vec<PathBuf>) -> Result<()> {
             .open(&new)
             .with_context(writing)?;
         file.write_all(contents).with_context(writing)?;
-        // Whatever the umask took away.
+        // Independent of the umask.
         file.set_permissions(fs::Permissions::from_mode(MODE))
             .with_context(writing)?;
         file.sync_all().with_context(writing)?;
@@ -143,7 +145,7 @@ fn stage(changes: &[Change<'_>], made: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Removes all files, and their folders where nothing else is in them.
+/// Removes all files, and their folders if they are empty then.
 pub(crate) fn remove(targets: &[PathBuf]) -> Result<()> {
     let mut done = 0;
     let outcome = targets.iter().try_for_each(|target| {
@@ -164,13 +166,13 @@ pub(crate) fn remove(targets: &[PathBuf]) -> Result<()> {
         fs::remove_file(&old).with_context(|| format!("removing {}", old.display()))?;
         let _ = remove_if_there(&beside(target, NEW));
         if let Some(folder) = target.parent() {
-            let _ = fs::remove_dir(folder); // only if it is empty
+            let _ = fs::remove_dir(folder); // fails unless the folder is empty
         }
     }
     Ok(())
 }
 
-/// Puts back what was there before; best effort, behind an error that is reported anyway.
+/// Restores the old files as far as possible, after an error that is reported.
 fn restore(target: &Path) {
     let old = beside(target, OLD);
     let _ = if old.exists() {
@@ -204,7 +206,7 @@ fn remove_if_there(path: &Path) -> Result<()> {
     }
 }
 
-/// Makes a rename outlast a power cut.
+/// Makes a rename durable.
 fn sync(target: &Path) -> Result<()> {
     let folder = target.parent().unwrap_or(target);
     File::open(folder)
@@ -278,7 +280,7 @@ mod tests {
         assert!(changes.iter().all(Change::is_done));
         let again = [change(&scratch, "a/b/one", "3")];
         assert!(!again[0].is_done());
-        write(&again).expect("it is ours");
+        write(&again).expect("the file is replaced");
         assert_eq!(
             fs::read_to_string(scratch.0.join("a/b/one")).expect("a file"),
             "3"
@@ -296,7 +298,7 @@ mod tests {
         fs::create_dir_all(scratch.0.join("d/two")).expect("a folder in the way");
         let before = scratch.all();
 
-        // Noticed before anything is changed.
+        // Detected before anything is changed.
         let changes = [
             change(&scratch, "a/one", "new"),
             change(&scratch, "d/two", "2"),
@@ -312,7 +314,7 @@ mod tests {
             "old"
         );
 
-        // Noticed when the first file is in place: the same target twice has no staged file left.
+        // Detected after the first rename: the same target twice has no temporary file left.
         let changes = [
             change(&scratch, "a/one", "new"),
             change(&scratch, "e/three", "3"),

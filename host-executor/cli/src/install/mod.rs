@@ -1,8 +1,8 @@
 //! `vgpu install` and `vgpu uninstall`: the plugin in an Ollama installation.
 //!
-//! Ollama finds a backend in a folder of its own below its libraries, and uses it alone when told
-//! the folder's name. So an installation is two files: the plugin, and a drop-in for Ollama's
-//! service with the environment. Nothing of Ollama's is changed.
+//! Ollama loads backends from subfolders of its library folder, and uses a backend alone when the
+//! environment names its folder. An installation therefore consists of two files: the plugin, and a
+//! drop-in with the environment for Ollama's systemd service. No file of Ollama is changed.
 
 mod elf;
 mod files;
@@ -21,17 +21,18 @@ use files::{Change, Lock};
 use ollama::Ollama;
 use stamp::Stamp;
 
-/// The drop-in's file name, and its first line, by which it is known again.
+/// The drop-in's file name, and its first line, which identifies it.
 const DROP_IN: &str = "vgpu.conf";
 const HEADER: &str = "# Written by `vgpu install`; `vgpu uninstall` removes it.";
-/// Members may use the executor's socket, and the vGPU's window in a virtual machine.
+/// The group whose members may use the executor's socket, and the vGPU's window in a virtual
+/// machine.
 const GROUP: &str = "vgpu";
 
-/// Gives an Ollama installation the vGPU plugin.
+/// Installs the vGPU plugin for Ollama.
 ///
-/// Checks Ollama's ggml (version, interface, functions), places libggml-vgpu.so in a folder of its
-/// own below Ollama's libraries, and writes a systemd drop-in with the environment that makes
-/// Ollama use it. Both or neither: what fails leaves everything as it was.
+/// Checks Ollama's ggml (version, interface, functions), copies libggml-vgpu.so into a subfolder of
+/// Ollama's library folder, and writes a systemd drop-in with the environment that makes Ollama use
+/// the plugin. If a step fails, nothing is changed.
 #[derive(Parser)]
 pub(crate) struct InstallArgs {
     #[command(flatten)]
@@ -41,13 +42,13 @@ pub(crate) struct InstallArgs {
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
 
-    /// Where Ollama shall find its executor, such as unix:/run/vgpu/vgpu.sock. [default: the
-    /// environment variable VGPU_ENDPOINT; without one, the plugin looks for a vGPU itself]
+    /// The address of the executor for Ollama, such as unix:/run/vgpu/vgpu.sock. [default: the
+    /// environment variable VGPU_ENDPOINT; if it is unset, the plugin searches for a vGPU]
     #[arg(long, value_name = "ENDPOINT")]
     endpoint: Option<String>,
 }
 
-/// Takes the vGPU plugin out of an Ollama installation, and removes the drop-in.
+/// Removes the vGPU plugin from Ollama, and the drop-in.
 #[derive(Parser)]
 pub(crate) struct UninstallArgs {
     #[command(flatten)]
@@ -56,17 +57,17 @@ pub(crate) struct UninstallArgs {
 
 #[derive(Parser)]
 struct Place {
-    /// Ollama's folder: the one with llama-server, the prefix above it, or a container's root.
-    /// [default: /usr/local/lib/ollama, /usr/lib/ollama, or where the `ollama` on the search path
-    /// belongs]
+    /// Ollama's folder: the one with llama-server, the prefix above it, or the root of a container.
+    /// [default: /usr/local/lib/ollama, /usr/lib/ollama, or the folder of the `ollama` on the
+    /// search path]
     #[arg(long, value_name = "DIR")]
     ollama: Option<PathBuf>,
 
-    /// The file system to work in, such as that of a container or an image.
+    /// The root of the file system to change, such as that of a container or an image
     #[arg(long, value_name = "DIR", default_value = "/")]
     root: PathBuf,
 
-    /// Say what would be done, and do nothing.
+    /// Print what would be done, and change nothing
     #[arg(long)]
     dry_run: bool,
 }
@@ -85,7 +86,8 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
     let ggml = ollama.check_ggml(&plugin, &stamp)?;
     if let [stranger, ..] = ollama.strangers()?.as_slice() {
         bail!(
-            "{} is not ours: Ollama would load the first library in that folder. Remove it",
+            "{} does not belong to vgpu, and Ollama would load the first library in that folder. \
+             Remove it",
             stranger.display()
         );
     }
@@ -158,7 +160,7 @@ pub(crate) fn uninstall(args: UninstallArgs) -> Result<()> {
     } = args.place;
     let ollama = Ollama::find(&root, ollama.as_deref())?;
     let mut targets = Vec::new();
-    // The environment first: with it alone, Ollama would look for a library that is not there.
+    // The drop-in first: if only the plugin were removed, Ollama would look for a missing library.
     let service = ollama.drop_ins(&root).map(|folder| folder.join(DROP_IN));
     let drop_in = service.filter(|file| file.exists());
     if let Some(file) = &drop_in {
@@ -167,7 +169,7 @@ pub(crate) fn uninstall(args: UninstallArgs) -> Result<()> {
     }
     let plugin = ollama.backend_folder().join(PLUGIN);
     if plugin.exists() {
-        Stamp::of(&Library::read(&plugin)?).context("it is left where it is")?;
+        Stamp::of(&Library::read(&plugin)?).context("the file is not removed")?;
         targets.push(plugin);
     }
     println!("ollama   {}", ollama.lib.display());
@@ -175,7 +177,7 @@ pub(crate) fn uninstall(args: UninstallArgs) -> Result<()> {
         println!("remove   {}", target.display());
     }
     if targets.is_empty() {
-        println!("no vGPU plugin is installed there");
+        println!("no vGPU plugin is installed");
         return Ok(());
     }
     let writable = targets
@@ -198,7 +200,7 @@ pub(crate) fn uninstall(args: UninstallArgs) -> Result<()> {
     Ok(())
 }
 
-/// The endpoint to write down: checked here, where somebody can still correct it.
+/// The endpoint for the drop-in. Checked here, where the user can correct it.
 fn endpoint(named: Option<String>) -> Result<Option<String>> {
     let (source, text) = match named {
         Some(text) => ("--endpoint", text),
@@ -214,18 +216,18 @@ fn endpoint(named: Option<String>) -> Result<Option<String>> {
     }
     ensure!(
         !text.contains(['"', '\\', '\n', '%']),
-        "{source}: {text:?} has characters that a systemd unit gives a meaning of its own"
+        "{source}: {text:?} has characters that are special in a systemd unit"
     );
     Ok(Some(text))
 }
 
-/// Which plugin a file is, and which ggml it works with, in words.
+/// Describes a plugin file: its version, and the ggml releases it works with.
 pub(crate) fn describe(plugin: &Path) -> Result<String> {
     let stamp = Stamp::of(&Library::read(plugin)?)?;
     Ok(format!("{stamp}, for ggml {}", stamp.ggml))
 }
 
-/// The plugin's file: the one named, or one that was installed or built with this program.
+/// The plugin file: the named one, or the one that was installed or built with this program.
 pub(crate) fn plugin(named: Option<PathBuf>) -> Result<PathBuf> {
     if let Some(file) = named {
         return Ok(file);
@@ -248,15 +250,15 @@ pub(crate) fn plugin(named: Option<PathBuf>) -> Result<PathBuf> {
         .with_context(|| format!("resolving {}", found.display()))
 }
 
-/// What Ollama has to find in its environment.
+/// The environment that Ollama needs.
 fn environment(endpoint: Option<&str>) -> Vec<String> {
     let mut environment = vec![
-        // Only the folder of this name is searched for a backend.
+        // Ollama searches only the folder of this name for a backend.
         "OLLAMA_LLM_LIBRARY=vgpu".to_owned(),
-        // Ollama does not ask a backend it does not know whether it can.
+        // Ollama does not ask an unknown backend whether it supports flash attention.
         "OLLAMA_FLASH_ATTENTION=1".to_owned(),
-        // A model whose executor is gone ends with an error, and is loaded anew for the next
-        // request, instead of staying in memory without its weights, or coming back on the CPU.
+        // A model whose executor is gone fails with an error, and the next request loads it again.
+        // Otherwise the model would stay in memory without weights, or run on the CPU.
         "VGPU_REQUIRED=1".to_owned(),
     ];
     environment.extend(endpoint.map(|endpoint| format!("VGPU_ENDPOINT={endpoint}")));
@@ -264,7 +266,8 @@ fn environment(endpoint: Option<&str>) -> Vec<String> {
 }
 
 fn drop_in(root: &Path, environment: &[String]) -> String {
-    // Ollama looks for devices once, when it starts: on a host, behind the executor.
+    // Ollama searches for devices once, at its start: the executor of the same machine has to be
+    // started before.
     let mut text = format!("{HEADER}\n[Unit]\nAfter=vgpu.service\n\n[Service]\n");
     for variable in environment {
         text += &format!("Environment=\"{variable}\"\n");
@@ -279,13 +282,13 @@ fn drop_in(root: &Path, environment: &[String]) -> String {
     text
 }
 
-/// A drop-in of this name that somebody else wrote stays.
+/// Fails if the drop-in exists and another program has written it.
 fn ensure_ours(drop_in: &Path) -> Result<()> {
     match fs::read_to_string(drop_in) {
         Ok(text) => {
             ensure!(
                 text.starts_with(HEADER),
-                "{} is not ours: its first line is not {HEADER:?}. Move it away",
+                "{} was not written by vgpu: its first line is not {HEADER:?}. Move the file",
                 drop_in.display()
             );
             Ok(())
@@ -297,7 +300,7 @@ fn ensure_ours(drop_in: &Path) -> Result<()> {
 
 fn next_step(service: bool, environment: &[String], nothing_changed: bool) -> String {
     match (service, nothing_changed) {
-        (_, true) => "it is installed already".to_owned(),
+        (_, true) => "the plugin is installed already".to_owned(),
         (true, _) => "next:    systemctl daemon-reload && systemctl restart ollama".to_owned(),
         (false, _) => format!(
             "next:    no service runs this Ollama: start it with {} ollama serve",

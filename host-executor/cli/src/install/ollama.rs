@@ -1,4 +1,4 @@
-//! Where Ollama is, what is in it, and which service runs it.
+//! Finds an Ollama installation, its ggml, and the service that runs it.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,13 +9,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use super::elf::{Library, PLUGIN};
 use super::stamp::Stamp;
 
-/// Where installers put Ollama's libraries.
+/// Library folders of the usual Ollama packages.
 const PLACES: [&str; 3] = [
     "usr/local/lib/ollama",
     "usr/lib/ollama",
     "opt/ollama/lib/ollama",
 ];
-/// Where units are found; the first is also where an administrator's drop-ins belong.
+/// Folders of systemd units. Drop-ins of the administrator go to the first.
 const UNITS: [&str; 4] = [
     "etc/systemd/system",
     "usr/local/lib/systemd/system",
@@ -31,7 +31,7 @@ pub(crate) struct Ollama {
     pub(crate) lib: PathBuf,
 }
 
-/// Its ggml.
+/// The ggml of an Ollama installation.
 #[derive(Debug)]
 pub(crate) struct Ggml {
     pub(crate) file: PathBuf,
@@ -40,7 +40,7 @@ pub(crate) struct Ggml {
 }
 
 impl Ollama {
-    /// The installation at `named`, or the one in the usual places below `root`.
+    /// The installation at `named`, or in one of the usual folders below `root`.
     pub(crate) fn find(root: &Path, named: Option<&Path>) -> Result<Ollama> {
         let candidates = match named {
             Some(dir) => {
@@ -63,7 +63,8 @@ impl Ollama {
         let Some(lib) = found else {
             let list: Vec<_> = candidates.iter().map(|c| c.display().to_string()).collect();
             bail!(
-                "no Ollama found: none of {} holds libggml-base.so. Name its folder with --ollama DIR \
+                "no Ollama found: none of {} holds libggml-base.so. Name its folder with --ollama \
+                 DIR \
                  (the one with llama-server, or the prefix above it)",
                 list.join(", ")
             );
@@ -73,22 +74,24 @@ impl Ollama {
             .with_context(|| format!("resolving {}", lib.display()))?;
         ensure!(
             lib.join("llama-server").exists(),
-            "{} has no llama-server: this Ollama is older than 0.30, which loads no other backends; \
+            "{} has no llama-server: this Ollama is older than 0.30, which loads no other \
+             backends; \
              update Ollama",
             lib.display()
         );
         Ok(Ollama { lib })
     }
 
-    /// The folder whose name Ollama takes for ours.
+    /// The subfolder for the plugin, by whose name Ollama is told to use it.
     pub(crate) fn backend_folder(&self) -> PathBuf {
         self.lib.join("vgpu")
     }
 
-    /// Ollama's ggml, if the plugin works with it.
+    /// Ollama's ggml. Fails if the plugin does not work with it.
     pub(crate) fn check_ggml(&self, plugin: &Library, stamp: &Stamp) -> Result<Ggml> {
         let mut checked = None;
-        // Links all lead to one file as a rule. Of several, any may be the one that gets loaded.
+        // The links usually lead to one file. If there are several files, any of them may be
+        // loaded, so all are checked.
         for file in self.bases()? {
             let ggml = Library::read(&file)?;
             let path = file.display();
@@ -103,7 +106,8 @@ impl Ollama {
                 .context("the version of Ollama's ggml cannot be read")?;
             let api = stamp.api_of(&version).with_context(|| {
                 format!(
-                    "{path} is ggml {version}; {stamp} works with {}. Take a plugin made for it",
+                    "{path} is ggml {version}; {stamp} works with {}. Install a plugin for that \
+                     release",
                     stamp.ggml
                 )
             })?;
@@ -118,7 +122,7 @@ impl Ollama {
         checked.with_context(|| format!("{} holds no libggml-base.so", self.lib.display()))
     }
 
-    /// The files behind all names of libggml-base.
+    /// The files behind all links named libggml-base.
     fn bases(&self) -> Result<BTreeSet<PathBuf>> {
         let mut files = BTreeSet::new();
         for name in names(&self.lib)?
@@ -128,13 +132,13 @@ impl Ollama {
             let path = self.lib.join(name);
             let file = path
                 .canonicalize()
-                .with_context(|| format!("{} leads nowhere", path.display()))?;
+                .with_context(|| format!("{} is a broken link", path.display()))?;
             files.insert(file);
         }
         Ok(files)
     }
 
-    /// Libraries in our folder that are not ours: Ollama would load the first of all by name.
+    /// Other libraries in the plugin's folder: Ollama loads the first one by name.
     pub(crate) fn strangers(&self) -> Result<Vec<PathBuf>> {
         let folder = self.backend_folder();
         if !folder.exists() {
@@ -157,7 +161,7 @@ impl Ollama {
         let program = text
             .lines()
             .find_map(|line| line.trim().strip_prefix("ExecStart="))?;
-        // Prefixes of systemd's, as in `-/usr/bin/ollama serve`.
+        // systemd allows prefixes, as in `-/usr/bin/ollama serve`.
         let program = program.trim_start_matches(['-', '@', ':', '+', '!', '|']);
         let program = program.split_whitespace().next()?.trim_matches('"');
         let program = root
@@ -173,7 +177,7 @@ impl Ollama {
     }
 }
 
-/// Beside the `ollama` that this user's shell would start, and in the user's own prefix.
+/// The folder beside the `ollama` on the search path, and the one in the user's own prefix.
 fn of_this_user() -> Vec<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let program = std::env::split_paths(&path)

@@ -1,5 +1,4 @@
-//! What a plugin says about itself, read from its file: which plugin it is, and which ggml it works
-//! with.
+//! The stamp in a plugin's file: the plugin's version, and the ggml releases it works with.
 
 use std::fmt;
 
@@ -7,9 +6,9 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::elf::Library;
 
-/// What the plugin's SONAME has to be.
+/// The SONAME of the plugin.
 const SONAME: &str = "libggml-vgpu.so";
-/// The beginnings of its two lines of text. What follows is written in the plugin's `abi/stamp.rs`.
+/// The prefixes of the stamp's two lines. The plugin's `abi/stamp.rs` writes the lines.
 const STAMP: &str = "ggml-vgpu-stamp: ";
 const NEEDS: &str = "ggml-vgpu-needs: ";
 
@@ -18,10 +17,10 @@ const NEEDS: &str = "ggml-vgpu-needs: ";
 pub(crate) struct Stamp {
     /// Version and commit.
     pub(crate) plugin: String,
-    /// The ggml releases it knows, as written.
+    /// The supported ggml releases, as text.
     pub(crate) ggml: String,
     series: Vec<Series>,
-    /// Functions that a ggml must export.
+    /// Functions that ggml must export.
     needs: Vec<String>,
 }
 
@@ -37,7 +36,7 @@ struct Series {
 type Version = (u32, u32);
 
 impl Stamp {
-    /// The stamp of the plugin `library`.
+    /// Reads the stamp of the plugin `library`.
     pub(crate) fn of(library: &Library) -> Result<Stamp> {
         let path = library.path().display();
         ensure!(
@@ -54,10 +53,10 @@ impl Stamp {
         let line = |words| {
             library
                 .line(words)
-                .with_context(|| format!("{path} is a plugin without a stamp ({words:?})"))
+                .with_context(|| format!("{path} is a plugin without the stamp {words:?}"))
         };
         Stamp::parse(line(STAMP)?, line(NEEDS)?)
-            .with_context(|| format!("{path} has a stamp that this vgpu cannot read"))
+            .with_context(|| format!("{path} has a stamp that this version of vgpu cannot read"))
     }
 
     /// Reads `plugin 0.1.0 (abc), ggml 0.21-0.25 (API 2), 0.26 (API 3)`.
@@ -65,14 +64,14 @@ impl Stamp {
         let (plugin, ggml) = stamp
             .strip_prefix("plugin ")
             .and_then(|rest| rest.split_once(", ggml "))
-            .context("it does not name a plugin and its ggml")?;
+            .context("the line does not name a plugin and its ggml")?;
         let series = ggml
             .split(", ")
             .map(Series::parse)
             .collect::<Option<Vec<_>>>();
         let series = series.with_context(|| format!("{ggml:?} are not releases of ggml"))?;
         let needs: Vec<String> = needs.split_whitespace().map(str::to_owned).collect();
-        ensure!(!needs.is_empty(), "it needs no function of ggml");
+        ensure!(!needs.is_empty(), "the stamp lists no function of ggml");
         Ok(Stamp {
             plugin: plugin.to_owned(),
             ggml: ggml.to_owned(),
@@ -81,7 +80,7 @@ impl Stamp {
         })
     }
 
-    /// The API version of the ggml release `version`, if the plugin knows it.
+    /// The API version of the ggml release `version`, if the plugin supports it.
     pub(crate) fn api_of(&self, version: &str) -> Option<u32> {
         let version = parse_version(version)?;
         let series = self
@@ -91,7 +90,7 @@ impl Stamp {
         Some(series.api)
     }
 
-    /// Which of the functions that the plugin needs are not in `ggml`.
+    /// The functions that the plugin needs and `ggml` does not export.
     pub(crate) fn missing_from<'a>(&'a self, ggml: &Library) -> Vec<&'a str> {
         let missing = self.needs.iter().filter(|name| !ggml.exports(name));
         missing.map(String::as_str).collect()
@@ -117,7 +116,7 @@ impl Series {
     }
 }
 
-/// Reads `0.25.3` or `0.25.3-dirty`; patch releases keep the interface.
+/// Reads `0.25.3` or `0.25.3-dirty`. Patch releases have the same interface.
 fn parse_version(text: &str) -> Option<Version> {
     let mut numbers = text.split('.').map_while(|part| {
         let digits = part

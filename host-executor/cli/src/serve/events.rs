@@ -41,7 +41,8 @@ pub(super) fn wait_for_end(
             Err(RecvTimeoutError::Timeout) => match engine_failure() {
                 None => continue,
                 Some(reason) => anyhow::bail!(
-                    "{reason}; all data of the guests is lost, so vgpu serve ends, and a supervisor can \
+                    "{reason}; all data of the guests is lost, so vgpu serve ends, and a \
+                     supervisor can \
                      start it again"
                 ),
             },
@@ -52,7 +53,8 @@ pub(super) fn wait_for_end(
         match event {
             Event::Stop(signal) => {
                 info!(
-                    "{signal} received: ending the sessions; a second signal ends the process at once"
+                    "{signal} received: ending the sessions; a second signal ends the process at \
+                     once"
                 );
                 return Ok(());
             }

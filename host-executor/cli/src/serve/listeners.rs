@@ -167,7 +167,8 @@ impl Listeners {
         let identified = settings.guests.iter().find(has_certificates);
         if let (None, Some(guest)) = (&self.certificates, identified) {
             bail!(
-                "a certificate identifies guest {:?}, and this executor has none: make certificates \
+                "a certificate identifies guest {:?}, and this executor has none: make \
+                 certificates \
                  with `vgpu cert`, and name their folder with certs in [server], or --certs",
                 guest.rule.name
             );
@@ -337,7 +338,8 @@ fn hint(path: &Path, error: &ListenError) -> String {
             error: Errno::ACCESS | Errno::PERM | Errno::ROFS,
             ..
         } => format!(
-            "; this user may not write to {directory}: start vgpu as the owner of the directory, or \
+            "; this user may not write to {directory}: start vgpu as the owner of the directory, \
+             or \
              listen in a directory of your own, such as --listen unix:$XDG_RUNTIME_DIR/vgpu.sock, and \
              set VGPU_ENDPOINT to the same address for guests"
         ),

@@ -63,7 +63,8 @@ fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
     };
     EnvFilter::try_new(&filter).map_err(|error| {
         anyhow!(
-            "{source}: {filter:?} is not a log filter ({error}); try info, debug or vgpu_executor=trace"
+            "{source}: {filter:?} is not a log filter ({error}); try info, debug or \
+             vgpu_executor=trace"
         )
     })
 }

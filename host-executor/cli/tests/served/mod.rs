@@ -74,7 +74,7 @@ impl Serve {
         Serve { child, ready }
     }
 
-    /// A guest that has not said anything yet.
+    /// A guest that has not sent HELLO.
     pub(crate) fn connect(&self, socket: &Path) -> Guest {
         Guest::new(Box::new(connect(socket, PATIENCE).expect("a connection")))
     }
@@ -90,7 +90,7 @@ impl Serve {
         kill_process(pid, signal).expect("the process is there");
     }
 
-    /// Its exit status and its log.
+    /// Waits for the end. Returns the exit status and the log.
     pub(crate) fn wait(mut self) -> (ExitStatus, String) {
         let start = Instant::now();
         let status = loop {

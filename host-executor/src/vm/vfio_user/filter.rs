@@ -22,10 +22,10 @@ use vgpu_transport::link::scm_rights;
 pub(super) const HEAD: usize = 16;
 
 /// Largest access to a region in bytes.
-const MOST_ACCESS: usize = 4096;
+const MAX_ACCESS: usize = 4096;
 
 /// Longest capability string of a monitor in bytes.
-const MOST_TEXT: usize = 4096;
+const MAX_TEXT: usize = 4096;
 
 /// A listener on an address that no other process knows, and a connection to it.
 pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
@@ -91,7 +91,7 @@ fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
 /// The size of the message with this header, in bytes.
 pub(super) fn size(head: &[u8]) -> Result<usize, String> {
     let size = word(head, 4) as usize;
-    let most = HEAD + MOST_ACCESS.max(MOST_TEXT) + 64;
+    let most = HEAD + MAX_ACCESS.max(MAX_TEXT) + 64;
     if !(HEAD..=most).contains(&size) {
         return Err(format!("a message of {size} bytes"));
     }
@@ -122,7 +122,7 @@ pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
         1 => {
             let text = message.get(20..).unwrap_or_default();
             let is_text = !text.is_empty()
-                && text.len() <= MOST_TEXT
+                && text.len() <= MAX_TEXT
                 && text.iter().position(|b| *b == 0) == Some(text.len() - 1);
             if is_text {
                 Ok(())
@@ -140,7 +140,7 @@ pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
                 return exactly(32);
             }
             let count = word(message, 28) as usize;
-            if count > MOST_ACCESS {
+            if count > MAX_ACCESS {
                 return Err(format!("an access to {count} bytes of a region"));
             }
             exactly(32 + if command == 10 { count } else { 0 })

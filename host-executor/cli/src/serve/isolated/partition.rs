@@ -14,22 +14,26 @@ use crate::serve::args::Args;
 pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     ensure!(
         !settings.threads.pin,
-        "--isolate and --pin exclude each other: the processes of all guests would use the same cores"
+        "--isolate and --pin exclude each other: the processes of all guests would use the same \
+         cores"
     );
     ensure!(
         settings.weights_cache.is_none(),
-        "--isolate and the cache of weights exclude each other: several processes would write to one \
+        "--isolate and the cache of weights exclude each other: several processes would write to \
+         one \
          folder, each with an index of its own"
     );
     ensure!(
         settings.share_weights != Sharing::All,
-        "--isolate and --share-weights all exclude each other: the weights of each guest are in its own \
+        "--isolate and --share-weights all exclude each other: the weights of each guest are in \
+         its own \
          process. The programs of one guest share weights with --share-weights tenant"
     );
     let known = |guest: &&GuestSettings| !guest.rule.certificates.is_empty();
     if let Some(guest) = settings.guests.iter().find(known) {
         bail!(
-            "--isolate and guests with certificates exclude each other: only a worker sees the certificate \
+            "--isolate and guests with certificates exclude each other: only a worker sees the \
+             certificate \
              of guest {:?}, and the worker is chosen before; give the guest a listen of its own",
             guest.rule.name
         );
@@ -37,7 +41,8 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     let both = |guest: &&GuestSettings| guest.vm.is_some() && !guest.listen.is_empty();
     if let Some(guest) = settings.guests.iter().find(both) {
         bail!(
-            "guest {:?} has a vm and a listen: with --isolate the process of a virtual machine serves no \
+            "guest {:?} has a vm and a listen: with --isolate the process of a virtual machine \
+             serves no \
              other programs; configure two guests",
             guest.rule.name
         );
@@ -94,7 +99,8 @@ pub(super) fn partition(
     }
     ensure!(
         settings.overcommit || promised <= all,
-        "the named guests have {promised} bytes of memory in all, {all} are available: make their parts \
+        "the named guests have {promised} bytes of memory in all, {all} are available: make their \
+         parts \
          smaller, or set overcommit = true"
     );
     let mut max_unnamed = 0;
@@ -106,7 +112,8 @@ pub(super) fn partition(
         max_unnamed = max_unnamed.min(settings.max_guests);
         ensure!(
             max_unnamed > 0 || !rules.guests.is_empty(),
-            "{all} bytes of memory are not enough for one guest with {each} (--guest-memory); make it smaller"
+            "{all} bytes of memory are not enough for one guest with {each} (--guest-memory); \
+             make it smaller"
         );
     }
     Ok(Partition {
