@@ -1,7 +1,9 @@
-//! `cargo xtask bench boundary`: the same work over our link, over ggml-rpc, and without any boundary.
+//! `cargo xtask bench boundary`: the same work over our link, over ggml-rpc, and without any
+//! boundary.
 //!
-//! All of it runs on the processors of this machine with the same number of threads. Repeats of the ways alternate,
-//! so that what else the machine does hits all of them; every figure is the median of its repeats.
+//! All of it runs on the processors of this machine with the same number of threads. Repeats of
+//! the ways alternate, so that what else the machine does hits all of them; every figure is the
+//! median of its repeats.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -24,10 +26,11 @@ use xtask_common::scratch::Scratch;
 use xtask_common::stats::{self, Stats};
 use xtask_common::workspace;
 
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Tokens of a run whose graphs are counted: enough for the KV cache to grow beyond its first 256 cells.
+/// Tokens of a run whose graphs are counted: enough for the KV cache to grow beyond its first 256
+/// cells.
 const LONG: u32 = 320;
 /// Tokens of a run that is only timed.
 const SHORT: u32 = 64;

@@ -1,4 +1,5 @@
-//! What the benchmarks have in common: what they need, how they ask `llama-bench`, where their figures go.
+//! What the benchmarks have in common: what they need, how they ask `llama-bench`, where their
+//! figures go.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -57,7 +58,8 @@ pub(crate) fn show(rows: &[Row]) {
     rows.iter().for_each(|row| println!("{}", row.lines()));
 }
 
-/// Writes the rows to `name`.json in `folder`, with what they were measured under (a JSON object), and says where.
+/// Writes the rows to `name`.json in `folder`, with what they were measured under (a JSON object),
+/// and says where.
 pub(crate) fn keep(folder: &Path, name: &str, mut setting: Value, rows: &[Row]) -> Result<()> {
     let path = folder.join(format!("{name}.json"));
     setting["rows"] = json!(rows.iter().map(Row::json).collect::<Vec<_>>());
@@ -67,7 +69,8 @@ pub(crate) fn keep(folder: &Path, name: &str, mut setting: Value, rows: &[Row]) 
     Ok(())
 }
 
-/// Runs `llama-bench -o json` for one measurement: tokens per second on a backend whose name holds `backend`.
+/// Runs `llama-bench -o json` for one measurement: tokens per second on a backend whose name holds
+/// `backend`.
 pub(crate) fn tokens_per_second(command: &mut Command, way: &str, backend: &str) -> Result<f64> {
     let text = process::output(command).with_context(|| format!("llama-bench, {way}"))?;
     let results: Value = serde_json::from_str(&text).context("parsing llama-bench's figures")?;
@@ -82,7 +85,8 @@ pub(crate) fn tokens_per_second(command: &mut Command, way: &str, backend: &str)
     Ok(speed)
 }
 
-/// The sum of two times in a process's `stat`, in hundredths of a second: field `first` of proc(5) and the one behind it.
+/// The sum of two times in a process's `stat`, in hundredths of a second: field `first` of proc(5)
+/// and the one behind it.
 pub(crate) fn ticks(stat: &str, first: usize) -> Result<u64> {
     let text = std::fs::read_to_string(stat).with_context(|| format!("looking at {stat}"))?;
     // The second field is a name, which can hold anything.

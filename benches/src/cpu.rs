@@ -1,8 +1,9 @@
 //! `cargo xtask bench cpu`: the CPU engine beside ggml's own CPU backend.
 //!
-//! Both use the same threads and the same instruction sets; ggml's backend is built with its repacked layouts and its
-//! llamafile kernels, and chooses among them itself. Repeats of the ways alternate, so that what else the machine does
-//! hits all of them; every figure is the median of its repeats.
+//! Both use the same threads and the same instruction sets; ggml's backend is built with its
+//! repacked layouts and its llamafile kernels, and chooses among them itself. Repeats of the ways
+//! alternate, so that what else the machine does hits all of them; every figure is the median of
+//! its repeats.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -59,7 +60,8 @@ pub(crate) struct Options {
     /// The name of the file of figures, so that several runs keep theirs
     #[arg(long, default_value = "cpu")]
     name: String,
-    /// Count the engines' processor time instead of the clock's: for machines that do other work, too
+    /// Count the engines' processor time instead of the clock's: for machines that also do other
+    /// work
     #[arg(long)]
     processor_time: bool,
     /// Leave out the engine inside the host program: a third less time
@@ -216,7 +218,8 @@ impl Setting<'_> {
             Some(Isa::Avx2Vnni) => llama::cpu_with_avx_vnni(cache)?,
             Some(Isa::Scalar) => llama::cpu_without_simd(cache)?,
         };
-        // ggml takes the backends that lie beside the program, whose own path a symbolic link would not change.
+        // ggml takes the backends that lie beside the program, whose own path a symbolic link
+        // would not change.
         let native = scratch.path().join("native");
         std::fs::create_dir_all(&native)
             .with_context(|| format!("creating {}", native.display()))?;
@@ -341,7 +344,8 @@ impl Setting<'_> {
         let mut serve = Command::new(&self.dist.vgpu);
         self.limit(&mut serve);
         let log = self.folder.join("cpu-serve.log");
-        // Pinned, the engine's threads do all the work, and the session's own thread, which also waits for its guest, none.
+        // Pinned, the engine's threads do all the work, and the session's own thread, which also
+        // waits for its guest, none.
         let pin: &[&str] = match self.options.processor_time {
             true => &["--pin"],
             false => &[],
@@ -481,7 +485,8 @@ impl Setting<'_> {
     }
 }
 
-/// Seconds of processor time of an executor's engine. (The thread of a session also waits for its guest, awake.)
+/// Seconds of processor time of an executor's engine. (The thread of a session also waits for its
+/// guest, awake.)
 fn engine_time(executor: &Executor) -> Result<f64> {
     let tasks = PathBuf::from(format!("/proc/{}/task", executor.pid()));
     let mut nanoseconds = 0;

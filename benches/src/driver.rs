@@ -1,4 +1,5 @@
-//! The program that measures devices through ggml's own interface: `driver.c`, built against the cached ggml.
+//! The program that measures devices through ggml's own interface: `driver.c`, built against the
+//! cached ggml.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: what things cost, each figure beside that of a peer in the same run.
+//! `cargo xtask bench`: benchmarks, each beside a peer in the same run.
 
 mod boundary;
 mod common;
@@ -16,21 +16,24 @@ use anyhow::Result;
 use clap::Parser;
 use xtask_common::cache::Cache;
 
-/// Measures what things cost, each figure beside that of a peer in the same run.
+/// Runs the benchmarks, each beside a peer in the same run.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
 enum Arguments {
-    /// What crossing from guest to host costs, beside ggml-rpc and ggml's own CPU backend
+    /// Measure round trips, transfers, model loads and decoding, beside ggml-rpc and ggml's CPU
+    /// backend
     Boundary(boundary::Options),
-    /// The CPU engine beside ggml's own CPU backend: kernels, prefill and decoding, type by type
+    /// Measure kernels, prefill and decoding of the CPU engine, beside ggml's CPU backend
     Cpu(cpu::Options),
     /// Draw what benchmarks have measured, from their JSON, as SVG
     Plot(plot::Options),
-    /// A million random commands of four guests at once, and what they leave behind
+    /// Run a million random commands of four concurrent guests, and look for leaks
     Soak(soak::Options),
-    /// Several guests on one executor: shares by weight, decoding beside a prefill, eight at once
+    /// Measure several guests of one executor: shares by weight, decoding beside a prefill, eight
+    /// guests
     Tenants(tenants::Options),
-    /// The same model in several guests: what the next load costs, what the host holds
+    /// Measure several guests with the same model: time and traffic of the next load, memory of
+    /// the host
     Weights(weights::Options),
 }
 

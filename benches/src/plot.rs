@@ -1,6 +1,7 @@
 //! A picture of a benchmark's figures, as SVG.
 //!
-//! Colours and greys are of middle brightness, and there is no background: the picture is readable on white and on black.
+//! Colours and greys are of middle brightness, and there is no background: the picture is readable
+//! on white and on black.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -107,8 +108,8 @@ fn parse(text: &str, wanted: &[String]) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Draws the rows below each other. Each has its own scale, since each can have its own unit: its longest bar is its
-/// largest figure.
+/// Draws the rows below each other. Each has its own scale, since each can have its own unit: its
+/// longest bar is its largest figure.
 fn draw(rows: &[Row]) -> Result<String> {
     let heights = rows
         .iter()

@@ -1,4 +1,4 @@
-//! Rows of figures side by side, for people and as JSON.
+//! Rows of figures, as text and as JSON.
 
 use serde_json::{Value, json};
 

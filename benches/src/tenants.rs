@@ -1,9 +1,10 @@
 //! `cargo xtask bench tenants`: several guests on one executor, each a real llama.cpp process.
 //!
-//! What a guest gets is measured twice: as the time that its graphs had the engine, which the executor says
-//! (`vgpu ps --json`), and as the tokens that its own llama-bench says it computed. The second has everything in it that
-//! the machine does: each guest is a process here that samples, writes and waits on the same cores as the engine.
-//! Host memory for shared weights is `cargo xtask bench weights --only eight`.
+//! What a guest gets is measured twice: as the time that its graphs had the engine, which the
+//! executor says (`vgpu ps --json`), and as the tokens that its own llama-bench says it computed.
+//! The second has everything in it that the machine does: each guest is a process here that
+//! samples, writes and waits on the same cores as the engine. Host memory for shared weights is
+//! `cargo xtask bench weights --only eight`.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -24,7 +25,7 @@ use xtask_common::progress::{Step, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Guests of the last part.
@@ -127,9 +128,10 @@ impl Setting {
         let equal = (0..MANY).map(|i| (format!("guest{i}"), 1));
         let guests = weights.map(|(name, weight)| (name.to_owned(), weight));
         for (name, weight) in guests.into_iter().chain(equal) {
-            let door = format!("unix:{}", at(&format!("{name}.sock")));
-            config +=
-                &format!("[[guest]]\nname = {name:?}\nweight = {weight}\nlisten = [{door:?}]\n");
+            let listener = format!("unix:{}", at(&format!("{name}.sock")));
+            config += &format!(
+                "[[guest]]\nname = {name:?}\nweight = {weight}\nlisten = [{listener:?}]\n"
+            );
         }
         let file = scratch.path().join("vgpu.toml");
         std::fs::write(&file, config).context("writing a configuration")?;
@@ -152,7 +154,8 @@ impl Setting {
         })
     }
 
-    /// What it costs a guest with nobody beside it that there could be others: how long its graphs wait for their turn.
+    /// What it costs a guest with nobody beside it that there could be others: how long its graphs
+    /// wait for their turn.
     fn lone(&self) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         for (load, name) in [
@@ -249,7 +252,8 @@ impl Setting {
             let more =
                 |figure| number(&after, "guest0", figure) - number(&before, "guest0", figure);
             waits.push(1e3 * more("queued") / more("turns").max(1.0));
-            // What else the machine does makes both of these longer, and leaves their ratio as it is.
+            // What else the machine does makes both of these longer, and leaves their ratio as it
+            // is.
             parts.push(more("busy") / (more("busy") + more("queued")).max(f64::MIN_POSITIVE));
             step.done("");
             self.wait_until_gone()?;

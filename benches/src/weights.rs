@@ -1,8 +1,9 @@
 //! `cargo xtask bench weights`: the same model in several guests at once.
 //!
-//! Guests are processes of their own, each a llama.cpp program that loads the model, computes a token and stays. The
-//! first finds a host that has nothing; the second, the third to eighth at once, a host that has it all; eight more
-//! begin at the same time on an empty host. What the host holds is asked from Linux.
+//! Guests are processes of their own, each a llama.cpp program that loads the model, computes a
+//! token and stays. The first finds a host that has nothing; the second, the third to eighth at
+//! once, a host that has it all; eight more begin at the same time on an empty host. What the host
+//! holds is asked from Linux.
 
 use std::fs;
 use std::path::PathBuf;
@@ -23,7 +24,7 @@ use xtask_common::scratch::Scratch;
 use xtask_common::stats::Stats;
 use xtask_common::workspace;
 
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Guests at once.
@@ -71,8 +72,8 @@ struct Setting {
 /// What a guest went through.
 struct Load {
     guest: Guest,
-    /// Seconds: all of it, and without what the program has to do whoever has the weights: to read the vocabulary, and
-    /// to map the file.
+    /// Seconds: all of it, and without what the program has to do whoever has the weights: to read
+    /// the vocabulary, and to map the file.
     seconds: f64,
     weights: f64,
     /// Bytes that left the guest, until it had its first token.
@@ -311,7 +312,8 @@ impl Setting {
         loop {
             let waits = processor_time(executor)?;
             std::thread::sleep(Duration::from_millis(200));
-            // Quiet, and nothing is left to hash. (Programs keep a part of the model to themselves.)
+            // Quiet, and nothing is left to hash. (Programs keep a part of the model to
+            // themselves.)
             if processor_time(executor)? == waits && held_by(executor)? as f64 > 0.5 * bytes {
                 return Ok(());
             }
@@ -336,8 +338,9 @@ impl Setting {
     }
 }
 
-/// Bytes of memory that an executor's buffers for weights take: the private memory for which it wants large pages (`hg`).
-/// All other buffers of this benchmark's model are small enough to be shared with guests, and so files.
+/// Bytes of memory that an executor's buffers for weights take: the private memory for which it
+/// wants large pages (`hg`). All other buffers of this benchmark's model are small enough to be
+/// shared with guests, and so files.
 fn held_by(executor: &Executor) -> Result<u64> {
     let path = format!("/proc/{}/smaps", executor.pid());
     let maps = fs::read_to_string(path).context("looking at the executor's memory")?;

@@ -1,4 +1,5 @@
-//! `cargo xtask gpu-check`: everything to look at a GPU with, in one folder that needs neither Rust nor a network.
+//! `cargo xtask gpu-check`: everything to look at a GPU with, in one folder that needs neither
+//! Rust nor a network.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,8 +18,8 @@ use xtask_common::workspace;
 /// Gathers what looks at a GPU in target/gpu-check, and runs it if this machine has one.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Options {
-    /// Run it with this engine of vgpu, whatever this machine has: `cpu` tries the script itself, in target/gpu-check-cpu, without
-    /// machine code for GPUs
+    /// Run it with this engine of vgpu, whatever this machine has: `cpu` tries the script itself,
+    /// in target/gpu-check-cpu, without machine code for GPUs
     #[arg(long)]
     engine: Option<String>,
     /// GGUF files to measure besides those that are written on the spot, with random weights
@@ -57,7 +58,8 @@ impl Options {
         self.engine.as_deref() == Some(CPU)
     }
 
-    /// Where the bundle is made. One without machine code is not to be taken for one that can travel.
+    /// Where the bundle is made. One without machine code is not to be taken for one that can
+    /// travel.
     fn folder(&self) -> PathBuf {
         let name = match self.is_trial() {
             true => "target/gpu-check-cpu",
@@ -94,7 +96,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 
 /// Makes the bundle.
 fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
-    heading("what looks at a GPU");
+    heading("GPU tests");
     let kernels = match options.is_trial() {
         true => None,
         false => Some(machine_code(cache, &options.arch)?),
@@ -191,7 +193,8 @@ fn machine_code(cache: &Cache, archs: &[String]) -> Result<PathBuf> {
     Ok(out)
 }
 
-/// Copies a library into a folder; a link stays one, so that a program that wants it by two names has it once.
+/// Copies a library into a folder; a link stays one, so that a program that wants it by two names
+/// has it once.
 fn copy_library(file: &Path, folder: &Path) -> Result<()> {
     let Ok(target) = std::fs::read_link(file) else {
         return copy(file, folder);

@@ -1,8 +1,9 @@
-//! Developer commands: `cargo xtask setup | build | demo | package | gpu-check`, and those that are programs of their own:
-//! the system tests (`test`, `vm`, `ollama`, `ops-table`, `faults`) and the benchmarks (`bench`).
+//! Developer commands: `cargo xtask setup | build | demo | package | gpu-check`, and those that
+//! are programs of their own: the system tests (`test`, `vm`, `ollama`, `ops-table`, `faults`) and
+//! the benchmarks (`bench`).
 //!
-//! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and shows
-//! what it is doing. See [`xtask_common::cache`] for where that is.
+//! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and
+//! shows what it is doing. See [`xtask_common::cache`] for where that is.
 
 mod demo;
 mod gpu_check;
@@ -31,7 +32,7 @@ enum Arguments {
     Demo(demo::Options),
     /// Make Debian packages and an archive in target/package
     Package(package::Options),
-    /// Gather what looks at a GPU in target/gpu-check, and run it if there is one
+    /// Collect the GPU tests in target/gpu-check, and run them if there is a GPU
     GpuCheck(gpu_check::Options),
     /// Run the tests, from formatting to real hosts
     #[command(disable_help_flag = true)]
@@ -45,10 +46,10 @@ enum Arguments {
     /// Run test-backend-ops and write docs/OPS.md
     #[command(disable_help_flag = true)]
     OpsTable(Passed),
-    /// Kill, suspend and starve executors and guests, hundreds of times
+    /// Kill, suspend and exhaust executors and guests hundreds of times, and look for leaks
     #[command(disable_help_flag = true)]
     Faults(Passed),
-    /// Measure beside the peers, in the same run
+    /// Run the benchmarks, each beside a peer in the same run
     #[command(disable_help_flag = true)]
     Bench(Passed),
 }
@@ -97,7 +98,8 @@ const TESTS: &str = "vgpu-system-tests";
 /// The package of the benchmarks.
 const BENCHES: &str = "vgpu-benches";
 
-/// Builds the program of `package` and becomes it: what only tests and benchmarks need, the other commands do not compile.
+/// Builds the program of `package` and becomes it: what only tests and benchmarks need, the other
+/// commands do not compile.
 fn start(package: &str, command: Option<&str>, passed: &Passed) -> Result<()> {
     let mut cargo = workspace::cargo();
     cargo

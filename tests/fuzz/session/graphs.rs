@@ -1,8 +1,8 @@
 //! Graphs that are nearly right.
 //!
-//! A random graph is refused at its first node, and nothing behind validation is ever reached. So nodes
-//! are made by recipes, which are right; their tensors are laid out in many ways; then a few things are
-//! broken.
+//! A random graph is refused at its first node, and nothing behind validation is ever reached. So
+//! nodes are made by recipes, which are right; their tensors are laid out in many ways; then a few
+//! things are broken.
 
 use vgpu_transport::ir::{
     BufferId, Capabilities, Graph, Node, OpKind, Rule, Shape, Sources, Tensor, Type, TypeSet,
@@ -26,7 +26,8 @@ pub(crate) fn graph(input: &mut Input<'_>, caps: &Capabilities, places: &[Place]
         if places.is_empty() || maker.input.is_empty() {
             break;
         }
-        // By its number in the list of all, so that the same input keeps its meaning as engines learn.
+        // By its number in the list of all, so that the same input keeps its meaning as engines
+        // learn.
         let kind = maker.input.pick(OpKind::ALL);
         maker.node(kind, caps);
     }

@@ -1,13 +1,14 @@
-//! A fuzzed session: input bytes become requests, the real session with the real CPU engine executes
-//! them, and a model of what a guest may expect checks every answer.
+//! A fuzzed session: input bytes become requests, the real session with the real CPU engine
+//! executes them, and a model of what a guest may expect checks every answer.
 //!
 //! Checked, beyond "no crash, no panic, no bad access":
-//! - a request that breaks a rule ends the session, and no other does (graphs excepted: the rules of
-//!   graphs are not modelled twice);
-//! - memory is zero when it is new, and afterwards holds exactly what was written, filled and copied;
+//! - a request that breaks a rule ends the session, and no other does (graphs excepted: the rules
+//!   of graphs are not modelled twice);
+//! - memory is zero when it is new, and afterwards holds exactly what was written, filled and
+//!   copied;
 //! - a graph changes no byte outside the elements of its destinations;
-//! - what validation lets through can be compiled and run: kernels never panic, and fail for nothing
-//!   but an index in the data;
+//! - what validation lets through can be compiled and run: kernels never panic, and fail for
+//!   nothing but an index in the data;
 //! - every reply is well-formed and belongs to the request before it; nothing follows the last one;
 //! - when the session is over, all its memory is free.
 
@@ -320,8 +321,8 @@ impl<'a> Script<'a> {
         Some((message, payload))
     }
 
-    /// A few buffers to begin with: zeros (which are good indices, too), and numbers near 1 (0.97 as f32,
-    /// 1.87 as f16).
+    /// A few buffers to begin with: zeros (which are good indices, too), and numbers near 1 (0.97
+    /// as f32, 1.87 as f16).
     fn furnish(&mut self) {
         for (buffer, size, value) in [(1, 16 << 10, 0), (2, 16 << 10, 0x3f), (3, 1 << 10, 0)] {
             let buffer = BufferId(buffer);

@@ -1,4 +1,5 @@
-//! What a guest may expect of its session: the memory it should see, the requests that should end it.
+//! What a guest may expect of its session: the memory it should see, the requests that should end
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,8 +24,8 @@ pub(crate) enum Expect {
     Memory,
     /// The session ends.
     End,
-    /// A part of a graph, and the graph if this was the last part: the session ends or goes on, as the
-    /// graph is.
+    /// A part of a graph, and the graph if this was the last part: the session ends or goes on, as
+    /// the graph is.
     Part(Option<(GraphId, Vec<u8>)>),
     /// A graph runs, or fails because of an index in its data.
     Run(GraphId),
@@ -35,7 +36,8 @@ pub(crate) enum Expect {
         buffer: u64,
         wanted: Vec<(ContentHash, u64)>,
     },
-    /// The host has these bytes and they are in the buffer now, or it has them not. `None`: nobody has them.
+    /// The host has these bytes and they are in the buffer now, or it has them not. `None`: nobody
+    /// has them.
     Adopted {
         buffer: u64,
         offset: u64,
@@ -94,7 +96,8 @@ impl Model {
         self.buffers.iter().map(size).sum()
     }
 
-    /// Somebody is about to write to a buffer. `false` when there is no room for a copy of what is settled.
+    /// Somebody is about to write to a buffer. `false` when there is no room for a copy of what is
+    /// settled.
     fn will_be_written(&mut self, buffer: u64, setup: &Setup) -> bool {
         if self.weights.get(&buffer) != Some(&Weights::Settled) {
             return true;
@@ -436,8 +439,8 @@ impl Model {
         self.images.insert(id.0, words);
     }
 
-    /// Which bytes of which buffers a run of a graph may have changed: the elements of destinations, and
-    /// nothing between or beside them.
+    /// Which bytes of which buffers a run of a graph may have changed: the elements of
+    /// destinations, and nothing between or beside them.
     pub(crate) fn may_change(&self, id: GraphId) -> BTreeMap<u64, Vec<bool>> {
         let mut masks: BTreeMap<u64, Vec<bool>> = self
             .buffers

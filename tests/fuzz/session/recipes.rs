@@ -1,8 +1,8 @@
 //! How each operator wants its operands.
 //!
-//! A recipe restates the rules of `vgpu_transport::ir::check` the other way round: not "are these extents
-//! right?" but "which are?". An operator without one is never run by the fuzzer; a test in `graphs` sees
-//! to it that every operator of the engine has one.
+//! A recipe restates the rules of `vgpu_transport::ir::check` the other way round: not "are these
+//! extents right?" but "which are?". An operator without one is never run by the fuzzer; a test in
+//! `graphs` sees to it that every operator of the engine has one.
 
 use vgpu_transport::ir::{
     GluKind, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, Shape, SortOrder, TriKind, Type,
@@ -52,8 +52,8 @@ impl Recipe {
     }
 }
 
-/// A recipe for `kind`, with a destination of type `dst_type` and rows of whole blocks of `block` elements.
-/// `None` when there is none, or none for these numbers.
+/// A recipe for `kind`, with a destination of type `dst_type` and rows of whole blocks of `block`
+/// elements. `None` when there is none, or none for these numbers.
 pub(crate) fn recipe(
     input: &mut Input<'_>,
     kind: OpKind,
@@ -491,7 +491,8 @@ fn rope(input: &mut Input<'_>, [n0, n1, n2, n3]: [u64; 4]) -> Recipe {
         .with_if(input.chance(3), Type::F32, [n0.max(1), 1, 1, 1])
 }
 
-/// State-space and recurrent operators. Extents are those of one token's row, tokens, heads, sequences.
+/// State-space and recurrent operators. Extents are those of one token's row, tokens, heads,
+/// sequences.
 fn recurrent(input: &mut Input<'_>, kind: OpKind, ne: [u64; 4]) -> Option<Recipe> {
     let [size, tokens, heads, seqs] = [ne[0] % 12 + 1, ne[1] % 6, ne[2] % 4 + 1, ne[3] % 3 + 1];
     let snapshots = small(input, 1..4) as u32;

@@ -1,5 +1,5 @@
-//! The host of a virtual machine whose driver writes anything into its device, and whose monitor takes its files, or
-//! does not, or goes.
+//! The host of a virtual machine whose driver writes anything into its device, and whose monitor
+//! takes its files, or does not, or goes.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;

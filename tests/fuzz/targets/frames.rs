@@ -1,4 +1,5 @@
-//! Frames on a stream, in pieces of any size, read by a guest's end. The host's end reads with the same code.
+//! Frames on a stream, in pieces of any size, read by a guest's end. The host's end reads with the
+//! same code.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,4 +1,5 @@
-//! Graph images: decoded, validated, patched. What is valid lies in its buffers, by an arithmetic of our own.
+//! Graph images: decoded, validated, patched. What is valid lies in its buffers, by an arithmetic
+//! of our own.
 
 use std::sync::OnceLock;
 
@@ -61,7 +62,8 @@ fn end(tensor: &Tensor) -> u128 {
     u128::from(tensor.offset) + row + rows.sum::<u128>()
 }
 
-/// The first half as an image, the second as a patch, and both as images with a patch from one to the other.
+/// The first half as an image, the second as a patch, and both as images with a patch from one to
+/// the other.
 fn patches(words: &[u32]) {
     let (base, rest) = words.split_at(words.len() / 2);
     if let Ok(image) = patch::apply(base, rest) {

@@ -1,7 +1,8 @@
-//! What is fuzzed, one module a target. Each turns bytes into a case and panics if anything is not as it should be.
+//! What is fuzzed, one module a target. Each turns bytes into a case and panics if anything is not
+//! as it should be.
 //!
-//! `session` runs everything behind the link at once; the others go at one reader of hostile input each, which is why
-//! they run a hundred times as often.
+//! `session` runs everything behind the link at once; the others go at one reader of hostile input
+//! each, which is why they run a hundred times as often.
 
 #[path = "../session/mod.rs"]
 pub(crate) mod session;

@@ -1,7 +1,8 @@
 //! A ring whose other side writes anything, anywhere, at any time.
 //!
-//! What arrives lies in the ring or in the bulk area and within the limits; a side that has seen a broken rule does not
-//! go on; what an honest producer sends to an honest consumer arrives as it was sent.
+//! What arrives lies in the ring or in the bulk area and within the limits; a side that has seen a
+//! broken rule does not go on; what an honest producer sends to an honest consumer arrives as it
+//! was sent.
 
 use vgpu_transport::shm::memory::Memory as _;
 use vgpu_transport::shm::ring::{Consumer, Limits, Payload, Producer, RingArea};

@@ -10,12 +10,14 @@ pub struct Graph {
     edges: BTreeMap<PathBuf, BTreeMap<PathBuf, BTreeSet<String>>>,
 }
 
-/// Files of which each reaches each other along edges: a strongly connected component of more than one file.
+/// Files of which each reaches each other along edges: a strongly connected component of more than
+/// one file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cycle {
     /// The files, sorted.
     pub files: Vec<PathBuf>,
-    /// Edges within the component: the file that uses, the one that defines, the names of what is used.
+    /// Edges within the component: the file that uses, the one that defines, the names of what is
+    /// used.
     pub edges: Vec<(PathBuf, PathBuf, Vec<String>)>,
 }
 

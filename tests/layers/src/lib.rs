@@ -5,19 +5,21 @@
 //! The files of a crate form a directed acyclic graph.
 //!
 //! - A **node** is a source file. An inline `mod name { … }` belongs to its file.
-//! - An **edge** `a -> b` means that `a` uses an item that is *defined* in `b`: a type, trait, function, constant, static or
-//!   macro. A path is followed through imports and re-exports to the file that defines the item, so `crate::Error` is an
-//!   edge to `error.rs` if `lib.rs` only re-exports it.
-//! - `mod child;` and re-exports (`pub use child::Item;`) are no edges of the file that contains them. A `mod.rs` that
-//!   declares and re-exports its children may therefore be used by anyone, its children included. A `mod.rs` that defines
-//!   items *and* calls its children forms a cycle with each child that uses one of these items: the items belong into a
-//!   file of their own, below the children.
+//! - An **edge** `a -> b` means that `a` uses an item that is *defined* in `b`: a type, trait,
+//!   function, constant, static or macro. A path is followed through imports and re-exports to the
+//!   file that defines the item, so `crate::Error` is an edge to `error.rs` if `lib.rs` only
+//!   re-exports it.
+//! - `mod child;` and re-exports (`pub use child::Item;`) are no edges of the file that contains
+//!   them. A `mod.rs` that declares and re-exports its children may therefore be used by anyone,
+//!   its children included. A `mod.rs` that defines items *and* calls its children forms a cycle
+//!   with each child that uses one of these items: the items belong into a file of their own,
+//!   below the children.
 //! - Code under `#[cfg(test)]` is not read: a test may use everything.
 //!
 //! # Limits
 //!
-//! The sources are parsed, not type-checked. A method call is an edge only if the file also names the type or the trait.
-//! The bodies of macro calls are read as a list of paths.
+//! The sources are parsed, not type-checked. A method call is an edge only if the file also names
+//! the type or the trait. The bodies of macro calls are read as a list of paths.
 
 mod graph;
 mod resolve;

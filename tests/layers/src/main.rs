@@ -1,4 +1,5 @@
-//! `cargo run -q -p vgpu-layers -- [PACKAGE…]`: the module cycles of packages of this workspace, with what makes them.
+//! `cargo run -q -p vgpu-layers -- [PACKAGE…]`: the module cycles of packages of this workspace,
+//! with what makes them.
 
 use std::process::ExitCode;
 

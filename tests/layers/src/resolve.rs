@@ -16,7 +16,8 @@ enum Target {
 }
 
 impl Tree {
-    /// The file that defines what a path in `module` names; `None` for modules and for what other crates define.
+    /// The file that defines what a path in `module` names; `None` for modules and for what other
+    /// crates define.
     pub(crate) fn definition(&self, module: Id, path: &[String]) -> Option<&Path> {
         match self.resolve(module, path, MAX_STEPS)? {
             Target::Item(id) => Some(&self.modules[id].file),
@@ -31,7 +32,8 @@ impl Tree {
         }
         let defines = |id: &Id| self.modules[*id].macros.iter().any(|known| known == name);
         let above = std::iter::successors(Some(module), |&id| self.modules[id].parent);
-        // Below the module that defines a macro the macro needs no import, nor, with `#[macro_use]`, anywhere.
+        // Below the module that defines a macro the macro needs no import, nor, with
+        // `#[macro_use]`, anywhere.
         { above }
             .find(defines)
             .or_else(|| (0..self.modules.len()).find(defines))
@@ -66,7 +68,8 @@ impl Tree {
             let target = match named {
                 Named::Item => Some(Target::Item(module)),
                 Named::Module(id) => Some(Target::Module(*id)),
-                // `use name::…` with the import's own name is about another crate, or a module beside it.
+                // `use name::…` with the import's own name is about another crate, or a module
+                // beside it.
                 Named::Import(path)
                     if path.first().is_some_and(|first| first == name) && path.len() > 1 =>
                 {

@@ -8,7 +8,8 @@ use crate::tree::{Id, Import, Tree, attributes, imports, is_reexport, is_test};
 
 /// The graph of a crate: see the rule in the crate's documentation.
 pub fn graph(tree: &mut Tree) -> Graph {
-    // Imports within functions count as imports of their module: a name is rarely two things in one file.
+    // Imports within functions count as imports of their module: a name is rarely two things in
+    // one file.
     for id in 0..tree.modules.len() {
         let mut local = LocalImports::default();
         for item in &tree.modules[id].items {
@@ -73,7 +74,8 @@ impl Uses<'_> {
     /// Reads all paths in the arguments of a macro.
     fn tokens(&mut self, tokens: TokenStream) {
         let mut path: Vec<String> = Vec::new();
-        // How many colons stand behind the last name, and whether a dot stands before the path: then it is a field.
+        // How many colons stand behind the last name, and whether a dot stands before the path:
+        // then it is a field.
         let (mut colons, mut is_field) = (0, false);
         for token in tokens {
             match token {

@@ -5,7 +5,8 @@ use std::process::Command;
 
 use vgpu_layers::{packages, root};
 
-/// The packages, lowest first, and the packages of this workspace that each may be built with. Tests may use more.
+/// The packages, lowest first, and the packages of this workspace that each may be built with.
+/// Tests may use more.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("vgpu-transport", &[]),
     ("vgpu-engine", &["vgpu-transport"]),
@@ -43,10 +44,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("vgpu-benches", &["xtask-common"]),
 ];
 
-/// The plugin is loaded into programs of others: with all that it depends on, at most so many crates.
+/// The plugin is loaded into programs of others: with all that it depends on, at most so many
+/// crates.
 const MAX_PLUGIN_CRATES: usize = 70;
 
-/// Crates for a command, a terminal or a device, which have no place in the plugin. (rustls has one: the TCP link.)
+/// Crates for a command, a terminal or a device, which have no place in the plugin. (rustls has
+/// one: the TCP link.)
 const BANNED: [&str; 6] = [
     "clap",
     "crossterm",

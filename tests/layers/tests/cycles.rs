@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use vgpu_layers::{Disk, Graph, Memory, Tree, graph, packages, root};
 
-/// Packages whose modules still form cycles, with the number of files in them: a list that may only become shorter.
+/// Packages whose modules still form cycles, with at most so many files in them: a list that may
+/// only become shorter.
 const KNOWN: &[(&str, usize)] = &[
     ("ggml-vgpu", 13),
 ];
@@ -221,11 +222,8 @@ fn modules_of_every_crate_form_no_cycle() {
                 "{}: {count} files in cycles, {known} known\n{text}",
                 package.name
             );
-        } else if count < known {
-            wrong += &format!(
-                "{}: KNOWN says {known} files in cycles, {count} are left\n",
-                package.name
-            );
+        } else if count == 0 && known > 0 {
+            wrong += &format!("{}: no cycle is left that KNOWN names\n", package.name);
         }
     }
     for (name, _) in KNOWN {

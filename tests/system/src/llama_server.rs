@@ -13,7 +13,7 @@ use xtask_common::node_llama::{self, Backend};
 use xtask_common::process::{Daemon, free_port};
 use xtask_common::workspace;
 
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Log-probabilities asked for with every token.
 const TOP: u32 = 16;

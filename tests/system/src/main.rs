@@ -30,7 +30,8 @@ enum Arguments {
     Ollama,
     /// Run test-backend-ops and write docs/OPS.md
     OpsTable(ops::table::Options),
-    /// Kill, suspend and starve executors and guests, hundreds of times, and check what they leave behind
+    /// Kill, suspend and exhaust executors and guests hundreds of times, and look for leaks, and
+    /// check what they leave behind
     Faults(faults::Options),
 }
 

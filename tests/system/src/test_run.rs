@@ -23,7 +23,8 @@ pub(crate) const PROMPT: &str = "A virtual machine has no graphics processor of 
 /// Options of the tests.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Run everything there is, for hours: see the last lines of `--help` for what is left out otherwise
+    /// Run everything there is, for hours: see the last lines of `--help` for what is left out
+    /// otherwise
     #[arg(long)]
     pub(crate) full: bool,
     /// Decides which cases a sample holds [default: changes daily; printed]
@@ -118,9 +119,9 @@ pub(crate) enum Part {
     Generation,
     /// The demo: node-llama-cpp, over both links
     Demo,
-    /// Executors and guests that are not there, or die
+    /// Executors and guests that are missing or killed
     Failures,
-    /// Kills, stops, and memory, disk and descriptors that run out, injected
+    /// Injected faults: kills, suspends, exhausted memory, disk and descriptors
     Faults,
     /// The Debian packages and the archive: installed, used, removed
     Packages,
@@ -218,7 +219,7 @@ impl TestRun<'_> {
         self.dist.get().cloned().flatten()
     }
 
-    /// Where a program under test writes what it has to say.
+    /// The log file of a program under test.
     pub(crate) fn log(&self, name: &str) -> PathBuf {
         workspace::reports().join(format!("{name}.log"))
     }

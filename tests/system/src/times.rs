@@ -86,7 +86,8 @@ impl fmt::Display for Times {
     }
 }
 
-/// Time on processors of this process and of all that it has waited for; zero if the system does not tell.
+/// Time on processors of this process and of all that it has waited for; zero if the system does
+/// not tell.
 fn processor_time() -> Duration {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     ticks(&stat).map_or(Duration::ZERO, |ticks| {

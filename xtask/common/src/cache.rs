@@ -60,7 +60,8 @@ impl Cache {
         self.root.join("machine-code")
     }
 
-    /// The folder `name`; if it is missing, `fill` makes it at another path and it is moved into place.
+    /// The folder `name`; if it is missing, `fill` makes it at another path and it is moved into
+    /// place.
     pub fn folder(&self, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         self.moved_into_place(name, |path| {
             fs::create_dir(path).with_context(|| format!("creating {}", path.display()))?;
@@ -68,7 +69,8 @@ impl Cache {
         })
     }
 
-    /// The file `name`; if it is missing, `fill` writes it at another path and it is moved into place.
+    /// The file `name`; if it is missing, `fill` writes it at another path and it is moved into
+    /// place.
     pub fn file(&self, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         self.moved_into_place(name, fill)
     }
@@ -96,8 +98,9 @@ impl Cache {
 
     /// The folder `name`, in which `stage` has been completed by `build`.
     ///
-    /// For what cannot be moved: virtual environments and build trees have their own path inside. An
-    /// interrupted build is run again in the same folder, where ninja and pip take up what is there.
+    /// For what cannot be moved: virtual environments and build trees have their own path inside.
+    /// An interrupted build is run again in the same folder, where ninja and pip take up what is
+    /// there.
     pub fn staged(
         &self,
         name: &str,

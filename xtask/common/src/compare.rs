@@ -91,9 +91,9 @@ pub fn compare(reference: &[Choice], other: &[Choice]) -> Comparison {
 
 /// The largest difference of logits that rounding explains.
 ///
-/// ggml's CPU backend against itself, with flash attention and without, differs by 0.006 (F16) and 0.12
-/// (Q4_K_M, whose activations are rounded to eight bits before every product) on the demo model; the
-/// bounds leave several times that for another order of summation in every op.
+/// ggml's CPU backend against itself, with flash attention and without, differs by 0.006 (F16) and
+/// 0.12 (Q4_K_M, whose activations are rounded to eight bits before every product) on the demo
+/// model; the bounds leave several times that for another order of summation in every op.
 pub fn tolerance(weights: Weights) -> f64 {
     match weights {
         Weights::F16 => 0.05,

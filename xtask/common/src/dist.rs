@@ -52,7 +52,8 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     std::fs::create_dir_all(&dist).with_context(|| format!("creating {}", dist.display()))?;
 
     let step = Step::new("building libggml-vgpu.so and vgpu");
-    // One cargo run each: in one run cargo would build what both depend on with the features of both.
+    // One cargo run each: in one run cargo would build what both depend on with the features of
+    // both.
     let mut plugin = release("ggml-vgpu");
     let mut vgpu = release("vgpu");
     if let Some(cubins) = cubins {
@@ -90,7 +91,8 @@ pub enum Plugin {
     Inproc,
 }
 
-/// Builds what the demo needs into `folder`, with the profile `quick`: it takes a third of the release build's time.
+/// Builds what the demo needs into `folder`, with the profile `quick`: it takes a third of the
+/// release build's time.
 ///
 /// # Errors
 /// If the build fails.
@@ -183,7 +185,8 @@ fn artifact(message: &Value, kind: &str, name: &str) -> Option<PathBuf> {
         .find(|file| kind == "bin" || file.extension() == Some("so".as_ref()))
 }
 
-/// Copies a built file, without what only a debugger reads. A program that runs the old one keeps it.
+/// Copies a built file, without what only a debugger reads. A program that runs the old one keeps
+/// it.
 fn place(built: &Path, target: &Path) -> Result<PathBuf> {
     let fresh = target.with_extension("fresh");
     let mut strip = Command::new("strip");

@@ -1,4 +1,4 @@
-//! A `vgpu serve` of our own.
+//! A `vgpu serve` as a child process.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use crate::dist::Dist;
 use crate::median::median;
 use crate::process::{self, Daemon};
 
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A running executor on the CPU engine; killed on drop.
@@ -94,7 +94,7 @@ impl Executor {
         self.daemon.signal(signal)
     }
 
-    /// What a guest's `VGPU_ENDPOINT` has to say.
+    /// The value of `VGPU_ENDPOINT` for a guest of this executor.
     pub fn endpoint(&self) -> String {
         format!("unix:{}", self.socket.display())
     }

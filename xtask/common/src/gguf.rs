@@ -1,9 +1,10 @@
 //! The GGUF container, version 3: read the metadata of one file, write another.
 //!
-//! A GGUF file is a header (magic, version, two counts), key/value metadata, a table of tensors and,
-//! aligned, the tensor data. Everything is little-endian; strings carry a 64-bit length and no
-//! terminator; arrays carry an element type and a 64-bit count. The format is described in ggml's
-//! `docs/gguf.md` and declared in its `gguf.h`; the numbers below are those of that description.
+//! A GGUF file is a header (magic, version, two counts), key/value metadata, a table of tensors
+//! and, aligned, the tensor data. Everything is little-endian; strings carry a 64-bit length and
+//! no terminator; arrays carry an element type and a 64-bit count. The format is described in
+//! ggml's `docs/gguf.md` and declared in its `gguf.h`; the numbers below are those of that
+//! description.
 //!
 //! Only what the demo models need is here: all metadata types (a tokenizer is copied from another
 //! file unread), and the few tensor types that [`crate::model`] can fill.
@@ -297,7 +298,7 @@ impl Tensor {
         self.elements() / self.kind.block_len() * self.kind.block_bytes()
     }
 
-    /// The same for dimensions that nobody has looked at.
+    /// [`Tensor::bytes`] for dimensions that may overflow.
     fn checked_bytes(&self) -> Option<u64> {
         let elements = self
             .dims

@@ -1,5 +1,5 @@
-//! What `cargo xtask`, the system tests and the benchmarks share: the cache folder, builds of ggml and llama.cpp, models
-//! with random weights, the programs under test.
+//! What `cargo xtask`, the system tests and the benchmarks share: the cache folder, builds of ggml
+//! and llama.cpp, models with random weights, the programs under test.
 
 pub mod cache;
 pub mod compare;

@@ -176,8 +176,8 @@ pub fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
     Ok(root.join("bin"))
 }
 
-/// The folder of two builds of the newest ggml: `shared/bin` has ggml with its CPU backend and libllama, and
-/// `static` an archive of ggml-base that can become a part of anything.
+/// The folder of two builds of the newest ggml: `shared/bin` has ggml with its CPU backend and
+/// libllama, and `static` an archive of ggml-base that can become a part of anything.
 pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
     let source = newest_source(cache)?.join("llama.cpp");
     let instructions = Instructions::of_this_machine();
@@ -210,8 +210,8 @@ pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
     })
 }
 
-/// The folder of `test-backend-ops` and the libraries of the newest ggml, which comes without tests: the
-/// program is that of 0.25.3, whose ops and types are the same.
+/// The folder of `test-backend-ops` and the libraries of the newest ggml, which comes without
+/// tests: the program is that of 0.25.3, whose ops and types are the same.
 pub fn newest_ops(cache: &Cache) -> Result<PathBuf> {
     let bin = build_newest(cache)?.join("shared/bin");
     let include = newest_source(cache)?.join("llama.cpp/ggml/include");
@@ -245,8 +245,8 @@ fn newest_builds(instructions: &Instructions) -> String {
     format!("build-{CRATE}-{CRATE_VERSION}/{}", instructions.name)
 }
 
-/// ggml's CPU backend for the processor that an emulated guest sees (AVX2, no AVX-512). Everything else of a build
-/// runs on any processor.
+/// ggml's CPU backend for the processor that an emulated guest sees (AVX2, no AVX-512). Everything
+/// else of a build runs on any processor.
 pub fn cpu_for_guests(cache: &Cache) -> Result<PathBuf> {
     cpu_built_for(cache, &Instructions::avx2())
 }
@@ -343,8 +343,8 @@ fn ninja(tools: &Path, dir: &Path, targets: &[&str]) -> Command {
     ninja
 }
 
-/// The instruction sets ggml's CPU backend is built for: part of the build's key, because a cache may
-/// be shared by machines of several kinds.
+/// The instruction sets ggml's CPU backend is built for: part of the build's key, because a cache
+/// may be shared by machines of several kinds.
 #[derive(Debug)]
 struct Instructions {
     name: String,

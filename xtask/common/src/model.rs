@@ -86,9 +86,10 @@ impl Weights {
         }
     }
 
-    /// The storage of one matrix. Q4_K_M is a mix: `llama-quantize` gives six bits to the output and to
-    /// an embedding that shares its numbers, and to the value and down projections of the layers where
-    /// errors hurt most. With other types of four bits it gives more to the vocabulary alone.
+    /// The storage of one matrix. Q4_K_M is a mix: `llama-quantize` gives six bits to the output
+    /// and to an embedding that shares its numbers, and to the value and down projections of the
+    /// layers where errors hurt most. With other types of four bits it gives more to the
+    /// vocabulary alone.
     fn matrix(self, role: Role, layer: u32, layers: u32) -> TensorType {
         let precious = match role {
             Role::Vocabulary => true,
@@ -140,8 +141,8 @@ pub struct Shape {
     pub context: u32,
 }
 
-/// The shape of the small published llama of 160 million parameters (width 768, 12 layers, 12 heads of
-/// 64, feed-forward 3072), with grouped-query attention as larger llamas have it.
+/// The shape of the small published llama of 160 million parameters (width 768, 12 layers, 12
+/// heads of 64, feed-forward 3072), with grouped-query attention as larger llamas have it.
 pub const DEMO: Shape = Shape {
     name: "vgpu-llama-153m",
     embedding: 768,
@@ -152,8 +153,8 @@ pub const DEMO: Shape = Shape {
     context: 2048,
 };
 
-/// 256 million parameters in 30 narrow layers: what crosses the boundary, and what it costs to say so, grows with
-/// the layers.
+/// 256 million parameters in 30 narrow layers: what crosses the boundary, and what it costs to say
+/// so, grows with the layers.
 pub const BENCH: Shape = Shape {
     name: "vgpu-llama-256m",
     embedding: 768,
@@ -229,10 +230,10 @@ impl Shape {
 
     /// All tensors, by the names llama.cpp looks for.
     ///
-    /// The output matrix is the embedding with its rows shuffled, and otherwise random: every token has
-    /// a successor that the model is fairly sure of. Trained models are; the logits of a purely random
-    /// one lie so close together that rounding alone, which no two implementations share, would decide
-    /// between the first two every few tokens.
+    /// The output matrix is the embedding with its rows shuffled, and otherwise random: every
+    /// token has a successor that the model is fairly sure of. Trained models are; the logits of a
+    /// purely random one lie so close together that rounding alone, which no two implementations
+    /// share, would decide between the first two every few tokens.
     fn tensors(&self, weights: Weights, vocabulary: u32, seed: u64) -> Vec<Planned> {
         let (d, ff, kv) = (
             self.embedding,

@@ -1,8 +1,8 @@
 //! Programs the commands need: found where they are, installed where they are not.
 //!
-//! As root on a machine with apt, system packages are installed; everywhere else a missing one is an
-//! error that says what to install. What a Python wheel can carry (cmake, ninja, libclang, Node.js)
-//! comes as a wheel into the cache and touches nothing outside it.
+//! As root on a machine with apt, system packages are installed; everywhere else a missing one is
+//! an error that says what to install. What a Python wheel can carry (cmake, ninja, libclang,
+//! Node.js) comes as a wheel into the cache and touches nothing outside it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -77,8 +77,8 @@ pub fn kubernetes_validate(cache: &Cache) -> Result<PathBuf> {
     Ok(python(cache, "kubernetes", &[KUBERNETES_VALIDATE])?.join("kubernetes-validate"))
 }
 
-/// A program that checks KubeVirt's machines, which Kubernetes itself knows nothing of: KubeVirt's own types, read
-/// strictly. Its source is `folder`.
+/// A program that checks KubeVirt's machines, which Kubernetes itself knows nothing of: KubeVirt's
+/// own types, read strictly. Its source is `folder`.
 pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     let name = "kubevirt-validate-1.4.0";
     let root = cache.folder(name, |dir| {
@@ -225,7 +225,8 @@ pub fn go(cache: &Cache) -> Result<PathBuf> {
     Ok(python(cache, "go", &[GO])?.join("go"))
 }
 
-/// A real embedding model of 23 million parameters, as its makers published it: a folder with safetensors.
+/// A real embedding model of 23 million parameters, as its makers published it: a folder with
+/// safetensors.
 pub fn embedder(cache: &Cache) -> Result<PathBuf> {
     let name = EMBEDDER.replace("==", "-");
     let folder = cache.folder(&name, |dir| {
@@ -286,8 +287,8 @@ pub fn nvrtc(cache: &Cache) -> Result<PathBuf> {
     .map(|dir| dir.join("lib"))
 }
 
-/// The folder of ggml's own CUDA backend as npm carries it prebuilt (ggml 0.25.1, which the ggml of our tests loads), with NVIDIA's
-/// libraries that it needs. Only a GPU's driver is missing.
+/// The folder of ggml's own CUDA backend as npm carries it prebuilt (ggml 0.25.1, which the ggml
+/// of our tests loads), with NVIDIA's libraries that it needs. Only a GPU's driver is missing.
 pub fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
     let path = node(cache)?;
     let package = format!("@node-llama-cpp/{}-cuda", machine()?);

@@ -1,5 +1,5 @@
-//! Small libraries of our own that change what a ggml program loads: compiled when a test needs them, and
-//! preloaded into the program.
+//! Small libraries of our own that change what a ggml program loads: compiled when a test needs
+//! them, and preloaded into the program.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! Starting other programs: those that end by themselves, and servers that do not.
+//! Child processes: programs that end by themselves, servers, and dialogues line by line.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read, Write as _};
@@ -138,7 +138,7 @@ impl Owned {
         Ok(Owned(child))
     }
 
-    /// The child has not been waited for yet, or its id might be somebody else's by now.
+    /// The child has not been waited for yet: until then its process id cannot be reused.
     fn signal(&self, signal: Signal) -> Result<()> {
         let pid = Pid::from_child(&self.0);
         rustix::process::kill_process(pid, signal).context("sending a signal")
@@ -366,7 +366,7 @@ impl Dialogue {
     }
 }
 
-/// A port nobody listens on, a moment ago at least.
+/// A TCP port that was free a moment ago.
 pub fn free_port() -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0").context("looking for a free port")?;
     Ok(listener

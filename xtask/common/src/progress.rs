@@ -1,8 +1,8 @@
-//! What the user sees while something takes long.
+//! Progress on the terminal or in a log.
 //!
-//! On a terminal, a moving line with the time and the last thing said; elsewhere (CI, a file), a line
-//! at the start, one every half minute, and one at the end. All of it goes to stderr: stdout is for
-//! results.
+//! On a terminal, a moving line with the time and the last thing said; elsewhere (CI, a file), a
+//! line at the start, one every half minute, and one at the end. All of it goes to stderr: stdout
+//! is for results.
 
 use std::io::IsTerminal as _;
 use std::sync::{LazyLock, Mutex};

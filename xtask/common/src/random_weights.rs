@@ -6,6 +6,8 @@
 
 use half::f16;
 use half::slice::HalfFloatSliceExt as _;
+use rand_xoshiro::Xoshiro256PlusPlus;
+use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
 
 use crate::gguf::TensorType;
 
@@ -21,41 +23,26 @@ const RMS_8BIT: f32 = 73.901_96;
 const RMS_4BIT: f32 = 4.636_809;
 /// Root mean square of the values that IQ4_NL's sixteen codes stand for.
 const RMS_IQ4_NL: f32 = 67.438_86;
-/// Mean square of the values of MXFP4's sixteen codes, doubled to be integers (0, 1, 2, 3, 4, 6, 8, 12).
+/// Mean square of the values of MXFP4's sixteen codes, doubled to be integers (0, 1, 2, 3, 4, 6,
+/// 8, 12).
 const MEAN_SQUARE_FP4: f32 = 34.25;
 /// Mean of a 4-bit number: what the block's minimum has to take away again.
 const MEAN_4BIT: f32 = 7.5;
 
-/// xoshiro256++ (Blackman and Vigna): fast, and the same on every machine.
+/// A random generator that gives the same numbers on every machine: xoshiro256++.
 #[derive(Debug)]
-pub struct Rng([u64; 4]);
+pub struct Rng(Xoshiro256PlusPlus);
 
 impl Rng {
     /// An independent stream for every (`seed`, `stream`).
     pub fn new(seed: u64, stream: u64) -> Rng {
-        // SplitMix64 spreads the seed over the state, as the generator's authors advise.
-        let mut x = seed ^ stream.wrapping_mul(0xd134_2543_de82_ef95);
-        Rng(std::array::from_fn(|_| {
-            x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut z = x;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            z ^ (z >> 31)
-        }))
+        let mixed = seed ^ stream.wrapping_mul(0xd134_2543_de82_ef95);
+        Rng(Xoshiro256PlusPlus::seed_from_u64(mixed))
     }
 
     /// The next 64 random bits.
     pub fn next(&mut self) -> u64 {
-        let s = &mut self.0;
-        let result = s[0].wrapping_add(s[3]).rotate_left(23).wrapping_add(s[0]);
-        let t = s[1] << 17;
-        s[2] ^= s[0];
-        s[3] ^= s[1];
-        s[1] ^= s[2];
-        s[0] ^= s[3];
-        s[2] ^= t;
-        s[3] = s[3].rotate_left(45);
-        result
+        self.0.next_u64()
     }
 
     fn fill(&mut self, bytes: &mut [u8]) {
@@ -113,8 +100,8 @@ pub fn fill(kind: TensorType, mean: f32, sd: f32, rng: &mut Rng, out: &mut [u8])
     }
 }
 
-/// Blocks of an f16 scale and codes of any value. The mean of the codes is not quite zero: scales of random sign
-/// cancel it.
+/// Blocks of an f16 scale and codes of any value. The mean of the codes is not quite zero: scales
+/// of random sign cancel it.
 fn fill_groups(block_bytes: usize, d: f32, rng: &mut Rng, out: &mut [u8]) {
     for block in out.chunks_exact_mut(block_bytes) {
         let sign = if rng.next() & 1 == 0 { 1.0 } else { -1.0 };
@@ -124,8 +111,8 @@ fn fill_groups(block_bytes: usize, d: f32, rng: &mut Rng, out: &mut [u8]) {
     }
 }
 
-/// `block_mxfp4`: an exponent e and sixteen bytes of codes. A weight is `2^(e - 128)` times the code's doubled
-/// value. Powers of two reach any deviation only as a mix of two neighbours.
+/// `block_mxfp4`: an exponent e and sixteen bytes of codes. A weight is `2^(e - 128)` times the
+/// code's doubled value. Powers of two reach any deviation only as a mix of two neighbours.
 fn fill_mxfp4(sd: f32, rng: &mut Rng, out: &mut [u8]) {
     let square = sd * sd / MEAN_SQUARE_FP4;
     let exponent = (square.log2() / 2.0).floor();
@@ -153,8 +140,8 @@ fn fill_q4_k(sd: f32, rng: &mut Rng, block: &mut [u8]) {
     block[2..4].copy_from_slice(&dmin.to_le_bytes());
     for i in 0..4 {
         let (low, high) = (scales[i], scales[i + 4]);
-        // Bytes 0-3: scales 0-3, and above them the upper two bits of scales 4-7; bytes 4-7 the same
-        // for the minima; bytes 8-11: the lower four bits of scales 4-7 and of minima 4-7.
+        // Bytes 0-3: scales 0-3, and above them the upper two bits of scales 4-7; bytes 4-7 the
+        // same for the minima; bytes 8-11: the lower four bits of scales 4-7 and of minima 4-7.
         block[4 + i] = low | (high >> 4) << 6;
         block[8 + i] = low | (high >> 4) << 6;
         block[12 + i] = (high & 15) | (high & 15) << 4;
@@ -162,8 +149,9 @@ fn fill_q4_k(sd: f32, rng: &mut Rng, block: &mut [u8]) {
     rng.fill(&mut block[16..]);
 }
 
-/// `block_q6_K`: the lower four and the upper two bits of the numbers q, sixteen 8-bit scales, f16 d. A
-/// weight is `d * scale * (q - 32)`. The mean of q is 31.5: scales of random sign cancel the half.
+/// `block_q6_K`: the lower four and the upper two bits of the numbers q, sixteen 8-bit scales, f16
+/// d. A weight is `d * scale * (q - 32)`. The mean of q is 31.5: scales of random sign cancel the
+/// half.
 fn fill_q6_k(sd: f32, rng: &mut Rng, block: &mut [u8]) {
     rng.fill(&mut block[..192]);
     let bits = [rng.next(), rng.next()];
@@ -189,6 +177,31 @@ const _: () = assert!(TensorType::Q6K.block_len() == QK_K as u64);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Cached models are named by their seed: the numbers must never change.
+    #[test]
+    fn the_numbers_of_a_seed_are_known() {
+        let first = |stream| {
+            let mut rng = Rng::new(1, stream);
+            [rng.next(), rng.next(), rng.next()]
+        };
+        assert_eq!(
+            first(0),
+            [
+                0xcfc5_d07f_6f03_c29b,
+                0xbf42_4132_963f_e08d,
+                0x19a3_7d57_57aa_f520
+            ]
+        );
+        assert_eq!(
+            first(7),
+            [
+                0xc086_fbab_0de3_cabd,
+                0x691a_bf10_020a_8791,
+                0x7f73_2a9f_44c7_9aae
+            ]
+        );
+    }
 
     const BLOCKS: usize = 4000;
     const SD: f32 = 0.036;

@@ -34,8 +34,8 @@ pub fn last_graph(log: &str) -> Vec<Node> {
     graph
 }
 
-/// Reads `node #  3 (   MUL_MAT):   Qcur-0 (   3K) [VGPU0         ] use=1,c=1:`: the index and the node.
-/// The op is cut to ten characters, names to twenty, the device to five.
+/// Reads `node #  3 (   MUL_MAT):   Qcur-0 (   3K) [VGPU0         ] use=1,c=1:`: the index and the
+/// node. The op is cut to ten characters, names to twenty, the device to five.
 pub fn parse(text: &str) -> Option<(u32, Node)> {
     let line = text.lines().next()?.strip_prefix("node #")?;
     let (index, rest) = line.split_once(" (")?;
@@ -65,8 +65,9 @@ pub fn count_by_device(nodes: &[Node]) -> BTreeMap<&str, usize> {
     counts
 }
 
-/// The nodes on ggml's CPU that ought to be on the device. llama.cpp keeps tables of embeddings in the
-/// host's memory, whatever the device can do, and has the CPU compute what reads them: these are in order.
+/// The nodes on ggml's CPU that ought to be on the device. llama.cpp keeps tables of embeddings in
+/// the host's memory, whatever the device can do, and has the CPU compute what reads them: these
+/// are in order.
 pub fn strays(nodes: &[Node]) -> Vec<&Node> {
     let lookup = |node: &Node| node.op == "GET_ROWS" && node.name.contains("embd");
     let table = [

@@ -1,17 +1,15 @@
-//! A private folder that goes away.
+//! A private temporary folder, removed on drop.
 
-use std::fs;
-use std::os::unix::fs::DirBuilderExt as _;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::path::Path;
 
 use anyhow::{Context as _, Result};
+use tempfile::TempDir;
 
-/// A folder only this user can enter, removed on drop. Its path is short: a unix socket's path has at
-/// most 107 bytes.
+/// A folder that only this user can enter, removed on drop. Its path is short: a Unix socket's
+/// path has at most 107 bytes.
 #[derive(Debug)]
 pub struct Scratch {
-    path: PathBuf,
+    folder: TempDir,
 }
 
 impl Scratch {
@@ -20,30 +18,31 @@ impl Scratch {
     /// # Errors
     /// If the system's folder for temporary files has no room, or is not writable.
     pub fn new() -> Result<Scratch> {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let name = format!(
-            "vgpu-{}-{}",
-            std::process::id(),
-            COUNT.fetch_add(1, Ordering::Relaxed) // only has to differ
-        );
-        let path = std::env::temp_dir().join(name);
-        // Not `recursive`: a folder that is already there is somebody else's.
-        fs::DirBuilder::new()
-            .mode(0o700)
-            .create(&path)
-            .with_context(|| format!("creating the private folder {}", path.display()))?;
-        Ok(Scratch { path })
+        let folder = tempfile::Builder::new().prefix("vgpu-").tempdir();
+        let folder = folder.context("creating a private folder for temporary files")?;
+        Ok(Scratch { folder })
     }
 
     /// Where it is.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.folder.path()
     }
 }
 
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // Nothing depends on it, and a temporary folder is cleaned by the system too.
-        let _ = fs::remove_dir_all(&self.path);
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn the_folder_is_private_and_goes_away() {
+        let scratch = Scratch::new().unwrap();
+        let path = scratch.path().to_owned();
+        let mode = path.metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+        std::fs::write(path.join("file"), "").unwrap();
+        drop(scratch);
+        assert!(!path.exists());
     }
 }

@@ -106,11 +106,11 @@ impl Stats {
         })
     }
 
-    /// The decode steps of a generation of `tokens` tokens, if that was the last thing to happen: an
-    /// error if a token took more than one submission, or more than one blocking round trip.
+    /// The decode steps of a generation of `tokens` tokens, if that was the last thing to happen:
+    /// an error if a token took more than one submission, or more than one blocking round trip.
     ///
-    /// The first token came with the prompt. The last entry also counts what the host asks for while it
-    /// closes down, and is left out.
+    /// The first token came with the prompt. The last entry also counts what the host asks for
+    /// while it closes down, and is left out.
     pub fn decode_steps(&self, tokens: usize) -> Result<&[Traffic]> {
         let len = self.steps.len();
         ensure!(

@@ -1,4 +1,8 @@
 //! Debian packages: `vgpu` for hosts, `vgpu-guest` for machines that use one.
+//!
+//! dpkg-deb packs them. cargo-deb is not used: it packs the files of one crate, as it builds them
+//! itself. Here each of two packages has files of builds with features of their own, and the
+//! machine that packs would first have to compile it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -71,8 +75,8 @@ pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
     )
 }
 
-/// The plugin, and what gives it access to a virtual machine's window. The command comes with the other
-/// package: `vgpu install` is what a guest needs of it.
+/// The plugin, and what gives it access to a virtual machine's window. The command comes with the
+/// other package: `vgpu install` is what a guest needs of it.
 pub(super) fn guest(dist: &Dist, folder: &Path) -> Result<PathBuf> {
     let rules = workspace::root().join("deploy/guest/60-vgpu.rules");
     pack(

@@ -11,8 +11,8 @@ use xtask_common::process;
 use xtask_common::workspace;
 
 pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The oldest C library that the files have to run with: that of RHEL 9 and its relatives. Ubuntu 22.04
-/// (2.35) and Debian 12 (2.36) have newer ones.
+/// The oldest C library that the files have to run with: that of RHEL 9 and its relatives. Ubuntu
+/// 22.04 (2.35) and Debian 12 (2.36) have newer ones.
 pub(super) const GLIBC: (u32, u32) = (2, 34);
 
 /// A file of a package: where it goes, what it is, its permissions.

@@ -1,4 +1,5 @@
-//! `cargo xtask package`: what a server's administrator installs, as Debian packages and as an archive.
+//! `cargo xtask package`: what a server's administrator installs, as Debian packages and as an
+//! archive.
 
 mod deb;
 mod layout;

@@ -13,7 +13,8 @@ use super::guest::{Guest, HANG, Outcome, Program};
 use super::leaks::{Holdings, expect_no_more};
 use super::setup::{Row, Setup, TOKENS, exists};
 
-/// Memory that one guest fits into, and two do not: of the model some 21 MiB come to the host, and its context and graphs have some ten.
+/// Memory that one guest fits into, and two do not: of the model some 21 MiB come to the host, and
+/// its context and graphs have some ten.
 const FOR_ONE: &str = "48M";
 
 /// Address space for what a session needs, and not for a model.
@@ -111,14 +112,14 @@ fn starved(
             ..unlimited
         };
         rustix::process::prlimit(Some(pid), resource, limited).context("setting a limit")?;
-        // A guest that finds no executor runs on its CPU: told by what the program sees, so it is not asked to generate
-        // on a device, only not to hang or crash.
+        // A guest that finds no executor runs on its CPU: told by what the program sees, so it is
+        // not asked to generate on a device, only not to hang or crash.
         let mut guest = setup.guest(name, &format!("{name}-guest"))?;
         guest.begin(TOKENS)?;
         let _either = guest.end().context("a guest while there is none")?;
         guest.finish()?;
         rustix::process::prlimit(Some(pid), resource, unlimited).context("lifting a limit")?;
-        // A door that has failed rests for a second.
+        // A listener whose accept has failed pauses for a second.
         std::thread::sleep(Duration::from_millis(1200));
         let mut next = setup.guest(name, &format!("{name}-next"))?;
         setup.expect_run(&mut next, "the guest after")?;

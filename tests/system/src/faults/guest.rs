@@ -14,8 +14,8 @@ use xtask_common::node_llama::{self, Backend};
 use xtask_common::process::{self, Dialogue};
 use xtask_common::workspace;
 
-/// Waits that are longer than this are hangs. Not a measure of speed: the work takes a second or two, on a machine that
-/// does nothing else.
+/// Waits that are longer than this are hangs. Not a measure of speed: the work takes a second or
+/// two, on a machine that does nothing else.
 pub(super) const HANG: Duration = Duration::from_secs(120);
 
 /// The compiled program, and what it works with.

@@ -14,16 +14,18 @@ use super::guest::{HANG, Outcome};
 use super::leaks::{Holdings, expect_no_more};
 use super::setup::{Row, Setup, TOKENS, exists, moment};
 
-/// Rounds before holdings are compared: allocators and libraries take some memory for good when they are first used.
+/// Rounds before holdings are compared: allocators and libraries take some memory for good when
+/// they are first used.
 const WARM_UP: usize = 5;
 
 /// Tokens of a generation that is to be interrupted: so many that few end before the blow falls.
 const LONG: usize = 96;
 
-/// The same for guests that are killed: nobody waits for the end.
+/// The timeout for guests that are killed.
 const VICTIMS: usize = 400;
 
-/// Blows that may miss for each that shall hit: what they aim at is a moment in somebody else's work.
+/// Blows that may miss for each that shall hit: what they aim at is a moment in somebody else's
+/// work.
 const MISSES: usize = 5;
 
 /// How often a blow came, and when. Only those that hit a load or a generation count.
@@ -127,8 +129,9 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     })
 }
 
-/// One executor and one guest beside live through all of it. Every other guest that is killed is llama.cpp's own
-/// `llama-completion`. The executor's log says what a guest still had when it went, and whether it had run anything.
+/// One executor and one guest beside live through all of it. Every other guest that is killed is
+/// llama.cpp's own `llama-completion`. The executor's log says what a guest still had when it
+/// went, and whether it had run anything.
 pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "survivor";
     let times = setup.counts.kills;
@@ -220,7 +223,8 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     })
 }
 
-/// How long an executor that has never lost a guest may take to come to rest: what it keeps for good is not known yet.
+/// How long an executor that has never lost a guest may take to come to rest: what it keeps for
+/// good is not known yet.
 const SETTLING: Duration = Duration::from_secs(1);
 
 /// The ends of sessions in an executor's log.

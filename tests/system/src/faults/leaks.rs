@@ -1,12 +1,12 @@
-//! What a process holds, by the word of the kernel.
+//! The resources of a process as Linux reports them: memory, descriptors, threads.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-/// Memory that an allocator keeps for later, or takes in another order: not a leak. One leaked model would be 38 MiB, one
-/// leaked window 2 MiB in each of hundreds of rounds.
+/// Memory that an allocator keeps for later, or takes in another order: not a leak. One leaked
+/// model would be 38 MiB, one leaked window 2 MiB in each of hundreds of rounds.
 const SLACK: u64 = 16 << 20;
 
 /// What is counted.
@@ -54,7 +54,8 @@ impl Holdings {
         })
     }
 
-    /// What it holds more than `before`, if that is more than nothing. Resident memory may differ by some slack.
+    /// What it holds more than `before`, if that is more than nothing. Resident memory may differ
+    /// by some slack.
     fn excess(&self, before: &Holdings) -> Option<String> {
         let is_more = self.resident > before.resident + SLACK
             || self.descriptors > before.descriptors
@@ -77,8 +78,8 @@ impl fmt::Display for Holdings {
     }
 }
 
-/// Waits until a process holds no more than it did; an error if it goes on holding more. What a session held is freed
-/// when its thread gets round to it.
+/// Waits until a process holds no more than it did; an error if it goes on holding more. What a
+/// session held is freed when its thread gets round to it.
 pub(super) fn expect_no_more(
     pid: u32,
     before: &Holdings,

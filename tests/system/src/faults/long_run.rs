@@ -1,4 +1,4 @@
-//! [`crate::faults`] at full length.
+//! `cargo xtask faults`: all faults, hundreds of times.
 
 use std::path::PathBuf;
 

@@ -1,8 +1,9 @@
-//! Faults on purpose: executors and guests that are killed at random points, stopped, starved of memory, disk and
-//! descriptors, with windows cut short and clocks that jump. The guest is a real llama.cpp program.
+//! Faults on purpose: executors and guests that are killed at random points, stopped, starved of
+//! memory, disk and descriptors, with windows cut short and clocks that jump. The guest is a real
+//! llama.cpp program.
 //!
-//! What must hold each time: nobody hangs, no guest crashes, nothing is left behind, guests beside the fault generate
-//! the same tokens as ever, and the next load works.
+//! After each fault: no process hangs, no guest crashes, no resource leaks, guests beside
+//! the fault generate the same tokens as ever, and the next load works.
 
 mod all;
 mod exhaustion;

@@ -1,4 +1,4 @@
-//! Guests beside each other: several at once, and one that has had what it may have.
+//! Several guests of one executor: at the same time, and with one at its quota.
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
@@ -41,8 +41,8 @@ pub(super) fn together(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     })
 }
 
-/// A guest whose quota its model does not fit into, beside one with room: the first is told with numbers, the second's
-/// figures do not move.
+/// A guest whose quota its model does not fit into, beside one with room: the first is told with
+/// numbers, the second's figures do not move.
 pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "quota";
     const SMALL: u64 = 16 << 20;
@@ -52,8 +52,9 @@ pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let control = at("control.sock");
     let mut config = format!("control.socket = {control:?}\n");
     for (name, memory) in [("small", SMALL), ("large", LARGE)] {
-        let door = format!("unix:{}", setup.socket(name).display());
-        config += &format!("[[guest]]\nname = {name:?}\nmemory = {memory}\nlisten = [{door:?}]\n");
+        let listener = format!("unix:{}", setup.socket(name).display());
+        config +=
+            &format!("[[guest]]\nname = {name:?}\nmemory = {memory}\nlisten = [{listener:?}]\n");
     }
     let file = at("vgpu.toml");
     std::fs::write(&file, config).context("writing a configuration")?;

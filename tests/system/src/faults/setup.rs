@@ -1,4 +1,4 @@
-//! What every fault needs.
+//! The environment that all faults share.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Sides that stand still, windows that somebody cuts, clocks that jump.
+//! Suspended executors and guests, truncated windows, and jumps of the clock.
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
@@ -70,8 +70,8 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     })
 }
 
-/// A guest that has the processor for 2 ms of 20: it takes slowly what the executor has for it, and gives slowly what the
-/// executor waits for. The guest beside must not notice.
+/// A guest that has the processor for 2 ms of 20: it takes slowly what the executor has for it,
+/// and gives slowly what the executor waits for. The guest beside must not notice.
 pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "slow";
     const RUNS: Duration = Duration::from_millis(2);
@@ -176,8 +176,9 @@ fn memory_files(pid: u32) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The wall clock of both sides jumps by years, back and forth, each time it is looked at. Clocks that measure time do
-/// not jump: Linux keeps them so, and whoever uses the wall clock for a wait is found out here.
+/// The wall clock of both sides jumps by years, back and forth, each time it is looked at. Clocks
+/// that measure time do not jump: Linux keeps them so, and whoever uses the wall clock for a wait
+/// is found out here.
 pub(super) fn clock(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let times = setup.counts.others;
     let library = setup.scratch.path().join("jumping_clock.so");

@@ -57,7 +57,8 @@ impl Client {
             .clone())
     }
 
-    /// Continues a text, greedily, and hands each piece to `piece`; ends early when that says false.
+    /// Continues a text, greedily, and hands each piece to `piece`; ends early when that says
+    /// false.
     pub(crate) fn generate(
         &self,
         model: &str,
@@ -117,7 +118,8 @@ impl Client {
         Ok(())
     }
 
-    /// Reads a streamed answer: a JSON object a line. An error in it, or an end without "done", is one here.
+    /// Reads a streamed answer: a JSON object a line. An error in it, or an end without "done", is
+    /// one here.
     fn stream(
         &self,
         path: &str,

@@ -13,7 +13,7 @@ use xtask_common::dist::Dist;
 use xtask_common::process::free_port;
 use xtask_common::process::{self, Daemon};
 
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 const DROP_IN: &str = "etc/systemd/system/ollama.service.d/vgpu.conf";
 

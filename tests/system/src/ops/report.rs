@@ -1,4 +1,4 @@
-//! What a run of `test-backend-ops` found, read from what it writes to the terminal.
+//! The results of a run of `test-backend-ops`, read from its output.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -66,7 +66,8 @@ impl Report {
         Some(case.to_owned())
     }
 
-    /// An error unless every case ran well that could run, and none of them was lost on the way here.
+    /// An error unless every case ran well that could run, and none of them was lost on the way
+    /// here.
     pub(super) fn check(&self) -> Result<()> {
         if !self.failures.is_empty() {
             let shown: Vec<_> = self.failures.iter().take(10).cloned().collect();

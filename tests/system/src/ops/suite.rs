@@ -108,8 +108,8 @@ impl Suite<'_> {
     }
 }
 
-/// Draws `count` of the listed cases: a regular expression of their parameters, for the option `-p` of the program. It also
-/// takes the cases of other ops with the same parameters.
+/// Draws `count` of the listed cases: a regular expression of their parameters, for the option
+/// `-p` of the program. It also takes the cases of other ops with the same parameters.
 pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> String {
     let mut parameters: Vec<&str> = { claims.iter() }
         .filter_map(|claim| claim.case.split_once('(')?.1.strip_suffix(')'))
@@ -146,7 +146,8 @@ pub(super) fn log(run: &str, mode: &str) -> PathBuf {
     workspace::reports().join(format!("test-backend-ops-{run}-{mode}.log"))
 }
 
-/// Reads what `test-backend-ops support --output csv` writes, or a file of the same form that ggml publishes.
+/// Reads what `test-backend-ops support --output csv` writes, or a file of the same form that ggml
+/// publishes.
 pub(super) fn parse_claims(csv: &str) -> Result<Vec<Claim>> {
     let mut reader = csv::Reader::from_reader(csv.as_bytes());
     let header = reader.headers().context("reading a list's header")?.clone();
@@ -172,7 +173,8 @@ pub(super) fn parse_claims(csv: &str) -> Result<Vec<Claim>> {
     Ok(claims)
 }
 
-/// Cases about which the list and the run disagree. The run has cases that the list has not: fused ops.
+/// Cases about which the list and the run disagree. The run has cases that the list has not: fused
+/// ops.
 pub(crate) fn disagreements(claims: &[Claim], report: &Report) -> Vec<String> {
     // Some cases occur more than once.
     let mut listed: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
@@ -193,8 +195,8 @@ pub(crate) fn disagreements(claims: &[Claim], report: &Report) -> Vec<String> {
     found
 }
 
-/// Lists and runs everything: every case is claimed and run, and agrees with ggml's CPU backend where that
-/// can compute it.
+/// Lists and runs everything: every case is claimed and run, and agrees with ggml's CPU backend
+/// where that can compute it.
 pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Claim>, Report)> {
     let claims = suite.claims()?;
     let denied = claims.iter().filter(|claim| !claim.supported);
@@ -211,8 +213,8 @@ pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Cl
     Ok((claims, report))
 }
 
-/// Runs what ggml's CPU backend could not compute against our reference in double precision. `suite`
-/// preloads it; `with_cpu` is the report of the same cases without it.
+/// Runs what ggml's CPU backend could not compute against our reference in double precision.
+/// `suite` preloads it; `with_cpu` is the report of the same cases without it.
 pub(crate) fn compare_with_reference(
     suite: &Suite<'_>,
     with_cpu: &Report,
@@ -229,8 +231,8 @@ pub(crate) fn compare_with_reference(
     Ok(report)
 }
 
-/// Whether floats are written to a format with a codebook: there are many right results, and the kernels' own
-/// tests look at their errors.
+/// Whether floats are written to a format with a codebook: there are many right results, and the
+/// kernels' own tests look at their errors.
 fn writes_codebook(case: &str) -> bool {
     let parameter = |name: &str| {
         let value = case.split_once(name)?.1;

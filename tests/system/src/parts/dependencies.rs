@@ -1,10 +1,11 @@
 //! The rules of `deny.toml`: which licences, and where from.
 //!
-//! cargo-deny checks them all, where it is installed. Building it takes longer than everything here,
-//! so the two rules that matter most, licences and sources, are also checked without it.
+//! cargo-deny checks them all, where it is installed. Building it takes longer than everything
+//! here, so the two rules that matter most, licences and sources, are also checked without it.
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use serde_json::Value;
+use spdx::{Expression, ParseMode};
 
 use xtask_common::packages;
 use xtask_common::process;
@@ -69,78 +70,26 @@ fn judge(package: &Value, allowed: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// The strings of the list `allow = [...]` in the section `[licenses]`.
+/// The list `allow` of the section `licenses`.
 fn allowed(rules: &str) -> Result<Vec<String>> {
-    let section = rules
-        .split_once("[licenses]")
-        .context("deny.toml has no [licenses]")?
-        .1;
-    let list = section
-        .split_once("allow = [")
-        .context("[licenses] has no allow list")?
-        .1;
-    let list = list
-        .split_once(']')
-        .context("the allow list does not end")?
-        .0;
-    let without_comments = list
-        .lines()
-        .map(|line| line.split('#').next().unwrap_or_default());
-    Ok(without_comments
-        .flat_map(|line| line.split('"').skip(1).step_by(2))
-        .map(str::to_owned)
-        .collect())
+    let rules: toml::Table = rules.parse().context("parsing deny.toml")?;
+    let list = rules
+        .get("licenses")
+        .and_then(|section| section.get("allow"));
+    let list = list.and_then(toml::Value::as_array);
+    let list = list.context("deny.toml has no list of allowed licences")?;
+    let names = list.iter().map(|name| name.as_str().map(str::to_owned));
+    names
+        .collect::<Option<_>>()
+        .context("a licence that is no text")
 }
 
 /// Whether an SPDX expression can be met with the allowed licences.
 fn permits(expression: &str, allowed: &[String]) -> Result<bool> {
-    // The slash is an older way to say OR.
-    let spaced = expression
-        .replace('(', " ( ")
-        .replace(')', " ) ")
-        .replace('/', " OR ");
-    let mut words = spaced.split_whitespace().peekable();
-    let met = any(&mut words, allowed)?;
-    ensure!(
-        words.next().is_none(),
-        "{expression:?} is no SPDX expression"
-    );
-    Ok(met)
-}
-
-type Words<'a> = std::iter::Peekable<std::str::SplitWhitespace<'a>>;
-
-/// `all OR all OR ...`
-fn any(words: &mut Words<'_>, allowed: &[String]) -> Result<bool> {
-    let mut met = all(words, allowed)?;
-    while words.next_if_eq(&"OR").is_some() {
-        met |= all(words, allowed)?;
-    }
-    Ok(met)
-}
-
-/// `one AND one AND ...`
-fn all(words: &mut Words<'_>, allowed: &[String]) -> Result<bool> {
-    let mut met = one(words, allowed)?;
-    while words.next_if_eq(&"AND").is_some() {
-        met &= one(words, allowed)?;
-    }
-    Ok(met)
-}
-
-/// A licence, perhaps WITH an exception, or an expression in brackets.
-fn one(words: &mut Words<'_>, allowed: &[String]) -> Result<bool> {
-    let word = words.next().context("an SPDX expression ends too early")?;
-    if word == "(" {
-        let met = any(words, allowed)?;
-        ensure!(words.next() == Some(")"), "a bracket is not closed");
-        return Ok(met);
-    }
-    let mut licence = word.to_owned();
-    if words.next_if_eq(&"WITH").is_some() {
-        licence = format!("{word} WITH {}", words.next().context("WITH what?")?);
-    }
-    Ok(allowed.contains(&licence))
+    // Some older packages write a slash for OR.
+    let parsed = Expression::parse_mode(expression, ParseMode::LAX);
+    let parsed = parsed.map_err(|error| anyhow!("{expression:?}: {}", error.reason))?;
+    Ok(parsed.evaluate(|licence| allowed.contains(&licence.to_string())))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The files in `deploy/`, each handed to its own validator where this machine has one. (Units, users and udev's rule are
-//! at work in the virtual machines: see `vm`.)
+//! The files in `deploy/`, each handed to its own validator where this machine has one. (Units,
+//! users and udev's rule are at work in the virtual machines: see `vm`.)
 
 use std::process::Command;
 

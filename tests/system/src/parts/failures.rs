@@ -1,4 +1,4 @@
-//! Executors that are not there or die, and guests that die: nobody else may be harmed.
+//! Executors that are missing or killed, and guests that are killed: other guests are not affected.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -24,7 +24,7 @@ use crate::test_run::{PROMPT, Served, TestRun};
 
 /// What the plugin promises: a dead executor is an error this soon, not a host that hangs.
 const NOTICED_WITHIN: Duration = Duration::from_secs(2);
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
@@ -244,7 +244,7 @@ fn guest_killed(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> R
         // Ends when the victim does: its connection breaks.
         scope.spawn(move || {
             let _ = victim.stream(PROMPT, |_| {
-                let _ = sender.send(()); // nobody listens any more: we have seen enough
+                let _ = sender.send(()); // the receiver has been dropped
             });
         });
         for _ in 0..8 {

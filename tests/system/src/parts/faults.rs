@@ -1,4 +1,4 @@
-//! [`crate::faults`] in short.
+//! All faults, a few times each.
 
 use anyhow::Context as _;
 

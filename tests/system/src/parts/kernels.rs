@@ -9,7 +9,8 @@ use xtask_common::workspace;
 
 use crate::test_run::TestRun;
 
-/// The architectures of a default run: the oldest that runs all common kernels, and the one that has kernels of its own.
+/// The architectures of a default run: the oldest that runs all common kernels, and the one that
+/// has kernels of its own.
 const DEFAULT: [&str; 2] = ["sm_80", "sm_90a"];
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {

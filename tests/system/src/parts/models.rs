@@ -1,5 +1,5 @@
-//! llama.cpp's own tests of models, with the models on VGPU0: every architecture it knows, saved and
-//! restored states, several contexts at once.
+//! llama.cpp's own tests of models, with the models on VGPU0: every architecture it knows, saved
+//! and restored states, several contexts at once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -95,8 +95,8 @@ fn on_device(
     Ok(format!("{graphs} graphs"))
 }
 
-/// Random models of every architecture: the logits of the CPU, the same after saving and loading, and no
-/// node of the model on the CPU.
+/// Random models of every architecture: the logits of the CPU, the same after saving and loading,
+/// and no node of the model on the CPU.
 fn architectures(
     tests: &TestRun<'_>,
     bin: &Path,
@@ -182,8 +182,8 @@ impl Seen {
         }
     }
 
-    /// After the program has ended well: it does so only if all results are right, but does not always come to
-    /// say so, because its log ends with it.
+    /// After the program has ended well: it does so only if all results are right, but does not
+    /// always come to say so, because its log ends with it.
     fn check(&mut self) -> Result<String> {
         self.end_graph();
         if let Some(first) = self.strays.first() {

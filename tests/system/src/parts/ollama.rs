@@ -32,7 +32,7 @@ const MEMORY: &str = "3G";
 /// Texts to embed, and how much like the CPU's their vectors have to be.
 const SENTENCES: usize = 100;
 const LIKENESS: f64 = 0.9999;
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
@@ -436,7 +436,8 @@ fn counters(stage: &mut Stage<'_>) -> Result<String> {
     stage.text(SMALL, PROMPT)?;
     stage.unload(SMALL)?;
     let graphs = stage.sessions()?.iter().sum::<u64>() - before;
-    // One for the prompt, which gives the first token; one for each other. A load warms up with a few.
+    // One for the prompt, which gives the first token; one for each other. A load warms up with a
+    // few.
     ensure!(
         (TOKENS..TOKENS + 8).contains(&graphs),
         "the executor ran {graphs} graphs for {TOKENS} tokens"

@@ -17,7 +17,8 @@ use xtask_common::random_weights::Rng;
 
 use crate::test_run::{Served, TestRun};
 
-/// Different parameters of cases in a sample: as many as fit into a regular expression that the program still takes.
+/// Different parameters of cases in a sample: as many as fit into a regular expression that the
+/// program still takes.
 const SAMPLE: usize = 400;
 
 /// Instruction sets below those that machines of developers have.
@@ -151,7 +152,8 @@ fn against_reference(
     })
 }
 
-/// Has `work` done by an executor behind a socket, whose kernels use no more than the instruction sets of `level`.
+/// Has `work` done by an executor behind a socket, whose kernels use no more than the instruction
+/// sets of `level`.
 fn over_unix<T>(
     dist: &Dist,
     tests: &TestRun<'_>,

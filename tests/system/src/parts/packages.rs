@@ -74,8 +74,8 @@ impl Machine {
     fn dpkg(&self, arguments: &[&str], files: &[&Path]) -> Result<String> {
         let mut dpkg = Command::new("dpkg");
         dpkg.arg("--root").arg(self.root());
-        // There is no shell to change root to, and nobody has to be the superuser. What the packages
-        // depend on from elsewhere is on this machine, not in that file system.
+        // There is no shell to change root to, and nobody has to be the superuser. What the
+        // packages depend on from elsewhere is on this machine, not in that file system.
         dpkg.args(["--force-script-chrootless", "--force-not-root"])
             .args(["--ignore-depends=libc6,libgcc-s1,passwd", "--log=/dev/null"])
             .args(arguments)

@@ -11,7 +11,7 @@ use xtask_common::process;
 pub(super) const HOST: &str = "10.0.2.2";
 const FILES: [&str; 3] = ["ca.pem", "cert.pem", "key.pem"];
 
-/// What `vgpu cert` has made: for the host, for its guest, and for the guest of somebody else.
+/// Certificates of `vgpu cert`: for the host, for its guest, and for a guest of another authority.
 pub(super) struct Certificates {
     pub(super) host: PathBuf,
     files: Vec<(String, PathBuf)>,

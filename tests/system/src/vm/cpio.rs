@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
+use cpio::newc::{self, Builder};
 
 const FOLDER: u32 = 0o040_755;
 const REGULAR: u32 = 0o100_000;
@@ -17,7 +18,6 @@ pub(super) struct Archive {
     out: BufWriter<File>,
     inode: u32,
     folders: BTreeSet<String>,
-    bytes: u64,
 }
 
 impl Archive {
@@ -27,7 +27,6 @@ impl Archive {
             out: BufWriter::with_capacity(1 << 20, file),
             inode: 0,
             folders: BTreeSet::new(),
-            bytes: 0,
         })
     }
 
@@ -103,46 +102,19 @@ impl Archive {
     fn entry(&mut self, path: &str, mode: u32, content: &[u8]) -> Result<()> {
         self.inode += 1;
         let size = u32::try_from(content.len()).with_context(|| format!("{path} has 4 GiB"))?;
-        let links = 1;
-        let fields = [
-            self.inode,
-            mode,
-            0,
-            0,
-            links,
-            0,
-            size,
-            0,
-            0,
-            0,
-            0,
-            path.len() as u32 + 1,
-            0,
-        ];
-        let mut head = String::from("070701");
-        for field in fields {
-            head.push_str(&format!("{field:08x}"));
-        }
-        head.push_str(path);
-        head.push('\0');
-        self.padded(head.as_bytes())?;
-        self.padded(content)
-    }
-
-    fn padded(&mut self, bytes: &[u8]) -> Result<()> {
-        let end = self.bytes + bytes.len() as u64;
-        let padding = (end.next_multiple_of(4) - end) as usize;
-        self.bytes = end + padding as u64;
-        self.out
-            .write_all(bytes)
-            .and_then(|()| self.out.write_all(&[0; 3][..padding]))
-            .context("writing an initramfs")
+        let head = Builder::new(path).ino(self.inode).mode(mode).nlink(1);
+        let mut entry = head.write(&mut self.out, size);
+        { entry.write_all(content) }
+            .and_then(|()| entry.finish())
+            .map(drop)
+            .with_context(|| format!("writing {path} to an initramfs"))
     }
 
     /// Writes the end.
-    pub(super) fn finish(mut self) -> Result<()> {
-        self.entry("TRAILER!!!", 0, &[])?;
-        self.out.flush().context("writing an initramfs")
+    pub(super) fn finish(self) -> Result<()> {
+        newc::trailer(self.out)
+            .and_then(|mut out| out.flush())
+            .context("writing an initramfs")
     }
 }
 

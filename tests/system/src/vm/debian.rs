@@ -21,8 +21,9 @@ pub(super) struct Wanted<'a> {
 }
 
 impl Wanted<'_> {
-    /// Fetches them and everything they need with an apt of its own, from the host that this machine gets its Debian
-    /// packages from, and unpacks them into `dir`. Nothing of this machine's system is touched, no script is run.
+    /// Fetches them and everything they need with an apt of its own, from the host that this
+    /// machine gets its Debian packages from, and unpacks them into `dir`. Nothing of this
+    /// machine's system is touched, no script is run.
     pub(super) fn unpack(&self, cache: &Cache, dir: &Path) -> Result<()> {
         let step = Step::new(&format!("fetching {} of Debian {RELEASE}", self.name));
         let log = cache.log(self.name);

@@ -190,7 +190,8 @@ impl Booted {
         self.guest.generation(&PCI, &reference)
     }
 
-    /// A user without rights may not use the device before udev has read our rule, is told so, and may afterwards.
+    /// A user without rights may not use the device before udev has read our rule, is told so, and
+    /// may afterwards.
     pub(crate) fn unprivileged(&mut self) -> Result<String> {
         let user = Way {
             who: As::User,

@@ -59,7 +59,7 @@ pub(super) struct Machine<'a> {
 }
 
 impl Guest {
-    /// Boots a machine; what QEMU has to say goes to `log`.
+    /// Boots a virtual machine. QEMU's output goes to `log`.
     pub(super) fn boot(machine: &Machine<'_>, log: &Path) -> Result<Guest> {
         let mut qemu = machine.qemu.command();
         qemu.args(["-nodefaults", "-no-user-config", "-no-reboot"])

@@ -189,7 +189,8 @@ pub(super) fn initramfs(
     archive.finish()
 }
 
-/// Writes an initramfs to `path` with Debian and its systemd, unpacked at `root`, and with our packages.
+/// Writes an initramfs to `path` with Debian and its systemd, unpacked at `root`, and with our
+/// packages.
 pub(super) fn with_systemd(
     root: &Path,
     packages: &[PathBuf],
@@ -229,7 +230,8 @@ pub(super) fn with_systemd(
     archive.finish()
 }
 
-/// What is tested, with the libraries it needs unless the system at `root` has them; those of `more` as well.
+/// What is tested, with the libraries it needs unless the system at `root` has them; those of
+/// `more` as well.
 fn programs(
     archive: &mut Archive,
     content: &Content<'_>,
@@ -275,7 +277,8 @@ fn programs(
     Ok(())
 }
 
-/// The libraries that `objects` are linked with, by their names: this machine's, else those of an unpacked package.
+/// The libraries that `objects` are linked with, by their names: this machine's, else those of an
+/// unpacked package.
 fn libraries(objects: &[PathBuf], unpacked: Option<&Path>) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
     for object in objects {

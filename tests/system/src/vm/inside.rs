@@ -1,10 +1,11 @@
-//! What is done in a guest, whatever its way to the executor.
+//! Tests in a guest, the same for each link to the executor.
 
 use anyhow::{Context as _, Result, ensure};
 
 use super::guest::Guest;
 
-/// The sample of test-backend-ops: operators of language models whose cases do not take an emulated processor minutes.
+/// The sample of test-backend-ops: operators of language models whose cases do not take an
+/// emulated processor minutes.
 const OPS: &str =
     "RMS_NORM,NORM,SOFT_MAX,SWIGLU,GEGLU,SCALE,SUM_ROWS,ARGMAX,CLAMP,SQR,SILU,GELU,REPEAT";
 /// And of matrix products, the small ones of the common types.

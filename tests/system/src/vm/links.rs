@@ -1,4 +1,5 @@
-//! A guest without a vGPU among its devices: its programs reach the executor over vsock, or over a network.
+//! A guest without a vGPU among its devices: its programs reach the executor over vsock, or over a
+//! network.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -118,7 +119,7 @@ impl Linked {
         self.guest.generation(&way, &reference)
     }
 
-    /// Guests without a certificate, or with somebody else's, are told so.
+    /// A guest without a certificate, or with one of another authority, gets an error that says so.
     pub(crate) fn strangers(&mut self) -> Result<String> {
         let (stranger, nobody) = (
             self.tcp_with("stranger"),

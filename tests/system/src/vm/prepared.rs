@@ -16,9 +16,9 @@ use super::certificates::Certificates;
 use super::image::{self, Content};
 use super::qemu::Qemu;
 
-/// Not a measure of speed: how long to wait before something must be wrong.
+/// A timeout, not a measure of speed: a wait that takes longer has failed.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// The same for a command in an emulated guest.
+/// The timeout of a command in an emulated guest.
 pub(super) const GUEST_PATIENCE: Duration = Duration::from_secs(900);
 
 /// Memory of a guest.

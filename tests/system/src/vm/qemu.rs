@@ -47,8 +47,8 @@ impl Qemu {
         })
     }
 
-    /// A newer one, of the next Debian release: unpacked with all its libraries, and started by its own dynamic linker, so that
-    /// nothing of this machine's system is touched.
+    /// A newer one, of the next Debian release: unpacked with all its libraries, and started by
+    /// its own dynamic linker, so that nothing of this machine's system is touched.
     pub(super) fn with_vfio_user(cache: &Cache) -> Result<Qemu> {
         let wanted = Wanted {
             name: "qemu",
@@ -82,8 +82,8 @@ impl Qemu {
         })
     }
 
-    /// The fastest way to run a guest that can be relied on here: KVM, or emulation. (KVM inside a virtual machine may be
-    /// there, start a guest, and never run it.)
+    /// The fastest way to run a guest that can be relied on here: KVM, or emulation. (KVM inside a
+    /// virtual machine may be there, start a guest, and never run it.)
     pub(super) fn accelerator(&self) -> &'static str {
         let probe = || -> std::io::Result<bool> {
             let mut probe = self

@@ -13,7 +13,8 @@ use crate::debian::Packages;
 use xtask_common::cache::Cache;
 use xtask_common::progress::Step;
 
-/// Debian, as small as it starts; what llama.cpp's programs are linked with; a program that opens sockets.
+/// Debian, as small as it starts; what llama.cpp's programs are linked with; a program that opens
+/// sockets.
 const SYSTEM: Wanted<'_> = Wanted {
     name: "systemd",
     backports: false,
@@ -91,7 +92,8 @@ impl Systemd {
             .map(|text| text.trim().trim_start_matches(['→', ' ']).to_owned())
     }
 
-    /// The service starts, and a user of its group generates text with it; so again after it was killed.
+    /// The service starts, and a user of its group generates text with it; so again after it was
+    /// killed.
     pub(crate) fn service(&mut self) -> Result<String> {
         self.guest
             .run("systemctl start vgpu && systemctl is-active vgpu && stat -c %U:%G:%a /run/vgpu/vgpu.sock")?
