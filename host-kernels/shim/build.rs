@@ -1,4 +1,5 @@
-//! Compiles the CUDA kernels for the CPU, each file by itself, as for a GPU. Kernels register themselves.
+//! Compiles the CUDA kernels for the CPU, one translation unit per file. Kernels register
+//! themselves.
 
 use std::fs;
 

@@ -1,9 +1,9 @@
-// Kernels that do what a GPU does not forgive, each in one place: the shim's tests look whether they are caught.
+// A kernel with one selectable mistake each; the shim's tests check that every mistake is caught.
 #include "../cuda/kernels/sm90.cuh"
 
 struct CheckParams {
-    u64 from;   // 16 KiB of halves
-    u64 to;     // a float for each thread
+    u64 from; // 8 KiB of f16
+    u64 to;   // one float for each thread
     u64 mistake;
 };
 
@@ -22,53 +22,54 @@ enum Mistake {
 
 } // namespace
 
-// Multiplies 64 rows of ones by 64 columns that were copied, or written, to shared memory.
+// Multiplies 64 rows of ones by a 64-column matrix in shared memory.
 KERNEL(shim_check_group, CheckParams, 128) {
     DYNAMIC_SHARED(u8, memory);
-    u32 lead = shared_address(memory) % MATRIX_UNIT;
-    u8* matrix = memory + (lead ? MATRIX_UNIT - lead : 0);
-    u64* barrier = reinterpret_cast<u64*>(matrix + 8 * MATRIX_UNIT);
+    u32 lead = smem_address(memory) % SWIZZLE_ATOM;
+    u8* matrix = memory + (lead ? SWIZZLE_ATOM - lead : 0);
+    u64* barrier = reinterpret_cast<u64*>(matrix + 8 * SWIZZLE_ATOM);
     auto is = [&](Mistake mistake) { return p.mistake == mistake; };
     if (threadIdx.x == 0) {
-        barrier_init(barrier, 1);
-        barriers_are_ready();
+        mbarrier_init(barrier, 1);
+        mbarrier_init_fence();
     }
     __syncthreads();
     const u8* from = reinterpret_cast<const u8*>(p.from);
     if (is(NO_FENCE)) {
-        for (u32 i = threadIdx.x; i < 8 * MATRIX_UNIT; i += GROUP) {
+        for (u32 i = threadIdx.x; i < 8 * SWIZZLE_ATOM; i += WARPGROUP) {
             matrix[i] = from[i];
         }
         __syncthreads();
     } else {
         if (threadIdx.x == 0 && !is(NOBODY_ARRIVES)) {
-            barrier_expect(barrier, 8 * MATRIX_UNIT);
+            mbarrier_arrive_expect_tx(barrier, 8 * SWIZZLE_ATOM);
             for (int i = 0; i < 8; i++) {
-                copy_bulk(matrix + i * MATRIX_UNIT, from + i * MATRIX_UNIT, MATRIX_UNIT, barrier);
+                cp_async_bulk(matrix + i * SWIZZLE_ATOM, from + i * SWIZZLE_ATOM, SWIZZLE_ATOM,
+                              barrier);
             }
         }
         if (!is(NO_WAIT_FOR_COPY)) {
-            barrier_wait(barrier, 0);
+            mbarrier_wait(barrier, 0);
         }
     }
     float sums[32];
     u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
     if (!is(NOT_BEGUN)) {
-        group_begin();
+        wgmma_fence();
     }
     for (int k = 0; k < 4; k++) {
-        group_multiply<64, false>(sums, ones, matrix_at(shared_address(matrix)) + 2 * k, k > 0);
+        wgmma<64, false>(sums, ones, smem_descriptor(smem_address(matrix)) + 2 * k, k > 0);
     }
-    group_commit();
+    wgmma_commit();
     if (is(FACTORS_CHANGED)) {
         ones[0] = 0;
     }
     if (is(COPY_OVER_FACTORS) && threadIdx.x == 127) {
-        barrier_expect(barrier, MATRIX_UNIT);
-        copy_bulk(matrix, from, MATRIX_UNIT, barrier);
+        mbarrier_arrive_expect_tx(barrier, SWIZZLE_ATOM);
+        cp_async_bulk(matrix, from, SWIZZLE_ATOM, barrier);
     }
     if (!is(NO_WAIT_FOR_PRODUCT)) {
-        group_wait<0>();
+        wgmma_wait<0>();
     }
     float sum = 0.0f;
     for (int i = 0; i < 32; i++) {
@@ -76,9 +77,9 @@ KERNEL(shim_check_group, CheckParams, 128) {
     }
     reinterpret_cast<float*>(p.to)[threadIdx.x] = sum;
     if (is(NO_WAIT_FOR_PRODUCT)) {
-        group_wait<0>();
+        wgmma_wait<0>();
     }
     if (is(NO_WAIT_FOR_COPY)) {
-        barrier_wait(barrier, 0);
+        mbarrier_wait(barrier, 0);
     }
 }

@@ -207,7 +207,7 @@ impl Device for Shim {
             let seed = self.seed.fetch_add(1, Ordering::Relaxed);
             // SAFETY: the caller's promise.
             return unsafe {
-                kernel.launch_together(grid[0], threads, shared as usize, params, seed)
+                kernel.launch_cooperative(grid[0], threads, shared as usize, params, seed)
             }
             .map_err(|message| EngineError::Device { message });
         }

@@ -1,4 +1,4 @@
-// What `shim.cpp`, which runs the threads of a block, and `sm90.cpp` need of each other.
+// Interface between `shim.cpp`, which schedules the threads of a block, and `sm90.cpp`.
 #pragma once
 #include "shim.h"
 
@@ -6,28 +6,29 @@
 
 namespace shim {
 
-// Ends the block; what its threads were doing is forgotten.
-[[noreturn]] void leave(const char* error);
+// Fails the block with an error; its fibers are abandoned.
+[[noreturn]] void fail_block(const char* error);
 
-// Lets others run until `*count` is no longer what it was.
+// Suspends the fiber until `*count` changes.
 void wait(const unsigned* count);
 
-// The running thread, and how many the block has.
+// Index of the running thread, and number of threads of the block.
 unsigned current();
 unsigned threads();
 
-// The block's dynamic shared memory; 16 bytes before it begins a multiple of 1024.
+// The block's dynamic shared memory. It begins 16 bytes behind a multiple of 1024, as a GPU
+// guarantees an alignment of 16 only.
 struct Shared {
     unsigned char* begin;
     size_t bytes;
 };
 Shared shared();
 
-// A block begins. It ends, with what is wrong about that or null.
-void prepare_hopper();
-const char* end_hopper();
+// Resets the state at the start of a block; at its end returns an error or null.
+void begin_sm90();
+const char* end_sm90();
 
-// A barrier was passed: what was fenced before it can be seen by all.
-void publish();
+// Called at every barrier: fenced writes become visible to wgmma.
+void publish_fenced_writes();
 
 } // namespace shim

@@ -19,10 +19,10 @@
 
 thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-// A context is a place in the program with its stack. `switch_context` leaves one and goes on with another.
+// Fiber contexts: `switch_context` saves the current one and resumes another.
 #ifdef __x86_64__
-// The registers that a function must leave as they were lie on the stack, the stack pointer in the context. (The
-// portable functions below ask the kernel about signals each time, which takes ten times as long.)
+// Callee-saved registers (System V ABI) are pushed to the stack; the context is the stack pointer.
+// ucontext makes a system call for the signal mask at each switch and takes ten times as long.
 using Context = void*;
 extern "C" void vgpu_shim_switch(Context* from, Context to);
 asm(R"(
@@ -52,7 +52,8 @@ vgpu_shim_switch:
 static void switch_context(Context& from, Context& to) { vgpu_shim_switch(&from, to); }
 
 static void make_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
-    // As if `entry` had been called: an address to return to, which is never used, at 8 below a multiple of 16.
+    // A frame as if `entry` had been called: a return address that is never used, 8 below a
+    // multiple of 16.
     void** top = reinterpret_cast<void**>(stack + bytes);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(entry);
@@ -79,7 +80,7 @@ namespace shim {
 namespace {
 
 constexpr size_t STACK_BYTES = 64 << 10;
-constexpr unsigned MOST_THREADS = 1024;
+constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned LANES = 32;
 
 struct Kernel {
@@ -93,24 +94,24 @@ std::map<std::string, Kernel>& kernels() {
     return all;
 }
 
-// A warp's exchange: what lanes handed over, twice, so that the next one may begin while some lanes have yet
-// to read.
+// Shuffle state of a warp. Values are double-buffered so that the next shuffle may begin while some
+// lanes have yet to read.
 struct Warp {
     uint64_t values[2][LANES];
-    unsigned arrived; // lanes, a bit each
-    unsigned mask;    // of the exchange under way
+    unsigned arrived; // bit mask of arrived lanes
+    unsigned mask;    // lane mask of the current shuffle
     unsigned turn;
-    // Operands of a product of fragments, as long as values of an exchange: a, then b of each lane, as numbers.
+    // Operands of mma, buffered as the values: a, then b of each lane, as f32.
     float fragments[2][LANES][12];
 };
 
 enum class State { Fresh, Ready, Done };
 
-// A copy of 16 bytes to shared memory that has not happened yet. What is copied was read when it began, or is read when
-// it is waited for.
-struct Copy {
+// A pending cp.async of 16 bytes. The source is read when the copy is issued, or when it is waited
+// for.
+struct AsyncCopy {
     void* to;
-    const void* from; // null if it was read already
+    const void* from; // null if already read
     unsigned char bytes[16];
 };
 
@@ -118,42 +119,44 @@ struct Fiber {
     Context context;
     State state;
     Dim3 index;
-    // What it waits for: the count of barriers or of its warp's exchanges to go beyond this.
+    // The counter that the fiber waits on, and its value at the start of the wait.
     const unsigned* waits;
     unsigned seen;
-    // Copies under way, in groups; the last group is open.
-    std::vector<std::vector<Copy>> copies;
+    // cp.async groups in flight; the last one is open.
+    std::vector<std::vector<AsyncCopy>> copies;
 };
 
-// The blocks of a cooperative launch, each with a thread of its own, of which one runs at a time.
-class Crew {
+// Scheduler of the blocks of a cooperative launch. Each block has a host thread; one runs at a
+// time.
+class BlockScheduler {
 public:
-    Crew(unsigned blocks, uint64_t seed) : states(blocks, Ready), wakes(blocks), random(seed * 2 + 1), manner(seed % 4) {
+    BlockScheduler(unsigned blocks, uint64_t seed)
+        : states(blocks, Ready), wakes(blocks), random(seed * 2 + 1), policy(seed % 4) {
         turn = pick();
     }
 
-    // Waits for the block's first turn. False if the launch has failed before.
+    // Waits for the block's first turn. Returns false if the launch has failed.
     bool begin(unsigned me) {
         std::unique_lock<std::mutex> lock(mutex);
         return await_turn(me, lock);
     }
 
-    // Lets another block go on, now and then. False if the launch has failed meanwhile.
-    bool give_way(unsigned me) {
+    // Switches to another block at random. Returns false if the launch has failed.
+    bool maybe_switch_block(unsigned me) {
         std::unique_lock<std::mutex> lock(mutex);
         if (next() % 4 != 0) {
             return !failed;
         }
-        hand_over();
+        schedule_next();
         return await_turn(me, lock);
     }
 
-    // Lets others go on until `*at` is at least `count`. An error if it can never be.
+    // Runs other blocks until `*at` is at least `count`. Returns an error on a deadlock.
     const char* await(unsigned me, const unsigned* at, unsigned count) {
         std::unique_lock<std::mutex> lock(mutex);
         while (!failed && *at < count) {
             states[me] = Waiting;
-            if (!hand_over()) {
+            if (!schedule_next()) {
                 fail();
                 return "the blocks of a launch wait for each other for ever";
             }
@@ -162,8 +165,8 @@ public:
         return failed ? "another block has failed" : nullptr;
     }
 
-    // Counts up; whoever waits looks again.
-    unsigned count_in(unsigned* at) {
+    // Increments; waiting blocks check again.
+    unsigned signal_counter_fetch(unsigned* at) {
         std::unique_lock<std::mutex> lock(mutex);
         for (State& state : states) {
             state = state == Waiting ? Ready : state;
@@ -171,16 +174,16 @@ public:
         return (*at)++;
     }
 
-    // The block is done, or has failed.
+    // The block has ended, or failed.
     void end(unsigned me, bool is_good) {
         std::unique_lock<std::mutex> lock(mutex);
         states[me] = Done;
         if (!is_good) {
             fail();
-        } else if (!hand_over() && std::count(states.begin(), states.end(), Waiting) != 0) {
-            // Nobody is left who could count up: one that waits finds out.
+        } else if (!schedule_next() && std::count(states.begin(), states.end(), Waiting) != 0) {
+            // No block can increment any more: a waiting one reports the deadlock.
             std::replace(states.begin(), states.end(), Waiting, Ready);
-            hand_over();
+            schedule_next();
         }
     }
 
@@ -192,7 +195,8 @@ public:
 private:
     enum State { Ready, Waiting, Done };
 
-    // Who goes on: anybody; the last or the first block that can, mostly; or whoever has the turn, as long as he can.
+    // Scheduling policies: uniform; mostly the last ready block; mostly the first; mostly the
+    // current one.
     unsigned pick() {
         std::vector<unsigned> ready;
         for (unsigned i = 0; i < states.size(); i++) {
@@ -203,17 +207,17 @@ private:
         if (ready.empty()) {
             return static_cast<unsigned>(states.size());
         }
-        bool at_random = manner == 0 || next() % 16 == 0;
+        bool at_random = policy == 0 || next() % 16 == 0;
         if (at_random) {
             return ready[next() % ready.size()];
         }
-        if (manner == 3 && turn < states.size() && states[turn] == Ready) {
+        if (policy == 3 && turn < states.size() && states[turn] == Ready) {
             return turn;
         }
-        return manner == 1 ? ready.back() : ready.front();
+        return policy == 1 ? ready.back() : ready.front();
     }
 
-    bool hand_over() {
+    bool schedule_next() {
         unsigned next = pick();
         if (next == states.size()) {
             return false;
@@ -239,13 +243,13 @@ private:
     std::vector<State> states;
     std::vector<std::condition_variable> wakes;
     uint64_t random;
-    unsigned manner, turn = 0;
+    unsigned policy, turn = 0;
     bool failed = false;
 };
 
 struct Block {
-    // Of a cooperative launch, and which of its blocks this is.
-    Crew* crew = nullptr;
+    // Set for cooperative launches: the scheduler, and the index of the block.
+    BlockScheduler* grid_scheduler = nullptr;
     unsigned number = 0;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
@@ -258,26 +262,26 @@ struct Block {
     Context scheduler;
     void (*body)(const void*) = nullptr;
     const void* params = nullptr;
-    std::vector<unsigned char> memory; // with the shared memory in it
+    std::vector<unsigned char> memory; // backing store of shared memory
     unsigned char* shared = nullptr;
     size_t shared_bytes = 0;
     std::string error;
 
     ~Block() {
         if (stacks != nullptr) {
-            munmap(stacks, STACK_BYTES * MOST_THREADS);
+            munmap(stacks, STACK_BYTES * MAX_THREADS);
         }
     }
 };
 
 thread_local Block block;
 
-// Back to the scheduler.
+// Switches to the fiber scheduler.
 void yield() { switch_context(block.fibers[block.current].context, block.scheduler); }
 
 } // namespace
 
-[[noreturn]] void leave(const char* error) {
+[[noreturn]] void fail_block(const char* error) {
     if (block.error.empty()) {
         block.error = error;
     }
@@ -305,7 +309,7 @@ void enter() {
     fiber.state = State::Done;
     block.alive--;
     if (block.at_barrier != 0) {
-        leave("a thread ended while others wait at a barrier");
+        fail_block("a thread ended while others wait at a barrier");
     }
     for (;;) {
         yield();
@@ -314,15 +318,15 @@ void enter() {
 
 void prepare(unsigned threads) {
     if (block.stacks == nullptr) {
-        void* stacks = mmap(nullptr, STACK_BYTES * MOST_THREADS, PROT_READ | PROT_WRITE,
+        void* stacks = mmap(nullptr, STACK_BYTES * MAX_THREADS, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (stacks == MAP_FAILED) {
             std::fprintf(stderr, "no memory for the stacks of a block\n");
             std::abort();
         }
         block.stacks = static_cast<char*>(stacks);
-        block.fibers.resize(MOST_THREADS);
-        block.warps.resize(MOST_THREADS / LANES);
+        block.fibers.resize(MAX_THREADS);
+        block.warps.resize(MAX_THREADS / LANES);
     }
     block.threads = block.alive = threads;
     block.at_barrier = block.barriers = 0;
@@ -337,7 +341,7 @@ void prepare(unsigned threads) {
     for (Warp& warp : block.warps) {
         warp.arrived = warp.turn = 0;
     }
-    prepare_hopper();
+    begin_sm90();
 }
 
 // Runs fiber `i` until it waits or ends.
@@ -373,7 +377,7 @@ bool run_block() {
             return false;
         }
     }
-    if (const char* error = end_hopper()) {
+    if (const char* error = end_sm90()) {
         block.error = error;
         return false;
     }
@@ -382,37 +386,39 @@ bool run_block() {
 
 } // namespace
 
-Registered::Registered(const char* name, unsigned threads, size_t params, void (*body)(const void*)) {
+Registered::Registered(const char* name, unsigned threads, size_t params,
+                       void (*body)(const void*)) {
     kernels()[name] = Kernel{threads, params, body};
 }
 
 void* dynamic_shared() { return block.shared; }
 
-void await_count(const unsigned* at, unsigned count) {
-    if (block.crew == nullptr) {
+void wait_counter(const unsigned* at, unsigned count) {
+    if (block.grid_scheduler == nullptr) {
         if (*at < count) {
-            leave("a block waits for others that do not run beside it");
+            fail_block("a block waits for others that do not run beside it");
         }
         return;
     }
-    if (const char* error = block.crew->await(block.number, at, count)) {
-        leave(error);
+    if (const char* error = block.grid_scheduler->await(block.number, at, count)) {
+        fail_block(error);
     }
 }
 
-unsigned count_in(unsigned* at) {
-    if (block.crew == nullptr) {
+unsigned signal_counter_fetch(unsigned* at) {
+    if (block.grid_scheduler == nullptr) {
         return (*at)++;
     }
-    give_way();
-    unsigned before = block.crew->count_in(at);
-    give_way();
+    maybe_switch_block();
+    unsigned before = block.grid_scheduler->signal_counter_fetch(at);
+    maybe_switch_block();
     return before;
 }
 
-void give_way() {
-    if (block.crew != nullptr && !block.crew->give_way(block.number)) {
-        leave("another block has failed");
+void maybe_switch_block() {
+    if (block.grid_scheduler != nullptr &&
+        !block.grid_scheduler->maybe_switch_block(block.number)) {
+        fail_block("another block has failed");
     }
 }
 
@@ -420,11 +426,11 @@ void block_barrier() {
     if (++block.at_barrier == block.threads) {
         block.at_barrier = 0;
         block.barriers++;
-        publish();
+        publish_fenced_writes();
         return;
     }
     if (block.alive != block.threads) {
-        leave("a barrier that threads which have ended never reach");
+        fail_block("a barrier that threads which have ended never reach");
     }
     wait(&block.barriers);
 }
@@ -436,7 +442,7 @@ uint64_t exchange(unsigned mask, uint64_t mine, int from) {
         warp.mask = mask;
     }
     if (warp.mask != mask || (mask >> lane & 1) == 0 || (mask >> from & 1) == 0) {
-        leave("lanes of a warp disagree about who exchanges");
+        fail_block("lanes of a warp disagree about who exchanges");
     }
     uint64_t* values = warp.values[warp.turn % 2];
     values[lane] = mine;
@@ -453,32 +459,33 @@ uint64_t exchange(unsigned mask, uint64_t mine, int from) {
 unsigned ballot(unsigned mask, bool predicate) {
     unsigned lanes = 0;
     for (unsigned lane = 0; lane < LANES; lane++) {
-        // Every lane asks for every other's in the same order.
+        // All lanes shuffle in the same order.
         if (mask >> lane & 1) {
-            lanes |= static_cast<unsigned>(exchange(mask, predicate, static_cast<int>(lane))) << lane;
+            lanes |= static_cast<unsigned>(exchange(mask, predicate, static_cast<int>(lane)))
+                     << lane;
         }
     }
     return lanes;
 }
 
-// The bytes arrive when they are waited for and no sooner, so that a kernel that does not wait reads what was there.
-void copy_async(void* to, const void* from) {
+// Copies take effect when they are waited for, so a kernel that does not wait reads stale data.
+void cp_async(void* to, const void* from) {
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0) {
-        leave("a copy to shared memory from or to what is no multiple of 16");
+        fail_block("a copy to shared memory from or to what is no multiple of 16");
     }
     auto& groups = block.fibers[block.current].copies;
     if (groups.empty()) {
         groups.emplace_back();
     }
-    Copy copy = {to, from, {}};
-    if (block.crew != nullptr && block.crew->next() % 2 == 0) {
+    AsyncCopy copy = {to, from, {}};
+    if (block.grid_scheduler != nullptr && block.grid_scheduler->next() % 2 == 0) {
         std::memcpy(copy.bytes, from, sizeof(copy.bytes));
         copy.from = nullptr;
     }
     groups.back().push_back(copy);
 }
 
-void commit_async() {
+void cp_async_commit() {
     auto& groups = block.fibers[block.current].copies;
     if (groups.empty()) {
         groups.emplace_back();
@@ -486,34 +493,34 @@ void commit_async() {
     groups.emplace_back();
 }
 
-void wait_async(unsigned later) {
+void cp_async_wait(unsigned later) {
     auto& groups = block.fibers[block.current].copies;
-    // The open group is nobody's yet.
+    // The last group is open.
     while (groups.size() > later + 1) {
-        for (const Copy& copy : groups.front()) {
+        for (const AsyncCopy& copy : groups.front()) {
             std::memcpy(copy.to, copy.from != nullptr ? copy.from : copy.bytes, sizeof(copy.bytes));
         }
         groups.erase(groups.begin());
     }
 }
 
-void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool brain) {
+void mma_m16n8k16(float* sums, const unsigned* a, const unsigned* b, bool bf16) {
     Warp& warp = block.warps[block.current / LANES];
     unsigned lane = block.current % LANES;
     auto& all = warp.fragments[warp.turn % 2];
     for (int i = 0; i < 12; i++) {
         unsigned word = i < 8 ? a[i / 2] : b[(i - 8) / 2];
         uint16_t half = static_cast<uint16_t>(i % 2 == 0 ? word : word >> 16);
-        if (brain) {
+        if (bf16) {
             unsigned bits = static_cast<unsigned>(half) << 16;
             std::memcpy(&all[lane][i], &bits, 4);
         } else {
-            all[lane][i] = half_to_float(half);
+            all[lane][i] = f16_to_f32(half);
         }
     }
     exchange(0xffffffffu, 0, static_cast<int>(lane));
     for (unsigned e = 0; e < 4; e++) {
-        // Row and column of this sum, and which of the lanes has each factor.
+        // Row and column of this accumulator, and the lanes that hold its operands.
         unsigned row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
         for (unsigned k = 0; k < 16; k++) {
             const float* left = all[row % 8 * 4 + k % 8 / 2];
@@ -523,11 +530,11 @@ void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool 
     }
 }
 
-void load_matrices(unsigned* fragments, const void* row, bool transposed) {
+void ldmatrix_x4(unsigned* fragments, const void* row, bool transposed) {
     Warp& warp = block.warps[block.current / LANES];
     unsigned lane = block.current % LANES;
     if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
-        leave("a row of a matrix at what is no multiple of 16");
+        fail_block("a row of a matrix at what is no multiple of 16");
     }
     const uint64_t* rows = warp.values[warp.turn % 2];
     exchange(0xffffffffu, reinterpret_cast<uintptr_t>(row), static_cast<int>(lane));
@@ -536,23 +543,24 @@ void load_matrices(unsigned* fragments, const void* row, bool transposed) {
             return static_cast<unsigned>(reinterpret_cast<const uint16_t*>(rows[8 * i + r])[c]);
         };
         unsigned r = lane / 4, t = lane % 4 * 2;
-        fragments[i] = transposed ? half(t, r) | half(t + 1, r) << 16 : half(r, t) | half(r, t + 1) << 16;
+        fragments[i] =
+            transposed ? half(t, r) | half(t + 1, r) << 16 : half(r, t) | half(r, t + 1) << 16;
     }
 }
 
 void check_aligned(const void* at, size_t size) {
     if (reinterpret_cast<uintptr_t>(at) % size != 0) {
-        leave("a read at what is no multiple of its size");
+        fail_block("a read at what is no multiple of its size");
     }
 }
 
-float half_to_float(uint16_t bits) {
+float f16_to_f32(uint16_t bits) {
     _Float16 half;
     std::memcpy(&half, &bits, 2);
     return static_cast<float>(half);
 }
 
-uint16_t float_to_half(float x) {
+uint16_t f32_to_f16(float x) {
     _Float16 half = static_cast<_Float16>(x);
     uint16_t bits;
     std::memcpy(&bits, &half, 2);
@@ -561,7 +569,8 @@ uint16_t float_to_half(float x) {
 
 } // namespace shim
 
-// The most threads a block of the kernel may have, and the bytes of its parameters; 0 if there is none.
+// Maximum threads per block of the kernel, and the size of its parameters; 0 if there is no such
+// kernel.
 extern "C" unsigned vgpu_shim_find(const char* name, size_t* params) {
     auto found = shim::kernels().find(name);
     if (found == shim::kernels().end()) {
@@ -573,15 +582,15 @@ extern "C" unsigned vgpu_shim_find(const char* name, size_t* params) {
 
 namespace {
 
-// Runs the block that `blockIdx` says.
-bool run_this_block(const shim::Kernel& kernel, const unsigned grid[3], const unsigned threads[3], size_t shared,
-                    const void* params) {
+// Runs the block at `blockIdx`.
+bool run_this_block(const shim::Kernel& kernel, const unsigned grid[3], const unsigned threads[3],
+                    size_t shared, const void* params) {
     using shim::block;
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads[0], threads[1], threads[2]};
     block.body = kernel.body;
     block.params = params;
-    // No GPU promises more than 16 bytes for where it begins.
+    // A GPU guarantees 16-byte alignment only.
     constexpr size_t UNIT = 1024, LEAD = 16;
     block.memory.resize(shared + UNIT + LEAD + 1);
     void* begin = block.memory.data();
@@ -595,9 +604,10 @@ bool run_this_block(const shim::Kernel& kernel, const unsigned grid[3], const un
 
 } // namespace
 
-// Runs a kernel. Returns null, or what is wrong with it, valid until the next launch of this thread.
-extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3], const unsigned threads[3],
-                                        size_t shared, const void* params) {
+// Runs a kernel. Returns null, or an error that is valid until the next launch of this thread.
+extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3],
+                                        const unsigned threads[3], size_t shared,
+                                        const void* params) {
     const shim::Kernel& kernel = shim::kernels().at(name);
     for (blockIdx.z = 0; blockIdx.z < grid[2]; blockIdx.z++) {
         for (blockIdx.y = 0; blockIdx.y < grid[1]; blockIdx.y++) {
@@ -611,28 +621,30 @@ extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3]
     return nullptr;
 }
 
-// Runs the blocks of a kernel, in dimension 0 of the grid alone, at the same time, in an order that `seed` says.
-extern "C" const char* vgpu_shim_launch_together(const char* name, unsigned blocks, const unsigned threads[3],
-                                                 size_t shared, const void* params, uint64_t seed) {
+// Runs the blocks of a one-dimensional grid concurrently, in an order given by `seed`.
+extern "C" const char* vgpu_shim_launch_cooperative(const char* name, unsigned blocks,
+                                                    const unsigned threads[3], size_t shared,
+                                                    const void* params, uint64_t seed) {
     static thread_local std::string last_error;
     std::string error;
     const shim::Kernel& kernel = shim::kernels().at(name);
     const unsigned grid[3] = {blocks, 1, 1};
-    shim::Crew crew(blocks, seed);
+    shim::BlockScheduler grid_scheduler(blocks, seed);
     std::mutex mutex;
     std::vector<std::thread> all;
     for (unsigned i = 0; i < blocks; i++) {
         all.emplace_back([&, i] {
-            shim::block.crew = &crew;
+            shim::block.grid_scheduler = &grid_scheduler;
             shim::block.number = i;
             blockIdx = {i, 0, 0};
-            bool is_good = crew.begin(i) && run_this_block(kernel, grid, threads, shared, params);
+            bool is_good =
+                grid_scheduler.begin(i) && run_this_block(kernel, grid, threads, shared, params);
             if (!is_good && !shim::block.error.empty()) {
                 std::lock_guard<std::mutex> lock(mutex);
-                // What the others say comes of what the first says.
+                // The first error; those of other blocks follow from it.
                 error = error.empty() ? shim::block.error : error;
             }
-            crew.end(i, is_good);
+            grid_scheduler.end(i, is_good);
         });
     }
     for (std::thread& thread : all) {

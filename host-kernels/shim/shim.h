@@ -1,13 +1,15 @@
-// CUDA C++ as far as the kernels use it, on the CPU. `device.cuh` includes this when VGPU_SHIM is defined.
+// The part of CUDA C++ that the kernels use, on the CPU. `device.cuh` includes this file when
+// VGPU_SHIM is defined.
 //
-// The threads of a block are fibers that one thread of the process runs in turn: each until it waits for
-// others, at a barrier or in a warp's exchange. Blocks run one after the other. Every launch is so the same
-// each time, and what only a wrong kernel does is caught: a barrier that some threads never reach, an exchange
-// that lanes of the mask left out, reading shared memory that nobody wrote (it is filled with NaN).
+// The threads of a block are fibers of one host thread. A fiber runs until it waits: at a block
+// barrier, or in a warp shuffle. Blocks run one after the other. Launches are therefore
+// deterministic, and errors of a kernel are caught: a barrier that some threads never reach, a
+// shuffle with a wrong lane mask, reads of uninitialised shared memory (it is filled with NaN).
 //
-// Blocks that wait for each other (a cooperative launch) have a thread of the process each, of which one runs at a
-// time: at every place where blocks can tell that they are not alone, a generator of random numbers says who goes on. So
-// all orders come up, the most unfair ones too, and the same seed gives the same order.
+// The blocks of a cooperative launch, which wait for each other, have a host thread each. One of
+// them runs at a time. At every point where blocks can observe each other, a seeded random
+// generator selects the block that runs next. Many interleavings are covered, the most unfair ones
+// included, and a seed reproduces its interleaving.
 #pragma once
 
 #include <cmath>
@@ -27,16 +29,16 @@
 #define INFINITY_F __builtin_inff()
 #define NAN_F __builtin_nanf("")
 
-#define KERNEL(name, Params, ...)                                               \
-    static void name(const Params& p);                                           \
-    static const shim::Registered name##_registered(                             \
-        #name, shim::first(__VA_ARGS__), sizeof(Params),                                          \
-        [](const void* p) { name(*static_cast<const Params*>(p)); });            \
+#define KERNEL(name, Params, ...) \
+    static void name(const Params& p); \
+    static const shim::Registered name##_registered( \
+        #name, shim::first(__VA_ARGS__), sizeof(Params), \
+        [](const void* p) { name(*static_cast<const Params*>(p)); }); \
     static void name(const Params& p)
 
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::dynamic_shared())
 
-// Of two words one after the other, the 32 bits from `shift` on.
+// 32 bits of the 64-bit value high:low from bit `shift` on (`__funnelshift_r`).
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift & 31));
 }
@@ -53,37 +55,40 @@ struct Dim3 {
     unsigned x, y, z;
 };
 
-// Of the running thread; changed whenever another one goes on.
+// Indices of the running fiber, set at each switch.
 extern thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace shim {
 
-// Of a kernel's bounds the threads; how many blocks fit a multiprocessor is nothing here.
+// The threads per block of the launch bounds; the number of resident blocks does not matter here.
 inline unsigned first(unsigned threads, unsigned = 1) { return threads; }
 
-// A kernel, known by name from before `main`.
+// Registers a kernel by name before `main`.
 struct Registered {
     Registered(const char* name, unsigned threads, size_t params, void (*body)(const void*));
 };
 
 void* dynamic_shared();
 
-// Waits for all threads of the block.
+// `__syncthreads`.
 void block_barrier();
 
-// Hands `mine` over to the warp and returns what lane `from` handed over, once all lanes of `mask` have.
+// A warp shuffle: publishes `mine` and returns the value of lane `from`, once all lanes of `mask`
+// have arrived.
 uint64_t exchange(unsigned mask, uint64_t mine, int from);
 
-// The lanes of `mask` whose `predicate` holds.
+// `__ballot_sync`.
 unsigned ballot(unsigned mask, bool predicate);
 
-float half_to_float(uint16_t bits);
-uint16_t float_to_half(float x);
+float f16_to_f32(uint16_t bits);
+uint16_t f32_to_f16(float x);
 
-// a * b + c of two halves each, rounded once.
-inline unsigned of_two_halves(unsigned a, unsigned b, unsigned c) {
+// a * b + c of two f16 each, rounded once.
+inline unsigned hfma2(unsigned a, unsigned b, unsigned c) {
     auto of = [&](unsigned shift) -> unsigned {
-        auto half = [&](unsigned word) { return static_cast<double>(half_to_float(static_cast<uint16_t>(word >> shift))); };
+        auto half = [&](unsigned word) {
+            return static_cast<double>(f16_to_f32(static_cast<uint16_t>(word >> shift)));
+        };
         _Float16 result = static_cast<_Float16>(half(a) * half(b) + half(c));
         uint16_t bits;
         std::memcpy(&bits, &result, 2);
@@ -92,57 +97,59 @@ inline unsigned of_two_halves(unsigned a, unsigned b, unsigned c) {
     return of(0) | of(16);
 }
 
-// Copies that are under way until they are waited for: each in a group of its thread.
-void copy_async(void* to, const void* from);
-void commit_async();
-void wait_async(unsigned later);
+// cp.async: copies take effect when their group is waited for.
+void cp_async(void* to, const void* from);
+void cp_async_commit();
+void cp_async_wait(unsigned later);
 
-// Waits until blocks have counted up to `count` at `at`; counts up, and says what was there before.
-void await_count(const unsigned* at, unsigned count);
-unsigned count_in(unsigned* at);
-inline void count_up(unsigned* at) { count_in(at); }
+// Counters between the blocks of a cooperative launch: wait for a value; increment and return the
+// previous value.
+void wait_counter(const unsigned* at, unsigned count);
+unsigned signal_counter_fetch(unsigned* at);
+inline void signal_counter(unsigned* at) { signal_counter_fetch(at); }
 
-// A place where another block may go on.
-void give_way();
+// A point at which another block may be scheduled.
+void maybe_switch_block();
 
-// The product of fragments of halves, added to `sums`: see `multiply_fragments` in `device.cuh`.
-void multiply_fragments(float* sums, const unsigned* a, const unsigned* b, bool brain);
+// mma.m16n8k16: see `device.cuh`.
+void mma_m16n8k16(float* sums, const unsigned* a, const unsigned* b, bool bf16);
 
-// Matrices of halves from where the lanes say: see `load_matrices` in `device.cuh`.
-void load_matrices(unsigned* fragments, const void* row, bool transposed);
+// ldmatrix.x4: see `device.cuh`.
+void ldmatrix_x4(unsigned* fragments, const void* row, bool transposed);
 
-// ---- What only Hopper GPUs have: see `sm90.cuh`.
+// ---- Instructions of sm_90a: see `sm90.cuh`.
 
-// Where in the block's shared memory `at` is, which kernels ask for.
-unsigned shared_address(const void* at);
+// Address of `at` in the shared window, for instructions that take one. The window begins at 16.
+unsigned smem_address(const void* at);
 
-void barrier_init(unsigned long long* barrier, unsigned arrivals);
-// Arrives; so many bytes are to come before the phase ends.
-void barrier_arrive(unsigned long long* barrier, unsigned bytes);
-void barrier_wait(unsigned long long* barrier, unsigned parity);
-// Of two copies one is made at once, so that what is still read is written over, and one when its barrier is waited for.
-void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
-// Products see what was written before the next barrier of any kind.
-void fence_async();
+void mbarrier_init(unsigned long long* barrier, unsigned arrivals);
+// Arrives and announces `bytes` of bulk copies (expect_tx).
+void mbarrier_arrive(unsigned long long* barrier, unsigned bytes);
+void mbarrier_wait(unsigned long long* barrier, unsigned parity);
+// cp.async.bulk. Every other copy is executed at once, so that data still in use is overwritten;
+// the others when their mbarrier is waited for.
+void cp_async_bulk(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
+// fence.proxy.async: wgmma sees earlier writes after the next barrier.
+void fence_proxy_async();
 void named_barrier(unsigned id, unsigned threads, bool waits);
-// Ends the kernel if no thread can have so many registers.
-void check_registers(unsigned count);
+// Fails the block if setmaxnreg does not permit `count`.
+void check_setmaxnreg(unsigned count);
 
-// A product that a group of four warps starts: sums of 64 rows and `n` columns, left factors in registers or at `left`.
-// Sums are not a number until it was waited for, and its factors are read then.
-struct Product {
+// A wgmma instruction: 64 rows and `n` columns, A in registers or at descriptor `left`.
+// Accumulators are NaN until it was waited for, and operands are read then.
+struct WgmmaOp {
     float* sums;
     const unsigned* registers;
     uint64_t left, right;
     unsigned n;
-    bool brain, along_n, add;
+    bool bf16, mn_major, add;
 };
-void group_begin();
-void group_multiply(const Product& product);
-void group_commit();
-void group_wait(unsigned later);
+void wgmma_fence();
+void wgmma(const WgmmaOp& product);
+void wgmma_commit();
+void wgmma_wait(unsigned later);
 
-// Ends the kernel if an address is not a multiple of `size`, which a GPU does not read.
+// Fails the block if an address is not a multiple of `size`.
 void check_aligned(const void* at, size_t size);
 
 template <class T> inline T shuffle(unsigned mask, T mine, int from) {
@@ -175,7 +182,9 @@ template <class T> inline T __shfl_down_sync(unsigned mask, T x, unsigned step) 
     int from = shim::lane() + static_cast<int>(step);
     return shim::shuffle(mask, x, from > 31 ? shim::lane() : from);
 }
-inline unsigned __ballot_sync(unsigned mask, bool predicate) { return shim::ballot(mask, predicate); }
+inline unsigned __ballot_sync(unsigned mask, bool predicate) {
+    return shim::ballot(mask, predicate);
+}
 
 inline float __uint_as_float(unsigned bits) {
     float x;
@@ -193,7 +202,7 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 
-// The bytes that the nibbles of `selector` choose of the eight of `a` and `b`.
+// `__byte_perm` for selector nibbles 0 to 7.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
     unsigned result = 0;
@@ -203,7 +212,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return result;
 }
 
-// Four products of bytes, added up.
+// `__dp4a`.
 inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 4; i++) {
         sum += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
@@ -212,8 +221,8 @@ inline int __dp4a(int a, int b, int sum) {
 }
 
 namespace shim {
-// The same, of bytes of which the first four are unsigned.
-inline int dot_unsigned(unsigned a, int b, int sum) {
+// dp4a with unsigned bytes in the first operand.
+inline int dp4a_u8_s8(unsigned a, int b, int sum) {
     for (int i = 0; i < 4; i++) {
         sum += static_cast<uint8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
     }
@@ -221,23 +230,23 @@ inline int dot_unsigned(unsigned a, int b, int sum) {
 }
 } // namespace shim
 
-// Threads of a process run the blocks of a cooperative launch. One runs at a time, and hands over in order, so plain code
-// is atomic and everybody sees what was written; but others may go on in between.
-inline void __threadfence() { shim::give_way(); }
+// Atomics. One block runs at a time and hands over under a lock, so plain code is atomic and
+// sequentially consistent; other blocks may be scheduled in between.
+inline void __threadfence() { shim::maybe_switch_block(); }
 template <class T> inline T atomicAdd(T* at, T x) {
-    shim::give_way();
+    shim::maybe_switch_block();
     T old = *at;
     *at = old + x;
     return old;
 }
 template <class T> inline T atomicMax(T* at, T x) {
-    shim::give_way();
+    shim::maybe_switch_block();
     T old = *at;
     *at = old > x ? old : x;
     return old;
 }
 template <class T> inline T atomicCAS(T* at, T expected, T x) {
-    shim::give_way();
+    shim::maybe_switch_block();
     T old = *at;
     if (old == expected) {
         *at = x;

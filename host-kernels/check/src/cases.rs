@@ -1,48 +1,49 @@
-//! One or a few cases of each family of operators, on two engines.
+//! Cases of each family of operators, compared on two engines.
 
 use vgpu_transport::ir::{
     GluKind, Op, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind, Type, UnaryKind,
 };
 
+use super::CheckError;
 use super::graph::{Builder, Fill, Loaded, Operand, Random, numbers};
 use vgpu_cpu::formats::Format;
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::Engine;
 
-/// The mean square of differences over that of the results that engines may have where activations are rounded to 8
-/// bits, or keys and values to 16: what test-backend-ops allows a product.
+/// Limit of the normalised mean square error if activations are quantised to 8 bits, or K and V to 16: that of
+/// `test-backend-ops` for MUL_MAT.
 const ROUNDED: f64 = 5e-4;
 
-/// The same of everything else.
+/// The limit of all other operators.
 const EXACT: f64 = 1e-7;
 
-/// How a case went.
+/// The outcome of a case.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Outcome {
-    /// The mean square of the differences over that of the results, and the most it may be.
+    /// The normalised mean square error and its limit.
     Compared {
-        /// What it is.
+        /// Mean square of the differences over that of the reference.
         error: f64,
-        /// What it may be.
+        /// Upper bound of `error`.
         limit: f64,
     },
-    /// It did not run, and why.
-    Failed(String),
+    /// Why the case did not run.
+    Failed(CheckError),
 }
 
 /// A case that ran on both engines.
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// Operator and types.
+    /// Operator and types of the sources.
     pub name: String,
-    /// How it went.
+    /// The outcome.
     pub outcome: Outcome,
 }
 
 impl Case {
     /// Whether the engines agree.
     pub fn is_right(&self) -> bool {
-        // Not `error > limit`: NaN is wrong.
+        // Not `error > limit`: NaN is an error.
         matches!(self.outcome, Outcome::Compared { error, limit } if error <= limit)
     }
 }
@@ -61,7 +62,7 @@ pub(super) fn run(
     oracle: &dyn Engine,
     mut seen: impl FnMut(&Case),
 ) -> Vec<Case> {
-    // Where kernels run as fibers, products that fill a GPU would take minutes.
+    // The shim, which runs kernels as fibers, would need minutes for products that fill a GPU.
     let is_gpu = engine.name().starts_with("cuda:");
     let outcomes = operations(is_gpu).into_iter().map(|operation| {
         let case = Case {
@@ -80,28 +81,25 @@ pub(super) fn run(
     outcomes.collect()
 }
 
-/// How often each graph runs: an engine may record its second run, and replay the third.
+/// Runs of each graph: an engine may capture the second run and replay the third.
 const RUNS: usize = 3;
 
-/// The mean square of differences, over that of the oracle's results, where it is greatest among the runs.
+/// The largest normalised mean square error of all runs.
 fn difference(
     engine: &dyn Engine,
     oracle: &dyn Engine,
     operation: &Operation,
-) -> Result<f64, String> {
+) -> Result<f64, CheckError> {
     let mut random = Random::new(1);
     let mut builder = Builder::default();
-    let mut add = |operand: &Operand| {
-        let index = builder.tensor(*operand, &mut random);
-        index.ok_or_else(|| format!("{operand:?} has no size"))
-    };
+    let mut add = |operand: &Operand| builder.tensor(*operand, &mut random);
     let dst = add(&operation.dst)?;
     let mut src = Vec::new();
     for source in &operation.src {
         src.push(source.as_ref().map(&mut add).transpose()?);
     }
     builder.node(operation.op, dst, &src);
-    // Products read weights as they lie where a model is served. They write nothing but their result.
+    // Matrix products read weights in the layout of a served model, and write their result only.
     let is_product = matches!(operation.op, Op::MulMat { .. } | Op::MulMatId { .. });
     let on = |engine| match is_product {
         true => builder.on_weights(engine, 0, |_| Ok(())),
@@ -111,17 +109,20 @@ fn difference(
         if !is_product {
             builder.fill(loaded)?;
         }
-        loaded.plan.run().map_err(|error| error.to_string())?;
+        loaded.plan.run()?;
         numbers(&*loaded.memory, &builder.tensor_at(dst))
     };
     let expected = on(oracle).and_then(|mut loaded| run(&mut loaded));
-    let expected = expected.map_err(|reason| format!("on the CPU engine: {reason}"))?;
+    let expected = expected.map_err(|error| CheckError::Reference(Box::new(error)))?;
     let mut loaded = on(engine)?;
     let mut worst = 0.0;
     for number in 1..=RUNS {
-        let got = run(&mut loaded).map_err(|reason| format!("run {number}: {reason}"))?;
-        let error = distance(&got, &expected);
-        // What is not a number is worst of all.
+        let got = run(&mut loaded).map_err(|error| CheckError::Repeat {
+            number,
+            error: Box::new(error),
+        })?;
+        let error = normalized_mean_square_error(&got, &expected);
+        // NaN is the largest error.
         if error.is_nan() || error > worst {
             worst = error;
         }
@@ -132,8 +133,8 @@ fn difference(
     Ok(worst)
 }
 
-/// The mean square of differences, over that of what was expected.
-fn distance(got: &[f32], expected: &[f32]) -> f64 {
+/// Mean square of the differences over that of the expected values.
+fn normalized_mean_square_error(got: &[f32], expected: &[f32]) -> f64 {
     let (mut off, mut size) = (0.0, 0.0);
     for (&got, &expected) in got.iter().zip(expected) {
         if got == expected || got.is_nan() && expected.is_nan() {
@@ -173,7 +174,7 @@ fn indices(ty: Type, fill: Fill, ne: [u64; 4]) -> Operand {
     Operand { ty, ne, fill }
 }
 
-/// A list that grows by operations.
+/// The list of operations.
 #[derive(Default)]
 struct List(Vec<Operation>);
 
@@ -246,7 +247,7 @@ fn products(list: &mut List) {
             );
         }
     }
-    // Lengths that are whole in no step, as products without flash attention have them.
+    // Lengths that are no multiple of a k step, as attention without FLASH_ATTN_EXT has.
     for ty in [Type::F16, Type::F32] {
         let op = Op::MulMat {
             accumulator: Precision::Default,
@@ -265,7 +266,7 @@ fn products(list: &mut List) {
     );
 }
 
-/// What GPUs have kernels for that are taken where there is work for all of their multiprocessors.
+/// Operations large enough for the kernels that GPUs use if all SMs have work.
 fn large(list: &mut List) {
     let weights = Type::ALL.iter().copied();
     for ty in weights.filter(|&ty| MatmulKernel::of(ty).is_some()) {
@@ -274,7 +275,7 @@ fn large(list: &mut List) {
             activation: Precision::Default,
             hadamard: false,
         };
-        // Whole rounds of wide tiles on any GPU of today, nearly.
+        // Nearly whole waves of wide tiles on current GPUs.
         let (rows, columns) = (33_000, 512);
         let sources = [
             numbers_of(ty, [256, rows, 1, 1]),

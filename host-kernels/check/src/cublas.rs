@@ -1,6 +1,6 @@
-//! NVIDIA's own products, to measure ours beside: cuBLASLt, if it is on the machine. Nothing else needs it.
+//! cuBLASLt's matrix products, as a reference for measurements, if the library is installed.
 //!
-//! Loaded at run time, of CUDA 13 or 12: what is called here is the same in both.
+//! The library of CUDA 13 or 12 is loaded at run time; the functions used here are the same in both.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -10,16 +10,17 @@ use cudarc::driver::sys;
 use libloading::Library;
 use vgpu_transport::ir::Type;
 
+use super::CheckError;
 use super::rates::median;
 
-/// Names it is known by, the newest first.
+/// File names of the library, the newest first.
 const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"];
 
-/// Memory that it may use for itself.
+/// Workspace in bytes.
 const WORKSPACE: usize = 64 << 20;
 
-/// Products one after the other between two waits, so that launching takes no time.
-const AT_ONCE: usize = 8;
+/// Products between two synchronisations, which hides the launch latency.
+const BATCH: usize = 8;
 
 // From cublas_api.h, cublasLt.h and library_types.h.
 const CUDA_R_32F: c_int = 0;
@@ -81,14 +82,18 @@ type Multiply = unsafe extern "C" fn(
     sys::CUstream,
 ) -> c_int;
 
-/// The library. It stays loaded: what it has started in the process is not undone by unloading.
+/// The library. It is never unloaded, as unloading does not undo its initialisation of the process.
 pub(super) struct Cublas {
     cublas: &'static Library,
 }
 
 impl Cublas {
-    /// The library, if it is there.
-    pub(super) fn load() -> Result<Cublas, String> {
+    /// Loads the library.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckError::CublasMissing`].
+    pub(super) fn load() -> Result<Cublas, CheckError> {
         let mut reason = String::new();
         for name in NAMES {
             // SAFETY: NVIDIA's library runs nothing when it is loaded but its own set-up.
@@ -101,10 +106,14 @@ impl Cublas {
                 Err(_) => {}
             }
         }
-        Err(reason)
+        Err(CheckError::CublasMissing { reason })
     }
 
-    /// Seconds of a product of weights of `n` rows by `n` columns with `columns` activations, on GPU `ordinal`.
+    /// Seconds of a product of `n` by `n` weights with `columns` columns, on GPU `ordinal`.
+    ///
+    /// # Errors
+    ///
+    /// If the driver or cuBLASLt fails, or cuBLASLt does not multiply `ty`.
     pub(super) fn seconds(
         &self,
         ordinal: u32,
@@ -112,10 +121,10 @@ impl Cublas {
         n: u64,
         columns: u64,
         time: Duration,
-    ) -> Result<f64, String> {
-        // SAFETY: looks whether the library loads.
+    ) -> Result<f64, CheckError> {
+        // SAFETY: only tries to load the driver library.
         if !unsafe { sys::is_culib_present() } {
-            return Err("NVIDIA's driver is not installed".into());
+            return Err(CheckError::DriverMissing);
         }
         // SAFETY: the context is made, used and given back by this thread; everything in it goes with `room`.
         unsafe {
@@ -143,11 +152,11 @@ impl Cublas {
         n: u64,
         columns: u64,
         time: Duration,
-    ) -> Result<f64, String> {
-        let of_halves = match ty {
+    ) -> Result<f64, CheckError> {
+        let operand_type = match ty {
             Type::F16 => CUDA_R_16F,
             Type::Bf16 => CUDA_R_16BF,
-            other => return Err(format!("{other:?} is no type of cuBLASLt's")),
+            other => return Err(CheckError::CublasType(other)),
         };
         // SAFETY: the functions have these types in cublasLt.h since CUDA 11; handles are made before they are used and given
         // back after; addresses are of memory of the sizes that the layouts say.
@@ -173,8 +182,11 @@ impl Cublas {
                     Ok(make(to, ty, rows, columns, rows as i64))
                 })
             };
-            // By columns: rows of weights lie one after the other, so the matrix is there transposed.
-            let (a, b) = (layout(of_halves, n, n)?, layout(of_halves, n, columns)?);
+            // cuBLAS is column-major: row-major weights are a transposed matrix.
+            let (a, b) = (
+                layout(operand_type, n, n)?,
+                layout(operand_type, n, columns)?,
+            );
             let c = layout(CUDA_R_32F, n, columns)?;
             let preference = self.made(b"cublasLtMatmulPreferenceDestroy\0", |to| {
                 let make: Make = self.function(b"cublasLtMatmulPreferenceCreate\0")?;
@@ -205,7 +217,7 @@ impl Cublas {
             );
             library("cublasLtMatmulAlgoGetHeuristic", code)?;
             if found == 0 {
-                return Err("cuBLASLt has nothing for this product".into());
+                return Err(CheckError::CublasAlgorithm);
             }
             let room = [
                 2 * n * n,
@@ -213,13 +225,13 @@ impl Cublas {
                 4 * n * columns,
                 WORKSPACE as u64,
             ];
-            let room: Vec<Room> = room
+            let room: Vec<DeviceMemory> = room
                 .into_iter()
-                .map(|size| Room::new(size))
+                .map(|size| DeviceMemory::new(size))
                 .collect::<Result<_, _>>()?;
             let (one, zero) = (1f32, 0f32);
             let run = || {
-                for _ in 0..AT_ONCE {
+                for _ in 0..BATCH {
                     let code = multiply(
                         handle.0,
                         product.0,
@@ -245,55 +257,59 @@ impl Cublas {
                     sys::cuStreamSynchronize(ptr::null_mut()),
                 )
             };
-            Ok(median(time, run)? / AT_ONCE as f64)
+            Ok(median(time, run)? / BATCH as f64)
         }
     }
 
     /// # Safety
     /// The function has this type.
-    unsafe fn function<F: Copy>(&self, name: &'static [u8]) -> Result<F, String> {
+    unsafe fn function<F: Copy>(&self, name: &'static [u8]) -> Result<F, CheckError> {
         // SAFETY: the caller's promise; the library stays loaded.
         let found = unsafe { self.cublas.get::<F>(name) };
-        found.map(|f| *f).map_err(|error| error.to_string())
+        found.map(|f| *f).map_err(|_| CheckError::CublasFunction {
+            name: String::from_utf8_lossy(name)
+                .trim_end_matches('\0')
+                .to_owned(),
+        })
     }
 
-    /// Something that `make` makes, with the function that gives it back.
+    /// A handle created by `make`, destroyed by the function called `destroy`.
     fn made(
         &self,
         destroy: &'static [u8],
-        make: impl FnOnce(*mut Handle) -> Result<c_int, String>,
-    ) -> Result<Made, String> {
+        make: impl FnOnce(*mut Handle) -> Result<c_int, CheckError>,
+    ) -> Result<Owned, CheckError> {
         // SAFETY: functions that give something back have this type in cublasLt.h.
         let destroy: Drop1 = unsafe { self.function(destroy) }?;
         let mut handle = ptr::null_mut();
-        library("making something of cuBLASLt's", make(&mut handle)?)?;
-        Ok(Made(handle, destroy))
+        library("creating a cuBLASLt handle", make(&mut handle)?)?;
+        Ok(Owned(handle, destroy))
     }
 }
 
-/// A thing of the library's, until this is dropped.
-struct Made(Handle, Drop1);
+/// An owned cuBLASLt handle.
+struct Owned(Handle, Drop1);
 
-impl Drop for Made {
+impl Drop for Owned {
     fn drop(&mut self) {
         // SAFETY: made by the library, and given back once.
         unsafe { (self.1)(self.0) };
     }
 }
 
-/// Memory of the device, until this is dropped.
-struct Room(sys::CUdeviceptr);
+/// Owned device memory.
+struct DeviceMemory(sys::CUdeviceptr);
 
-impl Room {
+impl DeviceMemory {
     /// # Safety
     /// A context is current, and stays so for as long as this lives.
-    unsafe fn new(size: u64) -> Result<Room, String> {
+    unsafe fn new(size: u64) -> Result<DeviceMemory, CheckError> {
         let mut address = 0;
-        // SAFETY: a place for the result.
+        // SAFETY: the result is written to a local variable.
         driver("cuMemAlloc", unsafe {
             sys::cuMemAlloc_v2(&mut address, size as usize)
         })?;
-        let room = Room(address);
+        let room = DeviceMemory(address);
         // SAFETY: memory of this size. Not zeros: a GPU draws less power with those, and is faster.
         driver("cuMemsetD8", unsafe {
             sys::cuMemsetD8_v2(address, 0x3a, size as usize)
@@ -302,23 +318,23 @@ impl Room {
     }
 }
 
-impl Drop for Room {
+impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: allocated in `new`, and nothing runs any more: every measurement ends with a wait.
         unsafe { sys::cuMemFree_v2(self.0) };
     }
 }
 
-fn driver(call: &str, code: sys::CUresult) -> Result<(), String> {
+fn driver(call: &'static str, code: sys::CUresult) -> Result<(), CheckError> {
     match code {
         sys::CUresult::CUDA_SUCCESS => Ok(()),
-        code => Err(format!("{call} failed: {code:?}")),
+        code => Err(CheckError::Driver { call, code }),
     }
 }
 
-fn library(call: &str, code: c_int) -> Result<(), String> {
+fn library(call: &'static str, code: c_int) -> Result<(), CheckError> {
     match code {
         0 => Ok(()),
-        code => Err(format!("{call} failed (error {code})")),
+        status => Err(CheckError::Cublas { call, status }),
     }
 }

@@ -1,58 +1,53 @@
-//! Graphs of a few nodes in one buffer, with random content.
+//! Graphs of a few nodes in one buffer with random content.
 
 use std::sync::Arc;
 
+use rand_xoshiro::Xoshiro256PlusPlus;
+use rand_xoshiro::rand_core::{Rng, SeedableRng};
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
 };
 
+use super::CheckError;
 use vgpu_cpu::formats::Format;
 use vgpu_engine::{Engine, Memory, Plan};
 
-/// Places of tensors are multiples of this.
+/// Alignment of tensors in bytes.
 const ALIGN: u64 = 256;
 
-/// A generator of numbers that are the same on every run.
-pub(super) struct Random(u64);
+/// A random generator with a fixed sequence for each seed.
+pub(super) struct Random(Xoshiro256PlusPlus);
 
 impl Random {
     pub(super) fn new(seed: u64) -> Random {
-        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+        Random(Xoshiro256PlusPlus::seed_from_u64(seed))
     }
 
-    fn bits(&mut self) -> u64 {
-        // xorshift64*
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    /// Less than `n`.
+    /// An integer below `n`, nearly uniform.
     pub(super) fn below(&mut self, n: u64) -> u64 {
-        (self.bits() >> 16) % n.max(1)
+        (self.0.next_u64() >> 16) % n.max(1)
     }
 
-    /// Between -1 and 1.
+    /// A multiple of 2^-23 in [-1, 1).
     pub(super) fn number(&mut self) -> f32 {
-        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
+        (self.0.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 }
 
-/// What a tensor holds at first.
+/// The initial content of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Fill {
-    /// Numbers between the two.
+    /// Uniform random numbers between the two.
     Numbers(f32, f32),
-    /// Integers below this.
+    /// Random integers below this.
     Below(u64),
     /// 0, 1, 2, ...
     Count,
-    /// 0, with negative infinity wherever an element comes after its row by more than this.
+    /// A causal mask: -inf where the column exceeds the row by more than this, 0 elsewhere.
     Mask(i64),
 }
 
-/// A tensor that is dense, and what it holds.
+/// A contiguous tensor and its initial content.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Operand {
     pub(super) ty: Type,
@@ -60,7 +55,7 @@ pub(super) struct Operand {
     pub(super) fill: Fill,
 }
 
-/// A graph in the making, and what its buffer holds.
+/// Builds a graph and the initial content of its buffer.
 #[derive(Default)]
 pub(super) struct Builder {
     graph: Graph,
@@ -68,17 +63,27 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    /// Adds a tensor; returns its index. `None` if it has no size.
-    pub(super) fn tensor(&mut self, operand: Operand, random: &mut Random) -> Option<u32> {
-        let shape = Shape::contiguous(operand.ty, operand.ne)?;
-        let content = content(&operand, shape.elements()?, random);
+    /// Adds a tensor with its initial content and returns its index.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckError::TensorSize`] if the size overflows.
+    pub(super) fn tensor(
+        &mut self,
+        operand: Operand,
+        random: &mut Random,
+    ) -> Result<u32, CheckError> {
+        let Operand { ty, ne, .. } = operand;
+        let shape = Shape::contiguous(ty, ne).ok_or(CheckError::TensorSize { ty, ne })?;
+        let elements = shape.elements().ok_or(CheckError::TensorSize { ty, ne })?;
+        let content = content(&operand, elements, random);
         let offset = (self.bytes.len() as u64).next_multiple_of(ALIGN);
         self.bytes.resize(offset as usize, 0);
         self.bytes.extend(content);
-        Some(self.place(shape, offset))
+        Ok(self.place(shape, offset))
     }
 
-    /// Adds a tensor in memory that is there.
+    /// Adds a tensor at an offset of the buffer, without content.
     pub(super) fn place(&mut self, shape: Shape, offset: u64) -> u32 {
         self.graph.tensors.push(Tensor {
             shape,
@@ -97,79 +102,90 @@ impl Builder {
         });
     }
 
-    /// The graph on an engine.
-    pub(super) fn on(&self, engine: &dyn Engine) -> Result<Loaded, String> {
+    /// Allocates, fills and compiles the graph on an engine.
+    ///
+    /// # Errors
+    ///
+    /// If the engine refuses the graph or the memory.
+    pub(super) fn on(&self, engine: &dyn Engine) -> Result<Loaded, CheckError> {
         let loaded = self.prepared(engine, 0, |_| Ok(()))?;
         self.fill(&loaded)?;
         Ok(loaded)
     }
 
-    /// The same with a buffer of at least `size` bytes, as guests have them for weights, to which `more` is written: what of
-    /// it is only multiplied by may lie as kernels like it, and nothing of it is written any more.
+    /// The same in a buffer of at least `size` bytes that is marked as weights, which the engine may repack. `more`
+    /// writes further content before the graph is compiled; afterwards the host writes nothing.
+    ///
+    /// # Errors
+    ///
+    /// If the engine refuses the graph or the memory, or `more` fails.
     pub(super) fn on_weights(
         &self,
         engine: &dyn Engine,
         size: u64,
-        more: impl FnOnce(&dyn Memory) -> Result<(), String>,
-    ) -> Result<Loaded, String> {
+        more: impl FnOnce(&dyn Memory) -> Result<(), CheckError>,
+    ) -> Result<Loaded, CheckError> {
         self.prepared(engine, size, |memory| {
             memory.mark_weights();
-            let written = memory.write(0, self.bytes.as_slice().into());
-            written.map_err(|error| error.to_string())?;
+            memory.write(0, self.bytes.as_slice().into())?;
             more(memory)
         })
     }
 
-    /// The graph on an engine, its buffer at least of `size` bytes, and prepared before it is compiled.
+    /// Allocates at least `size` bytes, runs `prepare` and compiles the graph.
     fn prepared(
         &self,
         engine: &dyn Engine,
         size: u64,
-        prepare: impl FnOnce(&dyn Memory) -> Result<(), String>,
-    ) -> Result<Loaded, String> {
+        prepare: impl FnOnce(&dyn Memory) -> Result<(), CheckError>,
+    ) -> Result<Loaded, CheckError> {
         let mut graph = self.graph.clone();
         graph.buffers = vec![BufferId(0)];
         let size = size.max(self.bytes.len() as u64);
         let valid = validate(graph, engine.capabilities(), &Limits::default(), |_| {
             Some(size)
-        })
-        .map_err(|invalid| invalid.to_string())?;
-        let memory = engine.alloc(size).map_err(|error| error.to_string())?;
+        })?;
+        let memory = engine.alloc(size)?;
         prepare(&*memory)?;
-        let plan = engine
-            .compile(&valid, std::slice::from_ref(&memory))
-            .map_err(|error| error.to_string())?;
+        let plan = engine.compile(&valid, std::slice::from_ref(&memory))?;
         Ok(Loaded { plan, memory })
     }
 
-    /// Puts into the buffer what it holds at first.
-    pub(super) fn fill(&self, loaded: &Loaded) -> Result<(), String> {
-        let content = self.bytes.as_slice().into();
-        let written = loaded.memory.write(0, content);
-        written.map_err(|error| error.to_string())
+    /// Writes the initial content of the buffer.
+    ///
+    /// # Errors
+    ///
+    /// If the engine refuses the write.
+    pub(super) fn fill(&self, loaded: &Loaded) -> Result<(), CheckError> {
+        loaded.memory.write(0, self.bytes.as_slice().into())?;
+        Ok(())
     }
 
-    /// Where a tensor is.
+    /// The tensor of this index.
     pub(super) fn tensor_at(&self, index: u32) -> Tensor {
         self.graph.tensors[index as usize]
     }
 }
 
-/// A graph on an engine.
+/// A compiled graph and its memory.
 pub(super) struct Loaded {
     pub(super) plan: Box<dyn Plan>,
     pub(super) memory: Arc<dyn Memory>,
 }
 
-/// The numbers of a tensor in `memory`.
-pub(super) fn numbers(memory: &dyn Memory, tensor: &Tensor) -> Result<Vec<f32>, String> {
-    let extent = tensor.shape.extent().ok_or("a tensor without a size")?;
+/// Reads a tensor of `memory` as f32.
+///
+/// # Errors
+///
+/// If its size overflows or the engine refuses the read.
+pub(super) fn numbers(memory: &dyn Memory, tensor: &Tensor) -> Result<Vec<f32>, CheckError> {
+    let Shape { ty, ne, .. } = tensor.shape;
+    let size = CheckError::TensorSize { ty, ne };
+    let extent = tensor.shape.extent().ok_or_else(|| size.clone())?;
     let mut bytes = vec![0; extent as usize];
-    memory
-        .read(tensor.offset, bytes.as_mut_slice().into())
-        .map_err(|error| error.to_string())?;
-    let n = tensor.shape.elements().ok_or("a tensor without a size")? as usize;
-    Ok(match tensor.shape.ty {
+    memory.read(tensor.offset, bytes.as_mut_slice().into())?;
+    let n = tensor.shape.elements().ok_or(size)? as usize;
+    Ok(match ty {
         Type::I32 => {
             let integers = bytes.chunks_exact(4).filter_map(|b| b.try_into().ok());
             integers.map(|b| i32::from_le_bytes(b) as f32).collect()
@@ -179,9 +195,9 @@ pub(super) fn numbers(memory: &dyn Memory, tensor: &Tensor) -> Result<Vec<f32>, 
             integers.map(|b| i64::from_le_bytes(b) as f32).collect()
         }
         ty => {
-            let format = Format::of(ty).ok_or_else(|| format!("{ty:?} are no real numbers"))?;
+            let format = Format::of(ty).expect("results are integers or real numbers");
             let mut out = vec![0.0; n];
-            // SAFETY: `n` elements on either side: the tensor is dense.
+            // SAFETY: the tensor is contiguous, so `bytes` has `n` elements in whole blocks, as `out` has.
             unsafe { (format.dequantize_row)(bytes.as_ptr(), out.as_mut_ptr(), n) };
             out
         }
@@ -208,11 +224,11 @@ fn content(operand: &Operand, n: u64, random: &mut Random) -> Vec<u8> {
         Type::I32 => values.flat_map(|x| (x as i32).to_le_bytes()).collect(),
         Type::I64 => values.flat_map(|x| (x as i64).to_le_bytes()).collect(),
         ty => {
-            let format = Format::of(ty).expect("cases are of integers and real numbers");
-            // Searches for the best quants take long: what is large repeats itself.
+            let format = Format::of(ty).expect("operands are integers or real numbers");
+            // Quantisation is slow: large tensors repeat their first elements.
             let some: Vec<f32> = values.by_ref().take(LARGEST.min(n)).collect();
             let mut bytes = vec![0; format.row_bytes(some.len())];
-            // SAFETY: as many elements on either side.
+            // SAFETY: `bytes` has room for the blocks of `some.len()` elements.
             unsafe { (format.quantize_row)(some.as_ptr(), bytes.as_mut_ptr(), some.len()) };
             bytes
                 .iter()
@@ -224,5 +240,5 @@ fn content(operand: &Operand, n: u64, random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// Elements of a tensor that are random, a whole number of blocks of any type.
+/// Random elements of a tensor: a multiple of the block size of every type.
 const LARGEST: usize = 1 << 18;

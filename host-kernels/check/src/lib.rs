@@ -1,15 +1,16 @@
-//! Whether an engine is right and how fast it is: one case for each family of operators beside the CPU engine, and
-//! rates of memory, products and attention beside what the device can do at most.
+//! The self-test of an engine: results of each family of operators compared with the CPU engine, and rates of copies, matrix
+//! products and attention.
 //!
-//! Made for the first minutes on a new GPU (`vgpu gpu-check`): a few minutes, no model files, one table.
+//! `vgpu gpu-check` runs it on a new GPU. It takes a few minutes and needs no model files.
 
 mod cases;
 mod cublas;
+mod decode_check;
+mod error;
 mod graph;
-mod greedy;
 pub mod model;
-mod published;
 mod rates;
+mod synthetic_gguf;
 mod tune;
 
 use std::time::Duration;
@@ -18,21 +19,22 @@ use vgpu_cuda::autotune::{GemmVariant, TuningTable};
 use vgpu_engine::Engine;
 
 pub use cases::{Case, Outcome};
-pub use greedy::{MOST_TOKENS, Text};
-pub use published::{PUBLISHED, Published};
+pub use decode_check::{Decoding, MAX_TOKENS};
+pub use error::CheckError;
 pub use rates::{Ceilings, Rate, Work};
+pub use synthetic_gguf::{SHAPES, SyntheticModel};
 pub use tune::{Extents, Tuned};
 
-/// How much is looked at.
+/// Extent of the measurements.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Bytes of weights that products are measured with: several times a device's cache.
+    /// Bytes of weights of a measurement: several times the device's cache.
     pub weights: u64,
     /// Rows and columns of those weights.
     pub size: u64,
-    /// For how long a rate is measured.
+    /// Time of one measurement.
     pub time: Duration,
-    /// For how long rates are measured at all, if there is a limit.
+    /// Time limit of all measurements.
     pub budget: Option<Duration>,
 }
 
@@ -47,38 +49,46 @@ impl Default for Options {
     }
 }
 
-/// Compares `engine` with `oracle`, a case for each family of operators; `seen` is told of each at once.
+/// Compares `engine` with the reference `oracle`, several cases for each family of operators. Calls `seen` after each case.
 pub fn compare(engine: &dyn Engine, oracle: &dyn Engine, seen: impl FnMut(&Case)) -> Vec<Case> {
     cases::run(engine, oracle, seen)
 }
 
-/// Has both write texts of so many tokens, [`MOST_TOKENS`] at most, with small models of several families; `seen` is told of
-/// each at once.
-pub fn texts(
+/// Decodes `tokens` tokens, [`MAX_TOKENS`] at most, greedily on both engines with small models of several families. Calls
+/// `seen` after each model.
+pub fn compare_decoding(
     engine: &dyn Engine,
     oracle: &dyn Engine,
     tokens: u64,
-    seen: impl FnMut(&Text),
-) -> Vec<Text> {
-    greedy::run(engine, oracle, tokens, seen)
+    seen: impl FnMut(&Decoding),
+) -> Vec<Decoding> {
+    decode_check::run(engine, oracle, tokens, seen)
 }
 
-/// What the device's memory can do at most: copies.
-pub fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceilings, String> {
+/// Measures copies within the device, to it and from it.
+///
+/// # Errors
+///
+/// If the engine refuses the memory or a copy fails.
+pub fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceilings, CheckError> {
     rates::ceilings(engine, options)
 }
 
-/// What the engine reaches at most in a second: with copies and products of one column for memory, with products of many
-/// columns for operations.
+/// The peak rates of the engine: bytes per second of copies and matrix-vector products, operations per second of matrix
+/// products with many columns.
+///
+/// # Errors
+///
+/// If the engine refuses a measurement.
 pub fn peaks(
     engine: &dyn Engine,
     options: &Options,
-) -> Result<vgpu_engine::roofline::Rates, String> {
+) -> Result<vgpu_engine::roofline::Rates, CheckError> {
     rates::peaks(engine, options)
 }
 
-/// Measures products and attention, and cuBLASLt beside them where that is; `seen` is told of each rate at once. Also says how
-/// many were left out because the time was up.
+/// Measures matrix products and attention, and cuBLASLt for comparison if it is installed. Calls `seen` after each rate. Also
+/// returns how many rates the time limit left out.
 pub fn rates(
     engine: &dyn Engine,
     options: &Options,
@@ -87,7 +97,8 @@ pub fn rates(
     rates::run(engine, options, seen)
 }
 
-/// Measures products of many columns on engines that do them in each way; `seen` is told of each at once. Returns the fastest.
+/// Measures GEMMs on engines that are forced to each variant, and returns a table of the fastest. Calls `seen` after each
+/// measurement.
 pub fn tune(
     engines: &[(GemmVariant, &dyn Engine); 3],
     options: &Options,

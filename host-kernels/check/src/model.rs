@@ -1,5 +1,5 @@
-//! Graphs of language models as llama.cpp makes them: its operators in its order, with memory for intermediates that is
-//! used again and again, in place where ggml computes in place.
+//! Graphs of language models as llama.cpp builds them: the same operators in the same order, with intermediates that share
+//! memory and are computed in place where ggml does so.
 
 use std::sync::Arc;
 
@@ -8,59 +8,60 @@ use vgpu_transport::ir::{
     Tensor, Type, ValidGraph, validate,
 };
 
+use super::graph::Random;
 use vgpu_cpu::formats::Format;
 use vgpu_engine::{Engine, Memory, Plan};
 
-/// What a model looks like.
+/// The hyperparameters of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct Model {
-    /// Layers, all alike.
+    /// Number of layers.
     pub layers: u64,
-    /// The type of matrices.
+    /// Type of the matrices.
     pub weights: Type,
-    /// The type of cached keys and values.
+    /// Type of the KV cache.
     pub cache: Type,
-    /// Elements of a token's vector.
+    /// Embedding length.
     pub width: u64,
-    /// Heads of queries.
+    /// Query heads.
     pub heads: u64,
-    /// Heads of keys and of values.
+    /// KV heads.
     pub key_heads: u64,
-    /// Elements of a head.
+    /// Head size.
     pub head: u64,
-    /// Elements between a feed-forward unit's (an expert's) products.
+    /// Feed-forward length, of an expert in MoE models.
     pub inner: u64,
-    /// Tokens there are.
+    /// Vocabulary size.
     pub vocabulary: u64,
-    /// All experts, and those of a token; none in dense models.
+    /// Number of experts, and of experts used for a token; `None` in dense models.
     pub experts: Option<(u64, u64)>,
-    /// The type of experts' matrices, if it is another one.
+    /// Type of the expert matrices, if it differs.
     pub expert_weights: Option<Type>,
-    /// Whether heads of queries and keys are normed, as in Qwen3.
+    /// Whether each head of Q and K is normalised, as in Qwen3.
     pub norms_heads: bool,
-    /// Tokens that the cache has room for.
+    /// Positions of the KV cache.
     pub context: u64,
-    /// Whether some matrices have Q6_K in the place of Q4_K, as llama.cpp has it in Q4_K_M: the output, and values and
-    /// what leads back from the feed-forward unit in every third layer, of the first and the last eighth in all.
+    /// Whether some matrices are Q6_K instead of Q4_K, as in Q4_K_M of llama.cpp: the output; attn_v and ffn_down in the first
+    /// and last eighth of the layers and in every third of the others.
     pub mixes: bool,
-    /// Whether only the last token has logits, as when a text is read in.
+    /// Whether only the last token has logits, as in a prefill.
     pub last_only: bool,
-    /// What else is different.
+    /// The model family.
     pub family: Family,
 }
 
-/// What families of models differ in, besides numbers.
+/// Structural differences between model families.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
     /// Llama, Qwen3, and most others.
     Llama,
-    /// Qwen2: queries, keys and values with biases.
+    /// Qwen2: Q, K and V have biases.
     Qwen2,
-    /// gpt-oss: every product with a bias, experts chosen by their logits, sinks.
+    /// gpt-oss: all matrices have biases, experts are selected by logits, attention sinks.
     GptOss,
 }
 
-/// A model of about 8 billion parameters, as Llama 3 has it.
+/// About 8 billion parameters: the shape of Llama 3 8B.
 pub const DENSE_8B: Model = Model {
     layers: 32,
     weights: Type::Q4K,
@@ -80,7 +81,7 @@ pub const DENSE_8B: Model = Model {
     family: Family::Llama,
 };
 
-/// One of about 70 billion.
+/// About 70 billion parameters.
 pub const DENSE_70B: Model = Model {
     layers: 80,
     width: 8192,
@@ -89,7 +90,7 @@ pub const DENSE_70B: Model = Model {
     ..DENSE_8B
 };
 
-/// One of about 1 billion.
+/// About 1 billion parameters.
 pub const DENSE_1B: Model = Model {
     layers: 16,
     width: 2048,
@@ -99,7 +100,7 @@ pub const DENSE_1B: Model = Model {
     ..DENSE_8B
 };
 
-/// One of about 256 million.
+/// About 256 million parameters.
 pub const DENSE_256M: Model = Model {
     layers: 16,
     width: 1024,
@@ -111,7 +112,7 @@ pub const DENSE_256M: Model = Model {
     ..DENSE_8B
 };
 
-/// One of 30 billion parameters of which 3 are used for a token, as Qwen3 has it.
+/// 30 billion parameters, 3 billion of them active: the shape of Qwen3-30B-A3B.
 pub const EXPERTS_30B: Model = Model {
     layers: 48,
     width: 2048,
@@ -124,8 +125,7 @@ pub const EXPERTS_30B: Model = Model {
     ..DENSE_8B
 };
 
-/// One of 20 billion parameters, 32 experts of which 4 are used, with the shapes of gpt-oss-20b; without its biases,
-/// sinks and windows.
+/// The shape of gpt-oss-20b: 32 experts, 4 of them active; without biases, sinks and sliding windows.
 pub const EXPERTS_20B: Model = Model {
     layers: 24,
     weights: Type::Q8_0,
@@ -141,7 +141,7 @@ pub const EXPERTS_20B: Model = Model {
     ..DENSE_8B
 };
 
-/// A model of a size that tests can run.
+/// A small model for tests.
 pub const TINY: Model = Model {
     layers: 2,
     weights: Type::Q8_0,
@@ -161,32 +161,32 @@ pub const TINY: Model = Model {
     family: Family::Llama,
 };
 
-/// The same with biases.
+/// [`TINY`] with biases.
 pub const TINY_BIASES: Model = Model {
     family: Family::Qwen2,
     ..TINY
 };
 
-/// The same with experts and biases everywhere.
+/// [`TINY`] with experts and biases everywhere.
 pub const TINY_GPT_OSS: Model = Model {
     experts: Some((4, 2)),
     family: Family::GptOss,
     ..TINY
 };
 
-/// The same with experts.
+/// [`TINY`] with experts.
 pub const TINY_EXPERTS: Model = Model {
     experts: Some((4, 2)),
     norms_heads: true,
     ..TINY
 };
 
-/// The part of the cache that a step sees, and how many tokens it computes.
+/// The extents of a model step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Step {
-    /// Tokens that are computed.
+    /// Tokens that the step computes.
     pub tokens: u64,
-    /// Tokens of the cache that they attend to, or that a mask hides from them.
+    /// KV positions that the attention reads; the mask may hide some.
     pub seen: u64,
 }
 
@@ -195,16 +195,16 @@ const WEIGHTS: u32 = 0;
 const CACHE: u32 = 1;
 const COMPUTE: u32 = 2;
 
-/// Least bytes of the buffer for intermediates.
+/// Minimum size in bytes of the buffer of intermediates.
 const COMPUTE_BYTES: u64 = 4 << 20;
 
-/// Elements of a tensor that are random, a whole number of blocks of any type: large ones repeat them.
+/// Random elements of a tensor, a multiple of the block size of every type. Larger tensors repeat them.
 const RANDOM_ELEMENTS: usize = 1 << 18;
 
-/// Places are multiples of this.
+/// Alignment of tensors in bytes.
 const ALIGN: u64 = 256;
 
-/// A tensor: the root whose memory it has, its shape, and where in the root it begins.
+/// A view: the root tensor that owns the memory, a shape, and an offset in bytes.
 #[derive(Debug, Clone, Copy)]
 struct View {
     root: usize,
@@ -212,30 +212,30 @@ struct View {
     offset: u64,
 }
 
-/// Memory of its own.
+/// A tensor that owns memory.
 struct Root {
     shape: Shape,
-    /// Where, if not for the allocator to say.
+    /// Buffer and offset, or `None` if the allocator decides.
     fixed: Option<(u32, u64)>,
 }
 
-/// A graph in the making.
-pub struct Draft {
+/// Builds a graph.
+pub struct ModelBuilder {
     model: Model,
     roots: Vec<Root>,
     nodes: Vec<(Op, View, Vec<Option<View>>)>,
     weights_end: u64,
     cache_end: u64,
-    /// Inputs that are written before each run: their place among the intermediates, by name.
+    /// Inputs that are written before each run, by name: indices of their roots.
     inputs: Vec<(&'static str, usize)>,
 }
 
-/// A graph and where its inputs and its result are.
+/// A graph, its inputs and its result.
 #[derive(Clone)]
 pub struct Built {
-    /// The graph, over three buffers: weights, cache, intermediates.
+    /// The graph over three buffers: weights, KV cache, intermediates.
     pub graph: Graph,
-    /// Bytes of the buffers.
+    /// Sizes of the buffers in bytes.
     pub sizes: [u64; 3],
     inputs: Vec<(&'static str, Tensor)>,
     /// The logits.
@@ -248,7 +248,7 @@ fn dense(ty: Type, ne: [u64; 4]) -> Shape {
     Shape::contiguous(ty, ne).expect("models of tests are small")
 }
 
-impl Draft {
+impl ModelBuilder {
     fn root(&mut self, shape: Shape, fixed: Option<(u32, u64)>) -> View {
         self.roots.push(Root { shape, fixed });
         View {
@@ -269,7 +269,7 @@ impl Draft {
         self.weight(self.model.weights, [columns, rows, 1, 1])
     }
 
-    /// The type of the matrices of a layer that Q4_K_M may keep in more bits.
+    /// The type of the matrices of a layer that Q4_K_M quantises with more bits.
     fn finer(&self, layer: u64) -> Type {
         let Model {
             layers,
@@ -309,7 +309,7 @@ impl Draft {
         self.nodes.push((op, dst, src));
     }
 
-    /// The same elements in order with other extents.
+    /// Reshapes a contiguous view.
     fn reshape(view: View, ne: [u64; 4]) -> View {
         assert!(view.shape.is_contiguous());
         View {
@@ -335,7 +335,7 @@ impl Draft {
         self.node(op, shape, &[w, x])
     }
 
-    /// A product with its bias, if this family has one here.
+    /// A matrix product, plus a bias if there is one.
     fn biased(&mut self, w: View, x: View, has_bias: bool) -> View {
         let y = self.product(w, x);
         if !has_bias {
@@ -345,7 +345,7 @@ impl Draft {
         self.node(Op::Add {}, y.shape, &[y, bias])
     }
 
-    /// The same of experts.
+    /// A product with expert matrices, plus biases if the family has them.
     fn experts_biased(&mut self, w: View, x: View, ids: View) -> View {
         let y = self.experts_product(w, x, ids);
         if self.model.family != Family::GptOss {
@@ -394,7 +394,7 @@ impl Draft {
             ..
         } = self.model;
         let Step { tokens, seen } = step;
-        let split = |view: View, heads| Draft::reshape(view, [head, heads, tokens, 1]);
+        let split = |view: View, heads| ModelBuilder::reshape(view, [head, heads, tokens, 1]);
         let wq = self.matrix(width, head * heads);
         let wv = self.weight(self.finer(layer), [width, head * key_heads, 1, 1]);
         let wk = self.matrix(width, head * key_heads);
@@ -417,7 +417,7 @@ impl Draft {
         let mut caches = Vec::new();
         for new in [k, v] {
             let cache = self.cache([row, context, 1, 1]);
-            let rows = Draft::reshape(new, [row, tokens, 1, 1]);
+            let rows = ModelBuilder::reshape(new, [row, tokens, 1, 1]);
             self.node_into(Op::SetRows {}, cache, &[rows, inputs.places]);
             let mut part = cache;
             let bytes = part.shape.ty.row_bytes(head).expect("whole blocks");
@@ -442,7 +442,7 @@ impl Draft {
             sources.push(self.weight(Type::F32, [heads, 1, 1, 1]));
         }
         let seen = self.node(op, shape, &sources);
-        let seen = Draft::reshape(seen, [head * heads, tokens, 1, 1]);
+        let seen = ModelBuilder::reshape(seen, [head * heads, tokens, 1, 1]);
         let wo = self.matrix(head * heads, width);
         self.biased(wo, seen, is_oss)
     }
@@ -472,7 +472,7 @@ impl Draft {
         self.node(op, gate.shape, &[gate, up])
     }
 
-    /// The weights and ids of a token's experts: of the probabilities of all, the largest, with 1 as their sum.
+    /// Weights and ids of the experts of each token: top-k of the softmax over all experts, normalised.
     fn route(&mut self, logits: View, used: u64) -> (View, View) {
         let [experts, tokens, ..] = logits.shape.ne;
         let op = Op::SoftMax {
@@ -490,13 +490,13 @@ impl Draft {
         );
         let mut ids = sorted;
         ids.shape.ne[0] = used;
-        let each = Draft::reshape(probabilities, [1, experts, tokens, 1]);
+        let each = ModelBuilder::reshape(probabilities, [1, experts, tokens, 1]);
         let weights = self.node(
             Op::GetRows {},
             dense(Type::F32, [1, used, tokens, 1]),
             &[each, ids],
         );
-        let weights = Draft::reshape(weights, [used, tokens, 1, 1]);
+        let weights = ModelBuilder::reshape(weights, [used, tokens, 1, 1]);
         let sum = self.node(
             Op::SumRows {},
             dense(Type::F32, [1, tokens, 1, 1]),
@@ -511,7 +511,7 @@ impl Draft {
         (weights, ids)
     }
 
-    /// The same from the largest logits: the probabilities of these alone.
+    /// Weights and ids of the experts of each token: softmax over the top-k logits.
     fn route_by_logits(&mut self, logits: View, used: u64) -> (View, View) {
         let [experts, tokens, ..] = logits.shape.ne;
         let op = Op::Argsort {
@@ -520,10 +520,10 @@ impl Draft {
         let sorted = self.node(op, dense(Type::I32, [experts, tokens, 1, 1]), &[logits]);
         let mut ids = sorted;
         ids.shape.ne[0] = used;
-        let each = Draft::reshape(logits, [1, experts, tokens, 1]);
+        let each = ModelBuilder::reshape(logits, [1, experts, tokens, 1]);
         let shape = dense(Type::F32, [1, used, tokens, 1]);
         let chosen = self.node(Op::GetRows {}, shape, &[each, ids]);
-        let chosen = Draft::reshape(chosen, [used, tokens, 1, 1]);
+        let chosen = ModelBuilder::reshape(chosen, [used, tokens, 1, 1]);
         let op = Op::SoftMax {
             scale: 1.0,
             max_bias: 0.0,
@@ -545,8 +545,8 @@ impl Draft {
             true => self.route_by_logits(logits, used),
             false => self.route(logits, used),
         };
-        let weights = Draft::reshape(weights, [1, used, tokens, 1]);
-        let x = Draft::reshape(x, [width, 1, tokens, 1]);
+        let weights = ModelBuilder::reshape(weights, [1, used, tokens, 1]);
+        let x = ModelBuilder::reshape(x, [width, 1, tokens, 1]);
         let gated = self.experts_biased(gate, x, ids);
         let upped = self.experts_biased(up, x, ids);
         let y = self.unit(gated, upped);
@@ -576,7 +576,7 @@ struct Inputs {
     mask: View,
 }
 
-/// Operators that ggml computes in place, as far as these models have them.
+/// Operators of these models that ggml computes in place (`ggml_op_can_inplace`).
 fn can_be_in_place(op: &Op) -> bool {
     matches!(
         op,
@@ -591,9 +591,9 @@ fn can_be_in_place(op: &Op) -> bool {
 }
 
 impl Model {
-    /// The graph of a step.
+    /// Builds the graph of a step.
     pub fn graph(self, step: Step) -> Built {
-        let mut draft = Draft {
+        let mut builder = ModelBuilder {
             model: self,
             roots: Vec::new(),
             nodes: Vec::new(),
@@ -602,45 +602,45 @@ impl Model {
             inputs: Vec::new(),
         };
         let Step { tokens, seen } = step;
-        let ids = draft.input("tokens", Type::I32, [tokens, 1, 1, 1]);
+        let ids = builder.input("tokens", Type::I32, [tokens, 1, 1, 1]);
         let inputs = Inputs {
-            positions: draft.input("positions", Type::I32, [tokens, 1, 1, 1]),
-            places: draft.input("places", Type::I64, [tokens, 1, 1, 1]),
-            mask: draft.input("mask", Type::F16, [seen, tokens, 1, 1]),
+            positions: builder.input("positions", Type::I32, [tokens, 1, 1, 1]),
+            places: builder.input("places", Type::I64, [tokens, 1, 1, 1]),
+            mask: builder.input("mask", Type::F16, [seen, tokens, 1, 1]),
         };
-        let table = draft.matrix(self.width, self.vocabulary);
+        let table = builder.matrix(self.width, self.vocabulary);
         let shape = dense(Type::F32, [self.width, tokens, 1, 1]);
-        let mut x = draft.node(Op::GetRows {}, shape, &[table, ids]);
+        let mut x = builder.node(Op::GetRows {}, shape, &[table, ids]);
         for layer in 0..self.layers {
-            let normed = draft.norm(x, self.width);
-            let mut seen = draft.attention(normed, &inputs, step, layer);
+            let normed = builder.norm(x, self.width);
+            let mut seen = builder.attention(normed, &inputs, step, layer);
             if layer + 1 == self.layers && self.last_only && tokens > 1 {
-                let last = draft.input("last", Type::I32, [1; 4]);
+                let last = builder.input("last", Type::I32, [1; 4]);
                 let shape = dense(Type::F32, [self.width, 1, 1, 1]);
-                seen = draft.node(Op::GetRows {}, shape, &[seen, last]);
-                x = draft.node(Op::GetRows {}, shape, &[x, last]);
+                seen = builder.node(Op::GetRows {}, shape, &[seen, last]);
+                x = builder.node(Op::GetRows {}, shape, &[x, last]);
             }
-            let y = draft.node(Op::Add {}, x.shape, &[seen, x]);
-            let normed = draft.norm(y, self.width);
+            let y = builder.node(Op::Add {}, x.shape, &[seen, x]);
+            let normed = builder.norm(y, self.width);
             let z = match self.experts {
-                Some(experts) => draft.mixture(normed, experts, layer),
-                None => draft.feed_forward(normed, layer),
+                Some(experts) => builder.mixture(normed, experts, layer),
+                None => builder.feed_forward(normed, layer),
             };
-            x = draft.node(Op::Add {}, y.shape, &[z, y]);
+            x = builder.node(Op::Add {}, y.shape, &[z, y]);
         }
-        let normed = draft.norm(x, self.width);
+        let normed = builder.norm(x, self.width);
         let finest = match self.mixes && self.weights == Type::Q4K {
             true => Type::Q6K,
             false => self.weights,
         };
-        let output = draft.weight(finest, [self.width, self.vocabulary, 1, 1]);
-        draft.product(output, normed);
-        draft.finish(step)
+        let output = builder.weight(finest, [self.width, self.vocabulary, 1, 1]);
+        builder.product(output, normed);
+        builder.finish(step)
     }
 }
 
-impl Draft {
-    /// Gives every intermediate a place that is free while it lives.
+impl ModelBuilder {
+    /// Allocates the intermediates by lifetime, as ggml-alloc does.
     fn finish(self, step: Step) -> Built {
         let count = self.roots.len();
         let mut last_use = vec![0; count];
@@ -652,11 +652,11 @@ impl Draft {
         let result_root = self.nodes.last().expect("a model has nodes").1.root;
         last_use[result_root] = usize::MAX;
         for (_, root) in &self.inputs {
-            last_use[*root] = usize::MAX; // written again before each run
+            last_use[*root] = usize::MAX; // written before each run
         }
         let mut compute_end = COMPUTE_BYTES;
         let mut places: Vec<Option<(u32, u64)>> = self.roots.iter().map(|r| r.fixed).collect();
-        // Who has which bytes of the intermediates.
+        // Allocated ranges of the intermediates: start, end, root.
         let mut taken: Vec<(u64, u64, usize)> = Vec::new();
         let size = |root: usize| {
             self.roots[root]
@@ -747,26 +747,20 @@ impl Draft {
     }
 }
 
-/// The memory of a model on an engine, filled with numbers that are the same each time.
+/// The memory of a model on an engine. Weights are the same random numbers each time.
 pub struct Loaded {
-    /// Weights, cache, intermediates.
+    /// Weights, KV cache, intermediates.
     pub buffers: Vec<Arc<dyn Memory>>,
 }
 
 impl Built {
-    /// Memory on `engine` with random weights.
+    /// Allocates memory on `engine` and fills it with random weights.
     pub fn load(&self, engine: &dyn Engine) -> Loaded {
         let buffers: Vec<_> = { self.sizes.iter() }
             .map(|&size| engine.alloc(size).expect("memory"))
             .collect();
         buffers[WEIGHTS as usize].mark_weights();
-        let mut state = 1u64;
-        let mut number = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-        };
+        let mut random = Random::new(1);
         let mut seen = Vec::new();
         for tensor in &self.graph.tensors {
             if tensor.buffer != WEIGHTS || seen.contains(&tensor.offset) {
@@ -774,7 +768,7 @@ impl Built {
             }
             seen.push(tensor.offset);
             let n = tensor.shape.elements().unwrap() as usize;
-            // Of about the size that keeps results near 1.
+            // Variance 1 / columns: products keep the variance of the activations.
             let [columns, rows, ..] = tensor.shape.ne;
             let size = if rows == 1 {
                 1.0
@@ -782,11 +776,11 @@ impl Built {
                 (3.0 / columns as f32).sqrt()
             };
             let values: Vec<f32> = { 0..n.min(RANDOM_ELEMENTS) }
-                .map(|_| size * number())
+                .map(|_| size * random.number())
                 .collect();
             let format = Format::of(tensor.shape.ty).expect("weights are real numbers");
             let mut bytes = vec![0; format.row_bytes(values.len())];
-            // SAFETY: as many elements on either side.
+            // SAFETY: `bytes` has room for the blocks of `values.len()` elements.
             unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len()) };
             let all = format.row_bytes(n);
             for start in (0..all).step_by(bytes.len()) {
@@ -799,7 +793,7 @@ impl Built {
         Loaded { buffers }
     }
 
-    /// The graph, validated for an engine that runs all of it.
+    /// The graph, validated for an engine that supports all of it.
     pub fn valid(&self, engine: &dyn Engine) -> ValidGraph {
         let size = |id: BufferId| Some(self.sizes[id.0 as usize - 1]);
         validate(
@@ -811,12 +805,12 @@ impl Built {
         .expect("a graph that the engine runs")
     }
 
-    /// The plan of an engine over memory that was loaded there.
+    /// Compiles the graph over the memory of [`Built::load`].
     pub fn compile(&self, engine: &dyn Engine, loaded: &Loaded) -> Box<dyn Plan> {
         { engine.compile(&self.valid(engine), &loaded.buffers) }.expect("it compiles")
     }
 
-    /// Writes what the step at `position` of a text is given.
+    /// Writes the inputs of the step at `position` of a sequence.
     pub fn write_inputs(&self, loaded: &Loaded, position: u64) {
         let Step { tokens, seen } = self.step;
         for (name, tensor) in &self.inputs {
@@ -839,13 +833,13 @@ impl Built {
         }
     }
 
-    /// Whether a tensor lies where an input does.
+    /// Whether a tensor is at the offset of an input.
     pub fn is_input(&self, tensor: &Tensor) -> bool {
         let mut inputs = self.inputs.iter();
         inputs.any(|(_, input)| (input.buffer, input.offset) == (tensor.buffer, tensor.offset))
     }
 
-    /// Writes one number of an input of integers.
+    /// Writes the first integer of an input.
     pub fn write_input(&self, loaded: &Loaded, name: &str, value: i64) {
         let (_, tensor) = { self.inputs.iter() }
             .find(|(known, _)| *known == name)
@@ -856,7 +850,7 @@ impl Built {
         written.expect("inputs lie in their buffer");
     }
 
-    /// The result of the last run.
+    /// Reads the logits of the last run.
     pub fn read_result(&self, loaded: &Loaded) -> Vec<f32> {
         let mut bytes = vec![0; self.result.shape.extent().unwrap() as usize];
         let read =

@@ -1,57 +1,57 @@
-//! How fast an engine is: copies, products of each type, attention.
+//! Rates of an engine: copies, matrix products of each type, attention.
 
 use std::time::{Duration, Instant};
 
 use vgpu_transport::ir::{Op, Precision, Shape, Type};
 
-use super::Options;
 use super::cublas::Cublas;
 use super::graph::{Builder, Fill, Loaded, Operand, Random};
+use super::{CheckError, Options};
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::roofline::Rates;
 use vgpu_engine::{Engine, Memory};
 
-/// What the device's memory can do at most, in bytes a second.
+/// Rates of copies in bytes per second: upper bounds of the device's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Ceilings {
-    /// Copies within the device, bytes read and written.
+    /// Copies within the device; bytes read and written both count.
     pub within: f64,
-    /// From the host's memory.
+    /// From host to device.
     pub upload: f64,
-    /// To the host's memory.
+    /// From device to host.
     pub download: f64,
 }
 
-/// What a rate counts.
+/// The unit of work of a rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// Bytes of weights, keys and values, each read once.
+    /// Bytes of weights, K and V, each read once.
     Bytes,
     /// Floating-point operations.
     Operations,
 }
 
-/// A rate, or why there is none.
+/// A measured rate, or why the measurement failed.
 #[derive(Debug, Clone)]
 pub struct Rate {
-    /// What was measured.
+    /// The operation and its extents.
     pub name: String,
-    /// What is counted.
+    /// The unit of `rate`.
     pub work: Work,
-    /// Whether it is the engine's, and not what others reach on the same device.
+    /// Whether the engine was measured, and not cuBLASLt on the same device.
     pub is_ours: bool,
-    /// So many a second.
-    pub rate: Result<f64, String>,
-    /// Seconds that one takes.
+    /// Work per second.
+    pub rate: Result<f64, CheckError>,
+    /// Seconds of one run.
     pub seconds: f64,
 }
 
-/// The median time of what `run` does, over at least three runs and about `time`.
+/// The median time in seconds of `run`, over at least three runs and about `time`.
 pub(super) fn median(
     time: Duration,
-    mut run: impl FnMut() -> Result<(), String>,
-) -> Result<f64, String> {
-    run()?; // the first one warms caches up
+    mut run: impl FnMut() -> Result<(), CheckError>,
+) -> Result<f64, CheckError> {
+    run()?; // warm-up
     let (begin, mut times) = (Instant::now(), Vec::new());
     while times.len() < 3 || begin.elapsed() < time {
         let start = Instant::now();
@@ -62,33 +62,28 @@ pub(super) fn median(
     Ok(times[times.len() / 2].max(1e-9))
 }
 
-pub(super) fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceilings, String> {
-    let text = |error: vgpu_engine::EngineError| error.to_string();
+pub(super) fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceilings, CheckError> {
     let size = options.weights;
-    let (from, to) = (
-        engine.alloc(size).map_err(text)?,
-        engine.alloc(size).map_err(text)?,
-    );
+    let (from, to) = (engine.alloc(size)?, engine.alloc(size)?);
     let mut random = Random::new(7);
     let mut host: Vec<u8> = (0..size.min(64 << 20))
         .map(|_| random.below(256) as u8)
         .collect();
     let chunk = host.len() as u64;
-    let upload = median(options.time, || {
-        from.write(0, host.as_slice().into()).map_err(text)
-    })?;
+    let upload = median(options.time, || Ok(from.write(0, host.as_slice().into())?))?;
     for start in (chunk..size).step_by(chunk as usize) {
         let len = chunk.min(size - start);
-        to.copy_from(start, &*from, 0, len).map_err(text)?;
+        to.copy_from(start, &*from, 0, len)?;
     }
-    // A copy returns when it was asked for: a byte that is read waits for it.
+    // A copy is asynchronous: reading a byte waits for it.
     let within = median(options.time, || {
         let mut last = [0];
-        to.copy_from(0, &*from, 0, size).map_err(text)?;
-        to.read(size - 1, last.as_mut_slice().into()).map_err(text)
+        to.copy_from(0, &*from, 0, size)?;
+        to.read(size - 1, last.as_mut_slice().into())?;
+        Ok(())
     })?;
     let download = median(options.time, || {
-        from.read(0, host.as_mut_slice().into()).map_err(text)
+        Ok(from.read(0, host.as_mut_slice().into())?)
     })?;
     Ok(Ceilings {
         within: 2.0 * size as f64 / within,
@@ -97,7 +92,7 @@ pub(super) fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceiling
     })
 }
 
-pub(super) fn peaks(engine: &dyn Engine, options: &Options) -> Result<Rates, String> {
+pub(super) fn peaks(engine: &dyn Engine, options: &Options) -> Result<Rates, CheckError> {
     let mut peaks = Rates {
         memory: ceilings(engine, options)?.within,
         operations: 0.0,
@@ -112,7 +107,7 @@ pub(super) fn peaks(engine: &dyn Engine, options: &Options) -> Result<Rates, Str
     Ok(peaks)
 }
 
-/// Types of weights, what matters most first.
+/// Types of weights, the most important first.
 pub(super) const POPULAR: [Type; 9] = [
     Type::Q4K,
     Type::Q6K,
@@ -125,16 +120,16 @@ pub(super) const POPULAR: [Type; 9] = [
     Type::Iq4Nl,
 ];
 
-/// What a rate is of.
+/// What a rate measures.
 enum Subject {
     Product(Type, u64, Work),
     Attention(Type, u64, u64),
-    /// NVIDIA's own product with so many columns, on this GPU.
+    /// The cuBLASLt product with this number of columns, on the GPU of this ordinal.
     Cublas(Type, u64, u32),
 }
 
 impl Subject {
-    /// All of them, what matters most first.
+    /// All subjects, the most important first.
     fn all(engine: &dyn Engine, options: &Options) -> Vec<Subject> {
         let has_kernel = |ty: &Type| MatmulKernel::of(*ty).is_some();
         let others = Type::ALL.iter().copied().filter(|ty| !POPULAR.contains(ty));
@@ -189,22 +184,20 @@ impl Subject {
         }
     }
 
-    /// The amount of work, and the seconds it takes.
+    /// The amount of work and its time in seconds.
     fn measure(
         &self,
         engine: &dyn Engine,
         options: &Options,
-        cublas: &Result<Cublas, String>,
-    ) -> Result<(f64, f64), String> {
+        cublas: &Result<Cublas, CheckError>,
+    ) -> Result<(f64, f64), CheckError> {
         match *self {
             Subject::Product(ty, columns, work) => {
                 product(engine, options, ty, [options.size; 2], columns, work)
             }
             Subject::Attention(ty, tokens, keys) => attention(engine, options, ty, tokens, keys),
             Subject::Cublas(ty, columns, ordinal) => {
-                let library = cublas
-                    .as_ref()
-                    .map_err(|reason| format!("not there: {reason}"))?;
+                let library = cublas.as_ref().map_err(Clone::clone)?;
                 let n = options.size;
                 let seconds = library.seconds(ordinal, ty, n, columns, options.time)?;
                 Ok((2.0 * (n * n * columns) as f64, seconds))
@@ -213,7 +206,7 @@ impl Subject {
     }
 }
 
-/// Measures as much as there is time for; also says how many are left out.
+/// Measures until the budget is spent. Returns the rates and the number of subjects left out.
 pub(super) fn run(
     engine: &dyn Engine,
     options: &Options,
@@ -243,21 +236,21 @@ pub(super) fn run(
     (all, 0)
 }
 
-/// Operations a second of a product with so many rows of weights and columns.
+/// Operations per second of a matrix product of `rows` rows of weights and `columns` columns.
 pub(super) fn operations(
     engine: &dyn Engine,
     options: &Options,
     ty: Type,
     rows: u64,
     columns: u64,
-) -> Result<f64, String> {
+) -> Result<f64, CheckError> {
     let extents = [options.size, rows];
     let (amount, seconds) = product(engine, options, ty, extents, columns, Work::Operations)?;
     Ok(amount / seconds)
 }
 
-/// Products with different weights of `n` by `rows`, so that none is in a cache: the amount of work of all, and the seconds
-/// it takes.
+/// Matrix products with different weights of `n` by `rows`, so that none is cached. Returns the total work and its time in
+/// seconds.
 fn product(
     engine: &dyn Engine,
     options: &Options,
@@ -265,7 +258,7 @@ fn product(
     [n, rows]: [u64; 2],
     columns: u64,
     work: Work,
-) -> Result<(f64, f64), String> {
+) -> Result<(f64, f64), CheckError> {
     let mut random = Random::new(3);
     let mut builder = Builder::default();
     let numbers = |ty, ne| Operand {
@@ -273,28 +266,18 @@ fn product(
         ne,
         fill: Fill::Numbers(-1.0, 1.0),
     };
-    let add = |builder: &mut Builder, random: &mut Random, operand| {
-        let tensor = builder.tensor(operand, random);
-        tensor.ok_or_else(|| "a tensor without a size".to_owned())
-    };
-    let x = add(
-        &mut builder,
-        &mut random,
-        numbers(Type::F32, [n, columns, 1, 1]),
-    )?;
-    let dst = add(
-        &mut builder,
-        &mut random,
-        numbers(Type::F32, [rows, columns, 1, 1]),
-    )?;
-    let first = add(&mut builder, &mut random, numbers(ty, [n, rows, 1, 1]))?;
+    let x = builder.tensor(numbers(Type::F32, [n, columns, 1, 1]), &mut random)?;
+    let dst = builder.tensor(numbers(Type::F32, [rows, columns, 1, 1]), &mut random)?;
+    let first = builder.tensor(numbers(ty, [n, rows, 1, 1]), &mut random)?;
     let (at, shape) = (
         builder.tensor_at(first).offset,
         builder.tensor_at(first).shape,
     );
-    let bytes = shape.extent().ok_or("weights without a size")?;
+    let bytes = shape
+        .extent()
+        .ok_or(CheckError::TensorSize { ty, ne: shape.ne })?;
     let step = bytes.next_multiple_of(256);
-    // Arithmetic is the same with few weights.
+    // The rate of operations does not need distinct weights.
     let most = match work {
         Work::Bytes => options.weights,
         Work::Operations => options.weights.min(2 * step),
@@ -319,31 +302,32 @@ fn product(
     measure(loaded, options, amount)
 }
 
-/// Copies the first of `count` blocks of memory to the others.
-fn repeat(memory: &dyn Memory, at: u64, bytes: u64, step: u64, count: u64) -> Result<(), String> {
+/// Copies the first of `count` matrices to the others.
+fn repeat(
+    memory: &dyn Memory,
+    at: u64,
+    bytes: u64,
+    step: u64,
+    count: u64,
+) -> Result<(), CheckError> {
     for i in 1..count {
-        memory
-            .copy_from(at + i * step, memory, at, bytes)
-            .map_err(|error| error.to_string())?;
+        memory.copy_from(at + i * step, memory, at, bytes)?;
     }
     Ok(())
 }
 
-/// Attention of `tokens` to `keys`, as an 8B model has it: 32 heads of 128 over 8 of keys and values. For one token
-/// bytes of the cache count, for many the operations.
+/// Attention of `tokens` queries to `keys` KV positions with the shape of an 8B model: 32 heads of 128, 8 KV heads. The work
+/// is bytes of the KV cache for one token, operations for several.
 fn attention(
     engine: &dyn Engine,
     options: &Options,
     ty: Type,
     tokens: u64,
     keys: u64,
-) -> Result<(f64, f64), String> {
+) -> Result<(f64, f64), CheckError> {
     let (size, heads, kv, mut random) = (128, 32, 8, Random::new(9));
     let mut builder = Builder::default();
-    let mut add = |ty, ne, fill| {
-        let tensor = builder.tensor(Operand { ty, ne, fill }, &mut random);
-        tensor.ok_or_else(|| "a tensor without a size".to_owned())
-    };
+    let mut add = |ty, ne, fill| builder.tensor(Operand { ty, ne, fill }, &mut random);
     let numbers = Fill::Numbers(-1.0, 1.0);
     let q = add(Type::F32, [size, tokens, heads, 1], numbers)?;
     let k = add(ty, [size, keys, kv, 1], numbers)?;
@@ -362,18 +346,17 @@ fn attention(
         n_kv_max: 0,
     };
     builder.node(op, dst, &[Some(q), Some(k), Some(v), Some(mask)]);
-    let cache = Shape::contiguous(ty, [size, keys, kv, 1]).and_then(|shape| shape.extent());
+    let ne = [size, keys, kv, 1];
+    let cache = Shape::contiguous(ty, ne).and_then(|shape| shape.extent());
     let amount = match tokens {
-        1 => 2.0 * cache.ok_or("a cache without a size")? as f64,
-        // Half of the pairs are hidden.
+        1 => 2.0 * cache.ok_or(CheckError::TensorSize { ty, ne })? as f64,
+        // The causal mask hides half of the pairs.
         _ => 4.0 * (size * heads) as f64 * (tokens * keys) as f64 / 2.0,
     };
     measure(builder.on(engine)?, options, amount)
 }
 
-fn measure(mut loaded: Loaded, options: &Options, amount: f64) -> Result<(f64, f64), String> {
-    let seconds = median(options.time, || {
-        loaded.plan.run().map_err(|error| error.to_string())
-    })?;
+fn measure(mut loaded: Loaded, options: &Options, amount: f64) -> Result<(f64, f64), CheckError> {
+    let seconds = median(options.time, || Ok(loaded.plan.run()?))?;
     Ok((amount, seconds))
 }

@@ -1,24 +1,24 @@
-//! Which kernels multiply the fastest on a GPU: products of many columns in each variant, at extents of models.
+//! Autotuning: the fastest GEMM variant of a GPU for each weight type and extent.
 
 use vgpu_transport::ir::Type;
 
-use super::Options;
 use super::rates;
+use super::{CheckError, Options};
 use vgpu_cuda::autotune::{GemmVariant, TuningTable};
 use vgpu_engine::Engine;
 
-/// What is measured.
+/// The grid of measurements.
 #[derive(Debug, Clone)]
 pub struct Extents {
     /// Types of weights.
     pub types: Vec<Type>,
     /// Rows of weights.
     pub rows: Vec<u64>,
-    /// Columns.
+    /// Columns of activations.
     pub columns: Vec<u64>,
 }
 
-/// What there is a choice for besides the types that matter most.
+/// Further types with several GEMM variants.
 const OTHERS: [Type; 6] = [
     Type::Iq4Xs,
     Type::Q2K,
@@ -29,7 +29,7 @@ const OTHERS: [Type; 6] = [
 ];
 
 impl Default for Extents {
-    /// All types that there is a choice for, between half the smallest and twice the largest extents of usual models.
+    /// All types with several GEMM variants, at extents from half the smallest to twice the largest of common models.
     fn default() -> Extents {
         Extents {
             types: [&rates::POPULAR[..], &OTHERS].concat(),
@@ -39,23 +39,24 @@ impl Default for Extents {
     }
 }
 
-/// One that was measured.
+/// A measurement of all variants.
 #[derive(Debug, Clone)]
 pub struct Tuned {
     /// The type of the weights.
     pub ty: Type,
-    /// Rows and columns of the result.
+    /// Rows of the result.
     pub rows: u64,
-    /// See `rows`.
+    /// Columns of the result.
     pub columns: u64,
-    /// Floating-point operations a second, or why there are none, by variant.
-    pub rates: [(GemmVariant, Result<f64, String>); 3],
+    /// Floating-point operations per second of each variant, or why the measurement failed.
+    pub rates: [(GemmVariant, Result<f64, CheckError>); 3],
 }
 
 impl Tuned {
     /// The fastest variant.
     pub fn best(&self) -> Option<GemmVariant> {
-        let rate = |(_, rate): &&(GemmVariant, Result<f64, String>)| rate.clone().unwrap_or(0.0);
+        let rate =
+            |(_, rate): &&(GemmVariant, Result<f64, CheckError>)| rate.clone().unwrap_or(0.0);
         let best = { self.rates.iter() }.max_by(|a, b| rate(a).total_cmp(&rate(b)))?;
         best.1.is_ok().then_some(best.0)
     }

@@ -69,7 +69,7 @@ fn rates_end_when_the_time_is_up() {
 #[test]
 fn both_engines_write_the_same_texts() {
     let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
-    for text in vgpu_check::texts(&engine, &cpu(), 4, |_| ()) {
+    for text in vgpu_check::compare_decoding(&engine, &cpu(), 4, |_| ()) {
         assert!(text.is_same(), "{text:?}");
     }
 }

@@ -1,12 +1,12 @@
-// DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER: the operators of DeepSeek's models.
+// DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER: operators of DeepSeek models.
 #include "formats.cuh"
 
 namespace {
 
-// Streams that are mixed.
+// Residual streams (hyper-connections).
 constexpr int STREAMS = 4;
 
-// Warps of a block of the indexer, each with a key.
+// Warps of a block of the indexer, one KV position each.
 constexpr int WARPS = 4;
 
 DEVICE float float_at(const View& v, i64 i0, i64 i1, i64 i2, i64 i3) {
@@ -15,7 +15,7 @@ DEVICE float float_at(const View& v, i64 i0, i64 i1, i64 i2, i64 i3) {
 
 } // namespace
 
-// Soft-max of each row, then columns and rows in turn divided by their sums (Sinkhorn and Knopp); a thread for each
+// Softmax of each row, then Sinkhorn-Knopp normalisation of columns and rows; a thread for each
 // token.
 KERNEL(vg_hc_comb, VgHcCombParams, 128) {
     float scale = float_at(p.scale, 2, 0, 0, 0);
@@ -83,7 +83,8 @@ KERNEL(vg_hc_pre, VgHcPreParams, 256) {
         i64 i = to.i[0], t = to.i[1];
         float sum = 0.0f;
         for (i64 h = 0; h < p.x.ne[1]; h++) {
-            float w = p.gated ? 1.0f / (1.0f + expf(-float_at(p.w, i, h, t, 0))) : float_at(p.w, h, t, 0, 0);
+            float w = p.gated ? 1.0f / (1.0f + expf(-float_at(p.w, i, h, t, 0)))
+                              : float_at(p.w, h, t, 0, 0);
             sum += float_at(p.x, i, h, t, 0) * w;
         }
         *reinterpret_cast<float*>(address(p.dst, to)) = sum * p.scale;
@@ -101,16 +102,17 @@ KERNEL(vg_hc_post, VgHcPostParams, 256) {
                 sum += float_at(p.residual, i, s, t, 0) * float_at(p.comb, d, s, t, 0);
             }
         } else {
-            sum += float_at(p.residual, i, d, t, 0); // each stream keeps its own
+            sum += float_at(p.residual, i, d, t, 0); // identity
         }
         *reinterpret_cast<float*>(address(p.dst, to)) = sum;
     }
 }
 
-// A warp for each key of each stream, which it unpacks once for all tokens; its lanes share the heads.
+// A warp for each KV position of each stream, dequantised once for all tokens; lanes share the
+// heads.
 KERNEL(vg_indexer, VgIndexerParams, WARPS* WARP) {
     DYNAMIC_SHARED(float, shared);
-    const VgCodebooks* books = codebooks(p.codebooks);
+    const VgCodebooks* grids = codebooks(p.codebooks);
     i64 n = p.q.ne[0], heads = p.q.ne[1], tokens = p.q.ne[2], streams = p.q.ne[3], keys = p.k.ne[2];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     float* key = shared + warp * n;
@@ -120,7 +122,7 @@ KERNEL(vg_indexer, VgIndexerParams, WARPS* WARP) {
         const u8* row = address(p.k, Index{{0, 0, k, s}});
         __syncwarp();
         for (i64 i = lane; i < n; i += WARP) {
-            key[i] = row_value(p.k.type, books, row, p.k.nb[0], i);
+            key[i] = dequantize_element(p.k.type, grids, row, p.k.nb[0], i);
         }
         __syncwarp();
         for (i64 t = 0; t < tokens; t++) {

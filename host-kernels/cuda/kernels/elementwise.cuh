@@ -4,10 +4,14 @@
 
 namespace {
 
-// NaN goes the way it goes in ggml: a comparison with it is false.
-DEVICE float at_most(float x, float limit) { return x < limit ? x : limit; }
+// Comparisons with NaN are false, as in ggml.
+DEVICE float at_most(float x, float limit) {
+    return x < limit ? x : limit;
+}
 DEVICE float at_least(float x, float limit) { return x > limit ? x : limit; }
-DEVICE float gelu_erf(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752440084436210484f)); }
+DEVICE float gelu_erf(float x) {
+    return 0.5f * x * (1.0f + erff(x * 0.70710678118654752440084436210484f));
+}
 DEVICE float gelu_quick(float x) { return x / (1.0f + expf(-1.702f * x)); }
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
@@ -24,7 +28,7 @@ DEVICE float silu_back(float gradient, float x) {
 }
 
 DEVICE float swiglu_clamp(float x, float gate, float limit) {
-    return silu(x > limit ? limit : x) * within(gate, limit);
+    return silu(x > limit ? limit : x) * clamp_abs(gate, limit);
 }
 
 DEVICE float apply(u32 op, float a, float b, const float* c) {
@@ -75,7 +79,7 @@ DEVICE float apply(u32 op, float a, float b, const float* c) {
     }
 }
 
-DEVICE void map(const VgElementwiseParams& p, const Blocks& at_block) {
+DEVICE void elementwise(const VgElementwiseParams& p, const BlockIndex& at_block) {
     i64 n = elements(p.dst);
     if (p.flat) {
         const float* a = reinterpret_cast<const float*>(p.a.data);
@@ -94,13 +98,13 @@ DEVICE void map(const VgElementwiseParams& p, const Blocks& at_block) {
     }
 }
 
-DEVICE void add_id(const VgAddIdParams& p, const Blocks& b) {
+DEVICE void add_id(const VgAddIdParams& p, const BlockIndex& b) {
     i64 n = elements(p.dst);
     for (i64 e = thread_index(b); e < n; e += thread_count(b)) {
         Index at = index_of(p.dst, e);
         const u8* ids = reinterpret_cast<const u8*>(p.ids.data);
         i64 id = *reinterpret_cast<const int*>(ids + at.i[1] * p.ids.nb[0] + at.i[2] * p.ids.nb[1]);
-        if (!check_index(p.place, id, p.b.ne[1])) {
+        if (!check_index(p.site, id, p.b.ne[1])) {
             return;
         }
         Index row = {{at.i[0], id, 0, 0}};

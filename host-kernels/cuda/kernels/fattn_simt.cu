@@ -1,6 +1,6 @@
-// FLASH_ATTN_EXT with keys and values of any type: a block for each query of each head. Its warps share the keys out
-// among them, each with a running maximum, the sum of its weights and the weighted sum of its values; in the end they
-// are merged.
+// FLASH_ATTN_EXT for K and V of any type and layout, on CUDA cores: a block for each query of each
+// head. Its warps split the KV positions; each has a running maximum, sum and weighted sum of V,
+// which are merged in the end.
 #include "formats.cuh"
 
 namespace {
@@ -10,10 +10,10 @@ constexpr int WARPS = 4;
 } // namespace
 
 KERNEL(vg_fattn_simt, VgFattnSimtParams, WARPS* WARP) {
-    // The query, then the sums of each warp.
+    // The query, then the weighted sum of each warp.
     DYNAMIC_SHARED(float, shared);
     __shared__ float largests[WARPS], totals[WARPS];
-    const VgCodebooks* books = codebooks(p.codebooks);
+    const VgCodebooks* grids = codebooks(p.codebooks);
     i64 n = p.k.ne[0], width = p.v.ne[0], keys = p.k.ne[1];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     float* query = shared;
@@ -29,7 +29,8 @@ KERNEL(vg_fattn_simt, VgFattnSimtParams, WARPS* WARP) {
         }
         __syncthreads();
         auto shared_by = [&](const View& v) {
-            return address(v, Index{{0, 0, head / (p.q.ne[2] / v.ne[2]), sequence / (p.q.ne[3] / v.ne[3])}});
+            return address(
+                v, Index{{0, 0, head / (p.q.ne[2] / v.ne[2]), sequence / (p.q.ne[3] / v.ne[3])}});
         };
         const u8* k = shared_by(p.k);
         const u8* v = shared_by(p.v);
@@ -42,16 +43,16 @@ KERNEL(vg_fattn_simt, VgFattnSimtParams, WARPS* WARP) {
         for (i64 key = warp; key < keys; key += WARPS) {
             float bias = mask ? load(p.mask.type, mask + key * p.mask.nb[0]) : 0.0f;
             if (bias == -INFINITY_F) {
-                continue; // what is hidden may hold anything
+                continue; // masked positions may hold garbage
             }
             const u8* row = k + key * p.k.nb[1];
             float score = 0.0f;
             for (i64 i = lane; i < n; i += WARP) {
-                score += query[i] * row_value(p.k.type, books, row, p.k.nb[0], i);
+                score += query[i] * dequantize_element(p.k.type, grids, row, p.k.nb[0], i);
             }
             score = warp_reduce<Sum>(score) * p.scale;
-            if (p.cap != 0.0f) {
-                score = p.cap * tanhf(score);
+            if (p.logit_softcap != 0.0f) {
+                score = p.logit_softcap * tanhf(score);
             }
             score += slope * bias;
             float share = 1.0f;
@@ -68,7 +69,7 @@ KERNEL(vg_fattn_simt, VgFattnSimtParams, WARPS* WARP) {
             total += share;
             row = v + key * p.v.nb[1];
             for (i64 i = lane; i < width; i += WARP) {
-                sums[i] += share * row_value(p.v.type, books, row, p.v.nb[0], i);
+                sums[i] += share * dequantize_element(p.v.type, grids, row, p.v.nb[0], i);
             }
         }
         if (lane == 0) {
@@ -89,7 +90,7 @@ KERNEL(vg_fattn_simt, VgFattnSimtParams, WARPS* WARP) {
             factors[w] = largests[w] == -INFINITY_F ? 0.0f : expf(largests[w] - most);
             weight += totals[w] * factors[w];
         }
-        float inverse = weight == 0.0f ? 0.0f : 1.0f / weight; // a row that sees nothing is 0
+        float inverse = weight == 0.0f ? 0.0f : 1.0f / weight; // a fully masked row is 0
         u8* to = address(p.dst, Index{{0, head, token, sequence}});
         for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
             float sum = 0.0f;

@@ -1,20 +1,24 @@
-// Block formats: the value of one element, and of the simple formats, how a block is made of numbers.
+// Block formats: dequantisation of single elements, and quantisation of the simple formats.
 //
-// Layouts are those of ggml; `src/cpu/formats/` describes each field.
+// Layouts are the `block_*` structs of ggml (ggml-common.h); `host-kernels/cpu/src/formats/`
+// describes each field.
 #pragma once
 #include "device.cuh"
 
-// Elements and bytes of a block; 1 element for plain types.
-struct Geometry {
+// Elements and bytes of a block (ggml: blck_size, type_size). Types without blocks have 1 element.
+struct TypeTraits {
     int elements, bytes;
 };
 
-// Whether quants and scales lie in planes of their own (numbers below 0 are no types), and the type whatever its planes.
-DEVICE constexpr bool is_planes(int type) { return type > 0 && (type & VG_REPACKED) != 0; }
-DEVICE constexpr int plain(int type) { return type & ~VG_REPACKED; }
+// Whether the type is repacked (quants and scales in separate arrays), and the ggml type itself.
+// Negative ids are no types.
+DEVICE constexpr bool is_repacked(int type) {
+    return type > 0 && (type & VG_REPACKED) != 0;
+}
+DEVICE constexpr int base_type(int type) { return type & ~VG_REPACKED; }
 
-DEVICE constexpr Geometry geometry(u32 type) {
-    switch (plain(type)) {
+DEVICE constexpr TypeTraits type_traits(u32 type) {
+    switch (base_type(type)) {
     case VG_F32: return {1, 4};
     case VG_F16: return {1, 2};
     case VG_BF16: return {1, 2};
@@ -54,53 +58,60 @@ DEVICE constexpr Geometry geometry(u32 type) {
     }
 }
 
-// Bytes of a block's scale, which has a plane of its own, and of its quants; 0 and all of it if there are no planes.
-DEVICE constexpr int scale_bytes(int type) { return !is_planes(type) ? 0 : plain(type) == VG_MXFP4 ? 1 : 2; }
-DEVICE constexpr int quant_bytes(int type) { return geometry(type).bytes - scale_bytes(type); }
+// Bytes of a block in the scale array and in the quant array: 0 and the whole block if the type is
+// not repacked.
+DEVICE constexpr int scale_bytes(int type) {
+    return !is_repacked(type) ? 0 : base_type(type) == VG_MXFP4 ? 1 : 2;
+}
+DEVICE constexpr int quant_bytes(int type) { return type_traits(type).bytes - scale_bytes(type); }
 
-// Where something of weights begins, a row or a block: its quants, and its scales if they have a plane of their own.
-struct Begin {
+// Pointers to a row or a block of weights: its quants, and its scales if the type is repacked.
+struct RowPtr {
     const u8 *quants, *scales;
 };
 
-// Bytes of a row in each of the planes; 0 of rows without planes, which lie as their view says.
+// Bytes of a row in the quant and scale arrays of repacked weights. Both are 0 for other types,
+// whose rows follow the strides of the view.
 struct RowBytes {
     i64 quants, scales;
 };
-DEVICE RowBytes planes_row(int type, i64 width) {
-    i64 blocks = is_planes(type) ? width / geometry(type).elements : 0;
+DEVICE RowBytes repacked_row_bytes(int type, i64 width) {
+    i64 blocks = is_repacked(type) ? width / type_traits(type).elements : 0;
     return {blocks * quant_bytes(type), blocks * scale_bytes(type)};
 }
 
-// Where a row of a matrix at `at` begins.
-DEVICE Begin begin_of(const u8* at, const View& w, i64 row, const RowBytes& bytes) {
+// Row `row` of the matrix at `at`.
+DEVICE RowPtr row_ptr(const u8* at, const View& w, i64 row, const RowBytes& bytes) {
     if (bytes.scales == 0) {
         return {at + row * w.nb[1], nullptr};
     }
     return {at + row * bytes.quants, at + w.ne[1] * bytes.quants + row * bytes.scales};
 }
-DEVICE Begin begin_of_row(int type, const View& w, i64 row, i64 i2, i64 i3) {
-    return begin_of(address(w, Index{{0, 0, i2, i3}}), w, row, planes_row(type, w.ne[0]));
+DEVICE RowPtr row_ptr_at(int type, const View& w, i64 row, i64 i2, i64 i3) {
+    return row_ptr(address(w, Index{{0, 0, i2, i3}}), w, row, repacked_row_bytes(type, w.ne[0]));
 }
 
-// Quants of 4 bits that are not evenly spaced (IQ4_NL, IQ4_XS), and twice the values of E2M1.
+// ggml's kvalues_iq4nl (IQ4_NL, IQ4_XS), and kvalues_mxfp4: twice the values of E2M1.
 CONSTANT signed char IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                       1,    13,   25,  38,  53,  69,  89,  113};
+                                          1,    13,   25,  38,  53,  69,  89,  113};
 CONSTANT signed char FP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-DEVICE float half_at(const u8* at) { return to_float(*aligned<f16>(at)); }
-DEVICE u32 u16_at(const u8* at) { return *aligned<u16>(at); }
-// Blocks begin at multiples of 2.
-DEVICE u32 u32_at(const u8* at) { return u16_at(at) | u16_at(at + 2) << 16; }
+DEVICE float load_f16(const u8* at) { return to_float(*aligned<f16>(at)); }
+DEVICE u32 load_u16(const u8* at) { return *aligned<u16>(at); }
+// Blocks are aligned to 2 bytes.
+DEVICE u32 load_u32(const u8* at) {
+    return load_u16(at) | load_u16(at + 2) << 16;
+}
 
-// 2^(e - 128): half the scale of MXFP4, as the quants are twice the values. Its bits are on one of two lines, whichever is
-// higher: below e = 2, where numbers are subnormal, on the second.
+// 2^(e - 128): half the E8M0 scale of MXFP4, as FP4_VALUES are doubled. The bit pattern is the
+// larger of two linear functions of e: numbers with e < 2 are subnormal and follow the second.
 DEVICE float e8m0_half(u32 e) {
-    int normal = static_cast<int>(e * 0x00800000u - 0x00800000u), subnormal = static_cast<int>(e * 0x00200000u + 0x00200000u);
+    int normal = static_cast<int>(e * 0x00800000u - 0x00800000u),
+        subnormal = static_cast<int>(e * 0x00200000u + 0x00200000u);
     return __int_as_float(normal > subnormal ? normal : subnormal);
 }
 
-// Half the scale of NVFP4: a float of 4 bits of exponent and 3 of mantissa, NaN read as 0.
+// Half the scale of NVFP4: unsigned E4M3. NaN is read as 0, as ggml does.
 DEVICE float ue4m3_half(u32 bits) {
     if (bits == 0x7f) {
         return 0.0f;
@@ -109,17 +120,23 @@ DEVICE float ue4m3_half(u32 bits) {
     if (exponent == 0) {
         return static_cast<float>(mantissa) * (0.5f / 512.0f);
     }
-    return (1.0f + static_cast<float>(mantissa) / 8.0f) * __uint_as_float((exponent + 127 - 8) << 23);
+    return (1.0f + static_cast<float>(mantissa) / 8.0f) *
+           __uint_as_float((exponent + 127 - 8) << 23);
 }
 
-// Element `i` of a row of 4-bit quants, the first 16 of each 32 in low nibbles.
-DEVICE u32 nibble(const u8* qs, int i) { return qs[i % 16] >> (i / 16 * 4) & 15; }
+// Element `i` of 32 4-bit quants: the first 16 are low nibbles.
+DEVICE u32 nibble(const u8* qs, int i) {
+    return qs[i % 16] >> (i / 16 * 4) & 15;
+}
 
-// Element `i` of Q2_K, Q3_K and TQ2_0: in each half of the block, `32 * k + j` in bits `2 * k` of byte `j`.
-DEVICE int two_bits(const u8* qs, int i) { return qs[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3; }
+// 2-bit element `i` of Q2_K, Q3_K and TQ2_0: in each half of the block, element 32 * k + j is in
+// bits 2 * k of byte j.
+DEVICE int quant_2bit(const u8* qs, int i) {
+    return qs[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+}
 
-// Scale and minimum `j` of Q4_K and Q5_K, six bits each in 12 bytes.
-DEVICE void six_bits(const u8* packed, int j, float* scale, float* min) {
+// 6-bit scale and minimum `j` of Q4_K and Q5_K, packed in 12 bytes (ggml: K_SCALE_SIZE).
+DEVICE void scale_min_k4(const u8* packed, int j, float* scale, float* min) {
     if (j < 4) {
         *scale = static_cast<float>(packed[j] & 63);
         *min = static_cast<float>(packed[j + 4] & 63);
@@ -129,83 +146,86 @@ DEVICE void six_bits(const u8* packed, int j, float* scale, float* min) {
     }
 }
 
-// Byte `i` of a codebook entry: a magnitude plus 64. With its sign.
+// Byte `i` of a codebook entry, which is magnitude + 64, with its sign applied.
 DEVICE float signed_magnitude(u64 entry, int i, u32 sign) {
     float magnitude = static_cast<float>(static_cast<int>(entry >> (8 * i) & 255) - 64);
     return sign ? -magnitude : magnitude;
 }
 
-// Sign `i` of eight, seven of which are given: the number of minus signs is even.
-DEVICE u32 even_sign(u32 seven, int i) {
+// Sign `i` of eight. Seven are stored; the eighth makes the number of minus signs even.
+DEVICE u32 iq_sign(u32 seven, int i) {
     seven &= 127;
     return i < 7 ? seven >> i & 1 : __popc(seven) & 1;
 }
 
-// Element `i` of the block at `b`.
-DEVICE float block_value(u32 type, const VgCodebooks* books, const u8* b, int i) {
+// Element `i` of the block at `b`, dequantised.
+DEVICE float dequantize_block_element(u32 type, const VgCodebooks* grids, const u8* b, int i) {
     switch (type) {
-    case VG_Q4_0: return half_at(b) * static_cast<float>(static_cast<int>(nibble(b + 2, i)) - 8);
-    case VG_Q4_1: return half_at(b) * static_cast<float>(nibble(b + 4, i)) + half_at(b + 2);
+    case VG_Q4_0: return load_f16(b) * static_cast<float>(static_cast<int>(nibble(b + 2, i)) - 8);
+    case VG_Q4_1: return load_f16(b) * static_cast<float>(nibble(b + 4, i)) + load_f16(b + 2);
     case VG_Q5_0: {
-        int q = static_cast<int>(nibble(b + 6, i) | (u32_at(b + 2) >> i & 1) << 4);
-        return half_at(b) * static_cast<float>(q - 16);
+        int q = static_cast<int>(nibble(b + 6, i) | (load_u32(b + 2) >> i & 1) << 4);
+        return load_f16(b) * static_cast<float>(q - 16);
     }
     case VG_Q5_1: {
-        u32 q = nibble(b + 8, i) | (u32_at(b + 4) >> i & 1) << 4;
-        return half_at(b) * static_cast<float>(q) + half_at(b + 2);
+        u32 q = nibble(b + 8, i) | (load_u32(b + 4) >> i & 1) << 4;
+        return load_f16(b) * static_cast<float>(q) + load_f16(b + 2);
     }
-    case VG_Q8_0: return half_at(b) * static_cast<float>(static_cast<signed char>(b[2 + i]));
-    case VG_Q8_1: return half_at(b) * static_cast<float>(static_cast<signed char>(b[4 + i]));
-    case VG_IQ4_NL: return half_at(b) * static_cast<float>(IQ4_VALUES[nibble(b + 2, i)]);
+    case VG_Q8_0: return load_f16(b) * static_cast<float>(static_cast<signed char>(b[2 + i]));
+    case VG_Q8_1: return load_f16(b) * static_cast<float>(static_cast<signed char>(b[4 + i]));
+    case VG_IQ4_NL: return load_f16(b) * static_cast<float>(IQ4_VALUES[nibble(b + 2, i)]);
     case VG_MXFP4: return e8m0_half(b[0]) * static_cast<float>(FP4_VALUES[nibble(b + 1, i)]);
     case VG_NVFP4: {
         int sub = i / 16, j = i % 16;
         u32 q = b[4 + 8 * sub + j % 8] >> (j / 8 * 4) & 15;
         return ue4m3_half(b[sub]) * static_cast<float>(FP4_VALUES[q]);
     }
-    case VG_Q1_0: return half_at(b) * (b[2 + i / 8] >> (i % 8) & 1 ? 1.0f : -1.0f);
-    case VG_Q2_0: return half_at(b) * static_cast<float>((b[2 + i / 4] >> (i % 4 * 2) & 3) - 1);
+    case VG_Q1_0: return load_f16(b) * (b[2 + i / 8] >> (i % 8) & 1 ? 1.0f : -1.0f);
+    case VG_Q2_0: return load_f16(b) * static_cast<float>((b[2 + i / 4] >> (i % 4 * 2) & 3) - 1);
     case VG_Q2_K: {
         u32 s = b[i / 16];
-        float d = half_at(b + 80) * static_cast<float>(s & 15), m = half_at(b + 82) * static_cast<float>(s >> 4);
-        return d * static_cast<float>(two_bits(b + 16, i)) - m;
+        float d = load_f16(b + 80) * static_cast<float>(s & 15),
+              m = load_f16(b + 82) * static_cast<float>(s >> 4);
+        return d * static_cast<float>(quant_2bit(b + 16, i)) - m;
     }
     case VG_Q3_K: {
         int j = i / 16;
         int scale = (b[96 + j % 8] >> (j / 8 * 4) & 15) | (b[104 + j % 4] >> (j / 4 * 2) & 3) << 4;
-        int q = two_bits(b + 32, i) | (b[i % 32] >> (i / 32) & 1) << 2;
-        return half_at(b + 108) * static_cast<float>(scale - 32) * static_cast<float>(q - 4);
+        int q = quant_2bit(b + 32, i) | (b[i % 32] >> (i / 32) & 1) << 2;
+        return load_f16(b + 108) * static_cast<float>(scale - 32) * static_cast<float>(q - 4);
     }
     case VG_Q4_K: {
         float scale, min;
-        six_bits(b + 4, i / 32, &scale, &min);
+        scale_min_k4(b + 4, i / 32, &scale, &min);
         u32 q = b[16 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
-        return half_at(b) * scale * static_cast<float>(q) - half_at(b + 2) * min;
+        return load_f16(b) * scale * static_cast<float>(q) - load_f16(b + 2) * min;
     }
     case VG_Q5_K: {
         float scale, min;
-        six_bits(b + 4, i / 32, &scale, &min);
+        scale_min_k4(b + 4, i / 32, &scale, &min);
         u32 q = b[48 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
         q |= (b[16 + i % 32] >> (i / 32) & 1) << 4;
-        return half_at(b) * scale * static_cast<float>(q) - half_at(b + 2) * min;
+        return load_f16(b) * scale * static_cast<float>(q) - load_f16(b + 2) * min;
     }
     case VG_Q6_K: {
         int part = i % 128 / 32, j = i % 32;
         int low = b[i / 128 * 64 + j + part % 2 * 32] >> (part / 2 * 4) & 15;
         int high = b[128 + i / 128 * 32 + j] >> (part * 2) & 3;
-        float scale = half_at(b + 208) * static_cast<float>(static_cast<signed char>(b[192 + i / 16]));
+        float scale =
+            load_f16(b + 208) * static_cast<float>(static_cast<signed char>(b[192 + i / 16]));
         return scale * static_cast<float>((low | high << 4) - 32);
     }
     case VG_Q8_K:
-        return __uint_as_float(u32_at(b)) * static_cast<float>(static_cast<signed char>(b[4 + i]));
+        return __uint_as_float(load_u32(b)) *
+               static_cast<float>(static_cast<signed char>(b[4 + i]));
     case VG_IQ4_XS: {
         int j = i / 32;
-        int scale = (b[4 + j / 2] >> (j % 2 * 4) & 15) | (u16_at(b + 2) >> (2 * j) & 3) << 4;
-        float d = half_at(b) * static_cast<float>(scale - 32);
+        int scale = (b[4 + j / 2] >> (j % 2 * 4) & 15) | (load_u16(b + 2) >> (2 * j) & 3) << 4;
+        float d = load_f16(b) * static_cast<float>(scale - 32);
         return d * static_cast<float>(IQ4_VALUES[nibble(b + 8 + 16 * j, i % 32)]);
     }
     case VG_TQ1_0: {
-        // Five digits to the base 3 in a byte; the last four bytes hold four.
+        // Five base-3 digits per byte; the last four bytes hold four.
         const int POWERS[5] = {1, 3, 9, 27, 81};
         int byte, digit;
         if (i < 160) {
@@ -216,81 +236,90 @@ DEVICE float block_value(u32 type, const VgCodebooks* books, const u8* b, int i)
             byte = 48 + (i - 240) % 4, digit = (i - 240) / 4;
         }
         u32 rest = b[byte] * POWERS[digit] & 255;
-        return half_at(b + 52) * static_cast<float>(static_cast<int>(rest * 3 >> 8) - 1);
+        return load_f16(b + 52) * static_cast<float>(static_cast<int>(rest * 3 >> 8) - 1);
     }
-    case VG_TQ2_0: return half_at(b + 64) * static_cast<float>(two_bits(b, i) - 1);
+    case VG_TQ2_0: return load_f16(b + 64) * static_cast<float>(quant_2bit(b, i) - 1);
     case VG_IQ2_XXS: {
         const u8* sub = b + 2 + i / 32 * 8;
-        u32 signs = u32_at(sub + 4);
+        u32 signs = load_u32(sub + 4);
         int group = i % 32 / 8;
-        float d = half_at(b) * 0.125f * static_cast<float>(2 * (signs >> 28) + 1);
-        return d * signed_magnitude(books->iq2_xxs[sub[group]], i % 8, even_sign(signs >> (7 * group), i % 8));
+        float d = load_f16(b) * 0.125f * static_cast<float>(2 * (signs >> 28) + 1);
+        return d * signed_magnitude(grids->iq2_xxs[sub[group]], i % 8,
+                                    iq_sign(signs >> (7 * group), i % 8));
     }
     case VG_IQ2_XS: {
-        u32 code = u16_at(b + 2 + i / 8 * 2);
+        u32 code = load_u16(b + 2 + i / 8 * 2);
         u32 scale = b[66 + i / 32] >> (i / 16 % 2 * 4) & 15;
-        float d = half_at(b) * 0.125f * static_cast<float>(2 * scale + 1);
-        return d * signed_magnitude(books->iq2_xs[code & 511], i % 8, even_sign(code >> 9, i % 8));
+        float d = load_f16(b) * 0.125f * static_cast<float>(2 * scale + 1);
+        return d * signed_magnitude(grids->iq2_xs[code & 511], i % 8, iq_sign(code >> 9, i % 8));
     }
     case VG_IQ2_S: {
         int group = i / 8;
         u32 index = b[2 + group] | (b[66 + group / 4] >> (group % 4 * 2) & 3) << 8;
         u32 scale = b[74 + i / 32] >> (i / 16 % 2 * 4) & 15;
-        float d = half_at(b) * 0.125f * static_cast<float>(2 * scale + 1);
-        return d * signed_magnitude(books->iq2_s[index], i % 8, b[34 + group] >> (i % 8) & 1);
+        float d = load_f16(b) * 0.125f * static_cast<float>(2 * scale + 1);
+        return d * signed_magnitude(grids->iq2_s[index], i % 8, b[34 + group] >> (i % 8) & 1);
     }
     case VG_IQ3_XXS: {
-        u32 signs = u32_at(b + 66 + i / 32 * 4);
-        float d = half_at(b) * 0.25f * static_cast<float>(2 * (signs >> 28) + 1);
-        u32 sign = even_sign(signs >> (i % 32 / 8 * 7), i % 8);
-        return d * signed_magnitude(books->iq3_xxs[b[2 + i / 4]], i % 4, sign);
+        u32 signs = load_u32(b + 66 + i / 32 * 4);
+        float d = load_f16(b) * 0.25f * static_cast<float>(2 * (signs >> 28) + 1);
+        u32 sign = iq_sign(signs >> (i % 32 / 8 * 7), i % 8);
+        return d * signed_magnitude(grids->iq3_xxs[b[2 + i / 4]], i % 4, sign);
     }
     case VG_IQ3_S: {
         u32 index = b[2 + i / 4] | (b[66 + i / 32] >> (i / 4 % 8) & 1) << 8;
         u32 scale = b[106 + i / 64] >> (i / 32 % 2 * 4) & 15;
-        float d = half_at(b) * static_cast<float>(2 * scale + 1);
-        return d * signed_magnitude(books->iq3_s[index], i % 4, b[74 + i / 8] >> (i % 8) & 1);
+        float d = load_f16(b) * static_cast<float>(2 * scale + 1);
+        return d * signed_magnitude(grids->iq3_s[index], i % 4, b[74 + i / 8] >> (i % 8) & 1);
     }
     case VG_IQ1_S: {
-        u32 qh = u16_at(b + 34 + i / 32 * 2);
+        u32 qh = load_u16(b + 34 + i / 32 * 2);
         u32 index = b[2 + i / 8] | (qh >> (i % 32 / 8 * 3) & 7) << 8;
-        float d = half_at(b) * 0.125f * static_cast<float>(2 * (qh >> 12 & 7) + 1);
-        // Entries are eight times the values plus 15: shifted down by an eighth.
-        int q = static_cast<int>(books->iq1[index] >> (i % 8 * 8) & 255) + (qh >> 15 ? 0 : 2);
+        float d = load_f16(b) * 0.125f * static_cast<float>(2 * (qh >> 12 & 7) + 1);
+        // Codebook bytes are 8 * value + 15; the delta of IQ1 (IQ1S_DELTA) is 1/8 up or down.
+        int q = static_cast<int>(grids->iq1[index] >> (i % 8 * 8) & 255) + (qh >> 15 ? 0 : 2);
         return d * static_cast<float>(q - 16);
     }
     case VG_IQ1_M: {
         const u8* scales = b + 48;
-        u32 bits = u16_at(scales) >> 12 | u16_at(scales + 2) >> 12 << 4 | u16_at(scales + 4) >> 12 << 8 |
-                   u16_at(scales + 6) >> 12 << 12;
+        u32 bits = load_u16(scales) >> 12 | load_u16(scales + 2) >> 12 << 4 |
+                   load_u16(scales + 4) >> 12 << 8 | load_u16(scales + 6) >> 12 << 12;
         f16 half = {static_cast<u16>(bits)};
         u32 nibbles = b[32 + i / 16] >> (i / 8 % 2 * 4) & 15;
         u32 index = b[i / 8] | (nibbles & 7) << 8;
-        u32 scale = u16_at(scales + i / 64 * 2) >> (i / 16 % 4 * 3) & 7;
-        int q = static_cast<int>(books->iq1[index] >> (i % 8 * 8) & 255) + (nibbles >> 3 ? 0 : 2);
-        return to_float(half) * 0.125f * static_cast<float>(2 * scale + 1) * static_cast<float>(q - 16);
+        u32 scale = load_u16(scales + i / 64 * 2) >> (i / 16 % 4 * 3) & 7;
+        int q = static_cast<int>(grids->iq1[index] >> (i % 8 * 8) & 255) + (nibbles >> 3 ? 0 : 2);
+        return to_float(half) * 0.125f * static_cast<float>(2 * scale + 1) *
+               static_cast<float>(q - 16);
     }
     default: return NAN_F;
     }
 }
 
-// Element `i` of a row whose elements (of quantised types: blocks) are `step` bytes apart.
-DEVICE float row_value(u32 type, const VgCodebooks* books, const u8* row, i64 step, i64 i) {
+// Element `i` of a row, dequantised. `step` is the stride of elements (of blocks for quantised
+// types) in bytes.
+DEVICE float dequantize_element(u32 type, const VgCodebooks* grids, const u8* row, i64 step,
+                                i64 i) {
     if (type == VG_F32 || type == VG_F16 || type == VG_BF16 || type == VG_I32) {
         return load(type, row + i * step);
     }
-    Geometry g = geometry(type);
+    TypeTraits g = type_traits(type);
     i64 block = i / g.elements;
-    return block_value(type, books, row + block * step, static_cast<int>(i - block * g.elements));
+    return dequantize_block_element(type, grids, row + block * step,
+                                    static_cast<int>(i - block * g.elements));
 }
 
-DEVICE const VgCodebooks* codebooks(u64 address) { return reinterpret_cast<const VgCodebooks*>(address); }
+DEVICE const VgCodebooks* codebooks(u64 address) {
+    return reinterpret_cast<const VgCodebooks*>(address);
+}
 
-// ---- Writing. Rounding is that of ggml-cpu.
+// ---- Quantisation, rounded as ggml-cpu does.
 
-DEVICE void put_half(u8* at, float x) { *reinterpret_cast<f16*>(at) = to_f16(x); }
+DEVICE void store_f16(u8* at, float x) {
+    *reinterpret_cast<f16*>(at) = to_f16(x);
+}
 
-DEVICE float signed_largest(const float* x, int n) {
+DEVICE float signed_max(const float* x, int n) {
     float largest = 0.0f;
     for (int i = 0; i < n; i++) {
         if (fabsf(x[i]) > fabsf(largest)) {
@@ -302,30 +331,30 @@ DEVICE float signed_largest(const float* x, int n) {
 
 DEVICE float inverse_of(float d) { return d != 0.0f ? 1.0f / d : 0.0f; }
 
-DEVICE u32 round_quant(float x, u32 most) {
+DEVICE u32 round_quant(float x, u32 max_value) {
     u32 q = static_cast<u8>(static_cast<signed char>(static_cast<int>(x)));
-    return q < most ? q : most;
+    return q < max_value ? q : max_value;
 }
 
-// The low nibbles of 16 bytes, then the high ones; returns the fifth bits.
+// Packs the low nibbles of 32 values into 16 bytes and returns their fifth bits (ggml: qh).
 DEVICE u32 pack_nibbles(const u8* q, u8* qs) {
-    u32 fifth = 0;
+    u32 qh = 0;
     for (int j = 0; j < 16; j++) {
         qs[j] = static_cast<u8>((q[j] & 15) | (q[j + 16] & 15) << 4);
     }
     for (int j = 0; j < 32; j++) {
-        fifth |= static_cast<u32>(q[j] >> 4 & 1) << j;
+        qh |= static_cast<u32>(q[j] >> 4 & 1) << j;
     }
-    return fifth;
+    return qh;
 }
 
-DEVICE void put_fifth(u8* at, u32 bits) {
+DEVICE void store_qh(u8* at, u32 bits) {
     reinterpret_cast<u16*>(at)[0] = static_cast<u16>(bits);
     reinterpret_cast<u16*>(at)[1] = static_cast<u16>(bits >> 16);
 }
 
-// The quant of IQ4 whose value is nearest to x.
-DEVICE u32 nearest_uneven(float x) {
+// Index of the IQ4 value nearest to x.
+DEVICE u32 nearest_iq4_nl(float x) {
     if (!(x > static_cast<float>(IQ4_VALUES[0]))) {
         return 0;
     }
@@ -341,8 +370,9 @@ DEVICE u32 nearest_uneven(float x) {
             low = middle;
         }
     }
-    return x - static_cast<float>(IQ4_VALUES[high - 1]) < static_cast<float>(IQ4_VALUES[high]) - x ? high - 1
-                                                                                                   : high;
+    return x - static_cast<float>(IQ4_VALUES[high - 1]) < static_cast<float>(IQ4_VALUES[high]) - x
+               ? high - 1
+               : high;
 }
 
 DEVICE void quantize_q8_0(const float* x, u8* b) {
@@ -351,7 +381,7 @@ DEVICE void quantize_q8_0(const float* x, u8* b) {
         largest = fmaxf(largest, fabsf(x[i]));
     }
     float inverse = largest != 0.0f ? 127.0f / largest : 0.0f;
-    put_half(b, largest / 127.0f);
+    store_f16(b, largest / 127.0f);
     for (int i = 0; i < 32; i++) {
         b[2 + i] = static_cast<u8>(static_cast<signed char>(rintf(x[i] * inverse)));
     }
@@ -359,47 +389,48 @@ DEVICE void quantize_q8_0(const float* x, u8* b) {
 
 DEVICE void quantize_symmetric(const float* x, u8* b, u32 type) {
     bool five = type == VG_Q5_0;
-    float d = signed_largest(x, 32) / (five ? -16.0f : -8.0f), inverse = inverse_of(d);
+    float d = signed_max(x, 32) / (five ? -16.0f : -8.0f), inverse = inverse_of(d);
     u8 q[32];
     for (int i = 0; i < 32; i++) {
         q[i] = static_cast<u8>(round_quant(x[i] * inverse + (five ? 16.5f : 8.5f), five ? 31 : 15));
     }
-    put_half(b, d);
-    u32 fifth = pack_nibbles(q, b + (five ? 6 : 2));
+    store_f16(b, d);
+    u32 qh = pack_nibbles(q, b + (five ? 6 : 2));
     if (five) {
-        put_fifth(b + 2, fifth);
+        store_qh(b + 2, qh);
     }
 }
 
 DEVICE void quantize_affine(const float* x, u8* b, u32 type) {
     bool five = type == VG_Q5_1;
-    float least = 3.402823466e38f, most = -3.402823466e38f;
+    float min_value = 3.402823466e38f, max_value = -3.402823466e38f;
     for (int i = 0; i < 32; i++) {
-        least = x[i] < least ? x[i] : least;
-        most = x[i] > most ? x[i] : most;
+        min_value = x[i] < min_value ? x[i] : min_value;
+        max_value = x[i] > max_value ? x[i] : max_value;
     }
-    float d = (most - least) / (five ? 31.0f : 15.0f), inverse = inverse_of(d);
+    float d = (max_value - min_value) / (five ? 31.0f : 15.0f), inverse = inverse_of(d);
     u8 q[32];
     for (int i = 0; i < 32; i++) {
-        float steps = (x[i] - least) * inverse + 0.5f;
+        float steps = (x[i] - min_value) * inverse + 0.5f;
         q[i] = static_cast<u8>(five ? static_cast<u32>(steps) & 31 : round_quant(steps, 15));
     }
-    put_half(b, d);
-    put_half(b + 2, least);
-    u32 fifth = pack_nibbles(q, b + (five ? 8 : 4));
+    store_f16(b, d);
+    store_f16(b + 2, min_value);
+    u32 qh = pack_nibbles(q, b + (five ? 8 : 4));
     if (five) {
-        put_fifth(b + 4, fifth);
+        store_qh(b + 4, qh);
     }
 }
 
 DEVICE void quantize_iq4_nl(const float* x, u8* b) {
-    float largest = signed_largest(x, 32);
+    float largest = signed_max(x, 32);
     float d = 0.0f, inverse = 0.0f;
     if (fabsf(largest) >= 1e-15f) {
         inverse = 1.0f / (largest / static_cast<float>(IQ4_VALUES[0]));
         float sum_qx = 0.0f, sum_q2 = 0.0f;
         for (int i = 0; i < 32; i++) {
-            float q = static_cast<float>(IQ4_VALUES[nearest_uneven(inverse * x[i])]), w = x[i] * x[i];
+            float q = static_cast<float>(IQ4_VALUES[nearest_iq4_nl(inverse * x[i])]),
+                  w = x[i] * x[i];
             sum_qx += w * q * x[i];
             sum_q2 += w * q * q;
         }
@@ -407,13 +438,13 @@ DEVICE void quantize_iq4_nl(const float* x, u8* b) {
     }
     u8 q[32];
     for (int i = 0; i < 32; i++) {
-        q[i] = fabsf(largest) >= 1e-15f ? static_cast<u8>(nearest_uneven(inverse * x[i])) : 0;
+        q[i] = fabsf(largest) >= 1e-15f ? static_cast<u8>(nearest_iq4_nl(inverse * x[i])) : 0;
     }
-    put_half(b, d);
+    store_f16(b, d);
     pack_nibbles(q, b + 2);
 }
 
-// A block of 32 from 32 numbers.
+// Quantises 32 values to a block.
 DEVICE void quantize_block(u32 type, const float* x, u8* b) {
     switch (type) {
     case VG_Q8_0: quantize_q8_0(x, b); break;

@@ -1,27 +1,28 @@
-// What models do between their products, several nodes at a time: RMS_NORM with what is around it; which experts a token
-// takes; the sum of what they give.
+// Fused graph nodes: RMS_NORM with the operations around it, MoE routing (softmax, top-k,
+// normalisation), and the weighted sum of expert results.
 #pragma once
 #include "device.cuh"
 #include "q8_layout.cuh"
 
 namespace {
 
-struct Four {
+struct Float4 {
     float of[4];
 };
 
-DEVICE Four four_at(const u8* at) {
+DEVICE Float4 load_float4(const u8* at) {
     int4 words = *aligned<int4>(at);
-    return {{__int_as_float(words.x), __int_as_float(words.y), __int_as_float(words.z), __int_as_float(words.w)}};
+    return {{__int_as_float(words.x), __int_as_float(words.y), __int_as_float(words.z),
+             __int_as_float(words.w)}};
 }
 
-DEVICE void put_four(u8* at, const Four& x) {
-    *reinterpret_cast<int4*>(at) =
-        int4{__float_as_int(x.of[0]), __float_as_int(x.of[1]), __float_as_int(x.of[2]), __float_as_int(x.of[3])};
+DEVICE void store_float4(u8* at, const Float4& x) {
+    *reinterpret_cast<int4*>(at) = int4{__float_as_int(x.of[0]), __float_as_int(x.of[1]),
+                                        __float_as_int(x.of[2]), __float_as_int(x.of[3])};
 }
 
-// A block for each row, four elements to a thread at a time; eight lanes have a block of 32.
-DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
+// A block for each row. A thread has four elements at a time; eight lanes have a q8 block of 32.
+DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
     int fours = static_cast<int>(p.a.ne[0] / 4), lane = threadIdx.x % WARP;
     for (i64 r = b.x; r < rows(p.a); r += b.nx) {
         Index at = row_of(p.a, r);
@@ -31,9 +32,9 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
         u8* sum = p.sum.data ? address(p.sum, at) : nullptr;
         u8* to = p.dst.data ? address(p.dst, at) : nullptr;
         auto value = [&](int i) {
-            Four x = four_at(a + 16 * i);
+            Float4 x = load_float4(a + 16 * i);
             if (add) {
-                Four y = four_at(add + 16 * i);
+                Float4 y = load_float4(add + 16 * i);
                 UNROLL
                 for (int j = 0; j < 4; j++) {
                     x.of[j] += y.of[j];
@@ -43,9 +44,9 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
         };
         float squares = 0.0f;
         for (int i = threadIdx.x; i < fours; i += blockDim.x) {
-            Four x = value(i);
+            Float4 x = value(i);
             if (sum) {
-                put_four(sum + 16 * i, x);
+                store_float4(sum + 16 * i, x);
             }
             UNROLL
             for (int j = 0; j < 4; j++) {
@@ -55,20 +56,20 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
         squares = block_reduce<Sum>(squares, 0.0f);
         float scale = 1.0f / sqrtf(squares / static_cast<float>(p.a.ne[0]) + p.eps);
         for (int i = threadIdx.x; i - lane < fours; i += blockDim.x) {
-            Four x = {};
+            Float4 x = {};
             if (i < fours) {
-                // The sum may lie where `a` does.
-                x = sum ? four_at(sum + 16 * i) : value(i);
-                Four by = {{1.0f, 1.0f, 1.0f, 1.0f}};
+                // `sum` may alias `a`.
+                x = sum ? load_float4(sum + 16 * i) : value(i);
+                Float4 by = {{1.0f, 1.0f, 1.0f, 1.0f}};
                 if (w) {
-                    by = four_at(w + 16 * i);
+                    by = load_float4(w + 16 * i);
                 }
                 UNROLL
                 for (int j = 0; j < 4; j++) {
                     x.of[j] = x.of[j] * scale * by.of[j];
                 }
                 if (to) {
-                    put_four(to + 16 * i, x);
+                    store_float4(to + 16 * i, x);
                 }
             }
             if (p.quants) {
@@ -76,7 +77,7 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
                 UNROLL
                 for (int j = 0; j < 4; j++) {
                     largest = fmaxf(largest, fabsf(x.of[j]));
-                    poison += x.of[j] - x.of[j]; // NaN for what is no number
+                    poison += x.of[j] - x.of[j]; // NaN for NaN and infinities
                 }
                 UNROLL
                 for (int step = 4; step > 0; step /= 2) {
@@ -94,12 +95,14 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
                 total += __shfl_xor_sync(0xffffffffu, total, 2);
                 float high = __shfl_xor_sync(0xffffffffu, total, 4);
                 if (i < fours) {
-                    u32 pieces = rounded_pieces(p.a.ne[0]), block = static_cast<u32>(i) / 8;
-                    i64 place = place_of_quants(r, pieces, block) + i % 8 / 4 * (ROUNDED_PIECE / 4) + i % 4 * 4;
+                    u32 pieces = q8_tiles(p.a.ne[0]), block = static_cast<u32>(i) / 8;
+                    i64 place =
+                        q8_quant_offset(r, pieces, block) + i % 8 / 4 * (Q8_TILE / 4) + i % 4 * 4;
                     *reinterpret_cast<u32*>(p.quants + place) = word;
                     if (i % 8 == 0) {
                         float factor = largest / 127.0f + poison;
-                        put_scales(p.scales, r, pieces, block, factor, factor * total, factor * high);
+                        store_q8_scales(p.scales, r, pieces, block, factor, factor * total,
+                                        factor * high);
                     }
                 }
             }
@@ -108,10 +111,10 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const Blocks& b) {
     }
 }
 
-// Experts of a lane, of at most 512.
+// Experts of a lane; 512 experts at most.
 constexpr int LANE_EXPERTS = 16;
 
-// A number whose order is that of the floats, NaN the least; above 0.
+// Monotonic integer key of a float, above 0. NaN has the lowest key.
 DEVICE u32 rank(float x) {
     if (x != x) {
         return 1;
@@ -123,24 +126,26 @@ DEVICE u32 rank(float x) {
 DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
 // A warp for each token.
-DEVICE void route(const VgTopkMoeParams& p, const Blocks& b) {
+DEVICE void topk_moe(const VgTopkMoeParams& p, const BlockIndex& b) {
     int lane = threadIdx.x % WARP, experts = static_cast<int>(p.logits.ne[0]);
     const float* bias = reinterpret_cast<const float*>(p.bias);
     i64 first = static_cast<i64>(b.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
-    for (i64 token = first; token < p.logits.ne[1]; token += static_cast<i64>(b.nx) * (blockDim.x / WARP)) {
+    for (i64 token = first; token < p.logits.ne[1];
+         token += static_cast<i64>(b.nx) * (blockDim.x / WARP)) {
         const u8* row = address(p.logits, Index{{0, token, 0, 0}});
-        float x[LANE_EXPERTS], most = -INFINITY_F, sum = 0.0f;
+        float x[LANE_EXPERTS], max_logit = -INFINITY_F, sum = 0.0f;
         UNROLL
         for (int i = 0; i < LANE_EXPERTS; i++) {
             int expert = i * WARP + lane;
-            x[i] = expert < experts ? *reinterpret_cast<const float*>(row + expert * p.logits.nb[0]) : -INFINITY_F;
-            most = fmaxf(most, x[i]);
+            x[i] = expert < experts ? *reinterpret_cast<const float*>(row + expert * p.logits.nb[0])
+                                    : -INFINITY_F;
+            max_logit = fmaxf(max_logit, x[i]);
         }
         if (p.op == VG_GATING_SOFT_MAX) {
-            most = warp_reduce<Largest>(most);
+            max_logit = warp_reduce<Max>(max_logit);
             UNROLL
             for (int i = 0; i < LANE_EXPERTS; i++) {
-                x[i] = i * WARP + lane < experts ? expf(x[i] - most) : 0.0f;
+                x[i] = i * WARP + lane < experts ? expf(x[i] - max_logit) : 0.0f;
                 sum += x[i];
             }
             sum = 1.0f / warp_reduce<Sum>(sum);
@@ -154,7 +159,7 @@ DEVICE void route(const VgTopkMoeParams& p, const Blocks& b) {
                 x[i] = 1.0f / (1.0f + expf(-x[i]));
             }
         }
-        // The rank, then the least index first; 0 of those taken.
+        // Key, then the lowest index first; 0 for experts already selected.
         u64 ranks[LANE_EXPERTS];
         UNROLL
         for (int i = 0; i < LANE_EXPERTS; i++) {
@@ -163,7 +168,7 @@ DEVICE void route(const VgTopkMoeParams& p, const Blocks& b) {
             float score = x[i] + (bias && is_one ? bias[expert] : 0.0f);
             ranks[i] = is_one ? static_cast<u64>(rank(score)) << 32 | (0xffffffffu - expert) : 0;
         }
-        // Lane u has the u-th choice.
+        // Lane u keeps the u-th selection.
         int chosen = 0;
         float weight = 0.0f;
         for (u32 u = 0; u < p.used; u++) {
@@ -193,22 +198,23 @@ DEVICE void route(const VgTopkMoeParams& p, const Blocks& b) {
         }
         bool mine = static_cast<u32>(lane) < p.used;
         if (p.op == VG_GATING_LOGITS) {
-            float top = warp_reduce<Largest>(mine ? weight : -INFINITY_F);
+            float top = warp_reduce<Max>(mine ? weight : -INFINITY_F);
             weight = mine ? expf(weight - top) : 0.0f;
             weight /= warp_reduce<Sum>(weight);
         }
         if (p.normalized) {
             float total = warp_reduce<Sum>(mine ? weight : 0.0f);
-            weight /= total < p.least ? p.least : total;
+            weight /= total < p.min_sum ? p.min_sum : total;
         }
         if (mine) {
             *reinterpret_cast<int*>(address(p.ids, Index{{lane, token, 0, 0}})) = chosen;
-            *reinterpret_cast<float*>(address(p.weights, Index{{0, lane, token, 0}})) = weight * p.scale;
+            *reinterpret_cast<float*>(address(p.weights, Index{{0, lane, token, 0}})) =
+                weight * p.scale;
         }
     }
 }
 
-DEVICE void weighted_sum(const VgWeightedSumParams& p, const Blocks& b) {
+DEVICE void weighted_sum(const VgWeightedSumParams& p, const BlockIndex& b) {
     i64 n = elements(p.dst);
     for (i64 e = thread_index(b); e < n; e += thread_count(b)) {
         Index at = index_of(p.dst, e);

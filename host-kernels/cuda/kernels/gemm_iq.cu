@@ -1,4 +1,4 @@
-// Products of many columns with weights that are entries of codebooks.
+// GEMM with weights in IQ formats (codebooks).
 #include "gemm.cuh"
 
 KERNEL(vg_gemm_iq2_xxs, VgGemmParams, 256) { gemm<VG_IQ2_XXS>(p); }

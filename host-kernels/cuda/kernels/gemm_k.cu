@@ -1,4 +1,4 @@
-// Products of many columns with weights in blocks of 256.
+// GEMM with weights in blocks of 256: K-quants, IQ4_XS, TQ.
 #include "gemm.cuh"
 
 KERNEL(vg_gemm_q2_k, VgGemmParams, 256) { gemm<VG_Q2_K>(p); }

@@ -1,4 +1,4 @@
-// Products of many columns with weights whose quants and scales lie in planes of their own.
+// GEMM with repacked weights.
 #include "gemm.cuh"
 
 KERNEL(vg_gemm_mxfp4_repacked, VgGemmParams, 256) { gemm<VG_MXFP4 | VG_REPACKED>(p); }

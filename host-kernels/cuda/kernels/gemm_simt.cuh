@@ -1,18 +1,20 @@
-// A product of two matrices in tiles, whatever their elements are read from.
+// GEMM of f32 on CUDA cores in tiles of shared memory, for operands behind accessor functions.
 #pragma once
 #include "formats.cuh"
 
-// A tile of results: so many rows of weights by so many columns of activations, in steps along the products.
+// Extents of a tile of the result, and of a k step.
 constexpr int TILE_ROWS = 64, TILE_COLS = 32, TILE_STEP = 32;
-// Results of a thread, of 256.
+// Results of a thread; a block has 256 threads.
 constexpr int THREAD_ROWS = 4, THREAD_COLS = 2;
 
-// `left(r, k)` and `right(c, k)` give the factors; `put(r, c, sum)` takes the results.
+// `left(r, k)` and `right(c, k)` load the operands; `put(r, c, sum)` stores a result.
 template <class Left, class Right, class Put>
-DEVICE void multiply_tile(i64 n_rows, i64 n_cols, i64 n_steps, Left left, Right right, Put put) {
+DEVICE void gemm_tile(i64 n_rows, i64 n_cols, i64 n_steps, Left left, Right right, Put put) {
     __shared__ float a[TILE_STEP][TILE_ROWS + 1], b[TILE_STEP][TILE_COLS + 1];
-    i64 first_row = static_cast<i64>(blockIdx.x) * TILE_ROWS, first_col = static_cast<i64>(blockIdx.y) * TILE_COLS;
-    int row = threadIdx.x % (TILE_ROWS / THREAD_ROWS), col = threadIdx.x / (TILE_ROWS / THREAD_ROWS);
+    i64 first_row = static_cast<i64>(blockIdx.x) * TILE_ROWS,
+        first_col = static_cast<i64>(blockIdx.y) * TILE_COLS;
+    int row = threadIdx.x % (TILE_ROWS / THREAD_ROWS),
+        col = threadIdx.x / (TILE_ROWS / THREAD_ROWS);
     float sums[THREAD_ROWS][THREAD_COLS] = {};
     for (i64 start = 0; start < n_steps; start += TILE_STEP) {
         for (int i = threadIdx.x; i < TILE_STEP * TILE_ROWS; i += blockDim.x) {
@@ -29,7 +31,8 @@ DEVICE void multiply_tile(i64 n_rows, i64 n_cols, i64 n_steps, Left left, Right 
         for (int k = 0; k < TILE_STEP; k++) {
             for (int i = 0; i < THREAD_ROWS; i++) {
                 for (int j = 0; j < THREAD_COLS; j++) {
-                    sums[i][j] += a[k][row + i * (TILE_ROWS / THREAD_ROWS)] * b[k][col + j * (TILE_COLS / THREAD_COLS)];
+                    sums[i][j] += a[k][row + i * (TILE_ROWS / THREAD_ROWS)] *
+                                  b[k][col + j * (TILE_COLS / THREAD_COLS)];
                 }
             }
         }
@@ -37,7 +40,8 @@ DEVICE void multiply_tile(i64 n_rows, i64 n_cols, i64 n_steps, Left left, Right 
     }
     for (int i = 0; i < THREAD_ROWS; i++) {
         for (int j = 0; j < THREAD_COLS; j++) {
-            i64 r = first_row + row + i * (TILE_ROWS / THREAD_ROWS), c = first_col + col + j * (TILE_COLS / THREAD_COLS);
+            i64 r = first_row + row + i * (TILE_ROWS / THREAD_ROWS),
+                c = first_col + col + j * (TILE_COLS / THREAD_COLS);
             if (r < n_rows && c < n_cols) {
                 put(r, c, sums[i][j]);
             }

@@ -1,61 +1,71 @@
-// Products of weights with many columns of activations on Hopper GPUs: both are halves (or bfloat16), sums are f32.
+// GEMM for sm_90a: warp-specialised, with wgmma, f16 or bf16 operands and f32 accumulators.
 //
-// One group of warps brings: a warp bulk-copies weights as they lie in memory, another one activations, which
-// `vg_convert_f16_sm90` has laid out so that a step of a tile is one piece. Two more groups of warps multiply: each thread
-// unpacks its own weights from shared memory into the registers that products take them from, for the next step while the
-// products of this one go on. `full` and `empty` barriers of two rings keep both sides apart.
+// One producer warpgroup: a warp loads weights in their memory format with cp.async.bulk, another
+// one activations, which `vg_convert_f16_sm90` stored so that the operand of a k step is one bulk
+// copy. Two consumer warpgroups: each thread dequantises its weights from shared memory to the
+// registers of the A operand, for the next k step while wgmma executes this one. `full` and `empty`
+// mbarriers of two ring buffers synchronise producers and consumers.
 //
-// Elements of a step are multiplied in an order in which a thread has eight neighbours of each block of 32, so that it
-// reads them in one go in every format. Of thread t of four: element 8t + e of block h is element 32h + 16(e / 4) + 8(e % 2)
-// + 2t + e % 4 / 2 of the product.
+// The k index is permuted within a step so that a thread's A fragment comes from eight neighbours
+// of each block of 32, which it loads at once in every format. For thread t of four, element 8t + e
+// of block h is element 32h + 16(e / 4) + 8(e % 2) + 2t + e % 4 / 2 of the product.
 #pragma once
 #include "sm90.cuh"
 #include "dequantize.cuh"
 
 namespace {
 
-constexpr int HOPPER_ROWS = 128, HOPPER_STEP = 64, HOPPER_THREADS = 3 * GROUP;
+constexpr int SM90_ROWS = 128, SM90_STEP = 64, SM90_THREADS = 3 * WARPGROUP;
 
-// What a block has of shared memory, all of which it is given.
-constexpr int HOPPER_SHARED = 227 << 10;
+// Dynamic shared memory of a block: the maximum of sm_90.
+constexpr int SM90_SHARED = 227 << 10;
 
 DEVICE constexpr bool is_float(int type) { return type == VG_F16 || type == VG_BF16; }
 
-// Elements of a row that are brought at a time.
-DEVICE constexpr int chunk_of(int type) { return is_float(type) ? 128 : 256; }
+// Elements of a row that are loaded at a time.
+DEVICE constexpr int chunk_of(int type) {
+    return is_float(type) ? 128 : 256;
+}
 
-// Whether rows and blocks, or those of quants, begin at multiples of 16, as the host sees to.
+// Whether rows (or rows of repacked quants) are 16-byte aligned; the host ensures it.
 DEVICE constexpr bool is_aligned(int type) {
-    return is_float(type) || type == VG_Q4_K || type == VG_Q5_K || is_planes(type);
+    return is_float(type) || type == VG_Q4_K || type == VG_Q5_K || is_repacked(type);
 }
 
-DEVICE constexpr int chunk_bytes(int type) { return chunk_of(type) / geometry(type).elements * quant_bytes(type); }
-// Of scales in a plane of their own, which lie behind the quants of a row.
-DEVICE constexpr int chunk_scales(int type) { return chunk_of(type) / geometry(type).elements * scale_bytes(type); }
+DEVICE constexpr int chunk_bytes(int type) {
+    return chunk_of(type) / type_traits(type).elements * quant_bytes(type);
+}
+// Bytes of repacked scales, which are stored behind the quants of a row.
+DEVICE constexpr int chunk_scales(int type) {
+    return chunk_of(type) / type_traits(type).elements * scale_bytes(type);
+}
 
-// Bytes from row to row in shared memory: what eight rows are read at should lie in different banks.
+// Row stride in shared memory, without bank conflicts between eight rows.
 DEVICE constexpr int chunk_stride(int type) {
-    return is_planes(type)       ? (chunk_bytes(type) == 128 ? 176 : chunk_bytes(type) == 256 ? 288 : 224)
-           : is_float(type)      ? 320
-           : !is_aligned(type)   ? (chunk_bytes(type) + 15 + 15) / 16 * 16
-           : type == VG_Q4_K     ? 160
-                                 : 224;
+    return is_repacked(type)   ? (chunk_bytes(type) == 128   ? 176
+                                  : chunk_bytes(type) == 256 ? 288
+                                                             : 224)
+           : is_float(type)    ? 320
+           : !is_aligned(type) ? (chunk_bytes(type) + 15 + 15) / 16 * 16
+           : type == VG_Q4_K   ? 160
+                               : 224;
 }
 
-template <int TYPE, int N> struct HopperShared {
-    static constexpr int WEIGHTS = HOPPER_ROWS * chunk_stride(TYPE), ACTIVATIONS = N * MATRIX_ROW;
+template <int TYPE, int N> struct GemmShared {
+    static constexpr int WEIGHTS = SM90_ROWS * chunk_stride(TYPE), ACTIVATIONS = N * SWIZZLE_ROW;
     static constexpr int CHUNKS = WEIGHTS > 32 << 10 ? 2 : 3;
-    // For the beginning at a multiple of MATRIX_UNIT, for barriers, and for words read behind the last row.
-    static constexpr int ROOM = HOPPER_SHARED - MATRIX_UNIT - 512;
-    static constexpr int MOST_STEPS = (ROOM - CHUNKS * WEIGHTS) / ACTIVATIONS, STEPS = MOST_STEPS < 8 ? MOST_STEPS : 8;
-    static_assert(STEPS >= 3, "one is multiplied, one is still read, and one is on its way");
+    // Reserve for alignment to SWIZZLE_ATOM, for mbarriers, and for words read behind the last row.
+    static constexpr int ROOM = SM90_SHARED - SWIZZLE_ATOM - 512;
+    static constexpr int MAX_STEPS = (ROOM - CHUNKS * WEIGHTS) / ACTIVATIONS,
+                         STEPS = MAX_STEPS < 8 ? MAX_STEPS : 8;
+    static_assert(STEPS >= 3, "one step is multiplied, one is still read, and one is in flight");
 
     u8 *activations, *weights;
     u64 *full_steps, *empty_steps, *full_chunks, *empty_chunks;
 
-    DEVICE explicit HopperShared(u8* memory) {
-        u32 lead = shared_address(memory) & (MATRIX_UNIT - 1);
-        activations = memory + (lead ? MATRIX_UNIT - lead : 0);
+    DEVICE explicit GemmShared(u8* memory) {
+        u32 lead = smem_address(memory) & (SWIZZLE_ATOM - 1);
+        activations = memory + (lead ? SWIZZLE_ATOM - lead : 0);
         weights = activations + STEPS * ACTIVATIONS;
         full_steps = reinterpret_cast<u64*>(weights + CHUNKS * WEIGHTS + 16);
         empty_steps = full_steps + STEPS;
@@ -64,44 +74,47 @@ template <int TYPE, int N> struct HopperShared {
     }
 };
 
-// A tile of results: whose weights, which rows of them, which rows of activations.
-struct HopperTile {
+// A tile of the result: matrix and rows of the weights, rows of the activations.
+struct GemmTile {
     int i2, i3, w2, w3;
-    int first_row, first, column; // of weights; of activations in their order, and in the batch
-    int count;                    // of columns
+    int first_row, first, column; // row of weights; row of activations in memory, and in the batch
+    int count;                    // columns
 };
 
-// All tiles, fewer than 2^31 as the host sees to.
-template <int N> struct HopperTiles {
+// All tiles of the launch, fewer than 2^31 as the host ensures.
+template <int N> struct TileScheduler {
     const VgGemmSm90Params& p;
     int row_tiles, column_tiles, count;
 
-    DEVICE const u32* starts() const { return reinterpret_cast<const u32*>(p.groups); }
+    DEVICE const u32* starts() const { return reinterpret_cast<const u32*>(p.moe_order); }
     DEVICE const u32* tile_starts() const { return starts() + p.w.ne[2] + 1; }
     DEVICE const u32* order() const { return tile_starts() + p.w.ne[2] + 1; }
 
-    DEVICE explicit HopperTiles(const VgGemmSm90Params& params) : p(params) {
-        row_tiles = static_cast<int>((p.dst.ne[0] + HOPPER_ROWS - 1) / HOPPER_ROWS);
-        column_tiles = static_cast<int>(p.groups ? tile_starts()[p.w.ne[2]] : (p.dst.ne[1] + N - 1) / N);
-        count = row_tiles * column_tiles * (p.groups ? 1 : static_cast<int>(p.dst.ne[2] * p.dst.ne[3]));
+    DEVICE explicit TileScheduler(const VgGemmSm90Params& params) : p(params) {
+        row_tiles = static_cast<int>((p.dst.ne[0] + SM90_ROWS - 1) / SM90_ROWS);
+        column_tiles =
+            static_cast<int>(p.moe_order ? tile_starts()[p.w.ne[2]] : (p.dst.ne[1] + N - 1) / N);
+        count = row_tiles * column_tiles *
+                (p.moe_order ? 1 : static_cast<int>(p.dst.ne[2] * p.dst.ne[3]));
     }
 
-    // Columns the fastest: tiles that are multiplied at a time read the same weights.
-    DEVICE HopperTile at(int index) const {
-        HopperTile tile;
+    // Column tiles are fastest: concurrent tiles share weights in the L2 cache.
+    DEVICE GemmTile at(int index) const {
+        GemmTile tile;
         int column = index % column_tiles, rest = index / column_tiles, left;
-        tile.first_row = rest % row_tiles * HOPPER_ROWS;
+        tile.first_row = rest % row_tiles * SM90_ROWS;
         int batch = rest / row_tiles, across = static_cast<int>(p.dst.ne[2]);
         tile.i2 = batch % across, tile.i3 = batch / across;
         tile.column = column * N;
-        if (p.groups) {
+        if (p.moe_order) {
             int expert = 0, end = static_cast<int>(p.w.ne[2]);
-            while (end - expert > 1) { // the last whose tiles begin here or before
+            while (end - expert > 1) { // the last expert whose tiles begin here or before
                 int middle = (expert + end) / 2;
                 (static_cast<int>(tile_starts()[middle]) <= column ? expert : end) = middle;
             }
             tile.w2 = expert, tile.w3 = 0;
-            tile.first = static_cast<int>(starts()[expert]) + (column - static_cast<int>(tile_starts()[expert])) * N;
+            tile.first = static_cast<int>(starts()[expert]) +
+                         (column - static_cast<int>(tile_starts()[expert])) * N;
             left = static_cast<int>(starts()[expert + 1]) - tile.first;
         } else {
             tile.w2 = tile.i2 / (across / static_cast<int>(p.w.ne[2]));
@@ -114,50 +127,53 @@ template <int N> struct HopperTiles {
     }
 };
 
-// ---- Weights in registers.
+// ---- Dequantisation of weights to registers.
 
-// Two halves in a word: sums, products, both with one rounding.
-DEVICE u32 add_halves(u32 a, u32 b) {
+// f16x2 arithmetic, each operation rounded once.
+DEVICE u32 hadd2(u32 a, u32 b) {
 #ifdef VGPU_SHIM
-    return shim::of_two_halves(a, 0x3c003c00u, b);
+    return shim::hfma2(a, 0x3c003c00u, b);
 #else
     asm("add.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
     return a;
 #endif
 }
-DEVICE u32 multiply_halves(u32 a, u32 b) {
+DEVICE u32 hmul2(u32 a, u32 b) {
 #ifdef VGPU_SHIM
-    return shim::of_two_halves(a, b, 0x80008000u);
+    return shim::hfma2(a, b, 0x80008000u);
 #else
     asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
     return a;
 #endif
 }
-DEVICE u32 multiply_add_halves(u32 a, u32 b, u32 c) {
+DEVICE u32 hfma2(u32 a, u32 b, u32 c) {
 #ifdef VGPU_SHIM
-    return shim::of_two_halves(a, b, c);
+    return shim::hfma2(a, b, c);
 #else
     asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(a) : "r"(b), "r"(c));
     return a;
 #endif
 }
 
-DEVICE u32 twice(u32 half) { return half * 0x00010001u; }
+DEVICE u32 dup_half2(u32 half) { return half * 0x00010001u; }
 
-// Numbers below 1024 in the words' halves, as halves, plus 1024.
+// f16 1024 in both halves: OR-ing an integer below 1024 into it gives the f16 1024 + integer.
 constexpr u32 PLUS_1024 = 0x64006400u;
-// The half that takes 1024 and `zero` off again, twice. All of those are whole numbers, so nothing is rounded.
-DEVICE constexpr u32 minus_1024(u32 zero) { return (0xe400u + zero) * 0x00010001u; }
+// f16x2 constant that subtracts 1024 and `zero` (adds with opposite sign). All values are integers,
+// so nothing is rounded.
+DEVICE constexpr u32 minus_1024(u32 zero) {
+    return (0xe400u + zero) * 0x00010001u;
+}
 
-// Eight bytes wherever they begin. Up to three more behind them are read.
-DEVICE void eight_bytes(const u8* at, u32* words) {
+// Eight bytes at any address. Reads up to three bytes behind them.
+DEVICE void load_8_bytes(const u8* at, u32* words) {
     u32 shift = static_cast<u32>(reinterpret_cast<u64>(at) & 3) * 8;
     const u32* from = reinterpret_cast<const u32*>(at - shift / 8);
     u32 a = from[0], b = from[1], c = from[2];
     words[0] = __funnelshift_r(a, b, shift), words[1] = __funnelshift_r(b, c, shift);
 }
 
-// x & mask | bits, in one instruction. (Of two constants a compiler makes two.)
+// (x & mask) | bits in one lop3 instruction; the compiler makes two of constants.
 DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
 #ifdef VGPU_SHIM
     return (x & mask) | bits;
@@ -168,93 +184,108 @@ DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
 #endif
 }
 
-// Eight weights from eight bytes, of which `mask` is taken: (byte - ZERO) * scale + offset. Of the words that come out, the
-// first has elements 0 and 2, then 1 and 3, 4 and 6, 5 and 7.
-template <u32 ZERO, bool OFFSET> DEVICE void eight_weights(const u32* words, u32 mask, u32 scale, u32 offset, u32* out) {
+// Eight weights of eight bytes masked with `mask`: (byte - ZERO) * scale + offset. The output words
+// have elements (0, 2), (1, 3), (4, 6), (5, 7).
+template <u32 ZERO, bool OFFSET>
+DEVICE void dequantize_8(const u32* words, u32 mask, u32 scale, u32 offset, u32* out) {
     UNROLL
     for (int i = 0; i < 4; i++) {
         u32 q = words[i / 2] >> (i % 2 * 8);
-        q = add_halves(and_or(q, mask, PLUS_1024), minus_1024(ZERO));
-        out[i] = OFFSET ? multiply_add_halves(q, scale, offset) : multiply_halves(q, scale);
+        q = hadd2(and_or(q, mask, PLUS_1024), minus_1024(ZERO));
+        out[i] = OFFSET ? hfma2(q, scale, offset) : hmul2(q, scale);
     }
 }
 
-// Sixteen weights of the thread, eight of each of the two blocks of 32 of step `step` of a chunk, as words of two halves.
-template <int TYPE> DEVICE void sixteen_weights(const Begin& begin, int step, int t, u32* out) {
+// Sixteen weights of the thread as f16x2: eight of each of the two blocks of 32 of step `step` of a
+// chunk.
+template <int TYPE> DEVICE void dequantize_16(const RowPtr& begin, int step, int t, u32* out) {
     const u8* row = begin.quants;
-    // Of blocks of 32: where one begins, its scale, and eight bytes of its quants from a multiple of eight on.
+    // For blocks of 32: the block, its scale, and eight bytes of quants at a multiple of eight.
     auto block = [&](int h) { return row + (2 * step + h) * quant_bytes(TYPE); };
-    auto scale_at = [&](int h) { return is_planes(TYPE) ? begin.scales + (2 * step + h) * scale_bytes(TYPE) : block(h); };
+    auto scale_at = [&](int h) {
+        return is_repacked(TYPE) ? begin.scales + (2 * step + h) * scale_bytes(TYPE) : block(h);
+    };
     auto eight = [&](const u8* at, u32* words) {
-        if (is_planes(TYPE)) {
-            words[0] = reinterpret_cast<const u32*>(at)[0], words[1] = reinterpret_cast<const u32*>(at)[1];
+        if (is_repacked(TYPE)) {
+            words[0] = reinterpret_cast<const u32*>(at)[0],
+            words[1] = reinterpret_cast<const u32*>(at)[1];
         } else {
-            eight_bytes(at, words);
+            load_8_bytes(at, words);
         }
     };
     if constexpr (is_float(TYPE)) {
         UNROLL
         for (int h = 0; h < 2; h++) {
             int4 eight = *reinterpret_cast<const int4*>(row + step * 128 + h * 64 + t * 16);
-            out[4 * h] = __byte_perm(eight.x, eight.y, 0x5410), out[4 * h + 1] = __byte_perm(eight.x, eight.y, 0x7632);
-            out[4 * h + 2] = __byte_perm(eight.z, eight.w, 0x5410), out[4 * h + 3] = __byte_perm(eight.z, eight.w, 0x7632);
+            out[4 * h] = __byte_perm(eight.x, eight.y, 0x5410),
+                    out[4 * h + 1] = __byte_perm(eight.x, eight.y, 0x7632);
+            out[4 * h + 2] = __byte_perm(eight.z, eight.w, 0x5410),
+                        out[4 * h + 3] = __byte_perm(eight.z, eight.w, 0x7632);
         }
-    } else if constexpr (plain(TYPE) == VG_MXFP4) {
+    } else if constexpr (base_type(TYPE) == VG_MXFP4) {
         UNROLL
         for (int h = 0; h < 2; h++) {
             float power = __uint_as_float(static_cast<u32>(*scale_at(h)) << 23);
-            u32 scale = two_halves<false>(power, power);
-            // Of each word of `from` two numbers, from bit `down` of its halves on.
+            u32 scale = pack_half2<false>(power, power);
+            // Two FP4 values of each word of `from`, at bit `down` of its halves.
             u32 from[4];
-            int down[4] = {0, is_planes(TYPE) ? 4 : 8, is_planes(TYPE) ? 8 : 0, is_planes(TYPE) ? 12 : 8};
-            if constexpr (is_planes(TYPE)) {
+            int down[4] = {0, is_repacked(TYPE) ? 4 : 8, is_repacked(TYPE) ? 8 : 0,
+                           is_repacked(TYPE) ? 12 : 8};
+            if constexpr (is_repacked(TYPE)) {
                 u32 word = *reinterpret_cast<const u32*>(block(h) + 4 * t);
                 from[0] = from[1] = from[2] = from[3] = __byte_perm(word, 0, 0x3120);
             } else {
                 u32 words[2];
-                eight_bytes(block(h) + 1 + t % 2 * 8, words);
-                from[0] = from[1] = words[0] >> t / 2 * 4, from[2] = from[3] = words[1] >> t / 2 * 4;
+                load_8_bytes(block(h) + 1 + t % 2 * 8, words);
+                from[0] = from[1] = words[0] >> t / 2 * 4,
+                from[2] = from[3] = words[1] >> t / 2 * 4;
             }
             UNROLL
             for (int i = 0; i < 4; i++) {
-                // Sign, exponent and mantissa in their places are the number over 2^14.
-                u32 q = from[i], to_exponent = down[i] < 9 ? q << (9 - down[i]) : q >> (down[i] - 9);
+                // With sign, exponent and mantissa in their f16 positions, the value is scaled by
+                // 2^-14.
+                u32 q = from[i],
+                    to_exponent = down[i] < 9 ? q << (9 - down[i]) : q >> (down[i] - 9);
                 q = and_or(to_exponent, 0x0e000e00u, q << (12 - down[i]) & 0x80008000u);
-                out[4 * h + i] = multiply_halves(multiply_halves(q, 0x74007400u), scale);
+                out[4 * h + i] = hmul2(hmul2(q, 0x74007400u), scale);
             }
         }
-    } else if constexpr (plain(TYPE) == VG_IQ4_NL || TYPE == VG_IQ4_XS) {
-        // As `unpack` has them, plus 128.
+    } else if constexpr (base_type(TYPE) == VG_IQ4_NL || TYPE == VG_IQ4_XS) {
+        // The table of `unpack`, plus 128.
         const u32 table[4] = {0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u};
         UNROLL
         for (int h = 0; h < 2; h++) {
             int sub = 2 * step + h;
             const u8 *b = TYPE == VG_IQ4_XS ? row : block(h), *qs = b + 2;
-            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(TYPE == VG_IQ4_XS ? b : scale_at(h)));
+            u32 words[2],
+                scale =
+                    dup_half2(*reinterpret_cast<const u16*>(TYPE == VG_IQ4_XS ? b : scale_at(h)));
             if constexpr (TYPE == VG_IQ4_XS) {
                 qs = b + 8 + 16 * sub;
                 u32 high = *reinterpret_cast<const u16*>(b + 2);
                 u32 six = (b[4 + sub / 2] >> (sub % 2 * 4) & 15) | (high >> (2 * sub) & 3) << 4;
-                scale = multiply_halves(add_halves(twice(six) | PLUS_1024, minus_1024(32)), scale);
+                scale = hmul2(hadd2(dup_half2(six) | PLUS_1024, minus_1024(32)), scale);
             }
-            if constexpr (is_planes(TYPE)) {
-                look_up_eight(table, SECOND_OF_TWO, *reinterpret_cast<const u32*>(b + 4 * t), words);
+            if constexpr (is_repacked(TYPE)) {
+                lookup_8(table, PRMT_PAIR_SELECT, *reinterpret_cast<const u32*>(b + 4 * t), words);
             } else {
-                eight_bytes(qs + t % 2 * 8, words);
+                load_8_bytes(qs + t % 2 * 8, words);
                 UNROLL
                 for (int i = 0; i < 2; i++) {
-                    words[i] = look_up(table, words[i] >> t / 2 * 4 & 0x0f0f0f0fu);
+                    words[i] = lookup_4(table, words[i] >> t / 2 * 4 & 0x0f0f0f0fu);
                 }
             }
-            eight_weights<128, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
+            dequantize_8<128, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
         }
-    } else if constexpr (plain(TYPE) == VG_Q4_0 || TYPE == VG_Q4_1 || TYPE == VG_Q5_0 || TYPE == VG_Q5_1) {
-        constexpr bool FIVE = TYPE == VG_Q5_0 || TYPE == VG_Q5_1, AFFINE = TYPE == VG_Q4_1 || TYPE == VG_Q5_1;
+    } else if constexpr (base_type(TYPE) == VG_Q4_0 || TYPE == VG_Q4_1 || TYPE == VG_Q5_0 ||
+                         TYPE == VG_Q5_1) {
+        constexpr bool FIVE = TYPE == VG_Q5_0 || TYPE == VG_Q5_1,
+                       AFFINE = TYPE == VG_Q4_1 || TYPE == VG_Q5_1;
         UNROLL
         for (int h = 0; h < 2; h++) {
-            const u8 *b = block(h), *rest = is_planes(TYPE) ? b : b + (AFFINE ? 4 : 2);
-            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(scale_at(h)));
-            u32 offset = AFFINE ? twice(*reinterpret_cast<const u16*>(b + 2)) : 0;
+            const u8 *b = block(h), *rest = is_repacked(TYPE) ? b : b + (AFFINE ? 4 : 2);
+            u32 words[2], scale = dup_half2(*reinterpret_cast<const u16*>(scale_at(h)));
+            u32 offset = AFFINE ? dup_half2(*reinterpret_cast<const u16*>(b + 2)) : 0;
             eight(rest + (FIVE ? 4 : 0) + t % 2 * 8, words);
             UNROLL
             for (int i = 0; i < 2; i++) {
@@ -263,51 +294,58 @@ template <int TYPE> DEVICE void sixteen_weights(const Begin& begin, int step, in
                     words[i] = (words[i] & 0x0f0f0f0fu) | spread_bits(rest[t] >> 4 * i) << 4;
                 }
             }
-            constexpr u32 ZERO = plain(TYPE) == VG_Q4_0 ? 8 : TYPE == VG_Q5_0 ? 16 : 0;
-            eight_weights<ZERO, AFFINE>(words, FIVE ? 0x00ff00ffu : 0x000f000fu, scale, offset, out + 4 * h);
+            constexpr u32 ZERO = base_type(TYPE) == VG_Q4_0 ? 8 : TYPE == VG_Q5_0 ? 16 : 0;
+            dequantize_8<ZERO, AFFINE>(words, FIVE ? 0x00ff00ffu : 0x000f000fu, scale, offset,
+                                       out + 4 * h);
         }
-    } else if constexpr (plain(TYPE) == VG_Q8_0) {
+    } else if constexpr (base_type(TYPE) == VG_Q8_0) {
         UNROLL
         for (int h = 0; h < 2; h++) {
-            u32 words[2], scale = twice(*reinterpret_cast<const u16*>(scale_at(h)));
+            u32 words[2], scale = dup_half2(*reinterpret_cast<const u16*>(scale_at(h)));
             eight(quants_of<TYPE>(block(h)) + t * 8, words);
             words[0] ^= 0x80808080u, words[1] ^= 0x80808080u;
-            eight_weights<128, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
+            dequantize_8<128, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
         }
     } else if constexpr (TYPE == VG_Q4_K || TYPE == VG_Q5_K) {
         constexpr bool FIVE = TYPE == VG_Q5_K;
-        int4 head = *reinterpret_cast<const int4*>(row); // both factors, then scales and minimums, six bits each
-        u32 scales = step < 2 ? head.y & 0x3f3f3f3f : (head.w & 0x0f0f0f0f) | (head.y >> 2 & 0x30303030);
-        u32 least = step < 2 ? head.z & 0x3f3f3f3f : (head.w >> 4 & 0x0f0f0f0f) | (head.z >> 2 & 0x30303030);
-        auto two = [&](u32 bytes) { // the two of this step, as halves
+        int4 head = *reinterpret_cast<const int4*>(
+            row); // d and dmin, then 6-bit scales and minima (ggml: block_q4_K)
+        u32 scales =
+            step < 2 ? head.y & 0x3f3f3f3f : (head.w & 0x0f0f0f0f) | (head.y >> 2 & 0x30303030);
+        u32 least = step < 2 ? head.z & 0x3f3f3f3f
+                             : (head.w >> 4 & 0x0f0f0f0f) | (head.z >> 2 & 0x30303030);
+        auto two = [&](u32 bytes) { // the two of this step as f16x2
             u32 q = __byte_perm(bytes >> (step % 2 * 16), 0, 0x4140);
-            return add_halves(q | PLUS_1024, minus_1024(0));
+            return hadd2(q | PLUS_1024, minus_1024(0));
         };
         u32 both = static_cast<u32>(head.x);
-        scales = multiply_halves(two(scales), __byte_perm(both, 0, 0x1010));
-        least = multiply_halves(two(least), __byte_perm(both, 0, 0x3232) ^ 0x80008000u);
+        scales = hmul2(two(scales), __byte_perm(both, 0, 0x1010));
+        least = hmul2(two(least), __byte_perm(both, 0, 0x3232) ^ 0x80008000u);
         const u8* qs = row + (FIVE ? 48 : 16) + step * 32 + t * 8;
         u32 low[2] = {reinterpret_cast<const u32*>(qs)[0], reinterpret_cast<const u32*>(qs)[1]};
         UNROLL
         for (int h = 0; h < 2; h++) {
-            u32 words[2] = {low[0] >> 4 * h, low[1] >> 4 * h}, scale = __byte_perm(scales, 0, h ? 0x3232 : 0x1010);
+            u32 words[2] = {low[0] >> 4 * h, low[1] >> 4 * h},
+                scale = __byte_perm(scales, 0, h ? 0x3232 : 0x1010);
             u32 offset = __byte_perm(least, 0, h ? 0x3232 : 0x1010), mask = 0x000f000fu;
             if constexpr (FIVE) {
-                const u32* fifth = reinterpret_cast<const u32*>(row + 16 + t * 8);
+                const u32* qh = reinterpret_cast<const u32*>(row + 16 + t * 8);
                 UNROLL
                 for (int i = 0; i < 2; i++) {
-                    words[i] = (words[i] & 0x0f0f0f0fu) | (fifth[i] >> (2 * step + h) & 0x01010101u) << 4;
+                    words[i] = (words[i] & 0x0f0f0f0fu) | (qh[i] >> (2 * step + h) & 0x01010101u)
+                                                              << 4;
                 }
                 mask = 0x00ff00ffu;
             }
-            eight_weights<0, true>(words, mask, scale, offset, out + 4 * h);
+            dequantize_8<0, true>(words, mask, scale, offset, out + 4 * h);
         }
     } else if constexpr (TYPE == VG_Q2_K || TYPE == VG_Q3_K) {
         constexpr bool THREE = TYPE == VG_Q3_K;
-        u32 two[2], third[2], factor = twice(*reinterpret_cast<const u16*>(row + (THREE ? 108 : 80)));
-        eight_bytes(row + (THREE ? 32 : 16) + step / 2 * 32 + t * 8, two);
+        u32 two[2], third[2],
+            factor = dup_half2(*reinterpret_cast<const u16*>(row + (THREE ? 108 : 80)));
+        load_8_bytes(row + (THREE ? 32 : 16) + step / 2 * 32 + t * 8, two);
         if (THREE) {
-            eight_bytes(row + t * 8, third);
+            load_8_bytes(row + t * 8, third);
         }
         UNROLL
         for (int h = 0; h < 2; h++) {
@@ -321,18 +359,22 @@ template <int TYPE> DEVICE void sixteen_weights(const Begin& begin, int step, in
                 }
             }
             if (THREE) {
-                u32 six = (row[96 + j % 8] >> (j / 8 * 4) & 15) | (row[104 + j % 4] >> (j / 4 * 2) & 3) << 4;
-                scale = multiply_halves(add_halves(twice(six) | PLUS_1024, minus_1024(32)), factor);
+                u32 six = (row[96 + j % 8] >> (j / 8 * 4) & 15) |
+                          (row[104 + j % 4] >> (j / 4 * 2) & 3) << 4;
+                scale = hmul2(hadd2(dup_half2(six) | PLUS_1024, minus_1024(32)), factor);
             } else {
-                u32 both = row[j], least = twice(*reinterpret_cast<const u16*>(row + 82)) ^ 0x80008000u;
-                scale = multiply_halves(add_halves(twice(both & 15) | PLUS_1024, minus_1024(0)), factor);
-                offset = multiply_halves(add_halves(twice(both >> 4) | PLUS_1024, minus_1024(0)), least);
+                u32 both = row[j],
+                    least = dup_half2(*reinterpret_cast<const u16*>(row + 82)) ^ 0x80008000u;
+                scale = hmul2(hadd2(dup_half2(both & 15) | PLUS_1024, minus_1024(0)), factor);
+                offset = hmul2(hadd2(dup_half2(both >> 4) | PLUS_1024, minus_1024(0)), least);
             }
-            eight_weights<THREE ? 4 : 0, !THREE>(words, 0x00ff00ffu, scale, offset, out + 4 * h);
+            dequantize_8<THREE ? 4 : 0, !THREE>(words, 0x00ff00ffu, scale, offset, out + 4 * h);
         }
-    } else if constexpr (plain(TYPE) == VG_Q6_K) {
-        int half = step / 2, upper = step % 2; // of the block; nibbles and pairs
-        u32 high[2], factor = twice(*reinterpret_cast<const u16*>(is_planes(TYPE) ? begin.scales : row + 208));
+    } else if constexpr (base_type(TYPE) == VG_Q6_K) {
+        int half = step / 2,
+            upper = step % 2; // half of the block; high or low nibbles and 2-bit fields
+        u32 high[2], factor = dup_half2(*reinterpret_cast<const u16*>(
+                         is_repacked(TYPE) ? begin.scales : row + 208));
         eight(row + 128 + half * 32 + t * 8, high);
         UNROLL
         for (int h = 0; h < 2; h++) {
@@ -343,37 +385,43 @@ template <int TYPE> DEVICE void sixteen_weights(const Begin& begin, int step, in
                 u32 two = high[i] >> (4 * upper + 2 * h) & 0x03030303u;
                 words[i] = (words[i] >> 4 * upper & 0x0f0f0f0fu) | two << 4;
             }
-            u32 scale = twice(row[192 + 4 * step + 2 * h + t / 2] ^ 0x80u);
-            scale = multiply_halves(add_halves(scale | PLUS_1024, minus_1024(128)), factor);
-            eight_weights<32, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
+            u32 scale = dup_half2(row[192 + 4 * step + 2 * h + t / 2] ^ 0x80u);
+            scale = hmul2(hadd2(scale | PLUS_1024, minus_1024(128)), factor);
+            dequantize_8<32, false>(words, 0x00ff00ffu, scale, 0, out + 4 * h);
         }
     }
 }
 
-// ---- The three roles.
+// ---- Producers and consumers.
 
-template <int TYPE, int N> DEVICE void bring_weights(const VgGemmSm90Params& p, const HopperShared<TYPE, N>& shared) {
-    constexpr Geometry SIZE = geometry(TYPE);
-    constexpr int CHUNK = chunk_of(TYPE), STRIDE = chunk_stride(TYPE), EACH = HOPPER_ROWS / WARP;
+template <int TYPE, int N>
+DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared) {
+    constexpr TypeTraits SIZE = type_traits(TYPE);
+    constexpr int CHUNK = chunk_of(TYPE), STRIDE = chunk_stride(TYPE), EACH = SM90_ROWS / WARP;
     int lane = threadIdx.x % WARP;
-    HopperTiles<N> tiles(p);
-    Ring<HopperShared<TYPE, N>::CHUNKS> ring;
+    TileScheduler<N> tiles(p);
+    PipelineState<GemmShared<TYPE, N>::CHUNKS> ring;
     for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
-        HopperTile tile = tiles.at(index);
-        const u8* first = address(p.w, Index{{0, is_planes(TYPE) ? 0 : tile.first_row + lane, tile.w2, tile.w3}});
-        int row = tile.first_row + lane, rows = static_cast<int>(p.dst.ne[0] - row); // from the lane's first on
+        GemmTile tile = tiles.at(index);
+        const u8* first = address(
+            p.w, Index{{0, is_repacked(TYPE) ? 0 : tile.first_row + lane, tile.w2, tile.w3}});
+        int row = tile.first_row + lane,
+            rows = static_cast<int>(p.dst.ne[0] - row); // rows from the lane's first row on
         int width = static_cast<int>(p.w.ne[0]) / SIZE.elements; // in blocks
         for (int element = 0; element < static_cast<int>(p.w.ne[0]); element += CHUNK) {
-            int at = element / SIZE.elements, blocks = width - at < CHUNK / SIZE.elements ? width - at : CHUNK / SIZE.elements;
-            // Of each row a piece from and to multiples of 16.
+            int at = element / SIZE.elements,
+                blocks = width - at < CHUNK / SIZE.elements ? width - at : CHUNK / SIZE.elements;
+            // Bulk copies need multiples of 16: widens a range to them.
             auto around = [&](const u8*& from, int i, int bytes) -> u32 {
                 u32 lead = static_cast<u32>(reinterpret_cast<u64>(from) & 15);
                 from -= lead;
                 return i * WARP < rows ? (lead + bytes + 15) / 16 * 16 : 0;
             };
             auto piece = [&](int i, const u8*& from) -> u32 {
-                if (is_planes(TYPE)) {
-                    u64 block = static_cast<u64>(static_cast<u32>(row + i * WARP)) * static_cast<u32>(width) + at;
+                if (is_repacked(TYPE)) {
+                    u64 block = static_cast<u64>(static_cast<u32>(row + i * WARP)) *
+                                    static_cast<u32>(width) +
+                                at;
                     from = first + block * quant_bytes(TYPE);
                     return i * WARP < rows ? blocks * quant_bytes(TYPE) : 0;
                 }
@@ -382,35 +430,39 @@ template <int TYPE, int N> DEVICE void bring_weights(const VgGemmSm90Params& p, 
                                         : around(from, i, blocks * SIZE.bytes);
             };
             auto scales = [&](int i, const u8*& from) -> u32 {
-                if (!is_planes(TYPE)) {
+                if (!is_repacked(TYPE)) {
                     return 0;
                 }
-                u64 block = static_cast<u64>(static_cast<u32>(row + i * WARP)) * static_cast<u32>(width) + at;
+                u64 block =
+                    static_cast<u64>(static_cast<u32>(row + i * WARP)) * static_cast<u32>(width) +
+                    at;
                 from = first + p.w.ne[1] * width * quant_bytes(TYPE) + block * scale_bytes(TYPE);
                 return around(from, i, blocks * scale_bytes(TYPE));
             };
             u32 sum = 0;
             const u8* from;
-            UNROLL_TIMES(is_planes(TYPE) ? 1 : EACH)
+            UNROLL_TIMES(is_repacked(TYPE) ? 1 : EACH)
             for (int i = 0; i < EACH; i++) {
                 sum += piece(i, from) + scales(i, from);
             }
             sum = warp_reduce<Sum>(sum);
-            barrier_wait(&shared.empty_chunks[ring.stage], ring.phase ^ 1);
+            mbarrier_wait(&shared.empty_chunks[ring.stage], ring.phase ^ 1);
             if (lane == 0) {
-                barrier_expect(&shared.full_chunks[ring.stage], sum);
+                mbarrier_arrive_expect_tx(&shared.full_chunks[ring.stage], sum);
             }
             __syncwarp();
-            u8* to = shared.weights + ring.stage * HopperShared<TYPE, N>::WEIGHTS + lane * STRIDE;
-            UNROLL_TIMES(is_planes(TYPE) ? 1 : EACH)
+            u8* to = shared.weights + ring.stage * GemmShared<TYPE, N>::WEIGHTS + lane * STRIDE;
+            UNROLL_TIMES(is_repacked(TYPE) ? 1 : EACH)
             for (int i = 0; i < EACH; i++) {
                 u32 size = piece(i, from);
                 if (size) {
-                    copy_bulk(to + i * WARP * STRIDE, from, size, &shared.full_chunks[ring.stage]);
+                    cp_async_bulk(to + i * WARP * STRIDE, from, size,
+                                  &shared.full_chunks[ring.stage]);
                 }
                 size = scales(i, from);
                 if (size) {
-                    copy_bulk(to + i * WARP * STRIDE + chunk_bytes(TYPE), from, size, &shared.full_chunks[ring.stage]);
+                    cp_async_bulk(to + i * WARP * STRIDE + chunk_bytes(TYPE), from, size,
+                                  &shared.full_chunks[ring.stage]);
                 }
             }
             ring.next();
@@ -418,63 +470,70 @@ template <int TYPE, int N> DEVICE void bring_weights(const VgGemmSm90Params& p, 
     }
 }
 
-// One thread is enough.
-template <int TYPE, int N>
-DEVICE void bring_activations(const VgGemmSm90Params& p, const HopperShared<TYPE, N>& shared, int steps) {
-    HopperTiles<N> tiles(p);
-    Ring<HopperShared<TYPE, N>::STEPS> ring;
+// Executed by one thread.
+template <int TYPE, int N> DEVICE void
+load_activations(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, int steps) {
+    TileScheduler<N> tiles(p);
+    PipelineState<GemmShared<TYPE, N>::STEPS> ring;
     for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
-        HopperTile tile = tiles.at(index);
-        const u8* from = reinterpret_cast<const u8*>(p.halves) + static_cast<i64>(tile.first) * MATRIX_ROW;
-        u32 bytes = static_cast<u32>((tile.count + 7) / 8 * MATRIX_UNIT); // whole units; rows between batches are there
+        GemmTile tile = tiles.at(index);
+        const u8* from =
+            reinterpret_cast<const u8*>(p.values) + static_cast<i64>(tile.first) * SWIZZLE_ROW;
+        u32 bytes = static_cast<u32>((tile.count + 7) / 8 *
+                                     SWIZZLE_ATOM); // whole swizzle atoms; the padding rows exist
         for (int step = 0; step < steps; step++) {
-            barrier_wait(&shared.empty_steps[ring.stage], ring.phase ^ 1);
-            barrier_expect(&shared.full_steps[ring.stage], bytes);
-            u8* to = shared.activations + ring.stage * HopperShared<TYPE, N>::ACTIVATIONS;
-            copy_bulk(to, from + step * p.rows * MATRIX_ROW, bytes, &shared.full_steps[ring.stage]);
+            mbarrier_wait(&shared.empty_steps[ring.stage], ring.phase ^ 1);
+            mbarrier_arrive_expect_tx(&shared.full_steps[ring.stage], bytes);
+            u8* to = shared.activations + ring.stage * GemmShared<TYPE, N>::ACTIVATIONS;
+            cp_async_bulk(to, from + step * p.rows * SWIZZLE_ROW, bytes,
+                          &shared.full_steps[ring.stage]);
             ring.next();
         }
     }
 }
 
 template <int TYPE, int N>
-DEVICE void multiply(const VgGemmSm90Params& p, const HopperShared<TYPE, N>& shared, int steps) {
-    constexpr Geometry SIZE = geometry(TYPE);
-    constexpr int CHUNK = chunk_of(TYPE), CHUNK_STEPS = CHUNK / HOPPER_STEP;
-    constexpr bool BRAIN = TYPE == VG_BF16;
+DEVICE void multiply(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, int steps) {
+    constexpr TypeTraits SIZE = type_traits(TYPE);
+    constexpr int CHUNK = chunk_of(TYPE), CHUNK_STEPS = CHUNK / SM90_STEP;
+    constexpr bool BF16 = TYPE == VG_BF16;
     int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    int mine = static_cast<int>(threadIdx.x / WARP - GROUP / WARP) * 16 + g; // and 8 rows further
+    int mine = static_cast<int>(threadIdx.x / WARP - WARPGROUP / WARP) * 16 + g; // and row + 8
     int blocks = static_cast<int>(p.w.ne[0] / 32);
-    HopperTiles<N> tiles(p);
-    Ring<HopperShared<TYPE, N>::STEPS> ring;
-    Ring<HopperShared<TYPE, N>::CHUNKS> chunks;
+    TileScheduler<N> tiles(p);
+    PipelineState<GemmShared<TYPE, N>::STEPS> ring;
+    PipelineState<GemmShared<TYPE, N>::CHUNKS> chunks;
 
     for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
-        HopperTile tile = tiles.at(index);
-        // Where a row begins in memory says where it begins in what was copied.
+        GemmTile tile = tiles.at(index);
+        // The low address bits of a row in memory determine its offset in the copied bytes.
         u32 leads[2];
         UNROLL
         for (int r = 0; r < 2; r++) {
             int row = tile.first_row + mine + 8 * r;
-            Begin begin = begin_of_row(TYPE, p.w, row, tile.w2, tile.w3);
-            leads[r] = static_cast<u32>(reinterpret_cast<u64>(is_planes(TYPE) ? begin.scales : begin.quants));
+            RowPtr begin = row_ptr_at(TYPE, p.w, row, tile.w2, tile.w3);
+            leads[r] = static_cast<u32>(
+                reinterpret_cast<u64>(is_repacked(TYPE) ? begin.scales : begin.quants));
         }
         auto unpack_step = [&](int step, u32* a) {
             int within = step % CHUNK_STEPS;
             if (within == 0) {
-                barrier_wait(&shared.full_chunks[chunks.stage], chunks.phase);
+                mbarrier_wait(&shared.full_chunks[chunks.stage], chunks.phase);
             }
             UNROLL
             for (int r = 0; r < 2; r++) {
-                constexpr int BYTES = is_planes(TYPE) ? chunk_scales(TYPE) : chunk_bytes(TYPE);
+                constexpr int BYTES = is_repacked(TYPE) ? chunk_scales(TYPE) : chunk_bytes(TYPE);
                 u32 lead = (leads[r] + static_cast<u32>(step / CHUNK_STEPS * BYTES)) & 15;
-                const u8* row = shared.weights + chunks.stage * HopperShared<TYPE, N>::WEIGHTS +
+                const u8* row = shared.weights + chunks.stage * GemmShared<TYPE, N>::WEIGHTS +
                                 (mine + 8 * r) * chunk_stride(TYPE);
                 u32 words[8];
-                sixteen_weights<TYPE>({row + (is_aligned(TYPE) ? 0 : lead), row + chunk_bytes(TYPE) + lead}, within, t, words);
+                dequantize_16<TYPE>(
+                    {row + (is_aligned(TYPE) ? 0 : lead), row + chunk_bytes(TYPE) + lead}, within,
+                    t, words);
                 UNROLL
                 for (int i = 0; i < 8; i++) {
-                    // Behind the last block is nothing; activations are 0 there, and something times 0 need not be.
+                    // The last k step may be partial: activations are 0 there, but garbage * 0 may
+                    // be NaN.
                     bool is_there = SIZE.elements == 256 || 2 * step + i / 4 < blocks;
                     a[i / 2 * 4 + i % 2 * 2 + r] = is_there ? words[i] : 0;
                 }
@@ -482,7 +541,7 @@ DEVICE void multiply(const VgGemmSm90Params& p, const HopperShared<TYPE, N>& sha
             if (within == CHUNK_STEPS - 1 || step == steps - 1) {
                 __syncwarp();
                 if (lane == 0) {
-                    barrier_arrive(&shared.empty_chunks[chunks.stage]);
+                    mbarrier_arrive(&shared.empty_chunks[chunks.stage]);
                 }
                 chunks.next();
             }
@@ -491,21 +550,22 @@ DEVICE void multiply(const VgGemmSm90Params& p, const HopperShared<TYPE, N>& sha
         float sums[N / 2];
         u32 a[2][16];
         unpack_step(0, a[0]);
-        u32 last = 0; // the stage that is read by products under way before these
+        u32 last = 0; // the stage that the previous wgmma group reads
         for (int step = 0; step < steps; step += 2) {
             UNROLL
             for (int u = 0; u < 2; u++) {
-                barrier_wait(&shared.full_steps[ring.stage], ring.phase);
-                u64 b = matrix_at(shared_address(shared.activations + ring.stage * HopperShared<TYPE, N>::ACTIVATIONS));
-                group_begin();
+                mbarrier_wait(&shared.full_steps[ring.stage], ring.phase);
+                u64 b = smem_descriptor(smem_address(
+                    shared.activations + ring.stage * GemmShared<TYPE, N>::ACTIVATIONS));
+                wgmma_fence();
                 UNROLL
                 for (int k = 0; k < 4; k++) {
-                    group_multiply<N, BRAIN>(sums, a[u] + 4 * k, b + 2 * k, u + k > 0 || step > 0);
+                    wgmma<N, BF16>(sums, a[u] + 4 * k, b + 2 * k, u + k > 0 || step > 0);
                 }
-                group_commit();
-                group_wait<1>(); // those before these have read their factors
+                wgmma_commit();
+                wgmma_wait<1>(); // the previous group has read its operands
                 if ((u > 0 || step > 0) && lane == 0) {
-                    barrier_arrive(&shared.empty_steps[last]);
+                    mbarrier_arrive(&shared.empty_steps[last]);
                 }
                 last = ring.stage;
                 ring.next();
@@ -514,20 +574,23 @@ DEVICE void multiply(const VgGemmSm90Params& p, const HopperShared<TYPE, N>& sha
                 }
             }
         }
-        group_wait<0>();
-        settle<N / 2>(sums);
+        wgmma_wait<0>();
+        accumulator_fence<N / 2>(sums);
         if (lane == 0) {
-            barrier_arrive(&shared.empty_steps[last]);
+            mbarrier_arrive(&shared.empty_steps[last]);
         }
 
-        // Results of the thread's rows in column 0. Columns of groups are slots of tokens, all equally far apart.
-        u8* to = address(p.dst, Index{{tile.first_row + mine, p.groups ? 0 : tile.column, tile.i2, tile.i3}});
-        const u32* order = p.groups ? tiles.order() + tile.first : nullptr;
-        const float* factors = reinterpret_cast<const float*>(p.factors) + tile.first;
-        bool has_first = tile.first_row + mine < p.dst.ne[0], has_second = tile.first_row + mine + 8 < p.dst.ne[0];
+        // Address of the thread's rows in column 0. With moe_order, columns are slots of tokens
+        // with a common stride.
+        u8* to = address(
+            p.dst, Index{{tile.first_row + mine, p.moe_order ? 0 : tile.column, tile.i2, tile.i3}});
+        const u32* order = p.moe_order ? tiles.order() + tile.first : nullptr;
+        const float* factors = reinterpret_cast<const float*>(p.row_scales) + tile.first;
+        bool has_first = tile.first_row + mine < p.dst.ne[0],
+             has_second = tile.first_row + mine + 8 < p.dst.ne[0];
         i64 across = p.dst.nb[1];
         UNROLL
-        for (int some = 0; some < N / 4; some += 8) { // eight columns of the thread's: their loads first
+        for (int some = 0; some < N / 4; some += 8) { // eight columns at a time, loads first
             auto column = [&](int i) { return (some + i) / 2 * 8 + 2 * t + i % 2; };
             u32 places[8];
             float by[8];
@@ -555,29 +618,29 @@ DEVICE void multiply(const VgGemmSm90Params& p, const HopperShared<TYPE, N>& sha
 
 template <int TYPE, int N> DEVICE void gemm_sm90(const VgGemmSm90Params& p) {
     DYNAMIC_SHARED(u8, memory);
-    HopperShared<TYPE, N> shared(memory);
+    GemmShared<TYPE, N> shared(memory);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < HopperShared<TYPE, N>::STEPS; i++) {
-            barrier_init(&shared.full_steps[i], 1);
-            barrier_init(&shared.empty_steps[i], 2 * GROUP / WARP);
+        for (int i = 0; i < GemmShared<TYPE, N>::STEPS; i++) {
+            mbarrier_init(&shared.full_steps[i], 1);
+            mbarrier_init(&shared.empty_steps[i], 2 * WARPGROUP / WARP);
         }
-        for (int i = 0; i < HopperShared<TYPE, N>::CHUNKS; i++) {
-            barrier_init(&shared.full_chunks[i], 1);
-            barrier_init(&shared.empty_chunks[i], 2 * GROUP / WARP);
+        for (int i = 0; i < GemmShared<TYPE, N>::CHUNKS; i++) {
+            mbarrier_init(&shared.full_chunks[i], 1);
+            mbarrier_init(&shared.empty_chunks[i], 2 * WARPGROUP / WARP);
         }
-        barriers_are_ready();
+        mbarrier_init_fence();
     }
     __syncthreads();
-    int steps = static_cast<int>((p.w.ne[0] + 2 * HOPPER_STEP - 1) / (2 * HOPPER_STEP)) * 2;
-    if (threadIdx.x < GROUP) {
-        give_registers<40>();
+    int steps = static_cast<int>((p.w.ne[0] + 2 * SM90_STEP - 1) / (2 * SM90_STEP)) * 2;
+    if (threadIdx.x < WARPGROUP) {
+        setmaxnreg_dec<40>();
         if (threadIdx.x < WARP) {
-            bring_weights<TYPE, N>(p, shared);
+            load_weights<TYPE, N>(p, shared);
         } else if (threadIdx.x == WARP) {
-            bring_activations<TYPE, N>(p, shared, steps);
+            load_activations<TYPE, N>(p, shared, steps);
         }
     } else {
-        take_registers<232>();
+        setmaxnreg_inc<232>();
         multiply<TYPE, N>(p, shared, steps);
     }
 }

@@ -1,4 +1,4 @@
-// Products of many columns with weights in blocks of 256, on Hopper GPUs.
+// sm_90a GEMM with weights in blocks of 256 of four to six bits.
 #include "gemm_sm90.cuh"
 
 KERNEL(vg_gemm_sm90_q4_k_256, VgGemmSm90Params, 384, 1) { gemm_sm90<VG_Q4_K, 256>(p); }

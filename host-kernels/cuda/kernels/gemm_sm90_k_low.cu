@@ -1,5 +1,4 @@
-// Products of many columns with weights in blocks of 256 of two and three bits, and of values that are looked up, on
-// Hopper GPUs.
+// sm_90a GEMM with weights in blocks of 256 of two and three bits, and IQ4_XS.
 #include "gemm_sm90.cuh"
 
 KERNEL(vg_gemm_sm90_q2_k_256, VgGemmSm90Params, 384, 1) { gemm_sm90<VG_Q2_K, 256>(p); }

@@ -1,4 +1,4 @@
-// Products of many columns with weights in blocks, on Hopper GPUs.
+// sm_90a GEMM with weights in blocks of 32.
 #include "gemm_sm90.cuh"
 
 KERNEL(vg_gemm_sm90_q4_0_256, VgGemmSm90Params, 384, 1) { gemm_sm90<VG_Q4_0, 256>(p); }

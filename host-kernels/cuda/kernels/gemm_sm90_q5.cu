@@ -1,4 +1,4 @@
-// Products of many columns with weights in blocks of 32 that have five bits or an offset, on Hopper GPUs.
+// sm_90a GEMM with weights in blocks of 32 that have five bits or an offset.
 #include "gemm_sm90.cuh"
 
 KERNEL(vg_gemm_sm90_q4_1_256, VgGemmSm90Params, 384, 1) { gemm_sm90<VG_Q4_1, 256>(p); }

@@ -1,15 +1,16 @@
-// POOL_1D, POOL_2D, POOL_2D_BACK, UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS.
+// POOL_1D, POOL_2D, POOL_2D_BACK, UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS,
+// ADD_REL_POS.
 #include "device.cuh"
 
 namespace {
 
-constexpr float LEAST = -3.402823466e38f;
+constexpr float LOWEST = -3.402823466e38f;
 
 struct Range {
     i64 first, last;
 };
 
-// What a window covers of dimension `d`, of `extent` elements, at `place`.
+// Elements of dimension `d` that the window at `place` covers, clipped to `extent`.
 DEVICE Range covers(const VgPoolParams& p, int d, i64 place, i64 extent) {
     i64 first = place * p.stride[d] - p.padding[d], last = first + p.size[d];
     first = first > 0 ? first : 0;
@@ -23,7 +24,7 @@ KERNEL(vg_pool, VgPoolParams, 256) {
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index to = index_of(p.dst, e);
         Range xs = covers(p, 0, to.i[0], p.src.ne[0]), ys = covers(p, 1, to.i[1], p.src.ne[1]);
-        float result = p.average ? 0.0f : LEAST;
+        float result = p.average ? 0.0f : LOWEST;
         i64 count = 0;
         for (i64 y = ys.first; y < ys.last; y++) {
             for (i64 x = xs.first; x < xs.last; x++, count++) {
@@ -39,17 +40,18 @@ KERNEL(vg_pool, VgPoolParams, 256) {
     }
 }
 
-// For each window of a maximum, the pixel (counted along rows) that has it, the first of several; -1 for none.
+// Index of the maximum of each window (y * width + x), the first of several; -1 for none.
 KERNEL(vg_pool_places, VgPoolParams, 256) {
     i64 n = elements(p.src);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.src, e);
         Range xs = covers(p, 0, at.i[0], p.dst.ne[0]), ys = covers(p, 1, at.i[1], p.dst.ne[1]);
-        float largest = LEAST;
+        float largest = LOWEST;
         i64 place = -1;
         for (i64 y = ys.first; y < ys.last; y++) {
             for (i64 x = xs.first; x < xs.last; x++) {
-                float value = load(p.forward.type, address(p.forward, Index{{x, y, at.i[2], at.i[3]}}));
+                float value =
+                    load(p.forward.type, address(p.forward, Index{{x, y, at.i[2], at.i[3]}}));
                 if (value > largest) {
                     largest = value;
                     place = y * p.dst.ne[0] + x;
@@ -60,7 +62,8 @@ KERNEL(vg_pool_places, VgPoolParams, 256) {
     }
 }
 
-// Each element gathers from the windows that cover it; a maximum takes all of its window's gradient.
+// A gather over the windows that cover an element. The maximum receives the whole gradient of a
+// window.
 KERNEL(vg_pool_back, VgPoolParams, 256) {
     i64 n = elements(p.dst);
     const i64* places = reinterpret_cast<const i64*>(p.places);
@@ -71,11 +74,15 @@ KERNEL(vg_pool_back, VgPoolParams, 256) {
             i64 beyond = to.i[d] + p.padding[d] - p.size[d] + 1;
             return beyond > 0 ? (beyond + p.stride[d] - 1) / p.stride[d] : 0;
         };
-        i64 plane = (to.i[3] * p.src.ne[2] + to.i[2]) * p.src.ne[1], mine = to.i[1] * p.dst.ne[0] + to.i[0];
+        i64 plane = (to.i[3] * p.src.ne[2] + to.i[2]) * p.src.ne[1],
+            mine = to.i[1] * p.dst.ne[0] + to.i[0];
         float sum = 0.0f;
-        for (i64 wy = first_window(1); wy < p.src.ne[1] && wy * p.stride[1] - p.padding[1] <= to.i[1]; wy++) {
-            for (i64 wx = first_window(0); wx < p.src.ne[0] && wx * p.stride[0] - p.padding[0] <= to.i[0]; wx++) {
-                float gradient = load(p.src.type, address(p.src, Index{{wx, wy, to.i[2], to.i[3]}}));
+        for (i64 wy = first_window(1);
+             wy < p.src.ne[1] && wy * p.stride[1] - p.padding[1] <= to.i[1]; wy++) {
+            for (i64 wx = first_window(0);
+                 wx < p.src.ne[0] && wx * p.stride[0] - p.padding[0] <= to.i[0]; wx++) {
+                float gradient =
+                    load(p.src.type, address(p.src, Index{{wx, wy, to.i[2], to.i[3]}}));
                 if (p.average) {
                     sum += gradient / area;
                 } else if (places[(plane + wy) * p.src.ne[0] + wx] == mine) {
@@ -89,7 +96,7 @@ KERNEL(vg_pool_back, VgPoolParams, 256) {
 
 namespace {
 
-// The element of the source nearest to element `i` of the destination in dimension `d`.
+// Source index nearest to element `i` of the destination in dimension `d`.
 DEVICE i64 nearest(const VgUpscaleParams& p, int d, i64 i) {
     i64 at = static_cast<i64>(static_cast<float>(i) / p.factor[d]);
     return at < p.src.ne[d] ? at : p.src.ne[d] - 1;
@@ -97,7 +104,7 @@ DEVICE i64 nearest(const VgUpscaleParams& p, int d, i64 i) {
 
 DEVICE i64 clamped(i64 i, i64 n) { return i < 0 ? 0 : i < n ? i : n - 1; }
 
-// A plane of the source, whose pixels outside are the nearest at the border.
+// A 2D plane of the source with clamped coordinates.
 struct Plane {
     const VgUpscaleParams& p;
     i64 i2, i3;
@@ -106,11 +113,13 @@ struct Plane {
         Index at = {{clamped(x, p.src.ne[0]), clamped(y, p.src.ne[1]), i2, i3}};
         return *reinterpret_cast<const float*>(address(p.src, at));
     }
-    // Where element `i` of the destination lies on the source.
-    DEVICE float place(int d, i64 i) const { return (static_cast<float>(i) + p.middle) / p.factor[d] - p.middle; }
+    // Source coordinate of element `i` of the destination.
+    DEVICE float place(int d, i64 i) const {
+        return (static_cast<float>(i) + p.middle) / p.factor[d] - p.middle;
+    }
 };
 
-// The neighbours of a place and its distance from the first, after that was moved to the border.
+// The two neighbours of a coordinate, and the distance from the first, clamped to [0, 1].
 struct Neighbours {
     i64 low, high;
     float distance;
@@ -127,12 +136,13 @@ DEVICE float bilinear(const Plane& plane, i64 x, i64 y) {
     float a = plane.pixel(h.low, v.low), b = plane.pixel(h.high, v.low);
     float c = plane.pixel(h.low, v.high), d = plane.pixel(h.high, v.high);
     float dx = h.distance, dy = v.distance;
-    return a * (1.0f - dx) * (1.0f - dy) + b * dx * (1.0f - dy) + c * (1.0f - dx) * dy + d * dx * dy;
+    return a * (1.0f - dx) * (1.0f - dy) + b * dx * (1.0f - dy) + c * (1.0f - dx) * dy +
+           d * dx * dy;
 }
 
 DEVICE float triangle(float x) { return fmaxf(1.0f - fabsf(x), 0.0f); }
 
-// Bilinear with a triangle as wide as a pixel of the smaller image.
+// Bilinear with antialiasing: a triangle filter as wide as a pixel of the smaller image.
 DEVICE float antialiased(const Plane& plane, i64 x, i64 y) {
     const VgUpscaleParams& p = plane.p;
     float support[2], center[2];
@@ -148,7 +158,8 @@ DEVICE float antialiased(const Plane& plane, i64 x, i64 y) {
     for (i64 sy = range[1].first; sy < range[1].last; sy++) {
         float wy = triangle((static_cast<float>(sy) - center[1] + p.middle) * (1.0f / support[1]));
         for (i64 sx = range[0].first; sx < range[0].last; sx++) {
-            float weight = wy * triangle((static_cast<float>(sx) - center[0] + p.middle) * (1.0f / support[0]));
+            float weight = wy * triangle((static_cast<float>(sx) - center[0] + p.middle) *
+                                         (1.0f / support[0]));
             if (weight > 0.0f) {
                 value += plane.pixel(sx, sy) * weight;
                 total += weight;
@@ -205,7 +216,8 @@ KERNEL(vg_upscale, VgUpscaleParams, 256) {
     }
 }
 
-// Cosines, then sines, of the step times falling frequencies; what is left is 0.
+// Cosines, then sines, of the timestep times geometrically decreasing frequencies; an odd last
+// element is 0.
 KERNEL(vg_timestep_embedding, VgTimestepParams, 256) {
     i64 n = elements(p.dst);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
@@ -214,7 +226,8 @@ KERNEL(vg_timestep_embedding, VgTimestepParams, 256) {
         i64 j = to.i[0] < p.half ? to.i[0] : to.i[0] - p.half;
         float value = 0.0f;
         if (to.i[0] < 2 * p.half) {
-            float angle = step * expf(-p.log_period * static_cast<float>(j) / static_cast<float>(p.half));
+            float angle =
+                step * expf(-p.log_period * static_cast<float>(j) / static_cast<float>(p.half));
             value = to.i[0] < p.half ? cosf(angle) : sinf(angle);
         }
         *reinterpret_cast<float*>(address(p.dst, to)) = value;
@@ -238,9 +251,7 @@ KERNEL(vg_window, VgWindowParams, 256) {
             from.i[2] = to.i[2] % p.size;
             from.i[3] = to.i[2] / p.size * p.across + to.i[1] / p.size;
             break;
-        default:
-            from.i[1] = p.dst.ne[1] - to.i[1] - 1 + to.i[2];
-            from.i[2] = 0;
+        default: from.i[1] = p.dst.ne[1] - to.i[1] - 1 + to.i[2]; from.i[2] = 0;
         }
         u8* at = address(p.dst, to);
         const u8* source = address(p.src, from);

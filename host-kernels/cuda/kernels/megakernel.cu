@@ -1,4 +1,4 @@
-// A step of a model as one launch: see `megakernel.cuh`.
+// The megakernel for one token of one sequence: see `megakernel.cuh`.
 #include "megakernel.cuh"
 
-KERNEL(vg_megakernel, VgMegakernelParams, 128, 3) { step<1>(p); }
+KERNEL(vg_megakernel, VgMegakernelParams, 128, 3) { megakernel<1>(p); }

@@ -1,24 +1,26 @@
-// Many launches as one: blocks that are all resident walk through stages, of which each does what a launch would do.
+// The megakernel: one persistent cooperative launch instead of many. All blocks are resident and
+// walk through a table of stages, each of which does what a launch would do.
 //
-// A stage's blocks are shared out among those of the step, and so are the pairs of rows that products have, to its warps.
-// What a stage needs of others it waits for: each block that has done its part of a stage counts up in global memory, and
-// whoever needs the result waits until as many have as there are. Waits point backwards only, and all blocks are
-// resident, so somebody can always go on.
+// The blocks of a stage are distributed over the blocks of the megakernel, and the pairs of rows of
+// matrix-vector products over its warps. Dependencies: each block that has finished its part of a
+// stage increments the stage's counter in global memory, and a block that needs the result waits
+// until the counter is complete. Stages wait for earlier stages only and all blocks are resident,
+// so there is always a block that can proceed.
 //
-// Weights are read by nobody's leave: nothing in a step writes them. Each warp knows which rows it will multiply, and
-// fetches them in order, across the ends of stages, as far ahead as its ring in shared memory has room. While a block
-// waits for a norm or for attention, the next product's weights arrive, and those behind them are asked for, so that they come
-// from the L2 cache when it is their turn. Where it depends on results which rows those are
-// (experts) the stage says from where on they may be fetched.
+// Weights have no dependencies: nothing in the launch writes them. Each warp knows which rows it
+// will multiply and fetches them in order, across the ends of stages, as far ahead as its ring
+// buffer in shared memory permits. While a block waits for a norm or attention, the next weights
+// arrive, and those behind them are prefetched to the L2 cache. If the rows depend on results (MoE
+// experts), the stage says from which stage on they may be fetched.
 //
-// What other blocks write within the step is read by plain loads, never through the read-only path: addresses come from
-// memory, with no `__restrict__` and no `__ldg`, so that the compiler has no reason to take it. The order of memory: a
-// block's writes come before its barrier, that before the release with which its first thread counts up (`count_up`); the
-// acquire that sees the count (`await_count`) comes before the barrier of the block that waits, and that before its reads.
-// Barriers order a block's threads, release and acquire at the scope of the device order those two threads, and order
-// of memory is transitive in PTX; what is released is all that happened before, so that a chain of waits is as
-// good as waiting for each. Counts of a stage by several blocks are one release sequence: they are all read-modify-writes.
-// `cp.async` reads past the L1 cache, as an access of the thread that asks for it, which is behind that barrier.
+// Memory order. Data that other blocks write is read with plain loads, never through the read-only
+// path: addresses come from memory, without `__restrict__` and `__ldg`. A block's writes precede
+// its barrier, which precedes the release of its first thread (`signal_counter`). The acquire that
+// observes the counter (`wait_counter`) precedes the barrier of the waiting block, which precedes
+// its reads. Causality order is transitive in PTX (PTX ISA, "Memory Consistency Model"), so a chain
+// of waits is as good as waiting for each. Increments of a counter are read-modify-writes and form
+// one release sequence. cp.async bypasses the L1 cache and is ordered as an access of its thread,
+// behind that barrier.
 #pragma once
 #include "fattn.cuh"
 #include "fused.cuh"
@@ -30,27 +32,32 @@
 
 namespace {
 
-static_assert(sizeof(VgStage) + sizeof(VgMmvParams) <= VG_STAGE_BYTES, "stages have room for what they are given");
-static_assert(sizeof(VgStage) + sizeof(VgFattnParams) <= VG_STAGE_BYTES, "stages have room for what they are given");
-static_assert(sizeof(VgStage) + sizeof(VgRopeRowsParams) <= VG_STAGE_BYTES, "stages have room for what they are given");
-static_assert(sizeof(VgStage) % 16 == 0 && VG_STAGE_BYTES % 16 == 0, "stages are copied in 16 bytes");
-static_assert(VG_STAGE_BYTES / 16 <= VECTOR_WARPS * WARP, "each thread copies 16 bytes of a stage");
+static_assert(sizeof(VgStage) + sizeof(VgMmvParams) <= VG_STAGE_BYTES,
+              "the parameters fit a table entry");
+static_assert(sizeof(VgStage) + sizeof(VgFattnParams) <= VG_STAGE_BYTES,
+              "the parameters fit a table entry");
+static_assert(sizeof(VgStage) + sizeof(VgRopeRowsParams) <= VG_STAGE_BYTES,
+              "the parameters fit a table entry");
+static_assert(sizeof(VgStage) % 16 == 0 && VG_STAGE_BYTES % 16 == 0,
+              "table entries are copied in units of 16 bytes");
+static_assert(VG_STAGE_BYTES / 16 <= MMV_WARPS * WARP, "one copy by each thread covers an entry");
 
-// A place among the weights that a warp will multiply: of which stage, which of the warp's pairs, which piece of it.
-struct Cursor {
+// Position in the sequence of weights that a warp will multiply: stage, pair, and piece of the
+// pair.
+struct WeightCursor {
     const u8* table;
     const VgMmvParams* p;
     u32 stages, stage, from, unit, units, pairs, slots, next;
-    Begin rows[VECTOR_ROWS]; // of the pair, if that is known yet
+    RowPtr rows[MMV_ROWS]; // rows of the pair, valid if is_known
     bool is_known;
     int piece, pieces, piece_bytes, piece_scales, place_bytes;
-    RowBytes row_bytes; // scales are 0 if they have no plane
+    RowBytes row_bytes; // scales is 0 if the type is not repacked
 
     DEVICE const VgStage& at(u32 stage) const {
         return *reinterpret_cast<const VgStage*>(table + static_cast<u64>(stage) * VG_STAGE_BYTES);
     }
 
-    // Goes on with products of another stage.
+    // Moves to an MMV stage.
     DEVICE void open(u32 number) {
         stage = number;
         is_known = false;
@@ -63,20 +70,21 @@ struct Cursor {
         next = it.next;
         pairs = it.grid[0], slots = it.grid[1];
         units = pairs * slots * it.grid[2];
-        unit = (blockIdx.x + gridDim.x - it.first) % gridDim.x * VECTOR_WARPS + threadIdx.x / WARP;
+        unit = (blockIdx.x + gridDim.x - it.first) % gridDim.x * MMV_WARPS + threadIdx.x / WARP;
         int type = static_cast<int>(it.type), piece_elements = piece_of(type);
-        piece_bytes = ::piece_bytes(type), piece_scales = ::piece_scales(type), place_bytes = stage_bytes(type);
+        piece_bytes = ::piece_bytes(type), piece_scales = ::piece_scales(type),
+        place_bytes = stage_bytes(type);
         i64 width = p->products[0].w.ne[0];
         pieces = static_cast<int>((width + piece_elements - 1) / piece_elements);
-        i64 blocks = width / geometry(type).elements;
+        i64 blocks = width / type_traits(type).elements;
         row_bytes = {blocks * quant_bytes(type), blocks * scale_bytes(type)};
     }
 
-    // Whether there is a piece that may be fetched by a block that has waited for stage `begun` - 1 (or, 0, for none). Then
-    // it is known where that lies.
-    DEVICE bool find(u32 begun) {
+    // Whether there is a piece that may be fetched by a block that has started stage `started` - 1
+    // (0: none). If so, its rows are known.
+    DEVICE bool find(u32 started) {
         while (!is_known) {
-            if (stage >= stages || from > begun) {
+            if (stage >= stages || from > started) {
                 return false;
             }
             if (unit >= units) {
@@ -84,16 +92,16 @@ struct Cursor {
                 continue;
             }
             u32 rest = unit / pairs;
-            Place place;
+            BatchIndex place;
             if (place.find(*p, rest % slots, rest / slots, false)) {
                 UNROLL
-                for (int r = 0; r < VECTOR_ROWS; r++) {
+                for (int r = 0; r < MMV_ROWS; r++) {
                     rows[r] = start_of(*p, place, unit - rest * pairs, r, row_bytes);
                 }
                 piece = 0;
                 is_known = true;
             } else {
-                unit += gridDim.x * VECTOR_WARPS;
+                unit += gridDim.x * MMV_WARPS;
             }
         }
         return true;
@@ -102,33 +110,33 @@ struct Cursor {
     DEVICE void advance() {
         if (++piece == pieces) {
             is_known = false;
-            unit += gridDim.x * VECTOR_WARPS;
+            unit += gridDim.x * MMV_WARPS;
         }
     }
 };
 
-// Bytes of a warp's weights that are asked for beyond its ring while it waits, to be in the L2 cache: 20 MB for all warps of an
-// H200, whose cache holds 50.
-constexpr u32 MOST_AHEAD = 12 << 10;
+// Bytes of weights that a waiting warp prefetches beyond its ring: 20 MB for all warps of an H200,
+// whose L2 cache has 50 MB.
+constexpr u32 MAX_PREFETCH = 12 << 10;
 
-// The weights of a warp, from where they lie to its ring.
-struct Flow {
-    Cursor next; // what is fetched next
+// Ring buffer of a warp's weights in shared memory.
+struct WeightPipeline {
+    WeightCursor next; // the next piece to fetch
     u8* ring;
     u32 bytes;
-    // Where the next piece goes, and where the oldest one is; bytes between them, and pieces.
+    // Offsets of the next piece and of the oldest one; bytes and pieces in between.
     u32 head, tail, used, count;
-    u32 asked; // pieces from the next on that have been asked for already
+    u32 prefetched; // pieces from the next on that were prefetched
 
-    // Begins to copy a piece, if there is one and room.
-    DEVICE bool fetch(u32 begun, int lane) {
-        if (!next.find(begun)) {
+    // Starts to copy the next piece, if there is one and room for it.
+    DEVICE bool fetch(u32 started, int lane) {
+        if (!next.find(started)) {
             return false;
         }
         if (count == 0) {
             head = tail = used = 0;
         }
-        u32 size = VECTOR_ROWS * next.place_bytes, place = head + size <= bytes ? head : 0;
+        u32 size = MMV_ROWS * next.place_bytes, place = head + size <= bytes ? head : 0;
         u32 skipped = place == head ? 0 : bytes - head;
         if (used + skipped + size > bytes) {
             return false;
@@ -136,105 +144,112 @@ struct Flow {
         i64 offset = static_cast<i64>(next.piece) * next.piece_bytes;
         i64 scales = static_cast<i64>(next.piece) * next.piece_scales;
         UNROLL
-        for (int r = 0; r < VECTOR_ROWS; r++) {
+        for (int r = 0; r < MMV_ROWS; r++) {
             u8* to = ring + place + r * next.place_bytes;
-            copy_piece(to, next.rows[r].quants + offset, next.row_bytes.quants - offset, next.piece_bytes, lane);
+            copy_piece(to, next.rows[r].quants + offset, next.row_bytes.quants - offset,
+                       next.piece_bytes, lane);
             if (next.piece_scales) {
-                copy_piece(to + next.piece_bytes, next.rows[r].scales + scales, next.row_bytes.scales - scales,
-                           next.piece_scales, lane);
+                copy_piece(to + next.piece_bytes, next.rows[r].scales + scales,
+                           next.row_bytes.scales - scales, next.piece_scales, lane);
             }
         }
-        commit_async();
+        cp_async_commit();
         head = place + size;
         used += skipped + size;
         count++;
-        asked -= asked > 0;
+        prefetched -= prefetched > 0;
         next.advance();
         return true;
     }
 
-    // Asks for what comes behind the ring.
-    DEVICE void ask(u32 begun, int lane) {
-        Cursor ahead = next;
+    // Prefetches the weights behind the ring.
+    DEVICE void prefetch_ahead(u32 started, int lane) {
+        WeightCursor ahead = next;
         u32 passed = 0;
-        for (u32 sum = 0; sum < MOST_AHEAD && ahead.find(begun); sum += VECTOR_ROWS * ahead.piece_bytes) {
-            if (passed >= asked) {
+        for (u32 sum = 0; sum < MAX_PREFETCH && ahead.find(started);
+             sum += MMV_ROWS * ahead.piece_bytes) {
+            if (passed >= prefetched) {
                 i64 offset = static_cast<i64>(ahead.piece) * ahead.piece_bytes;
                 i64 left = ahead.row_bytes.quants - offset;
                 int size = static_cast<int>(left < ahead.piece_bytes ? left : ahead.piece_bytes);
                 UNROLL
-                for (int r = 0; r < VECTOR_ROWS; r++) {
-                    for (int i = lane * LINE; i < size; i += WARP * LINE) {
-                        prefetch(ahead.rows[r].quants + offset + i);
+                for (int r = 0; r < MMV_ROWS; r++) {
+                    for (int i = lane * L2_LINE; i < size; i += WARP * L2_LINE) {
+                        prefetch_l2(ahead.rows[r].quants + offset + i);
                     }
-                    // Scales are less than a line, which may be two.
+                    // Scales are shorter than a cache line but may straddle two.
                     if (ahead.piece_scales && lane < 2) {
                         i64 of_scales = static_cast<i64>(ahead.piece) * ahead.piece_scales;
                         i64 last = ahead.row_bytes.scales - 1 - of_scales;
-                        int size = static_cast<int>(last < ahead.piece_scales ? last : ahead.piece_scales - 1);
-                        prefetch(ahead.rows[r].scales + of_scales + lane * size);
+                        int size = static_cast<int>(
+                            last < ahead.piece_scales ? last : ahead.piece_scales - 1);
+                        prefetch_l2(ahead.rows[r].scales + of_scales + lane * size);
                     }
                 }
             }
             passed++;
             ahead.advance();
         }
-        asked = passed > asked ? passed : asked;
+        prefetched = passed > prefetched ? passed : prefetched;
     }
 
-    DEVICE void fill(u32 begun, int lane) {
-        while (fetch(begun, lane)) {
+    DEVICE void fill(u32 started, int lane) {
+        while (fetch(started, lane)) {
         }
     }
 
-    // The oldest piece, of two rows in places of so many bytes, when it has arrived.
+    // Waits for the oldest piece: two rows in buffers of `place_bytes`.
     DEVICE const u8* oldest(u32 place_bytes) {
-        u32 size = VECTOR_ROWS * place_bytes;
+        u32 size = MMV_ROWS * place_bytes;
         if (tail + size > bytes) {
             used -= bytes - tail;
             tail = 0;
         }
-        wait_async_but(count - 1);
-        __syncwarp(); // what other lanes copied is there, too
+        cp_async_wait_dynamic(count - 1);
+        __syncwarp(); // makes the copies of other lanes visible
         return ring + tail;
     }
 
-    // Its place may be written again.
+    // Frees the oldest piece.
     DEVICE void release(u32 place_bytes) {
         __syncwarp();
-        u32 size = VECTOR_ROWS * place_bytes;
+        u32 size = MMV_ROWS * place_bytes;
         tail += size;
         used -= size;
         count--;
     }
 };
 
-// A stage of products: the warp's pairs, in the order in which they are fetched.
-template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgMmvParams& p, u32 begun, Flow& flow) {
+// An MMV stage: the warp's pairs in the order in which they are fetched.
+template <int COLUMNS>
+DEVICE void mmv_stage(const VgStage& stage, const VgMmvParams& p, u32 started,
+                                            WeightPipeline& flow) {
     int lane = threadIdx.x % WARP, type = static_cast<int>(stage.type);
     u32 pairs = stage.grid[0], slots = stage.grid[1], units = pairs * slots * stage.grid[2];
     u32 place_bytes = stage_bytes(type);
     i64 width = p.products[0].w.ne[0];
     int pieces = static_cast<int>((width + piece_of(type) - 1) / piece_of(type));
-    u32 unit = (blockIdx.x + gridDim.x - stage.first) % gridDim.x * VECTOR_WARPS + threadIdx.x / WARP;
-    for (; unit < units; unit += gridDim.x * VECTOR_WARPS) {
+    u32 unit = (blockIdx.x + gridDim.x - stage.first) % gridDim.x * MMV_WARPS + threadIdx.x / WARP;
+    for (; unit < units; unit += gridDim.x * MMV_WARPS) {
         u32 rest = unit / pairs, pair = unit - rest * pairs;
-        Place place;
+        BatchIndex place;
         if (!place.find(p, rest % slots, rest / slots, true)) {
             continue;
         }
-        Own own = own_of(p, place, static_cast<int>(width), second_of(type) == 1, lane);
-        Begin begin = start_of(p, place, pair, own.row, planes_row(type, width));
-        u32 start = static_cast<u32>(reinterpret_cast<u64>(is_planes(type) ? begin.scales : begin.quants));
-        Sums<COLUMNS> sums = {};
+        LaneContext own =
+            lane_context(p, place, static_cast<int>(width), second_block_offset(type) == 1, lane);
+        RowPtr begin = start_of(p, place, pair, own.row, repacked_row_bytes(type, width));
+        u32 start = static_cast<u32>(
+            reinterpret_cast<u64>(is_repacked(type) ? begin.scales : begin.quants));
+        Accumulators<COLUMNS> sums = {};
         for (int piece = 0; piece < pieces; piece++) {
-            flow.fill(begun, lane);
+            flow.fill(started, lane);
             const u8* rows = flow.oldest(place_bytes);
             auto multiply = [&](auto of) {
                 constexpr int TYPE = decltype(of)::TYPE;
                 const u8* at = rows + (is_float(TYPE) ? 0 : own.row * stage_bytes(TYPE));
-                multiply_piece<TYPE, COLUMNS>(p, place, nullptr, at, start, piece, own, chosen_of<TYPE, COLUMNS>(own.chunk),
-                                              lane, sums);
+                dot_piece<TYPE, COLUMNS>(p, place, nullptr, at, start, piece, own,
+                                         lane_offsets_of<TYPE, COLUMNS>(own.chunk), lane, sums);
                 start += low_bits_of_piece(TYPE);
             };
             switch (type) {
@@ -252,38 +267,39 @@ template <int COLUMNS> DEVICE void products_of(const VgStage& stage, const VgMmv
             case VG_Q4_K: multiply(Weights<VG_Q4_K>()); break;
             case VG_Q5_K: multiply(Weights<VG_Q5_K>()); break;
             case VG_Q6_K | VG_REPACKED: multiply(Weights<VG_Q6_K | VG_REPACKED>()); break;
-            default: multiply(Weights<VG_Q6_K>()); // the host lets no other through
+            default: multiply(Weights<VG_Q6_K>()); // the host rejects other types
             }
             flow.release(place_bytes);
         }
-        finish_pair(p, place, pair, lane, sums, is_float(type));
+        store_pair(p, place, pair, lane, sums, is_float(type));
     }
 }
 
-// What a warp remembers of a step: in shared memory, since registers are for what a stage does.
-struct Warp {
-    Flow flow;
-    u32 number;    // of the stage
-    u32 item;      // of the stage's blocks, the one that is done
-    Blocks blocks; // the same as a launch has it
-    // The last stage, plus 1, for which the block has waited. It passes by those in which it has no part.
-    u32 begun;
+// State of a warp across stages, in shared memory to leave registers to the stages.
+struct WarpState {
+    WeightPipeline flow;
+    u32 number;        // index of the stage
+    u32 item;          // index of the current block of the stage
+    BlockIndex blocks; // the same as a grid index
+    // 1 + the last stage that the block has waited for. Stages without a part for the block are
+    // skipped.
+    u32 started;
     u32 reserved;
 };
 
-struct OfStep {
-    // The stage that is done and the one behind it, with their parameters.
+struct StepState {
+    // The current and the next stage with their parameters.
     u8 records[2][VG_STAGE_BYTES];
-    Warp warps[VECTOR_WARPS];
-    AttendOwn attention;
-    u32 arena; // where tiles lie in the shared memory that the launch gives
+    WarpState warps[MMV_WARPS];
+    FattnShared attention;
+    u32 arena; // offset of the tiles in dynamic shared memory
 };
 
-// One for all functions below: an address that is known when they are compiled takes no registers.
-__shared__ __align__(16) OfStep of_step;
+// Shared by all functions below: a compile-time address needs no registers.
+__shared__ __align__(16) StepState step_state;
 
-// Which of the block. It is asked for anew each time, so that nothing that follows from it is kept in registers from stage to
-// stage, to be put aside around every call.
+// Thread index. It is read anew each time so that nothing derived from it occupies registers across
+// calls.
 DEVICE u32 this_thread() {
 #ifdef VGPU_SHIM
     return threadIdx.x;
@@ -294,9 +310,9 @@ DEVICE u32 this_thread() {
 #endif
 }
 
-DEVICE Warp& this_warp() { return of_step.warps[this_thread() / WARP]; }
+DEVICE WarpState& this_warp() { return step_state.warps[this_thread() / WARP]; }
 
-// All lanes put the same there, and then find it. It is looked up each time, so that no register keeps it.
+// All lanes store and load the same value. The volatile load keeps it out of registers.
 DEVICE void put(u32& at, u32 value) {
     __syncwarp();
     if (this_thread() % WARP == 0) {
@@ -306,12 +322,14 @@ DEVICE void put(u32& at, u32 value) {
 }
 DEVICE u32 get(const u32& at) { return *const_cast<const volatile u32*>(&at); }
 
-// The stage that is done, its parameters, and which of its blocks.
+// The current stage, its parameters, and the index of its block.
 DEVICE const VgStage& this_stage() {
-    return *reinterpret_cast<const VgStage*>(of_step.records[get(this_warp().number) % 2]);
+    return *reinterpret_cast<const VgStage*>(step_state.records[get(this_warp().number) % 2]);
 }
-template <class T> DEVICE const T& given() { return *reinterpret_cast<const T*>(&this_stage() + 1); }
-DEVICE const Blocks& this_item() { return this_warp().blocks; }
+template <class T> DEVICE const T& stage_params() {
+    return *reinterpret_cast<const T*>(&this_stage() + 1);
+}
+DEVICE const BlockIndex& this_item() { return this_warp().blocks; }
 DEVICE void put_item(u32 v) {
     const VgStage& stage = this_stage();
     __syncwarp();
@@ -323,101 +341,114 @@ DEVICE void put_item(u32 v) {
     __syncwarp();
 }
 
-// Does something with the warp's weights.
-template <class Body> DEVICE void with_flow(Body body) {
-    Flow flow = this_warp().flow;
+// Runs `body` on the warp's pipeline.
+template <class Body> DEVICE void with_pipeline(Body body) {
+    WeightPipeline flow = this_warp().flow;
     body(flow);
-    __syncwarp(); // all lanes have read it, and have the same
+    __syncwarp(); // all lanes have read it
     if (this_thread() % WARP == 0) {
         this_warp().flow = flow;
     }
     __syncwarp();
 }
 
-// What needs nearly all registers that a thread may have is in a function of its own, where it shares them with nothing.
-// Around a call there is next to nothing to put aside.
+// Functions that need nearly all registers are not inlined, so that little is live across a call.
 #ifdef VGPU_SHIM
-#define APART static inline
+#define NOINLINE static inline
 #else
-#define APART static __device__ __noinline__
+#define NOINLINE static __device__ __noinline__
 #endif
 
-template <int COLUMNS> APART void products_apart() {
-    with_flow([&](Flow& flow) {
-        products_of<COLUMNS>(this_stage(), given<VgMmvParams>(), get(this_warp().begun), flow);
+template <int COLUMNS> NOINLINE void mmv_noinline() {
+    with_pipeline([&](WeightPipeline& flow) {
+        mmv_stage<COLUMNS>(this_stage(), stage_params<VgMmvParams>(), get(this_warp().started),
+                           flow);
     });
 }
 
 // One block of attention.
-template <int K, int KIND> APART void attend_apart() {
+template <int K, int KIND> NOINLINE void fattn_noinline() {
     DYNAMIC_SHARED(u8, shared);
-    u16* arena = reinterpret_cast<u16*>(shared + of_step.arena);
-    Attention<K, K, 1, ATTEND_WARPS, 64, KIND>(given<VgFattnParams>(), this_item(), arena, of_step.attention).run();
+    u16* arena = reinterpret_cast<u16*>(shared + step_state.arena);
+    FlashAttention<K, K, 1, FATTN_WARPS, 64, KIND>(stage_params<VgFattnParams>(), this_item(),
+                                                   arena, step_state.attention)
+        .run();
 }
 
-// Rows of quantised types: numbers are packed one by one.
-APART void set_blocks_apart() { set_rows<true>(given<VgRowsParams>(), this_item()); }
+// SET_ROWS into a quantised type.
+NOINLINE void set_rows_quantized_noinline() {
+    set_rows<true>(stage_params<VgRowsParams>(), this_item());
+}
 
-// One block of a stage that has no products.
-APART void body_apart() {
-    switch (this_stage().body) {
-    case VG_STAGE_NORM_FUSED: norm_fused(given<VgNormFusedParams>(), this_item()); break;
-    case VG_STAGE_QUANTIZE_Q8: quantize(given<VgQuantizeQ8Params>(), this_item()); break;
-    case VG_STAGE_ROPE: rope(given<VgRopeParams>(), this_item()); break;
-    case VG_STAGE_ROPE_ROWS: rope_rows(given<VgRopeRowsParams>(), this_item()); break;
-    case VG_STAGE_SET_ROWS: set_rows<false>(given<VgRowsParams>(), this_item()); break;
-    case VG_STAGE_SET_BLOCKS: set_blocks_apart(); break;
-    case VG_STAGE_GET_ROWS: get_rows<false>(given<VgRowsParams>(), this_item()); break;
-    case VG_STAGE_ADD_ID: add_id(given<VgAddIdParams>(), this_item()); break;
-    case VG_STAGE_ELEMENTWISE: map(given<VgElementwiseParams>(), this_item()); break;
-    case VG_STAGE_TOPK_MOE: route(given<VgTopkMoeParams>(), this_item()); break;
-    case VG_STAGE_WEIGHTED_SUM: weighted_sum(given<VgWeightedSumParams>(), this_item()); break;
-    case VG_STAGE_FATTN_F16_64: attend_apart<64, HALVES>(); break;
-    case VG_STAGE_FATTN_BF16_64: attend_apart<64, BRAIN_HALVES>(); break;
-    case VG_STAGE_FATTN_QUANT_64: attend_apart<64, RAW>(); break;
-    case VG_STAGE_FATTN_F16_128: attend_apart<128, HALVES>(); break;
-    case VG_STAGE_FATTN_BF16_128: attend_apart<128, BRAIN_HALVES>(); break;
-    default: attend_apart<128, RAW>();
+// One block of a stage other than MMV.
+NOINLINE void stage_noinline() {
+    switch (this_stage().op) {
+    case VG_STAGE_NORM_FUSED: norm_fused(stage_params<VgNormFusedParams>(), this_item()); break;
+    case VG_STAGE_QUANTIZE_Q8: quantize(stage_params<VgQuantizeQ8Params>(), this_item()); break;
+    case VG_STAGE_ROPE: rope(stage_params<VgRopeParams>(), this_item()); break;
+    case VG_STAGE_ROPE_ROWS: rope_rows(stage_params<VgRopeRowsParams>(), this_item()); break;
+    case VG_STAGE_SET_ROWS: set_rows<false>(stage_params<VgRowsParams>(), this_item()); break;
+    case VG_STAGE_SET_BLOCKS: set_rows_quantized_noinline(); break;
+    case VG_STAGE_GET_ROWS: get_rows<false>(stage_params<VgRowsParams>(), this_item()); break;
+    case VG_STAGE_ADD_ID: add_id(stage_params<VgAddIdParams>(), this_item()); break;
+    case VG_STAGE_ELEMENTWISE: elementwise(stage_params<VgElementwiseParams>(), this_item()); break;
+    case VG_STAGE_TOPK_MOE: topk_moe(stage_params<VgTopkMoeParams>(), this_item()); break;
+    case VG_STAGE_WEIGHTED_SUM:
+        weighted_sum(stage_params<VgWeightedSumParams>(), this_item());
+        break;
+    case VG_STAGE_FATTN_F16_64: fattn_noinline<64, KV_F16>(); break;
+    case VG_STAGE_FATTN_BF16_64: fattn_noinline<64, KV_BF16>(); break;
+    case VG_STAGE_FATTN_QUANT_64: fattn_noinline<64, KV_QUANT>(); break;
+    case VG_STAGE_FATTN_F16_128: fattn_noinline<128, KV_F16>(); break;
+    case VG_STAGE_FATTN_BF16_128: fattn_noinline<128, KV_BF16>(); break;
+    default: fattn_noinline<128, KV_QUANT>();
     }
 }
 
-template <int COLUMNS> DEVICE void step(const VgMegakernelParams& p) {
+template <int COLUMNS> DEVICE void megakernel(const VgMegakernelParams& p) {
     DYNAMIC_SHARED(u8, shared);
-    auto counter_of = [&](u32 at) { return reinterpret_cast<u32*>(p.counters) + at * VG_COUNTER_STRIDE; };
+    auto counter_of = [&](u32 at) {
+        return reinterpret_cast<u32*>(p.counters) + at * VG_COUNTER_STRIDE;
+    };
     if (this_thread() % WARP == 0) {
-        Flow flow = {};
+        WeightPipeline flow = {};
         flow.next.table = reinterpret_cast<const u8*>(p.table);
         flow.next.stages = p.stages;
         flow.next.open(p.products);
         flow.ring = shared + this_thread() / WARP * p.ring;
         flow.bytes = p.ring;
         this_warp().flow = flow;
-        this_warp().begun = 0;
-        of_step.arena = VECTOR_WARPS * p.ring; // the same by all warps
+        this_warp().started = 0;
+        step_state.arena = MMV_WARPS * p.ring; // all warps write the same value
     }
     __syncwarp();
 
-    // A stage is read while the one before it is done.
-    auto table_of = [&](u32 number) {
-        return reinterpret_cast<const int4*>(p.table) + number * (VG_STAGE_BYTES / 16) + this_thread();
+    // The next stage is loaded while the current one runs.
+    auto table_word = [&](u32 number) {
+        return reinterpret_cast<const int4*>(p.table) + number * (VG_STAGE_BYTES / 16) +
+               this_thread();
     };
-    auto record_of = [&](u32 number) { return reinterpret_cast<int4*>(of_step.records[number % 2]) + this_thread(); };
-    if (16 * this_thread() < p.beginning) {
-        *record_of(0) = *table_of(0);
+    auto record_of = [&](u32 number) {
+        return reinterpret_cast<int4*>(step_state.records[number % 2]) + this_thread();
+    };
+    if (16 * this_thread() < p.first_stage_bytes) {
+        *record_of(0) = *table_word(0);
     }
     for (u32 number = 0; number < p.stages; number = get(this_warp().number) + 1) {
-        __syncthreads(); // the stage is there, and the place of the one before it may be written over
+        __syncthreads(); // the stage is loaded; the previous entry is free
         put(this_warp().number, number);
         const VgStage& stage = this_stage();
         int4 ahead = {};
-        bool has_ahead = 16 * this_thread() < stage.following;
+        bool has_ahead = 16 * this_thread() < stage.next_stage_bytes;
         if (has_ahead) {
-            ahead = *table_of(number + 1);
+            ahead = *table_word(number + 1);
         }
         u32 mine = (blockIdx.x + gridDim.x - stage.first) % gridDim.x;
         bool is_mine = mine < stage.total;
         if (is_mine) {
-            with_flow([&](Flow& flow) { flow.fill(get(this_warp().begun), this_thread() % WARP); });
+            with_pipeline([&](WeightPipeline& flow) {
+                flow.fill(get(this_warp().started), this_thread() % WARP);
+            });
         }
         if (has_ahead) {
             *record_of(number + 1) = ahead;
@@ -425,38 +456,40 @@ template <int COLUMNS> DEVICE void step(const VgMegakernelParams& p) {
         if (!is_mine) {
             continue;
         }
-        // A thread waits; the warps that it is not in have nothing else to do. Warps take turns.
-        u32 who = number % VECTOR_WARPS;
+        // One thread waits; the other warps prefetch. Warps take turns.
+        u32 who = number % MMV_WARPS;
         if (this_thread() == who * WARP) {
             for (u32 i = 0; i < stage.waits; i++) {
-                await_count(counter_of(stage.wait[i].stage + 1), stage.wait[i].count);
+                wait_counter(counter_of(stage.wait[i].stage + 1), stage.wait[i].count);
             }
         } else if (stage.waits > 0 && this_thread() / WARP != who) {
-            with_flow([&](Flow& flow) { flow.ask(get(this_warp().begun), this_thread() % WARP); });
+            with_pipeline([&](WeightPipeline& flow) {
+                flow.prefetch_ahead(get(this_warp().started), this_thread() % WARP);
+            });
         }
         __syncthreads();
-        put(this_warp().begun, number + 1);
-        if (stage.body == VG_STAGE_MMV) {
-            products_apart<COLUMNS>();
+        put(this_warp().started, number + 1);
+        if (stage.op == VG_STAGE_MMV) {
+            mmv_noinline<COLUMNS>();
         } else {
             for (u32 v = mine; v < this_stage().total; v = get(this_warp().item) + gridDim.x) {
                 put_item(v);
-                body_apart();
-                __syncthreads(); // shared memory may be written again
+                stage_noinline();
+                __syncthreads(); // shared memory is free
             }
         }
-        __syncthreads(); // all is written
+        __syncthreads(); // all results are stored
         if (this_thread() == 0) {
-            count_up(counter_of(get(this_warp().number) + 1));
+            signal_counter(counter_of(get(this_warp().number) + 1));
         }
     }
 
-    // Nobody waits any more when the last block is here: it leaves counters as they were.
+    // No block waits any more when the last one arrives: it resets the counters.
     if (this_thread() == 0) {
-        of_step.attention.last = count_in(counter_of(0)) == gridDim.x - 1;
+        step_state.attention.last = signal_counter_fetch(counter_of(0)) == gridDim.x - 1;
     }
     __syncthreads();
-    if (of_step.attention.last) {
+    if (step_state.attention.last) {
         for (u32 i = this_thread(); i <= p.stages; i += blockDim.x) {
             *counter_of(i) = 0;
         }

@@ -1,4 +1,4 @@
-// The same for several columns, tokens or sequences: see `megakernel.cuh`.
+// The megakernel for up to eight columns (tokens or sequences): see `megakernel.cuh`.
 #include "megakernel.cuh"
 
-KERNEL(vg_megakernel_cols8, VgMegakernelParams, 128, 3) { step<MOST_COLUMNS>(p); }
+KERNEL(vg_megakernel_cols8, VgMegakernelParams, 128, 3) { megakernel<MAX_COLUMNS>(p); }

@@ -1,29 +1,29 @@
 // Sorts the slots of all tokens by MoE expert, so that a GEMM tile has the weights of one expert.
 #include "device.cuh"
 
-// Slots of tokens in the order of the experts they take; one block.
+// Counting sort of the slots by expert, in one block.
 KERNEL(vg_moe_sort, VgMoeSortParams, 512) {
-    constexpr int MOST_EXPERTS = 512;
-    __shared__ u32 counts[MOST_EXPERTS];
+    constexpr int MAX_EXPERTS = 512;
+    __shared__ u32 counts[MAX_EXPERTS];
     __shared__ u64 sums[WARP];
-    u32* starts = reinterpret_cast<u32*>(p.groups);
+    u32* starts = reinterpret_cast<u32*>(p.moe_order);
     u32 *tile_starts = starts + p.experts + 1, *order = tile_starts + p.experts + 1;
     u32 slots = static_cast<u32>(p.ids.ne[0]), total = slots * static_cast<u32>(p.ids.ne[1]);
     auto expert_of = [&](u32 i) -> i64 {
         return *reinterpret_cast<const int*>(address(p.ids, Index{{i % slots, i / slots, 0, 0}}));
     };
-    for (u32 e = threadIdx.x; e < MOST_EXPERTS; e += blockDim.x) {
+    for (u32 e = threadIdx.x; e < MAX_EXPERTS; e += blockDim.x) {
         counts[e] = 0;
     }
     __syncthreads();
     for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
         i64 expert = expert_of(i);
-        if (check_index(p.place, expert, p.experts)) {
+        if (check_index(p.site, expert, p.experts)) {
             atomicAdd(&counts[expert], 1u);
         }
     }
     __syncthreads();
-    // What comes before each expert: slots in the low half, tiles in the high one.
+    // Exclusive prefix sums over experts: slots in the low half, tiles in the high half.
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     u32 count = counts[threadIdx.x], whole = (count + p.align - 1) / p.align * p.align;
     u64 mine = whole | static_cast<u64>((count + p.columns - 1) / p.columns) << 32, sum = mine;
@@ -44,9 +44,9 @@ KERNEL(vg_moe_sort, VgMoeSortParams, 512) {
         starts[threadIdx.x] = static_cast<u32>(before);
         tile_starts[threadIdx.x] = static_cast<u32>(before >> 32);
     }
-    if (threadIdx.x == MOST_EXPERTS - 1 && p.experts == MOST_EXPERTS) {
-        starts[MOST_EXPERTS] = static_cast<u32>(sum);
-        tile_starts[MOST_EXPERTS] = static_cast<u32>(sum >> 32);
+    if (threadIdx.x == MAX_EXPERTS - 1 && p.experts == MAX_EXPERTS) {
+        starts[MAX_EXPERTS] = static_cast<u32>(sum);
+        tile_starts[MAX_EXPERTS] = static_cast<u32>(sum >> 32);
     }
     counts[threadIdx.x] = static_cast<u32>(before);
     for (u32 i = count; i < whole; i++) {

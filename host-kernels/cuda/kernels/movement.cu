@@ -1,5 +1,5 @@
-// COPY (DUP, CPY, CONT), REPEAT, REPEAT_BACK, CONCAT, SET, PAD, PAD_REFLECT_1D, ROLL, TRI, DIAG, DIAG_MASK_*, FILL,
-// ARANGE; GET_ROWS, GET_ROWS_BACK, SET_ROWS.
+// COPY (DUP, CPY, CONT), REPEAT, REPEAT_BACK, CONCAT, SET, PAD, PAD_REFLECT_1D, ROLL, TRI, DIAG,
+// DIAG_MASK_*, FILL, ARANGE; GET_ROWS, GET_ROWS_BACK, SET_ROWS.
 #include "rows.cuh"
 
 namespace {
@@ -18,7 +18,7 @@ DEVICE i64 modulo(i64 i, i64 n) {
     return i < 0 ? i + n : i;
 }
 
-// Where element `at` comes from; false if it comes from nowhere.
+// Maps a destination index to its source. Returns false if the element has none.
 DEVICE bool source_of(const VgMoveParams& p, Index* at) {
     switch (p.op) {
     case VG_MOVE_REPEAT:
@@ -57,17 +57,17 @@ DEVICE bool source_of(const VgMoveParams& p, Index* at) {
     }
 }
 
-// Elements of `v` in blocks: dimension 0 counts blocks of quantised types.
+// The view with dimension 0 in blocks for quantised types.
 DEVICE View in_blocks(View v) {
-    v.ne[0] /= geometry(v.type).elements;
+    v.ne[0] /= type_traits(v.type).elements;
     return v;
 }
 
-DEVICE float element_value(const View& v, const VgCodebooks* books, i64 e) {
+DEVICE float element_value(const View& v, const VgCodebooks* grids, i64 e) {
     Index at = index_of(v, e);
     i64 i0 = at.i[0];
     at.i[0] = 0;
-    return row_value(v.type, books, address(v, at), v.nb[0], i0);
+    return dequantize_element(v.type, grids, address(v, at), v.nb[0], i0);
 }
 
 } // namespace
@@ -85,10 +85,10 @@ KERNEL(vg_move, VgMoveParams, 256) {
     }
 }
 
-// Elements of one type, in order, between tensors of different extents.
+// Copies elements in order between tensors of one type and different extents.
 KERNEL(vg_copy_same, VgCopyParams, 256) {
     View dst = in_blocks(p.dst), src = in_blocks(p.src);
-    u32 size = geometry(dst.type).bytes;
+    u32 size = type_traits(dst.type).bytes;
     i64 n = elements(dst);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         move_bytes(address(dst, index_of(dst, e)), address(src, index_of(src, e)), size);
@@ -97,22 +97,23 @@ KERNEL(vg_copy_same, VgCopyParams, 256) {
 
 KERNEL(vg_copy, VgCopyParams, 256) {
     View dst = in_blocks(p.dst);
-    const VgCodebooks* books = codebooks(p.codebooks);
-    int block = geometry(dst.type).elements;
+    const VgCodebooks* grids = codebooks(p.codebooks);
+    int block = type_traits(dst.type).elements;
     i64 n = elements(dst);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         u8* to = address(dst, index_of(dst, e));
         if (block == 1) {
-            store(dst.type, to, element_value(p.src, books, e));
+            store(dst.type, to, element_value(p.src, grids, e));
         } else {
-            quantize_into(dst.type, to, [&](int i) { return element_value(p.src, books, e * 32 + i); });
+            quantize_block_from(dst.type, to,
+                                [&](int i) { return element_value(p.src, grids, e * 32 + i); });
         }
     }
 }
 
 KERNEL(vg_repeat_back, VgRepeatBackParams, 256) {
     i64 n = elements(p.dst);
-    // Of a source with nothing in it, the other extents are bounded by nothing.
+    // An empty source has no bound on its other extents.
     bool any = elements(p.src) > 0;
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.dst, e);
@@ -139,37 +140,40 @@ KERNEL(vg_arange, VgArangeParams, 256) {
 
 KERNEL(vg_get_rows, VgRowsParams, 256) { get_rows<true>(p, this_block()); }
 
-// dst[:, ids[i]] += src[:, i], from zero: a thread for each column, so that sums are in order.
+// dst[:, ids[i]] += src[:, i], from zero. A thread for each column keeps the order of additions.
 KERNEL(vg_get_rows_back, VgRowsParams, 256) {
-    const VgCodebooks* books = codebooks(p.codebooks);
+    const VgCodebooks* grids = codebooks(p.codebooks);
     for (i64 c = thread_index(); c < p.dst.ne[0]; c += thread_count()) {
         for (i64 r = 0; r < p.dst.ne[1]; r++) {
             store(p.dst.type, address(p.dst, Index{{c, r, 0, 0}}), 0.0f);
         }
         for (i64 i = 0; i < p.ids.ne[0]; i++) {
             i64 id = id_at(p.ids, i, 0, 0);
-            if (!check_index(p.place, id, p.dst.ne[1])) {
+            if (!check_index(p.site, id, p.dst.ne[1])) {
                 return;
             }
             u8* to = address(p.dst, Index{{c, id, 0, 0}});
             const u8* row = address(p.src, Index{{0, i, 0, 0}});
-            store(p.dst.type, to, load(p.dst.type, to) + row_value(p.src.type, books, row, p.src.nb[0], c));
+            store(p.dst.type, to,
+                  load(p.dst.type, to) +
+                      dequantize_element(p.src.type, grids, row, p.src.nb[0], c));
         }
     }
 }
 
 KERNEL(vg_set_rows, VgRowsParams, 256) { set_rows<true>(p, this_block()); }
 
-// Small writes of the host, each of blocks of its own: what a step of a model begins with.
+// Small host writes of a batch; blockIdx.y selects the write.
 KERNEL(vg_upload, VgUploadParams, 128) {
-    const VgUpload put = p.puts[blockIdx.y];
+    const VgUpload put = p.uploads[blockIdx.y];
     u8* to = reinterpret_cast<u8*>(put.to);
     const u8* from = reinterpret_cast<const u8*>(put.from);
     u64 before = (16 - put.to % 16) % 16, head = before < put.len ? before : put.len;
     u64 pieces = (put.len - head) / 16, rest = put.len - 16 * pieces;
     u64 thread = thread_index(), threads = thread_count();
     for (u64 i = thread; i < pieces; i += threads) {
-        *reinterpret_cast<int4*>(to + head + 16 * i) = *reinterpret_cast<const int4*>(from + head + 16 * i);
+        *reinterpret_cast<int4*>(to + head + 16 * i) =
+            *reinterpret_cast<const int4*>(from + head + 16 * i);
     }
     for (u64 i = thread; i < rest; i += threads) {
         u64 at = i < head ? i : i + 16 * pieces;

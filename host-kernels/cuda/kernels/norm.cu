@@ -1,9 +1,10 @@
-// NORM, RMS_NORM, RMS_NORM_BACK, L2_NORM, SOFT_MAX_BACK, GROUP_NORM, SOFT_MAX: a block for each row.
+// NORM, RMS_NORM, RMS_NORM_BACK, L2_NORM, SOFT_MAX_BACK, GROUP_NORM, SOFT_MAX: a block for each
+// row.
 #include "formats.cuh"
 
 namespace {
 
-// The sum of `value(i)` for all i below n, in every thread.
+// Sum of `value(i)` for i < n, in every thread.
 template <class Value> DEVICE float row_sum(i64 n, Value value) {
     float sum = 0.0f;
     for (i64 i = threadIdx.x; i < n; i += blockDim.x) {
@@ -12,7 +13,7 @@ template <class Value> DEVICE float row_sum(i64 n, Value value) {
     return block_reduce<Sum>(sum, 0.0f);
 }
 
-// Writes `value(i)` to all elements of a row.
+// Stores `value(i)` to all elements of a row.
 template <class Value> DEVICE void row_write(const View& dst, u8* row, Value value) {
     for (i64 i = threadIdx.x; i < dst.ne[0]; i += blockDim.x) {
         store(dst.type, row + i * dst.nb[0], value(i));
@@ -32,7 +33,8 @@ KERNEL(vg_norm, VgNormParams, 256) {
         switch (p.op) {
         case VG_NORM_STANDARD: {
             float mean = row_sum(n, a) / count;
-            float variance = row_sum(n, [&](i64 i) { return (a(i) - mean) * (a(i) - mean); }) / count;
+            float variance =
+                row_sum(n, [&](i64 i) { return (a(i) - mean) * (a(i) - mean); }) / count;
             float scale = 1.0f / sqrtf(variance + p.eps);
             row_write(p.dst, to, [&](i64 i) { return (a(i) - mean) * scale; });
             break;
@@ -68,7 +70,7 @@ KERNEL(vg_norm, VgNormParams, 256) {
     }
 }
 
-// A block for each group of channels, which dimension 2 counts.
+// A block for each group of channels (dimension 2).
 KERNEL(vg_group_norm, VgGroupNormParams, 256) {
     i64 groups = (p.src.ne[2] + p.channels - 1) / p.channels;
     for (i64 g = blockIdx.x; g < groups * p.src.ne[3]; g += gridDim.x) {
@@ -98,7 +100,8 @@ KERNEL(vg_soft_max, VgSoftMaxParams, 256) {
         float* y = reinterpret_cast<float*>(address(p.dst, at));
         const u8* mask = nullptr;
         if (p.mask.data) {
-            mask = address(p.mask, Index{{0, at.i[1], at.i[2] % p.mask.ne[2], at.i[3] % p.mask.ne[3]}});
+            mask = address(p.mask,
+                           Index{{0, at.i[1], at.i[2] % p.mask.ne[2], at.i[3] % p.mask.ne[3]}});
         }
         u32 head = static_cast<u32>(at.i[2]);
         float slope = alibi_slope(p.max_bias, p.heads_log2, head);
@@ -111,7 +114,7 @@ KERNEL(vg_soft_max, VgSoftMaxParams, 256) {
             y[i] = logit;
             largest = logit > largest ? logit : largest;
         }
-        largest = block_reduce<Largest>(largest, -INFINITY_F);
+        largest = block_reduce<Max>(largest, -INFINITY_F);
         float sink = 0.0f;
         if (p.sinks.data) {
             sink = reinterpret_cast<const float*>(p.sinks.data)[head];

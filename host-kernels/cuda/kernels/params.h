@@ -1,9 +1,10 @@
-/* What the host passes to kernels. Three compilers read this file: NVRTC (or nvcc), the C++ compiler of the
- * CPU build, and bindgen, which gives the host the same structures. Plain C, no includes, and no
- * padding: structures are passed on as bytes. */
+/* Kernel parameters. Three compilers read this file: NVRTC (or nvcc), the C++ compiler of the CPU
+ * shim, and bindgen, which generates the same structures for Rust. The file is plain C without
+ * includes. Structures have no padding because the host passes them as bytes. */
 #pragma once
 
-/* Element types: the ids of the wire (transport's `Type`). */
+/* Element types. The ids are the wire ids (`Type` of vgpu-transport), which are those of `enum
+ * ggml_type` in ggml.h. */
 enum VgType {
     VG_F32 = 0,
     VG_F16 = 1,
@@ -42,13 +43,15 @@ enum VgType {
     VG_Q2_0 = 42,
 };
 
-/* With the id of a type: its blocks lie in planes. The quants of all blocks of a matrix (ne[0] by ne[1], contiguous), one
- * after the other, then their scales in the same order; `repack.cu` says what of a block is which. It takes the same bytes,
- * and strides are those of the type as ggml has it. */
+/* Flag in the type id of repacked weights (structure of arrays): the quants of all blocks of a
+ * matrix (ne[0] by ne[1], contiguous), then the block scales in the same order. `repack.cu`
+ * defines which bytes of a block are quants and scale. The size in bytes does not change, and
+ * strides remain those of ggml's type. */
 #define VG_REPACKED 0x100
 
-/* A tensor: the address of its first element, extents (ne[0] the fastest) and strides in bytes. nb[0] is from
- * block to block for quantised types. `data` is 0 for a tensor that is not there. */
+/* A tensor: address of the first element, extents (ne[0] is the fastest) and strides in bytes, as
+ * in `struct ggml_tensor`. For quantised types nb[0] is the size of a block. `data` is 0 for an
+ * absent tensor. */
 struct VgView {
     unsigned long long data;
     long long ne[4];
@@ -57,8 +60,8 @@ struct VgView {
     unsigned reserved;
 };
 
-/* The codebooks of the IQ formats: eight (IQ3: four) magnitudes plus 64 in the bytes of each entry; of IQ1 eight
- * times the values plus 15. */
+/* The codebooks (grids) of the IQ formats, 8 bytes an entry (IQ3: 4). A byte is magnitude + 64;
+ * for IQ1 a byte is 8 * value + 15. */
 struct VgCodebooks {
     unsigned long long iq2_xxs[256];
     unsigned long long iq2_xs[512];
@@ -68,22 +71,23 @@ struct VgCodebooks {
     unsigned long long iq1[2048];
 };
 
-/* Where a kernel says that an index in tensor data points nowhere. The first one to say so wins. */
+/* Report of an index in tensor data that is out of bounds. The first thread to set `taken` writes
+ * the other fields. */
 struct VgFault {
     unsigned taken;
-    unsigned node; /* of the graph */
+    unsigned node; /* index in the graph */
     long long index;
     long long count;
 };
 
-/* Which fault to fill in, and what node the kernel belongs to. */
+/* Where a kernel reports a fault, and the graph node that the kernel belongs to. */
 struct VgFaultSite {
     unsigned long long fault; /* VgFault * */
     unsigned node;
     unsigned reserved;
 };
 
-/* vg_elementwise: dst[i] = f(a[i], b[i]), sources repeated over the destination. */
+/* vg_elementwise: dst[i] = f(a[i], b[i]); a and b are broadcast (repeated) over dst. */
 enum VgElementwiseOp {
     VG_OP_ADD,
     VG_OP_SUB,
@@ -120,7 +124,7 @@ enum VgElementwiseOp {
     VG_OP_CEIL,
     VG_OP_ROUND,
     VG_OP_TRUNC,
-    /* Gated linear units: f(a) times b. */
+    /* Gated linear units: f(a) * b. */
     VG_OP_REGLU,
     VG_OP_GEGLU,
     VG_OP_SWIGLU,
@@ -134,28 +138,28 @@ struct VgElementwiseParams {
     struct VgView dst, a, b;
     float c[4];
     unsigned op; /* enum VgElementwiseOp */
-    unsigned flat; /* all operands there are f32, dense and of the same extents */
+    unsigned flat; /* all present operands are f32, contiguous and of equal extents */
 };
 
 /* vg_add_id: dst[:, u, t] = a[:, u, t] + b[:, ids[u, t]]. */
 struct VgAddIdParams {
     struct VgView dst, a, b, ids;
-    struct VgFaultSite place;
+    struct VgFaultSite site;
 };
 
-/* vg_copy: all elements of src in order, as elements of dst. */
+/* vg_copy: the elements of src in order, converted to the type of dst. */
 struct VgCopyParams {
     struct VgView dst, src;
     unsigned long long codebooks; /* VgCodebooks * */
 };
 
-/* vg_move: dst[i] = src[f(i)], elements as they are, of `size` bytes (of quantised types: blocks, which
- * dimension 0 then counts). */
+/* vg_move: dst[i] = src[f(i)]. Copies elements of `size` bytes unchanged; for quantised types an
+ * element is a block, and dimension 0 counts blocks. */
 enum VgMove {
     VG_MOVE_REPEAT,   /* i modulo the extents of src */
-    VG_MOVE_PAD,      /* i - shift, 0 where that is outside */
-    VG_MOVE_CIRCULAR, /* i - shift, round and round */
-    VG_MOVE_REFLECT,  /* i - shift, mirrored at the ends of dimension 0 */
+    VG_MOVE_PAD,      /* i - shift; 0 outside src */
+    VG_MOVE_CIRCULAR, /* i - shift modulo the extents of src */
+    VG_MOVE_REFLECT,  /* i - shift, reflected at the ends of dimension 0 */
     VG_MOVE_DIAG,     /* src[i1] where i0 = i1, 0 elsewhere */
     VG_MOVE_KEEP,     /* i where low <= i0 - i1 < high, `other` elsewhere */
     VG_MOVE_FILL,     /* `other` */
@@ -170,7 +174,7 @@ struct VgMoveParams {
     unsigned op; /* enum VgMove */
 };
 
-/* vg_repeat_back: sums of what was repeated. */
+/* vg_repeat_back: sum over the repetitions */
 struct VgRepeatBackParams {
     struct VgView dst, src;
 };
@@ -185,10 +189,10 @@ struct VgArangeParams {
 struct VgRowsParams {
     struct VgView dst, src, ids;
     unsigned long long codebooks;
-    struct VgFaultSite place;
+    struct VgFaultSite site;
 };
 
-/* vg_norm: what is done with each row (of GROUP: with the channels of a group). */
+/* vg_norm: the function applied to each row. */
 enum VgNorm {
     VG_NORM_STANDARD, /* (x - mean) / sqrt(variance + eps) */
     VG_NORM_RMS,      /* x / sqrt(mean of squares + eps) */
@@ -205,7 +209,7 @@ struct VgNormParams {
 
 struct VgGroupNormParams {
     struct VgView dst, src;
-    long long channels; /* of a group */
+    long long channels; /* channels in a group */
     float eps;
     unsigned reserved;
 };
@@ -214,7 +218,7 @@ struct VgGroupNormParams {
 struct VgSoftMaxParams {
     struct VgView dst, src, mask, sinks;
     float scale, max_bias;
-    unsigned heads_log2; /* the largest power of two of heads */
+    unsigned heads_log2; /* largest power of two <= number of heads (ALiBi) */
     unsigned reserved;
 };
 
@@ -228,15 +232,17 @@ struct VgRopeParams {
     float ramp[2];
 };
 
-/* vg_rope_rows: the rows of vg_rope, head after head, as rows `ids` of cache. rope.dst is not written. */
+/* vg_rope_rows: vg_rope fused with SET_ROWS. The heads of a token are concatenated into row
+ * ids[token] of `cache`. rope.dst is not written. */
 struct VgRopeRowsParams {
     struct VgRopeParams rope;
     struct VgView cache, ids;
-    struct VgFaultSite place;
+    struct VgFaultSite site;
 };
 
-/* vg_norm_fused: x = a + add, into sum; dst = x / sqrt(mean of squares + eps) * w; the same rounded, as vg_quantize_q8
- * leaves it. What is 0 is not there; rows of add and w repeat. All f32, rows dense, at multiples of 16. */
+/* vg_norm_fused: x = a + add, stored in sum; dst = x / sqrt(mean(x^2) + eps) * w; and dst
+ * quantised as vg_quantize_q8 does. Absent operands have address 0. Rows of add and w are
+ * broadcast. All tensors are f32 with contiguous rows at multiples of 16 bytes. */
 struct VgNormFusedParams {
     struct VgView dst, a, add, sum, w;
     unsigned long long quants, scales;
@@ -244,17 +250,19 @@ struct VgNormFusedParams {
     unsigned reserved;
 };
 
-/* vg_topk_moe: the experts of each token, the most probable first, and their weights. */
+/* vg_topk_moe: MoE routing. The top-k experts of each token in descending order, and their
+ * weights. */
 enum VgGating {
     VG_GATING_SOFT_MAX,
     VG_GATING_SIGMOID,
-    VG_GATING_LOGITS, /* weights are the soft-max of the logits of those chosen */
+    VG_GATING_LOGITS, /* top-k of the logits; weights are the softmax of the selected logits */
 };
 
 struct VgTopkMoeParams {
-    struct VgView logits, ids, weights; /* [experts, tokens], [used or more, tokens], [1, used, tokens] */
-    unsigned long long bias; /* f32 for each expert: counts for the choice, not for the weights; or 0 */
-    float least; /* of the sum that weights are divided by */
+    /* [experts, tokens], [>= used, tokens], [1, used, tokens] */
+    struct VgView logits, ids, weights;
+    unsigned long long bias; /* f32 for each expert, added for the selection only; or 0 */
+    float min_sum; /* lower bound of the sum that weights are divided by */
     float scale;
     unsigned used;
     unsigned op; /* enum VgGating */
@@ -272,11 +280,12 @@ struct VgReduceParams {
     struct VgView dst, src;
     double by;
     unsigned descending;
-    unsigned columns; /* vg_argsort: a power of two, at least src.ne[0] */
+    unsigned columns; /* vg_argsort: a power of two >= src.ne[0] */
     unsigned long long scratch;
 };
 
-/* vg_sum, vg_count_equal: partial results in scratch, then (`finish`) their sum. */
+/* vg_sum, vg_count_equal: a first launch writes partial sums to scratch, a second one (`finish`)
+ * adds them. */
 struct VgTotalParams {
     struct VgView dst, a, b;
     unsigned long long scratch;
@@ -284,44 +293,47 @@ struct VgTotalParams {
     unsigned finish;
 };
 
-/* vg_mul_mat, vg_mul_vec: dst[i, j, b] = sum over k of w[k, i, b / r] * x[k, j, b], b counting dimensions 2 and 3.
- * vg_mul_mat_id: dst[i, u, t] = sum over k of w[k, i, ids[u, t]] * x[k, u modulo its extent, t].
- * vg_out_prod: dst[i, j, b] = sum over k of w[i, k, b / r] * x[j, k, b]. */
+/* vg_mul_mat, vg_mul_vec: dst[i, j, b] = sum over k of w[k, i, b / r] * x[k, j, b], b counting
+ * dimensions 2 and 3. vg_mul_mat_id: dst[i, u, t] = sum over k of w[k, i, ids[u, t]] * x[k, u
+ * modulo its extent, t]. vg_out_prod: dst[i, j, b] = sum over k of w[i, k, b / r] * x[j, k, b]. */
 struct VgMulMatParams {
     struct VgView dst, w, x, ids;
     unsigned long long codebooks;
-    struct VgFaultSite place;
+    struct VgFaultSite site;
 };
 
-/* vg_quantize_q8: rows of src as blocks of 32: 32 signed bytes in quants, a factor and the sums of the halves of what they
- * stand for in scales (four floats). */
+/* vg_quantize_q8: rows of src quantised in blocks of 32. `quants` holds 32 int8 per block;
+ * `scales` four floats per block: the scale, and scale * (sum of quants) of the block and of its
+ * halves. `q8_layout.cuh` defines the order. */
 struct VgQuantizeQ8Params {
     struct VgView src;
     unsigned long long quants, scales;
 };
 
-/* A product with weights, plus `add` if that is there: of the extents of dst, or one row for all columns; with expert
- * ids a row for each expert. */
+/* A matrix, its result, and an optional bias `add`: of the extents of dst, or one row for all
+ * columns; with expert ids one row for each expert. */
 struct VgProduct {
     struct VgView dst, w, add;
 };
 
-/* vg_mmv_*, vg_mmv_*_cols8: as vg_mul_vec, of at most eight columns, or, with ids, as vg_mul_mat_id; with activations
- * from vg_quantize_q8, or with x as it is if weights are floats. Up to three products of the same activations; or two, of
- * which a gated unit is the result: of the first, times the second, in the first's dst. */
+/* vg_mmv_*, vg_mmv_*_cols8: vg_mul_vec for at most eight columns, or with ids vg_mul_mat_id.
+ * Activations come from vg_quantize_q8, or are f32 in x if weights are floats. Up to three
+ * matrices share the activations. With a gated unit there are two, and the result unit(first) *
+ * second goes to the first dst. */
 struct VgMmvParams {
     struct VgProduct products[3];
     struct VgView x, ids;
     unsigned long long quants, scales;
     unsigned long long codebooks;
-    struct VgFaultSite place;
-    long long slots; /* of the activations, in dimension 1 */
+    struct VgFaultSite site;
+    long long slots; /* extent of dimension 1 of the activations */
     float c[2];
-    unsigned count; /* of products */
-    unsigned unit;  /* enum VgElementwiseOp: the gated unit; VG_OP_ADD if there is none */
+    unsigned count; /* number of products */
+    unsigned unit;  /* enum VgElementwiseOp: the gated unit, or VG_OP_ADD for none */
 };
 
-/* vg_megakernel, vg_megakernel_cols8: what a launch of another kernel would do, as a stage. */
+/* vg_megakernel, vg_megakernel_cols8: the operation of a stage, which is what a launch of another
+ * kernel would do. */
 enum VgStageOp {
     VG_STAGE_MMV, /* vg_mmv_* */
     VG_STAGE_NORM_FUSED,
@@ -329,7 +341,7 @@ enum VgStageOp {
     VG_STAGE_ROPE,
     VG_STAGE_ROPE_ROWS,
     VG_STAGE_SET_ROWS,
-    VG_STAGE_SET_BLOCKS, /* vg_set_rows into quantised rows */
+    VG_STAGE_SET_BLOCKS, /* vg_set_rows into rows of a quantised type */
     VG_STAGE_GET_ROWS,
     VG_STAGE_ELEMENTWISE,
     VG_STAGE_ADD_ID,
@@ -343,135 +355,141 @@ enum VgStageOp {
     VG_STAGE_FATTN_QUANT_128,
 };
 
-/* Stages that a stage waits for, at most. */
+/* Maximum number of stages that a stage waits for. */
 enum { VG_MAX_WAITS = 6 };
 
-/* Bytes from stage to stage in a table: a VgStage, then the parameters of its launch. */
+/* Stride in bytes of the stage table: a VgStage, then the parameters of the stage's kernel. */
 enum { VG_STAGE_BYTES = 1152 };
 
-/* Numbers of 32 bits from counter to counter: they lie in lines of their own. */
+/* Stride of the counters in 32-bit words: each counter has a cache line of its own. */
 enum { VG_COUNTER_STRIDE = 32 };
 
-/* A stage, and how many blocks count up when they are done with it. */
+/* A stage, and the number of blocks that increment its counter. */
 struct VgWait {
     unsigned stage;
     unsigned count;
 };
 
 struct VgStage {
-    unsigned body;    /* enum VgStageOp */
-    unsigned type;    /* of products: of the weights */
-    unsigned grid[3]; /* of the launch; of products: pairs of rows, slots, tokens or batches */
-    unsigned total;   /* what there is to do for blocks; of products: blocks of a pair for each warp */
-    unsigned first;   /* the block of the step that does the first of that */
-    unsigned waits;   /* how many */
+    unsigned op;      /* enum VgStageOp */
+    unsigned type;    /* MMV: type of the weights */
+    unsigned grid[3]; /* grid of the launch; MMV: pairs of rows, slots, tokens or batches */
+    unsigned total;   /* work items; MMV: blocks with a pair for each warp */
+    unsigned first;   /* block of the megakernel that does the first item */
+    unsigned waits;   /* used entries of wait */
     struct VgWait wait[VG_MAX_WAITS];
-    unsigned next;      /* the next stage behind it that has products, or the number of stages */
-    unsigned from;      /* of products: the stage, plus 1, that a block must have begun before it fetches weights; or 0 */
-    unsigned following; /* bytes of the next stage, with its parameters */
+    unsigned next;      /* index of the next MMV stage, or the number of stages */
+    /* MMV: 1 + the stage that a block must have started before it may fetch weights; or 0 */
+    unsigned from;
+    unsigned next_stage_bytes; /* size of the next stage with its parameters */
     unsigned reserved;
 };
 
 struct VgMegakernelParams {
-    unsigned long long table;    /* of `stages` times VG_STAGE_BYTES */
-    unsigned long long counters; /* of blocks that are done: with the launch, then with each stage; 0 before and after */
+    unsigned long long table;    /* `stages` entries of VG_STAGE_BYTES */
+    /* counters of finished blocks: of the launch, then of each stage; 0 before and after */
+    unsigned long long counters;
     unsigned stages;
-    unsigned products;  /* the first stage that has products, or `stages` */
-    unsigned beginning; /* bytes of the first stage, with its parameters */
-    unsigned ring;      /* bytes of weights on their way, for each warp */
+    unsigned products;  /* index of the first MMV stage, or `stages` */
+    unsigned first_stage_bytes; /* size of the first stage with its parameters */
+    unsigned ring;      /* bytes of shared memory for weights in flight, for each warp */
 };
 
-/* vg_convert_f16: rows of src as halves (`brain`: bfloat16), each filled up to a multiple of 64, and what each row is to be
- * multiplied with. vg_split_bf16: as pairs of bfloat16, without factors. */
+/* vg_convert_f16: rows of src as f16 (`is_bf16`: as bf16), each padded with zeros to a multiple of
+ * 64, and a scale for each row. vg_split_bf16: as two bf16 terms, without scales. */
 struct VgConvertF16Params {
     struct VgView src;
-    unsigned long long halves, factors;
+    unsigned long long values, row_scales;
     unsigned long long codebooks;
-    unsigned brain;
+    unsigned is_bf16;
     unsigned reserved;
 };
 
-/* vg_moe_sort: slots of tokens in the order of their experts. In groups: for each expert and the end, where its slots begin
- * in the order; the same in tiles of columns; the order, of token * slots + slot. */
+/* vg_moe_sort: sorts the slots of all tokens by expert. `moe_order` receives, for each expert and
+ * the end, the index of its first slot; the same counted in tiles of columns; then the sorted list
+ * of token * slots + slot. */
 struct VgMoeSortParams {
     struct VgView ids;
-    unsigned long long groups; /* unsigned[2 * (experts + 1) + slots * tokens + (align - 1) * experts] */
-    struct VgFaultSite place;
+    /* unsigned[2 * (experts + 1) + slots * tokens + (align - 1) * experts] */
+    unsigned long long moe_order;
+    struct VgFaultSite site;
     unsigned experts;
-    unsigned columns; /* of a tile */
-    unsigned align;   /* experts' slots begin at multiples of it; what is between them is ~0 */
+    unsigned columns; /* columns of a tile */
+    unsigned align;   /* each expert's slots begin at a multiple of it; unused entries are ~0 */
     unsigned reserved;
 };
 
-/* vg_gemm_*: as vg_mul_mat, or with groups as vg_mul_mat_id, with activations from vg_convert_f16. */
+/* vg_gemm_*: vg_mul_mat, or with moe_order vg_mul_mat_id, with activations from vg_convert_f16. */
 struct VgGemmParams {
     struct VgView dst, w;
-    unsigned long long halves, factors;
+    unsigned long long values, row_scales;
     unsigned long long codebooks;
-    unsigned long long groups;
-    long long slots; /* of the activations, in dimension 1 */
+    unsigned long long moe_order;
+    long long slots; /* extent of dimension 1 of the activations */
 };
 
-/* vg_convert_f16_sm90: as vg_convert_f16, for vg_gemm_sm90_*: in steps of 64 elements, of each step `rows` rows of 128 bytes, in
- * each of which elements lie as the kernels' threads have them in registers. Rows of src, each batch (of dimensions 2 and
- * 3) filled up to `padded` of them; or, with groups, in their order. */
+/* vg_convert_f16_sm90: vg_convert_f16 for vg_gemm_sm90_*. The output is a sequence of k steps of
+ * 64 elements; a step has `rows` rows of 128 bytes, permuted and swizzled as wgmma reads them
+ * (gemm_sm90.cuh). Rows are those of src, each batch (dimensions 2 and 3) padded to `padded` rows;
+ * or, with moe_order, in that order. */
 struct VgConvertF16Sm90Params {
     struct VgView src;
-    unsigned long long halves, factors;
-    unsigned long long groups;
+    unsigned long long values, row_scales;
+    unsigned long long moe_order;
     long long rows, padded;
     unsigned experts;
-    unsigned slots; /* of a token in the groups */
-    unsigned brain;
+    unsigned slots; /* slots of a token in moe_order */
+    unsigned is_bf16;
     unsigned steps;
 };
 
-/* vg_gemm_sm90_*: as vg_gemm_*, with activations from vg_convert_f16_sm90. */
+/* vg_gemm_sm90_*: vg_gemm_* with activations from vg_convert_f16_sm90. */
 struct VgGemmSm90Params {
     struct VgView dst, w;
-    unsigned long long halves, factors;
-    unsigned long long groups;
+    unsigned long long values, row_scales;
+    unsigned long long moe_order;
     long long rows, padded;
 };
 
-/* vg_fattn_simt */
+/* vg_fattn_simt: FLASH_ATTN_EXT for any type and layout. */
 struct VgFattnSimtParams {
     struct VgView dst, q, k, v, mask, sinks;
     unsigned long long codebooks;
-    float scale, cap, max_bias;
-    unsigned heads_log2; /* the largest power of two of heads */
+    float scale, logit_softcap, max_bias;
+    unsigned heads_log2; /* largest power of two <= number of heads (ALiBi) */
 };
 
-/* vg_attend_*: as vg_fattn_simt. `group` query heads, which have a head of keys and values in common, make the rows of a
- * tile with each token. */
+/* vg_fattn_*: vg_fattn_simt on tensor cores. The gqa_ratio query heads that share a KV head, times
+ * the tokens, are the rows of a tile. */
 struct VgFattnParams {
     struct VgView dst, q, k, v, mask, sinks;
-    unsigned long long states;   /* from vg_fattn_mask_tiles, or 0 */
-    unsigned long long parts;    /* sums of each split: scratch */
-    unsigned long long counters; /* of splits that are done, 0 before and after: one for each tile of rows */
+    unsigned long long mask_tiles; /* from vg_fattn_mask_tiles, or 0 */
+    unsigned long long partials;   /* scratch: partial results of each split */
+    unsigned long long counters; /* finished splits of each tile of rows; 0 before and after */
     unsigned long long codebooks;
-    unsigned long long quants, scales; /* dst as vg_quantize_q8 leaves it, if quants is not 0; then it is dense */
-    float scale, cap, max_bias;
-    unsigned heads_log2; /* the largest power of two of heads */
-    unsigned group;
-    unsigned splits; /* blocks that share the keys of a tile of rows */
-    unsigned raw;    /* bytes from row to row of the bytes of keys, and of values, in shared memory */
+    /* dst quantised as by vg_quantize_q8 if quants is not 0; dst is contiguous then */
+    unsigned long long quants, scales;
+    float scale, logit_softcap, max_bias;
+    unsigned heads_log2; /* largest power of two <= number of heads (ALiBi) */
+    unsigned gqa_ratio;
+    unsigned splits; /* blocks that share the KV positions of a tile of rows */
+    unsigned quant_stride; /* row stride in bytes of quantised K and V in shared memory */
     unsigned reserved;
 };
 
-/* vg_fattn_mask_tiles: what the mask does with each tile of keys, for each tile of rows, a byte each: tiles of keys the
- * fastest, then tiles of rows, then dimensions 2 and 3 of the mask. */
+/* vg_fattn_mask_tiles: a byte (enum MaskState) for each tile of KV positions (fastest), tile of
+ * rows, and dimensions 2 and 3 of the mask. */
 struct VgFattnMaskTilesParams {
     struct VgView mask;
-    unsigned long long states;
+    unsigned long long mask_tiles;
     int keys, tokens;
-    unsigned group;
-    unsigned rows, columns; /* of a tile */
+    unsigned gqa_ratio;
+    unsigned rows, columns; /* extents of a tile */
     unsigned reserved;
 };
 
-/* An image, a kernel or results of a convolution: up to three dimensions, channels (of a kernel, those it sums up),
- * and images (of a kernel, results), with their distances in bytes. */
+/* Input, kernel or output of a convolution: up to three spatial dimensions; channels (of a kernel:
+ * input channels) and images (of a kernel: output channels), with their strides in bytes. */
 struct VgVolume {
     unsigned long long data;
     long long ne[3];
@@ -481,24 +499,24 @@ struct VgVolume {
     unsigned reserved;
 };
 
-/* How a kernel moves in each dimension. */
+/* Convolution parameters of each spatial dimension. */
 struct VgConvGeometry {
     long long stride[3], padding[3], dilation[3];
 };
 
-/* vg_conv, vg_conv_depthwise (of each channel by itself), vg_conv_transposed */
+/* vg_conv, vg_conv_depthwise, vg_conv_transposed */
 struct VgConvParams {
     struct VgVolume dst, kernel, image;
-    struct VgConvGeometry moves;
+    struct VgConvGeometry geometry;
     long long channels, results, images;
 };
 
-/* vg_im2col: dst[k, x, y, z + depth * n] is tap k of the patch at (x, y, z) of image n. vg_im2col_back: the image from
- * the sum of its places in patches. */
+/* vg_im2col: dst[k, x, y, z + depth * n] is tap k of the patch at (x, y, z) of image n.
+ * vg_im2col_back: each pixel is the sum of its occurrences in the patches. */
 struct VgIm2colParams {
     struct VgView patches;
     struct VgVolume image;
-    struct VgConvGeometry moves;
+    struct VgConvGeometry geometry;
     long long taps[3]; /* extents of the kernel */
     long long channels, images, depth;
 };
@@ -509,13 +527,13 @@ struct VgCol2imParams {
     long long stride, padding;
 };
 
-/* vg_pool; vg_pool_places and vg_pool_back (src is the gradient, forward what was pooled) */
+/* vg_pool; vg_pool_places and vg_pool_back (src is the gradient, forward the pooled input) */
 struct VgPoolParams {
     struct VgView dst, src, forward;
     long long size[2], stride[2], padding[2];
     unsigned long long places; /* scratch: a long long for each window */
     unsigned average;
-    unsigned covered; /* the average is over what the window covers, not over the window */
+    unsigned covered; /* divide by the number of covered elements, not by the size of the window */
 };
 
 /* vg_upscale */
@@ -529,7 +547,7 @@ enum VgUpscale {
 struct VgUpscaleParams {
     struct VgView dst, src;
     float factor[4];
-    float middle; /* of a pixel */
+    float middle; /* pixel offset: 0.5, or 0 with aligned corners */
     unsigned op; /* enum VgUpscale */
 };
 
@@ -541,9 +559,9 @@ struct VgTimestepParams {
     unsigned reserved;
 };
 
-/* vg_window: rows of dst are rows of src, or zeros. */
+/* vg_window: each row of dst is a row of src, or zeros. */
 enum VgWindow {
-    VG_WINDOW_PART,    /* `across` windows of `size` in a line */
+    VG_WINDOW_PART,    /* windows of `size`, `across` of them in a line */
     VG_WINDOW_UNPART,
     VG_WINDOW_REL_POS, /* row (k, q) is row q - k + n - 1 */
 };
@@ -552,10 +570,10 @@ struct VgWindowParams {
     struct VgView dst, src;
     long long size, across;
     unsigned op; /* enum VgWindow */
-    unsigned bytes; /* of an element */
+    unsigned bytes; /* size of an element */
 };
 
-/* vg_add_rel_pos: all dense f32; rows of n * n */
+/* vg_add_rel_pos: contiguous f32; rows of n * n */
 struct VgRelPosParams {
     struct VgView dst, a, w, h;
 };
@@ -565,21 +583,21 @@ struct VgSsmConvParams {
     struct VgView dst, x, kernel;
 };
 
-/* vg_ssm_scan: see the IR for what the sources are. */
+/* vg_ssm_scan: the sources are those of Op::SsmScan in the IR. */
 struct VgSsmScanParams {
     struct VgView dst, s, x, dt, a, b, c, ids;
-    struct VgFaultSite place;
+    struct VgFaultSite site;
     long long snapshots;
 };
 
-/* vg_linear_attention: RWKV 6 (with bonus) and gated linear attention. Sources are dense. */
+/* vg_linear_attention: RWKV6 (with bonus) and gated linear attention. Sources are contiguous. */
 struct VgLinearAttentionParams {
     struct VgView dst, k, v, r, bonus, decay, state;
     float scale;
     unsigned reserved;
 };
 
-/* vg_wkv7. Sources are dense. */
+/* vg_wkv7: sources are contiguous. */
 struct VgWkv7Params {
     struct VgView dst, r, w, k, v, a, b, state;
 };
@@ -590,7 +608,7 @@ struct VgDeltaNetParams {
     long long snapshots;
 };
 
-/* vg_solve_tri: a * dst = b, a lower triangular */
+/* vg_solve_tri: a * dst = b, a is lower triangular */
 struct VgSolveTriParams {
     struct VgView dst, a, b;
 };
@@ -602,26 +620,29 @@ struct VgHcCombParams {
     unsigned iterations;
 };
 
-/* vg_hc_pre: dst[:, t] = scale * sum of x[:, h, t] * w[h, t], or of x * sigmoid(w) */
+/* vg_hc_pre: dst[:, t] = scale * sum over h of x[:, h, t] * w[h, t], or of x * sigmoid(w) */
 struct VgHcPreParams {
     struct VgView dst, x, w;
     float scale;
     unsigned gated;
 };
 
-/* vg_hc_post: dst[:, d, t] = x[:, t] * post[d, t] + sum of residual[:, s, t] * comb[d, s, t] */
+/* vg_hc_post: dst[:, d, t] = x[:, t] * post[d, t] + sum over s of residual[:, s, t] * comb[d, s,
+ * t] */
 struct VgHcPostParams {
     struct VgView dst, x, residual, post, comb;
 };
 
-/* vg_indexer: dst[i, t, s] = sum of max(0, q[:, h, t, s] . k[:, i, s]) * w[h, t, s] + mask[i, t, s] */
+/* vg_indexer: dst[i, t, s] = sum over h of max(0, q[:, h, t, s] . k[:, i, s]) * w[h, t, s], +
+ * mask[i, t, s] */
 struct VgIndexerParams {
     struct VgView dst, q, k, w, mask;
     unsigned long long codebooks;
 };
 
-/* vg_cross_entropy: -mean over rows of sum(log_softmax(a) * b), partial sums in scratch, then (`finish`) their sum.
- * vg_cross_entropy_back: the gradient, for the gradient behind it. */
+/* vg_cross_entropy: -mean over rows of sum(log_softmax(a) * b). A first launch writes partial sums
+ * to scratch, a second one (`finish`) adds them. vg_cross_entropy_back: its gradient times
+ * `gradient`. */
 struct VgCrossEntropyParams {
     struct VgView dst, a, b, gradient;
     unsigned long long scratch;
@@ -629,12 +650,13 @@ struct VgCrossEntropyParams {
     unsigned finish;
 };
 
-/* vg_adamw (w, gradient, m, v), vg_sgd (w, gradient): steps with the settings that lie in a tensor */
+/* vg_adamw (w, gradient, m, v), vg_sgd (w, gradient): hyperparameters lie in the tensor
+ * `settings`. */
 struct VgOptimizerParams {
     struct VgView dst, w, gradient, m, v, settings;
 };
 
-/* vg_upload: bytes from memory of the host to where they belong. `from` and `to` are equally far from a multiple of 16. */
+/* vg_upload: copies from pinned host memory. `from` and `to` are equal modulo 16. */
 struct VgUpload {
     unsigned long long to, from;
     unsigned long long len;
@@ -643,11 +665,11 @@ struct VgUpload {
 #define VG_MAX_UPLOADS 16
 
 struct VgUploadParams {
-    struct VgUpload puts[VG_MAX_UPLOADS];
+    struct VgUpload uploads[VG_MAX_UPLOADS];
 };
 
-/* vg_repack: blocks, as ggml has them, to planes. `quants` and `scales` are where those of the first block go; `from` and
- * `quants` are multiples of 16, and neither plane is where the blocks are. */
+/* vg_repack: blocks in ggml's layout to repacked ones. `quants` and `scales` are the destinations
+ * of the first block. `from` and `quants` are multiples of 16 bytes and do not overlap. */
 struct VgRepackParams {
     unsigned long long from, quants, scales;
     unsigned long long blocks;

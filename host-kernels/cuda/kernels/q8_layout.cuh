@@ -1,35 +1,40 @@
-// What products with rounded activations, and those who round them, agree on.
+// Layout of q8 activations, written by quantize_q8.cuh, fused.cuh and fattn.cuh and read by
+// mmv.cuh.
 //
-// A row of activations is blocks of 32 signed bytes, with a factor and sums of what they stand for. Of a piece of 1024
-// elements a lane of a product multiplies 64 neighbours with a row of weights, 16 lanes the piece: so what lanes read at a time
-// lies together. With chunk c of 64 elements in a piece, quarter q of it, block s = q / 2 of its two:
+// A row consists of blocks of 32 signed bytes, each with a scale and sums. A tile has 1024
+// elements, 16 lanes of a warp multiply a tile, and a lane has a chunk of 64 neighbours. The data
+// that the lanes load with one instruction is contiguous. With chunk c, quarter q of it, and block
+// s = q / 2:
 //
-//     1024 bytes: 16 elements at 256 q + 16 c
-//     512 bytes of scales: at 16 c the factors of both blocks, then the sums of both;
-//                          at 256 + 16 c the sums of the first halves of both, then of the second halves
+//     1024 bytes of quants: 16 elements at 256 q + 16 c
+//     512 bytes of scales:  at 16 c the scales of both blocks, then scale * sum(quants) of both;
+//                           at 256 + 16 c the sums of the first halves of both, then of the second
 //
-// The last piece of a row has its place in full, of which nobody reads what is not written.
+// The last tile of a row has its full size. Bytes behind the row are neither written nor read.
 #pragma once
 #include "device.cuh"
 
-constexpr int ROUNDED_PIECE = 1024, ROUNDED_SCALES = ROUNDED_PIECE / 2;
-// Lanes that multiply a piece of a row, and elements of each.
-constexpr int CHUNKS = 16, CHUNK = ROUNDED_PIECE / CHUNKS;
+constexpr int Q8_TILE = 1024, Q8_TILE_SCALES = Q8_TILE / 2;
+// Lanes that multiply a tile of a row, and elements of a lane.
+constexpr int CHUNKS = 16, CHUNK = Q8_TILE / CHUNKS;
 
-// Of a row of rounded activations.
-DEVICE u32 rounded_pieces(i64 width) { return (static_cast<u32>(width) + ROUNDED_PIECE - 1) / ROUNDED_PIECE; }
-
-// Where the first half of a block of 32 begins; the second one is CHUNK * 4 bytes on.
-DEVICE i64 place_of_quants(i64 row, u32 pieces, u32 block) {
-    return (row * pieces + block / 32) * ROUNDED_PIECE + block % 2 * (ROUNDED_PIECE / 2) + block % 32 / 2 * 16;
+// Tiles of a row.
+DEVICE u32 q8_tiles(i64 width) {
+    return (static_cast<u32>(width) + Q8_TILE - 1) / Q8_TILE;
 }
 
-// Writes the factor of a block, and the sums of its halves.
-DEVICE void put_scales(u64 scales, i64 row, u32 pieces, u32 block, float factor, float low, float high) {
-    i64 piece = (row * pieces + block / 32) * ROUNDED_SCALES;
+// Offset of the first half of a block of 32; the second half is CHUNK * 4 bytes behind it.
+DEVICE i64 q8_quant_offset(i64 row, u32 pieces, u32 block) {
+    return (row * pieces + block / 32) * Q8_TILE + block % 2 * (Q8_TILE / 2) + block % 32 / 2 * 16;
+}
+
+// Writes the scale of a block and the sums of its halves.
+DEVICE void store_q8_scales(u64 scales, i64 row, u32 pieces, u32 block, float factor, float low,
+                            float high) {
+    i64 piece = (row * pieces + block / 32) * Q8_TILE_SCALES;
     float* to = reinterpret_cast<float*>(scales + piece + block % 32 / 2 * 16) + block % 2;
     to[0] = factor;
     to[2] = low + high;
-    to[ROUNDED_SCALES / 8] = low;
-    to[ROUNDED_SCALES / 8 + 2] = high;
+    to[Q8_TILE_SCALES / 8] = low;
+    to[Q8_TILE_SCALES / 8 + 2] = high;
 }

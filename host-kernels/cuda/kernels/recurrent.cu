@@ -1,36 +1,36 @@
-// SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET, SOLVE_TRI: what goes through tokens
-// (or rows) one after the other. Rows, or columns, of a state do not see each other: each is a warp's, or a thread's,
-// all the way through the tokens, and stays in registers.
+// SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET, SOLVE_TRI:
+// sequential over tokens (or rows). Rows or columns of a state are independent: a warp or a thread
+// keeps one in registers through all tokens.
 #include "device.cuh"
 
 namespace {
 
 constexpr int WARPS = 4;
 
-// Elements of a row of a state that a lane keeps in registers; longer rows stay in memory.
-constexpr int MOST_KEPT = 8;
+// Elements of a state row that a lane keeps in registers; longer rows stay in memory.
+constexpr int MAX_REGISTERS = 8;
 
 DEVICE float* floats(const View& v) { return reinterpret_cast<float*>(v.data); }
 
-// The vector of head `i1`, token `t` and sequence `s` in a view of [size, heads, tokens, sequences].
+// Vector of head `i1`, token `t` and sequence `s` of a view [size, heads, tokens, sequences].
 DEVICE const float* vector_at(const View& v, i64 i1, i64 t, i64 s) {
     return reinterpret_cast<const float*>(address(v, Index{{0, i1, t, s}}));
 }
 
-// A row of a state of `n` elements, which lanes share: in registers, or where it ends up.
-template <bool KEPT> struct Row {
-    float kept[MOST_KEPT];
+// A state row of `n` elements, shared by the lanes of a warp: in registers, or at its destination.
+template <bool IN_REGISTERS> struct Row {
+    float registers[MAX_REGISTERS];
     float* memory;
     int n, lane;
 
-    // `body(element, i)` for each of the lane's elements.
+    // Calls `body(element, i)` for each element of the lane.
     template <class Body> DEVICE void each(Body body) {
-        if (KEPT) {
+        if (IN_REGISTERS) {
             UNROLL
-            for (int k = 0; k < MOST_KEPT; k++) {
+            for (int k = 0; k < MAX_REGISTERS; k++) {
                 int i = lane + k * WARP;
                 if (i < n) {
-                    body(kept[k], i);
+                    body(registers[k], i);
                 }
             }
         } else {
@@ -41,18 +41,18 @@ template <bool KEPT> struct Row {
     }
 
     DEVICE void put(float* to) {
-        if (KEPT || to != memory) {
+        if (IN_REGISTERS || to != memory) {
             each([&](float x, int i) { to[i] = x; });
         }
     }
 };
 
-// `body(row, index)` for each of `count` rows of `n` elements, a warp for each.
+// Calls `body(row, index)` for each of `count` rows of `n` elements, a warp for each.
 template <class Body> DEVICE void each_row_of_state(i64 count, i64 n, Body body) {
     int lane = threadIdx.x % WARP;
     i64 first = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;
     for (i64 r = first; r < count; r += static_cast<i64>(gridDim.x) * WARPS) {
-        if (n <= MOST_KEPT * WARP) {
+        if (n <= MAX_REGISTERS * WARP) {
             Row<true> row;
             row.n = static_cast<int>(n), row.lane = lane;
             body(row, r);
@@ -81,12 +81,13 @@ KERNEL(vg_ssm_conv, VgSsmConvParams, 256) {
 }
 
 KERNEL(vg_ssm_scan, VgSsmScanParams, WARPS* WARP) {
-    i64 dim = p.x.ne[0], heads = p.x.ne[1], tokens = p.x.ne[2], sequences = p.x.ne[3], n = p.s.ne[0];
+    i64 dim = p.x.ne[0], heads = p.x.ne[1], tokens = p.x.ne[2], sequences = p.x.ne[3],
+        n = p.s.ne[0];
     i64 states = dim * heads * tokens * sequences, snapshot = n * dim * heads * sequences;
     each_row_of_state(dim * heads * sequences, n, [&](auto& row, i64 r) {
         i64 d = r % dim, head = r / dim % heads, sequence = r / (dim * heads);
         i64 id = *reinterpret_cast<const int*>(p.ids.data + sequence * p.ids.nb[0]);
-        if (!check_index(p.place, id, p.s.ne[3])) {
+        if (!check_index(p.site, id, p.s.ne[3])) {
             return;
         }
         float* state = floats(p.dst) + states + r * n;
@@ -121,15 +122,16 @@ KERNEL(vg_ssm_scan, VgSsmScanParams, WARPS* WARP) {
 
 namespace {
 
-// Elements of a column that a thread keeps in registers at a time.
+// Elements of a state column that a thread keeps in registers at a time.
 constexpr int COLUMN = 32;
 
 } // namespace
 
-// A thread for each column of each state: element (i, j) of it takes in k[i] * v[j]. With a bonus the result sees
-// that times the bonus and the state that was, without it the state that is.
+// A thread for each column j of each state: state[i][j] is decayed and k[i] * v[j] is added. With a
+// bonus (RWKV6) the output uses kv * bonus + the old state, without it the new state.
 KERNEL(vg_linear_attention, VgLinearAttentionParams, 128) {
-    i64 size = p.k.ne[0], heads = p.k.ne[1], sequences = p.state.ne[1], tokens = p.k.ne[2] / sequences;
+    i64 size = p.k.ne[0], heads = p.k.ne[1], sequences = p.state.ne[1],
+        tokens = p.k.ne[2] / sequences;
     for (i64 e = thread_index(); e < size * heads * sequences; e += thread_count()) {
         i64 j = e % size, head = e / size % heads, sequence = e / (size * heads);
         i64 at = (sequence * heads + head) * size * size;
@@ -147,7 +149,8 @@ KERNEL(vg_linear_attention, VgLinearAttentionParams, 128) {
                 UNROLL
                 for (int i = 0; i < COLUMN; i++) {
                     if (first + i < size) {
-                        float kv = floats(p.k)[from + i] * v, r = floats(p.r)[from + i], old = state[i];
+                        float kv = floats(p.k)[from + i] * v, r = floats(p.r)[from + i],
+                              old = state[i];
                         state[i] = old * floats(p.decay)[from + i] + kv;
                         if (p.bonus.data) {
                             sum += (kv * floats(p.bonus)[head * size + first + i] + old) * r;
@@ -170,7 +173,8 @@ KERNEL(vg_linear_attention, VgLinearAttentionParams, 128) {
 }
 
 KERNEL(vg_wkv7, VgWkv7Params, WARPS* WARP) {
-    i64 size = p.r.ne[0], heads = p.r.ne[1], sequences = p.state.ne[1], tokens = p.r.ne[2] / sequences;
+    i64 size = p.r.ne[0], heads = p.r.ne[1], sequences = p.state.ne[1],
+        tokens = p.r.ne[2] / sequences;
     each_row_of_state(size * heads * sequences, size, [&](auto& row, i64 index) {
         i64 i = index % size, head = index / size % heads, sequence = index / (size * heads);
         const float* before = floats(p.state) + index * size;
@@ -178,7 +182,8 @@ KERNEL(vg_wkv7, VgWkv7Params, WARPS* WARP) {
         row.each([&](float& x, int j) { x = before[j]; });
         for (i64 t = 0; t < tokens; t++) {
             i64 vector = ((sequence * tokens + t) * heads + head) * size;
-            const float *r = floats(p.r) + vector, *w = floats(p.w) + vector, *k = floats(p.k) + vector;
+            const float *r = floats(p.r) + vector, *w = floats(p.w) + vector,
+                        *k = floats(p.k) + vector;
             const float *a = floats(p.a) + vector, *b = floats(p.b) + vector;
             float v = floats(p.v)[vector + i], removed = 0.0f, sum = 0.0f;
             row.each([&](float& x, int j) { removed += a[j] * x; });
@@ -196,7 +201,7 @@ KERNEL(vg_wkv7, VgWkv7Params, WARPS* WARP) {
     });
 }
 
-// The state is kept transposed: row j is what value j is made of.
+// The state is stored transposed: row j produces output j.
 KERNEL(vg_delta_net, VgDeltaNetParams, WARPS* WARP) {
     i64 size = p.v.ne[0], heads = p.v.ne[1], tokens = p.v.ne[2], sequences = p.v.ne[3];
     float scale = 1.0f / sqrtf(static_cast<float>(size));
@@ -210,7 +215,8 @@ KERNEL(vg_delta_net, VgDeltaNetParams, WARPS* WARP) {
             return vector_at(v, head % v.ne[1], t, sequence / (sequences / v.ne[3]));
         };
         for (i64 t = 0; t < tokens; t++) {
-            const float *q = shared(p.q, t), *k = shared(p.k, t), *gate = vector_at(p.gate, head, t, sequence);
+            const float *q = shared(p.q, t), *k = shared(p.k, t),
+                        *gate = vector_at(p.gate, head, t, sequence);
             float beta = *vector_at(p.beta, head, t, sequence), known = 0.0f, sum = 0.0f;
             row.each([&](float& x, int i) {
                 x *= expf(gate[p.gate.ne[0] == 1 ? 0 : i]);

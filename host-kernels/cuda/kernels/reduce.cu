@@ -3,7 +3,7 @@
 
 namespace {
 
-// A number whose order is that of the floats; the zeros are equal, NaN is the last in either order.
+// Monotonic integer key of a float: zeros are equal, NaN is last in either order.
 DEVICE u32 sort_key(float x, u32 descending) {
     if (x != x) {
         return 0xffffffffu;
@@ -30,7 +30,7 @@ KERNEL(vg_sum_rows, VgReduceParams, 256) {
     }
 }
 
-// A warp for each row: each lane sums up a stretch, then what lies before it is added.
+// A warp for each row: inclusive scan of 32 elements at a time, plus the sum of those before.
 KERNEL(vg_cumsum, VgReduceParams, 32) {
     i64 n = p.src.ne[0];
     int lane = threadIdx.x;
@@ -54,7 +54,7 @@ KERNEL(vg_cumsum, VgReduceParams, 32) {
     }
 }
 
-// The index of the largest element, the last of several.
+// Index of the largest element, the last of several.
 KERNEL(vg_argmax, VgReduceParams, 32) {
     for (i64 r = blockIdx.x; r < p.src.ne[1]; r += gridDim.x) {
         const u8* from = address(p.src, Index{{0, r, 0, 0}});
@@ -81,8 +81,7 @@ KERNEL(vg_argmax, VgReduceParams, 32) {
     }
 }
 
-// Bitonic sort of keys with their indices, in shared memory if they fit, in scratch memory otherwise; a block for
-// each row.
+// Bitonic sort of (key, index), in shared memory or scratch memory; a block for each row.
 KERNEL(vg_argsort, VgReduceParams, 256) {
     DYNAMIC_SHARED(u64, shared);
     u64* keys = shared;
@@ -118,7 +117,8 @@ KERNEL(vg_argsort, VgReduceParams, 256) {
             }
         }
         for (i64 i = threadIdx.x; i < p.dst.ne[0]; i += blockDim.x) {
-            *reinterpret_cast<int*>(to + i * p.dst.nb[0]) = static_cast<int>(static_cast<u32>(keys[i]));
+            *reinterpret_cast<int*>(to + i * p.dst.nb[0]) =
+                static_cast<int>(static_cast<u32>(keys[i]));
         }
         __syncthreads();
     }

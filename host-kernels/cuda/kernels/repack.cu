@@ -1,21 +1,24 @@
-// Weights in planes: the quants of all blocks of a matrix, then their scales.
+// Repacks weights to a structure of arrays: the quants of all blocks of a matrix, then their
+// scales.
 //
-// Blocks of 17, 18, 34 or 210 bytes begin at any multiple of 1 or 2, so that whoever reads one reads it in small pieces and
-// shifts them. In planes the quants of each block begin at a multiple of 16, and its scale is beside its neighbours'. Of
-// MXFP4 and IQ4_NL, whose bytes have elements i and i + 16, element i becomes nibble i: a word has eight neighbours.
+// Blocks of 17, 18, 34 or 210 bytes (ggml-common.h) are aligned to 1 or 2 bytes, so kernels must
+// assemble words from smaller loads. Repacked quants of a block are 16-byte aligned and scales are
+// contiguous. In ggml's MXFP4 and IQ4_NL blocks a byte holds elements i and i + 16; repacked,
+// nibble i is element i, so that a word has eight neighbours.
 //
-// The host brings blocks back (`src/cuda/planes.rs`), with a table of its own.
+// The host reverses the repacking with a table of its own
+// (`host-kernels/cuda/src/repack/format.rs`).
 #include "device.cuh"
 
 namespace {
 
 // 16 bytes of a block.
-struct alignas(16) Piece {
+struct alignas(16) Bytes16 {
     u32 words[4];
 };
 
-DEVICE Piece load_piece(const u8* from) {
-    Piece piece;
+DEVICE Bytes16 load_bytes16(const u8* from) {
+    Bytes16 piece;
     UNROLL
     for (int i = 0; i < 4; ++i) {
         const u8* at = from + 4 * i;
@@ -24,15 +27,15 @@ DEVICE Piece load_piece(const u8* from) {
     return piece;
 }
 
-// The low nibbles of four bytes, side by side.
+// Packs the low nibbles of four bytes into 16 bits.
 DEVICE u32 low_nibbles(u32 bytes) {
     u32 pairs = (bytes & 0x000f000f) | (bytes & 0x0f000f00) >> 4;
     return (pairs & 0xff) | (pairs & 0x00ff0000) >> 8;
 }
 
-// Nibble i is element i, which was in byte i % 16.
-DEVICE Piece in_order(const Piece& piece) {
-    Piece ordered;
+// Reorders nibbles: nibble i becomes element i, which was in byte i % 16.
+DEVICE Bytes16 interleave_nibbles(const Bytes16& piece) {
+    Bytes16 ordered;
     UNROLL
     for (int i = 0; i < 2; ++i) {
         u32 first = piece.words[2 * i], second = piece.words[2 * i + 1];
@@ -42,19 +45,21 @@ DEVICE Piece in_order(const Piece& piece) {
     return ordered;
 }
 
-// Blocks of so many bytes of quants and of scale, which comes first or last. A thread has 16 bytes of quants at a time.
-template <int QUANTS, int SCALE, bool IS_FIRST, bool HAS_NIBBLES> DEVICE void arrange(const VgRepackParams& p) {
+// Repacks blocks of QUANTS bytes of quants and SCALE bytes of scale, which comes first or last. A
+// thread handles 16 bytes of quants at a time.
+template <int QUANTS, int SCALE, bool IS_FIRST, bool HAS_NIBBLES>
+DEVICE void repack(const VgRepackParams& p) {
     constexpr u64 PIECES = QUANTS / 16;
     const u8* from = reinterpret_cast<const u8*>(p.from);
     u8* scales = reinterpret_cast<u8*>(p.scales);
     for (u64 i = thread_index(), n = p.blocks * PIECES; i < n; i += thread_count()) {
         u64 block = i / PIECES, at = i % PIECES;
         const u8* begin = from + block * (QUANTS + SCALE);
-        Piece piece = load_piece(begin + (IS_FIRST ? SCALE : 0) + 16 * at);
+        Bytes16 piece = load_bytes16(begin + (IS_FIRST ? SCALE : 0) + 16 * at);
         if (HAS_NIBBLES) {
-            piece = in_order(piece);
+            piece = interleave_nibbles(piece);
         }
-        *reinterpret_cast<Piece*>(p.quants + 16 * i) = piece;
+        *reinterpret_cast<Bytes16*>(p.quants + 16 * i) = piece;
         if (at == 0) {
             const u8* scale = begin + (IS_FIRST ? 0 : QUANTS);
             UNROLL
@@ -69,10 +74,10 @@ template <int QUANTS, int SCALE, bool IS_FIRST, bool HAS_NIBBLES> DEVICE void ar
 
 KERNEL(vg_repack, VgRepackParams, 256) {
     switch (p.type) {
-        case VG_MXFP4: return arrange<16, 1, true, true>(p);
-        case VG_IQ4_NL: return arrange<16, 2, true, true>(p);
-        case VG_Q4_0: return arrange<16, 2, true, false>(p);
-        case VG_Q8_0: return arrange<32, 2, true, false>(p);
-        case VG_Q6_K: return arrange<208, 2, false, false>(p);
+    case VG_MXFP4: return repack<16, 1, true, true>(p);
+    case VG_IQ4_NL: return repack<16, 2, true, true>(p);
+    case VG_Q4_0: return repack<16, 2, true, false>(p);
+    case VG_Q8_0: return repack<32, 2, true, false>(p);
+    case VG_Q6_K: return repack<208, 2, false, false>(p);
     }
 }

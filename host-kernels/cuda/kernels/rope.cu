@@ -1,4 +1,4 @@
-// ROPE and ROPE_BACK, by themselves and into a cache: see `rope.cuh`.
+// ROPE and ROPE_BACK, alone and fused with SET_ROWS: see `rope.cuh`.
 #include "rope.cuh"
 
 KERNEL(vg_rope, VgRopeParams, 256) { rope(p, this_block()); }

@@ -1,4 +1,4 @@
-// ROPE and ROPE_BACK: a block for each row, a thread for each pair.
+// ROPE and ROPE_BACK: a block for each row, a thread for each rotated pair.
 #pragma once
 #include "device.cuh"
 
@@ -6,7 +6,8 @@ namespace {
 
 enum Mode { NORMAL = 1, NEOX, MROPE, IMROPE, VISION };
 
-// The axis of whose position pair `i` tells, and at which pair its frequencies begin.
+// The axis whose position rotates pair `i` (M-RoPE sections), and the pair at which the frequencies
+// of that axis begin.
 DEVICE int axis_of(const VgRopeParams& p, int i, int* begin) {
     int t = p.sections[0], h = p.sections[1], w = p.sections[2], e = p.sections[3];
     int ends[3] = {t, t + h, t + h + w};
@@ -23,13 +24,13 @@ DEVICE int axis_of(const VgRopeParams& p, int i, int* begin) {
     }
     int axis = sector < ends[0] ? 0 : sector < ends[1] ? 1 : sector < ends[2] ? 2 : 3;
     if (p.mode == VISION) {
-        // Frequencies begin anew in each section.
+        // Frequencies restart in each section.
         *begin = i - sector + (axis == 0 ? 0 : ends[axis - 1]);
     }
     return axis;
 }
 
-// Row `r` of the source, turned: `put(i, value)` takes its elements.
+// Rotates the row at `at` of the source: `put(i, value)` stores its elements.
 template <class Put> DEVICE void turn(const VgRopeParams& p, const Index& at, Put put) {
     const int* positions = reinterpret_cast<const int*>(p.positions.data);
     const float* factors = reinterpret_cast<const float*>(p.factors.data);
@@ -60,7 +61,7 @@ template <class Put> DEVICE void turn(const VgRopeParams& p, const Index& at, Pu
         put(first, a * c - b * s);
         put(second, a * s + b * c);
     }
-    // What is not turned is copied.
+    // Elements outside the rotated range are copied.
     i64 turned = p.start + 2 * static_cast<i64>(p.pairs);
     for (i64 i = threadIdx.x; i < p.src.ne[0]; i += blockDim.x) {
         if (i < p.start || i >= turned) {
@@ -69,7 +70,7 @@ template <class Put> DEVICE void turn(const VgRopeParams& p, const Index& at, Pu
     }
 }
 
-DEVICE void rope(const VgRopeParams& p, const Blocks& b) {
+DEVICE void rope(const VgRopeParams& p, const BlockIndex& b) {
     i64 total = p.src.ne[1] * p.src.ne[2] * p.src.ne[3];
     for (i64 r = b.x; r < total; r += b.nx) {
         Index at = row_of(p.src, r);
@@ -78,18 +79,20 @@ DEVICE void rope(const VgRopeParams& p, const Blocks& b) {
     }
 }
 
-// The same into rows of a cache, which a token's heads fill one after the other.
-DEVICE void rope_rows(const VgRopeRowsParams& p, const Blocks& b) {
+// ROPE fused with SET_ROWS: the heads of a token are concatenated into a row of the cache.
+DEVICE void rope_rows(const VgRopeRowsParams& p, const BlockIndex& b) {
     const View& src = p.rope.src;
     for (i64 r = b.x; r < src.ne[1] * src.ne[2]; r += b.nx) {
         Index at = row_of(src, r);
         const u8* which = address(p.ids, Index{{at.i[2], 0, 0, 0}});
-        i64 id = p.ids.type == VG_I64 ? *reinterpret_cast<const i64*>(which) : *reinterpret_cast<const int*>(which);
-        if (!check_index(p.place, id, p.cache.ne[1])) {
+        i64 id = p.ids.type == VG_I64 ? *reinterpret_cast<const i64*>(which)
+                                      : *reinterpret_cast<const int*>(which);
+        if (!check_index(p.site, id, p.cache.ne[1])) {
             return;
         }
         u8* to = address(p.cache, Index{{at.i[1] * src.ne[0], id, 0, 0}});
-        turn(p.rope, at, [&](i64 i, float value) { store(p.cache.type, to + i * p.cache.nb[0], value); });
+        turn(p.rope, at,
+             [&](i64 i, float value) { store(p.cache.type, to + i * p.cache.nb[0], value); });
     }
 }
 

@@ -3,7 +3,9 @@
 
 namespace {
 
-DEVICE float float_at(const u8* row, i64 step, i64 i) { return *reinterpret_cast<const float*>(row + i * step); }
+DEVICE float float_at(const u8* row, i64 step, i64 i) {
+    return *reinterpret_cast<const float*>(row + i * step);
+}
 
 // ln(sum(e^x)) of a row, in every thread of the block.
 DEVICE float log_sum_exp(const View& v, const u8* row) {
@@ -11,7 +13,7 @@ DEVICE float log_sum_exp(const View& v, const u8* row) {
     for (i64 i = threadIdx.x; i < v.ne[0]; i += blockDim.x) {
         largest = fmaxf(largest, float_at(row, v.nb[0], i));
     }
-    largest = block_reduce<Largest>(largest, -INFINITY_F);
+    largest = block_reduce<Max>(largest, -INFINITY_F);
     double sum = 0.0;
     for (i64 i = threadIdx.x; i < v.ne[0]; i += blockDim.x) {
         sum += expf(float_at(row, v.nb[0], i) - largest);
@@ -65,7 +67,9 @@ KERNEL(vg_cross_entropy_back, VgCrossEntropyParams, 256) {
 
 namespace {
 
-DEVICE float& element(const View& v, const Index& at) { return *reinterpret_cast<float*>(address(v, at)); }
+DEVICE float& element(const View& v, const Index& at) {
+    return *reinterpret_cast<float*>(address(v, at));
+}
 
 DEVICE float setting(const VgOptimizerParams& p, int i) {
     return *reinterpret_cast<const float*>(p.settings.data + i * p.settings.nb[0]);
@@ -73,7 +77,7 @@ DEVICE float setting(const VgOptimizerParams& p, int i) {
 
 } // namespace
 
-// dst is the new w; the momenta m and v are changed where they are.
+// dst is the updated w; the moments m and v are updated in place.
 KERNEL(vg_adamw, VgOptimizerParams, 256) {
     float alpha = setting(p, 0), beta1 = setting(p, 1), beta2 = setting(p, 2), eps = setting(p, 3);
     float keep = 1.0f - alpha * setting(p, 4), beta1h = setting(p, 5), beta2h = setting(p, 6);
@@ -85,7 +89,8 @@ KERNEL(vg_adamw, VgOptimizerParams, 256) {
         float& v = element(p.v, at);
         m = m * beta1 + g * (1.0f - beta1);
         v = v * beta2 + g * g * (1.0f - beta2);
-        element(p.dst, at) = element(p.w, at) * keep - m * beta1h * alpha / (sqrtf(v * beta2h) + eps);
+        element(p.dst, at) =
+            element(p.w, at) * keep - m * beta1h * alpha / (sqrtf(v * beta2h) + eps);
     }
 }
 

@@ -229,13 +229,13 @@ mod tests {
         let mut cache = ActivationCache::new(0);
         assert_eq!(cache.reserved(), 0);
         let made = VgConvertF16Sm90Params {
-            halves: 7,
+            values: 7,
             ..VgConvertF16Sm90Params::default()
         };
         cache.cache_f16(vec![1, 2], vec![4096..8192, 64..128], 256..1024, made, 3);
         assert_eq!(cache.reserved(), 1024);
         assert!(cache.f16(&[1], 5).is_none());
-        assert_eq!(cache.f16(&[1, 2], 5).map(|made| made.halves), Some(7));
+        assert_eq!(cache.f16(&[1, 2], 5).map(|made| made.values), Some(7));
         assert_eq!(cache.spans(), [(3, 5)]);
         cache.wrote(&(128..4096), 5);
         assert!(cache.f16(&[1, 2], 6).is_some());

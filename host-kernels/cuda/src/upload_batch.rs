@@ -77,7 +77,7 @@ impl UploadBatcher {
         };
         let mut params = VgUploadParams::default();
         let count = state.uploads.len();
-        params.puts[..count].copy_from_slice(&state.uploads);
+        params.uploads[..count].copy_from_slice(&state.uploads);
         state.uploads.clear();
         let blocks = longest.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS);
         let launch = Launch {

@@ -1,10 +1,10 @@
-//! The CUDA kernels compiled for the CPU.
+//! The CUDA kernels compiled for the CPU, for tests.
 //!
-//! The kernels of the CUDA engine are ordinary C++ but for what a GPU adds: threads in blocks, barriers,
-//! exchanges between the lanes of a warp. `shim.h` provides those, with fibers. So the very source that runs on
-//! a GPU is tested on any machine: index arithmetic, tails, strides, the layout of shared memory. What it cannot
-//! show is speed, races between blocks, and the order of memory accesses between threads. Blocks of a cooperative launch,
-//! which wait for each other, run in orders of many kinds.
+//! The kernels are C++ plus the features of a GPU: threads in blocks, barriers, warp shuffles,
+//! tensor-core instructions. `shim.h` provides these with fibers, so that tests run the kernel
+//! sources on any machine: index arithmetic, tails, strides, shared-memory layouts. The shim does
+//! not show performance, nor weak memory order between threads. The blocks of a cooperative launch
+//! run in many interleavings.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 
@@ -17,7 +17,7 @@ unsafe extern "C" {
         shared: usize,
         params: *const c_void,
     ) -> *const c_char;
-    fn vgpu_shim_launch_together(
+    fn vgpu_shim_launch_cooperative(
         name: *const c_char,
         blocks: u32,
         threads: *const u32,
@@ -27,7 +27,7 @@ unsafe extern "C" {
     ) -> *const c_char;
 }
 
-/// A kernel, by name.
+/// A kernel, found by name.
 #[derive(Debug, Clone)]
 pub struct Kernel {
     name: CString,
@@ -40,7 +40,7 @@ impl Kernel {
     pub fn find(name: &str) -> Option<Kernel> {
         let name = CString::new(name).ok()?;
         let mut params = 0;
-        // SAFETY: a string that ends with a zero, and a place for the size.
+        // SAFETY: `name` is NUL-terminated, and `params` is valid for a write.
         let threads = unsafe { vgpu_shim_find(name.as_ptr(), &mut params) };
         (threads != 0).then_some(Kernel {
             name,
@@ -49,12 +49,17 @@ impl Kernel {
         })
     }
 
-    /// Runs the kernel in `grid` blocks of `threads` with `shared` bytes of shared memory each, and returns
-    /// when it is over. What a kernel must not do, and this can see, is an error.
+    /// Runs the kernel synchronously with `grid` blocks of `threads`, and `shared` bytes of dynamic
+    /// shared memory each.
+    ///
+    /// # Errors
+    ///
+    /// If `threads` or the size of `params` do not fit the kernel, or the kernel does something invalid that
+    /// the shim detects.
     ///
     /// # Safety
     ///
-    /// Addresses in `params` must be of memory that the kernel may use as it does.
+    /// Addresses in `params` must point to memory that the kernel may access as it does.
     pub unsafe fn launch(
         &self,
         grid: [u32; 3],
@@ -63,8 +68,8 @@ impl Kernel {
         params: &[u8],
     ) -> Result<(), String> {
         let params = self.check(threads, params)?;
-        // SAFETY: the vector has as many bytes as the kernel's structure; the caller answers for what the kernel does with
-        // them.
+        // SAFETY: `check` has compared the size of `params` with that of the kernel's structure;
+        // the caller guarantees the memory that the kernel accesses.
         self.outcome(unsafe {
             vgpu_shim_launch(
                 self.name.as_ptr(),
@@ -76,13 +81,17 @@ impl Kernel {
         })
     }
 
-    /// The same with all blocks, in one dimension, at the same time, so that they can wait for each other. `seed` says in
-    /// which order they come to do what.
+    /// Runs the blocks of a one-dimensional grid concurrently, so that they can wait for each
+    /// other. `seed` selects the interleaving.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Kernel::launch`], and if the blocks deadlock.
     ///
     /// # Safety
     ///
     /// As for [`Kernel::launch`].
-    pub unsafe fn launch_together(
+    pub unsafe fn launch_cooperative(
         &self,
         blocks: u32,
         threads: [u32; 3],
@@ -91,9 +100,9 @@ impl Kernel {
         seed: u64,
     ) -> Result<(), String> {
         let params = self.check(threads, params)?;
-        // SAFETY: as above.
+        // SAFETY: as in `launch`.
         self.outcome(unsafe {
-            vgpu_shim_launch_together(
+            vgpu_shim_launch_cooperative(
                 self.name.as_ptr(),
                 blocks,
                 threads.as_ptr(),
@@ -104,7 +113,7 @@ impl Kernel {
         })
     }
 
-    /// The parameters at their alignment, if the kernel takes so many bytes, and blocks of so many threads.
+    /// The parameters at their alignment, after a check of their size and of the number of threads.
     fn check(&self, threads: [u32; 3], params: &[u8]) -> Result<Vec<u64>, String> {
         let count = threads.iter().product::<u32>();
         if count == 0 || count > self.threads {
@@ -129,12 +138,12 @@ impl Kernel {
         Ok(words.collect())
     }
 
-    /// What a launch has returned.
+    /// Converts the error string of a launch.
     fn outcome(&self, error: *const c_char) -> Result<(), String> {
         if error.is_null() {
             return Ok(());
         }
-        // SAFETY: a string that lives until this thread's next launch.
+        // SAFETY: a NUL-terminated string that is valid until this thread's next launch.
         let error = unsafe { CStr::from_ptr(error) }.to_string_lossy();
         Err(format!("{:?}: {error}", self.name))
     }
@@ -144,20 +153,22 @@ impl Kernel {
 mod tests {
     use super::*;
 
-    /// What `shim_check_group` gives its first thread, with a mistake of `checks.cpp`, or none.
+    /// Result of the first thread of `shim_check_group` with a mistake of `checks.cpp`, or none.
     fn check(mistake: u64) -> Result<f32, String> {
-        // Column `c` has ones in its first `c` elements: of its unit's eight rows, pieces of eight halves are swizzled.
+        // Column `c` has ones in its first `c` elements; 16-byte units are swizzled within rows of
+        // an atom.
         let mut matrix = vec![0u16; 64 * 64];
         for c in 0..64 {
             for k in 0..c {
                 matrix[c * 64 + ((k / 8) ^ (c % 8)) * 8 + k % 8] = 0x3c00;
             }
         }
-        // Rows begin at multiples of 16.
+        // Bulk copies require 16-byte alignment.
         let mut aligned = vec![0u128; matrix.len() / 8];
         let mut sums = vec![0f32; 128];
         let kernel = Kernel::find("shim_check_group").expect("it is compiled in");
-        // SAFETY: the kernel reads the matrix, of 8 KiB, and writes a number for each of 128 threads.
+        // SAFETY: the kernel reads the matrix of 8 KiB and writes one float for each of 128
+        // threads.
         unsafe {
             std::ptr::copy_nonoverlapping(matrix.as_ptr(), aligned.as_mut_ptr().cast(), 64 * 64);
             let params = [aligned.as_ptr() as u64, sums.as_mut_ptr() as u64, mistake];
@@ -169,7 +180,7 @@ mod tests {
 
     #[test]
     fn groups_multiply_what_was_copied() {
-        // The first thread has columns 0 and 1 of every eight, in two rows that are alike.
+        // The first thread has columns 0 and 1 of every eight, in two equal rows.
         let expected: usize = (0..8).map(|j| 2 * (8 * j + 8 * j + 1)).sum();
         assert_eq!(check(0), Ok(expected as f32));
     }
@@ -186,7 +197,7 @@ mod tests {
         }
         let right = check(0).expect("it is right");
         for mistake in [1, 2, 4, 5] {
-            // Stopped, or wrong: that depends on who comes first.
+            // An error or a wrong result, depending on the order of threads.
             let wrong = check(mistake).unwrap_or(f32::NAN);
             assert!(wrong != right, "mistake {mistake} gives {wrong}");
         }

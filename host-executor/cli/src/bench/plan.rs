@@ -334,7 +334,7 @@ fn rates(args: &Args, engine: Option<&dyn Engine>) -> anyhow::Result<Rates> {
     if engine.name() == "cpu" {
         options.weights = CPU_WEIGHTS;
     }
-    let measured = vgpu_check::peaks(engine, &options).map_err(anyhow::Error::msg)?;
+    let measured = vgpu_check::peaks(engine, &options)?;
     Ok(Rates {
         memory: memory.unwrap_or(measured.memory),
         operations: operations.unwrap_or(measured.operations),

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
-use vgpu_check::{Case, Ceilings, Outcome, PUBLISHED, Rate, Text, Work};
+use vgpu_check::{Case, Ceilings, Decoding, Outcome, Rate, SHAPES, Work};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::autotune::GemmVariant;
 use vgpu_engine::Engine;
@@ -115,7 +115,7 @@ enum Job {
 fn work(job: &Job) -> anyhow::Result<ExitCode> {
     match job {
         Job::Models => {
-            for model in PUBLISHED {
+            for model in SHAPES {
                 println!("{:24} {:5.1} GB", model.name, model.bytes() as f64 / 1e9);
             }
         }
@@ -175,7 +175,7 @@ fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
 }
 
 fn write_model(name: &str, to: &Path, small: bool) -> anyhow::Result<()> {
-    let model = PUBLISHED.into_iter().find(|model| model.name == name);
+    let model = SHAPES.into_iter().find(|model| model.name == name);
     let model = model.with_context(|| format!("no model {name}; see vgpu gpu-check models"))?;
     let model = if small { model.small() } else { model };
     let file = File::create(to).with_context(|| format!("creating {}", to.display()))?;
@@ -219,7 +219,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     println!("{right} of {} cases agree with the CPU engine", cases.len());
     let texts = match args.tokens {
         0 => Vec::new(),
-        tokens => vgpu_check::texts(&*engine, &oracle, tokens, |text| {
+        tokens => vgpu_check::compare_decoding(&*engine, &oracle, tokens, |text| {
             println!("{}", words(text));
             report.text(text);
         }),
@@ -233,7 +233,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let mut rates = Vec::new();
     if !args.compare_only {
-        let measured = vgpu_check::ceilings(&*engine, &options).map_err(anyhow::Error::msg)?;
+        let measured = vgpu_check::ceilings(&*engine, &options)?;
         println!(
             "copies: within {}, from the host {}, to the host {}",
             gigabytes(measured.within),
@@ -252,7 +252,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     report.end()?;
     let ran = { rates.iter() }.all(|rate| rate.rate.is_ok() || !rate.is_ours);
-    let same = texts.iter().all(Text::is_same);
+    let same = texts.iter().all(Decoding::is_same);
     Ok(match right == cases.len() && same && ran {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
@@ -262,11 +262,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn outcome(case: &Case) -> String {
     match &case.outcome {
         Outcome::Compared { error, limit } => format!("off by {error:.1e}, allowed {limit:.1e}"),
-        Outcome::Failed(reason) => reason.clone(),
+        Outcome::Failed(reason) => reason.to_string(),
     }
 }
 
-fn words(text: &Text) -> String {
+fn words(text: &Decoding) -> String {
     match &text.outcome {
         Ok((all, same)) => format!("{}: {same} of {all} tokens are the CPU engine's", text.name),
         Err(reason) => format!("WRONG  {}: {reason}", text.name),
@@ -288,7 +288,7 @@ fn line(rate: &Rate, ceilings: &Ceilings) -> String {
     } = rate;
     let value = match (rate, work) {
         (Err(reason), _) if *is_ours => format!("FAILED: {reason}"),
-        (Err(reason), _) => reason.clone(),
+        (Err(reason), _) => reason.to_string(),
         (Ok(rate), Work::Bytes) => {
             let percent = 100.0 * rate / ceilings.within;
             format!("{:>14} {percent:5.0} %", gigabytes(*rate))

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use serde_json::{Value, json};
-use vgpu_check::{Case, Ceilings, Outcome, Rate, Text, Work};
+use vgpu_check::{Case, Ceilings, Decoding, Outcome, Rate, Work};
 use vgpu_engine::Engine;
 
 /// Findings, and their file.
@@ -43,15 +43,17 @@ impl Report {
             Outcome::Compared { error, limit } => json!({
                 "name": case.name, "right": case.is_right(), "error": error, "limit": limit,
             }),
-            Outcome::Failed(reason) => json!({"name": case.name, "right": false, "failed": reason}),
+            Outcome::Failed(reason) => {
+                json!({"name": case.name, "right": false, "failed": reason.to_string()})
+            }
         };
         self.add("cases", case);
     }
 
-    pub(super) fn text(&mut self, text: &Text) {
+    pub(super) fn text(&mut self, text: &Decoding) {
         let text = match &text.outcome {
             Ok((all, same)) => json!({"name": text.name, "tokens": all, "same": same}),
-            Err(reason) => json!({"name": text.name, "failed": reason}),
+            Err(reason) => json!({"name": text.name, "failed": reason.to_string()}),
         };
         self.add("texts", text);
     }
@@ -75,7 +77,7 @@ impl Report {
             Ok(value) => json!({
                 "name": rate.name, "unit": unit, "rate": value, "seconds": rate.seconds,
             }),
-            Err(reason) => json!({"name": rate.name, "failed": reason}),
+            Err(reason) => json!({"name": rate.name, "failed": reason.to_string()}),
         };
         self.add("rates", rate);
     }
@@ -110,6 +112,7 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vgpu_check::CheckError;
     use vgpu_cpu::CpuEngine;
 
     fn read(path: &Path) -> Value {
@@ -126,11 +129,14 @@ mod tests {
         assert_eq!(read(&path)["engine"], "cpu");
         let case = Case {
             name: "ADD".to_owned(),
-            outcome: Outcome::Failed("no room".to_owned()),
+            outcome: Outcome::Failed(CheckError::DriverMissing),
         };
         report.case(&case);
         let said = read(&path);
-        assert_eq!(said["cases"][0]["failed"], "no room");
+        assert_eq!(
+            said["cases"][0]["failed"],
+            "NVIDIA's driver is not installed"
+        );
         assert_eq!(said["complete"], false);
         report.end().unwrap();
         assert_eq!(read(&path)["complete"], true);

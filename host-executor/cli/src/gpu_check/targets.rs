@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 use serde_json::{Value, json};
-use vgpu_check::{PUBLISHED, Published};
+use vgpu_check::{SHAPES, SyntheticModel};
 
 use super::results::{OURS, Speeds, TIME_IS_UP, parts, plans, read, speeds};
 
@@ -169,7 +169,7 @@ fn tables(folder: &Path, is_small: bool) -> anyhow::Result<(String, Value)> {
         .zip(rate("operations"))
         .map(|(memory, operations)| Rates { memory, operations });
     let model_of = |name: &str| {
-        let model = PUBLISHED.into_iter().find(|model| model.name == name);
+        let model = SHAPES.into_iter().find(|model| model.name == name);
         let model = model.expect("targets are for published models");
         if is_small { model.small() } else { model }
     };
@@ -280,7 +280,7 @@ fn percent(share: Option<f64>) -> String {
 /// The ways in which the model of a target ran the test.
 fn rows_of(
     goal: &Goal,
-    model: &Published,
+    model: &SyntheticModel,
     speeds: &Speeds,
     sheet: Option<Rates>,
     measured: Option<Rates>,

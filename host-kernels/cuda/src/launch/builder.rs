@@ -126,7 +126,7 @@ impl Builder<'_> {
     }
 
     /// Where kernels report faults of this node.
-    pub(crate) fn place(&self) -> VgFaultSite {
+    pub(crate) fn fault_site(&self) -> VgFaultSite {
         VgFaultSite {
             fault: self.context.fault(),
             node: self.index as u32,

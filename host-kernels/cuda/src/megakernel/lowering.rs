@@ -236,7 +236,7 @@ fn build_launch(
         counters: context.megakernel_counters(),
         stages: stages.len() as u32,
         products: next_products(stages, 0),
-        beginning: size_of_stage(stages, 0),
+        first_stage_bytes: size_of_stage(stages, 0),
         ring: layout.ring,
     };
     let launch = Launch {
@@ -272,7 +272,7 @@ fn table(stages: &[&Stage], order: &[StageDeps], blocks: u32) -> Vec<u8> {
     let places = bytes.chunks_exact_mut(VG_STAGE_BYTES as usize);
     for (at, (stage, place)) in stages.iter().zip(places).enumerate() {
         let mut entry = VgStage {
-            body: stage.body,
+            op: stage.body,
             type_: stage.weights.unwrap_or(0),
             grid: stage.grid,
             total: stage.total,
@@ -280,7 +280,7 @@ fn table(stages: &[&Stage], order: &[StageDeps], blocks: u32) -> Vec<u8> {
             waits: order[at].waits.len() as u32,
             next: next_products(stages, at + 1),
             from: order[at].from as u32,
-            following: size_of_stage(stages, at + 1),
+            next_stage_bytes: size_of_stage(stages, at + 1),
             ..VgStage::default()
         };
         for (to, &wait) in entry.wait.iter_mut().zip(&order[at].waits) {

@@ -401,7 +401,7 @@ impl MemoryAccess {
         if it.q.ne[1] > MAX_TOKENS {
             return Err(FOR_FEW);
         }
-        if it.states != 0 {
+        if it.mask_tiles != 0 {
             return Err("no stage uses classified mask tiles");
         }
         for view in [&it.q, &it.k, &it.v, &it.mask, &it.sinks] {
@@ -413,7 +413,7 @@ impl MemoryAccess {
             let [x, y, z] = launch.grid.map(i64::from);
             let items = x * y * (z / i64::from(it.splits));
             let each = TILE_ROWS * (width + 2) * 4;
-            self.writes_bytes(it.parts, items * i64::from(it.splits) * each);
+            self.writes_bytes(it.partials, items * i64::from(it.splits) * each);
             self.writes_bytes(it.counters, items * 4);
         }
         Ok(())

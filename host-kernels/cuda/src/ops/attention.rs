@@ -31,7 +31,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     let &Op::FlashAttnExt {
         scale,
         max_bias,
-        logit_softcap: cap,
+        logit_softcap,
         ..
     } = op
     else {
@@ -47,15 +47,19 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             mask: b.optional(3),
             sinks: b.optional(4),
             codebooks: b.codebooks(),
-            scale: if cap == 0.0 { scale } else { scale / cap },
-            cap,
+            scale: if logit_softcap == 0.0 {
+                scale
+            } else {
+                scale / logit_softcap
+            },
+            logit_softcap,
             max_bias,
             heads_log2: 1 << q.ne[2].ilog2(),
         };
         // A megakernel has attention with tiles of few rows only, for as many tokens as it takes.
         let is_few = b.uses_megakernel() && q.ne[1] <= FEW_COLUMNS;
         match Tiles::of(&params, b.max_shared_per_block(), is_few) {
-            Some(tiles) => match FattnSm90::of(b, &params, tiles.group).filter(|_| !is_few) {
+            Some(tiles) => match FattnSm90::of(b, &params, tiles.gqa_ratio).filter(|_| !is_few) {
                 Some(sm90) => sm90.attend(b, &params),
                 None => tiles.attend(b, &params),
             },

@@ -50,7 +50,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 dst: plane(&dst),
                 kernel: plane(&kernel),
                 image: plane(&image),
-                moves: moves([(s0, p0, d0), (s1, p1, d1)]),
+                geometry: conv_geometry([(s0, p0, d0), (s1, p1, d1)]),
                 channels: image.ne[2],
                 results: dst.ne[2],
                 images: dst.ne[3],
@@ -76,7 +76,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 dst: space(&dst, oc.into()),
                 kernel: space(&kernel, c.into()),
                 image: space(&image, c.into()),
-                moves: moves([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
+                geometry: conv_geometry([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
                 channels: c.into(),
                 results: oc.into(),
                 images: n.into(),
@@ -99,7 +99,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                     ..plane(&kernel)
                 },
                 image: plane(&image),
-                moves: moves([(s0, p0, d0), (s1, p1, d1)]),
+                geometry: conv_geometry([(s0, p0, d0), (s1, p1, d1)]),
                 channels: dst.ne[2],
                 results: 1,
                 images: dst.ne[3],
@@ -146,7 +146,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             let params = VgIm2colParams {
                 patches: dst,
                 image: space(&image, ic.into()),
-                moves: moves([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
+                geometry: conv_geometry([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
                 taps: [kernel.ne[0], kernel.ne[1], kernel.ne[2]],
                 channels: ic.into(),
                 images,
@@ -186,7 +186,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 }
 
 /// Strides, paddings and dilations of up to three dimensions.
-fn moves<const N: usize>(steps: [(i32, i32, i32); N]) -> VgConvGeometry {
+fn conv_geometry<const N: usize>(steps: [(i32, i32, i32); N]) -> VgConvGeometry {
     let mut all = VgConvGeometry {
         stride: [1; 3],
         padding: [0; 3],
@@ -247,7 +247,7 @@ fn patches(
         return VgIm2colParams {
             patches,
             image: plane(&image),
-            moves: moves([x, y]),
+            geometry: conv_geometry([x, y]),
             taps: [kernel.ne[0], kernel.ne[1], 1],
             channels: image.ne[2],
             images: image.ne[3],
@@ -261,7 +261,7 @@ fn patches(
             ..patches
         },
         image: plane(&as_plane(image)),
-        moves: moves([x]),
+        geometry: conv_geometry([x]),
         taps: [kernel.ne[0], 1, 1],
         channels: image.ne[1],
         images: image.ne[2],
@@ -299,7 +299,7 @@ fn transposed(
             ..plane(&kernel)
         },
         image: plane(&image),
-        moves: VgConvGeometry {
+        geometry: VgConvGeometry {
             stride: [stride; 3],
             padding: [0; 3],
             dilation: [1; 3],

@@ -172,7 +172,7 @@ fn add_id(b: &mut Builder<'_>) -> Result<(), EngineError> {
         a: b.src(0),
         b: b.src(1),
         ids: b.src(2),
-        place: b.place(),
+        site: b.fault_site(),
     };
     b.for_each("vg_add_id", params.dst.elements(), &params)
 }

@@ -88,8 +88,8 @@ pub(crate) struct Tiles {
     kernel: &'static str,
     shape: &'static Shape,
     /// Query heads that share keys and values, and a tile.
-    pub(crate) group: i64,
-    raw: i64,
+    pub(crate) gqa_ratio: i64,
+    quant_stride: i64,
     shared: u32,
 }
 
@@ -137,12 +137,12 @@ impl Tiles {
         }
         // Query heads that share keys, values and the mask.
         let alike = k.ne[2] == v.ne[2] && (mask.data == 0 || mask.ne[2] == 1);
-        let group = if alike { q.ne[2] / k.ne[2] } else { 1 };
-        let rows = q.ne[1].checked_mul(group).filter(|&n| n <= 1 << 28)?;
+        let gqa_ratio = if alike { q.ne[2] / k.ne[2] } else { 1 };
+        let rows = q.ne[1].checked_mul(gqa_ratio).filter(|&n| n <= 1 << 28)?;
         let shapes = { shapes_of(path).iter() }
             .find(|[shape, _]| k.ne[0] <= shape.k && v.ne[0] <= shape.v)?;
         let shape = &shapes[usize::from(rows > FEW_ROWS && !is_few)];
-        let raw = match path {
+        let quant_stride = match path {
             KvPath::Quant => [k, v].map(row_bytes).into_iter().max().unwrap_or(0),
             _ => 0,
         };
@@ -156,16 +156,16 @@ impl Tiles {
             KvPath::F32 => 2 * (queries + keys.max(values)),
             _ => queries + keys + values,
         };
-        let shared = u32::try_from(2 * elements + 2 * shape.keys * raw).ok()?;
+        let shared = u32::try_from(2 * elements + 2 * shape.keys * quant_stride).ok()?;
         let fits = shared <= max_shared_per_block
-            && q.ne[2] / group <= MAX_GRID_YZ
+            && q.ne[2] / gqa_ratio <= MAX_GRID_YZ
             && q.ne[3] <= MAX_GRID_YZ
             && (mask.data == 0 || mask.ne[2] * mask.ne[3] <= MAX_GRID_YZ);
         fits.then_some(Tiles {
             kernel: shape.kernels[path as usize],
             shape,
-            group,
-            raw,
+            gqa_ratio,
+            quant_stride,
             shared,
         })
     }
@@ -178,20 +178,20 @@ impl Tiles {
     ) -> Result<(), EngineError> {
         let VgFattnSimtParams { q, k, mask, .. } = params;
         let Shape { rows, keys, v, .. } = *self.shape;
-        let across = div_ceil(q.ne[1] * self.group, rows);
+        let across = div_ceil(q.ne[1] * self.gqa_ratio, rows);
         let tiles = div_ceil(k.ne[1], keys);
-        let states = match rows > FEW_ROWS {
-            true => mask_states(b, params, self.group, [rows, keys])?,
+        let mask_tiles = match rows > FEW_ROWS {
+            true => mask_states(b, params, self.gqa_ratio, [rows, keys])?,
             false => 0,
         };
-        let heads = q.ne[2] / self.group;
+        let heads = q.ne[2] / self.gqa_ratio;
         let items = across * heads * q.ne[3];
         let mut splits = 1;
         if items <= COUNTERS {
             // A block has one tile of keys and one of values in flight.
-            let bytes = match self.raw {
+            let bytes = match self.quant_stride {
                 0 => keys * 2 * (k.ne[0] + params.v.ne[0]),
-                raw => 2 * keys * raw,
+                quant_stride => 2 * keys * quant_stride,
             };
             let blocks = (BYTES_IN_FLIGHT / bytes).clamp(2, 4);
             let wanted = div_ceil(i64::from(b.sm_count()) * blocks, items);
@@ -200,7 +200,7 @@ impl Tiles {
                 .min(MAX_GRID_YZ / q.ne[3])
                 .max(1);
         }
-        let parts = if splits > 1 {
+        let partials = if splits > 1 {
             b.scratch((items * splits * rows * (v + 2) * 4) as u64)
         } else {
             0
@@ -213,19 +213,19 @@ impl Tiles {
             v: params.v,
             mask: *mask,
             sinks: params.sinks,
-            states,
-            parts,
+            mask_tiles,
+            partials,
             counters: b.counters(),
             codebooks: params.codebooks,
             quants: q8.map_or(0, |q8| q8.quants),
             scales: q8.map_or(0, |q8| q8.scales),
             scale: params.scale,
-            cap: params.cap,
+            logit_softcap: params.logit_softcap,
             max_bias: params.max_bias,
             heads_log2: params.heads_log2,
-            group: self.group as u32,
+            gqa_ratio: self.gqa_ratio as u32,
             splits: splits as u32,
-            raw: self.raw as u32,
+            quant_stride: self.quant_stride as u32,
             reserved: 0,
         };
         let grid = [across, heads, splits * q.ne[3]];

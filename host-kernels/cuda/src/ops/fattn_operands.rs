@@ -54,27 +54,27 @@ pub(crate) fn path_of(k: &VgView, v: &VgView) -> KvPath {
 pub(crate) fn mask_states(
     b: &mut Builder<'_>,
     params: &VgFattnSimtParams,
-    group: i64,
+    gqa_ratio: i64,
     [rows, columns]: [i64; 2],
 ) -> Result<u64, EngineError> {
     let VgFattnSimtParams { q, k, mask, .. } = params;
     if mask.data == 0 {
         return Ok(0);
     }
-    let across = div_ceil(q.ne[1] * group, rows);
+    let across = div_ceil(q.ne[1] * gqa_ratio, rows);
     let masks = mask.ne[2] * mask.ne[3];
     let found = VgFattnMaskTilesParams {
         mask: *mask,
-        states: b.scratch((masks * across * div_ceil(k.ne[1], columns)) as u64),
+        mask_tiles: b.scratch((masks * across * div_ceil(k.ne[1], columns)) as u64),
         keys: k.ne[1] as i32,
         tokens: q.ne[1] as i32,
-        group: group as u32,
+        gqa_ratio: gqa_ratio as u32,
         rows: rows as u32,
         columns: columns as u32,
         reserved: 0,
     };
     b.launch_over("vg_fattn_mask_tiles", [across, masks, 1], 128, 0, &found)?;
-    Ok(found.states)
+    Ok(found.mask_tiles)
 }
 
 /// Whether rows of type `ty` are dense, with address and strides that are multiples of `places`.

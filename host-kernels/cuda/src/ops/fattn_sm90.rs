@@ -45,7 +45,7 @@ const SHAPES: [Shape; 3] = [
 pub(crate) struct FattnSm90 {
     shape: &'static Shape,
     /// Query heads that share a tile.
-    group: i64,
+    gqa_ratio: i64,
     /// Tiles of rows.
     across: i64,
 }
@@ -54,12 +54,16 @@ impl FattnSm90 {
     /// The kernel for an attention on this device, if there is one and it fills the device, since
     /// it does not split keys. The operands must be valid for the kernels on tensor cores of any
     /// GPU.
-    pub(crate) fn of(b: &Builder<'_>, params: &VgFattnSimtParams, group: i64) -> Option<FattnSm90> {
+    pub(crate) fn of(
+        b: &Builder<'_>,
+        params: &VgFattnSimtParams,
+        gqa_ratio: i64,
+    ) -> Option<FattnSm90> {
         let VgFattnSimtParams { q, k, v, .. } = params;
         let shape = SHAPES.iter().find(|shape| shape.width == k.ne[0])?;
-        let rows = q.ne[1] * group;
+        let rows = q.ne[1] * gqa_ratio;
         let across = div_ceil(rows, ROWS);
-        let blocks = across * (q.ne[2] / group) * q.ne[3];
+        let blocks = across * (q.ne[2] / gqa_ratio) * q.ne[3];
         let fits = b.is_sm90()
             && b.max_shared_per_block() >= SHARED
             && path_of(k, v) == KvPath::F16
@@ -69,7 +73,7 @@ impl FattnSm90 {
             && q.ne[3] <= MAX_GRID_YZ;
         fits.then_some(FattnSm90 {
             shape,
-            group,
+            gqa_ratio,
             across,
         })
     }
@@ -81,7 +85,7 @@ impl FattnSm90 {
         params: &VgFattnSimtParams,
     ) -> Result<(), EngineError> {
         let VgFattnSimtParams { q, k, mask, .. } = params;
-        let states = mask_states(b, params, self.group, [ROWS, self.shape.keys])?;
+        let mask_tiles = mask_states(b, params, self.gqa_ratio, [ROWS, self.shape.keys])?;
         let attention = VgFattnParams {
             dst: params.dst,
             q: *q,
@@ -89,16 +93,16 @@ impl FattnSm90 {
             v: params.v,
             mask: *mask,
             sinks: params.sinks,
-            states,
+            mask_tiles,
             scale: params.scale,
-            cap: params.cap,
+            logit_softcap: params.logit_softcap,
             max_bias: params.max_bias,
             heads_log2: params.heads_log2,
-            group: self.group as u32,
+            gqa_ratio: self.gqa_ratio as u32,
             splits: 1,
             ..VgFattnParams::default()
         };
-        let grid = [self.across, q.ne[2] / self.group, q.ne[3]];
+        let grid = [self.across, q.ne[2] / self.gqa_ratio, q.ne[3]];
         b.launch_over(self.shape.kernel, grid, THREADS, SHARED, &attention)
     }
 }

@@ -105,7 +105,7 @@ pub(crate) fn rope_rows(b: &mut Builder<'_>, it: &RopeRows) -> Added {
         rope,
         cache,
         ids,
-        place: b.place(),
+        site: b.fault_site(),
     };
     let threads = super::rope::threads(src);
     Some(b.for_each_row("vg_rope_rows", src.rows(), threads, 0, &params))
@@ -164,7 +164,7 @@ pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
         ids,
         weights,
         bias: bias.data,
-        least: it.normalized.unwrap_or(0.0),
+        min_sum: it.normalized.unwrap_or(0.0),
         scale: it.scale,
         used: used as u32,
         op: it.op,

@@ -175,9 +175,9 @@ impl GemmSm90 {
         let product = VgGemmSm90Params {
             dst: params.dst,
             w: params.w,
-            halves: activations.halves,
-            factors: activations.factors,
-            groups: activations.groups,
+            values: activations.values,
+            row_scales: activations.row_scales,
+            moe_order: activations.moe_order,
             rows: activations.rows,
             padded: activations.padded,
         };
@@ -202,7 +202,7 @@ fn convert_activations(
     let steps = 2 * div_ceil(w.ne[0], STEPS);
     let mut made = VgConvertF16Sm90Params {
         src: *x,
-        brain: u32::from(w.type_ == VG_BF16),
+        is_bf16: u32::from(w.type_ == VG_BF16),
         steps: steps as u32,
         ..layout
     };
@@ -223,25 +223,25 @@ fn convert_activations(
         },
     ];
     // Each part is aligned for any type.
-    let [halves, factors, groups] = sizes.map(|bytes| (bytes as u64).next_multiple_of(256));
-    let place = b.reserve_f16(halves + factors + groups);
+    let [values, row_scales, moe_order] = sizes.map(|bytes| (bytes as u64).next_multiple_of(256));
+    let place = b.reserve_f16(values + row_scales + moe_order);
     let at = |offset| b.f16_address(&place.0, offset);
-    (made.halves, made.factors) = (at(0), at(halves));
+    (made.values, made.row_scales) = (at(0), at(values));
     if is_grouped {
-        made.groups = at(halves + factors);
-        let groups = VgMoeSortParams {
+        made.moe_order = at(values + row_scales);
+        let moe_order = VgMoeSortParams {
             ids: VgView {
                 ne: [params.dst.ne[1], params.dst.ne[2], 1, 1],
                 ..ids
             },
-            groups: made.groups,
-            place: params.place,
+            moe_order: made.moe_order,
+            site: params.site,
             experts: layout.experts,
             columns: columns as u32,
             align: UNIT as u32,
             reserved: 0,
         };
-        b.launch("vg_moe_sort", [1, 1, 1], 512, 0, &groups)?;
+        b.launch("vg_moe_sort", [1, 1, 1], 512, 0, &moe_order)?;
     }
     b.for_each_row(
         "vg_convert_f16_sm90",

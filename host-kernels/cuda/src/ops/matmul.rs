@@ -41,7 +41,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             x: b.src(1),
             ids: b.optional(2),
             codebooks: b.codebooks(),
-            place: b.place(),
+            site: b.fault_site(),
         };
         multiply(b, op, &params)
     }))
@@ -206,10 +206,10 @@ impl Gemm {
         let product = VgGemmParams {
             dst,
             w,
-            halves: converted.halves,
-            factors: converted.factors,
+            values: converted.values,
+            row_scales: converted.row_scales,
             codebooks: params.codebooks,
-            groups: 0,
+            moe_order: 0,
             slots: x.ne[1],
         };
         let grid = [
@@ -237,26 +237,26 @@ impl Gemm {
         let VgMulMatParams { dst, w, x, ids, .. } = *params;
         let converted = convert_activations(b, x, params.codebooks, self.operand)?;
         let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
-        let groups = VgMoeSortParams {
+        let moe_order = VgMoeSortParams {
             ids: VgView {
                 ne: [dst.ne[1], dst.ne[2], 1, 1],
                 ..ids
             },
-            groups: b.scratch((2 * (experts + 1) + vectors) as u64 * 4),
-            place: params.place,
+            moe_order: b.scratch((2 * (experts + 1) + vectors) as u64 * 4),
+            site: params.site,
             experts: experts as u32,
             columns: GEMM_TILE[1] as u32,
             align: 1,
             reserved: 0,
         };
-        b.launch("vg_moe_sort", [1, 1, 1], 512, 0, &groups)?;
+        b.launch("vg_moe_sort", [1, 1, 1], 512, 0, &moe_order)?;
         let product = VgGemmParams {
             dst,
             w,
-            halves: converted.halves,
-            factors: converted.factors,
+            values: converted.values,
+            row_scales: converted.row_scales,
             codebooks: params.codebooks,
-            groups: groups.groups,
+            moe_order: moe_order.moe_order,
             slots: x.ne[1],
         };
         let grid = [
@@ -294,13 +294,13 @@ fn convert_activations(
 ) -> Result<VgConvertF16Params, EngineError> {
     let length = div_ceil(x.ne[0], GEMM_STEP) * GEMM_STEP;
     let is_split = operand == Operand::SplitF32;
-    let factors = if is_split { 0 } else { x.rows() as u64 * 4 };
+    let row_scales = if is_split { 0 } else { x.rows() as u64 * 4 };
     let params = VgConvertF16Params {
         src: x,
-        halves: b.scratch((x.rows() * length * 2 * operand.words()) as u64),
-        factors: b.scratch(factors),
+        values: b.scratch((x.rows() * length * 2 * operand.words()) as u64),
+        row_scales: b.scratch(row_scales),
         codebooks,
-        brain: u32::from(operand == Operand::Bf16),
+        is_bf16: u32::from(operand == Operand::Bf16),
         reserved: 0,
     };
     let kernel = if is_split {

@@ -160,7 +160,7 @@ fn launch(
         quants: q8.quants,
         scales: q8.scales,
         codebooks: b.codebooks(),
-        place: b.place(),
+        site: b.fault_site(),
         slots: all.x.ne[1],
         count: all.products.len() as u32,
         unit: VG_OP_ADD,

@@ -146,7 +146,7 @@ fn rows(b: &Builder<'_>) -> VgRowsParams {
         src: b.src(0),
         ids: b.src(1),
         codebooks: b.codebooks(),
-        place: b.place(),
+        site: b.fault_site(),
     }
 }
 

@@ -45,7 +45,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 b: b.src(4),
                 c: b.src(5),
                 ids: b.src(6),
-                place: b.place(),
+                site: b.fault_site(),
                 snapshots: snapshots.into(),
             };
             let rows = params.x.ne[0] * params.x.ne[1] * params.x.ne[3];

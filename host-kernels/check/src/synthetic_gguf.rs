@@ -1,5 +1,4 @@
-//! Files of models with the shapes of published ones and random weights: to measure with on machines that no model can
-//! be brought to.
+//! GGUF files with the shapes of published models and random weights, for measurements on machines without model files.
 
 use std::io::{self, Write};
 
@@ -8,10 +7,10 @@ use vgpu_transport::ir::Type;
 use super::graph::Random;
 use vgpu_cpu::formats::Format;
 
-/// The shape of a model.
+/// The shape of a model whose weights are random.
 #[derive(Debug, Clone, Copy)]
-pub struct Published {
-    /// What it is called here.
+pub struct SyntheticModel {
+    /// Name, as given on the command line.
     pub name: &'static str,
     family: Family,
     weights: Weights,
@@ -20,9 +19,9 @@ pub struct Published {
     heads: u64,
     key_heads: u64,
     head: u64,
-    /// Elements between a feed-forward unit's, or an expert's, products.
+    /// Feed-forward length, of an expert in MoE models.
     inner: u64,
-    /// All experts, and those of a token.
+    /// Number of experts, and of experts used for a token.
     experts: Option<(u64, u64)>,
     vocabulary: u64,
 }
@@ -34,20 +33,20 @@ enum Family {
     GptOss,
 }
 
-/// The types of matrices.
+/// Types of the matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Weights {
     F16,
-    /// Q4_K, and Q6_K for the output and half of the values and of the last products of feed-forward units.
+    /// Q4_K; Q6_K for the output, and for attn_v and ffn_down in half of the layers.
     Q4KM,
-    /// MXFP4 for experts, Q8_0 for the rest.
+    /// MXFP4 for experts, Q8_0 otherwise.
     Mxfp4,
 }
 
-/// The models that an engine is measured with, what says most first and the largest last.
-pub const PUBLISHED: [Published; 5] = [
+/// The models of measurements, the most informative first and the largest last.
+pub const SHAPES: [SyntheticModel; 5] = [
     LLAMA_8B,
-    Published {
+    SyntheticModel {
         name: "gpt-oss-20b-mxfp4",
         family: Family::GptOss,
         weights: Weights::Mxfp4,
@@ -60,7 +59,7 @@ pub const PUBLISHED: [Published; 5] = [
         experts: Some((32, 4)),
         vocabulary: 201_088,
     },
-    Published {
+    SyntheticModel {
         name: "30b-a3b-q4_k_m",
         family: Family::Qwen3Moe,
         weights: Weights::Q4KM,
@@ -73,12 +72,12 @@ pub const PUBLISHED: [Published; 5] = [
         experts: Some((128, 8)),
         vocabulary: 151_936,
     },
-    Published {
+    SyntheticModel {
         name: "8b-f16",
         weights: Weights::F16,
         ..LLAMA_8B
     },
-    Published {
+    SyntheticModel {
         name: "70b-q4_k_m",
         layers: 80,
         width: 8192,
@@ -88,7 +87,7 @@ pub const PUBLISHED: [Published; 5] = [
     },
 ];
 
-const LLAMA_8B: Published = Published {
+const LLAMA_8B: SyntheticModel = SyntheticModel {
     name: "8b-q4_k_m",
     family: Family::Llama,
     weights: Weights::Q4KM,
@@ -102,7 +101,7 @@ const LLAMA_8B: Published = Published {
     vocabulary: 128_256,
 };
 
-/// Tensors begin at multiples of this.
+/// Alignment of tensor data in bytes (`general.alignment`).
 const ALIGN: u64 = 32;
 
 /// A tensor of a file.
@@ -110,8 +109,8 @@ struct Entry {
     name: String,
     ty: Type,
     ne: Vec<u64>,
-    /// Its numbers lie between minus this and this; or all are 1.
-    size: Option<f32>,
+    /// Random values lie in [-amplitude, amplitude]; without it all are 1.
+    amplitude: Option<f32>,
 }
 
 impl Entry {
@@ -125,30 +124,30 @@ impl Entry {
     }
 }
 
-/// Tensors of which a token needs less than all, or which not every token needs.
+/// Tensors of which a token reads one row, or which only the last token reads.
 const TABLE: &str = "token_embd.weight";
 const OUTPUT: &str = "output.weight";
 
-/// What a token needs of a tensor.
+/// The part of a tensor that a token reads.
 enum Use {
     Row,
     Whole,
-    /// So many of so many.
+    /// The first number of experts out of the second.
     Share(u64, u64),
 }
 
-/// What metadata says.
-enum Fact {
+/// A metadata value.
+enum Value {
     Number(u32),
     Float(f32),
     Text(&'static str),
 }
 
-impl Published {
-    /// The same kind of model, so small that any engine runs it at once.
+impl SyntheticModel {
+    /// A small model of the same family.
     #[must_use]
-    pub fn small(self) -> Published {
-        Published {
+    pub fn small(self) -> SyntheticModel {
+        SyntheticModel {
             layers: 2,
             width: 512,
             heads: 512 / self.head,
@@ -160,12 +159,12 @@ impl Published {
         }
     }
 
-    /// Bytes of its weights.
+    /// Bytes of the weights.
     pub fn bytes(&self) -> u64 {
         self.entries().iter().map(Entry::bytes).sum()
     }
 
-    /// Bytes of weights that a token needs: of the table of tokens one row, of the experts those that it takes.
+    /// Bytes of weights that a decoded token reads: one row of the embedding table, and the experts that it uses.
     pub fn bytes_of_token(&self) -> u64 {
         let share = |entry: &Entry| match self.use_of(entry) {
             Use::Row => entry.bytes() / entry.ne[1],
@@ -175,8 +174,8 @@ impl Published {
         self.entries().iter().map(share).sum()
     }
 
-    /// Floating-point operations for each token of a text of so many that is read in: of products, but for the output,
-    /// which the last token alone has, and of attention to what came before.
+    /// Floating-point operations per token of a prefill of `tokens`: matrix products without the output, which only the last
+    /// token needs, and causal attention.
     pub fn operations_of_token(&self, tokens: u64) -> u64 {
         let of = |entry: &Entry| match self.use_of(entry) {
             _ if entry.ne.len() < 2 || entry.name == OUTPUT => 0,
@@ -185,11 +184,11 @@ impl Published {
             Use::Share(used, all) => 2 * entry.elements() / all * used,
         };
         let products: u64 = self.entries().iter().map(of).sum();
-        // Scores and weighted values, each of half of the tokens on average.
+        // Q * K^T and P * V, each over half of the tokens on average.
         products + u64::from(self.layers) * 4 * self.heads * self.head * tokens / 2
     }
 
-    /// What a token needs of a tensor.
+    /// The part of a tensor that a token reads.
     fn use_of(&self, entry: &Entry) -> Use {
         match (entry.ne.len(), self.experts) {
             _ if entry.name == TABLE => Use::Row,
@@ -198,27 +197,31 @@ impl Published {
         }
     }
 
-    /// Writes the file, in the format of ggml's models (GGUF). Every run gives the same bytes.
+    /// Writes a GGUF file (version 3, ggml's docs/gguf.md). Every call writes the same bytes.
+    ///
+    /// # Errors
+    ///
+    /// If `to` fails.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
         let entries = self.entries();
-        let facts = self.facts();
+        let metadata = self.metadata();
         let mut head = Vec::new();
         head.extend(b"GGUF");
         head.extend(3u32.to_le_bytes());
         head.extend((entries.len() as u64).to_le_bytes());
-        head.extend((facts.len() as u64).to_le_bytes());
-        for (key, fact) in &facts {
+        head.extend((metadata.len() as u64).to_le_bytes());
+        for (key, value_of_key) in &metadata {
             text(&mut head, key);
-            match fact {
-                Fact::Number(value) => {
+            match value_of_key {
+                Value::Number(value) => {
                     head.extend(4u32.to_le_bytes());
                     head.extend(value.to_le_bytes());
                 }
-                Fact::Float(value) => {
+                Value::Float(value) => {
                     head.extend(6u32.to_le_bytes());
                     head.extend(value.to_le_bytes());
                 }
-                Fact::Text(value) => {
+                Value::Text(value) => {
                     head.extend(8u32.to_le_bytes());
                     text(&mut head, value);
                 }
@@ -253,44 +256,44 @@ impl Published {
         to.flush()
     }
 
-    fn facts(&self) -> Vec<(String, Fact)> {
+    fn metadata(&self) -> Vec<(String, Value)> {
         let arch = match self.family {
             Family::Llama => "llama",
             Family::Qwen3Moe => "qwen3moe",
             Family::GptOss => "gpt-oss",
         };
         let mut all = vec![
-            ("general.architecture".into(), Fact::Text(arch)),
-            ("general.name".into(), Fact::Text(self.name)),
-            ("tokenizer.ggml.model".into(), Fact::Text("no_vocab")),
+            ("general.architecture".into(), Value::Text(arch)),
+            ("general.name".into(), Value::Text(self.name)),
+            ("tokenizer.ggml.model".into(), Value::Text("no_vocab")),
         ];
-        let mut add = |key: &str, fact| all.push((format!("{arch}.{key}"), fact));
-        let number = |n: u64| Fact::Number(n as u32);
+        let mut add = |key: &str, value_of_key| all.push((format!("{arch}.{key}"), value_of_key));
+        let number = |n: u64| Value::Number(n as u32);
         add("vocab_size", number(self.vocabulary));
-        add("context_length", Fact::Number(32768));
+        add("context_length", Value::Number(32768));
         add("embedding_length", number(self.width));
-        add("block_count", Fact::Number(self.layers));
+        add("block_count", Value::Number(self.layers));
         add("feed_forward_length", number(self.inner));
         add("attention.head_count", number(self.heads));
         add("attention.head_count_kv", number(self.key_heads));
         add("attention.key_length", number(self.head));
         add("attention.value_length", number(self.head));
-        add("attention.layer_norm_rms_epsilon", Fact::Float(1e-5));
+        add("attention.layer_norm_rms_epsilon", Value::Float(1e-5));
         add("rope.dimension_count", number(self.head));
-        add("rope.freq_base", Fact::Float(500_000.0));
+        add("rope.freq_base", Value::Float(500_000.0));
         if let Some((experts, used)) = self.experts {
             add("expert_count", number(experts));
             add("expert_used_count", number(used));
             add("expert_feed_forward_length", number(self.inner));
         }
         if self.family == Family::GptOss {
-            add("attention.sliding_window", Fact::Number(128));
+            add("attention.sliding_window", Value::Number(128));
         }
         all
     }
 
     fn entries(&self) -> Vec<Entry> {
-        let Published {
+        let SyntheticModel {
             width,
             heads,
             key_heads,
@@ -311,14 +314,14 @@ impl Published {
                 name,
                 ty,
                 ne: ne.to_vec(),
-                // Keeps results of about the size of what is multiplied.
-                size: (ne.len() > 1).then(|| (3.0 / ne[0] as f32).sqrt()),
+                // Variance 1 / columns: products keep the variance of the activations.
+                amplitude: (ne.len() > 1).then(|| (3.0 / ne[0] as f32).sqrt()),
             });
         };
         matrix(TABLE.into(), plain, &[width, vocabulary]);
         for layer in 0..self.layers {
             let at = |what: &str| format!("blk.{layer}.{what}");
-            // As llama-quantize deals them out, roughly: every other layer.
+            // Approximates llama-quantize: every other layer.
             let richer = if layer % 2 == 0 { more } else { plain };
             matrix(at("attn_norm.weight"), Type::F32, &[width]);
             for (what, rows, ty) in [
@@ -393,20 +396,24 @@ fn text(to: &mut Vec<u8>, text: &str) {
     to.extend(text.as_bytes());
 }
 
-/// Rows of a tensor that are different; then they repeat themselves.
+/// Elements of a tensor that are random; its rows repeat after them.
 const ELEMENTS: u64 = 1 << 18;
 
-/// The first bytes of a tensor, whole rows.
+/// The random rows of a tensor.
 fn content(entry: &Entry, random: &mut Random) -> Vec<u8> {
     let columns = entry.ne[0];
     let rows = (ELEMENTS / columns).clamp(1, entry.elements() / columns);
     let n = (rows * columns) as usize;
     let values: Vec<f32> = { 0..n }
-        .map(|_| entry.size.map_or(1.0, |size| size * random.number()))
+        .map(|_| {
+            entry
+                .amplitude
+                .map_or(1.0, |amplitude| amplitude * random.number())
+        })
         .collect();
     let format = Format::of(entry.ty).expect("weights are real numbers");
     let mut bytes = vec![0; format.row_bytes(n)];
-    // SAFETY: as many elements on either side, in whole blocks.
+    // SAFETY: `values` has `n` elements in whole blocks, and `bytes` has room for them.
     unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), n) };
     bytes
 }
@@ -417,7 +424,7 @@ mod tests {
 
     #[test]
     fn sizes_are_those_of_the_published_models() {
-        let gigabytes = PUBLISHED.map(|model| model.bytes() as f64 / 1e9);
+        let gigabytes = SHAPES.map(|model| model.bytes() as f64 / 1e9);
         for (got, want) in gigabytes.into_iter().zip([4.9, 12.1, 18.5, 16.1, 42.5]) {
             assert!((got / want - 1.0).abs() < 0.06, "{gigabytes:?}");
         }
@@ -425,7 +432,7 @@ mod tests {
 
     #[test]
     fn a_token_needs_what_it_multiplies() {
-        let of = |name: &str| PUBLISHED.into_iter().find(|model| model.name == name);
+        let of = |name: &str| SHAPES.into_iter().find(|model| model.name == name);
         let of = |name| of(name).expect("a model of this name");
         // By hand: 32 layers of two square matrices, two of keys and values, three of the feed-forward unit; the output.
         let layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336u64;
@@ -447,7 +454,7 @@ mod tests {
 
     #[test]
     fn a_file_has_what_its_head_says() {
-        for model in PUBLISHED {
+        for model in SHAPES {
             let small = model.small();
             let mut file = Vec::new();
             small.write(&mut file).unwrap();

@@ -1,29 +1,29 @@
-//! Whether an engine writes the same text as another: small models of each family, the most probable token each time.
+//! Greedy decoding on two engines: small models of each family, and how many tokens are equal.
 
 use vgpu_transport::ir::Type;
 
+use super::CheckError;
 use super::model::{Family, Model, Step, TINY};
 use vgpu_engine::Engine;
 
-/// Most tokens of a text.
-pub const MOST_TOKENS: u64 = 64;
+/// Maximum number of tokens to decode.
+pub const MAX_TOKENS: u64 = 64;
 
-/// What the two best tokens of the oracle must be apart, beside its logits as a whole, for them to be told apart: activations
-/// are rounded to 8 bits in another order, and two experts that are nearly as probable change places.
-const APART: f32 = 1e-1;
+/// Tolerance of a logit, relative to the root mean square of the logits. The engines add in another order before they
+/// quantise activations, and MoE experts of nearly equal probability may swap.
+const TOLERANCE: f32 = 1e-1;
 
-/// The texts of a model.
+/// The outcome of a model.
 #[derive(Debug, Clone)]
-pub struct Text {
-    /// Which model.
+pub struct Decoding {
+    /// Family and weight type of the model.
     pub name: String,
-    /// Tokens that were compared, and of them those that are the same. Where the oracle itself hardly prefers its token, the
-    /// other is as right.
-    pub outcome: Result<(u64, u64), String>,
+    /// Tokens compared, and how many agree. A token also agrees if the reference gives it nearly the logit of its own choice.
+    pub outcome: Result<(u64, u64), CheckError>,
 }
 
-impl Text {
-    /// Whether all tokens are the same.
+impl Decoding {
+    /// Whether all tokens agree.
     pub fn is_same(&self) -> bool {
         matches!(self.outcome, Ok((all, same)) if all == same)
     }
@@ -33,8 +33,8 @@ pub(super) fn run(
     engine: &dyn Engine,
     oracle: &dyn Engine,
     tokens: u64,
-    mut seen: impl FnMut(&Text),
-) -> Vec<Text> {
+    mut seen: impl FnMut(&Decoding),
+) -> Vec<Decoding> {
     let base = Model {
         width: 256,
         heads: 8,
@@ -42,7 +42,7 @@ pub(super) fn run(
         head: 32,
         inner: 512,
         vocabulary: 512,
-        context: MOST_TOKENS,
+        context: MAX_TOKENS,
         ..TINY
     };
     let experts = Some((8, 2));
@@ -53,7 +53,7 @@ pub(super) fn run(
         ("qwen3moe, Q4_K", Type::Q4K, Family::Llama, experts),
         ("gpt-oss, MXFP4", Type::Mxfp4, Family::GptOss, experts),
     ];
-    let text = |(name, weights, family, experts): (&str, Type, Family, Option<(u64, u64)>)| {
+    let decode = |(name, weights, family, experts): (&str, Type, Family, Option<(u64, u64)>)| {
         let model = Model {
             weights,
             family,
@@ -61,14 +61,14 @@ pub(super) fn run(
             norms_heads: family == Family::Llama && experts.is_some(),
             ..base
         };
-        let text = Text {
+        let decoding = Decoding {
             name: name.into(),
-            outcome: compare(model, engine, oracle, tokens.min(MOST_TOKENS)),
+            outcome: compare(model, engine, oracle, tokens.min(MAX_TOKENS)),
         };
-        seen(&text);
-        text
+        seen(&decoding);
+        decoding
     };
-    models.into_iter().map(text).collect()
+    models.into_iter().map(decode).collect()
 }
 
 fn compare(
@@ -76,7 +76,7 @@ fn compare(
     engine: &dyn Engine,
     oracle: &dyn Engine,
     tokens: u64,
-) -> Result<(u64, u64), String> {
+) -> Result<(u64, u64), CheckError> {
     let built = model.graph(Step {
         tokens: 1,
         seen: model.context,
@@ -92,12 +92,12 @@ fn compare(
         for (loaded, plan) in &mut sides {
             built.write_inputs(loaded, position);
             built.write_input(loaded, "tokens", token as i64);
-            plan.run().map_err(|error| error.to_string())?;
+            plan.run()?;
             logits.push(built.read_result(loaded));
         }
         let [got, want] = [best(&logits[0]), best(&logits[1])];
         let size = logits[1].iter().map(|x| x * x).sum::<f32>() / logits[1].len() as f32;
-        let is_close = logits[1][want] - logits[1][got] <= APART * size.sqrt();
+        let is_close = logits[1][want] - logits[1][got] <= TOLERANCE * size.sqrt();
         all += 1;
         same += u64::from(got == want || is_close);
         token = want;
@@ -105,7 +105,7 @@ fn compare(
     Ok((all, same))
 }
 
-/// The largest.
+/// Index of the largest logit.
 fn best(logits: &[f32]) -> usize {
     let all = logits.iter().enumerate();
     all.max_by(|a, b| a.1.total_cmp(b.1))

@@ -1,0 +1,59 @@
+//! Why a comparison or a measurement did not run.
+
+use cudarc::driver::sys::CUresult;
+use vgpu_engine::{EngineError, RunError};
+use vgpu_transport::ir::{Invalid, Type};
+
+/// Why a comparison or a measurement did not run.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckError {
+    /// The engine refused an allocation, a copy or a graph.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The graph failed while it ran.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// The engine does not support an operation of the graph: the engine's capabilities are incomplete.
+    #[error("the graph is not valid for the engine: {0}")]
+    Graph(#[from] Invalid),
+    /// The size of a tensor does not fit 64 bits: the fault of the options' sizes.
+    #[error("a tensor of type {ty:?} and extents {ne:?} has no size in 64 bits")]
+    #[allow(missing_docs)] // the message names every field
+    TensorSize { ty: Type, ne: [u64; 4] },
+    /// The reference engine failed.
+    #[error("on the CPU engine: {0}")]
+    Reference(Box<CheckError>),
+    /// A repeated run of a graph failed.
+    #[error("run {number}: {error}")]
+    #[allow(missing_docs)] // the message names every field
+    Repeat {
+        number: usize,
+        error: Box<CheckError>,
+    },
+    /// cuBLASLt, which is optional, is not installed.
+    #[error("cuBLASLt is not installed: {reason}")]
+    #[allow(missing_docs)] // the message names every field
+    CublasMissing { reason: String },
+    /// The installed cuBLASLt lacks a function.
+    #[error("cuBLASLt has no function {name}")]
+    #[allow(missing_docs)] // the message names every field
+    CublasFunction { name: String },
+    /// A call of cuBLASLt failed with a `cublasStatus_t`.
+    #[error("{call} failed (status {status})")]
+    #[allow(missing_docs)] // the message names every field
+    Cublas { call: &'static str, status: i32 },
+    /// cuBLASLt offers no algorithm for a product.
+    #[error("cuBLASLt has no algorithm for this product")]
+    CublasAlgorithm,
+    /// cuBLASLt does not multiply this type.
+    #[error("cuBLASLt does not multiply {0:?}")]
+    CublasType(Type),
+    /// NVIDIA's driver is not installed.
+    #[error("NVIDIA's driver is not installed")]
+    DriverMissing,
+    /// A call of NVIDIA's driver failed.
+    #[error("{call} failed: {code:?}")]
+    #[allow(missing_docs)] // the message names every field
+    Driver { call: &'static str, code: CUresult },
+}
