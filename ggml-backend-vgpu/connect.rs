@@ -75,7 +75,7 @@ pub(crate) enum InprocError {
         /// The value of the variable.
         value: String,
         /// Why it is not an engine.
-        reason: String,
+        reason: vgpu_executor::engine::ParseEngineKindError,
     },
     /// The CPU engine cannot start.
     #[cfg(not(feature = "inproc-cuda"))]

@@ -8,7 +8,7 @@ use seccompiler::{
     SeccompRule,
 };
 
-use super::{Profile, SandboxError};
+use super::profile::{Profile, SandboxError};
 
 /// Conditions on the arguments of a call: the rule matches if one of them holds. Empty: the rule
 /// always matches.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use super::SandboxError;
+use super::profile::SandboxError;
 
 /// How long the threads may take to handle the signal.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -16,34 +16,11 @@
 
 mod calls;
 mod capabilities;
+mod profile;
 
 use std::fmt;
-use std::io;
 
-use rustix::io::Errno;
-
-/// What the process does after it has entered the sandbox.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Profile {
-    /// Computes on the CPU.
-    Cpu,
-    /// Computes with a driver that is loaded into the process.
-    Driver,
-}
-
-/// Why the sandbox cannot be entered.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // the messages name every field
-pub enum SandboxError {
-    #[error("capabilities cannot be dropped: {0}")]
-    Privileges(Errno),
-    #[error("the threads of this process cannot be listed: {0}")]
-    Threads(io::Error),
-    #[error("thread {name} ({tid}) keeps its capabilities: it does not handle signals")]
-    Stubborn { name: String, tid: i32 },
-    #[error("the seccomp filter cannot be installed: {0}")]
-    Filter(String),
-}
+pub use profile::{Profile, SandboxError};
 
 /// The restrictions that are in force.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use vgpu_transport::link::pci::Device;
 use vgpu_transport::link::pci::discover::{Kind, SYSFS, all};
 
-use super::Report;
+use super::report::Report;
 
 /// Time without a heartbeat after which an executor counts as dead. It beats once a second.
 const BEAT: Duration = Duration::from_secs(3);

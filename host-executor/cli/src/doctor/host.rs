@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::Report;
+use super::report::Report;
 
 pub(super) fn check(report: &mut Report) {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());

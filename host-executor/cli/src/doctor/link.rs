@@ -7,7 +7,7 @@ use vgpu_transport::link::connect::{connect, expand};
 use vgpu_transport::link::{Endpoint, GuestEnd};
 use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
 
-use super::Report;
+use super::report::Report;
 
 const TIMEOUT: Duration = Duration::from_secs(2);
 

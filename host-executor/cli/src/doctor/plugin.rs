@@ -4,7 +4,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use super::Report;
+use super::report::Report;
 
 /// The symbols of the plugin that ggml calls.
 const SYMBOLS: [&CStr; 2] = [c"ggml_backend_init", c"ggml_backend_score"];
