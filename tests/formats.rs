@@ -10,7 +10,7 @@ use std::path::Path;
 
 use common::cached;
 use vgpu_cpu::formats::{Format, Type};
-use vgpu_cpu::gemm::{Level, MatmulKernel};
+use vgpu_cpu::gemm::{GemmArgs, Level, MatmulKernel};
 
 type ToFloat = unsafe extern "C" fn(src: *const c_void, dst: *mut f32, n: i64);
 type FromFloat = unsafe extern "C" fn(src: *const f32, dst: *mut c_void, n: i64);
@@ -371,17 +371,17 @@ fn dot_products_agree_with_ggml_up_to_the_order_of_sums() {
             let mut got = f32::NAN;
             // SAFETY: one row, one column, one result.
             unsafe {
-                (kernel.gemm)(
-                    K,
-                    w.as_ptr(),
-                    w.len(),
-                    1,
-                    x.as_ptr(),
-                    x.len(),
-                    1,
-                    &mut got,
-                    1,
-                );
+                (kernel.gemm)(&GemmArgs {
+                    k: K,
+                    w: w.as_ptr(),
+                    w_stride: w.len(),
+                    rows: 1,
+                    x: x.as_ptr(),
+                    x_stride: x.len(),
+                    cols: 1,
+                    dst: &mut got,
+                    dst_stride: 1,
+                });
             }
             assert!(
                 (got - expected).abs() <= 2e-6 * size,

@@ -371,7 +371,7 @@ fn shuffled(count: u32, rng: &mut Rng) -> Arc<[u32]> {
     let mut order: Vec<_> = (0..count).collect();
     for last in (1..order.len()).rev() {
         // The remainder's bias is one in 2^64 / count.
-        order.swap(last, (rng.next() % (last as u64 + 1)) as usize);
+        order.swap(last, (rng.next_u64() % (last as u64 + 1)) as usize);
     }
     order.into()
 }
@@ -501,7 +501,10 @@ mod tests {
         assert_eq!(sorted, (0..100).collect::<Vec<_>>());
         assert_ne!(sorted[..], order[..]);
         let source = u64::from(order[5]);
-        assert_eq!(output.rng(1, 5).next(), embedding.rng(1, source).next());
+        assert_eq!(
+            output.rng(1, 5).next_u64(),
+            embedding.rng(1, source).next_u64()
+        );
         // All other tensors have numbers of their own.
         let streams: std::collections::HashSet<_> = all.iter().map(|p| p.stream).collect();
         assert_eq!(streams.len(), all.len() - 1);

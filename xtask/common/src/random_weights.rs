@@ -41,19 +41,19 @@ impl Rng {
     }
 
     /// The next 64 random bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0.next_u64()
     }
 
     fn fill(&mut self, bytes: &mut [u8]) {
         for chunk in bytes.chunks_mut(8) {
-            chunk.copy_from_slice(&self.next().to_le_bytes()[..chunk.len()]);
+            chunk.copy_from_slice(&self.next_u64().to_le_bytes()[..chunk.len()]);
         }
     }
 
     /// Nearly normal, mean 0, deviation 1: the sum of four uniform 16-bit numbers (Irwin-Hall).
     fn normal(&mut self) -> f32 {
-        let bits = self.next();
+        let bits = self.next_u64();
         let sum = (0..4)
             .map(|i| (bits >> (16 * i)) as u16 as i32)
             .sum::<i32>()
@@ -104,7 +104,7 @@ pub fn fill(kind: TensorType, mean: f32, sd: f32, rng: &mut Rng, out: &mut [u8])
 /// of random sign cancel it.
 fn fill_groups(block_bytes: usize, d: f32, rng: &mut Rng, out: &mut [u8]) {
     for block in out.chunks_exact_mut(block_bytes) {
-        let sign = if rng.next() & 1 == 0 { 1.0 } else { -1.0 };
+        let sign = if rng.next_u64() & 1 == 0 { 1.0 } else { -1.0 };
         let (scale, codes) = block.split_at_mut(2);
         scale.copy_from_slice(&f16::from_f32(sign * d).to_le_bytes());
         rng.fill(codes);
@@ -120,7 +120,7 @@ fn fill_mxfp4(sd: f32, rng: &mut Rng, out: &mut [u8]) {
     // The part of the blocks that take the next power, whose square is four times this one's.
     let larger = (square / low - 1.0) / 3.0;
     for block in out.chunks_exact_mut(17) {
-        let uniform = (rng.next() >> 40) as f32 / (1 << 24) as f32;
+        let uniform = (rng.next_u64() >> 40) as f32 / (1 << 24) as f32;
         block[0] = (exponent + 128.0) as u8 + u8::from(uniform < larger);
         rng.fill(&mut block[1..]);
     }
@@ -131,7 +131,7 @@ fn fill_mxfp4(sd: f32, rng: &mut Rng, out: &mut [u8]) {
 /// `dmin = 7.5 d` its mean is zero.
 fn fill_q4_k(sd: f32, rng: &mut Rng, block: &mut [u8]) {
     // Scales in the upper half of their range, as a quantiser that uses the range leaves them.
-    let bits = rng.next();
+    let bits = rng.next_u64();
     let scales: [u8; 8] = std::array::from_fn(|i| 32 + ((bits >> (5 * i)) & 31) as u8);
     let mean_square = scales.iter().map(|&s| f32::from(s).powi(2)).sum::<f32>() / 8.0;
     let d = f16::from_f32(sd / (SD_4BIT * mean_square.sqrt()));
@@ -154,7 +154,7 @@ fn fill_q4_k(sd: f32, rng: &mut Rng, block: &mut [u8]) {
 /// half.
 fn fill_q6_k(sd: f32, rng: &mut Rng, block: &mut [u8]) {
     rng.fill(&mut block[..192]);
-    let bits = [rng.next(), rng.next()];
+    let bits = [rng.next_u64(), rng.next_u64()];
     let mut square = 0.0;
     for i in 0..16 {
         let byte = (bits[i / 8] >> (8 * (i % 8))) as u8;
@@ -183,7 +183,7 @@ mod tests {
     fn the_numbers_of_a_seed_are_known() {
         let first = |stream| {
             let mut rng = Rng::new(1, stream);
-            [rng.next(), rng.next(), rng.next()]
+            [rng.next_u64(), rng.next_u64(), rng.next_u64()]
         };
         assert_eq!(
             first(0),
@@ -340,7 +340,7 @@ mod tests {
     fn a_stream_is_reproducible_and_unlike_its_neighbour() {
         let stream = |seed, stream| {
             let mut rng = Rng::new(seed, stream);
-            (0..8).map(|_| rng.next()).collect::<Vec<_>>()
+            (0..8).map(|_| rng.next_u64()).collect::<Vec<_>>()
         };
         assert_eq!(stream(7, 1), stream(7, 1));
         assert_ne!(stream(7, 1), stream(7, 2));

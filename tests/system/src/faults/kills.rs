@@ -79,10 +79,10 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             tally = Tally::default();
         }
         guest.begin(LONG)?;
-        if rng.next().is_multiple_of(2) {
+        if rng.next_u64().is_multiple_of(2) {
             std::thread::sleep(moment(&mut rng, load));
         } else {
-            for _ in 0..=rng.next() % (LONG as u64 / 2) {
+            for _ in 0..=rng.next_u64() % (LONG as u64 / 2) {
                 guest.token()?;
             }
             std::thread::sleep(moment(&mut rng, each));

@@ -119,7 +119,7 @@ impl<'a> Setup<'a> {
 
 /// A moment between 0 and `most`.
 pub(super) fn moment(rng: &mut Rng, most: Duration) -> Duration {
-    Duration::from_nanos(rng.next() % (most.as_nanos() as u64).max(1))
+    Duration::from_nanos(rng.next_u64() % (most.as_nanos() as u64).max(1))
 }
 
 pub(super) fn exists(path: &Path) -> bool {

@@ -120,7 +120,7 @@ pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> String {
     for drawn in 0..count {
         // The remainder's bias is one in 2^64 / length.
         let left = (parameters.len() - drawn) as u64;
-        parameters.swap(drawn, drawn + (rng.next() % left) as usize);
+        parameters.swap(drawn, drawn + (rng.next_u64() % left) as usize);
     }
     let escaped: Vec<String> = parameters[..count]
         .iter()
