@@ -13,7 +13,7 @@ use crate::units::{duration, size};
 /// Lists the guests and their connected programs.
 #[derive(Parser)]
 pub(crate) struct Args {
-    /// The executor's control socket: `vgpu serve --control`, or [control] in its configuration
+    /// The executor's control socket: `vgpu serve --control`, or `control` in its configuration
     #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL_PATH)]
     control: PathBuf,
 

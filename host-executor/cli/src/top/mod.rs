@@ -25,7 +25,7 @@ use screen::{View, draw};
 /// in the queue. q or Ctrl+C ends the program.
 #[derive(Parser)]
 pub(crate) struct Args {
-    /// The executor's control socket: `vgpu serve --control`, or [control] in its configuration
+    /// The executor's control socket: `vgpu serve --control`, or `control` in its configuration
     #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL_PATH)]
     control: PathBuf,
 
