@@ -23,7 +23,7 @@ const MAX_STRING: u64 = 1 << 24;
 /// The largest vocabularies have under 300 thousand tokens, their merge lists under a million.
 const MAX_ARRAY: u64 = 1 << 24;
 
-/// A metadata value; the discriminants of `gguf_type` are in [`Value::kind`].
+/// A metadata value; the discriminants of `gguf_type` are in `Value::kind`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     /// `uint8`.
