@@ -1,5 +1,7 @@
 //! A private temporary folder, removed on drop.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
@@ -18,7 +20,10 @@ impl Scratch {
     /// # Errors
     /// If the system's folder for temporary files has no room, or is not writable.
     pub fn new() -> Result<Scratch> {
-        let folder = tempfile::Builder::new().prefix("vgpu-").tempdir();
+        let folder = tempfile::Builder::new()
+            .prefix("vgpu-")
+            .permissions(Permissions::from_mode(0o700))
+            .tempdir();
         let folder = folder.context("creating a private folder for temporary files")?;
         Ok(Scratch { folder })
     }
@@ -31,8 +36,6 @@ impl Scratch {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
-
     use super::*;
 
     #[test]
