@@ -265,14 +265,14 @@ mod tests {
         let ledger = Ledger::new(100);
         let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
         let other = RefCell::new(None);
-        let engine_free = || match other.borrow().is_none() {
-            true => {
-                let mut charge = one.charge_with(60, || 100).unwrap();
-                charge.allocated();
-                *other.borrow_mut() = Some(charge);
-                100
+        let engine_free = || {
+            if other.borrow().is_some() {
+                return 40;
             }
-            false => 40,
+            let mut charge = one.charge_with(60, || 100).unwrap();
+            charge.allocated();
+            *other.borrow_mut() = Some(charge);
+            100
         };
         let error = two.charge_with(60, engine_free).unwrap_err();
         assert_eq!(

@@ -193,7 +193,7 @@ fn a_device_that_is_lost_is_told_to_every_guest_that_had_memory_there() {
         panic!("{reply:?}")
     };
     assert!(
-        reason.contains("what was in its memory is lost"),
+        reason.contains("the contents of its memory are lost"),
         "{reason}"
     );
 }

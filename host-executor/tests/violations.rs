@@ -57,7 +57,7 @@ fn hello_twice() {
 #[test]
 fn hello_of_another_protocol() {
     let words = [
-        "version 9999 of the protocol",
+        "protocol version 9999",
         "this host speaks 3",
         "update the older",
     ];
@@ -73,7 +73,7 @@ fn hello_of_another_protocol() {
 #[test]
 fn hello_of_another_graph_ir() {
     let words = [
-        "version 0 of the graph IR",
+        "graph IR version 0",
         "this host speaks 1",
         "update the older",
     ];
@@ -117,7 +117,10 @@ fn message_of_unknown_kind() {
 #[test]
 fn message_cut_short() {
     ends_only_its_session(
-        &["cannot be decoded", "message of 9 bytes ends where byte 12"],
+        &[
+            "cannot be decoded",
+            "message of 9 bytes is truncated: byte 12",
+        ],
         |guest| {
             guest.hello();
             let mut message = Vec::new();
@@ -368,7 +371,7 @@ fn patch_of_nothing_and_patches_out_of_place() {
         },
     );
     let patches: [(&[u32], &str); 4] = [
-        (&[1 << 20, 1, 0], "puts 1 words at 1048576"),
+        (&[1 << 20, 1, 0], "writes 1 words at 1048576"),
         (&[0, 2, 0], "puts 2 words at 0"),
         (&[0, 1, 0], "starts with 0x00000000"),
         (&[0], "1 words behind its end"),
@@ -457,7 +460,7 @@ fn graph_parts_out_of_order() {
 #[test]
 fn graph_that_is_noise() {
     ends_only_its_session(
-        &["graph 7 cannot be decoded", "starts with 0x2a2a2a2a"],
+        &["graph 7 cannot be decoded", "begins with 0x2a2a2a2a"],
         |guest| {
             guest.hello();
             guest.image(GRAPH, &[42; 400]);
@@ -505,13 +508,17 @@ fn graph_of_more_nodes_than_allowed() {
     let mut limits = Limits::default();
     limits.graph.nodes = 10;
     let host = Host::limited(cpu(), limits, 64);
-    ends_only_its_session_on(host, &["11 nodes, more than the 10 allowed"], |guest| {
-        guest.hello();
-        let a = guest.alloc(8);
-        let mut graph = add(2, a, a, a);
-        graph.nodes = vec![graph.nodes[0].clone(); 11];
-        guest.graph(GRAPH, &graph);
-    });
+    ends_only_its_session_on(
+        host,
+        &["the graph has 11 nodes, the limit is 10"],
+        |guest| {
+            guest.hello();
+            let a = guest.alloc(8);
+            let mut graph = add(2, a, a, a);
+            graph.nodes = vec![graph.nodes[0].clone(); 11];
+            guest.graph(GRAPH, &graph);
+        },
+    );
 }
 
 #[test]

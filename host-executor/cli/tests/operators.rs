@@ -504,7 +504,7 @@ fn top_shows_guests_in_a_terminal() {
         assert!(start.elapsed() < PATIENCE, "no graphs a second in\n{shows}");
     }
     drop(alice);
-    top.wait_for(&["nobody is connected"]);
+    top.wait_for(&["no program is connected"]);
 
     // A lost executor is reported; q ends the program and restores the terminal.
     site.end();

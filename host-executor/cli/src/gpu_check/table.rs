@@ -261,7 +261,7 @@ mod tests {
             "3000.0",
             "1 of 2 agree",
             "47 of 48",
-            "did not come to its end",
+            "was interrupted",
             "75 % of copies",
             "not there",
             "1 ok, 1 failed, 1 not supported, 1 that ggml's CPU cannot compute, not to the end",

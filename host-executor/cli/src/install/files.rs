@@ -343,7 +343,7 @@ mod tests {
 
         let lock = Lock::take(&scratch.0).expect("nobody has it");
         let error = Lock::take(&scratch.0).expect_err("it is taken");
-        assert!(error.to_string().contains("at work"), "{error}");
+        assert!(error.to_string().contains("is running"), "{error}");
         drop(lock);
         Lock::take(&scratch.0).expect("it was given back");
     }
