@@ -204,24 +204,24 @@ fn certificates_in_a_configuration_that_cannot_work_are_refused_with_the_reason(
         (
             format!("{guest}certificates = [\"a\"]"),
             &[][..],
-            "guest \"a\" is known by its certificate, and there are none",
+            "a certificate identifies guest \"a\", and this executor has none",
         ),
         (
             format!("{guest}certificates = [\"a\"]"),
             &["--isolate", "--guest-memory", "1M"],
-            "--isolate and guests by certificate do not go together",
+            "--isolate and guests with certificates exclude each other",
         ),
         (
             format!("{guest}certificates = [\"sha256:00\"]"),
             &[],
-            ":4:16: \"sha256:00\": a fingerprint is sha256: and 64 hexadecimal digits",
+            ":4:16: \"sha256:00\": expected sha256: and 64 hexadecimal digits",
         ),
         (
             format!(
                 "{guest}certificates = [\"x\"]\n[[guest]]\nname = \"b\"\ncertificates = [\"X\"]"
             ),
             &[],
-            ":7:17: the certificate x is guest a already",
+            ":7:17: the certificate x already identifies guest a",
         ),
     ] {
         fs::write(&config, text).expect("a configuration");
