@@ -64,7 +64,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         });
         let built = match &options.dist {
             Some(folder) => Ok(dist::at(folder)),
-            None => dist::build_quick(cache, plugin, &dir),
+            None => dist::build_for_demo(cache, plugin, &dir),
         };
         let fetched = fetching.join();
         (

@@ -82,7 +82,7 @@ fn release(package: &str) -> Command {
     cargo
 }
 
-/// What [`build_quick`] makes of the plugin.
+/// What [`build_for_demo`] makes of the plugin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plugin {
     /// Reaches an executor in another process, for which `vgpu` is built.
@@ -91,24 +91,24 @@ pub enum Plugin {
     Inproc,
 }
 
-/// Builds what the demo needs into `folder`, with the profile `quick`: it takes a third of the
-/// release build's time.
+/// Builds what the demo needs into `folder`, with the profile of `cargo xtask` itself: it takes a
+/// third of the release build's time.
 ///
 /// # Errors
 /// If the build fails.
-pub fn build_quick(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Dist> {
+pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Dist> {
     packages::libclang(cache)?;
     std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let step = Step::new("building libggml-vgpu.so and vgpu (about two minutes on two cores)");
     let mut cargo = workspace::cargo();
-    cargo.args(["build", "--profile", "quick", "--package", "ggml-vgpu"]);
+    cargo.args(["build", "--package", "ggml-vgpu"]);
     if plugin == Plugin::Remote {
         cargo.args(["--no-default-features", "--package", "vgpu"]);
     }
     cargo.arg("--message-format=json-render-diagnostics");
     let mut built = artifacts_of(
         &mut cargo,
-        &cache.log("cargo-build-quick"),
+        &cache.log("cargo-build-demo"),
         &step,
         &[("cdylib", "ggml_vgpu"), ("bin", COMMAND)],
     )?;
