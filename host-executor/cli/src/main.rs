@@ -1,17 +1,21 @@
 //! The `vgpu` command.
 
+#[cfg(feature = "tools")]
 mod bench;
+#[cfg(feature = "tools")]
 mod cert;
 mod check_config;
 mod control_client;
 mod doctor;
 mod fd_store;
+#[cfg(feature = "tools")]
 mod gpu_check;
 mod install;
 mod ps;
 mod reload;
 mod runtime_dir;
 mod serve;
+#[cfg(feature = "tools")]
 mod top;
 mod units;
 
@@ -32,13 +36,17 @@ enum Command {
     Serve(serve::Args),
     CheckConfig(check_config::Args),
     Ps(ps::Args),
+    #[cfg(feature = "tools")]
     Top(top::Args),
     Reload(reload::Args),
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
+    #[cfg(feature = "tools")]
     GpuCheck(gpu_check::Args),
+    #[cfg(feature = "tools")]
     Bench(bench::Args),
+    #[cfg(feature = "tools")]
     Cert(cert::Args),
     // `hold` is the name in earlier versions.
     #[command(alias = "hold")]
@@ -56,19 +64,23 @@ fn main() -> ExitCode {
         Command::ServeGuest(args) => serve::run_worker(args),
         Command::CheckConfig(args) => return check_config::run(&args),
         Command::Ps(args) => ps::run(&args),
+        #[cfg(feature = "tools")]
         Command::Top(args) => top::run(&args),
         Command::Reload(args) => reload::run(&args),
         Command::Install(args) => install::install(args),
         Command::Uninstall(args) => install::uninstall(args),
         Command::Doctor(args) => return doctor::run(&args),
+        #[cfg(feature = "tools")]
         Command::GpuCheck(args) => match gpu_check::run(&args) {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        #[cfg(feature = "tools")]
         Command::Bench(args) => match bench::run(&args) {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        #[cfg(feature = "tools")]
         Command::Cert(args) => cert::run(&args),
         Command::FdStore(args) => fd_store::run(&args),
         Command::FdStoreExec(args) => fd_store::exec(&args),
