@@ -5,11 +5,12 @@
 //! convolution multiplies first and adds the products to the positions that the filter covers
 //! (col2im).
 
-use vgpu_transport::ir::{Op, OpKind, Rule, Type};
+use vgpu_transport::ir::{ConvGeometry, Op, OpKind, Rule, Type};
 
+use super::conv_axis::ConvAxis;
 use super::copy_raw::{self, Element, copy_line};
 use super::f32_rows::{Access, Map, STAGE, apply, maps};
-use super::im2col::{Images, Move, Patches};
+use super::im2col::{Images, Patches};
 use super::scratch::ScratchLayout;
 use super::sequence::Sequence;
 use crate::formats::Format;
@@ -37,14 +38,8 @@ pub(super) fn rules() -> Vec<Rule> {
 pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     Some(match *op {
-        Op::Conv2d {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-        } => {
+        Op::Conv2d { .. } => {
+            let [x, y] = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
             let (kernel, image) = (o.src(0), o.src(1));
             let (ne, nb) = (image.ne, image.nb);
             let patches = Patches {
@@ -53,7 +48,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 channels: ne[2],
                 channel_step: nb[2],
                 kernel: [kernel.ne[0], kernel.ne[1], 1],
-                moves: [Move::new((s0, p0, d0)), Move::new((s1, p1, d1)), Move::NONE],
+                axes: [x, y, ConvAxis::UNIT],
             };
             let results = Results {
                 dst,
@@ -70,20 +65,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
             };
             convolution(results, kernel, patches, images, o.workers())
         }
-        Op::Conv3d {
-            s0,
-            s1,
-            s2,
-            p0,
-            p1,
-            p2,
-            d0,
-            d1,
-            d2,
-            c,
-            n,
-            oc,
-        } => {
+        Op::Conv3d { c, n, oc, .. } => {
             let (kernel, image) = (o.src(0), o.src(1));
             let (ne, nb) = (image.ne, image.nb);
             let patches = Patches {
@@ -92,7 +74,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 channels: c as usize,
                 channel_step: nb[3],
                 kernel: [kernel.ne[0], kernel.ne[1], kernel.ne[2]],
-                moves: [(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)].map(Move::new),
+                axes: ConvAxis::all(&ConvGeometry::<3>::of(op)?),
             };
             let results = Results {
                 dst,
@@ -109,18 +91,12 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
             };
             convolution(results, kernel, patches, images, o.workers())
         }
-        Op::Conv2dDw {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-        } => {
-            let moves = [Move::new((s0, p0, d0)), Move::new((s1, p1, d1))];
-            depthwise(dst, o.src(0), o.src(1), moves)
+        Op::Conv2dDw { .. } => {
+            let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
+            depthwise(dst, o.src(0), o.src(1), axes)
         }
-        Op::ConvTranspose1d { s0, .. } => {
+        Op::ConvTranspose1d { .. } => {
+            let [x] = ConvAxis::all(&ConvGeometry::<1>::of(op)?);
             let (k, a) = (o.src(0), o.src(1));
             // A line is an image of one row.
             let kernel = Axes {
@@ -138,15 +114,16 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 extents: [dst.ne[0], 1, dst.ne[1], 1],
                 steps: [dst.nb[0], 0, dst.nb[1], 0],
             };
-            transposed(out, kernel, image, s0 as usize, o.workers())
+            transposed(out, kernel, image, [x, ConvAxis::UNIT], o.workers())
         }
-        Op::ConvTranspose2d { stride } => {
+        Op::ConvTranspose2d { .. } => {
+            let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
             let [out, kernel, image] = [dst, o.src(0), o.src(1)].map(|view| Axes {
                 view,
                 extents: view.ne,
                 steps: view.nb,
             });
-            transposed(out, kernel, image, stride as usize, o.workers())
+            transposed(out, kernel, image, axes, o.workers())
         }
         _ => return None,
     })
@@ -356,7 +333,7 @@ maps! {
 }
 
 /// A kernel for each channel: `dst[x, y, c, n]` is the sum of what kernel c covers of channel c.
-fn depthwise(dst: View, kernel: View, image: View, moves: [Move; 2]) -> Compiled {
+fn depthwise(dst: View, kernel: View, image: View, [x_axis, y_axis]: [ConvAxis; 2]) -> Compiled {
     let [kw, kh, ..] = kernel.ne;
     let [iw, ih, ..] = image.ne;
     let direct = Access::direct();
@@ -379,19 +356,19 @@ fn depthwise(dst: View, kernel: View, image: View, moves: [Move; 2]) -> Compiled
             let start = piece * STAGE;
             let len = STAGE.min(lanes - start);
             sums.fill(0.0);
-            let (ys, y0) = moves[1].taps(oy, kh, ih);
+            let (ys, y0) = y_axis.taps(oy, kh, ih);
             for (y, ky) in ys.enumerate() {
-                let line = n * image.nb[3] + (y0 + y * moves[1].dilation()) * image.nb[1];
+                let line = n * image.nb[3] + (y0 + y * y_axis.dilation) * image.nb[1];
                 for kx in 0..kw {
                     let tap = kx * kernel.nb[0] + ky * kernel.nb[1];
                     // The lanes for which this tap is on the image; the first element and the
                     // distance to the next; the weight and the distance to that of the next lane.
                     let (range, from, step, weight, weight_step) = if by_channel {
-                        let (xs, x0) = moves[0].taps(other, kw, iw);
+                        let (xs, x0) = x_axis.taps(other, kw, iw);
                         if !xs.contains(&kx) {
                             continue;
                         }
-                        let x = x0 + (kx - xs.start) * moves[0].dilation();
+                        let x = x0 + (kx - xs.start) * x_axis.dilation;
                         let from = line + x * image.nb[0] + start * image.nb[2];
                         (
                             0..len,
@@ -401,15 +378,15 @@ fn depthwise(dst: View, kernel: View, image: View, moves: [Move; 2]) -> Compiled
                             kernel.nb[3],
                         )
                     } else {
-                        let (places, x0) = moves[0].places(kx, dst.ne[0], iw);
-                        let range = places.start.max(start)..places.end.min(start + len);
+                        let (outputs, x0) = x_axis.outputs(kx, dst.ne[0], iw);
+                        let range = outputs.start.max(start)..outputs.end.min(start + len);
                         if range.is_empty() {
                             continue;
                         }
-                        let x = x0 + (range.start - places.start) * moves[0].stride();
+                        let x = x0 + (range.start - outputs.start) * x_axis.stride;
                         let from = line + x * image.nb[0] + other * image.nb[2];
                         let range = range.start - start..range.end - start;
-                        let step = moves[0].stride() * image.nb[0];
+                        let step = x_axis.stride * image.nb[0];
                         (range, from, step, tap + other * kernel.nb[3], 0)
                     };
                     let place = sums[range.start..].as_mut_ptr();
@@ -452,8 +429,15 @@ struct Axes {
     steps: [usize; 4],
 }
 
-/// Every element of the image lays the kernel, times its value, on the destination, `stride` apart.
-fn transposed(out: Axes, kernel: Axes, image: Axes, stride: usize, workers: usize) -> Compiled {
+/// Adds the kernel, times the value of each element of the image, to the destination. The kernels of
+/// adjacent elements are a stride apart.
+fn transposed(
+    out: Axes,
+    kernel: Axes,
+    image: Axes,
+    [x_axis, y_axis]: [ConvAxis; 2],
+    workers: usize,
+) -> Compiled {
     let [kw, kh, results, channels] = kernel.extents;
     let [iw, ih, _, images] = image.extents;
     let [ow, oh, ..] = out.extents;
@@ -524,7 +508,7 @@ fn transposed(out: Axes, kernel: Axes, image: Axes, stride: usize, workers: usiz
                         let (x, y) = ((start + i) % iw, (start + i) / iw);
                         let laid = std::slice::from_raw_parts(values.add(i * taps), taps);
                         for (ky, row) in laid.chunks_exact(kw).enumerate() {
-                            let to = (y * stride + ky) * ow + x * stride;
+                            let to = (y * y_axis.stride + ky) * ow + x * x_axis.stride;
                             plane[to..to + kw]
                                 .iter_mut()
                                 .zip(row)

@@ -1,7 +1,8 @@
 //! IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D: between images and the patches that a filter covers.
 
-use vgpu_transport::ir::{Op, OpKind, Rule};
+use vgpu_transport::ir::{ConvGeometry, Op, OpKind, Rule};
 
+use super::conv_axis::ConvAxis;
 use super::copy_raw::{self, Element, each_row};
 use super::f32_rows::Access;
 use crate::kernel::{Compiled, Kernel};
@@ -22,32 +23,13 @@ pub(super) fn rules() -> Vec<Rule> {
 pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     match *op {
-        Op::Im2col {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-            is_2d,
-        } => {
-            let steps = [(s0, p0, d0), (s1, p1, d1)];
-            let (patches, image) = patches_of(o.src(1), o.src(0), steps, is_2d);
+        Op::Im2col { is_2d, .. } => {
+            let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
+            let (patches, image) = patches_of(o.src(1), o.src(0), axes, is_2d);
             let images = move |[y, n]: [usize; 2]| if is_2d { (y, 0, n) } else { (0, 0, y) };
             Some(im2col(dst, patches, image, images, o.workers()))
         }
-        Op::Im2col3d {
-            s0,
-            s1,
-            s2,
-            p0,
-            p1,
-            p2,
-            d0,
-            d1,
-            d2,
-            ic,
-        } => {
+        Op::Im2col3d { ic, .. } => {
             let (image, kernel) = (o.src(1), o.src(0));
             let channels = ic as usize;
             let patches = Patches {
@@ -56,7 +38,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 channels,
                 channel_step: image.nb[3],
                 kernel: [kernel.ne[0], kernel.ne[1], kernel.ne[2]],
-                moves: [(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)].map(Move::new),
+                axes: ConvAxis::all(&ConvGeometry::<3>::of(op)?),
             };
             let image = Images {
                 base: image,
@@ -69,100 +51,20 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
             let images = move |[y, zn]: [usize; 2]| (y, zn % depth, zn / depth);
             Some(im2col(dst, patches, image, images, o.workers()))
         }
-        Op::Im2colBack {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-            is_2d,
-        } => {
-            let steps = [(s0, p0, d0), (s1, p1, d1)];
-            let (patches, image) = patches_of(dst, o.src(1), steps, is_2d);
+        Op::Im2colBack { is_2d, .. } => {
+            let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
+            let (patches, image) = patches_of(dst, o.src(1), axes, is_2d);
             Some(im2col_back(dst, o.src(0), patches, image, is_2d))
         }
-        Op::Col2im1d { s0, p0, .. } => {
-            let kernel = col2im_1d(dst, o.src(0), s0 as usize, p0 as usize);
+        Op::Col2im1d { .. } => {
+            let [axis] = ConvAxis::all(&ConvGeometry::<1>::of(op)?);
+            let kernel = col2im_1d(dst, o.src(0), axis);
             Some(Compiled {
                 kernels: vec![kernel],
                 scratch_bytes: 0,
             })
         }
         _ => None,
-    }
-}
-
-/// How a kernel moves along one dimension.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Move {
-    stride: usize,
-    padding: usize,
-    dilation: usize,
-}
-
-impl Move {
-    /// From the parameters of an operator, which its rules keep from being negative.
-    pub(super) fn new((stride, padding, dilation): (i32, i32, i32)) -> Move {
-        Move {
-            stride: stride as usize,
-            padding: padding as usize,
-            dilation: dilation as usize,
-        }
-    }
-
-    /// Elements from one place of the kernel to the next.
-    pub(super) fn stride(&self) -> usize {
-        self.stride
-    }
-
-    /// Elements from one tap of the kernel to the next.
-    pub(super) fn dilation(&self) -> usize {
-        self.dilation
-    }
-
-    /// A dimension without extent.
-    pub(super) const NONE: Move = Move {
-        stride: 1,
-        padding: 0,
-        dilation: 1,
-    };
-
-    /// The taps of a kernel of `taps` at `place` that fall on a line of `size` elements, and the
-    /// element that the first of them falls on.
-    pub(super) fn taps(
-        &self,
-        place: usize,
-        taps: usize,
-        size: usize,
-    ) -> (std::ops::Range<usize>, usize) {
-        let start = place * self.stride;
-        let first = self.padding.saturating_sub(start).div_ceil(self.dilation);
-        let room = (size + self.padding).saturating_sub(start);
-        let last = taps.min(room.div_ceil(self.dilation));
-        // Where no tap is on the line, the element does not matter.
-        (
-            first..last.max(first),
-            (start + first * self.dilation).saturating_sub(self.padding),
-        )
-    }
-
-    /// The places, of `places`, at which tap `tap` falls on a line of `size` elements, and the
-    /// element that it falls on at the first of them.
-    pub(super) fn places(
-        &self,
-        tap: usize,
-        places: usize,
-        size: usize,
-    ) -> (std::ops::Range<usize>, usize) {
-        let start = tap * self.dilation;
-        let first = self.padding.saturating_sub(start).div_ceil(self.stride);
-        let room = (size + self.padding).saturating_sub(start);
-        let last = places.min(room.div_ceil(self.stride));
-        (
-            first..last.max(first),
-            (start + first * self.stride).saturating_sub(self.padding),
-        )
     }
 }
 
@@ -175,7 +77,7 @@ pub(super) struct Patches {
     pub(super) channels: usize,
     pub(super) channel_step: usize,
     pub(super) kernel: [usize; 3],
-    pub(super) moves: [Move; 3],
+    pub(super) axes: [ConvAxis; 3],
 }
 
 impl Patches {
@@ -191,9 +93,9 @@ impl Patches {
     /// and no part of it.
     pub(super) unsafe fn write(&self, image: *const u8, place: [usize; 3], out: *mut f32) {
         let [kw, kh, kd] = self.kernel;
-        let taps = |d: usize| self.moves[d].taps(place[d], self.kernel[d], self.size[d]);
+        let taps = |d: usize| self.axes[d].taps(place[d], self.kernel[d], self.size[d]);
         let [(xs, x0), (ys, y0), (zs, z0)] = [taps(0), taps(1), taps(2)];
-        let step = |d: usize| self.moves[d].dilation * self.step[d];
+        let step = |d: usize| self.axes[d].dilation * self.step[d];
         let first = image.wrapping_add(x0 * self.step[0] + y0 * self.step[1] + z0 * self.step[2]);
         // SAFETY: the taps are inside the image, and the patch has a place for each.
         unsafe {
@@ -232,13 +134,7 @@ impl Images {
 }
 
 /// The patches of IM2COL, in one dimension or two, and the images.
-fn patches_of(
-    image: View,
-    kernel: View,
-    steps: [(i32, i32, i32); 2],
-    is_2d: bool,
-) -> (Patches, Images) {
-    let [x, y] = steps;
+fn patches_of(image: View, kernel: View, [x, y]: [ConvAxis; 2], is_2d: bool) -> (Patches, Images) {
     let (ne, nb, k) = (image.ne, image.nb, kernel.ne);
     let patches = if is_2d {
         Patches {
@@ -247,7 +143,7 @@ fn patches_of(
             channels: ne[2],
             channel_step: nb[2],
             kernel: [k[0], k[1], 1],
-            moves: [Move::new(x), Move::new(y), Move::NONE],
+            axes: [x, y, ConvAxis::UNIT],
         }
     } else {
         Patches {
@@ -256,7 +152,7 @@ fn patches_of(
             channels: ne[1],
             channel_step: nb[1],
             kernel: [k[0], 1, 1],
-            moves: [Move::new(x), Move::NONE, Move::NONE],
+            axes: [x, ConvAxis::UNIT, ConvAxis::UNIT],
         }
     };
     (
@@ -321,17 +217,7 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
     let (ow, oh) = (grad.ne[1], if is_2d { grad.ne[2] } else { 1 });
     let images_n = if is_2d { dst.ne[3] } else { dst.ne[2] };
     let gradient = Access::new(grad.ty, grad.nb[0]);
-    // The place at which tap `k` falls on element `i`, if there is one.
-    let place = move |d: usize, i: usize, k: usize, places: usize| {
-        let Move {
-            stride,
-            padding,
-            dilation,
-        } = patches.moves[d];
-        let distance = (i + padding).checked_sub(k * dilation)?;
-        let place = distance / stride;
-        (distance.is_multiple_of(stride) && place < places).then_some(place)
-    };
+    let [x_axis, y_axis, _] = patches.axes;
     Compiled::one(move |w| {
         for unit in w.share(images_n * patches.channels * ih) {
             let (y, c, n) = (
@@ -344,11 +230,11 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
             for x in 0..iw {
                 let mut sum = 0.0;
                 for ky in 0..kh {
-                    let Some(oy) = place(1, y, ky, oh) else {
+                    let Some(oy) = y_axis.output_at(y, ky, oh) else {
                         continue;
                     };
                     for kx in 0..kw {
-                        let Some(ox) = place(0, x, kx, ow) else {
+                        let Some(ox) = x_axis.output_at(x, kx, ow) else {
                             continue;
                         };
                         let index = if is_2d { [ox, oy, n] } else { [ox, n, 0] };
@@ -373,7 +259,8 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
 }
 
 /// `dst[t, c]` is the sum of all `src[c * k + i, j]` with `j * stride + i == t + padding`.
-fn col2im_1d(dst: View, src: View, stride: usize, padding: usize) -> Kernel {
+fn col2im_1d(dst: View, src: View, axis: ConvAxis) -> Kernel {
+    let (stride, padding) = (axis.stride, axis.padding);
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),

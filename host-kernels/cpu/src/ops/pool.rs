@@ -1,10 +1,10 @@
 //! POOL_1D, POOL_2D, POOL_2D_BACK.
 
-use vgpu_transport::ir::{Op, OpKind, PoolKind, Rule};
+use vgpu_transport::ir::{Op, OpKind, PoolKind, PoolWindow, Rule};
 
+use super::conv_axis::PoolAxis;
 use super::copy_raw::{Element, each_row};
 use super::f32_rows::Access;
-use super::im2col::Move;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
 use crate::view::View;
@@ -21,29 +21,16 @@ pub(super) fn rules() -> Vec<Rule> {
 pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     let kernel = match *op {
-        Op::Pool1d { kind, k0, s0, p0 } => pool_1d(dst, o.src(0), kind, Window::new(k0, s0, p0)),
-        Op::Pool2d {
-            kind,
-            k0,
-            k1,
-            s0,
-            s1,
-            p0,
-            p1,
-        } => {
-            let windows = [Window::new(k0, s0, p0), Window::new(k1, s1, p1)];
+        Op::Pool1d { kind, .. } => {
+            let [window] = PoolAxis::all(&PoolWindow::<1>::of(op)?);
+            pool_1d(dst, o.src(0), kind, window)
+        }
+        Op::Pool2d { kind, .. } => {
+            let windows = PoolAxis::all(&PoolWindow::<2>::of(op)?);
             pool_2d(dst, o.src(0), kind, windows)
         }
-        Op::Pool2dBack {
-            kind,
-            k0,
-            k1,
-            s0,
-            s1,
-            p0,
-            p1,
-        } => {
-            let windows = [Window::new(k0, s0, p0), Window::new(k1, s1, p1)];
+        Op::Pool2dBack { kind, .. } => {
+            let windows = PoolAxis::all(&PoolWindow::<2>::of(op)?);
             pool_2d_back(dst, o.src(0), o.src(1), kind, windows)
         }
         _ => return None,
@@ -52,28 +39,6 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
         kernels: vec![kernel],
         scratch_bytes: 0,
     })
-}
-
-/// A window that moves along one dimension.
-#[derive(Clone, Copy)]
-struct Window {
-    size: usize,
-    moves: Move,
-}
-
-impl Window {
-    fn new(size: i32, stride: i32, padding: i32) -> Window {
-        Window {
-            size: size as usize,
-            moves: Move::new((stride, padding, 1)),
-        }
-    }
-
-    /// The elements of a line of `extent` that the window covers at `place`.
-    fn covers(&self, place: usize, extent: usize) -> std::ops::Range<usize> {
-        let (taps, first) = self.moves.taps(place, self.size, extent);
-        first..first + taps.len()
-    }
 }
 
 /// The element of `line` at index `i`.
@@ -110,7 +75,7 @@ fn add(kind: PoolKind, result: f32, value: f32) -> f32 {
 }
 
 /// An average is over the elements that the window covers.
-fn pool_1d(dst: View, src: View, kind: PoolKind, window: Window) -> Kernel {
+fn pool_1d(dst: View, src: View, kind: PoolKind, window: PoolAxis) -> Kernel {
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),
@@ -135,7 +100,7 @@ fn pool_1d(dst: View, src: View, kind: PoolKind, window: Window) -> Kernel {
 }
 
 /// An average is over the whole window, padding included.
-fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [Window; 2]) -> Kernel {
+fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [PoolAxis; 2]) -> Kernel {
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),
@@ -167,7 +132,7 @@ fn pool_2d_back(
     grad: View,
     forward: View,
     kind: PoolKind,
-    [wx, wy]: [Window; 2],
+    [wx, wy]: [PoolAxis; 2],
 ) -> Kernel {
     let zero = Element::zero(dst.ty);
     let access = |view: &View| Access::new(view.ty, view.nb[0]);
