@@ -25,7 +25,7 @@
 //! `fused` has the kernels of several nodes. The families share a few modules: `walk` and
 //! `sequence` loop over elements, `f32_rows` computes with runs of elements as `f32`, `copy_raw`
 //! copies them without conversion, `gather` reads rows, `scratch` divides scratch memory, `conv_axis`
-//! says which elements a convolution kernel covers.
+//! and `patches` say which elements a convolution kernel covers.
 //!
 //! The module of a family has `rules()`, the type combinations that it runs, and `compile()`, which
 //! compiles a node if it belongs to the family. The `check` module of the IR defines which shapes a
@@ -47,6 +47,7 @@ mod image;
 mod matmul;
 mod movement;
 mod norm;
+mod patches;
 mod pool;
 mod recurrent;
 mod reduce;
