@@ -103,8 +103,7 @@ impl CpuExtent {
     }
 
     pub(super) fn bytes(&self) -> Bytes<'_> {
-        // SAFETY: an extent is inside its base, which it keeps alive, and no one writes its bytes
-        // while the extent exists.
+        // SAFETY: an extent is inside its base, and the extent keeps the mapping of the base alive.
         unsafe { Bytes::from_raw(self.base.at(self.offset), self.len as usize) }
     }
 }

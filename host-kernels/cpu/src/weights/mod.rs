@@ -166,8 +166,8 @@ impl WeightRegion {
             let is_frozen = state.is_frozen;
             let to = state.gather(&self.base, &self.budget, range)?;
             if !is_frozen {
-                // SAFETY: `gather` has returned the address of `extent.len` bytes that only this
-                // buffer uses, and the lock of its state is held.
+                // SAFETY: `gather` has returned the address of `extent.len` mapped bytes, which stay
+                // mapped while the lock of the state is held. No Rust reference points to them.
                 unsafe { BytesMut::from_raw(to, extent.len as usize) }.copy_from(extent.bytes());
             }
             return Ok(0);

@@ -148,8 +148,7 @@ impl State {
         let is_zero = |part: Range<u64>| {
             let len = part.end.saturating_sub(part.start) as usize;
             let mut copy = vec![0; len];
-            // SAFETY: `part` is inside the base. Writers need an address from `State::gather`, and
-            // the caller holds the lock of this state.
+            // SAFETY: `part` is inside the base, whose mapping outlives this call.
             unsafe { Bytes::from_raw(base.at(part.start), len) }.copy_to(&mut copy);
             copy.iter().all(|&byte| byte == 0)
         };

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::int_simd::IntSimd;
-use super::panel::{self, Ahead, Panel, Tile};
+use super::panel::{self, Panel, Prefetch, Tile};
 use crate::gemm::kernel::GemmArgs;
 use crate::simd::{Avx512, Simd};
 
@@ -322,7 +322,7 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
         tile: Tile<[u32; PAIRS]>,
         _: usize,
         len: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     ) {
         let Tile { columns, sums, .. } = tile;
         // SAFETY: by the caller's contract; the panel has `len` elements.
@@ -335,7 +335,7 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
             }
             for i in 0..len.div_ceil(2) {
                 if i % STEP == 0 {
-                    ahead.more();
+                    prefetch.step();
                 }
                 let panel = self.pairs.as_ptr().add(i).cast::<u8>();
                 let mut w = [_mm512_setzero_si512(); P];

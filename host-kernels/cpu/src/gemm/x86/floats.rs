@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::int_simd::IntSimd;
-use super::panel::{self, Ahead, Panel, Tile};
+use super::panel::{self, Panel, Prefetch, Tile};
 use super::scratch::{DECODED, PREPARED};
 use crate::gemm::kernel::GemmArgs;
 
@@ -486,7 +486,7 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
         tile: Tile<[f32; CHUNK]>,
         _: usize,
         len: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     ) {
         let Tile { columns, sums, .. } = tile;
         // SAFETY: by the caller's contract; the panel has `len` elements.
@@ -500,7 +500,7 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
             let mut panel = self.elements.as_ptr().cast::<f32>();
             for i in 0..len {
                 if i % STEP == 0 {
-                    ahead.more();
+                    prefetch.step();
                 }
                 let mut w = [S::v_splat(0.0); P];
                 for p in 0..P {

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 
 use super::block_simd::BlockSimd;
 use super::floats::{F32, Float};
-use super::panel::{self, Ahead, Panel, Tile};
+use super::panel::{self, Panel, Prefetch, Tile};
 use crate::gemm::kernel::GemmArgs;
 
 /// Elements that share a scale.
@@ -278,7 +278,7 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
         tile: Tile<I16Column>,
         _: usize,
         len: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     ) {
         let Tile { columns, sums, .. } = tile;
         let height = P * S::LANES;
@@ -293,7 +293,7 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
             let mut panel = self.pairs.as_ptr().cast::<u8>();
             let scales = self.scales.as_ptr().cast::<f32>();
             for g in 0..len.div_ceil(GROUP) {
-                ahead.more();
+                prefetch.step();
                 let mut dots = [[S::zero_int(); C]; P];
                 for i in 0..GROUP / 2 {
                     let mut w = [S::zero_int(); P];

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
 use super::blocks::SuperBlockKernel;
-use super::panel::{self, Ahead, Panel, Tile};
+use super::panel::{self, Panel, Prefetch, Tile};
 use super::scratch::PREPARED;
 use crate::formats::BlockQ8K;
 use crate::gemm::kernel::GemmArgs;
@@ -324,7 +324,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
         tile: Tile<SuperColumn>,
         start: usize,
         _: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     ) {
         let Tile {
             x,
@@ -340,7 +340,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
             let mut scales = self.scales.as_ptr().cast::<f32>();
             let height = P * S::LANES;
             for j in 0..CHUNK / B::SUB {
-                ahead.more();
+                prefetch.step();
                 let mut dots = [[S::zero_int(); C]; P];
                 let depth = const { depth::<S>(B::MAX_QUANT, B::SUB / 4) };
                 for first in (0..B::SUB / 4).step_by(depth) {
