@@ -56,9 +56,9 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
     })
 }
 
-/// A plain float as it lies in memory.
+/// A float type in memory.
 trait Float {
-    /// Bytes of one.
+    /// Bytes of an element.
     const BYTES: usize;
     /// # Safety
     /// `p` is readable for `BYTES`.
@@ -73,7 +73,7 @@ impl Float for F32 {
     const BYTES: usize = 4;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees four bytes at `p`. The read is unaligned.
         unsafe { p.cast::<f32>().read_unaligned() }
     }
 }
@@ -82,7 +82,7 @@ impl Float for F16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees two bytes at `p`. The read is unaligned.
         f16_to_f32(unsafe { p.cast::<u16>().read_unaligned() })
     }
 }
@@ -91,7 +91,7 @@ impl Float for Bf16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees two bytes at `p`. The read is unaligned.
         bf16_to_f32(unsafe { p.cast::<u16>().read_unaligned() })
     }
 }
@@ -131,18 +131,21 @@ unsafe fn floats<T: Float>(args: &GemmArgs) {
 /// # Safety
 /// As [`super::kernel::Gemm`].
 unsafe fn block32<B: Block32Format>(args: &GemmArgs) {
-    // SAFETY: by the caller's contract, passed on; Q8_0 has a scale and quants.
+    // SAFETY: `args` is the argument of this function, whose caller guarantees the contract of
+    // `Gemm`. The activations of this kernel are blocks of Q8_0.
     unsafe {
         block32_with::<B, BlockQ8_0>(|x| (f16_to_f32(x.d), 0.0, &x.qs), args);
     }
 }
 
-/// A format with scales per 32 elements with a minimum times Q8_1: as [`block32`], plus `m_w * s_x`.
+/// A format with scales per 32 elements with a minimum times Q8_1: as [`block32`], plus `m_w *
+/// s_x`.
 ///
 /// # Safety
 /// As [`super::kernel::Gemm`].
 unsafe fn block32_with_min<B: Block32Format>(args: &GemmArgs) {
-    // SAFETY: by the caller's contract, passed on; Q8_1 has a scale, a sum and quants.
+    // SAFETY: `args` is the argument of this function, whose caller guarantees the contract of
+    // `Gemm`. The activations of this kernel are blocks of Q8_1.
     unsafe {
         block32_with::<B, BlockQ8_1>(|x| (f16_to_f32(x.d), f16_to_f32(x.s), &x.qs), args);
     }

@@ -10,8 +10,8 @@ use std::arch::x86_64::*;
 
 use crate::simd::{Avx2, Avx512, Simd, Ymm};
 
-/// Distance of the software prefetch of weights in bytes. It reaches across the end of a page,
-/// where the processor's own prefetcher stops.
+/// Distance of the software prefetch of weights in bytes: one page, because the hardware prefetcher
+/// stops at the end of a page.
 const PREFETCH_DISTANCE: usize = 4096;
 
 /// Integer operations of an instruction set, beside the operations on `f32` of [`Simd`].
@@ -25,25 +25,25 @@ pub(super) trait IntSimd: Simd {
     const GROUPS: usize = Self::LANES / 8;
     /// Vectors of bytes in a super-block of 256.
     const SUPER: usize = 64 / Self::LANES;
-    /// Vectors of rows in a panel of integers; with the columns of a tile they fill the registers.
+    /// Vectors of rows in a panel of integers. The sums of a tile of [`IntSimd::COLS`] columns fit
+    /// the registers.
     const PANEL: usize;
-    /// Columns of a tile of integers: with [`IntSimd::PANEL`] so many sums that no dot product
-    /// waits for the one before.
+    /// Columns of a tile of integers: enough independent sums to hide the latency of a dot product.
     const COLS: usize;
-    /// Whether [`IntSimd::dot_wide`] takes the offset of 128 out itself.
+    /// Whether [`IntSimd::dot_wide`] subtracts the offset of 128 from the quants.
     const WIDE_IS_SIGNED: bool;
 
-    /// Whether [`IntSimd::dot`] takes several instructions, so that products of small quants are
-    /// better summed in 16 bits first: see [`IntSimd::multiply_pairs`].
+    /// Whether [`IntSimd::dot`] takes several instructions. Products of small quants are then first
+    /// summed in 16 bits ([`IntSimd::multiply_pairs`]), which is faster.
     const SUMS_I16: bool;
 
     /// Integers.
     type I: Copy;
-    /// Asks for the `bytes` that lie some way ahead of `p` in a stream.
+    /// Prefetches `bytes` bytes, [`PREFETCH_DISTANCE`] bytes after `p`.
     #[inline(always)]
     unsafe fn prefetch(p: *const u8, bytes: usize) {
         for i in (0..bytes).step_by(64) {
-            // SAFETY: a hint; the address need not be valid.
+            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(p.wrapping_add(PREFETCH_DISTANCE + i).cast()) }
         }
     }
@@ -56,18 +56,18 @@ pub(super) trait IntSimd: Simd {
     unsafe fn sub_int(a: Self::I, b: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes.
     unsafe fn dot(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
-    /// The same for quants up to 255, which stand for quants less 128 if `WIDE_IS_SIGNED`.
+    /// As `dot`, for quants up to 255. If `WIDE_IS_SIGNED`, 128 is subtracted from each quant.
     unsafe fn dot_wide(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
-    /// The same for signed quants, above -128 or times an `x` above -128.
+    /// As `dot`, for signed quants. In each product, the quant or `x` is above -128.
     unsafe fn dot_signed(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
-    /// The same for signed quants above -128 whose sign moves from `x` to them: `magnitudes` are
-    /// those of `x`.
+    /// As `dot`, for signed quants above -128. `magnitudes` are the magnitudes of `x`, whose signs
+    /// are applied to the quants.
     unsafe fn dot_turned(acc: Self::I, quants: Self::I, x: Self::I, magnitudes: Self::I)
     -> Self::I;
     /// The magnitudes of signed bytes.
     unsafe fn magnitudes(x: Self::I) -> Self::I;
-    /// Of the four signed bytes of each lane, the first and the third in 16 bits, and the second
-    /// and the fourth.
+    /// The four signed bytes of each lane as 16-bit integers: the first and the third, and the
+    /// second and the fourth.
     unsafe fn widen_pairs(v: Self::I) -> [Self::I; 2];
     /// For each 16-bit lane, the sum of two products of quants below 128 with signed bytes.
     unsafe fn multiply_pairs(quants: Self::I, x: Self::I) -> Self::I;
@@ -77,10 +77,11 @@ pub(super) trait IntSimd: Simd {
     unsafe fn add_i16_pairs(acc: Self::I, pairs: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of two signed 16-bit pairs.
     unsafe fn dot_pairs(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
-    /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes, the
-    /// first two times the first 16-bit scale of the lane, the others times the second.
+    /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes. The
+    /// first two products are multiplied with the first 16-bit scale of the lane, the others with
+    /// the second.
     unsafe fn dot_scaled(acc: Self::I, quants: Self::I, x: Self::I, scales: Self::I) -> Self::I;
-    /// The same for quants up to 255, which stand for quants less 128.
+    /// As `dot_scaled`, for quants up to 255, from which 128 is subtracted.
     unsafe fn dot_scaled_wide(
         acc: Self::I,
         quants: Self::I,
@@ -91,44 +92,46 @@ pub(super) trait IntSimd: Simd {
     /// The low 256 bits from `v`, the rest 0.
     unsafe fn widen(v: __m256i) -> Self::I;
 
-    /// The groups of 32 bytes; the second is 0 where a vector has but one.
+    /// The groups of 32 bytes. The second is 0 if a vector has one group.
     unsafe fn halves(v: Self::I) -> [__m256i; 2];
 
     unsafe fn to_floats(v: Self::I) -> Self::Vector;
-    /// For each lane, the larger of `acc` and the bits of the magnitude of `v`; those of what is
-    /// not finite are largest.
+    /// For each lane, the larger of `acc` and the bits of the magnitude of `v`, as integers. The
+    /// bits of infinity and NaN are larger than those of every finite number.
     unsafe fn larger_magnitudes(acc: Self::I, v: Self::Vector) -> Self::I;
     /// The largest lane.
     unsafe fn largest(v: Self::I) -> u32;
-    /// The nearest integers of both in 16 bits, pairs of neighbours side by side.
+    /// The nearest integers of both in 16 bits, in an order that keeps adjacent pairs together.
     unsafe fn to_i16(a: Self::Vector, b: Self::Vector) -> Self::I;
     /// The sum of the lanes of both.
     unsafe fn sum_both(v: Self::Vector, more: __m256) -> f32;
 
-    /// Of the eight scales of eight groups, those of the groups of vector `v`, over their lanes.
+    /// The scales of the groups of vector `v`, of the scales of eight groups, each in all lanes of
+    /// its group.
     unsafe fn spread_groups(scales: __m256, v: usize) -> Self::Vector;
-    /// Of the eight scales of eight groups in the order of [`IntSimd::QUADS`], those of `LANES / 4`
-    /// groups from `v` times as many on, each over four lanes.
+    /// The scales of the `LANES / 4` groups from group `v * LANES / 4` on, of the scales of eight
+    /// groups in the order of [`IntSimd::QUADS`], each in four lanes.
     unsafe fn spread_quads(scales: __m256, v: usize) -> Self::Vector;
-    /// `first`, with the second half of each group's lanes from `second`.
+    /// `first`, with the second half of the lanes of each group from `second`.
     unsafe fn second_halves(first: Self::Vector, second: Self::Vector) -> Self::Vector;
 
     /// The low four bits of each byte.
     unsafe fn low_nibbles(v: Self::I) -> Self::I;
     /// The high four bits of each byte.
     unsafe fn high_nibbles(v: Self::I) -> Self::I;
-    /// Bytes below 16 through a table.
+    /// The entries of a table at indices below 16.
     unsafe fn look_up(table: [u8; 16], v: Self::I) -> Self::I;
     /// Every byte plus 128.
     unsafe fn flip(v: Self::I) -> Self::I;
-    /// The four words at `offset` behind each of `LANES` pointers: vector `j` has word `j` of each.
+    /// The four words at byte `offset` of each of `LANES` rows. Vector `j` has word `j` of each
+    /// row.
     unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [Self::I; 4];
 
-    /// The order in which the scales of eight groups are spread soonest by
-    /// [`IntSimd::spread_quads`].
+    /// The order of the scales of eight groups for which [`IntSimd::spread_quads`] is one
+    /// instruction.
     const QUADS: [usize; 8];
-    /// 16 bytes at `p` and every `stride` bytes on, a vector of them, the last of them `last`
-    /// strides on.
+    /// A vector of pieces of 16 bytes, `stride` bytes apart from `p` on. Pieces after piece `last`
+    /// repeat piece `last`.
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> Self::I;
 }
 
@@ -244,7 +247,7 @@ impl IntSimd for Avx512 {
         x: __m512i,
         scales: __m512i,
     ) -> __m512i {
-        // The sign of a quant moves to `x`, so that pairs of products fit 16 bits.
+        // The sign of a quant is applied to `x`, so that the sum of two products fits 16 bits.
         // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
         unsafe {
             let signed = _mm512_xor_si512(quants, _mm512_set1_epi8(-128));
@@ -356,7 +359,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // Without the instruction: a pair of products is at most 2 * 127 * 127, which 16 bits hold.
+        // Without VNNI, the sum of two products is at most 2 * 127 * 128, which fits 16 bits.
         // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
         unsafe {
             if VNNI {
@@ -368,8 +371,9 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // Without the instruction: the magnitude of a quant less 128 is at most 128; the sign moves
-        // to `x`. SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // Without VNNI, the magnitude of a quant minus 128 is at most 128, and its sign is applied
+        // to `x`.
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
         unsafe {
             if VNNI {
                 return _mm256_dpbusd_avx_epi32(acc, quants, x);
@@ -476,7 +480,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         }
     }
 
-    // The groups of each 128-bit half of a vector side by side.
+    // The groups of one 128-bit half are adjacent.
     const QUADS: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
     #[inline(always)]
