@@ -90,7 +90,7 @@ impl<T: Element> GemmRows<T> {
             out_stride,
             ..
         } = self;
-        let mix = GemmRows {
+        let product = GemmRows {
             results,
             terms,
             n,
@@ -104,7 +104,7 @@ impl<T: Element> GemmRows<T> {
         };
         // SAFETY: `mix` has the operands of `self`, and the caller guarantees `terms` rows of `n`
         // elements of `U` at `rows`, `stride` bytes apart.
-        unsafe { mix.add() }
+        unsafe { product.add() }
     }
 }
 
@@ -116,27 +116,27 @@ impl<T: Element> PtrTask for Add<T> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
-        let mix = self.0;
+        let product = self.0;
         let mut column = 0;
         // SAFETY: the contract of `Add` guarantees the operands. Each strip ends at or before
-        // `mix.n`; the last vector of a strip of one vector may be partial.
+        // `product.n`; the last vector of a strip of one vector may be partial.
         unsafe {
             // The sums of 4 vectors of 6 rows, or of 8 vectors of 3 rows, fit the registers of
             // AVX-512 only.
-            while S::LANES == 16 && mix.results <= 3 && column + 8 * S::LANES <= mix.n {
-                mix.strip::<S, 8>(simd, column, S::LANES);
+            while S::LANES == 16 && product.results <= 3 && column + 8 * S::LANES <= product.n {
+                product.strip::<S, 8>(simd, column, S::LANES);
                 column += 8 * S::LANES;
             }
-            while S::LANES == 16 && column + 4 * S::LANES <= mix.n {
-                mix.strip::<S, 4>(simd, column, S::LANES);
+            while S::LANES == 16 && column + 4 * S::LANES <= product.n {
+                product.strip::<S, 4>(simd, column, S::LANES);
                 column += 4 * S::LANES;
             }
-            while column + 2 * S::LANES <= mix.n {
-                mix.strip::<S, 2>(simd, column, S::LANES);
+            while column + 2 * S::LANES <= product.n {
+                product.strip::<S, 2>(simd, column, S::LANES);
                 column += 2 * S::LANES;
             }
-            while column < mix.n {
-                mix.strip::<S, 1>(simd, column, S::LANES.min(mix.n - column));
+            while column < product.n {
+                product.strip::<S, 1>(simd, column, S::LANES.min(product.n - column));
                 column += S::LANES;
             }
         }
@@ -249,7 +249,7 @@ mod tests {
         let before = floats(results * out_stride);
         for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
             let mut out = before.clone();
-            let mix = GemmRows {
+            let product = GemmRows {
                 results,
                 terms,
                 n,
@@ -262,7 +262,7 @@ mod tests {
                 out_stride,
             };
             // SAFETY: the vectors have the extents of the operands.
-            unsafe { dispatch_ptr_at(level, Add(mix)) };
+            unsafe { dispatch_ptr_at(level, Add(product)) };
             for (at, (&out, &before)) in out.iter().zip(&before).enumerate() {
                 let (i, c) = (at / out_stride, at % out_stride);
                 if c >= n {

@@ -27,21 +27,24 @@ pub(super) unsafe fn write_f32(src: *const f32, dst: *mut u8, n: usize) {
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn read_f16(src: *const u8, dst: *mut f32, n: usize) {
-    // SAFETY: the caller's contract is that of the task.
+    // SAFETY: the caller guarantees `n` elements at `src` and `n` floats at `dst`, the contract of
+    // `ReadF16`.
     unsafe { dispatch_ptr(ReadF16(src.cast(), dst, n)) };
 }
 
 /// # Safety
 /// As [`super::QuantizeRow`].
 pub(super) unsafe fn write_f16(src: *const f32, dst: *mut u8, n: usize) {
-    // SAFETY: the caller's contract is that of the task.
+    // SAFETY: the caller guarantees `n` floats at `src` and `n` elements at `dst`, the contract of
+    // `WriteF16`.
     unsafe { dispatch_ptr(WriteF16(src, dst.cast(), n)) };
 }
 
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn read_bf16(src: *const u8, dst: *mut f32, n: usize) {
-    // SAFETY: the caller's contract is that of the task.
+    // SAFETY: the caller guarantees `n` elements at `src` and `n` floats at `dst`, the contract of
+    // `ReadBf16`.
     unsafe { dispatch_ptr(ReadBf16(src.cast(), dst, n)) };
 }
 

@@ -40,7 +40,8 @@ pub(super) trait QuantizeSuperBlock: SuperBlockFormat {
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn dequantize<B: SuperBlockFormat>(src: *const u8, dst: *mut f32, n: usize) {
-    // SAFETY: the caller's contract is that of the task.
+    // SAFETY: the caller guarantees `n` weights in blocks at `src` and `n` floats at `dst`, the
+    // contract of `Dequantize`.
     unsafe { dispatch_ptr(Dequantize::<B>(src.cast(), dst, n)) };
 }
 

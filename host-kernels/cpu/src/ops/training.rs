@@ -55,7 +55,7 @@ maps! {
 /// # Safety
 /// The line has `n` elements as [`Access::load`] wants them.
 unsafe fn log_sum_exp(line: (Access, *const u8), n: usize) -> f32 {
-    // SAFETY: the caller's contract is that of the callee.
+    // SAFETY: the caller guarantees that the line has `n` elements, which both functions read.
     unsafe {
         let largest = largest(line, n);
         largest + sum(Exponential { largest }, [line], n).ln() as f32
