@@ -102,8 +102,8 @@ impl<T: Element> GemmRows<T> {
             out,
             out_stride,
         };
-        // SAFETY: `mix` has the operands of `self`, and the caller guarantees `terms` rows of `n`
-        // elements of `U` at `rows`, `stride` bytes apart.
+        // SAFETY: `product` has the operands of `self`, and the caller guarantees `terms` rows of
+        // `n` elements of `U` at `rows`, `stride` bytes apart.
         unsafe { product.add() }
     }
 }

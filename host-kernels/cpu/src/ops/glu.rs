@@ -74,13 +74,13 @@ pub(super) unsafe fn gate(
     }
 }
 
-/// `x`, at most `limit`; NaN if `x` is.
+/// The smaller of `x` and `limit`; NaN if `x` is NaN.
 #[inline(always)]
 fn at_most<S: Simd>(x: Lanes<S>, limit: f32) -> Lanes<S> {
     x.splat(limit).min(x)
 }
 
-/// `x` between `-limit` and `limit`; NaN if `x` is.
+/// `x` limited to `-limit` .. `limit`; NaN if `x` is NaN.
 #[inline(always)]
 fn within<S: Simd>(x: Lanes<S>, limit: f32) -> Lanes<S> {
     x.splat(-limit).max(at_most(x, limit))

@@ -44,16 +44,15 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 /// The element of `line` at index `i`.
 ///
 /// # Safety
-/// It is there.
+/// The line has more than `i` elements.
 unsafe fn element(access: Access, line: *const u8, i: usize) -> f32 {
     let mut value = 0.0;
-    // SAFETY: the caller guarantees the element.
+    // SAFETY: the caller guarantees element `i`, which is loaded into one float.
     unsafe { access.load(access.at(line, i), 1, &mut value) };
     value
 }
 
-/// What a window holds before it has seen an element. The largest of nothing is the smallest
-/// number.
+/// The result of a window without elements: the smallest number for a maximum, 0 for a sum.
 fn start(kind: PoolKind) -> f32 {
     match kind {
         PoolKind::Max => f32::MIN,
@@ -87,13 +86,13 @@ fn pool_1d(dst: View, src: View, kind: PoolKind, window: PoolAxis) -> Kernel {
             let count = covered.len();
             let mut result = start(kind);
             for j in covered {
-                // SAFETY: j is inside the row.
+                // SAFETY: `covers` returns indices below `src.ne[0]`, the length of the row.
                 result = add(kind, result, unsafe { element(x, line, j) });
             }
             if kind == PoolKind::Average && count > 0 {
                 result /= count as f32;
             }
-            // SAFETY: i is inside the row.
+            // SAFETY: `i < dst.ne[0]`, the length of the row.
             unsafe { out.store(&result, 1, out.at(row, i).cast_mut()) };
         }
     })
@@ -112,21 +111,21 @@ fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [PoolAxis; 2]) -> Ker
             for sy in wy.covers(y, src.ne[1]) {
                 let line = src.row_ptr([sy, i2, i3]);
                 for sx in wx.covers(i, src.ne[0]) {
-                    // SAFETY: sx is inside the row.
+                    // SAFETY: `covers` returns indices below `src.ne[0]`, the length of the row.
                     result = add(kind, result, unsafe { element(x, line, sx) });
                 }
             }
             if kind == PoolKind::Average {
                 result /= area;
             }
-            // SAFETY: i is inside the row.
+            // SAFETY: `i < dst.ne[0]`, the length of the row.
             unsafe { out.store(&result, 1, out.at(row, i).cast_mut()) };
         }
     })
 }
 
-/// The gradient through POOL_2D of `forward`, for the gradient `grad` behind it. A maximum takes
-/// all of its window's, the first of several.
+/// The gradient of POOL_2D with input `forward`, for the gradient `grad` of its output. For the
+/// maximum, the first largest element of the window gets the whole gradient of the window.
 fn pool_2d_back(
     dst: View,
     grad: View,
@@ -139,16 +138,16 @@ fn pool_2d_back(
     let (out, gradients, x) = (access(&dst), access(&grad), access(&forward));
     let area = (wx.size * wy.size) as f32;
     Box::new(move |w| {
-        // Windows overlap: a plane belongs to one thread.
+        // Windows overlap, so one thread computes a whole plane.
         for plane in w.share(dst.ne[2] * dst.ne[3]) {
             let (i2, i3) = (plane % dst.ne[2], plane / dst.ne[2]);
             for y in 0..dst.ne[1] {
-                // SAFETY: the row has `ne[0]` elements.
+                // SAFETY: a row of the destination has `dst.ne[0]` elements.
                 unsafe { zero.fill(dst.row_ptr([y, i2, i3]), dst.nb[0], dst.ne[0]) };
             }
             for oy in 0..grad.ne[1] {
                 for ox in 0..grad.ne[0] {
-                    // SAFETY: the index is inside the extents.
+                    // SAFETY: `ox < grad.ne[0]`, the length of the row.
                     let g = unsafe { element(gradients, grad.row_ptr([oy, i2, i3]), ox) };
                     let covered = || {
                         let ys = wy.covers(oy, dst.ne[1]);
@@ -156,7 +155,7 @@ fn pool_2d_back(
                     };
                     let accumulate = |(y, x): (usize, usize), g: f32| {
                         let row = dst.row_ptr([y, i2, i3]);
-                        // SAFETY: what a window covers is inside the plane.
+                        // SAFETY: `covers` returns indices below the extents of `dst`.
                         unsafe {
                             let sum = element(out, row, x) + g;
                             out.store(&sum, 1, out.at(row, x).cast_mut());
@@ -165,16 +164,17 @@ fn pool_2d_back(
                     match kind {
                         PoolKind::Average => covered().for_each(|at| accumulate(at, g / area)),
                         PoolKind::Max => {
-                            let (mut largest, mut place) = (f32::MIN, None);
+                            let (mut largest, mut position) = (f32::MIN, None);
                             for at in covered() {
                                 let line = forward.row_ptr([at.0, i2, i3]);
-                                // SAFETY: what a window covers is inside the plane.
+                                // SAFETY: `covers` returns indices below the extents of `dst`,
+                                // which are those of `forward`.
                                 let value = unsafe { element(x, line, at.1) };
                                 if value > largest {
-                                    (largest, place) = (value, Some(at));
+                                    (largest, position) = (value, Some(at));
                                 }
                             }
-                            if let Some(at) = place {
+                            if let Some(at) = position {
                                 accumulate(at, g);
                             }
                         }
