@@ -4,12 +4,11 @@
 //! on an importance matrix, so there are no reference bytes. These quantisers minimise the sum of
 //! squared errors:
 //!
-//! 1. For each sub-block, try a range of scales. For each scale, every eight values take the
-//!   nearest entry of the codebook, and the scale becomes the best one for these quants (least
-//!   squares).
-//! 2. The largest scale determines that of the block. Each sub-block takes the multiple of it, and
-//!   the entries for that, with the smallest error. The scale of the block becomes the best one for
-//!   all quants.
+//! 1. For each sub-block, try a range of scales. For each scale, every eight values take the nearest
+//!    entry of the codebook, and the scale becomes the best one for these quants (least squares).
+//! 2. The largest scale determines the scale of the block. Each sub-block takes the multiple of this
+//!    scale, and the entries for it, with the smallest error. The scale of the block becomes the best
+//!    one for all quants.
 
 use std::sync::LazyLock;
 

@@ -66,8 +66,9 @@ impl ConvAxis {
     }
 }
 
-/// The indices `i < count` for which element `start + i * step` of the padded line is one of the
-/// `size` elements behind the first `padding`, and the first such element without the padding.
+/// The indices `i < count` for which element `start + i * step` of the padded line is inside the
+/// input, and the first such element as an index of the input. The input is the `size` elements
+/// after the first `padding` elements.
 fn covered(
     start: usize,
     step: usize,

@@ -110,11 +110,11 @@ pub(super) fn copy(dst: View, src: View) -> Kernel {
     let walk = Walk::new(dst, [src]);
     let line = *walk.line();
     let size = dst.ty.block_bytes() as usize;
-    if let Some(across) = walk.dense_elsewhere(0) {
+    if let Some(crossed) = walk.dense_elsewhere(0) {
         // A transposition: in tiles, so that every cache line of the source is read once.
-        let other = *walk.outer(across);
+        let other = *walk.outer(crossed);
         return Box::new(move |w| {
-            walk.tiles(w, across, TILE_SIDE, |dst, [src], n, m| {
+            walk.tiles(w, crossed, TILE_SIDE, |dst, [src], n, m| {
                 for i in 0..m {
                     let (to, from) = (dst.wrapping_add(i * other.dst), src.wrapping_add(i * size));
                     // SAFETY: the walk returns a tile of `n` by `m` elements that is inside both

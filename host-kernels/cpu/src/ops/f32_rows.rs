@@ -314,7 +314,7 @@ pub(super) fn map<const N: usize, M: Map<N>>(dst: View, src: [View; N], f: M) ->
 }
 
 /// The sum of `term(src[0][i], ...)` over dense floats. Contract: every pointer has `n` floats.
-struct Sum<const N: usize, M> {
+struct SumTerms<const N: usize, M> {
     term: M,
     src: [*const f32; N],
     n: usize,
@@ -323,14 +323,14 @@ struct Sum<const N: usize, M> {
 /// Independent sums, which hide the latency of an addition.
 const SUMS: usize = 4;
 
-impl<const N: usize, M: Map<N>> PtrTask for Sum<N, M> {
+impl<const N: usize, M: Map<N>> PtrTask for SumTerms<N, M> {
     type Output = f32;
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) -> f32 {
-        let Sum { term, src, n } = self;
-        // SAFETY: the contract of `Sum` guarantees `n` floats at each source. The closure is called
-        // with `i + len <= n`.
+        let SumTerms { term, src, n } = self;
+        // SAFETY: the contract of `SumTerms` guarantees `n` floats at each source. The closure is
+        // called with `i + len <= n`.
         let load = |i: usize, len: usize| unsafe {
             let mut x = [simd.splat(0.0); N];
             for (x, s) in x.iter_mut().zip(src) {
@@ -377,26 +377,26 @@ pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
         // is not direct, `n <= part = STAGE`.
         let src = unsafe { floats(src, start, n, &mut stages) };
         // SAFETY: `floats` has returned `n` dense floats of every source.
-        total += f64::from(unsafe { dispatch_ptr(Sum { term, src, n }) });
+        total += f64::from(unsafe { dispatch_ptr(SumTerms { term, src, n }) });
     }
     total
 }
 
 /// The largest of `n` dense floats. Contract: `src` is readable for `n` floats.
-struct Largest {
+struct FindLargest {
     src: *const f32,
     n: usize,
 }
 
-impl PtrTask for Largest {
+impl PtrTask for FindLargest {
     type Output = f32;
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) -> f32 {
-        let Largest { src, n } = self;
+        let FindLargest { src, n } = self;
         let mut largest = simd.splat(f32::NEG_INFINITY);
         let whole = n / S::LANES * S::LANES;
-        // SAFETY: the contract of `Largest` guarantees `n` floats; `i + len <= whole <= n`, and
+        // SAFETY: the contract of `FindLargest` guarantees `n` floats; `i + len <= whole <= n`, and
         // `n - whole < LANES` floats are left.
         unsafe {
             chunks::<S>(whole, |i, len| {
@@ -421,7 +421,7 @@ pub(super) unsafe fn largest(line: (Access, *const u8), n: usize) -> f32 {
         // STAGE`.
         let [src] = unsafe { floats([line], start, n, &mut stages) };
         // SAFETY: `floats` has returned `n` dense floats.
-        result = result.max(unsafe { dispatch_ptr(Largest { src, n }) });
+        result = result.max(unsafe { dispatch_ptr(FindLargest { src, n }) });
     }
     result
 }

@@ -124,15 +124,15 @@ impl<const N: usize> Walk<N> {
 
     /// Calls `body` for each tile of this worker's share of all elements, with the addresses of its
     /// first element: at most `side` adjacent elements of the line, in at most `side` adjacent
-    /// iterations of outer loop `across`.
+    /// iterations of outer loop `crossed`.
     pub(super) fn tiles(
         &self,
         w: &Worker<'_>,
-        across: usize,
+        crossed: usize,
         side: usize,
         mut body: impl FnMut(*mut u8, [*const u8; N], usize, usize),
     ) {
-        let (line, other) = (&self.line, &self.outer[across]);
+        let (line, other) = (&self.line, &self.outer[crossed]);
         let (along, beside) = (line.count.div_ceil(side), other.count.div_ceil(side));
         let planes = self.lines.checked_div(other.count).unwrap_or(0);
         for unit in w.share(along * beside * planes) {
@@ -145,7 +145,7 @@ impl<const N: usize> Walk<N> {
                 .wrapping_add(start * line.dst + first * other.dst);
             let mut src = self.src.map(|s| s.ptr().cast_const());
             src = advance(advance(src, line.src, start), other.src, first);
-            for (_, l) in self.outer.iter().enumerate().filter(|(i, _)| *i != across) {
+            for (_, l) in self.outer.iter().enumerate().filter(|(i, _)| *i != crossed) {
                 dst = dst.wrapping_add(plane % l.count * l.dst);
                 src = advance(src, l.src, plane % l.count);
                 plane /= l.count;

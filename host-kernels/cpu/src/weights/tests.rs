@@ -9,7 +9,7 @@ use vgpu_engine::{EngineError, Extent, Memory};
 
 const PAGES: u64 = 16;
 
-/// Different in every place.
+/// Bytes that differ from place to place: a hash of the index.
 fn content(len: u64) -> Vec<u8> {
     (0..len as u32)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
@@ -28,11 +28,12 @@ fn read(memory: &dyn Memory, offset: u64, len: u64) -> Vec<u8> {
     out
 }
 
-/// Bytes of memory that a base holds.
+/// The resident bytes of a base.
 fn held(base: &BaseRegion) -> u64 {
     let count = base.region.len().div_ceil(page() as usize);
     let mut resident = vec![0; count];
-    // SAFETY: the range is the mapping of the base, and `resident` has a byte for each of its pages.
+    // SAFETY: the range is the mapping of the base, and `resident` has a byte for each of its
+    // pages.
     let asked = unsafe {
         let at = base.region.as_ptr().cast();
         libc::mincore(at, base.region.len(), resident.as_mut_ptr())
@@ -51,11 +52,11 @@ fn shared(one: &CpuMemory, offset: u64, len: u64) -> Arc<dyn Extent> {
 }
 
 #[test]
-fn two_buffers_hold_bytes_once_and_do_not_see_each_other_write() {
+fn two_buffers_share_bytes_and_do_not_see_writes_of_each_other() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let bytes = content(PAGES * page());
     let one = weights(&budget, &bytes);
-    // At another distance from a page in the second than in the first.
+    // The offsets within a page differ between the buffers.
     let (offset, to, len) = (256, 512, PAGES * page() - 512);
     let extent = shared(&one, offset, len);
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
@@ -66,7 +67,7 @@ fn two_buffers_hold_bytes_once_and_do_not_see_each_other_write() {
     assert!(read(&two, 0, PAGES * page()) == two_has);
     assert_eq!(two.locate(to, len).unwrap(), one.locate(256, len).unwrap());
 
-    // Each writes; neither sees the other's.
+    // Both write, and neither sees the writes of the other.
     two.write(3 * page(), (&[1; 10][..]).into()).unwrap();
     two.fill(5 * page(), 10, 2).unwrap();
     one.fill(7 * page(), page(), 3).unwrap();
@@ -84,7 +85,7 @@ fn two_buffers_hold_bytes_once_and_do_not_see_each_other_write() {
 }
 
 #[test]
-fn who_writes_first_leaves_the_others_what_was() {
+fn a_write_does_not_change_the_bytes_of_other_buffers() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let bytes = content(PAGES * page());
     let one = weights(&budget, &bytes);
@@ -95,28 +96,31 @@ fn who_writes_first_leaves_the_others_what_was() {
     let before = one.moves();
     one.fill(2 * page(), 1, !bytes[2 * page() as usize])
         .unwrap();
-    assert_ne!(one.moves(), before, "others have it: the writer moves");
+    assert_ne!(
+        one.moves(),
+        before,
+        "the bytes are shared, so the writer copies them"
+    );
     let mut one_has = bytes.clone();
     one_has[2 * page() as usize] = !bytes[2 * page() as usize];
     assert!(read(&one, 0, PAGES * page()) == one_has);
     assert!(read(&two, page(), 4 * page()) == bytes[page() as usize..][..4 * page() as usize]);
     assert_eq!(budget.used(), (2 * PAGES + 4) * page());
-    // A tensor over a border is put together.
+    // A tensor in two pieces becomes contiguous.
     let at = one.locate(0, 2 * page()).unwrap();
-    // SAFETY: the extent has as many bytes, which do not change.
+    // SAFETY: `locate` has returned the address of two pages, which do not change.
     let there = unsafe { std::slice::from_raw_parts(at, 2 * page() as usize) };
     assert!(there == &one_has[..2 * page() as usize]);
     assert_eq!(at, one.own(0, 2 * page()).unwrap());
     assert!(read(&one, 0, PAGES * page()) == one_has);
-    // The other one has the bytes for itself now, and can write in place when the first has
-    // gone.
+    // Without the first buffer, only the second uses the bytes, and writes them in place.
     drop(one);
     two.own(page(), 4 * page()).unwrap();
     assert_eq!(budget.used(), PAGES * page());
 }
 
 #[test]
-fn pages_live_as_long_as_somebody_needs_them() {
+fn pages_are_freed_when_neither_buffer_nor_extent_needs_them() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let bytes = content(PAGES * page());
     let one = weights(&budget, &bytes);
@@ -127,9 +131,9 @@ fn pages_live_as_long_as_somebody_needs_them() {
     drop(first);
     let base = base(&one);
     let pages = || held(&base) / page();
-    assert_eq!(pages(), PAGES, "the owner has them all");
+    assert_eq!(pages(), PAGES, "the owner needs all pages");
     drop(one);
-    assert_eq!(pages(), 5, "those of the second extent");
+    assert_eq!(pages(), 5, "the pages of the second extent");
     assert!(
         read(&two, 4 * page() + 256, 4 * page())
             == bytes[4 * page() as usize + 256..][..4 * page() as usize]
@@ -142,10 +146,10 @@ fn pages_live_as_long_as_somebody_needs_them() {
 }
 
 #[test]
-fn what_two_have_uploaded_is_merged() {
+fn equal_uploads_of_two_buffers_are_merged() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let mut bytes = content(PAGES * page());
-    // Two tensors, and zeros between them, as ggml leaves them where it rounds up.
+    // Two tensors with zeros between them, where ggml aligns the second one.
     let (end, start) = (8 * page() + 100, 8 * page() + 128);
     bytes[end as usize..start as usize].fill(0);
     let (one, two) = (weights(&budget, &bytes), weights(&budget, &bytes));
@@ -157,14 +161,18 @@ fn what_two_have_uploaded_is_merged() {
     let before = two.moves();
     assert_eq!((attach(0), attach(1)), (ranges[0].1, ranges[1].1));
     assert_ne!(two.moves(), before);
-    // Somebody may still hold what is held twice now; when not, it goes.
+    // The second copy stays while its extents exist.
     assert_eq!(held(&base(&two)), PAGES * page());
     drop(own);
     attach(0);
     attach(1);
-    assert_eq!(held(&base(&two)), 0, "the page with both, too");
+    assert_eq!(
+        held(&base(&two)),
+        0,
+        "including the page with parts of both tensors"
+    );
     assert!(read(&two, 0, PAGES * page()) == bytes);
-    // What has changed is not replaced by what it was.
+    // A buffer that was written is not replaced by the original bytes.
     let three = weights(&budget, &bytes);
     three.freeze();
     three.fill(0, 1, !bytes[0]).unwrap();
@@ -173,7 +181,7 @@ fn what_two_have_uploaded_is_merged() {
 }
 
 #[test]
-fn pages_with_something_else_on_them_stay() {
+fn pages_with_other_bytes_stay() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let bytes = content(PAGES * page());
     let (one, two) = (weights(&budget, &bytes), weights(&budget, &bytes));
@@ -185,7 +193,7 @@ fn pages_with_something_else_on_them_stay() {
 }
 
 #[test]
-fn extents_over_others_are_copied_where_they_do_not_replace_them() {
+fn extents_that_partly_overlap_others_are_copied() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let bytes = content(PAGES * page());
     let one = weights(&budget, &bytes);
@@ -208,7 +216,7 @@ fn extents_over_others_are_copied_where_they_do_not_replace_them() {
 }
 
 #[test]
-fn overlapping_copies_go_the_right_way_round() {
+fn overlapping_copies_are_correct() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let bytes = content(PAGES * page());
     let one = weights(&budget, &bytes);
@@ -228,7 +236,7 @@ fn overlapping_copies_go_the_right_way_round() {
 }
 
 #[test]
-fn copies_of_what_others_have_need_room() {
+fn copies_of_shared_bytes_need_memory() {
     let budget = Arc::new(Budget::new(Some(3 * PAGES * page())));
     let bytes = content(2 * PAGES * page());
     let one = weights(&budget, &bytes);
@@ -243,14 +251,14 @@ fn copies_of_what_others_have_need_room() {
     assert_eq!(
         budget.used(),
         2 * PAGES * page(),
-        "no other thread had them"
+        "no other buffer shares the bytes"
     );
     drop(one);
     assert_eq!(budget.used(), 0);
 }
 
 #[test]
-fn extents_do_not_overlap_and_are_frozen() {
+fn extents_do_not_overlap_and_need_frozen_memory() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let one = weights(&budget, &content(PAGES * page()));
     assert!(one.extent(0, page()).is_err(), "not frozen yet");

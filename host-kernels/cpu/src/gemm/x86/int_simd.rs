@@ -62,8 +62,12 @@ pub(super) trait IntSimd: Simd {
     unsafe fn dot_signed(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
     /// As `dot`, for signed quants above -128. `magnitudes` are the magnitudes of `x`, whose signs
     /// are applied to the quants.
-    unsafe fn dot_turned(acc: Self::I, quants: Self::I, x: Self::I, magnitudes: Self::I)
-    -> Self::I;
+    unsafe fn dot_with_magnitudes(
+        acc: Self::I,
+        quants: Self::I,
+        x: Self::I,
+        magnitudes: Self::I,
+    ) -> Self::I;
     /// The magnitudes of signed bytes.
     unsafe fn magnitudes(x: Self::I) -> Self::I;
     /// The four signed bytes of each lane as 16-bit integers: the first and the third, and the
@@ -122,7 +126,7 @@ pub(super) trait IntSimd: Simd {
     /// The entries of a table at indices below 16.
     unsafe fn look_up(table: [u8; 16], v: Self::I) -> Self::I;
     /// Every byte plus 128.
-    unsafe fn flip(v: Self::I) -> Self::I;
+    unsafe fn add_128(v: Self::I) -> Self::I;
     /// The four words at byte `offset` of each of `LANES` rows. Vector `j` has word `j` of each
     /// row.
     unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [Self::I; 4];
@@ -161,14 +165,14 @@ impl IntSimd for Avx512 {
         fn sub_int(a: __m512i, b: __m512i) -> __m512i = _mm512_sub_epi32(a, b);
         fn dot(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(acc, quants, x);
         fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(acc, quants, x);
-        fn dot_turned(acc: __m512i, quants: __m512i, x: __m512i, _: __m512i) -> __m512i = Self::dot_signed(acc, quants, x);
+        fn dot_with_magnitudes(acc: __m512i, quants: __m512i, x: __m512i, _: __m512i) -> __m512i = Self::dot_signed(acc, quants, x);
         fn magnitudes(x: __m512i) -> __m512i = _mm512_abs_epi8(x);
         fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i = _mm512_maddubs_epi16(quants, x);
         fn add_i16(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi16(a, b);
         fn add_i16_pairs(acc: __m512i, pairs: __m512i) -> __m512i = _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
         fn low_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(v, _mm512_set1_epi8(15));
         fn high_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
-        fn flip(v: __m512i) -> __m512i = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
+        fn add_128(v: __m512i) -> __m512i = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
         fn dot_pairs(acc: __m512i, a: __m512i, b: __m512i) -> __m512i = _mm512_dpwssd_epi32(acc, a, b);
         fn dot_scaled(acc: __m512i, quants: __m512i, x: __m512i, scales: __m512i) -> __m512i = _mm512_dpwssd_epi32(acc, _mm512_maddubs_epi16(quants, x), scales);
         fn widen(v: __m256i) -> __m512i = _mm512_zextsi256_si512(v);
@@ -325,7 +329,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         fn splat_int(bits: u32) -> __m256i = _mm256_set1_epi32(bits as i32);
         fn sub_int(a: __m256i, b: __m256i) -> __m256i = _mm256_sub_epi32(a, b);
         fn dot_signed(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i = Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants));
-        fn dot_turned(
+        fn dot_with_magnitudes(
         acc: __m256i,
         quants: __m256i,
         x: __m256i,
@@ -337,7 +341,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         fn add_i16_pairs(acc: __m256i, pairs: __m256i) -> __m256i = Self::dot_pairs(acc, pairs, _mm256_set1_epi16(1));
         fn low_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(v, _mm256_set1_epi8(15));
         fn high_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
-        fn flip(v: __m256i) -> __m256i = _mm256_xor_si256(v, _mm256_set1_epi8(-128));
+        fn add_128(v: __m256i) -> __m256i = _mm256_xor_si256(v, _mm256_set1_epi8(-128));
         fn dot_scaled(acc: __m256i, quants: __m256i, x: __m256i, scales: __m256i) -> __m256i = Self::dot_pairs(acc, _mm256_maddubs_epi16(quants, x), scales);
         fn halves(v: __m256i) -> [__m256i; 2] = [v, _mm256_setzero_si256()];
         fn to_floats(v: __m256i) -> __m256 = _mm256_cvtepi32_ps(v);

@@ -27,8 +27,8 @@ const FEW_COLUMNS: usize = 32;
 /// # Safety
 /// The processor has the instructions of `S`. `start` is a multiple of `CHUNK`, `start + len <= k`
 /// and `len <= CHUNK`.
-/// - [`Panel::prepare`]: `x` is readable for a column of `k` activations, `column` is a valid column
-///   that no one else accesses;
+/// - [`Panel::prepare`]: `x` is readable for a column of `k` activations, `column` is a valid
+///   column that no one else accesses;
 /// - [`Panel::unpack`]: the contract of [`crate::gemm::Gemm`] holds for the call, and
 ///   `row < call.rows`;
 /// - [`Panel::multiply`]: the panel has been unpacked with the same `start` and `len`; the tile has
@@ -52,8 +52,8 @@ pub(super) trait Panel<S: IntSimd>: Sized {
     fn new() -> Self;
     /// Prepares a chunk of the column at `x`.
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut Self::Column);
-    /// Unpacks a chunk of the `VECTORS * S::LANES` rows from `row` on. The last row of the weights is
-    /// repeated if there are fewer.
+    /// Unpacks a chunk of the `VECTORS * S::LANES` rows from `row` on. The last row of the weights
+    /// is repeated if there are fewer.
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize);
     /// Adds the products with the `C` columns of a tile to their sums.
     unsafe fn multiply<const P: usize, const C: usize>(
@@ -75,7 +75,7 @@ pub(super) struct Tile<C> {
     /// The prepared chunks of the columns.
     pub(super) columns: *const C,
     /// The sums of the columns.
-    pub(super) sums: Sums,
+    pub(super) sums: TileSums,
 }
 
 /// The software prefetch of the next weights, a few cache lines at each step: the processor has few
@@ -112,9 +112,9 @@ impl Prefetch {
 
 /// The sums of a tile: for each column, one float for each row of the panel.
 #[derive(Clone, Copy)]
-pub(super) struct Sums(*mut f32);
+pub(super) struct TileSums(*mut f32);
 
-impl Sums {
+impl TileSums {
     /// Vector `p` of `P` of column `c`.
     ///
     /// # Safety
@@ -130,7 +130,7 @@ impl Sums {
     /// Writes vector `p` of `P` of column `c`.
     ///
     /// # Safety
-    /// As [`Sums::load`].
+    /// As [`TileSums::load`].
     #[inline(always)]
     pub(super) unsafe fn store<S: IntSimd, const P: usize>(self, p: usize, c: usize, v: S::Vector) {
         // SAFETY: column `c` begins `c * P` vectors behind the first sum, and the caller guarantees
@@ -187,9 +187,9 @@ struct Block {
 /// One block of [`gemm`].
 ///
 /// # Safety
-/// As [`crate::gemm::Gemm`] for `call`, with the features of `S`. `block` is inside the destination.
-/// `sums` is writable for `block.cols` columns of `block.rows` floats, rounded up to whole panels of
-/// `height`; `columns` is writable for `block.cols` prepared columns.
+/// As [`crate::gemm::Gemm`] for `call`, with the features of `S`. `block` is inside the
+/// destination. `sums` is writable for `block.cols` columns of `block.rows` floats, rounded up to
+/// whole panels of `height`; `columns` is writable for `block.cols` prepared columns.
 #[inline(always)]
 unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
     call: &GemmArgs,
@@ -229,7 +229,7 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
                     x,
                     x_stride: call.x_stride,
                     columns,
-                    sums: Sums(sums.add(i * block.cols * height)),
+                    sums: TileSums(sums.add(i * block.cols * height)),
                 };
                 let mut none = Prefetch::NONE;
                 tiles::<S, T>(panel, tile, block.cols, start, len, &mut none);
@@ -292,7 +292,7 @@ unsafe fn tiles<S: IntSimd, T: Panel<S>>(
             };
             tile.x = tile.x.add(done * tile.x_stride);
             tile.columns = tile.columns.add(done);
-            tile.sums = Sums(tile.sums.0.add(done * T::VECTORS * S::LANES));
+            tile.sums = TileSums(tile.sums.0.add(done * T::VECTORS * S::LANES));
             c += done;
         }
     }
@@ -317,8 +317,8 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
     // Whether the rows of weights are dense enough to prefetch the memory between them.
     let dense = call.w_stride < 2 * chunks * T::BYTES;
     let steps = chunks * tiles_of(call.cols, T::COLS) * T::UNITS;
-    // SAFETY: the memory has `sum_bytes` bytes for the sums, and behind them room for the columns of
-    // each chunk. The caller guarantees `call.k` elements in each row and column of the call;
+    // SAFETY: the memory has `sum_bytes` bytes for the sums, and behind them room for the columns
+    // of each chunk. The caller guarantees `call.k` elements in each row and column of the call;
     // `start + len <= call.k`, and the rows of `dst` that are written are below `call.rows`.
     unsafe {
         let columns = memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>();
@@ -348,7 +348,7 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
                     x: call.x,
                     x_stride: call.x_stride,
                     columns: columns.add(chunk * call.cols),
-                    sums: Sums(sums),
+                    sums: TileSums(sums),
                 };
                 tiles::<S, T>(&panel, tile, call.cols, start, len, &mut prefetch);
             }
@@ -383,8 +383,8 @@ pub(super) unsafe fn interleave<S: IntSimd>(
     let dst_stride = vectors * S::LANES * 4;
     for first in (0..words).step_by(S::LANES) {
         for v in 0..vectors {
-            // SAFETY: the caller guarantees the rows from `v * S::LANES` on, their words from `first`
-            // on, and the same square of `dst`.
+            // SAFETY: the caller guarantees the rows from `v * S::LANES` on, their words from
+            // `first` on, and the same square of `dst`.
             unsafe {
                 S::v_transpose(
                     src.add(v * S::LANES * src_stride + first * 4),

@@ -65,7 +65,7 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
                 for v in 0..VECTORS {
                     let rows = from.as_ptr().add(v * S::LANES);
                     decode_words::<S, B>(rows, block, |i, quants| {
-                        let [even, odd] = S::widen_pairs(S::flip(quants));
+                        let [even, odd] = S::widen_pairs(S::add_128(quants));
                         panel.set_pairs(16 * g + i, v, even);
                         panel.set_pairs(16 * g + 8 + i, v, odd);
                     });

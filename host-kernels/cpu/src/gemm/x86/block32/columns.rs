@@ -13,7 +13,7 @@ pub(super) struct Columns {
     pub(super) stride: usize,
     /// To the corrections for the offset, one for each lane, if the offset is not
     /// [folded](folds); or to the magnitudes of the quants, if their signs are moved to the weights
-    /// ([`flips_weights`]).
+    /// ([`moves_signs`]).
     pub(super) corrections: usize,
     /// To the scale of each group.
     pub(super) scales: usize,
@@ -37,8 +37,8 @@ impl Columns {
 
 /// Whether the signs of the activations are moved to the weights. Then the product needs the
 /// magnitudes of the activations, which are prepared once for all rows.
-pub(super) const fn flips_weights<S: BlockSimd, B: Block32Kernel>() -> bool {
-    B::WIDE && S::WIDE_IS_SIGNED && B::TURNS && matches!(B::CODES, Codes::Nibbles(_))
+pub(super) const fn moves_signs<S: BlockSimd, B: Block32Kernel>() -> bool {
+    B::WIDE && S::WIDE_IS_SIGNED && B::CAN_NEGATE && matches!(B::CODES, Codes::Nibbles(_))
 }
 
 /// The index of the scale of group `g` in a prepared column.
@@ -112,7 +112,7 @@ pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
                 *sums.add(index) = 0.0;
             }
         }
-        if flips_weights::<S, B>() {
+        if moves_signs::<S, B>() {
             for at in (0..padded).step_by(4 * S::LANES) {
                 let x = S::load_int(column.add(at));
                 S::store_int(column.add(layout.corrections + at), S::magnitudes(x));

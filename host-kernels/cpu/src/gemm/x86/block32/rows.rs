@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::columns::{Columns, flips_weights, prepare};
+use super::columns::{Columns, moves_signs, prepare};
 use super::dot::{dot, folds, offset};
 use crate::gemm::kernel::GemmArgs;
 use crate::gemm::x86::block_simd::BlockSimd;
@@ -70,8 +70,8 @@ pub(super) unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
 /// latency of an addition.
 ///
 /// # Safety
-/// `row` is readable for `groups` groups, `x` has `C` prepared columns of `layout`, `dst` is writable
-/// for `C` floats `dst_stride` apart, and the processor has the instructions of `S`.
+/// `row` is readable for `groups` groups, `x` has `C` prepared columns of `layout`, `dst` is
+/// writable for `C` floats `dst_stride` apart, and the processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn row_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usize>(
     row: *const u8,
@@ -180,14 +180,19 @@ unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: u
                             let low = S::multiply_pairs(low, x_low);
                             let high = S::multiply_pairs(high, x_high);
                             S::add_i16_pairs(S::zero_int(), S::add_i16(low, high))
-                        } else if flips_weights::<S, B>() {
+                        } else if moves_signs::<S, B>() {
                             let magnitudes = x.add(layout.corrections);
                             let (m_low, m_high) = (
                                 S::load_int(magnitudes),
                                 S::load_int(magnitudes.add(4 * S::LANES)),
                             );
-                            let dots = S::dot_turned(S::zero_int(), S::flip(low), x_low, m_low);
-                            S::dot_turned(dots, S::flip(high), x_high, m_high)
+                            let dots = S::dot_with_magnitudes(
+                                S::zero_int(),
+                                S::add_128(low),
+                                x_low,
+                                m_low,
+                            );
+                            S::dot_with_magnitudes(dots, S::add_128(high), x_high, m_high)
                         } else {
                             let dots = dot::<S, B>(S::zero_int(), low, x_low);
                             dot::<S, B>(dots, high, x_high)

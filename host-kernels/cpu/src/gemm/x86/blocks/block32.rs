@@ -144,7 +144,7 @@ impl Block32Kernel for BlockQ8_0 {
     #[inline(always)]
     unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
         // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe { S::flip(codes) }
+        unsafe { S::add_128(codes) }
     }
 
     #[inline(always)]
@@ -169,7 +169,7 @@ impl Block32Kernel for BlockQ8_0 {
 
 impl Block32Kernel for BlockIq4Nl {
     const MAX_QUANT: usize = 255;
-    const TURNS: bool = true;
+    const CAN_NEGATE: bool = true;
     const CODES: Codes = Codes::Nibbles(2);
 
     #[inline(always)]
@@ -177,8 +177,8 @@ impl Block32Kernel for BlockIq4Nl {
         // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe {
             if S::WIDE_IS_SIGNED {
-                // The compiler removes this `flip` together with the `flip` of the product.
-                S::flip(S::look_up(IQ4_SIGNED_TABLE, codes))
+                // The compiler removes this `add_128` together with the `add_128` of the product.
+                S::add_128(S::look_up(IQ4_SIGNED_TABLE, codes))
             } else {
                 S::look_up(IQ4_TABLE, codes)
             }

@@ -34,7 +34,7 @@ pub(super) trait Block32Kernel: Block32Format {
     const MAX_QUANT: usize;
 
     /// Whether a quant minus 128 is never -128, so that it can be negated.
-    const TURNS: bool = false;
+    const CAN_NEGATE: bool = false;
 
     /// How the codes are stored that [`Block32Kernel::decode`] converts to quants.
     const CODES: Codes = Codes::Other;
