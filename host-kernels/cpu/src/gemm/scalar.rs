@@ -176,12 +176,14 @@ unsafe fn block32_with<B: Block32Format, X>(
             unsafe { *dst.add(c * dst_stride + r) = 0.0 };
         }
         for g in 0..k / 32 {
-            // SAFETY: group `g` of row `r` is within the row; B and X are packed, and any bytes are
-            // valid ones because they consist of integers.
+            // SAFETY: group `g` is in row `r`, by the contract of `Gemm`. `B` is packed and
+            // consists of integers, so any bytes are valid.
             let group =
                 unsafe { (*w.add(r * w_stride).cast::<B>().add(g / groups)).group(g % groups) };
             for c in 0..cols {
-                // SAFETY: as above, for block `g` of column `c`.
+                // SAFETY: block `g` is in column `c`, by the contract of `Gemm`. `X` is packed and
+                // consists of integers, so any bytes are valid. `dst` is the float of row `r` and
+                // column `c`.
                 let (x, dst) = unsafe {
                     (
                         &*x.add(c * x_stride).cast::<X>().add(g),
@@ -232,11 +234,13 @@ unsafe fn k_quants<B: SuperBlockFormat>(args: &GemmArgs) {
             unsafe { *dst.add(c * dst_stride + r) = 0.0 };
         }
         for b in 0..k / 256 {
-            // SAFETY: block `b` of row `r` is within the row; B is packed and any bytes are a valid
-            // one.
+            // SAFETY: block `b` is in row `r`, by the contract of `Gemm`. `B` is packed and has
+            // integers and floats, so any bytes are valid.
             let block = unsafe { (*w.add(r * w_stride).cast::<B>().add(b)).decode() };
             for c in 0..cols {
-                // SAFETY: as above, for block `b` of column `c`.
+                // SAFETY: block `b` is in column `c`, by the contract of `Gemm`. The block is
+                // packed and has integers and a float, so any bytes are valid. `dst` is the float
+                // of row `r` and column `c`.
                 let (x, dst) = unsafe {
                     (
                         &*x.add(c * x_stride).cast::<BlockQ8K>().add(b),
