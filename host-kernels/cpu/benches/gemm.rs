@@ -204,7 +204,7 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
     let mut y = vec![0f32; rows * cols];
     let mut ours = || {
         for c in 0..cols {
-            // SAFETY: `x` and `columns` hold `cols` columns of `K`.
+            // SAFETY: `x` and `columns` have `cols > c` columns of `K` elements.
             unsafe {
                 (kernel.quantize_activation)(
                     x[c * K..].as_ptr(),
@@ -213,7 +213,8 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
                 );
             }
         }
-        // SAFETY: the vectors hold `rows` rows, `cols` columns and their products.
+        // SAFETY: the vectors have `rows` rows and `cols` columns of `K` elements, and `rows *
+        // cols` products.
         unsafe {
             (kernel.gemm)(&GemmArgs {
                 k: K,

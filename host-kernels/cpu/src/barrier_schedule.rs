@@ -7,8 +7,8 @@
 //!   row of a single token;
 //! - if each thread reads only what it has itself written: a norm of rows and their quantisation.
 //!
-//! A kernel that deals chunks is alone in its phase: a turn can end in the middle of it, and any
-//! kernel beside it would run twice.
+//! A kernel that takes chunks is alone in its phase: a turn can end before its last chunk, and
+//! another kernel of the phase would then run twice.
 
 use std::ops::Range;
 
@@ -74,7 +74,7 @@ pub(crate) struct BarrierSchedule {
     phases: Vec<Phase>,
     scratch_bytes: usize,
     /// The memory accesses of the parts of the last phase, and whether each part is solo; empty if
-    /// nothing can join that phase.
+    /// no kernel can join that phase.
     open: Vec<(MemoryAccess, bool)>,
     /// Scratch memory of these parts in bytes.
     open_bytes: usize,
@@ -104,7 +104,7 @@ impl BarrierSchedule {
         self.phases.push(Phase { parts: vec![part] });
     }
 
-    /// Adds a kernel that divides its work into shares and deals no chunks, with `scratch_bytes` of
+    /// Adds a kernel that divides its work into shares and takes no chunks, with `scratch_bytes` of
     /// its own. `follows`: each thread reads what it has itself written in the part before, and
     /// nothing else that this phase has written.
     pub(crate) fn push_shared(

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use crate::simd::{Lanes, PtrTask, Simd, dispatch_ptr};
 
-/// The maximum number of rows of results for which each row that is summed up is read once.
+/// The rows of results in a tile: each row of terms is read once per tile.
 pub(crate) const TILE_RESULTS: usize = 6;
 
 /// The operands; strides are in elements. Each sum runs over its terms in order.
@@ -15,14 +15,14 @@ pub(crate) const TILE_RESULTS: usize = 6;
 pub(crate) struct GemmRows<T> {
     /// Rows of results.
     pub(crate) results: usize,
-    /// Rows that are summed up.
+    /// Rows that are added to each row of results, each times a weight.
     pub(crate) terms: usize,
     /// Elements in each row.
     pub(crate) n: usize,
     pub(crate) weights: *const f32,
-    /// From a result's weights to the next one's.
+    /// From the weights of one row of results to the weights of the next.
     pub(crate) weights_stride: usize,
-    /// From a weight to that of the next term.
+    /// From the weight of one term to the weight of the next.
     pub(crate) weights_step: usize,
     pub(crate) rows: *const T,
     pub(crate) rows_stride: usize,
@@ -30,7 +30,7 @@ pub(crate) struct GemmRows<T> {
     pub(crate) out_stride: usize,
 }
 
-/// What rows may consist of.
+/// The element type of the rows.
 pub(crate) trait Element: Copy {
     /// # Safety
     /// `ptr` is readable for `n <= S::LANES` elements.
@@ -40,7 +40,7 @@ pub(crate) trait Element: Copy {
 impl Element for f32 {
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, ptr: *const f32, n: usize) -> Lanes<S> {
-        // SAFETY: the caller's contract is that of the callee.
+        // SAFETY: the caller guarantees `n <= S::LANES` elements at `ptr`.
         unsafe { simd.load_ptr(ptr, n) }
     }
 }
@@ -48,7 +48,7 @@ impl Element for f32 {
 impl Element for f16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, ptr: *const f16, n: usize) -> Lanes<S> {
-        // SAFETY: the caller's contract is that of the callee.
+        // SAFETY: the caller guarantees `n <= S::LANES` elements at `ptr`.
         unsafe { simd.load_f16_ptr(ptr.cast(), n) }
     }
 }
@@ -56,7 +56,7 @@ impl Element for f16 {
 impl Element for bf16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, ptr: *const bf16, n: usize) -> Lanes<S> {
-        // SAFETY: the caller's contract is that of the callee.
+        // SAFETY: the caller guarantees `n <= S::LANES` elements at `ptr`.
         unsafe { simd.load_bf16_ptr(ptr.cast(), n) }
     }
 }
@@ -70,11 +70,11 @@ impl<T: Element> GemmRows<T> {
     /// - `out` is readable and writable for `results` rows of `n` floats, which overlap neither
     ///   each other nor the operands.
     pub(crate) unsafe fn add(self) {
-        // SAFETY: the caller's contract is that of the task.
+        // SAFETY: the caller guarantees the operands that the contract of `Add` requires.
         unsafe { dispatch_ptr(Add(self)) };
     }
 
-    /// The same with other rows, of `U`, at `rows` and so many bytes apart.
+    /// As [`GemmRows::add`], with rows of `U` at `rows`, `stride` bytes apart.
     ///
     /// # Safety
     /// As [`GemmRows::add`]; the stride is a multiple of the size of `U`.
@@ -90,7 +90,7 @@ impl<T: Element> GemmRows<T> {
             out_stride,
             ..
         } = self;
-        let mix = GemmRows {
+        let product = GemmRows {
             results,
             terms,
             n,
@@ -102,8 +102,9 @@ impl<T: Element> GemmRows<T> {
             out,
             out_stride,
         };
-        // SAFETY: the caller's contract is that of the callee.
-        unsafe { mix.add() }
+        // SAFETY: `product` has the operands of `self`, and the caller guarantees `terms` rows of
+        // `n` elements of `U` at `rows`, `stride` bytes apart.
+        unsafe { product.add() }
     }
 }
 
@@ -115,26 +116,27 @@ impl<T: Element> PtrTask for Add<T> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
-        let mix = self.0;
+        let product = self.0;
         let mut column = 0;
-        // SAFETY: `GemmRows::add` had the operands vouched for; every strip begins before `n`, and
-        // only the last of a single vector may be cut short.
+        // SAFETY: the contract of `Add` guarantees the operands. Each strip ends at or before
+        // `product.n`; the last vector of a strip of one vector may be partial.
         unsafe {
-            // Wider strips need the registers of AVX-512, the widest all of them for few results.
-            while S::LANES == 16 && mix.results <= 3 && column + 8 * S::LANES <= mix.n {
-                mix.strip::<S, 8>(simd, column, S::LANES);
+            // The sums of 4 vectors of 6 rows, or of 8 vectors of 3 rows, fit the registers of
+            // AVX-512 only.
+            while S::LANES == 16 && product.results <= 3 && column + 8 * S::LANES <= product.n {
+                product.strip::<S, 8>(simd, column, S::LANES);
                 column += 8 * S::LANES;
             }
-            while S::LANES == 16 && column + 4 * S::LANES <= mix.n {
-                mix.strip::<S, 4>(simd, column, S::LANES);
+            while S::LANES == 16 && column + 4 * S::LANES <= product.n {
+                product.strip::<S, 4>(simd, column, S::LANES);
                 column += 4 * S::LANES;
             }
-            while column + 2 * S::LANES <= mix.n {
-                mix.strip::<S, 2>(simd, column, S::LANES);
+            while column + 2 * S::LANES <= product.n {
+                product.strip::<S, 2>(simd, column, S::LANES);
                 column += 2 * S::LANES;
             }
-            while column < mix.n {
-                mix.strip::<S, 1>(simd, column, S::LANES.min(mix.n - column));
+            while column < product.n {
+                product.strip::<S, 1>(simd, column, S::LANES.min(product.n - column));
                 column += S::LANES;
             }
         }
@@ -142,15 +144,15 @@ impl<T: Element> PtrTask for Add<T> {
 }
 
 impl<T: Element> GemmRows<T> {
-    /// All rows of the columns from `column` on, as many as `W` vectors hold; the last vector has
+    /// All rows of results, in the columns of `W` vectors from `column` on. The last vector has
     /// `last` floats.
     ///
     /// # Safety
-    /// As [`GemmRows::add`]; the columns are less than `n`.
+    /// As [`GemmRows::add`]; `column + (W - 1) * S::LANES + last <= n`.
     #[inline(always)]
     unsafe fn strip<S: Simd, const W: usize>(self, simd: S, column: usize, last: usize) {
         let mut row = 0;
-        // SAFETY: each tile ends at or before `results`.
+        // SAFETY: `row + R <= self.results` in each call, and the caller guarantees the columns.
         unsafe {
             while row + TILE_RESULTS <= self.results {
                 self.tile::<S, TILE_RESULTS, W>(simd, row, column, last);
@@ -167,10 +169,10 @@ impl<T: Element> GemmRows<T> {
         }
     }
 
-    /// `R` rows of `W` vectors.
+    /// Rows `row .. row + R` of results, in the columns of `W` vectors.
     ///
     /// # Safety
-    /// As [`GemmRows::add`]; rows and columns are less than `results` and `n`.
+    /// As [`GemmRows::strip`]; `row + R <= results`.
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const W: usize>(
         self,
@@ -180,7 +182,9 @@ impl<T: Element> GemmRows<T> {
         last: usize,
     ) {
         let len = |c: usize| if c + 1 == W { last } else { S::LANES };
-        // SAFETY: the caller keeps rows and columns inside.
+        // SAFETY: the caller guarantees rows `row .. row + R` and the columns of `W` vectors, of
+        // which the last has `last` floats, inside `out` and `self.rows`, and the weights of all
+        // terms.
         unsafe {
             let out = self.out.add(row * self.out_stride + column);
             let weights = self.weights.add(row * self.weights_stride);
@@ -245,7 +249,7 @@ mod tests {
         let before = floats(results * out_stride);
         for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
             let mut out = before.clone();
-            let mix = GemmRows {
+            let product = GemmRows {
                 results,
                 terms,
                 n,
@@ -258,7 +262,7 @@ mod tests {
                 out_stride,
             };
             // SAFETY: the vectors have the extents of the operands.
-            unsafe { dispatch_ptr_at(level, Add(mix)) };
+            unsafe { dispatch_ptr_at(level, Add(product)) };
             for (at, (&out, &before)) in out.iter().zip(&before).enumerate() {
                 let (i, c) = (at / out_stride, at % out_stride);
                 if c >= n {

@@ -76,7 +76,7 @@ pub(crate) fn check_index(index: i64, count: usize) -> Result<usize, Fault> {
 ///
 /// A thread may read this after the barrier of phase `i` while a faster thread is already in phase
 /// `i + 1` and requests an exit after that phase. So the request is the number of a phase, and only
-/// threads behind that phase's barrier leave. With a mere flag, the slow thread would leave, and
+/// threads behind that phase's barrier leave. With a flag alone, the slow thread would leave, and
 /// the fast thread would wait for it forever.
 pub(crate) struct EarlyExit {
     after: AtomicUsize,
@@ -123,7 +123,7 @@ impl EarlyExit {
 pub(crate) struct Worker<'a> {
     pub(crate) index: usize,
     pub(crate) count: usize,
-    /// Chunks dealt so far.
+    /// The chunks that threads have taken so far.
     pub(crate) counter: &'a AtomicUsize,
     pub(crate) scratch: *mut u8,
     pub(crate) activations: *mut u8,
@@ -148,10 +148,10 @@ impl Worker<'_> {
         start..start + part + usize::from(self.index < rest)
     }
 
-    /// Chunks of up to `grain` out of `units`, each given to the first thread that asks. A phase
+    /// Chunks of up to `grain` out of `units`, each taken by the first free thread. A phase
     /// uses this at most once, with the same arguments on every thread.
     ///
-    /// When the turn of the graph is over, no more chunks are given out, and the next turn calls
+    /// When the turn of the graph is over, no more chunks are returned, and the next turn calls
     /// the kernel again for the rest. So work of a kernel before its chunks is repeated in each
     /// turn, and a kernel must have no work after its chunks.
     pub(crate) fn chunks(&self, units: usize, grain: usize) -> impl Iterator<Item = Range<usize>> {

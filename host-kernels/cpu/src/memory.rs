@@ -110,15 +110,16 @@ impl CpuMemory {
     /// The address of `len` contiguous bytes, for reading. It is valid until
     /// [`moves`](CpuMemory::moves) changes.
     pub(super) fn locate(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
-        self.place(offset, len, WeightRegion::locate)
+        self.address(offset, len, WeightRegion::locate)
     }
 
     /// As [`locate`](CpuMemory::locate), for writing.
     pub(super) fn own(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
-        self.place(offset, len, WeightRegion::own)
+        self.address(offset, len, WeightRegion::own)
     }
 
-    fn place(
+    /// The address of `len` contiguous bytes, which `of_weights` returns for weights.
+    fn address(
         &self,
         offset: u64,
         len: u64,
@@ -150,7 +151,9 @@ impl CpuMemory {
             Kind::Weights(weights) => {
                 check_range(offset, len, self.size)?;
                 let parts = weights.parts(offset..offset + len);
-                parts.into_iter().for_each(|(place, len)| each(place, len));
+                parts
+                    .into_iter()
+                    .for_each(|(address, len)| each(address, len));
             }
             _ => each(self.locate(offset, len)?, len as usize),
         }
@@ -161,8 +164,9 @@ impl CpuMemory {
 impl Drop for CpuMemory {
     fn drop(&mut self) {
         if let Kind::Shared(region) = &self.kind {
-            // SAFETY: a guest may keep the file, but what this process has counted must not stay in
-            // it.
+            // SAFETY: the memory is dropped, so this process no longer uses its bytes. The pages
+            // are removed from the file, which a guest may keep, because they are no longer
+            // charged.
             unsafe { region.discard(0..self.size, UncheckedAdvice::Remove) };
         }
     }
@@ -175,7 +179,8 @@ impl Memory for CpuMemory {
 
     fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
         let to = self.own(offset, data.len() as u64)?;
-        // SAFETY: `own` has given a place for so many bytes, of which no reference exists.
+        // SAFETY: `own` returns the address of `data.len()` writable bytes, to which no reference
+        // exists.
         unsafe { BytesMut::from_raw(to, data.len()) }.copy_from(data);
         Ok(())
     }
@@ -184,9 +189,10 @@ impl Memory for CpuMemory {
         let mut rest = out;
         let mut done = 0;
         self.each_part(offset, rest.len() as u64, |from, len| {
-            // SAFETY: so many bytes lie there, and the parts are together as long as `out`.
+            // SAFETY: the lengths of all parts add up to the length of `out`, so `out` has `len`
+            // bytes from `done` on.
             let to = unsafe { BytesMut::from_raw(rest.as_mut_ptr().wrapping_add(done), len) };
-            // SAFETY: as above.
+            // SAFETY: `each_part` returns the address of `len` readable bytes.
             { to }.copy_from(unsafe { Bytes::from_raw(from, len) });
             done += len;
         })
@@ -194,7 +200,7 @@ impl Memory for CpuMemory {
 
     fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
         let to = self.own(offset, len)?;
-        // SAFETY: `own` has given a place for so many bytes, of which no reference exists.
+        // SAFETY: `own` returns the address of `len` writable bytes, to which no reference exists.
         unsafe { to.write_bytes(value, len as usize) };
         Ok(())
     }
@@ -214,18 +220,20 @@ impl Memory for CpuMemory {
         check_range(offset, len, self.size)?;
         let overlap = std::ptr::eq(self, source) && offset.abs_diff(source_offset) < len;
         if overlap {
-            // Where they lie one behind the other, a copy knows which way round to go.
+            // In contiguous memory, `std::ptr::copy` handles the overlap.
             let first = offset.min(source_offset);
             let all = self.own(first, offset.max(source_offset) + len - first)?;
             let at = |offset: u64| all.wrapping_add((offset - first) as usize);
-            // SAFETY: `own` has given a place for both, of which no reference exists.
+            // SAFETY: `all` has the bytes of both ranges, contiguous and writable, to which no
+            // reference exists.
             unsafe { std::ptr::copy(at(source_offset), at(offset), len as usize) };
             return Ok(());
         }
         let mut to = self.own(offset, len)?;
         source.each_part(source_offset, len, |from, len| {
-            // SAFETY: so many bytes lie there, and `own` has given a place for all of them, which
-            // is none of these.
+            // SAFETY: `each_part` returns the address of `len` readable bytes, and `own` the
+            // address of the writable bytes of all parts. Both ranges are disjoint, as checked
+            // above.
             unsafe { to.copy_from_nonoverlapping(from, len) };
             to = to.wrapping_add(len);
         })

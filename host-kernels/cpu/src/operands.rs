@@ -1,4 +1,4 @@
-//! What an operator's module sees of a node when it compiles it.
+//! A node during compilation: its operands, and what earlier nodes have prepared for it.
 
 use std::cell::Cell;
 
@@ -7,28 +7,28 @@ use vgpu_transport::ir::{Node, Op};
 use crate::gemm::Activation;
 use crate::view::View;
 
-/// What nodes tell later nodes during compilation: which tensor was converted last, and to which
-/// format. The products of one tensor with several weights (Q, K and V; gate and up) begin with the
-/// same activations, which are converted once.
+/// The state that nodes pass to later nodes during compilation: the tensor that was converted last,
+/// and its format. The products of one tensor with several weights (Q, K and V; gate and up) begin
+/// with the same activations, which are converted once.
 #[derive(Default)]
 pub(crate) struct ActivationCache {
     cached: Cell<Option<(View, Activation)>>,
     /// Size of the largest converted tensor.
     bytes: Cell<usize>,
-    /// The tensor that the first kernel of the present node converts, if it does nothing else.
+    /// The tensor that the first kernel of the current node converts, if the kernel only converts.
     converts: Cell<Option<View>>,
-    /// The tensor that the present node makes row by row.
+    /// The tensor that the current node computes row by row.
     makes: Cell<Option<View>>,
-    /// The tensor that the node before it has made row by row.
+    /// The tensor that the node before it computes row by row.
     made: Cell<Option<View>>,
 }
 
 /// What compiling a node has recorded in the [`ActivationCache`].
 pub(crate) struct Recorded {
-    /// The tensor that the first kernel converts, if it does nothing else.
+    /// The tensor that the first kernel converts, if the kernel only converts.
     pub(crate) converts: Option<View>,
-    /// Whether each thread reads only rows of that tensor that it has itself made in the kernel
-    /// before.
+    /// Whether each thread reads only rows of that tensor that the same thread has computed in the
+    /// kernel before.
     pub(crate) follows: bool,
 }
 
@@ -57,7 +57,7 @@ impl ActivationCache {
     }
 }
 
-/// A node's operator, operands and surroundings.
+/// The operator and the operands of a node, and the state of the compilation.
 pub(crate) struct Operands<'a> {
     pub(crate) views: &'a [View],
     pub(crate) node: &'a Node,
@@ -102,21 +102,21 @@ impl Operands<'_> {
         cache.cached.replace(Some((source, activation))) == Some((source, activation))
     }
 
-    /// Declares that the node has one kernel, of which each thread makes its
-    /// [share](crate::kernel::Worker::share) of the rows of `view` and touches nothing that belongs
-    /// to other rows.
+    /// Declares that the node has one kernel, in which each thread computes its
+    /// [share](crate::kernel::Worker::share) of the rows of `view` and accesses no memory of other
+    /// rows.
     pub(crate) fn makes_rows(&self, view: View) {
         self.cache.makes.set(Some(view));
     }
 
-    /// Whether the node before made `view` in this way: a kernel that takes the same share of rows
-    /// need not wait for other threads.
+    /// Whether the node before has computed `view` in this way. Then a kernel that takes the same
+    /// share of rows need not wait for other threads.
     pub(crate) fn follows_rows(&self, view: View) -> bool {
         self.cache.made.get() == Some(view)
     }
 
     /// Declares that the first kernel reads `source`, which is the node's second source, writes the
-    /// [activation memory](Operands::cache_activations), and does nothing else.
+    /// [activation memory](Operands::cache_activations), and accesses no other memory.
     pub(crate) fn converts_first(&self, source: View) {
         self.cache.converts.set(Some(source));
     }

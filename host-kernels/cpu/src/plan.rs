@@ -39,8 +39,8 @@ impl CpuPlan {
     ///
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer belongs to another engine;
-    /// [`EngineError::Unsupported`] if a node has no kernel; [`EngineError::OutOfMemory`] if weights
-    /// that the graph writes need memory of their own.
+    /// [`EngineError::Unsupported`] if a node has no kernel; [`EngineError::OutOfMemory`] if
+    /// weights that the graph writes need memory of their own.
     pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
@@ -204,8 +204,8 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
             Ok(unsafe { View::new(ptr, &tensor.shape) })
         });
         let views = views.collect::<Result<Vec<View>, EngineError>>()?;
-        // Locating a tensor that was in several places merges them, which may move other tensors.
-        // The loop ends because each round reduces the number of places.
+        // Locating a tensor that was in several pieces merges them, which may move other tensors.
+        // The loop ends because each iteration reduces the number of pieces.
         if moves(memories) == before {
             return Ok((views, before));
         }

@@ -110,8 +110,8 @@ impl Region {
         Some(Region::new(mapping.into()))
     }
 
-    /// A shared mapping of the first `len > 0` bytes of a file that cannot shrink, so that no access
-    /// can fault; `None` if the kernel refuses it.
+    /// A shared mapping of the first `len > 0` bytes of a file that cannot shrink, so that no
+    /// access can fault; `None` if the kernel refuses it.
     pub(super) fn shared(file: BorrowedFd<'_>, len: usize) -> Option<Region> {
         let mapping = MmapOptions::new().len(len).map_raw(&file).ok()?;
         Some(Region::new(mapping))
@@ -145,8 +145,8 @@ impl Region {
         debug_assert!(range.start.is_multiple_of(page()) && range.end <= self.len() as u64);
         if range.start < range.end {
             let (at, len) = (range.start as usize, (range.end - range.start) as usize);
-            // SAFETY: the range lies in the mapping and begins at a page. The caller guarantees that
-            // no thread accesses the pages and that their contents are not needed.
+            // SAFETY: the range lies in the mapping and begins at a page. The caller guarantees
+            // that no thread accesses the pages and that their contents are not needed.
             let discarded = unsafe { self.mapping.unchecked_advise_range(advice, at, len) };
             debug_assert!(discarded.is_ok(), "discarding pages: {discarded:?}");
         }
@@ -226,15 +226,15 @@ fn cgroup_limit() -> u64 {
 mod tests {
     use super::*;
 
-    /// The policy of the page at `ptr`; `None` if the kernel refuses the question.
+    /// The policy of the page at `ptr`; `None` if the kernel refuses the system call.
     fn policy(ptr: *const u8) -> Option<libc::c_int> {
         const OF_ADDRESS: libc::c_int = 2; // MPOL_F_ADDR
         let mut mode: libc::c_int = -1;
         let none = std::ptr::null_mut::<libc::c_ulong>();
-        // SAFETY: `mode` receives the answer; no mask is requested.
+        // SAFETY: the kernel writes the policy to `mode`. The pointer of the mask is null.
         let outcome = unsafe {
-            let place = &raw mut mode;
-            libc::syscall(libc::SYS_get_mempolicy, place, none, 0, ptr, OF_ADDRESS)
+            let mode = &raw mut mode;
+            libc::syscall(libc::SYS_get_mempolicy, mode, none, 0, ptr, OF_ADDRESS)
         };
         (outcome == 0).then_some(mode)
     }

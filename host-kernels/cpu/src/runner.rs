@@ -29,7 +29,7 @@ pub(crate) struct Runner {
 pub(crate) struct RunState {
     /// The next phase.
     phase: usize,
-    /// Chunks of that phase that were already dealt.
+    /// The chunks of that phase that threads have already taken.
     dealt: usize,
     /// Carries data from one kernel of an operator to the next, so the run owns it until its end.
     scratch: Scratch,
@@ -141,7 +141,8 @@ impl Runner {
             activations: state.activations,
         };
         let count = self.workers();
-        // SAFETY: the lock on `running` keeps other callers out.
+        // SAFETY: this function holds the lock on `running`, so no other call of `run` is in
+        // progress.
         unsafe { self.team.run(&|index| run.work(index, count)) };
         let failure = run.failure.into_inner();
         let failure = failure.unwrap_or_else(PoisonError::into_inner);
@@ -355,8 +356,8 @@ mod tests {
             (0..PHASES)
                 .map(|round| {
                     phase(move |w| {
-                        // SAFETY: asked for below; units are dealt once each, and read behind a
-                        // barrier.
+                        // SAFETY: each run has `8 * UNITS` bytes of scratch memory, aligned to 64
+                        // bytes. They are accessed as atomics only.
                         let cells = unsafe {
                             std::slice::from_raw_parts(w.scratch().cast::<AtomicUsize>(), UNITS)
                         };

@@ -23,7 +23,7 @@ const SPINS: u32 = 4096;
 /// slice, and the scheduler prefers threads that have slept.
 const YIELDS: u32 = 4;
 
-/// A number that threads wait for to change.
+/// A number that threads can wait on until it changes.
 #[derive(Default)]
 struct Signal {
     value: AtomicU32,
@@ -35,8 +35,8 @@ impl Signal {
         self.value.load(Ordering::Acquire)
     }
 
-    /// Changes the value. Memory accesses of the caller before happen before those of waiters
-    /// after.
+    /// Changes the value. Memory accesses of the caller before this call happen before memory
+    /// accesses of a waiter after its wait.
     fn set(&self, value: u32) {
         // SeqCst, as in `wait`: either this thread sees the sleeper, or the sleeper sees the new
         // value before it sleeps.
@@ -55,7 +55,8 @@ impl Signal {
             }
             match turn < SPINS {
                 true => std::hint::spin_loop(),
-                // There may be more threads than free cores: the awaited thread may need this core.
+                // There may be more threads than free cores. Then the other thread may need this
+                // core.
                 false => thread::yield_now(),
             }
         }
@@ -84,17 +85,16 @@ impl Barrier {
         }
     }
 
-    /// Returns when all members have called it. Memory accesses of every member before happen
-    /// before those of every member after.
+    /// Returns when all members have called this function. Memory accesses of every member before
+    /// its call happen before memory accesses of every member after its call.
     pub(super) fn wait(&self) {
         let generation = self.generation.value.load(Ordering::Relaxed);
-        // AcqRel: each member releases its work to the last member to arrive, which acquires all of
-        // it.
+        // AcqRel: each member releases its writes, and the last member to arrive acquires them.
         if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.members {
             // No member can arrive again before the generation changes, so this store races with
             // nothing.
             self.arrived.store(0, Ordering::Relaxed);
-            // Releases all that the last member has acquired.
+            // Releases the writes of all members, which this member has acquired.
             self.generation.set(generation.wrapping_add(1));
         } else {
             self.generation.wait(generation);
@@ -102,19 +102,21 @@ impl Barrier {
     }
 }
 
-/// What every thread runs: a function of its number. It is valid until `ThreadTeam::run` returns.
+/// The function that every thread calls with its index. It is valid until `ThreadTeam::run`
+/// returns.
 ///
 /// The pointer erases a lifetime, as `rayon::ThreadPool::broadcast` does internally.
 type Job = *const (dyn Fn(usize) + Sync);
 
 struct Shared {
-    /// Counts jobs; the last change tells the threads to end.
+    /// The number of jobs so far. The last change, with `ends`, ends the threads.
     orders: Signal,
     job: UnsafeCell<Option<Job>>,
-    /// Threads that have not finished the job.
+    /// The number of threads that have not finished the job.
     left: AtomicUsize,
-    /// Counts finished jobs.
+    /// The number of finished jobs.
     done: Signal,
+    /// The threads end instead of running a job.
     ends: AtomicBool,
     /// The payload of the first panic.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -161,18 +163,18 @@ impl ThreadTeam {
         };
         for index in usize::from(team.caller_works)..count {
             let shared = Arc::clone(&team.shared);
-            let place = (!cpu_sets.is_empty()).then(|| cpu_sets[index % cpu_sets.len()]);
-            let (tell, told) = std::sync::mpsc::sync_channel(1);
+            let cpu_set = (!cpu_sets.is_empty()).then(|| cpu_sets[index % cpu_sets.len()]);
+            let (sender, receiver) = std::sync::mpsc::sync_channel(1);
             let thread = thread::Builder::new()
                 .name(format!("vgpu-cpu-{index}"))
                 .spawn(move || {
-                    let outcome = place.map_or(Ok(()), |place| sched_setaffinity(None, &place));
-                    let _ = tell.send(outcome);
+                    let outcome = cpu_set.map_or(Ok(()), |set| sched_setaffinity(None, &set));
+                    let _ = sender.send(outcome);
                     shared.work(index);
                 });
             team.threads.push(thread.map_err(failed)?);
-            let placed = told.recv().unwrap_or(Ok(()));
-            placed.map_err(|e| failed(e.into()))?;
+            let pinned = receiver.recv().unwrap_or(Ok(()));
+            pinned.map_err(|e| failed(e.into()))?;
         }
         Ok(team)
     }
@@ -182,8 +184,8 @@ impl ThreadTeam {
         self.threads.len() + usize::from(self.caller_works)
     }
 
-    /// Calls `body` with its number on every thread, and returns when all calls have. A panic of a
-    /// call is resumed on the caller.
+    /// Calls `body` on every thread with the index of the thread, and returns when all calls have
+    /// returned. A panic of a call is resumed on the caller.
     ///
     /// # Safety
     /// No other call of this function is in progress.
@@ -194,7 +196,8 @@ impl ThreadTeam {
             // SAFETY: the cast only erases the lifetime. This function neither returns nor unwinds
             // before all threads have finished the job.
             let job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(body) };
-            // SAFETY: no thread runs a job, and by the contract no other call is in progress.
+            // SAFETY: the caller guarantees that no other call of `run` is in progress, so no
+            // thread reads the job: the threads wait for the change of `orders` below.
             unsafe { *shared.job.get() = Some(job) };
             shared.left.store(self.threads.len(), Ordering::Relaxed);
             shared.orders.set(shared.orders.get().wrapping_add(1));
@@ -241,8 +244,8 @@ impl Shared {
             if let Err(panic) = outcome {
                 lock(&self.panic).get_or_insert(panic);
             }
-            // AcqRel: each thread releases its work to the last one, which passes it on to the
-            // caller.
+            // AcqRel: each thread releases its writes. The last thread acquires them and releases
+            // them to the caller by `done`.
             if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
                 self.done.set(self.done.get().wrapping_add(1));
             }
@@ -281,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_comes_out_when_all_are_done_and_the_crew_goes_on() {
+    fn a_panic_is_resumed_when_all_are_done_and_the_team_stays_usable() {
         let team = ThreadTeam::new(3, &[]).unwrap();
         for who in 0..3 {
             let done = AtomicUsize::new(0);
@@ -338,7 +341,7 @@ mod tests {
         let sleeping = AtomicBool::new(false);
         let body = |i: usize| {
             if i == 0 {
-                // Patience, not a measure of speed.
+                // A generous limit: the test does not measure time.
                 let end = Instant::now() + Duration::from_secs(20);
                 let sleep = || barrier.generation.sleepers.load(Ordering::SeqCst) == 2;
                 while !sleep() && Instant::now() < end {

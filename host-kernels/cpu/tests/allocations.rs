@@ -1,4 +1,5 @@
-//! Nothing allocates while a graph of the CPU engine runs. (A program of its own: it counts for all threads.)
+//! Nothing allocates while a graph of the CPU engine runs. (A program of its own: it counts for all
+//! threads.)
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,22 +12,25 @@ struct Counting;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: handed on to the system's allocator.
+// SAFETY: every call is passed to the allocator of the system, which fulfils the contract.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: handed on.
+        // SAFETY: the caller fulfils the contract of `alloc`, which is that of the system's
+        // allocator.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: handed on.
+        // SAFETY: the caller fulfils the contract of `dealloc`, and the system's allocator has
+        // allocated `ptr`.
         unsafe { System.dealloc(ptr, layout) }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: handed on.
+        // SAFETY: the caller fulfils the contract of `realloc`, and the system's allocator has
+        // allocated `ptr`.
         unsafe { System.realloc(ptr, layout, size) }
     }
 }
@@ -34,7 +38,8 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Allocations of the later runs of a graph. In the first ones each thread gets the memory that its kernels keep.
+/// Allocations of the later runs of a graph. In the first ones each thread gets the memory that its
+/// kernels keep.
 fn allocations(model: Model, step: Step, threads: usize) -> usize {
     let engine = CpuEngine::new(threads, None).expect("an engine");
     let built = model.graph(step);

@@ -4,7 +4,7 @@
 //! - [`Graph`]: nodes over tensors over buffers, and the graph's image in 32-bit words.
 //! - [`patch`]: the differences between two images.
 //! - [`check()`]: the shape rules of every operator, on which kernels rely.
-//! - [`ConvGeometry`]: stride, padding and dilation of a convolution.
+//! - [`ConvGeometry`], [`PoolWindow`]: stride, padding and dilation of convolutions and pooling.
 //! - [`Capabilities`]: the operations that an engine runs, as data. One function answers
 //!   `supports_op` in the guest and validates graphs in the host.
 //! - [`validate()`]: checks a decoded graph against the buffers of its session.
@@ -25,7 +25,7 @@ mod validate;
 pub use caps::{Capabilities, Rule};
 pub use check::{Refusal, check};
 pub use codec::DecodeError;
-pub use conv::ConvGeometry;
+pub use conv::{ConvGeometry, PoolWindow};
 pub use graph::{BufferId, Graph, IR_VERSION, Node, Shape, Sources, Tensor};
 pub use ops::{
     GluKind, MAX_SOURCES, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind,

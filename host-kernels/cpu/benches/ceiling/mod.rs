@@ -20,7 +20,7 @@ pub(crate) fn single_precision(level: Level, seconds: impl Fn(fn()) -> f64) -> O
         [
             // SAFETY: the caller measures levels that the processor supports.
             (|| unsafe { x86::avx2() }, 8),
-            // SAFETY: as above; AVX-512's levels come with AVX2.
+            // SAFETY: `rate` calls this for the AVX-512 levels only, which the processor supports.
             (|| unsafe { x86::avx512() }, 16),
         ],
         seconds,
@@ -39,9 +39,9 @@ pub(crate) fn int16(level: Level, seconds: impl Fn(fn()) -> f64) -> Option<f64> 
     return rate(
         level,
         [
-            // SAFETY: as in `single_precision`.
+            // SAFETY: the caller measures levels that the processor supports.
             (|| unsafe { x86::avx2_shorts() }, 16),
-            // SAFETY: as above.
+            // SAFETY: `rate` calls this for the AVX-512 levels only, which the processor supports.
             (|| unsafe { x86::avx512_shorts() }, 32),
         ],
         seconds,

@@ -45,7 +45,7 @@ macro_rules! function {
 
 fn symbol(library: Object, name: &str) -> Object {
     let c_name = CString::new(name).unwrap();
-    // SAFETY: the library was opened and is never closed.
+    // SAFETY: `library` was opened and is never closed. `c_name` is a C string.
     let symbol = unsafe { libc::dlsym(library, c_name.as_ptr()) };
     assert!(!symbol.is_null(), "ggml has no {name}");
     symbol
@@ -57,8 +57,8 @@ impl Ggml {
         let folder = PathBuf::from(std::env::var_os("VGPU_GGML_BIN")?);
         let open = |name: &str| {
             let path = CString::new(folder.join(name).as_os_str().as_bytes()).unwrap();
-            // SAFETY: the initialisers of ggml's libraries only register things; `dlerror` returns
-            // a string.
+            // SAFETY: `path` is a C string. The initialisers of the libraries of ggml only register
+            // backends. After a failure, `dlerror` returns a C string.
             unsafe {
                 let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
                 assert!(!library.is_null(), "{:?}", CStr::from_ptr(libc::dlerror()));
@@ -66,7 +66,7 @@ impl Ggml {
             }
         };
         let (base, cpu) = (open("libggml-base.so"), open("libggml-cpu.so"));
-        // SAFETY: both take what they are given here and no more.
+        // SAFETY: the functions have these signatures in ggml. `backend` is a CPU backend.
         let backend = unsafe {
             let backend = function!(cpu, "ggml_backend_cpu_init", fn() -> Object)();
             function!(cpu, "ggml_backend_cpu_set_n_threads", fn(Object, c_int))(backend, 1);
@@ -179,9 +179,10 @@ unsafe fn has_traits(tensor: Object) -> bool {
 }
 
 /// # Safety
-/// The objects are ggml's and not used afterwards; null buffers are skipped.
+/// The contexts and buffers belong to ggml and are not used again. Buffers may be null.
 unsafe fn free(ggml: &Ggml, contexts: [Object; 2], buffers: [Object; 2]) {
-    // SAFETY: the caller's promise; ggml accepts null.
+    // SAFETY: the caller guarantees that the objects belong to ggml and are not used again. The
+    // functions accept null.
     unsafe {
         let free_buffer = function!(ggml.base, "ggml_backend_buffer_free", fn(Object));
         let free_context = function!(ggml.base, "ggml_free", fn(Object));
@@ -193,9 +194,9 @@ unsafe fn free(ggml: &Ggml, contexts: [Object; 2], buffers: [Object; 2]) {
 }
 
 impl Product<'_> {
-    /// Computes it.
+    /// Computes the product.
     pub(crate) fn compute(&self) {
-        // SAFETY: the graph and the backend live.
+        // SAFETY: the graph and the backend exist as long as this product.
         let status = unsafe {
             let compute = function!(
                 self.ggml.base,
@@ -210,7 +211,7 @@ impl Product<'_> {
     /// The results of the last computation.
     pub(crate) fn result(&self) -> Vec<f32> {
         let mut y = vec![0f32; self.results];
-        // SAFETY: the vector is as large as the tensor.
+        // SAFETY: `y` has `results` floats, the size of the tensor.
         unsafe {
             let get = function!(
                 self.ggml.base,
@@ -225,7 +226,7 @@ impl Product<'_> {
 
 impl Drop for Product<'_> {
     fn drop(&mut self) {
-        // SAFETY: nothing refers to them any more.
+        // SAFETY: the product owns the contexts and buffers, and is dropped.
         unsafe { free(self.ggml, self.contexts, self.buffers) };
     }
 }

@@ -5,19 +5,19 @@ use crate::simd::{PtrTask, Simd, dispatch_ptr};
 /// 32 weights of one block: `value = d * (q - OFFSET) + m`.
 #[derive(Debug, Clone, Copy)]
 pub struct Quants32 {
-    /// The quants, in element order, made unsigned by the format's `OFFSET`.
+    /// The quants in element order, plus `OFFSET`, so that they are unsigned.
     pub q: [u8; 32],
-    /// The scale of each half; equal unless the format scales every 16 elements.
+    /// The scale of each half. Both are equal unless the format has a scale for each 16 elements.
     pub d: [f32; 2],
-    /// The value of quant zero where the format has one, else 0.
+    /// The minimum, the value of quant 0; 0 if the format has none.
     pub m: f32,
 }
 
-/// A block of a group format.
+/// A block of a format with scales per 32 elements.
 pub trait Block32Format: Copy + 'static {
     /// Elements in the block, a multiple of 32.
     const ELEMENTS: usize;
-    /// What was added to each quant to make it unsigned.
+    /// The number that was added to each quant to make it unsigned.
     const OFFSET: i32;
     /// Whether the format has a minimum, and is multiplied with Q8_1 instead of Q8_0.
     const HAS_MIN: bool = false;
@@ -28,7 +28,7 @@ pub trait Block32Format: Copy + 'static {
     fn group(&self, index: usize) -> Quants32;
 }
 
-/// A group format that ggml can write without an importance matrix.
+/// A format that ggml can write without an importance matrix.
 pub(super) trait QuantizeBlock32<const N: usize>: Block32Format {
     /// The block nearest to `x` by ggml's rule.
     fn quantize(x: &[f32; N]) -> Self;
@@ -37,7 +37,8 @@ pub(super) trait QuantizeBlock32<const N: usize>: Block32Format {
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn dequantize<B: Block32Format>(src: *const u8, dst: *mut f32, n: usize) {
-    // SAFETY: the caller's contract is that of the task.
+    // SAFETY: the caller guarantees `n` weights in blocks at `src` and `n` floats at `dst`, the
+    // contract of `Dequantize`.
     unsafe { dispatch_ptr(Dequantize::<B>(src.cast(), dst, n)) };
 }
 
@@ -53,8 +54,8 @@ impl<B: Block32Format> PtrTask for Dequantize<B> {
         let Dequantize(src, dst, n) = self;
         debug_assert!(n.is_multiple_of(B::ELEMENTS));
         for b in 0..n / B::ELEMENTS {
-            // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any
-            // bytes are a valid B because it consists of integers.
+            // SAFETY: block `b` is below the number of blocks in the caller's `n` elements. `B` is
+            // packed, so any address is aligned, and consists of integers, so any bytes are valid.
             let (block, out) = unsafe {
                 let out = dst.add(b * B::ELEMENTS);
                 (
@@ -83,12 +84,13 @@ pub(super) unsafe fn quantize<const N: usize, B: QuantizeBlock32<N>>(
     const { assert!(N == B::ELEMENTS) };
     debug_assert!(n.is_multiple_of(N));
     for b in 0..n / N {
-        // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed.
+        // SAFETY: block `b` is below the number of blocks in the caller's `n` elements. `B` is
+        // packed, so any address is aligned.
         unsafe { *dst.cast::<B>().add(b) = B::quantize(&*src.cast::<[f32; N]>().add(b)) }
     }
 }
 
-/// The element of `x` with the largest magnitude, the first of them: ggml keeps its sign.
+/// The first element of `x` with the largest magnitude, with its sign, as in ggml.
 pub(super) fn signed_max(x: &[f32]) -> f32 {
     let mut max = 0.0f32;
     for &v in x {
@@ -99,7 +101,7 @@ pub(super) fn signed_max(x: &[f32]) -> f32 {
     max
 }
 
-/// The least and the greatest element.
+/// The smallest and the largest element.
 pub(super) fn range(x: &[f32]) -> (f32, f32) {
     let (mut min, mut max) = (f32::MAX, f32::MIN);
     for &v in x {
@@ -123,7 +125,7 @@ pub(super) fn round_quant(x: f32, max: u8) -> u8 {
     (x as i32 as i8 as u8).min(max)
 }
 
-/// The low nibbles of 16 bytes, then the high ones.
+/// The low nibbles of 16 bytes, then the high nibbles.
 #[inline(always)]
 pub(super) fn nibbles(qs: &[u8; 16]) -> [u8; 32] {
     let mut q = [0; 32];

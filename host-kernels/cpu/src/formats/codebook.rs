@@ -1,14 +1,14 @@
 //! Quantisers of the formats with codebooks: IQ1, IQ2 and IQ3.
 //!
-//! ggml's CPU backend does not write these formats, and the output of its quantisation tool depends on
-//! an importance matrix, so there are no reference bytes. These quantisers minimise the sum of squared
-//! errors:
+//! ggml's CPU backend does not write these formats, and the output of its quantisation tool depends
+//! on an importance matrix, so there are no reference bytes. These quantisers minimise the sum of
+//! squared errors:
 //!
 //! 1. For each sub-block, try a range of scales. For each scale, every eight values take the nearest
 //!    entry of the codebook, and the scale becomes the best one for these quants (least squares).
-//! 2. The largest scale determines that of the block. Each sub-block takes the multiple of it, and the
-//!    entries for that, with the smallest error. The scale of the block becomes the best one for all
-//!    quants.
+//! 2. The largest scale determines the scale of the block. Each sub-block takes the multiple of this
+//!    scale, and the entries for it, with the smallest error. The scale of the block becomes the best
+//!    one for all quants.
 
 use std::sync::LazyLock;
 
@@ -31,29 +31,29 @@ pub(super) static IQ3_XXS: LazyLock<Codebook<4>> =
 /// The codebook of IQ3_S.
 pub(super) static IQ3_S: LazyLock<Codebook<4>> =
     LazyLock::new(|| Codebook::new(&grids::IQ3_S, SIGN_OFFSET));
-/// The codebook of IQ1_S and IQ1_M, eight times its values.
+/// The codebook of IQ1_S and IQ1_M; the coordinates are eight times the values.
 pub(super) static IQ1: LazyLock<Codebook<8>> = LazyLock::new(|| Codebook::new(&grids::IQ1, 15));
 
-/// Entries that are looked at for values whose nearest levels are no entry.
+/// The candidates for values whose nearest levels are not an entry.
 const NEAR: usize = 16;
 
 /// The most levels of a coordinate.
 const MAX_LEVELS: usize = 8;
 
-/// A codebook of points with `D` coordinates, prepared for finding the one nearest to some values.
+/// A codebook of points with `D` coordinates, prepared for the search for the nearest point.
 pub(super) struct Codebook<const D: usize> {
     points: Vec<[i8; D]>,
-    /// How many values a coordinate can have.
+    /// The number of values of a coordinate.
     levels: usize,
-    /// What lies halfway between a level and the next; infinite beyond the last.
+    /// The midpoints between adjacent levels; infinite after the last level.
     halfway: [f32; MAX_LEVELS - 1],
-    /// For each combination of levels the entries near to it, the nearest first. If the combination
-    /// is an entry, that alone.
+    /// For each combination of levels, the nearest entries, sorted by distance. If the combination
+    /// is an entry, only this entry, repeated.
     near: Vec<[u16; NEAR]>,
 }
 
 impl<const D: usize> Codebook<D> {
-    /// The codebook whose coordinates are the low bytes of the entries, less `offset`.
+    /// The codebook whose coordinates are the low bytes of the entries minus `offset`.
     fn new(entries: &[u64], offset: u8) -> Codebook<D> {
         let point = |entry: &u64| -> [i8; D] {
             let bytes = entry.to_le_bytes();
@@ -87,7 +87,7 @@ impl<const D: usize> Codebook<D> {
         }
     }
 
-    /// The index of the entry nearest to the values, or of one about as near.
+    /// The index of the nearest entry among the candidates: nearly always the nearest of all.
     #[inline(always)]
     fn nearest(&self, x: &[f32; D]) -> usize {
         let mut key = 0;
@@ -135,20 +135,21 @@ fn nearest_entries<const D: usize>(points: &[[i8; D]], values: [i8; D]) -> [u16;
     std::array::from_fn(|i| index(keys[i]))
 }
 
-/// Eight quants, and how a format says them.
+/// Eight quants and their encoding.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Octet {
     /// The quants with signs.
     q: [i8; 8],
-    /// The entry; of codebooks with four coordinates that of each half.
+    /// The entry; for codebooks with four coordinates, the entry of each half.
     pub(super) index: [u16; 2],
-    /// Which quants are negative.
+    /// One bit for each quant: whether the quant is negative.
     pub(super) signs: u8,
     /// Whether the entry is shifted down instead of up.
     pub(super) down: bool,
 }
 
-/// Magnitudes from a codebook, with signs; with `even` the number of minus signs is even.
+/// The nearest magnitudes from a codebook, with signs. If `even`, the number of minus signs is
+/// even.
 #[inline(always)]
 pub(super) fn with_signs<const D: usize>(book: &Codebook<D>, x: &[f32; 8], even: bool) -> Octet {
     let mut octet = Octet::default();
@@ -157,7 +158,7 @@ pub(super) fn with_signs<const D: usize>(book: &Codebook<D>, x: &[f32; 8], even:
         octet.signs |= u8::from(*x < 0.0) << i;
     }
     if even && octet.signs.count_ones() % 2 == 1 {
-        // The wrong sign does the least harm where the value is small.
+        // A wrong sign causes the smallest error for the smallest magnitude.
         let mut least = 0;
         for i in 1..8 {
             if magnitudes[i] < magnitudes[least] {
@@ -180,7 +181,7 @@ pub(super) fn with_signs<const D: usize>(book: &Codebook<D>, x: &[f32; 8], even:
     octet
 }
 
-/// Values from the codebook of IQ1, shifted by an eighth.
+/// The nearest values from the codebook of IQ1, shifted by an eighth.
 #[inline(always)]
 pub(super) fn shifted(x: &[f32; 8], down: bool) -> Octet {
     let shift = if down { -1 } else { 1 };
@@ -193,7 +194,7 @@ pub(super) fn shifted(x: &[f32; 8], down: bool) -> Octet {
     }
 }
 
-/// The better of both shifts.
+/// [`shifted`] in the direction with the smaller error.
 #[inline(always)]
 pub(super) fn shifted_either_way(x: &[f32; 8]) -> Octet {
     let [up, down] = [false, true].map(|down| shifted(x, down));
@@ -204,7 +205,7 @@ pub(super) fn shifted_either_way(x: &[f32; 8]) -> Octet {
     }
 }
 
-/// The sum of squares that eight quants times `scale` leave of `x`.
+/// The sum of squared errors of eight quants times `scale`.
 #[inline(always)]
 fn error(x: &[f32; 8], octet: &Octet, scale: f32) -> f32 {
     let mut sum = 0.0;
@@ -215,12 +216,12 @@ fn error(x: &[f32; 8], octet: &Octet, scale: f32) -> f32 {
     sum
 }
 
-/// What a format has room for.
+/// The scales and quants that a format can encode.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Room {
+pub(super) struct QuantRange {
     /// Elements of a sub-block.
     pub(super) sub: usize,
-    /// How many scales a sub-block can have: `(2 l + 1) * unit * d` for `l` from 0.
+    /// The number of scales of a sub-block: `(2 l + 1) * unit * d` for `l` from 0.
     pub(super) scales: u8,
     /// See `scales`.
     pub(super) unit: f32,
@@ -230,28 +231,28 @@ pub(super) struct Room {
 
 /// A fitted block.
 pub(super) struct Fit {
-    /// The block's scale, a half.
+    /// The block's scale (F16).
     pub(super) d: u16,
-    /// The scale of each sub-block: `l` in [`Room::scales`].
+    /// The scale of each sub-block: `l` in [`QuantRange::scales`].
     pub(super) scales: [u8; 16],
     /// The quants.
     pub(super) octets: [Octet; 32],
 }
 
-/// Fits a block. Sub-blocks choose one of `ways`, each of which gives the quants for eight scaled
-/// values. What is not a number counts as 0.
-pub(super) fn fit<W: Fn(&[f32; 8]) -> Octet>(x: &[f32; 256], room: Room, ways: &[W]) -> Fit {
+/// Fits a block. Each sub-block uses one of `ways`, functions that return the quants of eight
+/// scaled values. NaN counts as 0.
+pub(super) fn fit<W: Fn(&[f32; 8]) -> Octet>(x: &[f32; 256], range: QuantRange, ways: &[W]) -> Fit {
     dispatch(FitBlock {
         x: x.map(|x| if x.is_nan() { 0.0 } else { x }),
-        room,
+        range,
         ways,
     })
 }
 
-/// A block to be fitted; a task, so that the compiler uses all the instructions there are.
+/// A block to be fitted. It is a task, so that it is compiled for the best instruction set.
 struct FitBlock<'a, W> {
     x: [f32; 256],
-    room: Room,
+    range: QuantRange,
     ways: &'a [W],
 }
 
@@ -260,42 +261,43 @@ impl<W: Fn(&[f32; 8]) -> Octet> Task for FitBlock<'_, W> {
 
     #[inline(always)]
     fn run<S: Simd>(self, _simd: S) -> Fit {
-        let FitBlock { x, room, ways } = self;
+        let FitBlock { x, range, ways } = self;
         let octets = x.as_chunks::<8>().0;
-        let sub_octets = room.sub / 8;
+        let sub_octets = range.sub / 8;
         let mut targets = [(0, 0.0f32); 16];
         let mut largest = 0.0f32;
         for (target, x) in targets.iter_mut().zip(octets.chunks_exact(sub_octets)) {
-            *target = best_scale(x, room.largest, ways);
+            *target = best_scale(x, range.largest, ways);
             largest = largest.max(target.1);
         }
-        let largest_step = f32::from(2 * (room.scales - 1) + 1);
+        let largest_step = f32::from(2 * (range.scales - 1) + 1);
         let mut fit = Fit {
-            d: f32_to_f16(largest / (largest_step * room.unit)),
+            d: f32_to_f16(largest / (largest_step * range.unit)),
             scales: [0; 16],
             octets: [Octet::default(); 32],
         };
         for _ in 0..ROUNDS {
-            let d = f16_to_f32(fit.d) * room.unit;
+            let d = f16_to_f32(fit.d) * range.unit;
             let (mut sum_xq, mut sum_qq) = (0.0f32, 0.0f32);
             for (j, x) in octets.chunks_exact(sub_octets).enumerate() {
                 let (way, target) = targets[j];
                 let out = &mut fit.octets[j * sub_octets..][..sub_octets];
-                fit.scales[j] = best_step(x, d, target, room.scales, &ways[way], out);
+                fit.scales[j] = best_step(x, d, target, range.scales, &ways[way], out);
                 let step = f32::from(2 * fit.scales[j] + 1);
                 let (xq, qq) = products(x, out);
                 sum_xq += step * xq;
                 sum_qq += step * step * qq;
             }
             if sum_xq > 0.0 {
-                fit.d = f32_to_f16(sum_xq / (sum_qq * room.unit));
+                fit.d = f32_to_f16(sum_xq / (sum_qq * range.unit));
             }
         }
         fit
     }
 }
 
-/// How often steps and quants are chosen, and the block's scale is fitted to them.
+/// The number of iterations: the choice of steps and quants, then the fit of the scale of the
+/// block.
 const ROUNDS: usize = 2;
 
 /// The scales that are tried, relative to the one that maps the largest magnitude to the largest
@@ -324,7 +326,7 @@ fn products(x: &[[f32; 8]], octets: &[Octet]) -> (f32, f32) {
     (sum_xq, sum_qq)
 }
 
-/// The way and the scale with the least error of a sub-block, scales being any numbers.
+/// The way and the scale with the smallest error of a sub-block. The scale is any number.
 #[inline(always)]
 fn best_scale<W: Fn(&[f32; 8]) -> Octet>(x: &[[f32; 8]], largest: f32, ways: &[W]) -> (usize, f32) {
     let magnitude = x.as_flattened().iter().fold(0.0f32, |m, x| m.max(x.abs()));
@@ -336,7 +338,7 @@ fn best_scale<W: Fn(&[f32; 8]) -> Octet>(x: &[[f32; 8]], largest: f32, ways: &[W
         for relative in TRIES {
             let inverse = largest / (relative * magnitude);
             if !inverse.is_finite() {
-                continue; // nothing but zeros, or as good as
+                continue; // all values are 0 or subnormal
             }
             let mut octets = [Octet::default(); 4];
             for (octet, x) in octets.iter_mut().zip(x) {
@@ -353,8 +355,8 @@ fn best_scale<W: Fn(&[f32; 8]) -> Octet>(x: &[[f32; 8]], largest: f32, ways: &[W
     best
 }
 
-/// The step of `d`, near the one for the scale `target`, that leaves a sub-block the least error;
-/// writes the quants.
+/// The step of `d` with the smallest error of a sub-block, near the step for the scale `target`.
+/// Writes the quants.
 #[inline(always)]
 fn best_step<W: Fn(&[f32; 8]) -> Octet>(
     x: &[[f32; 8]],
@@ -364,7 +366,7 @@ fn best_step<W: Fn(&[f32; 8]) -> Octet>(
     nearest: &W,
     out: &mut [Octet],
 ) -> u8 {
-    let middle = ((target / d - 1.0) / 2.0).round() as i32; // not a number: 0
+    let middle = ((target / d - 1.0) / 2.0).round() as i32; // NaN becomes 0
     let middle = middle.clamp(0, i32::from(steps) - 1) as u8;
     let (mut best, mut least) = (middle, f32::INFINITY);
     for step in middle.saturating_sub(1)..=(middle + 1).min(steps - 1) {
@@ -388,7 +390,7 @@ fn best_step<W: Fn(&[f32; 8]) -> Octet>(
 mod tests {
     use super::*;
 
-    /// The least squared distance of any entry.
+    /// The smallest squared distance of any entry.
     fn least_distance<const D: usize>(book: &Codebook<D>, x: &[f32; D]) -> f64 {
         let distance = |point: &[i8; D]| -> f64 {
             let terms = x.iter().zip(point);
@@ -402,8 +404,9 @@ mod tests {
             .fold(f64::INFINITY, f64::min)
     }
 
-    /// Compares with a look at every entry: mostly the nearest, seldom one much farther. Values
-    /// evenly spread are the worst case: codebooks hold the likely combinations.
+    /// Compares with a search over all entries: the result is mostly the nearest, rarely a much
+    /// farther one. Uniformly distributed values are the worst case, because codebooks have the
+    /// likely combinations.
     fn finds_the_nearest<const D: usize>(book: &Codebook<D>, low: f32, high: f32) {
         let mut state = 88_172_645_463_325_252u64;
         let mut next = || {
@@ -452,8 +455,8 @@ mod tests {
         }
     }
 
-    /// The least squared error of eight values and the codebook's magnitudes with signs, of which
-    /// an even number must be negative with `even`.
+    /// The smallest squared error of eight values and magnitudes of the codebook with signs. If
+    /// `even`, an even number of signs must be negative.
     fn least_with_signs<const D: usize>(book: &Codebook<D>, x: &[f64; 8], even: bool) -> f64 {
         let part = |half: usize, flipped: Option<usize>| -> f64 {
             let error = |point: &[i8; D]| -> f64 {
@@ -479,7 +482,7 @@ mod tests {
         }
     }
 
-    /// The same of the codebook of IQ1, shifted.
+    /// The smallest squared error for the codebook of IQ1, shifted.
     fn least_shifted(x: &[f64; 8], down: bool) -> f64 {
         let shift = if down { -1.0 } else { 1.0 };
         let error = |point: &[i8; 8]| -> f64 {
@@ -491,11 +494,11 @@ mod tests {
         IQ1.points.iter().map(error).fold(f64::INFINITY, f64::min)
     }
 
-    /// The least squared error that eight scaled values can be left with.
+    /// The smallest squared error of eight scaled values.
     type Least<'a> = dyn Fn(&[f64; 8]) -> f64 + 'a;
 
-    /// Compares blocks with the least error that there is for several scales of the block: every
-    /// step and every entry tried, in f64.
+    /// Compares blocks with the smallest error for several scales of the block: every step and
+    /// every entry, in f64.
     fn close_to_the_least<B: super::super::k_quants::QuantizeSuperBlock>(
         steps: i32,
         ways: &[&Least<'_>],

@@ -1,5 +1,5 @@
-//! The codebooks of the IQ formats: which combinations of magnitudes an index stands for, as ggml
-//! publishes them. Kept as small level numbers, spelled out at compile time.
+//! The codebooks of the IQ formats, as in ggml: the combination of magnitudes for each index. They
+//! are stored as level numbers of a few bits, and expanded at compile time.
 
 /// Magnitudes of IQ2_XXS by index, plus `SIGN_OFFSET`.
 pub static IQ2_XXS: [u64; 256] = expand(&IQ2_XXS_CODES, 2, &IQ2_LEVELS);
@@ -11,17 +11,18 @@ pub static IQ2_S: [u64; 1024] = expand(&IQ2_S_CODES, 2, &IQ2_LEVELS);
 pub static IQ3_XXS: [u64; 256] = expand(&IQ3_XXS_CODES, 3, &IQ3_XXS_LEVELS);
 /// Magnitudes of IQ3_S by index, plus `SIGN_OFFSET`, in the low four bytes.
 pub static IQ3_S: [u64; 512] = expand(&IQ3_S_CODES, 3, &IQ3_S_LEVELS);
-/// Values of IQ1_S and IQ1_M by index, eight times and plus 15: shifted down by an eighth.
+/// Values of IQ1_S and IQ1_M by index, times eight plus 15, which includes the shift down by an
+/// eighth.
 pub static IQ1: [u64; 2048] = expand(&IQ1_CODES, 2, &[15 - 8, 15, 15 + 8]);
 
-/// What is added to quants with signs to make them unsigned.
+/// The number that is added to signed quants to make them unsigned.
 pub(super) const SIGN_OFFSET: u8 = 64;
 
 const IQ2_LEVELS: [u8; 3] = with_offset([8, 25, 43]);
 const IQ3_XXS_LEVELS: [u8; 8] = with_offset([4, 12, 20, 28, 36, 44, 52, 62]);
 const IQ3_S_LEVELS: [u8; 8] = with_offset([1, 3, 5, 7, 9, 11, 13, 15]);
 
-/// Quants of 4 bits that are not evenly spaced: IQ4_NL and IQ4_XS.
+/// The values of the non-linear 4-bit quants of IQ4_NL and IQ4_XS.
 pub(crate) const IQ4_VALUES: [i8; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
@@ -29,7 +30,8 @@ pub(crate) const IQ4_VALUES: [i8; 16] = [
 /// Twice the values of the 4-bit float E2M1: MXFP4 and NVFP4. The upper half is negative.
 pub(crate) const FP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// Eight magnitudes, given plus `SIGN_OFFSET`, with signs, plus the same.
+/// Eight magnitudes plus `SIGN_OFFSET`, with signs applied: the result is signed quants plus
+/// `SIGN_OFFSET`.
 #[inline(always)]
 pub(super) fn signed(magnitudes: u64, signs: u8) -> [u8; 8] {
     // 64 - m is 128 - (64 + m): complemented within seven bits, plus one; no byte overflows.
@@ -52,7 +54,7 @@ pub(super) fn signed_evenly(magnitudes: u64, signs: u32) -> [u8; 8] {
     signed(magnitudes, EVEN[(signs & 127) as usize])
 }
 
-/// For eight signs, seven ones in each byte that is to be negative.
+/// For eight signs, a byte with the low seven bits set for each negative quant.
 static FLIP: [u64; 256] = {
     let mut flip = [0; 256];
     let mut i = 0;
@@ -69,7 +71,7 @@ static FLIP: [u64; 256] = {
     flip
 };
 
-/// Eight values of [`IQ1`], shifted up or down by an eighth: eight times them, plus 16.
+/// Eight values of [`IQ1`], shifted up or down by an eighth, times eight plus 16.
 #[inline(always)]
 pub(super) fn shifted(values: u64, down: bool) -> [u8; 8] {
     let up = if down { 0 } else { 0x0202_0202_0202_0202 };
@@ -85,7 +87,7 @@ const fn with_offset<const N: usize>(mut levels: [u8; N]) -> [u8; N] {
     levels
 }
 
-/// The bytes that codes stand for, each a level number of so many bits; as many as fit.
+/// The bytes of the level numbers in codes, for level numbers of this number of bits.
 const fn expand<const N: usize>(codes: &[u16; N], bits: usize, levels: &[u8]) -> [u64; N] {
     let bytes = if bits == 2 { 8 } else { 4 };
     let mut values = [0; N];
@@ -338,7 +340,7 @@ const IQ3_S_CODES: [u16; 512] = [
     0x0f0b, 0x0f10, 0x0f28, 0x0f52, 0x0f62, 0x0f82, 0x0f99, 0x0fc0,
 ];
 
-/// Two bits for each of eight values, 0 standing for -1.
+/// Two bits for each of eight values; 0 is the value -1.
 const IQ1_CODES: [u16; 2048] = [
     0x0000, 0x0002, 0x0005, 0x0008, 0x000a, 0x0011, 0x0015, 0x0020, 0x0022, 0x0028, 0x002a, 0x0045,
     0x0051, 0x0054, 0x0056, 0x0065, 0x0080, 0x0082, 0x0088, 0x008a, 0x0095, 0x00a0, 0x00a2, 0x00a8,

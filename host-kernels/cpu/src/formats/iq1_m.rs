@@ -1,7 +1,7 @@
 //! IQ1_M: 16 sub-blocks of 16 quants, eight at a time from a codebook of -1, 0 and 1, each eight
 //! shifted by an eighth up or down.
 
-use super::codebook::{Room, fit, shifted_either_way};
+use super::codebook::{QuantRange, fit, shifted_either_way};
 use super::grids::{IQ1, shifted};
 use super::k_quants::QuantizeSuperBlock;
 use super::{Quants256, SuperBlockFormat, f16_to_f32};
@@ -16,7 +16,7 @@ pub struct BlockIq1M {
     /// shifted down.
     pub qh: [u8; 16],
     /// Four times three bits of scale in the low bits of each; the high four bits are, in order,
-    /// the nibbles of the scale of the scales, a half.
+    /// the nibbles of the scale of the scales (F16).
     pub scales: [u16; 4],
 }
 
@@ -51,13 +51,13 @@ impl SuperBlockFormat for BlockIq1M {
 
 impl QuantizeSuperBlock for BlockIq1M {
     fn quantize(x: &[f32; 256]) -> Self {
-        let room = Room {
+        let range = QuantRange {
             sub: 16,
             scales: 8,
             unit: 0.125,
             largest: 9.0,
         };
-        let fit = fit(x, room, &[shifted_either_way]);
+        let fit = fit(x, range, &[shifted_either_way]);
         let mut qh = [0; 16];
         for (i, octet) in fit.octets.iter().enumerate() {
             let nibble = (octet.index[0] >> 8) as u8 | u8::from(octet.down) << 3;

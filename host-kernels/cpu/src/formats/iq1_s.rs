@@ -1,7 +1,7 @@
 //! IQ1_S: 8 sub-blocks of 32 quants, eight at a time from a codebook of -1, 0 and 1, each sub-block
 //! shifted by an eighth up or down.
 
-use super::codebook::{self, Room, fit};
+use super::codebook::{self, QuantRange, fit};
 use super::grids::{IQ1, shifted};
 use super::k_quants::QuantizeSuperBlock;
 use super::{Quants256, SuperBlockFormat, f16_to_f32};
@@ -10,7 +10,7 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockIq1S {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// For each eight elements the low eight bits of an index.
     pub qs: [u8; 32],
@@ -47,14 +47,14 @@ impl SuperBlockFormat for BlockIq1S {
 
 impl QuantizeSuperBlock for BlockIq1S {
     fn quantize(x: &[f32; 256]) -> Self {
-        let room = Room {
+        let range = QuantRange {
             sub: 32,
             scales: 8,
             unit: 0.125,
             largest: 9.0,
         };
         let ways = [false, true].map(|down| move |x: &_| codebook::shifted(x, down));
-        let fit = fit(x, room, &ways);
+        let fit = fit(x, range, &ways);
         let mut qh = [0; 8];
         for (j, (qh, octets)) in qh.iter_mut().zip(fit.octets.as_chunks::<4>().0).enumerate() {
             *qh = u16::from(fit.scales[j]) << 12 | u16::from(octets[0].down) << 15;

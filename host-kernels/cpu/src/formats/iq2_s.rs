@@ -1,6 +1,6 @@
 //! IQ2_S: 16 sub-blocks of 16 quants, eight at a time from a codebook of magnitudes.
 
-use super::codebook::{self, Room, fit, with_signs};
+use super::codebook::{self, QuantRange, fit, with_signs};
 use super::grids::{IQ2_S, SIGN_OFFSET, signed};
 use super::k_quants::{QuantizeSuperBlock, pack_scale_nibbles};
 use super::{Quants256, SuperBlockFormat, f16_to_f32};
@@ -9,7 +9,7 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockIq2S {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// For each eight elements the low eight bits of an index.
     pub qs: [u8; 32],
@@ -51,13 +51,13 @@ impl SuperBlockFormat for BlockIq2S {
 
 impl QuantizeSuperBlock for BlockIq2S {
     fn quantize(x: &[f32; 256]) -> Self {
-        let room = Room {
+        let range = QuantRange {
             sub: 16,
             scales: 16,
             unit: 0.125,
             largest: 43.0,
         };
-        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ2_S, x, false)]);
+        let fit = fit(x, range, &[|x: &_| with_signs(&codebook::IQ2_S, x, false)]);
         let mut qh = [0; 8];
         for (i, octet) in fit.octets.iter().enumerate() {
             qh[i / 4] |= ((octet.index[0] >> 8) as u8) << (2 * (i % 4));

@@ -1,6 +1,6 @@
 //! IQ2_XS: 16 sub-blocks of 16 quants, eight at a time from a codebook of magnitudes.
 
-use super::codebook::{self, Room, fit, with_signs};
+use super::codebook::{self, QuantRange, fit, with_signs};
 use super::grids::{IQ2_XS, SIGN_OFFSET, signed_evenly};
 use super::k_quants::{QuantizeSuperBlock, pack_scale_nibbles};
 use super::{Quants256, SuperBlockFormat, f16_to_f32};
@@ -9,7 +9,7 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockIq2Xs {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// For each eight elements nine bits of index and seven signs.
     pub qs: [u16; 32],
@@ -46,13 +46,13 @@ impl SuperBlockFormat for BlockIq2Xs {
 
 impl QuantizeSuperBlock for BlockIq2Xs {
     fn quantize(x: &[f32; 256]) -> Self {
-        let room = Room {
+        let range = QuantRange {
             sub: 16,
             scales: 16,
             unit: 0.125,
             largest: 43.0,
         };
-        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ2_XS, x, true)]);
+        let fit = fit(x, range, &[|x: &_| with_signs(&codebook::IQ2_XS, x, true)]);
         BlockIq2Xs {
             d: fit.d,
             qs: fit

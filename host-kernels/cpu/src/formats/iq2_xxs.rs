@@ -1,6 +1,6 @@
 //! IQ2_XXS: 8 sub-blocks of 32 quants, eight at a time from a codebook of magnitudes.
 
-use super::codebook::{self, Room, fit, with_signs};
+use super::codebook::{self, QuantRange, fit, with_signs};
 use super::grids::{IQ2_XXS, SIGN_OFFSET, signed_evenly};
 use super::k_quants::QuantizeSuperBlock;
 use super::{Quants256, SuperBlockFormat, f16_to_f32};
@@ -9,7 +9,7 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockIq2Xxs {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// Eight bytes for each sub-block: four indices; then, little endian, four times seven signs
     /// and the scale.
@@ -49,13 +49,13 @@ impl SuperBlockFormat for BlockIq2Xxs {
 
 impl QuantizeSuperBlock for BlockIq2Xxs {
     fn quantize(x: &[f32; 256]) -> Self {
-        let room = Room {
+        let range = QuantRange {
             sub: 32,
             scales: 16,
             unit: 0.125,
             largest: 43.0,
         };
-        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ2_XXS, x, true)]);
+        let fit = fit(x, range, &[|x: &_| with_signs(&codebook::IQ2_XXS, x, true)]);
         let mut qs = [0; 64];
         for (j, (qs, octets)) in qs
             .as_chunks_mut::<8>()

@@ -1,6 +1,6 @@
 //! IQ3_S: 8 sub-blocks of 32 quants, four at a time from a codebook of magnitudes.
 
-use super::codebook::{self, Room, fit, with_signs};
+use super::codebook::{self, QuantRange, fit, with_signs};
 use super::grids::{IQ3_S, SIGN_OFFSET, signed};
 use super::k_quants::{QuantizeSuperBlock, pack_scale_nibbles};
 use super::{Quants256, SuperBlockFormat, f16_to_f32};
@@ -9,7 +9,7 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockIq3S {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// For each four elements the low eight bits of an index.
     pub qs: [u8; 64],
@@ -51,13 +51,13 @@ impl SuperBlockFormat for BlockIq3S {
 
 impl QuantizeSuperBlock for BlockIq3S {
     fn quantize(x: &[f32; 256]) -> Self {
-        let room = Room {
+        let range = QuantRange {
             sub: 32,
             scales: 16,
             unit: 1.0,
             largest: 15.0,
         };
-        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ3_S, x, false)]);
+        let fit = fit(x, range, &[|x: &_| with_signs(&codebook::IQ3_S, x, false)]);
         let (mut qs, mut qh) = ([0; 64], [0; 8]);
         for (i, octet) in fit.octets.iter().enumerate() {
             for (half, index) in octet.index.into_iter().enumerate() {

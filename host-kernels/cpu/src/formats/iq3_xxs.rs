@@ -1,6 +1,6 @@
 //! IQ3_XXS: 8 sub-blocks of 32 quants, four at a time from a codebook of magnitudes.
 
-use super::codebook::{self, Room, fit, with_signs};
+use super::codebook::{self, QuantRange, fit, with_signs};
 use super::grids::{IQ3_XXS, SIGN_OFFSET, signed_evenly};
 use super::k_quants::QuantizeSuperBlock;
 use super::{Quants256, SuperBlockFormat, f16_to_f32};
@@ -9,7 +9,7 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockIq3Xxs {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// For each four elements an index.
     pub qs: [u8; 64],
@@ -48,13 +48,13 @@ impl SuperBlockFormat for BlockIq3Xxs {
 
 impl QuantizeSuperBlock for BlockIq3Xxs {
     fn quantize(x: &[f32; 256]) -> Self {
-        let room = Room {
+        let range = QuantRange {
             sub: 32,
             scales: 16,
             unit: 0.25,
             largest: 62.0,
         };
-        let fit = fit(x, room, &[|x: &_| with_signs(&codebook::IQ3_XXS, x, true)]);
+        let fit = fit(x, range, &[|x: &_| with_signs(&codebook::IQ3_XXS, x, true)]);
         let mut qs = [0; 64];
         for (qs, octet) in qs.as_chunks_mut::<2>().0.iter_mut().zip(&fit.octets) {
             *qs = octet.index.map(|index| index as u8);

@@ -9,7 +9,7 @@ use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockIq4Nl {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// Element `j` in the low, `j + 16` in the high nibble of byte `j`.
     pub qs: [u8; 16],

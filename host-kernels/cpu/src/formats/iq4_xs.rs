@@ -10,11 +10,11 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockIq4Xs {
-    /// Scale of the scales, a half.
+    /// Scale of the scales (F16).
     pub d: u16,
     /// High two bits of scale `j` in bits `2 * j`.
     pub scales_h: u16,
-    /// Low four bits of scale `j` in a nibble of byte `j / 2`; 32 stands for zero.
+    /// Low four bits of scale `j` in a nibble of byte `j / 2`; 32 is zero.
     pub scales_l: [u8; 4],
     /// 16 bytes for each sub-block: element `j` in the low, `j + 16` in the high nibble of byte
     /// `j`.

@@ -40,7 +40,8 @@ pub(super) trait QuantizeSuperBlock: SuperBlockFormat {
 /// # Safety
 /// As [`super::DequantizeRow`].
 pub(super) unsafe fn dequantize<B: SuperBlockFormat>(src: *const u8, dst: *mut f32, n: usize) {
-    // SAFETY: the caller's contract is that of the task.
+    // SAFETY: the caller guarantees `n` weights in blocks at `src` and `n` floats at `dst`, the
+    // contract of `Dequantize`.
     unsafe { dispatch_ptr(Dequantize::<B>(src.cast(), dst, n)) };
 }
 
@@ -56,8 +57,9 @@ impl<B: SuperBlockFormat> PtrTask for Dequantize<B> {
         let Dequantize(src, dst, n) = self;
         debug_assert!(n.is_multiple_of(256));
         for b in 0..n / 256 {
-            // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed, and any
-            // bytes are a valid B because it consists of integers and floats.
+            // SAFETY: block `b` is below the number of blocks in the caller's `n` elements. `B` is
+            // packed, so any address is aligned, and consists of integers and floats, so any bytes
+            // are valid.
             let (block, out) = unsafe {
                 (
                     &*src.add(b),
@@ -86,7 +88,8 @@ impl<B: SuperBlockFormat> PtrTask for Dequantize<B> {
 pub(super) unsafe fn quantize<B: QuantizeSuperBlock>(src: *const f32, dst: *mut u8, n: usize) {
     debug_assert!(n.is_multiple_of(256));
     for b in 0..n / 256 {
-        // SAFETY: `b` counts whole blocks of the caller's `n` elements; B is packed.
+        // SAFETY: block `b` is below the number of blocks in the caller's `n` elements. `B` is
+        // packed, so any address is aligned.
         unsafe { *dst.cast::<B>().add(b) = B::quantize(&*src.cast::<[f32; 256]>().add(b)) }
     }
 }
@@ -154,7 +157,7 @@ pub(super) fn quantize_ternary(x: &[f32; 256]) -> (f32, [u8; 256]) {
     )
 }
 
-/// Two scales of four bits in a byte, the first in the low bits; as many as there is room for.
+/// Packs two scales of four bits in a byte, the first in the low bits.
 pub(super) fn pack_scale_nibbles<const N: usize>(scales: &[u8; 16]) -> [u8; N] {
     std::array::from_fn(|i| scales[2 * i] | scales[2 * i + 1] << 4)
 }

@@ -2,19 +2,19 @@
 //!
 //! Every quantised format belongs to one of two families:
 //!
-//! - [`Block32Format`]: scales per 32 elements (or 16), with activations in groups of 32 ([`BlockQ8_0`], [`BlockQ8_1`]);
-//!   `value = d * (q - OFFSET) + m`.
-//! - [`SuperBlockFormat`]: super-blocks of 256 elements, with activations in super-blocks ([`BlockQ8K`]);
-//!   `value = (d * scale[j]) * (q - OFFSET) - dmin * min[j]`, where `j` is the
+//! - [`Block32Format`]: scales per 32 elements (or 16), with activations in groups of 32
+//!   ([`BlockQ8_0`], [`BlockQ8_1`]); `value = d * (q - OFFSET) + m`.
+//! - [`SuperBlockFormat`]: super-blocks of 256 elements, with activations in super-blocks
+//!   ([`BlockQ8K`]); `value = (d * scale[j]) * (q - OFFSET) - dmin * min[j]`, where `j` is the
 //!   sub-block.
 //!
-//! A format's file says only how one block becomes unsigned small integers and scales (and back);
-//! dequantisation, dot products and matrix tiles are written once per family on top of that.
+//! The file of a format defines only how one block is converted to unsigned small integers and
+//! scales, and back. Dequantisation, dot products and matrix tiles are implemented once per family.
 //! To add a format: one file with the block and its trait, one line in [`Format::of`] and one in
 //! [`crate::gemm`].
 //!
-//! Blocks are `repr(C, packed)`: a view of a tensor may begin at any block, so nothing may be
-//! assumed about alignment.
+//! Blocks are `repr(C, packed)`: a view of a tensor may begin at any block, so a block may have any
+//! address.
 
 mod block32;
 mod codebook;
@@ -88,15 +88,15 @@ pub use vgpu_transport::ir::Type;
 /// Reads `n` elements of a format into `f32`.
 ///
 /// # Safety
-/// `n` is a multiple of the format's block size. `src` is readable for `n` elements of the format, `dst`
-/// is writable for `n` floats, and they do not overlap.
+/// `n` is a multiple of the format's block size. `src` is readable for `n` elements of the format,
+/// `dst` is writable for `n` floats, and they do not overlap.
 pub type DequantizeRow = unsafe fn(src: *const u8, dst: *mut f32, n: usize);
 
 /// Writes `n` floats as elements of a format.
 ///
 /// # Safety
-/// `n` is a multiple of the format's block size. `src` is readable for `n` floats, `dst` is writable for
-/// `n` elements of the format, and they do not overlap.
+/// `n` is a multiple of the format's block size. `src` is readable for `n` floats, `dst` is
+/// writable for `n` elements of the format, and they do not overlap.
 pub type QuantizeRow = unsafe fn(src: *const f32, dst: *mut u8, n: usize);
 
 /// How to read and write rows of one type.
@@ -110,9 +110,9 @@ pub struct Format {
     pub bytes: usize,
     /// Reads a row.
     pub dequantize_row: DequantizeRow,
-    /// Writes a row: with the very bytes ggml-cpu's `from_float` writes on x86, or, of types with
-    /// codebooks, which ggml-cpu does not write, with less error than ggml's quantising tool
-    /// leaves.
+    /// Writes a row, with the bytes that `from_float` of ggml-cpu writes on x86. ggml-cpu does not
+    /// write types with codebooks; for these the error is smaller than that of ggml's quantisation
+    /// tool.
     pub quantize_row: QuantizeRow,
 }
 

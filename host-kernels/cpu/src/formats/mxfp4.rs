@@ -17,10 +17,10 @@ pub struct BlockMxfp4 {
 
 const _: () = assert!(size_of::<BlockMxfp4>() == 17);
 
-/// `2^(e - 128)`: half the scale, as the quants are twice the values.
+/// `2^(e - 128)`: half the scale, because the quants are twice the values.
 #[inline(always)]
 pub(crate) const fn exponent_to_f32(e: u8) -> f32 {
-    // The two smallest are subnormal.
+    // The two smallest results are subnormal.
     f32::from_bits(if e < 2 {
         0x0020_0000 << e
     } else {

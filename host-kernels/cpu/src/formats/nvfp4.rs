@@ -17,7 +17,7 @@ pub struct BlockNvfp4 {
 
 const _: () = assert!(size_of::<BlockNvfp4>() == 36);
 
-/// Half the value of every scale, as the quants are twice the values.
+/// Half the value of every scale, because the quants are twice the values.
 pub(crate) static SCALES: [f32; 256] = {
     let mut scales = [0.0; 256];
     let mut bits = 0;
@@ -29,7 +29,7 @@ pub(crate) static SCALES: [f32; 256] = {
         };
         bits += 1;
     }
-    // A NaN, which ggml reads as zero.
+    // NaN, which ggml reads as zero.
     scales[0x7f] = 0.0;
     scales
 };
@@ -39,7 +39,7 @@ fn scale_to_f32(bits: u8) -> f32 {
     SCALES[usize::from(bits)]
 }
 
-/// The scale nearest to `x`, a half rounded up; negative numbers and NaN become zero.
+/// The scale nearest to `x`, ties rounded up. Negative numbers and NaN become zero.
 fn f32_to_scale(x: f32) -> u8 {
     const MAX: u8 = 0x7e;
     if x <= 0.0 || x.is_nan() {

@@ -7,7 +7,7 @@ use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockQ1_0 {
-    /// Magnitude, a half.
+    /// Magnitude (F16).
     pub d: u16,
     /// A set bit is plus; element `j` in bit `j % 8` of byte `j / 8`.
     pub qs: [u8; 16],

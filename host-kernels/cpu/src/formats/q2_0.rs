@@ -7,9 +7,9 @@ use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockQ2_0 {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
-    /// Element `j` in bits `2 * (j % 4)` of byte `j / 4`; 1 stands for zero.
+    /// Element `j` in bits `2 * (j % 4)` of byte `j / 4`; 1 is zero.
     pub qs: [u8; 16],
 }
 

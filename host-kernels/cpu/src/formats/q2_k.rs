@@ -13,9 +13,9 @@ pub struct BlockQ2K {
     /// In each half of the block (128 elements, 32 bytes), element `32 * i + j` in bits `2 * i` of
     /// byte `j`.
     pub qs: [u8; 64],
-    /// Scale of the scales, a half.
+    /// Scale of the scales (F16).
     pub d: u16,
-    /// Scale of the minimums, a half.
+    /// Scale of the minimums (F16).
     pub dmin: u16,
 }
 

@@ -11,12 +11,12 @@ pub struct BlockQ3K {
     /// Third bits: element `32 * i + j` in bit `i` of byte `j`.
     pub hmask: [u8; 32],
     /// In each half of the block (128 elements, 32 bytes), element `32 * i + j` in bits `2 * i` of
-    /// byte `j`; with the third bit, 4 stands for zero.
+    /// byte `j`; with the third bit, 4 is zero.
     pub qs: [u8; 64],
-    /// Scales, six bits each, 32 standing for zero: the low four bits of scale `j` in a nibble of
+    /// Scales, six bits each, 32 is zero: the low four bits of scale `j` in a nibble of
     /// byte `j % 8`, the high two in bits `2 * (j / 4)` of byte `8 + j % 4`.
     pub scales: [u8; 12],
-    /// Scale of the scales, a half.
+    /// Scale of the scales (F16).
     pub d: u16,
 }
 

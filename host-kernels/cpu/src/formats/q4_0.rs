@@ -7,9 +7,9 @@ use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockQ4_0 {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
-    /// Element `j` in the low, `j + 16` in the high nibble of byte `j`; 8 stands for zero.
+    /// Element `j` in the low, `j + 16` in the high nibble of byte `j`; 8 is zero.
     pub qs: [u8; 16],
 }
 

@@ -8,9 +8,9 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockQ4K {
-    /// Scale of the scales, a half.
+    /// Scale of the scales (F16).
     pub d: u16,
-    /// Scale of the minimums, a half.
+    /// Scale of the minimums (F16).
     pub dmin: u16,
     /// Scales and minimums, six bits each.
     pub scales: [u8; 12],

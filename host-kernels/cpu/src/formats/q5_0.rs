@@ -9,11 +9,11 @@ use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockQ5_0 {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// The fifth bits, element `j` in bit `j`, little endian.
     pub qh: [u8; 4],
-    /// Element `j` in the low, `j + 16` in the high nibble of byte `j`; 16 stands for zero.
+    /// Element `j` in the low, `j + 16` in the high nibble of byte `j`; 16 is zero.
     pub qs: [u8; 16],
 }
 

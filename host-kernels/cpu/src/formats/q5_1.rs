@@ -7,9 +7,9 @@ use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockQ5_1 {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
-    /// Minimum, a half.
+    /// Minimum (F16).
     pub m: u16,
     /// The fifth bits, element `j` in bit `j`, little endian.
     pub qh: [u8; 4],

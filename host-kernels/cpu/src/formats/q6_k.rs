@@ -15,7 +15,7 @@ pub struct BlockQ6K {
     pub qh: [u8; 64],
     /// Scales of the sub-blocks.
     pub scales: [i8; 16],
-    /// Scale of the scales, a half.
+    /// Scale of the scales (F16).
     pub d: u16,
 }
 

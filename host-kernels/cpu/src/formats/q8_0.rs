@@ -7,7 +7,7 @@ use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockQ8_0 {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
     /// The quants.
     pub qs: [i8; 32],

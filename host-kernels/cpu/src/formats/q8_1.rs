@@ -8,9 +8,9 @@ use super::{Block32Format, Quants32, f16_to_f32, f32_to_f16};
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockQ8_1 {
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
-    /// `d` times the sum of the quants, a half.
+    /// `d` times the sum of the quants (F16).
     pub s: u16,
     /// The quants.
     pub qs: [i8; 32],

@@ -1,7 +1,7 @@
 //! Searches for the scales of a block, shared by several formats.
 //!
-//! They repeat ggml's reference floating-point operation by operation, in single precision and in
-//! its order, because a model quantised here must be byte for byte the model quantised there.
+//! They use the floating-point operations of ggml's reference in the same order and in single
+//! precision, because the bytes of a quantised model must be those of ggml.
 
 use super::grids::{FP4_VALUES, IQ4_VALUES};
 
@@ -17,15 +17,15 @@ pub(super) fn nearest_int(x: f32) -> i32 {
 
 /// Scales and minimums of the eight sub-blocks of Q4_K and Q5_K.
 pub(super) struct ScaleFit {
-    /// Scale of the scales, before rounding to a half.
+    /// Scale of the scales, before rounding to F16.
     pub(super) d: f32,
-    /// Scale of the minimums, before rounding to a half.
+    /// Scale of the minimums, before rounding to F16.
     pub(super) dmin: f32,
     /// Six-bit scales.
     pub(super) scales: [u8; 8],
     /// Six-bit minimums.
     pub(super) mins: [u8; 8],
-    /// The quants the search ended with; they stand where the rounded scale is 0.
+    /// The quants of the best fit. They are used if the rounded scale is 0.
     pub(super) q: [u8; 256],
 }
 
@@ -124,7 +124,7 @@ pub(super) fn fit_affine(
     }
     let mut candidate = [0u8; 32];
     for step in 0..=steps {
-        // `min` follows the best fit so far, and with it the range the next candidates divide.
+        // `min` is that of the best fit so far, which changes the range of the next candidates.
         let inverse = (start + delta * step as f32 + qmax_f) / (max - min);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0f32, 0.0f32, 0.0f32);
         for ((&x, &w), q) in x.iter().zip(weights).zip(&mut candidate) {
@@ -246,7 +246,7 @@ pub(super) fn fit_signed_scale_stepwise(x: &[f32; 16], qmax: i32, q: &mut [u8]) 
     if sum_l2 > 0.0 { sum_lx / sum_l2 } else { 0.0 }
 }
 
-/// The index of the value of IQ4 nearest to `x`, the upper one in the middle.
+/// The index of the value of IQ4 nearest to `x`; the larger value in a tie.
 pub(super) fn nearest_uneven(x: f32) -> u8 {
     let value = |i: usize| f32::from(IQ4_VALUES[i]);
     if x <= value(0) {
@@ -276,7 +276,7 @@ pub(super) fn nearest_uneven(x: f32) -> u8 {
 pub(super) struct UnevenFit {
     /// The value of largest magnitude.
     max: f32,
-    /// The inverse of the scale guessed from it.
+    /// The inverse of the scale of the first guess.
     pub(super) inverse: f32,
     /// The best scale for the quants of the guess.
     pub(super) scale: f32,
@@ -327,7 +327,7 @@ impl UnevenFit {
     }
 }
 
-/// The quant of MXFP4 and NVFP4 whose value times `d` is nearest to `x`, the first of them.
+/// The first quant of MXFP4 and NVFP4 whose value times `d` is nearest to `x`.
 pub(super) fn nearest_fp4(x: f32, d: f32) -> u8 {
     let error = |i: usize| (f32::from(FP4_VALUES[i]) * d - x).abs();
     let mut best = 0;

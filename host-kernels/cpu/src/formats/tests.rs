@@ -39,7 +39,7 @@ const ROUND_TRIPS: &[(Type, f32)] = &[
 fn quantize(ty: Type, x: &[f32]) -> Vec<u8> {
     let format = Format::of(ty).unwrap();
     let mut bytes = vec![0; format.row_bytes(x.len())];
-    // SAFETY: the vector holds the row; the tests use whole blocks.
+    // SAFETY: the vectors have the elements of the row, which consists of whole blocks.
     unsafe { (format.quantize_row)(x.as_ptr(), bytes.as_mut_ptr(), x.len()) };
     bytes
 }
@@ -48,7 +48,7 @@ fn dequantize(ty: Type, bytes: &[u8], n: usize) -> Vec<f32> {
     let format = Format::of(ty).unwrap();
     assert_eq!(bytes.len(), format.row_bytes(n));
     let mut x = vec![f32::NAN; n];
-    // SAFETY: the vectors hold the row.
+    // SAFETY: the vectors have the elements of the row, which consists of whole blocks.
     unsafe { (format.dequantize_row)(bytes.as_ptr(), x.as_mut_ptr(), n) };
     x
 }
@@ -131,7 +131,7 @@ fn six_bit_scales_pack_and_unpack() {
 }
 
 proptest! {
-    /// Rows are blocks, one after the other: where a row begins or ends changes nothing.
+    /// A row is a sequence of blocks: the conversion of a block does not depend on its row.
     #[test]
     fn rows_are_independent_blocks(seed in any::<u32>(), which in 0..ROUND_TRIPS.len()) {
         let ty = ROUND_TRIPS[which].0;

@@ -5,8 +5,8 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 
 /// ggml's `block_tq1_0`.
 ///
-/// A byte holds a number of five digits to base 3 as a fraction of 256, rounded up: multiplying by
-/// 3 pushes the first digit out at the top.
+/// A byte has five digits to base 3 as a fraction of 256, rounded up: the first digit is the carry
+/// of the multiplication by 3.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, packed)]
 pub struct BlockTq1_0 {
@@ -15,7 +15,7 @@ pub struct BlockTq1_0 {
     pub qs: [u8; 48],
     /// The last 16 elements: `4 * i + j` is digit `i` of byte `j`, the fifth digit is unused.
     pub qh: [u8; 4],
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
 }
 

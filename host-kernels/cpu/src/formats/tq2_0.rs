@@ -8,9 +8,9 @@ use super::{Quants256, SuperBlockFormat, f16_to_f32, f32_to_f16};
 #[repr(C, packed)]
 pub struct BlockTq2_0 {
     /// In each half of the block (128 elements, 32 bytes), element `32 * i + j` in bits `2 * i` of
-    /// byte `j`; 1 stands for zero.
+    /// byte `j`; 1 is zero.
     pub qs: [u8; 64],
-    /// Scale, a half.
+    /// Scale (F16).
     pub d: u16,
 }
 

@@ -10,26 +10,26 @@ use crate::formats::{self, Format, Type};
 pub struct GemmArgs {
     /// Elements of a row of weights and of a column of activations.
     pub k: usize,
-    /// The first row of weights.
+    /// The first row of weights (src0).
     pub w: *const u8,
     /// Bytes from one row of weights to the next.
     pub w_stride: usize,
     /// Rows of weights.
     pub rows: usize,
-    /// The first column of activations.
+    /// The first column of activations (a row of src1).
     pub x: *const u8,
     /// Bytes from one column of activations to the next.
     pub x_stride: usize,
     /// Columns of activations.
     pub cols: usize,
-    /// The first column of results.
+    /// The first column of results (a row of dst).
     pub dst: *mut f32,
     /// Floats from one column of results to the next.
     pub dst_stride: usize,
 }
 
 impl GemmArgs {
-    /// Where row `r` of the weights begins; the last row for an `r` beyond it.
+    /// Row `r` of the weights; the last row if `r` is not below `rows`.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(super) fn row(&self, r: usize) -> *const u8 {
@@ -86,8 +86,9 @@ pub struct MatmulKernel {
     pub quantize_activation: formats::QuantizeRow,
     /// Multiplies.
     pub gemm: Gemm,
-    /// From this many columns on, `gemm` unpacks weights into panels and is fastest per column.
+    /// From this many columns on, `gemm` unpacks weights into panels, and its time per column is
+    /// smallest.
     pub panel_cols: usize,
-    /// Pieces of rows should be multiples of this.
+    /// If rows are divided between calls, each part should be a multiple of this.
     pub row_tile: usize,
 }

@@ -56,9 +56,9 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
     })
 }
 
-/// A plain float as it lies in memory.
+/// A float type in memory.
 trait Float {
-    /// Bytes of one.
+    /// Bytes of an element.
     const BYTES: usize;
     /// # Safety
     /// `p` is readable for `BYTES`.
@@ -73,7 +73,7 @@ impl Float for F32 {
     const BYTES: usize = 4;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees four bytes at `p`. The read is unaligned.
         unsafe { p.cast::<f32>().read_unaligned() }
     }
 }
@@ -82,7 +82,7 @@ impl Float for F16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees two bytes at `p`. The read is unaligned.
         f16_to_f32(unsafe { p.cast::<u16>().read_unaligned() })
     }
 }
@@ -91,7 +91,7 @@ impl Float for Bf16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn read(p: *const u8) -> f32 {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees two bytes at `p`. The read is unaligned.
         bf16_to_f32(unsafe { p.cast::<u16>().read_unaligned() })
     }
 }
@@ -131,18 +131,21 @@ unsafe fn floats<T: Float>(args: &GemmArgs) {
 /// # Safety
 /// As [`super::kernel::Gemm`].
 unsafe fn block32<B: Block32Format>(args: &GemmArgs) {
-    // SAFETY: by the caller's contract, passed on; Q8_0 has a scale and quants.
+    // SAFETY: `args` is the argument of this function, whose caller guarantees the contract of
+    // `Gemm`. The activations of this kernel are blocks of Q8_0.
     unsafe {
         block32_with::<B, BlockQ8_0>(|x| (f16_to_f32(x.d), 0.0, &x.qs), args);
     }
 }
 
-/// A format with scales per 32 elements with a minimum times Q8_1: as [`block32`], plus `m_w * s_x`.
+/// A format with scales per 32 elements with a minimum times Q8_1: as [`block32`], plus `m_w *
+/// s_x`.
 ///
 /// # Safety
 /// As [`super::kernel::Gemm`].
 unsafe fn block32_with_min<B: Block32Format>(args: &GemmArgs) {
-    // SAFETY: by the caller's contract, passed on; Q8_1 has a scale, a sum and quants.
+    // SAFETY: `args` is the argument of this function, whose caller guarantees the contract of
+    // `Gemm`. The activations of this kernel are blocks of Q8_1.
     unsafe {
         block32_with::<B, BlockQ8_1>(|x| (f16_to_f32(x.d), f16_to_f32(x.s), &x.qs), args);
     }
@@ -173,12 +176,14 @@ unsafe fn block32_with<B: Block32Format, X>(
             unsafe { *dst.add(c * dst_stride + r) = 0.0 };
         }
         for g in 0..k / 32 {
-            // SAFETY: group `g` of row `r` is within the row; B and X are packed, and any bytes are
-            // valid ones because they consist of integers.
+            // SAFETY: group `g` is in row `r`, by the contract of `Gemm`. `B` is packed and
+            // consists of integers, so any bytes are valid.
             let group =
                 unsafe { (*w.add(r * w_stride).cast::<B>().add(g / groups)).group(g % groups) };
             for c in 0..cols {
-                // SAFETY: as above, for block `g` of column `c`.
+                // SAFETY: block `g` is in column `c`, by the contract of `Gemm`. `X` is packed and
+                // consists of integers, so any bytes are valid. `dst` is the float of row `r` and
+                // column `c`.
                 let (x, dst) = unsafe {
                     (
                         &*x.add(c * x_stride).cast::<X>().add(g),
@@ -229,11 +234,13 @@ unsafe fn k_quants<B: SuperBlockFormat>(args: &GemmArgs) {
             unsafe { *dst.add(c * dst_stride + r) = 0.0 };
         }
         for b in 0..k / 256 {
-            // SAFETY: block `b` of row `r` is within the row; B is packed and any bytes are a valid
-            // one.
+            // SAFETY: block `b` is in row `r`, by the contract of `Gemm`. `B` is packed and has
+            // integers and floats, so any bytes are valid.
             let block = unsafe { (*w.add(r * w_stride).cast::<B>().add(b)).decode() };
             for c in 0..cols {
-                // SAFETY: as above, for block `b` of column `c`.
+                // SAFETY: block `b` is in column `c`, by the contract of `Gemm`. The block is
+                // packed and has integers and a float, so any bytes are valid. `dst` is the float
+                // of row `r` and column `c`.
                 let (x, dst) = unsafe {
                     (
                         &*x.add(c * x_stride).cast::<BlockQ8K>().add(b),

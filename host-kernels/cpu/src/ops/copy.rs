@@ -11,8 +11,7 @@ use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{ANY, FLOATS};
 
-/// Elements of one piece of work, and floats on the stack while it is converted. A multiple of
-/// every block.
+/// Elements of a unit of work, which are converted on the stack: a multiple of every block.
 const PIECE: usize = 1024;
 
 pub(super) fn rules() -> Vec<Rule> {
@@ -49,11 +48,11 @@ fn same_type(dst: View, src: View) -> Compiled {
     let total = dst.elements() / dst.ty.block_elements() as usize;
     Compiled::one(move |w| {
         let share = w.share(total);
-        to.pieces(share.start, share.len(), |to_place, done, len| {
-            from.pieces(share.start + done, len, |from_place, done, len| {
-                let place = to_place.wrapping_add(done * to.step());
-                // SAFETY: the sequences stay inside their tensors.
-                unsafe { copy_line(place, to.step(), from_place, from.step(), len, size) };
+        to.pieces(share.start, share.len(), |to_start, done, len| {
+            from.pieces(share.start + done, len, |from_start, done, len| {
+                let to_start = to_start.wrapping_add(done * to.step());
+                // SAFETY: both sequences return `len` elements that are inside their tensors.
+                unsafe { copy_line(to_start, to.step(), from_start, from.step(), len, size) };
             });
         });
         Ok(())
@@ -76,16 +75,17 @@ fn convert(dst: View, src: View) -> Compiled {
         for piece in w.share(total.div_ceil(PIECE)) {
             let start = piece * PIECE;
             let n = PIECE.min(total - start);
-            // SAFETY: the sequences stay inside their tensors. Rows are whole blocks, and a piece
-            // begins at a multiple of every block: so do its parts on either side.
+            // SAFETY: both sequences return elements that are inside their tensors. Rows consist of
+            // whole blocks, and `start` and `PIECE` are multiples of every block, so pieces are
+            // whole blocks. `done + len` elements fit the `PIECE >= n` floats of the stage.
             unsafe {
-                from.pieces(start / from_block, n / from_block, |place, done, len| {
+                from.pieces(start / from_block, n / from_block, |src, done, len| {
                     let to = stage.as_mut_ptr().add(done * from_block);
-                    reader.load(place, len * from_block, to);
+                    reader.load(src, len * from_block, to);
                 });
-                to.pieces(start / to_block, n / to_block, |place, done, len| {
+                to.pieces(start / to_block, n / to_block, |dst, done, len| {
                     let from = stage.as_ptr().add(done * to_block);
-                    writer.store(from, len * to_block, place);
+                    writer.store(from, len * to_block, dst);
                 });
             }
         }

@@ -7,18 +7,18 @@ use crate::formats::{f32_to_bf16, f32_to_f16};
 use crate::kernel::Kernel;
 use crate::view::View;
 
-/// Bytes that one piece of work moves.
+/// Bytes of a unit of work.
 const GRAIN_BYTES: usize = 1 << 15;
 
-/// Elements on a side of the tiles in which matrices are transposed: a few cache lines.
+/// The side of the tiles in which matrices are transposed, in elements: a few cache lines.
 const TILE_SIDE: usize = 32;
 
-/// Copies `n` elements (of quantised types: blocks) of `size` bytes that lie `dst_step` and
-/// `src_step` bytes apart.
+/// Copies `n` elements (blocks, for quantised types) of `size` bytes, `src_step` bytes apart in the
+/// source and `dst_step` bytes apart in the destination.
 ///
 /// # Safety
-/// All are in readable or writable memory. They may overlap; then an element may be read after it was
-/// written.
+/// The elements are readable at `src` and writable at `dst`. They may overlap: then an element may
+/// be read after it was written.
 pub(super) unsafe fn copy_line(
     dst: *mut u8,
     dst_step: usize,
@@ -27,7 +27,8 @@ pub(super) unsafe fn copy_line(
     n: usize,
     size: usize,
 ) {
-    // SAFETY: the caller guarantees `n` elements on both sides.
+    // SAFETY: the caller guarantees `n` elements of `size` bytes at `src` and `dst`, with these
+    // strides.
     unsafe {
         if dst_step == size && src_step == size {
             std::ptr::copy(src, dst, n * size);
@@ -49,14 +50,15 @@ pub(super) unsafe fn copy_line(
 }
 
 /// # Safety
-/// As [`copy_line`], with elements as large as a `T`.
+/// As [`copy_line`], with elements of the size of `T`.
 unsafe fn copy_each<T>(dst: *mut u8, dst_step: usize, src: *const u8, src_step: usize, n: usize) {
     for i in 0..n {
         let (to, from) = (
             dst.wrapping_add(i * dst_step),
             src.wrapping_add(i * src_step),
         );
-        // SAFETY: the caller guarantees `n` elements on both sides.
+        // SAFETY: `i < n`: the caller guarantees the element at both addresses. The accesses are
+        // unaligned.
         unsafe {
             to.cast::<T>()
                 .write_unaligned(from.cast::<T>().read_unaligned())
@@ -64,7 +66,7 @@ unsafe fn copy_each<T>(dst: *mut u8, dst_step: usize, src: *const u8, src_step: 
     }
 }
 
-/// The bytes of one element of a plain type; those behind its size are 0.
+/// The bytes of one element of a plain type. Bytes after `size` are 0.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Element {
     bytes: [u8; 8],
@@ -72,7 +74,7 @@ pub(super) struct Element {
 }
 
 impl Element {
-    /// Zero, which is zero bytes in every type.
+    /// Zero. All its bytes are 0 in every type.
     pub(super) fn zero(ty: Type) -> Element {
         Element {
             bytes: [0; 8],
@@ -92,30 +94,31 @@ impl Element {
         element
     }
 
-    /// Writes it `n` times, `step` bytes apart.
+    /// Writes the element `n` times, `step` bytes apart.
     ///
     /// # Safety
-    /// There are `n` elements of its type in writable memory.
+    /// `dst` is writable for `n` elements of this size, `step` bytes apart.
     pub(super) unsafe fn fill(&self, dst: *mut u8, step: usize, n: usize) {
-        // SAFETY: copies of one element, which is no tensor memory; the caller guarantees the
-        // others.
+        // SAFETY: the source is one element of `size <= 8` bytes, repeated with stride 0. The
+        // caller guarantees `n` elements at `dst`.
         unsafe { copy_line(dst, step, self.bytes.as_ptr(), 0, n, self.size) }
     }
 }
 
-/// Copies `src` to `dst`, of the same type. A source with smaller extents repeats.
+/// Copies `src` to `dst`, of the same type. A source with smaller extents is broadcast.
 pub(super) fn copy(dst: View, src: View) -> Kernel {
     let walk = Walk::new(dst, [src]);
     let line = *walk.line();
     let size = dst.ty.block_bytes() as usize;
-    if let Some(across) = walk.dense_elsewhere(0) {
+    if let Some(crossed) = walk.dense_elsewhere(0) {
         // A transposition: in tiles, so that every cache line of the source is read once.
-        let other = *walk.outer(across);
+        let other = *walk.outer(crossed);
         return Box::new(move |w| {
-            walk.tiles(w, across, TILE_SIDE, |dst, [src], n, m| {
+            walk.tiles(w, crossed, TILE_SIDE, |dst, [src], n, m| {
                 for i in 0..m {
                     let (to, from) = (dst.wrapping_add(i * other.dst), src.wrapping_add(i * size));
-                    // SAFETY: the walk stays inside both tensors.
+                    // SAFETY: the walk returns a tile of `n` by `m` elements that is inside both
+                    // tensors, with the strides of the two loops.
                     unsafe { copy_line(to, line.dst, from, line.src[0], n, size) };
                 }
             });
@@ -124,27 +127,28 @@ pub(super) fn copy(dst: View, src: View) -> Kernel {
     }
     Box::new(move |w| {
         walk.pieces(w, GRAIN_BYTES / size, |dst, [src], n| {
-            // SAFETY: the walk stays inside both tensors.
+            // SAFETY: the walk returns `n` elements of both tensors with the strides of `line`.
             unsafe { copy_line(dst, line.dst, src, line.src[0], n, size) };
         });
         Ok(())
     })
 }
 
-/// Writes one element everywhere.
+/// Sets every element of `dst`.
 pub(super) fn fill(dst: View, element: Element) -> Kernel {
     let walk = Walk::new(dst, []);
     let step = walk.line().dst;
     Box::new(move |w| {
         walk.pieces(w, GRAIN_BYTES / element.size, |dst, [], n| {
-            // SAFETY: the walk stays inside the tensor.
+            // SAFETY: the walk returns `n` elements of the tensor, `step` bytes apart.
             unsafe { element.fill(dst, step, n) };
         });
         Ok(())
     })
 }
 
-/// Calls `body` with the indices of each row of `dst` in this worker's share, and with its place.
+/// Calls `body` for each row of `dst` in this worker's share, with the indices and the address of
+/// the row.
 pub(super) fn each_row(
     dst: View,
     body: impl Fn([usize; 3], *mut u8) + Send + Sync + 'static,

@@ -46,25 +46,26 @@ maps! {
     WeightedRelu { weight } |x, sum| x.max(x.splat(0.0)).mul_add(x.splat(weight), sum);
 }
 
-/// A float of a tensor.
+/// An element of a tensor of f32.
 ///
 /// # Safety
-/// The index is inside the extents.
+/// Each index is below the extent of its dimension.
 unsafe fn float(view: &View, [i0, i1, i2, i3]: [usize; 4]) -> f32 {
-    let place = view.row_ptr([i1, i2, i3]).wrapping_add(i0 * view.nb[0]);
-    // SAFETY: the caller guarantees the element.
-    unsafe { place.cast::<f32>().read() }
+    let element = view.row_ptr([i1, i2, i3]).wrapping_add(i0 * view.nb[0]);
+    // SAFETY: the caller guarantees the element, which is an aligned f32.
+    unsafe { element.cast::<f32>().read() }
 }
 
-/// Streams that are mixed.
+/// The streams of the hyper-connections.
 const STREAMS: usize = 4;
 
-/// A matrix `[to][from]` of mixing factors: soft-max of each row, then columns and rows in turn
-/// divided by their sums (Sinkhorn and Knopp).
+/// A matrix `[to][from]` of mixing factors: softmax of each row, then columns and rows are
+/// alternately divided by their sums (Sinkhorn-Knopp).
 fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u32) -> Compiled {
     Compiled::one(move |w| {
         for t in w.share(dst.ne[2]) {
-            // SAFETY: the indices are inside the extents.
+            // SAFETY: by the check of the IR, `mixes` has `2 * STREAMS + STREAMS^2` elements for
+            // each token, `base` has as many, and `scale` has three.
             let (scale, mix) = unsafe {
                 let value = |i: usize| (float(&mixes, [i, t, 0, 0]), float(&base, [i, 0, 0, 0]));
                 (float(&scale, [2, 0, 0, 0]), move |i: usize| {
@@ -96,9 +97,9 @@ fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u3
             }
             for (i, row) in comb.iter().enumerate() {
                 for (j, value) in row.iter().enumerate() {
-                    let place = dst.row_ptr([i, t, 0]).wrapping_add(j * dst.nb[0]);
-                    // SAFETY: the indices are inside the extents.
-                    unsafe { place.cast::<f32>().write(*value) };
+                    let element = dst.row_ptr([i, t, 0]).wrapping_add(j * dst.nb[0]);
+                    // SAFETY: `i` and `j` are below `STREAMS`, and `t < dst.ne[2]`.
+                    unsafe { element.cast::<f32>().write(*value) };
                 }
             }
         }
@@ -119,10 +120,11 @@ fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
             let (start, t) = (unit % pieces * STAGE, unit / pieces);
             let len = STAGE.min(n - start);
             sums.fill(0.0);
-            let place = sums.as_mut_ptr();
-            let sum = (Access::direct(), place.cast_const().cast());
-            let to = (Access::direct(), place.cast());
-            // SAFETY: elements `start..start + len` are inside all rows.
+            let sums_ptr = sums.as_mut_ptr();
+            let sum = (Access::direct(), sums_ptr.cast_const().cast());
+            let to = (Access::direct(), sums_ptr.cast());
+            // SAFETY: rows of `x` and `dst` have `n >= start + len` elements, and so have gates.
+            // `len <= STAGE`, the length of `sums`. `h` and `t` are below the extents.
             unsafe {
                 for h in 0..streams {
                     let value = (values, values.at(x.row_ptr([h, t, 0]), start));
@@ -159,11 +161,11 @@ fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -
             let (d, t) = (rest % streams, rest / streams);
             let len = STAGE.min(n - start);
             sums.fill(0.0);
-            let place = sums.as_mut_ptr();
-            let sum = (Access::direct(), place.cast_const().cast());
-            let to = (Access::direct(), place.cast());
-            // SAFETY: elements `start..start + len` are inside all rows, and the indices inside the
-            // extents.
+            let sums_ptr = sums.as_mut_ptr();
+            let sum = (Access::direct(), sums_ptr.cast_const().cast());
+            let to = (Access::direct(), sums_ptr.cast());
+            // SAFETY: the rows have `n >= start + len` elements, and `len <= STAGE`, the length of
+            // `sums`. `d` and `s` are below the number of streams, `t` below the number of tokens.
             unsafe {
                 let value = (values, values.at(x.row_ptr([t, 0, 0]), start));
                 let weight = float(&post, [d, t, 0, 0]);
@@ -185,7 +187,7 @@ fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -
     })
 }
 
-/// Keys that a thread scores at a time.
+/// Keys of a unit of work.
 const KEYS: usize = 128;
 
 /// `dst[i, t, s] = sum_h max(0, q[:, h, t, s] * k[:, i, s]) * w[h, t, s] + mask[i, t, s]`
@@ -223,8 +225,10 @@ fn lightning_indexer(
             let count = KEYS.min(keys - start);
             let tile = part(tile_at, KEYS * row_bytes);
             let scores = part(scores_at, heads * KEYS * size_of::<f32>());
-            // SAFETY: each worker with units has room for a tile of keys and its scores; the rows
-            // of q and k have `n` dense elements, and the indices are inside the extents.
+            // SAFETY: the first `busy` workers have units, and each has `KEYS >= count` rows of `n`
+            // floats and `heads * KEYS` scores in the scratch memory. Rows of q and k have `n`
+            // dense elements. `start + count <= keys`, and `t`, `h` and `s` are below their
+            // extents.
             unsafe {
                 for i in 0..count {
                     let key = k.row_ptr([0, start + i, s]);
@@ -243,14 +247,14 @@ fn lightning_indexer(
                         dst_stride: KEYS,
                     });
                     let mut sums = [0.0; KEYS];
-                    let place = sums.as_mut_ptr();
-                    let sum = (Access::direct(), place.cast_const().cast());
+                    let sums_ptr = sums.as_mut_ptr();
+                    let sum = (Access::direct(), sums_ptr.cast_const().cast());
                     for h in 0..heads {
                         let score = (Access::direct(), scores.add(h * KEYS).cast_const().cast());
                         let weight = float(&weights, [h, t, 0, s]);
                         apply(
                             WeightedRelu { weight },
-                            (Access::direct(), place.cast()),
+                            (Access::direct(), sums_ptr.cast()),
                             [score, sum],
                             count,
                         );

@@ -25,7 +25,7 @@ pub(super) fn rules() -> Vec<Rule> {
     ] {
         rules.push(Rule::new(op, FLOATS, &[FLOATS, FLOATS]));
     }
-    // What is added to a quantised tensor is quantised again.
+    // The sum with a quantised tensor is quantised.
     for &ty in Type::ALL {
         if ty.is_quantized() && Format::of(ty).is_some() {
             let set = TypeSet::of(&[ty]);
@@ -72,8 +72,9 @@ fn add_quantized(dst: View, a: View, b: View) -> Compiled {
             let addend = b.row_ptr(std::array::from_fn(|d| index[d] % b.ne[d + 1]));
             for start in (0..dst.ne[0]).step_by(STAGE) {
                 let n = STAGE.min(dst.ne[0] - start);
-                // SAFETY: a stage is whole blocks of every type, so that a part of the row is, too;
-                // the elements of b are read one by one because their row can repeat.
+                // SAFETY: the rows have `ne[0]` elements. `STAGE` is a multiple of every block, so
+                // each part of a row consists of whole blocks. Elements of `b` are read one at a
+                // time, since its row can be broadcast.
                 unsafe {
                     a_rows.load(a_rows.at(from, start), n, x.as_mut_ptr());
                     for (i, y) in y[..n].iter_mut().enumerate() {
@@ -97,8 +98,9 @@ fn add_id(dst: View, a: View, b: View, ids: View) -> Compiled {
             let id = ids
                 .ptr()
                 .wrapping_add(index[0] * ids.nb[0] + index[1] * ids.nb[1]);
-            // SAFETY: ids has an element for each row. Volatile: what is checked is what is used,
-            // even if the destination overlaps the ids.
+            // SAFETY: `ids` has an element for each row of the destination. The volatile read
+            // happens once: the checked value is the value that is used, even if the destination
+            // overlaps the ids.
             let id = unsafe { id.cast::<i32>().read_volatile() };
             let addend = b.row_ptr([check_index(id.into(), b.ne[1])?, 0, 0]);
             let src = [

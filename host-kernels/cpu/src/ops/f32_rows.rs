@@ -1,9 +1,9 @@
-//! Runs of elements, computed with as `f32`: the basis of the element-wise and the row-wise
+//! Computations with runs of elements as `f32`: the basis of the element-wise and the row-wise
 //! operators.
 //!
 //! A run consists of elements at equal distances: a row, part of a row, or several adjacent rows.
 //! [`Access`] describes how elements are read and written. Dense `f32` is used in place; everything
-//! else passes through a buffer of [`STAGE`] floats on the stack.
+//! else is converted in a buffer of [`STAGE`] floats on the stack.
 //!
 //! Source and destination may be the same memory, or overlap in any way in a hostile graph. This
 //! module creates no references to tensor memory: elements are loaded through raw pointers before
@@ -19,13 +19,13 @@ use crate::kernel::Compiled;
 use crate::simd::{Lanes, PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
 
-/// Floats brought together at once when they do not lie as dense `f32`.
+/// Elements that are converted at once if they are not dense `f32`.
 pub(super) const STAGE: usize = 256;
 
-/// Elements of one piece of work.
+/// Elements of a unit of work.
 const GRAIN: usize = 2048;
 
-/// Elements that are added up in `f32` before the sum goes on in `f64`.
+/// Elements that are summed in `f32` before the sum is added to an `f64`.
 const SUM_BLOCK: usize = 4096;
 
 /// How the elements of a line are read and written.
@@ -55,17 +55,18 @@ impl Access {
         Access::new(view.ty, if view.dense_rows() { dense } else { view.nb[0] })
     }
 
-    /// Adjacent `f32`, as they are on the stack.
+    /// Adjacent `f32`, for example a buffer on the stack.
     pub(super) fn direct() -> Access {
         Access::new(Type::F32, size_of::<f32>())
     }
 
-    /// Whether the line is plain adjacent `f32`.
+    /// Whether the elements are adjacent `f32`.
     pub(super) fn is_direct(&self) -> bool {
         self.ty == Type::F32 && self.step == size_of::<f32>()
     }
 
-    /// Where element `i` of a line from `line` on begins. Of quantised types `i` begins a block.
+    /// The address of element `i` of a line. For quantised types `i` is the first element of a
+    /// block.
     pub(super) fn at(&self, line: *const u8, i: usize) -> *const u8 {
         line.wrapping_add(i / self.ty.block_elements() as usize * self.step)
     }
@@ -73,10 +74,11 @@ impl Access {
     /// Reads `n` elements.
     ///
     /// # Safety
-    /// The line at `line` has `n` elements, a multiple of the type's block, in readable memory; `out`
-    /// is writable for `n` floats and no part of a tensor.
+    /// `line` is readable for `n` elements of this access; `n` is a multiple of the block of the
+    /// type. `out` is writable for `n` floats and does not overlap the line.
     pub(super) unsafe fn load(&self, line: *const u8, n: usize, out: *mut f32) {
-        // SAFETY: the caller guarantees `n` elements `step` apart, and as many floats of room.
+        // SAFETY: the caller guarantees `n` elements `step` bytes apart at `line` and `n` floats at
+        // `out`. If `step` is 0, `count <= 1` element is read, and `out` has `n` copies of it.
         unsafe {
             let (step, count) = (self.step, if self.step == 0 { n.min(1) } else { n });
             match (self.ty, self.format) {
@@ -100,9 +102,11 @@ impl Access {
     /// Writes `n` elements, rounded to the type.
     ///
     /// # Safety
-    /// As [`Access::load`], the other way round.
+    /// `line` is writable for `n` elements of this access; `n` is a multiple of the block of the
+    /// type. `x` is readable for `n` floats and does not overlap the line.
     pub(super) unsafe fn store(&self, x: *const f32, n: usize, line: *mut u8) {
-        // SAFETY: the caller guarantees `n` floats, and as many elements of room `step` apart.
+        // SAFETY: the caller guarantees `n` floats at `x`, and `n` writable elements `step` bytes
+        // apart at `line`.
         unsafe {
             let step = self.step;
             match (self.ty, self.format) {
@@ -122,7 +126,7 @@ impl Access {
 /// Reads `n` elements `step` bytes apart.
 ///
 /// # Safety
-/// They are readable and aligned; `out` is writable for `n` floats.
+/// The elements are readable and aligned. `out` is writable for `n` floats.
 unsafe fn gather<T>(
     line: *const u8,
     step: usize,
@@ -131,7 +135,7 @@ unsafe fn gather<T>(
     convert: impl Fn(T) -> f32,
 ) {
     for i in 0..n {
-        // SAFETY: the caller guarantees `n` floats.
+        // SAFETY: `i < n`: the caller guarantees the element and the float.
         unsafe {
             out.add(i)
                 .write(convert(line.wrapping_add(i * step).cast::<T>().read()))
@@ -142,7 +146,7 @@ unsafe fn gather<T>(
 /// Writes `n` elements `step` bytes apart.
 ///
 /// # Safety
-/// They are writable and aligned; `x` is readable for `n` floats.
+/// The elements are writable and aligned. `x` is readable for `n` floats.
 unsafe fn scatter<T>(
     x: *const f32,
     n: usize,
@@ -151,7 +155,7 @@ unsafe fn scatter<T>(
     convert: impl Fn(f32) -> T,
 ) {
     for i in 0..n {
-        // SAFETY: the caller guarantees `n` elements and floats.
+        // SAFETY: `i < n`: the caller guarantees the element and the float.
         unsafe {
             line.wrapping_add(i * step)
                 .cast::<T>()
@@ -160,7 +164,7 @@ unsafe fn scatter<T>(
     }
 }
 
-/// A function of `N` floats, computed in all lanes at once.
+/// A function of `N` floats, computed for all lanes of a vector.
 pub(super) trait Map<const N: usize>: Copy + Send + Sync + 'static {
     /// The function. Implementations are `#[inline(always)]`.
     fn map<S: Simd>(self, x: [Lanes<S>; N]) -> Lanes<S>;
@@ -200,7 +204,8 @@ impl<const N: usize, M: Map<N>> PtrTask for Apply<N, M> {
     unsafe fn run<S: Simd>(self, simd: S) {
         let Apply { f, dst, src, n } = self;
         chunks::<S>(n, |i, len| {
-            // SAFETY: the contract of `Apply` guarantees `n` floats everywhere.
+            // SAFETY: the contract of `Apply` guarantees `n` floats at each source and at `dst`,
+            // and `i + len <= n`.
             unsafe {
                 let mut x = [simd.splat(0.0); N];
                 for (x, s) in x.iter_mut().zip(src) {
@@ -212,42 +217,45 @@ impl<const N: usize, M: Map<N>> PtrTask for Apply<N, M> {
     }
 }
 
-/// Rooms for floats, not cleared: most lines do not need them.
-type BarrierSchedule<const N: usize> = [MaybeUninit<[f32; STAGE]>; N];
+/// Buffers for converted elements. They are not initialised, since most lines do not need them.
+type Stages<const N: usize> = [MaybeUninit<[f32; STAGE]>; N];
 
-fn empty_stages<const N: usize>() -> BarrierSchedule<N> {
+fn empty_stages<const N: usize>() -> Stages<N> {
     [const { MaybeUninit::uninit() }; N]
 }
 
-/// Where the elements `start..start + n` of lines are as dense floats: in place, or in the stages.
+/// Pointers to the elements `start..start + n` of lines as dense floats: in place, or in the
+/// stages.
 ///
 /// # Safety
-/// Every line has these elements as [`Access::load`] wants them. Unless all lines are direct, `n` is at
+/// [`Access::load`] may read these elements of every line. Unless all lines are direct, `n` is at
 /// most [`STAGE`].
 unsafe fn floats<const N: usize>(
     src: [(Access, *const u8); N],
     start: usize,
     n: usize,
-    stages: &mut BarrierSchedule<N>,
+    stages: &mut Stages<N>,
 ) -> [*const f32; N] {
-    let mut places = [std::ptr::null(); N];
-    for ((place, stage), (access, line)) in places.iter_mut().zip(stages).zip(src) {
+    let mut floats = [std::ptr::null(); N];
+    for ((ptr, stage), (access, line)) in floats.iter_mut().zip(stages).zip(src) {
         let line = access.at(line, start);
-        *place = if access.is_direct() {
+        *ptr = if access.is_direct() {
             line.cast()
         } else {
-            // SAFETY: the caller guarantees the line; a stage has room for `n` floats.
+            // SAFETY: the caller guarantees `n` elements of the line from `start` on. The line is
+            // not direct, so `n <= STAGE`, the floats of a stage.
             unsafe { access.load(line, n, stage.as_mut_ptr().cast()) };
             stage.as_ptr().cast()
         };
     }
-    places
+    floats
 }
 
 /// `dst[i] = f(src[0][i], ...)` on lines of any types.
 ///
 /// # Safety
-/// Every line has `n` elements as [`Access::load`] and [`Access::store`] want them, all plain.
+/// [`Access::load`] may read `n` elements of every source, and [`Access::store`] may write `n`
+/// elements of the destination. All types are plain.
 pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
     f: M,
     (out, dst): (Access, *mut u8),
@@ -256,7 +264,8 @@ pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
 ) {
     if out.is_direct() && src.iter().all(|(access, _)| access.is_direct()) {
         let src = src.map(|(_, ptr)| ptr.cast());
-        // SAFETY: the caller guarantees `n` dense floats in every row.
+        // SAFETY: all accesses are direct, so the caller guarantees `n` dense floats at every
+        // pointer.
         unsafe {
             dispatch_ptr(Apply {
                 f,
@@ -272,8 +281,8 @@ pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
     let result = result.as_mut_ptr().cast::<f32>();
     for start in (0..n).step_by(STAGE) {
         let n = STAGE.min(n - start);
-        // SAFETY: the caller guarantees the lines; `n` is at most a stage, and the task writes as
-        // many results.
+        // SAFETY: the caller guarantees the elements `start .. start + n` of the lines. `n <=
+        // STAGE`, so the sources fit the stages and the results fit `result`.
         unsafe {
             let src = floats(src, start, n, &mut stages);
             dispatch_ptr(Apply {
@@ -296,7 +305,8 @@ pub(super) fn map<const N: usize, M: Map<N>>(dst: View, src: [View; N], f: M) ->
     Compiled::one(move |w| {
         walk.pieces(w, GRAIN, |dst, src, n| {
             let src = std::array::from_fn(|i| (ins[i], src[i]));
-            // SAFETY: the walk stays inside the tensors, which the accesses were made for.
+            // SAFETY: the walk returns `n` elements of each tensor, with the strides of its
+            // innermost loop, which are the steps of the accesses.
             unsafe { apply(f, (out, dst), src, n) };
         });
         Ok(())
@@ -304,22 +314,23 @@ pub(super) fn map<const N: usize, M: Map<N>>(dst: View, src: [View; N], f: M) ->
 }
 
 /// The sum of `term(src[0][i], ...)` over dense floats. Contract: every pointer has `n` floats.
-struct Sum<const N: usize, M> {
+struct SumTerms<const N: usize, M> {
     term: M,
     src: [*const f32; N],
     n: usize,
 }
 
-/// Independent partial sums, which hide the latency of an addition.
+/// Independent sums, which hide the latency of an addition.
 const SUMS: usize = 4;
 
-impl<const N: usize, M: Map<N>> PtrTask for Sum<N, M> {
+impl<const N: usize, M: Map<N>> PtrTask for SumTerms<N, M> {
     type Output = f32;
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) -> f32 {
-        let Sum { term, src, n } = self;
-        // SAFETY: the contract of `Sum` guarantees `n` floats everywhere.
+        let SumTerms { term, src, n } = self;
+        // SAFETY: the contract of `SumTerms` guarantees `n` floats at each source. The closure is
+        // called with `i + len <= n`.
         let load = |i: usize, len: usize| unsafe {
             let mut x = [simd.splat(0.0); N];
             for (x, s) in x.iter_mut().zip(src) {
@@ -347,7 +358,7 @@ impl<const N: usize, M: Map<N>> PtrTask for Sum<N, M> {
 /// The sum of `term(src[0][i], ...)` over lines of any types.
 ///
 /// # Safety
-/// Every line has `n` elements as [`Access::load`] wants them.
+/// [`Access::load`] may read `n` elements of every line.
 pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
     term: M,
     src: [(Access, *const u8); N],
@@ -362,29 +373,31 @@ pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
     let mut total = 0.0;
     for start in (0..n).step_by(part) {
         let n = part.min(n - start);
-        // SAFETY: the caller guarantees the lines; a stage is used for parts of its size only.
+        // SAFETY: the caller guarantees the elements `start .. start + n` of the lines. If a line
+        // is not direct, `n <= part = STAGE`.
         let src = unsafe { floats(src, start, n, &mut stages) };
         // SAFETY: `floats` has returned `n` dense floats of every source.
-        total += f64::from(unsafe { dispatch_ptr(Sum { term, src, n }) });
+        total += f64::from(unsafe { dispatch_ptr(SumTerms { term, src, n }) });
     }
     total
 }
 
-/// The largest of dense floats. Contract: `src` has `n` floats.
-struct Largest {
+/// The largest of `n` dense floats. Contract: `src` is readable for `n` floats.
+struct FindLargest {
     src: *const f32,
     n: usize,
 }
 
-impl PtrTask for Largest {
+impl PtrTask for FindLargest {
     type Output = f32;
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) -> f32 {
-        let Largest { src, n } = self;
+        let FindLargest { src, n } = self;
         let mut largest = simd.splat(f32::NEG_INFINITY);
         let whole = n / S::LANES * S::LANES;
-        // SAFETY: the contract of `Largest` guarantees `n` floats.
+        // SAFETY: the contract of `FindLargest` guarantees `n` floats; `i + len <= whole <= n`, and
+        // `n - whole < LANES` floats are left.
         unsafe {
             chunks::<S>(whole, |i, len| {
                 largest = simd.load_ptr(src.add(i), len).max(largest);
@@ -395,19 +408,20 @@ impl PtrTask for Largest {
     }
 }
 
-/// The largest element of a line; `-inf` if there is none. NaN is passed over.
+/// The largest element of a line; `-inf` if there is none. NaN is ignored.
 ///
 /// # Safety
-/// The line has `n` elements as [`Access::load`] wants them.
+/// [`Access::load`] may read `n` elements of the line.
 pub(super) unsafe fn largest(line: (Access, *const u8), n: usize) -> f32 {
     let mut stages = empty_stages();
     let mut result = f32::NEG_INFINITY;
     for start in (0..n).step_by(STAGE) {
         let n = STAGE.min(n - start);
-        // SAFETY: the caller guarantees the line.
+        // SAFETY: the caller guarantees the elements `start .. start + n` of the line; `n <=
+        // STAGE`.
         let [src] = unsafe { floats([line], start, n, &mut stages) };
         // SAFETY: `floats` has returned `n` dense floats.
-        result = result.max(unsafe { dispatch_ptr(Largest { src, n }) });
+        result = result.max(unsafe { dispatch_ptr(FindLargest { src, n }) });
     }
     result
 }

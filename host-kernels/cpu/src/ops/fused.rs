@@ -12,7 +12,8 @@ use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use vgpu_engine::fuse::Kind;
 
-/// The kernels of a group of nodes; `None`, and nothing done, where they are compiled one by one.
+/// The kernels of a group of nodes. `None`, without an effect, if the nodes must be compiled one at
+/// a time.
 pub(crate) fn compile_group(kind: Kind, nodes: &[Operands<'_>]) -> Option<Compiled> {
     match kind {
         Kind::Norm => norm(nodes),
@@ -24,7 +25,7 @@ pub(crate) fn compile_group(kind: Kind, nodes: &[Operands<'_>]) -> Option<Compil
 }
 
 maps! {
-    /// A row that is normed, times weights. Both steps round, as two nodes do.
+    /// A normalised row times weights. Each step rounds, as the two nodes do.
     ScaleBy { scale } |x, weight| Scale { scale, bias: 0.0 }.map([x]) * weight;
 }
 
@@ -37,7 +38,7 @@ fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     })?;
     let added = matches!(first.op(), Op::Add {}).then(|| (first.src(0), first.src(1)));
     let weights = matches!(last.op(), Op::Mul {}).then(|| last.src(1));
-    // Where there is a sum, it is what is normed.
+    // If there is an ADD, its sum is normalised.
     let x = match added {
         Some(_) => first.dst(),
         None => first.src(0),
@@ -47,8 +48,8 @@ fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     last.makes_rows(dst);
     let kernel = each_row(dst, move |index, row| {
         let line = x.row_ptr(index);
-        // SAFETY: all rows have `ne[0]` elements, and those of the operands the indices of the
-        // destination's; the row of weights is one.
+        // SAFETY: `x`, the operands of the ADD and the destination have the same extents, so row
+        // `index` exists in each and has `n` elements. The weights are one row of `n` elements.
         unsafe {
             if let Some((a, b)) = added {
                 let src = [a, b].map(|x| (Access::rows(&x), x.row_ptr(index).cast_const()));

@@ -5,10 +5,10 @@ use vgpu_transport::ir::TypeSet;
 use crate::formats::{Format, Type};
 use crate::view::View;
 
-/// Elements brought together at once when they are not adjacent.
+/// Elements that are gathered at once if they are not adjacent.
 const STAGE: usize = 256;
 
-/// Types that hold real numbers: all of them can be read and written.
+/// The types of real numbers, all of which can be read and written.
 pub(super) fn real_types() -> TypeSet {
     let types: Vec<Type> = Type::ALL
         .iter()
@@ -38,7 +38,7 @@ impl RowReader {
         }
     }
 
-    /// The row at `row` as it lies in memory, if it is plain adjacent `f32`.
+    /// The row at `row` in its memory, if its elements are adjacent `f32`.
     pub(super) fn in_place(&self, row: *const u8) -> Option<*const f32> {
         (self.dense && self.format.ty == Type::F32).then_some(row.cast())
     }
@@ -46,28 +46,30 @@ impl RowReader {
     /// Writes the elements `start..start + n` of the row at `row` to `out`.
     ///
     /// # Safety
-    /// The row lies in the tensor the reader was made for and has these elements; `start` and `n` are
-    /// multiples of the type's block; `out` is writable for `n` floats, and not part of the tensor.
+    /// `row` is a row of the tensor of this reader and has these elements. `start` and `n` are
+    /// multiples of the block of the type. `out` is writable for `n` floats and does not overlap
+    /// the tensor.
     pub(super) unsafe fn read(&self, row: *const u8, start: usize, n: usize, out: *mut f32) {
         let Format { block, bytes, .. } = *self.format;
         if self.dense {
-            // SAFETY: the blocks from `start` on are adjacent, and the caller's.
+            // SAFETY: the blocks of the row are adjacent. The caller guarantees `n` elements from
+            // `start` on, and `n` floats at `out`.
             unsafe { (self.format.dequantize_row)(row.add(start / block * bytes), out, n) };
             return;
         }
-        // Only plain types get here: the IR refuses quantised rows whose blocks are not adjacent.
+        // The type is plain: the IR refuses quantised rows whose blocks are not adjacent.
         let mut stage = [0u8; STAGE * size_of::<f32>()];
         for first in (0..n).step_by(STAGE) {
             let count = STAGE.min(n - first);
             for i in 0..count {
-                // SAFETY: element `start + first + i` is one of the caller's; the stage has room
-                // for `STAGE` elements of any plain type there is a format for.
+                // SAFETY: `first + i < n`: the caller guarantees the element. `i < STAGE`, and an
+                // element of a plain type has at most four bytes, so it fits the stage.
                 unsafe {
                     let element = row.add((start + first + i) * self.stride);
                     element.copy_to_nonoverlapping(stage.as_mut_ptr().add(i * bytes), bytes);
                 }
             }
-            // SAFETY: `count` elements lie in the stage; `out` is the caller's.
+            // SAFETY: the stage has `count` elements, and `out` has `n >= first + count` floats.
             unsafe { (self.format.dequantize_row)(stage.as_ptr(), out.add(first), count) };
         }
     }

@@ -47,11 +47,10 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// A line of a unit of floats: the first source is activated, the second is what it is multiplied
-/// with.
+/// The GLU of `n` dense floats: the first source is activated and multiplied with the second.
 ///
 /// # Safety
-/// There are `n` floats everywhere.
+/// `to` is writable and both sources are readable for `n` floats.
 pub(super) unsafe fn gate(
     [alpha, limit]: [f32; 2],
     kind: GluKind,
@@ -61,7 +60,7 @@ pub(super) unsafe fn gate(
 ) {
     let to = (Access::direct(), to.cast());
     let from = from.map(|x| (Access::direct(), x.cast()));
-    // SAFETY: the caller's contract is that of the callee.
+    // SAFETY: the caller guarantees `n` dense floats at `to` and at both sources.
     unsafe {
         match kind {
             GluKind::Reglu => apply(Reglu {}, to, from, n),
@@ -75,13 +74,13 @@ pub(super) unsafe fn gate(
     }
 }
 
-/// `x`, at most `limit`; NaN if `x` is.
+/// The smaller of `x` and `limit`; NaN if `x` is NaN.
 #[inline(always)]
 fn at_most<S: Simd>(x: Lanes<S>, limit: f32) -> Lanes<S> {
     x.splat(limit).min(x)
 }
 
-/// `x` between `-limit` and `limit`; NaN if `x` is.
+/// `x` limited to `-limit` .. `limit`; NaN if `x` is NaN.
 #[inline(always)]
 fn within<S: Simd>(x: Lanes<S>, limit: f32) -> Lanes<S> {
     x.splat(-limit).max(at_most(x, limit))

@@ -1,9 +1,11 @@
-//! IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D: between images and the patches that a filter covers.
+//! IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D: conversions between images and matrices of patches.
 
-use vgpu_transport::ir::{Op, OpKind, Rule};
+use vgpu_transport::ir::{ConvGeometry, Op, OpKind, Rule};
 
+use super::conv_axis::ConvAxis;
 use super::copy_raw::{self, Element, each_row};
 use super::f32_rows::Access;
+use super::patches::{Images, Patches};
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
 use crate::view::View;
@@ -22,45 +24,26 @@ pub(super) fn rules() -> Vec<Rule> {
 pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     match *op {
-        Op::Im2col {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-            is_2d,
-        } => {
-            let steps = [(s0, p0, d0), (s1, p1, d1)];
-            let (patches, image) = patches_of(o.src(1), o.src(0), steps, is_2d);
+        Op::Im2col { is_2d, .. } => {
+            let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
+            let (patches, image) = patches_of(o.src(1), o.src(0), axes, is_2d);
             let images = move |[y, n]: [usize; 2]| if is_2d { (y, 0, n) } else { (0, 0, y) };
             Some(im2col(dst, patches, image, images, o.workers()))
         }
-        Op::Im2col3d {
-            s0,
-            s1,
-            s2,
-            p0,
-            p1,
-            p2,
-            d0,
-            d1,
-            d2,
-            ic,
-        } => {
+        Op::Im2col3d { ic, .. } => {
             let (image, kernel) = (o.src(1), o.src(0));
             let channels = ic as usize;
             let patches = Patches {
-                size: [image.ne[0], image.ne[1], image.ne[2]],
-                step: [image.nb[0], image.nb[1], image.nb[2]],
+                ne: [image.ne[0], image.ne[1], image.ne[2]],
+                nb: [image.nb[0], image.nb[1], image.nb[2]],
                 channels,
-                channel_step: image.nb[3],
+                channel_stride: image.nb[3],
                 kernel: [kernel.ne[0], kernel.ne[1], kernel.ne[2]],
-                moves: [(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)].map(Move::new),
+                axes: ConvAxis::all(&ConvGeometry::<3>::of(op)?),
             };
             let image = Images {
                 base: image,
-                step: channels * image.nb[3],
+                stride: channels * image.nb[3],
             };
             let depth = dst.ne[3]
                 .checked_div(o.src(1).ne[3] / channels)
@@ -69,21 +52,14 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
             let images = move |[y, zn]: [usize; 2]| (y, zn % depth, zn / depth);
             Some(im2col(dst, patches, image, images, o.workers()))
         }
-        Op::Im2colBack {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-            is_2d,
-        } => {
-            let steps = [(s0, p0, d0), (s1, p1, d1)];
-            let (patches, image) = patches_of(dst, o.src(1), steps, is_2d);
+        Op::Im2colBack { is_2d, .. } => {
+            let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
+            let (patches, image) = patches_of(dst, o.src(1), axes, is_2d);
             Some(im2col_back(dst, o.src(0), patches, image, is_2d))
         }
-        Op::Col2im1d { s0, p0, .. } => {
-            let kernel = col2im_1d(dst, o.src(0), s0 as usize, p0 as usize);
+        Op::Col2im1d { .. } => {
+            let [axis] = ConvAxis::all(&ConvGeometry::<1>::of(op)?);
+            let kernel = col2im_1d(dst, o.src(0), axis);
             Some(Compiled {
                 kernels: vec![kernel],
                 scratch_bytes: 0,
@@ -93,187 +69,44 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     }
 }
 
-/// How a kernel moves along one dimension.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Move {
-    stride: usize,
-    padding: usize,
-    dilation: usize,
-}
-
-impl Move {
-    /// From the parameters of an operator, which its rules keep from being negative.
-    pub(super) fn new((stride, padding, dilation): (i32, i32, i32)) -> Move {
-        Move {
-            stride: stride as usize,
-            padding: padding as usize,
-            dilation: dilation as usize,
-        }
-    }
-
-    /// Elements from one place of the kernel to the next.
-    pub(super) fn stride(&self) -> usize {
-        self.stride
-    }
-
-    /// Elements from one tap of the kernel to the next.
-    pub(super) fn dilation(&self) -> usize {
-        self.dilation
-    }
-
-    /// A dimension without extent.
-    pub(super) const NONE: Move = Move {
-        stride: 1,
-        padding: 0,
-        dilation: 1,
-    };
-
-    /// The taps of a kernel of `taps` at `place` that fall on a line of `size` elements, and the
-    /// element that the first of them falls on.
-    pub(super) fn taps(
-        &self,
-        place: usize,
-        taps: usize,
-        size: usize,
-    ) -> (std::ops::Range<usize>, usize) {
-        let start = place * self.stride;
-        let first = self.padding.saturating_sub(start).div_ceil(self.dilation);
-        let room = (size + self.padding).saturating_sub(start);
-        let last = taps.min(room.div_ceil(self.dilation));
-        // Where no tap is on the line, the element does not matter.
-        (
-            first..last.max(first),
-            (start + first * self.dilation).saturating_sub(self.padding),
-        )
-    }
-
-    /// The places, of `places`, at which tap `tap` falls on a line of `size` elements, and the
-    /// element that it falls on at the first of them.
-    pub(super) fn places(
-        &self,
-        tap: usize,
-        places: usize,
-        size: usize,
-    ) -> (std::ops::Range<usize>, usize) {
-        let start = tap * self.dilation;
-        let first = self.padding.saturating_sub(start).div_ceil(self.stride);
-        let room = (size + self.padding).saturating_sub(start);
-        let last = places.min(room.div_ceil(self.stride));
-        (
-            first..last.max(first),
-            (start + first * self.stride).saturating_sub(self.padding),
-        )
-    }
-}
-
-/// What a kernel covers of an image of `f32` in up to three dimensions, at each of its places.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Patches {
-    /// Extents and strides of the image.
-    pub(super) size: [usize; 3],
-    pub(super) step: [usize; 3],
-    pub(super) channels: usize,
-    pub(super) channel_step: usize,
-    pub(super) kernel: [usize; 3],
-    pub(super) moves: [Move; 3],
-}
-
-impl Patches {
-    /// Elements of a patch: all channels of one place.
-    pub(super) fn len(&self) -> usize {
-        self.channels * self.kernel.iter().product::<usize>()
-    }
-
-    /// Writes the patch at `place`, zeros where it is outside the image.
-    ///
-    /// # Safety
-    /// `image` is an image of the size and strides given; `out` is writable for [`Patches::len`] floats,
-    /// and no part of it.
-    pub(super) unsafe fn write(&self, image: *const u8, place: [usize; 3], out: *mut f32) {
-        let [kw, kh, kd] = self.kernel;
-        let taps = |d: usize| self.moves[d].taps(place[d], self.kernel[d], self.size[d]);
-        let [(xs, x0), (ys, y0), (zs, z0)] = [taps(0), taps(1), taps(2)];
-        let step = |d: usize| self.moves[d].dilation * self.step[d];
-        let first = image.wrapping_add(x0 * self.step[0] + y0 * self.step[1] + z0 * self.step[2]);
-        // SAFETY: the taps are inside the image, and the patch has a place for each.
-        unsafe {
-            if xs.len() * ys.len() * zs.len() < kw * kh * kd {
-                out.write_bytes(0, self.len());
-            }
-            for c in 0..self.channels {
-                for (z, kz) in zs.clone().enumerate() {
-                    for (y, ky) in ys.clone().enumerate() {
-                        let to = out.add(((c * kd + kz) * kh + ky) * kw + xs.start);
-                        let from =
-                            first.wrapping_add(c * self.channel_step + z * step(2) + y * step(1));
-                        for x in 0..xs.len() {
-                            let tap = from.wrapping_add(x * step(0)).cast::<f32>();
-                            to.add(x).write(tap.read());
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// A row of images.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Images {
-    pub(super) base: View,
-    pub(super) step: usize,
-}
-
-impl Images {
-    /// Where image `n` begins.
-    pub(super) fn at(&self, n: usize) -> *const u8 {
-        self.base.ptr().wrapping_add(n * self.step)
-    }
-}
-
 /// The patches of IM2COL, in one dimension or two, and the images.
-fn patches_of(
-    image: View,
-    kernel: View,
-    steps: [(i32, i32, i32); 2],
-    is_2d: bool,
-) -> (Patches, Images) {
-    let [x, y] = steps;
+fn patches_of(image: View, kernel: View, [x, y]: [ConvAxis; 2], is_2d: bool) -> (Patches, Images) {
     let (ne, nb, k) = (image.ne, image.nb, kernel.ne);
     let patches = if is_2d {
         Patches {
-            size: [ne[0], ne[1], 1],
-            step: [nb[0], nb[1], 0],
+            ne: [ne[0], ne[1], 1],
+            nb: [nb[0], nb[1], 0],
             channels: ne[2],
-            channel_step: nb[2],
+            channel_stride: nb[2],
             kernel: [k[0], k[1], 1],
-            moves: [Move::new(x), Move::new(y), Move::NONE],
+            axes: [x, y, ConvAxis::UNIT],
         }
     } else {
         Patches {
-            size: [ne[0], 1, 1],
-            step: [nb[0], 0, 0],
+            ne: [ne[0], 1, 1],
+            nb: [nb[0], 0, 0],
             channels: ne[1],
-            channel_step: nb[1],
+            channel_stride: nb[1],
             kernel: [k[0], 1, 1],
-            moves: [Move::new(x), Move::NONE, Move::NONE],
+            axes: [x, ConvAxis::UNIT, ConvAxis::UNIT],
         }
     };
     (
         patches,
         Images {
             base: image,
-            step: if is_2d { nb[3] } else { nb[2] },
+            stride: if is_2d { nb[3] } else { nb[2] },
         },
     )
 }
 
-/// `dst[:, x, i2, i3]` is the patch at (x, y, z) of image n, with `(y, z, n) = place([i2, i3])`.
+/// `dst[:, x, i2, i3]` is the patch of output (x, y, z) of image n, with
+/// `(y, z, n) = output([i2, i3])`.
 fn im2col(
     dst: View,
     patches: Patches,
     images: Images,
-    place: impl Fn([usize; 2]) -> (usize, usize, usize) + Send + Sync + 'static,
+    output: impl Fn([usize; 2]) -> (usize, usize, usize) + Send + Sync + 'static,
     workers: usize,
 ) -> Compiled {
     let out = Access::rows(&dst);
@@ -281,14 +114,15 @@ fn im2col(
     let rows = dst.rows();
     let direct = out.is_direct();
     let kernel: Kernel = Box::new(move |w| {
-        // There is room for a patch for each worker that has rows.
+        // The scratch memory has a patch for each worker that has rows.
         let stage = w.scratch().cast::<f32>().wrapping_add(w.index() * n);
         for row in w.share(rows) {
             let index @ [x, i2, i3] = dst.row_index(row);
-            let (y, z, image) = place([i2, i3]);
+            let (y, z, image) = output([i2, i3]);
             let to = dst.row_ptr(index);
-            // SAFETY: the row has a place for each element of the patch. Direct output may overlap
-            // the image in a hostile graph, which is then read as it is.
+            // SAFETY: a row of the destination has `n` elements, and the patch of this worker in
+            // the scratch memory has `n` floats. In a hostile graph, the row may overlap the image:
+            // elements are read and written through raw pointers, so only the values change.
             unsafe {
                 let patch = if direct { to.cast() } else { stage };
                 patches.write(images.at(image), [x, y, z], patch);
@@ -309,7 +143,8 @@ fn im2col(
 /// Each element of `dst` is the sum of its copies in the patches of `grad`.
 fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: bool) -> Compiled {
     if grad.elements() == 0 {
-        // The sums of nothing. The extents of the kernel are bounded by the patches alone.
+        // Without patches, every sum is 0. The extents of the kernel may then be huge: only the
+        // size of the patches bounds them.
         let zero = Element::zero(dst.ty);
         return Compiled {
             kernels: vec![copy_raw::fill(dst, zero)],
@@ -317,21 +152,11 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
         };
     }
     let [kw, kh, _] = patches.kernel;
-    let [iw, ih, _] = patches.size;
+    let [iw, ih, _] = patches.ne;
     let (ow, oh) = (grad.ne[1], if is_2d { grad.ne[2] } else { 1 });
     let images_n = if is_2d { dst.ne[3] } else { dst.ne[2] };
     let gradient = Access::new(grad.ty, grad.nb[0]);
-    // The place at which tap `k` falls on element `i`, if there is one.
-    let place = move |d: usize, i: usize, k: usize, places: usize| {
-        let Move {
-            stride,
-            padding,
-            dilation,
-        } = patches.moves[d];
-        let distance = (i + padding).checked_sub(k * dilation)?;
-        let place = distance / stride;
-        (distance.is_multiple_of(stride) && place < places).then_some(place)
-    };
+    let [x_axis, y_axis, _] = patches.axes;
     Compiled::one(move |w| {
         for unit in w.share(images_n * patches.channels * ih) {
             let (y, c, n) = (
@@ -340,32 +165,28 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
                 unit / (ih * patches.channels),
             );
             let row = images.at(n).cast_mut();
-            let row = row.wrapping_add(c * patches.channel_step + y * patches.step[1]);
+            let row = row.wrapping_add(c * patches.channel_stride + y * patches.nb[1]);
             for x in 0..iw {
                 let mut sum = 0.0;
                 for ky in 0..kh {
-                    let Some(oy) = place(1, y, ky, oh) else {
+                    let Some(oy) = y_axis.output_at(y, ky, oh) else {
                         continue;
                     };
                     for kx in 0..kw {
-                        let Some(ox) = place(0, x, kx, ow) else {
+                        let Some(ox) = x_axis.output_at(x, kx, ow) else {
                             continue;
                         };
                         let index = if is_2d { [ox, oy, n] } else { [ox, n, 0] };
                         let tap = grad.row_ptr(index);
                         let tap = gradient.at(tap, (c * kh + ky) * kw + kx);
                         let mut value = 0.0;
-                        // SAFETY: the patch has a place for each tap of each channel.
+                        // SAFETY: a patch has `channels * kh * kw` elements, and the index is below that.
                         unsafe { gradient.load(tap, 1, &mut value) };
                         sum += value;
                     }
                 }
-                // SAFETY: x is inside the row.
-                unsafe {
-                    row.wrapping_add(x * patches.step[0])
-                        .cast::<f32>()
-                        .write(sum)
-                };
+                // SAFETY: `x < iw`, the length of the row.
+                unsafe { row.wrapping_add(x * patches.nb[0]).cast::<f32>().write(sum) };
             }
         }
         Ok(())
@@ -373,7 +194,8 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
 }
 
 /// `dst[t, c]` is the sum of all `src[c * k + i, j]` with `j * stride + i == t + padding`.
-fn col2im_1d(dst: View, src: View, stride: usize, padding: usize) -> Kernel {
+fn col2im_1d(dst: View, src: View, axis: ConvAxis) -> Kernel {
+    let (stride, padding) = (axis.stride, axis.padding);
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),
@@ -387,11 +209,11 @@ fn col2im_1d(dst: View, src: View, stride: usize, padding: usize) -> Kernel {
             for j in first..src.ne[1].min(at / stride + 1) {
                 let tap = c * taps + at - j * stride;
                 let mut value = 0.0;
-                // SAFETY: `at - j * stride < taps`: the tap is inside the column of channel c.
+                // SAFETY: `at - j * stride < taps`, so the tap is in the column of channel c.
                 unsafe { x.load(x.at(src.row_ptr([j, 0, 0]), tap), 1, &mut value) };
                 sum += value;
             }
-            // SAFETY: t is inside the row.
+            // SAFETY: `t < dst.ne[0]`, the length of the row.
             unsafe { out.store(&sum, 1, out.at(row, t).cast_mut()) };
         }
     })

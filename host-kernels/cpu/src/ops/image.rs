@@ -61,7 +61,8 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// How an image is resampled: factors of all dimensions, and where the middle of a pixel lies.
+/// How an image is resampled: the scale factor of each dimension, and the offset of the centre of a
+/// pixel.
 #[derive(Clone, Copy)]
 struct Axes {
     factor: [f32; 4],
@@ -88,13 +89,13 @@ impl Axes {
         ((i as f32 / self.factor[d]) as usize).min(src.ne[d] - 1)
     }
 
-    /// Where element `i` of the destination lies on the source, in dimension `d`.
-    fn place(&self, d: usize, i: usize) -> f32 {
+    /// The position of element `i` of the destination in the source, in dimension `d`.
+    fn position(&self, d: usize, i: usize) -> f32 {
         (i as f32 + self.middle) / self.factor[d] - self.middle
     }
 }
 
-/// A pixel of a plane, those outside being the nearest at the border.
+/// A plane of an image. Pixels outside the plane have the value of the nearest pixel of the border.
 #[derive(Clone, Copy)]
 struct Plane {
     src: View,
@@ -106,7 +107,7 @@ impl Plane {
     fn pixel(&self, x: i64, y: i64) -> f32 {
         let clamp = |i: i64, d: usize| i.clamp(0, self.src.ne[d] as i64 - 1) as usize;
         let row = self.src.row_ptr([clamp(y, 1), self.i2, self.i3]);
-        // SAFETY: the coordinates are inside the plane; images are f32.
+        // SAFETY: `clamp` keeps the coordinates inside the plane. Elements of images are f32.
         unsafe {
             row.wrapping_add(clamp(x, 0) * self.src.nb[0])
                 .cast::<f32>()
@@ -115,7 +116,7 @@ impl Plane {
     }
 }
 
-/// Computes every pixel of `dst` from its coordinates and the plane of `src` that belongs to it.
+/// Computes every pixel of `dst` from its coordinates and the nearest plane of `src`.
 fn resample(
     dst: View,
     src: View,
@@ -130,7 +131,7 @@ fn resample(
         };
         for x in 0..dst.ne[0] {
             let value = pixel(&plane, x, y);
-            // SAFETY: x is inside the row; images are f32.
+            // SAFETY: `x < dst.ne[0]`, the length of the row. Elements of images are f32.
             unsafe { row.wrapping_add(x * dst.nb[0]).cast::<f32>().write(value) };
         }
     })
@@ -147,14 +148,14 @@ fn nearest(dst: View, src: View, axes: Axes) -> Kernel {
 
 fn bilinear(dst: View, src: View, axes: Axes) -> Kernel {
     resample(dst, src, axes, move |plane, x, y| {
-        // The distance is measured from the neighbour after it was moved to the border.
+        // The distance is measured from the neighbour after clamping.
         let neighbour = |d: usize, i: usize| {
-            let place = axes.place(d, i);
-            let low = (place.floor() as i64).clamp(0, src.ne[d] as i64 - 1);
+            let position = axes.position(d, i);
+            let low = (position.floor() as i64).clamp(0, src.ne[d] as i64 - 1);
             (
                 low,
-                (place.floor() as i64) + 1,
-                (place - low as f32).clamp(0.0, 1.0),
+                (position.floor() as i64) + 1,
+                (position - low as f32).clamp(0.0, 1.0),
             )
         };
         let ((x0, x1, dx), (y0, y1, dy)) = (neighbour(0, x), neighbour(1, y));
@@ -164,7 +165,7 @@ fn bilinear(dst: View, src: View, axes: Axes) -> Kernel {
     })
 }
 
-/// Bilinear with a triangle as wide as a pixel of the smaller image.
+/// Bilinear with antialiasing: a triangle filter with the width of a pixel of the smaller image.
 fn antialiased(dst: View, src: View, axes: Axes) -> Kernel {
     let support = [0, 1].map(|d| (1.0 / axes.factor[d]).max(1.0));
     let middle = axes.middle;
@@ -198,7 +199,7 @@ fn bicubic(dst: View, src: View, axes: Axes) -> Kernel {
     let far = |x: f32| ((A * x - 5.0 * A) * x + 8.0 * A) * x - 4.0 * A;
     let weights = move |x: f32| [far(x + 1.0), near(x), near(1.0 - x), far(2.0 - x)];
     resample(dst, src, axes, move |plane, x, y| {
-        let (px, py) = (axes.place(0, x), axes.place(1, y));
+        let (px, py) = (axes.position(0, x), axes.position(1, y));
         let (wx, wy) = (weights(px - px.floor()), weights(py - py.floor()));
         let (x0, y0) = (px.floor() as i64, py.floor() as i64);
         let row = |j: usize| -> f32 {
@@ -209,11 +210,11 @@ fn bicubic(dst: View, src: View, axes: Axes) -> Kernel {
     })
 }
 
-/// Cosines, then sines, of the step times falling frequencies.
+/// Cosines, then sines, of the step times decreasing frequencies.
 fn timestep_embedding(dst: View, steps: View, dim: usize, max_period: f32) -> Kernel {
     let half = dim / 2;
     each_row(dst, move |[i, ..], row| {
-        // SAFETY: there is a step for each row.
+        // SAFETY: `steps` has an f32 for each row of the destination.
         let step = unsafe {
             steps
                 .ptr()
@@ -222,7 +223,7 @@ fn timestep_embedding(dst: View, steps: View, dim: usize, max_period: f32) -> Ke
                 .read()
         };
         let set = |j: usize, value: f32| {
-            // SAFETY: j is less than `dim`, the row's length.
+            // SAFETY: `j < dim`, the length of the row.
             unsafe { row.wrapping_add(j * dst.nb[0]).cast::<f32>().write(value) };
         };
         for j in 0..half {
@@ -270,8 +271,8 @@ fn win_unpart(dst: View, src: View, w: usize) -> Kernel {
     })
 }
 
-/// Row (k, q) is the one for the distance between k and q. Bits are copied: ggml declares the
-/// result as F16 whatever the source is.
+/// Row (k, q) is the row for the distance between k and q. The bits are copied, because ggml
+/// declares the result as F16 for every source type.
 fn get_rel_pos(dst: View, src: View) -> Kernel {
     let size = dst.ty.block_bytes() as usize;
     each_row(dst, move |[k, q, _], row| {
@@ -281,8 +282,7 @@ fn get_rel_pos(dst: View, src: View) -> Kernel {
     })
 }
 
-/// A row of `a` is a matrix of `w` by `h`, to whose element (i, j) the row's `pw[i]` and `ph[j]`
-/// are added.
+/// Each row of `a` is a matrix. `pw[i] + ph[j]` of the same row is added to element (i, j).
 fn add_rel_pos(dst: View, a: View, pw: View, ph: View) -> Vec<Kernel> {
     let mut kernels = Vec::new();
     if dst.ptr() != a.ptr() {

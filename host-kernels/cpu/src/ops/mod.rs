@@ -24,7 +24,8 @@
 //!
 //! `fused` has the kernels of several nodes. The families share a few modules: `walk` and
 //! `sequence` loop over elements, `f32_rows` computes with runs of elements as `f32`, `copy_raw`
-//! copies them without conversion, `gather` reads rows, `scratch` divides scratch memory.
+//! copies them without conversion, `gather` reads rows, `scratch` divides scratch memory,
+//! `conv_axis` and `patches` say which elements a convolution kernel covers.
 //!
 //! The module of a family has `rules()`, the type combinations that it runs, and `compile()`, which
 //! compiles a node if it belongs to the family. The `check` module of the IR defines which shapes a
@@ -32,6 +33,7 @@
 
 mod attention;
 mod conv;
+mod conv_axis;
 mod copy;
 mod copy_raw;
 mod deepseek;
@@ -45,6 +47,7 @@ mod image;
 mod matmul;
 mod movement;
 mod norm;
+mod patches;
 mod pool;
 mod recurrent;
 mod reduce;
@@ -117,7 +120,8 @@ const FAMILIES: [Family; 15] = [
 /// # Errors
 /// [`EngineError::Unsupported`] if no family has a kernel for it.
 pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, EngineError> {
-    // Nothing to compute. Kernels need not handle large extents beside an extent of 0.
+    // An empty result has no kernels. So kernels need not handle large extents together with an
+    // extent of 0.
     if operands.dst().elements() == 0 {
         return Ok(Compiled {
             kernels: Vec::new(),

@@ -103,7 +103,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// A copy of `src` in `dst` to go on from; nothing to do if they are the same memory.
+/// The kernels that copy `src` to `dst`: none if both are the same memory.
 fn start_from(dst: View, src: View) -> Vec<Kernel> {
     if dst.ptr() == src.ptr() {
         Vec::new()
@@ -112,7 +112,7 @@ fn start_from(dst: View, src: View) -> Vec<Kernel> {
     }
 }
 
-/// The place in `dst` that SET and ACC change: as large as `part`, with strides of its own.
+/// The view of `dst` that SET and ACC change: it has the extents of `part` and its own strides.
 fn placed(dst: View, part: View, nb: [u64; 3], offset: u64) -> View {
     let [nb1, nb2, nb3] = nb.map(|n| n as usize);
     laid_out(
@@ -123,12 +123,12 @@ fn placed(dst: View, part: View, nb: [u64; 3], offset: u64) -> View {
     )
 }
 
-/// Sums up what REPEAT repeated.
+/// The gradient of REPEAT: the sum over all repetitions.
 fn repeat_back(dst: View, src: View) -> Kernel {
     let (out, values) = (Access::rows(&dst), Access::rows(&src));
     let mut times: [usize; 4] = std::array::from_fn(|d| src.ne[d] / dst.ne[d]);
     if times.contains(&0) {
-        times = [0; 4]; // the sums of nothing
+        times = [0; 4]; // empty sums
     }
     each_row(dst, move |index, row| {
         let mut sums = [0.0; STAGE];
@@ -173,7 +173,7 @@ fn concat(dst: View, a: View, b: View, dim: usize) -> Vec<Kernel> {
     ]
 }
 
-/// Rows of `src` in the columns that `kept` names for a row's index, and of `other` elsewhere.
+/// Copies the columns `kept(i1)` of each row of `src`, and sets the other columns to `other`.
 fn keep(
     dst: View,
     src: View,
@@ -187,7 +187,7 @@ fn keep(
         let (start, end) = (kept.start.min(n), kept.end.min(n));
         let from = src.row_ptr(index).wrapping_add(start * from_step);
         let at = |i: usize| row.wrapping_add(i * to_step);
-        // SAFETY: `start <= end <= n`, the elements of both rows.
+        // SAFETY: `start <= end <= n`, the length of both rows.
         unsafe {
             copy_line(at(start), to_step, from, from_step, end - start, size);
             other.fill(row, to_step, start);
@@ -202,8 +202,8 @@ fn diag(dst: View, src: View) -> Kernel {
     let zero = Element::zero(dst.ty);
     each_row(dst, move |[i1, i2, i3], row| {
         let value = src.row_ptr([0, i2, i3]).wrapping_add(i1 * src.nb[0]);
-        // SAFETY: the row has `ne[0]` elements, as many as there are rows and elements of the
-        // source.
+        // SAFETY: a row of the destination has `ne[0]` elements, `dst.ne[0] == dst.ne[1]`, and a
+        // row of the source has as many. So `i1` is below the length of both.
         unsafe {
             zero.fill(row, dst.nb[0], dst.ne[0]);
             copy_line(row.wrapping_add(i1 * dst.nb[0]), 0, value, 0, 1, size);
@@ -219,7 +219,8 @@ fn pad(dst: View, src: View, left: [usize; 4]) -> Kernel {
         let from: [usize; 3] = std::array::from_fn(|d| index[d].wrapping_sub(left[d + 1]));
         let inside = (0..3).all(|d| from[d] < src.ne[d + 1]);
         let at = |i: usize| row.wrapping_add(i * step);
-        // SAFETY: `left + inner <= n`, the elements of the row; the source's row is there.
+        // SAFETY: `left[0] + inner <= n`, the length of a row of the destination. If `inside`,
+        // `from` is a row of the source, which has `inner` elements.
         unsafe {
             if inside {
                 zero.fill(row, step, left[0]);
@@ -232,7 +233,7 @@ fn pad(dst: View, src: View, left: [usize; 4]) -> Kernel {
     })
 }
 
-/// Where index `i` of a padded dimension comes from, if the source goes round in a circle.
+/// The source index of index `i` of a padded dimension, if the padding is circular.
 fn wrap(i: usize, left: usize, extent: usize) -> usize {
     (i + extent - left % extent) % extent
 }
@@ -251,7 +252,7 @@ fn pad_circular(dst: View, src: View, left: [usize; 4]) -> Kernel {
                 row.wrapping_add(i * dst.nb[0]),
                 from.wrapping_add(start * src.nb[0]),
             );
-            // SAFETY: `start + n` and `i + n` are inside the rows.
+            // SAFETY: `start + n <= src.ne[0]` and `i + n <= dst.ne[0]`, the lengths of the rows.
             unsafe { copy_line(to, dst.nb[0], from, src.nb[0], n, size) };
             i += n;
         }
@@ -270,7 +271,8 @@ fn pad_reflect(dst: View, src: View, left: usize) -> Kernel {
                 2 * last + left - i
             };
             let element = from.wrapping_add(mirrored * src.nb[0]);
-            // SAFETY: paddings are smaller than the row: a mirror image is inside it.
+            // SAFETY: by the check of the IR, each padding is smaller than the row of the source,
+            // so `mirrored < src.ne[0]`. `i < dst.ne[0]`.
             unsafe { copy_line(row.wrapping_add(i * dst.nb[0]), 0, element, 0, 1, size) };
         }
         let middle = row.wrapping_add(left * dst.nb[0]);
@@ -279,7 +281,7 @@ fn pad_reflect(dst: View, src: View, left: usize) -> Kernel {
     })
 }
 
-/// `dst[i] = src[i - shift]`, going round in a circle.
+/// `dst[i] = src[(i - shift) mod ne]`
 fn roll(dst: View, src: View, shift: [i32; 4]) -> Kernel {
     let size = dst.ty.block_bytes() as usize;
     each_row(dst, move |index, row| {
@@ -289,7 +291,8 @@ fn roll(dst: View, src: View, shift: [i32; 4]) -> Kernel {
         let from = src.row_ptr(std::array::from_fn(|d| wrap(index[d], d + 1)));
         let (n, start) = (dst.ne[0], wrap(0, 0));
         let split = row.wrapping_add((n - start) * dst.nb[0]);
-        // SAFETY: `start < n`, the elements of both rows.
+        // SAFETY: `start < n`, the length of both rows, which are copied as `n - start` and `start`
+        // elements.
         unsafe {
             let tail = from.wrapping_add(start * src.nb[0]);
             copy_line(row, dst.nb[0], tail, src.nb[0], n - start, size);
@@ -301,9 +304,9 @@ fn roll(dst: View, src: View, shift: [i32; 4]) -> Kernel {
 fn arange(dst: View, start: f32, step: f32) -> Kernel {
     Box::new(move |w| {
         for i in w.share(dst.ne[0]) {
-            let place = dst.ptr().wrapping_add(i * dst.nb[0]);
-            // SAFETY: `i` is inside the extent.
-            unsafe { place.cast::<f32>().write(start + step * i as f32) };
+            let element = dst.ptr().wrapping_add(i * dst.nb[0]);
+            // SAFETY: `i < dst.ne[0]`, and the elements are f32.
+            unsafe { element.cast::<f32>().write(start + step * i as f32) };
         }
         Ok(())
     })

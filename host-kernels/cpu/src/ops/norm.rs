@@ -31,7 +31,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
         Op::RmsNormBack { eps } => rms_norm_back(dst, o.src(0), o.src(1), eps),
         Op::L2Norm { eps } => l2_norm(dst, o.src(0), eps),
         Op::GroupNorm { n_groups, eps } => group_norm(dst, o.src(0), n_groups as usize, eps),
-        // ALiBi adds to the logits what does not depend on them, and so leaves the gradient alone.
+        // ALiBi adds a constant to the logits, which does not change the gradient.
         Op::SoftMaxBack { scale, .. } => soft_max_back(dst, o.src(0), o.src(1), scale),
         _ => return None,
     };
@@ -42,7 +42,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 }
 
 maps! {
-    /// The square of the distance from `mean`.
+    /// `(x - mean)^2`
     SquaredDistance { mean } |x| (x - mean) * (x - mean);
     Standardize { mean, scale } |x| (x - mean) * scale;
     /// `(dz + x * factor) * scale`
@@ -80,7 +80,7 @@ fn rms_norm(dst: View, src: View, eps: f32) -> Kernel {
     })
 }
 
-/// The gradient through RMS_NORM of `x`, for the gradient `dz` behind it.
+/// The gradient of RMS_NORM with input `x`, for the gradient `dz` of its output.
 fn rms_norm_back(dst: View, dz: View, x: View, eps: f32) -> Kernel {
     let (out, dz_rows, x_rows) = (Access::rows(&dst), Access::rows(&dz), Access::rows(&x));
     let n = dst.ne[0];
@@ -111,12 +111,12 @@ fn l2_norm(dst: View, src: View, eps: f32) -> Kernel {
     })
 }
 
-/// NORM over groups of channels, which dimension 2 counts.
+/// NORM over groups of channels, which are dimension 2.
 fn group_norm(dst: View, src: View, n_groups: usize, eps: f32) -> Kernel {
     let (out, x) = (Access::rows(&dst), Access::rows(&src));
     let [n, rows, channels, _] = dst.ne;
     let per_group = channels.div_ceil(n_groups);
-    // Rounding up can leave the last groups without a channel.
+    // The division rounds up, so the last groups can be empty.
     let groups = channels
         .checked_div(per_group)
         .map_or(0, |_| channels.div_ceil(per_group));
@@ -145,7 +145,7 @@ fn group_norm(dst: View, src: View, n_groups: usize, eps: f32) -> Kernel {
     })
 }
 
-/// The gradient through SOFT_MAX with result `y`, for the gradient `dy` behind it.
+/// The gradient of SOFT_MAX with output `y`, for the gradient `dy` of its output.
 fn soft_max_back(dst: View, dy: View, y: View, scale: f32) -> Kernel {
     let (out, dy_rows, y_rows) = (Access::rows(&dst), Access::rows(&dy), Access::rows(&y));
     let n = dst.ne[0];

@@ -1,10 +1,10 @@
 //! POOL_1D, POOL_2D, POOL_2D_BACK.
 
-use vgpu_transport::ir::{Op, OpKind, PoolKind, Rule};
+use vgpu_transport::ir::{Op, OpKind, PoolKind, PoolWindow, Rule};
 
+use super::conv_axis::PoolAxis;
 use super::copy_raw::{Element, each_row};
 use super::f32_rows::Access;
-use super::im2col::Move;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
 use crate::view::View;
@@ -21,29 +21,16 @@ pub(super) fn rules() -> Vec<Rule> {
 pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     let kernel = match *op {
-        Op::Pool1d { kind, k0, s0, p0 } => pool_1d(dst, o.src(0), kind, Window::new(k0, s0, p0)),
-        Op::Pool2d {
-            kind,
-            k0,
-            k1,
-            s0,
-            s1,
-            p0,
-            p1,
-        } => {
-            let windows = [Window::new(k0, s0, p0), Window::new(k1, s1, p1)];
+        Op::Pool1d { kind, .. } => {
+            let [window] = PoolAxis::all(&PoolWindow::<1>::of(op)?);
+            pool_1d(dst, o.src(0), kind, window)
+        }
+        Op::Pool2d { kind, .. } => {
+            let windows = PoolAxis::all(&PoolWindow::<2>::of(op)?);
             pool_2d(dst, o.src(0), kind, windows)
         }
-        Op::Pool2dBack {
-            kind,
-            k0,
-            k1,
-            s0,
-            s1,
-            p0,
-            p1,
-        } => {
-            let windows = [Window::new(k0, s0, p0), Window::new(k1, s1, p1)];
+        Op::Pool2dBack { kind, .. } => {
+            let windows = PoolAxis::all(&PoolWindow::<2>::of(op)?);
             pool_2d_back(dst, o.src(0), o.src(1), kind, windows)
         }
         _ => return None,
@@ -54,41 +41,18 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// A window that moves along one dimension.
-#[derive(Clone, Copy)]
-struct Window {
-    size: usize,
-    moves: Move,
-}
-
-impl Window {
-    fn new(size: i32, stride: i32, padding: i32) -> Window {
-        Window {
-            size: size as usize,
-            moves: Move::new((stride, padding, 1)),
-        }
-    }
-
-    /// The elements of a line of `extent` that the window covers at `place`.
-    fn covers(&self, place: usize, extent: usize) -> std::ops::Range<usize> {
-        let (taps, first) = self.moves.taps(place, self.size, extent);
-        first..first + taps.len()
-    }
-}
-
 /// The element of `line` at index `i`.
 ///
 /// # Safety
-/// It is there.
+/// The line has more than `i` elements.
 unsafe fn element(access: Access, line: *const u8, i: usize) -> f32 {
     let mut value = 0.0;
-    // SAFETY: the caller guarantees the element.
+    // SAFETY: the caller guarantees element `i`, which is loaded into one float.
     unsafe { access.load(access.at(line, i), 1, &mut value) };
     value
 }
 
-/// What a window holds before it has seen an element. The largest of nothing is the smallest
-/// number.
+/// The result of a window without elements: the smallest number for a maximum, 0 for a sum.
 fn start(kind: PoolKind) -> f32 {
     match kind {
         PoolKind::Max => f32::MIN,
@@ -110,7 +74,7 @@ fn add(kind: PoolKind, result: f32, value: f32) -> f32 {
 }
 
 /// An average is over the elements that the window covers.
-fn pool_1d(dst: View, src: View, kind: PoolKind, window: Window) -> Kernel {
+fn pool_1d(dst: View, src: View, kind: PoolKind, window: PoolAxis) -> Kernel {
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),
@@ -122,20 +86,20 @@ fn pool_1d(dst: View, src: View, kind: PoolKind, window: Window) -> Kernel {
             let count = covered.len();
             let mut result = start(kind);
             for j in covered {
-                // SAFETY: j is inside the row.
+                // SAFETY: `covers` returns indices below `src.ne[0]`, the length of the row.
                 result = add(kind, result, unsafe { element(x, line, j) });
             }
             if kind == PoolKind::Average && count > 0 {
                 result /= count as f32;
             }
-            // SAFETY: i is inside the row.
+            // SAFETY: `i < dst.ne[0]`, the length of the row.
             unsafe { out.store(&result, 1, out.at(row, i).cast_mut()) };
         }
     })
 }
 
 /// An average is over the whole window, padding included.
-fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [Window; 2]) -> Kernel {
+fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [PoolAxis; 2]) -> Kernel {
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),
@@ -147,43 +111,43 @@ fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [Window; 2]) -> Kerne
             for sy in wy.covers(y, src.ne[1]) {
                 let line = src.row_ptr([sy, i2, i3]);
                 for sx in wx.covers(i, src.ne[0]) {
-                    // SAFETY: sx is inside the row.
+                    // SAFETY: `covers` returns indices below `src.ne[0]`, the length of the row.
                     result = add(kind, result, unsafe { element(x, line, sx) });
                 }
             }
             if kind == PoolKind::Average {
                 result /= area;
             }
-            // SAFETY: i is inside the row.
+            // SAFETY: `i < dst.ne[0]`, the length of the row.
             unsafe { out.store(&result, 1, out.at(row, i).cast_mut()) };
         }
     })
 }
 
-/// The gradient through POOL_2D of `forward`, for the gradient `grad` behind it. A maximum takes
-/// all of its window's, the first of several.
+/// The gradient of POOL_2D with input `forward`, for the gradient `grad` of its output. For the
+/// maximum, the first largest element of the window gets the whole gradient of the window.
 fn pool_2d_back(
     dst: View,
     grad: View,
     forward: View,
     kind: PoolKind,
-    [wx, wy]: [Window; 2],
+    [wx, wy]: [PoolAxis; 2],
 ) -> Kernel {
     let zero = Element::zero(dst.ty);
     let access = |view: &View| Access::new(view.ty, view.nb[0]);
     let (out, gradients, x) = (access(&dst), access(&grad), access(&forward));
     let area = (wx.size * wy.size) as f32;
     Box::new(move |w| {
-        // Windows overlap: a plane belongs to one thread.
+        // Windows overlap, so one thread computes a whole plane.
         for plane in w.share(dst.ne[2] * dst.ne[3]) {
             let (i2, i3) = (plane % dst.ne[2], plane / dst.ne[2]);
             for y in 0..dst.ne[1] {
-                // SAFETY: the row has `ne[0]` elements.
+                // SAFETY: a row of the destination has `dst.ne[0]` elements.
                 unsafe { zero.fill(dst.row_ptr([y, i2, i3]), dst.nb[0], dst.ne[0]) };
             }
             for oy in 0..grad.ne[1] {
                 for ox in 0..grad.ne[0] {
-                    // SAFETY: the index is inside the extents.
+                    // SAFETY: `ox < grad.ne[0]`, the length of the row.
                     let g = unsafe { element(gradients, grad.row_ptr([oy, i2, i3]), ox) };
                     let covered = || {
                         let ys = wy.covers(oy, dst.ne[1]);
@@ -191,7 +155,7 @@ fn pool_2d_back(
                     };
                     let accumulate = |(y, x): (usize, usize), g: f32| {
                         let row = dst.row_ptr([y, i2, i3]);
-                        // SAFETY: what a window covers is inside the plane.
+                        // SAFETY: `covers` returns indices below the extents of `dst`.
                         unsafe {
                             let sum = element(out, row, x) + g;
                             out.store(&sum, 1, out.at(row, x).cast_mut());
@@ -200,16 +164,17 @@ fn pool_2d_back(
                     match kind {
                         PoolKind::Average => covered().for_each(|at| accumulate(at, g / area)),
                         PoolKind::Max => {
-                            let (mut largest, mut place) = (f32::MIN, None);
+                            let (mut largest, mut position) = (f32::MIN, None);
                             for at in covered() {
                                 let line = forward.row_ptr([at.0, i2, i3]);
-                                // SAFETY: what a window covers is inside the plane.
+                                // SAFETY: `covers` returns indices below the extents of `dst`,
+                                // which are those of `forward`.
                                 let value = unsafe { element(x, line, at.1) };
                                 if value > largest {
-                                    (largest, place) = (value, Some(at));
+                                    (largest, position) = (value, Some(at));
                                 }
                             }
-                            if let Some(at) = place {
+                            if let Some(at) = position {
                                 accumulate(at, g);
                             }
                         }

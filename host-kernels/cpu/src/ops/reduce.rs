@@ -47,7 +47,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 }
 
 /// A reduction of a whole tensor to one value: partial results of `piece` elements (or rows) each,
-/// whose number does not depend on that of the threads, and then their sum in order.
+/// and then their sum in order. The result does not depend on the number of threads.
 pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     elements: usize,
     piece: usize,
@@ -59,8 +59,8 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
         for i in w.share(pieces) {
             let start = i * piece;
             let value = partial(start, piece.min(elements - start));
-            // SAFETY: the scratch memory, aligned for anything, has a place for each piece; only
-            // this thread writes to this one.
+            // SAFETY: the scratch memory is aligned to 64 bytes and has `pieces > i` values of `T`.
+            // Only this worker has piece `i`.
             unsafe { w.scratch().cast::<T>().add(i).write(value) };
         }
         Ok(())
@@ -68,7 +68,7 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     let sum: Kernel = Box::new(move |w| {
         if w.index() == 0 {
             let scratch = w.scratch().cast::<T>();
-            // SAFETY: all pieces were written before the barrier.
+            // SAFETY: the first kernel has written all `pieces` values before the barrier.
             finish((0..pieces).map(|i| unsafe { scratch.add(i).read() }).sum());
         }
         Ok(())
@@ -79,9 +79,9 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     }
 }
 
-/// The sum of all elements. ggml defines SUM for dense rows. Of others, its CPU backend adds up the
-/// memory from the first element of each row on, and so must we to give the result that a program
-/// gets there.
+/// The sum of all elements. ggml defines SUM for dense rows. For other rows, its CPU backend sums
+/// the memory from the first element of each row on. This kernel does the same, so that a program
+/// gets the same result.
 fn sum_all(dst: View, mut src: View) -> Compiled {
     src.nb[0] = src.nb[0].min(src.ty.block_bytes() as usize);
     let sequence = Sequence::new(src);
@@ -89,9 +89,9 @@ fn sum_all(dst: View, mut src: View) -> Compiled {
     let out = Access::rows(&dst);
     let partial = move |start, n| {
         let mut total = 0.0;
-        sequence.pieces(start, n, |place, _, len| {
-            // SAFETY: the sequence stays inside the tensor.
-            total += unsafe { sum(Identity {}, [(access, place.cast_const())], len) };
+        sequence.pieces(start, n, |src, _, len| {
+            // SAFETY: the sequence returns `len` elements that are inside the tensor.
+            total += unsafe { sum(Identity {}, [(access, src.cast_const())], len) };
         });
         total
     };
@@ -105,14 +105,15 @@ fn count_equal(dst: View, a: View, b: View) -> Compiled {
     let elements = a.elements();
     let partial = move |start, n| {
         let mut count = 0i64;
-        a_elements.pieces(start, n, |a_place, done, len| {
-            b_elements.pieces(start + done, len, |b_place, done, len| {
+        a_elements.pieces(start, n, |a_start, done, len| {
+            b_elements.pieces(start + done, len, |b_start, done, len| {
                 for i in 0..len {
-                    let a = a_place
+                    let a = a_start
                         .wrapping_add((done + i) * a_elements.step())
                         .cast::<i32>();
-                    let b = b_place.wrapping_add(i * b_elements.step()).cast::<i32>();
-                    // SAFETY: the sequences stay inside their tensors.
+                    let b = b_start.wrapping_add(i * b_elements.step()).cast::<i32>();
+                    // SAFETY: both sequences return `len > i` elements that are inside their
+                    // tensors.
                     count += i64::from(unsafe { a.read() == b.read() });
                 }
             });
@@ -129,7 +130,7 @@ fn count_equal(dst: View, a: View, b: View) -> Compiled {
 fn sum_rows(dst: View, src: View, by: f64) -> Kernel {
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), src.ne[0]);
     each_row(dst, move |index, row| {
-        // SAFETY: the row of the source has `ne[0]` elements, that of the destination one.
+        // SAFETY: a row of the source has `n` elements, and a row of the destination has one.
         unsafe {
             let sum = sum(Identity {}, [(x, src.row_ptr(index).cast_const())], n);
             out.store(&((sum / by) as f32), 1, row);
@@ -146,7 +147,7 @@ fn cumsum(dst: View, src: View) -> Kernel {
         let mut stage = [0.0; STAGE];
         for start in (0..n).step_by(STAGE) {
             let len = STAGE.min(n - start);
-            // SAFETY: both rows have `ne[0]` elements.
+            // SAFETY: both rows have `n >= start + len` elements, and `len <= STAGE`.
             unsafe {
                 x.load(x.at(line, start), len, stage.as_mut_ptr());
                 for value in &mut stage[..len] {
@@ -162,12 +163,12 @@ fn cumsum(dst: View, src: View) -> Kernel {
 /// Calls `body` with each value of a row and its index.
 ///
 /// # Safety
-/// The row has `n` elements as [`Access::load`] wants them.
+/// [`Access::load`] may read `n` elements of the row.
 unsafe fn each_value(access: Access, line: *const u8, n: usize, mut body: impl FnMut(usize, f32)) {
     let mut stage = [0.0; STAGE];
     for start in (0..n).step_by(STAGE) {
         let len = STAGE.min(n - start);
-        // SAFETY: the caller guarantees the row; the stage has room for a part.
+        // SAFETY: the caller guarantees `n >= start + len` elements, and `len <= STAGE`.
         unsafe { access.load(access.at(line, start), len, stage.as_mut_ptr()) };
         for (i, &value) in stage[..len].iter().enumerate() {
             body(start + i, value);
@@ -175,13 +176,15 @@ unsafe fn each_value(access: Access, line: *const u8, n: usize, mut body: impl F
     }
 }
 
-/// The index of the largest element of each row, the last of several; 0 if there is none.
+/// The index of the largest element of each row, the last one of equal elements; 0 for an empty
+/// row.
 fn argmax(dst: View, src: View) -> Kernel {
     let x = Access::rows(&src);
     Box::new(move |w| {
         for row in w.share(src.ne[1]) {
             let (mut largest, mut at) = (f32::NEG_INFINITY, 0);
-            // SAFETY: the row has `ne[0]` elements, and the destination one for each row.
+            // SAFETY: a row of the source has `ne[0]` elements. The destination has an i32 for each
+            // row.
             unsafe {
                 each_value(x, src.row_ptr([row, 0, 0]), src.ne[0], |i, value| {
                     if value >= largest {
@@ -198,7 +201,7 @@ fn argmax(dst: View, src: View) -> Kernel {
     })
 }
 
-/// A number whose order is that of the floats; the zeros are equal.
+/// An integer with the same order as the float. Both zeros have the same key.
 fn sort_key(x: f32) -> u32 {
     let bits = (x + 0.0).to_bits(); // -0 + 0 = 0
     if bits >> 31 == 1 {
@@ -208,7 +211,8 @@ fn sort_key(x: f32) -> u32 {
     }
 }
 
-/// The indices of the first `dst.ne[0]` elements of each row in order; equal ones by index.
+/// The indices of the first `dst.ne[0]` elements of each row in sorted order. Equal elements are in
+/// the order of their indices.
 fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
     let x = Access::rows(&src);
     let (n, wanted) = (src.ne[0], dst.ne[0]);
@@ -217,8 +221,8 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
         if rows.is_empty() {
             return Ok(());
         }
-        // SAFETY: the scratch memory, aligned for anything, has `n` places for each worker with
-        // rows; each uses its own.
+        // SAFETY: the scratch memory is aligned to 64 bytes and has `n` keys for each worker with
+        // rows, which are initialised here. Any bytes are valid keys.
         let keys = unsafe {
             let first = w.scratch().cast::<u64>().add(w.index() * n);
             first.write_bytes(0, n);
@@ -226,7 +230,7 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
         };
         for row in rows {
             let index = dst.row_index(row);
-            // SAFETY: the row has `ne[0]` elements.
+            // SAFETY: a row of the source has `n` elements.
             unsafe {
                 each_value(x, src.row_ptr(index), n, |i, value| {
                     let key = match order {
@@ -243,7 +247,8 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
             keys[..wanted].sort_unstable();
             let row = dst.row_ptr(index);
             for (i, key) in keys[..wanted].iter().enumerate() {
-                // SAFETY: `i` is inside the row; the key's lower half is an index.
+                // SAFETY: `i < wanted = dst.ne[0]`, the length of a row of i32. The low half of a
+                // key is an index.
                 unsafe {
                     row.wrapping_add(i * dst.nb[0])
                         .cast::<i32>()

@@ -1,7 +1,7 @@
 //! ROPE: rotary position embedding, and its gradient.
 //!
-//! Each row is one head of one token. Pairs of its elements are points in the plane, rotated by an
-//! angle: the token's position times a frequency that falls from pair to pair (see
+//! Each row is one head of one token. Each pair of its elements is rotated by an angle: the
+//! position of the token times a frequency that decreases from pair to pair (see
 //! `vgpu_engine::rope`).
 
 use vgpu_transport::ir::{OpKind, RopeMode, Rule, Type, TypeSet};
@@ -17,7 +17,7 @@ use crate::view::View;
 use vgpu_engine::EngineError;
 use vgpu_engine::rope::{Rotation, greater, less};
 
-/// What this file runs.
+/// The type combinations that this family runs.
 pub(super) fn rules() -> Vec<Rule> {
     let types = TypeSet::of(&[Type::F32, Type::F16, Type::Bf16]);
     vec![Rule::uniform(OpKind::Rope, types, 1)]
@@ -27,36 +27,37 @@ pub(super) fn rules() -> Vec<Rule> {
 pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     let dst = operands.dst();
     let writer = RowWriter::new(&dst);
-    Ok(turned(operands, move |index, row| {
-        // SAFETY: the row lies in the destination.
+    Ok(rotated(operands, move |index, row| {
+        // SAFETY: `index` is a row of the destination, which has as many elements as `row`.
         unsafe { writer.write(row, dst.row_ptr(index)) };
         Ok(())
     }))
 }
 
-/// ROPE and the SET_ROWS of its result, which no other thread wants.
+/// ROPE and the SET_ROWS of its result, which no other node reads.
 pub(super) fn rope_rows(nodes: &[Operands<'_>]) -> Option<Compiled> {
-    let [turn, rows] = nodes else {
+    let [rope, rows] = nodes else {
         return None;
     };
-    let (heads, cache, ids) = (turn.dst(), rows.dst(), rows.src(1));
+    let (heads, cache, ids) = (rope.dst(), rows.dst(), rows.src(1));
     let width = heads.ne[0];
     let writer = Access::rows(&cache);
-    // What is between the two is a tensor of floats; each head has whole blocks of the cache.
+    // The result of ROPE must be f32, and a head must be whole blocks of the cache.
     let fits = heads.ty == Type::F32 && width.is_multiple_of(cache.ty.block_elements() as usize);
     fits.then(|| {
-        turned(turn, move |[head, token, _], row| {
+        rotated(rope, move |[head, token, _], row| {
             let id = row_id(&ids, [token, 0, 0], cache.ne[1])?;
             let to = writer.at(cache.row_ptr([id, 0, 0]), head * width);
-            // SAFETY: the heads of a token lie in a row of the cache one behind the other.
+            // SAFETY: `row_id` has checked the id. A row of the cache has `width` elements for each
+            // head, one head after the other.
             unsafe { writer.store(row.as_ptr(), width, to.cast_mut()) };
             Ok(())
         })
     })
 }
 
-/// The kernel that turns rows and hands each to `write`, with its indices.
-fn turned(
+/// The kernel that rotates rows and calls `write` with the indices and the floats of each row.
+fn rotated(
     operands: &Operands<'_>,
     write: impl Fn([usize; 3], &[f32]) -> Result<(), Fault> + Send + Sync + 'static,
 ) -> Compiled {
@@ -73,12 +74,13 @@ fn turned(
     let tokens = x.ne[2];
     let reader = RowReader::new(&x);
 
-    // Each thread has a row, and the cosines and sines of a token.
+    // Each thread has a row, and the cosines and sines of one token.
     let sizes = [x.ne[0], pairs, pairs].map(|n| n.next_multiple_of(16));
     let each = sizes.iter().sum::<usize>();
     Compiled {
         kernels: vec![Box::new(move |w| {
-            // SAFETY: the parts are this thread's own, inside what is asked for below.
+            // SAFETY: the scratch memory has `each` floats for each worker, which are the three
+            // parts and are initialised here.
             let (row, cos, sin) = unsafe {
                 let own = w.scratch().cast::<f32>().add(w.index() * each);
                 own.write_bytes(0, each);
@@ -89,25 +91,26 @@ fn turned(
                     part(sizes[0] + sizes[1], pairs),
                 )
             };
-            let mut turned_for = None;
+            let mut computed_for = None;
             for index in w.share(x.rows()).map(|row| x.row_index(row)) {
                 let token = index[1];
-                if turned_for.replace(token) != Some(token) {
+                if computed_for.replace(token) != Some(token) {
                     let position = |axis: usize| {
                         let at = positions.ptr().cast::<i32>();
-                        // SAFETY: positions are contiguous; there is one for each token, or one for
-                        // each token and axis.
+                        // SAFETY: `positions` is contiguous, with an i32 for each token, or for
+                        // each axis and token if the mode has four axes.
                         unsafe { at.add(axis * tokens + token).read() as f32 }
                     };
                     angles.fill(position, cos, sin);
                 }
-                // SAFETY: the row lies in the source; `row` has room for one.
+                // SAFETY: `index` is a row of the source with `x.ne[0]` elements, the length of
+                // `row`.
                 unsafe { reader.read(x.row_ptr(index), 0, row.len(), row.as_mut_ptr()) };
                 dispatch(Rotate {
                     x: &mut row[start..start + n],
                     cos,
                     sin,
-                    neighbours: angles.rotation.mode == RopeMode::Normal,
+                    adjacent: angles.rotation.mode == RopeMode::Normal,
                 });
                 write(index, row)?;
             }
@@ -135,21 +138,22 @@ impl RowWriter {
     }
 
     /// # Safety
-    /// `to` is a row of the view, of as many elements as `row`.
+    /// `to` is a row of the view, with as many elements as `row`.
     unsafe fn write(&self, row: &[f32], to: *mut u8) {
         let write = self.format.quantize_row;
         if self.dense {
-            // SAFETY: the row's elements are adjacent; `row` is scratch, and no part of a tensor.
+            // SAFETY: the elements of the row at `to` are adjacent, and there are `row.len()` of
+            // them. `row` is scratch memory, which no tensor overlaps.
             return unsafe { write(row.as_ptr(), to, row.len()) };
         }
         for (i, value) in row.iter().enumerate() {
-            // SAFETY: element `i` of the row.
+            // SAFETY: the caller guarantees `row.len() > i` elements at `to`, `stride` bytes apart.
             unsafe { write(value, to.add(i * self.stride), 1) };
         }
     }
 }
 
-/// By how much each pair of a row is turned.
+/// The rotation angles of the pairs of a row.
 #[derive(Clone, Copy)]
 struct Angles {
     rotation: Rotation,
@@ -158,7 +162,8 @@ struct Angles {
 }
 
 impl Angles {
-    /// The cosine and sine of every pair's angle. `position` gives the token's position on an axis.
+    /// Computes the cosine and sine of the angle of every pair. `position` returns the position of
+    /// the token on an axis.
     fn fill(&self, position: impl Fn(usize) -> f32, cos: &mut [f32], sin: &mut [f32]) {
         let axes = match self.rotation.mode {
             RopeMode::Normal | RopeMode::Neox => 1,
@@ -174,10 +179,10 @@ impl Angles {
                 self.axis(i, &origin, &mut theta)
             };
             let factor = self.factors.map_or(1.0, |factors| {
-                // SAFETY: there is a factor for each pair, and they are adjacent floats.
+                // SAFETY: `factors` is contiguous, with at least one f32 for each pair.
                 unsafe { factors.ptr().cast::<f32>().add(i).read() }
             });
-            let (c, s) = self.turn(i, theta[axis] / factor);
+            let (c, s) = self.angle(i, theta[axis] / factor);
             *cos = c;
             *sin = s * self.rotation.sign;
             theta
@@ -186,14 +191,14 @@ impl Angles {
         }
     }
 
-    /// The axis of whose position pair `i` tells. In vision mode frequencies begin anew in each
-    /// section.
+    /// The axis of pair `i`. In vision mode, the frequencies start again in each section.
     fn axis(&self, i: usize, origin: &[f32; 4], theta: &mut [f32; 4]) -> usize {
         let [t, h, w, e] = self.rotation.sections.map(i64::from);
         let ends = [t, t + h, t + h + w];
         let sector = i as i64 % (t + h + w + e);
         if self.rotation.mode == RopeMode::Vision {
-            // Sections without pairs begin where the next does; the first of them is meant.
+            // An empty section begins at the same pair as the next section. The first of them
+            // counts.
             let begins = [0, ends[0], ends[1], ends[2]];
             if let Some(axis) = begins.iter().position(|&begin| begin == sector) {
                 theta[axis] = origin[axis];
@@ -211,8 +216,8 @@ impl Angles {
         }
     }
 
-    /// The cosine and sine for pair `i` at `theta`, as YaRN corrects both.
-    fn turn(&self, i: usize, theta: f32) -> (f32, f32) {
+    /// The cosine and sine for pair `i` at `theta`, with the correction of YaRN.
+    fn angle(&self, i: usize, theta: f32) -> (f32, f32) {
         let Rotation {
             freq_scale,
             ext_factor,
@@ -230,12 +235,12 @@ impl Angles {
     }
 }
 
-/// Turns the pairs of `x`, two for each cosine: neighbours, or one of each half.
+/// Rotates the pairs of `x`, one for each cosine: adjacent elements, or elements of the two halves.
 struct Rotate<'a> {
     x: &'a mut [f32],
     cos: &'a [f32],
     sin: &'a [f32],
-    neighbours: bool,
+    adjacent: bool,
 }
 
 impl Task for Rotate<'_> {
@@ -247,9 +252,9 @@ impl Task for Rotate<'_> {
             x,
             cos,
             sin,
-            neighbours,
+            adjacent,
         } = self;
-        if neighbours {
+        if adjacent {
             for ((pair, &cos), &sin) in x.chunks_exact_mut(2).zip(cos).zip(sin) {
                 let (a, b) = (pair[0], pair[1]);
                 pair[0] = a * cos - b * sin;

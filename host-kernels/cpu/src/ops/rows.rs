@@ -34,15 +34,15 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 
 /// The index at `[i0, i1, i2]` of a tensor of indices, if it is less than `count`.
 pub(super) fn index(ids: &View, [i0, i1, i2]: [usize; 3], count: usize) -> Result<usize, Fault> {
-    let place = ids
+    let id = ids
         .ptr()
         .wrapping_add(i0 * ids.nb[0] + i1 * ids.nb[1] + i2 * ids.nb[2]);
-    // SAFETY: the caller's indices are inside the extents. Volatile: what is checked is what is
-    // used, even if the destination overlaps the indices.
+    // SAFETY: the callers pass indices below the extents of `ids`. The volatile read happens once:
+    // the checked value is the value that is used, even if the destination overlaps the ids.
     let id = unsafe {
         match ids.ty {
-            Type::I64 => place.cast::<i64>().read_volatile(),
-            _ => place.cast::<i32>().read_volatile().into(),
+            Type::I64 => id.cast::<i64>().read_volatile(),
+            _ => id.cast::<i32>().read_volatile().into(),
         }
     };
     check_index(id, count)
@@ -51,17 +51,17 @@ pub(super) fn index(ids: &View, [i0, i1, i2]: [usize; 3], count: usize) -> Resul
 /// Copies a row, converted from the type of `reader` to that of `writer`.
 ///
 /// # Safety
-/// Both rows have `n` elements as the accesses say.
+/// `reader` may read and `writer` may write `n` elements of the rows.
 unsafe fn convert_row(
     (writer, to): (Access, *mut u8),
     (reader, from): (Access, *const u8),
     n: usize,
 ) {
-    // SAFETY: the caller guarantees both rows; a stage is whole blocks of every type. The output of
-    // a direct access is tensor memory, which the input overlaps in a hostile graph at worst:
-    // `load` and `store` go through raw pointers.
+    // SAFETY: the caller guarantees `n` elements of both rows, and `start + len <= n`. `STAGE` is a
+    // multiple of every block. `load` writes the stage, and `store` reads it after that.
     unsafe {
-        let mut stage = MaybeUninit::<[f32; STAGE]>::uninit(); // rows can be short, and many
+        // Not initialised: rows can be short, and many.
+        let mut stage = MaybeUninit::<[f32; STAGE]>::uninit();
         let stage = stage.as_mut_ptr().cast::<f32>();
         for start in (0..n).step_by(STAGE) {
             let len = STAGE.min(n - start);
@@ -78,7 +78,8 @@ fn get_rows(dst: View, a: View, ids: View) -> Compiled {
             let [i, j, k] = dst.row_index(row);
             let from = a.row_ptr([index(&ids, [i, j, k], a.ne[1])?, j, k]);
             let to = dst.row_ptr([i, j, k]);
-            // SAFETY: both rows have `ne[0]` elements.
+            // SAFETY: `index` has checked the id, so both rows exist, with `dst.ne[0]` elements
+            // each.
             unsafe {
                 if a.ty == dst.ty {
                     let size = dst.ty.block_bytes() as usize;
@@ -100,7 +101,7 @@ fn get_rows(dst: View, a: View, ids: View) -> Compiled {
 fn get_rows_back(dst: View, a: View, ids: View) -> Compiled {
     let (sums, grads) = (Access::rows(&dst), Access::rows(&a));
     Compiled::one(move |w| {
-        // Threads share columns, so that two rows with one id never meet, and add up in order.
+        // Threads divide the columns: rows with the same id are added in order by one thread.
         let block = (a.ty.block_elements() as usize).max(16);
         let columns = w.share(dst.ne[0].div_ceil(block));
         let (start, end) = (columns.start * block, dst.ne[0].min(columns.end * block));
@@ -108,7 +109,8 @@ fn get_rows_back(dst: View, a: View, ids: View) -> Compiled {
             return Ok(());
         }
         let n = end - start;
-        // SAFETY: columns `start..end` are inside the rows, and begin with a block.
+        // SAFETY: `end <= dst.ne[0]`, the elements of a row of `a` and `dst`, and `start` is a
+        // multiple of the block. `index` has checked the ids.
         unsafe {
             for i in 0..dst.ne[1] {
                 let row = sums.at(dst.row_ptr([i, 0, 0]), start);
@@ -130,7 +132,7 @@ fn get_rows_back(dst: View, a: View, ids: View) -> Compiled {
     })
 }
 
-/// `dst[:, ids[i, j, k], j, k] = a[:, i, j, k]`; ids repeat over j and k.
+/// `dst[:, ids[i, j, k], j, k] = a[:, i, j, k]`. The ids are broadcast over j and k.
 fn set_rows(dst: View, a: View, ids: View) -> Compiled {
     let (writer, reader) = (Access::rows(&dst), Access::rows(&a));
     let rows = if a.ne[0] == 0 { 0 } else { a.rows() };
@@ -139,7 +141,7 @@ fn set_rows(dst: View, a: View, ids: View) -> Compiled {
             let [i, j, k] = a.row_index(row);
             let id = index(&ids, [i, j % ids.ne[1], k % ids.ne[2]], dst.ne[1])?;
             let (to, from) = (dst.row_ptr([id, j, k]), a.row_ptr([i, j, k]));
-            // SAFETY: both rows have `ne[0]` elements.
+            // SAFETY: `index` has checked the id, so both rows exist, with `a.ne[0]` elements each.
             unsafe { convert_row((writer, to), (reader, from), a.ne[0]) };
         }
         Ok(())

@@ -1,16 +1,16 @@
-//! How an operator divides its scratch memory, and when its results must pass through it.
+//! How an operator divides its scratch memory, and when its results are staged there.
 
 use crate::kernel::Kernel;
 use crate::view::View;
 
-/// The parts of an operator's scratch memory, one after the other, each at a multiple of 64 bytes.
+/// The parts of the scratch memory of an operator, one after the other, each aligned to 64 bytes.
 #[derive(Debug, Default)]
 pub(super) struct ScratchLayout {
     bytes: usize,
 }
 
 impl ScratchLayout {
-    /// Room for `count` things of `size` bytes; the offset it begins at.
+    /// Reserves `count` items of `size` bytes. Returns the offset of the first.
     pub(super) fn room(&mut self, count: usize, size: usize) -> usize {
         let offset = self.bytes;
         self.bytes = count
@@ -21,22 +21,22 @@ impl ScratchLayout {
         offset
     }
 
-    /// All of it.
+    /// The bytes of all parts.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 }
 
-/// Where rows of `f32` results are written: to their destination, or to scratch first where that is
-/// not safe.
+/// Where rows of `f32` results are written: to the destination, or first to the scratch memory.
 ///
-/// A kernel of several threads reads its sources while it writes. If a graph lets them overlap (no
-/// sane one does) the results are brought to the destination after all have been computed, by one
-/// thread.
+/// A kernel of several threads reads its sources while it writes. If the destination overlaps a
+/// source (only in a hostile or wrong graph), one thread copies the results to the destination
+/// after all have been computed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Output {
     dst: View,
-    /// Where the results lie in scratch, contiguous; `None` if they are written to `dst`.
+    /// The offset of the results in the scratch memory, where they are contiguous. `None` if they
+    /// are written to `dst`.
     staged: Option<usize>,
 }
 
@@ -50,7 +50,7 @@ impl Output {
         }
     }
 
-    /// Where the first row is written.
+    /// The address that the first row is written to.
     pub(super) fn base(&self, scratch: *mut u8) -> *mut u8 {
         match self.staged {
             None => self.dst.ptr(),
@@ -70,7 +70,7 @@ impl Output {
         }
     }
 
-    /// Adds the kernel that brings staged results to the destination.
+    /// Adds the kernel that copies staged results to the destination.
     pub(super) fn finish(self, kernels: &mut Vec<Kernel>) {
         if self.staged.is_none() {
             return;
@@ -81,8 +81,9 @@ impl Output {
             for row in 0..rows {
                 let from = self.base(w.scratch()).wrapping_add(row * row_bytes);
                 let to = self.dst.row_ptr(self.dst.row_index(row));
-                // SAFETY: the row lies in scratch and in the destination, whose rows are dense; all
-                // threads have finished writing results, and only this one copies them.
+                // SAFETY: `new` has reserved `rows` rows of `row_bytes` bytes in the scratch
+                // memory, and rows of the destination are dense. The results were written before
+                // the barrier before this kernel, and only this thread copies them.
                 unsafe { from.copy_to_nonoverlapping(to, row_bytes) };
             }
             Ok(())

@@ -2,15 +2,15 @@
 
 use crate::view::View;
 
-/// The elements of a tensor in order, whatever its strides: lines of equal length, each with one
-/// distance between its elements.
+/// The elements of a tensor in order, for any strides: lines of equal length, each with elements at
+/// equal distances.
 ///
-/// Positions and lengths count elements, of quantised types blocks.
+/// Positions and lengths are in elements; in blocks for quantised types.
 pub(super) struct Sequence {
     view: View,
     line: usize,
     step: usize,
-    /// The loops around the line, innermost first: how often, how far.
+    /// The loops around the line, innermost first: count, and stride in bytes.
     outer: Vec<(usize, usize)>,
 }
 
@@ -30,7 +30,8 @@ impl Sequence {
                 continue;
             }
             if outer.is_empty() && line == 1 && !view.ty.is_quantized() {
-                (line, step) = (count, stride); // rows of one element are no lines
+                // Rows have one element: the next dimension is the line.
+                (line, step) = (count, stride);
             } else if outer.is_empty() && stride == line.wrapping_mul(step) {
                 line *= count;
             } else {
@@ -50,19 +51,19 @@ impl Sequence {
         self.step
     }
 
-    /// The place of position `i`, and how many lie on the same line from there on.
+    /// The address of position `i`, and the number of positions from `i` to the end of its line.
     fn seek(&self, i: usize) -> (*mut u8, usize) {
         let (mut rest, on_line) = (i / self.line, i % self.line);
-        let mut place = self.view.ptr().wrapping_add(on_line * self.step);
+        let mut address = self.view.ptr().wrapping_add(on_line * self.step);
         for &(count, stride) in &self.outer {
-            place = place.wrapping_add(rest % count * stride);
+            address = address.wrapping_add(rest % count * stride);
             rest /= count;
         }
-        (place, self.line - on_line)
+        (address, self.line - on_line)
     }
 
-    /// Calls `body` with the pieces that positions `start..start + n` fall into: where they are,
-    /// which of the `n` it is, how many.
+    /// Calls `body` for each piece of the positions `start..start + n` that is in one line, with
+    /// its address, its offset from `start`, and its length.
     pub(super) fn pieces(
         &self,
         start: usize,
@@ -71,9 +72,9 @@ impl Sequence {
     ) {
         let mut done = 0;
         while done < n {
-            let (place, left) = self.seek(start + done);
+            let (address, left) = self.seek(start + done);
             let len = left.min(n - done);
-            body(place, done, len);
+            body(address, done, len);
             done += len;
         }
     }

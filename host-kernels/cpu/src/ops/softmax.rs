@@ -8,22 +8,22 @@ use crate::operands::Operands;
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use vgpu_engine::EngineError;
 
-/// What this file runs.
+/// The type combinations that this family runs.
 pub(super) fn rules() -> Vec<Rule> {
     let f32 = TypeSet::of(&[Type::F32]);
     let masks = TypeSet::of(&[Type::F32, Type::F16]);
     vec![Rule::new(OpKind::SoftMax, f32, &[f32, masks, f32])]
 }
 
-/// Floats handled at once: what is read of the mask lies on the stack.
+/// Elements that are processed at once. Their mask is converted on the stack.
 const CHUNK: usize = 512;
 
-/// By how much the mask counts for each head (ALiBi, "attention with linear biases"): slopes fall
-/// geometrically over the heads; those beyond a power of two lie halfway between the others.
+/// The factor of the mask for each head (ALiBi, "attention with linear biases"): slopes decrease
+/// geometrically over the heads. The slopes of heads after a power of two are between the others.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Slopes {
     max_bias: f32,
-    /// The largest power of two of heads.
+    /// The largest power of two that is at most the number of heads.
     heads: usize,
 }
 
@@ -69,10 +69,10 @@ pub(super) fn soft_max(operands: &Operands<'_>) -> Result<Compiled, EngineError>
                 let row = mask.row_ptr([i1, head % mask.ne[2], i3 % mask.ne[3]]);
                 (row.cast_const(), reader)
             });
-            // SAFETY: sinks are contiguous, one for each head.
+            // SAFETY: `sinks` is contiguous, with one f32 for each head.
             let sink = sinks.map(|s| unsafe { s.ptr().cast::<f32>().add(head).read() });
-            // SAFETY: both rows are dense rows of `n` floats by the operator's rules, and the mask
-            // has as many elements. Each row belongs to one thread.
+            // SAFETY: by the check of the IR, both rows are dense with `ne[0]` floats, and a row of
+            // the mask has as many elements. Each row is written by one thread.
             unsafe {
                 dispatch_ptr(Row {
                     n: x.ne[0],
@@ -109,18 +109,20 @@ impl PtrTask for Row {
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let Row { n, x, dst, .. } = self;
-        // Logits go to the destination first; each is read from the source just before.
+        // The logits are stored in the destination. Each is read from the source before that, so
+        // both rows may be the same.
         let mut largest = simd.splat(f32::NEG_INFINITY);
         let mut mask = [0f32; CHUNK];
         for start in (0..n).step_by(CHUNK) {
             let len = CHUNK.min(n - start);
             if let Some((row, reader)) = self.mask {
-                // SAFETY: the mask has as many elements as the row; `mask` is on the stack.
+                // SAFETY: the mask has `n >= start + len` elements, and `len <= CHUNK`, the length
+                // of the array.
                 unsafe { reader.read(row, start, len, mask.as_mut_ptr()) };
             }
             let slope = simd.splat(self.slope);
             chunks::<S>(len, |i, lanes| {
-                // SAFETY: `start + i + lanes <= n`.
+                // SAFETY: `start + i + lanes <= n`, the floats of `x` and `dst`.
                 unsafe {
                     let mut logits = simd.load_ptr(x.add(start + i), lanes) * self.scale;
                     if self.mask.is_some() {
@@ -144,13 +146,13 @@ impl PtrTask for Row {
         for start in (0..n).step_by(CHUNK) {
             let mut part = simd.splat(0.0);
             chunks::<S>(CHUNK.min(n - start), |i, lanes| {
-                // SAFETY: `start + i + lanes <= n`.
+                // SAFETY: `start + i + lanes <= n`, the floats of `x` and `dst`.
                 unsafe {
                     let at = dst.add(start + i);
                     (simd.load_ptr(at, lanes) - largest)
                         .exp()
                         .store_ptr(at, lanes);
-                    part = part + simd.load_ptr(at, lanes); // lanes beyond the row are 0
+                    part = part + simd.load_ptr(at, lanes); // lanes after the row are 0
                 }
             });
             sum += f64::from(part.sum());
@@ -160,7 +162,7 @@ impl PtrTask for Row {
         }
         let inverse = (1.0 / sum) as f32;
         chunks::<S>(n, |i, lanes| {
-            // SAFETY: `i + lanes <= n`.
+            // SAFETY: `i + lanes <= n`, the floats of `dst`.
             unsafe {
                 let at = dst.add(i);
                 (simd.load_ptr(at, lanes) * inverse).store_ptr(at, lanes);

@@ -53,9 +53,9 @@ maps! {
 /// `ln(sum(e^x))` of a row.
 ///
 /// # Safety
-/// The line has `n` elements as [`Access::load`] wants them.
+/// [`Access::load`] may read `n` elements of the line.
 unsafe fn log_sum_exp(line: (Access, *const u8), n: usize) -> f32 {
-    // SAFETY: the caller's contract is that of the callee.
+    // SAFETY: the caller guarantees that the line has `n` elements, which both functions read.
     unsafe {
         let largest = largest(line, n);
         largest + sum(Exponential { largest }, [line], n).ln() as f32
@@ -88,14 +88,14 @@ fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
     total(rows, 1, partial, finish)
 }
 
-/// The gradient of the loss of `a` and `b` by `a`, for the gradient `grad` behind it.
+/// The gradient of the loss with respect to `a`, for the gradient `grad` of the loss.
 fn cross_entropy_loss_back(dst: View, grad: View, a: View, b: View) -> Compiled {
     let (out, logits, labels) = (Access::rows(&dst), Access::rows(&a), Access::rows(&b));
     let (n, rows) = (a.ne[0], a.rows());
     let kernel = each_row(dst, move |index, row| {
         let x = (logits, a.row_ptr(index).cast_const());
         let y = (labels, b.row_ptr(index).cast_const());
-        // SAFETY: all rows have `ne[0]` elements, the gradient behind is a single f32.
+        // SAFETY: all rows have `n` elements. `grad` is a single f32.
         unsafe {
             let scale = grad.ptr().cast::<f32>().read() / rows as f32;
             let offset = log_sum_exp(x, n);
@@ -108,13 +108,13 @@ fn cross_entropy_loss_back(dst: View, grad: View, a: View, b: View) -> Compiled 
     }
 }
 
-/// The parameters of a step, as they are when it is made.
+/// The parameters of a step, read when the step runs.
 fn parameters<const N: usize>(view: View) -> [f32; N] {
-    // SAFETY: the view is a vector of N floats.
+    // SAFETY: by the check of the IR, the view is a vector of `N` f32.
     std::array::from_fn(|i| unsafe { view.ptr().wrapping_add(i * view.nb[0]).cast::<f32>().read() })
 }
 
-/// A step of AdamW: `dst` is the new `w`; the momenta `m` and `v` are changed where they are.
+/// A step of AdamW: `dst` is the new `w`. The momenta `m` and `v` are updated in place.
 fn adamw(dst: View, [w, grad, m, v, settings]: [View; 5]) -> Compiled {
     let [out, ws, gs, ms, vs] = [dst, w, grad, m, v].map(|view| Access::rows(&view));
     let n = dst.ne[0];

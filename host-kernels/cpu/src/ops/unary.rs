@@ -78,7 +78,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-// NaN goes the way it goes in ggml: a comparison with it is false.
+// NaN is handled as in ggml: a comparison with NaN is false.
 maps! {
     Abs |x| x.abs();
     Sgn |x| {
@@ -91,18 +91,18 @@ maps! {
     Elu |x| x.gt(x.splat(0.0)).select(x, x.expm1());
     Relu |x| x.max(x.splat(0.0));
     Sigmoid |x| x.sigmoid();
-    /// The form with tanh. `1 + tanh(u)` is `2 sigmoid(2 u)`, which keeps its accuracy for negative
+    /// The tanh approximation. `1 + tanh(u)` is `2 sigmoid(2 u)`, which is accurate for negative
     /// `u`.
     Gelu |x| {
         const SQRT_2_OVER_PI: f32 = 0.797_884_6;
         let u = (x * SQRT_2_OVER_PI) * (x * x).mul_add(x.splat(0.044_715), x.splat(1.0));
         let y = x * (u * 2.0).sigmoid();
-        // From here on it is 0 or x; infinities do not get through the formula.
+        // For larger magnitudes the result is 0 or x; the formula would give NaN for infinities.
         let y = x.le(x.splat(-10.0)).select(x.splat(0.0), y);
         x.ge(x.splat(10.0)).select(x, y)
     };
     GeluQuick |x| x * (x * 1.702).sigmoid();
-    /// The form with the error function.
+    /// The exact form, with the error function.
     GeluErf |x| x * 0.5 * (1.0 + (x * std::f32::consts::FRAC_1_SQRT_2).erf());
     Silu |x| x / (1.0 + (-x).exp());
     HardSigmoid |x| ((x + 3.0) / 6.0).max(x.splat(0.0)).min(x.splat(1.0));
@@ -112,7 +112,7 @@ maps! {
     Softplus |x| x.gt(x.splat(20.0)).select(x, (x.exp() + 1.0).ln());
     Floor |x| x.floor();
     Ceil |x| x.ceil();
-    /// Halves away from zero.
+    /// Ties are rounded away from zero.
     Round |x| x.round();
     Trunc |x| x.trunc();
     Sqr |x| x * x;
@@ -129,7 +129,7 @@ maps! {
         let negative = (x.min(x.splat(eps)).expm1() - x) * alpha_n + x * beta;
         x.gt(x.splat(0.0)).select(positive, negative)
     };
-    /// The gradient through SILU of `x`, for the gradient `dy` behind it.
+    /// The gradient of SILU with input `x`, for the gradient `dy` of its output.
     SiluBack |dy, x| {
         let s = x.sigmoid();
         dy * s * (x * (1.0 - s) + 1.0)

@@ -5,14 +5,14 @@ use vgpu_transport::ir::Shape;
 use crate::kernel::Worker;
 use crate::view::View;
 
-/// Visits the elements of a destination, and with each the element of every source that belongs to
-/// it. Sources with smaller extents repeat.
+/// Visits the elements of a destination together with the corresponding element of every source.
+/// Sources with smaller extents are broadcast.
 ///
-/// The four dimensions are taken apart and put together again as few, long loops: dimensions that
-/// follow each other in all tensors become one, so that a dense operation of any shape is one line.
+/// The four dimensions become few, long loops: dimensions that are contiguous in all tensors are
+/// merged, so that a dense operation of any shape is one line.
 ///
-/// For quantised types the unit is the block instead of the element; all tensors are of one type
-/// then.
+/// For quantised types the unit is the block instead of the element, and all tensors have the same
+/// type.
 #[derive(Debug, Clone)]
 pub(super) struct Walk<const N: usize> {
     dst: View,
@@ -20,11 +20,11 @@ pub(super) struct Walk<const N: usize> {
     line: Loop<N>,
     /// The other loops, innermost first.
     outer: Vec<Loop<N>>,
-    /// How many lines the outer loops make.
+    /// The number of lines: the product of the counts of the outer loops.
     lines: usize,
 }
 
-/// How often, and how many bytes each tensor moves on.
+/// The count of a loop, and the stride of each tensor in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Loop<const N: usize> {
     pub(super) count: usize,
@@ -32,10 +32,11 @@ pub(super) struct Loop<const N: usize> {
     pub(super) src: [usize; N],
 }
 
-/// Lines shorter than this are not worth being the innermost loop, if there is a longer one.
+/// If the innermost loop is shorter than this, the longest loop becomes the innermost one.
 const SHORT_LINE: usize = 8;
 
-/// Loops that four dimensions can become: each a loop over a source and one over its repetitions.
+/// The most loops: for each of four dimensions, a loop over the source and a loop over its
+/// repetitions.
 const MAX_LOOPS: usize = 8;
 
 impl<const N: usize> Walk<N> {
@@ -74,7 +75,7 @@ impl<const N: usize> Walk<N> {
             push(&mut loops, again);
         }
         if loops.is_empty() {
-            // A single element. Its steps are never taken; these are those of a dense line.
+            // A single element. Its strides are not used, and have the values of a dense line.
             let size = |v: &View| v.ty.block_bytes() as usize;
             loops.push(Loop {
                 count: 1,
@@ -104,7 +105,8 @@ impl<const N: usize> Walk<N> {
         &self.line
     }
 
-    /// The innermost loop in which this source is dense, if the line is not it.
+    /// The innermost outer loop in which this source is dense. `None` if the source is dense in the
+    /// line.
     pub(super) fn dense_elsewhere(&self, source: usize) -> Option<usize> {
         let size = self.src[source].ty.block_bytes() as usize;
         let dense = |l: &Loop<N>| l.src[source] == size;
@@ -115,21 +117,22 @@ impl<const N: usize> Walk<N> {
         }
     }
 
-    /// One of the loops around the line.
+    /// Loop `i` around the line.
     pub(super) fn outer(&self, i: usize) -> &Loop<N> {
         &self.outer[i]
     }
 
-    /// Calls `body` with the places of tiles, for this worker's share of all elements: neighbours
-    /// of the line, at most `side`, times neighbours of the loop `across`, as many at most.
+    /// Calls `body` for each tile of this worker's share of all elements, with the addresses of its
+    /// first element: at most `side` adjacent elements of the line, in at most `side` adjacent
+    /// iterations of outer loop `crossed`.
     pub(super) fn tiles(
         &self,
         w: &Worker<'_>,
-        across: usize,
+        crossed: usize,
         side: usize,
         mut body: impl FnMut(*mut u8, [*const u8; N], usize, usize),
     ) {
-        let (line, other) = (&self.line, &self.outer[across]);
+        let (line, other) = (&self.line, &self.outer[crossed]);
         let (along, beside) = (line.count.div_ceil(side), other.count.div_ceil(side));
         let planes = self.lines.checked_div(other.count).unwrap_or(0);
         for unit in w.share(along * beside * planes) {
@@ -142,7 +145,7 @@ impl<const N: usize> Walk<N> {
                 .wrapping_add(start * line.dst + first * other.dst);
             let mut src = self.src.map(|s| s.ptr().cast_const());
             src = advance(advance(src, line.src, start), other.src, first);
-            for (_, l) in self.outer.iter().enumerate().filter(|(i, _)| *i != across) {
+            for (_, l) in self.outer.iter().enumerate().filter(|(i, _)| *i != crossed) {
                 dst = dst.wrapping_add(plane % l.count * l.dst);
                 src = advance(src, l.src, plane % l.count);
                 plane /= l.count;
@@ -156,8 +159,8 @@ impl<const N: usize> Walk<N> {
         }
     }
 
-    /// Calls `body` with the places of neighbouring elements, and their number, at most `grain`,
-    /// for this worker's share of all elements.
+    /// Calls `body` for each piece of this worker's share of all elements, with the addresses of
+    /// its first element and its number of elements: at most `grain` elements of a line.
     pub(super) fn pieces(
         &self,
         w: &Worker<'_>,
@@ -220,7 +223,7 @@ fn advance<const N: usize>(
     src
 }
 
-/// Extent of dimension `d` in elements, in blocks for rows of blocks.
+/// The extent of dimension `d` in elements; in blocks for dimension 0 of a quantised type.
 fn units(view: &View, d: usize) -> usize {
     match d {
         0 => view.ne[0] / view.ty.block_elements() as usize,
@@ -228,14 +231,16 @@ fn units(view: &View, d: usize) -> usize {
     }
 }
 
-/// Adds a loop around the others, or makes the outermost longer if it goes on where that ends.
+/// Adds an outermost loop, or merges it with the outermost loop if both are contiguous.
 fn push<const N: usize>(loops: &mut Vec<Loop<N>>, new: Loop<N>) {
     if new.count == 1 {
         return;
     }
     if let Some(last) = loops.last_mut() {
-        let follows = |step: usize, next: usize| step.wrapping_mul(last.count) == next;
-        if follows(last.dst, new.dst) && (0..N).all(|i| follows(last.src[i], new.src[i])) {
+        let is_contiguous = |step: usize, next: usize| step.wrapping_mul(last.count) == next;
+        if is_contiguous(last.dst, new.dst)
+            && (0..N).all(|i| is_contiguous(last.src[i], new.src[i]))
+        {
             last.count *= new.count;
             return;
         }
@@ -243,8 +248,8 @@ fn push<const N: usize>(loops: &mut Vec<Loop<N>>, new: Loop<N>) {
     loops.push(new);
 }
 
-/// A part of `view`: `ne` elements in each dimension, from index `start` on. Parts of quantised
-/// rows begin and end with blocks.
+/// A part of `view`: `ne` elements in each dimension, from index `start` on. A part of a quantised
+/// row consists of whole blocks.
 pub(super) fn window(view: View, start: [usize; 4], ne: [usize; 4]) -> View {
     let blocks = start[0] / view.ty.block_elements() as usize;
     let steps = [blocks, start[1], start[2], start[3]];
@@ -252,7 +257,7 @@ pub(super) fn window(view: View, start: [usize; 4], ne: [usize; 4]) -> View {
     laid_out(view, offset, ne, view.nb)
 }
 
-/// Other extents and strides in the memory of `view`, from a byte `offset` on.
+/// A view with other extents and strides in the memory of `view`, at byte `offset`.
 pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]) -> View {
     let shape = Shape {
         ty: view.ty,
@@ -267,7 +272,8 @@ pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]
         extent == Some(0) || end.is_some_and(|end| end <= view.span().len()),
         "a view of bytes {offset}.. with shape {shape:?} does not lie inside its tensor"
     );
-    // SAFETY: the bytes lie inside those of `view`, whose contract covers them. The strides are
-    // those of `view` or multiples of its elements.
+    // SAFETY: the assertion above keeps the bytes inside the memory of `view`, for which the
+    // contract of `View::new` holds. The strides are strides of `view` or multiples of its
+    // elements, so elements are aligned.
     unsafe { View::new(view.ptr().wrapping_add(offset), &shape) }
 }

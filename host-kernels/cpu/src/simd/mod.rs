@@ -118,7 +118,8 @@ impl Transpose {
         debug_assert!(
             self.rows.is_multiple_of(MAX_LANES) && self.columns.is_multiple_of(MAX_LANES)
         );
-        // SAFETY: the caller's contract is that of the task.
+        // SAFETY: the caller guarantees `rows` rows of `columns` floats at `src` and the transposed
+        // rows at `dst`, without overlap: the memory of the task.
         unsafe { dispatch_ptr(self) }
     }
 }

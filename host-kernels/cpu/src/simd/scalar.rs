@@ -36,13 +36,13 @@ impl Simd for Scalar {
         if n == 0 {
             return 0.0;
         }
-        // SAFETY: the caller guarantees `n` halves.
+        // SAFETY: the caller guarantees `n` F16.
         f16_to_f32(unsafe { ptr.read_unaligned() })
     }
     #[inline(always)]
     unsafe fn v_store_f16(x: f32, ptr: *mut u16, n: usize) {
         if n > 0 {
-            // SAFETY: the caller guarantees `n` halves.
+            // SAFETY: the caller guarantees `n` F16.
             unsafe { ptr.write_unaligned(f32_to_f16(x)) }
         }
     }
@@ -51,7 +51,7 @@ impl Simd for Scalar {
         if n == 0 {
             return 0.0;
         }
-        // SAFETY: the caller guarantees `n` bfloat16.
+        // SAFETY: the caller guarantees `n` BF16.
         bf16_to_f32(unsafe { ptr.read_unaligned() })
     }
     #[inline(always)]
@@ -72,7 +72,7 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     unsafe fn v_mul_add(a: f32, b: f32, c: f32) -> f32 {
-        a * b + c // `f32::mul_add` without the instruction is a slow call
+        a * b + c // without the instruction, `f32::mul_add` is a slow function call
     }
     #[inline(always)]
     unsafe fn v_min(a: f32, b: f32) -> f32 {
@@ -116,14 +116,14 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     unsafe fn v_scale(a: f32, n: f32) -> f32 {
-        // In f64 neither the power nor the product leaves the normal range, and one rounding is
-        // left.
+        // In f64 the power and the product are normal numbers, so only the conversion rounds.
         let power = f64::from_bits(((n as i64 + 1023) as u64) << 52);
         (f64::from(a) * power) as f32
     }
     #[inline(always)]
     unsafe fn v_split(a: f32) -> (f32, f32) {
-        // Adding a quarter of a binade before cutting the exponent off puts the cut at 1.5.
+        // A quarter of a binade is added before the exponent is extracted, so that the limit is
+        // 1.5.
         let bits = a.to_bits();
         let e = (bits.wrapping_add(0x0040_0000) >> 23) as i32 - 127;
         (

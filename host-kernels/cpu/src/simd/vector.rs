@@ -101,14 +101,14 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// The first values of `x`, at most a vector; 0 in lanes beyond them.
+    /// The first values of `x`, at most a vector; 0 in the other lanes.
     #[inline(always)]
     fn load(self, x: &[f32]) -> Lanes<Self> {
-        // SAFETY: the slice holds as many floats as are read.
+        // SAFETY: at most `x.len()` floats are read.
         unsafe { self.load_ptr(x.as_ptr(), x.len().min(Self::LANES)) }
     }
 
-    /// `n <= LANES` floats from `ptr`; 0 in lanes beyond them.
+    /// `n <= LANES` floats from `ptr`; 0 in the other lanes.
     ///
     /// # Safety
     /// `ptr` is readable for `n <= LANES` floats; no alignment is needed.
@@ -119,10 +119,10 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         Lanes { simd: self, v }
     }
 
-    /// `n <= LANES` halves from `ptr`; 0 in lanes beyond them.
+    /// `n <= LANES` F16 from `ptr`; 0 in the other lanes.
     ///
     /// # Safety
-    /// `ptr` is readable for `n <= LANES` halves; no alignment is needed.
+    /// `ptr` is readable for `n <= LANES` F16; no alignment is needed.
     #[inline(always)]
     unsafe fn load_f16_ptr(self, ptr: *const u16, n: usize) -> Lanes<Self> {
         // SAFETY: the caller guarantees the memory; `self` proves the instructions.
@@ -130,10 +130,10 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         Lanes { simd: self, v }
     }
 
-    /// `n <= LANES` bfloat16 from `ptr`; 0 in lanes beyond them.
+    /// `n <= LANES` BF16 from `ptr`; 0 in the other lanes.
     ///
     /// # Safety
-    /// `ptr` is readable for `n <= LANES` bfloat16; no alignment is needed.
+    /// `ptr` is readable for `n <= LANES` BF16; no alignment is needed.
     #[inline(always)]
     unsafe fn load_bf16_ptr(self, ptr: *const u16, n: usize) -> Lanes<Self> {
         // SAFETY: the caller guarantees the memory; `self` proves the instructions.
@@ -142,7 +142,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
-/// A vector of floats with the operators of one.
+/// A vector of `f32` with the operators and methods of `f32`.
 #[derive(Clone, Copy)]
 pub(crate) struct Lanes<S: Simd> {
     simd: S,
@@ -156,7 +156,7 @@ pub(crate) struct Mask<S: Simd> {
 }
 
 impl<S: Simd> Mask<S> {
-    /// `a` where true, `b` where false.
+    /// `a` in lanes that are true, `b` in the other lanes.
     #[inline(always)]
     pub(crate) fn select(self, a: Lanes<S>, b: Lanes<S>) -> Lanes<S> {
         // SAFETY: the token in `a` proves the instructions.
@@ -179,7 +179,7 @@ impl<S: Simd> Lanes<S> {
     /// Writes the first lanes to `out`, at most a vector.
     #[inline(always)]
     pub(crate) fn store(self, out: &mut [f32]) {
-        // SAFETY: the slice has room for as many floats as are written.
+        // SAFETY: at most `out.len()` floats are written.
         unsafe { self.store_ptr(out.as_mut_ptr(), out.len().min(S::LANES)) }
     }
 
@@ -193,31 +193,31 @@ impl<S: Simd> Lanes<S> {
         unsafe { S::v_store(self.v, ptr, n) }
     }
 
-    /// Writes the first `n` lanes to `ptr` as halves, to nearest, ties to even.
+    /// Writes the first `n` lanes to `ptr` as F16, rounded to nearest, ties to even.
     ///
     /// # Safety
-    /// `ptr` is writable for `n <= LANES` halves; no alignment is needed.
+    /// `ptr` is writable for `n <= LANES` F16; no alignment is needed.
     #[inline(always)]
     pub(crate) unsafe fn store_f16_ptr(self, ptr: *mut u16, n: usize) {
         // SAFETY: the caller guarantees the memory; `self.simd` proves the instructions.
         unsafe { S::v_store_f16(self.v, ptr, n) }
     }
 
-    /// `self * b + c`, rounded once where the machine can.
+    /// `self * b + c`, rounded once if there is an instruction for it.
     #[inline(always)]
     pub(crate) fn mul_add(self, b: Lanes<S>, c: Lanes<S>) -> Lanes<S> {
         // SAFETY: `self.simd` proves the instructions.
         self.with(unsafe { S::v_mul_add(self.v, b.v, c.v) })
     }
 
-    /// The smaller; `b` where they are equal or either is NaN.
+    /// The smaller; `b` if they are equal or either is NaN.
     #[inline(always)]
     pub(crate) fn min(self, b: Lanes<S>) -> Lanes<S> {
         // SAFETY: `self.simd` proves the instructions.
         self.with(unsafe { S::v_min(self.v, b.v) })
     }
 
-    /// The larger; `b` where they are equal or either is NaN.
+    /// The larger; `b` if they are equal or either is NaN.
     #[inline(always)]
     pub(crate) fn max(self, b: Lanes<S>) -> Lanes<S> {
         // SAFETY: `self.simd` proves the instructions.
@@ -248,14 +248,14 @@ impl<S: Simd> Lanes<S> {
         self.with(unsafe { S::v_trunc(self.v) })
     }
 
-    /// The nearest whole number, the even one of two.
+    /// The nearest whole number, ties to even.
     #[inline(always)]
     pub(crate) fn round_even(self) -> Lanes<S> {
         // SAFETY: `self.simd` proves the instructions.
         self.with(unsafe { S::v_round_even(self.v) })
     }
 
-    /// The nearest whole number, the one farther from zero of two.
+    /// The nearest whole number, ties away from zero.
     #[inline(always)]
     pub(crate) fn round(self) -> Lanes<S> {
         // The largest float below one half: adding a half itself would round 0.49999997 up.
@@ -315,7 +315,7 @@ impl<S: Simd> Lanes<S> {
         b.le(self)
     }
 
-    /// The lanes as an array; those beyond the vector are 0.
+    /// The lanes as an array; 0 after the last lane.
     #[inline(always)]
     fn to_array(self) -> [f32; MAX_LANES] {
         let mut lanes = [0.0; MAX_LANES];
@@ -323,7 +323,7 @@ impl<S: Simd> Lanes<S> {
         lanes
     }
 
-    /// A function of one float in each lane, one after the other.
+    /// Applies a function to each lane, one after the other.
     #[inline(always)]
     pub(crate) fn each(self, f: impl Fn(f32) -> f32) -> Lanes<S> {
         let mut lanes = self.to_array();
@@ -344,7 +344,7 @@ impl<S: Simd> Lanes<S> {
         unsafe { S::v_sum(self.v) }
     }
 
-    /// The largest of the first `n` lanes; `-inf` of none; NaN lanes are passed over.
+    /// The largest of the first `n` lanes; `-inf` if `n` is 0. NaN is ignored.
     #[inline(always)]
     pub(crate) fn largest(self, n: usize) -> f32 {
         self.to_array()[..n]

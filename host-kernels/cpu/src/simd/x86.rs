@@ -42,7 +42,7 @@ macro_rules! intrinsics {
     ($($name:ident($($arg:ident),*) -> $result:ident = $intrinsic:expr;)*) => {$(
         #[inline(always)]
         unsafe fn $name($($arg: Self::Vector),*) -> Self::$result {
-            // SAFETY: the intrinsic touches no memory. The caller guarantees its instruction.
+            // SAFETY: the operands are registers. The caller guarantees the instruction.
             unsafe { $intrinsic($($arg),*) }
         }
     )*};
@@ -60,7 +60,7 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
 
     #[inline(always)]
     unsafe fn v_splat(x: f32) -> __m256 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe { _mm256_set1_ps(x) }
     }
     #[inline(always)]
@@ -89,12 +89,12 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_load_f16(ptr: *const u16, n: usize) -> __m256 {
-        // SAFETY: the caller guarantees `n` halves at `ptr` and the instructions.
+        // SAFETY: the caller guarantees `n` F16 at `ptr` and the instructions.
         unsafe { _mm256_cvtph_ps(load_words(ptr, n)) }
     }
     #[inline(always)]
     unsafe fn v_store_f16(x: __m256, ptr: *mut u16, n: usize) {
-        // SAFETY: the caller guarantees `n` halves at `ptr` and the instructions.
+        // SAFETY: the caller guarantees `n` F16 at `ptr` and the instructions.
         unsafe {
             let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
             if n == 8 {
@@ -102,7 +102,7 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
             } else {
                 let mut stage = [0u16; 8];
                 _mm_storeu_si128(stage.as_mut_ptr().cast(), halves);
-                // By bytes, which need no alignment.
+                // The copy is by bytes, for any alignment.
                 ptr.cast::<u8>()
                     .copy_from_nonoverlapping(stage.as_ptr().cast(), n * size_of::<u16>());
             }
@@ -110,7 +110,7 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_load_bf16(ptr: *const u16, n: usize) -> __m256 {
-        // SAFETY: the caller guarantees `n` bfloat16 at `ptr` and the instructions.
+        // SAFETY: the caller guarantees `n` BF16 at `ptr` and the instructions.
         unsafe {
             let words = _mm256_cvtepu16_epi32(load_words(ptr, n));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
@@ -135,7 +135,7 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_copysign(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe {
             let sign = _mm256_set1_ps(-0.0);
             _mm256_or_ps(_mm256_andnot_ps(sign, a), _mm256_and_ps(sign, b))
@@ -143,9 +143,9 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_scale(a: __m256, n: __m256) -> __m256 {
-        // A power of two that is an f32 has an exponent of at most 127: three factors reach 300.
-        // The smallest factor goes first, so that only the last product can round.
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // A power of two in f32 has an exponent of at most 127, so 2^300 needs three factors. The
+        // smallest factor is first, so that only the last product can round.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe {
             let n = _mm256_cvtps_epi32(n);
             let limit = |n| {
@@ -171,7 +171,7 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_split(a: __m256) -> (__m256, __m256) {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe {
             let bits = _mm256_castps_si256(a);
             let up = _mm256_add_epi32(bits, _mm256_set1_epi32(0x0040_0000));
@@ -182,12 +182,12 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_select(m: __m256, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe { _mm256_blendv_ps(b, a, m) }
     }
     #[inline(always)]
     unsafe fn v_sum(a: __m256) -> f32 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe {
             let v = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
             let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
@@ -227,7 +227,7 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
 }
 
-/// `n` of 8 words, 0 beyond them.
+/// The first `n` of 8 words; 0 in the other lanes.
 ///
 /// # Safety
 /// `ptr` is readable for `n <= 8` words; the processor has AVX2.
@@ -239,7 +239,7 @@ unsafe fn load_words(ptr: *const u16, n: usize) -> __m128i {
             return _mm_loadu_si128(ptr.cast());
         }
         let mut stage = [0u16; 8];
-        // By bytes, which need no alignment.
+        // The copy is by bytes, for any alignment.
         { stage.as_mut_ptr().cast::<u8>() }
             .copy_from_nonoverlapping(ptr.cast(), n * size_of::<u16>());
         _mm_loadu_si128(stage.as_ptr().cast())
@@ -259,7 +259,7 @@ unsafe fn first(n: usize) -> __m256i {
     }
 }
 
-/// `n` of 16 words, 0 beyond them.
+/// The first `n` of 16 words; 0 in the other lanes.
 ///
 /// # Safety
 /// `ptr` is readable for `n <= 16` words; the processor has AVX-512 BW and VL.
@@ -283,7 +283,7 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn v_splat(x: f32) -> __m512 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe { _mm512_set1_ps(x) }
     }
     #[inline(always)]
@@ -312,13 +312,13 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_load_f16(ptr: *const u16, n: usize) -> __m512 {
-        // SAFETY: the caller guarantees `n` halves at `ptr` and the instructions. Masked lanes
+        // SAFETY: the caller guarantees `n` F16 at `ptr` and the instructions. Masked lanes
         // are not accessed.
         unsafe { _mm512_cvtph_ps(load_wide_words(ptr, n)) }
     }
     #[inline(always)]
     unsafe fn v_store_f16(x: __m512, ptr: *mut u16, n: usize) {
-        // SAFETY: the caller guarantees `n` halves at `ptr` and the instructions. Masked lanes
+        // SAFETY: the caller guarantees `n` F16 at `ptr` and the instructions. Masked lanes
         // are not accessed.
         unsafe {
             let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
@@ -331,7 +331,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_load_bf16(ptr: *const u16, n: usize) -> __m512 {
-        // SAFETY: the caller guarantees `n` bfloat16 at `ptr` and the instructions. Masked lanes
+        // SAFETY: the caller guarantees `n` BF16 at `ptr` and the instructions. Masked lanes
         // are not accessed.
         unsafe {
             let words = _mm512_cvtepu16_epi32(load_wide_words(ptr, n));
@@ -356,7 +356,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_copysign(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe {
             let sign = _mm512_set1_ps(-0.0);
             _mm512_or_ps(_mm512_andnot_ps(sign, a), _mm512_and_ps(sign, b))
@@ -364,7 +364,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_split(a: __m512) -> (__m512, __m512) {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe {
             let bits = _mm512_castps_si512(a);
             let up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x0040_0000));
@@ -375,22 +375,22 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_lt(a: __m512, b: __m512) -> __mmask16 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn v_le(a: __m512, b: __m512) -> __mmask16 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe { _mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn v_select(m: __mmask16, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe { _mm512_mask_blend_ps(m, b, a) }
     }
     #[inline(always)]
     unsafe fn v_sum(a: __m512) -> f32 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees AVX-512, which includes
+        // SAFETY: the operands are registers. The caller guarantees AVX-512, which includes
         // AVX2.
         unsafe {
             let high = _mm512_extractf32x8_ps(a, 1);
@@ -404,8 +404,8 @@ impl Simd for Avx512 {
         unsafe {
             let load = |p: *const u8| _mm512_loadu_si512(p.cast());
             let store = |p: *mut u8, v| _mm512_storeu_si512(p.cast(), v);
-            // Words of two rows side by side, then of four: a vector holds, in each 128-bit lane
-            // `l`, word `4 l + j` of rows `4 i .. 4 i + 4`.
+            // Interleaves the words of two rows, then of four rows: 128-bit lane `l` of a vector
+            // has word `4 l + j` of rows `4 i .. 4 i + 4`.
             let mut quads = [_mm512_setzero_si512(); 16];
             for i in 0..4 {
                 let row = src.add(4 * i * src_stride);
@@ -419,7 +419,7 @@ impl Simd for Avx512 {
                 quads[4 * i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
                 quads[4 * i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
             }
-            // What is left is a 4 x 4 transposition of 128-bit lanes for each `j`.
+            // The last step is a 4 x 4 transposition of 128-bit lanes for each `j`.
             for j in 0..4 {
                 let (a, b, c, d) = (quads[j], quads[4 + j], quads[8 + j], quads[12 + j]);
                 let even_low = _mm512_shuffle_i32x4(a, b, 0b10_00_10_00);

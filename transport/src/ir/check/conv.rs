@@ -1,7 +1,7 @@
 //! Convolution, pooling, resampling, and other image operators.
 
 use super::operation::{Operation, Refusal};
-use crate::ir::conv::{ConvGeometry, output_extent};
+use crate::ir::conv::{ConvGeometry, PoolWindow};
 use crate::ir::graph::Shape;
 use crate::ir::types::Type;
 
@@ -46,12 +46,7 @@ fn columns(
             "kernel and image differ in channels",
         )?;
         row = kernel.ne[0].checked_mul(kernel.ne[1]);
-        let line = ConvGeometry {
-            stride: [geometry.stride[0]],
-            padding: [geometry.padding[0]],
-            dilation: [geometry.dilation[0]],
-        };
-        let [ow] = outputs(o, line, image, kernel)?;
+        let [ow] = outputs(o, geometry.axis(0), image, kernel)?;
         [ow, image.ne[2], 1]
     };
     o.ensure(row.is_some(), "the kernel's size does not fit 64 bits")?;
@@ -106,8 +101,13 @@ pub(super) fn im2col_3d(
 }
 
 /// `dst[t, c]` is the sum of all `src0[c * k + i, j]` with `j * s0 + i == t + p0`.
-pub(super) fn col2im_1d(o: &Operation<'_>, s0: i32, oc: i32, p0: i32) -> Result<(), Refusal> {
+pub(super) fn col2im_1d(
+    o: &Operation<'_>,
+    geometry: ConvGeometry<1>,
+    oc: i32,
+) -> Result<(), Refusal> {
     let a = o.src(0)?;
+    let (s0, p0) = (geometry.stride[0], geometry.padding[0]);
     let (Ok(s0), Ok(oc), Ok(p0)) = (u64::try_from(s0), u64::try_from(oc), u64::try_from(p0)) else {
         return o.ensure(false, "a parameter is negative");
     };
@@ -189,13 +189,11 @@ fn transposed_extent(input: u64, kernel: u64, stride: i32) -> Option<u64> {
 /// src0: kernel [k, outputs, channels], src1: [l, channels].
 pub(super) fn conv_transpose_1d(
     o: &Operation<'_>,
-    s0: i32,
-    p0: i32,
-    d0: i32,
+    geometry: ConvGeometry<1>,
 ) -> Result<(), Refusal> {
     let (kernel, a) = (o.src(0)?, o.src(1)?);
     o.ensure(
-        p0 == 0 && d0 == 1,
+        geometry.padding == [0] && geometry.dilation == [1],
         "a transposed convolution has padding or dilation",
     )?;
     o.ensure(
@@ -203,14 +201,18 @@ pub(super) fn conv_transpose_1d(
         "kernel and source 1 differ in channels, or have too many dimensions",
     )?;
     o.ensure(
-        transposed_extent(a.ne[0], kernel.ne[0], s0)
+        transposed_extent(a.ne[0], kernel.ne[0], geometry.stride[0])
             .is_some_and(|n| o.dst.ne == [n, kernel.ne[1], 1, 1]),
         "the destination has other extents",
     )
 }
 
 /// src0: kernel [kw, kh, outputs, channels], src1: [w, h, channels, n].
-pub(super) fn conv_transpose_2d(o: &Operation<'_>, stride: i32) -> Result<(), Refusal> {
+pub(super) fn conv_transpose_2d(
+    o: &Operation<'_>,
+    geometry: ConvGeometry<2>,
+) -> Result<(), Refusal> {
+    let [sx, sy] = geometry.stride;
     let (kernel, image) = (o.src(0)?, o.src(1)?);
     o.ensure(
         kernel.ne[3] == image.ne[2],
@@ -218,8 +220,8 @@ pub(super) fn conv_transpose_2d(o: &Operation<'_>, stride: i32) -> Result<(), Re
     )?;
     let extents = || {
         Some([
-            transposed_extent(image.ne[0], kernel.ne[0], stride)?,
-            transposed_extent(image.ne[1], kernel.ne[1], stride)?,
+            transposed_extent(image.ne[0], kernel.ne[0], sx)?,
+            transposed_extent(image.ne[1], kernel.ne[1], sy)?,
             kernel.ne[2],
             image.ne[3],
         ])
@@ -230,22 +232,22 @@ pub(super) fn conv_transpose_2d(o: &Operation<'_>, stride: i32) -> Result<(), Re
     )
 }
 
-/// Checks that pooling `whole` gives `pooled`. `windows` holds kernel, stride and padding of each
-/// dimension.
+/// Checks that pooling `whole` with `window` gives `pooled`.
 fn pooled<const N: usize>(
     o: &Operation<'_>,
     whole: &Shape,
     pooled: &Shape,
-    windows: [(i32, i32, i32); N],
+    window: PoolWindow<N>,
 ) -> Result<(), Refusal> {
-    for (d, (kernel, stride, padding)) in windows.into_iter().enumerate() {
-        let kernel = u64::try_from(kernel).unwrap_or(0);
+    for (d, size) in window.size.into_iter().enumerate() {
+        let size = u64::try_from(size).unwrap_or(0);
+        let padding = u64::try_from(window.geometry.padding[d]);
         o.ensure(
-            kernel > 0 && u64::try_from(padding).is_ok_and(|p| kernel <= whole.ne[d] + 2 * p),
+            size > 0 && padding.is_ok_and(|p| size <= whole.ne[d] + 2 * p),
             "the window is empty or larger than the padded source",
         )?;
         o.ensure(
-            output_extent(whole.ne[d], kernel, stride, padding, 1) == Some(pooled.ne[d]),
+            window.geometry.output_extent(d, whole.ne[d], size) == Some(pooled.ne[d]),
             "source and destination do not fit the window",
         )?;
     }
@@ -255,25 +257,22 @@ fn pooled<const N: usize>(
     )
 }
 
-pub(super) fn pool_1d(o: &Operation<'_>, k0: i32, s0: i32, p0: i32) -> Result<(), Refusal> {
-    pooled(o, o.src(0)?, o.dst, [(k0, s0, p0)])
+pub(super) fn pool_1d(o: &Operation<'_>, window: PoolWindow<1>) -> Result<(), Refusal> {
+    pooled(o, o.src(0)?, o.dst, window)
 }
 
-pub(super) fn pool_2d(o: &Operation<'_>, windows: [(i32, i32, i32); 2]) -> Result<(), Refusal> {
-    pooled(o, o.src(0)?, o.dst, windows)
+pub(super) fn pool_2d(o: &Operation<'_>, window: PoolWindow<2>) -> Result<(), Refusal> {
+    pooled(o, o.src(0)?, o.dst, window)
 }
 
 /// The gradient of [`pool_2d`] with input src1, for the gradient src0 of its output.
-pub(super) fn pool_2d_back(
-    o: &Operation<'_>,
-    windows: [(i32, i32, i32); 2],
-) -> Result<(), Refusal> {
+pub(super) fn pool_2d_back(o: &Operation<'_>, window: PoolWindow<2>) -> Result<(), Refusal> {
     let (gradient, forward) = (o.src(0)?, o.src(1)?);
     o.ensure(
         forward.same_extents(o.dst),
         "extents of source 1 and destination differ",
     )?;
-    pooled(o, o.dst, gradient, windows)
+    pooled(o, o.dst, gradient, window)
 }
 
 /// Resampling accepts any extents, except an empty source for a non-empty destination.

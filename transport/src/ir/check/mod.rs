@@ -20,7 +20,7 @@ mod recurrent;
 mod reduce;
 mod training;
 
-use super::conv::ConvGeometry;
+use super::conv::{ConvGeometry, PoolWindow};
 use super::graph::Shape;
 use super::ops::Op;
 use operation::{Operation, layout};
@@ -126,33 +126,21 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
             conv::im2col_back(&o, o.geometry(ConvGeometry::<2>::of(op))?, is_2d)
         }
         Op::Im2col3d { ic, .. } => conv::im2col_3d(&o, o.geometry(ConvGeometry::<3>::of(op))?, ic),
-        Op::Col2im1d { s0, oc, p0 } => conv::col2im_1d(&o, s0, oc, p0),
+        Op::Col2im1d { oc, .. } => conv::col2im_1d(&o, o.geometry(ConvGeometry::<1>::of(op))?, oc),
         Op::Conv2d { .. } => conv::conv_2d(&o, o.geometry(ConvGeometry::<2>::of(op))?),
         Op::Conv2dDw { .. } => conv::conv_2d_dw(&o, o.geometry(ConvGeometry::<2>::of(op))?),
         Op::Conv3d { c, n, oc, .. } => {
             conv::conv_3d(&o, o.geometry(ConvGeometry::<3>::of(op))?, [c, n, oc])
         }
-        Op::ConvTranspose1d { s0, p0, d0 } => conv::conv_transpose_1d(&o, s0, p0, d0),
-        Op::ConvTranspose2d { stride } => conv::conv_transpose_2d(&o, stride),
-        Op::Pool1d { k0, s0, p0, .. } => conv::pool_1d(&o, k0, s0, p0),
-        Op::Pool2d {
-            k0,
-            k1,
-            s0,
-            s1,
-            p0,
-            p1,
-            ..
-        } => conv::pool_2d(&o, [(k0, s0, p0), (k1, s1, p1)]),
-        Op::Pool2dBack {
-            k0,
-            k1,
-            s0,
-            s1,
-            p0,
-            p1,
-            ..
-        } => conv::pool_2d_back(&o, [(k0, s0, p0), (k1, s1, p1)]),
+        Op::ConvTranspose1d { .. } => {
+            conv::conv_transpose_1d(&o, o.geometry(ConvGeometry::<1>::of(op))?)
+        }
+        Op::ConvTranspose2d { .. } => {
+            conv::conv_transpose_2d(&o, o.geometry(ConvGeometry::<2>::of(op))?)
+        }
+        Op::Pool1d { .. } => conv::pool_1d(&o, o.geometry(PoolWindow::<1>::of(op))?),
+        Op::Pool2d { .. } => conv::pool_2d(&o, o.geometry(PoolWindow::<2>::of(op))?),
+        Op::Pool2dBack { .. } => conv::pool_2d_back(&o, o.geometry(PoolWindow::<2>::of(op))?),
         Op::Upscale { .. } => conv::upscale(&o),
         Op::TimestepEmbedding { dim, max_period } => conv::timestep_embedding(&o, dim, max_period),
         Op::WinPart { npx, npy, w } => conv::win_part(&o, npx, npy, w),

@@ -1,6 +1,5 @@
 //! One operation under check, and the rules that every operator shares.
 
-use crate::ir::conv::ConvGeometry;
 use crate::ir::graph::Shape;
 use crate::ir::ops::OpKind;
 use crate::ir::types::Type;
@@ -54,11 +53,8 @@ impl<'a> Operation<'a> {
         self.src.get(i).copied().flatten()
     }
 
-    /// The geometry of a convolution, which every convolution operator has.
-    pub(super) fn geometry<const N: usize>(
-        &self,
-        geometry: Option<ConvGeometry<N>>,
-    ) -> Result<ConvGeometry<N>, Refusal> {
+    /// The geometry of a convolution or the window of pooling, which the operator must have.
+    pub(super) fn geometry<T>(&self, geometry: Option<T>) -> Result<T, Refusal> {
         geometry.ok_or(Refusal::Malformed {
             op: self.kind,
             why: "the operator has no convolution parameters",

@@ -1,4 +1,5 @@
-//! f32 to the activation formats, bit-identical to the portable code in [`crate::formats`].
+//! Conversion of activations (src1) from f32, bit-identical to the portable code in
+//! [`crate::formats`].
 
 use std::arch::x86_64::*;
 
@@ -24,7 +25,9 @@ pub(super) fn quantizer(activation: Type, wide: bool) -> Option<QuantizeRow> {
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn to_f16(src: *const f32, dst: *mut u8, n: usize) {
     const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
-    // SAFETY: by the caller's contract; the tail goes through a vector on the stack.
+    // SAFETY: the caller guarantees `n` floats at `src` and `2 * n` bytes at `dst`. Vectors are
+    // used for the first `whole <= n` elements; the last `n - whole < 8` are copied to and from
+    // arrays of eight on the stack.
     unsafe {
         let whole = n / 8 * 8;
         for i in (0..whole).step_by(8) {
@@ -48,7 +51,7 @@ unsafe fn to_f16(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2")]
 unsafe fn to_bf16(src: *const f32, dst: *mut u8, n: usize) {
     for i in 0..n {
-        // SAFETY: `i < n`; the caller guarantees `n` elements. The compiler makes vectors of this.
+        // SAFETY: `i < n`; the caller guarantees `n` elements. The compiler vectorises the loop.
         unsafe {
             dst.cast::<u16>()
                 .add(i)
@@ -62,7 +65,8 @@ unsafe fn to_bf16(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn to_q8_0(src: *const f32, dst: *mut u8, n: usize) {
     for g in 0..n / 32 {
-        // SAFETY: block `g` is one of the caller's.
+        // SAFETY: `g < n / 32`: the caller guarantees 32 floats of `src` and a block of `dst` for
+        // it.
         unsafe {
             let block = dst.add(g * size_of::<BlockQ8_0>());
             let (d, _) = quantize_group(src.add(32 * g), block.add(2));
@@ -76,7 +80,8 @@ unsafe fn to_q8_0(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn to_q8_1(src: *const f32, dst: *mut u8, n: usize) {
     for g in 0..n / 32 {
-        // SAFETY: block `g` is one of the caller's.
+        // SAFETY: `g < n / 32`: the caller guarantees 32 floats of `src` and a block of `dst` for
+        // it.
         unsafe {
             let block = dst.add(g * size_of::<BlockQ8_1>());
             let (d, sum) = quantize_group(src.add(32 * g), block.add(4));
@@ -94,7 +99,8 @@ unsafe fn to_q8_1(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn to_q8_0_wide(src: *const f32, dst: *mut u8, n: usize) {
     for g in 0..n / 32 {
-        // SAFETY: block `g` is one of the caller's.
+        // SAFETY: `g < n / 32`: the caller guarantees 32 floats of `src` and a block of `dst` for
+        // it.
         unsafe {
             let block = dst.add(g * size_of::<BlockQ8_0>());
             let (d, _) = quantize_group_wide(src.add(32 * g), block.add(2));
@@ -108,7 +114,8 @@ unsafe fn to_q8_0_wide(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn to_q8_1_wide(src: *const f32, dst: *mut u8, n: usize) {
     for g in 0..n / 32 {
-        // SAFETY: block `g` is one of the caller's.
+        // SAFETY: `g < n / 32`: the caller guarantees 32 floats of `src` and a block of `dst` for
+        // it.
         unsafe {
             let block = dst.add(g * size_of::<BlockQ8_1>());
             let (d, quants) = quantize_group_wide(src.add(32 * g), block.add(4));
@@ -133,20 +140,20 @@ unsafe fn half_bits(value: f32) -> u16 {
     _mm_extract_epi16::<0>(halves) as u16
 }
 
-/// The factor that takes the largest of a group to 127; 0 for a group of zeros.
+/// The factor that scales the largest magnitude of a group to 127; 0 for a group of zeros.
 #[inline(always)]
 fn group_factor(amax: f32) -> f32 {
     if amax != 0.0 { 127.0 / amax } else { 0.0 }
 }
 
-/// Writes the quants of 32 values; returns the scale and the sum of the quants.
+/// Writes the quants of 32 values. Returns the scale and the sum of the quants.
 ///
 /// # Safety
-/// 32 floats at `src`, 32 bytes at `quants`; AVX2.
+/// `src` is readable for 32 floats, `quants` writable for 32 bytes. The processor has AVX2.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn quantize_group(src: *const f32, quants: *mut u8) -> (f32, i32) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees 32 floats at `src`; the four vectors have eight each.
     let x = unsafe {
         [
             _mm256_loadu_ps(src),
@@ -164,10 +171,10 @@ unsafe fn quantize_group(src: *const f32, quants: *mut u8) -> (f32, i32) {
     let q = x.map(|x| _mm256_cvtps_epi32(_mm256_mul_ps(x, factor)));
     let low = _mm256_packs_epi32(q[0], q[1]);
     let high = _mm256_packs_epi32(q[2], q[3]);
-    // Packing works within 128-bit halves; this puts the words back in order.
+    // Packing works within 128-bit halves; the permutation restores the order of the words.
     let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     let bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees 32 bytes at `quants`, the size of the vector.
     unsafe { _mm256_storeu_si256(quants.cast(), bytes) };
     let sums = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
     (amax / 127.0, sum_of_lanes(sums))
@@ -191,14 +198,14 @@ fn sum_of_lanes(v: __m256i) -> i32 {
     _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32::<0b00_00_00_01>(v)))
 }
 
-/// Writes the quants of 32 values; returns the scale and vectors of quants to be summed.
+/// Writes the quants of 32 values. Returns the scale, and 16 partial sums of the quants.
 ///
 /// # Safety
-/// 32 floats at `src`, 32 bytes at `quants`; AVX-512.
+/// `src` is readable for 32 floats, `quants` writable for 32 bytes. The processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn quantize_group_wide(src: *const f32, quants: *mut u8) -> (f32, __m512i) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees 32 floats at `src`; the two vectors have 16 each.
     let (a, b) = unsafe { (_mm512_loadu_ps(src), _mm512_loadu_ps(src.add(16))) };
     let largest = _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b));
     let high = _mm512_extractf32x8_ps::<1>(largest);
@@ -207,7 +214,7 @@ unsafe fn quantize_group_wide(src: *const f32, quants: *mut u8) -> (f32, __m512i
     // Conversion rounds to nearest, ties to even.
     let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor));
     let b = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees 32 bytes at `quants`; the two vectors have 16 each.
     unsafe {
         _mm_storeu_si128(quants.cast(), _mm512_cvtsepi32_epi8(a));
         _mm_storeu_si128(quants.add(16).cast(), _mm512_cvtsepi32_epi8(b));
@@ -225,7 +232,8 @@ const MAGIC_ZERO: i32 = 0x0040_0000;
 #[target_feature(enable = "avx2")]
 unsafe fn to_q8_k(src: *const f32, dst: *mut u8, n: usize) {
     for b in 0..n / 256 {
-        // SAFETY: block `b` is one of the caller's; BlockQ8K is packed.
+        // SAFETY: `b < n / 256`: the caller guarantees 256 floats of `src` and a block of `dst` for
+        // it. BlockQ8K is packed, so any address is aligned.
         unsafe {
             let src = src.add(256 * b);
             let block = &mut *dst.cast::<BlockQ8K>().add(b);
@@ -244,7 +252,7 @@ unsafe fn to_q8_k(src: *const f32, dst: *mut u8, n: usize) {
                 };
                 continue;
             }
-            // The first of the largest gives the sign.
+            // The sign is the sign of the first element with the largest magnitude.
             let mut max = amax;
             for i in (0..256).step_by(8) {
                 let x = _mm256_loadu_ps(src.add(i));
@@ -261,7 +269,7 @@ unsafe fn to_q8_k(src: *const f32, dst: *mut u8, n: usize) {
             let mut sums = [0i16; 16];
             for i in 0..16 {
                 let q = [src.add(16 * i), src.add(16 * i + 8)].map(|x| {
-                    // Multiplied, then added: rounded twice, as the reference.
+                    // Multiplied, then added: rounded twice, as in the reference.
                     let x = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(x), factor), magic);
                     let bits =
                         _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(MAGIC_BITS));
@@ -288,7 +296,8 @@ unsafe fn to_q8_k(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn to_q8_k_wide(src: *const f32, dst: *mut u8, n: usize) {
     for b in 0..n / 256 {
-        // SAFETY: block `b` is one of the caller's; BlockQ8K is packed.
+        // SAFETY: `b < n / 256`: the caller guarantees 256 floats of `src` and a block of `dst` for
+        // it. BlockQ8K is packed, so any address is aligned.
         unsafe {
             let src = src.add(256 * b);
             let block = &mut *dst.cast::<BlockQ8K>().add(b);
@@ -308,7 +317,7 @@ unsafe fn to_q8_k_wide(src: *const f32, dst: *mut u8, n: usize) {
                 };
                 continue;
             }
-            // The first of the largest gives the sign.
+            // The sign is the sign of the first element with the largest magnitude.
             let mut max = amax;
             for (i, &x) in x.iter().enumerate() {
                 let is = _mm512_cmpeq_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(amax));
@@ -320,7 +329,7 @@ unsafe fn to_q8_k_wide(src: *const f32, dst: *mut u8, n: usize) {
             let inverse = -127.0 / max;
             let (factor, magic) = (_mm512_set1_ps(inverse), _mm512_set1_ps(MAGIC));
             for (i, &x) in x.iter().enumerate() {
-                // Multiplied, then added: rounded twice, as the reference.
+                // Multiplied, then added: rounded twice, as in the reference.
                 let x = _mm512_add_ps(_mm512_mul_ps(x, factor), magic);
                 let bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(MAGIC_BITS));
                 let q = _mm512_sub_epi32(bits, _mm512_set1_epi32(MAGIC_ZERO));
@@ -328,8 +337,8 @@ unsafe fn to_q8_k_wide(src: *const f32, dst: *mut u8, n: usize) {
                 let to = block.qs.as_mut_ptr().add(16 * i);
                 _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(q));
             }
-            // Sums of four bytes, then a transposing sum of four such: in 128-bit lane `l` of
-            // `sums`, word `v` is the sum of the 16 quants from `64 v + 16 l` on.
+            // Sums of four bytes, then a transposing sum of four of these sums: in 128-bit lane `l`
+            // of `sums`, word `v` is the sum of the 16 quants from `64 v + 16 l` on.
             let fours = |v: usize| {
                 let q = _mm512_loadu_si512(block.qs.as_ptr().add(64 * v).cast());
                 _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), q)

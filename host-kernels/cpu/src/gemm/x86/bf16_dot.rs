@@ -7,25 +7,25 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::int_simd::IntSimd;
-use super::panel::{self, Ahead, Panel, Tile};
+use super::panel::{self, Panel, Prefetch, Tile};
 use crate::gemm::kernel::GemmArgs;
 use crate::simd::{Avx512, Simd};
 
-/// Elements of `k` in a panel.
+/// The elements of `k` in a panel.
 const CHUNK: usize = 128;
 /// Pairs in a chunk.
 const PAIRS: usize = CHUNK / 2;
 /// Pairs between two prefetches of weights.
 const STEP: usize = 8;
-/// From this many columns on, interleaving a panel pays.
+/// From this many columns on, a panel is faster than tiles of rows and columns.
 pub(super) const PANEL_COLS: usize = 32;
-/// Running sums of a single product, so that one multiplication need not wait for the last.
+/// Independent sums of one product, which hide the latency of the instruction.
 const UNROLL: usize = 4;
 
 /// Weights that are loaded as bfloat16, two bytes each.
 ///
 /// # Safety
-/// As in [`IntSimd`], with AVX-512 BF16.
+/// The processor has AVX-512 BF16. `p` is readable for the weights that are loaded.
 pub(in crate::gemm) trait Bf16Weights: Copy + 'static {
     /// 32 weights whose bits are `halves`.
     unsafe fn round(halves: __m512i) -> __m512i;
@@ -33,14 +33,15 @@ pub(in crate::gemm) trait Bf16Weights: Copy + 'static {
     /// 32 weights.
     #[inline(always)]
     unsafe fn load(p: *const u8) -> __m512i {
-        // SAFETY: the contract of the trait.
+        // SAFETY: the caller guarantees 32 weights of two bytes at `p`, and the instructions.
         unsafe { Self::round(Avx512::load_int(p)) }
     }
 
     /// `n < 32` weights, the rest 0.
     #[inline(always)]
     unsafe fn load_first(p: *const u8, n: usize) -> __m512i {
-        // SAFETY: the contract of the trait; the mask keeps the load within `n`.
+        // SAFETY: the caller guarantees `n` weights at `p`, to which the mask limits the load, and
+        // the instructions.
         unsafe { Self::round(_mm512_maskz_loadu_epi16((1 << n) - 1, p.cast())) }
     }
 }
@@ -60,8 +61,8 @@ impl Bf16Weights for Bf16 {
 impl Bf16Weights for F16 {
     #[inline(always)]
     unsafe fn round(halves: __m512i) -> __m512i {
-        // SAFETY: the contract of the trait; both types have the same size, and every pattern of
-        // bits is valid.
+        // SAFETY: the caller guarantees the instructions. `__m512bh` and `__m512i` have the same
+        // size, and every bit pattern is valid for both.
         unsafe {
             let low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
             let high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
@@ -70,13 +71,15 @@ impl Bf16Weights for F16 {
     }
 }
 
-/// Multiplies, choosing between rows and panels.
+/// Multiplies, in tiles of rows and columns or through panels.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with AVX-512 BF16.
 #[inline(always)]
 pub(super) unsafe fn gemm<W: Bf16Weights>(call: &GemmArgs) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
+    // contract of `Gemm` and AVX-512 BF16. Row `r < call.rows` has `call.k` weights, and so has the
+    // only column.
     unsafe {
         match call.cols {
             PANEL_COLS.. => panel::gemm::<Avx512, PairPanel<W>>(call),
@@ -91,20 +94,22 @@ pub(super) unsafe fn gemm<W: Bf16Weights>(call: &GemmArgs) {
     }
 }
 
-/// Covers a call with tiles: the rows outermost, so that each is read from memory once.
+/// Multiplies tile by tile. The loop over the rows is the outer one, so that each row is read from
+/// memory once.
 ///
 /// # Safety
 /// As [`gemm`].
 #[inline(always)]
 unsafe fn few<W: Bf16Weights>(call: &GemmArgs) {
-    // Two rows with as many columns as the registers have sums for, or four with fewer.
+    // The sums of two rows and eight columns, or of four rows and four columns, fit the registers.
     let height = if call.cols >= 8 { 2 } else { 4 };
     let mut r = 0;
     while r < call.rows {
         let rows = if call.rows - r >= height { height } else { 1 };
         let mut c = 0;
         while c < call.cols {
-            // SAFETY: by the caller's contract; the tile ends at or before the last row and column.
+            // SAFETY: `R <= call.rows - r` and `C <= call.cols - c` in each arm. The caller
+            // guarantees the contract of `gemm` for the call.
             c += unsafe {
                 match (rows, call.cols - c) {
                     (2, 8..) => tile::<W, 2, 8>(call, r, c),
@@ -122,11 +127,14 @@ unsafe fn few<W: Bf16Weights>(call: &GemmArgs) {
     }
 }
 
-/// Adds the products of 16 pairs.
+/// `acc` plus the dot product of the two pairs of each lane.
+///
+/// # Safety
+/// The processor has AVX-512 BF16.
 #[inline(always)]
 unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
-    // SAFETY: AVX-512 BF16, of which the caller of [`gemm`] is sure; the types have the same size,
-    // and every pattern of bits is valid.
+    // SAFETY: the caller guarantees the instruction. `__m512i` and `__m512bh` have the same size,
+    // and every bit pattern is valid for both.
     unsafe {
         let a = std::mem::transmute::<__m512i, __m512bh>(a);
         let b = std::mem::transmute::<__m512i, __m512bh>(b);
@@ -137,10 +145,11 @@ unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
 /// One row times one column.
 ///
 /// # Safety
-/// Both have `k` elements.
+/// `row` and `x` are readable for `k` elements of two bytes. The processor has AVX-512 BF16.
 #[inline(always)]
 unsafe fn row_dot<W: Bf16Weights>(row: *const u8, x: *const u8, k: usize) -> f32 {
-    // SAFETY: by the caller's contract; the mask keeps the tail's loads within `k`.
+    // SAFETY: the caller guarantees `k` elements at `row` and `x`. Whole vectors end at or before
+    // `k`; the mask limits the last load to the `k - i` elements that are left.
     unsafe {
         let mut acc = [_mm512_setzero_ps(); UNROLL];
         let mut i = 0;
@@ -168,17 +177,19 @@ unsafe fn row_dot<W: Bf16Weights>(row: *const u8, x: *const u8, k: usize) -> f32
     }
 }
 
-/// `R` rows from `r` on times `C` columns from `c` on; returns `C`.
+/// Rows `r .. r + R` times columns `c .. c + C`. Returns `C`.
 ///
 /// # Safety
-/// The call has the rows and columns.
+/// As [`gemm`]; `r + R <= call.rows` and `c + C <= call.cols`.
 #[inline(always)]
 unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
     call: &GemmArgs,
     r: usize,
     c: usize,
 ) -> usize {
-    // SAFETY: by the caller's contract; the mask keeps the tail's loads within `k`.
+    // SAFETY: the caller guarantees the rows from `r` to `r + R`, the columns from `c` to `c + C`,
+    // with `call.k` elements each, and their results. Whole vectors end at or before `k`; the mask
+    // limits the last load to the elements that are left.
     unsafe {
         let w = call.w.add(r * call.w_stride);
         let x = call.x.add(c * call.x_stride);
@@ -192,7 +203,7 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
             for r in 0..R {
                 let w = w.add(r * call.w_stride + 2 * i);
                 if c == 0 {
-                    // The same place of the next rows, at which nothing has been read yet.
+                    // The next rows at the same offset.
                     _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(R * call.w_stride).cast());
                 }
                 let w = W::load(w);
@@ -212,7 +223,8 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
                 }
             }
         }
-        // All tiles are summed up alike: a result must not depend on which it is in.
+        // Every tile reduces its sums in the same order: a result must not depend on the tile that
+        // it is in.
         let mut all = [_mm512_setzero_ps(); 16];
         for r in 0..R {
             for c in 0..C {
@@ -231,14 +243,14 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
     C
 }
 
-/// The sum of the lanes of each of 16 vectors, in two thirds of the instructions that one after the
-/// other would take.
+/// The sum of the lanes of each of 16 vectors, in two thirds of the instructions of 16 separate
+/// sums.
 ///
 /// # Safety
 /// AVX-512.
 #[inline(always)]
 unsafe fn sum_each(v: [__m512; 16]) -> __m512 {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the operands are registers. The caller guarantees AVX-512.
     unsafe {
         // For each four vectors, the sums of their four 128-bit lanes.
         let mut fours = [_mm512_setzero_ps(); 4];
@@ -272,7 +284,7 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
     const BYTES: usize = CHUNK * 2;
     const VECTORS: usize = 2;
     const COLS: usize = 12;
-    /// Pairs; the last pair of an odd chunk has a zero.
+    /// Pairs of activations. The last pair of an odd chunk contains a zero.
     type Column = [u32; PAIRS];
     const UNITS: usize = PAIRS / STEP;
 
@@ -287,7 +299,9 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut [u32; PAIRS]) {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees `start + len` activations of two bytes at `x` and a
+        // writable column. `len <= CHUNK`, so `len` activations and the last pair are inside the
+        // `PAIRS` pairs.
         unsafe {
             (*column)[len.div_ceil(2) - 1] = 0;
             x.add(2 * start)
@@ -297,7 +311,9 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: `call.row` returns a row of the call, which has `call.k >= start + len` weights.
+        // The loads end at `len`. A row of `self.rows` has `CHUNK` elements, a multiple of the 32
+        // of a vector, and `len <= CHUNK`. `self.pairs` has `PAIRS` pairs of 32 rows.
         unsafe {
             for (r, to) in self.rows.iter_mut().enumerate() {
                 let from = call.row(row + r);
@@ -322,10 +338,12 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
         tile: Tile<[u32; PAIRS]>,
         _: usize,
         len: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     ) {
         let Tile { columns, sums, .. } = tile;
-        // SAFETY: by the caller's contract; the panel has `len` elements.
+        // SAFETY: `unpack` has filled `len` elements, so `len.div_ceil(2)` pairs, of the `P`
+        // vectors of rows of the panel. The caller guarantees `C` prepared columns of `PAIRS`
+        // pairs, and sums for them.
         unsafe {
             let mut acc = [[_mm512_setzero_ps(); C]; P];
             for p in 0..P {
@@ -335,7 +353,7 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
             }
             for i in 0..len.div_ceil(2) {
                 if i % STEP == 0 {
-                    ahead.more();
+                    prefetch.step();
                 }
                 let panel = self.pairs.as_ptr().add(i).cast::<u8>();
                 let mut w = [_mm512_setzero_si512(); P];

@@ -10,18 +10,18 @@ use crate::gemm::kernel::GemmArgs;
 /// Groups of 32 elements in a chunk of 256.
 pub(super) const GROUPS: usize = 256 / 32;
 
-/// Of quants up to `most`, how many products of a lane are summed in 16 bits before they are
-/// widened: 1 if the level has an instruction that sums in 32 bits.
-pub(super) const fn depth<S: BlockSimd>(most: usize, words: usize) -> usize {
+/// How many products of a lane are summed in 16 bits before they are widened, for quants up to
+/// `max_quant`: 1 if the level has an instruction that sums in 32 bits.
+pub(super) const fn depth<S: BlockSimd>(max_quant: usize, words: usize) -> usize {
     let mut depth = words;
-    // Two products with signed bytes go to each 16-bit lane.
-    while depth > 1 && (!S::SUMS_I16 || depth * 2 * 128 * most > i16::MAX as usize) {
+    // Each 16-bit lane sums two products with signed bytes.
+    while depth > 1 && (!S::SUMS_I16 || depth * 2 * 128 * max_quant > i16::MAX as usize) {
         depth /= 2;
     }
     depth
 }
 
-/// Bytes of an activation block of `B`, and where its quants begin.
+/// The bytes of a block of activations for weights of `B`, and the offset of its quants.
 pub(super) const fn activation<B: Block32Kernel>() -> (usize, usize) {
     if B::HAS_MIN {
         (size_of::<BlockQ8_1>(), 4)
@@ -30,7 +30,7 @@ pub(super) const fn activation<B: Block32Kernel>() -> (usize, usize) {
     }
 }
 
-/// Where `n` rows of weights begin, from `row` on; the last one is repeated where there are fewer.
+/// Pointers to the `n` rows of weights from `row` on. The last row is repeated if there are fewer.
 #[inline(always)]
 pub(super) fn rows_from(call: &GemmArgs, row: usize, n: usize) -> [*const u8; 32] {
     let mut from = [call.w; 32];
@@ -40,8 +40,8 @@ pub(super) fn rows_from(call: &GemmArgs, row: usize, n: usize) -> [*const u8; 32
     from
 }
 
-/// The scales and minimums of `groups` groups of a row, of which there usually are as many as in a
-/// chunk: then that is a constant, and no loop over it is left.
+/// The scales and minimums of `groups` groups of a row. For a whole chunk, the number is passed as
+/// a constant, so that the compiler unrolls the loop over the groups.
 ///
 /// # Safety
 /// As [`BlockSimd::scales`].
@@ -51,7 +51,8 @@ pub(super) unsafe fn chunk_scales<S: BlockSimd, B: Block32Kernel>(
     first: usize,
     groups: usize,
 ) -> (__m256, __m256) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: both arms pass the arguments on; the caller guarantees the groups `first .. first +
+    // groups` of the row and the instructions.
     unsafe {
         match groups {
             GROUPS => S::scales::<B>(row, first, GROUPS),
@@ -60,8 +61,8 @@ pub(super) unsafe fn chunk_scales<S: BlockSimd, B: Block32Kernel>(
     }
 }
 
-/// The quants of the group in block `block` of a vector of rows, decoded where they lie: for each
-/// four elements `i`, a vector with those of each row.
+/// Decodes the quants of the block at byte `block` of `S::LANES` rows. Calls `store(i, v)` for each
+/// four elements `i`; `v` has these four elements of each row.
 ///
 /// # Safety
 /// As [`IntSimd::transpose_words`](super::int_simd::IntSimd::transpose_words), for each row.
@@ -69,23 +70,24 @@ pub(super) unsafe fn chunk_scales<S: BlockSimd, B: Block32Kernel>(
 pub(super) unsafe fn decode_words<S: BlockSimd, B: Block32Kernel>(
     rows: *const *const u8,
     block: usize,
-    mut place: impl FnMut(usize, S::I),
+    mut store: impl FnMut(usize, S::I),
 ) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees the block at offset `block` of each of the `S::LANES` rows. The
+    // 16 or 32 bytes of codes from `offset` on are inside the block.
     unsafe {
         match B::CODES {
             Codes::Nibbles(offset) => {
                 let words = S::transpose_words(rows, block + offset);
                 for (i, word) in words.into_iter().enumerate() {
-                    place(i, B::decode::<S>(S::low_nibbles(word)));
-                    place(4 + i, B::decode::<S>(S::high_nibbles(word)));
+                    store(i, B::decode::<S>(S::low_nibbles(word)));
+                    store(4 + i, B::decode::<S>(S::high_nibbles(word)));
                 }
             }
             Codes::Bytes(offset) => {
                 for half in 0..2 {
                     let words = S::transpose_words(rows, block + offset + 16 * half);
                     for (i, word) in words.into_iter().enumerate() {
-                        place(4 * half + i, B::decode::<S>(word));
+                        store(4 * half + i, B::decode::<S>(word));
                     }
                 }
             }

@@ -1,4 +1,4 @@
-//! Blocks as vectors of an instruction set.
+//! Unpacking blocks into the vectors of an instruction set.
 
 use std::arch::x86_64::*;
 
@@ -9,8 +9,8 @@ use crate::simd::{Avx512, Ymm};
 /// How an instruction set unpacks blocks into vectors.
 ///
 /// # Safety
-/// Every function requires that the processor has the instructions of the type. `row` and `block` point
-/// to whole blocks of the format.
+/// Every function requires that the processor has the instructions of the type. `row` and `block`
+/// point to whole blocks of the format.
 #[allow(clippy::missing_safety_doc)] // see above
 pub(super) trait BlockSimd: IntSimd {
     /// [`BlockSimd::scales`] in the order of [`IntSimd::QUADS`].
@@ -20,20 +20,21 @@ pub(super) trait BlockSimd: IntSimd {
         n: usize,
     ) -> (__m256, __m256);
 
-    /// The quants of a vector's worth of groups, from group `g` of a row on; past group `last` the
-    /// contents do not matter, but are not read.
+    /// The quants of the groups of a vector, from group `g` of a row on. Groups after `last` are
+    /// not read; their quants are arbitrary.
     unsafe fn groups<B: Block32Kernel>(row: *const u8, g: usize, last: usize) -> Self::I;
 
-    /// [`Block32Kernel::scales`], by the instructions of the level.
+    /// [`Block32Kernel::scales`], with the instructions of the level.
     unsafe fn scales<B: Block32Kernel>(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
 
-    /// Vector `v` of a super-block's quants, in the order of [`BlockSimd::order`].
+    /// The quants of a super-block, in the order of [`BlockSimd::order`].
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [Self::I; 8];
 
-    /// Which piece of 32 elements lies in half `i` of the vectors of [`BlockSimd::quants`].
+    /// The index of the 32 elements in half `i` of the vectors of [`BlockSimd::quants`].
     fn order<B: SuperBlockKernel>(i: usize) -> usize;
 
-    /// Of a super-block's 16-bit scales, those of vector `v`, over their 16-bit lanes.
+    /// The 16-bit scales of the elements of vector `v` of a super-block, each in all 16-bit lanes
+    /// of its elements.
     unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> Self::I;
 }
 

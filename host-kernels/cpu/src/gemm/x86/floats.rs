@@ -4,21 +4,21 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::int_simd::IntSimd;
-use super::panel::{self, Ahead, Panel, Tile};
+use super::panel::{self, Panel, Prefetch, Tile};
 use super::scratch::{DECODED, PREPARED};
 use crate::gemm::kernel::GemmArgs;
 
-/// Elements of `k` in a panel: with a tile's columns, half of the first-level cache.
+/// The elements of `k` in a panel: with the columns of a tile, half of the L1 cache.
 const CHUNK: usize = 128;
-/// Elements of `k` between two times that more weights are asked for.
+/// The elements of `k` between two steps of the prefetch.
 const STEP: usize = 16;
-/// From this many columns on, interleaving a panel pays.
+/// From this many columns on, a panel is faster than tiles of rows and columns.
 pub(super) const PANEL_COLS: usize = 32;
 
 /// A float format as vectors of `f32`.
 ///
 /// # Safety
-/// As in [`IntSimd`].
+/// The processor has the instructions of `S`. `p` is readable for the elements that are loaded.
 pub(super) trait Float: Copy + 'static {
     /// Bytes of an element.
     const BYTES: usize;
@@ -29,8 +29,8 @@ pub(super) trait Float: Copy + 'static {
     #[inline(always)]
     unsafe fn load_first<S: IntSimd>(p: *const u8, n: usize) -> S::Vector {
         let mut elements = [0u8; 64];
-        // SAFETY: the module's contract; an element has at most 4 bytes, a vector at most 16
-        // elements.
+        // SAFETY: the caller guarantees `n < S::LANES <= 16` elements at `p`. An element has at
+        // most four bytes, so `elements` has a whole vector.
         unsafe {
             p.copy_to_nonoverlapping(elements.as_mut_ptr(), n * Self::BYTES);
             Self::load::<S>(elements.as_ptr())
@@ -49,7 +49,7 @@ impl Float for F32 {
     const BYTES: usize = 4;
     #[inline(always)]
     unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees `S::LANES` elements at `p`, and the instructions.
         unsafe { S::v_load(p.cast(), S::LANES) }
     }
 }
@@ -58,7 +58,7 @@ impl Float for F16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees `S::LANES` elements at `p`, and the instructions.
         unsafe { S::v_load_f16(p.cast(), S::LANES) }
     }
 }
@@ -67,18 +67,19 @@ impl Float for Bf16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees `S::LANES` elements at `p`, and the instructions.
         unsafe { S::v_load_bf16(p.cast(), S::LANES) }
     }
 }
 
-/// Multiplies, choosing between rows and panels.
+/// Multiplies, in tiles of rows and columns or through panels.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: IntSimd, T: Float>(call: &GemmArgs) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
+    // contract of `Gemm` and the features of `S`.
     unsafe {
         if call.cols >= PANEL_COLS {
             panel::gemm::<S, FloatPanel<S, T>>(call);
@@ -91,10 +92,13 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Float>(call: &GemmArgs) {
 /// Writes `n` elements as `f32`, and zeros up to `padded`.
 ///
 /// # Safety
-/// `x` has `n` elements, `to` room for `padded`, a multiple of `S::LANES`.
+/// `x` is readable for `n` elements, `to` writable for `padded` floats, a multiple of `S::LANES`.
+/// The processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to: *mut f32) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees `n` elements at `x` and `padded` floats at `to`. A load of a
+    // whole vector is made only if `S::LANES` elements are left, and `padded` is a multiple of
+    // `S::LANES`.
     unsafe {
         let mut i = 0;
         while i < padded {
@@ -109,8 +113,8 @@ unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to:
     }
 }
 
-/// Fewer columns than pay for a panel: tiles of rows and columns, each product summed in a vector
-/// of its own.
+/// Multiplies fewer columns than [`PANEL_COLS`]: in tiles of rows and columns, where each product
+/// is summed in its own vector.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
@@ -118,7 +122,8 @@ unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to:
 unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
     if call.cols == 1 {
         for r in 0..call.rows {
-            // SAFETY: a row of the call, its column, and its place in the result.
+            // SAFETY: `r < call.rows`: the caller guarantees `call.k` elements in the row and in
+            // the only column, and a float of `dst` for the row.
             unsafe {
                 let row = call.w.add(r * call.w_stride);
                 *call.dst.add(r) = dot::<S, T>(row, call.x, call.k);
@@ -126,11 +131,11 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
         }
         return;
     }
-    let room = call.k.next_multiple_of(DEPTH);
-    let mut memory = PREPARED.take(call.cols * room * size_of::<f32>());
+    let padded_k = call.k.next_multiple_of(DEPTH);
+    let mut memory = PREPARED.take(call.cols * padded_k * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: all offsets are those of columns and elements of the call; there is room for whole
-    // vectors of each column, and only the last block may end within one.
+    // SAFETY: the caller guarantees `call.k` elements in each column, and a block ends at or before
+    // `call.k`. The memory has `DEPTH` floats for each block of each column, and `padded <= DEPTH`.
     unsafe {
         for block in Block::all(call) {
             let padded = block.len.next_multiple_of(S::LANES);
@@ -144,19 +149,18 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
     PREPARED.give_back(memory);
 }
 
-/// Rows that are multiplied together, block of `k` by block: whole tiles at every level.
+/// Rows that are multiplied at once with a block of `k`: a multiple of the rows of every tile.
 const FEW_ROWS: usize = 12;
-/// Columns of a tile, if there are as many.
+/// Columns of a tile.
 const TILE_COLUMNS: usize = 4;
-/// The same where registers have 16 lanes, of which there are twice as many, and so many columns at
-/// least: each weight is converted once for all of them.
+/// Columns of a tile with AVX-512, which has twice as many registers, if there are at least this
+/// many columns: each weight is converted once for all columns of a tile.
 const WIDE_COLUMNS: usize = 8;
-/// Elements of a block of `k`: few enough that those of all columns stay in the first-level cache.
+/// The elements of a block of `k`: the block of all columns fits the L1 cache.
 const DEPTH: usize = 512;
 
-/// A block of `k`. Its elements of all columns lie together, each column's in a place of [`DEPTH`]:
-/// whole columns apart, which often is a power of two, they would share few sets of the first-level
-/// cache.
+/// A block of `k`. The elements of a block are adjacent for all columns, [`DEPTH`] floats for each
+/// column. Whole columns are often a power of two apart, and would map to few sets of the L1 cache.
 #[derive(Clone, Copy)]
 struct Block {
     start: usize,
@@ -165,7 +169,8 @@ struct Block {
 }
 
 impl Block {
-    /// All blocks of a call, in order: an empty one if it has no elements, since it has results.
+    /// All blocks of a call, in order. If `k` is 0 there is one empty block, which writes the
+    /// results.
     fn all(call: &GemmArgs) -> impl Iterator<Item = Block> {
         let &GemmArgs { k, cols, .. } = call;
         (0..k.max(1)).step_by(DEPTH).map(move |start| Block {
@@ -179,36 +184,37 @@ impl Block {
         self.start + self.len
     }
 
-    /// Its elements in whole vectors.
+    /// The elements in whole vectors.
     fn whole<S: IntSimd>(&self) -> usize {
         self.len / S::LANES * S::LANES
     }
 
-    /// Where its elements of a column begin.
+    /// The offset of the elements of column `c`, in floats.
     fn column(&self, c: usize) -> usize {
         self.start * self.cols + c * DEPTH
     }
 }
 
-/// A few columns: for each block of `k`, tiles of rows and columns. The sums wait in memory for the
-/// next block, vectors as they are; the last one's are the results.
+/// Multiplies few columns: for each block of `k`, tiles of rows and columns. Between two blocks the
+/// sums are stored as vectors; the last block writes the results.
 ///
 /// # Safety
-/// As [`crate::gemm::Gemm`], with the features of `S`; at `columns` are those of the call, as `f32`, block by block and
-/// padded with zeros.
+/// As [`crate::gemm::Gemm`], with the features of `S`. `columns` has the columns of the call as
+/// `f32`, block by block, padded with zeros to whole vectors.
 #[inline(always)]
 unsafe fn few<S: IntSimd, T: Float>(call: &GemmArgs, columns: *const f32) {
     let mut memory = DECODED.take(FEW_ROWS * call.cols * 4 * S::LANES);
     let sums = memory.as_mut_ptr().cast::<f32>();
     let wide = S::LANES == 16 && call.cols >= WIDE_COLUMNS;
-    let across = match wide {
+    let tiles_per_row = match wide {
         true => call.cols / WIDE_COLUMNS + (call.cols % WIDE_COLUMNS).div_ceil(TILE_COLUMNS),
         false => call.cols.div_ceil(TILE_COLUMNS),
     };
     for first in (0..call.rows).step_by(FEW_ROWS) {
         let rows = FEW_ROWS.min(call.rows - first);
-        // SAFETY: the rows, columns and elements are those of the call; there is a vector of sums
-        // for each row and column.
+        // SAFETY: `first + r + R <= call.rows` in each arm. `sums` has a vector for each of
+        // `FEW_ROWS` rows and each column. `call.row(first)` has `call.k > block.end()` elements
+        // where an offset is added to it.
         unsafe {
             for block in Block::all(call) {
                 let mut tiles = Tiles {
@@ -217,15 +223,15 @@ unsafe fn few<S: IntSimd, T: Float>(call: &GemmArgs, columns: *const f32) {
                     first,
                     block,
                     sums,
-                    ahead: match (block.end() < call.k, first + FEW_ROWS < call.rows) {
+                    next: match (block.end() < call.k, first + FEW_ROWS < call.rows) {
                         (true, _) => call.row(first).add(block.end() * T::BYTES),
                         (_, true) => call.row(first + FEW_ROWS),
                         _ => std::ptr::null(),
                     },
                     lines: (block.whole::<S>() * T::BYTES).div_ceil(64),
                     line: 0,
-                    across,
-                    owed: 0,
+                    tiles_per_row,
+                    pending: 0,
                 };
                 let mut r = 0;
                 while r < rows {
@@ -242,61 +248,65 @@ unsafe fn few<S: IntSimd, T: Float>(call: &GemmArgs, columns: *const f32) {
     DECODED.give_back(memory);
 }
 
-/// A block of `k` of a few rows.
+/// The products of a block of `k` with up to [`FEW_ROWS`] rows.
 struct Tiles<'a> {
     call: &'a GemmArgs,
     columns: *const f32,
     first: usize,
     block: Block,
     sums: *mut f32,
-    /// A row of the next weights: of the next block of `k`, behind the last one of the next rows;
-    /// null where nothing comes next.
-    ahead: *const u8,
-    /// Lines of a row in whole vectors of the block.
+    /// The row of weights to prefetch: of the next block of `k`, or after the last block, of the
+    /// next rows. Null if there are no more weights.
+    next: *const u8,
+    /// The cache lines of a row in whole vectors of the block.
     lines: usize,
-    /// The line of the row ahead that is asked for next.
+    /// The cache line of `next` to prefetch.
     line: usize,
-    /// How many tiles have all columns.
-    across: usize,
-    /// What is to be asked for, in parts of a line: as many as a row has tiles.
-    owed: usize,
+    /// The number of tiles that cover all columns.
+    tiles_per_row: usize,
+    /// The cache lines that are still to be prefetched, in units of `1 / tiles_per_row`.
+    pending: usize,
 }
 
 impl Tiles<'_> {
-    /// Called for each line of weights of `rows` rows that a tile reads. All tiles of those rows
-    /// ask for as many lines of the next block, which the processor would not foresee while it goes
-    /// from row to row: evenly, since it keeps track of few that are on their way; one row after
-    /// the other, which is the order in which it fetches more by itself; into the second-level
-    /// cache, since there are more than the first one has room for; and no further ahead, since
-    /// the first ones of a call have not been prefetched.
+    /// Prefetches weights of the next block. A tile calls this for each cache line of weights of
+    /// its `rows` rows, and the tiles of a row together prefetch one line for each line that they
+    /// read.
+    ///
+    /// The hardware prefetcher does not find the next block, because the reads go from row to row.
+    /// The prefetches are spread evenly, because the processor has few line fill buffers. They go
+    /// row by row, the order in which the hardware prefetcher continues. They go to the L2 cache,
+    /// because a block does not fit the L1 cache. They are at most one block ahead, because the
+    /// first block of a call is not prefetched.
     #[inline(always)]
-    fn ask(&mut self, rows: usize) {
-        if self.ahead.is_null() {
+    fn prefetch(&mut self, rows: usize) {
+        if self.next.is_null() {
             return;
         }
-        self.owed += rows;
-        while self.owed >= self.across {
-            self.owed -= self.across;
-            let line = self.ahead.wrapping_add(64 * self.line);
-            // SAFETY: a hint; the address need not be valid.
+        self.pending += rows;
+        while self.pending >= self.tiles_per_row {
+            self.pending -= self.tiles_per_row;
+            let line = self.next.wrapping_add(64 * self.line);
+            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
             self.line += 1;
             if self.line == self.lines {
                 self.line = 0;
-                self.ahead = self.ahead.wrapping_add(self.call.w_stride);
+                self.next = self.next.wrapping_add(self.call.w_stride);
             }
         }
     }
 
-    /// `R` rows from the `r`th on times all columns; returns `R`.
+    /// Multiplies rows `r .. r + R` with all columns. Returns `R`.
     ///
     /// # Safety
-    /// As [`few`]; there are as many rows.
+    /// As [`few`]; `self.first + r + R <= call.rows`.
     #[inline(always)]
     unsafe fn row<S: IntSimd, T: Float, const R: usize>(&mut self, r: usize) -> usize {
         let mut c = 0;
         while c < self.call.cols {
-            // SAFETY: the caller's contract covers these accesses.
+            // SAFETY: the caller guarantees `R` rows from `r` on, and each arm multiplies at most
+            // the columns that are left.
             unsafe {
                 c += match self.call.cols - c {
                     WIDE_COLUMNS.. if S::LANES == 16 && R <= 3 => {
@@ -311,10 +321,10 @@ impl Tiles<'_> {
         R
     }
 
-    /// `R` rows times `C` columns; returns `C`.
+    /// Multiplies rows `r .. r + R` with columns `c .. c + C`. Returns `C`.
     ///
     /// # Safety
-    /// As [`few`]; there are as many rows and columns.
+    /// As [`few`]; `self.first + r + R <= call.rows` and `c + C <= call.cols`.
     #[inline(always)]
     unsafe fn tile<S: IntSimd, T: Float, const R: usize, const C: usize>(
         &mut self,
@@ -322,9 +332,9 @@ impl Tiles<'_> {
         c: usize,
     ) -> usize {
         let Tiles { call, block, .. } = *self;
-        // SAFETY: by the caller's contract: the rows, the columns, which are padded with zeros to
-        // whole vectors, and their results are the call's; sums are read that the last block has
-        // written.
+        // SAFETY: the caller guarantees the rows, the columns, which are padded to whole vectors,
+        // and the floats of `dst`. `self.sums` has a vector for each row and column; the block
+        // before this one has written the sums that are read.
         unsafe {
             let w = call
                 .w
@@ -342,7 +352,7 @@ impl Tiles<'_> {
             let whole = block.whole::<S>();
             for i in (0..whole).step_by(S::LANES) {
                 if i % (64 / T::BYTES) == 0 {
-                    self.ask(R);
+                    self.prefetch(R);
                 }
                 let mut w_now = [S::v_splat(0.0); R];
                 for r in 0..R {
@@ -388,16 +398,17 @@ impl Tiles<'_> {
     }
 }
 
-/// Running sums of a single product, so that one multiplication need not wait for the last.
+/// Independent sums of one product, which hide the latency of an addition.
 const UNROLL: usize = 4;
 
-/// One row times one column: weights in one stream, which is what the memory is fastest at.
+/// One row times one column. The weights are read sequentially, which is fastest for the memory.
 ///
 /// # Safety
-/// Both have `k` elements.
+/// `row` and `x` are readable for `k` elements. The processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn dot<S: IntSimd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees `k` elements at `row` and `x`. Whole vectors end at or before
+    // `k`; `load_first` reads the elements that are left.
     unsafe {
         let mut acc = [S::v_splat(0.0); UNROLL];
         let mut i = 0;
@@ -425,10 +436,10 @@ unsafe fn dot<S: IntSimd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f
     }
 }
 
-/// Rows of a chunk, interleaved.
+/// A chunk of `2 * S::LANES` rows of weights, interleaved.
 #[repr(C, align(64))]
 struct FloatPanel<S, T> {
-    /// Each element of every row.
+    /// For each element of `k`, the element of each row.
     elements: [[f32; 32]; CHUNK],
     rows: [[f32; CHUNK]; 32],
     format: PhantomData<(S, T)>,
@@ -453,7 +464,8 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut [f32; CHUNK]) {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees `start + len` activations at `x`. `padded <= CHUNK`, a
+        // multiple of `S::LANES`, so the column has `padded` floats.
         unsafe {
             let padded = len.next_multiple_of(S::LANES);
             widen::<S, T>(x.add(start * T::BYTES), len, padded, column.cast());
@@ -462,7 +474,9 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: `call.row` returns a row of the call, which has `call.k >= start + len` weights.
+        // `padded <= CHUNK`, the floats of a row of `self.rows`; `2 * S::LANES <= 32` rows fit, and
+        // `self.elements` has `CHUNK` elements of 32 rows.
         unsafe {
             let padded = len.next_multiple_of(S::LANES);
             for r in 0..2 * S::LANES {
@@ -486,10 +500,11 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
         tile: Tile<[f32; CHUNK]>,
         _: usize,
         len: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     ) {
         let Tile { columns, sums, .. } = tile;
-        // SAFETY: by the caller's contract; the panel has `len` elements.
+        // SAFETY: `unpack` has filled `len` elements of `P` vectors of rows of the panel. The
+        // caller guarantees `C` prepared columns of `CHUNK` floats, and their sums.
         unsafe {
             let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {
@@ -500,7 +515,7 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
             let mut panel = self.elements.as_ptr().cast::<f32>();
             for i in 0..len {
                 if i % STEP == 0 {
-                    ahead.more();
+                    prefetch.step();
                 }
                 let mut w = [S::v_splat(0.0); P];
                 for p in 0..P {

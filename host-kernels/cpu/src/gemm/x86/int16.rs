@@ -9,17 +9,17 @@ use std::marker::PhantomData;
 
 use super::block_simd::BlockSimd;
 use super::floats::{F32, Float};
-use super::panel::{self, Ahead, Panel, Tile};
+use super::panel::{self, Panel, Prefetch, Tile};
 use crate::gemm::kernel::GemmArgs;
 
 /// Elements that share a scale.
 const GROUP: usize = 32;
-/// Elements of `k` in a panel.
+/// The elements of `k` in a panel.
 pub(super) const CHUNK: usize = 256;
 const GROUPS: usize = CHUNK / GROUP;
 /// Vectors of rows in a panel.
 pub(super) const VECTORS: usize = 2;
-/// The largest integer: 32 products of two such are the most that 32 bits hold.
+/// The largest integer: the sum of 32 products of two such integers fits 32 bits.
 const MAX_VALUE: f32 = 8191.0;
 const _: () = assert!(GROUP as i64 * 8191 * 8191 <= i32::MAX as i64);
 /// A group without a larger element becomes zero: the inverse of its scale might be infinite.
@@ -30,33 +30,38 @@ pub(in crate::gemm) const fn column_bytes(k: usize) -> usize {
     k.div_ceil(CHUNK) * size_of::<I16Column>()
 }
 
-/// From this many columns on it pays to round the weights.
+/// From this many columns on, rounding the weights and multiplying integers is faster than
+/// multiplying floats.
 pub(super) const COLUMNS: usize = 24;
-/// From this length of a column on, the error of its largest products is small beside their sum.
+/// From this many elements of `k` on, the rounding errors are small compared to the sum of the
+/// products.
 pub(super) const ELEMENTS: usize = CHUNK;
 
 /// Multiplies floats.
 ///
 /// # Safety
-/// As [`crate::gemm::Gemm`], with the features of `S`; the activations are of [`round_column`].
+/// As [`crate::gemm::Gemm`], with the features of `S`. The activations are columns of
+/// [`round_column`].
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, W: Float>(call: &GemmArgs) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
+    // contract of `Gemm`, activations of `round_column`, and the features of `S`.
     unsafe { panel::gemm::<S, I16Panel<S, Rounded<W>>>(call) }
 }
 
-/// Rounds a column of `k` activations, chunk by chunk: what [`gemm`] takes.
+/// Rounds a column of `k` activations for [`gemm`], chunk by chunk.
 ///
 /// # Safety
-/// As [`crate::formats::QuantizeRow`], with the features of `S`; there is room for [`column_bytes`].
+/// As [`crate::formats::QuantizeRow`], with the features of `S`. `to` is writable for
+/// [`column_bytes`].
 #[inline(always)]
 pub(super) unsafe fn round_column<S: BlockSimd>(from: *const f32, to: *mut u8, k: usize) {
     let to = to.cast::<I16Column>();
     for chunk in 0..k.div_ceil(CHUNK) {
         let start = chunk * CHUNK;
-        // SAFETY: by the caller's contract: the chunk's elements are there, and room for all of its
-        // columns' bytes, which are only ever pointed to, since nothing is known of their
-        // alignment.
+        // SAFETY: the caller guarantees `k` floats at `from` and `column_bytes(k)` bytes at `to`,
+        // which is `size_of::<I16Column>()` bytes for each chunk. The column may be unaligned, so
+        // it is only accessed through raw pointers, unaligned.
         unsafe {
             let column = to.add(chunk);
             let (pairs, scales) = (&raw mut (*column).pairs, &raw mut (*column).scales);
@@ -66,11 +71,14 @@ pub(super) unsafe fn round_column<S: BlockSimd>(from: *const f32, to: *mut u8, k
     }
 }
 
-/// Rounds `len` elements to whole multiples of the scales of their groups, zeros behind the last. A
-/// group that is not finite gets a scale that is not, and so do its products.
+/// Rounds `len` elements to integer multiples of the scales of their groups, and fills the last
+/// group with zeros. A group with an element that is not finite gets a scale that is not finite,
+/// and so its products are not finite.
 ///
 /// # Safety
-/// `from` has `len` elements; there is room for whole groups. No alignment.
+/// `from` is readable for `len` elements, `to` writable for 16-bit integers of whole groups,
+/// `scales` for a float for each group. No alignment is needed. The processor has the instructions
+/// of `S`.
 #[inline(always)]
 unsafe fn round<S: BlockSimd, T: Float>(
     from: *const u8,
@@ -79,8 +87,9 @@ unsafe fn round<S: BlockSimd, T: Float>(
     scales: *mut f32,
 ) {
     let whole = len / GROUP;
-    // SAFETY: by the caller's contract; what is left of a group is less than the room for one of
-    // the widest elements.
+    // SAFETY: the caller guarantees `len` elements at `from`, and memory for `len.div_ceil(GROUP)`
+    // groups at `to` and `scales`. The last `left < GROUP` elements are copied to an array on the
+    // stack with `GROUP` elements of the widest type.
     unsafe {
         for g in 0..whole {
             let to = to.add(2 * g * GROUP);
@@ -101,13 +110,14 @@ unsafe fn round<S: BlockSimd, T: Float>(
     }
 }
 
-/// Rounds a whole group; returns its scale.
+/// Rounds a whole group. Returns the scale of the group.
 ///
 /// # Safety
 /// As [`round`], for `GROUP` elements.
 #[inline(always)]
 unsafe fn round_group<S: BlockSimd, T: Float>(from: *const u8, to: *mut u8) -> f32 {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees `GROUP` elements at `from` and `2 * GROUP` bytes at `to`.
+    // `GROUP / S::LANES` vectors are one group, and half as many vectors of 16-bit integers.
     unsafe {
         let mut x = [S::v_splat(0.0); 4];
         let vectors = GROUP / S::LANES;
@@ -127,11 +137,11 @@ unsafe fn round_group<S: BlockSimd, T: Float>(from: *const u8, to: *mut u8) -> f
     }
 }
 
-/// A chunk of a column. Groups beyond the end of the column are never read.
+/// A prepared chunk of a column. Groups behind the end of the column are never read.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct I16Column {
-    /// Bf16Weights of integers, in an order that the weights share.
+    /// Pairs of integers. The weights have the same order.
     pub(super) pairs: [[u32; GROUP / 2]; GROUPS],
     /// The scale of each group.
     pub(super) scales: [f32; GROUPS],
@@ -140,25 +150,26 @@ pub(super) struct I16Column {
 /// Up to 32 rows of a chunk, interleaved by pairs.
 #[repr(C, align(64))]
 pub(super) struct I16Panel<S, W> {
-    /// For each pair of elements, that of each row.
+    /// For each pair of elements, the pair of each row.
     pairs: [[u32; 32]; CHUNK / 2],
-    /// For each group, the scale of each row. (A vector has up to 16 lanes to be transposed.)
+    /// For each group, the scale of each row. There are 16 groups because up to 16 words are
+    /// transposed at once.
     scales: [[f32; 32]; 16],
     rows: [[u32; CHUNK / 2]; 32],
     row_scales: [[f32; 16]; 32],
     format: PhantomData<(S, W)>,
 }
 
-/// Where the integers of weights and activations come from.
+/// How weights and activations are converted to 16-bit integers.
 ///
 /// # Safety
 /// As in [`Panel`].
 pub(super) trait Source: Sized {
     /// Bytes of a chunk of a row of weights.
     const BYTES: usize;
-    /// The integers of the column at `x`.
+    /// Converts a chunk of the column at `x`.
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column);
-    /// Those of the weights, as [`Panel::unpack`].
+    /// Converts a chunk of rows of weights, as [`Panel::unpack`].
     unsafe fn unpack<S: BlockSimd>(
         panel: &mut I16Panel<S, Self>,
         call: &GemmArgs,
@@ -168,7 +179,7 @@ pub(super) trait Source: Sized {
     );
 }
 
-/// Floats `W`, rounded; the activations are rounded before.
+/// Floats `W`, rounded. The activations are already rounded ([`round_column`]).
 struct Rounded<W>(PhantomData<W>);
 
 impl<W: Float> Source for Rounded<W> {
@@ -176,8 +187,11 @@ impl<W: Float> Source for Rounded<W> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut I16Column) {
-        // Side by side with the same chunk of the other columns: columns are whole pages apart.
-        // SAFETY: by the caller's contract; a column has whole chunks, aligned or not.
+        // The copy is adjacent to the same chunk of the other columns. Without the copy, the
+        // columns would be whole pages apart.
+        // SAFETY: the caller guarantees a column of `round_column` at `x`, which has whole chunks,
+        // so the chunk at `column_bytes(start)` is readable. The copy is by bytes, for any
+        // alignment.
         unsafe {
             let chunk = x.add(column_bytes(start));
             let bytes = size_of::<I16Column>();
@@ -193,7 +207,9 @@ impl<W: Float> Source for Rounded<W> {
         start: usize,
         len: usize,
     ) {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: `call.row` returns a row of the call, which has `call.k >= start + len` weights.
+        // `len <= CHUNK` integers and their scales fit a row of `panel.rows` and of
+        // `panel.row_scales`. Interleaving rounds up to whole vectors, which both arrays have.
         unsafe {
             for r in 0..VECTORS * S::LANES {
                 let from = call.row(row + r);
@@ -213,12 +229,13 @@ impl<S: BlockSimd, W> I16Panel<S, W> {
     /// Sets vector `v` of pair `pair` of the rows.
     ///
     /// # Safety
-    /// The contract of [`super::int_simd`]; a chunk has the pair, and a panel the vector.
+    /// The processor has the instructions of `S`. `pair < CHUNK / 2` and `v < VECTORS`.
     #[inline(always)]
     pub(super) unsafe fn set_pairs(&mut self, pair: usize, v: usize, pairs: S::I) {
         debug_assert!(pair < CHUNK / 2 && v < VECTORS);
         let to = self.pairs.as_mut_ptr().cast::<u32>();
-        // SAFETY: there is room for 32 words of each pair, as many as two vectors have at most.
+        // SAFETY: `self.pairs` has `CHUNK / 2` times 32 words, and `VECTORS * S::LANES <= 32`, so
+        // the vector is inside the array.
         unsafe { S::store_int(to.add((VECTORS * pair + v) * S::LANES).cast(), pairs) }
     }
 
@@ -228,15 +245,17 @@ impl<S: BlockSimd, W> I16Panel<S, W> {
         &mut self.row_scales[row]
     }
 
-    /// Has the scales of `groups` groups of all rows in their place.
+    /// Interleaves the scales of `groups` groups of all rows.
     ///
     /// # Safety
-    /// As [`panel::interleave`].
+    /// The processor has the instructions of `S`. `groups <= GROUPS`.
     #[inline(always)]
     pub(super) unsafe fn interleave_scales(&mut self, groups: usize) {
         let rows = self.row_scales.as_ptr().cast();
         let scales = self.scales.as_mut_ptr().cast();
-        // SAFETY: by the caller's contract; whole vectors have room.
+        // SAFETY: `row_scales` has 32 rows of 64 bytes, and `scales` has 16 groups of 32 rows;
+        // `groups` rounded up to whole vectors is at most 16. The caller guarantees the
+        // instructions.
         unsafe { panel::interleave::<S>(rows, 64, groups, VECTORS, scales) }
     }
 }
@@ -262,13 +281,15 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the arguments are those of this function: the contract of `Source::prepare` is
+        // that of `Panel::prepare`.
         unsafe { W::prepare(x, start, len, column) }
     }
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the arguments are those of this function: the contract of `Source::unpack` is
+        // that of `Panel::unpack`.
         unsafe { W::unpack::<S>(self, call, row, start, len) }
     }
 
@@ -278,11 +299,12 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
         tile: Tile<I16Column>,
         _: usize,
         len: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     ) {
         let Tile { columns, sums, .. } = tile;
         let height = P * S::LANES;
-        // SAFETY: by the caller's contract; the panel has `len` elements.
+        // SAFETY: `unpack` has filled `len.div_ceil(GROUP)` groups of `P` vectors of rows of the
+        // panel. The caller guarantees `C` prepared columns with as many groups, and their sums.
         unsafe {
             let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {
@@ -293,7 +315,7 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
             let mut panel = self.pairs.as_ptr().cast::<u8>();
             let scales = self.scales.as_ptr().cast::<f32>();
             for g in 0..len.div_ceil(GROUP) {
-                ahead.more();
+                prefetch.step();
                 let mut dots = [[S::zero_int(); C]; P];
                 for i in 0..GROUP / 2 {
                     let mut w = [S::zero_int(); P];

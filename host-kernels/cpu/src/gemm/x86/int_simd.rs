@@ -10,8 +10,8 @@ use std::arch::x86_64::*;
 
 use crate::simd::{Avx2, Avx512, Simd, Ymm};
 
-/// Distance of the software prefetch of weights in bytes. It reaches across the end of a page,
-/// where the processor's own prefetcher stops.
+/// Distance of the software prefetch of weights in bytes: one page, because the hardware prefetcher
+/// stops at the end of a page.
 const PREFETCH_DISTANCE: usize = 4096;
 
 /// Integer operations of an instruction set, beside the operations on `f32` of [`Simd`].
@@ -25,25 +25,25 @@ pub(super) trait IntSimd: Simd {
     const GROUPS: usize = Self::LANES / 8;
     /// Vectors of bytes in a super-block of 256.
     const SUPER: usize = 64 / Self::LANES;
-    /// Vectors of rows in a panel of integers; with the columns of a tile they fill the registers.
+    /// Vectors of rows in a panel of integers. The sums of a tile of [`IntSimd::COLS`] columns fit
+    /// the registers.
     const PANEL: usize;
-    /// Columns of a tile of integers: with [`IntSimd::PANEL`] so many sums that no dot product
-    /// waits for the one before.
+    /// Columns of a tile of integers: enough independent sums to hide the latency of a dot product.
     const COLS: usize;
-    /// Whether [`IntSimd::dot_wide`] takes the offset of 128 out itself.
+    /// Whether [`IntSimd::dot_wide`] subtracts the offset of 128 from the quants.
     const WIDE_IS_SIGNED: bool;
 
-    /// Whether [`IntSimd::dot`] takes several instructions, so that products of small quants are
-    /// better summed in 16 bits first: see [`IntSimd::multiply_pairs`].
+    /// Whether [`IntSimd::dot`] takes several instructions. Products of small quants are then first
+    /// summed in 16 bits ([`IntSimd::multiply_pairs`]), which is faster.
     const SUMS_I16: bool;
 
     /// Integers.
     type I: Copy;
-    /// Asks for the `bytes` that lie some way ahead of `p` in a stream.
+    /// Prefetches `bytes` bytes, [`PREFETCH_DISTANCE`] bytes after `p`.
     #[inline(always)]
     unsafe fn prefetch(p: *const u8, bytes: usize) {
         for i in (0..bytes).step_by(64) {
-            // SAFETY: a hint; the address need not be valid.
+            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(p.wrapping_add(PREFETCH_DISTANCE + i).cast()) }
         }
     }
@@ -56,18 +56,22 @@ pub(super) trait IntSimd: Simd {
     unsafe fn sub_int(a: Self::I, b: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes.
     unsafe fn dot(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
-    /// The same for quants up to 255, which stand for quants less 128 if `WIDE_IS_SIGNED`.
+    /// As `dot`, for quants up to 255. If `WIDE_IS_SIGNED`, 128 is subtracted from each quant.
     unsafe fn dot_wide(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
-    /// The same for signed quants, above -128 or times an `x` above -128.
+    /// As `dot`, for signed quants. In each product, the quant or `x` is above -128.
     unsafe fn dot_signed(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
-    /// The same for signed quants above -128 whose sign moves from `x` to them: `magnitudes` are
-    /// those of `x`.
-    unsafe fn dot_turned(acc: Self::I, quants: Self::I, x: Self::I, magnitudes: Self::I)
-    -> Self::I;
+    /// As `dot`, for signed quants above -128. `magnitudes` are the magnitudes of `x`, whose signs
+    /// are applied to the quants.
+    unsafe fn dot_with_magnitudes(
+        acc: Self::I,
+        quants: Self::I,
+        x: Self::I,
+        magnitudes: Self::I,
+    ) -> Self::I;
     /// The magnitudes of signed bytes.
     unsafe fn magnitudes(x: Self::I) -> Self::I;
-    /// Of the four signed bytes of each lane, the first and the third in 16 bits, and the second
-    /// and the fourth.
+    /// The four signed bytes of each lane as 16-bit integers: the first and the third, and the
+    /// second and the fourth.
     unsafe fn widen_pairs(v: Self::I) -> [Self::I; 2];
     /// For each 16-bit lane, the sum of two products of quants below 128 with signed bytes.
     unsafe fn multiply_pairs(quants: Self::I, x: Self::I) -> Self::I;
@@ -77,10 +81,11 @@ pub(super) trait IntSimd: Simd {
     unsafe fn add_i16_pairs(acc: Self::I, pairs: Self::I) -> Self::I;
     /// Each lane of `acc` plus the dot product of two signed 16-bit pairs.
     unsafe fn dot_pairs(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
-    /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes, the
-    /// first two times the first 16-bit scale of the lane, the others times the second.
+    /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes. The
+    /// first two products are multiplied with the first 16-bit scale of the lane, the others with
+    /// the second.
     unsafe fn dot_scaled(acc: Self::I, quants: Self::I, x: Self::I, scales: Self::I) -> Self::I;
-    /// The same for quants up to 255, which stand for quants less 128.
+    /// As `dot_scaled`, for quants up to 255, from which 128 is subtracted.
     unsafe fn dot_scaled_wide(
         acc: Self::I,
         quants: Self::I,
@@ -91,44 +96,46 @@ pub(super) trait IntSimd: Simd {
     /// The low 256 bits from `v`, the rest 0.
     unsafe fn widen(v: __m256i) -> Self::I;
 
-    /// The groups of 32 bytes; the second is 0 where a vector has but one.
+    /// The groups of 32 bytes. The second is 0 if a vector has one group.
     unsafe fn halves(v: Self::I) -> [__m256i; 2];
 
     unsafe fn to_floats(v: Self::I) -> Self::Vector;
-    /// For each lane, the larger of `acc` and the bits of the magnitude of `v`; those of what is
-    /// not finite are largest.
+    /// For each lane, the larger of `acc` and the bits of the magnitude of `v`, as integers. The
+    /// bits of infinity and NaN are larger than those of every finite number.
     unsafe fn larger_magnitudes(acc: Self::I, v: Self::Vector) -> Self::I;
     /// The largest lane.
     unsafe fn largest(v: Self::I) -> u32;
-    /// The nearest integers of both in 16 bits, pairs of neighbours side by side.
+    /// The nearest integers of both in 16 bits, in an order that keeps adjacent pairs together.
     unsafe fn to_i16(a: Self::Vector, b: Self::Vector) -> Self::I;
     /// The sum of the lanes of both.
     unsafe fn sum_both(v: Self::Vector, more: __m256) -> f32;
 
-    /// Of the eight scales of eight groups, those of the groups of vector `v`, over their lanes.
+    /// The scales of the groups of vector `v`, of the scales of eight groups, each in all lanes of
+    /// its group.
     unsafe fn spread_groups(scales: __m256, v: usize) -> Self::Vector;
-    /// Of the eight scales of eight groups in the order of [`IntSimd::QUADS`], those of `LANES / 4`
-    /// groups from `v` times as many on, each over four lanes.
+    /// The scales of the `LANES / 4` groups from group `v * LANES / 4` on, of the scales of eight
+    /// groups in the order of [`IntSimd::QUADS`], each in four lanes.
     unsafe fn spread_quads(scales: __m256, v: usize) -> Self::Vector;
-    /// `first`, with the second half of each group's lanes from `second`.
+    /// `first`, with the second half of the lanes of each group from `second`.
     unsafe fn second_halves(first: Self::Vector, second: Self::Vector) -> Self::Vector;
 
     /// The low four bits of each byte.
     unsafe fn low_nibbles(v: Self::I) -> Self::I;
     /// The high four bits of each byte.
     unsafe fn high_nibbles(v: Self::I) -> Self::I;
-    /// Bytes below 16 through a table.
+    /// The entries of a table at indices below 16.
     unsafe fn look_up(table: [u8; 16], v: Self::I) -> Self::I;
     /// Every byte plus 128.
-    unsafe fn flip(v: Self::I) -> Self::I;
-    /// The four words at `offset` behind each of `LANES` pointers: vector `j` has word `j` of each.
+    unsafe fn add_128(v: Self::I) -> Self::I;
+    /// The four words at byte `offset` of each of `LANES` rows. Vector `j` has word `j` of each
+    /// row.
     unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [Self::I; 4];
 
-    /// The order in which the scales of eight groups are spread soonest by
-    /// [`IntSimd::spread_quads`].
+    /// The order of the scales of eight groups for which [`IntSimd::spread_quads`] is one
+    /// instruction.
     const QUADS: [usize; 8];
-    /// 16 bytes at `p` and every `stride` bytes on, a vector of them, the last of them `last`
-    /// strides on.
+    /// A vector of pieces of 16 bytes, `stride` bytes apart from `p` on. Pieces after piece `last`
+    /// repeat piece `last`.
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> Self::I;
 }
 
@@ -158,14 +165,14 @@ impl IntSimd for Avx512 {
         fn sub_int(a: __m512i, b: __m512i) -> __m512i = _mm512_sub_epi32(a, b);
         fn dot(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(acc, quants, x);
         fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(acc, quants, x);
-        fn dot_turned(acc: __m512i, quants: __m512i, x: __m512i, _: __m512i) -> __m512i = Self::dot_signed(acc, quants, x);
+        fn dot_with_magnitudes(acc: __m512i, quants: __m512i, x: __m512i, _: __m512i) -> __m512i = Self::dot_signed(acc, quants, x);
         fn magnitudes(x: __m512i) -> __m512i = _mm512_abs_epi8(x);
         fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i = _mm512_maddubs_epi16(quants, x);
         fn add_i16(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi16(a, b);
         fn add_i16_pairs(acc: __m512i, pairs: __m512i) -> __m512i = _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
         fn low_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(v, _mm512_set1_epi8(15));
         fn high_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
-        fn flip(v: __m512i) -> __m512i = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
+        fn add_128(v: __m512i) -> __m512i = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
         fn dot_pairs(acc: __m512i, a: __m512i, b: __m512i) -> __m512i = _mm512_dpwssd_epi32(acc, a, b);
         fn dot_scaled(acc: __m512i, quants: __m512i, x: __m512i, scales: __m512i) -> __m512i = _mm512_dpwssd_epi32(acc, _mm512_maddubs_epi16(quants, x), scales);
         fn widen(v: __m256i) -> __m512i = _mm512_zextsi256_si512(v);
@@ -244,7 +251,7 @@ impl IntSimd for Avx512 {
         x: __m512i,
         scales: __m512i,
     ) -> __m512i {
-        // The sign of a quant moves to `x`, so that pairs of products fit 16 bits.
+        // The sign of a quant is applied to `x`, so that the sum of two products fits 16 bits.
         // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
         unsafe {
             let signed = _mm512_xor_si512(quants, _mm512_set1_epi8(-128));
@@ -322,7 +329,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         fn splat_int(bits: u32) -> __m256i = _mm256_set1_epi32(bits as i32);
         fn sub_int(a: __m256i, b: __m256i) -> __m256i = _mm256_sub_epi32(a, b);
         fn dot_signed(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i = Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants));
-        fn dot_turned(
+        fn dot_with_magnitudes(
         acc: __m256i,
         quants: __m256i,
         x: __m256i,
@@ -334,7 +341,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         fn add_i16_pairs(acc: __m256i, pairs: __m256i) -> __m256i = Self::dot_pairs(acc, pairs, _mm256_set1_epi16(1));
         fn low_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(v, _mm256_set1_epi8(15));
         fn high_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
-        fn flip(v: __m256i) -> __m256i = _mm256_xor_si256(v, _mm256_set1_epi8(-128));
+        fn add_128(v: __m256i) -> __m256i = _mm256_xor_si256(v, _mm256_set1_epi8(-128));
         fn dot_scaled(acc: __m256i, quants: __m256i, x: __m256i, scales: __m256i) -> __m256i = Self::dot_pairs(acc, _mm256_maddubs_epi16(quants, x), scales);
         fn halves(v: __m256i) -> [__m256i; 2] = [v, _mm256_setzero_si256()];
         fn to_floats(v: __m256i) -> __m256 = _mm256_cvtepi32_ps(v);
@@ -356,7 +363,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // Without the instruction: a pair of products is at most 2 * 127 * 127, which 16 bits hold.
+        // Without VNNI, the sum of two products is at most 2 * 127 * 128, which fits 16 bits.
         // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
         unsafe {
             if VNNI {
@@ -368,8 +375,9 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // Without the instruction: the magnitude of a quant less 128 is at most 128; the sign moves
-        // to `x`. SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
+        // Without VNNI, the magnitude of a quant minus 128 is at most 128, and its sign is applied
+        // to `x`.
+        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
         unsafe {
             if VNNI {
                 return _mm256_dpbusd_avx_epi32(acc, quants, x);
@@ -476,7 +484,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         }
     }
 
-    // The groups of each 128-bit half of a vector side by side.
+    // The groups of one 128-bit half are adjacent.
     const QUADS: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
     #[inline(always)]

@@ -7,29 +7,32 @@ use std::marker::PhantomData;
 use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
 use super::blocks::SuperBlockKernel;
-use super::panel::{self, Ahead, Panel, Tile};
+use super::panel::{self, Panel, Prefetch, Tile};
 use super::scratch::PREPARED;
 use crate::formats::BlockQ8K;
 use crate::gemm::kernel::GemmArgs;
 
-/// Elements of a block.
+/// The elements of a block.
 const CHUNK: usize = 256;
 
-/// Bytes of an activation block; the scale is at 0, the quants at 4, the sums of 16 behind them.
+/// Bytes of a block of activations, which begins with the scale.
 const X_BYTES: usize = size_of::<BlockQ8K>();
+/// The offset of the quants in a block of activations.
 const X_QUANTS: usize = 4;
+/// The offset of the sums of each 16 quants in a block of activations.
 const X_SUMS: usize = 4 + 256;
 
-/// From this many columns on, interleaving a panel pays.
+/// From this many columns on, a panel is faster than products row by row.
 pub(super) const PANEL_COLS: usize = 6;
 
-/// Multiplies, choosing between rows and panels.
+/// Multiplies, row by row or through panels.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
+    // contract of `Gemm` and the features of `S`.
     unsafe {
         if call.cols >= PANEL_COLS {
             panel::gemm::<S, KQuantPanel<S, B>>(call);
@@ -39,18 +42,18 @@ pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     }
 }
 
-/// A block of a column, prepared for products by rows.
+/// A block of a column, prepared for products row by row.
 #[repr(C, align(64))]
 struct Column {
-    /// The quants in the order of the weights' vectors.
+    /// The quants in the order of the vectors of weights.
     quants: [u8; 256],
     /// The sums of the sub-blocks.
     sums: [i16; 16],
     d: f32,
 }
 
-/// Few columns: each row once through the registers, its unpacked blocks multiplied with up to four
-/// columns.
+/// Multiplies row by row. The blocks of a row are unpacked into registers and multiplied with up to
+/// four columns.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
@@ -59,7 +62,10 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     let blocks = call.k / 256;
     let mut memory = PREPARED.take(call.cols * blocks * size_of::<Column>());
     let columns = memory.as_mut_ptr().cast::<Column>();
-    // SAFETY: all offsets are those of rows, columns and blocks of the call.
+    // SAFETY: the memory has `call.cols * blocks` prepared blocks, and all are prepared before the
+    // first row is multiplied. The caller guarantees `blocks` blocks in each row and column, and a
+    // float of `dst` for each row and column; at least as many columns as each arm multiplies are
+    // left.
     unsafe {
         for c in 0..call.cols {
             for b in 0..blocks {
@@ -93,13 +99,16 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     PREPARED.give_back(memory);
 }
 
-/// Lays out one block of a column.
+/// Prepares one block of a column.
 ///
 /// # Safety
-/// `x` is a block of Q8_K, `column` writable.
+/// `x` is readable for a block of Q8_K, `column` is a valid column that no one else accesses, and
+/// the processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut Column) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees a block of Q8_K at `x`, whose quants and sums are at `X_QUANTS`
+    // and `X_SUMS`. `S::order` is below 8, so each piece of 32 is inside the quants. `column` is
+    // valid.
     unsafe {
         let column = &mut *column;
         column.d = x.cast::<f32>().read_unaligned();
@@ -113,7 +122,7 @@ unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut 
         if B::SUB == 32 {
             column.sums = [0; 16];
             for (to, pair) in column.sums.iter_mut().zip(sums.chunks_exact(2)) {
-                *to = pair[0].wrapping_add(pair[1]); // a guest may write any sums
+                *to = pair[0].wrapping_add(pair[1]); // the sums may be any bits that a guest wrote
             }
         }
     }
@@ -122,7 +131,8 @@ unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut 
 /// One row times `C` columns.
 ///
 /// # Safety
-/// The row has `blocks` blocks, the columns are prepared, and `dst` has `C` floats.
+/// `row` is readable for `blocks` blocks, `x` has `C` prepared columns of `blocks` blocks, `dst` is
+/// writable for `C` floats `dst_stride` apart, and the processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     row: *const u8,
@@ -131,7 +141,9 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     dst: *mut f32,
     dst_stride: usize,
 ) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: the caller guarantees `blocks` blocks at `row`, `C` columns of `blocks` prepared
+    // blocks at `x`, and a float of `dst` for each column. `b < blocks` and `c < C`. `S::SUPER`
+    // vectors are the 256 quants of a block.
     unsafe {
         let mut acc = [S::v_splat(0.0); C];
         let mut acc_mins = [_mm256_setzero_ps(); C];
@@ -143,7 +155,7 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
             let (d, dmin) = B::d(block);
             let mut sums = [S::zero_int(); C];
             if B::OFFSET != 0 && !B::WIDE {
-                // The offset times the scales times the sums of the activations.
+                // What the offset adds: the offset times the scales times the sums of activations.
                 for c in 0..C {
                     let bsums = _mm256_loadu_si256((*x.add(c * blocks + b)).sums.as_ptr().cast());
                     let excess = _mm256_madd_epi16(scales, bsums);
@@ -196,7 +208,7 @@ struct SuperColumn {
 /// Up to 32 rows of a super-block, interleaved.
 #[repr(C, align(64))]
 struct KQuantPanel<S, B> {
-    /// For each four elements, four bytes of each row.
+    /// For each four elements, four quants of each row.
     quants: [[u8; 128]; CHUNK / 4],
     /// For each sub-block, the scale of each row.
     scales: [[f32; 32]; 16],
@@ -211,8 +223,8 @@ struct KQuantPanel<S, B> {
 }
 
 impl<S: BlockSimd, B: SuperBlockKernel> KQuantPanel<S, B> {
-    /// Whether something is to be taken off by way of the sums of the activations: minimums, or the
-    /// offset of the quants as if it were one.
+    /// Whether a multiple of the sums of the activations is subtracted: for the minimums, or for
+    /// the offset of the quants, which is then handled as a minimum.
     const MINS: bool = B::HAS_MIN || (B::OFFSET != 0 && !(B::WIDE && S::WIDE_IS_SIGNED));
 }
 
@@ -241,14 +253,16 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut SuperColumn) {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees `start + len` activations at `x`, so block `start / 256` is
+        // readable: its scale is at 0 and its 16 sums are at `X_SUMS`. `column` is writable and has
+        // room for 16 sums.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
             (*column).d = x.cast::<f32>().read_unaligned();
             if Self::MINS {
                 let mut sums = _mm256_loadu_si256(x.add(X_SUMS).cast());
                 if B::SUB == 32 {
-                    // Sums of two sums fit 16 bits: 32 times 127.
+                    // The sum of 32 quants is at most 32 * 127, which fits 16 bits.
                     let pairs = _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
                     let (low, high) = (
                         _mm256_castsi256_si128(pairs),
@@ -264,14 +278,15 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, _: usize) {
         let height = S::PANEL * S::LANES;
-        // SAFETY: by the caller's contract: block `start / 256` exists in every row below
-        // `call.rows`.
+        // SAFETY: `call.row` returns a row of the call, which has `call.k > start` weights, so
+        // block `start / 256` is readable. `height <= 32`, the rows of each array of the panel;
+        // `S::order` is below 8, so each piece of 32 is inside a row of `CHUNK` quants.
         unsafe {
             for r in 0..height {
                 let from = call.row(row + r);
                 let block = from.add(start / 256 * size_of::<B>());
                 let q = S::quants::<B>(block);
-                // Back into element order, half by half.
+                // The halves are stored in element order.
                 let to = self.rows[r].as_mut_ptr();
                 for v in 0..S::SUPER {
                     let halves = S::halves(q[v]);
@@ -324,7 +339,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
         tile: Tile<SuperColumn>,
         start: usize,
         _: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     ) {
         let Tile {
             x,
@@ -332,7 +347,9 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
             columns,
             sums,
         } = tile;
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees `C` columns of `start + 256` activations at `tile.x`, `C`
+        // prepared columns, and their sums. `unpack` has filled the quants, scales and minimums of
+        // `P` vectors of rows.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
             let mut scaled = [[S::v_splat(0.0); C]; P];
@@ -340,7 +357,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
             let mut scales = self.scales.as_ptr().cast::<f32>();
             let height = P * S::LANES;
             for j in 0..CHUNK / B::SUB {
-                ahead.more();
+                prefetch.step();
                 let mut dots = [[S::zero_int(); C]; P];
                 let depth = const { depth::<S>(B::MAX_QUANT, B::SUB / 4) };
                 for first in (0..B::SUB / 4).step_by(depth) {
@@ -374,8 +391,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                         }
                     }
                 }
-                // Integers times integers, and as long as they stay below 2^24 exact as floats,
-                // too.
+                // Products of integers. As floats they are exact below 2^24.
                 for p in 0..P {
                     let scale = S::v_load(scales.add(p * S::LANES), S::LANES);
                     for c in 0..C {

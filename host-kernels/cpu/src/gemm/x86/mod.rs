@@ -1,14 +1,15 @@
 //! Kernels for x86-64.
 //!
 //! - `int_simd`, `block_simd`: integer operations for AVX2, AVX2 with AVX-VNNI, and AVX-512.
-//! - `blocks`: blocks of each format as vectors of quants.
+//! - `blocks`: blocks of each format, decoded to vectors of quants.
 //! - `block32`, `k_quants`, `floats`: products of the three families. Few columns are multiplied
 //!   row by row, many columns through panels.
 //! - `bf16_dot`: products with the BF16 dot product instruction.
-//! - `int16`, `q8_int16`: products of 16-bit integers, at levels that multiply these faster.
+//! - `int16`, `q8_int16`: products of 16-bit integers, for levels that multiply them faster than
+//!   floats or signed bytes.
 //! - `panel`: the loops around a panel.
-//! - `plain`: super-block formats without a kernel of their own, decoded first.
-//! - `activations`: f32 to the activation formats.
+//! - `plain`: super-block formats without a kernel of their own, which are decoded first.
+//! - `activations`: conversion from f32 to the activation formats.
 
 // Tiles index several arrays by the same row and column.
 #![allow(clippy::needless_range_loop)]
@@ -40,28 +41,29 @@ use crate::formats::{
 use crate::isa::Level;
 use bf16_dot::Bf16Weights;
 
-/// A [`Gemm`] with the instructions of a level.
+/// A [`Gemm`] that is compiled for the instructions of a level.
 macro_rules! gemm {
     ($(#[$attribute:meta])* $name:ident $(<$format:ident: $bound:ident>)?, $body:expr) => {
         /// # Safety
         /// As [`crate::gemm::Gemm`].
         $(#[$attribute])*
         pub(super) unsafe fn $name $(<$format: $bound>)? (args: &GemmArgs) {
-            // SAFETY: the caller guarantees the contract of `Gemm`, and with it the instructions
-            // that this function is compiled for.
+            // SAFETY: `args` is the argument of this function, whose caller guarantees the contract
+            // of `Gemm`, and with it the instructions that this function is compiled for.
             unsafe { $body(args) }
         }
     };
 }
 
-/// Defines the entry points of a level: what they call is inlined into them and so compiled for its
-/// instructions.
+/// Defines the entry points of a level. The functions that they call are inlined into them, and so
+/// are compiled for the instructions of the level.
 macro_rules! entry_points {
     ($module:ident, $simd:ty, $features:literal) => {
         mod $module {
             use super::blocks::{Block32Kernel, SuperBlockKernel};
             use super::floats::{self as float_kernels, Float};
-            use super::{block32 as block32_kernels, int16, k_quants as k_quant_kernels, plain};
+            use super::{block32 as block32_kernels, int16};
+            use super::{k_quants as k_quant_kernels, plain as plain_kernels};
             use crate::formats::SuperBlockFormat;
             use crate::gemm::kernel::GemmArgs;
 
@@ -87,24 +89,27 @@ macro_rules! entry_points {
             );
             gemm!(
                 #[target_feature(enable = $features)]
-                rare<B: SuperBlockFormat>,
-                |args| plain::gemm::<B>(args, multiply_plain)
+                plain<B: SuperBlockFormat>,
+                |args| plain_kernels::gemm::<B>(args, multiply_plain)
             );
 
             /// # Safety
             /// As [`int16::round_column`].
             #[target_feature(enable = $features)]
             pub(super) unsafe fn round_column(from: *const f32, to: *mut u8, k: usize) {
-                // SAFETY: by the caller's contract; the function has the instructions of the level.
+                // SAFETY: the arguments are those of this function, whose caller guarantees their
+                // memory. The processor has the features that this function is compiled for.
                 unsafe { int16::round_column::<$simd>(from, to, k) }
             }
 
             /// # Safety
-            /// As [`plain::multiply`].
+            /// As [`plain_kernels::multiply`].
             #[target_feature(enable = $features)]
             unsafe fn multiply_plain(args: &GemmArgs) {
-                // SAFETY: by the caller's contract; the function has the instructions of the level.
-                unsafe { plain::multiply::<$simd>(args) }
+                // SAFETY: `args` is the argument of this function, whose caller guarantees the
+                // contract of `Gemm`. The processor has the features that this function is compiled
+                // for.
+                unsafe { plain_kernels::multiply::<$simd>(args) }
             }
         }
     };
@@ -149,15 +154,15 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
                 Type::Q4K => $module::k_quants::<BlockQ4K>,
                 Type::Q5K => $module::k_quants::<BlockQ5K>,
                 Type::Q6K => $module::k_quants::<BlockQ6K>,
-                Type::Iq1S => $module::rare::<BlockIq1S>,
-                Type::Iq1M => $module::rare::<BlockIq1M>,
-                Type::Iq2Xxs => $module::rare::<BlockIq2Xxs>,
-                Type::Iq2Xs => $module::rare::<BlockIq2Xs>,
-                Type::Iq2S => $module::rare::<BlockIq2S>,
-                Type::Iq3Xxs => $module::rare::<BlockIq3Xxs>,
-                Type::Iq3S => $module::rare::<BlockIq3S>,
+                Type::Iq1S => $module::plain::<BlockIq1S>,
+                Type::Iq1M => $module::plain::<BlockIq1M>,
+                Type::Iq2Xxs => $module::plain::<BlockIq2Xxs>,
+                Type::Iq2Xs => $module::plain::<BlockIq2Xs>,
+                Type::Iq2S => $module::plain::<BlockIq2S>,
+                Type::Iq3Xxs => $module::plain::<BlockIq3Xxs>,
+                Type::Iq3S => $module::plain::<BlockIq3S>,
                 Type::Iq4Xs => $module::k_quants::<BlockIq4Xs>,
-                Type::Tq1_0 => $module::rare::<BlockTq1_0>,
+                Type::Tq1_0 => $module::plain::<BlockTq1_0>,
                 Type::Tq2_0 => $module::k_quants::<BlockTq2_0>,
                 _ => return Some(portable),
             }
@@ -197,7 +202,7 @@ pub(super) fn rounded(
     if columns < ROUNDED_COLUMNS {
         return None;
     }
-    let pays = columns >= int16::COLUMNS && k >= int16::ELEMENTS;
+    let is_faster = columns >= int16::COLUMNS && k >= int16::ELEMENTS;
     macro_rules! rounded {
         ($module:ident) => {{
             let gemm: Gemm = match weight {
@@ -220,9 +225,9 @@ pub(super) fn rounded(
             gemm: bf16_dot_product::<bf16_dot::F16>,
             ..kernel(Type::Bf16, level)?
         }),
-        (Level::Avx2, _) if pays => rounded!(avx2),
-        (Level::Avx2Vnni, _) if pays => rounded!(avx2_vnni),
-        (Level::Avx512, _) if pays => rounded!(avx512),
+        (Level::Avx2, _) if is_faster => rounded!(avx2),
+        (Level::Avx2Vnni, _) if is_faster => rounded!(avx2_vnni),
+        (Level::Avx512, _) if is_faster => rounded!(avx512),
         _ => None,
     }
 }

@@ -6,7 +6,7 @@
 //! tiles of columns. The sums are kept apart from `dst`, whose columns are often a power of two
 //! apart and would map to few cache sets. With few columns the product is bound by memory: a panel
 //! is multiplied along all of `k` before the next panel, whose rows are prefetched meanwhile, a few
-//! cache lines at a time ([`Ahead`]). Each result is a sum over the chunks of `k` in order,
+//! cache lines at a time ([`Prefetch`]). Each result is a sum over the chunks of `k` in order,
 //! whatever the order of the loops around them.
 
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -19,33 +19,41 @@ use crate::gemm::kernel::GemmArgs;
 const COLUMNS: usize = 256;
 /// Rows of a block.
 const ROWS: usize = 256;
-/// Up to so many columns, panels go along the whole of `k` one by one.
+/// Up to this many columns, each panel is multiplied along the whole of `k` before the next.
 const FEW_COLUMNS: usize = 32;
 
 /// How one family of formats fills and uses a panel.
 ///
 /// # Safety
-/// As in [`IntSimd`]; `start` is a multiple of `CHUNK`, `start + len <= k` and `len <= CHUNK`.
+/// The processor has the instructions of `S`. `start` is a multiple of `CHUNK`, `start + len <= k`
+/// and `len <= CHUNK`.
+/// - [`Panel::prepare`]: `x` is readable for a column of `k` activations, `column` is a valid
+///   column that no one else accesses;
+/// - [`Panel::unpack`]: the contract of [`crate::gemm::Gemm`] holds for the call, and
+///   `row < call.rows`;
+/// - [`Panel::multiply`]: the panel has been unpacked with the same `start` and `len`; the tile has
+///   `C` columns of `k` activations, each prepared with the same `start` and `len`, and sums of
+///   `P * S::LANES` floats for each column; `P == VECTORS`.
 pub(super) trait Panel<S: IntSimd>: Sized {
-    /// Elements of `k` unpacked at once.
+    /// The elements of `k` that are unpacked at once.
     const CHUNK: usize;
     /// Bytes of a chunk of a row of weights.
     const BYTES: usize;
     /// Vectors of rows in a panel: 1 or 2.
     const VECTORS: usize;
-    /// Columns of a tile, as many as the registers have room for: 4, 6 or 12.
+    /// Columns of a tile: 4, 6 or 12, so that the sums fit the registers.
     const COLS: usize;
-    /// What is precomputed of a column's chunk.
+    /// What is prepared of a chunk of a column.
     type Column: Copy;
-    /// How often [`Panel::multiply`] asks [`Ahead::more`] in a whole chunk.
+    /// How often [`Panel::multiply`] calls [`Prefetch::step`] in a whole chunk.
     const UNITS: usize;
 
     /// A panel of zeros.
     fn new() -> Self;
-    /// Precomputes from the column at `x`.
+    /// Prepares a chunk of the column at `x`.
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut Self::Column);
-    /// Unpacks a chunk of the rows `row..`, repeating the last one where there are fewer than
-    /// `VECTORS * S::LANES`.
+    /// Unpacks a chunk of the `VECTORS * S::LANES` rows from `row` on. The last row of the weights
+    /// is repeated if there are fewer.
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize);
     /// Adds the products with the `C` columns of a tile to their sums.
     unsafe fn multiply<const P: usize, const C: usize>(
@@ -53,75 +61,80 @@ pub(super) trait Panel<S: IntSimd>: Sized {
         tile: Tile<Self::Column>,
         start: usize,
         len: usize,
-        ahead: &mut Ahead,
+        prefetch: &mut Prefetch,
     );
 }
 
-/// A few columns.
+/// The columns that are multiplied with a panel at once.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<C> {
-    /// The first column, and the bytes to the next.
+    /// The first column.
     pub(super) x: *const u8,
+    /// Bytes from one column to the next.
     pub(super) x_stride: usize,
-    /// What was precomputed of them.
+    /// The prepared chunks of the columns.
     pub(super) columns: *const C,
-    pub(super) sums: Sums,
+    /// The sums of the columns.
+    pub(super) sums: TileSums,
 }
 
-/// Weights that are asked for while others are multiplied: not many at once, since the processor
-/// keeps track of few, and waits where there are more.
-pub(super) struct Ahead {
+/// The software prefetch of the next weights, a few cache lines at each step: the processor has few
+/// line fill buffers, and stalls when they are full.
+pub(super) struct Prefetch {
     next: *const u8,
-    /// Lines of 64 bytes at a time.
+    /// Cache lines of a step.
     lines: usize,
 }
 
-impl Ahead {
-    /// Nothing is asked for.
-    const NOTHING: Ahead = Ahead {
+impl Prefetch {
+    /// No prefetch.
+    const NONE: Prefetch = Prefetch {
         next: std::ptr::null(),
         lines: 0,
     };
 
-    /// `bytes` from `next` on, in `turns` turns.
-    fn new(next: *const u8, bytes: usize, turns: usize) -> Ahead {
-        let lines = bytes.div_ceil(64).div_ceil(turns.max(1));
-        Ahead { next, lines }
+    /// Prefetches `bytes` bytes at `next` in `steps` steps.
+    fn new(next: *const u8, bytes: usize, steps: usize) -> Prefetch {
+        let lines = bytes.div_ceil(64).div_ceil(steps.max(1));
+        Prefetch { next, lines }
     }
 
-    /// Asks for the next few lines.
+    /// Prefetches the cache lines of one step.
     #[inline(always)]
-    pub(super) fn more(&mut self) {
+    pub(super) fn step(&mut self) {
         for _ in 0..self.lines {
-            // SAFETY: a hint; the address need not be valid.
+            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(self.next.cast()) };
             self.next = self.next.wrapping_add(64);
         }
     }
 }
 
-/// The running sums of a tile: for each column, the rows of a panel.
+/// The sums of a tile: for each column, one float for each row of the panel.
 #[derive(Clone, Copy)]
-pub(super) struct Sums(*mut f32);
+pub(super) struct TileSums(*mut f32);
 
-impl Sums {
+impl TileSums {
     /// Vector `p` of `P` of column `c`.
     ///
     /// # Safety
-    /// The tile has the column, and the panel `P` vectors.
+    /// The sums have column `c` and `P > p` vectors for each column. The processor has the
+    /// instructions of `S`.
     #[inline(always)]
     pub(super) unsafe fn load<S: IntSimd, const P: usize>(self, p: usize, c: usize) -> S::Vector {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: column `c` begins `c * P` vectors behind the first sum, and the caller guarantees
+        // vector `p` of it.
         unsafe { S::v_load(self.0.add((c * P + p) * S::LANES), S::LANES) }
     }
 
     /// Writes vector `p` of `P` of column `c`.
     ///
     /// # Safety
-    /// As [`Sums::load`].
+    /// As [`TileSums::load`].
     #[inline(always)]
     pub(super) unsafe fn store<S: IntSimd, const P: usize>(self, p: usize, c: usize, v: S::Vector) {
-        // SAFETY: by the caller's contract; a whole vector is asked for.
+        // SAFETY: column `c` begins `c * P` vectors behind the first sum, and the caller guarantees
+        // vector `p` of it.
         unsafe { S::v_store(v, self.0.add((c * P + p) * S::LANES), S::LANES) }
     }
 }
@@ -134,14 +147,15 @@ impl Sums {
 pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
     let height = T::VECTORS * S::LANES;
     if call.cols <= FEW_COLUMNS {
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: `call` is the unchanged argument, for which the caller guarantees the contract.
         return unsafe { by_panels::<S, T>(call, height) };
     }
     let (block_cols, block_rows) = (call.cols.min(COLUMNS), call.rows.min(ROWS));
     let sum_bytes = block_cols * block_rows.next_multiple_of(height) * size_of::<f32>();
     let mut memory = PREPARED.take(sum_bytes + block_cols * size_of::<T::Column>());
     let sums = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: the memory has room for the sums, whole lines, and the columns behind them.
+    // SAFETY: the memory has `sum_bytes` bytes for the sums, and behind them room for `block_cols`
+    // columns.
     let columns = unsafe { memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>() };
     let mut panel = T::new();
     for first_col in (0..call.cols).step_by(COLUMNS) {
@@ -152,14 +166,16 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
                 first_col,
                 cols: COLUMNS.min(call.cols - first_col),
             };
-            // SAFETY: by the caller's contract, for a part of the rows and columns.
+            // SAFETY: the rows and the columns of `block` are in the call. The memory has sums for
+            // `block_rows` rows, rounded up to whole panels, of `block_cols` columns, and
+            // `block_cols` prepared columns; a block is not larger.
             unsafe { multiply_block::<S, T>(call, &mut panel, block, sums, columns, height) }
         }
     }
     PREPARED.give_back(memory);
 }
 
-/// A part of the results.
+/// A block of the destination.
 #[derive(Clone, Copy)]
 struct Block {
     first_row: usize,
@@ -171,7 +187,9 @@ struct Block {
 /// One block of [`gemm`].
 ///
 /// # Safety
-/// As [`crate::gemm::Gemm`]; `sums` and `columns` have room for the block.
+/// As [`crate::gemm::Gemm`] for `call`, with the features of `S`. `block` is inside the
+/// destination. `sums` is writable for `block.cols` columns of `block.rows` floats, rounded up to
+/// whole panels of `height`; `columns` is writable for `block.cols` prepared columns.
 #[inline(always)]
 unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
     call: &GemmArgs,
@@ -182,8 +200,9 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
     height: usize,
 ) {
     let panels = block.rows.div_ceil(height);
-    // SAFETY: the offsets are those of rows, columns and elements of the call, or of sums of the
-    // block.
+    // SAFETY: the caller guarantees `call.k` elements in each row and column of the block, and
+    // `start + len <= call.k`. Panel `i` has its own `block.cols * height` sums. The rows of `dst`
+    // that are written are below `call.rows`.
     unsafe {
         sums.write_bytes(0, panels * block.cols * height);
         let x = call.x.add(block.first_col * call.x_stride);
@@ -194,8 +213,7 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
             }
             for i in 0..panels {
                 panel.unpack(call, block.first_row + i * height, start, len);
-                // Where the next panel begins, its rows far apart: nothing the processor would
-                // foresee.
+                // The hardware prefetcher does not find the next panel: its rows are far apart.
                 let (row, chunk) = if i + 1 < panels {
                     (block.first_row + (i + 1) * height, start / T::CHUNK)
                 } else {
@@ -211,13 +229,13 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
                     x,
                     x_stride: call.x_stride,
                     columns,
-                    sums: Sums(sums.add(i * block.cols * height)),
+                    sums: TileSums(sums.add(i * block.cols * height)),
                 };
-                let mut nothing = Ahead::NOTHING;
-                tiles::<S, T>(panel, tile, block.cols, start, len, &mut nothing);
+                let mut none = Prefetch::NONE;
+                tiles::<S, T>(panel, tile, block.cols, start, len, &mut none);
             }
         }
-        // Whole columns: a column of `dst` is contiguous.
+        // Column by column, since a column of `dst` is contiguous.
         for c in 0..block.cols {
             for i in 0..panels {
                 let row = block.first_row + i * height;
@@ -236,10 +254,10 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
     }
 }
 
-/// Multiplies a panel with all of `cols` columns.
+/// Multiplies a panel with `cols` columns, the first of which is the first column of `tile`.
 ///
 /// # Safety
-/// As [`Panel::multiply`], for the columns from those of `tile` on.
+/// As [`Panel::multiply`], with `C = cols`.
 #[inline(always)]
 unsafe fn tiles<S: IntSimd, T: Panel<S>>(
     panel: &T,
@@ -247,22 +265,23 @@ unsafe fn tiles<S: IntSimd, T: Panel<S>>(
     cols: usize,
     start: usize,
     len: usize,
-    ahead: &mut Ahead,
+    prefetch: &mut Prefetch,
 ) {
     let mut c = 0;
     while c < cols {
         let left = cols - c;
         macro_rules! multiply {
             ($vectors:literal, $columns:literal) => {{
-                panel.multiply::<$vectors, $columns>(tile, start, len, ahead);
+                panel.multiply::<$vectors, $columns>(tile, start, len, prefetch);
                 $columns
             }};
         }
-        // SAFETY: by the caller's contract; as many columns are left.
+        // SAFETY: each arm multiplies at most `left` columns, which the caller guarantees. The
+        // pointers advance by the columns that are done.
         unsafe {
             let done = match (T::VECTORS, left) {
                 (2, 12..) if T::COLS == 12 => multiply!(2, 12),
-                // Eight are two tiles of four.
+                // Eight columns are two tiles of four.
                 (2, 6..) if T::COLS >= 6 && left != 8 => multiply!(2, 6),
                 (2, 4..) => multiply!(2, 4),
                 (2, 2..) => multiply!(2, 2),
@@ -273,13 +292,13 @@ unsafe fn tiles<S: IntSimd, T: Panel<S>>(
             };
             tile.x = tile.x.add(done * tile.x_stride);
             tile.columns = tile.columns.add(done);
-            tile.sums = Sums(tile.sums.0.add(done * T::VECTORS * S::LANES));
+            tile.sums = TileSums(tile.sums.0.add(done * T::VECTORS * S::LANES));
             c += done;
         }
     }
 }
 
-/// How many tiles [`tiles`] makes of the columns, or somewhat fewer.
+/// A lower bound of the number of tiles that [`tiles`] makes of `cols` columns.
 fn tiles_of(cols: usize, most: usize) -> usize {
     (cols / most).max(1)
 }
@@ -295,11 +314,12 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
     let mut memory = PREPARED.take(sum_bytes + chunks * call.cols * size_of::<T::Column>());
     let sums = memory.as_mut_ptr().cast::<f32>();
     let mut panel = T::new();
-    // Whether most of what lies between the first and the last of some rows is rows.
+    // Whether the rows of weights are dense enough to prefetch the memory between them.
     let dense = call.w_stride < 2 * chunks * T::BYTES;
-    let turns = chunks * tiles_of(call.cols, T::COLS) * T::UNITS;
-    // SAFETY: the memory has room for the sums, whole lines, and the columns of each chunk behind
-    // them; all other offsets are those of rows, columns and elements of the call.
+    let steps = chunks * tiles_of(call.cols, T::COLS) * T::UNITS;
+    // SAFETY: the memory has `sum_bytes` bytes for the sums, and behind them room for the columns
+    // of each chunk. The caller guarantees `call.k` elements in each row and column of the call;
+    // `start + len <= call.k`, and the rows of `dst` that are written are below `call.rows`.
     unsafe {
         let columns = memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>();
         for chunk in 0..chunks {
@@ -312,12 +332,12 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
         }
         for row in (0..call.rows).step_by(height) {
             let next = row + height;
-            // The rows of the next panel, unless this is the last.
+            // The bytes of the next panel; 0 for the last panel.
             let bytes = call.rows.saturating_sub(next).min(height) * call.w_stride;
-            let mut ahead = if dense {
-                Ahead::new(call.w.wrapping_add(next * call.w_stride), bytes, turns)
+            let mut prefetch = if dense {
+                Prefetch::new(call.w.wrapping_add(next * call.w_stride), bytes, steps)
             } else {
-                Ahead::NOTHING
+                Prefetch::NONE
             };
             sums.write_bytes(0, call.cols * height);
             for chunk in 0..chunks {
@@ -328,9 +348,9 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
                     x: call.x,
                     x_stride: call.x_stride,
                     columns: columns.add(chunk * call.cols),
-                    sums: Sums(sums),
+                    sums: TileSums(sums),
                 };
-                tiles::<S, T>(&panel, tile, call.cols, start, len, &mut ahead);
+                tiles::<S, T>(&panel, tile, call.cols, start, len, &mut prefetch);
             }
             for c in 0..call.cols {
                 let dst = call.dst.add(c * call.dst_stride + row);
@@ -349,7 +369,9 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
 /// + r) * 4`. `words` is rounded up to whole vectors.
 ///
 /// # Safety
-/// As in [`IntSimd`]; `src` has the rows `src_stride` bytes apart, and `dst` room for the words.
+/// `src` is readable for `vectors * S::LANES` rows `src_stride` bytes apart, each of `words` words
+/// rounded up to whole vectors. `dst` is writable for as many words of as many rows, and does not
+/// overlap `src`. The processor has the instructions of `S`.
 #[inline(always)]
 pub(super) unsafe fn interleave<S: IntSimd>(
     src: *const u8,
@@ -361,7 +383,8 @@ pub(super) unsafe fn interleave<S: IntSimd>(
     let dst_stride = vectors * S::LANES * 4;
     for first in (0..words).step_by(S::LANES) {
         for v in 0..vectors {
-            // SAFETY: the caller's contract covers these accesses.
+            // SAFETY: the caller guarantees the rows from `v * S::LANES` on, their words from
+            // `first` on, and the same square of `dst`.
             unsafe {
                 S::v_transpose(
                     src.add(v * S::LANES * src_stride + first * 4),

@@ -11,8 +11,9 @@ use super::scratch::DECODED;
 use crate::formats::{Quants256, SuperBlockFormat};
 use crate::gemm::kernel::GemmArgs;
 
-/// Rows decoded at once for a panel, and for few columns.
+/// Rows that are decoded at once for a panel.
 const PANEL_ROWS: usize = 32;
+/// Rows that are decoded at once for products row by row.
 const ROWS: usize = 4;
 
 /// A decoded super-block.
@@ -20,9 +21,9 @@ const ROWS: usize = 4;
 #[repr(C, packed)]
 struct PlainSuper {
     q: [u8; 256],
-    /// Scales of every 16.
+    /// One scale for each 16 quants.
     scales: [i16; 16],
-    /// Minimums of every 16, or what the offset of the quants makes of the scales.
+    /// One minimum for each 16 quants: of the format, or the scale times the offset of the quants.
     mins: [i16; 16],
     d: f32,
     dmin: f32,
@@ -50,34 +51,36 @@ impl SuperBlockKernel for PlainSuper {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the contract of `blocks`.
+        // SAFETY: the caller guarantees a block at `block`, which begins with 256 bytes of quants.
         unsafe { block.cast::<[__m256i; 8]>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the contract of `blocks`.
+        // SAFETY: the caller guarantees a block at `block`, which begins with 256 bytes of quants.
         unsafe { block.cast::<[__m512i; 4]>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the contract of `blocks`; the scales and minimums follow the quants.
+        // SAFETY: the caller guarantees a block at `block`, which has 32 bytes of scales and 32 of
+        // minimums behind the 256 quants.
         unsafe { block.add(256).cast::<(__m256i, __m256i)>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the contract of `blocks`; the scales of both are the last fields.
+        // SAFETY: the caller guarantees a block at `block`, which has `d` and `dmin` from byte 320
+        // on.
         unsafe { block.add(320).cast::<(f32, f32)>().read_unaligned() }
     }
 }
 
-/// Decodes a few rows of `B` at a time and hands them to `multiply`.
+/// Decodes a few rows of `B` at a time and calls `multiply` with them.
 ///
 /// # Safety
-/// As [`crate::gemm::Gemm`], with blocks `B`; `multiply` is [`multiply`] in a function with instructions
-/// that the processor has.
+/// As [`crate::gemm::Gemm`], with blocks `B`; `multiply` is [`multiply`] in a function with
+/// instructions that the processor has.
 #[inline(always)]
 pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe fn(&GemmArgs)) {
     let blocks = call.k / 256;
@@ -93,15 +96,18 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
         let n = step.min(call.rows - first);
         for r in 0..n {
             for b in 0..blocks {
-                // SAFETY: the block is one of the call's, and any bytes are a valid one; the memory
-                // has room for `step` rows; both are packed.
+                // SAFETY: `first + r < call.rows`, and the caller guarantees `blocks` blocks in
+                // each row. A block consists of integers, so any bytes are valid. The memory has
+                // `step > r` rows of `blocks` blocks. Both types are packed, so any address is
+                // aligned.
                 unsafe {
                     let row = call.w.add((first + r) * call.w_stride);
                     decode(&*row.cast::<B>().add(b), &mut *rows.add(r * blocks + b));
                 }
             }
         }
-        // SAFETY: the caller's promise for these rows, now decoded.
+        // SAFETY: the `n` decoded rows have `blocks` blocks each and `first + n <= call.rows`. The
+        // columns and results are those of the call, which the caller guarantees.
         unsafe {
             let dst = call.dst.add(first);
             multiply(&GemmArgs {
@@ -116,13 +122,14 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
     DECODED.give_back(memory);
 }
 
-/// Multiplies with decoded rows: the second half of [`gemm`], the same for every format.
+/// Multiplies decoded rows, for every format: the second step of [`gemm`].
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`; the weights are decoded.
 #[inline(always)]
 pub(super) unsafe fn multiply<S: BlockSimd>(call: &GemmArgs) {
-    // SAFETY: the caller's contract covers these accesses.
+    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
+    // contract of `Gemm` for rows of `PlainSuper` and the features of `S`.
     unsafe { k_quants::gemm::<S, PlainSuper>(call) }
 }
 

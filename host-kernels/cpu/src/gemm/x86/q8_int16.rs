@@ -1,6 +1,6 @@
-//! 8-bit quants widened to 16 bits, for levels that multiply bytes only if one side is unsigned.
-//! There the sign would have to move from side to side for every product, so many columns are
-//! multiplied in 16 bits (`int16`).
+//! 8-bit quants widened to 16 bits, for levels that multiply bytes only if one operand is unsigned.
+//! At these levels, 8-bit products need an extra sign operation for every product, so many columns
+//! are multiplied in 16 bits (`int16`).
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -23,8 +23,9 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
         const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
         let (bytes, quants) = activation::<B>();
-        // SAFETY: by the caller's contract: the groups are there, and `column` is one of the
-        // panel's own, aligned; the two vectors of a group's pairs are all that it has.
+        // SAFETY: the caller guarantees `start + len` activations at `x`, so block `start / 32 + g`
+        // is readable, and that `column` is valid and aligned. The two vectors of eight pairs are
+        // the `GROUP / 2 = 16` pairs of a group.
         unsafe {
             let column = &mut *column;
             for g in 0..len / 32 {
@@ -50,9 +51,9 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
         const { assert!(!(B::WIDE && matches!(B::CODES, Codes::Other))) }
         let from = rows_from(call, row, VECTORS * S::LANES);
         let (first, groups) = (start / 32, len / 32);
-        // SAFETY: by the caller's contract: groups `start / 32 ..` exist in every row below
-        // `call.rows`, where all of `from` point; eight scales fit the sixteen of a row, and eight
-        // words of four elements are the sixteen pairs of a group.
+        // SAFETY: `from` points to rows of the call, each with `call.k >= start + len` weights, so
+        // the groups `first .. first + groups` are readable. The eight scales fit the 16 floats of
+        // a row. Each group has eight words of four elements, which are its 16 pairs.
         unsafe {
             for r in 0..VECTORS * S::LANES {
                 let (d, _) = chunk_scales::<S, B>(from[r], first, groups);
@@ -64,7 +65,7 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
                 for v in 0..VECTORS {
                     let rows = from.as_ptr().add(v * S::LANES);
                     decode_words::<S, B>(rows, block, |i, quants| {
-                        let [even, odd] = S::widen_pairs(S::flip(quants));
+                        let [even, odd] = S::widen_pairs(S::add_128(quants));
                         panel.set_pairs(16 * g + i, v, even);
                         panel.set_pairs(16 * g + 8 + i, v, odd);
                     });

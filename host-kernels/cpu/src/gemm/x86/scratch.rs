@@ -8,12 +8,12 @@ use std::thread::LocalKey;
 #[repr(C, align(64))]
 pub(super) struct Line([u8; 64]);
 
-/// A piece of memory of each thread.
+/// A buffer of each thread.
 pub(super) struct Scratch(&'static LocalKey<Cell<Vec<Line>>>);
 
-/// For activations.
+/// The prepared activations of a product.
 pub(super) static PREPARED: Scratch = Scratch(&PREPARED_CELL);
-/// For decoded weights.
+/// The decoded weights of a product, or its intermediate sums.
 pub(super) static DECODED: Scratch = Scratch(&DECODED_CELL);
 
 thread_local! {
@@ -22,8 +22,8 @@ thread_local! {
 }
 
 impl Scratch {
-    /// At least `bytes` of initialised, line-aligned memory with arbitrary contents. What is not
-    /// given back is freed.
+    /// At least `bytes` bytes of initialised memory with arbitrary contents, aligned to a cache
+    /// line. Memory that is not passed to [`Scratch::give_back`] is freed.
     pub(super) fn take(&self, bytes: usize) -> Vec<Line> {
         let mut memory = self.0.take();
         let lines = bytes.div_ceil(64);

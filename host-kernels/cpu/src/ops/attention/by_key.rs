@@ -7,11 +7,11 @@ use crate::gemm_rows::GemmRows;
 use crate::simd::{PtrTask, Simd, Task, Transpose, chunks, dispatch, dispatch_ptr};
 
 impl Attention {
-    /// Brings the queries of a block to floats, scaled, an element of all rows after the other, and
-    /// finds the slopes of their heads.
+    /// Scales and transposes the queries of a block: element after element, each for all rows.
+    /// Computes the slopes of the heads.
     ///
     /// # Safety
-    /// The workspace is of this operation and this thread.
+    /// `space` is the workspace of this operator and this worker.
     pub(super) unsafe fn read_queries_by_key(&self, block: Block, space: &Workspace) {
         let (n, rows) = (self.k.ne[0], self.block_rows());
         let padded = n.next_multiple_of(LINE_FLOATS);
@@ -19,8 +19,9 @@ impl Attention {
             for lane in 0..LINE_FLOATS {
                 let (head, token) = ((first + lane) / block.pitch, (first + lane) % block.pitch);
                 let is_query = head < block.heads && token < block.tokens;
-                // SAFETY: a query is a dense row of `n` floats; the tile of keys has room for a
-                // line of such rows, the slopes for all.
+                // SAFETY: a query is a dense row of `n` floats. `key_tile` has at least
+                // `LINE_FLOATS` rows of `padded` floats, and `slopes` has `rows > first + lane`
+                // floats.
                 unsafe {
                     let to = space.key_tile.add(lane * padded);
                     if is_query {
@@ -34,7 +35,7 @@ impl Attention {
                     }
                 }
             }
-            let turn = Transpose {
+            let transpose = Transpose {
                 src: space.key_tile,
                 src_stride: padded,
                 rows: LINE_FLOATS,
@@ -42,13 +43,13 @@ impl Attention {
                 dst: space.queries.cast::<f32>().wrapping_add(first),
                 dst_stride: rows,
             };
-            // SAFETY: the line of queries was written above; the workspace has room for all
-            // elements of all rows.
-            unsafe { turn.run() };
+            // SAFETY: `key_tile` has `LINE_FLOATS` rows of `padded` floats, and `queries` has
+            // `padded` rows of `rows` floats; `first + LINE_FLOATS <= rows`.
+            unsafe { transpose.run() };
         }
     }
 
-    /// Floats of the mask that belong to a key, by key: rows that go on alike share them.
+    /// The floats of the mask for a key, by key. If the heads share the mask, so do their rows.
     pub(super) fn mask_lanes(&self) -> usize {
         match self.mask_is_shared() {
             true => self.cut.tokens.max(LINE_FLOATS),
@@ -59,8 +60,9 @@ impl Attention {
     /// Computes the weights of a tile of keys, by key.
     ///
     /// # Safety
-    /// There are so many keys; the workspace is of this operation and this thread, with queries.
-    pub(super) unsafe fn weigh_by_key(
+    /// `first + keys` is at most the number of keys. `space` is the workspace of this operator and
+    /// this worker, with the queries of the block.
+    pub(super) unsafe fn weights_by_key(
         &self,
         block: Block,
         first: usize,
@@ -71,8 +73,9 @@ impl Attention {
     ) {
         let (n, rows) = (self.k.ne[0], self.block_rows());
         let [k2, k3] = self.shared(block, &self.k);
-        // SAFETY: by the caller's contract; the workspace has room for a tile of keys and of
-        // scores.
+        // SAFETY: the caller guarantees the keys, of `n` dense elements each. The workspace has
+        // `TILE_KEYS >= keys` rows of keys, of scores (`rows` floats each) and of masks (`lanes <=
+        // rows` floats each), and `rows` slopes. The slices do not overlap.
         unsafe {
             let (tile, stride) = match self.keys.reader.in_place(self.k.row_ptr([first, k2, k3])) {
                 Some(keys) => (keys, self.k.nb[1] / size_of::<f32>()),
@@ -101,7 +104,7 @@ impl Attention {
                 self.read_mask_by_key(block, first, keys, space);
             }
             let lanes = self.mask_lanes();
-            dispatch(WeighByKey {
+            dispatch(WeightsByKey {
                 attention: self,
                 block,
                 keys,
@@ -117,7 +120,8 @@ impl Attention {
 
 /// Copies floats, times a factor.
 ///
-/// Contract: both pointers have as many floats, without overlap.
+/// Contract: the first pointer is readable and the second writable for this number of floats, and
+/// they do not overlap.
 struct Scaled(*const f32, usize, f32, *mut f32);
 
 impl PtrTask for Scaled {
@@ -127,31 +131,32 @@ impl PtrTask for Scaled {
     unsafe fn run<S: Simd>(self, simd: S) {
         let Scaled(from, n, factor, to) = self;
         chunks::<S>(n, |i, lanes| {
-            // SAFETY: the contract of the task guarantees `n` floats in both places.
+            // SAFETY: the contract of the task guarantees `n` floats at `from` and `to`; `i + lanes
+            // <= n`.
             unsafe { (simd.load_ptr(from.add(i), lanes) * factor).store_ptr(to.add(i), lanes) }
         });
     }
 }
 
-/// Turns the scores of a tile, by key and already scaled, into weights.
-struct WeighByKey<'a, 'b> {
+/// Computes the weights of a tile from its scores, stored by key and already scaled.
+struct WeightsByKey<'a, 'b> {
     attention: &'a Attention,
     block: Block,
     keys: usize,
     scores: &'a mut [f32],
-    /// For each key, the mask of as many rows as there are lanes, which repeats.
+    /// For each key, the mask of [`Attention::mask_lanes`] rows, which repeats for the other rows.
     masks: Option<&'a [f32]>,
-    /// For each row, what its mask is multiplied with.
+    /// For each row, the factor of its mask.
     slopes: &'a [f32],
     sums: &'a mut Sums<'b>,
 }
 
-impl Task for WeighByKey<'_, '_> {
+impl Task for WeightsByKey<'_, '_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let WeighByKey {
+        let WeightsByKey {
             attention,
             block,
             keys,
@@ -163,7 +168,8 @@ impl Task for WeighByKey<'_, '_> {
         let (cap, rows) = (attention.cap, attention.block_rows());
         let lanes = attention.mask_lanes();
         let minus_infinity = simd.splat(f32::NEG_INFINITY);
-        // Rows are whole vectors: `LINE_FLOATS` divides their number, and `LANES` that.
+        // The rows are whole vectors: their number is a multiple of `LINE_FLOATS`, which is a
+        // multiple of `LANES`.
         for first in (0..block.rows()).step_by(S::LANES) {
             let old = simd.load(&sums.largest[first..]);
             let slope = simd.load(&slopes[first..]);
@@ -181,7 +187,7 @@ impl Task for WeighByKey<'_, '_> {
                 }
                 largest = score.max(largest);
             }
-            // Rows that see nothing yet: e^(-inf - 0) is 0, e^(-inf - -inf) would not be.
+            // Rows that have not seen a key: e^(-inf - 0) is 0, e^(-inf - -inf) is NaN.
             let blind = largest.le(minus_infinity);
             let base = blind.select(simd.splat(0.0), largest);
             let mut sum = simd.splat(0.0);

@@ -6,15 +6,15 @@ use crate::gemm::GemmArgs;
 use crate::simd::{Simd, Task, chunks, dispatch};
 
 impl Attention {
-    /// Brings the queries of a block to the type that keys are multiplied with.
+    /// Converts the queries of a block to the type that keys are multiplied with.
     ///
     /// # Safety
-    /// The workspace is of this operation and this thread.
+    /// `space` is the workspace of this operator and this worker.
     pub(super) unsafe fn read_queries_by_row(&self, block: Block, space: &Workspace) {
         for (row, token, head) in block.queries() {
             let query = self.q.row_ptr([token, head, block.sequence]).cast::<f32>();
-            // SAFETY: a query is a dense row of floats, which the blocks of the keys divide; the
-            // workspace has room for one for each row.
+            // SAFETY: a query is a dense row of `k.ne[0]` floats, a multiple of the block size of
+            // the keys. `queries` has `query_bytes` bytes for each row of the block.
             unsafe {
                 let to = space.queries.add(row * self.query_bytes);
                 (self.kernel.quantize_activation)(query, to, self.k.ne[0]);
@@ -25,8 +25,9 @@ impl Attention {
     /// Computes the weights of a tile of keys, by row.
     ///
     /// # Safety
-    /// There are so many keys; the workspace is of this operation and this thread, with queries.
-    pub(super) unsafe fn weigh_by_row(
+    /// `first + keys` is at most the number of keys. `space` is the workspace of this operator and
+    /// this worker, with the queries of the block.
+    pub(super) unsafe fn weights_by_row(
         &self,
         block: Block,
         first: usize,
@@ -37,8 +38,9 @@ impl Attention {
     ) {
         let [k2, k3] = self.shared(block, &self.k);
         let floats = block.rows() * TILE_KEYS;
-        // SAFETY: by the caller's contract; the workspace has room for a tile of scores for each
-        // row.
+        // SAFETY: the caller guarantees the keys and the converted queries. The workspace has
+        // `TILE_KEYS >= keys` scores and masks for each row of the block, and the slices do not
+        // overlap.
         unsafe {
             if !visible.plain {
                 self.read_mask_by_row(block, first, keys, space);
@@ -54,7 +56,7 @@ impl Attention {
                 dst: space.scores,
                 dst_stride: TILE_KEYS,
             });
-            dispatch(WeighByRow {
+            dispatch(WeightsByRow {
                 attention: self,
                 block,
                 keys,
@@ -67,8 +69,8 @@ impl Attention {
     }
 }
 
-/// Turns the scores of a tile, by row, into weights.
-struct WeighByRow<'a, 'b> {
+/// Computes the weights of a tile from its scores, stored by row.
+struct WeightsByRow<'a, 'b> {
     attention: &'a Attention,
     block: Block,
     keys: usize,
@@ -78,12 +80,12 @@ struct WeighByRow<'a, 'b> {
     sums: &'a mut Sums<'b>,
 }
 
-impl Task for WeighByRow<'_, '_> {
+impl Task for WeightsByRow<'_, '_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let WeighByRow {
+        let WeightsByRow {
             attention,
             block,
             keys,
@@ -116,14 +118,14 @@ impl Task for WeighByRow<'_, '_> {
             });
             let largest = largest.largest(S::LANES);
             if largest == f32::NEG_INFINITY {
-                // Hidden altogether, unless what is not hidden is NaN.
+                // Every score is -inf, except scores that are NaN.
                 if scores.iter().any(|score| score.is_nan()) {
                     self.sums.weights[r] = f32::NAN;
                 }
                 scores.fill(0.0);
                 continue;
             }
-            self.sums.rise(r, largest);
+            self.sums.raise_largest(r, largest);
             let largest = self.sums.largest[r];
             let mut sum = simd.splat(0.0);
             chunks::<S>(keys, |i, n| {

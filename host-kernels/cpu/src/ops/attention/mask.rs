@@ -1,4 +1,4 @@
-//! Which keys of a tile the mask shows, and the mask of the tile as floats.
+//! The keys of a tile that the mask does not hide, and the mask of the tile as floats.
 
 use super::state::{Attention, Block, TILE_KEYS, Workspace};
 use crate::formats::{Format, Type};
@@ -10,31 +10,31 @@ const _: () = assert!(
     "the keys of a tile are bits of a word"
 );
 
-/// The half that hides a key.
+/// The F16 value that hides a key.
 const MINUS_INFINITY: u16 = 0xfc00;
 
-/// What a mask says of a tile of keys.
+/// The effect of the mask on a tile of keys.
 #[derive(Clone, Copy)]
 pub(super) struct Visible {
-    /// The keys that any row sees, one bit each.
+    /// One bit for each key: whether any row sees the key.
     pub(super) live: u64,
-    /// All rows see all keys as they are.
+    /// The mask is 0 for all rows and keys.
     pub(super) plain: bool,
 }
 
 impl Visible {
-    /// As many keys as are worth a look: none behind them is seen.
+    /// The number of keys up to the last one that any row sees.
     pub(super) fn keys(self) -> usize {
         TILE_KEYS - self.live.leading_zeros() as usize
     }
 }
 
 impl Attention {
-    /// Looks at the mask of `keys` keys from `first` on.
+    /// Reads the mask of `keys` keys from `first` on.
     ///
     /// # Safety
-    /// There are so many keys.
-    pub(super) unsafe fn look(&self, block: Block, first: usize, keys: usize) -> Visible {
+    /// `first + keys` is at most the number of keys, and `keys <= TILE_KEYS`.
+    pub(super) unsafe fn visible(&self, block: Block, first: usize, keys: usize) -> Visible {
         let Some(mask) = self.mask else {
             return Visible {
                 live: u64::MAX >> (64 - keys),
@@ -49,7 +49,8 @@ impl Attention {
             block.heads
         } {
             for token in 0..block.tokens {
-                // SAFETY: the rows of a mask are dense halves, one for each key.
+                // SAFETY: a row of the mask is dense, with an F16 for each key. The caller
+                // guarantees `first + keys`; `halves` has `TILE_KEYS >= keys` elements.
                 unsafe {
                     let from = self.mask_row(mask, block, token, head).add(first);
                     halves.as_mut_ptr().copy_from_nonoverlapping(from, keys);
@@ -70,12 +71,12 @@ impl Attention {
         }
     }
 
-    /// Whether the heads of a token share their row of the mask.
+    /// Whether all heads of a token have the same row of the mask.
     pub(super) fn mask_is_shared(&self) -> bool {
         self.mask.is_none_or(|mask| mask.ne[2] == 1)
     }
 
-    /// Where the mask begins of a token and a head of a block.
+    /// The row of the mask for a token and a head of a block.
     fn mask_row(&self, mask: View, block: Block, token: usize, head: usize) -> *const u16 {
         let index = [
             block.first_token + token,
@@ -85,11 +86,12 @@ impl Attention {
         mask.row_ptr(index).cast()
     }
 
-    /// Reads the mask for `keys` keys from `first` on as floats: a tile for each row of the block,
-    /// or only for those of its first head if they share them.
+    /// Reads the mask of `keys` keys from `first` on as floats: a tile for each row of the block,
+    /// or for the rows of its first head if the heads share the mask.
     ///
     /// # Safety
-    /// There is a mask and so many keys; the workspace is of this operation and this thread.
+    /// `first + keys` is at most the number of keys, and `keys <= TILE_KEYS`. `space` is the
+    /// workspace of this operator and this worker.
     pub(super) unsafe fn read_mask_by_row(
         &self,
         block: Block,
@@ -104,14 +106,15 @@ impl Attention {
         } {
             for token in 0..block.tokens {
                 let row = head * block.pitch + token;
-                // SAFETY: by the caller's contract; the workspace has room for a tile for each row.
+                // SAFETY: `head` and `token` are in the block, and `row` is a row of the block, for
+                // which the workspace has a tile. The caller guarantees the keys.
                 unsafe { self.read_mask_row(block, [token, head], [first, keys], space, row) };
             }
         }
     }
 
-    /// The same by key: for each key, the mask of as many rows as [`Attention::mask_lanes`], which
-    /// repeats.
+    /// As [`Attention::read_mask_by_row`], by key: for each key, the mask of
+    /// [`Attention::mask_lanes`] rows, which repeats for the other rows.
     ///
     /// # Safety
     /// As [`Attention::read_mask_by_row`].
@@ -124,16 +127,17 @@ impl Attention {
     ) {
         let lanes = self.mask_lanes();
         for lane in 0..lanes {
-            // Rows that pad a block see what a neighbour sees.
+            // Rows that pad a block have the mask of the last token.
             let token = (lane % block.pitch).min(block.tokens - 1);
             let head = match self.mask_is_shared() {
                 true => 0,
                 false => (lane / block.pitch).min(block.heads - 1),
             };
-            // SAFETY: by the caller's contract; there are no more lanes than rows.
+            // SAFETY: `token` and `head` are in the block, and `lane < lanes <= block_rows()`, so
+            // the workspace has the tile. The caller guarantees the keys.
             unsafe { self.read_mask_row(block, [token, head], [first, keys], space, lane) };
         }
-        let turn = Transpose {
+        let transpose = Transpose {
             src: space.masks,
             src_stride: TILE_KEYS,
             rows: lanes,
@@ -141,14 +145,16 @@ impl Attention {
             dst: space.biases,
             dst_stride: lanes,
         };
-        // SAFETY: the workspace has a tile for each lane in both forms.
-        unsafe { turn.run() };
+        // SAFETY: `masks` and `biases` have `block_rows() * TILE_KEYS` floats each, and
+        // `lanes <= block_rows()`. They do not overlap.
+        unsafe { transpose.run() };
     }
 
-    /// Reads one row of a tile's mask to tile `to` of the workspace.
+    /// Reads one row of the mask of a tile to tile `to` of the workspace.
     ///
     /// # Safety
-    /// As [`Attention::read_mask_by_row`]; the block has the token and the head, the workspace the tile.
+    /// As [`Attention::read_mask_by_row`]. The token and the head are in the block, and
+    /// `to < block_rows()`.
     unsafe fn read_mask_row(
         &self,
         block: Block,
@@ -159,9 +165,10 @@ impl Attention {
     ) {
         let Some(mask) = self.mask else { return };
         let halves_to_floats = Format::of(Type::F16)
-            .expect("halves are a format")
+            .expect("F16 is a format")
             .dequantize_row;
-        // SAFETY: the rows of a mask are dense halves, one for each key; for the rest, the caller.
+        // SAFETY: a row of the mask is dense, with an F16 for each key, and `masks` has `TILE_KEYS`
+        // floats for tile `to`. The caller guarantees `first + keys` and `keys <= TILE_KEYS`.
         unsafe {
             let from = self.mask_row(mask, block, token, head).add(first);
             (halves_to_floats)(from.cast(), space.masks.add(to * TILE_KEYS), keys);
@@ -169,7 +176,7 @@ impl Attention {
     }
 }
 
-/// Scores with the cap (0: none) and their mask, with the slopes of their heads.
+/// Scores after the cap (0: no cap) and the mask, which is multiplied with the slopes of the heads.
 #[inline(always)]
 pub(super) fn shaped<S: Simd>(
     simd: S,
@@ -184,7 +191,7 @@ pub(super) fn shaped<S: Simd>(
     match mask {
         None => score,
         Some((mask, slope)) => {
-            // What is hidden is hidden, however small the slope.
+            // A slope of 0 does not make a hidden key visible: -inf times 0 would be NaN.
             let minus_infinity = simd.splat(f32::NEG_INFINITY);
             let hidden = mask.le(minus_infinity);
             hidden.select(minus_infinity, mask.mul_add(slope, score))

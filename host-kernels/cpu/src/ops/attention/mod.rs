@@ -1,18 +1,18 @@
 //! FLASH_ATTN_EXT: attention in tiles, without the matrix of all scores in memory (Dao et al.,
 //! "FlashAttention", arXiv:2205.14135).
 //!
-//! A *row* is a query: one head of one token. Rows that see the same keys and values (the heads of
-//! a group, the tokens of a sequence) form blocks, so that keys and values are read once per block.
-//! A thread processes the keys of a block one tile at a time: it computes scores, their
+//! A *row* is a query: one head of one token. Rows that attend to the same keys and values (the
+//! heads of a group, the tokens of a sequence) form blocks, so that keys and values are read once
+//! per block. A thread processes the keys of a block one tile at a time: it computes scores, their
 //! exponentials, and adds the values weighted by these. Exponentials are relative to the largest
-//! score so far; when that grows, the sums are rescaled (online softmax).
+//! score so far. When the largest score grows, the sums are rescaled (online softmax).
 //!
 //! Scores are stored *by row* (`by_row`) for few rows, *by key* (`by_key`) for many rows of plain
 //! keys.
 //!
-//! Few blocks (a decode step) are also cut along the keys, into *spans*, whose sums are merged in a
-//! second kernel (flash decoding). The cuts depend only on the shapes, so results are the same for
-//! any number of threads.
+//! If there are few blocks (a decode step), the keys are also divided into *spans*, whose sums are
+//! merged in a second kernel (flash decoding). The division depends only on the shapes, so results
+//! are the same for any number of threads.
 
 mod by_key;
 mod by_row;
@@ -32,7 +32,7 @@ use crate::operands::Operands;
 use state::{Attention, Block, Sums, TILE_KEYS, Workspace};
 use vgpu_engine::EngineError;
 
-/// What this file runs.
+/// The type combinations that this family runs.
 pub(super) fn rules() -> Vec<Rule> {
     let f32 = TypeSet::of(&[Type::F32]);
     let keys: Vec<Type> = Type::ALL
@@ -61,7 +61,8 @@ pub(super) fn flash_attn_ext(operands: &Operands<'_>) -> Result<Compiled, Engine
     let Attention { spans, output, .. } = attention;
     kernels.push(Box::new(move |w| {
         for unit in w.chunks(attention.blocks() * spans, 1).flatten() {
-            // SAFETY: the scratch is what was asked for, the units are dealt out once each.
+            // SAFETY: the kernel has the scratch memory that `Attention::new` has reserved. A
+            // worker has its own index, and `chunks` returns each unit to one worker.
             unsafe { attention.run(w.scratch(), w.index(), unit) };
         }
         Ok(())
@@ -69,7 +70,8 @@ pub(super) fn flash_attn_ext(operands: &Operands<'_>) -> Result<Compiled, Engine
     if spans > 1 {
         kernels.push(Box::new(move |w| {
             for block in w.share(attention.blocks()) {
-                // SAFETY: all spans have been run, a barrier ago; blocks are shared out once each.
+                // SAFETY: all spans were computed before the barrier between the two kernels.
+                // `share` returns each block to one worker.
                 unsafe { attention.merge(w.scratch(), block) };
             }
             Ok(())
@@ -83,21 +85,23 @@ pub(super) fn flash_attn_ext(operands: &Operands<'_>) -> Result<Compiled, Engine
 }
 
 impl Attention {
-    /// Runs a unit: a span of a block.
+    /// Computes a unit: a span of a block.
     ///
     /// # Safety
-    /// The scratch is that of this operation; no two threads have the same index, and none other runs
-    /// the same unit.
+    /// `scratch` is the scratch memory of this operator. No other thread has the index `worker`,
+    /// and no other thread computes `unit`.
     unsafe fn run(&self, scratch: *mut u8, worker: usize, unit: usize) {
         let (index, span) = (unit / self.spans, unit % self.spans);
         let block = self.block(index);
         let state = if self.spans == 1 { worker } else { unit };
-        // SAFETY: the state is this thread's, by index or by unit.
+        // SAFETY: the state has the index of this worker, or of this unit. The caller guarantees
+        // that no other thread uses it.
         let mut sums = unsafe { self.sums(scratch, state) };
         sums.clear();
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees the scratch memory of this operator and that no other
+        // thread has the index `worker`.
         let space = unsafe { self.workspace(scratch, worker) };
-        // SAFETY: the workspace is this thread's.
+        // SAFETY: the workspace belongs to this worker.
         unsafe {
             match self.by_key {
                 true => self.read_queries_by_key(block, &space),
@@ -107,30 +111,31 @@ impl Attention {
         let end = self.k.ne[1].min((span + 1) * self.span_keys);
         for first in (span * self.span_keys..end).step_by(TILE_KEYS) {
             let keys = TILE_KEYS.min(end - first);
-            // SAFETY: there are `keys` keys from `first` on; the workspace is this thread's.
+            // SAFETY: `first + keys <= end <= k.ne[1]`. The workspace belongs to this worker and
+            // has the queries of the block.
             unsafe {
-                let visible = self.look(block, first, keys);
+                let visible = self.visible(block, first, keys);
                 if visible.live == 0 {
                     continue;
                 }
                 let keys = visible.keys();
-                // What is read only once must be on its way before it is needed.
+                // Keys and values that are read once are prefetched.
                 let streaming = block.rows() <= TILE_RESULTS;
                 let [v2, v3] = self.shared(block, &self.v);
                 if streaming {
                     self.v.prefetch_rows([first, v2, v3], keys);
                 }
                 if self.by_key {
-                    self.weigh_by_key(block, first, keys, visible, &space, &mut sums);
+                    self.weights_by_key(block, first, keys, visible, &space, &mut sums);
                 } else {
-                    self.weigh_by_row(block, first, keys, visible, &space, &mut sums);
+                    self.weights_by_row(block, first, keys, visible, &space, &mut sums);
                 }
                 if streaming && first + TILE_KEYS < end {
                     let (next, [k2, k3]) = (first + TILE_KEYS, self.shared(block, &self.k));
                     let keys = TILE_KEYS.min(end - next);
                     self.k.prefetch_rows([next, k2, k3], keys);
                 }
-                self.mix(block, first, keys, visible.live, &space, &mut sums);
+                self.add_values(block, first, keys, visible.live, &space, &mut sums);
             }
         }
         if self.spans == 1 {
@@ -141,8 +146,9 @@ impl Attention {
     /// Adds the weighted values of a tile of keys to the sums.
     ///
     /// # Safety
-    /// There are so many keys; the workspace is of this operation and this thread, with the weights.
-    unsafe fn mix(
+    /// `first + keys` is at most the number of keys. `space` is the workspace of this worker, with
+    /// the weights of these keys.
+    unsafe fn add_values(
         &self,
         block: Block,
         first: usize,
@@ -152,38 +158,40 @@ impl Attention {
         sums: &mut Sums<'_>,
     ) {
         let [v2, v3] = self.shared(block, &self.v);
-        let (stride, step) = match self.by_key {
+        let (weights_stride, weights_step) = match self.by_key {
             true => (1, self.block_rows()),
             false => (TILE_KEYS, 1),
         };
-        let mix = GemmRows {
+        let product = GemmRows {
             results: block.rows(),
             terms: keys,
             n: self.v.ne[0],
             weights: space.scores.cast_const(),
-            weights_stride: stride,
-            weights_step: step,
+            weights_stride,
+            weights_step,
             rows: space.value_tile.cast_const(),
             rows_stride: self.width,
             out: sums.values.as_mut_ptr(),
             out_stride: self.width,
         };
         let all_live = live == u64::MAX >> (64 - keys);
-        // Values that are mixed once need not be converted first.
+        // Values that are used once are converted while they are added.
         let once = block.rows() <= TILE_RESULTS;
         let values = self.v.row_ptr([first, v2, v3]).cast_const();
         let stride = self.v.nb[1];
-        // SAFETY: by the caller's contract; rows of values are dense, their strides whole elements;
-        // the workspace has room for a tile of them.
+        // SAFETY: the caller guarantees `keys` rows of values from `first` on, and weights for
+        // them. Rows of values are dense, and their strides are multiples of an element.
+        // `value_tile` has `TILE_KEYS >= keys` rows of `width` floats. The sums belong to this
+        // worker.
         unsafe {
             match self.v.ty {
-                Type::F32 if all_live => mix.add_rows::<f32>(values, stride),
-                Type::F16 if all_live && once => mix.add_rows::<f16>(values, stride),
-                Type::Bf16 if all_live && once => mix.add_rows::<bf16>(values, stride),
+                Type::F32 if all_live => product.add_rows::<f32>(values, stride),
+                Type::F16 if all_live && once => product.add_rows::<f16>(values, stride),
+                Type::Bf16 if all_live && once => product.add_rows::<bf16>(values, stride),
                 _ => {
                     self.values
                         .read([first, v2, v3], keys, live, space.value_tile, self.width);
-                    mix.add();
+                    product.add();
                 }
             }
         }
@@ -192,19 +200,22 @@ impl Attention {
     /// Merges the spans of a block into the first and writes the results.
     ///
     /// # Safety
-    /// The scratch is that of this operation; all spans have been run; no other thread has the block.
+    /// `scratch` is the scratch memory of this operator. All spans have been computed. No other
+    /// thread accesses the states of the block.
     unsafe fn merge(&self, scratch: *mut u8, index: usize) {
         let block = self.block(index);
-        // SAFETY: the states of the block's units are this thread's now, and distinct.
+        // SAFETY: the caller guarantees the states of the block. `sums` is the state of its first
+        // span.
         let mut sums = unsafe { self.sums(scratch, index * self.spans) };
         for span in 1..self.spans {
-            // SAFETY: as above.
+            // SAFETY: the caller guarantees the states of the block. `span > 0`, so this state is
+            // not the state of `sums`.
             let other = unsafe { self.sums(scratch, index * self.spans + span) };
             for (r, ..) in block.queries() {
                 if other.weights[r] == 0.0 {
                     continue;
                 }
-                let share = sums.rise(r, other.largest[r]);
+                let share = sums.raise_largest(r, other.largest[r]);
                 sums.weights[r] += other.weights[r] * share;
                 let at = r * self.width..(r + 1) * self.width;
                 for (sum, value) in sums.values[at.clone()].iter_mut().zip(&other.values[at]) {
@@ -220,18 +231,19 @@ impl Attention {
         let strides = self.output.strides();
         for (r, token, head) in block.queries() {
             if let Some(sinks) = self.sinks {
-                // SAFETY: sinks are contiguous floats, one for each head.
+                // SAFETY: `sinks` is contiguous, with one float for each head.
                 let sink = unsafe { sinks.ptr().cast::<f32>().add(head).read() };
-                let share = sums.rise(r, sink);
+                let share = sums.raise_largest(r, sink);
                 sums.weights[r] += share;
             }
-            // Rows that see nothing are 0.
+            // A row that sees no key is 0.
             let weight = sums.weights[r];
             let inverse = if weight == 0.0 { 0.0 } else { 1.0 / weight };
             let values = &mut sums.values[r * self.width..][..self.v.ne[0]];
             values.iter_mut().for_each(|value| *value *= inverse);
             let to = head * strides[0] + token * strides[1] + block.sequence * strides[2];
-            // SAFETY: a row of the destination, or of scratch in its place.
+            // SAFETY: `to` is a row of the destination, or of the scratch memory that replaces it,
+            // with `v.ne[0]` floats. No other block has this row.
             unsafe {
                 let to = self.output.base(scratch).add(to).cast::<f32>();
                 to.copy_from_nonoverlapping(values.as_ptr(), values.len());

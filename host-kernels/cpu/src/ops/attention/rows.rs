@@ -23,11 +23,11 @@ impl Rows {
         }
     }
 
-    /// Reads `count` rows of keys or values from `at` on as floats, `stride` apart; zeros in place
-    /// of those that are not `live`.
+    /// Reads `count` rows of keys or values as floats, to rows `stride` floats apart. A row that is
+    /// not `live` becomes zeros.
     ///
     /// # Safety
-    /// There are so many rows; `to` has room for them.
+    /// The view has the rows `first .. first + count`. `to` is writable for `count` rows.
     pub(super) unsafe fn read(
         &self,
         [first, i2, i3]: [usize; 3],
@@ -39,7 +39,8 @@ impl Rows {
         let Rows { view: x, reader } = self;
         let all = live | !(u64::MAX >> (64 - count)) == u64::MAX;
         let rows = x.row_ptr([first, i2, i3]).cast_const();
-        // SAFETY: by the caller's contract; rows are dense, their strides whole elements.
+        // SAFETY: the caller guarantees `count` rows in the view and at `to`. In the first two arms
+        // the rows are dense, and their stride is a multiple of an element.
         unsafe {
             match x.ty {
                 Type::F16 if all && x.dense_rows() => dispatch_ptr(ReadTile {
@@ -94,7 +95,8 @@ impl<T: Element> PtrTask for ReadTile<T> {
     unsafe fn run<S: Simd>(self, simd: S) {
         for row in 0..self.count {
             chunks::<S>(self.n, |i, lanes| {
-                // SAFETY: the contract of the task guarantees the rows in both places.
+                // SAFETY: the contract of the task guarantees `count` rows of `n` elements at
+                // `rows` and at `to`; `row < count` and `i + lanes <= n`.
                 unsafe {
                     let from = self.rows.add(row * self.rows_stride + i);
                     let to = self.to.add(row * self.stride + i);

@@ -1,4 +1,4 @@
-//! The geometry of an attention: blocks of rows, spans of keys, and the working memory of threads.
+//! How an attention is divided (blocks of rows, spans of keys), and the working memory of threads.
 
 use vgpu_transport::ir::Op;
 
@@ -9,21 +9,22 @@ use crate::gemm::MatmulKernel;
 use crate::operands::Operands;
 use crate::view::View;
 
-/// Maximum number of rows in a block whose scores lie by row, and by key.
+/// The most rows in a block whose scores are stored by row.
 pub(super) const BLOCK_ROWS: usize = 64;
+/// The most rows in a block whose scores are stored by key.
 pub(super) const BLOCK_ROWS_BY_KEY: usize = 96;
 
 /// Keys in a tile.
 pub(super) const TILE_KEYS: usize = 64;
 
-/// From this many rows on, scores of plain keys lie by key.
+/// From this many rows on, scores of keys that are not quantised are stored by key.
 pub(super) const MANY_ROWS: usize = 16;
 
-/// Floats of a cache line, a multiple of those of a vector.
+/// Floats of a cache line, a multiple of the lanes of every vector.
 pub(super) const LINE_FLOATS: usize = 16;
 
-/// Keys are cut into spans until there is this much work to deal out, however many threads there
-/// are.
+/// The least number of units of work that keys are divided into spans for, for any number of
+/// threads.
 pub(super) const UNITS: usize = 64;
 
 /// The fewest keys in a span.
@@ -37,27 +38,29 @@ pub(super) struct Attention {
     pub(super) mask: Option<View>,
     pub(super) sinks: Option<View>,
     pub(super) output: Output,
-    /// Multiplies keys with queries, if scores lie by row.
+    /// Multiplies keys with queries, if scores are stored by row.
     pub(super) kernel: MatmulKernel,
     pub(super) keys: Rows,
     pub(super) values: Rows,
-    /// Scores are multiplied with this, then, if `cap` is not 0, brought between -cap and cap.
+    /// The factor of the scores.
     pub(super) scale: f32,
+    /// If not 0, scores are limited to -cap .. cap (logit softcap).
     pub(super) cap: f32,
     pub(super) slopes: Slopes,
     /// Heads that share keys and values.
     pub(super) group: usize,
     pub(super) cut: Cut,
-    /// Spans of the keys, and keys in each.
+    /// Spans of the keys.
     pub(super) spans: usize,
+    /// Keys in a span.
     pub(super) span_keys: usize,
-    /// Whether scores lie by key.
+    /// Whether scores are stored by key.
     pub(super) by_key: bool,
     /// Bytes from one query to the next in the type that keys are multiplied with.
     pub(super) query_bytes: usize,
     /// Floats of a row of values or results, padded to a cache line.
     pub(super) width: usize,
-    /// Offsets in scratch of each thread's working memory.
+    /// Offsets of the working memory of the threads in the scratch memory.
     pub(super) queries: usize,
     pub(super) scores: usize,
     pub(super) masks: usize,
@@ -65,11 +68,12 @@ pub(super) struct Attention {
     pub(super) row_slopes: usize,
     pub(super) key_tile: usize,
     pub(super) value_tile: usize,
-    /// Offset in scratch of the sums: of each thread, or of each unit if they are to be merged.
+    /// Offset of the sums in the scratch memory: of each thread, or of each unit if there are
+    /// spans.
     pub(super) sums: usize,
 }
 
-/// How many tokens, and how many heads of a group, make a block.
+/// The tokens, and the heads of a group, in a block.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) tokens: usize,
@@ -79,7 +83,7 @@ pub(super) struct Cut {
 impl Cut {
     pub(super) fn new(tokens: usize, group: usize, by_key: bool) -> Cut {
         let (most, tokens) = match by_key {
-            // A vector of rows holds tokens of one head, or the same tokens of several.
+            // A vector of rows has tokens of one head, or the same tokens of several heads.
             true if tokens >= LINE_FLOATS => {
                 let fit = BLOCK_ROWS_BY_KEY / group / LINE_FLOATS * LINE_FLOATS;
                 let fit = fit.clamp(LINE_FLOATS, TILE_KEYS);
@@ -89,7 +93,7 @@ impl Cut {
             true => (BLOCK_ROWS_BY_KEY, tokens.next_power_of_two()),
             false => (BLOCK_ROWS, tokens.min((BLOCK_ROWS / group).max(1))),
         };
-        // As equal parts of a group as possible.
+        // The parts of a group are as equal as possible.
         let parts = group.div_ceil((most / tokens).max(1));
         Cut {
             tokens,
@@ -98,7 +102,7 @@ impl Cut {
     }
 }
 
-/// The rows of a block: some neighbours out of the tokens and heads of a group, tokens innermost.
+/// The rows of a block: adjacent tokens of adjacent heads of a group, tokens innermost.
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) first_token: usize,
@@ -111,7 +115,7 @@ pub(super) struct Block {
 }
 
 impl Block {
-    /// Rows, with those that pad a head.
+    /// Rows, including rows that pad a head.
     pub(super) fn rows(self) -> usize {
         self.heads * self.pitch
     }
@@ -126,19 +130,21 @@ impl Block {
     }
 }
 
-/// What a thread works in.
+/// The working memory of a thread.
 pub(super) struct Workspace {
-    /// By row: a query after the other. By key: floats, an element of all rows after the other.
+    /// By row: the converted queries. By key: floats, element after element, each for all rows.
     pub(super) queries: *mut u8,
-    /// By row: a tile of keys for each row. By key: all rows for each key.
+    /// By row: the keys of the tile, for each row. By key: the rows, for each key.
     pub(super) scores: *mut f32,
-    /// The mask of the tile as floats, each distinct row once; and by key.
+    /// The mask of the tile as floats, by row.
     pub(super) masks: *mut f32,
+    /// The mask of the tile as floats, by key.
     pub(super) biases: *mut f32,
-    /// By key: what the mask of each row is multiplied with.
+    /// By key: the factor of the mask of each row.
     pub(super) slopes: *mut f32,
-    /// Keys and values of the tile as floats.
+    /// The keys of the tile as floats.
     pub(super) key_tile: *mut f32,
+    /// The values of the tile as floats.
     pub(super) value_tile: *mut f32,
 }
 
@@ -215,12 +221,12 @@ impl Attention {
         attention
     }
 
-    /// Rows there is room for in a block: whole cache lines of floats.
+    /// The capacity of a block in rows: whole cache lines of floats.
     pub(super) fn block_rows(&self) -> usize {
         (self.cut.tokens * self.cut.heads).next_multiple_of(LINE_FLOATS)
     }
 
-    /// Blocks of tokens, of heads of a group, groups and sequences.
+    /// The numbers of blocks of tokens, blocks of heads of a group, groups, and sequences.
     pub(super) fn extents(&self) -> [usize; 4] {
         [
             self.q.ne[1].div_ceil(self.cut.tokens),
@@ -230,7 +236,7 @@ impl Attention {
         ]
     }
 
-    /// How many blocks there are.
+    /// The number of blocks.
     pub(super) fn blocks(&self) -> usize {
         self.extents().into_iter().product()
     }
@@ -238,8 +244,8 @@ impl Attention {
     pub(super) fn block(&self, index: usize) -> Block {
         let [of_tokens, of_heads, groups, sequences] = self.extents();
         let (others, head) = (index / of_heads, index % of_heads * self.cut.heads);
-        // Late tokens see the most keys: they come first, so that no thread begins with much when
-        // the others end.
+        // With a causal mask, the last tokens see the most keys. Their blocks come first, so that
+        // the last blocks are short and threads finish at about the same time.
         let token = (of_tokens - 1 - others / groups / sequences) * self.cut.tokens;
         let tokens = self.cut.tokens.min(self.q.ne[1] - token);
         Block {
@@ -261,13 +267,13 @@ impl Attention {
             }
     }
 
-    /// Floats of a tile of keys, or of a line of queries before they are turned.
+    /// Floats of a tile of keys, or of queries before they are transposed.
     pub(super) fn key_floats(&self) -> usize {
         TILE_KEYS * self.k.ne[0].next_multiple_of(LINE_FLOATS)
     }
 
-    /// Floats of the sums of a block: the rows, then the largest score of each and the sum of its
-    /// weights.
+    /// Floats of the sums of a block: the values of the rows, their largest scores, and the sums of
+    /// their weights.
     pub(super) fn state_floats(&self) -> usize {
         self.block_rows() * (self.width + 2)
     }
@@ -275,11 +281,12 @@ impl Attention {
     /// The working memory of a thread.
     ///
     /// # Safety
-    /// The scratch is that of this operation.
+    /// `scratch` is the scratch memory of this operator, and `worker` is below its number of
+    /// workers.
     pub(super) unsafe fn workspace(&self, scratch: *mut u8, worker: usize) -> Workspace {
         let rows = self.block_rows();
-        // SAFETY: `new` has asked for as much for each thread; what scores by row have no need of
-        // is not used.
+        // SAFETY: `offset` is inside the scratch memory. `new` has reserved `floats` floats for
+        // each worker there, except for buffers that scores by row do not use.
         let part = |offset, floats| unsafe {
             scratch
                 .add(offset)
@@ -300,12 +307,12 @@ impl Attention {
     /// The sums in state `index`.
     ///
     /// # Safety
-    /// The scratch is that of this operation; no other thread uses the state for as long as the result
-    /// lives.
+    /// `scratch` is the scratch memory of this operator, and has the state. No one else uses the
+    /// state while the result exists.
     pub(super) unsafe fn sums<'a>(&self, scratch: *mut u8, index: usize) -> Sums<'a> {
         let rows = self.block_rows();
-        // SAFETY: `new` has asked for as many states; they hold floats, for which any bytes are
-        // valid.
+        // SAFETY: `new` has reserved `state_floats()` floats for the state, which are the three
+        // parts. Any bytes are valid floats. The caller guarantees that no one else uses the state.
         unsafe {
             let start = scratch.add(self.sums).cast::<f32>();
             let start = start.add(index * self.state_floats());
@@ -336,15 +343,15 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
     }
 }
 
-/// What a block has summed up so far.
+/// The sums of a block over the keys so far.
 pub(super) struct Sums<'a> {
-    /// Floats from row to row.
+    /// Floats from one row of values to the next.
     pub(super) width: usize,
-    /// Values, weighted.
+    /// The sums of the values, times their weights.
     pub(super) values: &'a mut [f32],
-    /// The largest score of each row: weights are relative to its exponential.
+    /// The largest score of each row: weights are divided by its exponential.
     pub(super) largest: &'a mut [f32],
-    /// The sum of each row's weights.
+    /// The sum of the weights of each row.
     pub(super) weights: &'a mut [f32],
 }
 
@@ -355,10 +362,10 @@ impl Sums<'_> {
         self.weights.fill(0.0);
     }
 
-    /// Makes sure that the largest score of a row is not less than `score`, and returns the weight
-    /// of `score`.
+    /// Raises the largest score of a row to `score` if it is smaller, and rescales the sums of the
+    /// row. Returns the weight of `score`.
     #[inline(always)]
-    pub(super) fn rise(&mut self, row: usize, score: f32) -> f32 {
+    pub(super) fn raise_largest(&mut self, row: usize, score: f32) -> f32 {
         let largest = self.largest[row];
         if score > largest {
             let shrink = (largest - score).exp();

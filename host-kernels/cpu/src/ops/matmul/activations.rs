@@ -7,20 +7,20 @@ use crate::kernel::Worker;
 use crate::operands::Operands;
 use crate::view::View;
 
-/// Elements of a column that a thread converts at once, a multiple of every block and chunk.
+/// The elements of a column that a thread converts at once: a multiple of every block and chunk.
 const PIECE: usize = 2048;
 
-/// Columns of activations as a weight is multiplied with them.
+/// Columns of activations, in the format that the weights are multiplied with.
 #[derive(Clone, Copy)]
 pub(super) struct Activations {
     pub(super) source: View,
     reader: RowReader,
     pub(super) kernel: MatmulKernel,
-    /// Whether the columns are used as they are in the source, not converted.
+    /// Whether the columns are used in the source, without conversion.
     in_place: bool,
-    /// Whether a node before has converted them.
+    /// Whether an earlier node has converted them, or no conversion is needed.
     done: bool,
-    /// Whether each thread converts the rows that it has just made.
+    /// Whether each thread converts the rows that it has computed in the kernel before.
     by_rows: bool,
     /// Bytes of one converted column.
     pub(super) column_bytes: usize,
@@ -44,7 +44,7 @@ impl Activations {
         }
     }
 
-    /// The same for another kernel that takes the same activations.
+    /// The same columns for another kernel with the same activation format.
     pub(super) fn multiplied_by(self, kernel: MatmulKernel) -> Activations {
         debug_assert_eq!(kernel.activation, self.kernel.activation);
         Activations { kernel, ..self }
@@ -62,7 +62,7 @@ impl Activations {
         }
     }
 
-    /// Where the first converted column lies.
+    /// The first converted column.
     pub(super) fn base(&self, w: &Worker<'_>) -> *const u8 {
         match self.in_place {
             true => self.source.ptr(),
@@ -70,7 +70,7 @@ impl Activations {
         }
     }
 
-    /// Converts this thread's part of the columns, unless that is done.
+    /// Converts this worker's share of the columns, unless they are converted.
     pub(super) fn convert(&self, w: &Worker<'_>) {
         if self.done {
             return;
@@ -90,9 +90,10 @@ impl Activations {
             let n = PIECE.min(k - start);
             let row = self.source.row_ptr(self.source.row_index(column));
             let to = column * self.column_bytes + self.kernel.activation.column_bytes(start);
-            // SAFETY: the row and its elements lie in the source; the place in the activation memory is this
-            // piece's alone, inside what `new` asked for; blocks and chunks divide `PIECE`, and
-            // blocks, by the IR's rules, `k`.
+            // SAFETY: the row has `k >= start + n` elements. `to` is the offset of this piece in
+            // the activation memory that `new` has reserved, and one worker writes it. `PIECE` is a
+            // multiple of every block and chunk, and `k` is a multiple of the block by the check of
+            // the IR.
             unsafe {
                 let values = match self.reader.in_place(row) {
                     Some(row) => row.add(start),
@@ -107,7 +108,7 @@ impl Activations {
     }
 }
 
-/// The kernel that converts the activations of MUL_MAT, if one has to.
+/// The kernel that converts the activations of MUL_MAT, if they must be converted.
 pub(super) fn converted(operands: &Operands<'_>, activations: Activations) -> Option<Kernel> {
     (!activations.done).then(|| -> Kernel {
         operands.converts_first(activations.source);

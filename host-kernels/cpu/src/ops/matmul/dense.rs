@@ -32,7 +32,8 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
     kernels.extend(converted(operands, activations));
     kernels.push(Box::new(move |w| {
         for tile in w.chunks(product.tiles(), 1).flatten() {
-            // SAFETY: conversion has finished, a barrier ago; no other tile has these results.
+            // SAFETY: the activations were converted before the barrier before this kernel, and
+            // `chunks` returns each tile to one worker.
             unsafe { product.tile(w, tile) };
         }
         Ok(())
@@ -44,7 +45,7 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
     })
 }
 
-/// How a MUL_MAT is computed.
+/// The kernel of a MUL_MAT: rounded if the node allows it and the kernel exists.
 pub(super) fn kernel_of(operands: &Operands<'_>) -> MatmulKernel {
     let (weight, x) = (operands.src(0), operands.src(1));
     let exact = MatmulKernel::of(weight.ty).expect("the rules claim no other weights");

@@ -1,4 +1,5 @@
-//! MUL_MAT_ID, alone and fused: products with the weights of the experts that tokens have chosen.
+//! MUL_MAT_ID, alone and fused: products with the weights of the experts that the router has
+//! selected for each token.
 
 use vgpu_transport::ir::Op;
 
@@ -17,15 +18,16 @@ use vgpu_engine::EngineError;
 #[derive(Clone, Copy)]
 struct ExpertTile {
     expert: usize,
-    /// The first column, counted in the order of experts.
+    /// The index of the first column, in the order of experts.
     first: usize,
     columns: usize,
 }
 
-/// Which columns go to which expert, written by one thread into scratch and read by all.
+/// The columns of each expert. One thread writes them to the scratch memory, and all threads read
+/// them.
 ///
-/// A *pair* is a choice of an expert by a token, `token * used + slot`; each gives one column of
-/// the result.
+/// A *pair* is a token and one of its experts, `token * used + slot`. Each pair yields one column
+/// of the result.
 #[derive(Clone, Copy)]
 struct Grouping {
     ids: View,
@@ -34,13 +36,16 @@ struct Grouping {
     /// The most columns in a tile.
     grain: usize,
     max_tiles: usize,
-    /// Offsets in scratch: the expert of each pair (`u32`), where each expert's columns begin
-    /// (`usize`, one more than experts), the pairs in order of experts (`usize`), the tiles, and
-    /// how many there are (`usize`).
+    // Offsets in the scratch memory.
+    /// The expert of each pair (`u32`).
     chosen: usize,
+    /// The first column of each expert, and one past the last column (`usize`).
     starts: usize,
+    /// The pairs in the order of experts (`usize`).
     order: usize,
+    /// The tiles ([`ExpertTile`]).
     tiles: usize,
+    /// The number of tiles (`usize`).
     count: usize,
 }
 
@@ -62,10 +67,11 @@ impl Grouping {
         }
     }
 
-    /// Reads the ids, each once, and groups the pairs. For one thread.
+    /// Reads each id once, and groups the pairs. Called by one thread.
     fn group(&self, w: &Worker<'_>) -> Result<(), Fault> {
-        // SAFETY: the parts of scratch asked for in `new`, aligned to 64 bytes; until the barrier
-        // they are this thread's alone. They hold integers, for which any bytes are valid.
+        // SAFETY: the slices are the parts of the scratch memory that `new` has reserved, aligned
+        // to 64 bytes. Until the next barrier only this thread accesses them. They hold integers,
+        // for which any bytes are valid.
         let (chosen, starts, order, tiles, count) = unsafe {
             let part = |offset| w.scratch().add(offset);
             (
@@ -87,8 +93,9 @@ impl Grouping {
                 .ids
                 .row_ptr([token, 0, 0])
                 .wrapping_add(slot * self.ids.nb[0]);
-            // Read once: what is checked is what is used, even if a guest changes the memory
-            // meanwhile. SAFETY: an element of the ids, which are aligned i32.
+            // SAFETY: `slot` and `token` are below the extents of the ids, which are aligned i32.
+            // The volatile read happens once: the checked value is the value that is used, even if
+            // a guest changes the memory.
             let id = unsafe { id.cast::<i32>().read_volatile() };
             let expert = check_index(i64::from(id), self.experts)?;
             *chosen = expert as u32;
@@ -108,19 +115,20 @@ impl Grouping {
             }
         }
         for (pair, &expert) in chosen.iter().enumerate() {
-            let place = &mut starts[expert as usize];
-            order[*place] = pair;
-            *place += 1;
+            let next = &mut starts[expert as usize];
+            order[*next] = pair;
+            *next += 1;
         }
         Ok(())
     }
 
-    /// The tiles, and the pairs in their order.
+    /// The tiles, and the pairs in the order of experts.
     ///
     /// # Safety
-    /// [`Grouping::group`] has finished, a barrier ago.
+    /// [`Grouping::group`] was called for this scratch memory before the last barrier.
     unsafe fn get<'w>(&self, w: &'w Worker<'_>) -> (&'w [ExpertTile], &'w [usize]) {
-        // SAFETY: the parts of scratch that `group` has filled; no later write touches them.
+        // SAFETY: `group` has written `count` tiles and `pairs` entries of the order, and no one
+        // writes them after the barrier.
         unsafe {
             let count = w.scratch().add(self.count).cast::<usize>().read();
             let tiles = w.scratch().add(self.tiles).cast::<ExpertTile>();
@@ -133,7 +141,7 @@ impl Grouping {
     }
 }
 
-/// The columns of activations, and which experts they go to.
+/// The columns of activations, and their experts.
 #[derive(Clone, Copy)]
 struct Columns {
     activations: Activations,
@@ -141,11 +149,11 @@ struct Columns {
     experts: usize,
     used: usize,
     pairs: usize,
-    /// How the columns of each expert are brought together; `None` for a single token, which has
-    /// (nearly) one column for each expert: its ids are read where they are needed, and threads
-    /// need not wait for one that groups.
+    /// The grouping of columns by expert. `None` for a single token, which has at most a few
+    /// columns for an expert: every thread reads the ids itself, and no thread waits for the
+    /// grouping.
     grouping: Option<Grouping>,
-    /// Where they lie then, in scratch.
+    /// The offset of the grouped columns in the scratch memory.
     gathered: usize,
     /// The most columns in a tile.
     grain: usize,
@@ -163,21 +171,21 @@ impl Columns {
         let (ids, experts) = (first.src(2), first.src(0).ne[2]);
         let [used, tokens, ..] = ids.ne;
         let pairs = used * tokens;
-        let together = tokens > 1;
-        let grain = if together { tile_columns(pairs) } else { 1 };
+        let is_grouped = tokens > 1;
+        let grain = if is_grouped { tile_columns(pairs) } else { 1 };
         Columns {
             activations,
             ids,
             experts,
             used,
             pairs,
-            grouping: together.then(|| Grouping::new(ids, experts, grain, scratch)),
-            gathered: scratch.room(if together { pairs } else { 0 }, activations.column_bytes),
+            grouping: is_grouped.then(|| Grouping::new(ids, experts, grain, scratch)),
+            gathered: scratch.room(if is_grouped { pairs } else { 0 }, activations.column_bytes),
             grain,
         }
     }
 
-    /// How many rows of weights make a tile, of `beside` products that are computed at once.
+    /// The rows of weights in a tile, if `beside` products are computed at once.
     fn grain_rows(&self, weight: &View, beside: usize, workers: usize) -> usize {
         let others = (self.pairs.min(self.experts)).max(self.pairs.div_ceil(self.grain));
         let at_once = self.pairs.div_ceil(others);
@@ -186,7 +194,7 @@ impl Columns {
         tile_rows(kernel, k, rows, at_once, others * beside, workers)
     }
 
-    /// The kernels that convert the activations, and bring those of each expert together.
+    /// The kernels that convert the activations and group them by expert.
     fn prepare(self, first: &Operands<'_>) -> Vec<Kernel> {
         let Columns {
             activations,
@@ -206,14 +214,16 @@ impl Columns {
                 Ok(())
             }),
             Box::new(move |w| {
-                // SAFETY: the step before has grouped.
+                // SAFETY: the kernel before this one has called `group`, and a barrier is between
+                // them.
                 let (_, order) = unsafe { grouping.get(w) };
                 let bytes = activations.column_bytes;
-                for place in w.share(pairs) {
-                    // SAFETY: a converted column, and its place in what was asked for.
+                for column in w.share(pairs) {
+                    // SAFETY: `from` is a converted column of `bytes` bytes. The scratch memory has
+                    // `pairs > column` columns at `gathered`, and one worker writes this column.
                     unsafe {
-                        let from = self.column(w, order[place]);
-                        let to = w.scratch().add(gathered + place * bytes);
+                        let from = self.column(w, order[column]);
+                        let to = w.scratch().add(gathered + column * bytes);
                         from.copy_to_nonoverlapping(to, bytes);
                     }
                 }
@@ -222,7 +232,7 @@ impl Columns {
         ]
     }
 
-    /// Where the column of a pair lies once it is converted.
+    /// The converted column of a pair.
     fn column(&self, w: &Worker<'_>, pair: usize) -> *const u8 {
         let strides = self.activations.strides();
         let slot = pair % self.used % self.activations.source.ne[1];
@@ -230,19 +240,20 @@ impl Columns {
         self.activations.base(w).wrapping_add(at)
     }
 
-    /// How many tiles of columns there are.
+    /// The number of tiles of columns.
     ///
     /// # Safety
-    /// The kernels of [`Columns::prepare`] have finished, a barrier ago.
+    /// The kernels of [`Columns::prepare`] ran before the last barrier.
     unsafe fn tiles(&self, w: &Worker<'_>) -> usize {
         match self.grouping {
             None => self.pairs,
-            // SAFETY: the caller's contract covers these accesses.
+            // SAFETY: the caller guarantees that `Grouping::group` was called before the last
+            // barrier.
             Some(grouping) => unsafe { grouping.get(w).0.len() },
         }
     }
 
-    /// Tile `at`; `pair` is room for the pair of one that has a single one.
+    /// Tile `at`. Without grouping, `pair` holds the only pair of the tile.
     ///
     /// # Safety
     /// As [`Columns::tiles`].
@@ -256,8 +267,9 @@ impl Columns {
             *pair = at;
             let id = self.ids.row_ptr([at / self.used, 0, 0]);
             let id = id.wrapping_add(at % self.used * self.ids.nb[0]);
-            // Read once: what is checked is what is used, even if a guest changes the memory
-            // meanwhile. SAFETY: an element of the ids, which are aligned i32.
+            // SAFETY: `slot` and `token` are below the extents of the ids, which are aligned i32.
+            // The volatile read happens once: the checked value is the value that is used, even if
+            // a guest changes the memory.
             let id = unsafe { id.cast::<i32>().read_volatile() };
             return Ok(Tile {
                 expert: check_index(i64::from(id), self.experts)?,
@@ -265,7 +277,7 @@ impl Columns {
                 columns: self.column(w, at),
             });
         };
-        // SAFETY: the caller's contract covers these accesses.
+        // SAFETY: the caller guarantees that `Grouping::group` was called before the last barrier.
         let (tiles, order) = unsafe { grouping.get(w) };
         let tile = tiles[at];
         let gathered = self.gathered + tile.first * self.activations.column_bytes;
@@ -277,7 +289,7 @@ impl Columns {
     }
 }
 
-/// The matrices of experts, and the rows that are added to what they give.
+/// A product with the weights of experts, and its bias.
 #[derive(Clone, Copy)]
 struct Product {
     kernel: MatmulKernel,
@@ -304,25 +316,28 @@ impl Product {
         self.weight.ne[1]
     }
 
-    /// How many tiles its rows are cut into.
+    /// The number of tiles of rows.
     fn row_tiles(&self) -> usize {
         self.rows().div_ceil(self.grain)
     }
 
-    /// How many rows the tile that begins with `row` has.
+    /// The rows of the tile that begins with `row`.
     fn height(&self, row: usize) -> usize {
         self.grain.min(self.rows() - row)
     }
 
-    /// The rows of a tile from `row` on, times its columns, with [`Product::grain`] floats from one
-    /// result to the next.
+    /// Multiplies the rows of a tile from `row` on with its columns. The columns of `out` are
+    /// [`Product::grain`] floats apart.
     ///
     /// # Safety
-    /// The columns have been converted; `row` is one of the weights; `out` has room.
+    /// The columns of `tile` are converted. `row` is below the rows of the weights. `out` is
+    /// writable for the columns of the tile, and no one else accesses it.
     unsafe fn multiply(&self, tile: &Tile<'_>, row: usize, out: *mut f32) {
         let (weight, columns) = (&self.weight, tile.pairs.len());
-        // SAFETY: by the caller's contract; the expert is one of the weights', and of the rows that
-        // are added, which are as long as the weights have rows.
+        // SAFETY: `tile.expert` is below the number of experts, which is the third extent of the
+        // weights and the second of the bias (`is_plain`). `row + self.height(row)` is at most the
+        // rows of the weights, which is the length of a row of the bias. The caller guarantees
+        // columns and `out`.
         unsafe {
             (self.kernel.gemm)(&GemmArgs {
                 k: weight.ne[0],
@@ -345,8 +360,8 @@ impl Product {
     }
 }
 
-/// A tile's worth of floats, `count` for each thread: where the first begins, and how many floats
-/// each has.
+/// Reserves `count` tiles of floats for each thread. Returns the offset of the first tile and the
+/// floats of a tile.
 fn own_floats(
     first: &Operands<'_>,
     columns: &Columns,
@@ -378,7 +393,7 @@ pub(in super::super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, 
     Ok(compile(&[term], &[output], scratch))
 }
 
-/// Products of the same columns: their tiles are dealt together.
+/// Products of the same columns: threads take the tiles of all products.
 pub(super) fn products(terms: &[Term<'_>]) -> Option<Compiled> {
     if !terms
         .iter()
@@ -392,7 +407,7 @@ pub(super) fn products(terms: &[Term<'_>]) -> Option<Compiled> {
     Some(compile(terms, &outputs, scratch))
 }
 
-/// Whether `term` can be computed beside `first`, over the columns of that one.
+/// Whether `term` can be computed together with `first`, with the columns of `first`.
 fn is_plain(first: &Term<'_>, term: &Term<'_>) -> bool {
     let (one, other) = (first.weight(), term.weight());
     matches!(term.node.op(), Op::MulMatId { .. })
@@ -424,23 +439,24 @@ fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -
     let (own, floats) = own_floats(first, &columns, grain.unwrap_or(0), 1, &mut scratch);
     let mut kernels = columns.prepare(first);
     kernels.push(Box::new(move |w| {
-        // SAFETY: what prepares has finished, a barrier ago.
+        // SAFETY: the kernels of `prepare` ran before the barrier before this kernel.
         let tiles = unsafe { columns.tiles(w) };
         for unit in w.chunks(tiles * row_tiles, 1).flatten() {
             let (mut pair, mut at) = (0, unit % row_tiles);
-            // SAFETY: as above.
+            // SAFETY: the kernels of `prepare` ran before the barrier before this kernel.
             let tile = unsafe { columns.tile(w, unit / row_tiles, &mut pair)? };
-            let its = products.iter().find(|(product, _)| {
+            let found = products.iter().find(|(product, _)| {
                 let is_here = at < product.row_tiles();
                 at -= if is_here { 0 } else { product.row_tiles() };
                 is_here
             });
-            let (product, output) = its.expect("a tile is one of some product");
+            let (product, output) = found.expect("a tile belongs to a product");
             let row = at * product.grain;
             let [slot_stride, token_stride, _] = output.strides();
-            // SAFETY: the tile's rows and columns are inside the operands; conversion and gathering
-            // have finished, a barrier ago; the results are this thread's, and no other tile has
-            // the part of the destination they are copied to.
+            // SAFETY: the columns of the tile are converted and grouped, and `row` is below the
+            // rows of the product. `result` is a tile of `floats` floats of this worker in the
+            // scratch memory. `to` has `height(row)` floats of the destination, which no other unit
+            // writes.
             unsafe {
                 let result = w.scratch().add(own).cast::<f32>();
                 let result = result.add(w.index() * floats);
@@ -466,8 +482,7 @@ fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -
     }
 }
 
-/// Two products over the columns of `first`, of which the first gates the second: what the unit
-/// gives.
+/// Two products with the columns of `first`, and the GLU of both.
 pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Option<Compiled> {
     if !terms.iter().all(|term| is_plain(&terms[0], term)) {
         return None;
@@ -478,12 +493,12 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
     let [activated, factor] =
         terms.map(|term| Product::new(term.weight(), term.bias, &columns, grain));
     let row_tiles = activated.row_tiles();
-    // Each thread has a tile of each product.
+    // Each thread has one tile for each product.
     let (own, floats) = own_floats(first, &columns, grain, 2, &mut scratch);
     let mut kernels = columns.prepare(first);
     kernels.push(Box::new(move |w| {
-        // SAFETY: what prepares has finished, a barrier ago; the parts of scratch are this thread's
-        // own.
+        // SAFETY: the kernels of `prepare` ran before the barrier before this kernel. The scratch
+        // memory has two tiles of `floats` floats for each worker at offset `own`.
         let (tiles, [a, b]) = unsafe {
             let own = w.scratch().add(own).cast::<f32>();
             let own = [0, 1].map(|i| own.add((2 * w.index() + i) * floats));
@@ -491,9 +506,9 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
         };
         for part in w.chunks(tiles * row_tiles, 1).flatten() {
             let (mut pair, row) = (0, part % row_tiles * grain);
-            // SAFETY: conversion and gathering have finished, a barrier ago; the tile's rows and
-            // columns are inside the operands, its products have room in this thread's parts; no
-            // other tile has its results, which share no memory with what is read.
+            // SAFETY: the columns of the tile are converted and grouped, and `row` is below the
+            // rows of both products, which have the same shape. `a` and `b` are tiles of this
+            // worker. No other part writes these results, which overlap no source (`Term::fits`).
             unsafe {
                 let tile = columns.tile(w, part / row_tiles, &mut pair)?;
                 activated.multiply(&tile, row, a);

@@ -12,7 +12,7 @@ use super::tiles::Product;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
 
-/// The products among some nodes, each with the node that adds to it, if there is one.
+/// The products of a group of nodes, each with the node that adds its bias, if there is one.
 fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
     let mut terms: Vec<Term<'a>> = Vec::new();
     for node in nodes {
@@ -26,7 +26,7 @@ fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
                 dst: node.dst(),
             }),
             Op::Add {} | Op::AddId {} => {
-                // The last that lies there: places are used again.
+                // The last product with this destination: a buffer may be reused within a group.
                 let mut before = terms.iter_mut().rev();
                 let term = before.find(|term| term.bias.is_none() && term.dst == node.src(0))?;
                 (term.bias, term.dst) = (Some(node.src(1)), node.dst());
@@ -37,7 +37,7 @@ fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
     Some(terms)
 }
 
-/// Products of the same activations: their tiles are dealt together.
+/// Products of the same activations: threads take the tiles of all products.
 pub(in super::super) fn products(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let terms = terms(nodes)?;
     match terms.first()?.node.op() {
@@ -53,7 +53,7 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
         matches!(term.node.op(), Op::MulMat { .. })
             && kernel_of(term.node).activation == kernel.activation
             && term.fits(&term.dst)
-            // One row for all columns.
+            // One row of bias for all columns.
             && term.bias.is_none_or(|bias| bias.rows() == 1)
     };
     if !terms.iter().all(is_plain) {
@@ -73,7 +73,9 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
         for mut tile in w.chunks(tiles, 1).flatten() {
             for product in &products {
                 if tile < product.tiles() {
-                    // SAFETY: as in MUL_MAT; the destinations of a group are apart from each other.
+                    // SAFETY: the activations were converted before the barrier before this kernel.
+                    // `chunks` returns each tile to one worker, and the destinations of a group do
+                    // not overlap.
                     unsafe { product.tile(w, tile) };
                     break;
                 }
@@ -88,7 +90,7 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
     })
 }
 
-/// Two products and the unit that one of them gates. Nobody wants the products themselves.
+/// Two products and their GLU. The products themselves are not stored.
 pub(in super::super) fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let (last, products) = nodes.split_last()?;
     let Op::Glu {
@@ -106,13 +108,13 @@ pub(in super::super) fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
     if last.src(0) != terms[0].dst {
         terms.swap(0, 1);
     }
-    // Weights of one type and size are cut alike.
+    // Weights of one type and shape are divided into the same tiles.
     let [one, other] = terms.each_ref().map(Term::weight);
     let is_alike = one.ty == other.ty && one.ne == other.ne;
     if !is_alike || !terms.iter().all(|term| term.fits(&unit.dst)) {
         return None;
     }
-    // The first of the group is the one whose activations are converted.
+    // The activations of the first node of the group are converted.
     let first = nodes.first()?;
     match first.op() {
         Op::MulMatId { .. } => experts::gated(first, &terms, unit),
@@ -138,17 +140,16 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
         let output = Output::new(dst, &[], &mut scratch);
         Product::new(term.node, activations, output, term.bias, 1)
     });
-    // The activated product is computed where the result belongs, the other one in a tile of each
-    // thread's own.
+    // The activated product is computed in the destination, its factor in a tile of each thread.
     let (tile_floats, height) = (factor.tile_floats(), factor.grain_rows);
     let own = scratch.room(first.workers(), tile_floats * size_of::<f32>());
     let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
     kernels.push(Box::new(move |w| {
         for tile in w.chunks(activated.tiles(), 1).flatten() {
             let (rows, columns) = factor.extent(tile);
-            // SAFETY: conversion has finished, a barrier ago; both products are cut alike, and
-            // there is room for a tile of each thread in memory of its own; no other tile has these
-            // results, which overlap no source (`Term::fits`).
+            // SAFETY: the activations were converted before the barrier before this kernel. Both
+            // products have the same tiles, and the scratch memory has `tile_floats` floats for
+            // each worker. No other tile has these results, which overlap no source (`Term::fits`).
             unsafe {
                 let own = w.scratch().add(own).cast::<f32>();
                 let factors = own.add(w.index() * tile_floats);

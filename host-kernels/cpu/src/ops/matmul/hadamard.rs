@@ -6,8 +6,7 @@ use crate::kernel::Compiled;
 use crate::simd::{Simd, Task, chunks, dispatch};
 use crate::view::View;
 
-/// MUL_MAT whose weights are known to be the normalised Hadamard matrix, in `n log n` steps a
-/// column.
+/// MUL_MAT with the normalised Hadamard matrix as weights, in `n log n` steps for each column.
 pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
     let reader = RowReader::new(&x);
     let n = x.ne[0];
@@ -15,7 +14,7 @@ pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
     let own = scratch.room(workers, n * size_of::<f32>());
     Compiled {
         kernels: vec![Box::new(move |w| {
-            // SAFETY: each thread has `n` floats of scratch to itself.
+            // SAFETY: the scratch memory has `n` floats for each worker at offset `own`.
             let column = unsafe {
                 let start = w.scratch().add(own).cast::<f32>().add(w.index() * n);
                 start.write_bytes(0, n);
@@ -23,11 +22,12 @@ pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
             };
             for row in w.share(x.rows()) {
                 let index = x.row_index(row);
-                // SAFETY: the row lies in the source, and in the destination, whose rows are dense.
+                // SAFETY: the row is in the source and has `n` elements; `column` has `n` floats.
                 unsafe { reader.read(x.row_ptr(index), 0, n, column.as_mut_ptr()) };
                 dispatch(WalshHadamard(column));
                 let to = dst.row_ptr(index).cast::<f32>();
-                // SAFETY: as above.
+                // SAFETY: the destination has the same rows, which are dense and have `n` floats.
+                // One worker writes this row.
                 unsafe { to.copy_from_nonoverlapping(column.as_ptr(), n) };
             }
             Ok(())
@@ -36,7 +36,7 @@ pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
     }
 }
 
-/// The fast Walsh-Hadamard transform of a power of two of floats, which leaves their norm as it is.
+/// The fast Walsh-Hadamard transform of a power of two of floats, normalised.
 struct WalshHadamard<'a>(&'a mut [f32]);
 
 impl Task for WalshHadamard<'_> {

@@ -2,11 +2,12 @@
 //!
 //! MUL_MAT and MUL_MAT_ID multiply rows of weights with columns of activations. A first kernel
 //! converts the activations to the format that the weights are multiplied with (`activations`). A
-//! second kernel deals tiles of the result to the threads (`tiles`). MUL_MAT_ID of several tokens
-//! sorts tokens by expert in between (`experts`). `fused` computes several nodes at once.
+//! second kernel computes tiles of the result, which the threads take one at a time (`tiles`).
+//! MUL_MAT_ID of several tokens groups tokens by expert between these kernels (`experts`). `fused`
+//! computes several nodes at once.
 //!
-//! No result depends on the number of threads: columns are cut by sizes alone, and the cuts between
-//! rows do not change a product (see [`crate::gemm`]).
+//! No result depends on the number of threads: the division into columns depends on sizes alone,
+//! and the division into rows does not change a product (see [`crate::gemm`]).
 
 mod activations;
 mod dense;
@@ -27,7 +28,7 @@ pub(super) use experts::mul_mat_id;
 pub(super) use fused::{gated, products};
 pub(super) use outer::out_prod;
 
-/// What these files run.
+/// The type combinations that this family runs.
 pub(super) fn rules() -> Vec<Rule> {
     let f32 = TypeSet::of(&[Type::F32]);
     let plain = TypeSet::of(&[Type::F32, Type::F16, Type::Bf16]);

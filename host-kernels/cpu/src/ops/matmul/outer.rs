@@ -32,7 +32,7 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
     let [m, n, ne2, ne3] = dst.ne;
     let terms = a.ne[1];
     let (column_tiles, row_tiles) = (m.div_ceil(OUTER_COLUMNS), n.div_ceil(OUTER_ROWS));
-    // Each thread has the rows of `a`, what they are multiplied with, and the sums.
+    // Each thread has a tile of rows of `a`, their factors from `b`, and the sums.
     let sizes = [
         OUTER_TERMS * OUTER_COLUMNS,
         OUTER_ROWS * OUTER_TERMS,
@@ -42,7 +42,8 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
     let own = scratch.room(operands.workers(), each * size_of::<f32>());
 
     kernels.push(Box::new(move |w| {
-        // SAFETY: the parts are this thread's own, inside what was asked for.
+        // SAFETY: the scratch memory has `each` floats for each worker at offset `own`, which are
+        // the three parts.
         let [rows, weights, sums] = unsafe {
             let own = w.scratch().add(own).cast::<f32>().add(w.index() * each);
             [own, own.add(sizes[0]), own.add(sizes[0] + sizes[1])]
@@ -55,9 +56,10 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
             let (i2, i3) = (batch % ne2, batch / ne2);
             let (a2, a3) = (i2 / (ne2 / a.ne[2]), i3 / (ne3 / a.ne[3]));
             let (width, height) = (OUTER_COLUMNS.min(m - column), OUTER_ROWS.min(n - row));
-            // SAFETY: the buffers have room for a tile; the indices are inside the sources, whose
-            // batches repeat into those of the destination; blocks divide `column` and `width`; no
-            // other tile has this part of the destination.
+            // SAFETY: the buffers have `OUTER_TERMS >= count` rows of `OUTER_COLUMNS >= width`
+            // floats and `OUTER_ROWS >= height` rows of factors and sums. The indices are inside
+            // the sources, whose batches are broadcast to the destination. `column` and `width` are
+            // multiples of a block. No other tile has this part of the destination.
             unsafe {
                 sums.write_bytes(0, height * OUTER_COLUMNS);
                 for first in (0..terms).step_by(OUTER_TERMS) {
@@ -65,7 +67,7 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
                     for t in 0..count {
                         let from = a.row_ptr([first + t, a2, a3]);
                         a_reader.read(from, column, width, rows.add(t * OUTER_COLUMNS));
-                        // A column of the weights: `n` lies along the rows of `b`.
+                        // A column of the weights: `n` is the first dimension of `b`.
                         let from = b.row_ptr([first + t, i2, i3]);
                         let mut weight = [0f32; OUTER_ROWS];
                         b_reader.read(from, row, height, weight.as_mut_ptr());
@@ -73,7 +75,7 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
                             *weights.add(i * OUTER_TERMS + t) = weight;
                         }
                     }
-                    let mix = GemmRows {
+                    let product = GemmRows {
                         results: height,
                         terms: count,
                         n: width,
@@ -85,7 +87,7 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
                         out: sums,
                         out_stride: OUTER_COLUMNS,
                     };
-                    mix.add();
+                    product.add();
                 }
                 for i in 0..height {
                     let to = (row + i) * strides[0] + i2 * strides[1] + i3 * strides[2];

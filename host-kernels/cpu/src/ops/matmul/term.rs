@@ -1,4 +1,4 @@
-//! The terms of a fused product: a product, its bias, and the GLU.
+//! The parts of a fused product: the products with their biases, and the GLU.
 
 use vgpu_transport::ir::{GluKind, Type};
 
@@ -8,7 +8,7 @@ use super::super::glu::gate;
 use crate::operands::Operands;
 use crate::view::View;
 
-/// A product of a group, what is added to it, and where the result lies in the end.
+/// A product of a group of nodes, its bias, and the destination of the sum.
 #[derive(Clone, Copy)]
 pub(super) struct Term<'a> {
     pub(super) node: &'a Operands<'a>,
@@ -22,8 +22,8 @@ impl Term<'_> {
         self.node.src(0)
     }
 
-    /// Whether tiles of the result, which lies at `dst`, can be written there while others are
-    /// computed: where it shares no memory with what is read, or with itself.
+    /// Whether tiles of the result can be written to `dst` while other tiles are computed: `dst`
+    /// does not overlap any source, and its rows do not overlap each other.
     pub(super) fn fits(&self, dst: &View) -> bool {
         let (weight, rows) = (self.weight(), self.weight().ne[1]);
         let is_bias = |bias: &View| bias.ty == Type::F32 && bias.dense_rows() && bias.ne[0] == rows;
@@ -42,18 +42,18 @@ impl Term<'_> {
     }
 }
 
-/// Adds a row to another one.
+/// Adds `row` to `to`.
 ///
 /// # Safety
-/// Both have `n` floats, and are apart.
+/// `to` is writable and `row` readable for `n` floats. They do not overlap.
 pub(super) unsafe fn add_row(to: *mut f32, row: *const f32, n: usize) {
     let to = to.cast::<u8>();
     let src = [to.cast_const(), row.cast()].map(|row| (Access::direct(), row));
-    // SAFETY: the caller's contract is that of the callee.
+    // SAFETY: the caller guarantees `n` floats at `to` and `row`, which do not overlap.
     unsafe { apply(Add {}, (Access::direct(), to), src, n) };
 }
 
-/// A unit that one of two products gates.
+/// The GLU of two products.
 #[derive(Clone, Copy)]
 pub(super) struct Unit {
     pub(super) kind: GluKind,
@@ -62,14 +62,14 @@ pub(super) struct Unit {
 }
 
 impl Unit {
-    /// `n` elements, from those that are activated and those that they are multiplied with; the
-    /// first may lie at `to`.
+    /// Computes `n` elements. `from` has the elements that are activated, and their factors. The
+    /// first may be the same memory as `to`.
     ///
     /// # Safety
-    /// There are `n` floats everywhere.
+    /// `to` is writable and both sources are readable for `n` floats.
     pub(super) unsafe fn apply(&self, to: *mut f32, from: [*mut f32; 2], n: usize) {
         let from = from.map(<*mut f32>::cast_const);
-        // SAFETY: the caller's contract is that of the callee.
+        // SAFETY: the caller guarantees `n` floats at `to` and at both sources.
         unsafe { gate(self.parameters, self.kind, to, from, n) };
     }
 }

@@ -1,4 +1,4 @@
-//! The tiles of a product, which threads take one by one.
+//! The tiles of a product. Threads take them one at a time.
 
 use std::ops::Range;
 
@@ -11,25 +11,27 @@ use crate::kernel::Worker;
 use crate::operands::Operands;
 use crate::view::View;
 
-/// Most columns in a tile, and most rows where something is prepared for all of a tile, weights or
-/// columns: what [`crate::gemm`] takes at once.
+/// The most columns in a tile: the block of columns of [`crate::gemm`].
 const TILE_COLUMNS: usize = 256;
+/// The most rows in a tile of several columns: the block of rows of [`crate::gemm`].
 const TILE_ROWS: usize = 256;
 
-/// Bytes of weights in a tile of a single column: enough to make the dealing of tiles cheap.
+/// Bytes of weights in a tile of one column: enough to make the cost of taking a tile small.
 const TILE_WEIGHT_BYTES: usize = 128 << 10;
 
-/// Rows are cut into multiples of a cache line of results, so that no two threads write to the
-/// same.
+/// Floats of a cache line. Tiles are multiples of a cache line of results, so that no two threads
+/// write to the same line.
 pub(super) const LINE_FLOATS: usize = 16;
 
-/// How many of `columns` make a tile: as equal parts as whole cache lines of results allow.
+/// The columns of a tile, of `columns`: whole cache lines of results, in parts that are as equal as
+/// possible.
 pub(super) fn tile_columns(columns: usize) -> usize {
     let tiles = columns.div_ceil(TILE_COLUMNS).max(1);
     columns.div_ceil(tiles).max(1).next_multiple_of(LINE_FLOATS)
 }
 
-/// How many rows of weights make a tile of `columns`, beside `others` tiles of the same rows.
+/// The rows of weights in a tile of `columns` columns, if there are `others` tiles of the same
+/// rows.
 pub(super) fn tile_rows(
     kernel: &MatmulKernel,
     k: usize,
@@ -44,14 +46,14 @@ pub(super) fn tile_rows(
     } else {
         TILE_ROWS
     };
-    // At least four tiles for each thread, if there are rows enough.
+    // At least four tiles for each thread, if there are enough rows.
     let cuts = (4 * workers).div_ceil(others.max(1));
     most.min(rows.div_ceil(cuts))
         .max(1)
         .next_multiple_of(LINE_FLOATS.next_multiple_of(kernel.row_tile.max(1)))
 }
 
-/// One level of the loops over tiles: how often, and the bytes to step in each operand.
+/// A loop over matrices: the count, and the stride of each operand in bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Loop {
     count: usize,
@@ -73,13 +75,13 @@ impl Loop {
 struct Nest {
     /// The columns that are multiplied with the same weights at once.
     columns: Loop,
-    /// The others.
+    /// The other loops.
     outer: [Loop; 4],
 }
 
 impl Nest {
-    /// Weights repeat over groups of activations. Where the columns of all of a group lie at equal
-    /// distances they are taken as one matrix, so that the weights are read once.
+    /// Weights are broadcast over groups of activations. If the columns of a group are at equal
+    /// distances, they become one matrix, so that the weights are read once.
     fn new(weight: &View, x: &View, x_strides: [usize; 3], dst_strides: [usize; 3]) -> Nest {
         let repeats = [x.ne[2] / weight.ne[2].max(1), x.ne[3] / weight.ne[3].max(1)];
         let step = |count, d: usize| Loop {
@@ -117,12 +119,12 @@ impl Nest {
         }
     }
 
-    /// How often the outer loops run.
+    /// The number of iterations of the outer loops.
     fn batches(&self) -> usize {
         self.outer.iter().map(|l| l.count).product()
     }
 
-    /// Bytes from the beginning of each operand in round `batch` of the outer loops.
+    /// The offset of each operand, in bytes, in iteration `batch` of the outer loops.
     fn offsets(&self, mut batch: usize) -> Loop {
         let mut at = Loop::ONCE;
         for l in &self.outer {
@@ -136,7 +138,7 @@ impl Nest {
     }
 }
 
-/// A MUL_MAT, cut into tiles.
+/// A MUL_MAT, divided into tiles.
 pub(super) struct Product {
     kernel: MatmulKernel,
     pub(super) weight: View,
@@ -155,8 +157,8 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// `bias`: a dense row of floats for the rows of the weights. `beside`: how many products are
-    /// computed at once, this one included.
+    /// `bias` is a dense row with one float for each row of the weights. `beside` is the number of
+    /// products that are computed at once, including this one.
     pub(super) fn new(
         operands: &Operands<'_>,
         activations: Activations,
@@ -190,13 +192,12 @@ impl Product {
         }
     }
 
-    /// How many tiles there are. Neighbouring ones share their activations, which stay in the
-    /// cache.
+    /// The number of tiles. Adjacent tiles have the same activations, which stay in the cache.
     pub(super) fn tiles(&self) -> usize {
         self.others * self.row_tiles
     }
 
-    /// The floats of the largest tile, whole lines of the cache.
+    /// The floats of the largest tile, rounded up to whole cache lines.
     pub(super) fn tile_floats(&self) -> usize {
         (self.grain_rows * self.grain_columns.min(self.columns)).next_multiple_of(LINE_FLOATS)
     }
@@ -214,7 +215,7 @@ impl Product {
         )
     }
 
-    /// Computes a tile where it belongs.
+    /// Computes a tile in the destination.
     ///
     /// # Safety
     /// As [`Product::multiply`]; no other thread computes this tile.
@@ -222,8 +223,8 @@ impl Product {
         let (rows, columns) = self.extent(tile);
         let at = self.offsets(tile);
         let stride = self.nest.columns.dst;
-        // SAFETY: the tile's results are inside the destination; no other tile has them, and they
-        // overlap no source.
+        // SAFETY: `extent` and `offsets` are inside the destination, or inside the scratch memory
+        // that replaces it if it overlaps a source (`Output`). No other tile has these results.
         unsafe {
             let out = self.output.base(w.scratch());
             let out = out.add(at.dst + columns.start * stride).cast::<f32>();
@@ -231,16 +232,16 @@ impl Product {
         }
     }
 
-    /// Where the matrices of a tile lie in each operand.
+    /// The offset of the matrices of a tile in each operand, in bytes.
     fn offsets(&self, tile: usize) -> Loop {
         self.nest.offsets(tile / self.row_tiles / self.column_tiles)
     }
 
-    /// A tile, and the bias, if there is one, at `out`, its columns `stride` floats apart.
+    /// Computes a tile, with the bias, at `out`. The columns of `out` are `stride` floats apart.
     ///
     /// # Safety
-    /// The activations have been converted, a barrier ago; there is room for the results, which overlap nothing that is read
-    /// or that another thread touches.
+    /// The activations were converted before the last barrier. `out` is writable for the columns of
+    /// the tile, overlaps no source, and no other thread accesses it.
     pub(super) unsafe fn multiply(
         &self,
         w: &Worker<'_>,
@@ -252,8 +253,9 @@ impl Product {
         let (rows, columns) = self.extent(tile);
         let at = self.offsets(tile);
         let x = self.nest.columns.x;
-        // SAFETY: the tile's rows and columns are inside the operands, and for the results the
-        // caller's promise; the bias is a dense row of as many floats as the weights have rows.
+        // SAFETY: `rows` and `columns` are inside the weights and the activations at the offsets of
+        // the tile. The bias is a dense row with a float for each row of the weights. The caller
+        // guarantees the memory of the results.
         unsafe {
             (self.kernel.gemm)(&GemmArgs {
                 k: weight.ne[0],

@@ -1,4 +1,4 @@
-//! Vectors of the formats with scales per 32 elements.
+//! Decoding of the formats with scales per 32 elements to vectors of quants.
 
 use std::arch::x86_64::*;
 
@@ -20,7 +20,7 @@ const FP4_TABLE: [u8; 16] = unsigned(&FP4_VALUES, 12);
 /// 16 in each byte whose bit is set.
 #[inline(always)]
 unsafe fn fifth_bits(qh: u32) -> __m256i {
-    // SAFETY: the module's contract.
+    // SAFETY: the operands are registers. The caller guarantees the instructions.
     unsafe {
         let byte_of = _mm256_setr_epi64x(
             0,
@@ -38,8 +38,6 @@ unsafe fn fifth_bits(qh: u32) -> __m256i {
 macro_rules! nibble_groups {
     ($($block:ty, $bytes:literal: d at 0, m at $m:expr, qh at $qh:expr, qs at $qs:literal;)*) => {
         $(
-            // SAFETY (of the blocks below): the module's contract; the offsets are those of the
-            // fields.
             impl Block32Kernel for $block {
                 const MAX_QUANT: usize = match $qh {
                     Some(_) => 31,
@@ -52,7 +50,8 @@ macro_rules! nibble_groups {
 
                 #[inline(always)]
                 unsafe fn single(row: *const u8, g: usize) -> __m256i {
-                    // SAFETY: as above.
+                    // SAFETY: the caller guarantees the block of group `g` in the row and the
+                    // instructions. `qs` and `qh` are offsets of fields of the block.
                     unsafe {
                         let block = row.add(g * $bytes);
                         let q = nibbles(block.add($qs));
@@ -65,7 +64,8 @@ macro_rules! nibble_groups {
 
                 #[inline(always)]
                 unsafe fn pair(row: *const u8, g: usize, h: usize) -> __m512i {
-                    // SAFETY: as above.
+                    // SAFETY: the caller guarantees the blocks of groups `g` and `h` in the row and
+                    // the instructions. `qs` and `qh` are offsets of fields of the block.
                     unsafe {
                         let (a, b) = (row.add(g * $bytes), row.add(h * $bytes));
                         let q = nibble_pair(a.add($qs), b.add($qs));
@@ -82,7 +82,8 @@ macro_rules! nibble_groups {
 
                 #[inline(always)]
                 unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-                    // SAFETY: as above.
+                    // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row
+                    // and the instructions. `m` is the offset of a field of the block.
                     unsafe {
                         let block = row.add(g * $bytes);
                         let d = halves(block, $bytes, n);
@@ -95,7 +96,8 @@ macro_rules! nibble_groups {
 
                 #[inline(always)]
                 unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
-                    // SAFETY: as above.
+                    // SAFETY: the caller guarantees the blocks of groups `g .. g + 8` in the row
+                    // and the instructions.
                     unsafe {
                         match $bytes {
                             18 => (halves_of_18(row.add(g * $bytes)), _mm256_setzero_ps()),
@@ -110,7 +112,9 @@ macro_rules! nibble_groups {
                     g: usize,
                     order: [usize; 8],
                 ) -> (__m256, __m256) {
-                    // SAFETY: as above.
+                    // SAFETY: the caller guarantees the blocks of groups `g .. g + 8` in the row
+                    // and the instructions. Every entry of `order` is below 8. `m` is the offset of
+                    // a field of the block.
                     unsafe {
                         let block = row.add(g * $bytes);
                         let d = eight_halves(block, $bytes, order);
@@ -139,13 +143,13 @@ impl Block32Kernel for BlockQ8_0 {
 
     #[inline(always)]
     unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
-        // SAFETY: the module's contract.
-        unsafe { S::flip(codes) }
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
+        unsafe { S::add_128(codes) }
     }
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the block of group `g` in the row and the instructions.
         unsafe {
             let q = _mm256_loadu_si256(row.add(g * size_of::<Self>() + 2).cast());
             _mm256_xor_si256(q, _mm256_set1_epi8(-128))
@@ -154,7 +158,8 @@ impl Block32Kernel for BlockQ8_0 {
 
     #[inline(always)]
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row and the
+        // instructions.
         unsafe {
             let d = halves(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
             (d, _mm256_setzero_ps())
@@ -164,16 +169,16 @@ impl Block32Kernel for BlockQ8_0 {
 
 impl Block32Kernel for BlockIq4Nl {
     const MAX_QUANT: usize = 255;
-    const TURNS: bool = true;
+    const CAN_NEGATE: bool = true;
     const CODES: Codes = Codes::Nibbles(2);
 
     #[inline(always)]
     unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
-        // SAFETY: the module's contract.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe {
             if S::WIDE_IS_SIGNED {
-                // The level turns the bit over at once; twice is nothing.
-                S::flip(S::look_up(IQ4_SIGNED_TABLE, codes))
+                // The compiler removes this `add_128` together with the `add_128` of the product.
+                S::add_128(S::look_up(IQ4_SIGNED_TABLE, codes))
             } else {
                 S::look_up(IQ4_TABLE, codes)
             }
@@ -182,13 +187,14 @@ impl Block32Kernel for BlockIq4Nl {
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the block of group `g` in the row and the instructions.
         unsafe { look_up(IQ4_TABLE, nibbles(row.add(g * size_of::<Self>() + 2))) }
     }
 
     #[inline(always)]
     unsafe fn pair(row: *const u8, g: usize, h: usize) -> __m512i {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g` and `h` in the row and the
+        // instructions.
         unsafe {
             let (a, b) = (
                 row.add(g * size_of::<Self>() + 2),
@@ -200,7 +206,8 @@ impl Block32Kernel for BlockIq4Nl {
 
     #[inline(always)]
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row and the
+        // instructions.
         unsafe {
             let d = halves(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
             (d, _mm256_setzero_ps())
@@ -210,7 +217,8 @@ impl Block32Kernel for BlockIq4Nl {
     #[inline(always)]
     unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
         const { assert!(size_of::<Self>() == 18) }
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + 8` in the row and the
+        // instructions.
         unsafe {
             let d = halves_of_18(row.add(g * size_of::<Self>()));
             (d, _mm256_setzero_ps())
@@ -218,7 +226,8 @@ impl Block32Kernel for BlockIq4Nl {
     }
     #[inline(always)]
     unsafe fn scales_in_order(row: *const u8, g: usize, order: [usize; 8]) -> (__m256, __m256) {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + 8` in the row and the
+        // instructions. Every entry of `order` is below 8.
         unsafe {
             let block = row.add(g * size_of::<Self>());
             let d = eight_halves(block, size_of::<Self>(), order);
@@ -233,19 +242,20 @@ impl Block32Kernel for BlockMxfp4 {
 
     #[inline(always)]
     unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
-        // SAFETY: the module's contract.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe { S::look_up(FP4_TABLE, codes) }
     }
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the block of group `g` in the row and the instructions.
         unsafe { look_up(FP4_TABLE, nibbles(row.add(g * size_of::<Self>() + 1))) }
     }
 
     #[inline(always)]
     unsafe fn pair(row: *const u8, g: usize, h: usize) -> __m512i {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g` and `h` in the row and the
+        // instructions.
         unsafe {
             let (a, b) = (
                 row.add(g * size_of::<Self>() + 1),
@@ -257,7 +267,8 @@ impl Block32Kernel for BlockMxfp4 {
 
     #[inline(always)]
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row and the
+        // instructions.
         unsafe {
             let mut exponents = 0u64;
             for i in 0..n {
@@ -265,7 +276,7 @@ impl Block32Kernel for BlockMxfp4 {
             }
             let e = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(exponents as i64));
             let d = halved_powers(e);
-            // What is missing has exponent 0, but is to be 0.
+            // The scales of missing groups are set to 0: exponent 0 is not 0.
             let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             let present = _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lanes);
             (
@@ -278,7 +289,8 @@ impl Block32Kernel for BlockMxfp4 {
     #[inline(always)]
     unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
         const { assert!(size_of::<Self>() == 17) }
-        // SAFETY: the module's contract; eight blocks have 136 bytes, and begin with the exponent.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + 8` in the row and the
+        // instructions. Eight blocks have 136 bytes, and begin with the exponent.
         unsafe {
             let blocks = row.add(g * size_of::<Self>());
             let words = pick_words(blocks, [0, 8, 17, 25, 34, 42, 51, 59]);
@@ -290,7 +302,8 @@ impl Block32Kernel for BlockMxfp4 {
     }
     #[inline(always)]
     unsafe fn scales_in_order(row: *const u8, g: usize, order: [usize; 8]) -> (__m256, __m256) {
-        // SAFETY: the module's contract; blocks begin with the exponent.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + 8` in the row and the
+        // instructions. Every entry of `order` is below 8. Blocks begin with the exponent.
         unsafe {
             let e = eight_bytes(row.add(g * size_of::<Self>()), size_of::<Self>(), order);
             (_mm256_castsi256_ps(halved_powers(e)), _mm256_setzero_ps())
@@ -303,13 +316,14 @@ impl Block32Kernel for BlockNvfp4 {
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: the module's contract; 16 bytes for each group begin at 4.
+        // SAFETY: the caller guarantees the block of group `g` in the row and the instructions. 16
+        // bytes for each group begin at 4.
         unsafe {
             let qs = row.add(g / 2 * size_of::<Self>() + 4 + g % 2 * 16);
             let (both, low) = (_mm_loadu_si128(qs.cast()), _mm_set1_epi8(15));
             let high = _mm_and_si128(_mm_srli_epi16(both, 4), low);
             let low = _mm_and_si128(both, low);
-            // Eight low nibbles and the eight high ones of the same bytes make 16 elements.
+            // The 16 elements of eight bytes are the low nibbles, then the high nibbles.
             let halves =
                 _mm256_set_m128i(_mm_unpackhi_epi64(low, high), _mm_unpacklo_epi64(low, high));
             look_up(FP4_TABLE, halves)
@@ -321,7 +335,8 @@ impl Block32Kernel for BlockNvfp4 {
         let (mut first, mut second) = ([0.0f32; 8], [0.0f32; 8]);
         for i in 0..n {
             let g = g + i;
-            // SAFETY: the module's contract; the scales begin at 0.
+            // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row and the
+            // instructions. The scales begin at 0.
             let [a, b] = unsafe {
                 let scales = row.add(g / 2 * size_of::<Self>() + g % 2 * 2);
                 scales.cast::<[u8; 2]>().read()
@@ -329,7 +344,8 @@ impl Block32Kernel for BlockNvfp4 {
             first[i] = NVFP4_SCALES[usize::from(a)];
             second[i] = NVFP4_SCALES[usize::from(b)];
         }
-        // SAFETY: the module's contract.
+        // SAFETY: `first` and `second` have the eight floats of a vector. The caller guarantees the
+        // instructions.
         unsafe {
             (
                 _mm256_loadu_ps(first.as_ptr()),
@@ -344,7 +360,8 @@ impl Block32Kernel for BlockQ1_0 {
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: the module's contract; 4 bytes of signs for each group begin at 2.
+        // SAFETY: the caller guarantees the block of group `g` in the row and the instructions. 4
+        // bytes of signs for each group begin at 2.
         unsafe {
             let signs = bits(row.add(g / 4 * size_of::<Self>() + 2 + g % 4 * 4));
             _mm256_srli_epi16(fifth_bits(signs), 3)
@@ -353,7 +370,8 @@ impl Block32Kernel for BlockQ1_0 {
 
     #[inline(always)]
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row and the
+        // instructions.
         unsafe { (scales_of_blocks::<Self>(row, g, n), _mm256_setzero_ps()) }
     }
 }
@@ -363,10 +381,11 @@ impl Block32Kernel for BlockQ2_0 {
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: the module's contract; 8 bytes for each group begin at 2.
+        // SAFETY: the caller guarantees the block of group `g` in the row and the instructions. 8
+        // bytes for each group begin at 2.
         unsafe {
             let qs = row.add(g / 2 * size_of::<Self>() + 2 + g % 2 * 8);
-            // The four quants of a byte to the four bytes of a word.
+            // Expands the four quants of a byte to the four bytes of a word.
             let words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(qs.cast()));
             let two = _mm256_or_si256(words, _mm256_slli_epi32(words, 6));
             let four = _mm256_or_si256(two, _mm256_slli_epi32(two, 12));
@@ -376,7 +395,8 @@ impl Block32Kernel for BlockQ2_0 {
 
     #[inline(always)]
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row and the
+        // instructions.
         unsafe { (scales_of_blocks::<Self>(row, g, n), _mm256_setzero_ps()) }
     }
 }

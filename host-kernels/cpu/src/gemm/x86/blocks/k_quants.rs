@@ -1,4 +1,4 @@
-//! Vectors of the super-block formats, 256 elements each.
+//! Decoding of the super-block formats to vectors of quants.
 
 use std::arch::x86_64::*;
 
@@ -8,14 +8,15 @@ use crate::formats::{BlockIq4Xs, BlockQ2K, BlockQ3K, BlockQ4K, BlockQ5K, BlockQ6
 /// `(a & a_mask) | (b & b_mask)`
 #[inline(always)]
 unsafe fn merge(a: __m512i, a_mask: __m512i, b: __m512i, b_mask: __m512i) -> __m512i {
-    // SAFETY: the module's contract.
+    // SAFETY: the operands are registers. The caller guarantees the instructions.
     unsafe { _mm512_or_si512(_mm512_and_si512(a, a_mask), _mm512_and_si512(b, b_mask)) }
 }
 
 /// The eight 6-bit scales and minimums of Q4_K and Q5_K; see `unpack_scales` of the formats.
 #[inline(always)]
 unsafe fn six_bit_scales(packed: *const u8) -> (__m256i, __m256i) {
-    // SAFETY: the module's contract, for 12 bytes.
+    // SAFETY: the caller guarantees 12 bytes at `packed`, which are read as three words, and the
+    // instructions.
     unsafe {
         let (a, b, c) = (bits(packed), bits(packed.add(4)), bits(packed.add(8)));
         const SIX: u32 = 0x3f3f_3f3f;
@@ -30,24 +31,25 @@ unsafe fn six_bit_scales(packed: *const u8) -> (__m256i, __m256i) {
 /// Eight bytes as 16-bit lanes; the upper eight lanes are 0.
 #[inline(always)]
 unsafe fn widen(low: u32, high: u32) -> __m256i {
-    // SAFETY: the module's contract.
+    // SAFETY: the operands are registers. The caller guarantees the instructions.
     unsafe {
         let bytes = u64::from(high) << 32 | u64::from(low);
         _mm256_zextsi128_si256(_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bytes as i64)))
     }
 }
 
-/// The two halves at the start of a block.
+/// The two F16 at the start of a block.
 #[inline(always)]
 unsafe fn two_halves(block: *const u8) -> (f32, f32) {
-    // SAFETY: the module's contract.
+    // SAFETY: the caller guarantees four bytes at `block` and the instructions.
     unsafe {
         let both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits(block) as i32));
         (_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both)))
     }
 }
 
-/// Where 64 bytes of nibbles of Q4_K and Q5_K, low ones before high ones, put pieces of 32.
+/// The order of pieces of 32 elements if 64 bytes of nibbles of Q4_K and Q5_K are decoded at once:
+/// the low nibbles, then the high nibbles.
 const NIBBLE_ORDER: [usize; 8] = [0, 2, 1, 3, 4, 6, 5, 7];
 
 impl SuperBlockKernel for BlockQ4K {
@@ -56,7 +58,8 @@ impl SuperBlockKernel for BlockQ4K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the module's contract; 128 bytes of nibbles begin at 16.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // 128 bytes of nibbles begin at byte 16.
         unsafe {
             let low = _mm256_set1_epi8(15);
             let mut q = [low; 8];
@@ -71,7 +74,8 @@ impl SuperBlockKernel for BlockQ4K {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the module's contract; 128 bytes of nibbles begin at 16.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // 128 bytes of nibbles begin at byte 16.
         unsafe {
             let low = _mm512_set1_epi8(15);
             let a = _mm512_loadu_si512(block.add(16).cast());
@@ -87,13 +91,15 @@ impl SuperBlockKernel for BlockQ4K {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the module's contract; the packed scales begin at 4.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the packed scales begin at byte 4.
         unsafe { six_bit_scales(block.add(4)) }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees a whole block at `block`, which begins with two F16 scales,
+        // and the instructions.
         unsafe { two_halves(block) }
     }
 }
@@ -104,12 +110,13 @@ impl SuperBlockKernel for BlockQ5K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the module's contract; the fifth bits begin at 16, the nibbles at 48.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the fifth bits begin at byte 16, the nibbles at 48.
         unsafe {
             let (low, fifth) = (_mm256_set1_epi8(15), _mm256_set1_epi8(16));
             let qh = _mm256_loadu_si256(block.add(16).cast());
-            // Bit `j` of a byte belongs to piece `j`; shifted to bit 4, whatever else a 16-bit
-            // shift drags along is masked off.
+            // Bit `j` of a byte belongs to piece `j`. It is shifted to bit 4, and the other bits of
+            // the 16-bit shift are masked.
             let fifths = [
                 _mm256_slli_epi16(qh, 4),
                 _mm256_slli_epi16(qh, 3),
@@ -138,14 +145,14 @@ impl SuperBlockKernel for BlockQ5K {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the module's contract; the fifth bits begin at 16, the nibbles at 48.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the fifth bits begin at byte 16, the nibbles at 48.
         unsafe {
             let (low, fifth) = (_mm512_set1_epi8(15), _mm512_set1_epi8(16));
             let qh = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(16).cast()));
             let a = _mm512_loadu_si512(block.add(48).cast());
             let b = _mm512_loadu_si512(block.add(112).cast());
-            // Left by 4 and 2 puts bits 0 and 2 at bit 4; the other pieces follow by shifting
-            // right.
+            // Shifts to the left move bits 0 to 3 to bit 4, shifts to the right bits 4 to 7.
             let first = _mm512_sllv_epi64(qh, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2));
             let second = _mm512_sllv_epi64(qh, _mm512_setr_epi64(3, 3, 3, 3, 1, 1, 1, 1));
             let third = _mm512_srlv_epi64(qh, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));
@@ -161,13 +168,15 @@ impl SuperBlockKernel for BlockQ5K {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the module's contract; the packed scales begin at 4.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the packed scales begin at byte 4.
         unsafe { six_bit_scales(block.add(4)) }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees a whole block at `block`, which begins with two F16 scales,
+        // and the instructions.
         unsafe { two_halves(block) }
     }
 }
@@ -177,7 +186,8 @@ impl SuperBlockKernel for BlockQ6K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the module's contract; the low bits begin at 0, the high ones at 128.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the low bits begin at byte 0, the high ones at 128.
         unsafe {
             let (low, high) = (_mm256_set1_epi8(15), _mm256_set1_epi8(0x30));
             let mut q = [low; 8];
@@ -202,7 +212,8 @@ impl SuperBlockKernel for BlockQ6K {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the module's contract; the low bits begin at 0, the high ones at 128.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the low bits begin at byte 0, the high ones at 128.
         unsafe {
             let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(0x30));
             let mut q = [low; 4];
@@ -221,7 +232,8 @@ impl SuperBlockKernel for BlockQ6K {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the module's contract; 16 bytes of scales begin at 192.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // 16 bytes of scales begin at byte 192.
         unsafe {
             let scales = _mm256_cvtepi8_epi16(_mm_loadu_si128(block.add(192).cast()));
             (scales, _mm256_setzero_si256())
@@ -230,7 +242,8 @@ impl SuperBlockKernel for BlockQ6K {
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the module's contract; the scale is at 208.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the scale is at 208.
         unsafe { (half(block.add(208).cast::<u16>().read_unaligned()), 0.0) }
     }
 }
@@ -238,7 +251,7 @@ impl SuperBlockKernel for BlockQ6K {
 /// The two-bit quants of 256 elements.
 #[inline(always)]
 unsafe fn two_bits_256(qs: *const u8) -> [__m256i; 8] {
-    // SAFETY: the module's contract, for 64 bytes.
+    // SAFETY: the caller guarantees 64 bytes at `qs`, which are two vectors, and the instructions.
     unsafe {
         let mask = _mm256_set1_epi8(3);
         let mut q = [mask; 8];
@@ -256,7 +269,8 @@ unsafe fn two_bits_256(qs: *const u8) -> [__m256i; 8] {
 /// The two-bit quants of 256 elements.
 #[inline(always)]
 unsafe fn two_bits_512(qs: *const u8) -> [__m512i; 4] {
-    // SAFETY: the module's contract, for 64 bytes.
+    // SAFETY: the caller guarantees 64 bytes at `qs`, which are read in two halves, and the
+    // instructions.
     unsafe {
         let mask = _mm512_set1_epi8(3);
         let mut q = [mask; 4];
@@ -277,19 +291,22 @@ impl SuperBlockKernel for BlockQ2K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the module's contract; the quants begin at 16.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the quants begin at byte 16.
         unsafe { two_bits_256(block.add(16)) }
     }
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the module's contract; the quants begin at 16.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the quants begin at byte 16.
         unsafe { two_bits_512(block.add(16)) }
     }
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the module's contract; 16 bytes of scales begin at 0.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // 16 bytes of scales begin at byte 0.
         unsafe {
             let (both, low) = (_mm_loadu_si128(block.cast()), _mm_set1_epi8(15));
             let scales = _mm_and_si128(both, low);
@@ -300,7 +317,8 @@ impl SuperBlockKernel for BlockQ2K {
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the module's contract; the scales are at 80.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the scales are at 80.
         unsafe { two_halves(block.add(80)) }
     }
 }
@@ -310,11 +328,12 @@ impl SuperBlockKernel for BlockQ3K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the module's contract; the third bits begin at 0, the others at 32.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the third bits begin at byte 0, the others at 32.
         unsafe {
             let third = _mm256_set1_epi8(4);
             let mask = _mm256_loadu_si256(block.cast());
-            // Bit `i` of a byte belongs to piece `i`; shifted to bit 2.
+            // Bit `i` of a byte belongs to piece `i`. It is shifted to bit 2.
             let thirds = [
                 _mm256_slli_epi16(mask, 2),
                 _mm256_slli_epi16(mask, 1),
@@ -335,7 +354,8 @@ impl SuperBlockKernel for BlockQ3K {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the module's contract; the third bits begin at 0, the others at 32.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the third bits begin at byte 0, the others at 32.
         unsafe {
             let (low, third) = (_mm512_set1_epi8(3), _mm512_set1_epi8(4));
             let mask = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.cast()));
@@ -371,7 +391,8 @@ impl SuperBlockKernel for BlockQ3K {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the module's contract; 12 bytes of scales begin at 96.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // 12 bytes of scales begin at byte 96.
         unsafe {
             const LOW: u32 = 0x0f0f_0f0f;
             const HIGH: u32 = 0x3030_3030;
@@ -380,7 +401,7 @@ impl SuperBlockKernel for BlockQ3K {
                 bits(block.add(100)),
                 bits(block.add(104)),
             );
-            // Two high bits of each, shifted to bits 4 and 5.
+            // The two high bits of each scale, shifted to bits 4 and 5.
             let bytes = _mm_setr_epi32(
                 (a & LOW | c << 4 & HIGH) as i32,
                 (b & LOW | c << 2 & HIGH) as i32,
@@ -394,7 +415,8 @@ impl SuperBlockKernel for BlockQ3K {
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the module's contract; the scale is at 108.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the scale is at 108.
         unsafe { (half(block.add(108).cast::<u16>().read_unaligned()), 0.0) }
     }
 }
@@ -404,7 +426,8 @@ impl SuperBlockKernel for BlockIq4Xs {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the module's contract; 16 bytes of nibbles for each piece begin at 8.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // 16 bytes of nibbles for each piece begin at byte 8.
         unsafe {
             let mut q = [_mm256_setzero_si256(); 8];
             for (i, q) in q.iter_mut().enumerate() {
@@ -416,7 +439,8 @@ impl SuperBlockKernel for BlockIq4Xs {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the module's contract; 16 bytes of nibbles for each piece begin at 8.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // 16 bytes of nibbles for each piece begin at byte 8.
         unsafe {
             let mut q = [_mm512_setzero_si512(); 4];
             for (i, q) in q.iter_mut().enumerate() {
@@ -429,7 +453,8 @@ impl SuperBlockKernel for BlockIq4Xs {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the module's contract; 16 high bits are at 2, 4 bytes of nibbles at 4.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // 16 high bits are at 2, 4 bytes of nibbles at 4.
         unsafe {
             let nibbles = _mm_cvtsi32_si128(bits(block.add(4)) as i32);
             let low = _mm_set1_epi8(15);
@@ -437,7 +462,7 @@ impl SuperBlockKernel for BlockIq4Xs {
                 _mm_and_si128(nibbles, low),
                 _mm_and_si128(_mm_srli_epi16(nibbles, 4), low),
             );
-            // Bits `2 j` and `2 j + 1` to the top of lane `j`, then to bits 4 and 5.
+            // Bits `2 j` and `2 j + 1` are moved to the top of lane `j`, then to bits 4 and 5.
             let high = _mm_set1_epi16(block.add(2).cast::<i16>().read_unaligned());
             let to_top =
                 _mm_setr_epi16(1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6, 1 << 4, 1 << 2, 1);
@@ -450,7 +475,8 @@ impl SuperBlockKernel for BlockIq4Xs {
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the module's contract; the scale is at 0.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the scale is at 0.
         unsafe { (half(block.cast::<u16>().read_unaligned()), 0.0) }
     }
 }
@@ -460,25 +486,28 @@ impl SuperBlockKernel for BlockTq2_0 {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the module's contract; the quants begin at 0.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the quants begin at byte 0.
         unsafe { two_bits_256(block) }
     }
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the module's contract; the quants begin at 0.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the quants begin at byte 0.
         unsafe { two_bits_512(block) }
     }
 
     #[inline(always)]
     unsafe fn scales(_: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the module's contract.
+        // SAFETY: the operands are registers. The caller guarantees the instructions.
         unsafe { (_mm256_set1_epi16(1), _mm256_setzero_si256()) }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the module's contract; the scale is at 64.
+        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
+        // the scale is at 64.
         unsafe { (half(block.add(64).cast::<u16>().read_unaligned()), 0.0) }
     }
 }

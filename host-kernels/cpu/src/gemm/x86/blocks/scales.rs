@@ -4,22 +4,21 @@ use std::arch::x86_64::*;
 
 use crate::formats::Block32Format;
 
-/// Keeps bits that were put together in integer registers, whose arithmetic is idle here, from
-/// being put together in vectors: an insertion takes the units that shuffle, of which there are
-/// few.
+/// Makes the compiler assemble `bits` in integer registers. Otherwise it inserts them into vectors,
+/// and insertions take the few execution ports of shuffles.
 #[inline(always)]
 fn in_integers(mut bits: u64) -> i64 {
-    // SAFETY: there is no instruction in it.
+    // SAFETY: the assembly is a comment: it has no instruction and changes no register.
     unsafe {
         std::arch::asm!("/* {0} */", inout(reg) bits, options(pure, nomem, nostack, preserves_flags));
     }
     bits as i64
 }
 
-/// The halves at `p`, `p + stride`, ...: `n` of eight, the rest 0.
+/// The F16 at `p`, `p + stride`, ...: `n` of eight; 0 in the other lanes.
 #[inline(always)]
 pub(super) unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
-    // SAFETY: the module's contract, for the `n` halves.
+    // SAFETY: the caller guarantees `n` F16 at `p`, `stride` bytes apart, and the instructions.
     unsafe {
         if n == 8 {
             return eight_halves(p, stride, [0, 1, 2, 3, 4, 5, 6, 7]);
@@ -28,16 +27,17 @@ pub(super) unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
         for (i, h) in h.iter_mut().enumerate().take(n) {
             *h = p.add(i * stride).cast::<i16>().read_unaligned();
         }
-        // Not through memory: eight narrow stores followed by a wide load would stall.
+        // Not through memory: eight narrow stores before a wide load prevent store forwarding.
         let h = _mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]);
         _mm256_cvtph_ps(h)
     }
 }
 
-/// The halves that lie `order` strides behind `p`.
+/// The eight F16 at `order[i]` strides from `p`.
 #[inline(always)]
 pub(super) unsafe fn eight_halves(p: *const u8, stride: usize, order: [usize; 8]) -> __m256 {
-    // SAFETY: the module's contract, for eight halves.
+    // SAFETY: the caller guarantees an F16 at `order[i] * stride` bytes from `p` for each `i`, and
+    // the instructions.
     unsafe {
         let half = |i: usize| u64::from(p.add(order[i] * stride).cast::<u16>().read_unaligned());
         let four = |i| half(i) | half(i + 1) << 16 | half(i + 2) << 32 | half(i + 3) << 48;
@@ -45,23 +45,25 @@ pub(super) unsafe fn eight_halves(p: *const u8, stride: usize, order: [usize; 8]
     }
 }
 
-/// The bytes that lie `order` strides behind `p`, as 32-bit lanes.
+/// The eight bytes at `order[i]` strides from `p`, as 32-bit lanes.
 #[inline(always)]
 pub(super) unsafe fn eight_bytes(p: *const u8, stride: usize, order: [usize; 8]) -> __m256i {
-    // SAFETY: the module's contract, for eight bytes.
+    // SAFETY: the caller guarantees a byte at `order[i] * stride` bytes from `p` for each `i`, and
+    // the instructions.
     unsafe {
         let mut bytes = 0;
-        for (i, place) in order.into_iter().enumerate() {
-            bytes |= u64::from(*p.add(place * stride)) << (8 * i);
+        for (i, index) in order.into_iter().enumerate() {
+            bytes |= u64::from(*p.add(index * stride)) << (8 * i);
         }
         _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(in_integers(bytes)))
     }
 }
 
-/// Eight of the 64 words at `p`.
+/// Eight of the 64 words of 16 bits at `p`.
 #[inline(always)]
 pub(super) unsafe fn pick_words(p: *const u8, which: [i16; 8]) -> __m128i {
-    // SAFETY: the module's contract, for 128 bytes.
+    // SAFETY: the caller guarantees 128 bytes at `p`, which are two vectors, and the instructions.
+    // `which` has the 16 bytes that are loaded.
     unsafe {
         let (low, high) = (
             _mm512_loadu_si512(p.cast()),
@@ -72,27 +74,30 @@ pub(super) unsafe fn pick_words(p: *const u8, which: [i16; 8]) -> __m128i {
     }
 }
 
-/// The halves that eight blocks of 18 bytes begin with.
+/// The F16 scales at the start of eight blocks of 18 bytes.
 #[inline(always)]
 pub(super) unsafe fn halves_of_18(blocks: *const u8) -> __m256 {
-    // SAFETY: the module's contract; the blocks have 144 bytes.
+    // SAFETY: the caller guarantees eight blocks of 18 bytes at `blocks`, 144 bytes, of which
+    // `pick_words` reads 128, and the instructions.
     unsafe { _mm256_cvtph_ps(pick_words(blocks, [0, 9, 18, 27, 36, 45, 54, 63])) }
 }
 
-/// Half of two to the power of each exponent, less 127.
+/// `2^(e - 128)` for each exponent `e`.
 #[inline(always)]
 pub(super) unsafe fn halved_powers(e: __m256i) -> __m256i {
-    // SAFETY: the module's contract.
+    // SAFETY: the operands are registers. The caller guarantees the instructions.
     unsafe {
         let normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
-        // Exponents 0 and 1 are subnormal; from 2 on this is at most what it is for 2.
+        // For exponents 0 and 1 the result is subnormal. For larger exponents, `small` is at most
+        // the normal result.
         let small = _mm256_min_epu32(e, _mm256_set1_epi32(2));
         let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x0020_0000), small);
         _mm256_max_epi32(normal, small)
     }
 }
 
-/// The scale of the block of each of `n <= 8` groups from `g` on, blocks beginning with it.
+/// The scales of the blocks of the `n <= 8` groups from `g` on, for blocks that begin with their
+/// scale.
 #[inline(always)]
 pub(super) unsafe fn scales_of_blocks<B: Block32Format>(
     row: *const u8,
@@ -103,9 +108,10 @@ pub(super) unsafe fn scales_of_blocks<B: Block32Format>(
     let mut bits = [0u16; 8];
     for (i, bits) in bits.iter_mut().enumerate().take(n) {
         let block = (g + i) / groups * size_of::<B>();
-        // SAFETY: the module's contract.
+        // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row, which begin
+        // with their scale. The read is unaligned.
         *bits = unsafe { row.add(block).cast::<u16>().read_unaligned() };
     }
-    // SAFETY: the module's contract.
+    // SAFETY: `bits` has the 16 bytes that are loaded. The caller guarantees the instructions.
     unsafe { _mm256_cvtph_ps(_mm_loadu_si128(bits.as_ptr().cast())) }
 }

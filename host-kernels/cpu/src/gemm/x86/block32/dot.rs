@@ -1,0 +1,59 @@
+//! The integer dot product of 32 quants of weights and 32 quants of activations, and the offset of
+//! the quants that the result contains.
+
+use std::arch::x86_64::*;
+
+use crate::gemm::x86::block_simd::BlockSimd;
+use crate::gemm::x86::blocks::Block32Kernel;
+
+/// The offset of the quants of `B` that [`dot`] at level `S` does not subtract.
+pub(super) const fn offset<S: BlockSimd, B: Block32Kernel>() -> i32 {
+    if B::WIDE && S::WIDE_IS_SIGNED {
+        0
+    } else {
+        B::OFFSET
+    }
+}
+
+/// Each lane of `acc` plus the dot product of four quants of weights with four quants of activations.
+///
+/// # Safety
+/// The processor has the instructions of `S`.
+#[inline(always)]
+pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(acc: S::I, quants: S::I, x: S::I) -> S::I {
+    // SAFETY: the operands are registers. The caller guarantees the instructions.
+    unsafe {
+        if B::WIDE {
+            S::dot_wide(acc, quants, x)
+        } else {
+            S::dot(acc, quants, x)
+        }
+    }
+}
+
+/// Whether the offset is subtracted as a minimum is: once per group, times the scale of the weights.
+/// Otherwise it is subtracted from every integer dot product. A format with scales of half groups
+/// has no scale for the whole group.
+pub(super) const fn folds<S: BlockSimd, B: Block32Kernel>() -> bool {
+    offset::<S, B>() != 0 && !B::HALF_SCALES
+}
+
+/// The sums of the first and the last 16 of 32 signed quants.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+pub(super) unsafe fn half_sums(x: __m256i) -> [i32; 2] {
+    // SAFETY: the operands are registers. The caller guarantees AVX2.
+    unsafe {
+        // A byte plus 128 is unsigned. `sad` sums eight such bytes, and 16 * 128 is subtracted at
+        // the end.
+        let x = _mm256_xor_si256(x, _mm256_set1_epi8(-128));
+        let eights = _mm256_sad_epu8(x, _mm256_setzero_si256());
+        [
+            _mm256_castsi256_si128(eights),
+            _mm256_extracti128_si256(eights, 1),
+        ]
+        .map(|sums| _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128)
+    }
+}

@@ -1,0 +1,40 @@
+//! Products with the formats with one scale per 32 elements: `d_w * d_x * (integer dot product)` for
+//! every 32 elements.
+
+mod columns;
+mod dot;
+mod panel;
+mod rows;
+
+use super::block_simd::BlockSimd;
+use super::blocks::Block32Kernel;
+use super::int16::I16Panel;
+use super::panel::gemm as panel_gemm;
+use super::q8_int16::Q8AsI16;
+use crate::gemm::kernel::GemmArgs;
+use panel::Block32Panel;
+use rows::rows;
+
+/// From this many columns on, a panel is faster than products row by row.
+pub(super) const PANEL_COLS: usize = 5;
+
+/// Multiplies, row by row or through panels.
+///
+/// # Safety
+/// As [`crate::gemm::Gemm`], with the features of `S`.
+#[inline(always)]
+pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
+    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the contract
+    // of `Gemm` and the features of `S`.
+    unsafe {
+        if call.cols >= PANEL_COLS {
+            if B::WIDE && S::WIDE_IS_SIGNED {
+                panel_gemm::<S, I16Panel<S, Q8AsI16<B>>>(call);
+            } else {
+                panel_gemm::<S, Block32Panel<S, B>>(call);
+            }
+        } else {
+            rows::<S, B>(call);
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! Products with many columns: chunks of weights, unpacked into panels.
+
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+
+use super::dot::{dot, half_sums, offset};
+use crate::gemm::kernel::GemmArgs;
+use crate::gemm::x86::block_simd::BlockSimd;
+use crate::gemm::x86::block32_decode::{
+    GROUPS, activation, chunk_scales, decode_words, depth, rows_from,
+};
+use crate::gemm::x86::blocks::{Block32Kernel, Codes, half};
+use crate::gemm::x86::panel::{Panel, Prefetch, Tile, interleave};
+
+/// Elements of a chunk.
+const CHUNK: usize = GROUPS * 32;
+
+/// A chunk of up to 32 rows of weights, interleaved.
+#[repr(C, align(64))]
+pub(super) struct Block32Panel<S, B> {
+    /// For each four elements of `k`, four quants of each row.
+    quants: [[u8; 128]; CHUNK / 4],
+    /// For each group, the scale of each row. Then for each group, the minimum of each row, or the
+    /// scale of the second half of the group.
+    scales: [[f32; 32]; 2 * GROUPS],
+    /// The quants of each row before they are interleaved, for formats of [`Codes::Other`].
+    rows: [[u8; CHUNK]; 32],
+    /// The scales of each row before they are interleaved.
+    row_scales: [[f32; 16]; 32],
+    format: PhantomData<(S, B)>,
+}
+
+/// What is prepared of a chunk of a column.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct GroupColumn {
+    /// The scale of each group.
+    scales: [f32; GROUPS],
+    /// `scale * sum` of each group.
+    sums: [f32; GROUPS],
+    /// What the offset of the weights adds to the integer dot product of the group, negated; or of
+    /// each half of the group, if the halves have scales.
+    corrections: [[i32; 2]; GROUPS],
+}
+
+impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
+    const CHUNK: usize = CHUNK;
+    const BYTES: usize = CHUNK / B::ELEMENTS * size_of::<B>();
+    const VECTORS: usize = S::PANEL;
+    const COLS: usize = S::COLS;
+    type Column = GroupColumn;
+    const UNITS: usize = GROUPS;
+
+    #[inline(always)]
+    fn new() -> Self {
+        Block32Panel {
+            quants: [[0; 128]; CHUNK / 4],
+            scales: [[0.0; 32]; 2 * GROUPS],
+            rows: [[0; CHUNK]; 32],
+            row_scales: [[0.0; 16]; 32],
+            format: PhantomData,
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut GroupColumn) {
+        let (bytes, quants) = activation::<B>();
+        // SAFETY: the caller guarantees `start + len` activations at `x`, so block `start / 32 + g`
+        // is readable, and that `column` is a valid column that no one else accesses.
+        unsafe {
+            let column = &mut *column;
+            for g in 0..len / 32 {
+                let block = x.add((start / 32 + g) * bytes);
+                column.scales[g] = half(block.cast::<u16>().read_unaligned());
+                if B::HAS_MIN {
+                    column.sums[g] = half(block.cast::<u16>().add(1).read_unaligned());
+                }
+                if offset::<S, B>() != 0 {
+                    let x = _mm256_loadu_si256(block.add(quants).cast());
+                    let [first, second] = half_sums(x);
+                    column.corrections[g] = if B::HALF_SCALES {
+                        [first, second].map(|sum| -offset::<S, B>() * sum)
+                    } else {
+                        [-offset::<S, B>() * (first + second), 0]
+                    };
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
+        let height = S::PANEL * S::LANES;
+        let groups = len / 32;
+        // SAFETY: `rows_from` returns rows of the call, each with `call.k >= start + len` weights,
+        // so the groups from `first` to `last` are readable in all of them. `height <= 32` and
+        // `groups <= GROUPS` rows and groups fit the arrays of the panel.
+        unsafe {
+            let first = start / 32;
+            let last = first + groups - 1;
+            let from = rows_from(call, row, height);
+            for r in 0..height {
+                let (d, m) = chunk_scales::<S, B>(from[r], first, groups);
+                _mm256_storeu_ps(self.row_scales[r].as_mut_ptr(), d);
+                _mm256_storeu_ps(self.row_scales[r].as_mut_ptr().add(8), m);
+            }
+            let rows = self.row_scales.as_ptr().cast();
+            let scales = self.scales.as_mut_ptr().cast();
+            let words = if B::HAS_MIN || B::HALF_SCALES { 16 } else { 8 };
+            interleave::<S>(rows, 64, words, S::PANEL, scales);
+
+            let quants = self.quants.as_mut_ptr().cast::<u8>();
+            for g in 0..groups {
+                let block = (first + g) * size_of::<B>();
+                for v in 0..S::PANEL {
+                    let rows = from.as_ptr().add(v * S::LANES);
+                    decode_words::<S, B>(rows, block, |i, word| {
+                        let offset = ((8 * g + i) * S::PANEL + v) * 4 * S::LANES;
+                        S::store_int(quants.add(offset), word);
+                    });
+                }
+            }
+            if B::CODES == Codes::Other {
+                for r in 0..height {
+                    let mut g = 0;
+                    while g < groups {
+                        let q = S::groups::<B>(from[r], first + g, last);
+                        S::store_int(self.rows[r].as_mut_ptr().add(32 * g), q);
+                        g += S::GROUPS;
+                    }
+                }
+                let rows = self.rows.as_ptr().cast();
+                interleave::<S>(rows, CHUNK, groups * 8, S::PANEL, quants);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply<const P: usize, const C: usize>(
+        &self,
+        tile: Tile<GroupColumn>,
+        start: usize,
+        len: usize,
+        prefetch: &mut Prefetch,
+    ) {
+        let Tile {
+            x,
+            x_stride,
+            columns,
+            sums,
+        } = tile;
+        let (bytes, quants) = activation::<B>();
+        // SAFETY: `unpack` has filled `len / 32` groups of `P * S::LANES` rows of the panel. The
+        // caller guarantees that the tile has `C` columns with `start + len` activations at `x`,
+        // `len / 32` groups in `columns`, and sums for `P * S::LANES` rows.
+        unsafe {
+            let x = x.add(start / 32 * bytes + quants);
+            let mut acc = [[S::v_splat(0.0); C]; P];
+            for p in 0..P {
+                for c in 0..C {
+                    acc[p][c] = sums.load::<S, P>(p, c);
+                }
+            }
+            let mut panel = self.quants.as_ptr().cast::<u8>();
+            // A scale belongs to a group, or to half of a group.
+            let parts = if B::HALF_SCALES { 2 } else { 1 };
+            for unit in 0..len / 32 * parts {
+                let (g, part) = (unit / parts, unit % parts);
+                if part == 0 {
+                    prefetch.step();
+                }
+                let mut dots = [[S::zero_int(); C]; P];
+                if offset::<S, B>() != 0 {
+                    for c in 0..C {
+                        let correction =
+                            S::splat_int((*columns.add(c)).corrections[g][part] as u32);
+                        for p in 0..P {
+                            dots[p][c] = correction;
+                        }
+                    }
+                }
+                let words = 8 / parts;
+                let depth = const { depth::<S>(B::MAX_QUANT, if B::HALF_SCALES { 4 } else { 8 }) };
+                for first in (0..words).step_by(depth) {
+                    let mut sums_i16 = [[S::zero_int(); C]; P];
+                    for i in first..first + depth {
+                        let mut w = [S::zero_int(); P];
+                        for p in 0..P {
+                            w[p] = S::load_int(panel.add(p * S::LANES * 4));
+                        }
+                        panel = panel.add(P * S::LANES * 4);
+                        for c in 0..C {
+                            let x = x.add(c * x_stride + g * bytes + 4 * (part * words + i));
+                            let x = S::splat_int(x.cast::<u32>().read_unaligned());
+                            for p in 0..P {
+                                if depth == 1 {
+                                    dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);
+                                } else {
+                                    let products = S::multiply_pairs(w[p], x);
+                                    sums_i16[p][c] = S::add_i16(sums_i16[p][c], products);
+                                }
+                            }
+                        }
+                    }
+                    if depth > 1 {
+                        for p in 0..P {
+                            for c in 0..C {
+                                dots[p][c] = S::add_i16_pairs(dots[p][c], sums_i16[p][c]);
+                            }
+                        }
+                    }
+                }
+                let scales = self.scales.as_ptr().cast::<f32>();
+                let (height, second) = (P * S::LANES, GROUPS * P * S::LANES);
+                let d = scales.add(part * second + g * height);
+                for p in 0..P {
+                    let d = S::v_load(d.add(p * S::LANES), S::LANES);
+                    for c in 0..C {
+                        let d_x = S::v_splat((*columns.add(c)).scales[g]);
+                        let dot = S::to_floats(dots[p][c]);
+                        acc[p][c] = S::v_mul_add(dot, S::v_mul(d, d_x), acc[p][c]);
+                    }
+                    if B::HAS_MIN {
+                        let m = scales.add(second + g * height + p * S::LANES);
+                        let m = S::v_load(m, S::LANES);
+                        for c in 0..C {
+                            let s_x = S::v_splat((*columns.add(c)).sums[g]);
+                            acc[p][c] = S::v_mul_add(m, s_x, acc[p][c]);
+                        }
+                    }
+                }
+            }
+            for p in 0..P {
+                for c in 0..C {
+                    sums.store::<S, P>(p, c, acc[p][c]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! CONV_2D_DW: one kernel for each channel.
+
+use vgpu_transport::ir::Type;
+
+use crate::kernel::Compiled;
+use crate::ops::conv_axis::ConvAxis;
+use crate::ops::f32_rows::{Access, Map, STAGE, apply, maps};
+use crate::simd::{Lanes, Simd};
+use crate::view::View;
+
+maps! {
+    MulAdd |a, b, sum| a.mul_add(b, sum);
+}
+
+/// `dst[:, :, c, n]` is the convolution of channel c of image n with kernel c.
+pub(super) fn depthwise(
+    dst: View,
+    kernel: View,
+    image: View,
+    [x_axis, y_axis]: [ConvAxis; 2],
+) -> Compiled {
+    let [kw, kh, ..] = kernel.ne;
+    let [iw, ih, ..] = image.ne;
+    let direct = Access::direct();
+    // The vectors run along the dimension in which the image has the smaller stride: channels, or
+    // outputs of a row.
+    let by_channel = image.nb[2] < image.nb[0];
+    let (lanes, others) = if by_channel {
+        (dst.ne[2], dst.ne[0])
+    } else {
+        (dst.ne[0], dst.ne[2])
+    };
+    let (d_lane, d_other) = if by_channel { (2, 0) } else { (0, 2) };
+    let out = Access::new(Type::F32, dst.nb[d_lane]);
+    let pieces = lanes.div_ceil(STAGE);
+    Compiled::one(move |w| {
+        let mut sums = [0.0; STAGE];
+        for unit in w.share(pieces * others * dst.ne[1] * dst.ne[3]) {
+            let (piece, rest) = (unit % pieces, unit / pieces);
+            let (other, rest) = (rest % others, rest / others);
+            let (oy, n) = (rest % dst.ne[1], rest / dst.ne[1]);
+            let start = piece * STAGE;
+            let len = STAGE.min(lanes - start);
+            sums.fill(0.0);
+            let (ys, y0) = y_axis.taps(oy, kh, ih);
+            for (y, ky) in ys.enumerate() {
+                let line = n * image.nb[3] + (y0 + y * y_axis.dilation) * image.nb[1];
+                for kx in 0..kw {
+                    let tap = kx * kernel.nb[0] + ky * kernel.nb[1];
+                    // The lanes whose tap is inside the image, the offset of the first element and
+                    // the stride of the elements, the offset of the first weight and the stride of
+                    // the weights.
+                    let (range, from, step, weight, weight_step) = if by_channel {
+                        let (xs, x0) = x_axis.taps(other, kw, iw);
+                        if !xs.contains(&kx) {
+                            continue;
+                        }
+                        let x = x0 + (kx - xs.start) * x_axis.dilation;
+                        let from = line + x * image.nb[0] + start * image.nb[2];
+                        (
+                            0..len,
+                            from,
+                            image.nb[2],
+                            tap + start * kernel.nb[3],
+                            kernel.nb[3],
+                        )
+                    } else {
+                        let (outputs, x0) = x_axis.outputs(kx, dst.ne[0], iw);
+                        let range = outputs.start.max(start)..outputs.end.min(start + len);
+                        if range.is_empty() {
+                            continue;
+                        }
+                        let x = x0 + (range.start - outputs.start) * x_axis.stride;
+                        let from = line + x * image.nb[0] + other * image.nb[2];
+                        let range = range.start - start..range.end - start;
+                        let step = x_axis.stride * image.nb[0];
+                        (range, from, step, tap + other * kernel.nb[3], 0)
+                    };
+                    let sum = sums[range.start..].as_mut_ptr();
+                    let values = (
+                        Access::new(Type::F32, step),
+                        image.ptr().wrapping_add(from).cast_const(),
+                    );
+                    let weights = (
+                        Access::new(kernel.ty, weight_step),
+                        kernel.ptr().wrapping_add(weight).cast_const(),
+                    );
+                    // SAFETY: `range` has the lanes whose tap is inside the image; the tap is below
+                    // `kw` and `kh`; `range.end <= len <= STAGE`, the length of `sums`.
+                    unsafe {
+                        let old = (direct, sum.cast_const().cast());
+                        let new = (direct, sum.cast());
+                        apply(MulAdd {}, new, [values, weights, old], range.len());
+                    }
+                }
+            }
+            let to =
+                oy * dst.nb[1] + n * dst.nb[3] + start * dst.nb[d_lane] + other * dst.nb[d_other];
+            // SAFETY: `start + len <= lanes`, the extent of the destination in dimension `d_lane`.
+            unsafe { out.store(sums.as_ptr(), len, dst.ptr().wrapping_add(to)) };
+        }
+        Ok(())
+    })
+}

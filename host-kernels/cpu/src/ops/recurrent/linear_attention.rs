@@ -1,0 +1,198 @@
+//! RWKV_WKV6 and GATED_LINEAR_ATTN: linear attention with a state of `size * size` floats per head.
+
+use super::tokens::{Head, Tokens};
+use crate::kernel::Compiled;
+use crate::simd::{Lanes, PtrTask, Simd, chunks, dispatch_ptr};
+use crate::view::View;
+
+/// RWKV_WKV6.
+pub(super) fn rwkv_wkv6(dst: View, sources: [View; 6]) -> Compiled {
+    let [k, v, r, bonus, decay, state] = sources;
+    linear_attention(dst, [k, v], state, move |head| Wkv6 {
+        r: head.of(&r),
+        bonus: head.shared(&bonus),
+        decay: head.of(&decay),
+    })
+}
+
+/// GATED_LINEAR_ATTN.
+pub(super) fn gated_linear_attn(dst: View, sources: [View; 5], scale: f32) -> Compiled {
+    let [k, v, q, gate, state] = sources;
+    linear_attention(dst, [k, v], state, move |head| Gated {
+        q: head.of(&q),
+        gate: head.of(&gate),
+        scale,
+    })
+}
+
+/// How element (i, j) of a state is updated with `kv = k[i] * v[j]`.
+trait Cell: Copy {
+    /// What element (i, j) adds to result j, and the new element. Implementations are
+    /// `#[inline(always)]`.
+    ///
+    /// # Safety
+    /// The factors of the cell are readable for token `t` and for index `i`.
+    unsafe fn step<S: Simd>(
+        self,
+        t: usize,
+        i: usize,
+        kv: Lanes<S>,
+        state: Lanes<S>,
+    ) -> (Lanes<S>, Lanes<S>);
+}
+
+/// RWKV 6: the result is computed from the old state and from `kv` times a bonus.
+#[derive(Clone, Copy)]
+struct Wkv6 {
+    r: Tokens,
+    bonus: *const f32,
+    decay: Tokens,
+}
+
+impl Cell for Wkv6 {
+    #[inline(always)]
+    unsafe fn step<S: Simd>(
+        self,
+        t: usize,
+        i: usize,
+        kv: Lanes<S>,
+        state: Lanes<S>,
+    ) -> (Lanes<S>, Lanes<S>) {
+        // SAFETY: the caller guarantees that each factor has a row for token `t`, longer than `i`.
+        let (r, bonus, decay) = unsafe {
+            (
+                self.r.at_token(t).add(i).read(),
+                self.bonus.add(i).read(),
+                self.decay.at_token(t).add(i).read(),
+            )
+        };
+        ((kv * bonus + state) * r, state * decay + kv)
+    }
+}
+
+/// Gated linear attention: the result is computed from the new state.
+#[derive(Clone, Copy)]
+struct Gated {
+    q: Tokens,
+    gate: Tokens,
+    scale: f32,
+}
+
+impl Cell for Gated {
+    #[inline(always)]
+    unsafe fn step<S: Simd>(
+        self,
+        t: usize,
+        i: usize,
+        kv: Lanes<S>,
+        state: Lanes<S>,
+    ) -> (Lanes<S>, Lanes<S>) {
+        // SAFETY: the caller guarantees that each factor has a row for token `t`, longer than `i`.
+        let (q, gate) = unsafe {
+            (
+                self.q.at_token(t).add(i).read(),
+                self.gate.at_token(t).add(i).read(),
+            )
+        };
+        let new = state * gate + kv;
+        (new * (q * self.scale), new)
+    }
+}
+
+/// One head of one sequence.
+///
+/// Contract: `state` and `before` have `size * size` floats; `k`, `v`, `y` and the factors of `cell`
+/// have `size` floats for each token; no other thread writes them.
+struct Attention<C> {
+    cell: C,
+    k: Tokens,
+    v: Tokens,
+    size: usize,
+    tokens: usize,
+    state: *mut f32,
+    before: *const f32,
+    y: *mut f32,
+    y_stride: usize,
+}
+
+impl<C: Cell> PtrTask for Attention<C> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self, simd: S) {
+        let Attention {
+            cell,
+            size,
+            tokens,
+            state,
+            before,
+            ..
+        } = self;
+        // SAFETY: the contract of `Attention` guarantees `size * size` floats at `state` and
+        // `before`, and `size` floats at `k`, `v`, `y` and the factors for each token. `i` and
+        // `j + len` are at most `size`.
+        unsafe {
+            for t in 0..tokens {
+                let (k, v) = (self.k.at_token(t), self.v.at_token(t));
+                let y = self.y.wrapping_add(t * self.y_stride);
+                let from = if t == 0 { before } else { state.cast_const() };
+                chunks::<S>(size, |j, len| {
+                    let v = simd.load_ptr(v.add(j), len);
+                    let mut sum = simd.splat(0.0);
+                    for i in 0..size {
+                        let kv = v * k.add(i).read();
+                        let at = i * size + j;
+                        let (result, new) = cell.step(t, i, kv, simd.load_ptr(from.add(at), len));
+                        new.store_ptr(state.add(at), len);
+                        sum = sum + result;
+                    }
+                    sum.store_ptr(y.add(j), len);
+                });
+            }
+        }
+    }
+}
+
+/// Computes all heads of all sequences. The tokens of the sequences follow each other in the sources
+/// and in the destination. The destination holds the results, then the states.
+fn linear_attention<C: Cell + 'static>(
+    dst: View,
+    [k, v]: [View; 2],
+    state: View,
+    cell: impl Fn(Head) -> C + Send + Sync + 'static,
+) -> Compiled {
+    let [size, heads, tokens, _] = k.ne;
+    let seqs = state.ne[1];
+    let tokens = tokens.checked_div(seqs).unwrap_or(0);
+    Compiled::one(move |w| {
+        for unit in w.share(heads * seqs) {
+            let (h, seq) = (unit % heads, unit / heads);
+            let head = Head {
+                size,
+                heads,
+                head: h,
+                first_token: seq * tokens,
+            };
+            let at = (seq * heads + h) * size * size;
+            let out = dst.ptr().cast::<f32>();
+            // SAFETY: the check of the operator requires contiguous sources of `size * heads *
+            // tokens` floats for each sequence, a state of `size * size` floats for each head, and
+            // a destination that holds both. A unit is run by one thread and writes only its rows
+            // of the results and its state.
+            unsafe {
+                dispatch_ptr(Attention {
+                    cell: cell(head),
+                    k: head.of(&k),
+                    v: head.of(&v),
+                    size,
+                    tokens,
+                    state: out.wrapping_add(size * heads * tokens * seqs + at),
+                    before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
+                    y: out.wrapping_add((seq * tokens * heads + h) * size),
+                    y_stride: heads * size,
+                })
+            };
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,84 @@
+//! SOLVE_TRI: forward substitution with a lower triangular matrix.
+
+use crate::kernel::Compiled;
+use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
+use crate::view::View;
+
+/// Adjacent columns of one system of equations.
+///
+/// Contract: the rows of the views are dense, matrix `matrix` is inside them, `b` and `x` have the
+/// columns `first .. first + columns`, and no other thread writes these columns of `x`.
+struct Solve {
+    a: View,
+    b: View,
+    x: View,
+    /// Indices of the matrix.
+    matrix: [usize; 2],
+    first: usize,
+    columns: usize,
+}
+
+impl PtrTask for Solve {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self, simd: S) {
+        let Solve {
+            a,
+            b,
+            x,
+            matrix: [i2, i3],
+            first,
+            columns,
+        } = self;
+        // SAFETY: the contract of `Solve` guarantees dense rows and the columns from `first` on.
+        // `j + len <= columns`, and `t <= i` is below the number of rows of each view.
+        unsafe {
+            chunks::<S>(columns, |j, len| {
+                let row = |view: &View, i: usize| {
+                    view.row_ptr([i, i2, i3])
+                        .cast::<f32>()
+                        .wrapping_add(first + j)
+                };
+                for i in 0..a.ne[1] {
+                    let factors = a.row_ptr([i, i2, i3]).cast::<f32>();
+                    let mut sum = simd.load_ptr(row(&b, i), len);
+                    for t in 0..i {
+                        let known = simd.load_ptr(row(&x, t), len);
+                        sum = known.mul_add(simd.splat(-factors.add(t).read()), sum);
+                    }
+                    (sum / factors.add(i).read()).store_ptr(row(&x, i), len);
+                }
+            });
+        }
+    }
+}
+
+/// Columns that a thread solves at once: two or more vectors of each instruction set.
+const SOLVE_COLUMNS: usize = 32;
+
+/// Solves `a * dst = b` for a lower triangular `a`. Columns are independent.
+pub(super) fn solve_tri(dst: View, a: View, b: View) -> Compiled {
+    let columns = b.ne[0];
+    let pieces = columns.div_ceil(SOLVE_COLUMNS);
+    Compiled::one(move |w| {
+        for unit in w.share(pieces * b.ne[2] * b.ne[3]) {
+            let (piece, matrix) = (unit % pieces, unit / pieces);
+            let first = piece * SOLVE_COLUMNS;
+            // SAFETY: the check of the operator requires a square `a` with as many rows as `b`, and
+            // a destination with the extents of `b`; all rows are dense. A unit is run by one
+            // thread and writes only its columns of one matrix of the destination.
+            unsafe {
+                dispatch_ptr(Solve {
+                    a,
+                    b,
+                    x: dst,
+                    matrix: [matrix % b.ne[2], matrix / b.ne[2]],
+                    first,
+                    columns: SOLVE_COLUMNS.min(columns - first),
+                })
+            };
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,60 @@
+//! SSM_CONV: a causal convolution of each channel along the tokens.
+
+use vgpu_transport::ir::Type;
+
+use crate::kernel::Compiled;
+use crate::ops::f32_rows::{Access, STAGE, Weighted, apply};
+use crate::view::View;
+
+/// From this many tokens on, a vector operation per tap is faster than scalar operations.
+const MANY_TOKENS: usize = 16;
+
+/// `dst[c, t, s] = sum_i x[t + i, c, s] * kernel[i, c]`
+pub(super) fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
+    let [channels, tokens, seqs, _] = dst.ne;
+    let taps = kernel.ne[0];
+    let values = Access::new(x.ty, x.nb[0]);
+    let weights = Access::new(kernel.ty, kernel.nb[0]);
+    let direct = Access::direct();
+    // The tokens of a channel are a stride of the destination apart.
+    let out = Access::new(Type::F32, dst.nb[1]);
+    Compiled::one(move |w| {
+        let mut sums = [0.0; STAGE];
+        for unit in w.share(channels * seqs) {
+            let (c, s) = (unit % channels, unit / channels);
+            let row = x.row_ptr([c, s, 0]).cast_const();
+            let weight = |i: usize| {
+                let mut value = 0.0;
+                // SAFETY: `i < taps`, the length of the kernel's row.
+                unsafe { weights.load(weights.at(kernel.row_ptr([c, 0, 0]), i), 1, &mut value) };
+                value
+            };
+            let to = dst.ptr().wrapping_add(c * dst.nb[0] + s * dst.nb[2]);
+            for start in (0..tokens).step_by(STAGE) {
+                let n = STAGE.min(tokens - start);
+                sums[..n].fill(0.0);
+                for i in 0..taps {
+                    let (weight, from) = (weight(i), values.at(row, start + i));
+                    // SAFETY: the row of `x` has `tokens + taps - 1` elements, and `start + i + n`
+                    // is at most that. `sums` has `STAGE >= n` floats.
+                    unsafe {
+                        if n < MANY_TOKENS {
+                            for (t, sum) in sums[..n].iter_mut().enumerate() {
+                                let mut value = 0.0;
+                                values.load(values.at(from, t), 1, &mut value);
+                                *sum += value * weight;
+                            }
+                        } else {
+                            let sums = sums.as_mut_ptr();
+                            let src = [(values, from), (direct, sums.cast_const().cast())];
+                            apply(Weighted { weight }, (direct, sums.cast()), src, n);
+                        }
+                    }
+                }
+                // SAFETY: column `c` of the destination has `tokens >= start + n` elements.
+                unsafe { out.store(sums.as_ptr(), n, out.at(to, start).cast_mut()) };
+            }
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,190 @@
+//! Where the bytes of a buffer for weights are: in its base, in an extent of another buffer, or in a
+//! region of their own.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use vgpu_transport::bytes::Bytes;
+
+use super::extent::{BaseRegion, CpuExtent, overlapping};
+use crate::region::{Budget, Charge, Region, page};
+use vgpu_engine::EngineError;
+
+/// The state of a buffer for weights.
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) is_frozen: bool,
+    /// Something was written after freezing.
+    pub(super) is_written: bool,
+    /// How often addresses of bytes have changed.
+    pub(super) moves: u64,
+    /// The bytes that are not in the base, by first byte. Disjoint.
+    pub(super) pieces: BTreeMap<u64, Piece>,
+    /// The extents that are offered. Disjoint, and disjoint from `pieces`.
+    pub(super) offered: Vec<Arc<CpuExtent>>,
+}
+
+/// Bytes of a buffer that are not in its base.
+pub(super) struct Piece {
+    pub(super) len: u64,
+    pub(super) backing: Backing,
+}
+
+/// The memory of a [`Piece`].
+pub(super) enum Backing {
+    /// In the base of this or another buffer, read-only.
+    Shared(Arc<CpuExtent>),
+    /// In a region of their own.
+    Own { region: Region, _charge: Charge },
+}
+
+impl State {
+    /// The pieces that overlap `range`.
+    pub(super) fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &Piece)> {
+        overlapping(&self.pieces, range, |start, piece| start + piece.len)
+    }
+
+    /// The address of the bytes of `range`, if they are contiguous.
+    pub(super) fn find(&self, base: &BaseRegion, range: &Range<u64>) -> Option<*mut u8> {
+        let mut touched = self.touched(range);
+        match touched.next() {
+            None => Some(base.at(range.start)),
+            Some((&start, piece)) => (start <= range.start && range.end <= start + piece.len)
+                .then(|| piece.at(range.start - start)),
+        }
+    }
+
+    /// Withdraws the offered extents that overlap `range`.
+    pub(super) fn forget_offers(&mut self, range: &Range<u64>) {
+        self.offered
+            .retain(|extent| range.end <= extent.offset || extent.end() <= range.start);
+    }
+
+    /// The address of exclusive, contiguous memory with the bytes of `range`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if memory is needed and `budget` or the machine has none.
+    pub(super) fn gather(
+        &mut self,
+        base: &BaseRegion,
+        budget: &Arc<Budget>,
+        range: Range<u64>,
+    ) -> Result<*mut u8, EngineError> {
+        // Offers that no buffer has taken end here. An extent in use keeps its bytes.
+        self.forget_offers(&range);
+        if let Some((&start, piece)) = self.touched(&range).next()
+            && matches!(piece.backing, Backing::Own { .. })
+            && start <= range.start
+            && range.end <= start + piece.len
+        {
+            return Ok(piece.at(range.start - start));
+        }
+        let uses = base.uses();
+        let mut all = range.clone();
+        loop {
+            let mut more = all.clone();
+            let pieces = self.touched(&all).map(|(&start, p)| (start, start + p.len));
+            let extents = uses.touched(&all).map(|(&start, &end)| (start, end));
+            for (start, end) in pieces.chain(extents) {
+                more = more.start.min(start)..more.end.max(end);
+            }
+            if more == all {
+                break;
+            }
+            all = more;
+        }
+        let is_in_base = self.touched(&all).next().is_none();
+        let is_free = uses.touched(&all).next().is_none();
+        drop(uses);
+        if is_in_base && is_free {
+            return Ok(base.at(range.start));
+        }
+        let (to, backing) = if is_free {
+            (base.at(all.start), None)
+        } else {
+            let len = all.end - all.start;
+            let charge = Charge::take(budget, len)?;
+            match Region::private(len as usize) {
+                None => return Err(charge.refused()),
+                Some(region) => (
+                    region.as_ptr(),
+                    Some(Backing::Own {
+                        region,
+                        _charge: charge,
+                    }),
+                ),
+            }
+        };
+        let mut at = all.start;
+        let copy = |from: *mut u8, range: Range<u64>| {
+            let to = to.wrapping_add((range.start - all.start) as usize);
+            if range.start < range.end && from != to {
+                let len = (range.end - range.start) as usize;
+                // SAFETY: `from` has `len` bytes of the base or of a piece, and `to` has the bytes
+                // of `range` of the base or of a new region. `from` is in another region than `to`,
+                // or it is the same byte of the base, which `from != to` excludes.
+                unsafe { to.copy_from_nonoverlapping(from, len) };
+            }
+        };
+        for (&start, piece) in self.touched(&all) {
+            copy(base.at(at), at..start);
+            copy(piece.at(0), start..start + piece.len);
+            at = start + piece.len;
+        }
+        copy(base.at(at), at..all.end);
+        self.pieces.retain(|start, _| !all.contains(start));
+        self.moves += 1;
+        if let Some(backing) = backing {
+            let len = all.end - all.start;
+            self.pieces.insert(all.start, Piece { len, backing });
+        }
+        Ok(to.wrapping_add((range.start - all.start) as usize))
+    }
+
+    /// The pages of `base` that are not needed when the bytes of `range` are in a piece: all pages
+    /// that overlap `range`, except a page at either end whose other bytes are not all zero.
+    pub(super) fn pages_under(&self, base: &BaseRegion, range: &Range<u64>) -> Range<u64> {
+        let is_zero = |part: Range<u64>| {
+            let len = part.end.saturating_sub(part.start) as usize;
+            let mut copy = vec![0; len];
+            // SAFETY: `part` is inside the base, whose mapping outlives this call.
+            unsafe { Bytes::from_raw(base.at(part.start), len) }.copy_to(&mut copy);
+            copy.iter().all(|&byte| byte == 0)
+        };
+        let is_empty = |part: Range<u64>| {
+            let mut at = part.start;
+            for (&start, piece) in self.touched(&part) {
+                if !is_zero(at..start) {
+                    return false;
+                }
+                at = start + piece.len;
+            }
+            is_zero(at..part.end)
+        };
+        let len = base.region.len() as u64;
+        let (first, last) = (
+            range.start - range.start % page(),
+            range.end.next_multiple_of(page()).min(len),
+        );
+        let start = match is_empty(first..range.start) {
+            true => first,
+            false => first + page(),
+        };
+        let end = match is_empty(range.end..last) {
+            true => last,
+            false => range.end - range.end % page(),
+        };
+        start..end.max(start)
+    }
+}
+
+impl Piece {
+    /// The address of byte `offset` of the piece.
+    pub(super) fn at(&self, offset: u64) -> *mut u8 {
+        match &self.backing {
+            Backing::Shared(extent) => extent.base.at(extent.offset + offset),
+            Backing::Own { region, .. } => region.as_ptr().wrapping_add(offset as usize),
+        }
+    }
+}
