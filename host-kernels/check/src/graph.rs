@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use rand_xoshiro::Xoshiro256PlusPlus;
-use rand_xoshiro::rand_core::{Rng, SeedableRng};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
 };
@@ -16,11 +15,11 @@ use vgpu_engine::{Engine, Memory, Plan};
 const ALIGN: u64 = 256;
 
 /// A random generator with a fixed sequence for each seed.
-pub(super) struct Random(Xoshiro256PlusPlus);
+pub(super) struct Random(Rng);
 
 impl Random {
     pub(super) fn new(seed: u64) -> Random {
-        Random(Xoshiro256PlusPlus::seed_from_u64(seed))
+        Random(Rng::new(seed, 0))
     }
 
     /// An integer below `n`, nearly uniform.
