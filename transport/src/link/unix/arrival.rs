@@ -13,6 +13,7 @@ use crate::link::credentials::{self, Peer};
 use crate::link::epoch::new_epoch;
 use crate::link::fd_passing::Files;
 use crate::link::packet::{self, PacketError};
+use crate::link::socket_file::DEFAULT_MODE;
 use crate::link::window::WindowHost;
 use crate::link::window_end::unmapped;
 use crate::shm::doorbell::{EventDoorbell, new_eventfd};
@@ -35,7 +36,7 @@ impl Default for ListenOptions {
     fn default() -> ListenOptions {
         ListenOptions {
             window_size: DEFAULT_SIZE,
-            mode: 0o660,
+            mode: DEFAULT_MODE,
             handshake_timeout: Duration::from_secs(5),
         }
     }
