@@ -386,7 +386,7 @@ fn garbage_gets_no_session(dir: &Dir) {
     };
     let null = std::fs::File::open("/dev/null").unwrap();
     let is_garbage = |error: HandshakeError| match error {
-        HandshakeError::Garbage(why) => why,
+        HandshakeError::Garbage(why) => why.to_string(),
         other => panic!("{other}"),
     };
 

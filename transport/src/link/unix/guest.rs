@@ -64,7 +64,7 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
         PacketError::Late => late(),
         PacketError::Garbage(why) => ConnectError::NotVgpu {
             path: path.clone(),
-            why,
+            why: why.to_string(),
         },
         PacketError::Link(LinkError::Closed) => ConnectError::NotVgpu {
             path: path.clone(),
@@ -102,7 +102,10 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
             theirs: words[2],
         });
     }
-    let garbage = |why: &str| failed(PacketError::Garbage(why.into()));
+    let garbage = |why: &str| ConnectError::NotVgpu {
+        path: path.clone(),
+        why: why.into(),
+    };
     if words[1] != VERDICT_ACCEPTED || words[2] != layout::VERSION || fds.len() != WELCOME_FILES {
         return Err(garbage("its welcome is malformed"));
     }
