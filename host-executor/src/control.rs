@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
+use vgpu_transport::link::socket_file::{SocketFile, bind_stream};
 
-use crate::listener::{SocketFile, bind_stream};
 use crate::status::{Report, Status, StatusHandle};
 
 /// Permissions of the socket.

@@ -6,6 +6,10 @@
 //! the same run. Every figure is a median. `--json` prints only the round trips, one JSON object
 //! per line.
 
+#[path = "../../xtask/common/src/median.rs"]
+#[allow(unreachable_pub)] // public in xtask-common
+mod median;
+
 use std::env;
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
@@ -13,6 +17,7 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use median::median;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
 use vgpu_transport::link::window::{WindowGuest, WindowHost, inproc_pair};
@@ -187,7 +192,7 @@ fn compare(
     upload: Vec<Duration>,
     download: Vec<Duration>,
 ) {
-    let rate = |times| bytes as f64 / median(times).as_secs_f64() / 1e9;
+    let rate = |times: Vec<Duration>| bytes as f64 / median(times).as_secs_f64() / 1e9;
     let (memcpy, upload, download) = (rate(memcpy), rate(upload), rate(download));
     println!(
         "  {what:>10} {memcpy:8.2} {upload:8.2} ({:3.0} %) {download:8.2} ({:3.0} %)",
@@ -238,11 +243,6 @@ fn timed(work: impl FnOnce()) -> Duration {
     let began = Instant::now();
     work();
     began.elapsed()
-}
-
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort();
-    times[times.len() / 2]
 }
 
 fn show(what: &str, mut times: Vec<Duration>) {

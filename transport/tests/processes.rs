@@ -20,7 +20,7 @@ use rustix::net::{
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::unix::{
-    ConnectError, HandshakeError, ListenError, ListenOptions, Listener, connect,
+    ConnectError, HandshakeError, ListenError, ListenOptions, Listener, SocketFileError, connect,
 };
 use vgpu_transport::link::window::WindowGuest;
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
@@ -294,7 +294,8 @@ fn a_dead_hosts_socket_is_replaced(dir: &Dir) {
     let mut host = Process::start("host", &path);
     host.wait_ready();
     let in_use = Listener::bind(&path, ListenOptions::default()).map(|_| ());
-    assert_eq!(in_use, Err(ListenError::InUse { path: path.clone() }));
+    let expected = SocketFileError::InUse { path: path.clone() };
+    assert_eq!(in_use, Err(expected.into()));
     host.kill();
     assert!(path.exists(), "SIGKILL leaves the file");
     let refused = connect(&path, WAIT).map(|_| ());
@@ -385,7 +386,7 @@ fn garbage_gets_no_session(dir: &Dir) {
     };
     let null = std::fs::File::open("/dev/null").unwrap();
     let is_garbage = |error: HandshakeError| match error {
-        HandshakeError::Garbage(why) => why,
+        HandshakeError::Garbage(why) => why.to_string(),
         other => panic!("{other}"),
     };
 
@@ -604,21 +605,19 @@ fn with_false_host(path: &Path, answer: impl Fn(&OwnedFd)) -> ConnectError {
 
 fn hosts_are_told_why(dir: &Dir) {
     let bind = |path: &Path| Listener::bind(path, ListenOptions::default()).map(|_| ());
+    let refused = |error: SocketFileError| Err(ListenError::from(error));
     let path = dir.0.join("file");
     std::fs::write(&path, "text").unwrap();
-    assert_eq!(
-        bind(&path),
-        Err(ListenError::NotASocket { path: path.clone() })
-    );
+    let error = SocketFileError::NotASocket { path: path.clone() };
+    assert_eq!(bind(&path), refused(error));
     assert_eq!(std::fs::read(&path).unwrap(), b"text");
     let path = dir.0.join("missing/s");
-    assert_eq!(
-        bind(&path),
-        Err(ListenError::NoDirectory { path: path.clone() })
-    );
+    let error = SocketFileError::NoDirectory { path: path.clone() };
+    assert_eq!(bind(&path), refused(error));
     let path = dir.socket();
     let other = UnixListener::bind(&path).unwrap();
-    assert_eq!(bind(&path), Err(ListenError::InUse { path: path.clone() }));
+    let error = SocketFileError::InUse { path: path.clone() };
+    assert_eq!(bind(&path), refused(error));
     // A stale socket of another type has no listener.
     drop(other);
     assert_eq!(bind(&path), Ok(()));

@@ -9,9 +9,9 @@ use std::str::FromStr;
 use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::endpoint::DEFAULT_UNIX_PATH;
+use vgpu_transport::link::socket_file::DEFAULT_MODE;
 
 use crate::engine::EngineKind;
-use crate::listener::DEFAULT_MODE;
 use crate::policy::Policy;
 use crate::tenant_registry::{GuestRule, Rules};
 use crate::vm::VmOptions;

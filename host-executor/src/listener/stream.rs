@@ -62,7 +62,7 @@ fn tcp_peer(arrival: &tcp::Arrival) -> Peer {
 fn vsock_peer(listener: &vsock::Listener, cid: Option<u32>) -> Peer {
     let endpoint = match (listener, cid) {
         (_, Some(cid)) => format!("vsock from machine {cid}"),
-        (vsock::Listener::Unix(_, path), None) => format!("vsock at {}", path.display()),
+        (vsock::Listener::Unix(_, file), None) => format!("vsock at {}", file.path().display()),
         (vsock::Listener::Kernel(_), None) => "vsock".into(),
     };
     Peer {

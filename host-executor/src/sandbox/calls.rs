@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use libc::c_long;
 use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
-    SeccompRule,
+    BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition,
+    SeccompFilter, SeccompRule,
 };
 
-use super::profile::{Profile, SandboxError};
+use super::profile::{FilterError, Profile, SandboxError};
 
 /// Conditions on the arguments of a call: the rule matches if one of them holds. Empty: the rule
 /// always matches.
@@ -32,13 +32,14 @@ pub(super) fn filter(profile: Profile) -> Result<(), SandboxError> {
         let architecture = std::env::consts::ARCH.try_into().map_err(failed)?;
         let filter = SeccompFilter::new(rules, others, listed, architecture).map_err(failed)?;
         let program: BpfProgram = filter.try_into().map_err(failed)?;
-        seccompiler::apply_filter_all_threads(&program).map_err(failed)?;
+        seccompiler::apply_filter_all_threads(&program)
+            .map_err(|error| SandboxError::Filter(FilterError::Kernel(error)))?;
     }
     Ok(())
 }
 
-fn failed(error: impl std::fmt::Display) -> SandboxError {
-    SandboxError::Filter(error.to_string())
+fn failed(error: BackendError) -> SandboxError {
+    SandboxError::Filter(FilterError::Rules(error))
 }
 
 /// The socket families of the links.

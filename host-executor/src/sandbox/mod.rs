@@ -20,7 +20,7 @@ mod profile;
 
 use std::fmt;
 
-pub use profile::{Profile, SandboxError};
+pub use profile::{FilterError, Profile, SandboxError};
 
 /// The restrictions that are in force.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

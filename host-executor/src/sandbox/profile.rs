@@ -25,5 +25,16 @@ pub enum SandboxError {
     #[error("thread {name} ({tid}) keeps its capabilities: it does not handle signals")]
     Stubborn { name: String, tid: i32 },
     #[error("the seccomp filter cannot be installed: {0}")]
-    Filter(String),
+    Filter(FilterError),
+}
+
+/// Why a seccomp filter cannot be installed.
+#[derive(Debug, thiserror::Error)]
+pub enum FilterError {
+    /// The rules are not a filter for this processor: a fault of the executor.
+    #[error("{0}")]
+    Rules(seccompiler::BackendError),
+    /// The kernel refuses the filter, or has none.
+    #[error("{0}")]
+    Kernel(seccompiler::Error),
 }

@@ -10,12 +10,10 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow, ivshmem};
+use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileError, bind_stream};
 
 use super::options::VmOptions;
-use crate::listener::{
-    DEFAULT_MODE, GuestListener, IncomingGuest, SocketFile, SocketFileError, bind_stream,
-    wait_readable,
-};
+use crate::listener::{GuestListener, IncomingGuest, wait_readable};
 use crate::service;
 
 /// The files of a virtual machine that outlive an executor: its memory, its doorbell, and the

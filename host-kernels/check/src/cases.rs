@@ -10,8 +10,8 @@ use vgpu_cpu::formats::Format;
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::Engine;
 
-/// Limit of the normalised mean square error if activations are quantised to 8 bits, or K and V to 16: that of
-/// `test-backend-ops` for MUL_MAT.
+/// Limit of the normalised mean square error if activations are quantised to 8 bits, or K and V to
+/// 16: that of `test-backend-ops` for MUL_MAT.
 const ROUNDED: f64 = 5e-4;
 
 /// The limit of all other operators.

@@ -1,6 +1,7 @@
 //! cuBLASLt's matrix products, as a reference for measurements, if the library is installed.
 //!
-//! The library of CUDA 13 or 12 is loaded at run time; the functions used here are the same in both.
+//! The library of CUDA 13 or 12 is loaded at run time; the functions used here are the same in
+//! both.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -82,7 +83,8 @@ type Multiply = unsafe extern "C" fn(
     sys::CUstream,
 ) -> c_int;
 
-/// The library. It is never unloaded, as unloading does not undo its initialisation of the process.
+/// The library. The process never unloads it: unloading does not undo the library's initialisation
+/// of the process.
 pub(super) struct Cublas {
     cublas: &'static Library,
 }
@@ -96,7 +98,7 @@ impl Cublas {
     pub(super) fn load() -> Result<Cublas, CheckError> {
         let mut reason = String::new();
         for name in NAMES {
-            // SAFETY: NVIDIA's library runs nothing when it is loaded but its own set-up.
+            // SAFETY: `name` is a library of NVIDIA, whose initialisers set up only its own state.
             match unsafe { Library::new(name) } {
                 Ok(library) => {
                     let library = Box::leak(Box::new(library));
@@ -122,11 +124,13 @@ impl Cublas {
         columns: u64,
         time: Duration,
     ) -> Result<f64, CheckError> {
-        // SAFETY: only tries to load the driver library.
+        // SAFETY: the call takes no pointer. It tries to load NVIDIA's driver library.
         if !unsafe { sys::is_culib_present() } {
             return Err(CheckError::DriverMissing);
         }
-        // SAFETY: the context is made, used and given back by this thread; everything in it goes with `room`.
+        // SAFETY: the pointers are to the local variables `device` and `context`. This thread
+        // retains the primary context, makes it current for `measure` and releases it once.
+        // `measure` frees its memory and handles before it returns.
         unsafe {
             let mut device = 0;
             driver("cuInit", sys::cuInit(0))?;
@@ -144,8 +148,10 @@ impl Cublas {
         }
     }
 
+    /// [`Cublas::seconds`] in the current context.
+    ///
     /// # Safety
-    /// A context is current that stays so.
+    /// A CUDA context is current on this thread until the function returns.
     unsafe fn measure(
         &self,
         ty: Type,
@@ -158,8 +164,10 @@ impl Cublas {
             Type::Bf16 => CUDA_R_16BF,
             other => return Err(CheckError::CublasType(other)),
         };
-        // SAFETY: the functions have these types in cublasLt.h since CUDA 11; handles are made before they are used and given
-        // back after; addresses are of memory of the sizes that the layouts say.
+        // SAFETY: the functions have these types in cublasLt.h since CUDA 11. Every handle comes
+        // from `made` and is dropped at the end of the block.
+        // Pointers to attributes are to constants of the length passed with them. `room` holds
+        // device memory of the sizes that the layouts `a`, `b` and `c` and `WORKSPACE` name.
         unsafe {
             let multiply: Multiply = self.function(b"cublasLtMatmul\0")?;
             let handle = self.made(b"cublasLtDestroy\0", |to| {
@@ -261,10 +269,13 @@ impl Cublas {
         }
     }
 
+    /// The library's function `name`, which ends with a zero byte.
+    ///
     /// # Safety
-    /// The function has this type.
+    /// `F` is the type that cublasLt.h declares for the function.
     unsafe fn function<F: Copy>(&self, name: &'static [u8]) -> Result<F, CheckError> {
-        // SAFETY: the caller's promise; the library stays loaded.
+        // SAFETY: `F` is the function's type. The library is never unloaded, so the pointer that
+        // is copied out of the symbol stays valid.
         let found = unsafe { self.cublas.get::<F>(name) };
         found.map(|f| *f).map_err(|_| CheckError::CublasFunction {
             name: String::from_utf8_lossy(name)
@@ -279,7 +290,8 @@ impl Cublas {
         destroy: &'static [u8],
         make: impl FnOnce(*mut Handle) -> Result<c_int, CheckError>,
     ) -> Result<Owned, CheckError> {
-        // SAFETY: functions that give something back have this type in cublasLt.h.
+        // SAFETY: `destroy` names one of the functions `cublasLt*Destroy`, which all have the type
+        // `Drop1` in cublasLt.h.
         let destroy: Drop1 = unsafe { self.function(destroy) }?;
         let mut handle = ptr::null_mut();
         library("creating a cuBLASLt handle", make(&mut handle)?)?;
@@ -292,7 +304,8 @@ struct Owned(Handle, Drop1);
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: made by the library, and given back once.
+        // SAFETY: `made` got the handle from the library together with this function, and only
+        // this drop passes the handle to it.
         unsafe { (self.1)(self.0) };
     }
 }
@@ -301,16 +314,19 @@ impl Drop for Owned {
 struct DeviceMemory(sys::CUdeviceptr);
 
 impl DeviceMemory {
+    /// Allocates `size` bytes.
+    ///
     /// # Safety
-    /// A context is current, and stays so for as long as this lives.
+    /// A CUDA context is current on this thread until the value is dropped.
     unsafe fn new(size: u64) -> Result<DeviceMemory, CheckError> {
         let mut address = 0;
-        // SAFETY: the result is written to a local variable.
+        // SAFETY: the pointer is to the local variable `address`, and a context is current.
         driver("cuMemAlloc", unsafe {
             sys::cuMemAlloc_v2(&mut address, size as usize)
         })?;
         let room = DeviceMemory(address);
-        // SAFETY: memory of this size. Not zeros: a GPU draws less power with those, and is faster.
+        // Not zeros: a GPU draws less power with zeros, and is faster.
+        // SAFETY: `address` has just been allocated with `size` bytes in the current context.
         driver("cuMemsetD8", unsafe {
             sys::cuMemsetD8_v2(address, 0x3a, size as usize)
         })?;
@@ -320,7 +336,8 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new`, and nothing runs any more: every measurement ends with a wait.
+        // SAFETY: `new` allocated the memory, and only this drop frees it. A measurement ends with
+        // a synchronisation; after a failed call `cuMemFree` itself waits for the kernels.
         unsafe { sys::cuMemFree_v2(self.0) };
     }
 }

@@ -1,4 +1,4 @@
-//! Greedy decoding on two engines: small models of each family, and how many tokens are equal.
+//! Greedy decoding on two engines with small models of each family: how many tokens are equal.
 
 use vgpu_transport::ir::Type;
 
@@ -6,19 +6,20 @@ use super::CheckError;
 use super::model::{Family, Model, Step, TINY};
 use vgpu_engine::Engine;
 
-/// Maximum number of tokens to decode.
+/// The largest number of tokens to decode.
 pub const MAX_TOKENS: u64 = 64;
 
-/// Tolerance of a logit, relative to the root mean square of the logits. The engines add in another order before they
-/// quantise activations, and MoE experts of nearly equal probability may swap.
+/// Tolerance of a logit, relative to the root mean square of the logits. The engines add in another
+/// order before they quantise activations, and MoE experts of nearly equal probability may swap.
 const TOLERANCE: f32 = 1e-1;
 
-/// The outcome of a model.
+/// The outcome of decoding with a model.
 #[derive(Debug, Clone)]
 pub struct Decoding {
     /// Family and weight type of the model.
     pub name: String,
-    /// Tokens compared, and how many agree. A token also agrees if the reference gives it nearly the logit of its own choice.
+    /// Tokens compared, and how many agree. A token also agrees if the reference gives it nearly
+    /// the logit of its own choice.
     pub outcome: Result<(u64, u64), CheckError>,
 }
 

@@ -11,18 +11,19 @@ pub enum CheckError {
     /// The engine refused an allocation, a copy or a graph.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// The graph failed while it ran.
+    /// The engine failed to run a graph.
     #[error(transparent)]
     Run(#[from] RunError),
-    /// The engine does not support an operation of the graph: the engine's capabilities are incomplete.
+    /// The engine does not support an operation of the graph: the engine's capabilities are
+    /// incomplete.
     #[error("the graph is not valid for the engine: {0}")]
     Graph(#[from] Invalid),
     /// The size of a tensor does not fit 64 bits: the fault of the options' sizes.
-    #[error("a tensor of type {ty:?} and extents {ne:?} has no size in 64 bits")]
+    #[error("the size of a tensor of type {ty:?} with extents {ne:?} does not fit 64 bits")]
     #[allow(missing_docs)] // the message names every field
     TensorSize { ty: Type, ne: [u64; 4] },
     /// The reference engine failed.
-    #[error("on the CPU engine: {0}")]
+    #[error("the reference engine failed: {0}")]
     Reference(Box<CheckError>),
     /// A repeated run of a graph failed.
     #[error("run {number}: {error}")]

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use rand_xoshiro::Xoshiro256PlusPlus;
-use rand_xoshiro::rand_core::{Rng, SeedableRng};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
 };
@@ -16,11 +15,11 @@ use vgpu_engine::{Engine, Memory, Plan};
 const ALIGN: u64 = 256;
 
 /// A random generator with a fixed sequence for each seed.
-pub(super) struct Random(Xoshiro256PlusPlus);
+pub(super) struct Random(Rng);
 
 impl Random {
     pub(super) fn new(seed: u64) -> Random {
-        Random(Xoshiro256PlusPlus::seed_from_u64(seed))
+        Random(Rng::new(seed, 0))
     }
 
     /// An integer below `n`, nearly uniform.
@@ -37,13 +36,13 @@ impl Random {
 /// The initial content of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Fill {
-    /// Uniform random numbers between the two.
+    /// Uniform random numbers between the lower and the upper bound.
     Numbers(f32, f32),
-    /// Random integers below this.
+    /// Random integers below the bound.
     Below(u64),
     /// 0, 1, 2, ...
     Count,
-    /// A causal mask: -inf where the column exceeds the row by more than this, 0 elsewhere.
+    /// A causal mask: -inf where the column exceeds the row by more than the number, 0 elsewhere.
     Mask(i64),
 }
 
@@ -113,8 +112,9 @@ impl Builder {
         Ok(loaded)
     }
 
-    /// The same in a buffer of at least `size` bytes that is marked as weights, which the engine may repack. `more`
-    /// writes further content before the graph is compiled; afterwards the host writes nothing.
+    /// [`Builder::on`] with a buffer of at least `size` bytes that is marked as weights, which the
+    /// engine may repack. `more` writes further content before the graph is compiled; afterwards
+    /// the host writes nothing.
     ///
     /// # Errors
     ///
@@ -177,7 +177,7 @@ pub(super) struct Loaded {
 ///
 /// # Errors
 ///
-/// If its size overflows or the engine refuses the read.
+/// If the tensor's size overflows or the engine refuses the read.
 pub(super) fn numbers(memory: &dyn Memory, tensor: &Tensor) -> Result<Vec<f32>, CheckError> {
     let Shape { ty, ne, .. } = tensor.shape;
     let size = CheckError::TensorSize { ty, ne };
@@ -197,7 +197,8 @@ pub(super) fn numbers(memory: &dyn Memory, tensor: &Tensor) -> Result<Vec<f32>, 
         ty => {
             let format = Format::of(ty).expect("results are integers or real numbers");
             let mut out = vec![0.0; n];
-            // SAFETY: the tensor is contiguous, so `bytes` has `n` elements in whole blocks, as `out` has.
+            // SAFETY: the tensor is contiguous, so `bytes`, which has the tensor's extent, holds
+            // `n` elements in whole blocks of `format`; `out` has room for `n` floats.
             unsafe { (format.dequantize_row)(bytes.as_ptr(), out.as_mut_ptr(), n) };
             out
         }
@@ -228,7 +229,8 @@ fn content(operand: &Operand, n: u64, random: &mut Random) -> Vec<u8> {
             // Quantisation is slow: large tensors repeat their first elements.
             let some: Vec<f32> = values.by_ref().take(LARGEST.min(n)).collect();
             let mut bytes = vec![0; format.row_bytes(some.len())];
-            // SAFETY: `bytes` has room for the blocks of `some.len()` elements.
+            // SAFETY: `some` holds `some.len()` floats, and `bytes` has `row_bytes(some.len())`
+            // bytes, the blocks of as many elements.
             unsafe { (format.quantize_row)(some.as_ptr(), bytes.as_mut_ptr(), some.len()) };
             bytes
                 .iter()

@@ -1,5 +1,5 @@
-//! The self-test of an engine: results of each family of operators compared with the CPU engine, and rates of copies, matrix
-//! products and attention.
+//! The self-test of an engine: results of each family of operators compared with the CPU engine,
+//! and rates of copies, matrix products and attention.
 //!
 //! `vgpu gpu-check` runs it on a new GPU. It takes a few minutes and needs no model files.
 
@@ -49,13 +49,14 @@ impl Default for Options {
     }
 }
 
-/// Compares `engine` with the reference `oracle`, several cases for each family of operators. Calls `seen` after each case.
+/// Compares `engine` with the reference `oracle`, several cases for each family of operators. Calls
+/// `seen` after each case.
 pub fn compare(engine: &dyn Engine, oracle: &dyn Engine, seen: impl FnMut(&Case)) -> Vec<Case> {
     cases::run(engine, oracle, seen)
 }
 
-/// Decodes `tokens` tokens, [`MAX_TOKENS`] at most, greedily on both engines with small models of several families. Calls
-/// `seen` after each model.
+/// Decodes `tokens` tokens, [`MAX_TOKENS`] at most, greedily on both engines with small models of
+/// several families. Calls `seen` after each model.
 pub fn compare_decoding(
     engine: &dyn Engine,
     oracle: &dyn Engine,
@@ -74,8 +75,8 @@ pub fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceilings, Chec
     rates::ceilings(engine, options)
 }
 
-/// The peak rates of the engine: bytes per second of copies and matrix-vector products, operations per second of matrix
-/// products with many columns.
+/// The peak rates of the engine: bytes per second of copies and matrix-vector products, operations
+/// per second of matrix products with many columns.
 ///
 /// # Errors
 ///
@@ -87,8 +88,8 @@ pub fn peaks(
     rates::peaks(engine, options)
 }
 
-/// Measures matrix products and attention, and cuBLASLt for comparison if it is installed. Calls `seen` after each rate. Also
-/// returns how many rates the time limit left out.
+/// Measures matrix products and attention, and cuBLASLt for comparison if it is installed. Calls
+/// `seen` after each rate. Also returns how many rates the time limit left out.
 pub fn rates(
     engine: &dyn Engine,
     options: &Options,
@@ -97,8 +98,8 @@ pub fn rates(
     rates::run(engine, options, seen)
 }
 
-/// Measures GEMMs on engines that are forced to each variant, and returns a table of the fastest. Calls `seen` after each
-/// measurement.
+/// Measures GEMMs on engines that are forced to each variant, and returns a table of the fastest.
+/// Calls `seen` after each measurement.
 pub fn tune(
     engines: &[(GemmVariant, &dyn Engine); 3],
     options: &Options,

@@ -1,5 +1,5 @@
-//! Graphs of language models as llama.cpp builds them: the same operators in the same order, with intermediates that share
-//! memory and are computed in place where ggml does so.
+//! Graphs of language models as llama.cpp builds them: the same operators in the same order, with
+//! intermediates that share memory and are computed in place where ggml does so.
 
 use std::sync::Arc;
 
@@ -41,8 +41,9 @@ pub struct Model {
     pub norms_heads: bool,
     /// Positions of the KV cache.
     pub context: u64,
-    /// Whether some matrices are Q6_K instead of Q4_K, as in Q4_K_M of llama.cpp: the output; attn_v and ffn_down in the first
-    /// and last eighth of the layers and in every third of the others.
+    /// Whether some matrices are Q6_K instead of Q4_K, as in Q4_K_M of llama.cpp: the output;
+    /// attn_v and ffn_down in the first and last eighth of the layers and in every third of the
+    /// others.
     pub mixes: bool,
     /// Whether only the last token has logits, as in a prefill.
     pub last_only: bool,
@@ -125,7 +126,8 @@ pub const EXPERTS_30B: Model = Model {
     ..DENSE_8B
 };
 
-/// The shape of gpt-oss-20b: 32 experts, 4 of them active; without biases, sinks and sliding windows.
+/// The shape of gpt-oss-20b: 32 experts, 4 of them active; without biases, sinks and sliding
+/// windows.
 pub const EXPERTS_20B: Model = Model {
     layers: 24,
     weights: Type::Q8_0,
@@ -198,7 +200,8 @@ const COMPUTE: u32 = 2;
 /// Minimum size in bytes of the buffer of intermediates.
 const COMPUTE_BYTES: u64 = 4 << 20;
 
-/// Random elements of a tensor, a multiple of the block size of every type. Larger tensors repeat them.
+/// Random elements of a tensor, a multiple of the block size of every type. Larger tensors repeat
+/// them.
 const RANDOM_ELEMENTS: usize = 1 << 18;
 
 /// Alignment of tensors in bytes.
@@ -245,7 +248,7 @@ pub struct Built {
 }
 
 fn dense(ty: Type, ne: [u64; 4]) -> Shape {
-    Shape::contiguous(ty, ne).expect("models of tests are small")
+    Shape::contiguous(ty, ne).expect("the sizes of these models fit 64 bits")
 }
 
 impl ModelBuilder {
@@ -472,7 +475,8 @@ impl ModelBuilder {
         self.node(op, gate.shape, &[gate, up])
     }
 
-    /// Weights and ids of the experts of each token: top-k of the softmax over all experts, normalised.
+    /// Weights and ids of the experts of each token: top-k of the softmax over all experts,
+    /// normalised.
     fn route(&mut self, logits: View, used: u64) -> (View, View) {
         let [experts, tokens, ..] = logits.shape.ne;
         let op = Op::SoftMax {
@@ -694,7 +698,7 @@ impl ModelBuilder {
                 places[dst.root] = match parent {
                     Some(parent) => {
                         let entry = taken.iter_mut().find(|t| t.2 == parent.root);
-                        entry.expect("it lives").2 = dst.root;
+                        entry.expect("a tensor in use has a range").2 = dst.root;
                         places[parent.root]
                     }
                     None => Some(place(dst.root, &mut taken)),
@@ -757,7 +761,11 @@ impl Built {
     /// Allocates memory on `engine` and fills it with random weights.
     pub fn load(&self, engine: &dyn Engine) -> Loaded {
         let buffers: Vec<_> = { self.sizes.iter() }
-            .map(|&size| engine.alloc(size).expect("memory"))
+            .map(|&size| {
+                engine
+                    .alloc(size)
+                    .expect("the engine has memory for the model")
+            })
             .collect();
         buffers[WEIGHTS as usize].mark_weights();
         let mut random = Random::new(1);
@@ -780,7 +788,8 @@ impl Built {
                 .collect();
             let format = Format::of(tensor.shape.ty).expect("weights are real numbers");
             let mut bytes = vec![0; format.row_bytes(values.len())];
-            // SAFETY: `bytes` has room for the blocks of `values.len()` elements.
+            // SAFETY: `values` holds `values.len()` floats, and `bytes` has room for the blocks of
+            // as many elements.
             unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len()) };
             let all = format.row_bytes(n);
             for start in (0..all).step_by(bytes.len()) {
@@ -802,12 +811,13 @@ impl Built {
             &Limits::default(),
             size,
         )
-        .expect("a graph that the engine runs")
+        .expect("the engine supports the operators of these models")
     }
 
     /// Compiles the graph over the memory of [`Built::load`].
     pub fn compile(&self, engine: &dyn Engine, loaded: &Loaded) -> Box<dyn Plan> {
-        { engine.compile(&self.valid(engine), &loaded.buffers) }.expect("it compiles")
+        { engine.compile(&self.valid(engine), &loaded.buffers) }
+            .expect("the engine compiles a valid graph")
     }
 
     /// Writes the inputs of the step at `position` of a sequence.

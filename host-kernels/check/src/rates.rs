@@ -38,7 +38,7 @@ pub struct Rate {
     pub name: String,
     /// The unit of `rate`.
     pub work: Work,
-    /// Whether the engine was measured, and not cuBLASLt on the same device.
+    /// True if the engine was measured, false if cuBLASLt was, on the same device.
     pub is_ours: bool,
     /// Work per second.
     pub rate: Result<f64, CheckError>,
@@ -75,7 +75,7 @@ pub(super) fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceiling
         let len = chunk.min(size - start);
         to.copy_from(start, &*from, 0, len)?;
     }
-    // A copy is asynchronous: reading a byte waits for it.
+    // A copy is asynchronous: reading a byte waits until the copy has ended.
     let within = median(options.time, || {
         let mut last = [0];
         to.copy_from(0, &*from, 0, size)?;
@@ -170,7 +170,8 @@ impl Subject {
         match self {
             Subject::Product(ty, columns, _) => format!("MUL_MAT {} x {columns}", ty.ggml_name()),
             Subject::Attention(ty, tokens, keys) => {
-                format!("FLASH_ATTN_EXT {} {tokens} of {keys}", ty.ggml_name())
+                let ty = ty.ggml_name();
+                format!("FLASH_ATTN_EXT {ty}, {tokens} q, {keys} kv")
             }
             Subject::Cublas(ty, columns, _) => format!("cuBLASLt {} x {columns}", ty.ggml_name()),
         }
@@ -249,8 +250,8 @@ pub(super) fn operations(
     Ok(amount / seconds)
 }
 
-/// Matrix products with different weights of `n` by `rows`, so that none is cached. Returns the total work and its time in
-/// seconds.
+/// Matrix products with different weights of `n` by `rows`, so that none is cached. Returns the
+/// total work and its time in seconds.
 fn product(
     engine: &dyn Engine,
     options: &Options,
@@ -316,8 +317,8 @@ fn repeat(
     Ok(())
 }
 
-/// Attention of `tokens` queries to `keys` KV positions with the shape of an 8B model: 32 heads of 128, 8 KV heads. The work
-/// is bytes of the KV cache for one token, operations for several.
+/// Attention of `tokens` queries to `keys` KV positions with the shape of an 8B model: 32 heads of
+/// 128, 8 KV heads. The work is bytes of the KV cache for one token, operations for several.
 fn attention(
     engine: &dyn Engine,
     options: &Options,

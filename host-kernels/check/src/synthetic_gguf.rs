@@ -1,11 +1,9 @@
-//! GGUF files with the shapes of published models and random weights, for measurements on machines without model files.
+//! GGUF files with the shapes of published models and random weights, for measurements on machines
+//! without model files.
 
-use std::io::{self, Write};
+use std::fs::File;
 
-use vgpu_transport::ir::Type;
-
-use super::graph::Random;
-use vgpu_cpu::formats::Format;
+use vgpu_gguf::{GgufError, Metadata, RandomModel, RandomTensor, Tensor, TensorType};
 
 /// The shape of a model whose weights are random.
 #[derive(Debug, Clone, Copy)]
@@ -101,28 +99,8 @@ const LLAMA_8B: SyntheticModel = SyntheticModel {
     vocabulary: 128_256,
 };
 
-/// Alignment of tensor data in bytes (`general.alignment`).
-const ALIGN: u64 = 32;
-
-/// A tensor of a file.
-struct Entry {
-    name: String,
-    ty: Type,
-    ne: Vec<u64>,
-    /// Random values lie in [-amplitude, amplitude]; without it all are 1.
-    amplitude: Option<f32>,
-}
-
-impl Entry {
-    fn elements(&self) -> u64 {
-        self.ne.iter().product()
-    }
-
-    fn bytes(&self) -> u64 {
-        let rows = self.elements() / self.ne[0];
-        rows * { self.ty.row_bytes(self.ne[0]) }.expect("rows of published models are whole blocks")
-    }
-}
+/// Any number; the same one gives the same file.
+const SEED: u64 = 11;
 
 /// Tensors of which a token reads one row, or which only the last token reads.
 const TABLE: &str = "token_embd.weight";
@@ -134,13 +112,6 @@ enum Use {
     Whole,
     /// The first number of experts out of the second.
     Share(u64, u64),
-}
-
-/// A metadata value.
-enum Value {
-    Number(u32),
-    Float(f32),
-    Text(&'static str),
 }
 
 impl SyntheticModel {
@@ -161,138 +132,90 @@ impl SyntheticModel {
 
     /// Bytes of the weights.
     pub fn bytes(&self) -> u64 {
-        self.entries().iter().map(Entry::bytes).sum()
+        let bytes = |entry: &RandomTensor| entry.tensor.bytes();
+        self.tensors().iter().map(bytes).sum()
     }
 
-    /// Bytes of weights that a decoded token reads: one row of the embedding table, and the experts that it uses.
+    /// Bytes of weights that a decoded token reads: one row of the embedding table, and the experts
+    /// that the token uses.
     pub fn bytes_of_token(&self) -> u64 {
-        let share = |entry: &Entry| match self.use_of(entry) {
-            Use::Row => entry.bytes() / entry.ne[1],
-            Use::Whole => entry.bytes(),
-            Use::Share(used, all) => entry.bytes() / all * used,
+        let share = |RandomTensor { tensor, .. }: &RandomTensor| match self.use_of(tensor) {
+            Use::Row => tensor.bytes() / tensor.dims[1],
+            Use::Whole => tensor.bytes(),
+            Use::Share(used, all) => tensor.bytes() / all * used,
         };
-        self.entries().iter().map(share).sum()
+        self.tensors().iter().map(share).sum()
     }
 
-    /// Floating-point operations per token of a prefill of `tokens`: matrix products without the output, which only the last
-    /// token needs, and causal attention.
+    /// Floating-point operations per token of a prefill of `tokens`: matrix products without the
+    /// output, which only the last token needs, and causal attention.
     pub fn operations_of_token(&self, tokens: u64) -> u64 {
-        let of = |entry: &Entry| match self.use_of(entry) {
-            _ if entry.ne.len() < 2 || entry.name == OUTPUT => 0,
+        let of = |RandomTensor { tensor, .. }: &RandomTensor| match self.use_of(tensor) {
+            _ if tensor.dims.len() < 2 || tensor.name == OUTPUT => 0,
             Use::Row => 0,
-            Use::Whole => 2 * entry.elements(),
-            Use::Share(used, all) => 2 * entry.elements() / all * used,
+            Use::Whole => 2 * tensor.elements(),
+            Use::Share(used, all) => 2 * tensor.elements() / all * used,
         };
-        let products: u64 = self.entries().iter().map(of).sum();
+        let products: u64 = self.tensors().iter().map(of).sum();
         // Q * K^T and P * V, each over half of the tokens on average.
         products + u64::from(self.layers) * 4 * self.heads * self.head * tokens / 2
     }
 
     /// The part of a tensor that a token reads.
-    fn use_of(&self, entry: &Entry) -> Use {
-        match (entry.ne.len(), self.experts) {
-            _ if entry.name == TABLE => Use::Row,
+    fn use_of(&self, tensor: &Tensor) -> Use {
+        match (tensor.dims.len(), self.experts) {
+            _ if tensor.name == TABLE => Use::Row,
             (3, Some((all, used))) => Use::Share(used, all),
             _ => Use::Whole,
         }
     }
 
-    /// Writes a GGUF file (version 3, ggml's docs/gguf.md). Every call writes the same bytes.
+    /// Writes a GGUF file, on all cores. `to` must be a regular file. Every call writes the same
+    /// bytes.
     ///
     /// # Errors
     ///
-    /// If `to` fails.
-    pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
-        let entries = self.entries();
-        let metadata = self.metadata();
-        let mut head = Vec::new();
-        head.extend(b"GGUF");
-        head.extend(3u32.to_le_bytes());
-        head.extend((entries.len() as u64).to_le_bytes());
-        head.extend((metadata.len() as u64).to_le_bytes());
-        for (key, value_of_key) in &metadata {
-            text(&mut head, key);
-            match value_of_key {
-                Value::Number(value) => {
-                    head.extend(4u32.to_le_bytes());
-                    head.extend(value.to_le_bytes());
-                }
-                Value::Float(value) => {
-                    head.extend(6u32.to_le_bytes());
-                    head.extend(value.to_le_bytes());
-                }
-                Value::Text(value) => {
-                    head.extend(8u32.to_le_bytes());
-                    text(&mut head, value);
-                }
-            }
-        }
-        let mut offset = 0u64;
-        for entry in &entries {
-            text(&mut head, &entry.name);
-            head.extend((entry.ne.len() as u32).to_le_bytes());
-            for n in &entry.ne {
-                head.extend(n.to_le_bytes());
-            }
-            head.extend((entry.ty as u32).to_le_bytes());
-            head.extend(offset.to_le_bytes());
-            offset += entry.bytes().next_multiple_of(ALIGN);
-        }
-        head.resize(head.len().next_multiple_of(ALIGN as usize), 0);
-        to.write_all(&head)?;
-        let mut random = Random::new(11);
-        for entry in &entries {
-            let some = content(entry, &mut random);
-            let mut left = entry.bytes();
-            while left > 0 {
-                let part = &some[..some.len().min(left as usize)];
-                to.write_all(part)?;
-                left -= part.len() as u64;
-            }
-            let end = entry.bytes();
-            let pad = end.next_multiple_of(ALIGN) - end;
-            to.write_all(&[0; ALIGN as usize][..pad as usize])?;
-        }
-        to.flush()
+    /// If the system refuses to write, for example because the disk is full.
+    pub fn write(&self, to: &File) -> Result<(), GgufError> {
+        RandomModel::new(&self.metadata(), self.tensors(), SEED)?.write(to, |_| ())
     }
 
-    fn metadata(&self) -> Vec<(String, Value)> {
+    fn metadata(&self) -> Metadata {
         let arch = match self.family {
             Family::Llama => "llama",
             Family::Qwen3Moe => "qwen3moe",
             Family::GptOss => "gpt-oss",
         };
-        let mut all = vec![
-            ("general.architecture".into(), Value::Text(arch)),
-            ("general.name".into(), Value::Text(self.name)),
-            ("tokenizer.ggml.model".into(), Value::Text("no_vocab")),
-        ];
-        let mut add = |key: &str, value_of_key| all.push((format!("{arch}.{key}"), value_of_key));
-        let number = |n: u64| Value::Number(n as u32);
-        add("vocab_size", number(self.vocabulary));
-        add("context_length", Value::Number(32768));
-        add("embedding_length", number(self.width));
-        add("block_count", Value::Number(self.layers));
-        add("feed_forward_length", number(self.inner));
-        add("attention.head_count", number(self.heads));
-        add("attention.head_count_kv", number(self.key_heads));
-        add("attention.key_length", number(self.head));
-        add("attention.value_length", number(self.head));
-        add("attention.layer_norm_rms_epsilon", Value::Float(1e-5));
-        add("rope.dimension_count", number(self.head));
-        add("rope.freq_base", Value::Float(500_000.0));
+        let mut all = Metadata::default();
+        all.set("general.architecture", arch);
+        all.set("general.name", self.name);
+        all.set("tokenizer.ggml.model", "no_vocab");
+        let mut number = |key: &str, n: u64| all.set(format!("{arch}.{key}"), n as u32);
+        number("vocab_size", self.vocabulary);
+        number("context_length", 32768);
+        number("embedding_length", self.width);
+        number("block_count", self.layers.into());
+        number("feed_forward_length", self.inner);
+        number("attention.head_count", self.heads);
+        number("attention.head_count_kv", self.key_heads);
+        number("attention.key_length", self.head);
+        number("attention.value_length", self.head);
+        number("rope.dimension_count", self.head);
         if let Some((experts, used)) = self.experts {
-            add("expert_count", number(experts));
-            add("expert_used_count", number(used));
-            add("expert_feed_forward_length", number(self.inner));
+            number("expert_count", experts);
+            number("expert_used_count", used);
+            number("expert_feed_forward_length", self.inner);
         }
         if self.family == Family::GptOss {
-            add("attention.sliding_window", Value::Number(128));
+            number("attention.sliding_window", 128);
         }
+        let epsilon = format!("{arch}.attention.layer_norm_rms_epsilon");
+        all.set(epsilon, 1e-5f32);
+        all.set(format!("{arch}.rope.freq_base"), 500_000.0f32);
         all
     }
 
-    fn entries(&self) -> Vec<Entry> {
+    fn tensors(&self) -> Vec<RandomTensor> {
         let SyntheticModel {
             width,
             heads,
@@ -304,18 +227,26 @@ impl SyntheticModel {
         } = *self;
         let is_oss = self.family == Family::GptOss;
         let (plain, more, of_experts) = match self.weights {
-            Weights::F16 => (Type::F16, Type::F16, Type::F16),
-            Weights::Q4KM => (Type::Q4K, Type::Q6K, Type::Q4K),
-            Weights::Mxfp4 => (Type::Q8_0, Type::Q8_0, Type::Mxfp4),
+            Weights::F16 => (TensorType::F16, TensorType::F16, TensorType::F16),
+            Weights::Q4KM => (TensorType::Q4K, TensorType::Q6K, TensorType::Q4K),
+            Weights::Mxfp4 => (TensorType::Q8_0, TensorType::Q8_0, TensorType::Mxfp4),
         };
         let mut all = Vec::new();
-        let mut matrix = |name: String, ty: Type, ne: &[u64]| {
-            all.push(Entry {
-                name,
-                ty,
-                ne: ne.to_vec(),
-                // Variance 1 / columns: products keep the variance of the activations.
-                amplitude: (ne.len() > 1).then(|| (3.0 / ne[0] as f32).sqrt()),
+        let mut matrix = |name: String, kind: TensorType, ne: &[u64]| {
+            // Vectors are norms and biases, which are 1. Matrices have variance 1 / columns:
+            // products keep the variance of the activations.
+            let (mean, sd) = match ne.len() {
+                1 => (1.0, 0.0),
+                _ => (0.0, (ne[0] as f32).sqrt().recip()),
+            };
+            let stream = all.len() as u32;
+            let dims = ne.to_vec();
+            all.push(RandomTensor {
+                tensor: Tensor { name, dims, kind },
+                mean,
+                sd,
+                stream,
+                order: None,
             });
         };
         matrix(TABLE.into(), plain, &[width, vocabulary]);
@@ -323,7 +254,7 @@ impl SyntheticModel {
             let at = |what: &str| format!("blk.{layer}.{what}");
             // Approximates llama-quantize: every other layer.
             let richer = if layer % 2 == 0 { more } else { plain };
-            matrix(at("attn_norm.weight"), Type::F32, &[width]);
+            matrix(at("attn_norm.weight"), TensorType::F32, &[width]);
             for (what, rows, ty) in [
                 ("attn_q", head * heads, plain),
                 ("attn_k", head * key_heads, plain),
@@ -331,26 +262,26 @@ impl SyntheticModel {
             ] {
                 matrix(at(&format!("{what}.weight")), ty, &[width, rows]);
                 if is_oss {
-                    matrix(at(&format!("{what}.bias")), Type::F32, &[rows]);
+                    matrix(at(&format!("{what}.bias")), TensorType::F32, &[rows]);
                 }
             }
             matrix(at("attn_output.weight"), plain, &[head * heads, width]);
             match self.family {
                 Family::Llama => {}
                 Family::Qwen3Moe => {
-                    matrix(at("attn_q_norm.weight"), Type::F32, &[head]);
-                    matrix(at("attn_k_norm.weight"), Type::F32, &[head]);
+                    matrix(at("attn_q_norm.weight"), TensorType::F32, &[head]);
+                    matrix(at("attn_k_norm.weight"), TensorType::F32, &[head]);
                 }
                 Family::GptOss => {
-                    matrix(at("attn_output.bias"), Type::F32, &[width]);
-                    matrix(at("attn_sinks.weight"), Type::F32, &[heads]);
+                    matrix(at("attn_output.bias"), TensorType::F32, &[width]);
+                    matrix(at("attn_sinks.weight"), TensorType::F32, &[heads]);
                 }
             }
             let norm = match is_oss {
                 true => "post_attention_norm.weight",
                 false => "ffn_norm.weight",
             };
-            matrix(at(norm), Type::F32, &[width]);
+            matrix(at(norm), TensorType::F32, &[width]);
             let units = [
                 ("gate", [width, inner], of_experts),
                 ("up", [width, inner], of_experts),
@@ -366,9 +297,13 @@ impl SyntheticModel {
                 }
                 continue;
             };
-            matrix(at("ffn_gate_inp.weight"), Type::F32, &[width, experts]);
+            matrix(
+                at("ffn_gate_inp.weight"),
+                TensorType::F32,
+                &[width, experts],
+            );
             if is_oss {
-                matrix(at("ffn_gate_inp.bias"), Type::F32, &[experts]);
+                matrix(at("ffn_gate_inp.bias"), TensorType::F32, &[experts]);
             }
             for (what, [columns, rows], ty) in units {
                 matrix(
@@ -379,48 +314,26 @@ impl SyntheticModel {
                 if is_oss {
                     matrix(
                         at(&format!("ffn_{what}_exps.bias")),
-                        Type::F32,
+                        TensorType::F32,
                         &[rows, experts],
                     );
                 }
             }
         }
-        matrix("output_norm.weight".into(), Type::F32, &[width]);
+        matrix("output_norm.weight".into(), TensorType::F32, &[width]);
         matrix(OUTPUT.into(), more, &[width, vocabulary]);
         all
     }
 }
 
-fn text(to: &mut Vec<u8>, text: &str) {
-    to.extend((text.len() as u64).to_le_bytes());
-    to.extend(text.as_bytes());
-}
-
-/// Elements of a tensor that are random; its rows repeat after them.
-const ELEMENTS: u64 = 1 << 18;
-
-/// The random rows of a tensor.
-fn content(entry: &Entry, random: &mut Random) -> Vec<u8> {
-    let columns = entry.ne[0];
-    let rows = (ELEMENTS / columns).clamp(1, entry.elements() / columns);
-    let n = (rows * columns) as usize;
-    let values: Vec<f32> = { 0..n }
-        .map(|_| {
-            entry
-                .amplitude
-                .map_or(1.0, |amplitude| amplitude * random.number())
-        })
-        .collect();
-    let format = Format::of(entry.ty).expect("weights are real numbers");
-    let mut bytes = vec![0; format.row_bytes(n)];
-    // SAFETY: `values` has `n` elements in whole blocks, and `bytes` has room for them.
-    unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), n) };
-    bytes
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
+
     use super::*;
+
+    /// `GGUF_DEFAULT_ALIGNMENT`.
+    const ALIGN: u64 = 32;
 
     #[test]
     fn sizes_are_those_of_the_published_models() {
@@ -434,7 +347,8 @@ mod tests {
     fn a_token_needs_what_it_multiplies() {
         let of = |name: &str| SHAPES.into_iter().find(|model| model.name == name);
         let of = |name| of(name).expect("a model of this name");
-        // By hand: 32 layers of two square matrices, two of keys and values, three of the feed-forward unit; the output.
+        // By hand: 32 layers of two square matrices, two of keys and values, three of the
+        // feed-forward unit; the output.
         let layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336u64;
         let norms = 65 * 4096 * 4;
         let f16 = of("8b-f16");
@@ -456,19 +370,23 @@ mod tests {
     fn a_file_has_what_its_head_says() {
         for model in SHAPES {
             let small = model.small();
-            let mut file = Vec::new();
-            small.write(&mut file).unwrap();
+            let written = || {
+                let mut file = tempfile::tempfile().unwrap();
+                small.write(&file).unwrap();
+                let mut bytes = Vec::new();
+                file.read_to_end(&mut bytes).unwrap();
+                bytes
+            };
+            let file = written();
             assert_eq!(&file[..4], b"GGUF");
-            let entries = small.entries();
-            let data: u64 = { entries.iter() }
-                .map(|entry| entry.bytes().next_multiple_of(ALIGN))
+            let tensors = small.tensors();
+            let data: u64 = { tensors.iter() }
+                .map(|entry| entry.tensor.bytes().next_multiple_of(ALIGN))
                 .sum();
             assert_eq!(file.len() as u64 % ALIGN, 0);
             let head = file.len() as u64 - data;
             assert!((1000..100_000).contains(&head), "{head}");
-            let mut again = Vec::new();
-            small.write(&mut again).unwrap();
-            assert!(file == again);
+            assert!(file == written());
         }
     }
 }

@@ -29,7 +29,8 @@ const OTHERS: [Type; 6] = [
 ];
 
 impl Default for Extents {
-    /// All types with several GEMM variants, at extents from half the smallest to twice the largest of common models.
+    /// All types with several GEMM variants, at extents from half the smallest to twice the largest
+    /// of common models.
     fn default() -> Extents {
         Extents {
             types: [&rates::POPULAR[..], &OTHERS].concat(),

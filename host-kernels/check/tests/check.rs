@@ -1,4 +1,4 @@
-//! The program that looks at a new GPU, on the engines that are here.
+//! The self-test of `vgpu gpu-check`, on the CPU engine and on the CUDA engine over the shim.
 
 #[path = "../../shim/device.rs"]
 mod shim;
@@ -17,7 +17,7 @@ fn cpu() -> CpuEngine {
     CpuEngine::new(2, None).expect("an engine")
 }
 
-/// Sizes for an engine whose threads are fibers.
+/// Small sizes: the shim runs threads as fibers.
 const SMALL: Options = Options {
     weights: 64 << 10,
     size: 256,
@@ -34,8 +34,11 @@ fn the_kernels_agree_with_the_cpu_engine() {
     for case in &cases {
         assert!(case.is_right(), "{}: {:?}", case.name, case.outcome);
     }
-    // A case compares something: results that differ are found.
-    let compared = |case: &&vgpu_check::Case| matches!(case.outcome, Outcome::Compared { error, .. } if error > 0.0);
+    // Results that differ by rounding show that cases compare something.
+    let compared = |case: &&vgpu_check::Case| match case.outcome {
+        Outcome::Compared { error, .. } => error > 0.0,
+        _ => false,
+    };
     assert!(cases.iter().filter(compared).count() > cases.len() / 4);
 }
 

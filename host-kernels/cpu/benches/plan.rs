@@ -3,8 +3,13 @@
 //!
 //! `cargo bench -p vgpu-cpu --bench plan -- [--threads N] [--repeats N] [--tokens N]... [TYPE]...`
 
+#[path = "../../../xtask/common/src/median.rs"]
+#[allow(unreachable_pub)] // public in xtask-common
+mod median;
+
 use std::time::{Duration, Instant};
 
+use median::median;
 use rustix::time::{ClockId, clock_gettime};
 use vgpu_check::model::{Model, Step, TINY};
 use vgpu_cpu::CpuEngine;
@@ -88,7 +93,8 @@ fn main() {
                     }
                 }
             }
-            let [plain, fused] = times.map(|times| times.map(|t| median(t) * 1e3 / runs as f64));
+            let each = |times: Vec<Duration>| median(times).as_secs_f64() * 1e3 / runs as f64;
+            let [plain, fused] = times.map(|times| times.map(each));
             println!(
                 "{:8} {tokens:4} tokens: {:8.3} {:8.3} ({:.3}x), {:8.3} {:8.3} ({:.3}x)",
                 ty.ggml_name(),
@@ -107,9 +113,4 @@ fn main() {
 fn processor_time() -> Duration {
     let now = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
-}
-
-fn median(mut times: Vec<Duration>) -> f64 {
-    times.sort_unstable();
-    times[times.len() / 2].as_secs_f64()
 }

@@ -1,10 +1,6 @@
 //! GGUF files: what can be read is written the same.
 
-#[path = "../../../xtask/common/src/gguf.rs"]
-#[allow(dead_code, clippy::all)]
-mod format;
-
-use format::{Metadata, Tensor, TensorType, lay_out};
+use vgpu_gguf::{Metadata, Tensor, TensorType, lay_out};
 
 use super::session::input::Input;
 

@@ -9,6 +9,7 @@ use vgpu_layers::{packages, root};
 /// Tests may use more.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("vgpu-transport", &[]),
+    ("vgpu-gguf", &[]),
     ("vgpu-engine", &["vgpu-transport"]),
     ("vgpu-cpu", &["vgpu-engine", "vgpu-transport"]),
     ("vgpu-cuda-shim", &[]),
@@ -16,7 +17,13 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("vgpu-cuda", &["vgpu-cpu", "vgpu-engine", "vgpu-transport"]),
     (
         "vgpu-check",
-        &["vgpu-cpu", "vgpu-cuda", "vgpu-engine", "vgpu-transport"],
+        &[
+            "vgpu-cpu",
+            "vgpu-cuda",
+            "vgpu-engine",
+            "vgpu-gguf",
+            "vgpu-transport",
+        ],
     ),
     (
         "vgpu-executor",
@@ -37,10 +44,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
         "ggml-vgpu",
         &["vgpu-cpu", "vgpu-engine", "vgpu-executor", "vgpu-transport"],
     ),
-    ("xtask-common", &[]),
+    ("xtask-common", &["vgpu-gguf"]),
     ("xtask", &["xtask-common"]),
     ("vgpu-layers", &[]),
-    ("vgpu-system-tests", &["xtask-common"]),
+    ("vgpu-system-tests", &["vgpu-gguf", "xtask-common"]),
     ("vgpu-benches", &["xtask-common"]),
 ];
 

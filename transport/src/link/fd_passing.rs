@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::packet::{self, PacketError};
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 
 /// The words of the packet that carries a file: magic, [`FILE`].
 const WORDS: usize = 2;
@@ -68,14 +68,14 @@ impl Files {
 
     /// Receives the next file. The guest calls this.
     pub(super) fn receive(&self) -> Result<OwnedFd, LinkError> {
-        let none = || LinkError::PeerMisbehaved("the host announced a file and sent none".into());
+        let none = || LinkError::from(Violation::NoFile);
         match self {
             Files::Socket(socket) => {
                 let deadline = Instant::now() + PATIENCE;
                 let (words, mut files) = match packet::receive(socket, WORDS, 1, deadline) {
                     Ok(packet) => packet,
                     Err(PacketError::Late) => return Err(none()),
-                    Err(PacketError::Garbage(why)) => return Err(LinkError::PeerMisbehaved(why)),
+                    Err(PacketError::Garbage(why)) => return Err(why.into()),
                     Err(PacketError::Link(error)) => return Err(error),
                 };
                 match files.pop() {

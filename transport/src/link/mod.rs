@@ -11,6 +11,8 @@
 //! | `pci` | [`pci`] | a PCI BAR of a virtual machine |
 //! | `vsock`, `tcp` | [`stream`] | a byte stream, with TLS off the loopback |
 //!
+//! [`socket_file`] binds the unix sockets of listeners.
+//!
 //! [`connect`] opens the guest's end of the link to an [`Endpoint`].
 
 pub mod connect;
@@ -22,12 +24,13 @@ mod fd_passing;
 mod packet;
 pub mod pci;
 pub mod scm_rights;
+pub mod socket_file;
 pub mod stream;
 pub mod unix;
 mod vsock;
 pub mod window;
 mod window_end;
 
-pub use crate::error::LinkError;
+pub use crate::error::{LinkError, Violation};
 pub use end::{Counters, GuestEnd, HostEnd, Incoming, StagingRegion, piece_len};
 pub use endpoint::{Endpoint, EndpointError};

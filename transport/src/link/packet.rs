@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::scm_rights;
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 use crate::poll::poll;
 
 /// The first word of every packet: `VGPULINK`.
@@ -20,7 +20,7 @@ pub(super) enum PacketError {
     /// The deadline has passed.
     Late,
     /// The peer has sent something that is not the expected packet.
-    Garbage(String),
+    Garbage(Violation),
     /// The socket has failed.
     Link(LinkError),
 }
@@ -80,12 +80,12 @@ pub(super) fn receive(
             return Err(LinkError::Closed.into());
         }
         if got.bytes != count * 8 || fds.len() > max_fds || got.is_truncated {
-            return Err(PacketError::Garbage(format!(
-                "a packet of {} bytes with {} files, expected {} bytes and at most {max_fds} files",
-                got.bytes,
-                fds.len(),
-                count * 8
-            )));
+            return Err(PacketError::Garbage(Violation::Packet {
+                bytes: got.bytes,
+                files: fds.len(),
+                expected: count * 8,
+                max_files: max_fds,
+            }));
         }
         let words: Vec<u64> = bytes
             .chunks_exact(8)
@@ -96,10 +96,9 @@ pub(super) fn receive(
             })
             .collect();
         if words[0] != MAGIC {
-            return Err(PacketError::Garbage(format!(
-                "a packet that begins with {:#018x}",
-                words[0]
-            )));
+            return Err(PacketError::Garbage(Violation::PacketMagic {
+                found: words[0],
+            }));
         }
         return Ok((words, fds));
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::end::Counters;
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 use crate::shm::doorbell::{Doorbell, Wake};
 use crate::shm::layout::{Layout, STATE_CLOSED, STATE_OPEN, word};
 use crate::shm::liveness::Liveness;
@@ -340,8 +340,10 @@ pub(super) fn too_large(message: &[u8], payload: usize) -> LinkError {
 
 /// The error of a link whose window cannot be mapped.
 pub(super) fn unmapped(error: MapError) -> LinkError {
-    match error {
-        MapError::System { what, error } => LinkError::System { what, error },
-        other => LinkError::PeerMisbehaved(other.to_string()),
-    }
+    LinkError::PeerMisbehaved(match error {
+        MapError::System { what, error } => return LinkError::System { what, error },
+        MapError::NotSealed { seals } => Violation::FileNotSealed { seals },
+        MapError::OtherSize { found, said } => Violation::FileSize { found, said },
+        MapError::OutOfFile { offset, len, size } => Violation::OutOfFile { offset, len, size },
+    })
 }

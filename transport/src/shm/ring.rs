@@ -37,7 +37,7 @@
 use std::ops::Range;
 
 use super::memory::Memory;
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 
 /// The alignment of records, in bytes: one cache line.
 pub const RECORD_ALIGN: usize = 64;
@@ -318,11 +318,13 @@ impl Consumer {
         let size = u64::from(header.size);
         let next = from + size;
         if size == self.area.size() || size != self.area.rest(from) || next == self.tail {
-            return Err(misbehaved(format!(
-                "a pad of {size} bytes at {from} of a ring of {} bytes with tail {}",
-                self.area.size(),
-                self.tail
-            )));
+            return Err(Violation::Pad {
+                size,
+                at: from,
+                ring: self.area.size(),
+                tail: self.tail,
+            }
+            .into());
         }
         let header = self.header(memory, next)?;
         self.arrived(header, next).map(Some)
@@ -353,10 +355,13 @@ impl Consumer {
         let size = self.area.size();
         let used = tail.wrapping_sub(self.head);
         if tail < self.tail || used > size || !tail.is_multiple_of(RECORD_ALIGN as u64) {
-            return Err(misbehaved(format!(
-                "ring tail {tail} after tail {1}, with head {0} and a ring of {size} bytes",
-                self.head, self.tail
-            )));
+            return Err(Violation::RingTail {
+                tail,
+                before: self.tail,
+                head: self.head,
+                ring: size,
+            }
+            .into());
         }
         self.tail = tail;
         Ok(())
@@ -371,9 +376,8 @@ impl Consumer {
         let size = u64::from(header.size);
         let room = (self.tail - cursor).min(self.area.rest(cursor));
         if size == 0 || !size.is_multiple_of(RECORD_ALIGN as u64) || size > room {
-            return Err(misbehaved(format!(
-                "a record of {size} bytes with {room} bytes published"
-            )));
+            let published = room;
+            return Err(Violation::RecordSize { size, published }.into());
         }
         Ok(header)
     }
@@ -382,11 +386,15 @@ impl Consumer {
         let record = self.area.offset(cursor);
         let size = header.size as usize;
         let (message, payload) = (header.message as usize, header.payload as usize);
-        let wrong = |what: &str| {
-            misbehaved(format!(
-                "{what}: kind {}, {size} bytes, message of {message}, payload of {payload} at {:#x}",
-                header.kind, header.offset
-            ))
+        let wrong = |what| {
+            LinkError::from(Violation::Record {
+                what,
+                kind: header.kind,
+                size,
+                message,
+                payload,
+                offset: header.offset,
+            })
         };
         if message > self.limits.message || message > size - HEADER {
             return Err(wrong("a record whose message is too long"));
@@ -471,9 +479,7 @@ impl Header {
 
 fn checked_head(head: u64, before: u64, tail: u64) -> Result<u64, LinkError> {
     if head < before || head > tail || !head.is_multiple_of(RECORD_ALIGN as u64) {
-        return Err(misbehaved(format!(
-            "ring head {head} after head {before}, with tail {tail}"
-        )));
+        return Err(Violation::RingHead { head, before, tail }.into());
     }
     Ok(head)
 }
@@ -491,8 +497,4 @@ fn payload_offset(message: usize, inline: usize) -> usize {
 
 fn record_size(message: usize, inline: usize) -> u64 {
     (payload_offset(message, inline) + inline).next_multiple_of(RECORD_ALIGN) as u64
-}
-
-fn misbehaved(what: String) -> LinkError {
-    LinkError::PeerMisbehaved(what)
 }

@@ -25,6 +25,10 @@ struct Lock {
 
 impl Cache {
     /// `$VGPU_CACHE`, or `ggml-vgpu` in the user's cache folder.
+    ///
+    /// # Errors
+    /// If neither `VGPU_CACHE` nor `XDG_CACHE_HOME` nor `HOME` is set, or the folder cannot be
+    /// created.
     pub fn open() -> Result<Cache> {
         let variable = |name| {
             std::env::var_os(name)
@@ -60,8 +64,11 @@ impl Cache {
         self.root.join("machine-code")
     }
 
-    /// The folder `name`; if it is missing, `fill` makes it at another path and it is moved into
-    /// place.
+    /// The folder `name` of the cache. If the folder is missing, `fill` makes it at another path,
+    /// and this function moves it into place.
+    ///
+    /// # Errors
+    /// If `fill` fails, or the file system refuses.
     pub fn folder(&self, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         self.moved_into_place(name, |path| {
             fs::create_dir(path).with_context(|| format!("creating {}", path.display()))?;
@@ -69,8 +76,11 @@ impl Cache {
         })
     }
 
-    /// The file `name`; if it is missing, `fill` writes it at another path and it is moved into
-    /// place.
+    /// The file `name` of the cache. If the file is missing, `fill` writes it at another path, and
+    /// this function moves it into place.
+    ///
+    /// # Errors
+    /// If `fill` fails, or the file system refuses.
     pub fn file(&self, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         self.moved_into_place(name, fill)
     }
@@ -96,11 +106,14 @@ impl Cache {
         Ok(entry)
     }
 
-    /// The folder `name`, in which `stage` has been completed by `build`.
+    /// The folder `name`, in which `build` has completed `stage`.
     ///
-    /// For what cannot be moved: virtual environments and build trees have their own path inside.
-    /// An interrupted build is run again in the same folder, where ninja and pip take up what is
+    /// For what cannot be moved: virtual environments and build trees contain their own path. An
+    /// interrupted build is run again in the same folder, where ninja and pip continue with what is
     /// there.
+    ///
+    /// # Errors
+    /// If `build` fails, or the file system refuses.
     pub fn staged(
         &self,
         name: &str,
@@ -123,6 +136,9 @@ impl Cache {
     }
 
     /// Makes the entry `name` a link to `target`, whatever it led to before.
+    ///
+    /// # Errors
+    /// If the file system refuses.
     pub fn link(&self, name: &str, target: &Path) -> Result<()> {
         let entry = self.root.join(name);
         if fs::read_link(&entry).is_ok_and(|old| old == target) {

@@ -18,6 +18,9 @@ pub struct Choice {
 
 impl Choice {
     /// Reads `{"token": id, "logprobs": [[id, logprob], ...]}`.
+    ///
+    /// # Errors
+    /// If a key is missing or has another type.
     pub fn parse(value: &Value) -> Result<Choice> {
         let pair = |pair: &Value| Some((pair.get(0)?.as_u64()?, pair.get(1)?.as_f64()?));
         let pairs = value

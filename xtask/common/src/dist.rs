@@ -45,7 +45,10 @@ pub fn build(cache: &Cache) -> Result<Dist> {
     build_with(cache, None)
 }
 
-/// The same with machine code for GPUs from a folder compiled in.
+/// [`build`] with machine code for GPUs from the folder `cubins` compiled in.
+///
+/// # Errors
+/// As [`build`].
 pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     packages::libclang(cache)?;
     let dist = workspace::dist();

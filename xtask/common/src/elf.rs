@@ -1,23 +1,26 @@
-//! What a shared library says about itself to the dynamic linker.
+//! What a shared library tells the dynamic linker.
+//!
+//! `host-executor/cli/src/install/elf.rs` reads libraries too, and says why no code is shared.
 
 use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
-use object::elf;
-use object::read::elf::{ElfFile64, Sym as _};
+use object::read::elf::ElfFile64;
+use object::read::{ExportFlags, ExportTarget};
+use object::{Object as _, elf};
 
-/// The parts of a library's dynamic section a loader acts on.
+/// The parts of a library that a dynamic linker acts on.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Library {
-    /// Its own name, `DT_SONAME`.
+    /// The library's own name, `DT_SONAME`.
     pub soname: Option<String>,
-    /// Names of the libraries that it needs, `DT_NEEDED`.
+    /// Names of the libraries that the library needs, `DT_NEEDED`.
     pub needed: Vec<String>,
-    /// Names of the symbols others can bind to, sorted.
+    /// Names of the symbols that others can bind to, sorted.
     pub exports: Vec<String>,
-    /// Versions of other libraries' symbols that it binds to, such as `GLIBC_2.34`.
+    /// Versions of other libraries' symbols that the library binds to, such as `GLIBC_2.34`.
     pub versions: Vec<String>,
-    /// Whether the symbol table for debuggers is still there.
+    /// Whether the file has a symbol table for debuggers.
     pub has_symbol_table: bool,
 }
 
@@ -38,26 +41,26 @@ impl Library {
 
         let dynamic = file.elf_dynamic_table()?;
         ensure!(!dynamic.is_empty(), "it has no dynamic section");
-        let (mut soname, mut needed) = (None, Vec::new());
-        for entry in &dynamic {
-            match entry.tag {
-                elf::DT_SONAME => soname = Some(text(dynamic.string(entry)?)),
-                elf::DT_NEEDED => needed.push(text(dynamic.string(entry)?)),
-                _ => {}
-            }
-        }
+        let soname = dynamic.iter().find(|entry| entry.tag == elf::DT_SONAME);
+        let soname = soname.map(|entry| dynamic.string(entry)).transpose()?;
+        let needed = { file.import_libraries()? }
+            .map(|library| Ok(text(library?.name())))
+            .collect::<Result<_>>()?;
 
-        let symbols = file.elf_dynamic_symbol_table();
         let mut exports = Vec::new();
-        for symbol in symbols.iter() {
-            let visible = matches!(
-                symbol.st_visibility(),
-                elf::STV_DEFAULT | elf::STV_PROTECTED
-            );
-            // Absolute ones are the names of symbol versions.
-            let defined = !symbol.is_undefined(endian) && !symbol.is_absolute(endian);
-            if defined && !symbol.is_local() && visible {
-                exports.push(text(symbol.name(endian, symbols.strings())?));
+        for export in file.exports()? {
+            let export = export?;
+            let ExportFlags::Elf { st_other, .. } = export.flags() else {
+                continue;
+            };
+            let visible = matches!(st_other.visibility(), elf::STV_DEFAULT | elf::STV_PROTECTED);
+            // Absolute symbols are the names of symbol versions.
+            let absolute = matches!(export.target(), ExportTarget::Absolute { .. });
+            if let Some(name) = export.name().into_name()
+                && visible
+                && !absolute
+            {
+                exports.push(text(name));
             }
         }
         exports.sort();
@@ -73,7 +76,7 @@ impl Library {
         }
         let has_symbol_table = !file.elf_symbol_table().is_empty();
         Ok(Library {
-            soname,
+            soname: soname.map(text),
             needed,
             exports,
             versions,
@@ -81,7 +84,7 @@ impl Library {
         })
     }
 
-    /// The oldest C library that has all it binds to, as major and minor number.
+    /// The oldest glibc that has all symbols that the library binds to: major and minor number.
     pub fn glibc(&self) -> Option<(u32, u32)> {
         let numbers = |version: &String| {
             let mut numbers = version.strip_prefix("GLIBC_")?.split('.').map(str::parse);
@@ -90,7 +93,11 @@ impl Library {
         self.versions.iter().filter_map(numbers).max()
     }
 
-    /// Checks that this is the plugin as a host expects it.
+    /// Checks that this library is the plugin as ggml expects it.
+    ///
+    /// # Errors
+    /// If the SONAME is wrong, the library exports more or less than ggml's two entry points, needs
+    /// a ggml library, or is not stripped.
     pub fn check_plugin(&self) -> Result<()> {
         ensure!(
             self.soname.as_deref() == Some("libggml-vgpu.so"),

@@ -23,12 +23,19 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Starts one that listens at `socket`, and waits until it does.
+    /// Starts an executor that listens at `socket`, and waits until the executor listens.
+    ///
+    /// # Errors
+    /// If the executor does not start, ends, or does not listen in time. The error has the end of
+    /// the log.
     pub fn start(dist: &Dist, socket: &Path, threads: usize, log: &Path) -> Result<Executor> {
         Executor::start_with(dist, socket, threads, log, &[])
     }
 
-    /// The same with further arguments.
+    /// [`Executor::start`] with further arguments.
+    ///
+    /// # Errors
+    /// As [`Executor::start`].
     pub fn start_with(
         dist: &Dist,
         socket: &Path,
@@ -40,7 +47,11 @@ impl Executor {
         Executor::start_command(&mut serve, socket, threads, log, arguments)
     }
 
-    /// The same with `serve` as the command, whose environment the caller may have changed.
+    /// [`Executor::start_with`] with `serve` as the command, whose environment the caller may have
+    /// changed.
+    ///
+    /// # Errors
+    /// As [`Executor::start`].
     pub fn start_command(
         serve: &mut Command,
         socket: &Path,
@@ -64,7 +75,10 @@ impl Executor {
         })
     }
 
-    /// One whose log has no room for a single byte.
+    /// [`Executor::start`] with a log that is full: every write to the log fails.
+    ///
+    /// # Errors
+    /// As [`Executor::start`].
     pub fn start_logless(dist: &Dist, socket: &Path, threads: usize) -> Result<Executor> {
         let mut serve = Command::new(&dist.vgpu);
         serve
@@ -99,17 +113,28 @@ impl Executor {
         format!("unix:{}", self.socket.display())
     }
 
-    /// The most memory it ever had, in bytes, including what it shares with guests.
+    /// The peak of the executor's resident memory in bytes, with the memory that it shares with
+    /// guests.
+    ///
+    /// # Errors
+    /// If the executor has ended.
     pub fn peak_memory(&self) -> Result<u64> {
         self.daemon.peak_memory()
     }
 
-    /// The memory that it has, in bytes, including what it shares with guests.
+    /// The executor's resident memory in bytes, with the memory that it shares with guests.
+    ///
+    /// # Errors
+    /// If the executor has ended.
     pub fn memory(&self) -> Result<u64> {
         process::memory(self.pid())
     }
 
-    /// What `work` gives, and the median of the memory that it had meanwhile.
+    /// Runs `work`. Returns its result, and the median of the executor's resident memory in bytes
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// If the executor ends meanwhile.
     pub fn median_memory<T>(&self, work: impl FnOnce() -> T) -> Result<(T, u64)> {
         const EVERY: Duration = Duration::from_millis(20);
         let pid = self.pid();
@@ -132,18 +157,27 @@ impl Executor {
         })
     }
 
-    /// Ends it with SIGKILL: it gets no chance to say goodbye.
+    /// Ends the executor with SIGKILL, which no program can handle.
+    ///
+    /// # Errors
+    /// If the executor has ended.
     pub fn kill(self) -> Result<()> {
         self.daemon.kill()
     }
 
-    /// Ends it with SIGTERM and expects a clean end.
+    /// Ends the executor with SIGTERM.
+    ///
+    /// # Errors
+    /// If the executor has ended, does not end in time, or reports a failure.
     pub fn stop(self) -> Result<()> {
         self.daemon.stop(PATIENCE)
     }
 }
 
-/// What the executor with this control socket says of itself (`vgpu ps --json`).
+/// The status of the executor with this control socket (`vgpu ps --json`).
+///
+/// # Errors
+/// If the executor does not answer, or the answer is not JSON.
 pub fn status(vgpu: &Path, control: &Path) -> Result<Value> {
     let mut ps = Command::new(vgpu);
     ps.args(["ps", "--json", "--control"]).arg(control);

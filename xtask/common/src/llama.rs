@@ -63,6 +63,9 @@ impl Stage {
 }
 
 /// The folder of llama.cpp's sources (ggml 0.25.3).
+///
+/// # Errors
+/// If the sources cannot be fetched or unpacked.
 pub fn source(cache: &Cache) -> Result<PathBuf> {
     let name = format!("{PYTHON_PACKAGE}-{PYTHON_VERSION}");
     let root = cache.folder(&name, |dir| {
@@ -114,6 +117,9 @@ pub fn source(cache: &Cache) -> Result<PathBuf> {
 }
 
 /// The folder of the crate whose `llama.cpp` folder has ggml 0.26.0.
+///
+/// # Errors
+/// If the sources cannot be fetched.
 pub fn newest_source(cache: &Cache) -> Result<PathBuf> {
     let name = format!("{CRATE}-{CRATE_VERSION}");
     cache.folder(&name, |dir| {
@@ -144,6 +150,9 @@ pub fn newest_source(cache: &Cache) -> Result<PathBuf> {
 }
 
 /// The folder of the built programs and libraries, with `stage` built.
+///
+/// # Errors
+/// If the sources cannot be fetched, a tool is missing, or the build fails.
 pub fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
     let source = source(cache)?;
     let instructions = Instructions::of_this_machine();
@@ -178,6 +187,9 @@ pub fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
 
 /// The folder of two builds of the newest ggml: `shared/bin` has ggml with its CPU backend and
 /// libllama, and `static` an archive of ggml-base that can become a part of anything.
+///
+/// # Errors
+/// As [`build`].
 pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
     let source = newest_source(cache)?.join("llama.cpp");
     let instructions = Instructions::of_this_machine();
@@ -212,6 +224,9 @@ pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
 
 /// The folder of `test-backend-ops` and the libraries of the newest ggml, which comes without
 /// tests: the program is that of 0.25.3, whose ops and types are the same.
+///
+/// # Errors
+/// As [`build`].
 pub fn newest_ops(cache: &Cache) -> Result<PathBuf> {
     let bin = build_newest(cache)?.join("shared/bin");
     let include = newest_source(cache)?.join("llama.cpp/ggml/include");
@@ -247,16 +262,25 @@ fn newest_builds(instructions: &Instructions) -> String {
 
 /// ggml's CPU backend for the processor that an emulated guest sees (AVX2, no AVX-512). Everything
 /// else of a build runs on any processor.
+///
+/// # Errors
+/// As [`build`].
 pub fn cpu_for_guests(cache: &Cache) -> Result<PathBuf> {
     cpu_built_for(cache, &Instructions::avx2())
 }
 
 /// ggml's CPU backend for processors with AVX2 and AVX-VNNI.
+///
+/// # Errors
+/// As [`build`].
 pub fn cpu_with_avx_vnni(cache: &Cache) -> Result<PathBuf> {
     cpu_built_for(cache, &Instructions::of(&[AVX2, AVX_VNNI]))
 }
 
 /// ggml's CPU backend without any instructions beyond those that every x86-64 has.
+///
+/// # Errors
+/// As [`build`].
 pub fn cpu_without_simd(cache: &Cache) -> Result<PathBuf> {
     cpu_built_for(cache, &Instructions::of(&[]))
 }

@@ -5,20 +5,15 @@
 
 use std::fs::File;
 use std::io::BufReader;
-use std::ops::Range;
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context as _, Result};
+use vgpu_gguf::{Metadata, RandomModel, RandomTensor, Rng, Tensor, TensorType, Value};
 
 use crate::cache::Cache;
-use crate::gguf::{self, Layout, Metadata, Tensor, TensorType, Value};
 use crate::llama;
 use crate::progress::Step;
-use crate::random_weights::{self, Rng};
-use crate::workspace;
 
 /// The vocabulary-only file in llama.cpp's sources whose tokenizer the models get.
 const VOCABULARY: &str = "models/ggml-vocab-llama-spm.gguf";
@@ -30,8 +25,6 @@ const REVISION: u32 = 2;
 /// Deviation of the embedding, against about 2 for what the layers add to it: enough for a token's
 /// successor to stand out, not so much that the layers would not matter.
 const EMBEDDING_SD: f32 = 0.8;
-/// One unit of work: rows are filled in pieces of about this many bytes.
-const PIECE_BYTES: u64 = 1 << 20;
 
 /// How the weights are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -187,36 +180,6 @@ pub const TINY: Shape = Shape {
     context: 512,
 };
 
-/// A tensor and what to put into it: row `r` holds the random numbers of (`stream`, `row(r)`).
-#[derive(Clone, Debug)]
-struct Planned {
-    tensor: Tensor,
-    mean: f32,
-    sd: f32,
-    stream: u64,
-    /// Which row's numbers to put into each row; absent, its own.
-    order: Option<Arc<[u32]>>,
-}
-
-impl Planned {
-    fn row_bytes(&self) -> u64 {
-        self.tensor.bytes() / self.rows()
-    }
-
-    fn rows(&self) -> u64 {
-        self.tensor.dims[1..].iter().product()
-    }
-
-    /// The random numbers of row `row`, whatever else is filled before or beside it.
-    fn rng(&self, seed: u64, row: u64) -> Rng {
-        let source = self
-            .order
-            .as_ref()
-            .map_or(row, |order| u64::from(order[row as usize]));
-        Rng::new(seed, self.stream << 32 | source)
-    }
-}
-
 impl Shape {
     /// Bytes of the cached keys and values of so many tokens, in halves.
     pub fn cache_bytes(&self, tokens: u64) -> u64 {
@@ -234,13 +197,13 @@ impl Shape {
     /// token has a successor that the model is fairly sure of. Trained models are; the logits of a
     /// purely random one lie so close together that rounding alone, which no two implementations
     /// share, would decide between the first two every few tokens.
-    fn tensors(&self, weights: Weights, vocabulary: u32, seed: u64) -> Vec<Planned> {
+    fn tensors(&self, weights: Weights, vocabulary: u32, seed: u64) -> Vec<RandomTensor> {
         let (d, ff, kv) = (
             self.embedding,
             self.feed_forward,
             self.kv_heads * self.head_dim(),
         );
-        let matrix = |name: String, inputs: u64, outputs: u64, role, layer| Planned {
+        let matrix = |name: String, inputs: u64, outputs: u64, role, layer| RandomTensor {
             tensor: Tensor {
                 name,
                 dims: vec![inputs, outputs],
@@ -252,7 +215,7 @@ impl Shape {
             stream: 0,
             order: None,
         };
-        let norm = |name: String| Planned {
+        let norm = |name: String| RandomTensor {
             tensor: Tensor {
                 name,
                 dims: vec![d],
@@ -266,7 +229,7 @@ impl Shape {
 
         let words = u64::from(vocabulary);
         let mut all = Vec::new();
-        all.push(Planned {
+        all.push(RandomTensor {
             sd: EMBEDDING_SD,
             ..matrix("token_embd.weight".into(), d, words, Role::Vocabulary, 0)
         });
@@ -290,7 +253,7 @@ impl Shape {
             .for_each(|(stream, plan)| plan.stream = stream);
 
         let embedding = all[0].stream;
-        all.push(Planned {
+        all.push(RandomTensor {
             stream: embedding,
             order: Some(shuffled(vocabulary, &mut Rng::new(seed, u64::MAX))),
             ..matrix("output.weight".into(), d, words, Role::Vocabulary, 0)
@@ -317,7 +280,10 @@ impl Shape {
     }
 }
 
-/// The model in the cache, written if it is not there yet.
+/// The path of the model in the cache. Writes the model if the cache has none.
+///
+/// # Errors
+/// If the vocabulary cannot be fetched or read, or the file system refuses.
 pub fn ensure(cache: &Cache, shape: &Shape, weights: Weights) -> Result<PathBuf> {
     let name = format!(
         "{}-{}-seed{SEED}-r{REVISION}.gguf",
@@ -340,29 +306,27 @@ fn write(path: &Path, shape: &Shape, weights: Weights, vocabulary: &Path, seed: 
     };
     let tokens = u32::try_from(tokens.len()).context("counting the tokens")?;
 
-    let planned = shape.tensors(weights, tokens, seed);
-    let tensors: Vec<_> = planned.iter().map(|p| p.tensor.clone()).collect();
-    let layout = gguf::lay_out(&shape.metadata(weights, tokens, tokenizer), &tensors)?;
-    let parameters: u64 = tensors.iter().map(Tensor::elements).sum();
+    let metadata = shape.metadata(weights, tokens, tokenizer);
+    let tensors = shape.tensors(weights, tokens, seed);
+    let count = tensors.len();
+    let model = RandomModel::new(&metadata, tensors, seed)
+        .with_context(|| format!("laying out {}", shape.name))?;
 
     let step = Step::with_total(
         &format!(
-            "writing {} {}: {:.0} M random parameters, {} tensors",
+            "writing {} {}: {:.0} M random parameters, {count} tensors",
             shape.name,
             weights.name(),
-            parameters as f64 / 1e6,
-            tensors.len()
+            model.parameters() as f64 / 1e6,
         ),
-        layout.len,
+        model.file_bytes(),
     );
     let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
-    file.set_len(layout.len)
-        .context("reserving the model's file")?;
-    file.write_all_at(&layout.head, 0)
-        .context("writing the model's head")?;
-    fill(&file, &planned, &layout, seed, &step)?;
+    model
+        .write(&file, |bytes| step.advance(bytes))
+        .with_context(|| format!("writing {}", path.display()))?;
     file.sync_all().context("flushing the model")?;
-    step.done(&format!("{} MiB", layout.len >> 20));
+    step.done(&format!("{} MiB", model.file_bytes() >> 20));
     Ok(())
 }
 
@@ -374,53 +338,6 @@ fn shuffled(count: u32, rng: &mut Rng) -> Arc<[u32]> {
         order.swap(last, (rng.next_u64() % (last as u64 + 1)) as usize);
     }
     order.into()
-}
-
-/// Fills every tensor, on all cores.
-fn fill(file: &File, planned: &[Planned], layout: &Layout, seed: u64, step: &Step) -> Result<()> {
-    struct Piece<'a> {
-        plan: &'a Planned,
-        rows: Range<u64>,
-        offset: u64,
-    }
-    let mut pieces = Vec::new();
-    for (plan, &start) in planned.iter().zip(&layout.offsets) {
-        let (row, rows) = (plan.row_bytes(), plan.rows());
-        let at_once = (PIECE_BYTES / row).max(1);
-        pieces.extend((0..rows).step_by(at_once as usize).map(|first| Piece {
-            plan,
-            rows: first..rows.min(first + at_once),
-            offset: start + first * row,
-        }));
-    }
-
-    let next = AtomicUsize::new(0);
-    let work = || -> Result<()> {
-        let mut buffer = Vec::new();
-        // Relaxed: the counter only hands out indices; the pieces were shared by the spawn.
-        while let Some(Piece { plan, rows, offset }) =
-            pieces.get(next.fetch_add(1, Ordering::Relaxed))
-        {
-            let row_bytes = plan.row_bytes() as usize;
-            buffer.resize(row_bytes * rows.clone().count(), 0);
-            for (row, bytes) in rows.clone().zip(buffer.chunks_exact_mut(row_bytes)) {
-                let rng = &mut plan.rng(seed, row);
-                random_weights::fill(plan.tensor.kind, plan.mean, plan.sd, rng, bytes);
-            }
-            file.write_all_at(&buffer, *offset)
-                .with_context(|| format!("writing tensor {}", plan.tensor.name))?;
-            step.advance(buffer.len() as u64);
-        }
-        Ok(())
-    };
-    std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..workspace::cores()).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().try_for_each(|worker| {
-            worker
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
-    })
 }
 
 #[cfg(test)]
@@ -447,7 +364,7 @@ mod tests {
             Value::Array(8, vec!["<unk>".into(), "a".into()]),
         );
         let path = dir.join("vocabulary.gguf");
-        std::fs::write(&path, gguf::lay_out(&m, &[]).unwrap().head).unwrap();
+        std::fs::write(&path, vgpu_gguf::lay_out(&m, &[]).unwrap().head).unwrap();
         path
     }
 
@@ -516,6 +433,49 @@ mod tests {
             let tensors = shape.tensors(Weights::F16, 32_000, 1);
             let parameters: u64 = tensors.iter().map(|p| p.tensor.elements()).sum();
             assert_eq!((parameters as f64 / 1e6).round(), millions);
+        }
+    }
+    /// Cached files are named by shape, weights, seed and [`REVISION`]: their bytes must not change
+    /// without a new revision.
+    #[test]
+    fn the_bytes_of_a_seed_are_known() {
+        let scratch = Scratch::new().unwrap();
+        let vocabulary = vocabulary(scratch.path());
+        let sums = [
+            (
+                Weights::F16,
+                "9ce279584871324ab0a899079b0ac04064f4fe2f6c8ad2746de592a125ee73a0",
+            ),
+            (
+                Weights::Q8_0,
+                "36faa27df8b035bb5a012644bda881be4acd73f514453397fdd89ba54b85f884",
+            ),
+            (
+                Weights::Q4_0,
+                "293356b8302fc2157ee4bf9ee543163804b4142a3226f2a0ccef883597754820",
+            ),
+            (
+                Weights::Q4KM,
+                "47b3da0639c23f3fbe0b9daccc6ae879e440c49529b1397151f31c901cd226a5",
+            ),
+            (
+                Weights::Q6K,
+                "80de38ccaf93a230ecbf025722e981ef9a6d3fe1918166eb9891fe5547be2073",
+            ),
+            (
+                Weights::Iq4Nl,
+                "c011bcbc5aa645948e271a695999b4980b5de72113acedd3721d39f7a5f93be5",
+            ),
+            (
+                Weights::Mxfp4,
+                "6f1f0b53d46db562901ab674e751347fa610a9306728e5b2954467922ccd7444",
+            ),
+        ];
+        for (weights, sum) in sums {
+            let path = scratch.path().join(weights.name());
+            write(&path, &TINY, weights, &vocabulary, SEED).unwrap();
+            let hash = blake3::hash(&std::fs::read(path).unwrap()).to_hex();
+            assert_eq!((REVISION, hash.as_str()), (2, sum), "{weights:?}");
         }
     }
 }

@@ -51,6 +51,9 @@ impl Node {
     }
 
     /// The folder of the libraries that npm carries for release `version`, without the rest of it.
+    ///
+    /// # Errors
+    /// If npm is missing or fails, or npm has no libraries for this machine.
     pub fn prebuilt(cache: &Cache, version: &str) -> Result<PathBuf> {
         let path = packages::node(cache)?;
         let machine = packages::machine()?;

@@ -82,6 +82,9 @@ pub fn set_backend(command: &mut Command, backend: &Backend<'_>, stats: &Path) {
 }
 
 /// Runs one generation and leaves its files in `dir`.
+///
+/// # Errors
+/// If node fails, or its output is incomplete.
 pub fn generate(
     node: &Node,
     task: &Task,

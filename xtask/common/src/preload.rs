@@ -30,6 +30,9 @@ impl Library {
     }
 
     /// Compiles it against ggml 0.25.3, whose libraries are in `bin`.
+    ///
+    /// # Errors
+    /// If there is no C compiler, or the compilation fails.
     pub fn build(self, cache: &Cache, bin: &Path) -> Result<PathBuf> {
         packages::compiler(cache)?;
         let source = workspace::root().join("tests/hosts").join(self.source());

@@ -17,7 +17,10 @@ use crate::progress::Step;
 /// How much of a log is shown when its program failed.
 const TAIL_LINES: usize = 30;
 
-/// Runs `command` to its end; its output goes to `log`, its last line is shown with `step`.
+/// Runs `command` to its end. The output goes to `log`; `step` shows the last line.
+///
+/// # Errors
+/// If the command cannot be started or fails. The error has the end of the log.
 pub fn run(command: &mut Command, step: &Step, log: &Path) -> Result<()> {
     let status = run_lines(command, log, |line| step.note(line))?;
     if !status.success() {
@@ -26,8 +29,12 @@ pub fn run(command: &mut Command, step: &Step, log: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs `command` to its end and hands each line of its stdout and stderr to `line`; all of it is
-/// kept in `log`.
+/// Runs `command` to its end. Passes each line of its stdout and stderr to `line`, and writes all
+/// lines to `log`.
+///
+/// # Errors
+/// If the command cannot be started, or the log cannot be written. A command that fails is no
+/// error.
 pub fn run_lines(
     command: &mut Command,
     log: &Path,
@@ -53,7 +60,10 @@ pub fn run_lines(
         .with_context(|| format!("waiting for {}", name(command)))
 }
 
-/// Runs `command` quietly and returns what it wrote to stdout.
+/// Runs `command` and returns what it has written to stdout.
+///
+/// # Errors
+/// If the command cannot be started or fails, or its output is not UTF-8. The error has its stderr.
 pub fn output(command: &mut Command) -> Result<String> {
     let output = command
         .stdin(Stdio::null())
@@ -183,7 +193,10 @@ impl Daemon {
         read(&self.log)
     }
 
-    /// Waits until `ready` says yes, or the server ends, or `patience` does.
+    /// Waits up to `patience` until `ready` returns true.
+    ///
+    /// # Errors
+    /// If the server ends, or is not ready in time. The error has the end of the log.
     pub fn wait_until(
         &mut self,
         patience: Duration,
@@ -212,7 +225,10 @@ impl Daemon {
         }
     }
 
-    /// Its exit status, if it has ended.
+    /// The exit status, if the program has ended.
+    ///
+    /// # Errors
+    /// If the system call fails.
     pub fn exited(&mut self) -> Result<Option<ExitStatus>> {
         self.child
             .0
@@ -220,12 +236,18 @@ impl Daemon {
             .with_context(|| format!("looking after {}", self.name))
     }
 
-    /// The most memory it ever had at once, in bytes, as Linux counts it.
+    /// The peak of the program's resident memory in bytes (`VmHWM`).
+    ///
+    /// # Errors
+    /// If the program has ended.
     pub fn peak_memory(&self) -> Result<u64> {
         bytes_of(self.pid(), "VmHWM:")
     }
 
-    /// Ends it with SIGKILL: it gets no chance to say goodbye.
+    /// Ends the program with SIGKILL, which no program can handle.
+    ///
+    /// # Errors
+    /// If the program has ended.
     pub fn kill(&self) -> Result<()> {
         self.signal(Signal::KILL)
     }
@@ -243,7 +265,11 @@ impl Daemon {
         self.child.signal(signal)
     }
 
-    /// Asks it to end with SIGTERM and expects that it does so well.
+    /// Ends the program with SIGTERM.
+    ///
+    /// # Errors
+    /// If the program has ended, does not end within `patience`, or reports a failure. The error
+    /// has the end of the log.
     pub fn stop(mut self, patience: Duration) -> Result<()> {
         self.child.signal(Signal::TERM)?;
         let started = Instant::now();
@@ -308,7 +334,10 @@ impl Dialogue {
         })
     }
 
-    /// The next line it writes.
+    /// The next line that the program writes. Waits up to `patience`.
+    ///
+    /// # Errors
+    /// If the program writes no line in time, or has ended. The error has the end of the log.
     pub fn hear(&mut self, patience: Duration) -> Result<String> {
         self.lines.recv_timeout(patience).map_err(|reason| {
             let what = match reason {
@@ -319,7 +348,10 @@ impl Dialogue {
         })
     }
 
-    /// The next line, if it has written one already.
+    /// The next line that the program has written, if there is one. Does not wait.
+    ///
+    /// # Errors
+    /// If the program has ended. The error has the end of the log.
     pub fn heard(&mut self) -> Result<Option<String>> {
         match self.lines.try_recv() {
             Ok(line) => Ok(Some(line)),
@@ -330,7 +362,10 @@ impl Dialogue {
         }
     }
 
-    /// Writes it a line.
+    /// Writes a line to the program's stdin.
+    ///
+    /// # Errors
+    /// If the program has closed its stdin or has ended.
     pub fn say(&mut self, line: &str) -> Result<()> {
         let stdin = self.child.0.stdin.as_mut().expect("stdin was piped");
         writeln!(stdin, "{line}").with_context(|| format!("talking to {}", self.name))
@@ -349,7 +384,10 @@ impl Dialogue {
         self.child.signal(signal)
     }
 
-    /// Waits for its end, which has to be a good one. It reads the end of what is said to it.
+    /// Closes the program's stdin and waits up to `patience` for its end.
+    ///
+    /// # Errors
+    /// If the program does not end in time, or reports a failure. The error has the end of the log.
     pub fn finish(mut self, patience: Duration) -> Result<()> {
         drop(self.child.0.stdin.take());
         let started = Instant::now();
@@ -366,7 +404,10 @@ impl Dialogue {
     }
 }
 
-/// A TCP port that was free a moment ago.
+/// A TCP port that was free when this function looked.
+///
+/// # Errors
+/// If no port is free.
 pub fn free_port() -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0").context("looking for a free port")?;
     Ok(listener
@@ -375,7 +416,10 @@ pub fn free_port() -> Result<u16> {
         .port())
 }
 
-/// The memory of a process, in bytes, including what it shares with others.
+/// The resident memory of a process in bytes, with the memory that it shares (`VmRSS`).
+///
+/// # Errors
+/// If there is no such process.
 pub fn memory(pid: u32) -> Result<u64> {
     bytes_of(pid, "VmRSS:")
 }

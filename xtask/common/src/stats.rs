@@ -63,7 +63,10 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Bytes that have left the guest by the end of the session, in messages and without.
+    /// Bytes that have left the guest by the end of the session, in messages and in shared memory.
+    ///
+    /// # Errors
+    /// If the file is missing or incomplete.
     pub fn moved(path: &Path) -> Result<u64> {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
@@ -106,11 +109,14 @@ impl Stats {
         })
     }
 
-    /// The decode steps of a generation of `tokens` tokens, if that was the last thing to happen:
-    /// an error if a token took more than one submission, or more than one blocking round trip.
+    /// The decode steps of a generation of `tokens` tokens. The generation must be the last thing
+    /// that the plugin has done.
     ///
     /// The first token came with the prompt. The last entry also counts what the host asks for
-    /// while it closes down, and is left out.
+    /// while it ends, and is left out.
+    ///
+    /// # Errors
+    /// If a token took more than one submission, or more than one blocking round trip.
     pub fn decode_steps(&self, tokens: usize) -> Result<&[Traffic]> {
         let len = self.steps.len();
         ensure!(

@@ -50,15 +50,30 @@ pub(crate) struct Args {
     cache: String,
 
     /// Tokens of the step: 1 is decoding
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=65536))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u64).range(1..=65536)
+    )]
     tokens: u64,
 
     /// Tokens in the cache before the step
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        value_parser = clap::value_parser!(u64).range(0..=1 << 20)
+    )]
     past: u64,
 
     /// Number of runs, whole and part by part; medians are shown
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 5,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
     repeats: u64,
 
     /// Also list all parts in execution order

@@ -7,7 +7,6 @@ mod table;
 mod targets;
 
 use std::fs::File;
-use std::io::BufWriter;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -179,8 +178,7 @@ fn write_model(name: &str, to: &Path, small: bool) -> anyhow::Result<()> {
     let model = model.with_context(|| format!("no model {name}; see vgpu gpu-check models"))?;
     let model = if small { model.small() } else { model };
     let file = File::create(to).with_context(|| format!("creating {}", to.display()))?;
-    let mut file = BufWriter::with_capacity(4 << 20, file);
-    let written = model.write(&mut file);
+    let written = model.write(&file);
     if written.is_err() {
         // Half a model is of no use, and fills the disk.
         let _ = std::fs::remove_file(to);

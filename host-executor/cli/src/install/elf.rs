@@ -1,11 +1,17 @@
 //! Reads a shared library from its file, without loading it or running its code.
+//!
+//! `xtask/common/src/elf.rs` reads libraries too. The command must not depend on xtask, and a crate
+//! below both would hold a dozen lines around `object`: the SONAME and the names of the exports.
+//! The rest differs. This module reads addresses and code; that one reads versions, visibility and
+//! the libraries that a library needs.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use object::elf;
-use object::read::elf::{ElfFile64, Sym as _};
+use object::read::ExportTarget;
+use object::read::elf::ElfFile64;
 use object::{Endianness, Object as _, ObjectSection as _};
 
 /// The plugin's file name.
@@ -23,7 +29,8 @@ pub(crate) struct Library {
     data: Vec<u8>,
     machine: elf::Machine,
     soname: Option<String>,
-    exports: BTreeSet<String>,
+    /// Exported symbols, with the addresses of functions and data.
+    exports: BTreeMap<String, Option<u64>>,
 }
 
 impl Library {
@@ -43,29 +50,29 @@ impl Library {
 
     fn parse(path: &Path, data: Vec<u8>) -> Result<Library> {
         let file = ElfFile64::<Endianness>::parse(data.as_slice())?;
-        let endian = file.endian();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         let dynamic = file.elf_dynamic_table()?;
         ensure!(!dynamic.is_empty(), "the library has no dynamic section");
-        let mut soname = None;
-        for entry in &dynamic {
-            if entry.tag == elf::DT_SONAME {
-                soname = Some(text(dynamic.string(entry)?));
+        let soname = dynamic.iter().find(|entry| entry.tag == elf::DT_SONAME);
+        let soname = soname.map(|entry| dynamic.string(entry)).transpose()?;
+        let mut exports = BTreeMap::new();
+        for export in file.exports()? {
+            let export = export?;
+            let address = match export.target() {
+                // The name of a symbol version.
+                ExportTarget::Absolute { .. } => continue,
+                ExportTarget::Address { address } => Some(address),
+                _ => None,
+            };
+            if let Some(name) = export.name().into_name() {
+                exports.insert(text(name), address);
             }
         }
-        let symbols = file.elf_dynamic_symbol_table();
-        let mut exports = BTreeSet::new();
-        for symbol in symbols.iter() {
-            let defined = !symbol.is_undefined(endian) && !symbol.is_absolute(endian);
-            if defined && !symbol.is_local() {
-                exports.insert(text(symbol.name(endian, symbols.strings())?));
-            }
-        }
-        let machine = file.elf_header().e_machine.get(endian);
+        let machine = file.elf_header().e_machine.get(file.endian());
         Ok(Library {
             path: path.to_owned(),
             machine,
-            soname,
+            soname: soname.map(text),
             exports,
             data,
         })
@@ -87,10 +94,10 @@ impl Library {
 
     /// Whether the library exports `symbol`.
     pub(crate) fn exports(&self, symbol: &str) -> bool {
-        self.exports.contains(symbol)
+        self.exports.contains_key(symbol)
     }
 
-    /// The kind of processor, for people.
+    /// The name of the processor architecture, for messages.
     pub(crate) fn machine(&self) -> String {
         match self.machine {
             elf::EM_X86_64 => "x86-64".to_owned(),
@@ -113,18 +120,8 @@ impl Library {
     /// and a return.
     pub(crate) fn returned_string(&self, function: &str) -> Result<String> {
         let file = ElfFile64::<Endianness>::parse(self.data.as_slice())?;
-        let endian = file.endian();
-        let symbols = file.elf_dynamic_symbol_table();
-        let symbol = symbols.iter().find(|symbol| {
-            !symbol.is_undefined(endian)
-                && symbol
-                    .name(endian, symbols.strings())
-                    .is_ok_and(|name| name == function.as_bytes())
-        });
-        let address = symbol
-            .with_context(|| format!("{} has no {function}", self.path.display()))?
-            .st_value
-            .get(endian);
+        let address = { self.exports.get(function).copied().flatten() }
+            .with_context(|| format!("{} has no {function}", self.path.display()))?;
         let bytes = |address: u64, at_most: usize| -> Result<&[u8]> {
             for section in file.sections() {
                 if let Some(offset) = address.checked_sub(section.address())

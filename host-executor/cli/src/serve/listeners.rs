@@ -11,9 +11,10 @@ use tracing::{error, info};
 use vgpu_executor::Server;
 use vgpu_executor::config::{GuestSettings, Settings, VmDevice};
 use vgpu_executor::isolate::Supervisor;
-use vgpu_executor::listener::{DEFAULT_MODE, ListenerId, SocketFileError, bind_stream};
+use vgpu_executor::listener::ListenerId;
 use vgpu_executor::vm::{IvshmemListener, VfioUserListener, VmOptions};
 use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFileError};
 use vgpu_transport::link::stream::tls::Certificates;
 use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenError, ListenOptions};
@@ -283,9 +284,8 @@ fn bind_endpoint(
             let mut name = path.clone().into_os_string();
             name.push(format!("_{port}"));
             let path = PathBuf::from(name);
-            let (listener, file) = bind_stream(&path, DEFAULT_MODE).map_err(|e| failed(&e))?;
-            file.keep(); // the listener removes it
-            Ok(AnyListener::Vsock(vsock::Listener::unix(listener, &path)))
+            let listener = vsock::Listener::unix(&path, DEFAULT_MODE);
+            listener.map(AnyListener::Vsock).map_err(|e| failed(&e))
         }
         Endpoint::Inproc | Endpoint::Pci(_) => bail!(
             "--listen {endpoint}: an executor cannot listen there; use unix:/path/to/socket, \
@@ -310,7 +310,7 @@ fn bind_vm(
             SocketFileError::InUse { .. } => {
                 "; stop that process, or give this virtual machine another socket".into()
             }
-            SocketFileError::System { error, .. } if error.kind() == io::ErrorKind::NotFound => {
+            SocketFileError::NoDirectory { .. } => {
                 format!("; create the directory (mkdir -p {directory})")
             }
             _ => String::new(),
@@ -322,26 +322,29 @@ fn bind_vm(
 /// What the user can do about a socket that cannot be bound.
 fn hint(path: &Path, error: &ListenError) -> String {
     let directory = path.parent().unwrap_or(path).display();
+    let ListenError::Socket(error) = error else {
+        return String::new();
+    };
     match error {
-        ListenError::InUse { .. } => {
+        SocketFileError::InUse { .. } => {
             "; stop that process, or listen elsewhere with --listen unix:/path/to/socket".into()
         }
-        ListenError::NotASocket { .. } => {
+        SocketFileError::NotASocket { .. } => {
             "; remove the file, or listen elsewhere with --listen".into()
         }
-        ListenError::NoDirectory { .. } => {
+        SocketFileError::NoDirectory { .. } => {
             format!(
                 "; create the directory (mkdir -p {directory}), or listen elsewhere with --listen"
             )
         }
-        ListenError::System {
+        SocketFileError::System {
             error: Errno::ACCESS | Errno::PERM | Errno::ROFS,
             ..
         } => format!(
             "; this user may not write to {directory}: start vgpu as the owner of the directory, \
-             or \
-             listen in a directory of your own, such as --listen unix:$XDG_RUNTIME_DIR/vgpu.sock, and \
-             set VGPU_ENDPOINT to the same address for guests"
+             or listen in a directory of your own, such as \
+             --listen unix:$XDG_RUNTIME_DIR/vgpu.sock, and set VGPU_ENDPOINT to the same address \
+             for guests"
         ),
         _ => String::new(),
     }

@@ -7,9 +7,9 @@ use std::thread;
 
 use tracing::{debug, error};
 use vgpu_executor::config::MetricsAddress;
-use vgpu_executor::listener::{DEFAULT_MODE, SocketFile, bind_stream};
 use vgpu_executor::metrics;
 use vgpu_executor::status::StatusHandle;
+use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, bind_stream};
 
 /// Answers `GET /metrics` at `address` on a thread of its own. A unix socket's file is removed when
 /// the result is dropped.

@@ -6,8 +6,8 @@ use anyhow::Context as _;
 use tracing::info;
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::{self, ReloadOutcome};
-use vgpu_executor::listener::SocketFile;
 use vgpu_executor::status::StatusHandle;
+use vgpu_transport::link::socket_file::SocketFile;
 
 use super::events::Event;
 use super::metrics_http;

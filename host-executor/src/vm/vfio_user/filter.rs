@@ -27,6 +27,31 @@ const MAX_ACCESS: usize = 4096;
 /// Longest capability string of a monitor in bytes.
 const MAX_TEXT: usize = 4096;
 
+/// A message of a monitor that the `vfio_user` crate cannot read. Sizes are in bytes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum MessageError {
+    #[error("a message of {size} bytes; the limits are {HEAD} and {most}")]
+    Size { size: usize, most: usize },
+    #[error("command {command} in {size} bytes instead of {wanted}")]
+    CommandSize {
+        command: u16,
+        size: usize,
+        wanted: usize,
+    },
+    #[error("command {command} before the version negotiation")]
+    NotNegotiated { command: u16 },
+    #[error("command {command} after the version negotiation")]
+    NegotiatedTwice { command: u16 },
+    #[error(
+        "the capabilities are not a string of at most {MAX_TEXT} bytes with its only zero byte at the end"
+    )]
+    Capabilities,
+    #[error("an access to {count} bytes of a region; at most {MAX_ACCESS}")]
+    Access { count: usize },
+    #[error("command {command} is not supported")]
+    Command { command: u16 },
+}
+
 /// A listener on an address that no other process knows, and a connection to it.
 pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
@@ -89,33 +114,35 @@ fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
 }
 
 /// The size of the message with this header, in bytes.
-pub(super) fn size(head: &[u8]) -> Result<usize, String> {
+pub(super) fn size(head: &[u8]) -> Result<usize, MessageError> {
     let size = word(head, 4) as usize;
     let most = HEAD + MAX_ACCESS.max(MAX_TEXT) + 64;
     if !(HEAD..=most).contains(&size) {
-        return Err(format!("a message of {size} bytes"));
+        return Err(MessageError::Size { size, most });
     }
     Ok(size)
 }
 
 /// Checks that the crate can read the message.
-pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
+pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), MessageError> {
     let command = u16::from_le_bytes([message[2], message[3]]);
     let size = message.len();
     let exactly = |wanted: usize| {
         if size == wanted {
             Ok(())
         } else {
-            Err(format!(
-                "command {command} in {size} bytes instead of {wanted}"
-            ))
+            Err(MessageError::CommandSize {
+                command,
+                size,
+                wanted,
+            })
         }
     };
     if (command == 1) == has_met {
-        return Err(format!(
-            "command {command} {} the version negotiation",
-            if has_met { "after" } else { "before" }
-        ));
+        return Err(match has_met {
+            true => MessageError::NegotiatedTwice { command },
+            false => MessageError::NotNegotiated { command },
+        });
     }
     match command {
         // Version numbers and a string with one zero byte, at its end.
@@ -127,7 +154,7 @@ pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
             if is_text {
                 Ok(())
             } else {
-                Err("the capabilities are not a string".into())
+                Err(MessageError::Capabilities)
             }
         }
         2 => exactly(48),     // map memory
@@ -141,12 +168,12 @@ pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), String> {
             }
             let count = word(message, 28) as usize;
             if count > MAX_ACCESS {
-                return Err(format!("an access to {count} bytes of a region"));
+                return Err(MessageError::Access { count });
             }
             exactly(32 + if command == 10 { count } else { 0 })
         }
         13 => exactly(HEAD), // reset
-        _ => Err(format!("command {command}")),
+        _ => Err(MessageError::Command { command }),
     }
 }
 

@@ -21,14 +21,12 @@ use std::time::Duration;
 use tracing::{info, warn};
 use vfio_user::{IrqInfo, Server, ServerRegion, SparseArea};
 use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow};
+use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileError, bind_stream};
 use vgpu_transport::shm::doorbell::new_eventfd;
 use vgpu_transport::shm::memory::sealed_file;
 
 use super::options::VmOptions;
-use crate::listener::{
-    DEFAULT_MODE, GuestListener, IncomingGuest, SocketFile, SocketFileError, bind_stream,
-    wait_readable,
-};
+use crate::listener::{GuestListener, IncomingGuest, wait_readable};
 use device::{BAR0_SIZE, CONFIG_SIZE, Function};
 
 /// Regions of a VFIO PCI device: six BARs, ROM, configuration space, VGA (`linux/vfio.h`).

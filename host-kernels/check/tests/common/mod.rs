@@ -1,9 +1,9 @@
-//! Operations on any engine, compared with slow and obvious references in f64.
+//! Operations on any engine, compared with slow and simple references in f64.
 //!
-//! A test body takes `&dyn Engine` and is instantiated once for each engine (`tests/ops/main.rs`). It
-//! makes [`Data`] of random type, extents and layout, runs one operation through validation,
-//! compilation and execution, and compares every element of the destination with a reference that
-//! computes it from the elements of the sources by the operator's definition.
+//! A test body takes `&dyn Engine` and is instantiated once for each engine (`tests/ops/main.rs`).
+//! The body makes [`Data`] of random type, extents and layout, runs one operation through
+//! validation, compilation and execution, and compares every element of the destination. The
+//! reference computes the element from the elements of the sources by the operator's definition.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use vgpu_transport::ir::{
     BufferId, Graph, Invalid, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
 };
 
-/// What memory holds before a test writes to it.
+/// The content of memory before a test writes to it.
 const FILLER: u8 = 0xa5;
 
-/// Index of an element.
+/// The index of an element, by dimension.
 pub(crate) type Index = [u64; 4];
 
 /// A reproducible stream of numbers.
@@ -44,7 +44,7 @@ impl Random {
         self.below(one_in) == 0
     }
 
-    /// Between `low` and `high`.
+    /// A number between `low` and `high`.
     pub(crate) fn between(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -89,23 +89,24 @@ impl Data {
         }
     }
 
-    /// All elements adjacent, in order.
+    /// A dense layout: all elements adjacent, in order.
     pub(crate) fn dense(ty: Type, ne: [u64; 4]) -> Data {
         Data::strided(ty, ne, [0, 1, 2, 3], [0; 4])
     }
 
-    /// The same, not yet filled, where whole 16 bytes can be read and written.
+    /// The tensor, not yet filled, at an offset where an engine can access 16 bytes at once.
     pub(crate) fn aligned(mut self) -> Data {
-        self.offset = 32; // there is room behind
+        self.offset = 32; // the memory has room after the tensor
         self
     }
 
-    /// A layout by chance: dense, padded, transposed or permuted. Blocks stay adjacent.
+    /// A random layout: dense, padded, transposed or permuted. The elements of a block stay
+    /// adjacent.
     pub(crate) fn random(ty: Type, ne: [u64; 4], random: &mut Random) -> Data {
         Data::random_rows(ty, ne, ty.is_quantized(), random)
     }
 
-    /// The same with the rows dense on demand.
+    /// A random layout, with dense rows if the argument says so.
     pub(crate) fn random_rows(
         ty: Type,
         ne: [u64; 4],
@@ -144,7 +145,7 @@ impl Data {
         })
     }
 
-    /// Where the block of an element begins in the memory.
+    /// The offset in memory of the block of an element, in bytes.
     fn place(&self, index: Index) -> usize {
         let Shape { ty, ne, nb } = self.shape;
         assert!(
@@ -173,7 +174,7 @@ impl Data {
         self
     }
 
-    /// Fills the tensor with any bits whatsoever.
+    /// Fills the tensor with random bits.
     pub(crate) fn scribble(&mut self, random: &mut Random) {
         let covered = self.covered();
         for (byte, covered) in self.memory.iter_mut().zip(covered) {
@@ -194,7 +195,7 @@ impl Data {
         let start = (self.offset + i1 * nb[1] + i2 * nb[2] + i3 * nb[3]) as usize;
         let extent = shape.extent().expect("a row of a tensor") as usize;
         let memory = match extent {
-            0 => Vec::new(), // a row of nothing may be anywhere
+            0 => Vec::new(), // an empty row may have any offset
             _ => self.memory[start..start + extent].to_vec(),
         };
         Data {
@@ -211,7 +212,7 @@ impl Data {
         self.memory[place..place + bytes.len()].copy_from_slice(&bytes);
     }
 
-    /// An element, as the type rounded it.
+    /// An element, rounded to the type.
     pub(crate) fn get(&self, index: Index) -> f64 {
         let ty = self.shape.ty;
         let bytes = &self.memory[self.place(index)..][..ty.block_bytes() as usize];
@@ -260,7 +261,7 @@ impl Data {
             .collect()
     }
 
-    /// Which bytes of the memory belong to elements.
+    /// For each byte of the memory, whether it belongs to an element.
     fn covered(&self) -> Vec<bool> {
         let ty = self.shape.ty;
         let mut covered = vec![false; self.memory.len()];
@@ -288,7 +289,7 @@ impl Decoded {
     }
 }
 
-/// One block in the bytes of a type.
+/// The numbers of a block, quantised to a type.
 fn encode(ty: Type, values: &[f64]) -> Vec<u8> {
     match ty {
         Type::I8 => return (values[0] as i8).to_le_bytes().to_vec(),
@@ -301,7 +302,8 @@ fn encode(ty: Type, values: &[f64]) -> Vec<u8> {
     let format = Format::of(ty).expect("a type of real numbers");
     let mut bytes = vec![0; format.bytes];
     let values: Vec<f32> = values.iter().map(|&v| v as f32).collect();
-    // SAFETY: both hold a block.
+    assert_eq!(values.len(), format.block);
+    // SAFETY: `values` holds the elements of one block, and `bytes` has the size of one block.
     unsafe { (format.quantize_row)(values.as_ptr(), bytes.as_mut_ptr(), values.len()) };
     bytes
 }
@@ -318,7 +320,8 @@ fn decode(ty: Type, bytes: &[u8]) -> Vec<f64> {
     }
     let format = Format::of(ty).expect("a type of real numbers");
     let mut values = vec![0.0; format.block];
-    // SAFETY: both hold a block.
+    assert_eq!(bytes.len(), format.bytes);
+    // SAFETY: `bytes` holds one block, and `values` has room for its elements.
     unsafe { (format.dequantize_row)(bytes.as_ptr(), values.as_mut_ptr(), values.len()) };
     values.into_iter().map(f64::from).collect()
 }
@@ -326,19 +329,19 @@ fn decode(ty: Type, bytes: &[u8]) -> Vec<f64> {
 /// Why an operation did not run.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// It is not valid, or the engine does not claim it.
+    /// The operation is not valid, or the engine does not support it.
     Invalid(Invalid),
-    /// It failed while it ran.
+    /// The engine failed to run the operation.
     Run(RunError),
 }
 
-/// Runs an operation and returns the destination. Panics if it fails, or if memory around the
-/// destination, or of a source, changes.
+/// Runs an operation and returns the destination. Panics if the operation fails, or if the memory
+/// around the destination or the memory of a source changes.
 pub(crate) fn run(engine: &dyn Engine, op: Op, dst: &Data, src: &[Option<&Data>]) -> Data {
     try_run(engine, op, dst, src).unwrap_or_else(|error| panic!("{op:?}: {error:?}"))
 }
 
-/// The same for an operation that may fail.
+/// [`run`] for an operation that may fail.
 pub(crate) fn try_run(
     engine: &dyn Engine,
     op: Op,
@@ -382,7 +385,8 @@ pub(crate) fn run_in_place(engine: &dyn Engine, op: Op, src: &[Option<&Data>]) -
         .swap_remove(0)
 }
 
-/// Runs an operation that changes its sources, too, with its first as destination; returns them all.
+/// Runs an operation that also changes its sources, with the first source as destination. Returns
+/// all sources.
 pub(crate) fn run_changing(engine: &dyn Engine, op: Op, src: &[&Data]) -> Vec<Data> {
     let node = Node {
         op,
@@ -392,8 +396,8 @@ pub(crate) fn run_changing(engine: &dyn Engine, op: Op, src: &[&Data]) -> Vec<Da
     execute(engine, src, node).unwrap_or_else(|error| panic!("{op:?}: {error:?}"))
 }
 
-/// Runs nodes, given by operator, destination and sources, over tensors that lie in a buffer each; returns these as they
-/// are afterwards.
+/// Runs nodes, given by operator, destination and sources. Each tensor has a buffer of its own.
+/// Returns the tensors after the run.
 pub(crate) fn run_nodes(
     engine: &dyn Engine,
     operands: &[&Data],
@@ -407,7 +411,7 @@ pub(crate) fn run_nodes(
     execute_all(engine, operands, nodes.collect()).unwrap_or_else(|error| panic!("{error:?}"))
 }
 
-/// Runs one node over tensors that lie in a buffer each; returns them as they are afterwards.
+/// Runs one node over tensors with a buffer each. Returns the tensors after the run.
 fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Data>, Failure> {
     let dst = node.dst as usize;
     let after = execute_all(engine, operands, vec![node])?;
@@ -420,7 +424,7 @@ fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Da
     Ok(after)
 }
 
-/// Runs nodes over tensors that lie in a buffer each; returns these as they are afterwards.
+/// Runs nodes over tensors with a buffer each. Returns the tensors after the run.
 fn execute_all(
     engine: &dyn Engine,
     operands: &[&Data],
@@ -469,8 +473,8 @@ fn execute_all(
     Ok(after)
 }
 
-/// Runs one node over tensors in one buffer, given by their shape and offset, the destination first; returns
-/// the buffer.
+/// Runs one node over tensors in one buffer, given by shape and offset, the destination first.
+/// Returns the buffer.
 pub(crate) fn run_in_one_buffer(
     engine: &dyn Engine,
     op: Op,
@@ -525,8 +529,8 @@ pub(crate) fn run_in(
     plan.run().map_err(Failure::Run)
 }
 
-/// Compares a result with its reference: equal within `tolerance * (1 + |reference|)` and the rounding
-/// of the destination's type.
+/// Compares a result with its reference: equal within `tolerance * (1 + |reference|)` and the
+/// rounding of the destination's type.
 #[track_caller]
 pub(crate) fn compare(what: &str, got: &Data, tolerance: f64, reference: impl Fn(Index) -> f64) {
     for index in got.indices() {
@@ -543,7 +547,7 @@ fn near(got: f64, want: f64, error: f64) -> bool {
     got == want || got.is_nan() && want.is_nan() || (got - want).abs() <= error
 }
 
-/// A value with the overflow of a type, and the size of its last place.
+/// `x`, or infinity if `x` overflows the type, and the size of the last place of `x` in the type.
 fn rounded(ty: Type, x: f64) -> (f64, f64) {
     let (largest, bits, smallest) = match ty {
         Type::F32 => (f64::from(f32::MAX), 23, -149),
@@ -559,8 +563,8 @@ fn rounded(ty: Type, x: f64) -> (f64, f64) {
     }
 }
 
-/// Runs a body on many random inputs. It is given a fresh stream of numbers each time; a failure tells
-/// the seed.
+/// Runs a body `cases` times, each time with another stream of random numbers. A failure names the
+/// seed.
 pub(crate) fn property(cases: u32, body: impl Fn(&mut Random)) {
     let config = ProptestConfig {
         cases,
@@ -576,7 +580,7 @@ pub(crate) fn property(cases: u32, body: impl Fn(&mut Random)) {
     }
 }
 
-/// Extents by chance: mostly small, some empty, some a single element, some a long row.
+/// Random extents: mostly small, some empty, some a single element, some a long row.
 pub(crate) fn extents(random: &mut Random) -> [u64; 4] {
     let mut ne = std::array::from_fn(|_| 1 + random.below(6));
     match random.below(8) {
@@ -602,7 +606,8 @@ pub(crate) fn part_of(whole: [u64; 4], random: &mut Random) -> [u64; 4] {
     })
 }
 
-/// The index in a tensor of extents `part`, that repeats, which belongs to `index` of the whole.
+/// The index in a tensor of extents `part`, which is repeated, that corresponds to `index` of the
+/// whole.
 pub(crate) fn repeated(index: Index, part: [u64; 4]) -> Index {
     std::array::from_fn(|d| index[d] % part[d])
 }

@@ -7,19 +7,18 @@ use super::matmul::{as_activation, dot, reals, tolerance, weights};
 use super::softmax::{mask_value, slope};
 use crate::common::*;
 
-/// Of the largest value: scores are sums of some hundred products in f32, and their exponentials
-/// multiply what they are off.
+/// Tolerance relative to the largest value: scores are sums of some hundred products in f32, and
+/// the exponential amplifies their errors.
 const TOLERANCE: f64 = 1e-4;
 
-/// The same for engines that have queries, keys, values and weights rounded to halves, as ggml's
-/// CUDA backend does.
+/// The tolerance for engines that round queries, keys, values and weights to f16, as ggml's CUDA
+/// backend does.
 const TOLERANCE_OF_HALVES: f64 = 2e-3;
 
-/// The same for bfloat16.
+/// The tolerance for bfloat16.
 const TOLERANCE_OF_BRAIN_HALVES: f64 = 1.5e-2;
 
-/// The sum of the squares of errors, of that of results, that ggml's own tests allow is 5e-4. This
-/// is a tenth.
+/// Limit of the normalised mean square error: a tenth of the 5e-4 that ggml's own tests allow.
 const NORMALIZED_ERROR: f64 = 5e-5;
 
 /// The operands of attention and its parameters.
@@ -110,9 +109,9 @@ impl Attention {
 
     fn check(&self, engine: &dyn Engine) {
         let got = self.run(engine);
-        // What scores are off counts as much as what is made of them.
+        // Errors of the scores count as much as errors of the weighted sum.
         let halves = match self.k.shape.ty {
-            // The CPU engine is held to what ggml's does.
+            // The CPU engine must be as exact as ggml's CPU backend.
             _ if engine.name() == "cpu" => TOLERANCE,
             Type::F32 => TOLERANCE,
             Type::Bf16 => TOLERANCE_OF_BRAIN_HALVES,
@@ -125,8 +124,8 @@ impl Attention {
             let got = got.row_values(row);
             let [head, token, sequence] = row;
             let query = self.q.row_values([token, head, sequence]);
-            // Queries may be rounded to the type that keys are multiplied with, as ggml does it too
-            // when there are few of them.
+            // Queries may be rounded to the type that keys are multiplied with: ggml rounds few
+            // queries too.
             let rounded = as_activation(self.k.shape.ty, &query);
             let [exact, rounded] =
                 [query, rounded].map(|query| self.query(&keys, &values, &query, row));
@@ -161,7 +160,7 @@ impl Attention {
     }
 }
 
-/// Sizes of an attention.
+/// The extents of an attention.
 struct Sizes {
     k: Type,
     v: Type,
@@ -169,9 +168,11 @@ struct Sizes {
     dv: u64,
     keys: u64,
     tokens: u64,
-    /// Heads of keys, of values, and how often their product those of queries.
+    /// Heads of keys, heads of values, and a factor. The product of the three is the number of
+    /// query heads.
     heads: [u64; 3],
-    /// The same of sequences.
+    /// Sequences of keys, sequences of values, and a factor. The product of the three is the number
+    /// of sequences of queries.
     sequences: [u64; 3],
 }
 
@@ -181,7 +182,7 @@ impl Sizes {
         self.fill_in(random, false)
     }
 
-    /// The same, where whole 16 bytes can be read on demand.
+    /// [`Sizes::fill`]. If `aligned`, an engine can read 16 bytes of keys and values at once.
     fn fill_in(&self, random: &mut Random, aligned: bool) -> Attention {
         let whole = |n: u64, ty: Type| n.next_multiple_of(ty.block_elements());
         let (dk, dv) = (whole(self.dk, self.k), whole(self.dv, self.v));
@@ -289,8 +290,8 @@ pub(crate) fn many_tokens_and_long_contexts(engine: &dyn Engine) {
     }
 }
 
-/// Widths, types and numbers of rows that engines have kernels of their own for, with whole, causal
-/// and scattered masks.
+/// Widths, types and numbers of rows for which engines have special kernels, with full, causal and
+/// scattered masks.
 pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
     use Type::{Bf16, F16, F32, Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
     for (i, (k, v, dk, dv, keys, tokens, group)) in [
@@ -345,7 +346,7 @@ pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
         attention.check(engine);
         let ne = [keys + 1, tokens, 1, 1];
         let mut place = 0;
-        // Token t sees what it has seen and itself.
+        // A causal mask: token t sees the tokens before it and itself.
         attention.mask = Some(Data::dense(Type::F16, ne).fill(|| {
             let (token, key) = (place / ne[0], place % ne[0]);
             place += 1;
@@ -360,8 +361,8 @@ pub(crate) fn usual_widths_and_types(engine: &dyn Engine) {
     }
 }
 
-/// Enough rows for groups of warps, with keys that end within a tile, tiles that are hidden, and
-/// values that are no numbers where the mask hides them.
+/// Enough rows for groups of warps, with keys that end within a tile, hidden tiles, and values that
+/// are NaN where the mask hides them.
 pub(crate) fn many_tokens_of_pairs(engine: &dyn Engine) {
     for (i, (width, keys, tokens, heads, sequences)) in [
         (64, 300, 150, [1, 1, 1], [2, 1, 1]),
@@ -390,7 +391,7 @@ pub(crate) fn many_tokens_of_pairs(engine: &dyn Engine) {
         });
         attention.cap = [0.0, 0.0, 8.0, 0.0][i];
         attention.check(engine);
-        // Token t sees the first keys but for every seventh, and not the last ones.
+        // Token t sees the first keys except every seventh, and none of the last keys.
         let ne = [keys.next_multiple_of(2), tokens, 1, 1];
         let most = keys * 2 / 3;
         let is_seen = |token: u64, key: u64| key <= token + most - tokens.min(most) && key % 7 != 3;
@@ -441,7 +442,7 @@ pub(crate) fn what_is_hidden_does_not_count(engine: &dyn Engine) {
             sequences: [1; 3],
         };
         let mut attention = sizes.fill(random);
-        // Every third key and value is not a number, and hidden.
+        // Every third key and value is NaN and hidden.
         for x in [&mut attention.k, &mut attention.v] {
             for index in x.indices().filter(|i| i[1] % 3 == 0).collect::<Vec<_>>() {
                 x.set(index, f64::NAN);

@@ -9,7 +9,7 @@ use crate::common::*;
 /// Sums of products in f32.
 const TOLERANCE: f64 = 1e-5;
 
-/// The same with the image rounded to the kernel's type, as ggml rounds it.
+/// Sums of products whose image is rounded to the kernel's type, as ggml rounds it.
 fn tolerance(kernel: Type) -> f64 {
     match kernel {
         Type::F16 => 1e-2,
@@ -20,7 +20,8 @@ fn tolerance(kernel: Type) -> f64 {
 
 const FLOATS: [Type; 3] = [Type::F32, Type::F16, Type::Bf16];
 
-/// How a kernel of `k` taps moves on a line of `n` elements, by chance, and how many places it has.
+/// Random stride, padding and dilation of a kernel of `k` taps on a line of `n` elements, and the
+/// number of its positions.
 struct Line {
     n: u64,
     k: u64,
@@ -61,7 +62,7 @@ impl Line {
         }
     }
 
-    /// The element that tap `tap` falls on at `place`.
+    /// The element under tap `tap` at position `place`.
     fn at(&self, place: u64, tap: u64) -> Option<u64> {
         let i = (place * self.s as u64 + tap * self.d as u64).checked_sub(self.p as u64)?;
         (i < self.n).then_some(i)
@@ -164,7 +165,7 @@ pub(crate) fn depthwise(engine: &dyn Engine) {
         let [c, n] = [random.below(9), random.below(3)];
         let ty = random.pick(&FLOATS);
         let kernel = tensor(ty, [x.k, y.k, 1, c], random);
-        // Channels innermost, as the other common layout has them, or anything.
+        // Channels innermost, which is the other common layout, or a random layout.
         let image = if random.chance(3) {
             let image = Data::strided(Type::F32, [x.n, y.n, c, n], [2, 0, 1, 3], [0; 4]);
             image.fill(|| random.between(-1.0, 1.0))
@@ -293,7 +294,7 @@ pub(crate) fn im2col(engine: &dyn Engine) {
             _ => 0.0,
         });
 
-        // The gradient: what comes from patches goes back to the places it came from.
+        // The gradient: each element of a patch is added to the image element it was read from.
         let grad = tensor(random.pick(&FLOATS), columns, random);
         let dst = Data::random(Type::F32, image.shape.ne, random);
         let op = Op::Im2colBack {

@@ -87,7 +87,8 @@ pub(crate) fn transpositions(engine: &dyn Engine) {
     });
 }
 
-/// Extents in which a type can be written in a moment: codebooks are searched.
+/// Extents small enough for types that are slow to quantise: those with codebooks, which are
+/// searched.
 fn most(ty: Type) -> u64 {
     match ty {
         Type::Iq1S
@@ -131,7 +132,7 @@ pub(crate) fn conversions(engine: &dyn Engine) {
     }
 }
 
-/// Floats to integers are cut off, integers to floats are rounded.
+/// Floats are truncated to integers, integers are rounded to floats.
 pub(crate) fn integers(engine: &dyn Engine) {
     property(60, |random| {
         let ne = extents(random);

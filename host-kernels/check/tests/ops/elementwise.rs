@@ -63,7 +63,8 @@ pub(crate) fn quantized_sum(engine: &dyn Engine) {
         let addend = part_of(ne, random);
         let b = Data::random(Type::F32, addend, random).fill(|| random.between(-2.0, 2.0));
         let got = run(engine, Op::Add {}, &dst, &[Some(&a), Some(&b)]);
-        // The same sums, quantised by the test: rounding them differently could move a whole step.
+        // The test quantises the same sums: another rounding could change the result by a whole
+        // step.
         let sums: Vec<f64> = a
             .indices()
             .map(|i| a.get(i) + b.get(repeated(i, addend)))
@@ -140,7 +141,7 @@ pub(crate) fn scale_and_clamp(engine: &dyn Engine) {
     });
 }
 
-/// What the engine does not claim, and what no engine can run, is refused before it runs.
+/// Validation refuses operations that the engine does not support, and invalid operations.
 pub(crate) fn refusals(engine: &dyn Engine) {
     let refusal = |a: &Data, b: &Data| match try_run(engine, Op::Add {}, a, &[Some(a), Some(b)]) {
         Err(Failure::Invalid(Invalid::Node { refusal, .. })) => refusal,

@@ -6,7 +6,7 @@ use vgpu_transport::ir::{GluKind, Op, Type};
 use crate::common::*;
 use crate::unary::{gelu, gelu_erf, sigmoid};
 
-/// A few roundings of f32 in a formula whose parts are as large as its result.
+/// Tolerance: a few roundings of f32 in a formula whose terms are as large as its result.
 const TOLERANCE: f64 = 1e-6;
 
 const FLOATS: [Type; 3] = [Type::F32, Type::F16, Type::Bf16];

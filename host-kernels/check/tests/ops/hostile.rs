@@ -1,4 +1,4 @@
-//! Graphs that no ggml makes, but a guest may send.
+//! Graphs that ggml never makes, but a hostile guest may send.
 
 use vgpu_engine::Engine;
 use vgpu_transport::ir::{
@@ -7,7 +7,7 @@ use vgpu_transport::ir::{
 
 use crate::common::*;
 
-/// Operators with how many sources they take when all tensors have the same extents.
+/// Operators, and how many sources each takes if all tensors have the same extents.
 fn same_extents() -> Vec<(Op, usize)> {
     vec![
         (Op::Copy {}, 1),
@@ -128,8 +128,8 @@ fn shape(ty: Type, ne: [u64; 4]) -> Shape {
     })
 }
 
-/// A tensor with one extent of 0 takes no memory, whatever the others are: it must take no time
-/// either.
+/// A tensor with an extent of 0 takes no memory, whatever its other extents are. The operation must
+/// take no time either.
 pub(crate) fn huge_extents_of_nothing(engine: &dyn Engine) {
     const HUGE: u64 = 1 << 31;
     for ne in [
@@ -177,11 +177,11 @@ pub(crate) fn huge_extents_of_nothing(engine: &dyn Engine) {
     }
 }
 
-/// Rows more than 4 GiB apart, in memory that is never touched in between.
+/// Rows more than 4 GiB apart. The memory between them is never touched.
 pub(crate) fn rows_far_apart(engine: &dyn Engine) {
     const FAR: u64 = (1 << 32) + 64;
     let Ok(memory) = engine.alloc(FAR + (1 << 16)) else {
-        return; // a machine with so little memory has no such strides
+        return; // the engine has too little memory for such strides
     };
     let mut random = Random::new(5);
     for (op, sources) in same_extents() {
@@ -192,7 +192,7 @@ pub(crate) fn rows_far_apart(engine: &dyn Engine) {
         let src: Vec<Option<&Data>> = dense[1..].iter().map(Some).collect();
         let expected = match try_run(engine, op, &dense[0], &src) {
             Ok(expected) => expected,
-            Err(Failure::Invalid(_)) => continue, // the engine does not claim it
+            Err(Failure::Invalid(_)) => continue, // the engine does not support the operator
             Err(Failure::Run(error)) => panic!("{op:?}: {error}"),
         };
         let far = Shape {
@@ -222,7 +222,7 @@ pub(crate) fn rows_far_apart(engine: &dyn Engine) {
     }
 }
 
-/// Sources that overlap the destination in any way give any result, but nothing outside the
+/// If sources overlap the destination, the result is unspecified, but no memory outside the
 /// destination changes.
 pub(crate) fn overlapping_memory(engine: &dyn Engine) {
     property(150, |random| {

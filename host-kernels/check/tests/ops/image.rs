@@ -9,14 +9,14 @@ use crate::common::*;
 /// Sums of a few products in f32.
 const TOLERANCE: f64 = 1e-5;
 
-/// Places on an image in f32, whose rounding is seen in the weights.
+/// Positions on an image are in f32, and their rounding affects the weights.
 const RESAMPLING: f64 = 1e-4;
 
 fn tensor(ty: Type, ne: [u64; 4], random: &mut Random) -> Data {
     Data::random(ty, ne, random).fill(|| random.between(-1.0, 1.0))
 }
 
-/// A window on a line of `n` elements: size, stride, padding, places.
+/// A window on a line of `n` elements: size, stride, padding, number of positions.
 fn window(n: u64, random: &mut Random) -> (u64, u64, u64, u64) {
     loop {
         let (k, s, p) = (1 + random.below(4), 1 + random.below(3), random.below(3));
@@ -26,7 +26,7 @@ fn window(n: u64, random: &mut Random) -> (u64, u64, u64, u64) {
     }
 }
 
-/// What a window covers at a place.
+/// The elements under the window at a position.
 fn covered(n: u64, (k, s, p, _): (u64, u64, u64, u64), place: u64) -> Vec<u64> {
     (0..k)
         .filter_map(|t| (place * s + t).checked_sub(p))
@@ -158,7 +158,7 @@ fn triangle(x: f64) -> f64 {
 pub(crate) fn upscale(engine: &dyn Engine) {
     property(150, |random| {
         let ne: [u64; 4] = std::array::from_fn(|_| 1 + random.below(6));
-        // Whole factors, so that no place falls exactly between two pixels on one side only.
+        // Whole factors: no position lies exactly between two pixels, where rounding would decide.
         let to: [u64; 4] = std::array::from_fn(|d| {
             if d < 2 {
                 ne[d] * (1 + random.below(3))
@@ -190,7 +190,7 @@ pub(crate) fn upscale(engine: &dyn Engine) {
             let (i2, i3) = (i[2] * ne[2] / to[2], i[3] * ne[3] / to[3]);
             if mode == ScaleMode::Nearest {
                 let at = |d: usize| {
-                    // An exact quotient may be a hair less in f32.
+                    // An exact quotient may be slightly smaller in f32.
                     let q = i[d] as f32 / factor(d) as f32;
                     (q as u64).min(ne[d] - 1)
                 };
@@ -206,8 +206,8 @@ pub(crate) fn upscale(engine: &dyn Engine) {
             let mut sum = 0.0;
             for y in py.floor() as i64 - 2..=py.floor() as i64 + 3 {
                 for x in px.floor() as i64 - 2..=px.floor() as i64 + 3 {
-                    // Growing images have nothing to smooth: antialiasing leaves out what lies
-                    // outside.
+                    // Enlarging needs no smoothing: antialiasing only leaves out pixels outside
+                    // the image.
                     let w = weight(x as f64 - px) * weight(y as f64 - py);
                     sum += w * src.get([clamp(x, 0), clamp(y, 1), i2, i3]);
                 }

@@ -43,7 +43,7 @@ mod cpu {
     use vgpu_cpu::CpuEngine;
     use vgpu_engine::Engine;
 
-    /// Three threads: shares that do not divide evenly, on any machine.
+    /// Three threads: work that does not divide evenly, on any machine.
     fn engine() -> &'static dyn Engine {
         static ENGINE: OnceLock<CpuEngine> = OnceLock::new();
         ENGINE.get_or_init(|| CpuEngine::new(3, None).expect("an engine"))
@@ -58,19 +58,24 @@ mod cpu {
         conv { conv_2d conv_3d depthwise transposed im2col im2col_3d col2im_1d }
         copy { same_type transpositions conversions integers }
         deepseek { mixing_factors mixing indexer }
-        elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals }
+        elementwise {
+            binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals
+        }
         glu { two_sources halves }
         hostile { huge_extents_of_nothing overlapping_memory rows_far_apart }
         image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
-            mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id
-            few_and_many_tokens_of_experts experts_are_checked out_prod mul_mat_of_what_was_multiplied_before
+            mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources
+            hadamard mul_mat_id few_and_many_tokens_of_experts experts_are_checked out_prod
+            mul_mat_of_what_was_multiplied_before
         }
         movement {
             repeat repeat_back concat set_and_acc diagonals padding reflection roll constants
         }
         norm { of_rows of_groups gradients }
-        recurrent { ssm_conv ssm_scan scan_ids_are_checked rwkv6_and_gated rwkv7 delta_net triangular }
+        recurrent {
+            ssm_conv ssm_scan scan_ids_are_checked rwkv6_and_gated rwkv7 delta_net triangular
+        }
         reduce { sums argmax count_equal argsort special_values }
         rope { modes_types_and_strides forth_and_back_in_place }
         rows { get get_back set ids_are_checked }
@@ -88,7 +93,7 @@ mod cuda {
 
     use super::shim::Shim;
 
-    /// The engine with its kernels on the CPU.
+    /// The CUDA engine over the shim: its kernels run on the CPU.
     fn engine() -> &'static dyn Engine {
         static ENGINE: OnceLock<CudaEngine> = OnceLock::new();
         ENGINE.get_or_init(|| CudaEngine::new(Arc::new(Shim::default())).expect("an engine"))
@@ -103,19 +108,23 @@ mod cuda {
         conv { conv_2d conv_3d depthwise transposed im2col im2col_3d col2im_1d }
         copy { same_type transpositions conversions integers }
         deepseek { mixing_factors mixing indexer }
-        elementwise { binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals }
+        elementwise {
+            binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals
+        }
         glu { two_sources halves }
         hostile { huge_extents_of_nothing overlapping_memory rows_far_apart }
         image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
-            mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources hadamard mul_mat_id
-            few_and_many_tokens_of_experts experts_are_checked out_prod
+            mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources
+            hadamard mul_mat_id few_and_many_tokens_of_experts experts_are_checked out_prod
         }
         movement {
             repeat repeat_back concat set_and_acc diagonals padding reflection roll constants
         }
         norm { of_rows of_groups gradients }
-        recurrent { ssm_conv ssm_scan scan_ids_are_checked rwkv6_and_gated rwkv7 delta_net triangular }
+        recurrent {
+            ssm_conv ssm_scan scan_ids_are_checked rwkv6_and_gated rwkv7 delta_net triangular
+        }
         reduce { sums argmax count_equal argsort special_values }
         rope { modes_types_and_strides forth_and_back_in_place }
         rows { get get_back set ids_are_checked }
@@ -133,7 +142,7 @@ mod hopper {
 
     use super::shim::Shim;
 
-    /// The engine with the kernels for Hopper GPUs, on the CPU.
+    /// The CUDA engine over the shim, with the kernels for Hopper GPUs.
     fn engine() -> &'static dyn Engine {
         static ENGINE: OnceLock<CudaEngine> = OnceLock::new();
         ENGINE.get_or_init(|| CudaEngine::new(Arc::new(Shim::hopper())).expect("an engine"))
@@ -143,8 +152,8 @@ mod hopper {
         engine:
         attention { usual_widths_and_types many_tokens_of_pairs }
         matmul {
-            many_columns_of_groups mul_mat_of_many_tiles few_and_many_tokens_of_experts experts_are_checked
-            mul_mat_of_what_was_multiplied_before
+            many_columns_of_groups mul_mat_of_many_tiles few_and_many_tokens_of_experts
+            experts_are_checked mul_mat_of_what_was_multiplied_before
         }
     }
 }

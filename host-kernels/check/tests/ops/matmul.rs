@@ -11,10 +11,10 @@ use vgpu_transport::ir::{
 
 use crate::common::*;
 
-/// Of the sum of the magnitudes that are added up in f32.
+/// Tolerance of sums in f32, relative to the sum of the magnitudes.
 const TOLERANCE: f64 = 1e-5;
 
-/// The same where a block of activations carries its sum as a half.
+/// The tolerance if a block of activations stores its sum as f16.
 const TOLERANCE_OF_HALF_SUMS: f64 = 2e-3;
 
 pub(crate) const MUL_MAT: Op = Op::MulMat {
@@ -40,8 +40,8 @@ pub(crate) fn reals() -> Vec<Type> {
     Type::ALL.iter().copied().filter(is_real).collect()
 }
 
-/// A row of activations as ggml has them multiplied with `weight`: rounded to the type it pairs
-/// with the weight's.
+/// A row of activations as ggml multiplies it with `weight`: rounded to the type that ggml pairs
+/// with the type of the weight.
 pub(crate) fn as_activation(weight: Type, row: &[f64]) -> Vec<f64> {
     let kernel = MatmulKernel::of(weight).expect("a type of weights");
     let format = kernel.activation.format();
@@ -55,7 +55,7 @@ pub(crate) fn as_activation(weight: Type, row: &[f64]) -> Vec<f64> {
     values.into_iter().map(f64::from).collect()
 }
 
-/// A row of activations rounded to 8 bits in blocks of 32, with factors of 32 bits.
+/// A row of activations rounded to 8 bits in blocks of 32, with scales of 32 bits.
 fn in_eights(row: &[f64]) -> Vec<f64> {
     let blocks = row.chunks(32).flat_map(|block| {
         let block = block.iter().map(|&x| x as f32);
@@ -66,7 +66,7 @@ fn in_eights(row: &[f64]) -> Vec<f64> {
     blocks.collect()
 }
 
-/// What a product of activations with `weight` may be off, of the sum of magnitudes.
+/// Tolerance of a product of activations with `weight`, relative to the sum of the magnitudes.
 pub(crate) fn tolerance(weight: Type) -> f64 {
     if has_half_sums(weight) {
         TOLERANCE_OF_HALF_SUMS
@@ -75,7 +75,7 @@ pub(crate) fn tolerance(weight: Type) -> f64 {
     }
 }
 
-/// Whether the activations carry the sum of each block as a half.
+/// Whether each block of activations stores its sum as f16.
 fn has_half_sums(weight: Type) -> bool {
     MatmulKernel::of(weight)
         .is_some_and(|kernel| kernel.activation == Activation::Typed(Type::Q8_1))
@@ -87,19 +87,18 @@ pub(crate) fn dot(a: &[f64], b: &[f64]) -> (f64, f64) {
     products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()))
 }
 
-/// What products may be off whose operands are rounded to halves, of the sum of magnitudes: 2^-11
-/// each, and the scales.
+/// Tolerance of products whose operands are rounded to f16, relative to the sum of the magnitudes:
+/// 2^-11 for each operand, and the error of the scales.
 const TOLERANCE_OF_HALVES: f64 = 1.5e-3;
 
-/// The same for operands of bfloat16.
+/// The tolerance for operands of bfloat16.
 const TOLERANCE_OF_BRAIN_HALVES: f64 = 8e-3;
 
-/// The same for operands in f32 that are pairs of bfloat16: each is off by 2^-16, and the product
-/// of what is small in both is left out.
+/// The tolerance for f32 operands that are split into pairs of bfloat16: each has an error of
+/// 2^-16, and the product of the two small parts is left out.
 const TOLERANCE_OF_PAIRS: f64 = 5e-5;
 
-/// Columns from which on engines may have their operands rounded to halves, as ggml's CUDA backend
-/// has them.
+/// From so many columns on, engines may round their operands to f16, as ggml's CUDA backend does.
 const MANY_COLUMNS: u64 = 9;
 
 /// Compares a row of `columns` rows of products of `k` terms with weights of type `weight`, between
@@ -121,7 +120,7 @@ fn compare_with_activations(
             (got - exact).abs() <= tolerance * size + 1e-30
         })
     };
-    // The CPU engine is held to what ggml's does, except for what it says itself that it rounds.
+    // The CPU engine must be as exact as ggml's CPU backend, except where it documents a rounding.
     let is_rounded = MatmulKernel::rounded(weight, k as usize, columns as usize).is_some();
     let halves = match weight {
         _ if engine.name() == "cpu" && is_rounded => TOLERANCE_OF_BRAIN_HALVES,
@@ -138,8 +137,8 @@ fn compare_with_activations(
 /// Compares a row of products of `k` terms with weights of type `weight`, between -1 and 1.
 #[track_caller]
 fn compare_products(weight: Type, k: u64, got: &[f64], exact: impl Fn(u64) -> (f64, f64)) {
-    // Scales and sums of small activations are subnormal halves, off by up to 2^-25, times quants
-    // of up to 127.
+    // Scales and sums of small activations are subnormal in f16: errors of up to 2^-25, times
+    // quants of up to 127.
     let subnormal = if has_half_sums(weight) {
         k as f64 * 2f64.powi(-25) * 127.0
     } else {
@@ -154,7 +153,7 @@ fn compare_products(weight: Type, k: u64, got: &[f64], exact: impl Fn(u64) -> (f
     }
 }
 
-/// A length that is whole in blocks of both types.
+/// A length that is a whole number of blocks of both types.
 fn length(blocks: u64, types: [Type; 2]) -> u64 {
     match types.map(Type::block_elements).into_iter().max() {
         Some(1) | None => blocks * 37,
@@ -162,7 +161,7 @@ fn length(blocks: u64, types: [Type; 2]) -> u64 {
     }
 }
 
-/// A product of random operands, checked.
+/// Checks a product of random operands.
 fn check_mul_mat(
     engine: &dyn Engine,
     random: &mut Random,
@@ -260,7 +259,7 @@ pub(crate) fn mul_mat_of_many_tiles(engine: &dyn Engine) {
 }
 
 pub(crate) fn mul_mat_over_its_own_sources(engine: &dyn Engine) {
-    // The destination lies over the weights: every thread would change what the others read.
+    // The destination overlaps the weights: every thread would change what the other threads read.
     const FLOATS: usize = 1 << 14;
     const N: usize = 64;
     const AT: usize = 64;
@@ -312,7 +311,7 @@ pub(crate) fn mul_mat_over_its_own_sources(engine: &dyn Engine) {
 }
 
 pub(crate) fn mul_mat_of_what_was_multiplied_before(engine: &dyn Engine) {
-    // Converted activations may be used again, but not when something else was written to them.
+    // An engine may reuse converted activations, but not after a write to the originals.
     for (ty, columns) in [
         (Type::Q8_0, 1),
         (Type::F16, 12),
@@ -428,7 +427,7 @@ pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
             let slots = [1, used][i % 2];
             let x = Data::dense(Type::F32, [k, slots, tokens, 1]).aligned();
             let x = x.fill(|| random.between(-1.0, 1.0));
-            // Most take the second expert, none the last.
+            // Most tokens use the second expert, none the last.
             let ids = Data::dense(Type::I32, [used, tokens, 1, 1])
                 .fill(|| [1, 1, 1, 1, 0, 2, 3][random.below(7) as usize] as f64);
             let dst = Data::dense(Type::F32, [21, used, tokens, 1]);
@@ -449,7 +448,7 @@ pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
 }
 
 pub(crate) fn experts_are_checked(engine: &dyn Engine) {
-    // A kernel for anything, one for few tokens, one for many.
+    // The general kernel, the kernel for few tokens, the kernel for many tokens.
     for (id, ty, k, tokens) in [
         (-1, Type::F32, 8, 2),
         (3, Type::Q8_0, 32, 2),

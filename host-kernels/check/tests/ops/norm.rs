@@ -5,19 +5,19 @@ use vgpu_transport::ir::{Op, Type};
 
 use crate::common::*;
 
-/// Sums of a row in f32, and the differences they go into.
+/// Sums of a row in f32, and the differences computed from them.
 const TOLERANCE: f64 = 4e-6;
 
-/// The same where a mean is taken off. Of elements up to 8 it is off by up to 2^-22 in f32, and
-/// what divides the differences is at least the root of [`EPS`]: a row of few elements can be that
-/// narrow.
+/// The tolerance if the mean is subtracted. For elements up to 8 the mean has an error of up to
+/// 2^-22 in f32. The divisor of the differences is at least the root of [`EPS`], and a row of few
+/// elements can have a variance that small.
 const TOLERANCE_OF_DIFFERENCES: f64 = TOLERANCE + 7.6e-6;
 
 const FLOATS: [Type; 3] = [Type::F32, Type::F16, Type::Bf16];
 
 const EPS: f32 = 1e-3;
 
-/// The elements of the row that `index` lies in.
+/// The elements of the row of `index`.
 fn row(x: &Data, [_, i1, i2, i3]: Index) -> Vec<f64> {
     (0..x.shape.ne[0])
         .map(|i0| x.get([i0, i1, i2, i3]))

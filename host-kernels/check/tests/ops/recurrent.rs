@@ -6,14 +6,14 @@ use vgpu_transport::ir::{Op, Type};
 
 use crate::common::*;
 
-/// Sums in f32 that go through several tokens.
+/// Sums in f32 over several tokens.
 const TOLERANCE: f64 = 1e-5;
 
 fn dense(ne: [u64; 4], random: &mut Random) -> Data {
     Data::dense(Type::F32, ne).fill(|| random.between(-1.0, 1.0))
 }
 
-/// Any strides but those within rows.
+/// A random layout with dense rows.
 fn rows(ne: [u64; 4], random: &mut Random) -> Data {
     Data::random_rows(Type::F32, ne, true, random).fill(|| random.between(-1.0, 1.0))
 }
@@ -150,8 +150,8 @@ fn attention(random: &mut Random) -> [u64; 4] {
     ]
 }
 
-/// Steps through the tokens of all heads: `step` gets the head, the token, the state [i][j], and
-/// gives the results. Returns results and states as the operators lay them out.
+/// Steps through the tokens of all heads. `step` gets the head, the token and the state [i][j], and
+/// returns the results. Returns results and states in the layout of the operators.
 fn recur(
     [size, heads, tokens, seqs]: [u64; 4],
     state: &Data,
@@ -228,7 +228,7 @@ pub(crate) fn rwkv7(engine: &dyn Engine) {
         let extents @ [size, heads, tokens, seqs] = attention(random);
         let n = size as usize;
         let ne = [size, heads, tokens * seqs, 1];
-        // Small, or the state grows without bound.
+        // Small values: otherwise the state grows without bound.
         let small = |random: &mut Random| {
             Data::dense(Type::F32, ne).fill(|| random.between(-1.0, 1.0) / (n as f64).sqrt())
         };
@@ -301,7 +301,7 @@ pub(crate) fn delta_net(engine: &dyn Engine) {
                     let seq = if x.shape.ne[3] == 1 { 0 } else { seq };
                     x.get([i as u64 % x.shape.ne[0], h % x.shape.ne[1], t, seq])
                 };
-                // S[i][j], kept transposed in memory.
+                // S[i][j], transposed in memory.
                 let mut s: Vec<Vec<f64>> = (0..size)
                     .map(|i| (0..size).map(|j| state.get([i, j, h, seq])).collect())
                     .collect();
@@ -347,7 +347,7 @@ pub(crate) fn triangular(engine: &dyn Engine) {
         let b = rows([columns, n, b2, b3], random);
         let dst = Data::random_rows(Type::F32, [columns, n, b2, b3], true, random);
         let x = run(engine, Op::SolveTri {}, &dst, &[Some(&a), Some(&b)]);
-        // What lies above the diagonal does not count; the product is the right-hand side again.
+        // Elements above the diagonal do not count. The product is the right-hand side again.
         for i in b.indices() {
             let [c, row, i2, i3] = i;
             let sum: f64 = (0..=row)

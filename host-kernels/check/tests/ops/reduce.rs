@@ -5,7 +5,7 @@ use vgpu_transport::ir::{Op, SortOrder, Type};
 
 use crate::common::*;
 
-/// Sums of positive numbers: relative to the result.
+/// Tolerance of sums of positive numbers, relative to the result.
 const TOLERANCE: f64 = 1e-6;
 
 const FLOATS: [Type; 3] = [Type::F32, Type::F16, Type::Bf16];
@@ -27,7 +27,7 @@ pub(crate) fn sums(engine: &dyn Engine) {
         let x = Data::random_rows(random.pick(&FLOATS), ne, dense_rows, random);
         let x = x.fill(|| random.between(0.0, 1.0));
         let out = random.pick(&FLOATS);
-        // Of rows that are not dense, ggml adds up what follows their first element in memory.
+        // If rows are not dense, ggml sums the numbers that follow their first element in memory.
         let mut read = x.clone();
         read.shape.nb[0] = x.shape.ty.block_bytes();
         let dst = Data::dense(out, [1; 4]);
@@ -139,7 +139,7 @@ fn rows(ne: [u64; 4]) -> impl Iterator<Item = [u64; 3]> {
         .map(|[_, i1, i2, i3]| [i1, i2, i3])
 }
 
-/// Infinities are the ends; NaN is last whatever the order; zeros are equal.
+/// Infinities sort to the ends, NaN sorts last in either order, and zeros are equal.
 pub(crate) fn special_values(engine: &dyn Engine) {
     let values = [0.0, f64::NAN, -1.0, f64::INFINITY, -0.0, f64::NEG_INFINITY];
     let mut next = values.into_iter();

@@ -5,10 +5,10 @@ use vgpu_transport::ir::{Op, RopeMode, Type};
 
 use crate::common::*;
 
-/// Frequencies are multiplied up in f32: the error of an angle grows with the position.
+/// Frequencies are products in f32: the error of an angle grows with the position.
 const TOLERANCE: f64 = 5e-4;
 
-/// An operation with all that is not asked for at its usual value.
+/// An operation with common values for the parameters that the test does not set.
 fn rope(mode: RopeMode, backward: bool, n_dims: u32, n_offs: u32, yarn: bool) -> Op {
     let part = n_dims as i32;
     Op::Rope {
@@ -23,12 +23,12 @@ fn rope(mode: RopeMode, backward: bool, n_dims: u32, n_offs: u32, yarn: bool) ->
         attn_factor: if yarn { 1.3 } else { 1.0 },
         beta_fast: 32.0,
         beta_slow: 1.0,
-        // Small ones, so that pairs lie within and beyond what each tells of, and begin anew.
+        // Small sections: pairs lie within and beyond every section, and the sections repeat.
         sections: [part / 8, part / 12, part / 16, 2].map(|section| section.max(1)),
     }
 }
 
-/// A row as the papers have it: each pair is a complex number, multiplied by another.
+/// A row by the definition of the paper: each pair is a complex number, multiplied by another.
 fn turned(op: &Op, row: &[f64], positions: &[f64], factors: Option<&[f64]>) -> Vec<f64> {
     let &Op::Rope {
         mode,
@@ -66,7 +66,7 @@ fn turned(op: &Op, row: &[f64], positions: &[f64], factors: Option<&[f64]>) -> V
         n_dims / 2
     };
     for i in 0..pairs {
-        // Which axis the pair tells of, and how often the frequency has been lowered by then.
+        // The axis of the pair, and the exponent of its frequency.
         let sector = i % ends[3];
         let section = ends
             .iter()

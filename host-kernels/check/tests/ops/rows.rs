@@ -68,7 +68,7 @@ pub(crate) fn get_back(engine: &dyn Engine) {
 
 pub(crate) fn set(engine: &dyn Engine) {
     for ty in types() {
-        // Quantising by search takes long.
+        // Quantising with a codebook is slow.
         property(if ty.is_quantized() { 5 } else { 30 }, |random| {
             let [rows, new, j, k] = extents(random);
             let (n, new) = (row_length(ty, random), new.min(rows));
@@ -77,7 +77,7 @@ pub(crate) fn set(engine: &dyn Engine) {
             let ids_ne = part_of([1, j, k, 1], random);
             let ids_ty = random.pick(&[Type::I32, Type::I64]);
             let mut ids = Data::random(ids_ty, [new, ids_ne[1], ids_ne[2], 1], random);
-            // Each set of ids names rows once, in any order.
+            // Each set of ids names a row at most once, in random order.
             for id_k in 0..ids_ne[2] {
                 for id_j in 0..ids_ne[1] {
                     let mut order: Vec<u64> = (0..rows).collect();

@@ -5,10 +5,10 @@ use vgpu_transport::ir::{Op, Type};
 
 use crate::common::*;
 
-/// Of results between 0 and 1: roundings of logits of up to a few tens.
+/// Tolerance of results between 0 and 1: logits of up to a few tens are rounded.
 const TOLERANCE: f64 = 1e-5;
 
-/// The slope of a head, from the recipe of "Train short, test long" (ALiBi).
+/// The slope of a head by ALiBi ("Train short, test long").
 pub(crate) fn slope(max_bias: f64, heads: u64, head: u64) -> f64 {
     if max_bias == 0.0 {
         return 1.0;
@@ -21,7 +21,7 @@ pub(crate) fn slope(max_bias: f64, heads: u64, head: u64) -> f64 {
     }
 }
 
-/// A mask's element: nothing, minus infinity, or a bias.
+/// An element of a mask: zero, minus infinity, or a bias.
 pub(crate) fn mask_value(random: &mut Random) -> f64 {
     match random.below(4) {
         0 => f64::NEG_INFINITY,
@@ -33,7 +33,7 @@ pub(crate) fn mask_value(random: &mut Random) -> f64 {
 pub(crate) fn masks_biases_and_sinks(engine: &dyn Engine) {
     property(200, |random| {
         let mut ne = extents(random);
-        ne[0] = ne[0].max(1); // without elements there is nothing to add up to 1
+        ne[0] = ne[0].max(1); // an empty row has no sum of 1
         let [n, rows, heads, _] = ne;
         let x = Data::random_rows(Type::F32, ne, true, random).fill(|| random.between(-8.0, 8.0));
         let mask = random
@@ -75,7 +75,7 @@ pub(crate) fn masks_biases_and_sinks(engine: &dyn Engine) {
             let sum: f64 = all().map(|x| (x - largest).exp()).sum();
             for (i, (got, logit)) in got.row_values(row).into_iter().zip(&logits).enumerate() {
                 let want = (logit - largest).exp() / sum;
-                // Of a row that is masked altogether nothing is left that could be divided.
+                // A row that is masked completely has a sum of 0: the quotient is undefined.
                 let same = (got - want).abs() < TOLERANCE || got.is_nan() && want.is_nan();
                 assert!(
                     same,

@@ -5,7 +5,7 @@ use vgpu_transport::ir::{Op, Type, UnaryKind};
 
 use crate::common::*;
 
-/// A few roundings of f32 in a formula whose parts are as large as its result.
+/// Tolerance: a few roundings of f32 in a formula whose terms are as large as its result.
 const TOLERANCE: f64 = 1e-6;
 
 const FLOATS: [Type; 3] = [Type::F32, Type::F16, Type::Bf16];
@@ -178,7 +178,7 @@ pub(crate) fn parameters(engine: &dyn Engine) {
     });
 }
 
-/// What ggml's comparisons make of NaN and of infinities.
+/// The results of ggml's comparisons with NaN and infinities.
 pub(crate) fn special_values(engine: &dyn Engine) {
     const NAN: f64 = f64::NAN;
     const INF: f64 = f64::INFINITY;

@@ -6,12 +6,12 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 
 use super::guest::{Guest, Outcome, Program};
+use vgpu_gguf::Rng;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
 use xtask_common::llama;
 use xtask_common::model::{self, Weights};
-use xtask_common::random_weights::Rng;
 use xtask_common::scratch::Scratch;
 
 /// Tokens of one generation.

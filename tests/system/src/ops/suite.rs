@@ -6,11 +6,11 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
+use vgpu_gguf::Rng;
 use xtask_common::node_llama::{self, Backend};
 use xtask_common::preload;
 use xtask_common::process;
 use xtask_common::progress::Step;
-use xtask_common::random_weights::Rng;
 use xtask_common::workspace;
 
 use super::report::{DEVICE, Report};

@@ -8,12 +8,12 @@ use anyhow::{Context as _, Result};
 
 use crate::ops::table::{self, Findings};
 use crate::ops::{self, Claim, Report, Suite};
+use vgpu_gguf::Rng;
 use xtask_common::dist::Dist;
 use xtask_common::llama;
 use xtask_common::node_llama::Backend;
 use xtask_common::preload::Library;
 use xtask_common::progress::{Step, heading};
-use xtask_common::random_weights::Rng;
 
 use crate::test_run::{Served, TestRun};
 

@@ -11,7 +11,7 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 
 use super::channel::{self, Channel};
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 
 /// The size of a frame's header, in bytes.
@@ -47,6 +47,17 @@ pub(super) enum Kind {
     Reply = 2,
     Retired = 3,
     Heartbeat = 4,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Request => "request",
+            Kind::Reply => "reply",
+            Kind::Retired => "retirement",
+            Kind::Heartbeat => "heartbeat",
+        }
+    }
 }
 
 /// A received frame with a message.
@@ -244,9 +255,9 @@ impl Framing {
             let got = self.channel.read(&mut chunk);
             let outcome = match got {
                 // The received bytes are the alert record of a peer that expects TLS.
-                Ok(0) if self.header.starts_with(&[0x15, 0x03]) => Err(LinkError::PeerMisbehaved(
-                    "the peer expects TLS, and this side has no certificates (VGPU_CERTS)".into(),
-                )),
+                Ok(0) if self.header.starts_with(&[0x15, 0x03]) => {
+                    Err(Violation::ExpectsTls.into())
+                }
                 Ok(0) => Err(LinkError::Closed),
                 Ok(count) => {
                     self.activity = true;
@@ -300,10 +311,8 @@ impl Framing {
         } = partial;
         if matches!(kind, Kind::Reply | Kind::Retired) {
             if number < self.retired {
-                return Err(LinkError::PeerMisbehaved(format!(
-                    "request {number} retired after request {}",
-                    self.retired
-                )));
+                let last = self.retired;
+                return Err(Violation::RetirementOrder { number, last }.into());
             }
             self.retired = number;
         }
@@ -384,17 +393,16 @@ fn parse_header(header: &[u8]) -> Result<Partial, LinkError> {
         2 => Kind::Reply,
         3 => Kind::Retired,
         4 => Kind::Heartbeat,
-        other => {
-            return Err(LinkError::PeerMisbehaved(format!(
-                "a frame of kind {other}: the peer is not vgpu, or only one side uses TLS"
-            )));
-        }
+        kind => return Err(Violation::FrameKind { kind }.into()),
     };
     let is_empty = matches!(kind, Kind::Retired | Kind::Heartbeat);
     if message > MAX_MESSAGE || payload > MAX_PAYLOAD || (is_empty && message + payload > 0) {
-        return Err(LinkError::PeerMisbehaved(format!(
-            "a {kind:?} frame with a message of {message} bytes and a payload of {payload} bytes"
-        )));
+        return Err(Violation::Frame {
+            kind: kind.name(),
+            message,
+            payload,
+        }
+        .into());
     }
     Ok(Partial {
         kind,
@@ -420,7 +428,9 @@ fn broken(error: &io::Error) -> LinkError {
         | io::ErrorKind::UnexpectedEof
         | io::ErrorKind::ConnectionAborted => LinkError::Closed,
         // `Secure` reports a TLS error this way.
-        io::ErrorKind::InvalidData => LinkError::PeerMisbehaved(error.to_string()),
+        io::ErrorKind::InvalidData => LinkError::PeerMisbehaved(Violation::Tls {
+            reason: error.to_string(),
+        }),
         // `TCP_USER_TIMEOUT` of `tcp` has passed.
         io::ErrorKind::TimedOut => LinkError::Stalled { seconds: 15 },
         _ => LinkError::System {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::channel::Channel;
 use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
 use crate::bytes::{Bytes, BytesMut};
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, HostEnd, Incoming};
 use crate::shm::liveness::PERIOD;
@@ -111,11 +111,9 @@ impl HostEnd for StreamHost {
             wait.wait(left.min(POLL_PERIOD))?;
         };
         if frame.number() != self.received + 1 {
-            return Err(lock(&self.framing).fail(LinkError::PeerMisbehaved(format!(
-                "request {} follows request {}",
-                frame.number(),
-                self.received
-            ))));
+            let (number, last) = (frame.number(), self.received);
+            let violation = Violation::RequestOrder { number, last };
+            return Err(lock(&self.framing).fail(violation.into()));
         }
         self.received = frame.number();
         message.extend_from_slice(frame.message());

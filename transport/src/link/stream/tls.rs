@@ -12,7 +12,7 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::server::WebPkiClientVerifier;
+use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{
     ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection,
 };
@@ -31,16 +31,53 @@ pub const KEY: &str = "key.pem";
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum TlsError {
-    #[error("{file}: {why}", file = file.display())]
-    File { file: PathBuf, why: String },
+    #[error("{file}: {cause}", file = file.display())]
+    File {
+        file: PathBuf,
+        cause: CertificateFileError,
+    },
     #[error("the certificates do not fit together: {0}")]
-    Configuration(String),
+    Configuration(ConfigurationError),
     #[error("{0:?} is not a name that a certificate can have")]
     Name(String),
     #[error("TLS: {0}")]
-    Handshake(String),
+    Handshake(io::Error),
     #[error("TLS: the handshake did not end in time; does the peer use TLS?")]
     Timeout,
+}
+
+/// What is wrong with a file of certificates or of a key.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say it
+pub enum CertificateFileError {
+    #[error("{0}")]
+    Read(io::Error),
+    #[error("not a PEM file of the expected kind ({0:?})")]
+    Pem(rustls::pki_types::pem::Error),
+    #[error("the file holds no certificate")]
+    Empty,
+    /// The certificate cannot be that of an authority.
+    #[error("{0}")]
+    Authority(rustls::Error),
+}
+
+impl From<rustls::pki_types::pem::Error> for CertificateFileError {
+    fn from(error: rustls::pki_types::pem::Error) -> CertificateFileError {
+        match error {
+            rustls::pki_types::pem::Error::Io(error) => CertificateFileError::Read(error),
+            error => CertificateFileError::Pem(error),
+        }
+    }
+}
+
+/// Why certificates do not fit together.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say it
+pub enum ConfigurationError {
+    #[error(transparent)]
+    Tls(#[from] rustls::Error),
+    #[error(transparent)]
+    Verifier(#[from] VerifierBuilderError),
 }
 
 /// An authority's certificate, and a certificate of this side with its key.
@@ -64,17 +101,17 @@ impl Certificates {
     /// [`TlsError::File`] names the file that is missing or malformed; [`TlsError::Configuration`]
     /// when the certificates do not fit together.
     pub fn load(folder: &Path) -> Result<Certificates, TlsError> {
-        let bad = |name: &str| {
-            let file = folder.join(name);
-            move |why: String| TlsError::File { file, why }
+        let bad = |name: &str, cause: CertificateFileError| TlsError::File {
+            file: folder.join(name),
+            cause,
         };
         let certificates = |name: &str| -> Result<Vec<CertificateDer<'static>>, TlsError> {
             let list: Result<Vec<_>, _> = CertificateDer::pem_file_iter(folder.join(name))
-                .map_err(|e| bad(name)(pem(&e)))?
+                .map_err(|e| bad(name, e.into()))?
                 .collect();
-            let list = list.map_err(|e| bad(name)(pem(&e)))?;
+            let list = list.map_err(|e| bad(name, e.into()))?;
             if list.is_empty() {
-                return Err(bad(name)("the file holds no certificate".into()));
+                return Err(bad(name, CertificateFileError::Empty));
             }
             Ok(list)
         };
@@ -82,30 +119,29 @@ impl Certificates {
         for authority in certificates(AUTHORITY)? {
             roots
                 .add(authority)
-                .map_err(|e| bad(AUTHORITY)(e.to_string()))?;
+                .map_err(|e| bad(AUTHORITY, CertificateFileError::Authority(e)))?;
         }
         let chain = certificates(CERTIFICATE)?;
-        let key = PrivateKeyDer::from_pem_file(folder.join(KEY)).map_err(|e| bad(KEY)(pem(&e)))?;
-        let wrong = |error: &dyn fmt::Display| TlsError::Configuration(error.to_string());
+        let key = PrivateKeyDer::from_pem_file(folder.join(KEY)).map_err(|e| bad(KEY, e.into()))?;
 
         let roots = Arc::new(roots);
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let versions = [&rustls::version::TLS13];
         let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(&versions)
-            .map_err(|e| wrong(&e))?
+            .map_err(wrong)?
             .with_root_certificates(Arc::clone(&roots))
             .with_client_auth_cert(chain.clone(), key.clone_key())
-            .map_err(|e| wrong(&e))?;
+            .map_err(wrong)?;
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
             .build()
-            .map_err(|e| wrong(&e))?;
+            .map_err(wrong)?;
         let server = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&versions)
-            .map_err(|e| wrong(&e))?
+            .map_err(wrong)?
             .with_client_cert_verifier(verifier)
             .with_single_cert(chain, key)
-            .map_err(|e| wrong(&e))?;
+            .map_err(wrong)?;
         Ok(Certificates {
             client: Arc::new(client),
             server: Arc::new(server),
@@ -122,24 +158,20 @@ impl Certificates {
     ) -> Result<Secure, TlsError> {
         let name =
             ServerName::try_from(host.to_owned()).map_err(|_| TlsError::Name(host.into()))?;
-        let connection = ClientConnection::new(Arc::clone(&self.client), name)
-            .map_err(|e| TlsError::Configuration(e.to_string()))?;
+        let connection = ClientConnection::new(Arc::clone(&self.client), name).map_err(wrong)?;
         Secure::begin(connection.into(), socket, deadline)
     }
 
     /// Opens the host's side of a connection.
     pub(super) fn accept(&self, socket: TcpStream, deadline: Instant) -> Result<Secure, TlsError> {
-        let connection = ServerConnection::new(Arc::clone(&self.server))
-            .map_err(|e| TlsError::Configuration(e.to_string()))?;
+        let connection = ServerConnection::new(Arc::clone(&self.server)).map_err(wrong)?;
         Secure::begin(connection.into(), socket, deadline)
     }
 }
 
-fn pem(error: &rustls::pki_types::pem::Error) -> String {
-    match error {
-        rustls::pki_types::pem::Error::Io(error) => error.to_string(),
-        error => format!("not a PEM file of the expected kind ({error:?})"),
-    }
+/// For `map_err`.
+fn wrong(error: impl Into<ConfigurationError>) -> TlsError {
+    TlsError::Configuration(error.into())
 }
 
 /// An encrypted channel.
@@ -155,7 +187,7 @@ impl Secure {
         deadline: Instant,
     ) -> Result<Secure, TlsError> {
         let mut secure = Secure { connection, socket };
-        let failed = |error: io::Error| TlsError::Handshake(error.to_string());
+        let failed = TlsError::Handshake;
         loop {
             let flushed = secure.flush_out().map_err(failed)?;
             if !secure.connection.is_handshaking() && flushed {

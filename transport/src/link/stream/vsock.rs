@@ -9,13 +9,14 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use super::accept::accept_within;
 use super::channel::Plain;
 use super::guest::StreamGuest;
 use super::host::StreamHost;
+use crate::link::socket_file::{self, SocketFile, SocketFileError};
 use crate::link::vsock;
 
 /// The default port of an executor.
@@ -43,8 +44,8 @@ pub fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<StreamGuest
 pub enum Listener {
     /// An `AF_VSOCK` socket.
     Kernel(OwnedFd),
-    /// A unix socket that a virtual machine monitor connects to, and its path.
-    Unix(UnixListener, PathBuf),
+    /// A unix socket that a virtual machine monitor connects to, and its file.
+    Unix(UnixListener, SocketFile),
 }
 
 impl Listener {
@@ -57,10 +58,15 @@ impl Listener {
         vsock::listen(port).map(Listener::Kernel)
     }
 
-    /// Listens for the guests of one monitor at the unix socket `path`. Dropping the listener
-    /// removes the socket file.
-    pub fn unix(listener: UnixListener, path: &Path) -> Listener {
-        Listener::Unix(listener, path.into())
+    /// Listens for the guests of one monitor at the unix socket `path`. `mode` holds the
+    /// permissions of the socket file. Dropping the listener removes the file.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketFileError`] says why the socket cannot be bound.
+    pub fn unix(path: &Path, mode: u32) -> Result<Listener, SocketFileError> {
+        let (listener, file) = socket_file::bind_stream(path, mode)?;
+        Ok(Listener::Unix(listener, file))
     }
 
     /// Waits up to `timeout` for a guest to connect. Returns the non-blocking socket, and the
@@ -83,14 +89,6 @@ impl Listener {
                 socket.set_nonblocking(true)?;
                 Ok(Some((socket.into(), None)))
             }
-        }
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Listener::Unix(_, path) = self {
-            let _ = std::fs::remove_file(path);
         }
     }
 }

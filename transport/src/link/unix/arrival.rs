@@ -8,15 +8,16 @@ use std::time::{Duration, Instant};
 use super::handshake::{
     HELLO_WORDS, OPENED_WORDS, VERDICT_ACCEPTED, VERDICT_OTHER_LAYOUT, WELCOME_FILES, WELCOME_WORDS,
 };
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 use crate::link::credentials::{self, Peer};
 use crate::link::epoch::new_epoch;
 use crate::link::fd_passing::Files;
 use crate::link::packet::{self, PacketError};
+use crate::link::socket_file::DEFAULT_MODE;
 use crate::link::window::WindowHost;
 use crate::link::window_end::unmapped;
 use crate::shm::doorbell::{EventDoorbell, new_eventfd};
-use crate::shm::layout::{self, DEFAULT_SIZE, Layout, MIN_SIZE};
+use crate::shm::layout::{self, DEFAULT_SIZE, Layout, LayoutError, MIN_SIZE};
 use crate::shm::liveness;
 use crate::shm::memory::{Window, sealed_file};
 
@@ -35,7 +36,7 @@ impl Default for ListenOptions {
     fn default() -> ListenOptions {
         ListenOptions {
             window_size: DEFAULT_SIZE,
-            mode: 0o660,
+            mode: DEFAULT_MODE,
             handshake_timeout: Duration::from_secs(5),
         }
     }
@@ -56,12 +57,15 @@ pub enum HandshakeError {
     #[error("the guest did not complete the handshake within {ms} ms")]
     Timeout { ms: u128 },
     #[error("the guest violated the handshake: {0}")]
-    Garbage(String),
+    Garbage(Violation),
     #[error(
         "the guest supports window layouts {from} to {to}, this host supports {}",
         layout::VERSION
     )]
     OtherLayout { from: u64, to: u64 },
+    /// The host's options have a wrong window size.
+    #[error("the options of this host: {0}")]
+    Window(LayoutError),
     #[error(transparent)]
     Link(#[from] LinkError),
 }
@@ -96,8 +100,9 @@ impl Arrival {
     /// # Errors
     ///
     /// [`HandshakeError::Timeout`], [`HandshakeError::Garbage`] and [`HandshakeError::OtherLayout`]
-    /// are the guest's fault. [`HandshakeError::Link`] is a system call of the host that has
-    /// failed, or a guest that has closed its socket.
+    /// are the guest's fault. [`HandshakeError::Window`] is the fault of the host's options.
+    /// [`HandshakeError::Link`] is a system call of the host that has failed, or a guest that has
+    /// closed its socket.
     pub fn handshake(self) -> Result<WindowHost, HandshakeError> {
         let timeout = self.options.handshake_timeout;
         let deadline = Instant::now() + timeout;
@@ -124,8 +129,7 @@ impl Arrival {
         };
 
         let epoch = new_epoch();
-        let layout =
-            Layout::new(size, epoch).map_err(|error| HandshakeError::Garbage(error.to_string()))?;
+        let layout = Layout::new(size, epoch).map_err(HandshakeError::Window)?;
         let file = sealed_file(size).map_err(unmapped)?;
         let window = Arc::new(Window::map(file.as_fd(), size).map_err(unmapped)?);
         layout.write(&*window);
@@ -142,10 +146,10 @@ impl Arrival {
         let (words, _) =
             packet::receive(&self.socket, OPENED_WORDS, 0, deadline).map_err(failed)?;
         if words[1] != epoch {
-            return Err(HandshakeError::Garbage(format!(
-                "the guest opened session {:#x} instead of {epoch:#x}",
-                words[1]
-            )));
+            return Err(HandshakeError::Garbage(Violation::Session {
+                found: words[1],
+                expected: epoch,
+            }));
         }
         liveness::start(&window).map_err(LinkError::io("starting the heartbeat thread"))?;
         let files = self.socket.try_clone().ok().map(Files::of_host);

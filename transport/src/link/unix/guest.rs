@@ -2,19 +2,21 @@
 #![forbid(unsafe_code)]
 
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
+use rustix::net::SocketType;
 
 use super::handshake::{
     HELLO_WORDS, VERDICT_ACCEPTED, VERDICT_OTHER_LAYOUT, WELCOME_FILES, WELCOME_WORDS,
 };
-use super::socket;
 use crate::error::LinkError;
 use crate::link::fd_passing::Files;
 use crate::link::packet::{self, PacketError};
+use crate::link::socket_file;
 use crate::link::window::WindowGuest;
 use crate::shm::doorbell::{EventDoorbell, is_eventfd};
 use crate::shm::layout::{self, Layout, MAX_SIZE};
@@ -62,7 +64,7 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
         PacketError::Late => late(),
         PacketError::Garbage(why) => ConnectError::NotVgpu {
             path: path.clone(),
-            why,
+            why: why.to_string(),
         },
         PacketError::Link(LinkError::Closed) => ConnectError::NotVgpu {
             path: path.clone(),
@@ -75,10 +77,10 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
     };
 
     let socket = loop {
-        let socket = socket::new()
+        let socket = socket_file::socket(SocketType::SEQPACKET)
             .map_err(LinkError::system("creating a socket"))
             .map_err(|error| failed(error.into()))?;
-        match socket::connect(&socket, &path) {
+        match socket_file::connect(&socket, &path) {
             Ok(()) => break socket,
             // The backlog of the listener is full.
             Err(Errno::AGAIN) if Instant::now() < deadline => {
@@ -100,7 +102,10 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
             theirs: words[2],
         });
     }
-    let garbage = |why: &str| failed(PacketError::Garbage(why.into()));
+    let garbage = |why: &str| ConnectError::NotVgpu {
+        path: path.clone(),
+        why: why.into(),
+    };
     if words[1] != VERDICT_ACCEPTED || words[2] != layout::VERSION || fds.len() != WELCOME_FILES {
         return Err(garbage("its welcome is malformed"));
     }
@@ -135,7 +140,7 @@ fn not_connected(path: PathBuf, error: Errno) -> ConnectError {
         Errno::NOENT => ConnectError::NoSuchFile { path },
         Errno::CONNREFUSED => match std::fs::symlink_metadata(&path) {
             // The kernel also refuses a connection to a file that is not a socket.
-            Ok(file) if !socket::is_socket(&file) => ConnectError::NotVgpu {
+            Ok(file) if !file.file_type().is_socket() => ConnectError::NotVgpu {
                 path,
                 why: "the file is not a socket".into(),
             },

@@ -23,9 +23,9 @@ mod arrival;
 mod guest;
 mod handshake;
 mod listener;
-mod socket;
 
 pub use super::credentials::Peer;
+pub use super::socket_file::SocketFileError;
 pub use arrival::{Arrival, HandshakeError, ListenOptions};
 pub use guest::{ConnectError, connect};
 pub use listener::{ListenError, Listener};

@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use crate::bytes::{Bytes, BytesMut};
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd, StagingRegion};
 use crate::link::fd_passing::Files;
@@ -128,9 +128,7 @@ impl WindowGuest {
                 break room;
             }
             if retired == self.sent {
-                return Err(self.end.fail(LinkError::PeerMisbehaved(format!(
-                    "the submission ring is full although all {retired} requests have retired"
-                ))));
+                return Err(self.end.fail(Violation::RingFull { retired }.into()));
             }
             // Every retirement frees room.
             self.wait_progress(retired + 1)?;
@@ -193,10 +191,11 @@ impl WindowGuest {
             self.backlog.push_back((message, payload));
         }
         if self.backlog_bytes > MAX_BACKLOG {
-            let bytes = self.backlog_bytes;
-            return Err(self.end.fail(LinkError::PeerMisbehaved(format!(
-                "the host sent {bytes} bytes of replies while this end waited for the host, more than {MAX_BACKLOG}"
-            ))));
+            let violation = Violation::Backlog {
+                bytes: self.backlog_bytes,
+                most: MAX_BACKLOG,
+            };
+            return Err(self.end.fail(violation.into()));
         }
         self.end.wake(|wake_on| wake_on == WAKE_ON_ROOM)
     }
@@ -236,9 +235,9 @@ impl WindowGuest {
     fn fill(&mut self, room: &mut BytesMut<'_>, payload: Bytes<'_>) -> Result<(), LinkError> {
         let (sent, wanted) = (payload.len(), room.len());
         if sent > wanted {
-            return Err(self.end.fail(LinkError::PeerMisbehaved(format!(
-                "a reply has a payload of {sent} bytes; the guest asked for at most {wanted}"
-            ))));
+            return Err(self
+                .end
+                .fail(Violation::ReplyPayload { sent, wanted }.into()));
         }
         room.reborrow().split_at(sent).0.copy_from(payload);
         Ok(())
@@ -356,9 +355,7 @@ impl GuestEnd for WindowGuest {
 
     fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
         let Some(files) = &self.files else {
-            return Err(LinkError::PeerMisbehaved(format!(
-                "the host shares a file of {size} bytes over a link that cannot carry files"
-            )));
+            return Err(Violation::LinkWithoutFiles { size }.into());
         };
         // A failure here is not stored as the error of the link: the ring is intact, and the link
         // goes on.

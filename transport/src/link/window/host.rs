@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::bytes::{Bytes, BytesMut};
-use crate::error::LinkError;
+use crate::error::{LinkError, Violation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, HostEnd, Incoming};
 use crate::link::fd_passing::Files;
@@ -96,10 +96,9 @@ impl HostEnd for WindowHost {
             return Ok(None);
         };
         if arrived.request != self.received + 1 {
-            return Err(self.end.fail(LinkError::PeerMisbehaved(format!(
-                "request {} follows request {}",
-                arrived.request, self.received
-            ))));
+            let (number, last) = (arrived.request, self.received);
+            let violation = Violation::RequestOrder { number, last };
+            return Err(self.end.fail(violation.into()));
         }
         self.received = arrived.request;
         read_message(window, &arrived.message, message);

@@ -1,15 +1,15 @@
-//! Random weights, written straight in ggml's storage formats.
+//! Random weights in ggml's storage formats.
 //!
-//! Quantising millions of random numbers would take longer than everything else the demo does, and
-//! would change nothing: a block of random bits with suitable scales *is* a quantised random block.
-//! Each function fills whole blocks whose numbers have zero mean and the wanted deviation.
+//! No numbers are quantised, because that is slow for models of many gigabytes: a block of random
+//! bits with suitable scales is a valid quantised block. Each function fills whole blocks whose
+//! numbers have zero mean and the given standard deviation.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
 
-use crate::gguf::TensorType;
+use crate::tensor::TensorType;
 
 /// Numbers per super-block of the K formats.
 const QK_K: usize = 256;
@@ -29,7 +29,7 @@ const MEAN_SQUARE_FP4: f32 = 34.25;
 /// Mean of a 4-bit number: what the block's minimum has to take away again.
 const MEAN_4BIT: f32 = 7.5;
 
-/// A random generator that gives the same numbers on every machine: xoshiro256++.
+/// A random generator with the same numbers on every machine: xoshiro256++.
 #[derive(Debug)]
 pub struct Rng(Xoshiro256PlusPlus);
 
@@ -63,9 +63,13 @@ impl Rng {
     }
 }
 
-/// Fills `out`, which holds whole blocks of `kind`, with weights of mean `mean` and deviation `sd`.
+/// Fills `out`, whole blocks of `kind`, with numbers of mean `mean` and standard deviation `sd`.
 ///
-/// The K formats centre on zero; a mean is for norm weights, which are never quantised.
+/// Quantised types have a mean of zero. A mean is for norm weights, which are never quantised.
+///
+/// # Panics
+///
+/// If `kind` is a K type and `mean` is not zero.
 pub fn fill(kind: TensorType, mean: f32, sd: f32, rng: &mut Rng, out: &mut [u8]) {
     match kind {
         TensorType::F32 => {

@@ -1,29 +1,33 @@
-//! The GGUF container, version 3: read the metadata of one file, write another.
+//! The GGUF container, version 3: reads the metadata of a file, lays out a file.
 //!
 //! A GGUF file is a header (magic, version, two counts), key/value metadata, a table of tensors
-//! and, aligned, the tensor data. Everything is little-endian; strings carry a 64-bit length and
-//! no terminator; arrays carry an element type and a 64-bit count. The format is described in
-//! ggml's `docs/gguf.md` and declared in its `gguf.h`; the numbers below are those of that
-//! description.
+//! and, aligned, the tensor data. All numbers are little-endian. A string has a 64-bit length and
+//! no terminator. An array has an element type and a 64-bit count. ggml's `docs/gguf.md` describes
+//! the format and its `gguf.h` declares it; the numbers below are theirs.
 //!
-//! Only what the demo models need is here: all metadata types (a tokenizer is copied from another
-//! file unread), and the few tensor types that [`crate::model`] can fill.
+//! All metadata types are supported, because callers copy a tokenizer from another file. Of the
+//! tensor types there are those that [`crate::fill`] can fill.
 
-use std::io::{Read, Write};
+use std::io::Read;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use crate::error::GgufError;
+use crate::tensor::Tensor;
+
+type Result<T, E = GgufError> = std::result::Result<T, E>;
 
 const MAGIC: [u8; 4] = *b"GGUF";
 const VERSION: u32 = 3;
-/// `GGUF_DEFAULT_ALIGNMENT`: what a reader assumes when `general.alignment` is absent, as it is in
-/// the files written here.
+/// Alignment of tensor data in bytes, `GGUF_DEFAULT_ALIGNMENT`: what a reader assumes if
+/// `general.alignment` is absent, as it is in the files written here.
 const ALIGNMENT: u64 = 32;
-/// More than any tokenizer's string, less than what would exhaust memory on a damaged file.
+/// Bytes of a string that is read: more than any tokenizer has, and little enough that a damaged
+/// file cannot exhaust memory.
 const MAX_STRING: u64 = 1 << 24;
-/// The largest vocabularies have under 300 thousand tokens, their merge lists under a million.
+/// Elements of an array that is read. The largest vocabularies have under 300 thousand tokens,
+/// their merge lists under a million.
 const MAX_ARRAY: u64 = 1 << 24;
 
-/// A metadata value; the discriminants of `gguf_type` are in `Value::kind`.
+/// A metadata value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     /// `uint8`.
@@ -42,9 +46,9 @@ pub enum Value {
     F32(f32),
     /// `bool`, one byte.
     Bool(bool),
-    /// Bytes, mostly UTF-8.
+    /// Bytes. Tokens need not be UTF-8.
     String(Vec<u8>),
-    /// Elements of one type; the type is kept apart because an array may be empty.
+    /// Elements of one `gguf_type`, which an empty array has too.
     Array(u32, Vec<Value>),
     /// `uint64`.
     U64(u64),
@@ -90,16 +94,17 @@ impl Value {
             Value::ARRAY => {
                 let element = u32::from_le_bytes(bytes(from)?);
                 // A damaged file must not make this recurse without end.
-                ensure!(
-                    element != Value::ARRAY,
-                    "an array of arrays is not a GGUF value"
-                );
-                let count = u64::from_le_bytes(bytes(from)?);
-                ensure!(
-                    count <= MAX_ARRAY,
-                    "an array of {count} elements; at most {MAX_ARRAY}"
-                );
-                let items = (0..count)
+                if element == Value::ARRAY {
+                    return Err(GgufError::NestedArray);
+                }
+                let len = u64::from_le_bytes(bytes(from)?);
+                if len > MAX_ARRAY {
+                    return Err(GgufError::ArrayLength {
+                        len,
+                        most: MAX_ARRAY,
+                    });
+                }
+                let items = (0..len)
                     .map(|_| Value::read(element, from))
                     .collect::<Result<_>>()?;
                 Value::Array(element, items)
@@ -107,29 +112,29 @@ impl Value {
             10 => Value::U64(u64::from_le_bytes(bytes(from)?)),
             11 => Value::I64(i64::from_le_bytes(bytes(from)?)),
             12 => Value::F64(f64::from_le_bytes(bytes(from)?)),
-            other => bail!("{other} is not a GGUF value type"),
+            kind => return Err(GgufError::ValueType { kind }),
         })
     }
 
-    fn write(&self, to: &mut impl Write) -> std::io::Result<()> {
+    fn write(&self, to: &mut Vec<u8>) {
         match self {
-            Value::U8(v) => to.write_all(&v.to_le_bytes()),
-            Value::I8(v) => to.write_all(&v.to_le_bytes()),
-            Value::U16(v) => to.write_all(&v.to_le_bytes()),
-            Value::I16(v) => to.write_all(&v.to_le_bytes()),
-            Value::U32(v) => to.write_all(&v.to_le_bytes()),
-            Value::I32(v) => to.write_all(&v.to_le_bytes()),
-            Value::F32(v) => to.write_all(&v.to_le_bytes()),
-            Value::Bool(v) => to.write_all(&[u8::from(*v)]),
+            Value::U8(v) => to.extend(v.to_le_bytes()),
+            Value::I8(v) => to.extend(v.to_le_bytes()),
+            Value::U16(v) => to.extend(v.to_le_bytes()),
+            Value::I16(v) => to.extend(v.to_le_bytes()),
+            Value::U32(v) => to.extend(v.to_le_bytes()),
+            Value::I32(v) => to.extend(v.to_le_bytes()),
+            Value::F32(v) => to.extend(v.to_le_bytes()),
+            Value::Bool(v) => to.push(u8::from(*v)),
             Value::String(v) => write_string(v, to),
             Value::Array(element, items) => {
-                to.write_all(&element.to_le_bytes())?;
-                to.write_all(&(items.len() as u64).to_le_bytes())?;
-                items.iter().try_for_each(|item| item.write(to))
+                to.extend(element.to_le_bytes());
+                to.extend((items.len() as u64).to_le_bytes());
+                items.iter().for_each(|item| item.write(to))
             }
-            Value::U64(v) => to.write_all(&v.to_le_bytes()),
-            Value::I64(v) => to.write_all(&v.to_le_bytes()),
-            Value::F64(v) => to.write_all(&v.to_le_bytes()),
+            Value::U64(v) => to.extend(v.to_le_bytes()),
+            Value::I64(v) => to.extend(v.to_le_bytes()),
+            Value::F64(v) => to.extend(v.to_le_bytes()),
         }
     }
 }
@@ -157,28 +162,37 @@ impl From<f32> for Value {
 pub struct Metadata(Vec<(String, Value)>);
 
 impl Metadata {
-    /// Reads the metadata of a GGUF file and leaves its tensors alone.
+    /// Reads the metadata of a GGUF file, from its start. The tensors are not read.
+    ///
+    /// # Errors
+    ///
+    /// If the file is damaged, is no GGUF file of version 2 or 3, or cannot be read.
     pub fn read(from: &mut impl Read) -> Result<Metadata> {
         let magic = bytes(from)?;
-        ensure!(
-            magic == MAGIC,
-            "not a GGUF file: it starts with {magic:02x?}"
-        );
+        if magic != MAGIC {
+            return Err(GgufError::Magic { magic });
+        }
         let version = u32::from_le_bytes(bytes(from)?);
-        // Version 2 differs from 3 only in permitting big-endian files to be recognised.
-        ensure!(
-            (2..=3).contains(&version),
-            "GGUF version {version}; 2 and 3 are understood"
-        );
+        // Version 3 adds big-endian files to version 2 and changes nothing else.
+        if !(2..=3).contains(&version) {
+            return Err(GgufError::Version { version });
+        }
         let _tensors = u64::from_le_bytes(bytes(from)?);
         let entries = u64::from_le_bytes(bytes(from)?);
         (0..entries)
-            .map(|i| {
-                let key = String::from_utf8(read_string(from)?).context("a key is not UTF-8")?;
+            .map(|index| {
+                let key = String::from_utf8(read_string(from)?).map_err(|error| {
+                    let key = error.into_bytes();
+                    GgufError::Key { index, key }
+                })?;
                 let kind = u32::from_le_bytes(bytes(from)?);
-                let value = Value::read(kind, from)
-                    .with_context(|| format!("metadata entry {i}, key {key:?}"))?;
-                Ok((key, value))
+                match Value::read(kind, from) {
+                    Ok(value) => Ok((key, value)),
+                    Err(error) => {
+                        let error = Box::new(error);
+                        Err(GgufError::Entry { index, key, error })
+                    }
+                }
             })
             .collect::<Result<_>>()
             .map(Metadata)
@@ -209,7 +223,7 @@ impl Metadata {
         )
     }
 
-    /// Appends all entries of `other`.
+    /// Sets all entries of `other`.
     pub fn extend(&mut self, other: Metadata) {
         for (key, value) in other.0 {
             self.set(key, value);
@@ -217,109 +231,22 @@ impl Metadata {
     }
 }
 
-/// How a tensor's numbers are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TensorType {
-    /// 32-bit floats.
-    F32,
-    /// 16-bit floats.
-    F16,
-    /// Blocks of 32 with 4 bits each.
-    Q4_0,
-    /// Blocks of 32 with 8 bits each.
-    Q8_0,
-    /// Super-blocks of 256 with 4 bits each.
-    Q4K,
-    /// Super-blocks of 256 with 6 bits each.
-    Q6K,
-    /// Blocks of 32 with 4 bits each that index a table.
-    Iq4Nl,
-    /// Blocks of 32 four-bit floats with a shared exponent.
-    Mxfp4,
-}
-
-impl TensorType {
-    /// The value of `ggml_type`.
-    fn id(self) -> u32 {
-        match self {
-            TensorType::F32 => 0,
-            TensorType::F16 => 1,
-            TensorType::Q4_0 => 2,
-            TensorType::Q8_0 => 8,
-            TensorType::Q4K => 12,
-            TensorType::Q6K => 14,
-            TensorType::Iq4Nl => 20,
-            TensorType::Mxfp4 => 39,
-        }
-    }
-
-    /// Numbers per block.
-    pub const fn block_len(self) -> u64 {
-        match self {
-            TensorType::F32 | TensorType::F16 => 1,
-            TensorType::Q4_0 | TensorType::Q8_0 | TensorType::Iq4Nl | TensorType::Mxfp4 => 32,
-            TensorType::Q4K | TensorType::Q6K => 256,
-        }
-    }
-
-    /// Bytes per block.
-    pub const fn block_bytes(self) -> u64 {
-        match self {
-            TensorType::F32 => 4,
-            TensorType::F16 => 2,
-            TensorType::Q4_0 | TensorType::Iq4Nl => 2 + 16,
-            TensorType::Q8_0 => 2 + 32,
-            TensorType::Mxfp4 => 1 + 16,
-            TensorType::Q4K => 2 + 2 + 12 + 128,
-            TensorType::Q6K => 128 + 64 + 16 + 2,
-        }
-    }
-}
-
-/// One row of the tensor table.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tensor {
-    /// The name by which a model finds it.
-    pub name: String,
-    /// Innermost dimension first, as ggml counts them.
-    pub dims: Vec<u64>,
-    /// How its numbers are stored.
-    pub kind: TensorType,
-}
-
-impl Tensor {
-    /// How many numbers it has.
-    pub fn elements(&self) -> u64 {
-        self.dims.iter().product()
-    }
-
-    /// How many bytes its data has.
-    pub fn bytes(&self) -> u64 {
-        self.elements() / self.kind.block_len() * self.kind.block_bytes()
-    }
-
-    /// [`Tensor::bytes`] for dimensions that may overflow.
-    fn checked_bytes(&self) -> Option<u64> {
-        let elements = self
-            .dims
-            .iter()
-            .try_fold(1u64, |all, &dim| all.checked_mul(dim))?;
-        (elements / self.kind.block_len()).checked_mul(self.kind.block_bytes())
-    }
-}
-
-/// Where the parts of a file lie, from its start.
+/// The parts of a file. Offsets are in bytes from the start of the file.
 #[derive(Debug)]
 pub struct Layout {
     /// Header, metadata and tensor table, padded up to the tensor data.
     pub head: Vec<u8>,
     /// Offset of each tensor's data, in the order of the table.
     pub offsets: Vec<u64>,
-    /// Length of the whole file.
+    /// Bytes of the whole file.
     pub len: u64,
 }
 
-/// Lays a file out: its head as bytes, and where each tensor's data belongs.
+/// Lays a file out: its head as bytes, and the offset of each tensor's data.
+///
+/// # Errors
+///
+/// If the rows of a tensor are no whole number of blocks, or the tensors are too large for a file.
 pub fn lay_out(metadata: &Metadata, tensors: &[Tensor]) -> Result<Layout> {
     let mut head = Vec::new();
     head.extend(MAGIC);
@@ -327,24 +254,24 @@ pub fn lay_out(metadata: &Metadata, tensors: &[Tensor]) -> Result<Layout> {
     head.extend((tensors.len() as u64).to_le_bytes());
     head.extend((metadata.0.len() as u64).to_le_bytes());
     for (key, value) in &metadata.0 {
-        write_string(key.as_bytes(), &mut head)?;
+        write_string(key.as_bytes(), &mut head);
         head.extend(value.kind().to_le_bytes());
-        value.write(&mut head)?;
+        value.write(&mut head);
     }
 
-    // Offsets in the table count from the start of the data, which lies behind the table.
+    // Offsets in the table count from the start of the data, which follows the table.
     let mut relative = Vec::with_capacity(tensors.len());
     let mut data_len = 0u64;
     for tensor in tensors {
         let row = tensor.dims.first().copied().unwrap_or(0);
-        ensure!(
-            row > 0 && row.is_multiple_of(tensor.kind.block_len()),
-            "tensor {}: rows of {row} do not divide into {:?} blocks of {}",
-            tensor.name,
-            tensor.kind,
-            tensor.kind.block_len(),
-        );
-        write_string(tensor.name.as_bytes(), &mut head)?;
+        if row == 0 || !row.is_multiple_of(tensor.kind.block_len()) {
+            return Err(GgufError::Row {
+                name: tensor.name.clone(),
+                row,
+                kind: tensor.kind,
+            });
+        }
+        write_string(tensor.name.as_bytes(), &mut head);
         head.extend((tensor.dims.len() as u32).to_le_bytes());
         tensor
             .dims
@@ -357,47 +284,49 @@ pub fn lay_out(metadata: &Metadata, tensors: &[Tensor]) -> Result<Layout> {
             .checked_bytes()
             .and_then(|bytes| bytes.checked_next_multiple_of(ALIGNMENT))
             .and_then(|bytes| data_len.checked_add(bytes))
-            .with_context(|| format!("tensor {}: {:?} is too large", tensor.name, tensor.dims))?;
+            .ok_or_else(|| GgufError::TensorSize {
+                name: tensor.name.clone(),
+                dims: tensor.dims.clone(),
+            })?;
     }
 
     head.resize((head.len() as u64).next_multiple_of(ALIGNMENT) as usize, 0);
     let start = head.len() as u64;
     Ok(Layout {
         head,
-        len: start
-            .checked_add(data_len)
-            .context("the tensors are too large for a file")?,
+        len: start.checked_add(data_len).ok_or(GgufError::FileSize)?,
         offsets: relative.into_iter().map(|offset| start + offset).collect(),
     })
 }
 
 fn bytes<const N: usize>(from: &mut impl Read) -> Result<[u8; N]> {
     let mut buffer = [0; N];
-    from.read_exact(&mut buffer)
-        .context("the file ends too early")?;
+    from.read_exact(&mut buffer).map_err(GgufError::Read)?;
     Ok(buffer)
 }
 
 fn read_string(from: &mut impl Read) -> Result<Vec<u8>> {
     let len = u64::from_le_bytes(bytes(from)?);
-    ensure!(
-        len <= MAX_STRING,
-        "a string of {len} bytes; at most {MAX_STRING}"
-    );
+    if len > MAX_STRING {
+        return Err(GgufError::StringLength {
+            len,
+            most: MAX_STRING,
+        });
+    }
     let mut string = vec![0; len as usize];
-    from.read_exact(&mut string)
-        .context("the file ends inside a string")?;
+    from.read_exact(&mut string).map_err(GgufError::Read)?;
     Ok(string)
 }
 
-fn write_string(string: &[u8], to: &mut impl Write) -> std::io::Result<()> {
-    to.write_all(&(string.len() as u64).to_le_bytes())?;
-    to.write_all(string)
+fn write_string(string: &[u8], to: &mut Vec<u8>) {
+    to.extend((string.len() as u64).to_le_bytes());
+    to.extend(string);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tensor::TensorType;
 
     fn every_value() -> Metadata {
         let mut metadata = Metadata::default();

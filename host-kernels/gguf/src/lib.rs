@@ -1,0 +1,19 @@
+//! GGUF files with random weights.
+//!
+//! [`Metadata`] and [`lay_out`] are the container: metadata, the table of tensors, alignment.
+//! [`fill`] writes random blocks of every type in [`TensorType`]. [`RandomModel`] writes a whole
+//! file. Its bytes depend on the metadata, the tensors and the seed alone.
+//!
+//! The architectures of models are the callers' own.
+
+mod container;
+mod error;
+mod model;
+mod random;
+mod tensor;
+
+pub use container::{Layout, Metadata, Value, lay_out};
+pub use error::GgufError;
+pub use model::{RandomModel, RandomTensor};
+pub use random::{Rng, fill};
+pub use tensor::{Tensor, TensorType};

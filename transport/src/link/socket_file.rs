@@ -1,0 +1,140 @@
+//! Listening sockets at a path of the file system, and their files.
+#![forbid(unsafe_code)]
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FileType, Mode};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+/// Permissions of a socket for which the configuration says nothing: its owner and group.
+pub const DEFAULT_MODE: u32 = 0o660;
+
+/// Connections that the kernel queues until the process accepts them.
+const BACKLOG: i32 = 128;
+
+/// Why a process cannot listen at a path.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum SocketFileError {
+    #[error("{path}: another process already listens here", path = path.display())]
+    InUse { path: PathBuf },
+    #[error("{path}: the file exists and is not a socket", path = path.display())]
+    NotASocket { path: PathBuf },
+    #[error("{path}: the directory for this socket does not exist", path = path.display())]
+    NoDirectory { path: PathBuf },
+    #[error("{path}: {what}: {error}", path = path.display())]
+    System {
+        path: PathBuf,
+        what: &'static str,
+        error: Errno,
+    },
+}
+
+/// The socket file of a listener. Dropping this removes the file, unless another file has taken its
+/// place.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    /// Device and inode: identifies the file.
+    file: (u64, u64),
+}
+
+impl SocketFile {
+    /// The path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let file = rustix::fs::lstat(&self.path);
+        if file.is_ok_and(|file| (file.st_dev, file.st_ino) == self.file) {
+            // If removal fails, the next listener replaces the stale file.
+            let _ = rustix::fs::unlink(&self.path);
+        }
+    }
+}
+
+/// Listens at `path` with a non-blocking stream socket, for the users whom `mode` allows.
+///
+/// Replaces the socket file of a process that has died, and no other file. Dropping the
+/// [`SocketFile`] removes the file.
+///
+/// # Errors
+///
+/// [`SocketFileError`] names the path and says whether the path is in use, is another kind of file,
+/// is in no directory, or which system call failed.
+pub fn bind_stream(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), SocketFileError> {
+    let (socket, file) = bind(path, SocketType::STREAM, mode)?;
+    Ok((socket.into(), file))
+}
+
+/// [`bind_stream`] with a socket of type `kind`.
+pub(super) fn bind(
+    path: &Path,
+    kind: SocketType,
+    mode: u32,
+) -> Result<(OwnedFd, SocketFile), SocketFileError> {
+    let at = |what| failed(path, what);
+    let socket = socket(kind).map_err(at("creating a socket"))?;
+    let address = SocketAddrUnix::new(path).map_err(at("the path of the socket"))?;
+    match rustix::net::bind(&socket, &address) {
+        Ok(()) => {}
+        Err(Errno::ADDRINUSE) => {
+            remove_stale(path, kind)?;
+            rustix::net::bind(&socket, &address).map_err(at("binding the socket"))?;
+        }
+        Err(Errno::NOENT) => return Err(SocketFileError::NoDirectory { path: path.into() }),
+        Err(error) => return Err(at("binding the socket")(error)),
+    }
+    let file = rustix::fs::lstat(path).map_err(at("reading the inode of the socket"))?;
+    let file = SocketFile {
+        path: path.into(),
+        file: (file.st_dev, file.st_ino),
+    };
+    // No client can connect between `bind` and `listen`, so the file never has other permissions
+    // while the socket accepts connections.
+    rustix::fs::chmod(path, Mode::from_raw_mode(mode))
+        .map_err(at("setting the permissions of the socket"))?;
+    rustix::net::listen(&socket, BACKLOG).map_err(at("listening"))?;
+    Ok((socket, file))
+}
+
+/// Removes a socket file on which no process listens.
+fn remove_stale(path: &Path, kind: SocketType) -> Result<(), SocketFileError> {
+    let Ok(file) = rustix::fs::lstat(path) else {
+        // Another process has removed the file meanwhile.
+        return Ok(());
+    };
+    if FileType::from_raw_mode(file.st_mode) != FileType::Socket {
+        return Err(SocketFileError::NotASocket { path: path.into() });
+    }
+    let socket = socket(kind).map_err(failed(path, "creating a socket"))?;
+    match connect(&socket, path) {
+        Err(Errno::CONNREFUSED) => {
+            rustix::fs::unlink(path).map_err(failed(path, "removing a stale socket"))
+        }
+        // Connected, a full backlog, or a socket of another type: a process listens.
+        _ => Err(SocketFileError::InUse { path: path.into() }),
+    }
+}
+
+/// A new non-blocking socket.
+pub(super) fn socket(kind: SocketType) -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)
+}
+
+/// Connects to the socket at `path`.
+pub(super) fn connect(socket: &OwnedFd, path: &Path) -> Result<(), Errno> {
+    rustix::net::connect(socket, &SocketAddrUnix::new(path)?)
+}
+
+fn failed(path: &Path, what: &'static str) -> impl FnOnce(Errno) -> SocketFileError {
+    let path = path.to_path_buf();
+    move |error| SocketFileError::System { path, what, error }
+}
