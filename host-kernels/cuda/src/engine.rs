@@ -83,7 +83,7 @@ impl CudaEngine {
     /// Whether there is anything to tune: matrix products that several kernel variants can run.
     pub fn is_tunable(&self) -> bool {
         let architecture =
-            |context: Arc<ExecutionContext>| context.device.architecture() == crate::source::HOPPER;
+            |context: Arc<ExecutionContext>| context.device.architecture() == crate::source::SM_90A;
         self.context().is_ok_and(architecture)
     }
 

@@ -54,8 +54,8 @@ impl Kernel {
     ///
     /// # Errors
     ///
-    /// If `threads` or the size of `params` do not fit the kernel, or the kernel does something invalid that
-    /// the shim detects.
+    /// If `threads` or the size of `params` do not fit the kernel, or the kernel does something
+    /// invalid that the shim detects.
     ///
     /// # Safety
     ///

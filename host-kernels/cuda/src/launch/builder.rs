@@ -16,7 +16,7 @@ use crate::launch::q8::Q8Activations;
 use crate::params::{
     Params, VG_MOVE_REPEAT, VgConvertF16Sm90Params, VgFaultSite, VgMoveParams, VgView,
 };
-use crate::source::HOPPER;
+use crate::source::SM_90A;
 use vgpu_engine::EngineError;
 
 /// The builder of the launches of a node, or of a group of nodes.
@@ -220,7 +220,7 @@ impl Builder<'_> {
 
     /// Whether the device has the kernels for sm_90a.
     pub(crate) fn is_sm90(&self) -> bool {
-        self.context.device.architecture() == HOPPER
+        self.context.device.architecture() == SM_90A
     }
 
     /// The fastest kernel variant for a product with weights of type `ty` and a result of this many

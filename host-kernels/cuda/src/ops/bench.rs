@@ -36,7 +36,7 @@ impl Bench {
 
     /// A bench with the kernels for sm_90a.
     pub(crate) fn on_sm90() -> Bench {
-        Bench::on(shim::Shim::hopper())
+        Bench::on(shim::Shim::sm90())
     }
 
     fn on(device: shim::Shim) -> Bench {

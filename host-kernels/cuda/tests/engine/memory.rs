@@ -127,7 +127,10 @@ fn a_device_that_fails_for_good_is_set_up_anew() {
     // The other guest learns that its memory is lost, whatever it calls.
     let lost = |error: String| {
         assert!(error.contains("illegal memory access"), "{error}");
-        assert!(error.contains("the contents of its memory are lost"), "{error}");
+        assert!(
+            error.contains("the contents of its memory are lost"),
+            "{error}"
+        );
     };
     lost(their_plan.run().unwrap_err().to_string());
     let mut byte = [0];
