@@ -114,13 +114,13 @@ impl CpuFallback {
             .iter()
             .map(|region| engine.alloc(region.len()))
             .collect::<Result<Vec<_>, _>>()?;
-        let places = regions
+        let ranges = regions
             .iter()
             .map(|region| bases[region.buffer as usize] + region.bytes.start);
         Ok(FallbackNode {
             plan: engine.compile(&valid, &memory)?,
             result: valid.graph().tensors[0].buffer as usize,
-            places: places.zip(memory).collect(),
+            ranges: ranges.zip(memory).collect(),
         })
     }
 }
@@ -172,8 +172,8 @@ fn extent(tensor: &Tensor) -> u64 {
 pub(crate) struct FallbackNode {
     plan: Box<dyn Plan>,
     /// The address of each range on the device, and its host memory.
-    places: Vec<(Address, Arc<dyn Memory>)>,
-    /// The index in `places` of the range with the destination.
+    ranges: Vec<(Address, Arc<dyn Memory>)>,
+    /// The index in `ranges` of the range with the destination.
     result: usize,
 }
 
@@ -192,7 +192,7 @@ impl FallbackNode {
             message: error.to_string(),
         };
         let mut bytes = Vec::new();
-        for (address, memory) in &self.places {
+        for (address, memory) in &self.ranges {
             bytes.resize(memory.size() as usize, 0u8);
             // SAFETY: the range lies in a buffer of the graph, which exists by the caller's
             // promise.
@@ -201,7 +201,7 @@ impl FallbackNode {
                 .map_err(failed)?;
         }
         self.plan.run()?;
-        let (address, memory) = &self.places[self.result];
+        let (address, memory) = &self.ranges[self.result];
         bytes.resize(memory.size() as usize, 0);
         memory
             .read(0, BytesMut::from(bytes.as_mut_slice()))

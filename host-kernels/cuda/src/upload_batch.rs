@@ -240,14 +240,14 @@ impl Device for UploadBatcher {
         if state.uploads.len() == VG_MAX_UPLOADS as usize || state.uploads.iter().any(meets) {
             self.send(&mut state)?;
         }
-        let place = |state: &State| state.next + (to % 16) as usize;
-        if place(&state) + len > BUFFER_BYTES {
+        let start = |state: &State| state.next + (to % 16) as usize;
+        if start(&state) + len > BUFFER_BYTES {
             self.send(&mut state)?;
             // Rare: running a graph ends with a wait, which empties the mapped memory.
             self.device.synchronize()?;
             state.next = 0;
         }
-        let at = place(&state);
+        let at = start(&state);
         // SAFETY: `at + len` is at most BUFFER_BYTES, and the device reads only bytes before
         // `next`. The lock of the state makes this thread the only writer.
         from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.buffer.host.add(at), len) });

@@ -201,9 +201,9 @@ impl DeviceMemory {
         // under way read only bytes below `next`, and the lock keeps other threads out. The buffer
         // lives until the context is destroyed. The caller vouches for `to`.
         let code = unsafe {
-            let place = staging.memory.start().add(staging.next);
-            place.copy_from_nonoverlapping(from.as_ptr(), len);
-            sys::cuMemcpyHtoDAsync_v2(to, place.cast(), len, self.stream.raw())
+            let slot = staging.memory.start().add(staging.next);
+            slot.copy_from_nonoverlapping(from.as_ptr(), len);
+            sys::cuMemcpyHtoDAsync_v2(to, slot.cast(), len, self.stream.raw())
         };
         staging.next = (staging.next + len).next_multiple_of(64);
         context.check("cuMemcpyHtoDAsync", code)

@@ -177,8 +177,8 @@ impl Builder<'_> {
     }
 
     /// The address at `offset` of a range from [`reserve_f16`](Builder::reserve_f16).
-    pub(crate) fn f16_address(&self, place: &Range<u64>, offset: u64) -> Address {
-        self.scratch_at(place.start + offset)
+    pub(crate) fn f16_address(&self, range: &Range<u64>, offset: u64) -> Address {
+        self.scratch_at(range.start + offset)
     }
 
     /// Caches F16 activations in that range, made of these sources.
@@ -186,12 +186,12 @@ impl Builder<'_> {
         &mut self,
         key: Vec<u8>,
         sources: &[&VgView],
-        (place, made): (Range<u64>, usize),
+        (range, made): (Range<u64>, usize),
         params: VgConvertF16Sm90Params,
     ) {
         let sources = { sources.iter() }.filter(|source| source.data != 0);
         let sources = sources.map(|source| source.extent()).collect();
-        self.cache.cache_f16(key, sources, place, params, made);
+        self.cache.cache_f16(key, sources, range, params, made);
     }
 
     /// The cached q8 activations of `x`, for the launch that is added next.

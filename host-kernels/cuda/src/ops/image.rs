@@ -59,8 +59,8 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             params.forward = b.src(1);
             let windows = src.elements();
             if kind == PoolKind::Max && windows > 0 {
-                params.places = b.scratch(windows as u64 * 8);
-                if let Err(error) = b.for_each("vg_pool_places", windows, &params) {
+                params.argmax = b.scratch(windows as u64 * 8);
+                if let Err(error) = b.for_each("vg_pool_argmax", windows, &params) {
                     return Some(Err(error));
                 }
             }

@@ -176,8 +176,10 @@ impl Gemm {
             return None;
         }
         // Rows are read to their end in units of 16 bytes.
-        let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3], 4 * w.ne[0]];
-        let is_dense = w.type_ == VG_F32 && w.nb[0] == 4 && places.iter().all(|p| p % 16 == 0);
+        let address_and_strides = [w.data as i64, w.nb[1], w.nb[2], w.nb[3], 4 * w.ne[0]];
+        let is_dense = w.type_ == VG_F32
+            && w.nb[0] == 4
+            && address_and_strides.iter().all(|bytes| bytes % 16 == 0);
         Some(Gemm {
             kernel: match is_dense {
                 true => "vg_gemm_f32",

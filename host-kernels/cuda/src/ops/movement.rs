@@ -202,7 +202,7 @@ fn keep(b: &mut Builder<'_>, low: i64, high: i64, other: u64) -> Result<(), Engi
         low,
         high,
         other,
-        op: VG_MOVE_KEEP,
+        op: VG_MOVE_BAND,
         ..VgMoveParams::default()
     };
     moved(b, &params)

@@ -225,7 +225,7 @@ pub(crate) fn is_aligned(tensor: &Tensor) -> bool {
     let strides = tensor.shape.with_plain_strides().nb;
     std::iter::once(tensor.offset)
         .chain(strides)
-        .all(|place| place.is_multiple_of(wanted))
+        .all(|offset| offset.is_multiple_of(wanted))
 }
 
 #[cfg(test)]
