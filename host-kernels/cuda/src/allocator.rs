@@ -134,7 +134,8 @@ impl Allocator {
     /// uses it.
     pub(crate) unsafe fn free(&self, address: Address, size: u64) {
         if !self.is_part(size) {
-            // SAFETY: the caller's promise.
+            // SAFETY: `is_part` is a function of the size, so `alloc` has taken `address` from the
+            // device with this `size`. The caller guarantees that no later work uses the memory.
             return unsafe { self.device.free(address, size) };
         }
         self.give_back(address, size);

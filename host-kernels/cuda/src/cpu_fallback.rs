@@ -194,8 +194,8 @@ impl FallbackNode {
         let mut bytes = Vec::new();
         for (address, memory) in &self.ranges {
             bytes.resize(memory.size() as usize, 0u8);
-            // SAFETY: the range lies in a buffer of the graph, which exists by the caller's
-            // promise.
+            // SAFETY: `bytes` has the size of the range, which lies in a buffer of the graph. The
+            // caller guarantees that the buffer exists.
             unsafe { device.download(*address, BytesMut::from(bytes.as_mut_slice())) }
                 .and_then(|()| memory.write(0, Bytes::from(bytes.as_slice())))
                 .map_err(failed)?;
@@ -205,7 +205,8 @@ impl FallbackNode {
         bytes.resize(memory.size() as usize, 0);
         memory
             .read(0, BytesMut::from(bytes.as_mut_slice()))
-            // SAFETY: as for the download.
+            // SAFETY: `bytes` has the size of this range, which lies in a buffer of the graph. The
+            // caller guarantees that the buffer exists.
             .and_then(|()| unsafe { device.upload(*address, Bytes::from(bytes.as_slice())) })
             .map_err(failed)
     }

@@ -219,7 +219,9 @@ impl CudaMemory {
         if out.is_empty() {
             return Ok(());
         }
-        // SAFETY: the callers have checked that the range is inside this memory.
+        // SAFETY: `read` has checked its range, and `fetch` reads a tensor that `repack_state`
+        // lists, which lies inside this memory. The memory is freed only when this object is
+        // dropped.
         unsafe { self.allocator.device().download(self.address + offset, out) }
     }
 
@@ -255,7 +257,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         self.before_write(&(offset..offset + data.len() as u64))?;
-        // SAFETY: `range` has checked that the bytes are inside this memory.
+        // SAFETY: `range` has checked that the `data.len()` bytes at `to` are inside this memory.
         unsafe { self.allocator.device().upload(to, data) }
     }
 
@@ -299,7 +301,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         self.before_write(&(offset..offset + len))?;
-        // SAFETY: `range` has checked that the bytes are inside this memory.
+        // SAFETY: `range` has checked that the `len` bytes at `to` are inside this memory.
         unsafe { self.allocator.device().fill(to, len, value) }
     }
 
@@ -322,7 +324,8 @@ impl Memory for CudaMemory {
         source.restore(&(source_offset..source_offset + len))?;
         self.before_write(&(offset..offset + len))?;
         if to.abs_diff(from) >= len {
-            // SAFETY: `range` has checked both ranges, and they do not overlap.
+            // SAFETY: `range` has checked that the `len` bytes at `to` and at `from` are inside
+            // their memories. Their distance is at least `len`, so they do not overlap.
             return unsafe { self.allocator.device().copy(to, from, len) };
         }
         let through = CudaMemory::new(&self.allocator, len)?;

@@ -81,7 +81,7 @@ impl Nvrtc {
             let path = folder.map_or_else(|| name.into(), |folder| folder.join(name));
             // SAFETY: loading a library runs its initialisers; NVRTC's only set up its own state.
             match unsafe { Library::new(&path) } {
-                // SAFETY: the file has NVRTC's name.
+                // SAFETY: the library was found by one of the `NAMES`, which are those of NVRTC.
                 Ok(library) => return unsafe { Nvrtc::of(library) },
                 Err(error) if reason.is_empty() => reason = error.to_string(),
                 Err(_) => {}
@@ -96,8 +96,8 @@ impl Nvrtc {
         let missing = |error: libloading::Error| CompileError::NoCompiler {
             reason: error.to_string(),
         };
-        // SAFETY: the functions have these types in nvrtc.h since CUDA 11, and the caller vouches
-        // for the library. Each pointer is used while `_library` is loaded.
+        // SAFETY: the functions have these types in nvrtc.h since CUDA 11, and the caller
+        // guarantees that `library` is NVRTC. Each pointer is used while `_library` is loaded.
         unsafe {
             let mut version = (0, 0);
             let get_version: Version = *library.get(b"nvrtcVersion\0").map_err(missing)?;

@@ -88,9 +88,9 @@ impl UploadBatcher {
             params: params.as_bytes().to_vec(),
             cooperative: false,
         };
-        // SAFETY: the callers of `upload` vouched for the memory at each destination. Memory is
-        // freed only through `free`, which sends the batch first. The sources stay in the mapped
-        // memory until the device was synchronised.
+        // SAFETY: each entry of `params` is from `upload`, whose caller has guaranteed `len` bytes
+        // of device memory at `to`. Memory is freed only through `free`, which sends the batch
+        // first. The sources stay in the mapped memory until the device was synchronised.
         unsafe { self.device.launch(&launch) }?;
         self.count_work();
         Ok(())
@@ -177,7 +177,8 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the `len` bytes at `start` are mapped until `unpin`, which forwards the same
+        // `start`; the caller of `pin` guarantees it.
         unsafe { self.device.pin(start, len) }
     }
 
@@ -194,7 +195,10 @@ impl Device for UploadBatcher {
     unsafe fn free(&self, address: Address, size: u64) {
         // A batch that cannot be launched was for a lost device.
         let _ = self.flush();
-        // SAFETY: the caller's promise.
+        // SAFETY: `address` is from `alloc`, which has returned the address of the inner device
+        // unchanged, with the same `size`. The batch that may write to the memory was launched
+        // above, and `free` of the inner device waits for it. The caller guarantees that no later
+        // work uses the memory.
         unsafe { self.device.free(address, size) };
     }
 
@@ -207,13 +211,16 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the range is from `reserve_addresses`, which has returned the range of the inner
+        // device. The caller guarantees that the range has no memory.
         unsafe { self.device.map_memory(address, size) }
     }
 
     unsafe fn unmap_memory(&self, address: Address, size: u64) {
         let _ = self.flush(); // as in `free`
-        // SAFETY: the caller's promise.
+        // SAFETY: `map_memory` has forwarded this range to the inner device. The batch that may
+        // write to the range was launched above. The caller guarantees that no later work uses the
+        // range.
         unsafe { self.device.unmap_memory(address, size) };
     }
 
@@ -225,7 +232,8 @@ impl Device for UploadBatcher {
         let len = from.len();
         if len > MAX_BATCHED_UPLOAD {
             self.flush()?;
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees `from.len()` bytes of device memory at `to`. `from` is
+            // borrowed until the call returns, after which the device no longer reads it.
             unsafe { self.device.upload(to, from) }?;
             self.count_work();
             return Ok(());
@@ -248,8 +256,9 @@ impl Device for UploadBatcher {
             state.next = 0;
         }
         let at = start(&state);
-        // SAFETY: `at + len` is at most BUFFER_BYTES, and the device reads only bytes before
-        // `next`. The lock of the state makes this thread the only writer.
+        // SAFETY: `at + len` is at most BUFFER_BYTES, the size of the memory at `host`. The device
+        // reads only bytes before `next`, which is at most `at`. The lock of the state makes this
+        // thread the only writer.
         from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.buffer.host.add(at), len) });
         state.uploads.push(VgUpload {
             to,
@@ -262,13 +271,14 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `to.len()` bytes of device memory at `from`. `waiting`
+        // calls the closure at once, while `to` is borrowed.
         self.waiting(|| unsafe { self.device.download(from, to) })
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
         self.flush()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `size` bytes of device memory at `to`.
         unsafe { self.device.fill(to, size, value) }?;
         self.count_work();
         Ok(())
@@ -276,7 +286,8 @@ impl Device for UploadBatcher {
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
         self.flush()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `size` bytes of device memory at `to` and at `from`,
+        // without overlap.
         unsafe { self.device.copy(to, from, size) }?;
         self.count_work();
         Ok(())
@@ -288,7 +299,8 @@ impl Device for UploadBatcher {
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
         self.flush()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the addresses in `launch.params` are of device memory
+        // that the kernel may use. Uploads to that memory were launched by `flush` and run first.
         unsafe { self.device.launch(launch) }?;
         self.count_work();
         Ok(())
@@ -297,7 +309,9 @@ impl Device for UploadBatcher {
     unsafe fn time_launches(&self, launches: &[Launch]) -> Result<Vec<f64>, EngineError> {
         let mut times = Vec::new();
         self.waiting(|| {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that the addresses in the parameters of all launches
+            // are of device memory that their kernels may use. `waiting` has launched the batched
+            // uploads to that memory.
             times = unsafe { self.device.time_launches(launches) }?;
             Ok(())
         })?;
@@ -319,7 +333,9 @@ impl Device for UploadBatcher {
 
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
         self.flush()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the addresses in the current parameters of all nodes
+        // are of device memory that their kernels may use. Uploads to that memory were launched by
+        // `flush` and run first.
         unsafe { self.device.launch_graph(graph) }?;
         self.count_work();
         Ok(())

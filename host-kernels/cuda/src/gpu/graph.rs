@@ -201,7 +201,8 @@ impl Graphs {
         let table = self.table();
         let graph = table.find(id)?;
         // SAFETY: `exec` and the stream are of the context that is entered, and alive while the
-        // table is locked; the caller vouches for the addresses.
+        // table is locked. The caller guarantees that the kernels may use the addresses in the
+        // parameters of the nodes until the stream is synchronised.
         let code = unsafe { sys::cuGraphLaunch(graph.exec, self.stream.raw()) };
         self.stream.context().check("cuGraphLaunch", code)
     }

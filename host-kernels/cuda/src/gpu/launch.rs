@@ -87,7 +87,8 @@ impl Launcher {
             let mut params: [*mut c_void; 1] = [launch.params.as_ptr().cast_mut().cast()];
             // SAFETY: `function` is of the context that is entered; `params` points to one
             // structure of the size that the kernel takes, which the driver copies before it
-            // returns. The caller vouches for the addresses in it.
+            // returns. The caller guarantees that the kernel may use the addresses in it until the
+            // stream is synchronised.
             let code = unsafe {
                 sys::cuLaunchCooperativeKernel(
                     function,
@@ -120,8 +121,8 @@ impl Launcher {
             ptr::null_mut(), // CU_LAUNCH_PARAM_END
         ];
         // SAFETY: `function` is of the context that is entered; `extra` names a buffer of `size`
-        // bytes, which the driver copies before it returns. The caller vouches for the addresses in
-        // it.
+        // bytes, which the driver copies before it returns. The caller guarantees that the kernel
+        // may use the addresses in it until the stream is synchronised.
         context.check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 function,
@@ -152,7 +153,9 @@ impl Launcher {
         events.push(TimedEvent::new(&self.stream)?);
         events[0].record()?;
         for launch in launches {
-            // SAFETY: the caller's promise.
+            // SAFETY: `launch` is one of the `launches`. The caller guarantees that the addresses
+            // in its parameters are of memory that its kernel may use until the stream is
+            // synchronised, below.
             unsafe { self.launch(launch)? };
             let event = TimedEvent::new(&self.stream)?;
             event.record()?;
