@@ -92,6 +92,9 @@ impl Allocator {
     }
 
     /// Allocates a part of a chunk, of a new one if need be.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has no memory for a new chunk.
     fn part(&self, size: u64) -> Result<Address, EngineError> {
         if let Some(address) = self.state().take(size) {
             return Ok(address);
@@ -104,6 +107,10 @@ impl Allocator {
 
     /// Calls `alloc`, and again without spare chunks if there is no memory. The error names the
     /// bytes `wanted`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if `alloc` fails again without the spare chunks; other errors
+    /// of `alloc` unchanged.
     fn alloc_or_trim(
         &self,
         alloc: impl Fn() -> Result<Address, EngineError>,

@@ -48,6 +48,10 @@ pub(crate) struct ExecutionContext {
 pub(crate) const COUNTERS: i64 = 1 << 16;
 
 impl ExecutionContext {
+    /// The context of `device`, with the engine's own buffers.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device, if it has no memory for the buffers or lacks a kernel.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         policy: LaunchPolicy,

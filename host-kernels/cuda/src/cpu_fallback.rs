@@ -42,6 +42,10 @@ pub(crate) struct CpuFallback {
 }
 
 impl CpuFallback {
+    /// The CPU engine, started by the first call.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the CPU engine if it did not start; the same for every later call.
     fn engine(&self) -> Result<&CpuEngine, EngineError> {
         let engine = self.engine.get_or_init(|| CpuEngine::new(0, None));
         engine.as_ref().map_err(Clone::clone)

@@ -173,6 +173,12 @@ impl LaunchSequence {
         unsafe { self.go_on(device, policy, turn) }
     }
 
+    /// Hands launches to the device from `self.done` on.
+    ///
+    /// # Errors
+    /// As for [`LaunchSequence::advance`]. `self.refused` is the launch if the device refused a
+    /// megakernel.
+    ///
     /// # Safety
     /// As for [`LaunchSequence::advance`].
     unsafe fn go_on(
@@ -301,6 +307,10 @@ impl LaunchSequence {
         }
     }
 
+    /// Instantiates a graph for each batch of enough launches.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device if it refuses a graph.
     fn instantiate(
         &self,
         template: &mut GraphTemplate,
@@ -324,6 +334,9 @@ impl LaunchSequence {
     }
 
     /// Updates the nodes that differ from the launches `held`, which the instances have now.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device if it refuses the parameters of a node.
     fn update(
         &self,
         template: &GraphTemplate,

@@ -170,6 +170,9 @@ impl CudaMemory {
 
     /// The same before all bytes of `range` are overwritten: tensors inside `range` are dropped,
     /// and not restored.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn before_write(&self, range: &Range<u64>) -> Result<(), EngineError> {
         self.drop_or_restore(range, |tensor| {
             range.start <= tensor.start && tensor.end <= range.end
@@ -178,6 +181,9 @@ impl CudaMemory {
 
     /// Leaves no tensor with bytes in `range` repacked: drops those that `is_forgotten` names, and
     /// restores the others.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn drop_or_restore(
         &self,
         range: &Range<u64>,
@@ -208,6 +214,9 @@ impl CudaMemory {
     }
 
     /// The bytes in `range` of the tensor at `start`, as they are in memory.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn fetch(&self, start: u64, range: Range<u64>) -> Result<Vec<u8>, EngineError> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
         self.download(start + range.start, bytes.as_mut_slice().into())?;
@@ -215,6 +224,9 @@ impl CudaMemory {
     }
 
     /// Reads the bytes at `offset` as they are in memory.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn download(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
         if out.is_empty() {
             return Ok(());

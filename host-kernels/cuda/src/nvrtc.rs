@@ -90,6 +90,12 @@ impl Nvrtc {
         Err(CompileError::NoCompiler { reason })
     }
 
+    /// The compiler in `library`.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] if the library lacks a function, [`CompileError::Failed`] if it
+    /// does not tell its version.
+    ///
     /// # Safety
     /// The library is NVRTC.
     unsafe fn of(library: Library) -> Result<Nvrtc, CompileError> {
@@ -188,6 +194,9 @@ struct Open<'a> {
 
 impl Open<'_> {
     /// Reads a result by a pair of functions: its size, then its bytes.
+    ///
+    /// # Errors
+    /// [`CompileError::Failed`] with the name `call` if one of the functions fails.
     fn read(&self, call: &'static str, size: Size, text: Text) -> Result<Vec<u8>, CompileError> {
         let mut bytes = 0;
         // SAFETY: the program exists; the second function writes exactly as many bytes as the first
@@ -226,6 +235,10 @@ fn builtins(folder: &Path) {
     }
 }
 
+/// The outcome of `call`, which has returned `code`.
+///
+/// # Errors
+/// [`CompileError::Failed`] if the code is not 0.
 fn check(call: &'static str, code: c_int) -> Result<(), CompileError> {
     if code == 0 {
         Ok(())

@@ -54,6 +54,10 @@ struct State {
 }
 
 impl UploadBatcher {
+    /// Batches uploads to `device`.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks the kernel or the driver cannot map host memory.
     pub(crate) fn new(device: Arc<dyn Device>) -> Result<UploadBatcher, EngineError> {
         Ok(UploadBatcher {
             kernel: device.kernel("vg_upload")?,
@@ -71,6 +75,9 @@ impl UploadBatcher {
 
     /// Launches the batched uploads. If the launch fails, they are lost with the device: the launch
     /// has no other reason to fail.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn send(&self, state: &mut State) -> Result<(), EngineError> {
         let Some(longest) = state.uploads.iter().map(|upload| upload.len).max() else {
             return Ok(());
@@ -97,6 +104,9 @@ impl UploadBatcher {
     }
 
     /// Launches the batched uploads before other work.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn flush(&self) -> Result<(), EngineError> {
         self.send(&mut self.state())
     }
@@ -108,6 +118,9 @@ impl UploadBatcher {
     }
 
     /// Calls `body`, which waits for the device, and notes that all work before is done.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device for the batched uploads, or the error of `body`.
     fn waiting(&self, body: impl FnOnce() -> Result<(), EngineError>) -> Result<(), EngineError> {
         let count = {
             let mut state = self.state();

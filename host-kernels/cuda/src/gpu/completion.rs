@@ -62,6 +62,9 @@ impl Completion {
 
     /// Asks the GPU to write the next number, in stream order. Returns the number.
     ///
+    /// # Errors
+    /// The code of the driver, if it refuses the write.
+    ///
     /// # Safety
     /// As for [`Completion::new`].
     unsafe fn request(&self, stream: sys::CUstream) -> Result<u32, CUresult> {

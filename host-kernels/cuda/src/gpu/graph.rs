@@ -118,6 +118,10 @@ impl Graphs {
         Ok(GraphExecId(id))
     }
 
+    /// Adds a node for each launch to `graph` and instantiates it.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver refuses the graph, which then may be incomplete.
     fn build(&self, graph: &mut Graph, launches: &[Launch]) -> Result<(), EngineError> {
         let context = self.stream.context();
         // SAFETY: `graph.graph` is a valid place for the handle.
@@ -218,6 +222,10 @@ impl Graphs {
 }
 
 impl Table {
+    /// The graph called `id`.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if there is no such graph.
     fn find(&self, id: GraphExecId) -> Result<&Graph, EngineError> {
         self.graphs.get(&id.0).ok_or_else(|| EngineError::Device {
             message: format!("there is no graph {}", id.0),

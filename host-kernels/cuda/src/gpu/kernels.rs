@@ -78,6 +78,10 @@ impl Kernels {
 
 /// The function `name` of a module, opted in to `max_shared` bytes of shared memory.
 ///
+/// # Errors
+/// [`GpuError::Driver`] if the module has no such function, or the function needs more static
+/// shared memory than `max_shared`.
+///
 /// # Safety
 /// `module` belongs to the context that is current to the calling thread.
 unsafe fn function(

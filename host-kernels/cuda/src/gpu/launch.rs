@@ -173,6 +173,10 @@ struct TimedEvent<'a> {
 }
 
 impl<'a> TimedEvent<'a> {
+    /// Creates an event.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver has no resources for the event.
     fn new(stream: &'a Stream) -> Result<TimedEvent<'a>, EngineError> {
         let mut raw = ptr::null_mut();
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT as c_uint;
@@ -183,6 +187,9 @@ impl<'a> TimedEvent<'a> {
     }
 
     /// Records the event behind all work that was asked for.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver reports an error, of this call or of earlier work.
     fn record(&self) -> Result<(), EngineError> {
         // SAFETY: event and stream are of the same context, and alive.
         let code = unsafe { sys::cuEventRecord(self.raw, self.stream.raw()) };
@@ -191,6 +198,9 @@ impl<'a> TimedEvent<'a> {
 
     /// Seconds from `earlier` to this event, to about half a microsecond (CUDA driver API,
     /// `cuEventElapsedTime`). The stream has reached both.
+    ///
+    /// # Errors
+    /// As for [`record`](TimedEvent::record).
     fn since(&self, earlier: &TimedEvent<'_>) -> Result<f64, EngineError> {
         let mut milliseconds = 0.0;
         // SAFETY: both events were recorded on the same stream; `milliseconds` is a place for the

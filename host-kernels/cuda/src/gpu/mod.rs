@@ -153,6 +153,9 @@ impl Gpu {
 }
 
 /// Loads the driver, and finds a GPU: its handle and the name of its model.
+///
+/// # Errors
+/// [`GpuError`] if there is no driver, the driver is too old, or it has no GPU of this number.
 fn find(ordinal: u32) -> Result<(sys::CUdevice, String), GpuError> {
     // SAFETY: loads libcuda.so.1 if it is there, which runs the library's own initialisation only.
     if !unsafe { sys::is_culib_present() } {

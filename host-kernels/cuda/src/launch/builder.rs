@@ -264,6 +264,9 @@ impl Builder<'_> {
 
     /// Adds a launch with one thread for each of `n` elements. For very large `n` the kernel loops
     /// over the grid.
+    ///
+    /// # Errors
+    /// As for [`launch`](Builder::launch).
     pub(crate) fn for_each(
         &mut self,
         kernel: &'static str,
@@ -278,6 +281,9 @@ impl Builder<'_> {
 
     /// Adds a launch with one block for each of `rows`. For very many rows the kernel loops over
     /// the grid.
+    ///
+    /// # Errors
+    /// As for [`launch`](Builder::launch).
     pub(crate) fn for_each_row(
         &mut self,
         kernel: &'static str,
@@ -292,6 +298,9 @@ impl Builder<'_> {
 
     /// Adds a launch with one block for each index below `grid`. Beyond the limits of a grid the
     /// kernel loops over the grid.
+    ///
+    /// # Errors
+    /// As for [`launch`](Builder::launch).
     pub(crate) fn launch_over(
         &mut self,
         kernel: &'static str,
@@ -308,6 +317,10 @@ impl Builder<'_> {
     /// Calls `body` to add launches that write rows of f32 to the given view: the destination or,
     /// if the destination overlaps a source, scratch memory that is copied there afterwards. Valid
     /// graphs do not overlap them, but the result must not depend on the order of blocks.
+    ///
+    /// # Errors
+    /// The error of `body`; [`EngineError::Unsupported`] if a copy of the result does not fit 64
+    /// bits.
     pub(crate) fn staged(
         &mut self,
         body: impl FnOnce(&mut Self, VgView) -> Result<(), EngineError>,

@@ -219,6 +219,9 @@ fn launch_config(
 }
 
 /// The launch of a megakernel, and its stage table.
+///
+/// # Errors
+/// [`EngineError::OutOfMemory`] if there is no memory for the stage table.
 fn build_launch(
     stages: &[&Stage],
     order: &[StageDeps],

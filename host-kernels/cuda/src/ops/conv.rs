@@ -218,6 +218,11 @@ fn patches(
     }
 }
 
+/// Adds the launch of CONV_2D or CONV_3D.
+///
+/// # Errors
+/// [`EngineError::Unsupported`] if there are more output channels than a grid has blocks for;
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineError> {
     let positions = params.dst.ne.iter().product();
     let grid = [
@@ -232,6 +237,10 @@ fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineE
     b.launch_over("vg_conv", grid, 256, 0, params)
 }
 
+/// Adds the launch of CONV_TRANSPOSE_1D or CONV_TRANSPOSE_2D.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn transposed(
     b: &mut Builder<'_>,
     dst: VgView,

@@ -52,6 +52,9 @@ pub(crate) fn path_of(k: &VgView, v: &VgView) -> KvPath {
 /// Adds the launch that classifies the tiles of the mask (all hidden, partly hidden, all visible),
 /// of `rows` tokens and heads of a group by `columns` keys. Returns the address of the classes, or
 /// 0 if there is no mask.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 pub(crate) fn mask_states(
     b: &mut Builder<'_>,
     params: &VgFattnSimtParams,

@@ -116,6 +116,9 @@ impl GemmSm90 {
     }
 
     /// Adds the launches of a product: the conversion of activations, then the product.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     pub(crate) fn multiply(
         &self,
         b: &mut Builder<'_>,
@@ -142,6 +145,9 @@ impl GemmSm90 {
     }
 
     /// The same for products with experts: the slots of tokens are sorted by expert.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     pub(crate) fn multiply_groups(
         &self,
         b: &mut Builder<'_>,
@@ -164,6 +170,9 @@ impl GemmSm90 {
     }
 
     /// Adds the launch of a product of at most `tiles` tiles.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     fn launch(
         &self,
         b: &mut Builder<'_>,
@@ -190,6 +199,9 @@ impl GemmSm90 {
 /// Adds the launches that convert the activations of a product, sorted by expert if `columns`, the
 /// columns of an expert's tile, is not 0. Returns cached activations if there are any. `layout` has
 /// the number of rows.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn convert_activations(
     b: &mut Builder<'_>,
     params: &VgMulMatParams,

@@ -134,6 +134,10 @@ fn pool(dst: VgView, src: VgView, kind: PoolKind, windows: [(i32, i32, i32); 2])
     }
 }
 
+/// Adds the launch of a window operator.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn window(b: &mut Builder<'_>, op: VgWindow, size: i64, across: i64) -> Result<(), EngineError> {
     let params = VgWindowParams {
         dst: b.dst(),

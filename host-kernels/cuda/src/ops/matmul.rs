@@ -48,6 +48,9 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 }
 
 /// Adds the launches of a product.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 pub(crate) fn multiply(
     b: &mut Builder<'_>,
     op: &Op,
@@ -198,6 +201,9 @@ impl Gemm {
     }
 
     /// Adds the launches: the conversion of activations, then the product.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     fn multiply_tiles(
         &self,
         b: &mut Builder<'_>,
@@ -231,6 +237,9 @@ impl Gemm {
 
     /// Adds the launches: the conversion of activations, the sort of slots by expert, then the
     /// product of each expert's weights with its columns.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     fn multiply_groups(
         &self,
         b: &mut Builder<'_>,
@@ -288,6 +297,9 @@ fn max_tiles(vectors: i64, experts: i64) -> i64 {
 }
 
 /// Adds the launch that converts activations.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn convert_activations(
     b: &mut Builder<'_>,
     x: VgView,

@@ -140,6 +140,10 @@ fn fits_on(add: &VgView, dst: &VgView, has_ids: bool, w: &VgView) -> bool {
     wanted && add.ne[0] == dst.ne[0]
 }
 
+/// Adds the launch of matrix-vector products.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn launch(
     b: &mut Builder<'_>,
     all: &Products<'_>,

@@ -55,6 +55,13 @@ struct UnderWay {
 }
 
 impl CudaPlan {
+    /// Compiles a validated graph over these buffers.
+    ///
+    /// # Errors
+    /// [`EngineError::ForeignMemory`] if a buffer is not of this engine,
+    /// [`EngineError::Unsupported`] if a tensor is not aligned or no kernel takes the operands of a
+    /// node, [`EngineError::OutOfMemory`] if there is no scratch memory,
+    /// [`EngineError::DeviceLost`].
     pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
@@ -133,6 +140,10 @@ impl CudaPlan {
     /// Resumes where the last slice has ended. `Done`: all launches were handed to the device.
     /// Returns also the node of the last launch.
     ///
+    /// # Errors
+    /// [`RunError`] with the node that has failed, or with the index that a kernel has found out of
+    /// bounds.
+    ///
     /// # Safety
     /// The caller has the device.
     unsafe fn go_on(&mut self, turn: &Turn) -> Result<(RunStatus, usize), RunError> {
@@ -210,6 +221,9 @@ impl CudaPlan {
     }
 
     /// Runs part by part, and returns the seconds of each launch and of each CPU node.
+    ///
+    /// # Errors
+    /// As for [`go_on`](CudaPlan::go_on).
     ///
     /// # Safety
     /// The caller has the device.
