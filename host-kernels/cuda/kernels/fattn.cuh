@@ -557,8 +557,8 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     static constexpr int PARTIAL_FLOATS = ROWS * (V + 2);
     DEVICE i64 tile_index() const { return (static_cast<i64>(sequence) * b.ny + b.y) * b.nx + b.x; }
     DEVICE float* partial(int split) const {
-        i64 index = tile_index() * p.splits + split;
-        return reinterpret_cast<float*>(p.partials) + index * PARTIAL_FLOATS;
+        return reinterpret_cast<float*>(p.partials) +
+               (tile_index() * p.splits + split) * PARTIAL_FLOATS;
     }
 
     // Quantises 32 columns of a row, one for each lane.
